@@ -1,0 +1,27 @@
+"""meshpar: lay a JAX model out over named meshes, in one line, with nothing silent."""
+
+from meshpar.emulate import emulate, emulate_from_environment
+from meshpar.layout import BATCH_AXES, MESH_AXES, Layout
+from meshpar.topology import Topology, TopologyWarning
+
+emulate_from_environment()  # before anything below can start JAX
+
+# ruff: noqa: E402
+from meshpar.mesh import make_mesh
+from meshpar.model import BlockGroup, Model, Parameter, Scope
+from meshpar.nnx_model import from_nnx
+from meshpar.rules import (
+    DATA_PARALLEL,
+    FSDP,
+    FSDP_TENSOR,
+    FSDP_TENSOR_SEQUENCE,
+    HSDP,
+    TENSOR,
+    TENSOR_SEQUENCE,
+    RuleError,
+    Rules,
+    default_rules,
+)
+from meshpar.sharding import born_sharded, nnx_shardings, tree_shardings
+from meshpar.train.state import TrainState
+from meshpar.train.step import TrainStep, make_train_step

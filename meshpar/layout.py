@@ -1,0 +1,229 @@
+"""A layout: how many devices each mesh axis has, and how the step runs on them."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+MESH_AXES = ("data", "fsdp", "stage", "context", "expert", "tensor")
+"""All mesh axes, outermost (slowest link) first."""
+
+BATCH_AXES = ("data", "fsdp")
+"""The mesh axes that split the batch."""
+
+_CHOICES = {
+    "schedule": (
+        "gpipe",
+        "1f1b",
+        "interleaved_1f1b",
+        "looped_bfs",
+        "zero_bubble_h1",
+        "zero_bubble_h2",
+        "zero_bubble_v",
+        "v_half",
+        "v_min",
+        "dualpipe_v",
+    ),
+    "execution": ("uniform", "divergent"),
+    "zero": (0, 1, 2, 3),
+    "sequence_parallel": (False, True),
+    "attention": ("ring", "allgather", "ulysses"),
+    "remat": ("none", "selective", "full", "dots"),
+    "precision": ("fp32", "bf16"),
+}
+_COUNTS = (*MESH_AXES, "microbatches", "chunks")
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The end of an error about an unknown name: `did you mean ...? known: ...`."""
+    known = sorted(known)
+    close = difflib.get_close_matches(word, known, n=2, cutoff=0.5)
+    hint = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
+    return f"{hint}known: {', '.join(known)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The size of each mesh axis and how the step runs: plain data, one line of text.
+
+    At most one mesh axis may be -1: it absorbs the devices the others leave
+    (`resolve`). What is left out has its default; printing leaves defaults out.
+
+    Args:
+        data: Replicas of the parameters; each takes a share of the batch.
+        fsdp: Devices that split the batch and the stored parameters (ZeRO-3).
+        stage: Pipeline stages.
+        context: Devices that split the sequence in attention.
+        expert: Devices that split the experts.
+        tensor: Devices that split each matmul.
+        microbatches: Parts that one global batch runs in, one after another.
+        schedule: Order of the pipeline's work.
+        chunks: Stages per rank of an interleaved schedule.
+        splits: Blocks of each stage; empty is as even as possible.
+        execution: Whether all ranks run the same instructions every tick.
+        zero: What `fsdp` splits: 1 optimizer state, 2 gradients too, 3 parameters too.
+        sequence_parallel: Split the residual stream's sequence over `tensor`.
+        attention: How attention crosses `context`.
+        remat: What the backward recomputes instead of keeping.
+        precision: Arithmetic of the blocks; parameters are stored in fp32 either way.
+
+    Raises:
+        ValueError: A value outside its range or choices, or two axes of -1.
+
+    Example:
+        >>> layout = Layout.parse("data=2,fsdp=2,tensor=2,remat=full")
+        >>> layout.tensor, layout.num_devices, str(layout)
+        (2, 8, 'data=2,fsdp=2,tensor=2,remat=full')
+        >>> str(Layout(data=-1, tensor=2).resolve(8))
+        'data=4,tensor=2'
+    """
+
+    data: int = 1
+    fsdp: int = 1
+    stage: int = 1
+    context: int = 1
+    expert: int = 1
+    tensor: int = 1
+    microbatches: int = 1
+    schedule: str = "1f1b"
+    chunks: int = 1
+    splits: tuple[int, ...] = ()
+    execution: str = "uniform"
+    zero: int = 3
+    sequence_parallel: bool = False
+    attention: str = "ring"
+    remat: str = "none"
+    precision: str = "fp32"
+
+    def __post_init__(self) -> None:
+        for name in _COUNTS:
+            _check_count(name, getattr(self, name))
+        for name, choices in _CHOICES.items():
+            _check_choice(name, getattr(self, name), choices)
+        for size in self.splits:
+            _check_count("splits", size)
+        open_axes = [axis for axis in MESH_AXES if getattr(self, axis) == -1]
+        if len(open_axes) > 1:
+            raise ValueError(
+                f"mesh axes {' and '.join(map(repr, open_axes))} are both -1; only one "
+                "can absorb the remaining devices: give the others a size"
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> Layout:
+        """The layout that `text` (`data=2,tensor=4,remat=full`) describes.
+
+        Raises:
+            ValueError: An unknown or repeated key, or a value it cannot have.
+        """
+        values: dict[str, Any] = {}
+        for part in text.split(","):
+            key, equals, value = (piece.strip() for piece in part.partition("="))
+            if not equals or not value:
+                raise ValueError(
+                    f"layout {text!r}: {part.strip()!r} is not key=value; write for "
+                    "example data=2,tensor=4"
+                )
+            if key not in _DEFAULTS:
+                raise ValueError(
+                    f"layout {text!r}: no key {key!r}; {nearest(key, _DEFAULTS)}"
+                )
+            if key in values:
+                raise ValueError(f"layout {text!r}: {key!r} is given twice; give it once")
+            values[key] = _parse_value(key, value)
+        return cls(**values)
+
+    def __str__(self) -> str:
+        parts = [
+            f"{name}={_format_value(getattr(self, name))}"
+            for name, default in _DEFAULTS.items()
+            if getattr(self, name) != default
+        ]
+        return ",".join(parts) or "data=1"
+
+    @property
+    def mesh_shape(self) -> dict[str, int]:
+        """Size of every mesh axis, outermost first.
+
+        Raises:
+            ValueError: A mesh axis is still -1.
+        """
+        shape = {axis: getattr(self, axis) for axis in MESH_AXES}
+        for axis, size in shape.items():
+            if size == -1:
+                raise ValueError(
+                    f"mesh axis {axis!r} is -1, so its size depends on the devices; "
+                    "call resolve(num_devices) first"
+                )
+        return shape
+
+    @property
+    def num_devices(self) -> int:
+        """Devices the layout needs."""
+        return math.prod(self.mesh_shape.values())
+
+    @property
+    def batch_shards(self) -> int:
+        """Number of parts the batch is split into."""
+        return math.prod(self.mesh_shape[axis] for axis in BATCH_AXES)
+
+    def resolve(self, num_devices: int) -> Layout:
+        """This layout on exactly `num_devices`, its -1 replaced by what is left.
+
+        Raises:
+            ValueError: The sizes do not multiply to `num_devices`.
+        """
+        sizes = {axis: getattr(self, axis) for axis in MESH_AXES}
+        fixed = math.prod(size for size in sizes.values() if size != -1)
+        open_axes = [axis for axis, size in sizes.items() if size == -1]
+        if open_axes and num_devices % fixed == 0 and num_devices >= fixed:
+            return replace(self, **{open_axes[0]: num_devices // fixed})
+        if open_axes or fixed != num_devices:
+            needs = f"a multiple of {fixed}" if open_axes else f"{fixed}"
+            raise ValueError(
+                f"layout {str(self)!r} needs {needs} devices, but there are "
+                f"{num_devices}; change the sizes or set one mesh axis to -1"
+            )
+        return self
+
+
+_DEFAULTS = {field.name: field.default for field in fields(Layout)}
+
+
+def _check_count(name: str, value: object) -> None:
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    absorbs = value == -1 and name in MESH_AXES
+    if not whole or not (absorbs or value >= 1):  # type: ignore[operator]
+        ways = " or -1 (absorbs the remaining devices)" if name in MESH_AXES else ""
+        raise ValueError(f"{name}={value!r}: must be a whole number of at least 1{ways}")
+
+
+def _check_choice(name: str, value: object, choices: tuple) -> None:
+    if value not in choices or isinstance(value, bool) != isinstance(choices[0], bool):
+        known = ", ".join(_format_value(choice) for choice in choices)
+        raise ValueError(f"{name}={_format_value(value)}: must be one of {known}")
+
+
+def _parse_value(key: str, text: str) -> object:
+    default = _DEFAULTS[key]
+    if isinstance(default, bool):
+        return {"true": True, "false": False}.get(text, text)
+    if isinstance(default, int):
+        return int(text) if re.fullmatch(r"-?\d+", text) else text
+    if isinstance(default, tuple):
+        return tuple(
+            int(part) if part.isdecimal() else part for part in text.split("/")
+        )
+    return text
+
+
+def _format_value(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return "/".join(map(str, value))
+    return str(value)

@@ -1,0 +1,59 @@
+"""A layout and devices become a `jax.sharding.Mesh`, in topology order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh
+
+from meshpar.layout import MESH_AXES, Layout
+from meshpar.topology import Topology
+
+
+def make_mesh(
+    layout: Layout,
+    devices: Sequence[jax.Device] | None = None,
+    *,
+    topology: Topology | None = None,
+) -> Mesh:
+    """A mesh of all six axes, `tensor` innermost on the fastest link.
+
+    TPUs follow the torus (`mesh_utils.create_device_mesh`); other devices are taken
+    host by host in order of their ids. Every mesh axis is `Auto`.
+
+    Args:
+        layout: Sizes of the mesh axes; a -1 absorbs what the devices leave.
+        devices: Devices to use; all of JAX's by default.
+        topology: Hosts and links; read from the devices by default.
+
+    Raises:
+        ValueError: The layout needs another number of devices, or the topology
+            describes another number.
+
+    Warns:
+        TopologyWarning: `tensor` crosses hosts.
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    layout = layout.resolve(len(devices))
+    topology = topology or Topology.from_devices(devices)
+    if topology.num_devices != len(devices):
+        raise ValueError(
+            f"the topology has {topology.hosts} hosts x {topology.devices_per_host} = "
+            f"{topology.num_devices} devices, but there are {len(devices)}; declare the "
+            "topology of the devices that are used"
+        )
+    topology.warn_if_tensor_crosses_hosts(layout)
+    shape = tuple(layout.mesh_shape.values())
+    return Mesh(_arrange(devices, shape), MESH_AXES, axis_types=(AxisType.Auto,) * 6)
+
+
+def _arrange(devices: list[jax.Device], shape: tuple[int, ...]) -> np.ndarray:
+    if devices[0].platform == "tpu":
+        return mesh_utils.create_device_mesh(
+            shape, devices, allow_split_physical_axes=True
+        )
+    in_order = sorted(devices, key=lambda device: (device.process_index, device.id))
+    return np.array(in_order).reshape(shape)

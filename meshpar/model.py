@@ -1,0 +1,268 @@
+"""The contract between a model and every parallel strategy.
+
+A model is three functions over a tree of parameters:
+
+    embed(params, batch, scope) -> x
+    block(block_params, x, scope) -> x      once per layer, parameters stacked
+    head(params, x, batch, scope) -> (loss_sum, weight_sum)
+
+`params` is a nested dict whose top-level keys are the names of the block groups and
+whatever else the model has; `embed` and `head` see all but the block groups. The loss
+is `sum(loss_sum) / sum(weight_sum)` over the global batch, so that padding, masks,
+shards and microbatches cannot change it. `batch` is a dict of arrays with the example
+first: `tokens`, `targets` and `weights`, (batch, seq) each, and what else a model reads.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from meshpar.rules import LogicalAxes, Rules, auto_mesh_shape
+
+Params = dict[str, Any]
+Batch = Mapping[str, jax.Array]
+
+SAVED_PREFIX = "meshpar."
+"""Begins the name of every residual that a block asked to keep."""
+
+EXAMPLE = "example"
+"""Key of the batch array with each example's index in the global batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameter:
+    """What is known of one parameter before it exists.
+
+    Args:
+        shape: Global shape, of one layer where the parameter belongs to blocks.
+        dtype: How it is stored.
+        logical_axes: A name, or None, for each dim.
+        initial: Key -> the initial value, of `shape`.
+        num_layers: Layers that the parameter is stacked over, on a leading dim; None
+            outside blocks.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    logical_axes: LogicalAxes
+    initial: Callable[[jax.Array], jax.Array]
+    num_layers: int | None = None
+
+    @property
+    def stacked_shape(self) -> tuple[int, ...]:
+        """Global shape with the `layers` dim."""
+        return (*self._leading, *self.shape)
+
+    @property
+    def stacked_axes(self) -> LogicalAxes:
+        """Logical axes with the `layers` dim."""
+        return (*(("layers",) if self._leading else ()), *self.logical_axes)
+
+    @property
+    def _leading(self) -> tuple[int, ...]:
+        return () if self.num_layers is None else (self.num_layers,)
+
+    @property
+    def struct(self) -> jax.ShapeDtypeStruct:
+        """Shape and dtype as JAX wants them."""
+        return jax.ShapeDtypeStruct(self.stacked_shape, self.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scope:
+    """What a model's function may know of the place where it runs.
+
+    Args:
+        rules: How arrays are laid out; None outside any mesh.
+        batch: The inputs of these examples, those that need no gradient.
+        layer: Index of the layer; -1 outside the blocks.
+        dropout_key: Key of (seed, step); None turns dropout off.
+        platform: Kind of device the program is for: `cpu`, `gpu` or `tpu`.
+    """
+
+    rules: Rules | None = None
+    batch: Batch = field(default_factory=dict)
+    layer: jax.Array | int = -1
+    dropout_key: jax.Array | None = None
+    platform: str = "cpu"
+
+    def constrain(self, x: jax.Array, logical_axes: LogicalAxes) -> jax.Array:
+        """`x` laid out by the rules (`Rules.constrain`); `x` itself outside a mesh."""
+        return x if self.rules is None else self.rules.constrain(x, logical_axes)
+
+    def map_shards(
+        self,
+        function: Callable[..., jax.Array],
+        in_axes: Sequence[LogicalAxes],
+        out_axes: LogicalAxes,
+    ) -> Callable[..., jax.Array]:
+        """`function` of this device's shards, for work that needs no other shard.
+
+        Args:
+            function: Takes and returns arrays; sees local shapes.
+            in_axes: Logical axes of each argument.
+            out_axes: Logical axes of the result.
+        """
+        if self.rules is None:
+            return function
+        sizes = auto_mesh_shape()
+        specs = tuple(self.rules.spec(axes, mesh_shape=sizes) for axes in in_axes)
+        used = {axis for spec in specs for axis in spec_axes(spec)}
+        if not used:
+            return function
+        return jax.shard_map(
+            function,
+            in_specs=specs,
+            out_specs=self.rules.spec(out_axes, mesh_shape=sizes),
+            axis_names=used,
+            check_vma=False,
+        )
+
+    def save(self, x: jax.Array, name: str) -> jax.Array:
+        """`x`, named so that `remat=selective` keeps it instead of recomputing it."""
+        return checkpoint_name(x, SAVED_PREFIX + name)
+
+    def dropout(self, x: jax.Array, rate: float, name: str) -> jax.Array:
+        """`x` with a share `rate` of its values zeroed and the rest scaled up.
+
+        The mask is a function of (seed, step, layer, `name`, example) only. `x` has
+        the example as its first dim.
+        """
+        if self.dropout_key is None or rate == 0.0:
+            return x
+        key = jax.random.fold_in(self.dropout_key, zlib.crc32(name.encode()))
+        key = jax.random.fold_in(key, jnp.asarray(self.layer, jnp.uint32))
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, self.batch[EXAMPLE])
+        keep = jax.vmap(lambda k: jax.random.bernoulli(k, 1 - rate, x.shape[1:]))(keys)
+        return jnp.where(keep, x / (1 - rate), 0).astype(x.dtype)
+
+    def at_layer(self, layer: jax.Array) -> Scope:
+        """This scope inside block `layer`."""
+        return replace(self, layer=layer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockGroup:
+    """Blocks of one kind: `block(block_params, x, scope) -> x`, `num_layers` times."""
+
+    name: str
+    num_layers: int
+    block: Callable[[Params, jax.Array, Scope], jax.Array]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A model under the contract of this module.
+
+    Args:
+        parameters: Tree of `Parameter`; block groups under their own names.
+        embed: `(params, batch, scope) -> x` of shape (batch, seq, embed).
+        groups: Block groups in the order in which they run.
+        head: `(params, x, batch, scope) -> (loss_sum, weight_sum)`, two scalars.
+        logits: `(params, x, scope) -> (batch, seq, vocab)`, for sampling; optional.
+    """
+
+    parameters: dict[str, Any]
+    embed: Callable[[Params, Batch, Scope], jax.Array]
+    groups: tuple[BlockGroup, ...]
+    head: Callable[[Params, jax.Array, Batch, Scope], tuple[jax.Array, jax.Array]]
+    logits: Callable[[Params, jax.Array, Scope], jax.Array] | None = None
+
+    def __post_init__(self) -> None:
+        for group in self.groups:
+            if group.name not in self.parameters:
+                raise ValueError(
+                    f"block group {group.name!r} has no parameters; the tree holds "
+                    f"{', '.join(sorted(self.parameters))}"
+                )
+
+    def split(self, params: Params) -> tuple[Params, list[Params]]:
+        """The parameters outside the blocks, and those of each block group."""
+        names = [group.name for group in self.groups]
+        ends = {key: value for key, value in params.items() if key not in names}
+        return ends, [params[name] for name in names]
+
+    def join(self, ends: Params, groups: list[Params]) -> Params:
+        """Undoes `split`."""
+        named = zip([group.name for group in self.groups], groups, strict=True)
+        return {**ends, **dict(named)}
+
+    def flat_parameters(self) -> dict[str, Parameter]:
+        """Path such as `blocks.mlp.down` -> parameter, in tree order."""
+        leaves = jax.tree.leaves_with_path(self.parameters, is_leaf=is_parameter)
+        return {path_name(path): leaf for path, leaf in leaves}
+
+    def init(self, seed: jax.Array | int) -> Params:
+        """Initial values, each a function of (seed, path, layer index) only."""
+        return jax.tree.map_with_path(
+            lambda path, parameter: _initial_value(path_name(path), parameter, seed),
+            self.parameters,
+            is_leaf=is_parameter,
+        )
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of parameter values."""
+        return sum(parameter.struct.size for parameter in self.flat_parameters().values())
+
+
+def loss(
+    model: Model, params: Params, batch: Batch, scope: Scope | None = None
+) -> jax.Array:
+    """The mean loss on one device, without any layout: what every layout must equal."""
+    scope = scope or Scope(batch=batch)
+    loss_sum, weight_sum = model.head(
+        model.split(params)[0], forward(model, params, batch, scope), batch, scope
+    )
+    return loss_sum / weight_sum
+
+
+def forward(model: Model, params: Params, batch: Batch, scope: Scope) -> jax.Array:
+    """The last block's output, layers in a plain loop."""
+    ends, groups = model.split(params)
+    x = model.embed(ends, batch, scope)
+    first = 0
+    for group, stacked in zip(model.groups, groups, strict=True):
+        for layer in range(group.num_layers):
+            one_layer = jax.tree.map(lambda value, at=layer: value[at], stacked)
+            x = group.block(one_layer, x, scope.at_layer(jnp.asarray(first + layer)))
+        first += group.num_layers
+    return x
+
+
+def is_parameter(node: object) -> bool:
+    """Whether a node of the parameter tree is a `Parameter`."""
+    return isinstance(node, Parameter)
+
+
+def path_name(path: tuple) -> str:
+    """A tree path as users read it: `blocks.mlp.down`."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def spec_axes(spec: jax.sharding.PartitionSpec) -> tuple[str, ...]:
+    """The mesh axes that a spec names, in order of dims."""
+    return tuple(
+        axis
+        for entry in spec
+        if entry is not None
+        for axis in ((entry,) if isinstance(entry, str) else entry)
+    )
+
+
+def _initial_value(
+    path: str, parameter: Parameter, seed: jax.Array | int
+) -> jax.Array:
+    key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(path.encode()))
+    if parameter.num_layers is None:
+        return parameter.initial(key).astype(parameter.dtype)
+    layers = jnp.arange(parameter.num_layers, dtype=jnp.uint32)
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, layers)
+    return jax.vmap(parameter.initial)(keys).astype(parameter.dtype)

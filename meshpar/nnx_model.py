@@ -1,0 +1,145 @@
+"""A Flax NNX module as a model under the contract."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+
+from meshpar.model import BlockGroup, Model, Parameter, Params
+
+
+def from_nnx(
+    *,
+    ends: Callable[[nnx.Rngs], nnx.Module],
+    block: Callable[[nnx.Rngs], nnx.Module],
+    num_layers: int,
+    group: str = "blocks",
+) -> Model:
+    """A model whose two ends and repeated block are Flax NNX modules.
+
+    The ends module has `embed(batch, scope) -> x`, `head(x, batch, scope) ->
+    (loss_sum, weight_sum)` and, for sampling, `logits(x, scope)`. The block module is
+    called as `block(x, scope) -> x`. Logical axes are the modules' own sharding
+    metadata (`nnx.with_partitioning` or `out_sharding=`), a parameter without any is
+    replicated. The parameter tree of the blocks stands under the key `group`.
+
+    Args:
+        ends: Builds the module of embedding and head.
+        block: Builds one block.
+        num_layers: Number of blocks.
+        group: Name of the blocks in parameter paths.
+
+    Raises:
+        ValueError: A module has state that is no parameter, such as batch statistics,
+            or a parameter of the ends is called `group`.
+    """
+    if num_layers < 1:
+        raise ValueError(f"num_layers={num_layers}: a model has at least 1 block")
+    ends_call, ends_parameters = _functional(ends, None)
+    block_call, block_parameters = _functional(block, num_layers)
+    if group in ends_parameters:
+        raise ValueError(
+            f"the ends have parameters called {group!r}, the blocks' own name; rename "
+            "them or pass another group="
+        )
+    has_logits = hasattr(_abstract(ends), "logits")
+    return Model(
+        parameters={**ends_parameters, group: block_parameters},
+        embed=lambda params, *args: ends_call(params, "embed", *args),
+        groups=(
+            BlockGroup(
+                name=group,
+                num_layers=num_layers,
+                block=lambda params, *args: block_call(params, "__call__", *args),
+            ),
+        ),
+        head=lambda params, *args: ends_call(params, "head", *args),
+        logits=(lambda params, *args: ends_call(params, "logits", *args))
+        if has_logits
+        else None,
+    )
+
+
+def logical_axes(module: nnx.Module) -> Params:
+    """The module's sharding metadata: a tree of names per dim, beside its parameters."""
+    state = nnx.state(module, nnx.Param)
+    tree: Params = {}
+    for path, variable in nnx.to_flat_state(state):
+        _insert(tree, path, _axes(variable))
+    return tree
+
+
+class _OneKey(nnx.RngStream):
+    """Gives the same key at every call, so that construction order cannot matter."""
+
+    def __call__(self) -> jax.Array:
+        return self.key[...]
+
+
+def _build(builder: Callable[[nnx.Rngs], nnx.Module], key: jax.Array) -> nnx.Module:
+    rngs = nnx.Rngs(0)
+    rngs.default = _OneKey(key, tag="default")
+    with nnx.use_eager_sharding(False):
+        return builder(rngs)
+
+
+def _abstract(builder: Callable[[nnx.Rngs], nnx.Module]) -> nnx.Module:
+    return nnx.eval_shape(lambda: _build(builder, jax.random.key(0)))
+
+
+def _functional(
+    builder: Callable[[nnx.Rngs], nnx.Module], num_layers: int | None
+) -> tuple[Callable[..., Any], Params]:
+    """A function of (parameters, method name, arguments), and the parameter tree."""
+    graph, state, rest = nnx.split(_abstract(builder), nnx.Param, ...)
+    others = [path for path, _ in nnx.to_flat_state(rest)]
+    if others:
+        raise ValueError(
+            f"module state {'.'.join(map(str, others[0]))!r} is no nnx.Param; keep "
+            "running statistics and random streams out of the module (scope.dropout "
+            "draws its own)"
+        )
+    parameters: Params = {}
+    for path, variable in nnx.to_flat_state(state):
+        parameter = Parameter(
+            shape=tuple(variable.shape),
+            dtype=variable.dtype,
+            logical_axes=_axes(variable),
+            initial=_initial(builder, path),
+            num_layers=num_layers,
+        )
+        _insert(parameters, path, parameter)
+
+    def call(params: Params, method: str, *args: Any) -> Any:
+        with nnx.use_eager_sharding(False):
+            filled = nnx.State(state)
+            nnx.replace_by_pure_dict(filled, params)
+            module = nnx.merge(graph, filled, nnx.State({}))
+            return getattr(module, method)(*args)
+
+    return call, parameters
+
+
+def _initial(
+    builder: Callable[[nnx.Rngs], nnx.Module], path: tuple
+) -> Callable[[jax.Array], jax.Array]:
+    def initial(key: jax.Array) -> jax.Array:
+        state = nnx.state(_build(builder, key), nnx.Param)
+        return dict(nnx.to_flat_state(state))[path][...]
+
+    return initial
+
+
+def _axes(variable: nnx.Variable) -> tuple[str | None, ...]:
+    names = variable.get_metadata().get("out_sharding")
+    return (None,) * len(variable.shape) if names is None else tuple(names)
+
+
+def _insert(tree: Params, path: tuple, leaf: Any) -> None:
+    *parents, last = path
+    for key in parents:
+        tree = tree.setdefault(key, {})
+    tree[last] = leaf

@@ -1,0 +1,1 @@
+"""Strategies against the model contract, one file each."""

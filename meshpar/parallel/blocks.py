@@ -1,0 +1,144 @@
+"""The loop over a model's blocks, forward and backward both written out.
+
+The forward keeps each layer's residuals without its parameters; the backward gathers
+the parameters again and reduce-scatters their gradients, layer by layer. So a split
+parameter is whole for one layer at a time only, and gathered once in each pass.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from meshpar.model import BlockGroup, Scope
+from meshpar.parallel.remat import rematerialised
+from meshpar.parallel.residuals import Residuals, restore_vjp, vjp_without
+from meshpar.parallel.zero import Stored, gather, reduce_scatter
+
+_Inputs = dict[str, Any]
+
+
+def run_blocks(
+    group: BlockGroup,
+    shards: Any,
+    x: jax.Array,
+    inputs: _Inputs,
+    *,
+    stored: Any,
+    remat: str,
+    make_scope: Callable[[_Inputs], Scope],
+    first_layer: int = 0,
+) -> jax.Array:
+    """`x` after every block of a group; differentiable in `shards` and `x`.
+
+    Args:
+        group: The blocks.
+        shards: Stacked parameters as stored, this device's shards.
+        x: (batch, seq, embed), this device's examples.
+        inputs: Arrays without gradient that scopes are made of.
+        stored: Tree of `Stored` beside `shards`, of one layer.
+        remat: What the backward recomputes (`Layout.remat`).
+        make_scope: Inputs -> the scope that blocks see.
+        first_layer: Layers before this group's first.
+    """
+    layers = first_layer + jnp.arange(group.num_layers, dtype=jnp.uint32)
+    block = _Block(group, stored, remat, make_scope)
+    return _run(block, shards, x, layers, inputs)
+
+
+class _Block:
+    """One layer, as the two loops call it."""
+
+    def __init__(
+        self,
+        group: BlockGroup,
+        stored: Any,
+        remat: str,
+        make_scope: Callable[[_Inputs], Scope],
+    ) -> None:
+        self.stored = stored
+        self._apply = rematerialised(group.block, remat)
+        self._make_scope = make_scope
+
+    def forward(
+        self, shard: Any, x: jax.Array, layer: jax.Array, inputs: _Inputs
+    ) -> jax.Array:
+        scope_inputs = {**inputs, "layer": layer}
+        return self._call(gather(self.stored, shard), x, scope_inputs)
+
+    def forward_keeping(
+        self, shard: Any, x: jax.Array, layer: jax.Array, inputs: _Inputs
+    ) -> tuple[jax.Array, Residuals]:
+        weights = gather(self.stored, shard)
+        scope_inputs = {**inputs, "layer": layer}
+        return vjp_without(
+            lambda weights, x: self._call(weights, x, scope_inputs),
+            (weights, x),
+            known=(weights, scope_inputs),
+        )
+
+    def backward(
+        self,
+        shard: Any,
+        residuals: Residuals,
+        dx: jax.Array,
+        layer: jax.Array,
+        inputs: _Inputs,
+    ) -> tuple[Any, jax.Array]:
+        weights = gather(self.stored, shard)
+        scope_inputs = {**inputs, "layer": layer}
+        vjp = restore_vjp(residuals, (weights, scope_inputs))
+        gradients, dx = vjp(dx)
+        return reduce_scatter(self.stored, gradients), dx
+
+    def _call(self, weights: Any, x: jax.Array, scope_inputs: _Inputs) -> jax.Array:
+        y = self._apply(self._make_scope, weights, x, scope_inputs)
+        if y.shape != x.shape or y.dtype != x.dtype:
+            raise ValueError(
+                f"a block maps {x.dtype}{x.shape} to {y.dtype}{y.shape}; blocks must "
+                "keep shape and dtype, so that they can follow one another"
+            )
+        return y
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _run(
+    block: _Block, shards: Any, x: jax.Array, layers: jax.Array, inputs: _Inputs
+) -> jax.Array:
+    def body(x: jax.Array, xs: tuple) -> tuple[jax.Array, None]:
+        shard, layer = xs
+        return block.forward(shard, x, layer, inputs), None
+
+    return lax.scan(body, x, (shards, layers))[0]
+
+
+def _run_forward(
+    block: _Block, shards: Any, x: jax.Array, layers: jax.Array, inputs: _Inputs
+) -> tuple[jax.Array, tuple]:
+    def body(x: jax.Array, xs: tuple) -> tuple[jax.Array, Residuals]:
+        shard, layer = xs
+        return block.forward_keeping(shard, x, layer, inputs)
+
+    x, residuals = lax.scan(body, x, (shards, layers))
+    return x, (shards, residuals, layers, inputs)
+
+
+def _run_backward(block: _Block, kept: tuple, dx: jax.Array) -> tuple:
+    shards, residuals, layers, inputs = kept
+
+    def body(dx: jax.Array, xs: tuple) -> tuple[jax.Array, Any]:
+        shard, residual, layer = xs
+        gradients, dx = block.backward(shard, residual, dx, layer, inputs)
+        return dx, gradients
+
+    xs = (shards, residuals, layers)
+    dx, gradients = lax.scan(body, dx, xs, reverse=True)
+    return gradients, dx, None, None
+
+
+_run.defvjp(_run_forward, _run_backward)

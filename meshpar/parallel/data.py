@@ -1,0 +1,38 @@
+"""Data parallel: the one reduction of gradients over the batch axes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax import lax
+
+from meshpar.parallel.zero import Stored
+
+
+def reduce_gradients(stored: Any, gradients: Any, batch_axes: tuple[str, ...]) -> Any:
+    """Sums each gradient over the batch axes that it has not been reduced over yet.
+
+    Parameters replicated over all of them: one all-reduce of all their gradients.
+    Parameters split over `fsdp`, already reduce-scattered there: one over the rest.
+    Each all-reduce of P values sends 2 P (n-1)/n.
+
+    Args:
+        stored: Tree of `Stored`.
+        gradients: The same tree of fp32 gradients, this device's.
+        batch_axes: Mesh axes of size above 1 that split the batch.
+    """
+    layouts, treedef = jax.tree.flatten(
+        stored, is_leaf=lambda node: isinstance(node, Stored)
+    )
+    leaves = treedef.flatten_up_to(gradients)
+    remaining = [
+        tuple(axis for axis in batch_axes if axis not in layout.gathered_axes)
+        for layout in layouts
+    ]
+    for axes in sorted(set(remaining) - {()}):
+        at = [index for index, wanted in enumerate(remaining) if wanted == axes]
+        summed = lax.psum([leaves[index] for index in at], axes)
+        for index, leaf in zip(at, summed, strict=True):
+            leaves[index] = leaf
+    return treedef.unflatten(leaves)

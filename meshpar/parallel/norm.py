@@ -1,0 +1,53 @@
+"""The global norm of a tree of sharded arrays, every value counted once."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from meshpar.model import spec_axes
+
+
+def global_norm(tree: Any, shardings: Any, mesh: Mesh) -> jax.Array:
+    """`sqrt(sum of squares)` over all arrays: one all-reduce of a single number.
+
+    A value that several devices hold is counted on each with its share of one.
+
+    Args:
+        tree: Global arrays.
+        shardings: The same tree of `NamedSharding`s on `mesh`.
+        mesh: The mesh; all its axes are automatic here.
+    """
+    specs = jax.tree.map(
+        lambda sharding: sharding.spec,
+        shardings,
+        is_leaf=lambda node: isinstance(node, NamedSharding),
+    )
+
+    def local(tree: Any) -> jax.Array:
+        parts = jax.tree.map(
+            lambda spec, x: jnp.sum(jnp.square(x.astype(jnp.float32))) / _copies(spec, mesh),
+            specs,
+            tree,
+            is_leaf=lambda node: isinstance(node, PartitionSpec),
+        )
+        return lax.psum(sum(jax.tree.leaves(parts)), mesh.axis_names)
+
+    squares = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(specs,),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )(tree)
+    return jnp.sqrt(squares)
+
+
+def _copies(spec: PartitionSpec, mesh: Mesh) -> int:
+    used = spec_axes(spec)
+    return math.prod(size for axis, size in mesh.shape.items() if axis not in used)

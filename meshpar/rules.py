@@ -1,0 +1,335 @@
+"""Rules: which mesh axes each logical axis is split over, strictly."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from meshpar.layout import MESH_AXES, Layout, nearest
+
+LogicalAxes = tuple[str | None, ...]
+"""A name per dim of an array; a dim of None is replicated."""
+
+MeshAxes = tuple[str, ...]
+Target = str | Sequence[str] | None
+Table = Mapping[str, Target] | Iterable[tuple[str, Target]]
+
+
+class RuleError(ValueError):
+    """A rule, or an array that the rules cannot lay out.
+
+    `kind` is the lint's word for it: `unknown`, `repeated`, `claimed_twice`,
+    `indivisible`, `shadowed` or `rank`.
+    """
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Logical axis -> mesh axes, for activations and, where it differs, for parameters.
+
+    One table serves every array. `parameters` holds what differs while a parameter is
+    stored: under FSDP a parameter's `embed` dim is split over `fsdp`, and gathered
+    before use, while an activation's `embed` dim never is.
+
+    Args:
+        table: A mesh axis, several (outermost first), or None for replicated, for each
+            logical axis; a mapping or pairs.
+        parameters: The entries that differ for stored parameters.
+        replicate_if_indivisible: Logical axes that are replicated where their size
+            does not divide. Any other such array is an error.
+
+    Raises:
+        RuleError: An unknown mesh axis, a mesh axis twice in a rule, two rules for one
+            logical axis, or a name in `replicate_if_indivisible` without a rule.
+
+    Example:
+        >>> rules = Rules({"batch": ("data", "fsdp"), "embed": None, "mlp": "tensor"},
+        ...               parameters={"embed": "fsdp"})
+        >>> rules.spec(("batch", "embed"))
+        PartitionSpec(('data', 'fsdp'), None)
+        >>> rules.stored.spec(("embed", "mlp"))
+        PartitionSpec('fsdp', 'tensor')
+    """
+
+    table: Table
+    parameters: Table = field(default_factory=dict, kw_only=True)
+    replicate_if_indivisible: frozenset[str] = field(
+        default_factory=frozenset, kw_only=True
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("table", "parameters"):
+            object.__setattr__(self, name, _normalise(getattr(self, name)))
+        waived = frozenset(self.replicate_if_indivisible)
+        object.__setattr__(self, "replicate_if_indivisible", waived)
+        for logical_axis in sorted(waived):
+            self.mesh_axes(logical_axis)
+
+    def __hash__(self) -> int:
+        tables = (tuple(self.table.items()), tuple(self.parameters.items()))
+        return hash((*tables, self.replicate_if_indivisible))
+
+    @property
+    def stored(self) -> Rules:
+        """The rules for parameters at rest."""
+        return replace(self, table={**self.table, **self.parameters}, parameters={})
+
+    def with_rules(self, **changes: Target) -> Rules:
+        """These rules with some entries changed or added."""
+        return replace(self, table={**self.table, **changes})
+
+    def mesh_axes(
+        self, logical_axis: str, logical_axes: LogicalAxes | None = None
+    ) -> MeshAxes:
+        """The mesh axes of `logical_axis`, outermost first; empty if replicated.
+
+        Raises:
+            RuleError: There is no rule for it.
+        """
+        known = {**self.table, **self.parameters}
+        if logical_axis not in known:
+            where = f" of {_show(logical_axes)}" if logical_axes else ""
+            raise RuleError(
+                "unknown",
+                f"no rule for logical axis {logical_axis!r}{where}; "
+                f"{nearest(logical_axis, known)}",
+            )
+        return self.table.get(logical_axis, ())
+
+    def spec(
+        self,
+        logical_axes: LogicalAxes,
+        shape: Sequence[int] | None = None,
+        *,
+        mesh_shape: Mapping[str, int] | None = None,
+        path: str = "array",
+    ) -> PartitionSpec:
+        """The `PartitionSpec` of an array.
+
+        Args:
+            logical_axes: A name, or None, for each dim.
+            shape: The global shape; with `mesh_shape`, divisibility is checked.
+            mesh_shape: Size of each mesh axis; an axis of size 1 is left out.
+            path: What errors call the array.
+
+        Raises:
+            RuleError: An unknown or repeated logical axis, two dims on one mesh axis,
+                or a size that does not divide.
+        """
+        _check_rank(logical_axes, shape, path)
+        sizes = dict.fromkeys(MESH_AXES, 0) if mesh_shape is None else mesh_shape
+        claimed: dict[str, str] = {}
+        entries = []
+        for dim, logical_axis in enumerate(logical_axes):
+            axes = self._axes_of_dim(logical_axes, dim, sizes, claimed)
+            if axes and shape is not None and mesh_shape is not None:
+                axes = self._check_divides(logical_axes, shape, dim, axes, sizes, path)
+            entries.append(axes[0] if len(axes) == 1 else axes or None)
+        return PartitionSpec(*entries)
+
+    def sharding(
+        self,
+        mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
+        logical_axes: LogicalAxes,
+        shape: Sequence[int] | None = None,
+        *,
+        path: str = "array",
+    ) -> NamedSharding:
+        """`spec` on `mesh`; raises as `spec` does."""
+        mesh_shape = dict(mesh.shape)
+        spec = self.spec(logical_axes, shape, mesh_shape=mesh_shape, path=path)
+        return NamedSharding(mesh, spec)
+
+    def constrain(self, x: jax.Array, logical_axes: LogicalAxes) -> jax.Array:
+        """`x`, laid out as the rules say, on the mesh of `jax.set_mesh`.
+
+        Inside a `shard_map`, `x` is this device's part and mesh axes that are manual
+        there are left out. Moves nothing by itself; GSPMD inserts what it takes.
+
+        Raises:
+            RuleError: As for `spec`.
+            RuntimeError: No mesh is set, so that the constraint would do nothing.
+        """
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh.empty:
+            raise RuntimeError(
+                f"constrain({_show(logical_axes)}): no mesh is set, so nothing would be "
+                "laid out; run inside `with jax.set_mesh(mesh):`"
+            )
+        spec = self.spec(logical_axes, x.shape, mesh_shape=auto_mesh_shape())
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+    def _axes_of_dim(
+        self,
+        logical_axes: LogicalAxes,
+        dim: int,
+        sizes: Mapping[str, int],
+        claimed: dict[str, str],
+    ) -> MeshAxes:
+        logical_axis = logical_axes[dim]
+        if logical_axis is None:
+            return ()
+        if logical_axis in logical_axes[:dim]:
+            raise RuleError(
+                "repeated",
+                f"logical axis {logical_axis!r} names two dims of {_show(logical_axes)}; "
+                "give the dims different names",
+            )
+        rule = self.mesh_axes(logical_axis, logical_axes)
+        axes = tuple(axis for axis in rule if sizes.get(axis, 1) != 1)
+        for mesh_axis in axes:
+            if mesh_axis in claimed:
+                raise RuleError(
+                    "claimed_twice",
+                    f"mesh axis {mesh_axis!r} is claimed by both {claimed[mesh_axis]!r} "
+                    f"and {logical_axis!r} in {_show(logical_axes)}; an array can use "
+                    "each mesh axis once",
+                )
+            claimed[mesh_axis] = logical_axis
+        return axes
+
+    def _check_divides(
+        self,
+        logical_axes: LogicalAxes,
+        shape: Sequence[int],
+        dim: int,
+        axes: MeshAxes,
+        sizes: Mapping[str, int],
+        path: str,
+    ) -> MeshAxes:
+        logical_axis, degree = logical_axes[dim], math.prod(sizes[axis] for axis in axes)
+        if shape[dim] % degree == 0:
+            return axes
+        if logical_axis in self.replicate_if_indivisible:
+            return ()
+        noun = "mesh axis" if len(axes) == 1 else "mesh axes"
+        raise RuleError(
+            "indivisible",
+            f"logical axis {logical_axis!r} has size {shape[dim]}, which does not divide "
+            f"over {noun} {' x '.join(map(repr, axes))} of size {degree}\n"
+            f"    {path}: shape {tuple(shape)} as {_show(logical_axes)}; pad it, map "
+            f"{logical_axis!r} elsewhere, or replicate_if_indivisible",
+        )
+
+
+def auto_mesh_shape() -> dict[str, int]:
+    """Sizes of the mesh axes that GSPMD partitions here; the manual ones count as 1."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return {
+        axis: size if kind == AxisType.Auto else 1
+        for axis, size, kind in zip(
+            mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True
+        )
+    }
+
+
+def _normalise(table: Table) -> dict[str, MeshAxes]:
+    pairs = table.items() if isinstance(table, Mapping) else table
+    rules: dict[str, MeshAxes] = {}
+    for logical_axis, target in pairs:
+        axes = (target,) if isinstance(target, str) else tuple(target or ())
+        if logical_axis in rules:
+            raise RuleError("shadowed", shadowed_message(logical_axis, rules, axes))
+        for position, mesh_axis in enumerate(axes):
+            if mesh_axis not in MESH_AXES:
+                raise RuleError(
+                    "unknown",
+                    f"rule {logical_axis!r} names no mesh axis: {mesh_axis!r}; "
+                    f"{nearest(mesh_axis, MESH_AXES)}",
+                )
+            if mesh_axis in axes[:position]:
+                raise RuleError(
+                    "repeated",
+                    f"rule {logical_axis!r} names mesh axis {mesh_axis!r} twice in "
+                    f"{axes}; name it once",
+                )
+        rules[logical_axis] = axes
+    return rules
+
+
+def shadowed_message(
+    logical_axis: str, rules: Mapping[str, MeshAxes], axes: MeshAxes
+) -> str:
+    """The words for a second rule that could never apply."""
+    return (
+        f"logical axis {logical_axis!r} has two rules, {rules[logical_axis] or None} and "
+        f"{axes or None}; only one can hold: remove the other"
+    )
+
+
+def _check_rank(
+    logical_axes: LogicalAxes, shape: Sequence[int] | None, path: str
+) -> None:
+    if shape is not None and len(shape) != len(logical_axes):
+        raise RuleError(
+            "rank",
+            f"{path}: shape {tuple(shape)} has {len(shape)} dims, but {_show(logical_axes)}"
+            f" names {len(logical_axes)}; name every dim, or write None",
+        )
+
+
+def _show(logical_axes: LogicalAxes | None) -> str:
+    return str(tuple(logical_axes or ()))
+
+
+# The presets. `residual_seq` is the sequence dim of the residual stream between the
+# attention and MLP, `seq` the one inside them.
+
+DATA_PARALLEL = Rules(
+    {
+        "batch": ("data", "fsdp"),
+        "seq": None,
+        "residual_seq": None,
+        "embed": None,
+        "heads": None,
+        "kv_heads": None,
+        "head_dim": None,
+        "mlp": None,
+        "vocab": None,
+        "layers": None,
+    }
+)
+"""The batch is split, parameters are replicated."""
+
+FSDP = replace(DATA_PARALLEL, parameters={"embed": "fsdp"})
+"""Stored parameters are split over `fsdp` too; with `data` > 1 this is HSDP."""
+
+HSDP = FSDP
+"""FSDP inside `fsdp`, replicas across `data` (hybrid sharding)."""
+
+TENSOR = DATA_PARALLEL.with_rules(
+    heads="tensor", kv_heads="tensor", mlp="tensor", vocab="tensor"
+)
+"""Megatron tensor parallel: heads, MLP and vocabulary (Shoeybi et al. 2019)."""
+
+TENSOR_SEQUENCE = TENSOR.with_rules(residual_seq="tensor")
+"""And the residual stream's sequence (Korthikanti et al. 2022)."""
+
+FSDP_TENSOR = replace(TENSOR, parameters=FSDP.parameters)
+"""Both: one weight dim over `fsdp`, another over `tensor`."""
+
+FSDP_TENSOR_SEQUENCE = replace(TENSOR_SEQUENCE, parameters=FSDP.parameters)
+"""All of them."""
+
+PRESETS = {
+    "data_parallel": DATA_PARALLEL,
+    "fsdp": FSDP,
+    "hsdp": HSDP,
+    "tensor": TENSOR,
+    "tensor_sequence": TENSOR_SEQUENCE,
+    "fsdp_tensor": FSDP_TENSOR,
+    "fsdp_tensor_sequence": FSDP_TENSOR_SEQUENCE,
+}
+
+
+def default_rules(layout: Layout) -> Rules:
+    """The preset that a layout asks for; a mesh axis of size 1 changes nothing."""
+    return FSDP_TENSOR_SEQUENCE if layout.sequence_parallel else FSDP_TENSOR

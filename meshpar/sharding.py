@@ -1,0 +1,92 @@
+"""Rules applied to trees: shardings of parameters, and arrays born in shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from meshpar.model import Model, is_parameter, path_name
+from meshpar.nnx_model import logical_axes
+from meshpar.rules import Rules
+
+
+def tree_shardings(tree: Any, axes: Any, mesh: Mesh, rules: Rules) -> Any:
+    """A sharding for every array of a plain pytree of parameters.
+
+    Args:
+        tree: Arrays or `jax.ShapeDtypeStruct`s.
+        axes: The same tree, a tuple of logical axes in each array's place.
+        mesh: Where they will lie.
+        rules: How; those for stored parameters are taken.
+
+    Raises:
+        RuleError: An array cannot be laid out; its path is in the message.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from meshpar import DATA_PARALLEL, Layout, make_mesh
+        >>> mesh = make_mesh(Layout(data=-1))
+        >>> shardings = tree_shardings(
+        ...     {"w": jnp.zeros((4, 8))}, {"w": ("embed", "mlp")}, mesh, DATA_PARALLEL)
+        >>> shardings["w"].spec
+        PartitionSpec(None, None)
+    """
+    stored = rules.stored
+    return jax.tree.map_with_path(
+        lambda path, array, names: stored.sharding(
+            mesh, names, array.shape, path=path_name(path)
+        ),
+        tree,
+        axes,
+    )
+
+
+def nnx_shardings(module: nnx.Module, mesh: Mesh, rules: Rules) -> Any:
+    """A sharding for every parameter of a Flax NNX module, from its own metadata.
+
+    Args:
+        module: A module, real or from `nnx.eval_shape`.
+        mesh: Where its parameters will lie.
+        rules: How; those for stored parameters are taken.
+
+    Returns:
+        A nested dict like `nnx.to_pure_dict(nnx.state(module, nnx.Param))`.
+
+    Raises:
+        RuleError: A parameter cannot be laid out; its path is in the message.
+    """
+    values = nnx.to_pure_dict(nnx.state(module, nnx.Param))
+    return tree_shardings(values, logical_axes(module), mesh, rules)
+
+
+def model_specs(model: Model, mesh_shape: dict[str, int], rules: Rules) -> Any:
+    """The `PartitionSpec` of every stored parameter of a model; raises as `spec` does."""
+    stored = rules.stored
+    return jax.tree.map_with_path(
+        lambda path, parameter: stored.spec(
+            parameter.stacked_axes,
+            parameter.stacked_shape,
+            mesh_shape=mesh_shape,
+            path=path_name(path),
+        ),
+        model.parameters,
+        is_leaf=is_parameter,
+    )
+
+
+def model_shardings(model: Model, mesh: Mesh, rules: Rules) -> Any:
+    """The sharding of every stored parameter of a model."""
+    return jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec),
+        model_specs(model, dict(mesh.shape), rules),
+        is_leaf=lambda node: isinstance(node, PartitionSpec),
+    )
+
+
+def born_sharded(create: Callable[..., Any], shardings: Any) -> Callable[..., Any]:
+    """`create`, whose arrays come to be in their shards, never whole on one device."""
+    return jax.jit(create, out_shardings=shardings)

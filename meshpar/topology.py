@@ -1,0 +1,129 @@
+"""A topology: hosts, devices per host, and which link each mesh axis lies on."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+
+from meshpar.layout import MESH_AXES, Layout
+
+Link = Literal["none", "host", "network"]
+
+# Device kind -> bytes per second and direction of one device, (inside a host, between
+# hosts). Inside: half the NVLink figure of NVIDIA's data sheets, which count both
+# directions (A100 2021-06, H100 2023-03, H200 2024-11, B200 2025-02). Between: one
+# network port per GPU as in NVIDIA's DGX systems (200 Gb/s A100, 400 Gb/s later).
+_LINKS = {
+    "A100": (300e9, 25e9),
+    "H100": (450e9, 50e9),
+    "H200": (450e9, 50e9),
+    "B200": (900e9, 50e9),
+}
+
+
+class TopologyWarning(UserWarning):
+    """A layout puts much traffic on a slow link."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """Hosts of equal size, numbered so that devices of one host are neighbours.
+
+    Args:
+        hosts: Number of hosts.
+        devices_per_host: Devices that share a host's fast link.
+        host_bytes_per_s: Speed of that link, per device and direction, if known.
+        network_bytes_per_s: Speed between hosts, per device and direction, if known.
+
+    Raises:
+        ValueError: A count or speed that is not positive.
+
+    Example:
+        >>> topology = Topology(hosts=2, devices_per_host=4)
+        >>> topology.links(Layout(data=2, tensor=4))["tensor"]
+        'host'
+    """
+
+    hosts: int
+    devices_per_host: int
+    host_bytes_per_s: float | None = None
+    network_bytes_per_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("hosts", "devices_per_host"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+        for name in ("host_bytes_per_s", "network_bytes_per_s"):
+            speed = getattr(self, name)
+            if speed is not None and not speed > 0:
+                raise ValueError(f"{name}={speed}: must be positive, or None if unknown")
+
+    @classmethod
+    def from_devices(cls, devices: Sequence[jax.Device]) -> Topology:
+        """The topology of real devices; link speeds by device kind where known.
+
+        Raises:
+            ValueError: No devices, or hosts with different numbers of them.
+        """
+        per_host = Counter(device.process_index for device in devices)
+        if len(set(per_host.values())) != 1:
+            raise ValueError(
+                f"hosts hold {dict(per_host)} devices (host: count); every host must "
+                "hold the same number: choose the devices to use"
+            )
+        kind = devices[0].device_kind
+        speeds = next((_LINKS[name] for name in _LINKS if name in kind), (None, None))
+        return cls(
+            hosts=len(per_host),
+            devices_per_host=per_host[devices[0].process_index],
+            host_bytes_per_s=speeds[0],
+            network_bytes_per_s=speeds[1],
+        )
+
+    @property
+    def num_devices(self) -> int:
+        """Devices on all hosts."""
+        return self.hosts * self.devices_per_host
+
+    def links(self, layout: Layout) -> dict[str, Link]:
+        """The slowest link that each mesh axis crosses; `none` where its size is 1.
+
+        Device order is row-major over the mesh axes, `tensor` innermost, so the groups
+        of a mesh axis lie in aligned spans of (its size x all sizes inside it) devices.
+        """
+        links: dict[str, Link] = {}
+        sizes = layout.mesh_shape
+        for position, mesh_axis in enumerate(MESH_AXES):
+            span = math.prod(sizes[inner] for inner in MESH_AXES[position:])
+            in_one_host = self.hosts == 1 or self.devices_per_host % span == 0
+            crosses: Link = "host" if in_one_host else "network"
+            links[mesh_axis] = "none" if sizes[mesh_axis] == 1 else crosses
+        return links
+
+    def warn_if_tensor_crosses_hosts(self, layout: Layout) -> None:
+        """Warns, with the cost, when `tensor` does not fit inside a host."""
+        if self.links(layout)["tensor"] != "network":
+            return
+        warnings.warn(
+            f"mesh axis 'tensor' of size {layout.tensor} crosses hosts of "
+            f"{self.devices_per_host} devices: {self._network_cost()}; choose a "
+            f"'tensor' that divides {self.devices_per_host}",
+            TopologyWarning,
+            stacklevel=3,
+        )
+
+    def _network_cost(self) -> str:
+        every_block = "each block's four activation-sized collectives"
+        if self.host_bytes_per_s is None or self.network_bytes_per_s is None:
+            return f"{every_block} run at the speed of the network between hosts"
+        ratio = self.host_bytes_per_s / self.network_bytes_per_s
+        return (
+            f"{every_block} run at {self.network_bytes_per_s / 1e9:g} GB/s instead of "
+            f"{self.host_bytes_per_s / 1e9:g} GB/s, {ratio:.3g} times slower"
+        )

@@ -1,0 +1,1 @@
+"""Training: the step, its state, data, checkpoints, metrics."""

@@ -1,0 +1,225 @@
+"""The sharded training step: one compiled program from a model and a layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from meshpar.layout import BATCH_AXES, Layout
+from meshpar.mesh import make_mesh
+from meshpar.model import EXAMPLE, Batch, Model
+from meshpar.parallel.norm import global_norm
+from meshpar.parallel.program import LocalProgram
+from meshpar.rules import Rules, default_rules
+from meshpar.sharding import born_sharded, model_shardings
+from meshpar.train.state import TrainState, initial_state, state_shardings
+
+Metrics = dict[str, jax.Array]
+
+
+def make_train_step(
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    layout: Layout | str,
+    *,
+    rules: Rules | None = None,
+    devices: Sequence[jax.Device] | None = None,
+    mesh: Mesh | None = None,
+    max_grad_norm: float | None = None,
+) -> TrainStep:
+    """A training step of `model` laid out as `layout` says.
+
+    Args:
+        model: A model under the contract (`meshpar.model`).
+        optimizer: Any optax optimizer whose state has the parameters' shapes.
+        layout: The layout or its text form; a -1 absorbs the remaining devices.
+        rules: Logical axis -> mesh axes; `default_rules(layout)` when absent.
+        devices: Devices to use; all of JAX's by default.
+        mesh: A mesh with meshpar's six axes, instead of `devices`.
+        max_grad_norm: Scale gradients down to this global norm; None for no limit.
+
+    Raises:
+        RuleError: A parameter cannot be laid out.
+        ValueError: The layout does not fit the devices, or asks for what is not built.
+
+    Example:
+        >>> import optax
+        >>> from models.presets import build
+        >>> step = make_train_step(build("test"), optax.adam(1e-3), "data=-1")
+        >>> state = step.init(seed=0)
+        >>> tokens = jnp.zeros((8, 16), jnp.int32)
+        >>> batch = dict(tokens=tokens, targets=tokens, weights=jnp.ones((8, 16)))
+        >>> state, metrics = step(state, batch)
+        >>> sorted(metrics)
+        ['grad_norm', 'loss', 'weight_sum']
+    """
+    layout = Layout.parse(layout) if isinstance(layout, str) else layout
+    if mesh is None:
+        mesh = make_mesh(layout, devices)
+    layout = layout.resolve(mesh.size)
+    _check_built(layout)
+    return TrainStep(
+        model=model,
+        optimizer=optimizer,
+        layout=layout,
+        rules=rules or default_rules(layout),
+        mesh=mesh,
+        max_grad_norm=max_grad_norm,
+    )
+
+
+class TrainStep:
+    """A compiled training step; make it with `make_train_step`.
+
+    Attributes:
+        layout, rules, mesh, model: What it was made from.
+        shardings: `TrainState` of the sharding of every array.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: Model,
+        optimizer: optax.GradientTransformation,
+        layout: Layout,
+        rules: Rules,
+        mesh: Mesh,
+        max_grad_norm: float | None,
+    ) -> None:
+        self.model, self.layout, self.rules, self.mesh = model, layout, rules, mesh
+        self._optimizer, self._max_grad_norm = optimizer, max_grad_norm
+        self._program = LocalProgram(model=model, layout=layout, rules=rules, mesh=mesh)
+        self.state_shapes = jax.eval_shape(
+            lambda: initial_state(model, optimizer, jnp.uint32(0))
+        )
+        param_shardings = model_shardings(model, mesh, rules)
+        self.shardings = state_shardings(
+            self.state_shapes, param_shardings, optimizer, mesh
+        )
+        self.batch_sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+        self._init = born_sharded(
+            lambda seed: initial_state(model, optimizer, seed), self.shardings
+        )
+        metrics_sharding = NamedSharding(mesh, PartitionSpec())
+        self._step = jax.jit(
+            self._update,
+            in_shardings=(self.shardings, self.batch_sharding),
+            out_shardings=(self.shardings, metrics_sharding),
+            donate_argnums=0,
+        )
+        self._evaluate = jax.jit(
+            self._program.loss_sums,
+            in_shardings=(param_shardings, self.batch_sharding),
+            out_shardings=metrics_sharding,
+        )
+        self._logits = jax.jit(
+            self._program.logits,
+            in_shardings=(param_shardings, self.batch_sharding),
+            out_shardings=self.batch_sharding,
+        )
+
+    def init(self, seed: int) -> TrainState:
+        """The first state, a function of `seed` alone, each array born in its shards."""
+        with jax.set_mesh(self.mesh):
+            return self._init(np.uint32(seed))
+
+    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        """One optimizer step; `state` is donated and cannot be used again.
+
+        Args:
+            state: From `init` or an earlier step.
+            batch: `tokens`, `targets` and `weights`, each (global batch, seq), and
+                what else the model reads, each with the example first.
+
+        Returns:
+            The new state, and fp32 scalars: `loss` and `grad_norm` (before any
+            scaling) of the old parameters, and `weight_sum`.
+
+        Raises:
+            ValueError: The global batch does not divide over the batch axes.
+        """
+        with jax.set_mesh(self.mesh):
+            return self._step(state, self.place(batch))
+
+    def evaluate(self, state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        """Summed loss and summed weights of a batch, without dropout."""
+        with jax.set_mesh(self.mesh):
+            return self._evaluate(state.params, self.place(batch))
+
+    def logits(self, state: TrainState, tokens: jax.Array) -> jax.Array:
+        """fp32 logits (batch, seq, vocab) of tokens (batch, seq), without dropout.
+
+        Raises:
+            ValueError: The model has no `logits`.
+        """
+        if self.model.logits is None:
+            raise ValueError("the model has no logits function; give Model logits=")
+        with jax.set_mesh(self.mesh):
+            return self._logits(state.params, self.place({"tokens": tokens}))
+
+    def compile(self, batch: Batch) -> jax.stages.Compiled:
+        """The compiled step for a batch's shapes; arrays or `jax.ShapeDtypeStruct`s."""
+        shapes = jax.tree.map(
+            lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), dict(batch)
+        )
+        self._check_batch(shapes)
+        rows = shapes["tokens"].shape[0]
+        shapes[EXAMPLE] = jax.ShapeDtypeStruct((rows,), jnp.uint32)
+        with jax.set_mesh(self.mesh):
+            return self._step.lower(self.state_shapes, shapes).compile()
+
+    def place(self, batch: Batch) -> dict[str, jax.Array]:
+        """The batch on the devices, and each example's index beside it."""
+        self._check_batch(batch)
+        rows = len(next(iter(batch.values())))
+        indexed = {EXAMPLE: np.arange(rows, dtype=np.uint32), **batch}
+        return jax.device_put(indexed, self.batch_sharding)
+
+    def _check_batch(self, batch: Batch) -> None:
+        for name, array in batch.items():
+            if array.shape[0] % self.layout.batch_shards:
+                raise ValueError(
+                    f"batch[{name!r}] has {array.shape[0]} examples, which do not divide "
+                    f"over {self.layout.batch_shards} devices of data={self.layout.data},"
+                    f"fsdp={self.layout.fsdp}; pad with examples of weight 0, or change "
+                    "the global batch"
+                )
+
+    def _update(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        loss, weight_sum, gradients = self._program.loss_and_gradients(
+            state.params, batch, state.step, state.seed
+        )
+        norm = global_norm(gradients, self.shardings.params, self.mesh)
+        if self._max_grad_norm is not None:
+            scale = jnp.minimum(1.0, self._max_grad_norm / (norm + 1e-6))
+            gradients = jax.tree.map(lambda gradient: gradient * scale, gradients)
+        updates, opt_state = self._optimizer.update(
+            gradients, state.opt_state, state.params
+        )
+        new_state = TrainState(
+            step=state.step + 1,
+            seed=state.seed,
+            params=optax.apply_updates(state.params, updates),
+            opt_state=opt_state,
+        )
+        return new_state, {"loss": loss, "grad_norm": norm, "weight_sum": weight_sum}
+
+
+def _check_built(layout: Layout) -> None:
+    for name in ("stage", "context", "expert", "microbatches"):
+        if getattr(layout, name) != 1:
+            raise ValueError(
+                f"layout {str(layout)!r}: make_train_step lays out data, fsdp and tensor; "
+                f"{name}={getattr(layout, name)} is not supported: set {name}=1"
+            )
+    if layout.zero != 3:
+        raise ValueError(
+            f"layout {str(layout)!r}: zero={layout.zero} is not supported; 'fsdp' splits "
+            "parameters, gradients and optimizer state alike (zero=3), 'data' none"
+        )

@@ -1,0 +1,1 @@
+"""Model families in Flax NNX, logical axes only: read, copy, change."""

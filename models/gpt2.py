@@ -1,0 +1,151 @@
+"""GPT-2 (Radford et al. 2019): LayerNorm, learned positions, GELU, tied head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from meshpar import Model, Scope, from_nnx
+from meshpar.model import Batch
+from meshpar.parallel.tensor import cross_entropy, vocab_lookup
+from models.layers.attention import Attention, depth_scaled_std
+from models.layers.mlp import PlainMLP
+from models.layers.norm import LayerNorm
+
+RESIDUAL = ("batch", "residual_seq", "embed")
+WHOLE = ("batch", "seq", "embed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPT2Config:
+    """Shape of a GPT-2.
+
+    Args:
+        layers, embed, heads, vocab: Sizes.
+        max_seq: Longest sequence, the number of learned positions.
+        dropout: Share of values dropped after the embedding and each branch.
+        norm_epsilon: Added to the variance.
+        init_std: Standard deviation of the initial weights.
+
+    Raises:
+        ValueError: A size below 1, or heads that do not divide `embed`.
+    """
+
+    layers: int
+    embed: int
+    heads: int
+    vocab: int
+    max_seq: int = 1024
+    dropout: float = 0.0
+    norm_epsilon: float = 1e-5
+    init_std: float = 0.02
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "embed", "heads", "vocab", "max_seq"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+        if self.embed % self.heads:
+            raise ValueError(
+                f"embed={self.embed} is not a multiple of heads={self.heads}"
+            )
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout={self.dropout}: must be at least 0 and below 1")
+
+
+class GPT2Block(nnx.Module):
+    """Attention and MLP, each after a norm and added to the residual stream."""
+
+    def __init__(self, config: GPT2Config, rngs: nnx.Rngs) -> None:
+        out_std = depth_scaled_std(config.init_std, config.layers)
+        self.dropout = config.dropout
+        self.attention_norm = LayerNorm(
+            config.embed, epsilon=config.norm_epsilon, rngs=rngs
+        )
+        self.attention = Attention(
+            config.embed,
+            heads=config.heads,
+            kv_heads=config.heads,
+            head_dim=config.embed // config.heads,
+            init_std=config.init_std,
+            out_std=out_std,
+            rngs=rngs,
+            bias=True,
+            out_bias=True,
+        )
+        self.mlp_norm = LayerNorm(config.embed, epsilon=config.norm_epsilon, rngs=rngs)
+        self.mlp = PlainMLP(
+            config.embed,
+            4 * config.embed,
+            init_std=config.init_std,
+            out_std=out_std,
+            rngs=rngs,
+        )
+
+    def __call__(self, x: jax.Array, scope: Scope) -> jax.Array:
+        """(batch, seq, embed) -> (batch, seq, embed)."""
+        normed = scope.constrain(self.attention_norm(x), WHOLE)
+        branch = scope.constrain(self.attention(normed, scope), RESIDUAL)
+        x = x + scope.dropout(branch, self.dropout, "attention")
+        normed = scope.constrain(self.mlp_norm(x), WHOLE)
+        branch = scope.constrain(self.mlp(normed, scope), RESIDUAL)
+        return x + scope.dropout(branch, self.dropout, "mlp")
+
+
+class GPT2Ends(nnx.Module):
+    """Token and position embedding, final norm and tied head."""
+
+    def __init__(self, config: GPT2Config, rngs: nnx.Rngs) -> None:
+        draw = nnx.initializers.normal(config.init_std)
+        self.dropout = config.dropout
+        self.max_seq = config.max_seq
+        self.token_embed = nnx.Param(
+            draw(rngs.params(), (config.vocab, config.embed)),
+            out_sharding=("vocab", "embed"),
+        )
+        self.position_embed = nnx.Param(
+            draw(rngs.params(), (config.max_seq, config.embed)),
+            out_sharding=(None, "embed"),
+        )
+        self.final_norm = LayerNorm(config.embed, epsilon=config.norm_epsilon, rngs=rngs)
+
+    def embed(self, batch: Batch, scope: Scope) -> jax.Array:
+        """Tokens (batch, seq) -> (batch, seq, embed)."""
+        tokens = batch["tokens"]
+        seq = tokens.shape[1]
+        if seq > self.max_seq:
+            raise ValueError(
+                f"sequences of {seq} tokens, but the model has max_seq={self.max_seq} "
+                "learned positions; shorten the sequences or raise max_seq"
+            )
+        x = vocab_lookup(self.token_embed[...], tokens, scope)
+        x = scope.constrain(x + self.position_embed[:seq], RESIDUAL)
+        return scope.dropout(x, self.dropout, "embed")
+
+    def logits(self, x: jax.Array, scope: Scope) -> jax.Array:
+        """(batch, seq, embed) -> fp32 (batch, seq, vocab)."""
+        normed = scope.constrain(self.final_norm(x), WHOLE)
+        logits = jnp.einsum(
+            "BTD,VD->BTV",
+            normed,
+            self.token_embed[...],
+            preferred_element_type=jnp.float32,
+        )
+        return scope.constrain(logits, ("batch", "seq", "vocab"))
+
+    def head(
+        self, x: jax.Array, batch: Batch, scope: Scope
+    ) -> tuple[jax.Array, jax.Array]:
+        """Summed loss and summed weights of the tokens."""
+        return cross_entropy(self.logits(x, scope), batch["targets"], batch["weights"])
+
+
+def gpt2(config: GPT2Config) -> Model:
+    """The model of a config, under meshpar's contract."""
+    return from_nnx(
+        ends=lambda rngs: GPT2Ends(config, rngs),
+        block=lambda rngs: GPT2Block(config, rngs),
+        num_layers=config.layers,
+    )

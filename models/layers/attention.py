@@ -1,0 +1,141 @@
+"""Causal self-attention with grouped key and value heads (Ainslie et al. 2023)."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from meshpar import Scope
+from models.layers.norm import RMSNorm
+from models.layers.rope import apply_rope
+
+_HEADS = ("batch", "seq", "heads", "head_dim")
+_KV_HEADS = ("batch", "seq", "kv_heads", "head_dim")
+
+
+class Attention(nnx.Module):
+    """Causal self-attention; one matmul makes queries, keys and values.
+
+    Each of the `kv_heads` groups holds its queries, then its key, then its value, so
+    that a split over kv heads splits all three alike and the backward has one partial
+    sum, not three.
+
+    Args:
+        embed: Size of the residual stream.
+        heads, kv_heads: Query heads, and the key/value heads they share.
+        head_dim: Size of a head.
+        init_std, out_std: Standard deviation of the input and output projections.
+        frequencies: Rotary frequencies, or None for no rotary embedding.
+        bias, out_bias: Whether the input and output projections have one.
+        qk_norm_epsilon: RMS-normalise queries and keys with it; None for no norm.
+
+    Raises:
+        ValueError: `heads` is not a multiple of `kv_heads`.
+    """
+
+    def __init__(
+        self,
+        embed: int,
+        *,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        init_std: float,
+        out_std: float,
+        rngs: nnx.Rngs,
+        frequencies: np.ndarray | None = None,
+        bias: bool = False,
+        out_bias: bool = False,
+        qk_norm_epsilon: float | None = None,
+    ) -> None:
+        if heads % kv_heads:
+            raise ValueError(
+                f"heads={heads} is not a multiple of kv_heads={kv_heads}; every "
+                "key/value head serves the same number of query heads"
+            )
+        self.heads, self.group = heads, heads // kv_heads
+        self.frequencies = None if frequencies is None else tuple(frequencies)
+        groups = (kv_heads, self.group + 2, head_dim)
+        group_axes = ("kv_heads", None, "head_dim")
+        draw = functools.partial(_normal, rngs=rngs)
+        self.qkv = draw((embed, *groups), init_std, ("embed", *group_axes))
+        self.out = draw(
+            (heads, head_dim, embed), out_std, ("heads", "head_dim", "embed")
+        )
+        self.bias = _zeros(groups, group_axes) if bias else None
+        self.out_bias = _zeros((embed,), ("embed",)) if out_bias else None
+        norm = functools.partial(RMSNorm, rngs=rngs, logical_axis="head_dim")
+        normed = qk_norm_epsilon is not None
+        self.q_norm = norm(head_dim, epsilon=qk_norm_epsilon) if normed else None
+        self.k_norm = norm(head_dim, epsilon=qk_norm_epsilon) if normed else None
+
+    def __call__(self, x: jax.Array, scope: Scope) -> jax.Array:
+        """(batch, seq, embed) -> (batch, seq, embed), before it is constrained."""
+        # B batch, T seq, D embed, K kv heads, G queries per kv head + 2, H head_dim.
+        qkv_BTKGH = jnp.einsum("BTD,DKGH->BTKGH", x, self.qkv[...])
+        if self.bias is not None:
+            qkv_BTKGH = qkv_BTKGH + self.bias[...]
+        axes = ("batch", "seq", "kv_heads", None, "head_dim")
+        qkv_BTKGH = scope.save(scope.constrain(qkv_BTKGH, axes), "attention_qkv")
+        q, k, v = self._split(qkv_BTKGH, scope)
+        attend = functools.partial(
+            jax.nn.dot_product_attention,
+            is_causal=True,
+            implementation=_implementation(q, scope),
+        )
+        mixed = scope.map_shards(attend, (_HEADS, _KV_HEADS, _KV_HEADS), _HEADS)(q, k, v)
+        mixed = scope.save(mixed, "attention_mixed")
+        out = jnp.einsum("BTNH,NHD->BTD", mixed, self.out[...])
+        return out if self.out_bias is None else out + self.out_bias[...]
+
+    def _split(
+        self, qkv_BTKGH: jax.Array, scope: Scope
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        batch, seq, _, _, head_dim = qkv_BTKGH.shape
+        q = qkv_BTKGH[:, :, :, : self.group].reshape(batch, seq, self.heads, head_dim)
+        k, v = qkv_BTKGH[:, :, :, self.group], qkv_BTKGH[:, :, :, self.group + 1]
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.frequencies is not None:
+            positions = scope.batch.get("positions", jnp.arange(seq)[None])
+            frequencies = np.array(self.frequencies)
+            q = apply_rope(q, positions, frequencies)
+            k = apply_rope(k, positions, frequencies)
+        return (
+            scope.constrain(q, _HEADS),
+            scope.constrain(k, _KV_HEADS),
+            scope.constrain(v, _KV_HEADS),
+        )
+
+
+def _implementation(q: jax.Array, scope: Scope) -> str | None:
+    # cuDNN's fused attention takes half precision only, and never builds the scores.
+    half = q.dtype in (jnp.bfloat16, jnp.float16)
+    return "cudnn" if scope.platform == "gpu" and half else None
+
+
+def depth_scaled_std(init_std: float, num_layers: int) -> float:
+    """Standard deviation of a residual branch's output (Radford et al. 2019, 2.3)."""
+    return init_std / math.sqrt(2 * num_layers)
+
+
+def _normal(
+    shape: tuple[int, ...],
+    std: float,
+    logical_axes: tuple[str | None, ...],
+    *,
+    rngs: nnx.Rngs,
+) -> nnx.Param:
+    value = nnx.initializers.normal(std)(rngs.params(), shape, jnp.float32)
+    return nnx.Param(value, out_sharding=logical_axes)
+
+
+def _zeros(
+    shape: tuple[int, ...], logical_axes: tuple[str | None, ...]
+) -> nnx.Param:
+    return nnx.Param(jnp.zeros(shape), out_sharding=logical_axes)

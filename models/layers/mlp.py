@@ -1,0 +1,76 @@
+"""The two MLPs: gated (SwiGLU) and plain (GELU)."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from meshpar import Scope
+
+_HIDDEN = ("batch", "seq", "mlp")
+
+
+class GatedMLP(nnx.Module):
+    """`down(silu(gate(x)) * up(x))` (Shazeer 2020); gate and up are one matmul."""
+
+    def __init__(
+        self,
+        embed: int,
+        hidden: int,
+        *,
+        init_std: float,
+        out_std: float,
+        rngs: nnx.Rngs,
+    ) -> None:
+        draw = nnx.initializers.normal
+        self.gate_up = nnx.Param(
+            draw(init_std)(rngs.params(), (embed, 2, hidden), jnp.float32),
+            out_sharding=("embed", None, "mlp"),
+        )
+        self.down = nnx.Param(
+            draw(out_std)(rngs.params(), (hidden, embed), jnp.float32),
+            out_sharding=("mlp", "embed"),
+        )
+
+    def __call__(self, x: jax.Array, scope: Scope) -> jax.Array:
+        """(batch, seq, embed) -> (batch, seq, embed), before it is constrained."""
+        # B batch, T seq, D embed, P gate and up, F mlp.
+        both_BTPF = jnp.einsum("BTD,DPF->BTPF", x, self.gate_up[...])
+        both_BTPF = scope.constrain(both_BTPF, ("batch", "seq", None, "mlp"))
+        both_BTPF = scope.save(both_BTPF, "mlp_gate_up")
+        hidden_BTF = jax.nn.silu(both_BTPF[:, :, 0]) * both_BTPF[:, :, 1]
+        return jnp.einsum("BTF,FD->BTD", hidden_BTF, self.down[...])
+
+
+class PlainMLP(nnx.Module):
+    """`down(gelu(up(x)))` with biases, GELU by tanh as GPT-2 has it."""
+
+    def __init__(
+        self,
+        embed: int,
+        hidden: int,
+        *,
+        init_std: float,
+        out_std: float,
+        rngs: nnx.Rngs,
+    ) -> None:
+        draw = nnx.initializers.normal
+        self.up = nnx.Param(
+            draw(init_std)(rngs.params(), (embed, hidden), jnp.float32),
+            out_sharding=("embed", "mlp"),
+        )
+        self.up_bias = nnx.Param(jnp.zeros((hidden,)), out_sharding=("mlp",))
+        self.down = nnx.Param(
+            draw(out_std)(rngs.params(), (hidden, embed), jnp.float32),
+            out_sharding=("mlp", "embed"),
+        )
+        self.down_bias = nnx.Param(jnp.zeros((embed,)), out_sharding=("embed",))
+
+    def __call__(self, x: jax.Array, scope: Scope) -> jax.Array:
+        """(batch, seq, embed) -> (batch, seq, embed), before it is constrained."""
+        # B batch, T seq, D embed, F mlp.
+        up_BTF = jnp.einsum("BTD,DF->BTF", x, self.up[...]) + self.up_bias[...]
+        up_BTF = scope.save(scope.constrain(up_BTF, _HIDDEN), "mlp_up")
+        hidden_BTF = jax.nn.gelu(up_BTF, approximate=True)
+        return jnp.einsum("BTF,FD->BTD", hidden_BTF, self.down[...]) + self.down_bias[...]

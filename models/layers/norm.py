@@ -1,0 +1,54 @@
+"""Normalisation over the embed dim, computed in fp32."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+
+class RMSNorm(nnx.Module):
+    """`x / rms(x) * scale` (Zhang and Sennrich 2019)."""
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        epsilon: float,
+        rngs: nnx.Rngs,
+        logical_axis: str = "embed",
+    ) -> None:
+        self.epsilon = epsilon
+        self.scale = _vector(nnx.initializers.ones, size, logical_axis, rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """(..., size) -> (..., size), the input's dtype."""
+        values = x.astype(jnp.float32)
+        mean_square = jnp.mean(values * values, axis=-1, keepdims=True)
+        normed = values * jax.lax.rsqrt(mean_square + self.epsilon)
+        return (normed * self.scale[...].astype(jnp.float32)).astype(x.dtype)
+
+
+class LayerNorm(nnx.Module):
+    """`(x - mean(x)) / std(x) * scale + bias` (Ba et al. 2016)."""
+
+    def __init__(self, size: int, *, epsilon: float, rngs: nnx.Rngs) -> None:
+        self.epsilon = epsilon
+        self.scale = _vector(nnx.initializers.ones, size, "embed", rngs)
+        self.bias = _vector(nnx.initializers.zeros, size, "embed", rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """(..., size) -> (..., size), the input's dtype."""
+        values = x.astype(jnp.float32)
+        values = values - jnp.mean(values, axis=-1, keepdims=True)
+        variance = jnp.mean(values * values, axis=-1, keepdims=True)
+        normed = values * jax.lax.rsqrt(variance + self.epsilon)
+        scaled = normed * self.scale[...].astype(jnp.float32)
+        return (scaled + self.bias[...].astype(jnp.float32)).astype(x.dtype)
+
+
+def _vector(
+    initializer: nnx.Initializer, size: int, logical_axis: str, rngs: nnx.Rngs
+) -> nnx.Param:
+    value = initializer(rngs.params(), (size,), jnp.float32)
+    return nnx.Param(value, out_sharding=(logical_axis,))

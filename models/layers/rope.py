@@ -1,0 +1,57 @@
+"""Rotary position embedding (Su et al. 2021), with Llama 3.1's long-context scaling."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Frequencies stretched for long contexts (Llama team 2024, released configs).
+
+    Wavelengths above `original_seq / low_factor` are stretched by `factor`, those below
+    `original_seq / high_factor` kept, and those between interpolated.
+    """
+
+    factor: float = 8.0
+    low_factor: float = 1.0
+    high_factor: float = 4.0
+    original_seq: int = 8192
+
+
+def rope_frequencies(
+    head_dim: int, theta: float, scaling: RopeScaling | None = None
+) -> np.ndarray:
+    """Radians per position of each pair of dims, (head_dim / 2,)."""
+    frequencies = theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    if scaling is None:
+        return frequencies
+    wavelengths = 2 * math.pi / frequencies
+    turns = scaling.original_seq / wavelengths
+    kept = (turns - scaling.low_factor) / (scaling.high_factor - scaling.low_factor)
+    kept = np.clip(kept, 0.0, 1.0)
+    return frequencies * (kept + (1 - kept) / scaling.factor)
+
+
+def apply_rope(
+    x: jax.Array, positions: jax.Array, frequencies: np.ndarray
+) -> jax.Array:
+    """Rotates dims (i, i + head_dim/2) of every head by position x frequency.
+
+    Args:
+        x: (batch, seq, heads, head_dim).
+        positions: (batch or 1, seq).
+        frequencies: (head_dim / 2,), `rope_frequencies`.
+    """
+    angles = positions[:, :, None, None].astype(jnp.float32) * jnp.asarray(
+        frequencies, jnp.float32
+    )
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    rotated = (first * cos - second * sin, second * cos + first * sin)
+    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)

@@ -1,0 +1,159 @@
+"""The Llama family: RMSNorm, rotary positions, grouped heads, SwiGLU.
+
+Llama 2 and 3, Qwen2, Qwen3 and SmolLM2 are settings of it (`models.presets`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from meshpar import Model, Scope, from_nnx
+from meshpar.model import Batch
+from meshpar.parallel.tensor import cross_entropy, vocab_lookup
+from models.layers.attention import Attention, depth_scaled_std
+from models.layers.mlp import GatedMLP
+from models.layers.norm import RMSNorm
+from models.layers.rope import RopeScaling, rope_frequencies
+
+RESIDUAL = ("batch", "residual_seq", "embed")
+WHOLE = ("batch", "seq", "embed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaConfig:
+    """Shape of a Llama-like model.
+
+    Args:
+        layers, embed, heads, kv_heads, ffn, vocab: Sizes.
+        head_dim: Size of a head; `embed / heads` when 0.
+        tied: Whether the head reuses the embedding table.
+        rope_theta: Base of the rotary wavelengths.
+        rope_scaling: Stretching for long contexts, if any.
+        qkv_bias: Biases on queries, keys and values (Qwen2).
+        qk_norm: RMSNorm on queries and keys (Qwen3).
+        norm_epsilon: Added to the mean square.
+        init_std: Standard deviation of the initial weights.
+
+    Raises:
+        ValueError: A size below 1, or heads that do not divide.
+    """
+
+    layers: int
+    embed: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocab: int
+    head_dim: int = 0
+    tied: bool = False
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    norm_epsilon: float = 1e-5
+    init_std: float = 0.02
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "embed", "heads", "kv_heads", "ffn", "vocab"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}; "
+                "every key/value head serves the same number of query heads"
+            )
+        if not self.head_dim and self.embed % self.heads:
+            raise ValueError(
+                f"embed={self.embed} is not a multiple of heads={self.heads}; set head_dim"
+            )
+
+    @property
+    def size_per_head(self) -> int:
+        """Size of a head."""
+        return self.head_dim or self.embed // self.heads
+
+
+class LlamaBlock(nnx.Module):
+    """Attention and MLP, each after a norm and added to the residual stream."""
+
+    def __init__(self, config: LlamaConfig, rngs: nnx.Rngs) -> None:
+        out_std = depth_scaled_std(config.init_std, config.layers)
+        epsilon = config.norm_epsilon
+        self.attention_norm = RMSNorm(config.embed, epsilon=epsilon, rngs=rngs)
+        self.attention = Attention(
+            config.embed,
+            heads=config.heads,
+            kv_heads=config.kv_heads,
+            head_dim=config.size_per_head,
+            init_std=config.init_std,
+            out_std=out_std,
+            rngs=rngs,
+            frequencies=rope_frequencies(
+                config.size_per_head, config.rope_theta, config.rope_scaling
+            ),
+            bias=config.qkv_bias,
+            qk_norm_epsilon=epsilon if config.qk_norm else None,
+        )
+        self.mlp_norm = RMSNorm(config.embed, epsilon=epsilon, rngs=rngs)
+        self.mlp = GatedMLP(
+            config.embed,
+            config.ffn,
+            init_std=config.init_std,
+            out_std=out_std,
+            rngs=rngs,
+        )
+
+    def __call__(self, x: jax.Array, scope: Scope) -> jax.Array:
+        """(batch, seq, embed) -> (batch, seq, embed)."""
+        normed = scope.constrain(self.attention_norm(x), WHOLE)
+        x = x + scope.constrain(self.attention(normed, scope), RESIDUAL)
+        normed = scope.constrain(self.mlp_norm(x), WHOLE)
+        return x + scope.constrain(self.mlp(normed, scope), RESIDUAL)
+
+
+class LlamaEnds(nnx.Module):
+    """Token embedding, final norm and head."""
+
+    def __init__(self, config: LlamaConfig, rngs: nnx.Rngs) -> None:
+        shape, axes = (config.vocab, config.embed), ("vocab", "embed")
+        draw = nnx.initializers.normal(config.init_std)
+        self.token_embed = nnx.Param(draw(rngs.params(), shape), out_sharding=axes)
+        self.final_norm = RMSNorm(config.embed, epsilon=config.norm_epsilon, rngs=rngs)
+        self.unembed = (
+            None
+            if config.tied
+            else nnx.Param(draw(rngs.params(), shape), out_sharding=axes)
+        )
+
+    def embed(self, batch: Batch, scope: Scope) -> jax.Array:
+        """Tokens (batch, seq) -> (batch, seq, embed)."""
+        x = vocab_lookup(self.token_embed[...], batch["tokens"], scope)
+        return scope.constrain(x, RESIDUAL)
+
+    def logits(self, x: jax.Array, scope: Scope) -> jax.Array:
+        """(batch, seq, embed) -> fp32 (batch, seq, vocab)."""
+        normed = scope.constrain(self.final_norm(x), WHOLE)
+        table = self.token_embed if self.unembed is None else self.unembed
+        logits = jnp.einsum(
+            "BTD,VD->BTV", normed, table[...], preferred_element_type=jnp.float32
+        )
+        return scope.constrain(logits, ("batch", "seq", "vocab"))
+
+    def head(
+        self, x: jax.Array, batch: Batch, scope: Scope
+    ) -> tuple[jax.Array, jax.Array]:
+        """Summed loss and summed weights of the tokens."""
+        return cross_entropy(self.logits(x, scope), batch["targets"], batch["weights"])
+
+
+def llama(config: LlamaConfig) -> Model:
+    """The model of a config, under meshpar's contract."""
+    return from_nnx(
+        ends=lambda rngs: LlamaEnds(config, rngs),
+        block=lambda rngs: LlamaBlock(config, rngs),
+        num_layers=config.layers,
+    )

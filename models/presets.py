@@ -1,0 +1,136 @@
+"""Named shapes of public models, and small ones for machines without accelerators.
+
+Sizes are those of each model's released `config.json` (Hugging Face hub, 2024-2025).
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+from meshpar import Model
+from meshpar.layout import nearest
+from models.gpt2 import GPT2Config, gpt2
+from models.layers.rope import RopeScaling
+from models.llama import LlamaConfig, llama
+
+_LLAMA3 = {"vocab": 128_256, "rope_theta": 500_000.0}
+_LLAMA31 = {**_LLAMA3, "rope_scaling": RopeScaling()}
+_QWEN2 = {"rope_theta": 1_000_000.0, "norm_epsilon": 1e-6, "qkv_bias": True}
+_QWEN3 = {
+    "vocab": 151_936,
+    "head_dim": 128,
+    "rope_theta": 1_000_000.0,
+    "norm_epsilon": 1e-6,
+    "qk_norm": True,
+}
+
+PRESETS: dict[str, LlamaConfig | GPT2Config] = {
+    "test": LlamaConfig(
+        layers=2, embed=32, heads=4, kv_heads=2, ffn=64, vocab=64, tied=True
+    ),
+    "tiny": LlamaConfig(layers=4, embed=128, heads=8, kv_heads=4, ffn=384, vocab=256),
+    "tiny-8": LlamaConfig(layers=4, embed=128, heads=8, kv_heads=8, ffn=384, vocab=256),
+    "tiny-gpt2": GPT2Config(layers=4, embed=128, heads=8, vocab=256, max_seq=256),
+    "gpt2": GPT2Config(layers=12, embed=768, heads=12, vocab=50_257),
+    "gpt2-medium": GPT2Config(layers=24, embed=1024, heads=16, vocab=50_257),
+    "gpt2-large": GPT2Config(layers=36, embed=1280, heads=20, vocab=50_257),
+    "gpt2-xl": GPT2Config(layers=48, embed=1600, heads=25, vocab=50_257),
+    "smollm2-135m": LlamaConfig(
+        layers=30,
+        embed=576,
+        heads=9,
+        kv_heads=3,
+        ffn=1536,
+        vocab=49_152,
+        tied=True,
+        rope_theta=100_000.0,
+    ),
+    "smollm2-1.7b": LlamaConfig(
+        layers=24,
+        embed=2048,
+        heads=32,
+        kv_heads=32,
+        ffn=8192,
+        vocab=49_152,
+        tied=True,
+        rope_theta=130_000.0,
+    ),
+    "qwen2-0.5b": LlamaConfig(
+        layers=24,
+        embed=896,
+        heads=14,
+        kv_heads=2,
+        ffn=4864,
+        vocab=151_936,
+        tied=True,
+        **_QWEN2,
+    ),
+    "qwen2-7b": LlamaConfig(
+        layers=28,
+        embed=3584,
+        heads=28,
+        kv_heads=4,
+        ffn=18_944,
+        vocab=152_064,
+        **_QWEN2,
+    ),
+    "qwen3-0.6b": LlamaConfig(
+        layers=28, embed=1024, heads=16, kv_heads=8, ffn=3072, tied=True, **_QWEN3
+    ),
+    "qwen3-8b": LlamaConfig(
+        layers=36, embed=4096, heads=32, kv_heads=8, ffn=12_288, **_QWEN3
+    ),
+    "llama2-7b": LlamaConfig(
+        layers=32, embed=4096, heads=32, kv_heads=32, ffn=11_008, vocab=32_000
+    ),
+    "llama3.2-1b": LlamaConfig(
+        layers=16,
+        embed=2048,
+        heads=32,
+        kv_heads=8,
+        ffn=8192,
+        tied=True,
+        **{**_LLAMA31, "rope_scaling": RopeScaling(factor=32.0)},
+    ),
+    "llama3-8b": LlamaConfig(
+        layers=32, embed=4096, heads=32, kv_heads=8, ffn=14_336, **_LLAMA3
+    ),
+    "llama3-70b": LlamaConfig(
+        layers=80, embed=8192, heads=64, kv_heads=8, ffn=28_672, **_LLAMA3
+    ),
+    "llama3-405b": LlamaConfig(
+        layers=126, embed=16_384, heads=128, kv_heads=8, ffn=53_248, **_LLAMA31
+    ),
+}
+
+# What the command line calls the fields of a config.
+_FIELDS = {"hidden": "embed", "seq": "max_seq"}
+
+
+def build(preset: str = "tiny", **changes: object) -> Model:
+    """The model of a preset, some of its fields changed.
+
+    Args:
+        preset: A name in `PRESETS`.
+        changes: Fields of the preset's config; `hidden` is another word for `embed`.
+
+    Raises:
+        ValueError: An unknown preset or field, or sizes that do not fit together.
+    """
+    config = configure(preset, **changes)
+    return gpt2(config) if isinstance(config, GPT2Config) else llama(config)
+
+
+def configure(preset: str, **changes: object) -> LlamaConfig | GPT2Config:
+    """The config of a preset, some of its fields changed; raises as `build` does."""
+    if preset not in PRESETS:
+        raise ValueError(f"no preset {preset!r}; {nearest(preset, PRESETS)}")
+    config = PRESETS[preset]
+    known = {field.name for field in fields(config)}
+    renamed = {_FIELDS.get(name, name): value for name, value in changes.items()}
+    for name in renamed:
+        if name not in known:
+            raise ValueError(
+                f"preset {preset!r} has no field {name!r}; {nearest(name, known)}"
+            )
+    return replace(config, **renamed)
