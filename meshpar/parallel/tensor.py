@@ -8,11 +8,14 @@ Reference: Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from meshpar.model import Scope, spec_axes
 from meshpar.rules import auto_mesh_shape
@@ -39,14 +42,7 @@ def vocab_lookup(table: jax.Array, tokens: jax.Array, scope: Scope) -> jax.Array
     mesh_axes = spec_axes(spec)
     if not mesh_axes:
         return table[tokens]
-    replicated = jax.sharding.PartitionSpec()
-    return jax.shard_map(
-        lambda rows, ids: lax.psum(_own_rows(rows, ids, mesh_axes), mesh_axes),
-        in_specs=(spec, replicated),
-        out_specs=replicated,
-        axis_names=set(mesh_axes),
-        check_vma=False,
-    )(table, tokens)
+    return _lookup(table, tokens, spec)
 
 
 def cross_entropy(
@@ -73,15 +69,69 @@ def cross_entropy(
     return jnp.sum(losses), jnp.sum(weights.astype(jnp.float32))
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _lookup(table: jax.Array, tokens: jax.Array, spec: PartitionSpec) -> jax.Array:
+    mesh_axes = spec_axes(spec)
+
+    def local(rows: jax.Array, tokens: jax.Array) -> jax.Array:
+        index, mine = _own_rows(rows.shape[0], tokens, mesh_axes)
+        return lax.psum(jnp.where(mine, rows[index], 0), mesh_axes)
+
+    return _over_vocab(local, mesh_axes, (spec, PartitionSpec()), PartitionSpec())(
+        table, tokens
+    )
+
+
+def _lookup_forward(
+    table: jax.Array, tokens: jax.Array, spec: PartitionSpec
+) -> tuple[jax.Array, tuple]:
+    return _lookup(table, tokens, spec), (table, tokens)
+
+
+def _lookup_backward(
+    spec: PartitionSpec, kept: tuple, gradient: jax.Array
+) -> tuple[jax.Array, None]:
+    # Written out because every device already has the whole gradient: transposing the
+    # sum would all-reduce it once more.
+    mesh_axes, (table, tokens) = spec_axes(spec), kept
+
+    def local(rows: jax.Array, tokens: jax.Array, gradient: jax.Array) -> jax.Array:
+        index, mine = _own_rows(rows.shape[0], tokens, mesh_axes)
+        zeros = jnp.zeros(rows.shape, gradient.dtype)
+        return zeros.at[index].add(jnp.where(mine, gradient, 0))
+
+    everywhere = PartitionSpec()
+    scatter = _over_vocab(local, mesh_axes, (spec, everywhere, everywhere), spec)
+    return scatter(table, tokens, gradient), None
+
+
+_lookup.defvjp(_lookup_forward, _lookup_backward)
+
+
+def _over_vocab(
+    local: Callable[..., jax.Array],
+    mesh_axes: tuple[str, ...],
+    in_specs: tuple[PartitionSpec, ...],
+    out_specs: PartitionSpec,
+) -> Callable[..., jax.Array]:
+    return jax.shard_map(
+        local,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=set(mesh_axes),
+        check_vma=False,
+    )
+
+
 def _own_rows(
-    rows: jax.Array, tokens: jax.Array, mesh_axes: tuple[str, ...]
-) -> jax.Array:
+    num_rows: int, tokens: jax.Array, mesh_axes: tuple[str, ...]
+) -> tuple[jax.Array, jax.Array]:
+    """Each token's row in this device's part, and whether it has one (batch, seq, 1)."""
     sizes = [lax.axis_size(axis) for axis in mesh_axes]
     shard = sum(
         lax.axis_index(axis) * math.prod(sizes[position + 1 :])
         for position, axis in enumerate(mesh_axes)
     )
-    local = tokens - shard * rows.shape[0]
-    mine = (local >= 0) & (local < rows.shape[0])
-    found = rows[jnp.where(mine, local, 0)]
-    return jnp.where(mine[..., None], found, 0)
+    local = tokens - shard * num_rows
+    mine = (local >= 0) & (local < num_rows)
+    return jnp.where(mine, local, 0), mine[..., None]

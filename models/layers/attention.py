@@ -89,7 +89,7 @@ class Attention(nnx.Module):
             implementation=_implementation(q, scope),
         )
         mixed = scope.map_shards(attend, (_HEADS, _KV_HEADS, _KV_HEADS), _HEADS)(q, k, v)
-        mixed = scope.save(mixed, "attention_mixed")
+        mixed = scope.save(scope.constrain(mixed, _HEADS), "attention_mixed")
         out = jnp.einsum("BTNH,NHD->BTD", mixed, self.out[...])
         return out if self.out_bias is None else out + self.out_bias[...]
 

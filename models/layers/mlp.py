@@ -8,6 +8,8 @@ from flax import nnx
 
 from meshpar import Scope
 
+# Both operands of the contraction over `mlp` are constrained, the hidden values too:
+# otherwise GSPMD may gather the weight in the backward where it is the smaller one.
 _HIDDEN = ("batch", "seq", "mlp")
 
 
@@ -40,6 +42,7 @@ class GatedMLP(nnx.Module):
         both_BTPF = scope.constrain(both_BTPF, ("batch", "seq", None, "mlp"))
         both_BTPF = scope.save(both_BTPF, "mlp_gate_up")
         hidden_BTF = jax.nn.silu(both_BTPF[:, :, 0]) * both_BTPF[:, :, 1]
+        hidden_BTF = scope.constrain(hidden_BTF, _HIDDEN)
         return jnp.einsum("BTF,FD->BTD", hidden_BTF, self.down[...])
 
 
@@ -72,5 +75,5 @@ class PlainMLP(nnx.Module):
         # B batch, T seq, D embed, F mlp.
         up_BTF = jnp.einsum("BTD,DF->BTF", x, self.up[...]) + self.up_bias[...]
         up_BTF = scope.save(scope.constrain(up_BTF, _HIDDEN), "mlp_up")
-        hidden_BTF = jax.nn.gelu(up_BTF, approximate=True)
+        hidden_BTF = scope.constrain(jax.nn.gelu(up_BTF, approximate=True), _HIDDEN)
         return jnp.einsum("BTF,FD->BTD", hidden_BTF, self.down[...]) + self.down_bias[...]
