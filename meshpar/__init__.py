@@ -7,6 +7,7 @@ from meshpar.topology import Topology, TopologyWarning
 emulate_from_environment()  # before anything below can start JAX
 
 # ruff: noqa: E402
+from meshpar.lint import Finding, LintReport, lint
 from meshpar.mesh import make_mesh
 from meshpar.model import BlockGroup, Model, Parameter, Scope
 from meshpar.nnx_model import from_nnx
@@ -25,3 +26,37 @@ from meshpar.rules import (
 from meshpar.sharding import born_sharded, nnx_shardings, tree_shardings
 from meshpar.train.state import TrainState
 from meshpar.train.step import TrainStep, make_train_step
+
+__all__ = [
+    "BATCH_AXES",
+    "BlockGroup",
+    "DATA_PARALLEL",
+    "FSDP",
+    "FSDP_TENSOR",
+    "FSDP_TENSOR_SEQUENCE",
+    "Finding",
+    "HSDP",
+    "Layout",
+    "LintReport",
+    "MESH_AXES",
+    "Model",
+    "Parameter",
+    "RuleError",
+    "Rules",
+    "Scope",
+    "TENSOR",
+    "TENSOR_SEQUENCE",
+    "Topology",
+    "TopologyWarning",
+    "TrainState",
+    "TrainStep",
+    "born_sharded",
+    "default_rules",
+    "emulate",
+    "from_nnx",
+    "lint",
+    "make_mesh",
+    "make_train_step",
+    "nnx_shardings",
+    "tree_shardings",
+]

@@ -133,7 +133,9 @@ class Layout:
                     f"layout {text!r}: no key {key!r}; {nearest(key, _DEFAULTS)}"
                 )
             if key in values:
-                raise ValueError(f"layout {text!r}: {key!r} is given twice; give it once")
+                raise ValueError(
+                    f"layout {text!r}: {key!r} is given twice; give it once"
+                )
             values[key] = _parse_value(key, value)
         return cls(**values)
 
@@ -199,7 +201,9 @@ def _check_count(name: str, value: object) -> None:
     absorbs = value == -1 and name in MESH_AXES
     if not whole or not (absorbs or value >= 1):  # type: ignore[operator]
         ways = " or -1 (absorbs the remaining devices)" if name in MESH_AXES else ""
-        raise ValueError(f"{name}={value!r}: must be a whole number of at least 1{ways}")
+        raise ValueError(
+            f"{name}={value!r}: must be a whole number of at least 1{ways}"
+        )
 
 
 def _check_choice(name: str, value: object, choices: tuple) -> None:

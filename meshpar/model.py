@@ -210,7 +210,9 @@ class Model:
     @property
     def num_parameters(self) -> int:
         """Number of parameter values."""
-        return sum(parameter.struct.size for parameter in self.flat_parameters().values())
+        return sum(
+            parameter.struct.size for parameter in self.flat_parameters().values()
+        )
 
 
 def loss(
@@ -257,9 +259,7 @@ def spec_axes(spec: jax.sharding.PartitionSpec) -> tuple[str, ...]:
     )
 
 
-def _initial_value(
-    path: str, parameter: Parameter, seed: jax.Array | int
-) -> jax.Array:
+def _initial_value(path: str, parameter: Parameter, seed: jax.Array | int) -> jax.Array:
     key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(path.encode()))
     if parameter.num_layers is None:
         return parameter.initial(key).astype(parameter.dtype)

@@ -205,7 +205,10 @@ class Rules:
         sizes: Mapping[str, int],
         path: str,
     ) -> MeshAxes:
-        logical_axis, degree = logical_axes[dim], math.prod(sizes[axis] for axis in axes)
+        logical_axis, degree = (
+            logical_axes[dim],
+            math.prod(sizes[axis] for axis in axes),
+        )
         if shape[dim] % degree == 0:
             return axes
         if logical_axis in self.replicate_if_indivisible:

@@ -62,7 +62,9 @@ class Topology:
         for name in ("host_bytes_per_s", "network_bytes_per_s"):
             speed = getattr(self, name)
             if speed is not None and not speed > 0:
-                raise ValueError(f"{name}={speed}: must be positive, or None if unknown")
+                raise ValueError(
+                    f"{name}={speed}: must be positive, or None if unknown"
+                )
 
     @classmethod
     def from_devices(cls, devices: Sequence[jax.Device]) -> Topology:

@@ -25,6 +25,7 @@ class GPT2Config:
 
     Args:
         layers, embed, heads, vocab: Sizes.
+        ffn: Hidden size of the MLP; `4 * embed` when 0.
         max_seq: Longest sequence, the number of learned positions.
         dropout: Share of values dropped after the embedding and each branch.
         norm_epsilon: Added to the variance.
@@ -38,6 +39,7 @@ class GPT2Config:
     embed: int
     heads: int
     vocab: int
+    ffn: int = 0
     max_seq: int = 1024
     dropout: float = 0.0
     norm_epsilon: float = 1e-5
@@ -78,7 +80,7 @@ class GPT2Block(nnx.Module):
         self.mlp_norm = LayerNorm(config.embed, epsilon=config.norm_epsilon, rngs=rngs)
         self.mlp = PlainMLP(
             config.embed,
-            4 * config.embed,
+            config.ffn or 4 * config.embed,
             init_std=config.init_std,
             out_std=out_std,
             rngs=rngs,
@@ -109,7 +111,9 @@ class GPT2Ends(nnx.Module):
             draw(rngs.params(), (config.max_seq, config.embed)),
             out_sharding=(None, "embed"),
         )
-        self.final_norm = LayerNorm(config.embed, epsilon=config.norm_epsilon, rngs=rngs)
+        self.final_norm = LayerNorm(
+            config.embed, epsilon=config.norm_epsilon, rngs=rngs
+        )
 
     def embed(self, batch: Batch, scope: Scope) -> jax.Array:
         """Tokens (batch, seq) -> (batch, seq, embed)."""

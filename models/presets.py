@@ -5,10 +5,11 @@ Sizes are those of each model's released `config.json` (Hugging Face hub, 2024-2
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import MISSING, fields, replace
 
 from meshpar import Model
 from meshpar.layout import nearest
+from models.convert.hf_config import config_from_json
 from models.gpt2 import GPT2Config, gpt2
 from models.layers.rope import RopeScaling
 from models.llama import LlamaConfig, llama
@@ -107,30 +108,63 @@ PRESETS: dict[str, LlamaConfig | GPT2Config] = {
 _FIELDS = {"hidden": "embed", "seq": "max_seq"}
 
 
-def build(preset: str = "tiny", **changes: object) -> Model:
-    """The model of a preset, some of its fields changed.
+def build(
+    preset: str | None = None, *, config_json: str | None = None, **sizes: object
+) -> Model:
+    """The model of a preset, of a Hugging Face config, or of sizes alone.
 
     Args:
         preset: A name in `PRESETS`.
-        changes: Fields of the preset's config; `hidden` is another word for `embed`.
+        config_json: Path of a `config.json`, instead of a preset.
+        sizes: Fields of the config that differ; `hidden` is another word for `embed`.
+            Without preset or file they are all of it: `gated=true` is a Llama,
+            otherwise a GPT-2 whose `ffn` is four times `hidden` when absent.
 
     Raises:
         ValueError: An unknown preset or field, or sizes that do not fit together.
     """
-    config = configure(preset, **changes)
+    config = configure(preset, config_json=config_json, **sizes)
     return gpt2(config) if isinstance(config, GPT2Config) else llama(config)
 
 
-def configure(preset: str, **changes: object) -> LlamaConfig | GPT2Config:
-    """The config of a preset, some of its fields changed; raises as `build` does."""
-    if preset not in PRESETS:
+def configure(
+    preset: str | None = None, *, config_json: str | None = None, **sizes: object
+) -> LlamaConfig | GPT2Config:
+    """The config that `build` makes a model of; arguments and errors are the same."""
+    if preset is not None and config_json is not None:
+        raise ValueError(
+            f"preset {preset!r} and {config_json!r} are both given; give one"
+        )
+    if preset is not None and preset not in PRESETS:
         raise ValueError(f"no preset {preset!r}; {nearest(preset, PRESETS)}")
-    config = PRESETS[preset]
-    known = {field.name for field in fields(config)}
-    renamed = {_FIELDS.get(name, name): value for name, value in changes.items()}
-    for name in renamed:
+    named = {_FIELDS.get(name, name): value for name, value in sizes.items()}
+    if preset is None and config_json is None:
+        return _from_sizes(named)
+    config = PRESETS[preset] if preset is not None else config_from_json(config_json)
+    _check_fields(type(config), named)
+    return replace(config, **named)
+
+
+def _from_sizes(sizes: dict[str, object]) -> LlamaConfig | GPT2Config:
+    gated = sizes.pop("gated", False)
+    kind = LlamaConfig if gated else GPT2Config
+    if gated and "kv_heads" not in sizes and "heads" in sizes:
+        sizes["kv_heads"] = sizes["heads"]
+    _check_fields(kind, sizes)
+    missing = [
+        field.name
+        for field in fields(kind)
+        if field.default is MISSING and field.name not in sizes
+    ]
+    if missing:
+        raise ValueError(
+            f"no {', '.join(missing)} given, and no preset; give each a size"
+        )
+    return kind(**sizes)
+
+
+def _check_fields(kind: type, sizes: dict[str, object]) -> None:
+    known = {field.name for field in fields(kind)}
+    for name in sizes:
         if name not in known:
-            raise ValueError(
-                f"preset {preset!r} has no field {name!r}; {nearest(name, known)}"
-            )
-    return replace(config, **renamed)
+            raise ValueError(f"{kind.__name__} has no {name!r}; {nearest(name, known)}")

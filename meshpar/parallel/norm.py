@@ -31,7 +31,9 @@ def global_norm(tree: Any, shardings: Any, mesh: Mesh) -> jax.Array:
 
     def local(tree: Any) -> jax.Array:
         parts = jax.tree.map(
-            lambda spec, x: jnp.sum(jnp.square(x.astype(jnp.float32))) / _copies(spec, mesh),
+            lambda spec, x: (
+                jnp.sum(jnp.square(x.astype(jnp.float32))) / _copies(spec, mesh)
+            ),
             specs,
             tree,
             is_leaf=lambda node: isinstance(node, PartitionSpec),

@@ -76,16 +76,20 @@ def reduce_scatter(stored: Any, gradients: Any) -> Any:
 
 def _gather_one(stored: Stored, shard: jax.Array) -> jax.Array:
     cast = shard.astype(stored.compute_dtype)
-    return _on_every_dim(stored, cast, lambda x, axes, dim: lax.all_gather(
-        x, axes, axis=dim, tiled=True
-    ))
+    return _on_every_dim(
+        stored, cast, lambda x, axes, dim: lax.all_gather(x, axes, axis=dim, tiled=True)
+    )
 
 
 def _scatter_one(stored: Stored, gradient: jax.Array) -> jax.Array:
     cast = gradient.astype(jnp.float32)
-    return _on_every_dim(stored, cast, lambda x, axes, dim: lax.psum_scatter(
-        x, axes, scatter_dimension=dim, tiled=True
-    ))
+    return _on_every_dim(
+        stored,
+        cast,
+        lambda x, axes, dim: lax.psum_scatter(
+            x, axes, scatter_dimension=dim, tiled=True
+        ),
+    )
 
 
 def _on_every_dim(

@@ -16,7 +16,7 @@ from meshpar.mesh import make_mesh
 from meshpar.model import EXAMPLE, Batch, Model
 from meshpar.parallel.norm import global_norm
 from meshpar.parallel.program import LocalProgram
-from meshpar.rules import Rules, default_rules
+from meshpar.rules import RuleError, Rules, default_rules
 from meshpar.sharding import born_sharded, model_shardings
 from meshpar.train.state import TrainState, initial_state, state_shardings
 
@@ -45,7 +45,8 @@ def make_train_step(
         max_grad_norm: Scale gradients down to this global norm; None for no limit.
 
     Raises:
-        RuleError: A parameter cannot be laid out.
+        RuleError: A parameter cannot be laid out, or a rule for activations uses `data`
+            or `fsdp` for anything but the batch.
         ValueError: The layout does not fit the devices, or asks for what is not built.
 
     Example:
@@ -64,11 +65,13 @@ def make_train_step(
         mesh = make_mesh(layout, devices)
     layout = layout.resolve(mesh.size)
     _check_built(layout)
+    rules = rules or default_rules(layout)
+    _check_batch_rules(rules)
     return TrainStep(
         model=model,
         optimizer=optimizer,
         layout=layout,
-        rules=rules or default_rules(layout),
+        rules=rules,
         mesh=mesh,
         max_grad_norm=max_grad_norm,
     )
@@ -223,3 +226,23 @@ def _check_built(layout: Layout) -> None:
             f"layout {str(layout)!r}: zero={layout.zero} is not supported; 'fsdp' splits "
             "parameters, gradients and optimizer state alike (zero=3), 'data' none"
         )
+
+
+def _check_batch_rules(rules: Rules) -> None:
+    if rules.mesh_axes("batch") != BATCH_AXES:
+        raise RuleError(
+            "unknown",
+            f"logical axis 'batch' is mapped to {rules.mesh_axes('batch') or None}; the "
+            f"training step splits the batch over {BATCH_AXES}: map it to both (a mesh "
+            "axis of size 1 costs nothing)",
+        )
+    for logical_axis, mesh_axes in rules.table.items():
+        for mesh_axis in mesh_axes:
+            if logical_axis != "batch" and mesh_axis in BATCH_AXES:
+                raise RuleError(
+                    "claimed_twice",
+                    f"mesh axis {mesh_axis!r} is claimed by both 'batch' and "
+                    f"{logical_axis!r} in activations; if {logical_axis!r} is meant for "
+                    f"stored parameters, pass Rules(..., parameters={{{logical_axis!r}: "
+                    f"{mesh_axis!r}}})",
+                )

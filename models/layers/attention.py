@@ -88,7 +88,9 @@ class Attention(nnx.Module):
             is_causal=True,
             implementation=_implementation(q, scope),
         )
-        mixed = scope.map_shards(attend, (_HEADS, _KV_HEADS, _KV_HEADS), _HEADS)(q, k, v)
+        mixed = scope.map_shards(attend, (_HEADS, _KV_HEADS, _KV_HEADS), _HEADS)(
+            q, k, v
+        )
         mixed = scope.save(scope.constrain(mixed, _HEADS), "attention_mixed")
         out = jnp.einsum("BTNH,NHD->BTD", mixed, self.out[...])
         return out if self.out_bias is None else out + self.out_bias[...]
@@ -135,7 +137,5 @@ def _normal(
     return nnx.Param(value, out_sharding=logical_axes)
 
 
-def _zeros(
-    shape: tuple[int, ...], logical_axes: tuple[str | None, ...]
-) -> nnx.Param:
+def _zeros(shape: tuple[int, ...], logical_axes: tuple[str | None, ...]) -> nnx.Param:
     return nnx.Param(jnp.zeros(shape), out_sharding=logical_axes)

@@ -76,4 +76,6 @@ class PlainMLP(nnx.Module):
         up_BTF = jnp.einsum("BTD,DF->BTF", x, self.up[...]) + self.up_bias[...]
         up_BTF = scope.save(scope.constrain(up_BTF, _HIDDEN), "mlp_up")
         hidden_BTF = scope.constrain(jax.nn.gelu(up_BTF, approximate=True), _HIDDEN)
-        return jnp.einsum("BTF,FD->BTD", hidden_BTF, self.down[...]) + self.down_bias[...]
+        return (
+            jnp.einsum("BTF,FD->BTD", hidden_BTF, self.down[...]) + self.down_bias[...]
+        )

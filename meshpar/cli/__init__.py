@@ -1,0 +1,1 @@
+"""The `meshpar` command: one file per subcommand."""

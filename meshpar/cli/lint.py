@@ -1,0 +1,131 @@
+"""Checks a model's rules against a layout, without running anything."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+
+from rich.console import Console
+from rich.table import Table
+
+from meshpar.cli.parsing import (
+    add_layout_arguments,
+    add_model_arguments,
+    layout_of,
+    model_of,
+)
+from meshpar.layout import nearest
+from meshpar.lint import LARGE_BYTES, Finding, LintReport, ParameterRow, lint
+from meshpar.rules import PRESETS, Rules
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds this subcommand's options."""
+    add_model_arguments(parser)
+    add_layout_arguments(parser)
+    parser.add_argument(
+        "--rules",
+        metavar="RULES",
+        help=f"{', '.join(PRESETS)}, or batch=data+fsdp,embed=none,mlp=tensor,... "
+        "(default: what the layout asks for)",
+    )
+    parser.add_argument(
+        "--large-bytes",
+        type=int,
+        default=LARGE_BYTES,
+        metavar="N",
+        help="above it a parameter should not be replicated (default: %(default)s)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the report; 1 if there are findings."""
+    layout = layout_of(args)
+    report = lint(
+        model_of(args),
+        layout,
+        None if args.rules is None else parse_rules(args.rules),
+        global_batch=args.global_batch,
+        seq=args.seq,
+        large_bytes=args.large_bytes,
+    )
+    if args.json:
+        print(json.dumps(asdict(report)))
+    else:
+        _print_tables(report, str(layout))
+    return 1 if report.findings else 0
+
+
+def parse_rules(text: str) -> Rules | list[tuple[str, tuple[str, ...] | None]]:
+    """A preset by name, or the pairs of `batch=data+fsdp,embed=none`.
+
+    Raises:
+        ValueError: Neither of them.
+    """
+    if "=" not in text:
+        if text not in PRESETS:
+            raise ValueError(f"no rules {text!r}; {nearest(text, PRESETS)}")
+        return PRESETS[text]
+    pairs: list[tuple[str, tuple[str, ...] | None]] = []
+    for part in text.split(","):
+        logical_axis, _, target = (piece.strip() for piece in part.partition("="))
+        if not logical_axis or not target:
+            raise ValueError(
+                f"--rules {text!r}: {part.strip()!r} is not name=mesh axis; write none "
+                "for replicated, + between several mesh axes"
+            )
+        pairs.append(
+            (logical_axis, None if target == "none" else tuple(target.split("+")))
+        )
+    return pairs
+
+
+def parameter_table(rows: tuple[ParameterRow, ...]) -> Table:
+    """Every parameter with its shape, layout and bytes per device."""
+    table = Table(box=None, pad_edge=False)
+    for heading in ("parameter", "shape", "logical axes", "mesh axes", "local shape"):
+        table.add_column(heading, overflow="fold")
+    table.add_column("bytes/device", justify="right")
+    for row in rows:
+        table.add_row(
+            row.path,
+            _dims(row.shape),
+            _dims(row.logical_axes),
+            _dims(row.mesh_axes),
+            _dims(row.local_shape),
+            f"{row.bytes:,}",
+        )
+    total = sum(row.bytes for row in rows)
+    table.add_section()
+    table.add_row("all", "", "", "", "", f"{total:,}")
+    return table
+
+
+def wide_console() -> Console:
+    """A console that does not cut tables when its output is a pipe."""
+    console = Console()
+    return console if console.is_terminal else Console(width=140)
+
+
+def _print_tables(report: LintReport, layout: str) -> None:
+    console = wide_console()
+    console.print(f"layout {layout}", highlight=False)
+    console.print(parameter_table(report.parameters))
+    if not report.findings:
+        console.print("no findings", style="green")
+    for finding in report.findings:
+        _print_finding(finding)
+
+
+def _print_finding(finding: Finding) -> None:
+    sys.stdout.write(f"{finding.kind}: {finding.message}\n")
+
+
+def _dims(entries: tuple) -> str:
+    names = [
+        "+".join(entry) if isinstance(entry, tuple) else entry for entry in entries
+    ]
+    return " ".join("-" if name is None else str(name) for name in names)

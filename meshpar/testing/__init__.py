@@ -1,0 +1,1 @@
+"""What test suites of meshpar's users need: a pytest plugin."""

@@ -1,0 +1,139 @@
+"""Checkpoints (Orbax) that any other layout can resume."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from meshpar.train.state import TrainState
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that could not be written or read."""
+
+
+class Checkpoints:
+    """The checkpoints of one run, the newest few kept.
+
+    Arrays are stored by their global index, so a run resumes on any layout whose
+    global shapes are the same.
+
+    Args:
+        directory: Where they lie; made when absent.
+        keep: How many to keep.
+    """
+
+    def __init__(self, directory: Path, *, keep: int = 2) -> None:
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep, enable_async_checkpointing=False
+        )
+        self.directory = Path(directory).absolute()
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._manager = ocp.CheckpointManager(self.directory, options=options)
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot make the checkpoint folder {str(directory)!r}: {error.strerror}"
+            ) from error
+
+    @property
+    def latest_step(self) -> int | None:
+        """Step of the newest checkpoint; None when there is none."""
+        return self._manager.latest_step()
+
+    def save(self, state: TrainState, run: dict[str, Any]) -> None:
+        """Writes a state, and what describes its run, as one checkpoint.
+
+        Args:
+            state: What to keep.
+            run: Plain JSON values: layout line, seed and so on.
+
+        Raises:
+            CheckpointError: It could not be written, for example on a full disk.
+        """
+        step = int(state.step)
+        if step == self.latest_step:
+            return
+        args = ocp.args.Composite(
+            state=ocp.args.StandardSave(state), run=ocp.args.JsonSave(run)
+        )
+        try:
+            self._manager.save(step, args=args)
+            self._manager.wait_until_finished()
+        except Exception as error:  # Orbax and TensorStore raise kinds of their own.
+            raise CheckpointError(
+                f"checkpoint of step {step} not written to {str(self.directory)!r}: "
+                f"{_reason(error, self.directory)}"
+            ) from error
+
+    def run_of_latest(self) -> dict[str, Any]:
+        """What described the run at the newest checkpoint.
+
+        Raises:
+            CheckpointError: There is none, or it cannot be read.
+        """
+        return self._restore(run=ocp.args.JsonRestore())["run"]
+
+    def restore(self, shapes: TrainState, shardings: TrainState) -> TrainState:
+        """The newest state, laid out as `shardings` say, whatever layout wrote it.
+
+        Args:
+            shapes: `jax.ShapeDtypeStruct` of every array.
+            shardings: The sharding of every array.
+
+        Raises:
+            CheckpointError: There is none, it cannot be read, or it is of another
+                model: a global shape differs.
+        """
+        target = jax.tree.map(
+            lambda shape, sharding: jax.ShapeDtypeStruct(
+                shape.shape, shape.dtype, sharding=sharding
+            ),
+            shapes,
+            shardings,
+        )
+        return self._restore(state=ocp.args.StandardRestore(target))["state"]
+
+    def _restore(self, **items: Any) -> Any:
+        step = self.latest_step
+        if step is None:
+            raise CheckpointError(
+                f"no checkpoint in {str(self.directory)!r}; start without resuming, or "
+                "name the folder of an earlier run"
+            )
+        try:
+            return self._manager.restore(step, args=ocp.args.Composite(**items))
+        except Exception as error:  # Orbax and TensorStore raise kinds of their own.
+            raise CheckpointError(
+                f"checkpoint of step {step} in {str(self.directory)!r} cannot be read: "
+                f"{_reason(error, self.directory)}"
+            ) from error
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._manager.close()
+
+
+def _reason(error: Exception, directory: Path) -> str:
+    """The first line of an error, and that the disk is full where it is."""
+    text = str(error).strip()
+    first_line = text.splitlines()[0] if text else type(error).__name__
+    space = os.statvfs(directory)
+    free_bytes = space.f_bavail * space.f_frsize
+    if free_bytes < 1 << 20 or "No space left" in text:
+        return (
+            f"the disk is full ({free_bytes:,} bytes free); free some or name another"
+        )
+    return first_line

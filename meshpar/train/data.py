@@ -1,0 +1,116 @@
+"""Batches of token windows, each a function of (seed, step) only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grain
+import numpy as np
+
+HostBatch = dict[str, np.ndarray]
+
+
+class DataError(ValueError):
+    """A text that cannot be trained on."""
+
+
+class TokenWindows:
+    """Windows of `seq` tokens and their successors, one after another.
+
+    Args:
+        tokens: (number of tokens,), whole numbers.
+        seq: Tokens of a window.
+
+    Raises:
+        DataError: Fewer tokens than one window needs.
+    """
+
+    def __init__(self, tokens: np.ndarray, seq: int) -> None:
+        if len(tokens) < seq + 1:
+            raise DataError(
+                f"{len(tokens)} tokens are too few for one window of {seq} and its "
+                "successor; give more text or a shorter window"
+            )
+        self._tokens, self._seq = tokens, seq
+
+    def __len__(self) -> int:
+        return (len(self._tokens) - 1) // self._seq
+
+    def __getitem__(self, index: int) -> HostBatch:
+        """`tokens`, `targets` and `weights` of one window, (seq,) each."""
+        start = int(index) * self._seq
+        window = self._tokens[start : start + self._seq + 1].astype(np.int32)
+        weights = np.ones(self._seq, np.float32)
+        return {"tokens": window[:-1], "targets": window[1:], "weights": weights}
+
+
+def shuffled_batches(
+    windows: TokenWindows, *, global_batch: int, seed: int
+) -> Callable[[int], HostBatch]:
+    """The global batch of any step: every window once an epoch, in an order of its own.
+
+    Args:
+        windows: What to draw from.
+        global_batch: Windows in a batch.
+        seed: Of the order.
+
+    Returns:
+        Step -> `tokens`, `targets`, `weights`, each (global_batch, seq). A step can be
+        asked for in any order, so a resumed run continues with the very next batch.
+    """
+    dataset = (
+        grain.MapDataset.source(windows).shuffle(seed=seed).repeat().batch(global_batch)
+    )
+    return lambda step: dataset[step]
+
+
+def padded_batches(windows: TokenWindows, global_batch: int) -> Iterator[HostBatch]:
+    """All windows once and in order; the last batch is filled with weights of 0."""
+    for start in range(0, len(windows), global_batch):
+        stop = min(start + global_batch, len(windows))
+        rows = [windows[index] for index in range(start, stop)]
+        blank = {key: np.zeros_like(value) for key, value in rows[0].items()}
+        rows += [blank] * (global_batch - len(rows))
+        yield {key: np.stack([row[key] for row in rows]) for key in blank}
+
+
+def byte_tokens(text: str) -> np.ndarray:
+    """The UTF-8 bytes of a text, as tokens below 256."""
+    return np.frombuffer(text.encode(), np.uint8)
+
+
+def read_texts(path: Path) -> dict[str, str]:
+    """Name -> text of a file, or of every `.txt` file of a folder, in order of name.
+
+    Raises:
+        DataError: There is no such file, it is empty, or it is not UTF-8 text.
+    """
+    if not path.exists():
+        raise DataError(
+            f"no text at {str(path)!r}; give a text file or a folder of them"
+        )
+    files = sorted(path.glob("*.txt")) if path.is_dir() else [path]
+    if not files:
+        raise DataError(f"the folder {str(path)!r} holds no .txt file")
+    return {file.stem: _read(file) for file in files}
+
+
+def _read(file: Path) -> str:
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{str(file)!r} is not UTF-8 text: byte {error.start} is "
+            f"{error.object[error.start]:#04x}; convert it, or choose a text file"
+        ) from error
+    except OSError as error:
+        raise DataError(f"cannot read {str(file)!r}: {error.strerror}") from error
+    if "\0" in text:
+        raise DataError(
+            f"{str(file)!r} is binary: character {text.index(chr(0))} is NUL; choose a "
+            "text file"
+        )
+    if not text.strip():
+        raise DataError(f"{str(file)!r} is empty; choose a file with text in it")
+    return text

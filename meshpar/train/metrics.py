@@ -1,0 +1,36 @@
+"""Metrics as JSON lines: one object a step."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import TracebackType
+
+
+class JsonLines:
+    """Appends one JSON object per row to a file, so that a cut-off run keeps them all.
+
+    Args:
+        path: The file; its folder is made. What it holds already is kept.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, **row: float | int | str) -> None:
+        """Writes one row and hands it to the operating system."""
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+
+    def __enter__(self) -> JsonLines:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._file.close()

@@ -1,0 +1,1 @@
+"""Other projects' model formats, in and out."""

@@ -1,0 +1,1 @@
+"""Runnable programs, thin over the library."""

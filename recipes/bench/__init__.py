@@ -1,0 +1,1 @@
+"""Measurements: each program prints what it measured and on what."""

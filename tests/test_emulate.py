@@ -1,0 +1,112 @@
+"""Virtual devices: the number asked for, flags beside the user's, errors in time."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+import meshpar
+
+IN_ORDER = "--xla_cpu_enable_concurrency_optimized_scheduler"
+PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds"
+
+
+def run_child(code, **environment):
+    """The JSON object that `code` prints, run in a fresh Python."""
+    ours = ("XLA_FLAGS", "MESHPAR_EMULATE", "JAX_NUM_CPU_DEVICES", "JAX_PLATFORMS")
+    kept = {name: value for name, value in os.environ.items() if name not in ours}
+    child = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**kept, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert child.returncode == 0, child.stderr
+    return json.loads(child.stdout.splitlines()[-1])
+
+
+EMULATE_TWICE = """
+import json, os
+import meshpar
+first = meshpar.emulate(8)
+again = meshpar.emulate(8)
+print(json.dumps({
+    "flags": os.environ["XLA_FLAGS"].split(),
+    "devices": [str(device.platform) for device in first],
+    "same": first == again,
+}))
+"""
+
+
+def test_eight_devices_appear_and_the_users_flags_are_kept_beside_ours():
+    found = run_child(EMULATE_TWICE, XLA_FLAGS="--xla_cpu_enable_fast_math=false")
+    assert found == {
+        "flags": [
+            "--xla_cpu_enable_fast_math=false",
+            f"{IN_ORDER}=false",
+            f"{PATIENCE}=300",
+        ],
+        "devices": ["cpu"] * 8,
+        "same": True,
+    }
+
+
+BY_ENVIRONMENT = """
+import json, os
+import meshpar, jax
+print(json.dumps([len(jax.devices()), os.environ["XLA_FLAGS"].split()]))
+"""
+
+
+def test_the_environment_variable_works_by_import_and_a_users_own_value_stays():
+    mine = f"{IN_ORDER}=true"
+    found = run_child(BY_ENVIRONMENT, MESHPAR_EMULATE="4", XLA_FLAGS=mine)
+    assert found == [4, [mine, f"{PATIENCE}=300"]]
+
+
+TOO_LATE = """
+import json
+import jax
+jax.config.update("jax_platforms", "cpu")
+jax.devices()
+import meshpar
+try:
+    meshpar.emulate(8)
+except RuntimeError as error:
+    print(json.dumps(str(error)))
+"""
+
+
+def test_emulating_after_jax_has_started_is_refused_with_both_ways_out():
+    assert run_child(TOO_LATE) == (
+        "emulate(8): JAX has already started with 1 cpu devices; call emulate before "
+        "the first JAX operation, or set MESHPAR_EMULATE=8 before starting Python"
+    )
+
+
+@pytest.mark.parametrize("number", [0, -1, 2.0, "8"])
+def test_a_number_that_is_none_is_refused(number):
+    with pytest.raises(ValueError, match="needs at least 1 device"):
+        meshpar.emulate(number)
+
+
+@pytest.mark.parametrize("text", ["eight", "-1", "4.0"])
+def test_a_bad_environment_variable_is_refused(text, monkeypatch):
+    monkeypatch.setenv("MESHPAR_EMULATE", text)
+    match = f"MESHPAR_EMULATE='{text}': must be a number of devices, such as 8"
+    with pytest.raises(ValueError, match=match):
+        meshpar.emulate_from_environment()
+
+
+def test_another_number_after_the_start_is_refused_here_too():
+    with pytest.raises(
+        RuntimeError, match=r"emulate\(4\): JAX has already started with"
+    ):
+        meshpar.emulate(4)
+
+
+def test_the_same_number_again_is_fine():
+    assert len(meshpar.emulate(8)) == 8

@@ -1,0 +1,141 @@
+"""Imports point down, and models know logical axes only: read from the sources."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# Lowest first; a module may import its own layer and those before it. The longest
+# matching name counts. `meshpar` alone is the public API, which those above it use.
+LAYERS = (
+    ("meshpar.layout", "meshpar.topology", "meshpar.emulate", "meshpar.schedules"),
+    ("meshpar.rules", "meshpar.mesh"),
+    ("meshpar.model", "meshpar.nnx_model"),
+    ("meshpar.sharding", "meshpar.collectives"),
+    ("meshpar.parallel",),
+    ("meshpar.planner", "meshpar.audit", "meshpar.train", "meshpar.lint"),
+    ("meshpar",),
+    ("meshpar.cli", "meshpar.testing", "meshpar.__main__"),
+    ("models",),
+    ("recipes",),
+)
+HEIGHT = {module: height for height, layer in enumerate(LAYERS) for module in layer}
+
+# Mesh axes whose names are no English words of a model's own.
+MESH_AXIS_NAMES = {"tensor", "fsdp", "stage"}
+
+
+def sources(*folders):
+    paths = [
+        path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))
+    ]
+    return [str(path.relative_to(ROOT)) for path in paths]
+
+
+def module_of(path):
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def layer_of(module):
+    """The longest name in HEIGHT that `module` is or lies in; None for others' code."""
+    parts = module.split(".")
+    names = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next((name for name in names if name in HEIGHT), None)
+
+
+def imported_modules(tree, module, *, is_package=False):
+    """The modules that a file imports, wherever in it."""
+    package = module.split(".") if is_package else module.split(".")[:-1]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            whole = ".".join([*base, *([node.module] if node.module else [])])
+            for alias in node.names:
+                deeper = f"{whole}.{alias.name}"
+                yield deeper if deeper in HEIGHT else whole
+
+
+def upward(tree, module, **options):
+    """Imports of a higher layer than the module's own."""
+    height = HEIGHT[layer_of(module)]
+    found = imported_modules(tree, module, **options)
+    layers = {name: layer_of(name) for name in found}
+    return {name for name, layer in layers.items() if layer and HEIGHT[layer] > height}
+
+
+def parse(path):
+    return ast.parse((ROOT / path).read_text(), filename=path)
+
+
+@pytest.mark.parametrize("path", sources("meshpar", "models", "recipes"))
+def test_every_import_points_down_and_none_is_private_to_jax(path):
+    tree, module = parse(path), module_of(path)
+    is_package = path.endswith("__init__.py")
+    assert upward(tree, module, is_package=is_package) == set()
+    private = {
+        name
+        for name in imported_modules(tree, module, is_package=is_package)
+        if name.startswith("jax._src")
+    }
+    assert private == set()
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in sources("meshpar") if path.count("/") == 1]
+)
+def test_every_module_of_the_library_has_a_layer(path):
+    if path != "meshpar/__init__.py":
+        assert layer_of(module_of(path)) != "meshpar"
+
+
+@pytest.mark.parametrize(
+    "module, line, found",
+    [
+        ("meshpar.rules", "from meshpar.layout import Layout", set()),
+        ("meshpar.rules", "from meshpar.mesh import make_mesh", set()),
+        ("meshpar.rules", "from meshpar import model", {"meshpar.model"}),
+        ("meshpar.rules", "from . import model", {"meshpar.model"}),
+        ("meshpar.rules", "from meshpar import Layout", {"meshpar"}),
+        ("meshpar.parallel.norm", "import meshpar.train.step", {"meshpar.train.step"}),
+        ("meshpar.parallel.norm", "from ..train import step", {"meshpar.train"}),
+        ("meshpar.lint", "def f():\n    import models.llama", {"models.llama"}),
+        ("meshpar", "from meshpar.cli.main import main", {"meshpar.cli.main"}),
+        ("meshpar.cli.lint", "from meshpar import Layout", set()),
+        ("models.llama", "from meshpar import Model", set()),
+        ("models.llama", "import recipes.train", {"recipes.train"}),
+        ("meshpar.train.step", "import jax.numpy as jnp", set()),
+    ],
+)
+def test_the_reader_of_imports_finds_those_that_point_up(module, line, found):
+    assert upward(ast.parse(line), module) == found
+
+
+def constants(tree):
+    """Every string constant that is no docstring."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    docstrings = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, documented) and ast.get_docstring(node, clean=False)
+    }
+    return {
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and id(node) not in docstrings
+    }
+
+
+@pytest.mark.parametrize("path", sources("models"))
+def test_a_model_names_no_mesh_axis(path):
+    assert constants(parse(path)) & MESH_AXIS_NAMES == set()
+
+
+def test_the_reader_of_constants_leaves_docstrings_out():
+    code = 'def f():\n    "tensor"\n    return "fsdp", ("stage",)'
+    assert constants(ast.parse(code)) == {"fsdp", "stage"}

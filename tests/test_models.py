@@ -1,0 +1,340 @@
+"""Layers equal plain references, presets have their published size, models are causal."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from meshpar import Scope
+from meshpar.model import forward, is_parameter
+from models.layers.attention import Attention
+from models.layers.mlp import GatedMLP, PlainMLP
+from models.layers.norm import LayerNorm, RMSNorm
+from models.layers.rope import RopeScaling, apply_rope, rope_frequencies
+from models.presets import build
+
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+EPSILON = 1e-3
+
+
+def normal(seed, *shape):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def made(create, **values):
+    """The layer that `create(rngs=...)` builds, some parameters replaced."""
+    with nnx.use_eager_sharding(False):
+        layer = create(rngs=nnx.Rngs(0))
+        for name, value in values.items():
+            getattr(layer, name)[...] = jnp.asarray(value)
+    return layer
+
+
+# Norms.
+
+
+def test_rms_norm_is_its_formula():
+    x, scale = 3 * normal(0, 2, 5, 8), normal(1, 8)
+    layer = made(functools.partial(RMSNorm, 8, epsilon=EPSILON), scale=scale)
+    rms = np.sqrt((x**2).mean(-1, keepdims=True) + EPSILON)
+    np.testing.assert_allclose(layer(x), x / rms * scale, **CLOSE)
+
+
+def test_layer_norm_is_its_formula():
+    x, scale, bias = 3 * normal(0, 2, 5, 8) + 1, normal(1, 8), normal(2, 8)
+    layer = made(
+        functools.partial(LayerNorm, 8, epsilon=EPSILON), scale=scale, bias=bias
+    )
+    std = np.sqrt(x.var(-1, keepdims=True) + EPSILON)
+    expected = (x - x.mean(-1, keepdims=True)) / std * scale + bias
+    np.testing.assert_allclose(layer(x), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("norm", [RMSNorm, LayerNorm])
+def test_norms_of_half_precision_are_computed_in_fp32(norm):
+    layer = made(functools.partial(norm, 256, epsilon=1e-5))
+    x = jnp.asarray(normal(0, 4, 256), jnp.bfloat16)
+    found = layer(x)
+    assert found.dtype == jnp.bfloat16
+    exact = layer(x.astype(jnp.float32)).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(found, exact)
+
+
+# MLPs.
+
+
+def test_the_gated_mlp_is_its_formula():
+    x = normal(0, 2, 3, 4)
+    layer = made(functools.partial(GatedMLP, 4, 6, init_std=1.0, out_std=1.0))
+    gate, up = np.moveaxis(np.asarray(layer.gate_up[...]), 1, 0)
+    gated = x @ gate
+    expected = (gated / (1 + np.exp(-gated)) * (x @ up)) @ np.asarray(layer.down[...])
+    np.testing.assert_allclose(layer(x, Scope()), expected, **CLOSE)
+
+
+def test_the_plain_mlp_is_its_formula():
+    x, up_bias, down_bias = normal(0, 2, 3, 4), normal(1, 6), normal(2, 4)
+    layer = made(
+        functools.partial(PlainMLP, 4, 6, init_std=1.0, out_std=1.0),
+        up_bias=up_bias,
+        down_bias=down_bias,
+    )
+    h = x @ np.asarray(layer.up[...]) + up_bias
+    gelu = h / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)))
+    expected = gelu @ np.asarray(layer.down[...]) + down_bias
+    np.testing.assert_allclose(layer(x, Scope()), expected, **CLOSE)
+
+
+# Rotary positions.
+
+FREQUENCIES = rope_frequencies(16, 10_000.0)
+
+
+def rotated(x, positions):
+    return np.asarray(apply_rope(x, jnp.asarray([positions]), FREQUENCIES))
+
+
+def test_rotary_frequencies_fall_from_1_to_nearly_1_over_theta():
+    expected = [10_000.0 ** (-pair / 8) for pair in range(8)]
+    np.testing.assert_allclose(FREQUENCIES, expected)
+
+
+def test_rotation_turns_each_pair_by_position_times_frequency():
+    x, positions = normal(0, 1, 3, 2, 16), np.array([0, 5, 900])
+    pairs = x[..., :8] + 1j * x[..., 8:]
+    turned = pairs * np.exp(1j * positions[:, None, None] * FREQUENCIES)
+    expected = np.concatenate([turned.real, turned.imag], axis=-1)
+    np.testing.assert_allclose(rotated(x, positions), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_rotation_preserves_norms_and_position_0():
+    x = normal(0, 1, 6, 2, 16)
+    found = rotated(x, np.arange(6))
+    norms = [np.linalg.norm(each, axis=-1) for each in (found, x)]
+    np.testing.assert_allclose(*norms, **CLOSE)
+    np.testing.assert_array_equal(found[:, 0], x[:, 0])
+
+
+@pytest.mark.parametrize("shift", [1, 7, 100])
+def test_scores_depend_on_relative_positions_only(shift):
+    q, k = normal(0, 1, 1, 1, 16), normal(1, 1, 1, 1, 16)
+    scores = [
+        np.vdot(rotated(q, [5 + start]), rotated(k, [2 + start]))
+        for start in (0, shift)
+    ]
+    np.testing.assert_allclose(*scores, rtol=1e-4, atol=1e-4)
+
+
+def test_scaling_keeps_short_wavelengths_stretches_long_ones_and_orders_the_rest():
+    scaling = RopeScaling(
+        factor=8.0, low_factor=1.0, high_factor=4.0, original_seq=8192
+    )
+    plain = rope_frequencies(128, 500_000.0)
+    scaled = rope_frequencies(128, 500_000.0, scaling)
+    wavelengths = 2 * math.pi / plain
+    short, long = wavelengths < 8192 / 4, wavelengths > 8192
+    between = ~short & ~long
+    assert short.any()
+    assert long.any()
+    assert between.any()
+    np.testing.assert_allclose(scaled[short], plain[short])
+    np.testing.assert_allclose(scaled[long], plain[long] / 8)
+    assert (scaled[between] < plain[between]).all()
+    assert (scaled[between] > plain[between] / 8).all()
+    assert (np.diff(scaled) < 0).all()
+
+
+def test_scaling_by_1_changes_nothing():
+    scaled = rope_frequencies(64, 10_000.0, RopeScaling(factor=1.0))
+    np.testing.assert_allclose(scaled, rope_frequencies(64, 10_000.0))
+
+
+# Attention.
+
+EMBED, HEADS, HEAD_DIM, SEQ = 12, 4, 8, 6
+
+
+def attention(kv_heads, **options):
+    return made(
+        functools.partial(
+            Attention,
+            EMBED,
+            heads=HEADS,
+            kv_heads=kv_heads,
+            head_dim=HEAD_DIM,
+            init_std=0.5,
+            out_std=0.5,
+            **options,
+        )
+    )
+
+
+def naive_attention(layer, x, kv_heads, frequencies=None):
+    """Key and value heads repeated, then a softmax per head, in numpy."""
+    group = HEADS // kv_heads
+    qkv = np.einsum("btd,dkgh->btkgh", x, np.asarray(layer.qkv[...]))
+    if layer.bias is not None:
+        qkv = qkv + np.asarray(layer.bias[...])
+    q = qkv[:, :, :, :group].reshape(*x.shape[:2], HEADS, HEAD_DIM)
+    k, v = (np.repeat(qkv[:, :, :, group + at], group, axis=2) for at in (0, 1))
+    if layer.q_norm is not None:
+        q, k = (
+            each / np.sqrt((each**2).mean(-1, keepdims=True) + EPSILON)
+            for each in (q, k)
+        )
+    if frequencies is not None:
+        positions = jnp.arange(x.shape[1])[None]
+        q, k = (np.asarray(apply_rope(each, positions, frequencies)) for each in (q, k))
+    scores = np.einsum("btnh,bsnh->bnts", q, k) / math.sqrt(HEAD_DIM)
+    scores[..., ~np.tri(x.shape[1], dtype=bool)] = -np.inf
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights = weights / weights.sum(-1, keepdims=True)
+    mixed = np.einsum("bnts,bsnh->btnh", weights, v)
+    return np.einsum("btnh,nhd->btd", mixed, np.asarray(layer.out[...]))
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"bias": True},
+        {"frequencies": rope_frequencies(HEAD_DIM, 100.0)},
+        {"qk_norm_epsilon": EPSILON},
+    ],
+    ids=["plain", "bias", "rope", "qk norm"],
+)
+def test_grouped_attention_equals_repeated_heads_in_a_plain_softmax(kv_heads, options):
+    layer = attention(kv_heads, **options)
+    if layer.bias is not None:
+        layer.bias[...] = jnp.asarray(normal(5, *layer.bias.shape))
+    x = normal(4, 2, SEQ, EMBED)
+    expected = naive_attention(layer, x, kv_heads, options.get("frequencies"))
+    found = jax.jit(lambda x: layer(x, Scope()))(x)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_positions_of_the_batch_replace_the_default_ones():
+    layer = attention(2, frequencies=rope_frequencies(HEAD_DIM, 100.0))
+    x, first = normal(4, 1, SEQ, EMBED), jnp.arange(SEQ)[None]
+    default = layer(x, Scope())
+    shifted = layer(x, Scope(batch={"positions": first + 50}))
+    stretched = layer(x, Scope(batch={"positions": 3 * first}))
+    np.testing.assert_allclose(shifted, default, rtol=1e-3, atol=1e-4)
+    assert not np.allclose(stretched, default, rtol=1e-3, atol=1e-4)
+
+
+def test_heads_that_do_not_divide_are_refused():
+    match = "heads=4 is not a multiple of kv_heads=3; every key/value head serves the"
+    with pytest.raises(ValueError, match=match):
+        attention(3)
+
+
+# Presets.
+
+# Model cards on the Hugging Face hub (2024-2025); GPT-2 with its tied table once.
+PUBLISHED = {
+    "gpt2": 124.4e6,
+    "gpt2-xl": 1557.6e6,
+    "smollm2-135m": 134.5e6,
+    "qwen2-0.5b": 494e6,
+    "qwen2-7b": 7.62e9,
+    "qwen3-8b": 8.19e9,
+    "llama3.2-1b": 1.236e9,
+    "llama3-8b": 8.03e9,
+    "llama3-70b": 70.55e9,
+    "llama3-405b": 405.8e9,
+}
+
+
+@pytest.mark.parametrize("preset, published", PUBLISHED.items())
+def test_a_preset_has_the_published_number_of_parameters(preset, published):
+    assert build(preset).num_parameters == pytest.approx(published, rel=0.005)
+
+
+@pytest.mark.parametrize(
+    "preset, changes, match",
+    [
+        ("lama3-8b", {}, "no preset 'lama3-8b'; did you mean 'llama3-8b'"),
+        (
+            "test",
+            {"head": 4},
+            "no 'head'; did you mean 'heads' or 'kv_heads'",
+        ),
+        (
+            "test",
+            {"heads": 3, "kv_heads": 2},
+            "heads=3 is not a multiple of kv_heads=2",
+        ),
+        ("test", {"embed": 30}, "embed=30 is not a multiple of heads=4; set head_dim"),
+        ("test", {"layers": 0}, "layers=0: must be at least 1"),
+        ("tiny-gpt2", {"heads": 3}, "embed=128 is not a multiple of heads=3"),
+        ("tiny-gpt2", {"vocab": -1}, "vocab=-1: must be at least 1"),
+        ("tiny-gpt2", {"dropout": 1.0}, "dropout=1.0: must be at least 0 and below 1"),
+    ],
+)
+def test_a_model_that_makes_no_sense_is_refused(preset, changes, match):
+    with pytest.raises(ValueError, match=match):
+        build(preset, **changes)
+
+
+def test_the_words_of_the_command_line_change_fields_too():
+    wide, long = build("test", hidden=64), build("tiny-gpt2", seq=32)
+    assert wide.flat_parameters()["token_embed"].shape == (64, 64)
+    assert long.flat_parameters()["position_embed"].shape == (32, 128)
+
+
+# Whole models.
+
+SMALL_GPT2 = {"layers": 2, "embed": 32, "heads": 4, "vocab": 64, "max_seq": 8}
+
+
+@functools.cache
+def small(family):
+    """A model's jitted `tokens -> logits`, its values large enough to matter."""
+    changes = {"llama": {}, "gpt2": SMALL_GPT2}[family]
+    model = build({"llama": "test", "gpt2": "tiny-gpt2"}[family], **changes)
+    flat = enumerate(model.flat_parameters().values())
+    values = [0.3 * normal(at, *parameter.stacked_shape) for at, parameter in flat]
+    treedef = jax.tree.structure(model.parameters, is_leaf=is_parameter)
+    params = jax.tree.unflatten(treedef, values)
+
+    @jax.jit
+    def logits(tokens):
+        batch = {"tokens": tokens}
+        x = forward(model, params, batch, Scope(batch=batch))
+        return model.logits(model.split(params)[0], x, Scope())
+
+    return logits
+
+
+TOKENS = np.array([[3, 9, 27, 1, 2, 4, 5, 6]], np.int32)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("changed", [1, 4, 7])
+def test_a_later_token_changes_no_earlier_logits(family, changed):
+    other = TOKENS.copy()
+    other[0, changed] = 50
+    before, after = small(family)(TOKENS), small(family)(other)
+    np.testing.assert_array_equal(before[:, :changed], after[:, :changed])
+    assert (np.abs(before - after)[0, changed:].max(axis=-1) > 1e-3).all()
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_logits_tell_the_order_of_the_tokens(family):
+    swapped = TOKENS[:, [1, 0, 2, 3, 4, 5, 6, 7]]
+    last = [small(family)(tokens)[0, -1] for tokens in (TOKENS, swapped)]
+    assert not np.allclose(*last, atol=1e-3)
+
+
+def test_gpt2_refuses_sequences_longer_than_its_positions():
+    match = (
+        "sequences of 9 tokens, but the model has max_seq=8 learned positions; short"
+    )
+    with pytest.raises(ValueError, match=match):
+        jax.eval_shape(small("gpt2"), jax.ShapeDtypeStruct((1, 9), jnp.int32))
