@@ -1,35 +1,46 @@
 # Two commands do everything on a fresh machine: `make train` and `make test`.
 
 PYTHON ?= python3
-NEWEST ?= $(firstword $(shell for python in $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python) python3.12; do command -v $$python; done 2>/dev/null))
+NEWEST ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python) $(shell command -v python3.12))
+VENV := .venv
+NEWEST_VENV := .venv-newest
 PYTEST := -m pytest -n 2
-RUN := PYTHONPATH=. .venv/bin/python
+PIP := -m pip --disable-pip-version-check install --quiet --editable
+
+export PYTHONPATH := .
 
 .PHONY: train test test-full test-newest lint clean
 
-train: .venv/installed
-	$(RUN) -m recipes.pretrain --out runs/pretrain-$$(date +%Y%m%d-%H%M%S)
+train: $(VENV)/train.installed
+	$(VENV)/bin/python -m recipes.pretrain --out runs/$$(date +%Y%m%d-%H%M%S)
 
-test: .venv/installed lint
-	$(RUN) $(PYTEST)
+test: lint
+	$(VENV)/bin/python $(PYTEST)
 
-test-full: .venv/installed lint
-	$(RUN) $(PYTEST) -m "slow or not slow"
+test-full: lint
+	$(VENV)/bin/python $(PYTEST) -m "slow or not slow"
 
-test-newest: .venv-newest/installed
-	PYTHONPATH=. .venv-newest/bin/python $(PYTEST)
+test-newest: $(NEWEST_VENV)/test.installed
+	$(NEWEST_VENV)/bin/python $(PYTEST)
 
-lint: .venv/installed
-	.venv/bin/ruff check .
-	.venv/bin/ruff format --check .
+lint: $(VENV)/test.installed
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
 
-%/installed: pyproject.toml
-	$(if $(filter .venv-newest,$*),$(if $(NEWEST),,$(error no Python 3.12 found: set NEWEST=/path/to/python3.12)))
-	rm -rf $*
-	$(if $(filter .venv-newest,$*),$(NEWEST),$(PYTHON)) -m venv $*
-	$*/bin/python -m pip install --quiet --upgrade pip
-	$*/bin/python -m pip install --quiet --editable '.[test,aot]'
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(NEWEST_VENV)/bin/python:
+	$(if $(NEWEST),,$(error no Python 3.12 found; say NEWEST=/path/to/python3.12))
+	$(NEWEST) -m venv $(NEWEST_VENV)
+
+%/train.installed: pyproject.toml | %/bin/python
+	$*/bin/python $(PIP) '.[train]'
+	touch $@
+
+%/test.installed: pyproject.toml | %/bin/python
+	$*/bin/python $(PIP) '.[test,aot]'
 	touch $@
 
 clean:
-	rm -rf .venv .venv-newest runs .pytest_cache .hypothesis .ruff_cache
+	rm -rf $(VENV) $(NEWEST_VENV) runs .pytest_cache .hypothesis .ruff_cache

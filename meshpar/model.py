@@ -143,6 +143,11 @@ class Scope:
         keep = jax.vmap(lambda k: jax.random.bernoulli(k, 1 - rate, x.shape[1:]))(keys)
         return jnp.where(keep, x / (1 - rate), 0).astype(x.dtype)
 
+    @property
+    def in_order(self) -> bool:
+        """Whether collectives must wait for one another (`meshpar.collectives`)."""
+        return self.rules is not None and self.platform == "cpu"
+
     def at_layer(self, layer: jax.Array) -> Scope:
         """This scope inside block `layer`."""
         return replace(self, layer=layer)

@@ -143,7 +143,8 @@ class GPT2Ends(nnx.Module):
         self, x: jax.Array, batch: Batch, scope: Scope
     ) -> tuple[jax.Array, jax.Array]:
         """Summed loss and summed weights of the tokens."""
-        return cross_entropy(self.logits(x, scope), batch["targets"], batch["weights"])
+        logits = self.logits(x, scope)
+        return cross_entropy(logits, batch["targets"], batch["weights"], scope)
 
 
 def gpt2(config: GPT2Config) -> Model:

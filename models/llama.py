@@ -147,7 +147,8 @@ class LlamaEnds(nnx.Module):
         self, x: jax.Array, batch: Batch, scope: Scope
     ) -> tuple[jax.Array, jax.Array]:
         """Summed loss and summed weights of the tokens."""
-        return cross_entropy(self.logits(x, scope), batch["targets"], batch["weights"])
+        logits = self.logits(x, scope)
+        return cross_entropy(logits, batch["targets"], batch["weights"], scope)
 
 
 def llama(config: LlamaConfig) -> Model:

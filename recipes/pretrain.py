@@ -78,7 +78,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--layout", default="data=2,fsdp=2,tensor=2", help="the layout's line")
     add("--preset", default="tiny", help="a name in models.presets.PRESETS")
-    add("--steps", type=_positive, default=300, help="optimizer steps in all")
+    add("--steps", type=_positive, default=200, help="optimizer steps in all")
     add("--seed", type=int, default=0, help="of initial values, data order, samples")
     add("--dtype", choices=("fp32", "bf16"), help="arithmetic; the layout's by default")
     add("--text", type=Path, default=SHAKESPEARE, help="a file, or a folder of .txt")
@@ -90,6 +90,12 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--learning-rate", type=float, default=3e-3, help="its peak")
     add("--save-every", type=_positive, default=200, help="steps between checkpoints")
     add("--validate-every", type=_positive, default=100, help="steps between looks")
+    add(
+        "--sample-tokens",
+        type=int,
+        default=160,
+        help="bytes of text to write at the end",
+    )
     add("--emulate", type=int, default=8, help="virtual CPU devices; 0 for real ones")
     return parser.parse_args(argv)
 
@@ -328,7 +334,7 @@ def print_results(
         step,
         state,
         prompt,
-        num_tokens=160,
+        num_tokens=args.sample_tokens,
         seq=args.seq,
         vocab=BYTE_VOCAB,
         seed=args.seed,

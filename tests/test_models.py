@@ -1,4 +1,4 @@
-"""Layers equal plain references, presets have their published size, models are causal."""
+"""Layers equal plain references, presets have published sizes, models are causal."""
 
 import functools
 import math
@@ -25,39 +25,47 @@ def normal(seed, *shape):
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
-def made(create, **values):
-    """The layer that `create(rngs=...)` builds, some parameters replaced."""
+def made(layer_type, *sizes, **options):
+    """A layer with random values in all its parameters, biases and scales too."""
     with nnx.use_eager_sharding(False):
-        layer = create(rngs=nnx.Rngs(0))
-        for name, value in values.items():
-            getattr(layer, name)[...] = jnp.asarray(value)
-    return layer
+        graph, state = nnx.split(
+            nnx.eval_shape(lambda: layer_type(*sizes, **options, rngs=nnx.Rngs(0)))
+        )
+        shapes, treedef = jax.tree.flatten(state)
+        values = [
+            jnp.asarray(normal(at, *leaf.shape)) for at, leaf in enumerate(shapes)
+        ]
+        return nnx.merge(graph, jax.tree.unflatten(treedef, values))
+
+
+def value(parameter):
+    return np.asarray(parameter[...])
 
 
 # Norms.
 
 
+def rms_normed(x, scale):
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + EPSILON) * scale
+
+
 def test_rms_norm_is_its_formula():
-    x, scale = 3 * normal(0, 2, 5, 8), normal(1, 8)
-    layer = made(functools.partial(RMSNorm, 8, epsilon=EPSILON), scale=scale)
-    rms = np.sqrt((x**2).mean(-1, keepdims=True) + EPSILON)
-    np.testing.assert_allclose(layer(x), x / rms * scale, **CLOSE)
+    x, layer = 3 * normal(9, 2, 5, 8), made(RMSNorm, 8, epsilon=EPSILON)
+    np.testing.assert_allclose(layer(x), rms_normed(x, value(layer.scale)), **CLOSE)
 
 
 def test_layer_norm_is_its_formula():
-    x, scale, bias = 3 * normal(0, 2, 5, 8) + 1, normal(1, 8), normal(2, 8)
-    layer = made(
-        functools.partial(LayerNorm, 8, epsilon=EPSILON), scale=scale, bias=bias
-    )
+    x, layer = 3 * normal(9, 2, 5, 8) + 1, made(LayerNorm, 8, epsilon=EPSILON)
     std = np.sqrt(x.var(-1, keepdims=True) + EPSILON)
-    expected = (x - x.mean(-1, keepdims=True)) / std * scale + bias
+    centred = x - x.mean(-1, keepdims=True)
+    expected = centred / std * value(layer.scale) + value(layer.bias)
     np.testing.assert_allclose(layer(x), expected, **CLOSE)
 
 
 @pytest.mark.parametrize("norm", [RMSNorm, LayerNorm])
 def test_norms_of_half_precision_are_computed_in_fp32(norm):
-    layer = made(functools.partial(norm, 256, epsilon=1e-5))
-    x = jnp.asarray(normal(0, 4, 256), jnp.bfloat16)
+    layer = made(norm, 256, epsilon=1e-5)
+    x = jnp.asarray(normal(9, 4, 256), jnp.bfloat16)
     found = layer(x)
     assert found.dtype == jnp.bfloat16
     exact = layer(x.astype(jnp.float32)).astype(jnp.bfloat16)
@@ -68,24 +76,18 @@ def test_norms_of_half_precision_are_computed_in_fp32(norm):
 
 
 def test_the_gated_mlp_is_its_formula():
-    x = normal(0, 2, 3, 4)
-    layer = made(functools.partial(GatedMLP, 4, 6, init_std=1.0, out_std=1.0))
-    gate, up = np.moveaxis(np.asarray(layer.gate_up[...]), 1, 0)
+    x, layer = normal(9, 2, 3, 4), made(GatedMLP, 4, 6, init_std=1.0, out_std=1.0)
+    gate, up = np.moveaxis(value(layer.gate_up), 1, 0)
     gated = x @ gate
-    expected = (gated / (1 + np.exp(-gated)) * (x @ up)) @ np.asarray(layer.down[...])
+    expected = (gated / (1 + np.exp(-gated)) * (x @ up)) @ value(layer.down)
     np.testing.assert_allclose(layer(x, Scope()), expected, **CLOSE)
 
 
 def test_the_plain_mlp_is_its_formula():
-    x, up_bias, down_bias = normal(0, 2, 3, 4), normal(1, 6), normal(2, 4)
-    layer = made(
-        functools.partial(PlainMLP, 4, 6, init_std=1.0, out_std=1.0),
-        up_bias=up_bias,
-        down_bias=down_bias,
-    )
-    h = x @ np.asarray(layer.up[...]) + up_bias
+    x, layer = normal(9, 2, 3, 4), made(PlainMLP, 4, 6, init_std=1.0, out_std=1.0)
+    h = x @ value(layer.up) + value(layer.up_bias)
     gelu = h / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)))
-    expected = gelu @ np.asarray(layer.down[...]) + down_bias
+    expected = gelu @ value(layer.down) + value(layer.down_bias)
     np.testing.assert_allclose(layer(x, Scope()), expected, **CLOSE)
 
 
@@ -159,33 +161,21 @@ EMBED, HEADS, HEAD_DIM, SEQ = 12, 4, 8, 6
 
 
 def attention(kv_heads, **options):
-    return made(
-        functools.partial(
-            Attention,
-            EMBED,
-            heads=HEADS,
-            kv_heads=kv_heads,
-            head_dim=HEAD_DIM,
-            init_std=0.5,
-            out_std=0.5,
-            **options,
-        )
-    )
+    sizes = {"heads": HEADS, "kv_heads": kv_heads, "head_dim": HEAD_DIM}
+    return made(Attention, EMBED, **sizes, init_std=1.0, out_std=1.0, **options)
 
 
 def naive_attention(layer, x, kv_heads, frequencies=None):
     """Key and value heads repeated, then a softmax per head, in numpy."""
     group = HEADS // kv_heads
-    qkv = np.einsum("btd,dkgh->btkgh", x, np.asarray(layer.qkv[...]))
+    qkv = np.einsum("btd,dkgh->btkgh", x, value(layer.qkv))
     if layer.bias is not None:
-        qkv = qkv + np.asarray(layer.bias[...])
+        qkv = qkv + value(layer.bias)
     q = qkv[:, :, :, :group].reshape(*x.shape[:2], HEADS, HEAD_DIM)
     k, v = (np.repeat(qkv[:, :, :, group + at], group, axis=2) for at in (0, 1))
     if layer.q_norm is not None:
-        q, k = (
-            each / np.sqrt((each**2).mean(-1, keepdims=True) + EPSILON)
-            for each in (q, k)
-        )
+        q = rms_normed(q, value(layer.q_norm.scale))
+        k = rms_normed(k, value(layer.k_norm.scale))
     if frequencies is not None:
         positions = jnp.arange(x.shape[1])[None]
         q, k = (np.asarray(apply_rope(each, positions, frequencies)) for each in (q, k))
@@ -194,7 +184,8 @@ def naive_attention(layer, x, kv_heads, frequencies=None):
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights = weights / weights.sum(-1, keepdims=True)
     mixed = np.einsum("bnts,bsnh->btnh", weights, v)
-    return np.einsum("btnh,nhd->btd", mixed, np.asarray(layer.out[...]))
+    out = np.einsum("btnh,nhd->btd", mixed, value(layer.out))
+    return out if layer.out_bias is None else out + value(layer.out_bias)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
@@ -202,25 +193,22 @@ def naive_attention(layer, x, kv_heads, frequencies=None):
     "options",
     [
         {},
-        {"bias": True},
+        {"bias": True, "out_bias": True},
         {"frequencies": rope_frequencies(HEAD_DIM, 100.0)},
         {"qk_norm_epsilon": EPSILON},
     ],
-    ids=["plain", "bias", "rope", "qk norm"],
+    ids=["plain", "biases", "rope", "qk norm"],
 )
 def test_grouped_attention_equals_repeated_heads_in_a_plain_softmax(kv_heads, options):
-    layer = attention(kv_heads, **options)
-    if layer.bias is not None:
-        layer.bias[...] = jnp.asarray(normal(5, *layer.bias.shape))
-    x = normal(4, 2, SEQ, EMBED)
+    layer, x = attention(kv_heads, **options), 0.3 * normal(9, 2, SEQ, EMBED)
     expected = naive_attention(layer, x, kv_heads, options.get("frequencies"))
     found = jax.jit(lambda x: layer(x, Scope()))(x)
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_positions_of_the_batch_replace_the_default_ones():
     layer = attention(2, frequencies=rope_frequencies(HEAD_DIM, 100.0))
-    x, first = normal(4, 1, SEQ, EMBED), jnp.arange(SEQ)[None]
+    x, first = 0.3 * normal(9, 1, SEQ, EMBED), jnp.arange(SEQ)[None]
     default = layer(x, Scope())
     shifted = layer(x, Scope(batch={"positions": first + 50}))
     stretched = layer(x, Scope(batch={"positions": 3 * first}))
@@ -299,7 +287,10 @@ def small(family):
     changes = {"llama": {}, "gpt2": SMALL_GPT2}[family]
     model = build({"llama": "test", "gpt2": "tiny-gpt2"}[family], **changes)
     flat = enumerate(model.flat_parameters().values())
-    values = [0.3 * normal(at, *parameter.stacked_shape) for at, parameter in flat]
+    values = [
+        jnp.asarray(0.3 * normal(at, *parameter.stacked_shape))
+        for at, parameter in flat
+    ]
     treedef = jax.tree.structure(model.parameters, is_leaf=is_parameter)
     params = jax.tree.unflatten(treedef, values)
 

@@ -46,22 +46,22 @@ ERRORS = [
             mesh_shape=SIZES,
             path="blocks.mlp.up",
         ),
-        "logical axis 'mlp' has size 6, which does not divide over mesh axis 'tensor' of "
-        "size 4\n    blocks.mlp.up: shape (24, 512, 6) as ('layers', 'embed', 'mlp'); "
-        "pad it, map 'mlp' elsewhere, or replicate_if_indivisible",
+        "logical axis 'mlp' has size 6, which does not divide over mesh axis 'tensor' "
+        "of size 4\n    blocks.mlp.up: shape (24, 512, 6) as ('layers', 'embed', "
+        "'mlp'); pad it, map 'mlp' elsewhere, or replicate_if_indivisible",
     ),
     (
         "indivisible",
         lambda: RULES.spec(("batch", "embed"), (6, 4), mesh_shape=SIZES),
-        "logical axis 'batch' has size 6, which does not divide over mesh axes 'data' x "
-        "'fsdp' of size 4\n    array: shape (6, 4) as ('batch', 'embed'); pad it, map "
-        "'batch' elsewhere, or replicate_if_indivisible",
+        "logical axis 'batch' has size 6, which does not divide over mesh axes 'data' "
+        "x 'fsdp' of size 4\n    array: shape (6, 4) as ('batch', 'embed'); pad it, "
+        "map 'batch' elsewhere, or replicate_if_indivisible",
     ),
     (
         "claimed_twice",
         lambda: RULES.spec(("mlp", "heads")),
-        "mesh axis 'tensor' is claimed by both 'mlp' and 'heads' in ('mlp', 'heads'); an "
-        "array can use each mesh axis once",
+        "mesh axis 'tensor' is claimed by both 'mlp' and 'heads' in ('mlp', 'heads'); "
+        "an array can use each mesh axis once",
     ),
     (
         "unknown",
@@ -83,8 +83,8 @@ ERRORS = [
     (
         "rank",
         lambda: RULES.spec(("batch", "embed"), (8, 4, 2), path="x"),
-        "x: shape (8, 4, 2) has 3 dims, but ('batch', 'embed') names 2; name every dim, "
-        "or write None",
+        "x: shape (8, 4, 2) has 3 dims, but ('batch', 'embed') names 2; name every "
+        "dim, or write None",
     ),
     (
         "shadowed",
@@ -101,14 +101,14 @@ ERRORS = [
     (
         "unknown",
         lambda: Rules({"mlp": "tensr"}),
-        "rule 'mlp' names no mesh axis: 'tensr'; did you mean 'tensor'? known: context, "
-        "data, expert, fsdp, stage, tensor",
+        "rule 'mlp' names no mesh axis: 'tensr'; did you mean 'tensor'? known: "
+        "context, data, expert, fsdp, stage, tensor",
     ),
     (
         "repeated",
         lambda: Rules({"batch": ("data", "fsdp", "data")}),
-        "rule 'batch' names mesh axis 'data' twice in ('data', 'fsdp', 'data'); name it "
-        "once",
+        "rule 'batch' names mesh axis 'data' twice in ('data', 'fsdp', 'data'); name "
+        "it once",
     ),
     (
         "unknown",
@@ -284,8 +284,8 @@ def test_constraining_lays_the_array_out(mesh):
 
 def test_constraining_without_a_mesh_is_an_error():
     match = re.escape(
-        "constrain(('batch', 'mlp')): no mesh is set, so nothing would be laid out; run "
-        "inside `with jax.set_mesh(mesh):`"
+        "constrain(('batch', 'mlp')): no mesh is set, so nothing would be laid out; "
+        "run inside `with jax.set_mesh(mesh):`"
     )
     with pytest.raises(RuntimeError, match=match):
         RULES.constrain(jnp.ones((8, 6)), ("batch", "mlp"))

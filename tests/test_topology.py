@@ -1,4 +1,4 @@
-"""Each mesh axis lies on a link, and a tensor axis between hosts costs: both are said."""
+"""Each mesh axis lies on one link, and what a slow link costs is said."""
 
 import warnings
 from types import SimpleNamespace

@@ -15,10 +15,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from meshpar.collectives import Zero, follow
 from meshpar.model import BlockGroup, Scope
 from meshpar.parallel.remat import rematerialised
 from meshpar.parallel.residuals import Residuals, restore_vjp, vjp_without
-from meshpar.parallel.zero import Stored, gather, reduce_scatter
+from meshpar.parallel.zero import gather, reduce_scatter, zero_from_all
 
 _Inputs = dict[str, Any]
 
@@ -33,6 +34,7 @@ def run_blocks(
     remat: str,
     make_scope: Callable[[_Inputs], Scope],
     first_layer: int = 0,
+    in_order: bool = False,
 ) -> jax.Array:
     """`x` after every block of a group; differentiable in `shards` and `x`.
 
@@ -45,9 +47,10 @@ def run_blocks(
         remat: What the backward recomputes (`Layout.remat`).
         make_scope: Inputs -> the scope that blocks see.
         first_layer: Layers before this group's first.
+        in_order: Whether collectives wait for one another (`meshpar.collectives`).
     """
     layers = first_layer + jnp.arange(group.num_layers, dtype=jnp.uint32)
-    block = _Block(group, stored, remat, make_scope)
+    block = _Block(group, stored, remat, make_scope, in_order)
     return _run(block, shards, x, layers, inputs)
 
 
@@ -60,25 +63,26 @@ class _Block:
         stored: Any,
         remat: str,
         make_scope: Callable[[_Inputs], Scope],
+        in_order: bool,
     ) -> None:
-        self.stored = stored
+        self._stored, self._in_order = stored, in_order
         self._apply = rematerialised(group.block, remat)
         self._make_scope = make_scope
 
     def forward(
         self, shard: Any, x: jax.Array, layer: jax.Array, inputs: _Inputs
     ) -> jax.Array:
-        scope_inputs = {**inputs, "layer": layer}
-        return self._call(gather(self.stored, shard), x, scope_inputs)
+        weights, gathered = self._gather(shard)
+        return self._call(weights, follow(x, gathered), {**inputs, "layer": layer})
 
     def forward_keeping(
         self, shard: Any, x: jax.Array, layer: jax.Array, inputs: _Inputs
     ) -> tuple[jax.Array, Residuals]:
-        weights = gather(self.stored, shard)
+        weights, gathered = self._gather(shard)
         scope_inputs = {**inputs, "layer": layer}
         return vjp_without(
             lambda weights, x: self._call(weights, x, scope_inputs),
-            (weights, x),
+            (weights, follow(x, gathered)),
             known=(weights, scope_inputs),
         )
 
@@ -90,11 +94,18 @@ class _Block:
         layer: jax.Array,
         inputs: _Inputs,
     ) -> tuple[Any, jax.Array]:
-        weights = gather(self.stored, shard)
+        weights, gathered = self._gather(shard)
         scope_inputs = {**inputs, "layer": layer}
         vjp = restore_vjp(residuals, (weights, scope_inputs))
-        gradients, dx = vjp(dx)
-        return reduce_scatter(self.stored, gradients), dx
+        gradients, dx = vjp(follow(dx, gathered))
+        earlier = zero_from_all(self._stored, gradients) if self._in_order else None
+        gradients, _ = reduce_scatter(
+            self._stored, gradients, earlier=earlier, in_order=self._in_order
+        )
+        return gradients, dx
+
+    def _gather(self, shard: Any) -> tuple[Any, Zero | None]:
+        return gather(self._stored, shard, in_order=self._in_order)
 
     def _call(self, weights: Any, x: jax.Array, scope_inputs: _Inputs) -> jax.Array:
         y = self._apply(self._make_scope, weights, x, scope_inputs)

@@ -7,10 +7,18 @@ from typing import Any
 import jax
 from jax import lax
 
-from meshpar.parallel.zero import Stored
+from meshpar.collectives import Zero, follow
+from meshpar.parallel.zero import is_stored, zero_from_all
 
 
-def reduce_gradients(stored: Any, gradients: Any, batch_axes: tuple[str, ...]) -> Any:
+def reduce_gradients(
+    stored: Any,
+    gradients: Any,
+    batch_axes: tuple[str, ...],
+    *,
+    earlier: Zero | None = None,
+    in_order: bool = False,
+) -> Any:
     """Sums each gradient over the batch axes that it has not been reduced over yet.
 
     Parameters replicated over all of them: one all-reduce of all their gradients.
@@ -21,10 +29,10 @@ def reduce_gradients(stored: Any, gradients: Any, batch_axes: tuple[str, ...]) -
         stored: Tree of `Stored`.
         gradients: The same tree of fp32 gradients, this device's.
         batch_axes: Mesh axes of size above 1 that split the batch.
+        earlier: What the first all-reduce must wait for.
+        in_order: Whether each all-reduce waits for the one before (`collectives`).
     """
-    layouts, treedef = jax.tree.flatten(
-        stored, is_leaf=lambda node: isinstance(node, Stored)
-    )
+    layouts, treedef = jax.tree.flatten(stored, is_leaf=is_stored)
     leaves = treedef.flatten_up_to(gradients)
     remaining = [
         tuple(axis for axis in batch_axes if axis not in layout.gathered_axes)
@@ -32,7 +40,9 @@ def reduce_gradients(stored: Any, gradients: Any, batch_axes: tuple[str, ...]) -
     ]
     for axes in sorted(set(remaining) - {()}):
         at = [index for index, wanted in enumerate(remaining) if wanted == axes]
-        summed = lax.psum([leaves[index] for index in at], axes)
+        summed = lax.psum([follow(leaves[index], earlier) for index in at], axes)
         for index, leaf in zip(at, summed, strict=True):
             leaves[index] = leaf
+        if in_order:
+            earlier = zero_from_all([layouts[index] for index in at], summed)
     return treedef.unflatten(leaves)

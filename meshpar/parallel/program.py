@@ -17,11 +17,18 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from meshpar.collectives import follow
 from meshpar.layout import BATCH_AXES, Layout
 from meshpar.model import Batch, Model, Params, Scope
 from meshpar.parallel.blocks import run_blocks
 from meshpar.parallel.data import reduce_gradients
-from meshpar.parallel.zero import Stored, gather, reduce_scatter
+from meshpar.parallel.zero import (
+    Stored,
+    gather,
+    is_stored,
+    reduce_scatter,
+    zero_from_all,
+)
 from meshpar.rules import Rules
 from meshpar.sharding import model_specs
 
@@ -55,21 +62,15 @@ class LocalProgram:
             params: Params, batch: Batch, step: jax.Array, seed: jax.Array
         ) -> tuple[jax.Array, jax.Array, Params]:
             inputs = {"batch": batch, "key": _dropout_key(seed, step)}
-            ends, groups = self.model.split(params)
-            stored_ends = self.model.split(self._stored)[0]
+            weights, groups = self._gather_ends(params)
 
             def losses(weights: Params, groups: list[Params]) -> tuple:
                 return self._losses(weights, groups, inputs)
 
-            loss_sum, vjp, weight_sum = jax.vjp(
-                losses, gather(stored_ends, ends), groups, has_aux=True
-            )
+            loss_sum, vjp, weight_sum = jax.vjp(losses, weights, groups, has_aux=True)
             loss_sum, weight_sum = self._sum_over_batch((loss_sum, weight_sum))
             share = _safe_inverse(weight_sum)
-            end_gradients, group_gradients = vjp(share)
-            end_gradients = reduce_scatter(stored_ends, end_gradients)
-            gradients = self.model.join(end_gradients, group_gradients)
-            gradients = reduce_gradients(self._stored, gradients, self._batch_axes)
+            gradients = self._reduce(*vjp(share))
             return loss_sum * share, weight_sum, gradients
 
         return self._on_shards(
@@ -82,8 +83,7 @@ class LocalProgram:
         """Summed loss and summed weights over the global batch, without dropout."""
 
         def local(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
-            ends, groups = self.model.split(params)
-            weights = gather(self.model.split(self._stored)[0], ends)
+            weights, groups = self._gather_ends(params)
             sums = self._losses(weights, groups, {"batch": batch})
             return self._sum_over_batch(sums)
 
@@ -96,14 +96,35 @@ class LocalProgram:
         """fp32 logits (batch, seq, vocab), without dropout."""
 
         def local(params: Params, batch: Batch) -> jax.Array:
-            ends, groups = self.model.split(params)
-            weights = gather(self.model.split(self._stored)[0], ends)
+            weights, groups = self._gather_ends(params)
             inputs = {"batch": batch}
             x = self._hidden(weights, groups, inputs)
             return self.model.logits(weights, x, self._scope(inputs))
 
         return self._on_shards(local, (self._manual_specs, _BATCH), _BATCH)(
             params, batch
+        )
+
+    def _gather_ends(self, params: Params) -> tuple[Params, list[Params]]:
+        ends, groups = self.model.split(params)
+        stored_ends = self.model.split(self._stored)[0]
+        weights, gathered = gather(stored_ends, ends, in_order=self._in_order)
+        return jax.tree.map(lambda weight: follow(weight, gathered), weights), groups
+
+    def _reduce(self, end_gradients: Params, group_gradients: list[Params]) -> Params:
+        stored_ends, stored_groups = self.model.split(self._stored)
+        in_order, earlier = self._in_order, None
+        if in_order:
+            earlier = zero_from_all(stored_groups, group_gradients)
+        end_gradients, earlier = reduce_scatter(
+            stored_ends, end_gradients, earlier=earlier, in_order=in_order
+        )
+        return reduce_gradients(
+            self._stored,
+            self.model.join(end_gradients, group_gradients),
+            self._batch_axes,
+            earlier=earlier,
+            in_order=in_order,
         )
 
     def _losses(
@@ -126,10 +147,11 @@ class LocalProgram:
                 shards,
                 x,
                 inputs,
-                stored=jax.tree.map(Stored.without_layers, stored, is_leaf=_is_stored),
+                stored=jax.tree.map(Stored.without_layers, stored, is_leaf=is_stored),
                 remat=self.layout.remat,
                 make_scope=self._scope,
                 first_layer=first_layer,
+                in_order=self._in_order,
             )
             first_layer += group.num_layers
         return x
@@ -140,7 +162,7 @@ class LocalProgram:
             batch=inputs["batch"],
             layer=inputs.get("layer", -1),
             dropout_key=inputs.get("key"),
-            platform=self.mesh.devices.flat[0].platform,
+            platform=self._platform,
         )
 
     def _sum_over_batch(self, values: Any) -> Any:
@@ -155,6 +177,14 @@ class LocalProgram:
             axis_names=set(BATCH_AXES),
             check_vma=False,
         )
+
+    @property
+    def _platform(self) -> str:
+        return self.mesh.devices.flat[0].platform
+
+    @property
+    def _in_order(self) -> bool:
+        return self._platform == "cpu"
 
     @property
     def _batch_axes(self) -> tuple[str, ...]:
@@ -173,7 +203,7 @@ class LocalProgram:
     @cached_property
     def _manual_specs(self) -> Any:
         return jax.tree.map(
-            lambda stored: stored.manual_spec, self._stored, is_leaf=_is_stored
+            lambda stored: stored.manual_spec, self._stored, is_leaf=is_stored
         )
 
 
@@ -186,6 +216,3 @@ def _dropout_key(seed: jax.Array, step: jax.Array) -> jax.Array:
 def _safe_inverse(weight_sum: jax.Array) -> jax.Array:
     return jnp.where(weight_sum > 0, 1 / jnp.where(weight_sum > 0, weight_sum, 1), 0.0)
 
-
-def _is_stored(node: object) -> bool:
-    return isinstance(node, Stored)

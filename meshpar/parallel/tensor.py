@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from meshpar.collectives import follow, zero_from
 from meshpar.model import Scope, spec_axes
 from meshpar.rules import auto_mesh_shape
 
@@ -31,6 +32,7 @@ def vocab_lookup(table: jax.Array, tokens: jax.Array, scope: Scope) -> jax.Array
     Args:
         table: (vocab, embed).
         tokens: (batch, seq), whole numbers below vocab.
+        scope: Where the function runs.
 
     Returns:
         (batch, seq, embed).
@@ -46,7 +48,7 @@ def vocab_lookup(table: jax.Array, tokens: jax.Array, scope: Scope) -> jax.Array
 
 
 def cross_entropy(
-    logits: jax.Array, targets: jax.Array, weights: jax.Array
+    logits: jax.Array, targets: jax.Array, weights: jax.Array, scope: Scope
 ) -> tuple[jax.Array, jax.Array]:
     """Summed cross-entropy and summed weights, logits split over the vocabulary or not.
 
@@ -58,14 +60,17 @@ def cross_entropy(
         logits: fp32 (batch, seq, vocab).
         targets: (batch, seq), whole numbers below vocab.
         weights: (batch, seq), 0 where a token does not count.
+        scope: Where the function runs.
     """
     highest = lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
     shifted = logits - highest
-    log_total = jnp.log(jnp.sum(jnp.exp(shifted), axis=-1))
+    total = jnp.sum(jnp.exp(shifted), axis=-1)
     vocab_index = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
     hit = vocab_index == targets[..., None]
+    if scope.in_order:
+        shifted = follow(shifted, lax.stop_gradient(zero_from(total)))
     target_logit = jnp.sum(jnp.where(hit, shifted, 0.0), axis=-1)
-    losses = (log_total - target_logit) * weights
+    losses = (jnp.log(total) - target_logit) * weights
     return jnp.sum(losses), jnp.sum(weights.astype(jnp.float32))
 
 

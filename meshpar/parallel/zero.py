@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from meshpar.collectives import Zero, follow, on_parts, zero_from
 from meshpar.layout import BATCH_AXES
 from meshpar.model import spec_axes
 
@@ -48,6 +49,20 @@ class Stored:
         """The part of the layout that GSPMD keeps."""
         return _only(self.spec, lambda axis: axis not in BATCH_AXES)
 
+    @property
+    def automatic_axes(self) -> set[str]:
+        """The mesh axes of `automatic_spec`."""
+        return set(spec_axes(self.automatic_spec))
+
+    @property
+    def gathered_dims(self) -> list[tuple[int, tuple[str, ...]]]:
+        """Each dim that is split over batch axes, and those axes."""
+        return [
+            (dim, (entry,) if isinstance(entry, str) else entry)
+            for dim, entry in enumerate(self.manual_spec)
+            if entry is not None
+        ]
+
     def without_layers(self) -> Stored:
         """The same of one layer, its leading dim gone."""
         return Stored(
@@ -55,67 +70,104 @@ class Stored:
         )
 
 
-def gather(stored: Any, shards: Any) -> Any:
+def gather(
+    stored: Any, shards: Any, *, earlier: Zero | None = None, in_order: bool = False
+) -> tuple[Any, Zero | None]:
     """The parameters for use: one all-gather over `fsdp` for each that is split.
 
     Args:
         stored: Tree of `Stored`.
         shards: The same tree of this device's shards, fp32.
+        earlier: What the first gather must wait for.
+        in_order: Whether each gather waits for the one before (`collectives`).
+
+    Returns:
+        The parameters, and what is to wait for the last gather; None if nothing is.
     """
-    return jax.tree.map(_gather_one, stored, shards, is_leaf=_is_stored)
+    return _one_by_one(_gather_one, stored, shards, earlier, in_order)
 
 
-def reduce_scatter(stored: Any, gradients: Any) -> Any:
+def reduce_scatter(
+    stored: Any, gradients: Any, *, earlier: Zero | None = None, in_order: bool = False
+) -> tuple[Any, Zero | None]:
     """Gradients of gathered parameters -> fp32 gradients of the shards.
 
     One reduce-scatter over `fsdp` for each parameter that is split over it; the others
-    are left for `data.reduce_gradients`.
+    are left for `data.reduce_gradients`. Arguments and result as for `gather`.
     """
-    return jax.tree.map(_scatter_one, stored, gradients, is_leaf=_is_stored)
+    return _one_by_one(_scatter_one, stored, gradients, earlier, in_order)
 
 
-def _gather_one(stored: Stored, shard: jax.Array) -> jax.Array:
-    cast = shard.astype(stored.compute_dtype)
-    return _on_every_dim(
-        stored, cast, lambda x, axes, dim: lax.all_gather(x, axes, axis=dim, tiled=True)
-    )
+def zero_from_all(stored: Any, tree: Any) -> Zero:
+    """0, as soon as every array of a tree laid out as `stored` says is there."""
+    layouts, treedef = jax.tree.flatten(stored, is_leaf=is_stored)
+    total = jnp.zeros(())
+    for layout, x in zip(layouts, treedef.flatten_up_to(tree), strict=True):
+        total += on_parts(
+            zero_from,
+            x,
+            specs=(layout.automatic_spec,),
+            out_specs=PartitionSpec(),
+            mesh_axes=layout.automatic_axes,
+        )
+    return total
 
 
-def _scatter_one(stored: Stored, gradient: jax.Array) -> jax.Array:
-    cast = gradient.astype(jnp.float32)
-    return _on_every_dim(
-        stored,
-        cast,
-        lambda x, axes, dim: lax.psum_scatter(
-            x, axes, scatter_dimension=dim, tiled=True
-        ),
-    )
+def _one_by_one(
+    collective: Callable[[Stored, jax.Array], jax.Array],
+    stored: Any,
+    tree: Any,
+    earlier: Zero | None,
+    in_order: bool,
+) -> tuple[Any, Zero | None]:
+    layouts, treedef = jax.tree.flatten(stored, is_leaf=is_stored)
+    results = []
+    for layout, x in zip(layouts, treedef.flatten_up_to(tree), strict=True):
+        moves = bool(layout.gathered_axes)
+        result, done = _apply(collective, layout, x, earlier if moves else None)
+        results.append(result)
+        earlier = done if moves and in_order else earlier
+    return treedef.unflatten(results), earlier if in_order else None
 
 
-def _on_every_dim(
-    stored: Stored,
+def _apply(
+    collective: Callable[[Stored, jax.Array], jax.Array],
+    layout: Stored,
     x: jax.Array,
-    collective: Callable[[jax.Array, tuple[str, ...], int], jax.Array],
-) -> jax.Array:
-    def apply(x: jax.Array) -> jax.Array:
-        for dim, entry in enumerate(stored.manual_spec):
-            if entry is not None:
-                axes = (entry,) if isinstance(entry, str) else entry
-                x = collective(x, axes, dim)
-        return x
+    earlier: Zero | None,
+) -> tuple[jax.Array, Zero]:
+    def local(x: jax.Array, earlier: Zero) -> tuple[jax.Array, Zero]:
+        result = collective(layout, follow(x, earlier) if waits else x)
+        return result, zero_from(result)
 
-    automatic = spec_axes(stored.automatic_spec)
-    if not stored.gathered_axes or not automatic:
-        return apply(x)
-    # GSPMD replicates the operand of a collective that is manual over other mesh axes;
-    # making these manual as well keeps it split over them.
-    return jax.shard_map(
-        apply,
-        in_specs=stored.automatic_spec,
-        out_specs=stored.automatic_spec,
-        axis_names=set(automatic),
-        check_vma=False,
-    )(x)
+    waits, replicated = earlier is not None, PartitionSpec()
+    return on_parts(
+        local,
+        x,
+        earlier if waits else jnp.zeros(()),
+        specs=(layout.automatic_spec, replicated),
+        out_specs=(layout.automatic_spec, replicated),
+        mesh_axes=layout.automatic_axes if layout.gathered_axes else set(),
+    )
+
+
+def _gather_one(layout: Stored, shard: jax.Array) -> jax.Array:
+    x = shard.astype(layout.compute_dtype)
+    for dim, mesh_axes in layout.gathered_dims:
+        x = lax.all_gather(x, mesh_axes, axis=dim, tiled=True)
+    return x
+
+
+def _scatter_one(layout: Stored, gradient: jax.Array) -> jax.Array:
+    x = gradient.astype(jnp.float32)
+    for dim, mesh_axes in layout.gathered_dims:
+        x = lax.psum_scatter(x, mesh_axes, scatter_dimension=dim, tiled=True)
+    return x
+
+
+def is_stored(node: object) -> bool:
+    """Whether a node of a tree is a `Stored`."""
+    return isinstance(node, Stored)
 
 
 def _only(spec: PartitionSpec, wanted: Callable[[str], bool]) -> PartitionSpec:
@@ -125,7 +177,3 @@ def _only(spec: PartitionSpec, wanted: Callable[[str], bool]) -> PartitionSpec:
         chosen = tuple(axis for axis in axes if wanted(axis))
         entries.append(chosen[0] if len(chosen) == 1 else chosen or None)
     return PartitionSpec(*entries)
-
-
-def _is_stored(node: object) -> bool:
-    return isinstance(node, Stored)

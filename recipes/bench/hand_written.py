@@ -112,23 +112,24 @@ def _step(
 
 def _loss(params: Any, batch: dict[str, jax.Array], mesh: Mesh) -> jax.Array:
     at = functools.partial(_constrain, mesh)
-    ends = _gathered(mesh, {k: v for k, v in params.items() if k != "blocks"}, _STORED)
-    x = at(ends["token_embed"][batch["tokens"]], _BATCH)
+    # The tables are gathered over fsdp by hand: left alone, GSPMD looks the split rows
+    # up and gathers the activations. In the blocks it gathers the weights by itself, in
+    # both passes, as the activations are pinned.
+    tables = {
+        name: at(params[name], "tensor", None) for name in ("token_embed", "unembed")
+    }
+    x = at(tables["token_embed"][batch["tokens"]], _BATCH)
     rope = _rope_tables(x.shape[1], params["blocks"]["attention"]["qkv"].shape[-1])
-    one_layer = jax.tree.map(
-        lambda spec: P(*spec[1:]), _STORED["blocks"], is_leaf=_is_spec
-    )
 
     def body(x: jax.Array, layer: Any) -> tuple[jax.Array, None]:
-        return _block(_gathered(mesh, layer, one_layer), x, rope, at), None
+        return _block(layer, x, rope, at), None
 
     x, _ = lax.scan(body, x, params["blocks"])
-    normed = _rms_norm(x, ends["final_norm"]["scale"])
-    logits = at(
-        jnp.einsum("BTD,VD->BTV", normed, ends["unembed"]), _BATCH, None, "tensor"
-    )
-    losses = _cross_entropy(logits, batch["targets"]) * batch["weights"]
-    return jnp.sum(losses) / jnp.sum(batch["weights"])
+    normed = _rms_norm(x, params["final_norm"]["scale"])
+    logits = jnp.einsum("BTD,VD->BTV", normed, tables["unembed"])
+    losses = _cross_entropy(at(logits, _BATCH, None, "tensor"), batch["targets"])
+    weights = batch["weights"]
+    return jnp.sum(losses * weights) / jnp.sum(weights)
 
 
 def _block(
@@ -190,37 +191,6 @@ def _cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
 
 def _constrain(mesh: Mesh, x: jax.Array, *spec: Any) -> jax.Array:
     return lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec)))
-
-
-def _gathered(mesh: Mesh, weights: Any, stored: Any) -> Any:
-    """The weights without their split over fsdp, so that activations stay in place."""
-    import os
-
-    v = os.environ.get("V", "2")
-    if v == "1":
-        return weights
-
-    def one(x, s):
-        ns = NamedSharding(mesh, s)
-        ng = NamedSharding(mesh, _without_fsdp(s))
-        if v == "2":
-            return lax.with_sharding_constraint(x, ng)
-
-        @jax.custom_vjp
-        def g(x):
-            return lax.with_sharding_constraint(x, ng)
-
-        g.defvjp(
-            lambda x: (g(x), None), lambda _, d: (lax.with_sharding_constraint(d, ns),)
-        )
-        return g(x)
-
-    stored = {k: stored[k] for k in weights}
-    return jax.tree.map(one, weights, stored)
-
-
-def _without_fsdp(spec: P) -> P:
-    return P(*(None if entry == "fsdp" else entry for entry in spec))
 
 
 def _is_spec(node: object) -> bool:

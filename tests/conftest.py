@@ -1,0 +1,25 @@
+"""Shared by all tests: see `meshpar_emulate` in pyproject.toml for the 8 devices."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def small_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A text of two scenes, small enough to validate on in one batch."""
+    play = (
+        Path(__file__).parents[1] / "recipes" / "data" / "shakespeare" / "macbeth.txt"
+    )
+    path = tmp_path_factory.mktemp("text") / "scenes.txt"
+    path.write_text(play.read_text()[:20_000])
+    return path
+
+
+def rows(path: Path, key: str) -> list:
+    """The values of one key in a file of JSON lines, rows without it left out."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [line[key] for line in lines if key in line]

@@ -1,0 +1,191 @@
+"""A checkpoint holds the same values under any layout, or says what is wrong."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from meshpar import TrainState, make_train_step
+from meshpar.train.checkpoint import CheckpointError, Checkpoints
+from models.presets import build
+
+RUN = {"layout": "fsdp=4,tensor=2", "seed": 3, "text": "plays/hamlet.txt"}
+
+
+def make_step(layout, **sizes):
+    return make_train_step(
+        build("test", **sizes), optax.adam(1e-3), layout, devices=jax.devices()
+    )
+
+
+def numbered_state(step, steps_done):
+    """A state whose every array holds the numbers from 0 on, sharded as `step` says."""
+
+    def numbered(shape, sharding):
+        values = np.arange(shape.size).reshape(shape.shape).astype(shape.dtype)
+        return jax.device_put(values, sharding)
+
+    state = jax.tree.map(numbered, step.state_shapes, step.shardings)
+    return TrainState(
+        step=jnp.int32(steps_done),
+        seed=state.seed,
+        params=state.params,
+        opt_state=state.opt_state,
+    )
+
+
+def small_state(steps_done):
+    values = np.random.default_rng(0).normal(size=100_000).astype(np.float32)
+    return TrainState(
+        step=jnp.int32(steps_done),
+        seed=jnp.uint32(0),
+        params={"w": jnp.asarray(values)},
+        opt_state={},
+    )
+
+
+def restore_like(checkpoints, state):
+    """The newest state, with the shapes and shardings of `state`."""
+    shapes = jax.eval_shape(lambda: state)
+    return checkpoints.restore(shapes, jax.tree.map(lambda x: x.sharding, state))
+
+
+def assert_bitwise_equal(left, right):
+    assert jax.tree.structure(left) == jax.tree.structure(right)
+    for one, other in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
+        assert one.dtype == other.dtype
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The folder and the state of a checkpoint written under fsdp=4,tensor=2."""
+    folder = tmp_path_factory.mktemp("saved")
+    state = numbered_state(make_step("fsdp=4,tensor=2"), 7)
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save(state, RUN)
+    return folder, state
+
+
+@pytest.mark.parametrize("layout", ["fsdp=4,tensor=2", "data=8", "data=2,fsdp=4"])
+def test_a_state_is_bitwise_the_same_under_any_layout(layout, saved):
+    folder, state = saved
+    step = make_step(layout)
+    with Checkpoints(folder) as checkpoints:
+        restored = checkpoints.restore(step.state_shapes, step.shardings)
+    assert_bitwise_equal(restored, state)
+    jax.tree.map(
+        lambda array, sharding: (
+            pytest.fail(f"{array.sharding}, not {sharding}")
+            if not array.sharding.is_equivalent_to(sharding, array.ndim)
+            else None
+        ),
+        restored,
+        step.shardings,
+    )
+
+
+def test_what_describes_the_run_comes_back(saved):
+    folder, _ = saved
+    with Checkpoints(folder) as checkpoints:
+        assert checkpoints.latest_step == 7
+        assert checkpoints.run_of_latest() == RUN
+
+
+@pytest.mark.parametrize("sizes", [{"embed": 64}, {"layers": 4}, {"qkv_bias": True}])
+def test_another_models_checkpoint_is_refused(sizes, saved):
+    folder, _ = saved
+    step = make_step("data=8", **sizes)
+    with (
+        Checkpoints(folder) as checkpoints,
+        pytest.raises(CheckpointError, match="checkpoint of step 7 .* cannot be read"),
+    ):
+        checkpoints.restore(step.state_shapes, step.shardings)
+
+
+def test_a_folder_without_checkpoints_is_refused_with_a_way_out(tmp_path):
+    match = "no checkpoint in '.*'; start without resuming, or name the folder"
+    with Checkpoints(tmp_path / "empty") as checkpoints:
+        assert checkpoints.latest_step is None
+        with pytest.raises(CheckpointError, match=match):
+            checkpoints.run_of_latest()
+        with pytest.raises(CheckpointError, match=match):
+            restore_like(checkpoints, small_state(0))
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(CheckpointError, match="cannot make the checkpoint folder"):
+            Checkpoints(folder)
+
+
+@pytest.mark.parametrize(
+    "item, read",
+    [
+        ("run", Checkpoints.run_of_latest),
+        ("state", lambda checkpoints: restore_like(checkpoints, small_state(0))),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused(item, read, tmp_path):
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(small_state(5), RUN)
+    for file in (tmp_path / "5" / item).rglob("*"):
+        if file.is_file():
+            file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    match = "checkpoint of step 5 in '.*' cannot be read"
+    with (
+        Checkpoints(tmp_path) as checkpoints,
+        pytest.raises(CheckpointError, match=match),
+    ):
+        read(checkpoints)
+
+
+def test_only_the_newest_checkpoints_are_kept(tmp_path):
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        for steps_done in (1, 2, 3):
+            checkpoints.save(small_state(steps_done), {"saved": steps_done})
+        assert checkpoints.run_of_latest() == {"saved": 3}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3"]
+
+
+def test_saving_a_step_again_changes_nothing(tmp_path):
+    with Checkpoints(tmp_path) as checkpoints:
+        for attempt in (1, 2):
+            checkpoints.save(small_state(4), {"attempt": attempt})
+        assert checkpoints.run_of_latest() == {"attempt": 1}
+
+
+FILL_THE_DISK = """
+import resource, signal, sys
+from meshpar.train.checkpoint import CheckpointError, Checkpoints
+from tests.test_checkpoint import small_state
+
+with Checkpoints(sys.argv[1]) as checkpoints:
+    checkpoints.save(small_state(1), {"disk": "has room"})
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+    try:
+        checkpoints.save(small_state(2), {"disk": "is full"})
+    except CheckpointError as error:
+        print("refused:", error)
+"""
+
+
+def test_a_full_disk_is_an_error_and_leaves_the_checkpoint_before(tmp_path):
+    """A limit on the size of files stands in for the disk: either way writing fails."""
+    child = subprocess.run(
+        [sys.executable, "-c", FILL_THE_DISK, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "refused: checkpoint of step 2 not written to" in child.stdout, child.stderr
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.latest_step == 1
+        assert checkpoints.run_of_latest() == {"disk": "has room"}
+        assert_bitwise_equal(restore_like(checkpoints, small_state(0)), small_state(1))

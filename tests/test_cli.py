@@ -1,0 +1,348 @@
+"""`meshpar lint` ends with a status, and its output is for people or for scripts."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from meshpar.cli.main import main
+from models.convert.hf_config import config_from_json
+from models.gpt2 import GPT2Config
+from models.layers.rope import RopeScaling
+from models.llama import LlamaConfig
+
+LINT = ["lint", "--layout", "data=2"]
+TINY = ["lint", "--preset", "tiny"]
+CLEAN = [*TINY, "--layout", "data=2,fsdp=2,tensor=2"]
+WITH_FINDINGS = [*TINY, "--layout", "tensor=8"]
+
+FINDING_KEYS = {"kind", "path", "message", "bytes"}
+PARAMETER_KEYS = {
+    "path",
+    "shape",
+    "logical_axes",
+    "mesh_axes",
+    "local_shape",
+    "bytes",
+}
+
+LLAMA = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 128,
+    "vocab_size": 256,
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000,
+}
+LLAMA_CONFIG = LlamaConfig(
+    layers=2,
+    embed=64,
+    heads=4,
+    kv_heads=2,
+    ffn=128,
+    vocab=256,
+    tied=True,
+    norm_epsilon=1e-5,
+    rope_theta=500_000.0,
+)
+GPT2 = {
+    "model_type": "gpt2",
+    "n_layer": 2,
+    "n_embd": 64,
+    "n_head": 4,
+    "vocab_size": 256,
+    "n_positions": 128,
+}
+LLAMA3_SCALING = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 4096,
+}
+
+
+def status_of(argv):
+    """The status that the shell would see."""
+    try:
+        return main(argv)
+    except SystemExit as end:
+        return end.code
+
+
+def report_of(argv, capsys):
+    main([*argv, "--json"])
+    return json.loads(capsys.readouterr().out)
+
+
+def shapes_of(argv, capsys):
+    parameters = report_of(argv, capsys)["parameters"]
+    return {row["path"]: tuple(row["shape"]) for row in parameters}
+
+
+def write_config(folder, values):
+    path = folder / "config.json"
+    path.write_text(values if isinstance(values, str) else json.dumps(values))
+    return str(path)
+
+
+# Status and output.
+
+
+def test_a_clean_layout_ends_with_0_and_prints_every_parameter(capsys):
+    assert status_of(CLEAN) == 0
+    captured = capsys.readouterr()
+    assert "no findings" in captured.out
+    assert "blocks.mlp.gate_up" in captured.out
+    assert captured.err == ""
+
+
+def test_findings_end_with_1_and_are_printed_by_kind(capsys):
+    assert status_of(WITH_FINDINGS) == 1
+    captured = capsys.readouterr()
+    assert "indivisible: logical axis 'kv_heads' has size 4" in captured.out
+    assert "no findings" not in captured.out
+    assert captured.err == ""
+
+
+@pytest.mark.parametrize("argv, status", [(CLEAN, 0), (WITH_FINDINGS, 1)])
+def test_json_is_one_object_with_the_promised_keys_and_nothing_else(
+    argv, status, capsys
+):
+    assert status_of([*argv, "--json"]) == status
+    captured = capsys.readouterr()
+    report = json.loads(captured.out)
+    assert captured.out.count("\n") == 1
+    assert captured.err == ""
+    assert bool(report["findings"]) == bool(status)
+    assert all(finding.keys() >= FINDING_KEYS for finding in report["findings"])
+    assert report["parameters"]
+    assert all(row.keys() >= PARAMETER_KEYS for row in report["parameters"])
+
+
+def test_json_bytes_are_those_of_one_device(capsys):
+    whole, split = (
+        sum(row["bytes"] for row in report_of([*TINY, *layout], capsys)["parameters"])
+        for layout in (["--layout", "data=8"], ["--layout", "fsdp=8"])
+    )
+    assert split == pytest.approx(whole / 8, rel=0.01)
+
+
+def test_the_module_runs_as_a_command():
+    command = [sys.executable, "-m", "meshpar", *TINY, "--layout", "data=2"]
+    root = Path(__file__).parents[1]
+    child = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    assert child.returncode == 0, child.stderr
+    assert "no findings" in child.stdout
+
+
+# Options.
+
+
+@pytest.mark.parametrize(
+    "options, kinds",
+    [
+        (["--layout", "data=-1,tensor=2", "--devices", "8"], set()),
+        (["--layout", "fsdp=2", "--rules", "fsdp"], set()),
+        (["--layout", "fsdp=2", "--rules", "data_parallel"], {"replicated"}),
+        (
+            ["--layout", "fsdp=2", "--rules", "data_parallel"]
+            + ["--large-bytes", "100000000"],
+            set(),
+        ),
+        (["--layout", "data=4", "--global-batch", "8"], set()),
+        (["--layout", "data=4", "--global-batch", "6"], {"indivisible"}),
+        (
+            ["--layout", "tensor=4,sequence_parallel=true", "--seq", "126"],
+            {"indivisible"},
+        ),
+    ],
+)
+def test_each_option_reaches_the_lint(options, kinds, capsys):
+    findings = report_of([*TINY, *options], capsys)["findings"]
+    assert {finding["kind"] for finding in findings} - {"idle"} == kinds
+
+
+def test_rules_can_be_written_out_with_the_second_of_two_a_finding(capsys):
+    names = "seq residual_seq embed heads kv_heads head_dim vocab layers".split()
+    pairs = ",".join(f"{name}=none" for name in names)
+    rules = f"batch=data+fsdp,{pairs},mlp=tensor,mlp=none"
+    report = report_of([*TINY, "--layout", "data=2,tensor=2", "--rules", rules], capsys)
+    assert [(f["kind"], f["path"]) for f in report["findings"]] == [("shadowed", "mlp")]
+    axes = {row["path"]: row["mesh_axes"] for row in report["parameters"]}
+    assert axes["blocks.mlp.down"] == [None, "tensor", None]
+
+
+# Models.
+
+
+@pytest.mark.parametrize(
+    "sizes, path, shape",
+    [
+        ("layers=2,hidden=64,heads=4,vocab=256", "blocks.mlp.up", (2, 64, 256)),
+        ("layers=2,hidden=64,heads=4,vocab=256,seq=99", "position_embed", (99, 64)),
+        (
+            "layers=2,hidden=64,heads=4,ffn=128,vocab=256,gated=true",
+            "blocks.mlp.gate_up",
+            (2, 64, 2, 128),
+        ),
+        (
+            "layers=2,hidden=64,heads=4,kv_heads=2,ffn=128,vocab=256,gated=true",
+            "blocks.attention.qkv",
+            (2, 64, 2, 4, 16),
+        ),
+    ],
+)
+def test_sizes_alone_are_a_model(sizes, path, shape, capsys):
+    argv = [*LINT, "--model", sizes, "--seq", "64"]
+    assert shapes_of(argv, capsys)[path] == shape
+
+
+def test_sizes_beside_a_preset_are_what_differs_from_it(capsys):
+    argv = [*LINT, "--preset", "tiny", "--model", "layers=2,tied=true"]
+    shapes = shapes_of(argv, capsys)
+    assert shapes["blocks.mlp.down"] == (2, 384, 128)
+    assert "unembed" not in shapes
+
+
+def test_a_model_can_come_from_a_function_of_ones_own(tmp_path, monkeypatch, capsys):
+    (tmp_path / "own_model.py").write_text(
+        "from models.presets import build\n\n\ndef two_layers():\n"
+        "    return build('tiny', layers=2)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    argv = [*LINT, "--model-from", "own_model:two_layers"]
+    assert shapes_of(argv, capsys)["blocks.mlp.down"] == (2, 384, 128)
+
+
+@pytest.mark.parametrize(
+    "values, path, shape",
+    [
+        (LLAMA, "blocks.attention.qkv", (2, 64, 2, 4, 16)),
+        ({**LLAMA, "tie_word_embeddings": False}, "unembed", (256, 64)),
+        ({**LLAMA, "model_type": "qwen2"}, "blocks.attention.bias", (2, 2, 4, 16)),
+        (
+            {**LLAMA, "model_type": "qwen3", "head_dim": 32},
+            "blocks.attention.q_norm.scale",
+            (2, 32),
+        ),
+        (GPT2, "position_embed", (128, 64)),
+        ({**GPT2, "n_inner": 96}, "blocks.mlp.up", (2, 64, 96)),
+    ],
+)
+def test_a_hugging_face_config_is_a_model(values, path, shape, tmp_path, capsys):
+    argv = [*LINT, "--model", write_config(tmp_path, values)]
+    assert status_of(argv) == 0
+    capsys.readouterr()
+    assert shapes_of(argv, capsys)[path] == shape
+
+
+@pytest.mark.parametrize(
+    "changes, fields",
+    [
+        ({}, {}),
+        ({"rope_scaling": None}, {}),
+        ({"rope_scaling": {"rope_type": "default"}}, {}),
+        (
+            {"rope_scaling": LLAMA3_SCALING},
+            {"rope_scaling": RopeScaling(factor=32.0, original_seq=4096)},
+        ),
+        ({"attention_bias": True}, {"qkv_bias": True}),
+        ({"model_type": "qwen2"}, {"qkv_bias": True}),
+        ({"model_type": "qwen3", "head_dim": 32}, {"qk_norm": True, "head_dim": 32}),
+    ],
+)
+def test_every_field_of_a_llama_config_is_read(changes, fields, tmp_path):
+    config = config_from_json(write_config(tmp_path, {**LLAMA, **changes}))
+    assert config == LlamaConfig(**{**vars(LLAMA_CONFIG), **fields})
+
+
+def test_every_field_of_a_gpt2_config_is_read(tmp_path):
+    values = {**GPT2, "n_inner": None, "layer_norm_epsilon": 1e-6}
+    assert config_from_json(write_config(tmp_path, values)) == GPT2Config(
+        layers=2, embed=64, heads=4, vocab=256, max_seq=128, norm_epsilon=1e-6
+    )
+
+
+# Bad input.
+
+BAD_INPUT = [
+    ([*LINT, "--preset", "tny"], "no preset 'tny'; did you mean 'tiny'"),
+    ([*TINY, "--layout", "data"], "layout 'data': 'data' is not key=value"),
+    ([*TINY, "--layout", "dta=2"], "layout 'dta=2': no key 'dta'; did you mean 'data'"),
+    ([*TINY, "--layout", "data=0"], "data=0: must be a whole number of at least 1"),
+    ([*TINY, "--layout", "data=-1"], "mesh axis 'data' is -1"),
+    ([*LINT, "--preset", "tiny", "--devices", "4"], "layout 'data=2' needs 2 devices"),
+    (LINT, "no model is chosen; give --preset NAME or --model SIZES"),
+    ([*LINT, "--model", "layers"], "--model 'layers': 'layers' is not key=value"),
+    ([*LINT, "--model", "layers=1,layers=2"], "'layers' is given twice"),
+    ([*LINT, "--model", "layers=2"], "no embed, heads, vocab given, and no preset"),
+    (
+        [*LINT, "--preset", "tiny", "--model", "layrs=2"],
+        "LlamaConfig has no 'layrs'; did you mean 'layers'",
+    ),
+    (
+        [*LINT, "--model", "layers=2,hidden=64,heads=5,vocab=256"],
+        "embed=64 is not a multiple of heads=5",
+    ),
+    ([*LINT, "--model", "absent.json"], "cannot read 'absent.json' as JSON"),
+    (
+        [*LINT, "--preset", "tiny", "--model", "absent.json"],
+        "preset 'tiny' and 'absent.json' are both given; give one",
+    ),
+    ([*LINT, "--model-from", "models.presets"], "write module:function"),
+    ([*LINT, "--model-from", "no.such:build"], "No module named 'no'; run from the"),
+    ([*LINT, "--model-from", "models.presets:no"], "has no attribute 'no'; run from"),
+    ([*LINT, "--preset", "tiny", "--rules", "fsdpp"], "no rules 'fsdpp'; did you mean"),
+    ([*LINT, "--preset", "tiny", "--rules", "mlp="], "'mlp=' is not name=mesh axis"),
+    (
+        [*LINT, "--preset", "tiny", "--rules", "mlp=tensr"],
+        "rule 'mlp' names no mesh axis: 'tensr'; did you mean 'tensor'",
+    ),
+    ([*LINT, "--no-such-option"], "unrecognized arguments: --no-such-option"),
+    ([*LINT, "--seq", "many"], "argument --seq: invalid int value: 'many'"),
+    (TINY, "the following arguments are required: --layout"),
+    (["lnt"], "invalid choice: 'lnt'"),
+    ([], "the following arguments are required: subcommand"),
+]
+
+BAD_CONFIGS = [
+    ({**LLAMA, "model_type": "mamba"}, "has model_type 'mamba'; known: gpt2, llama"),
+    ([LLAMA], "has model_type None; known: gpt2, llama"),
+    ({"model_type": "gpt2", "n_layer": 2}, "does not give 'n_embd'"),
+    (
+        {name: value for name, value in LLAMA.items() if name != "vocab_size"},
+        "does not give 'vocab_size'",
+    ),
+    ({**LLAMA, "rope_scaling": {"type": "yarn"}}, "rope_scaling of type 'yarn'"),
+    ({**LLAMA, "rope_scaling": {"type": "llama3"}}, "does not give 'factor'"),
+    ("{", "as JSON: Expecting property name"),
+]
+
+
+def assert_one_line_and_status_2(argv, message, capsys):
+    assert status_of(argv) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("meshpar")
+    assert captured.err.count("\n") == 1
+    assert message in captured.err
+
+
+@pytest.mark.parametrize("argv, message", BAD_INPUT)
+def test_bad_input_is_one_line_on_stderr_and_status_2(argv, message, capsys):
+    assert_one_line_and_status_2(argv, message, capsys)
+
+
+@pytest.mark.parametrize("values, message", BAD_CONFIGS)
+def test_a_bad_config_json_is_one_line_on_stderr_and_status_2(
+    values, message, tmp_path, capsys
+):
+    argv = [*LINT, "--model", write_config(tmp_path, values)]
+    assert_one_line_and_status_2(argv, message, capsys)

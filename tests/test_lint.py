@@ -1,0 +1,224 @@
+"""Lint finds, without a device, every way in which a layout does less than it says."""
+
+import math
+import re
+from dataclasses import replace
+
+import pytest
+
+from meshpar import (
+    DATA_PARALLEL,
+    FSDP_TENSOR,
+    TENSOR,
+    BlockGroup,
+    Layout,
+    Model,
+    Rules,
+    lint,
+)
+from models.presets import build
+
+CLEAN_LAYOUTS = [
+    "data=8",
+    "fsdp=8",
+    "tensor=4",
+    "data=2,fsdp=2,tensor=2",
+    "fsdp=2,tensor=4,sequence_parallel=true",
+]
+
+
+def without(rules, logical_axis):
+    table = {name: axes for name, axes in rules.table.items() if name != logical_axis}
+    return replace(rules, table=table)
+
+
+def findings_of(layout, rules=None, *, preset="tiny", **options):
+    return lint(build(preset), Layout.parse(layout), rules, **options).findings
+
+
+# Each with the kind, the path and the message of one finding that it must give.
+FINDINGS = {
+    "a parameter without a rule": (
+        findings_of("data=2", without(FSDP_TENSOR, "mlp")),
+        "unknown",
+        "blocks.mlp.down",
+        "no rule for logical axis 'mlp' of ('layers', 'mlp', 'embed'); known: batch,",
+    ),
+    "an activation without a rule": (
+        findings_of("data=2", without(FSDP_TENSOR, "residual_seq")),
+        "unknown",
+        "activation ('batch', 'residual_seq', 'embed')",
+        "no rule for logical axis 'residual_seq' of ('batch', 'residual_seq', 'embed')",
+    ),
+    "two rules for one logical axis": (
+        findings_of("data=2", [*FSDP_TENSOR.table.items(), ("mlp", None)]),
+        "shadowed",
+        "mlp",
+        "logical axis 'mlp' has two rules, ('tensor',) and None; only one can hold: "
+        "remove the other",
+    ),
+    "a parameters' rule that repeats the table's": (
+        findings_of("data=2", replace(TENSOR, parameters={"mlp": "tensor"})),
+        "shadowed",
+        "mlp",
+        "the parameters' rule for 'mlp' is ('tensor',), the same as the rule for all "
+        "arrays, so it changes nothing: remove it",
+    ),
+    "a rule for nothing": (
+        findings_of("data=2", FSDP_TENSOR.with_rules(ffw="tensor")),
+        "dead",
+        "ffw",
+        "the rule for logical axis 'ffw' is used by no array of the model; remove it, "
+        "or check the spelling",
+    ),
+    "a parameters' rule for activations only": (
+        findings_of("data=2", replace(TENSOR, parameters={"seq": "fsdp"})),
+        "dead",
+        "seq",
+        "the rule for logical axis 'seq' is used by no parameter of the model; remove",
+    ),
+    "a parameter that does not divide": (
+        findings_of("tensor=3"),
+        "indivisible",
+        "blocks.attention.out",
+        "logical axis 'heads' has size 8, which does not divide over mesh axis 'tensor' "
+        "of size 3\n    blocks.attention.out: shape (4, 8, 16, 128) as ('layers', "
+        "'heads', 'head_dim', 'embed'); pad it, map 'heads' elsewhere, or replicate",
+    ),
+    "a residual stream that does not divide": (
+        findings_of("tensor=4,sequence_parallel=true", seq=126),
+        "indivisible",
+        "activation ('batch', 'residual_seq', 'embed')",
+        "logical axis 'residual_seq' has size 126, which does not divide over mesh axis "
+        "'tensor' of size 4\n    activation ('batch', 'residual_seq', 'embed'): shape "
+        "(1, 126, 128) as",
+    ),
+    "a batch that does not divide": (
+        findings_of("data=2,fsdp=2", global_batch=6),
+        "indivisible",
+        "activation ('batch',)",
+        "logical axis 'batch' has size 6, which does not divide over mesh axes 'data' x "
+        "'fsdp' of size 4",
+    ),
+    "a parameter that is whole on every device": (
+        findings_of("fsdp=2", DATA_PARALLEL, large_bytes=1_500_000),
+        "replicated",
+        "blocks.mlp.gate_up",
+        "blocks.mlp.gate_up: shape (4, 128, 2, 384) as ('layers', 'embed', None, 'mlp') "
+        "is whole on every device, 1572864 bytes, more than 1500000; map one of its "
+        "logical axes to 'fsdp', or raise the limit",
+    ),
+    "a mesh axis that shards nothing": (
+        findings_of("tensor=2", DATA_PARALLEL),
+        "idle",
+        "tensor",
+        "mesh axis 'tensor' of size 2 shards nothing: its devices repeat each other's "
+        "work; set tensor=1 or map a logical axis to it",
+    ),
+    "two dims of a parameter on one mesh axis": (
+        findings_of("tensor=2", TENSOR.with_rules(embed="tensor")),
+        "claimed_twice",
+        "blocks.mlp.down",
+        "mesh axis 'tensor' is claimed by both 'mlp' and 'embed' in ('layers', 'mlp', "
+        "'embed'); an array can use each mesh axis once",
+    ),
+    "two dims of an activation on one mesh axis": (
+        findings_of("tensor=2", TENSOR.with_rules(seq="tensor")),
+        "claimed_twice",
+        "activation ('batch', 'seq', 'heads', 'head_dim')",
+        "mesh axis 'tensor' is claimed by both 'seq' and 'heads' in ('batch', 'seq', "
+        "'heads', 'head_dim'); an array can use each mesh axis once",
+    ),
+    "sequences longer than the model's": (
+        findings_of("data=1", preset="tiny-gpt2", seq=512),
+        "rank",
+        "model",
+        "the model cannot be traced on a batch of shape (1, 512): ",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "findings, kind, path, message", FINDINGS.values(), ids=FINDINGS.keys()
+)
+def test_what_a_layout_does_silently_is_found_in_words(findings, kind, path, message):
+    (found,) = (f for f in findings if (f.kind, f.path) == (kind, path))
+    assert re.match(re.escape(message), found.message)
+
+
+@pytest.mark.parametrize("layout", CLEAN_LAYOUTS)
+@pytest.mark.parametrize("preset", ["tiny", "tiny-gpt2", "llama3-8b"])
+def test_the_presets_are_clean_under_the_rules_of_their_layouts(preset, layout):
+    assert findings_of(layout, preset=preset) == ()
+
+
+def test_a_mesh_axis_of_size_1_is_never_in_a_finding():
+    rules = TENSOR.with_rules(embed="tensor", layers="expert")
+    assert findings_of("data=2", rules) == ()
+
+
+def test_waived_logical_axes_are_no_indivisible_finding():
+    waived = replace(
+        FSDP_TENSOR, replicate_if_indivisible={"heads", "kv_heads", "vocab"}
+    )
+    assert findings_of("tensor=3", waived) == ()
+
+
+def test_several_faults_are_all_found_in_one_report():
+    rules = without(FSDP_TENSOR, "residual_seq").with_rules(ffw=None)
+    kinds = {finding.kind for finding in findings_of("tensor=3", rules)}
+    assert kinds >= {"unknown", "dead", "indivisible"}
+
+
+# Parameters.
+
+
+def test_every_parameter_has_a_row_even_where_it_cannot_be_laid_out():
+    report = lint(build("tiny"), Layout(tensor=3))
+    shapes = {row.path: row.shape for row in report.parameters}
+    parameters = build("tiny").flat_parameters()
+    assert shapes == {path: p.stacked_shape for path, p in parameters.items()}
+    row = {row.path: row for row in report.parameters}["blocks.attention.out"]
+    assert row.local_shape == row.shape
+    (finding,) = (f for f in report.findings if f.path == row.path)
+    assert finding.bytes == row.bytes == 4 * math.prod(row.shape)
+
+
+@pytest.mark.parametrize("layout", CLEAN_LAYOUTS)
+def test_a_row_is_one_devices_share_of_every_dim(layout):
+    layout = Layout.parse(layout)
+    for row in lint(build("tiny"), layout).parameters:
+        for size, local, axes in zip(
+            row.shape, row.local_shape, row.mesh_axes, strict=True
+        ):
+            names = (axes,) if isinstance(axes, str) else axes or ()
+            assert size == local * math.prod(layout.mesh_shape[name] for name in names)
+        assert row.bytes == 4 * math.prod(row.local_shape)
+
+
+@pytest.mark.parametrize("preset", ["tiny", "gpt2", "llama3-8b", "llama3-405b"])
+def test_fsdp_leaves_each_device_its_part_of_the_bytes(preset):
+    model = build(preset)
+    rows = lint(model, Layout(fsdp=8)).parameters
+    whole_bytes = 4 * model.num_parameters
+    assert sum(row.bytes for row in rows) == pytest.approx(whole_bytes / 8, rel=0.01)
+
+
+def test_an_empty_table_of_rules_leaves_nothing_laid_out():
+    parameters = build("test").flat_parameters()
+    report = lint(build("test"), Layout(data=2), Rules({"batch": ("data", "fsdp")}))
+    unknown = {finding.path for finding in report.findings if finding.kind == "unknown"}
+    assert unknown >= parameters.keys()
+    assert {axis for row in report.parameters for axis in row.mesh_axes} == {None}
+
+
+def test_a_block_group_without_parameters_is_refused_before_lint():
+    tiny = build("tiny")
+    other = BlockGroup(name="layers", num_layers=4, block=tiny.groups[0].block)
+    with pytest.raises(ValueError, match="block group 'layers' has no parameters"):
+        Model(
+            parameters=tiny.parameters,
+            embed=tiny.embed,
+            groups=(other,),
+            head=tiny.head,
+        )

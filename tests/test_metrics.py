@@ -1,0 +1,54 @@
+"""Metrics are one JSON object a line, on disk as soon as they are written."""
+
+import json
+
+import pytest
+
+from meshpar.train.metrics import JsonLines
+
+ROWS = [
+    {"step": 0, "loss": 4.25, "tokens_per_s": 1000.0},
+    {"step": 1, "loss": 0.1, "note": 'a "quoted" line\nof two'},
+    {"step": 2, "validation_loss": 1e-30},
+]
+
+
+def rows_of(path):
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+def test_every_row_is_one_json_object_on_a_line_of_its_own(tmp_path):
+    with JsonLines(tmp_path / "metrics.jsonl") as log:
+        for row in ROWS:
+            log.write(**row)
+    assert rows_of(tmp_path / "metrics.jsonl") == ROWS
+
+
+def test_a_row_can_be_read_while_the_run_goes_on(tmp_path):
+    with JsonLines(tmp_path / "metrics.jsonl") as log:
+        for written, row in enumerate(ROWS, start=1):
+            log.write(**row)
+            assert rows_of(log.path) == ROWS[:written]
+
+
+def test_a_resumed_run_appends_to_the_rows_that_are_there(tmp_path):
+    for row in ROWS:
+        with JsonLines(tmp_path / "metrics.jsonl") as log:
+            log.write(**row)
+    assert rows_of(tmp_path / "metrics.jsonl") == ROWS
+
+
+def test_the_folder_of_the_file_is_made(tmp_path):
+    with JsonLines(tmp_path / "runs" / "first" / "metrics.jsonl") as log:
+        log.write(step=0)
+    assert rows_of(tmp_path / "runs" / "first" / "metrics.jsonl") == [{"step": 0}]
+
+
+def test_rows_written_before_an_error_are_kept(tmp_path):
+    with (
+        pytest.raises(ZeroDivisionError),
+        JsonLines(tmp_path / "metrics.jsonl") as log,
+    ):
+        log.write(**ROWS[0])
+        raise ZeroDivisionError
+    assert rows_of(tmp_path / "metrics.jsonl") == ROWS[:1]

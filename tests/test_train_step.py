@@ -1,0 +1,232 @@
+"""The training step against a single-device program without any layout."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from meshpar import DATA_PARALLEL, Layout, RuleError, make_train_step
+from meshpar.model import EXAMPLE, Scope, loss
+from meshpar.parallel.program import _dropout_key
+from models.presets import build
+
+BATCH, SEQ = 8, 16
+LAYOUTS = ["data=4", "fsdp=2,tensor=2", "data=2,tensor=2,sequence_parallel=true"]
+MODELS = {
+    "llama": dict(preset="test"),
+    "untied": dict(preset="test", tied=False, layers=3),
+    "qwen2": dict(preset="test", qkv_bias=True),
+    "qwen3": dict(preset="test", qk_norm=True, head_dim=16),
+    "gpt2": dict(layers=2, hidden=32, heads=4, vocab=64, max_seq=SEQ),
+}
+
+
+@functools.cache
+def model_of(name):
+    return build(**MODELS[name])
+
+
+def batch_of(weights=None):
+    tokens = np.random.default_rng(0).integers(0, 64, (BATCH, SEQ + 1), np.int32)
+    weights = np.ones((BATCH, SEQ), np.float32) if weights is None else weights
+    return dict(tokens=tokens[:, :-1], targets=tokens[:, 1:], weights=weights)
+
+
+def uneven_weights():
+    """Some tokens masked, one example and a whole batch shard masked out."""
+    weights = np.random.default_rng(1).integers(0, 2, (BATCH, SEQ)).astype(np.float32)
+    weights[0] = 0.0
+    weights[-BATCH // 4 :] = 0.0
+    return weights
+
+
+def sgd_step(model, line, **options):
+    layout = Layout.parse(line)
+    devices = jax.devices()[: layout.num_devices]
+    return make_train_step(model, optax.sgd(1.0), layout, devices=devices, **options)
+
+
+def gradients_by_step(model, line, batch):
+    """Loss, gradients (from one step of SGD at rate 1) and norm."""
+    step = sgd_step(model, line)
+    before = jax.device_get(step.init(3).params)
+    state, metrics = step(step.init(3), batch)
+    after = jax.device_get(state.params)
+    gradients = jax.tree.map(np.subtract, before, after)
+    return float(metrics["loss"]), gradients, float(metrics["grad_norm"])
+
+
+@functools.cache
+def plain(name, masked):
+    """Loss and gradients of the model alone, on one device."""
+    model = model_of(name)
+    batch = batch_of(uneven_weights() if masked else None)
+    params = jax.jit(model.init)(3)
+    value_and_grad = jax.jit(jax.value_and_grad(lambda p: loss(model, p, batch)))
+    return jax.device_get(value_and_grad(params))
+
+
+def assert_close(got, wanted, bound=1e-5):
+    for path, value in jax.tree.leaves_with_path(wanted):
+        other = functools.reduce(lambda tree, key: tree[key.key], path, got)
+        error = np.linalg.norm(other - value) / max(np.linalg.norm(value), 1e-8)
+        assert error <= bound, (jax.tree_util.keystr(path), error)
+
+
+@pytest.mark.parametrize("line", LAYOUTS)
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_and_gradients_equal_those_of_the_model_alone(name, line):
+    value, gradients = plain(name, False)
+    got_loss, got_gradients, norm = gradients_by_step(model_of(name), line, batch_of())
+    assert got_loss == pytest.approx(float(value), rel=1e-5)
+    # One step of SGD rounds parameters near 1 (norm scales) to 6e-8.
+    assert_close(got_gradients, gradients, bound=1e-4)
+    assert norm == pytest.approx(float(optax.global_norm(gradients)), rel=1e-5)
+
+
+@pytest.mark.parametrize("line", LAYOUTS)
+def test_masked_tokens_and_empty_shards_do_not_change_the_loss(line):
+    value, gradients = plain("llama", True)
+    batch = batch_of(uneven_weights())
+    got_loss, got_gradients, _ = gradients_by_step(model_of("llama"), line, batch)
+    assert got_loss == pytest.approx(float(value), rel=1e-5)
+    assert_close(got_gradients, gradients, bound=1e-4)
+
+
+def test_a_batch_without_any_weight_changes_nothing():
+    batch = batch_of(np.zeros((BATCH, SEQ), np.float32))
+    got_loss, gradients, norm = gradients_by_step(model_of("llama"), "fsdp=4", batch)
+    assert got_loss == 0.0 and norm == 0.0
+    assert all(not gradient.any() for gradient in jax.tree.leaves(gradients))
+
+
+@pytest.mark.parametrize("remat", ["full", "selective", "dots"])
+def test_recomputation_changes_no_number(remat):
+    value, gradients = plain("llama", False)
+    line = f"fsdp=2,tensor=2,remat={remat}"
+    got = gradients_by_step(model_of("llama"), line, batch_of())
+    assert got[0] == pytest.approx(float(value), rel=1e-5)
+    assert_close(got[1], gradients, bound=1e-4)
+
+
+def test_recomputing_everything_keeps_fewer_bytes_than_nothing():
+    model = build("test", layers=6)
+    shapes = {
+        name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in batch_of().items()
+    }
+
+    def temp_bytes(remat):
+        program = sgd_step(model, f"fsdp=2,remat={remat}").compile(shapes)
+        return program.memory_analysis().temp_size_in_bytes
+
+    assert temp_bytes("full") < temp_bytes("selective") < temp_bytes("none")
+
+
+@pytest.mark.parametrize("line", ["data=4", "fsdp=2,tensor=2"])
+def test_dropout_is_a_function_of_seed_step_layer_and_example_only(line):
+    model = build(layers=2, hidden=32, heads=4, vocab=64, max_seq=SEQ, dropout=0.3)
+    batch = batch_of()
+    scope = Scope(
+        batch={**batch, EXAMPLE: jnp.arange(BATCH, dtype=jnp.uint32)},
+        dropout_key=_dropout_key(jnp.uint32(3), jnp.int32(0)),
+    )
+    expected = float(loss(model, jax.jit(model.init)(3), batch, scope))
+    got, _, _ = gradients_by_step(model, line, batch)
+    without = float(loss(model, jax.jit(model.init)(3), batch))
+    assert got == pytest.approx(expected, rel=1e-5)
+    assert abs(got - without) > 1e-4
+
+
+@pytest.mark.parametrize("line", ["data=2", "fsdp=2,tensor=2"])
+def test_bf16_stays_near_fp32_and_keeps_parameters_in_fp32(line):
+    value, gradients = plain("llama", False)
+    step = sgd_step(model_of("llama"), f"{line},precision=bf16")
+    state, metrics = step(step.init(3), batch_of())
+    # Rounding to 8 bits of mantissa through 2 blocks; the loss is a mean over tokens.
+    assert float(metrics["loss"]) == pytest.approx(float(value), rel=2e-3)
+    norm = float(optax.global_norm(gradients))
+    assert float(metrics["grad_norm"]) == pytest.approx(norm, rel=2e-2)
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {
+        jnp.dtype("float32")
+    }
+
+
+def test_gradients_are_scaled_down_to_the_norm_asked_for():
+    free, clipped = (
+        sgd_step(model_of("llama"), "fsdp=2,tensor=2", max_grad_norm=limit)
+        for limit in (None, 0.01)
+    )
+    before = jax.device_get(clipped.init(3).params)
+    after, metrics = clipped(clipped.init(3), batch_of())
+    change = jax.tree.map(np.subtract, before, jax.device_get(after.params))
+    assert float(optax.global_norm(change)) == pytest.approx(0.01, rel=1e-3)
+    unscaled = free(free.init(3), batch_of())[1]
+    assert float(metrics["grad_norm"]) == pytest.approx(float(unscaled["grad_norm"]))
+
+
+def test_parameters_are_born_in_their_shards():
+    step = sgd_step(model_of("llama"), "fsdp=4,tensor=2")
+    for array in jax.tree.leaves(step.init(0).params):
+        whole = array.nbytes
+        assert {shard.data.nbytes for shard in array.addressable_shards} <= {
+            whole // 8,
+            whole // 4,
+        }
+
+
+def test_evaluation_and_logits_equal_those_of_the_model_alone():
+    model, batch = model_of("llama"), batch_of(uneven_weights())
+    step = sgd_step(model, "data=2,fsdp=2,tensor=2")
+    state = step.init(3)
+    loss_sum, weight_sum = step.evaluate(state, batch)
+    assert float(loss_sum / weight_sum) == pytest.approx(float(plain("llama", True)[0]))
+    logits = step.logits(state, batch["tokens"])
+    params = jax.jit(model.init)(3)
+    x = model.embed(params, batch, Scope())
+    for layer in range(2):
+        one = jax.tree.map(lambda value, at=layer: value[at], params["blocks"])
+        x = model.groups[0].block(one, x, Scope())
+    expected = model.logits(params, x, Scope())
+    np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("line", "match"),
+    [
+        ("stage=2", "stage=2 is not supported: set stage=1"),
+        ("microbatches=2", "microbatches=2 is not supported"),
+        ("zero=1,fsdp=2", "zero=1 is not supported"),
+    ],
+)
+def test_a_layout_that_is_not_built_is_refused(line, match):
+    with pytest.raises(ValueError, match=match):
+        sgd_step(model_of("llama"), line)
+
+
+def test_a_batch_that_does_not_divide_is_refused_with_both_numbers():
+    step = sgd_step(model_of("llama"), "data=2,fsdp=2")
+    batch = {name: array[:6] for name, array in batch_of().items()}
+    match = r"'tokens'\] has 6 examples, which do not divide over 4 devices of data=2"
+    with pytest.raises(ValueError, match=match):
+        step(step.init(0), batch)
+
+
+@pytest.mark.parametrize(
+    ("rules", "match"),
+    [
+        (DATA_PARALLEL.with_rules(batch="data"), "the training step splits the batch"),
+        (DATA_PARALLEL.with_rules(embed="fsdp"), r"parameters=\{'embed': 'fsdp'\}"),
+    ],
+)
+def test_rules_that_use_the_batch_axes_otherwise_are_refused(rules, match):
+    with pytest.raises(RuleError, match=match):
+        sgd_step(model_of("llama"), "data=2", rules=rules)
+
+
+def test_optimizer_state_of_another_shape_is_refused():
+    optimizer = optax.adafactor(1e-3, min_dim_size_to_factor=8)
+    with pytest.raises(ValueError, match="cannot take that parameter's layout"):
+        make_train_step(model_of("llama"), optimizer, "data=8")
