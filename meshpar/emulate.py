@@ -32,7 +32,8 @@ def emulate(num_devices: int) -> list[jax.Device]:
         >>> len(emulate(8))
         8
     """
-    if not isinstance(num_devices, int) or num_devices < 1:
+    whole = isinstance(num_devices, int) and not isinstance(num_devices, bool)
+    if not whole or num_devices < 1:
         raise ValueError(f"emulate({num_devices!r}): needs at least 1 device")
     flags = os.environ.get("XLA_FLAGS", "").split()
     wanted = [flag for flag in (_IN_ORDER, _PATIENCE) if not _is_set(flag, flags)]

@@ -19,6 +19,16 @@ Target = str | Sequence[str] | None
 Table = Mapping[str, Target] | Iterable[tuple[str, Target]]
 
 
+# What other code bases call our logical axes, where the spelling alone is no hint.
+_SYNONYMS = {
+    **dict.fromkeys(("ffw", "ffn", "ff", "intermediate"), "mlp"),
+    **dict.fromkeys(("model", "d_model", "hidden", "features"), "embed"),
+    **dict.fromkeys(("length", "tokens", "time"), "seq"),
+    **dict.fromkeys(("examples", "b"), "batch"),
+    **dict.fromkeys(("depth", "stack"), "layers"),
+}
+
+
 class RuleError(ValueError):
     """A rule, or an array that the rules cannot lay out.
 
@@ -70,7 +80,7 @@ class Rules:
             object.__setattr__(self, name, _normalise(getattr(self, name)))
         waived = frozenset(self.replicate_if_indivisible)
         object.__setattr__(self, "replicate_if_indivisible", waived)
-        for logical_axis in sorted(waived):
+        for logical_axis in sorted(waived - self.parameters.keys()):
             self.mesh_axes(logical_axis)
 
     def __hash__(self) -> int:
@@ -80,7 +90,8 @@ class Rules:
     @property
     def stored(self) -> Rules:
         """The rules for parameters at rest."""
-        return replace(self, table={**self.table, **self.parameters}, parameters={})
+        table = {**self.table, **self.parameters}
+        return replace(self, table=table, parameters={})
 
     def with_rules(self, **changes: Target) -> Rules:
         """These rules with some entries changed or added."""
@@ -94,15 +105,23 @@ class Rules:
         Raises:
             RuleError: There is no rule for it.
         """
-        known = {**self.table, **self.parameters}
-        if logical_axis not in known:
-            where = f" of {_show(logical_axes)}" if logical_axes else ""
+        if logical_axis in self.table:
+            return self.table[logical_axis]
+        where = f" of {_show(logical_axes)}" if logical_axes else ""
+        if logical_axis in self.parameters:
             raise RuleError(
                 "unknown",
-                f"no rule for logical axis {logical_axis!r}{where}; "
-                f"{nearest(logical_axis, known)}",
+                f"no rule for logical axis {logical_axis!r}{where}: it has one for stored "
+                "parameters only; write None for it in the table if activations are "
+                "replicated",
             )
-        return self.table.get(logical_axis, ())
+        hint = _SYNONYMS.get(logical_axis.lower())
+        known = nearest(logical_axis, self.table)
+        if hint in self.table and "did you mean" not in known:
+            known = f"did you mean {hint!r}? {known}"
+        raise RuleError(
+            "unknown", f"no rule for logical axis {logical_axis!r}{where}; {known}"
+        )
 
     def spec(
         self,

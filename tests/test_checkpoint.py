@@ -1,7 +1,9 @@
 """A checkpoint holds the same values under any layout, or says what is wrong."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -61,6 +63,16 @@ def assert_bitwise_equal(left, right):
         assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
 
 
+def run_in_child(program, folder):
+    return subprocess.run(
+        [sys.executable, "-c", program, str(folder)],
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """The folder and the state of a checkpoint written under fsdp=4,tensor=2."""
@@ -78,15 +90,10 @@ def test_a_state_is_bitwise_the_same_under_any_layout(layout, saved):
     with Checkpoints(folder) as checkpoints:
         restored = checkpoints.restore(step.state_shapes, step.shardings)
     assert_bitwise_equal(restored, state)
-    jax.tree.map(
-        lambda array, sharding: (
-            pytest.fail(f"{array.sharding}, not {sharding}")
-            if not array.sharding.is_equivalent_to(sharding, array.ndim)
-            else None
-        ),
-        restored,
-        step.shardings,
-    )
+    for array, sharding in zip(
+        jax.tree.leaves(restored), jax.tree.leaves(step.shardings), strict=True
+    ):
+        assert array.sharding.is_equivalent_to(sharding, array.ndim)
 
 
 def test_what_describes_the_run_comes_back(saved):
@@ -96,15 +103,28 @@ def test_what_describes_the_run_comes_back(saved):
         assert checkpoints.run_of_latest() == RUN
 
 
-@pytest.mark.parametrize("sizes", [{"embed": 64}, {"layers": 4}, {"qkv_bias": True}])
-def test_another_models_checkpoint_is_refused(sizes, saved):
+RESTORE_OTHER_MODELS = """
+import sys
+from meshpar.train.checkpoint import CheckpointError, Checkpoints
+from tests.test_checkpoint import make_step
+
+with Checkpoints(sys.argv[1]) as checkpoints:
+    for sizes in ({"embed": 64}, {"layers": 4}, {"qkv_bias": True}):
+        step = make_step("data=-1", **sizes)
+        try:
+            checkpoints.restore(step.state_shapes, step.shardings)
+        except CheckpointError as error:
+            print(*sizes, "refused:", error)
+"""
+
+
+def test_another_models_checkpoint_is_refused(saved):
+    """In a child: Orbax leaves reads unfinished, which Python reports at any time."""
     folder, _ = saved
-    step = make_step("data=8", **sizes)
-    with (
-        Checkpoints(folder) as checkpoints,
-        pytest.raises(CheckpointError, match="checkpoint of step 7 .* cannot be read"),
-    ):
-        checkpoints.restore(step.state_shapes, step.shardings)
+    child = run_in_child(RESTORE_OTHER_MODELS, folder)
+    for name in ("embed", "layers", "qkv_bias"):
+        refused = f"{name} refused: checkpoint of step 7 in .* cannot be read"
+        assert re.search(refused, child.stdout), child.stderr
 
 
 def test_a_folder_without_checkpoints_is_refused_with_a_way_out(tmp_path):
@@ -178,12 +198,7 @@ with Checkpoints(sys.argv[1]) as checkpoints:
 
 def test_a_full_disk_is_an_error_and_leaves_the_checkpoint_before(tmp_path):
     """A limit on the size of files stands in for the disk: either way writing fails."""
-    child = subprocess.run(
-        [sys.executable, "-c", FILL_THE_DISK, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    child = run_in_child(FILL_THE_DISK, tmp_path)
     assert "refused: checkpoint of step 2 not written to" in child.stdout, child.stderr
     with Checkpoints(tmp_path) as checkpoints:
         assert checkpoints.latest_step == 1

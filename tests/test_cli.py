@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from meshpar import DATA_PARALLEL
 from meshpar.cli.main import main
 from models.convert.hf_config import config_from_json
 from models.gpt2 import GPT2Config
@@ -170,8 +171,8 @@ def test_each_option_reaches_the_lint(options, kinds, capsys):
 
 
 def test_rules_can_be_written_out_with_the_second_of_two_a_finding(capsys):
-    names = "seq residual_seq embed heads kv_heads head_dim vocab layers".split()
-    pairs = ",".join(f"{name}=none" for name in names)
+    whole = DATA_PARALLEL.table.keys() - {"batch", "mlp"}
+    pairs = ",".join(f"{name}=none" for name in whole)
     rules = f"batch=data+fsdp,{pairs},mlp=tensor,mlp=none"
     report = report_of([*TINY, "--layout", "data=2,tensor=2", "--rules", rules], capsys)
     assert [(f["kind"], f["path"]) for f in report["findings"]] == [("shadowed", "mlp")]

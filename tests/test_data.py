@@ -77,7 +77,7 @@ def test_a_text_shorter_than_one_window_is_refused(num_tokens, seq):
 # Batches.
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     num_windows=st.integers(1, 20),
     global_batch=st.integers(1, 8),
@@ -95,7 +95,7 @@ def test_every_window_comes_once_an_epoch(num_windows, global_batch, seed):
         assert sorted(of_epoch) == list(range(num_windows))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(step=st.integers(0, 1000), before=st.lists(st.integers(0, 1000), max_size=4))
 def test_a_batch_does_not_depend_on_the_batches_asked_for_before(step, before):
     batch_of, fresh_batch_of = (
@@ -109,7 +109,7 @@ def test_a_batch_does_not_depend_on_the_batches_asked_for_before(step, before):
 def test_another_seed_and_another_epoch_have_another_order():
     first, second = (
         shuffled_batches(numbered_windows(64), global_batch=64, seed=seed)
-        for seed in (0, 1)
+        for seed in (0, 100)
     )
     orders = [window_indices(batch) for batch in (first(0), first(1), second(0))]
     assert len({tuple(order) for order in orders}) == len(orders)
@@ -122,7 +122,7 @@ def test_a_batch_holds_whole_windows_example_first():
         assert_same({key: batch[key][row] for key in batch}, windows[index])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(num_windows=st.integers(1, 20), global_batch=st.integers(1, 8))
 def test_padded_batches_weigh_every_token_once_and_in_order(num_windows, global_batch):
     windows = numbered_windows(num_windows)

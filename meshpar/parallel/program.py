@@ -215,4 +215,3 @@ def _dropout_key(seed: jax.Array, step: jax.Array) -> jax.Array:
 
 def _safe_inverse(weight_sum: jax.Array) -> jax.Array:
     return jnp.where(weight_sum > 0, 1 / jnp.where(weight_sum > 0, weight_sum, 1), 0.0)
-

@@ -116,6 +116,10 @@ class TrainStep:
             out_shardings=(self.shardings, metrics_sharding),
             donate_argnums=0,
         )
+        self._gradients = jax.jit(
+            self._program.loss_and_gradients,
+            out_shardings=(metrics_sharding, metrics_sharding, param_shardings),
+        )
         self._evaluate = jax.jit(
             self._program.loss_sums,
             in_shardings=(param_shardings, self.batch_sharding),
@@ -149,6 +153,20 @@ class TrainStep:
         """
         with jax.set_mesh(self.mesh):
             return self._step(state, self.place(batch))
+
+    def loss_and_gradients(
+        self, state: TrainState, batch: Batch
+    ) -> tuple[jax.Array, Any]:
+        """The loss of a batch and its fp32 gradients, laid out as the parameters.
+
+        What a step would apply, before any scaling: for research code, and for
+        comparing layouts.
+        """
+        with jax.set_mesh(self.mesh):
+            loss, _, gradients = self._gradients(
+                state.params, self.place(batch), state.step, state.seed
+            )
+        return loss, gradients
 
     def evaluate(self, state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """Summed loss and summed weights of a batch, without dropout."""

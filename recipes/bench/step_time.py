@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# XLA's YNNPACK fusions are wrong or crash for arrays of rank 6 and up, such as attention
-# scores stacked over layers (jax issue 39257, jaxlib 0.10.2 to 0.12.0): off for both.
+# With XLA's YNNPACK fusions meshpar's step gives NaN at --batch 32 (jaxlib 0.10.2 and
+# 0.12.0, 2026-11-21); in jax issue 39257 they crash or hang. Off for both programs.
 _NO_YNN = "--xla_cpu_experimental_ynn_fusion_type="
 if "ynn_fusion_type" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_NO_YNN}".strip()
@@ -69,7 +69,7 @@ def main() -> None:
     """Measures every layout and prints one table."""
     args = _arguments()
     meshpar.emulate(8)
-    console = Console(width=None if sys.stdout.isatty() else 150)
+    console = Console(width=None if sys.stdout.isatty() else 180)
     results = {}
     for text in args.layout or LAYOUTS:
         layout = meshpar.Layout.parse(text).resolve(8)
@@ -199,53 +199,61 @@ def _conditions(args: argparse.Namespace) -> str:
     models = [
         line.partition(": ")[2] for line in lines if line.startswith("model name")
     ]
-    sizes = " ".join(f"{name}={size}" for name, size in args.model.items())
-    command = shlex.join(["python", "-m", "recipes.bench.step_time", *sys.argv[1:]])
-    return (
-        f"{models[0] if models else platform.processor()} x {os.cpu_count()}, 8 emulated "
-        f"devices; Python {platform.python_version()}, jax {jax.__version__}; "
-        f"{datetime.date.today()}; {command}\n"
-        f"{sizes}, batch={args.batch} seq={args.seq}; {args.runs} rounds after "
-        f"{args.warmup}, {args.compiles} compiles; XLA_FLAGS={os.environ['XLA_FLAGS']!r}"
+    cpu = models[0] if models else platform.processor()
+    sizes = {**args.model, "batch": args.batch, "seq": args.seq}
+    return "\n".join(
+        (
+            f"{cpu} x {os.cpu_count()}, 8 emulated devices; Python "
+            f"{platform.python_version()}, jax {jax.__version__}; "
+            f"{datetime.date.today()}",
+            shlex.join(["python", "-m", "recipes.bench.step_time", *sys.argv[1:]]),
+            f"XLA_FLAGS={os.environ['XLA_FLAGS']!r}",
+            " ".join(f"{name}={size}" for name, size in sizes.items())
+            + f"; {args.runs} rounds after {args.warmup}, {args.compiles} compiles",
+        )
     )
 
 
 def _table(results: dict[str, list[Measured]]) -> Table:
-    table = Table(title="Training step, meshpar against hand-written")
+    table = Table(
+        title="Training step, meshpar against hand-written",
+        caption="temp and collectives per device; count (MB) in one step",
+    )
     for header in ("layout", "program"):
-        table.add_column(header)
+        table.add_column(header, no_wrap=True)
     headers = ("step s", "ratio", "pairwise", "compile s", "ratio", "temp MB", *KINDS)
     for header in headers:
-        table.add_column(header, justify="right")
+        table.add_column(header.replace("-", "-\n"), justify="right", no_wrap=True)
     for layout, both in results.items():
         pairs = zip(*(measured.step_s for measured in both), strict=True)
         pairwise = statistics.median(a / b for a, b in pairs)
-        for at, (name, measured) in enumerate(zip(NAMES, both, strict=True)):
-            first = at == 0
-            table.add_row(
-                layout if first else "",
-                name,
-                f"{statistics.median(measured.step_s):.3f}",
-                _ratio(both, "step_s") if first else "",
-                f"{pairwise:.3f}" if first else "",
-                f"{statistics.median(measured.compile_s):.2f}",
-                _ratio(both, "compile_s") if first else "",
-                f"{measured.program.memory_analysis().temp_size_in_bytes / 1e6:.1f}",
-                *_traffic(measured.program),
-                end_section=not first,
-            )
-    table.caption = "temp and collectives per device; count (MB) in one step"
+        ratios = (_ratio(both, "step_s"), f"{pairwise:.3f}", _ratio(both, "compile_s"))
+        table.add_row(*_row(layout, NAMES[0], both[0], ratios))
+        table.add_row(*_row("", NAMES[1], both[1], ("", "", "")), end_section=True)
     return table
+
+
+def _row(
+    layout: str, name: str, measured: Measured, ratios: tuple[str, str, str]
+) -> tuple[str, ...]:
+    step, pairwise, compiling = ratios
+    runs, moved = collective_traffic(measured.program.as_text())
+    return (
+        layout,
+        name,
+        f"{statistics.median(measured.step_s):.3f}",
+        step,
+        pairwise,
+        f"{statistics.median(measured.compile_s):.2f}",
+        compiling,
+        f"{measured.program.memory_analysis().temp_size_in_bytes / 1e6:.1f}",
+        *(f"{runs[kind]} ({moved[kind] / 1e6:.1f})" for kind in KINDS),
+    )
 
 
 def _ratio(both: list[Measured], quantity: str) -> str:
     ours, theirs = (statistics.median(getattr(one, quantity)) for one in both)
     return f"{ours / theirs:.3f}"
-
-
-def _traffic(program: jax.stages.Compiled) -> list[str]:
-    runs, moved = collective_traffic(program.as_text())
-    return [f"{runs[kind]} ({moved[kind] / 1e6:.1f})" for kind in KINDS]
 
 
 if __name__ == "__main__":
