@@ -96,9 +96,9 @@ def lint(
         rules, shadowed = _first_of_each(rules)
     rules = rules or default_rules(layout)
     rows, row_findings = _parameter_rows(model, layout, rules)
-    examples = global_batch or layout.batch_shards
+    examples = layout.batch_shards if global_batch is None else global_batch
     activations, trace_findings = _activations(model, examples, seq)
-    layouts, activation_findings = _activation_layouts(activations, layout, rules)
+    axes, activation_findings = _axes_of_activations(activations, layout, rules)
     used_by_parameters = {name for row in rows for name in row.logical_axes}
     used = used_by_parameters | {
         name for activation in activations for name in activation.logical_axes
@@ -112,7 +112,7 @@ def lint(
             *_shadowing_overrides(rules),
             *(() if trace_findings else _dead_rules(rules, used, used_by_parameters)),
             *_large_and_replicated(rows, layout, large_bytes),
-            *_idle_mesh_axes(rows, layouts, layout),
+            *(() if trace_findings else _idle_mesh_axes(rows, axes, layout)),
         ),
         parameters=tuple(rows),
     )
@@ -216,24 +216,34 @@ def _one_layer(parameter: Parameter) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(parameter.shape, parameter.dtype)
 
 
-def _activation_layouts(
+def _axes_of_activations(
     activations: list[_Activation], layout: Layout, rules: Rules
-) -> tuple[list[PartitionSpec], list[Finding]]:
-    layouts, findings = [], []
+) -> tuple[set[str], list[Finding]]:
+    axes, findings = set(), []
     for activation in activations:
         path = f"activation {activation.logical_axes}"
         try:
-            layouts.append(
-                rules.spec(
-                    activation.logical_axes,
-                    activation.shape,
-                    mesh_shape=layout.mesh_shape,
-                    path=path,
-                )
+            spec = rules.spec(
+                activation.logical_axes,
+                activation.shape,
+                mesh_shape=layout.mesh_shape,
+                path=path,
             )
+            axes.update(spec_axes(spec))
         except RuleError as error:
             findings.append(Finding(kind=error.kind, path=path, message=str(error)))
-    return layouts, findings
+            # What the rules ask for is a fault of its own, not a mesh axis without work.
+            axes.update(_axes_asked_for(activation, rules))
+    return axes, findings
+
+
+def _axes_asked_for(activation: _Activation, rules: Rules) -> set[str]:
+    return {
+        axis
+        for name in activation.logical_axes
+        if name is not None
+        for axis in rules.table.get(name) or ()
+    }
 
 
 def _first_of_each(pairs: Sequence[tuple[str, Any]]) -> tuple[Rules, list[Finding]]:
@@ -274,7 +284,8 @@ def _dead_rules(
     dead += [
         (name, "no parameter")
         for name in rules.parameters
-        if name not in used_by_parameters and name in used
+        if name not in used_by_parameters
+        and (name in used or name not in rules.table)
     ]
     return [
         Finding(
@@ -317,10 +328,11 @@ def _large_and_replicated(
 
 
 def _idle_mesh_axes(
-    rows: list[ParameterRow], layouts: list[PartitionSpec], layout: Layout
+    rows: list[ParameterRow], axes: set[str], layout: Layout
 ) -> list[Finding]:
-    busy = {axis for row in rows for axis in spec_axes(PartitionSpec(*row.mesh_axes))}
-    busy |= {axis for spec in layouts for axis in spec_axes(spec)}
+    busy = axes | {
+        axis for row in rows for axis in spec_axes(PartitionSpec(*row.mesh_axes))
+    }
     return [
         Finding(
             kind="idle",

@@ -162,7 +162,7 @@ class BlockGroup:
     block: Callable[[Params, jax.Array, Scope], jax.Array]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Model:
     """A model under the contract of this module.
 

@@ -24,7 +24,15 @@ import optax
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from meshpar import Layout, TrainState, TrainStep, emulate, lint, make_train_step
+from meshpar import (
+    MESH_AXES,
+    Layout,
+    TrainState,
+    TrainStep,
+    emulate,
+    lint,
+    make_train_step,
+)
 from meshpar.cli.lint import parameter_table, wide_console
 from meshpar.cli.parsing import OneLineParser
 from meshpar.train.baselines import bigram_loss, unigram_loss
@@ -105,6 +113,7 @@ def pretrain(args: argparse.Namespace) -> int:
     console = wide_console()
     texts = read_tokens(args.text, args.seq)
     step = make_step(args)
+    step.check_batch(args.global_batch)
     with Checkpoints(args.out / "checkpoints") as checkpoints:
         state = first_state(args, step, checkpoints)
         print_layout(console, args, step, state, texts)
@@ -144,6 +153,7 @@ def make_step(args: argparse.Namespace) -> TrainStep:
     layout = Layout.parse(args.layout)
     if args.dtype:
         layout = replace(layout, precision=args.dtype)
+    devices = devices_of(layout)
     model = build(args.preset)
     vocab = model.flat_parameters()["token_embed"].shape[0]
     if vocab < BYTE_VOCAB:
@@ -151,9 +161,6 @@ def make_step(args: argparse.Namespace) -> TrainStep:
             f"preset {args.preset!r} has a vocabulary of {vocab}, but bytes need "
             f"{BYTE_VOCAB}; choose a larger preset"
         )
-    devices = jax.devices()
-    if -1 not in layout_sizes(layout):
-        devices = devices[: layout.num_devices]
     warmup = min(max(args.steps // 10, 1), args.steps - 1)
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, args.learning_rate, warmup, max(args.steps, 2), args.learning_rate / 10
@@ -162,9 +169,14 @@ def make_step(args: argparse.Namespace) -> TrainStep:
     return make_train_step(model, optimizer, layout, devices=devices, max_grad_norm=1.0)
 
 
-def layout_sizes(layout: Layout) -> tuple[int, ...]:
-    """Sizes of the mesh axes as the layout gives them."""
-    return tuple(getattr(layout, axis) for axis in ("data", "fsdp", "tensor"))
+def devices_of(layout: Layout) -> list[jax.Device]:
+    """The first devices, as many as the layout needs; all of them for a -1."""
+    devices = jax.devices()
+    absorbs = any(getattr(layout, mesh_axis) == -1 for mesh_axis in MESH_AXES)
+    if absorbs or layout.num_devices > len(devices):
+        layout.resolve(len(devices))
+        return devices
+    return devices[: layout.num_devices]
 
 
 def run_of(args: argparse.Namespace, step: TrainStep) -> dict[str, Any]:
@@ -225,7 +237,7 @@ def train(
                 )
             if done % args.save_every == 0:
                 checkpoints.save(state, run_of(args, step))
-            if stop.requested:
+            if stop.requested or done == args.stop_after:
                 break
     return state
 

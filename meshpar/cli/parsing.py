@@ -8,8 +8,15 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-from meshpar.layout import Layout
+from meshpar.layout import MESH_AXES, Layout
 from meshpar.model import Model
+
+
+_NO_SIZES = {
+    "preset": "--preset NAME",
+    "config_json": "--model PATH, of a file that ends in .json",
+}
+"""Arguments of a builder that have an option of their own, and which."""
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -44,31 +51,56 @@ def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
         "--layout", metavar="LINE", required=True, help="data=2,fsdp=2,tensor=2"
     )
     parser.add_argument(
-        "--devices", type=int, metavar="N", help="devices, where the layout has a -1"
+        "--devices", type=positive, metavar="N", help="devices, where the layout has a -1"
     )
     parser.add_argument(
-        "--global-batch", type=int, metavar="N", help="sequences in a step"
+        "--global-batch", type=positive, metavar="N", help="sequences in a step"
     )
     parser.add_argument(
-        "--seq", type=int, default=128, metavar="N", help="tokens of one"
+        "--seq", type=positive, default=128, metavar="N", help="tokens of one"
     )
+
+
+def positive(text: str) -> int:
+    """The whole number of an option that must be at least 1, as argparse's `type`.
+
+    Raises:
+        argparse.ArgumentTypeError: It is no whole number, or below 1.
+    """
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be a whole number of at least 1"
+        )
+    return number
 
 
 def layout_of(args: argparse.Namespace) -> Layout:
     """The layout of the options.
 
     Raises:
-        ValueError: It cannot be read, or does not fit `--devices`.
+        ValueError: It cannot be read, does not fit `--devices`, or has a -1 without it.
     """
     layout = Layout.parse(args.layout)
-    return layout if args.devices is None else layout.resolve(args.devices)
+    if args.devices is not None:
+        return layout.resolve(args.devices)
+    for axis in MESH_AXES:
+        if getattr(layout, axis) == -1:
+            raise ValueError(
+                f"mesh axis {axis!r} is -1, so its size depends on the devices; give "
+                "--devices N, or give the axis a size"
+            )
+    return layout
 
 
 def model_of(args: argparse.Namespace) -> Model:
     """The model of the options.
 
     Raises:
-        ValueError: There is no such builder, preset or size.
+        ValueError: There is no such builder, preset or size, or it builds no model.
     """
     build = _import_function(args.model_from)
     chosen: dict[str, Any] = {}
@@ -80,14 +112,27 @@ def model_of(args: argparse.Namespace) -> Model:
         chosen.update(parse_sizes(args.model))
     if not chosen and args.model_from == "models.presets:build":
         raise ValueError("no model is chosen; give --preset NAME or --model SIZES")
-    return build(**chosen)
+    try:
+        model = build(**chosen)
+    except TypeError as error:
+        raise ValueError(
+            f"--model-from {args.model_from!r} cannot be called with "
+            f"{', '.join(chosen) or 'nothing'}: {_first_line(error)}; give the sizes it "
+            "takes, or name another function"
+        ) from error
+    if not isinstance(model, Model):
+        raise ValueError(
+            f"--model-from {args.model_from!r} gives a {type(model).__name__}, not a "
+            "meshpar.Model; name a function that returns one"
+        )
+    return model
 
 
 def parse_sizes(text: str) -> dict[str, int | float | bool | str]:
     """`layers=4,tied=true` as a dict.
 
     Raises:
-        ValueError: A part is not key=value, or a key is given twice.
+        ValueError: A part is not key=value, a key is given twice, or it is no size.
     """
     sizes: dict[str, int | float | bool | str] = {}
     for part in text.split(","):
@@ -99,6 +144,10 @@ def parse_sizes(text: str) -> dict[str, int | float | bool | str]:
             )
         if key in sizes:
             raise ValueError(f"--model {text!r}: {key!r} is given twice; give it once")
+        if key in _NO_SIZES:
+            raise ValueError(
+                f"--model {text!r}: {key!r} is no size; give {_NO_SIZES[key]}"
+            )
         sizes[key] = _parse_scalar(value)
     return sizes
 
@@ -123,9 +172,19 @@ def _import_function(name: str) -> Any:
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
-        return getattr(importlib.import_module(module_name), function)
-    except (ImportError, AttributeError) as error:
+        found = getattr(importlib.import_module(module_name), function)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ValueError(
-            f"--model-from {name!r}: {error}; run from the checkout that holds it, or "
-            "name a function of an installed module"
+            f"--model-from {name!r}: {_first_line(error)}; run from the checkout that "
+            "holds it, or name a function of an installed module"
         ) from error
+    if not callable(found):
+        raise ValueError(
+            f"--model-from {name!r} is a {type(found).__name__}, not a function; name "
+            "one that returns a meshpar.Model"
+        )
+    return found
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -59,8 +59,13 @@ def shuffled_batches(
         Step -> `tokens`, `targets`, `weights`, each (global_batch, seq). A step can be
         asked for in any order, so a resumed run continues with the very next batch.
     """
+    # Grain shuffles epoch e with seed + e, so neighbouring seeds would share orders.
+    spread = int(np.random.SeedSequence(seed).generate_state(1)[0])
     dataset = (
-        grain.MapDataset.source(windows).shuffle(seed=seed).repeat().batch(global_batch)
+        grain.MapDataset.source(windows)
+        .shuffle(seed=spread)
+        .repeat()
+        .batch(global_batch)
     )
     return lambda step: dataset[step]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from types import TracebackType
 
@@ -20,8 +21,12 @@ class JsonLines:
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, **row: float | int | str) -> None:
-        """Writes one row and hands it to the operating system."""
-        self._file.write(json.dumps(row) + "\n")
+        """Writes one row and hands it to the operating system.
+
+        JSON has no NaN and no infinity: a number that is not finite is written as null.
+        """
+        values = {name: _finite_or_none(value) for name, value in row.items()}
+        self._file.write(json.dumps(values, allow_nan=False) + "\n")
         self._file.flush()
 
     def __enter__(self) -> JsonLines:
@@ -34,3 +39,9 @@ class JsonLines:
         traceback: TracebackType | None,
     ) -> None:
         self._file.close()
+
+
+def _finite_or_none(value: float | int | str) -> float | int | str | None:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -202,15 +202,23 @@ class TrainStep:
         indexed = {EXAMPLE: np.arange(rows, dtype=np.uint32), **batch}
         return jax.device_put(indexed, self.batch_sharding)
 
+    def check_batch(self, num_examples: int, name: str = "tokens") -> None:
+        """Refuses a global batch that does not divide over the batch axes.
+
+        Raises:
+            ValueError: It does not; both numbers are in the message.
+        """
+        if num_examples % self.layout.batch_shards:
+            raise ValueError(
+                f"batch[{name!r}] has {num_examples} examples, which do not divide over "
+                f"{self.layout.batch_shards} devices of data={self.layout.data},"
+                f"fsdp={self.layout.fsdp}; pad with examples of weight 0, or change the "
+                "global batch"
+            )
+
     def _check_batch(self, batch: Batch) -> None:
         for name, array in batch.items():
-            if array.shape[0] % self.layout.batch_shards:
-                raise ValueError(
-                    f"batch[{name!r}] has {array.shape[0]} examples, which do not divide "
-                    f"over {self.layout.batch_shards} devices of data={self.layout.data},"
-                    f"fsdp={self.layout.fsdp}; pad with examples of weight 0, or change "
-                    "the global batch"
-                )
+            self.check_batch(array.shape[0], name)
 
     def _update(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         loss, weight_sum, gradients = self._program.loss_and_gradients(

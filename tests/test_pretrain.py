@@ -1,0 +1,93 @@
+"""The recipe: resumes on another layout, stops cleanly, and tells bad input in one line."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from recipes import pretrain
+from tests.conftest import rows
+
+QUICK = "--preset tiny --seq 32 --global-batch 8 --sample-tokens 1 --steps 6"
+
+
+def run(folder, text, *options):
+    arguments = QUICK.split() + ["--out", str(folder), "--text", str(text), *options]
+    return pretrain.main(arguments)
+
+
+def test_a_run_resumed_on_another_layout_continues_with_the_same_losses(
+    tmp_path, small_text, capsys
+):
+    whole, split = tmp_path / "whole", tmp_path / "split"
+    assert run(whole, small_text, "--layout", "data=2") == 0
+    assert run(split, small_text, "--layout", "data=2", "--stop-after", "3") == 0
+    assert "stopped after step 3; go on with --resume" in capsys.readouterr().out
+    assert run(split, small_text, "--layout", "fsdp=4,tensor=2", "--resume") == 0
+    losses = [rows(folder / "metrics.jsonl", "loss") for folder in (whole, split)]
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+    output = capsys.readouterr().out
+    for word in ("fsdp=4,tensor=2", "blocks.mlp.down", "bigram", "checkpoint in"):
+        assert word in output
+
+
+def test_ctrl_c_saves_and_ends_cleanly(tmp_path, small_text):
+    command = [sys.executable, "-m", "recipes.pretrain", *QUICK.split()]
+    command += ["--steps", "100000", "--layout", "data=2", "--text", str(small_text)]
+    command += ["--out", str(tmp_path)]
+    log = tmp_path / "metrics.jsonl"
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not (log.exists() and log.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 0
+    assert "stopped after step" in output
+    assert any(name.isdecimal() for name in os.listdir(tmp_path / "checkpoints"))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--text", "/no/such/file"], "no text at '/no/such/file'"),
+        (["--layout", "data=3"], "do not divide over 3 devices"),
+        (["--layout", "data=16"], "needs 16 devices, but there are 8"),
+        (["--layout", "tenser=2"], "did you mean 'tensor'"),
+        (["--layout", "stage=2"], "stage=2 is not supported"),
+        (["--layout", "tensor=8"], "'kv_heads' has size 4, which does not divide"),
+        (["--preset", "test"], "a vocabulary of 64, but bytes need 256"),
+        (["--preset", "no"], "no preset 'no'"),
+        (["--resume"], "no checkpoint in"),
+        (["--seq", "100000"], "too few for one window"),
+    ],
+)
+def test_bad_input_ends_with_one_line_and_status_2(
+    tmp_path, small_text, capsys, options, words
+):
+    assert run(tmp_path / "run", small_text, *options) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "words"), [(b"", "is empty"), (b"\x00\x01\xff", "is not UTF-8 text")]
+)
+def test_a_file_that_is_no_text_is_told_in_one_line(tmp_path, capsys, content, words):
+    path = tmp_path / "text.txt"
+    path.write_bytes(content)
+    assert run(tmp_path / "run", path) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert len(error.splitlines()) == 1
+
+
+def test_a_folder_with_a_run_in_it_is_not_overwritten(tmp_path, small_text, capsys):
+    assert run(tmp_path, small_text, "--layout", "data=2", "--stop-after", "1") == 0
+    assert run(tmp_path, small_text, "--layout", "data=2") == 2
+    assert "holds a run at step 1; add --resume" in capsys.readouterr().err
