@@ -34,7 +34,7 @@ def zero_from(x: jax.Array) -> Zero:
 
 
 def follow(x: jax.Array, earlier: Zero | None) -> jax.Array:
-    """`x`, available no sooner than what `earlier` was made from; `x` if that is None."""
+    """`x`, no sooner than what `earlier` was made from; `x` itself if that is None."""
     return x if earlier is None else x + earlier.astype(x.dtype)
 
 

@@ -42,8 +42,8 @@ def make_mesh(
     if topology.num_devices != len(devices):
         raise ValueError(
             f"the topology has {topology.hosts} hosts x {topology.devices_per_host} = "
-            f"{topology.num_devices} devices, but there are {len(devices)}; declare the "
-            "topology of the devices that are used"
+            f"{topology.num_devices} devices, but there are {len(devices)}; declare "
+            "the topology of the devices that are used"
         )
     topology.warn_if_tensor_crosses_hosts(layout)
     shape = tuple(layout.mesh_shape.values())

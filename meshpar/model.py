@@ -10,7 +10,8 @@ A model is three functions over a tree of parameters:
 whatever else the model has; `embed` and `head` see all but the block groups. The loss
 is `sum(loss_sum) / sum(weight_sum)` over the global batch, so that padding, masks,
 shards and microbatches cannot change it. `batch` is a dict of arrays with the example
-first: `tokens`, `targets` and `weights`, (batch, seq) each, and what else a model reads.
+first: `tokens`, `targets` and `weights`, (batch, seq) each, and what else a model
+reads.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def from_nnx(
 
 
 def logical_axes(module: nnx.Module) -> Params:
-    """The module's sharding metadata: a tree of names per dim, beside its parameters."""
+    """The module's sharding metadata: for each parameter a name, or None, per dim."""
     state = nnx.state(module, nnx.Param)
     tree: Params = {}
     for path, variable in nnx.to_flat_state(state):

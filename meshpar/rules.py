@@ -111,9 +111,9 @@ class Rules:
         if logical_axis in self.parameters:
             raise RuleError(
                 "unknown",
-                f"no rule for logical axis {logical_axis!r}{where}: it has one for stored "
-                "parameters only; write None for it in the table if activations are "
-                "replicated",
+                f"no rule for logical axis {logical_axis!r}{where}: it has one for "
+                "stored parameters only; write None for it in the table if activations "
+                "are replicated",
             )
         hint = _SYNONYMS.get(logical_axis.lower())
         known = nearest(logical_axis, self.table)
@@ -147,7 +147,7 @@ class Rules:
         sizes = dict.fromkeys(MESH_AXES, 0) if mesh_shape is None else mesh_shape
         claimed: dict[str, str] = {}
         entries = []
-        for dim, logical_axis in enumerate(logical_axes):
+        for dim in range(len(logical_axes)):
             axes = self._axes_of_dim(logical_axes, dim, sizes, claimed)
             if axes and shape is not None and mesh_shape is not None:
                 axes = self._check_divides(logical_axes, shape, dim, axes, sizes, path)
@@ -180,8 +180,8 @@ class Rules:
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.empty:
             raise RuntimeError(
-                f"constrain({_show(logical_axes)}): no mesh is set, so nothing would be "
-                "laid out; run inside `with jax.set_mesh(mesh):`"
+                f"constrain({_show(logical_axes)}): no mesh is set, so nothing would "
+                "be laid out; run inside `with jax.set_mesh(mesh):`"
             )
         spec = self.spec(logical_axes, x.shape, mesh_shape=auto_mesh_shape())
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
@@ -199,8 +199,8 @@ class Rules:
         if logical_axis in logical_axes[:dim]:
             raise RuleError(
                 "repeated",
-                f"logical axis {logical_axis!r} names two dims of {_show(logical_axes)}; "
-                "give the dims different names",
+                f"logical axis {logical_axis!r} names two dims of "
+                f"{_show(logical_axes)}; give the dims different names",
             )
         rule = self.mesh_axes(logical_axis, logical_axes)
         axes = tuple(axis for axis in rule if sizes.get(axis, 1) != 1)
@@ -208,9 +208,9 @@ class Rules:
             if mesh_axis in claimed:
                 raise RuleError(
                     "claimed_twice",
-                    f"mesh axis {mesh_axis!r} is claimed by both {claimed[mesh_axis]!r} "
-                    f"and {logical_axis!r} in {_show(logical_axes)}; an array can use "
-                    "each mesh axis once",
+                    f"mesh axis {mesh_axis!r} is claimed by both "
+                    f"{claimed[mesh_axis]!r} and {logical_axis!r} in "
+                    f"{_show(logical_axes)}; an array can use each mesh axis once",
                 )
             claimed[mesh_axis] = logical_axis
         return axes
@@ -235,8 +235,8 @@ class Rules:
         noun = "mesh axis" if len(axes) == 1 else "mesh axes"
         raise RuleError(
             "indivisible",
-            f"logical axis {logical_axis!r} has size {shape[dim]}, which does not divide "
-            f"over {noun} {' x '.join(map(repr, axes))} of size {degree}\n"
+            f"logical axis {logical_axis!r} has size {shape[dim]}, which does not "
+            f"divide over {noun} {' x '.join(map(repr, axes))} of size {degree}\n"
             f"    {path}: shape {tuple(shape)} as {_show(logical_axes)}; pad it, map "
             f"{logical_axis!r} elsewhere, or replicate_if_indivisible",
         )
@@ -282,8 +282,8 @@ def shadowed_message(
 ) -> str:
     """The words for a second rule that could never apply."""
     return (
-        f"logical axis {logical_axis!r} has two rules, {rules[logical_axis] or None} and "
-        f"{axes or None}; only one can hold: remove the other"
+        f"logical axis {logical_axis!r} has two rules, {rules[logical_axis] or None} "
+        f"and {axes or None}; only one can hold: remove the other"
     )
 
 
@@ -293,8 +293,9 @@ def _check_rank(
     if shape is not None and len(shape) != len(logical_axes):
         raise RuleError(
             "rank",
-            f"{path}: shape {tuple(shape)} has {len(shape)} dims, but {_show(logical_axes)}"
-            f" names {len(logical_axes)}; name every dim, or write None",
+            f"{path}: shape {tuple(shape)} has {len(shape)} dims, but "
+            f"{_show(logical_axes)} names {len(logical_axes)}; name every dim, or "
+            "write None",
         )
 
 

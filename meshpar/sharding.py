@@ -64,7 +64,7 @@ def nnx_shardings(module: nnx.Module, mesh: Mesh, rules: Rules) -> Any:
 
 
 def model_specs(model: Model, mesh_shape: dict[str, int], rules: Rules) -> Any:
-    """The `PartitionSpec` of every stored parameter of a model; raises as `spec` does."""
+    """The `PartitionSpec` of every stored parameter; raises as `Rules.spec` does."""
     stored = rules.stored
     return jax.tree.map_with_path(
         lambda path, parameter: stored.spec(

@@ -68,7 +68,8 @@ class LlamaConfig:
             )
         if not self.head_dim and self.embed % self.heads:
             raise ValueError(
-                f"embed={self.embed} is not a multiple of heads={self.heads}; set head_dim"
+                f"embed={self.embed} is not a multiple of heads={self.heads}; set "
+                "head_dim"
             )
 
     @property

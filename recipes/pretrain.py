@@ -200,8 +200,8 @@ def first_state(
     for key in RUN_KEYS:
         if before[key] != now[key]:
             raise ValueError(
-                f"the checkpoint was made with {key}={before[key]}, not {now[key]}; only "
-                "the layout may change when resuming"
+                f"the checkpoint was made with {key}={before[key]}, not {now[key]}; "
+                "only the layout may change when resuming"
             )
     return checkpoints.restore(step.state_shapes, step.shardings)
 
@@ -299,13 +299,15 @@ def print_layout(
     expected, actual = state_bytes(step, state)
     console.print(
         f"state per device: {expected:,} bytes expected, {actual:,} actual; "
-        f"text: {len(texts.train):,} bytes to train on, {len(texts.validation):,} held out",
+        f"text: {len(texts.train):,} bytes to train on, {len(texts.validation):,} held "
+        "out",
         highlight=False,
     )
 
 
 def state_bytes(step: TrainStep, state: TrainState) -> tuple[int, int]:
-    """Bytes of the state on the first device: by the shardings, and as they lie there."""
+    """Bytes of the state on the first device: by the shardings, and as they lie "
+    "there."""
     expected = sum(
         int(np.prod(sharding.shard_shape(shape.shape))) * shape.dtype.itemsize
         for shape, sharding in zip(

@@ -1,4 +1,4 @@
-"""The recipe: resumes on another layout, stops cleanly, and tells bad input in one line."""
+"""The recipe resumes on another layout, stops cleanly, tells bad input in one line."""
 
 import os
 import signal

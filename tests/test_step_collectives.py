@@ -13,7 +13,8 @@ from tests.hlo import Collective, collectives, counts
 
 LAYERS, BATCH, SEQ = 3, 16, 16
 MODEL = build("test", layers=LAYERS)
-# A weight of this model has at least 1,024 values, an activation 2,048; a norm's scale 32.
+# A weight here has at least 1,024 values, an activation 2,048, and a
+# norm's scale 32.
 SMALL_BYTES = 1024
 
 

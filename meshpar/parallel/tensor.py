@@ -131,7 +131,7 @@ def _over_vocab(
 def _own_rows(
     num_rows: int, tokens: jax.Array, mesh_axes: tuple[str, ...]
 ) -> tuple[jax.Array, jax.Array]:
-    """Each token's row in this device's part, and whether it has one (batch, seq, 1)."""
+    """Each token's row in this device's part, and (batch, seq, 1) whether it has one."""
     sizes = [lax.axis_size(axis) for axis in mesh_axes]
     shard = sum(
         lax.axis_index(axis) * math.prod(sizes[position + 1 :])

@@ -66,9 +66,9 @@ def state_shardings(
     def follow(value: jax.Array, param: jax.Array, sharding: NamedSharding) -> Any:
         if value.shape != param.shape:
             raise ValueError(
-                f"optimizer state of shape {value.shape} belongs to a parameter of shape "
-                f"{param.shape}, so it cannot take that parameter's layout; use an "
-                "optimizer whose state has the parameters' shapes"
+                f"optimizer state of shape {value.shape} belongs to a parameter of "
+                f"shape {param.shape}, so it cannot take that parameter's layout; use "
+                "an optimizer whose state has the parameters' shapes"
             )
         return sharding
 

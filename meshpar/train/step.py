@@ -132,7 +132,7 @@ class TrainStep:
         )
 
     def init(self, seed: int) -> TrainState:
-        """The first state, a function of `seed` alone, each array born in its shards."""
+        """The first state, a function of `seed` alone; arrays are born in shards."""
         with jax.set_mesh(self.mesh):
             return self._init(np.uint32(seed))
 
@@ -210,10 +210,10 @@ class TrainStep:
         """
         if num_examples % self.layout.batch_shards:
             raise ValueError(
-                f"batch[{name!r}] has {num_examples} examples, which do not divide over "
-                f"{self.layout.batch_shards} devices of data={self.layout.data},"
-                f"fsdp={self.layout.fsdp}; pad with examples of weight 0, or change the "
-                "global batch"
+                f"batch[{name!r}] has {num_examples} examples, which do not divide "
+                f"over {self.layout.batch_shards} devices of data={self.layout.data},"
+                f"fsdp={self.layout.fsdp}; pad with examples of weight 0, or change "
+                "the global batch"
             )
 
     def _check_batch(self, batch: Batch) -> None:
@@ -244,13 +244,14 @@ def _check_built(layout: Layout) -> None:
     for name in ("stage", "context", "expert", "microbatches"):
         if getattr(layout, name) != 1:
             raise ValueError(
-                f"layout {str(layout)!r}: make_train_step lays out data, fsdp and tensor; "
-                f"{name}={getattr(layout, name)} is not supported: set {name}=1"
+                f"layout {str(layout)!r}: make_train_step lays out data, fsdp and "
+                f"tensor; {name}={getattr(layout, name)} is not supported: set {name}=1"
             )
     if layout.zero != 3:
         raise ValueError(
-            f"layout {str(layout)!r}: zero={layout.zero} is not supported; 'fsdp' splits "
-            "parameters, gradients and optimizer state alike (zero=3), 'data' none"
+            f"layout {str(layout)!r}: zero={layout.zero} is not supported; 'fsdp' "
+            "splits parameters, gradients and optimizer state alike (zero=3), 'data' "
+            "none"
         )
 
 
@@ -258,9 +259,9 @@ def _check_batch_rules(rules: Rules) -> None:
     if rules.mesh_axes("batch") != BATCH_AXES:
         raise RuleError(
             "unknown",
-            f"logical axis 'batch' is mapped to {rules.mesh_axes('batch') or None}; the "
-            f"training step splits the batch over {BATCH_AXES}: map it to both (a mesh "
-            "axis of size 1 costs nothing)",
+            f"logical axis 'batch' is mapped to {rules.mesh_axes('batch') or None}; "
+            f"the training step splits the batch over {BATCH_AXES}: map it to both (a "
+            "mesh axis of size 1 costs nothing)",
         )
     for logical_axis, mesh_axes in rules.table.items():
         for mesh_axis in mesh_axes:
@@ -268,7 +269,7 @@ def _check_batch_rules(rules: Rules) -> None:
                 raise RuleError(
                     "claimed_twice",
                     f"mesh axis {mesh_axis!r} is claimed by both 'batch' and "
-                    f"{logical_axis!r} in activations; if {logical_axis!r} is meant for "
-                    f"stored parameters, pass Rules(..., parameters={{{logical_axis!r}: "
-                    f"{mesh_axis!r}}})",
+                    f"{logical_axis!r} in activations; if {logical_axis!r} is meant "
+                    "for stored parameters, pass Rules(..., "
+                    f"parameters={{{logical_axis!r}: {mesh_axis!r}}})",
                 )
