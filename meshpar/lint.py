@@ -232,7 +232,7 @@ def _axes_of_activations(
             axes.update(spec_axes(spec))
         except RuleError as error:
             findings.append(Finding(kind=error.kind, path=path, message=str(error)))
-            # What the rules ask for is a fault of its own, not a mesh axis without work.
+            # One finding is enough: its mesh axes have work once it is mended.
             axes.update(_axes_asked_for(activation, rules))
     return axes, findings
 
@@ -268,8 +268,8 @@ def _shadowing_overrides(rules: Rules) -> list[Finding]:
             kind="shadowed",
             path=logical_axis,
             message=(
-                f"the parameters' rule for {logical_axis!r} is {axes or None}, the same "
-                "as the rule for all arrays, so it changes nothing: remove it"
+                f"the parameters' rule for {logical_axis!r} is {axes or None}, the "
+                "same as the rule for all arrays, so it changes nothing: remove it"
             ),
         )
         for logical_axis, axes in rules.parameters.items()
@@ -284,8 +284,7 @@ def _dead_rules(
     dead += [
         (name, "no parameter")
         for name in rules.parameters
-        if name not in used_by_parameters
-        and (name in used or name not in rules.table)
+        if name not in used_by_parameters and (name in used or name not in rules.table)
     ]
     return [
         Finding(
@@ -316,9 +315,9 @@ def _large_and_replicated(
             kind="replicated",
             path=row.path,
             message=(
-                f"{row.path}: shape {row.shape} as {row.logical_axes} is whole on every "
-                f"device, {row.bytes} bytes, more than {large_bytes}; map one of its "
-                f"logical axes to {names}, or raise the limit"
+                f"{row.path}: shape {row.shape} as {row.logical_axes} is whole "
+                f"on every device, {row.bytes} bytes, more than {large_bytes}; map one "
+                f"of its logical axes to {names}, or raise the limit"
             ),
             bytes=row.bytes,
         )

@@ -11,6 +11,7 @@ from flax import nnx
 from meshpar import Model, Scope, from_nnx
 from meshpar.model import Batch
 from meshpar.parallel.tensor import cross_entropy, vocab_lookup
+from models.field_types import check_field_types
 from models.layers.attention import Attention, depth_scaled_std
 from models.layers.mlp import PlainMLP
 from models.layers.norm import LayerNorm
@@ -32,7 +33,8 @@ class GPT2Config:
         init_std: Standard deviation of the initial weights.
 
     Raises:
-        ValueError: A size below 1, or heads that do not divide `embed`.
+        ValueError: A size that is no whole number or below 1, another value of the
+            wrong type, or heads that do not divide `embed`.
     """
 
     layers: int
@@ -46,9 +48,12 @@ class GPT2Config:
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
+        check_field_types(self)
         for name in ("layers", "embed", "heads", "vocab", "max_seq"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+        if self.ffn < 0:
+            raise ValueError(f"ffn={self.ffn}: must be at least 0; 0 is 4 * embed")
         if self.embed % self.heads:
             raise ValueError(
                 f"embed={self.embed} is not a multiple of heads={self.heads}"

@@ -14,6 +14,7 @@ from flax import nnx
 from meshpar import Model, Scope, from_nnx
 from meshpar.model import Batch
 from meshpar.parallel.tensor import cross_entropy, vocab_lookup
+from models.field_types import check_field_types
 from models.layers.attention import Attention, depth_scaled_std
 from models.layers.mlp import GatedMLP
 from models.layers.norm import RMSNorm
@@ -39,7 +40,8 @@ class LlamaConfig:
         init_std: Standard deviation of the initial weights.
 
     Raises:
-        ValueError: A size below 1, or heads that do not divide.
+        ValueError: A size that is no whole number or below 1, another value of the
+            wrong type, or heads that do not divide.
     """
 
     layers: int
@@ -58,9 +60,14 @@ class LlamaConfig:
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
+        check_field_types(self)
         for name in ("layers", "embed", "heads", "kv_heads", "ffn", "vocab"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+        if self.head_dim < 0:
+            raise ValueError(
+                f"head_dim={self.head_dim}: must be at least 0; 0 is embed / heads"
+            )
         if self.heads % self.kv_heads:
             raise ValueError(
                 f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}; "

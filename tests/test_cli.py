@@ -254,6 +254,19 @@ def test_a_hugging_face_config_is_a_model(values, path, shape, tmp_path, capsys)
             {"rope_scaling": LLAMA3_SCALING},
             {"rope_scaling": RopeScaling(factor=32.0, original_seq=4096)},
         ),
+        (
+            {"rope_parameters": {**LLAMA3_SCALING, "rope_theta": 1e6}},
+            {
+                "rope_theta": 1e6,
+                "rope_scaling": RopeScaling(factor=32.0, original_seq=4096),
+            },
+        ),
+        (
+            {"rope_theta": None, "rope_parameters": {"rope_theta": 1e6}},
+            {"rope_theta": 1e6},
+        ),
+        ({"rope_theta": None}, {"rope_theta": 10_000.0}),
+        ({"num_key_value_heads": None}, {"kv_heads": 4}),
         ({"attention_bias": True}, {"qkv_bias": True}),
         ({"model_type": "qwen2"}, {"qkv_bias": True}),
         ({"model_type": "qwen3", "head_dim": 32}, {"qk_norm": True, "head_dim": 32}),
@@ -273,12 +286,17 @@ def test_every_field_of_a_gpt2_config_is_read(tmp_path):
 
 # Bad input.
 
+SIZES = "hidden=64,heads=4,vocab=256"
+
 BAD_INPUT = [
     ([*LINT, "--preset", "tny"], "no preset 'tny'; did you mean 'tiny'"),
     ([*TINY, "--layout", "data"], "layout 'data': 'data' is not key=value"),
     ([*TINY, "--layout", "dta=2"], "layout 'dta=2': no key 'dta'; did you mean 'data'"),
     ([*TINY, "--layout", "data=0"], "data=0: must be a whole number of at least 1"),
-    ([*TINY, "--layout", "data=-1"], "mesh axis 'data' is -1"),
+    (
+        [*TINY, "--layout", "data=-1"],
+        "mesh axis 'data' is -1, so its size depends on the devices; give --devices N",
+    ),
     ([*LINT, "--preset", "tiny", "--devices", "4"], "layout 'data=2' needs 2 devices"),
     (LINT, "no model is chosen; give --preset NAME or --model SIZES"),
     ([*LINT, "--model", "layers"], "--model 'layers': 'layers' is not key=value"),
@@ -307,7 +325,24 @@ BAD_INPUT = [
         "rule 'mlp' names no mesh axis: 'tensr'; did you mean 'tensor'",
     ),
     ([*LINT, "--no-such-option"], "unrecognized arguments: --no-such-option"),
-    ([*LINT, "--seq", "many"], "argument --seq: invalid int value: 'many'"),
+    ([*LINT, "--seq", "many"], "--seq: 'many' must be a whole number of at least 1"),
+    ([*LINT, "--seq", "0"], "--seq: '0' must be a whole number of at least 1"),
+    ([*LINT, "--global-batch", "0"], "--global-batch: '0' must be a whole number"),
+    ([*LINT, "--global-batch", "-4"], "--global-batch: '-4' must be a whole number"),
+    ([*LINT, "--model", f"layers=abc,{SIZES}"], "layers='abc': must be a whole number"),
+    ([*LINT, "--model", f"layers=2.5,{SIZES}"], "layers=2.5: must be a whole number"),
+    ([*LINT, "--model", f"layers=true,{SIZES}"], "layers=True: must be a whole number"),
+    ([*LINT, "--preset", "tiny", "--model", "tied=no"], "tied='no': must be true or"),
+    ([*LINT, "--preset", "tiny", "--model", "norm_epsilon=x"], "must be a number"),
+    ([*LINT, "--preset", "tiny", "--model", "head_dim=-1"], "head_dim=-1: must be at"),
+    ([*LINT, "--model", f"layers=2,{SIZES},ffn=-1"], "ffn=-1: must be at least 0"),
+    ([*LINT, "--model", "config_json=3"], "'config_json' is no size; give --model"),
+    ([*LINT, "--model", "preset=tiny"], "'preset' is no size; give --preset NAME"),
+    ([*LINT, "--model-from", "os:sep"], "'os:sep' is a str, not a function"),
+    ([*LINT, "--model-from", "json:loads"], "cannot be called with nothing: loads()"),
+    ([*LINT, "--model-from", "os:getcwd"], "gives a str, not a meshpar.Model"),
+    ([*LINT, "--model-from", "..:x"], "--model-from '..:x': the 'package' argument"),
+    ([*LINT, "--model-from", ":x"], "--model-from ':x': Empty module name"),
     (TINY, "the following arguments are required: --layout"),
     (["lnt"], "invalid choice: 'lnt'"),
     ([], "the following arguments are required: subcommand"),
@@ -323,6 +358,17 @@ BAD_CONFIGS = [
     ),
     ({**LLAMA, "rope_scaling": {"type": "yarn"}}, "rope_scaling of type 'yarn'"),
     ({**LLAMA, "rope_scaling": {"type": "llama3"}}, "does not give 'factor'"),
+    ({**LLAMA, "num_hidden_layers": "2"}, "layers='2': must be a whole number"),
+    ({**LLAMA, "num_hidden_layers": None}, "does not give 'num_hidden_layers'"),
+    ({**LLAMA, "rope_theta": "big"}, "rope_theta='big': must be a number"),
+    ({**LLAMA, "rope_scaling": "yarn"}, "rope_scaling='yarn': must be an object"),
+    ({**LLAMA, "rope_parameters": 3}, "rope_parameters=3: must be an object"),
+    ({**LLAMA, "rope_scaling": {"factor": 2.0}}, "rope_scaling of type None"),
+    (
+        {**LLAMA, "rope_scaling": {**LLAMA3_SCALING, "factor": "x"}},
+        "factor='x': must be a number",
+    ),
+    ({**GPT2, "n_embd": None}, "does not give 'n_embd'"),
     ("{", "as JSON: Expecting property name"),
 ]
 

@@ -115,6 +115,18 @@ def test_another_seed_and_another_epoch_have_another_order():
     assert len({tuple(order) for order in orders}) == len(orders)
 
 
+def test_neighbouring_seeds_share_no_epochs_order():
+    orders = [
+        tuple(window_indices(batch_of(epoch)))
+        for seed in range(4)
+        for batch_of in [
+            shuffled_batches(numbered_windows(64), global_batch=64, seed=seed)
+        ]
+        for epoch in range(4)
+    ]
+    assert len(set(orders)) == len(orders)
+
+
 def test_a_batch_holds_whole_windows_example_first():
     windows = numbered_windows(12)
     batch = shuffled_batches(windows, global_batch=4, seed=0)(2)

@@ -75,6 +75,12 @@ FINDINGS = {
         "seq",
         "the rule for logical axis 'seq' is used by no parameter of the model; remove",
     ),
+    "a parameters' rule for nothing": (
+        lambda: findings_of("data=2", replace(TENSOR, parameters={"ffw": "fsdp"})),
+        "dead",
+        "ffw",
+        "the rule for logical axis 'ffw' is used by no parameter of the model; remove",
+    ),
     "a parameter that does not divide": (
         lambda: findings_of("tensor=3"),
         "indivisible",
@@ -167,6 +173,33 @@ def test_several_faults_are_all_found_in_one_report():
     rules = without(FSDP_TENSOR, "residual_seq").with_rules(ffw=None)
     kinds = {finding.kind for finding in findings_of("tensor=3", rules)}
     assert kinds >= {"unknown", "dead", "indivisible"}
+
+
+@pytest.mark.parametrize(
+    "layout, options, kind",
+    [
+        ("data=2", {"preset": "tiny-gpt2", "seq": 512}, "rank"),
+        ("data=4", {"global_batch": 6}, "indivisible"),
+        ("data=2", {"global_batch": 0}, "rank"),
+    ],
+)
+def test_a_batch_that_cannot_run_leaves_no_mesh_axis_idle(layout, options, kind):
+    kinds = {finding.kind for finding in findings_of(layout, **options)}
+    assert "idle" not in kinds
+    if options.get("global_batch") != 0:
+        assert kinds == {kind}
+
+
+def test_a_global_batch_of_0_is_not_taken_for_the_default():
+    model, shapes = build("tiny"), []
+    embed = model.embed
+
+    def seen(params, batch, scope):
+        shapes.append(batch["tokens"].shape)
+        return embed(params, batch, scope)
+
+    lint(replace(model, embed=seen), Layout(data=2), global_batch=0)
+    assert shapes == [(0, 128)]
 
 
 # Parameters.

@@ -1,6 +1,7 @@
 """Metrics are one JSON object a line, on disk as soon as they are written."""
 
 import json
+import math
 
 import pytest
 
@@ -22,6 +23,17 @@ def test_every_row_is_one_json_object_on_a_line_of_its_own(tmp_path):
         for row in ROWS:
             log.write(**row)
     assert rows_of(tmp_path / "metrics.jsonl") == ROWS
+
+
+def test_a_number_that_is_not_finite_is_null_for_readers_of_strict_json(tmp_path):
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    with JsonLines(tmp_path / "metrics.jsonl") as log:
+        log.write(step=3, loss=math.nan, norm=math.inf, low=-math.inf, note="nan")
+    line = (tmp_path / "metrics.jsonl").read_text("utf-8")
+    row = {"step": 3, "loss": None, "norm": None, "low": None, "note": "nan"}
+    assert json.loads(line, parse_constant=refuse) == row
 
 
 def test_a_row_can_be_read_while_the_run_goes_on(tmp_path):

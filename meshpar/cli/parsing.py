@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 from meshpar.layout import MESH_AXES, Layout
 from meshpar.model import Model
 
-
 _NO_SIZES = {
     "preset": "--preset NAME",
     "config_json": "--model PATH, of a file that ends in .json",
@@ -51,7 +50,10 @@ def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
         "--layout", metavar="LINE", required=True, help="data=2,fsdp=2,tensor=2"
     )
     parser.add_argument(
-        "--devices", type=positive, metavar="N", help="devices, where the layout has a -1"
+        "--devices",
+        type=positive,
+        metavar="N",
+        help="devices, where the layout has a -1",
     )
     parser.add_argument(
         "--global-batch", type=positive, metavar="N", help="sequences in a step"
@@ -117,8 +119,8 @@ def model_of(args: argparse.Namespace) -> Model:
     except TypeError as error:
         raise ValueError(
             f"--model-from {args.model_from!r} cannot be called with "
-            f"{', '.join(chosen) or 'nothing'}: {_first_line(error)}; give the sizes it "
-            "takes, or name another function"
+            f"{', '.join(chosen) or 'nothing'}: {_first_line(error)}; give the sizes "
+            "it takes, or name another function"
         ) from error
     if not isinstance(model, Model):
         raise ValueError(
@@ -139,8 +141,8 @@ def parse_sizes(text: str) -> dict[str, int | float | bool | str]:
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals or not value:
             raise ValueError(
-                f"--model {text!r}: {part.strip()!r} is not key=value; write for example "
-                "layers=4,hidden=256"
+                f"--model {text!r}: {part.strip()!r} is not key=value; write for "
+                "example layers=4,hidden=256"
             )
         if key in sizes:
             raise ValueError(f"--model {text!r}: {key!r} is given twice; give it once")
@@ -167,7 +169,8 @@ def _import_function(name: str) -> Any:
     module_name, colon, function = name.partition(":")
     if not colon or not function:
         raise ValueError(
-            f"--model-from {name!r}: write module:function, such as models.presets:build"
+            f"--model-from {name!r}: write module:function, such as "
+            "models.presets:build"
         )
     if "" not in sys.path:
         sys.path.insert(0, "")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +45,7 @@ def vocab_lookup(table: jax.Array, tokens: jax.Array, scope: Scope) -> jax.Array
     mesh_axes = spec_axes(spec)
     if not mesh_axes:
         return table[tokens]
-    return _lookup(table, tokens, spec)
+    return _lookup(table, tokens, spec, jnp.float32 if scope.in_order else table.dtype)
 
 
 def cross_entropy(
@@ -74,13 +75,18 @@ def cross_entropy(
     return jnp.sum(losses), jnp.sum(weights.astype(jnp.float32))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _lookup(table: jax.Array, tokens: jax.Array, spec: PartitionSpec) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _lookup(
+    table: jax.Array, tokens: jax.Array, spec: PartitionSpec, sum_dtype: Any
+) -> jax.Array:
     mesh_axes = spec_axes(spec)
 
     def local(rows: jax.Array, tokens: jax.Array) -> jax.Array:
         index, mine = _own_rows(rows.shape[0], tokens, mesh_axes)
-        return lax.psum(jnp.where(mine, rows[index], 0), mesh_axes)
+        found = jnp.where(mine, rows[index], 0)
+        # XLA:CPU aborts on a bf16 all-reduce here; one term of the sum is not zero, so
+        # that no dtype rounds it.
+        return lax.psum(found.astype(sum_dtype), mesh_axes).astype(rows.dtype)
 
     return _over_vocab(local, mesh_axes, (spec, PartitionSpec()), PartitionSpec())(
         table, tokens
@@ -88,13 +94,13 @@ def _lookup(table: jax.Array, tokens: jax.Array, spec: PartitionSpec) -> jax.Arr
 
 
 def _lookup_forward(
-    table: jax.Array, tokens: jax.Array, spec: PartitionSpec
+    table: jax.Array, tokens: jax.Array, spec: PartitionSpec, sum_dtype: Any
 ) -> tuple[jax.Array, tuple]:
-    return _lookup(table, tokens, spec), (table, tokens)
+    return _lookup(table, tokens, spec, sum_dtype), (table, tokens)
 
 
 def _lookup_backward(
-    spec: PartitionSpec, kept: tuple, gradient: jax.Array
+    spec: PartitionSpec, sum_dtype: Any, kept: tuple, gradient: jax.Array
 ) -> tuple[jax.Array, None]:
     # Written out because every device already has the whole gradient: transposing the
     # sum would all-reduce it once more.
@@ -131,7 +137,7 @@ def _over_vocab(
 def _own_rows(
     num_rows: int, tokens: jax.Array, mesh_axes: tuple[str, ...]
 ) -> tuple[jax.Array, jax.Array]:
-    """Each token's row in this device's part, and (batch, seq, 1) whether it has one."""
+    """Each token's row in this part, and whether it has one there: (batch, seq, 1)."""
     sizes = [lax.axis_size(axis) for axis in mesh_axes]
     shard = sum(
         lax.axis_index(axis) * math.prod(sizes[position + 1 :])

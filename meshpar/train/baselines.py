@@ -9,7 +9,8 @@ def unigram_loss(train: np.ndarray, validation: np.ndarray, vocab: int) -> float
     """Mean `-log p(token)` on `validation`, p counted on `train`.
 
     Args:
-        train, validation: Tokens below `vocab`.
+        train: Tokens below `vocab`, to count.
+        validation: Tokens below `vocab`, to predict.
         vocab: Number of tokens; every count starts at 1 (Laplace).
 
     Returns:

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from meshpar.model import path_name
 from meshpar.train.state import TrainState
 
 
@@ -35,10 +36,19 @@ class Checkpoints:
         self.directory = Path(directory).absolute()
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            self._manager = ocp.CheckpointManager(self.directory, options=options)
+            self._manager = ocp.CheckpointManager(
+                self.directory,
+                options=options,
+                # Named here, so that the shapes in a checkpoint can be asked for.
+                item_handlers={
+                    "state": ocp.StandardCheckpointHandler(),
+                    "run": ocp.JsonCheckpointHandler(),
+                },
+            )
         except OSError as error:
             raise CheckpointError(
-                f"cannot make the checkpoint folder {str(directory)!r}: {error.strerror}"
+                f"cannot make the checkpoint folder {str(directory)!r}: "
+                f"{error.strerror}"
             ) from error
 
     @property
@@ -90,6 +100,7 @@ class Checkpoints:
             CheckpointError: There is none, it cannot be read, or it is of another
                 model: a global shape differs.
         """
+        self._check_shapes(shapes)
         target = jax.tree.map(
             lambda shape, sharding: jax.ShapeDtypeStruct(
                 shape.shape, shape.dtype, sharding=sharding
@@ -98,6 +109,25 @@ class Checkpoints:
             shardings,
         )
         return self._restore(state=ocp.args.StandardRestore(target))["state"]
+
+    def _check_shapes(self, shapes: TrainState) -> None:
+        stored = self._stored_shapes()
+        for path, wanted in _shapes_by_path(shapes).items():
+            if stored.get(path, wanted) != wanted:
+                raise CheckpointError(
+                    f"checkpoint of step {self.latest_step} in {str(self.directory)!r} "
+                    f"is of another model: {path} has shape {stored[path]} there and "
+                    f"{wanted} here; build the model with the sizes it was saved with, "
+                    "or start without resuming"
+                )
+
+    def _stored_shapes(self) -> dict[str, tuple[int, ...]]:
+        """By path; empty where it cannot be told, which is for `_restore` to report."""
+        try:
+            metadata = self._manager.item_metadata(self.latest_step)["state"]
+            return _shapes_by_path(getattr(metadata, "tree", metadata))
+        except Exception:  # Orbax raises kinds of its own, and has None for absent.
+            return {}
 
     def _restore(self, **items: Any) -> Any:
         step = self.latest_step
@@ -127,13 +157,22 @@ class Checkpoints:
 
 
 def _reason(error: Exception, directory: Path) -> str:
-    """The first line of an error, and that the disk is full where it is."""
-    text = str(error).strip()
-    first_line = text.splitlines()[0] if text else type(error).__name__
+    """The first telling line of an error, or that the disk is full where it is."""
+    text = str(error)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    # Orbax introduces what it found by a line of its own that ends in a colon.
+    telling = [line for line in lines if not line.endswith(":")] or lines
     space = os.statvfs(directory)
     free_bytes = space.f_bavail * space.f_frsize
     if free_bytes < 1 << 20 or "No space left" in text:
         return (
             f"the disk is full ({free_bytes:,} bytes free); free some or name another"
         )
-    return first_line
+    return telling[0] if telling else type(error).__name__
+
+
+def _shapes_by_path(tree: Any) -> dict[str, tuple[int, ...]]:
+    return {
+        path_name(path): tuple(leaf.shape)
+        for path, leaf in jax.tree.leaves_with_path(tree)
+    }

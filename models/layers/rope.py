@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from models.field_types import check_field_types
+
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
@@ -16,12 +18,18 @@ class RopeScaling:
 
     Wavelengths above `original_seq / low_factor` are stretched by `factor`, those below
     `original_seq / high_factor` kept, and those between interpolated.
+
+    Raises:
+        ValueError: A value that is no number.
     """
 
     factor: float = 8.0
     low_factor: float = 1.0
     high_factor: float = 4.0
     original_seq: int = 8192
+
+    def __post_init__(self) -> None:
+        check_field_types(self)
 
 
 def rope_frequencies(
