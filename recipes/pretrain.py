@@ -34,7 +34,7 @@ from meshpar import (
     make_train_step,
 )
 from meshpar.cli.lint import parameter_table, wide_console
-from meshpar.cli.parsing import OneLineParser
+from meshpar.cli.parsing import OneLineParser, positive
 from meshpar.train.baselines import bigram_loss, unigram_loss
 from meshpar.train.checkpoint import CheckpointError, Checkpoints
 from meshpar.train.data import (
@@ -86,18 +86,19 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--layout", default="data=2,fsdp=2,tensor=2", help="the layout's line")
     add("--preset", default="tiny", help="a name in models.presets.PRESETS")
-    add("--steps", type=_positive, default=200, help="optimizer steps in all")
+    add("--steps", type=positive, default=200, help="optimizer steps in all")
     add("--seed", type=int, default=0, help="of initial values, data order, samples")
     add("--dtype", choices=("fp32", "bf16"), help="arithmetic; the layout's by default")
     add("--text", type=Path, default=SHAKESPEARE, help="a file, or a folder of .txt")
     add("--out", type=Path, default=Path("runs/pretrain"), help="folder of the run")
     add("--resume", action="store_true", help="go on from the newest checkpoint there")
     add("--log-json", type=Path, help="metrics file (default: OUT/metrics.jsonl)")
-    add("--global-batch", type=_positive, default=32, help="sequences in a step")
-    add("--seq", type=_positive, default=128, help="tokens of a sequence")
+    add("--global-batch", type=positive, default=32, help="sequences in a step")
+    add("--seq", type=positive, default=128, help="tokens of a sequence")
     add("--learning-rate", type=float, default=3e-3, help="its peak")
-    add("--save-every", type=_positive, default=200, help="steps between checkpoints")
-    add("--validate-every", type=_positive, default=100, help="steps between looks")
+    add("--save-every", type=positive, default=200, help="steps between checkpoints")
+    add("--validate-every", type=positive, default=100, help="steps between looks")
+    add("--stop-after", type=positive, help="save and stop after this step")
     add(
         "--sample-tokens",
         type=int,
@@ -366,13 +367,6 @@ def progress_bar(console: Console) -> Progress:
         TimeRemainingColumn(),
         console=console,
     )
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text}: must be at least 1")
-    return number
 
 
 def _is_ours(error: Exception) -> bool:
