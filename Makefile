@@ -12,7 +12,7 @@ export PYTHONPATH := .
 .PHONY: train test test-full test-newest lint clean
 
 train: $(VENV)/train.installed
-	$(VENV)/bin/python -m recipes.pretrain --out runs/$$(date +%Y%m%d-%H%M%S)
+	$(VENV)/bin/python -m recipes.pretrain
 
 test: lint
 	$(VENV)/bin/python $(PYTEST)

@@ -24,6 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 
 from meshpar.rules import LogicalAxes, Rules, auto_mesh_shape
 
@@ -113,18 +114,38 @@ class Scope:
         """
         if self.rules is None:
             return function
-        sizes = auto_mesh_shape()
-        specs = tuple(self.rules.spec(axes, mesh_shape=sizes) for axes in in_axes)
-        used = {axis for spec in specs for axis in spec_axes(spec)}
-        if not used:
-            return function
-        return jax.shard_map(
-            function,
-            in_specs=specs,
-            out_specs=self.rules.spec(out_axes, mesh_shape=sizes),
-            axis_names=used,
-            check_vma=False,
-        )
+
+        def mapped(*arrays: jax.Array) -> jax.Array:
+            layouts = zip(in_axes, arrays, strict=True)
+            specs = tuple(self._spec(axes, array.shape) for axes, array in layouts)
+            used = {axis for spec in specs for axis in spec_axes(spec)}
+            if not used:
+                return function(*arrays)
+            out_shape = jax.eval_shape(function, *arrays).shape
+            return jax.shard_map(
+                function,
+                in_specs=specs,
+                out_specs=self._spec(out_axes, out_shape),
+                axis_names=used,
+                check_vma=False,
+            )(*arrays)
+
+        return mapped
+
+    def same_layout(
+        self,
+        one_axes: LogicalAxes,
+        other_axes: LogicalAxes,
+        one_shape: Sequence[int],
+        other_shape: Sequence[int],
+    ) -> bool:
+        """Whether two arrays are split alike, dim by dim."""
+        if self.rules is None:
+            return True
+        return self._spec(one_axes, one_shape) == self._spec(other_axes, other_shape)
+
+    def _spec(self, logical_axes: LogicalAxes, shape: Sequence[int]) -> PartitionSpec:
+        return self.rules.spec(logical_axes, shape, mesh_shape=auto_mesh_shape())
 
     def save(self, x: jax.Array, name: str) -> jax.Array:
         """`x`, named so that `remat=selective` keeps it instead of recomputing it."""
@@ -139,7 +160,7 @@ class Scope:
         if self.dropout_key is None or rate == 0.0:
             return x
         key = jax.random.fold_in(self.dropout_key, zlib.crc32(name.encode()))
-        key = jax.random.fold_in(key, jnp.asarray(self.layer, jnp.uint32))
+        key = jax.random.fold_in(key, jnp.asarray(self.layer).astype(jnp.uint32))
         keys = jax.vmap(jax.random.fold_in, (None, 0))(key, self.batch[EXAMPLE])
         keep = jax.vmap(lambda k: jax.random.bernoulli(k, 1 - rate, x.shape[1:]))(keys)
         return jnp.where(keep, x / (1 - rate), 0).astype(x.dtype)

@@ -63,10 +63,10 @@ class Rules:
     Example:
         >>> rules = Rules({"batch": ("data", "fsdp"), "embed": None, "mlp": "tensor"},
         ...               parameters={"embed": "fsdp"})
-        >>> rules.spec(("batch", "embed"))
-        PartitionSpec(('data', 'fsdp'), None)
-        >>> rules.stored.spec(("embed", "mlp"))
-        PartitionSpec('fsdp', 'tensor')
+        >>> tuple(rules.spec(("batch", "embed")))
+        (('data', 'fsdp'), None)
+        >>> tuple(rules.stored.spec(("embed", "mlp")))
+        ('fsdp', 'tensor')
     """
 
     table: Table
@@ -84,7 +84,7 @@ class Rules:
             self.mesh_axes(logical_axis)
 
     def __hash__(self) -> int:
-        tables = (tuple(self.table.items()), tuple(self.parameters.items()))
+        tables = (frozenset(self.table.items()), frozenset(self.parameters.items()))
         return hash((*tables, self.replicate_if_indivisible))
 
     @property

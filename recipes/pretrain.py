@@ -35,6 +35,7 @@ from meshpar import (
 )
 from meshpar.cli.lint import parameter_table, wide_console
 from meshpar.cli.parsing import OneLineParser, positive
+from meshpar.emulate import ENVIRONMENT_VARIABLE
 from meshpar.train.baselines import bigram_loss, unigram_loss
 from meshpar.train.checkpoint import CheckpointError, Checkpoints
 from meshpar.train.data import (
@@ -55,7 +56,7 @@ HELD_OUT = ("macbeth", "tempest")  # plays for validation
 HELD_OUT_SHARE = 0.1  # of a single text, its end
 BYTE_VOCAB = 256
 QUICK_BATCHES = 8  # of validation while training; all of them at the end
-RUN_KEYS = ("preset", "seed", "dtype", "global_batch", "seq", "text")
+RUN_KEYS = ("preset", "seed", "global_batch", "seq", "learning_rate", "steps")
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,9 @@ def main(argv: list[str] | None = None) -> int:
             raise
         print(f"pretrain: {_one_line(error)}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("pretrain: stopped outside the training loop", file=sys.stderr)
+        return 130
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -90,7 +94,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="of initial values, data order, samples")
     add("--dtype", choices=("fp32", "bf16"), help="arithmetic; the layout's by default")
     add("--text", type=Path, default=SHAKESPEARE, help="a file, or a folder of .txt")
-    add("--out", type=Path, default=Path("runs/pretrain"), help="folder of the run")
+    add("--out", type=Path, help="folder of the run (default: runs/ and the time)")
     add("--resume", action="store_true", help="go on from the newest checkpoint there")
     add("--log-json", type=Path, help="metrics file (default: OUT/metrics.jsonl)")
     add("--global-batch", type=positive, default=32, help="sequences in a step")
@@ -105,8 +109,13 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         default=160,
         help="bytes of text to write at the end",
     )
-    add("--emulate", type=int, default=8, help="virtual CPU devices; 0 for real ones")
-    return parser.parse_args(argv)
+    number = int(os.environ.get(ENVIRONMENT_VARIABLE, 8))
+    add("--emulate", type=int, default=number, help="virtual CPU devices; 0: real ones")
+    args = parser.parse_args(argv)
+    if args.resume and args.out is None:
+        parser.error("--resume needs the folder of the run: give --out DIR")
+    args.out = args.out or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
+    return args
 
 
 def pretrain(args: argparse.Namespace) -> int:
@@ -121,13 +130,18 @@ def pretrain(args: argparse.Namespace) -> int:
         log_path = args.log_json or args.out / "metrics.jsonl"
         with JsonLines(log_path) as log, StopRequest() as stop:
             state = train(console, args, step, state, texts, log, checkpoints, stop)
-        checkpoints.save(state, run_of(args, step))
+            checkpoints.save(state, run_of(args, step))
         where = f"checkpoint in {checkpoints.directory}, metrics in {log_path}"
         if int(state.step) < args.steps:
-            console.print(f"stopped after step {int(state.step)}; go on with --resume")
+            console.print(
+                f"stopped after step {int(state.step)}; go on with --resume --out "
+                f"{args.out}",
+                markup=False,
+                soft_wrap=True,
+            )
         else:
             print_results(console, args, step, state, texts)
-        console.print(where, soft_wrap=True, highlight=False)
+        console.print(where, soft_wrap=True, highlight=False, markup=False)
     return 0
 
 
@@ -182,8 +196,12 @@ def devices_of(layout: Layout) -> list[jax.Device]:
 
 def run_of(args: argparse.Namespace, step: TrainStep) -> dict[str, Any]:
     """What a checkpoint says of its run."""
-    values = {key: getattr(args, key) for key in RUN_KEYS}
-    return {**values, "text": str(args.text), "layout": str(step.layout)}
+    return {
+        **{key: getattr(args, key) for key in RUN_KEYS},
+        "precision": step.layout.precision,
+        "text": str(args.text.resolve()),
+        "layout": str(step.layout),
+    }
 
 
 def first_state(
@@ -198,7 +216,7 @@ def first_state(
             )
         return step.init(args.seed)
     before, now = checkpoints.run_of_latest(), run_of(args, step)
-    for key in RUN_KEYS:
+    for key in (*RUN_KEYS, "precision", "text"):
         if before[key] != now[key]:
             raise ValueError(
                 f"the checkpoint was made with {key}={before[key]}, not {now[key]}; "
@@ -307,8 +325,7 @@ def print_layout(
 
 
 def state_bytes(step: TrainStep, state: TrainState) -> tuple[int, int]:
-    """Bytes of the state on the first device: by the shardings, and as they lie "
-    "there."""
+    """Bytes of the state on the first device: by the shardings, and as found there."""
     expected = sum(
         int(np.prod(sharding.shard_shape(shape.shape))) * shape.dtype.itemsize
         for shape, sharding in zip(

@@ -65,8 +65,11 @@ def test_gathered_bytes_are_those_of_the_weights_and_nothing_larger_moves():
         if path.startswith("blocks.")
     )
     gathered = [row for row in rows if row.kind == "all-gather"]
-    in_forward = [row.bytes for row in gathered if row.place == "forward"]
-    assert sum(in_forward) == block_bytes
+    for place in ("forward", "backward"):
+        assert sum(row.bytes for row in gathered if row.place == place) == block_bytes
+    scattered = [row for row in rows if row.kind == "reduce-scatter"]
+    in_backward = [row.bytes for row in scattered if row.place == "backward"]
+    assert sum(in_backward) == block_bytes // 8
 
 
 def test_pure_data_parallel_reduces_gradients_once_and_nothing_else():

@@ -1,6 +1,7 @@
 """The training step against a single-device program without any layout."""
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,14 @@ import numpy as np
 import optax
 import pytest
 
-from meshpar import DATA_PARALLEL, Layout, RuleError, TrainState, make_train_step
+from meshpar import (
+    DATA_PARALLEL,
+    TENSOR,
+    Layout,
+    RuleError,
+    TrainState,
+    make_train_step,
+)
 from meshpar.model import EXAMPLE, Scope, loss
 from meshpar.parallel.program import _dropout_key
 from models.presets import build
@@ -206,11 +214,12 @@ def test_evaluation_and_logits_equal_those_of_the_model_alone():
     assert float(loss_sum / weight_sum) == pytest.approx(float(plain("llama", True)[0]))
     logits = step.logits(state, batch["tokens"])
     params = params_of(model)
-    x = model.embed(params, batch, Scope())
+    ends = model.split(params)[0]
+    x = model.embed(ends, batch, Scope())
     for layer in range(2):
         one = jax.tree.map(lambda value, at=layer: value[at], params["blocks"])
         x = model.groups[0].block(one, x, Scope())
-    expected = model.logits(params, x, Scope())
+    expected = model.logits(ends, x, Scope())
     np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -240,11 +249,52 @@ def test_a_batch_that_does_not_divide_is_refused_with_both_numbers():
     [
         (DATA_PARALLEL.with_rules(batch="data"), "the training step splits the batch"),
         (DATA_PARALLEL.with_rules(embed="fsdp"), r"parameters=\{'embed': 'fsdp'\}"),
+        (
+            replace(DATA_PARALLEL, parameters={"layers": "fsdp"}),
+            "'layers' is mapped to",
+        ),
     ],
 )
 def test_rules_that_use_the_batch_axes_otherwise_are_refused(rules, match):
     with pytest.raises(RuleError, match=match):
         sgd_step(model_of("llama"), "data=2", rules=rules)
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        TENSOR.with_rules(kv_heads=None),
+        replace(TENSOR, replicate_if_indivisible={"kv_heads"}),
+    ],
+)
+def test_replicated_kv_heads_serve_the_queries_of_each_device(rules):
+    model = build("test", kv_heads=1)
+    step = sgd_step(model, "tensor=4", rules=rules)
+    expected, gradients = jax.value_and_grad(lambda p: loss(model, p, batch_of()))(
+        params_of(model)
+    )
+    got, got_gradients = step.loss_and_gradients(state_of(step), batch_of())
+    assert float(got) == pytest.approx(float(expected), rel=1e-5)
+    assert_close(jax.device_get(got_gradients), gradients)
+
+
+@pytest.mark.parametrize("name", ["targets", "weights"])
+def test_arrays_that_would_be_broadcast_are_refused(name):
+    step = sgd_step(model_of("llama"), "data=2")
+    batch = batch_of()
+    batch[name] = batch[name][:, :1]
+    with pytest.raises(ValueError, match=r"has shape \(8, 1\), but .* \(8, 16\)"):
+        step(state_of(step), batch)
+
+
+def test_a_seed_out_of_range_is_refused():
+    with pytest.raises(ValueError, match="seed=-1: must be at least 0"):
+        sgd_step(model_of("llama"), "data=2").init(-1)
+
+
+def test_a_limit_of_the_norm_that_is_not_positive_is_refused():
+    with pytest.raises(ValueError, match="max_grad_norm=-1: must be positive"):
+        sgd_step(model_of("llama"), "data=2", max_grad_norm=-1)
 
 
 def test_optimizer_state_of_another_shape_is_refused():

@@ -108,8 +108,9 @@ def _lookup_backward(
 
     def local(rows: jax.Array, tokens: jax.Array, gradient: jax.Array) -> jax.Array:
         index, mine = _own_rows(rows.shape[0], tokens, mesh_axes)
-        zeros = jnp.zeros(rows.shape, gradient.dtype)
-        return zeros.at[index].add(jnp.where(mine, gradient, 0))
+        zeros = jnp.zeros(rows.shape, jnp.float32)
+        mine_only = jnp.where(mine, gradient, 0).astype(jnp.float32)
+        return zeros.at[index].add(mine_only).astype(rows.dtype)
 
     everywhere = PartitionSpec()
     scatter = _over_vocab(local, mesh_axes, (spec, everywhere, everywhere), spec)

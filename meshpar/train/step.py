@@ -21,6 +21,7 @@ from meshpar.sharding import born_sharded, model_shardings
 from meshpar.train.state import TrainState, initial_state, state_shardings
 
 Metrics = dict[str, jax.Array]
+_TOKEN_ARRAYS = ("tokens", "targets", "weights")
 
 
 def make_train_step(
@@ -47,7 +48,8 @@ def make_train_step(
     Raises:
         RuleError: A parameter cannot be laid out, or a rule for activations uses `data`
             or `fsdp` for anything but the batch.
-        ValueError: The layout does not fit the devices, or asks for what is not built.
+        ValueError: The layout does not fit the devices, or asks for what is not built,
+            or `max_grad_norm` is not positive.
 
     Example:
         >>> import optax
@@ -65,6 +67,10 @@ def make_train_step(
         mesh = make_mesh(layout, devices)
     layout = layout.resolve(mesh.size)
     _check_built(layout)
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise ValueError(
+            f"max_grad_norm={max_grad_norm}: must be positive, or None for no limit"
+        )
     rules = rules or default_rules(layout)
     _check_batch_rules(rules)
     return TrainStep(
@@ -132,7 +138,13 @@ class TrainStep:
         )
 
     def init(self, seed: int) -> TrainState:
-        """The first state, a function of `seed` alone; arrays are born in shards."""
+        """The first state, a function of `seed` alone; arrays are born in shards.
+
+        Raises:
+            ValueError: `seed` is no whole number from 0 to 2**32 - 1.
+        """
+        if not 0 <= seed < 2**32:
+            raise ValueError(f"seed={seed}: must be at least 0 and below {2**32}")
         with jax.set_mesh(self.mesh):
             return self._init(np.uint32(seed))
 
@@ -149,7 +161,8 @@ class TrainStep:
             scaling) of the old parameters, and `weight_sum`.
 
         Raises:
-            ValueError: The global batch does not divide over the batch axes.
+            ValueError: Shapes differ, or the global batch does not divide over the
+                batch axes.
         """
         with jax.set_mesh(self.mesh):
             return self._step(state, self.place(batch))
@@ -217,8 +230,16 @@ class TrainStep:
             )
 
     def _check_batch(self, batch: Batch) -> None:
-        for name, array in batch.items():
-            self.check_batch(array.shape[0], name)
+        shapes = {name: tuple(array.shape) for name, array in batch.items()}
+        first, shape = next(iter(shapes.items()))
+        for name, other in shapes.items():
+            if other[:1] != shape[:1] or (name in _TOKEN_ARRAYS and other != shape):
+                raise ValueError(
+                    f"batch[{name!r}] has shape {other}, but batch[{first!r}] has "
+                    f"shape {shape}; tokens, targets and weights are (examples, seq) "
+                    "alike, other arrays have the example first"
+                )
+        self.check_batch(shape[0], first)
 
     def _update(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         loss, weight_sum, gradients = self._program.loss_and_gradients(
@@ -256,6 +277,13 @@ def _check_built(layout: Layout) -> None:
 
 
 def _check_batch_rules(rules: Rules) -> None:
+    if set(rules.stored.mesh_axes("layers")) & set(BATCH_AXES):
+        raise RuleError(
+            "claimed_twice",
+            f"logical axis 'layers' is mapped to {rules.stored.mesh_axes('layers')}, "
+            "but every device runs every layer: map another dim of the parameters, "
+            "such as 'embed'",
+        )
     if rules.mesh_axes("batch") != BATCH_AXES:
         raise RuleError(
             "unknown",

@@ -88,9 +88,13 @@ class Attention(nnx.Module):
             is_causal=True,
             implementation=_implementation(q, scope),
         )
-        mixed = scope.map_shards(attend, (_HEADS, _KV_HEADS, _KV_HEADS), _HEADS)(
-            q, k, v
-        )
+        kv_axes = _KV_HEADS
+        if not scope.same_layout(_HEADS, _KV_HEADS, q.shape, k.shape):
+            # A device's queries need their own keys and values at hand: one each.
+            kv_axes = _HEADS
+            k, v = (jnp.repeat(part, self.group, axis=2) for part in (k, v))
+            k, v = scope.constrain(k, _HEADS), scope.constrain(v, _HEADS)
+        mixed = scope.map_shards(attend, (_HEADS, kv_axes, kv_axes), _HEADS)(q, k, v)
         mixed = scope.save(scope.constrain(mixed, _HEADS), "attention_mixed")
         out = jnp.einsum("BTNH,NHD->BTD", mixed, self.out[...])
         return out if self.out_bias is None else out + self.out_bias[...]

@@ -23,6 +23,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+# XLA:CPU may start independent collectives in another order on each device. The
+# hand-written step deadlocked so in 2 of 3 runs without this flag, and in 0 of 4 with it
+# (jaxlib 0.10.2 and 0.12.0, 2 cores, 2026-11-21). It holds for both programs.
+_NO_YNN = "--xla_cpu_experimental_ynn_fusion_type="
+if "ynn_fusion_type" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_NO_YNN}".strip()
+
+# ruff: noqa: E402
 import jax
 import numpy as np
 import optax
@@ -200,7 +208,7 @@ def _conditions(args: argparse.Namespace) -> str:
             f"{platform.python_version()}, jax {jax.__version__}; "
             f"{datetime.date.today()}",
             shlex.join(["python", "-m", "recipes.bench.step_time", *sys.argv[1:]]),
-            f"XLA_FLAGS={os.environ.get('XLA_FLAGS', '')!r}",
+            f"XLA_FLAGS={os.environ['XLA_FLAGS']!r}",
             " ".join(f"{name}={size}" for name, size in sizes.items())
             + f"; {args.runs} rounds after {args.warmup}, {args.compiles} compiles",
         )
