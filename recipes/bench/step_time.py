@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# XLA:CPU may start independent collectives in another order on each device. The
-# hand-written step deadlocked so in 2 of 3 runs without this flag, and in 0 of 4 with it
+# XLA:CPU may start independent collectives in another order on each device. Without
+# this flag the hand-written step deadlocked in 2 of 3 runs, with it in none of 3
 # (jaxlib 0.10.2 and 0.12.0, 2 cores, 2026-11-21). It holds for both programs.
 _NO_YNN = "--xla_cpu_experimental_ynn_fusion_type="
 if "ynn_fusion_type" not in os.environ.get("XLA_FLAGS", ""):
