@@ -81,6 +81,40 @@ def test_the_lookup_works_without_any_mesh():
     np.testing.assert_array_equal(found, table[tokens])
 
 
+@pytest.mark.parametrize("tensor", TENSOR_SIZES)
+@pytest.mark.parametrize("token", [-1, VOCAB])
+def test_a_token_outside_the_vocabulary_is_nan_on_every_layout(tensor, token):
+    mesh, scope = mesh_of(tensor), Scope(rules=TENSOR)
+    tokens = tokens_of()
+    tokens[0, 1] = token
+    with jax.set_mesh(mesh):
+        found = jax.jit(functools.partial(vocab_lookup, scope=scope))(
+            put(mesh, normal(0, VOCAB, EMBED), "tensor"), put(mesh, tokens)
+        )
+    unknown = np.zeros(tokens.shape, bool)
+    unknown[0, 1] = True
+    np.testing.assert_array_equal(np.isnan(found).all(axis=-1), unknown)
+
+
+@pytest.mark.parametrize("tensor", TENSOR_SIZES)
+@pytest.mark.parametrize("target", [-100, VOCAB])
+@pytest.mark.parametrize("weight", [0.0, 1.0])
+def test_a_target_outside_the_vocabulary_counts_as_nan_or_not_at_all(
+    tensor, target, weight
+):
+    mesh, targets = mesh_of(tensor), tokens_of(3)
+    targets[0, 1] = target
+    weights = np.ones((BATCH, SEQ), np.float32)
+    weights[0, 1] = weight
+    with jax.set_mesh(mesh):
+        loss, _ = jax.jit(cross_entropy_on("cpu"))(
+            put(mesh, normal(2, BATCH, SEQ, VOCAB), None, None, "tensor"),
+            put(mesh, targets),
+            put(mesh, weights),
+        )
+    assert np.isnan(loss) == (weight > 0)
+
+
 def reference_loss(logits, targets, weights):
     log_probabilities = jax.nn.log_softmax(logits)
     one_hot = jax.nn.one_hot(targets, logits.shape[-1])

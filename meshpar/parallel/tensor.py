@@ -32,20 +32,20 @@ def vocab_lookup(table: jax.Array, tokens: jax.Array, scope: Scope) -> jax.Array
 
     Args:
         table: (vocab, embed).
-        tokens: (batch, seq), whole numbers below vocab.
+        tokens: (batch, seq), whole numbers from 0 to vocab - 1.
         scope: Where the function runs.
 
     Returns:
-        (batch, seq, embed).
+        (batch, seq, embed); NaN for a token outside the vocabulary, on every layout.
     """
-    if scope.rules is None:
-        return table[tokens]
-    sizes = auto_mesh_shape()
-    spec = scope.rules.spec(("vocab", "embed"), table.shape, mesh_shape=sizes)
-    mesh_axes = spec_axes(spec)
-    if not mesh_axes:
-        return table[tokens]
-    return _lookup(table, tokens, spec, jnp.float32 if scope.in_order else table.dtype)
+    spec = PartitionSpec(None, None)
+    if scope.rules is not None:
+        sizes = auto_mesh_shape()
+        spec = scope.rules.spec(("vocab", "embed"), table.shape, mesh_shape=sizes)
+    sum_dtype = jnp.float32 if scope.in_order else table.dtype
+    found = _lookup(table, tokens, spec, sum_dtype)
+    known = _in_vocab(tokens, table.shape[0])[..., None]
+    return jnp.where(known, found, jnp.nan)
 
 
 def cross_entropy(
@@ -59,7 +59,8 @@ def cross_entropy(
 
     Args:
         logits: fp32 (batch, seq, vocab).
-        targets: (batch, seq), whole numbers below vocab.
+        targets: (batch, seq), whole numbers from 0 to vocab - 1. One outside makes the
+            loss NaN, unless its weight is 0.
         weights: (batch, seq), 0 where a token does not count.
         scope: Where the function runs.
     """
@@ -72,6 +73,8 @@ def cross_entropy(
         shifted = follow(shifted, lax.stop_gradient(zero_from(total)))
     target_logit = jnp.sum(jnp.where(hit, shifted, 0.0), axis=-1)
     losses = (jnp.log(total) - target_logit) * weights
+    known = _in_vocab(targets, logits.shape[-1]) | (weights == 0)
+    losses = jnp.where(known, losses, jnp.nan)
     return jnp.sum(losses), jnp.sum(weights.astype(jnp.float32))
 
 
@@ -84,6 +87,8 @@ def _lookup(
     def local(rows: jax.Array, tokens: jax.Array) -> jax.Array:
         index, mine = _own_rows(rows.shape[0], tokens, mesh_axes)
         found = jnp.where(mine, rows[index], 0)
+        if not mesh_axes:
+            return found
         # XLA:CPU aborts on a bf16 all-reduce here; one term of the sum is not zero, so
         # that no dtype rounds it.
         return lax.psum(found.astype(sum_dtype), mesh_axes).astype(rows.dtype)
@@ -126,6 +131,8 @@ def _over_vocab(
     in_specs: tuple[PartitionSpec, ...],
     out_specs: PartitionSpec,
 ) -> Callable[..., jax.Array]:
+    if not mesh_axes:
+        return local
     return jax.shard_map(
         local,
         in_specs=in_specs,
@@ -133,6 +140,10 @@ def _over_vocab(
         axis_names=set(mesh_axes),
         check_vma=False,
     )
+
+
+def _in_vocab(ids: jax.Array, vocab: int) -> jax.Array:
+    return (ids >= 0) & (ids < vocab)
 
 
 def _own_rows(
