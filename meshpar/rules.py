@@ -129,7 +129,7 @@ class Rules:
         shape: Sequence[int] | None = None,
         *,
         mesh_shape: Mapping[str, int] | None = None,
-        path: str = "array",
+        path: str | None = None,
     ) -> PartitionSpec:
         """The `PartitionSpec` of an array.
 
@@ -137,7 +137,7 @@ class Rules:
             logical_axes: A name, or None, for each dim.
             shape: The global shape; with `mesh_shape`, divisibility is checked.
             mesh_shape: Size of each mesh axis; an axis of size 1 is left out.
-            path: What errors call the array.
+            path: What errors call the array, where it has a name.
 
         Raises:
             RuleError: An unknown or repeated logical axis, two dims on one mesh axis,
@@ -148,7 +148,10 @@ class Rules:
         claimed: dict[str, str] = {}
         entries = []
         for dim in range(len(logical_axes)):
-            axes = self._axes_of_dim(logical_axes, dim, sizes, claimed)
+            try:
+                axes = self._axes_of_dim(logical_axes, dim, sizes, claimed)
+            except RuleError as error:
+                raise _with_path(error, path, shape, logical_axes) from None
             if axes and shape is not None and mesh_shape is not None:
                 axes = self._check_divides(logical_axes, shape, dim, axes, sizes, path)
             entries.append(axes[0] if len(axes) == 1 else axes or None)
@@ -160,7 +163,7 @@ class Rules:
         logical_axes: LogicalAxes,
         shape: Sequence[int] | None = None,
         *,
-        path: str = "array",
+        path: str | None = None,
     ) -> NamedSharding:
         """`spec` on `mesh`; raises as `spec` does."""
         mesh_shape = dict(mesh.shape)
@@ -222,12 +225,10 @@ class Rules:
         dim: int,
         axes: MeshAxes,
         sizes: Mapping[str, int],
-        path: str,
+        path: str | None,
     ) -> MeshAxes:
-        logical_axis, degree = (
-            logical_axes[dim],
-            math.prod(sizes[axis] for axis in axes),
-        )
+        logical_axis = logical_axes[dim]
+        degree = math.prod(sizes[axis] for axis in axes)
         if shape[dim] % degree == 0:
             return axes
         if logical_axis in self.replicate_if_indivisible:
@@ -237,7 +238,7 @@ class Rules:
             "indivisible",
             f"logical axis {logical_axis!r} has size {shape[dim]}, which does not "
             f"divide over {noun} {' x '.join(map(repr, axes))} of size {degree}\n"
-            f"    {path}: shape {tuple(shape)} as {_show(logical_axes)}; pad it, map "
+            f"    {_show_array(path, shape, logical_axes)}; pad it, map "
             f"{logical_axis!r} elsewhere, or replicate_if_indivisible",
         )
 
@@ -288,15 +289,34 @@ def shadowed_message(
 
 
 def _check_rank(
-    logical_axes: LogicalAxes, shape: Sequence[int] | None, path: str
+    logical_axes: LogicalAxes, shape: Sequence[int] | None, path: str | None
 ) -> None:
     if shape is not None and len(shape) != len(logical_axes):
         raise RuleError(
             "rank",
-            f"{path}: shape {tuple(shape)} has {len(shape)} dims, but "
+            f"{path or 'array'}: shape {tuple(shape)} has {len(shape)} dims, but "
             f"{_show(logical_axes)} names {len(logical_axes)}; name every dim, or "
             "write None",
         )
+
+
+def _with_path(
+    error: RuleError,
+    path: str | None,
+    shape: Sequence[int] | None,
+    logical_axes: LogicalAxes,
+) -> RuleError:
+    if path is None:
+        return error
+    line = _show_array(path, shape, logical_axes)
+    return RuleError(error.kind, f"{error}\n    {line}")
+
+
+def _show_array(
+    path: str | None, shape: Sequence[int] | None, logical_axes: LogicalAxes
+) -> str:
+    dims = "" if shape is None else f"shape {tuple(shape)} as "
+    return f"{path or 'array'}: {dims}{_show(logical_axes)}"
 
 
 def _show(logical_axes: LogicalAxes | None) -> str:

@@ -71,6 +71,31 @@ ERRORS = [
     ),
     (
         "unknown",
+        lambda: RULES.spec(("batch", "hads"), (8, 4), path="blocks.mlp.up"),
+        "no rule for logical axis 'hads' of ('batch', 'hads'); did you mean 'heads'? "
+        "known: batch, embed, heads, mlp\n"
+        "    blocks.mlp.up: shape (8, 4) as ('batch', 'hads')",
+    ),
+    (
+        "claimed_twice",
+        lambda: RULES.spec(("mlp", "heads"), path="blocks.mlp.up"),
+        "mesh axis 'tensor' is claimed by both 'mlp' and 'heads' in ('mlp', 'heads'); "
+        "an array can use each mesh axis once\n    blocks.mlp.up: ('mlp', 'heads')",
+    ),
+    (
+        "repeated",
+        lambda: RULES.spec(("embed", "embed"), (4, 4), path="blocks.mlp.up"),
+        "logical axis 'embed' names two dims of ('embed', 'embed'); give the dims "
+        "different names\n    blocks.mlp.up: shape (4, 4) as ('embed', 'embed')",
+    ),
+    (
+        "rank",
+        lambda: RULES.spec(("embed",), (4, 4)),
+        "array: shape (4, 4) has 2 dims, but ('embed',) names 1; name every dim, or "
+        "write None",
+    ),
+    (
+        "unknown",
         lambda: RULES.mesh_axes("zzz"),
         "no rule for logical axis 'zzz'; known: batch, embed, heads, mlp",
     ),
