@@ -21,7 +21,9 @@ from meshpar.model import (
     is_parameter,
     spec_axes,
 )
-from meshpar.rules import LogicalAxes, RuleError, Rules, default_rules
+from meshpar.rule_presets import default_rules
+from meshpar.rule_table import RuleError
+from meshpar.rules import LogicalAxes, Rules
 
 LARGE_BYTES = 1 << 20
 """A parameter above this size should not be whole on every device."""

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from meshpar.layout import MESH_AXES, Layout, nearest
+from meshpar.layout import MESH_AXES, nearest
+from meshpar.rule_table import MeshAxes, RuleError, Table, Target, normalise
 
 LogicalAxes = tuple[str | None, ...]
 """A name per dim of an array; a dim of None is replicated."""
-
-MeshAxes = tuple[str, ...]
-Target = str | Sequence[str] | None
-Table = Mapping[str, Target] | Iterable[tuple[str, Target]]
 
 
 # What other code bases call our logical axes, where the spelling alone is no hint.
@@ -27,18 +24,6 @@ _SYNONYMS = {
     **dict.fromkeys(("examples", "b"), "batch"),
     **dict.fromkeys(("depth", "stack"), "layers"),
 }
-
-
-class RuleError(ValueError):
-    """A rule, or an array that the rules cannot lay out.
-
-    `kind` is the lint's word for it: `unknown`, `repeated`, `claimed_twice`,
-    `indivisible`, `shadowed` or `rank`.
-    """
-
-    def __init__(self, kind: str, message: str) -> None:
-        super().__init__(message)
-        self.kind = kind
 
 
 @dataclass(frozen=True)
@@ -77,7 +62,7 @@ class Rules:
 
     def __post_init__(self) -> None:
         for name in ("table", "parameters"):
-            object.__setattr__(self, name, _normalise(getattr(self, name)))
+            object.__setattr__(self, name, normalise(getattr(self, name)))
         waived = frozenset(self.replicate_if_indivisible)
         object.__setattr__(self, "replicate_if_indivisible", waived)
         for logical_axis in sorted(waived - self.parameters.keys()):
@@ -254,40 +239,6 @@ def auto_mesh_shape() -> dict[str, int]:
     }
 
 
-def _normalise(table: Table) -> dict[str, MeshAxes]:
-    pairs = table.items() if isinstance(table, Mapping) else table
-    rules: dict[str, MeshAxes] = {}
-    for logical_axis, target in pairs:
-        axes = (target,) if isinstance(target, str) else tuple(target or ())
-        if logical_axis in rules:
-            raise RuleError("shadowed", shadowed_message(logical_axis, rules, axes))
-        for position, mesh_axis in enumerate(axes):
-            if mesh_axis not in MESH_AXES:
-                raise RuleError(
-                    "unknown",
-                    f"rule {logical_axis!r} names no mesh axis: {mesh_axis!r}; "
-                    f"{nearest(mesh_axis, MESH_AXES)}",
-                )
-            if mesh_axis in axes[:position]:
-                raise RuleError(
-                    "repeated",
-                    f"rule {logical_axis!r} names mesh axis {mesh_axis!r} twice in "
-                    f"{axes}; name it once",
-                )
-        rules[logical_axis] = axes
-    return rules
-
-
-def shadowed_message(
-    logical_axis: str, rules: Mapping[str, MeshAxes], axes: MeshAxes
-) -> str:
-    """The words for a second rule that could never apply."""
-    return (
-        f"logical axis {logical_axis!r} has two rules, {rules[logical_axis] or None} "
-        f"and {axes or None}; only one can hold: remove the other"
-    )
-
-
 def _check_rank(
     logical_axes: LogicalAxes, shape: Sequence[int] | None, path: str | None
 ) -> None:
@@ -321,58 +272,3 @@ def _show_array(
 
 def _show(logical_axes: LogicalAxes | None) -> str:
     return str(tuple(logical_axes or ()))
-
-
-# The presets. `residual_seq` is the sequence dim of the residual stream between the
-# attention and MLP, `seq` the one inside them.
-
-DATA_PARALLEL = Rules(
-    {
-        "batch": ("data", "fsdp"),
-        "seq": None,
-        "residual_seq": None,
-        "embed": None,
-        "heads": None,
-        "kv_heads": None,
-        "head_dim": None,
-        "mlp": None,
-        "vocab": None,
-        "layers": None,
-    }
-)
-"""The batch is split, parameters are replicated."""
-
-FSDP = replace(DATA_PARALLEL, parameters={"embed": "fsdp"})
-"""Stored parameters are split over `fsdp` too; with `data` > 1 this is HSDP."""
-
-HSDP = FSDP
-"""FSDP inside `fsdp`, replicas across `data` (hybrid sharding)."""
-
-TENSOR = DATA_PARALLEL.with_rules(
-    heads="tensor", kv_heads="tensor", mlp="tensor", vocab="tensor"
-)
-"""Megatron tensor parallel: heads, MLP and vocabulary (Shoeybi et al. 2019)."""
-
-TENSOR_SEQUENCE = TENSOR.with_rules(residual_seq="tensor")
-"""And the residual stream's sequence (Korthikanti et al. 2022)."""
-
-FSDP_TENSOR = replace(TENSOR, parameters=FSDP.parameters)
-"""Both: one weight dim over `fsdp`, another over `tensor`."""
-
-FSDP_TENSOR_SEQUENCE = replace(TENSOR_SEQUENCE, parameters=FSDP.parameters)
-"""All of them."""
-
-PRESETS = {
-    "data_parallel": DATA_PARALLEL,
-    "fsdp": FSDP,
-    "hsdp": HSDP,
-    "tensor": TENSOR,
-    "tensor_sequence": TENSOR_SEQUENCE,
-    "fsdp_tensor": FSDP_TENSOR,
-    "fsdp_tensor_sequence": FSDP_TENSOR_SEQUENCE,
-}
-
-
-def default_rules(layout: Layout) -> Rules:
-    """The preset that a layout asks for; a mesh axis of size 1 changes nothing."""
-    return FSDP_TENSOR_SEQUENCE if layout.sequence_parallel else FSDP_TENSOR

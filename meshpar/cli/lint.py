@@ -18,7 +18,8 @@ from meshpar.cli.parsing import (
 )
 from meshpar.layout import nearest
 from meshpar.lint import LARGE_BYTES, Finding, LintReport, ParameterRow, lint
-from meshpar.rules import PRESETS, Rules
+from meshpar.rule_presets import PRESETS
+from meshpar.rules import Rules
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -16,7 +16,9 @@ from meshpar.mesh import make_mesh
 from meshpar.model import EXAMPLE, Batch, Model
 from meshpar.parallel.norm import global_norm
 from meshpar.parallel.program import LocalProgram
-from meshpar.rules import RuleError, Rules, default_rules
+from meshpar.rule_presets import default_rules
+from meshpar.rule_table import RuleError
+from meshpar.rules import Rules
 from meshpar.sharding import born_sharded, model_shardings
 from meshpar.train.state import TrainState, initial_state, state_shardings
 
