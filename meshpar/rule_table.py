@@ -33,7 +33,7 @@ def normalise(table: Table) -> dict[str, MeshAxes]:
     pairs = table.items() if isinstance(table, Mapping) else table
     rules: dict[str, MeshAxes] = {}
     for logical_axis, target in pairs:
-        axes = (target,) if isinstance(target, str) else tuple(target or ())
+        axes = mesh_axes_of(target)
         if logical_axis in rules:
             raise RuleError("shadowed", shadowed_message(logical_axis, rules, axes))
         for position, mesh_axis in enumerate(axes):
@@ -51,6 +51,11 @@ def normalise(table: Table) -> dict[str, MeshAxes]:
                 )
         rules[logical_axis] = axes
     return rules
+
+
+def mesh_axes_of(target: Target) -> MeshAxes:
+    """What is written for one logical axis as a tuple, empty if replicated."""
+    return (target,) if isinstance(target, str) else tuple(target or ())
 
 
 def shadowed_message(

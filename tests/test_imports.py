@@ -14,6 +14,7 @@ LAYERS = (
     ("meshpar.rule_table", "meshpar.rules", "meshpar.rule_presets", "meshpar.mesh"),
     ("meshpar.model", "meshpar.nnx_model"),
     ("meshpar.sharding", "meshpar.collectives"),
+    ("meshpar.activations", "meshpar.parameter_rows"),
     ("meshpar.parallel",),
     ("meshpar.planner", "meshpar.audit", "meshpar.train", "meshpar.lint"),
     ("meshpar",),

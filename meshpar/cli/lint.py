@@ -17,7 +17,8 @@ from meshpar.cli.parsing import (
     model_of,
 )
 from meshpar.layout import nearest
-from meshpar.lint import LARGE_BYTES, Finding, LintReport, ParameterRow, lint
+from meshpar.lint import LARGE_BYTES, Finding, LintReport, lint
+from meshpar.parameter_rows import ParameterRow
 from meshpar.rule_presets import PRESETS
 from meshpar.rules import Rules
 
