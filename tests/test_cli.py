@@ -300,6 +300,8 @@ BAD_INPUT = [
     ([*LINT, "--preset", "tiny", "--devices", "4"], "layout 'data=2' needs 2 devices"),
     (LINT, "no model is chosen; give --preset NAME or --model SIZES"),
     ([*LINT, "--model", "layers"], "--model 'layers': 'layers' is not key=value"),
+    ([*LINT, "--model", "=2"], "--model '=2': '=2' is not key=value; write for"),
+    ([*LINT, "--preset", "tiny", "--rules", "=data"], "'=data' is not name=mesh axis"),
     ([*LINT, "--model", "layers=1,layers=2"], "'layers' is given twice"),
     ([*LINT, "--model", "layers=2"], "no embed, heads, vocab given, and no preset"),
     (
