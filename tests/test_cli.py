@@ -198,6 +198,16 @@ def test_rules_can_be_written_out_with_the_second_of_two_a_finding(capsys):
             "blocks.attention.qkv",
             (2, 64, 2, 4, 16),
         ),
+        (
+            "layers=2,hidden=64,heads=4,ffn=128,vocab=256,seq=64,tied=true,gated=true",
+            "token_embed",
+            (256, 64),
+        ),
+        (
+            "layers=2,hidden=64,heads=4,kv_heads=4,vocab=256,tied=true,gated=false",
+            "blocks.mlp.up",
+            (2, 64, 256),
+        ),
     ],
 )
 def test_sizes_alone_are_a_model(sizes, path, shape, capsys):
@@ -338,6 +348,11 @@ BAD_INPUT = [
     ([*LINT, "--preset", "tiny", "--model", "norm_epsilon=x"], "must be a number"),
     ([*LINT, "--preset", "tiny", "--model", "head_dim=-1"], "head_dim=-1: must be at"),
     ([*LINT, "--model", f"layers=2,{SIZES},ffn=-1"], "ffn=-1: must be at least 0"),
+    ([*LINT, "--model", f"layers=2,{SIZES},tied=false"], "tied=False: the head of a"),
+    (
+        [*LINT, "--model", f"layers=2,{SIZES},experts=8"],
+        "experts=8: no family here has",
+    ),
     ([*LINT, "--model", "config_json=3"], "'config_json' is no size; give --model"),
     ([*LINT, "--model", "preset=tiny"], "'preset' is no size; give --preset NAME"),
     ([*LINT, "--model-from", "os:sep"], "'os:sep' is a str, not a function"),
