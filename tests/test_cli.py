@@ -277,8 +277,31 @@ def test_a_hugging_face_config_is_a_model(values, path, shape, tmp_path, capsys)
         ),
         ({"rope_theta": None}, {"rope_theta": 10_000.0}),
         ({"num_key_value_heads": None}, {"kv_heads": 4}),
-        ({"attention_bias": True}, {"qkv_bias": True}),
+        (
+            {
+                "architectures": ["LlamaForCausalLM"],
+                "hidden_act": "silu",
+                "mlp_bias": False,
+                "attention_bias": False,
+                "attention_dropout": 0.1,
+                "pretraining_tp": 1,
+                "max_position_embeddings": 8192,
+                "layer_types": ["full_attention", "full_attention"],
+                "quantization_config": None,
+            },
+            {},
+        ),
         ({"model_type": "qwen2"}, {"qkv_bias": True}),
+        (
+            {
+                "model_type": "qwen2",
+                "architectures": ["Qwen2ForCausalLM"],
+                "use_sliding_window": False,
+                "sliding_window": 32_768,
+            },
+            {"qkv_bias": True},
+        ),
+        ({"model_type": "qwen3"}, {"qk_norm": True, "head_dim": 128}),
         ({"model_type": "qwen3", "head_dim": 32}, {"qk_norm": True, "head_dim": 32}),
     ],
 )
@@ -288,7 +311,15 @@ def test_every_field_of_a_llama_config_is_read(changes, fields, tmp_path):
 
 
 def test_every_field_of_a_gpt2_config_is_read(tmp_path):
-    values = {**GPT2, "n_inner": None, "layer_norm_epsilon": 1e-6}
+    values = {
+        **GPT2,
+        "architectures": ["GPT2LMHeadModel"],
+        "activation_function": "gelu_new",
+        "n_inner": None,
+        "layer_norm_epsilon": 1e-6,
+        "resid_pdrop": 0.1,
+        "scale_attn_weights": True,
+    }
     assert config_from_json(write_config(tmp_path, values)) == GPT2Config(
         layers=2, embed=64, heads=4, vocab=256, max_seq=128, norm_epsilon=1e-6
     )
@@ -365,6 +396,58 @@ BAD_INPUT = [
     ([], "the following arguments are required: subcommand"),
 ]
 
+LLAMA_COMPUTES = "is not what models/llama.py computes, which is"
+GPT2_COMPUTES = "is not what models/gpt2.py computes, which is"
+QWEN2, QWEN3 = ({**LLAMA, "model_type": kind} for kind in ("qwen2", "qwen3"))
+
+# What a config says, and would be silently left out.
+NOT_COMPUTED = [
+    (
+        {**LLAMA, "mlp_bias": True},
+        f"mlp_bias=True {LLAMA_COMPUTES} mlp_bias=False; take another config, or "
+        "change a copy of that file",
+    ),
+    (
+        {**LLAMA, "hidden_act": "gelu"},
+        f"hidden_act='gelu' {LLAMA_COMPUTES} hidden_act='silu' or 'swish'",
+    ),
+    ({**QWEN2, "hidden_act": "relu"}, f"hidden_act='relu' {LLAMA_COMPUTES}"),
+    ({**LLAMA, "attention_bias": True}, f"attention_bias=True {LLAMA_COMPUTES}"),
+    ({**QWEN3, "attention_bias": True}, f"attention_bias=True {LLAMA_COMPUTES}"),
+    ({**QWEN2, "use_sliding_window": True}, "use_sliding_window=True is not what"),
+    (
+        {**QWEN3, "layer_types": ["full_attention", "sliding_attention"]},
+        f"layer_types='sliding_attention' {LLAMA_COMPUTES} layer_types=",
+    ),
+    ({**LLAMA, "partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not what"),
+    (
+        {**LLAMA, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+        f"partial_rotary_factor=0.5 {LLAMA_COMPUTES} partial_rotary_factor=1.0",
+    ),
+    (
+        {**LLAMA, "quantization_config": {"quant_method": "awq"}},
+        f"quantization_config={{'quant_method': 'awq'}} {LLAMA_COMPUTES}",
+    ),
+    (
+        {**LLAMA, "architectures": ["LlamaForSequenceClassification"]},
+        f"architectures='LlamaForSequenceClassification' {LLAMA_COMPUTES}",
+    ),
+    (
+        {**GPT2, "activation_function": "relu"},
+        f"activation_function='relu' {GPT2_COMPUTES} activation_function='gelu_new' or",
+    ),
+    (
+        {**GPT2, "tie_word_embeddings": False},
+        f"tie_word_embeddings=False {GPT2_COMPUTES}",
+    ),
+    ({**GPT2, "scale_attn_weights": False}, "scale_attn_weights=False is not what"),
+    (
+        {**GPT2, "scale_attn_by_inverse_layer_idx": True},
+        "scale_attn_by_inverse_layer_idx=True is not what",
+    ),
+    ({**GPT2, "add_cross_attention": True}, "add_cross_attention=True is not what"),
+]
+
 BAD_CONFIGS = [
     ({**LLAMA, "model_type": "mamba"}, "has model_type 'mamba'; known: gpt2, llama"),
     ([LLAMA], "has model_type None; known: gpt2, llama"),
@@ -385,7 +468,12 @@ BAD_CONFIGS = [
         {**LLAMA, "rope_scaling": {**LLAMA3_SCALING, "factor": "x"}},
         "factor='x': must be a number",
     ),
+    (
+        {**LLAMA, "rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
+        "rope_scaling of type None",
+    ),
     ({**GPT2, "n_embd": None}, "does not give 'n_embd'"),
+    *NOT_COMPUTED,
     ("{", "as JSON: Expecting property name"),
 ]
 
