@@ -11,7 +11,7 @@ from meshpar.lint import Finding, LintReport, lint
 from meshpar.mesh import make_mesh
 from meshpar.model import BlockGroup, Model, Parameter, Scope
 from meshpar.nnx_model import from_nnx
-from meshpar.rules import (
+from meshpar.rule_presets import (
     DATA_PARALLEL,
     FSDP,
     FSDP_TENSOR,
@@ -19,10 +19,10 @@ from meshpar.rules import (
     HSDP,
     TENSOR,
     TENSOR_SEQUENCE,
-    RuleError,
-    Rules,
     default_rules,
 )
+from meshpar.rule_table import RuleError
+from meshpar.rules import Rules
 from meshpar.sharding import born_sharded, nnx_shardings, tree_shardings
 from meshpar.train.state import TrainState
 from meshpar.train.step import TrainStep, make_train_step

@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from meshpar.key_values import key_values
+
 MESH_AXES = ("data", "fsdp", "stage", "context", "expert", "tensor")
 """All mesh axes, outermost (slowest link) first."""
 
@@ -120,24 +122,16 @@ class Layout:
         Raises:
             ValueError: An unknown or repeated key, or a value it cannot have.
         """
-        values: dict[str, Any] = {}
-        for part in text.split(","):
-            key, equals, value = (piece.strip() for piece in part.partition("="))
-            if not equals or not value:
-                raise ValueError(
-                    f"layout {text!r}: {part.strip()!r} is not key=value; write for "
-                    "example data=2,tensor=4"
-                )
+        values = key_values(text, noun="layout", example="data=2,tensor=4")
+        for key in values:
             if key not in _DEFAULTS:
                 raise ValueError(
                     f"layout {text!r}: no key {key!r}; {nearest(key, _DEFAULTS)}"
                 )
-            if key in values:
-                raise ValueError(
-                    f"layout {text!r}: {key!r} is given twice; give it once"
-                )
-            values[key] = _parse_value(key, value)
-        return cls(**values)
+        chosen: dict[str, Any] = {
+            key: _parse_value(key, value) for key, value in values.items()
+        }
+        return cls(**chosen)
 
     def __str__(self) -> str:
         parts = [

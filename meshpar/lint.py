@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from meshpar.activations import Activation, traced_activations
 from meshpar.layout import Layout
-from meshpar.model import (
-    EXAMPLE,
-    Model,
-    Parameter,
-    Params,
-    Scope,
-    is_parameter,
-    spec_axes,
+from meshpar.model import Model, spec_axes
+from meshpar.parameter_rows import ParameterRow, replicated_row, row_of
+from meshpar.rule_presets import default_rules
+from meshpar.rule_table import (
+    MeshAxes,
+    RuleError,
+    Target,
+    mesh_axes_of,
+    shadowed_message,
 )
-from meshpar.rules import LogicalAxes, RuleError, Rules, default_rules
+from meshpar.rules import Rules
+from meshpar.train.refusals import layout_refusals, rule_refusals
 
 LARGE_BYTES = 1 << 20
 """A parameter above this size should not be whole on every device."""
@@ -33,8 +32,9 @@ class Finding:
 
     Args:
         kind: `unknown`, `shadowed`, `repeated`, `claimed_twice`, `rank`, `dead`,
-            `indivisible`, `replicated` or `idle`.
-        path: The parameter, activation, logical axis or mesh axis that it is about.
+            `indivisible`, `replicated`, `idle` or `unsupported`.
+        path: The parameter, activation, logical axis, mesh axis or key of the layout
+            that it is about.
         message: What is wrong and the ways out.
         bytes: Bytes per device that it costs, where it costs memory.
     """
@@ -46,18 +46,6 @@ class Finding:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParameterRow:
-    """One parameter under a layout; `bytes` are per device, `mesh_axes` per dim."""
-
-    path: str
-    shape: tuple[int, ...]
-    logical_axes: LogicalAxes
-    mesh_axes: tuple[str | tuple[str, ...] | None, ...]
-    local_shape: tuple[int, ...]
-    bytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class LintReport:
     """Every parameter, and every finding; no findings is a clean layout."""
 
@@ -65,16 +53,10 @@ class LintReport:
     parameters: tuple[ParameterRow, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Activation:
-    logical_axes: LogicalAxes
-    shape: tuple[int, ...]
-
-
 def lint(
     model: Model,
     layout: Layout,
-    rules: Rules | Sequence[tuple[str, Any]] | None = None,
+    rules: Rules | Sequence[tuple[str, Target]] | None = None,
     *,
     global_batch: int | None = None,
     seq: int = 128,
@@ -105,6 +87,7 @@ def lint(
     }
     return LintReport(
         findings=(
+            *_refused(layout, rules),
             *row_findings,
             *trace_findings,
             *activation_findings,
@@ -118,37 +101,6 @@ def lint(
     )
 
 
-def row_of(
-    path: str, parameter: Parameter, layout: Layout, rules: Rules
-) -> ParameterRow:
-    """A parameter's row; raises `RuleError` where it cannot be laid out."""
-    spec = rules.stored.spec(
-        parameter.stacked_axes,
-        parameter.stacked_shape,
-        mesh_shape=layout.mesh_shape,
-        path=path,
-    )
-    return _row(path, parameter, spec, layout)
-
-
-def _row(
-    path: str, parameter: Parameter, spec: PartitionSpec, layout: Layout
-) -> ParameterRow:
-    sizes = layout.mesh_shape
-    local = tuple(
-        size // math.prod(sizes[axis] for axis in spec_axes(PartitionSpec(entry)))
-        for size, entry in zip(parameter.stacked_shape, spec, strict=True)
-    )
-    return ParameterRow(
-        path=path,
-        shape=parameter.stacked_shape,
-        logical_axes=parameter.stacked_axes,
-        mesh_axes=tuple(spec),
-        local_shape=local,
-        bytes=math.prod(local) * jnp.dtype(parameter.dtype).itemsize,
-    )
-
-
 def _parameter_rows(
     model: Model, layout: Layout, rules: Rules
 ) -> tuple[list[ParameterRow], list[Finding]]:
@@ -157,8 +109,7 @@ def _parameter_rows(
         try:
             rows.append(row_of(path, parameter, layout, rules))
         except RuleError as error:
-            replicated = PartitionSpec(*(None for _ in parameter.stacked_shape))
-            row = _row(path, parameter, replicated, layout)
+            row = replicated_row(path, parameter)
             rows.append(row)
             findings.append(
                 Finding(kind=error.kind, path=path, message=str(error), bytes=row.bytes)
@@ -166,58 +117,17 @@ def _parameter_rows(
     return rows, findings
 
 
-class _Recorder:
-    """Stands in for `Rules` while a model is traced, and notes what it names."""
-
-    def __init__(self) -> None:
-        self.activations: list[_Activation] = []
-
-    def constrain(self, x: jax.Array, logical_axes: LogicalAxes) -> jax.Array:
-        self.activations.append(_Activation(logical_axes=logical_axes, shape=x.shape))
-        return x
-
-    def spec(self, logical_axes: LogicalAxes, *_: Any, **__: Any) -> PartitionSpec:
-        return PartitionSpec(*(None for _ in logical_axes))
-
-
 def _activations(
     model: Model, examples: int, seq: int
-) -> tuple[list[_Activation], list[Finding]]:
-    recorder = _Recorder()
-    shape = (examples, seq)
-    batch = {
-        "tokens": jax.ShapeDtypeStruct(shape, jnp.int32),
-        "targets": jax.ShapeDtypeStruct(shape, jnp.int32),
-        "weights": jax.ShapeDtypeStruct(shape, jnp.float32),
-        EXAMPLE: jax.ShapeDtypeStruct(shape[:1], jnp.uint32),
-    }
-    ends, groups = model.split(
-        jax.tree.map(_one_layer, model.parameters, is_leaf=is_parameter)
-    )
-
-    def once(ends: Params, groups: list[Params], batch: dict) -> Any:
-        scope = Scope(rules=recorder, batch=batch)  # type: ignore[arg-type]
-        x = model.embed(ends, batch, scope)
-        for group, params in zip(model.groups, groups, strict=True):
-            x = group.block(params, x, scope)
-        return model.head(ends, x, batch, scope)
-
+) -> tuple[list[Activation], list[Finding]]:
     try:
-        jax.eval_shape(once, ends, groups, batch)
-    except (TypeError, ValueError) as error:
-        message = f"the model cannot be traced on a batch of shape {shape}: {error}"
-        return [], [Finding(kind="rank", path="model", message=message)]
-    unique = {(a.logical_axes, a.shape): a for a in recorder.activations}
-    batch_dims = _Activation(logical_axes=("batch",), shape=(examples,))
-    return [batch_dims, *unique.values()], []
-
-
-def _one_layer(parameter: Parameter) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(parameter.shape, parameter.dtype)
+        return traced_activations(model, examples, seq), []
+    except ValueError as error:
+        return [], [Finding(kind="rank", path="model", message=str(error))]
 
 
 def _axes_of_activations(
-    activations: list[_Activation], layout: Layout, rules: Rules
+    activations: list[Activation], layout: Layout, rules: Rules
 ) -> tuple[set[str], list[Finding]]:
     axes, findings = set(), []
     for activation in activations:
@@ -237,7 +147,7 @@ def _axes_of_activations(
     return axes, findings
 
 
-def _axes_asked_for(activation: _Activation, rules: Rules) -> set[str]:
+def _axes_asked_for(activation: Activation, rules: Rules) -> set[str]:
     return {
         axis
         for name in activation.logical_axes
@@ -246,20 +156,33 @@ def _axes_asked_for(activation: _Activation, rules: Rules) -> set[str]:
     }
 
 
-def _first_of_each(pairs: Sequence[tuple[str, Any]]) -> tuple[Rules, list[Finding]]:
-    first: dict[str, Any] = {}
+def _first_of_each(
+    pairs: Sequence[tuple[str, Target]],
+) -> tuple[Rules, list[Finding]]:
+    first: dict[str, MeshAxes] = {}
     findings = []
     for logical_axis, target in pairs:
+        axes = mesh_axes_of(target)
         if logical_axis in first:
-            message = (
-                f"logical axis {logical_axis!r} has two rules, {first[logical_axis]!r} "
-                f"and {target!r}; only one can hold: remove the other"
-            )
+            message = shadowed_message(logical_axis, first, axes)
             findings.append(
                 Finding(kind="shadowed", path=logical_axis, message=message)
             )
-        first.setdefault(logical_axis, target)
+        first.setdefault(logical_axis, axes)
     return Rules(first), findings
+
+
+def _refused(layout: Layout, rules: Rules) -> list[Finding]:
+    return [
+        *(
+            Finding(kind="unsupported", path=key, message=message)
+            for key, message in layout_refusals(layout).items()
+        ),
+        *(
+            Finding(kind=error.kind, path=logical_axis, message=str(error))
+            for logical_axis, error in rule_refusals(rules)
+        ),
+    ]
 
 
 def _shadowing_overrides(rules: Rules) -> list[Finding]:
@@ -302,11 +225,7 @@ def _dead_rules(
 def _large_and_replicated(
     rows: list[ParameterRow], layout: Layout, large_bytes: int
 ) -> list[Finding]:
-    splitting = {
-        axis: size
-        for axis, size in layout.mesh_shape.items()
-        if size > 1 and axis != "data"
-    }
+    splitting = [axis for axis in _axes_at_work(layout) if axis != "data"]
     if not splitting:
         return []
     names = " or ".join(map(repr, splitting))
@@ -341,6 +260,16 @@ def _idle_mesh_axes(
                 f"each other's work; set {axis}=1 or map a logical axis to it"
             ),
         )
-        for axis, size in layout.mesh_shape.items()
-        if size > 1 and axis not in busy
+        for axis, size in _axes_at_work(layout).items()
+        if axis not in busy
     ]
+
+
+def _axes_at_work(layout: Layout) -> dict[str, int]:
+    # One finding is enough for a mesh axis that the training step refuses.
+    refused = layout_refusals(layout)
+    return {
+        axis: size
+        for axis, size in layout.mesh_shape.items()
+        if size > 1 and axis not in refused
+    }

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from meshpar.layout import MESH_AXES, Layout, nearest
+from meshpar.layout import MESH_AXES, nearest
+from meshpar.rule_table import MeshAxes, RuleError, Table, Target, normalise
 
 LogicalAxes = tuple[str | None, ...]
 """A name per dim of an array; a dim of None is replicated."""
-
-MeshAxes = tuple[str, ...]
-Target = str | Sequence[str] | None
-Table = Mapping[str, Target] | Iterable[tuple[str, Target]]
 
 
 # What other code bases call our logical axes, where the spelling alone is no hint.
@@ -27,18 +24,6 @@ _SYNONYMS = {
     **dict.fromkeys(("examples", "b"), "batch"),
     **dict.fromkeys(("depth", "stack"), "layers"),
 }
-
-
-class RuleError(ValueError):
-    """A rule, or an array that the rules cannot lay out.
-
-    `kind` is the lint's word for it: `unknown`, `repeated`, `claimed_twice`,
-    `indivisible`, `shadowed` or `rank`.
-    """
-
-    def __init__(self, kind: str, message: str) -> None:
-        super().__init__(message)
-        self.kind = kind
 
 
 @dataclass(frozen=True)
@@ -77,7 +62,7 @@ class Rules:
 
     def __post_init__(self) -> None:
         for name in ("table", "parameters"):
-            object.__setattr__(self, name, _normalise(getattr(self, name)))
+            object.__setattr__(self, name, normalise(getattr(self, name)))
         waived = frozenset(self.replicate_if_indivisible)
         object.__setattr__(self, "replicate_if_indivisible", waived)
         for logical_axis in sorted(waived - self.parameters.keys()):
@@ -129,7 +114,7 @@ class Rules:
         shape: Sequence[int] | None = None,
         *,
         mesh_shape: Mapping[str, int] | None = None,
-        path: str = "array",
+        path: str | None = None,
     ) -> PartitionSpec:
         """The `PartitionSpec` of an array.
 
@@ -137,7 +122,7 @@ class Rules:
             logical_axes: A name, or None, for each dim.
             shape: The global shape; with `mesh_shape`, divisibility is checked.
             mesh_shape: Size of each mesh axis; an axis of size 1 is left out.
-            path: What errors call the array.
+            path: What errors call the array, where it has a name.
 
         Raises:
             RuleError: An unknown or repeated logical axis, two dims on one mesh axis,
@@ -148,7 +133,10 @@ class Rules:
         claimed: dict[str, str] = {}
         entries = []
         for dim in range(len(logical_axes)):
-            axes = self._axes_of_dim(logical_axes, dim, sizes, claimed)
+            try:
+                axes = self._axes_of_dim(logical_axes, dim, sizes, claimed)
+            except RuleError as error:
+                raise _with_path(error, path, shape, logical_axes) from None
             if axes and shape is not None and mesh_shape is not None:
                 axes = self._check_divides(logical_axes, shape, dim, axes, sizes, path)
             entries.append(axes[0] if len(axes) == 1 else axes or None)
@@ -160,7 +148,7 @@ class Rules:
         logical_axes: LogicalAxes,
         shape: Sequence[int] | None = None,
         *,
-        path: str = "array",
+        path: str | None = None,
     ) -> NamedSharding:
         """`spec` on `mesh`; raises as `spec` does."""
         mesh_shape = dict(mesh.shape)
@@ -222,12 +210,10 @@ class Rules:
         dim: int,
         axes: MeshAxes,
         sizes: Mapping[str, int],
-        path: str,
+        path: str | None,
     ) -> MeshAxes:
-        logical_axis, degree = (
-            logical_axes[dim],
-            math.prod(sizes[axis] for axis in axes),
-        )
+        logical_axis = logical_axes[dim]
+        degree = math.prod(sizes[axis] for axis in axes)
         if shape[dim] % degree == 0:
             return axes
         if logical_axis in self.replicate_if_indivisible:
@@ -237,7 +223,7 @@ class Rules:
             "indivisible",
             f"logical axis {logical_axis!r} has size {shape[dim]}, which does not "
             f"divide over {noun} {' x '.join(map(repr, axes))} of size {degree}\n"
-            f"    {path}: shape {tuple(shape)} as {_show(logical_axes)}; pad it, map "
+            f"    {_show_array(path, shape, logical_axes)}; pad it, map "
             f"{logical_axis!r} elsewhere, or replicate_if_indivisible",
         )
 
@@ -253,106 +239,36 @@ def auto_mesh_shape() -> dict[str, int]:
     }
 
 
-def _normalise(table: Table) -> dict[str, MeshAxes]:
-    pairs = table.items() if isinstance(table, Mapping) else table
-    rules: dict[str, MeshAxes] = {}
-    for logical_axis, target in pairs:
-        axes = (target,) if isinstance(target, str) else tuple(target or ())
-        if logical_axis in rules:
-            raise RuleError("shadowed", shadowed_message(logical_axis, rules, axes))
-        for position, mesh_axis in enumerate(axes):
-            if mesh_axis not in MESH_AXES:
-                raise RuleError(
-                    "unknown",
-                    f"rule {logical_axis!r} names no mesh axis: {mesh_axis!r}; "
-                    f"{nearest(mesh_axis, MESH_AXES)}",
-                )
-            if mesh_axis in axes[:position]:
-                raise RuleError(
-                    "repeated",
-                    f"rule {logical_axis!r} names mesh axis {mesh_axis!r} twice in "
-                    f"{axes}; name it once",
-                )
-        rules[logical_axis] = axes
-    return rules
-
-
-def shadowed_message(
-    logical_axis: str, rules: Mapping[str, MeshAxes], axes: MeshAxes
-) -> str:
-    """The words for a second rule that could never apply."""
-    return (
-        f"logical axis {logical_axis!r} has two rules, {rules[logical_axis] or None} "
-        f"and {axes or None}; only one can hold: remove the other"
-    )
-
-
 def _check_rank(
-    logical_axes: LogicalAxes, shape: Sequence[int] | None, path: str
+    logical_axes: LogicalAxes, shape: Sequence[int] | None, path: str | None
 ) -> None:
     if shape is not None and len(shape) != len(logical_axes):
         raise RuleError(
             "rank",
-            f"{path}: shape {tuple(shape)} has {len(shape)} dims, but "
+            f"{path or 'array'}: shape {tuple(shape)} has {len(shape)} dims, but "
             f"{_show(logical_axes)} names {len(logical_axes)}; name every dim, or "
             "write None",
         )
 
 
+def _with_path(
+    error: RuleError,
+    path: str | None,
+    shape: Sequence[int] | None,
+    logical_axes: LogicalAxes,
+) -> RuleError:
+    if path is None:
+        return error
+    line = _show_array(path, shape, logical_axes)
+    return RuleError(error.kind, f"{error}\n    {line}")
+
+
+def _show_array(
+    path: str | None, shape: Sequence[int] | None, logical_axes: LogicalAxes
+) -> str:
+    dims = "" if shape is None else f"shape {tuple(shape)} as "
+    return f"{path or 'array'}: {dims}{_show(logical_axes)}"
+
+
 def _show(logical_axes: LogicalAxes | None) -> str:
     return str(tuple(logical_axes or ()))
-
-
-# The presets. `residual_seq` is the sequence dim of the residual stream between the
-# attention and MLP, `seq` the one inside them.
-
-DATA_PARALLEL = Rules(
-    {
-        "batch": ("data", "fsdp"),
-        "seq": None,
-        "residual_seq": None,
-        "embed": None,
-        "heads": None,
-        "kv_heads": None,
-        "head_dim": None,
-        "mlp": None,
-        "vocab": None,
-        "layers": None,
-    }
-)
-"""The batch is split, parameters are replicated."""
-
-FSDP = replace(DATA_PARALLEL, parameters={"embed": "fsdp"})
-"""Stored parameters are split over `fsdp` too; with `data` > 1 this is HSDP."""
-
-HSDP = FSDP
-"""FSDP inside `fsdp`, replicas across `data` (hybrid sharding)."""
-
-TENSOR = DATA_PARALLEL.with_rules(
-    heads="tensor", kv_heads="tensor", mlp="tensor", vocab="tensor"
-)
-"""Megatron tensor parallel: heads, MLP and vocabulary (Shoeybi et al. 2019)."""
-
-TENSOR_SEQUENCE = TENSOR.with_rules(residual_seq="tensor")
-"""And the residual stream's sequence (Korthikanti et al. 2022)."""
-
-FSDP_TENSOR = replace(TENSOR, parameters=FSDP.parameters)
-"""Both: one weight dim over `fsdp`, another over `tensor`."""
-
-FSDP_TENSOR_SEQUENCE = replace(TENSOR_SEQUENCE, parameters=FSDP.parameters)
-"""All of them."""
-
-PRESETS = {
-    "data_parallel": DATA_PARALLEL,
-    "fsdp": FSDP,
-    "hsdp": HSDP,
-    "tensor": TENSOR,
-    "tensor_sequence": TENSOR_SEQUENCE,
-    "fsdp_tensor": FSDP_TENSOR,
-    "fsdp_tensor_sequence": FSDP_TENSOR_SEQUENCE,
-}
-
-
-def default_rules(layout: Layout) -> Rules:
-    """The preset that a layout asks for; a mesh axis of size 1 changes nothing."""
-    return FSDP_TENSOR_SEQUENCE if layout.sequence_parallel else FSDP_TENSOR

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from collections import Counter
 from collections.abc import Sequence
@@ -25,6 +26,10 @@ _LINKS = {
     "H200": (450e9, 50e9),
     "B200": (900e9, 50e9),
 }
+
+# Words of a device kind whose figures are others: cards on PCIe, NVL cards (bridged to
+# few others, not to the whole host), slices of a card (MIG has no NVLink).
+_OTHER_LINKS = {"PCIE", "NVL", "MIG"}
 
 
 class TopologyWarning(UserWarning):
@@ -79,8 +84,7 @@ class Topology:
                 f"hosts hold {dict(per_host)} devices (host: count); every host must "
                 "hold the same number: choose the devices to use"
             )
-        kind = devices[0].device_kind
-        speeds = next((_LINKS[name] for name in _LINKS if name in kind), (None, None))
+        speeds = _link_speeds(devices[0].device_kind)
         return cls(
             hosts=len(per_host),
             devices_per_host=per_host[devices[0].process_index],
@@ -129,3 +133,10 @@ class Topology:
             f"{every_block} run at {self.network_bytes_per_s / 1e9:g} GB/s instead of "
             f"{self.host_bytes_per_s / 1e9:g} GB/s, {ratio:.3g} times slower"
         )
+
+
+def _link_speeds(device_kind: str) -> tuple[float, float] | tuple[None, None]:
+    words = set(re.split(r"[^A-Z0-9]+", device_kind.upper()))
+    if words & _OTHER_LINKS:
+        return None, None
+    return next((_LINKS[name] for name in _LINKS if name in words), (None, None))

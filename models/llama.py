@@ -31,6 +31,7 @@ class LlamaConfig:
     Args:
         layers, embed, heads, kv_heads, ffn, vocab: Sizes.
         head_dim: Size of a head; `embed / heads` when 0.
+        max_seq: Longest sequence, no limit when 0; it has no other effect.
         tied: Whether the head reuses the embedding table.
         rope_theta: Base of the rotary wavelengths.
         rope_scaling: Stretching for long contexts, if any.
@@ -51,6 +52,7 @@ class LlamaConfig:
     ffn: int
     vocab: int
     head_dim: int = 0
+    max_seq: int = 0
     tied: bool = False
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
@@ -67,6 +69,10 @@ class LlamaConfig:
         if self.head_dim < 0:
             raise ValueError(
                 f"head_dim={self.head_dim}: must be at least 0; 0 is embed / heads"
+            )
+        if self.max_seq < 0:
+            raise ValueError(
+                f"max_seq={self.max_seq}: must be at least 0; 0 is no limit"
             )
         if self.heads % self.kv_heads:
             raise ValueError(
@@ -129,6 +135,7 @@ class LlamaEnds(nnx.Module):
     def __init__(self, config: LlamaConfig, rngs: nnx.Rngs) -> None:
         shape, axes = (config.vocab, config.embed), ("vocab", "embed")
         draw = nnx.initializers.normal(config.init_std)
+        self.max_seq = config.max_seq
         self.token_embed = nnx.Param(draw(rngs.params(), shape), out_sharding=axes)
         self.final_norm = RMSNorm(config.embed, epsilon=config.norm_epsilon, rngs=rngs)
         self.unembed = (
@@ -139,7 +146,14 @@ class LlamaEnds(nnx.Module):
 
     def embed(self, batch: Batch, scope: Scope) -> jax.Array:
         """Tokens (batch, seq) -> (batch, seq, embed)."""
-        x = vocab_lookup(self.token_embed[...], batch["tokens"], scope)
+        tokens = batch["tokens"]
+        seq = tokens.shape[1]
+        if 0 < self.max_seq < seq:
+            raise ValueError(
+                f"sequences of {seq} tokens, but the model has max_seq={self.max_seq}; "
+                "shorten the sequences or raise max_seq"
+            )
+        x = vocab_lookup(self.token_embed[...], tokens, scope)
         return scope.constrain(x, RESIDUAL)
 
     def logits(self, x: jax.Array, scope: Scope) -> jax.Array:

@@ -107,6 +107,8 @@ PRESETS: dict[str, LlamaConfig | GPT2Config] = {
 # What the command line calls the fields of a config.
 _FIELDS = {"hidden": "embed", "seq": "max_seq"}
 
+_A_LLAMA = "choose a Llama (gated=true, or a preset of one)"
+
 
 def build(
     preset: str | None = None, *, config_json: str | None = None, **sizes: object
@@ -116,12 +118,14 @@ def build(
     Args:
         preset: A name in `PRESETS`.
         config_json: Path of a `config.json`, instead of a preset.
-        sizes: Fields of the config that differ; `hidden` is another word for `embed`.
-            Without preset or file they are all of it: `gated=true` is a Llama,
-            otherwise a GPT-2 whose `ffn` is four times `hidden` when absent.
+        sizes: Fields of the config that differ; `hidden` is another word for `embed`,
+            `seq` for `max_seq`. Without preset or file they are all of it:
+            `gated=true` is a Llama, otherwise a GPT-2 whose `ffn` is four times
+            `hidden` when absent.
 
     Raises:
-        ValueError: An unknown preset or field, or sizes that do not fit together.
+        ValueError: An unknown preset or field, sizes that do not fit together, or a
+            value that the family does not have, such as `tied=false` for a GPT-2.
     """
     config = configure(preset, config_json=config_json, **sizes)
     return gpt2(config) if isinstance(config, GPT2Config) else llama(config)
@@ -141,15 +145,20 @@ def configure(
     if preset is None and config_json is None:
         return _from_sizes(named)
     config = PRESETS[preset] if preset is not None else config_from_json(config_json)
+    named = _without_fixed(type(config), named, named.get("heads", config.heads))
     _check_fields(type(config), named)
     return replace(config, **named)
 
 
 def _from_sizes(sizes: dict[str, object]) -> LlamaConfig | GPT2Config:
-    gated = sizes.pop("gated", False)
+    gated = sizes.get("gated", False)
+    if not isinstance(gated, bool):
+        raise ValueError(f"gated={gated!r}: must be true or false")
     kind = LlamaConfig if gated else GPT2Config
     if gated and "kv_heads" not in sizes and "heads" in sizes:
         sizes["kv_heads"] = sizes["heads"]
+    # Absent heads are missing below, whatever kv_heads is.
+    sizes = _without_fixed(kind, sizes, sizes.get("heads", sizes.get("kv_heads")))
     _check_fields(kind, sizes)
     missing = [
         field.name
@@ -161,6 +170,40 @@ def _from_sizes(sizes: dict[str, object]) -> LlamaConfig | GPT2Config:
             f"no {', '.join(missing)} given, and no preset; give each a size"
         )
     return kind(**sizes)
+
+
+def _without_fixed(
+    kind: type, sizes: dict[str, object], heads: object
+) -> dict[str, object]:
+    """`sizes` without the words that only say what every model of the family is."""
+    for name in ("experts", "top_k"):
+        if name in sizes:
+            raise ValueError(
+                f"{name}={sizes[name]!r}: no family here has experts; leave {name} out"
+            )
+    fixed = _fixed_of_llama() if kind is LlamaConfig else _fixed_of_gpt2(heads)
+    for name, (value, why, other) in fixed.items():
+        if sizes.get(name, value) != value:
+            raise ValueError(
+                f"{name}={sizes[name]!r}: {why}; leave {name} out, or {other}"
+            )
+    return {name: value for name, value in sizes.items() if name not in fixed}
+
+
+def _fixed_of_llama() -> dict[str, tuple[object, str, str]]:
+    return {"gated": (True, "the MLP of a Llama is gated", "choose a GPT-2 preset")}
+
+
+def _fixed_of_gpt2(heads: object) -> dict[str, tuple[object, str, str]]:
+    return {
+        "gated": (False, "the MLP of a GPT-2 is not gated", "choose a Llama preset"),
+        "tied": (True, "the head of a GPT-2 is its embedding table", _A_LLAMA),
+        "kv_heads": (
+            heads,
+            f"each of a GPT-2's heads={heads} has its own keys and values",
+            _A_LLAMA,
+        ),
+    }
 
 
 def _check_fields(kind: type, sizes: dict[str, object]) -> None:

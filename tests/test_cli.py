@@ -9,10 +9,6 @@ import pytest
 
 from meshpar import DATA_PARALLEL
 from meshpar.cli.main import main
-from models.convert.hf_config import config_from_json
-from models.gpt2 import GPT2Config
-from models.layers.rope import RopeScaling
-from models.llama import LlamaConfig
 
 LINT = ["lint", "--layout", "data=2"]
 TINY = ["lint", "--preset", "tiny"]
@@ -27,45 +23,6 @@ PARAMETER_KEYS = {
     "mesh_axes",
     "local_shape",
     "bytes",
-}
-
-LLAMA = {
-    "model_type": "llama",
-    "num_hidden_layers": 2,
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 128,
-    "vocab_size": 256,
-    "tie_word_embeddings": True,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000,
-}
-LLAMA_CONFIG = LlamaConfig(
-    layers=2,
-    embed=64,
-    heads=4,
-    kv_heads=2,
-    ffn=128,
-    vocab=256,
-    tied=True,
-    norm_epsilon=1e-5,
-    rope_theta=500_000.0,
-)
-GPT2 = {
-    "model_type": "gpt2",
-    "n_layer": 2,
-    "n_embd": 64,
-    "n_head": 4,
-    "vocab_size": 256,
-    "n_positions": 128,
-}
-LLAMA3_SCALING = {
-    "rope_type": "llama3",
-    "factor": 32.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 4096,
 }
 
 
@@ -85,12 +42,6 @@ def report_of(argv, capsys):
 def shapes_of(argv, capsys):
     parameters = report_of(argv, capsys)["parameters"]
     return {row["path"]: tuple(row["shape"]) for row in parameters}
-
-
-def write_config(folder, values):
-    path = folder / "config.json"
-    path.write_text(values if isinstance(values, str) else json.dumps(values))
-    return str(path)
 
 
 # Status and output.
@@ -198,6 +149,16 @@ def test_rules_can_be_written_out_with_the_second_of_two_a_finding(capsys):
             "blocks.attention.qkv",
             (2, 64, 2, 4, 16),
         ),
+        (
+            "layers=2,hidden=64,heads=4,ffn=128,vocab=256,seq=64,tied=true,gated=true",
+            "token_embed",
+            (256, 64),
+        ),
+        (
+            "layers=2,hidden=64,heads=4,kv_heads=4,vocab=256,tied=true,gated=false",
+            "blocks.mlp.up",
+            (2, 64, 256),
+        ),
     ],
 )
 def test_sizes_alone_are_a_model(sizes, path, shape, capsys):
@@ -222,66 +183,20 @@ def test_a_model_can_come_from_a_function_of_ones_own(tmp_path, monkeypatch, cap
     assert shapes_of(argv, capsys)["blocks.mlp.down"] == (2, 384, 128)
 
 
-@pytest.mark.parametrize(
-    "values, path, shape",
-    [
-        (LLAMA, "blocks.attention.qkv", (2, 64, 2, 4, 16)),
-        ({**LLAMA, "tie_word_embeddings": False}, "unembed", (256, 64)),
-        ({**LLAMA, "model_type": "qwen2"}, "blocks.attention.bias", (2, 2, 4, 16)),
-        (
-            {**LLAMA, "model_type": "qwen3", "head_dim": 32},
-            "blocks.attention.q_norm.scale",
-            (2, 32),
-        ),
-        (GPT2, "position_embed", (128, 64)),
-        ({**GPT2, "n_inner": 96}, "blocks.mlp.up", (2, 64, 96)),
-    ],
-)
-def test_a_hugging_face_config_is_a_model(values, path, shape, tmp_path, capsys):
-    argv = [*LINT, "--model", write_config(tmp_path, values)]
+@pytest.fixture
+def gpt2_config(tmp_path):
+    path = tmp_path / "config.json"
+    sizes = {"n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 256}
+    values = {"model_type": "gpt2", **sizes, "n_positions": 128}
+    path.write_text(json.dumps(values))
+    return path
+
+
+def test_a_hugging_face_config_is_a_model(gpt2_config, capsys):
+    argv = [*LINT, "--model", str(gpt2_config)]
     assert status_of(argv) == 0
     capsys.readouterr()
-    assert shapes_of(argv, capsys)[path] == shape
-
-
-@pytest.mark.parametrize(
-    "changes, fields",
-    [
-        ({}, {}),
-        ({"rope_scaling": None}, {}),
-        ({"rope_scaling": {"rope_type": "default"}}, {}),
-        (
-            {"rope_scaling": LLAMA3_SCALING},
-            {"rope_scaling": RopeScaling(factor=32.0, original_seq=4096)},
-        ),
-        (
-            {"rope_parameters": {**LLAMA3_SCALING, "rope_theta": 1e6}},
-            {
-                "rope_theta": 1e6,
-                "rope_scaling": RopeScaling(factor=32.0, original_seq=4096),
-            },
-        ),
-        (
-            {"rope_theta": None, "rope_parameters": {"rope_theta": 1e6}},
-            {"rope_theta": 1e6},
-        ),
-        ({"rope_theta": None}, {"rope_theta": 10_000.0}),
-        ({"num_key_value_heads": None}, {"kv_heads": 4}),
-        ({"attention_bias": True}, {"qkv_bias": True}),
-        ({"model_type": "qwen2"}, {"qkv_bias": True}),
-        ({"model_type": "qwen3", "head_dim": 32}, {"qk_norm": True, "head_dim": 32}),
-    ],
-)
-def test_every_field_of_a_llama_config_is_read(changes, fields, tmp_path):
-    config = config_from_json(write_config(tmp_path, {**LLAMA, **changes}))
-    assert config == LlamaConfig(**{**vars(LLAMA_CONFIG), **fields})
-
-
-def test_every_field_of_a_gpt2_config_is_read(tmp_path):
-    values = {**GPT2, "n_inner": None, "layer_norm_epsilon": 1e-6}
-    assert config_from_json(write_config(tmp_path, values)) == GPT2Config(
-        layers=2, embed=64, heads=4, vocab=256, max_seq=128, norm_epsilon=1e-6
-    )
+    assert shapes_of(argv, capsys)["position_embed"] == (128, 64)
 
 
 # Bad input.
@@ -300,6 +215,8 @@ BAD_INPUT = [
     ([*LINT, "--preset", "tiny", "--devices", "4"], "layout 'data=2' needs 2 devices"),
     (LINT, "no model is chosen; give --preset NAME or --model SIZES"),
     ([*LINT, "--model", "layers"], "--model 'layers': 'layers' is not key=value"),
+    ([*LINT, "--model", "=2"], "--model '=2': '=2' is not key=value; write for"),
+    ([*LINT, "--preset", "tiny", "--rules", "=data"], "'=data' is not name=mesh axis"),
     ([*LINT, "--model", "layers=1,layers=2"], "'layers' is given twice"),
     ([*LINT, "--model", "layers=2"], "no embed, heads, vocab given, and no preset"),
     (
@@ -336,6 +253,11 @@ BAD_INPUT = [
     ([*LINT, "--preset", "tiny", "--model", "norm_epsilon=x"], "must be a number"),
     ([*LINT, "--preset", "tiny", "--model", "head_dim=-1"], "head_dim=-1: must be at"),
     ([*LINT, "--model", f"layers=2,{SIZES},ffn=-1"], "ffn=-1: must be at least 0"),
+    ([*LINT, "--model", f"layers=2,{SIZES},tied=false"], "tied=False: the head of a"),
+    (
+        [*LINT, "--model", f"layers=2,{SIZES},experts=8"],
+        "experts=8: no family here has",
+    ),
     ([*LINT, "--model", "config_json=3"], "'config_json' is no size; give --model"),
     ([*LINT, "--model", "preset=tiny"], "'preset' is no size; give --preset NAME"),
     ([*LINT, "--model-from", "os:sep"], "'os:sep' is a str, not a function"),
@@ -346,30 +268,6 @@ BAD_INPUT = [
     (TINY, "the following arguments are required: --layout"),
     (["lnt"], "invalid choice: 'lnt'"),
     ([], "the following arguments are required: subcommand"),
-]
-
-BAD_CONFIGS = [
-    ({**LLAMA, "model_type": "mamba"}, "has model_type 'mamba'; known: gpt2, llama"),
-    ([LLAMA], "has model_type None; known: gpt2, llama"),
-    ({"model_type": "gpt2", "n_layer": 2}, "does not give 'n_embd'"),
-    (
-        {name: value for name, value in LLAMA.items() if name != "vocab_size"},
-        "does not give 'vocab_size'",
-    ),
-    ({**LLAMA, "rope_scaling": {"type": "yarn"}}, "rope_scaling of type 'yarn'"),
-    ({**LLAMA, "rope_scaling": {"type": "llama3"}}, "does not give 'factor'"),
-    ({**LLAMA, "num_hidden_layers": "2"}, "layers='2': must be a whole number"),
-    ({**LLAMA, "num_hidden_layers": None}, "does not give 'num_hidden_layers'"),
-    ({**LLAMA, "rope_theta": "big"}, "rope_theta='big': must be a number"),
-    ({**LLAMA, "rope_scaling": "yarn"}, "rope_scaling='yarn': must be an object"),
-    ({**LLAMA, "rope_parameters": 3}, "rope_parameters=3: must be an object"),
-    ({**LLAMA, "rope_scaling": {"factor": 2.0}}, "rope_scaling of type None"),
-    (
-        {**LLAMA, "rope_scaling": {**LLAMA3_SCALING, "factor": "x"}},
-        "factor='x': must be a number",
-    ),
-    ({**GPT2, "n_embd": None}, "does not give 'n_embd'"),
-    ("{", "as JSON: Expecting property name"),
 ]
 
 
@@ -387,9 +285,16 @@ def test_bad_input_is_one_line_on_stderr_and_status_2(argv, message, capsys):
     assert_one_line_and_status_2(argv, message, capsys)
 
 
-@pytest.mark.parametrize("values, message", BAD_CONFIGS)
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ('{"model_type": "mamba"}', "has model_type 'mamba'; known: gpt2, llama"),
+        ("{", "as JSON: Expecting property name"),
+    ],
+)
 def test_a_bad_config_json_is_one_line_on_stderr_and_status_2(
-    values, message, tmp_path, capsys
+    text, message, gpt2_config, capsys
 ):
-    argv = [*LINT, "--model", write_config(tmp_path, values)]
+    gpt2_config.write_text(text)
+    argv = [*LINT, "--model", str(gpt2_config)]
     assert_one_line_and_status_2(argv, message, capsys)

@@ -10,10 +10,12 @@ ROOT = Path(__file__).parents[1]
 # Lowest first; a module may import its own layer and those before it. The longest
 # matching name counts. `meshpar` alone is the public API, which those above it use.
 LAYERS = (
+    ("meshpar.key_values",),
     ("meshpar.layout", "meshpar.topology", "meshpar.emulate", "meshpar.schedules"),
-    ("meshpar.rules", "meshpar.mesh"),
+    ("meshpar.rule_table", "meshpar.rules", "meshpar.rule_presets", "meshpar.mesh"),
     ("meshpar.model", "meshpar.nnx_model"),
     ("meshpar.sharding", "meshpar.collectives"),
+    ("meshpar.activations", "meshpar.parameter_rows"),
     ("meshpar.parallel",),
     ("meshpar.planner", "meshpar.audit", "meshpar.train", "meshpar.lint"),
     ("meshpar",),

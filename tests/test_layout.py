@@ -94,6 +94,7 @@ ABSORBS = (
         ("data", "layout 'data': 'data' is not key=value"),
         ("data=2,,tensor=2", "'' is not key=value"),
         ("data=", "'data=' is not key=value"),
+        ("=2", "'=2' is not key=value"),
         ("tensr=2", "layout 'tensr=2': no key 'tensr'; did you mean 'tensor'"),
         ("xyzw=2", "no key 'xyzw'; known: attention, chunks, context, data, execution"),
         ("data=2,data=4", "'data' is given twice; give it once"),

@@ -4,6 +4,8 @@ import math
 import re
 from dataclasses import replace
 
+import jax
+import optax
 import pytest
 
 from meshpar import (
@@ -11,8 +13,10 @@ from meshpar import (
     FSDP_TENSOR,
     TENSOR,
     Layout,
+    RuleError,
     Rules,
     lint,
+    make_train_step,
 )
 from models.presets import build
 
@@ -120,6 +124,19 @@ FINDINGS = {
         "mesh axis 'tensor' of size 2 shards nothing: its devices repeat each other's "
         "work; set tensor=1 or map a logical axis to it",
     ),
+    "a split of the state that no training step makes": (
+        lambda: findings_of("fsdp=2,zero=1"),
+        "unsupported",
+        "zero",
+        "layout 'fsdp=2,zero=1': zero=1 is not supported; 'fsdp' splits parameters, "
+        "gradients and optimizer state alike (zero=3), 'data' none",
+    ),
+    "rules that split the batch in part": (
+        lambda: findings_of("data=2", DATA_PARALLEL.with_rules(batch="data")),
+        "unknown",
+        "batch",
+        "logical axis 'batch' is mapped to ('data',); the training step splits the",
+    ),
     "two dims of a parameter on one mesh axis": (
         lambda: findings_of("tensor=2", TENSOR.with_rules(embed="tensor")),
         "claimed_twice",
@@ -200,6 +217,40 @@ def test_a_global_batch_of_0_is_not_taken_for_the_default():
 
     lint(replace(model, embed=seen), Layout(data=2), global_batch=0)
     assert shapes == [(0, 128)]
+
+
+@pytest.mark.parametrize("second", [None, "fsdp", ("data", "fsdp")])
+def test_two_rules_are_told_in_the_words_of_the_rules(second):
+    pairs = [*FSDP_TENSOR.table.items(), ("mlp", second)]
+    (found,) = (f for f in findings_of("data=2", pairs) if f.kind == "shadowed")
+    with pytest.raises(RuleError) as caught:
+        Rules(pairs)
+    assert found.message == str(caught.value)
+
+
+REFUSED = ["stage=2", "context=2", "expert=2", "data=2,microbatches=2", "fsdp=2,zero=0"]
+
+
+@pytest.mark.parametrize("layout", REFUSED)
+def test_a_layout_that_the_training_step_refuses_is_one_finding_in_its_words(layout):
+    (found,) = findings_of(layout)
+    devices = jax.devices()[: Layout.parse(layout).num_devices]
+    with pytest.raises(ValueError, match=re.escape(found.message)):
+        make_train_step(build("tiny"), optax.sgd(1.0), layout, devices=devices)
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        DATA_PARALLEL.with_rules(embed="fsdp"),
+        replace(DATA_PARALLEL, parameters={"layers": "fsdp"}),
+    ],
+)
+def test_rules_that_the_training_step_refuses_are_findings_in_its_words(rules):
+    messages = {finding.message for finding in findings_of("data=8", rules)}
+    with pytest.raises(RuleError) as caught:
+        make_train_step(build("tiny"), optax.sgd(1.0), "data=8", rules=rules)
+    assert str(caught.value) in messages
 
 
 # Parameters.

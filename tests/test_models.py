@@ -15,7 +15,7 @@ from models.layers.attention import Attention
 from models.layers.mlp import GatedMLP, PlainMLP
 from models.layers.norm import LayerNorm, RMSNorm
 from models.layers.rope import RopeScaling, apply_rope, rope_frequencies
-from models.presets import build
+from models.presets import build, configure
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 EPSILON = 1e-3
@@ -263,6 +263,43 @@ def test_a_preset_has_the_published_number_of_parameters(preset, published):
         ("tiny-gpt2", {"heads": 3}, "embed=128 is not a multiple of heads=3"),
         ("tiny-gpt2", {"vocab": -1}, "vocab=-1: must be at least 1"),
         ("tiny-gpt2", {"dropout": 1.0}, "dropout=1.0: must be at least 0 and below 1"),
+        ("test", {"seq": -1}, "max_seq=-1: must be at least 0; 0 is no limit"),
+        (
+            "tiny-gpt2",
+            {"kv_heads": 2},
+            "kv_heads=2: each of a GPT-2's heads=8 has its own keys and values; leave "
+            r"kv_heads out, or choose a Llama \(gated=true, or a preset of one\)",
+        ),
+        (
+            "tiny-gpt2",
+            {"tied": False},
+            "tied=False: the head of a GPT-2 is its embedding table; leave tied out",
+        ),
+        (
+            "tiny-gpt2",
+            {"gated": True},
+            "gated=True: the MLP of a GPT-2 is not gated; leave gated out, or choose a "
+            "Llama preset",
+        ),
+        (
+            "test",
+            {"gated": False},
+            "gated=False: the MLP of a Llama is gated; leave gated out, or choose a "
+            "GPT-2 preset",
+        ),
+        (None, {"kv_heads": 2}, "no layers, embed, heads, vocab given, and no preset"),
+        (None, {"gated": "yes"}, "gated='yes': must be true or false"),
+        (
+            None,
+            {"heads": 4, "kv_heads": 2},
+            "kv_heads=2: each of a GPT-2's heads=4 has",
+        ),
+        (
+            "test",
+            {"experts": 8},
+            "experts=8: no family here has experts; leave experts out",
+        ),
+        (None, {"gated": True, "top_k": 2}, "top_k=2: no family here has experts"),
     ],
 )
 def test_a_model_that_makes_no_sense_is_refused(preset, changes, match):
@@ -274,6 +311,34 @@ def test_the_words_of_the_command_line_change_fields_too():
     wide, long = build("test", hidden=64), build("tiny-gpt2", seq=32)
     assert wide.flat_parameters()["token_embed"].shape == (64, 64)
     assert long.flat_parameters()["position_embed"].shape == (32, 128)
+
+
+@pytest.mark.parametrize(
+    "preset, says",
+    [
+        ("test", {"gated": True}),
+        ("tiny-gpt2", {"gated": False, "tied": True, "kv_heads": 8}),
+        ("tiny-gpt2", {"heads": 4, "kv_heads": 4}),
+    ],
+)
+def test_words_that_say_what_the_family_is_change_nothing(preset, says):
+    plain = {"heads": says["heads"]} if "heads" in says else {}
+    assert configure(preset, **says) == configure(preset, **plain)
+
+
+def test_a_llama_takes_sequences_up_to_its_seq_only():
+    model = build("test", seq=8)
+    shapes = jax.eval_shape(lambda: model.init(0))
+    fits, too_long = (jax.ShapeDtypeStruct((1, seq), jnp.int32) for seq in (8, 9))
+
+    def run(params, tokens):
+        batch = {"tokens": tokens}
+        return forward(model, params, batch, Scope(batch=batch))
+
+    assert jax.eval_shape(run, shapes, fits).shape == (1, 8, 32)
+    match = "sequences of 9 tokens, but the model has max_seq=8; shorten the sequences"
+    with pytest.raises(ValueError, match=match):
+        jax.eval_shape(run, shapes, too_long)
 
 
 # Whole models.

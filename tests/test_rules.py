@@ -22,7 +22,7 @@ from meshpar import (
     default_rules,
     make_mesh,
 )
-from meshpar.rules import PRESETS
+from meshpar.rule_presets import PRESETS
 
 RULES = Rules(
     {"batch": ("data", "fsdp"), "embed": None, "heads": "tensor", "mlp": "tensor"}
@@ -68,6 +68,31 @@ ERRORS = [
         lambda: RULES.spec(("batch", "hads")),
         "no rule for logical axis 'hads' of ('batch', 'hads'); did you mean 'heads'? "
         "known: batch, embed, heads, mlp",
+    ),
+    (
+        "unknown",
+        lambda: RULES.spec(("batch", "hads"), (8, 4), path="blocks.mlp.up"),
+        "no rule for logical axis 'hads' of ('batch', 'hads'); did you mean 'heads'? "
+        "known: batch, embed, heads, mlp\n"
+        "    blocks.mlp.up: shape (8, 4) as ('batch', 'hads')",
+    ),
+    (
+        "claimed_twice",
+        lambda: RULES.spec(("mlp", "heads"), path="blocks.mlp.up"),
+        "mesh axis 'tensor' is claimed by both 'mlp' and 'heads' in ('mlp', 'heads'); "
+        "an array can use each mesh axis once\n    blocks.mlp.up: ('mlp', 'heads')",
+    ),
+    (
+        "repeated",
+        lambda: RULES.spec(("embed", "embed"), (4, 4), path="blocks.mlp.up"),
+        "logical axis 'embed' names two dims of ('embed', 'embed'); give the dims "
+        "different names\n    blocks.mlp.up: shape (4, 4) as ('embed', 'embed')",
+    ),
+    (
+        "rank",
+        lambda: RULES.spec(("embed",), (4, 4)),
+        "array: shape (4, 4) has 2 dims, but ('embed',) names 1; name every dim, or "
+        "write None",
     ),
     (
         "unknown",

@@ -16,9 +16,12 @@ from meshpar.cli.parsing import (
     layout_of,
     model_of,
 )
+from meshpar.key_values import key_value_pairs
 from meshpar.layout import nearest
-from meshpar.lint import LARGE_BYTES, Finding, LintReport, ParameterRow, lint
-from meshpar.rules import PRESETS, Rules
+from meshpar.lint import LARGE_BYTES, Finding, LintReport, lint
+from meshpar.parameter_rows import ParameterRow
+from meshpar.rule_presets import PRESETS
+from meshpar.rules import Rules
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,18 +72,16 @@ def parse_rules(text: str) -> Rules | list[tuple[str, tuple[str, ...] | None]]:
         if text not in PRESETS:
             raise ValueError(f"no rules {text!r}; {nearest(text, PRESETS)}")
         return PRESETS[text]
-    pairs: list[tuple[str, tuple[str, ...] | None]] = []
-    for part in text.split(","):
-        logical_axis, _, target = (piece.strip() for piece in part.partition("="))
-        if not logical_axis or not target:
-            raise ValueError(
-                f"--rules {text!r}: {part.strip()!r} is not name=mesh axis; write none "
-                "for replicated, + between several mesh axes"
-            )
-        pairs.append(
-            (logical_axis, None if target == "none" else tuple(target.split("+")))
-        )
-    return pairs
+    pairs = key_value_pairs(
+        text,
+        noun="--rules",
+        form="name=mesh axis",
+        way_out="write none for replicated, + between several mesh axes",
+    )
+    return [
+        (logical_axis, None if target == "none" else tuple(target.split("+")))
+        for logical_axis, target in pairs
+    ]
 
 
 def parameter_table(rows: tuple[ParameterRow, ...]) -> Table:

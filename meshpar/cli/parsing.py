@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
+from meshpar.key_values import key_values
 from meshpar.layout import MESH_AXES, Layout
 from meshpar.model import Model
 
@@ -136,22 +137,13 @@ def parse_sizes(text: str) -> dict[str, int | float | bool | str]:
     Raises:
         ValueError: A part is not key=value, a key is given twice, or it is no size.
     """
-    sizes: dict[str, int | float | bool | str] = {}
-    for part in text.split(","):
-        key, equals, value = (piece.strip() for piece in part.partition("="))
-        if not equals or not value:
-            raise ValueError(
-                f"--model {text!r}: {part.strip()!r} is not key=value; write for "
-                "example layers=4,hidden=256"
-            )
-        if key in sizes:
-            raise ValueError(f"--model {text!r}: {key!r} is given twice; give it once")
+    values = key_values(text, noun="--model", example="layers=4,hidden=256")
+    for key in values:
         if key in _NO_SIZES:
             raise ValueError(
                 f"--model {text!r}: {key!r} is no size; give {_NO_SIZES[key]}"
             )
-        sizes[key] = _parse_scalar(value)
-    return sizes
+    return {key: _parse_scalar(value) for key, value in values.items()}
 
 
 def _parse_scalar(text: str) -> int | float | bool | str:

@@ -16,8 +16,10 @@ from meshpar.mesh import make_mesh
 from meshpar.model import EXAMPLE, Batch, Model
 from meshpar.parallel.norm import global_norm
 from meshpar.parallel.program import LocalProgram
-from meshpar.rules import RuleError, Rules, default_rules
+from meshpar.rule_presets import default_rules
+from meshpar.rules import Rules
 from meshpar.sharding import born_sharded, model_shardings
+from meshpar.train.refusals import layout_refusals, rule_refusals
 from meshpar.train.state import TrainState, initial_state, state_shardings
 
 Metrics = dict[str, jax.Array]
@@ -66,13 +68,15 @@ def make_train_step(
     if mesh is None:
         mesh = make_mesh(layout, devices)
     layout = layout.resolve(mesh.size)
-    _check_built(layout)
+    for message in layout_refusals(layout).values():
+        raise ValueError(message)
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ValueError(
             f"max_grad_norm={max_grad_norm}: must be positive, or None for no limit"
         )
     rules = rules or default_rules(layout)
-    _check_batch_rules(rules)
+    for _, error in rule_refusals(rules):
+        raise error
     return TrainStep(
         model=model,
         optimizer=optimizer,
@@ -259,45 +263,3 @@ class TrainStep:
             opt_state=opt_state,
         )
         return new_state, {"loss": loss, "grad_norm": norm, "weight_sum": weight_sum}
-
-
-def _check_built(layout: Layout) -> None:
-    for name in ("stage", "context", "expert", "microbatches"):
-        if getattr(layout, name) != 1:
-            raise ValueError(
-                f"layout {str(layout)!r}: make_train_step lays out data, fsdp and "
-                f"tensor; {name}={getattr(layout, name)} is not supported: set {name}=1"
-            )
-    if layout.zero != 3:
-        raise ValueError(
-            f"layout {str(layout)!r}: zero={layout.zero} is not supported; 'fsdp' "
-            "splits parameters, gradients and optimizer state alike (zero=3), 'data' "
-            "none"
-        )
-
-
-def _check_batch_rules(rules: Rules) -> None:
-    if set(rules.stored.mesh_axes("layers")) & set(BATCH_AXES):
-        raise RuleError(
-            "claimed_twice",
-            f"logical axis 'layers' is mapped to {rules.stored.mesh_axes('layers')}, "
-            "but every device runs every layer: map another dim of the parameters, "
-            "such as 'embed'",
-        )
-    if rules.mesh_axes("batch") != BATCH_AXES:
-        raise RuleError(
-            "unknown",
-            f"logical axis 'batch' is mapped to {rules.mesh_axes('batch') or None}; "
-            f"the training step splits the batch over {BATCH_AXES}: map it to both (a "
-            "mesh axis of size 1 costs nothing)",
-        )
-    for logical_axis, mesh_axes in rules.table.items():
-        for mesh_axis in mesh_axes:
-            if logical_axis != "batch" and mesh_axis in BATCH_AXES:
-                raise RuleError(
-                    "claimed_twice",
-                    f"mesh axis {mesh_axis!r} is claimed by both 'batch' and "
-                    f"{logical_axis!r} in activations; if {logical_axis!r} is meant "
-                    "for stored parameters, pass Rules(..., "
-                    f"parameters={{{logical_axis!r}: {mesh_axis!r}}})",
-                )

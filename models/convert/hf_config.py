@@ -10,25 +10,67 @@ from models.gpt2 import GPT2Config
 from models.layers.rope import RopeScaling
 from models.llama import LlamaConfig
 
+_LLAMA_LIKE = {
+    "hidden_act": ("silu", "swish"),
+    "mlp_bias": (False,),
+    "partial_rotary_factor": (1.0,),
+    "layer_types": ("full_attention",),
+    "quantization_config": (None,),
+}
+
+# Model type -> what a config may say, where it says it at all, for our model to compute
+# the same: the first is what Transformers takes when a config is silent. Its
+# `attention_bias` is on the output projection too, but Qwen2 reads no such key.
+_COMPUTED = {
+    "llama": {
+        **_LLAMA_LIKE,
+        "architectures": ("LlamaForCausalLM",),
+        "attention_bias": (False,),
+    },
+    "qwen2": {
+        **_LLAMA_LIKE,
+        "architectures": ("Qwen2ForCausalLM",),
+        "use_sliding_window": (False,),
+    },
+    "qwen3": {
+        **_LLAMA_LIKE,
+        "architectures": ("Qwen3ForCausalLM",),
+        "attention_bias": (False,),
+        "use_sliding_window": (False,),
+    },
+    "gpt2": {
+        "architectures": ("GPT2LMHeadModel",),
+        "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "add_cross_attention": (False,),
+        "tie_word_embeddings": (True,),
+        "quantization_config": (None,),
+    },
+}
+
 
 def config_from_json(path: str | Path) -> LlamaConfig | GPT2Config:
     """The config of a model's released `config.json`.
 
+    Dropout is not read: it belongs to the training, not to the model.
+
     Raises:
-        ValueError: It is no JSON object, its `model_type` is not known here, or a
-            size is missing (null is missing too) or not a whole number.
+        ValueError: It is no JSON object, its `model_type` is not known here, a size is
+            missing (null is missing too) or not a whole number, or it says something
+            that our model would not compute, such as `mlp_bias`.
     """
     try:
         values = json.loads(Path(path).read_text())
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"cannot read {str(path)!r} as JSON: {error}") from error
     kind = values.get("model_type") if isinstance(values, dict) else None
-    if kind not in ("llama", "qwen2", "qwen3", "gpt2"):
-        raise ValueError(
-            f"{str(path)!r} has model_type {kind!r}; known: gpt2, llama, qwen2, qwen3"
-        )
+    if kind not in _COMPUTED:
+        known = ", ".join(sorted(_COMPUTED))
+        raise ValueError(f"{str(path)!r} has model_type {kind!r}; known: {known}")
     given = _without_nulls(values)
     try:
+        _check_computed(given, kind)
         return _gpt2(given) if kind == "gpt2" else _llama(given, kind)
     except KeyError as error:
         raise ValueError(f"{str(path)!r} does not give {error}") from error
@@ -38,6 +80,19 @@ def config_from_json(path: str | Path) -> LlamaConfig | GPT2Config:
 
 def _without_nulls(values: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
+
+
+def _check_computed(values: dict[str, Any], kind: str) -> None:
+    file = "models/gpt2.py" if kind == "gpt2" else "models/llama.py"
+    for name, computed in _COMPUTED[kind].items():
+        given = values.get(name, computed[0])
+        for value in given if isinstance(given, list) else [given]:
+            if value not in computed:
+                raise ValueError(
+                    f"{name}={value!r} is not what {file} computes, which is {name}="
+                    f"{' or '.join(map(repr, computed))}; take another config, or "
+                    "change a copy of that file"
+                )
 
 
 def _gpt2(values: dict[str, Any]) -> GPT2Config:
@@ -55,6 +110,7 @@ def _gpt2(values: dict[str, Any]) -> GPT2Config:
 def _llama(values: dict[str, Any], kind: str) -> LlamaConfig:
     heads = values["num_attention_heads"]
     rope = _rope(values)
+    _check_computed(rope, kind)
     return LlamaConfig(
         layers=values["num_hidden_layers"],
         embed=values["hidden_size"],
@@ -62,11 +118,11 @@ def _llama(values: dict[str, Any], kind: str) -> LlamaConfig:
         kv_heads=values.get("num_key_value_heads", heads),
         ffn=values["intermediate_size"],
         vocab=values["vocab_size"],
-        head_dim=values.get("head_dim", 0),
+        head_dim=values.get("head_dim", 128 if kind == "qwen3" else 0),
         tied=values.get("tie_word_embeddings", False),
         rope_theta=rope.get("rope_theta", values.get("rope_theta", 10_000.0)),
         rope_scaling=_rope_scaling(rope),
-        qkv_bias=kind == "qwen2" or values.get("attention_bias", False),
+        qkv_bias=kind == "qwen2",
         qk_norm=kind == "qwen3",
         norm_epsilon=values.get("rms_norm_eps", 1e-6),
     )
@@ -91,7 +147,7 @@ def _rope(values: dict[str, Any]) -> dict[str, Any]:
 
 def _rope_scaling(values: dict[str, Any]) -> RopeScaling | None:
     kind = values.get("rope_type", values.get("type"))
-    if kind == "default" or (kind is None and "factor" not in values):
+    if kind == "default" or not values.keys() - {"rope_theta", "partial_rotary_factor"}:
         return None
     if kind != "llama3":
         raise ValueError(

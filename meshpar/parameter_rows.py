@@ -1,0 +1,63 @@
+"""What each device holds of a parameter under a layout, a row of a table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from meshpar.layout import Layout
+from meshpar.model import Parameter, spec_axes
+from meshpar.rules import LogicalAxes, Rules
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterRow:
+    """One parameter under a layout; `bytes` are per device, `mesh_axes` per dim."""
+
+    path: str
+    shape: tuple[int, ...]
+    logical_axes: LogicalAxes
+    mesh_axes: tuple[str | tuple[str, ...] | None, ...]
+    local_shape: tuple[int, ...]
+    bytes: int
+
+
+def row_of(
+    path: str, parameter: Parameter, layout: Layout, rules: Rules
+) -> ParameterRow:
+    """A parameter's row; raises `RuleError` where it cannot be laid out."""
+    spec = rules.stored.spec(
+        parameter.stacked_axes,
+        parameter.stacked_shape,
+        mesh_shape=layout.mesh_shape,
+        path=path,
+    )
+    return _row(path, parameter, spec, layout.mesh_shape)
+
+
+def replicated_row(path: str, parameter: Parameter) -> ParameterRow:
+    """The row of a parameter that is whole on every device."""
+    return _row(
+        path, parameter, PartitionSpec(*(None for _ in parameter.stacked_shape)), {}
+    )
+
+
+def _row(
+    path: str, parameter: Parameter, spec: PartitionSpec, sizes: Mapping[str, int]
+) -> ParameterRow:
+    local = tuple(
+        size // math.prod(sizes[axis] for axis in spec_axes(PartitionSpec(entry)))
+        for size, entry in zip(parameter.stacked_shape, spec, strict=True)
+    )
+    return ParameterRow(
+        path=path,
+        shape=parameter.stacked_shape,
+        logical_axes=parameter.stacked_axes,
+        mesh_axes=tuple(spec),
+        local_shape=local,
+        bytes=math.prod(local) * jnp.dtype(parameter.dtype).itemsize,
+    )

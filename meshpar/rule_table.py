@@ -1,0 +1,68 @@
+"""A table of rules as it is written: logical axis -> mesh axes, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from meshpar.layout import MESH_AXES, nearest
+
+MeshAxes = tuple[str, ...]
+Target = str | Sequence[str] | None
+Table = Mapping[str, Target] | Iterable[tuple[str, Target]]
+
+
+class RuleError(ValueError):
+    """A rule, or an array that the rules cannot lay out.
+
+    `kind` is the lint's word for it: `unknown`, `repeated`, `claimed_twice`,
+    `indivisible`, `shadowed` or `rank`.
+    """
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+def normalise(table: Table) -> dict[str, MeshAxes]:
+    """A table with the mesh axes of every rule as a tuple, empty if replicated.
+
+    Raises:
+        RuleError: An unknown mesh axis, a mesh axis twice in a rule, or two rules for
+            one logical axis.
+    """
+    pairs = table.items() if isinstance(table, Mapping) else table
+    rules: dict[str, MeshAxes] = {}
+    for logical_axis, target in pairs:
+        axes = mesh_axes_of(target)
+        if logical_axis in rules:
+            raise RuleError("shadowed", shadowed_message(logical_axis, rules, axes))
+        for position, mesh_axis in enumerate(axes):
+            if mesh_axis not in MESH_AXES:
+                raise RuleError(
+                    "unknown",
+                    f"rule {logical_axis!r} names no mesh axis: {mesh_axis!r}; "
+                    f"{nearest(mesh_axis, MESH_AXES)}",
+                )
+            if mesh_axis in axes[:position]:
+                raise RuleError(
+                    "repeated",
+                    f"rule {logical_axis!r} names mesh axis {mesh_axis!r} twice in "
+                    f"{axes}; name it once",
+                )
+        rules[logical_axis] = axes
+    return rules
+
+
+def mesh_axes_of(target: Target) -> MeshAxes:
+    """What is written for one logical axis as a tuple, empty if replicated."""
+    return (target,) if isinstance(target, str) else tuple(target or ())
+
+
+def shadowed_message(
+    logical_axis: str, rules: Mapping[str, MeshAxes], axes: MeshAxes
+) -> str:
+    """The words for a second rule that could never apply."""
+    return (
+        f"logical axis {logical_axis!r} has two rules, {rules[logical_axis] or None} "
+        f"and {axes or None}; only one can hold: remove the other"
+    )

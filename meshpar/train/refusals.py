@@ -1,0 +1,64 @@
+"""What the training step refuses of a layout and its rules, for the lint to say too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from meshpar.layout import BATCH_AXES, Layout
+from meshpar.rule_table import RuleError
+from meshpar.rules import Rules
+
+
+def layout_refusals(layout: Layout) -> dict[str, str]:
+    """Key of a layout -> why `make_train_step` refuses the value it has."""
+    refusals = {
+        name: f"layout {str(layout)!r}: make_train_step lays out data, fsdp and "
+        f"tensor; {name}={getattr(layout, name)} is not supported: set {name}=1"
+        for name in ("stage", "context", "expert", "microbatches")
+        if getattr(layout, name) != 1
+    }
+    if layout.zero != 3:
+        refusals["zero"] = (
+            f"layout {str(layout)!r}: zero={layout.zero} is not supported; 'fsdp' "
+            "splits parameters, gradients and optimizer state alike (zero=3), 'data' "
+            "none"
+        )
+    return refusals
+
+
+def rule_refusals(rules: Rules) -> Iterator[tuple[str, RuleError]]:
+    """Each logical axis whose rule `make_train_step` refuses, with the error."""
+    layers = rules.stored.table.get("layers", ())
+    if set(layers) & set(BATCH_AXES):
+        yield (
+            "layers",
+            RuleError(
+                "claimed_twice",
+                f"logical axis 'layers' is mapped to {layers}, but every device runs "
+                "every layer: map another dim of the parameters, such as 'embed'",
+            ),
+        )
+    batch = rules.table.get("batch", ())
+    if batch != BATCH_AXES:
+        yield (
+            "batch",
+            RuleError(
+                "unknown",
+                f"logical axis 'batch' is mapped to {batch or None}; the training step "
+                f"splits the batch over {BATCH_AXES}: map it to both (a mesh axis of "
+                "size 1 costs nothing)",
+            ),
+        )
+    for logical_axis, mesh_axes in rules.table.items():
+        for mesh_axis in mesh_axes:
+            if logical_axis != "batch" and mesh_axis in BATCH_AXES:
+                yield logical_axis, _batch_axis_error(logical_axis, mesh_axis)
+
+
+def _batch_axis_error(logical_axis: str, mesh_axis: str) -> RuleError:
+    return RuleError(
+        "claimed_twice",
+        f"mesh axis {mesh_axis!r} is claimed by both 'batch' and {logical_axis!r} in "
+        f"activations; if {logical_axis!r} is meant for stored parameters, pass "
+        f"Rules(..., parameters={{{logical_axis!r}: {mesh_axis!r}}})",
+    )
