@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from meshpar.errors import InputError
 from meshpar.layout import MESH_AXES, Layout, nearest
 
 LogicalAxes = tuple[str | None, ...]
@@ -29,7 +30,7 @@ _SYNONYMS = {
 }
 
 
-class RuleError(ValueError):
+class RuleError(InputError):
     """A rule, or an array that the rules cannot lay out.
 
     `kind` is the lint's word for it: `unknown`, `repeated`, `claimed_twice`,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import MISSING, fields, replace
 
-from meshpar import Model
+from meshpar import InputError, Model
 from meshpar.layout import nearest
 from models.convert.hf_config import config_from_json
 from models.gpt2 import GPT2Config, gpt2
@@ -121,7 +121,7 @@ def build(
             otherwise a GPT-2 whose `ffn` is four times `hidden` when absent.
 
     Raises:
-        ValueError: An unknown preset or field, or sizes that do not fit together.
+        InputError: An unknown preset or field, or sizes that do not fit together.
     """
     config = configure(preset, config_json=config_json, **sizes)
     return gpt2(config) if isinstance(config, GPT2Config) else llama(config)
@@ -132,11 +132,11 @@ def configure(
 ) -> LlamaConfig | GPT2Config:
     """The config that `build` makes a model of; arguments and errors are the same."""
     if preset is not None and config_json is not None:
-        raise ValueError(
+        raise InputError(
             f"preset {preset!r} and {config_json!r} are both given; give one"
         )
     if preset is not None and preset not in PRESETS:
-        raise ValueError(f"no preset {preset!r}; {nearest(preset, PRESETS)}")
+        raise InputError(f"no preset {preset!r}; {nearest(preset, PRESETS)}")
     named = {_FIELDS.get(name, name): value for name, value in sizes.items()}
     if preset is None and config_json is None:
         return _from_sizes(named)
@@ -157,7 +157,7 @@ def _from_sizes(sizes: dict[str, object]) -> LlamaConfig | GPT2Config:
         if field.default is MISSING and field.name not in sizes
     ]
     if missing:
-        raise ValueError(
+        raise InputError(
             f"no {', '.join(missing)} given, and no preset; give each a size"
         )
     return kind(**sizes)
@@ -167,4 +167,4 @@ def _check_fields(kind: type, sizes: dict[str, object]) -> None:
     known = {field.name for field in fields(kind)}
     for name in sizes:
         if name not in known:
-            raise ValueError(f"{kind.__name__} has no {name!r}; {nearest(name, known)}")
+            raise InputError(f"{kind.__name__} has no {name!r}; {nearest(name, known)}")

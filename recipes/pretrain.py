@@ -26,6 +26,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from meshpar import (
     MESH_AXES,
+    InputError,
     Layout,
     TrainState,
     TrainStep,
@@ -37,9 +38,8 @@ from meshpar.cli.lint import parameter_table, wide_console
 from meshpar.cli.parsing import OneLineParser, positive
 from meshpar.emulate import ENVIRONMENT_VARIABLE
 from meshpar.train.baselines import bigram_loss, unigram_loss
-from meshpar.train.checkpoint import CheckpointError, Checkpoints
+from meshpar.train.checkpoint import Checkpoints
 from meshpar.train.data import (
-    DataError,
     TokenWindows,
     byte_tokens,
     padded_batches,
@@ -74,9 +74,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.emulate:
             emulate(args.emulate)
         return pretrain(args)
-    except (ValueError, RuntimeError, OSError) as error:
-        if not _is_ours(error):
-            raise
+    except (InputError, OSError) as error:
         print(f"pretrain: {_one_line(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -172,7 +170,7 @@ def make_step(args: argparse.Namespace) -> TrainStep:
     model = build(args.preset)
     vocab = model.flat_parameters()["token_embed"].shape[0]
     if vocab < BYTE_VOCAB:
-        raise ValueError(
+        raise InputError(
             f"preset {args.preset!r} has a vocabulary of {vocab}, but bytes need "
             f"{BYTE_VOCAB}; choose a larger preset"
         )
@@ -210,7 +208,7 @@ def first_state(
     """The newest checkpoint's state when resuming, else initial values."""
     if not args.resume:
         if checkpoints.latest_step is not None:
-            raise ValueError(
+            raise InputError(
                 f"{str(args.out)!r} holds a run at step {checkpoints.latest_step}; add "
                 "--resume to go on with it, or name another --out"
             )
@@ -218,7 +216,7 @@ def first_state(
     before, now = checkpoints.run_of_latest(), run_of(args, step)
     for key in (*RUN_KEYS, "precision", "text"):
         if before[key] != now[key]:
-            raise ValueError(
+            raise InputError(
                 f"the checkpoint was made with {key}={before[key]}, not {now[key]}; "
                 "only the layout may change when resuming"
             )
@@ -384,11 +382,6 @@ def progress_bar(console: Console) -> Progress:
         TimeRemainingColumn(),
         console=console,
     )
-
-
-def _is_ours(error: Exception) -> bool:
-    ours = (ValueError, DataError, CheckpointError, OSError)
-    return isinstance(error, ours) or "emulate(" in str(error)
 
 
 def _one_line(error: Exception) -> str:

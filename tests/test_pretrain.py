@@ -62,6 +62,10 @@ def test_ctrl_c_saves_and_ends_cleanly(tmp_path, small_text):
         (["--layout", "tensor=8"], "'kv_heads' has size 4, which does not divide"),
         (["--preset", "test"], "a vocabulary of 64, but bytes need 256"),
         (["--preset", "no"], "no preset 'no'"),
+        (["--preset", "tiny-gpt2", "--seq", "300"], "the model has max_seq=256"),
+        (["--seed", "-1"], "seed=-1: must be at least 0"),
+        (["--emulate", "4"], "emulate(4): JAX has already started with 8 cpu devices"),
+        (["--emulate", "-1"], "emulate(-1): needs at least 1 device"),
         (["--resume"], "no checkpoint in"),
         (["--seq", "100000"], "too few for one window"),
     ],
@@ -73,6 +77,16 @@ def test_bad_input_ends_with_one_line_and_status_2(
     error = capsys.readouterr().err
     assert words in error
     assert len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize("kind", [ValueError, RuntimeError, TypeError])
+def test_a_bug_keeps_its_traceback(tmp_path, small_text, monkeypatch, kind):
+    def fail(*args, **kwargs):
+        raise kind("emulate(8): shapes do not match")
+
+    monkeypatch.setattr(pretrain, "make_train_step", fail)
+    with pytest.raises(kind, match="shapes do not match"):
+        run(tmp_path / "run", small_text)
 
 
 @pytest.mark.parametrize(

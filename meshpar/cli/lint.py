@@ -16,6 +16,7 @@ from meshpar.cli.parsing import (
     layout_of,
     model_of,
 )
+from meshpar.errors import InputError
 from meshpar.layout import nearest
 from meshpar.lint import LARGE_BYTES, Finding, LintReport, ParameterRow, lint
 from meshpar.rules import PRESETS, Rules
@@ -63,17 +64,17 @@ def parse_rules(text: str) -> Rules | list[tuple[str, tuple[str, ...] | None]]:
     """A preset by name, or the pairs of `batch=data+fsdp,embed=none`.
 
     Raises:
-        ValueError: Neither of them.
+        InputError: Neither of them.
     """
     if "=" not in text:
         if text not in PRESETS:
-            raise ValueError(f"no rules {text!r}; {nearest(text, PRESETS)}")
+            raise InputError(f"no rules {text!r}; {nearest(text, PRESETS)}")
         return PRESETS[text]
     pairs: list[tuple[str, tuple[str, ...] | None]] = []
     for part in text.split(","):
         logical_axis, _, target = (piece.strip() for piece in part.partition("="))
         if not logical_axis or not target:
-            raise ValueError(
+            raise InputError(
                 f"--rules {text!r}: {part.strip()!r} is not name=mesh axis; write none "
                 "for replicated, + between several mesh axes"
             )

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from meshpar import InputError
 from models.gpt2 import GPT2Config
 from models.layers.rope import RopeScaling
 from models.llama import LlamaConfig
@@ -15,25 +16,25 @@ def config_from_json(path: str | Path) -> LlamaConfig | GPT2Config:
     """The config of a model's released `config.json`.
 
     Raises:
-        ValueError: It is no JSON object, its `model_type` is not known here, or a
+        InputError: It is no JSON object, its `model_type` is not known here, or a
             size is missing (null is missing too) or not a whole number.
     """
     try:
         values = json.loads(Path(path).read_text())
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"cannot read {str(path)!r} as JSON: {error}") from error
+        raise InputError(f"cannot read {str(path)!r} as JSON: {error}") from error
     kind = values.get("model_type") if isinstance(values, dict) else None
     if kind not in ("llama", "qwen2", "qwen3", "gpt2"):
-        raise ValueError(
+        raise InputError(
             f"{str(path)!r} has model_type {kind!r}; known: gpt2, llama, qwen2, qwen3"
         )
     given = _without_nulls(values)
     try:
         return _gpt2(given) if kind == "gpt2" else _llama(given, kind)
     except KeyError as error:
-        raise ValueError(f"{str(path)!r} does not give {error}") from error
-    except ValueError as error:
-        raise ValueError(f"{str(path)!r}: {error}") from error
+        raise InputError(f"{str(path)!r} does not give {error}") from error
+    except InputError as error:
+        raise InputError(f"{str(path)!r}: {error}") from error
 
 
 def _without_nulls(values: dict[str, Any]) -> dict[str, Any]:
@@ -80,7 +81,7 @@ def _rope(values: dict[str, Any]) -> dict[str, Any]:
     """
     for name in ("rope_scaling", "rope_parameters"):
         if not isinstance(values.get(name, {}), dict):
-            raise ValueError(
+            raise InputError(
                 f"{name}={values[name]!r}: must be an object, such as "
                 '{"rope_type": "llama3", "factor": 8.0, ...}, or null'
             )
@@ -94,7 +95,7 @@ def _rope_scaling(values: dict[str, Any]) -> RopeScaling | None:
     if kind == "default" or (kind is None and "factor" not in values):
         return None
     if kind != "llama3":
-        raise ValueError(
+        raise InputError(
             f"rope_scaling of type {kind!r} is not known here; known: llama3"
         )
     return RopeScaling(
