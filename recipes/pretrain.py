@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
             emulate(args.emulate)
         return pretrain(args)
     except (InputError, OSError) as error:
-        print(f"pretrain: {_one_line(error)}", file=sys.stderr)
+        print(f"pretrain: {_one_line(error, args.out)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("pretrain: stopped outside the training loop", file=sys.stderr)
@@ -277,9 +277,10 @@ def sample(run: Run, state: TrainState) -> np.ndarray:
     )
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: Exception, out: Path) -> str:
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        return f"the disk is full: {error.filename or os.getcwd()}"
+        where = str(error.filename or out)
+        return f"the disk of {where!r} is full; free some space or name another folder"
     return " ".join(str(error).split())
 
 

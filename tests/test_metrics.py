@@ -1,7 +1,9 @@
 """Metrics are one JSON object a line, on disk as soon as they are written."""
 
+import errno
 import json
 import math
+from pathlib import Path
 
 import pytest
 
@@ -64,3 +66,13 @@ def test_rows_written_before_an_error_are_kept(tmp_path):
         log.write(**ROWS[0])
         raise ZeroDivisionError
     assert rows_of(tmp_path / "metrics.jsonl") == ROWS[:1]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_row_that_cannot_be_written_names_the_file():
+    with (
+        pytest.raises(OSError, match="No space left on device: '/dev/full'") as caught,
+        JsonLines(Path("/dev/full")) as log,
+    ):
+        log.write(**ROWS[0])
+    assert caught.value.errno == errno.ENOSPC

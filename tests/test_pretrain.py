@@ -1,10 +1,12 @@
 """The recipe resumes on another layout, stops cleanly, tells bad input in one line."""
 
+import errno
 import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -87,6 +89,49 @@ def test_a_bug_keeps_its_traceback(tmp_path, small_text, monkeypatch, kind):
     monkeypatch.setattr(pretrain, "make_train_step", fail)
     with pytest.raises(kind, match="shapes do not match"):
         run(tmp_path / "run", small_text)
+
+
+def write_one_row(run, state, log, stop):
+    """In the place of `pretrain.train`."""
+    log.write(step=0, loss=5.5)
+    return state
+
+
+def no_space(*args, **kwargs):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("writer", "words"),
+    [
+        ("recipes.pretrain.JsonLines.write", "the disk of '{out}' is full; free some"),
+        (
+            "orbax.checkpoint.CheckpointManager.save",
+            "checkpoint of step 0 not written to '{out}/checkpoints': the disk is full",
+        ),
+    ],
+)
+def test_a_full_disk_is_told_in_one_line_with_the_folder(
+    tmp_path, small_text, monkeypatch, capsys, writer, words
+):
+    monkeypatch.setattr(pretrain, "train", write_one_row)
+    monkeypatch.setattr(writer, no_space)
+    assert run(tmp_path, small_text, "--layout", "data=2") == 2
+    error = capsys.readouterr().err
+    assert words.format(out=tmp_path) in error
+    assert len(error.splitlines()) == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_elsewhere_is_told_with_the_file(
+    tmp_path, small_text, monkeypatch, capsys
+):
+    monkeypatch.setattr(pretrain, "train", write_one_row)
+    options = ("--layout", "data=2", "--log-json", "/dev/full")
+    assert run(tmp_path, small_text, *options) == 2
+    error = capsys.readouterr().err
+    words = "the disk of '/dev/full' is full; free some space or name another folder"
+    assert error == f"pretrain: {words}\n"
 
 
 @pytest.mark.parametrize(

@@ -24,10 +24,16 @@ class JsonLines:
         """Writes one row and hands it to the operating system.
 
         JSON has no NaN and no infinity: a number that is not finite is written as null.
+
+        Raises:
+            OSError: The file, which it names, cannot be written.
         """
         values = {name: _finite_or_none(value) for name, value in row.items()}
-        self._file.write(json.dumps(values, allow_nan=False) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(values, allow_nan=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
 
     def __enter__(self) -> JsonLines:
         return self
@@ -38,7 +44,11 @@ class JsonLines:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError:  # The row that could not be written is tried again.
+            if error is None:
+                raise
 
 
 def _finite_or_none(value: float | int | str) -> float | int | str | None:
