@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import errno
-import os
 import sys
 import time
 from dataclasses import dataclass, replace
@@ -34,7 +33,6 @@ from meshpar import (
     make_train_step,
 )
 from meshpar.cli.lint import wide_console
-from meshpar.cli.parsing import OneLineParser, positive
 from meshpar.train.checkpoint import Checkpoints
 from meshpar.train.data import TokenWindows, padded_batches, shuffled_batches
 from meshpar.train.interrupt import StopRequest
@@ -42,7 +40,8 @@ from meshpar.train.metrics import JsonLines
 from meshpar.train.sample import sample_tokens
 from models.presets import build
 from recipes import report
-from recipes.texts import BYTE_VOCAB, SHAKESPEARE, Texts, read_tokens
+from recipes.options import parse_arguments
+from recipes.texts import BYTE_VOCAB, Texts, read_tokens
 
 QUICK_BATCHES = 8  # of validation while training; all of them at the end
 RUN_KEYS = ("preset", "seed", "global_batch", "seq", "learning_rate", "steps")
@@ -82,36 +81,6 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("pretrain: stopped outside the training loop", file=sys.stderr)
         return 130
-
-
-def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    """The options, each with its default."""
-    parser = OneLineParser(prog="pretrain", description=(__doc__ or "").splitlines()[0])
-    add = parser.add_argument
-    add("--layout", default="data=2,fsdp=2,tensor=2", help="the layout's line")
-    add("--preset", default="tiny", help="a name in models.presets.PRESETS")
-    add("--steps", type=positive, default=200, help="optimizer steps in all")
-    add("--seed", type=int, default=0, help="of initial values, data order, samples")
-    add("--dtype", choices=("fp32", "bf16"), help="arithmetic; the layout's by default")
-    add("--text", type=Path, default=SHAKESPEARE, help="a file, or a folder of .txt")
-    add("--out", type=Path, help="folder of the run (default: runs/ and the time)")
-    add("--resume", action="store_true", help="go on from the newest checkpoint there")
-    add("--log-json", type=Path, help="metrics file (default: OUT/metrics.jsonl)")
-    add("--global-batch", type=positive, default=32, help="sequences in a step")
-    add("--seq", type=positive, default=128, help="tokens of a sequence")
-    add("--learning-rate", type=float, default=3e-3, help="its peak")
-    add("--save-every", type=positive, default=200, help="steps between checkpoints")
-    add("--validate-every", type=positive, default=100, help="steps between looks")
-    add("--stop-after", type=positive, help="save and stop after this step")
-    add("--sample-tokens", type=int, default=160, help="bytes to write at the end")
-    number = int(os.environ.get("MESHPAR_EMULATE") or 8)
-    add("--emulate", type=int, default=number, help="virtual CPU devices; 0: real ones")
-    args = parser.parse_args(argv)
-    if args.resume and args.out is None:
-        parser.error("--resume needs the folder of the run: give --out DIR")
-    args.out = args.out or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
-    args.log_json = args.log_json or args.out / "metrics.jsonl"
-    return args
 
 
 def pretrain(args: argparse.Namespace) -> int:
