@@ -36,7 +36,7 @@ from meshpar.cli.lint import wide_console
 from meshpar.train.checkpoint import Checkpoints
 from meshpar.train.data import TokenWindows, padded_batches, shuffled_batches
 from meshpar.train.interrupt import StopRequest
-from meshpar.train.metrics import JsonLines
+from meshpar.train.metrics import JsonLines, cut_rows
 from meshpar.train.sample import sample_tokens
 from models.presets import build
 from recipes import report
@@ -142,8 +142,8 @@ def first_state(run: Run) -> TrainState:
     """The newest checkpoint's state when resuming, else initial values.
 
     Raises:
-        InputError: A fresh run where there is one already, or a resumed one with
-            other options.
+        InputError: A fresh run where there is a checkpoint or a metrics file already,
+            or a resumed one with other options.
     """
     args, step, checkpoints = run.args, run.step, run.checkpoints
     if not args.resume:
@@ -152,6 +152,7 @@ def first_state(run: Run) -> TrainState:
                 f"{str(args.out)!r} holds a run at step {checkpoints.latest_step}; add "
                 "--resume to go on with it, or name another --out"
             )
+        refuse_rows(args.log_json)
         return step.init(args.seed)
     before, now = checkpoints.run_of_latest(), run.description
     for key in (*RUN_KEYS, "precision", "text"):
@@ -160,7 +161,30 @@ def first_state(run: Run) -> TrainState:
                 f"the checkpoint was made with {key}={before[key]}, not {now[key]}; "
                 "only the layout may change when resuming"
             )
-    return checkpoints.restore(step.state_shapes, step.shardings)
+    state = checkpoints.restore(step.state_shapes, step.shardings)
+    done = int(state.step)
+    cut_rows(args.log_json, lambda row: comes_again(row, done, args.steps))
+    return state
+
+
+def refuse_rows(path: Path) -> None:
+    """Keeps the metrics of two runs apart.
+
+    Raises:
+        InputError: The file holds something.
+    """
+    if path.is_file() and path.stat().st_size:
+        num_rows = len(path.read_bytes().splitlines())
+        raise InputError(
+            f"{str(path)!r} holds {num_rows} rows of another run; delete it, or name "
+            "another --out or --log-json"
+        )
+
+
+def comes_again(row: dict[str, Any], done: int, steps: int) -> bool:
+    """Whether a run resumed after `done` steps writes this row of metrics again."""
+    is_final = "validation_loss" in row and row["step"] == steps - 1
+    return row["step"] >= done or is_final
 
 
 def train(run: Run, state: TrainState, log: JsonLines, stop: StopRequest) -> TrainState:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +36,54 @@ def test_a_run_resumed_on_another_layout_continues_with_the_same_losses(
     output = capsys.readouterr().out
     for word in ("fsdp=4,tensor=2", "blocks.mlp.down", "bigram", "checkpoint in"):
         assert word in output
+
+
+def without_arithmetic(monkeypatch, *, dies_at=None):
+    """Steps that only count, until one is as if the machine had gone."""
+
+    def timed_step(step, state, batch):
+        if int(state.step) == dies_at:
+            raise KeyboardInterrupt
+        row = {"loss": 5.5, "tokens_per_s": 1.0}
+        return replace(state, step=state.step + 1), row
+
+    monkeypatch.setattr(pretrain, "timed_step", timed_step)
+    monkeypatch.setattr(pretrain, "validate", lambda *args: 5.25)
+    monkeypatch.setattr(pretrain, "sample", lambda *args: np.array([65]))
+
+
+def test_every_step_has_one_row_after_a_crash_and_after_a_finished_run(
+    tmp_path, small_text, monkeypatch
+):
+    options = (tmp_path, small_text, "--layout", "data=2", "--save-every", "2")
+    options += ("--validate-every", "3")
+    log = tmp_path / "metrics.jsonl"
+    without_arithmetic(monkeypatch, dies_at=5)
+    assert run(*options) == 130
+    assert rows(log, "step") == [0, 1, 2, 2, 3, 4]
+    with log.open("a") as file:
+        file.write('{"step": 5, "lo')
+    without_arithmetic(monkeypatch)
+    for _ in range(2):
+        assert run(*options, "--resume") == 0
+        assert rows(log, "step") == [0, 1, 2, 2, 3, 4, 5, 5]
+        assert rows(log, "validation_loss") == [5.25, 5.25]
+
+
+def test_a_fresh_run_does_not_add_to_the_metrics_of_one_without_a_checkpoint(
+    tmp_path, small_text, monkeypatch, capsys
+):
+    without_arithmetic(monkeypatch, dies_at=2)
+    assert run(tmp_path, small_text, "--layout", "data=2") == 130
+    capsys.readouterr()
+    log = tmp_path / "metrics.jsonl"
+    before = log.read_text()
+    assert run(tmp_path, small_text, "--layout", "data=2") == 2
+    assert capsys.readouterr().err == (
+        f"pretrain: '{log}' holds 2 rows of another run; delete it, or name another "
+        "--out or --log-json\n"
+    )
+    assert log.read_text() == before
 
 
 def test_ctrl_c_saves_and_ends_cleanly(tmp_path, small_text):
