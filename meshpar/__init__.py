@@ -1,6 +1,7 @@
 """meshpar: lay a JAX model out over named meshes, in one line, with nothing silent."""
 
 from meshpar.emulate import emulate, emulate_from_environment
+from meshpar.errors import InputError
 from meshpar.layout import BATCH_AXES, MESH_AXES, Layout
 from meshpar.topology import Topology, TopologyWarning
 
@@ -36,6 +37,7 @@ __all__ = [
     "FSDP_TENSOR_SEQUENCE",
     "Finding",
     "HSDP",
+    "InputError",
     "Layout",
     "LintReport",
     "MESH_AXES",

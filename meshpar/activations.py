@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from meshpar.errors import InputError
 from meshpar.model import EXAMPLE, Model, Parameter, Params, Scope, is_parameter
 from meshpar.rules import LogicalAxes
 
@@ -30,7 +31,7 @@ def traced_activations(model: Model, examples: int, seq: int) -> list[Activation
         seq: Tokens of an example.
 
     Raises:
-        ValueError: The model cannot be traced on such a batch.
+        InputError: The model cannot be traced on such a batch.
     """
     recorder = _Recorder()
     batch = _batch_of(examples, seq)
@@ -48,7 +49,7 @@ def traced_activations(model: Model, examples: int, seq: int) -> list[Activation
     try:
         jax.eval_shape(once, ends, groups, batch)
     except (TypeError, ValueError) as error:
-        raise ValueError(
+        raise InputError(
             f"the model cannot be traced on a batch of shape {(examples, seq)}: {error}"
         ) from error
     batch_dim = Activation(logical_axes=("batch",), shape=(examples,))

@@ -6,6 +6,8 @@ import os
 
 import jax
 
+from meshpar.errors import InputError
+
 ENVIRONMENT_VARIABLE = "MESHPAR_EMULATE"
 
 # Without it, two independent collectives that are ready together can take all threads
@@ -18,6 +20,10 @@ _IN_ORDER = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
 _PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds=300"
 
 
+class AlreadyStartedError(InputError, RuntimeError):
+    """JAX has started with other devices than `emulate` was asked for."""
+
+
 def emulate(num_devices: int) -> list[jax.Device]:
     """Makes JAX see `num_devices` virtual CPU devices, and returns them.
 
@@ -25,8 +31,8 @@ def emulate(num_devices: int) -> list[jax.Device]:
     fine. Setting `MESHPAR_EMULATE=8` in the environment calls it on `import meshpar`.
 
     Raises:
-        ValueError: `num_devices` is not at least 1.
-        RuntimeError: JAX has already started with other devices.
+        InputError: `num_devices` is not at least 1.
+        AlreadyStartedError: JAX has already started with other devices.
 
     Example:
         >>> len(emulate(8))
@@ -34,14 +40,14 @@ def emulate(num_devices: int) -> list[jax.Device]:
     """
     whole = isinstance(num_devices, int) and not isinstance(num_devices, bool)
     if not whole or num_devices < 1:
-        raise ValueError(f"emulate({num_devices!r}): needs at least 1 device")
+        raise InputError(f"emulate({num_devices!r}): needs at least 1 device")
     flags = os.environ.get("XLA_FLAGS", "").split()
     wanted = [flag for flag in (_IN_ORDER, _PATIENCE) if not _is_set(flag, flags)]
     if jax.config.jax_num_cpu_devices != num_devices or wanted:
         _start(num_devices, " ".join(flags + wanted))
     devices = jax.devices()
     if len(devices) != num_devices or devices[0].platform != "cpu":
-        raise RuntimeError(_already_started(num_devices))
+        raise AlreadyStartedError(_already_started(num_devices))
     return devices
 
 
@@ -49,13 +55,13 @@ def emulate_from_environment() -> None:
     """Calls `emulate` with the number in `MESHPAR_EMULATE`, if that is set.
 
     Raises:
-        ValueError: The variable does not hold a whole number.
+        InputError: The variable does not hold a whole number.
     """
     text = os.environ.get(ENVIRONMENT_VARIABLE)
     if not text:
         return
     if not text.isdecimal():
-        raise ValueError(
+        raise InputError(
             f"{ENVIRONMENT_VARIABLE}={text!r}: must be a number of devices, such as 8"
         )
     emulate(int(text))
@@ -70,7 +76,7 @@ def _start(num_devices: int, flags: str) -> None:
     try:
         jax.config.update("jax_num_cpu_devices", num_devices)
     except RuntimeError as error:
-        raise RuntimeError(_already_started(num_devices)) from error
+        raise AlreadyStartedError(_already_started(num_devices)) from error
     jax.config.update("jax_platforms", "cpu")
     os.environ["XLA_FLAGS"] = flags
 

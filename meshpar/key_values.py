@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from meshpar.errors import InputError
+
 
 def key_value_pairs(
     text: str, *, noun: str, form: str, way_out: str
@@ -15,7 +17,7 @@ def key_value_pairs(
         way_out: The end of the error about a part that is not.
 
     Raises:
-        ValueError: A part has no key or no value.
+        InputError: A part has no key or no value.
 
     Example:
         >>> key_value_pairs("a=1, a = 2", noun="text", form="key=value", way_out="")
@@ -25,7 +27,7 @@ def key_value_pairs(
     for part in text.split(","):
         key, _, value = (piece.strip() for piece in part.partition("="))
         if not key or not value:
-            raise ValueError(
+            raise InputError(
                 f"{noun} {text!r}: {part.strip()!r} is not {form}; {way_out}"
             )
         pairs.append((key, value))
@@ -41,7 +43,7 @@ def key_values(text: str, *, noun: str, example: str) -> dict[str, str]:
         example: What errors show.
 
     Raises:
-        ValueError: A part is not key=value, or a key is given twice.
+        InputError: A part is not key=value, or a key is given twice.
 
     Example:
         >>> key_values("data=2,tensor=4", noun="layout", example="data=2")
@@ -53,6 +55,6 @@ def key_values(text: str, *, noun: str, example: str) -> dict[str, str]:
         text, noun=noun, form="key=value", way_out=way_out
     ):
         if key in values:
-            raise ValueError(f"{noun} {text!r}: {key!r} is given twice; give it once")
+            raise InputError(f"{noun} {text!r}: {key!r} is given twice; give it once")
         values[key] = value
     return values

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from meshpar.errors import InputError
 from meshpar.key_values import key_values
 
 MESH_AXES = ("data", "fsdp", "stage", "context", "expert", "tensor")
@@ -74,7 +75,7 @@ class Layout:
         precision: Arithmetic of the blocks; parameters are stored in fp32 either way.
 
     Raises:
-        ValueError: A value outside its range or choices, or two axes of -1.
+        InputError: A value outside its range or choices, or two axes of -1.
 
     Example:
         >>> layout = Layout.parse("data=2,fsdp=2,tensor=2,remat=full")
@@ -110,7 +111,7 @@ class Layout:
             _check_count("splits", size)
         open_axes = [axis for axis in MESH_AXES if getattr(self, axis) == -1]
         if len(open_axes) > 1:
-            raise ValueError(
+            raise InputError(
                 f"mesh axes {' and '.join(map(repr, open_axes))} are both -1; only one "
                 "can absorb the remaining devices: give the others a size"
             )
@@ -120,12 +121,12 @@ class Layout:
         """The layout that `text` (`data=2,tensor=4,remat=full`) describes.
 
         Raises:
-            ValueError: An unknown or repeated key, or a value it cannot have.
+            InputError: An unknown or repeated key, or a value it cannot have.
         """
         values = key_values(text, noun="layout", example="data=2,tensor=4")
         for key in values:
             if key not in _DEFAULTS:
-                raise ValueError(
+                raise InputError(
                     f"layout {text!r}: no key {key!r}; {nearest(key, _DEFAULTS)}"
                 )
         chosen: dict[str, Any] = {
@@ -146,12 +147,12 @@ class Layout:
         """Size of every mesh axis, outermost first.
 
         Raises:
-            ValueError: A mesh axis is still -1.
+            InputError: A mesh axis is still -1.
         """
         shape = {axis: getattr(self, axis) for axis in MESH_AXES}
         for axis, size in shape.items():
             if size == -1:
-                raise ValueError(
+                raise InputError(
                     f"mesh axis {axis!r} is -1, so its size depends on the devices; "
                     "call resolve(num_devices) first"
                 )
@@ -171,7 +172,7 @@ class Layout:
         """This layout on exactly `num_devices`, its -1 replaced by what is left.
 
         Raises:
-            ValueError: The sizes do not multiply to `num_devices`.
+            InputError: The sizes do not multiply to `num_devices`.
         """
         sizes = {axis: getattr(self, axis) for axis in MESH_AXES}
         fixed = math.prod(size for size in sizes.values() if size != -1)
@@ -180,7 +181,7 @@ class Layout:
             return replace(self, **{open_axes[0]: num_devices // fixed})
         if open_axes or fixed != num_devices:
             needs = f"a multiple of {fixed}" if open_axes else f"{fixed}"
-            raise ValueError(
+            raise InputError(
                 f"layout {str(self)!r} needs {needs} devices, but there are "
                 f"{num_devices}; change the sizes or set one mesh axis to -1"
             )
@@ -195,7 +196,7 @@ def _check_count(name: str, value: object) -> None:
     absorbs = value == -1 and name in MESH_AXES
     if not whole or not (absorbs or value >= 1):  # type: ignore[operator]
         ways = " or -1 (absorbs the remaining devices)" if name in MESH_AXES else ""
-        raise ValueError(
+        raise InputError(
             f"{name}={value!r}: must be a whole number of at least 1{ways}"
         )
 
@@ -203,7 +204,7 @@ def _check_count(name: str, value: object) -> None:
 def _check_choice(name: str, value: object, choices: tuple) -> None:
     if value not in choices or isinstance(value, bool) != isinstance(choices[0], bool):
         known = ", ".join(_format_value(choice) for choice in choices)
-        raise ValueError(f"{name}={_format_value(value)}: must be one of {known}")
+        raise InputError(f"{name}={_format_value(value)}: must be one of {known}")
 
 
 def _parse_value(key: str, text: str) -> object:

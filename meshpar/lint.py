@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from jax.sharding import PartitionSpec
 
 from meshpar.activations import Activation, traced_activations
+from meshpar.errors import InputError
 from meshpar.layout import Layout
 from meshpar.model import Model, spec_axes
 from meshpar.parameter_rows import ParameterRow, replicated_row, row_of
@@ -122,7 +123,7 @@ def _activations(
 ) -> tuple[list[Activation], list[Finding]]:
     try:
         return traced_activations(model, examples, seq), []
-    except ValueError as error:
+    except InputError as error:
         return [], [Finding(kind="rank", path="model", message=str(error))]
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
+from meshpar.errors import InputError
 from meshpar.layout import MESH_AXES, Layout
 from meshpar.topology import Topology
 
@@ -30,7 +31,7 @@ def make_mesh(
         topology: Hosts and links; read from the devices by default.
 
     Raises:
-        ValueError: The layout needs another number of devices, or the topology
+        InputError: The layout needs another number of devices, or the topology
             describes another number.
 
     Warns:
@@ -40,7 +41,7 @@ def make_mesh(
     layout = layout.resolve(len(devices))
     topology = topology or Topology.from_devices(devices)
     if topology.num_devices != len(devices):
-        raise ValueError(
+        raise InputError(
             f"the topology has {topology.hosts} hosts x {topology.devices_per_host} = "
             f"{topology.num_devices} devices, but there are {len(devices)}; declare "
             "the topology of the devices that are used"

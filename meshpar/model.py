@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
+from meshpar.errors import InputError
 from meshpar.rules import LogicalAxes, Rules, auto_mesh_shape
 
 Params = dict[str, Any]
@@ -205,7 +206,7 @@ class Model:
     def __post_init__(self) -> None:
         for group in self.groups:
             if group.name not in self.parameters:
-                raise ValueError(
+                raise InputError(
                     f"block group {group.name!r} has no parameters; the tree holds "
                     f"{', '.join(sorted(self.parameters))}"
                 )

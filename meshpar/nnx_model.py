@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from meshpar.errors import InputError
 from meshpar.model import BlockGroup, Model, Parameter, Params
 
 
@@ -33,15 +34,15 @@ def from_nnx(
         group: Name of the blocks in parameter paths.
 
     Raises:
-        ValueError: A module has state that is no parameter, such as batch statistics,
+        InputError: A module has state that is no parameter, such as batch statistics,
             or a parameter of the ends is called `group`.
     """
     if num_layers < 1:
-        raise ValueError(f"num_layers={num_layers}: a model has at least 1 block")
+        raise InputError(f"num_layers={num_layers}: a model has at least 1 block")
     ends_call, ends_parameters = _functional(ends, None)
     block_call, block_parameters = _functional(block, num_layers)
     if group in ends_parameters:
-        raise ValueError(
+        raise InputError(
             f"the ends have parameters called {group!r}, the blocks' own name; rename "
             "them or pass another group="
         )
@@ -97,7 +98,7 @@ def _functional(
     graph, state, rest = nnx.split(_abstract(builder), nnx.Param, ...)
     others = [path for path, _ in nnx.to_flat_state(rest)]
     if others:
-        raise ValueError(
+        raise InputError(
             f"module state {'.'.join(map(str, others[0]))!r} is no nnx.Param; keep "
             "running statistics and random streams out of the module (scope.dropout "
             "draws its own)"

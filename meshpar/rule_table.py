@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from meshpar.errors import InputError
 from meshpar.layout import MESH_AXES, nearest
 
 MeshAxes = tuple[str, ...]
@@ -11,7 +12,7 @@ Target = str | Sequence[str] | None
 Table = Mapping[str, Target] | Iterable[tuple[str, Target]]
 
 
-class RuleError(ValueError):
+class RuleError(InputError):
     """A rule, or an array that the rules cannot lay out.
 
     `kind` is the lint's word for it: `unknown`, `repeated`, `claimed_twice`,

@@ -12,6 +12,7 @@ from typing import Literal
 
 import jax
 
+from meshpar.errors import InputError
 from meshpar.layout import MESH_AXES, Layout
 
 Link = Literal["none", "host", "network"]
@@ -47,7 +48,7 @@ class Topology:
         network_bytes_per_s: Speed between hosts, per device and direction, if known.
 
     Raises:
-        ValueError: A count or speed that is not positive.
+        InputError: A count or speed that is not positive.
 
     Example:
         >>> topology = Topology(hosts=2, devices_per_host=4)
@@ -63,11 +64,11 @@ class Topology:
     def __post_init__(self) -> None:
         for name in ("hosts", "devices_per_host"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+                raise InputError(f"{name}={getattr(self, name)}: must be at least 1")
         for name in ("host_bytes_per_s", "network_bytes_per_s"):
             speed = getattr(self, name)
             if speed is not None and not speed > 0:
-                raise ValueError(
+                raise InputError(
                     f"{name}={speed}: must be positive, or None if unknown"
                 )
 
@@ -76,11 +77,11 @@ class Topology:
         """The topology of real devices; link speeds by device kind where known.
 
         Raises:
-            ValueError: No devices, or hosts with different numbers of them.
+            InputError: No devices, or hosts with different numbers of them.
         """
         per_host = Counter(device.process_index for device in devices)
         if len(set(per_host.values())) != 1:
-            raise ValueError(
+            raise InputError(
                 f"hosts hold {dict(per_host)} devices (host: count); every host must "
                 "hold the same number: choose the devices to use"
             )

@@ -6,6 +6,8 @@ from dataclasses import fields
 from numbers import Integral, Real
 from typing import Any
 
+from meshpar import InputError
+
 _KINDS = {
     "int": (Integral, "a whole number"),
     "float": (Real, "a number"),
@@ -17,7 +19,7 @@ def check_field_types(config: Any) -> None:
     """Whether every int, float and bool field of a dataclass holds one.
 
     Raises:
-        ValueError: A field does not; a bool is no number here.
+        InputError: A field does not; a bool is no number here.
     """
     for field in fields(config):
         if field.type in _KINDS:
@@ -27,4 +29,4 @@ def check_field_types(config: Any) -> None:
 def _check(name: str, value: object, kind: type, words: str) -> None:
     is_bool = isinstance(value, bool)
     if not isinstance(value, kind) or is_bool != (kind is bool):
-        raise ValueError(f"{name}={value!r}: must be {words}")
+        raise InputError(f"{name}={value!r}: must be {words}")

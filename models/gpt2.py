@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from meshpar import Model, Scope, from_nnx
+from meshpar import InputError, Model, Scope, from_nnx
 from meshpar.model import Batch
 from meshpar.parallel.tensor import cross_entropy, vocab_lookup
 from models.field_types import check_field_types
@@ -33,7 +33,7 @@ class GPT2Config:
         init_std: Standard deviation of the initial weights.
 
     Raises:
-        ValueError: A size that is no whole number or below 1, another value of the
+        InputError: A size that is no whole number or below 1, another value of the
             wrong type, or heads that do not divide `embed`.
     """
 
@@ -51,15 +51,15 @@ class GPT2Config:
         check_field_types(self)
         for name in ("layers", "embed", "heads", "vocab", "max_seq"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+                raise InputError(f"{name}={getattr(self, name)}: must be at least 1")
         if self.ffn < 0:
-            raise ValueError(f"ffn={self.ffn}: must be at least 0; 0 is 4 * embed")
+            raise InputError(f"ffn={self.ffn}: must be at least 0; 0 is 4 * embed")
         if self.embed % self.heads:
-            raise ValueError(
+            raise InputError(
                 f"embed={self.embed} is not a multiple of heads={self.heads}"
             )
         if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout={self.dropout}: must be at least 0 and below 1")
+            raise InputError(f"dropout={self.dropout}: must be at least 0 and below 1")
 
 
 class GPT2Block(nnx.Module):
@@ -125,7 +125,7 @@ class GPT2Ends(nnx.Module):
         tokens = batch["tokens"]
         seq = tokens.shape[1]
         if seq > self.max_seq:
-            raise ValueError(
+            raise InputError(
                 f"sequences of {seq} tokens, but the model has max_seq={self.max_seq} "
                 "learned positions; shorten the sequences or raise max_seq"
             )

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from meshpar import Model, Scope, from_nnx
+from meshpar import InputError, Model, Scope, from_nnx
 from meshpar.model import Batch
 from meshpar.parallel.tensor import cross_entropy, vocab_lookup
 from models.field_types import check_field_types
@@ -41,7 +41,7 @@ class LlamaConfig:
         init_std: Standard deviation of the initial weights.
 
     Raises:
-        ValueError: A size that is no whole number or below 1, another value of the
+        InputError: A size that is no whole number or below 1, another value of the
             wrong type, or heads that do not divide.
     """
 
@@ -65,22 +65,22 @@ class LlamaConfig:
         check_field_types(self)
         for name in ("layers", "embed", "heads", "kv_heads", "ffn", "vocab"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+                raise InputError(f"{name}={getattr(self, name)}: must be at least 1")
         if self.head_dim < 0:
-            raise ValueError(
+            raise InputError(
                 f"head_dim={self.head_dim}: must be at least 0; 0 is embed / heads"
             )
         if self.max_seq < 0:
-            raise ValueError(
+            raise InputError(
                 f"max_seq={self.max_seq}: must be at least 0; 0 is no limit"
             )
         if self.heads % self.kv_heads:
-            raise ValueError(
+            raise InputError(
                 f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}; "
                 "every key/value head serves the same number of query heads"
             )
         if not self.head_dim and self.embed % self.heads:
-            raise ValueError(
+            raise InputError(
                 f"embed={self.embed} is not a multiple of heads={self.heads}; set "
                 "head_dim"
             )
@@ -149,7 +149,7 @@ class LlamaEnds(nnx.Module):
         tokens = batch["tokens"]
         seq = tokens.shape[1]
         if 0 < self.max_seq < seq:
-            raise ValueError(
+            raise InputError(
                 f"sequences of {seq} tokens, but the model has max_seq={self.max_seq}; "
                 "shorten the sequences or raise max_seq"
             )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import MISSING, fields, replace
 
-from meshpar import Model
+from meshpar import InputError, Model
 from meshpar.layout import nearest
 from models.convert.hf_config import config_from_json
 from models.gpt2 import GPT2Config, gpt2
@@ -124,7 +124,7 @@ def build(
             `hidden` when absent.
 
     Raises:
-        ValueError: An unknown preset or field, sizes that do not fit together, or a
+        InputError: An unknown preset or field, sizes that do not fit together, or a
             value that the family does not have, such as `tied=false` for a GPT-2.
     """
     config = configure(preset, config_json=config_json, **sizes)
@@ -136,11 +136,11 @@ def configure(
 ) -> LlamaConfig | GPT2Config:
     """The config that `build` makes a model of; arguments and errors are the same."""
     if preset is not None and config_json is not None:
-        raise ValueError(
+        raise InputError(
             f"preset {preset!r} and {config_json!r} are both given; give one"
         )
     if preset is not None and preset not in PRESETS:
-        raise ValueError(f"no preset {preset!r}; {nearest(preset, PRESETS)}")
+        raise InputError(f"no preset {preset!r}; {nearest(preset, PRESETS)}")
     named = {_FIELDS.get(name, name): value for name, value in sizes.items()}
     if preset is None and config_json is None:
         return _from_sizes(named)
@@ -153,7 +153,7 @@ def configure(
 def _from_sizes(sizes: dict[str, object]) -> LlamaConfig | GPT2Config:
     gated = sizes.get("gated", False)
     if not isinstance(gated, bool):
-        raise ValueError(f"gated={gated!r}: must be true or false")
+        raise InputError(f"gated={gated!r}: must be true or false")
     kind = LlamaConfig if gated else GPT2Config
     if gated and "kv_heads" not in sizes and "heads" in sizes:
         sizes["kv_heads"] = sizes["heads"]
@@ -166,7 +166,7 @@ def _from_sizes(sizes: dict[str, object]) -> LlamaConfig | GPT2Config:
         if field.default is MISSING and field.name not in sizes
     ]
     if missing:
-        raise ValueError(
+        raise InputError(
             f"no {', '.join(missing)} given, and no preset; give each a size"
         )
     return kind(**sizes)
@@ -178,13 +178,13 @@ def _without_fixed(
     """`sizes` without the words that only say what every model of the family is."""
     for name in ("experts", "top_k"):
         if name in sizes:
-            raise ValueError(
+            raise InputError(
                 f"{name}={sizes[name]!r}: no family here has experts; leave {name} out"
             )
     fixed = _fixed_of_llama() if kind is LlamaConfig else _fixed_of_gpt2(heads)
     for name, (value, why, other) in fixed.items():
         if sizes.get(name, value) != value:
-            raise ValueError(
+            raise InputError(
                 f"{name}={sizes[name]!r}: {why}; leave {name} out, or {other}"
             )
     return {name: value for name, value in sizes.items() if name not in fixed}
@@ -210,4 +210,4 @@ def _check_fields(kind: type, sizes: dict[str, object]) -> None:
     known = {field.name for field in fields(kind)}
     for name in sizes:
         if name not in known:
-            raise ValueError(f"{kind.__name__} has no {name!r}; {nearest(name, known)}")
+            raise InputError(f"{kind.__name__} has no {name!r}; {nearest(name, known)}")

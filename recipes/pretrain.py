@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import errno
-import os
 import sys
 import time
 from dataclasses import dataclass, replace
@@ -22,10 +21,10 @@ import jax
 import numpy as np
 import optax
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from meshpar import (
     MESH_AXES,
+    InputError,
     Layout,
     TrainState,
     TrainStep,
@@ -33,38 +32,40 @@ from meshpar import (
     lint,
     make_train_step,
 )
-from meshpar.cli.lint import parameter_table, wide_console
-from meshpar.cli.parsing import OneLineParser, positive
-from meshpar.emulate import ENVIRONMENT_VARIABLE
-from meshpar.train.baselines import bigram_loss, unigram_loss
-from meshpar.train.checkpoint import CheckpointError, Checkpoints
-from meshpar.train.data import (
-    DataError,
-    TokenWindows,
-    byte_tokens,
-    padded_batches,
-    read_texts,
-    shuffled_batches,
-)
+from meshpar.cli.lint import wide_console
+from meshpar.train.checkpoint import Checkpoints
+from meshpar.train.data import TokenWindows, padded_batches, shuffled_batches
 from meshpar.train.interrupt import StopRequest
-from meshpar.train.metrics import JsonLines
+from meshpar.train.metrics import JsonLines, cut_rows
 from meshpar.train.sample import sample_tokens
 from models.presets import build
+from recipes import report
+from recipes.options import parse_arguments
+from recipes.texts import BYTE_VOCAB, Texts, read_tokens
 
-SHAKESPEARE = Path(__file__).parent / "data" / "shakespeare"
-HELD_OUT = ("macbeth", "tempest")  # plays for validation
-HELD_OUT_SHARE = 0.1  # of a single text, its end
-BYTE_VOCAB = 256
 QUICK_BATCHES = 8  # of validation while training; all of them at the end
 RUN_KEYS = ("preset", "seed", "global_batch", "seq", "learning_rate", "steps")
 
 
-@dataclass(frozen=True)
-class Texts:
-    """Tokens to train on and tokens to validate on."""
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run but for its state, which every step replaces."""
 
-    train: np.ndarray
-    validation: np.ndarray
+    args: argparse.Namespace
+    step: TrainStep
+    texts: Texts
+    checkpoints: Checkpoints
+    console: Console
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """What a checkpoint says of its run."""
+        return {
+            **{key: getattr(self.args, key) for key in RUN_KEYS},
+            "precision": self.step.layout.precision,
+            "text": str(self.args.text.resolve()),
+            "layout": str(self.step.layout),
+        }
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -74,48 +75,12 @@ def main(argv: list[str] | None = None) -> int:
         if args.emulate:
             emulate(args.emulate)
         return pretrain(args)
-    except (ValueError, RuntimeError, OSError) as error:
-        if not _is_ours(error):
-            raise
-        print(f"pretrain: {_one_line(error)}", file=sys.stderr)
+    except (InputError, OSError) as error:
+        print(f"pretrain: {_one_line(error, args.out)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("pretrain: stopped outside the training loop", file=sys.stderr)
         return 130
-
-
-def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    """The options, each with its default."""
-    parser = OneLineParser(prog="pretrain", description=(__doc__ or "").splitlines()[0])
-    add = parser.add_argument
-    add("--layout", default="data=2,fsdp=2,tensor=2", help="the layout's line")
-    add("--preset", default="tiny", help="a name in models.presets.PRESETS")
-    add("--steps", type=positive, default=200, help="optimizer steps in all")
-    add("--seed", type=int, default=0, help="of initial values, data order, samples")
-    add("--dtype", choices=("fp32", "bf16"), help="arithmetic; the layout's by default")
-    add("--text", type=Path, default=SHAKESPEARE, help="a file, or a folder of .txt")
-    add("--out", type=Path, help="folder of the run (default: runs/ and the time)")
-    add("--resume", action="store_true", help="go on from the newest checkpoint there")
-    add("--log-json", type=Path, help="metrics file (default: OUT/metrics.jsonl)")
-    add("--global-batch", type=positive, default=32, help="sequences in a step")
-    add("--seq", type=positive, default=128, help="tokens of a sequence")
-    add("--learning-rate", type=float, default=3e-3, help="its peak")
-    add("--save-every", type=positive, default=200, help="steps between checkpoints")
-    add("--validate-every", type=positive, default=100, help="steps between looks")
-    add("--stop-after", type=positive, help="save and stop after this step")
-    add(
-        "--sample-tokens",
-        type=int,
-        default=160,
-        help="bytes of text to write at the end",
-    )
-    number = int(os.environ.get(ENVIRONMENT_VARIABLE, 8))
-    add("--emulate", type=int, default=number, help="virtual CPU devices; 0: real ones")
-    args = parser.parse_args(argv)
-    if args.resume and args.out is None:
-        parser.error("--resume needs the folder of the run: give --out DIR")
-    args.out = args.out or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
-    return args
 
 
 def pretrain(args: argparse.Namespace) -> int:
@@ -125,42 +90,21 @@ def pretrain(args: argparse.Namespace) -> int:
     step = make_step(args)
     step.check_batch(args.global_batch)
     with Checkpoints(args.out / "checkpoints") as checkpoints:
-        state = first_state(args, step, checkpoints)
-        print_layout(console, args, step, state, texts)
-        log_path = args.log_json or args.out / "metrics.jsonl"
-        with JsonLines(log_path) as log, StopRequest() as stop:
-            state = train(console, args, step, state, texts, log, checkpoints, stop)
-            checkpoints.save(state, run_of(args, step))
-        where = f"checkpoint in {checkpoints.directory}, metrics in {log_path}"
-        if int(state.step) < args.steps:
-            console.print(
-                f"stopped after step {int(state.step)}; go on with --resume --out "
-                f"{args.out}",
-                markup=False,
-                soft_wrap=True,
-            )
-        else:
-            print_results(console, args, step, state, texts)
-        console.print(where, soft_wrap=True, highlight=False, markup=False)
+        run = Run(
+            args=args, step=step, texts=texts, checkpoints=checkpoints, console=console
+        )
+        state = first_state(run)
+        found = lint(
+            step.model, step.layout, global_batch=args.global_batch, seq=args.seq
+        )
+        report.print_layout(console, step, found)
+        report.print_bytes(console, step, state, texts)
+        with JsonLines(args.log_json) as log:
+            with StopRequest() as stop:
+                state = train(run, state, log, stop)
+                checkpoints.save(state, run.description)
+            finish(run, state, log)
     return 0
-
-
-def read_tokens(path: Path, seq: int) -> Texts:
-    """Byte tokens; whole plays are held out, or the end of a single text."""
-    texts = read_texts(path)
-    held_out = [name for name in texts if name in HELD_OUT]
-    if len(texts) > 1:
-        held_out = held_out or [list(texts)[-1]]
-        train = "\n".join(text for name, text in texts.items() if name not in held_out)
-        validation = "\n".join(texts[name] for name in held_out)
-    else:
-        (text,) = texts.values()
-        cut = int(len(text) * (1 - HELD_OUT_SHARE))
-        train, validation = text[:cut], text[cut:]
-    split = Texts(byte_tokens(train), byte_tokens(validation))
-    for tokens in (split.train, split.validation):
-        TokenWindows(tokens, seq)
-    return split
 
 
 def make_step(args: argparse.Namespace) -> TrainStep:
@@ -172,7 +116,7 @@ def make_step(args: argparse.Namespace) -> TrainStep:
     model = build(args.preset)
     vocab = model.flat_parameters()["token_embed"].shape[0]
     if vocab < BYTE_VOCAB:
-        raise ValueError(
+        raise InputError(
             f"preset {args.preset!r} has a vocabulary of {vocab}, but bytes need "
             f"{BYTE_VOCAB}; choose a larger preset"
         )
@@ -194,68 +138,75 @@ def devices_of(layout: Layout) -> list[jax.Device]:
     return devices[: layout.num_devices]
 
 
-def run_of(args: argparse.Namespace, step: TrainStep) -> dict[str, Any]:
-    """What a checkpoint says of its run."""
-    return {
-        **{key: getattr(args, key) for key in RUN_KEYS},
-        "precision": step.layout.precision,
-        "text": str(args.text.resolve()),
-        "layout": str(step.layout),
-    }
+def first_state(run: Run) -> TrainState:
+    """The newest checkpoint's state when resuming, else initial values.
 
-
-def first_state(
-    args: argparse.Namespace, step: TrainStep, checkpoints: Checkpoints
-) -> TrainState:
-    """The newest checkpoint's state when resuming, else initial values."""
+    Raises:
+        InputError: A fresh run where there is a checkpoint or a metrics file already,
+            or a resumed one with other options.
+    """
+    args, step, checkpoints = run.args, run.step, run.checkpoints
     if not args.resume:
         if checkpoints.latest_step is not None:
-            raise ValueError(
+            raise InputError(
                 f"{str(args.out)!r} holds a run at step {checkpoints.latest_step}; add "
                 "--resume to go on with it, or name another --out"
             )
+        refuse_rows(args.log_json)
         return step.init(args.seed)
-    before, now = checkpoints.run_of_latest(), run_of(args, step)
+    before, now = checkpoints.run_of_latest(), run.description
     for key in (*RUN_KEYS, "precision", "text"):
         if before[key] != now[key]:
-            raise ValueError(
+            raise InputError(
                 f"the checkpoint was made with {key}={before[key]}, not {now[key]}; "
                 "only the layout may change when resuming"
             )
-    return checkpoints.restore(step.state_shapes, step.shardings)
+    state = checkpoints.restore(step.state_shapes, step.shardings)
+    done = int(state.step)
+    cut_rows(args.log_json, lambda row: comes_again(row, done, args.steps))
+    return state
 
 
-def train(
-    console: Console,
-    args: argparse.Namespace,
-    step: TrainStep,
-    state: TrainState,
-    texts: Texts,
-    log: JsonLines,
-    checkpoints: Checkpoints,
-    stop: StopRequest,
-) -> TrainState:
-    """Steps until `--steps`, or until a stop is requested."""
-    windows = TokenWindows(texts.train, args.seq)
-    batch_of = shuffled_batches(windows, global_batch=args.global_batch, seed=args.seed)
-    with progress_bar(console) as progress:
-        task = progress.add_task(
-            "training", total=args.steps, completed=int(state.step), loss=0.0, rate=0.0
+def refuse_rows(path: Path) -> None:
+    """Keeps the metrics of two runs apart.
+
+    Raises:
+        InputError: The file holds something.
+    """
+    if path.is_file() and path.stat().st_size:
+        num_rows = len(path.read_bytes().splitlines())
+        raise InputError(
+            f"{str(path)!r} holds {num_rows} rows of another run; delete it, or name "
+            "another --out or --log-json"
         )
-        for number in range(int(state.step), args.steps):
-            state, row = timed_step(step, state, batch_of(number))
+
+
+def comes_again(row: dict[str, Any], done: int, steps: int) -> bool:
+    """Whether a run resumed after `done` steps writes this row of metrics again."""
+    is_final = "validation_loss" in row and row["step"] == steps - 1
+    return row["step"] >= done or is_final
+
+
+def train(run: Run, state: TrainState, log: JsonLines, stop: StopRequest) -> TrainState:
+    """Steps until `--steps`, or until a stop is requested."""
+    args, first = run.args, int(state.step)
+    windows = TokenWindows(run.texts.train, args.seq)
+    batch_of = shuffled_batches(windows, global_batch=args.global_batch, seed=args.seed)
+    with report.progress_bar(run.console) as progress:
+        task = progress.add_task(
+            "training", total=args.steps, completed=first, loss=0.0, rate=0.0
+        )
+        for number in range(first, args.steps):
+            state, row = timed_step(run.step, state, batch_of(number))
             log.write(step=number, **row)
             progress.update(task, advance=1, loss=row["loss"], rate=row["tokens_per_s"])
             done = number + 1
             if done % args.validate_every == 0 and done < args.steps:
-                loss = validate(args, step, state, texts, QUICK_BATCHES)
+                loss = validate(run, state, QUICK_BATCHES)
                 log.write(step=number, validation_loss=loss)
-                progress.console.print(
-                    f"step {done}: loss {row['loss']:.4f}, "
-                    f"{row['tokens_per_s']:,.0f} tokens/s, validation {loss:.4f}"
-                )
+                report.print_look(progress.console, done, row, loss)
             if done % args.save_every == 0:
-                checkpoints.save(state, run_of(args, step))
+                run.checkpoints.save(state, run.description)
             if stop.requested or done == args.stop_after:
                 break
     return state
@@ -278,122 +229,51 @@ def timed_step(
     }
 
 
-def validate(
-    args: argparse.Namespace,
-    step: TrainStep,
-    state: TrainState,
-    texts: Texts,
-    num_batches: int | None = None,
-) -> float:
+def validate(run: Run, state: TrainState, num_batches: int | None = None) -> float:
     """Mean loss per token over the validation text, or over its first batches."""
-    windows = TokenWindows(texts.validation, args.seq)
+    windows = TokenWindows(run.texts.validation, run.args.seq)
     loss_sum = weight_sum = 0.0
-    for index, batch in enumerate(padded_batches(windows, args.global_batch)):
+    for index, batch in enumerate(padded_batches(windows, run.args.global_batch)):
         if index == num_batches:
             break
-        sums = step.evaluate(state, batch)
+        sums = run.step.evaluate(state, batch)
         loss_sum += float(sums[0])
         weight_sum += float(sums[1])
     return loss_sum / weight_sum
 
 
-def print_layout(
-    console: Console,
-    args: argparse.Namespace,
-    step: TrainStep,
-    state: TrainState,
-    texts: Texts,
-) -> None:
-    """The layout, every parameter, and the bytes of the state on each device."""
-    report = lint(step.model, step.layout, global_batch=args.global_batch, seq=args.seq)
-    device = step.mesh.devices.flat[0]
-    console.print(
-        f"layout {step.layout} on {step.mesh.size} {device.device_kind} devices, "
-        f"{step.model.num_parameters:,} parameters",
-        highlight=False,
-    )
-    console.print(parameter_table(report.parameters))
-    for finding in report.findings:
-        console.print(f"{finding.kind}: {finding.message}", highlight=False)
-    expected, actual = state_bytes(step, state)
-    console.print(
-        f"state per device: {expected:,} bytes expected, {actual:,} actual; "
-        f"text: {len(texts.train):,} bytes to train on, {len(texts.validation):,} held "
-        "out",
-        highlight=False,
-    )
+def finish(run: Run, state: TrainState, log: JsonLines) -> None:
+    """The results, or how to go on, and where everything is."""
+    args, done = run.args, int(state.step)
+    if done < args.steps:
+        ending = f"stopped after step {done}; go on with --resume --out {args.out}"
+        run.console.print(ending, markup=False, soft_wrap=True)
+    else:
+        loss = validate(run, state)
+        log.write(step=done - 1, validation_loss=loss)
+        report.print_results(run.console, loss, run.texts)
+        report.print_sample(run.console, sample(run, state))
+    where = f"checkpoint in {run.checkpoints.directory}, metrics in {log.path}"
+    run.console.print(where, soft_wrap=True, highlight=False, markup=False)
 
 
-def state_bytes(step: TrainStep, state: TrainState) -> tuple[int, int]:
-    """Bytes of the state on the first device: by the shardings, and as found there."""
-    expected = sum(
-        int(np.prod(sharding.shard_shape(shape.shape))) * shape.dtype.itemsize
-        for shape, sharding in zip(
-            jax.tree.leaves(step.state_shapes),
-            jax.tree.leaves(step.shardings),
-            strict=True,
-        )
-    )
-    device = step.mesh.devices.flat[0]
-    actual = sum(
-        shard.data.nbytes
-        for array in jax.tree.leaves(state)
-        for shard in array.addressable_shards
-        if shard.device == device
-    )
-    return expected, actual
-
-
-def print_results(
-    console: Console,
-    args: argparse.Namespace,
-    step: TrainStep,
-    state: TrainState,
-    texts: Texts,
-) -> None:
-    """Validation loss beside the baselines, and a sample."""
-    loss = validate(args, step, state, texts)
-    with JsonLines(args.log_json or args.out / "metrics.jsonl") as log:
-        log.write(step=int(state.step) - 1, validation_loss=loss)
-    pair = (texts.train, texts.validation, BYTE_VOCAB)
-    console.print(
-        f"validation loss {loss:.4f} nats per byte; "
-        f"unigram {unigram_loss(*pair):.4f}, bigram {bigram_loss(*pair):.4f}",
-        highlight=False,
-    )
-    prompt = texts.validation[:32]
-    tokens = sample_tokens(
-        step,
+def sample(run: Run, state: TrainState) -> np.ndarray:
+    """Bytes that follow the first of the validation text."""
+    return sample_tokens(
+        run.step,
         state,
-        prompt,
-        num_tokens=args.sample_tokens,
-        seq=args.seq,
+        run.texts.validation[:32],
+        num_tokens=run.args.sample_tokens,
+        seq=run.args.seq,
         vocab=BYTE_VOCAB,
-        seed=args.seed,
-    )
-    text = bytes(tokens.astype(np.uint8)).decode(errors="replace")
-    console.print("sample:", text, sep="\n", highlight=False, markup=False)
-
-
-def progress_bar(console: Console) -> Progress:
-    """A bar with loss, tokens per second and the time left."""
-    return Progress(
-        TextColumn("{task.description} {task.completed}/{task.total}"),
-        BarColumn(),
-        TextColumn("loss {task.fields[loss]:.4f}  {task.fields[rate]:,.0f} tokens/s"),
-        TimeRemainingColumn(),
-        console=console,
+        seed=run.args.seed,
     )
 
 
-def _is_ours(error: Exception) -> bool:
-    ours = (ValueError, DataError, CheckpointError, OSError)
-    return isinstance(error, ours) or "emulate(" in str(error)
-
-
-def _one_line(error: Exception) -> str:
+def _one_line(error: Exception, out: Path) -> str:
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        return f"the disk is full: {error.filename or os.getcwd()}"
+        where = str(error.filename or out)
+        return f"the disk of {where!r} is full; free some space or name another folder"
     return " ".join(str(error).split())
 
 

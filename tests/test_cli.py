@@ -298,3 +298,22 @@ def test_a_bad_config_json_is_one_line_on_stderr_and_status_2(
     gpt2_config.write_text(text)
     argv = [*LINT, "--model", str(gpt2_config)]
     assert_one_line_and_status_2(argv, message, capsys)
+
+
+def test_a_value_error_of_a_function_of_ones_own_is_one_line(
+    tmp_path, monkeypatch, capsys
+):
+    code = "def odd(layers):\n    raise ValueError('layers must be odd')\n"
+    (tmp_path / "odd_model.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    argv = [*LINT, "--model-from", "odd_model:odd", "--model", "layers=2"]
+    assert_one_line_and_status_2(argv, "with layers: layers must be odd", capsys)
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch):
+    def fail(*args, **kwargs):
+        raise ValueError("shapes do not match")
+
+    monkeypatch.setattr("meshpar.cli.lint.lint", fail)
+    with pytest.raises(ValueError, match="shapes do not match"):
+        main(CLEAN)

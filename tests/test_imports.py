@@ -10,6 +10,7 @@ ROOT = Path(__file__).parents[1]
 # Lowest first; a module may import its own layer and those before it. The longest
 # matching name counts. `meshpar` alone is the public API, which those above it use.
 LAYERS = (
+    ("meshpar.errors",),
     ("meshpar.key_values",),
     ("meshpar.layout", "meshpar.topology", "meshpar.emulate", "meshpar.schedules"),
     ("meshpar.rule_table", "meshpar.rules", "meshpar.rule_presets", "meshpar.mesh"),

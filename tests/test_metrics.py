@@ -1,11 +1,14 @@
 """Metrics are one JSON object a line, on disk as soon as they are written."""
 
+import errno
 import json
 import math
+from pathlib import Path
 
 import pytest
 
-from meshpar.train.metrics import JsonLines
+from meshpar import InputError
+from meshpar.train.metrics import JsonLines, cut_rows
 
 ROWS = [
     {"step": 0, "loss": 4.25, "tokens_per_s": 1000.0},
@@ -64,3 +67,41 @@ def test_rows_written_before_an_error_are_kept(tmp_path):
         log.write(**ROWS[0])
         raise ZeroDivisionError
     assert rows_of(tmp_path / "metrics.jsonl") == ROWS[:1]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_row_that_cannot_be_written_names_the_file():
+    with (
+        pytest.raises(OSError, match="No space left on device: '/dev/full'") as caught,
+        JsonLines(Path("/dev/full")) as log,
+    ):
+        log.write(**ROWS[0])
+    assert caught.value.errno == errno.ENOSPC
+
+
+@pytest.mark.parametrize(
+    ("unfinished", "first_stale", "kept"),
+    [("", 9, 3), ("", 2, 2), ("", 0, 0), ('{"step": 3, "lo', 9, 3), ("{", 1, 1)],
+)
+def test_rows_are_cut_at_the_first_stale_or_unfinished_one(
+    tmp_path, unfinished, first_stale, kept
+):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS) + unfinished)
+    cut_rows(path, lambda row: row["step"] >= first_stale)
+    assert rows_of(path) == ROWS[:kept]
+
+
+@pytest.mark.parametrize("line", ["notes", "notes\n", "3\n", '{"loss": 3}\n', "\0\n"])
+def test_a_file_that_holds_no_metrics_is_not_cut(tmp_path, line):
+    path = tmp_path / "notes.txt"
+    path.write_text('{"step": 0}\n' + line)
+    with pytest.raises(InputError, match="line 2 of '.*notes.txt' is no row of metric"):
+        cut_rows(path, lambda row: row["step"] >= 1)
+    assert path.read_text() == '{"step": 0}\n' + line
+
+
+def test_there_is_nothing_to_cut_where_there_is_no_file_or_a_device(tmp_path):
+    for path in (tmp_path / "absent.jsonl", Path("/dev/null")):
+        cut_rows(path, lambda row: True)
+    assert not (tmp_path / "absent.jsonl").exists()

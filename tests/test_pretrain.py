@@ -1,10 +1,13 @@
 """The recipe resumes on another layout, stops cleanly, tells bad input in one line."""
 
+import errno
 import os
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -35,6 +38,54 @@ def test_a_run_resumed_on_another_layout_continues_with_the_same_losses(
         assert word in output
 
 
+def without_arithmetic(monkeypatch, *, dies_at=None):
+    """Steps that only count, until one is as if the machine had gone."""
+
+    def timed_step(step, state, batch):
+        if int(state.step) == dies_at:
+            raise KeyboardInterrupt
+        row = {"loss": 5.5, "tokens_per_s": 1.0}
+        return replace(state, step=state.step + 1), row
+
+    monkeypatch.setattr(pretrain, "timed_step", timed_step)
+    monkeypatch.setattr(pretrain, "validate", lambda *args: 5.25)
+    monkeypatch.setattr(pretrain, "sample", lambda *args: np.array([65]))
+
+
+def test_every_step_has_one_row_after_a_crash_and_after_a_finished_run(
+    tmp_path, small_text, monkeypatch
+):
+    options = (tmp_path, small_text, "--layout", "data=2", "--save-every", "2")
+    options += ("--validate-every", "3")
+    log = tmp_path / "metrics.jsonl"
+    without_arithmetic(monkeypatch, dies_at=5)
+    assert run(*options) == 130
+    assert rows(log, "step") == [0, 1, 2, 2, 3, 4]
+    with log.open("a") as file:
+        file.write('{"step": 5, "lo')
+    without_arithmetic(monkeypatch)
+    for _ in range(2):
+        assert run(*options, "--resume") == 0
+        assert rows(log, "step") == [0, 1, 2, 2, 3, 4, 5, 5]
+        assert rows(log, "validation_loss") == [5.25, 5.25]
+
+
+def test_a_fresh_run_does_not_add_to_the_metrics_of_one_without_a_checkpoint(
+    tmp_path, small_text, monkeypatch, capsys
+):
+    without_arithmetic(monkeypatch, dies_at=2)
+    assert run(tmp_path, small_text, "--layout", "data=2") == 130
+    capsys.readouterr()
+    log = tmp_path / "metrics.jsonl"
+    before = log.read_text()
+    assert run(tmp_path, small_text, "--layout", "data=2") == 2
+    assert capsys.readouterr().err == (
+        f"pretrain: '{log}' holds 2 rows of another run; delete it, or name another "
+        "--out or --log-json\n"
+    )
+    assert log.read_text() == before
+
+
 def test_ctrl_c_saves_and_ends_cleanly(tmp_path, small_text):
     command = [sys.executable, "-m", "recipes.pretrain", *QUICK.split()]
     command += ["--steps", "100000", "--layout", "data=2", "--text", str(small_text)]
@@ -62,6 +113,10 @@ def test_ctrl_c_saves_and_ends_cleanly(tmp_path, small_text):
         (["--layout", "tensor=8"], "'kv_heads' has size 4, which does not divide"),
         (["--preset", "test"], "a vocabulary of 64, but bytes need 256"),
         (["--preset", "no"], "no preset 'no'"),
+        (["--preset", "tiny-gpt2", "--seq", "300"], "the model has max_seq=256"),
+        (["--seed", "-1"], "seed=-1: must be at least 0"),
+        (["--emulate", "4"], "emulate(4): JAX has already started with 8 cpu devices"),
+        (["--emulate", "-1"], "emulate(-1): needs at least 1 device"),
         (["--resume"], "no checkpoint in"),
         (["--seq", "100000"], "too few for one window"),
     ],
@@ -73,6 +128,59 @@ def test_bad_input_ends_with_one_line_and_status_2(
     error = capsys.readouterr().err
     assert words in error
     assert len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize("kind", [ValueError, RuntimeError, TypeError])
+def test_a_bug_keeps_its_traceback(tmp_path, small_text, monkeypatch, kind):
+    def fail(*args, **kwargs):
+        raise kind("emulate(8): shapes do not match")
+
+    monkeypatch.setattr(pretrain, "make_train_step", fail)
+    with pytest.raises(kind, match="shapes do not match"):
+        run(tmp_path / "run", small_text)
+
+
+def write_one_row(run, state, log, stop):
+    """In the place of `pretrain.train`."""
+    log.write(step=0, loss=5.5)
+    return state
+
+
+def no_space(*args, **kwargs):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("writer", "words"),
+    [
+        ("recipes.pretrain.JsonLines.write", "the disk of '{out}' is full; free some"),
+        (
+            "orbax.checkpoint.CheckpointManager.save",
+            "checkpoint of step 0 not written to '{out}/checkpoints': the disk is full",
+        ),
+    ],
+)
+def test_a_full_disk_is_told_in_one_line_with_the_folder(
+    tmp_path, small_text, monkeypatch, capsys, writer, words
+):
+    monkeypatch.setattr(pretrain, "train", write_one_row)
+    monkeypatch.setattr(writer, no_space)
+    assert run(tmp_path, small_text, "--layout", "data=2") == 2
+    error = capsys.readouterr().err
+    assert words.format(out=tmp_path) in error
+    assert len(error.splitlines()) == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_elsewhere_is_told_with_the_file(
+    tmp_path, small_text, monkeypatch, capsys
+):
+    monkeypatch.setattr(pretrain, "train", write_one_row)
+    options = ("--layout", "data=2", "--log-json", "/dev/full")
+    assert run(tmp_path, small_text, *options) == 2
+    error = capsys.readouterr().err
+    words = "the disk of '/dev/full' is full; free some space or name another folder"
+    assert error == f"pretrain: {words}\n"
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from meshpar.cli.parsing import (
     layout_of,
     model_of,
 )
+from meshpar.errors import InputError
 from meshpar.key_values import key_value_pairs
 from meshpar.layout import nearest
 from meshpar.lint import LARGE_BYTES, Finding, LintReport, lint
@@ -66,11 +67,11 @@ def parse_rules(text: str) -> Rules | list[tuple[str, tuple[str, ...] | None]]:
     """A preset by name, or the pairs of `batch=data+fsdp,embed=none`.
 
     Raises:
-        ValueError: Neither of them.
+        InputError: Neither of them.
     """
     if "=" not in text:
         if text not in PRESETS:
-            raise ValueError(f"no rules {text!r}; {nearest(text, PRESETS)}")
+            raise InputError(f"no rules {text!r}; {nearest(text, PRESETS)}")
         return PRESETS[text]
     pairs = key_value_pairs(
         text,

@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         return _SUBCOMMANDS[args.subcommand].run(args)
-    except (ValueError, OSError) as error:
+    except (meshpar.InputError, OSError) as error:
         print(f"meshpar {args.subcommand}: {error}", file=sys.stderr)
         return BAD_INPUT
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
+from meshpar.errors import InputError
 from meshpar.key_values import key_values
 from meshpar.layout import MESH_AXES, Layout
 from meshpar.model import Model
@@ -85,14 +86,14 @@ def layout_of(args: argparse.Namespace) -> Layout:
     """The layout of the options.
 
     Raises:
-        ValueError: It cannot be read, does not fit `--devices`, or has a -1 without it.
+        InputError: It cannot be read, does not fit `--devices`, or has a -1 without it.
     """
     layout = Layout.parse(args.layout)
     if args.devices is not None:
         return layout.resolve(args.devices)
     for axis in MESH_AXES:
         if getattr(layout, axis) == -1:
-            raise ValueError(
+            raise InputError(
                 f"mesh axis {axis!r} is -1, so its size depends on the devices; give "
                 "--devices N, or give the axis a size"
             )
@@ -103,7 +104,7 @@ def model_of(args: argparse.Namespace) -> Model:
     """The model of the options.
 
     Raises:
-        ValueError: There is no such builder, preset or size, or it builds no model.
+        InputError: There is no such builder, preset or size, or it builds no model.
     """
     build = _import_function(args.model_from)
     chosen: dict[str, Any] = {}
@@ -114,17 +115,19 @@ def model_of(args: argparse.Namespace) -> Model:
     elif args.model:
         chosen.update(parse_sizes(args.model))
     if not chosen and args.model_from == "models.presets:build":
-        raise ValueError("no model is chosen; give --preset NAME or --model SIZES")
+        raise InputError("no model is chosen; give --preset NAME or --model SIZES")
     try:
         model = build(**chosen)
-    except TypeError as error:
-        raise ValueError(
+    except InputError:
+        raise
+    except (TypeError, ValueError) as error:  # A user's own function raises its own.
+        raise InputError(
             f"--model-from {args.model_from!r} cannot be called with "
             f"{', '.join(chosen) or 'nothing'}: {_first_line(error)}; give the sizes "
             "it takes, or name another function"
         ) from error
     if not isinstance(model, Model):
-        raise ValueError(
+        raise InputError(
             f"--model-from {args.model_from!r} gives a {type(model).__name__}, not a "
             "meshpar.Model; name a function that returns one"
         )
@@ -135,12 +138,12 @@ def parse_sizes(text: str) -> dict[str, int | float | bool | str]:
     """`layers=4,tied=true` as a dict.
 
     Raises:
-        ValueError: A part is not key=value, a key is given twice, or it is no size.
+        InputError: A part is not key=value, a key is given twice, or it is no size.
     """
     values = key_values(text, noun="--model", example="layers=4,hidden=256")
     for key in values:
         if key in _NO_SIZES:
-            raise ValueError(
+            raise InputError(
                 f"--model {text!r}: {key!r} is no size; give {_NO_SIZES[key]}"
             )
     return {key: _parse_scalar(value) for key, value in values.items()}
@@ -160,7 +163,7 @@ def _parse_scalar(text: str) -> int | float | bool | str:
 def _import_function(name: str) -> Any:
     module_name, colon, function = name.partition(":")
     if not colon or not function:
-        raise ValueError(
+        raise InputError(
             f"--model-from {name!r}: write module:function, such as "
             "models.presets:build"
         )
@@ -169,12 +172,12 @@ def _import_function(name: str) -> Any:
     try:
         found = getattr(importlib.import_module(module_name), function)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise ValueError(
+        raise InputError(
             f"--model-from {name!r}: {_first_line(error)}; run from the checkout that "
             "holds it, or name a function of an installed module"
         ) from error
     if not callable(found):
-        raise ValueError(
+        raise InputError(
             f"--model-from {name!r} is a {type(found).__name__}, not a function; name "
             "one that returns a meshpar.Model"
         )

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshpar.collectives import Zero, follow
+from meshpar.errors import InputError
 from meshpar.model import BlockGroup, Scope
 from meshpar.parallel.remat import rematerialised
 from meshpar.parallel.residuals import Residuals, restore_vjp, vjp_without
@@ -110,7 +111,7 @@ class _Block:
     def _call(self, weights: Any, x: jax.Array, scope_inputs: _Inputs) -> jax.Array:
         y = self._apply(self._make_scope, weights, x, scope_inputs)
         if y.shape != x.shape or y.dtype != x.dtype:
-            raise ValueError(
+            raise InputError(
                 f"a block maps {x.dtype}{x.shape} to {y.dtype}{y.shape}; blocks must "
                 "keep shape and dtype, so that they can follow one another"
             )

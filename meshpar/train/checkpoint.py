@@ -10,11 +10,12 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from meshpar.errors import InputError
 from meshpar.model import path_name
 from meshpar.train.state import TrainState
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(InputError, RuntimeError):
     """A checkpoint that could not be written or read."""
 
 

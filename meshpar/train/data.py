@@ -8,10 +8,12 @@ from pathlib import Path
 import grain
 import numpy as np
 
+from meshpar.errors import InputError
+
 HostBatch = dict[str, np.ndarray]
 
 
-class DataError(ValueError):
+class DataError(InputError):
     """A text that cannot be trained on."""
 
 

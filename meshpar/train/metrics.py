@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
+from typing import Any
+
+from meshpar.errors import InputError
 
 
 class JsonLines:
@@ -24,10 +29,16 @@ class JsonLines:
         """Writes one row and hands it to the operating system.
 
         JSON has no NaN and no infinity: a number that is not finite is written as null.
+
+        Raises:
+            OSError: The file, which it names, cannot be written.
         """
         values = {name: _finite_or_none(value) for name, value in row.items()}
-        self._file.write(json.dumps(values, allow_nan=False) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(values, allow_nan=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
 
     def __enter__(self) -> JsonLines:
         return self
@@ -38,7 +49,45 @@ class JsonLines:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError:  # The row that could not be written is tried again.
+            if error is None:
+                raise
+
+
+def cut_rows(path: Path, stale: Callable[[dict[str, Any]], bool]) -> None:
+    """Cuts a file of rows at the first that is stale, or that a crash left unfinished.
+
+    Args:
+        path: The file. Where there is none, or a pipe or device, nothing is done.
+        stale: Whether a row is to go, and with it all that follow.
+
+    Raises:
+        InputError: A line before that is no JSON object with a `step`; nothing is cut.
+    """
+    if not path.is_file():
+        return
+    kept_bytes = 0
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
+        unfinished = line.startswith(b"{") and not line.endswith(b"\n")
+        if unfinished or stale(_row(path, number, line)):
+            os.truncate(path, kept_bytes)
+            return
+        kept_bytes += len(line)
+
+
+def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        row = None
+    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+        raise InputError(
+            f"line {number} of {str(path)!r} is no row of metrics: {line[:40]!r}; name "
+            "another file, or delete this one"
+        )
+    return row
 
 
 def _finite_or_none(value: float | int | str) -> float | int | str | None:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from meshpar.errors import InputError
 from meshpar.model import Model, Params
 
 
@@ -59,13 +60,13 @@ def state_shardings(
         mesh: The mesh.
 
     Raises:
-        ValueError: Optimizer state of a parameter has another shape than it.
+        InputError: Optimizer state of a parameter has another shape than it.
     """
     replicated = NamedSharding(mesh, PartitionSpec())
 
     def follow(value: jax.Array, param: jax.Array, sharding: NamedSharding) -> Any:
         if value.shape != param.shape:
-            raise ValueError(
+            raise InputError(
                 f"optimizer state of shape {value.shape} belongs to a parameter of "
                 f"shape {param.shape}, so it cannot take that parameter's layout; use "
                 "an optimizer whose state has the parameters' shapes"

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from meshpar.errors import InputError
 from meshpar.layout import BATCH_AXES, Layout
 from meshpar.mesh import make_mesh
 from meshpar.model import EXAMPLE, Batch, Model
@@ -50,7 +51,7 @@ def make_train_step(
     Raises:
         RuleError: A parameter cannot be laid out, or a rule for activations uses `data`
             or `fsdp` for anything but the batch.
-        ValueError: The layout does not fit the devices, or asks for what is not built,
+        InputError: The layout does not fit the devices, or asks for what is not built,
             or `max_grad_norm` is not positive.
 
     Example:
@@ -69,9 +70,9 @@ def make_train_step(
         mesh = make_mesh(layout, devices)
     layout = layout.resolve(mesh.size)
     for message in layout_refusals(layout).values():
-        raise ValueError(message)
+        raise InputError(message)
     if max_grad_norm is not None and not max_grad_norm > 0:
-        raise ValueError(
+        raise InputError(
             f"max_grad_norm={max_grad_norm}: must be positive, or None for no limit"
         )
     rules = rules or default_rules(layout)
@@ -145,10 +146,10 @@ class TrainStep:
         """The first state, a function of `seed` alone; arrays are born in shards.
 
         Raises:
-            ValueError: `seed` is no whole number from 0 to 2**32 - 1.
+            InputError: `seed` is no whole number from 0 to 2**32 - 1.
         """
         if not 0 <= seed < 2**32:
-            raise ValueError(f"seed={seed}: must be at least 0 and below {2**32}")
+            raise InputError(f"seed={seed}: must be at least 0 and below {2**32}")
         with jax.set_mesh(self.mesh):
             return self._init(np.uint32(seed))
 
@@ -165,7 +166,7 @@ class TrainStep:
             scaling) of the old parameters, and `weight_sum`.
 
         Raises:
-            ValueError: Shapes differ, or the global batch does not divide over the
+            InputError: Shapes differ, or the global batch does not divide over the
                 batch axes.
         """
         with jax.set_mesh(self.mesh):
@@ -194,10 +195,10 @@ class TrainStep:
         """fp32 logits (batch, seq, vocab) of tokens (batch, seq), without dropout.
 
         Raises:
-            ValueError: The model has no `logits`.
+            InputError: The model has no `logits`.
         """
         if self.model.logits is None:
-            raise ValueError("the model has no logits function; give Model logits=")
+            raise InputError("the model has no logits function; give Model logits=")
         with jax.set_mesh(self.mesh):
             return self._logits(state.params, self.place({"tokens": tokens}))
 
@@ -223,10 +224,10 @@ class TrainStep:
         """Refuses a global batch that does not divide over the batch axes.
 
         Raises:
-            ValueError: It does not; both numbers are in the message.
+            InputError: It does not; both numbers are in the message.
         """
         if num_examples % self.layout.batch_shards:
-            raise ValueError(
+            raise InputError(
                 f"batch[{name!r}] has {num_examples} examples, which do not divide "
                 f"over {self.layout.batch_shards} devices of data={self.layout.data},"
                 f"fsdp={self.layout.fsdp}; pad with examples of weight 0, or change "
@@ -238,7 +239,7 @@ class TrainStep:
         first, shape = next(iter(shapes.items()))
         for name, other in shapes.items():
             if other[:1] != shape[:1] or (name in _TOKEN_ARRAYS and other != shape):
-                raise ValueError(
+                raise InputError(
                     f"batch[{name!r}] has shape {other}, but batch[{first!r}] has "
                     f"shape {shape}; tokens, targets and weights are (examples, seq) "
                     "alike, other arrays have the example first"

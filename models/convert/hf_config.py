@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from meshpar import InputError
 from models.gpt2 import GPT2Config
 from models.layers.rope import RopeScaling
 from models.llama import LlamaConfig
@@ -56,26 +57,26 @@ def config_from_json(path: str | Path) -> LlamaConfig | GPT2Config:
     Dropout is not read: it belongs to the training, not to the model.
 
     Raises:
-        ValueError: It is no JSON object, its `model_type` is not known here, a size is
+        InputError: It is no JSON object, its `model_type` is not known here, a size is
             missing (null is missing too) or not a whole number, or it says something
             that our model would not compute, such as `mlp_bias`.
     """
     try:
         values = json.loads(Path(path).read_text())
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"cannot read {str(path)!r} as JSON: {error}") from error
+        raise InputError(f"cannot read {str(path)!r} as JSON: {error}") from error
     kind = values.get("model_type") if isinstance(values, dict) else None
     if kind not in _COMPUTED:
         known = ", ".join(sorted(_COMPUTED))
-        raise ValueError(f"{str(path)!r} has model_type {kind!r}; known: {known}")
+        raise InputError(f"{str(path)!r} has model_type {kind!r}; known: {known}")
     given = _without_nulls(values)
     try:
         _check_computed(given, kind)
         return _gpt2(given) if kind == "gpt2" else _llama(given, kind)
     except KeyError as error:
-        raise ValueError(f"{str(path)!r} does not give {error}") from error
-    except ValueError as error:
-        raise ValueError(f"{str(path)!r}: {error}") from error
+        raise InputError(f"{str(path)!r} does not give {error}") from error
+    except InputError as error:
+        raise InputError(f"{str(path)!r}: {error}") from error
 
 
 def _without_nulls(values: dict[str, Any]) -> dict[str, Any]:
@@ -88,7 +89,7 @@ def _check_computed(values: dict[str, Any], kind: str) -> None:
         given = values.get(name, computed[0])
         for value in given if isinstance(given, list) else [given]:
             if value not in computed:
-                raise ValueError(
+                raise InputError(
                     f"{name}={value!r} is not what {file} computes, which is {name}="
                     f"{' or '.join(map(repr, computed))}; take another config, or "
                     "change a copy of that file"
@@ -136,7 +137,7 @@ def _rope(values: dict[str, Any]) -> dict[str, Any]:
     """
     for name in ("rope_scaling", "rope_parameters"):
         if not isinstance(values.get(name, {}), dict):
-            raise ValueError(
+            raise InputError(
                 f"{name}={values[name]!r}: must be an object, such as "
                 '{"rope_type": "llama3", "factor": 8.0, ...}, or null'
             )
@@ -150,7 +151,7 @@ def _rope_scaling(values: dict[str, Any]) -> RopeScaling | None:
     if kind == "default" or not values.keys() - {"rope_theta", "partial_rotary_factor"}:
         return None
     if kind != "llama3":
-        raise ValueError(
+        raise InputError(
             f"rope_scaling of type {kind!r} is not known here; known: llama3"
         )
     return RopeScaling(

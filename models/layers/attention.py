@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from meshpar import Scope
+from meshpar import InputError, Scope
 from models.layers.norm import RMSNorm
 from models.layers.rope import apply_rope
 
@@ -35,7 +35,7 @@ class Attention(nnx.Module):
         qk_norm_epsilon: RMS-normalise queries and keys with it; None for no norm.
 
     Raises:
-        ValueError: `heads` is not a multiple of `kv_heads`.
+        InputError: `heads` is not a multiple of `kv_heads`.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Attention(nnx.Module):
         qk_norm_epsilon: float | None = None,
     ) -> None:
         if heads % kv_heads:
-            raise ValueError(
+            raise InputError(
                 f"heads={heads} is not a multiple of kv_heads={kv_heads}; every "
                 "key/value head serves the same number of query heads"
             )

@@ -20,7 +20,7 @@ class RopeScaling:
     `original_seq / high_factor` kept, and those between interpolated.
 
     Raises:
-        ValueError: A value that is no number.
+        InputError: A value that is no number.
     """
 
     factor: float = 8.0

@@ -1,0 +1,96 @@
+"""What a training run prints: its layout, its progress and its results."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from meshpar import LintReport, TrainState, TrainStep
+from meshpar.cli.lint import parameter_table
+from meshpar.train.baselines import bigram_loss, unigram_loss
+from recipes.texts import BYTE_VOCAB, Texts
+
+
+def print_layout(console: Console, step: TrainStep, report: LintReport) -> None:
+    """The layout, every parameter, and what the lint found."""
+    device = step.mesh.devices.flat[0]
+    console.print(
+        f"layout {step.layout} on {step.mesh.size} {device.device_kind} devices, "
+        f"{step.model.num_parameters:,} parameters",
+        highlight=False,
+    )
+    console.print(parameter_table(report.parameters))
+    for finding in report.findings:
+        console.print(f"{finding.kind}: {finding.message}", highlight=False)
+
+
+def print_bytes(
+    console: Console, step: TrainStep, state: TrainState, texts: Texts
+) -> None:
+    """Bytes of the state on a device, expected and found, and of the texts."""
+    expected, actual = state_bytes(step, state)
+    console.print(
+        f"state per device: {expected:,} bytes expected, {actual:,} actual; "
+        f"text: {len(texts.train):,} bytes to train on, {len(texts.validation):,} held "
+        "out",
+        highlight=False,
+    )
+
+
+def state_bytes(step: TrainStep, state: TrainState) -> tuple[int, int]:
+    """Bytes of the state on the first device: by the shardings, and as found there."""
+    expected = sum(
+        int(np.prod(sharding.shard_shape(shape.shape))) * shape.dtype.itemsize
+        for shape, sharding in zip(
+            jax.tree.leaves(step.state_shapes),
+            jax.tree.leaves(step.shardings),
+            strict=True,
+        )
+    )
+    device = step.mesh.devices.flat[0]
+    actual = sum(
+        shard.data.nbytes
+        for array in jax.tree.leaves(state)
+        for shard in array.addressable_shards
+        if shard.device == device
+    )
+    return expected, actual
+
+
+def progress_bar(console: Console) -> Progress:
+    """A bar with loss, tokens per second and the time left."""
+    return Progress(
+        TextColumn("{task.description} {task.completed}/{task.total}"),
+        BarColumn(),
+        TextColumn("loss {task.fields[loss]:.4f}  {task.fields[rate]:,.0f} tokens/s"),
+        TimeRemainingColumn(),
+        console=console,
+    )
+
+
+def print_look(
+    console: Console, done: int, row: dict[str, float], validation_loss: float
+) -> None:
+    """A line on the training after `done` steps."""
+    console.print(
+        f"step {done}: loss {row['loss']:.4f}, {row['tokens_per_s']:,.0f} tokens/s, "
+        f"validation {validation_loss:.4f}"
+    )
+
+
+def print_results(console: Console, loss: float, texts: Texts) -> None:
+    """The validation loss beside two baselines of the same text."""
+    pair = (texts.train, texts.validation, BYTE_VOCAB)
+    console.print(
+        f"validation loss {loss:.4f} nats per byte; "
+        f"unigram {unigram_loss(*pair):.4f}, bigram {bigram_loss(*pair):.4f}",
+        highlight=False,
+    )
+
+
+def print_sample(console: Console, tokens: np.ndarray) -> None:
+    """Sampled bytes as text."""
+    text = bytes(tokens.astype(np.uint8)).decode(errors="replace")
+    console.print("sample:", text, sep="\n", highlight=False, markup=False)
