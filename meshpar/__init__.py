@@ -8,9 +8,10 @@ from meshpar.topology import Topology, TopologyWarning
 emulate_from_environment()  # before anything below can start JAX
 
 # ruff: noqa: E402
+from meshpar.audit.report import AuditReport, audit
 from meshpar.lint import Finding, LintReport, lint
-from meshpar.mesh import make_mesh
-from meshpar.model import BlockGroup, Model, Parameter, Scope
+from meshpar.mesh import absent_mesh, make_mesh
+from meshpar.model import BlockGroup, Model, Parameter, Scope, batch_shapes
 from meshpar.nnx_model import from_nnx
 from meshpar.rule_presets import (
     DATA_PARALLEL,
@@ -29,6 +30,7 @@ from meshpar.train.state import TrainState
 from meshpar.train.step import TrainStep, make_train_step
 
 __all__ = [
+    "AuditReport",
     "BATCH_AXES",
     "BlockGroup",
     "DATA_PARALLEL",
@@ -52,6 +54,9 @@ __all__ = [
     "TopologyWarning",
     "TrainState",
     "TrainStep",
+    "absent_mesh",
+    "audit",
+    "batch_shapes",
     "born_sharded",
     "default_rules",
     "emulate",

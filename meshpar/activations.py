@@ -10,7 +10,15 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from meshpar.errors import InputError
-from meshpar.model import EXAMPLE, Model, Parameter, Params, Scope, is_parameter
+from meshpar.model import (
+    EXAMPLE,
+    Model,
+    Parameter,
+    Params,
+    Scope,
+    batch_shapes,
+    is_parameter,
+)
 from meshpar.rules import LogicalAxes
 
 
@@ -71,13 +79,8 @@ class _Recorder:
 
 
 def _batch_of(examples: int, seq: int) -> dict[str, jax.ShapeDtypeStruct]:
-    shape = (examples, seq)
-    return {
-        "tokens": jax.ShapeDtypeStruct(shape, jnp.int32),
-        "targets": jax.ShapeDtypeStruct(shape, jnp.int32),
-        "weights": jax.ShapeDtypeStruct(shape, jnp.float32),
-        EXAMPLE: jax.ShapeDtypeStruct(shape[:1], jnp.uint32),
-    }
+    example = jax.ShapeDtypeStruct((examples,), jnp.uint32)
+    return {**batch_shapes(examples, seq), EXAMPLE: example}
 
 
 def _one_layer(parameter: Parameter) -> jax.ShapeDtypeStruct:

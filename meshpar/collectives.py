@@ -13,6 +13,7 @@ for the other through data, the only order that XLA:CPU's executor keeps (an
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -20,8 +21,32 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+ASKED = {
+    "parameter_gather": ("all-gather", "FSDP gather of parameters before their use"),
+    "gradient_scatter": ("reduce-scatter", "FSDP reduce-scatter of gradients"),
+    "gradient_reduction": ("all-reduce", "gradient reduction over the batch axes"),
+    "loss_sum": ("all-reduce", "loss and weights summed over the global batch"),
+    "gradient_norm": ("all-reduce", "global norm of the gradients"),
+    "vocab_lookup": ("all-reduce", "embedding rows from a split vocabulary"),
+    "vocab_loss": ("all-reduce", "cross-entropy over a split vocabulary"),
+}
+"""What the library's own collectives are for: their kind, and words for the reason."""
+
+ASKED_PREFIX = "asked-"
+
 Zero = jax.Array
 """A number that is always 0, and known only once an earlier array is."""
+
+
+def asked(name: str) -> AbstractContextManager:
+    """Marks the collectives made inside with their reason, for `meshpar.audit`.
+
+    Args:
+        name: A name in `ASKED`.
+    """
+    if name not in ASKED:
+        raise KeyError(name)
+    return jax.named_scope(ASKED_PREFIX + name)
 
 
 def zero_from(x: jax.Array) -> Zero:

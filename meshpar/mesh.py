@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from meshpar.errors import InputError
 from meshpar.layout import MESH_AXES, Layout
 from meshpar.topology import Topology
+
+_ALL_AUTO = (AxisType.Auto,) * len(MESH_AXES)
 
 
 def make_mesh(
@@ -48,7 +52,27 @@ def make_mesh(
         )
     topology.warn_if_tensor_crosses_hosts(layout)
     shape = tuple(layout.mesh_shape.values())
-    return Mesh(_arrange(devices, shape), MESH_AXES, axis_types=(AxisType.Auto,) * 6)
+    return Mesh(_arrange(devices, shape), MESH_AXES, axis_types=_ALL_AUTO)
+
+
+def absent_mesh(layout: Layout) -> AbstractMesh:
+    """A mesh of all six axes without devices: to lower a program, not to run it."""
+    sizes = tuple(layout.mesh_shape.values())
+    return AbstractMesh(sizes, MESH_AXES, axis_types=_ALL_AUTO)
+
+
+def use_mesh(mesh: Mesh | AbstractMesh) -> AbstractContextManager[Any]:
+    """`with use_mesh(mesh):` sets the mesh for tracing, with or without devices."""
+    if isinstance(mesh, AbstractMesh):
+        return jax.sharding.use_abstract_mesh(mesh)
+    return jax.set_mesh(mesh)
+
+
+def platform_of(mesh: Mesh | AbstractMesh) -> str:
+    """Kind of its devices, `cpu`, `gpu` or `tpu`; `cpu` where it has none."""
+    if isinstance(mesh, AbstractMesh):
+        return "cpu"
+    return mesh.devices.flat[0].platform
 
 
 def _arrange(devices: list[jax.Device], shape: tuple[int, ...]) -> np.ndarray:

@@ -272,6 +272,16 @@ def is_parameter(node: object) -> bool:
     return isinstance(node, Parameter)
 
 
+def batch_shapes(examples: int, seq: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes of a batch of tokens, for compiling without data."""
+    shape = (examples, seq)
+    return {
+        "tokens": jax.ShapeDtypeStruct(shape, jnp.int32),
+        "targets": jax.ShapeDtypeStruct(shape, jnp.int32),
+        "weights": jax.ShapeDtypeStruct(shape, jnp.float32),
+    }
+
+
 def path_name(path: tuple) -> str:
     """A tree path as users read it: `blocks.mlp.down`."""
     return jax.tree_util.keystr(path, simple=True, separator=".")

@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+from jax.sharding import AbstractMesh
 from rich.console import Console
 
 from meshpar import (
@@ -28,6 +29,7 @@ from meshpar import (
     Layout,
     TrainState,
     TrainStep,
+    batch_shapes,
     emulate,
     lint,
     make_train_step,
@@ -107,12 +109,19 @@ def pretrain(args: argparse.Namespace) -> int:
     return 0
 
 
-def make_step(args: argparse.Namespace) -> TrainStep:
-    """The compiled step of the options."""
+def audited(
+    layout: Layout, mesh: AbstractMesh | None
+) -> tuple[TrainStep, dict[str, jax.ShapeDtypeStruct]]:
+    """The step and the batch of the default options: `meshpar audit --recipe`."""
+    args = parse_arguments(["--layout", str(layout)])
+    return make_step(args, mesh), batch_shapes(args.global_batch, args.seq)
+
+
+def make_step(args: argparse.Namespace, mesh: AbstractMesh | None = None) -> TrainStep:
+    """The compiled step of the options, on real devices or on a mesh without any."""
     layout = Layout.parse(args.layout)
     if args.dtype:
         layout = replace(layout, precision=args.dtype)
-    devices = devices_of(layout)
     model = build(args.preset)
     vocab = model.flat_parameters()["token_embed"].shape[0]
     if vocab < BYTE_VOCAB:
@@ -125,7 +134,10 @@ def make_step(args: argparse.Namespace) -> TrainStep:
         0.0, args.learning_rate, warmup, max(args.steps, 2), args.learning_rate / 10
     )
     optimizer = optax.adamw(schedule, b2=0.95, weight_decay=0.1)
-    return make_train_step(model, optimizer, layout, devices=devices, max_grad_norm=1.0)
+    devices = None if mesh else devices_of(layout)
+    return make_train_step(
+        model, optimizer, layout, devices=devices, mesh=mesh, max_grad_norm=1.0
+    )
 
 
 def devices_of(layout: Layout) -> list[jax.Device]:

@@ -33,6 +33,15 @@ def test_the_first_signal_is_noted_and_the_second_is_handled_as_before(handled):
         assert received == [number]
 
 
+@pytest.fixture
+def ctrl_c_as_in_a_terminal():
+    """A shell's background job ignores Ctrl-C; Python in a terminal does not."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c_as_in_a_terminal")
 def test_a_second_ctrl_c_interrupts_python():
     with pytest.raises(KeyboardInterrupt), StopRequest() as stop:
         signal.raise_signal(signal.SIGINT)

@@ -106,7 +106,7 @@ def model_of(args: argparse.Namespace) -> Model:
     Raises:
         InputError: There is no such builder, preset or size, or it builds no model.
     """
-    build = _import_function(args.model_from)
+    build = import_function(args.model_from, "--model-from")
     chosen: dict[str, Any] = {}
     if args.preset:
         chosen["preset"] = args.preset
@@ -160,12 +160,16 @@ def _parse_scalar(text: str) -> int | float | bool | str:
     return text
 
 
-def _import_function(name: str) -> Any:
+def import_function(name: str, option: str) -> Any:
+    """The function that an option names as `module:function`.
+
+    Raises:
+        InputError: It is not of that form, cannot be imported, or is no function.
+    """
     module_name, colon, function = name.partition(":")
     if not colon or not function:
         raise InputError(
-            f"--model-from {name!r}: write module:function, such as "
-            "models.presets:build"
+            f"{option} {name!r}: write module:function, such as models.presets:build"
         )
     if "" not in sys.path:
         sys.path.insert(0, "")
@@ -173,13 +177,12 @@ def _import_function(name: str) -> Any:
         found = getattr(importlib.import_module(module_name), function)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise InputError(
-            f"--model-from {name!r}: {_first_line(error)}; run from the checkout that "
+            f"{option} {name!r}: {_first_line(error)}; run from the checkout that "
             "holds it, or name a function of an installed module"
         ) from error
     if not callable(found):
         raise InputError(
-            f"--model-from {name!r} is a {type(found).__name__}, not a function; name "
-            "one that returns a meshpar.Model"
+            f"{option} {name!r} is a {type(found).__name__}, not a function; name one"
         )
     return found
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from meshpar.collectives import Zero, follow
+from meshpar.collectives import Zero, asked, follow
 from meshpar.parallel.zero import is_stored, zero_from_all
 
 
@@ -40,7 +40,9 @@ def reduce_gradients(
     ]
     for axes in sorted(set(remaining) - {()}):
         at = [index for index, wanted in enumerate(remaining) if wanted == axes]
-        summed = lax.psum([follow(leaves[index], earlier) for index in at], axes)
+        waiting = [follow(leaves[index], earlier) for index in at]
+        with asked("gradient_reduction"):
+            summed = lax.psum(waiting, axes)
         for index, leaf in zip(at, summed, strict=True):
             leaves[index] = leaf
         if in_order:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from meshpar.collectives import asked
 from meshpar.model import spec_axes
 
 
@@ -38,7 +39,8 @@ def global_norm(tree: Any, shardings: Any, mesh: Mesh) -> jax.Array:
             tree,
             is_leaf=lambda node: isinstance(node, PartitionSpec),
         )
-        return lax.psum(sum(jax.tree.leaves(parts)), mesh.axis_names)
+        with asked("gradient_norm"):
+            return lax.psum(sum(jax.tree.leaves(parts)), mesh.axis_names)
 
     squares = jax.shard_map(
         local,

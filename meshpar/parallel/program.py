@@ -15,9 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from meshpar.collectives import follow
+from meshpar.collectives import asked, follow
 from meshpar.layout import BATCH_AXES, Layout
 from meshpar.model import Batch, Model, Params, Scope
 from meshpar.parallel.blocks import run_blocks
@@ -45,13 +45,16 @@ class LocalProgram:
         model: The model.
         layout: Sizes, remat and precision.
         rules: Logical axis -> mesh axes.
-        mesh: The mesh, set with `jax.set_mesh` around every call.
+        mesh: The mesh, set with `jax.set_mesh` around every call; an `AbstractMesh`
+            where the devices are absent.
+        platform: Kind of device: `cpu`, `gpu` or `tpu`.
     """
 
     model: Model
     layout: Layout
     rules: Rules
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
+    platform: str
 
     def loss_and_gradients(
         self, params: Params, batch: Batch, step: jax.Array, seed: jax.Array
@@ -162,11 +165,14 @@ class LocalProgram:
             batch=inputs["batch"],
             layer=inputs.get("layer", -1),
             dropout_key=inputs.get("key"),
-            platform=self._platform,
+            platform=self.platform,
         )
 
     def _sum_over_batch(self, values: Any) -> Any:
-        return lax.psum(values, self._batch_axes) if self._batch_axes else values
+        if not self._batch_axes:
+            return values
+        with asked("loss_sum"):
+            return lax.psum(values, self._batch_axes)
 
     def _on_shards(self, local: Callable, in_specs: Any, out_specs: Any) -> Callable:
         return jax.shard_map(
@@ -179,12 +185,8 @@ class LocalProgram:
         )
 
     @property
-    def _platform(self) -> str:
-        return self.mesh.devices.flat[0].platform
-
-    @property
     def _in_order(self) -> bool:
-        return self._platform == "cpu"
+        return self.platform == "cpu"
 
     @property
     def _batch_axes(self) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from meshpar.collectives import follow, zero_from
+from meshpar.collectives import asked, follow, zero_from
 from meshpar.model import Scope, spec_axes
 from meshpar.rules import auto_mesh_shape
 
@@ -64,6 +64,14 @@ def cross_entropy(
         weights: (batch, seq), 0 where a token does not count.
         scope: Where the function runs.
     """
+    with asked("vocab_loss"):
+        losses = _token_losses(logits, targets, weights, scope)
+    return jnp.sum(losses), jnp.sum(weights.astype(jnp.float32))
+
+
+def _token_losses(
+    logits: jax.Array, targets: jax.Array, weights: jax.Array, scope: Scope
+) -> jax.Array:
     highest = lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
     shifted = logits - highest
     total = jnp.sum(jnp.exp(shifted), axis=-1)
@@ -74,8 +82,7 @@ def cross_entropy(
     target_logit = jnp.sum(jnp.where(hit, shifted, 0.0), axis=-1)
     losses = (jnp.log(total) - target_logit) * weights
     known = _in_vocab(targets, logits.shape[-1]) | (weights == 0)
-    losses = jnp.where(known, losses, jnp.nan)
-    return jnp.sum(losses), jnp.sum(weights.astype(jnp.float32))
+    return jnp.where(known, losses, jnp.nan)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -91,7 +98,9 @@ def _lookup(
             return found
         # XLA:CPU aborts on a bf16 all-reduce here; one term of the sum is not zero, so
         # that no dtype rounds it.
-        return lax.psum(found.astype(sum_dtype), mesh_axes).astype(rows.dtype)
+        with asked("vocab_lookup"):
+            summed = lax.psum(found.astype(sum_dtype), mesh_axes)
+        return summed.astype(rows.dtype)
 
     return _over_vocab(local, mesh_axes, (spec, PartitionSpec()), PartitionSpec())(
         table, tokens

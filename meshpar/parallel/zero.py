@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from meshpar.collectives import Zero, follow, on_parts, zero_from
+from meshpar.collectives import Zero, asked, follow, on_parts, zero_from
 from meshpar.layout import BATCH_AXES
 from meshpar.model import spec_axes
 
@@ -154,14 +154,16 @@ def _apply(
 def _gather_one(layout: Stored, shard: jax.Array) -> jax.Array:
     x = shard.astype(layout.compute_dtype)
     for dim, mesh_axes in layout.gathered_dims:
-        x = lax.all_gather(x, mesh_axes, axis=dim, tiled=True)
+        with asked("parameter_gather"):
+            x = lax.all_gather(x, mesh_axes, axis=dim, tiled=True)
     return x
 
 
 def _scatter_one(layout: Stored, gradient: jax.Array) -> jax.Array:
     x = gradient.astype(jnp.float32)
     for dim, mesh_axes in layout.gathered_dims:
-        x = lax.psum_scatter(x, mesh_axes, scatter_dimension=dim, tiled=True)
+        with asked("gradient_scatter"):
+            x = lax.psum_scatter(x, mesh_axes, scatter_dimension=dim, tiled=True)
     return x
 
 

@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from meshpar.audit.subject import Subject
 from meshpar.errors import InputError
 from meshpar.layout import BATCH_AXES, Layout
-from meshpar.mesh import make_mesh
+from meshpar.mesh import absent_mesh, make_mesh, platform_of
 from meshpar.model import EXAMPLE, Batch, Model
 from meshpar.parallel.norm import global_norm
 from meshpar.parallel.program import LocalProgram
@@ -34,7 +35,7 @@ def make_train_step(
     *,
     rules: Rules | None = None,
     devices: Sequence[jax.Device] | None = None,
-    mesh: Mesh | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
     max_grad_norm: float | None = None,
 ) -> TrainStep:
     """A training step of `model` laid out as `layout` says.
@@ -45,7 +46,8 @@ def make_train_step(
         layout: The layout or its text form; a -1 absorbs the remaining devices.
         rules: Logical axis -> mesh axes; `default_rules(layout)` when absent.
         devices: Devices to use; all of JAX's by default.
-        mesh: A mesh with meshpar's six axes, instead of `devices`.
+        mesh: A mesh with meshpar's six axes, instead of `devices`. On an
+            `absent_mesh` the step can be audited for an absent target, not run.
         max_grad_norm: Scale gradients down to this global norm; None for no limit.
 
     Raises:
@@ -84,6 +86,7 @@ def make_train_step(
         layout=layout,
         rules=rules,
         mesh=mesh,
+        platform=platform_of(mesh),
         max_grad_norm=max_grad_norm,
     )
 
@@ -92,7 +95,7 @@ class TrainStep:
     """A compiled training step; make it with `make_train_step`.
 
     Attributes:
-        layout, rules, mesh, model: What it was made from.
+        layout, rules, mesh, model, platform: What it was made from.
         shardings: `TrainState` of the sharding of every array.
     """
 
@@ -103,12 +106,16 @@ class TrainStep:
         optimizer: optax.GradientTransformation,
         layout: Layout,
         rules: Rules,
-        mesh: Mesh,
+        mesh: Mesh | AbstractMesh,
+        platform: str,
         max_grad_norm: float | None,
     ) -> None:
         self.model, self.layout, self.rules, self.mesh = model, layout, rules, mesh
+        self.platform = platform
         self._optimizer, self._max_grad_norm = optimizer, max_grad_norm
-        self._program = LocalProgram(model=model, layout=layout, rules=rules, mesh=mesh)
+        self._program = LocalProgram(
+            model=model, layout=layout, rules=rules, mesh=mesh, platform=platform
+        )
         self.state_shapes = jax.eval_shape(
             lambda: initial_state(model, optimizer, jnp.uint32(0))
         )
@@ -204,14 +211,31 @@ class TrainStep:
 
     def compile(self, batch: Batch) -> jax.stages.Compiled:
         """The compiled step for a batch's shapes; arrays or `jax.ShapeDtypeStruct`s."""
-        shapes = jax.tree.map(
-            lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), dict(batch)
-        )
-        self._check_batch(shapes)
-        rows = shapes["tokens"].shape[0]
-        shapes[EXAMPLE] = jax.ShapeDtypeStruct((rows,), jnp.uint32)
         with jax.set_mesh(self.mesh):
-            return self._step.lower(self.state_shapes, shapes).compile()
+            return self._step.lower(*self._argument_shapes(batch)).compile()
+
+    def audit_subject(self, *arguments: Any, platform: str | None = None) -> Subject:
+        """What `meshpar.audit` compiles and explains; see there.
+
+        Args:
+            arguments: A batch, or a state and a batch; arrays or their shapes.
+            platform: Kind of the absent devices, or None for the step's own.
+        """
+        step = self if platform is None else self._without_devices(platform)
+        return Subject(
+            function=step._step,
+            arguments=step._argument_shapes(arguments[-1]),
+            mesh=step.mesh,
+            platform=step.platform,
+            weights={
+                path: parameter.shape
+                for path, parameter in self.model.flat_parameters().items()
+            },
+            layout=self.layout,
+            sequence_axes=self.rules.mesh_axes("residual_seq")
+            if "residual_seq" in self.rules.table
+            else (),
+        )
 
     def place(self, batch: Batch) -> dict[str, jax.Array]:
         """The batch on the devices, and each example's index beside it."""
@@ -233,6 +257,26 @@ class TrainStep:
                 f"fsdp={self.layout.fsdp}; pad with examples of weight 0, or change "
                 "the global batch"
             )
+
+    def _without_devices(self, platform: str) -> TrainStep:
+        return TrainStep(
+            model=self.model,
+            optimizer=self._optimizer,
+            layout=self.layout,
+            rules=self.rules,
+            mesh=absent_mesh(self.layout),
+            platform=platform,
+            max_grad_norm=self._max_grad_norm,
+        )
+
+    def _argument_shapes(self, batch: Batch) -> tuple[TrainState, Batch]:
+        shapes = jax.tree.map(
+            lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), dict(batch)
+        )
+        self._check_batch(shapes)
+        rows = next(iter(shapes.values())).shape[0]
+        shapes[EXAMPLE] = jax.ShapeDtypeStruct((rows,), jnp.uint32)
+        return self.state_shapes, shapes
 
     def _check_batch(self, batch: Batch) -> None:
         shapes = {name: tuple(array.shape) for name, array in batch.items()}

@@ -1,0 +1,1 @@
+"""Audit: what the compiler made of a program, per mesh axis."""

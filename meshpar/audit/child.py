@@ -1,0 +1,97 @@
+"""Compiles one exported function for an absent target: `python -m meshpar.audit.child`.
+
+Started by `targets.compile_for`, never by hand; the folder holds the request.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax import export
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh
+
+from meshpar.audit.targets import Target
+from meshpar.layout import Layout
+from meshpar.mesh import make_mesh
+from meshpar.topology import Topology
+
+_DOES_NOT_FIT = ("RESOURCE_EXHAUSTED", "out of memory", "exceeds the limit")
+_STATS = {
+    "argument_size": "argument_size_in_bytes",
+    "output_size": "output_size_in_bytes",
+    "temp_size": "temp_size_in_bytes",
+    "alias_size": "alias_size_in_bytes",
+    "peak": "peak_memory_in_bytes",
+}
+
+
+def main(folder: Path) -> None:
+    """Reads `request.json` and `program.bin`; writes `answer.json`, `program.txt`."""
+    jax.config.update("jax_platforms", "cpu")
+    request = json.loads((folder / "request.json").read_text())
+    answer: dict[str, Any] = {"problem": "", "memory": {}}
+    exported = export.deserialize((folder / "program.bin").read_bytes())
+    mesh = _mesh(request)
+    try:
+        compiled = _compile(exported, mesh, request)
+    except jax.errors.JaxRuntimeError as error:
+        if not any(words in str(error) for words in _DOES_NOT_FIT):
+            raise
+        answer["problem"] = f"does not fit: {' '.join(str(error).split())[:400]}"
+    else:
+        stats = compiled.memory_analysis()
+        answer["memory"] = {
+            name: int(getattr(stats, field, 0)) for name, field in _STATS.items()
+        }
+        (folder / "program.txt").write_text(compiled.as_text())
+    (folder / "answer.json").write_text(json.dumps(answer))
+
+
+def _mesh(request: dict[str, Any]) -> Mesh:
+    target, sizes = Target.parse(request["target"]), request["mesh_shape"]
+    devices = _devices(target)
+    if request["is_layout"]:
+        topology = Topology(hosts=1, devices_per_host=len(devices))
+        return make_mesh(Layout(**sizes), devices, topology=topology)
+    axis_types = (AxisType.Auto,) * len(sizes)
+    return Mesh(
+        np.array(devices).reshape(tuple(sizes.values())),
+        tuple(sizes),
+        axis_types=axis_types,
+    )
+
+
+def _devices(target: Target) -> list[Any]:
+    shape = "x".join(map(str, target.shape))
+    if target.platform == "tpu":
+        name = f"{target.chip}:{shape}"
+        return list(topologies.get_topology_desc(name, platform="tpu").devices)
+    files = importlib.resources.files("meshpar.audit") / "gpu_targets"
+    config = (files / f"{target.chip}.txtpb").read_text()
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=config, topology=f"1x{shape}"
+    )
+    return list(topology.devices)
+
+
+def _compile(
+    exported: export.Exported, mesh: Mesh, request: dict[str, Any]
+) -> jax.stages.Compiled:
+    shardings = exported.in_shardings_jax(mesh)
+    arguments = [
+        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
+        for aval, sharding in zip(exported.in_avals, shardings, strict=True)
+    ]
+    jitted = jax.jit(exported.call, donate_argnums=tuple(request["donated"]))
+    return jitted.lower(*arguments).compile()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

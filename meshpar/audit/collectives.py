@@ -1,0 +1,215 @@
+"""Every collective of a compiled program: its mesh axes, its bytes, how often it runs.
+
+Reference for bytes on the wire: ring algorithms (Chan et al. 2007, "Collective
+communication: theory, practice, and experience"); `n` devices in a group, each sends
+
+    all-reduce          2 (n-1)/n x the array
+    all-gather          (n-1)/n x the gathered array
+    reduce-scatter      (n-1)/n x the array before it is scattered
+    all-to-all          (n-1)/n x the array
+    collective-permute  the array; collective-broadcast the array
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from meshpar.audit.groups import (
+    mesh_axes_of_groups,
+    mesh_axes_of_pairs,
+    parse_groups,
+    parse_pairs,
+)
+from meshpar.audit.hlo import Computation, HloError, Instruction, Program
+from meshpar.audit.loops import Place, places
+from meshpar.audit.shapes import ArrayShape, Shape, arrays_of
+
+KINDS = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collective:
+    """One collective of a program; all bytes are per device and execution.
+
+    Args:
+        kind: One of `KINDS`.
+        mesh_axes: The mesh axes whose devices take part together; None if the groups
+            are no product of mesh axes.
+        group_size: Devices that take part together; of a collective-permute, 2.
+        dtype: Of the arrays, several with `+` between.
+        dims: Of each array that arrives.
+        payload_bytes: The whole array: gathered, or before it is scattered.
+        wire_bytes: What one device sends, by the formulas above.
+        executions: In one run of the program.
+        counted: Whether the trip counts around it were known.
+        is_async: Whether it has a start and a done.
+        in_branch: Whether a conditional is around it.
+        in_loop: Whether a loop is around it.
+        op_path: JAX's path of the operation.
+        source: `file:line` of the user's code.
+        line: In the text of the program.
+    """
+
+    kind: str
+    mesh_axes: tuple[str, ...] | None
+    group_size: int
+    dtype: str
+    dims: tuple[tuple[int, ...], ...]
+    payload_bytes: int
+    wire_bytes: int
+    executions: int
+    counted: bool
+    is_async: bool
+    in_branch: bool
+    in_loop: bool
+    op_path: str
+    source: str
+    line: int
+
+
+def collectives_of(
+    program: Program, mesh_shape: Mapping[str, int]
+) -> tuple[Collective, ...]:
+    """Every collective that runs, in the order of the text.
+
+    A start and its done are one, and so is a wrapper and what it wraps.
+
+    Args:
+        program: The compiled program.
+        mesh_shape: Size of each mesh axis, outermost first; device i of the program is
+            the i-th of the mesh.
+
+    Raises:
+        HloError: A collective cannot be read; the message names its line.
+    """
+    found, callers = [], _callers(program)
+    for name, at in places(program).items():
+        computation = program.computations[name]
+        for instruction in computation.instructions:
+            if instruction.opcode.removesuffix("-start") in KINDS:
+                site = _Site(program, computation, instruction, callers.get(name))
+                found.append(_row(site, at, mesh_shape))
+    return tuple(sorted(found, key=lambda row: row.line))
+
+
+@dataclass(frozen=True)
+class _Site:
+    """A collective's instruction, and the fusion or wrapper that it is inside of."""
+
+    program: Program
+    computation: Computation
+    instruction: Instruction
+    caller: Instruction | None
+
+    @property
+    def scatters(self) -> bool:
+        """Whether each device keeps its part only: XLA:TPU writes that as a fusion."""
+        return self.computation.name.startswith("all-reduce-scatter")
+
+    @property
+    def kind(self) -> str:
+        if self.scatters:
+            return "reduce-scatter"
+        return self.instruction.opcode.removesuffix("-start")
+
+    @property
+    def is_async(self) -> bool:
+        wrapped = self.caller is not None and self.caller.opcode == "async-start"
+        return wrapped or self.instruction.opcode.endswith("-start")
+
+    def arrived(self) -> list[ArrayShape]:
+        """The arrays that it delivers, without those that a start carries along."""
+        if self.scatters:
+            return list(arrays_of(self.computation.root.shape))
+        shape: Shape = self.instruction.shape
+        started = self.instruction.opcode.endswith("-start")
+        # An all-reduce-start returns its results alone; the others the operands first.
+        if started and isinstance(shape, tuple) and self.kind != "all-reduce":
+            shape = shape[1]
+        return list(arrays_of(shape))
+
+    def payload_bytes(self) -> int:
+        if self.kind != "reduce-scatter":
+            return sum(array.bytes for array in self.arrived())
+        return sum(operand.bytes for operand in self._operands())
+
+    def origin(self) -> tuple[str, str]:
+        """Path and source line: its own, its caller's, or those of what it moves."""
+        operands = [self.instruction, *([self.caller] if self.caller else [])]
+        for instruction in (*operands, *self._operands()):
+            if instruction.op_path:
+                return instruction.op_path, self.program.source_of(instruction)
+        return "", ""
+
+    def _operands(self) -> list[Instruction]:
+        return [
+            self.program.operand(self.computation, self.instruction, index)
+            for index in range(len(self.instruction.operands))
+        ]
+
+
+def _callers(program: Program) -> dict[str, Instruction]:
+    return {
+        callee: instruction
+        for computation in program.computations.values()
+        for instruction in computation.instructions
+        if instruction.opcode in ("fusion", "async-start")
+        and (callee := instruction.attribute(r"calls=%?([\w.\-]+)"))
+    }
+
+
+def _row(site: _Site, at: list[Place], mesh_shape: Mapping[str, int]) -> Collective:
+    kind, instruction = site.kind, site.instruction
+    try:
+        mesh_axes, group_size = _who(kind, instruction, mesh_shape)
+    except ValueError as error:
+        raise HloError(instruction.line, instruction.name, str(error)) from error
+    arrived, payload = site.arrived(), site.payload_bytes()
+    op_path, source = site.origin()
+    return Collective(
+        kind=kind,
+        mesh_axes=mesh_axes,
+        group_size=group_size,
+        dtype="+".join(dict.fromkeys(array.dtype for array in arrived)),
+        dims=tuple(array.dims for array in arrived),
+        payload_bytes=payload,
+        wire_bytes=_wire_bytes(kind, payload, group_size),
+        executions=sum(place.executions for place in at),
+        counted=all(place.counted for place in at),
+        is_async=site.is_async,
+        in_branch=any(place.in_branch for place in at),
+        in_loop=any(place.in_loop for place in at),
+        op_path=op_path,
+        source=source,
+        line=instruction.line,
+    )
+
+
+def _who(
+    kind: str, instruction: Instruction, mesh_shape: Mapping[str, int]
+) -> tuple[tuple[str, ...] | None, int]:
+    num_devices = math.prod(mesh_shape.values())
+    if kind == "collective-permute":
+        pairs = parse_pairs(instruction.attributes, num_devices)
+        return mesh_axes_of_pairs(pairs, mesh_shape), 2
+    groups = parse_groups(instruction.attributes, num_devices)
+    if groups is None:
+        raise ValueError(f"a {kind} without replica_groups")
+    return mesh_axes_of_groups(groups, mesh_shape), max(map(len, groups))
+
+
+def _wire_bytes(kind: str, payload: int, group_size: int) -> int:
+    if kind.startswith("collective-"):
+        return payload
+    times = 2 if kind == "all-reduce" else 1
+    return times * payload * (group_size - 1) // group_size

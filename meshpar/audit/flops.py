@@ -1,0 +1,178 @@
+"""Floating-point operations of a compiled program: its matmuls, with trip counts.
+
+A multiply and an add are two. Elementwise work is left out, as in model FLOPs.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshpar.audit.hlo import Computation, HloError, Instruction, Program
+from meshpar.audit.loops import places
+from meshpar.audit.shapes import ArrayShape, arrays_of
+
+_NO_WORK = ("Sharding", "TopK", "AllocateBuffer", "MoveToHost", "MoveToDevice")
+_MATMUL_CALL = re.compile(r"matmul|gemm", re.IGNORECASE)
+_ATTENTION_CALL = re.compile(r"fmha", re.IGNORECASE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flops:
+    """Matmul operations per device in one run of the program.
+
+    Args:
+        total: All that could be counted; those in branches as if each branch ran.
+        uncounted: Names of custom calls that may compute, but do not say how much.
+    """
+
+    total: int
+    uncounted: tuple[str, ...]
+
+
+def flops_of(program: Program) -> Flops:
+    """Operations of every dot, convolution and library matmul.
+
+    Raises:
+        HloError: A dot or convolution cannot be read; the message names its line.
+    """
+    total, uncounted = 0, {}
+    for name, at in places(program).items():
+        computation = program.computations[name]
+        executions = sum(place.executions for place in at)
+        for instruction in computation.instructions:
+            flops = _flops(program, computation, instruction)
+            if flops is None:
+                uncounted[_call_target(instruction)] = None
+            else:
+                total += flops * executions
+    return Flops(total=total, uncounted=tuple(uncounted))
+
+
+def _flops(
+    program: Program, computation: Computation, instruction: Instruction
+) -> int | None:
+    if instruction.opcode not in ("dot", "convolution", "custom-call"):
+        return 0
+    operands = [
+        _array(program.operand(computation, instruction, index))
+        for index in range(min(2, len(instruction.operands)))
+    ]
+    if instruction.opcode == "custom-call":
+        return _call_flops(instruction, operands)
+    if len(operands) < 2 or None in operands:
+        problem = f"a {instruction.opcode} needs two arrays"
+        raise HloError(instruction.line, instruction.name, problem)
+    if instruction.opcode == "dot":
+        return _dot_flops(instruction, operands[0])
+    return _convolution_flops(instruction, *operands)
+
+
+def _array(instruction: Instruction) -> ArrayShape | None:
+    arrays = list(arrays_of(instruction.shape))
+    return arrays[0] if len(arrays) == 1 else None
+
+
+def _dot_flops(instruction: Instruction, left: ArrayShape) -> int:
+    text = instruction.attribute(r"lhs_contracting_dims=\{([\d,]*)\}") or ""
+    contracted = [left.dims[int(dim)] for dim in text.split(",") if dim]
+    return 2 * _result_size(instruction) * math.prod(contracted)
+
+
+def _result_size(instruction: Instruction) -> int:
+    return math.prod(next(arrays_of(instruction.shape)).dims)
+
+
+def _call_target(instruction: Instruction) -> str:
+    return instruction.attribute(r'custom_call_target="([^"]*)"') or instruction.name
+
+
+def _call_flops(
+    instruction: Instruction, operands: list[ArrayShape | None]
+) -> int | None:
+    target = _call_target(instruction)
+    if any(name in target for name in _NO_WORK) or not operands:
+        return 0
+    text = instruction.attributes
+    dims = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', text)
+    if _ATTENTION_CALL.search(target) or not _MATMUL_CALL.search(target):
+        return None
+    if dims is None or operands[0] is None:
+        return None
+    indices = [int(dim) for dim in re.findall(r"\d+", dims[1])]
+    contracted = math.prod(operands[0].dims[index] for index in indices)
+    return 2 * _result_size(instruction) * contracted
+
+
+def _convolution_flops(
+    instruction: Instruction, left: ArrayShape, right: ArrayShape
+) -> int:
+    # XLA:TPU writes dots as convolutions; batch dims become spatial ones whose window
+    # meets one value of the other operand only, so positions are counted one by one.
+    labels = instruction.attribute(r"dim_labels=([\w?]+_[\w?]+->[\w?]+)")
+    if labels is None:
+        raise HloError(instruction.line, instruction.name, "no dim_labels")
+    inputs, _, rest = labels.partition("_")
+    kernel, _, outputs = rest.partition("->")
+    result = next(arrays_of(instruction.shape))
+    names = [name for name in kernel if name.isdigit()]
+    windows = list(_windows(instruction, len(names)))
+    flops = 2 * left.dims[inputs.index("b")]
+    flops *= right.dims[kernel.index("i")] * right.dims[kernel.index("o")]
+    for name, window in zip(sorted(names), windows, strict=True):
+        flops *= window.meetings(
+            num_inputs=left.dims[inputs.index(name)],
+            num_outputs=result.dims[outputs.index(name)],
+        )
+    groups = int(instruction.attribute(r"batch_group_count=(\d+)") or 1)
+    return flops // groups
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Window:
+    size: int
+    stride: int
+    pad_low: int
+    input_dilation: int
+    kernel_dilation: int
+
+    def meetings(self, *, num_inputs: int, num_outputs: int) -> int:
+        """Pairs of an output and a kernel position that meet an input value."""
+        outputs = np.arange(num_outputs)[:, None] * self.stride - self.pad_low
+        position = outputs + np.arange(self.size) * self.kernel_dilation
+        reach = (num_inputs - 1) * self.input_dilation
+        inside = (position >= 0) & (position <= reach)
+        return int((inside & (position % self.input_dilation == 0)).sum())
+
+
+def _windows(instruction: Instruction, num_dims: int) -> Iterator[_Window]:
+    text = instruction.attribute(r"window=\{([^}]*)\}") or ""
+    fields = dict(part.split("=") for part in text.split())
+
+    def values(name: str, default: str) -> list[str]:
+        return fields.get(name, "x".join([default] * num_dims)).split("x")
+
+    columns = (
+        values(name, default)
+        for name, default in (
+            ("size", "1"),
+            ("stride", "1"),
+            ("pad", "0_0"),
+            ("lhs_dilate", "1"),
+            ("rhs_dilate", "1"),
+        )
+    )
+    for size, stride, pad, input_dilation, kernel_dilation in (
+        zip(*columns, strict=True) if num_dims else ()
+    ):
+        yield _Window(
+            size=int(size),
+            stride=int(stride),
+            pad_low=int(pad.partition("_")[0]),
+            input_dilation=int(input_dilation),
+            kernel_dilation=int(kernel_dilation),
+        )

@@ -1,0 +1,119 @@
+"""Programs that XLA is known to run wrongly, to hang on or to abort on.
+
+Each was seen (jax 0.10.2, XLA:CPU unless said):
+
+* `divergent_permute`: a collective-permute inside a conditional. XLA:CPU waits for all
+  devices of the permute; where some take another branch: wrong numbers or a hang.
+* `sharded_gather`: a gather along a dim that GSPMD splits, inside a `shard_map` that is
+  manual over other mesh axes. The partitioner may abort the process.
+* `half_all_reduce`: a sum in a 16-bit type over a manual mesh axis, while another is
+  left to GSPMD. XLA:CPU aborts the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from meshpar.audit.collectives import Collective
+from meshpar.audit.traced import Operation
+
+_HALF = ("bfloat16", "float16")
+_SUMS = ("psum", "psum_invariant", "psum2")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hazard:
+    """One hazard: its name, the source line, and what to do instead.
+
+    `fatal` says that compiling it may abort the process.
+    """
+
+    kind: str
+    source: str
+    message: str
+    fatal: bool = False
+
+
+def compiled_hazards(rows: Sequence[Collective]) -> list[Hazard]:
+    """Hazards of a compiled program."""
+    return [
+        Hazard(
+            kind="divergent_permute",
+            source=row.source,
+            message=(
+                f"a collective-permute over {_axes(row.mesh_axes)} stands inside a "
+                "conditional: if its devices take different branches, XLA computes "
+                "wrong numbers or hangs; move it out of the branch and select its "
+                "result with jnp.where"
+            ),
+        )
+        for row in rows
+        if row.kind == "collective-permute" and row.in_branch
+    ]
+
+
+def traced_hazards(operations: Iterable[Operation], platform: str) -> list[Hazard]:
+    """Hazards that must be found before XLA compiles the program.
+
+    Args:
+        operations: Of the traced function.
+        platform: What it is to be compiled for: `cpu`, `gpu` or `tpu`.
+    """
+    found = []
+    for operation in operations:
+        if not operation.region.partly_manual:
+            continue
+        name = operation.equation.primitive.name
+        if name == "gather":
+            found += _sharded_gather(operation)
+        elif name in _SUMS and platform == "cpu":
+            found += _half_all_reduce(operation)
+    return found
+
+
+def _sharded_gather(operation: Operation) -> list[Hazard]:
+    split = operation.operands[0]
+    if split is None:
+        return []
+    numbers = operation.equation.params["dimension_numbers"]
+    axes = frozenset().union(*(split[dim] for dim in numbers.start_index_map))
+    if not axes & operation.region.automatic:
+        return []
+    return [
+        Hazard(
+            kind="sharded_gather",
+            source=operation.source,
+            message=(
+                "a gather along a dim that is split over "
+                f"{_axes(sorted(axes))}, inside a shard_map over "
+                f"{_axes(sorted(operation.region.manual))} only: XLA's partitioner may "
+                "abort; compare indices (one-hot) instead, or make "
+                f"{_axes(sorted(axes))} manual too in a nested shard_map"
+            ),
+            fatal=True,
+        )
+    ]
+
+
+def _half_all_reduce(operation: Operation) -> list[Hazard]:
+    dtypes = {str(atom.aval.dtype) for atom in operation.equation.invars}
+    half = sorted(dtypes & set(_HALF))
+    if not half:
+        return []
+    return [
+        Hazard(
+            kind="half_all_reduce",
+            source=operation.source,
+            message=(
+                f"a {half[0]} sum over {_axes(sorted(operation.region.manual))} while "
+                f"{_axes(sorted(operation.region.automatic))} are left to GSPMD: "
+                "XLA:CPU aborts; sum in float32"
+            ),
+            fatal=True,
+        )
+    ]
+
+
+def _axes(mesh_axes: Iterable[str] | None) -> str:
+    return " x ".join(repr(axis) for axis in mesh_axes or ()) or "devices"

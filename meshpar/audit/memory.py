@@ -1,0 +1,103 @@
+"""Memory of a compiled program per device, and its largest arrays by source line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from meshpar.audit.hlo import Instruction, Program
+from meshpar.audit.loops import places
+from meshpar.audit.shapes import ArrayShape, arrays_of
+
+# These make no array of their own.
+_VIEWS = {
+    "parameter",
+    "tuple",
+    "get-tuple-element",
+    "bitcast",
+    "while",
+    "conditional",
+    "call",
+    "opt-barrier",
+    "constant",
+    "dynamic-update-slice",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryUse:
+    """Bytes per device, as the compiler planned them.
+
+    Args:
+        argument_bytes: The program's inputs.
+        output_bytes: Its results, those that reuse an input's memory too.
+        temp_bytes: All that lives only while it runs.
+        alias_bytes: Results that take the place of an input (donated).
+        peak_bytes: The most that is in use at once.
+    """
+
+    argument_bytes: int
+    output_bytes: int
+    temp_bytes: int
+    alias_bytes: int
+    peak_bytes: int
+
+    @classmethod
+    def of(cls, stats: Mapping[str, int]) -> MemoryUse:
+        """From the fields of `compiled.memory_analysis()`.
+
+        The peak is the larger of what the compiler reports and inputs, results and
+        temporaries together: not every backend counts all three.
+        """
+        arguments, outputs = stats["argument_size"], stats["output_size"]
+        temp, alias = stats["temp_size"], stats["alias_size"]
+        together = arguments + outputs + temp - alias
+        return cls(
+            argument_bytes=arguments,
+            output_bytes=outputs,
+            temp_bytes=temp,
+            alias_bytes=alias,
+            peak_bytes=max(stats.get("peak", 0), together),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Buffer:
+    """An array that the program writes, and the source line that asked for it."""
+
+    bytes: int
+    dtype: str
+    dims: tuple[int, ...]
+    opcode: str
+    source: str
+    op_path: str
+
+
+def largest_buffers(program: Program, count: int = 10) -> tuple[Buffer, ...]:
+    """The largest arrays written, one for each source line and shape.
+
+    What a fusion computes inside is never stored and does not count. Arrays may share
+    memory at different times: their bytes do not add up to the temporaries.
+    """
+    found: dict[tuple, Buffer] = {}
+    for name, at in places(program).items():
+        if all(place.fused for place in at):
+            continue
+        for instruction in program.computations[name].instructions:
+            if instruction.opcode in _VIEWS:
+                continue
+            source = program.source_of(instruction)
+            for array in arrays_of(instruction.shape):
+                found.setdefault((source, array), _buffer(instruction, array, source))
+    return tuple(sorted(found.values(), key=lambda row: -row.bytes)[:count])
+
+
+def _buffer(instruction: Instruction, array: ArrayShape, source: str) -> Buffer:
+    return Buffer(
+        bytes=array.bytes,
+        dtype=array.dtype,
+        dims=array.dims,
+        opcode=instruction.opcode,
+        source=source,
+        op_path=instruction.op_path,
+    )

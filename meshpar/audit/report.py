@@ -1,0 +1,233 @@
+"""`audit`: every collective, byte and FLOP of a compiled program, with reasons."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+
+from meshpar.audit.collectives import collectives_of
+from meshpar.audit.flops import flops_of
+from meshpar.audit.hazards import Hazard, compiled_hazards, traced_hazards
+from meshpar.audit.hlo import parse_program
+from meshpar.audit.memory import Buffer, MemoryUse, largest_buffers
+from meshpar.audit.reasons import Explained, explain
+from meshpar.audit.subject import Subject, subject_of
+from meshpar.audit.targets import CompiledProgram, Target, compile_for
+from meshpar.audit.traced import operations
+
+_STATS = {
+    "argument_size": "argument_size_in_bytes",
+    "output_size": "output_size_in_bytes",
+    "temp_size": "temp_size_in_bytes",
+    "alias_size": "alias_size_in_bytes",
+    "peak": "peak_memory_in_bytes",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditReport:
+    """What a program does, per device and run.
+
+    Args:
+        layout: The layout's line; empty if the program is no step of ours.
+        target: What it was compiled for.
+        mesh_shape: Size of each mesh axis.
+        rows: Every collective with its reason.
+        memory: Bytes, or None if it did not compile.
+        capacity_bytes: Memory of one device, if known.
+        flops: Matmul FLOPs.
+        uncounted: Custom calls whose FLOPs are not known.
+        buffers: The largest arrays written.
+        hazards: What XLA is known to run wrongly or not at all.
+        problem: Why there is no compiled program; empty if there is one.
+        compile_s: Seconds that lowering and compiling took.
+    """
+
+    layout: str
+    target: str
+    mesh_shape: dict[str, int]
+    rows: tuple[Explained, ...] = ()
+    memory: MemoryUse | None = None
+    capacity_bytes: int | None = None
+    flops: int = 0
+    uncounted: tuple[str, ...] = ()
+    buffers: tuple[Buffer, ...] = ()
+    hazards: tuple[Hazard, ...] = ()
+    problem: str = ""
+    compile_s: float = 0.0
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the peak is within a device's memory; None if either is not known."""
+        if self.problem:
+            return False
+        if self.memory is None or self.capacity_bytes is None:
+            return None
+        return self.memory.peak_bytes <= self.capacity_bytes
+
+    @property
+    def surprises(self) -> tuple[Explained, ...]:
+        """The collectives that nobody asked for."""
+        return tuple(row for row in self.rows if row.surprise)
+
+    def totals(self) -> dict[tuple[str, str], dict[str, int]]:
+        """(mesh axes, kind) -> how many run, and the bytes each device sends."""
+        totals: dict[tuple[str, str], dict[str, int]] = {}
+        for row in self.rows:
+            collective = row.collective
+            total = totals.setdefault(
+                (axes_text(collective.mesh_axes), collective.kind),
+                {"executions": 0, "payload_bytes": 0, "wire_bytes": 0},
+            )
+            times = collective.executions
+            total["executions"] += times
+            total["payload_bytes"] += times * collective.payload_bytes
+            total["wire_bytes"] += times * collective.wire_bytes
+        return totals
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that `meshpar audit --json` prints."""
+        memory = asdict(self.memory) if self.memory else {}
+        return {
+            "layout": self.layout,
+            "target": self.target,
+            "mesh_shape": self.mesh_shape,
+            "fits": self.fits,
+            "problem": self.problem,
+            "memory": {**memory, "capacity_bytes": self.capacity_bytes},
+            "flops": self.flops,
+            "uncounted": list(self.uncounted),
+            "collectives": [_row_json(row) for row in self.rows],
+            "totals": [
+                {"mesh_axes": axes, "kind": kind, **total}
+                for (axes, kind), total in self.totals().items()
+            ],
+            "buffers": [asdict(buffer) for buffer in self.buffers],
+            "hazards": [asdict(hazard) for hazard in self.hazards],
+            "compile_s": self.compile_s,
+        }
+
+
+def audit(
+    function: Any,
+    *arguments: Any,
+    target: str | Target | None = None,
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None,
+    expected: Mapping[str, Mapping[str, str]] | None = None,
+    timeout_s: float = 600.0,
+    memory_bytes: int = 16 << 30,
+) -> AuditReport:
+    """Compiles a function and reports what the compiler made of it. Runs nothing.
+
+    Args:
+        function: A step of `make_train_step`, or any function, jitted or not.
+        arguments: Arrays or `jax.ShapeDtypeStruct`s; of a step, a batch.
+        target: Hardware that is not there, such as `tpu:v5p:4x4x4` or `gpu:h100:8x8`
+            (hosts x GPUs); the devices of the mesh when absent. Needs the extra `aot`.
+        mesh: Names the collectives; found from the arguments when absent.
+        expected: Mesh axis -> kind -> reason, of what the caller asks for besides.
+        timeout_s: Seconds that compiling for an absent target may take.
+        memory_bytes: Memory that it may take.
+
+    Returns:
+        The report. A program that XLA is known to abort on is not compiled; its
+        hazards say why.
+
+    Raises:
+        InputError: No mesh is found, the target is unknown or of another size.
+        TargetError: The compiler for an absent target failed; its words are in the
+            message.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jax.sharding import NamedSharding, PartitionSpec
+        >>> from meshpar import Layout, make_mesh
+        >>> mesh = make_mesh(Layout(tensor=-1))
+        >>> x = jax.ShapeDtypeStruct(
+        ...     (8, 16), jnp.float32,
+        ...     sharding=NamedSharding(mesh, PartitionSpec(None, "tensor")))
+        >>> report = audit(lambda x: x.sum(axis=1), x)
+        >>> [(row.collective.kind, row.reason) for row in report.rows]
+        [('all-reduce', 'partial sums of reduce_sum')]
+    """
+    target = Target.parse(target) if isinstance(target, str) else target
+    subject = subject_of(
+        function, arguments, mesh=mesh, platform=target and target.platform
+    )
+    start = time.perf_counter()
+    known = {
+        "layout": str(subject.layout or ""),
+        "target": str(target or subject.platform),
+        "mesh_shape": subject.mesh_shape,
+        "capacity_bytes": target and target.memory_bytes,
+    }
+    hazards = _before_compiling(subject)
+    if any(hazard.fatal for hazard in hazards):
+        problem = f"not compiled: {hazards[0].message}"
+        return AuditReport(**known, hazards=tuple(hazards), problem=problem)
+    if target is None:
+        compiled = _compiled_here(subject)
+    else:
+        compiled = compile_for(
+            target, subject, timeout_s=timeout_s, memory_bytes=memory_bytes
+        )
+    known["compile_s"] = time.perf_counter() - start
+    if compiled.problem:
+        return AuditReport(**known, hazards=tuple(hazards), problem=compiled.problem)
+    return _read(compiled, subject, known, hazards, expected)
+
+
+def _before_compiling(subject: Subject) -> list[Hazard]:
+    flat = subject.flat()
+    traced = operations(flat.jaxpr, flat.in_shardings)
+    return traced_hazards(traced, subject.platform)
+
+
+def _compiled_here(subject: Subject) -> CompiledProgram:
+    compiled = subject.lower().compile()
+    stats = compiled.memory_analysis()
+    return CompiledProgram(
+        text=compiled.as_text(),
+        memory={name: getattr(stats, field, 0) for name, field in _STATS.items()},
+    )
+
+
+def _read(
+    compiled: CompiledProgram,
+    subject: Subject,
+    known: dict[str, Any],
+    hazards: list[Hazard],
+    expected: Mapping[str, Mapping[str, str]] | None,
+) -> AuditReport:
+    program = parse_program(compiled.text)
+    rows = collectives_of(program, subject.mesh_shape)
+    flops = flops_of(program)
+    return AuditReport(
+        **known,
+        rows=tuple(explain(row, subject, expected) for row in rows),
+        memory=MemoryUse.of(compiled.memory),
+        flops=flops.total,
+        uncounted=flops.uncounted,
+        buffers=largest_buffers(program),
+        hazards=(*hazards, *compiled_hazards(rows)),
+    )
+
+
+def axes_text(mesh_axes: tuple[str, ...] | None) -> str:
+    """Mesh axes as reports write them: `data+fsdp`, or `?` for no product of them."""
+    return "?" if mesh_axes is None else "+".join(mesh_axes)
+
+
+def _row_json(row: Explained) -> dict[str, Any]:
+    collective = row.collective
+    return {
+        **asdict(collective),
+        "mesh_axes": list(collective.mesh_axes or ()),
+        "matches_mesh": collective.mesh_axes is not None,
+        "reason": row.reason,
+        "surprise": row.surprise,
+    }

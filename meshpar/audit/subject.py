@@ -1,0 +1,162 @@
+"""What is audited: a jitted function, its arguments, and what was asked of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
+
+from meshpar.errors import InputError
+from meshpar.layout import Layout
+from meshpar.mesh import platform_of, use_mesh
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A function to compile, with all that explains its collectives.
+
+    Args:
+        function: A jitted function.
+        arguments: Arrays or `jax.ShapeDtypeStruct`s, in any pytrees.
+        mesh: Device i of the program is its i-th.
+        platform: What it is compiled for: `cpu`, `gpu` or `tpu`.
+        layout: The layout, if a training step of ours is audited.
+        weights: Path -> whole shape (of one layer) of each parameter.
+        sequence_axes: Mesh axes that split the residual stream's sequence.
+    """
+
+    function: Any
+    arguments: tuple[Any, ...]
+    mesh: Mesh | AbstractMesh
+    platform: str
+    layout: Layout | None = None
+    weights: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    sequence_axes: tuple[str, ...] = ()
+
+    @property
+    def mesh_shape(self) -> dict[str, int]:
+        """Size of each mesh axis."""
+        return dict(self.mesh.shape)
+
+    def lower(self) -> jax.stages.Lowered:
+        """The function, lowered for its arguments on its mesh."""
+        with use_mesh(self.mesh):
+            return self.function.lower(*self.arguments)
+
+    def flat(self) -> FlatFunction:
+        """The function of flat arrays, with the shardings and donations of its jit."""
+        leaves, tree = jax.tree.flatten(self.arguments)
+
+        def function(*leaves: Any) -> list[Any]:
+            return jax.tree.leaves(self.function(*jax.tree.unflatten(tree, leaves)))
+
+        with use_mesh(self.mesh):
+            traced = jax.jit(function).trace(*leaves)
+        given = tuple(getattr(leaf, "sharding", None) for leaf in leaves)
+        call = _only_call(traced.jaxpr)
+        if call is None:
+            return FlatFunction(function, tuple(leaves), traced.jaxpr, given)
+        own = call.params["in_shardings"]
+        return FlatFunction(
+            function,
+            tuple(leaves),
+            traced.jaxpr,
+            tuple(
+                sharding if isinstance(sharding, Sharding) else other
+                for sharding, other in zip(own, given, strict=True)
+            ),
+            tuple(
+                sharding if isinstance(sharding, Sharding) else None
+                for sharding in call.params["out_shardings"]
+            ),
+            tuple(np.flatnonzero(call.params["donated_invars"]).tolist()),
+        )
+
+
+@dataclass(frozen=True)
+class FlatFunction:
+    """A function of flat arrays that returns flat arrays.
+
+    Args:
+        function: To be jitted.
+        leaves: Its arguments, arrays or shapes.
+        jaxpr: Its trace.
+        in_shardings: Of each argument, None where unknown.
+        out_shardings: Of each result; None where the compiler chooses.
+        donated: Positions of the arguments whose memory may be reused.
+    """
+
+    function: Callable[..., Any]
+    leaves: tuple[Any, ...]
+    jaxpr: ClosedJaxpr
+    in_shardings: tuple[Sharding | None, ...]
+    out_shardings: tuple[Sharding | None, ...] | None = None
+    donated: tuple[int, ...] = ()
+
+    def jitted(self) -> Any:
+        """The function, jitted with all that is known."""
+        outs = None if self.out_shardings is None else list(self.out_shardings)
+        return jax.jit(
+            self.function,
+            in_shardings=self.in_shardings,
+            out_shardings=outs,
+            donate_argnums=self.donated,
+        )
+
+
+def _only_call(jaxpr: ClosedJaxpr) -> JaxprEqn | None:
+    for equation in jaxpr.eqns:
+        if "donated_invars" in equation.params:
+            alone = list(equation.invars) == list(jaxpr.jaxpr.invars)
+            return equation if alone else None
+    return None
+
+
+def subject_of(
+    function: Any,
+    arguments: tuple[Any, ...],
+    *,
+    mesh: Mesh | AbstractMesh | None = None,
+    platform: str | None = None,
+) -> Subject:
+    """The subject of a function that is not ours, or of a step that is.
+
+    Args:
+        function: A training step, a jitted function, or one to be jitted.
+        arguments: Its arguments.
+        mesh: The mesh; that of `jax.set_mesh` or of an argument's sharding if absent.
+        platform: Kind of the absent devices, or None for those of the mesh.
+
+    Raises:
+        InputError: There is no mesh to be found.
+    """
+    if hasattr(function, "audit_subject"):
+        return function.audit_subject(*arguments, platform=platform)
+    mesh = mesh or _mesh_of(arguments)
+    if not hasattr(function, "lower"):
+        function = jax.jit(function)
+    return Subject(
+        function=function,
+        arguments=arguments,
+        mesh=mesh,
+        platform=platform or platform_of(mesh),
+    )
+
+
+def _mesh_of(arguments: tuple[Any, ...]) -> Mesh | AbstractMesh:
+    for leaf in jax.tree.leaves(arguments):
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding):
+            return sharding.mesh
+    mesh = jax.sharding.get_mesh()
+    if not mesh.empty:
+        return mesh
+    raise InputError(
+        "audit finds no mesh to name collectives by: give mesh=, call it inside `with "
+        "jax.set_mesh(mesh):`, or give arguments a NamedSharding"
+    )

@@ -1,0 +1,244 @@
+"""Hardware that is not there, and the real compiler for it, in a process of its own.
+
+The function is lowered here, written as a portable `jax.export` artifact, and compiled
+in a child process: a compiler that aborts, hangs or eats all memory ends the child.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from jax import export
+
+from meshpar.audit.subject import Subject
+from meshpar.errors import InputError
+from meshpar.layout import nearest
+from meshpar.mesh import use_mesh
+
+# Bytes of one device. GPUs: what CUDA reports of the card, as in OpenXLA's target
+# configurations. TPUs: HBM per chip, "TPU versions", cloud.google.com/tpu/docs, 2026.
+_MEMORY_BYTES = {
+    "gpu:a100": 85_100_068_864,
+    "gpu:h100": 84_942_979_072,
+    "gpu:h200": 151_397_597_184,
+    "gpu:b200": 191_514_411_008,
+    "tpu:v4": 32 << 30,
+    "tpu:v5e": 16 << 30,
+    "tpu:v5p": 95 << 30,
+    "tpu:v6e": 32 << 30,
+}
+_PLUGINS = {"gpu": "jax_plugins.xla_cuda13", "tpu": "libtpu"}
+_EXAMPLES = "write for example tpu:v5p:4x4x4, or gpu:h100:8x8 (hosts x GPUs)"
+_POLL_S = 0.2
+
+# Exporting refuses calls that a later version might not know; ours is compiled at once.
+_CUSTOM_CALLS = (
+    "__cudnn$fmhaSoftmax",
+    "__cudnn$fmhaSoftmaxBackward",
+    "__cudnn$fmhaSoftmaxDropout",
+    "__cudnn$fmhaSoftmaxDropoutBackward",
+)
+
+
+class TargetError(InputError):
+    """The compiler for an absent target is not installed, or failed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """Hardware by name: `tpu:v5p:4x4x4` (a torus), `gpu:h100:8x8` (hosts x GPUs).
+
+    Args:
+        platform: `tpu` or `gpu`.
+        chip: Such as `v5p` or `h100`.
+        shape: Chips along each dim of the torus, or hosts and GPUs of a host.
+    """
+
+    platform: str
+    chip: str
+    shape: tuple[int, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Target:
+        """The target that a text names.
+
+        Raises:
+            InputError: It is not of that form, or the chip is not known.
+        """
+        platform, _, rest = text.partition(":")
+        chip, _, shape = rest.partition(":")
+        parts = shape.split("x")
+        if not all(part.isdigit() and int(part) > 0 for part in parts):
+            raise InputError(f"target {text!r} has no sizes; {_EXAMPLES}")
+        if f"{platform}:{chip}" not in _MEMORY_BYTES:
+            known = nearest(f"{platform}:{chip}", _MEMORY_BYTES)
+            raise InputError(f"target {text!r}: no {platform}:{chip}; {known}")
+        sizes = tuple(int(part) for part in parts)
+        if platform == "gpu" and len(sizes) != 2:
+            raise InputError(f"target {text!r}: GPUs are hosts x GPUs; {_EXAMPLES}")
+        return cls(platform=platform, chip=chip, shape=sizes)
+
+    def __str__(self) -> str:
+        return f"{self.platform}:{self.chip}:{'x'.join(map(str, self.shape))}"
+
+    @property
+    def num_devices(self) -> int:
+        """Chips or GPUs in all."""
+        return math.prod(self.shape)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory of one device."""
+        return _MEMORY_BYTES[f"{self.platform}:{self.chip}"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledProgram:
+    """What a compiler gave.
+
+    Args:
+        text: The program.
+        memory: Bytes per device by name.
+        problem: Why there is none, such as that it does not fit; else empty.
+    """
+
+    text: str = ""
+    memory: Mapping[str, int] | None = None
+    problem: str = ""
+
+
+def compile_for(
+    target: Target, subject: Subject, *, timeout_s: float, memory_bytes: int
+) -> CompiledProgram:
+    """The program that the target's own compiler makes.
+
+    Args:
+        target: Hardware that need not be there.
+        subject: What to compile, on a mesh of as many devices.
+        timeout_s: Seconds that the child process may take.
+        memory_bytes: Memory that it may take.
+
+    Raises:
+        InputError: The mesh has another number of devices.
+        TargetError: The extra `aot` is not installed, or the compiler failed.
+    """
+    _check(target, subject)
+    with tempfile.TemporaryDirectory(prefix="meshpar-") as name:
+        folder = Path(name)
+        donated = _export(target, subject, folder / "program.bin")
+        request = {
+            "target": str(target),
+            "mesh_shape": subject.mesh_shape,
+            "is_layout": subject.layout is not None,
+            "donated": donated,
+        }
+        (folder / "request.json").write_text(json.dumps(request))
+        words = _run(folder, timeout_s=timeout_s, memory_bytes=memory_bytes)
+        answer = folder / "answer.json"
+        if not answer.exists():
+            raise TargetError(f"the compiler for {target} failed: {words}")
+        found = json.loads(answer.read_text())
+        if found["problem"]:
+            return CompiledProgram(problem=found["problem"])
+        text = (folder / "program.txt").read_text()
+        return CompiledProgram(text=text, memory=found["memory"])
+
+
+def _check(target: Target, subject: Subject) -> None:
+    num_devices = math.prod(subject.mesh_shape.values())
+    if num_devices != target.num_devices:
+        raise InputError(
+            f"the mesh has {num_devices} devices, but target {target} has "
+            f"{target.num_devices}; change the layout or the target"
+        )
+    needed = [_PLUGINS[target.platform], "flatbuffers"]
+    missing = [module for module in needed if not _is_installed(module)]
+    if missing:
+        raise TargetError(
+            f"target {target} needs {' and '.join(missing)}; install meshpar with the "
+            "extra: pip install 'meshpar[aot]'"
+        )
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _export(target: Target, subject: Subject, path: Path) -> tuple[int, ...]:
+    """Writes the lowered function; returns the arguments that it donates."""
+    flat = subject.flat()
+    platform = {"gpu": "cuda"}.get(target.platform, target.platform)
+    with use_mesh(subject.mesh):
+        exported = export.export(
+            flat.jitted(),
+            platforms=[platform],
+            disabled_checks=[
+                export.DisabledSafetyCheck.custom_call(name) for name in _CUSTOM_CALLS
+            ],
+        )(*flat.leaves)
+    path.write_bytes(exported.serialize())
+    return flat.donated
+
+
+def _run(folder: Path, *, timeout_s: float, memory_bytes: int) -> str:
+    """Runs the child; returns its last words."""
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+    }
+    environment.pop("MESHPAR_EMULATE", None)
+    command = [sys.executable, "-m", "meshpar.audit.child", str(folder)]
+    with (folder / "words.txt").open("w") as words:
+        child = subprocess.Popen(
+            command, stdout=words, stderr=subprocess.STDOUT, env=environment
+        )
+        ending = _wait(child, timeout_s=timeout_s, memory_bytes=memory_bytes)
+    return ending or _last_words((folder / "words.txt").read_text())
+
+
+def _wait(child: subprocess.Popen, *, timeout_s: float, memory_bytes: int) -> str:
+    limit = time.monotonic() + timeout_s
+    while True:
+        try:
+            child.wait(_POLL_S)
+            return ""
+        except subprocess.TimeoutExpired:
+            used = _resident_bytes(child.pid)
+        if time.monotonic() > limit or used > memory_bytes:
+            child.kill()
+            child.wait()
+            if used > memory_bytes:
+                return f"it took {used:,} bytes, more than {memory_bytes:,} allowed"
+            return f"it took longer than the {timeout_s:g} s allowed"
+
+
+def _resident_bytes(pid: int) -> int:
+    """Memory of a process; 0 where the system does not say."""
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    except (OSError, IndexError, ValueError):
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def _last_words(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    fatal = [line for line in lines if line.startswith("F") and "]" in line]
+    errors = [line for line in lines if "Error" in line or "error" in line]
+    chosen = (fatal or errors or lines or ["it said nothing"])[-1]
+    return chosen[:500]

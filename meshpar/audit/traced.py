@@ -1,0 +1,267 @@
+"""A traced function before compilation: which arrays GSPMD will split, and where.
+
+Some programs make XLA abort the whole process, so they must be found before it runs.
+Shardings are followed forwards from constraints and arguments, as far as they are
+plain; what is not known counts as whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.sharding import NamedSharding
+
+Split = tuple[frozenset[str], ...]
+"""The mesh axes that split each dim of an array."""
+
+_LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<")
+
+
+@dataclass(frozen=True)
+class Region:
+    """Where an operation stands: mesh axes that are manual, and those left to GSPMD."""
+
+    manual: frozenset[str] = frozenset()
+    automatic: frozenset[str] = frozenset()
+
+    @property
+    def partly_manual(self) -> bool:
+        """Whether some mesh axes are manual and others are not."""
+        return bool(self.manual and self.automatic)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation, how its operands are split, and where it stands."""
+
+    equation: JaxprEqn
+    operands: tuple[Split | None, ...]
+    region: Region
+    source: str
+
+
+@dataclass
+class _Walk:
+    visit: Callable[[Operation], None]
+    callers: list[str] = field(default_factory=list)
+
+
+def operations(jaxpr: ClosedJaxpr, arguments: Sequence[Any]) -> list[Operation]:
+    """Every operation of a traced function, those inside loops and calls too.
+
+    Args:
+        jaxpr: `jax.jit(f).trace(...).jaxpr`.
+        arguments: Sharding, or None, of each flat argument.
+    """
+    found: list[Operation] = []
+    splits = [
+        split_of(sharding, len(var.aval.shape))
+        for sharding, var in zip(arguments, jaxpr.jaxpr.invars, strict=True)
+    ]
+    _walk(jaxpr.jaxpr, splits, Region(), _Walk(found.append))
+    return found
+
+
+def split_of(sharding: Any, num_dims: int) -> Split | None:
+    """How a `NamedSharding` splits an array; None if that is not known."""
+    if not isinstance(sharding, NamedSharding):
+        return None
+    sizes = dict(sharding.mesh.shape)
+    entries = [
+        (entry,)
+        if isinstance(entry, str)
+        else entry
+        if isinstance(entry, tuple)
+        else ()
+        for entry in sharding.spec
+    ]
+    entries += [()] * (num_dims - len(entries))
+    return tuple(
+        frozenset(axis for axis in entry if sizes.get(axis, 1) > 1) for entry in entries
+    )
+
+
+def source_of(equation: JaxprEqn) -> str:
+    """`file:line` of the innermost frame outside of installed packages."""
+    traceback = equation.source_info.traceback
+    frames = list(traceback.frames) if traceback is not None else []
+    for frame in frames:
+        if not any(part in frame.file_name for part in _LIBRARIES):
+            return f"{frame.file_name}:{frame.line_num}"
+    return ""
+
+
+def _walk(
+    jaxpr: Jaxpr, arguments: Sequence[Split | None], region: Region, walk: _Walk
+) -> list[Split | None]:
+    known: dict[Any, Split | None] = dict(zip(jaxpr.invars, arguments, strict=True))
+
+    def read(atom: Any) -> Split | None:
+        return None if isinstance(atom, Literal) else known.get(atom)
+
+    for equation in jaxpr.eqns:
+        operands = tuple(read(atom) for atom in equation.invars)
+        source = source_of(equation) or (walk.callers[-1] if walk.callers else "")
+        walk.visit(Operation(equation, operands, region, source))
+        walk.callers.append(source)
+        results = _results(equation, operands, region, walk)
+        walk.callers.pop()
+        known.update(zip(equation.outvars, results, strict=False))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _results(
+    equation: JaxprEqn,
+    operands: tuple[Split | None, ...],
+    region: Region,
+    walk: _Walk,
+) -> list[Split | None]:
+    name, params = equation.primitive.name, equation.params
+    if name == "sharding_constraint":
+        return [split_of(params["sharding"], len(equation.outvars[0].aval.shape))]
+    if name == "shard_map":
+        return _shard_map(equation, operands, region, walk)
+    if name == "scan":
+        return _scan(equation, operands, region, walk)
+    if name == "while":
+        first = params["cond_nconsts"]
+        return _walk(params["body_jaxpr"].jaxpr, operands[first:], region, walk)
+    if name == "cond":
+        outs = [
+            _walk(branch.jaxpr, operands[1:], region, walk)
+            for branch in params["branches"]
+        ]
+        return outs[0]
+    for inner in _inner(params):
+        if len(inner.invars) == len(operands):
+            shardings = params.get("in_shardings") or [None] * len(operands)
+            return _walk(inner, _given(inner, operands, shardings), region, walk)
+    rule = _RULES.get(name, _elementwise)
+    return [rule(equation, operands)] * len(equation.outvars)
+
+
+def _inner(params: dict[str, Any]) -> Iterator[Jaxpr]:
+    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        value = params.get(name)
+        if isinstance(value, ClosedJaxpr):
+            yield value.jaxpr
+        elif isinstance(value, Jaxpr):
+            yield value
+
+
+def _given(
+    inner: Jaxpr, operands: Sequence[Split | None], shardings: Sequence[Any]
+) -> list[Split | None]:
+    return [
+        split_of(sharding, len(var.aval.shape)) or operand
+        for var, operand, sharding in zip(
+            inner.invars, operands, shardings, strict=True
+        )
+    ]
+
+
+def _shard_map(
+    equation: JaxprEqn,
+    operands: tuple[Split | None, ...],
+    region: Region,
+    walk: _Walk,
+) -> list[Split | None]:
+    params = equation.params
+    sizes = dict(params["mesh"].shape)
+    newly = params.get("newly_manual_axes", params.get("manual_axes", ()))
+    manual = region.manual | {axis for axis in newly if sizes[axis] > 1}
+    automatic = {axis for axis, size in sizes.items() if size > 1} - manual
+    inner = params["jaxpr"]
+    inner = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
+    kept = [
+        operand and tuple(axes - manual for axes in operand) for operand in operands
+    ]
+    _walk(inner, kept, Region(frozenset(manual), frozenset(automatic)), walk)
+    return [None] * len(equation.outvars)
+
+
+def _scan(
+    equation: JaxprEqn,
+    operands: tuple[Split | None, ...],
+    region: Region,
+    walk: _Walk,
+) -> list[Split | None]:
+    params = equation.params
+    num_whole = params["num_consts"] + params["num_carry"]
+    sliced = [operand and operand[1:] for operand in operands[num_whole:]]
+    inner = params["jaxpr"].jaxpr
+    outs = _walk(inner, [*operands[:num_whole], *sliced], region, walk)
+    stacked = [
+        out if out is None else (frozenset(), *out)
+        for out in outs[params["num_carry"] :]
+    ]
+    return [*outs[: params["num_carry"]], *stacked]
+
+
+def _elementwise(
+    equation: JaxprEqn, operands: tuple[Split | None, ...]
+) -> Split | None:
+    """Of a result that has an operand's shape: that operand's."""
+    shape = getattr(equation.outvars[0].aval, "shape", None)
+    alike = [
+        operand
+        for operand, atom in zip(operands, equation.invars, strict=True)
+        if operand is not None and atom.aval.shape == shape
+    ]
+    if not alike:
+        return None
+    return tuple(frozenset().union(*axes) for axes in zip(*alike, strict=True))
+
+
+def _dot_general(
+    equation: JaxprEqn, operands: tuple[Split | None, ...]
+) -> Split | None:
+    (contract, batch) = equation.params["dimension_numbers"]
+    sides = []
+    for side in (0, 1):
+        shape = equation.invars[side].aval.shape
+        sides.append(operands[side] or (frozenset(),) * len(shape))
+    free = [
+        [
+            axes
+            for dim, axes in enumerate(sides[side])
+            if dim not in (*contract[side], *batch[side])
+        ]
+        for side in (0, 1)
+    ]
+    return (*(sides[0][dim] for dim in batch[0]), *free[0], *free[1])
+
+
+def _transpose(equation: JaxprEqn, operands: tuple[Split | None, ...]) -> Split | None:
+    if operands[0] is None:
+        return None
+    return tuple(operands[0][dim] for dim in equation.params["permutation"])
+
+
+def _broadcast(equation: JaxprEqn, operands: tuple[Split | None, ...]) -> Split | None:
+    if operands[0] is None:
+        return None
+    result = [frozenset()] * len(equation.outvars[0].aval.shape)
+    for dim, axes in zip(
+        equation.params["broadcast_dimensions"], operands[0], strict=True
+    ):
+        result[dim] = axes
+    return tuple(result)
+
+
+def _reduce(equation: JaxprEqn, operands: tuple[Split | None, ...]) -> Split | None:
+    if operands[0] is None:
+        return None
+    gone = equation.params["axes"]
+    return tuple(axes for dim, axes in enumerate(operands[0]) if dim not in gone)
+
+
+_RULES: dict[str, Callable[..., Split | None]] = {
+    "dot_general": _dot_general,
+    "transpose": _transpose,
+    "broadcast_in_dim": _broadcast,
+    **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min", "argmax"), _reduce),
+}

@@ -1,0 +1,210 @@
+"""Compiles a step, here or for absent hardware; collectives, memory, hazards."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import jax
+import optax
+from rich.console import Console
+from rich.table import Table
+
+from meshpar.audit.report import AuditReport, audit, axes_text
+from meshpar.audit.targets import Target
+from meshpar.cli.lint import wide_console
+from meshpar.cli.parsing import (
+    add_layout_arguments,
+    add_model_arguments,
+    import_function,
+    layout_of,
+    model_of,
+)
+from meshpar.emulate import emulate
+from meshpar.errors import InputError
+from meshpar.layout import Layout
+from meshpar.mesh import absent_mesh
+from meshpar.model import Batch, batch_shapes
+from meshpar.train.step import TrainStep, make_train_step
+
+_SEQ = 1024
+_GIB = 1 << 30
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds this subcommand's options."""
+    add_model_arguments(parser)
+    add_layout_arguments(parser)
+    parser.set_defaults(seq=_SEQ)
+    add = parser.add_argument
+    add(
+        "--recipe",
+        metavar="MODULE:FUNCTION",
+        help="instead of a model: a function of layout= and mesh= that returns a step "
+        "and its batch, such as recipes.pretrain:audited",
+    )
+    add(
+        "--target",
+        type=_target,
+        metavar="T",
+        help="tpu:v5p:4x4x4 or gpu:h100:8x8 (hosts x GPUs), none of which need be "
+        "there; virtual CPU devices when absent",
+    )
+    add("--strict", action="store_true", help="surprises end with status 1 too")
+    add("--timeout", type=float, default=600.0, help="seconds for an absent target")
+    add("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the report; 1 on hazards, on what does not fit, and strictly on surprises.
+
+    The step is AdamW's with gradients clipped to a global norm of 1, unless a recipe
+    says otherwise.
+    """
+    if args.devices is None and args.target is not None:
+        args.devices = args.target.num_devices
+    layout = layout_of(args)
+    step, batch = _step_of(args, layout)
+    report = audit(step, batch, target=args.target, timeout_s=args.timeout)
+    if args.json:
+        print(json.dumps(report.to_json()))
+    else:
+        _print(report, wide_console())
+    bad = report.hazards or report.fits is False
+    return 1 if bad or (args.strict and report.surprises) else 0
+
+
+def _target(text: str) -> Target:
+    try:
+        return Target.parse(text)
+    except InputError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _step_of(args: argparse.Namespace, layout: Layout) -> tuple[TrainStep, Batch]:
+    mesh = None
+    if args.target is not None:
+        # This process only traces; a real accelerator need not wake up for that.
+        jax.config.update("jax_platforms", "cpu")
+        mesh = absent_mesh(layout)
+    elif jax.config.jax_num_cpu_devices < layout.num_devices:
+        emulate(layout.num_devices)
+    if args.recipe:
+        return import_function(args.recipe, "--recipe")(layout=layout, mesh=mesh)
+    devices = None if mesh else jax.devices()[: layout.num_devices]
+    step = make_train_step(
+        model_of(args),
+        optax.adamw(1e-3),
+        layout,
+        devices=devices,
+        mesh=mesh,
+        max_grad_norm=1.0,
+    )
+    return step, batch_shapes(args.global_batch or layout.batch_shards, args.seq)
+
+
+def _print(report: AuditReport, console: Console) -> None:
+    console.print(
+        f"layout {report.layout} compiled for {report.target} in "
+        f"{report.compile_s:.1f} s",
+        highlight=False,
+    )
+    if report.problem:
+        console.print(report.problem, highlight=False, markup=False)
+    else:
+        console.print(collective_table(report))
+        console.print(totals_table(report))
+        console.print(buffer_table(report))
+        _print_memory(report, console)
+    for hazard in report.hazards:
+        console.print(
+            f"hazard {hazard.kind}: {hazard.source}: {hazard.message}",
+            highlight=False,
+            markup=False,
+        )
+    for row in report.surprises:
+        console.print(
+            f"surprise: {row.collective.kind} over "
+            f"{axes_text(row.collective.mesh_axes)}, {row.collective.source}: "
+            f"{row.reason}",
+            highlight=False,
+            markup=False,
+        )
+
+
+def collective_table(report: AuditReport) -> Table:
+    """Every collective: mesh axes, bytes per execution, how often, why and where."""
+    table = _table("collective", "mesh axes", "type", "bytes", "on the wire", "times")
+    table.add_column("reason", overflow="fold")
+    table.add_column("source", overflow="fold")
+    for row in report.rows:
+        found = row.collective
+        table.add_row(
+            found.kind,
+            axes_text(found.mesh_axes),
+            found.dtype,
+            f"{found.payload_bytes:,}",
+            f"{found.wire_bytes:,}",
+            str(found.executions),
+            row.reason,
+            "/".join(found.source.split("/")[-2:]),
+            style="red" if row.surprise else None,
+        )
+    return table
+
+
+def totals_table(report: AuditReport) -> Table:
+    """Bytes of one run per mesh axes and kind."""
+    table = _table("total over", "collective", "times", "bytes", "on the wire")
+    for (axes, kind), total in report.totals().items():
+        table.add_row(
+            axes,
+            kind,
+            f"{total['executions']:,}",
+            f"{total['payload_bytes']:,}",
+            f"{total['wire_bytes']:,}",
+        )
+    return table
+
+
+def buffer_table(report: AuditReport) -> Table:
+    """The largest arrays that the program writes."""
+    table = _table("largest arrays", "type", "bytes", "operation", "source")
+    for buffer in report.buffers:
+        table.add_row(
+            " ".join(map(str, buffer.dims)),
+            buffer.dtype,
+            f"{buffer.bytes:,}",
+            buffer.opcode,
+            "/".join(buffer.source.split("/")[-2:]),
+        )
+    return table
+
+
+def _table(*headings: str) -> Table:
+    table = Table(box=None, pad_edge=False)
+    numbers = ("bytes", "on the wire", "times")
+    for heading in headings:
+        justify = "right" if heading in numbers else "left"
+        table.add_column(heading, justify=justify)
+    return table
+
+
+def _print_memory(report: AuditReport, console: Console) -> None:
+    memory = report.memory
+    console.print(
+        f"per device: arguments {memory.argument_bytes:,}, temporaries "
+        f"{memory.temp_bytes:,}, results {memory.output_bytes:,} "
+        f"({memory.alias_bytes:,} in place of arguments), peak {memory.peak_bytes:,} "
+        f"bytes; {report.flops:.4g} matmul FLOPs",
+        highlight=False,
+    )
+    if report.uncounted:
+        console.print(f"FLOPs not counted: {', '.join(report.uncounted)}")
+    if report.capacity_bytes is not None:
+        verdict = "fits" if report.fits else "does not fit"
+        console.print(
+            f"{verdict}: peak {memory.peak_bytes / _GIB:.2f} GiB of "
+            f"{report.capacity_bytes / _GIB:.2f} GiB",
+            highlight=False,
+        )
