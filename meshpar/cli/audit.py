@@ -8,9 +8,9 @@ import json
 import jax
 import optax
 from rich.console import Console
-from rich.table import Table
 
 from meshpar.audit.report import AuditReport, audit, axes_text
+from meshpar.audit.tables import buffer_table, collective_table, totals_table
 from meshpar.audit.targets import Target
 from meshpar.cli.lint import wide_console
 from meshpar.cli.parsing import (
@@ -130,64 +130,6 @@ def _print(report: AuditReport, console: Console) -> None:
             highlight=False,
             markup=False,
         )
-
-
-def collective_table(report: AuditReport) -> Table:
-    """Every collective: mesh axes, bytes per execution, how often, why and where."""
-    table = _table("collective", "mesh axes", "type", "bytes", "on the wire", "times")
-    table.add_column("reason", overflow="fold")
-    table.add_column("source", overflow="fold")
-    for row in report.rows:
-        found = row.collective
-        table.add_row(
-            found.kind,
-            axes_text(found.mesh_axes),
-            found.dtype,
-            f"{found.payload_bytes:,}",
-            f"{found.wire_bytes:,}",
-            str(found.executions),
-            row.reason,
-            "/".join(found.source.split("/")[-2:]),
-            style="red" if row.surprise else None,
-        )
-    return table
-
-
-def totals_table(report: AuditReport) -> Table:
-    """Bytes of one run per mesh axes and kind."""
-    table = _table("total over", "collective", "times", "bytes", "on the wire")
-    for (axes, kind), total in report.totals().items():
-        table.add_row(
-            axes,
-            kind,
-            f"{total['executions']:,}",
-            f"{total['payload_bytes']:,}",
-            f"{total['wire_bytes']:,}",
-        )
-    return table
-
-
-def buffer_table(report: AuditReport) -> Table:
-    """The largest arrays that the program writes."""
-    table = _table("largest arrays", "type", "bytes", "operation", "source")
-    for buffer in report.buffers:
-        table.add_row(
-            " ".join(map(str, buffer.dims)),
-            buffer.dtype,
-            f"{buffer.bytes:,}",
-            buffer.opcode,
-            "/".join(buffer.source.split("/")[-2:]),
-        )
-    return table
-
-
-def _table(*headings: str) -> Table:
-    table = Table(box=None, pad_edge=False)
-    numbers = ("bytes", "on the wire", "times")
-    for heading in headings:
-        justify = "right" if heading in numbers else "left"
-        table.add_column(heading, justify=justify)
-    return table
 
 
 def _print_memory(report: AuditReport, console: Console) -> None:

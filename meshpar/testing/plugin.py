@@ -1,4 +1,4 @@
-"""The pytest plugin: virtual devices as a fixture."""
+"""The pytest plugin: virtual devices by setting, marker or fixture."""
 
 from __future__ import annotations
 
@@ -22,11 +22,43 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Starts the virtual devices that `meshpar_emulate` asks for."""
+    config.addinivalue_line(
+        "markers", "devices(n): needs n devices; virtual ones are started for it"
+    )
     number = config.getini("meshpar_emulate")
     if number:
         from meshpar.emulate import emulate
 
         emulate(int(number))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Starts as many virtual devices as the most that a `devices` marker asks for."""
+    numbers = [
+        int(marker.args[0])
+        for item in session.items
+        if (marker := item.get_closest_marker("devices"))
+    ]
+    if numbers and not session.config.getini("meshpar_emulate"):
+        from meshpar.emulate import emulate
+
+        emulate(max(numbers))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Fails a test whose `devices` marker asks for more than there are."""
+    marker = item.get_closest_marker("devices")
+    if marker is None:
+        return
+    import jax
+
+    wanted, found = int(marker.args[0]), len(jax.devices())
+    if found < wanted:
+        pytest.fail(
+            f"the test needs {wanted} devices, but there are {found}; raise "
+            "meshpar_emulate in the pytest settings",
+            pytrace=False,
+        )
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,169 @@
+"""Assertions on compiled programs; a failure prints the audit's table.
+
+Each takes a function as `meshpar.audit` does: jitted or not, or a training step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from meshpar.audit.report import AuditReport, audit
+from meshpar.audit.subject import subject_of
+from meshpar.audit.tables import as_text, buffer_table, collective_table
+
+Counts = Mapping[str, Mapping[str, int]]
+"""Mesh axes (`tensor`, or `data+fsdp`) -> kind of collective -> executions."""
+
+
+def assert_collectives(
+    function: Any,
+    arguments: Sequence[Any],
+    expected: Counts,
+    *,
+    min_bytes: int = 0,
+    **options: Any,
+) -> AuditReport:
+    """Holds the number of collectives over some mesh axes to what is expected.
+
+    Args:
+        function: What to compile.
+        arguments: Its arguments, or their shapes.
+        expected: For each mesh axes named, the executions of every kind in one run;
+            kinds that are left out must not run. Mesh axes that are left out are not
+            looked at.
+        min_bytes: Collectives of a smaller payload do not count.
+        options: As for `meshpar.audit`: `mesh`, `target`, ...
+
+    Returns:
+        The report.
+
+    Raises:
+        AssertionError: A number differs.
+    """
+    report = _audit(function, arguments, options)
+    found = {axes: {} for axes in expected}
+    for row in report.rows:
+        collective = row.collective
+        axes = "+".join(collective.mesh_axes or ("?",))
+        if axes in found and collective.payload_bytes >= min_bytes:
+            counts = found[axes]
+            counts[collective.kind] = (
+                counts.get(collective.kind, 0) + collective.executions
+            )
+    differences = [
+        f"over {axes}: {kind} runs {found[axes].get(kind, 0)} times, expected "
+        f"{expected[axes].get(kind, 0)}"
+        for axes in expected
+        for kind in sorted({*found[axes], *expected[axes]})
+        if found[axes].get(kind, 0) != expected[axes].get(kind, 0)
+    ]
+    _hold(differences, report)
+    return report
+
+
+def assert_no_surprises(
+    function: Any, arguments: Sequence[Any], **options: Any
+) -> AuditReport:
+    """Holds a program to the collectives that were asked for, without hazards.
+
+    Arguments, result and `options` as for `assert_collectives`; `expected=` of
+    `meshpar.audit` names those that the program asks for in words of its own.
+    """
+    report = _audit(function, arguments, options)
+    lines = [
+        f"hazard {row.kind}: {row.source}: {row.message}" for row in report.hazards
+    ]
+    lines += [
+        f"{row.collective.kind} over {'+'.join(row.collective.mesh_axes or ('?',))} at "
+        f"{row.collective.source}: {row.reason}"
+        for row in report.surprises
+    ]
+    _hold(lines, report)
+    return report
+
+
+def assert_peak_bytes(
+    function: Any, arguments: Sequence[Any], *, at_most: int, **options: Any
+) -> AuditReport:
+    """Holds the peak memory per device to `at_most` bytes."""
+    report = _audit(function, arguments, options)
+    peak = report.memory.peak_bytes
+    if peak > at_most:
+        raise AssertionError(
+            f"the peak is {peak:,} bytes per device, more than {at_most:,}\n"
+            f"{as_text(buffer_table(report))}"
+        )
+    return report
+
+
+def assert_replicated_bytes_below(
+    function: Any, arguments: Sequence[Any], limit: int, **options: Any
+) -> None:
+    """Holds the arguments that lie whole on every device to less than `limit` bytes.
+
+    An array without a known sharding counts as whole.
+    """
+    flat = subject_of(function, tuple(arguments), **options).flat()
+    whole = [
+        (leaf.size * leaf.dtype.itemsize, leaf)
+        for leaf, sharding in zip(flat.leaves, flat.in_shardings, strict=True)
+        if sharding is None or sharding.is_fully_replicated
+    ]
+    total = sum(size for size, _ in whole)
+    if total >= limit:
+        largest = sorted(whole, key=lambda pair: -pair[0])[:10]
+        lines = [f"{size:,} bytes: {leaf.dtype}{leaf.shape}" for size, leaf in largest]
+        raise AssertionError(
+            f"{total:,} bytes are replicated on every device, not below {limit:,}; the "
+            "largest:\n    " + "\n    ".join(lines)
+        )
+
+
+def assert_flat_in(
+    name: str,
+    program: Callable[[int], tuple[Any, Sequence[Any]]],
+    values: Sequence[int],
+    *,
+    within: float = 0.01,
+    **options: Any,
+) -> None:
+    """Holds temporary memory to stay the same while a number grows.
+
+    Args:
+        name: What grows, such as `num_microbatches`, for the message.
+        program: Its value -> a function and its arguments.
+        values: At least two values; each program's temporaries may differ from the
+            first's by no more than `within`.
+        within: The fraction of the first.
+        options: As for `meshpar.audit`.
+
+    Raises:
+        AssertionError: Memory grows; both numbers are in the message.
+    """
+    used = {
+        value: _audit(*program(value), options).memory.temp_bytes for value in values
+    }
+    first, *rest = values
+    for value in rest:
+        if used[value] > used[first] * (1 + within):
+            table = ", ".join(f"{value}: {size:,}" for value, size in used.items())
+            raise AssertionError(
+                f"temporaries grow with {name}: {used[first]:,} bytes at {first}, "
+                f"{used[value]:,} at {value}, more than {within:.1%} apart ({table})"
+            )
+
+
+def _audit(
+    function: Any, arguments: Sequence[Any], options: Mapping[str, Any]
+) -> AuditReport:
+    report = audit(function, *arguments, **options)
+    if report.problem and not report.hazards:
+        raise AssertionError(report.problem)
+    return report
+
+
+def _hold(problems: list[str], report: AuditReport) -> None:
+    if problems:
+        table = as_text(collective_table(report))
+        raise AssertionError("\n".join(problems) + f"\n\n{table}")
