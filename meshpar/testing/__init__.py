@@ -1,1 +1,22 @@
-"""What test suites of meshpar's users need: a pytest plugin."""
+"""What test suites need: assertions on programs, layout equivalence, devices."""
+
+import importlib
+from typing import Any
+
+_HOMES = {
+    "assert_collectives": "meshpar.testing.assertions",
+    "assert_flat_in": "meshpar.testing.assertions",
+    "assert_no_surprises": "meshpar.testing.assertions",
+    "assert_peak_bytes": "meshpar.testing.assertions",
+    "assert_replicated_bytes_below": "meshpar.testing.assertions",
+    "check_layouts": "meshpar.testing.equivalence",
+}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    # Every pytest run imports this package for its plugin: JAX comes when asked for.
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
