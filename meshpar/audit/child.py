@@ -17,24 +17,18 @@ from jax import export
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
+from meshpar.audit.memory import memory_stats
 from meshpar.audit.targets import Target
+from meshpar.emulate import emulate
 from meshpar.layout import Layout
 from meshpar.mesh import make_mesh
 from meshpar.topology import Topology
 
 _DOES_NOT_FIT = ("RESOURCE_EXHAUSTED", "out of memory", "exceeds the limit")
-_STATS = {
-    "argument_size": "argument_size_in_bytes",
-    "output_size": "output_size_in_bytes",
-    "temp_size": "temp_size_in_bytes",
-    "alias_size": "alias_size_in_bytes",
-    "peak": "peak_memory_in_bytes",
-}
 
 
 def main(folder: Path) -> None:
     """Reads `request.json` and `program.bin`; writes `answer.json`, `program.txt`."""
-    jax.config.update("jax_platforms", "cpu")
     request = json.loads((folder / "request.json").read_text())
     answer: dict[str, Any] = {"problem": "", "memory": {}}
     exported = export.deserialize((folder / "program.bin").read_bytes())
@@ -46,10 +40,7 @@ def main(folder: Path) -> None:
             raise
         answer["problem"] = f"does not fit: {' '.join(str(error).split())[:400]}"
     else:
-        stats = compiled.memory_analysis()
-        answer["memory"] = {
-            name: int(getattr(stats, field, 0)) for name, field in _STATS.items()
-        }
+        answer["memory"] = memory_stats(compiled)
         (folder / "program.txt").write_text(compiled.as_text())
     (folder / "answer.json").write_text(json.dumps(answer))
 
@@ -70,6 +61,8 @@ def _mesh(request: dict[str, Any]) -> Mesh:
 
 def _devices(target: Target) -> list[Any]:
     shape = "x".join(map(str, target.shape))
+    if target.platform == "cpu":
+        return emulate(target.num_devices)
     if target.platform == "tpu":
         name = f"{target.chip}:{shape}"
         return list(topologies.get_topology_desc(name, platform="tpu").devices)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import jax
+
 from meshpar.audit.hlo import Instruction, Program
 from meshpar.audit.loops import places
 from meshpar.audit.shapes import ArrayShape, arrays_of
@@ -22,6 +24,21 @@ _VIEWS = {
     "constant",
     "dynamic-update-slice",
 }
+
+
+_STATS = {
+    "argument_size": "argument_size_in_bytes",
+    "output_size": "output_size_in_bytes",
+    "temp_size": "temp_size_in_bytes",
+    "alias_size": "alias_size_in_bytes",
+    "peak": "peak_memory_in_bytes",
+}
+
+
+def memory_stats(compiled: jax.stages.Compiled) -> dict[str, int]:
+    """What the compiler says of a program's memory, as plain numbers."""
+    stats = compiled.memory_analysis()
+    return {name: int(getattr(stats, field, 0)) for name, field in _STATS.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +61,7 @@ class MemoryUse:
 
     @classmethod
     def of(cls, stats: Mapping[str, int]) -> MemoryUse:
-        """From the fields of `compiled.memory_analysis()`.
+        """From what `memory_stats` gives.
 
         The peak is the larger of what the compiler reports and inputs, results and
         temporaries together: not every backend counts all three.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -13,19 +14,16 @@ from meshpar.audit.collectives import collectives_of
 from meshpar.audit.flops import flops_of
 from meshpar.audit.hazards import Hazard, compiled_hazards, traced_hazards
 from meshpar.audit.hlo import parse_program
-from meshpar.audit.memory import Buffer, MemoryUse, largest_buffers
+from meshpar.audit.memory import Buffer, MemoryUse, largest_buffers, memory_stats
 from meshpar.audit.reasons import Explained, explain
 from meshpar.audit.subject import Subject, subject_of
-from meshpar.audit.targets import CompiledProgram, Target, compile_for
+from meshpar.audit.targets import (
+    CompiledProgram,
+    Target,
+    TargetError,
+    compile_for,
+)
 from meshpar.audit.traced import operations
-
-_STATS = {
-    "argument_size": "argument_size_in_bytes",
-    "output_size": "output_size_in_bytes",
-    "temp_size": "temp_size_in_bytes",
-    "alias_size": "alias_size_in_bytes",
-    "peak": "peak_memory_in_bytes",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,8 +132,8 @@ def audit(
         memory_bytes: Memory that it may take.
 
     Returns:
-        The report. A program that XLA is known to abort on is not compiled; its
-        hazards say why.
+        The report. A program that XLA may abort on is compiled in another process; if
+        that dies, the report has its hazards and the compiler's words as `problem`.
 
     Raises:
         InputError: No mesh is found, the target is unknown or of another size.
@@ -166,15 +164,21 @@ def audit(
         "capacity_bytes": target and target.memory_bytes,
     }
     hazards = _before_compiling(subject)
-    if any(hazard.fatal for hazard in hazards):
-        problem = f"not compiled: {hazards[0].message}"
-        return AuditReport(**known, hazards=tuple(hazards), problem=problem)
-    if target is None:
-        compiled = _compiled_here(subject)
-    else:
-        compiled = compile_for(
-            target, subject, timeout_s=timeout_s, memory_bytes=memory_bytes
-        )
+    fatal = any(hazard.fatal for hazard in hazards)
+    try:
+        if target is None and not fatal:
+            compiled = _compiled_here(subject)
+        else:
+            compiled = compile_for(
+                target or _as_virtual(subject),
+                subject,
+                timeout_s=timeout_s,
+                memory_bytes=memory_bytes,
+            )
+    except TargetError as error:
+        if not fatal:
+            raise
+        return AuditReport(**known, hazards=tuple(hazards), problem=str(error))
     known["compile_s"] = time.perf_counter() - start
     if compiled.problem:
         return AuditReport(**known, hazards=tuple(hazards), problem=compiled.problem)
@@ -187,13 +191,19 @@ def _before_compiling(subject: Subject) -> list[Hazard]:
     return traced_hazards(traced, subject.platform)
 
 
+def _as_virtual(subject: Subject) -> Target:
+    if subject.platform != "cpu":
+        raise TargetError(
+            f"not compiled, because the compiler for {subject.platform} might abort "
+            "this process"
+        )
+    num_devices = math.prod(subject.mesh_shape.values())
+    return Target(platform="cpu", chip="virtual", shape=(num_devices,))
+
+
 def _compiled_here(subject: Subject) -> CompiledProgram:
     compiled = subject.lower().compile()
-    stats = compiled.memory_analysis()
-    return CompiledProgram(
-        text=compiled.as_text(),
-        memory={name: getattr(stats, field, 0) for name, field in _STATS.items()},
-    )
+    return CompiledProgram(text=compiled.as_text(), memory=memory_stats(compiled))
 
 
 def _read(

@@ -36,8 +36,9 @@ _MEMORY_BYTES = {
     "tpu:v5e": 16 << 30,
     "tpu:v5p": 95 << 30,
     "tpu:v6e": 32 << 30,
+    "cpu:virtual": None,
 }
-_PLUGINS = {"gpu": "jax_plugins.xla_cuda13", "tpu": "libtpu"}
+_PLUGINS = {"gpu": "jax_plugins.xla_cuda13", "tpu": "libtpu", "cpu": "jax"}
 _EXAMPLES = "write for example tpu:v5p:4x4x4, or gpu:h100:8x8 (hosts x GPUs)"
 _POLL_S = 0.2
 
@@ -58,10 +59,12 @@ class TargetError(InputError):
 class Target:
     """Hardware by name: `tpu:v5p:4x4x4` (a torus), `gpu:h100:8x8` (hosts x GPUs).
 
+    `cpu:virtual:8` is eight virtual CPU devices, compiled for in another process.
+
     Args:
-        platform: `tpu` or `gpu`.
-        chip: Such as `v5p` or `h100`.
-        shape: Chips along each dim of the torus, or hosts and GPUs of a host.
+        platform: `tpu`, `gpu` or `cpu`.
+        chip: Such as `v5p`, `h100` or `virtual`.
+        shape: Chips along each dim of the torus, hosts and GPUs of a host, or devices.
     """
 
     platform: str
@@ -97,8 +100,8 @@ class Target:
         return math.prod(self.shape)
 
     @property
-    def memory_bytes(self) -> int:
-        """Memory of one device."""
+    def memory_bytes(self) -> int | None:
+        """Memory of one device; None if it has none of its own."""
         return _MEMORY_BYTES[f"{self.platform}:{self.chip}"]
 
 
