@@ -10,12 +10,12 @@ import sys
 from collections.abc import Sequence
 
 import meshpar
-from meshpar.cli import lint
+from meshpar.cli import fuzz, lint
 from meshpar.cli.parsing import OneLineParser
 
 DONE, NO, BAD_INPUT = 0, 1, 2
 
-_SUBCOMMANDS = {"lint": lint}
+_SUBCOMMANDS = {"lint": lint, "fuzz": fuzz}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
