@@ -96,8 +96,7 @@ def _cases(
         return draw_cases(args.num, args.seed, choices, devices)
     mask, seed = args.mask or "full", args.seed
     return [
-        case_of(line, choices, num_devices=len(devices), mask=mask, seed=seed)
-        for line in args.layout
+        case_of(line, choices, devices, mask=mask, seed=seed) for line in args.layout
     ]
 
 
@@ -138,8 +137,9 @@ def _model_parser() -> argparse.ArgumentParser:
 def _print_end(report: Report, seconds: float) -> None:
     agree = sum(result.ok for result in report.results)
     print(f"{agree} of {len(report.results)} layouts agree, {seconds:.0f} s")
-    for worst in report.worst.values():
-        print(f"    worst {worst}")
+    for precision in ("fp32", "bf16"):
+        for worst in report.worst(precision).values():
+            print(f"    {precision}: worst {worst}")
     if report.smallest is not None:
         print(f"smallest failing case: {report.smallest.explain()}")
 

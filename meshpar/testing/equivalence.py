@@ -72,7 +72,7 @@ def check_layouts(
         >>> report.ok
         True
     """
-    devices = jax.devices()[:num_devices]
+    devices = _first_devices(num_devices)
     arrays = None if batch is None else {k: np.asarray(v) for k, v in batch.items()}
     choices = Choices(
         models=("",),
@@ -81,13 +81,12 @@ def check_layouts(
         seq=None if arrays is None else _shape(arrays)[1],
         rules=rules,
     )
+    if batch is None:
+        vocab_of(model)
     if layouts is None:
         cases = draw_cases(num, seed, choices, devices)
     else:
-        cases = [
-            case_of(layout, choices, num_devices=len(devices), seed=seed)
-            for layout in layouts
-        ]
+        cases = [case_of(layout, choices, devices, seed=seed) for layout in layouts]
     report = run_cases(cases, choices, devices, batch=arrays)
     if not report.ok:
         raise AssertionError(str(report))
@@ -97,8 +96,8 @@ def check_layouts(
 def case_of(
     layout: Layout | str,
     choices: Choices,
+    devices: Sequence[jax.Device],
     *,
-    num_devices: int,
     mask: str = "full",
     seed: int = 0,
 ) -> Case:
@@ -112,13 +111,7 @@ def case_of(
         if layout.startswith("--"):
             return Case.parse(layout)
         layout = Layout.parse(layout)
-    if -1 in (getattr(layout, axis) for axis in MESH_AXES):
-        layout = layout.resolve(num_devices)
-    if layout.num_devices > num_devices:
-        raise ValueError(
-            f"layout {str(layout)!r} needs {layout.num_devices} devices, but there are "
-            f"{num_devices}; use fewer, or emulate more"
-        )
+    layout = _fitting(layout, len(devices))
     shards = layout.batch_shards * layout.microbatches
     case = Case(
         layout=layout,
@@ -131,6 +124,7 @@ def case_of(
     refused = refusal(case, choices)
     if refused is not None:
         raise ValueError(f"layout {str(layout)!r}: {refused}")
+    _make_step(case, choices, devices, learning_rate=0.0)  # refuses what is not built
     return case
 
 
@@ -195,19 +189,28 @@ def _compare(
     batches = steps_of(batch, case.mask, case.seed, NUM_STEPS)
     options = quick_compile_options(devices[0].platform)
     reference = single_device(model, batches, case.seed, options)
-    step = make_train_step(
-        model,
-        optimizer_of(reference.learning_rate),
-        case.layout,
-        rules=choices.rules,
-        devices=devices[: case.layout.num_devices],
-        compiler_options=options,
-    )
+    step = _make_step(case, choices, devices, reference.learning_rate)
     found, unequal = _laid_out(step, batches, case.seed)
     chains = None
     if case.layout.precision == "bf16":
         chains = bf16_chains(model, batch, sum_parts=case.layout.tensor)
     return [*deviations(found, reference.values, chains), *unequal]
+
+
+def _make_step(
+    case: Case,
+    choices: Choices,
+    devices: Sequence[jax.Device],
+    learning_rate: float,
+) -> TrainStep:
+    return make_train_step(
+        choices.build(case.model),
+        optimizer_of(learning_rate),
+        case.layout,
+        rules=choices.rules,
+        devices=devices[: case.layout.num_devices],
+        compiler_options=quick_compile_options(devices[0].platform),
+    )
 
 
 def _laid_out(
@@ -227,6 +230,27 @@ def _laid_out(
         parameters=jax.device_get(state.params),
     )
     return found, copies(state.params)
+
+
+def _fitting(layout: Layout, num_devices: int) -> Layout:
+    if -1 in (getattr(layout, axis) for axis in MESH_AXES):
+        return layout.resolve(num_devices)
+    if layout.num_devices > num_devices:
+        raise ValueError(
+            f"layout {str(layout)!r} needs {layout.num_devices} devices, but there are "
+            f"{num_devices}; use fewer, or emulate more"
+        )
+    return layout
+
+
+def _first_devices(num_devices: int | None) -> list[jax.Device]:
+    devices = jax.devices()
+    if num_devices is not None and num_devices > len(devices):
+        raise ValueError(
+            f"num_devices={num_devices}, but there are {len(devices)}; emulate more "
+            "or use fewer"
+        )
+    return devices[:num_devices]
 
 
 def _shape(batch: Arrays) -> tuple[int, int]:

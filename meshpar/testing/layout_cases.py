@@ -1,9 +1,6 @@
-"""Layouts to test a model under: the table that random ones are drawn from.
+"""Cases: a layout, a model and a batch to compare with the single-device program.
 
-What a field of `Layout` may be stands in `DRAWS`, one line each; which of its values
-are built, and whether a whole layout suits a model and a batch, is asked of the library
-(`make_train_step`, `lint`), never decided here. So a new mesh axis or schedule joins as
-soon as the library takes it.
+Whether a layout suits a model and a batch is asked of the library (`lint`).
 """
 
 from __future__ import annotations
@@ -11,50 +8,19 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import numpy as np
-import optax
 
-from meshpar import MESH_AXES, Layout, Model, RuleError, Rules, lint, make_train_step
+from meshpar import Layout, Model, Rules, default_rules, lint
+from meshpar.sharding import model_specs
 from meshpar.testing.batches import MASKS
-
-
-@dataclass(frozen=True)
-class Draw:
-    """What a field of `Layout` is drawn from.
-
-    Args:
-        values: Its values; one that stands there twice is drawn twice as often.
-        beside: The mesh axis that must be split for the field to mean anything.
-    """
-
-    values: tuple
-    beside: str | None = None
-
-
-_SIZES = Draw((1, 2, 2, 2, 3, 4, 4, 5, 6, 7, 8))
-
-DRAWS: dict[str, Draw] = {
-    **dict.fromkeys(MESH_AXES, _SIZES),
-    "microbatches": Draw((1, 2, 3, 4)),
-    "schedule": Draw(
-        (
-            *("1f1b", "gpipe", "interleaved_1f1b", "looped_bfs", "zero_bubble_h1"),
-            *("zero_bubble_h2", "zero_bubble_v", "v_half", "v_min", "dualpipe_v"),
-        ),
-        beside="stage",
-    ),
-    "chunks": Draw((1, 2), beside="stage"),
-    "splits": Draw(((),), beside="stage"),
-    "execution": Draw(("uniform", "divergent"), beside="stage"),
-    "zero": Draw((3, 3, 0, 1, 2), beside="fsdp"),
-    "sequence_parallel": Draw((False, True), beside="tensor"),
-    "attention": Draw(("ring", "allgather", "ulysses"), beside="context"),
-    "remat": Draw(("none", "none", "selective", "full", "dots")),
-    "precision": Draw(("fp32", "fp32", "bf16")),
-}
+from meshpar.testing.layout_draws import (
+    built_values,
+    draw_layout,
+    draw_split_axes,
+    pick,
+)
 
 MODELS = tuple(
     f"--model layers={sizes}"
@@ -71,6 +37,7 @@ untied head, grouped heads, biases, norms, dropout, and sizes that 3 or 5 divide
 
 SEQS = (8, 12, 16)
 LARGEST_BATCH = 16  # examples
+_TRIES = 20  # sizes for one choice of mesh axes to split
 DEFAULT_DEVICES = 8  # of `meshpar fuzz`
 COSTS_ONLY = ("dead", "idle", "replicated")
 """Findings of the lint that cost time or memory and change no number."""
@@ -172,30 +139,28 @@ def draw_cases(
     rng = np.random.default_rng(seed)
     built = built_values(choices.build(choices.models[0]), devices)
     cases: dict[Case, None] = {}
-    reason = "all that can be drawn are drawn"
-    for _ in range(100 * num):
-        if len(cases) == num:
-            break
-        case = _draw_case(rng, built, len(devices), choices)
-        refused = refusal(case, choices)
+    for _ in range(20 * num):
+        case, refused = _draw_case(rng, built, len(devices), choices)
         if refused is None:
             cases[case] = None
-        reason = refused or reason
-    else:
-        raise ValueError(
-            f"only {len(cases)} of {num} layouts could be drawn; the last one was "
-            f"refused: {reason}"
-        )
-    return list(cases)
+        if len(cases) == num:
+            return list(cases)
+    raise ValueError(
+        f"only {len(cases)} different layouts of {num} could be drawn; the last one "
+        f"was {case} and " + (f"was refused: {refused}" if refused else "is no new one")
+    )
 
 
 def refusal(case: Case, choices: Choices) -> str | None:
     """Why the library does not take a case; None if it does."""
+    model = choices.build(case.model)
     try:
+        rules = choices.rules or default_rules(case.layout)
+        model_specs(model, case.layout.mesh_shape, rules)  # the lint, without a trace
         report = lint(
-            choices.build(case.model),
+            model,
             case.layout,
-            choices.rules,
+            rules,
             global_batch=case.global_batch,
             seq=case.seq,
         )
@@ -205,77 +170,32 @@ def refusal(case: Case, choices: Choices) -> str | None:
     return next((finding.message for finding in errors), None)
 
 
-def built_values(model: Model, devices: Sequence[jax.Device]) -> dict[str, tuple]:
-    """The values of each field that the training step takes, each tried by itself."""
-    built: dict[str, tuple] = {}
-    for name, draw in DRAWS.items():
-        if draw.beside is not None and len(set(built[draw.beside])) == 1:
-            built[name] = (getattr(Layout(), name),)
-            continue
-        takes = {
-            value: _is_built(name, value, draw.beside, model, devices)
-            for value in (dict.fromkeys(draw.values) if name not in MESH_AXES else [2])
-        }
-        built[name] = tuple(
-            value
-            for value in draw.values
-            if takes.get(value, takes.get(2)) or value == getattr(Layout(), name)
-        )
-    return built
-
-
-def _is_built(
-    name: str,
-    value: object,
-    beside: str | None,
-    model: Model,
-    devices: Sequence[jax.Device],
-) -> bool:
-    layout = Layout(**{name: value}, **({beside: 2} if beside else {}))
-    if layout.num_devices > len(devices):
-        return False
-    used = devices[: layout.num_devices]
-    try:
-        make_train_step(model, optax.sgd(1.0), layout, devices=used)
-    except RuleError:  # this model does not suit it, another may
-        return True
-    except ValueError:
-        return False
-    return True
-
-
 def _draw_case(
     rng: np.random.Generator,
     built: dict[str, tuple],
     num_devices: int,
     choices: Choices,
-) -> Case:
-    layout = _draw_layout(rng, built, num_devices)
-    shards = layout.batch_shards * layout.microbatches
-    multiples = range(1, max(1, min(3, LARGEST_BATCH // shards)) + 1)
-    return Case(
-        layout=layout,
-        model=_pick(rng, choices.models),
-        global_batch=choices.global_batch or shards * _pick(rng, multiples),
-        seq=choices.seq or _pick(rng, SEQS),
-        mask=_pick(rng, choices.masks),
-        seed=int(rng.integers(1000)),
-    )
+) -> tuple[Case, str | None]:
+    """A case, and why it is refused if it is.
 
-
-def _draw_layout(
-    rng: np.random.Generator, built: dict[str, tuple], num_devices: int
-) -> Layout:
-    values: dict = {}
-    for axis in rng.permutation(MESH_AXES):
-        sizes = [size for size in built[axis] if size <= num_devices]
-        values[str(axis)] = _pick(rng, sizes)
-        num_devices //= values[str(axis)]
-    for name, draw in DRAWS.items():
-        if name not in values and (draw.beside is None or values[draw.beside] > 1):
-            values[name] = _pick(rng, built[name])
-    return Layout(**values)
-
-
-def _pick(rng: np.random.Generator, values: Sequence) -> Any:
-    return values[int(rng.integers(len(values)))]
+    Which model and which mesh axes to split is drawn once, so that those which rarely
+    suit each other are not rare for it.
+    """
+    model = pick(rng, choices.models)
+    split = draw_split_axes(rng, built, num_devices)
+    for _ in range(_TRIES):
+        layout = draw_layout(rng, built, num_devices, split)
+        shards = layout.batch_shards * layout.microbatches
+        multiples = range(1, max(1, min(3, LARGEST_BATCH // shards)) + 1)
+        case = Case(
+            layout=layout,
+            model=model,
+            global_batch=choices.global_batch or shards * pick(rng, multiples),
+            seq=choices.seq or pick(rng, SEQS),
+            mask=pick(rng, choices.masks),
+            seed=int(rng.integers(1000)),
+        )
+        refused = refusal(case, choices)
+        if refused is None:
+            break
+    return case, refused

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from meshpar.testing.comparison import Deviation
@@ -32,12 +34,7 @@ class Result:
     @property
     def worst(self) -> dict[str, Deviation]:
         """Quantity -> the deviation that uses most of its bound."""
-        worst: dict[str, Deviation] = {}
-        for one in self.deviations:
-            other = worst.get(one.quantity)
-            if other is None or _severity(one) > _severity(other):
-                worst[one.quantity] = one
-        return worst
+        return _worst(self.deviations)
 
     @property
     def summary(self) -> str:
@@ -76,14 +73,14 @@ class Report:
         """Whether all layouts agree with one device."""
         return all(result.ok for result in self.results)
 
-    @property
-    def worst(self) -> dict[str, Deviation]:
-        """Quantity -> the deviation that uses most of its bound, of all cases."""
-        return Result(
-            case=self.results[0].case,
-            deviations=tuple(one for r in self.results for one in r.deviations),
-            seconds=0.0,
-        ).worst
+    def worst(self, precision: str) -> dict[str, Deviation]:
+        """Quantity -> the deviation that uses most of its bound, of all its cases."""
+        return _worst(
+            deviation
+            for result in self.results
+            if result.case.layout.precision == precision
+            for deviation in result.deviations
+        )
 
     def __str__(self) -> str:
         failed = sum(not result.ok for result in self.results)
@@ -95,7 +92,16 @@ class Report:
         return "\n".join(lines)
 
 
+def _worst(deviations: Iterable[Deviation]) -> dict[str, Deviation]:
+    worst: dict[str, Deviation] = {}
+    for one in deviations:
+        other = worst.get(one.quantity)
+        if other is None or _severity(one) > _severity(other):
+            worst[one.quantity] = one
+    return worst
+
+
 def _severity(one: Deviation) -> float:
-    if one.error != one.error:  # NaN is worst of all
-        return float("inf")
-    return one.error / one.bound if one.bound else one.error * float("1e300")
+    if math.isnan(one.error):
+        return math.inf
+    return one.error / (one.bound or 1e-300)

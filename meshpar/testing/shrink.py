@@ -44,7 +44,7 @@ def simpler_cases(case: Case, choices: Choices) -> Iterator[Case]:
     """Cases one step simpler, the largest steps first; valid or not."""
     for layout in _simpler_layouts(case.layout):
         yield replace(case, layout=layout)
-    if case.mask != "full" and "full" in choices.masks:
+    if case.mask != "full":
         yield replace(case, mask="full")
     fewer_layers = re.sub(r"\blayers=\d+", "layers=1", case.model)
     if fewer_layers != case.model:
