@@ -18,6 +18,7 @@ from models.presets import build
 from tests.test_nnx_model import Block, Ends
 
 README = Path(__file__).parents[1] / "README.md"
+CASE = "--layout data=2 --global-batch {} --seq 4 --mask {} --seed 0"
 QUANTITIES = ["initial", "loss", "grad_norm", "gradients", "parameters", "copies"]
 
 
@@ -195,6 +196,22 @@ def test_one_gradient_that_is_a_little_wrong_is_found(gradients_times, line, fac
         ({"layouts": ["tensor=4"]}, "layout 'tensor=4': .*'kv_heads' has size 2"),
         ({"layouts": ["data=16"]}, "needs 16 devices, but there are 8"),
         ({"layouts": ["--layout data=2"]}, "has no '--global-batch'; give the line"),
+        (
+            {
+                "layouts": [
+                    "--layout data=2 --global-batch 3 --seq 4 --mask full --seed 0"
+                ]
+            },
+            "size 3, which does not divide",
+        ),
+        (
+            {
+                "layouts": [
+                    "--layout data=2 --global-batch 2 --seq 4 --mask hole --seed 0"
+                ]
+            },
+            "no mask 'hole'; did you mean 'holes'",
+        ),
         ({"num_devices": 9}, "num_devices=9, but there are 8"),
         ({"batch": {"x": np.ones((2, 2))}}, "batch has no 'tokens' of"),
     ],

@@ -78,6 +78,7 @@ def rounding_chains(program: core.ClosedJaxpr, *, sum_parts: int = 1) -> list[in
         sum_parts: Devices that one sum may be split over.
 
     Example:
+        >>> import jax
         >>> program = jax.make_jaxpr(lambda x: (x * x + x, x.astype(jnp.float32)))
         >>> rounding_chains(program(jnp.ones(3, jnp.bfloat16)))
         [2, 0]

@@ -61,6 +61,7 @@ def deviations(
     leaves = len(jax.tree.leaves(wanted.gradients))
     of_loss, of_gradients = chains or (0, [0] * leaves)
     longest = max(of_gradients)
+    # Every step's gradients start from the parameters that the one before has left.
     later = [NUM_STEPS * longest] * leaves
     norm = found.grad_norm, wanted.grad_norm
     precision = "fp32" if chains is None else "bf16"

@@ -107,23 +107,24 @@ def case_of(
         ValueError: The layout cannot be read, needs more devices, or does not suit the
             model or the batch.
     """
-    if isinstance(layout, str):
-        if layout.startswith("--"):
-            return Case.parse(layout)
-        layout = Layout.parse(layout)
-    layout = _fitting(layout, len(devices))
-    shards = layout.batch_shards * layout.microbatches
-    case = Case(
-        layout=layout,
-        model=choices.models[0],
-        global_batch=choices.global_batch or -(-DEFAULT_BATCH // shards) * shards,
-        seq=choices.seq or DEFAULT_SEQ,
-        mask=mask,
-        seed=seed,
-    )
+    if isinstance(layout, str) and layout.startswith("--"):
+        case = Case.parse(layout)
+        _fitting(case.layout, len(devices))
+    else:
+        layout = Layout.parse(layout) if isinstance(layout, str) else layout
+        layout = _fitting(layout, len(devices))
+        shards = layout.batch_shards * layout.microbatches
+        case = Case(
+            layout=layout,
+            model=choices.models[0],
+            global_batch=choices.global_batch or -(-DEFAULT_BATCH // shards) * shards,
+            seq=choices.seq or DEFAULT_SEQ,
+            mask=mask,
+            seed=seed,
+        )
     refused = refusal(case, choices)
     if refused is not None:
-        raise ValueError(f"layout {str(layout)!r}: {refused}")
+        raise ValueError(f"layout {str(case.layout)!r}: {refused}")
     _make_step(case, choices, devices, learning_rate=0.0)  # refuses what is not built
     return case
 

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from meshpar import Layout, Model, Rules, default_rules, lint
+from meshpar.layout import nearest
 from meshpar.sharding import model_specs
 from meshpar.testing.batches import MASKS
 from meshpar.testing.layout_draws import (
@@ -55,6 +56,9 @@ class Case:
         seq: Tokens of an example.
         mask: Which tokens count (`batches.MASKS`).
         seed: Of initial values, dropout and the batch.
+
+    Raises:
+        ValueError: There is no such mask.
     """
 
     layout: Layout
@@ -63,6 +67,10 @@ class Case:
     seq: int
     mask: str = "full"
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.mask not in MASKS:
+            raise ValueError(f"no mask {self.mask!r}; {nearest(self.mask, MASKS)}")
 
     @classmethod
     def parse(cls, text: str) -> Case:
