@@ -197,19 +197,11 @@ def test_one_gradient_that_is_a_little_wrong_is_found(gradients_times, line, fac
         ({"layouts": ["data=16"]}, "needs 16 devices, but there are 8"),
         ({"layouts": ["--layout data=2"]}, "has no '--global-batch'; give the line"),
         (
-            {
-                "layouts": [
-                    "--layout data=2 --global-batch 3 --seq 4 --mask full --seed 0"
-                ]
-            },
+            {"layouts": [CASE.format(3, "full")]},
             "size 3, which does not divide",
         ),
         (
-            {
-                "layouts": [
-                    "--layout data=2 --global-batch 2 --seq 4 --mask hole --seed 0"
-                ]
-            },
+            {"layouts": [CASE.format(2, "hole")]},
             "no mask 'hole'; did you mean 'holes'",
         ),
         ({"num_devices": 9}, "num_devices=9, but there are 8"),

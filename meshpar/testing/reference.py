@@ -114,16 +114,13 @@ def bf16_chains(
 
     Counted in the single-device program with bf16 blocks.
     """
-    shapes = jax.tree.map(
-        lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), _indexed(batch)
-    )
     params = jax.eval_shape(model.init, 0)
 
     def half_loss(params: Params, batch: Batch) -> jax.Array:
         half = jax.tree.map(lambda value: value.astype(jnp.bfloat16), params)
         return _loss(model, half, batch, jnp.uint32(0), jnp.int32(0))
 
-    program = jax.make_jaxpr(jax.value_and_grad(half_loss))(params, shapes)
+    program = jax.make_jaxpr(jax.value_and_grad(half_loss))(params, _indexed(batch))
     of_loss, *of_gradients = rounding_chains(program, sum_parts=sum_parts)
     return of_loss, of_gradients
 
