@@ -74,8 +74,8 @@ def test_a_drawn_case_is_valid_and_new(drawn):
 
 
 def test_a_case_is_read_back_from_its_line_and_from_its_command(drawn):
-    for case in drawn:
-        assert Case.parse(str(case)) == case
+    assert [Case.parse(str(case)) for case in drawn] == drawn
+    for case in drawn[:8]:
         words = case.command.split()
         args = _parser().parse_args(words[1:])
         assert words[0] == "meshpar"
