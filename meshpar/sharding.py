@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -87,6 +87,17 @@ def model_shardings(model: Model, mesh: Mesh, rules: Rules) -> Any:
     )
 
 
-def born_sharded(create: Callable[..., Any], shardings: Any) -> Callable[..., Any]:
-    """`create`, whose arrays come to be in their shards, never whole on one device."""
-    return jax.jit(create, out_shardings=shardings)
+def born_sharded(
+    create: Callable[..., Any],
+    shardings: Any,
+    *,
+    compiler_options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """`create`, whose arrays come to be in their shards, never whole on one device.
+
+    Args:
+        create: Makes a tree of arrays.
+        shardings: The same tree, a sharding in each array's place.
+        compiler_options: XLA's options, as `jax.jit` takes them.
+    """
+    return jax.jit(create, out_shardings=shardings, compiler_options=compiler_options)

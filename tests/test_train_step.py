@@ -18,7 +18,7 @@ from meshpar import (
     make_train_step,
 )
 from meshpar.model import EXAMPLE, Scope, loss
-from meshpar.parallel.program import _dropout_key
+from meshpar.parallel.program import dropout_key
 from models.presets import build
 
 BATCH, SEQ = 8, 16
@@ -152,7 +152,7 @@ def test_dropout_is_a_function_of_seed_step_layer_and_example_only(line):
     batch = batch_of()
     scope = Scope(
         batch={**batch, EXAMPLE: jnp.arange(BATCH, dtype=jnp.uint32)},
-        dropout_key=_dropout_key(jnp.uint32(3), jnp.int32(0)),
+        dropout_key=dropout_key(jnp.uint32(3), jnp.int32(0)),
     )
     expected = float(loss(model, params_of(model), batch, scope))
     got, _ = gradients_of(model, line, batch)
@@ -290,6 +290,21 @@ def test_arrays_that_would_be_broadcast_are_refused(name):
 def test_a_seed_out_of_range_is_refused():
     with pytest.raises(ValueError, match="seed=-1: must be at least 0"):
         sgd_step(model_of("llama"), "data=2").init(-1)
+
+
+def test_compiler_options_reach_every_program():
+    options = {"no_such_option": 1}
+    step = sgd_step(model_of("llama"), "data=2", compiler_options=options)
+    state, batch = state_of(step), batch_of()
+    for program in (
+        lambda: step.init(0),
+        lambda: step(state, batch),
+        lambda: step.loss_and_gradients(state, batch),
+        lambda: step.evaluate(state, batch),
+        lambda: step.logits(state, batch["tokens"]),
+    ):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="no_such_option"):
+            program()
 
 
 def test_a_limit_of_the_norm_that_is_not_positive_is_refused():

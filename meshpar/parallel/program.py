@@ -64,7 +64,7 @@ class LocalProgram:
         def local(
             params: Params, batch: Batch, step: jax.Array, seed: jax.Array
         ) -> tuple[jax.Array, jax.Array, Params]:
-            inputs = {"batch": batch, "key": _dropout_key(seed, step)}
+            inputs = {"batch": batch, "key": dropout_key(seed, step)}
             weights, groups = self._gather_ends(params)
 
             def losses(weights: Params, groups: list[Params]) -> tuple:
@@ -209,7 +209,8 @@ class LocalProgram:
         )
 
 
-def _dropout_key(seed: jax.Array, step: jax.Array) -> jax.Array:
+def dropout_key(seed: jax.Array, step: jax.Array) -> jax.Array:
+    """The key that a step's dropout derives from."""
     # Folded once more than the keys of initial values, which start from the same seed.
     key = jax.random.fold_in(jax.random.key(seed), jnp.uint32(0xD0))
     return jax.random.fold_in(key, step)

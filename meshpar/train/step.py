@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -37,6 +38,7 @@ def make_train_step(
     devices: Sequence[jax.Device] | None = None,
     mesh: Mesh | AbstractMesh | None = None,
     max_grad_norm: float | None = None,
+    compiler_options: Mapping[str, Any] | None = None,
 ) -> TrainStep:
     """A training step of `model` laid out as `layout` says.
 
@@ -49,6 +51,8 @@ def make_train_step(
         mesh: A mesh with meshpar's six axes, instead of `devices`. On an
             `absent_mesh` the step can be audited for an absent target, not run.
         max_grad_norm: Scale gradients down to this global norm; None for no limit.
+        compiler_options: XLA's options for every program of the step, as `jax.jit`
+            takes them.
 
     Raises:
         RuleError: A parameter cannot be laid out, or a rule for activations uses `data`
@@ -88,6 +92,7 @@ def make_train_step(
         mesh=mesh,
         platform=platform_of(mesh),
         max_grad_norm=max_grad_norm,
+        compiler_options=compiler_options,
     )
 
 
@@ -109,6 +114,7 @@ class TrainStep:
         mesh: Mesh | AbstractMesh,
         platform: str,
         max_grad_norm: float | None,
+        compiler_options: Mapping[str, Any] | None,
     ) -> None:
         self.model, self.layout, self.rules, self.mesh = model, layout, rules, mesh
         self.platform = platform
@@ -125,25 +131,28 @@ class TrainStep:
         )
         self.batch_sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
         self._init = born_sharded(
-            lambda seed: initial_state(model, optimizer, seed), self.shardings
+            lambda seed: initial_state(model, optimizer, seed),
+            self.shardings,
+            compiler_options=compiler_options,
         )
+        jit = functools.partial(jax.jit, compiler_options=compiler_options)
         metrics_sharding = NamedSharding(mesh, PartitionSpec())
-        self._step = jax.jit(
+        self._step = jit(
             self._update,
             in_shardings=(self.shardings, self.batch_sharding),
             out_shardings=(self.shardings, metrics_sharding),
             donate_argnums=0,
         )
-        self._gradients = jax.jit(
+        self._gradients = jit(
             self._program.loss_and_gradients,
             out_shardings=(metrics_sharding, metrics_sharding, param_shardings),
         )
-        self._evaluate = jax.jit(
+        self._evaluate = jit(
             self._program.loss_sums,
             in_shardings=(param_shardings, self.batch_sharding),
             out_shardings=metrics_sharding,
         )
-        self._logits = jax.jit(
+        self._logits = jit(
             self._program.logits,
             in_shardings=(param_shardings, self.batch_sharding),
             out_shardings=self.batch_sharding,

@@ -1,0 +1,166 @@
+"""Compares random layouts with the single-device program."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import json
+import shlex
+import sys
+import time
+from dataclasses import asdict
+from typing import Any
+
+import jax
+
+from meshpar.cli.parsing import (
+    OneLineParser,
+    add_model_arguments,
+    model_of,
+    positive,
+)
+from meshpar.emulate import emulate
+from meshpar.errors import InputError
+from meshpar.model import Model
+from meshpar.testing.batches import MASKS
+from meshpar.testing.equivalence import case_of, run_cases
+from meshpar.testing.layout_cases import (
+    DEFAULT_DEVICES,
+    MODELS,
+    Case,
+    Choices,
+    draw_cases,
+)
+from meshpar.testing.report import Report, Result
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds this subcommand's options."""
+    add_model_arguments(parser)
+    add = parser.add_argument
+    add("--num", type=positive, default=8, metavar="N", help="layouts to draw")
+    add("--seed", type=int, default=0, metavar="S", help="of all that is drawn")
+    add(
+        "--layout",
+        action="append",
+        metavar="LINE",
+        help="check this layout, and draw none; may be repeated",
+    )
+    add("--global-batch", type=positive, metavar="N", help="sequences in a step")
+    add("--seq", type=positive, metavar="N", help="tokens of one")
+    add("--mask", choices=MASKS, help="which tokens count (drawn, or full)")
+    add(
+        "--devices",
+        type=int,
+        default=DEFAULT_DEVICES,
+        metavar="N",
+        help="virtual CPU devices; 0: real ones (default: %(default)s)",
+    )
+    add("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints a line for each layout; 1 if one differs from one device."""
+    start = time.perf_counter()
+    if args.seed < 0:
+        raise InputError(f"--seed {args.seed}: must be at least 0")
+    if args.devices:
+        try:
+            emulate(args.devices)
+        except RuntimeError as error:
+            raise InputError(str(error)) from error
+    choices, devices = _choices(args), jax.devices()
+    cases = _cases(args, choices, devices)
+    log = sys.stderr if args.json else sys.stdout
+    number = itertools.count(1)
+
+    def announce(case: Case) -> None:
+        print(f"[{next(number)}/{len(cases)}] {case.command}", file=log, flush=True)
+
+    def tell(result: Result) -> None:
+        print(f"    {result.summary}", file=log, flush=True)
+
+    report = run_cases(cases, choices, devices, on_case=announce, on_result=tell)
+    seconds = time.perf_counter() - start
+    if args.json:
+        print(json.dumps(_as_json(report, args.seed, seconds)))
+    else:
+        _print_end(report, seconds)
+    return 0 if report.ok else 1
+
+
+def _cases(
+    args: argparse.Namespace, choices: Choices, devices: list[jax.Device]
+) -> list[Case]:
+    if not args.layout:
+        return draw_cases(args.num, args.seed, choices, devices)
+    mask, seed = args.mask or "full", args.seed
+    return [
+        case_of(line, choices, devices, mask=mask, seed=seed) for line in args.layout
+    ]
+
+
+def _choices(args: argparse.Namespace) -> Choices:
+    return Choices(
+        models=_model_texts(args),
+        build=_build,
+        global_batch=args.global_batch,
+        seq=args.seq,
+        masks=tuple(MASKS) if args.mask is None else (args.mask,),
+    )
+
+
+def _model_texts(args: argparse.Namespace) -> tuple[str, ...]:
+    """The options that choose a model, as given; several models where none are."""
+    words: list[str] = []
+    default = _model_parser().get_default("model_from")
+    if args.model_from != default:
+        words += ["--model-from", args.model_from]
+    if args.preset:
+        words += ["--preset", args.preset]
+    if args.model:
+        words += ["--model", args.model]
+    return (shlex.join(words),) if words else MODELS
+
+
+@functools.cache
+def _build(text: str) -> Model:
+    return model_of(_model_parser().parse_args(shlex.split(text)))
+
+
+def _model_parser() -> argparse.ArgumentParser:
+    parser = OneLineParser(prog="meshpar fuzz")
+    add_model_arguments(parser)
+    return parser
+
+
+def _print_end(report: Report, seconds: float) -> None:
+    agree = sum(result.ok for result in report.results)
+    print(f"{agree} of {len(report.results)} layouts agree, {seconds:.0f} s")
+    for precision in ("fp32", "bf16"):
+        for worst in report.worst(precision).values():
+            print(f"    {precision}: worst {worst}")
+    if report.smallest is not None:
+        print(f"smallest failing case: {report.smallest.explain()}")
+
+
+def _as_json(report: Report, seed: int, seconds: float) -> dict[str, Any]:
+    return {
+        "seed": seed,
+        "agree": report.ok,
+        "cases": [_result_json(result) for result in report.results],
+        "smallest": None if report.ok else _result_json(report.smallest),
+        "seconds": seconds,
+    }
+
+
+def _result_json(result: Result) -> dict[str, Any]:
+    return {
+        "layout": str(result.case.layout),
+        "command": result.case.command,
+        "agrees": result.ok,
+        "failure": result.failure,
+        "worst": [asdict(worst) for worst in result.worst.values()],
+        "seconds": result.seconds,
+    }

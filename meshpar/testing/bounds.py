@@ -1,0 +1,117 @@
+"""How far a layout's numbers may lie from those of one device, and why.
+
+fp32: a fixed relative error, `FP32_BOUND`. The orders of summation differ between
+layouts, which moves results by a few units of roundoff (6e-8 each); a wrong or missing
+term moves them by orders of magnitude more.
+
+bf16: a bound that grows with the roundings that a result went through. After n
+roundings, each a factor 1 + d with |d| <= u and, for distinct roundings, independent d
+of mean zero, the product of the factors is 1 + t with
+
+    |t| <= gamma(n) = exp(L sqrt(n) u + n u^2 / (1 - u)) - 1
+
+with a probability of at least 1 - 2 exp(-L^2 (1 - u)^2 / 2): Higham and Mary 2019, "A
+new approach to probabilistic rounding error analysis", SIAM J. Sci. Comput. 41(5),
+theorem 2.4. Here
+
+    u  unit roundoff of bf16, 2^-8
+    L  `CONFIDENCE`, 2
+    n  the longest chain of roundings from the parameters to the result, counted in the
+       program itself (`rounding_chains`): it grows linearly with depth, gamma with its
+       square root
+
+The root mean square of t is at most sqrt(n) u to first order, which is L = 1, for the
+variance of each d is at most u^2; and the relative Frobenius error of a tensor is a
+root mean square over its values. L = 2 leaves room for tensors of few values.
+
+The theorem is about products of factors. Where terms of both signs are added, the sum
+shrinks by cancellation, and with independent signs so do the errors; that they shrink
+alike is the heuristic in the bound. Every report has the largest error beside it:
+measured over 120 drawn cases, the errors use at most MEASURED of it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend import core
+
+FP32_BOUND = 1e-5
+CONFIDENCE = 2.0
+UNIT_ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-8}
+
+_BF16 = jnp.dtype(jnp.bfloat16)
+
+# Primitives whose results are values that they were given, so that nothing is rounded.
+_EXACT = {
+    *("broadcast_in_dim", "concatenate", "copy", "dynamic_slice", "expand_dims"),
+    *("dynamic_update_slice", "gather", "max", "min", "neg", "pad", "reduce_max"),
+    *("reshape", "rev", "select_n", "slice", "squeeze", "stop_gradient", "transpose"),
+    *("optimization_barrier", "name", "sharding_constraint"),
+}
+_SUMS = {"dot_general", "reduce_sum", "cumsum", "scatter-add"}
+
+
+def bf16_bound(num_roundings: int) -> float:
+    """Largest relative error after a chain of bf16 roundings, gamma above.
+
+    Example:
+        >>> round(bf16_bound(1), 4), round(bf16_bound(100), 4)
+        (0.0079, 0.0829)
+    """
+    unit = UNIT_ROUNDOFF["bf16"]
+    chain = CONFIDENCE * math.sqrt(num_roundings) * unit
+    return math.expm1(chain + num_roundings * unit**2 / (1 - unit))
+
+
+def rounding_chains(program: core.ClosedJaxpr, *, sum_parts: int = 1) -> list[int]:
+    """For each result, the most bf16 roundings that lie between it and the arguments.
+
+    Every bf16 result of arithmetic counts one, a loop as often as it runs. A sum counts
+    `sum_parts`, for its parts may be rounded and added one after another. What a called
+    function does counts for each of its results: never too few.
+
+    Args:
+        program: Of one device, from `jax.make_jaxpr`.
+        sum_parts: Devices that one sum may be split over.
+
+    Example:
+        >>> import jax
+        >>> program = jax.make_jaxpr(lambda x: (x * x + x, x.astype(jnp.float32)))
+        >>> rounding_chains(program(jnp.ones(3, jnp.bfloat16)))
+        [2, 0]
+    """
+    return _chains(program.jaxpr, sum_parts)
+
+
+def _chains(jaxpr: core.Jaxpr, sum_parts: int) -> list[int]:
+    length: dict[Any, int] = {}
+
+    def so_far(variables: list) -> int:
+        known = [v for v in variables if not isinstance(v, core.Literal)]
+        return max((length.get(variable, 0) for variable in known), default=0)
+
+    for equation in jaxpr.eqns:
+        before = so_far(equation.invars)
+        inside = _inside(equation, sum_parts)
+        for variable in equation.outvars:
+            own = 0 if inside else _roundings(equation, variable, sum_parts)
+            length[variable] = before + inside + own
+    return [so_far([variable]) for variable in jaxpr.outvars]
+
+
+def _inside(equation: core.JaxprEqn, sum_parts: int) -> int:
+    inner = [
+        max(_chains(jaxpr, sum_parts), default=0)
+        for jaxpr in core.jaxprs_in_params(equation.params)
+    ]
+    return max(inner, default=0) * equation.params.get("length", 1)
+
+
+def _roundings(equation: core.JaxprEqn, variable: Any, sum_parts: int) -> int:
+    name = equation.primitive.name
+    if getattr(variable.aval, "dtype", None) != _BF16 or name in _EXACT:
+        return 0
+    return sum_parts if name in _SUMS else 1

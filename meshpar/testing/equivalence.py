@@ -1,0 +1,263 @@
+"""Layout equivalence: every layout's numbers against those of one device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshpar import MESH_AXES, Layout, Model, Rules, TrainStep, make_train_step
+from meshpar.errors import InputError
+from meshpar.testing.batches import Arrays, random_batch, steps_of, vocab_of
+from meshpar.testing.comparison import Deviation, copies, deviations
+from meshpar.testing.layout_cases import Case, Choices, draw_cases, refusal
+from meshpar.testing.quick_compile import quick_compile_options
+from meshpar.testing.reference import (
+    NUM_STEPS,
+    Values,
+    bf16_chains,
+    gradients_in,
+    optimizer_of,
+    single_device,
+)
+from meshpar.testing.report import Report, Result
+from meshpar.testing.shrink import shrink
+
+DEFAULT_SEQ = 16
+DEFAULT_BATCH = 8
+
+
+def check_layouts(
+    model: Model,
+    batch: Mapping[str, Any] | None = None,
+    layouts: Sequence[Layout | str] | None = None,
+    *,
+    num: int = 8,
+    seed: int = 0,
+    rules: Rules | None = None,
+    num_devices: int | None = None,
+) -> Report:
+    """Asserts that layouts train the same model as one device does.
+
+    Compares, per array, initial parameters (bitwise), loss, gradients, global gradient
+    norm, and the parameters after three optimizer steps, with a single-device program
+    that shares no code with the training step; and whether the devices' copies of an
+    array are equal. Bounds: `meshpar.testing.bounds`.
+
+    Args:
+        model: Any model; a small one, for every layout is compiled (seconds each).
+        batch: `tokens`, `targets`, `weights` and what else the model reads, each with
+            the example first; random tokens of several shapes when absent, which needs
+            a parameter with a `vocab` dim.
+        layouts: What to check, or cases as a report prints them; `num` random valid
+            layouts when absent.
+        num: How many to draw, of all mesh axes and options that are built.
+        seed: Of the drawn layouts, masks, batches and initial values.
+        rules: Logical axis -> mesh axes; what each layout asks for when absent.
+        num_devices: Devices to use; all of JAX's by default.
+
+    Returns:
+        The report: every case with its largest errors.
+
+    Raises:
+        AssertionError: A layout differs; the message has the table of all cases, and
+            the smallest case that still fails.
+        InputError: A layout that the library refuses, or none can be drawn.
+
+    Example:
+        >>> from models.presets import build
+        >>> report = check_layouts(build("test"), layouts=["data=2,tensor=2"])
+        >>> report.ok
+        True
+    """
+    devices = _first_devices(num_devices)
+    arrays = None if batch is None else {k: np.asarray(v) for k, v in batch.items()}
+    choices = Choices(
+        models=("",),
+        build=lambda _: model,
+        global_batch=None if arrays is None else _shape(arrays)[0],
+        seq=None if arrays is None else _shape(arrays)[1],
+        rules=rules,
+    )
+    if batch is None:
+        vocab_of(model)
+    if layouts is None:
+        cases = draw_cases(num, seed, choices, devices)
+    else:
+        cases = [case_of(layout, choices, devices, seed=seed) for layout in layouts]
+    report = run_cases(cases, choices, devices, batch=arrays)
+    if not report.ok:
+        raise AssertionError(str(report))
+    return report
+
+
+def case_of(
+    layout: Layout | str,
+    choices: Choices,
+    devices: Sequence[jax.Device],
+    *,
+    mask: str = "full",
+    seed: int = 0,
+) -> Case:
+    """The case of one given layout, on the first of the models, or of a case's line.
+
+    Raises:
+        InputError: The layout cannot be read, needs more devices, or does not suit the
+            model or the batch.
+    """
+    if isinstance(layout, str) and layout.startswith("--"):
+        case = Case.parse(layout)
+        _fitting(case.layout, len(devices))
+    else:
+        layout = Layout.parse(layout) if isinstance(layout, str) else layout
+        layout = _fitting(layout, len(devices))
+        shards = layout.batch_shards * layout.microbatches
+        case = Case(
+            layout=layout,
+            model=choices.models[0],
+            global_batch=choices.global_batch or -(-DEFAULT_BATCH // shards) * shards,
+            seq=choices.seq or DEFAULT_SEQ,
+            mask=mask,
+            seed=seed,
+        )
+    refused = refusal(case, choices)
+    if refused is not None:
+        raise InputError(f"layout {str(case.layout)!r}: {refused}")
+    _make_step(case, choices, devices, learning_rate=0.0)  # refuses what is not built
+    return case
+
+
+def run_cases(
+    cases: Sequence[Case],
+    choices: Choices,
+    devices: Sequence[jax.Device],
+    *,
+    batch: Arrays | None = None,
+    on_case: Callable[[Case], None] = lambda _: None,
+    on_result: Callable[[Result], None] = lambda _: None,
+) -> Report:
+    """Runs every case, and shrinks the first that fails.
+
+    Args:
+        cases: What to run.
+        choices: What they were drawn from.
+        devices: Devices to use.
+        batch: The caller's batch; random tokens when absent.
+        on_case: Called with every case before it runs: XLA's aborts are no exceptions.
+        on_result: Called with every result as it comes.
+    """
+
+    def run(case: Case) -> Result:
+        return _run_case(case, choices, devices, batch)
+
+    results = []
+    for case in cases:
+        on_case(case)
+        results.append(run(case))
+        on_result(results[-1])
+    failed = [result for result in results if not result.ok]
+    smallest = None
+    if failed:
+        smallest = shrink(failed[0], run, choices)
+    return Report(results=tuple(results), smallest=smallest)
+
+
+def _run_case(
+    case: Case,
+    choices: Choices,
+    devices: Sequence[jax.Device],
+    batch: Arrays | None,
+) -> Result:
+    start = time.perf_counter()
+    found, failure = [], ""
+    try:
+        found = _compare(case, choices, devices, batch)
+    except Exception as error:  # whatever stops a valid case is a failure of it
+        failure = f"{type(error).__name__}: {error}"
+    seconds = time.perf_counter() - start
+    return Result(case=case, deviations=tuple(found), failure=failure, seconds=seconds)
+
+
+def _compare(
+    case: Case, choices: Choices, devices: Sequence[jax.Device], batch: Arrays | None
+) -> list[Deviation]:
+    model = choices.build(case.model)
+    if batch is None:
+        vocab = vocab_of(model)
+        batch = random_batch(vocab, case.global_batch, case.seq, case.seed)
+    batches = steps_of(batch, case.mask, case.seed, NUM_STEPS)
+    options = quick_compile_options(devices[0].platform)
+    reference = single_device(model, batches, case.seed, options)
+    step = _make_step(case, choices, devices, reference.learning_rate)
+    found, unequal = _laid_out(step, batches, case.seed)
+    chains = None
+    if case.layout.precision == "bf16":
+        chains = bf16_chains(model, batch, sum_parts=case.layout.tensor)
+    return [*deviations(found, reference.values, chains), *unequal]
+
+
+def _make_step(
+    case: Case,
+    choices: Choices,
+    devices: Sequence[jax.Device],
+    learning_rate: float,
+) -> TrainStep:
+    return make_train_step(
+        choices.build(case.model),
+        optimizer_of(learning_rate),
+        case.layout,
+        rules=choices.rules,
+        devices=devices[: case.layout.num_devices],
+        compiler_options=quick_compile_options(devices[0].platform),
+    )
+
+
+def _laid_out(
+    step: TrainStep, batches: Sequence[Arrays], seed: int
+) -> tuple[Values, list[Deviation]]:
+    state = step.init(seed)
+    initial = jax.device_get(state.params)
+    state, metrics = step(state, batches[0])
+    gradients = jax.device_get(gradients_in(state.opt_state))
+    for batch in batches[1:]:
+        state, _ = step(state, batch)
+    found = Values(
+        initial=initial,
+        loss=jax.device_get(metrics["loss"]),
+        grad_norm=jax.device_get(metrics["grad_norm"]),
+        gradients=gradients,
+        parameters=jax.device_get(state.params),
+    )
+    return found, copies(state.params)
+
+
+def _fitting(layout: Layout, num_devices: int) -> Layout:
+    if -1 in (getattr(layout, axis) for axis in MESH_AXES):
+        return layout.resolve(num_devices)
+    if layout.num_devices > num_devices:
+        raise InputError(
+            f"layout {str(layout)!r} needs {layout.num_devices} devices, but there are "
+            f"{num_devices}; use fewer, or emulate more"
+        )
+    return layout
+
+
+def _first_devices(num_devices: int | None) -> list[jax.Device]:
+    devices = jax.devices()
+    if num_devices is not None and num_devices > len(devices):
+        raise InputError(
+            f"num_devices={num_devices}, but there are {len(devices)}; emulate more "
+            "or use fewer"
+        )
+    return devices[:num_devices]
+
+
+def _shape(batch: Arrays) -> tuple[int, int]:
+    if "tokens" not in batch or batch["tokens"].ndim != 2:
+        raise InputError(
+            "batch has no 'tokens' of (examples, seq); every model's batch has them"
+        )
+    return batch["tokens"].shape

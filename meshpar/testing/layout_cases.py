@@ -1,0 +1,210 @@
+"""Cases: a layout, a model and a batch to compare with the single-device program.
+
+Whether a layout suits a model and a batch is asked of the library (`lint`).
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from meshpar import Layout, Model, Rules, default_rules, lint
+from meshpar.errors import InputError
+from meshpar.layout import nearest
+from meshpar.sharding import model_specs
+from meshpar.testing.batches import MASKS
+from meshpar.testing.layout_draws import (
+    built_values,
+    draw_layout,
+    draw_split_axes,
+    pick,
+)
+
+MODELS = tuple(
+    f"--model layers={sizes}"
+    for sizes in (
+        "2,gated=true,hidden=32,heads=4,kv_heads=2,ffn=64,vocab=64,tied=true",
+        "1,gated=true,hidden=32,heads=8,kv_heads=8,ffn=64,vocab=64,tied=false",
+        "3,gated=true,hidden=48,heads=6,kv_heads=3,ffn=96,vocab=72,qk_norm=true",
+        "2,gated=true,hidden=40,heads=5,kv_heads=5,ffn=60,vocab=70,qkv_bias=true",
+        "2,hidden=32,heads=4,vocab=64,max_seq=16,dropout=0.2",
+    )
+)
+"""Small models in the command line's words, for `models.presets:build`: a tied and
+untied head, grouped heads, biases, norms, dropout, and sizes that 3 or 5 divides."""
+
+SEQS = (8, 12, 16)
+LARGEST_BATCH = 16  # examples
+_TRIES = 20  # sizes for one choice of mesh axes to split
+DEFAULT_DEVICES = 8  # of `meshpar fuzz`
+COSTS_ONLY = ("dead", "idle", "replicated")
+"""Findings of the lint that cost time or memory and change no number."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One comparison with the single-device program: all that it depends on.
+
+    Args:
+        layout: The layout, every mesh axis with its size.
+        model: Options of the command line that build the model; empty where the model
+            is an object of the caller's.
+        global_batch: Examples in a step.
+        seq: Tokens of an example.
+        mask: Which tokens count (`batches.MASKS`).
+        seed: Of initial values, dropout and the batch.
+
+    Raises:
+        InputError: There is no such mask.
+    """
+
+    layout: Layout
+    model: str = ""
+    global_batch: int
+    seq: int
+    mask: str = "full"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.mask not in MASKS:
+            raise InputError(f"no mask {self.mask!r}; {nearest(self.mask, MASKS)}")
+
+    @classmethod
+    def parse(cls, text: str) -> Case:
+        """The case that `str` printed.
+
+        Example:
+            >>> line = "--layout data=2 --global-batch 8 --seq 4 --mask full --seed 0"
+            >>> str(Case.parse(line)) == line
+            True
+
+        Raises:
+            InputError: The text is no such line.
+        """
+        words = shlex.split(text)
+        options = dict(zip(words[::2], words[1::2], strict=False))
+        try:
+            return cls(
+                layout=Layout.parse(options.pop("--layout")),
+                global_batch=int(options.pop("--global-batch")),
+                seq=int(options.pop("--seq")),
+                mask=options.pop("--mask"),
+                seed=int(options.pop("--seed")),
+                model=shlex.join(word for pair in options.items() for word in pair),
+            )
+        except KeyError as error:
+            raise InputError(
+                f"case {text!r} has no {error}; give the line as a report prints it"
+            ) from error
+
+    def __str__(self) -> str:
+        return (
+            f"{self.model} --layout {self.layout} --global-batch {self.global_batch} "
+            f"--seq {self.seq} --mask {self.mask} --seed {self.seed}"
+        ).strip()
+
+    @property
+    def command(self) -> str:
+        """What repeats the comparison: a shell command, or a call for an object."""
+        if not self.model:
+            return f'check_layouts(model, layouts=["{self}"])'
+        devices = self.layout.num_devices
+        more = f" --devices {devices}" if devices > DEFAULT_DEVICES else ""
+        return f"meshpar fuzz {self}{more}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """What cases are drawn from beside layouts.
+
+    Args:
+        models: Texts that `build` makes models of.
+        build: Text -> model; remembers what it built.
+        global_batch, seq: Sizes of the batch; None to draw them.
+        masks: Names in `batches.MASKS`.
+        rules: Logical axis -> mesh axes; `default_rules(layout)` when absent.
+    """
+
+    models: tuple[str, ...]
+    build: Callable[[str], Model]
+    global_batch: int | None = None
+    seq: int | None = None
+    masks: tuple[str, ...] = tuple(MASKS)
+    rules: Rules | None = None
+
+
+def draw_cases(
+    num: int, seed: int, choices: Choices, devices: Sequence[jax.Device]
+) -> list[Case]:
+    """`num` different valid cases, a function of the arguments alone.
+
+    Raises:
+        InputError: So many cannot be found; the last refusal is in the message.
+    """
+    rng = np.random.default_rng(seed)
+    built = built_values(choices.build(choices.models[0]), devices)
+    cases: dict[Case, None] = {}
+    for _ in range(20 * num):
+        case, refused = _draw_case(rng, built, len(devices), choices)
+        if refused is None:
+            cases[case] = None
+        if len(cases) == num:
+            return list(cases)
+    raise InputError(
+        f"only {len(cases)} different layouts of {num} could be drawn; the last one "
+        f"was {case} and " + (f"was refused: {refused}" if refused else "is no new one")
+    )
+
+
+def refusal(case: Case, choices: Choices) -> str | None:
+    """Why the library does not take a case; None if it does."""
+    model = choices.build(case.model)
+    try:
+        rules = choices.rules or default_rules(case.layout)
+        model_specs(model, case.layout.mesh_shape, rules)  # the lint, without a trace
+        report = lint(
+            model,
+            case.layout,
+            rules,
+            global_batch=case.global_batch,
+            seq=case.seq,
+        )
+    except ValueError as error:
+        return str(error)
+    errors = (finding for finding in report.findings if finding.kind not in COSTS_ONLY)
+    return next((finding.message for finding in errors), None)
+
+
+def _draw_case(
+    rng: np.random.Generator,
+    built: dict[str, tuple],
+    num_devices: int,
+    choices: Choices,
+) -> tuple[Case, str | None]:
+    """A case, and why it is refused if it is.
+
+    Which model and which mesh axes to split is drawn once, so that those which rarely
+    suit each other are not rare for it.
+    """
+    model = pick(rng, choices.models)
+    split = draw_split_axes(rng, built, num_devices)
+    for _ in range(_TRIES):
+        layout = draw_layout(rng, built, num_devices, split)
+        shards = layout.batch_shards * layout.microbatches
+        multiples = range(1, max(1, min(3, LARGEST_BATCH // shards)) + 1)
+        case = Case(
+            layout=layout,
+            model=model,
+            global_batch=choices.global_batch or shards * pick(rng, multiples),
+            seq=choices.seq or pick(rng, SEQS),
+            mask=pick(rng, choices.masks),
+            seed=int(rng.integers(1000)),
+        )
+        refused = refusal(case, choices)
+        if refused is None:
+            break
+    return case, refused

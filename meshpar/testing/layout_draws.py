@@ -1,0 +1,128 @@
+"""Random layouts: the table of what each field may be.
+
+What a field of `Layout` is drawn from stands in `DRAWS`, one line each; which of its
+values are built is asked of `make_train_step`, never decided here. So a new mesh axis
+or schedule joins as soon as the library takes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from meshpar import MESH_AXES, Layout, Model, RuleError, make_train_step
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What a field of `Layout` is drawn from.
+
+    Args:
+        values: Its values; one that stands there twice is drawn twice as often.
+        beside: The mesh axis that must be split for the field to mean anything.
+    """
+
+    values: tuple
+    beside: str | None = None
+
+
+_SIZES = Draw((1, 2, 2, 2, 3, 4, 4, 5, 6, 7, 8))  # of an axis that is split: not 1
+
+DRAWS: dict[str, Draw] = {
+    **dict.fromkeys(MESH_AXES, _SIZES),
+    "microbatches": Draw((1, 2, 3, 4)),
+    "schedule": Draw(
+        (
+            *("1f1b", "gpipe", "interleaved_1f1b", "looped_bfs", "zero_bubble_h1"),
+            *("zero_bubble_h2", "zero_bubble_v", "v_half", "v_min", "dualpipe_v"),
+        ),
+        beside="stage",
+    ),
+    "chunks": Draw((1, 2), beside="stage"),
+    "splits": Draw(((),), beside="stage"),
+    "execution": Draw(("uniform", "divergent"), beside="stage"),
+    "zero": Draw((3, 3, 0, 1, 2), beside="fsdp"),
+    "sequence_parallel": Draw((False, True), beside="tensor"),
+    "attention": Draw(("ring", "allgather", "ulysses"), beside="context"),
+    "remat": Draw(("none", "none", "selective", "full", "dots")),
+    "precision": Draw(("fp32", "fp32", "bf16")),
+}
+
+
+def built_values(model: Model, devices: Sequence[jax.Device]) -> dict[str, tuple]:
+    """The values of each field that the training step takes, each tried by itself."""
+    built: dict[str, tuple] = {}
+    for name, draw in DRAWS.items():
+        if draw.beside is not None and len(set(built[draw.beside])) == 1:
+            built[name] = (getattr(Layout(), name),)
+            continue
+        takes = {
+            value: _is_built(name, value, draw.beside, model, devices)
+            for value in (dict.fromkeys(draw.values) if name not in MESH_AXES else [2])
+        }
+        built[name] = tuple(
+            value
+            for value in draw.values
+            if takes.get(value, takes.get(2)) or value == getattr(Layout(), name)
+        )
+    return built
+
+
+def _is_built(
+    name: str,
+    value: object,
+    beside: str | None,
+    model: Model,
+    devices: Sequence[jax.Device],
+) -> bool:
+    layout = Layout(**{name: value}, **({beside: 2} if beside else {}))
+    if layout.num_devices > len(devices):
+        return False
+    used = devices[: layout.num_devices]
+    try:
+        make_train_step(model, optax.sgd(1.0), layout, devices=used)
+    except RuleError:  # this model does not suit it, another may
+        return True
+    except ValueError:
+        return False
+    return True
+
+
+def draw_split_axes(
+    rng: np.random.Generator, built: dict[str, tuple], num_devices: int
+) -> list[str]:
+    """Mesh axes to split, any number that the devices allow, at least one."""
+    can_split = [axis for axis in MESH_AXES if len(set(built[axis])) > 1]
+    most = min(len(can_split), num_devices.bit_length() - 1)
+    number = int(rng.integers(1, most + 1)) if most else 0
+    return [str(axis) for axis in rng.permutation(can_split)[:number]]
+
+
+def draw_layout(
+    rng: np.random.Generator,
+    built: dict[str, tuple],
+    num_devices: int,
+    split: list[str],
+) -> Layout:
+    """A layout with the axes `split` split, valid in itself; no model is asked."""
+    values: dict[str, Any] = {}
+    for position, axis in enumerate(split):
+        num_devices_left = num_devices >> (len(split) - 1 - position)
+        sizes = [size for size in built[axis] if 1 < size <= num_devices_left]
+        values[axis] = pick(rng, sizes)
+        num_devices //= values[axis]
+    for name, draw in DRAWS.items():
+        means_something = draw.beside is None or values.get(draw.beside, 1) > 1
+        if name not in MESH_AXES and means_something:
+            values[name] = pick(rng, built[name])
+    return Layout(**values)
+
+
+def pick(rng: np.random.Generator, values: Sequence) -> Any:
+    """One of the values, each as likely."""
+    return values[int(rng.integers(len(values)))]

@@ -1,0 +1,219 @@
+"""Layouts against the single-device program: what agrees, and what is found if not."""
+
+import re
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from meshpar import from_nnx
+from meshpar.testing import check_layouts
+from meshpar.testing.batches import MASKS, random_batch, steps_of
+from meshpar.testing.bounds import bf16_bound
+from meshpar.testing.comparison import copies, deviations
+from meshpar.testing.reference import Values, bf16_chains
+from models.presets import build
+from tests.test_nnx_model import Block, Ends
+
+README = Path(__file__).parents[1] / "README.md"
+CASE = "--layout data=2 --global-batch {} --seq 4 --mask {} --seed 0"
+QUANTITIES = ["initial", "loss", "grad_norm", "gradients", "parameters", "copies"]
+
+
+def values(gradients, *, loss=1.0):
+    """Values whose trees are all `gradients`."""
+    gradients = {name: np.float32(value) for name, value in gradients.items()}
+    return Values(
+        initial=gradients,
+        loss=np.float32(loss),
+        grad_norm=np.float32(1.0),
+        gradients=gradients,
+        parameters=gradients,
+    )
+
+
+def gradient_errors(found, wanted):
+    compared = deviations(values(found), values(wanted), None)
+    return {d.path: d for d in compared if d.quantity == "gradients"}
+
+
+# What agrees.
+
+
+def test_drawn_layouts_train_the_model_of_one_device():
+    report = check_layouts(build("test"), num=3, seed=1)
+    assert report.ok
+    assert len(report.results) == 3
+    for result in report.results:
+        assert list(result.worst) == QUANTITIES
+
+
+def test_the_test_file_of_the_readme_passes():
+    (code,) = re.findall(
+        r"```python\n(import numpy.*?)```", README.read_text(), re.DOTALL
+    )
+    assert len([line for line in code.splitlines() if line]) <= 26
+    names = {}
+    exec(code, names)
+    names["test_every_layout_trains_the_same_model"]()
+
+
+def test_a_given_batch_and_its_other_arrays_are_used():
+    batch = random_batch(64, 4, 8, seed=0)
+    batch["positions"] = np.tile(np.arange(8, dtype=np.int32)[::-1], (4, 1))
+    (result,) = check_layouts(build("test"), batch, ["data=2,fsdp=2"]).results
+    assert (result.case.global_batch, result.case.seq) == (4, 8)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_every_mask_leaves_something_to_learn_in_every_step(mask):
+    batch = random_batch(64, 4, 8, seed=0)
+    first, second, _ = steps_of(batch, mask, seed=5, num_steps=3)
+    assert first["weights"].any()
+    assert second["weights"].any()
+    assert not np.array_equal(first["tokens"], second["tokens"])
+
+
+def test_the_mask_of_empty_rows_has_them():
+    (batch,) = steps_of(random_batch(64, 8, 8, seed=0), "empty_rows", 0, 1)
+    assert (batch["weights"].sum(axis=1) == 0).sum() >= 4
+
+
+# Errors and their bounds.
+
+
+def test_an_error_is_relative_to_the_array_it_is_in():
+    errors = gradient_errors({"a": [1.0, 2.0], "b": [1.0]}, {"a": [1, 2], "b": [2]})
+    assert errors["a"].ok
+    assert not errors["b"].ok
+    assert errors["b"].error == pytest.approx(0.5)
+
+
+def test_an_array_below_the_rounding_of_all_is_measured_against_all():
+    wanted = {"large": np.ones(100), "zero": np.zeros(3)}
+    rounding = {"large": np.ones(100), "zero": np.full(3, 1e-8)}
+    wrong = {"large": np.ones(100), "zero": np.full(3, 1e-4)}
+    assert gradient_errors(rounding, wanted)["zero"].ok
+    assert not gradient_errors(wrong, wanted)["zero"].ok
+
+
+def test_nan_is_never_within_a_bound():
+    assert not gradient_errors({"a": [np.nan]}, {"a": [1.0]})["a"].ok
+
+
+def test_initial_parameters_must_be_equal_to_the_bit():
+    found = deviations(values({"a": [1 + 2**-23]}), values({"a": [1.0]}), None)
+    assert {d.quantity: d.ok for d in found} == {
+        "initial": False,
+        "loss": True,
+        "grad_norm": True,
+        "gradients": True,
+        "parameters": True,
+    }
+
+
+def test_copies_that_differ_between_devices_are_found():
+    devices = jax.devices()[:2]
+    sharding = NamedSharding(Mesh(devices, "data"), PartitionSpec())
+    for second, error in ((1.0, 0.0), (2.0, 1.0)):
+        parts = [
+            jax.device_put(np.float32([value]), device)
+            for value, device in zip((1.0, second), devices, strict=True)
+        ]
+        array = jax.make_array_from_single_device_arrays((1,), sharding, parts)
+        assert [d.error for d in copies({"a": array})] == [error]
+
+
+def test_the_bf16_bound_grows_with_the_square_root_of_the_depth():
+    batch = random_batch(64, 2, 8, seed=0)
+    chains = {
+        layers: max(bf16_chains(build("test", layers=layers), batch)[1])
+        for layers in (2, 4, 6)
+    }
+    per_layer = chains[4] - chains[2]
+    assert per_layer > 20
+    assert chains[6] - chains[4] == per_layer
+    assert bf16_bound(4 * 50) == pytest.approx(2 * bf16_bound(50), rel=0.1)
+
+
+def test_sums_that_are_split_may_round_more_often():
+    model, batch = build("test"), random_batch(64, 2, 8, seed=0)
+    whole, split = (bf16_chains(model, batch, sum_parts=parts) for parts in (1, 4))
+    assert split[0] > whole[0]
+    assert max(split[1]) > max(whole[1])
+
+
+def test_measured_bf16_errors_are_within_the_bound_and_far_above_fp32():
+    report = check_layouts(build("test"), layouts=["data=2,tensor=2,precision=bf16"])
+    worst = report.worst("bf16")["gradients"]
+    assert 1e-4 < worst.error < worst.bound < 0.1
+
+
+# What differs is found.
+
+
+@pytest.fixture
+def gradients_times(monkeypatch):
+    """`gradients_times(factor)`: every step's reduced gradients, one of them wrong."""
+
+    def plant(factor):
+        from meshpar.parallel import program
+
+        reduce = program.reduce_gradients
+
+        def planted(stored, gradients, *args, **options):
+            reduced = reduce(stored, gradients, *args, **options)
+            return {**reduced, "token_embed": reduced["token_embed"] * factor}
+
+        monkeypatch.setattr(program, "reduce_gradients", planted)
+
+    return plant
+
+
+@pytest.mark.parametrize(
+    "line, factor", [("data=1", 1.0001), ("data=1,precision=bf16", 0.8)]
+)
+def test_one_gradient_that_is_a_little_wrong_is_found(gradients_times, line, factor):
+    gradients_times(factor)
+    with pytest.raises(AssertionError) as failure:
+        check_layouts(build("test", layers=1), layouts=[line])
+    message = str(failure.value)
+    assert "0 of 1 layouts agree" in message
+    assert "gradients of token_embed: error" in message
+    again = re.search(r'again with: check_layouts\(model, layouts=\["(.*)"\]', message)
+    with pytest.raises(AssertionError, match="gradients of token_embed"):
+        check_layouts(build("test", layers=1), layouts=[again[1]])
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    "options, match",
+    [
+        ({"layouts": ["tensor=4"]}, "layout 'tensor=4': .*'kv_heads' has size 2"),
+        ({"layouts": ["data=16"]}, "needs 16 devices, but there are 8"),
+        ({"layouts": ["--layout data=2"]}, "has no '--global-batch'; give the line"),
+        (
+            {"layouts": [CASE.format(3, "full")]},
+            "size 3, which does not divide",
+        ),
+        (
+            {"layouts": [CASE.format(2, "hole")]},
+            "no mask 'hole'; did you mean 'holes'",
+        ),
+        ({"num_devices": 9}, "num_devices=9, but there are 8"),
+        ({"batch": {"x": np.ones((2, 2))}}, "batch has no 'tokens' of"),
+    ],
+)
+def test_what_cannot_be_checked_is_refused(options, match):
+    with pytest.raises(ValueError, match=match):
+        check_layouts(build("test"), **options)
+
+
+def test_a_model_without_a_vocabulary_needs_a_batch():
+    model = from_nnx(ends=Ends, block=Block, num_layers=1)
+    with pytest.raises(ValueError, match="no 'vocab' dim, so that no batch"):
+        check_layouts(model, layouts=["data=2"])

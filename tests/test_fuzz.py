@@ -1,0 +1,160 @@
+"""`meshpar fuzz`: what it draws and prints, and a planted error found and shrunk."""
+
+import json
+from dataclasses import fields
+
+import jax
+import pytest
+
+from meshpar import Layout
+from meshpar.cli import fuzz
+from meshpar.cli.main import _parser, main
+from meshpar.layout import _CHOICES
+from meshpar.parallel import program
+from meshpar.testing.batches import MASKS
+from meshpar.testing.layout_cases import MODELS, Case, Choices, draw_cases, refusal
+from meshpar.testing.layout_draws import DRAWS
+from meshpar.testing.shrink import simpler_cases
+
+CHOICES = Choices(models=MODELS, build=fuzz._build)
+
+BUILT = {"data", "fsdp", "tensor", "sequence_parallel", "remat", "precision"}
+"""What the training step lays out: a new axis or option must be added here."""
+
+
+@pytest.fixture(scope="module")
+def drawn():
+    """Sixty cases; none is run."""
+    return draw_cases(60, 0, CHOICES, jax.devices())
+
+
+def status_of(argv):
+    """The status that the shell would see."""
+    try:
+        return main(argv)
+    except SystemExit as end:
+        return end.code
+
+
+# What is drawn.
+
+
+def test_every_field_of_a_layout_has_a_line_with_all_its_choices():
+    assert set(DRAWS) == {field.name for field in fields(Layout)}
+    for name, choices in _CHOICES.items():
+        assert set(DRAWS[name].values) == set(choices), name
+
+
+def test_everything_built_is_drawn_and_nothing_else(drawn):
+    values = {name: {getattr(case.layout, name) for case in drawn} for name in DRAWS}
+    assert {name for name, found in values.items() if len(found) > 1} == BUILT
+    for name in ("remat", "precision", "sequence_parallel"):
+        assert values[name] == set(_CHOICES[name])
+    for axis in ("data", "fsdp", "tensor"):
+        assert values[axis] >= {1, 2, 4}, axis
+    assert any(case.layout.num_devices % 2 for case in drawn)
+
+
+def test_every_model_and_mask_and_uneven_batches_are_drawn(drawn):
+    assert {case.model for case in drawn} == set(MODELS)
+    assert {case.mask for case in drawn} == set(MASKS)
+    assert any(case.global_batch % 2 for case in drawn)
+
+
+def test_what_is_drawn_depends_on_the_seed_alone(drawn):
+    again = draw_cases(5, 0, CHOICES, jax.devices())
+    other = draw_cases(5, 1, CHOICES, jax.devices())
+    assert again == drawn[:5]
+    assert not set(other) & set(again)
+
+
+def test_a_drawn_case_is_valid_and_new(drawn):
+    assert len(set(drawn)) == len(drawn)
+    assert all(refusal(case, CHOICES) is None for case in drawn[:5])
+
+
+def test_a_case_is_read_back_from_its_line_and_from_its_command(drawn):
+    assert [Case.parse(str(case)) for case in drawn] == drawn
+    for case in drawn[:8]:
+        words = case.command.split()
+        args = _parser().parse_args(words[1:])
+        assert words[0] == "meshpar"
+        choices = fuzz._choices(args)
+        assert fuzz._cases(args, choices, jax.devices()) == [case]
+
+
+def test_simpler_cases_end(drawn):
+    case, steps = drawn[0], 0
+    while simpler := [c for c in simpler_cases(case, CHOICES) if c != case]:
+        case, steps = simpler[0], steps + 1
+        assert steps < 40
+    assert str(case.layout) == "data=1"
+    assert (case.mask, case.seed, case.global_batch, case.seq) == ("full", 0, 1, 2)
+    assert "layers=1" in case.model
+
+
+# The command.
+
+
+def test_drawn_layouts_agree_and_the_status_is_0(capsys):
+    assert status_of(["fuzz", "--num", "3", "--seed", "0", "--json"]) == 0
+    captured = capsys.readouterr()
+    report = json.loads(captured.out)
+    assert report["agree"] is True
+    assert report["smallest"] is None
+    assert [case["agrees"] for case in report["cases"]] == [True] * 3
+    first = report["cases"][0]["worst"][0]
+    assert set(first) == {"quantity", "path", "error", "bound"}
+    assert captured.err.count("meshpar fuzz --model") == 3
+
+
+def test_a_missing_reduction_is_found_and_shrunk_to_two_replicas(monkeypatch, capsys):
+    def unreduced(stored, gradients, *_, **__):
+        return gradients
+
+    monkeypatch.setattr(program, "reduce_gradients", unreduced)
+    line = "data=2,tensor=2,remat=full"
+    argv = f"fuzz --layout {line} --preset test --mask holes --seq 2"
+    assert status_of(argv.split()) == 1
+    printed = capsys.readouterr().out
+    assert "0 of 1 layouts agree" in printed
+    smallest = printed[printed.index("smallest failing case") :]
+    assert smallest.startswith("smallest failing case: data=2\n")
+    assert "gradients of blocks." in smallest
+    assert (
+        "again with: meshpar fuzz --preset test --layout data=2 --global-batch 2 "
+        "--seq 2 --mask full --seed 0"
+    ) in smallest
+
+
+def test_a_layout_that_stops_is_a_failure_with_its_error(monkeypatch, capsys):
+    def stops(*_, **__):
+        raise TypeError("no such array")
+
+    monkeypatch.setattr(program, "reduce_gradients", stops)
+    argv = "fuzz --layout data=2 --preset test --seq 2 --global-batch 2"
+    assert status_of(argv.split()) == 1
+    assert "TypeError: no such array" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ("--layout data=2,tensr=2", "no key 'tensr'; did you mean 'tensor'"),
+        ("--layout tensor=4 --preset test", "'kv_heads' has size 2"),
+        ("--layout stage=2", "stage=2 is not supported"),
+        ("--layout data=16", "needs 16 devices, but there are 8"),
+        ("--layout data=2 --global-batch 3", "has size 3, which does not divide"),
+        ("--preset no-such", "no preset 'no-such'"),
+        ("--num 1 --preset llama3-8b --seq 0", "must be a whole number of at least 1"),
+        ("--seed -1", "--seed -1: must be at least 0"),
+        ("--mask half", "invalid choice: 'half'"),
+        ("--devices 3", "JAX has already started with 8"),
+    ],
+)
+def test_bad_input_ends_with_2_and_one_line(options, message, capsys):
+    assert status_of(["fuzz", *options.split()]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.out == ""
+    assert "Traceback" not in captured.err
