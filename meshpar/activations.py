@@ -56,7 +56,7 @@ def traced_activations(model: Model, examples: int, seq: int) -> list[Activation
 
     try:
         jax.eval_shape(once, ends, groups, batch)
-    except (TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise InputError(
             f"the model cannot be traced on a batch of shape {(examples, seq)}: {error}"
         ) from error

@@ -1,5 +1,6 @@
 """Lint finds, without a device, every way in which a layout does less than it says."""
 
+import dataclasses
 import math
 import re
 from dataclasses import replace
@@ -293,3 +294,14 @@ def test_rules_for_the_batch_alone_leave_every_parameter_unknown():
     unknown = {finding.path for finding in report.findings if finding.kind == "unknown"}
     assert unknown >= parameters.keys()
     assert {axis for row in report.parameters for axis in row.mesh_axes} == {None}
+
+
+def test_a_model_that_reads_more_of_the_batch_is_a_finding():
+    plain = build("test")
+
+    def embed(ends, batch, scope):
+        return plain.embed(ends, batch, scope) + batch["positions"][..., None]
+
+    report = lint(dataclasses.replace(plain, embed=embed), Layout(data=2))
+    (finding,) = (row for row in report.findings if row.kind == "rank")
+    assert "'positions'" in finding.message

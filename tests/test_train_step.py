@@ -229,6 +229,9 @@ def test_evaluation_and_logits_equal_those_of_the_model_alone():
         ("stage=2", "stage=2 is not supported: set stage=1"),
         ("microbatches=2", "microbatches=2 is not supported"),
         ("zero=1,fsdp=2", "zero=1 is not supported"),
+        ("data=2,chunks=2", "chunks changes nothing while stage=1; leave it out"),
+        ("data=2,schedule=gpipe", "schedule changes nothing while stage=1"),
+        ("data=2,attention=ulysses", "attention changes nothing while context=1"),
     ],
 )
 def test_a_layout_that_is_not_built_is_refused(line, match):

@@ -8,6 +8,16 @@ from meshpar.layout import BATCH_AXES, Layout
 from meshpar.rule_table import RuleError
 from meshpar.rules import Rules
 
+_PLAIN = Layout()
+_OPTION_OF = {
+    "schedule": "stage",
+    "chunks": "stage",
+    "splits": "stage",
+    "execution": "stage",
+    "attention": "context",
+}
+"""Keys of a layout that mean something on one mesh axis only."""
+
 
 def layout_refusals(layout: Layout) -> dict[str, str]:
     """Key of a layout -> why `make_train_step` refuses the value it has."""
@@ -17,6 +27,13 @@ def layout_refusals(layout: Layout) -> dict[str, str]:
         for name in ("stage", "context", "expert", "microbatches")
         if getattr(layout, name) != 1
     }
+    for name, mesh_axis in _OPTION_OF.items():
+        value = getattr(layout, name)
+        if value != getattr(_PLAIN, name) and getattr(layout, mesh_axis) == 1:
+            refusals[name] = (
+                f"layout {str(layout)!r}: {name} changes nothing while "
+                f"{mesh_axis}=1; leave it out, or give {mesh_axis!r} a size"
+            )
     if layout.zero != 3:
         refusals["zero"] = (
             f"layout {str(layout)!r}: zero={layout.zero} is not supported; 'fsdp' "

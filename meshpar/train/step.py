@@ -280,7 +280,10 @@ class TrainStep:
 
     def _argument_shapes(self, batch: Batch) -> tuple[TrainState, Batch]:
         shapes = jax.tree.map(
-            lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), dict(batch)
+            lambda array: jax.ShapeDtypeStruct(
+                array.shape, jax.dtypes.canonicalize_dtype(array.dtype)
+            ),
+            dict(batch),
         )
         self._check_batch(shapes)
         rows = next(iter(shapes.values())).shape[0]
