@@ -29,8 +29,14 @@ from meshpar.schedules.interleaved_1f1b import interleaved_1f1b, zero_bubble_pap
 from meshpar.schedules.looped_bfs import looped_bfs
 from meshpar.schedules.one_f_one_b import one_f_one_b
 from meshpar.schedules.order_text import read_csv, schedule_of, to_csv
-from meshpar.schedules.simulate import Event, StageTimes, Timeline, simulate
-from meshpar.schedules.tick_table import TickTable, tick_table
+from meshpar.schedules.simulate import (
+    Event,
+    StageTimes,
+    Timeline,
+    idle_fraction,
+    simulate,
+)
+from meshpar.schedules.tick_table import TickTable, lock_step_span_s, tick_table
 from meshpar.schedules.ticks import Phase
 
 ONE_CHUNK: dict[str, Callable[[int, int], Schedule]] = {
@@ -62,7 +68,9 @@ __all__ = [
     "check_schedule",
     "check_size",
     "gpipe",
+    "idle_fraction",
     "interleaved_1f1b",
+    "lock_step_span_s",
     "looped_bfs",
     "make_schedule",
     "one_f_one_b",

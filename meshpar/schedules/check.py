@@ -55,15 +55,15 @@ def check_size(
         InputError: One differs.
     """
     sizes = (
-        ("ranks", schedule.num_ranks, num_ranks),
-        ("chunks a rank", schedule.num_chunks, chunks),
+        ("stages", schedule.num_ranks, num_ranks),
+        ("chunks", schedule.num_chunks, chunks),
         ("microbatches", schedule.num_microbatches, num_microbatches),
     )
-    for noun, found, asked in sizes:
+    for name, found, asked in sizes:
         if asked is not None and asked != found:
             raise InputError(
-                f"schedule {schedule.name!r} is for {found} {noun}, but {asked} were "
-                f"asked for; ask for {found}, or give a schedule for {asked}"
+                f"schedule {schedule.name!r} has {name}={found}, but {name}={asked} "
+                f"was asked for; ask for {found}, or give a schedule that has {asked}"
             )
 
 

@@ -6,10 +6,10 @@ as possible and hold at least p microbatches (fewer only if m < p), so m need no
 multiple of p. Bubble (p-1)/(v m + p-1) for m >= p. For m < p the first microbatch's
 path through all v p stages is the bound: (v (p-m) + m-1)/(v p + m-1).
 
-A hop latency is paid on every hop, from the last rank to the first ("wrap") too; a
-step then shows 2 (v p - 1) of them, once up and once down all stages, for m a multiple
-of p. The zero-bubble paper's table counts the wrap only for the first microbatch of
-each group, which shows p fewer: `zero_bubble_paper_hop`.
+Every hop pays its latency, those from the last rank to the first ("wraps") too. For m
+a multiple of p a step then shows 2 (v p - 1) hops: once up and once down all stages.
+The zero-bubble paper's table shows p fewer, because its replay lets most microbatches
+wrap without waiting for what they read: `zero_bubble_paper_hop`.
 
 Reference: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU
 Clusters Using Megatron-LM", SC 2021, section 2.2.2 (arXiv 2104.04473). Uneven groups
@@ -17,6 +17,8 @@ are ours; there m is a multiple of p.
 """
 
 from __future__ import annotations
+
+import math
 
 from meshpar.schedules.base import Action, Op, Schedule, require_counts
 from meshpar.schedules.simulate import Hop
@@ -56,18 +58,20 @@ def microbatch_groups(num_ranks: int, num_microbatches: int) -> list[range]:
 
 
 def zero_bubble_paper_hop(num_ranks: int, hop_s: float) -> Hop:
-    """The hops as the zero-bubble paper's table counts them, for `simulate`.
+    """The hops as the zero-bubble paper's interleaved column counts them.
 
-    From the last rank to the first (and back), only the first microbatch of each group
-    of `num_ranks` pays.
+    Every hop pays, but at a wrap (last rank to first, and back) only the first
+    microbatch of each group of `num_ranks` waits for its input; the others do not wait
+    at all, so that some would start before their input is there. For that table only.
 
-    Reference: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, table 5 (arXiv
-    2401.10241), by the authors' own script (`bubble_rates` of sail-sg's repository).
+    Reference: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, the table of
+    profiled times and bubble rates (arXiv 2401.10241); the count is read from the
+    authors' bubble-rate script, `get_interleave_schedule`.
     """
 
     def hop(source: Action, target: Action) -> float:
         wraps = source.stage // num_ranks != target.stage // num_ranks
-        return 0 if wraps and source.microbatch % num_ranks else hop_s
+        return -math.inf if wraps and source.microbatch % num_ranks else hop_s
 
     return hop
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import NamedTuple
 
 from meshpar.errors import InputError
 from meshpar.schedules.base import Action, Op, Schedule
 from meshpar.schedules.check import check_schedule
 
 Hop = Callable[[Action, Action], float]
-"""Seconds from the end of an action on one rank until another rank can read it."""
+"""Seconds from the end of an action on one rank until an action on another can read
+it; minus infinity where that one does not wait."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +67,7 @@ class StageTimes:
         return self.input_grad_s[stage] + self.weight_grad_s[stage]
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
     """One action and when it ran."""
 
     action: Action
@@ -97,23 +98,34 @@ class Timeline:
         return max(events[-1].end_s - events[0].start_s for events in self.events)
 
     @cached_property
-    def work_s(self) -> float:
-        """Time a rank computes, the mean over ranks."""
-        busy_s = sum(
+    def all_ranks_work_s(self) -> float:
+        """Time that the ranks compute, all together."""
+        return sum(
             event.end_s - event.start_s for events in self.events for event in events
         )
-        return busy_s / len(self.events)
 
     @property
     def bubble_fraction(self) -> float:
-        """Idle part of the longest rank's span.
+        """Idle part of the longest rank's span, over all ranks.
 
-        bubble = (span_s - work_s) / span_s
+            bubble = (span - work) / span
+
+        with a rank's work, or the mean where ranks differ; 0 if nothing takes time.
 
         Reference: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, section
         5.3, where all stages do the same work.
         """
-        return (self.span_s - self.work_s) / self.span_s if self.span_s else 0.0
+        return idle_fraction(
+            self.span_s, self.all_ranks_work_s, self.schedule.num_ranks
+        )
+
+
+def idle_fraction(span_s: float, all_ranks_work_s: float, num_ranks: int) -> float:
+    """The part of `num_ranks` spans that is no work; 0 if the span is 0."""
+    all_ranks_span_s = span_s * num_ranks
+    if not all_ranks_span_s:
+        return 0.0
+    return float((all_ranks_span_s - all_ranks_work_s) / all_ranks_span_s)
 
 
 def simulate(

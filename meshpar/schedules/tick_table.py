@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from meshpar.schedules.base import Action, Op, Schedule
+from meshpar.schedules.simulate import StageTimes
 from meshpar.schedules.slots import (
     gradient_lifetimes,
     input_lifetimes,
@@ -28,9 +29,11 @@ BACKWARD_OPS = (Op.B, Op.I, Op.W)
 class TickTable:
     """What every rank does in every tick, and in which buffer slots.
 
-    Every array is int32 of shape (ticks, ranks) and holds -1 where there is nothing.
+    Every array is int32 of shape (ticks, ranks), or (ticks, ranks, hops) where a value
+    arrives, and holds -1 where there is nothing. A hop by `n` sends from every rank `r`
+    to `(r + n) % ranks`; a ring of stages has one for activations, one for gradients.
     A tick runs in this order (`slots.Moment`): forwards; the loss of the last stage's
-    forward; backwards; the two hops, whose values are written at the tick's end. A slot
+    forward; backwards; the hops, whose values are written at the tick's end. A slot
     is written and read in the same tick only in that order.
 
     Args:
@@ -45,11 +48,11 @@ class TickTable:
         saved_read: Slot from which the backward takes it.
         input_read: Slot of the activation that the forward takes; -1 on stage 0.
         input_write: Slot for the activation that arrives at the tick's end.
-        input_from: The rank that sent it (the own rank where a V turns).
         loss_write: Slot for the gradient of the loss of the last stage's forward.
         gradient_read: Slot of the gradient that the backward takes.
         gradient_write: Slot for the gradient that arrives at the tick's end.
-        gradient_from: The rank that sent it.
+        input_hops: The hops of activations: (1,) for a ring, with 0 where a V turns.
+        gradient_hops: The hops of gradients: (ranks - 1,) for a ring.
         phases: Static runs of ticks with forwards, backwards or both, in order.
         saved_slots: Slots that each rank needs: its microbatches in flight.
         input_slots: Slots that each rank needs for activations.
@@ -68,11 +71,11 @@ class TickTable:
     saved_read: np.ndarray
     input_read: np.ndarray
     input_write: np.ndarray
-    input_from: np.ndarray
     loss_write: np.ndarray
     gradient_read: np.ndarray
     gradient_write: np.ndarray
-    gradient_from: np.ndarray
+    input_hops: tuple[int, ...]
+    gradient_hops: tuple[int, ...]
     phases: tuple[Phase, ...]
     saved_slots: tuple[int, ...]
     input_slots: tuple[int, ...]
@@ -99,7 +102,29 @@ class TickTable:
         return self.saved_slots
 
 
-_ARRAYS = tuple(field.name for field in fields(TickTable))[:-4]
+def lock_step_span_s(
+    schedule: Schedule, table: TickTable, times: StageTimes, *, hop_s: float = 0
+) -> float:
+    """Time of a step in which all ranks run the same instructions every tick.
+
+        span = forward ticks * F + backward ticks * B + ticks * hop
+
+    with the slowest stage's F and B: ranks with nothing to do compute on zeros.
+    """
+    slowest_s = {"forward": 0, "backward": 0}
+    for action in schedule.actions:
+        kind = "forward" if action.op is Op.F else "backward"
+        slowest_s[kind] = max(slowest_s[kind], times.of(action))
+    num_hops = table.num_ticks if schedule.num_ranks > 1 else 0
+    return (
+        table.num_forward_ticks * slowest_s["forward"]
+        + table.num_backward_ticks * slowest_s["backward"]
+        + num_hops * hop_s
+    )
+
+
+_RECEIVED = ("input_write", "gradient_write")
+_ARRAYS = tuple(field.name for field in fields(TickTable) if field.type == "np.ndarray")
 
 
 def tick_table(schedule: Schedule) -> TickTable:
@@ -119,19 +144,27 @@ def tick_table(schedule: Schedule) -> TickTable:
         ((3, 1), 3)
     """
     ticks = lock_step_ticks(schedule)
-    shape = (max(ticks.values()) + 1, schedule.num_ranks)
-    arrays = {name: np.full(shape, NONE, np.int32) for name in _ARRAYS}
     slots = _Slots(
         saved=slots_of(saved_lifetimes(schedule, ticks)),
         inputs=slots_of(input_lifetimes(schedule, ticks)),
         gradients=slots_of(gradient_lifetimes(schedule, ticks)),
     )
+    hops = _hops(schedule)
+    shape = (max(ticks.values()) + 1, schedule.num_ranks)
+    arrays = {
+        name: np.full(
+            (*shape, len(hops)) if name in _RECEIVED else shape, NONE, "int32"
+        )
+        for name in _ARRAYS
+    }
     for action, tick in ticks.items():
         entries = _forward if action.op is Op.F else _backward
-        for name, rank, value in entries(schedule, action, slots):
-            arrays[name][tick, rank] = value
+        for name, where, value in entries(schedule, action, slots, hops):
+            arrays[name][tick, *where] = value
     return TickTable(
         **arrays,
+        input_hops=hops,
+        gradient_hops=tuple(-hop % schedule.num_ranks for hop in hops),
         phases=phases_of(ticks),
         saved_slots=_slots_per_rank(schedule, slots.saved),
         input_slots=_slots_per_rank(schedule, slots.inputs),
@@ -147,41 +180,56 @@ class _Slots(NamedTuple):
     gradients: dict[tuple[int, int], int]
 
 
-Entries = Iterator[tuple[str, int, int]]
+def _hops(schedule: Schedule) -> tuple[int, ...]:
+    """How far activations go from a stage to the next, modulo the ranks."""
+    return tuple(
+        sorted({_hop(schedule, stage) for stage in range(schedule.num_stages - 1)})
+    )
 
 
-def _forward(schedule: Schedule, action: Action, slots: _Slots) -> Entries:
-    """What a forward puts into its tick: (array, rank, value)."""
+def _hop(schedule: Schedule, stage: int) -> int:
+    ranks = schedule.rank_of_stage
+    return (ranks[stage + 1] - ranks[stage]) % schedule.num_ranks
+
+
+Entries = Iterator[tuple[str, tuple[int, ...], int]]
+
+
+def _forward(
+    schedule: Schedule, action: Action, slots: _Slots, hops: tuple[int, ...]
+) -> Entries:
+    """What a forward puts into its tick: (array, index behind the tick's, value)."""
     stage, _, microbatch = action
     rank = schedule.rank_of_stage[stage]
-    yield "forward_stage", rank, stage
-    yield "forward_chunk", rank, schedule.stages_of_rank[rank].index(stage)
-    yield "forward_microbatch", rank, microbatch
-    yield "saved_write", rank, slots.saved[stage, microbatch]
+    yield "forward_stage", (rank,), stage
+    yield "forward_chunk", (rank,), schedule.stages_of_rank[rank].index(stage)
+    yield "forward_microbatch", (rank,), microbatch
+    yield "saved_write", (rank,), slots.saved[stage, microbatch]
     if stage > 0:
-        yield "input_read", rank, slots.inputs[stage, microbatch]
+        yield "input_read", (rank,), slots.inputs[stage, microbatch]
     if stage == schedule.num_stages - 1:
-        yield "loss_write", rank, slots.gradients[stage, microbatch]
+        yield "loss_write", (rank,), slots.gradients[stage, microbatch]
     else:
-        receiver = schedule.rank_of_stage[stage + 1]
-        yield "input_write", receiver, slots.inputs[stage + 1, microbatch]
-        yield "input_from", receiver, rank
+        where = schedule.rank_of_stage[stage + 1], hops.index(_hop(schedule, stage))
+        yield "input_write", where, slots.inputs[stage + 1, microbatch]
 
 
-def _backward(schedule: Schedule, action: Action, slots: _Slots) -> Entries:
-    """What a B, I or W puts into its tick: (array, rank, value)."""
+def _backward(
+    schedule: Schedule, action: Action, slots: _Slots, hops: tuple[int, ...]
+) -> Entries:
+    """What a B, I or W puts into its tick, in the same form."""
     stage, op, microbatch = action
     rank = schedule.rank_of_stage[stage]
-    yield "backward_op", rank, BACKWARD_OPS.index(op)
-    yield "backward_stage", rank, stage
-    yield "backward_chunk", rank, schedule.stages_of_rank[rank].index(stage)
-    yield "backward_microbatch", rank, microbatch
-    yield "saved_read", rank, slots.saved[stage, microbatch]
-    yield "gradient_read", rank, slots.gradients[stage, microbatch]
+    yield "backward_op", (rank,), BACKWARD_OPS.index(op)
+    yield "backward_stage", (rank,), stage
+    yield "backward_chunk", (rank,), schedule.stages_of_rank[rank].index(stage)
+    yield "backward_microbatch", (rank,), microbatch
+    yield "saved_read", (rank,), slots.saved[stage, microbatch]
+    yield "gradient_read", (rank,), slots.gradients[stage, microbatch]
     if op is not Op.W and stage > 0:
-        receiver = schedule.rank_of_stage[stage - 1]
-        yield "gradient_write", receiver, slots.gradients[stage - 1, microbatch]
-        yield "gradient_from", receiver, rank
+        hop = hops.index(_hop(schedule, stage - 1))
+        where = schedule.rank_of_stage[stage - 1], hop
+        yield "gradient_write", where, slots.gradients[stage - 1, microbatch]
 
 
 def _slots_per_rank(
