@@ -36,6 +36,11 @@ def of(name, stages, microbatches, *more):
     return ["schedule", "--schedule", name, *sizes, *more]
 
 
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+
+
 @pytest.fixture
 def csv_file(tmp_path):
     def write(text):

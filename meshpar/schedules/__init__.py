@@ -10,13 +10,7 @@ from collections.abc import Callable
 
 from meshpar.errors import InputError
 from meshpar.layout import nearest
-from meshpar.schedules.base import (
-    Action,
-    Op,
-    Schedule,
-    require_counts,
-    require_one_chunk,
-)
+from meshpar.schedules.base import Action, Op, Schedule, require_counts
 from meshpar.schedules.check import (
     ScheduleError,
     check_schedule,
@@ -110,5 +104,9 @@ def make_schedule(
         return CHUNKED[name](num_ranks, num_microbatches, chunks)
     if name not in ONE_CHUNK:
         raise InputError(f"no schedule {name!r}; {nearest(name, SCHEDULES)}")
-    require_one_chunk(name, chunks, CHUNKED)
+    if chunks != 1:
+        raise InputError(
+            f"chunks={chunks}: schedule {name!r} has one stage a rank; leave chunks "
+            f"at 1, or choose {' or '.join(CHUNKED)}"
+        )
     return ONE_CHUNK[name](num_ranks, num_microbatches)

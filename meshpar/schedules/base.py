@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -161,16 +160,3 @@ def require_counts(**counts: int) -> None:
     for name, count in counts.items():
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise InputError(f"{name}={count!r}: must be a whole number of at least 1")
-
-
-def require_one_chunk(name: str, chunks: int, ways_out: Iterable[str]) -> None:
-    """Refuses chunks for a schedule whose ranks have one stage each.
-
-    Raises:
-        InputError: `chunks` is not 1.
-    """
-    if chunks != 1:
-        raise InputError(
-            f"chunks={chunks}: schedule {name!r} has one stage a rank; leave chunks "
-            f"at 1, or choose {' or '.join(ways_out)}"
-        )

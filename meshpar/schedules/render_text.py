@@ -53,6 +53,6 @@ def _row(events: Sequence[Event], num_columns: int, end_s: float) -> str:
         name, width = str(action), stop - start
         text = str(action.op) * width
         if width > len(name):
-            text = name + str(action.op) * (width - len(name) - 1) + " "
+            text = name + text[len(name) : -1] + " "
         row[start:stop] = text
     return "".join(row)

@@ -46,14 +46,17 @@ class _Rank:
     num_backwards: int = 0
 
     def next_forward(self) -> Action | None:
-        return next(iter(self.forwards[self.num_forwards :][:1]), None)
+        """The next one, if any is left."""
+        if self.num_forwards == len(self.forwards):
+            return None
+        return self.forwards[self.num_forwards]
 
     def next_backward(self) -> Action | None:
         """The next one, if the forwards before it are done."""
-        for action, num_before in self.backwards[self.num_backwards :][:1]:
-            if num_before <= self.num_forwards:
-                return action
-        return None
+        if self.num_backwards == len(self.backwards):
+            return None
+        action, num_before = self.backwards[self.num_backwards]
+        return action if num_before <= self.num_forwards else None
 
 
 def lock_step_ticks(schedule: Schedule) -> dict[Action, int]:
