@@ -1,0 +1,235 @@
+"""Simulates, checks and draws one pipeline schedule."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from meshpar.cli.parsing import positive
+from meshpar.errors import InputError
+from meshpar.schedules import (
+    SCHEDULES,
+    Schedule,
+    StageTimes,
+    Timeline,
+    check_size,
+    idle_fraction,
+    lock_step_span_s,
+    make_schedule,
+    peak_in_flight,
+    problems,
+    read_csv,
+    simulate,
+    tick_table,
+)
+from meshpar.schedules.render_png import png
+from meshpar.schedules.render_svg import html, summary, svg
+from meshpar.schedules.render_text import ascii_timeline
+from meshpar.schedules.render_trace import trace_events
+
+_PLOTS: dict[str, Callable[[Timeline], str | bytes]] = {
+    ".svg": svg,
+    ".png": png,
+    ".html": html,
+}
+_PIPE_COLUMNS = 160
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds this subcommand's options."""
+    parser.add_argument(
+        "--schedule",
+        required=True,
+        metavar="NAME|FILE.csv",
+        help=f"{', '.join(SCHEDULES)}, or a file with one row a rank: 0F0,0F1,0B0,0B1",
+    )
+    for option, meaning in (
+        ("--stages", "size of the stage mesh axis: the ranks"),
+        ("--microbatches", "microbatches of one step"),
+        ("--chunks", "stages of one rank (default: 1)"),
+        ("--max-in-flight", "microbatches that a rank's buffers hold"),
+    ):
+        parser.add_argument(option, type=positive, metavar="N", help=meaning)
+    for option, meaning in (
+        ("--forward-ms", "a rank's forward of one microbatch"),
+        ("--input-grad-ms", "its backward for the input"),
+        ("--weight-grad-ms", "its backward for the weights"),
+    ):
+        parser.add_argument(
+            option,
+            type=_times,
+            default=(Fraction(1),),
+            metavar="MS",
+            help=f"{meaning}, shared evenly by its chunks; 3/3/4 gives one a rank, or "
+            "one a chunk's stage, in order of the stages (default: 1)",
+        )
+    parser.add_argument(
+        "--hop-ms",
+        type=_time,
+        default=Fraction(0),
+        metavar="MS",
+        help="latency from one rank to another (default: 0)",
+    )
+    parser.add_argument("--plot", metavar="FILE", help="draw it: .svg, .png or .html")
+    parser.add_argument("--trace", metavar="FILE", help="write a Perfetto trace (JSON)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the timeline; 1 if the schedule is wrong."""
+    if args.plot and Path(args.plot).suffix not in _PLOTS:
+        raise InputError(
+            f"--plot {args.plot!r}: no picture of that kind; end it in "
+            f"{', '.join(_PLOTS)}"
+        )
+    schedule = _schedule_of(args)
+    found = problems(schedule, max_in_flight=args.max_in_flight)
+    if found:
+        _print_problems(schedule, found, args)
+        return 1
+    times = StageTimes(
+        forward_s=_stage_s(schedule, "--forward-ms", args.forward_ms),
+        input_grad_s=_stage_s(schedule, "--input-grad-ms", args.input_grad_ms),
+        weight_grad_s=_stage_s(schedule, "--weight-grad-ms", args.weight_grad_ms),
+    )
+    timeline = simulate(schedule, times, hop_s=args.hop_ms / 1000)
+    _write_files(timeline, args)
+    report = _report(timeline, _lock_step(timeline, times, args.hop_ms / 1000))
+    print(json.dumps(report) if args.json else _text(timeline, report))
+    return 0
+
+
+def _schedule_of(args: argparse.Namespace) -> Schedule:
+    if args.schedule.endswith(".csv"):
+        schedule = read_csv(args.schedule)
+        check_size(
+            schedule,
+            num_ranks=args.stages,
+            num_microbatches=args.microbatches,
+            chunks=args.chunks,
+        )
+        return schedule
+    if args.stages is None or args.microbatches is None:
+        raise InputError(
+            f"--schedule {args.schedule}: how large? give --stages N and "
+            "--microbatches N"
+        )
+    return make_schedule(
+        args.schedule, args.stages, args.microbatches, args.chunks or 1
+    )
+
+
+def _stage_s(
+    schedule: Schedule, option: str, times_ms: tuple[Fraction, ...]
+) -> tuple[Fraction, ...]:
+    """Seconds of every stage, from one time, one a rank, or one a stage."""
+    num_ranks, num_stages = schedule.num_ranks, schedule.num_stages
+    if len(times_ms) == num_stages:
+        return tuple(time_ms / 1000 for time_ms in times_ms)
+    if len(times_ms) not in (1, num_ranks):
+        raise InputError(
+            f"{option} has {len(times_ms)} times for {num_ranks} ranks and "
+            f"{num_stages} stages; give 1, {num_ranks} or {num_stages}"
+        )
+    rank_ms = times_ms * num_ranks if len(times_ms) == 1 else times_ms
+    return tuple(
+        rank_ms[schedule.rank_of_stage[stage]] / schedule.num_chunks / 1000
+        for stage in range(num_stages)
+    )
+
+
+def _report(timeline: Timeline, lock_step: dict[str, Any]) -> dict[str, Any]:
+    return {
+        **_sizes(timeline.schedule),
+        "bubble_fraction": timeline.bubble_fraction,
+        "span_s": float(timeline.span_s),
+        "peak_in_flight": list(peak_in_flight(timeline.schedule)),
+        "execution": "asynchronous",
+        "ticks": lock_step["ticks"],
+        "lock_step": lock_step,
+    }
+
+
+def _lock_step(
+    timeline: Timeline, times: StageTimes, hop_s: Fraction
+) -> dict[str, Any]:
+    """What differs when all ranks move together, as the uniform execution does."""
+    schedule = timeline.schedule
+    table = tick_table(schedule)
+    span_s = lock_step_span_s(schedule, table, times, hop_s=hop_s)
+    work_s = timeline.all_ranks_work_s
+    return {
+        "ticks": table.num_ticks,
+        "forward_ticks": table.num_forward_ticks,
+        "backward_ticks": table.num_backward_ticks,
+        "bubble_fraction": idle_fraction(span_s, work_s, schedule.num_ranks),
+        "span_s": float(span_s),
+        "peak_in_flight": list(table.peak_in_flight),
+    }
+
+
+def _sizes(schedule: Schedule) -> dict[str, Any]:
+    return {
+        "schedule": schedule.name,
+        "stages": schedule.num_ranks,
+        "microbatches": schedule.num_microbatches,
+        "chunks": schedule.num_chunks,
+        "orders": [list(map(str, order)) for order in schedule.orders],
+    }
+
+
+def _text(timeline: Timeline, report: dict[str, Any]) -> str:
+    columns = shutil.get_terminal_size((_PIPE_COLUMNS, 0)).columns
+    lock_step = report["lock_step"]
+    return "\n".join(
+        (
+            summary(timeline),
+            ascii_timeline(timeline, max_width=columns),
+            f"in flight a rank: {_numbers(report['peak_in_flight'])}",
+            f"in lock step: {lock_step['ticks']} ticks ({lock_step['forward_ticks']} "
+            f"with forwards, {lock_step['backward_ticks']} with backwards), span "
+            f"{lock_step['span_s'] * 1e3:g} ms, bubble "
+            f"{lock_step['bubble_fraction']:.2%}",
+            f"in flight a rank in lock step: {_numbers(lock_step['peak_in_flight'])}",
+        )
+    )
+
+
+def _numbers(numbers: list[int]) -> str:
+    return " ".join(map(str, numbers))
+
+
+def _print_problems(
+    schedule: Schedule, found: list[str], args: argparse.Namespace
+) -> None:
+    report = {**_sizes(schedule), "problems": found}
+    print(json.dumps(report) if args.json else "\n".join(found))
+
+
+def _write_files(timeline: Timeline, args: argparse.Namespace) -> None:
+    if args.plot:
+        picture = _PLOTS[Path(args.plot).suffix](timeline)
+        content = picture if isinstance(picture, bytes) else picture.encode()
+        Path(args.plot).write_bytes(content)
+    if args.trace:
+        Path(args.trace).write_text(json.dumps(trace_events(timeline)))
+
+
+def _times(text: str) -> tuple[Fraction, ...]:
+    return tuple(map(_time, text.split("/")))
+
+
+def _time(text: str) -> Fraction:
+    """Milliseconds as an exact number, so that closed forms come out exactly."""
+    try:
+        time_ms = Fraction(text)
+    except ValueError:
+        time_ms = Fraction(-1)
+    if time_ms < 0 or "/" in text:
+        raise argparse.ArgumentTypeError(f"{text!r} must be milliseconds, 0 or more")
+    return time_ms

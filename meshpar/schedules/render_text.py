@@ -1,0 +1,58 @@
+"""A timeline as lines of text, a row a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from meshpar.schedules.simulate import Event, Timeline
+
+_IDLE = "."
+
+
+def ascii_timeline(timeline: Timeline, *, max_width: int = 160) -> str:
+    """The timeline with idle time as dots, to scale.
+
+    An action is written as `2F0` and filled up with its letter; where `max_width` does
+    not leave room for names, the letters stand alone.
+
+    Example:
+        >>> from meshpar.schedules import make_schedule, simulate
+        >>> print(ascii_timeline(simulate(make_schedule("1f1b", 2, 2))))
+        rank 0 |0F0 0F1 ........0B0BBBB ....0B1BBBB |
+        rank 1 |....1F0 1B0BBBB 1F1 1B1BBBB ........|
+    """
+    end_s = float(timeline.end_s) or 1.0
+    labels = [f"rank {rank} |" for rank in range(len(timeline.events))]
+    room = max(1, max_width - len(labels[-1]) - 1)
+    num_columns = min(room, round(_columns_per_s(timeline) * end_s))
+    return "\n".join(
+        f"{label:>{len(labels[-1])}}{_row(events, num_columns, end_s)}|"
+        for label, events in zip(labels, timeline.events, strict=True)
+    )
+
+
+def _columns_per_s(timeline: Timeline) -> float:
+    """The scale at which the shortest action has room for its name and a space."""
+    return max(
+        (
+            (len(str(event.action)) + 1) / float(event.end_s - event.start_s)
+            for events in timeline.events
+            for event in events
+            if event.end_s > event.start_s
+        ),
+        default=1.0,
+    )
+
+
+def _row(events: Sequence[Event], num_columns: int, end_s: float) -> str:
+    row = [_IDLE] * num_columns
+    for action, start_s, stop_s in events:
+        start, stop = (
+            round(float(time_s) / end_s * num_columns) for time_s in (start_s, stop_s)
+        )
+        name, width = str(action), stop - start
+        text = str(action.op) * width
+        if width > len(name):
+            text = name + text[len(name) : -1] + " "
+        row[start:stop] = text
+    return "".join(row)

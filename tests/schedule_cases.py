@@ -1,0 +1,67 @@
+"""Schedules that every property of schedules is tested on."""
+
+from meshpar.schedules import Action, Op, Schedule, make_schedule
+
+SIZES = [(1, 1), (1, 4), (2, 1), (2, 5), (3, 3), (4, 2), (4, 7), (4, 8), (5, 13)]
+
+NAMED = [
+    (name, ranks, microbatches, chunks)
+    for name, most_chunks in {
+        "gpipe": 1,
+        "1f1b": 1,
+        "interleaved_1f1b": 3,
+        "looped_bfs": 3,
+    }.items()
+    for ranks, microbatches in SIZES
+    for chunks in range(1, most_chunks + 1)
+]
+
+
+def named_schedules():
+    return [make_schedule(*case) for case in NAMED]
+
+
+def v_shaped(num_ranks=3, num_microbatches=4):
+    """Two chunks a rank, the second on the way back: the last rank turns."""
+    last = 2 * num_ranks - 1
+    orders = [
+        [
+            Action(stage, op, microbatch)
+            for stage, op in (
+                (rank, Op.F),
+                (last - rank, Op.F),
+                (last - rank, Op.B),
+                (rank, Op.B),
+            )
+            for microbatch in range(num_microbatches)
+        ]
+        for rank in range(num_ranks)
+    ]
+    return Schedule(orders, 2 * num_ranks, num_microbatches, "v_shaped")
+
+
+def split_1f1b(num_ranks=4, num_microbatches=6, delay=2):
+    """1F1B with every B as I and, up to `delay` actions later, W."""
+    orders = []
+    for order in make_schedule("1f1b", num_ranks, num_microbatches).orders:
+        split, waiting = [], []
+        for action in order:
+            if action.op is Op.F:
+                split.append(action)
+                continue
+            split.append(action._replace(op=Op.I))
+            waiting.append(action._replace(op=Op.W))
+            if len(waiting) > delay:
+                split.append(waiting.pop(0))
+        orders.append(split + waiting)
+    return Schedule(orders, num_ranks, num_microbatches, "split_1f1b")
+
+
+ALL = [*named_schedules(), v_shaped(), v_shaped(1, 2), split_1f1b(), split_1f1b(1, 3)]
+
+
+def label(schedule):
+    return (
+        f"{schedule.name}-{schedule.num_ranks}-{schedule.num_microbatches}"
+        f"-{schedule.num_chunks}"
+    )

@@ -1,0 +1,257 @@
+"""`meshpar schedule` draws, writes and reports one schedule, and ends with a status."""
+
+import json
+import struct
+import xml.etree.ElementTree as ElementTree
+import zlib
+
+import pytest
+
+from meshpar.cli.main import main
+from meshpar.schedules import make_schedule, to_csv
+
+SMALL = ["schedule", "--schedule", "1f1b", "--stages", "4", "--microbatches", "6"]
+KEYS = {"schedule", "stages", "microbatches", "chunks", "bubble_fraction", "span_s"}
+KEYS |= {"peak_in_flight", "ticks", "orders", "execution"}
+
+
+def status_of(argv):
+    """The status that the shell would see."""
+    try:
+        return main(argv)
+    except SystemExit as end:
+        return end.code
+
+
+def report_of(argv, capsys):
+    assert status_of([*argv, "--json"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.count("\n") == 1
+    assert captured.err == ""
+    return json.loads(captured.out)
+
+
+def of(name, stages, microbatches, *more):
+    sizes = ["--stages", str(stages), "--microbatches", str(microbatches)]
+    return ["schedule", "--schedule", name, *sizes, *more]
+
+
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+
+
+@pytest.fixture
+def csv_file(tmp_path):
+    def write(text):
+        path = tmp_path / "orders.csv"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+# Output.
+
+
+def test_the_timeline_is_drawn_to_scale_with_idle_time_as_dots(capsys):
+    assert status_of(SMALL) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    lines = captured.out.splitlines()
+    assert lines[0].startswith("1f1b: stages=4, chunks=1, microbatches=6: span 27 ms")
+    drawn = [line for line in lines if line.startswith("rank ")]
+    assert drawn[3].startswith("rank 3 |............3F0 3B0BBBB 3F1 ")
+    assert len({len(line) for line in drawn}) == 1
+    assert "in flight a rank: 4 3 2 1" in lines
+    assert "in flight a rank in lock step: 6 5 3 1" in lines
+
+
+def test_a_timeline_too_long_for_names_has_letters(capsys):
+    assert status_of(of("gpipe", 2, 64)) == 0
+    drawn = [line for line in capsys.readouterr().out.splitlines() if "|" in line]
+    assert all(len(line) <= 160 for line in drawn)
+    assert set(drawn[1].split("|")[1]) == set("FB.")
+
+
+def test_json_has_the_promised_keys(capsys):
+    report = report_of(of("interleaved_1f1b", 4, 8, "--chunks", "2"), capsys)
+    assert report.keys() >= KEYS
+    assert (report["stages"], report["microbatches"], report["chunks"]) == (4, 8, 2)
+    assert report["bubble_fraction"] == 3 / (2 * 8 + 3)
+    assert report["span_s"] == 3 * (2 * 8 + 3) / 2 / 1e3
+    assert report["peak_in_flight"] == [11, 9, 7, 5]
+    assert report["ticks"] == report["lock_step"]["ticks"] == 26
+    assert report["orders"][1][:2] == ["1F0", "1F1"]
+    assert report["execution"] == "asynchronous"
+
+
+def test_lock_step_numbers_stand_beside_those_of_the_asynchronous_replay(capsys):
+    report = report_of(SMALL, capsys)
+    assert report["peak_in_flight"] == [4, 3, 2, 1]
+    assert report["lock_step"]["peak_in_flight"] == [6, 5, 3, 1]
+    assert report["lock_step"]["bubble_fraction"] == report["bubble_fraction"]
+
+
+def test_the_times_of_a_published_run_give_its_bubble(capsys):
+    # Qi et al., ICLR 2024: 1.5B model, p = 8, m = 24.
+    times = ["--forward-ms", "18.522", "--input-grad-ms", "18.086"]
+    times += ["--weight-grad-ms", "9.337", "--hop-ms", "0.601"]
+    report = report_of(of("1f1b", 8, 24, *times), capsys)
+    assert round(report["bubble_fraction"], 4) == 0.2431
+
+
+@pytest.mark.parametrize(
+    "forward_ms, rank_0_ms, all_ms",
+    [("2", 1, 4), ("1/5", 0.5, 6), ("1/1/2/4", 1, 8)],
+)
+def test_a_time_is_of_any_rank_of_each_rank_or_of_each_stage(
+    forward_ms, rank_0_ms, all_ms, tmp_path, capsys
+):
+    trace = tmp_path / "trace.json"
+    options = ["--chunks", "2", "--forward-ms", forward_ms, "--trace", str(trace)]
+    report = report_of(of("looped_bfs", 2, 1, *options), capsys)
+    backwards_ms = 4
+    assert report["span_s"] * 1e3 == all_ms + backwards_ms
+    events = json.loads(trace.read_text())["traceEvents"]
+    first = next(event for event in events if event["name"] == "0F0")
+    assert first["dur"] == rank_0_ms * 1e3
+
+
+def test_all_times_zero_is_no_bubble(capsys):
+    zeros = ["--forward-ms", "0", "--input-grad-ms", "0", "--weight-grad-ms", "0"]
+    assert report_of([*SMALL, *zeros], capsys)["bubble_fraction"] == 0
+    assert status_of([*SMALL, *zeros]) == 0
+
+
+# Files.
+
+
+def test_an_svg_has_a_box_for_every_action(tmp_path, capsys):
+    path = tmp_path / "timeline.svg"
+    assert status_of([*SMALL, "--plot", str(path)]) == 0
+    root = ElementTree.parse(path).getroot()
+    titles = [element.text for element in root.iter() if element.tag.endswith("title")]
+    assert sorted(titles) == sorted(
+        str(action) for order in make_schedule("1f1b", 4, 6).orders for action in order
+    )
+
+
+def test_a_page_is_one_file(tmp_path):
+    path = tmp_path / "timeline.html"
+    assert status_of([*SMALL, "--plot", str(path)]) == 0
+    text = path.read_text()
+    assert text.startswith("<!DOCTYPE html>")
+    assert text.count("<svg") == 1
+    assert "src=" not in text and "href=" not in text
+
+
+def test_a_png_decodes_to_its_own_size(tmp_path):
+    path = tmp_path / "timeline.png"
+    assert status_of([*SMALL, "--plot", str(path)]) == 0
+    content = path.read_bytes()
+    assert content.startswith(b"\x89PNG\r\n\x1a\n")
+    width, height = struct.unpack(">II", content[16:24])
+    length = struct.unpack(">I", content[33:37])[0]
+    rows = zlib.decompress(content[41 : 41 + length])
+    assert len(rows) == height * (1 + 3 * width)
+    assert len(set(rows)) > 3
+
+
+def test_a_trace_has_an_event_for_every_action_on_its_ranks_thread(tmp_path, capsys):
+    path = tmp_path / "trace.json"
+    report = report_of([*SMALL, "--trace", str(path)], capsys)
+    events = json.loads(path.read_text())["traceEvents"]
+    complete = [event for event in events if event["ph"] == "X"]
+    for rank, order in enumerate(report["orders"]):
+        assert [event["name"] for event in complete if event["tid"] == rank] == order
+    assert max(event["ts"] + event["dur"] for event in complete) == pytest.approx(27e3)
+
+
+# Schedules of one's own.
+
+
+def test_a_csv_needs_no_sizes_and_may_state_them(csv_file, capsys):
+    argv = ["schedule", "--schedule", csv_file(to_csv(make_schedule("gpipe", 2, 3)))]
+    assert report_of(argv, capsys)["peak_in_flight"] == [3, 3]
+    stated = ["--stages", "2", "--microbatches", "3", "--chunks", "1"]
+    assert report_of([*argv, *stated], capsys)["stages"] == 2
+
+
+WRONG = [
+    (
+        "0B0,0F0\n1F0,1B0",
+        "deadlock at tick 0:\n  rank 0 wants 0B0, which needs 0F0, 1B0",
+    ),
+    ("0F0,0B0\n1F0", "missing work: 1B0"),
+    ("0F0,0B0,0F0", "doubled work: 0F0"),
+]
+
+
+@pytest.mark.parametrize("text, message", WRONG)
+def test_a_wrong_schedule_ends_with_1_and_the_checkers_words(
+    text, message, csv_file, capsys
+):
+    argv = ["schedule", "--schedule", csv_file(text)]
+    assert status_of(argv) == 1
+    captured = capsys.readouterr()
+    assert message in captured.out
+    assert captured.err == ""
+    assert status_of([*argv, "--json"]) == 1
+    assert message in "\n".join(json.loads(capsys.readouterr().out)["problems"])
+
+
+def test_over_full_buffers_end_with_1(capsys):
+    assert status_of([*SMALL, "--max-in-flight", "4"]) == 0
+    assert status_of([*SMALL, "--max-in-flight", "3"]) == 1
+    assert "rank 0 holds 4 microbatches at 0F3" in capsys.readouterr().out
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (of("1f1b", 4, 0), "--microbatches: '0' must be a whole number of at least 1"),
+        (of("1f1b", 0, 4), "--stages: '0' must be a whole number of at least 1"),
+        (of("1f1b", 4, 4, "--chunks", "2"), "chunks=2: schedule '1f1b' has one stage"),
+        (of("1f1", 4, 4), "no schedule '1f1'; did you mean '1f1b'"),
+        (["schedule", "--schedule", "1f1b", "--stages", "4"], "give --stages N and"),
+        (["schedule", "--schedule", "absent.csv"], "No such file or directory"),
+        ([*SMALL, "--hop-ms", "-1"], "'-1' must be milliseconds, 0 or more"),
+        ([*SMALL, "--forward-ms", "1/x"], "'x' must be milliseconds, 0 or more"),
+        ([*SMALL, "--forward-ms", "nan"], "'nan' must be milliseconds, 0 or more"),
+        ([*SMALL, "--forward-ms", "1/2"], "--forward-ms has 2 times for 4 ranks and 4"),
+        ([*SMALL, "--plot", "a.gif"], "'a.gif': no picture of that kind; end it in"),
+        ([*SMALL, "--trace", "no/such/folder.json"], "No such file or directory"),
+    ],
+)
+def test_bad_input_is_one_line_on_stderr_and_status_2(argv, message, capsys):
+    assert_one_line_and_status_2(argv, message, capsys)
+
+
+@pytest.mark.parametrize(
+    "text, sizes, message",
+    [
+        ("0F0,0B0", ["--microbatches", "2"], "microbatches=1, but microbatches=2 was"),
+        ("0F0,0B0", ["--stages", "2"], "has stages=1, but stages=2 was asked for"),
+        ("0F0,0B0", ["--chunks", "2"], "has chunks=1, but chunks=2 was asked for"),
+        ("0F0,1F0,2F0\n2B0", [], "3 stages do not divide over 2 ranks"),
+        ("0F0,what", [], "'what' is no action"),
+    ],
+)
+def test_a_csv_of_other_sizes_is_one_line_and_status_2(
+    text, sizes, message, csv_file, capsys
+):
+    argv = ["schedule", "--schedule", csv_file(text), *sizes]
+    assert_one_line_and_status_2(argv, message, capsys)
+
+
+def assert_one_line_and_status_2(argv, message, capsys):
+    assert status_of(argv) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("meshpar schedule: ")
+    assert captured.err.count("\n") == 1
+    assert message in captured.err

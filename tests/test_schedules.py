@@ -1,0 +1,235 @@
+"""Schedules as data: work once, closed forms, published bubbles, errors."""
+
+import json
+from collections import Counter
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from schedule_cases import ALL, NAMED, SIZES, label, split_1f1b, v_shaped
+
+from meshpar import InputError
+from meshpar.schedules import (
+    SCHEDULES,
+    Action,
+    Schedule,
+    StageTimes,
+    check_schedule,
+    make_schedule,
+    peak_in_flight,
+    simulate,
+    zero_bubble_paper_hop,
+)
+
+PUBLISHED = json.loads(
+    (Path(__file__).parent / "data" / "zero_bubble_bubbles.json").read_text()
+)["rows"]
+
+
+# Orders.
+
+
+@pytest.mark.parametrize("schedule", ALL, ids=label)
+def test_every_schedule_does_all_work_exactly_once_and_passes_the_checker(schedule):
+    counts = Counter(action for order in schedule.orders for action in order)
+    stages, microbatches = schedule.num_stages, schedule.num_microbatches
+    backwards = "IW" if schedule.name == "split_1f1b" else "B"
+    assert counts == Counter(
+        Action.parse(f"{stage}{op}{microbatch}")
+        for stage in range(stages)
+        for op in "F" + backwards
+        for microbatch in range(microbatches)
+    )
+    check_schedule(schedule)
+
+
+def test_the_registry_and_the_test_list_name_the_same_schedules():
+    assert set(SCHEDULES) == {name for name, *_ in NAMED}
+
+
+@pytest.mark.parametrize(
+    "name, chunks, rows",
+    [
+        ("gpipe", 1, ["0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1F2 1B0 1B1 1B2"]),
+        ("1f1b", 1, ["0F0 0F1 0B0 0F2 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2"]),
+        (
+            "interleaved_1f1b",
+            2,  # one group of three: three forwards of chunk 0, then chunk 1
+            [
+                "0F0 0F1 0F2 2F0 2F1 2F2 2B0 2B1 2B2 0B0 0B1 0B2",
+                "1F0 1F1 1F2 3F0 3B0 3F1 3B1 3F2 3B2 1B0 1B1 1B2",
+            ],
+        ),
+        (
+            "looped_bfs",
+            2,
+            [
+                "0F0 0F1 0F2 2F0 2F1 2F2 2B0 2B1 2B2 0B0 0B1 0B2",
+                "1F0 1F1 1F2 3F0 3F1 3F2 3B0 3B1 3B2 1B0 1B1 1B2",
+            ],
+        ),
+    ],
+)
+def test_orders_are_the_papers_own(name, chunks, rows):
+    schedule = make_schedule(name, 2, 3, chunks)
+    assert [" ".join(map(str, order)) for order in schedule.orders] == rows
+
+
+def test_interleaved_with_one_chunk_is_1f1b():
+    for ranks, microbatches in SIZES:
+        interleaved = make_schedule("interleaved_1f1b", ranks, microbatches, 1)
+        assert interleaved.orders == make_schedule("1f1b", ranks, microbatches).orders
+
+
+def test_a_stage_lies_on_the_rank_whose_order_names_it():
+    schedule = v_shaped(num_ranks=3)
+    assert schedule.stages_of_rank == ((0, 5), (1, 4), (2, 3))
+    assert make_schedule("looped_bfs", 3, 2, 2).stages_of_rank[1] == (1, 4)
+
+
+# Bubbles.
+
+
+@pytest.mark.parametrize("name, ranks, microbatches, chunks", NAMED)
+@pytest.mark.parametrize("forward, input_grad, weight_grad", [(1, 1, 1), (3, 5, 0)])
+def test_bubbles_are_the_closed_forms_exactly_without_latency(
+    name, ranks, microbatches, chunks, forward, input_grad, weight_grad
+):
+    schedule = make_schedule(name, ranks, microbatches, chunks)
+    times = StageTimes.uniform(
+        schedule.num_stages,
+        forward_s=forward,
+        input_grad_s=input_grad,
+        weight_grad_s=weight_grad,
+    )
+    timeline = simulate(schedule, times)
+    work = chunks * microbatches
+    length = work + ranks - 1
+    if microbatches < ranks:  # the first microbatch's way through all stages
+        length = chunks * ranks + microbatches - 1
+    assert timeline.span_s == length * (forward + input_grad + weight_grad)
+    assert timeline.bubble_fraction == (length - work) / length
+
+
+@pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: f"{row['p']}-{row['m']}")
+def test_published_bubbles_of_1f1b_come_out_of_the_replay(row):
+    bubble = published_replay(row, "1f1b", 1, row["Tcomm"])
+    assert round(bubble, 4) == row["bubble"]["1F1B"]
+
+
+@pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: f"{row['p']}-{row['m']}")
+def test_published_interleaved_bubbles_wait_for_one_wrap_a_group(row):
+    hop = zero_bubble_paper_hop(row["p"], exact(row["Tcomm"]))
+    bubble = published_replay(row, "interleaved_1f1b", row["chunks"], hop)
+    assert round(bubble, 4) == row["bubble"]["1F1B-I"]
+
+
+@pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: f"{row['p']}-{row['m']}")
+def test_with_every_hop_paid_interleaved_shows_a_way_up_and_down_all_stages(row):
+    ranks, chunks = row["p"], row["chunks"]
+    times = published_times(row, chunks)
+    schedule = make_schedule("interleaved_1f1b", ranks, row["m"], chunks)
+    hop_s = exact(row["Tcomm"])
+    free, paid, published = (
+        simulate(schedule, times, hop_s=hop).span_s
+        for hop in (0, hop_s, zero_bubble_paper_hop(ranks, hop_s))
+    )
+    assert paid - free == 2 * (chunks * ranks - 1) * hop_s
+    assert paid - published == ranks * hop_s
+
+
+def published_replay(row, name, chunks, hop_s):
+    schedule = make_schedule(name, row["p"], row["m"], chunks)
+    return simulate(schedule, published_times(row, chunks), hop_s=hop_s).bubble_fraction
+
+
+def published_times(row, chunks):
+    return StageTimes.uniform(
+        row["p"] * chunks,
+        forward_s=exact(row["TF"]) / chunks,
+        input_grad_s=exact(row["TB"]) / chunks,
+        weight_grad_s=exact(row["TW"]) / chunks,
+    )
+
+
+def exact(number):
+    return Fraction(str(number))
+
+
+def test_uneven_stages_are_held_up_by_the_slowest():
+    times = StageTimes(forward_s=(1, 2), input_grad_s=(1, 2), weight_grad_s=(0, 0))
+    timeline = simulate(make_schedule("gpipe", 2, 3), times)
+    assert timeline.span_s == 1 + 3 * 2 + 3 * 2 + 1
+    assert timeline.bubble_fraction == pytest.approx(1 - (6 + 12) / 2 / 14)
+
+
+def test_a_hop_delays_who_reads_but_keeps_no_rank_busy():
+    timeline = simulate(make_schedule("gpipe", 2, 2), hop_s=5)
+    starts = [[event.start_s for event in events] for events in timeline.events]
+    assert starts == [[0, 1, 15, 17], [6, 7, 8, 10]]
+
+
+def test_weight_gradients_fill_the_bubble_of_a_split_schedule():
+    split = simulate(split_1f1b(num_ranks=4, num_microbatches=8))
+    assert split.span_s < simulate(make_schedule("1f1b", 4, 8)).span_s
+
+
+# In flight.
+
+
+@pytest.mark.parametrize("ranks, microbatches", SIZES)
+def test_gpipe_keeps_all_microbatches_and_1f1b_those_behind_it(ranks, microbatches):
+    gpipe = make_schedule("gpipe", ranks, microbatches)
+    assert peak_in_flight(gpipe) == (microbatches,) * ranks
+    one_f_one_b = make_schedule("1f1b", ranks, microbatches)
+    assert peak_in_flight(one_f_one_b) == tuple(
+        min(ranks - rank, microbatches) for rank in range(ranks)
+    )
+
+
+def test_interleaved_keeps_the_warm_up_and_one():
+    schedule = make_schedule("interleaved_1f1b", 4, 8, 2)
+    assert peak_in_flight(schedule) == tuple(2 * (3 - r) + 4 + 1 for r in range(4))
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("gpip", 2, 2), "no schedule 'gpip'; did you mean 'gpipe'"),
+        (("1f1b", 2, 0), "microbatches=0: must be a whole number of at least 1"),
+        (("1f1b", 0, 2), "stages=0: must be a whole number of at least 1"),
+        (("looped_bfs", 2, 2, 0), "chunks=0: must be a whole number of at least 1"),
+        (("gpipe", 2, 2.0), "microbatches=2.0: must be a whole number"),
+        (("1f1b", 2, 2, 2), "chunks=2: schedule '1f1b' has one stage a rank"),
+    ],
+)
+def test_bad_sizes_are_refused_when_asked_for(arguments, message):
+    with pytest.raises(InputError, match=message):
+        make_schedule(*arguments)
+
+
+def test_chunks_must_divide_over_the_ranks():
+    with pytest.raises(InputError, match="3 stages do not divide over 2 ranks"):
+        Schedule([[], []], num_stages=3, num_microbatches=1)
+
+
+@pytest.mark.parametrize(
+    "times, hop_s, message",
+    [
+        (StageTimes.uniform(3), 0, "times of 3 stages for a schedule of 2"),
+        (StageTimes.uniform(2), -1, "hop_s=-1: must be a finite number, 0 or more"),
+    ],
+)
+def test_times_of_another_schedule_are_refused(times, hop_s, message):
+    with pytest.raises(InputError, match=message):
+        simulate(make_schedule("1f1b", 2, 2), times, hop_s=hop_s)
+
+
+def test_times_are_finite_and_one_a_stage():
+    with pytest.raises(InputError, match="forward_s=nan: must be a finite number"):
+        StageTimes.uniform(2, forward_s=float("nan"))
+    with pytest.raises(InputError, match="input_grad_s has 1 times and forward_s 2"):
+        StageTimes(forward_s=(1, 1), input_grad_s=(1,), weight_grad_s=(1, 1))
