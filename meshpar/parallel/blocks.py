@@ -34,24 +34,25 @@ def run_blocks(
     stored: Any,
     remat: str,
     make_scope: Callable[[_Inputs], Scope],
-    first_layer: int = 0,
+    layers: jax.Array,
+    padded: bool = False,
     in_order: bool = False,
 ) -> jax.Array:
-    """`x` after every block of a group; differentiable in `shards` and `x`.
+    """`x` after every block of a stack; differentiable in `shards` and `x`.
 
     Args:
-        group: The blocks.
+        group: What the blocks do.
         shards: Stacked parameters as stored, this device's shards.
         x: (batch, seq, embed), this device's examples.
         inputs: Arrays without gradient that scopes are made of.
         stored: Tree of `Stored` beside `shards`, of one layer.
         remat: What the backward recomputes (`Layout.remat`).
         make_scope: Inputs -> the scope that blocks see.
-        first_layer: Layers before this group's first.
+        layers: int32, the layer that each parameter of the stack belongs to.
+        padded: Whether a negative layer is a place without a block.
         in_order: Whether collectives wait for one another (`meshpar.collectives`).
     """
-    layers = first_layer + jnp.arange(group.num_layers, dtype=jnp.uint32)
-    block = _Block(group, stored, remat, make_scope, in_order)
+    block = _Block(group, stored, remat, make_scope, padded, in_order)
     return _run(block, shards, x, layers, inputs)
 
 
@@ -64,9 +65,10 @@ class _Block:
         stored: Any,
         remat: str,
         make_scope: Callable[[_Inputs], Scope],
+        padded: bool,
         in_order: bool,
     ) -> None:
-        self._stored, self._in_order = stored, in_order
+        self._stored, self._padded, self._in_order = stored, padded, in_order
         self._apply = rematerialised(group.block, remat)
         self._make_scope = make_scope
 
@@ -115,7 +117,7 @@ class _Block:
                 f"a block maps {x.dtype}{x.shape} to {y.dtype}{y.shape}; blocks must "
                 "keep shape and dtype, so that they can follow one another"
             )
-        return y
+        return jnp.where(scope_inputs["layer"] >= 0, y, x) if self._padded else y
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -153,7 +153,7 @@ class LocalProgram:
                 stored=jax.tree.map(Stored.without_layers, stored, is_leaf=is_stored),
                 remat=self.layout.remat,
                 make_scope=self._scope,
-                first_layer=first_layer,
+                layers=first_layer + jnp.arange(group.num_layers, dtype=jnp.int32),
                 in_order=self._in_order,
             )
             first_layer += group.num_layers
