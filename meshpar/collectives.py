@@ -27,6 +27,12 @@ ASKED = {
     "gradient_reduction": ("all-reduce", "gradient reduction over the batch axes"),
     "loss_sum": ("all-reduce", "loss and weights summed over the global batch"),
     "gradient_norm": ("all-reduce", "global norm of the gradients"),
+    "stage_forward": ("collective-permute", "activations to the next stage"),
+    "stage_backward": ("collective-permute", "gradients to the stage before"),
+    "embed_gather": ("all-gather", "embedding shared by the ranks, to the first stage"),
+    "embed_scatter": ("reduce-scatter", "embedding's gradient, shared by the ranks"),
+    "head_scatter": ("reduce-scatter", "last stage's output, shared by the ranks"),
+    "head_gather": ("all-gather", "loss's gradient, back to the last stage"),
     "vocab_lookup": ("all-reduce", "embedding rows from a split vocabulary"),
     "vocab_loss": ("all-reduce", "cross-entropy over a split vocabulary"),
 }
@@ -56,6 +62,23 @@ def zero_from(x: jax.Array) -> Zero:
     # XLA does not see that one bit shifted out leaves nothing; NaN cannot leak either.
     sign = lax.shift_right_logical(bits, jnp.uint32(31))
     return lax.shift_right_logical(sign, jnp.uint32(1)).astype(jnp.float32)
+
+
+def zero_on_parts(x: jax.Array, spec: PartitionSpec) -> Zero:
+    """`zero_from` of an array that lies so over automatic mesh axes."""
+    mesh_axes = {
+        axis
+        for entry in spec
+        if entry is not None
+        for axis in ((entry,) if isinstance(entry, str) else entry)
+    }
+    return on_parts(
+        zero_from,
+        x,
+        specs=(spec,),
+        out_specs=PartitionSpec(),
+        mesh_axes=mesh_axes,
+    )
 
 
 def follow(x: jax.Array, earlier: Zero | None) -> jax.Array:

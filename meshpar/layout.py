@@ -18,6 +18,9 @@ MESH_AXES = ("data", "fsdp", "stage", "context", "expert", "tensor")
 BATCH_AXES = ("data", "fsdp")
 """The mesh axes that split the batch."""
 
+MANUAL_AXES = (*BATCH_AXES, "stage")
+"""The mesh axes over which collectives are written out; GSPMD has the others."""
+
 _CHOICES = {
     "schedule": (
         "gpipe",

@@ -16,6 +16,7 @@ reads.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -50,6 +51,8 @@ class Parameter:
         initial: Key -> the initial value, of `shape`.
         num_layers: Layers that the parameter is stacked over, on a leading dim; None
             outside blocks.
+        layer_order: The layer at each place of that dim, -1 for a place without one;
+            first to last when absent.
     """
 
     shape: tuple[int, ...]
@@ -57,6 +60,7 @@ class Parameter:
     logical_axes: LogicalAxes
     initial: Callable[[jax.Array], jax.Array]
     num_layers: int | None = None
+    layer_order: tuple[int, ...] | None = None
 
     @property
     def stacked_shape(self) -> tuple[int, ...]:
@@ -70,7 +74,9 @@ class Parameter:
 
     @property
     def _leading(self) -> tuple[int, ...]:
-        return () if self.num_layers is None else (self.num_layers,)
+        if self.num_layers is None:
+            return ()
+        return (self.num_layers if self.layer_order is None else len(self.layer_order),)
 
     @property
     def struct(self) -> jax.ShapeDtypeStruct:
@@ -86,6 +92,9 @@ class Scope:
         rules: How arrays are laid out; None outside any mesh.
         batch: The inputs of these examples, those that need no gradient.
         layer: Index of the layer; -1 outside the blocks.
+        token_positions: Positions in the sequence of the tokens at hand; None if they
+            are the whole sequence.
+        full_seq: Tokens of the whole sequence, where those at hand are a share of it.
         dropout_key: Key of (seed, step); None turns dropout off.
         platform: Kind of device the program is for: `cpu`, `gpu` or `tpu`.
     """
@@ -94,6 +103,8 @@ class Scope:
     batch: Batch = field(default_factory=dict)
     layer: jax.Array | int = -1
     dropout_key: jax.Array | None = None
+    token_positions: jax.Array | None = None
+    full_seq: int | None = None
     platform: str = "cpu"
 
     def constrain(self, x: jax.Array, logical_axes: LogicalAxes) -> jax.Array:
@@ -152,6 +163,12 @@ class Scope:
         """`x`, named so that `remat=selective` keeps it instead of recomputing it."""
         return checkpoint_name(x, SAVED_PREFIX + name)
 
+    def positions(self, seq: int) -> jax.Array:
+        """Positions in the sequence of the `seq` tokens at hand."""
+        if self.token_positions is None:
+            return jnp.arange(seq, dtype=jnp.int32)
+        return self.token_positions
+
     def dropout(self, x: jax.Array, rate: float, name: str) -> jax.Array:
         """`x` with a share `rate` of its values zeroed and the rest scaled up.
 
@@ -163,7 +180,12 @@ class Scope:
         key = jax.random.fold_in(self.dropout_key, zlib.crc32(name.encode()))
         key = jax.random.fold_in(key, jnp.asarray(self.layer).astype(jnp.uint32))
         keys = jax.vmap(jax.random.fold_in, (None, 0))(key, self.batch[EXAMPLE])
-        keep = jax.vmap(lambda k: jax.random.bernoulli(k, 1 - rate, x.shape[1:]))(keys)
+        shape = x.shape[1:]
+        if self.full_seq is not None:
+            shape = (self.full_seq, *shape[1:])
+        keep = jax.vmap(lambda k: jax.random.bernoulli(k, 1 - rate, shape))(keys)
+        if self.token_positions is not None:
+            keep = keep[:, self.token_positions]
         return jnp.where(keep, x / (1 - rate), 0).astype(x.dtype)
 
     @property
@@ -195,6 +217,8 @@ class Model:
         groups: Block groups in the order in which they run.
         head: `(params, x, batch, scope) -> (loss_sum, weight_sum)`, two scalars.
         logits: `(params, x, scope) -> (batch, seq, vocab)`, for sampling; optional.
+        per_token: Whether embed and head treat every token by itself, but for its
+            position (`Scope.positions`). Then the ranks of a pipeline share them.
     """
 
     parameters: dict[str, Any]
@@ -202,6 +226,7 @@ class Model:
     groups: tuple[BlockGroup, ...]
     head: Callable[[Params, jax.Array, Batch, Scope], tuple[jax.Array, jax.Array]]
     logits: Callable[[Params, jax.Array, Scope], jax.Array] | None = None
+    per_token: bool = False
 
     def __post_init__(self) -> None:
         for group in self.groups:
@@ -239,7 +264,8 @@ class Model:
     def num_parameters(self) -> int:
         """Number of parameter values."""
         return sum(
-            parameter.struct.size for parameter in self.flat_parameters().values()
+            math.prod(parameter.shape) * (parameter.num_layers or 1)
+            for parameter in self.flat_parameters().values()
         )
 
 
@@ -301,6 +327,11 @@ def _initial_value(path: str, parameter: Parameter, seed: jax.Array | int) -> ja
     key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(path.encode()))
     if parameter.num_layers is None:
         return parameter.initial(key).astype(parameter.dtype)
-    layers = jnp.arange(parameter.num_layers, dtype=jnp.uint32)
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, layers)
-    return jax.vmap(parameter.initial)(keys).astype(parameter.dtype)
+    order = parameter.layer_order or tuple(range(parameter.num_layers))
+    layers = jnp.asarray(order, jnp.int32)
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, layers.astype(jnp.uint32))
+    values = jax.vmap(parameter.initial)(keys).astype(parameter.dtype)
+    if min(order) >= 0:
+        return values
+    filled = (layers >= 0).reshape(-1, *(1,) * len(parameter.shape))
+    return jnp.where(filled, values, 0)

@@ -18,6 +18,7 @@ def from_nnx(
     block: Callable[[nnx.Rngs], nnx.Module],
     num_layers: int,
     group: str = "blocks",
+    per_token: bool = False,
 ) -> Model:
     """A model whose two ends and repeated block are Flax NNX modules.
 
@@ -32,6 +33,7 @@ def from_nnx(
         block: Builds one block.
         num_layers: Number of blocks.
         group: Name of the blocks in parameter paths.
+        per_token: Whether embed and head treat every token by itself (`Model`).
 
     Raises:
         InputError: A module has state that is no parameter, such as batch statistics,
@@ -61,6 +63,7 @@ def from_nnx(
         logits=(lambda params, *args: ends_call(params, "logits", *args))
         if has_logits
         else None,
+        per_token=per_token,
     )
 
 

@@ -60,4 +60,5 @@ PRESETS = {
 
 def default_rules(layout: Layout) -> Rules:
     """The preset that a layout asks for; a mesh axis of size 1 changes nothing."""
-    return FSDP_TENSOR_SEQUENCE if layout.sequence_parallel else FSDP_TENSOR
+    preset = FSDP_TENSOR_SEQUENCE if layout.sequence_parallel else FSDP_TENSOR
+    return replace(preset, parameters={**preset.parameters, "layers": "stage"})

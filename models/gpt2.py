@@ -123,14 +123,15 @@ class GPT2Ends(nnx.Module):
     def embed(self, batch: Batch, scope: Scope) -> jax.Array:
         """Tokens (batch, seq) -> (batch, seq, embed)."""
         tokens = batch["tokens"]
-        seq = tokens.shape[1]
+        seq = scope.full_seq or tokens.shape[1]
         if seq > self.max_seq:
             raise InputError(
                 f"sequences of {seq} tokens, but the model has max_seq={self.max_seq} "
                 "learned positions; shorten the sequences or raise max_seq"
             )
         x = vocab_lookup(self.token_embed[...], tokens, scope)
-        x = scope.constrain(x + self.position_embed[:seq], RESIDUAL)
+        positions = scope.positions(tokens.shape[1])
+        x = scope.constrain(x + self.position_embed[positions], RESIDUAL)
         return scope.dropout(x, self.dropout, "embed")
 
     def logits(self, x: jax.Array, scope: Scope) -> jax.Array:
@@ -158,4 +159,5 @@ def gpt2(config: GPT2Config) -> Model:
         ends=lambda rngs: GPT2Ends(config, rngs),
         block=lambda rngs: GPT2Block(config, rngs),
         num_layers=config.layers,
+        per_token=True,
     )

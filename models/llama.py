@@ -147,7 +147,7 @@ class LlamaEnds(nnx.Module):
     def embed(self, batch: Batch, scope: Scope) -> jax.Array:
         """Tokens (batch, seq) -> (batch, seq, embed)."""
         tokens = batch["tokens"]
-        seq = tokens.shape[1]
+        seq = scope.full_seq or tokens.shape[1]
         if 0 < self.max_seq < seq:
             raise InputError(
                 f"sequences of {seq} tokens, but the model has max_seq={self.max_seq}; "
@@ -179,4 +179,5 @@ def llama(config: LlamaConfig) -> Model:
         ends=lambda rngs: LlamaEnds(config, rngs),
         block=lambda rngs: LlamaBlock(config, rngs),
         num_layers=config.layers,
+        per_token=True,
     )

@@ -18,7 +18,7 @@ from meshpar import (
     make_train_step,
 )
 from meshpar.model import EXAMPLE, Scope, loss
-from meshpar.parallel.program import dropout_key
+from meshpar.parallel.placement import dropout_key
 from models.presets import build
 
 BATCH, SEQ = 8, 16

@@ -14,12 +14,12 @@ from meshpar.parallel.zero import is_stored, zero_from_all
 def reduce_gradients(
     stored: Any,
     gradients: Any,
-    batch_axes: tuple[str, ...],
+    mesh_axes: tuple[str, ...],
     *,
     earlier: Zero | None = None,
     in_order: bool = False,
 ) -> Any:
-    """Sums each gradient over the batch axes that it has not been reduced over yet.
+    """Sums each gradient over the mesh axes that it has not been reduced over yet.
 
     Parameters replicated over all of them: one all-reduce of all their gradients.
     Parameters split over `fsdp`, already reduce-scattered there: one over the rest.
@@ -28,14 +28,14 @@ def reduce_gradients(
     Args:
         stored: Tree of `Stored`.
         gradients: The same tree of fp32 gradients, this device's.
-        batch_axes: Mesh axes of size above 1 that split the batch.
+        mesh_axes: Mesh axes of size above 1 that split the batch, and `stage`.
         earlier: What the first all-reduce must wait for.
         in_order: Whether each all-reduce waits for the one before (`collectives`).
     """
     layouts, treedef = jax.tree.flatten(stored, is_leaf=is_stored)
     leaves = treedef.flatten_up_to(gradients)
     remaining = [
-        tuple(axis for axis in batch_axes if axis not in layout.gathered_axes)
+        tuple(axis for axis in mesh_axes if axis not in layout.manual_axes)
         for layout in layouts
     ]
     for axes in sorted(set(remaining) - {()}):

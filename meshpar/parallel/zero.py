@@ -17,8 +17,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from meshpar.collectives import Zero, asked, follow, on_parts, zero_from
-from meshpar.layout import BATCH_AXES
+from meshpar.collectives import (
+    Zero,
+    asked,
+    follow,
+    on_parts,
+    zero_from,
+    zero_on_parts,
+)
+from meshpar.layout import BATCH_AXES, MANUAL_AXES
 from meshpar.model import spec_axes
 
 
@@ -36,18 +43,23 @@ class Stored:
 
     @property
     def manual_spec(self) -> PartitionSpec:
-        """The part of the layout that `jax.shard_map` over the batch axes splits."""
-        return _only(self.spec, lambda axis: axis in BATCH_AXES)
+        """The part of the layout that `jax.shard_map` over the manual axes splits."""
+        return _only(self.spec, lambda axis: axis in MANUAL_AXES)
+
+    @property
+    def manual_axes(self) -> tuple[str, ...]:
+        """The manual mesh axes that the parameter is split over."""
+        return spec_axes(self.manual_spec)
 
     @property
     def gathered_axes(self) -> tuple[str, ...]:
         """The batch axes that the parameter is split over at rest."""
-        return spec_axes(self.manual_spec)
+        return tuple(axis for axis in self.manual_axes if axis in BATCH_AXES)
 
     @property
     def automatic_spec(self) -> PartitionSpec:
         """The part of the layout that GSPMD keeps."""
-        return _only(self.spec, lambda axis: axis not in BATCH_AXES)
+        return _only(self.spec, lambda axis: axis not in MANUAL_AXES)
 
     @property
     def automatic_axes(self) -> set[str]:
@@ -59,7 +71,7 @@ class Stored:
         """Each dim that is split over batch axes, and those axes."""
         return [
             (dim, (entry,) if isinstance(entry, str) else entry)
-            for dim, entry in enumerate(self.manual_spec)
+            for dim, entry in enumerate(_only(self.spec, BATCH_AXES.__contains__))
             if entry is not None
         ]
 
@@ -103,13 +115,7 @@ def zero_from_all(stored: Any, tree: Any) -> Zero:
     layouts, treedef = jax.tree.flatten(stored, is_leaf=is_stored)
     total = jnp.zeros(())
     for layout, x in zip(layouts, treedef.flatten_up_to(tree), strict=True):
-        total += on_parts(
-            zero_from,
-            x,
-            specs=(layout.automatic_spec,),
-            out_specs=PartitionSpec(),
-            mesh_axes=layout.automatic_axes,
-        )
+        total += zero_on_parts(x, layout.automatic_spec)
     return total
 
 

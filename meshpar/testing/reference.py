@@ -17,7 +17,7 @@ import numpy as np
 import optax
 
 from meshpar.model import EXAMPLE, Batch, Model, Params, Scope, loss
-from meshpar.parallel.program import dropout_key
+from meshpar.parallel.placement import dropout_key
 from meshpar.testing.batches import Arrays
 from meshpar.testing.bounds import rounding_chains
 

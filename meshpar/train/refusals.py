@@ -22,9 +22,9 @@ _OPTION_OF = {
 def layout_refusals(layout: Layout) -> dict[str, str]:
     """Key of a layout -> why `make_train_step` refuses the value it has."""
     refusals = {
-        name: f"layout {str(layout)!r}: make_train_step lays out data, fsdp and "
+        name: f"layout {str(layout)!r}: make_train_step lays out data, fsdp, stage and "
         f"tensor; {name}={getattr(layout, name)} is not supported: set {name}=1"
-        for name in ("stage", "context", "expert", "microbatches")
+        for name in ("context", "expert")
         if getattr(layout, name) != 1
     }
     for name, mesh_axis in _OPTION_OF.items():

@@ -18,6 +18,8 @@ from meshpar.layout import BATCH_AXES, Layout
 from meshpar.mesh import absent_mesh, make_mesh, platform_of
 from meshpar.model import EXAMPLE, Batch, Model
 from meshpar.parallel.norm import global_norm
+from meshpar.parallel.pipeline.program import pipeline_of
+from meshpar.parallel.placement import Placement, is_pipelined
 from meshpar.parallel.program import LocalProgram
 from meshpar.rule_presets import default_rules
 from meshpar.rules import Rules
@@ -116,11 +118,19 @@ class TrainStep:
         max_grad_norm: float | None,
         compiler_options: Mapping[str, Any] | None,
     ) -> None:
+        self._whole_model = model
+        pipeline = pipeline_of(model, layout) if is_pipelined(layout) else None
+        model = pipeline.model if pipeline else model
         self.model, self.layout, self.rules, self.mesh = model, layout, rules, mesh
         self.platform = platform
         self._optimizer, self._max_grad_norm = optimizer, max_grad_norm
-        self._program = LocalProgram(
+        placement = Placement(
             model=model, layout=layout, rules=rules, mesh=mesh, platform=platform
+        )
+        self._program = (
+            pipeline.program(placement)
+            if pipeline
+            else LocalProgram(placement=placement)
         )
         self.state_shapes = jax.eval_shape(
             lambda: initial_state(model, optimizer, jnp.uint32(0))
@@ -259,17 +269,19 @@ class TrainStep:
         Raises:
             InputError: It does not; both numbers are in the message.
         """
-        if num_examples % self.layout.batch_shards:
+        layout = self.layout
+        if num_examples % (layout.batch_shards * layout.microbatches):
+            times = f" x microbatches={layout.microbatches}"
             raise InputError(
                 f"batch[{name!r}] has {num_examples} examples, which do not divide "
-                f"over {self.layout.batch_shards} devices of data={self.layout.data},"
-                f"fsdp={self.layout.fsdp}; pad with examples of weight 0, or change "
-                "the global batch"
+                f"over {layout.batch_shards} devices of data={layout.data},"
+                f"fsdp={layout.fsdp}{times if layout.microbatches > 1 else ''}; pad "
+                "with examples of weight 0, or change the global batch"
             )
 
     def _without_devices(self, platform: str) -> TrainStep:
         return TrainStep(
-            model=self.model,
+            model=self._whole_model,
             optimizer=self._optimizer,
             layout=self.layout,
             rules=self.rules,

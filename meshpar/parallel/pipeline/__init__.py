@@ -1,0 +1,1 @@
+"""Pipeline parallel: stages on ranks, microbatches through them, in one program."""

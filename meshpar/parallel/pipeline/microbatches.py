@@ -1,0 +1,208 @@
+"""A model's functions of one microbatch, as the executor calls them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from meshpar.collectives import Zero, zero_on_parts
+from meshpar.model import Batch, Params, Scope, spec_axes
+from meshpar.parallel.blocks import run_blocks
+from meshpar.parallel.pipeline.ends import STAGE, Shares
+from meshpar.parallel.pipeline.executor import Work
+from meshpar.parallel.pipeline.stages import Arrangement, only_group
+from meshpar.parallel.placement import Placement
+from meshpar.parallel.zero import Stored, is_stored
+from meshpar.rules import auto_mesh_shape
+
+_RESIDUAL = ("batch", "residual_seq", "embed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Microbatches:
+    """The embedding, stages and head of a model, for one microbatch at a time.
+
+    Args:
+        placement: The model on its mesh.
+        arrangement: Which layers every rank has.
+        weights: The ends' parameters for use.
+        blocks: The blocks' as stored, (chunks, places, ...).
+        batch: Arrays of (microbatches, examples, ...).
+        key: What dropout derives from; None turns it off.
+    """
+
+    placement: Placement
+    arrangement: Arrangement
+    weights: Params
+    blocks: Params
+    batch: Batch
+    key: jax.Array | None
+
+    def work(self) -> Work:
+        """What the executor runs for the loss and its gradients."""
+        sums = jax.eval_shape(self._head, self.weights, self._share_shape(), 0)
+        return self._work(self._loss, sums)
+
+    def logits_work(self) -> Work:
+        """What it runs for the logits of a single microbatch, in place of the sums."""
+
+        def head(microbatch: jax.Array, last: jax.Array) -> tuple:
+            share = self.shares.scatter(last, "head_scatter")
+            logits = self.placement.model.logits(
+                self.weights, share, self._share_scope(microbatch)
+            )
+            return logits, share, None
+
+        shape = jax.eval_shape(
+            lambda share: self.placement.model.logits(
+                self.weights, share, self._share_scope(0)
+            ),
+            self._share_shape(),
+        )
+        return self._work(head, shape)
+
+    def _work(self, head: Any, sums: Any) -> Work:
+        return Work(
+            known=self._known,
+            stage=self._stage,
+            embed=self._embed,
+            embed_gradient=self._embed_gradient,
+            head=head,
+            x=self._x,
+            spec=self.shares.spec,
+            parameters=self.blocks,
+            end_parameters=self.weights,
+            loss_sums=sums,
+        )
+
+    @cached_property
+    def shares(self) -> Shares:
+        """How tokens are divided among the ranks."""
+        placement, (_, seq, _) = self.placement, self._x.shape
+        spec = PartitionSpec()
+        if "residual_seq" in placement.rules.table:
+            spec = placement.rules.spec(
+                _RESIDUAL, self._x.shape, mesh_shape=auto_mesh_shape()
+            )
+        sizes = auto_mesh_shape()
+        parts = math.prod(sizes[axis] for axis in spec_axes(PartitionSpec(*spec[1:2])))
+        num_ranks = placement.layout.stage
+        return Shares(
+            num_ranks=num_ranks,
+            shared=placement.model.per_token and seq % (num_ranks * parts) == 0,
+            seq=seq,
+            spec=spec if spec_axes(spec) else PartitionSpec(),
+            parts=parts,
+        )
+
+    @cached_property
+    def _x(self) -> jax.ShapeDtypeStruct:
+        def embed() -> jax.Array:
+            inputs = self._inputs(0)
+            scope = self.placement.scope(inputs)
+            return self.placement.model.embed(self.weights, inputs["batch"], scope)
+
+        return jax.eval_shape(embed)
+
+    def _share_shape(self) -> jax.ShapeDtypeStruct:
+        batch, seq, embed = self._x.shape
+        num_shares = self.shares.num_ranks if self.shares.shared else 1
+        return jax.ShapeDtypeStruct((batch, seq // num_shares, embed), self._x.dtype)
+
+    def _inputs(self, microbatch: jax.Array | int) -> dict[str, Any]:
+        batch = jax.tree.map(
+            lambda array: lax.dynamic_index_in_dim(array, microbatch, keepdims=False),
+            self.batch,
+        )
+        return {"batch": batch, **({} if self.key is None else {"key": self.key})}
+
+    def _share_scope(
+        self, microbatch: jax.Array | int, earlier: Zero | None = None
+    ) -> Scope:
+        inputs = self._inputs(microbatch)
+        if earlier is not None:
+            inputs["batch"] = {
+                name: array + earlier.astype(array.dtype)
+                for name, array in inputs["batch"].items()
+            }
+        if self.shares.shared:
+            inputs["batch"] = self.shares.of_batch(inputs["batch"])
+            inputs["positions"] = self.shares.positions()
+            inputs["full_seq"] = self.shares.seq
+        return self.placement.scope(inputs)
+
+    def _known(self, chunk: jax.Array, microbatch: jax.Array) -> dict[str, Any]:
+        layers = jnp.asarray(self.arrangement.layers)[lax.axis_index(STAGE)]
+        return {
+            "parameters": jax.tree.map(lambda value: _chunk(value, chunk), self.blocks),
+            "layers": _chunk(layers, chunk),
+            "inputs": self._inputs(microbatch),
+        }
+
+    def _stage(self, known: dict[str, Any], x: jax.Array) -> jax.Array:
+        placement = self.placement
+        group = only_group(placement.model)
+        return run_blocks(
+            group,
+            known["parameters"],
+            x,
+            known["inputs"],
+            stored=jax.tree.map(
+                Stored.without_layers,
+                placement.stored[group.name],
+                is_leaf=is_stored,
+            ),
+            remat=placement.layout.remat,
+            make_scope=placement.scope,
+            layers=known["layers"],
+            padded=self.arrangement.padded,
+            in_order=placement.in_order,
+        )
+
+    def _embed(self, microbatch: jax.Array, earlier: Zero | None) -> jax.Array:
+        scope = self._share_scope(microbatch, earlier)
+        share = self.placement.model.embed(self.weights, scope.batch, scope)
+        return self.shares.gather(share, "embed_gather")
+
+    def _embed_gradient(
+        self, microbatch: jax.Array, first: jax.Array
+    ) -> tuple[Params, Zero]:
+        dx = self.shares.scatter(first, "embed_scatter")
+        scope = self._share_scope(microbatch)
+        _, vjp = jax.vjp(
+            lambda weights: self.placement.model.embed(weights, scope.batch, scope),
+            self.weights,
+        )
+        (gradients,) = vjp(jnp.where(self.shares.counts(), dx, 0))
+        return gradients, zero_on_parts(dx, self.shares.spec)
+
+    def _loss(self, microbatch: jax.Array, last: jax.Array) -> tuple:
+        share = self.shares.scatter(last, "head_scatter")
+        (loss_sum, weight_sum), vjp = jax.vjp(
+            lambda weights, share: self._head(weights, share, microbatch),
+            self.weights,
+            share,
+        )
+        counts = self.shares.counts().astype(loss_sum.dtype)
+        gradients, dy = vjp((counts, jnp.zeros_like(weight_sum)))
+        dy = self.shares.gather(dy, "head_gather")
+        return (loss_sum * counts, weight_sum * counts), dy, gradients
+
+    def _head(
+        self, weights: Params, share: jax.Array, microbatch: jax.Array | int
+    ) -> tuple[jax.Array, jax.Array]:
+        scope = self._share_scope(microbatch)
+        return self.placement.model.head(weights, share, scope.batch, scope)
+
+
+def _chunk(value: jax.Array, chunk: jax.Array) -> jax.Array:
+    if value.shape[0] == 1:
+        return value[0]
+    return lax.dynamic_index_in_dim(value, chunk, keepdims=False)

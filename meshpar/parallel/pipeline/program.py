@@ -1,0 +1,179 @@
+"""A model's loss and gradients with its blocks cut into stages, per device.
+
+One `jax.shard_map`, manual over the batch axes and `stage`: what crosses them is
+written here, in `executor` and in `ends`. GSPMD partitions over the other mesh axes.
+With one stage it accumulates gradients over microbatches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from meshpar.layout import MANUAL_AXES, Layout
+from meshpar.model import Batch, Model, Params
+from meshpar.parallel.pipeline.executor import Executor, Work
+from meshpar.parallel.pipeline.microbatches import Microbatches
+from meshpar.parallel.pipeline.stages import (
+    Arrangement,
+    arranged,
+    arrangement,
+    only_group,
+    stage_sizes,
+)
+from meshpar.parallel.placement import (
+    BATCH,
+    REPLICATED,
+    Placement,
+    dropout_key,
+    safe_inverse,
+)
+from meshpar.schedules import Schedule, make_schedule, tick_table
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineProgram:
+    """The functions of an arranged model, to be called inside `jax.jit`.
+
+    Args:
+        placement: The model on its mesh, its parameters in the arrangement's order.
+        schedule: What every rank does.
+        arrangement: Which layers every rank has.
+    """
+
+    placement: Placement
+    schedule: Schedule
+    arrangement: Arrangement
+
+    def loss_and_gradients(
+        self, params: Params, batch: Batch, step: jax.Array, seed: jax.Array
+    ) -> tuple[jax.Array, jax.Array, Params]:
+        """Mean loss, summed weights, and fp32 gradients laid out as the parameters."""
+        placement = self.placement
+
+        def local(
+            params: Params, batch: Batch, step: jax.Array, seed: jax.Array
+        ) -> tuple[jax.Array, jax.Array, Params]:
+            work = self._microbatches(params, batch, dropout_key(seed, step)).work()
+            sums, blocks, ends = self._run(work).loss_and_gradients()
+            loss_sum, weight_sum = placement.sum_losses(sums, MANUAL_AXES)
+            share = safe_inverse(weight_sum)
+            blocks = jax.tree.map(lambda value: _merge(value) * share, blocks)
+            ends = jax.tree.map(lambda value: value * share, ends)
+            return loss_sum * share, weight_sum, placement.reduce(ends, [blocks])
+
+        specs = placement.manual_specs
+        return placement.on_shards(
+            local,
+            (specs, BATCH, REPLICATED, REPLICATED),
+            (REPLICATED, REPLICATED, specs),
+        )(params, batch, step, seed)
+
+    def loss_sums(self, params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        """Summed loss and summed weights over the global batch, without dropout."""
+        placement = self.placement
+
+        def local(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
+            work = self._microbatches(params, batch, None).work()
+            return placement.sum_losses(self._run(work).loss_sums(), MANUAL_AXES)
+
+        return placement.on_shards(
+            local, (placement.manual_specs, BATCH), (REPLICATED, REPLICATED)
+        )(params, batch)
+
+    def logits(self, params: Params, batch: Batch) -> jax.Array:
+        """fp32 logits (batch, seq, vocab), without dropout."""
+        placement = self.placement
+        one = dataclasses.replace(
+            self,
+            schedule=make_schedule(
+                placement.layout.schedule,
+                self.schedule.num_ranks,
+                1,
+                self.schedule.num_chunks,
+            ),
+        )
+
+        def local(params: Params, batch: Batch) -> jax.Array:
+            work = one._microbatches(params, batch, None)
+            share = one._run(work.logits_work()).loss_sums()
+            return work.shares.whole(share)
+
+        return placement.on_shards(local, (placement.manual_specs, BATCH), BATCH)(
+            params, batch
+        )
+
+    def _microbatches(
+        self, params: Params, batch: Batch, key: jax.Array | None
+    ) -> Microbatches:
+        schedule = self.schedule
+        weights, (blocks,) = self.placement.gather_ends(params)
+        return Microbatches(
+            placement=self.placement,
+            arrangement=self.arrangement,
+            weights=weights,
+            blocks=_cut(blocks, schedule.num_chunks),
+            batch=_cut(batch, schedule.num_microbatches),
+            key=key,
+        )
+
+    def _run(self, work: Work) -> Executor:
+        return Executor(
+            table=tick_table(self.schedule),
+            num_stages=self.schedule.num_stages,
+            work=work,
+            in_order=self.placement.in_order,
+        )
+
+
+def _cut(tree: Any, num_parts: int) -> Any:
+    """The first dim of every array in that many parts."""
+    return jax.tree.map(
+        lambda value: value.reshape(num_parts, -1, *value.shape[1:]), tree
+    )
+
+
+def _merge(value: jax.Array) -> jax.Array:
+    """(chunks, places, ...) -> (layers, ...)."""
+    return value.reshape(-1, *value.shape[2:])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """A model arranged for the stages of a layout.
+
+    Args:
+        model: Its stacked parameters lie rank by rank.
+        schedule: What every rank does.
+        arrangement: Which layers every rank has.
+    """
+
+    model: Model
+    schedule: Schedule
+    arrangement: Arrangement
+
+    def program(self, placement: Placement) -> PipelineProgram:
+        """The functions of the model on its mesh."""
+        return PipelineProgram(
+            placement=placement, schedule=self.schedule, arrangement=self.arrangement
+        )
+
+
+def pipeline_of(model: Model, layout: Layout) -> Pipeline:
+    """The model arranged for a layout's stages, and its schedule.
+
+    Raises:
+        InputError: More stages than layers, splits that do not fit, a schedule that
+            cannot have those sizes, or several groups of blocks.
+    """
+    sizes = stage_sizes(layout, only_group(model).num_layers)
+    schedule = make_schedule(
+        layout.schedule, layout.stage, layout.microbatches, layout.chunks
+    )
+    placed = arrangement(schedule, sizes)
+    return Pipeline(
+        model=arranged(model, placed.order), schedule=schedule, arrangement=placed
+    )

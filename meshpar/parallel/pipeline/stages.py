@@ -1,0 +1,151 @@
+"""Stages: which layers each rank runs, and stacked parameters arranged for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import jax
+import numpy as np
+
+from meshpar.errors import InputError
+from meshpar.layout import Layout
+from meshpar.model import BlockGroup, Model, is_parameter
+from meshpar.schedules import Schedule
+
+NO_LAYER = -1
+"""A place that holds no layer, where stages are of uneven size."""
+
+
+@dataclass(frozen=True, eq=False)
+class Arrangement:
+    """The layer at every place of every chunk of every rank.
+
+    Args:
+        layers: int32 (ranks, chunks, places); `NO_LAYER` where a stage is shorter.
+    """
+
+    layers: np.ndarray
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The layers as the stacked parameters hold them, rank by rank."""
+        return tuple(self.layers.ravel().tolist())
+
+    @property
+    def padded(self) -> bool:
+        """Whether some places hold no layer."""
+        return bool((self.layers == NO_LAYER).any())
+
+
+def split_evenly(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """Layers of each stage, the longer stages first.
+
+    Example:
+        >>> split_evenly(30, 4)
+        (8, 8, 7, 7)
+    """
+    shorter, longer = divmod(num_layers, num_stages)
+    return (shorter + 1,) * longer + (shorter,) * (num_stages - longer)
+
+
+def split_by_cost(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
+    """Layers of each stage so that the costliest stage costs least.
+
+    Args:
+        costs: Of each layer, in any unit.
+        num_stages: Stages, none of them empty.
+
+    Example:
+        >>> split_by_cost([3, 1, 1, 1], 2)
+        (1, 3)
+    """
+    sums = np.concatenate([[0.0], np.cumsum(costs)])
+    num_layers = len(costs)
+    # best[k, n]: the least possible cost of the costliest of k stages of n layers.
+    best = np.full((num_stages + 1, num_layers + 1), np.inf)
+    cut = np.zeros((num_stages + 1, num_layers + 1), int)
+    best[0, 0] = 0.0
+    for stage in range(1, num_stages + 1):
+        for stop in range(stage, num_layers + 1):
+            starts = np.arange(stage - 1, stop)
+            worst = np.maximum(best[stage - 1, starts], sums[stop] - sums[starts])
+            at = int(np.argmin(worst))
+            best[stage, stop], cut[stage, stop] = worst[at], starts[at]
+    sizes, stop = [], num_layers
+    for stage in range(num_stages, 0, -1):
+        sizes.append(stop - int(cut[stage, stop]))
+        stop = int(cut[stage, stop])
+    return tuple(reversed(sizes))
+
+
+def stage_sizes(layout: Layout, num_layers: int) -> tuple[int, ...]:
+    """Layers of each stage under a layout.
+
+    Raises:
+        InputError: More stages than layers, or splits that are not the stages' or do
+            not add up to the layers.
+    """
+    num_stages = layout.stage * layout.chunks
+    if num_stages > num_layers:
+        raise InputError(
+            f"stage={layout.stage} x chunks={layout.chunks} are {num_stages} stages, "
+            f"but the model has {num_layers} layers; take fewer stages or chunks"
+        )
+    if not layout.splits:
+        return split_evenly(num_layers, num_stages)
+    splits = "/".join(map(str, layout.splits))
+    if len(layout.splits) != num_stages:
+        raise InputError(
+            f"splits={splits} has {len(layout.splits)} sizes for {num_stages} stages; "
+            "give one for each stage, first to last"
+        )
+    if sum(layout.splits) != num_layers:
+        raise InputError(
+            f"splits={splits} has {sum(layout.splits)} layers in all, but the model "
+            f"has {num_layers}; make them add up"
+        )
+    return layout.splits
+
+
+def arrangement(schedule: Schedule, sizes: Sequence[int]) -> Arrangement:
+    """Where every layer lies, by the schedule's placement of stages on ranks."""
+    first = np.concatenate([[0], np.cumsum(sizes)])
+    shape = (schedule.num_ranks, schedule.num_chunks, max(sizes))
+    layers = np.full(shape, NO_LAYER, np.int32)
+    for rank, stages in enumerate(schedule.stages_of_rank):
+        for chunk, stage in enumerate(stages):
+            layers[rank, chunk, : sizes[stage]] = np.arange(
+                first[stage], first[stage + 1]
+            )
+    return Arrangement(layers)
+
+
+def arranged(model: Model, order: Sequence[int]) -> Model:
+    """The model with its stacked parameters in that order of layers.
+
+    Raises:
+        InputError: The model has several groups of blocks.
+    """
+    group = only_group(model)
+
+    def arrange(parameter):
+        return replace(parameter, layer_order=tuple(order))
+
+    blocks = jax.tree.map(arrange, model.parameters[group.name], is_leaf=is_parameter)
+    return replace(model, parameters={**model.parameters, group.name: blocks})
+
+
+def only_group(model: Model) -> BlockGroup:
+    """The model's group of blocks.
+
+    Raises:
+        InputError: It has several.
+    """
+    if len(model.groups) != 1:
+        names = ", ".join(group.name for group in model.groups)
+        raise InputError(
+            f"a pipeline cuts one group of blocks into stages, but the model has "
+            f"{len(model.groups)}: {names}; set stage=1"
+        )
+    return model.groups[0]
