@@ -288,6 +288,7 @@ class TrainStep:
             mesh=absent_mesh(self.layout),
             platform=platform,
             max_grad_norm=self._max_grad_norm,
+            compiler_options=None,  # those of the present devices' compiler
         )
 
     def _argument_shapes(self, batch: Batch) -> tuple[TrainState, Batch]:
