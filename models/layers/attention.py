@@ -122,7 +122,9 @@ class Attention(nnx.Module):
 def _implementation(q: jax.Array, scope: Scope) -> str | None:
     # cuDNN's fused attention takes half precision only, and never builds the scores.
     half = q.dtype in (jnp.bfloat16, jnp.float16)
-    return "cudnn" if scope.platform == "gpu" and half else None
+    # Tracing for a GPU that is not there finds no cuDNN to ask: XLA's own attention then.
+    present = scope.platform == "gpu" and jax.default_backend() == "gpu"
+    return "cudnn" if present and half else None
 
 
 def depth_scaled_std(init_std: float, num_layers: int) -> float:
