@@ -26,47 +26,90 @@ _Inputs = dict[str, Any]
 
 
 def run_blocks(
-    group: BlockGroup,
-    shards: Any,
-    x: jax.Array,
-    inputs: _Inputs,
-    *,
-    stored: Any,
-    remat: str,
-    make_scope: Callable[[_Inputs], Scope],
-    layers: jax.Array,
-    padded: bool = False,
-    in_order: bool = False,
+    block: Block, shards: Any, x: jax.Array, layers: jax.Array, inputs: _Inputs
 ) -> jax.Array:
     """`x` after every block of a stack; differentiable in `shards` and `x`.
 
     Args:
-        group: What the blocks do.
+        block: What a layer does.
         shards: Stacked parameters as stored, this device's shards.
         x: (batch, seq, embed), this device's examples.
+        layers: int32, the layer that each place of the stack holds.
         inputs: Arrays without gradient that scopes are made of.
-        stored: Tree of `Stored` beside `shards`, of one layer.
-        remat: What the backward recomputes (`Layout.remat`).
-        make_scope: Inputs -> the scope that blocks see.
-        layers: int32, the layer that each parameter of the stack belongs to.
-        padded: Whether a negative layer is a place without a block.
-        in_order: Whether collectives wait for one another (`meshpar.collectives`).
     """
-    block = _Block(group, stored, remat, make_scope, padded, in_order)
     return _run(block, shards, x, layers, inputs)
 
 
-class _Block:
-    """One layer, as the two loops call it."""
+def run_keeping(
+    block: Block, shards: Any, x: jax.Array, layers: jax.Array, inputs: _Inputs
+) -> tuple[jax.Array, Residuals]:
+    """`run_blocks`, and what `run_backward` needs besides the arguments."""
+
+    def body(x: jax.Array, xs: tuple) -> tuple[jax.Array, Residuals]:
+        shard, layer = xs
+        return block.forward_keeping(shard, x, layer, inputs)
+
+    return lax.scan(body, x, (shards, layers))
+
+
+def run_backward(
+    block: Block,
+    shards: Any,
+    residuals: Residuals,
+    dx: jax.Array,
+    layers: jax.Array,
+    inputs: _Inputs,
+    totals: Any,
+    add: Callable[[Any, Any, jax.Array], Any],
+) -> tuple[jax.Array, Any]:
+    """The backward of `run_keeping`, gradients added up in place, layer by layer.
+
+    Args:
+        block: As for `run_keeping`, and so the next.
+        shards: Stacked parameters.
+        residuals: What it kept.
+        dx: Gradient of its result.
+        layers: The layer that each place holds.
+        inputs: What scopes are made of.
+        totals: Where gradients are added.
+        add: (totals, gradients of one layer's shards, place in the stack) -> totals.
+
+    Returns:
+        The gradient of its `x`, and the totals.
+    """
+
+    def body(carry: tuple, xs: tuple) -> tuple[tuple, None]:
+        dx, totals = carry
+        shard, residual, layer, place = xs
+        gradients, dx = block.backward(shard, residual, dx, layer, inputs)
+        return (dx, add(totals, gradients, place)), None
+
+    places = jnp.arange(len(layers))
+    xs = (shards, residuals, layers, places)
+    return lax.scan(body, (dx, totals), xs, reverse=True)[0]
+
+
+class Block:
+    """One layer, as the loops call it.
+
+    Args:
+        group: The blocks.
+        stored: Tree of `Stored` beside the parameters, of one layer.
+        remat: What the backward recomputes (`Layout.remat`).
+        make_scope: Inputs -> the scope that blocks see.
+        padded: Whether a negative layer is a place without a block.
+        in_order: Whether collectives wait for one another (`meshpar.collectives`).
+    """
 
     def __init__(
         self,
         group: BlockGroup,
+        *,
         stored: Any,
         remat: str,
         make_scope: Callable[[_Inputs], Scope],
-        padded: bool,
-        in_order: bool,
+        padded: bool = False,
+        in_order: bool = False,
     ) -> None:
         self._stored, self._padded, self._in_order = stored, padded, in_order
         self._apply = rematerialised(group.block, remat)
@@ -122,7 +165,7 @@ class _Block:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _run(
-    block: _Block, shards: Any, x: jax.Array, layers: jax.Array, inputs: _Inputs
+    block: Block, shards: Any, x: jax.Array, layers: jax.Array, inputs: _Inputs
 ) -> jax.Array:
     def body(x: jax.Array, xs: tuple) -> tuple[jax.Array, None]:
         shard, layer = xs
@@ -132,17 +175,13 @@ def _run(
 
 
 def _run_forward(
-    block: _Block, shards: Any, x: jax.Array, layers: jax.Array, inputs: _Inputs
+    block: Block, shards: Any, x: jax.Array, layers: jax.Array, inputs: _Inputs
 ) -> tuple[jax.Array, tuple]:
-    def body(x: jax.Array, xs: tuple) -> tuple[jax.Array, Residuals]:
-        shard, layer = xs
-        return block.forward_keeping(shard, x, layer, inputs)
-
-    x, residuals = lax.scan(body, x, (shards, layers))
+    x, residuals = run_keeping(block, shards, x, layers, inputs)
     return x, (shards, residuals, layers, inputs)
 
 
-def _run_backward(block: _Block, kept: tuple, dx: jax.Array) -> tuple:
+def _run_backward(block: Block, kept: tuple, dx: jax.Array) -> tuple:
     shards, residuals, layers, inputs = kept
 
     def body(dx: jax.Array, xs: tuple) -> tuple[jax.Array, Any]:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from meshpar.model import Batch, Params
-from meshpar.parallel.blocks import run_blocks
+from meshpar.parallel.blocks import Block, run_blocks
 from meshpar.parallel.placement import (
     BATCH,
     REPLICATED,
@@ -104,16 +104,14 @@ class LocalProgram:
         for group, shards, stored in zip(
             model.groups, groups, stored_groups, strict=True
         ):
-            x = run_blocks(
+            block = Block(
                 group,
-                shards,
-                x,
-                inputs,
                 stored=jax.tree.map(Stored.without_layers, stored, is_leaf=is_stored),
                 remat=placement.layout.remat,
                 make_scope=placement.scope,
-                layers=first_layer + jnp.arange(group.num_layers, dtype=jnp.int32),
                 in_order=placement.in_order,
             )
+            layers = first_layer + jnp.arange(group.num_layers, dtype=jnp.int32)
+            x = run_blocks(block, shards, x, layers, inputs)
             first_layer += group.num_layers
         return x

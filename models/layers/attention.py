@@ -122,7 +122,7 @@ class Attention(nnx.Module):
 def _implementation(q: jax.Array, scope: Scope) -> str | None:
     # cuDNN's fused attention takes half precision only, and never builds the scores.
     half = q.dtype in (jnp.bfloat16, jnp.float16)
-    # Tracing for a GPU that is not there finds no cuDNN to ask: XLA's own attention then.
+    # Where the GPU is not there, tracing finds no cuDNN to ask: XLA's attention then.
     present = scope.platform == "gpu" and jax.default_backend() == "gpu"
     return "cudnn" if present and half else None
 

@@ -23,7 +23,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshpar.collectives import Zero, asked, follow, on_parts, zero_on_parts
 from meshpar.model import spec_axes
 from meshpar.parallel.pipeline.ends import STAGE
-from meshpar.parallel.residuals import Residuals, restore_vjp, vjp_without
 from meshpar.schedules import Phase, TickTable
 
 _ROWS = (
@@ -48,9 +47,10 @@ class Work:
     """What the executor runs; all functions see this device's part.
 
     Args:
-        known: (chunk, microbatch) -> the arrays that a stage works with, its
-            `parameters` among them: what need not be kept for its backward.
-        stage: (known, x) -> y, shaped as x.
+        stage: (chunk, microbatch, x) -> y, shaped as x.
+        stage_keeping: The same -> y, and a tree of what its backward needs.
+        stage_gradient: (chunk, microbatch, what was kept, dy, totals, whether it
+            counts) -> dx, and the blocks' gradients added to the totals.
         embed: (microbatch, what to wait for) -> x of the first stage, by all ranks.
         embed_gradient: (microbatch, dx on the first stage's rank, else 0) -> gradients
             of the ends, and what shows that it is done.
@@ -63,8 +63,9 @@ class Work:
         loss_sums: Shapes of the head's sums.
     """
 
-    known: Callable[[jax.Array, jax.Array], dict[str, Any]]
-    stage: Callable[[dict[str, Any], jax.Array], jax.Array]
+    stage: Callable[..., jax.Array]
+    stage_keeping: Callable[..., tuple[jax.Array, Any]]
+    stage_gradient: Callable[..., tuple[jax.Array, Any]]
     embed: Callable[[jax.Array, Zero | None], jax.Array]
     embed_gradient: Callable[[jax.Array, jax.Array], tuple[Any, Zero]]
     head: Callable[[jax.Array, jax.Array], tuple[Any, jax.Array, Any]]
@@ -133,7 +134,7 @@ class Executor:
             return jnp.zeros((max(max(slots), 1), *shape.shape), shape.dtype)
 
         x, table = self.work.x, self.table
-        kept = self._residuals().kept if keeps else []
+        kept = jax.tree.leaves(self._kept()) if keeps else []
         return _State(
             inputs=self._laid_out(buffer(table.input_slots, x)),
             gradients=self._laid_out(buffer(table.gradient_slots, x)),
@@ -183,15 +184,17 @@ class Executor:
         arrived = _at(state.inputs, own["input_read"])
         x = jnp.where(own["forward_stage"] == 0, embedded, arrived)
         x = self._laid_out(jnp.where(microbatch >= 0, x, 0))
-        known = self._known(own["forward_chunk"], microbatch)
+        at = (jnp.maximum(own["forward_chunk"], 0), jnp.maximum(microbatch, 0))
         if keeps:
-            y, residuals = self._stage_keeping(known, x)
+            y, kept = work.stage_keeping(*at, x)
             saved = [
                 _write(buffer, own["saved_write"], value)
-                for buffer, value in zip(state.saved, residuals.kept, strict=True)
+                for buffer, value in zip(
+                    state.saved, jax.tree.leaves(kept), strict=True
+                )
             ]
         else:
-            y, saved = work.stage(known, x), state.saved
+            y, saved = work.stage(*at, x), state.saved
         at_end = (own["forward_stage"] == self.num_stages - 1) & (microbatch >= 0)
         last = jnp.where(at_end, y, 0)
         sums, dy, gradients = work.head(jnp.maximum(row["ended"], 0), last)
@@ -220,15 +223,14 @@ class Executor:
         dy = jnp.where(microbatch >= 0, dy, 0)
         if self.in_order:
             dy = follow(dy, state.done)
-        structure = self._residuals()
         kept = [_at(buffer, own["saved_read"]) for buffer in state.saved]
-        vjp = restore_vjp(
-            Residuals(kept, structure.treedef, structure.known_at),
-            self._known(own["backward_chunk"], microbatch),
-        )
-        gradients, dx = vjp(self._laid_out(dy))
-        block_gradients = _add_at(
-            state.block_gradients, gradients, own["backward_chunk"], microbatch >= 0
+        dx, block_gradients = work.stage_gradient(
+            jnp.maximum(own["backward_chunk"], 0),
+            jnp.maximum(microbatch, 0),
+            jax.tree.unflatten(jax.tree.structure(self._kept()), kept),
+            self._laid_out(dy),
+            state.block_gradients,
+            microbatch >= 0,
         )
         at_start = (own["backward_stage"] == 0) & (microbatch >= 0)
         first = jnp.where(at_start, dx, 0)
@@ -279,22 +281,11 @@ class Executor:
         )
         return arrived, None if done is None else self._zero(arrived)
 
-    def _known(self, chunk: jax.Array, microbatch: jax.Array) -> dict[str, Any]:
-        return self.work.known(jnp.maximum(chunk, 0), jnp.maximum(microbatch, 0))
-
-    def _stage_keeping(
-        self, known: dict[str, Any], x: jax.Array
-    ) -> tuple[jax.Array, Residuals]:
-        def stage(parameters: Any, x: jax.Array) -> jax.Array:
-            return self.work.stage({**known, "parameters": parameters}, x)
-
-        return vjp_without(stage, (known["parameters"], x), known=known)
-
-    def _residuals(self) -> Residuals:
-        """Shapes of what a stage keeps, and how its backward is put together again."""
+    def _kept(self) -> Any:
+        """Shapes of what a stage keeps of one microbatch."""
         first = jnp.asarray(0)
         return jax.eval_shape(
-            lambda x: self._stage_keeping(self._known(first, first), x)[1], self.work.x
+            lambda x: self.work.stage_keeping(first, first, x)[1], self.work.x
         )
 
     def _zero(self, x: jax.Array) -> Zero:
@@ -328,17 +319,6 @@ def _add(total: Any, more: Any, counts: jax.Array) -> Any:
     """Adds where it counts; what does not may be NaN."""
     return jax.tree.map(
         lambda one, other: one + jnp.where(counts, other.astype(one.dtype), 0),
-        total,
-        more,
-    )
-
-
-def _add_at(total: Any, more: Any, chunk: jax.Array, counts: jax.Array) -> Any:
-    at = jnp.maximum(chunk, 0)
-    return jax.tree.map(
-        lambda one, other: one.at[at].add(
-            jnp.where(counts, other.astype(one.dtype), 0)
-        ),
         total,
         more,
     )

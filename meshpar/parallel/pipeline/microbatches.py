@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from meshpar.collectives import Zero, zero_on_parts
 from meshpar.model import Batch, Params, Scope, spec_axes
-from meshpar.parallel.blocks import run_blocks
+from meshpar.parallel.blocks import Block, run_backward, run_blocks, run_keeping
 from meshpar.parallel.pipeline.ends import STAGE, Shares
 from meshpar.parallel.pipeline.executor import Work
 from meshpar.parallel.pipeline.stages import Arrangement, only_group
@@ -70,8 +70,9 @@ class Microbatches:
 
     def _work(self, head: Any, sums: Any) -> Work:
         return Work(
-            known=self._known,
             stage=self._stage,
+            stage_keeping=self._stage_keeping,
+            stage_gradient=self._stage_gradient,
             embed=self._embed,
             embed_gradient=self._embed_gradient,
             head=head,
@@ -138,22 +139,12 @@ class Microbatches:
             inputs["full_seq"] = self.shares.seq
         return self.placement.scope(inputs)
 
-    def _known(self, chunk: jax.Array, microbatch: jax.Array) -> dict[str, Any]:
-        layers = jnp.asarray(self.arrangement.layers)[lax.axis_index(STAGE)]
-        return {
-            "parameters": jax.tree.map(lambda value: _chunk(value, chunk), self.blocks),
-            "layers": _chunk(layers, chunk),
-            "inputs": self._inputs(microbatch),
-        }
-
-    def _stage(self, known: dict[str, Any], x: jax.Array) -> jax.Array:
+    @cached_property
+    def _block(self) -> Block:
         placement = self.placement
         group = only_group(placement.model)
-        return run_blocks(
+        return Block(
             group,
-            known["parameters"],
-            x,
-            known["inputs"],
             stored=jax.tree.map(
                 Stored.without_layers,
                 placement.stored[group.name],
@@ -161,10 +152,45 @@ class Microbatches:
             ),
             remat=placement.layout.remat,
             make_scope=placement.scope,
-            layers=known["layers"],
             padded=self.arrangement.padded,
             in_order=placement.in_order,
         )
+
+    def _stage(self, chunk: jax.Array, microbatch: jax.Array, x: jax.Array) -> Any:
+        return run_blocks(self._block, *self._of(chunk, x, microbatch))
+
+    def _stage_keeping(
+        self, chunk: jax.Array, microbatch: jax.Array, x: jax.Array
+    ) -> tuple[jax.Array, Any]:
+        return run_keeping(self._block, *self._of(chunk, x, microbatch))
+
+    def _stage_gradient(
+        self,
+        chunk: jax.Array,
+        microbatch: jax.Array,
+        residuals: Any,
+        dy: jax.Array,
+        totals: Params,
+        counts: jax.Array,
+    ) -> tuple[jax.Array, Params]:
+        def add(totals: Params, gradients: Params, place: jax.Array) -> Params:
+            return jax.tree.map(
+                lambda total, gradient: total.at[chunk, place].add(
+                    jnp.where(counts, gradient.astype(total.dtype), 0)
+                ),
+                totals,
+                gradients,
+            )
+
+        shards, dy, layers, inputs = self._of(chunk, dy, microbatch)
+        return run_backward(
+            self._block, shards, residuals, dy, layers, inputs, totals, add
+        )
+
+    def _of(self, chunk: jax.Array, x: jax.Array, microbatch: jax.Array) -> tuple:
+        layers = jnp.asarray(self.arrangement.layers)[lax.axis_index(STAGE)]
+        shards = jax.tree.map(lambda value: _chunk(value, chunk), self.blocks)
+        return shards, x, _chunk(layers, chunk), self._inputs(microbatch)
 
     def _embed(self, microbatch: jax.Array, earlier: Zero | None) -> jax.Array:
         scope = self._share_scope(microbatch, earlier)

@@ -61,9 +61,9 @@ class PipelineProgram:
             sums, blocks, ends = self._run(work).loss_and_gradients()
             loss_sum, weight_sum = placement.sum_losses(sums, MANUAL_AXES)
             share = safe_inverse(weight_sum)
-            blocks = jax.tree.map(lambda value: _merge(value) * share, blocks)
-            ends = jax.tree.map(lambda value: value * share, ends)
-            return loss_sum * share, weight_sum, placement.reduce(ends, [blocks])
+            summed = placement.reduce(ends, [jax.tree.map(_merge, blocks)])
+            gradients = jax.tree.map(lambda value: value * share, summed)
+            return loss_sum * share, weight_sum, gradients
 
         specs = placement.manual_specs
         return placement.on_shards(
