@@ -200,6 +200,8 @@ def _run(folder: Path, *, timeout_s: float, memory_bytes: int) -> str:
         "JAX_PLATFORMS": "cpu",
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_WORKER_HOSTNAMES": "localhost",
+        # The child imports what this process does, however that came to be.
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }
     environment.pop("MESHPAR_EMULATE", None)
     command = [sys.executable, "-m", "meshpar.audit.child", str(folder)]
