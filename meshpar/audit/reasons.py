@@ -161,4 +161,6 @@ def _is_part(dims: list[int], whole: list[int]) -> bool:
 
 
 def _operation(row: Collective) -> str:
-    return re.split(r"[/]", row.op_path)[-1].split("[")[0]
+    # XLA writes `(path:path)` for what it joins: the last one's bracket is not its own.
+    last = row.op_path.split("/")[-1].split("[")[0]
+    return last.removesuffix(")") if last.count(")") > last.count("(") else last
