@@ -90,7 +90,7 @@ def _compile(
         for aval, sharding in zip(exported.in_avals, shardings, strict=True)
     ]
     jitted = jax.jit(exported.call, donate_argnums=tuple(request["donated"]))
-    # Arguments that have no sharding of their own do not say how many devices there are.
+    # Arguments without a sharding do not say how many devices there are.
     with jax.set_mesh(mesh):
         return jitted.lower(*arguments).compile()
 
