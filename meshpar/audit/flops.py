@@ -16,7 +16,10 @@ from meshpar.audit.hlo import Computation, HloError, Instruction, Program
 from meshpar.audit.loops import places
 from meshpar.audit.shapes import ArrayShape, arrays_of
 
-_NO_WORK = ("Sharding", "TopK", "AllocateBuffer", "MoveToHost", "MoveToDevice")
+_NO_WORK = (
+    *("Sharding", "TopK", "AllocateBuffer", "MoveToHost", "MoveToDevice"),
+    "AssumeGatherIndicesInBound",
+)
 _MATMUL_CALL = re.compile(r"matmul|gemm", re.IGNORECASE)
 _ATTENTION_CALL = re.compile(r"fmha", re.IGNORECASE)
 

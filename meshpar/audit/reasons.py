@@ -102,8 +102,8 @@ def _of_the_layout(row: Collective, subject: Subject) -> Reason | None:
     if subject.layout is None or not row.mesh_axes:
         return None
     axes = set(row.mesh_axes)
-    if axes <= set(subject.sequence_axes) and not weight_of(row, subject):
-        if row.kind == "all-gather":
+    if axes <= set(subject.sequence_axes):
+        if row.kind == "all-gather" and not weight_of(row, subject):
             return "sequence gathered before a column-parallel matmul", True
         if row.kind == "reduce-scatter":
             return "row-parallel output, scattered along the sequence", True
