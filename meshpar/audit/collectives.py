@@ -135,6 +135,8 @@ class _Site:
         started = self.instruction.opcode.endswith("-start")
         # An all-reduce-start returns its results alone; the others the operands first.
         if started and isinstance(shape, tuple) and self.kind != "all-reduce":
+            if len(shape) < 2:
+                raise ValueError(f"{self.instruction.opcode} gives no second part")
             shape = shape[1]
         return list(arrays_of(shape))
 
@@ -172,9 +174,11 @@ def _row(site: _Site, at: list[Place], mesh_shape: Mapping[str, int]) -> Collect
     kind, instruction = site.kind, site.instruction
     try:
         mesh_axes, group_size = _who(kind, instruction, mesh_shape)
+        arrived, payload = site.arrived(), site.payload_bytes()
+    except HloError:
+        raise
     except ValueError as error:
         raise HloError(instruction.line, instruction.name, str(error)) from error
-    arrived, payload = site.arrived(), site.payload_bytes()
     op_path, source = site.origin()
     return Collective(
         kind=kind,
@@ -204,7 +208,7 @@ def _who(
         return mesh_axes_of_pairs(pairs, mesh_shape), 2
     groups = parse_groups(instruction.attributes, num_devices)
     if groups is None:
-        raise ValueError(f"a {kind} without replica_groups")
+        raise ValueError("no replica_groups")
     return mesh_axes_of_groups(groups, mesh_shape), max(map(len, groups))
 
 

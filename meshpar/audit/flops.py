@@ -48,7 +48,13 @@ def flops_of(program: Program) -> Flops:
         computation = program.computations[name]
         executions = sum(place.executions for place in at)
         for instruction in computation.instructions:
-            flops = _flops(program, computation, instruction)
+            try:
+                flops = _flops(program, computation, instruction)
+            except HloError:
+                raise
+            except (ValueError, IndexError) as error:
+                problem = f"a {instruction.opcode} whose dims do not agree ({error})"
+                raise HloError(instruction.line, instruction.name, problem) from error
             if flops is None:
                 uncounted[_call_target(instruction)] = None
             else:
