@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import jax
 
 from meshpar.audit.collectives import collectives_of
+from meshpar.audit.constraints import constrained_arrays
 from meshpar.audit.flops import flops_of
 from meshpar.audit.hazards import Hazard, compiled_hazards, traced_hazards
 from meshpar.audit.hlo import parse_program
@@ -165,7 +166,10 @@ def audit(
         "mesh_shape": subject.mesh_shape,
         "capacity_bytes": target and target.memory_bytes,
     }
-    hazards = _before_compiling(subject)
+    flat = subject.flat()
+    traced = operations(flat.jaxpr, flat.in_shardings)
+    hazards = traced_hazards(traced, subject.platform)
+    subject = replace(subject, constrained=constrained_arrays(flat.jaxpr))
     if any(hazard.fatal for hazard in hazards):
         problem = f"not compiled: {hazards[0].message}"
         return AuditReport(**known, hazards=tuple(hazards), problem=problem)
@@ -179,12 +183,6 @@ def audit(
     if compiled.problem:
         return AuditReport(**known, hazards=tuple(hazards), problem=compiled.problem)
     return _read(compiled, subject, known, hazards, expected)
-
-
-def _before_compiling(subject: Subject) -> list[Hazard]:
-    flat = subject.flat()
-    traced = operations(flat.jaxpr, flat.in_shardings)
-    return traced_hazards(traced, subject.platform)
 
 
 def _compiled_here(subject: Subject) -> CompiledProgram:
