@@ -35,6 +35,7 @@ KINDS = (
     "collective-permute",
     "collective-broadcast",
 )
+_LAYS_OUT = ("bitcast", "copy", "convert", "transpose", "reshape", "fusion")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,11 +148,19 @@ class _Site:
 
     def origin(self) -> tuple[str, str]:
         """Path and source line: its own, its caller's, or those of what it moves."""
-        operands = [self.instruction, *([self.caller] if self.caller else [])]
-        for instruction in (*operands, *self._operands()):
+        users = [self.instruction, *([self.caller] if self.caller else [])]
+        for instruction in (*users, *map(self._made_by, self._operands())):
             if instruction.op_path:
                 return instruction.op_path, self.program.source_of(instruction)
         return "", ""
+
+    def _made_by(self, value: Instruction) -> Instruction:
+        """What makes a value, through what only lays it out otherwise."""
+        while not value.op_path and value.opcode in _LAYS_OUT:
+            if len(value.operands) != 1:
+                break
+            value = self.program.operand(self.computation, value, 0)
+        return value
 
     def _operands(self) -> list[Instruction]:
         return [

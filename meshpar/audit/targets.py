@@ -204,13 +204,17 @@ def _run(folder: Path, *, timeout_s: float, memory_bytes: int) -> str:
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }
     environment.pop("MESHPAR_EMULATE", None)
-    command = [sys.executable, "-m", "meshpar.audit.child", str(folder)]
     with (folder / "words.txt").open("w") as words:
         child = subprocess.Popen(
-            command, stdout=words, stderr=subprocess.STDOUT, env=environment
+            _command(folder), stdout=words, stderr=subprocess.STDOUT, env=environment
         )
         ending = _wait(child, timeout_s=timeout_s, memory_bytes=memory_bytes)
-    return ending or _last_words((folder / "words.txt").read_text())
+    said = _last_words((folder / "words.txt").read_text(errors="replace"))
+    return ending or said or f"it ended with status {child.returncode}, without a word"
+
+
+def _command(folder: Path) -> list[str]:
+    return [sys.executable, "-m", "meshpar.audit.child", str(folder)]
 
 
 def _wait(child: subprocess.Popen, *, timeout_s: float, memory_bytes: int) -> str:
@@ -242,5 +246,4 @@ def _last_words(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     fatal = [line for line in lines if line.startswith("F") and "]" in line]
     errors = [line for line in lines if "Error" in line or "error" in line]
-    chosen = (fatal or errors or lines or ["it said nothing"])[-1]
-    return chosen[:500]
+    return (fatal or errors or lines or [""])[-1][:500]
