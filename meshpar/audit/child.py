@@ -72,7 +72,10 @@ def _devices(target: Target) -> list[Any]:
     shape = "x".join(map(str, target.shape))
     if target.platform == "tpu":
         name = f"{target.chip}:{shape}"
-        return list(topologies.get_topology_desc(name, platform="tpu").devices)
+        # A v4 chip's two cores are one device in practice, but not by default here.
+        options = {"chip_config_name": "megacore"} if target.chip == "v4" else {}
+        topology = topologies.get_topology_desc(name, platform="tpu", **options)
+        return list(topology.devices)
     files = importlib.resources.files("meshpar.audit") / "gpu_targets"
     config = (files / f"{target.chip}.txtpb").read_text()
     topology = topologies.get_topology_desc(

@@ -37,6 +37,9 @@ _MEMORY_BYTES = {
     "tpu:v5p": 95 << 30,
     "tpu:v6e": 32 << 30,
 }
+_NUM_DIMS = {"v4": 3, "v5p": 3, "v5e": 2, "v6e": 2}
+"""Dims of a TPU's torus; GPUs are hosts x GPUs."""
+
 _PLUGINS = {"gpu": "jax_plugins.xla_cuda13", "tpu": "libtpu"}
 _EXAMPLES = "write for example tpu:v5p:4x4x4, or gpu:h100:8x8 (hosts x GPUs)"
 _POLL_S = 0.2
@@ -84,8 +87,12 @@ class Target:
             known = nearest(f"{platform}:{chip}", _MEMORY_BYTES)
             raise InputError(f"target {text!r}: no {platform}:{chip}; {known}")
         sizes = tuple(int(part) for part in parts)
-        if platform == "gpu" and len(sizes) != 2:
-            raise InputError(f"target {text!r}: GPUs are hosts x GPUs; {_EXAMPLES}")
+        num_dims = _NUM_DIMS.get(chip, 2)
+        if len(sizes) != num_dims:
+            raise InputError(
+                f"target {text!r} has {len(sizes)} sizes, but {platform}:{chip} has "
+                f"{num_dims}; {_EXAMPLES}"
+            )
         return cls(platform=platform, chip=chip, shape=sizes)
 
     def __str__(self) -> str:
