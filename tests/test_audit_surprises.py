@@ -97,13 +97,15 @@ def test_rules_that_store_a_weight_otherwise_than_it_is_used_are_reported():
         rules=rules,
         devices=jax.devices()[:2],
     )
-    [row] = audit(step, batch(16, 16)).surprises
-    found = row.collective
-    assert (found.kind, found.mesh_axes, found.executions) == (
-        *("all-gather", ("tensor",)),
-        2,
-    )
-    assert "all of the weight 'blocks.mlp.down' moves" in row.reason
+    rows = audit(step, batch(16, 16)).surprises
+    # XLA of jax 0.12 gathers the other weight too, in the backward.
+    assert rows
+    assert {(row.collective.kind, row.collective.executions) for row in rows} == {
+        ("all-gather", 2)
+    }
+    moved = [row for row in rows if "all of the weight 'blocks.mlp.down'" in row.reason]
+    [found] = [row.collective for row in moved]
+    assert found.mesh_axes == ("tensor",)
     assert found.source == line_with(mlp.GatedMLP.__call__, "BTF,FD->BTD")
 
 

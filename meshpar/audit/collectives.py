@@ -13,6 +13,7 @@ communication: theory, practice, and experience"); `n` devices in a group, each 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -35,6 +36,9 @@ KINDS = (
     "collective-permute",
     "collective-broadcast",
 )
+_NAMES_A_VALUE = re.compile(r"^[^/]+$|/jit$")
+"""A path that names an argument, or a call, but not what its value is moved for."""
+
 _LAYS_OUT = ("bitcast", "copy", "convert", "transpose", "reshape", "fusion")
 
 
@@ -150,9 +154,22 @@ class _Site:
         """Path and source line: its own, its caller's, or those of what it moves."""
         users = [self.instruction, *([self.caller] if self.caller else [])]
         for instruction in (*users, *map(self._made_by, self._operands())):
+            if _NAMES_A_VALUE.search(instruction.op_path):
+                instruction = self._used_by(instruction)
             if instruction.op_path:
                 return instruction.op_path, self.program.source_of(instruction)
         return "", ""
+
+    def _used_by(self, named: Instruction) -> Instruction:
+        """The first user whose path names an operation, directly or through others."""
+        names = {self.instruction.name}
+        for instruction in self.computation.instructions:
+            if not names & set(instruction.operands):
+                continue
+            if instruction.op_path and not _NAMES_A_VALUE.search(instruction.op_path):
+                return instruction
+            names.add(instruction.name)
+        return named
 
     def _made_by(self, value: Instruction) -> Instruction:
         """What makes a value, through what only lays it out otherwise."""

@@ -128,10 +128,10 @@ def _results(
         return _scan(equation, operands, region, walk)
     if name == "while":
         first = params["cond_nconsts"]
-        return _walk(params["body_jaxpr"].jaxpr, operands[first:], region, walk)
+        return _walk(_only(params["body_jaxpr"]), operands[first:], region, walk)
     if name == "cond":
         outs = [
-            _walk(branch.jaxpr, operands[1:], region, walk)
+            _walk(_only(branch), operands[1:], region, walk)
             for branch in params["branches"]
         ]
         return outs[0]
@@ -174,8 +174,7 @@ def _shard_map(
     newly = params.get("newly_manual_axes", params.get("manual_axes", ()))
     manual = region.manual | {axis for axis in newly if sizes[axis] > 1}
     automatic = {axis for axis, size in sizes.items() if size > 1} - manual
-    inner = params["jaxpr"]
-    inner = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
+    inner = _only(params["jaxpr"])
     kept = [
         operand and tuple(axes - manual for axes in operand) for operand in operands
     ]
@@ -189,16 +188,30 @@ def _scan(
     region: Region,
     walk: _Walk,
 ) -> list[Split | None]:
-    params = equation.params
-    num_whole = params["num_consts"] + params["num_carry"]
-    sliced = [operand and operand[1:] for operand in operands[num_whole:]]
-    inner = params["jaxpr"].jaxpr
-    outs = _walk(inner, [*operands[:num_whole], *sliced], region, walk)
-    stacked = [
-        out if out is None else (frozenset(), *out)
-        for out in outs[params["num_carry"] :]
+    # Versions of JAX disagree on how constants and carries are counted; an array of
+    # which an iteration takes a slice, or to which it adds one, has a dim more outside.
+    inner = _only(equation.params["jaxpr"])
+    given = [
+        operand and operand[_dims_more(outside, inside) :]
+        for operand, outside, inside in zip(
+            operands, equation.invars, inner.invars, strict=True
+        )
     ]
-    return [*outs[: params["num_carry"]], *stacked]
+    outs = _walk(inner, given, region, walk)
+    return [
+        out and (frozenset(),) * _dims_more(outside, inside) + out
+        for out, outside, inside in zip(
+            outs, equation.outvars, inner.outvars, strict=True
+        )
+    ]
+
+
+def _dims_more(outside: Any, inside: Any) -> int:
+    return len(outside.aval.shape) - len(inside.aval.shape)
+
+
+def _only(jaxpr: ClosedJaxpr | Jaxpr) -> Jaxpr:
+    return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
 
 
 def _elementwise(
