@@ -113,6 +113,22 @@ def test_flops_of_a_program_are_those_counted_by_hand(name):
     assert flops_of(parse_program(text_of(name))).total == 15 * 2 * 8 * 256 * 256
 
 
+def test_what_has_an_arguments_name_only_is_moved_for_its_first_user():
+    text = """\
+HloModule jit_program
+
+ENTRY %main (x: f32[8,16], w: f32[16,4]) -> f32[8,16] {
+  %x = f32[8,16]{1,0} parameter(0), metadata={op_name="x"}
+  %w = f32[16,4]{1,0} parameter(1), metadata={op_name="w"}
+  %whole = f32[16,16]{0,1} all-gather(%w), replica_groups=[2,4]<=[8], dimensions={1}, metadata={op_name="w"}
+  %laid = f32[16,16]{1,0} copy(%whole), metadata={op_name="w"}
+  ROOT %y = f32[8,16]{1,0} dot(%x, %laid), lhs_contracting_dims={1}, metadata={op_name="jit(f)/dot_general" source_file="f.py" source_line=7}
+}
+"""  # noqa: E501
+    [row] = collectives_of(parse_program(text), DATA_TENSOR)
+    assert (row.op_path, row.source) == ("jit(f)/dot_general", "f.py:7")
+
+
 # Groups, in every form.
 
 ONE_COLLECTIVE = """\

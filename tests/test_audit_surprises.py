@@ -214,6 +214,54 @@ def test_it_is_one_too_where_the_weight_is_split_by_its_argument(mesh):
     assert hazard.source == line_with(loss, "take_along_axis")
 
 
+@pytest.mark.parametrize("from_slices", [True, False])
+def test_it_is_one_too_inside_a_loop(from_slices, mesh):
+    def local(logits, targets):
+        here = jax.sharding.get_abstract_mesh()
+        split = NamedSharding(here, P(None, None, "tensor"))
+        logits = lax.with_sharding_constraint(logits, split)
+
+        def body(total, step):
+            part = step if from_slices else logits[0]
+            return total + jnp.take_along_axis(part, targets[:, None], axis=-1), None
+
+        return lax.scan(body, jnp.zeros((8, 1)), logits)[0]
+
+    mapped = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(P(None, "data"), P("data")),
+        out_specs=P("data"),
+        axis_names={"data"},
+        check_vma=False,
+    )
+    report = audit(mapped, array(3, 16, 64), array(16, dtype=jnp.int32), mesh=mesh)
+    assert {hazard.kind for hazard in report.hazards} == {"sharded_gather"}
+    assert report.hazards[0].source == line_with(local, "take_along_axis")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda logits: logits.reshape(2, 4, 64).reshape(8, 64),
+        lambda logits: logits.T.T + 1,
+        lambda logits: jnp.exp(logits - logits.max(axis=-1, keepdims=True)),
+        lambda logits: (logits[:, None] * jnp.ones((8, 3, 64)))[:, 0],
+        lambda logits: logits.astype(jnp.bfloat16)[:, None].squeeze(1),
+    ],
+)
+def test_it_is_one_too_after_what_keeps_the_logits_split(change, mesh):
+    def local(logits, targets):
+        here = jax.sharding.get_abstract_mesh()
+        split = NamedSharding(here, P(None, "tensor"))
+        logits = change(lax.with_sharding_constraint(logits, split))
+        return jnp.take_along_axis(logits, targets[:, None], axis=-1)
+
+    arguments = (array(16, 64), array(16, dtype=jnp.int32))
+    report = audit(over_data(local, mesh), *arguments, mesh=mesh)
+    assert [hazard.kind for hazard in report.hazards] == ["sharded_gather"]
+
+
 def test_it_is_none_where_the_logits_are_whole_or_compared(mesh):
     def compared(logits, targets):
         here = jax.sharding.get_abstract_mesh()

@@ -14,8 +14,7 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.sharding import NamedSharding
 
-Split = tuple[frozenset[str], ...]
-"""The mesh axes that split each dim of an array."""
+from meshpar.audit.split_rules import RULES, Split, elementwise
 
 _LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<")
 
@@ -139,7 +138,7 @@ def _results(
         if len(inner.invars) == len(operands):
             shardings = params.get("in_shardings") or [None] * len(operands)
             return _walk(inner, _given(inner, operands, shardings), region, walk)
-    rule = _RULES.get(name, _elementwise)
+    rule = RULES.get(name, elementwise)
     return [rule(equation, operands)] * len(equation.outvars)
 
 
@@ -212,69 +211,3 @@ def _dims_more(outside: Any, inside: Any) -> int:
 
 def _only(jaxpr: ClosedJaxpr | Jaxpr) -> Jaxpr:
     return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
-
-
-def _elementwise(
-    equation: JaxprEqn, operands: tuple[Split | None, ...]
-) -> Split | None:
-    """Of a result that has an operand's shape: that operand's."""
-    shape = getattr(equation.outvars[0].aval, "shape", None)
-    alike = [
-        operand
-        for operand, atom in zip(operands, equation.invars, strict=True)
-        if operand is not None and atom.aval.shape == shape
-    ]
-    if not alike:
-        return None
-    return tuple(frozenset().union(*axes) for axes in zip(*alike, strict=True))
-
-
-def _dot_general(
-    equation: JaxprEqn, operands: tuple[Split | None, ...]
-) -> Split | None:
-    (contract, batch) = equation.params["dimension_numbers"]
-    sides = []
-    for side in (0, 1):
-        shape = equation.invars[side].aval.shape
-        sides.append(operands[side] or (frozenset(),) * len(shape))
-    free = [
-        [
-            axes
-            for dim, axes in enumerate(sides[side])
-            if dim not in (*contract[side], *batch[side])
-        ]
-        for side in (0, 1)
-    ]
-    return (*(sides[0][dim] for dim in batch[0]), *free[0], *free[1])
-
-
-def _transpose(equation: JaxprEqn, operands: tuple[Split | None, ...]) -> Split | None:
-    if operands[0] is None:
-        return None
-    return tuple(operands[0][dim] for dim in equation.params["permutation"])
-
-
-def _broadcast(equation: JaxprEqn, operands: tuple[Split | None, ...]) -> Split | None:
-    if operands[0] is None:
-        return None
-    result = [frozenset()] * len(equation.outvars[0].aval.shape)
-    for dim, axes in zip(
-        equation.params["broadcast_dimensions"], operands[0], strict=True
-    ):
-        result[dim] = axes
-    return tuple(result)
-
-
-def _reduce(equation: JaxprEqn, operands: tuple[Split | None, ...]) -> Split | None:
-    if operands[0] is None:
-        return None
-    gone = equation.params["axes"]
-    return tuple(axes for dim, axes in enumerate(operands[0]) if dim not in gone)
-
-
-_RULES: dict[str, Callable[..., Split | None]] = {
-    "dot_general": _dot_general,
-    "transpose": _transpose,
-    "broadcast_in_dim": _broadcast,
-    **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min", "argmax"), _reduce),
-}
