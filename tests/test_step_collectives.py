@@ -1,6 +1,7 @@
 """Collectives of the compiled step: those that the layout asks for, and no others."""
 
 import functools
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +9,9 @@ import optax
 import pytest
 
 from meshpar import Layout, make_train_step
+from meshpar.audit.collectives import Collective
+from meshpar.audit.report import AuditReport, audit
 from models.presets import build
-from tests.hlo import Collective, collectives, counts
 
 LAYERS, BATCH, SEQ = 3, 16, 16
 MODEL = build("test", layers=LAYERS)
@@ -19,38 +21,85 @@ SMALL_BYTES = 1024
 
 
 @functools.cache
-def compiled(line: str) -> tuple[jax.stages.Compiled, list[Collective]]:
+def audited(line: str) -> AuditReport:
     layout = Layout.parse(line)
     devices = jax.devices()[: layout.num_devices]
     step = make_train_step(MODEL, optax.adam(1e-3), layout, devices=devices)
     tokens = jax.ShapeDtypeStruct((BATCH, SEQ), jnp.int32)
     weights = jax.ShapeDtypeStruct((BATCH, SEQ), jnp.float32)
-    program = step.compile(dict(tokens=tokens, targets=tokens, weights=weights))
-    return program, collectives(program.as_text(), layout.mesh_shape)
+    return audit(step, dict(tokens=tokens, targets=tokens, weights=weights))
+
+
+def collectives(line: str) -> list[Collective]:
+    return [row.collective for row in audited(line).rows]
+
+
+def place(row: Collective) -> str:
+    """`forward` or `backward` loop over the layers, or `outside` of them."""
+    if not row.in_loop:
+        return "outside"
+    return "backward" if "transpose(jvp" in row.op_path else "forward"
+
+
+def counts(
+    rows: list[Collective], where: str, mesh_axis: str, min_bytes: int
+) -> dict[str, int]:
+    """Kind -> number of collectives over one mesh axis, small ones left out."""
+    return dict(
+        Counter(
+            row.kind
+            for row in rows
+            if place(row) == where
+            and row.mesh_axes == (mesh_axis,)
+            and row.payload_bytes >= min_bytes
+        )
+    )
+
+
+LINES = [
+    "tensor=2",
+    "data=8",
+    "fsdp=8",
+    "data=2,fsdp=2,tensor=2",
+    "data=2,fsdp=2,tensor=2,sequence_parallel=true",
+]
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_a_step_has_no_surprise_and_a_reason_for_every_row(line):
+    report = audited(line)
+    assert report.rows
+    assert not report.surprises
+    assert all(row.reason for row in report.rows)
+    assert all(row.collective.mesh_axes for row in report.rows)
+    assert all(row.collective.counted for row in report.rows)
+    assert not report.hazards
+    assert not report.uncounted
 
 
 @pytest.mark.parametrize("line", ["tensor=2", "data=2,fsdp=2,tensor=2"])
-@pytest.mark.parametrize("place", ["forward", "backward"])
-def test_a_block_all_reduces_twice_over_tensor_in_each_pass(line, place):
-    rows = compiled(line)[1]
-    assert counts(rows, place, "tensor", SMALL_BYTES) == {"all-reduce": 2}
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_block_all_reduces_twice_over_tensor_in_each_pass(line, where):
+    rows = collectives(line)
+    assert counts(rows, where, "tensor", SMALL_BYTES) == {"all-reduce": 2}
     activation = BATCH // Layout.parse(line).batch_shards * SEQ * 32 * 4
     over_tensor = [
-        row for row in rows if row.place == place and row.mesh_axes == ("tensor",)
+        row for row in rows if place(row) == where and row.mesh_axes == ("tensor",)
     ]
-    assert [row.bytes for row in over_tensor] == [activation, activation]
+    assert [row.payload_bytes for row in over_tensor] == [activation, activation]
+    assert [row.executions for row in over_tensor] == [LAYERS, LAYERS]
 
 
 @pytest.mark.parametrize("line", ["fsdp=8", "data=2,fsdp=2,tensor=2"])
 def test_each_weight_is_gathered_once_per_pass_and_its_gradient_scattered_once(line):
-    rows = compiled(line)[1]
+    rows = collectives(line)
     weights_of_a_block = 6
     gathers = {"all-gather": weights_of_a_block}
     scatters = {"reduce-scatter": weights_of_a_block}
     assert counts(rows, "forward", "fsdp", 0) == gathers
     assert counts(rows, "backward", "fsdp", 0) == gathers | scatters
     weights_outside = 2
-    a_norm_scale = 32 * 4 // 8
+    a_norm_scale = 32 * 4
     assert counts(rows, "outside", "fsdp", a_norm_scale) == {
         "all-gather": weights_outside,
         "reduce-scatter": weights_outside,
@@ -58,30 +107,31 @@ def test_each_weight_is_gathered_once_per_pass_and_its_gradient_scattered_once(l
 
 
 def test_gathered_bytes_are_those_of_the_weights_and_nothing_larger_moves():
-    rows = compiled("fsdp=8")[1]
+    rows = collectives("fsdp=8")
     block_bytes = sum(
         parameter.struct.size // LAYERS * 4
         for path, parameter in MODEL.flat_parameters().items()
         if path.startswith("blocks.")
     )
-    gathered = [row for row in rows if row.kind == "all-gather"]
-    for place in ("forward", "backward"):
-        assert sum(row.bytes for row in gathered if row.place == place) == block_bytes
-    scattered = [row for row in rows if row.kind == "reduce-scatter"]
-    in_backward = [row.bytes for row in scattered if row.place == "backward"]
-    assert sum(in_backward) == block_bytes // 8
+    for kind, where in (
+        ("all-gather", "forward"),
+        ("all-gather", "backward"),
+        ("reduce-scatter", "backward"),
+    ):
+        chosen = [row for row in rows if row.kind == kind and place(row) == where]
+        assert sum(row.payload_bytes for row in chosen) == block_bytes
+        assert sum(row.wire_bytes for row in chosen) == block_bytes * 7 // 8
 
 
 def test_pure_data_parallel_reduces_gradients_once_and_nothing_else():
-    rows = compiled("data=8")[1]
-    assert all(row.place == "outside" and row.kind == "all-reduce" for row in rows)
-    large = [row for row in rows if row.bytes > SMALL_BYTES]
-    assert [row.bytes for row in large] == [4 * MODEL.num_parameters]
+    rows = collectives("data=8")
+    assert all(place(row) == "outside" and row.kind == "all-reduce" for row in rows)
+    large = [row for row in rows if row.payload_bytes > SMALL_BYTES]
+    assert [row.payload_bytes for row in large] == [4 * MODEL.num_parameters]
 
 
 @pytest.mark.parametrize("line", ["data=8", "fsdp=8", "data=2,fsdp=2,tensor=2"])
 def test_nothing_else_of_the_size_of_an_activation_or_a_weight_moves(line):
-    rows = compiled(line)[1]
     asked_for = {
         ("forward", "all-reduce", ("tensor",)): 2,
         ("backward", "all-reduce", ("tensor",)): 2,
@@ -93,21 +143,32 @@ def test_nothing_else_of_the_size_of_an_activation_or_a_weight_moves(line):
         ("outside", "all-gather", ("fsdp",)): 1,  # the embedding table
         ("outside", "reduce-scatter", ("fsdp",)): 1,
     }
-    for row in rows:
-        if max(row.sizes) < SMALL_BYTES:
+    for row in collectives(line):
+        if row.payload_bytes < SMALL_BYTES:
             continue
-        key = (row.place, row.kind, row.mesh_axes)
+        key = (place(row), row.kind, row.mesh_axes)
         assert asked_for.get(key, 0) > 0, row
         asked_for[key] -= 1
 
 
 def test_state_under_fsdp_8_takes_an_eighth_of_the_whole_per_device():
     whole = 3 * 4 * MODEL.num_parameters
-    per_device = compiled("fsdp=8")[0].memory_analysis().argument_size_in_bytes
+    per_device = audited("fsdp=8").memory.argument_bytes
     batch_bytes = BATCH * SEQ * 3 * 4 // 8 + BATCH * 4 // 8
     assert per_device - batch_bytes == pytest.approx(whole / 8, rel=0.01)
 
 
 def test_a_train_state_is_updated_in_place():
-    analysis = compiled("fsdp=8")[0].memory_analysis()
-    assert analysis.alias_size_in_bytes >= 3 * 4 * MODEL.num_parameters / 8
+    assert audited("fsdp=8").memory.alias_bytes >= 3 * 4 * MODEL.num_parameters / 8
+
+
+def test_flops_are_those_of_the_matmuls_forward_and_backward():
+    # 2 products for each weight and token, 3 times; and of attention's scores and mix.
+    embed, tokens = 32, BATCH * SEQ
+    matrices = sum(
+        parameter.struct.size
+        for path, parameter in MODEL.flat_parameters().items()
+        if len(parameter.shape) > 1
+    )
+    products = matrices * tokens + LAYERS * 2 * tokens * SEQ * embed
+    assert audited("data=8").flops == pytest.approx(2 * 3 * products / 8, rel=0.01)

@@ -65,7 +65,10 @@ def _devices(target: Target) -> list[Any]:
         return emulate(target.num_devices)
     if target.platform == "tpu":
         name = f"{target.chip}:{shape}"
-        return list(topologies.get_topology_desc(name, platform="tpu").devices)
+        # A v4 chip's two cores are one device in practice, but not by default here.
+        options = {"chip_config_name": "megacore"} if target.chip == "v4" else {}
+        topology = topologies.get_topology_desc(name, platform="tpu", **options)
+        return list(topology.devices)
     files = importlib.resources.files("meshpar.audit") / "gpu_targets"
     config = (files / f"{target.chip}.txtpb").read_text()
     topology = topologies.get_topology_desc(
@@ -83,7 +86,9 @@ def _compile(
         for aval, sharding in zip(exported.in_avals, shardings, strict=True)
     ]
     jitted = jax.jit(exported.call, donate_argnums=tuple(request["donated"]))
-    return jitted.lower(*arguments).compile()
+    # Arguments without a sharding do not say how many devices there are.
+    with jax.set_mesh(mesh):
+        return jitted.lower(*arguments).compile()
 
 
 if __name__ == "__main__":

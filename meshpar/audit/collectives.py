@@ -13,6 +13,7 @@ communication: theory, practice, and experience"); `n` devices in a group, each 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -35,6 +36,10 @@ KINDS = (
     "collective-permute",
     "collective-broadcast",
 )
+_NAMES_A_VALUE = re.compile(r"^[^/]+$|/jit$")
+"""A path that names an argument, or a call, but not what its value is moved for."""
+
+_LAYS_OUT = ("bitcast", "copy", "convert", "transpose", "reshape", "fusion")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +140,8 @@ class _Site:
         started = self.instruction.opcode.endswith("-start")
         # An all-reduce-start returns its results alone; the others the operands first.
         if started and isinstance(shape, tuple) and self.kind != "all-reduce":
+            if len(shape) < 2:
+                raise ValueError(f"{self.instruction.opcode} gives no second part")
             shape = shape[1]
         return list(arrays_of(shape))
 
@@ -145,11 +152,32 @@ class _Site:
 
     def origin(self) -> tuple[str, str]:
         """Path and source line: its own, its caller's, or those of what it moves."""
-        operands = [self.instruction, *([self.caller] if self.caller else [])]
-        for instruction in (*operands, *self._operands()):
+        users = [self.instruction, *([self.caller] if self.caller else [])]
+        for instruction in (*users, *map(self._made_by, self._operands())):
+            if _NAMES_A_VALUE.search(instruction.op_path):
+                instruction = self._used_by(instruction)
             if instruction.op_path:
                 return instruction.op_path, self.program.source_of(instruction)
         return "", ""
+
+    def _used_by(self, named: Instruction) -> Instruction:
+        """The first user whose path names an operation, directly or through others."""
+        names = {self.instruction.name}
+        for instruction in self.computation.instructions:
+            if not names & set(instruction.operands):
+                continue
+            if instruction.op_path and not _NAMES_A_VALUE.search(instruction.op_path):
+                return instruction
+            names.add(instruction.name)
+        return named
+
+    def _made_by(self, value: Instruction) -> Instruction:
+        """What makes a value, through what only lays it out otherwise."""
+        while not value.op_path and value.opcode in _LAYS_OUT:
+            if len(value.operands) != 1:
+                break
+            value = self.program.operand(self.computation, value, 0)
+        return value
 
     def _operands(self) -> list[Instruction]:
         return [
@@ -172,9 +200,11 @@ def _row(site: _Site, at: list[Place], mesh_shape: Mapping[str, int]) -> Collect
     kind, instruction = site.kind, site.instruction
     try:
         mesh_axes, group_size = _who(kind, instruction, mesh_shape)
+        arrived, payload = site.arrived(), site.payload_bytes()
+    except HloError:
+        raise
     except ValueError as error:
         raise HloError(instruction.line, instruction.name, str(error)) from error
-    arrived, payload = site.arrived(), site.payload_bytes()
     op_path, source = site.origin()
     return Collective(
         kind=kind,
@@ -204,7 +234,7 @@ def _who(
         return mesh_axes_of_pairs(pairs, mesh_shape), 2
     groups = parse_groups(instruction.attributes, num_devices)
     if groups is None:
-        raise ValueError(f"a {kind} without replica_groups")
+        raise ValueError("no replica_groups")
     return mesh_axes_of_groups(groups, mesh_shape), max(map(len, groups))
 
 

@@ -16,7 +16,10 @@ from meshpar.audit.hlo import Computation, HloError, Instruction, Program
 from meshpar.audit.loops import places
 from meshpar.audit.shapes import ArrayShape, arrays_of
 
-_NO_WORK = ("Sharding", "TopK", "AllocateBuffer", "MoveToHost", "MoveToDevice")
+_NO_WORK = (
+    *("Sharding", "TopK", "AllocateBuffer", "MoveToHost", "MoveToDevice"),
+    "AssumeGatherIndicesInBound",
+)
 _MATMUL_CALL = re.compile(r"matmul|gemm", re.IGNORECASE)
 _ATTENTION_CALL = re.compile(r"fmha", re.IGNORECASE)
 
@@ -45,7 +48,13 @@ def flops_of(program: Program) -> Flops:
         computation = program.computations[name]
         executions = sum(place.executions for place in at)
         for instruction in computation.instructions:
-            flops = _flops(program, computation, instruction)
+            try:
+                flops = _flops(program, computation, instruction)
+            except HloError:
+                raise
+            except (ValueError, IndexError) as error:
+                problem = f"a {instruction.opcode} whose dims do not agree ({error})"
+                raise HloError(instruction.line, instruction.name, problem) from error
             if flops is None:
                 uncounted[_call_target(instruction)] = None
             else:

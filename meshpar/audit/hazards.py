@@ -6,8 +6,8 @@ Each was seen (jax 0.10.2, XLA:CPU unless said):
   devices of the permute; where some take another branch: wrong numbers or a hang.
 * `sharded_gather`: a gather along a dim that GSPMD splits, inside a `shard_map` that is
   manual over other mesh axes. The partitioner may abort the process.
-* `half_all_reduce`: a sum in a 16-bit type over a manual mesh axis, while another is
-  left to GSPMD. XLA:CPU aborts the process.
+* `half_all_reduce`: a sum or maximum in bfloat16 over a manual mesh axis, while another
+  is left to GSPMD, scattered or not. XLA:CPU aborts the process (float16 it takes).
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from dataclasses import dataclass
 from meshpar.audit.collectives import Collective
 from meshpar.audit.traced import Operation
 
-_HALF = ("bfloat16", "float16")
-_SUMS = ("psum", "psum_invariant", "psum2")
+_REDUCTIONS = (
+    *("psum", "psum_invariant", "psum2", "pmax", "pmin"),
+    *("reduce_scatter", "psum_scatter"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +69,7 @@ def traced_hazards(operations: Iterable[Operation], platform: str) -> list[Hazar
         name = operation.equation.primitive.name
         if name == "gather":
             found += _sharded_gather(operation)
-        elif name in _SUMS and platform == "cpu":
+        elif name in _REDUCTIONS and platform == "cpu":
             found += _half_all_reduce(operation)
     return found
 
@@ -98,17 +100,17 @@ def _sharded_gather(operation: Operation) -> list[Hazard]:
 
 def _half_all_reduce(operation: Operation) -> list[Hazard]:
     dtypes = {str(atom.aval.dtype) for atom in operation.equation.invars}
-    half = sorted(dtypes & set(_HALF))
-    if not half:
+    if "bfloat16" not in dtypes:
         return []
     return [
         Hazard(
             kind="half_all_reduce",
             source=operation.source,
             message=(
-                f"a {half[0]} sum over {_axes(sorted(operation.region.manual))} while "
-                f"{_axes(sorted(operation.region.automatic))} are left to GSPMD: "
-                "XLA:CPU aborts; sum in float32"
+                f"a bfloat16 {operation.equation.primitive.name} inside a shard_map "
+                f"over {_axes(sorted(operation.region.manual))}, with "
+                f"{_axes(sorted(operation.region.automatic))} left to GSPMD: XLA:CPU "
+                "aborts; reduce in float32"
             ),
             fatal=True,
         )

@@ -12,16 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from meshpar.audit.hlo_error import HloError
 from meshpar.audit.shapes import Shape, arrays_of, parse_shape
 from meshpar.audit.sources import SourceTable
-from meshpar.errors import InputError
-
-
-class HloError(InputError):
-    """A text that is no compiled program; the message names the line."""
-
-    def __init__(self, line: int, text: str, problem: str) -> None:
-        super().__init__(f"line {line} of the program: {problem}: {text.strip()[:120]}")
 
 
 @dataclass(frozen=True)

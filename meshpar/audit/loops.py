@@ -79,18 +79,21 @@ def trip_count(
 ) -> int | None:
     """Iterations of a while loop; None if the text does not say.
 
-    XLA notes the number where it knows it. Otherwise it is read from a condition that
-    compares a counter, from a constant up in steps of 1, with a constant.
+    XLA notes the number where it knows it. Otherwise it is read from the loop: its
+    condition is that a counter is below a constant, and nothing else; the counter
+    starts from a constant and goes up in steps of 1.
     """
     known = _KNOWN.search(loop.attributes)
     if known:
         return int(known[1])
-    condition = program.computation(_callee(loop, "condition"), used_by=loop)
-    limits = _constants(program, condition)
-    if len(limits) != 1 or not _compares_below(program, condition):
+    counter, limit = _counter_and_limit(program, loop)
+    if counter is None or limit is None or not _counts_up(program, loop, counter):
         return None
-    start = _start(program, computation, loop, condition)
-    return None if start is None else max(limits[0] - start, 0)
+    state = program.operand(computation, loop, 0)
+    if state.opcode != "tuple":
+        return None
+    start = _constant(program, _Value(computation, state), counter)
+    return None if start is None else max(limit - start, 0)
 
 
 def _callee(instruction: Instruction, name: str) -> str:
@@ -108,51 +111,67 @@ def _branches(instruction: Instruction) -> list[str]:
     return [_callee(instruction, f"{which}_computation") for which in ("true", "false")]
 
 
-def _inside(program: Program, computation: Computation) -> Iterator[Instruction]:
-    for instruction in computation.instructions:
-        yield instruction
-        if instruction.opcode in ("fusion", "call"):
+@dataclass(frozen=True)
+class _Value:
+    """An instruction, and the fusion that its computation is the inside of, if any."""
+
+    computation: Computation
+    instruction: Instruction
+    user: _Value | None = None
+
+    def operand(self, program: Program, index: int) -> _Value:
+        """What gives an operand."""
+        found = program.operand(self.computation, self.instruction, index)
+        return replace(self, instruction=found)
+
+
+def _origin(program: Program, value: _Value) -> _Value:
+    """Where a value is made, looking through copies, and into and out of fusions."""
+    while True:
+        instruction = value.instruction
+        if instruction.opcode in ("copy", "bitcast", "convert"):
+            value = value.operand(program, 0)
+        elif instruction.opcode in ("fusion", "call"):
             name = "calls" if instruction.opcode == "fusion" else "to_apply"
-            callee = program.computation(_callee(instruction, name), instruction)
-            yield from _inside(program, callee)
+            inside = program.computation(_callee(instruction, name), instruction)
+            value = _Value(inside, inside.root, value)
+        elif instruction.opcode == "parameter" and value.user is not None:
+            value = value.user.operand(program, int(instruction.operands[0]))
+        else:
+            return value
 
 
-def _constants(program: Program, condition: Computation) -> list[int]:
-    texts = [
-        instruction.operands[0]
-        for instruction in _inside(program, condition)
-        if instruction.opcode == "constant"
-    ]
-    return [int(text) for text in texts if re.fullmatch(r"-?\d+", text)]
-
-
-def _compares_below(program: Program, condition: Computation) -> bool:
-    return any(
-        instruction.opcode == "compare"
-        and instruction.attribute(r"direction=(\w+)") == "LT"
-        for instruction in _inside(program, condition)
-    )
-
-
-def _start(
-    program: Program,
-    computation: Computation,
-    loop: Instruction,
-    condition: Computation,
-) -> int | None:
-    index = next(
-        (
-            instruction.attribute(r"index=(\d+)")
-            for instruction in condition.instructions
-            if instruction.opcode == "get-tuple-element"
-        ),
-        None,
-    )
-    state = program.operand(computation, loop, 0)
-    if index is None or state.opcode != "tuple":
-        return None
-    counter = program.operand(computation, state, int(index))
-    while counter.opcode in ("copy", "bitcast", "convert"):
-        counter = program.operand(computation, counter, 0)
-    text = counter.operands[0] if counter.opcode == "constant" else ""
+def _constant(program: Program, value: _Value, index: int) -> int | None:
+    made = _origin(program, value.operand(program, index)).instruction
+    text = made.operands[0] if made.opcode == "constant" else ""
     return int(text) if re.fullmatch(r"-?\d+", text) else None
+
+
+def _element(program: Program, value: _Value, index: int) -> int | None:
+    """Which element of the loop's state an operand is."""
+    made = _origin(program, value.operand(program, index)).instruction
+    if made.opcode != "get-tuple-element":
+        return None
+    return int(made.attribute(r"index=(\d+)") or 0)
+
+
+def _counter_and_limit(
+    program: Program, loop: Instruction
+) -> tuple[int | None, int | None]:
+    condition = program.computation(_callee(loop, "condition"), used_by=loop)
+    test = _origin(program, _Value(condition, condition.root))
+    is_below = test.instruction.attribute(r"direction=(\w+)") == "LT"
+    if test.instruction.opcode != "compare" or not is_below:
+        return None, None
+    return _element(program, test, 0), _constant(program, test, 1)
+
+
+def _counts_up(program: Program, loop: Instruction, counter: int) -> bool:
+    body = program.computation(_callee(loop, "body"), used_by=loop)
+    if body.root.opcode != "tuple":
+        return False
+    step = _origin(program, _Value(body, body.root).operand(program, counter))
+    return step.instruction.opcode == "add" and (
+        (_element(program, step, 0), _constant(program, step, 1)) == (counter, 1)
+        or (_element(program, step, 1), _constant(program, step, 0)) == (counter, 1)
+    )

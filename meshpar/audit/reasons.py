@@ -8,11 +8,13 @@ does. What GSPMD inserts besides, such as a gather of a weight, is a surprise.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from meshpar.audit.collectives import Collective
+from meshpar.audit.constraints import sizes_of
 from meshpar.audit.subject import Subject
 from meshpar.collectives import ASKED, ASKED_PREFIX
 from meshpar.layout import BATCH_AXES
@@ -60,7 +62,7 @@ def explain(
         or _written(row)
         or _of_the_layout(row, subject)
         or _partial_sums(row)
-        or _constrained(row)
+        or _constrained(row, subject)
         or _unasked(row, subject)
     )
     return Explained(collective=row, reason=reason, surprise=not asked)
@@ -102,8 +104,8 @@ def _of_the_layout(row: Collective, subject: Subject) -> Reason | None:
     if subject.layout is None or not row.mesh_axes:
         return None
     axes = set(row.mesh_axes)
-    if axes <= set(subject.sequence_axes) and not weight_of(row, subject):
-        if row.kind == "all-gather":
+    if axes <= set(subject.sequence_axes):
+        if row.kind == "all-gather" and not weight_of(row, subject):
             return "sequence gathered before a column-parallel matmul", True
         if row.kind == "reduce-scatter":
             return "row-parallel output, scattered along the sequence", True
@@ -131,10 +133,22 @@ def _partial_sums(row: Collective) -> Reason | None:
     return words, True
 
 
-def _constrained(row: Collective) -> Reason | None:
-    if _operation(row) not in _CONSTRAINTS:
-        return None
-    return "another layout, asked for by a sharding constraint", True
+def _constrained(row: Collective, subject: Subject) -> Reason | None:
+    if _operation(row) in _CONSTRAINTS or _delivers_constrained(row, subject):
+        return "another layout, asked for by a sharding constraint", True
+    return None
+
+
+def _delivers_constrained(row: Collective, subject: Subject) -> bool:
+    if row.kind in _SUMS:
+        return False
+    if row.kind == "all-to-all" and len(row.dims) > 1:  # An array in as many pieces.
+        size = sum(map(math.prod, row.dims))
+        sizes = {
+            math.prod(dims) for line, dims in subject.constrained if line == row.source
+        }
+        return size in sizes
+    return {(row.source, sizes_of(dims)) for dims in row.dims} <= subject.constrained
 
 
 def _unasked(row: Collective, subject: Subject) -> Reason:
@@ -149,16 +163,14 @@ def _unasked(row: Collective, subject: Subject) -> Reason:
 def weight_of(row: Collective, subject: Subject) -> str:
     """Path of a weight that has the shape of what arrives, of which a part is split."""
     for dims in row.dims:
-        shape = [dim for dim in dims if dim > 1]
+        sizes = sizes_of(dims)
         for path, weight in subject.weights.items():
-            if _is_part(sorted(shape), sorted(dim for dim in weight if dim > 1)):
+            if len(sizes) > 1 and sizes == sizes_of(weight):
                 return path
     return ""
 
 
-def _is_part(dims: list[int], whole: list[int]) -> bool:
-    return len(whole) > 1 and dims == whole
-
-
 def _operation(row: Collective) -> str:
-    return re.split(r"[/]", row.op_path)[-1].split("[")[0]
+    # XLA writes `(path:path)` for what it joins: the last one's bracket is not its own.
+    last = row.op_path.split("/")[-1].split("[")[0]
+    return last.removesuffix(")") if last.count(")") > last.count("(") else last

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import jax
 
 from meshpar.audit.collectives import collectives_of
+from meshpar.audit.constraints import constrained_arrays
 from meshpar.audit.flops import flops_of
 from meshpar.audit.hazards import Hazard, compiled_hazards, traced_hazards
 from meshpar.audit.hlo import parse_program
@@ -163,7 +164,10 @@ def audit(
         "mesh_shape": subject.mesh_shape,
         "capacity_bytes": target and target.memory_bytes,
     }
-    hazards = _before_compiling(subject)
+    flat = subject.flat()
+    traced = operations(flat.jaxpr, flat.in_shardings)
+    hazards = traced_hazards(traced, subject.platform)
+    subject = replace(subject, constrained=constrained_arrays(flat.jaxpr))
     fatal = any(hazard.fatal for hazard in hazards)
     try:
         if target is None and not fatal:
@@ -183,12 +187,6 @@ def audit(
     if compiled.problem:
         return AuditReport(**known, hazards=tuple(hazards), problem=compiled.problem)
     return _read(compiled, subject, known, hazards, expected)
-
-
-def _before_compiling(subject: Subject) -> list[Hazard]:
-    flat = subject.flat()
-    traced = operations(flat.jaxpr, flat.in_shardings)
-    return traced_hazards(traced, subject.platform)
 
 
 def _as_virtual(subject: Subject) -> Target:

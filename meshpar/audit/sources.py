@@ -5,9 +5,15 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-_SECTION = re.compile(r"^(FileNames|FileLocations|StackFrames)\s*$")
-_NAME = re.compile(r'^(\d+) "(.*)"$')
-_NUMBERS = re.compile(r"(\w+)=(\d+)")
+from meshpar.audit.hlo_error import HloError
+
+_ROWS = {
+    "FileNames": re.compile(r'(\d+) "(.*)"$'),
+    "FileLocations": re.compile(r"(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)\b.*\}$"),
+    "StackFrames": re.compile(
+        r"(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?\}$"
+    ),
+}
 _THIRD_PARTY = re.compile(r"[/\\](?:site|dist)-packages[/\\]|^<|[/\\]lib[/\\]python3")
 
 
@@ -27,28 +33,28 @@ class SourceTable:
 
     @classmethod
     def parse(cls, text: str) -> SourceTable:
-        """The tables at the head of a program's text; empty where it has none."""
-        rows: dict[str, dict[int, str]] = {}
+        """The tables at the head of a program's text; empty where it has none.
+
+        Raises:
+            HloError: A row cannot be read.
+        """
+        rows: dict[str, dict[int, tuple]] = {name: {} for name in _ROWS}
         section = ""
-        for line in text.splitlines():
-            heading = _SECTION.match(line)
-            if heading:
-                section = heading[1]
-            elif not line.strip() or not line[0].isdigit():
-                section = ""
-            elif section:
-                number, _, rest = line.partition(" ")
-                rows.setdefault(section, {})[int(number)] = rest
-        names = rows.get("FileNames", {})
-        locations = _numbers(rows.get("FileLocations", {}))
-        frames = _numbers(rows.get("StackFrames", {}))
+        for number, line in enumerate(text.splitlines(), start=1):
+            if not line[:1].isdigit():
+                section = line.strip()
+            elif section in _ROWS:
+                row = _ROWS[section].match(line)
+                if not row:
+                    raise HloError(number, line, f"no row of {section}")
+                rows[section][int(row[1])] = row.groups()[1:]
         return cls(
-            files={key: name.strip('"') for key, name in names.items()},
+            files={key: name for key, (name,) in rows["FileNames"].items()},
             locations={
-                key: (row["file_name_id"], row["line"])
-                for key, row in locations.items()
+                key: (int(file), int(line))
+                for key, (file, line) in rows["FileLocations"].items()
             },
-            frames=_frames(frames),
+            frames=_frames(rows["StackFrames"]),
         )
 
     def of(self, attributes: str) -> str:
@@ -76,18 +82,9 @@ class SourceTable:
         return lines
 
 
-def _numbers(rows: dict[int, str]) -> dict[int, dict[str, int]]:
-    return {
-        key: {name: int(value) for name, value in _NUMBERS.findall(row)}
-        for key, row in rows.items()
-    }
-
-
-def _frames(rows: dict[int, dict[str, int]]) -> dict[int, tuple[int, int]]:
+def _frames(rows: dict[int, tuple]) -> dict[int, tuple[int, int]]:
     # Some versions of XLA print a caller's id one too high, so that the outermost
     # frame seems to call itself.
-    parents = {key: row.get("parent_frame_id", 0) for key, row in rows.items()}
+    parents = {key: int(parent or 0) for key, (_, parent) in rows.items()}
     offset = 1 if any(parent >= key for key, parent in parents.items()) else 0
-    return {
-        key: (rows[key]["file_location_id"], parents[key] - offset) for key in parents
-    }
+    return {key: (int(rows[key][0]), parents[key] - offset) for key in parents}

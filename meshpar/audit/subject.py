@@ -28,6 +28,7 @@ class Subject:
         layout: The layout, if a training step of ours is audited.
         weights: Path -> whole shape (of one layer) of each parameter.
         sequence_axes: Mesh axes that split the residual stream's sequence.
+        constrained: Arrays that the function lays out itself (`constraints`).
     """
 
     function: Any
@@ -37,6 +38,7 @@ class Subject:
     layout: Layout | None = None
     weights: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     sequence_axes: tuple[str, ...] = ()
+    constrained: frozenset[tuple[str, tuple[int, ...]]] = frozenset()
 
     @property
     def mesh_shape(self) -> dict[str, int]:

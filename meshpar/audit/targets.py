@@ -38,6 +38,9 @@ _MEMORY_BYTES = {
     "tpu:v6e": 32 << 30,
     "cpu:virtual": None,
 }
+_NUM_DIMS = {"v4": 3, "v5p": 3, "v5e": 2, "v6e": 2, "virtual": 1}
+"""Sizes that a TPU's torus or virtual devices have; GPUs are hosts x GPUs."""
+
 _PLUGINS = {"gpu": "jax_plugins.xla_cuda13", "tpu": "libtpu", "cpu": "jax"}
 _EXAMPLES = "write for example tpu:v5p:4x4x4, or gpu:h100:8x8 (hosts x GPUs)"
 _POLL_S = 0.2
@@ -87,8 +90,12 @@ class Target:
             known = nearest(f"{platform}:{chip}", _MEMORY_BYTES)
             raise InputError(f"target {text!r}: no {platform}:{chip}; {known}")
         sizes = tuple(int(part) for part in parts)
-        if platform == "gpu" and len(sizes) != 2:
-            raise InputError(f"target {text!r}: GPUs are hosts x GPUs; {_EXAMPLES}")
+        num_dims = _NUM_DIMS.get(chip, 2)
+        if len(sizes) != num_dims:
+            raise InputError(
+                f"target {text!r} has {len(sizes)} sizes, but {platform}:{chip} has "
+                f"{num_dims}; {_EXAMPLES}"
+            )
         return cls(platform=platform, chip=chip, shape=sizes)
 
     def __str__(self) -> str:
@@ -201,17 +208,24 @@ def _run(folder: Path, *, timeout_s: float, memory_bytes: int) -> str:
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # others may compile for TPUs meanwhile
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_WORKER_HOSTNAMES": "localhost",
+        # The child imports what this process does, however that came to be.
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }
     environment.pop("MESHPAR_EMULATE", None)
-    command = [sys.executable, "-m", "meshpar.audit.child", str(folder)]
     with (folder / "words.txt").open("w") as words:
         child = subprocess.Popen(
-            command, stdout=words, stderr=subprocess.STDOUT, env=environment
+            _command(folder), stdout=words, stderr=subprocess.STDOUT, env=environment
         )
         ending = _wait(child, timeout_s=timeout_s, memory_bytes=memory_bytes)
-    return ending or _last_words((folder / "words.txt").read_text())
+    said = _last_words((folder / "words.txt").read_text(errors="replace"))
+    return ending or said or f"it ended with status {child.returncode}, without a word"
+
+
+def _command(folder: Path) -> list[str]:
+    return [sys.executable, "-m", "meshpar.audit.child", str(folder)]
 
 
 def _wait(child: subprocess.Popen, *, timeout_s: float, memory_bytes: int) -> str:
@@ -243,5 +257,4 @@ def _last_words(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     fatal = [line for line in lines if line.startswith("F") and "]" in line]
     errors = [line for line in lines if "Error" in line or "error" in line]
-    chosen = (fatal or errors or lines or ["it said nothing"])[-1]
-    return chosen[:500]
+    return (fatal or errors or lines or [""])[-1][:500]

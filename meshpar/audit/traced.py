@@ -14,8 +14,7 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.sharding import NamedSharding
 
-Split = tuple[frozenset[str], ...]
-"""The mesh axes that split each dim of an array."""
+from meshpar.audit.split_rules import RULES, Split, elementwise
 
 _LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<")
 
@@ -128,10 +127,10 @@ def _results(
         return _scan(equation, operands, region, walk)
     if name == "while":
         first = params["cond_nconsts"]
-        return _walk(params["body_jaxpr"].jaxpr, operands[first:], region, walk)
+        return _walk(_only(params["body_jaxpr"]), operands[first:], region, walk)
     if name == "cond":
         outs = [
-            _walk(branch.jaxpr, operands[1:], region, walk)
+            _walk(_only(branch), operands[1:], region, walk)
             for branch in params["branches"]
         ]
         return outs[0]
@@ -139,7 +138,7 @@ def _results(
         if len(inner.invars) == len(operands):
             shardings = params.get("in_shardings") or [None] * len(operands)
             return _walk(inner, _given(inner, operands, shardings), region, walk)
-    rule = _RULES.get(name, _elementwise)
+    rule = RULES.get(name, elementwise)
     return [rule(equation, operands)] * len(equation.outvars)
 
 
@@ -174,8 +173,7 @@ def _shard_map(
     newly = params.get("newly_manual_axes", params.get("manual_axes", ()))
     manual = region.manual | {axis for axis in newly if sizes[axis] > 1}
     automatic = {axis for axis, size in sizes.items() if size > 1} - manual
-    inner = params["jaxpr"]
-    inner = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
+    inner = _only(params["jaxpr"])
     kept = [
         operand and tuple(axes - manual for axes in operand) for operand in operands
     ]
@@ -189,79 +187,27 @@ def _scan(
     region: Region,
     walk: _Walk,
 ) -> list[Split | None]:
-    params = equation.params
-    num_whole = params["num_consts"] + params["num_carry"]
-    sliced = [operand and operand[1:] for operand in operands[num_whole:]]
-    inner = params["jaxpr"].jaxpr
-    outs = _walk(inner, [*operands[:num_whole], *sliced], region, walk)
-    stacked = [
-        out if out is None else (frozenset(), *out)
-        for out in outs[params["num_carry"] :]
+    # Versions of JAX disagree on how constants and carries are counted; an array of
+    # which an iteration takes a slice, or to which it adds one, has a dim more outside.
+    inner = _only(equation.params["jaxpr"])
+    given = [
+        operand and operand[_dims_more(outside, inside) :]
+        for operand, outside, inside in zip(
+            operands, equation.invars, inner.invars, strict=True
+        )
     ]
-    return [*outs[: params["num_carry"]], *stacked]
-
-
-def _elementwise(
-    equation: JaxprEqn, operands: tuple[Split | None, ...]
-) -> Split | None:
-    """Of a result that has an operand's shape: that operand's."""
-    shape = getattr(equation.outvars[0].aval, "shape", None)
-    alike = [
-        operand
-        for operand, atom in zip(operands, equation.invars, strict=True)
-        if operand is not None and atom.aval.shape == shape
+    outs = _walk(inner, given, region, walk)
+    return [
+        out and (frozenset(),) * _dims_more(outside, inside) + out
+        for out, outside, inside in zip(
+            outs, equation.outvars, inner.outvars, strict=True
+        )
     ]
-    if not alike:
-        return None
-    return tuple(frozenset().union(*axes) for axes in zip(*alike, strict=True))
 
 
-def _dot_general(
-    equation: JaxprEqn, operands: tuple[Split | None, ...]
-) -> Split | None:
-    (contract, batch) = equation.params["dimension_numbers"]
-    sides = []
-    for side in (0, 1):
-        shape = equation.invars[side].aval.shape
-        sides.append(operands[side] or (frozenset(),) * len(shape))
-    free = [
-        [
-            axes
-            for dim, axes in enumerate(sides[side])
-            if dim not in (*contract[side], *batch[side])
-        ]
-        for side in (0, 1)
-    ]
-    return (*(sides[0][dim] for dim in batch[0]), *free[0], *free[1])
+def _dims_more(outside: Any, inside: Any) -> int:
+    return len(outside.aval.shape) - len(inside.aval.shape)
 
 
-def _transpose(equation: JaxprEqn, operands: tuple[Split | None, ...]) -> Split | None:
-    if operands[0] is None:
-        return None
-    return tuple(operands[0][dim] for dim in equation.params["permutation"])
-
-
-def _broadcast(equation: JaxprEqn, operands: tuple[Split | None, ...]) -> Split | None:
-    if operands[0] is None:
-        return None
-    result = [frozenset()] * len(equation.outvars[0].aval.shape)
-    for dim, axes in zip(
-        equation.params["broadcast_dimensions"], operands[0], strict=True
-    ):
-        result[dim] = axes
-    return tuple(result)
-
-
-def _reduce(equation: JaxprEqn, operands: tuple[Split | None, ...]) -> Split | None:
-    if operands[0] is None:
-        return None
-    gone = equation.params["axes"]
-    return tuple(axes for dim, axes in enumerate(operands[0]) if dim not in gone)
-
-
-_RULES: dict[str, Callable[..., Split | None]] = {
-    "dot_general": _dot_general,
-    "transpose": _transpose,
-    "broadcast_in_dim": _broadcast,
-    **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min", "argmax"), _reduce),
-}
+def _only(jaxpr: ClosedJaxpr | Jaxpr) -> Jaxpr:
+    return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr

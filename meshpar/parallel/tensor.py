@@ -43,9 +43,7 @@ def vocab_lookup(table: jax.Array, tokens: jax.Array, scope: Scope) -> jax.Array
         sizes = auto_mesh_shape()
         spec = scope.rules.spec(("vocab", "embed"), table.shape, mesh_shape=sizes)
     sum_dtype = jnp.float32 if scope.in_order else table.dtype
-    found = _lookup(table, tokens, spec, sum_dtype)
-    known = _in_vocab(tokens, table.shape[0])[..., None]
-    return jnp.where(known, found, jnp.nan)
+    return _lookup(table, tokens, spec, sum_dtype)
 
 
 def cross_entropy(
@@ -89,18 +87,21 @@ def _token_losses(
 def _lookup(
     table: jax.Array, tokens: jax.Array, spec: PartitionSpec, sum_dtype: Any
 ) -> jax.Array:
-    mesh_axes = spec_axes(spec)
+    mesh_axes, vocab = spec_axes(spec), table.shape[0]
 
+    # NaN stands in here, not outside, where GSPMD for TPUs splits the selection over
+    # `embed`: two all-gathers more.
     def local(rows: jax.Array, tokens: jax.Array) -> jax.Array:
         index, mine = _own_rows(rows.shape[0], tokens, mesh_axes)
-        found = jnp.where(mine, rows[index], 0)
+        known = _in_vocab(tokens, vocab)[..., None]
         if not mesh_axes:
-            return found
+            return jnp.where(known, rows[index], jnp.nan)
+        found = jnp.where(mine, rows[index], 0)
         # XLA:CPU aborts on a bf16 all-reduce here; one term of the sum is not zero, so
         # that no dtype rounds it.
         with asked("vocab_lookup"):
             summed = lax.psum(found.astype(sum_dtype), mesh_axes)
-        return summed.astype(rows.dtype)
+        return jnp.where(known, summed.astype(rows.dtype), jnp.nan)
 
     return _over_vocab(local, mesh_axes, (spec, PartitionSpec()), PartitionSpec())(
         table, tokens
