@@ -27,7 +27,8 @@ def reduce_gradients(
 
     Args:
         stored: Tree of `Stored`.
-        gradients: The same tree of fp32 gradients, this device's.
+        gradients: The same tree of gradients, this device's; summed in fp32 where
+            `stored` says so.
         mesh_axes: Mesh axes of size above 1 that split the batch, and `stage`.
         earlier: What the first all-reduce must wait for.
         in_order: Whether each all-reduce waits for the one before (`collectives`).
@@ -40,7 +41,10 @@ def reduce_gradients(
     ]
     for axes in sorted(set(remaining) - {()}):
         at = [index for index, wanted in enumerate(remaining) if wanted == axes]
-        waiting = [follow(leaves[index], earlier) for index in at]
+        waiting = [
+            follow(leaves[index].astype(layouts[index].gradient_dtype), earlier)
+            for index in at
+        ]
         with asked("gradient_reduction"):
             summed = lax.psum(waiting, axes)
         for index, leaf in zip(at, summed, strict=True):

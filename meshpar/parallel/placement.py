@@ -28,7 +28,7 @@ from meshpar.sharding import model_specs
 
 BATCH = PartitionSpec(BATCH_AXES)
 REPLICATED = PartitionSpec()
-_COMPUTE_DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
+DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +42,7 @@ class Placement:
         mesh: The mesh, set with `use_mesh` around every call; an `AbstractMesh` where
             the devices are absent.
         platform: Kind of device: `cpu`, `gpu` or `tpu`.
+        gradient_dtype: In which gradients are added up over microbatches and devices.
     """
 
     model: Model
@@ -49,6 +50,7 @@ class Placement:
     rules: Rules
     mesh: Mesh | AbstractMesh
     platform: str
+    gradient_dtype: Any = jnp.float32
 
     def on_shards(self, local: Callable, in_specs: Any, out_specs: Any) -> Callable:
         """`local` of this device's part over the manual mesh axes."""
@@ -118,14 +120,19 @@ class Placement:
     @property
     def compute_dtype(self) -> Any:
         """The dtype that blocks compute in."""
-        return _COMPUTE_DTYPES[self.layout.precision]
+        return DTYPES[self.layout.precision]
 
     @cached_property
     def stored(self) -> Any:
         """Tree of `Stored`, beside the parameters."""
         specs = model_specs(self.model, dict(self.mesh.shape), self.rules)
         return jax.tree.map(
-            lambda spec: Stored(spec=spec, compute_dtype=self.compute_dtype),
+            lambda spec: Stored(
+                spec=spec,
+                compute_dtype=self.compute_dtype,
+                # XLA:CPU aborts on a reduction in bf16 beside automatic mesh axes.
+                gradient_dtype=jnp.float32 if self.in_order else self.gradient_dtype,
+            ),
             specs,
             is_leaf=lambda node: isinstance(node, PartitionSpec),
         )

@@ -2,14 +2,14 @@
 
 Inside `jax.shard_map`, manual over the batch axes. `n` devices of a weight of `P`
 values: the gather brings each device the P (n-1)/n values it lacks, in the compute
-dtype; the reduce-scatter of its gradient sends as many, in fp32.
+dtype; the reduce-scatter of its gradient sends as many, in fp32 by default.
 Reference: Rajbhandari et al. 2020, section 5.3; Zhao et al. 2023.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -35,11 +35,13 @@ class Stored:
 
     Args:
         spec: Its layout at rest, over manual and automatic mesh axes.
-        compute_dtype: Its dtype in use; gradients are reduced and kept in fp32.
+        compute_dtype: Its dtype in use.
+        gradient_dtype: In which its gradient is reduced and kept.
     """
 
     spec: PartitionSpec
     compute_dtype: Any
+    gradient_dtype: Any = jnp.float32
 
     @property
     def manual_spec(self) -> PartitionSpec:
@@ -77,9 +79,7 @@ class Stored:
 
     def without_layers(self) -> Stored:
         """The same of one layer, its leading dim gone."""
-        return Stored(
-            spec=PartitionSpec(*self.spec[1:]), compute_dtype=self.compute_dtype
-        )
+        return replace(self, spec=PartitionSpec(*self.spec[1:]))
 
 
 def gather(
@@ -102,7 +102,7 @@ def gather(
 def reduce_scatter(
     stored: Any, gradients: Any, *, earlier: Zero | None = None, in_order: bool = False
 ) -> tuple[Any, Zero | None]:
-    """Gradients of gathered parameters -> fp32 gradients of the shards.
+    """Gradients of gathered parameters -> gradients of the shards.
 
     One reduce-scatter over `fsdp` for each parameter that is split over it; the others
     are left for `data.reduce_gradients`. Arguments and result as for `gather`.
@@ -166,7 +166,7 @@ def _gather_one(layout: Stored, shard: jax.Array) -> jax.Array:
 
 
 def _scatter_one(layout: Stored, gradient: jax.Array) -> jax.Array:
-    x = gradient.astype(jnp.float32)
+    x = gradient.astype(layout.gradient_dtype)
     for dim, mesh_axes in layout.gathered_dims:
         with asked("gradient_scatter"):
             x = lax.psum_scatter(x, mesh_axes, scatter_dimension=dim, tiled=True)

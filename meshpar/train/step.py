@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from meshpar.mesh import absent_mesh, make_mesh, platform_of
 from meshpar.model import EXAMPLE, Batch, Model
 from meshpar.parallel.norm import global_norm
 from meshpar.parallel.pipeline.program import pipeline_of
-from meshpar.parallel.placement import Placement, is_pipelined
+from meshpar.parallel.placement import DTYPES, Placement, is_pipelined
 from meshpar.parallel.program import LocalProgram
 from meshpar.rule_presets import default_rules
 from meshpar.rules import Rules
@@ -40,6 +40,7 @@ def make_train_step(
     devices: Sequence[jax.Device] | None = None,
     mesh: Mesh | AbstractMesh | None = None,
     max_grad_norm: float | None = None,
+    gradient_dtype: Literal["fp32", "bf16"] = "fp32",
     compiler_options: Mapping[str, Any] | None = None,
 ) -> TrainStep:
     """A training step of `model` laid out as `layout` says.
@@ -53,6 +54,8 @@ def make_train_step(
         mesh: A mesh with meshpar's six axes, instead of `devices`. On an
             `absent_mesh` the step can be audited for an absent target, not run.
         max_grad_norm: Scale gradients down to this global norm; None for no limit.
+        gradient_dtype: In which gradients are added up over microbatches and devices;
+            bf16 halves their memory and traffic, and loses small contributions.
         compiler_options: XLA's options for every program of the step, as `jax.jit`
             takes them.
 
@@ -79,6 +82,15 @@ def make_train_step(
     layout = layout.resolve(mesh.size)
     for message in layout_refusals(layout).values():
         raise InputError(message)
+    if gradient_dtype not in DTYPES:
+        raise InputError(
+            f"gradient_dtype={gradient_dtype!r}: must be one of {', '.join(DTYPES)}"
+        )
+    if gradient_dtype != "fp32" and not is_pipelined(layout):
+        raise InputError(
+            f"gradient_dtype={gradient_dtype!r}: is for gradients added up, but "
+            f"layout {str(layout)!r} has one microbatch and one stage; leave it out"
+        )
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise InputError(
             f"max_grad_norm={max_grad_norm}: must be positive, or None for no limit"
@@ -94,6 +106,7 @@ def make_train_step(
         mesh=mesh,
         platform=platform_of(mesh),
         max_grad_norm=max_grad_norm,
+        gradient_dtype=gradient_dtype,
         compiler_options=compiler_options,
     )
 
@@ -116,6 +129,7 @@ class TrainStep:
         mesh: Mesh | AbstractMesh,
         platform: str,
         max_grad_norm: float | None,
+        gradient_dtype: str,
         compiler_options: Mapping[str, Any] | None,
     ) -> None:
         self._whole_model = model
@@ -124,8 +138,14 @@ class TrainStep:
         self.model, self.layout, self.rules, self.mesh = model, layout, rules, mesh
         self.platform = platform
         self._optimizer, self._max_grad_norm = optimizer, max_grad_norm
+        self._gradient_dtype = gradient_dtype
         placement = Placement(
-            model=model, layout=layout, rules=rules, mesh=mesh, platform=platform
+            model=model,
+            layout=layout,
+            rules=rules,
+            mesh=mesh,
+            platform=platform,
+            gradient_dtype=DTYPES[gradient_dtype],
         )
         self._program = (
             pipeline.program(placement)
@@ -288,6 +308,7 @@ class TrainStep:
             mesh=absent_mesh(self.layout),
             platform=platform,
             max_grad_norm=self._max_grad_norm,
+            gradient_dtype=self._gradient_dtype,
             compiler_options=None,  # those of the present devices' compiler
         )
 

@@ -61,6 +61,7 @@ class Work:
         parameters: Of the blocks, (chunks, ...) each.
         end_parameters: Of the ends; gradients have their shapes.
         loss_sums: Shapes of the head's sums.
+        gradient_dtype: In which gradients are added up.
     """
 
     stage: Callable[..., jax.Array]
@@ -74,6 +75,7 @@ class Work:
     parameters: Any
     end_parameters: Any
     loss_sums: Any
+    gradient_dtype: Any
 
 
 @jax.tree_util.register_dataclass
@@ -133,15 +135,16 @@ class Executor:
         def buffer(slots: tuple[int, ...], shape: Any) -> jax.Array:
             return jnp.zeros((max(max(slots), 1), *shape.shape), shape.dtype)
 
-        x, table = self.work.x, self.table
+        work, table = self.work, self.table
+        x, dtype = work.x, work.gradient_dtype
         kept = jax.tree.leaves(self._kept()) if keeps else []
         return _State(
             inputs=self._laid_out(buffer(table.input_slots, x)),
             gradients=self._laid_out(buffer(table.gradient_slots, x)),
             saved=[buffer(table.saved_slots, leaf) for leaf in kept],
-            block_gradients=_zeros(self.work.parameters if keeps else ()),
-            end_gradients=_zeros(self.work.end_parameters if keeps else ()),
-            loss_sums=_zeros(self.work.loss_sums),
+            block_gradients=_zeros(work.parameters if keeps else (), dtype),
+            end_gradients=_zeros(work.end_parameters if keeps else (), dtype),
+            loss_sums=_zeros(work.loss_sums, jnp.float32),
             done=jnp.zeros(()),
         )
 
@@ -301,8 +304,8 @@ class Executor:
         return lax.with_sharding_constraint(x, sharding)
 
 
-def _zeros(shapes: Any) -> Any:
-    return jax.tree.map(lambda value: jnp.zeros(value.shape, jnp.float32), shapes)
+def _zeros(shapes: Any, dtype: Any) -> Any:
+    return jax.tree.map(lambda value: jnp.zeros(value.shape, dtype), shapes)
 
 
 def _at(buffer: jax.Array, slot: jax.Array) -> jax.Array:

@@ -81,6 +81,7 @@ class Microbatches:
             parameters=self.blocks,
             end_parameters=self.weights,
             loss_sums=sums,
+            gradient_dtype=self.placement.gradient_dtype,
         )
 
     @cached_property

@@ -62,7 +62,9 @@ class PipelineProgram:
             loss_sum, weight_sum = placement.sum_losses(sums, MANUAL_AXES)
             share = safe_inverse(weight_sum)
             summed = placement.reduce(ends, [jax.tree.map(_merge, blocks)])
-            gradients = jax.tree.map(lambda value: value * share, summed)
+            gradients = jax.tree.map(
+                lambda value: value * share.astype(value.dtype), summed
+            )
             return loss_sum * share, weight_sum, gradients
 
         specs = placement.manual_specs
