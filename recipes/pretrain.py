@@ -91,7 +91,8 @@ def pretrain(args: argparse.Namespace) -> int:
     texts = read_tokens(args.text, args.seq)
     step = make_step(args)
     step.check_batch(args.global_batch)
-    with Checkpoints(args.out / "checkpoints") as checkpoints:
+    folder = args.out / "checkpoints"
+    with Checkpoints(folder, layer_orders=step.layer_orders) as checkpoints:
         run = Run(
             args=args, step=step, texts=texts, checkpoints=checkpoints, console=console
         )

@@ -24,6 +24,7 @@ from meshpar.parallel.program import LocalProgram
 from meshpar.rule_presets import default_rules
 from meshpar.rules import Rules
 from meshpar.sharding import born_sharded, model_shardings
+from meshpar.train.layer_order import layer_orders
 from meshpar.train.refusals import layout_refusals, rule_refusals
 from meshpar.train.state import TrainState, initial_state, state_shardings
 
@@ -104,6 +105,8 @@ class TrainStep:
     Attributes:
         layout, rules, mesh, model, platform: What it was made from.
         shardings: `TrainState` of the sharding of every array.
+        layer_orders: `TrainState` of where the layers of every array lie, for
+            `Checkpoints`.
     """
 
     def __init__(
@@ -135,6 +138,7 @@ class TrainStep:
         self.state_shapes = jax.eval_shape(
             lambda: initial_state(model, optimizer, jnp.uint32(0))
         )
+        self.layer_orders = layer_orders(model, self.state_shapes, optimizer)
         param_shardings = model_shardings(model, mesh, rules)
         self.shardings = state_shardings(
             self.state_shapes, param_shardings, optimizer, mesh
