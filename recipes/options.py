@@ -10,6 +10,7 @@ from pathlib import Path
 from meshpar.cli.parsing import OneLineParser, positive
 from recipes.texts import SHAKESPEARE
 
+LAYOUT = "data=2,stage=2,tensor=2,microbatches=4"
 _SUMMARY = "Pretrain a language model on a text, under any layout."
 
 
@@ -17,9 +18,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """The options, and the defaults that follow from others."""
     parser = OneLineParser(prog="pretrain", description=_SUMMARY)
     add = parser.add_argument
-    add("--layout", default="data=2,fsdp=2,tensor=2", help="the layout's line")
+    add("--layout", default=LAYOUT, help="the layout's line")
     add("--preset", default="tiny", help="a name in models.presets.PRESETS")
-    add("--steps", type=positive, default=200, help="optimizer steps in all")
+    add("--steps", type=positive, default=150, help="optimizer steps in all")
     add("--seed", type=int, default=0, help="of initial values, data order, samples")
     add("--dtype", choices=("fp32", "bf16"), help="arithmetic; the layout's by default")
     add("--text", type=Path, default=SHAKESPEARE, help="a file, or a folder of .txt")
@@ -33,6 +34,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--validate-every", type=positive, default=100, help="steps between looks")
     add("--stop-after", type=positive, help="save and stop after this step")
     add("--sample-tokens", type=int, default=160, help="bytes to write at the end")
+    add("--bubble-rounds", type=int, default=5, help="steps that time it; 0: do not")
     number = int(os.environ.get("MESHPAR_EMULATE") or 8)
     add("--emulate", type=int, default=number, help="virtual CPU devices; 0: real ones")
     args = parser.parse_args(argv)

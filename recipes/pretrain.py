@@ -1,6 +1,6 @@
 """Pretrain a language model on a text, under any layout.
 
-    python -m recipes.pretrain --layout data=2,fsdp=2,tensor=2
+    python -m recipes.pretrain --layout data=2,stage=2,tensor=2,microbatches=4
 
 The default is a 0.8M-parameter Llama on bytes of twelve of Shakespeare's plays, on
 eight virtual CPU devices; two further plays are kept for validation. Figures of a
@@ -42,6 +42,7 @@ from meshpar.train.metrics import JsonLines, cut_rows
 from meshpar.train.sample import sample_tokens
 from models.presets import build
 from recipes import report
+from recipes.bubble import measured_bubble, predicted_bubble
 from recipes.options import parse_arguments
 from recipes.texts import BYTE_VOCAB, Texts, read_tokens
 
@@ -91,7 +92,8 @@ def pretrain(args: argparse.Namespace) -> int:
     texts = read_tokens(args.text, args.seq)
     step = make_step(args)
     step.check_batch(args.global_batch)
-    with Checkpoints(args.out / "checkpoints") as checkpoints:
+    folder = args.out / "checkpoints"
+    with Checkpoints(folder, layer_orders=step.layer_orders) as checkpoints:
         run = Run(
             args=args, step=step, texts=texts, checkpoints=checkpoints, console=console
         )
@@ -265,8 +267,27 @@ def finish(run: Run, state: TrainState, log: JsonLines) -> None:
         log.write(step=done - 1, validation_loss=loss)
         report.print_results(run.console, loss, run.texts)
         report.print_sample(run.console, sample(run, state))
+        if run.step.layout.stage > 1:
+            print_bubble(run, state)
     where = f"checkpoint in {run.checkpoints.directory}, metrics in {log.path}"
     run.console.print(where, soft_wrap=True, highlight=False, markup=False)
+
+
+def print_bubble(run: Run, state: TrainState) -> None:
+    """The predicted bubble and the measured one; uses `state` up."""
+    args, step = run.args, run.step
+    (group,) = step.model.groups
+    predicted = predicted_bubble(step.layout, group.num_layers)
+    measured = None
+    if args.bubble_rounds:
+        line = str(replace(step.layout, microbatches=2 * step.layout.microbatches))
+        twice = make_step(argparse.Namespace(**{**vars(args), "layout": line}))
+        windows = TokenWindows(run.texts.train, args.seq)
+        batch_of = shuffled_batches(
+            windows, global_batch=args.global_batch, seed=args.seed
+        )
+        measured = measured_bubble(step, twice, state, batch_of(0), args.bubble_rounds)
+    report.print_bubble(run.console, step.layout, predicted, measured)
 
 
 def sample(run: Run, state: TrainState) -> np.ndarray:

@@ -7,9 +7,10 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from meshpar import LintReport, TrainState, TrainStep
+from meshpar import Layout, LintReport, TrainState, TrainStep
 from meshpar.cli.lint import parameter_table
 from meshpar.train.baselines import bigram_loss, unigram_loss
+from recipes.bubble import Bubble
 from recipes.texts import BYTE_VOCAB, Texts
 
 
@@ -94,3 +95,21 @@ def print_sample(console: Console, tokens: np.ndarray) -> None:
     """Sampled bytes as text."""
     text = bytes(tokens.astype(np.uint8)).decode(errors="replace")
     console.print("sample:", text, sep="\n", highlight=False, markup=False)
+
+
+def print_bubble(
+    console: Console, layout: Layout, predicted: float, measured: Bubble | None
+) -> None:
+    """The bubble by the schedule, and by the clock with how that was measured."""
+    line = (
+        f"bubble of {layout.schedule}, stage={layout.stage}, "
+        f"microbatches={layout.microbatches}: predicted {predicted:.3f}"
+    )
+    if measured is not None:
+        line += (
+            f", measured {measured.fraction:.3f}: of a step of {measured.step_s:.3f} s "
+            f"another {layout.microbatches} microbatches would add "
+            f"{measured.useful_s:.3f} s (steps in turn, medians of {measured.rounds}); "
+            "the rest is bubble and what is done once a step"
+        )
+    console.print(line, highlight=False, soft_wrap=True)

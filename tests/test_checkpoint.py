@@ -11,8 +11,10 @@ import numpy as np
 import optax
 import pytest
 
-from meshpar import TrainState, make_train_step
+from meshpar import Layout, TrainState, make_train_step
+from meshpar.model import spec_axes
 from meshpar.train.checkpoint import CheckpointError, Checkpoints
+from meshpar.train.layer_order import model_order_structs
 from models.presets import build
 
 RUN = {"layout": "fsdp=4,tensor=2", "seed": 3, "text": "plays/hamlet.txt"}
@@ -94,6 +96,85 @@ def test_a_state_is_bitwise_the_same_under_any_layout(layout, saved):
         jax.tree.leaves(restored), jax.tree.leaves(step.shardings), strict=True
     ):
         assert array.sharding.is_equivalent_to(sharding, array.ndim)
+
+
+PIPELINED = {
+    "data=2,stage=2,tensor=2,microbatches=2": "even stages",
+    "stage=3,tensor=2,microbatches=2": "4 layers on 3 stages, one place empty",
+    "data=2,stage=2,chunks=2,microbatches=2,schedule=interleaved_1f1b": "permuted",
+    "stage=2,microbatches=4,splits=1/3": "two places empty",
+}
+
+
+def four_layer_step(layout):
+    layout = Layout.parse(layout)
+    devices = jax.devices()[: layout.num_devices]
+    return make_train_step(
+        build("test", layers=4), optax.adam(1e-2), layout, devices=devices
+    )
+
+
+def tokens_of(seed, batch=8, seq=12):
+    text = np.random.default_rng(seed).integers(0, 64, (batch, seq + 1), np.int32)
+    weights = np.ones((batch, seq), np.float32)
+    return {"tokens": text[:, :-1], "targets": text[:, 1:], "weights": weights}
+
+
+def trained(step, state, seeds):
+    """The state after a step on each batch, and the losses."""
+    losses = []
+    for seed in seeds:
+        state, metrics = step(state, tokens_of(seed))
+        losses.append(float(metrics["loss"]))
+    return state, losses
+
+
+def restored_under(folder, layout):
+    step = four_layer_step(layout)
+    with Checkpoints(folder, layer_orders=step.layer_orders) as checkpoints:
+        return step, checkpoints.restore(step.state_shapes, step.shardings)
+
+
+@pytest.fixture(scope="module")
+def trained_on_one_axis(tmp_path_factory):
+    """A checkpoint after two steps under data=8, its state, and the next two losses."""
+    folder = tmp_path_factory.mktemp("trained")
+    step = four_layer_step("data=8")
+    state, _ = trained(step, step.init(seed=0), (0, 1))
+    with Checkpoints(folder, layer_orders=step.layer_orders) as checkpoints:
+        checkpoints.save(state, RUN)
+    kept = jax.tree.map(np.array, state)
+    return folder, kept, trained(step, state, (2, 3))[1]
+
+
+@pytest.mark.parametrize("layout", PIPELINED)
+def test_a_run_goes_on_under_stages_and_back_with_the_same_losses(
+    layout, trained_on_one_axis, tmp_path
+):
+    folder, state, losses = trained_on_one_axis
+    step, staged = restored_under(folder, layout)
+    with Checkpoints(tmp_path, layer_orders=step.layer_orders) as checkpoints:
+        checkpoints.save(staged, RUN)
+    _, back = restored_under(tmp_path, "data=8")
+    assert_bitwise_equal(back, state)
+    for array, sharding in zip(
+        jax.tree.leaves(staged), jax.tree.leaves(step.shardings), strict=True
+    ):
+        assert array.sharding.is_equivalent_to(sharding, array.ndim)
+    np.testing.assert_allclose(trained(step, staged, (2, 3))[1], losses, rtol=1e-5)
+
+
+@pytest.mark.parametrize("layout", list(PIPELINED)[1:3])
+def test_layers_out_of_order_stay_split_over_the_stages_while_stored(layout):
+    step = four_layer_step(layout)
+    stored = model_order_structs(step.state_shapes, step.shardings, step.layer_orders)
+    wholes = jax.tree.leaves(stored.params["blocks"])
+    for whole, here in zip(
+        wholes, jax.tree.leaves(step.state_shapes.params["blocks"]), strict=True
+    ):
+        assert whole.shape == (4, *here.shape[1:])
+        split = "stage" in spec_axes(whole.sharding.spec)
+        assert split or all(size % step.layout.stage for size in whole.shape)
 
 
 def test_what_describes_the_run_comes_back(saved):

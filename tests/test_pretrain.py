@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -36,6 +37,18 @@ def test_a_run_resumed_on_another_layout_continues_with_the_same_losses(
     output = capsys.readouterr().out
     for word in ("fsdp=4,tensor=2", "blocks.mlp.down", "bigram", "checkpoint in"):
         assert word in output
+
+
+def test_a_run_goes_on_under_a_pipeline_and_prints_both_its_bubbles(
+    tmp_path, small_text, capsys
+):
+    assert run(tmp_path, small_text, "--layout", "data=2", "--stop-after", "3") == 0
+    options = ("--layout", "stage=2,microbatches=4", "--bubble-rounds", "1")
+    assert run(tmp_path, small_text, *options, "--resume") == 0
+    output = capsys.readouterr().out
+    assert "bubble of 1f1b, stage=2, microbatches=4: predicted 0.200" in output
+    assert re.search(r"predicted 0.200, measured -?\d\.\d{3}: of a step of", output)
+    assert len(rows(tmp_path / "metrics.jsonl", "loss")) == 6
 
 
 def without_arithmetic(monkeypatch, *, dies_at=None):
@@ -109,7 +122,8 @@ def test_ctrl_c_saves_and_ends_cleanly(tmp_path, small_text):
         (["--layout", "data=3"], "do not divide over 3 devices"),
         (["--layout", "data=16"], "needs 16 devices, but there are 8"),
         (["--layout", "tenser=2"], "did you mean 'tensor'"),
-        (["--layout", "stage=2"], "stage=2 is not supported"),
+        (["--layout", "stage=8"], "8 stages, but the model has 4 layers"),
+        (["--layout", "stage=2,microbatches=16"], "which do not divide over 1 devices"),
         (["--layout", "tensor=8"], "'kv_heads' has size 4, which does not divide"),
         (["--preset", "test"], "a vocabulary of 64, but bytes need 256"),
         (["--preset", "no"], "no preset 'no'"),

@@ -223,6 +223,19 @@ def test_evaluation_and_logits_equal_those_of_the_model_alone():
     np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_logits_take_one_sequence_a_device_however_many_microbatches():
+    model, batch = model_of("llama"), batch_of(uneven_weights())
+    step = sgd_step(model, "data=2,stage=2,tensor=2,microbatches=4")
+    plain_step = sgd_step(model, "data=2")
+    tokens = batch["tokens"][:2]
+    np.testing.assert_allclose(
+        step.logits(state_of(step), tokens),
+        plain_step.logits(state_of(plain_step), tokens),
+        rtol=1e-4,
+        atol=1e-5,
+    )
+
+
 @pytest.mark.parametrize(
     ("line", "match"),
     [

@@ -12,6 +12,12 @@ import orbax.checkpoint as ocp
 
 from meshpar.errors import InputError
 from meshpar.model import path_name
+from meshpar.train.layer_order import (
+    LayerOrder,
+    arranged,
+    in_model_order,
+    model_order_structs,
+)
 from meshpar.train.state import TrainState
 
 
@@ -22,19 +28,28 @@ class CheckpointError(InputError, RuntimeError):
 class Checkpoints:
     """The checkpoints of one run, the newest few kept.
 
-    Arrays are stored by their global index, so a run resumes on any layout whose
-    global shapes are the same.
+    Arrays are stored by their global index with layers first to last, so a run resumes
+    on any layout of the same model, its stages included.
 
     Args:
         directory: Where they lie; made when absent.
         keep: How many to keep.
+        layer_orders: Where the layers of every array lie, `TrainStep.layer_orders`;
+            first to last when absent.
     """
 
-    def __init__(self, directory: Path, *, keep: int = 2) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        keep: int = 2,
+        layer_orders: TrainState | None = None,
+    ) -> None:
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep, enable_async_checkpointing=False
         )
         self.directory = Path(directory).absolute()
+        self._layer_orders = layer_orders
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._manager = ocp.CheckpointManager(
@@ -70,8 +85,9 @@ class Checkpoints:
         step = int(state.step)
         if step == self.latest_step:
             return
+        stored = in_model_order(state, self._orders_beside(state))
         args = ocp.args.Composite(
-            state=ocp.args.StandardSave(state), run=ocp.args.JsonSave(run)
+            state=ocp.args.StandardSave(stored), run=ocp.args.JsonSave(run)
         )
         try:
             self._manager.save(step, args=args)
@@ -101,15 +117,16 @@ class Checkpoints:
             CheckpointError: There is none, it cannot be read, or it is of another
                 model: a global shape differs.
         """
-        self._check_shapes(shapes)
-        target = jax.tree.map(
-            lambda shape, sharding: jax.ShapeDtypeStruct(
-                shape.shape, shape.dtype, sharding=sharding
-            ),
-            shapes,
-            shardings,
-        )
-        return self._restore(state=ocp.args.StandardRestore(target))["state"]
+        orders = self._orders_beside(shapes)
+        wanted = model_order_structs(shapes, shardings, orders)
+        self._check_shapes(wanted)
+        stored = self._restore(state=ocp.args.StandardRestore(wanted))["state"]
+        return arranged(stored, orders, shardings)
+
+    def _orders_beside(self, state: TrainState) -> TrainState:
+        if self._layer_orders is None:
+            return jax.tree.map(lambda _: LayerOrder(), state)
+        return self._layer_orders
 
     def _check_shapes(self, shapes: TrainState) -> None:
         stored = self._stored_shapes()

@@ -24,6 +24,7 @@ from meshpar.parallel.program import LocalProgram
 from meshpar.rule_presets import default_rules
 from meshpar.rules import Rules
 from meshpar.sharding import born_sharded, model_shardings
+from meshpar.train.layer_order import layer_orders
 from meshpar.train.refusals import layout_refusals, rule_refusals
 from meshpar.train.state import TrainState, initial_state, state_shardings
 
@@ -117,6 +118,8 @@ class TrainStep:
     Attributes:
         layout, rules, mesh, model, platform: What it was made from.
         shardings: `TrainState` of the sharding of every array.
+        layer_orders: `TrainState` of where the layers of every array lie, for
+            `Checkpoints`.
     """
 
     def __init__(
@@ -155,6 +158,7 @@ class TrainStep:
         self.state_shapes = jax.eval_shape(
             lambda: initial_state(model, optimizer, jnp.uint32(0))
         )
+        self.layer_orders = layer_orders(model, self.state_shapes, optimizer)
         param_shardings = model_shardings(model, mesh, rules)
         self.shardings = state_shardings(
             self.state_shapes, param_shardings, optimizer, mesh
@@ -246,7 +250,8 @@ class TrainStep:
         if self.model.logits is None:
             raise InputError("the model has no logits function; give Model logits=")
         with jax.set_mesh(self.mesh):
-            return self._logits(state.params, self.place({"tokens": tokens}))
+            batch = self.place({"tokens": tokens}, microbatches=1)
+            return self._logits(state.params, batch)
 
     def compile(self, batch: Batch) -> jax.stages.Compiled:
         """The compiled step for a batch's shapes; arrays or `jax.ShapeDtypeStruct`s."""
@@ -276,26 +281,36 @@ class TrainStep:
             else (),
         )
 
-    def place(self, batch: Batch) -> dict[str, jax.Array]:
-        """The batch on the devices, and each example's index beside it."""
-        self._check_batch(batch)
+    def place(
+        self, batch: Batch, *, microbatches: int | None = None
+    ) -> dict[str, jax.Array]:
+        """The batch on the devices, and each example's index beside it.
+
+        Args:
+            batch: As `__call__` takes it.
+            microbatches: Parts that it is cut into; the layout's when absent.
+        """
+        self._check_batch(batch, microbatches)
         rows = len(next(iter(batch.values())))
         indexed = {EXAMPLE: np.arange(rows, dtype=np.uint32), **batch}
         return jax.device_put(indexed, self.batch_sharding)
 
-    def check_batch(self, num_examples: int, name: str = "tokens") -> None:
+    def check_batch(
+        self, num_examples: int, name: str = "tokens", microbatches: int | None = None
+    ) -> None:
         """Refuses a global batch that does not divide over the batch axes.
 
         Raises:
             InputError: It does not; both numbers are in the message.
         """
         layout = self.layout
-        if num_examples % (layout.batch_shards * layout.microbatches):
-            times = f" x microbatches={layout.microbatches}"
+        microbatches = microbatches or layout.microbatches
+        if num_examples % (layout.batch_shards * microbatches):
+            times = f" x microbatches={microbatches}"
             raise InputError(
                 f"batch[{name!r}] has {num_examples} examples, which do not divide "
                 f"over {layout.batch_shards} devices of data={layout.data},"
-                f"fsdp={layout.fsdp}{times if layout.microbatches > 1 else ''}; pad "
+                f"fsdp={layout.fsdp}{times if microbatches > 1 else ''}; pad "
                 "with examples of weight 0, or change the global batch"
             )
 
@@ -324,7 +339,7 @@ class TrainStep:
         shapes[EXAMPLE] = jax.ShapeDtypeStruct((rows,), jnp.uint32)
         return self.state_shapes, shapes
 
-    def _check_batch(self, batch: Batch) -> None:
+    def _check_batch(self, batch: Batch, microbatches: int | None = None) -> None:
         shapes = {name: tuple(array.shape) for name, array in batch.items()}
         first, shape = next(iter(shapes.items()))
         for name, other in shapes.items():
@@ -334,7 +349,7 @@ class TrainStep:
                     f"shape {shape}; tokens, targets and weights are (examples, seq) "
                     "alike, other arrays have the example first"
                 )
-        self.check_batch(shape[0], first)
+        self.check_batch(shape[0], first, microbatches)
 
     def _update(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         loss, weight_sum, gradients = self._program.loss_and_gradients(

@@ -119,32 +119,33 @@ def _loss(params: Any, batch: dict[str, jax.Array], mesh: Mesh) -> jax.Array:
         name: at(params[name], "tensor", None) for name in ("token_embed", "unembed")
     }
     x = at(tables["token_embed"][batch["tokens"]], _BATCH)
-    rope = _rope_tables(x.shape[1], params["blocks"]["attention"]["qkv"].shape[-1])
+    rope = rope_tables(x.shape[1], params["blocks"]["attention"]["qkv"].shape[-1])
 
     def body(x: jax.Array, layer: Any) -> tuple[jax.Array, None]:
-        return _block(layer, x, rope, at), None
+        return block(layer, x, rope, at), None
 
     x, _ = lax.scan(body, x, params["blocks"])
-    normed = _rms_norm(x, params["final_norm"]["scale"])
+    normed = rms_norm(x, params["final_norm"]["scale"])
     logits = jnp.einsum("BTD,VD->BTV", normed, tables["unembed"])
-    losses = _cross_entropy(at(logits, _BATCH, None, "tensor"), batch["targets"])
+    losses = cross_entropy(at(logits, _BATCH, None, "tensor"), batch["targets"])
     weights = batch["weights"]
     return jnp.sum(losses * weights) / jnp.sum(weights)
 
 
-def _block(
+def block(
     layer: Any,
     x: jax.Array,
     rope: tuple[jax.Array, jax.Array],
     at: Callable[..., jax.Array],
 ) -> jax.Array:
+    """One layer; `at(x, *spec)` lays activations out."""
     # B batch, T seq, D embed, K kv heads, G queries per kv head + 2, H head_dim.
-    normed = at(_rms_norm(x, layer["attention_norm"]["scale"]), _BATCH)
+    normed = at(rms_norm(x, layer["attention_norm"]["scale"]), _BATCH)
     qkv = jnp.einsum("BTD,DKGH->BTKGH", normed, layer["attention"]["qkv"])
     qkv = at(qkv, _BATCH, None, "tensor")
     mixed = at(_attention(qkv, rope), _BATCH, None, "tensor")
     x = x + at(jnp.einsum("BTNH,NHD->BTD", mixed, layer["attention"]["out"]), _BATCH)
-    normed = at(_rms_norm(x, layer["mlp_norm"]["scale"]), _BATCH)
+    normed = at(rms_norm(x, layer["mlp_norm"]["scale"]), _BATCH)
     both = jnp.einsum("BTD,DPF->BTPF", normed, layer["mlp"]["gate_up"])
     both = at(both, _BATCH, None, None, "tensor")
     hidden = at(jax.nn.silu(both[:, :, 0]) * both[:, :, 1], _BATCH, None, "tensor")
@@ -161,7 +162,8 @@ def _attention(qkv_BTKGH: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.A
     )
 
 
-def _rope_tables(seq: int, head_dim: int) -> tuple[jax.Array, jax.Array]:
+def rope_tables(seq: int, head_dim: int) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine of every position and frequency."""
     frequencies = _ROPE_THETA ** -(np.arange(0, head_dim, 2) / head_dim)
     angles = jnp.arange(seq, dtype=jnp.float32)[:, None] * frequencies.astype(
         np.float32
@@ -176,12 +178,14 @@ def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     )
 
 
-def _rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """`x` over the root of its mean square, scaled."""
     mean_square = jnp.mean(x * x, axis=-1, keepdims=True)
     return x * lax.rsqrt(mean_square + _EPSILON) * scale
 
 
-def _cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
+def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """The loss of every token."""
     # Indices are compared: a gather over the split vocab dim would gather the logits.
     shifted = logits - lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
     hit = lax.broadcasted_iota(jnp.int32, logits.shape, 2) == targets[..., None]

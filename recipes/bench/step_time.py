@@ -11,26 +11,13 @@ machine does meets both. Ratios are meshpar / hand-written.
 from __future__ import annotations
 
 import argparse
-import datetime
-import os
-import platform
-import shlex
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-# XLA:CPU may start independent collectives in another order on each device. Without
-# this flag the hand-written step deadlocked in 2 of 3 runs, with it in none of 3
-# (jaxlib 0.10.2 and 0.12.0, 2 cores, 2026-11-21). It holds for both programs.
-_NO_YNN = "--xla_cpu_experimental_ynn_fusion_type="
-if "ynn_fusion_type" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_NO_YNN}".strip()
-
-# ruff: noqa: E402
 import jax
 import numpy as np
 import optax
@@ -39,6 +26,7 @@ from rich.table import Table
 
 import meshpar
 from models.presets import build
+from recipes.bench.conditions import conditions, turn_ynn_off
 from recipes.bench.hand_written import hand_written
 from recipes.bench.traffic import KINDS, collective_traffic
 
@@ -69,6 +57,7 @@ class Measured:
 def main() -> None:
     """Measures every layout and prints one table."""
     args = _arguments()
+    turn_ynn_off()
     meshpar.emulate(8)
     console = Console(width=None if sys.stdout.isatty() else 180)
     results = {}
@@ -195,24 +184,9 @@ def _measure(
 
 
 def _conditions(args: argparse.Namespace) -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    models = [
-        line.partition(": ")[2] for line in lines if line.startswith("model name")
-    ]
-    cpu = models[0] if models else platform.processor()
     sizes = {**args.model, "batch": args.batch, "seq": args.seq}
-    return "\n".join(
-        (
-            f"{cpu} x {os.cpu_count()}, 8 emulated devices; Python "
-            f"{platform.python_version()}, jax {jax.__version__}; "
-            f"{datetime.date.today()}",
-            shlex.join(["python", "-m", "recipes.bench.step_time", *sys.argv[1:]]),
-            f"XLA_FLAGS={os.environ['XLA_FLAGS']!r}",
-            " ".join(f"{name}={size}" for name, size in sizes.items())
-            + f"; {args.runs} rounds after {args.warmup}, {args.compiles} compiles",
-        )
-    )
+    runs = f"{args.runs} rounds after {args.warmup}, {args.compiles} compiles"
+    return conditions("recipes.bench.step_time", 8, sizes, runs)
 
 
 def _table(results: dict[str, list[Measured]]) -> Table:

@@ -1,0 +1,157 @@
+"""Stacked arrays of a state in the model's own order of layers, whatever the stages.
+
+A pipeline stacks layers rank by rank, with empty places where stages are of uneven
+size. What every layout can read has them first to last. Both ways are a gather, array
+by array, whose result stays split over the mesh; what lies in order is not touched.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from meshpar.model import Model, Parameter, is_parameter
+from meshpar.train.state import TrainState
+
+
+@dataclass(frozen=True)
+class LayerOrder:
+    """Where the layers of one array lie.
+
+    Args:
+        places: The layer at each place of the leading dim, -1 for a place without one;
+            None for an array that has no layers or has them first to last.
+    """
+
+    places: tuple[int, ...] | None = None
+
+    @property
+    def num_layers(self) -> int:
+        """Layers at the places."""
+        return max(self.places) + 1
+
+    @property
+    def place_of_layer(self) -> tuple[int, ...]:
+        """The place of each layer, first to last."""
+        return tuple(self.places.index(layer) for layer in range(self.num_layers))
+
+
+def layer_orders(
+    model: Model, state: TrainState, optimizer: optax.GradientTransformation
+) -> TrainState:
+    """A `LayerOrder` for every array of a state.
+
+    Args:
+        model: Whose parameters it has, arranged for its stages.
+        state: The state or its shapes.
+        optimizer: What made `state.opt_state`.
+    """
+    in_order = LayerOrder()
+    params = jax.tree.map(_order_of, model.parameters, is_leaf=is_parameter)
+    opt_state = optax.tree_utils.tree_map_params(
+        optimizer,
+        lambda _, order: order,
+        state.opt_state,
+        params,
+        transform_non_params=lambda _: in_order,
+    )
+    return TrainState(step=in_order, seed=in_order, params=params, opt_state=opt_state)
+
+
+def in_model_order(state: TrainState, orders: TrainState) -> TrainState:
+    """The state with the layers of every array first to last."""
+
+    def put_back(array: jax.Array, order: LayerOrder) -> jax.Array:
+        if order.places is None:
+            return array
+        struct = _in_model_order(array, array.sharding, order)
+        return _layers_at(order.place_of_layer, struct.sharding)(array)
+
+    return jax.tree.map(put_back, state, orders)
+
+
+def arranged(
+    state: TrainState, orders: TrainState, shardings: TrainState
+) -> TrainState:
+    """Undoes `in_model_order`: every layer at its place, zeros where there is none."""
+
+    def arrange(
+        array: jax.Array, order: LayerOrder, sharding: NamedSharding
+    ) -> jax.Array:
+        if order.places is None:
+            return array
+        return _layers_at(order.places, sharding)(array)
+
+    return jax.tree.map(arrange, state, orders, shardings)
+
+
+def model_order_structs(
+    shapes: TrainState, shardings: TrainState, orders: TrainState
+) -> TrainState:
+    """Shape, dtype and sharding of every array of `in_model_order`."""
+    return jax.tree.map(_in_model_order, shapes, shardings, orders)
+
+
+def _order_of(parameter: Parameter) -> LayerOrder:
+    order, num_layers = parameter.layer_order, parameter.num_layers
+    if order is None or order == tuple(range(num_layers)):
+        return LayerOrder()
+    return LayerOrder(order)
+
+
+def _in_model_order(
+    array: Any, sharding: NamedSharding, order: LayerOrder
+) -> jax.ShapeDtypeStruct:
+    shape = array.shape
+    if order.places is not None:
+        shape = (order.num_layers, *shape[1:])
+        sharding = _divisible(sharding, shape)
+    return jax.ShapeDtypeStruct(shape, array.dtype, sharding=sharding)
+
+
+def _divisible(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
+    """The sharding, what splits the layers moved to a dim that divides if they do not.
+
+    4 layers in 3 stages lie in 6 places, which three ranks can share; the layers cannot
+    be shared, but the values of each layer can.
+    """
+    mesh = sharding.mesh
+    dims = [
+        (entry,) if isinstance(entry, str) else tuple(entry or ())
+        for entry in (*sharding.spec, *(None,) * (len(shape) - len(sharding.spec)))
+    ]
+
+    def divides(dim: int, axes: tuple[str, ...]) -> bool:
+        return shape[dim] % math.prod(mesh.shape[axis] for axis in axes) == 0
+
+    layers = dims[0]
+    if divides(0, layers):
+        return sharding
+    dims[0] = ()
+    for dim in range(1, len(shape)):
+        if divides(dim, dims[dim] + layers):
+            dims[dim] += layers
+            break
+    return NamedSharding(mesh, PartitionSpec(*(axes or None for axes in dims)))
+
+
+@functools.lru_cache
+def _layers_at(
+    indices: tuple[int, ...], sharding: NamedSharding
+) -> Callable[[jax.Array], jax.Array]:
+    """An array -> its rows at those indices, zeros where an index is negative."""
+
+    def layers_at(array: jax.Array) -> jax.Array:
+        return array.at[np.array(indices)].get(
+            mode="fill", fill_value=0, wrap_negative_indices=False
+        )
+
+    return jax.jit(layers_at, out_shardings=sharding)

@@ -1,0 +1,110 @@
+"""The bubble of a pipelined step: what its schedule predicts, and what is measured.
+
+Predicted is the lock step of the schedule: all ranks run every tick, those without
+work on zeros. Measured is the part of a step's time that is not in proportion to its
+microbatches:
+
+    useful = M * (t(2M) - t(M)) / M = t(2M) - t(M)
+    bubble = 1 - useful / t(M)
+
+with t(M) the time of a step of M microbatches, all of one size. It assumes nothing of
+the schedule, holds for idle devices and for devices that compute on zeros or share a
+core, and counts what a step does once (gradient reduction, optimizer) as bubble too.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from meshpar import Layout, TrainState, TrainStep
+from meshpar.model import Batch
+from meshpar.parallel.pipeline.stages import stage_sizes
+from meshpar.schedules import (
+    StageTimes,
+    idle_fraction,
+    lock_step_span_s,
+    make_schedule,
+    tick_table,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bubble:
+    """Medians over rounds in which both steps ran in turn.
+
+    Args:
+        step_s: Time of the run's own step.
+        useful_s: What another step's worth of microbatches adds to it.
+        rounds: How many.
+    """
+
+    step_s: float
+    useful_s: float
+    rounds: int
+
+    @property
+    def fraction(self) -> float:
+        """The part of the step that is not useful."""
+        return 1 - self.useful_s / self.step_s
+
+
+def predicted_bubble(layout: Layout, num_layers: int) -> float:
+    """Idle part of the ranks' time in lock step, a backward as long as two forwards.
+
+    (S - 1) / (M + S - 1) for even stages under 1F1B and GPipe; uneven stages count
+    the places without a layer too.
+
+    Example:
+        >>> predicted_bubble(Layout(stage=2, microbatches=4), num_layers=4)
+        0.2
+    """
+    schedule = make_schedule(
+        layout.schedule, layout.stage, layout.microbatches, layout.chunks
+    )
+    sizes = stage_sizes(layout, num_layers)
+    times = StageTimes(forward_s=sizes, input_grad_s=sizes, weight_grad_s=sizes)
+    work_s = sum(times.of(action) for action in schedule.actions)
+    span_s = lock_step_span_s(schedule, tick_table(schedule), times)
+    return idle_fraction(span_s, work_s, schedule.num_ranks)
+
+
+def measured_bubble(
+    step: TrainStep,
+    twice: TrainStep,
+    state: TrainState,
+    batch: Batch,
+    rounds: int,
+) -> Bubble:
+    """The bubble of `step`, measured on a trained state, which is used up.
+
+    Args:
+        step: The run's own.
+        twice: The same with twice the microbatches.
+        state: Parameters and optimizer state; donated.
+        batch: Of `step`; the other gets it twice, so that microbatches are as large.
+        rounds: Timed steps of each, after one that compiles.
+    """
+    both = {name: np.concatenate([array, array]) for name, array in batch.items()}
+    step_s, useful_s = [], []
+    for _ in range(1 + rounds):
+        state, one_s = _timed(step, state, batch)
+        state, two_s = _timed(twice, state, both)
+        step_s.append(one_s)
+        useful_s.append(two_s - one_s)
+    return Bubble(
+        step_s=statistics.median(step_s[1:]),
+        useful_s=statistics.median(useful_s[1:]),
+        rounds=rounds,
+    )
+
+
+def _timed(step: Callable, state: TrainState, batch: Batch) -> tuple[TrainState, float]:
+    start = time.perf_counter()
+    state, metrics = jax.block_until_ready(step(state, batch))
+    return state, time.perf_counter() - start
