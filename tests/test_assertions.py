@@ -92,7 +92,7 @@ def test_a_gathered_weight_is_a_surprise(gathered):
 def test_what_the_caller_expects_is_no_surprise(gathered):
     with pytest.raises(AssertionError) as failure:
         assert_no_surprises(*gathered)
-    kind = str(failure.value).split(" ")[0]
+    kind = str(failure.value).split(" ")[1]
     assert_no_surprises(*gathered, expected={"tensor": {kind: "our own layout"}})
 
 

@@ -146,7 +146,7 @@ FATAL = 'print("F0101 00:00 7 partitioner.cc:9] Check failed: groups"); print("t
         (
             "x = bytearray(300_000_000); import time; time.sleep(60)",
             {"memory_bytes": 150_000_000},
-            "failed: it took [0-9,]+ bytes, more than 150,000,000 allowed",
+            "failed: it took [0-9,]+ bytes, more than the 150,000,000 allowed",
         ),
     ],
 )

@@ -101,7 +101,7 @@ def audit_gives(monkeypatch):
         (replace(CLEAN, capacity_bytes=3 << 30), [], 1),
         (replace(CLEAN, capacity_bytes=4 << 30), [], 0),
         (replace(CLEAN, capacity_bytes=None), [], 0),
-        (replace(CLEAN, memory=None, problem="does not fit: 9 of 3"), [], 1),
+        (replace(CLEAN, memory=None, problem="does not fit: 9 of 3", too_large=True), [], 1),
     ],
 )
 def test_the_status_is_1_for_hazards_no_fit_and_strictly_for_surprises(
@@ -194,7 +194,7 @@ def test_bad_input_ends_with_2_and_one_line(options, message, capsys):
 def test_a_recipe_gives_the_step_and_its_batch(monkeypatch, capsys):
     audited = []
 
-    def audit(step, batch, *, target, timeout_s):
+    def audit(step, batch, *, target, timeout_s, memory_bytes):
         audited.append((str(step.layout), sorted(batch), str(target), timeout_s))
         return CLEAN
 

@@ -76,7 +76,7 @@ def _laid_out(
         line,
         sizes_of(
             tuple(
-                dim // math.prod(sizes[axis] for axis in axes - manual)
+                -(-dim // math.prod(sizes[axis] for axis in axes - manual))
                 for dim, axes in zip(array.aval.shape, split, strict=True)
             )
         ),

@@ -38,7 +38,11 @@ _STATS = {
 def memory_stats(compiled: jax.stages.Compiled) -> dict[str, int]:
     """What the compiler says of a program's memory, as plain numbers."""
     stats = compiled.memory_analysis()
-    return {name: int(getattr(stats, field, 0)) for name, field in _STATS.items()}
+    return {
+        name: int(getattr(stats, field))
+        for name, field in _STATS.items()
+        if name != "peak" or hasattr(stats, field)
+    }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,6 +31,11 @@ _WRITTEN = {
 }
 _CONSTRAINTS = ("sharding_constraint", "device_put", "reshard")
 _SUMS = ("all-reduce", "reduce-scatter")
+
+# Operations whose result over a split dim is each device's part of a sum (or maximum).
+_ADDS = re.compile(
+    r"dot_general|conv|reduce|arg(max|min)|cum|scatter|add_any|select_and"
+)
 _BACKWARD = "transpose("
 
 
@@ -80,8 +85,8 @@ def _of_the_caller(
 
 
 def _of_the_library(row: Collective) -> Reason | None:
-    name = re.search(rf"{ASKED_PREFIX}(\w+)", row.op_path)
-    if not name:
+    name = re.search(rf"(?<![\w-]){ASKED_PREFIX}(\w+)", row.op_path)
+    if not name or name[1] not in ASKED:
         return None
     kind, words = ASKED[name[1]]
     if kind == row.kind:
@@ -122,9 +127,9 @@ def _of_the_layout(row: Collective, subject: Subject) -> Reason | None:
 
 
 def _partial_sums(row: Collective) -> Reason | None:
-    if row.kind not in _SUMS:
-        return None
     operation = _operation(row)
+    if row.kind not in _SUMS or (operation and not _ADDS.match(operation)):
+        return None
     if operation == "dot_general":
         if _BACKWARD in row.op_path:
             return "input or weight gradient of a split matmul", True

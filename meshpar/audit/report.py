@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import jax
@@ -25,6 +25,7 @@ from meshpar.audit.targets import (
     compile_for,
 )
 from meshpar.audit.traced import operations
+from meshpar.errors import InputError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,7 @@ class AuditReport:
         buffers: The largest arrays written.
         hazards: What XLA is known to run wrongly or not at all.
         problem: Why there is no compiled program; empty if there is one.
+        too_large: Whether the problem is that it does not fit.
         compile_s: Seconds that lowering and compiling took.
     """
 
@@ -57,12 +59,13 @@ class AuditReport:
     buffers: tuple[Buffer, ...] = ()
     hazards: tuple[Hazard, ...] = ()
     problem: str = ""
+    too_large: bool = False
     compile_s: float = 0.0
 
     @property
     def fits(self) -> bool | None:
         """Whether the peak is within a device's memory; None if either is not known."""
-        if self.problem:
+        if self.too_large:
             return False
         if self.memory is None or self.capacity_bytes is None:
             return None
@@ -72,6 +75,19 @@ class AuditReport:
     def surprises(self) -> tuple[Explained, ...]:
         """The collectives that nobody asked for."""
         return tuple(row for row in self.rows if row.surprise)
+
+    def complaints(self) -> list[str]:
+        """A line for every hazard, and for every collective that nobody asked for."""
+        lines = [
+            f"hazard {hazard.kind}: {hazard.source}: {hazard.message}"
+            for hazard in self.hazards
+        ]
+        return lines + [
+            f"surprise: {row.collective.kind} over "
+            f"{axes_text(row.collective.mesh_axes)}, {row.collective.source}: "
+            f"{row.reason}"
+            for row in self.surprises
+        ]
 
     def totals(self) -> dict[tuple[str, str], dict[str, int]]:
         """(mesh axes, kind) -> how many run, and the bytes each device sends."""
@@ -90,7 +106,8 @@ class AuditReport:
 
     def to_json(self) -> dict[str, Any]:
         """The object that `meshpar audit --json` prints."""
-        memory = asdict(self.memory) if self.memory else {}
+        names = [field.name for field in fields(MemoryUse)]
+        memory = asdict(self.memory) if self.memory else dict.fromkeys(names)
         return {
             "layout": self.layout,
             "target": self.target,
@@ -170,23 +187,46 @@ def audit(
     subject = replace(subject, constrained=constrained_arrays(flat.jaxpr))
     fatal = any(hazard.fatal for hazard in hazards)
     try:
-        if target is None and not fatal:
-            compiled = _compiled_here(subject)
-        else:
-            compiled = compile_for(
-                target or _as_virtual(subject),
-                subject,
-                timeout_s=timeout_s,
-                memory_bytes=memory_bytes,
-            )
+        compiled = _compile(
+            subject,
+            target,
+            fatal=fatal,
+            timeout_s=timeout_s,
+            memory_bytes=memory_bytes,
+        )
     except TargetError as error:
         if not fatal:
             raise
         return AuditReport(**known, hazards=tuple(hazards), problem=str(error))
     known["compile_s"] = time.perf_counter() - start
     if compiled.problem:
-        return AuditReport(**known, hazards=tuple(hazards), problem=compiled.problem)
+        return AuditReport(
+            **known, hazards=tuple(hazards), problem=compiled.problem, too_large=True
+        )
     return _read(compiled, subject, known, hazards, expected)
+
+
+def _compile(
+    subject: Subject,
+    target: Target | None,
+    *,
+    fatal: bool,
+    timeout_s: float,
+    memory_bytes: int,
+) -> CompiledProgram:
+    if target is None and isinstance(subject.mesh, jax.sharding.AbstractMesh):
+        raise InputError(
+            "the mesh has no devices to compile for; give target=, such as "
+            f"'cpu:virtual:{math.prod(subject.mesh_shape.values())}'"
+        )
+    if target is None and not fatal:
+        return _compiled_here(subject)
+    return compile_for(
+        target or _as_virtual(subject),
+        subject,
+        timeout_s=timeout_s,
+        memory_bytes=memory_bytes,
+    )
 
 
 def _as_virtual(subject: Subject) -> Target:

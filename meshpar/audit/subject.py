@@ -52,21 +52,30 @@ class Subject:
 
     def flat(self) -> FlatFunction:
         """The function of flat arrays, with the shardings and donations of its jit."""
-        leaves, tree = jax.tree.flatten(self.arguments)
+        everything, tree = jax.tree.flatten(self.arguments)
+        arrays = {
+            at: _shape(leaf)
+            for at, leaf in enumerate(everything)
+            if hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+        }
 
         def function(*leaves: Any) -> list[Any]:
-            return jax.tree.leaves(self.function(*jax.tree.unflatten(tree, leaves)))
+            # What is no array may be a static argument: it goes in as it is.
+            given = dict(zip(arrays, leaves, strict=True))
+            filled = [given.get(at, leaf) for at, leaf in enumerate(everything)]
+            return jax.tree.leaves(self.function(*jax.tree.unflatten(tree, filled)))
 
+        leaves = tuple(arrays.values())
         with use_mesh(self.mesh):
             traced = jax.jit(function).trace(*leaves)
-        given = tuple(getattr(leaf, "sharding", None) for leaf in leaves)
+        given = tuple(leaf.sharding for leaf in leaves)
         call = _only_call(traced.jaxpr)
         if call is None:
-            return FlatFunction(function, tuple(leaves), traced.jaxpr, given)
+            return FlatFunction(function, leaves, traced.jaxpr, given)
         own = call.params["in_shardings"]
         return FlatFunction(
             function,
-            tuple(leaves),
+            leaves,
             traced.jaxpr,
             tuple(
                 sharding if isinstance(sharding, Sharding) else other
@@ -111,6 +120,16 @@ class FlatFunction:
         )
 
 
+def _shape(array: Any) -> jax.ShapeDtypeStruct:
+    """Its shape; with its sharding if that is on a mesh, not on a single device."""
+    sharding = getattr(array, "sharding", None)
+    return jax.ShapeDtypeStruct(
+        array.shape,
+        array.dtype,
+        sharding=sharding if isinstance(sharding, NamedSharding) else None,
+    )
+
+
 def _only_call(jaxpr: ClosedJaxpr) -> JaxprEqn | None:
     for equation in jaxpr.eqns:
         if "donated_invars" in equation.params:
@@ -135,9 +154,17 @@ def subject_of(
         platform: Kind of the absent devices, or None for those of the mesh.
 
     Raises:
-        InputError: There is no mesh to be found.
+        InputError: There is no mesh to be found, a step without a batch or with a
+            mesh besides its own, or a mesh without devices and no platform.
     """
     if hasattr(function, "audit_subject"):
+        if mesh is not None:
+            raise InputError("a training step has its own mesh; leave mesh= out")
+        if not arguments:
+            raise InputError(
+                "a training step is audited with a batch: audit(step, batch), such as "
+                "batch_shapes(examples, seq)"
+            )
         return function.audit_subject(*arguments, platform=platform)
     mesh = mesh or _mesh_of(arguments)
     if not hasattr(function, "lower"):

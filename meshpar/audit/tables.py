@@ -23,7 +23,7 @@ def collective_table(report: AuditReport) -> Table:
             found.dtype,
             f"{found.payload_bytes:,}",
             f"{found.wire_bytes:,}",
-            str(found.executions),
+            str(found.executions) if found.counted else f">={found.executions}",
             row.reason,
             "/".join(found.source.split("/")[-2:]),
             style="red" if row.surprise else None,

@@ -176,7 +176,7 @@ def _check(target: Target, subject: Subject) -> None:
     if missing:
         raise TargetError(
             f"target {target} needs {' and '.join(missing)}; install meshpar with the "
-            "extra: pip install 'meshpar[aot]'"
+            "extra: pip install '.[aot]' in a checkout"
         )
 
 
@@ -219,7 +219,10 @@ def _run(folder: Path, *, timeout_s: float, memory_bytes: int) -> str:
         child = subprocess.Popen(
             _command(folder), stdout=words, stderr=subprocess.STDOUT, env=environment
         )
-        ending = _wait(child, timeout_s=timeout_s, memory_bytes=memory_bytes)
+        try:
+            ending = _wait(child, timeout_s=timeout_s, memory_bytes=memory_bytes)
+        finally:
+            child.kill()
     said = _last_words((folder / "words.txt").read_text(errors="replace"))
     return ending or said or f"it ended with status {child.returncode}, without a word"
 
@@ -240,8 +243,14 @@ def _wait(child: subprocess.Popen, *, timeout_s: float, memory_bytes: int) -> st
             child.kill()
             child.wait()
             if used > memory_bytes:
-                return f"it took {used:,} bytes, more than {memory_bytes:,} allowed"
-            return f"it took longer than the {timeout_s:g} s allowed"
+                return (
+                    f"it took {used:,} bytes, more than the {memory_bytes:,} allowed; "
+                    "raise memory_bytes (--memory-gib)"
+                )
+            return (
+                f"it took longer than the {timeout_s:g} s allowed; raise timeout_s "
+                "(--timeout)"
+            )
 
 
 def _resident_bytes(pid: int) -> int:

@@ -138,6 +138,8 @@ def _results(
         if len(inner.invars) == len(operands):
             shardings = params.get("in_shardings") or [None] * len(operands)
             return _walk(inner, _given(inner, operands, shardings), region, walk)
+    if not equation.outvars:
+        return []
     rule = RULES.get(name, elementwise)
     return [rule(equation, operands)] * len(equation.outvars)
 

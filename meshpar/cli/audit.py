@@ -7,9 +7,10 @@ import json
 
 import jax
 import optax
+from jax.sharding import AbstractMesh
 from rich.console import Console
 
-from meshpar.audit.report import AuditReport, audit, axes_text
+from meshpar.audit.report import AuditReport, audit
 from meshpar.audit.tables import buffer_table, collective_table, totals_table
 from meshpar.audit.targets import Target
 from meshpar.cli.lint import wide_console
@@ -52,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--strict", action="store_true", help="surprises end with status 1 too")
     add("--timeout", type=float, default=600.0, help="seconds for an absent target")
+    add("--memory-gib", type=float, default=16.0, help="memory for an absent target")
     add("--json", action="store_true", help="print one JSON object")
 
 
@@ -65,7 +67,13 @@ def run(args: argparse.Namespace) -> int:
         args.devices = args.target.num_devices
     layout = layout_of(args)
     step, batch = _step_of(args, layout)
-    report = audit(step, batch, target=args.target, timeout_s=args.timeout)
+    report = audit(
+        step,
+        batch,
+        target=args.target,
+        timeout_s=args.timeout,
+        memory_bytes=int(args.memory_gib * _GIB),
+    )
     if args.json:
         print(json.dumps(report.to_json()))
     else:
@@ -90,7 +98,7 @@ def _step_of(args: argparse.Namespace, layout: Layout) -> tuple[TrainStep, Batch
     elif jax.config.jax_num_cpu_devices < layout.num_devices:
         emulate(layout.num_devices)
     if args.recipe:
-        return import_function(args.recipe, "--recipe")(layout=layout, mesh=mesh)
+        return _of_recipe(args, layout, mesh)
     devices = None if mesh else jax.devices()[: layout.num_devices]
     step = make_train_step(
         model_of(args),
@@ -100,7 +108,30 @@ def _step_of(args: argparse.Namespace, layout: Layout) -> tuple[TrainStep, Batch
         mesh=mesh,
         max_grad_norm=1.0,
     )
-    return step, batch_shapes(args.global_batch or layout.batch_shards, args.seq)
+    least = layout.batch_shards * layout.microbatches
+    return step, batch_shapes(args.global_batch or least, args.seq)
+
+
+def _of_recipe(
+    args: argparse.Namespace, layout: Layout, mesh: AbstractMesh | None
+) -> tuple[TrainStep, Batch]:
+    chosen = (args.preset, args.model, args.global_batch)
+    if any(value is not None for value in chosen) or args.seq != _SEQ:
+        raise InputError(
+            f"--recipe {args.recipe!r} has its own model and batch; leave --preset, "
+            "--model, --global-batch and --seq out"
+        )
+    found = import_function(args.recipe, "--recipe")
+    try:
+        step, batch = found(layout=layout, mesh=mesh)
+    except (TypeError, ValueError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(
+            f"--recipe {args.recipe!r} must take layout= and mesh= and return a step "
+            f"and a batch: {error}"
+        ) from error
+    return step, batch
 
 
 def _print(report: AuditReport, console: Console) -> None:
@@ -116,20 +147,8 @@ def _print(report: AuditReport, console: Console) -> None:
         console.print(totals_table(report))
         console.print(buffer_table(report))
         _print_memory(report, console)
-    for hazard in report.hazards:
-        console.print(
-            f"hazard {hazard.kind}: {hazard.source}: {hazard.message}",
-            highlight=False,
-            markup=False,
-        )
-    for row in report.surprises:
-        console.print(
-            f"surprise: {row.collective.kind} over "
-            f"{axes_text(row.collective.mesh_axes)}, {row.collective.source}: "
-            f"{row.reason}",
-            highlight=False,
-            markup=False,
-        )
+    for line in report.complaints():
+        console.print(line, highlight=False, markup=False)
 
 
 def _print_memory(report: AuditReport, console: Console) -> None:

@@ -8,9 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from meshpar.audit.report import AuditReport, audit
+from meshpar.audit.collectives import KINDS
+from meshpar.audit.report import AuditReport, audit, axes_text
 from meshpar.audit.subject import subject_of
 from meshpar.audit.tables import as_text, buffer_table, collective_table
+from meshpar.errors import InputError
+from meshpar.layout import nearest
 
 Counts = Mapping[str, Mapping[str, int]]
 """Mesh axes (`tensor`, or `data+fsdp`) -> kind of collective -> executions."""
@@ -42,10 +45,11 @@ def assert_collectives(
         AssertionError: A number differs.
     """
     report = _audit(function, arguments, options)
+    expected = _in_mesh_order(expected, report.mesh_shape)
     found = {axes: {} for axes in expected}
     for row in report.rows:
         collective = row.collective
-        axes = "+".join(collective.mesh_axes or ("?",))
+        axes = axes_text(collective.mesh_axes)
         if axes in found and collective.payload_bytes >= min_bytes:
             counts = found[axes]
             counts[collective.kind] = (
@@ -71,15 +75,7 @@ def assert_no_surprises(
     `meshpar.audit` names those that the program asks for in words of its own.
     """
     report = _audit(function, arguments, options)
-    lines = [
-        f"hazard {row.kind}: {row.source}: {row.message}" for row in report.hazards
-    ]
-    lines += [
-        f"{row.collective.kind} over {'+'.join(row.collective.mesh_axes or ('?',))} at "
-        f"{row.collective.source}: {row.reason}"
-        for row in report.surprises
-    ]
-    _hold(lines, report)
+    _hold(report.complaints(), report)
     return report
 
 
@@ -98,13 +94,13 @@ def assert_peak_bytes(
 
 
 def assert_replicated_bytes_below(
-    function: Any, arguments: Sequence[Any], limit: int, **options: Any
+    function: Any, arguments: Sequence[Any], limit: int, *, mesh: Any = None
 ) -> None:
     """Holds the arguments that lie whole on every device to less than `limit` bytes.
 
-    An array without a known sharding counts as whole.
+    An array without a known sharding counts as whole. Compiles nothing.
     """
-    flat = subject_of(function, tuple(arguments), **options).flat()
+    flat = subject_of(function, tuple(arguments), mesh=mesh).flat()
     whole = [
         (leaf.size * leaf.dtype.itemsize, leaf)
         for leaf, sharding in zip(flat.leaves, flat.in_shardings, strict=True)
@@ -133,18 +129,21 @@ def assert_flat_in(
     Args:
         name: What grows, such as `num_microbatches`, for the message.
         program: Its value -> a function and its arguments.
-        values: At least two values; each program's temporaries may differ from the
-            first's by no more than `within`.
-        within: The fraction of the first.
+        values: At least two; no program's temporaries may be more than `within` above
+            those of the least value.
+        within: The fraction of the least value's.
         options: As for `meshpar.audit`.
 
     Raises:
         AssertionError: Memory grows; both numbers are in the message.
+        InputError: Fewer than two values.
     """
+    if len(set(values)) < 2:
+        raise InputError(f"{name}: {list(values)} has not two values to compare")
     used = {
         value: _audit(*program(value), options).memory.temp_bytes for value in values
     }
-    first, *rest = values
+    first, *rest = sorted(used)
     for value in rest:
         if used[value] > used[first] * (1 + within):
             table = ", ".join(f"{value}: {size:,}" for value, size in used.items())
@@ -158,9 +157,25 @@ def _audit(
     function: Any, arguments: Sequence[Any], options: Mapping[str, Any]
 ) -> AuditReport:
     report = audit(function, *arguments, **options)
-    if report.problem and not report.hazards:
-        raise AssertionError(report.problem)
+    if report.problem:
+        raise AssertionError("\n".join([report.problem, *report.complaints()]))
     return report
+
+
+def _in_mesh_order(expected: Counts, mesh_shape: Mapping[str, int]) -> Counts:
+    """`fsdp+data` written `data+fsdp`; refuses names that do not exist."""
+    in_order = {}
+    for axes, counts in expected.items():
+        names = axes.split("+")
+        for name in names:
+            if name not in mesh_shape:
+                known = nearest(name, mesh_shape)
+                raise InputError(f"no mesh axis {name!r} in {axes!r}; {known}")
+        for kind in counts:
+            if kind not in KINDS:
+                raise InputError(f"no collective {kind!r}; {nearest(kind, KINDS)}")
+        in_order["+".join(sorted(names, key=list(mesh_shape).index))] = counts
+    return in_order
 
 
 def _hold(problems: list[str], report: AuditReport) -> None:

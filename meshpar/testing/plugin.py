@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-# JAX is imported inside the functions: this file is loaded by every pytest run on a
+# JAX is started inside the functions only: this file is loaded by every pytest run on a
 # machine where meshpar is installed, whether or not its tests use JAX.
 
 
@@ -26,6 +27,10 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers", "devices(n): needs n devices; virtual ones are started for it"
     )
     number = config.getini("meshpar_emulate")
+    if number and not number.isdecimal():
+        raise pytest.UsageError(
+            f"meshpar_emulate = {number}: must be a number of devices, such as 8"
+        )
     if number:
         from meshpar.emulate import emulate
 
@@ -34,31 +39,44 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Starts as many virtual devices as the most that a `devices` marker asks for."""
-    numbers = [
-        int(marker.args[0])
-        for item in session.items
-        if (marker := item.get_closest_marker("devices"))
-    ]
-    if numbers and not session.config.getini("meshpar_emulate"):
-        from meshpar.emulate import emulate
+    numbers = [number for item in session.items if (number := _wanted(item))]
+    if not numbers or session.config.getini("meshpar_emulate"):
+        return
+    import jax
 
-        emulate(max(numbers))
+    from meshpar.emulate import AlreadyStartedError, emulate
+
+    if jax.config.jax_num_cpu_devices < max(numbers):
+        # What has started too early is told to each test that has too few.
+        with contextlib.suppress(AlreadyStartedError):
+            emulate(max(numbers))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Fails a test whose `devices` marker asks for more than there are."""
-    marker = item.get_closest_marker("devices")
-    if marker is None:
+    wanted = _wanted(item)
+    if wanted is None:
         return
     import jax
 
-    wanted, found = int(marker.args[0]), len(jax.devices())
+    found = len(jax.devices())
     if found < wanted:
         pytest.fail(
             f"the test needs {wanted} devices, but there are {found}; raise "
-            "meshpar_emulate in the pytest settings",
+            "meshpar_emulate in the pytest settings, and use JAX inside of tests only",
             pytrace=False,
         )
+
+
+def _wanted(item: pytest.Item) -> int | None:
+    marker = item.get_closest_marker("devices")
+    if marker is None:
+        return None
+    if len(marker.args) != 1 or marker.kwargs or not isinstance(marker.args[0], int):
+        raise pytest.UsageError(
+            f"{item.nodeid}: write the marker as devices(8), with the number alone"
+        )
+    return marker.args[0]
 
 
 @pytest.fixture(scope="session")
