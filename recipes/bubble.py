@@ -4,12 +4,15 @@ Predicted is the lock step of the schedule: all ranks run every tick, those with
 work on zeros. Measured is the part of a step's time that is not in proportion to its
 microbatches:
 
-    useful = M * (t(2M) - t(M)) / M = t(2M) - t(M)
+    useful = t(2M) - t(M)
     bubble = 1 - useful / t(M)
 
 with t(M) the time of a step of M microbatches, all of one size. It assumes nothing of
-the schedule, holds for idle devices and for devices that compute on zeros or share a
-core, and counts what a step does once (gradient reduction, optimizer) as bubble too.
+the schedule and holds for idle devices as for devices that compute on zeros or share a
+core. What a step does once (gradient reduction, optimizer) counts as bubble too: where
+ticks take what the schedule says, it is
+
+    predicted + (1 - predicted) * once / t(M)
 """
 
 from __future__ import annotations

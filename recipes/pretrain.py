@@ -44,6 +44,7 @@ from models.presets import build
 from recipes import report
 from recipes.bubble import measured_bubble, predicted_bubble
 from recipes.options import parse_arguments
+from recipes.rows import comes_again, refuse_rows
 from recipes.texts import BYTE_VOCAB, Texts, read_tokens
 
 QUICK_BATCHES = 8  # of validation while training; all of them at the end
@@ -179,26 +180,6 @@ def first_state(run: Run) -> TrainState:
     done = int(state.step)
     cut_rows(args.log_json, lambda row: comes_again(row, done, args.steps))
     return state
-
-
-def refuse_rows(path: Path) -> None:
-    """Keeps the metrics of two runs apart.
-
-    Raises:
-        InputError: The file holds something.
-    """
-    if path.is_file() and path.stat().st_size:
-        num_rows = len(path.read_bytes().splitlines())
-        raise InputError(
-            f"{str(path)!r} holds {num_rows} rows of another run; delete it, or name "
-            "another --out or --log-json"
-        )
-
-
-def comes_again(row: dict[str, Any], done: int, steps: int) -> bool:
-    """Whether a run resumed after `done` steps writes this row of metrics again."""
-    is_final = "validation_loss" in row and row["step"] == steps - 1
-    return row["step"] >= done or is_final
 
 
 def train(run: Run, state: TrainState, log: JsonLines, stop: StopRequest) -> TrainState:

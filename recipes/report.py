@@ -106,10 +106,13 @@ def print_bubble(
         f"microbatches={layout.microbatches}: predicted {predicted:.3f}"
     )
     if measured is not None:
+        useful_s = measured.useful_s
+        ticks_s = useful_s / (1 - predicted)
         line += (
             f", measured {measured.fraction:.3f}: of a step of {measured.step_s:.3f} s "
-            f"another {layout.microbatches} microbatches would add "
-            f"{measured.useful_s:.3f} s (steps in turn, medians of {measured.rounds}); "
-            "the rest is bubble and what is done once a step"
+            f"another {layout.microbatches} microbatches would add {useful_s:.3f} s "
+            f"(steps in turn, medians of {measured.rounds}); at that rate filling and "
+            f"draining the pipeline takes {ticks_s - useful_s:.3f} s, and what is done "
+            f"once a step {measured.step_s - ticks_s:.3f} s"
         )
     console.print(line, highlight=False, soft_wrap=True)

@@ -229,7 +229,7 @@ def test_two_rules_are_told_in_the_words_of_the_rules(second):
     assert found.message == str(caught.value)
 
 
-REFUSED = ["stage=2", "context=2", "expert=2", "data=2,microbatches=2", "fsdp=2,zero=0"]
+REFUSED = ["context=2", "expert=2", "data=2,chunks=2", "fsdp=2,zero=0"]
 
 
 @pytest.mark.parametrize("layout", REFUSED)

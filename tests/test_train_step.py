@@ -239,8 +239,8 @@ def test_logits_take_one_sequence_a_device_however_many_microbatches():
 @pytest.mark.parametrize(
     ("line", "match"),
     [
-        ("stage=2", "stage=2 is not supported: set stage=1"),
-        ("microbatches=2", "microbatches=2 is not supported"),
+        ("context=2", "context=2 is not supported: set context=1"),
+        ("expert=2", "expert=2 is not supported: set expert=1"),
         ("zero=1,fsdp=2", "zero=1 is not supported"),
         ("data=2,chunks=2", "chunks changes nothing while stage=1; leave it out"),
         ("data=2,schedule=gpipe", "schedule changes nothing while stage=1"),

@@ -79,12 +79,13 @@ def main() -> None:
         for remat in REMATS:
             ours, theirs = contestants = _contestants(args, num_microbatches, remat)
             worst = _disagreement(ours, theirs)
-            console.print(
-                f"M={num_microbatches} remat={remat}: loss and gradients differ by "
-                f"{worst:.1e}; step {ours.step_s[0]:.2f} s, {theirs.step_s[0]:.2f} s"
-            )
             _measure(contestants, args.rounds)
-            table.add_row(*_row(num_microbatches, remat, ours, theirs))
+            row = _row(num_microbatches, remat, ours, theirs)
+            table.add_row(*row)
+            console.print(
+                f"loss and gradients differ by {worst:.1e}: {' | '.join(row)}",
+                highlight=False,
+            )
     sizes = {**args.model, "microbatch": args.microbatch, "seq": args.seq}
     rounds = f"{args.rounds} rounds after 1"
     console.print(

@@ -1,0 +1,28 @@
+"""Rows of metrics of an earlier run: refused, or cut where they come again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from meshpar import InputError
+
+
+def refuse_rows(path: Path) -> None:
+    """Keeps the metrics of two runs apart.
+
+    Raises:
+        InputError: The file holds something.
+    """
+    if path.is_file() and path.stat().st_size:
+        num_rows = len(path.read_bytes().splitlines())
+        raise InputError(
+            f"{str(path)!r} holds {num_rows} rows of another run; delete it, or name "
+            "another --out or --log-json"
+        )
+
+
+def comes_again(row: dict[str, Any], done: int, steps: int) -> bool:
+    """Whether a run resumed after `done` steps writes this row of metrics again."""
+    is_final = "validation_loss" in row and row["step"] == steps - 1
+    return row["step"] >= done or is_final
