@@ -115,7 +115,7 @@ def test_another_number_of_devices_is_an_error_with_both_numbers():
 
 def test_without_the_extra_the_error_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr(targets, "_is_installed", lambda module: False)
-    words = r"needs libtpu and flatbuffers; .*pip install 'meshpar\[aot\]'"
+    words = r"needs libtpu and flatbuffers; .*pip install '\.\[aot\]' in a checkout"
     with pytest.raises(TargetError, match=words):
         sum_of(8, "tpu:v5e:2x4")
 

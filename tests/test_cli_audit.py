@@ -101,7 +101,11 @@ def audit_gives(monkeypatch):
         (replace(CLEAN, capacity_bytes=3 << 30), [], 1),
         (replace(CLEAN, capacity_bytes=4 << 30), [], 0),
         (replace(CLEAN, capacity_bytes=None), [], 0),
-        (replace(CLEAN, memory=None, problem="does not fit: 9 of 3", too_large=True), [], 1),
+        (
+            replace(CLEAN, memory=None, problem="does not fit: 9 of 3", too_large=True),
+            [],
+            1,
+        ),
     ],
 )
 def test_the_status_is_1_for_hazards_no_fit_and_strictly_for_surprises(
