@@ -171,9 +171,9 @@ def first_state(run: Run) -> TrainState:
         return step.init(args.seed)
     before, now = checkpoints.run_of_latest(), run.description
     for key in (*RUN_KEYS, "precision", "text"):
-        if before[key] != now[key]:
+        if before.get(key) != now[key]:
             raise InputError(
-                f"the checkpoint was made with {key}={before[key]}, not {now[key]}; "
+                f"the checkpoint was made with {key}={before.get(key)}, not {now[key]}; "
                 "only the layout may change when resuming"
             )
     state = checkpoints.restore(step.state_shapes, step.shardings)
@@ -202,7 +202,7 @@ def train(run: Run, state: TrainState, log: JsonLines, stop: StopRequest) -> Tra
                 report.print_look(progress.console, done, row, loss)
             if done % args.save_every == 0:
                 run.checkpoints.save(state, run.description)
-            if stop.requested or done == args.stop_after:
+            if stop.requested or done >= (args.stop_after or args.steps):
                 break
     return state
 

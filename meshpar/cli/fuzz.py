@@ -6,6 +6,7 @@ import argparse
 import functools
 import itertools
 import json
+import math
 import shlex
 import sys
 import time
@@ -63,13 +64,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints a line for each layout; 1 if one differs from one device."""
     start = time.perf_counter()
-    if args.seed < 0:
-        raise InputError(f"--seed {args.seed}: must be at least 0")
+    if not 0 <= args.seed < 2**32:
+        raise InputError(f"--seed {args.seed}: must be at least 0 and below {2**32}")
     if args.devices:
-        try:
-            emulate(args.devices)
-        except RuntimeError as error:
-            raise InputError(str(error)) from error
+        emulate(args.devices)
     choices, devices = _choices(args), jax.devices()
     cases = _cases(args, choices, devices)
     log = sys.stderr if args.json else sys.stdout
@@ -84,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     report = run_cases(cases, choices, devices, on_case=announce, on_result=tell)
     seconds = time.perf_counter() - start
     if args.json:
-        print(json.dumps(_as_json(report, args.seed, seconds)))
+        print(json.dumps(_as_json(report, args.seed, seconds), allow_nan=False))
     else:
         _print_end(report, seconds)
     return 0 if report.ok else 1
@@ -161,6 +159,14 @@ def _result_json(result: Result) -> dict[str, Any]:
         "command": result.case.command,
         "agrees": result.ok,
         "failure": result.failure,
-        "worst": [asdict(worst) for worst in result.worst.values()],
+        "worst": [_finite(asdict(worst)) for worst in result.worst.values()],
         "seconds": result.seconds,
+    }
+
+
+def _finite(row: dict[str, Any]) -> dict[str, Any]:
+    """The row with null for what JSON has no number for."""
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in row.items()
     }

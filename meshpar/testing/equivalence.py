@@ -44,7 +44,7 @@ def check_layouts(
 
     Compares, per array, initial parameters (bitwise), loss, gradients, global gradient
     norm, and the parameters after three optimizer steps, with a single-device program
-    that shares no code with the training step; and whether the devices' copies of an
+    that shares no code with the training step but the key of dropout; and whether the devices' copies of an
     array are equal. Bounds: `meshpar.testing.bounds`.
 
     Args:

@@ -111,7 +111,7 @@ class Case:
     def command(self) -> str:
         """What repeats the comparison: a shell command, or a call for an object."""
         if not self.model:
-            return f'check_layouts(model, layouts=["{self}"])'
+            return f'check_layouts(model, ..., layouts=["{self}"])'
         devices = self.layout.num_devices
         more = f" --devices {devices}" if devices > DEFAULT_DEVICES else ""
         return f"meshpar fuzz {self}{more}"
