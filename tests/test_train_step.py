@@ -226,8 +226,7 @@ def test_evaluation_and_logits_equal_those_of_the_model_alone():
 @pytest.mark.parametrize(
     ("line", "match"),
     [
-        ("stage=2", "stage=2 is not supported: set stage=1"),
-        ("microbatches=2", "microbatches=2 is not supported"),
+        ("context=2", "context=2 is not supported: set context=1"),
         ("zero=1,fsdp=2", "zero=1 is not supported"),
         ("data=2,chunks=2", "chunks changes nothing while stage=1; leave it out"),
         ("data=2,schedule=gpipe", "schedule changes nothing while stage=1"),
