@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jax.sharding import PartitionSpec
 
@@ -11,6 +11,7 @@ from meshpar.activations import Activation, traced_activations
 from meshpar.errors import InputError
 from meshpar.layout import Layout
 from meshpar.model import Model, spec_axes
+from meshpar.parallel.pipeline.program import arranged_for
 from meshpar.parameter_rows import ParameterRow, replicated_row, row_of
 from meshpar.rule_presets import default_rules
 from meshpar.rule_table import (
@@ -21,7 +22,7 @@ from meshpar.rule_table import (
     shadowed_message,
 )
 from meshpar.rules import Rules
-from meshpar.train.refusals import layout_refusals, rule_refusals
+from meshpar.train.refusals import batch_refusal, layout_refusals, rule_refusals
 
 LARGE_BYTES = 1 << 20
 """A parameter above this size should not be whole on every device."""
@@ -78,8 +79,11 @@ def lint(
     if rules is not None and not isinstance(rules, Rules):
         rules, shadowed = _first_of_each(rules)
     rules = rules or default_rules(layout)
-    rows, row_findings = _parameter_rows(model, layout, rules)
-    examples = layout.batch_shards if global_batch is None else global_batch
+    stored, stage_findings = _stored(model, layout)
+    # One finding is enough for stages that cannot be.
+    sized = replace(layout, stage=1) if stage_findings else layout
+    rows, row_findings = _parameter_rows(stored, sized, rules)
+    examples, batch_findings = _examples(layout, global_batch)
     activations, trace_findings = _activations(model, examples, seq)
     axes, activation_findings = _axes_of_activations(activations, layout, rules)
     used_by_parameters = {name for row in rows for name in row.logical_axes}
@@ -89,17 +93,40 @@ def lint(
     return LintReport(
         findings=(
             *_refused(layout, rules),
+            *stage_findings,
+            *batch_findings,
             *row_findings,
             *trace_findings,
             *activation_findings,
             *shadowed,
             *_shadowing_overrides(rules),
             *(() if trace_findings else _dead_rules(rules, used, used_by_parameters)),
-            *_large_and_replicated(rows, layout, large_bytes),
-            *(() if trace_findings else _idle_mesh_axes(rows, axes, layout)),
+            *_large_and_replicated(rows, sized, large_bytes),
+            *(() if trace_findings else _idle_mesh_axes(rows, axes, sized)),
         ),
         parameters=tuple(rows),
     )
+
+
+def _stored(model: Model, layout: Layout) -> tuple[Model, list[Finding]]:
+    """The model as a step stores it, or why its layers cannot be cut into stages."""
+    if layout_refusals(layout):
+        return model, []
+    try:
+        return arranged_for(model, layout), []
+    except InputError as error:
+        return model, [Finding(kind="unsupported", path="stage", message=str(error))]
+
+
+def _examples(layout: Layout, global_batch: int | None) -> tuple[int, list[Finding]]:
+    """Examples of one microbatch."""
+    if global_batch is None or layout.microbatches == 1:
+        return layout.batch_shards if global_batch is None else global_batch, []
+    refused = batch_refusal(layout, global_batch)
+    if refused is None:
+        return global_batch // layout.microbatches, []
+    finding = Finding(kind="indivisible", path="microbatches", message=refused)
+    return layout.batch_shards, [finding]
 
 
 def _parameter_rows(
@@ -181,7 +208,7 @@ def _refused(layout: Layout, rules: Rules) -> list[Finding]:
         ),
         *(
             Finding(kind=error.kind, path=logical_axis, message=str(error))
-            for logical_axis, error in rule_refusals(rules)
+            for logical_axis, error in rule_refusals(rules, layout)
         ),
     ]
 

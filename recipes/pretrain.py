@@ -173,8 +173,8 @@ def first_state(run: Run) -> TrainState:
     for key in (*RUN_KEYS, "precision", "text"):
         if before.get(key) != now[key]:
             raise InputError(
-                f"the checkpoint was made with {key}={before.get(key)}, not {now[key]}; "
-                "only the layout may change when resuming"
+                f"the checkpoint was made with {key}={before.get(key)}, not "
+                f"{now[key]}; only the layout may change when resuming"
             )
     state = checkpoints.restore(step.state_shapes, step.shardings)
     done = int(state.step)

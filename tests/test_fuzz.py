@@ -11,6 +11,7 @@ from meshpar.cli import fuzz
 from meshpar.cli.main import _parser, main
 from meshpar.layout import _CHOICES
 from meshpar.parallel import program
+from meshpar.schedules import SCHEDULES
 from meshpar.testing.batches import MASKS
 from meshpar.testing.layout_cases import MODELS, Case, Choices, draw_cases, refusal
 from meshpar.testing.layout_draws import DRAWS
@@ -18,7 +19,8 @@ from meshpar.testing.shrink import simpler_cases
 
 CHOICES = Choices(models=MODELS, build=fuzz._build)
 
-BUILT = {"data", "fsdp", "tensor", "sequence_parallel", "remat", "precision"}
+BUILT = {"data", "fsdp", "stage", "tensor", "sequence_parallel", "remat", "precision"}
+BUILT |= {"microbatches", "schedule", "chunks", "splits"}
 """What the training step lays out: a new axis or option must be added here."""
 
 
@@ -53,6 +55,15 @@ def test_everything_built_is_drawn_and_nothing_else(drawn):
     for axis in ("data", "fsdp", "tensor"):
         assert values[axis] >= {1, 2, 4}, axis
     assert any(case.layout.num_devices % 2 for case in drawn)
+
+
+def test_stages_of_every_kind_are_drawn(drawn):
+    layouts = [case.layout for case in drawn if case.layout.stage > 1]
+    assert {layout.schedule for layout in layouts} == set(SCHEDULES)
+    assert any(layout.chunks > 1 for layout in layouts)
+    assert any(layout.microbatches % layout.stage for layout in layouts)
+    assert any(len(set(layout.splits)) > 1 for layout in layouts)
+    assert any(layout.microbatches < layout.stage for layout in layouts)
 
 
 def test_every_model_and_mask_and_uneven_batches_are_drawn(drawn):
@@ -142,7 +153,7 @@ def test_a_layout_that_stops_is_a_failure_with_its_error(monkeypatch, capsys):
     [
         ("--layout data=2,tensr=2", "no key 'tensr'; did you mean 'tensor'"),
         ("--layout tensor=4 --preset test", "'kv_heads' has size 2"),
-        ("--layout stage=2", "stage=2 is not supported"),
+        ("--layout stage=8", "are 8 stages, but the model has 4 layers"),
         ("--layout data=16", "needs 16 devices, but there are 8"),
         ("--layout data=2 --global-batch 3", "has size 3, which does not divide"),
         ("--preset no-such", "no preset 'no-such'"),

@@ -27,6 +27,7 @@ CLEAN_LAYOUTS = [
     "tensor=4",
     "data=2,fsdp=2,tensor=2",
     "fsdp=2,tensor=4,sequence_parallel=true",
+    "data=2,stage=2,tensor=2,microbatches=4",
 ]
 
 
@@ -229,7 +230,15 @@ def test_two_rules_are_told_in_the_words_of_the_rules(second):
     assert found.message == str(caught.value)
 
 
-REFUSED = ["context=2", "expert=2", "data=2,chunks=2", "fsdp=2,zero=0"]
+REFUSED = [
+    "context=2",
+    "expert=2",
+    "data=2,chunks=2",
+    "fsdp=2,zero=0",
+    "stage=2,execution=divergent",
+    "stage=8",
+    "stage=2,splits=1/4",
+]
 
 
 @pytest.mark.parametrize("layout", REFUSED)
@@ -252,6 +261,19 @@ def test_rules_that_the_training_step_refuses_are_findings_in_its_words(rules):
     with pytest.raises(RuleError) as caught:
         make_train_step(build("tiny"), optax.sgd(1.0), "data=8", rules=rules)
     assert str(caught.value) in messages
+
+
+def test_microbatches_that_do_not_divide_the_batch_are_one_finding():
+    (found,) = findings_of("data=2,microbatches=3", global_batch=8)
+    assert found.kind == "indivisible"
+    assert "has 8 examples, which do not divide over 2" in found.message
+
+
+def test_uneven_stages_are_no_finding_and_their_padding_is_counted():
+    report = lint(build("test", layers=7), Layout(stage=4))
+    assert report.findings == ()
+    row = {row.path: row for row in report.parameters}["blocks.attention.out"]
+    assert (row.shape[0], row.local_shape[0]) == (8, 2)
 
 
 # Parameters.

@@ -14,8 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
-from meshpar.collectives import Zero, follow
+from meshpar.collectives import Zero, follow, zero_on_parts
 from meshpar.errors import InputError
 from meshpar.model import BlockGroup, Scope
 from meshpar.parallel.remat import rematerialised
@@ -97,6 +98,7 @@ class Block:
         stored: Tree of `Stored` beside the parameters, of one layer.
         remat: What the backward recomputes (`Layout.remat`).
         make_scope: Inputs -> the scope that blocks see.
+        spec: How `x` lies over automatic mesh axes.
         padded: Whether a negative layer is a place without a block.
         in_order: Whether collectives wait for one another (`meshpar.collectives`).
     """
@@ -108,23 +110,25 @@ class Block:
         stored: Any,
         remat: str,
         make_scope: Callable[[_Inputs], Scope],
+        spec: PartitionSpec,
         padded: bool = False,
         in_order: bool = False,
     ) -> None:
         self._stored, self._padded, self._in_order = stored, padded, in_order
+        self._spec = spec
         self._apply = rematerialised(group.block, remat)
         self._make_scope = make_scope
 
     def forward(
         self, shard: Any, x: jax.Array, layer: jax.Array, inputs: _Inputs
     ) -> jax.Array:
-        weights, gathered = self._gather(shard)
+        weights, gathered = self._gather(shard, x)
         return self._call(weights, follow(x, gathered), {**inputs, "layer": layer})
 
     def forward_keeping(
         self, shard: Any, x: jax.Array, layer: jax.Array, inputs: _Inputs
     ) -> tuple[jax.Array, Residuals]:
-        weights, gathered = self._gather(shard)
+        weights, gathered = self._gather(shard, x)
         scope_inputs = {**inputs, "layer": layer}
         return vjp_without(
             lambda weights, x: self._call(weights, x, scope_inputs),
@@ -140,18 +144,20 @@ class Block:
         layer: jax.Array,
         inputs: _Inputs,
     ) -> tuple[Any, jax.Array]:
-        weights, gathered = self._gather(shard)
+        weights, gathered = self._gather(shard, dx)
         scope_inputs = {**inputs, "layer": layer}
         vjp = restore_vjp(residuals, (weights, scope_inputs))
         gradients, dx = vjp(follow(dx, gathered))
         earlier = zero_from_all(self._stored, gradients) if self._in_order else None
-        gradients, _ = reduce_scatter(
+        gradients, scattered = reduce_scatter(
             self._stored, gradients, earlier=earlier, in_order=self._in_order
         )
-        return gradients, dx
+        return gradients, follow(dx, scattered)
 
-    def _gather(self, shard: Any) -> tuple[Any, Zero | None]:
-        return gather(self._stored, shard, in_order=self._in_order)
+    def _gather(self, shard: Any, x: jax.Array) -> tuple[Any, Zero | None]:
+        # XLA unrolls a loop over one layer: then nothing else keeps the gathers back.
+        earlier = zero_on_parts(x, self._spec) if self._in_order else None
+        return gather(self._stored, shard, earlier=earlier, in_order=self._in_order)
 
     def _call(self, weights: Any, x: jax.Array, scope_inputs: _Inputs) -> jax.Array:
         y = self._apply(self._make_scope, weights, x, scope_inputs)

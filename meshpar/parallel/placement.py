@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from meshpar.collectives import asked, follow
 from meshpar.layout import BATCH_AXES, MANUAL_AXES, Layout
-from meshpar.model import Model, Params, Scope
+from meshpar.model import Model, Params, Scope, spec_axes
 from meshpar.parallel.data import reduce_gradients
 from meshpar.parallel.zero import (
     Stored,
@@ -23,12 +23,13 @@ from meshpar.parallel.zero import (
     reduce_scatter,
     zero_from_all,
 )
-from meshpar.rules import Rules
+from meshpar.rules import Rules, auto_mesh_shape
 from meshpar.sharding import model_specs
 
 BATCH = PartitionSpec(BATCH_AXES)
 REPLICATED = PartitionSpec()
 DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
+_RESIDUAL = ("batch", "residual_seq", "embed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +107,13 @@ class Placement:
             return values
         with asked("loss_sum"):
             return lax.psum(values, axes)
+
+    def residual_spec(self, shape: tuple[int, ...]) -> PartitionSpec:
+        """How the residual stream (batch, seq, embed) lies over automatic mesh axes."""
+        if "residual_seq" not in self.rules.table:
+            return PartitionSpec()
+        spec = self.rules.spec(_RESIDUAL, shape, mesh_shape=auto_mesh_shape())
+        return spec if spec_axes(spec) else PartitionSpec()
 
     @property
     def manual_axes(self) -> tuple[str, ...]:

@@ -109,6 +109,7 @@ class LocalProgram:
                 stored=jax.tree.map(Stored.without_layers, stored, is_leaf=is_stored),
                 remat=placement.layout.remat,
                 make_scope=placement.scope,
+                spec=placement.residual_spec(x.shape),
                 in_order=placement.in_order,
             )
             layers = first_layer + jnp.arange(group.num_layers, dtype=jnp.int32)

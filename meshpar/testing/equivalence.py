@@ -44,8 +44,8 @@ def check_layouts(
 
     Compares, per array, initial parameters (bitwise), loss, gradients, global gradient
     norm, and the parameters after three optimizer steps, with a single-device program
-    that shares no code with the training step but the key of dropout; and whether the devices' copies of an
-    array are equal. Bounds: `meshpar.testing.bounds`.
+    that shares no code with the training step but the key of dropout; and whether the
+    devices' copies of an array are equal. Bounds: `meshpar.testing.bounds`.
 
     Args:
         model: Any model; a small one, for every layout is compiled (seconds each).
@@ -219,9 +219,9 @@ def _laid_out(
     step: TrainStep, batches: Sequence[Arrays], seed: int
 ) -> tuple[Values, list[Deviation]]:
     state = step.init(seed)
-    initial = jax.device_get(state.params)
+    initial = step.in_layer_order(state.params)
     state, metrics = step(state, batches[0])
-    gradients = jax.device_get(gradients_in(state.opt_state))
+    gradients = step.in_layer_order(gradients_in(state.opt_state))
     for batch in batches[1:]:
         state, _ = step(state, batch)
     found = Values(
@@ -229,7 +229,7 @@ def _laid_out(
         loss=jax.device_get(metrics["loss"]),
         grad_norm=jax.device_get(metrics["grad_norm"]),
         gradients=gradients,
-        parameters=jax.device_get(state.params),
+        parameters=step.in_layer_order(state.params),
     )
     return found, copies(state.params)
 

@@ -15,6 +15,7 @@ import numpy as np
 from meshpar import Layout, Model, Rules, default_rules, lint
 from meshpar.errors import InputError
 from meshpar.layout import nearest
+from meshpar.parallel.pipeline.program import arranged_for
 from meshpar.sharding import model_specs
 from meshpar.testing.batches import MASKS
 from meshpar.testing.layout_draws import (
@@ -27,11 +28,11 @@ from meshpar.testing.layout_draws import (
 MODELS = tuple(
     f"--model layers={sizes}"
     for sizes in (
-        "2,gated=true,hidden=32,heads=4,kv_heads=2,ffn=64,vocab=64,tied=true",
+        "4,gated=true,hidden=32,heads=4,kv_heads=2,ffn=64,vocab=64,tied=true",
         "1,gated=true,hidden=32,heads=8,kv_heads=8,ffn=64,vocab=64,tied=false",
-        "3,gated=true,hidden=48,heads=6,kv_heads=3,ffn=96,vocab=72,qk_norm=true",
-        "2,gated=true,hidden=40,heads=5,kv_heads=5,ffn=60,vocab=70,qkv_bias=true",
-        "2,hidden=32,heads=4,vocab=64,max_seq=16,dropout=0.2",
+        "5,gated=true,hidden=48,heads=6,kv_heads=3,ffn=96,vocab=72,qk_norm=true",
+        "3,gated=true,hidden=40,heads=5,kv_heads=5,ffn=60,vocab=70,qkv_bias=true",
+        "6,hidden=32,heads=4,vocab=64,max_seq=16,dropout=0.2",
     )
 )
 """Small models in the command line's words, for `models.presets:build`: a tied and
@@ -165,7 +166,9 @@ def refusal(case: Case, choices: Choices) -> str | None:
     model = choices.build(case.model)
     try:
         rules = choices.rules or default_rules(case.layout)
-        model_specs(model, case.layout.mesh_shape, rules)  # the lint, without a trace
+        # The lint, without a trace.
+        stored = arranged_for(model, case.layout)
+        model_specs(stored, case.layout.mesh_shape, rules)
         report = lint(
             model,
             case.layout,
@@ -191,9 +194,10 @@ def _draw_case(
     suit each other are not rare for it.
     """
     model = pick(rng, choices.models)
+    num_layers = sum(group.num_layers for group in choices.build(model).groups)
     split = draw_split_axes(rng, built, num_devices)
     for _ in range(_TRIES):
-        layout = draw_layout(rng, built, num_devices, split)
+        layout = draw_layout(rng, built, num_devices, split, num_layers)
         shards = layout.batch_shards * layout.microbatches
         multiples = range(1, max(1, min(3, LARGEST_BATCH // shards)) + 1)
         case = Case(

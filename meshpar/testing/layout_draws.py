@@ -16,6 +16,7 @@ import numpy as np
 import optax
 
 from meshpar import MESH_AXES, Layout, Model, RuleError, make_train_step
+from meshpar.schedules import CHUNKED
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ _SIZES = Draw((1, 2, 2, 2, 3, 4, 4, 5, 6, 7, 8))  # of an axis that is split: no
 
 DRAWS: dict[str, Draw] = {
     **dict.fromkeys(MESH_AXES, _SIZES),
-    "microbatches": Draw((1, 2, 3, 4)),
+    "microbatches": Draw((1, 1, 2, 3, 4, 5)),
     "schedule": Draw(
         (
             *("1f1b", "gpipe", "interleaved_1f1b", "looped_bfs", "zero_bubble_h1"),
@@ -43,8 +44,8 @@ DRAWS: dict[str, Draw] = {
         ),
         beside="stage",
     ),
-    "chunks": Draw((1, 2), beside="stage"),
-    "splits": Draw(((),), beside="stage"),
+    "chunks": Draw((1, 2), beside="stage"),  # of a schedule that has them
+    "splits": Draw(((),), beside="stage"),  # or any, drawn for the model's layers
     "execution": Draw(("uniform", "divergent"), beside="stage"),
     "zero": Draw((3, 3, 0, 1, 2), beside="fsdp"),
     "sequence_parallel": Draw((False, True), beside="tensor"),
@@ -80,7 +81,10 @@ def _is_built(
     model: Model,
     devices: Sequence[jax.Device],
 ) -> bool:
-    layout = Layout(**{name: value}, **({beside: 2} if beside else {}))
+    needed = {beside: 2} if beside else {}
+    if name == "chunks" and value != 1:
+        needed["schedule"] = next(iter(CHUNKED))
+    layout = Layout(**{name: value}, **needed)
     if layout.num_devices > len(devices):
         return False
     used = devices[: layout.num_devices]
@@ -108,8 +112,17 @@ def draw_layout(
     built: dict[str, tuple],
     num_devices: int,
     split: list[str],
+    num_layers: int,
 ) -> Layout:
-    """A layout with the axes `split` split, valid in itself; no model is asked."""
+    """A layout with the axes `split` split, valid in itself; no model is asked.
+
+    Args:
+        rng: What it is drawn from.
+        built: Field -> the values that the training step takes.
+        num_devices: Devices at most.
+        split: Mesh axes to split.
+        num_layers: Layers that explicit splits divide.
+    """
     values: dict[str, Any] = {}
     for position, axis in enumerate(split):
         num_devices_left = num_devices >> (len(split) - 1 - position)
@@ -120,7 +133,21 @@ def draw_layout(
         means_something = draw.beside is None or values.get(draw.beside, 1) > 1
         if name not in MESH_AXES and means_something:
             values[name] = pick(rng, built[name])
+    if values.get("schedule") not in CHUNKED:
+        values["chunks"] = 1
+    num_stages = values.get("stage", 1) * values["chunks"]
+    if 1 < num_stages <= num_layers and rng.integers(3) == 0:
+        values["splits"] = _random_splits(rng, num_layers, num_stages)
     return Layout(**values)
+
+
+def _random_splits(
+    rng: np.random.Generator, num_layers: int, num_stages: int
+) -> tuple[int, ...]:
+    """Sizes of stages, at least 1 each, that add up to the layers."""
+    cuts = rng.permutation(np.arange(1, num_layers))[: num_stages - 1]
+    bounds = [0, *sorted(int(cut) for cut in cuts), num_layers]
+    return tuple(np.diff(bounds).tolist())
 
 
 def pick(rng: np.random.Generator, values: Sequence) -> Any:

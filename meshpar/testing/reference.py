@@ -1,8 +1,8 @@
 """The single-device program: what every layout is compared with.
 
 Plain `jax.value_and_grad` of `meshpar.model.loss` and optax: no mesh, no rules, no
-`shard_map`, and none of the training step's code but the key of dropout, so that no error of it can
-cancel.
+`shard_map`, and none of the training step's code but the key of dropout, so that no
+error of it can cancel.
 """
 
 from __future__ import annotations

@@ -34,6 +34,11 @@ def layout_refusals(layout: Layout) -> dict[str, str]:
                 f"layout {str(layout)!r}: {name} changes nothing while "
                 f"{mesh_axis}=1; leave it out, or give {mesh_axis!r} a size"
             )
+    if layout.execution != "uniform" and "execution" not in refusals:
+        refusals["execution"] = (
+            f"layout {str(layout)!r}: execution={layout.execution} is not supported; "
+            "leave it out: all ranks run the same instructions every tick"
+        )
     if layout.zero != 3:
         refusals["zero"] = (
             f"layout {str(layout)!r}: zero={layout.zero} is not supported; 'fsdp' "
@@ -43,18 +48,15 @@ def layout_refusals(layout: Layout) -> dict[str, str]:
     return refusals
 
 
-def rule_refusals(rules: Rules) -> Iterator[tuple[str, RuleError]]:
+def rule_refusals(rules: Rules, layout: Layout) -> Iterator[tuple[str, RuleError]]:
     """Each logical axis whose rule `make_train_step` refuses, with the error."""
-    layers = rules.stored.table.get("layers", ())
-    if set(layers) & set(BATCH_AXES):
-        yield (
-            "layers",
-            RuleError(
-                "claimed_twice",
-                f"logical axis 'layers' is mapped to {layers}, but every device runs "
-                "every layer: map another dim of the parameters, such as 'embed'",
-            ),
-        )
+    if "layers" in rules.stored.table:
+        error = _layers_error(rules.stored.table["layers"], layout)
+        if error is not None:
+            yield "layers", error
+    for logical_axis, mesh_axes in rules.stored.table.items():
+        if "stage" in mesh_axes and logical_axis != "layers" and layout.stage > 1:
+            yield logical_axis, _stage_error(logical_axis)
     batch = rules.table.get("batch", ())
     if batch != BATCH_AXES:
         yield (
@@ -70,6 +72,55 @@ def rule_refusals(rules: Rules) -> Iterator[tuple[str, RuleError]]:
         for mesh_axis in mesh_axes:
             if logical_axis != "batch" and mesh_axis in BATCH_AXES:
                 yield logical_axis, _batch_axis_error(logical_axis, mesh_axis)
+
+
+def batch_refusal(
+    layout: Layout,
+    num_examples: int,
+    name: str = "tokens",
+    microbatches: int | None = None,
+) -> str | None:
+    """Why a global batch of that size does not suit a layout; None if it does.
+
+    `microbatches` counts instead of the layout's own, where it is given.
+    """
+    microbatches = microbatches or layout.microbatches
+    if num_examples % (layout.batch_shards * microbatches) == 0:
+        return None
+    times = f" x microbatches={microbatches}"
+    return (
+        f"batch[{name!r}] has {num_examples} examples, which do not divide over "
+        f"{layout.batch_shards} devices of data={layout.data},fsdp={layout.fsdp}"
+        f"{times if microbatches > 1 else ''}; pad with examples of weight 0, "
+        "or change the global batch"
+    )
+
+
+def _layers_error(mesh_axes: tuple[str, ...], layout: Layout) -> RuleError | None:
+    at_work = tuple(axis for axis in mesh_axes if layout.mesh_shape[axis] > 1)
+    if set(mesh_axes) & set(BATCH_AXES) or set(at_work) - {"stage"}:
+        return RuleError(
+            "claimed_twice",
+            f"logical axis 'layers' is mapped to {mesh_axes}, but every device runs "
+            "every layer of its stage: map another dim of the parameters, such as "
+            "'embed', and 'layers' to 'stage' or nothing",
+        )
+    if layout.stage > 1 and not at_work:
+        return RuleError(
+            "unknown",
+            f"logical axis 'layers' is mapped to {mesh_axes or None}, but "
+            f"stage={layout.stage} splits the layers: pass "
+            "Rules(..., parameters={'layers': 'stage'}), or set stage=1",
+        )
+    return None
+
+
+def _stage_error(logical_axis: str) -> RuleError:
+    return RuleError(
+        "claimed_twice",
+        f"logical axis {logical_axis!r} is mapped to 'stage', which splits the layers; "
+        "map 'layers' alone to it",
+    )
 
 
 def _batch_axis_error(logical_axis: str, mesh_axis: str) -> RuleError:

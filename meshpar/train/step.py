@@ -19,13 +19,14 @@ from meshpar.mesh import absent_mesh, make_mesh, platform_of
 from meshpar.model import EXAMPLE, Batch, Model
 from meshpar.parallel.norm import global_norm
 from meshpar.parallel.pipeline.program import pipeline_of
+from meshpar.parallel.pipeline.stages import in_layer_order
 from meshpar.parallel.placement import DTYPES, Placement, is_pipelined
 from meshpar.parallel.program import LocalProgram
 from meshpar.rule_presets import default_rules
 from meshpar.rules import Rules
 from meshpar.sharding import born_sharded, model_shardings
 from meshpar.train.layer_order import layer_orders
-from meshpar.train.refusals import layout_refusals, rule_refusals
+from meshpar.train.refusals import batch_refusal, layout_refusals, rule_refusals
 from meshpar.train.state import TrainState, initial_state, state_shardings
 
 Metrics = dict[str, jax.Array]
@@ -97,7 +98,7 @@ def make_train_step(
             f"max_grad_norm={max_grad_norm}: must be positive, or None for no limit"
         )
     rules = rules or default_rules(layout)
-    for _, error in rule_refusals(rules):
+    for _, error in rule_refusals(rules, layout):
         raise error
     return TrainStep(
         model=model,
@@ -236,6 +237,18 @@ class TrainStep:
             )
         return loss, gradients
 
+    def in_layer_order(self, tree: Any) -> Any:
+        """Parameters or gradients whole on the host, their layers first to last.
+
+        Under `stage` > 1 arrays hold the layers rank by rank, with places left empty
+        where stages are of uneven size; here they have the model's own shapes.
+
+        Args:
+            tree: Arrays laid out as the parameters: `state.params`, gradients, or a
+                tree in the optimizer's state.
+        """
+        return in_layer_order(self.model, tree)
+
     def evaluate(self, state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """Summed loss and summed weights of a batch, without dropout."""
         with jax.set_mesh(self.mesh):
@@ -303,16 +316,9 @@ class TrainStep:
         Raises:
             InputError: It does not; both numbers are in the message.
         """
-        layout = self.layout
-        microbatches = microbatches or layout.microbatches
-        if num_examples % (layout.batch_shards * microbatches):
-            times = f" x microbatches={microbatches}"
-            raise InputError(
-                f"batch[{name!r}] has {num_examples} examples, which do not divide "
-                f"over {layout.batch_shards} devices of data={layout.data},"
-                f"fsdp={layout.fsdp}{times if microbatches > 1 else ''}; pad "
-                "with examples of weight 0, or change the global batch"
-            )
+        refused = batch_refusal(self.layout, num_examples, name, microbatches)
+        if refused is not None:
+            raise InputError(refused)
 
     def _without_devices(self, platform: str) -> TrainStep:
         return TrainStep(

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.collectives import asked, on_parts
 from meshpar.model import Batch, spec_axes
@@ -57,7 +57,7 @@ class Shares:
     def of_batch(self, batch: Batch) -> Batch:
         """The arrays of a batch, those with a sequence cut to this rank's tokens."""
         return {
-            name: self._own(array, 1)
+            name: self._whole_here(self._own(array, 1))
             if array.ndim > 1 and array.shape[1] == self.seq
             else array
             for name, array in batch.items()
@@ -109,6 +109,14 @@ class Shares:
         rank = lax.axis_index(STAGE)
         own = lax.dynamic_index_in_dim(array, rank, dim + 1, keepdims=False)
         return own.reshape(*shape[:dim], -1, *shape[dim + 1 :])
+
+    def _whole_here(self, array: jax.Array) -> jax.Array:
+        # GSPMD would split token ids as the activations are, and gather them again.
+        if not spec_axes(self.spec):
+            return array
+        mesh = jax.sharding.get_abstract_mesh()
+        whole = NamedSharding(mesh, PartitionSpec(*(None,) * array.ndim))
+        return lax.with_sharding_constraint(array, whole)
 
     def _over_parts(self, local: Any, x: jax.Array) -> jax.Array:
         return on_parts(

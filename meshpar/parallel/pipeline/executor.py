@@ -55,7 +55,7 @@ class Work:
         embed_gradient: (microbatch, dx on the first stage's rank, else 0) -> gradients
             of the ends, and what shows that it is done.
         head: (microbatch, y on the last stage's rank, else 0) -> (loss sums, dy,
-            gradients of the ends), by all ranks.
+            gradients of the ends, what shows that all is done), by all ranks.
         x: Shape of a microbatch's activations.
         spec: How they lie over automatic mesh axes.
         parameters: Of the blocks, (chunks, ...) each.
@@ -69,7 +69,7 @@ class Work:
     stage_gradient: Callable[..., tuple[jax.Array, Any]]
     embed: Callable[[jax.Array, Zero | None], jax.Array]
     embed_gradient: Callable[[jax.Array, jax.Array], tuple[Any, Zero]]
-    head: Callable[[jax.Array, jax.Array], tuple[Any, jax.Array, Any]]
+    head: Callable[[jax.Array, jax.Array], tuple[Any, jax.Array, Any, Zero]]
     x: jax.ShapeDtypeStruct
     spec: PartitionSpec
     parameters: Any
@@ -117,7 +117,8 @@ class Executor:
                 state,
                 self._rows(phase.start, phase.stop),
             )[0]
-        return state.loss_sums, state.block_gradients, state.end_gradients
+        sums = self._after_the_loop(state)
+        return sums, state.block_gradients, state.end_gradients
 
     def loss_sums(self) -> Any:
         """Loss sums alone: the forwards of every tick."""
@@ -129,7 +130,13 @@ class Executor:
             state,
             self._rows(0, stop),
         )[0]
-        return state.loss_sums
+        return self._after_the_loop(state)
+
+    def _after_the_loop(self, state: _State) -> Any:
+        """The loss sums, no sooner than the last collective of the last tick."""
+        # XLA unrolls a phase of one tick: then the sums are there before its end.
+        done = state.done if self.in_order else None
+        return jax.tree.map(lambda value: follow(value, done), state.loss_sums)
 
     def _first_state(self, *, keeps: bool = True) -> _State:
         def buffer(slots: tuple[int, ...], shape: Any) -> jax.Array:
@@ -200,13 +207,13 @@ class Executor:
             y, saved = work.stage(*at, x), state.saved
         at_end = (own["forward_stage"] == self.num_stages - 1) & (microbatch >= 0)
         last = jnp.where(at_end, y, 0)
-        sums, dy, gradients = work.head(jnp.maximum(row["ended"], 0), last)
+        sums, dy, gradients, done = work.head(jnp.maximum(row["ended"], 0), last)
         some = row["ended"] >= 0
         state = dataclasses.replace(
             state,
             saved=saved,
             loss_sums=_add(state.loss_sums, sums, some),
-            done=self._zero(dy) if self.in_order else state.done,
+            done=done if self.in_order else state.done,
         )
         if keeps:
             state = dataclasses.replace(

@@ -12,17 +12,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from meshpar.collectives import Zero, zero_on_parts
+from meshpar.collectives import Zero, follow, zero_on_parts
 from meshpar.model import Batch, Params, Scope, spec_axes
 from meshpar.parallel.blocks import Block, run_backward, run_blocks, run_keeping
 from meshpar.parallel.pipeline.ends import STAGE, Shares
 from meshpar.parallel.pipeline.executor import Work
 from meshpar.parallel.pipeline.stages import Arrangement, only_group
 from meshpar.parallel.placement import Placement
-from meshpar.parallel.zero import Stored, is_stored
+from meshpar.parallel.zero import Stored, is_stored, zero_from_all
 from meshpar.rules import auto_mesh_shape
-
-_RESIDUAL = ("batch", "residual_seq", "embed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +56,7 @@ class Microbatches:
             logits = self.placement.model.logits(
                 self.weights, share, self._share_scope(microbatch)
             )
-            return logits, share, None
+            return logits, share, None, zero_on_parts(share, self.shares.spec)
 
         shape = jax.eval_shape(
             lambda share: self.placement.model.logits(
@@ -88,11 +86,7 @@ class Microbatches:
     def shares(self) -> Shares:
         """How tokens are divided among the ranks."""
         placement, (_, seq, _) = self.placement, self._x.shape
-        spec = PartitionSpec()
-        if "residual_seq" in placement.rules.table:
-            spec = placement.rules.spec(
-                _RESIDUAL, self._x.shape, mesh_shape=auto_mesh_shape()
-            )
+        spec = placement.residual_spec(self._x.shape)
         sizes = auto_mesh_shape()
         parts = math.prod(sizes[axis] for axis in spec_axes(PartitionSpec(*spec[1:2])))
         num_ranks = placement.layout.stage
@@ -100,7 +94,7 @@ class Microbatches:
             num_ranks=num_ranks,
             shared=placement.model.per_token and seq % (num_ranks * parts) == 0,
             seq=seq,
-            spec=spec if spec_axes(spec) else PartitionSpec(),
+            spec=spec,
             parts=parts,
         )
 
@@ -154,6 +148,7 @@ class Microbatches:
             remat=placement.layout.remat,
             make_scope=placement.scope,
             padded=self.arrangement.padded,
+            spec=self.shares.spec,
             in_order=placement.in_order,
         )
 
@@ -208,7 +203,12 @@ class Microbatches:
             self.weights,
         )
         (gradients,) = vjp(jnp.where(self.shares.counts(), dx, 0))
-        return gradients, zero_on_parts(dx, self.shares.spec)
+        return gradients, self._done(dx, gradients)
+
+    def _done(self, x: jax.Array, gradients: Params) -> Zero:
+        """0, once these are there: GSPMD may sum gradients of the ends by itself."""
+        stored = self.placement.model.split(self.placement.stored)[0]
+        return zero_on_parts(x, self.shares.spec) + zero_from_all(stored, gradients)
 
     def _loss(self, microbatch: jax.Array, last: jax.Array) -> tuple:
         share = self.shares.scatter(last, "head_scatter")
@@ -219,8 +219,11 @@ class Microbatches:
         )
         counts = self.shares.counts().astype(loss_sum.dtype)
         gradients, dy = vjp((counts, jnp.zeros_like(weight_sum)))
+        if self.placement.in_order:
+            dy = follow(dy, self._done(dy, gradients))
         dy = self.shares.gather(dy, "head_gather")
-        return (loss_sum * counts, weight_sum * counts), dy, gradients
+        sums = loss_sum * counts, weight_sum * counts
+        return sums, dy, gradients, zero_on_parts(dy, self.shares.spec)
 
     def _head(
         self, weights: Params, share: jax.Array, microbatch: jax.Array | int

@@ -29,6 +29,7 @@ from meshpar.parallel.placement import (
     REPLICATED,
     Placement,
     dropout_key,
+    is_pipelined,
     safe_inverse,
 )
 from meshpar.schedules import Schedule, make_schedule, tick_table
@@ -179,3 +180,12 @@ def pipeline_of(model: Model, layout: Layout) -> Pipeline:
     return Pipeline(
         model=arranged(model, placed.order), schedule=schedule, arrangement=placed
     )
+
+
+def arranged_for(model: Model, layout: Layout) -> Model:
+    """The model as a step stores it: its layers in the order of a layout's stages.
+
+    Raises:
+        InputError: As for `pipeline_of`.
+    """
+    return pipeline_of(model, layout).model if is_pipelined(layout) else model

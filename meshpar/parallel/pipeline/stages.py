@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import numpy as np
 
 from meshpar.errors import InputError
 from meshpar.layout import Layout
-from meshpar.model import BlockGroup, Model, is_parameter
+from meshpar.model import BlockGroup, Model, Parameter, is_parameter
 from meshpar.schedules import Schedule
 
 NO_LAYER = -1
@@ -136,6 +137,30 @@ def arranged(model: Model, order: Sequence[int]) -> Model:
     return replace(model, parameters={**model.parameters, group.name: blocks})
 
 
+def in_layer_order(model: Model, tree: Any) -> Any:
+    """Undoes `arranged` in arrays that lie as the model's parameters do.
+
+    Args:
+        model: An arranged model, or any other.
+        tree: Arrays of the shapes of its parameters.
+
+    Returns:
+        numpy arrays with layers first to last, and none for places without one.
+    """
+
+    def in_order(parameter: Parameter, value: Any) -> np.ndarray:
+        value = np.asarray(value)
+        if parameter.layer_order is None:
+            return value
+        layers = np.asarray(parameter.layer_order)
+        places = np.argsort(layers, kind="stable")
+        return value[places[np.count_nonzero(layers == NO_LAYER) :]]
+
+    return jax.tree.map(
+        in_order, model.parameters, jax.device_get(tree), is_leaf=is_parameter
+    )
+
+
 def only_group(model: Model) -> BlockGroup:
     """The model's group of blocks.
 
@@ -146,6 +171,6 @@ def only_group(model: Model) -> BlockGroup:
         names = ", ".join(group.name for group in model.groups)
         raise InputError(
             f"a pipeline cuts one group of blocks into stages, but the model has "
-            f"{len(model.groups)}: {names}; set stage=1"
+            f"{len(model.groups)}: {names}; set stage=1 and microbatches=1"
         )
     return model.groups[0]

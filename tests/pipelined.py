@@ -1,0 +1,111 @@
+"""What tests of the pipeline share: small models, one batch, the plain program."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from meshpar import Layout, TrainState, make_train_step
+from meshpar.model import EXAMPLE, Scope, loss
+from meshpar.parallel.placement import dropout_key
+from meshpar.testing.batches import random_batch, steps_of
+from meshpar.testing.quick_compile import quick_compile_options
+from models.presets import build
+
+BATCH, SEQ, SEED = 24, 16, 3
+QUICK = quick_compile_options("cpu")
+
+
+@functools.cache
+def model_of(layers, dropout=0.0):
+    """A small Llama, or a small GPT-2 with dropout in embedding and blocks."""
+    if dropout:
+        sizes = dict(hidden=32, heads=4, vocab=64, max_seq=SEQ)
+        return build(layers=layers, dropout=dropout, **sizes)
+    return build("test", layers=layers)
+
+
+@functools.cache
+def batch_of():
+    """Random tokens, of which about half count."""
+    batch = random_batch(64, BATCH, SEQ, seed=0)
+    return steps_of(batch, "holes", seed=1, num_steps=1)[0]
+
+
+@functools.cache
+def params_of(model):
+    """Initial values in the model's own order of layers."""
+    return jax.device_get(jax.jit(model.init, compiler_options=QUICK)(SEED))
+
+
+@functools.cache
+def plain(model):
+    """Loss and gradients of the model alone, on one device."""
+    batch = batch_of()
+    scope = Scope(
+        batch={EXAMPLE: np.arange(BATCH, dtype=np.uint32), **batch},
+        dropout_key=dropout_key(jnp.uint32(SEED), jnp.int32(0)),
+    )
+    value_and_grad = jax.jit(
+        jax.value_and_grad(lambda params: loss(model, params, batch, scope)),
+        compiler_options=QUICK,
+    )
+    return jax.device_get(value_and_grad(params_of(model)))
+
+
+def step_of(model, line, **options):
+    """A training step on the first devices."""
+    layout = Layout.parse(line)
+    devices = jax.devices()[: layout.num_devices]
+    options = {"compiler_options": QUICK, **options}
+    return make_train_step(model, optax.sgd(1.0), layout, devices=devices, **options)
+
+
+def state_of(step, model):
+    """The first state of a step, of the shared initial values."""
+    params = jax.tree.map(_arranged, step.model.parameters, params_of(model))
+    state = TrainState(
+        jnp.int32(0), jnp.uint32(SEED), params, optax.sgd(1.0).init(params)
+    )
+    return jax.device_put(state, step.shardings)
+
+
+def pipelined(model, line):
+    """Loss and gradients under a layout, as the devices hold them, and the step."""
+    step = step_of(model, line)
+    value, gradients = step.loss_and_gradients(state_of(step, model), batch_of())
+    return step, float(value), gradients
+
+
+def assert_equal_to_plain(model, line, bound=1e-5):
+    """Holds loss and every gradient to those of the model alone."""
+    step, value, gradients = pipelined(model, line)
+    wanted_value, wanted = plain(model)
+    assert abs(value - wanted_value) <= bound * abs(wanted_value)
+    assert_close(step.in_layer_order(gradients), wanted, bound)
+    jax.tree.map(_assert_empty_places, step.model.parameters, jax.device_get(gradients))
+
+
+def assert_close(found, wanted, bound=1e-5):
+    """Holds every array to a relative Frobenius error."""
+    for (path, value), other in zip(
+        jax.tree.leaves_with_path(wanted), jax.tree.leaves(found), strict=True
+    ):
+        where = jax.tree_util.keystr(path)
+        assert other.shape == value.shape, where
+        error = np.linalg.norm(other - value) / max(np.linalg.norm(value), 1e-8)
+        assert error <= bound, (where, error)
+
+
+def _arranged(parameter, value):
+    if parameter.layer_order is None:
+        return value
+    places = [value[at] if at >= 0 else 0 * value[0] for at in parameter.layer_order]
+    return np.stack(places)
+
+
+def _assert_empty_places(parameter, gradient):
+    if parameter.layer_order is not None:
+        assert not gradient[np.asarray(parameter.layer_order) < 0].any()

@@ -1,0 +1,307 @@
+"""The pipeline against the model alone: loss and gradients under every schedule."""
+
+import itertools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from meshpar import RuleError, default_rules
+from meshpar.layout import Layout
+from meshpar.model import Scope, forward
+from meshpar.parallel.pipeline import executor
+from meshpar.parallel.pipeline.stages import in_layer_order
+from meshpar.schedules import CHUNKED, ONE_CHUNK
+from tests.pipelined import (
+    BATCH,
+    QUICK,
+    assert_close,
+    assert_equal_to_plain,
+    batch_of,
+    model_of,
+    params_of,
+    pipelined,
+    plain,
+    state_of,
+    step_of,
+)
+
+TABLE = [
+    (4, "microbatches=3"),
+    (4, "stage=2,microbatches=4"),
+    (4, "stage=4,microbatches=1"),
+    (7, "stage=4,microbatches=2"),
+    (7, "data=2,stage=4,microbatches=6"),
+    (7, "fsdp=2,stage=3,splits=1/4/2,microbatches=4,remat=full"),
+    (9, "stage=8,microbatches=8"),
+    (4, "data=2,stage=2,tensor=2,schedule=gpipe,microbatches=3"),
+    (7, "stage=2,tensor=2,schedule=interleaved_1f1b,chunks=2,microbatches=3"),
+    (4, "fsdp=2,stage=2,schedule=looped_bfs,chunks=2,microbatches=3,remat=selective"),
+    (
+        7,
+        "fsdp=2,stage=2,tensor=2,sequence_parallel=true,microbatches=4,"
+        "schedule=interleaved_1f1b,chunks=2,splits=1/2/3/1",
+    ),
+]
+"""Layers and layouts: each thing that can go wrong in one of them at least."""
+
+
+@pytest.mark.parametrize(("layers", "line"), TABLE)
+def test_loss_and_gradients_equal_those_of_the_model_alone(layers, line):
+    assert_equal_to_plain(model_of(layers), line)
+
+
+def every_combination():
+    """Schedules x stages x microbatches x layers x what else is split."""
+    beside = {
+        2: ("", "data=2,", "fsdp=2,", "tensor=2,", "data=2,tensor=2,"),
+        4: ("", "data=2,", "fsdp=2,", "tensor=2,"),
+        8: ("",),
+    }
+    for stage, num, schedule in itertools.product(
+        beside, (1, 3, 6, 12), (*ONE_CHUNK, *CHUNKED)
+    ):
+        chunks = 2 if schedule in CHUNKED else 1
+        even = stage * chunks
+        uneven = (30 if stage == 8 else 7) if chunks == 1 else even + 3
+        for split, layers in itertools.product(beside[stage], (even, uneven)):
+            line = f"{split}stage={stage},microbatches={num},schedule={schedule}"
+            yield layers, line + (f",chunks={chunks}" if chunks > 1 else "")
+            if "tensor" in split:
+                yield layers, f"{line},chunks={chunks},sequence_parallel=true"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layers", "line"), [*every_combination()])
+def test_every_combination_equals_the_model_alone(layers, line):
+    assert_equal_to_plain(model_of(layers), line)
+
+
+@pytest.mark.parametrize("line", ["stage=2,tensor=2,microbatches=3", "microbatches=4"])
+def test_dropout_does_not_depend_on_stages_or_microbatches(line):
+    model = model_of(3, dropout=0.3)
+    assert_equal_to_plain(model, line)
+
+
+# Bubbles.
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """NaN wherever a rank has nothing to do, and in buffers before their first use."""
+    kind = executor.Executor
+    first_state, known_of = kind._first_state, kind._known
+    keeping, restore = kind._stage_keeping, executor.restore_vjp
+    microbatches = []
+
+    def nan_state(self, **options):
+        state = first_state(self, **options)
+        buffers = state.inputs, state.gradients, state.saved
+        inputs, gradients, saved = jax.tree.map(_filled_with_nan, buffers)
+        return replace(state, inputs=inputs, gradients=gradients, saved=saved)
+
+    def remember(self, chunk, microbatch):
+        microbatches.append(microbatch)
+        return known_of(self, chunk, microbatch)
+
+    def keep_nan(self, known, x):
+        return keeping(self, known, jnp.where(microbatches[-1] >= 0, x, jnp.nan))
+
+    def restore_nan(*arguments):
+        idle = microbatches[-1] < 0
+        vjp = restore(*arguments)
+        return lambda dy: vjp(jnp.where(idle, jnp.nan, dy))
+
+    monkeypatch.setattr(kind, "_first_state", nan_state)
+    monkeypatch.setattr(kind, "_known", remember)
+    monkeypatch.setattr(kind, "_stage_keeping", keep_nan)
+    monkeypatch.setattr(executor, "restore_vjp", restore_nan)
+    return microbatches
+
+
+def _filled_with_nan(buffer):
+    if jnp.issubdtype(buffer.dtype, jnp.floating):
+        return jnp.full_like(buffer, jnp.nan)
+    return buffer
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "stage=4,microbatches=2",
+        "stage=2,schedule=interleaved_1f1b,chunks=2,microbatches=3",
+    ],
+)
+def test_nan_in_the_bubbles_changes_nothing(line, poisoned):
+    assert_equal_to_plain(model_of(7), line)
+    assert len(poisoned) >= 4
+
+
+# Order of layers.
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "stage=3,splits=1/4/2,microbatches=2",
+        "stage=2,schedule=interleaved_1f1b,chunks=2,microbatches=2",
+    ],
+)
+def test_initial_parameters_are_those_of_the_model_to_the_bit(line):
+    model = model_of(7)
+    step = step_of(model, line)
+    params = step.init(3).params
+    jax.tree.map(
+        np.testing.assert_array_equal, step.in_layer_order(params), params_of(model)
+    )
+    assert_equal_shapes(params, step.model)
+
+
+def assert_equal_shapes(params, model):
+    shapes = {p: v.stacked_shape for p, v in model.flat_parameters().items()}
+    assert list(shapes.values()) == [value.shape for value in jax.tree.leaves(params)]
+
+
+def test_layers_are_put_in_order_and_empty_places_left_out():
+    model = model_of(3)
+    order = (2, -1, 0, 1)
+    arranged = replace(
+        model,
+        parameters=jax.tree.map(
+            lambda one: replace(one, layer_order=order) if one.num_layers else one,
+            model.parameters,
+            is_leaf=lambda node: hasattr(node, "layer_order"),
+        ),
+    )
+    tree = jax.tree.map(
+        lambda one: np.arange(len(order)) if one.num_layers else np.arange(5),
+        model.parameters,
+        is_leaf=lambda node: hasattr(node, "layer_order"),
+    )
+    found = in_layer_order(arranged, tree)
+    assert {tuple(leaf.tolist()) for leaf in jax.tree.leaves(found["blocks"])} == {
+        (2, 3, 0)
+    }
+    assert found["token_embed"].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_without_stages_the_order_is_the_models_own():
+    model = model_of(3)
+    step = step_of(model, "data=2")
+    params = state_of(step, model).params
+    jax.tree.map(
+        np.testing.assert_array_equal, step.in_layer_order(params), params_of(model)
+    )
+
+
+# Evaluation and logits.
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "data=2,stage=2,tensor=2,sequence_parallel=true,microbatches=4",
+        "stage=3,schedule=interleaved_1f1b,chunks=2,microbatches=3",
+    ],
+)
+def test_evaluation_and_logits_equal_those_of_the_model_alone(line):
+    model, batch = model_of(7), batch_of()
+    step = step_of(model, line)
+    state = state_of(step, model)
+    loss_sum, weight_sum = step.evaluate(state, batch)
+    assert float(loss_sum / weight_sum) == pytest.approx(float(plain(model)[0]))
+    assert float(weight_sum) == batch["weights"].sum()
+
+    def logits(params, tokens):
+        x = forward(model, params, {"tokens": tokens}, Scope())
+        return model.logits(model.split(params)[0], x, Scope())
+
+    expected = jax.jit(logits, compiler_options=QUICK)(
+        params_of(model), batch["tokens"]
+    )
+    found = step.logits(state, batch["tokens"])
+    assert_close([np.asarray(found)], [np.asarray(expected)])
+
+
+def test_a_model_whose_ends_look_at_several_tokens_is_not_shared():
+    model = model_of(4)
+    whole = replace(model, per_token=False)
+    step, value, gradients = pipelined(whole, "stage=2,microbatches=3")
+    wanted_value, wanted = plain(model)
+    assert value == pytest.approx(float(wanted_value), rel=1e-5)
+    assert_close(step.in_layer_order(gradients), wanted)
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("layers", "line", "match"),
+    [
+        (2, "stage=4,microbatches=4", "are 4 stages, but the model has 2 layers"),
+        (4, "stage=2,splits=1/1/2", "has 3 sizes for 2 stages; give one for each"),
+        (4, "stage=2,splits=2/3", "has 5 layers in all, but the model has 4"),
+        (4, "stage=2,chunks=2", "chunks=2: schedule '1f1b' has one stage a rank"),
+        (4, "stage=2,execution=divergent", "execution=divergent is not supported"),
+        (4, "stage=2,schedule=zero_bubble_h1", "no schedule 'zero_bubble_h1'"),
+        (4, "microbatches=2,splits=4", "splits changes nothing while stage=1"),
+    ],
+)
+def test_stages_that_do_not_fit_are_refused(layers, line, match):
+    with pytest.raises(ValueError, match=match):
+        step_of(model_of(layers), line)
+
+
+def test_microbatches_that_do_not_divide_the_batch_are_refused():
+    step = step_of(model_of(4), "data=2,stage=2,microbatches=5")
+    match = f"has {BATCH} examples, which do not divide over 2 .* x microbatches=5"
+    with pytest.raises(ValueError, match=match):
+        step.compile(batch_of())
+
+
+def test_blocks_that_change_the_shape_are_refused():
+    model = model_of(4)
+    (group,) = model.groups
+
+    def block(params, x, scope):
+        return group.block(params, x, scope)[:, :-1]
+
+    wrong = replace(model, groups=(replace(group, block=block),))
+    step = step_of(wrong, "stage=2,microbatches=3")
+    with pytest.raises(ValueError, match="blocks must keep shape and dtype"):
+        step.compile(batch_of())
+
+
+@pytest.mark.parametrize("line", ["stage=2", "microbatches=2"])
+def test_several_groups_of_blocks_are_refused(line):
+    model = model_of(4)
+    (group,) = model.groups
+    two = replace(
+        model,
+        parameters={**model.parameters, "more": model.parameters["blocks"]},
+        groups=(group, replace(group, name="more")),
+    )
+    match = "the model has 2: blocks, more; set stage=1 and microbatches=1"
+    with pytest.raises(ValueError, match=match):
+        step_of(two, line)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "match"),
+    [
+        ({}, "'layers' is mapped to None, but stage=2 splits the layers"),
+        (
+            {"layers": "tensor"},
+            r"'layers' is mapped to \('tensor',\), but every device",
+        ),
+        ({"layers": "fsdp"}, r"is mapped to \('fsdp',\), but every device"),
+        ({"layers": "stage", "embed": "stage"}, "'embed' is mapped to 'stage'"),
+    ],
+)
+def test_rules_that_do_not_split_the_layers_over_stage_are_refused(parameters, match):
+    line = "stage=2,tensor=2,microbatches=2"
+    rules = replace(default_rules(Layout.parse(line)), parameters=parameters)
+    with pytest.raises(RuleError, match=match):
+        step_of(model_of(4), line, rules=rules)

@@ -1,0 +1,226 @@
+"""The compiled pipeline: flat memory, two hops a tick, one reduction, no extra work."""
+
+import functools
+import itertools
+from collections import defaultdict
+
+import jax
+import optax
+import pytest
+
+from meshpar import Layout, audit, batch_shapes, make_train_step
+from meshpar.audit.hlo import parse_program
+from meshpar.audit.loops import places
+from meshpar.audit.shapes import arrays_of
+from meshpar.schedules import make_schedule, tick_table
+from meshpar.testing import assert_collectives, assert_flat_in, assert_no_surprises
+from models.presets import build
+
+SEQ, EXAMPLES = 16, 2  # of one microbatch on one device
+LAYERS = 4
+
+
+@functools.cache
+def step_of(line, layers=LAYERS):
+    layout = Layout.parse(line)
+    devices = jax.devices()[: layout.num_devices]
+    model = build("test", layers=layers, kv_heads=4, tied=False)
+    return make_train_step(model, optax.sgd(1.0), layout, devices=devices)
+
+
+def shapes_of(layout):
+    examples = layout.batch_shards * layout.microbatches * EXAMPLES
+    return batch_shapes(examples, SEQ)
+
+
+@functools.cache
+def text_of(line, layers=LAYERS):
+    return step_of(line, layers).compile(shapes_of(Layout.parse(line))).as_text()
+
+
+def program_of(line, layers=LAYERS):
+    """A step and its arguments, as the test kit takes them."""
+    return step_of(line, layers), (shapes_of(Layout.parse(line)),)
+
+
+def table_of(line):
+    layout = Layout.parse(line)
+    sizes = layout.stage, layout.microbatches, layout.chunks
+    return tick_table(make_schedule(layout.schedule, *sizes))
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_memory_does_not_grow_with_microbatches(remat):
+    def program(num_microbatches):
+        return program_of(f"stage=2,microbatches={num_microbatches},remat={remat}")
+
+    assert_flat_in("num_microbatches", program, [8, 128], within=0.01)
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 5])
+def test_1f1b_hops_twice_a_tick_and_shares_its_ends_once(num_microbatches):
+    line = f"data=2,stage=4,microbatches={num_microbatches}"
+    table = table_of(line)
+    forward, backward = table.num_forward_ticks, table.num_backward_ticks
+    assert forward == backward == num_microbatches + 3
+    report = assert_collectives(
+        *program_of(line),
+        {
+            "stage": {
+                "collective-permute": forward + backward,
+                "all-gather": 2 * forward,  # embedding, and the loss's gradient
+                "reduce-scatter": forward + backward,  # head, embedding's gradient
+            },
+            "data": {"all-reduce": 1},
+            "data+stage": {"all-reduce": 2},
+        },
+        min_bytes=8,
+    )
+    reductions = [
+        row.collective
+        for row in report.rows
+        if row.collective.kind == "all-reduce" and row.collective.payload_bytes > 64
+    ]
+    assert {row.executions for row in reductions} == {1}
+    model = step_of(line).model
+    per_device = sum(
+        parameter.struct.size // (4 if parameter.num_layers else 1)
+        for parameter in model.flat_parameters().values()
+    )
+    assert sum(row.payload_bytes for row in reductions) == 4 * per_device
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "data=2,stage=2,tensor=2,microbatches=3",
+        "fsdp=2,stage=2,tensor=2,microbatches=3,sequence_parallel=true",
+        "stage=2,schedule=interleaved_1f1b,chunks=2,microbatches=4,remat=full",
+    ],
+)
+def test_every_collective_of_a_pipeline_has_a_reason(line):
+    report = assert_no_surprises(*program_of(line))
+    assert all(row.reason for row in report.rows)
+
+
+@pytest.mark.parametrize(
+    ("line", "num_forward_ticks"),
+    [
+        ("stage=4,microbatches=4", 7),
+        ("data=2,stage=2,microbatches=3", 4),
+        ("stage=2,schedule=interleaved_1f1b,chunks=2,microbatches=4", 9),
+        ("stage=2,schedule=gpipe,microbatches=4", 5),
+    ],
+)
+def test_work_is_that_of_one_device_shared_and_of_the_bubble(line, num_forward_ticks):
+    layout = Layout.parse(line)
+    table = table_of(line)
+    assert table.num_forward_ticks == table.num_backward_ticks == num_forward_ticks
+    whole = audit(*program_of(f"data={layout.data}")[:1], shapes_of(Layout.parse(line)))
+    # Of a microbatch a rank runs 1/(S v) of the blocks a tick, and 1/S of the ends.
+    ends = audit(*program_of(f"data={layout.data}", layers=1)[:1], shapes_of(layout))
+    blocks = (whole.flops - ends.flops) * LAYERS / (LAYERS - 1)
+    per_microbatch = (
+        blocks / (layout.stage * layout.chunks) + (whole.flops - blocks) / layout.stage
+    ) / layout.microbatches
+    found = audit(*program_of(line)[:1], shapes_of(layout)).flops
+    assert found == pytest.approx(num_forward_ticks * per_microbatch, rel=1e-3)
+    if layout.chunks == 1:
+        bubble = (layout.microbatches + layout.stage - 1) / layout.microbatches
+        assert found <= 1.02 * bubble * whole.flops / layout.stage
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "stage=4,microbatches=8",
+        "data=2,stage=2,tensor=2,microbatches=4,remat=full",
+        "stage=2,schedule=gpipe,microbatches=4",
+        "stage=2,schedule=interleaved_1f1b,chunks=2,microbatches=4",
+    ],
+)
+def test_no_buffer_of_the_pipeline_is_copied_in_the_loop(line):
+    table = table_of(line)
+    lengths = {
+        max(slots)
+        for slots in (table.saved_slots, table.input_slots, table.gradient_slots)
+    } - {1, 2}
+    assert lengths
+    written = {dims for dims in dims_of(line, "dynamic-update-slice")}
+    buffers = {dims for dims in written if dims[:1] and dims[0] in lengths}
+    assert buffers
+    assert not buffers & dims_of(line, "copy")
+
+
+def dims_of(line, opcode):
+    """Shapes of what an opcode makes inside loops."""
+    program = parse_program(text_of(line))
+    return {
+        array.dims
+        for name, at in places(program).items()
+        if any(place.in_loop for place in at)
+        for instruction in program.computations[name].instructions
+        if instruction.opcode == opcode
+        for array in arrays_of(instruction.shape)
+    }
+
+
+# The order of collectives, which XLA:CPU needs (`meshpar.collectives`).
+
+
+@pytest.mark.parametrize(
+    ("line", "layers"),
+    [
+        ("data=2,stage=2,tensor=2,microbatches=4", 4),
+        ("fsdp=2,stage=2,tensor=2,microbatches=2,sequence_parallel=true", 2),
+        ("fsdp=2,stage=4,microbatches=3,schedule=interleaved_1f1b,chunks=2", 8),
+        ("data=2,fsdp=2,tensor=2", 1),
+    ],
+)
+def test_no_two_collectives_are_ready_together(line, layers):
+    assert unordered(text_of(line, layers)) == []
+
+
+def unordered(text):
+    """Pairs of collectives of one computation of which neither waits for the other."""
+    program = parse_program(text)
+    found = []
+    for name in places(program):
+        computation = program.computations[name]
+        before = ancestors(computation)
+        moving = [one.name for one in computation.instructions if moves(program, one)]
+        found += [
+            (one, other)
+            for one, other in itertools.combinations(moving, 2)
+            if one not in before[other] and other not in before[one]
+        ]
+    return found
+
+
+def ancestors(computation):
+    """Name -> the names of all that it waits for."""
+    before = defaultdict(set)
+    for instruction in computation.instructions:
+        for operand in instruction.operands:
+            before[instruction.name] |= before[operand] | {operand}
+    return before
+
+
+def moves(program, instruction):
+    """Whether an instruction is a collective, or runs one."""
+    if instruction.opcode in KINDS:
+        return True
+    called = instruction.attribute(r"(?:body|to_apply|calls)=%?([\w.\-]+)")
+    if instruction.opcode not in ("while", "call", "fusion") or not called:
+        return False
+    inside = program.computations[called].instructions
+    return any(moves(program, one) for one in inside)
+
+
+KINDS = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "collective-permute",
+)
