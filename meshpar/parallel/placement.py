@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from meshpar.collectives import asked, follow
+from meshpar.collectives import asked, follow, zero_from
 from meshpar.layout import BATCH_AXES, MANUAL_AXES, Layout
 from meshpar.model import Model, Params, Scope, spec_axes
 from meshpar.parallel.data import reduce_gradients
@@ -83,12 +83,26 @@ class Placement:
         weights, gathered = gather(stored_ends, ends, in_order=self.in_order)
         return jax.tree.map(lambda weight: follow(weight, gathered), weights), groups
 
-    def reduce(self, end_gradients: Params, group_gradients: list[Params]) -> Params:
-        """Gradients reduced over the mesh axes that they have not been reduced over."""
+    def reduce(
+        self,
+        end_gradients: Params,
+        group_gradients: list[Params],
+        *,
+        after: jax.Array | None = None,
+    ) -> Params:
+        """Gradients reduced over the mesh axes that they have not been reduced over.
+
+        Args:
+            end_gradients: Of the ends.
+            group_gradients: Of each group of blocks.
+            after: A number that must be known first, where collectives are in order.
+        """
         stored_ends, stored_groups = self.model.split(self.stored)
         in_order, earlier = self.in_order, None
         if in_order:
             earlier = zero_from_all(stored_groups, group_gradients)
+        if in_order and after is not None:
+            earlier += zero_from(after)
         end_gradients, earlier = reduce_scatter(
             stored_ends, end_gradients, earlier=earlier, in_order=in_order
         )

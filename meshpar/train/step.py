@@ -172,12 +172,12 @@ class TrainStep:
         )
         jit = functools.partial(jax.jit, compiler_options=compiler_options)
         metrics_sharding = NamedSharding(mesh, PartitionSpec())
-        self._step = jit(
-            self._update,
+        self._update_layout = dict(
             in_shardings=(self.shardings, self.batch_sharding),
             out_shardings=(self.shardings, metrics_sharding),
             donate_argnums=0,
         )
+        self._step = jit(self._update, **self._update_layout)
         self._gradients = jit(
             self._program.loss_and_gradients,
             out_shardings=(metrics_sharding, metrics_sharding, param_shardings),
@@ -280,7 +280,8 @@ class TrainStep:
         """
         step = self if platform is None else self._without_devices(platform)
         return Subject(
-            function=step._step,
+            # JAX does not trace a jit with options of its own inside another.
+            function=jax.jit(step._update, **step._update_layout),
             arguments=step._argument_shapes(arguments[-1]),
             mesh=step.mesh,
             platform=step.platform,

@@ -41,6 +41,7 @@ class Shares:
         seq: Tokens of a sequence.
         spec: How (batch, seq, embed) lies over automatic mesh axes.
         parts: Parts that those axes split the sequence into.
+        sums_wide: Whether sums are made in fp32.
     """
 
     num_ranks: int
@@ -48,6 +49,7 @@ class Shares:
     seq: int
     spec: PartitionSpec
     parts: int
+    sums_wide: bool
 
     def positions(self) -> jax.Array:
         """The positions in the sequence of this rank's tokens."""
@@ -87,7 +89,10 @@ class Shares:
                     return lax.psum(x, STAGE)
                 return lax.psum_scatter(x, STAGE, scatter_dimension=1, tiled=True)
 
-        return self._over_parts(local, x)
+        # XLA:CPU aborts on a 16-bit sum here; all ranks but one add zeros, so that no
+        # dtype rounds it.
+        wide = x.astype(jnp.float32) if self.sums_wide else x
+        return self._over_parts(local, wide).astype(x.dtype)
 
     def whole(self, share: jax.Array) -> jax.Array:
         """(batch, seq / ranks, ...) of every rank -> (batch, seq, ...), in order."""

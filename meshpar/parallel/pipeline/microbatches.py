@@ -96,6 +96,7 @@ class Microbatches:
             seq=seq,
             spec=spec,
             parts=parts,
+            sums_wide=placement.in_order,
         )
 
     @cached_property

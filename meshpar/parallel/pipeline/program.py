@@ -62,7 +62,8 @@ class PipelineProgram:
             sums, blocks, ends = self._run(work).loss_and_gradients()
             loss_sum, weight_sum = placement.sum_losses(sums, MANUAL_AXES)
             share = safe_inverse(weight_sum)
-            summed = placement.reduce(ends, [jax.tree.map(_merge, blocks)])
+            merged = [jax.tree.map(_merge, blocks)]
+            summed = placement.reduce(ends, merged, after=loss_sum)
             gradients = jax.tree.map(
                 lambda value: value * share.astype(value.dtype), summed
             )
