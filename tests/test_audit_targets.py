@@ -215,7 +215,7 @@ def test_every_target_compiles_and_counts_the_same_bytes(target):
 
 @needs_tpu_compiler
 def test_a_program_that_does_not_fit_says_so():
-    report = sum_of(1, "tpu:v5e:1x1", rows=32 * 2**20)  # 32 GiB, of 16.
+    report = sum_of(4, "tpu:v5e:2x2", rows=32 * 2**20)  # 32 GiB each, of 16.
     assert report.fits is False
     assert report.problem.startswith("does not fit: ")
 

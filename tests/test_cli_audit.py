@@ -233,8 +233,8 @@ def test_a_step_compiled_here_is_clean(capsys):
 def test_a_step_too_large_for_its_target_ends_with_1(capsys):
     sizes = "layers=1,hidden=2048,heads=16,ffn=2048,vocab=1000000"
     argv = ["audit", "--model", sizes, "--seq", "16", "--layout", "data=-1"]
-    assert status_of([*argv, "--target", "tpu:v5e:1x1", "--json"]) == 1
+    assert status_of([*argv, "--target", "tpu:v5e:2x2", "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
-    assert (report["layout"], report["fits"]) == ("data=1", False)
+    assert (report["layout"], report["fits"]) == ("data=4", False)
     assert report["memory"]["capacity_bytes"] == 16 << 30
-    assert report["target"] == "tpu:v5e:1x1"
+    assert report["target"] == "tpu:v5e:2x2"

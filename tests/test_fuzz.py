@@ -10,7 +10,7 @@ from meshpar import Layout
 from meshpar.cli import fuzz
 from meshpar.cli.main import _parser, main
 from meshpar.layout import _CHOICES
-from meshpar.parallel import program
+from meshpar.parallel import placement
 from meshpar.schedules import SCHEDULES
 from meshpar.testing.batches import MASKS
 from meshpar.testing.layout_cases import MODELS, Case, Choices, draw_cases, refusal
@@ -123,7 +123,7 @@ def test_a_missing_reduction_is_found_and_shrunk_to_two_replicas(monkeypatch, ca
     def unreduced(stored, gradients, *_, **__):
         return gradients
 
-    monkeypatch.setattr(program, "reduce_gradients", unreduced)
+    monkeypatch.setattr(placement, "reduce_gradients", unreduced)
     line = "data=2,tensor=2,remat=full"
     argv = f"fuzz --layout {line} --preset test --mask holes --seq 2"
     assert status_of(argv.split()) == 1
@@ -142,7 +142,7 @@ def test_a_layout_that_stops_is_a_failure_with_its_error(monkeypatch, capsys):
     def stops(*_, **__):
         raise TypeError("no such array")
 
-    monkeypatch.setattr(program, "reduce_gradients", stops)
+    monkeypatch.setattr(placement, "reduce_gradients", stops)
     argv = "fuzz --layout data=2 --preset test --seq 2 --global-batch 2"
     assert status_of(argv.split()) == 1
     assert "TypeError: no such array" in capsys.readouterr().out

@@ -25,6 +25,10 @@ from meshpar.model import spec_axes
 from meshpar.parallel.pipeline.ends import STAGE
 from meshpar.schedules import Phase, TickTable
 
+IDLE = 0.0
+"""What ranks compute on while they have no microbatch. Nothing of it is kept; zeros,
+because `jnp.where` masks a NaN forward, not its gradient."""
+
 _ROWS = (
     "forward_chunk",
     "forward_microbatch",
@@ -193,7 +197,7 @@ class Executor:
         embedded = work.embed(jnp.maximum(row["embedded"], 0), done)
         arrived = _at(state.inputs, own["input_read"])
         x = jnp.where(own["forward_stage"] == 0, embedded, arrived)
-        x = self._laid_out(jnp.where(microbatch >= 0, x, 0))
+        x = self._laid_out(jnp.where(microbatch >= 0, x, IDLE))
         at = (jnp.maximum(own["forward_chunk"], 0), jnp.maximum(microbatch, 0))
         if keeps:
             y, kept = work.stage_keeping(*at, x)
@@ -230,7 +234,7 @@ class Executor:
     ) -> tuple[_State, jax.Array]:
         work, microbatch = self.work, own["backward_microbatch"]
         dy = _at(state.gradients, own["gradient_read"])
-        dy = jnp.where(microbatch >= 0, dy, 0)
+        dy = jnp.where(microbatch >= 0, dy, IDLE)
         if self.in_order:
             dy = follow(dy, state.done)
         kept = [_at(buffer, own["saved_read"]) for buffer in state.saved]
