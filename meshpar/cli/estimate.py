@@ -8,7 +8,8 @@ import json
 from meshpar.cli.parsing import positive
 from meshpar.errors import InputError
 from meshpar.layout import Layout
-from meshpar.planner.devices import DEVICES, cluster_of
+from meshpar.planner.clusters import cluster_of
+from meshpar.planner.devices import DEVICES
 from meshpar.planner.estimate import Estimate, estimate
 from meshpar.planner.execution import EXECUTIONS, MESHPAR, execution_of
 from meshpar.planner.explain import explain

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 import meshpar
-from meshpar.cli import audit, estimate, fuzz, lint, schedule
+from meshpar.cli import audit, estimate, fuzz, lint, plan, schedule
 from meshpar.cli.parsing import OneLineParser
 
 DONE, NO, BAD_INPUT = 0, 1, 2
@@ -19,6 +19,7 @@ _SUBCOMMANDS = {
     "lint": lint,
     "schedule": schedule,
     "estimate": estimate,
+    "plan": plan,
     "audit": audit,
     "fuzz": fuzz,
 }

@@ -44,6 +44,8 @@ def everything_bytes(run: Run, *, moe: bool) -> float:
     inside = (_projections(run) + _mixed(run) + _mlp(run, moe)) * values
     inside += 4 * workload.heads if run.execution.fused_attention else 0  # log-sums
     tokens = run.tokens
+    if run.execution.keeps_gathered:
+        stream += 2 * values * workload.hidden * (1 / run.residual_share - 1)
     return (
         tokens * (stream * run.residual_share + inside / run.layout.tensor)
         + scores_bytes(run)

@@ -131,11 +131,16 @@ def _weight_grad(run: Run, halves: tuple[_Linears, ...], moe: bool) -> Cost:
         for half in halves
         for rows, inner, columns, count in half.columns + half.rows
     )
+    parameters = block_parameters(run, moe=moe)
+    return Cost(seconds + accumulated_s(run, parameters))
+
+
+def accumulated_s(run: Run, parameters: float) -> float:
+    """Time to add a microbatch's weight gradients to their sums."""
     # The sum is read and written; a matmul that adds to it saves its own output.
     each = 2 * run.execution.gradient_bytes
     each += -run.dtype_bytes if run.execution.fused_accumulation else run.dtype_bytes
-    added = block_parameters(run, moe=moe) * each
-    return Cost(seconds + memory_s(run, added))
+    return memory_s(run, parameters * max(0, each))
 
 
 def _recomputed(
@@ -160,11 +165,9 @@ def _recomputed(
 
 
 def _launched(run: Run, cost: Cost, kernels: int) -> Cost:
-    """At least as long as the host needs to launch its kernels."""
-    if not run.execution.eager:
-        return cost
+    """With the time in which one kernel has ended and the next has not begun."""
     launched_s = kernels * run.cluster.device.efficiency.launch_s
-    return Cost(max(cost.compute_s, launched_s), cost.exposed_s)
+    return Cost(cost.compute_s + launched_s, cost.exposed_s)
 
 
 def _forward_bytes(run: Run, moe: bool) -> float:
@@ -185,13 +188,19 @@ def _forward_bytes(run: Run, moe: bool) -> float:
 def _backward_bytes(run: Run, moe: bool) -> float:
     workload, execution = run.workload, run.execution
     tensor, values = run.layout.tensor, run.dtype_bytes
-    # Two norms (read input and gradient, write), two sums of gradients.
-    stream = (2 * 3 + 2 * 3) * workload.hidden * values
+    # Two norms (read input and gradient, write; read both again for the scale's
+    # gradient), two sums of gradients.
+    stream = (2 * 5 + 2 * 3) * workload.hidden * values
     if execution.dropout:
         stream += 2 * (2 * values + 1) * workload.hidden
     heads = (workload.heads + workload.kv_heads) * workload.query_dim
     activation = 5 / 3 * _activation_reads(workload, execution, moe)
     inside = 2 * heads * values + activation * values
+    if workload.biases:
+        # Each bias's gradient sums the output's over all tokens.
+        stream += 2 * workload.hidden * values
+        inside += (heads + workload.kv_heads * workload.value_dim) * values
+        inside += workload.ffn * values
     return run.tokens * (
         stream * run.residual_share + inside / tensor + _routed_bytes(run, moe)
     )
@@ -238,7 +247,8 @@ def _tensor_backward(run: Run, weight_grad_s: list[float]) -> Cost:
             # gathered again beside the matmul for its gradient, whose scatter runs
             # beside the one for the weights.
             cost += waiting("tensor", gather_s)
-            cost += waiting("tensor", gather_s, hidden_s=hidden_s) * 2
+            again = 1 if run.execution.keeps_gathered else 2
+            cost += waiting("tensor", gather_s, hidden_s=hidden_s) * again
         else:
             sum_s = all_reduce_s(run.residual_bytes, tensor, link)
             cost += waiting("tensor", sum_s, hidden_s=hidden_s)

@@ -2,47 +2,46 @@
 
 from __future__ import annotations
 
-import math
-import re
-import tomllib
-from dataclasses import fields, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
 
-from meshpar.errors import InputError
-from meshpar.layout import nearest
 from meshpar.link_speeds import NVIDIA_LINKS
-from meshpar.planner.hardware import Cluster, Device, Efficiency
+from meshpar.planner.hardware import Device, Efficiency
 
 # How each number was got:
-#   matmul, memory       A100: the layer times of Korthikanti et al. 2022, table 4
-#                        (22B, five rows). H100: two rows of the nanotron grid (the
-#                        calibration rows of meshpar.planner.validate).
-#   attention            Dao 2023 (FlashAttention-2), section 4.1: up to 230 TFLOP/s of
-#                        312 on A100, 335 of 989 on H100 with the same kernel; and its
-#                        head sizes 64 and 128 (about 0.85 of each other): 24.
-#   link                 nccl-tests' bus bandwidth of a DGX A100 (235 GB/s of 300), of
-#                        a DGX H100 (rings, 360 GB/s of 450).
-#   network              9/10 of the line rate, after headers and imperfect routes.
-#   hop_s, network_hop_s NCCL's tuning table: some microseconds a step.
-#   launch_s             CUDA's launch latency, 3 to 5 microseconds.
+#   matmul           Fitted: A100 to one layer of Megatron-LM (Korthikanti et al. 2022,
+#                    table 4, ten times), H100 to three step times of the nanotron grid
+#                    (the rows that `meshpar plan --validate` marks).
+#   attention        FlashAttention-2, heads of 128: 50 to 73 % of an A100 (Dao 2023,
+#                    abstract), 35 % of an H100 (Shah et al. 2024, abstract).
+#   attention_head_dim
+#                    FlashAttention-2 with heads of 64 against 128 (Dao 2023, figure 4).
+#   memory           Taken: what streaming kernels achieve, norms and masks among them;
+#                    the layer times above fit as well with 0.8 as with 0.9.
+#   link             nccl-tests' bus bandwidth in a host: 235 of 300 GB/s (DGX A100),
+#                    360 of 450 GB/s (DGX H100, rings).
+#   network          Taken: the line rate less headers and imperfect routes.
+#   hop_s, network_hop_s, launch_s
+#                    Microseconds, by order of magnitude: a step of a collective, and
+#                    the time between two kernels. No row depends on them by a percent.
+#   spread           Taken: equal devices differ by some tenths of a percent.
 _A100 = Efficiency(
-    matmul=0.9,
-    attention=0.85,
+    matmul=0.75,
+    attention=0.71,  # 0.6 at heads of 128
     attention_head_dim=24,
     memory=0.8,
     link=0.78,
     network=0.9,
     hop_s=4e-6,
     network_hop_s=12e-6,
-    launch_s=8e-6,
+    launch_s=4e-6,
     spread=0.003,
 )
-_H100 = replace(_A100, matmul=0.78, attention=0.45, link=0.8)
+_H100 = replace(_A100, matmul=0.65, attention=0.42, link=0.8)
 # No published step times calibrate these: Blackwell takes Hopper's fractions.
 _B200 = _H100
-# TPUs run one compiled program: no launches. Achieved fractions as stated for
-# matmuls and ICI by "How to Scale Your Model" (Austin et al., 2025, chapters 2 and 3).
+# TPUs run one compiled program: no launches. No published step times calibrate these:
+# taken, with the fractions of ICI and matmuls that "How to Scale Your Model" (Austin et
+# al. 2025) calls usual.
 _TPU = Efficiency(
     matmul=0.9,
     attention=0.6,
@@ -244,168 +243,3 @@ DEVICES = {
     )
 }
 """What `--hardware` knows by name."""
-
-_OTHER_NAMES = {
-    "a100": "a100-80gb",
-    "h100": "h100-80gb",
-    "h800": "h800-80gb",
-    "h200": "h200-141gb",
-    "b200": "b200-180gb",
-    "gb200": "gb200-186gb",
-    **{f"v{version}": f"tpu-v{version}" for version in ("4", "5e", "5p", "6e")},
-}
-
-
-def device_of(name: str) -> Device:
-    """The device of a name, or of a TOML file (`load_device`).
-
-    Raises:
-        InputError: No such device, or a file that does not describe one.
-    """
-    if name.endswith(".toml"):
-        return load_device(name)
-    plain = re.sub(r"[\s_]+", "-", name.strip().lower())
-    plain = _OTHER_NAMES.get(plain, plain)
-    if plain not in DEVICES:
-        raise InputError(
-            f"no hardware {name!r}; {nearest(plain, DEVICES)}; or name a .toml file"
-        )
-    return DEVICES[plain]
-
-
-def cluster_of(
-    hardware: str, *, devices: int | None = None, hosts: int | None = None
-) -> Cluster:
-    """The cluster of `--hardware`, `--devices` and `--hosts`.
-
-    Args:
-        hardware: A name, a `.toml` file, or a TPU with its torus (`tpu v5p:8x8x8`).
-        devices: Devices of all hosts; one host's when absent.
-        hosts: Hosts (slices of a TPU); as few as hold the devices when absent.
-
-    Raises:
-        InputError: Unknown hardware, or counts that do not fit together.
-    """
-    name, _, shape = hardware.partition(":")
-    device = device_of(name if not name.endswith("toml") else hardware)
-    for count, value in (("devices", devices), ("hosts", hosts)):
-        if value is not None and value < 1:
-            raise InputError(f"{count}={value}: must be at least 1")
-    if device.torus_dims:
-        return _slices(device, shape, devices, hosts)
-    if shape:
-        raise InputError(
-            f"--hardware {hardware!r}: {device.name} has no torus; leave ':{shape}' out"
-        )
-    if devices is None:
-        return Cluster(device=device, hosts=hosts or 1)
-    count = hosts or math.ceil(devices / device.domain_devices)
-    if devices % count:
-        raise InputError(
-            f"{devices} devices do not divide over {count} hosts; change one of them"
-        )
-    return Cluster(device=device, hosts=count, devices_per_host=devices // count)
-
-
-def _slices(
-    device: Device, shape: str, devices: int | None, hosts: int | None
-) -> Cluster:
-    if not shape and devices is None:
-        raise InputError(
-            f"{device.name} is joined in a torus; give its sizes, such as "
-            f"{device.name}:{'x'.join(['4'] * device.torus_dims)}, or --devices N"
-        )
-    if shape and not re.fullmatch(r"\d+(x\d+)*", shape):
-        raise InputError(
-            f"{shape!r} is no torus; write sizes joined by x, such as "
-            f"{'x'.join(['4'] * device.torus_dims)}"
-        )
-    slices = hosts or 1
-    torus = (
-        tuple(map(int, shape.split("x")))
-        if shape
-        else _even_torus(devices // slices, device.torus_dims)
-    )
-    cluster = Cluster(device=device, hosts=slices, torus=torus)
-    if devices is not None and devices != cluster.num_devices:
-        raise InputError(
-            f"{slices} x {device.name} {'x'.join(map(str, torus))} are "
-            f"{cluster.num_devices} devices, not {devices}; change one of them"
-        )
-    return cluster
-
-
-def _even_torus(devices: int, dims: int) -> tuple[int, ...]:
-    """Sizes as even as possible, smallest first.
-
-    Example:
-        >>> _even_torus(512, 3), _even_torus(128, 2)
-        ((8, 8, 8), (8, 16))
-    """
-    if dims == 1:
-        return (devices,)
-    size = max(
-        size
-        for size in range(1, round(devices ** (1 / dims)) + 1)
-        if devices % size == 0
-    )
-    return (size, *_even_torus(devices // size, dims - 1))
-
-
-def load_device(path: str | Path) -> Device:
-    """A device from a TOML file.
-
-    The file has the fields of `Device`, `peak_flops` and `efficiency` as tables, and
-    may start from a known one with `like`:
-
-        name = "my-a100"
-        like = "a100-80gb"
-        memory_bytes = 64e9
-
-        [efficiency]
-        matmul = 0.81
-
-    Raises:
-        InputError: The file cannot be read, or lacks a field or has one too many.
-    """
-    try:
-        values = tomllib.loads(Path(path).read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise InputError(f"cannot read {str(path)!r} as TOML: {error}") from error
-    like = values.pop("like", None)
-    base = {} if like is None else _fields(device_of(str(like)))
-    for table in ("peak_flops", "efficiency"):
-        given = values.get(table, {})
-        if not isinstance(given, dict):
-            raise InputError(f"{str(path)!r}: {table} must be a table, [{table}]")
-        values[table] = {**base.get(table, {}), **given}
-    merged = {"name": Path(path).stem, **base, **values}
-    efficiency = _checked(Efficiency, merged.pop("efficiency"), path, "[efficiency] ")
-    merged = {**merged, "efficiency": efficiency}
-    return _checked(Device, merged, path, "")
-
-
-def _fields(device: Device) -> dict[str, Any]:
-    values = {field.name: getattr(device, field.name) for field in fields(device)}
-    values["efficiency"] = {
-        field.name: getattr(device.efficiency, field.name)
-        for field in fields(Efficiency)
-    }
-    return values
-
-
-def _checked(kind: type, values: dict[str, Any], path: str | Path, where: str) -> Any:
-    known = {field.name for field in fields(kind)}
-    for name in values:
-        if name not in known:
-            raise InputError(
-                f"{str(path)!r}: {where}no field {name!r}; {nearest(name, known)}"
-            )
-    try:
-        return kind(**values)
-    except TypeError as error:
-        lacking = ", ".join(sorted(known - values.keys()))
-        raise InputError(
-            f"{str(path)!r}: {where}give {lacking}, or start from a known device with "
-            f'like = "h100-80gb" ({error})'
-        ) from error

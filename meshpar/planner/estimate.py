@@ -114,7 +114,7 @@ def estimate(
         InputError: The layout cannot be; `layout_problems` has all reasons.
 
     Example:
-        >>> from meshpar.planner.devices import cluster_of
+        >>> from meshpar.planner.clusters import cluster_of
         >>> from meshpar.planner.shapes import SHAPES
         >>> found = estimate(
         ...     SHAPES["llama3-8b"],

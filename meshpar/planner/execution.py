@@ -6,7 +6,7 @@ runs the planner is held against.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshpar.errors import InputError
 from meshpar.layout import nearest
@@ -36,12 +36,16 @@ class Execution:
         hop_split: Whether a hop is split over `tensor` and gathered behind it.
         fused_accumulation: Whether a weight gradient is added to its sum by the matmul
             that makes it.
+        keeps_gathered: Whether what sequence parallelism gathers is kept for the
+            backward; otherwise it is gathered again.
         weight_bytes: Of a compute copy of each parameter, beside the master.
         gradient_bytes: Of each parameter's gradient sum.
         reduction_bytes: Of each parameter in the reduction over `data`.
-        bucket_bytes: Of each parameter in further copies of gradients.
         state_bytes: Of each parameter's master and optimizer state.
+        update_bytes: Of each parameter that the update reads and writes: norm,
+            clipping, Adam, copies, zeros.
         logit_bytes: Of each logit at the loss, all its copies together.
+        host_s: Work of the host between steps that no device work hides.
         eager: Whether kernels are launched one by one from Python.
     """
 
@@ -58,12 +62,14 @@ class Execution:
     hop_overlap: bool
     hop_split: bool
     fused_accumulation: bool
+    keeps_gathered: bool
     weight_bytes: int
     gradient_bytes: int
     reduction_bytes: int
-    bucket_bytes: int
     state_bytes: int
+    update_bytes: int
     logit_bytes: float
+    host_s: float
     eager: bool
 
 
@@ -81,12 +87,14 @@ MESHPAR = Execution(
     hop_overlap=False,  # the next tick reads it
     hop_split=False,
     fused_accumulation=True,
+    keeps_gathered=False,
     weight_bytes=0,  # parameters are stored in fp32, cast layer by layer
     gradient_bytes=4,
     reduction_bytes=4,
-    bucket_bytes=0,
     state_bytes=12,  # fp32 parameter and Adam's two moments
+    update_bytes=32,
     logit_bytes=8,  # fp32 logits and their gradient
+    host_s=0.0,
     eager=False,
 )
 """`make_train_step` of this library, with Adam."""
@@ -105,12 +113,14 @@ MEGATRON_2021 = Execution(
     hop_overlap=False,
     hop_split=True,
     fused_accumulation=False,
+    keeps_gathered=False,
     weight_bytes=2,
-    gradient_bytes=4,
-    reduction_bytes=4,
-    bucket_bytes=0,
+    gradient_bytes=2,
+    reduction_bytes=2,
     state_bytes=12,
-    logit_bytes=8,
+    update_bytes=54,
+    logit_bytes=12,
+    host_s=0.0,
     eager=True,
 )
 """Megatron-LM of Narayanan et al. 2021 (section 4: fused kernels, scatter/gather)."""
@@ -129,16 +139,28 @@ MEGATRON_2022 = Execution(
     hop_overlap=False,
     hop_split=True,
     fused_accumulation=True,
+    keeps_gathered=False,
     weight_bytes=2,
     gradient_bytes=4,
     reduction_bytes=4,
-    bucket_bytes=0,
     state_bytes=12,
-    logit_bytes=8,
+    update_bytes=54,
+    logit_bytes=12,
+    host_s=0.0,
     eager=True,
 )
 """Megatron-LM of Korthikanti et al. 2022 (section 4.2.2: collectives overlapped with
 weight gradients; 18 bytes a parameter)."""
+
+MEGATRON_2023 = replace(
+    MEGATRON_2022, name="megatron-2023", gradient_bytes=2, reduction_bytes=2
+)
+"""Megatron-LM in fp16, whose gradients are fp16 too, as Qi et al. 2024 ran it."""
+
+MEGATRON_2024 = replace(
+    MEGATRON_2023, name="megatron-2024", fused_attention=True, dropout=False
+)
+"""The same with FlashAttention-2 and no dropout, as Yeung et al. 2024 ran it."""
 
 NANOTRON = Execution(
     name="nanotron",
@@ -154,12 +176,14 @@ NANOTRON = Execution(
     hop_overlap=False,
     hop_split=False,
     fused_accumulation=False,
+    keeps_gathered=True,
     weight_bytes=2,
     gradient_bytes=4,
     reduction_bytes=4,
-    bucket_bytes=2,
     state_bytes=12,
-    logit_bytes=8,
+    update_bytes=54,
+    logit_bytes=12,
+    host_s=0.08,
     eager=True,
 )
 """nanotron of the "Ultra-Scale Playbook" (Tazi et al. 2025): eager PyTorch with
@@ -167,7 +191,14 @@ FlashAttention-2, DistributedDataParallel and fp32 gradient accumulation."""
 
 EXECUTIONS = {
     execution.name: execution
-    for execution in (MESHPAR, MEGATRON_2021, MEGATRON_2022, NANOTRON)
+    for execution in (
+        MESHPAR,
+        MEGATRON_2021,
+        MEGATRON_2022,
+        MEGATRON_2023,
+        MEGATRON_2024,
+        NANOTRON,
+    )
 }
 """What `--execution` knows by name."""
 

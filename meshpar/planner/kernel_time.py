@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from meshpar.planner.run import Run
 
 
@@ -10,18 +12,18 @@ def matmul_s(
 ) -> float:
     """Time of `count` matmuls (rows, inner) x (inner, columns).
 
-        time = 2 rows inner columns / (peak * matmul) + operand bytes / memory
+        time = hypot(2 rows inner columns / (peak * matmul), operand bytes / memory)
 
-    so that the achieved fraction saturates with the arithmetic intensity `I`:
-    `matmul / (1 + I0 / I)`, with `I0` the device's FLOPs per byte.
+    Traffic hides behind arithmetic as far as there is less of it. So the achieved
+    fraction saturates with the arithmetic intensity `I` of the shape:
+    `matmul / sqrt(1 + (I0 / I)^2)`, with `I0` the FLOPs per byte that the device
+    achieves.
     """
     device = run.cluster.device
     flops = 2 * rows * inner * columns
     values = rows * inner + inner * columns + rows * columns
-    return count * (
-        flops / (run.peak_flops * device.efficiency.matmul)
-        + memory_s(run, values * run.dtype_bytes)
-    )
+    arithmetic_s = flops / (run.peak_flops * device.efficiency.matmul)
+    return count * math.hypot(arithmetic_s, memory_s(run, values * run.dtype_bytes))
 
 
 def memory_s(run: Run, num_bytes: float) -> float:

@@ -19,6 +19,7 @@ class Memory:
         gradient_bytes: Gradients summed over microbatches, and copies of them.
         optimizer_bytes: Masters and the optimizer's state.
         activation_bytes: What forwards keep for their backwards.
+        boundary_bytes: Of them, what arrives from other stages.
         logit_bytes: Logits and their gradient.
         gathered_bytes: Parameters gathered for use.
         workspace_bytes: What one block needs beside, while it computes.
@@ -30,6 +31,7 @@ class Memory:
     gradient_bytes: float
     optimizer_bytes: float
     activation_bytes: float
+    boundary_bytes: float
     logit_bytes: float
     gathered_bytes: float
     workspace_bytes: float
@@ -85,15 +87,15 @@ def _rank(run: Run, rank: int, chunks_held: int) -> Memory:
     in_flight = chunks_held / layout.chunks
     layers = [layer for chunk in run.blocks_of_rank(rank) for layer in chunk]
     kept = sum(kept_bytes(run, moe=run.workload.is_moe(layer)) for layer in layers)
-    activations = kept * in_flight + _boundary_bytes(run, rank)
+    boundary = _boundary_bytes(run)
     has_head = execution.shared_ends or rank == layout.stage - 1
-    buckets = execution.bucket_bytes if run.replicas > 1 else 0
-    gradient = execution.gradient_bytes * split["gradient"] + buckets
+    gradient = execution.gradient_bytes * split["gradient"]
     return Memory(
         parameter_bytes=parameters * execution.weight_bytes * split["weight"],
         gradient_bytes=parameters * gradient,
         optimizer_bytes=parameters * execution.state_bytes * split["state"],
-        activation_bytes=activations,
+        activation_bytes=kept * in_flight + boundary,
+        boundary_bytes=boundary,
         logit_bytes=_logit_bytes(run) if has_head else 0.0,
         gathered_bytes=_gathered_bytes(run, rank),
         workspace_bytes=_workspace_bytes(run, layers),
@@ -125,7 +127,7 @@ def end_parameters(run: Run, rank: int) -> float:
     return total
 
 
-def _boundary_bytes(run: Run, rank: int) -> float:
+def _boundary_bytes(run: Run) -> float:
     """Buffers between stages: an activation and a gradient that arrive."""
     if run.layout.stage == 1:
         return 0.0

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshpar.planner.block_time import BlockTime, block_parameters, block_time
+from meshpar.planner.block_time import (
+    BlockTime,
+    accumulated_s,
+    block_parameters,
+    block_time,
+)
 from meshpar.planner.collective_cost import all_gather_s, all_reduce_s, send_s
 from meshpar.planner.cost import Cost, waiting
 from meshpar.planner.kernel_time import matmul_s, memory_s
@@ -123,9 +128,13 @@ def _embedding(run: Run, tokens: float) -> Cost:
 
 
 def _embedding_gradient(run: Run, tokens: float) -> Cost:
-    values = tokens * run.workload.hidden
-    each = run.dtype_bytes + 2 * run.execution.gradient_bytes
-    return Cost(memory_s(run, values * each))
+    """Rows added to the whole table's gradient, and that to its sum."""
+    rows_s = memory_s(run, 3 * tokens * run.workload.hidden * run.dtype_bytes)
+    return Cost(rows_s + accumulated_s(run, _table(run)))
+
+
+def _table(run: Run) -> float:
+    return run.workload.vocab * run.workload.hidden / run.layout.tensor
 
 
 def _head(run: Run, tokens: float) -> tuple[Cost, Cost]:
@@ -139,6 +148,7 @@ def _head(run: Run, tokens: float) -> tuple[Cost, Cost]:
     forward = Cost(logits_s + memory_s(run, 22 * tokens * vocab))
     both_s = matmul_s(run, tokens, vocab, hidden) + matmul_s(run, hidden, tokens, vocab)
     backward = Cost(both_s + memory_s(run, 14 * tokens * vocab))
+    backward += Cost(accumulated_s(run, _table(run)))
     if tensor == 1:
         return forward, backward
     moved = tokens * hidden * run.dtype_bytes

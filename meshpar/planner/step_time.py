@@ -14,11 +14,6 @@ from meshpar.planner.pipeline_time import lock_step_span_s, span_s
 from meshpar.planner.run import Run
 from meshpar.planner.stage_time import StageTime, stage_times
 
-# Bytes of a parameter that the update moves: gradient, master and two moments read
-# (16), the last three written (12), a compute copy written (2); the gradient read for
-# its norm (4) and set to zero (4).
-_UPDATE_BYTES = 38
-
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
@@ -30,6 +25,7 @@ class StepTime:
         exposed_s: Waiting for collectives that nothing hides, by mesh axis.
         optimizer_s: The update.
         straggler_s: Waiting for the slowest of all devices.
+        host_s: Waiting for the host between steps.
     """
 
     compute_s: float
@@ -37,6 +33,7 @@ class StepTime:
     exposed_s: Mapping[str, float]
     optimizer_s: float
     straggler_s: float
+    host_s: float
 
     @property
     def step_s(self) -> float:
@@ -48,6 +45,7 @@ class StepTime:
             + exposed_s
             + self.optimizer_s
             + self.straggler_s
+            + self.host_s
         )
 
 
@@ -71,6 +69,7 @@ def step_time(run: Run) -> StepTime:
         exposed_s={axis: s for axis, s in exposed.exposed_s.items() if s > 0},
         optimizer_s=optimizer_s,
         straggler_s=busy_s * straggler_fraction(run),
+        host_s=run.execution.host_s,
     )
 
 
@@ -117,7 +116,17 @@ def _reduction(run: Run, stages: tuple[StageTime, ...]) -> Cost:
             updated * execution.weight_bytes, layout.fsdp, run.link("fsdp")
         )
         total += waiting("fsdp", gather_s)
-    return total
+    return total + _tied(run)
+
+
+def _tied(run: Run) -> Cost:
+    """A tied table on the first and the last rank: its gradient is summed over both."""
+    workload, layout = run.workload, run.layout
+    if not workload.tied or layout.stage == 1 or run.execution.shared_ends:
+        return Cost()
+    table = workload.vocab * workload.hidden / layout.tensor
+    pair = all_reduce_s(table * run.execution.reduction_bytes, 2, run.link("stage"))
+    return waiting("stage", pair)
 
 
 def _reductions(run: Run) -> dict[str, float]:
@@ -141,4 +150,4 @@ def _optimizer_s(run: Run, rank: int) -> float:
     own = rank_parameters(run, rank)
     if run.layout.zero >= 1:
         own /= run.layout.fsdp
-    return memory_s(run, own * _UPDATE_BYTES)
+    return memory_s(run, own * run.execution.update_bytes)
