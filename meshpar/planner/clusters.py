@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import tomllib
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,8 @@ def device_of(name: str) -> Device:
     plain = _OTHER_NAMES.get(plain, plain)
     if plain not in DEVICES:
         raise InputError(
-            f"no hardware {name!r}; {nearest(plain, DEVICES)}; or name a .toml file"
+            f"no hardware {name!r}; {nearest(plain, [*DEVICES, *_OTHER_NAMES])}; or "
+            "name a .toml file"
         )
     return DEVICES[plain]
 
@@ -170,11 +171,14 @@ def _checked(kind: type, values: dict[str, Any], path: str | Path, where: str) -
             raise InputError(
                 f"{str(path)!r}: {where}no field {name!r}; {nearest(name, known)}"
             )
-    try:
-        return kind(**values)
-    except TypeError as error:
-        lacking = ", ".join(sorted(known - values.keys()))
+    lacking = [
+        field.name
+        for field in fields(kind)
+        if field.default is MISSING and field.name not in values
+    ]
+    if lacking:
         raise InputError(
-            f"{str(path)!r}: {where}give {lacking}, or start from a known device with "
-            f'like = "h100-80gb" ({error})'
-        ) from error
+            f"{str(path)!r}: {where}give {', '.join(lacking)}, or start from a known "
+            'device with like = "h100-80gb"'
+        )
+    return kind(**values)
