@@ -115,7 +115,8 @@ def test_remat_keeps_less_and_less():
         of(f"fsdp=8,precision=bf16,remat={remat}").activation_bytes
         for remat in ("none", "dots", "selective", "full")
     ]
-    assert kept == sorted(kept, reverse=True) and len(set(kept)) == 4
+    # Attention's sum is as large as what it mixes: dots and selective keep as much.
+    assert kept[0] > kept[1] == kept[2] > kept[3]
 
 
 def test_activations_do_not_grow_with_microbatches_but_with_what_is_in_flight():

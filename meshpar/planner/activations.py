@@ -13,18 +13,21 @@ from meshpar.planner.run import Run
 def kept_bytes(run: Run, *, moe: bool) -> float:
     """Of one microbatch on one device, under the remat policy."""
     remat = run.layout.remat
+    if run.workload.traced:
+        return _traced_bytes(run, remat)
     if remat == "full":
         return _input_bytes(run)
     if remat == "none":
         return everything_bytes(run, moe=moe)
     if remat == "selective" and run.execution.attention_selective:
         return everything_bytes(run, moe=moe) - scores_bytes(run)
-    kept = _projections(run) + _mixed(run) + _gate_up(run, moe)
-    whole = run.tokens * run.dtype_bytes * kept / run.layout.tensor
+    kept = _projections(run) + _gate_up(run, moe)
     if remat == "dots":
-        # The two matmuls that write the residual stream.
-        return whole + 3 * _input_bytes(run)
-    return whole + _input_bytes(run)
+        # And attention's sum; nothing needs the MLP's.
+        each = kept * run.dtype_bytes / run.layout.tensor
+        return run.tokens * each + 2 * _input_bytes(run)
+    each = (kept + _mixed(run)) * run.dtype_bytes / run.layout.tensor
+    return run.tokens * each + _input_bytes(run)
 
 
 def everything_bytes(run: Run, *, moe: bool) -> float:
@@ -38,6 +41,10 @@ def everything_bytes(run: Run, *, moe: bool) -> float:
     divide by t too under sequence parallelism.
     """
     workload, values = run.workload, run.dtype_bytes
+    if workload.traced:
+        return _traced_bytes(run, "none")
+    if not run.execution.eager:
+        return _differentiated_bytes(run, moe)
     # Input and output of two norms; masks of dropout have a byte a value.
     stream = 4 * values * workload.hidden
     stream += 2 * workload.hidden if run.execution.dropout else 0
@@ -59,7 +66,35 @@ def scores_bytes(run: Run) -> float:
         return 0.0
     each = run.dtype_bytes * (2 if run.execution.dropout else 1)
     each += 1 if run.execution.dropout else 0
+    if not run.execution.eager:
+        # `jax.nn.dot_product_attention` by XLA: the mask, scores and exponentials in
+        # fp32, probabilities.
+        each = 1 + 2 * 4 + run.dtype_bytes
     return each * run.tokens * run.seq * run.workload.heads / run.layout.tensor
+
+
+def _differentiated_bytes(run: Run, moe: bool) -> float:
+    """What `jax.vjp` keeps of our blocks, operation by operation.
+
+    A norm keeps its input and the normed values in fp32 and its output, which is whole
+    over `tensor`; an activation keeps six arrays of the MLP's hidden size, gated or
+    not. (`meshpar.audit.block_trace` counts the same.)
+    """
+    hidden, values = run.workload.hidden, run.dtype_bytes
+    norms = 2 * hidden * (2 * 4 * run.residual_share + values)
+    inside = _projections(run) + _mixed(run) + 6 * _active_ffn(run, moe)
+    logs = 4 * run.workload.heads if run.execution.fused_attention else 0
+    each = norms + (inside * values + logs) / run.layout.tensor
+    return run.tokens * each + scores_bytes(run) + _router_bytes(run, moe)
+
+
+def _traced_bytes(run: Run, remat: str) -> float:
+    """The traced residuals; the residual stream's part is whole over `tensor`."""
+    traced = run.workload.traced
+    each = traced.residual_bytes[remat] * run.dtype_bytes / traced.residual_dtype_bytes
+    stream = run.workload.hidden * run.dtype_bytes
+    split = max(0.0, each - stream) / run.layout.tensor
+    return run.tokens * split + _input_bytes(run)
 
 
 def _input_bytes(run: Run) -> float:

@@ -82,6 +82,8 @@ def _attention_linears(run: Run) -> _Linears:
 def _mlp_linears(run: Run, moe: bool) -> _Linears:
     workload, tensor, tokens = run.workload, run.layout.tensor, run.tokens
     hidden, wide = workload.hidden, 2 if workload.gated else 1
+    if workload.traced:
+        return _traced_linears(run)
     if not moe:
         ffn = workload.ffn / tensor
         return _Linears(
@@ -98,6 +100,23 @@ def _mlp_linears(run: Run, moe: bool) -> _Linears:
         out.append((tokens, shared, hidden, 1.0))
     columns.append((tokens, hidden, float(workload.experts), 1.0))
     return _Linears(tuple(columns), tuple(out))
+
+
+def _traced_linears(run: Run) -> _Linears:
+    """What a traced block multiplies besides the attention of its sizes.
+
+    As one matmul in and one out, of as many FLOPs.
+    """
+    workload = run.workload
+    rest = (
+        workload.active_block_parameters(moe=False)
+        - workload.attention_matrix_parameters
+    )
+    columns = max(0.0, rest) / 2 / workload.hidden / run.layout.tensor
+    return _Linears(
+        ((run.tokens, workload.hidden, columns, 1.0),),
+        ((run.tokens, columns, workload.hidden, 1.0),),
+    )
 
 
 def _linears_s(run: Run, linears: tuple) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from meshpar.errors import InputError
+from meshpar.planner.traced_block import TracedBlock
 
 _COUNTS = ("layers", "hidden", "heads", "vocab")
 _MLA = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -37,6 +38,8 @@ class Workload:
             queries straight from the residual stream.
         kv_lora_rank: Compressed keys and values of MLA; 0 for usual attention.
         qk_nope_head_dim, qk_rope_head_dim, v_head_dim: Head sizes of MLA.
+        traced: A block of one's own (`meshpar.audit.block_trace`), whose parameters,
+            FLOPs and residuals count instead of those that sizes would give.
 
     Raises:
         InputError: Sizes that are no whole numbers or do not fit together.
@@ -75,6 +78,7 @@ class Workload:
     qk_nope_head_dim: int = 0
     qk_rope_head_dim: int = 0
     v_head_dim: int = 0
+    traced: TracedBlock | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -137,6 +141,8 @@ class Workload:
 
     def block_matrix_parameters(self, *, moe: bool) -> int:
         """Parameters of the matrices of one layer, the router's included."""
+        if self.traced:
+            return self.traced.parameters
         mlp = self.mlp_matrix_parameters(self.ffn)
         if moe:
             experts = self.experts + self.shared_experts
@@ -150,6 +156,8 @@ class Workload:
 
     def active_block_parameters(self, *, moe: bool) -> int:
         """Parameters of the matrices that one token of one layer meets."""
+        if self.traced:
+            return round(self.traced.linear_flops / 2)
         if not moe:
             return self.block_matrix_parameters(moe=False)
         experts = self.top_k + self.shared_experts
@@ -158,6 +166,8 @@ class Workload:
 
     def block_vector_parameters(self, *, moe: bool) -> int:
         """Norm scales and biases of one layer."""
+        if self.traced:
+            return 0
         norms = 2 * self.hidden * (2 if self.layer_norm else 1)
         if self.qk_norm:
             norms += 2 * self.query_dim
@@ -191,6 +201,8 @@ class Workload:
     @property
     def final_norm_parameters(self) -> int:
         """Parameters of the norm before the head."""
+        if self.traced:
+            return self.traced.other_end_parameters
         return self.hidden * (2 if self.layer_norm else 1)
 
     @property
@@ -221,6 +233,8 @@ class Workload:
         All `seq` keys count, also those that a causal mask hides, as Megatron-LM and
         most published MFUs count them.
         """
+        if self.traced:
+            return round(self.traced.mixing_flops * seq / self.traced.seq)
         return 2 * self.heads * (self.query_dim + self.value_dim) * seq
 
     def model_flops(self, *, global_batch: int, seq: int) -> int:
@@ -243,7 +257,7 @@ class Workload:
 
 
 def _check_type(name: str, value: object, default: object) -> None:
-    if name == "name":
+    if name in ("name", "traced"):
         return
     wanted: type = bool if isinstance(default, bool) else int
     if not isinstance(value, wanted) or isinstance(value, bool) != (wanted is bool):
