@@ -5,7 +5,8 @@ import json
 import pytest
 
 from meshpar.cli.main import main
-from meshpar.planner.published import nanotron_splits, published
+from meshpar.planner.published import published
+from meshpar.planner.published_others import nanotron_splits
 from meshpar.planner.validate import rows, summaries
 from meshpar.planner.workload import Workload
 

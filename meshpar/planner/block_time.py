@@ -170,7 +170,7 @@ def _recomputed(
     if remat == "none":
         return Cost()
     if remat == "full":
-        return forward
+        return forward + _unneeded(run, halves)
     attention = attention_forward(run)
     if remat == "selective" and execution.attention_selective:
         return Cost() if execution.fused_attention else attention
@@ -181,6 +181,13 @@ def _recomputed(
     # sum over `tensor`.
     out_s = _linears_s(run, halves[0].rows)
     return attention + elementwise + Cost(out_s) + _tensor_forward(run) * 0.5
+
+
+def _unneeded(run: Run, halves: tuple[_Linears, ...]) -> Cost:
+    """Less the MLP's output: no gradient needs it, and a compiler leaves it out."""
+    if run.execution.eager:
+        return Cost()
+    return Cost(-_linears_s(run, halves[1].rows)) + _tensor_forward(run) * -0.5
 
 
 def _launched(run: Run, cost: Cost, kernels: int) -> Cost:

@@ -20,9 +20,10 @@ class Memory:
         optimizer_bytes: Masters and the optimizer's state.
         activation_bytes: What forwards keep for their backwards.
         boundary_bytes: Of them, what arrives from other stages.
-        logit_bytes: Logits and their gradient.
+        logit_bytes: Logits and their gradient, at the loss.
+        late_bytes: Of the gradients, what does not exist yet at the loss.
         gathered_bytes: Parameters gathered for use.
-        workspace_bytes: What one block needs beside, while it computes.
+        workspace_bytes: What one block needs beside, in its backward.
         stage: The rank that this is.
         in_flight: Microbatches that it holds.
     """
@@ -33,6 +34,7 @@ class Memory:
     activation_bytes: float
     boundary_bytes: float
     logit_bytes: float
+    late_bytes: float
     gathered_bytes: float
     workspace_bytes: float
     stage: int
@@ -40,8 +42,9 @@ class Memory:
 
     @property
     def other_bytes(self) -> float:
-        """Logits, gathered parameters and workspace."""
-        return self.logit_bytes + self.gathered_bytes + self.workspace_bytes
+        """Gathered parameters, and logits or workspace: they are not there at once."""
+        at_loss = self.logit_bytes - self.late_bytes
+        return self.gathered_bytes + max(at_loss, self.workspace_bytes)
 
     @property
     def total_bytes(self) -> float:
@@ -81,27 +84,35 @@ def rank_memories(run: Run) -> list[Memory]:
 def _rank(run: Run, rank: int, chunks_held: int) -> Memory:
     execution, layout = run.execution, run.layout
     parameters = rank_parameters(run, rank)
-    split = {name: 1 / layout.fsdp if layout.zero >= level else 1.0 for name, level in (
-        ("state", 1), ("gradient", 2), ("weight", 3),
-    )}  # fmt: skip
+    shares = {
+        name: 1 / layout.fsdp if layout.zero >= level else 1.0
+        for name, level in (("state", 1), ("gradient", 2), ("weight", 3))
+    }
     in_flight = chunks_held / layout.chunks
     layers = [layer for chunk in run.blocks_of_rank(rank) for layer in chunk]
     kept = sum(kept_bytes(run, moe=run.workload.is_moe(layer)) for layer in layers)
     boundary = _boundary_bytes(run)
     has_head = execution.shared_ends or rank == layout.stage - 1
-    gradient = execution.gradient_bytes * split["gradient"]
+    gradients = parameters * execution.gradient_bytes * shares["gradient"]
+    once = not execution.eager and not is_pipelined(run)
     return Memory(
-        parameter_bytes=parameters * execution.weight_bytes * split["weight"],
-        gradient_bytes=parameters * gradient,
-        optimizer_bytes=parameters * execution.state_bytes * split["state"],
+        parameter_bytes=parameters * execution.weight_bytes * shares["weight"],
+        gradient_bytes=gradients,
+        optimizer_bytes=parameters * execution.state_bytes * shares["state"],
         activation_bytes=kept * in_flight + boundary,
         boundary_bytes=boundary,
         logit_bytes=_logit_bytes(run) if has_head else 0.0,
+        late_bytes=gradients if once else 0.0,
         gathered_bytes=_gathered_bytes(run, rank),
-        workspace_bytes=_workspace_bytes(run, layers),
+        workspace_bytes=_workspace_bytes(run, rank, layers, kept),
         stage=rank,
         in_flight=in_flight,
     )
+
+
+def is_pipelined(run: Run) -> bool:
+    """Whether a step runs in ticks: it has stages, or microbatches to accumulate."""
+    return run.layout.stage > 1 or run.layout.microbatches > 1
 
 
 def rank_parameters(run: Run, rank: int) -> float:
@@ -152,11 +163,22 @@ def _gathered_bytes(run: Run, rank: int) -> float:
     return (layers + end_parameters(run, rank)) * run.dtype_bytes
 
 
-def _workspace_bytes(run: Run, layers: list[int]) -> float:
-    """One block's own residuals where the backward computes them again."""
+def _workspace_bytes(run: Run, rank: int, layers: list[int], kept: float) -> float:
+    """One block's own residuals where the backward computes them again, and copies."""
     moe = bool(layers) and run.workload.is_moe(layers[-1])
-    if run.layout.remat in ("none", "selective") and run.execution.eager:
-        return 0.0
-    return everything_bytes(run, moe=moe) - (
-        kept_bytes(run, moe=moe) if run.layout.remat != "full" else 0.0
-    )
+    again = everything_bytes(run, moe=moe)
+    if run.execution.eager:
+        return again if run.layout.remat == "full" else 0.0
+    if run.layout.remat == "none":
+        again = 0.0
+    ends = end_parameters(run, rank) * run.execution.gradient_bytes
+    if not is_pipelined(run):
+        # A tied table's gradient is whole from the head's part to the embedding's.
+        whole = run.workload.tied and run.layout.fsdp > 1
+        return again + (ends if whole else 0.0)
+    # What a tick's forward keeps before it has its slot; the ends' gradients, whole in
+    # their sums; of this tick's head and of its embedding a table each.
+    sums = ends * (1 - 1 / run.layout.fsdp) if run.layout.zero >= 2 else 0.0
+    table = run.workload.vocab * run.workload.hidden / run.layout.tensor
+    ticks = 2 * table * run.execution.gradient_bytes
+    return again + kept / run.layout.chunks + sums + ticks

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from meshpar.planner.collective_cost import all_gather_s, all_reduce_s
 from meshpar.planner.cost import Cost, waiting
 from meshpar.planner.kernel_time import memory_s
-from meshpar.planner.memory import rank_parameters
+from meshpar.planner.memory import end_parameters, rank_parameters
 from meshpar.planner.pipeline_time import lock_step_span_s, span_s
 from meshpar.planner.run import Run
 from meshpar.planner.stage_time import StageTime, stage_times
@@ -133,16 +133,22 @@ def _reductions(run: Run) -> dict[str, float]:
     """Seconds of every reduction over batch axes, by mesh axis."""
     layout, each = run.layout, run.execution.reduction_bytes
     parameters = max(rank_parameters(run, rank) for rank in range(layout.stage))
+    split = layout.fsdp if layout.zero > 0 else 1
     seconds = {}
     if layout.fsdp > 1 and layout.zero < 3:
         link = run.link("fsdp")
         # ZeRO-1 and 2 need their own share of the sums only.
         whole = all_reduce_s if layout.zero == 0 else all_gather_s
         seconds["fsdp"] = whole(parameters * each, layout.fsdp, link)
+    ends = 0.0
+    if run.execution.shared_ends and layout.stage > 1:
+        # The ranks have a share of the tokens each, so their sums are partial.
+        ends = end_parameters(run, 0) / split * each
+        link = run.link("data", "stage")
+        seconds["stage"] = all_reduce_s(ends, layout.data * layout.stage, link)
     if layout.data > 1:
-        own = parameters / (layout.fsdp if layout.zero > 0 else 1)
-        link = run.link("data")
-        seconds["data"] = all_reduce_s(own * each, layout.data, link)
+        own = parameters / split * each - ends
+        seconds["data"] = all_reduce_s(own, layout.data, run.link("data"))
     return seconds
 
 

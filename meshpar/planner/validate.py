@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from meshpar.planner.published import SOURCES, Measured
+from meshpar.planner.published import Measured
+from meshpar.planner.published_others import SOURCES
 
 
 @dataclass(frozen=True, kw_only=True)
