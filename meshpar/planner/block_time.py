@@ -180,14 +180,20 @@ def _recomputed(
     # What the out-projection adds to the residual stream has no name: again, with its
     # sum over `tensor`.
     out_s = _linears_s(run, halves[0].rows)
-    return attention + elementwise + Cost(out_s) + _tensor_forward(run) * 0.5
+    return (
+        attention
+        + elementwise
+        + Cost(out_s)
+        + _tensor_forward(run) * (0.75 if run.layout.sequence_parallel else 0.5)
+    )
 
 
 def _unneeded(run: Run, halves: tuple[_Linears, ...]) -> Cost:
     """Less the MLP's output: no gradient needs it, and a compiler leaves it out."""
     if run.execution.eager:
         return Cost()
-    return Cost(-_linears_s(run, halves[1].rows)) + _tensor_forward(run) * -0.5
+    sums = 0.25 if run.layout.sequence_parallel else 0.5
+    return Cost(-_linears_s(run, halves[1].rows)) + _tensor_forward(run) * -sums
 
 
 def _launched(run: Run, cost: Cost, kernels: int) -> Cost:

@@ -101,13 +101,23 @@ def _tensor(run: Run, passes: _Passes) -> list[Collective]:
     if not run.layout.sequence_parallel:
         return [_of(run, ("tensor",), "all-reduce", blocks + ends, reason)]
     gathers = blocks + share * (passes.head + passes.backward)
-    if not execution.keeps_gathered:
-        gathers += run.residual_bytes * 2 * layers * passes.backward
+    gathers += _regathered(run) * run.residual_bytes * layers * passes.backward
     return [
         _of(run, ("tensor",), "all-gather", gathers, "sequence before a matmul"),
         _of(run, ("tensor",), "reduce-scatter", blocks, "sequence behind a matmul"),
         _of(run, ("tensor",), "all-reduce", ends, "embedding rows, head's gradient"),
     ]
+
+
+def _regathered(run: Run) -> int:
+    """Norms' outputs of a block that the backward gathers, besides its sums' inputs.
+
+    Ours are kept gathered, and made again, both, where a block is rematerialised: of
+    the two that `full` and `selective` make, one stands before the sum made again.
+    """
+    if not run.execution.keeps_gathered:
+        return 2
+    return {"none": 0, "dots": 2}.get(run.layout.remat, 1)
 
 
 def _expert(run: Run, passes: _Passes) -> list[Collective]:
