@@ -7,7 +7,11 @@ from typing import NamedTuple
 
 from meshpar.planner.block_time import block_parameters
 from meshpar.planner.collective_cost import wire_bytes
-from meshpar.planner.memory import end_parameters, rank_parameters
+from meshpar.planner.memory import (
+    end_parameters,
+    rank_parameters,
+    routed_parameters,
+)
 from meshpar.planner.pipeline_time import lock_step
 from meshpar.planner.run import Run
 
@@ -196,6 +200,9 @@ def _reduction(run: Run) -> list[Collective]:
             found.append(_of(run, ("fsdp",), "all-gather", weights, "updated weights"))
     split = layout.fsdp if layout.zero > 0 else 1
     ends = end_parameters(run, 0) if execution.shared_ends and layout.stage > 1 else 0
+    dense = (parameters - routed_parameters(run, 0)) / split * each
+    reason = "gradients of what is no expert"
+    found.append(_of(run, ("expert",), "all-reduce", dense, reason))
     own = (parameters - ends) / split * each
     found.append(_of(run, ("data",), "all-reduce", own, "gradients"))
     shared = ends / split * each

@@ -74,6 +74,7 @@ class Estimate:
                 "exposed": dict(time.exposed_s),
                 "optimizer_s": time.optimizer_s,
                 "straggler_s": time.straggler_s,
+                "host_s": time.host_s,
             },
             "collectives": [
                 {

@@ -124,6 +124,16 @@ def rank_parameters(run: Run, rank: int) -> float:
     return blocks + end_parameters(run, rank)
 
 
+def routed_parameters(run: Run, rank: int) -> float:
+    """Those of them that belong to this device's experts."""
+    workload, layout = run.workload, run.layout
+    layers = [layer for chunk in run.blocks_of_rank(rank) for layer in chunk]
+    routed = sum(
+        workload.expert_parameters(moe=workload.is_moe(layer)) for layer in layers
+    )
+    return routed / layout.expert / layout.tensor
+
+
 def end_parameters(run: Run, rank: int) -> float:
     """Of embedding and head, as far as this rank has them."""
     workload, last = run.workload, rank == run.layout.stage - 1

@@ -9,7 +9,11 @@ from dataclasses import dataclass
 from meshpar.planner.collective_cost import all_gather_s, all_reduce_s
 from meshpar.planner.cost import Cost, waiting
 from meshpar.planner.kernel_time import memory_s
-from meshpar.planner.memory import end_parameters, rank_parameters
+from meshpar.planner.memory import (
+    end_parameters,
+    rank_parameters,
+    routed_parameters,
+)
 from meshpar.planner.pipeline_time import lock_step_span_s, span_s
 from meshpar.planner.run import Run
 from meshpar.planner.stage_time import StageTime, stage_times
@@ -140,6 +144,14 @@ def _reductions(run: Run) -> dict[str, float]:
         # ZeRO-1 and 2 need their own share of the sums only.
         whole = all_reduce_s if layout.zero == 0 else all_gather_s
         seconds["fsdp"] = whole(parameters * each, layout.fsdp, link)
+    if layout.expert > 1:
+        # Devices of `expert` have the same dense parameters, and other examples.
+        dense = max(
+            rank_parameters(run, rank) - routed_parameters(run, rank)
+            for rank in range(layout.stage)
+        )
+        link = run.link("expert")
+        seconds["expert"] = all_reduce_s(dense / split * each, layout.expert, link)
     ends = 0.0
     if run.execution.shared_ends and layout.stage > 1:
         # The ranks have a share of the tokens each, so their sums are partial.
