@@ -1,0 +1,236 @@
+"""Lower bounds of a layout's time and memory, cheaper than its estimate.
+
+What a block costs does not depend on the mesh axes outside it, so that a few hundred
+blocks serve a hundred thousand layouts. A bound leaves out what is dear to find (the
+schedule's replay, workspace); it never exceeds the estimate.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from meshpar.layout import Layout
+from meshpar.planner.activations import everything_bytes, kept_bytes
+from meshpar.planner.block_time import block_parameters, block_time
+from meshpar.planner.collective_cost import all_gather_s, all_reduce_s
+from meshpar.planner.kernel_time import memory_s
+from meshpar.planner.memory import rank_parameters
+from meshpar.planner.refusals import stage_blocks_of
+from meshpar.planner.run import Run
+from meshpar.planner.space import Variant, layout_of
+
+
+class Bound(NamedTuple):
+    """What a layout takes at least.
+
+    Args:
+        step_s: Time of a step.
+        memory_bytes: Memory of a device.
+    """
+
+    step_s: float
+    memory_bytes: float
+
+
+class _Block(NamedTuple):
+    """One block and one microbatch on one device, without what `fsdp` adds."""
+
+    compute_s: tuple[float, float]
+    total_s: tuple[float, float]
+    kept_bytes: float
+    again_bytes: float
+
+
+class _Mesh(NamedTuple):
+    """What all variants of a mesh shape share."""
+
+    state_bytes: float
+    once_s: float
+    """Gradient reduction and optimizer, once a step."""
+    gather_s: tuple[tuple[float, float], ...]
+    """Of each kind of block, forward and backward."""
+
+
+class Bounds:
+    """Bounds of the layouts of one workload, cluster and batch; it remembers blocks.
+
+    Args:
+        run: Any run of them: its workload, cluster, execution and batch count.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._like = run
+        workload = run.workload
+        moe = workload.moe_layers
+        kinds = ((False, workload.layers - moe), (True, moe))
+        self._kinds = tuple((kind, count) for kind, count in kinds if count)
+        self._blocks: dict[tuple, tuple[_Block, ...]] = {}
+        self._meshes: dict[Layout, _Mesh] = {}
+
+    def run(self, mesh: Layout, variant: Variant) -> Run:
+        """That layout as a run."""
+        like, layout = self._like, layout_of(mesh, variant)
+        return Run(
+            workload=like.workload,
+            cluster=like.cluster,
+            layout=layout,
+            execution=like.execution,
+            global_batch=like.global_batch,
+            seq=like.seq,
+            stage_blocks=stage_blocks_of(like.workload, layout),
+        )
+
+    def state_bytes(self, mesh: Layout, variant: Variant) -> float:
+        """Parameters, gradients and optimizer state, whatever else is chosen."""
+        return self._mesh(mesh, variant).state_bytes
+
+    def bound(self, mesh: Layout, variant: Variant) -> Bound:
+        """The bound of one layout."""
+        blocks = self._blocks_of(mesh, variant)
+        shared = self._mesh(mesh, variant)
+        ranks, chunks = mesh.stage, variant.chunks
+        places = _places(self._like.workload.layers, ranks, chunks, self._kinds)
+        tick_s = places * sum(
+            count
+            / self._like.workload.layers
+            * (block.total_s[way] + _exposed(shared.gather_s[kind][way], block, way))
+            for kind, ((_, count), block) in enumerate(
+                zip(self._kinds, blocks, strict=True)
+            )
+            for way in (0, 1)
+        )
+        ticks = variant.microbatches * chunks
+        if self._like.execution.lock_step:
+            ticks += ranks - 1
+        step_s = ticks * (tick_s + self._head_s(mesh, variant)) + shared.once_s
+        return Bound(step_s, self._memory(mesh, variant, blocks, shared))
+
+    def _memory(
+        self,
+        mesh: Layout,
+        variant: Variant,
+        blocks: tuple[_Block, ...],
+        shared: _Mesh,
+    ) -> float:
+        layers = self._like.workload.layers
+        held = held_microbatches(
+            mesh.stage, variant, lock_step=self._like.execution.lock_step
+        )
+        kept = min(block.kept_bytes for block in blocks) * (layers // mesh.stage)
+        again = min(block.again_bytes for block in blocks)
+        eager = self._like.execution.eager
+        total = shared.state_bytes + kept * held
+        return total if eager or variant.remat == "none" else total + again
+
+    def _head_s(self, mesh: Layout, variant: Variant) -> float:
+        """Matmuls of the logits, of one tick."""
+        like = self._like
+        workload, device = like.workload, like.cluster.device
+        flops = 6 * self._tokens(mesh, variant) * workload.hidden * workload.vocab
+        peak = device.peak_flops[mesh.precision] * device.efficiency.matmul
+        return flops / peak / mesh.tensor / mesh.stage / variant.chunks
+
+    def _tokens(self, mesh: Layout, variant: Variant) -> int:
+        like = self._like
+        replicas = mesh.data * mesh.fsdp * mesh.expert * variant.microbatches
+        return like.global_batch // replicas * like.seq // mesh.context
+
+    def _blocks_of(self, mesh: Layout, variant: Variant) -> tuple[_Block, ...]:
+        key = (
+            *(mesh.tensor, mesh.expert, mesh.context, self._tokens(mesh, variant)),
+            *(variant.sequence_parallel, variant.remat),
+        )
+        if key not in self._blocks:
+            run = self.run(mesh, variant)
+            self._blocks[key] = tuple(_block(run, moe) for moe, _ in self._kinds)
+        return self._blocks[key]
+
+    def _mesh(self, mesh: Layout, variant: Variant) -> _Mesh:
+        if mesh not in self._meshes:
+            run = self.run(mesh, variant._replace(schedule="1f1b", chunks=1))
+            kinds = tuple(moe for moe, _ in self._kinds)
+            self._meshes[mesh] = _mesh_costs(run, kinds)
+        return self._meshes[mesh]
+
+
+def held_microbatches(ranks: int, variant: Variant, *, lock_step: bool) -> float:
+    """Microbatches that the first rank holds, at least.
+
+    1F1B holds `2 p - 1` in lock step and `p` otherwise; interleaved `(2 (p - 1) +
+    (v - 1) p + 1) / v`, with p ranks and v chunks; the others hold all.
+
+    Reference: Narayanan et al. 2021, section 2.2.
+    """
+    count, chunks = variant.microbatches, variant.chunks
+    if ranks == 1:
+        return 1
+    if variant.schedule == "1f1b":
+        return min(count, 2 * ranks - 1 if lock_step else ranks)
+    if variant.schedule == "interleaved_1f1b":
+        return min(count, (2 * (ranks - 1) + (chunks - 1) * ranks + 1) / chunks)
+    return count
+
+
+def _places(
+    layers: int, ranks: int, chunks: int, kinds: tuple[tuple[bool, int], ...]
+) -> float:
+    """Blocks of the longest stage, or their mean where blocks are of two kinds."""
+    mean = layers / (ranks * chunks)
+    return math.ceil(mean) if len(kinds) == 1 else mean
+
+
+def _exposed(gather_s: float, block: _Block, way: int) -> float:
+    return max(0.0, gather_s - block.compute_s[way])
+
+
+def _block(run: Run, moe: bool) -> _Block:
+    time = block_time(run, moe=moe)
+    forward, backward = time.forward, time.backward
+    return _Block(
+        (forward.compute_s, backward.compute_s),
+        (forward.total_s, backward.total_s),
+        kept_bytes(run, moe=moe),
+        everything_bytes(run, moe=moe),
+    )
+
+
+def _mesh_costs(run: Run, kinds: tuple[bool, ...]) -> _Mesh:
+    layout, execution = run.layout, run.execution
+    parameters = rank_parameters(run, 0)
+    shares = {
+        level: 1 / layout.fsdp if layout.zero >= level else 1.0 for level in (1, 2, 3)
+    }
+    state = parameters * (
+        execution.weight_bytes * shares[3]
+        + execution.gradient_bytes * shares[2]
+        + execution.state_bytes * shares[1]
+    )
+    return _Mesh(state, _once_s(run), tuple(_gathers_s(run, moe) for moe in kinds))
+
+
+def _once_s(run: Run) -> float:
+    """The update, and the reduction of the blocks' gradients over `data`."""
+    layout, execution = run.layout, run.execution
+    parameters = rank_parameters(run, 0)
+    own = parameters / layout.fsdp if layout.zero >= 1 else parameters
+    seconds = memory_s(run, own * execution.update_bytes)
+    if layout.data == 1 or execution.reduction_overlap:
+        return seconds
+    ends = run.workload.embedding_parameters + run.workload.head_parameters
+    ends += run.workload.final_norm_parameters
+    blocks = max(0.0, parameters - ends / layout.tensor)
+    split = layout.fsdp if layout.zero > 0 else 1
+    reduced = blocks / split * execution.reduction_bytes
+    return seconds + all_reduce_s(reduced, layout.data, run.link("data"))
+
+
+def _gathers_s(run: Run, moe: bool) -> tuple[float, float]:
+    """Weights split over `fsdp` gathered, and gradients scattered."""
+    layout, execution = run.layout, run.execution
+    if layout.fsdp == 1 or layout.zero < 3:
+        return 0.0, 0.0
+    parameters, link = block_parameters(run, moe=moe), run.link("fsdp")
+    gather_s = all_gather_s(parameters * run.dtype_bytes, layout.fsdp, link)
+    reduced = parameters * execution.reduction_bytes
+    return gather_s, gather_s + all_gather_s(reduced, layout.fsdp, link)

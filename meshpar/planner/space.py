@@ -1,0 +1,232 @@
+"""The layouts that a search considers: mesh shapes, and ways to run each of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from meshpar.errors import InputError
+from meshpar.layout import MESH_AXES, Layout, nearest
+from meshpar.planner.workload import Workload
+from meshpar.schedules import CHUNKED
+
+BUILT_AXES = ("data", "fsdp", "stage", "tensor")
+"""The mesh axes that `make_train_step` lays out; the others are planned."""
+
+# GPipe takes the ticks of 1F1B, and looped BFS those of interleaved 1F1B, and neither
+# holds fewer microbatches: they are considered only if they are kept.
+_SCHEDULES = ("1f1b", "interleaved_1f1b")
+_REMATS = ("none", "selective", "dots", "full")
+_KEYS = tuple(field.name for field in fields(Layout))
+
+# What estimates assume where this layout has the key: parameters split over `fsdp` are
+# gathered layer by layer in every microbatch, which keeps one layer whole at a time.
+_GATHER = {"fsdp_gather": "microbatch"} if "fsdp_gather" in _KEYS else {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constraints:
+    """What a search may choose.
+
+    Args:
+        kept: Key of a layout -> the value that it must have.
+        forbidden: Mesh axes that must have size 1.
+        max_memory_bytes: Of a device; all that it has when None.
+        planned: Whether to consider the mesh axes that no step lays out yet.
+
+    Raises:
+        InputError: A key or a value that no layout has, or an axis both kept and
+            forbidden.
+
+    Example:
+        >>> Constraints.of(keep=["tensor=8"], forbid=["stage"]).kept
+        {'tensor': 8}
+    """
+
+    kept: Mapping[str, Any] = field(default_factory=dict)
+    forbidden: frozenset[str] = frozenset()
+    max_memory_bytes: float | None = None
+    planned: bool = False
+
+    def __post_init__(self) -> None:
+        Layout(**self.kept)
+        if "splits" in self.kept:
+            raise InputError(
+                "a search splits the layers evenly, so that it cannot keep splits="
+                f"{self.kept['splits']}; ask `meshpar estimate` about that layout"
+            )
+        for axis in self.forbidden:
+            if axis not in MESH_AXES:
+                raise InputError(
+                    f"forbidden {axis!r} is no mesh axis; {nearest(axis, MESH_AXES)}"
+                )
+            if self.kept.get(axis, 1) != 1:
+                raise InputError(
+                    f"{axis}={self.kept[axis]} is kept and {axis!r} is forbidden; "
+                    "leave one of them out"
+                )
+        limit = self.max_memory_bytes
+        if limit is not None and not limit > 0:
+            raise InputError(f"maximum memory of {limit} bytes: must be above 0")
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        keep: list[str] | tuple[str, ...] = (),
+        forbid: list[str] | tuple[str, ...] = (),
+        max_memory_bytes: float | None = None,
+        planned: bool = False,
+    ) -> Constraints:
+        """Constraints in words: `keep` as lines of a layout, `forbid` as mesh axes.
+
+        Raises:
+            InputError: As the constraints themselves; a key kept at two values.
+        """
+        kept: dict[str, Any] = {}
+        for line in keep:
+            layout = Layout.parse(line)
+            for key in (part.partition("=")[0].strip() for part in line.split(",")):
+                value = getattr(layout, key)
+                if kept.setdefault(key, value) != value:
+                    raise InputError(
+                        f"{key} is kept at both {kept[key]} and {value}; keep it once"
+                    )
+        return cls(
+            kept=kept,
+            forbidden=frozenset(forbid),
+            max_memory_bytes=max_memory_bytes,
+            planned=planned,
+        )
+
+    def choices(self, key: str, values: tuple) -> tuple:
+        """The values of a key that are left of these."""
+        return (self.kept[key],) if key in self.kept else values
+
+
+class Variant(NamedTuple):
+    """One way to run a mesh shape."""
+
+    microbatches: int
+    schedule: str
+    chunks: int
+    sequence_parallel: bool
+    remat: str
+
+
+def mesh_layouts(num_devices: int, constraints: Constraints) -> Iterator[Layout]:
+    """Every way to factor the devices over the mesh axes that may be used.
+
+    Each is a layout with what is kept and all else at its default, or at what keeps
+    the search to one choice (`precision=bf16`).
+    """
+    free = [
+        axis
+        for axis in MESH_AXES
+        if (constraints.planned or axis in BUILT_AXES or axis in constraints.kept)
+        and axis not in constraints.forbidden
+    ]
+    base = Layout(**{"precision": "bf16", **constraints.kept})
+    for sizes in _factorizations(num_devices, free, constraints.kept):
+        yield replace(base, **dict(zip(free, sizes, strict=True)))
+
+
+def _factorizations(
+    number: int, axes: list[str], kept: Mapping[str, Any]
+) -> Iterator[tuple[int, ...]]:
+    if not axes:
+        if number == 1:
+            yield ()
+        return
+    wanted = kept.get(axes[0], -1)
+    sizes = divisors(number) if wanted == -1 else (wanted,)
+    for size in sizes:
+        if number % size == 0:
+            for rest in _factorizations(number // size, axes[1:], kept):
+                yield (size, *rest)
+
+
+def variants(
+    workload: Workload,
+    mesh: Layout,
+    constraints: Constraints,
+    *,
+    global_batch: int,
+    seq: int,
+) -> Iterator[Variant]:
+    """Every way to run a mesh shape whose axes suit the workload."""
+    replicas = mesh.data * mesh.fsdp * mesh.expert
+    each = global_batch // replicas
+    counts = constraints.choices("microbatches", divisors(each))
+    remats = constraints.choices("remat", _REMATS)
+    splits = mesh.tensor > 1 and seq % (mesh.tensor * mesh.context) == 0
+    sequence = constraints.choices(
+        "sequence_parallel", (False, True) if splits else (False,)
+    )
+    for microbatches in counts:
+        if each % microbatches:
+            continue
+        for schedule, chunks in _schedules(workload, mesh, constraints):
+            for sequence_parallel in sequence:
+                for remat in remats:
+                    yield Variant(
+                        microbatches, schedule, chunks, sequence_parallel, remat
+                    )
+
+
+def _schedules(
+    workload: Workload, mesh: Layout, constraints: Constraints
+) -> Iterator[tuple[str, int]]:
+    if mesh.stage == 1:
+        yield mesh.schedule, mesh.chunks
+        return
+    kept = constraints.kept
+    for schedule in constraints.choices("schedule", _SCHEDULES):
+        if schedule not in CHUNKED:
+            if kept.get("chunks", 1) == 1:
+                yield schedule, 1
+            continue
+        for chunks in constraints.choices(
+            "chunks", chunk_counts(workload.layers, mesh.stage)
+        ):
+            if chunks > 1:
+                yield schedule, chunks
+
+
+@lru_cache(maxsize=1024)
+def chunk_counts(layers: int, stages: int) -> tuple[int, ...]:
+    """Chunks of a rank that leave no more places empty than one chunk does.
+
+    Example:
+        >>> chunk_counts(126, 16)
+        (2, 4, 8)
+    """
+    places = math.ceil(layers / stages)
+    return tuple(
+        chunks
+        for chunks in range(2, layers // stages + 1)
+        if chunks * math.ceil(layers / (stages * chunks)) <= places
+    )
+
+
+def layout_of(mesh: Layout, variant: Variant) -> Layout:
+    """The whole layout: that mesh, run so."""
+    pipelined = mesh.stage > 1 or variant.microbatches > 1
+    gathers = mesh.fsdp > 1 and mesh.zero == 3 and pipelined
+    return replace(mesh, **variant._asdict(), **(_GATHER if gathers else {}))
+
+
+@lru_cache(maxsize=4096)
+def divisors(number: int) -> tuple[int, ...]:
+    """All divisors, smallest first.
+
+    Example:
+        >>> divisors(12)
+        (1, 2, 3, 4, 6, 12)
+    """
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    large = [number // n for n in reversed(small) if n * n != number]
+    return (*small, *large)
