@@ -15,10 +15,10 @@ from meshpar.planner.activations import everything_bytes, kept_bytes
 from meshpar.planner.block_time import block_parameters, block_time
 from meshpar.planner.collective_cost import all_gather_s, all_reduce_s
 from meshpar.planner.kernel_time import memory_s
-from meshpar.planner.memory import rank_parameters
+from meshpar.planner.memory import rank_memory, rank_parameters
 from meshpar.planner.refusals import stage_blocks_of
 from meshpar.planner.run import Run
-from meshpar.planner.space import Variant, layout_of
+from meshpar.planner.space import Choices, Variant, layout_of, variant_of
 
 
 class Bound(NamedTuple):
@@ -81,47 +81,64 @@ class Bounds:
             stage_blocks=stage_blocks_of(like.workload, layout),
         )
 
-    def state_bytes(self, mesh: Layout, variant: Variant) -> float:
-        """Parameters, gradients and optimizer state, whatever else is chosen."""
-        return self._mesh(mesh, variant).state_bytes
+    def of_mesh(self, mesh: Layout, choices: Choices) -> Bound:
+        """The bound of all variants of a mesh shape.
+
+        Fewest microbatches make the largest matmuls, and most of them keep least.
+        """
+        few, many = min(choices.microbatches), max(choices.microbatches)
+        plain = [
+            Variant(few, "1f1b", 1, sequence, "none")
+            for sequence in choices.sequence_parallel
+        ]
+        small = [
+            Variant(many, "looped_bfs", 1, sequence, "full")
+            for sequence in choices.sequence_parallel
+        ]
+        step_s = min(self._step_s(mesh, variant, ticks=few) for variant in plain)
+        held = min(many, mesh.stage)
+        memory = min(self._memory(mesh, variant, held) for variant in small)
+        return Bound(step_s, memory)
 
     def bound(self, mesh: Layout, variant: Variant) -> Bound:
         """The bound of one layout."""
-        blocks = self._blocks_of(mesh, variant)
-        shared = self._mesh(mesh, variant)
-        ranks, chunks = mesh.stage, variant.chunks
-        places = _places(self._like.workload.layers, ranks, chunks, self._kinds)
-        tick_s = places * sum(
-            count
-            / self._like.workload.layers
-            * (block.total_s[way] + _exposed(shared.gather_s[kind][way], block, way))
-            for kind, ((_, count), block) in enumerate(
-                zip(self._kinds, blocks, strict=True)
-            )
-            for way in (0, 1)
+        lock_step = self._like.execution.lock_step
+        ticks = variant.microbatches * variant.chunks
+        ticks += mesh.stage - 1 if lock_step else 0
+        held = held_microbatches(mesh.stage, variant, lock_step=lock_step)
+        return Bound(
+            self._step_s(mesh, variant, ticks=ticks),
+            self._memory(mesh, variant, held),
         )
-        ticks = variant.microbatches * chunks
-        if self._like.execution.lock_step:
-            ticks += ranks - 1
-        step_s = ticks * (tick_s + self._head_s(mesh, variant)) + shared.once_s
-        return Bound(step_s, self._memory(mesh, variant, blocks, shared))
 
-    def _memory(
-        self,
-        mesh: Layout,
-        variant: Variant,
-        blocks: tuple[_Block, ...],
-        shared: _Mesh,
-    ) -> float:
+    def memory_bytes(self, run: Run) -> float:
+        """A closer bound of a run's memory: all of its first rank's."""
+        layout, lock_step = run.layout, run.execution.lock_step
+        variant = variant_of(layout)
+        held = held_microbatches(layout.stage, variant, lock_step=lock_step)
+        return rank_memory(run, 0, held * layout.chunks).total_bytes
+
+    def _step_s(self, mesh: Layout, variant: Variant, *, ticks: int) -> float:
+        shared, layers = self._mesh(mesh, variant), self._like.workload.layers
+        places = _places(layers, mesh.stage, variant.chunks, self._kinds)
+        tick_s = self._head_s(mesh, variant)
+        blocks = self._blocks_of(mesh, variant)
+        for (_, count), block, gather_s in zip(
+            self._kinds, blocks, shared.gather_s, strict=True
+        ):
+            for way in (0, 1):
+                exposed_s = max(0.0, gather_s[way] - block.compute_s[way])
+                tick_s += places * count / layers * (block.total_s[way] + exposed_s)
+        return ticks * tick_s + shared.once_s
+
+    def _memory(self, mesh: Layout, variant: Variant, held: float) -> float:
+        blocks = self._blocks_of(mesh, variant)
         layers = self._like.workload.layers
-        held = held_microbatches(
-            mesh.stage, variant, lock_step=self._like.execution.lock_step
-        )
         kept = min(block.kept_bytes for block in blocks) * (layers // mesh.stage)
-        again = min(block.again_bytes for block in blocks)
-        eager = self._like.execution.eager
-        total = shared.state_bytes + kept * held
-        return total if eager or variant.remat == "none" else total + again
+        total = self._mesh(mesh, variant).state_bytes + kept * held
+        if self._like.execution.eager or variant.remat == "none":
+            return total
+        return total + min(block.again_bytes for block in blocks)
 
     def _head_s(self, mesh: Layout, variant: Variant) -> float:
         """Matmuls of the logits, of one tick."""
@@ -178,10 +195,6 @@ def _places(
     """Blocks of the longest stage, or their mean where blocks are of two kinds."""
     mean = layers / (ranks * chunks)
     return math.ceil(mean) if len(kinds) == 1 else mean
-
-
-def _exposed(gather_s: float, block: _Block, way: int) -> float:
-    return max(0.0, gather_s - block.compute_s[way])
 
 
 def _block(run: Run, moe: bool) -> _Block:

@@ -78,10 +78,11 @@ def rank_memories(run: Run) -> list[Memory]:
     count = lock_step if run.execution.lock_step else in_flight
     held = count(layout.schedule, layout.stage, layout.microbatches, layout.chunks)
     chunks_held = held.in_flight if run.execution.lock_step else held
-    return [_rank(run, rank, chunks) for rank, chunks in enumerate(chunks_held)]
+    return [rank_memory(run, rank, held) for rank, held in enumerate(chunks_held)]
 
 
-def _rank(run: Run, rank: int, chunks_held: int) -> Memory:
+def rank_memory(run: Run, rank: int, chunks_held: float) -> Memory:
+    """The memory of one rank that holds so many microbatches times chunks."""
     execution, layout = run.execution, run.layout
     parameters = rank_parameters(run, rank)
     shares = {

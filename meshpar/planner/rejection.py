@@ -80,7 +80,7 @@ def _parts(found: Estimate) -> tuple[tuple[str, float, str], ...]:
         (
             "workspace",
             memory.workspace_bytes,
-            f"one block's backward over {run.tokens} tokens of a microbatch",
+            f"what a tick makes anew of {run.tokens} tokens of a microbatch",
         ),
         (
             "gathered weights",
@@ -117,7 +117,8 @@ def _causes(found: Estimate, slowest: Estimate) -> list[tuple[str, float, float]
         f"stage={layout.stage} with {layout.microbatches} microbatches waits {{}} in "
         "the bubble"
     )
-    computing = f"remat={layout.remat} with microbatches of {found.run.microbatch} computes {{}}"
+    size = found.run.microbatch
+    computing = f"remat={layout.remat} with microbatches of {size} computes {{}}"
     return [
         *causes,
         (bubble, time.bubble_s, other.bubble_s),

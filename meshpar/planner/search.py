@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from bisect import insort
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -25,15 +26,20 @@ from meshpar.planner.rejection import Rejected, reason_of
 from meshpar.planner.run import Run
 from meshpar.planner.space import (
     BUILT_AXES,
+    Choices,
     Constraints,
     Variant,
-    layout_of,
+    choices_of,
     mesh_layouts,
-    variants,
 )
 from meshpar.planner.workload import Workload
 
 _NUM_PLANS = 10
+_MOST_VARIANTS = 1 << 32
+_NO_VARIANT = (
+    "what is kept leaves no way to run it: microbatches must divide a replica's "
+    "sequences, and chunks the layers of a stage"
+)
 _SAMPLE = 8
 """Rejected layouts of each kind that a result shows."""
 
@@ -87,12 +93,31 @@ class SearchResult:
 
 
 class _Leaf(NamedTuple):
-    """One layout that no structural reason forbids."""
+    """One layout, or all of a mesh shape, that no structural reason forbids.
+
+    Args:
+        bound: What it takes at least.
+        order: When it was met.
+        mesh: Its mesh shape.
+        variant: How that is run; None for all its variants.
+        choices: Those.
+    """
 
     bound: Bound
     order: int
     mesh: Layout
-    variant: Variant
+    variant: Variant | None
+    choices: Choices
+
+    @property
+    def count(self) -> int:
+        """Of layouts."""
+        return self.choices.count if self.variant is None else 1
+
+    @property
+    def some_variant(self) -> Variant:
+        """The first of its variants."""
+        return self.variant or next(self.choices.variants())
 
 
 @dataclass(kw_only=True)
@@ -106,7 +131,12 @@ class _Findings:
     too_slow: list[_Leaf] = field(default_factory=list)
     fitting: list[tuple[float, int, int, Estimate]] = field(default_factory=list)
     front: list[tuple[float, float]] = field(default_factory=list)
-    estimated: int = 0
+
+    @property
+    def considered(self) -> int:
+        """Layouts in all."""
+        settled = sum(leaf.count for leaf in (*self.too_large, *self.too_slow))
+        return len(self.refused) + settled + len(self.fitting)
 
     @property
     def slowest_plan_s(self) -> float:
@@ -187,11 +217,11 @@ def search(
     findings = _Findings(
         capacity_bytes=capacity_bytes(cluster, constraints), num_plans=num_plans
     )
-    leaves = _leaves(like, constraints, bounds, findings)
-    for leaf in leaves:
-        _consider(leaf, bounds, findings)
-    considered = len(findings.refused) + len(findings.too_large) + len(leaves)
-    return _result(like, constraints, bounds, findings, considered, started)
+    leaves = _meshes(like, constraints, bounds, findings)
+    heapify(leaves)
+    while leaves:
+        _consider(heappop(leaves), bounds, findings, leaves)
+    return _result(like, constraints, bounds, findings, started)
 
 
 def capacity_bytes(cluster: Cluster, constraints: Constraints) -> float:
@@ -200,27 +230,22 @@ def capacity_bytes(cluster: Cluster, constraints: Constraints) -> float:
     return min(own, constraints.max_memory_bytes or own)
 
 
-def _leaves(
+def _meshes(
     like: Run, constraints: Constraints, bounds: Bounds, findings: _Findings
 ) -> list[_Leaf]:
-    """The layouts whose bound fits, those of the lowest bound first."""
+    """The mesh shapes that can be, each with the bound of all its variants."""
     leaves, size = [], {"global_batch": like.global_batch, "seq": like.seq}
-    meshes = 0
-    for mesh in mesh_layouts(like.cluster.num_devices, constraints):
-        meshes += 1
+    for order, mesh in enumerate(mesh_layouts(like.cluster.num_devices, constraints)):
         problems = layout_problems(like.workload, _plain(mesh), **size)
-        if problems:
-            findings.refused.append(Rejected(mesh, problems[0].message))
-            continue
-        for variant in variants(like.workload, mesh, constraints, **size):
-            bound = bounds.bound(mesh, variant)
-            order = len(leaves) + len(findings.too_large)
-            leaf = _Leaf(bound, order, mesh, variant)
-            fits = bound.memory_bytes <= findings.capacity_bytes
-            (leaves if fits else findings.too_large).append(leaf)
-    if not meshes:
+        choices = choices_of(like.workload, mesh, constraints, **size)
+        if problems or not choices.count:
+            reason = problems[0].message if problems else _NO_VARIANT
+            findings.refused.append(Rejected(mesh, reason))
+        else:
+            bound = bounds.of_mesh(mesh, choices)
+            leaves.append(_Leaf(bound, order, mesh, None, choices))
+    if not leaves and not findings.refused:
         raise InputError(_no_mesh(like, constraints))
-    leaves.sort(key=lambda leaf: leaf[:2])
     return leaves
 
 
@@ -238,18 +263,34 @@ def _no_mesh(like: Run, constraints: Constraints) -> str:
     )
 
 
-def _consider(leaf: _Leaf, bounds: Bounds, findings: _Findings) -> None:
-    if findings.useless(*leaf.bound):
+def _consider(
+    leaf: _Leaf, bounds: Bounds, findings: _Findings, leaves: list[_Leaf]
+) -> None:
+    """Settles a leaf, or opens it: its variants join the others."""
+    if leaf.bound.memory_bytes > findings.capacity_bytes:
+        findings.too_large.append(leaf)
+    elif findings.useless(*leaf.bound):
         findings.too_slow.append(leaf)
-        return
-    run = bounds.run(leaf.mesh, leaf.variant)
-    memory_bytes = memory_of(run).total_bytes
+    elif leaf.variant is None:
+        for order, variant in enumerate(leaf.choices.variants()):
+            bound = bounds.bound(leaf.mesh, variant)
+            order = leaf.order * _MOST_VARIANTS + order
+            heappush(leaves, _Leaf(bound, order, leaf.mesh, variant, leaf.choices))
+    else:
+        _settle(leaf, bounds.run(leaf.mesh, leaf.variant), bounds, findings)
+
+
+def _settle(leaf: _Leaf, run: Run, bounds: Bounds, findings: _Findings) -> None:
+    memory_bytes = bounds.memory_bytes(run)
+    if memory_bytes <= findings.capacity_bytes and not findings.useless(
+        leaf.bound.step_s, memory_bytes
+    ):
+        memory_bytes = memory_of(run).total_bytes
     if memory_bytes > findings.capacity_bytes:
         findings.too_large.append(leaf)
     elif findings.useless(leaf.bound.step_s, memory_bytes):
         findings.too_slow.append(leaf)
     else:
-        findings.estimated += 1
         findings.keep(estimate_run(run), leaf.order)
 
 
@@ -262,7 +303,6 @@ def _result(
     constraints: Constraints,
     bounds: Bounds,
     findings: _Findings,
-    considered: int,
     started: float,
 ) -> SearchResult:
     fitting = [found for *_, found in findings.fitting]
@@ -279,9 +319,9 @@ def _result(
         plans=plans,
         front=tuple(front),
         rejected=_sample(bounds, findings, plans, others),
-        rejected_count=considered - len(kept),
-        considered_count=considered,
-        estimated_count=findings.estimated,
+        rejected_count=findings.considered - len(kept),
+        considered_count=findings.considered,
+        estimated_count=len(findings.fitting),
         seconds=time.perf_counter() - started,
         notes=_notes(like, constraints),
     )
@@ -298,7 +338,7 @@ def _sample(
     near = [found.run for found in others[:_SAMPLE]]
     for leaves in (findings.too_large, findings.too_slow):
         near += [
-            bounds.run(leaf.mesh, leaf.variant)
+            bounds.run(leaf.mesh, leaf.some_variant)
             for leaf in sorted(_one_of_each(leaves), key=lambda leaf: leaf[:2])[
                 :_SAMPLE
             ]
@@ -336,8 +376,3 @@ def _notes(like: Run, constraints: Constraints) -> tuple[str, ...]:
             "experts; --planned considers it"
         )
     return tuple(notes)
-
-
-def layout_text(leaf: _Leaf) -> str:
-    """The layout's line."""
-    return str(layout_of(leaf.mesh, leaf.variant))

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
+from itertools import product
 from typing import Any, NamedTuple
 
 from meshpar.errors import InputError
@@ -149,32 +150,43 @@ def _factorizations(
                 yield (size, *rest)
 
 
-def variants(
+class Choices(NamedTuple):
+    """What a mesh shape leaves to choose, each independent of the others."""
+
+    microbatches: tuple[int, ...]
+    schedules: tuple[tuple[str, int], ...]
+    sequence_parallel: tuple[bool, ...]
+    remats: tuple[str, ...]
+
+    @property
+    def count(self) -> int:
+        """Of variants."""
+        return math.prod(map(len, self))
+
+    def variants(self) -> Iterator[Variant]:
+        """Every way to run the mesh shape."""
+        for count, schedule, sequence, remat in product(*self):
+            yield Variant(count, *schedule, sequence, remat)
+
+
+def choices_of(
     workload: Workload,
     mesh: Layout,
     constraints: Constraints,
     *,
     global_batch: int,
     seq: int,
-) -> Iterator[Variant]:
-    """Every way to run a mesh shape whose axes suit the workload."""
-    replicas = mesh.data * mesh.fsdp * mesh.expert
-    each = global_batch // replicas
+) -> Choices:
+    """The choices of a mesh shape whose axes suit the workload; maybe none."""
+    each = global_batch // (mesh.data * mesh.fsdp * mesh.expert)
     counts = constraints.choices("microbatches", divisors(each))
-    remats = constraints.choices("remat", _REMATS)
     splits = mesh.tensor > 1 and seq % (mesh.tensor * mesh.context) == 0
-    sequence = constraints.choices(
-        "sequence_parallel", (False, True) if splits else (False,)
+    return Choices(
+        tuple(count for count in counts if each % count == 0),
+        tuple(_schedules(workload, mesh, constraints)),
+        constraints.choices("sequence_parallel", (False, True) if splits else (False,)),
+        constraints.choices("remat", _REMATS),
     )
-    for microbatches in counts:
-        if each % microbatches:
-            continue
-        for schedule, chunks in _schedules(workload, mesh, constraints):
-            for sequence_parallel in sequence:
-                for remat in remats:
-                    yield Variant(
-                        microbatches, schedule, chunks, sequence_parallel, remat
-                    )
 
 
 def _schedules(
@@ -217,6 +229,11 @@ def layout_of(mesh: Layout, variant: Variant) -> Layout:
     pipelined = mesh.stage > 1 or variant.microbatches > 1
     gathers = mesh.fsdp > 1 and mesh.zero == 3 and pipelined
     return replace(mesh, **variant._asdict(), **(_GATHER if gathers else {}))
+
+
+def variant_of(layout: Layout) -> Variant:
+    """How a layout runs its mesh shape."""
+    return Variant(*(getattr(layout, key) for key in Variant._fields))
 
 
 @lru_cache(maxsize=4096)
