@@ -8,34 +8,29 @@ so what is returned is what estimating all of them would give.
 from __future__ import annotations
 
 import time
-from bisect import insort
-from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 from meshpar.errors import InputError
 from meshpar.layout import Layout
-from meshpar.planner.bounds import Bound, Bounds
-from meshpar.planner.estimate import Estimate, estimate_run
+from meshpar.planner.bounds import Bounds
+from meshpar.planner.candidates import FRONT_REACH, Findings, Leaf, settle
+from meshpar.planner.estimate import Estimate
 from meshpar.planner.execution import MESHPAR, Execution
 from meshpar.planner.hardware import Cluster
-from meshpar.planner.memory import memory_of
 from meshpar.planner.refusals import layout_problems
 from meshpar.planner.rejection import Rejected, reason_of
 from meshpar.planner.run import Run
 from meshpar.planner.space import (
     BUILT_AXES,
-    Choices,
     Constraints,
-    Variant,
     choices_of,
     mesh_layouts,
 )
 from meshpar.planner.workload import Workload
 
 _NUM_PLANS = 10
-_MOST_VARIANTS = 1 << 32
 _NO_VARIANT = (
     "what is kept leaves no way to run it: microbatches must divide a replica's "
     "sequences, and chunks the layers of a stage"
@@ -50,7 +45,8 @@ class SearchResult:
 
     Args:
         plans: The fastest layouts that fit, best first.
-        front: Those that no other beats in both time and memory, fastest first.
+        front: Those that no other beats in both time and memory, fastest first, up to
+            1.5 times the fastest plan's time.
         rejected: Some of the others, each with its reason.
         rejected_count: How many others there are.
         considered_count: Layouts in all.
@@ -92,136 +88,75 @@ class SearchResult:
         }
 
 
-class _Leaf(NamedTuple):
-    """One layout, or all of a mesh shape, that no structural reason forbids.
-
-    Args:
-        bound: What it takes at least.
-        order: When it was met.
-        mesh: Its mesh shape.
-        variant: How that is run; None for all its variants.
-        choices: Those.
-    """
-
-    bound: Bound
-    order: int
-    mesh: Layout
-    variant: Variant | None
-    choices: Choices
-
-    @property
-    def count(self) -> int:
-        """Of layouts."""
-        return self.choices.count if self.variant is None else 1
-
-    @property
-    def some_variant(self) -> Variant:
-        """The first of its variants."""
-        return self.variant or next(self.choices.variants())
-
-
-@dataclass(kw_only=True)
-class _Findings:
-    """What is known while the search goes on."""
-
-    capacity_bytes: float
-    num_plans: int
-    refused: list[Rejected] = field(default_factory=list)
-    too_large: list[_Leaf] = field(default_factory=list)
-    too_slow: list[_Leaf] = field(default_factory=list)
-    fitting: list[tuple[float, int, int, Estimate]] = field(default_factory=list)
-    front: list[tuple[float, float]] = field(default_factory=list)
-
-    @property
-    def considered(self) -> int:
-        """Layouts in all."""
-        settled = sum(leaf.count for leaf in (*self.too_large, *self.too_slow))
-        return len(self.refused) + settled + len(self.fitting)
-
-    @property
-    def slowest_plan_s(self) -> float:
-        """Of the plans so far; infinite while there are too few."""
-        if len(self.fitting) < self.num_plans:
-            return float("inf")
-        return self.fitting[self.num_plans - 1][0]
-
-    def useless(self, step_s: float, memory_bytes: float) -> bool:
-        """Whether something known is as fast and as small, and plans are faster."""
-        return step_s > self.slowest_plan_s and any(
-            other_s <= step_s and other_bytes <= memory_bytes
-            for other_s, other_bytes in self.front
-        )
-
-    def keep(self, found: Estimate, order: int) -> None:
-        """Adds a layout that fits."""
-        insort(self.fitting, (found.step_s, _num_axes(found), order, found))
-        point = (found.step_s, found.memory.total_bytes)
-        if not any(s <= point[0] and size <= point[1] for s, size in self.front):
-            self.front = [
-                (s, size) for s, size in self.front if s < point[0] or size < point[1]
-            ]
-            insort(self.front, point)
-
-
-def search(
-    workload: Workload,
-    cluster: Cluster,
-    *,
-    global_batch: int,
-    seq: int | None = None,
-    execution: Execution = MESHPAR,
-    constraints: Constraints | None = None,
-    num_plans: int = _NUM_PLANS,
-) -> SearchResult:
-    """The fastest layouts that fit, those small for their speed, and why not others.
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is to be laid out.
 
     Args:
         workload: What is trained.
         cluster: On what.
         global_batch: Sequences in a step.
-        seq: Tokens of one; the workload's own when absent.
+        seq: Tokens of one; the workload's own when 0.
         execution: The program that runs it.
         constraints: What may be chosen; everything that a step lays out by default.
-        num_plans: Plans to return.
 
     Raises:
-        InputError: A count below 1, or constraints that no layout meets.
+        InputError: A count below 1.
+    """
+
+    workload: Workload
+    cluster: Cluster
+    global_batch: int
+    seq: int = 0
+    execution: Execution = MESHPAR
+    constraints: Constraints = Constraints()
+
+    def __post_init__(self) -> None:
+        if self.global_batch < 1:
+            raise InputError(f"global_batch={self.global_batch}: must be at least 1")
+
+    @property
+    def run(self) -> Run:
+        """What all its layouts share, as a run of none of them."""
+        return Run(
+            workload=self.workload,
+            cluster=self.cluster,
+            layout=Layout(),
+            execution=self.execution,
+            global_batch=self.global_batch,
+            seq=self.seq or self.workload.seq,
+            stage_blocks=(self.workload.layers,),
+        )
+
+
+def search(request: Request, *, num_plans: int = _NUM_PLANS) -> SearchResult:
+    """The fastest layouts that fit, those small for their speed, and why not others.
+
+    Raises:
+        InputError: Constraints that no layout of so many devices meets.
 
     Example:
         >>> from meshpar.planner.clusters import cluster_of
         >>> from meshpar.planner.shapes import SHAPES
+        >>> cluster = cluster_of("h100-80gb", devices=8)
         >>> found = search(
-        ...     SHAPES["llama3-8b"],
-        ...     cluster_of("h100-80gb", devices=8),
-        ...     global_batch=16,
-        ...     seq=8192,
+        ...     Request(workload=SHAPES["llama3-8b"], cluster=cluster, global_batch=16)
         ... )
         >>> found.plans[0].fits, found.considered_count > 100
         (True, True)
     """
     started = time.perf_counter()
-    constraints = constraints or Constraints()
-    for name, count in (("global_batch", global_batch), ("num_plans", num_plans)):
-        if count < 1:
-            raise InputError(f"{name}={count}: must be at least 1")
-    like = Run(
-        workload=workload,
-        cluster=cluster,
-        layout=Layout(),
-        execution=execution,
-        global_batch=global_batch,
-        seq=seq or workload.seq,
-        stage_blocks=(workload.layers,),
+    if num_plans < 1:
+        raise InputError(f"num_plans={num_plans}: must be at least 1")
+    findings = Findings(
+        capacity_bytes=capacity_bytes(request.cluster, request.constraints),
+        num_plans=num_plans,
     )
-    bounds = Bounds(like)
-    findings = _Findings(
-        capacity_bytes=capacity_bytes(cluster, constraints), num_plans=num_plans
-    )
-    leaves = _meshes(like, constraints, bounds, findings)
-    heapify(leaves)
-    while leaves:
-        _consider(heappop(leaves), bounds, findings, leaves)
-    return _result(like, constraints, bounds, findings, started)
+    bounds = Bounds(request.run)
+    leaves, refused = possible_meshes(request, bounds)
+    findings.refused += refused
+    settle(leaves, bounds, findings)
+    return _result(request, bounds, findings, started)
 
 
 def capacity_bytes(cluster: Cluster, constraints: Constraints) -> float:
@@ -230,23 +165,28 @@ def capacity_bytes(cluster: Cluster, constraints: Constraints) -> float:
     return min(own, constraints.max_memory_bytes or own)
 
 
-def _meshes(
-    like: Run, constraints: Constraints, bounds: Bounds, findings: _Findings
-) -> list[_Leaf]:
-    """The mesh shapes that can be, each with the bound of all its variants."""
-    leaves, size = [], {"global_batch": like.global_batch, "seq": like.seq}
+def possible_meshes(
+    request: Request, bounds: Bounds
+) -> tuple[list[Leaf], list[Rejected]]:
+    """The mesh shapes that can be, each with the bound of all its variants.
+
+    And those that cannot, with the reason.
+    """
+    like, constraints = request.run, request.constraints
+    size = {"global_batch": like.global_batch, "seq": like.seq}
+    leaves, refused = [], []
     for order, mesh in enumerate(mesh_layouts(like.cluster.num_devices, constraints)):
         problems = layout_problems(like.workload, _plain(mesh), **size)
         choices = choices_of(like.workload, mesh, constraints, **size)
         if problems or not choices.count:
             reason = problems[0].message if problems else _NO_VARIANT
-            findings.refused.append(Rejected(mesh, reason))
+            refused.append(Rejected(mesh, reason))
         else:
             bound = bounds.of_mesh(mesh, choices)
-            leaves.append(_Leaf(bound, order, mesh, None, choices))
-    if not leaves and not findings.refused:
+            leaves.append(Leaf(bound, order, mesh, None, choices))
+    if not leaves and not refused:
         raise InputError(_no_mesh(like, constraints))
-    return leaves
+    return leaves, refused
 
 
 def _plain(mesh: Layout) -> Layout:
@@ -263,53 +203,21 @@ def _no_mesh(like: Run, constraints: Constraints) -> str:
     )
 
 
-def _consider(
-    leaf: _Leaf, bounds: Bounds, findings: _Findings, leaves: list[_Leaf]
-) -> None:
-    """Settles a leaf, or opens it: its variants join the others."""
-    if leaf.bound.memory_bytes > findings.capacity_bytes:
-        findings.too_large.append(leaf)
-    elif findings.useless(*leaf.bound):
-        findings.too_slow.append(leaf)
-    elif leaf.variant is None:
-        for order, variant in enumerate(leaf.choices.variants()):
-            bound = bounds.bound(leaf.mesh, variant)
-            order = leaf.order * _MOST_VARIANTS + order
-            heappush(leaves, _Leaf(bound, order, leaf.mesh, variant, leaf.choices))
-    else:
-        _settle(leaf, bounds.run(leaf.mesh, leaf.variant), bounds, findings)
-
-
-def _settle(leaf: _Leaf, run: Run, bounds: Bounds, findings: _Findings) -> None:
-    memory_bytes = bounds.memory_bytes(run)
-    if memory_bytes <= findings.capacity_bytes and not findings.useless(
-        leaf.bound.step_s, memory_bytes
-    ):
-        memory_bytes = memory_of(run).total_bytes
-    if memory_bytes > findings.capacity_bytes:
-        findings.too_large.append(leaf)
-    elif findings.useless(leaf.bound.step_s, memory_bytes):
-        findings.too_slow.append(leaf)
-    else:
-        findings.keep(estimate_run(run), leaf.order)
-
-
-def _num_axes(found: Estimate) -> int:
-    return sum(size > 1 for size in found.run.layout.mesh_shape.values())
-
-
 def _result(
-    like: Run,
-    constraints: Constraints,
+    request: Request,
     bounds: Bounds,
-    findings: _Findings,
+    findings: Findings,
     started: float,
 ) -> SearchResult:
     fitting = [found for *_, found in findings.fitting]
     plans = tuple(fitting[: findings.num_plans])
     points = dict.fromkeys(findings.front)
     front = []
+    reach_s = max([found.step_s for found in plans[-1:]], default=0.0)
+    reach_s = max(reach_s, FRONT_REACH * fitting[0].step_s if fitting else 0.0)
     for found in fitting:
+        if found.step_s > reach_s:
+            break
         point = (found.step_s, found.memory.total_bytes)
         if points.pop(point, 0) is None:
             front.append(found)
@@ -323,13 +231,13 @@ def _result(
         considered_count=findings.considered,
         estimated_count=len(findings.fitting),
         seconds=time.perf_counter() - started,
-        notes=_notes(like, constraints),
+        notes=_notes(request),
     )
 
 
 def _sample(
     bounds: Bounds,
-    findings: _Findings,
+    findings: Findings,
     plans: tuple[Estimate, ...],
     others: list[Estimate],
 ) -> tuple[Rejected, ...]:
@@ -351,9 +259,9 @@ def _sample(
     return (*reasons, *islice(first_of.values(), _SAMPLE))
 
 
-def _one_of_each(leaves: list[_Leaf]) -> list[_Leaf]:
+def _one_of_each(leaves: list[Leaf]) -> list[Leaf]:
     """The one of the lowest bound of every split of the model."""
-    best: dict[tuple[int, ...], _Leaf] = {}
+    best: dict[tuple[int, ...], Leaf] = {}
     for leaf in leaves:
         mesh = leaf.mesh
         key = (mesh.stage, mesh.context, mesh.expert, mesh.tensor)
@@ -362,16 +270,16 @@ def _one_of_each(leaves: list[_Leaf]) -> list[_Leaf]:
     return list(best.values())
 
 
-def _notes(like: Run, constraints: Constraints) -> tuple[str, ...]:
+def _notes(request: Request) -> tuple[str, ...]:
     notes = []
-    if constraints.planned:
+    if request.constraints.planned:
         notes.append(
             "plans may use 'context' and 'expert', which make_train_step does not lay "
             f"out yet: those that can run have {', '.join(BUILT_AXES)} alone"
         )
-    elif like.workload.experts:
+    elif request.workload.experts:
         notes.append(
-            f"{like.workload.name} has experts, but 'expert' is not among the mesh "
+            f"{request.workload.name} has experts, but 'expert' is not among the mesh "
             "axes that make_train_step lays out, so that all its devices have all "
             "experts; --planned considers it"
         )
