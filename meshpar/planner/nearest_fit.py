@@ -70,8 +70,8 @@ def _changes(request: Request, smallest: Estimate | None) -> Iterator[Change]:
         fits = _fitting(replace(request, constraints=planned))
         if fits is not None:
             yield Change(
-                f"fits with axes beyond {', '.join(BUILT_AXES)} (--planned), which "
-                "make_train_step does not lay out yet",
+                f"fits with axes beyond {', '.join(BUILT_AXES)} (--axes planned), "
+                "which make_train_step does not lay out yet",
                 fits.run.layout,
             )
     if constraints.max_memory_bytes is not None:

@@ -52,6 +52,7 @@ class SearchResult:
         considered_count: Layouts in all.
         estimated_count: Those of them that no bound settled.
         seconds: Time of the search.
+        capacity_bytes: What a plan may fill of a device.
         notes: What the reader must know of the plans.
     """
 
@@ -62,6 +63,7 @@ class SearchResult:
     considered_count: int
     estimated_count: int
     seconds: float
+    capacity_bytes: float
     notes: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
@@ -231,6 +233,7 @@ def _result(
         considered_count=findings.considered,
         estimated_count=len(findings.fitting),
         seconds=time.perf_counter() - started,
+        capacity_bytes=findings.capacity_bytes,
         notes=_notes(request),
     )
 
@@ -281,6 +284,6 @@ def _notes(request: Request) -> tuple[str, ...]:
         notes.append(
             f"{request.workload.name} has experts, but 'expert' is not among the mesh "
             "axes that make_train_step lays out, so that all its devices have all "
-            "experts; --planned considers it"
+            "experts; --axes planned considers it"
         )
     return tuple(notes)
