@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from meshpar.layout import MANUAL_AXES, Layout
 from meshpar.model import Batch, Model, Params
@@ -29,7 +30,6 @@ from meshpar.parallel.placement import (
     REPLICATED,
     Placement,
     dropout_key,
-    is_pipelined,
     safe_inverse,
 )
 from meshpar.schedules import Schedule, make_schedule, tick_table
@@ -52,7 +52,7 @@ class PipelineProgram:
     def loss_and_gradients(
         self, params: Params, batch: Batch, step: jax.Array, seed: jax.Array
     ) -> tuple[jax.Array, jax.Array, Params]:
-        """Mean loss, summed weights, and fp32 gradients laid out as the parameters."""
+        """Mean loss, summed weights, and gradients laid out as the states."""
         placement = self.placement
 
         def local(
@@ -73,7 +73,7 @@ class PipelineProgram:
         return placement.on_shards(
             local,
             (specs, BATCH, REPLICATED, REPLICATED),
-            (REPLICATED, REPLICATED, specs),
+            (REPLICATED, REPLICATED, placement.manual_state_specs),
         )(params, batch, step, seed)
 
     def loss_sums(self, params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
@@ -114,12 +114,14 @@ class PipelineProgram:
         self, params: Params, batch: Batch, key: jax.Array | None
     ) -> Microbatches:
         schedule = self.schedule
-        weights, (blocks,) = self.placement.gather_ends(params)
+        weights, (blocks,) = self.placement.gather_before_loop(params)
+        (shapes,) = self.placement.gradient_shapes([blocks])
         return Microbatches(
             placement=self.placement,
             arrangement=self.arrangement,
             weights=weights,
             blocks=_cut(blocks, schedule.num_chunks),
+            gradients=jax.eval_shape(lambda: _cut(_zeros(shapes), schedule.num_chunks)),
             batch=_cut(batch, schedule.num_microbatches),
             key=key,
         )
@@ -138,6 +140,10 @@ def _cut(tree: Any, num_parts: int) -> Any:
     return jax.tree.map(
         lambda value: value.reshape(num_parts, -1, *value.shape[1:]), tree
     )
+
+
+def _zeros(shapes: Any) -> Any:
+    return jax.tree.map(lambda value: jnp.zeros(value.shape, value.dtype), shapes)
 
 
 def _merge(value: jax.Array) -> jax.Array:
@@ -189,4 +195,4 @@ def arranged_for(model: Model, layout: Layout) -> Model:
     Raises:
         InputError: As for `pipeline_of`.
     """
-    return pipeline_of(model, layout).model if is_pipelined(layout) else model
+    return pipeline_of(model, layout).model if layout.is_pipelined else model
