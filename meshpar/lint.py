@@ -12,7 +12,12 @@ from meshpar.errors import InputError
 from meshpar.layout import BATCH_AXES, Layout
 from meshpar.model import Model, spec_axes
 from meshpar.parallel.pipeline.program import arranged_for
-from meshpar.parallel.storage import moved_from, parameter_specs, unsplit_axes
+from meshpar.parallel.storage import (
+    moved_from,
+    parameter_specs,
+    unsplit_axes,
+    unsplit_message,
+)
 from meshpar.parameter_rows import ParameterRow, replicated_row, row_of
 from meshpar.rule_presets import default_rules
 from meshpar.rule_table import (
@@ -55,7 +60,8 @@ class LintReport:
     Args:
         findings: What should be mended.
         parameters: A row each.
-        notes: What is done for a size that does not divide.
+        notes: Small parameters that ZeRO cannot split, and what it splits along another
+            dim than a rule says.
     """
 
     findings: tuple[Finding, ...]
@@ -91,7 +97,7 @@ def lint(
     # One finding is enough for stages that cannot be.
     sized = replace(layout, stage=1) if stage_findings else layout
     rows, row_findings = _parameter_rows(stored, sized, rules)
-    unsplit, notes = _split_elsewhere(stored, sized, rules)
+    unsplit, notes = _states(stored, sized, rules, large_bytes)
     examples, batch_findings = _examples(layout, global_batch)
     activations, trace_findings = _activations(model, examples, seq)
     axes, activation_findings = _axes_of_activations(activations, layout, rules)
@@ -156,30 +162,25 @@ def _parameter_rows(
     return rows, findings
 
 
-def _split_elsewhere(
-    model: Model, layout: Layout, rules: Rules
+def _states(
+    model: Model, layout: Layout, rules: Rules, large_bytes: int
 ) -> tuple[list[Finding], list[Finding]]:
-    """What ZeRO cannot split at all, and what it splits along another dim."""
+    """What ZeRO cannot split at all, and notes of what it splits along another dim."""
     findings, notes = [], []
     for path, parameter in model.flat_parameters().items():
         try:
             spec = parameter_specs(path, parameter, layout, rules)["state_spec"]
         except RuleError:
             continue  # a finding of its own
-        shape = f"{path}: shape {parameter.stacked_shape}"
-        whole = unsplit_axes(parameter, layout, rules, spec)
+        size = replicated_row(path, parameter).bytes
+        whole = unsplit_axes(layout, rules, spec)
         if whole:
-            sizes = " and ".join(f"{axis}={layout.mesh_shape[axis]}" for axis in whole)
-            message = (
-                f"{shape} has no dim left that divides over {sizes}, so its states "
-                "are whole on each of them; pad a dim, or take other sizes"
-            )
-            row = replicated_row(path, parameter)
-            findings.append(
-                Finding(kind="replicated", path=path, message=message, bytes=row.bytes)
-            )
+            message = unsplit_message(path, parameter, layout, whole)
+            finding = Finding(kind="replicated", path=path, message=message, bytes=size)
+            (findings if size > large_bytes else notes).append(finding)
         name = moved_from(parameter, rules, spec)
         if name is not None:
+            shape = f"{path}: shape {parameter.stacked_shape}"
             message = f"{shape} is split as {tuple(spec)}: {name!r} does not divide"
             notes.append(Finding(kind="moved", path=path, message=message))
     return findings, notes

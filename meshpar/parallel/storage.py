@@ -85,20 +85,22 @@ def parameter_specs(
     }
 
 
-def unsplit_axes(
-    parameter: Parameter, layout: Layout, rules: Rules, spec: PartitionSpec
-) -> tuple[str, ...]:
-    """The mesh axes that ZeRO should have split a parameter's states over, but no dim
-    divides.
-
-    Args:
-        parameter: The parameter.
-        layout: Sizes of the mesh axes, and ZeRO.
-        rules: Logical axis -> mesh axes.
-        spec: Its `state_spec`.
-    """
+def unsplit_axes(layout: Layout, rules: Rules, spec: PartitionSpec) -> tuple[str, ...]:
+    """The mesh axes that ZeRO should split states over which lie as `spec` says."""
     wanted = _zero_axes(layout, rules)
     return tuple(axis for axis in wanted if axis not in spec_axes(spec))
+
+
+def unsplit_message(
+    path: str, parameter: Parameter, layout: Layout, mesh_axes: tuple[str, ...]
+) -> str:
+    """Why a parameter's states are whole on the devices of some mesh axes."""
+    sizes = " and ".join(f"{axis}={layout.mesh_shape[axis]}" for axis in mesh_axes)
+    return (
+        f"{path}: shape {parameter.stacked_shape} has no dim left that divides over "
+        f"{sizes}, so its states are whole on each of those devices; pad a dim, or "
+        "take other sizes"
+    )
 
 
 def moved_from(parameter: Parameter, rules: Rules, spec: PartitionSpec) -> str | None:
