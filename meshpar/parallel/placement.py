@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from meshpar.collectives import asked, follow, zero_from
+from meshpar.collectives import Zero, asked, follow, zero_from
 from meshpar.layout import BATCH_AXES, MANUAL_AXES, Layout
 from meshpar.model import Model, Params, Scope, spec_axes
 from meshpar.parallel.data import reduce_gradients
@@ -22,12 +22,10 @@ from meshpar.parallel.zero import (
     Stored,
     after_update,
     before_loop,
-    before_use,
     gather,
     gather_shards,
     gradient_after_loop,
     gradient_in_loop,
-    gradient_of_end,
     in_loop,
     is_stored,
     manual_spec,
@@ -90,7 +88,7 @@ class Placement:
         """The ends' parameters for use, and the blocks' as the loop takes them."""
         ends, groups = self.model.split(params)
         stored_ends, stored_groups = self.model.split(self.stored)
-        weights, done = gather(stored_ends, ends, before_use, in_order=self.in_order)
+        weights, done = gather(stored_ends, ends, before_loop, in_order=self.in_order)
         gathered = []
         for stored, group in zip(stored_groups, groups, strict=True):
             if self._gathers_once:
@@ -124,11 +122,26 @@ class Placement:
             local, (self.manual_state_specs, REPLICATED), self.manual_specs
         )(values, earlier)
 
-    def gradient_shapes(self, groups: list[Params]) -> list[Params]:
-        """Local shapes of the blocks' gradients while the loop adds them up.
+    def scatter_ends(
+        self, gradients: Params, earlier: Zero | None = None
+    ) -> tuple[Params, Zero | None]:
+        """The ends' gradients as they are added up, and what is to wait for that."""
+        return reduce_scatter(
+            self.model.split(self.stored)[0],
+            gradients,
+            gradient_in_loop,
+            earlier=earlier,
+            in_order=self.in_order,
+        )
+
+    def gradient_shapes(
+        self, weights: Params, groups: list[Params]
+    ) -> tuple[Params, list[Params]]:
+        """Local shapes of gradients while a step adds them up.
 
         Args:
-            groups: The blocks' parameters as the loop takes them.
+            weights: The ends' parameters for use.
+            groups: The blocks' as the loop takes them.
         """
 
         def shape(stored: Stored, shard: jax.Array) -> jax.ShapeDtypeStruct:
@@ -139,8 +152,9 @@ class Placement:
                 dims[dim] //= self._degree(axes)
             return jax.ShapeDtypeStruct(tuple(dims), stored.gradient_dtype)
 
-        stored_groups = self.model.split(self.stored)[1]
-        return jax.tree.map(shape, stored_groups, groups, is_leaf=is_stored)
+        tree = self.model.join(weights, groups)
+        shapes = jax.tree.map(shape, self.stored, tree, is_leaf=is_stored)
+        return self.model.split(shapes)
 
     def reduce(
         self,
@@ -152,20 +166,22 @@ class Placement:
         """Gradients summed over the batch axes and `stage`, laid out as states.
 
         Args:
-            end_gradients: Of the ends.
-            group_gradients: Of each group of blocks.
+            end_gradients: Of the ends, from `scatter_ends`.
+            group_gradients: Of each group of blocks, as the loop adds them up.
             after: A number that must be known first, where collectives are in order.
         """
         stored_ends, stored_groups = self.model.split(self.stored)
         in_order, earlier = self.in_order, None
         if in_order:
-            earlier = zero_from_all(stored_groups, group_gradients)
+            earlier = zero_from_all(
+                self.stored, self.model.join(end_gradients, group_gradients)
+            )
         if in_order and after is not None:
             earlier += zero_from(after)
         end_gradients, earlier = reduce_scatter(
             stored_ends,
             end_gradients,
-            gradient_of_end,
+            gradient_after_loop,
             earlier=earlier,
             in_order=in_order,
         )

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from meshpar.collectives import zero_on_parts
 from meshpar.model import Batch, Params
 from meshpar.parallel.blocks import Block, run_backward, run_blocks, run_keeping
 from meshpar.parallel.placement import (
@@ -59,11 +60,14 @@ class LocalProgram:
             loss_sum, weight_sum = placement.sum_losses((loss_sum, weight_sum))
             share = safe_inverse(weight_sum)
             ends, dx = head_vjp(share)
-            dx, block_gradients = self._backward(blocks, groups, kept, dx, inputs)
-            (more,) = embed_vjp(dx)
-            gradients = placement.reduce(
-                jax.tree.map(jnp.add, ends, more), block_gradients
+            shapes = placement.gradient_shapes(weights, groups)[1]
+            totals = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+            dx, block_gradients = self._backward(
+                blocks, groups, kept, dx, inputs, totals
             )
+            (more,) = embed_vjp(dx)
+            ends = jax.tree.map(jnp.add, ends, more)
+            gradients = self._reduced(ends, block_gradients, dx)
             return loss_sum * share, weight_sum, gradients
 
         specs = placement.manual_specs
@@ -142,17 +146,25 @@ class LocalProgram:
         kept: list[Residuals],
         dx: jax.Array,
         inputs: _Inputs,
+        totals: list[Params],
     ) -> tuple[jax.Array, list[Params]]:
-        shapes = self.placement.gradient_shapes(groups)
         gradients = []
-        for (block, layers), shards, residuals, of_group in reversed(
-            list(zip(blocks, groups, kept, shapes, strict=True))
+        for (block, layers), shards, residuals, total in reversed(
+            list(zip(blocks, groups, kept, totals, strict=True))
         ):
-            dx, of_blocks = run_backward(
-                block, shards, residuals, dx, layers, inputs, _zeros(of_group), _put
+            dx, total = run_backward(
+                block, shards, residuals, dx, layers, inputs, total, _put
             )
-            gradients.append(of_blocks)
+            gradients.append(total)
         return dx, gradients[::-1]
+
+    def _reduced(self, ends: Params, groups: list[Params], last: jax.Array) -> Params:
+        placement = self.placement
+        earlier = None
+        if placement.in_order:  # after the last layer's reduce-scatter
+            earlier = zero_on_parts(last, placement.residual_spec(last.shape))
+        ends, _ = placement.scatter_ends(ends, earlier)
+        return placement.reduce(ends, groups)
 
     def _blocks(self, x: jax.Array) -> list[tuple[Block, jax.Array]]:
         """Each group's block, and the indices of its layers."""
@@ -174,10 +186,6 @@ class LocalProgram:
             blocks.append((block, layers))
             first_layer += group.num_layers
         return blocks
-
-
-def _zeros(shapes: Params) -> Params:
-    return jax.tree.map(lambda value: jnp.zeros(value.shape, value.dtype), shapes)
 
 
 def _put(totals: Params, gradients: Params, place: jax.Array) -> Params:

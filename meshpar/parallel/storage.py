@@ -77,7 +77,7 @@ def parameter_specs(
     layerwise = layout.zero == 3 and not once
     return {
         "spec": split if layout.zero == 3 else whole,
-        "loop_spec": split if layerwise else whole,
+        "loop_spec": split if layerwise and parameter.num_layers else whole,
         "gradient_spec": split
         if layerwise or (layout.zero == 2 and by_layer)
         else whole,

@@ -39,7 +39,7 @@ class Stored:
     Args:
         spec: The parameter at rest.
         loop_spec: The parameter while a step's blocks run, gathered layer by layer
-            from there.
+            from there; whole outside the blocks.
         gradient_spec: Its gradient while they run, as it is added up.
         state_spec: Its gradient after them, its optimizer state and its master copy.
         compute_dtype: Its dtype in use.
@@ -97,24 +97,14 @@ def in_loop(stored: Stored) -> Dims:
     return _moved(stored.loop_spec, stored.used_spec)
 
 
-def before_use(stored: Stored) -> Dims:
-    """What is gathered of a parameter at rest, in all."""
-    return _moved(stored.spec, stored.used_spec)
-
-
 def gradient_in_loop(stored: Stored) -> Dims:
-    """What the gradient of each layer is reduce-scattered over."""
+    """What a gradient is reduce-scattered over before it is added up."""
     return _moved(stored.gradient_spec, stored.used_spec)
 
 
 def gradient_after_loop(stored: Stored) -> Dims:
     """What gradients that were added up are reduce-scattered over."""
     return _moved(stored.state_spec, stored.gradient_spec)
-
-
-def gradient_of_end(stored: Stored) -> Dims:
-    """What the gradient of a whole parameter is reduce-scattered over, in all."""
-    return _moved(stored.state_spec, stored.used_spec)
 
 
 def after_update(stored: Stored) -> Dims:

@@ -32,7 +32,8 @@ class Microbatches:
         arrangement: Which layers every rank has.
         weights: The ends' parameters for use.
         blocks: The blocks' as the loop takes them, (chunks, places, ...).
-        gradients: Shapes of their gradients, alike.
+        end_gradients: Shapes of the ends' gradients, as they are added up.
+        gradients: Of the blocks', (chunks, places, ...).
         batch: Arrays of (microbatches, examples, ...).
         key: What dropout derives from; None turns it off.
     """
@@ -41,6 +42,7 @@ class Microbatches:
     arrangement: Arrangement
     weights: Params
     blocks: Params
+    end_gradients: Params
     gradients: Params
     batch: Batch
     key: jax.Array | None
@@ -79,7 +81,7 @@ class Microbatches:
             x=self._x,
             spec=self.shares.spec,
             gradients=self.gradients,
-            end_gradients=self.weights,
+            end_gradients=self.end_gradients,
             loss_sums=sums,
             gradient_dtype=self.placement.gradient_dtype,
         )
@@ -206,12 +208,17 @@ class Microbatches:
             self.weights,
         )
         (gradients,) = vjp(jnp.where(self.shares.counts(), dx, 0))
-        return gradients, self._done(dx, gradients)
+        return self._scattered(gradients, dx)
 
-    def _done(self, x: jax.Array, gradients: Params) -> Zero:
-        """0, once these are there: GSPMD may sum gradients of the ends by itself."""
+    def _scattered(self, gradients: Params, x: jax.Array) -> tuple[Params, Zero]:
+        """The ends' gradients as they are added up, and 0 once they and `x` are there.
+
+        GSPMD may have summed them by itself.
+        """
         stored = self.placement.model.split(self.placement.stored)[0]
-        return zero_on_parts(x, self.shares.spec) + zero_from_all(stored, gradients)
+        there = zero_on_parts(x, self.shares.spec) + zero_from_all(stored, gradients)
+        gradients, done = self.placement.scatter_ends(gradients, there)
+        return gradients, there if done is None else done
 
     def _loss(self, microbatch: jax.Array, last: jax.Array) -> tuple:
         share = self.shares.scatter(last, "head_scatter")
@@ -222,8 +229,9 @@ class Microbatches:
         )
         counts = self.shares.counts().astype(loss_sum.dtype)
         gradients, dy = vjp((counts, jnp.zeros_like(weight_sum)))
+        gradients, done = self._scattered(gradients, dy)
         if self.placement.in_order:
-            dy = follow(dy, self._done(dy, gradients))
+            dy = follow(dy, done)
         dy = self.shares.gather(dy, "head_gather")
         sums = loss_sum * counts, weight_sum * counts
         return sums, dy, gradients, zero_on_parts(dy, self.shares.spec)

@@ -115,12 +115,13 @@ class PipelineProgram:
     ) -> Microbatches:
         schedule = self.schedule
         weights, (blocks,) = self.placement.gather_before_loop(params)
-        (shapes,) = self.placement.gradient_shapes([blocks])
+        ends, (shapes,) = self.placement.gradient_shapes(weights, [blocks])
         return Microbatches(
             placement=self.placement,
             arrangement=self.arrangement,
             weights=weights,
             blocks=_cut(blocks, schedule.num_chunks),
+            end_gradients=ends,
             gradients=jax.eval_shape(lambda: _cut(_zeros(shapes), schedule.num_chunks)),
             batch=_cut(batch, schedule.num_microbatches),
             key=key,
