@@ -21,6 +21,9 @@ BATCH_AXES = ("data", "fsdp")
 MANUAL_AXES = (*BATCH_AXES, "stage")
 """The mesh axes over which collectives are written out; GSPMD has the others."""
 
+REMATS = ("none", "selective", "full", "dots")
+"""What the backward may recompute instead of keeping."""
+
 _CHOICES = {
     "schedule": (
         "gpipe",
@@ -38,7 +41,7 @@ _CHOICES = {
     "zero": (0, 1, 2, 3),
     "sequence_parallel": (False, True),
     "attention": ("ring", "allgather", "ulysses"),
-    "remat": ("none", "selective", "full", "dots"),
+    "remat": REMATS,
     "precision": ("fp32", "bf16"),
 }
 _COUNTS = (*MESH_AXES, "microbatches", "chunks")

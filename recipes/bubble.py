@@ -70,7 +70,7 @@ def predicted_bubble(layout: Layout, num_layers: int) -> float:
     schedule = make_schedule(
         layout.schedule, layout.stage, layout.microbatches, layout.chunks
     )
-    sizes = stage_sizes(layout, num_layers)
+    sizes = stage_sizes(num_layers, layout.stage, layout.chunks, layout.splits)
     times = StageTimes(forward_s=sizes, input_grad_s=sizes, weight_grad_s=sizes)
     work_s = sum(times.of(action) for action in schedule.actions)
     span_s = lock_step_span_s(schedule, tick_table(schedule), times)

@@ -57,13 +57,14 @@ class Work:
             counts) -> dx, and the blocks' gradients added to the totals.
         embed: (microbatch, what to wait for) -> x of the first stage, by all ranks.
         embed_gradient: (microbatch, dx on the first stage's rank, else 0) -> gradients
-            of the ends, and what shows that it is done.
+            of the ends and of the microbatch's inputs, and what shows that it is done.
         head: (microbatch, y on the last stage's rank, else 0) -> (loss sums, dy,
             gradients of the ends, what shows that all is done), by all ranks.
         x: Shape of a microbatch's activations.
         spec: How they lie over automatic mesh axes.
         parameters: Of the blocks, (chunks, ...) each.
         end_parameters: Of the ends; gradients have their shapes.
+        inputs: (microbatches, ...) each, what `embed_gradient` has gradients of.
         loss_sums: Shapes of the head's sums.
         gradient_dtype: In which gradients are added up.
     """
@@ -72,7 +73,7 @@ class Work:
     stage_keeping: Callable[..., tuple[jax.Array, Any]]
     stage_gradient: Callable[..., tuple[jax.Array, Any]]
     embed: Callable[[jax.Array, Zero | None], jax.Array]
-    embed_gradient: Callable[[jax.Array, jax.Array], tuple[Any, Zero]]
+    embed_gradient: Callable[[jax.Array, jax.Array], tuple[Any, Any, Zero]]
     head: Callable[[jax.Array, jax.Array], tuple[Any, jax.Array, Any, Zero]]
     x: jax.ShapeDtypeStruct
     spec: PartitionSpec
@@ -80,6 +81,17 @@ class Work:
     end_parameters: Any
     loss_sums: Any
     gradient_dtype: Any
+    inputs: Any = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Results:
+    """What every rank found, not yet summed over ranks: sums and unscaled gradients."""
+
+    loss_sums: Any
+    block_gradients: Any
+    end_gradients: Any
+    input_gradients: Any
 
 
 @jax.tree_util.register_dataclass
@@ -92,6 +104,7 @@ class _State:
     saved: list[jax.Array]
     block_gradients: Any
     end_gradients: Any
+    input_gradients: Any
     loss_sums: Any
     done: jax.Array
 
@@ -112,8 +125,8 @@ class Executor:
     work: Work
     in_order: bool = False
 
-    def loss_and_gradients(self) -> tuple[Any, Any, Any]:
-        """Loss sums, and unscaled gradients of blocks and ends, not yet reduced."""
+    def loss_and_gradients(self) -> Results:
+        """Loss sums and gradients: the forwards and backwards of every tick."""
         state = self._first_state()
         for phase in self.table.phases:
             state = lax.scan(
@@ -121,8 +134,12 @@ class Executor:
                 state,
                 self._rows(phase.start, phase.stop),
             )[0]
-        sums = self._after_the_loop(state)
-        return sums, state.block_gradients, state.end_gradients
+        return Results(
+            loss_sums=self._after_the_loop(state),
+            block_gradients=state.block_gradients,
+            end_gradients=state.end_gradients,
+            input_gradients=state.input_gradients,
+        )
 
     def loss_sums(self) -> Any:
         """Loss sums alone: the forwards of every tick."""
@@ -155,6 +172,7 @@ class Executor:
             saved=[buffer(table.saved_slots, leaf) for leaf in kept],
             block_gradients=_zeros(work.parameters if keeps else (), dtype),
             end_gradients=_zeros(work.end_parameters if keeps else (), dtype),
+            input_gradients=jax.tree.map(jnp.zeros_like, work.inputs if keeps else ()),
             loss_sums=_zeros(work.loss_sums, jnp.float32),
             done=jnp.zeros(()),
         )
@@ -248,15 +266,22 @@ class Executor:
         )
         at_start = (own["backward_stage"] == 0) & (microbatch >= 0)
         first = jnp.where(at_start, dx, 0)
-        end_gradients, done = work.embed_gradient(
-            jnp.maximum(row["embedded_back"], 0), first
+        embedded = row["embedded_back"]
+        end_gradients, input_gradients, done = work.embed_gradient(
+            jnp.maximum(embedded, 0), first
         )
-        some = row["embedded_back"] >= 0
-        ends = _add(state.end_gradients, end_gradients, some)
-        done = done + self._zero(dx) if self.in_order else state.done
-        return dataclasses.replace(
-            state, block_gradients=block_gradients, end_gradients=ends, done=done
-        ), dx
+        state = dataclasses.replace(
+            state,
+            block_gradients=block_gradients,
+            end_gradients=_add(state.end_gradients, end_gradients, embedded >= 0),
+            input_gradients=jax.tree.map(
+                lambda buffer, value: _write(buffer, embedded, value),
+                state.input_gradients,
+                input_gradients,
+            ),
+            done=done + self._zero(dx) if self.in_order else state.done,
+        )
+        return state, dx
 
     def _hop(
         self, state: _State, own: dict, up: jax.Array | None, down: jax.Array | None

@@ -14,9 +14,10 @@ from jax.sharding import PartitionSpec
 
 from meshpar.collectives import Zero, follow, zero_on_parts
 from meshpar.model import Batch, Params, Scope, spec_axes
-from meshpar.parallel.blocks import Block, run_backward, run_blocks, run_keeping
-from meshpar.parallel.pipeline.ends import STAGE, Shares
+from meshpar.parallel.blocks import Block
+from meshpar.parallel.pipeline.ends import Shares
 from meshpar.parallel.pipeline.executor import Work
+from meshpar.parallel.pipeline.rank_stages import RankStages
 from meshpar.parallel.pipeline.stages import Arrangement, only_group
 from meshpar.parallel.placement import Placement
 from meshpar.parallel.zero import Stored, is_stored, zero_from_all
@@ -67,10 +68,11 @@ class Microbatches:
         return self._work(head, shape)
 
     def _work(self, head: Any, sums: Any) -> Work:
+        stages = self._stages()
         return Work(
-            stage=self._stage,
-            stage_keeping=self._stage_keeping,
-            stage_gradient=self._stage_gradient,
+            stage=stages.run,
+            stage_keeping=stages.run_keeping,
+            stage_gradient=stages.gradient,
             embed=self._embed,
             embed_gradient=self._embed_gradient,
             head=head,
@@ -135,11 +137,10 @@ class Microbatches:
             inputs["full_seq"] = self.shares.seq
         return self.placement.scope(inputs)
 
-    @cached_property
-    def _block(self) -> Block:
+    def _stages(self) -> RankStages:
         placement = self.placement
         group = only_group(placement.model)
-        return Block(
+        block = Block(
             group,
             stored=jax.tree.map(
                 Stored.without_layers,
@@ -152,42 +153,12 @@ class Microbatches:
             spec=self.shares.spec,
             in_order=placement.in_order,
         )
-
-    def _stage(self, chunk: jax.Array, microbatch: jax.Array, x: jax.Array) -> Any:
-        return run_blocks(self._block, *self._of(chunk, x, microbatch))
-
-    def _stage_keeping(
-        self, chunk: jax.Array, microbatch: jax.Array, x: jax.Array
-    ) -> tuple[jax.Array, Any]:
-        return run_keeping(self._block, *self._of(chunk, x, microbatch))
-
-    def _stage_gradient(
-        self,
-        chunk: jax.Array,
-        microbatch: jax.Array,
-        residuals: Any,
-        dy: jax.Array,
-        totals: Params,
-        counts: jax.Array,
-    ) -> tuple[jax.Array, Params]:
-        def add(totals: Params, gradients: Params, place: jax.Array) -> Params:
-            return jax.tree.map(
-                lambda total, gradient: total.at[chunk, place].add(
-                    jnp.where(counts, gradient.astype(total.dtype), 0)
-                ),
-                totals,
-                gradients,
-            )
-
-        shards, dy, layers, inputs = self._of(chunk, dy, microbatch)
-        return run_backward(
-            self._block, shards, residuals, dy, layers, inputs, totals, add
+        return RankStages(
+            block=block,
+            blocks=self.blocks,
+            arrangement=self.arrangement,
+            inputs=self._inputs,
         )
-
-    def _of(self, chunk: jax.Array, x: jax.Array, microbatch: jax.Array) -> tuple:
-        layers = jnp.asarray(self.arrangement.layers)[lax.axis_index(STAGE)]
-        shards = jax.tree.map(lambda value: _chunk(value, chunk), self.blocks)
-        return shards, x, _chunk(layers, chunk), self._inputs(microbatch)
 
     def _embed(self, microbatch: jax.Array, earlier: Zero | None) -> jax.Array:
         scope = self._share_scope(microbatch, earlier)
@@ -196,7 +167,7 @@ class Microbatches:
 
     def _embed_gradient(
         self, microbatch: jax.Array, first: jax.Array
-    ) -> tuple[Params, Zero]:
+    ) -> tuple[Params, tuple, Zero]:
         dx = self.shares.scatter(first, "embed_scatter")
         scope = self._share_scope(microbatch)
         _, vjp = jax.vjp(
@@ -204,7 +175,7 @@ class Microbatches:
             self.weights,
         )
         (gradients,) = vjp(jnp.where(self.shares.counts(), dx, 0))
-        return gradients, self._done(dx, gradients)
+        return gradients, (), self._done(dx, gradients)
 
     def _done(self, x: jax.Array, gradients: Params) -> Zero:
         """0, once these are there: GSPMD may sum gradients of the ends by itself."""
@@ -231,9 +202,3 @@ class Microbatches:
     ) -> tuple[jax.Array, jax.Array]:
         scope = self._share_scope(microbatch)
         return self.placement.model.head(weights, share, scope.batch, scope)
-
-
-def _chunk(value: jax.Array, chunk: jax.Array) -> jax.Array:
-    if value.shape[0] == 1:
-        return value[0]
-    return lax.dynamic_index_in_dim(value, chunk, keepdims=False)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 
@@ -21,6 +20,8 @@ from meshpar.parallel.pipeline.stages import (
     Arrangement,
     arranged,
     arrangement,
+    cut,
+    merge,
     only_group,
     stage_sizes,
 )
@@ -59,11 +60,11 @@ class PipelineProgram:
             params: Params, batch: Batch, step: jax.Array, seed: jax.Array
         ) -> tuple[jax.Array, jax.Array, Params]:
             work = self._microbatches(params, batch, dropout_key(seed, step)).work()
-            sums, blocks, ends = self._run(work).loss_and_gradients()
-            loss_sum, weight_sum = placement.sum_losses(sums, MANUAL_AXES)
+            found = self._run(work).loss_and_gradients()
+            loss_sum, weight_sum = placement.sum_losses(found.loss_sums, MANUAL_AXES)
             share = safe_inverse(weight_sum)
-            merged = [jax.tree.map(_merge, blocks)]
-            summed = placement.reduce(ends, merged, after=loss_sum)
+            blocks = [merge(found.block_gradients)]
+            summed = placement.reduce(found.end_gradients, blocks, after=loss_sum)
             gradients = jax.tree.map(
                 lambda value: value * share.astype(value.dtype), summed
             )
@@ -91,15 +92,7 @@ class PipelineProgram:
     def logits(self, params: Params, batch: Batch) -> jax.Array:
         """fp32 logits (batch, seq, vocab), without dropout."""
         placement = self.placement
-        one = dataclasses.replace(
-            self,
-            schedule=make_schedule(
-                placement.layout.schedule,
-                self.schedule.num_ranks,
-                1,
-                self.schedule.num_chunks,
-            ),
-        )
+        one = dataclasses.replace(self, schedule=self.schedule.of_one_microbatch())
 
         def local(params: Params, batch: Batch) -> jax.Array:
             work = one._microbatches(params, batch, None)
@@ -119,8 +112,8 @@ class PipelineProgram:
             placement=self.placement,
             arrangement=self.arrangement,
             weights=weights,
-            blocks=_cut(blocks, schedule.num_chunks),
-            batch=_cut(batch, schedule.num_microbatches),
+            blocks=cut(blocks, schedule.num_chunks),
+            batch=cut(batch, schedule.num_microbatches),
             key=key,
         )
 
@@ -131,18 +124,6 @@ class PipelineProgram:
             work=work,
             in_order=self.placement.in_order,
         )
-
-
-def _cut(tree: Any, num_parts: int) -> Any:
-    """The first dim of every array in that many parts."""
-    return jax.tree.map(
-        lambda value: value.reshape(num_parts, -1, *value.shape[1:]), tree
-    )
-
-
-def _merge(value: jax.Array) -> jax.Array:
-    """(chunks, places, ...) -> (layers, ...)."""
-    return value.reshape(-1, *value.shape[2:])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +154,8 @@ def pipeline_of(model: Model, layout: Layout) -> Pipeline:
         InputError: More stages than layers, splits that do not fit, a schedule that
             cannot have those sizes, or several groups of blocks.
     """
-    sizes = stage_sizes(layout, only_group(model).num_layers)
+    num_layers = only_group(model).num_layers
+    sizes = stage_sizes(num_layers, layout.stage, layout.chunks, layout.splits)
     schedule = make_schedule(
         layout.schedule, layout.stage, layout.microbatches, layout.chunks
     )

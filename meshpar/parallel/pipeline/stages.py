@@ -10,7 +10,6 @@ import jax
 import numpy as np
 
 from meshpar.errors import InputError
-from meshpar.layout import Layout
 from meshpar.model import BlockGroup, Model, Parameter, is_parameter
 from meshpar.schedules import Schedule
 
@@ -32,6 +31,13 @@ class Arrangement:
     def order(self) -> tuple[int, ...]:
         """The layers as the stacked parameters hold them, rank by rank."""
         return tuple(self.layers.ravel().tolist())
+
+    @property
+    def places(self) -> np.ndarray:
+        """The place of each layer, first to last."""
+        order = self.layers.ravel()
+        empty = np.count_nonzero(order == NO_LAYER)
+        return np.argsort(order, kind="stable")[empty:]
 
     @property
     def padded(self) -> bool:
@@ -80,33 +86,41 @@ def split_by_cost(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
     return tuple(reversed(sizes))
 
 
-def stage_sizes(layout: Layout, num_layers: int) -> tuple[int, ...]:
-    """Layers of each stage under a layout.
+def stage_sizes(
+    num_layers: int, num_ranks: int, chunks: int = 1, splits: Sequence[int] = ()
+) -> tuple[int, ...]:
+    """Layers of each stage, first to last.
+
+    Args:
+        num_layers: Layers of all stages.
+        num_ranks: Ranks of the pipeline.
+        chunks: Stages of each.
+        splits: Layers of each stage; as even as possible when absent.
 
     Raises:
         InputError: More stages than layers, or splits that are not the stages' or do
             not add up to the layers.
     """
-    num_stages = layout.stage * layout.chunks
+    num_stages = num_ranks * chunks
     if num_stages > num_layers:
         raise InputError(
-            f"stage={layout.stage} x chunks={layout.chunks} are {num_stages} stages, "
-            f"but the model has {num_layers} layers; take fewer stages or chunks"
+            f"stage={num_ranks} x chunks={chunks} are {num_stages} stages, but the "
+            f"model has {num_layers} layers; take fewer stages or chunks"
         )
-    if not layout.splits:
+    if not splits:
         return split_evenly(num_layers, num_stages)
-    splits = "/".join(map(str, layout.splits))
-    if len(layout.splits) != num_stages:
+    shown = "/".join(map(str, splits))
+    if len(splits) != num_stages:
         raise InputError(
-            f"splits={splits} has {len(layout.splits)} sizes for {num_stages} stages; "
+            f"splits={shown} has {len(splits)} sizes for {num_stages} stages; "
             "give one for each stage, first to last"
         )
-    if sum(layout.splits) != num_layers:
+    if min(splits) < 1 or sum(splits) != num_layers:
         raise InputError(
-            f"splits={splits} has {sum(layout.splits)} layers in all, but the model "
-            f"has {num_layers}; make them add up"
+            f"splits={shown} has {sum(splits)} layers in all, but the model has "
+            f"{num_layers}; make them add up, at least 1 each"
         )
-    return layout.splits
+    return tuple(splits)
 
 
 def arrangement(schedule: Schedule, sizes: Sequence[int]) -> Arrangement:
@@ -174,3 +188,15 @@ def only_group(model: Model) -> BlockGroup:
             f"{len(model.groups)}: {names}; set stage=1 and microbatches=1"
         )
     return model.groups[0]
+
+
+def cut(tree: Any, num_parts: int) -> Any:
+    """The first dim of every array in that many parts."""
+    return jax.tree.map(
+        lambda value: value.reshape(num_parts, -1, *value.shape[1:]), tree
+    )
+
+
+def merge(tree: Any) -> Any:
+    """Undoes `cut`."""
+    return jax.tree.map(lambda value: value.reshape(-1, *value.shape[2:]), tree)
