@@ -24,6 +24,9 @@ MANUAL_AXES = (*BATCH_AXES, "stage")
 REMATS = ("none", "selective", "full", "dots")
 """What the backward may recompute instead of keeping."""
 
+BY_COST = "cost"
+"""The value of `splits` that balances the stages by what their layers cost."""
+
 _CHOICES = {
     "schedule": (
         "gpipe",
@@ -72,7 +75,8 @@ class Layout:
         microbatches: Parts that one global batch runs in, one after another.
         schedule: Order of the pipeline's work.
         chunks: Stages per rank of an interleaved schedule.
-        splits: Blocks of each stage; empty is as even as possible.
+        splits: Blocks of each stage; empty is as even as possible in number, `cost`
+            in what they cost (`BlockGroup.costs`, or else their matmul FLOPs).
         execution: Whether all ranks run the same instructions every tick.
         zero: What `fsdp` splits: 1 optimizer state, 2 gradients too, 3 parameters too.
         sequence_parallel: Split the residual stream's sequence over `tensor`.
@@ -100,7 +104,7 @@ class Layout:
     microbatches: int = 1
     schedule: str = "1f1b"
     chunks: int = 1
-    splits: tuple[int, ...] = ()
+    splits: tuple[int, ...] | str = ()
     execution: str = "uniform"
     zero: int = 3
     sequence_parallel: bool = False
@@ -113,7 +117,7 @@ class Layout:
             _check_count(name, getattr(self, name))
         for name, choices in _CHOICES.items():
             _check_choice(name, getattr(self, name), choices)
-        for size in self.splits:
+        for size in () if self.splits == BY_COST else self.splits:
             _check_count("splits", size)
         open_axes = [axis for axis in MESH_AXES if getattr(self, axis) == -1]
         if len(open_axes) > 1:
@@ -220,6 +224,8 @@ def _parse_value(key: str, text: str) -> object:
     if isinstance(default, int):
         return int(text) if re.fullmatch(r"-?\d+", text) else text
     if isinstance(default, tuple):
+        if text == BY_COST:
+            return text
         return tuple(
             int(part) if part.isdecimal() else part for part in text.split("/")
         )

@@ -200,11 +200,38 @@ class Scope:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockGroup:
-    """Blocks of one kind: `block(block_params, x, scope) -> x`, `num_layers` times."""
+    """Blocks of one kind: `block(block_params, x, scope) -> x`, `num_layers` times.
+
+    Args:
+        name: Key of their parameters in the tree.
+        num_layers: How many there are.
+        block: One of them; the layer is `scope.layer`.
+        costs: Of each layer, in any unit, for stages of even cost (`splits=cost`);
+            their matmul FLOPs when absent.
+
+    Raises:
+        InputError: There are not as many costs as layers, or one is not above 0.
+    """
 
     name: str
     num_layers: int
     block: Callable[[Params, jax.Array, Scope], jax.Array]
+    costs: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.costs is None:
+            return
+        object.__setattr__(self, "costs", tuple(self.costs))
+        if len(self.costs) != self.num_layers:
+            raise InputError(
+                f"block group {self.name!r} has {self.num_layers} layers, but "
+                f"{len(self.costs)} costs; give one a layer"
+            )
+        if not all(0 < cost < math.inf for cost in self.costs):
+            raise InputError(
+                f"block group {self.name!r} has costs {self.costs}; each must be a "
+                "number above 0"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

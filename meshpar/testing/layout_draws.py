@@ -45,7 +45,7 @@ DRAWS: dict[str, Draw] = {
         beside="stage",
     ),
     "chunks": Draw((1, 2), beside="stage"),  # of a schedule that has them
-    "splits": Draw(((),), beside="stage"),  # or any, drawn for the model's layers
+    "splits": Draw(((), "cost"), beside="stage"),  # or sizes for the model's layers
     "execution": Draw(("uniform", "divergent"), beside="stage"),
     "zero": Draw((3, 3, 0, 1, 2), beside="fsdp"),
     "sequence_parallel": Draw((False, True), beside="tensor"),

@@ -74,6 +74,21 @@ def rule_refusals(rules: Rules, layout: Layout) -> Iterator[tuple[str, RuleError
                 yield logical_axis, _batch_axis_error(logical_axis, mesh_axis)
 
 
+def schedule_refusal(layout: Layout) -> str | None:
+    """Why a schedule of one's own does not suit a layout; None if it may."""
+    if layout.schedule != _PLAIN.schedule:
+        return (
+            f"layout {str(layout)!r} names schedule={layout.schedule}, but a schedule "
+            "is given beside it; leave one of them out"
+        )
+    if layout.stage == 1:
+        return (
+            f"layout {str(layout)!r} has stage=1, but a schedule is given beside it; "
+            "leave it out, or give 'stage' a size"
+        )
+    return None
+
+
 def batch_refusal(
     layout: Layout,
     num_examples: int,

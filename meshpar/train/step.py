@@ -18,7 +18,8 @@ from meshpar.layout import BATCH_AXES, Layout
 from meshpar.mesh import absent_mesh, make_mesh, platform_of
 from meshpar.model import EXAMPLE, Batch, Model
 from meshpar.parallel.norm import global_norm
-from meshpar.parallel.pipeline.program import pipeline_of
+from meshpar.parallel.pipeline.program import pipeline_of, with_costs
+from meshpar.parallel.pipeline.schedule_choice import OwnSchedule
 from meshpar.parallel.pipeline.stages import in_layer_order
 from meshpar.parallel.placement import DTYPES, Placement, is_pipelined
 from meshpar.parallel.program import LocalProgram
@@ -26,7 +27,12 @@ from meshpar.rule_presets import default_rules
 from meshpar.rules import Rules
 from meshpar.sharding import born_sharded, model_shardings
 from meshpar.train.layer_order import layer_orders
-from meshpar.train.refusals import batch_refusal, layout_refusals, rule_refusals
+from meshpar.train.refusals import (
+    batch_refusal,
+    layout_refusals,
+    rule_refusals,
+    schedule_refusal,
+)
 from meshpar.train.state import TrainState, initial_state, state_shardings
 
 Metrics = dict[str, jax.Array]
@@ -44,6 +50,8 @@ def make_train_step(
     max_grad_norm: float | None = None,
     gradient_dtype: Literal["fp32", "bf16"] = "fp32",
     compiler_options: Mapping[str, Any] | None = None,
+    schedule: OwnSchedule | None = None,
+    layer_costs: Sequence[float] | None = None,
 ) -> TrainStep:
     """A training step of `model` laid out as `layout` says.
 
@@ -60,12 +68,18 @@ def make_train_step(
             bf16 halves their memory and traffic, and loses small contributions.
         compiler_options: XLA's options for every program of the step, as `jax.jit`
             takes them.
+        schedule: The pipeline's, instead of one that the layout names: a
+            `meshpar.schedules.Schedule`, one order a rank such as `["0F0", "0B0"]`,
+            or a CSV file with one row a rank.
+        layer_costs: What each layer costs, in any unit, for `splits=cost`; the model's
+            own (`BlockGroup.costs`) or its matmul FLOPs when absent.
 
     Raises:
         RuleError: A parameter cannot be laid out, or a rule for activations uses `data`
             or `fsdp` for anything but the batch.
         InputError: The layout does not fit the devices, or asks for what is not built,
-            or `max_grad_norm` is not positive.
+            or `max_grad_norm` is not positive, or `schedule` is wrong (who waits for
+            what, which work is missing or doubled) or made for other sizes.
 
     Example:
         >>> import optax
@@ -97,6 +111,11 @@ def make_train_step(
         raise InputError(
             f"max_grad_norm={max_grad_norm}: must be positive, or None for no limit"
         )
+    refused = schedule_refusal(layout) if schedule is not None else None
+    if refused is not None:
+        raise InputError(refused)
+    if layer_costs is not None:
+        model = with_costs(model, layer_costs, layout)
     rules = rules or default_rules(layout)
     for _, error in rule_refusals(rules, layout):
         raise error
@@ -110,6 +129,7 @@ def make_train_step(
         max_grad_norm=max_grad_norm,
         gradient_dtype=gradient_dtype,
         compiler_options=compiler_options,
+        schedule=schedule,
     )
 
 
@@ -119,6 +139,7 @@ class TrainStep:
     Attributes:
         layout, rules, mesh, model, platform: What it was made from.
         shardings: `TrainState` of the sharding of every array.
+        schedule: What every rank of the pipeline does; None without microbatches.
         layer_orders: `TrainState` of where the layers of every array lie, for
             `Checkpoints`.
     """
@@ -135,9 +156,13 @@ class TrainStep:
         max_grad_norm: float | None,
         gradient_dtype: str,
         compiler_options: Mapping[str, Any] | None,
+        schedule: OwnSchedule | None,
     ) -> None:
         self._whole_model = model
-        pipeline = pipeline_of(model, layout) if is_pipelined(layout) else None
+        pipeline = (
+            pipeline_of(model, layout, schedule) if is_pipelined(layout) else None
+        )
+        self.schedule = pipeline.schedule if pipeline else None
         model = pipeline.model if pipeline else model
         self.model, self.layout, self.rules, self.mesh = model, layout, rules, mesh
         self.platform = platform
@@ -332,6 +357,7 @@ class TrainStep:
             max_grad_norm=self._max_grad_norm,
             gradient_dtype=self._gradient_dtype,
             compiler_options=None,  # those of the present devices' compiler
+            schedule=self.schedule if self.layout.stage > 1 else None,
         )
 
     def _argument_shapes(self, batch: Batch) -> tuple[TrainState, Batch]:

@@ -7,15 +7,18 @@ With one stage it accumulates gradients over microbatches.
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import jax
 
-from meshpar.layout import MANUAL_AXES, Layout
+from meshpar.errors import InputError
+from meshpar.layout import BY_COST, MANUAL_AXES, Layout
 from meshpar.model import Batch, Model, Params
 from meshpar.parallel.pipeline.executor import Executor, Work
+from meshpar.parallel.pipeline.layer_costs import layer_costs
 from meshpar.parallel.pipeline.microbatches import Microbatches
+from meshpar.parallel.pipeline.schedule_choice import OwnSchedule, chosen_schedule
 from meshpar.parallel.pipeline.stages import (
     Arrangement,
     arranged,
@@ -23,6 +26,7 @@ from meshpar.parallel.pipeline.stages import (
     cut,
     merge,
     only_group,
+    split_by_cost,
     stage_sizes,
 )
 from meshpar.parallel.placement import (
@@ -33,7 +37,7 @@ from meshpar.parallel.placement import (
     is_pipelined,
     safe_inverse,
 )
-from meshpar.schedules import Schedule, make_schedule, tick_table
+from meshpar.schedules import Schedule, tick_table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +96,7 @@ class PipelineProgram:
     def logits(self, params: Params, batch: Batch) -> jax.Array:
         """fp32 logits (batch, seq, vocab), without dropout."""
         placement = self.placement
-        one = dataclasses.replace(self, schedule=self.schedule.of_one_microbatch())
+        one = replace(self, schedule=self.schedule.of_one_microbatch())
 
         def local(params: Params, batch: Batch) -> jax.Array:
             work = one._microbatches(params, batch, None)
@@ -147,22 +151,62 @@ class Pipeline:
         )
 
 
-def pipeline_of(model: Model, layout: Layout) -> Pipeline:
+def pipeline_of(
+    model: Model, layout: Layout, schedule: OwnSchedule | None = None
+) -> Pipeline:
     """The model arranged for a layout's stages, and its schedule.
 
+    Args:
+        model: The model.
+        layout: Its stages, microbatches, chunks and splits.
+        schedule: Instead of the one that the layout names.
+
     Raises:
-        InputError: More stages than layers, splits that do not fit, a schedule that
-            cannot have those sizes, or several groups of blocks.
+        InputError: More stages than layers, splits that do not fit, a schedule that is
+            wrong or cannot have those sizes, or several groups of blocks.
     """
-    num_layers = only_group(model).num_layers
-    sizes = stage_sizes(num_layers, layout.stage, layout.chunks, layout.splits)
-    schedule = make_schedule(
-        layout.schedule, layout.stage, layout.microbatches, layout.chunks
+    sizes = layers_of_stages(model, layout)
+    chosen = chosen_schedule(
+        layout.schedule if schedule is None else schedule,
+        num_ranks=layout.stage,
+        num_microbatches=layout.microbatches,
+        chunks=layout.chunks,
     )
-    placed = arrangement(schedule, sizes)
+    placed = arrangement(chosen, sizes)
     return Pipeline(
-        model=arranged(model, placed.order), schedule=schedule, arrangement=placed
+        model=arranged(model, placed.order), schedule=chosen, arrangement=placed
     )
+
+
+def layers_of_stages(model: Model, layout: Layout) -> tuple[int, ...]:
+    """How many layers each stage of a layout has, first to last.
+
+    Raises:
+        InputError: More stages than layers, splits that do not fit, costs that cannot
+            be measured, or several groups of blocks.
+    """
+    group = only_group(model)
+    even = stage_sizes(group.num_layers, layout.stage, layout.chunks)
+    if layout.splits != BY_COST:
+        return stage_sizes(group.num_layers, layout.stage, layout.chunks, layout.splits)
+    costs = group.costs or layer_costs(model)
+    return split_by_cost(costs, len(even), empty_cost=sum(costs) / len(costs))
+
+
+def with_costs(model: Model, costs: Sequence[float], layout: Layout) -> Model:
+    """The model with what each of its layers costs.
+
+    Raises:
+        InputError: The layout does not split by cost, the model has several groups of
+            blocks, or there are not as many costs as layers.
+    """
+    if layout.splits != BY_COST:
+        raise InputError(
+            f"layer_costs are given, but layout {str(layout)!r} does not split by "
+            "them; say splits=cost, or leave them out"
+        )
+    group = replace(only_group(model), costs=tuple(costs))
+    return replace(model, groups=(group,))
 
 
 def arranged_for(model: Model, layout: Layout) -> Model:

@@ -56,17 +56,38 @@ def split_evenly(num_layers: int, num_stages: int) -> tuple[int, ...]:
     return (shorter + 1,) * longer + (shorter,) * (num_stages - longer)
 
 
-def split_by_cost(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
+def split_by_cost(
+    costs: Sequence[float], num_stages: int, *, empty_cost: float = 0.0
+) -> tuple[int, ...]:
     """Layers of each stage so that the costliest stage costs least.
+
+    In lock step all ranks run as many places as the longest stage has layers; what a
+    place without a layer costs is `empty_cost`.
 
     Args:
         costs: Of each layer, in any unit.
         num_stages: Stages, none of them empty.
+        empty_cost: Of a place without a layer.
 
     Example:
-        >>> split_by_cost([3, 1, 1, 1], 2)
-        (1, 3)
+        >>> split_by_cost([3, 1, 1, 1], 2), split_by_cost([3, 1, 1, 1], 2, empty_cost=1)
+        ((1, 3), (2, 2))
     """
+    best_cost, best_sizes = np.inf, ()
+    for most in range(-(-len(costs) // num_stages), len(costs) - num_stages + 2):
+        cost, sizes = _split(costs, num_stages, most, empty_cost)
+        if cost < best_cost:
+            best_cost, best_sizes = cost, sizes
+        num_empty = num_stages * (most + 1) - len(costs)
+        if (sum(costs) + num_empty * empty_cost) / num_stages >= best_cost:
+            break  # longer stages cost as much on average
+    return best_sizes
+
+
+def _split(
+    costs: Sequence[float], num_stages: int, most: int, empty_cost: float
+) -> tuple[float, tuple[int, ...]]:
+    """The least cost of the costliest stage of at most `most` layers, and the sizes."""
     sums = np.concatenate([[0.0], np.cumsum(costs)])
     num_layers = len(costs)
     # best[k, n]: the least possible cost of the costliest of k stages of n layers.
@@ -75,15 +96,17 @@ def split_by_cost(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
     best[0, 0] = 0.0
     for stage in range(1, num_stages + 1):
         for stop in range(stage, num_layers + 1):
-            starts = np.arange(stage - 1, stop)
-            worst = np.maximum(best[stage - 1, starts], sums[stop] - sums[starts])
+            starts = np.arange(max(stage - 1, stop - most), stop)
+            empty = empty_cost * (most - (stop - starts))
+            own = sums[stop] - sums[starts] + empty
+            worst = np.maximum(best[stage - 1, starts], own)
             at = int(np.argmin(worst))
             best[stage, stop], cut[stage, stop] = worst[at], starts[at]
     sizes, stop = [], num_layers
     for stage in range(num_stages, 0, -1):
         sizes.append(stop - int(cut[stage, stop]))
         stop = int(cut[stage, stop])
-    return tuple(reversed(sizes))
+    return float(best[num_stages, num_layers]), tuple(reversed(sizes))
 
 
 def stage_sizes(
