@@ -25,6 +25,7 @@ ASKED = {
     "parameter_gather": ("all-gather", "FSDP gather of parameters before their use"),
     "gradient_scatter": ("reduce-scatter", "FSDP reduce-scatter of gradients"),
     "gradient_reduction": ("all-reduce", "gradient reduction over the batch axes"),
+    "optimizer": ("any", "an optimizer that needs more than its own shard"),
     "loss_sum": ("all-reduce", "loss and weights summed over the global batch"),
     "gradient_norm": ("all-reduce", "global norm of the gradients"),
     "stage_forward": ("collective-permute", "activations to the next stage"),

@@ -42,10 +42,12 @@ _CHOICES = {
     ),
     "execution": ("uniform", "divergent"),
     "zero": (0, 1, 2, 3),
+    "fsdp_gather": ("step", "microbatch"),
     "sequence_parallel": (False, True),
     "attention": ("ring", "allgather", "ulysses"),
     "remat": REMATS,
     "precision": ("fp32", "bf16"),
+    "param_dtype": ("fp32", "bf16", "bf16_stochastic"),
 }
 _COUNTS = (*MESH_AXES, "microbatches", "chunks")
 
@@ -78,11 +80,21 @@ class Layout:
         splits: Blocks of each stage; empty is as even as possible in number, `cost`
             in what they cost (`BlockGroup.costs`, or else their matmul FLOPs).
         execution: Whether all ranks run the same instructions every tick.
-        zero: What `fsdp` splits: 1 optimizer state, 2 gradients too, 3 parameters too.
+        zero: ZeRO stage, what the devices of a split batch share out: 0 nothing,
+            1 optimizer state, 2 gradients too, 3 parameters too.
+        zero_axes: The mesh axes that they are shared out over. When empty: `fsdp`
+            (replicas across `data`: hybrid), or for `zero` 1 and 2 with `fsdp=1`,
+            `data`.
+        fsdp_gather: When split parameters are gathered, where a step runs in
+            microbatches: once for the `step`, one reduce-scatter at its end, or for
+            each `microbatch` layer by layer, which keeps one layer whole at a time.
         sequence_parallel: Split the residual stream's sequence over `tensor`.
         attention: How attention crosses `context`.
         remat: What the backward recomputes instead of keeping.
-        precision: Arithmetic of the blocks; parameters are stored in fp32 either way.
+        precision: Arithmetic of the blocks.
+        param_dtype: How parameters are stored between steps; beside those of bf16 the
+            optimizer state holds an fp32 master copy, which is what it updates;
+            `bf16_stochastic` has no copy, and rounds updated parameters at random.
 
     Raises:
         InputError: A value outside its range or choices, or two axes of -1.
@@ -107,10 +119,13 @@ class Layout:
     splits: tuple[int, ...] | str = ()
     execution: str = "uniform"
     zero: int = 3
+    zero_axes: tuple[str, ...] = ()
+    fsdp_gather: str = "step"
     sequence_parallel: bool = False
     attention: str = "ring"
     remat: str = "none"
     precision: str = "fp32"
+    param_dtype: str = "fp32"
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
@@ -119,6 +134,7 @@ class Layout:
             _check_choice(name, getattr(self, name), choices)
         for size in () if self.splits == BY_COST else self.splits:
             _check_count("splits", size)
+        _check_zero_axes(self.zero_axes)
         open_axes = [axis for axis in MESH_AXES if getattr(self, axis) == -1]
         if len(open_axes) > 1:
             raise InputError(
@@ -178,6 +194,21 @@ class Layout:
         """Number of parts the batch is split into."""
         return math.prod(self.mesh_shape[axis] for axis in BATCH_AXES)
 
+    @property
+    def is_pipelined(self) -> bool:
+        """Whether a step runs in ticks: it has stages, or microbatches to add up."""
+        return self.stage > 1 or self.microbatches > 1
+
+    @property
+    def split_axes(self) -> tuple[str, ...]:
+        """The mesh axes that `zero` shares states out over; empty if it does not."""
+        if self.zero == 0:
+            return ()
+        if self.zero_axes:
+            return self.zero_axes
+        hybrid = self.zero == 3 or self.mesh_shape["fsdp"] > 1
+        return ("fsdp",) if hybrid else ("data",)
+
     def resolve(self, num_devices: int) -> Layout:
         """This layout on exactly `num_devices`, its -1 replaced by what is left.
 
@@ -215,6 +246,14 @@ def _check_choice(name: str, value: object, choices: tuple) -> None:
     if value not in choices or isinstance(value, bool) != isinstance(choices[0], bool):
         known = ", ".join(_format_value(choice) for choice in choices)
         raise InputError(f"{name}={_format_value(value)}: must be one of {known}")
+
+
+def _check_zero_axes(axes: tuple[str, ...]) -> None:
+    if axes not in ((), *((axis,) for axis in BATCH_AXES), BATCH_AXES):
+        raise InputError(
+            f"zero_axes={_format_value(axes)}: must be one of "
+            f"{', '.join(BATCH_AXES)}, {'/'.join(BATCH_AXES)}"
+        )
 
 
 def _parse_value(key: str, text: str) -> object:

@@ -7,7 +7,6 @@ parameter is whole for one layer at a time only, and gathered once in each pass.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +20,13 @@ from meshpar.errors import InputError
 from meshpar.model import BlockGroup, Scope
 from meshpar.parallel.remat import rematerialised
 from meshpar.parallel.residuals import Residuals, restore_vjp, vjp_without
-from meshpar.parallel.zero import gather, reduce_scatter, zero_from_all
+from meshpar.parallel.zero import (
+    gather,
+    gradient_in_loop,
+    in_loop,
+    reduce_scatter,
+    zero_from_all,
+)
 
 _Inputs = dict[str, Any]
 
@@ -29,16 +34,21 @@ _Inputs = dict[str, Any]
 def run_blocks(
     block: Block, shards: Any, x: jax.Array, layers: jax.Array, inputs: _Inputs
 ) -> jax.Array:
-    """`x` after every block of a stack; differentiable in `shards` and `x`.
+    """`x` after every block of a stack.
 
     Args:
         block: What a layer does.
-        shards: Stacked parameters as stored, this device's shards.
+        shards: Stacked parameters as the loop takes them, this device's shards.
         x: (batch, seq, embed), this device's examples.
         layers: int32, the layer that each place of the stack holds.
         inputs: Arrays without gradient that scopes are made of.
     """
-    return _run(block, shards, x, layers, inputs)
+
+    def body(x: jax.Array, xs: tuple) -> tuple[jax.Array, None]:
+        shard, layer = xs
+        return block.forward(shard, x, layer, inputs), None
+
+    return lax.scan(body, x, (shards, layers))[0]
 
 
 def run_keeping(
@@ -150,14 +160,20 @@ class Block:
         gradients, dx = vjp(follow(dx, gathered))
         earlier = zero_from_all(self._stored, gradients) if self._in_order else None
         gradients, scattered = reduce_scatter(
-            self._stored, gradients, earlier=earlier, in_order=self._in_order
+            self._stored,
+            gradients,
+            gradient_in_loop,
+            earlier=earlier,
+            in_order=self._in_order,
         )
         return gradients, follow(dx, scattered)
 
     def _gather(self, shard: Any, x: jax.Array) -> tuple[Any, Zero | None]:
         # XLA unrolls a loop over one layer: then nothing else keeps the gathers back.
         earlier = zero_on_parts(x, self._spec) if self._in_order else None
-        return gather(self._stored, shard, earlier=earlier, in_order=self._in_order)
+        return gather(
+            self._stored, shard, in_loop, earlier=earlier, in_order=self._in_order
+        )
 
     def _call(self, weights: Any, x: jax.Array, scope_inputs: _Inputs) -> jax.Array:
         y = self._apply(self._make_scope, weights, x, scope_inputs)
@@ -167,37 +183,3 @@ class Block:
                 "keep shape and dtype, so that they can follow one another"
             )
         return jnp.where(scope_inputs["layer"] >= 0, y, x) if self._padded else y
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(
-    block: Block, shards: Any, x: jax.Array, layers: jax.Array, inputs: _Inputs
-) -> jax.Array:
-    def body(x: jax.Array, xs: tuple) -> tuple[jax.Array, None]:
-        shard, layer = xs
-        return block.forward(shard, x, layer, inputs), None
-
-    return lax.scan(body, x, (shards, layers))[0]
-
-
-def _run_forward(
-    block: Block, shards: Any, x: jax.Array, layers: jax.Array, inputs: _Inputs
-) -> tuple[jax.Array, tuple]:
-    x, residuals = run_keeping(block, shards, x, layers, inputs)
-    return x, (shards, residuals, layers, inputs)
-
-
-def _run_backward(block: Block, kept: tuple, dx: jax.Array) -> tuple:
-    shards, residuals, layers, inputs = kept
-
-    def body(dx: jax.Array, xs: tuple) -> tuple[jax.Array, Any]:
-        shard, residual, layer = xs
-        gradients, dx = block.backward(shard, residual, dx, layer, inputs)
-        return dx, gradients
-
-    xs = (shards, residuals, layers)
-    dx, gradients = lax.scan(body, dx, xs, reverse=True)
-    return gradients, dx, None, None
-
-
-_run.defvjp(_run_forward, _run_backward)

@@ -16,7 +16,7 @@ from meshpar import Layout, Model, Rules, default_rules, lint
 from meshpar.errors import InputError
 from meshpar.layout import nearest
 from meshpar.parallel.pipeline.program import arranged_for
-from meshpar.sharding import model_specs
+from meshpar.parallel.storage import parameter_specs
 from meshpar.testing.batches import MASKS
 from meshpar.testing.layout_draws import (
     built_values,
@@ -168,7 +168,8 @@ def refusal(case: Case, choices: Choices) -> str | None:
         rules = choices.rules or default_rules(case.layout)
         # The lint, without a trace.
         stored = arranged_for(model, case.layout)
-        model_specs(stored, case.layout.mesh_shape, rules)
+        for path, parameter in stored.flat_parameters().items():
+            parameter_specs(path, parameter, case.layout, rules)
         report = lint(
             model,
             case.layout,

@@ -62,8 +62,8 @@ class Work:
             gradients of the ends, what shows that all is done), by all ranks.
         x: Shape of a microbatch's activations.
         spec: How they lie over automatic mesh axes.
-        parameters: Of the blocks, (chunks, ...) each.
-        end_parameters: Of the ends; gradients have their shapes.
+        gradients: Shapes of the blocks' gradients, (chunks, ...) each.
+        end_gradients: Of the ends' gradients.
         inputs: (microbatches, ...) each, what `embed_gradient` has gradients of.
         loss_sums: Shapes of the head's sums.
         gradient_dtype: In which gradients are added up.
@@ -77,8 +77,8 @@ class Work:
     head: Callable[[jax.Array, jax.Array], tuple[Any, jax.Array, Any, Zero]]
     x: jax.ShapeDtypeStruct
     spec: PartitionSpec
-    parameters: Any
-    end_parameters: Any
+    gradients: Any
+    end_gradients: Any
     loss_sums: Any
     gradient_dtype: Any
     inputs: Any = ()
@@ -170,8 +170,8 @@ class Executor:
             inputs=self._laid_out(buffer(table.input_slots, x)),
             gradients=self._laid_out(buffer(table.gradient_slots, x)),
             saved=[buffer(table.saved_slots, leaf) for leaf in kept],
-            block_gradients=_zeros(work.parameters if keeps else (), dtype),
-            end_gradients=_zeros(work.end_parameters if keeps else (), dtype),
+            block_gradients=_zeros(work.gradients if keeps else (), dtype),
+            end_gradients=_zeros(work.end_gradients if keeps else (), dtype),
             input_gradients=jax.tree.map(jnp.zeros_like, work.inputs if keeps else ()),
             loss_sums=_zeros(work.loss_sums, jnp.float32),
             done=jnp.zeros(()),

@@ -32,7 +32,8 @@ class Microbatches:
         placement: The model on its mesh.
         arrangement: Which layers every rank has.
         weights: The ends' parameters for use.
-        blocks: The blocks' as stored, (chunks, places, ...).
+        blocks: The blocks' as the loop takes them, (chunks, places, ...).
+        gradients: Shapes of their gradients, alike.
         batch: Arrays of (microbatches, examples, ...).
         key: What dropout derives from; None turns it off.
     """
@@ -41,6 +42,7 @@ class Microbatches:
     arrangement: Arrangement
     weights: Params
     blocks: Params
+    gradients: Params
     batch: Batch
     key: jax.Array | None
 
@@ -78,8 +80,8 @@ class Microbatches:
             head=head,
             x=self._x,
             spec=self.shares.spec,
-            parameters=self.blocks,
-            end_parameters=self.weights,
+            gradients=self.gradients,
+            end_gradients=self.weights,
             loss_sums=sums,
             gradient_dtype=self.placement.gradient_dtype,
         )

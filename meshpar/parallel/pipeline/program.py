@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import jax
+import jax.numpy as jnp
 
 from meshpar.errors import InputError
 from meshpar.layout import BY_COST, MANUAL_AXES, Layout
@@ -34,7 +35,6 @@ from meshpar.parallel.placement import (
     REPLICATED,
     Placement,
     dropout_key,
-    is_pipelined,
     safe_inverse,
 )
 from meshpar.schedules import Schedule, tick_table
@@ -57,7 +57,7 @@ class PipelineProgram:
     def loss_and_gradients(
         self, params: Params, batch: Batch, step: jax.Array, seed: jax.Array
     ) -> tuple[jax.Array, jax.Array, Params]:
-        """Mean loss, summed weights, and fp32 gradients laid out as the parameters."""
+        """Mean loss, summed weights, and gradients laid out as the states."""
         placement = self.placement
 
         def local(
@@ -78,7 +78,7 @@ class PipelineProgram:
         return placement.on_shards(
             local,
             (specs, BATCH, REPLICATED, REPLICATED),
-            (REPLICATED, REPLICATED, specs),
+            (REPLICATED, REPLICATED, placement.manual_state_specs),
         )(params, batch, step, seed)
 
     def loss_sums(self, params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
@@ -111,12 +111,14 @@ class PipelineProgram:
         self, params: Params, batch: Batch, key: jax.Array | None
     ) -> Microbatches:
         schedule = self.schedule
-        weights, (blocks,) = self.placement.gather_ends(params)
+        weights, (blocks,) = self.placement.gather_before_loop(params)
+        (shapes,) = self.placement.gradient_shapes([blocks])
         return Microbatches(
             placement=self.placement,
             arrangement=self.arrangement,
             weights=weights,
             blocks=cut(blocks, schedule.num_chunks),
+            gradients=jax.eval_shape(lambda: cut(_zeros(shapes), schedule.num_chunks)),
             batch=cut(batch, schedule.num_microbatches),
             key=key,
         )
@@ -128,6 +130,10 @@ class PipelineProgram:
             work=work,
             in_order=self.placement.in_order,
         )
+
+
+def _zeros(shapes: Params) -> Params:
+    return jax.tree.map(lambda value: jnp.zeros(value.shape, value.dtype), shapes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,4 +221,4 @@ def arranged_for(model: Model, layout: Layout) -> Model:
     Raises:
         InputError: As for `pipeline_of`.
     """
-    return pipeline_of(model, layout).model if is_pipelined(layout) else model
+    return pipeline_of(model, layout).model if layout.is_pipelined else model

@@ -284,10 +284,16 @@ def _stored(tree: Any, manual: tuple, automatic: Any, *, wide: bool = True) -> A
     """Tree of `Stored` of arrays whose first dims lie over `manual`."""
 
     def stored(value: Any, spec: PartitionSpec) -> Stored:
+        everywhere = PartitionSpec(*manual, *spec)
+        dtype = jnp.float32 if wide else value.dtype
         return Stored(
-            spec=PartitionSpec(*manual, *spec),
+            spec=everywhere,
+            loop_spec=everywhere,
+            gradient_spec=everywhere,
+            state_spec=everywhere,
             compute_dtype=value.dtype,
-            gradient_dtype=jnp.float32 if wide else value.dtype,
+            gradient_dtype=dtype,
+            sum_dtype=dtype,
         )
 
     if automatic is None:
