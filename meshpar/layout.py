@@ -21,7 +21,10 @@ BATCH_AXES = ("data", "fsdp")
 MANUAL_AXES = (*BATCH_AXES, "stage")
 """The mesh axes over which collectives are written out; GSPMD has the others."""
 
-REMATS = ("none", "selective", "full", "dots")
+STAGE_REMATS = ("stage", "stage_full")
+"""What keeps nothing but the input of each pipeline stage."""
+
+REMATS = ("none", "selective", "full", "dots", *STAGE_REMATS)
 """What the backward may recompute instead of keeping."""
 
 BY_COST = "cost"
@@ -90,7 +93,11 @@ class Layout:
             each `microbatch` layer by layer, which keeps one layer whole at a time.
         sequence_parallel: Split the residual stream's sequence over `tensor`.
         attention: How attention crosses `context`.
-        remat: What the backward recomputes instead of keeping.
+        remat: What the backward recomputes instead of keeping: nothing, each block
+            but what it named (`selective`), its matmuls (`dots`) or its input
+            (`full`), or the whole stage but its input: once (`stage`), then keeping
+            all of its blocks until their backward, or with each block once more
+            (`stage_full`), which keeps least.
         precision: Arithmetic of the blocks.
         param_dtype: How parameters are stored between steps; beside those of bf16 the
             optimizer state holds an fp32 master copy, which is what it updates;

@@ -100,6 +100,22 @@ def run_backward(
     return lax.scan(body, (dx, totals), xs, reverse=True)[0]
 
 
+def run_again(
+    block: Block,
+    shards: Any,
+    x: jax.Array,
+    dx: jax.Array,
+    layers: jax.Array,
+    inputs: _Inputs,
+    totals: Any,
+    add: Callable[[Any, Any, jax.Array], Any],
+) -> tuple[jax.Array, Any]:
+    """`run_backward` where nothing was kept but `x`: the forward runs a second time."""
+    y, residuals = run_keeping(block, shards, block.after(x, dx), layers, inputs)
+    dx = block.after(dx, y)
+    return run_backward(block, shards, residuals, dx, layers, inputs, totals, add)
+
+
 class Block:
     """One layer, as the loops call it.
 
@@ -167,6 +183,10 @@ class Block:
             in_order=self._in_order,
         )
         return gradients, follow(dx, scattered)
+
+    def after(self, x: jax.Array, earlier: jax.Array) -> jax.Array:
+        """`x`, no sooner than `earlier`, shaped alike, where that order is needed."""
+        return follow(x, zero_on_parts(earlier, self._spec)) if self._in_order else x
 
     def _gather(self, shard: Any, x: jax.Array) -> tuple[Any, Zero | None]:
         # XLA unrolls a loop over one layer: then nothing else keeps the gathers back.

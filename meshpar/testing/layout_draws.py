@@ -16,6 +16,7 @@ import numpy as np
 import optax
 
 from meshpar import MESH_AXES, Layout, Model, RuleError, make_train_step
+from meshpar.layout import STAGE_REMATS
 from meshpar.schedules import CHUNKED
 
 
@@ -50,7 +51,7 @@ DRAWS: dict[str, Draw] = {
     "zero": Draw((3, 3, 0, 1, 2), beside="fsdp"),
     "sequence_parallel": Draw((False, True), beside="tensor"),
     "attention": Draw(("ring", "allgather", "ulysses"), beside="context"),
-    "remat": Draw(("none", "none", "selective", "full", "dots")),
+    "remat": Draw(("none", "none", "selective", "full", "dots", *STAGE_REMATS)),
     "precision": Draw(("fp32", "fp32", "bf16")),
 }
 
@@ -84,6 +85,8 @@ def _is_built(
     needed = {beside: 2} if beside else {}
     if name == "chunks" and value != 1:
         needed["schedule"] = next(iter(CHUNKED))
+    if value in STAGE_REMATS:
+        needed["stage"] = 2
     layout = Layout(**{name: value}, **needed)
     if layout.num_devices > len(devices):
         return False
@@ -135,6 +138,8 @@ def draw_layout(
             values[name] = pick(rng, built[name])
     if values.get("schedule") not in CHUNKED:
         values["chunks"] = 1
+    if values.get("stage", 1) == 1 and values["remat"] in STAGE_REMATS:
+        values["remat"] = "full"
     num_stages = values.get("stage", 1) * values["chunks"]
     if 1 < num_stages <= num_layers and rng.integers(3) == 0:
         values["splits"] = _random_splits(rng, num_layers, num_stages)

@@ -20,6 +20,7 @@ from meshpar.parallel.pipeline.executor import Work
 from meshpar.parallel.pipeline.rank_stages import RankStages
 from meshpar.parallel.pipeline.stages import Arrangement, only_group
 from meshpar.parallel.placement import Placement
+from meshpar.parallel.remat import keeps_stage_input
 from meshpar.parallel.zero import Stored, is_stored, zero_from_all
 from meshpar.rules import auto_mesh_shape
 
@@ -160,6 +161,7 @@ class Microbatches:
             blocks=self.blocks,
             arrangement=self.arrangement,
             inputs=self._inputs,
+            keeps_input=keeps_stage_input(placement.layout.remat),
         )
 
     def _embed(self, microbatch: jax.Array, earlier: Zero | None) -> jax.Array:

@@ -10,7 +10,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshpar.parallel.blocks import Block, run_backward, run_blocks, run_keeping
+from meshpar.parallel.blocks import (
+    Block,
+    run_again,
+    run_backward,
+    run_blocks,
+    run_keeping,
+)
 from meshpar.parallel.pipeline.ends import STAGE
 from meshpar.parallel.pipeline.stages import Arrangement
 
@@ -24,12 +30,14 @@ class RankStages:
         blocks: The parameters as stored, (chunks, places, ...).
         arrangement: Which layers every rank has.
         inputs: Microbatch -> arrays without gradient that scopes are made of.
+        keeps_input: Whether a stage's input is all that is kept for its backward.
     """
 
     block: Block
     blocks: Any
     arrangement: Arrangement
     inputs: Callable[[jax.Array], dict[str, Any]]
+    keeps_input: bool = False
 
     def run(self, chunk: jax.Array, microbatch: jax.Array, x: jax.Array) -> jax.Array:
         """A microbatch through one of the stages."""
@@ -39,6 +47,8 @@ class RankStages:
         self, chunk: jax.Array, microbatch: jax.Array, x: jax.Array
     ) -> tuple[jax.Array, Any]:
         """The same, and what `gradient` needs of it."""
+        if self.keeps_input:
+            return self.run(chunk, microbatch, x), x
         return run_keeping(self.block, *self._of(chunk, x, microbatch))
 
     def gradient(
@@ -71,7 +81,8 @@ class RankStages:
             )
 
         shards, dy, layers, inputs = self._of(chunk, dy, microbatch)
-        return run_backward(self.block, shards, kept, dy, layers, inputs, totals, add)
+        backward = run_again if self.keeps_input else run_backward
+        return backward(self.block, shards, kept, dy, layers, inputs, totals, add)
 
     def _of(self, chunk: jax.Array, x: jax.Array, microbatch: jax.Array) -> tuple:
         layers = jnp.asarray(self.arrangement.layers)[lax.axis_index(STAGE)]

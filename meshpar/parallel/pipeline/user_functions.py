@@ -23,6 +23,7 @@ from meshpar.parallel.pipeline.ends import STAGE, Shares
 from meshpar.parallel.pipeline.executor import Work
 from meshpar.parallel.pipeline.rank_stages import RankStages
 from meshpar.parallel.pipeline.stages import Arrangement
+from meshpar.parallel.remat import keeps_stage_input
 from meshpar.parallel.zero import Stored, is_stored, zero_from_all
 from meshpar.schedules import Schedule
 
@@ -217,6 +218,7 @@ class UserMicrobatches:
             blocks=self.blocks,
             arrangement=self.arrangement,
             inputs=inputs,
+            keeps_input=keeps_stage_input(given.remat),
         )
 
     def _embed(self, microbatch: jax.Array, earlier: Zero | None) -> jax.Array:

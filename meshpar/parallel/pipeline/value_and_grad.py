@@ -77,7 +77,8 @@ def pipeline_value_and_grad(
             `meshpar.schedules.Schedule`, one order a rank, or a CSV file.
         chunks: Stages of one rank.
         splits: Layers of each stage; as even as possible when absent.
-        remat: What the backward recomputes: `none`, `full`, `dots`, ... as in `Layout`.
+        remat: What the backward recomputes: `none`, `dots`, `full` (each block),
+            `stage` or `stage_full` (each stage), as in `Layout`.
         per_token: Whether embed and head treat every token (dim 1 of x, and of inputs
             and targets that have as many) by itself. Then the ranks share them, if the
             tokens divide over the ranks; otherwise each rank computes them in full.
