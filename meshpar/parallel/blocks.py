@@ -29,12 +29,14 @@ from meshpar.parallel.zero import (
 )
 
 _Inputs = dict[str, Any]
+Sums = dict[str, jax.Array]
+"""Name of each auxiliary loss -> its sum, fp32."""
 
 
 def run_blocks(
     block: Block, shards: Any, x: jax.Array, layers: jax.Array, inputs: _Inputs
-) -> jax.Array:
-    """`x` after every block of a stack.
+) -> tuple[jax.Array, Sums]:
+    """`x` after every block of a stack, and the blocks' auxiliary losses.
 
     Args:
         block: What a layer does.
@@ -44,23 +46,26 @@ def run_blocks(
         inputs: Arrays without gradient that scopes are made of.
     """
 
-    def body(x: jax.Array, xs: tuple) -> tuple[jax.Array, None]:
+    def body(x: jax.Array, xs: tuple) -> tuple[jax.Array, Sums]:
         shard, layer = xs
-        return block.forward(shard, x, layer, inputs), None
+        return block.forward(shard, x, layer, inputs)
 
-    return lax.scan(body, x, (shards, layers))[0]
+    x, sums = lax.scan(body, x, (shards, layers))
+    return x, _over_layers(sums)
 
 
 def run_keeping(
     block: Block, shards: Any, x: jax.Array, layers: jax.Array, inputs: _Inputs
-) -> tuple[jax.Array, Residuals]:
+) -> tuple[jax.Array, Sums, Residuals]:
     """`run_blocks`, and what `run_backward` needs besides the arguments."""
 
-    def body(x: jax.Array, xs: tuple) -> tuple[jax.Array, Residuals]:
+    def body(x: jax.Array, xs: tuple) -> tuple[jax.Array, tuple[Sums, Residuals]]:
         shard, layer = xs
-        return block.forward_keeping(shard, x, layer, inputs)
+        (x, sums), residuals = block.forward_keeping(shard, x, layer, inputs)
+        return x, (sums, residuals)
 
-    return lax.scan(body, x, (shards, layers))
+    x, (sums, residuals) = lax.scan(body, x, (shards, layers))
+    return x, _over_layers(sums), residuals
 
 
 def run_backward(
@@ -72,6 +77,8 @@ def run_backward(
     inputs: _Inputs,
     totals: Any,
     add: Callable[[Any, Any, jax.Array], Any],
+    *,
+    of_loss: jax.Array | float = 1.0,
 ) -> tuple[jax.Array, Any]:
     """The backward of `run_keeping`, gradients added up in place, layer by layer.
 
@@ -84,6 +91,7 @@ def run_backward(
         inputs: What scopes are made of.
         totals: Where gradients are added.
         add: (totals, gradients of one layer's shards, place in the stack) -> totals.
+        of_loss: Gradient of the summed loss, auxiliary losses among it.
 
     Returns:
         The gradient of its `x`, and the totals.
@@ -92,7 +100,7 @@ def run_backward(
     def body(carry: tuple, xs: tuple) -> tuple[tuple, None]:
         dx, totals = carry
         shard, residual, layer, place = xs
-        gradients, dx = block.backward(shard, residual, dx, layer, inputs)
+        gradients, dx = block.backward(shard, residual, dx, of_loss, layer, inputs)
         return (dx, add(totals, gradients, place)), None
 
     places = jnp.arange(len(layers))
@@ -111,7 +119,7 @@ def run_again(
     add: Callable[[Any, Any, jax.Array], Any],
 ) -> tuple[jax.Array, Any]:
     """`run_backward` where nothing was kept but `x`: the forward runs a second time."""
-    y, residuals = run_keeping(block, shards, block.after(x, dx), layers, inputs)
+    y, _, residuals = run_keeping(block, shards, block.after(x, dx), layers, inputs)
     dx = block.after(dx, y)
     return run_backward(block, shards, residuals, dx, layers, inputs, totals, add)
 
@@ -142,18 +150,19 @@ class Block:
     ) -> None:
         self._stored, self._padded, self._in_order = stored, padded, in_order
         self._spec = spec
-        self._apply = rematerialised(group.block, remat)
+        self._apply = rematerialised(group.run, remat)
+        self.auxiliary = dict(group.auxiliary)
         self._make_scope = make_scope
 
     def forward(
         self, shard: Any, x: jax.Array, layer: jax.Array, inputs: _Inputs
-    ) -> jax.Array:
+    ) -> tuple[jax.Array, Sums]:
         weights, gathered = self._gather(shard, x)
         return self._call(weights, follow(x, gathered), {**inputs, "layer": layer})
 
     def forward_keeping(
         self, shard: Any, x: jax.Array, layer: jax.Array, inputs: _Inputs
-    ) -> tuple[jax.Array, Residuals]:
+    ) -> tuple[tuple[jax.Array, Sums], Residuals]:
         weights, gathered = self._gather(shard, x)
         scope_inputs = {**inputs, "layer": layer}
         return vjp_without(
@@ -167,13 +176,18 @@ class Block:
         shard: Any,
         residuals: Residuals,
         dx: jax.Array,
+        of_loss: jax.Array | float,
         layer: jax.Array,
         inputs: _Inputs,
     ) -> tuple[Any, jax.Array]:
         weights, gathered = self._gather(shard, dx)
         scope_inputs = {**inputs, "layer": layer}
         vjp = restore_vjp(residuals, (weights, scope_inputs))
-        gradients, dx = vjp(follow(dx, gathered))
+        of_sums = {
+            name: jnp.float32(coefficient * of_loss)
+            for name, coefficient in self.auxiliary.items()
+        }
+        gradients, dx = vjp((follow(dx, gathered), of_sums))
         earlier = zero_from_all(self._stored, gradients) if self._in_order else None
         gradients, scattered = reduce_scatter(
             self._stored,
@@ -195,11 +209,21 @@ class Block:
             self._stored, shard, in_loop, earlier=earlier, in_order=self._in_order
         )
 
-    def _call(self, weights: Any, x: jax.Array, scope_inputs: _Inputs) -> jax.Array:
-        y = self._apply(self._make_scope, weights, x, scope_inputs)
+    def _call(
+        self, weights: Any, x: jax.Array, scope_inputs: _Inputs
+    ) -> tuple[jax.Array, Sums]:
+        y, sums = self._apply(self._make_scope, weights, x, scope_inputs)
         if y.shape != x.shape or y.dtype != x.dtype:
             raise InputError(
                 f"a block maps {x.dtype}{x.shape} to {y.dtype}{y.shape}; blocks must "
                 "keep shape and dtype, so that they can follow one another"
             )
-        return jnp.where(scope_inputs["layer"] >= 0, y, x) if self._padded else y
+        if not self._padded:
+            return y, sums
+        here = scope_inputs["layer"] >= 0
+        sums = jax.tree.map(lambda value: jnp.where(here, value, 0), sums)
+        return jnp.where(here, y, x), sums
+
+
+def _over_layers(sums: Sums) -> Sums:
+    return {name: jnp.sum(values) for name, values in sums.items()}

@@ -12,8 +12,8 @@ from meshpar.model import SAVED_PREFIX, Scope
 
 
 def rematerialised(
-    block: Callable[[Any, jax.Array, Scope], jax.Array], remat: str
-) -> Callable[..., jax.Array]:
+    block: Callable[[Any, jax.Array, Scope], Any], remat: str
+) -> Callable[..., Any]:
     """`block` under a policy, as a function of (make_scope, params, x, scope inputs).
 
     `none` keeps every residual. `full` keeps the block's input only. `selective` keeps
@@ -23,7 +23,7 @@ def rematerialised(
     """
     remat = {"stage": "none", "stage_full": "full"}.get(remat, remat)
 
-    def call(make_scope: Callable, params: Any, x: jax.Array, inputs: Any) -> jax.Array:
+    def call(make_scope: Callable, params: Any, x: jax.Array, inputs: Any) -> Any:
         return block(params, x, make_scope(inputs))
 
     if remat == "none":

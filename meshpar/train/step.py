@@ -218,7 +218,8 @@ class TrainStep:
 
         Returns:
             The new state, and scalars: `loss` and `grad_norm` (before any scaling) of
-            the old parameters, `weight_sum`, and `skipped`, the steps so far whose
+            the old parameters, `weight_sum`, the mean of each auxiliary loss before
+            its coefficient (`auxiliary.NAME`), and `skipped`, the steps so far whose
             gradients were not finite and changed nothing.
 
         Raises:
@@ -255,7 +256,7 @@ class TrainStep:
         return in_layer_order(self.model, tree)
 
     def evaluate(self, state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        """Summed loss and summed weights of a batch, without dropout."""
+        """Summed loss and weights of a batch, without dropout and auxiliary losses."""
         with jax.set_mesh(self.mesh):
             return self._evaluate(state.params, self.place(batch))
 
@@ -352,11 +353,11 @@ class TrainStep:
         self.check_batch(shape[0], first, microbatches)
 
     def _update(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        loss, weight_sum, gradients = self._program.loss_and_gradients(
+        loss, more, gradients = self._program.loss_and_gradients(
             state.params, batch, state.step, state.seed
         )
         state, norm = self._apply_gradients(state, loss, gradients)
-        metrics = {"loss": loss, "grad_norm": norm, "weight_sum": weight_sum}
+        metrics = {"loss": loss, "grad_norm": norm, **more}
         return state, {**metrics, "skipped": state.skipped}
 
     def _first_state(self, seed: jax.Array) -> TrainState:

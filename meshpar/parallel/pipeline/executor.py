@@ -51,8 +51,8 @@ class Work:
     """What the executor runs; all functions see this device's part.
 
     Args:
-        stage: (chunk, microbatch, x) -> y, shaped as x.
-        stage_keeping: The same -> y, and a tree of what its backward needs.
+        stage: (chunk, microbatch, x) -> y, shaped as x, and sums of auxiliary losses.
+        stage_keeping: The same -> those, and a tree of what its backward needs.
         stage_gradient: (chunk, microbatch, what was kept, dy, totals, whether it
             counts) -> dx, and the blocks' gradients added to the totals.
         embed: (microbatch, what to wait for) -> x of the first stage, by all ranks.
@@ -66,11 +66,12 @@ class Work:
         end_gradients: Of the ends' gradients.
         inputs: (microbatches, ...) each, what `embed_gradient` has gradients of.
         loss_sums: Shapes of the head's sums.
+        auxiliary: Names of the auxiliary losses.
         gradient_dtype: In which gradients are added up.
     """
 
-    stage: Callable[..., jax.Array]
-    stage_keeping: Callable[..., tuple[jax.Array, Any]]
+    stage: Callable[..., tuple[jax.Array, Any]]
+    stage_keeping: Callable[..., tuple[jax.Array, Any, Any]]
     stage_gradient: Callable[..., tuple[jax.Array, Any]]
     embed: Callable[[jax.Array, Zero | None], jax.Array]
     embed_gradient: Callable[[jax.Array, jax.Array], tuple[Any, Any, Zero]]
@@ -82,6 +83,7 @@ class Work:
     loss_sums: Any
     gradient_dtype: Any
     inputs: Any = ()
+    auxiliary: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +91,7 @@ class Results:
     """What every rank found, not yet summed over ranks: sums and unscaled gradients."""
 
     loss_sums: Any
+    auxiliary: dict[str, jax.Array]
     block_gradients: Any
     end_gradients: Any
     input_gradients: Any
@@ -106,6 +109,7 @@ class _State:
     end_gradients: Any
     input_gradients: Any
     loss_sums: Any
+    auxiliary: dict[str, jax.Array]
     done: jax.Array
 
 
@@ -136,6 +140,7 @@ class Executor:
             )[0]
         return Results(
             loss_sums=self._after_the_loop(state),
+            auxiliary=state.auxiliary,
             block_gradients=state.block_gradients,
             end_gradients=state.end_gradients,
             input_gradients=state.input_gradients,
@@ -174,6 +179,7 @@ class Executor:
             end_gradients=_zeros(work.end_gradients if keeps else (), dtype),
             input_gradients=jax.tree.map(jnp.zeros_like, work.inputs if keeps else ()),
             loss_sums=_zeros(work.loss_sums, jnp.float32),
+            auxiliary={name: jnp.zeros(()) for name in work.auxiliary},
             done=jnp.zeros(()),
         )
 
@@ -218,7 +224,7 @@ class Executor:
         x = self._laid_out(jnp.where(microbatch >= 0, x, IDLE))
         at = (jnp.maximum(own["forward_chunk"], 0), jnp.maximum(microbatch, 0))
         if keeps:
-            y, kept = work.stage_keeping(*at, x)
+            y, auxiliary, kept = work.stage_keeping(*at, x)
             saved = [
                 _write(buffer, own["saved_write"], value)
                 for buffer, value in zip(
@@ -226,7 +232,7 @@ class Executor:
                 )
             ]
         else:
-            y, saved = work.stage(*at, x), state.saved
+            (y, auxiliary), saved = work.stage(*at, x), state.saved
         at_end = (own["forward_stage"] == self.num_stages - 1) & (microbatch >= 0)
         last = jnp.where(at_end, y, 0)
         sums, dy, gradients, done = work.head(jnp.maximum(row["ended"], 0), last)
@@ -235,6 +241,7 @@ class Executor:
             state,
             saved=saved,
             loss_sums=_add(state.loss_sums, sums, some),
+            auxiliary=_add(state.auxiliary, auxiliary, microbatch >= 0),
             done=done if self.in_order else state.done,
         )
         if keeps:
@@ -324,7 +331,7 @@ class Executor:
         """Shapes of what a stage keeps of one microbatch."""
         first = jnp.asarray(0)
         return jax.eval_shape(
-            lambda x: self.work.stage_keeping(first, first, x)[1], self.work.x
+            lambda x: self.work.stage_keeping(first, first, x)[2], self.work.x
         )
 
     def _zero(self, x: jax.Array) -> Zero:

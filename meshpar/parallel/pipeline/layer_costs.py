@@ -55,7 +55,7 @@ def layer_costs(model: Model, *, seq: int = SEQ) -> tuple[float, ...]:
         return tuple(
             cost
             for group, params in zip(model.groups, groups, strict=True)
-            for cost in _costs(group.block, group.num_layers, params, x, batch)
+            for cost in _costs(group.run, group.num_layers, params, x, batch)
         )
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(

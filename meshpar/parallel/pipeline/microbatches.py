@@ -85,6 +85,7 @@ class Microbatches:
             end_gradients=self.weights,
             loss_sums=sums,
             gradient_dtype=self.placement.gradient_dtype,
+            auxiliary=tuple(stages.block.auxiliary),
         )
 
     @cached_property

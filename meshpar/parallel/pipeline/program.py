@@ -35,6 +35,7 @@ from meshpar.parallel.placement import (
     REPLICATED,
     Placement,
     dropout_key,
+    metrics_of,
     safe_inverse,
 )
 from meshpar.schedules import Schedule, tick_table
@@ -56,23 +57,26 @@ class PipelineProgram:
 
     def loss_and_gradients(
         self, params: Params, batch: Batch, step: jax.Array, seed: jax.Array
-    ) -> tuple[jax.Array, jax.Array, Params]:
-        """Mean loss, summed weights, and gradients laid out as the states."""
+    ) -> tuple[jax.Array, dict[str, jax.Array], Params]:
+        """Mean loss, more metrics, and gradients laid out as the states."""
         placement = self.placement
 
         def local(
             params: Params, batch: Batch, step: jax.Array, seed: jax.Array
-        ) -> tuple[jax.Array, jax.Array, Params]:
+        ) -> tuple[jax.Array, dict[str, jax.Array], Params]:
             work = self._microbatches(params, batch, dropout_key(seed, step)).work()
             found = self._run(work).loss_and_gradients()
-            loss_sum, weight_sum = placement.sum_losses(found.loss_sums, MANUAL_AXES)
+            (loss_sum, weight_sum), auxiliary = placement.sum_losses(
+                (found.loss_sums, found.auxiliary), MANUAL_AXES
+            )
+            loss_sum += only_group(placement.model).weighted(auxiliary)
             share = safe_inverse(weight_sum)
             blocks = [merge(found.block_gradients)]
             summed = placement.reduce(found.end_gradients, blocks, after=loss_sum)
             gradients = jax.tree.map(
                 lambda value: value * share.astype(value.dtype), summed
             )
-            return loss_sum * share, weight_sum, gradients
+            return loss_sum * share, metrics_of(weight_sum, auxiliary), gradients
 
         specs = placement.manual_specs
         return placement.on_shards(

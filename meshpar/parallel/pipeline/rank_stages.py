@@ -12,6 +12,7 @@ from jax import lax
 
 from meshpar.parallel.blocks import (
     Block,
+    Sums,
     run_again,
     run_backward,
     run_blocks,
@@ -39,16 +40,18 @@ class RankStages:
     inputs: Callable[[jax.Array], dict[str, Any]]
     keeps_input: bool = False
 
-    def run(self, chunk: jax.Array, microbatch: jax.Array, x: jax.Array) -> jax.Array:
-        """A microbatch through one of the stages."""
+    def run(
+        self, chunk: jax.Array, microbatch: jax.Array, x: jax.Array
+    ) -> tuple[jax.Array, Sums]:
+        """A microbatch through one of the stages, and its auxiliary losses."""
         return run_blocks(self.block, *self._of(chunk, x, microbatch))
 
     def run_keeping(
         self, chunk: jax.Array, microbatch: jax.Array, x: jax.Array
-    ) -> tuple[jax.Array, Any]:
+    ) -> tuple[jax.Array, Sums, Any]:
         """The same, and what `gradient` needs of it."""
         if self.keeps_input:
-            return self.run(chunk, microbatch, x), x
+            return *self.run(chunk, microbatch, x), x
         return run_keeping(self.block, *self._of(chunk, x, microbatch))
 
     def gradient(

@@ -53,6 +53,7 @@ class UserFunctions:
         mesh: The mesh.
         schedule: What every rank does.
         per_token: Whether embed and head treat every token (dim 1) by itself.
+        auxiliary: Name of each auxiliary loss of the blocks -> its coefficient.
         remat: What the backward recomputes (`Layout.remat`).
         x_spec: How x lies over automatic mesh axes.
         block_stored: Tree of `Stored` of the blocks, stacked.
@@ -65,6 +66,7 @@ class UserFunctions:
     mesh: Mesh
     schedule: Schedule
     per_token: bool
+    auxiliary: dict[str, float]
     remat: str
     x_spec: PartitionSpec
     block_stored: Any
@@ -79,8 +81,10 @@ class UserFunctions:
         """The first block's input."""
         return inputs if self.embed is None else self.embed(ends, inputs)
 
-    def sums(self, ends: Any, x: jax.Array, targets: Any) -> tuple[Any, Any]:
-        """Summed loss and summed weights, in fp32.
+    def sums(
+        self, ends: Any, x: jax.Array, targets: Any, *, num_shares: int
+    ) -> tuple[jax.Array, jax.Array]:
+        """Summed loss and summed weights in fp32, of one of the shares of a microbatch.
 
         Raises:
             InputError: The head returns neither two scalars nor one.
@@ -93,13 +97,15 @@ class UserFunctions:
                 f"head returns arrays of shapes {shapes}; it must return a scalar, the "
                 "mean loss, or two: the sum of the loss and the sum of its weights"
             )
-        loss_sum, weight_sum = (
-            jnp.asarray(value, jnp.float32) for value in (*pair, 1)[:2]
-        )
+        if len(pair) == 1:
+            pair = (pair[0] / num_shares, 1 / num_shares)
+        loss_sum, weight_sum = (jnp.asarray(value, jnp.float32) for value in pair)
         return loss_sum, weight_sum
 
 
-def block_group(block: Callable[..., jax.Array], num_layers: int) -> BlockGroup:
+def block_group(
+    block: Callable[..., Any], num_layers: int, auxiliary: dict[str, float]
+) -> BlockGroup:
     """The block under the model's contract, its scope an `At`."""
     wanted = [
         parameter
@@ -109,13 +115,14 @@ def block_group(block: Callable[..., jax.Array], num_layers: int) -> BlockGroup:
         in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
     ]
 
-    def without_place(params: Any, x: jax.Array, _: Any) -> jax.Array:
+    def without_place(params: Any, x: jax.Array, _: Any) -> Any:
         return block(params, x)
 
     return BlockGroup(
         name="blocks",
         num_layers=num_layers,
         block=block if len(wanted) > 2 else without_place,
+        auxiliary=auxiliary,
     )
 
 
@@ -156,6 +163,7 @@ class UserMicrobatches:
             loss_sums=(jax.ShapeDtypeStruct((), jnp.float32),) * 2,
             gradient_dtype=jnp.float32,
             inputs=differentiable(self.inputs),
+            auxiliary=tuple(self.functions.auxiliary),
         )
 
     @cached_property
@@ -202,8 +210,9 @@ class UserMicrobatches:
             layer = jnp.maximum(inputs["layer"], 0)
             return At(layer, inputs["microbatch"], inputs["inputs"])
 
+        num_layers = int(self.arrangement.layers.max()) + 1
         block = Block(
-            block_group(given.block, int(self.arrangement.layers.max()) + 1),
+            block_group(given.block, num_layers, given.auxiliary),
             stored=jax.tree.map(
                 Stored.without_layers, given.block_stored, is_leaf=is_stored
             ),
@@ -249,8 +258,11 @@ class UserMicrobatches:
     def _loss(self, microbatch: jax.Array, last: jax.Array) -> tuple:
         share = self.shares.scatter(last, "head_scatter") if self._shared else last
         targets = self._share_of(_at(self.targets, microbatch))
+        num_shares = self.shares.num_ranks if self._shared else 1
         sums, vjp = jax.vjp(
-            lambda ends, share: self.functions.sums(ends, share, targets),
+            lambda ends, share: self.functions.sums(
+                ends, share, targets, num_shares=num_shares
+            ),
             self.ends,
             share,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -51,6 +51,7 @@ def pipeline_value_and_grad(
     splits: Sequence[int] = (),
     remat: str = "none",
     per_token: bool = False,
+    auxiliary: Mapping[str, float] | None = None,
     block_specs: Any = None,
     x_spec: PartitionSpec = PartitionSpec(),  # noqa: B008, immutable
 ) -> Callable[[Any, Any, Any, Any], tuple[jax.Array, Gradients]]:
@@ -82,6 +83,9 @@ def pipeline_value_and_grad(
         per_token: Whether embed and head treat every token (dim 1 of x, and of inputs
             and targets that have as many) by itself. Then the ranks share them, if the
             tokens divide over the ranks; otherwise each rank computes them in full.
+        auxiliary: Name of each auxiliary loss of the blocks -> its coefficient. A block
+            then returns `(x, sums)`, a dict of a scalar for each, and the loss has all
+            layers' `coefficient * sums` beside `loss_sum`; means, if head gives one.
         block_specs: Tree of the `PartitionSpec` of one layer's parameters over GSPMD's
             mesh axes; replicated when absent. For virtual CPU devices, which need it to
             put collectives in order without moving parameters.
@@ -149,6 +153,7 @@ def pipeline_value_and_grad(
             mesh=mesh,
             schedule=chosen,
             per_token=per_token,
+            auxiliary=dict(auxiliary or {}),
             remat=remat,
             x_spec=x_spec,
             block_stored=_stored(blocks, (STAGE,), block_specs),
@@ -259,7 +264,11 @@ def _reduced(
     """Mean loss, and its gradients summed over the mesh axes that split the work."""
     at_work = [axis for axis in (*batch_axes, STAGE) if functions.mesh.shape[axis] > 1]
     with asked("loss_sum"):
-        loss_sum, weight_sum = lax.psum(found.loss_sums, tuple(at_work))
+        (loss_sum, weight_sum), auxiliary = lax.psum(
+            (found.loss_sums, found.auxiliary), tuple(at_work)
+        )
+    for name, coefficient in functions.auxiliary.items():
+        loss_sum += coefficient * auxiliary[name]
     share = safe_inverse(weight_sum)
     gradients = (
         merge(found.block_gradients),
