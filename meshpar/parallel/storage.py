@@ -8,7 +8,7 @@ size that does not divide leaves nothing replicated in silence.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -85,11 +85,33 @@ def parameter_specs(
     }
 
 
-def unsplit_axes(parameter: Parameter, layout: Layout, spec: PartitionSpec) -> int:
-    """Over how many devices ZeRO should have split a parameter and could not."""
-    wanted = _at_work(layout.split_axes, layout.mesh_shape)
-    left = [axis for axis in wanted if axis not in spec_axes(spec)]
-    return math.prod(layout.mesh_shape[axis] for axis in left)
+def unsplit_axes(layout: Layout, rules: Rules, spec: PartitionSpec) -> tuple[str, ...]:
+    """The mesh axes that ZeRO should split states over which lie as `spec` says."""
+    wanted = _zero_axes(layout, rules)
+    return tuple(axis for axis in wanted if axis not in spec_axes(spec))
+
+
+def unsplit_message(
+    path: str, parameter: Parameter, layout: Layout, mesh_axes: tuple[str, ...]
+) -> str:
+    """Why a parameter's states are whole on the devices of some mesh axes."""
+    sizes = " and ".join(f"{axis}={layout.mesh_shape[axis]}" for axis in mesh_axes)
+    return (
+        f"{path}: shape {parameter.stacked_shape} has no dim left that divides over "
+        f"{sizes}, so its states are whole on each of those devices; pad a dim, or "
+        "take other sizes"
+    )
+
+
+def moved_from(parameter: Parameter, rules: Rules, spec: PartitionSpec) -> str | None:
+    """The logical axis that a rule would split over batch axes, but another dim is."""
+    ruled = _ruled_dims(parameter, rules)
+    split = [
+        dim for dim, entry in enumerate(spec) if set(_axes(entry)) & set(BATCH_AXES)
+    ]
+    if not ruled or not split or set(ruled) & set(split):
+        return None
+    return parameter.stacked_axes[ruled[0]]
 
 
 def _without_batch_axes(rules: Rules) -> Rules:
@@ -106,11 +128,8 @@ def _split(
 ) -> PartitionSpec:
     """`whole`, split further over the axes of ZeRO where a dim divides."""
     sizes = layout.mesh_shape
-    mapped = _mapped_axes(rules)
-    # With zero=3 a rule says over which axes, and whether at all.
-    chosen = mapped if layout.zero == 3 else layout.split_axes
     entries = list(whole)
-    wanted = _at_work(chosen, sizes)
+    wanted = _zero_axes(layout, rules)
     for axes in (wanted, *((axis,) for axis in wanted)):
         left = tuple(axis for axis in axes if axis not in _named(entries))
         if left != axes or not axes:
@@ -132,38 +151,37 @@ def _dims(
     A dim that GSPMD splits cannot be: its shards would interleave. Layers can where
     parameters are whole in a step.
     """
-    table = rules.stored.table
-    names, shape = parameter.stacked_axes, parameter.stacked_shape
-    stacked = parameter.num_layers is not None
+    shape, stacked = parameter.stacked_shape, parameter.num_layers is not None
     free = [
         dim
         for dim, entry in enumerate(entries)
         if entry is None and not (stacked and dim == 0)
     ]
-    ruled = [
-        dim
-        for dim in free
-        if names[dim] is not None and set(table[names[dim]]) & set(BATCH_AXES)
-    ]
+    ruled = [dim for dim in _ruled_dims(parameter, rules) if dim in free]
     yield from ruled
     yield from sorted(set(free) - set(ruled), key=lambda dim: (-shape[dim], dim))
     if stacked and layout.zero != 3:
         yield 0
 
 
-def _mapped_axes(rules: Rules) -> tuple[str, ...]:
-    """The batch axes that rules split stored parameters over."""
-    mapped = {
-        axis
-        for logical_axis, mesh_axes in rules.stored.table.items()
-        if logical_axis != "batch"
-        for axis in mesh_axes
-    }
-    return tuple(axis for axis in BATCH_AXES if axis in mapped)
+def _ruled_dims(parameter: Parameter, rules: Rules) -> list[int]:
+    """The dims that rules split over batch axes."""
+    table = rules.stored.table
+    return [
+        dim
+        for dim, name in enumerate(parameter.stacked_axes)
+        if name is not None and set(table[name]) & set(BATCH_AXES)
+    ]
 
 
-def _at_work(mesh_axes: tuple[str, ...], sizes: Mapping[str, int]) -> tuple[str, ...]:
-    return tuple(axis for axis in mesh_axes if sizes[axis] > 1)
+def _zero_axes(layout: Layout, rules: Rules) -> tuple[str, ...]:
+    """The mesh axes at work that states are split over."""
+    chosen = layout.split_axes
+    if layout.zero == 3:  # a rule says over which axes, and whether at all
+        stored = rules.stored.table
+        mapped = {axis for name in stored if name != "batch" for axis in stored[name]}
+        chosen = tuple(axis for axis in BATCH_AXES if axis in mapped)
+    return tuple(axis for axis in chosen if layout.mesh_shape[axis] > 1)
 
 
 def _named(entries: Sequence[Any]) -> tuple[str, ...]:
