@@ -51,7 +51,7 @@ def traced_activations(model: Model, examples: int, seq: int) -> list[Activation
         scope = Scope(rules=recorder, batch=batch)  # type: ignore[arg-type]
         x = model.embed(ends, batch, scope)
         for group, params in zip(model.groups, groups, strict=True):
-            x = group.block(params, x, scope)
+            x, _ = group.run(params, x, scope)
         return model.head(ends, x, batch, scope)
 
     try:

@@ -21,6 +21,15 @@ BATCH_AXES = ("data", "fsdp")
 MANUAL_AXES = (*BATCH_AXES, "stage")
 """The mesh axes over which collectives are written out; GSPMD has the others."""
 
+STAGE_REMATS = ("stage", "stage_full")
+"""What keeps nothing but the input of each pipeline stage."""
+
+REMATS = ("none", "selective", "full", "dots", *STAGE_REMATS)
+"""What the backward may recompute instead of keeping."""
+
+BY_COST = "cost"
+"""The value of `splits` that balances the stages by what their layers cost."""
+
 _CHOICES = {
     "schedule": (
         "gpipe",
@@ -39,7 +48,7 @@ _CHOICES = {
     "fsdp_gather": ("step", "microbatch"),
     "sequence_parallel": (False, True),
     "attention": ("ring", "allgather", "ulysses"),
-    "remat": ("none", "selective", "full", "dots"),
+    "remat": REMATS,
     "precision": ("fp32", "bf16"),
     "param_dtype": ("fp32", "bf16", "bf16_stochastic"),
 }
@@ -71,7 +80,8 @@ class Layout:
         microbatches: Parts that one global batch runs in, one after another.
         schedule: Order of the pipeline's work.
         chunks: Stages per rank of an interleaved schedule.
-        splits: Blocks of each stage; empty is as even as possible.
+        splits: Blocks of each stage; empty is as even as possible in number, `cost`
+            in what they cost (`BlockGroup.costs`, or else their matmul FLOPs).
         execution: Whether all ranks run the same instructions every tick.
         zero: ZeRO stage, what the devices of a split batch share out: 0 nothing,
             1 optimizer state, 2 gradients too, 3 parameters too.
@@ -83,7 +93,11 @@ class Layout:
             each `microbatch` layer by layer, which keeps one layer whole at a time.
         sequence_parallel: Split the residual stream's sequence over `tensor`.
         attention: How attention crosses `context`.
-        remat: What the backward recomputes instead of keeping.
+        remat: What the backward recomputes instead of keeping: nothing, each block
+            but what it named (`selective`), its matmuls (`dots`) or its input
+            (`full`), or the whole stage but its input: once (`stage`), then keeping
+            all of its blocks until their backward, or with each block once more
+            (`stage_full`), which keeps least.
         precision: Arithmetic of the blocks.
         param_dtype: How parameters are stored between steps; beside those of bf16 the
             optimizer state holds an fp32 master copy, which is what it updates;
@@ -109,7 +123,7 @@ class Layout:
     microbatches: int = 1
     schedule: str = "1f1b"
     chunks: int = 1
-    splits: tuple[int, ...] = ()
+    splits: tuple[int, ...] | str = ()
     execution: str = "uniform"
     zero: int = 3
     zero_axes: tuple[str, ...] = ()
@@ -125,7 +139,7 @@ class Layout:
             _check_count(name, getattr(self, name))
         for name, choices in _CHOICES.items():
             _check_choice(name, getattr(self, name), choices)
-        for size in self.splits:
+        for size in () if self.splits == BY_COST else self.splits:
             _check_count("splits", size)
         _check_zero_axes(self.zero_axes)
         open_axes = [axis for axis in MESH_AXES if getattr(self, axis) == -1]
@@ -256,6 +270,8 @@ def _parse_value(key: str, text: str) -> object:
     if isinstance(default, int):
         return int(text) if re.fullmatch(r"-?\d+", text) else text
     if isinstance(default, tuple):
+        if text == BY_COST:
+            return text
         return tuple(
             int(part) if part.isdecimal() else part for part in text.split("/")
         )

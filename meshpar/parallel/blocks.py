@@ -29,6 +29,8 @@ from meshpar.parallel.zero import (
 )
 
 _Inputs = dict[str, Any]
+Sums = dict[str, jax.Array]
+"""Name of each auxiliary loss -> its sum, fp32."""
 
 # As JAX names the passes of what it differentiates, so that profiles and the audit tell
 # them apart here too.
@@ -37,8 +39,8 @@ _FORWARD, _BACKWARD = "jvp(blocks)", "transpose(jvp(blocks))"
 
 def run_blocks(
     block: Block, shards: Any, x: jax.Array, layers: jax.Array, inputs: _Inputs
-) -> jax.Array:
-    """`x` after every block of a stack.
+) -> tuple[jax.Array, Sums]:
+    """`x` after every block of a stack, and the blocks' auxiliary losses.
 
     Args:
         block: What a layer does.
@@ -48,24 +50,27 @@ def run_blocks(
         inputs: Arrays without gradient that scopes are made of.
     """
 
-    def body(x: jax.Array, xs: tuple) -> tuple[jax.Array, None]:
+    def body(x: jax.Array, xs: tuple) -> tuple[jax.Array, Sums]:
         shard, layer = xs
-        return block.forward(shard, x, layer, inputs), None
+        return block.forward(shard, x, layer, inputs)
 
-    return lax.scan(body, x, (shards, layers))[0]
+    x, sums = lax.scan(body, x, (shards, layers))
+    return x, _over_layers(sums)
 
 
 def run_keeping(
     block: Block, shards: Any, x: jax.Array, layers: jax.Array, inputs: _Inputs
-) -> tuple[jax.Array, Residuals]:
+) -> tuple[jax.Array, Sums, Residuals]:
     """`run_blocks`, and what `run_backward` needs besides the arguments."""
 
-    def body(x: jax.Array, xs: tuple) -> tuple[jax.Array, Residuals]:
+    def body(x: jax.Array, xs: tuple) -> tuple[jax.Array, tuple[Sums, Residuals]]:
         shard, layer = xs
-        return block.forward_keeping(shard, x, layer, inputs)
+        (x, sums), residuals = block.forward_keeping(shard, x, layer, inputs)
+        return x, (sums, residuals)
 
     with jax.named_scope(_FORWARD):
-        return lax.scan(body, x, (shards, layers))
+        x, (sums, residuals) = lax.scan(body, x, (shards, layers))
+    return x, _over_layers(sums), residuals
 
 
 def run_backward(
@@ -77,6 +82,8 @@ def run_backward(
     inputs: _Inputs,
     totals: Any,
     add: Callable[[Any, Any, jax.Array], Any],
+    *,
+    of_loss: jax.Array | float = 1.0,
 ) -> tuple[jax.Array, Any]:
     """The backward of `run_keeping`, gradients added up in place, layer by layer.
 
@@ -89,6 +96,7 @@ def run_backward(
         inputs: What scopes are made of.
         totals: Where gradients are added.
         add: (totals, gradients of one layer's shards, place in the stack) -> totals.
+        of_loss: Gradient of the summed loss, auxiliary losses among it.
 
     Returns:
         The gradient of its `x`, and the totals.
@@ -97,13 +105,29 @@ def run_backward(
     def body(carry: tuple, xs: tuple) -> tuple[tuple, None]:
         dx, totals = carry
         shard, residual, layer, place = xs
-        gradients, dx = block.backward(shard, residual, dx, layer, inputs)
+        gradients, dx = block.backward(shard, residual, dx, of_loss, layer, inputs)
         return (dx, add(totals, gradients, place)), None
 
     places = jnp.arange(len(layers))
     xs = (shards, residuals, layers, places)
     with jax.named_scope(_BACKWARD):
         return lax.scan(body, (dx, totals), xs, reverse=True)[0]
+
+
+def run_again(
+    block: Block,
+    shards: Any,
+    x: jax.Array,
+    dx: jax.Array,
+    layers: jax.Array,
+    inputs: _Inputs,
+    totals: Any,
+    add: Callable[[Any, Any, jax.Array], Any],
+) -> tuple[jax.Array, Any]:
+    """`run_backward` where nothing was kept but `x`: the forward runs a second time."""
+    y, _, residuals = run_keeping(block, shards, block.after(x, dx), layers, inputs)
+    dx = block.after(dx, y)
+    return run_backward(block, shards, residuals, dx, layers, inputs, totals, add)
 
 
 class Block:
@@ -132,18 +156,19 @@ class Block:
     ) -> None:
         self._stored, self._padded, self._in_order = stored, padded, in_order
         self._spec = spec
-        self._apply = rematerialised(group.block, remat)
+        self._apply = rematerialised(group.run, remat)
+        self.auxiliary = dict(group.auxiliary)
         self._make_scope = make_scope
 
     def forward(
         self, shard: Any, x: jax.Array, layer: jax.Array, inputs: _Inputs
-    ) -> jax.Array:
+    ) -> tuple[jax.Array, Sums]:
         weights, gathered = self._gather(shard, x)
         return self._call(weights, follow(x, gathered), {**inputs, "layer": layer})
 
     def forward_keeping(
         self, shard: Any, x: jax.Array, layer: jax.Array, inputs: _Inputs
-    ) -> tuple[jax.Array, Residuals]:
+    ) -> tuple[tuple[jax.Array, Sums], Residuals]:
         weights, gathered = self._gather(shard, x)
         scope_inputs = {**inputs, "layer": layer}
         return vjp_without(
@@ -157,13 +182,18 @@ class Block:
         shard: Any,
         residuals: Residuals,
         dx: jax.Array,
+        of_loss: jax.Array | float,
         layer: jax.Array,
         inputs: _Inputs,
     ) -> tuple[Any, jax.Array]:
         weights, gathered = self._gather(shard, dx)
         scope_inputs = {**inputs, "layer": layer}
         vjp = restore_vjp(residuals, (weights, scope_inputs))
-        gradients, dx = vjp(follow(dx, gathered))
+        of_sums = {
+            name: jnp.float32(coefficient * of_loss)
+            for name, coefficient in self.auxiliary.items()
+        }
+        gradients, dx = vjp((follow(dx, gathered), of_sums))
         earlier = zero_from_all(self._stored, gradients) if self._in_order else None
         gradients, scattered = reduce_scatter(
             self._stored,
@@ -174,6 +204,10 @@ class Block:
         )
         return gradients, follow(dx, scattered)
 
+    def after(self, x: jax.Array, earlier: jax.Array) -> jax.Array:
+        """`x`, no sooner than `earlier`, shaped alike, where that order is needed."""
+        return follow(x, zero_on_parts(earlier, self._spec)) if self._in_order else x
+
     def _gather(self, shard: Any, x: jax.Array) -> tuple[Any, Zero | None]:
         # XLA unrolls a loop over one layer: then nothing else keeps the gathers back.
         earlier = zero_on_parts(x, self._spec) if self._in_order else None
@@ -181,11 +215,21 @@ class Block:
             self._stored, shard, in_loop, earlier=earlier, in_order=self._in_order
         )
 
-    def _call(self, weights: Any, x: jax.Array, scope_inputs: _Inputs) -> jax.Array:
-        y = self._apply(self._make_scope, weights, x, scope_inputs)
+    def _call(
+        self, weights: Any, x: jax.Array, scope_inputs: _Inputs
+    ) -> tuple[jax.Array, Sums]:
+        y, sums = self._apply(self._make_scope, weights, x, scope_inputs)
         if y.shape != x.shape or y.dtype != x.dtype:
             raise InputError(
                 f"a block maps {x.dtype}{x.shape} to {y.dtype}{y.shape}; blocks must "
                 "keep shape and dtype, so that they can follow one another"
             )
-        return jnp.where(scope_inputs["layer"] >= 0, y, x) if self._padded else y
+        if not self._padded:
+            return y, sums
+        here = scope_inputs["layer"] >= 0
+        sums = jax.tree.map(lambda value: jnp.where(here, value, 0), sums)
+        return jnp.where(here, y, x), sums
+
+
+def _over_layers(sums: Sums) -> Sums:
+    return {name: jnp.sum(values) for name, values in sums.items()}

@@ -273,6 +273,15 @@ class Placement:
         return tuple(axis for axis in mesh_axes if self.mesh.shape[axis] > 1)
 
 
+def metrics_of(
+    weight_sum: jax.Array, auxiliary: dict[str, jax.Array]
+) -> dict[str, jax.Array]:
+    """What a step reports beside the loss: weights, and each auxiliary loss's mean."""
+    share = safe_inverse(weight_sum)
+    means = {f"auxiliary.{name}": value * share for name, value in auxiliary.items()}
+    return {"weight_sum": weight_sum, **means}
+
+
 def dropout_key(seed: jax.Array, step: jax.Array) -> jax.Array:
     """The key that a step's dropout derives from."""
     # Folded once more than the keys of initial values, which start from the same seed.

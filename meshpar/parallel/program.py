@@ -15,12 +15,19 @@ import jax.numpy as jnp
 
 from meshpar.collectives import zero_on_parts
 from meshpar.model import Batch, Params
-from meshpar.parallel.blocks import Block, run_backward, run_blocks, run_keeping
+from meshpar.parallel.blocks import (
+    Block,
+    Sums,
+    run_backward,
+    run_blocks,
+    run_keeping,
+)
 from meshpar.parallel.placement import (
     BATCH,
     REPLICATED,
     Placement,
     dropout_key,
+    metrics_of,
     safe_inverse,
 )
 from meshpar.parallel.residuals import Residuals
@@ -37,38 +44,45 @@ class LocalProgram:
 
     def loss_and_gradients(
         self, params: Params, batch: Batch, step: jax.Array, seed: jax.Array
-    ) -> tuple[jax.Array, jax.Array, Params]:
-        """Mean loss, summed weights, and gradients laid out as the states."""
+    ) -> tuple[jax.Array, dict[str, jax.Array], Params]:
+        """Mean loss, more metrics, and gradients laid out as the states."""
         placement = self.placement
 
         def local(
             params: Params, batch: Batch, step: jax.Array, seed: jax.Array
-        ) -> tuple[jax.Array, jax.Array, Params]:
+        ) -> tuple[jax.Array, dict[str, jax.Array], Params]:
             inputs = {"batch": batch, "key": dropout_key(seed, step)}
             weights, groups = placement.gather_before_loop(params)
             x, embed_vjp = jax.vjp(
                 lambda weights: self._embed(weights, inputs), weights
             )
             blocks = self._blocks(x)
-            x, kept = self._forward(blocks, groups, x, inputs)
+            x, sums, kept = self._forward(blocks, groups, x, inputs)
             loss_sum, head_vjp, weight_sum = jax.vjp(
                 lambda weights, x: self._head(weights, x, inputs),
                 weights,
                 x,
                 has_aux=True,
             )
-            loss_sum, weight_sum = placement.sum_losses((loss_sum, weight_sum))
+            loss_sum, weight_sum, sums = placement.sum_losses(
+                (loss_sum, weight_sum, sums)
+            )
             share = safe_inverse(weight_sum)
             ends, dx = head_vjp(share)
             shapes = placement.gradient_shapes(weights, groups)[1]
             totals = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
             dx, block_gradients = self._backward(
-                blocks, groups, kept, dx, inputs, totals
+                blocks, groups, kept, dx, share, inputs, totals
             )
             (more,) = embed_vjp(dx)
             ends = jax.tree.map(jnp.add, ends, more)
             gradients = self._reduced(ends, block_gradients, dx)
-            return loss_sum * share, weight_sum, gradients
+            loss_sum += sum(
+                group.weighted(of_group)
+                for group, of_group in zip(placement.model.groups, sums, strict=True)
+            )
+            metrics = metrics_of(weight_sum, _by_name(sums))
+            return loss_sum * share, metrics, gradients
 
         specs = placement.manual_specs
         return placement.on_shards(
@@ -113,7 +127,7 @@ class LocalProgram:
     ) -> jax.Array:
         x = self._embed(weights, inputs)
         for (block, layers), shards in zip(self._blocks(x), groups, strict=True):
-            x = run_blocks(block, shards, x, layers, inputs)
+            x, _ = run_blocks(block, shards, x, layers, inputs)
         return x
 
     def _embed(self, weights: Params, inputs: _Inputs) -> jax.Array:
@@ -132,12 +146,13 @@ class LocalProgram:
         groups: list[Params],
         x: jax.Array,
         inputs: _Inputs,
-    ) -> tuple[jax.Array, list[Residuals]]:
-        kept = []
+    ) -> tuple[jax.Array, list[Sums], list[Residuals]]:
+        sums, kept = [], []
         for (block, layers), shards in zip(blocks, groups, strict=True):
-            x, residuals = run_keeping(block, shards, x, layers, inputs)
+            x, of_group, residuals = run_keeping(block, shards, x, layers, inputs)
+            sums.append(of_group)
             kept.append(residuals)
-        return x, kept
+        return x, sums, kept
 
     def _backward(
         self,
@@ -145,6 +160,7 @@ class LocalProgram:
         groups: list[Params],
         kept: list[Residuals],
         dx: jax.Array,
+        of_loss: jax.Array,
         inputs: _Inputs,
         totals: list[Params],
     ) -> tuple[jax.Array, list[Params]]:
@@ -153,7 +169,15 @@ class LocalProgram:
             list(zip(blocks, groups, kept, totals, strict=True))
         ):
             dx, total = run_backward(
-                block, shards, residuals, dx, layers, inputs, total, _put
+                block,
+                shards,
+                residuals,
+                dx,
+                layers,
+                inputs,
+                total,
+                _put,
+                of_loss=of_loss,
             )
             gradients.append(total)
         return dx, gradients[::-1]
@@ -186,6 +210,15 @@ class LocalProgram:
             blocks.append((block, layers))
             first_layer += group.num_layers
         return blocks
+
+
+def _by_name(sums: list[Sums]) -> Sums:
+    """The auxiliary losses of all groups, those of one name together."""
+    total: Sums = {}
+    for of_group in sums:
+        for name, value in of_group.items():
+            total[name] = total.get(name, 0.0) + value
+    return total
 
 
 def _put(totals: Params, gradients: Params, place: jax.Array) -> Params:

@@ -7,20 +7,23 @@ from typing import Any
 
 import jax
 
+from meshpar.layout import STAGE_REMATS
 from meshpar.model import SAVED_PREFIX, Scope
 
 
 def rematerialised(
-    block: Callable[[Any, jax.Array, Scope], jax.Array], remat: str
-) -> Callable[..., jax.Array]:
+    block: Callable[[Any, jax.Array, Scope], Any], remat: str
+) -> Callable[..., Any]:
     """`block` under a policy, as a function of (make_scope, params, x, scope inputs).
 
     `none` keeps every residual. `full` keeps the block's input only. `selective` keeps
     what the block named with `Scope.save` (Korthikanti et al. 2022, section 5), `dots`
-    the output of every matmul without batch dims.
+    the output of every matmul without batch dims. `stage` and `stage_full` are `none`
+    and `full` of a block: what keeps a stage's input alone runs its loop again.
     """
+    remat = {"stage": "none", "stage_full": "full"}.get(remat, remat)
 
-    def call(make_scope: Callable, params: Any, x: jax.Array, inputs: Any) -> jax.Array:
+    def call(make_scope: Callable, params: Any, x: jax.Array, inputs: Any) -> Any:
         return block(params, x, make_scope(inputs))
 
     if remat == "none":
@@ -29,6 +32,11 @@ def rematerialised(
     return jax.checkpoint(
         call, policy=_policy(remat), prevent_cse=False, static_argnums=(0,)
     )
+
+
+def keeps_stage_input(remat: str) -> bool:
+    """Whether a pipeline keeps nothing but the inputs of its stages."""
+    return remat in STAGE_REMATS
 
 
 def _policy(remat: str) -> Callable[..., Any] | None:

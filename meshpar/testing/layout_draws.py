@@ -16,7 +16,7 @@ import numpy as np
 import optax
 
 from meshpar import MESH_AXES, Layout, Model, RuleError, make_train_step
-from meshpar.layout import BATCH_AXES
+from meshpar.layout import BATCH_AXES, STAGE_REMATS
 from meshpar.schedules import CHUNKED
 
 
@@ -55,14 +55,14 @@ DRAWS: dict[str, Draw] = {
         beside=("stage",),
     ),
     "chunks": Draw((1, 2), beside=("stage",)),  # of a schedule that has them
-    "splits": Draw(((),), beside=("stage",)),  # or any, drawn for the model's layers
+    "splits": Draw(((), "cost"), beside=("stage",)),  # or sizes for the layers
     "execution": Draw(("uniform", "divergent"), beside=("stage",)),
     "zero": Draw((3, 3, 0, 1, 2), beside=BATCH_AXES[::-1]),
     "zero_axes": Draw(((), (), ("data",), ("fsdp",), BATCH_AXES), beside=("fsdp",)),
     "fsdp_gather": Draw(("step", "microbatch"), ("fsdp",), (("microbatches", 2),)),
     "sequence_parallel": Draw((False, True), beside=("tensor",)),
     "attention": Draw(("ring", "allgather", "ulysses"), beside=("context",)),
-    "remat": Draw(("none", "none", "selective", "full", "dots")),
+    "remat": Draw(("none", "none", "selective", "full", "dots", *STAGE_REMATS)),
     "precision": Draw(("fp32", "fp32", "bf16")),
     "param_dtype": Draw(
         ("fp32", "bf16", "bf16_stochastic"), given=(("precision", "bf16"),)
@@ -101,6 +101,8 @@ def _is_built(
         needed = dict.fromkeys(value or ("fsdp",), 2)
     if name == "chunks" and value != 1:
         needed["schedule"] = next(iter(CHUNKED))
+    if value in STAGE_REMATS:
+        needed["stage"] = 2
     layout = Layout(**{name: value}, **needed)
     if layout.num_devices > len(devices):
         return False
@@ -151,6 +153,8 @@ def draw_layout(
             values[name] = pick(rng, built[name])
     if values.get("schedule") not in CHUNKED:
         values["chunks"] = 1
+    if values.get("stage", 1) == 1 and values["remat"] in STAGE_REMATS:
+        values["remat"] = "full"
     num_stages = values.get("stage", 1) * values["chunks"]
     if 1 < num_stages <= num_layers and rng.integers(3) == 0:
         values["splits"] = _random_splits(rng, num_layers, num_stages)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from jax.sharding import AbstractMesh, Mesh
 
 from meshpar.errors import InputError
-from meshpar.layout import BATCH_AXES, Layout
+from meshpar.layout import BATCH_AXES, STAGE_REMATS, Layout
 from meshpar.parallel.placement import DTYPES
 from meshpar.rule_table import RuleError
 from meshpar.rules import Rules
@@ -42,6 +42,11 @@ def layout_refusals(layout: Layout) -> dict[str, str]:
         refusals["execution"] = (
             f"layout {str(layout)!r}: execution={layout.execution} is not supported; "
             "leave it out: all ranks run the same instructions every tick"
+        )
+    if layout.remat in STAGE_REMATS and layout.stage == 1:
+        refusals["remat"] = (
+            f"layout {str(layout)!r}: remat={layout.remat} keeps the input of each "
+            "pipeline stage, but stage=1; take remat=full, or give 'stage' a size"
         )
     return {**refusals, **_zero_refusals(layout), **_precision_refusals(layout)}
 
@@ -103,6 +108,24 @@ def rule_refusals(rules: Rules, layout: Layout) -> Iterator[tuple[str, RuleError
         for mesh_axis in mesh_axes:
             if logical_axis != "batch" and mesh_axis in BATCH_AXES:
                 yield logical_axis, _batch_axis_error(logical_axis, mesh_axis)
+
+
+def refuse_schedule(layout: Layout) -> None:
+    """Refuses a layout that a schedule of one's own is given beside.
+
+    Raises:
+        InputError: It names a schedule itself, or has no stages.
+    """
+    if layout.schedule != _PLAIN.schedule:
+        raise InputError(
+            f"layout {str(layout)!r} names schedule={layout.schedule}, but a schedule "
+            "is given beside it; leave one of them out"
+        )
+    if layout.stage == 1:
+        raise InputError(
+            f"layout {str(layout)!r} has stage=1, but a schedule is given beside it; "
+            "leave it out, or give 'stage' a size"
+        )
 
 
 def batch_refusal(

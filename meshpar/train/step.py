@@ -18,7 +18,8 @@ from meshpar.errors import InputError
 from meshpar.layout import BATCH_AXES, Layout
 from meshpar.mesh import absent_mesh, make_mesh, platform_of
 from meshpar.model import EXAMPLE, Batch, Model, Params
-from meshpar.parallel.pipeline.program import pipeline_of
+from meshpar.parallel.pipeline.program import pipeline_of, with_costs
+from meshpar.parallel.pipeline.schedule_choice import OwnSchedule
 from meshpar.parallel.pipeline.stages import in_layer_order
 from meshpar.parallel.placement import DTYPES, Placement
 from meshpar.parallel.program import LocalProgram
@@ -27,7 +28,7 @@ from meshpar.rules import Rules
 from meshpar.sharding import born_sharded
 from meshpar.train.batch import batch_structs, check_alike
 from meshpar.train.layer_order import layer_orders
-from meshpar.train.refusals import batch_refusal, refuse
+from meshpar.train.refusals import batch_refusal, refuse, refuse_schedule
 from meshpar.train.state import TrainState, initial_state, state_shardings
 from meshpar.train.update import Update
 
@@ -45,6 +46,8 @@ def make_train_step(
     max_grad_norm: float | None = None,
     gradient_dtype: Literal["fp32", "bf16"] = "fp32",
     compiler_options: Mapping[str, Any] | None = None,
+    schedule: OwnSchedule | None = None,
+    layer_costs: Sequence[float] | None = None,
 ) -> TrainStep:
     """A training step of `model` laid out as `layout` says.
 
@@ -61,12 +64,18 @@ def make_train_step(
             devices; bf16 halves memory and traffic, and loses small contributions.
         compiler_options: XLA's options for every program of the step, as `jax.jit`
             takes them.
+        schedule: The pipeline's, instead of one that the layout names: a
+            `meshpar.schedules.Schedule`, one order a rank such as `["0F0", "0B0"]`,
+            or a CSV file with one row a rank.
+        layer_costs: What each layer costs, in any unit, for `splits=cost`; the model's
+            own (`BlockGroup.costs`) or its matmul FLOPs when absent.
 
     Raises:
         RuleError: A parameter cannot be laid out, or a rule for activations uses `data`
             or `fsdp` for anything but the batch.
         InputError: The layout does not fit the devices, or asks for what is not built,
-            or `max_grad_norm` is not positive.
+            or `max_grad_norm` is not positive, or `schedule` is wrong (who waits for
+            what, which work is missing or doubled) or made for other sizes.
 
     Example:
         >>> import optax
@@ -83,6 +92,10 @@ def make_train_step(
     if mesh is None:
         mesh = make_mesh(layout, devices)
     layout = layout.resolve(mesh.size)
+    if schedule is not None:
+        refuse_schedule(layout)
+    if layer_costs is not None:
+        model = with_costs(model, layer_costs, layout)
     rules = rules or default_rules(layout)
     refuse(layout, rules, mesh, gradient_dtype, max_grad_norm)
     return TrainStep(
@@ -95,6 +108,7 @@ def make_train_step(
         max_grad_norm=max_grad_norm,
         gradient_dtype=gradient_dtype,
         compiler_options=compiler_options,
+        schedule=schedule,
     )
 
 
@@ -104,6 +118,7 @@ class TrainStep:
     Attributes:
         layout, rules, mesh, model, platform: What it was made from.
         shardings: `TrainState` of the sharding of every array.
+        schedule: What every rank of the pipeline does; None without microbatches.
         layer_orders: `TrainState` of where the layers of every array lie, for
             `Checkpoints`.
     """
@@ -120,9 +135,11 @@ class TrainStep:
         max_grad_norm: float | None,
         gradient_dtype: str,
         compiler_options: Mapping[str, Any] | None,
+        schedule: OwnSchedule | None,
     ) -> None:
         self._whole_model = model
-        pipeline = pipeline_of(model, layout) if layout.is_pipelined else None
+        pipeline = pipeline_of(model, layout, schedule) if layout.is_pipelined else None
+        self.schedule = pipeline.schedule if pipeline else None
         model = pipeline.model if pipeline else model
         self.model, self.layout, self.rules, self.mesh = model, layout, rules, mesh
         self.platform = platform
@@ -201,7 +218,8 @@ class TrainStep:
 
         Returns:
             The new state, and scalars: `loss` and `grad_norm` (before any scaling) of
-            the old parameters, `weight_sum`, and `skipped`, the steps so far whose
+            the old parameters, `weight_sum`, the mean of each auxiliary loss before
+            its coefficient (`auxiliary.NAME`), and `skipped`, the steps so far whose
             gradients were not finite and changed nothing.
 
         Raises:
@@ -238,7 +256,7 @@ class TrainStep:
         return in_layer_order(self.model, tree)
 
     def evaluate(self, state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        """Summed loss and summed weights of a batch, without dropout."""
+        """Summed loss and weights of a batch, without dropout and auxiliary losses."""
         with jax.set_mesh(self.mesh):
             return self._evaluate(state.params, self.place(batch))
 
@@ -320,6 +338,7 @@ class TrainStep:
             max_grad_norm=self._max_grad_norm,
             gradient_dtype=self._gradient_dtype,
             compiler_options=None,  # those of the present devices' compiler
+            schedule=self.schedule if self.layout.stage > 1 else None,
         )
 
     def _argument_shapes(self, batch: Batch) -> tuple[TrainState, Batch]:
@@ -334,11 +353,11 @@ class TrainStep:
         self.check_batch(shape[0], first, microbatches)
 
     def _update(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        loss, weight_sum, gradients = self._program.loss_and_gradients(
+        loss, more, gradients = self._program.loss_and_gradients(
             state.params, batch, state.step, state.seed
         )
         state, norm = self._apply_gradients(state, loss, gradients)
-        metrics = {"loss": loss, "grad_norm": norm, "weight_sum": weight_sum}
+        metrics = {"loss": loss, "grad_norm": norm, **more}
         return state, {**metrics, "skipped": state.skipped}
 
     def _first_state(self, seed: jax.Array) -> TrainState:
