@@ -11,6 +11,7 @@ from typing import Any
 
 from meshpar.errors import InputError
 from meshpar.key_values import key_values
+from meshpar.residual_names import ResidualNames, is_named
 
 MESH_AXES = ("data", "fsdp", "stage", "context", "expert", "tensor")
 """All mesh axes, outermost (slowest link) first."""
@@ -74,7 +75,9 @@ class Layout:
         zero: What `fsdp` splits: 1 optimizer state, 2 gradients too, 3 parameters too.
         sequence_parallel: Split the residual stream's sequence over `tensor`.
         attention: How attention crosses `context`.
-        remat: What the backward recomputes instead of keeping.
+        remat: What the backward recomputes instead of keeping: one word, or names of
+            residuals to keep (`save:attention_out/mlp_up`) or to move to the host's
+            memory (`offload:...`, or both: `save:...+offload:...`).
         precision: Arithmetic of the blocks; parameters are stored in fp32 either way.
 
     Raises:
@@ -109,7 +112,8 @@ class Layout:
         for name in _COUNTS:
             _check_count(name, getattr(self, name))
         for name, choices in _CHOICES.items():
-            _check_choice(name, getattr(self, name), choices)
+            if name != "remat" or self.residual_names is None:
+                _check_choice(name, getattr(self, name), choices)
         for size in self.splits:
             _check_count("splits", size)
         open_axes = [axis for axis in MESH_AXES if getattr(self, axis) == -1]
@@ -162,6 +166,13 @@ class Layout:
         return shape
 
     @property
+    def residual_names(self) -> ResidualNames | None:
+        """The residuals that `remat` names; None where it is one word."""
+        if isinstance(self.remat, str) and is_named(self.remat):
+            return ResidualNames.parse(self.remat)
+        return None
+
+    @property
     def num_devices(self) -> int:
         """Devices the layout needs."""
         return math.prod(self.mesh_shape.values())
@@ -207,7 +218,8 @@ def _check_count(name: str, value: object) -> None:
 def _check_choice(name: str, value: object, choices: tuple) -> None:
     if value not in choices or isinstance(value, bool) != isinstance(choices[0], bool):
         known = ", ".join(_format_value(choice) for choice in choices)
-        raise InputError(f"{name}={_format_value(value)}: must be one of {known}")
+        more = ", or names: save:NAME/NAME, offload:NAME" if name == "remat" else ""
+        raise InputError(f"{name}={_format_value(value)}: must be one of {known}{more}")
 
 
 def _parse_value(key: str, text: str) -> object:

@@ -101,10 +101,13 @@ class GPT2Block(nnx.Module):
 
     def __call__(self, x: jax.Array, scope: Scope) -> jax.Array:
         """(batch, seq, embed) -> (batch, seq, embed)."""
-        normed = scope.constrain(self.attention_norm(x), WHOLE)
+        normed = scope.constrain(self.attention_norm(x), RESIDUAL)
+        normed = scope.save(normed, "attention_normed")
         branch = scope.constrain(self.attention(normed, scope), RESIDUAL)
+        branch = scope.save(branch, "attention_out")
         x = x + scope.dropout(branch, self.dropout, "attention")
-        normed = scope.constrain(self.mlp_norm(x), WHOLE)
+        normed = scope.constrain(self.mlp_norm(x), RESIDUAL)
+        normed = scope.save(normed, "mlp_normed")
         branch = scope.constrain(self.mlp(normed, scope), RESIDUAL)
         return x + scope.dropout(branch, self.dropout, "mlp")
 

@@ -128,9 +128,12 @@ class LlamaBlock(nnx.Module):
 
     def __call__(self, x: jax.Array, scope: Scope) -> jax.Array:
         """(batch, seq, embed) -> (batch, seq, embed)."""
-        normed = scope.constrain(self.attention_norm(x), WHOLE)
-        x = x + scope.constrain(self.attention(normed, scope), RESIDUAL)
-        normed = scope.constrain(self.mlp_norm(x), WHOLE)
+        normed = scope.constrain(self.attention_norm(x), RESIDUAL)
+        normed = scope.save(normed, "attention_normed")
+        branch = scope.constrain(self.attention(normed, scope), RESIDUAL)
+        x = x + scope.save(branch, "attention_out")
+        normed = scope.constrain(self.mlp_norm(x), RESIDUAL)
+        normed = scope.save(normed, "mlp_normed")
         return x + scope.constrain(self.mlp(normed, scope), RESIDUAL)
 
 

@@ -50,7 +50,9 @@ DRAWS: dict[str, Draw] = {
     "zero": Draw((3, 3, 0, 1, 2), beside="fsdp"),
     "sequence_parallel": Draw((False, True), beside="tensor"),
     "attention": Draw(("ring", "allgather", "ulysses"), beside="context"),
-    "remat": Draw(("none", "none", "selective", "full", "dots")),
+    "remat": Draw(
+        ("none", "none", "selective", "full", "dots", "save:attention_qkv/mlp_hidden")
+    ),
     "precision": Draw(("fp32", "fp32", "bf16")),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from meshpar.layout import BATCH_AXES, Layout
+from meshpar.parallel.placement import is_pipelined
 from meshpar.rule_table import RuleError
 from meshpar.rules import Rules
 
@@ -39,6 +40,13 @@ def layout_refusals(layout: Layout) -> dict[str, str]:
             f"layout {str(layout)!r}: execution={layout.execution} is not supported; "
             "leave it out: all ranks run the same instructions every tick"
         )
+    names = layout.residual_names
+    if names is not None and names.offload and is_pipelined(layout):
+        refusals["remat"] = (
+            f"layout {str(layout)!r}: remat=offload is not supported where "
+            "microbatches wait in slots on the device; write remat=save:..., or set "
+            "stage=1 and microbatches=1"
+        )
     if layout.zero != 3:
         refusals["zero"] = (
             f"layout {str(layout)!r}: zero={layout.zero} is not supported; 'fsdp' "
@@ -46,6 +54,17 @@ def layout_refusals(layout: Layout) -> dict[str, str]:
             "none"
         )
     return refusals
+
+
+def offload_refusal(layout: Layout, platform: str) -> str | None:
+    """Why a kind of device cannot move residuals to the host; None if it can."""
+    names = layout.residual_names
+    if names is None or not names.offload or platform != "cpu":
+        return None
+    return (
+        f"layout {str(layout)!r}: a CPU's memory is the host's own, so remat=offload "
+        f"would move nothing; write remat=save:{'/'.join(names.every)}"
+    )
 
 
 def rule_refusals(rules: Rules, layout: Layout) -> Iterator[tuple[str, RuleError]]:

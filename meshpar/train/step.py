@@ -22,11 +22,17 @@ from meshpar.parallel.pipeline.program import pipeline_of
 from meshpar.parallel.pipeline.stages import in_layer_order
 from meshpar.parallel.placement import DTYPES, Placement, is_pipelined
 from meshpar.parallel.program import LocalProgram
+from meshpar.parallel.remat import check_residual_names
 from meshpar.rule_presets import default_rules
 from meshpar.rules import Rules
 from meshpar.sharding import born_sharded, model_shardings
 from meshpar.train.layer_order import layer_orders
-from meshpar.train.refusals import batch_refusal, layout_refusals, rule_refusals
+from meshpar.train.refusals import (
+    batch_refusal,
+    layout_refusals,
+    offload_refusal,
+    rule_refusals,
+)
 from meshpar.train.state import TrainState, initial_state, state_shardings
 
 Metrics = dict[str, jax.Array]
@@ -84,6 +90,11 @@ def make_train_step(
     layout = layout.resolve(mesh.size)
     for message in layout_refusals(layout).values():
         raise InputError(message)
+    check_residual_names(model, layout.remat)
+    if isinstance(mesh, Mesh):
+        refused = offload_refusal(layout, platform_of(mesh))
+        if refused is not None:
+            raise InputError(refused)
     if gradient_dtype not in DTYPES:
         raise InputError(
             f"gradient_dtype={gradient_dtype!r}: must be one of {', '.join(DTYPES)}"
