@@ -49,3 +49,16 @@ def test_it_keeps_its_inputs_and_the_softmax_in_their_dtype():
     sizes = sorted(array.size for array in kept)
     assert sizes == sorted([*(array.size for array in arrays), 2 * 4 * 7 * 7])
     assert {array.dtype for array in kept} == {jnp.dtype("bfloat16")}
+
+
+@pytest.mark.parametrize("heads_at_once", [1, 2, 3])
+def test_some_heads_at_a_time_change_no_number(monkeypatch, heads_at_once):
+    *arrays, dy = inputs(4, jnp.float32)
+    wanted, other = jax.vjp(causal_attention, *arrays)
+    scores = 2 * 7 * 7 * 4  # batch, seq, seq, fp32
+    monkeypatch.setattr(
+        "models.layers.causal_attention._SCORE_BYTES", heads_at_once * scores
+    )
+    found, vjp = jax.vjp(lambda *arrays: causal_attention(*arrays), *arrays)
+    for got, want in zip((found, *vjp(dy)), (wanted, *other(dy)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
