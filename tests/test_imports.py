@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 # matching name counts. `meshpar` alone is the public API, which those above it use.
 LAYERS = (
     ("meshpar.errors",),
-    ("meshpar.key_values",),
+    ("meshpar.key_values", "meshpar.residual_names"),
     ("meshpar.layout", "meshpar.topology", "meshpar.emulate", "meshpar.schedules"),
     ("meshpar.rule_table", "meshpar.rules", "meshpar.rule_presets", "meshpar.mesh"),
     ("meshpar.model", "meshpar.nnx_model"),
