@@ -17,8 +17,6 @@ from meshpar.planner.memory import (
 from meshpar.planner.pipeline_time import lock_step
 from meshpar.planner.run import Run
 
-_FP32 = 4
-
 
 class Collective(NamedTuple):
     """All collectives of one kind and purpose together.
@@ -100,19 +98,20 @@ def _tensor(run: Run, passes: _Passes) -> list[Collective]:
     forward = 2 * layers * passes.forward
     backward = (2 + again) * layers * passes.backward
     blocks = run.residual_bytes * (forward + backward)
-    # A share of the tokens: embedding rows, and the head's input gradient in fp32.
+    # A share of the tokens: embedding rows, and the head's input gradient.
     share = run.residual_bytes / (run.layout.stage if execution.shared_ends else 1)
-    ends = share * passes.forward
-    ends += share / run.dtype_bytes * _FP32 * passes.head
+    rows = share * passes.forward
+    ends = rows + share * passes.head
     reason = "sums of the residual stream"
     if not run.layout.sequence_parallel:
         return [_of(run, ("tensor",), "all-reduce", blocks + ends, reason)]
     gathers = blocks + share * (passes.head + passes.backward)
     gathers += _regathered(run) * run.residual_bytes * layers * passes.backward
+    scatters = blocks + share * passes.head
     return [
         _of(run, ("tensor",), "all-gather", gathers, "sequence before a matmul"),
-        _of(run, ("tensor",), "reduce-scatter", blocks, "sequence behind a matmul"),
-        _of(run, ("tensor",), "all-reduce", ends, "embedding rows, head's gradient"),
+        _of(run, ("tensor",), "reduce-scatter", scatters, "sequence behind a matmul"),
+        _of(run, ("tensor",), "all-reduce", rows, "embedding rows"),
     ]
 
 

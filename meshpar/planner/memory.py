@@ -31,7 +31,7 @@ class Memory:
         optimizer_bytes: Masters and the optimizer's state.
         activation_bytes: What forwards keep for their backwards.
         boundary_bytes: Of them, what arrives from other stages.
-        logit_bytes: Logits and their gradient, at the loss.
+        logit_bytes: Logits and their gradient, at the loss, with the head's gradient.
         late_bytes: Of the gradients, what does not exist yet at the loss.
         gathered_bytes: Parameters gathered for use.
         workspace_bytes: What one block needs beside, in its backward.
@@ -187,7 +187,12 @@ def _logit_bytes(run: Run) -> float:
     values = tokens * run.workload.vocab / run.layout.tensor
     if not run.execution.eager:
         values = min(values, LOGITS_BYTES / 4)
-    return values * run.execution.logit_bytes
+    table = 0.0
+    if not run.execution.eager and not run.layout.is_pipelined:
+        # The gradient of the head's table, whole until the loss is done.
+        table = run.workload.vocab * run.workload.hidden / run.layout.tensor
+    logits = values * run.execution.logit_bytes
+    return logits + table * run.execution.gradient_bytes
 
 
 def _gathered_bytes(run: Run, rank: int) -> float:
