@@ -13,6 +13,7 @@ from meshpar.lint import Finding, LintReport, lint
 from meshpar.mesh import absent_mesh, make_mesh
 from meshpar.model import BlockGroup, Model, Parameter, Scope, batch_shapes
 from meshpar.nnx_model import from_nnx
+from meshpar.parallel.pipeline.value_and_grad import pipeline_value_and_grad
 from meshpar.rule_presets import (
     DATA_PARALLEL,
     FSDP,
@@ -65,5 +66,6 @@ __all__ = [
     "make_mesh",
     "make_train_step",
     "nnx_shardings",
+    "pipeline_value_and_grad",
     "tree_shardings",
 ]

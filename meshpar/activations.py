@@ -51,7 +51,7 @@ def traced_activations(model: Model, examples: int, seq: int) -> list[Activation
         scope = Scope(rules=recorder, batch=batch)  # type: ignore[arg-type]
         x = model.embed(ends, batch, scope)
         for group, params in zip(model.groups, groups, strict=True):
-            x = group.block(params, x, scope)
+            x, _ = group.run(params, x, scope)
         return model.head(ends, x, batch, scope)
 
     try:
@@ -69,12 +69,18 @@ class _Recorder:
 
     def __init__(self) -> None:
         self.activations: list[Activation] = []
+        self.table: dict[str, tuple[str, ...]] = {}
 
-    def constrain(self, x: jax.Array, logical_axes: LogicalAxes) -> jax.Array:
+    def constrain(
+        self, x: jax.Array | jax.ShapeDtypeStruct, logical_axes: LogicalAxes
+    ) -> Any:
         self.activations.append(Activation(logical_axes=logical_axes, shape=x.shape))
         return x
 
-    def spec(self, logical_axes: LogicalAxes, *_: Any, **__: Any) -> PartitionSpec:
+    def spec(
+        self, logical_axes: LogicalAxes, shape: tuple[int, ...], **_: Any
+    ) -> PartitionSpec:
+        self.constrain(jax.ShapeDtypeStruct(shape, jnp.float32), logical_axes)
         return PartitionSpec(*(None for _ in logical_axes))
 
 

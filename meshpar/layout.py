@@ -11,6 +11,7 @@ from typing import Any
 
 from meshpar.errors import InputError
 from meshpar.key_values import key_values
+from meshpar.residual_names import ResidualNames, is_named
 
 MESH_AXES = ("data", "fsdp", "stage", "context", "expert", "tensor")
 """All mesh axes, outermost (slowest link) first."""
@@ -20,6 +21,15 @@ BATCH_AXES = ("data", "fsdp")
 
 MANUAL_AXES = (*BATCH_AXES, "stage")
 """The mesh axes over which collectives are written out; GSPMD has the others."""
+
+STAGE_REMATS = ("stage", "stage_full")
+"""What keeps nothing but the input of each pipeline stage."""
+
+REMATS = ("none", "selective", "full", "dots", *STAGE_REMATS)
+"""What the backward may recompute instead of keeping."""
+
+BY_COST = "cost"
+"""The value of `splits` that balances the stages by what their layers cost."""
 
 _CHOICES = {
     "schedule": (
@@ -36,10 +46,12 @@ _CHOICES = {
     ),
     "execution": ("uniform", "divergent"),
     "zero": (0, 1, 2, 3),
+    "fsdp_gather": ("step", "microbatch"),
     "sequence_parallel": (False, True),
     "attention": ("ring", "allgather", "ulysses"),
-    "remat": ("none", "selective", "full", "dots"),
+    "remat": REMATS,
     "precision": ("fp32", "bf16"),
+    "param_dtype": ("fp32", "bf16", "bf16_stochastic"),
 }
 _COUNTS = (*MESH_AXES, "microbatches", "chunks")
 
@@ -69,13 +81,30 @@ class Layout:
         microbatches: Parts that one global batch runs in, one after another.
         schedule: Order of the pipeline's work.
         chunks: Stages per rank of an interleaved schedule.
-        splits: Blocks of each stage; empty is as even as possible.
+        splits: Blocks of each stage; empty is as even as possible in number, `cost`
+            in what they cost (`BlockGroup.costs`, or else their matmul FLOPs).
         execution: Whether all ranks run the same instructions every tick.
-        zero: What `fsdp` splits: 1 optimizer state, 2 gradients too, 3 parameters too.
+        zero: ZeRO stage, what the devices of a split batch share out: 0 nothing,
+            1 optimizer state, 2 gradients too, 3 parameters too.
+        zero_axes: The mesh axes that they are shared out over. When empty: `fsdp`
+            (replicas across `data`: hybrid), or for `zero` 1 and 2 with `fsdp=1`,
+            `data`.
+        fsdp_gather: When split parameters are gathered, where a step runs in
+            microbatches: once for the `step`, one reduce-scatter at its end, or for
+            each `microbatch` layer by layer, which keeps one layer whole at a time.
         sequence_parallel: Split the residual stream's sequence over `tensor`.
         attention: How attention crosses `context`.
-        remat: What the backward recomputes instead of keeping.
-        precision: Arithmetic of the blocks; parameters are stored in fp32 either way.
+        remat: What the backward recomputes instead of keeping: nothing, each block
+            but what it named (`selective`), its matmuls (`dots`) or its input
+            (`full`), or the whole stage but its input: once (`stage`), then keeping
+            all of its blocks until their backward, or with each block once more
+            (`stage_full`), which keeps least; or names of residuals to keep
+            (`save:attention_out/mlp_up`) or to move to the host's memory
+            (`offload:...`, or both: `save:...+offload:...`).
+        precision: Arithmetic of the blocks.
+        param_dtype: How parameters are stored between steps; beside those of bf16 the
+            optimizer state holds an fp32 master copy, which is what it updates;
+            `bf16_stochastic` has no copy, and rounds updated parameters at random.
 
     Raises:
         InputError: A value outside its range or choices, or two axes of -1.
@@ -97,21 +126,26 @@ class Layout:
     microbatches: int = 1
     schedule: str = "1f1b"
     chunks: int = 1
-    splits: tuple[int, ...] = ()
+    splits: tuple[int, ...] | str = ()
     execution: str = "uniform"
     zero: int = 3
+    zero_axes: tuple[str, ...] = ()
+    fsdp_gather: str = "step"
     sequence_parallel: bool = False
     attention: str = "ring"
     remat: str = "none"
     precision: str = "fp32"
+    param_dtype: str = "fp32"
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
             _check_count(name, getattr(self, name))
         for name, choices in _CHOICES.items():
-            _check_choice(name, getattr(self, name), choices)
-        for size in self.splits:
+            if name != "remat" or self.residual_names is None:
+                _check_choice(name, getattr(self, name), choices)
+        for size in () if self.splits == BY_COST else self.splits:
             _check_count("splits", size)
+        _check_zero_axes(self.zero_axes)
         open_axes = [axis for axis in MESH_AXES if getattr(self, axis) == -1]
         if len(open_axes) > 1:
             raise InputError(
@@ -162,6 +196,13 @@ class Layout:
         return shape
 
     @property
+    def residual_names(self) -> ResidualNames | None:
+        """The residuals that `remat` names; None where it is one word."""
+        if isinstance(self.remat, str) and is_named(self.remat):
+            return ResidualNames.parse(self.remat)
+        return None
+
+    @property
     def num_devices(self) -> int:
         """Devices the layout needs."""
         return math.prod(self.mesh_shape.values())
@@ -170,6 +211,21 @@ class Layout:
     def batch_shards(self) -> int:
         """Number of parts the batch is split into."""
         return math.prod(self.mesh_shape[axis] for axis in BATCH_AXES)
+
+    @property
+    def is_pipelined(self) -> bool:
+        """Whether a step runs in ticks: it has stages, or microbatches to add up."""
+        return self.stage > 1 or self.microbatches > 1
+
+    @property
+    def split_axes(self) -> tuple[str, ...]:
+        """The mesh axes that `zero` shares states out over; empty if it does not."""
+        if self.zero == 0:
+            return ()
+        if self.zero_axes:
+            return self.zero_axes
+        hybrid = self.zero == 3 or self.mesh_shape["fsdp"] > 1
+        return ("fsdp",) if hybrid else ("data",)
 
     def resolve(self, num_devices: int) -> Layout:
         """This layout on exactly `num_devices`, its -1 replaced by what is left.
@@ -207,7 +263,16 @@ def _check_count(name: str, value: object) -> None:
 def _check_choice(name: str, value: object, choices: tuple) -> None:
     if value not in choices or isinstance(value, bool) != isinstance(choices[0], bool):
         known = ", ".join(_format_value(choice) for choice in choices)
-        raise InputError(f"{name}={_format_value(value)}: must be one of {known}")
+        more = ", or names: save:NAME/NAME, offload:NAME" if name == "remat" else ""
+        raise InputError(f"{name}={_format_value(value)}: must be one of {known}{more}")
+
+
+def _check_zero_axes(axes: tuple[str, ...]) -> None:
+    if axes not in ((), *((axis,) for axis in BATCH_AXES), BATCH_AXES):
+        raise InputError(
+            f"zero_axes={_format_value(axes)}: must be one of "
+            f"{', '.join(BATCH_AXES)}, {'/'.join(BATCH_AXES)}"
+        )
 
 
 def _parse_value(key: str, text: str) -> object:
@@ -217,6 +282,8 @@ def _parse_value(key: str, text: str) -> object:
     if isinstance(default, int):
         return int(text) if re.fullmatch(r"-?\d+", text) else text
     if isinstance(default, tuple):
+        if text == BY_COST:
+            return text
         return tuple(
             int(part) if part.isdecimal() else part for part in text.split("/")
         )

@@ -9,9 +9,16 @@ from jax.sharding import PartitionSpec
 
 from meshpar.activations import Activation, traced_activations
 from meshpar.errors import InputError
-from meshpar.layout import Layout
+from meshpar.layout import BATCH_AXES, Layout
 from meshpar.model import Model, spec_axes
 from meshpar.parallel.pipeline.program import arranged_for
+from meshpar.parallel.remat import check_residual_names
+from meshpar.parallel.storage import (
+    moved_from,
+    parameter_specs,
+    unsplit_axes,
+    unsplit_message,
+)
 from meshpar.parameter_rows import ParameterRow, replicated_row, row_of
 from meshpar.rule_presets import default_rules
 from meshpar.rule_table import (
@@ -34,7 +41,7 @@ class Finding:
 
     Args:
         kind: `unknown`, `shadowed`, `repeated`, `claimed_twice`, `rank`, `dead`,
-            `indivisible`, `replicated`, `idle` or `unsupported`.
+            `indivisible`, `replicated`, `idle` or `unsupported`; of a note, `moved`.
         path: The parameter, activation, logical axis, mesh axis or key of the layout
             that it is about.
         message: What is wrong and the ways out.
@@ -49,10 +56,18 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class LintReport:
-    """Every parameter, and every finding; no findings is a clean layout."""
+    """Every parameter, and every finding; no findings is a clean layout.
+
+    Args:
+        findings: What should be mended.
+        parameters: A row each.
+        notes: Small parameters that ZeRO cannot split, and what it splits along another
+            dim than a rule says.
+    """
 
     findings: tuple[Finding, ...]
     parameters: tuple[ParameterRow, ...]
+    notes: tuple[Finding, ...] = ()
 
 
 def lint(
@@ -83,6 +98,7 @@ def lint(
     # One finding is enough for stages that cannot be.
     sized = replace(layout, stage=1) if stage_findings else layout
     rows, row_findings = _parameter_rows(stored, sized, rules)
+    unsplit, notes = _states(stored, sized, rules, large_bytes)
     examples, batch_findings = _examples(layout, global_batch)
     activations, trace_findings = _activations(model, examples, seq)
     axes, activation_findings = _axes_of_activations(activations, layout, rules)
@@ -93,9 +109,11 @@ def lint(
     return LintReport(
         findings=(
             *_refused(layout, rules),
+            *_unknown_residuals(model, layout),
             *stage_findings,
             *batch_findings,
             *row_findings,
+            *unsplit,
             *trace_findings,
             *activation_findings,
             *shadowed,
@@ -105,6 +123,7 @@ def lint(
             *(() if trace_findings else _idle_mesh_axes(rows, axes, sized)),
         ),
         parameters=tuple(rows),
+        notes=tuple(notes),
     )
 
 
@@ -143,6 +162,30 @@ def _parameter_rows(
                 Finding(kind=error.kind, path=path, message=str(error), bytes=row.bytes)
             )
     return rows, findings
+
+
+def _states(
+    model: Model, layout: Layout, rules: Rules, large_bytes: int
+) -> tuple[list[Finding], list[Finding]]:
+    """What ZeRO cannot split at all, and notes of what it splits along another dim."""
+    findings, notes = [], []
+    for path, parameter in model.flat_parameters().items():
+        try:
+            spec = parameter_specs(path, parameter, layout, rules)["state_spec"]
+        except RuleError:
+            continue  # a finding of its own
+        size = replicated_row(path, parameter).bytes
+        whole = unsplit_axes(layout, rules, spec)
+        if whole:
+            message = unsplit_message(path, parameter, layout, whole)
+            finding = Finding(kind="replicated", path=path, message=message, bytes=size)
+            (findings if size > large_bytes else notes).append(finding)
+        name = moved_from(parameter, rules, spec)
+        if name is not None:
+            shape = f"{path}: shape {parameter.stacked_shape}"
+            message = f"{shape} is split as {tuple(spec)}: {name!r} does not divide"
+            notes.append(Finding(kind="moved", path=path, message=message))
+    return findings, notes
 
 
 def _activations(
@@ -213,6 +256,14 @@ def _refused(layout: Layout, rules: Rules) -> list[Finding]:
     ]
 
 
+def _unknown_residuals(model: Model, layout: Layout) -> list[Finding]:
+    try:
+        check_residual_names(model, layout.remat)
+    except InputError as error:
+        return [Finding(kind="unknown", path="remat", message=str(error))]
+    return []
+
+
 def _shadowing_overrides(rules: Rules) -> list[Finding]:
     return [
         Finding(
@@ -253,7 +304,8 @@ def _dead_rules(
 def _large_and_replicated(
     rows: list[ParameterRow], layout: Layout, large_bytes: int
 ) -> list[Finding]:
-    splitting = [axis for axis in _axes_at_work(layout) if axis != "data"]
+    whole = ("data",) if layout.zero == 3 else BATCH_AXES
+    splitting = [axis for axis in _axes_at_work(layout) if axis not in whole]
     if not splitting:
         return []
     names = " or ".join(map(repr, splitting))

@@ -9,7 +9,15 @@ A model is three functions over a tree of parameters:
 `params` is a nested dict whose top-level keys are the names of the block groups and
 whatever else the model has; `embed` and `head` see all but the block groups. The loss
 is `sum(loss_sum) / sum(weight_sum)` over the global batch, so that padding, masks,
-shards and microbatches cannot change it. `batch` is a dict of arrays with the example
+shards and microbatches cannot change it. A group of blocks may declare auxiliary losses
+(router z-loss, load balancing); its block then returns `(x, sums)`, a sum over its
+tokens or examples for each, and
+
+    loss = (sum(loss_sum) + sum(coefficient * sums)) / sum(weight_sum)
+
+with `sums` over all layers and the global batch too. What is not a sum over examples,
+such as a product of means over a batch, would depend on the microbatches: take it of
+each example. `batch` is a dict of arrays with the example
 first: `tokens`, `targets` and `weights`, (batch, seq) each, and what else a model
 reads.
 """
@@ -160,7 +168,11 @@ class Scope:
         return self.rules.spec(logical_axes, shape, mesh_shape=auto_mesh_shape())
 
     def save(self, x: jax.Array, name: str) -> jax.Array:
-        """`x`, named so that `remat=selective` keeps it instead of recomputing it."""
+        """`x`, named: `remat=selective` keeps it instead of recomputing it.
+
+        `remat=save:NAME` keeps those named alone, `remat=offload:NAME` in the host's
+        memory.
+        """
         return checkpoint_name(x, SAVED_PREFIX + name)
 
     def positions(self, seq: int) -> jax.Array:
@@ -200,11 +212,71 @@ class Scope:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockGroup:
-    """Blocks of one kind: `block(block_params, x, scope) -> x`, `num_layers` times."""
+    """Blocks of one kind: `block(block_params, x, scope) -> x`, `num_layers` times.
+
+    Args:
+        name: Key of their parameters in the tree.
+        num_layers: How many there are.
+        block: One of them; the layer is `scope.layer`. It returns `(x, sums)` where
+            there are auxiliary losses: a dict of a scalar for each.
+        auxiliary: Name of each auxiliary loss -> its coefficient.
+        costs: Of each layer, in any unit, for stages of even cost (`splits=cost`);
+            their matmul FLOPs when absent.
+
+    Raises:
+        InputError: There are not as many costs as layers, or one is not above 0.
+    """
 
     name: str
     num_layers: int
     block: Callable[[Params, jax.Array, Scope], jax.Array]
+    costs: tuple[float, ...] | None = None
+    auxiliary: Mapping[str, float] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        if self.costs is None:
+            return
+        object.__setattr__(self, "costs", tuple(self.costs))
+        if len(self.costs) != self.num_layers:
+            raise InputError(
+                f"block group {self.name!r} has {self.num_layers} layers, but "
+                f"{len(self.costs)} costs; give one a layer"
+            )
+        if not all(0 < cost < math.inf for cost in self.costs):
+            raise InputError(
+                f"block group {self.name!r} has costs {self.costs}; each must be a "
+                "number above 0"
+            )
+
+    def run(
+        self, params: Params, x: jax.Array, scope: Scope
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The block's output, and its fp32 sum of each auxiliary loss.
+
+        Raises:
+            InputError: It returns other sums than those declared.
+        """
+        result = self.block(params, x, scope)
+        if not self.auxiliary and not isinstance(result, tuple):
+            return result, {}
+        shapes = None
+        if isinstance(result, tuple) and len(result) == 2:
+            shapes = {name: jnp.shape(value) for name, value in result[1].items()}
+        if not self.auxiliary or shapes != dict.fromkeys(self.auxiliary, ()):
+            found = "x alone" if shapes is None else f"x and {shapes}"
+            raise InputError(
+                f"block group {self.name!r} declares auxiliary losses "
+                f"{list(self.auxiliary)}, but its block returns {found}; it must "
+                "return (x, sums) with a scalar for each of those, or x if none"
+            )
+        x, sums = result
+        return x, {name: sums[name].astype(jnp.float32) for name in self.auxiliary}
+
+    def weighted(self, sums: Mapping[str, jax.Array]) -> jax.Array | float:
+        """The sums of the auxiliary losses times their coefficients."""
+        return sum(
+            coefficient * sums[name] for name, coefficient in self.auxiliary.items()
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -274,23 +346,31 @@ def loss(
 ) -> jax.Array:
     """The mean loss on one device, without any layout: what every layout must equal."""
     scope = scope or Scope(batch=batch)
-    loss_sum, weight_sum = model.head(
-        model.split(params)[0], forward(model, params, batch, scope), batch, scope
-    )
-    return loss_sum / weight_sum
+    x, auxiliary = _run(model, params, batch, scope)
+    loss_sum, weight_sum = model.head(model.split(params)[0], x, batch, scope)
+    return (loss_sum + auxiliary) / weight_sum
 
 
 def forward(model: Model, params: Params, batch: Batch, scope: Scope) -> jax.Array:
     """The last block's output, layers in a plain loop."""
+    return _run(model, params, batch, scope)[0]
+
+
+def _run(
+    model: Model, params: Params, batch: Batch, scope: Scope
+) -> tuple[jax.Array, jax.Array | float]:
+    """The last block's output, and the weighted sum of the auxiliary losses."""
     ends, groups = model.split(params)
-    x = model.embed(ends, batch, scope)
+    x, auxiliary = model.embed(ends, batch, scope), 0.0
     first = 0
     for group, stacked in zip(model.groups, groups, strict=True):
         for layer in range(group.num_layers):
             one_layer = jax.tree.map(lambda value, at=layer: value[at], stacked)
-            x = group.block(one_layer, x, scope.at_layer(jnp.asarray(first + layer)))
+            at = scope.at_layer(jnp.asarray(first + layer))
+            x, sums = group.run(one_layer, x, at)
+            auxiliary += group.weighted(sums)
         first += group.num_layers
-    return x
+    return x, auxiliary
 
 
 def is_parameter(node: object) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -19,14 +19,16 @@ def from_nnx(
     num_layers: int,
     group: str = "blocks",
     per_token: bool = False,
+    auxiliary: Mapping[str, float] | None = None,
 ) -> Model:
     """A model whose two ends and repeated block are Flax NNX modules.
 
     The ends module has `embed(batch, scope) -> x`, `head(x, batch, scope) ->
     (loss_sum, weight_sum)` and, for sampling, `logits(x, scope)`. The block module is
-    called as `block(x, scope) -> x`. Logical axes are the modules' own sharding
-    metadata (`nnx.with_partitioning` or `out_sharding=`), a parameter without any is
-    replicated. The parameter tree of the blocks stands under the key `group`.
+    called as `block(x, scope) -> x`, or `-> (x, sums)` with auxiliary losses. Logical
+    axes are the modules' own sharding metadata (`nnx.with_partitioning` or
+    `out_sharding=`), a parameter without any is replicated. The parameter tree of the
+    blocks stands under the key `group`.
 
     Args:
         ends: Builds the module of embedding and head.
@@ -34,6 +36,7 @@ def from_nnx(
         num_layers: Number of blocks.
         group: Name of the blocks in parameter paths.
         per_token: Whether embed and head treat every token by itself (`Model`).
+        auxiliary: Name of each auxiliary loss of the blocks -> its coefficient.
 
     Raises:
         InputError: A module has state that is no parameter, such as batch statistics,
@@ -57,6 +60,7 @@ def from_nnx(
                 name=group,
                 num_layers=num_layers,
                 block=lambda params, *args: block_call(params, "__call__", *args),
+                auxiliary=dict(auxiliary or {}),
             ),
         ),
         head=lambda params, *args: ends_call(params, "head", *args),

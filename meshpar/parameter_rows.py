@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 
 from meshpar.layout import Layout
 from meshpar.model import Parameter, spec_axes
+from meshpar.parallel.storage import parameter_specs
 from meshpar.rules import LogicalAxes, Rules
 
 
@@ -30,13 +31,8 @@ def row_of(
     path: str, parameter: Parameter, layout: Layout, rules: Rules
 ) -> ParameterRow:
     """A parameter's row; raises `RuleError` where it cannot be laid out."""
-    spec = rules.stored.spec(
-        parameter.stacked_axes,
-        parameter.stacked_shape,
-        mesh_shape=layout.mesh_shape,
-        path=path,
-    )
-    return _row(path, parameter, spec, layout.mesh_shape)
+    specs = parameter_specs(path, parameter, layout, rules)
+    return _row(path, parameter, specs["spec"], layout.mesh_shape)
 
 
 def replicated_row(path: str, parameter: Parameter) -> ParameterRow:

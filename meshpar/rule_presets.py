@@ -61,4 +61,5 @@ PRESETS = {
 def default_rules(layout: Layout) -> Rules:
     """The preset that a layout asks for; a mesh axis of size 1 changes nothing."""
     preset = FSDP_TENSOR_SEQUENCE if layout.sequence_parallel else FSDP_TENSOR
-    return replace(preset, parameters={**preset.parameters, "layers": "stage"})
+    split = {"embed": layout.split_axes} if layout.zero == 3 else {}
+    return replace(preset, parameters={**split, "layers": "stage"})

@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
-from meshpar.model import Model, is_parameter, path_name
+from meshpar.model import path_name
 from meshpar.nnx_model import logical_axes
 from meshpar.rules import Rules
 
@@ -61,30 +61,6 @@ def nnx_shardings(module: nnx.Module, mesh: Mesh, rules: Rules) -> Any:
     """
     values = nnx.to_pure_dict(nnx.state(module, nnx.Param))
     return tree_shardings(values, logical_axes(module), mesh, rules)
-
-
-def model_specs(model: Model, mesh_shape: dict[str, int], rules: Rules) -> Any:
-    """The `PartitionSpec` of every stored parameter; raises as `Rules.spec` does."""
-    stored = rules.stored
-    return jax.tree.map_with_path(
-        lambda path, parameter: stored.spec(
-            parameter.stacked_axes,
-            parameter.stacked_shape,
-            mesh_shape=mesh_shape,
-            path=path_name(path),
-        ),
-        model.parameters,
-        is_leaf=is_parameter,
-    )
-
-
-def model_shardings(model: Model, mesh: Mesh, rules: Rules) -> Any:
-    """The sharding of every stored parameter of a model."""
-    return jax.tree.map(
-        lambda spec: NamedSharding(mesh, spec),
-        model_specs(model, dict(mesh.shape), rules),
-        is_leaf=lambda node: isinstance(node, PartitionSpec),
-    )
 
 
 def born_sharded(

@@ -19,20 +19,19 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
 import numpy as np
 
-from meshpar import Layout, TrainState, TrainStep
+from meshpar import TrainState, TrainStep
 from meshpar.model import Batch
-from meshpar.parallel.pipeline.stages import stage_sizes
 from meshpar.schedules import (
+    Schedule,
     StageTimes,
     idle_fraction,
     lock_step_span_s,
-    make_schedule,
     tick_table,
 )
 
@@ -57,20 +56,22 @@ class Bubble:
         return 1 - self.useful_s / self.step_s
 
 
-def predicted_bubble(layout: Layout, num_layers: int) -> float:
+def predicted_bubble(schedule: Schedule, stage_layers: Sequence[int]) -> float:
     """Idle part of the ranks' time in lock step, a backward as long as two forwards.
 
     (S - 1) / (M + S - 1) for even stages under 1F1B and GPipe; uneven stages count
     the places without a layer too.
 
+    Args:
+        schedule: What the ranks do.
+        stage_layers: Layers of each stage.
+
     Example:
-        >>> predicted_bubble(Layout(stage=2, microbatches=4), num_layers=4)
+        >>> from meshpar.schedules import make_schedule
+        >>> predicted_bubble(make_schedule("1f1b", 2, 4), stage_layers=(2, 2))
         0.2
     """
-    schedule = make_schedule(
-        layout.schedule, layout.stage, layout.microbatches, layout.chunks
-    )
-    sizes = stage_sizes(layout, num_layers)
+    sizes = tuple(stage_layers)
     times = StageTimes(forward_s=sizes, input_grad_s=sizes, weight_grad_s=sizes)
     work_s = sum(times.of(action) for action in schedule.actions)
     span_s = lock_step_span_s(schedule, tick_table(schedule), times)

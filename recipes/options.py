@@ -19,6 +19,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = OneLineParser(prog="pretrain", description=_SUMMARY)
     add = parser.add_argument
     add("--layout", default=LAYOUT, help="the layout's line")
+    add("--schedule", type=Path, help="CSV file of orders, one row a rank")
     add("--preset", default="tiny", help="a name in models.presets.PRESETS")
     add("--steps", type=positive, default=150, help="optimizer steps in all")
     add("--seed", type=int, default=0, help="of initial values, data order, samples")

@@ -35,6 +35,7 @@ from meshpar import (
     make_train_step,
 )
 from meshpar.cli.lint import wide_console
+from meshpar.parallel.pipeline.program import layers_of_stages
 from meshpar.train.checkpoint import Checkpoints
 from meshpar.train.data import TokenWindows, padded_batches, shuffled_batches
 from meshpar.train.interrupt import StopRequest
@@ -139,7 +140,13 @@ def make_step(args: argparse.Namespace, mesh: AbstractMesh | None = None) -> Tra
     optimizer = optax.adamw(schedule, b2=0.95, weight_decay=0.1)
     devices = None if mesh else devices_of(layout)
     return make_train_step(
-        model, optimizer, layout, devices=devices, mesh=mesh, max_grad_norm=1.0
+        model,
+        optimizer,
+        layout,
+        devices=devices,
+        mesh=mesh,
+        max_grad_norm=1.0,
+        schedule=args.schedule,
     )
 
 
@@ -257,10 +264,11 @@ def finish(run: Run, state: TrainState, log: JsonLines) -> None:
 def print_bubble(run: Run, state: TrainState) -> None:
     """The predicted bubble and the measured one; uses `state` up."""
     args, step = run.args, run.step
-    (group,) = step.model.groups
-    predicted = predicted_bubble(step.layout, group.num_layers)
+    stage_layers = layers_of_stages(step.model, step.layout)
+    predicted = predicted_bubble(step.schedule, stage_layers)
     measured = None
-    if args.bubble_rounds:
+    # A schedule of one's own has none of twice the microbatches to compare with.
+    if args.bubble_rounds and args.schedule is None:
         line = str(replace(step.layout, microbatches=2 * step.layout.microbatches))
         twice = make_step(argparse.Namespace(**{**vars(args), "layout": line}))
         windows = TokenWindows(run.texts.train, args.seq)
@@ -268,7 +276,7 @@ def print_bubble(run: Run, state: TrainState) -> None:
             windows, global_batch=args.global_batch, seed=args.seed
         )
         measured = measured_bubble(step, twice, state, batch_of(0), args.bubble_rounds)
-    report.print_bubble(run.console, step.layout, predicted, measured)
+    report.print_bubble(run.console, step, predicted, measured)
 
 
 def sample(run: Run, state: TrainState) -> np.ndarray:

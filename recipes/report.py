@@ -7,7 +7,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from meshpar import Layout, LintReport, TrainState, TrainStep
+from meshpar import LintReport, TrainState, TrainStep
 from meshpar.cli.lint import parameter_table
 from meshpar.train.baselines import bigram_loss, unigram_loss
 from recipes.bubble import Bubble
@@ -98,11 +98,12 @@ def print_sample(console: Console, tokens: np.ndarray) -> None:
 
 
 def print_bubble(
-    console: Console, layout: Layout, predicted: float, measured: Bubble | None
+    console: Console, step: TrainStep, predicted: float, measured: Bubble | None
 ) -> None:
     """The bubble by the schedule, and by the clock with how that was measured."""
+    layout = step.layout
     line = (
-        f"bubble of {layout.schedule}, stage={layout.stage}, "
+        f"bubble of {step.schedule.name}, stage={layout.stage}, "
         f"microbatches={layout.microbatches}: predicted {predicted:.3f}"
     )
     if measured is not None:

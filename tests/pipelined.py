@@ -67,7 +67,11 @@ def state_of(step, model):
     """The first state of a step, of the shared initial values."""
     params = jax.tree.map(_arranged, step.model.parameters, params_of(model))
     state = TrainState(
-        jnp.int32(0), jnp.uint32(SEED), params, optax.sgd(1.0).init(params)
+        step=jnp.int32(0),
+        seed=jnp.uint32(SEED),
+        skipped=jnp.int32(0),
+        params=params,
+        opt_state=optax.sgd(1.0).init(params),
     )
     return jax.device_put(state, step.shardings)
 

@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from meshpar import Layout
+from meshpar.schedules import make_schedule
 from recipes import bubble
 
 NUM_LAYERS = 12
@@ -14,22 +14,23 @@ NUM_LAYERS = 12
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize(("stage", "microbatches"), [(1, 3), (2, 4), (3, 7), (4, 32)])
 def test_even_stages_idle_as_long_as_the_pipeline_fills(schedule, stage, microbatches):
-    layout = Layout(stage=stage, microbatches=microbatches, schedule=schedule)
+    orders = make_schedule(schedule, stage, microbatches)
     expected = (stage - 1) / (microbatches + stage - 1)
-    assert bubble.predicted_bubble(layout, NUM_LAYERS) == pytest.approx(expected)
+    sizes = (NUM_LAYERS // stage,) * stage
+    assert bubble.predicted_bubble(orders, sizes) == pytest.approx(expected)
 
 
 def test_places_without_a_layer_count_as_idle():
     """Two stages of 8 and 4 layers run as two of 8: of 2 x 5 x 8 places 4 x 12 work."""
-    layout = Layout(stage=2, microbatches=4, splits=(8, 4))
-    assert bubble.predicted_bubble(layout, NUM_LAYERS) == pytest.approx(1 - 48 / 80)
+    schedule = make_schedule("1f1b", 2, 4)
+    assert bubble.predicted_bubble(schedule, (8, 4)) == pytest.approx(1 - 48 / 80)
 
 
 def test_more_chunks_idle_less():
-    chunked = Layout(stage=2, microbatches=4, chunks=2, schedule="interleaved_1f1b")
-    plain = Layout(stage=2, microbatches=4)
-    assert bubble.predicted_bubble(chunked, NUM_LAYERS) < bubble.predicted_bubble(
-        plain, NUM_LAYERS
+    chunked = make_schedule("interleaved_1f1b", 2, 4, chunks=2)
+    plain = make_schedule("1f1b", 2, 4)
+    assert bubble.predicted_bubble(chunked, (3,) * 4) < bubble.predicted_bubble(
+        plain, (6, 6)
     )
 
 

@@ -37,6 +37,7 @@ def numbered_state(step, steps_done):
     return TrainState(
         step=jnp.int32(steps_done),
         seed=state.seed,
+        skipped=state.skipped,
         params=state.params,
         opt_state=state.opt_state,
     )
@@ -47,6 +48,7 @@ def small_state(steps_done):
     return TrainState(
         step=jnp.int32(steps_done),
         seed=jnp.uint32(0),
+        skipped=jnp.int32(0),
         params={"w": jnp.asarray(values)},
         opt_state={},
     )

@@ -9,7 +9,7 @@ import pytest
 from meshpar import Layout
 from meshpar.cli import fuzz
 from meshpar.cli.main import _parser, main
-from meshpar.layout import _CHOICES
+from meshpar.layout import _CHOICES, BY_COST
 from meshpar.parallel import placement
 from meshpar.schedules import SCHEDULES
 from meshpar.testing.batches import MASKS
@@ -21,13 +21,14 @@ CHOICES = Choices(models=MODELS, build=fuzz._build)
 
 BUILT = {"data", "fsdp", "stage", "tensor", "sequence_parallel", "remat", "precision"}
 BUILT |= {"microbatches", "schedule", "chunks", "splits"}
+BUILT |= {"zero", "zero_axes", "fsdp_gather", "param_dtype"}
 """What the training step lays out: a new axis or option must be added here."""
 
 
 @pytest.fixture(scope="module")
 def drawn():
-    """Sixty cases; none is run."""
-    return draw_cases(60, 0, CHOICES, jax.devices())
+    """Ninety cases; none is run."""
+    return draw_cases(90, 0, CHOICES, jax.devices())
 
 
 def status_of(argv):
@@ -62,7 +63,10 @@ def test_stages_of_every_kind_are_drawn(drawn):
     assert {layout.schedule for layout in layouts} == set(SCHEDULES)
     assert any(layout.chunks > 1 for layout in layouts)
     assert any(layout.microbatches % layout.stage for layout in layouts)
-    assert any(len(set(layout.splits)) > 1 for layout in layouts)
+    assert any(
+        layout.splits != BY_COST and len(set(layout.splits)) > 1 for layout in layouts
+    )
+    assert any(layout.splits == BY_COST for layout in layouts)
     assert any(layout.microbatches < layout.stage for layout in layouts)
 
 

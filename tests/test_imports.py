@@ -11,13 +11,14 @@ ROOT = Path(__file__).parents[1]
 # matching name counts. `meshpar` alone is the public API, which those above it use.
 LAYERS = (
     ("meshpar.errors",),
-    ("meshpar.key_values", "meshpar.link_speeds"),
+    ("meshpar.key_values", "meshpar.link_speeds", "meshpar.residual_names"),
     ("meshpar.layout", "meshpar.topology", "meshpar.emulate", "meshpar.schedules"),
     ("meshpar.rule_table", "meshpar.rules", "meshpar.rule_presets", "meshpar.mesh"),
     ("meshpar.model", "meshpar.nnx_model"),
     ("meshpar.sharding", "meshpar.collectives"),
-    ("meshpar.activations", "meshpar.parameter_rows"),
+    ("meshpar.activations",),
     ("meshpar.parallel",),
+    ("meshpar.parameter_rows",),
     ("meshpar.planner", "meshpar.audit", "meshpar.train", "meshpar.lint"),
     ("meshpar",),
     ("meshpar.cli", "meshpar.testing", "meshpar.__main__"),

@@ -22,10 +22,13 @@ choices = {
     ),
     "execution": ("uniform", "divergent"),
     "zero": (0, 1, 2, 3),
+    "zero_axes": ((), ("data",), ("fsdp",), ("data", "fsdp")),
+    "fsdp_gather": ("step", "microbatch"),
     "sequence_parallel": (False, True),
     "attention": ("ring", "allgather", "ulysses"),
     "remat": ("none", "selective", "full", "dots"),
     "precision": ("fp32", "bf16"),
+    "param_dtype": ("fp32", "bf16", "bf16_stochastic"),
 }
 values = {
     **{key: counts for key in (*MESH_AXES, "microbatches", "chunks")},
@@ -110,6 +113,8 @@ ABSORBS = (
             "schedule=2f2b",
             "schedule=2f2b: must be one of gpipe, 1f1b, interleaved_1f1b",
         ),
+        ("zero_axes=stage", "zero_axes=stage: must be one of data, fsdp, data/fsdp"),
+        ("zero_axes=fsdp/data", "must be one of data, fsdp, data/fsdp"),
         ("zero=4", "zero=4: must be one of 0, 1, 2, 3"),
         ("zero=one", "zero=one: must be one of 0, 1, 2, 3"),
         ("sequence_parallel=yes", "sequence_parallel=yes: must be one of false, true"),

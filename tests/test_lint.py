@@ -127,11 +127,11 @@ FINDINGS = {
         "work; set tensor=1 or map a logical axis to it",
     ),
     "a split of the state that no training step makes": (
-        lambda: findings_of("fsdp=2,zero=1"),
+        lambda: findings_of("tensor=2,zero=1"),
         "unsupported",
         "zero",
-        "layout 'fsdp=2,zero=1': zero=1 is not supported; 'fsdp' splits parameters, "
-        "gradients and optimizer state alike (zero=3), 'data' none",
+        "layout 'tensor=2,zero=1': zero=1 shares nothing out while data=1 and fsdp=1; "
+        "leave it out, or give one of them a size",
     ),
     "rules that split the batch in part": (
         lambda: findings_of("data=2", DATA_PARALLEL.with_rules(batch="data")),
@@ -234,7 +234,11 @@ REFUSED = [
     "context=2",
     "expert=2",
     "data=2,chunks=2",
-    "fsdp=2,zero=0",
+    "tensor=2,zero=2",
+    "data=2,zero=1,zero_axes=fsdp",
+    "fsdp=2,zero=0,zero_axes=fsdp",
+    "fsdp=2,fsdp_gather=microbatch",
+    "data=2,param_dtype=bf16",
     "stage=2,execution=divergent",
     "stage=8",
     "stage=2,splits=1/4",

@@ -36,6 +36,8 @@ TABLE = [
     (7, "data=2,stage=4,microbatches=6"),
     (7, "fsdp=2,stage=3,splits=1/4/2,microbatches=4,remat=full"),
     (9, "stage=8,microbatches=8"),
+    (7, "data=2,stage=2,tensor=2,microbatches=3,remat=stage"),
+    (5, "fsdp=2,stage=2,microbatches=4,remat=stage_full,fsdp_gather=microbatch"),
     (4, "data=2,stage=2,tensor=2,schedule=gpipe,microbatches=3"),
     (7, "stage=2,tensor=2,schedule=interleaved_1f1b,chunks=2,microbatches=3"),
     (4, "fsdp=2,stage=2,schedule=looped_bfs,chunks=2,microbatches=3,remat=selective"),
@@ -114,6 +116,7 @@ def _filled_with_nan(buffer):
     [
         "stage=4,microbatches=2",
         "stage=2,schedule=interleaved_1f1b,chunks=2,microbatches=3",
+        "stage=4,microbatches=2,remat=stage",
     ],
 )
 @pytest.mark.usefixtures("poisoned")
@@ -228,6 +231,7 @@ def test_a_model_whose_ends_look_at_several_tokens_is_not_shared():
         (4, "stage=2,chunks=2", "chunks=2: schedule '1f1b' has one stage a rank"),
         (4, "stage=2,execution=divergent", "execution=divergent is not supported"),
         (4, "stage=2,schedule=zero_bubble_h1", "no schedule 'zero_bubble_h1'"),
+        (4, "microbatches=2,remat=stage", "but stage=1; take remat=full, or give"),
         (4, "microbatches=2,splits=4", "splits changes nothing while stage=1"),
     ],
 )

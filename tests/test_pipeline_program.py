@@ -49,12 +49,30 @@ def table_of(line):
     return tick_table(make_schedule(layout.schedule, *sizes))
 
 
-@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("remat", ["none", "full", "stage", "stage_full"])
 def test_memory_does_not_grow_with_microbatches(remat):
     def program(num_microbatches):
         return program_of(f"stage=2,microbatches={num_microbatches},remat={remat}")
 
     assert_flat_in("num_microbatches", program, [8, 128], within=0.01)
+
+
+def test_less_is_kept_the_more_is_recomputed():
+    """4 layers a stage, 7 microbatches in flight on the first rank."""
+
+    def measured(remat):
+        line = f"stage=4,microbatches=8,remat={remat}"
+        report = audit(step_of(line, 16), shapes_of(Layout.parse(line)))
+        return report.memory.temp_bytes, report.flops
+
+    none, full, stage, stage_full = map(
+        measured, ("none", "full", "stage", "stage_full")
+    )
+    assert none[0] > stage[0]
+    assert none[0] > full[0] > stage_full[0]
+    # Once more each: a stage with the last matmul of its blocks, a block without.
+    assert none[1] < full[1] < stage[1] < stage_full[1]
+    assert stage_full[1] - stage[1] == full[1] - none[1]
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 5])

@@ -113,10 +113,9 @@ def test_zero_splits_one_thing_after_another():
 def test_remat_keeps_less_and_less():
     kept = [
         of(f"fsdp=8,precision=bf16,remat={remat}").activation_bytes
-        for remat in ("none", "dots", "selective", "full")
+        for remat in ("none", "selective", "dots", "full")
     ]
-    # Attention's sum is as large as what it mixes: dots and selective keep as much.
-    assert kept[0] > kept[1] == kept[2] > kept[3]
+    assert kept == sorted(kept, reverse=True) and len(set(kept)) == 4
 
 
 def test_activations_do_not_grow_with_microbatches_but_with_what_is_in_flight():
@@ -166,4 +165,4 @@ def test_experts_are_split_over_their_axis_and_dense_parts_are_not():
     workload = SHAPES["mixtral-8x7b"]
     experts = workload.layers * workload.expert_parameters(moe=True)
     saved = one.optimizer_bytes - eight.optimizer_bytes
-    assert saved == 12 * experts * 7 / 8
+    assert saved == 8 * experts * 7 / 8

@@ -66,7 +66,13 @@ def params_of(model):
 def state_of(step):
     """The first state of a step, of the shared initial values."""
     params = params_of(step.model)
-    state = TrainState(jnp.int32(0), jnp.uint32(3), params, optax.sgd(1.0).init(params))
+    state = TrainState(
+        step=jnp.int32(0),
+        seed=jnp.uint32(3),
+        skipped=jnp.int32(0),
+        params=params,
+        opt_state=optax.sgd(1.0).init(params),
+    )
     return jax.device_put(state, step.shardings)
 
 
@@ -241,7 +247,10 @@ def test_logits_take_one_sequence_a_device_however_many_microbatches():
     [
         ("context=2", "context=2 is not supported: set context=1"),
         ("expert=2", "expert=2 is not supported: set expert=1"),
-        ("zero=1,fsdp=2", "zero=1 is not supported"),
+        ("zero=1,tensor=2", "zero=1 shares nothing out while data=1 and fsdp=1"),
+        ("zero_axes=data,fsdp=2,zero=1", "zero_axes=data changes nothing while data=1"),
+        ("fsdp_gather=microbatch,fsdp=2", "changes nothing without zero=3"),
+        ("param_dtype=bf16,data=2", "rounds parameters that precision=fp32"),
         ("data=2,chunks=2", "chunks changes nothing while stage=1; leave it out"),
         ("data=2,schedule=gpipe", "schedule changes nothing while stage=1"),
         ("data=2,attention=ulysses", "attention changes nothing while context=1"),
@@ -329,6 +338,9 @@ def test_a_limit_of_the_norm_that_is_not_positive_is_refused():
 
 
 def test_optimizer_state_of_another_shape_is_refused():
-    optimizer = optax.adafactor(1e-3, min_dim_size_to_factor=8)
+    def one_more(params):
+        return jax.tree.map(lambda value: jnp.zeros((*value.shape, 3)), params)
+
+    optimizer = optax.GradientTransformation(one_more, lambda *_: None)
     with pytest.raises(ValueError, match="cannot take that parameter's layout"):
         make_train_step(model_of("llama"), optimizer, "data=8")

@@ -116,6 +116,8 @@ def _print_tables(report: LintReport, layout: str) -> None:
     console = wide_console()
     console.print(f"layout {layout}", highlight=False)
     console.print(parameter_table(report.parameters))
+    for note in report.notes:
+        _print_finding(note)
     if not report.findings:
         console.print("no findings", style="green")
     for finding in report.findings:

@@ -7,7 +7,6 @@ parameter is whole for one layer at a time only, and gathered once in each pass.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,36 +20,57 @@ from meshpar.errors import InputError
 from meshpar.model import BlockGroup, Scope
 from meshpar.parallel.remat import rematerialised
 from meshpar.parallel.residuals import Residuals, restore_vjp, vjp_without
-from meshpar.parallel.zero import gather, reduce_scatter, zero_from_all
+from meshpar.parallel.zero import (
+    gather,
+    gradient_in_loop,
+    in_loop,
+    reduce_scatter,
+    zero_from_all,
+)
 
 _Inputs = dict[str, Any]
+Sums = dict[str, jax.Array]
+"""Name of each auxiliary loss -> its sum, fp32."""
+
+# As JAX names the passes of what it differentiates, so that profiles and the audit tell
+# them apart here too.
+_FORWARD, _BACKWARD = "jvp(blocks)", "transpose(jvp(blocks))"
 
 
 def run_blocks(
     block: Block, shards: Any, x: jax.Array, layers: jax.Array, inputs: _Inputs
-) -> jax.Array:
-    """`x` after every block of a stack; differentiable in `shards` and `x`.
+) -> tuple[jax.Array, Sums]:
+    """`x` after every block of a stack, and the blocks' auxiliary losses.
 
     Args:
         block: What a layer does.
-        shards: Stacked parameters as stored, this device's shards.
+        shards: Stacked parameters as the loop takes them, this device's shards.
         x: (batch, seq, embed), this device's examples.
         layers: int32, the layer that each place of the stack holds.
         inputs: Arrays without gradient that scopes are made of.
     """
-    return _run(block, shards, x, layers, inputs)
+
+    def body(x: jax.Array, xs: tuple) -> tuple[jax.Array, Sums]:
+        shard, layer = xs
+        return block.forward(shard, x, layer, inputs)
+
+    x, sums = lax.scan(body, x, (shards, layers))
+    return x, _over_layers(sums)
 
 
 def run_keeping(
     block: Block, shards: Any, x: jax.Array, layers: jax.Array, inputs: _Inputs
-) -> tuple[jax.Array, Residuals]:
+) -> tuple[jax.Array, Sums, Residuals]:
     """`run_blocks`, and what `run_backward` needs besides the arguments."""
 
-    def body(x: jax.Array, xs: tuple) -> tuple[jax.Array, Residuals]:
+    def body(x: jax.Array, xs: tuple) -> tuple[jax.Array, tuple[Sums, Residuals]]:
         shard, layer = xs
-        return block.forward_keeping(shard, x, layer, inputs)
+        (x, sums), residuals = block.forward_keeping(shard, x, layer, inputs)
+        return x, (sums, residuals)
 
-    return lax.scan(body, x, (shards, layers))
+    with jax.named_scope(_FORWARD):
+        x, (sums, residuals) = lax.scan(body, x, (shards, layers))
+    return x, _over_layers(sums), residuals
 
 
 def run_backward(
@@ -62,6 +82,8 @@ def run_backward(
     inputs: _Inputs,
     totals: Any,
     add: Callable[[Any, Any, jax.Array], Any],
+    *,
+    of_loss: jax.Array | float = 1.0,
 ) -> tuple[jax.Array, Any]:
     """The backward of `run_keeping`, gradients added up in place, layer by layer.
 
@@ -74,6 +96,7 @@ def run_backward(
         inputs: What scopes are made of.
         totals: Where gradients are added.
         add: (totals, gradients of one layer's shards, place in the stack) -> totals.
+        of_loss: Gradient of the summed loss, auxiliary losses among it.
 
     Returns:
         The gradient of its `x`, and the totals.
@@ -82,12 +105,29 @@ def run_backward(
     def body(carry: tuple, xs: tuple) -> tuple[tuple, None]:
         dx, totals = carry
         shard, residual, layer, place = xs
-        gradients, dx = block.backward(shard, residual, dx, layer, inputs)
+        gradients, dx = block.backward(shard, residual, dx, of_loss, layer, inputs)
         return (dx, add(totals, gradients, place)), None
 
     places = jnp.arange(len(layers))
     xs = (shards, residuals, layers, places)
-    return lax.scan(body, (dx, totals), xs, reverse=True)[0]
+    with jax.named_scope(_BACKWARD):
+        return lax.scan(body, (dx, totals), xs, reverse=True)[0]
+
+
+def run_again(
+    block: Block,
+    shards: Any,
+    x: jax.Array,
+    dx: jax.Array,
+    layers: jax.Array,
+    inputs: _Inputs,
+    totals: Any,
+    add: Callable[[Any, Any, jax.Array], Any],
+) -> tuple[jax.Array, Any]:
+    """`run_backward` where nothing was kept but `x`: the forward runs a second time."""
+    y, _, residuals = run_keeping(block, shards, block.after(x, dx), layers, inputs)
+    dx = block.after(dx, y)
+    return run_backward(block, shards, residuals, dx, layers, inputs, totals, add)
 
 
 class Block:
@@ -116,18 +156,19 @@ class Block:
     ) -> None:
         self._stored, self._padded, self._in_order = stored, padded, in_order
         self._spec = spec
-        self._apply = rematerialised(group.block, remat)
+        self._apply = rematerialised(group.run, remat)
+        self.auxiliary = dict(group.auxiliary)
         self._make_scope = make_scope
 
     def forward(
         self, shard: Any, x: jax.Array, layer: jax.Array, inputs: _Inputs
-    ) -> jax.Array:
+    ) -> tuple[jax.Array, Sums]:
         weights, gathered = self._gather(shard, x)
         return self._call(weights, follow(x, gathered), {**inputs, "layer": layer})
 
     def forward_keeping(
         self, shard: Any, x: jax.Array, layer: jax.Array, inputs: _Inputs
-    ) -> tuple[jax.Array, Residuals]:
+    ) -> tuple[tuple[jax.Array, Sums], Residuals]:
         weights, gathered = self._gather(shard, x)
         scope_inputs = {**inputs, "layer": layer}
         return vjp_without(
@@ -141,63 +182,54 @@ class Block:
         shard: Any,
         residuals: Residuals,
         dx: jax.Array,
+        of_loss: jax.Array | float,
         layer: jax.Array,
         inputs: _Inputs,
     ) -> tuple[Any, jax.Array]:
         weights, gathered = self._gather(shard, dx)
         scope_inputs = {**inputs, "layer": layer}
         vjp = restore_vjp(residuals, (weights, scope_inputs))
-        gradients, dx = vjp(follow(dx, gathered))
+        of_sums = {
+            name: jnp.float32(coefficient * of_loss)
+            for name, coefficient in self.auxiliary.items()
+        }
+        gradients, dx = vjp((follow(dx, gathered), of_sums))
         earlier = zero_from_all(self._stored, gradients) if self._in_order else None
         gradients, scattered = reduce_scatter(
-            self._stored, gradients, earlier=earlier, in_order=self._in_order
+            self._stored,
+            gradients,
+            gradient_in_loop,
+            earlier=earlier,
+            in_order=self._in_order,
         )
         return gradients, follow(dx, scattered)
+
+    def after(self, x: jax.Array, earlier: jax.Array) -> jax.Array:
+        """`x`, no sooner than `earlier`, shaped alike, where that order is needed."""
+        return follow(x, zero_on_parts(earlier, self._spec)) if self._in_order else x
 
     def _gather(self, shard: Any, x: jax.Array) -> tuple[Any, Zero | None]:
         # XLA unrolls a loop over one layer: then nothing else keeps the gathers back.
         earlier = zero_on_parts(x, self._spec) if self._in_order else None
-        return gather(self._stored, shard, earlier=earlier, in_order=self._in_order)
+        return gather(
+            self._stored, shard, in_loop, earlier=earlier, in_order=self._in_order
+        )
 
-    def _call(self, weights: Any, x: jax.Array, scope_inputs: _Inputs) -> jax.Array:
-        y = self._apply(self._make_scope, weights, x, scope_inputs)
+    def _call(
+        self, weights: Any, x: jax.Array, scope_inputs: _Inputs
+    ) -> tuple[jax.Array, Sums]:
+        y, sums = self._apply(self._make_scope, weights, x, scope_inputs)
         if y.shape != x.shape or y.dtype != x.dtype:
             raise InputError(
                 f"a block maps {x.dtype}{x.shape} to {y.dtype}{y.shape}; blocks must "
                 "keep shape and dtype, so that they can follow one another"
             )
-        return jnp.where(scope_inputs["layer"] >= 0, y, x) if self._padded else y
+        if not self._padded:
+            return y, sums
+        here = scope_inputs["layer"] >= 0
+        sums = jax.tree.map(lambda value: jnp.where(here, value, 0), sums)
+        return jnp.where(here, y, x), sums
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(
-    block: Block, shards: Any, x: jax.Array, layers: jax.Array, inputs: _Inputs
-) -> jax.Array:
-    def body(x: jax.Array, xs: tuple) -> tuple[jax.Array, None]:
-        shard, layer = xs
-        return block.forward(shard, x, layer, inputs), None
-
-    return lax.scan(body, x, (shards, layers))[0]
-
-
-def _run_forward(
-    block: Block, shards: Any, x: jax.Array, layers: jax.Array, inputs: _Inputs
-) -> tuple[jax.Array, tuple]:
-    x, residuals = run_keeping(block, shards, x, layers, inputs)
-    return x, (shards, residuals, layers, inputs)
-
-
-def _run_backward(block: Block, kept: tuple, dx: jax.Array) -> tuple:
-    shards, residuals, layers, inputs = kept
-
-    def body(dx: jax.Array, xs: tuple) -> tuple[jax.Array, Any]:
-        shard, residual, layer = xs
-        gradients, dx = block.backward(shard, residual, dx, layer, inputs)
-        return dx, gradients
-
-    xs = (shards, residuals, layers)
-    dx, gradients = lax.scan(body, dx, xs, reverse=True)
-    return gradients, dx, None, None
-
-
-_run.defvjp(_run_forward, _run_backward)
+def _over_layers(sums: Sums) -> Sums:
+    return {name: jnp.sum(values) for name, values in sums.items()}

@@ -8,6 +8,7 @@ import jax
 from jax import lax
 
 from meshpar.collectives import Zero, asked, follow
+from meshpar.model import spec_axes
 from meshpar.parallel.zero import is_stored, zero_from_all
 
 
@@ -21,14 +22,14 @@ def reduce_gradients(
 ) -> Any:
     """Sums each gradient over the mesh axes that it has not been reduced over yet.
 
-    Parameters replicated over all of them: one all-reduce of all their gradients.
-    Parameters split over `fsdp`, already reduce-scattered there: one over the rest.
+    States that are whole on all devices: one all-reduce of all their gradients. Those
+    split over some mesh axes, already reduce-scattered there: one over the rest.
     Each all-reduce of P values sends 2 P (n-1)/n.
 
     Args:
         stored: Tree of `Stored`.
-        gradients: The same tree of gradients, this device's; summed in fp32 where
-            `stored` says so.
+        gradients: The same tree of gradients, this device's, reduce-scattered where
+            their states are split.
         mesh_axes: Mesh axes of size above 1 that split the batch, and `stage`.
         earlier: What the first all-reduce must wait for.
         in_order: Whether each all-reduce waits for the one before (`collectives`).
@@ -36,13 +37,13 @@ def reduce_gradients(
     layouts, treedef = jax.tree.flatten(stored, is_leaf=is_stored)
     leaves = treedef.flatten_up_to(gradients)
     remaining = [
-        tuple(axis for axis in mesh_axes if axis not in layout.manual_axes)
+        tuple(axis for axis in mesh_axes if axis not in spec_axes(layout.state_spec))
         for layout in layouts
     ]
     for axes in sorted(set(remaining) - {()}):
         at = [index for index, wanted in enumerate(remaining) if wanted == axes]
         waiting = [
-            follow(leaves[index].astype(layouts[index].gradient_dtype), earlier)
+            follow(leaves[index].astype(layouts[index].sum_dtype), earlier)
             for index in at
         ]
         with asked("gradient_reduction"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,19 +13,26 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from meshpar.collectives import asked, follow, zero_from
+from meshpar.collectives import Zero, asked, follow, zero_from
 from meshpar.layout import BATCH_AXES, MANUAL_AXES, Layout
 from meshpar.model import Model, Params, Scope, spec_axes
 from meshpar.parallel.data import reduce_gradients
+from meshpar.parallel.storage import stored_parameters
 from meshpar.parallel.zero import (
     Stored,
+    after_update,
+    before_loop,
     gather,
+    gather_shards,
+    gradient_after_loop,
+    gradient_in_loop,
+    in_loop,
     is_stored,
+    manual_spec,
     reduce_scatter,
     zero_from_all,
 )
 from meshpar.rules import Rules, auto_mesh_shape
-from meshpar.sharding import model_specs
 
 BATCH = PartitionSpec(BATCH_AXES)
 REPLICATED = PartitionSpec()
@@ -76,12 +84,77 @@ class Placement:
             platform=self.platform,
         )
 
-    def gather_ends(self, params: Params) -> tuple[Params, list[Params]]:
-        """The ends' parameters for use, and the blocks' as they are stored."""
+    def gather_before_loop(self, params: Params) -> tuple[Params, list[Params]]:
+        """The ends' parameters for use, and the blocks' as the loop takes them."""
         ends, groups = self.model.split(params)
-        stored_ends = self.model.split(self.stored)[0]
-        weights, gathered = gather(stored_ends, ends, in_order=self.in_order)
-        return jax.tree.map(lambda weight: follow(weight, gathered), weights), groups
+        stored_ends, stored_groups = self.model.split(self.stored)
+        weights, done = gather(stored_ends, ends, before_loop, in_order=self.in_order)
+        gathered = []
+        for stored, group in zip(stored_groups, groups, strict=True):
+            if self._gathers_once:
+                group, done = gather(
+                    stored, group, before_loop, earlier=done, in_order=self.in_order
+                )
+            gathered.append(group)
+        return jax.tree.map(lambda weight: follow(weight, done), weights), gathered
+
+    def at_rest(self, values: Params, earlier: jax.Array | None = None) -> Params:
+        """Parameters as they lie between steps, from shards laid out as states.
+
+        Args:
+            values: Global arrays in their dtype at rest.
+            earlier: What the first gather waits for, where collectives are in order.
+        """
+        if not any(after_update(stored) for stored in self._all_stored):
+            return values
+
+        def local(values: Params, earlier: jax.Array) -> Params:
+            return gather_shards(
+                self.stored,
+                values,
+                after_update,
+                earlier=zero_from(earlier) if self.in_order else None,
+                in_order=self.in_order,
+            )[0]
+
+        earlier = jnp.zeros(()) if earlier is None else earlier
+        return self.on_shards(
+            local, (self.manual_state_specs, REPLICATED), self.manual_specs
+        )(values, earlier)
+
+    def scatter_ends(
+        self, gradients: Params, earlier: Zero | None = None
+    ) -> tuple[Params, Zero | None]:
+        """The ends' gradients as they are added up, and what is to wait for that."""
+        return reduce_scatter(
+            self.model.split(self.stored)[0],
+            gradients,
+            gradient_in_loop,
+            earlier=earlier,
+            in_order=self.in_order,
+        )
+
+    def gradient_shapes(
+        self, weights: Params, groups: list[Params]
+    ) -> tuple[Params, list[Params]]:
+        """Local shapes of gradients while a step adds them up.
+
+        Args:
+            weights: The ends' parameters for use.
+            groups: The blocks' as the loop takes them.
+        """
+
+        def shape(stored: Stored, shard: jax.Array) -> jax.ShapeDtypeStruct:
+            dims = list(shard.shape)
+            for dim, axes in in_loop(stored):
+                dims[dim] *= self._degree(axes)
+            for dim, axes in gradient_in_loop(stored):
+                dims[dim] //= self._degree(axes)
+            return jax.ShapeDtypeStruct(tuple(dims), stored.gradient_dtype)
+
+        tree = self.model.join(weights, groups)
+        shapes = jax.tree.map(shape, self.stored, tree, is_leaf=is_stored)
+        return self.model.split(shapes)
 
     def reduce(
         self,
@@ -90,29 +163,43 @@ class Placement:
         *,
         after: jax.Array | None = None,
     ) -> Params:
-        """Gradients reduced over the mesh axes that they have not been reduced over.
+        """Gradients summed over the batch axes and `stage`, laid out as states.
 
         Args:
-            end_gradients: Of the ends.
-            group_gradients: Of each group of blocks.
+            end_gradients: Of the ends, from `scatter_ends`.
+            group_gradients: Of each group of blocks, as the loop adds them up.
             after: A number that must be known first, where collectives are in order.
         """
         stored_ends, stored_groups = self.model.split(self.stored)
         in_order, earlier = self.in_order, None
         if in_order:
-            earlier = zero_from_all(stored_groups, group_gradients)
+            earlier = zero_from_all(
+                self.stored, self.model.join(end_gradients, group_gradients)
+            )
         if in_order and after is not None:
             earlier += zero_from(after)
         end_gradients, earlier = reduce_scatter(
-            stored_ends, end_gradients, earlier=earlier, in_order=in_order
+            stored_ends,
+            end_gradients,
+            gradient_after_loop,
+            earlier=earlier,
+            in_order=in_order,
         )
-        return reduce_gradients(
+        group_gradients, earlier = reduce_scatter(
+            stored_groups,
+            group_gradients,
+            gradient_after_loop,
+            earlier=earlier,
+            in_order=in_order,
+        )
+        summed = reduce_gradients(
             self.stored,
             self.model.join(end_gradients, group_gradients),
             self._large(self.manual_axes),
             earlier=earlier,
             in_order=in_order,
         )
+        return jax.tree.map(lambda x: x.astype(self.gradient_dtype), summed)
 
     def sum_losses(self, values: Any, mesh_axes: tuple[str, ...] = BATCH_AXES) -> Any:
         """Loss and weights summed over the batch axes, or over more."""
@@ -132,7 +219,7 @@ class Placement:
     @property
     def manual_axes(self) -> tuple[str, ...]:
         """The mesh axes that `on_shards` makes manual."""
-        return MANUAL_AXES if is_pipelined(self.layout) else BATCH_AXES
+        return MANUAL_AXES if self.layout.is_pipelined else BATCH_AXES
 
     @property
     def in_order(self) -> bool:
@@ -147,32 +234,52 @@ class Placement:
     @cached_property
     def stored(self) -> Any:
         """Tree of `Stored`, beside the parameters."""
-        specs = model_specs(self.model, dict(self.mesh.shape), self.rules)
-        return jax.tree.map(
-            lambda spec: Stored(
-                spec=spec,
-                compute_dtype=self.compute_dtype,
-                # XLA:CPU aborts on a reduction in bf16 beside automatic mesh axes.
-                gradient_dtype=jnp.float32 if self.in_order else self.gradient_dtype,
-            ),
-            specs,
-            is_leaf=lambda node: isinstance(node, PartitionSpec),
+        return stored_parameters(
+            self.model,
+            self.layout,
+            self.rules,
+            compute_dtype=self.compute_dtype,
+            gradient_dtype=self.gradient_dtype,
+            # XLA:CPU aborts on a reduction in bf16 beside automatic mesh axes.
+            sum_dtype=jnp.float32 if self.in_order else self.gradient_dtype,
         )
 
     @cached_property
     def manual_specs(self) -> Any:
-        """The parameters' specs over the manual mesh axes."""
-        return jax.tree.map(
-            lambda stored: stored.manual_spec, self.stored, is_leaf=is_stored
-        )
+        """Specs of the parameters at rest over the manual mesh axes."""
+        return self.specs(lambda stored: manual_spec(stored.spec))
+
+    @cached_property
+    def manual_state_specs(self) -> Any:
+        """Specs of gradients and states over the manual mesh axes."""
+        return self.specs(lambda stored: manual_spec(stored.state_spec))
+
+    def specs(self, of: Callable[[Stored], PartitionSpec]) -> Any:
+        """A spec for every parameter."""
+        return jax.tree.map(of, self.stored, is_leaf=is_stored)
+
+    @property
+    def _all_stored(self) -> list[Stored]:
+        return jax.tree.leaves(self.stored, is_leaf=is_stored)
+
+    @property
+    def _gathers_once(self) -> bool:
+        return any(before_loop(stored) for stored in self._all_stored)
+
+    def _degree(self, mesh_axes: tuple[str, ...]) -> int:
+        return math.prod(self.mesh.shape[axis] for axis in mesh_axes)
 
     def _large(self, mesh_axes: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(axis for axis in mesh_axes if self.mesh.shape[axis] > 1)
 
 
-def is_pipelined(layout: Layout) -> bool:
-    """Whether a step runs in ticks: it has stages, or microbatches to accumulate."""
-    return layout.stage > 1 or layout.microbatches > 1
+def metrics_of(
+    weight_sum: jax.Array, auxiliary: dict[str, jax.Array]
+) -> dict[str, jax.Array]:
+    """What a step reports beside the loss: weights, and each auxiliary loss's mean."""
+    share = safe_inverse(weight_sum)
+    means = {f"auxiliary.{name}": value * share for name, value in auxiliary.items()}
+    return {"weight_sum": weight_sum, **means}
 
 
 def dropout_key(seed: jax.Array, step: jax.Array) -> jax.Array:

@@ -20,17 +20,17 @@ class Residuals:
 
 
 def vjp_without(
-    function: Callable[..., jax.Array],
+    function: Callable[..., Any],
     differentiated: Sequence[Any],
     known: Any,
-) -> tuple[jax.Array, Residuals]:
+) -> tuple[Any, Residuals]:
     """`function(*differentiated)` and its residuals, less the arrays in `known`.
 
     `jax.vjp` keeps an argument that the backward needs as that very array, so those
     arrays are found by identity, wherever JAX's version stores them.
 
     Args:
-        function: A function of arrays, which may close over arrays too.
+        function: A function of arrays -> a tree of arrays; it may close over arrays.
         differentiated: Its arguments.
         known: Tree of arrays that `restore_vjp` will be given again.
     """

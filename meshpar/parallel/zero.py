@@ -1,9 +1,9 @@
-"""ZeRO-3 / FSDP: parameters stored in shards, gathered before use.
+"""ZeRO: what the devices of a split batch share out, gathered and reduce-scattered.
 
 Inside `jax.shard_map`, manual over the batch axes. `n` devices of a weight of `P`
-values: the gather brings each device the P (n-1)/n values it lacks, in the compute
-dtype; the reduce-scatter of its gradient sends as many, in fp32 by default.
-Reference: Rajbhandari et al. 2020, section 5.3; Zhao et al. 2023.
+values: a gather brings each device the P (n-1)/n values it lacks, in the compute dtype
+on the way to use; a reduce-scatter of its gradient sends as many, in fp32 by default.
+Reference: Rajbhandari et al. 2020, sections 5 and 7; Zhao et al. 2023.
 """
 
 from __future__ import annotations
@@ -28,35 +28,37 @@ from meshpar.collectives import (
 from meshpar.layout import BATCH_AXES, MANUAL_AXES
 from meshpar.model import spec_axes
 
+Dims = list[tuple[int, tuple[str, ...]]]
+"""Dims of an array, each with the batch axes that it is split over."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """How one parameter lies in storage, and what it becomes for use.
+    """How one parameter lies at every point of a step; specs differ in batch axes.
 
     Args:
-        spec: Its layout at rest, over manual and automatic mesh axes.
+        spec: The parameter at rest.
+        loop_spec: The parameter while a step's blocks run, gathered layer by layer
+            from there; whole outside the blocks.
+        gradient_spec: Its gradient while they run, as it is added up.
+        state_spec: Its gradient after them, its optimizer state and its master copy.
         compute_dtype: Its dtype in use.
-        gradient_dtype: In which its gradient is reduced and kept.
+        gradient_dtype: In which its gradient is kept.
+        sum_dtype: In which its gradient is summed over devices.
     """
 
     spec: PartitionSpec
+    loop_spec: PartitionSpec
+    gradient_spec: PartitionSpec
+    state_spec: PartitionSpec
     compute_dtype: Any
     gradient_dtype: Any = jnp.float32
+    sum_dtype: Any = jnp.float32
 
     @property
-    def manual_spec(self) -> PartitionSpec:
-        """The part of the layout that `jax.shard_map` over the manual axes splits."""
-        return _only(self.spec, lambda axis: axis in MANUAL_AXES)
-
-    @property
-    def manual_axes(self) -> tuple[str, ...]:
-        """The manual mesh axes that the parameter is split over."""
-        return spec_axes(self.manual_spec)
-
-    @property
-    def gathered_axes(self) -> tuple[str, ...]:
-        """The batch axes that the parameter is split over at rest."""
-        return tuple(axis for axis in self.manual_axes if axis in BATCH_AXES)
+    def used_spec(self) -> PartitionSpec:
+        """The parameter whole over the batch axes, as matmuls take it."""
+        return without_batch_axes(self.spec)
 
     @property
     def automatic_spec(self) -> PartitionSpec:
@@ -68,46 +70,99 @@ class Stored:
         """The mesh axes of `automatic_spec`."""
         return set(spec_axes(self.automatic_spec))
 
-    @property
-    def gathered_dims(self) -> list[tuple[int, tuple[str, ...]]]:
-        """Each dim that is split over batch axes, and those axes."""
-        return [
-            (dim, (entry,) if isinstance(entry, str) else entry)
-            for dim, entry in enumerate(_only(self.spec, BATCH_AXES.__contains__))
-            if entry is not None
-        ]
-
     def without_layers(self) -> Stored:
         """The same of one layer, its leading dim gone."""
-        return replace(self, spec=PartitionSpec(*self.spec[1:]))
+        names = ("spec", "loop_spec", "gradient_spec", "state_spec")
+        specs = {name: PartitionSpec(*getattr(self, name)[1:]) for name in names}
+        return replace(self, **specs)
+
+
+def manual_spec(spec: PartitionSpec) -> PartitionSpec:
+    """The part of a layout that `jax.shard_map` over the manual axes splits."""
+    return _only(spec, MANUAL_AXES.__contains__)
+
+
+def without_batch_axes(spec: PartitionSpec) -> PartitionSpec:
+    """A layout, whole over the batch axes."""
+    return _only(spec, lambda axis: axis not in BATCH_AXES)
+
+
+def before_loop(stored: Stored) -> Dims:
+    """What is gathered once, before the blocks run."""
+    return _moved(stored.spec, stored.loop_spec)
+
+
+def in_loop(stored: Stored) -> Dims:
+    """What is gathered for each layer."""
+    return _moved(stored.loop_spec, stored.used_spec)
+
+
+def gradient_in_loop(stored: Stored) -> Dims:
+    """What a gradient is reduce-scattered over before it is added up."""
+    return _moved(stored.gradient_spec, stored.used_spec)
+
+
+def gradient_after_loop(stored: Stored) -> Dims:
+    """What gradients that were added up are reduce-scattered over."""
+    return _moved(stored.state_spec, stored.gradient_spec)
+
+
+def after_update(stored: Stored) -> Dims:
+    """What is gathered of an updated parameter."""
+    return _moved(stored.state_spec, stored.spec)
 
 
 def gather(
-    stored: Any, shards: Any, *, earlier: Zero | None = None, in_order: bool = False
+    stored: Any,
+    shards: Any,
+    dims: Callable[[Stored], Dims],
+    *,
+    earlier: Zero | None = None,
+    in_order: bool = False,
 ) -> tuple[Any, Zero | None]:
-    """The parameters for use: one all-gather over `fsdp` for each that is split.
+    """Parameters for use: one all-gather for each that is split over batch axes.
 
     Args:
         stored: Tree of `Stored`.
-        shards: The same tree of this device's shards, fp32.
+        shards: The same tree of this device's shards.
+        dims: What is gathered.
         earlier: What the first gather must wait for.
         in_order: Whether each gather waits for the one before (`collectives`).
 
     Returns:
-        The parameters, and what is to wait for the last gather; None if nothing is.
+        The parameters in the compute dtype, and what is to wait for the last gather;
+        None if nothing is.
     """
-    return _one_by_one(_gather_one, stored, shards, earlier, in_order)
+    shards = _cast(stored, shards, "compute_dtype")
+    return gather_shards(stored, shards, dims, earlier=earlier, in_order=in_order)
+
+
+def gather_shards(
+    stored: Any,
+    shards: Any,
+    dims: Callable[[Stored], Dims],
+    *,
+    earlier: Zero | None = None,
+    in_order: bool = False,
+) -> tuple[Any, Zero | None]:
+    """`gather`, of values in the dtype they have."""
+    return _one_by_one(_gather_one, stored, shards, dims, earlier, in_order)
 
 
 def reduce_scatter(
-    stored: Any, gradients: Any, *, earlier: Zero | None = None, in_order: bool = False
+    stored: Any,
+    gradients: Any,
+    dims: Callable[[Stored], Dims],
+    *,
+    earlier: Zero | None = None,
+    in_order: bool = False,
 ) -> tuple[Any, Zero | None]:
-    """Gradients of gathered parameters -> gradients of the shards.
+    """Gradients summed over batch axes, this device's shards of the sums.
 
-    One reduce-scatter over `fsdp` for each parameter that is split over it; the others
-    are left for `data.reduce_gradients`. Arguments and result as for `gather`.
+    One reduce-scatter for each; those that are not split there are left for
+    `data.reduce_gradients`. Arguments and result as for `gather`.
     """
-    return _one_by_one(_scatter_one, stored, gradients, earlier, in_order)
+    return _one_by_one(_scatter_one, stored, gradients, dims, earlier, in_order)
 
 
 def zero_from_all(stored: Any, tree: Any) -> Zero:
@@ -119,31 +174,43 @@ def zero_from_all(stored: Any, tree: Any) -> Zero:
     return total
 
 
+def _cast(stored: Any, tree: Any, name: str) -> Any:
+    return jax.tree.map(
+        lambda layout, x: x.astype(getattr(layout, name)),
+        stored,
+        tree,
+        is_leaf=is_stored,
+    )
+
+
 def _one_by_one(
-    collective: Callable[[Stored, jax.Array], jax.Array],
+    collective: Callable[[Stored, jax.Array, Dims], jax.Array],
     stored: Any,
     tree: Any,
+    dims: Callable[[Stored], Dims],
     earlier: Zero | None,
     in_order: bool,
 ) -> tuple[Any, Zero | None]:
     layouts, treedef = jax.tree.flatten(stored, is_leaf=is_stored)
     results = []
     for layout, x in zip(layouts, treedef.flatten_up_to(tree), strict=True):
-        moves = bool(layout.gathered_axes)
-        result, done = _apply(collective, layout, x, earlier if moves else None)
-        results.append(result)
-        earlier = done if moves and in_order else earlier
+        moved = dims(layout)
+        if moved:
+            x, done = _apply(collective, layout, x, moved, earlier)
+            earlier = done if in_order else earlier
+        results.append(x)
     return treedef.unflatten(results), earlier if in_order else None
 
 
 def _apply(
-    collective: Callable[[Stored, jax.Array], jax.Array],
+    collective: Callable[[Stored, jax.Array, Dims], jax.Array],
     layout: Stored,
     x: jax.Array,
+    moved: Dims,
     earlier: Zero | None,
 ) -> tuple[jax.Array, Zero]:
     def local(x: jax.Array, earlier: Zero) -> tuple[jax.Array, Zero]:
-        result = collective(layout, follow(x, earlier) if waits else x)
+        result = collective(layout, follow(x, earlier) if waits else x, moved)
         return result, zero_from(result)
 
     waits, replicated = earlier is not None, PartitionSpec()
@@ -153,21 +220,20 @@ def _apply(
         earlier if waits else jnp.zeros(()),
         specs=(layout.automatic_spec, replicated),
         out_specs=(layout.automatic_spec, replicated),
-        mesh_axes=layout.automatic_axes if layout.gathered_axes else set(),
+        mesh_axes=layout.automatic_axes,
     )
 
 
-def _gather_one(layout: Stored, shard: jax.Array) -> jax.Array:
-    x = shard.astype(layout.compute_dtype)
-    for dim, mesh_axes in layout.gathered_dims:
+def _gather_one(_: Stored, x: jax.Array, moved: Dims) -> jax.Array:
+    for dim, mesh_axes in moved:
         with asked("parameter_gather"):
             x = lax.all_gather(x, mesh_axes, axis=dim, tiled=True)
     return x
 
 
-def _scatter_one(layout: Stored, gradient: jax.Array) -> jax.Array:
-    x = gradient.astype(layout.gradient_dtype)
-    for dim, mesh_axes in layout.gathered_dims:
+def _scatter_one(layout: Stored, gradient: jax.Array, moved: Dims) -> jax.Array:
+    x = gradient.astype(layout.sum_dtype)
+    for dim, mesh_axes in moved:
         with asked("gradient_scatter"):
             x = lax.psum_scatter(x, mesh_axes, scatter_dimension=dim, tiled=True)
     return x
@@ -178,10 +244,27 @@ def is_stored(node: object) -> bool:
     return isinstance(node, Stored)
 
 
+def _moved(split: PartitionSpec, whole: PartitionSpec) -> Dims:
+    """The batch axes that each dim is split over in one layout and not in the other."""
+    moved = []
+    for dim, (entry, kept) in enumerate(zip(split, whole, strict=True)):
+        axes = tuple(
+            axis
+            for axis in _axes(entry)
+            if axis in BATCH_AXES and axis not in _axes(kept)
+        )
+        if axes:
+            moved.append((dim, axes))
+    return moved
+
+
+def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return (entry,) if isinstance(entry, str) else entry or ()
+
+
 def _only(spec: PartitionSpec, wanted: Callable[[str], bool]) -> PartitionSpec:
     entries = []
     for entry in spec:
-        axes = (entry,) if isinstance(entry, str) else entry or ()
-        chosen = tuple(axis for axis in axes if wanted(axis))
+        chosen = tuple(axis for axis in _axes(entry) if wanted(axis))
         entries.append(chosen[0] if len(chosen) == 1 else chosen or None)
     return PartitionSpec(*entries)

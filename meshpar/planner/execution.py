@@ -26,8 +26,6 @@ class Execution:
             work too (`meshpar.parallel.pipeline`); otherwise each waits for its inputs.
         shared_ends: Whether all pipeline ranks share embedding and head; otherwise the
             first has the embedding and the last the head.
-        attention_selective: Whether `remat=selective` recomputes attention's scores
-            alone (Korthikanti et al. 2022); otherwise all but named matmuls' outputs.
         tensor_overlap: Whether the backward's collectives over `tensor` run beside the
             matmuls for the weight gradients.
         reduction_overlap: Whether gradients are reduced beside the last backward.
@@ -38,15 +36,17 @@ class Execution:
             that makes it.
         keeps_gathered: Whether what sequence parallelism gathers is kept for the
             backward; otherwise it is gathered again.
-        weight_bytes: Of a compute copy of each parameter, beside the master.
+        weight_bytes: Of each parameter as it is stored for use.
         gradient_bytes: Of each parameter's gradient sum.
         reduction_bytes: Of each parameter in the reduction over `data`.
-        state_bytes: Of each parameter's master and optimizer state.
+        state_bytes: Of each parameter's optimizer state, and its master if it has one.
         update_bytes: Of each parameter that the update reads and writes: norm,
             clipping, Adam, copies, zeros.
         logit_bytes: Of each logit at the loss, all its copies together.
         host_s: Work of the host between steps that no device work hides.
-        eager: Whether kernels are launched one by one from Python.
+        eager: Whether operations run one by one, as written; otherwise a compiler
+            fuses them, casts parameters layer by layer, and leaves out what no
+            result needs.
     """
 
     name: str
@@ -55,7 +55,6 @@ class Execution:
     dropout: bool
     lock_step: bool
     shared_ends: bool
-    attention_selective: bool
     tensor_overlap: bool
     reduction_overlap: bool
     gather_overlap: bool
@@ -80,18 +79,17 @@ MESHPAR = Execution(
     dropout=False,
     lock_step=True,
     shared_ends=True,
-    attention_selective=False,
     tensor_overlap=False,
     reduction_overlap=False,  # one reduction after the loop
     gather_overlap=True,  # XLA's latency-hiding scheduler moves gathers ahead
     hop_overlap=False,  # the next tick reads it
     hop_split=False,
     fused_accumulation=True,
-    keeps_gathered=True,
-    weight_bytes=0,  # parameters are stored in fp32, cast layer by layer
+    keeps_gathered=False,
+    weight_bytes=4,  # parameters are stored in fp32 and cast layer by layer
     gradient_bytes=4,
     reduction_bytes=4,
-    state_bytes=12,  # fp32 parameter and Adam's two moments
+    state_bytes=8,  # Adam's two moments; the parameters are their own masters
     update_bytes=32,
     logit_bytes=8,  # fp32 logits and their gradient
     host_s=0.0,
@@ -106,7 +104,6 @@ MEGATRON_2021 = Execution(
     dropout=True,
     lock_step=False,
     shared_ends=False,
-    attention_selective=True,
     tensor_overlap=False,
     reduction_overlap=False,
     gather_overlap=False,
@@ -132,7 +129,6 @@ MEGATRON_2022 = Execution(
     dropout=True,
     lock_step=False,
     shared_ends=False,
-    attention_selective=True,
     tensor_overlap=True,
     reduction_overlap=False,
     gather_overlap=False,
@@ -169,7 +165,6 @@ NANOTRON = Execution(
     dropout=False,
     lock_step=False,
     shared_ends=False,
-    attention_selective=True,
     tensor_overlap=True,
     reduction_overlap=True,
     gather_overlap=False,

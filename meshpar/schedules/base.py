@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -128,6 +128,14 @@ class Schedule:
     def actions(self) -> frozenset[Action]:
         """All actions of all ranks."""
         return frozenset(action for order in self.orders for action in order)
+
+    def of_one_microbatch(self) -> Schedule:
+        """The same stages on the same ranks, for the first microbatch alone."""
+        orders = tuple(
+            tuple(action for action in order if action.microbatch == 0)
+            for order in self.orders
+        )
+        return replace(self, orders=orders, num_microbatches=1)
 
     def inputs(self, action: Action) -> tuple[Action, ...]:
         """The actions whose results `action` reads.

@@ -16,6 +16,7 @@ import numpy as np
 import optax
 
 from meshpar import MESH_AXES, Layout, Model, RuleError, make_train_step
+from meshpar.layout import BATCH_AXES, STAGE_REMATS
 from meshpar.schedules import CHUNKED
 
 
@@ -25,11 +26,20 @@ class Draw:
 
     Args:
         values: Its values; one that stands there twice is drawn twice as often.
-        beside: The mesh axis that must be split for the field to mean anything.
+        beside: Mesh axes, one of which must be split for the field to mean anything.
+        given: Other fields, and the values that they must have for it.
     """
 
     values: tuple
-    beside: str | None = None
+    beside: tuple[str, ...] = ()
+    given: tuple[tuple[str, object], ...] = ()
+
+    def means_something(self, values: dict[str, Any]) -> bool:
+        """Whether the field changes anything beside the values of others."""
+        split = [axis for axis in self.beside if values.get(axis, 1) > 1]
+        return (bool(split) or not self.beside) and all(
+            values.get(name) == value for name, value in self.given
+        )
 
 
 _SIZES = Draw((1, 2, 2, 2, 3, 4, 4, 5, 6, 7, 8))  # of an axis that is split: not 1
@@ -42,16 +52,26 @@ DRAWS: dict[str, Draw] = {
             *("1f1b", "gpipe", "interleaved_1f1b", "looped_bfs", "zero_bubble_h1"),
             *("zero_bubble_h2", "zero_bubble_v", "v_half", "v_min", "dualpipe_v"),
         ),
-        beside="stage",
+        beside=("stage",),
     ),
-    "chunks": Draw((1, 2), beside="stage"),  # of a schedule that has them
-    "splits": Draw(((),), beside="stage"),  # or any, drawn for the model's layers
-    "execution": Draw(("uniform", "divergent"), beside="stage"),
-    "zero": Draw((3, 3, 0, 1, 2), beside="fsdp"),
-    "sequence_parallel": Draw((False, True), beside="tensor"),
-    "attention": Draw(("ring", "allgather", "ulysses"), beside="context"),
-    "remat": Draw(("none", "none", "selective", "full", "dots")),
+    "chunks": Draw((1, 2), beside=("stage",)),  # of a schedule that has them
+    "splits": Draw(((), "cost"), beside=("stage",)),  # or sizes for the layers
+    "execution": Draw(("uniform", "divergent"), beside=("stage",)),
+    "zero": Draw((3, 3, 0, 1, 2), beside=BATCH_AXES[::-1]),
+    "zero_axes": Draw(((), (), ("data",), ("fsdp",), BATCH_AXES), beside=("fsdp",)),
+    "fsdp_gather": Draw(("step", "microbatch"), ("fsdp",), (("microbatches", 2),)),
+    "sequence_parallel": Draw((False, True), beside=("tensor",)),
+    "attention": Draw(("ring", "allgather", "ulysses"), beside=("context",)),
+    "remat": Draw(
+        (
+            *("none", "none", "selective", "full", "dots", *STAGE_REMATS),
+            "save:attention_qkv/mlp_hidden",
+        )
+    ),
     "precision": Draw(("fp32", "fp32", "bf16")),
+    "param_dtype": Draw(
+        ("fp32", "bf16", "bf16_stochastic"), given=(("precision", "bf16"),)
+    ),
 }
 
 
@@ -59,11 +79,11 @@ def built_values(model: Model, devices: Sequence[jax.Device]) -> dict[str, tuple
     """The values of each field that the training step takes, each tried by itself."""
     built: dict[str, tuple] = {}
     for name, draw in DRAWS.items():
-        if draw.beside is not None and len(set(built[draw.beside])) == 1:
+        if draw.beside and all(len(set(built[axis])) == 1 for axis in draw.beside):
             built[name] = (getattr(Layout(), name),)
             continue
         takes = {
-            value: _is_built(name, value, draw.beside, model, devices)
+            value: _is_built(name, value, draw, model, devices)
             for value in (dict.fromkeys(draw.values) if name not in MESH_AXES else [2])
         }
         built[name] = tuple(
@@ -77,13 +97,17 @@ def built_values(model: Model, devices: Sequence[jax.Device]) -> dict[str, tuple
 def _is_built(
     name: str,
     value: object,
-    beside: str | None,
+    draw: Draw,
     model: Model,
     devices: Sequence[jax.Device],
 ) -> bool:
-    needed = {beside: 2} if beside else {}
+    needed: dict[str, Any] = {**dict.fromkeys(draw.beside[:1], 2), **dict(draw.given)}
+    if name == "zero_axes":
+        needed = dict.fromkeys(value or ("fsdp",), 2)
     if name == "chunks" and value != 1:
         needed["schedule"] = next(iter(CHUNKED))
+    if value in STAGE_REMATS:
+        needed["stage"] = 2
     layout = Layout(**{name: value}, **needed)
     if layout.num_devices > len(devices):
         return False
@@ -130,11 +154,12 @@ def draw_layout(
         values[axis] = pick(rng, sizes)
         num_devices //= values[axis]
     for name, draw in DRAWS.items():
-        means_something = draw.beside is None or values.get(draw.beside, 1) > 1
-        if name not in MESH_AXES and means_something:
+        if name not in MESH_AXES and draw.means_something(values):
             values[name] = pick(rng, built[name])
     if values.get("schedule") not in CHUNKED:
         values["chunks"] = 1
+    if values.get("stage", 1) == 1 and values["remat"] in STAGE_REMATS:
+        values["remat"] = "full"
     num_stages = values.get("stage", 1) * values["chunks"]
     if 1 < num_stages <= num_layers and rng.integers(3) == 0:
         values["splits"] = _random_splits(rng, num_layers, num_stages)

@@ -15,10 +15,10 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.model import Model, Parameter, is_parameter
+from meshpar.train.optimizer_state import kept_dims, map_states
 from meshpar.train.state import TrainState
 
 
@@ -44,26 +44,29 @@ class LayerOrder:
         return tuple(self.places.index(layer) for layer in range(self.num_layers))
 
 
-def layer_orders(
-    model: Model, state: TrainState, optimizer: optax.GradientTransformation
-) -> TrainState:
+def layer_orders(model: Model, state: TrainState) -> TrainState:
     """A `LayerOrder` for every array of a state.
 
     Args:
         model: Whose parameters it has, arranged for its stages.
         state: The state or its shapes.
-        optimizer: What made `state.opt_state`.
     """
     in_order = LayerOrder()
+
+    def follow(array: Any, param: Any, order: LayerOrder) -> LayerOrder:
+        has_layers = (kept_dims(array.shape, param.shape) or (None,))[0] == 0
+        return order if has_layers else in_order
+
     params = jax.tree.map(_order_of, model.parameters, is_leaf=is_parameter)
-    opt_state = optax.tree_utils.tree_map_params(
-        optimizer,
-        lambda _, order: order,
-        state.opt_state,
-        params,
-        transform_non_params=lambda _: in_order,
+    return TrainState(
+        step=in_order,
+        seed=in_order,
+        skipped=in_order,
+        params=params,
+        opt_state=map_states(
+            follow, lambda _: in_order, state.opt_state, state.params, params
+        ),
     )
-    return TrainState(step=in_order, seed=in_order, params=params, opt_state=opt_state)
 
 
 def in_model_order(state: TrainState, orders: TrainState) -> TrainState:

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from meshpar.layout import BATCH_AXES, Layout
+from jax.sharding import AbstractMesh, Mesh
+
+from meshpar.errors import InputError
+from meshpar.layout import BATCH_AXES, STAGE_REMATS, Layout
+from meshpar.mesh import platform_of
+from meshpar.parallel.placement import DTYPES
 from meshpar.rule_table import RuleError
 from meshpar.rules import Rules
 
@@ -39,13 +44,66 @@ def layout_refusals(layout: Layout) -> dict[str, str]:
             f"layout {str(layout)!r}: execution={layout.execution} is not supported; "
             "leave it out: all ranks run the same instructions every tick"
         )
-    if layout.zero != 3:
-        refusals["zero"] = (
-            f"layout {str(layout)!r}: zero={layout.zero} is not supported; 'fsdp' "
-            "splits parameters, gradients and optimizer state alike (zero=3), 'data' "
-            "none"
+    if layout.remat in STAGE_REMATS and layout.stage == 1:
+        refusals["remat"] = (
+            f"layout {str(layout)!r}: remat={layout.remat} keeps the input of each "
+            "pipeline stage, but stage=1; take remat=full, or give 'stage' a size"
         )
-    return refusals
+    names = layout.residual_names
+    if names is not None and names.offload and layout.is_pipelined:
+        refusals["remat"] = (
+            f"layout {str(layout)!r}: remat=offload is not supported where "
+            "microbatches wait in slots on the device; write remat=save:..., or set "
+            "stage=1 and microbatches=1"
+        )
+    return {**refusals, **_zero_refusals(layout), **_precision_refusals(layout)}
+
+
+def refuse(
+    layout: Layout,
+    rules: Rules,
+    mesh: Mesh | AbstractMesh,
+    gradient_dtype: str,
+    max_grad_norm: float | None,
+) -> None:
+    """Refuses what `make_train_step` cannot make a step of.
+
+    Raises:
+        InputError: A value of the layout or an option is not supported, or the mesh is
+            not the layout's.
+        RuleError: A rule is not.
+    """
+    if dict(mesh.shape) != layout.mesh_shape:
+        raise InputError(
+            f"layout {str(layout)!r} has mesh axes {layout.mesh_shape}, but the mesh "
+            f"has {dict(mesh.shape)}; make it with make_mesh(layout)"
+        )
+    for message in layout_refusals(layout).values():
+        raise InputError(message)
+    refused = offload_refusal(layout, platform_of(mesh))
+    if refused is not None and isinstance(mesh, Mesh):
+        raise InputError(refused)
+    if gradient_dtype not in DTYPES:
+        raise InputError(
+            f"gradient_dtype={gradient_dtype!r}: must be one of {', '.join(DTYPES)}"
+        )
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise InputError(
+            f"max_grad_norm={max_grad_norm}: must be positive, or None for no limit"
+        )
+    for _, error in rule_refusals(rules, layout):
+        raise error
+
+
+def offload_refusal(layout: Layout, platform: str) -> str | None:
+    """Why a kind of device cannot move residuals to the host; None if it can."""
+    names = layout.residual_names
+    if names is None or not names.offload or platform != "cpu":
+        return None
+    return (
+        f"layout {str(layout)!r}: a CPU's memory is the host's own, so remat=offload "
+        f"would move nothing; write remat=save:{'/'.join(names.every)}"
+    )
 
 
 def rule_refusals(rules: Rules, layout: Layout) -> Iterator[tuple[str, RuleError]]:
@@ -74,6 +132,24 @@ def rule_refusals(rules: Rules, layout: Layout) -> Iterator[tuple[str, RuleError
                 yield logical_axis, _batch_axis_error(logical_axis, mesh_axis)
 
 
+def refuse_schedule(layout: Layout) -> None:
+    """Refuses a layout that a schedule of one's own is given beside.
+
+    Raises:
+        InputError: It names a schedule itself, or has no stages.
+    """
+    if layout.schedule != _PLAIN.schedule:
+        raise InputError(
+            f"layout {str(layout)!r} names schedule={layout.schedule}, but a schedule "
+            "is given beside it; leave one of them out"
+        )
+    if layout.stage == 1:
+        raise InputError(
+            f"layout {str(layout)!r} has stage=1, but a schedule is given beside it; "
+            "leave it out, or give 'stage' a size"
+        )
+
+
 def batch_refusal(
     layout: Layout,
     num_examples: int,
@@ -94,6 +170,39 @@ def batch_refusal(
         f"{times if microbatches > 1 else ''}; pad with examples of weight 0, "
         "or change the global batch"
     )
+
+
+def _zero_refusals(layout: Layout) -> dict[str, str]:
+    refusals = {}
+    text, sizes = repr(str(layout)), layout.mesh_shape
+    idle = [axis for axis in layout.zero_axes if sizes[axis] == 1]
+    if layout.zero in (1, 2) and layout.batch_shards == 1:
+        refusals["zero"] = (
+            f"layout {text}: zero={layout.zero} shares nothing out while data=1 and "
+            "fsdp=1; leave it out, or give one of them a size"
+        )
+    elif layout.zero_axes and (idle or layout.zero == 0):
+        refusals["zero_axes"] = (
+            f"layout {text}: zero_axes={'/'.join(layout.zero_axes)} changes nothing "
+            f"while {'zero=0' if layout.zero == 0 else f'{idle[0]}=1'}; leave it out"
+        )
+    gathers = layout.zero == 3 and layout.is_pipelined and layout.batch_shards > 1
+    if layout.fsdp_gather != _PLAIN.fsdp_gather and not gathers:
+        refusals["fsdp_gather"] = (
+            f"layout {text}: fsdp_gather={layout.fsdp_gather} changes nothing without "
+            "zero=3, a size for 'fsdp', and stages or microbatches; leave it out"
+        )
+    return refusals
+
+
+def _precision_refusals(layout: Layout) -> dict[str, str]:
+    if layout.param_dtype == "fp32" or layout.precision != "fp32":
+        return {}
+    return {
+        "param_dtype": f"layout {str(layout)!r}: param_dtype={layout.param_dtype} "
+        "rounds parameters that precision=fp32 computes with; set precision=bf16, or "
+        "leave it out"
+    }
 
 
 def _layers_error(mesh_axes: tuple[str, ...], layout: Layout) -> RuleError | None:

@@ -8,10 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from meshpar.errors import InputError
 from meshpar.model import Model, Params
+from meshpar.train.optimizer_state import follow_sharding, map_states
+from meshpar.train.precision import initial_optimizer_state, stored
 
 
 @jax.tree_util.register_dataclass
@@ -22,68 +23,61 @@ class TrainState:
     Args:
         step: Steps done.
         seed: What initial values and dropout derive from.
-        params: Nested dict, fp32.
-        opt_state: As the optimizer made it.
+        skipped: Steps whose gradients were not finite, so that they changed nothing.
+        params: Nested dict, in the layout's `param_dtype`.
+        opt_state: As the optimizer made it, beside a master copy in
+            `meshpar.train.precision.Mastered` where parameters are stored in bf16.
     """
 
     step: jax.Array
     seed: jax.Array
+    skipped: jax.Array
     params: Params
     opt_state: Any
 
 
 def initial_state(
-    model: Model, optimizer: optax.GradientTransformation, seed: jax.Array
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    seed: jax.Array,
+    param_dtype: str = "fp32",
 ) -> TrainState:
     """The state before the first step."""
-    params = model.init(seed)
+    values = model.init(seed)
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         seed=jnp.asarray(seed, jnp.uint32),
-        params=params,
-        opt_state=optimizer.init(params),
+        skipped=jnp.zeros((), jnp.int32),
+        params=stored(values, param_dtype, model),
+        opt_state=initial_optimizer_state(optimizer, values, param_dtype),
     )
 
 
 def state_shardings(
-    state: TrainState,
-    param_shardings: Params,
-    optimizer: optax.GradientTransformation,
-    mesh: Mesh,
+    state: TrainState, at_rest: Params, of_states: Params
 ) -> TrainState:
     """A sharding for every array of the state; optimizer state follows its parameter.
 
     Args:
         state: The state or its shapes.
-        param_shardings: Sharding of each parameter.
-        optimizer: What made `state.opt_state`.
-        mesh: The mesh.
+        at_rest: Sharding of each parameter between steps.
+        of_states: Sharding of each parameter's gradient and optimizer state.
 
     Raises:
-        InputError: Optimizer state of a parameter has another shape than it.
+        InputError: Optimizer state of a parameter has dims that the parameter has not.
     """
+    mesh = jax.tree.leaves(at_rest)[0].mesh
     replicated = NamedSharding(mesh, PartitionSpec())
-
-    def follow(value: jax.Array, param: jax.Array, sharding: NamedSharding) -> Any:
-        if value.shape != param.shape:
-            raise InputError(
-                f"optimizer state of shape {value.shape} belongs to a parameter of "
-                f"shape {param.shape}, so it cannot take that parameter's layout; use "
-                "an optimizer whose state has the parameters' shapes"
-            )
-        return sharding
-
-    opt_shardings = optax.tree_utils.tree_map_params(
-        optimizer,
-        follow,
-        state.opt_state,
-        state.params,
-        param_shardings,
-        transform_non_params=lambda _: replicated,
-    )
     return TrainState(
         step=replicated,
         seed=replicated,
-        params=param_shardings,
-        opt_state=opt_shardings,
+        skipped=replicated,
+        params=at_rest,
+        opt_state=map_states(
+            follow_sharding,
+            lambda _: replicated,
+            state.opt_state,
+            state.params,
+            of_states,
+        ),
     )

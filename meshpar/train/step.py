@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Any, Literal
 
 import jax
@@ -16,21 +17,23 @@ from meshpar.audit.subject import Subject
 from meshpar.errors import InputError
 from meshpar.layout import BATCH_AXES, Layout
 from meshpar.mesh import absent_mesh, make_mesh, platform_of
-from meshpar.model import EXAMPLE, Batch, Model
-from meshpar.parallel.norm import global_norm
-from meshpar.parallel.pipeline.program import pipeline_of
+from meshpar.model import EXAMPLE, Batch, Model, Params
+from meshpar.parallel.pipeline.program import pipeline_of, with_costs
+from meshpar.parallel.pipeline.schedule_choice import OwnSchedule
 from meshpar.parallel.pipeline.stages import in_layer_order
-from meshpar.parallel.placement import DTYPES, Placement, is_pipelined
+from meshpar.parallel.placement import DTYPES, Placement
 from meshpar.parallel.program import LocalProgram
+from meshpar.parallel.remat import check_residual_names
 from meshpar.rule_presets import default_rules
 from meshpar.rules import Rules
-from meshpar.sharding import born_sharded, model_shardings
+from meshpar.sharding import born_sharded
+from meshpar.train.batch import batch_structs, check_alike
 from meshpar.train.layer_order import layer_orders
-from meshpar.train.refusals import batch_refusal, layout_refusals, rule_refusals
+from meshpar.train.refusals import batch_refusal, refuse, refuse_schedule
 from meshpar.train.state import TrainState, initial_state, state_shardings
+from meshpar.train.update import Update
 
 Metrics = dict[str, jax.Array]
-_TOKEN_ARRAYS = ("tokens", "targets", "weights")
 
 
 def make_train_step(
@@ -44,6 +47,8 @@ def make_train_step(
     max_grad_norm: float | None = None,
     gradient_dtype: Literal["fp32", "bf16"] = "fp32",
     compiler_options: Mapping[str, Any] | None = None,
+    schedule: OwnSchedule | None = None,
+    layer_costs: Sequence[float] | None = None,
 ) -> TrainStep:
     """A training step of `model` laid out as `layout` says.
 
@@ -56,16 +61,22 @@ def make_train_step(
         mesh: A mesh with meshpar's six axes, instead of `devices`. On an
             `absent_mesh` the step can be audited for an absent target, not run.
         max_grad_norm: Scale gradients down to this global norm; None for no limit.
-        gradient_dtype: In which gradients are added up over microbatches and devices;
-            bf16 halves their memory and traffic, and loses small contributions.
+        gradient_dtype: In which gradients are kept, and added up over microbatches and
+            devices; bf16 halves memory and traffic, and loses small contributions.
         compiler_options: XLA's options for every program of the step, as `jax.jit`
             takes them.
+        schedule: The pipeline's, instead of one that the layout names: a
+            `meshpar.schedules.Schedule`, one order a rank such as `["0F0", "0B0"]`,
+            or a CSV file with one row a rank.
+        layer_costs: What each layer costs, in any unit, for `splits=cost`; the model's
+            own (`BlockGroup.costs`) or its matmul FLOPs when absent.
 
     Raises:
         RuleError: A parameter cannot be laid out, or a rule for activations uses `data`
             or `fsdp` for anything but the batch.
         InputError: The layout does not fit the devices, or asks for what is not built,
-            or `max_grad_norm` is not positive.
+            or `max_grad_norm` is not positive, or `schedule` is wrong (who waits for
+            what, which work is missing or doubled) or made for other sizes.
 
     Example:
         >>> import optax
@@ -76,30 +87,19 @@ def make_train_step(
         >>> batch = dict(tokens=tokens, targets=tokens, weights=jnp.ones((8, 16)))
         >>> state, metrics = step(state, batch)
         >>> sorted(metrics)
-        ['grad_norm', 'loss', 'weight_sum']
+        ['grad_norm', 'loss', 'skipped', 'weight_sum']
     """
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
     if mesh is None:
         mesh = make_mesh(layout, devices)
     layout = layout.resolve(mesh.size)
-    for message in layout_refusals(layout).values():
-        raise InputError(message)
-    if gradient_dtype not in DTYPES:
-        raise InputError(
-            f"gradient_dtype={gradient_dtype!r}: must be one of {', '.join(DTYPES)}"
-        )
-    if gradient_dtype != "fp32" and not is_pipelined(layout):
-        raise InputError(
-            f"gradient_dtype={gradient_dtype!r}: is for gradients added up, but "
-            f"layout {str(layout)!r} has one microbatch and one stage; leave it out"
-        )
-    if max_grad_norm is not None and not max_grad_norm > 0:
-        raise InputError(
-            f"max_grad_norm={max_grad_norm}: must be positive, or None for no limit"
-        )
+    if schedule is not None:
+        refuse_schedule(layout)
+    if layer_costs is not None:
+        model = with_costs(model, layer_costs, layout)
+    check_residual_names(model, layout.remat)
     rules = rules or default_rules(layout)
-    for _, error in rule_refusals(rules, layout):
-        raise error
+    refuse(layout, rules, mesh, gradient_dtype, max_grad_norm)
     return TrainStep(
         model=model,
         optimizer=optimizer,
@@ -110,6 +110,7 @@ def make_train_step(
         max_grad_norm=max_grad_norm,
         gradient_dtype=gradient_dtype,
         compiler_options=compiler_options,
+        schedule=schedule,
     )
 
 
@@ -119,6 +120,7 @@ class TrainStep:
     Attributes:
         layout, rules, mesh, model, platform: What it was made from.
         shardings: `TrainState` of the sharding of every array.
+        schedule: What every rank of the pipeline does; None without microbatches.
         layer_orders: `TrainState` of where the layers of every array lie, for
             `Checkpoints`.
     """
@@ -135,15 +137,17 @@ class TrainStep:
         max_grad_norm: float | None,
         gradient_dtype: str,
         compiler_options: Mapping[str, Any] | None,
+        schedule: OwnSchedule | None,
     ) -> None:
         self._whole_model = model
-        pipeline = pipeline_of(model, layout) if is_pipelined(layout) else None
+        pipeline = pipeline_of(model, layout, schedule) if layout.is_pipelined else None
+        self.schedule = pipeline.schedule if pipeline else None
         model = pipeline.model if pipeline else model
         self.model, self.layout, self.rules, self.mesh = model, layout, rules, mesh
         self.platform = platform
         self._optimizer, self._max_grad_norm = optimizer, max_grad_norm
         self._gradient_dtype = gradient_dtype
-        placement = Placement(
+        placement = self._placement = Placement(
             model=model,
             layout=layout,
             rules=rules,
@@ -156,17 +160,19 @@ class TrainStep:
             if pipeline
             else LocalProgram(placement=placement)
         )
-        self.state_shapes = jax.eval_shape(
-            lambda: initial_state(model, optimizer, jnp.uint32(0))
-        )
-        self.layer_orders = layer_orders(model, self.state_shapes, optimizer)
-        param_shardings = model_shardings(model, mesh, rules)
-        self.shardings = state_shardings(
-            self.state_shapes, param_shardings, optimizer, mesh
+        self.state_shapes = jax.eval_shape(lambda: self._first_state(jnp.uint32(0)))
+        self.layer_orders = layer_orders(model, self.state_shapes)
+        at_rest, of_states = self._param_shardings()
+        self.shardings = state_shardings(self.state_shapes, at_rest, of_states)
+        self._apply_gradients = Update(
+            placement=placement,
+            optimizer=optimizer,
+            max_grad_norm=max_grad_norm,
+            of_states=of_states,
         )
         self.batch_sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
         self._init = born_sharded(
-            lambda seed: initial_state(model, optimizer, seed),
+            self._first_state,
             self.shardings,
             compiler_options=compiler_options,
         )
@@ -180,16 +186,16 @@ class TrainStep:
         self._step = jit(self._update, **self._update_layout)
         self._gradients = jit(
             self._program.loss_and_gradients,
-            out_shardings=(metrics_sharding, metrics_sharding, param_shardings),
+            out_shardings=(metrics_sharding, metrics_sharding, of_states),
         )
         self._evaluate = jit(
             self._program.loss_sums,
-            in_shardings=(param_shardings, self.batch_sharding),
+            in_shardings=(at_rest, self.batch_sharding),
             out_shardings=metrics_sharding,
         )
         self._logits = jit(
             self._program.logits,
-            in_shardings=(param_shardings, self.batch_sharding),
+            in_shardings=(at_rest, self.batch_sharding),
             out_shardings=self.batch_sharding,
         )
 
@@ -213,8 +219,10 @@ class TrainStep:
                 what else the model reads, each with the example first.
 
         Returns:
-            The new state, and fp32 scalars: `loss` and `grad_norm` (before any
-            scaling) of the old parameters, and `weight_sum`.
+            The new state, and scalars: `loss` and `grad_norm` (before any scaling) of
+            the old parameters, `weight_sum`, the mean of each auxiliary loss before
+            its coefficient (`auxiliary.NAME`), and `skipped`, the steps so far whose
+            gradients were not finite and changed nothing.
 
         Raises:
             InputError: Shapes differ, or the global batch does not divide over the
@@ -226,10 +234,10 @@ class TrainStep:
     def loss_and_gradients(
         self, state: TrainState, batch: Batch
     ) -> tuple[jax.Array, Any]:
-        """The loss of a batch and its fp32 gradients, laid out as the parameters.
+        """The loss of a batch and its gradients, in the step's `gradient_dtype`.
 
-        What a step would apply, before any scaling: for research code, and for
-        comparing layouts.
+        What a step would apply, before any scaling, laid out as the optimizer's state:
+        for research code, and for comparing layouts.
         """
         with jax.set_mesh(self.mesh):
             loss, _, gradients = self._gradients(
@@ -250,7 +258,7 @@ class TrainStep:
         return in_layer_order(self.model, tree)
 
     def evaluate(self, state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        """Summed loss and summed weights of a batch, without dropout."""
+        """Summed loss and weights of a batch, without dropout and auxiliary losses."""
         with jax.set_mesh(self.mesh):
             return self._evaluate(state.params, self.place(batch))
 
@@ -332,47 +340,39 @@ class TrainStep:
             max_grad_norm=self._max_grad_norm,
             gradient_dtype=self._gradient_dtype,
             compiler_options=None,  # those of the present devices' compiler
+            schedule=self.schedule if self.layout.stage > 1 else None,
         )
 
     def _argument_shapes(self, batch: Batch) -> tuple[TrainState, Batch]:
-        shapes = jax.tree.map(
-            lambda array: jax.ShapeDtypeStruct(
-                array.shape, jax.dtypes.canonicalize_dtype(array.dtype)
-            ),
-            dict(batch),
-        )
+        shapes = batch_structs(batch)
         self._check_batch(shapes)
         rows = next(iter(shapes.values())).shape[0]
         shapes[EXAMPLE] = jax.ShapeDtypeStruct((rows,), jnp.uint32)
         return self.state_shapes, shapes
 
     def _check_batch(self, batch: Batch, microbatches: int | None = None) -> None:
-        shapes = {name: tuple(array.shape) for name, array in batch.items()}
-        first, shape = next(iter(shapes.items()))
-        for name, other in shapes.items():
-            if other[:1] != shape[:1] or (name in _TOKEN_ARRAYS and other != shape):
-                raise InputError(
-                    f"batch[{name!r}] has shape {other}, but batch[{first!r}] has "
-                    f"shape {shape}; tokens, targets and weights are (examples, seq) "
-                    "alike, other arrays have the example first"
-                )
+        first, shape = check_alike(batch)
         self.check_batch(shape[0], first, microbatches)
 
     def _update(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        loss, weight_sum, gradients = self._program.loss_and_gradients(
+        loss, more, gradients = self._program.loss_and_gradients(
             state.params, batch, state.step, state.seed
         )
-        norm = global_norm(gradients, self.shardings.params, self.mesh)
-        if self._max_grad_norm is not None:
-            scale = jnp.minimum(1.0, self._max_grad_norm / (norm + 1e-6))
-            gradients = jax.tree.map(lambda gradient: gradient * scale, gradients)
-        updates, opt_state = self._optimizer.update(
-            gradients, state.opt_state, state.params
+        state, norm = self._apply_gradients(state, loss, gradients)
+        metrics = {"loss": loss, "grad_norm": norm, **more}
+        return state, {**metrics, "skipped": state.skipped}
+
+    def _first_state(self, seed: jax.Array) -> TrainState:
+        return initial_state(self.model, self._optimizer, seed, self.layout.param_dtype)
+
+    def _param_shardings(self) -> tuple[Params, Params]:
+        """The sharding of every parameter at rest, and of its gradient and states."""
+        at_rest, of_states = (
+            self._placement.specs(attrgetter(name)) for name in ("spec", "state_spec")
         )
-        new_state = TrainState(
-            step=state.step + 1,
-            seed=state.seed,
-            params=optax.apply_updates(state.params, updates),
-            opt_state=opt_state,
+        on_mesh = lambda spec: NamedSharding(self.mesh, spec)  # noqa: E731
+        is_spec = lambda node: isinstance(node, PartitionSpec)  # noqa: E731
+        return (
+            jax.tree.map(on_mesh, at_rest, is_leaf=is_spec),
+            jax.tree.map(on_mesh, of_states, is_leaf=is_spec),
         )
-        return new_state, {"loss": loss, "grad_norm": norm, "weight_sum": weight_sum}

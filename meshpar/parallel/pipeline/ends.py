@@ -22,7 +22,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.collectives import asked, on_parts
-from meshpar.model import Batch, spec_axes
+from meshpar.model import spec_axes
 
 STAGE = "stage"
 
@@ -56,14 +56,16 @@ class Shares:
         every = jnp.arange(self.seq, dtype=jnp.int32)
         return self._own(every, 0)
 
-    def of_batch(self, batch: Batch) -> Batch:
-        """The arrays of a batch, those with a sequence cut to this rank's tokens."""
-        return {
-            name: self._whole_here(self._own(array, 1))
-            if array.ndim > 1 and array.shape[1] == self.seq
-            else array
-            for name, array in batch.items()
-        }
+    def of_batch(self, batch: Any) -> Any:
+        """A tree of arrays, those with a sequence cut to this rank's tokens."""
+        return jax.tree.map(
+            lambda array: (
+                self._whole_here(self._own(array, 1))
+                if array.ndim > 1 and array.shape[1] == self.seq
+                else array
+            ),
+            batch,
+        )
 
     def counts(self) -> jax.Array:
         """Whether this rank's loss and gradients of the ends count."""

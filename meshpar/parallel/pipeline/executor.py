@@ -51,35 +51,50 @@ class Work:
     """What the executor runs; all functions see this device's part.
 
     Args:
-        stage: (chunk, microbatch, x) -> y, shaped as x.
-        stage_keeping: The same -> y, and a tree of what its backward needs.
+        stage: (chunk, microbatch, x) -> y, shaped as x, and sums of auxiliary losses.
+        stage_keeping: The same -> those, and a tree of what its backward needs.
         stage_gradient: (chunk, microbatch, what was kept, dy, totals, whether it
             counts) -> dx, and the blocks' gradients added to the totals.
         embed: (microbatch, what to wait for) -> x of the first stage, by all ranks.
         embed_gradient: (microbatch, dx on the first stage's rank, else 0) -> gradients
-            of the ends, and what shows that it is done.
+            of the ends and of the microbatch's inputs, and what shows that it is done.
         head: (microbatch, y on the last stage's rank, else 0) -> (loss sums, dy,
             gradients of the ends, what shows that all is done), by all ranks.
         x: Shape of a microbatch's activations.
         spec: How they lie over automatic mesh axes.
-        parameters: Of the blocks, (chunks, ...) each.
-        end_parameters: Of the ends; gradients have their shapes.
+        gradients: Shapes of the blocks' gradients, (chunks, ...) each.
+        end_gradients: Of the ends' gradients.
+        inputs: (microbatches, ...) each, what `embed_gradient` has gradients of.
         loss_sums: Shapes of the head's sums.
+        auxiliary: Names of the auxiliary losses.
         gradient_dtype: In which gradients are added up.
     """
 
-    stage: Callable[..., jax.Array]
-    stage_keeping: Callable[..., tuple[jax.Array, Any]]
+    stage: Callable[..., tuple[jax.Array, Any]]
+    stage_keeping: Callable[..., tuple[jax.Array, Any, Any]]
     stage_gradient: Callable[..., tuple[jax.Array, Any]]
     embed: Callable[[jax.Array, Zero | None], jax.Array]
-    embed_gradient: Callable[[jax.Array, jax.Array], tuple[Any, Zero]]
+    embed_gradient: Callable[[jax.Array, jax.Array], tuple[Any, Any, Zero]]
     head: Callable[[jax.Array, jax.Array], tuple[Any, jax.Array, Any, Zero]]
     x: jax.ShapeDtypeStruct
     spec: PartitionSpec
-    parameters: Any
-    end_parameters: Any
+    gradients: Any
+    end_gradients: Any
     loss_sums: Any
     gradient_dtype: Any
+    inputs: Any = ()
+    auxiliary: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Results:
+    """What every rank found, not yet summed over ranks: sums and unscaled gradients."""
+
+    loss_sums: Any
+    auxiliary: dict[str, jax.Array]
+    block_gradients: Any
+    end_gradients: Any
+    input_gradients: Any
 
 
 @jax.tree_util.register_dataclass
@@ -92,7 +107,9 @@ class _State:
     saved: list[jax.Array]
     block_gradients: Any
     end_gradients: Any
+    input_gradients: Any
     loss_sums: Any
+    auxiliary: dict[str, jax.Array]
     done: jax.Array
 
 
@@ -112,8 +129,8 @@ class Executor:
     work: Work
     in_order: bool = False
 
-    def loss_and_gradients(self) -> tuple[Any, Any, Any]:
-        """Loss sums, and unscaled gradients of blocks and ends, not yet reduced."""
+    def loss_and_gradients(self) -> Results:
+        """Loss sums and gradients: the forwards and backwards of every tick."""
         state = self._first_state()
         for phase in self.table.phases:
             state = lax.scan(
@@ -121,8 +138,13 @@ class Executor:
                 state,
                 self._rows(phase.start, phase.stop),
             )[0]
-        sums = self._after_the_loop(state)
-        return sums, state.block_gradients, state.end_gradients
+        return Results(
+            loss_sums=self._after_the_loop(state),
+            auxiliary=state.auxiliary,
+            block_gradients=state.block_gradients,
+            end_gradients=state.end_gradients,
+            input_gradients=state.input_gradients,
+        )
 
     def loss_sums(self) -> Any:
         """Loss sums alone: the forwards of every tick."""
@@ -153,9 +175,11 @@ class Executor:
             inputs=self._laid_out(buffer(table.input_slots, x)),
             gradients=self._laid_out(buffer(table.gradient_slots, x)),
             saved=[buffer(table.saved_slots, leaf) for leaf in kept],
-            block_gradients=_zeros(work.parameters if keeps else (), dtype),
-            end_gradients=_zeros(work.end_parameters if keeps else (), dtype),
+            block_gradients=_zeros(work.gradients if keeps else (), dtype),
+            end_gradients=_zeros(work.end_gradients if keeps else (), dtype),
+            input_gradients=jax.tree.map(jnp.zeros_like, work.inputs if keeps else ()),
             loss_sums=_zeros(work.loss_sums, jnp.float32),
+            auxiliary={name: jnp.zeros(()) for name in work.auxiliary},
             done=jnp.zeros(()),
         )
 
@@ -200,7 +224,7 @@ class Executor:
         x = self._laid_out(jnp.where(microbatch >= 0, x, IDLE))
         at = (jnp.maximum(own["forward_chunk"], 0), jnp.maximum(microbatch, 0))
         if keeps:
-            y, kept = work.stage_keeping(*at, x)
+            y, auxiliary, kept = work.stage_keeping(*at, x)
             saved = [
                 _write(buffer, own["saved_write"], value)
                 for buffer, value in zip(
@@ -208,7 +232,7 @@ class Executor:
                 )
             ]
         else:
-            y, saved = work.stage(*at, x), state.saved
+            (y, auxiliary), saved = work.stage(*at, x), state.saved
         at_end = (own["forward_stage"] == self.num_stages - 1) & (microbatch >= 0)
         last = jnp.where(at_end, y, 0)
         sums, dy, gradients, done = work.head(jnp.maximum(row["ended"], 0), last)
@@ -217,6 +241,7 @@ class Executor:
             state,
             saved=saved,
             loss_sums=_add(state.loss_sums, sums, some),
+            auxiliary=_add(state.auxiliary, auxiliary, microbatch >= 0),
             done=done if self.in_order else state.done,
         )
         if keeps:
@@ -248,15 +273,22 @@ class Executor:
         )
         at_start = (own["backward_stage"] == 0) & (microbatch >= 0)
         first = jnp.where(at_start, dx, 0)
-        end_gradients, done = work.embed_gradient(
-            jnp.maximum(row["embedded_back"], 0), first
+        embedded = row["embedded_back"]
+        end_gradients, input_gradients, done = work.embed_gradient(
+            jnp.maximum(embedded, 0), first
         )
-        some = row["embedded_back"] >= 0
-        ends = _add(state.end_gradients, end_gradients, some)
-        done = done + self._zero(dx) if self.in_order else state.done
-        return dataclasses.replace(
-            state, block_gradients=block_gradients, end_gradients=ends, done=done
-        ), dx
+        state = dataclasses.replace(
+            state,
+            block_gradients=block_gradients,
+            end_gradients=_add(state.end_gradients, end_gradients, embedded >= 0),
+            input_gradients=jax.tree.map(
+                lambda buffer, value: _write(buffer, embedded, value),
+                state.input_gradients,
+                input_gradients,
+            ),
+            done=done + self._zero(dx) if self.in_order else state.done,
+        )
+        return state, dx
 
     def _hop(
         self, state: _State, own: dict, up: jax.Array | None, down: jax.Array | None
@@ -299,7 +331,7 @@ class Executor:
         """Shapes of what a stage keeps of one microbatch."""
         first = jnp.asarray(0)
         return jax.eval_shape(
-            lambda x: self.work.stage_keeping(first, first, x)[1], self.work.x
+            lambda x: self.work.stage_keeping(first, first, x)[2], self.work.x
         )
 
     def _zero(self, x: jax.Array) -> Zero:

@@ -14,11 +14,13 @@ from jax.sharding import PartitionSpec
 
 from meshpar.collectives import Zero, follow, zero_on_parts
 from meshpar.model import Batch, Params, Scope, spec_axes
-from meshpar.parallel.blocks import Block, run_backward, run_blocks, run_keeping
-from meshpar.parallel.pipeline.ends import STAGE, Shares
+from meshpar.parallel.blocks import Block
+from meshpar.parallel.pipeline.ends import Shares
 from meshpar.parallel.pipeline.executor import Work
+from meshpar.parallel.pipeline.rank_stages import RankStages
 from meshpar.parallel.pipeline.stages import Arrangement, only_group
 from meshpar.parallel.placement import Placement
+from meshpar.parallel.remat import keeps_stage_input
 from meshpar.parallel.zero import Stored, is_stored, zero_from_all
 from meshpar.rules import auto_mesh_shape
 
@@ -31,7 +33,9 @@ class Microbatches:
         placement: The model on its mesh.
         arrangement: Which layers every rank has.
         weights: The ends' parameters for use.
-        blocks: The blocks' as stored, (chunks, places, ...).
+        blocks: The blocks' as the loop takes them, (chunks, places, ...).
+        end_gradients: Shapes of the ends' gradients, as they are added up.
+        gradients: Of the blocks', (chunks, places, ...).
         batch: Arrays of (microbatches, examples, ...).
         key: What dropout derives from; None turns it off.
     """
@@ -40,6 +44,8 @@ class Microbatches:
     arrangement: Arrangement
     weights: Params
     blocks: Params
+    end_gradients: Params
+    gradients: Params
     batch: Batch
     key: jax.Array | None
 
@@ -67,19 +73,21 @@ class Microbatches:
         return self._work(head, shape)
 
     def _work(self, head: Any, sums: Any) -> Work:
+        stages = self._stages()
         return Work(
-            stage=self._stage,
-            stage_keeping=self._stage_keeping,
-            stage_gradient=self._stage_gradient,
+            stage=stages.run,
+            stage_keeping=stages.run_keeping,
+            stage_gradient=stages.gradient,
             embed=self._embed,
             embed_gradient=self._embed_gradient,
             head=head,
             x=self._x,
             spec=self.shares.spec,
-            parameters=self.blocks,
-            end_parameters=self.weights,
+            gradients=self.gradients,
+            end_gradients=self.end_gradients,
             loss_sums=sums,
             gradient_dtype=self.placement.gradient_dtype,
+            auxiliary=tuple(stages.block.auxiliary),
         )
 
     @cached_property
@@ -135,11 +143,10 @@ class Microbatches:
             inputs["full_seq"] = self.shares.seq
         return self.placement.scope(inputs)
 
-    @cached_property
-    def _block(self) -> Block:
+    def _stages(self) -> RankStages:
         placement = self.placement
         group = only_group(placement.model)
-        return Block(
+        block = Block(
             group,
             stored=jax.tree.map(
                 Stored.without_layers,
@@ -152,42 +159,13 @@ class Microbatches:
             spec=self.shares.spec,
             in_order=placement.in_order,
         )
-
-    def _stage(self, chunk: jax.Array, microbatch: jax.Array, x: jax.Array) -> Any:
-        return run_blocks(self._block, *self._of(chunk, x, microbatch))
-
-    def _stage_keeping(
-        self, chunk: jax.Array, microbatch: jax.Array, x: jax.Array
-    ) -> tuple[jax.Array, Any]:
-        return run_keeping(self._block, *self._of(chunk, x, microbatch))
-
-    def _stage_gradient(
-        self,
-        chunk: jax.Array,
-        microbatch: jax.Array,
-        residuals: Any,
-        dy: jax.Array,
-        totals: Params,
-        counts: jax.Array,
-    ) -> tuple[jax.Array, Params]:
-        def add(totals: Params, gradients: Params, place: jax.Array) -> Params:
-            return jax.tree.map(
-                lambda total, gradient: total.at[chunk, place].add(
-                    jnp.where(counts, gradient.astype(total.dtype), 0)
-                ),
-                totals,
-                gradients,
-            )
-
-        shards, dy, layers, inputs = self._of(chunk, dy, microbatch)
-        return run_backward(
-            self._block, shards, residuals, dy, layers, inputs, totals, add
+        return RankStages(
+            block=block,
+            blocks=self.blocks,
+            arrangement=self.arrangement,
+            inputs=self._inputs,
+            keeps_input=keeps_stage_input(placement.layout.remat),
         )
-
-    def _of(self, chunk: jax.Array, x: jax.Array, microbatch: jax.Array) -> tuple:
-        layers = jnp.asarray(self.arrangement.layers)[lax.axis_index(STAGE)]
-        shards = jax.tree.map(lambda value: _chunk(value, chunk), self.blocks)
-        return shards, x, _chunk(layers, chunk), self._inputs(microbatch)
 
     def _embed(self, microbatch: jax.Array, earlier: Zero | None) -> jax.Array:
         scope = self._share_scope(microbatch, earlier)
@@ -196,7 +174,7 @@ class Microbatches:
 
     def _embed_gradient(
         self, microbatch: jax.Array, first: jax.Array
-    ) -> tuple[Params, Zero]:
+    ) -> tuple[Params, tuple, Zero]:
         dx = self.shares.scatter(first, "embed_scatter")
         scope = self._share_scope(microbatch)
         _, vjp = jax.vjp(
@@ -204,12 +182,18 @@ class Microbatches:
             self.weights,
         )
         (gradients,) = vjp(jnp.where(self.shares.counts(), dx, 0))
-        return gradients, self._done(dx, gradients)
+        gradients, done = self._scattered(gradients, dx)
+        return gradients, (), done
 
-    def _done(self, x: jax.Array, gradients: Params) -> Zero:
-        """0, once these are there: GSPMD may sum gradients of the ends by itself."""
+    def _scattered(self, gradients: Params, x: jax.Array) -> tuple[Params, Zero]:
+        """The ends' gradients as they are added up, and 0 once they and `x` are there.
+
+        GSPMD may have summed them by itself.
+        """
         stored = self.placement.model.split(self.placement.stored)[0]
-        return zero_on_parts(x, self.shares.spec) + zero_from_all(stored, gradients)
+        there = zero_on_parts(x, self.shares.spec) + zero_from_all(stored, gradients)
+        gradients, done = self.placement.scatter_ends(gradients, there)
+        return gradients, there if done is None else done
 
     def _loss(self, microbatch: jax.Array, last: jax.Array) -> tuple:
         share = self.shares.scatter(last, "head_scatter")
@@ -220,8 +204,9 @@ class Microbatches:
         )
         counts = self.shares.counts().astype(loss_sum.dtype)
         gradients, dy = vjp((counts, jnp.zeros_like(weight_sum)))
+        gradients, done = self._scattered(gradients, dy)
         if self.placement.in_order:
-            dy = follow(dy, self._done(dy, gradients))
+            dy = follow(dy, done)
         dy = self.shares.gather(dy, "head_gather")
         sums = loss_sum * counts, weight_sum * counts
         return sums, dy, gradients, zero_on_parts(dy, self.shares.spec)
@@ -231,9 +216,3 @@ class Microbatches:
     ) -> tuple[jax.Array, jax.Array]:
         scope = self._share_scope(microbatch)
         return self.placement.model.head(weights, share, scope.batch, scope)
-
-
-def _chunk(value: jax.Array, chunk: jax.Array) -> jax.Array:
-    if value.shape[0] == 1:
-        return value[0]
-    return lax.dynamic_index_in_dim(value, chunk, keepdims=False)

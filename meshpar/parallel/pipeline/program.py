@@ -7,21 +7,27 @@ With one stage it accumulates gradients over microbatches.
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import jax
+import jax.numpy as jnp
 
-from meshpar.layout import MANUAL_AXES, Layout
+from meshpar.errors import InputError
+from meshpar.layout import BY_COST, MANUAL_AXES, Layout
 from meshpar.model import Batch, Model, Params
 from meshpar.parallel.pipeline.executor import Executor, Work
+from meshpar.parallel.pipeline.layer_costs import layer_costs
 from meshpar.parallel.pipeline.microbatches import Microbatches
+from meshpar.parallel.pipeline.schedule_choice import OwnSchedule, chosen_schedule
 from meshpar.parallel.pipeline.stages import (
     Arrangement,
     arranged,
     arrangement,
+    cut,
+    merge,
     only_group,
+    split_by_cost,
     stage_sizes,
 )
 from meshpar.parallel.placement import (
@@ -29,10 +35,10 @@ from meshpar.parallel.placement import (
     REPLICATED,
     Placement,
     dropout_key,
-    is_pipelined,
+    metrics_of,
     safe_inverse,
 )
-from meshpar.schedules import Schedule, make_schedule, tick_table
+from meshpar.schedules import Schedule, tick_table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,29 +57,32 @@ class PipelineProgram:
 
     def loss_and_gradients(
         self, params: Params, batch: Batch, step: jax.Array, seed: jax.Array
-    ) -> tuple[jax.Array, jax.Array, Params]:
-        """Mean loss, summed weights, and fp32 gradients laid out as the parameters."""
+    ) -> tuple[jax.Array, dict[str, jax.Array], Params]:
+        """Mean loss, more metrics, and gradients laid out as the states."""
         placement = self.placement
 
         def local(
             params: Params, batch: Batch, step: jax.Array, seed: jax.Array
-        ) -> tuple[jax.Array, jax.Array, Params]:
+        ) -> tuple[jax.Array, dict[str, jax.Array], Params]:
             work = self._microbatches(params, batch, dropout_key(seed, step)).work()
-            sums, blocks, ends = self._run(work).loss_and_gradients()
-            loss_sum, weight_sum = placement.sum_losses(sums, MANUAL_AXES)
+            found = self._run(work).loss_and_gradients()
+            (loss_sum, weight_sum), auxiliary = placement.sum_losses(
+                (found.loss_sums, found.auxiliary), MANUAL_AXES
+            )
+            loss_sum += only_group(placement.model).weighted(auxiliary)
             share = safe_inverse(weight_sum)
-            merged = [jax.tree.map(_merge, blocks)]
-            summed = placement.reduce(ends, merged, after=loss_sum)
+            blocks = [merge(found.block_gradients)]
+            summed = placement.reduce(found.end_gradients, blocks, after=loss_sum)
             gradients = jax.tree.map(
                 lambda value: value * share.astype(value.dtype), summed
             )
-            return loss_sum * share, weight_sum, gradients
+            return loss_sum * share, metrics_of(weight_sum, auxiliary), gradients
 
         specs = placement.manual_specs
         return placement.on_shards(
             local,
             (specs, BATCH, REPLICATED, REPLICATED),
-            (REPLICATED, REPLICATED, specs),
+            (REPLICATED, REPLICATED, placement.manual_state_specs),
         )(params, batch, step, seed)
 
     def loss_sums(self, params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
@@ -91,15 +100,7 @@ class PipelineProgram:
     def logits(self, params: Params, batch: Batch) -> jax.Array:
         """fp32 logits (batch, seq, vocab), without dropout."""
         placement = self.placement
-        one = dataclasses.replace(
-            self,
-            schedule=make_schedule(
-                placement.layout.schedule,
-                self.schedule.num_ranks,
-                1,
-                self.schedule.num_chunks,
-            ),
-        )
+        one = replace(self, schedule=self.schedule.of_one_microbatch())
 
         def local(params: Params, batch: Batch) -> jax.Array:
             work = one._microbatches(params, batch, None)
@@ -114,13 +115,16 @@ class PipelineProgram:
         self, params: Params, batch: Batch, key: jax.Array | None
     ) -> Microbatches:
         schedule = self.schedule
-        weights, (blocks,) = self.placement.gather_ends(params)
+        weights, (blocks,) = self.placement.gather_before_loop(params)
+        ends, (shapes,) = self.placement.gradient_shapes(weights, [blocks])
         return Microbatches(
             placement=self.placement,
             arrangement=self.arrangement,
             weights=weights,
-            blocks=_cut(blocks, schedule.num_chunks),
-            batch=_cut(batch, schedule.num_microbatches),
+            blocks=cut(blocks, schedule.num_chunks),
+            end_gradients=ends,
+            gradients=jax.eval_shape(lambda: cut(_zeros(shapes), schedule.num_chunks)),
+            batch=cut(batch, schedule.num_microbatches),
             key=key,
         )
 
@@ -133,16 +137,8 @@ class PipelineProgram:
         )
 
 
-def _cut(tree: Any, num_parts: int) -> Any:
-    """The first dim of every array in that many parts."""
-    return jax.tree.map(
-        lambda value: value.reshape(num_parts, -1, *value.shape[1:]), tree
-    )
-
-
-def _merge(value: jax.Array) -> jax.Array:
-    """(chunks, places, ...) -> (layers, ...)."""
-    return value.reshape(-1, *value.shape[2:])
+def _zeros(shapes: Params) -> Params:
+    return jax.tree.map(lambda value: jnp.zeros(value.shape, value.dtype), shapes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,21 +162,62 @@ class Pipeline:
         )
 
 
-def pipeline_of(model: Model, layout: Layout) -> Pipeline:
+def pipeline_of(
+    model: Model, layout: Layout, schedule: OwnSchedule | None = None
+) -> Pipeline:
     """The model arranged for a layout's stages, and its schedule.
 
+    Args:
+        model: The model.
+        layout: Its stages, microbatches, chunks and splits.
+        schedule: Instead of the one that the layout names.
+
     Raises:
-        InputError: More stages than layers, splits that do not fit, a schedule that
-            cannot have those sizes, or several groups of blocks.
+        InputError: More stages than layers, splits that do not fit, a schedule that is
+            wrong or cannot have those sizes, or several groups of blocks.
     """
-    sizes = stage_sizes(layout, only_group(model).num_layers)
-    schedule = make_schedule(
-        layout.schedule, layout.stage, layout.microbatches, layout.chunks
+    sizes = layers_of_stages(model, layout)
+    chosen = chosen_schedule(
+        layout.schedule if schedule is None else schedule,
+        num_ranks=layout.stage,
+        num_microbatches=layout.microbatches,
+        chunks=layout.chunks,
     )
-    placed = arrangement(schedule, sizes)
+    placed = arrangement(chosen, sizes)
     return Pipeline(
-        model=arranged(model, placed.order), schedule=schedule, arrangement=placed
+        model=arranged(model, placed.order), schedule=chosen, arrangement=placed
     )
+
+
+def layers_of_stages(model: Model, layout: Layout) -> tuple[int, ...]:
+    """How many layers each stage of a layout has, first to last.
+
+    Raises:
+        InputError: More stages than layers, splits that do not fit, costs that cannot
+            be measured, or several groups of blocks.
+    """
+    group = only_group(model)
+    even = stage_sizes(group.num_layers, layout.stage, layout.chunks)
+    if layout.splits != BY_COST:
+        return stage_sizes(group.num_layers, layout.stage, layout.chunks, layout.splits)
+    costs = group.costs or layer_costs(model)
+    return split_by_cost(costs, len(even), empty_cost=sum(costs) / len(costs))
+
+
+def with_costs(model: Model, costs: Sequence[float], layout: Layout) -> Model:
+    """The model with what each of its layers costs.
+
+    Raises:
+        InputError: The layout does not split by cost, the model has several groups of
+            blocks, or there are not as many costs as layers.
+    """
+    if layout.splits != BY_COST:
+        raise InputError(
+            f"layer_costs are given, but layout {str(layout)!r} does not split by "
+            "them; say splits=cost, or leave them out"
+        )
+    group = replace(only_group(model), costs=tuple(costs))
+    return replace(model, groups=(group,))
 
 
 def arranged_for(model: Model, layout: Layout) -> Model:
@@ -189,4 +226,4 @@ def arranged_for(model: Model, layout: Layout) -> Model:
     Raises:
         InputError: As for `pipeline_of`.
     """
-    return pipeline_of(model, layout).model if is_pipelined(layout) else model
+    return pipeline_of(model, layout).model if layout.is_pipelined else model

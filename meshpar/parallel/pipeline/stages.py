@@ -10,7 +10,6 @@ import jax
 import numpy as np
 
 from meshpar.errors import InputError
-from meshpar.layout import Layout
 from meshpar.model import BlockGroup, Model, Parameter, is_parameter
 from meshpar.schedules import Schedule
 
@@ -34,6 +33,13 @@ class Arrangement:
         return tuple(self.layers.ravel().tolist())
 
     @property
+    def places(self) -> np.ndarray:
+        """The place of each layer, first to last."""
+        order = self.layers.ravel()
+        empty = np.count_nonzero(order == NO_LAYER)
+        return np.argsort(order, kind="stable")[empty:]
+
+    @property
     def padded(self) -> bool:
         """Whether some places hold no layer."""
         return bool((self.layers == NO_LAYER).any())
@@ -50,17 +56,38 @@ def split_evenly(num_layers: int, num_stages: int) -> tuple[int, ...]:
     return (shorter + 1,) * longer + (shorter,) * (num_stages - longer)
 
 
-def split_by_cost(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
+def split_by_cost(
+    costs: Sequence[float], num_stages: int, *, empty_cost: float = 0.0
+) -> tuple[int, ...]:
     """Layers of each stage so that the costliest stage costs least.
+
+    In lock step all ranks run as many places as the longest stage has layers; what a
+    place without a layer costs is `empty_cost`.
 
     Args:
         costs: Of each layer, in any unit.
         num_stages: Stages, none of them empty.
+        empty_cost: Of a place without a layer.
 
     Example:
-        >>> split_by_cost([3, 1, 1, 1], 2)
-        (1, 3)
+        >>> split_by_cost([3, 1, 1, 1], 2), split_by_cost([3, 1, 1, 1], 2, empty_cost=1)
+        ((1, 3), (2, 2))
     """
+    best_cost, best_sizes = np.inf, ()
+    for most in range(-(-len(costs) // num_stages), len(costs) - num_stages + 2):
+        cost, sizes = _split(costs, num_stages, most, empty_cost)
+        if cost < best_cost:
+            best_cost, best_sizes = cost, sizes
+        num_empty = num_stages * (most + 1) - len(costs)
+        if (sum(costs) + num_empty * empty_cost) / num_stages >= best_cost:
+            break  # longer stages cost as much on average
+    return best_sizes
+
+
+def _split(
+    costs: Sequence[float], num_stages: int, most: int, empty_cost: float
+) -> tuple[float, tuple[int, ...]]:
+    """The least cost of the costliest stage of at most `most` layers, and the sizes."""
     sums = np.concatenate([[0.0], np.cumsum(costs)])
     num_layers = len(costs)
     # best[k, n]: the least possible cost of the costliest of k stages of n layers.
@@ -69,44 +96,54 @@ def split_by_cost(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
     best[0, 0] = 0.0
     for stage in range(1, num_stages + 1):
         for stop in range(stage, num_layers + 1):
-            starts = np.arange(stage - 1, stop)
-            worst = np.maximum(best[stage - 1, starts], sums[stop] - sums[starts])
+            starts = np.arange(max(stage - 1, stop - most), stop)
+            empty = empty_cost * (most - (stop - starts))
+            own = sums[stop] - sums[starts] + empty
+            worst = np.maximum(best[stage - 1, starts], own)
             at = int(np.argmin(worst))
             best[stage, stop], cut[stage, stop] = worst[at], starts[at]
     sizes, stop = [], num_layers
     for stage in range(num_stages, 0, -1):
         sizes.append(stop - int(cut[stage, stop]))
         stop = int(cut[stage, stop])
-    return tuple(reversed(sizes))
+    return float(best[num_stages, num_layers]), tuple(reversed(sizes))
 
 
-def stage_sizes(layout: Layout, num_layers: int) -> tuple[int, ...]:
-    """Layers of each stage under a layout.
+def stage_sizes(
+    num_layers: int, num_ranks: int, chunks: int = 1, splits: Sequence[int] = ()
+) -> tuple[int, ...]:
+    """Layers of each stage, first to last.
+
+    Args:
+        num_layers: Layers of all stages.
+        num_ranks: Ranks of the pipeline.
+        chunks: Stages of each.
+        splits: Layers of each stage; as even as possible when absent.
 
     Raises:
         InputError: More stages than layers, or splits that are not the stages' or do
             not add up to the layers.
     """
-    num_stages = layout.stage * layout.chunks
+    num_stages = num_ranks * chunks
     if num_stages > num_layers:
         raise InputError(
-            f"stage={layout.stage} x chunks={layout.chunks} are {num_stages} stages, "
-            f"but the model has {num_layers} layers; take fewer stages or chunks"
+            f"stage={num_ranks} x chunks={chunks} are {num_stages} stages, but the "
+            f"model has {num_layers} layers; take fewer stages or chunks"
         )
-    if not layout.splits:
+    if not splits:
         return split_evenly(num_layers, num_stages)
-    splits = "/".join(map(str, layout.splits))
-    if len(layout.splits) != num_stages:
+    shown = "/".join(map(str, splits))
+    if len(splits) != num_stages:
         raise InputError(
-            f"splits={splits} has {len(layout.splits)} sizes for {num_stages} stages; "
+            f"splits={shown} has {len(splits)} sizes for {num_stages} stages; "
             "give one for each stage, first to last"
         )
-    if sum(layout.splits) != num_layers:
+    if min(splits) < 1 or sum(splits) != num_layers:
         raise InputError(
-            f"splits={splits} has {sum(layout.splits)} layers in all, but the model "
-            f"has {num_layers}; make them add up"
+            f"splits={shown} has {sum(splits)} layers in all, but the model has "
+            f"{num_layers}; make them add up, at least 1 each"
         )
-    return layout.splits
+    return tuple(splits)
 
 
 def arrangement(schedule: Schedule, sizes: Sequence[int]) -> Arrangement:
@@ -174,3 +211,15 @@ def only_group(model: Model) -> BlockGroup:
             f"{len(model.groups)}: {names}; set stage=1 and microbatches=1"
         )
     return model.groups[0]
+
+
+def cut(tree: Any, num_parts: int) -> Any:
+    """The first dim of every array in that many parts."""
+    return jax.tree.map(
+        lambda value: value.reshape(num_parts, -1, *value.shape[1:]), tree
+    )
+
+
+def merge(tree: Any) -> Any:
+    """Undoes `cut`."""
+    return jax.tree.map(lambda value: value.reshape(-1, *value.shape[2:]), tree)

@@ -1,0 +1,158 @@
+"""What each layer of a model costs: matmul FLOPs of its forward, read from its jaxpr.
+
+A block is one function of all its layers; layers differ where it branches on
+`scope.layer` (`lax.cond`, `lax.switch`): that index is known for each layer, and with
+it the branch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
+
+from meshpar.errors import InputError
+from meshpar.model import EXAMPLE, Model, Parameter, Scope, batch_shapes, is_parameter
+
+SEQ = 8
+"""Tokens of the sequence that is traced; every model takes so short a one."""
+
+Values = Sequence[Any]
+"""A value for each variable, None where it is not known."""
+
+
+def layer_costs(model: Model, *, seq: int = SEQ) -> tuple[float, ...]:
+    """FLOPs of the matmuls of every layer's forward on one example, nothing run.
+
+    Args:
+        model: The model, its groups of blocks in order.
+        seq: Tokens of the example; as long as in training where layers differ in how
+            they attend.
+
+    Raises:
+        InputError: The model cannot be traced on tokens, targets and weights alone.
+
+    Example:
+        >>> from models.presets import build
+        >>> costs = layer_costs(build("test", layers=3))
+        >>> len(costs), len(set(costs))
+        (3, 1)
+    """
+    example = jax.ShapeDtypeStruct((1,), jnp.uint32)
+    batch = {**batch_shapes(1, seq), EXAMPLE: example}
+    shapes = jax.tree.map(_one_layer, model.parameters, is_leaf=is_parameter)
+    ends, groups = model.split(shapes)
+    try:
+        x = jax.eval_shape(
+            lambda ends, batch: model.embed(ends, batch, Scope(batch=batch)),
+            ends,
+            batch,
+        )
+        return tuple(
+            cost
+            for group, params in zip(model.groups, groups, strict=True)
+            for cost in _costs(group.run, group.num_layers, params, x, batch)
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(
+            f"no layer's cost can be measured on a batch of shape {(1, seq)}: {error}; "
+            "give layer_costs="
+        ) from error
+
+
+def _costs(block: Any, num_layers: int, params: Any, x: Any, batch: Any) -> list[float]:
+    def call(layer: jax.Array, params: Any, x: jax.Array, batch: Any) -> Any:
+        return block(params, x, Scope(batch=batch, layer=layer))
+
+    layer = jax.ShapeDtypeStruct((), jnp.int32)
+    program = jax.make_jaxpr(call)(layer, params, x, batch)
+    unknown = [None] * (len(program.jaxpr.invars) - 1)
+    return [
+        float(_walk(program, [jnp.int32(index), *unknown])[0])
+        for index in range(num_layers)
+    ]
+
+
+def _walk(closed: Any, arguments: Values) -> tuple[int, list[Any]]:
+    """FLOPs of a program, and its results as far as they are known."""
+    jaxpr = closed.jaxpr
+    known = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+    known.update(zip(jaxpr.invars, arguments, strict=True))
+
+    def value(atom: Any) -> Any:
+        return atom.val if hasattr(atom, "val") else known.get(atom)
+
+    total = 0
+    for equation in jaxpr.eqns:
+        flops, results = _equation(equation, [value(atom) for atom in equation.invars])
+        total += flops
+        known.update(zip(equation.outvars, results, strict=True))
+    return total, [value(atom) for atom in jaxpr.outvars]
+
+
+def _equation(equation: Any, values: Values) -> tuple[int, list[Any]]:
+    params, name = equation.params, equation.primitive.name
+    unknown = [None] * len(equation.outvars)
+    if name == "dot_general":
+        (contracted, _), _ = params["dimension_numbers"]
+        shape = equation.invars[0].aval.shape
+        return _matmul(equation, math.prod(shape[dim] for dim in contracted)), unknown
+    if name == "conv_general_dilated":
+        kernel = equation.invars[1].aval.shape
+        out_features = kernel[params["dimension_numbers"].rhs_spec[0]]
+        return _matmul(equation, math.prod(kernel) // out_features), unknown
+    if name == "cond":
+        index, *operands = values
+        if index is not None:
+            return _walk(params["branches"][int(index)], operands)
+        branches = [_walk(branch, operands)[0] for branch in params["branches"]]
+        return max(branches), unknown
+    if name == "scan":
+        inner = params["jaxpr"]
+        arguments = [None] * len(inner.jaxpr.invars)
+        return params["length"] * _walk(inner, arguments)[0], unknown
+    called = [_closed(inner) for inner in jax.tree.leaves(params, is_leaf=_is_program)]
+    called = [inner for inner in called if inner is not None]
+    if called:
+        return _called(called, values, unknown)
+    return 0, _evaluated(equation, values, unknown)
+
+
+def _called(called: list[Any], values: Values, unknown: list) -> tuple[int, list[Any]]:
+    """A call of one program (`jit`, `checkpoint`, ...), or a loop that runs once."""
+    if len(called) == 1 and len(called[0].jaxpr.invars) == len(values):
+        return _walk(called[0], values)
+    walks = [_walk(inner, [None] * len(inner.jaxpr.invars)) for inner in called]
+    return sum(flops for flops, _ in walks), unknown
+
+
+def _evaluated(equation: Any, values: Values, unknown: list) -> list[Any]:
+    """The results where all operands are known: what becomes of the layer's index."""
+    if not values or any(value is None for value in values) or equation.effects:
+        return unknown
+    with jax.ensure_compile_time_eval():
+        results = equation.primitive.bind(*values, **equation.params)
+    return list(results) if equation.primitive.multiple_results else [results]
+
+
+def _matmul(equation: Any, contracted: int) -> int:
+    return 2 * contracted * math.prod(equation.outvars[0].aval.shape)
+
+
+def _is_program(node: Any) -> bool:
+    return hasattr(node, "eqns")
+
+
+def _closed(node: Any) -> Any:
+    """A program that can be walked; None for any other parameter of an equation."""
+    if not _is_program(node):
+        return None
+    return node if hasattr(node, "consts") else ClosedJaxpr(node, ())
+
+
+def _one_layer(parameter: Parameter) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(parameter.shape, parameter.dtype)

@@ -1,0 +1,385 @@
+"""The pipeline alone: loss and gradients of a user's own functions and pytrees."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+from meshpar.collectives import asked, zero_from
+from meshpar.errors import InputError
+from meshpar.layout import BATCH_AXES, REMATS, nearest
+from meshpar.parallel.data import reduce_gradients
+from meshpar.parallel.pipeline.ends import STAGE
+from meshpar.parallel.pipeline.executor import Executor, Results
+from meshpar.parallel.pipeline.schedule_choice import OwnSchedule, chosen_schedule
+from meshpar.parallel.pipeline.stages import (
+    Arrangement,
+    arrangement,
+    cut,
+    merge,
+    stage_sizes,
+)
+from meshpar.parallel.pipeline.user_functions import (
+    UserFunctions,
+    UserMicrobatches,
+    differentiable,
+)
+from meshpar.parallel.placement import safe_inverse
+from meshpar.parallel.zero import Stored, zero_from_all
+from meshpar.schedules import tick_table
+
+Gradients = tuple[Any, Any, Any]
+
+
+def pipeline_value_and_grad(
+    block: Callable[..., jax.Array],
+    head: Callable[..., Any],
+    *,
+    mesh: Mesh,
+    num_microbatches: int,
+    embed: Callable[[Any, Any], jax.Array] | None = None,
+    schedule: OwnSchedule = "1f1b",
+    chunks: int = 1,
+    splits: Sequence[int] = (),
+    remat: str = "none",
+    per_token: bool = False,
+    auxiliary: Mapping[str, float] | None = None,
+    block_specs: Any = None,
+    x_spec: PartitionSpec = PartitionSpec(),  # noqa: B008, immutable
+) -> Callable[[Any, Any, Any, Any], tuple[jax.Array, Gradients]]:
+    """Loss and gradients of stacked blocks run as a pipeline, on any functions.
+
+        x_0 = embed(end_params, inputs)                 or the inputs themselves
+        x_(l+1) = block(block_params[l], x_l)           l = 0 ... layers - 1
+        loss = sum of loss_sum / sum of weight_sum      of head(end_params, x, targets)
+
+    summed over microbatches and devices. The backward runs inside the loop of ticks,
+    so that memory grows with the microbatches only as the inputs' own gradient does.
+
+    Args:
+        block: `(layer_params, x) -> x` of the same shape and dtype; with a third
+            parameter it is given where it runs: `at.layer`, `at.microbatch` and
+            `at.inputs`, its microbatch of the inputs, without gradient.
+        head: `(end_params, x, targets) -> (loss_sum, weight_sum)`, two scalars, or
+            one, the mean over the examples it is given.
+        mesh: Has a mesh axis `stage`, and may have `data` and `fsdp`, which split the
+            batch. GSPMD partitions over all others, such as `tensor`. All are `Auto`.
+        num_microbatches: Parts that each device's share of the batch runs in.
+        embed: `(end_params, inputs) -> x`; without it the inputs are x, one array.
+        schedule: A name (`1f1b`, `gpipe`, `interleaved_1f1b`, `looped_bfs`), a
+            `meshpar.schedules.Schedule`, one order a rank, or a CSV file.
+        chunks: Stages of one rank.
+        splits: Layers of each stage; as even as possible when absent.
+        remat: What the backward recomputes: `none`, `dots`, `full` (each block),
+            `stage` or `stage_full` (each stage), as in `Layout`.
+        per_token: Whether embed and head treat every token (dim 1 of x, and of inputs
+            and targets that have as many) by itself. Then the ranks share them, if the
+            tokens divide over the ranks; otherwise each rank computes them in full.
+        auxiliary: Name of each auxiliary loss of the blocks -> its coefficient. A block
+            then returns `(x, sums)`, a dict of a scalar for each, and the loss has all
+            layers' `coefficient * sums` beside `loss_sum`; means, if head gives one.
+        block_specs: Tree of the `PartitionSpec` of one layer's parameters over GSPMD's
+            mesh axes; replicated when absent. For virtual CPU devices, which need it to
+            put collectives in order without moving parameters.
+        x_spec: How x lies over GSPMD's mesh axes, where it is split (sequence
+            parallel); so that hops move each device's part alone.
+
+    Returns:
+        `(block_params, end_params, inputs, targets) -> (loss, gradients)`:
+        `block_params` a pytree of arrays (layers, ...), first to last; `end_params` any
+        pytree; `inputs` and `targets` pytrees of arrays (examples, ...). `loss` is an
+        fp32 scalar; `gradients` are those of block_params, end_params and inputs,
+        shaped and typed as they are, None for arrays of integers. Blocks' parameters
+        are split over `stage`; where stages are uneven or chunked, layers move to
+        their ranks first, and gradients back. The function can be jitted, and the
+        loss differentiated again: an outer derivative scales the gradients that are
+        there. Those gradients themselves cannot be differentiated.
+
+    Raises:
+        InputError: When made: no `stage`, a mesh axis that is not `Auto`, no such
+            schedule, or one for other ranks or microbatches. When called: fewer layers
+            than stages, splits that do not add up, a batch that does not divide over
+            devices and microbatches, a block that changes the shape of x.
+
+    Example:
+        >>> import numpy as np
+        >>> from jax.sharding import AxisType, Mesh
+        >>> mesh = Mesh(np.array(jax.devices()[:2]), ("stage",),
+        ...             axis_types=(AxisType.Auto,))
+        >>> value_and_grad = pipeline_value_and_grad(
+        ...     lambda w, x: jnp.tanh(x @ w),
+        ...     lambda scale, x, y: jnp.mean((scale * x - y) ** 2),
+        ...     mesh=mesh,
+        ...     num_microbatches=4,
+        ... )
+        >>> weights, x = 0.1 * jnp.ones((6, 8, 8)), jnp.ones((16, 8))
+        >>> loss, (dw, dscale, dx) = value_and_grad(weights, jnp.ones(()), x, x)
+        >>> dw.shape, dscale.shape, dx.shape
+        ((6, 8, 8), (), (16, 8))
+        >>> outer = lambda w: 10 * value_and_grad(w, jnp.ones(()), x, x)[0]
+        >>> bool(jnp.allclose(jax.grad(outer)(weights), 10 * dw))
+        True
+
+    Reference: Narayanan et al. 2021, "Memory-Efficient Pipeline-Parallel DNN Training"
+        (1F1B); for the ends, Yeung et al. 2024.
+    """
+    _check_mesh(mesh)
+    if remat not in REMATS:
+        raise InputError(f"no remat {remat!r}; {nearest(remat, REMATS)}")
+    chosen = chosen_schedule(
+        schedule,
+        num_ranks=mesh.shape[STAGE],
+        num_microbatches=num_microbatches,
+        chunks=chunks,
+    )
+
+    def run(blocks: Any, ends: Any, inputs: Any, targets: Any) -> tuple:
+        num_layers = _num_layers(blocks)
+        _check_parameters(blocks, ends)
+        _check_batch(inputs, targets, mesh, num_microbatches)
+        sizes = stage_sizes(num_layers, mesh.shape[STAGE], chunks, splits)
+        functions = UserFunctions(
+            block=block,
+            head=head,
+            embed=embed,
+            mesh=mesh,
+            schedule=chosen,
+            per_token=per_token,
+            auxiliary=dict(auxiliary or {}),
+            remat=remat,
+            x_spec=x_spec,
+            block_stored=_stored(blocks, (STAGE,), block_specs),
+            end_stored=_stored(ends, (), None),
+        )
+        placed = arrangement(chosen, sizes)
+        return _run(functions, placed, blocks, ends, inputs, targets)
+
+    return _differentiable(jax.jit(run))
+
+
+def _differentiable(run: Callable[..., tuple]) -> Callable[..., tuple]:
+    """`run`, whose loss has its own gradients as its derivative."""
+
+    @jax.custom_vjp
+    def value_and_grad(
+        block_params: Any, end_params: Any, inputs: Any, targets: Any
+    ) -> tuple[jax.Array, Gradients]:
+        return run(block_params, end_params, inputs, targets)
+
+    def forward(*arguments: Any) -> tuple:
+        if any(leaf.perturbed for leaf in jax.tree.leaves(arguments[3])):
+            raise InputError(
+                "the pipeline's loss is differentiated with respect to its targets, "
+                "which get no gradient; pass them as inputs, or lax.stop_gradient them"
+            )
+        values = jax.tree.map(lambda leaf: leaf.value, arguments)
+        loss, gradients = run(*values)
+        return (loss, gradients), gradients
+
+    def backward(gradients: Gradients, cotangents: tuple) -> tuple:
+        of_loss, of_gradients = cotangents
+        if not all(
+            isinstance(leaf, SymbolicZero) for leaf in jax.tree.leaves(of_gradients)
+        ):
+            raise InputError(
+                "the gradients of a pipeline are differentiated again, which its "
+                "backward does not keep enough for; differentiate its loss only"
+            )
+        if isinstance(of_loss, SymbolicZero):
+            of_loss = jnp.zeros(of_loss.shape, of_loss.dtype)
+        scaled = jax.tree.map(
+            lambda value: value * of_loss.astype(value.dtype), gradients
+        )
+        return (*scaled, None)
+
+    value_and_grad.defvjp(forward, backward, symbolic_zeros=True)
+    return value_and_grad
+
+
+def _run(
+    functions: UserFunctions,
+    placed: Arrangement,
+    blocks: Any,
+    ends: Any,
+    inputs: Any,
+    targets: Any,
+) -> tuple[jax.Array, Gradients]:
+    schedule, mesh = functions.schedule, functions.mesh
+    batch_axes = _batch_axes(mesh)
+    of_ranks, of_batch = PartitionSpec(STAGE), PartitionSpec(batch_axes or None)
+    everywhere = PartitionSpec()
+
+    def local(blocks: Any, ends: Any, inputs: Any, targets: Any) -> tuple:
+        microbatches = UserMicrobatches(
+            functions=functions,
+            arrangement=placed,
+            blocks=cut(blocks, schedule.num_chunks),
+            ends=ends,
+            inputs=cut(inputs, schedule.num_microbatches),
+            targets=cut(targets, schedule.num_microbatches),
+        )
+        found = Executor(
+            table=tick_table(schedule),
+            num_stages=schedule.num_stages,
+            work=microbatches.work(),
+            in_order=functions.in_order,
+        ).loss_and_gradients()
+        return _reduced(functions, batch_axes, found)
+
+    loss, of_blocks, of_ends, of_floats = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(of_ranks, everywhere, of_batch, of_batch),
+        out_specs=(everywhere, of_ranks, everywhere, of_batch),
+        axis_names={STAGE, *batch_axes},
+        check_vma=False,
+    )(_arranged(blocks, placed), ends, inputs, targets)
+    floats = iter(of_floats)
+    gradients = (
+        _in_layer_order(of_blocks, placed),
+        of_ends,
+        jax.tree.map(
+            lambda like: next(floats) if differentiable(like) else None, inputs
+        ),
+    )
+    return loss, jax.tree.map(
+        lambda value, like: value if value is None else value.astype(like.dtype),
+        gradients,
+        (blocks, ends, inputs),
+        is_leaf=lambda node: node is None,
+    )
+
+
+def _reduced(
+    functions: UserFunctions, batch_axes: tuple[str, ...], found: Results
+) -> tuple[jax.Array, Any, Any, list[jax.Array]]:
+    """Mean loss, and its gradients summed over the mesh axes that split the work."""
+    at_work = [axis for axis in (*batch_axes, STAGE) if functions.mesh.shape[axis] > 1]
+    with asked("loss_sum"):
+        (loss_sum, weight_sum), auxiliary = lax.psum(
+            (found.loss_sums, found.auxiliary), tuple(at_work)
+        )
+    for name, coefficient in functions.auxiliary.items():
+        loss_sum += coefficient * auxiliary[name]
+    share = safe_inverse(weight_sum)
+    gradients = (
+        merge(found.block_gradients),
+        found.end_gradients,
+        merge(found.input_gradients),
+    )
+    stored = (
+        functions.block_stored,
+        functions.end_stored,
+        _stored(gradients[2], (batch_axes,), None, wide=functions.in_order),
+    )
+    earlier = None
+    if functions.in_order:
+        earlier = zero_from_all(stored[0], gradients[0]) + zero_from(loss_sum)
+    summed = reduce_gradients(
+        stored, gradients, tuple(at_work), earlier=earlier, in_order=functions.in_order
+    )
+    scaled = jax.tree.map(lambda value: value * share.astype(value.dtype), summed)
+    return loss_sum * share, *scaled
+
+
+def _stored(tree: Any, manual: tuple, automatic: Any, *, wide: bool = True) -> Any:
+    """Tree of `Stored` of arrays whose first dims lie over `manual`."""
+
+    def stored(value: Any, spec: PartitionSpec) -> Stored:
+        everywhere = PartitionSpec(*manual, *spec)
+        dtype = jnp.float32 if wide else value.dtype
+        return Stored(
+            spec=everywhere,
+            loop_spec=everywhere,
+            gradient_spec=everywhere,
+            state_spec=everywhere,
+            compute_dtype=value.dtype,
+            gradient_dtype=dtype,
+            sum_dtype=dtype,
+        )
+
+    if automatic is None:
+        return jax.tree.map(lambda value: stored(value, PartitionSpec()), tree)
+    return jax.tree.map(stored, tree, automatic)
+
+
+def _arranged(blocks: Any, placed: Arrangement) -> Any:
+    """Layers at their places; the first also where there is none, so none is zero."""
+    if placed.order == tuple(range(len(placed.order))):
+        return blocks
+    layers = np.maximum(placed.order, 0)
+    return jax.tree.map(lambda value: value[layers], blocks)
+
+
+def _in_layer_order(gradients: Any, placed: Arrangement) -> Any:
+    if placed.order == tuple(range(len(placed.order))):
+        return gradients
+    return jax.tree.map(lambda value: value[placed.places], gradients)
+
+
+def _batch_axes(mesh: Mesh) -> tuple[str, ...]:
+    return tuple(axis for axis in BATCH_AXES if axis in mesh.axis_names)
+
+
+def _check_mesh(mesh: Mesh) -> None:
+    if STAGE not in mesh.axis_names:
+        raise InputError(
+            f"the mesh has {', '.join(map(repr, mesh.axis_names))}, but no mesh axis "
+            f"{STAGE!r}; a pipeline's ranks lie along it"
+        )
+    for mesh_axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True):
+        if kind != AxisType.Auto:
+            raise InputError(
+                f"mesh axis {mesh_axis!r} is {kind.name}, but must be Auto; build the "
+                "mesh with axis_types=(AxisType.Auto,) * axes, or meshpar.make_mesh"
+            )
+
+
+def _num_layers(blocks: Any) -> int:
+    shapes = {jnp.shape(leaf) for leaf in jax.tree.leaves(blocks)}
+    lengths = {shape[:1] for shape in shapes}
+    if len(lengths) != 1 or () in lengths:
+        shown = ", ".join(map(str, sorted(shapes))) or "no arrays"
+        raise InputError(
+            f"block_params have shapes {shown}; stack every parameter over the layers, "
+            "as many in each"
+        )
+    return lengths.pop()[0]
+
+
+def _check_parameters(*trees: Any) -> None:
+    for leaf in jax.tree.leaves(trees):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise InputError(
+                f"a parameter is {leaf.dtype}{leaf.shape}; parameters get gradients, "
+                "so they are floating-point: pass others as inputs or targets"
+            )
+
+
+def _check_batch(inputs: Any, targets: Any, mesh: Mesh, num_microbatches: int) -> None:
+    shapes = {jnp.shape(leaf) for leaf in jax.tree.leaves((inputs, targets))}
+    lengths = {shape[:1] for shape in shapes}
+    if len(lengths) != 1 or () in lengths:
+        shown = ", ".join(map(str, sorted(shapes))) or "no arrays"
+        raise InputError(
+            f"inputs and targets have shapes {shown}; each has the example first, as "
+            "many in all"
+        )
+    num_examples = lengths.pop()[0]
+    axes = _batch_axes(mesh)
+    shards = math.prod(mesh.shape[axis] for axis in axes)
+    if num_examples % (shards * num_microbatches):
+        raise InputError(
+            f"inputs have {num_examples} examples, which do not divide over {shards} "
+            f"devices of {', '.join(axes) or 'no batch axis'} x "
+            f"num_microbatches={num_microbatches}; pad with examples of weight 0, or "
+            "take other microbatches"
+        )

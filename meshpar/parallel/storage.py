@@ -1,0 +1,192 @@
+"""Where every parameter lies at rest and in a step, by rules and ZeRO stage.
+
+The rules say how matmuls want a parameter. What ZeRO splits is split further over batch
+axes, along the dim that a rule maps to them, or else the largest that divides: so one
+size that does not divide leaves nothing replicated in silence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from meshpar.layout import BATCH_AXES, Layout
+from meshpar.model import Model, Parameter, is_parameter, path_name, spec_axes
+from meshpar.parallel.zero import Stored
+from meshpar.rules import Rules
+
+
+def stored_parameters(
+    model: Model,
+    layout: Layout,
+    rules: Rules,
+    *,
+    compute_dtype: Any,
+    gradient_dtype: Any,
+    sum_dtype: Any,
+) -> Any:
+    """Tree of `Stored` beside a model's parameters.
+
+    Args:
+        model: The model.
+        layout: Sizes of the mesh axes, and ZeRO.
+        rules: Logical axis -> mesh axes; those for stored parameters are taken.
+        compute_dtype: As in `Stored`, and so the next two.
+        gradient_dtype: In which gradients are kept.
+        sum_dtype: In which they are summed over devices.
+
+    Raises:
+        RuleError: A parameter cannot be laid out; its path is in the message.
+    """
+
+    def place(path: tuple, parameter: Parameter) -> Stored:
+        return Stored(
+            **parameter_specs(path_name(path), parameter, layout, rules),
+            compute_dtype=compute_dtype,
+            gradient_dtype=gradient_dtype,
+            sum_dtype=sum_dtype,
+        )
+
+    return jax.tree.map_with_path(place, model.parameters, is_leaf=is_parameter)
+
+
+def parameter_specs(
+    path: str, parameter: Parameter, layout: Layout, rules: Rules
+) -> dict[str, PartitionSpec]:
+    """Each spec of `Stored` of one parameter, by name.
+
+    Raises:
+        RuleError: It cannot be laid out.
+    """
+    sizes = layout.mesh_shape
+    whole = _without_batch_axes(rules).spec(
+        parameter.stacked_axes,
+        parameter.stacked_shape,
+        mesh_shape=sizes,
+        path=path,
+    )
+    split = _split(whole, parameter, layout, rules)
+    # Blocks take their parameters layer by layer: layers are split at rest only.
+    by_layer = parameter.num_layers is None or split[0] == whole[0]
+    once = layout.is_pipelined and layout.fsdp_gather == "step"
+    layerwise = layout.zero == 3 and not once
+    return {
+        "spec": split if layout.zero == 3 else whole,
+        "loop_spec": split if layerwise and parameter.num_layers else whole,
+        "gradient_spec": split
+        if layerwise or (layout.zero == 2 and by_layer)
+        else whole,
+        "state_spec": split,
+    }
+
+
+def unsplit_axes(layout: Layout, rules: Rules, spec: PartitionSpec) -> tuple[str, ...]:
+    """The mesh axes that ZeRO should split states over which lie as `spec` says."""
+    wanted = _zero_axes(layout, rules)
+    return tuple(axis for axis in wanted if axis not in spec_axes(spec))
+
+
+def unsplit_message(
+    path: str, parameter: Parameter, layout: Layout, mesh_axes: tuple[str, ...]
+) -> str:
+    """Why a parameter's states are whole on the devices of some mesh axes."""
+    sizes = " and ".join(f"{axis}={layout.mesh_shape[axis]}" for axis in mesh_axes)
+    return (
+        f"{path}: shape {parameter.stacked_shape} has no dim left that divides over "
+        f"{sizes}, so its states are whole on each of those devices; pad a dim, or "
+        "take other sizes"
+    )
+
+
+def moved_from(parameter: Parameter, rules: Rules, spec: PartitionSpec) -> str | None:
+    """The logical axis that a rule would split over batch axes, but another dim is."""
+    ruled = _ruled_dims(parameter, rules)
+    split = [
+        dim for dim, entry in enumerate(spec) if set(_axes(entry)) & set(BATCH_AXES)
+    ]
+    if not ruled or not split or set(ruled) & set(split):
+        return None
+    return parameter.stacked_axes[ruled[0]]
+
+
+def _without_batch_axes(rules: Rules) -> Rules:
+    stored = rules.stored
+    table = {
+        logical_axis: tuple(axis for axis in mesh_axes if axis not in BATCH_AXES)
+        for logical_axis, mesh_axes in stored.table.items()
+    }
+    return replace(stored, table=table)
+
+
+def _split(
+    whole: PartitionSpec, parameter: Parameter, layout: Layout, rules: Rules
+) -> PartitionSpec:
+    """`whole`, split further over the axes of ZeRO where a dim divides."""
+    sizes = layout.mesh_shape
+    entries = list(whole)
+    wanted = _zero_axes(layout, rules)
+    for axes in (wanted, *((axis,) for axis in wanted)):
+        left = tuple(axis for axis in axes if axis not in _named(entries))
+        if left != axes or not axes:
+            continue
+        for dim in _dims(entries, parameter, layout, rules):
+            degree = math.prod(sizes[axis] for axis in (*_axes(entries[dim]), *axes))
+            if parameter.stacked_shape[dim] % degree == 0:
+                together = (*_axes(entries[dim]), *axes)
+                entries[dim] = together[0] if len(together) == 1 else together
+                break
+    return PartitionSpec(*entries)
+
+
+def _dims(
+    entries: Sequence[Any], parameter: Parameter, layout: Layout, rules: Rules
+) -> Iterator[int]:
+    """The dims that can be split over batch axes, the best first.
+
+    A dim that GSPMD splits cannot be: its shards would interleave. Layers can where
+    parameters are whole in a step.
+    """
+    shape, stacked = parameter.stacked_shape, parameter.num_layers is not None
+    free = [
+        dim
+        for dim, entry in enumerate(entries)
+        if entry is None and not (stacked and dim == 0)
+    ]
+    ruled = [dim for dim in _ruled_dims(parameter, rules) if dim in free]
+    yield from ruled
+    yield from sorted(set(free) - set(ruled), key=lambda dim: (-shape[dim], dim))
+    if stacked and layout.zero != 3:
+        yield 0
+
+
+def _ruled_dims(parameter: Parameter, rules: Rules) -> list[int]:
+    """The dims that rules split over batch axes."""
+    table = rules.stored.table
+    return [
+        dim
+        for dim, name in enumerate(parameter.stacked_axes)
+        if name is not None and set(table[name]) & set(BATCH_AXES)
+    ]
+
+
+def _zero_axes(layout: Layout, rules: Rules) -> tuple[str, ...]:
+    """The mesh axes at work that states are split over."""
+    chosen = layout.split_axes
+    if layout.zero == 3:  # a rule says over which axes, and whether at all
+        stored = rules.stored.table
+        mapped = {axis for name in stored if name != "batch" for axis in stored[name]}
+        chosen = tuple(axis for axis in BATCH_AXES if axis in mapped)
+    return tuple(axis for axis in chosen if layout.mesh_shape[axis] > 1)
+
+
+def _named(entries: Sequence[Any]) -> tuple[str, ...]:
+    return spec_axes(PartitionSpec(*entries))
+
+
+def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return (entry,) if isinstance(entry, str) else entry or ()

@@ -1,0 +1,90 @@
+"""Which parameter each array of an optimizer's state belongs to, whatever the chain.
+
+Optax nests its states freely (`chain`, `masked`, `multi_transform`, a user's own), but
+a state of a parameter always lies at the parameter's own path within some tree. So the
+path tells, not the kind of optimizer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from meshpar.errors import InputError
+
+
+def map_states(
+    of_parameter: Callable[..., Any],
+    of_other: Callable[[Any], Any],
+    opt_state: Any,
+    params: Any,
+    *more: Any,
+    is_leaf: Callable[[Any], bool] | None = None,
+) -> Any:
+    """A tree like `opt_state`, made array by array.
+
+    Args:
+        of_parameter: (array, its parameter, what `more` has of it) -> value.
+        of_other: Array that belongs to no parameter, such as a step count -> value.
+        opt_state: An optimizer's state or its shapes.
+        params: The parameters or their shapes.
+        more: Trees like `params`.
+        is_leaf: What is a leaf of `more`.
+    """
+    leaves = jax.tree.leaves_with_path(params)
+    columns = (jax.tree.leaves(tree, is_leaf=is_leaf) for tree in more)
+    rows = zip(leaves, *columns, strict=True)
+    known = {tuple(path): (leaf, *rest) for (path, leaf), *rest in rows}
+
+    def value(path: tuple, array: Any) -> Any:
+        tails = (tuple(path[start:]) for start in range(len(path)))
+        found = next((known[tail] for tail in tails if tail in known), None)
+        return of_other(array) if found is None else of_parameter(array, *found)
+
+    return jax.tree.map_with_path(value, opt_state)
+
+
+def follow_sharding(array: Any, param: Any, sharding: NamedSharding) -> NamedSharding:
+    """The sharding of a parameter's optimizer state.
+
+    State of the parameter's shape lies as the parameter's gradient; state with fewer of
+    its dims, such as Adafactor's factors, as those dims do.
+
+    Raises:
+        InputError: The state has dims that are not its parameter's.
+    """
+    dims = kept_dims(array.shape, param.shape)
+    if dims is None and math.prod(array.shape) > 1:
+        raise InputError(
+            f"optimizer state of shape {array.shape} belongs to a parameter of shape "
+            f"{param.shape}, so it cannot take that parameter's layout; use an "
+            "optimizer whose state has the parameter's dims, all or some of them"
+        )
+    spec = sharding.spec
+    return NamedSharding(
+        sharding.mesh, PartitionSpec(*(spec[dim] for dim in dims or ()))
+    )
+
+
+def kept_dims(
+    shape: tuple[int, ...], of_param: tuple[int, ...]
+) -> tuple[int, ...] | None:
+    """The dims of a parameter that an array of its optimizer state has, in order.
+
+    Example:
+        >>> kept_dims((3, 128), (3, 256, 128))
+        (0, 2)
+        >>> kept_dims((1,), (3, 256, 128)) is None
+        True
+    """
+    dims: list[int] = []
+    for size in shape:
+        start = dims[-1] + 1 if dims else 0
+        if size not in of_param[start:]:
+            return None
+        dims.append(of_param.index(size, start))
+    return tuple(dims)

@@ -1,0 +1,116 @@
+"""Precision of parameters: fp32, or bf16 beside an fp32 master, or rounded at random.
+
+Updates are made in fp32. Parameters of bf16 keep too few bits for small updates, so the
+optimizer state holds an fp32 master copy; or rounding up and down at random keeps their
+mean. Reference: Micikevicius et al. 2018 (master weights); Gupta et al. 2015
+(stochastic rounding).
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from meshpar.model import Model, Parameter, Params, is_parameter, path_name
+
+PARAM_DTYPES = {
+    "fp32": jnp.float32,
+    "bf16": jnp.bfloat16,
+    "bf16_stochastic": jnp.bfloat16,
+}
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Mastered:
+    """Optimizer state of parameters that are stored in fewer bits.
+
+    Args:
+        master: The parameters in fp32.
+        inner: The optimizer's own state.
+    """
+
+    master: Params
+    inner: Any
+
+
+def initial_optimizer_state(
+    optimizer: optax.GradientTransformation, values: Params, param_dtype: str
+) -> Any:
+    """The state before the first step, of parameters whose values are `values`."""
+    inner = optimizer.init(values)
+    return Mastered(values, inner) if param_dtype == "bf16" else inner
+
+
+def master_values(params: Params, opt_state: Any) -> Params:
+    """What the optimizer updates: the master copy, or the parameters in fp32."""
+    if isinstance(opt_state, Mastered):
+        return opt_state.master
+    return jax.tree.map(lambda value: value.astype(jnp.float32), params)
+
+
+def inner_state(opt_state: Any) -> Any:
+    """The optimizer's own state."""
+    return opt_state.inner if isinstance(opt_state, Mastered) else opt_state
+
+
+def with_inner(opt_state: Any, master: Params, inner: Any) -> Any:
+    """`opt_state` after an update."""
+    return Mastered(master, inner) if isinstance(opt_state, Mastered) else inner
+
+
+def stored(
+    values: Params, param_dtype: str, model: Model, key: jax.Array | None = None
+) -> Params:
+    """fp32 values as parameters store them.
+
+    Args:
+        values: Laid out as `model.parameters`.
+        param_dtype: As in `Layout`.
+        model: Whose parameters they are.
+        key: What random rounding derives from; None rounds to nearest.
+    """
+    if param_dtype == "bf16_stochastic" and key is not None:
+        return jax.tree.map_with_path(
+            lambda path, parameter, value: _rounded(
+                value, _layer_keys(key, path_name(path), parameter), parameter
+            ),
+            model.parameters,
+            values,
+            is_leaf=is_parameter,
+        )
+    dtype = PARAM_DTYPES[param_dtype]
+    return jax.tree.map(lambda value: value.astype(dtype), values)
+
+
+def stochastic_round(x: jax.Array, key: jax.Array) -> jax.Array:
+    """bf16 of fp32 values, up or down with the chances that keep the mean.
+
+    What is not finite is converted as usual.
+    """
+    noise = jax.random.bits(key, x.shape, jnp.uint32) >> 16
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    cut = (bits + noise) & jnp.uint32(0xFFFF0000)
+    rounded = jax.lax.bitcast_convert_type(cut, jnp.float32)
+    return jnp.where(jnp.isfinite(x), rounded, x).astype(jnp.bfloat16)
+
+
+def _rounded(value: jax.Array, keys: jax.Array, parameter: Parameter) -> jax.Array:
+    if parameter.num_layers is None:
+        return stochastic_round(value, keys)
+    return jax.vmap(stochastic_round)(value, keys)
+
+
+def _layer_keys(key: jax.Array, path: str, parameter: Parameter) -> jax.Array:
+    """One key, or one for each layer: no layout changes what a value is rounded to."""
+    key = jax.random.fold_in(key, zlib.crc32(path.encode()))
+    if parameter.num_layers is None:
+        return key
+    order = parameter.layer_order or tuple(range(parameter.num_layers))
+    layers = jnp.asarray(order, jnp.int32).astype(jnp.uint32)
+    return jax.vmap(jax.random.fold_in, (None, 0))(key, layers)

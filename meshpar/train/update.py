@@ -1,0 +1,91 @@
+"""One optimizer step from gradients: clipped, skipped if not finite, stored again."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from meshpar.collectives import asked
+from meshpar.parallel.norm import global_norm
+from meshpar.parallel.placement import Placement
+from meshpar.train.precision import inner_state, master_values, stored, with_inner
+from meshpar.train.state import TrainState
+
+_ROUNDING = 0x50
+"""Tells the keys of random rounding from those of dropout."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Update:
+    """What a step does with its gradients.
+
+    Args:
+        placement: Where parameters, gradients and states lie.
+        optimizer: What updates the parameters.
+        max_grad_norm: Gradients are scaled down to this global norm; None for none.
+        of_states: Sharding of each parameter's gradient and optimizer state.
+    """
+
+    placement: Placement
+    optimizer: optax.GradientTransformation
+    max_grad_norm: float | None
+    of_states: Any
+
+    def __call__(
+        self, state: TrainState, loss: jax.Array, gradients: Any
+    ) -> tuple[TrainState, jax.Array]:
+        """The next state, and the global norm of the gradients before any scaling.
+
+        Where loss or norm is not finite, parameters and optimizer state stay as they
+        are and `skipped` counts one more.
+        """
+        norm = global_norm(gradients, self.of_states, self.placement.mesh)
+        finite = jnp.isfinite(norm) & jnp.isfinite(loss)
+        if self.max_grad_norm is not None:
+            scale = jnp.minimum(1.0, self.max_grad_norm / (norm + 1e-6))
+            gradients = jax.tree.map(
+                lambda gradient: gradient * scale.astype(gradient.dtype), gradients
+            )
+        values = jax.tree.map(
+            lax.with_sharding_constraint,
+            master_values(state.params, state.opt_state),
+            self.of_states,
+        )
+        new_values, new_opt_state = self._updated(values, gradients, state.opt_state)
+        keep = lambda new, old: jnp.where(finite, new, old)  # noqa: E731
+        new_state = dataclasses.replace(
+            state,
+            step=state.step + 1,
+            skipped=state.skipped + jnp.where(finite, 0, 1),
+            params=self._at_rest(state, jax.tree.map(keep, new_values, values), norm),
+            opt_state=jax.tree.map(keep, new_opt_state, state.opt_state),
+        )
+        return new_state, norm
+
+    def _updated(self, values: Any, gradients: Any, opt_state: Any) -> tuple[Any, Any]:
+        gradients = jax.tree.map(lambda x: x.astype(jnp.float32), gradients)
+        with asked("optimizer"):
+            updates, inner = self.optimizer.update(
+                gradients, inner_state(opt_state), values
+            )
+        values = optax.apply_updates(values, updates)
+        return values, with_inner(opt_state, values, inner)
+
+    def _at_rest(self, state: TrainState, values: Any, norm: jax.Array) -> Any:
+        placement = self.placement
+        key = jax.random.fold_in(jax.random.key(state.seed), jnp.uint32(_ROUNDING))
+        return placement.at_rest(
+            stored(
+                values,
+                placement.layout.param_dtype,
+                placement.model,
+                jax.random.fold_in(key, state.step),
+            ),
+            norm,
+        )

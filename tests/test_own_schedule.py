@@ -1,0 +1,97 @@
+"""A schedule of one's own under a layout, and the checker's words when it is wrong."""
+
+import numpy as np
+import pytest
+
+from meshpar.parallel.pipeline.program import layers_of_stages
+from meshpar.schedules import make_schedule, to_csv
+from recipes.bubble import predicted_bubble
+from recipes.options import parse_arguments
+from recipes.pretrain import make_step
+from tests.pipelined import (
+    assert_close,
+    batch_of,
+    model_of,
+    plain,
+    state_of,
+    step_of,
+)
+
+# Stages 0 and 3 on the first rank, 1 and 2 on the second; all forwards first.
+V_SHAPED = [
+    [f"{stage}{op}{i}" for stage, op in order for i in range(3)]
+    for order in (("0F", "3F", "3B", "0B"), ("1F", "2F", "2B", "1B"))
+]
+REVERSED = [["1F0", "1F1", "1B0", "1B1"], ["0F0", "0F1", "0B0", "0B1"]]
+"""The first stage on the last rank."""
+
+
+@pytest.mark.parametrize(
+    ("line", "orders"),
+    [
+        ("data=2,stage=2,microbatches=3,chunks=2", V_SHAPED),
+        ("stage=2,tensor=2,microbatches=2", REVERSED),
+    ],
+)
+def test_any_placement_and_order_gives_the_gradients_of_the_model_alone(line, orders):
+    model = model_of(5)
+    step = step_of(model, line, schedule=orders)
+    assert step.schedule.name == "custom"
+    state = state_of(step, model)
+    value, gradients = step.loss_and_gradients(state, batch_of())
+    wanted_value, wanted = plain(model)
+    assert float(value) == pytest.approx(float(wanted_value), rel=1e-5)
+    assert_close(step.in_layer_order(gradients), wanted)
+    loss_sum, weight_sum = step.evaluate(state, batch_of())
+    assert float(loss_sum / weight_sum) == pytest.approx(float(wanted_value), rel=1e-5)
+    logits = step.logits(state, batch_of()["tokens"])
+    alone = step_of(model, "data=1")
+    expected = alone.logits(state_of(alone, model), batch_of()["tokens"])
+    assert_close([np.asarray(logits)], [np.asarray(expected)])
+
+
+def test_a_file_of_orders_is_read(tmp_path):
+    path = tmp_path / "orders.csv"
+    path.write_text(to_csv(make_schedule("gpipe", 2, 3)))
+    step = step_of(model_of(4), "stage=2,microbatches=3", schedule=path)
+    assert step.schedule.orders == make_schedule("gpipe", 2, 3).orders
+    assert step.schedule.name == str(path)
+
+
+def test_the_recipe_takes_a_file_of_orders(tmp_path):
+    path = tmp_path / "orders.csv"
+    path.write_text(to_csv(make_schedule("gpipe", 2, 4)))
+    layout = "stage=2,microbatches=4"
+    args = parse_arguments(["--layout", layout, "--schedule", str(path)])
+    step = make_step(args)
+    assert step.schedule.name == str(path)
+    sizes = layers_of_stages(step.model, step.layout)
+    assert predicted_bubble(step.schedule, sizes) == pytest.approx(1 / 5)
+
+
+LINE = "stage=2,microbatches=2"
+
+
+@pytest.mark.parametrize(
+    ("line", "orders", "match"),
+    [
+        (LINE, [["0F0", "0B0"], ["1F0", "1B0"]], "has microbatches=1, but microbatch"),
+        ("stage=4,microbatches=2", REVERSED, "has stages=2, but stages=4 was asked"),
+        ("stage=2,microbatches=3", V_SHAPED, "has chunks=2, but chunks=1 was asked"),
+        (LINE, [REVERSED[0], REVERSED[1][:-1]], "missing work: 0B1"),
+        (LINE, [[*REVERSED[0], "1B0"], REVERSED[1]], "doubled work: 1B0"),
+        (LINE, [REVERSED[0][::-1], REVERSED[1]], "rank 0 wants 1B1, which needs 1F1"),
+        (LINE, [["1X0"], ["0F0"]], "rank 0: '1X0' is no action"),
+        ("data=2", REVERSED, "has stage=1, but a schedule is given"),
+        (f"{LINE},schedule=gpipe", REVERSED, "names schedule=gpipe, but a schedule"),
+    ],
+)
+def test_a_wrong_schedule_is_refused_with_what_is_wrong(line, orders, match):
+    with pytest.raises(ValueError, match=match):
+        step_of(model_of(4), line, schedule=orders)
+
+
+def test_split_backwards_are_refused():
+    orders = [["0F0", "0I0", "0W0"], ["1F0", "1B0"]]
+    with pytest.raises(ValueError, match="splits backwards"):
+        step_of(model_of(4), "stage=2", schedule=orders)

@@ -1,0 +1,142 @@
+"""How layers are shared out over stages: by number, by hand, by what they cost."""
+
+import itertools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from meshpar import Layout
+from meshpar.parallel.pipeline.layer_costs import layer_costs
+from meshpar.parallel.pipeline.program import layers_of_stages
+from meshpar.parallel.pipeline.stages import split_by_cost, split_evenly
+from tests.pipelined import assert_equal_to_plain, model_of, step_of
+
+
+def every_split(num_layers, num_stages):
+    for cuts in itertools.combinations(range(1, num_layers), num_stages - 1):
+        bounds = (0, *cuts, num_layers)
+        yield tuple(b - a for a, b in itertools.pairwise(bounds))
+
+
+def cost_of(split, costs, empty_cost):
+    layers = iter(costs)
+    sums = [sum(itertools.islice(layers, size)) for size in split]
+    return max(
+        total + empty_cost * (max(split) - size)
+        for total, size in zip(sums, split, strict=True)
+    )
+
+
+@pytest.mark.parametrize("empty_cost", [0.0, 0.5, 2.0])
+@pytest.mark.parametrize("num_stages", [1, 2, 4, 7])
+@pytest.mark.parametrize(
+    "costs", [(1,) * 7, (9, 1, 1, 1, 1, 1, 1), (1, 5, 2, 8, 1, 1, 3), (3, 1) * 4]
+)
+def test_a_split_by_cost_is_the_best_of_all(costs, num_stages, empty_cost):
+    found = split_by_cost(costs, num_stages, empty_cost=empty_cost)
+    assert sum(found) == len(costs)
+    assert len(found) == num_stages
+    best = min(
+        cost_of(split, costs, empty_cost)
+        for split in every_split(len(costs), num_stages)
+    )
+    assert cost_of(found, costs, empty_cost) == pytest.approx(best)
+
+
+def alternating(layers, heavy):
+    """A model in which some layers run their block's matmuls four times."""
+    model = model_of(layers)
+    (group,) = model.groups
+
+    def block(params, x, scope):
+        once = group.block(params, x, scope)
+        more = lambda x: lax.fori_loop(  # noqa: E731
+            0, 3, lambda _, x: group.block(params, x, scope), x
+        )
+        is_heavy = jnp.asarray(heavy)[scope.layer]
+        return lax.cond(is_heavy, more, lambda x: x, once)
+
+    return replace(model, groups=(replace(group, block=block),))
+
+
+def test_costs_are_read_from_the_branch_that_each_layer_takes():
+    heavy = (True, False, False, True, False)
+    even = layer_costs(model_of(5))
+    found = layer_costs(alternating(5, heavy))
+    assert len(set(even)) == 1
+    assert found == tuple(even[0] * (4 if here else 1) for here in heavy)
+
+
+def test_costs_of_a_matmul_are_its_flops():
+    costs = layer_costs(model_of(1), seq=8)
+    short = layer_costs(model_of(1), seq=4)
+    params = jax.tree.leaves(model_of(1).parameters["blocks"])
+    weights = sum(leaf.struct.size for leaf in params if len(leaf.shape) > 1)
+    assert short[0] >= 2 * 4 * weights
+    attention = costs[0] - 2 * short[0]  # half of what grows with seq squared
+    assert costs[0] - 2 * attention == 2 * 8 * weights
+
+
+def test_stages_are_balanced_by_measured_costs_or_by_those_given():
+    layout = Layout(stage=2, microbatches=2, splits="cost")
+    heavy_first = alternating(5, (True, True, True, False, False))
+    assert layers_of_stages(heavy_first, layout) == (2, 3)
+    heavy_last = alternating(5, (False, False, True, True, True))
+    assert layers_of_stages(heavy_last, layout) == (3, 2)
+    model = model_of(5)
+    (group,) = model.groups
+    given = replace(model, groups=(replace(group, costs=(9, 9, 9, 1, 1)),))
+    assert layers_of_stages(given, layout) == (2, 3)
+    assert split_evenly(5, 2) == (3, 2)
+
+
+def test_a_step_takes_the_costs_of_its_layers_and_stays_equal_to_the_model_alone():
+    step = step_of(
+        model_of(5), "stage=2,microbatches=2,splits=cost", layer_costs=[9, 9, 9, 1, 1]
+    )
+    orders = {
+        parameter.layer_order
+        for parameter in step.model.flat_parameters().values()
+        if parameter.num_layers
+    }
+    assert orders == {(0, 1, -1, 2, 3, 4)}
+    assert_equal_to_plain(model_of(5), "stage=3,microbatches=2,splits=cost")
+
+
+@pytest.mark.parametrize(
+    ("line", "costs", "match"),
+    [
+        ("stage=2,microbatches=2", [1] * 5, "does not split by them; say splits=cost"),
+        ("stage=2,splits=cost", [1] * 4, "has 5 layers, but 4 costs; give one a layer"),
+        ("stage=2,splits=cost", [1, 1, 0, 1, 1], "each must be a number above 0"),
+        ("stage=8,splits=cost", None, "are 8 stages, but the model has 5 layers"),
+    ],
+)
+def test_costs_that_do_not_fit_are_refused(line, costs, match):
+    with pytest.raises(ValueError, match=match):
+        step_of(model_of(5), line, layer_costs=costs)
+
+
+def test_a_model_that_reads_more_than_tokens_needs_costs_given():
+    model = model_of(5)
+
+    def embed(params, batch, scope):
+        return model.embed(params, batch, scope) * batch["gain"][:, None, None]
+
+    reads_more = replace(model, embed=embed)
+    with pytest.raises(ValueError, match="'gain'; give layer_costs="):
+        step_of(reads_more, "stage=2,splits=cost")
+
+
+@pytest.mark.parametrize("line", ["stage=2,splits=cost", "stage=4,splits=3/1/2/1"])
+def test_splits_are_parsed_and_printed_exactly(line):
+    assert str(Layout.parse(line)) == line
+
+
+@pytest.mark.parametrize("text", ["costs", "1/cost", "cost/cost", ""])
+def test_other_words_are_no_splits(text):
+    with pytest.raises(ValueError, match="splits"):
+        Layout.parse(f"stage=2,splits={text}")
