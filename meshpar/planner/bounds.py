@@ -8,14 +8,15 @@ schedule's replay, workspace); it never exceeds the estimate.
 from __future__ import annotations
 
 import math
+from itertools import product
 from typing import NamedTuple
 
-from meshpar.layout import Layout
+from meshpar.layout import BATCH_AXES, STAGE_REMATS, Layout
 from meshpar.planner.activations import everything_bytes, kept_bytes
 from meshpar.planner.block_time import block_parameters, block_time
 from meshpar.planner.collective_cost import all_gather_s, all_reduce_s
 from meshpar.planner.kernel_time import memory_s
-from meshpar.planner.memory import rank_memory, rank_parameters
+from meshpar.planner.memory import rank_memory, rank_parameters, stored_bytes
 from meshpar.planner.refusals import stage_blocks_of
 from meshpar.planner.run import Run
 from meshpar.planner.space import Choices, Variant, layout_of, variant_of
@@ -66,7 +67,7 @@ class Bounds:
         kinds = ((False, workload.layers - moe), (True, moe))
         self._kinds = tuple((kind, count) for kind, count in kinds if count)
         self._blocks: dict[tuple, tuple[_Block, ...]] = {}
-        self._meshes: dict[Layout, _Mesh] = {}
+        self._meshes: dict[tuple, _Mesh] = {}
 
     def run(self, mesh: Layout, variant: Variant) -> Run:
         """That layout as a run."""
@@ -87,14 +88,10 @@ class Bounds:
         Fewest microbatches make the largest matmuls, and most of them keep least.
         """
         few, many = min(choices.microbatches), max(choices.microbatches)
-        plain = [
-            Variant(few, "1f1b", 1, sequence, "none")
-            for sequence in choices.sequence_parallel
-        ]
-        small = [
-            Variant(many, "looped_bfs", 1, sequence, "full")
-            for sequence in choices.sequence_parallel
-        ]
+        ways = tuple(product(choices.states, choices.sequence_parallel))
+        plain = [Variant(few, "1f1b", 1, *state, seq, "none") for state, seq in ways]
+        least = "stage" if "stage" in choices.remats else "full"
+        small = [Variant(many, "1f1b", 1, *state, seq, least) for state, seq in ways]
         step_s = min(self._step_s(mesh, variant, ticks=few) for variant in plain)
         held = min(many, mesh.stage)
         memory = min(self._memory(mesh, variant, held) for variant in small)
@@ -132,6 +129,8 @@ class Bounds:
         return ticks * tick_s + shared.once_s
 
     def _memory(self, mesh: Layout, variant: Variant, held: float) -> float:
+        if variant.remat in STAGE_REMATS:
+            return self._mesh(mesh, variant).state_bytes
         blocks = self._blocks_of(mesh, variant)
         layers = self._like.workload.layers
         kept = min(block.kept_bytes for block in blocks) * (layers // mesh.stage)
@@ -164,11 +163,13 @@ class Bounds:
         return self._blocks[key]
 
     def _mesh(self, mesh: Layout, variant: Variant) -> _Mesh:
-        if mesh not in self._meshes:
+        pipelined = mesh.stage > 1 or variant.microbatches > 1
+        key = (mesh, variant.zero, variant.fsdp_gather, pipelined)
+        if key not in self._meshes:
             run = self.run(mesh, variant._replace(schedule="1f1b", chunks=1))
             kinds = tuple(moe for moe, _ in self._kinds)
-            self._meshes[mesh] = _mesh_costs(run, kinds)
-        return self._meshes[mesh]
+            self._meshes[key] = _mesh_costs(run, kinds)
+        return self._meshes[key]
 
 
 def held_microbatches(ranks: int, variant: Variant, *, lock_step: bool) -> float:
@@ -209,41 +210,53 @@ def _block(run: Run, moe: bool) -> _Block:
 
 
 def _mesh_costs(run: Run, kinds: tuple[bool, ...]) -> _Mesh:
-    layout, execution = run.layout, run.execution
-    parameters = rank_parameters(run, 0)
-    shares = {
-        level: 1 / layout.fsdp if layout.zero >= level else 1.0 for level in (1, 2, 3)
-    }
-    state = parameters * (
-        execution.weight_bytes * shares[3]
-        + execution.gradient_bytes * shares[2]
-        + execution.state_bytes * shares[1]
+    layout, parameters = run.layout, rank_parameters(run, 0)
+    whole = layout.zero == 3 and run.gathers_once
+    weight_bytes, state_bytes = stored_bytes(run)
+    gradient_bytes = run.execution.gradient_bytes
+    state = sum(
+        parameters * each / (run.state_shards if layout.zero >= level else 1)
+        for each, level in (
+            (weight_bytes, 3),
+            (gradient_bytes, 4 if whole else 2),
+            (state_bytes, 1),
+        )
     )
+    if whole and run.state_shards > 1:
+        state += parameters * run.dtype_bytes
     return _Mesh(state, _once_s(run), tuple(_gathers_s(run, moe) for moe in kinds))
 
 
 def _once_s(run: Run) -> float:
-    """The update, and the reduction of the blocks' gradients over `data`."""
-    layout, execution = run.layout, run.execution
-    parameters = rank_parameters(run, 0)
-    own = parameters / layout.fsdp if layout.zero >= 1 else parameters
-    seconds = memory_s(run, own * execution.update_bytes)
-    if layout.data == 1 or execution.reduction_overlap:
+    """The update, what ZeRO moves once, and the reduction of the blocks' gradients."""
+    layout, execution, shards = run.layout, run.execution, run.state_shards
+    parameters, axes = rank_parameters(run, 0), layout.split_axes if shards > 1 else ()
+    seconds = memory_s(run, parameters / shards * execution.update_bytes)
+    reduced = parameters * execution.reduction_bytes
+    hidden = execution.reduction_overlap
+    moved = []
+    if axes and layout.zero < 3:
+        moved += [parameters * stored_bytes(run)[0], *(() if hidden else (reduced,))]
+    elif axes and run.gathers_once:
+        moved += [parameters * run.dtype_bytes, reduced]
+    for num_bytes in moved:
+        seconds += all_gather_s(num_bytes, shards, run.link(*axes))
+    others = tuple(axis for axis in BATCH_AXES if axis not in axes)
+    degree = math.prod(layout.mesh_shape[axis] for axis in others)
+    if degree == 1 or hidden:
         return seconds
     ends = run.workload.embedding_parameters + run.workload.head_parameters
     ends += run.workload.final_norm_parameters
-    blocks = max(0.0, parameters - ends / layout.tensor)
-    split = layout.fsdp if layout.zero > 0 else 1
-    reduced = blocks / split * execution.reduction_bytes
-    return seconds + all_reduce_s(reduced, layout.data, run.link("data"))
+    blocks = max(0.0, parameters - ends) / shards * execution.reduction_bytes
+    return seconds + all_reduce_s(blocks, degree, run.link(*others))
 
 
 def _gathers_s(run: Run, moe: bool) -> tuple[float, float]:
-    """Weights split over `fsdp` gathered, and gradients scattered."""
-    layout, execution = run.layout, run.execution
-    if layout.fsdp == 1 or layout.zero < 3:
+    """A layer's split weights gathered, and its gradients scattered."""
+    layout, execution, shards = run.layout, run.execution, run.state_shards
+    if shards == 1 or layout.zero < 3 or run.gathers_once:
         return 0.0, 0.0
-    parameters, link = block_parameters(run, moe=moe), run.link("fsdp")
-    gather_s = all_gather_s(parameters * run.dtype_bytes, layout.fsdp, link)
+    parameters, link = block_parameters(run, moe=moe), run.link(*layout.split_axes)
+    gather_s = all_gather_s(parameters * run.dtype_bytes, shards, link)
     reduced = parameters * execution.reduction_bytes
-    return gather_s, gather_s + all_gather_s(reduced, layout.fsdp, link)
+    return gather_s, gather_s + all_gather_s(reduced, shards, link)

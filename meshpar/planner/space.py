@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import product
 from typing import Any, NamedTuple
 
 from meshpar.errors import InputError
-from meshpar.layout import MESH_AXES, Layout, nearest
+from meshpar.layout import MESH_AXES, STAGE_REMATS, Layout, nearest
 from meshpar.planner.workload import Workload
 from meshpar.schedules import CHUNKED
 
@@ -19,13 +19,9 @@ BUILT_AXES = ("data", "fsdp", "stage", "tensor")
 
 # GPipe takes the ticks of 1F1B, and looped BFS those of interleaved 1F1B, and neither
 # holds fewer microbatches: they are considered only if they are kept.
+_PLAIN = Layout()
 _SCHEDULES = ("1f1b", "interleaved_1f1b")
 _REMATS = ("none", "selective", "dots", "full")
-_KEYS = tuple(field.name for field in fields(Layout))
-
-# What estimates assume where this layout has the key: parameters split over `fsdp` are
-# gathered layer by layer in every microbatch, which keeps one layer whole at a time.
-_GATHER = {"fsdp_gather": "microbatch"} if "fsdp_gather" in _KEYS else {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +110,8 @@ class Variant(NamedTuple):
     microbatches: int
     schedule: str
     chunks: int
+    zero: int
+    fsdp_gather: str
     sequence_parallel: bool
     remat: str
 
@@ -151,22 +149,40 @@ def _factorizations(
 
 
 class Choices(NamedTuple):
-    """What a mesh shape leaves to choose, each independent of the others."""
+    """What a mesh shape leaves to choose.
 
+    Args:
+        is_pipelined: Whether it has stages.
+        microbatches: Their numbers.
+        schedules: Schedules, each with chunks.
+        states: What ZeRO splits, and when it gathers.
+        sequence_parallel: Whether the residual stream is split.
+        remats: What is computed again.
+    """
+
+    is_pipelined: bool
     microbatches: tuple[int, ...]
     schedules: tuple[tuple[str, int], ...]
+    states: tuple[tuple[int, str], ...]
     sequence_parallel: tuple[bool, ...]
     remats: tuple[str, ...]
 
     @property
     def count(self) -> int:
         """Of variants."""
-        return math.prod(map(len, self))
+        gathers = sum(gather != _PLAIN.fsdp_gather for _, gather in self.states)
+        states = len(self.states) * len(self.microbatches)
+        if not self.is_pipelined and 1 in self.microbatches:
+            states -= gathers
+        rest = (self.schedules, self.sequence_parallel, self.remats)
+        return states * math.prod(map(len, rest))
 
     def variants(self) -> Iterator[Variant]:
         """Every way to run the mesh shape."""
-        for count, schedule, sequence, remat in product(*self):
-            yield Variant(count, *schedule, sequence, remat)
+        for count, schedule, state, sequence, remat in product(*self[1:]):
+            # Without microbatches, a microbatch's gather is the step's.
+            if self.is_pipelined or count > 1 or state[1] == _PLAIN.fsdp_gather:
+                yield Variant(count, *schedule, *state, sequence, remat)
 
 
 def choices_of(
@@ -181,12 +197,35 @@ def choices_of(
     each = global_batch // (mesh.data * mesh.fsdp * mesh.expert)
     counts = constraints.choices("microbatches", divisors(each))
     splits = mesh.tensor > 1 and seq % (mesh.tensor * mesh.context) == 0
+    remats = (*_REMATS, *STAGE_REMATS) if mesh.stage > 1 else _REMATS
     return Choices(
+        mesh.stage > 1,
         tuple(count for count in counts if each % count == 0),
         tuple(_schedules(workload, mesh, constraints)),
+        tuple(_states(mesh, constraints)),
         constraints.choices("sequence_parallel", (False, True) if splits else (False,)),
-        constraints.choices("remat", _REMATS),
+        constraints.choices("remat", remats),
     )
+
+
+def _states(mesh: Layout, constraints: Constraints) -> Iterator[tuple[int, str]]:
+    """What ZeRO splits, and when it gathers.
+
+    Of two that are the same (ZeRO-1 over `data` or over `fsdp` alone) one is left out.
+    """
+    if mesh.zero_axes or "zero" in constraints.kept:
+        levels: tuple[int, ...] = (mesh.zero,)
+    elif mesh.fsdp > 1:
+        levels = (3, 2, 1) if mesh.data > 1 else (3,)
+    else:
+        levels = (3, 2, 1) if mesh.data > 1 else (_PLAIN.zero,)
+    for zero in levels:
+        splits = math.prod(
+            mesh.mesh_shape[axis] for axis in replace(mesh, zero=zero).split_axes
+        )
+        gathers = ("step", "microbatch") if zero == 3 and splits > 1 else ("step",)
+        for gather in constraints.choices("fsdp_gather", gathers):
+            yield zero, gather
 
 
 def _schedules(
@@ -226,9 +265,7 @@ def chunk_counts(layers: int, stages: int) -> tuple[int, ...]:
 
 def layout_of(mesh: Layout, variant: Variant) -> Layout:
     """The whole layout: that mesh, run so."""
-    pipelined = mesh.stage > 1 or variant.microbatches > 1
-    gathers = mesh.fsdp > 1 and mesh.zero == 3 and pipelined
-    return replace(mesh, **variant._asdict(), **(_GATHER if gathers else {}))
+    return replace(mesh, **variant._asdict())
 
 
 def variant_of(layout: Layout) -> Variant:
