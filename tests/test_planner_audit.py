@@ -38,13 +38,18 @@ def planned(preset, layout):
 @pytest.mark.parametrize(
     "layout",
     [
-        "data=8",
         "fsdp=8,remat=full",
-        "data=2,tensor=4,remat=full",
         "fsdp=2,tensor=4,remat=selective,sequence_parallel=true",
         "fsdp=2,stage=4,microbatches=4",
-        "stage=4,tensor=2,microbatches=4,remat=full",
-        "tensor=8,sequence_parallel=true,remat=full",
+        *(
+            pytest.param(layout, marks=pytest.mark.slow)
+            for layout in (
+                "data=8",
+                "data=2,tensor=4,remat=full",
+                "stage=4,tensor=2,microbatches=4,remat=full",
+                "tensor=8,sequence_parallel=true,remat=full",
+            )
+        ),
     ],
 )
 def test_bytes_by_mesh_axis_are_those_of_the_compiled_step(layout):

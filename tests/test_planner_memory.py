@@ -166,4 +166,4 @@ def test_experts_are_split_over_their_axis_and_dense_parts_are_not():
     workload = SHAPES["mixtral-8x7b"]
     experts = workload.layers * workload.expert_parameters(moe=True)
     saved = one.optimizer_bytes - eight.optimizer_bytes
-    assert saved == 12 * experts * 7 / 8
+    assert saved == 8 * experts * 7 / 8

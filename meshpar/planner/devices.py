@@ -21,8 +21,8 @@ from meshpar.planner.hardware import Device, Efficiency
 #                    360 of 450 GB/s (DGX H100, rings).
 #   network          Taken: the line rate less headers and imperfect routes.
 #   hop_s, network_hop_s, launch_s
-#                    Microseconds, by order of magnitude: a step of a collective, and
-#                    the time between two kernels. No row depends on them by a percent.
+#                    Taken, microseconds by order of magnitude: a step of a collective,
+#                    and the time between two kernels (1.5 % of the layer times above).
 #   spread           Taken: equal devices differ by some tenths of a percent.
 _A100 = Efficiency(
     matmul=0.75,
@@ -36,7 +36,7 @@ _A100 = Efficiency(
     launch_s=4e-6,
     spread=0.003,
 )
-_H100 = replace(_A100, matmul=0.65, attention=0.42, link=0.8)
+_H100 = replace(_A100, matmul=0.66, attention=0.42, link=0.8)
 # No published step times calibrate these: Blackwell takes Hopper's fractions.
 _B200 = _H100
 # TPUs run one compiled program: no launches. No published step times calibrate these:

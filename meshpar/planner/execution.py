@@ -38,15 +38,17 @@ class Execution:
             that makes it.
         keeps_gathered: Whether what sequence parallelism gathers is kept for the
             backward; otherwise it is gathered again.
-        weight_bytes: Of a compute copy of each parameter, beside the master.
+        weight_bytes: Of each parameter as it is stored for use.
         gradient_bytes: Of each parameter's gradient sum.
         reduction_bytes: Of each parameter in the reduction over `data`.
-        state_bytes: Of each parameter's master and optimizer state.
+        state_bytes: Of each parameter's optimizer state, and its master if it has one.
         update_bytes: Of each parameter that the update reads and writes: norm,
             clipping, Adam, copies, zeros.
         logit_bytes: Of each logit at the loss, all its copies together.
         host_s: Work of the host between steps that no device work hides.
-        eager: Whether kernels are launched one by one from Python.
+        eager: Whether operations run one by one, as written; otherwise a compiler
+            fuses them, casts parameters layer by layer, and leaves out what no
+            result needs.
     """
 
     name: str
@@ -88,10 +90,10 @@ MESHPAR = Execution(
     hop_split=False,
     fused_accumulation=True,
     keeps_gathered=True,
-    weight_bytes=0,  # parameters are stored in fp32, cast layer by layer
+    weight_bytes=4,  # parameters are stored in fp32 and cast layer by layer
     gradient_bytes=4,
     reduction_bytes=4,
-    state_bytes=12,  # fp32 parameter and Adam's two moments
+    state_bytes=8,  # Adam's two moments; the parameters are their own masters
     update_bytes=32,
     logit_bytes=8,  # fp32 logits and their gradient
     host_s=0.0,

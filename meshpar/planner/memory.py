@@ -15,7 +15,7 @@ class Memory:
     """Bytes of the fullest rank's devices.
 
     Args:
-        parameter_bytes: Compute copies of the parameters, where there are any.
+        parameter_bytes: Parameters as stored for use.
         gradient_bytes: Gradients summed over microbatches, and copies of them.
         optimizer_bytes: Masters and the optimizer's state.
         activation_bytes: What forwards keep for their backwards.
@@ -165,7 +165,7 @@ def _logit_bytes(run: Run) -> float:
 def _gathered_bytes(run: Run, rank: int) -> float:
     """Whole parameters in use: the ends', one layer's and the next one's."""
     layout = run.layout
-    cast = run.execution.weight_bytes == 0 and layout.precision == "bf16"
+    cast = not run.execution.eager and layout.precision == "bf16"
     if not cast and (layout.fsdp == 1 or layout.zero < 3):
         return 0.0
     moe = run.workload.is_moe(run.workload.layers)
