@@ -41,7 +41,7 @@ def step_of(line, optimizer=None, **options):
 
 def gradient_bytes(step):
     """Of one device, while a step adds gradients up."""
-    placement = step._placement
+    placement = step.placement
     return sum(
         np.prod(sharding.shard_shape(shape.shape)) * 2
         for shape, sharding in zip(
