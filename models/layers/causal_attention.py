@@ -80,7 +80,8 @@ causal_attention.defvjp(_forward, _backward)
 def _num_parts(q: jax.Array, k: jax.Array) -> int:
     batch, seq, heads, _ = q.shape
     kv_heads = k.shape[2]
-    most = max(1, _SCORE_BYTES // (4 * batch * (heads // kv_heads) * seq * seq))
+    score_bytes = 4 * batch * (heads // kv_heads) * seq * seq
+    most = max(1, _SCORE_BYTES // max(1, score_bytes))
     enough = range(-(-kv_heads // most), kv_heads + 1)
     return next(num for num in enough if kv_heads % num == 0)
 
