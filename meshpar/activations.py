@@ -69,12 +69,18 @@ class _Recorder:
 
     def __init__(self) -> None:
         self.activations: list[Activation] = []
+        self.table: dict[str, tuple[str, ...]] = {}
 
-    def constrain(self, x: jax.Array, logical_axes: LogicalAxes) -> jax.Array:
+    def constrain(
+        self, x: jax.Array | jax.ShapeDtypeStruct, logical_axes: LogicalAxes
+    ) -> Any:
         self.activations.append(Activation(logical_axes=logical_axes, shape=x.shape))
         return x
 
-    def spec(self, logical_axes: LogicalAxes, *_: Any, **__: Any) -> PartitionSpec:
+    def spec(
+        self, logical_axes: LogicalAxes, shape: tuple[int, ...], **_: Any
+    ) -> PartitionSpec:
+        self.constrain(jax.ShapeDtypeStruct(shape, jnp.float32), logical_axes)
         return PartitionSpec(*(None for _ in logical_axes))
 
 

@@ -36,6 +36,13 @@ ASKED = {
     "head_gather": ("all-gather", "loss's gradient, back to the last stage"),
     "vocab_lookup": ("all-reduce", "embedding rows from a split vocabulary"),
     "vocab_loss": ("all-reduce", "cross-entropy over a split vocabulary"),
+    "head_input_gather": ("all-gather", "sequence gathered before the head's matmul"),
+    "head_input_gradient": ("all-reduce", "gradient from a head split by vocabulary"),
+    "head_input_gradient_scatter": (
+        "reduce-scatter",
+        "gradient from a head split by vocabulary, scattered along the sequence",
+    ),
+    "token_sum": ("all-reduce", "loss and table's gradient over a split sequence"),
 }
 """What the library's own collectives are for: their kind, and words for the reason."""
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from meshpar.errors import InputError
 from meshpar.key_values import key_values
+from meshpar.residual_names import ResidualNames, is_named
 
 MESH_AXES = ("data", "fsdp", "stage", "context", "expert", "tensor")
 """All mesh axes, outermost (slowest link) first."""
@@ -97,7 +98,9 @@ class Layout:
             but what it named (`selective`), its matmuls (`dots`) or its input
             (`full`), or the whole stage but its input: once (`stage`), then keeping
             all of its blocks until their backward, or with each block once more
-            (`stage_full`), which keeps least.
+            (`stage_full`), which keeps least; or names of residuals to keep
+            (`save:attention_out/mlp_up`) or to move to the host's memory
+            (`offload:...`, or both: `save:...+offload:...`).
         precision: Arithmetic of the blocks.
         param_dtype: How parameters are stored between steps; beside those of bf16 the
             optimizer state holds an fp32 master copy, which is what it updates;
@@ -138,7 +141,8 @@ class Layout:
         for name in _COUNTS:
             _check_count(name, getattr(self, name))
         for name, choices in _CHOICES.items():
-            _check_choice(name, getattr(self, name), choices)
+            if name != "remat" or self.residual_names is None:
+                _check_choice(name, getattr(self, name), choices)
         for size in () if self.splits == BY_COST else self.splits:
             _check_count("splits", size)
         _check_zero_axes(self.zero_axes)
@@ -190,6 +194,13 @@ class Layout:
                     "call resolve(num_devices) first"
                 )
         return shape
+
+    @property
+    def residual_names(self) -> ResidualNames | None:
+        """The residuals that `remat` names; None where it is one word."""
+        if isinstance(self.remat, str) and is_named(self.remat):
+            return ResidualNames.parse(self.remat)
+        return None
 
     @property
     def num_devices(self) -> int:
@@ -252,7 +263,8 @@ def _check_count(name: str, value: object) -> None:
 def _check_choice(name: str, value: object, choices: tuple) -> None:
     if value not in choices or isinstance(value, bool) != isinstance(choices[0], bool):
         known = ", ".join(_format_value(choice) for choice in choices)
-        raise InputError(f"{name}={_format_value(value)}: must be one of {known}")
+        more = ", or names: save:NAME/NAME, offload:NAME" if name == "remat" else ""
+        raise InputError(f"{name}={_format_value(value)}: must be one of {known}{more}")
 
 
 def _check_zero_axes(axes: tuple[str, ...]) -> None:

@@ -12,6 +12,7 @@ from meshpar.errors import InputError
 from meshpar.layout import BATCH_AXES, Layout
 from meshpar.model import Model, spec_axes
 from meshpar.parallel.pipeline.program import arranged_for
+from meshpar.parallel.remat import check_residual_names
 from meshpar.parallel.storage import (
     moved_from,
     parameter_specs,
@@ -108,6 +109,7 @@ def lint(
     return LintReport(
         findings=(
             *_refused(layout, rules),
+            *_unknown_residuals(model, layout),
             *stage_findings,
             *batch_findings,
             *row_findings,
@@ -252,6 +254,14 @@ def _refused(layout: Layout, rules: Rules) -> list[Finding]:
             for logical_axis, error in rule_refusals(rules, layout)
         ),
     ]
+
+
+def _unknown_residuals(model: Model, layout: Layout) -> list[Finding]:
+    try:
+        check_residual_names(model, layout.remat)
+    except InputError as error:
+        return [Finding(kind="unknown", path="remat", message=str(error))]
+    return []
 
 
 def _shadowing_overrides(rules: Rules) -> list[Finding]:

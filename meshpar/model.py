@@ -168,7 +168,11 @@ class Scope:
         return self.rules.spec(logical_axes, shape, mesh_shape=auto_mesh_shape())
 
     def save(self, x: jax.Array, name: str) -> jax.Array:
-        """`x`, named so that `remat=selective` keeps it instead of recomputing it."""
+        """`x`, named: `remat=selective` keeps it instead of recomputing it.
+
+        `remat=save:NAME` keeps those named alone, `remat=offload:NAME` in the host's
+        memory.
+        """
         return checkpoint_name(x, SAVED_PREFIX + name)
 
     def positions(self, seq: int) -> jax.Array:

@@ -14,19 +14,9 @@ import jax
 
 from meshpar.errors import InputError
 from meshpar.layout import MESH_AXES, Layout
+from meshpar.link_speeds import NVIDIA_LINKS
 
 Link = Literal["none", "host", "network"]
-
-# Device kind -> bytes per second and direction of one device, (inside a host, between
-# hosts). Inside: half the NVLink figure of NVIDIA's data sheets, which count both
-# directions (A100 2021-06, H100 2023-03, H200 2024-11, B200 2025-02). Between: one
-# network port per GPU as in NVIDIA's DGX systems (200 Gb/s A100, 400 Gb/s later).
-_LINKS = {
-    "A100": (300e9, 25e9),
-    "H100": (450e9, 50e9),
-    "H200": (450e9, 50e9),
-    "B200": (900e9, 50e9),
-}
 
 # Words of a device kind whose figures are others: cards on PCIe, NVL cards (bridged to
 # few others, not to the whole host), slices of a card (MIG has no NVLink).
@@ -140,4 +130,6 @@ def _link_speeds(device_kind: str) -> tuple[float, float] | tuple[None, None]:
     words = set(re.split(r"[^A-Z0-9]+", device_kind.upper()))
     if words & _OTHER_LINKS:
         return None, None
-    return next((_LINKS[name] for name in _LINKS if name in words), (None, None))
+    return next(
+        (NVIDIA_LINKS[name] for name in NVIDIA_LINKS if name in words), (None, None)
+    )

@@ -10,7 +10,8 @@ from flax import nnx
 
 from meshpar import InputError, Model, Scope, from_nnx
 from meshpar.model import Batch
-from meshpar.parallel.tensor import cross_entropy, vocab_lookup
+from meshpar.parallel.head_loss import LOGITS_BYTES, head_cross_entropy
+from meshpar.parallel.tensor import vocab_lookup
 from models.field_types import check_field_types
 from models.layers.attention import Attention, depth_scaled_std
 from models.layers.mlp import PlainMLP
@@ -31,6 +32,8 @@ class GPT2Config:
         dropout: Share of values dropped after the embedding and each branch.
         norm_epsilon: Added to the variance.
         init_std: Standard deviation of the initial weights.
+        logits_bytes: Most bytes of logits that a device holds at a time in the loss;
+            0 is no limit.
 
     Raises:
         InputError: A size that is no whole number or below 1, another value of the
@@ -46,6 +49,7 @@ class GPT2Config:
     dropout: float = 0.0
     norm_epsilon: float = 1e-5
     init_std: float = 0.02
+    logits_bytes: int = LOGITS_BYTES
 
     def __post_init__(self) -> None:
         check_field_types(self)
@@ -54,6 +58,10 @@ class GPT2Config:
                 raise InputError(f"{name}={getattr(self, name)}: must be at least 1")
         if self.ffn < 0:
             raise InputError(f"ffn={self.ffn}: must be at least 0; 0 is 4 * embed")
+        if self.logits_bytes < 0:
+            raise InputError(
+                f"logits_bytes={self.logits_bytes}: must be at least 0; 0 is no limit"
+            )
         if self.embed % self.heads:
             raise InputError(
                 f"embed={self.embed} is not a multiple of heads={self.heads}"
@@ -93,10 +101,13 @@ class GPT2Block(nnx.Module):
 
     def __call__(self, x: jax.Array, scope: Scope) -> jax.Array:
         """(batch, seq, embed) -> (batch, seq, embed)."""
-        normed = scope.constrain(self.attention_norm(x), WHOLE)
+        normed = scope.constrain(self.attention_norm(x), RESIDUAL)
+        normed = scope.save(normed, "attention_normed")
         branch = scope.constrain(self.attention(normed, scope), RESIDUAL)
+        branch = scope.save(branch, "attention_out")
         x = x + scope.dropout(branch, self.dropout, "attention")
-        normed = scope.constrain(self.mlp_norm(x), WHOLE)
+        normed = scope.constrain(self.mlp_norm(x), RESIDUAL)
+        normed = scope.save(normed, "mlp_normed")
         branch = scope.constrain(self.mlp(normed, scope), RESIDUAL)
         return x + scope.dropout(branch, self.dropout, "mlp")
 
@@ -108,6 +119,7 @@ class GPT2Ends(nnx.Module):
         draw = nnx.initializers.normal(config.init_std)
         self.dropout = config.dropout
         self.max_seq = config.max_seq
+        self.logits_bytes = config.logits_bytes
         self.token_embed = nnx.Param(
             draw(rngs.params(), (config.vocab, config.embed)),
             out_sharding=("vocab", "embed"),
@@ -149,8 +161,14 @@ class GPT2Ends(nnx.Module):
         self, x: jax.Array, batch: Batch, scope: Scope
     ) -> tuple[jax.Array, jax.Array]:
         """Summed loss and summed weights of the tokens."""
-        logits = self.logits(x, scope)
-        return cross_entropy(logits, batch["targets"], batch["weights"], scope)
+        return head_cross_entropy(
+            self.final_norm(x),
+            self.token_embed[...],
+            batch["targets"],
+            batch["weights"],
+            scope,
+            logits_bytes=self.logits_bytes,
+        )
 
 
 def gpt2(config: GPT2Config) -> Model:

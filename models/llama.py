@@ -13,7 +13,8 @@ from flax import nnx
 
 from meshpar import InputError, Model, Scope, from_nnx
 from meshpar.model import Batch
-from meshpar.parallel.tensor import cross_entropy, vocab_lookup
+from meshpar.parallel.head_loss import LOGITS_BYTES, head_cross_entropy
+from meshpar.parallel.tensor import vocab_lookup
 from models.field_types import check_field_types
 from models.layers.attention import Attention, depth_scaled_std
 from models.layers.mlp import GatedMLP
@@ -39,6 +40,8 @@ class LlamaConfig:
         qk_norm: RMSNorm on queries and keys (Qwen3).
         norm_epsilon: Added to the mean square.
         init_std: Standard deviation of the initial weights.
+        logits_bytes: Most bytes of logits that a device holds at a time in the loss;
+            0 is no limit.
 
     Raises:
         InputError: A size that is no whole number or below 1, another value of the
@@ -60,6 +63,7 @@ class LlamaConfig:
     qk_norm: bool = False
     norm_epsilon: float = 1e-5
     init_std: float = 0.02
+    logits_bytes: int = LOGITS_BYTES
 
     def __post_init__(self) -> None:
         check_field_types(self)
@@ -70,10 +74,11 @@ class LlamaConfig:
             raise InputError(
                 f"head_dim={self.head_dim}: must be at least 0; 0 is embed / heads"
             )
-        if self.max_seq < 0:
-            raise InputError(
-                f"max_seq={self.max_seq}: must be at least 0; 0 is no limit"
-            )
+        for name in ("max_seq", "logits_bytes"):
+            if getattr(self, name) < 0:
+                raise InputError(
+                    f"{name}={getattr(self, name)}: must be at least 0; 0 is no limit"
+                )
         if self.heads % self.kv_heads:
             raise InputError(
                 f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}; "
@@ -123,9 +128,12 @@ class LlamaBlock(nnx.Module):
 
     def __call__(self, x: jax.Array, scope: Scope) -> jax.Array:
         """(batch, seq, embed) -> (batch, seq, embed)."""
-        normed = scope.constrain(self.attention_norm(x), WHOLE)
-        x = x + scope.constrain(self.attention(normed, scope), RESIDUAL)
-        normed = scope.constrain(self.mlp_norm(x), WHOLE)
+        normed = scope.constrain(self.attention_norm(x), RESIDUAL)
+        normed = scope.save(normed, "attention_normed")
+        branch = scope.constrain(self.attention(normed, scope), RESIDUAL)
+        x = x + scope.save(branch, "attention_out")
+        normed = scope.constrain(self.mlp_norm(x), RESIDUAL)
+        normed = scope.save(normed, "mlp_normed")
         return x + scope.constrain(self.mlp(normed, scope), RESIDUAL)
 
 
@@ -136,6 +144,7 @@ class LlamaEnds(nnx.Module):
         shape, axes = (config.vocab, config.embed), ("vocab", "embed")
         draw = nnx.initializers.normal(config.init_std)
         self.max_seq = config.max_seq
+        self.logits_bytes = config.logits_bytes
         self.token_embed = nnx.Param(draw(rngs.params(), shape), out_sharding=axes)
         self.final_norm = RMSNorm(config.embed, epsilon=config.norm_epsilon, rngs=rngs)
         self.unembed = (
@@ -159,9 +168,8 @@ class LlamaEnds(nnx.Module):
     def logits(self, x: jax.Array, scope: Scope) -> jax.Array:
         """(batch, seq, embed) -> fp32 (batch, seq, vocab)."""
         normed = scope.constrain(self.final_norm(x), WHOLE)
-        table = self.token_embed if self.unembed is None else self.unembed
         logits = jnp.einsum(
-            "BTD,VD->BTV", normed, table[...], preferred_element_type=jnp.float32
+            "BTD,VD->BTV", normed, self._table(), preferred_element_type=jnp.float32
         )
         return scope.constrain(logits, ("batch", "seq", "vocab"))
 
@@ -169,8 +177,17 @@ class LlamaEnds(nnx.Module):
         self, x: jax.Array, batch: Batch, scope: Scope
     ) -> tuple[jax.Array, jax.Array]:
         """Summed loss and summed weights of the tokens."""
-        logits = self.logits(x, scope)
-        return cross_entropy(logits, batch["targets"], batch["weights"], scope)
+        return head_cross_entropy(
+            self.final_norm(x),
+            self._table(),
+            batch["targets"],
+            batch["weights"],
+            scope,
+            logits_bytes=self.logits_bytes,
+        )
+
+    def _table(self) -> jax.Array:
+        return (self.token_embed if self.unembed is None else self.unembed)[...]
 
 
 def llama(config: LlamaConfig) -> Model:

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 # matching name counts. `meshpar` alone is the public API, which those above it use.
 LAYERS = (
     ("meshpar.errors",),
-    ("meshpar.key_values",),
+    ("meshpar.key_values", "meshpar.link_speeds", "meshpar.residual_names"),
     ("meshpar.layout", "meshpar.topology", "meshpar.emulate", "meshpar.schedules"),
     ("meshpar.rule_table", "meshpar.rules", "meshpar.rule_presets", "meshpar.mesh"),
     ("meshpar.model", "meshpar.nnx_model"),
@@ -27,6 +27,8 @@ LAYERS = (
 )
 HEIGHT = {module: height for height, layer in enumerate(LAYERS) for module in layer}
 
+NEEDS_JAX = {"jax", "jaxlib", "flax", "optax", "orbax"}
+
 # Mesh axes whose names are no English words of a model's own.
 MESH_AXIS_NAMES = {"tensor", "fsdp", "stage"}
 
@@ -40,6 +42,13 @@ def sources(*folders):
 
 def module_of(path):
     return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def file_of(module):
+    """The source of a module of the library; None if it is a name in one."""
+    stem = module.replace(".", "/")
+    found = [f"{stem}.py", f"{stem}/__init__.py"]
+    return next((path for path in found if (ROOT / path).exists()), None)
 
 
 def layer_of(module):
@@ -86,6 +95,22 @@ def test_every_import_points_down_and_none_is_private_to_jax(path):
         if name.startswith("jax._src")
     }
     assert private == set()
+
+
+@pytest.mark.parametrize("path", sources("meshpar/planner", "meshpar/schedules"))
+def test_arithmetic_imports_no_jax(path):
+    """Neither itself nor through the modules of the library that it imports."""
+    seen, reached = set(), [path]
+    while reached:
+        path = reached.pop()
+        is_package = path.endswith("__init__.py")
+        names = set(
+            imported_modules(parse(path), module_of(path), is_package=is_package)
+        )
+        assert not {name for name in names if name.split(".")[0] in NEEDS_JAX}, path
+        more = {file_of(name) for name in names if name.startswith("meshpar.")} - seen
+        seen |= more
+        reached += [path for path in more if path]
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,19 @@ import sys
 from collections.abc import Sequence
 
 import meshpar
-from meshpar.cli import audit, fuzz, lint, schedule
+from meshpar.cli import audit, estimate, fuzz, lint, plan, schedule
 from meshpar.cli.parsing import OneLineParser
 
 DONE, NO, BAD_INPUT = 0, 1, 2
 
-_SUBCOMMANDS = {"lint": lint, "schedule": schedule, "audit": audit, "fuzz": fuzz}
+_SUBCOMMANDS = {
+    "lint": lint,
+    "schedule": schedule,
+    "estimate": estimate,
+    "plan": plan,
+    "audit": audit,
+    "fuzz": fuzz,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

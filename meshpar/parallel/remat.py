@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from meshpar.layout import STAGE_REMATS
-from meshpar.model import SAVED_PREFIX, Scope
+from meshpar.errors import InputError
+from meshpar.layout import STAGE_REMATS, nearest
+from meshpar.model import (
+    EXAMPLE,
+    SAVED_PREFIX,
+    Model,
+    Scope,
+    batch_shapes,
+    is_parameter,
+)
+from meshpar.residual_names import ResidualNames, is_named
+
+_HOST = "pinned_host"
 
 
 def rematerialised(
@@ -17,9 +29,14 @@ def rematerialised(
     """`block` under a policy, as a function of (make_scope, params, x, scope inputs).
 
     `none` keeps every residual. `full` keeps the block's input only. `selective` keeps
-    what the block named with `Scope.save` (Korthikanti et al. 2022, section 5), `dots`
-    the output of every matmul without batch dims. `stage` and `stage_full` are `none`
-    and `full` of a block: what keeps a stage's input alone runs its loop again.
+    besides what the block named with `Scope.save` (Korthikanti et al. 2022, section 5:
+    all but the inside of attention), `dots` the output of every matmul without batch
+    dims. `save:a/b` keeps the residuals of those names, `offload:c` moves them to the
+    host's memory and back. `stage` and `stage_full` are `none` and `full` of a block:
+    what keeps a stage's input alone runs its loop again.
+
+    Raises:
+        InputError: When it is called: the block names no such residual.
     """
     remat = {"stage": "none", "stage_full": "full"}.get(remat, remat)
 
@@ -29,9 +46,66 @@ def rematerialised(
     if remat == "none":
         return call
     # Inside a loop XLA cannot merge the recomputation with the forward anyway.
-    return jax.checkpoint(
+    kept = jax.checkpoint(
         call, policy=_policy(remat), prevent_cse=False, static_argnums=(0,)
     )
+    if not is_named(remat):
+        return kept
+
+    def checked(make_scope: Callable, params: Any, x: jax.Array, inputs: Any) -> Any:
+        known = _names(lambda *args: call(make_scope, *args, inputs), params, x)
+        _refuse_unknown(remat, known)
+        return kept(make_scope, params, x, inputs)
+
+    return checked
+
+
+def check_residual_names(model: Model, remat: str) -> None:
+    """Refuses a policy that names residuals which the model's blocks do not.
+
+    A model that cannot be traced on a batch of one token is left until it is traced on
+    its own.
+
+    Raises:
+        InputError: They do not; the message has the names that they do.
+    """
+    if not is_named(remat):
+        return
+    try:
+        known = residuals_of(model)
+    except (KeyError, TypeError, ValueError):
+        return
+    _refuse_unknown(remat, known)
+
+
+def residuals_of(model: Model) -> tuple[str, ...]:
+    """The names that a model's blocks give to residuals, in order."""
+    batch = {**batch_shapes(1, 1), EXAMPLE: jax.ShapeDtypeStruct((1,), "uint32")}
+    ends, layers = model.split(
+        jax.tree.map(
+            lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype),
+            model.parameters,
+            is_leaf=is_parameter,
+        )
+    )
+
+    def once(ends: Any, layers: Any, batch: Any) -> jax.Array:
+        scope = Scope(batch=batch)
+        x = model.embed(ends, batch, scope)
+        for group, params in zip(model.groups, layers, strict=True):
+            x, _ = group.run(params, x, scope)
+        return x
+
+    return _names(once, ends, layers, batch)
+
+
+def _refuse_unknown(remat: str, known: Sequence[str]) -> None:
+    for name in ResidualNames.parse(remat).every:
+        if name not in known:
+            raise InputError(
+                f"remat={remat}: no block names a residual {name!r} with Scope.save; "
+                f"{nearest(name, known)}"
+            )
 
 
 def keeps_stage_input(remat: str) -> bool:
@@ -40,12 +114,47 @@ def keeps_stage_input(remat: str) -> bool:
 
 
 def _policy(remat: str) -> Callable[..., Any] | None:
+    if is_named(remat):
+        names = ResidualNames.parse(remat)
+        return jax.checkpoint_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[SAVED_PREFIX + name for name in names.save],
+            names_which_can_be_offloaded=[
+                SAVED_PREFIX + name for name in names.offload
+            ],
+            offload_src="device",
+            offload_dst=_HOST,
+        )
     if remat == "selective":
-        return _is_named
+        return _is_saved
     if remat == "dots":
         return jax.checkpoint_policies.dots_with_no_batch_dims_saveable
     return None
 
 
-def _is_named(primitive: Any, *_: Any, **params: Any) -> bool:
+def _is_saved(primitive: Any, *_: Any, **params: Any) -> bool:
     return primitive.name == "name" and params["name"].startswith(SAVED_PREFIX)
+
+
+def _names(function: Callable[..., Any], *arguments: Any) -> tuple[str, ...]:
+    shapes = jax.tree.map(
+        lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), arguments
+    )
+    traced = jax.make_jaxpr(function)(*shapes)
+    return tuple(
+        dict.fromkeys(
+            equation.params["name"].removeprefix(SAVED_PREFIX)
+            for equation in _equations(traced.jaxpr)
+            if _is_saved(equation.primitive, **equation.params)
+        )
+    )
+
+
+def _equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    for equation in jaxpr.eqns:
+        yield equation
+        for param in jax.tree.leaves(
+            list(equation.params.values()),
+            is_leaf=lambda node: isinstance(node, ClosedJaxpr | Jaxpr),
+        ):
+            if isinstance(param, ClosedJaxpr | Jaxpr):
+                yield from _equations(getattr(param, "jaxpr", param))

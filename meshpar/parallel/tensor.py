@@ -79,7 +79,7 @@ def _token_losses(
         shifted = follow(shifted, lax.stop_gradient(zero_from(total)))
     target_logit = jnp.sum(jnp.where(hit, shifted, 0.0), axis=-1)
     losses = (jnp.log(total) - target_logit) * weights
-    known = _in_vocab(targets, logits.shape[-1]) | (weights == 0)
+    known = in_vocab(targets, logits.shape[-1]) | (weights == 0)
     return jnp.where(known, losses, jnp.nan)
 
 
@@ -93,7 +93,7 @@ def _lookup(
     # `embed`: two all-gathers more.
     def local(rows: jax.Array, tokens: jax.Array) -> jax.Array:
         index, mine = _own_rows(rows.shape[0], tokens, mesh_axes)
-        known = _in_vocab(tokens, vocab)[..., None]
+        known = in_vocab(tokens, vocab)[..., None]
         if not mesh_axes:
             return jnp.where(known, rows[index], jnp.nan)
         found = jnp.where(mine, rows[index], 0)
@@ -152,7 +152,8 @@ def _over_vocab(
     )
 
 
-def _in_vocab(ids: jax.Array, vocab: int) -> jax.Array:
+def in_vocab(ids: jax.Array, vocab: int) -> jax.Array:
+    """Whether each token is one of the vocabulary."""
     return (ids >= 0) & (ids < vocab)
 
 
@@ -160,11 +161,15 @@ def _own_rows(
     num_rows: int, tokens: jax.Array, mesh_axes: tuple[str, ...]
 ) -> tuple[jax.Array, jax.Array]:
     """Each token's row in this part, and whether it has one there: (batch, seq, 1)."""
+    local = tokens - shard_index(mesh_axes) * num_rows
+    mine = (local >= 0) & (local < num_rows)
+    return jnp.where(mine, local, 0), mine[..., None]
+
+
+def shard_index(mesh_axes: tuple[str, ...]) -> jax.Array | int:
+    """This device's place among those that split a dim, first axis slowest."""
     sizes = [lax.axis_size(axis) for axis in mesh_axes]
-    shard = sum(
+    return sum(
         lax.axis_index(axis) * math.prod(sizes[position + 1 :])
         for position, axis in enumerate(mesh_axes)
     )
-    local = tokens - shard * num_rows
-    mine = (local >= 0) & (local < num_rows)
-    return jnp.where(mine, local, 0), mine[..., None]

@@ -28,15 +28,18 @@ from meshpar.testing.layout_draws import (
 MODELS = tuple(
     f"--model layers={sizes}"
     for sizes in (
-        "4,gated=true,hidden=32,heads=4,kv_heads=2,ffn=64,vocab=64,tied=true",
+        "4,gated=true,hidden=32,heads=4,kv_heads=2,ffn=64,vocab=64,tied=true,"
+        "logits_bytes=3000",
         "1,gated=true,hidden=32,heads=8,kv_heads=8,ffn=64,vocab=64,tied=false",
-        "5,gated=true,hidden=48,heads=6,kv_heads=3,ffn=96,vocab=72,qk_norm=true",
+        "5,gated=true,hidden=48,heads=6,kv_heads=3,ffn=96,vocab=72,qk_norm=true,"
+        "logits_bytes=2000",
         "3,gated=true,hidden=40,heads=5,kv_heads=5,ffn=60,vocab=70,qkv_bias=true",
         "6,hidden=32,heads=4,vocab=64,max_seq=16,dropout=0.2",
     )
 )
 """Small models in the command line's words, for `models.presets:build`: a tied and
-untied head, grouped heads, biases, norms, dropout, and sizes that 3 or 5 divides."""
+untied head, grouped heads, biases, norms, dropout, loss in chunks, and sizes that 3 or
+5 divides."""
 
 SEQS = (8, 12, 16)
 LARGEST_BATCH = 16  # examples

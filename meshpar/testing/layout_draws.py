@@ -62,7 +62,12 @@ DRAWS: dict[str, Draw] = {
     "fsdp_gather": Draw(("step", "microbatch"), ("fsdp",), (("microbatches", 2),)),
     "sequence_parallel": Draw((False, True), beside=("tensor",)),
     "attention": Draw(("ring", "allgather", "ulysses"), beside=("context",)),
-    "remat": Draw(("none", "none", "selective", "full", "dots", *STAGE_REMATS)),
+    "remat": Draw(
+        (
+            *("none", "none", "selective", "full", "dots", *STAGE_REMATS),
+            "save:attention_qkv/mlp_hidden",
+        )
+    ),
     "precision": Draw(("fp32", "fp32", "bf16")),
     "param_dtype": Draw(
         ("fp32", "bf16", "bf16_stochastic"), given=(("precision", "bf16"),)

@@ -8,6 +8,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from meshpar.errors import InputError
 from meshpar.layout import BATCH_AXES, STAGE_REMATS, Layout
+from meshpar.mesh import platform_of
 from meshpar.parallel.placement import DTYPES
 from meshpar.rule_table import RuleError
 from meshpar.rules import Rules
@@ -48,6 +49,13 @@ def layout_refusals(layout: Layout) -> dict[str, str]:
             f"layout {str(layout)!r}: remat={layout.remat} keeps the input of each "
             "pipeline stage, but stage=1; take remat=full, or give 'stage' a size"
         )
+    names = layout.residual_names
+    if names is not None and names.offload and layout.is_pipelined:
+        refusals["remat"] = (
+            f"layout {str(layout)!r}: remat=offload is not supported where "
+            "microbatches wait in slots on the device; write remat=save:..., or set "
+            "stage=1 and microbatches=1"
+        )
     return {**refusals, **_zero_refusals(layout), **_precision_refusals(layout)}
 
 
@@ -72,6 +80,9 @@ def refuse(
         )
     for message in layout_refusals(layout).values():
         raise InputError(message)
+    refused = offload_refusal(layout, platform_of(mesh))
+    if refused is not None and isinstance(mesh, Mesh):
+        raise InputError(refused)
     if gradient_dtype not in DTYPES:
         raise InputError(
             f"gradient_dtype={gradient_dtype!r}: must be one of {', '.join(DTYPES)}"
@@ -82,6 +93,17 @@ def refuse(
         )
     for _, error in rule_refusals(rules, layout):
         raise error
+
+
+def offload_refusal(layout: Layout, platform: str) -> str | None:
+    """Why a kind of device cannot move residuals to the host; None if it can."""
+    names = layout.residual_names
+    if names is None or not names.offload or platform != "cpu":
+        return None
+    return (
+        f"layout {str(layout)!r}: a CPU's memory is the host's own, so remat=offload "
+        f"would move nothing; write remat=save:{'/'.join(names.every)}"
+    )
 
 
 def rule_refusals(rules: Rules, layout: Layout) -> Iterator[tuple[str, RuleError]]:

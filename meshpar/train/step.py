@@ -23,6 +23,7 @@ from meshpar.parallel.pipeline.schedule_choice import OwnSchedule
 from meshpar.parallel.pipeline.stages import in_layer_order
 from meshpar.parallel.placement import DTYPES, Placement
 from meshpar.parallel.program import LocalProgram
+from meshpar.parallel.remat import check_residual_names
 from meshpar.rule_presets import default_rules
 from meshpar.rules import Rules
 from meshpar.sharding import born_sharded
@@ -96,6 +97,7 @@ def make_train_step(
         refuse_schedule(layout)
     if layer_costs is not None:
         model = with_costs(model, layer_costs, layout)
+    check_residual_names(model, layout.remat)
     rules = rules or default_rules(layout)
     refuse(layout, rules, mesh, gradient_dtype, max_grad_norm)
     return TrainStep(

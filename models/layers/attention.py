@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,9 @@ import numpy as np
 from flax import nnx
 
 from meshpar import InputError, Scope
+from models.layers.causal_attention import causal_attention
 from models.layers.norm import RMSNorm
+from models.layers.recomputed import column_parallel, recomputed
 from models.layers.rope import apply_rope
 
 _HEADS = ("batch", "seq", "heads", "head_dim")
@@ -77,24 +80,21 @@ class Attention(nnx.Module):
     def __call__(self, x: jax.Array, scope: Scope) -> jax.Array:
         """(batch, seq, embed) -> (batch, seq, embed), before it is constrained."""
         # B batch, T seq, D embed, K kv heads, G queries per kv head + 2, H head_dim.
-        qkv_BTKGH = jnp.einsum("BTD,DKGH->BTKGH", x, self.qkv[...])
+        qkv_BTKGH = column_parallel("BTD,DKGH->BTKGH", x, self.qkv[...], scope)
         if self.bias is not None:
             qkv_BTKGH = qkv_BTKGH + self.bias[...]
         axes = ("batch", "seq", "kv_heads", None, "head_dim")
         qkv_BTKGH = scope.save(scope.constrain(qkv_BTKGH, axes), "attention_qkv")
         q, k, v = self._split(qkv_BTKGH, scope)
-        attend = functools.partial(
-            jax.nn.dot_product_attention,
-            is_causal=True,
-            implementation=_implementation(q, scope),
-        )
         kv_axes = _KV_HEADS
         if not scope.same_layout(_HEADS, _KV_HEADS, q.shape, k.shape):
             # A device's queries need their own keys and values at hand: one each.
             kv_axes = _HEADS
             k, v = (jnp.repeat(part, self.group, axis=2) for part in (k, v))
             k, v = scope.constrain(k, _HEADS), scope.constrain(v, _HEADS)
-        mixed = scope.map_shards(attend, (_HEADS, kv_axes, kv_axes), _HEADS)(q, k, v)
+        mixed = scope.map_shards(_attend(q, scope), (_HEADS, kv_axes, kv_axes), _HEADS)(
+            q, k, v
+        )
         mixed = scope.save(scope.constrain(mixed, _HEADS), "attention_mixed")
         out = jnp.einsum("BTNH,NHD->BTD", mixed, self.out[...])
         return out if self.out_bias is None else out + self.out_bias[...]
@@ -110,8 +110,8 @@ class Attention(nnx.Module):
         if self.frequencies is not None:
             positions = scope.batch.get("positions", jnp.arange(seq)[None])
             frequencies = np.array(self.frequencies)
-            q = apply_rope(q, positions, frequencies)
-            k = apply_rope(k, positions, frequencies)
+            rope = recomputed(functools.partial(apply_rope, frequencies=frequencies))
+            q, k = rope(q, positions), rope(k, positions)
         return (
             scope.constrain(q, _HEADS),
             scope.constrain(k, _KV_HEADS),
@@ -119,12 +119,16 @@ class Attention(nnx.Module):
         )
 
 
-def _implementation(q: jax.Array, scope: Scope) -> str | None:
+def _attend(q: jax.Array, scope: Scope) -> Callable[..., jax.Array]:
     # cuDNN's fused attention takes half precision only, and never builds the scores.
     half = q.dtype in (jnp.bfloat16, jnp.float16)
     # Where the GPU is not there, tracing finds no cuDNN to ask: XLA's attention then.
     present = scope.platform == "gpu" and jax.default_backend() == "gpu"
-    return "cudnn" if present and half else None
+    if not (present and half):
+        return causal_attention
+    return functools.partial(
+        jax.nn.dot_product_attention, is_causal=True, implementation="cudnn"
+    )
 
 
 def depth_scaled_std(init_std: float, num_layers: int) -> float:

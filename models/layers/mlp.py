@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from meshpar import Scope
+from models.layers.recomputed import column_parallel, recomputed
 
 # Both operands of the contraction over `mlp` are constrained, the hidden values too:
 # otherwise GSPMD may gather the weight in the backward where it is the smaller one.
@@ -38,11 +39,11 @@ class GatedMLP(nnx.Module):
     def __call__(self, x: jax.Array, scope: Scope) -> jax.Array:
         """(batch, seq, embed) -> (batch, seq, embed), before it is constrained."""
         # B batch, T seq, D embed, P gate and up, F mlp.
-        both_BTPF = jnp.einsum("BTD,DPF->BTPF", x, self.gate_up[...])
+        both_BTPF = column_parallel("BTD,DPF->BTPF", x, self.gate_up[...], scope)
         both_BTPF = scope.constrain(both_BTPF, ("batch", "seq", None, "mlp"))
         both_BTPF = scope.save(both_BTPF, "mlp_gate_up")
-        hidden_BTF = jax.nn.silu(both_BTPF[:, :, 0]) * both_BTPF[:, :, 1]
-        hidden_BTF = scope.constrain(hidden_BTF, _HIDDEN)
+        hidden_BTF = scope.constrain(recomputed(_swiglu)(both_BTPF), _HIDDEN)
+        hidden_BTF = scope.save(hidden_BTF, "mlp_hidden")
         return jnp.einsum("BTF,FD->BTD", hidden_BTF, self.down[...])
 
 
@@ -73,9 +74,19 @@ class PlainMLP(nnx.Module):
     def __call__(self, x: jax.Array, scope: Scope) -> jax.Array:
         """(batch, seq, embed) -> (batch, seq, embed), before it is constrained."""
         # B batch, T seq, D embed, F mlp.
-        up_BTF = jnp.einsum("BTD,DF->BTF", x, self.up[...]) + self.up_bias[...]
+        up_BTF = column_parallel("BTD,DF->BTF", x, self.up[...], scope)
+        up_BTF = up_BTF + self.up_bias[...]
         up_BTF = scope.save(scope.constrain(up_BTF, _HIDDEN), "mlp_up")
-        hidden_BTF = scope.constrain(jax.nn.gelu(up_BTF, approximate=True), _HIDDEN)
+        hidden_BTF = scope.constrain(recomputed(_gelu)(up_BTF), _HIDDEN)
+        hidden_BTF = scope.save(hidden_BTF, "mlp_hidden")
         return (
             jnp.einsum("BTF,FD->BTD", hidden_BTF, self.down[...]) + self.down_bias[...]
         )
+
+
+def _swiglu(both_BTPF: jax.Array) -> jax.Array:
+    return jax.nn.silu(both_BTPF[:, :, 0]) * both_BTPF[:, :, 1]
+
+
+def _gelu(up_BTF: jax.Array) -> jax.Array:
+    return jax.nn.gelu(up_BTF, approximate=True)

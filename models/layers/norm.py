@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from models.layers.recomputed import recomputed
+
 
 class RMSNorm(nnx.Module):
     """`x / rms(x) * scale` (Zhang and Sennrich 2019)."""
@@ -23,10 +25,7 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """(..., size) -> (..., size), the input's dtype."""
-        values = x.astype(jnp.float32)
-        mean_square = jnp.mean(values * values, axis=-1, keepdims=True)
-        normed = values * jax.lax.rsqrt(mean_square + self.epsilon)
-        return (normed * self.scale[...].astype(jnp.float32)).astype(x.dtype)
+        return recomputed(_rms_norm, self.epsilon)(x, self.scale[...])
 
 
 class LayerNorm(nnx.Module):
@@ -39,12 +38,25 @@ class LayerNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """(..., size) -> (..., size), the input's dtype."""
-        values = x.astype(jnp.float32)
-        values = values - jnp.mean(values, axis=-1, keepdims=True)
-        variance = jnp.mean(values * values, axis=-1, keepdims=True)
-        normed = values * jax.lax.rsqrt(variance + self.epsilon)
-        scaled = normed * self.scale[...].astype(jnp.float32)
-        return (scaled + self.bias[...].astype(jnp.float32)).astype(x.dtype)
+        return recomputed(_layer_norm, self.epsilon)(x, self.scale[...], self.bias[...])
+
+
+def _rms_norm(epsilon: float, x: jax.Array, scale: jax.Array) -> jax.Array:
+    values = x.astype(jnp.float32)
+    mean_square = jnp.mean(values * values, axis=-1, keepdims=True)
+    normed = values * jax.lax.rsqrt(mean_square + epsilon)
+    return (normed * scale.astype(jnp.float32)).astype(x.dtype)
+
+
+def _layer_norm(
+    epsilon: float, x: jax.Array, scale: jax.Array, bias: jax.Array
+) -> jax.Array:
+    values = x.astype(jnp.float32)
+    values = values - jnp.mean(values, axis=-1, keepdims=True)
+    variance = jnp.mean(values * values, axis=-1, keepdims=True)
+    normed = values * jax.lax.rsqrt(variance + epsilon)
+    scaled = normed * scale.astype(jnp.float32)
+    return (scaled + bias.astype(jnp.float32)).astype(x.dtype)
 
 
 def _vector(

@@ -1,0 +1,220 @@
+"""A model of one's own as a workload of the planner: its blocks, traced and counted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
+
+from meshpar.errors import InputError
+from meshpar.model import BlockGroup, Model, Params, Scope
+from meshpar.parallel.placement import DTYPES
+from meshpar.parallel.remat import rematerialised
+from meshpar.parallel.residuals import vjp_without
+from meshpar.planner.traced_block import TracedBlock
+from meshpar.planner.workload import Workload
+
+_POLICIES = ("none", "selective", "dots", "full")
+
+
+def traced_workload(
+    model: Model, *, seq: int, precision: str = "bf16", name: str = "traced"
+) -> Workload:
+    """The workload of a model, by tracing one block of each group.
+
+    Nothing is computed. FLOPs are those of its dots: with weights, which grow with the
+    tokens, and between activations, which grow with the sequence too. Bytes are the
+    residuals of `jax.vjp` without the parameters, under every remat policy.
+
+    Args:
+        model: A model under the contract.
+        seq: Tokens of a sequence.
+        precision: Arithmetic of the blocks.
+        name: What reports call it.
+
+    Raises:
+        InputError: No parameter outside the blocks has the logical axis `vocab`, or
+            none in them `heads` or `kv_heads`.
+
+    Example:
+        >>> from models.presets import build
+        >>> workload = traced_workload(build("tiny"), seq=64)
+        >>> workload.num_parameters == build("tiny").num_parameters
+        True
+    """
+    sizes = _sizes(model)
+    layers = sum(group.num_layers for group in model.groups)
+    groups = [_trace(model, group, seq, DTYPES[precision]) for group in model.groups]
+    tables = _tables(model)
+    ends, blocks = model.split(model.parameters)
+    traced = TracedBlock(
+        parameters=_count(blocks) // layers,
+        linear_flops=sum(group.linear_flops for group in groups) / layers / seq,
+        mixing_flops=sum(group.mixing_flops for group in groups) / layers / seq,
+        seq=seq,
+        residual_bytes={
+            remat: sum(group.residual_bytes[remat] for group in groups) / layers / seq
+            for remat in _POLICIES
+        },
+        residual_dtype_bytes=jnp.dtype(DTYPES[precision]).itemsize,
+        other_end_parameters=_count(ends) - sum(map(math.prod, tables)),
+    )
+    return Workload(
+        name=name,
+        layers=layers,
+        seq=seq,
+        tied=len(tables) == 1,
+        traced=traced,
+        **sizes,
+    )
+
+
+def _sizes(model: Model) -> dict[str, int]:
+    """Sizes by the logical axes that parameters name."""
+    found: dict[str, int] = {}
+    for parameter in model.flat_parameters().values():
+        for axis, size in zip(parameter.logical_axes, parameter.shape, strict=True):
+            if axis is not None:
+                found.setdefault(axis, size)
+    heads = found.get("heads", found.get("kv_heads"))
+    for axis, size in (("vocab", found.get("vocab")), ("heads", heads)):
+        if size is None:
+            raise InputError(
+                f"no parameter of the model has logical axis {axis!r}, which the "
+                f"planner splits over 'tensor'; known: {', '.join(sorted(found))}"
+            )
+    hidden = found["embed"]
+    return {
+        "hidden": hidden,
+        "vocab": found["vocab"],
+        "heads": heads,
+        "kv_heads": found.get("kv_heads", heads),
+        "head_dim": found.get("head_dim", hidden // heads),
+        "ffn": found.get("mlp", 4 * hidden),
+    }
+
+
+def _tables(model: Model) -> list[tuple[int, ...]]:
+    """Shapes of the parameters outside the blocks that have a vocabulary."""
+    group_names = {group.name for group in model.groups}
+    return [
+        parameter.shape
+        for path, parameter in model.flat_parameters().items()
+        if path.split(".")[0] not in group_names and "vocab" in parameter.logical_axes
+    ]
+
+
+def _count(tree: Any) -> int:
+    parameters = jax.tree.leaves(tree, is_leaf=lambda leaf: hasattr(leaf, "num_layers"))
+    return sum(
+        math.prod(parameter.shape) * (parameter.num_layers or 1)
+        for parameter in parameters
+    )
+
+
+@dataclass(frozen=True)
+class _Group:
+    linear_flops: float
+    mixing_flops: float
+    residual_bytes: dict[str, float]
+
+
+def _trace(model: Model, group: BlockGroup, seq: int, dtype: Any) -> _Group:
+    params = jax.tree.map(
+        lambda parameter: jax.ShapeDtypeStruct(parameter.shape, dtype),
+        model.parameters[group.name],
+        is_leaf=lambda leaf: hasattr(leaf, "num_layers"),
+    )
+    x = jax.ShapeDtypeStruct((1, seq, _sizes(model)["hidden"]), dtype)
+
+    def block(params: Params, x: jax.Array, scope: Scope) -> jax.Array:
+        return group.block(params, x, scope)
+
+    jaxpr = jax.make_jaxpr(lambda params, x: block(params, x, Scope(layer=0)))(
+        params, x
+    )
+    num_weights = len(jax.tree.leaves(params))
+    weights = set(jaxpr.jaxpr.invars[:num_weights]) | set(jaxpr.jaxpr.constvars)
+    linear, mixing = 0.0, 0.0
+    for flops, with_weights in _dots(jaxpr.jaxpr, weights):
+        linear, mixing = (
+            (linear + flops, mixing) if with_weights else (linear, mixing + flops)
+        )
+    times = group.num_layers
+    return _Group(
+        linear * times,
+        mixing * times,
+        {
+            remat: times * _residual_bytes(block, remat, params, x)
+            for remat in _POLICIES
+        },
+    )
+
+
+def _residual_bytes(
+    block: Callable, remat: str, params: Any, x: jax.ShapeDtypeStruct
+) -> float:
+    """Of one forward, parameters left out; the block's input is among them."""
+    call = rematerialised(block, remat)
+
+    def make_scope(inputs: Any) -> Scope:
+        return Scope(layer=0)
+
+    def kept(params: Any, x: jax.Array) -> list[jax.Array]:
+        def apply(params: Any, x: jax.Array) -> jax.Array:
+            return call(make_scope, params, x, {})
+
+        return vjp_without(apply, (params, x), params)[1].kept
+
+    leaves = jax.eval_shape(kept, params, x)
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+
+
+def _dots(jaxpr: Jaxpr, weights: set[Any]) -> Iterator[tuple[float, bool]]:
+    """FLOPs of every dot, and whether one of its sides comes from weights alone."""
+    for equation in jaxpr.eqns:
+        known = [
+            not isinstance(atom, Literal) and atom in weights
+            for atom in equation.invars
+        ]
+        if equation.primitive.name in ("dot_general", "ragged_dot_general"):
+            yield _flops(equation), any(known[:2])
+        for inner, times in _inner(equation):
+            inside = {
+                var
+                for var, is_weight in zip(
+                    reversed(inner.invars), reversed(known), strict=False
+                )
+                if is_weight
+            }
+            for flops, with_weights in _dots(inner, inside | set(inner.constvars)):
+                yield flops * times, with_weights
+        if all(
+            flag or isinstance(atom, Literal)
+            for flag, atom in zip(known, equation.invars, strict=True)
+        ):
+            weights = weights | set(equation.outvars)
+
+
+def _inner(equation: JaxprEqn) -> Iterator[tuple[Jaxpr, int]]:
+    times = equation.params.get("length", 1) if equation.primitive.name == "scan" else 1
+    for value in equation.params.values():
+        inner = getattr(value, "jaxpr", value)
+        if isinstance(inner, Jaxpr):
+            yield inner, times
+
+
+def _flops(equation: JaxprEqn) -> float:
+    left = equation.invars[0].aval
+    numbers = equation.params.get(
+        "dimension_numbers", equation.params.get("ragged_dot_dimension_numbers")
+    )
+    numbers = getattr(numbers, "dot_dimension_numbers", numbers)
+    (contracted, _), _ = numbers
+    out = equation.outvars[0].aval
+    return 2.0 * math.prod(out.shape) * math.prod(left.shape[dim] for dim in contracted)

@@ -1,0 +1,117 @@
+"""Says what one layout takes on a machine: memory, time, communication."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from meshpar.cli.parsing import positive
+from meshpar.errors import InputError
+from meshpar.layout import Layout
+from meshpar.planner.clusters import cluster_of
+from meshpar.planner.devices import DEVICES
+from meshpar.planner.estimate import Estimate, estimate
+from meshpar.planner.execution import EXECUTIONS, MESHPAR, execution_of
+from meshpar.planner.explain import explain
+from meshpar.planner.hardware import Cluster
+from meshpar.planner.shapes import workload_of
+from meshpar.planner.workload import Workload
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds this subcommand's options."""
+    parser.add_argument(
+        "--layout", metavar="LINE", required=True, help="fsdp=8,stage=2,tensor=8,..."
+    )
+    add_workload_arguments(parser)
+
+
+def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that choose a model, a machine and a batch."""
+    parser.add_argument("--preset", metavar="NAME", help="a named model")
+    parser.add_argument(
+        "--model",
+        metavar="NAME|FILE.json|SIZES",
+        help="a named model, a Hugging Face config.json, or layers=4,hidden=256,... "
+        "(with --preset: what differs from it)",
+    )
+    parser.add_argument(
+        "--vocab", type=positive, metavar="N", help="another vocabulary"
+    )
+    parser.add_argument(
+        "--hardware",
+        metavar="NAME|FILE.toml",
+        default="h100-80gb",
+        help=f"{', '.join(DEVICES)}; with a torus tpu-v5p:4x4x8 (default: %(default)s)",
+    )
+    parser.add_argument("--devices", type=positive, metavar="N", help="of all hosts")
+    parser.add_argument(
+        "--hosts", type=positive, metavar="N", help="hosts, or slices of a TPU"
+    )
+    parser.add_argument(
+        "--global-batch", type=positive, metavar="N", help="sequences in a step"
+    )
+    parser.add_argument("--seq", type=positive, metavar="N", help="tokens of one")
+    parser.add_argument(
+        "--execution",
+        default=MESHPAR.name,
+        metavar="NAME",
+        help=f"the program that runs it: {', '.join(EXECUTIONS)} (%(default)s)",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object on stdout"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the estimate; 0 if it fits, 1 if it does not."""
+    layout = Layout.parse(args.layout)
+    cluster = cluster_for(args, layout)
+    workload = workload_for(args)
+    found = estimate(
+        workload,
+        cluster,
+        layout,
+        global_batch=args.global_batch or _smallest_batch(layout, cluster),
+        seq=args.seq,
+        execution=execution_of(args.execution),
+    )
+    print(json.dumps(found.as_json()) if args.json else _text(found))
+    return 0 if found.fits else 1
+
+
+def workload_for(args: argparse.Namespace) -> Workload:
+    """The workload of the options.
+
+    Raises:
+        InputError: None is chosen, or it does not exist.
+    """
+    if args.preset is None and args.model is None:
+        raise InputError("no model is chosen; give --preset NAME or --model SIZES")
+    words = None if args.vocab is None else f"vocab={args.vocab}"
+    if args.preset is None:
+        return workload_of(args.model, words=words)
+    changed = [part for part in (args.model, words) if part]
+    return workload_of(args.preset, words=",".join(changed) or None)
+
+
+def cluster_for(args: argparse.Namespace, layout: Layout | None = None) -> Cluster:
+    """The cluster of the options; as many devices as the layout needs by default.
+
+    Raises:
+        InputError: Unknown hardware, or counts that do not fit together.
+    """
+    devices = args.devices
+    if devices is None and layout is not None and ":" not in args.hardware:
+        devices = layout.num_devices
+    return cluster_of(args.hardware, devices=devices, hosts=args.hosts)
+
+
+def _smallest_batch(layout: Layout, cluster: Cluster) -> int:
+    """One sequence of every microbatch on every device."""
+    layout = layout.resolve(cluster.num_devices)
+    return layout.batch_shards * layout.expert * layout.microbatches
+
+
+def _text(found: Estimate) -> str:
+    return "\n".join(explain(found))

@@ -1,0 +1,363 @@
+"""Cross-entropy of a head's matmul, in chunks of tokens that bound the logits.
+
+    loss_sum = sum over tokens of weight * (log(sum(exp(logits))) - logits[target])
+    logits = table @ x
+
+The logits of all tokens would be the largest array of a step: batch x seq x vocab in
+fp32. Here a loop makes those of a chunk of tokens, and at once their gradient and what
+it gives to the input and to the table, so that neither outlives its chunk and nothing
+is computed twice: the loss is a sum, whose one cotangent scales both gradients later.
+Reference: Hsu et al. 2024 (Liger kernels), section 3.2; Wijmans et al. 2024 (cut
+cross-entropy).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from meshpar.collectives import asked, follow, on_parts, zero_from
+from meshpar.errors import InputError
+from meshpar.model import Scope, spec_axes
+from meshpar.parallel.tensor import in_vocab, shard_index
+from meshpar.rules import auto_mesh_shape
+
+LOGITS_BYTES = 512 * 2**20
+"""Most bytes of logits at a time, by default. For a vocabulary of 128k that is a chunk
+of 1,024 tokens: enough for its matmuls to be bound by arithmetic, not by the sum of
+the table's gradient that each chunk reads and writes."""
+
+_WHOLE = ("batch", "seq", "embed")
+_RESIDUAL = ("batch", "residual_seq", "embed")
+_LOGITS = ("batch", "seq", "vocab")
+
+
+def head_cross_entropy(
+    x: jax.Array,
+    table: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array,
+    scope: Scope,
+    *,
+    logits_bytes: int = LOGITS_BYTES,
+) -> tuple[jax.Array, jax.Array]:
+    """Summed cross-entropy of logits `x @ table.T` and summed weights.
+
+    Each device makes the logits of its part of the vocabulary, in fp32, for as many
+    tokens at a time as `logits_bytes` hold. Over the vocabulary's mesh axes: two
+    all-reduces of each chunk's tokens (maximum; sum of exponentials and the target's
+    logit) and, when differentiated, one all-reduce of batch x seq x embed values. Where
+    the same axes split the residual stream's sequence, an all-gather before and a
+    reduce-scatter instead.
+
+    Args:
+        x: (batch, seq, embed), the head's normed input.
+        table: (vocab, embed).
+        targets: (batch, seq), whole numbers from 0 to vocab - 1. One outside makes the
+            loss NaN, unless its weight is 0.
+        weights: (batch, seq), 0 where a token does not count.
+        scope: Where the function runs.
+        logits_bytes: Most bytes of a device's logits at a time; 0 is no limit.
+
+    Raises:
+        InputError: `logits_bytes` is less than the logits of one token.
+    """
+    split = _split_of(x, table, scope)
+    logical_axes = _RESIDUAL if split.gathered else _WHOLE
+    weights = weights.astype(jnp.float32)
+    plan = _Plan(
+        split=split,
+        num_chunks=_num_chunks(x, table, split, logits_bytes),
+        in_order=scope.in_order,
+    )
+    x = scope.constrain(x, logical_axes)
+    return _loss_sum(plan, x, table, targets, weights), jnp.sum(weights)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Split:
+    """How tokens and vocabulary are split over automatic mesh axes.
+
+    Args:
+        tokens: Mesh axes that split the sequence throughout.
+        gathered: Those that split it until the head gathers it.
+        vocab: Those that split the vocabulary.
+    """
+
+    tokens: tuple[str, ...] = ()
+    gathered: tuple[str, ...] = ()
+    vocab: tuple[str, ...] = ()
+
+    @property
+    def x(self) -> PartitionSpec:
+        return PartitionSpec(None, (*self.tokens, *self.gathered) or None)
+
+    @property
+    def per_token(self) -> PartitionSpec:
+        return PartitionSpec(None, self.tokens or None)
+
+    @property
+    def table(self) -> PartitionSpec:
+        return PartitionSpec(self.vocab or None)
+
+    @property
+    def mesh_axes(self) -> set[str]:
+        return {*self.tokens, *self.gathered, *self.vocab}
+
+
+def _split_of(x: jax.Array, table: jax.Array, scope: Scope) -> _Split:
+    if scope.rules is None:
+        return _Split()
+    sizes = auto_mesh_shape()
+    shape = (*x.shape[:2], table.shape[0])
+    _, tokens, vocab = scope.rules.spec(_LOGITS, shape, mesh_shape=sizes)
+    tokens, vocab = _axes(tokens), _axes(vocab)
+    residual = tokens
+    if "residual_seq" in scope.rules.table:
+        spec = scope.rules.spec(_RESIDUAL, x.shape, mesh_shape=sizes)
+        residual = _axes(spec[1])
+    # Otherwise GSPMD makes the sequence whole.
+    here = residual == (*tokens, *vocab)
+    return _Split(tokens=tokens, gathered=vocab if here else (), vocab=vocab)
+
+
+def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return spec_axes(PartitionSpec(entry))
+
+
+def _num_chunks(
+    x: jax.Array, table: jax.Array, split: _Split, logits_bytes: int
+) -> int:
+    sizes = auto_mesh_shape() if split.mesh_axes else {}
+    num_tokens = math.prod(x.shape[:2]) // _size(split.tokens, sizes)
+    token_bytes = 4 * table.shape[0] // _size(split.vocab, sizes)
+    if not logits_bytes or not num_tokens:
+        return 1
+    if logits_bytes < token_bytes:
+        raise InputError(
+            f"logits_bytes={logits_bytes} is less than the {token_bytes} bytes of one "
+            "token's fp32 logits on a device; raise it, or set 0 for no limit"
+        )
+    least = -(-num_tokens // (logits_bytes // token_bytes))
+    # Chunks of equal size need no padding; not at the price of chunks half as large.
+    more = range(least, 2 * least)
+    return next((num for num in more if num_tokens % num == 0), least)
+
+
+def _size(mesh_axes: tuple[str, ...], sizes: dict[str, int]) -> int:
+    return math.prod(sizes[axis] for axis in mesh_axes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """How the loss is computed; its methods see this device's part.
+
+    Args:
+        split: What the part is.
+        num_chunks: Chunks that its tokens are cut into.
+        in_order: Whether collectives wait for one another (`meshpar.collectives`).
+    """
+
+    split: _Split
+    num_chunks: int
+    in_order: bool
+
+    def loss(self, *arrays: jax.Array) -> jax.Array:
+        """The summed loss of (x, table, targets, weights)."""
+        x, table, targets, weights = arrays
+        total, _ = self._over_chunks(
+            lambda chunk: (chunk.loss(), None), self._gather(x), table, targets, weights
+        )
+        return self._sum_tokens(total)
+
+    def loss_and_gradients(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+        """The same, and its gradients for x, table (fp32) and weights."""
+        x, table, targets, weights = arrays
+        whole = self._gather(x)
+        # XLA:CPU aborts on a 16-bit sum in a partly manual region.
+        wide = self.in_order and self.split.vocab
+        dx_dtype = jnp.float32 if wide else x.dtype
+
+        def work(chunk: _Chunk) -> tuple:
+            losses, dlogits = chunk.losses(), chunk.logits_gradient()
+            dx = _matmul("CV,VD->CD", dlogits, table, dx_dtype)
+            dtable = _matmul("CV,CD->VD", dlogits, chunk.x, jnp.float32)
+            return (chunk.loss(), dtable), (losses, dx)
+
+        (total, dtable), (losses, dx) = self._over_chunks(
+            work, whole, table, targets, weights
+        )
+        dx = self._sum_vocab(dx.reshape(whole.shape)).astype(x.dtype)
+        done = zero_from(dx) if self.in_order else None
+        dtable = self._sum_tokens(follow(dtable, done))
+        # What needs the loss may hold collectives: they come after all of these.
+        done = zero_from(dtable) if self.in_order else None
+        total = self._sum_tokens(follow(total, done))
+        return total, dx, dtable, losses.reshape(weights.shape)
+
+    def _gather(self, x: jax.Array) -> jax.Array:
+        if not self.split.gathered:
+            return x
+        with asked("head_input_gather"):
+            return lax.all_gather(x, self.split.gathered, axis=1, tiled=True)
+
+    def _sum_vocab(self, dx: jax.Array) -> jax.Array:
+        if not self.split.vocab:
+            return dx
+        if not self.split.gathered:
+            with asked("head_input_gradient"):
+                return lax.psum(dx, self.split.vocab)
+        with asked("head_input_gradient_scatter"):
+            return lax.psum_scatter(
+                dx, self.split.vocab, scatter_dimension=1, tiled=True
+            )
+
+    def _sum_tokens(self, value: jax.Array) -> jax.Array:
+        if not self.split.tokens:
+            return value
+        with asked("token_sum"):
+            return lax.psum(value, self.split.tokens)
+
+    def _over_chunks(self, work: Any, x: jax.Array, table: jax.Array, *arrays: Any):
+        """Sums over chunks of what `work` gives first, and what it gives next joined.
+
+        The next has tokens first, and is None or as long as the tokens are.
+        """
+        num_tokens = math.prod(x.shape[:2])
+        tokens = (x.reshape(num_tokens, x.shape[2]), *(a.reshape(-1) for a in arrays))
+
+        def chunk_of(arrays: tuple, earlier: jax.Array | None) -> _Chunk:
+            x, targets, weights = arrays
+            return _Chunk(
+                x=follow(x, earlier),
+                table=table,
+                targets=targets,
+                weights=weights,
+                vocab_axes=self.split.vocab,
+            )
+
+        if self.num_chunks == 1:
+            return work(chunk_of(tokens, None))
+
+        def body(sums: Any, arrays: tuple) -> tuple[Any, Any]:
+            # Also where XLA unrolls the loop, a chunk's collectives follow the last's.
+            earlier = zero_from(jax.tree.leaves(sums)[0]) if self.in_order else None
+            more, joined = work(chunk_of(arrays, earlier))
+            return jax.tree.map(jnp.add, sums, more), joined
+
+        chunks = tuple(_cut(array, self.num_chunks) for array in tokens)
+        first = jax.tree.map(lambda array: array[0], chunks)
+        shapes = jax.eval_shape(lambda arrays: work(chunk_of(arrays, None))[0], first)
+        zeros = jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), shapes)
+        sums, joined = lax.scan(body, zeros, chunks)
+        return sums, jax.tree.map(
+            lambda array: array.reshape(-1, *array.shape[2:])[:num_tokens], joined
+        )
+
+
+def _cut(array: jax.Array, num_chunks: int) -> jax.Array:
+    """(tokens, ...) -> (chunks, tokens of one, ...), the last filled up with zeros."""
+    missing = -array.shape[0] % num_chunks
+    if missing:
+        array = jnp.pad(array, ((0, missing), *((0, 0),) * (array.ndim - 1)))
+    return array.reshape(num_chunks, -1, *array.shape[1:])
+
+
+class _Chunk:
+    """The loss of some tokens over this device's part of the vocabulary."""
+
+    def __init__(
+        self,
+        *,
+        x: jax.Array,
+        table: jax.Array,
+        targets: jax.Array,
+        weights: jax.Array,
+        vocab_axes: tuple[str, ...],
+    ) -> None:
+        # C tokens of the chunk, V vocab (local), D embed.
+        self.x, self._weights = x, weights
+        num_rows = table.shape[0]
+        logits_CV = _matmul("CD,VD->CV", x, table, jnp.float32)
+        highest = jnp.max(logits_CV, axis=-1)
+        with asked("vocab_loss"):
+            highest = lax.pmax(highest, vocab_axes) if vocab_axes else highest
+        shifted_CV = logits_CV - highest[:, None]
+        row = targets - num_rows * shard_index(vocab_axes)
+        # Found by comparing indices, not by a gather (`parallel.tensor`).
+        index = lax.broadcasted_iota(jnp.int32, logits_CV.shape, 1)
+        hit_CV = index == row[:, None]
+        self._exp_CV, self._hit_CV = jnp.exp(shifted_CV), hit_CV
+        sums = (
+            jnp.sum(self._exp_CV, axis=-1),
+            jnp.sum(jnp.where(hit_CV, shifted_CV, 0.0), axis=-1),
+        )
+        if vocab_axes:
+            with asked("vocab_loss"):
+                sums = tuple(lax.psum(jnp.stack(sums), vocab_axes))
+        self._total, self._target = sums
+        vocab = num_rows * math.prod(lax.axis_size(axis) for axis in vocab_axes)
+        self._known = in_vocab(targets, vocab) | (weights == 0)
+
+    def losses(self) -> jax.Array:
+        """Of each token, not weighted: the gradient for the weights."""
+        return jnp.where(self._known, jnp.log(self._total) - self._target, 0.0)
+
+    def loss(self) -> jax.Array:
+        """The weighted sum; NaN if a token that counts has a target outside."""
+        weighted = self.losses() * self._weights
+        return jnp.sum(jnp.where(self._known, weighted, jnp.nan))
+
+    def logits_gradient(self) -> jax.Array:
+        """(softmax - one-hot) * weight, in the dtype that matmuls take."""
+        scale = jnp.where(self._known, self._weights, 0.0)[:, None]
+        softmax_CV = self._exp_CV / self._total[:, None]
+        return ((softmax_CV - self._hit_CV) * scale).astype(self.x.dtype)
+
+
+def _matmul(dims: str, one: jax.Array, other: jax.Array, dtype: Any) -> jax.Array:
+    return jnp.einsum(dims, one, other, preferred_element_type=dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _loss_sum(plan: _Plan, *arrays: jax.Array) -> jax.Array:
+    split = plan.split
+    return on_parts(
+        plan.loss,
+        *arrays,
+        specs=(split.x, split.table, split.per_token, split.per_token),
+        out_specs=PartitionSpec(),
+        mesh_axes=split.mesh_axes,
+    )
+
+
+def _loss_forward(plan: _Plan, *arrays: jax.Array) -> tuple[jax.Array, tuple]:
+    split, (_, table, _, _) = plan.split, arrays
+    loss, *kept = on_parts(
+        plan.loss_and_gradients,
+        *arrays,
+        specs=(split.x, split.table, split.per_token, split.per_token),
+        out_specs=(PartitionSpec(), split.x, split.table, split.per_token),
+        mesh_axes=split.mesh_axes,
+    )
+    return loss, (*kept, jnp.zeros((), table.dtype))
+
+
+def _loss_backward(plan: _Plan, kept: tuple, scale: jax.Array) -> tuple:
+    dx, dtable, losses, of_table = kept
+    return (
+        (dx * scale).astype(dx.dtype),
+        (dtable * scale).astype(of_table.dtype),
+        None,
+        losses * scale,
+    )
+
+
+_loss_sum.defvjp(_loss_forward, _loss_backward)

@@ -1,0 +1,1 @@
+"""The planner: arithmetic over a workload, a cluster and a layout. Without jax."""

@@ -1,0 +1,77 @@
+"""Time of attention: scores, softmax, mixed values, and its `context` traffic."""
+
+from __future__ import annotations
+
+from meshpar.planner.collective_cost import all_gather_s, all_to_all_s, send_s
+from meshpar.planner.cost import Cost, waiting
+from meshpar.planner.kernel_time import fused_attention_s, memory_s
+from meshpar.planner.run import Run
+
+# The backward's five matmuls over the forward's two (Dao 2023, section 3.1).
+_BACKWARD_MATMULS = 2.5
+
+
+def attention_forward(run: Run) -> Cost:
+    """Scores to mixed values of one microbatch."""
+    if run.execution.fused_attention:
+        own_s = _fused_s(run)
+        return Cost(own_s) + context_exposed(run, own_s, passes=1)
+    masked = 1 if run.execution.dropout else 0
+    # Written, read and written by the softmax, read; and by dropout, with its mask.
+    each = (4 + 2 * masked) * run.dtype_bytes + masked
+    own_s = _matmuls_s(run) + memory_s(run, _scores(run) * each)
+    return Cost(own_s) + context_exposed(run, own_s, passes=1)
+
+
+def attention_backward(run: Run) -> Cost:
+    """Gradients of queries, keys and values."""
+    if run.execution.fused_attention:
+        own_s = _fused_s(run) * _BACKWARD_MATMULS
+        return Cost(own_s) + context_exposed(run, own_s, passes=2)
+    masked = 1 if run.execution.dropout else 0
+    # Read by three matmuls, written by one, three times by the softmax's derivative,
+    # twice by dropout's, with its mask.
+    each = (7 + 2 * masked) * run.dtype_bytes + masked
+    own_s = 2 * _matmuls_s(run) + memory_s(run, _scores(run) * each)
+    return Cost(own_s) + context_exposed(run, own_s, passes=2)
+
+
+def context_exposed(run: Run, attention_s: float, *, passes: int) -> Cost:
+    """What `context` adds: keys and values of the other parts of the sequence."""
+    context, workload = run.layout.context, run.workload
+    if context == 1:
+        return Cost()
+    link, tensor = run.link("context"), run.layout.tensor
+    token_bytes = run.dtype_bytes / tensor
+    heads = workload.query_dim + workload.value_dim
+    keys_values = run.tokens * workload.kv_heads * heads * token_bytes
+    if run.layout.attention == "ring":
+        # One part moves on while another is attended to.
+        ring_s = (context - 1) * send_s(keys_values, link) * passes
+        return waiting("context", ring_s, hidden_s=attention_s)
+    if run.layout.attention == "allgather":
+        return waiting(
+            "context", passes * all_gather_s(keys_values * context, context, link)
+        )
+    queries = run.tokens * workload.heads * heads * token_bytes
+    return waiting("context", all_to_all_s(keys_values + queries, context, link) * 2)
+
+
+def _flops(run: Run) -> float:
+    """Of one forward of this device, masked scores included."""
+    whole = run.tokens * run.workload.attention_flops(run.seq)
+    return whole / run.layout.tensor
+
+
+def _scores(run: Run) -> float:
+    return run.tokens * run.seq * run.workload.heads / run.layout.tensor
+
+
+def _matmuls_s(run: Run) -> float:
+    return _flops(run) / (run.peak_flops * run.cluster.device.efficiency.matmul)
+
+
+def _fused_s(run: Run) -> float:
+    """A causal mask hides half of the scores, which the kernel skips."""
+    head_dim = (run.workload.query_dim + run.workload.value_dim) / 2
+    return fused_attention_s(run, _flops(run) / 2, head_dim)

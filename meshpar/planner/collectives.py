@@ -1,0 +1,211 @@
+"""Bytes that one device sends in a step, collective by collective."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from meshpar.planner.block_time import block_parameters
+from meshpar.planner.collective_cost import wire_bytes
+from meshpar.planner.memory import (
+    end_parameters,
+    rank_parameters,
+    routed_parameters,
+)
+from meshpar.planner.pipeline_time import lock_step
+from meshpar.planner.run import Run
+
+_FP32 = 4
+
+
+class Collective(NamedTuple):
+    """All collectives of one kind and purpose together.
+
+    Args:
+        mesh_axes: Whose devices take part together.
+        kind: As XLA calls it.
+        wire_bytes: What one device of the first rank sends in a step.
+        link: `host`, `torus` or `network`.
+        reason: What it is for.
+    """
+
+    mesh_axes: tuple[str, ...]
+    kind: str
+    wire_bytes: float
+    link: str
+    reason: str
+
+
+class _Passes(NamedTuple):
+    """How often a device of the first rank runs what, in a step."""
+
+    forward: int
+    backward: int
+    head: int
+    up: int
+    down: int
+    layers: tuple[int, ...]
+
+
+def collectives_of(run: Run) -> tuple[Collective, ...]:
+    """Every collective of a step that moves parameters, gradients or activations."""
+    passes = _passes(run)
+    found = [
+        *_tensor(run, passes),
+        *_expert(run, passes),
+        *_context(run, passes),
+        *_fsdp(run, passes),
+        *_stage(run, passes),
+        *_reduction(run),
+    ]
+    return tuple(collective for collective in found if collective.wire_bytes > 0)
+
+
+def _passes(run: Run) -> _Passes:
+    """In lock step every rank runs its longest chunk in every tick, work or not."""
+    layout = run.layout
+    if layout.stage == 1 or not run.execution.lock_step:
+        layers = tuple(layer for chunk in run.blocks_of_rank(0) for layer in chunk)
+        count = layout.microbatches
+        hops = count * layout.chunks if layout.stage > 1 else 0
+        return _Passes(count, count, count, hops, hops, layers)
+    steps = lock_step(layout.schedule, layout.stage, layout.microbatches, layout.chunks)
+    longest = tuple(max(run.blocks_of_rank(0), key=len))
+    places = max(run.stage_blocks)
+    layers = longest + longest[-1:] * (places - len(longest))
+    forward, backward = steps.forward_ticks, steps.backward_ticks
+    return _Passes(
+        forward, backward, steps.head_ticks, forward, steps.down_hops, layers
+    )
+
+
+def _of(
+    run: Run, mesh_axes: tuple[str, ...], kind: str, payload: float, reason: str
+) -> Collective:
+    mesh_axes = tuple(axis for axis in mesh_axes if getattr(run.layout, axis) > 1)
+    size = math.prod(getattr(run.layout, axis) for axis in mesh_axes)
+    sent = wire_bytes(kind, payload, size)
+    return Collective(mesh_axes, kind, sent, run.link(*mesh_axes).name, reason)
+
+
+def _tensor(run: Run, passes: _Passes) -> list[Collective]:
+    """Two sums of the residual stream a block, forward and backward; and the ends'."""
+    layers, execution = len(passes.layers), run.execution
+    again = {"full": 2 if execution.eager else 1, "none": 0, "dots": 0}.get(
+        run.layout.remat, 0 if execution.attention_selective else 1
+    )
+    forward = 2 * layers * passes.forward
+    backward = (2 + again) * layers * passes.backward
+    blocks = run.residual_bytes * (forward + backward)
+    # A share of the tokens: embedding rows, and the head's input gradient in fp32.
+    share = run.residual_bytes / (run.layout.stage if execution.shared_ends else 1)
+    ends = share * passes.forward
+    ends += share / run.dtype_bytes * _FP32 * passes.head
+    reason = "sums of the residual stream"
+    if not run.layout.sequence_parallel:
+        return [_of(run, ("tensor",), "all-reduce", blocks + ends, reason)]
+    gathers = blocks + share * (passes.head + passes.backward)
+    gathers += _regathered(run) * run.residual_bytes * layers * passes.backward
+    return [
+        _of(run, ("tensor",), "all-gather", gathers, "sequence before a matmul"),
+        _of(run, ("tensor",), "reduce-scatter", blocks, "sequence behind a matmul"),
+        _of(run, ("tensor",), "all-reduce", ends, "embedding rows, head's gradient"),
+    ]
+
+
+def _regathered(run: Run) -> int:
+    """Norms' outputs of a block that the backward gathers, besides its sums' inputs.
+
+    Ours are kept gathered, and made again, both, where a block is rematerialised: of
+    the two that `full` and `selective` make, one stands before the sum made again.
+    """
+    if not run.execution.keeps_gathered:
+        return 2
+    return {"none": 0, "dots": 2}.get(run.layout.remat, 1)
+
+
+def _expert(run: Run, passes: _Passes) -> list[Collective]:
+    layers = sum(run.workload.is_moe(layer) for layer in passes.layers)
+    routed = run.residual_bytes * run.workload.top_k / run.layout.tensor
+    again = 1 if run.layout.remat == "full" else 0
+    count = passes.forward + (1 + again) * passes.backward
+    payload = 2 * routed * layers * count
+    return [_of(run, ("expert",), "all-to-all", payload, "tokens to their experts")]
+
+
+def _context(run: Run, passes: _Passes) -> list[Collective]:
+    layout, workload = run.layout, run.workload
+    if layout.context == 1:
+        return []
+    heads = (workload.query_dim + workload.value_dim) * run.dtype_bytes / layout.tensor
+    keys_values = run.tokens * workload.kv_heads * heads
+    count = len(passes.layers) * (passes.forward + 2 * passes.backward)
+    if layout.attention == "ring":
+        sent = count * keys_values * (layout.context - 1)
+        kind, reason = "collective-permute", "keys and values around the ring"
+    elif layout.attention == "allgather":
+        sent = count * keys_values * layout.context
+        kind, reason = "all-gather", "keys and values of the whole sequence"
+    else:
+        queries = run.tokens * workload.heads * heads
+        both = len(passes.layers) * (passes.forward + passes.backward)
+        sent = both * (keys_values + queries)
+        kind, reason = "all-to-all", "heads for sequence, and back"
+    return [_of(run, ("context",), kind, sent, reason)]
+
+
+def _fsdp(run: Run, passes: _Passes) -> list[Collective]:
+    layout = run.layout
+    if layout.fsdp == 1 or layout.zero < 3:
+        return []
+    blocks = sum(
+        block_parameters(run, moe=run.workload.is_moe(layer)) for layer in passes.layers
+    )
+    ends = end_parameters(run, 0)
+    gathered = blocks * (passes.forward + passes.backward) + ends
+    scattered = blocks * passes.backward + ends
+    each = run.execution.reduction_bytes
+    return [
+        _of(run, ("fsdp",), "all-gather", gathered * run.dtype_bytes, "parameters"),
+        _of(run, ("fsdp",), "reduce-scatter", scattered * each, "gradients of them"),
+    ]
+
+
+def _stage(run: Run, passes: _Passes) -> list[Collective]:
+    own = run.residual_bytes * run.residual_share
+    hops = (passes.up + passes.down) * own
+    reason = "activations up, gradients down"
+    found = [_of(run, ("stage",), "collective-permute", hops, reason)]
+    if run.execution.shared_ends:
+        gathers = (passes.forward + passes.head) * own
+        scatters = (passes.head + passes.backward) * own
+        reason = "tokens of embedding and head, shared by all ranks"
+        found += [
+            _of(run, ("stage",), "all-gather", gathers, reason),
+            _of(run, ("stage",), "reduce-scatter", scatters, reason),
+        ]
+    return found
+
+
+def _reduction(run: Run) -> list[Collective]:
+    """Gradients over the batch axes, and those of shared ends over the ranks too."""
+    layout, execution = run.layout, run.execution
+    each, parameters = execution.reduction_bytes, rank_parameters(run, 0)
+    found = []
+    if layout.fsdp > 1 and layout.zero < 3:
+        kind = "all-reduce" if layout.zero == 0 else "reduce-scatter"
+        found.append(_of(run, ("fsdp",), kind, parameters * each, "gradients"))
+        if layout.zero > 0:
+            weights = parameters * execution.weight_bytes
+            found.append(_of(run, ("fsdp",), "all-gather", weights, "updated weights"))
+    split = layout.fsdp if layout.zero > 0 else 1
+    ends = end_parameters(run, 0) if execution.shared_ends and layout.stage > 1 else 0
+    dense = (parameters - routed_parameters(run, 0)) / split * each
+    reason = "gradients of what is no expert"
+    found.append(_of(run, ("expert",), "all-reduce", dense, reason))
+    own = (parameters - ends) / split * each
+    found.append(_of(run, ("data",), "all-reduce", own, "gradients"))
+    shared = ends / split * each
+    reason = "gradients of embedding and head"
+    found.append(_of(run, ("data", "stage"), "all-reduce", shared, reason))
+    return found

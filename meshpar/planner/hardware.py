@@ -1,0 +1,272 @@
+"""Hardware as the planner sees it: a device's peaks, links, achieved fractions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+from meshpar.errors import InputError
+from meshpar.layout import MESH_AXES, Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Efficiency:
+    """How much of its data sheet a device achieves: one set a device.
+
+    Args:
+        matmul: Fraction of the peak that a matmul of infinite size achieves. A finite
+            one takes the time of its operands' traffic besides, so that its fraction
+            saturates with its arithmetic intensity.
+        attention: The same of a fused attention kernel whose heads are very large.
+        attention_head_dim: Head size at which such a kernel spends as long on softmax
+            as on matmuls, so that it achieves half of `attention`.
+        memory: Fraction of the memory's bandwidth that elementwise kernels achieve.
+        link: Fraction of the in-host link (or torus link) that collectives achieve.
+        network: Fraction of the network between hosts that they achieve.
+        hop_s: Latency of one step of a collective in a host, or on a torus.
+        network_hop_s: Latency of one step between hosts.
+        launch_s: Time that the host takes to launch a kernel.
+        spread: Standard deviation of a device's step time, as a fraction of it.
+
+    Raises:
+        InputError: A fraction outside of 0 to 1, or a negative time.
+    """
+
+    matmul: float
+    attention: float
+    attention_head_dim: float
+    memory: float
+    link: float
+    network: float
+    hop_s: float
+    network_hop_s: float
+    launch_s: float
+    spread: float
+
+    def __post_init__(self) -> None:
+        for name in ("matmul", "attention", "memory", "link", "network"):
+            if not 0 < getattr(self, name) <= 1:
+                raise InputError(
+                    f"efficiency {name}={getattr(self, name)}: must be above 0 and at "
+                    "most 1, a fraction of the data sheet's number"
+                )
+        for name in (
+            "attention_head_dim",
+            "hop_s",
+            "network_hop_s",
+            "launch_s",
+            "spread",
+        ):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise InputError(
+                    f"efficiency {name}={getattr(self, name)}: must be 0 or more"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """One accelerator.
+
+    Args:
+        name: What `--hardware` calls it.
+        peak_flops: Dense FLOP/s by dtype (`bf16`, `fp32`, `fp8`); `fp32` is what JAX's
+            default matmul precision runs it as.
+        memory_bytes: Its memory.
+        memory_bytes_per_s: That memory's bandwidth.
+        domain_devices: Devices that one fast link domain joins: a host's NVLink, a
+            rack's; for a torus the devices of a host, which no link depends on.
+        link_bytes_per_s: Per direction and device inside that domain; of one of the
+            links in each direction of a torus.
+        network_bytes_per_s: Per direction and device, between domains.
+        torus_dims: Dims of the torus; 0 where a switch joins the domain.
+        wraps: Devices along a dim of a torus from which on the ends are joined.
+        efficiency: What is achieved.
+
+    Raises:
+        InputError: A number that is not positive.
+    """
+
+    name: str
+    peak_flops: Mapping[str, float]
+    memory_bytes: float
+    memory_bytes_per_s: float
+    domain_devices: int
+    link_bytes_per_s: float
+    network_bytes_per_s: float
+    efficiency: Efficiency
+    torus_dims: int = 0
+    wraps: int = 16
+
+    def __post_init__(self) -> None:
+        numbers = {
+            field.name: getattr(self, field.name)
+            for field in fields(self)
+            if field.name not in ("name", "peak_flops", "efficiency", "torus_dims")
+        }
+        numbers |= {f"peak_flops {key}": peak for key, peak in self.peak_flops.items()}
+        for name, number in numbers.items():
+            if not (isinstance(number, int | float) and 0 < number < math.inf):
+                raise InputError(
+                    f"hardware {self.name!r}: {name}={number!r} must be a positive "
+                    "number"
+                )
+        for dtype in ("bf16", "fp32"):
+            if dtype not in self.peak_flops:
+                raise InputError(
+                    f"hardware {self.name!r} has no peak_flops of {dtype}; give both "
+                    "bf16 and fp32"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """What a mesh axis of a layout communicates over.
+
+    Args:
+        name: `none`, `host`, `torus` or `network`, as reports say it.
+        bytes_per_s: Achieved by one device in one direction in a ring.
+        hop_s: Latency of one step.
+        inner: Members of a group that one host holds; the ring steps that stay inside.
+        inner_hop_s: Latency of those.
+    """
+
+    name: str
+    bytes_per_s: float
+    hop_s: float
+    inner: int = 1
+    inner_hop_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Devices of one kind, joined.
+
+    Args:
+        device: The device.
+        hosts: Link domains (hosts, or racks of GB200); slices of a torus.
+        devices_per_host: Devices of each; the device's own when 0.
+        torus: Sizes of a slice's torus; () where the device has none.
+
+    Raises:
+        InputError: A count below 1, or a torus of other dims than the device's.
+
+    Example:
+        >>> from meshpar.planner.clusters import cluster_of
+        >>> cluster_of("h100-80gb", devices=64).hosts
+        8
+        >>> cluster_of("tpu v5p:8x8x8").num_devices
+        512
+    """
+
+    device: Device
+    hosts: int = 1
+    devices_per_host: int = 0
+    torus: tuple[int, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        if self.hosts < 1 or self.devices_per_host < 0:
+            raise InputError(
+                f"hosts={self.hosts} of devices_per_host={self.devices_per_host}: must "
+                "be at least 1 each"
+            )
+        if any(size < 1 for size in self.torus):
+            raise InputError(f"torus {self._shape}: every size must be at least 1")
+        if self.torus and len(self.torus) != self.device.torus_dims:
+            raise InputError(
+                f"torus {self._shape} has {len(self.torus)} dims, but "
+                f"{self.device.name} has {self.device.torus_dims}; give as many sizes"
+            )
+        if not self.devices_per_host:
+            size = math.prod(self.torus) if self.torus else self.device.domain_devices
+            object.__setattr__(self, "devices_per_host", size)
+
+    @property
+    def _shape(self) -> str:
+        return "x".join(map(str, self.torus))
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of all hosts."""
+        return self.hosts * self.devices_per_host
+
+    @property
+    def text(self) -> str:
+        """How reports name it."""
+        if self.torus:
+            slices = f"{self.hosts} x " if self.hosts > 1 else ""
+            return f"{slices}{self.device.name} {self._shape}"
+        return f"{self.num_devices} x {self.device.name} on {self.hosts} hosts"
+
+    def link(self, layout: Layout, *mesh_axes: str) -> Link:
+        """What a collective over these mesh axes together runs on.
+
+        Devices are numbered row-major over the mesh axes, `tensor` innermost, hosts
+        filled one after another, as `meshpar.mesh` does it.
+        """
+        sizes = layout.mesh_shape
+        members = math.prod(sizes[axis] for axis in mesh_axes)
+        if members == 1:
+            return Link(name="none", bytes_per_s=math.inf, hop_s=0.0)
+        inner = self._members_in_one_host(layout, mesh_axes)
+        device, achieved = self.device, self.device.efficiency
+        if self.torus and inner == members:
+            return self._torus_link(layout, mesh_axes)
+        if inner == members:
+            return Link(
+                name="host",
+                bytes_per_s=device.link_bytes_per_s * achieved.link,
+                hop_s=achieved.hop_s,
+            )
+        # A ring through every host leaves it by one member's port; with as many rings
+        # as members in a host, all their ports carry a share (NCCL's channels).
+        ports = device.network_bytes_per_s * achieved.network * inner
+        return Link(
+            name="network",
+            bytes_per_s=min(ports, device.link_bytes_per_s * achieved.link),
+            hop_s=achieved.network_hop_s,
+            inner=inner,
+            inner_hop_s=achieved.hop_s,
+        )
+
+    def _members_in_one_host(self, layout: Layout, mesh_axes: tuple[str, ...]) -> int:
+        """Members of a group whose devices fill one host, or part of it."""
+        if self.hosts == 1:
+            return math.prod(layout.mesh_shape[axis] for axis in mesh_axes)
+        room, inner = self.devices_per_host, 1
+        for axis in reversed(MESH_AXES):
+            size = layout.mesh_shape[axis]
+            here = size if room % size == 0 else math.gcd(size, room)
+            inner *= here if axis in mesh_axes else 1
+            room = room // size if here == size else 1
+        return inner
+
+    def _torus_link(self, layout: Layout, mesh_axes: tuple[str, ...]) -> Link:
+        """Rings along the dims of the torus that these mesh axes cover.
+
+        A dim whose ends are joined gives a ring two links a device; one whose ends are
+        not gives one direction only.
+        """
+        spans = self._torus_spans(layout, mesh_axes)
+        device = self.device
+        links = sum(2 if size >= device.wraps else 1 for size in spans)
+        return Link(
+            name="torus",
+            bytes_per_s=device.link_bytes_per_s * device.efficiency.link * links,
+            hop_s=device.efficiency.hop_s,
+        )
+
+    def _torus_spans(self, layout: Layout, mesh_axes: tuple[str, ...]) -> list[int]:
+        """Length along each torus dim that a group of these mesh axes covers."""
+        left, spans = list(self.torus), []
+        for axis in reversed(MESH_AXES):
+            size = layout.mesh_shape[axis]
+            for dim, room in enumerate(left):
+                here = math.gcd(size, room)
+                if here > 1:
+                    left[dim], size = room // here, size // here
+                    # Joined ends need the whole dim of the slice.
+                    whole = here == self.torus[dim]
+                    if axis in mesh_axes:
+                        spans.append(self.torus[dim] if whole else 1)
+        return spans or [1]

@@ -1,0 +1,107 @@
+"""One training step as the planner's parts see it: what runs where, and how."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from meshpar.layout import Layout
+from meshpar.planner.execution import Execution
+from meshpar.planner.hardware import Cluster, Link
+from meshpar.planner.workload import Workload
+
+REPLICA_AXES = ("data", "fsdp", "expert")
+"""The mesh axes whose devices have examples of their own.
+
+`expert` is among them: its devices share the routed experts and nothing else, as in
+GShard (Lepikhin et al. 2020)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A workload on a cluster under a layout.
+
+    Args:
+        workload, cluster, layout, execution: What, where, how.
+        global_batch: Sequences in a step.
+        seq: Tokens of one.
+        stage_blocks: Blocks of every stage, chunk by chunk in order of the stages.
+    """
+
+    workload: Workload
+    cluster: Cluster
+    layout: Layout
+    execution: Execution
+    global_batch: int
+    seq: int
+    stage_blocks: tuple[int, ...]
+
+    @property
+    def replicas(self) -> int:
+        """Devices that share a step's examples."""
+        layout = self.layout
+        return layout.data * layout.fsdp * layout.expert
+
+    @property
+    def microbatch(self) -> int:
+        """Sequences of one microbatch on one device."""
+        return self.global_batch // (self.replicas * self.layout.microbatches)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one microbatch on one device."""
+        return self.microbatch * self.seq // self.layout.context
+
+    @property
+    def dtype_bytes(self) -> int:
+        """Of one value in the blocks."""
+        return 2 if self.layout.precision == "bf16" else 4
+
+    @property
+    def residual_bytes(self) -> float:
+        """The residual stream of one microbatch, over all of `tensor`."""
+        return self.tokens * self.workload.hidden * self.dtype_bytes
+
+    @property
+    def residual_share(self) -> float:
+        """The part of it that one device of `tensor` works on."""
+        return 1 / self.layout.tensor if self.layout.sequence_parallel else 1.0
+
+    @property
+    def peak_flops(self) -> float:
+        """Of one device, in the precision of the blocks."""
+        return self.cluster.device.peak_flops[self.layout.precision]
+
+    @cached_property
+    def _links(self) -> dict[tuple[str, ...], Link]:
+        return {}
+
+    def link(self, *mesh_axes: str) -> Link:
+        """What a collective over these mesh axes runs on."""
+        if mesh_axes not in self._links:
+            self._links[mesh_axes] = self.cluster.link(self.layout, *mesh_axes)
+        return self._links[mesh_axes]
+
+    def blocks_of_rank(self, rank: int) -> tuple[range, ...]:
+        """Layers of each chunk of one rank."""
+        starts = [sum(self.stage_blocks[:n]) for n in range(len(self.stage_blocks))]
+        return tuple(
+            range(starts[stage], starts[stage] + self.stage_blocks[stage])
+            for stage in range(rank, len(self.stage_blocks), self.layout.stage)
+        )
+
+    @property
+    def num_stages(self) -> int:
+        """Chunks of all ranks."""
+        return len(self.stage_blocks)
+
+
+def even_blocks(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """Blocks of each stage, the longer ones first.
+
+    Example:
+        >>> even_blocks(30, 4)
+        (8, 8, 7, 7)
+    """
+    shorter, longer = divmod(num_layers, num_stages)
+    return (shorter + 1,) * longer + (shorter,) * (num_stages - longer)

@@ -1,0 +1,171 @@
+"""Time of a step: stages, pipeline, gradient reduction, optimizer, stragglers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from meshpar.planner.collective_cost import all_gather_s, all_reduce_s
+from meshpar.planner.cost import Cost, waiting
+from meshpar.planner.kernel_time import memory_s
+from meshpar.planner.memory import (
+    end_parameters,
+    rank_parameters,
+    routed_parameters,
+)
+from meshpar.planner.pipeline_time import lock_step_span_s, span_s
+from meshpar.planner.run import Run
+from meshpar.planner.stage_time import StageTime, stage_times
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Where a step's time goes; the parts add up to `step_s`.
+
+    Args:
+        compute_s: The slowest rank's blocks and ends.
+        bubble_s: Waiting of that rank for other ranks.
+        exposed_s: Waiting for collectives that nothing hides, by mesh axis.
+        optimizer_s: The update.
+        straggler_s: Waiting for the slowest of all devices.
+        host_s: Waiting for the host between steps.
+    """
+
+    compute_s: float
+    bubble_s: float
+    exposed_s: Mapping[str, float]
+    optimizer_s: float
+    straggler_s: float
+    host_s: float
+
+    @property
+    def step_s(self) -> float:
+        """All of it."""
+        exposed_s = sum(self.exposed_s.values())
+        return (
+            self.compute_s
+            + self.bubble_s
+            + exposed_s
+            + self.optimizer_s
+            + self.straggler_s
+            + self.host_s
+        )
+
+
+def step_time(run: Run) -> StepTime:
+    """The time of one step."""
+    stages = stage_times(run)
+    layout = run.layout
+    forward_s = [stage.forward.total_s for stage in stages]
+    backward_s = [stage.backward.total_s for stage in stages]
+    span = lock_step_span_s if run.execution.lock_step else span_s
+    all_microbatches_s = span(layout, forward_s, backward_s)
+    rank = _slowest_rank(run, stages)
+    work = _rank_work(run, stages, rank) * layout.microbatches
+    reduction = _reduction(run, stages)
+    optimizer_s = max(_optimizer_s(run, rank) for rank in range(layout.stage))
+    exposed = Cost(0.0, work.exposed_s) + reduction
+    busy_s = all_microbatches_s + reduction.total_s + optimizer_s
+    return StepTime(
+        compute_s=work.compute_s,
+        bubble_s=max(0.0, all_microbatches_s - work.total_s),
+        exposed_s={axis: s for axis, s in exposed.exposed_s.items() if s > 0},
+        optimizer_s=optimizer_s,
+        straggler_s=busy_s * straggler_fraction(run),
+        host_s=run.execution.host_s,
+    )
+
+
+def straggler_fraction(run: Run) -> float:
+    """How much longer than the mean the slowest of all devices takes.
+
+    The largest of n normal values lies about `sigma sqrt(2 ln n)` above their mean.
+    """
+    devices = run.cluster.num_devices
+    return run.cluster.device.efficiency.spread * math.sqrt(2 * math.log(devices))
+
+
+def _rank_work(run: Run, stages: tuple[StageTime, ...], rank: int) -> Cost:
+    """One microbatch through all chunks of a rank."""
+    total = Cost()
+    for stage in stages[rank :: run.layout.stage]:
+        total = total + stage.forward + stage.backward
+    return total
+
+
+def _slowest_rank(run: Run, stages: tuple[StageTime, ...]) -> int:
+    return max(
+        range(run.layout.stage),
+        key=lambda rank: _rank_work(run, stages, rank).total_s,
+    )
+
+
+def _reduction(run: Run, stages: tuple[StageTime, ...]) -> Cost:
+    """Gradients over `data` (and `fsdp` where it does not split the parameters).
+
+    Overlapped, it hides behind the last microbatch's backward of the first rank, which
+    is the last to end.
+    """
+    layout, execution = run.layout, run.execution
+    backward_s = sum(stage.backward.total_s for stage in stages[:: layout.stage])
+    hidden_s = backward_s if execution.reduction_overlap else 0.0
+    total = Cost()
+    for mesh_axis, seconds in _reductions(run).items():
+        total += waiting(mesh_axis, seconds, hidden_s=hidden_s)
+        hidden_s = max(0.0, hidden_s - seconds)
+    if layout.fsdp > 1 and layout.zero in (1, 2):
+        updated = max(rank_parameters(run, rank) for rank in range(layout.stage))
+        gather_s = all_gather_s(
+            updated * execution.weight_bytes, layout.fsdp, run.link("fsdp")
+        )
+        total += waiting("fsdp", gather_s)
+    return total + _tied(run)
+
+
+def _tied(run: Run) -> Cost:
+    """A tied table on the first and the last rank: its gradient is summed over both."""
+    workload, layout = run.workload, run.layout
+    if not workload.tied or layout.stage == 1 or run.execution.shared_ends:
+        return Cost()
+    table = workload.vocab * workload.hidden / layout.tensor
+    pair = all_reduce_s(table * run.execution.reduction_bytes, 2, run.link("stage"))
+    return waiting("stage", pair)
+
+
+def _reductions(run: Run) -> dict[str, float]:
+    """Seconds of every reduction over batch axes, by mesh axis."""
+    layout, each = run.layout, run.execution.reduction_bytes
+    parameters = max(rank_parameters(run, rank) for rank in range(layout.stage))
+    split = layout.fsdp if layout.zero > 0 else 1
+    seconds = {}
+    if layout.fsdp > 1 and layout.zero < 3:
+        link = run.link("fsdp")
+        # ZeRO-1 and 2 need their own share of the sums only.
+        whole = all_reduce_s if layout.zero == 0 else all_gather_s
+        seconds["fsdp"] = whole(parameters * each, layout.fsdp, link)
+    if layout.expert > 1:
+        # Devices of `expert` have the same dense parameters, and other examples.
+        dense = max(
+            rank_parameters(run, rank) - routed_parameters(run, rank)
+            for rank in range(layout.stage)
+        )
+        link = run.link("expert")
+        seconds["expert"] = all_reduce_s(dense / split * each, layout.expert, link)
+    ends = 0.0
+    if run.execution.shared_ends and layout.stage > 1:
+        # The ranks have a share of the tokens each, so their sums are partial.
+        ends = end_parameters(run, 0) / split * each
+        link = run.link("data", "stage")
+        seconds["stage"] = all_reduce_s(ends, layout.data * layout.stage, link)
+    if layout.data > 1:
+        own = parameters / split * each - ends
+        seconds["data"] = all_reduce_s(own, layout.data, run.link("data"))
+    return seconds
+
+
+def _optimizer_s(run: Run, rank: int) -> float:
+    own = rank_parameters(run, rank)
+    if run.layout.zero >= 1:
+        own /= run.layout.fsdp
+    return memory_s(run, own * run.execution.update_bytes)

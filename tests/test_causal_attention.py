@@ -1,0 +1,64 @@
+"""Our attention equals JAX's in values and gradients, and keeps one array of scores."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.layers.causal_attention import causal_attention
+
+
+def inputs(kv_heads, dtype, seq=7):
+    keys = jax.random.split(jax.random.key(0), 4)
+    sizes = (4, kv_heads, kv_heads, 4)
+    return [
+        jax.random.normal(key, (2, seq, heads, 8), dtype)
+        for key, heads in zip(keys, sizes, strict=True)
+    ]
+
+
+def plain(q, k, v):
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(jnp.float32, 1e-6), (jnp.bfloat16, 2e-2)]
+)
+def test_it_equals_the_attention_of_jax(kv_heads, dtype, bound):
+    *arrays, dy = inputs(kv_heads, dtype)
+    found, vjp = jax.vjp(causal_attention, *arrays)
+    wanted, other = jax.vjp(plain, *arrays)
+    for got, want in zip((found, *vjp(dy)), (wanted, *other(dy)), strict=True):
+        assert got.dtype == want.dtype and got.shape == want.shape
+        got, want = (np.asarray(array, np.float32) for array in (got, want))
+        assert np.linalg.norm(got - want) <= bound * np.linalg.norm(want)
+
+
+def test_a_token_sees_none_after_it():
+    q, k, v, _ = inputs(2, jnp.float32)
+    before = causal_attention(q, k, v)
+    after = causal_attention(q, k.at[:, 4:].add(9.0), v.at[:, 4:].add(9.0))
+    np.testing.assert_array_equal(before[:, :4], after[:, :4])
+    assert not np.allclose(before[:, 4:], after[:, 4:])
+
+
+def test_it_keeps_its_inputs_and_the_softmax_in_their_dtype():
+    *arrays, _ = inputs(2, jnp.bfloat16)
+    kept = jax.tree.leaves(jax.vjp(causal_attention, *arrays)[1])
+    sizes = sorted(array.size for array in kept)
+    assert sizes == sorted([*(array.size for array in arrays), 2 * 4 * 7 * 7])
+    assert {array.dtype for array in kept} == {jnp.dtype("bfloat16")}
+
+
+@pytest.mark.parametrize("heads_at_once", [1, 2, 3])
+def test_some_heads_at_a_time_change_no_number(monkeypatch, heads_at_once):
+    *arrays, dy = inputs(4, jnp.float32)
+    wanted, other = jax.vjp(causal_attention, *arrays)
+    scores = 2 * 7 * 7 * 4  # batch, seq, seq, fp32
+    monkeypatch.setattr(
+        "models.layers.causal_attention._SCORE_BYTES", heads_at_once * scores
+    )
+    found, vjp = jax.vjp(lambda *arrays: causal_attention(*arrays), *arrays)
+    for got, want in zip((found, *vjp(dy)), (wanted, *other(dy)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)

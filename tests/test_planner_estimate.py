@@ -1,0 +1,111 @@
+"""`meshpar estimate`: what it prints, what it refuses, how it ends."""
+
+import json
+
+import pytest
+
+from meshpar import InputError
+from meshpar.cli.main import main
+from meshpar.layout import Layout
+from meshpar.planner.clusters import cluster_of
+from meshpar.planner.estimate import estimate
+from meshpar.planner.refusals import layout_problems
+from meshpar.planner.shapes import SHAPES
+
+GOOD = ["estimate", "--preset", "llama3-8b", "--hardware", "h100-80gb", "--seq", "4096"]
+FITS = "fsdp=4,stage=2,tensor=2,microbatches=4,remat=full,precision=bf16"
+
+
+def report_of(capsys, *more, status=0):
+    assert main([*GOOD, *more, "--json"]) == status
+    captured = capsys.readouterr()
+    assert captured.out.count("\n") == 1 and captured.err == ""
+    return json.loads(captured.out)
+
+
+def test_the_keys_that_scripts_rely_on(capsys):
+    report = report_of(capsys, "--layout", FITS)
+    assert report["layout"] == FITS and report["fits"] is True
+    assert {"step_s", "mfu", "memory", "time", "collectives"} <= set(report)
+    memory = report["memory"]
+    parts = ("parameter", "gradient", "optimizer", "activation", "other")
+    total = sum(memory[f"{part}_bytes"] for part in parts)
+    assert total == pytest.approx(memory["total_bytes"], abs=len(parts))
+    assert {"compute_s", "bubble_s", "exposed"} <= set(report["time"])
+    axes = {tuple(row["mesh_axes"]) for row in report["collectives"]}
+    assert axes == {("fsdp",), ("stage",), ("tensor",)}
+    assert all(row["wire_bytes"] > 0 for row in report["collectives"])
+
+
+def test_a_smaller_world_ends_with_1_because_it_does_not_fit(capsys):
+    report = report_of(capsys, "--layout", "precision=bf16", status=1)
+    assert report["fits"] is False
+    assert report["memory"]["total_bytes"] > report["memory"]["capacity_bytes"]
+
+
+def test_people_read_memory_time_and_why(capsys):
+    assert main([*GOOD, "--layout", FITS]) == 0
+    text = capsys.readouterr().out
+    for words in (
+        "llama3-8b: 8.03 B parameters on 16 x h100-80gb on 2 hosts",
+        "of 80 GB at stage 0: fits",
+        "microbatches in flight, remat=full",
+        "exposed on tensor (host)",
+        "sums of the residual stream stand between",
+        "fsdp all-gather over the network",
+    ):
+        assert words in text
+
+
+@pytest.mark.parametrize(
+    "more, message",
+    [
+        (["--layout", "tensor=3"], "heads=32 does not divide over tensor=3"),
+        (["--layout", "data=3", "--global-batch", "4"], "4 sequences do not divide"),
+        (["--layout", "expert=2"], "expert=2, but llama3-8b has no experts"),
+        (["--layout", "stage=64"], "is more than the 32 layers; take fewer"),
+        (["--layout", "stage=2,splits=16/17"], "are 33 blocks on 2 stages"),
+        (["--layout", "stage=2,chunks=2"], "has one stage a rank; leave chunks out"),
+        (["--layout", "stage=2,schedule=v_min"], "schedule=v_min is not built"),
+        (["--layout", "context=3"], "4096 tokens do not divide over context=3"),
+        (["--layout", "data=8", "--devices", "16"], "needs 8 devices, but there are"),
+        (["--layout", "data=2", "--hardware", "h101"], "no hardware 'h101'"),
+        (["--layout", "data=2", "--preset", "llama"], "no model 'llama'"),
+        (["--layout", "data=2", "--execution", "torch"], "no execution 'torch'"),
+    ],
+)
+def test_bad_input_is_one_line_and_ends_with_2(capsys, more, message):
+    assert main([*GOOD, *more]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.err.count("\n") == 1 and captured.out == ""
+
+
+def test_no_model_is_refused(capsys):
+    assert main(["estimate", "--layout", "data=2"]) == 2
+    assert "no model is chosen; give --preset NAME" in capsys.readouterr().err
+
+
+def test_sizes_and_a_torus_and_another_vocabulary(capsys):
+    sizes = "layers=8,hidden=1024,heads=8,vocab=1000,gated=true"
+    argv = ["estimate", "--model", sizes, "--vocab", "32000", "--layout", "data=-1"]
+    argv += ["--hardware", "tpu-v5e:4x4", "--seq", "1024", "--json"]
+    assert main(argv) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["layout"] == "data=16"
+    assert {row["link"] for row in report["collectives"]} == {"torus"}
+
+
+def test_every_reason_is_there_as_data():
+    layout = Layout.parse("data=3,expert=2,tensor=3,stage=64")
+    problems = layout_problems(SHAPES["llama3-8b"], layout, global_batch=4, seq=4096)
+    assert {problem.key for problem in problems} >= {
+        "microbatches", "tensor", "expert", "stage",
+    }  # fmt: skip
+    with pytest.raises(InputError, match="layout 'data=3,stage=64"):
+        estimate(
+            SHAPES["llama3-8b"],
+            cluster_of("h100-80gb", devices=layout.num_devices),
+            layout,
+            global_batch=4,
+        )

@@ -1,0 +1,181 @@
+"""Hardware: names, files, which link a mesh axis runs on, what a collective costs."""
+
+import math
+
+import pytest
+
+from meshpar import InputError
+from meshpar.layout import Layout
+from meshpar.planner.clusters import cluster_of, device_of, load_device
+from meshpar.planner.collective_cost import (
+    all_gather_s,
+    all_reduce_s,
+    all_to_all_s,
+    send_s,
+    wire_bytes,
+)
+from meshpar.planner.devices import DEVICES
+from meshpar.planner.hardware import Link
+from meshpar.topology import Topology
+
+FAST = Link(name="host", bytes_per_s=100e9, hop_s=0.0)
+
+
+@pytest.mark.parametrize("name", sorted(DEVICES))
+def test_every_device_is_found_by_its_name_and_achieves_less_than_its_peak(name):
+    device = device_of(name)
+    assert device is DEVICES[name]
+    assert device.peak_flops["bf16"] >= device.peak_flops["fp32"]
+    assert device.network_bytes_per_s < device.link_bytes_per_s
+    assert device.efficiency.matmul < 1
+
+
+@pytest.mark.parametrize(
+    "text, name", [("h100", "h100-80gb"), ("TPU v5p", "tpu-v5p"), ("v6e", "tpu-v6e")]
+)
+def test_short_names(text, name):
+    assert device_of(text).name == name
+
+
+@pytest.mark.parametrize(
+    "hardware, options, hosts, devices",
+    [
+        ("h100-80gb", {}, 1, 8),
+        ("h100-80gb", {"devices": 4}, 1, 4),
+        ("h100-80gb", {"devices": 64}, 8, 64),
+        ("h100-80gb", {"devices": 8, "hosts": 4}, 4, 8),
+        ("h100-80gb", {"hosts": 4}, 4, 32),
+        ("gb200", {"devices": 144}, 2, 144),
+        ("tpu v5p:8x8x8", {}, 1, 512),
+        ("tpu-v5e:16x16", {"hosts": 2}, 2, 512),
+        ("tpu-v5p", {"devices": 128}, 1, 128),
+    ],
+)
+def test_clusters(hardware, options, hosts, devices):
+    cluster = cluster_of(hardware, **options)
+    assert (cluster.hosts, cluster.num_devices) == (hosts, devices)
+
+
+@pytest.mark.parametrize(
+    "hardware, options, message",
+    [
+        ("h101", {}, "no hardware 'h101'; did you mean 'h100'"),
+        ("h100-80gb", {"devices": 0}, "devices=0: must be at least 1"),
+        ("h100-80gb", {"devices": 10, "hosts": 4}, "10 devices do not divide over 4"),
+        ("h100-80gb:8x8", {}, "h100-80gb has no torus; leave ':8x8' out"),
+        ("tpu-v5p", {}, "is joined in a torus; give its sizes, such as tpu-v5p:4x4x4"),
+        ("tpu-v5p:8x8", {}, "torus 8x8 has 2 dims, but tpu-v5p has 3"),
+        ("tpu-v5e:8by8", {}, "'8by8' is no torus; write sizes joined by x"),
+        ("tpu-v5e:8x8", {"devices": 65}, "are 64 devices, not 65"),
+    ],
+)
+def test_clusters_that_cannot_be_are_refused(hardware, options, message):
+    with pytest.raises(InputError, match=message):
+        cluster_of(hardware, **options)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["data=2,tensor=8", "data=4,tensor=4", "data=2,stage=2,tensor=4", "fsdp=16"],
+)
+def test_a_mesh_axis_lies_on_the_link_that_the_topology_says(layout):
+    layout = Layout.parse(layout)
+    cluster = cluster_of("h100-80gb", devices=layout.num_devices)
+    links = Topology(hosts=2, devices_per_host=8).links(layout)
+    for axis, link in links.items():
+        assert cluster.link(layout, axis).name == link
+
+
+def test_rings_use_the_ports_of_all_their_members_in_a_host():
+    cluster = cluster_of("h100-80gb", devices=64)
+    one = cluster.link(Layout(data=8, tensor=8), "data")
+    four = cluster.link(Layout(data=32, tensor=2), "data")
+    every = cluster.link(Layout(data=64), "data")
+    assert (one.inner, four.inner, every.inner) == (1, 4, 8)
+    assert four.bytes_per_s == 4 * one.bytes_per_s
+    # No faster than the link inside the host.
+    assert (
+        every.bytes_per_s
+        == cluster.link(Layout(data=8, tensor=8), "tensor").bytes_per_s
+    )
+
+
+def test_a_ring_of_a_torus_has_two_links_where_its_ends_are_joined():
+    cluster = cluster_of("tpu-v5p:8x8x8")
+    whole = cluster.link(Layout(data=64, tensor=8), "tensor")
+    part = cluster.link(Layout(data=128, tensor=4), "tensor")
+    plane = cluster.link(Layout(data=8, fsdp=64), "fsdp")
+    assert whole.bytes_per_s == 2 * part.bytes_per_s
+    assert plane.bytes_per_s == 2 * whole.bytes_per_s
+    open_ends = cluster_of("tpu-v5e:8x8").link(Layout(data=8, tensor=8), "tensor")
+    assert open_ends.bytes_per_s == 50e9 * 0.9
+
+
+def test_between_slices_there_is_the_network():
+    cluster = cluster_of("tpu-v5e:16x16", hosts=2)
+    layout = Layout(data=2, fsdp=256)
+    assert cluster.link(layout, "data").name == "network"
+    assert cluster.link(layout, "fsdp").name == "torus"
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 7])
+def test_a_sum_costs_a_scatter_and_a_gather(size):
+    gather_s = all_gather_s(8e9, size, FAST)
+    assert all_reduce_s(8e9, size, FAST) == pytest.approx(2 * gather_s)
+    assert gather_s == pytest.approx(8e9 * (size - 1) / size / 100e9)
+
+
+def test_small_sums_take_a_tree_large_ones_a_ring():
+    slow = Link(name="network", bytes_per_s=50e9, hop_s=1e-5)
+    small = all_reduce_s(1e3, 512, slow)
+    assert small == pytest.approx(2 * math.log2(512) * 1e-5, rel=0.01)
+    assert all_reduce_s(1e11, 512, slow) == pytest.approx(4.0, rel=0.02)
+
+
+def test_an_all_to_all_leaves_a_host_through_one_port():
+    within = Link(name="host", bytes_per_s=400e9, hop_s=0.0)
+    between = Link(name="network", bytes_per_s=400e9, hop_s=0.0, inner=8)
+    assert all_to_all_s(8e9, 8, within) == pytest.approx(8e9 * 7 / 8 / 400e9)
+    assert all_to_all_s(8e9, 16, between) == pytest.approx(8e9 / 2 / 50e9)
+    assert send_s(8e9, between) == pytest.approx(8e9 / 50e9)
+
+
+@pytest.mark.parametrize(
+    "kind, share",
+    [("all-gather", 0.75), ("all-reduce", 1.5), ("collective-permute", 1.0)],
+)
+def test_bytes_on_the_wire_are_those_of_the_audit(kind, share):
+    assert wire_bytes(kind, 1000, 4) == 1000 * share
+    assert wire_bytes(kind, 1000, 1) == 0
+
+
+def test_a_file_describes_a_device(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        'like = "a100-80gb"\nmemory_bytes = 64e9\n[efficiency]\nmatmul = 0.5\n'
+        "[peak_flops]\nfp32 = 19.5e12\n"
+    )
+    device, base = load_device(path), DEVICES["a100-80gb"]
+    assert (device.memory_bytes, device.efficiency.matmul) == (64e9, 0.5)
+    assert device.peak_flops == {"bf16": 312e12, "fp32": 19.5e12}
+    assert device.efficiency.memory == base.efficiency.memory
+    assert cluster_of(str(path), devices=16).hosts == 2
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ("memory_bytes = 64e9", r"\[efficiency\] give matmul, attention,"),
+        ('like = "a100-80gb"\nmemry = 1', "no field 'memry'"),
+        ('like = "a100-80gb"\n[efficiency]\nmatmul = 1.5', "matmul=1.5: must be above"),
+        ('like = "a100-80gb"\n[efficiency]\nmatmull = 1', r"\[efficiency\] no field"),
+        ('like = "a100-80gb"\nmemory_bytes = -1', "memory_bytes=-1 must be a positive"),
+        ('like = "a100-80gb"\nefficiency = 1', "efficiency must be a table"),
+        ("like = ", "cannot read"),
+    ],
+)
+def test_files_that_describe_none_are_refused(tmp_path, content, message):
+    path = tmp_path / "mine.toml"
+    path.write_text(content)
+    with pytest.raises(InputError, match=message):
+        load_device(path)

@@ -1,0 +1,169 @@
+"""Bytes per device: published ones to the digit, and how they move with the layout."""
+
+import pytest
+
+from meshpar.layout import Layout
+from meshpar.planner.activations import kept_bytes
+from meshpar.planner.clusters import cluster_of
+from meshpar.planner.estimate import estimate
+from meshpar.planner.execution import MEGATRON_2022, MESHPAR, NANOTRON
+from meshpar.planner.memory import rank_memories
+from meshpar.planner.published import published
+from meshpar.planner.shapes import SHAPES
+
+GIB = 2**30
+
+
+def korthikanti(name, remat, execution=MEGATRON_2022):
+    row = next(
+        row for row in published()["korthikanti_2022"]["rows"] if row["name"] == name
+    )
+    interleaved = f",schedule=interleaved_1f1b,chunks={row['interleave']}"
+    layout = (
+        f"stage={row['p']},tensor={row['t']},precision=bf16,{remat},"
+        f"microbatches={row['gbs'] // row['mbs']}"
+        f"{interleaved if row['interleave'] > 1 else ''}"
+    )
+    found = estimate(
+        SHAPES[name.lower()],
+        cluster_of("a100-80gb", devices=row["gpus"]),
+        layout,
+        global_batch=row["gbs"],
+        seq=2048,
+        execution=execution,
+    )
+    return row, found
+
+
+@pytest.mark.parametrize("name", ["22B", "175B"])
+@pytest.mark.parametrize(
+    "key, remat",
+    [
+        ("act_gib_none", "remat=none"),
+        ("act_gib_sp_sel", "sequence_parallel=true,remat=selective"),
+    ],
+)
+def test_activations_of_korthikanti_figure_1_to_the_printed_digits(name, key, remat):
+    row, found = korthikanti(name, remat)
+    # The figure leaves out what arrives between stages.
+    kept = found.memory.activation_bytes - found.memory.boundary_bytes
+    assert kept / GIB == row[key]
+
+
+@pytest.mark.parametrize("name", ["22B", "175B"])
+def test_parameter_bytes_of_korthikanti_figure_1_to_the_printed_digits(name):
+    row, found = korthikanti(name, "remat=none")
+    memory, workload = found.memory, SHAPES[name.lower()]
+    matrices = workload.layers * workload.block_matrix_parameters(moe=False)
+    each = MEGATRON_2022.weight_bytes + MEGATRON_2022.gradient_bytes
+    each += MEGATRON_2022.state_bytes
+    assert each == 18
+    assert matrices / row["gpus"] * each / GIB == row["paramopt_gib"]
+    # Ours count the vocabulary, norms and biases besides.
+    total = memory.parameter_bytes + memory.gradient_bytes + memory.optimizer_bytes
+    assert 1 < total / GIB / row["paramopt_gib"] < 1.04
+
+
+@pytest.mark.parametrize(
+    "remat, terms",
+    [
+        # Korthikanti et al. 2022, table 2, per s b h: none, with sequence parallelism,
+        # selective, both, full.
+        ("remat=none", 10 + 24 / 8 + 5 * 64 * 2048 / (6144 * 8)),
+        (
+            "sequence_parallel=true,remat=none",
+            34 / 8 + 5 * 64 * 2048 / (6144 * 8),
+        ),
+        ("remat=selective", 10 + 24 / 8),
+        ("sequence_parallel=true,remat=selective", 34 / 8),
+        ("remat=full", 2),
+    ],
+)
+def test_activations_of_a_block_as_in_korthikanti_table_2(remat, terms):
+    _, found = korthikanti("22B", remat)
+    assert kept_bytes(found.run, moe=False) == pytest.approx(4 * 2048 * 6144 * terms)
+
+
+def of(layout, *, preset="llama3-8b", global_batch=64, execution=MESHPAR, seq=4096):
+    layout = Layout.parse(layout)
+    return estimate(
+        SHAPES[preset],
+        cluster_of("h100-80gb", devices=layout.num_devices),
+        layout,
+        global_batch=global_batch,
+        seq=seq,
+        execution=execution,
+    ).memory
+
+
+def test_zero_splits_one_thing_after_another():
+    at = [
+        of(f"fsdp=8,zero={level},precision=bf16", execution=NANOTRON)
+        for level in range(4)
+    ]
+    whole = at[0]
+    assert at[1].optimizer_bytes == whole.optimizer_bytes / 8
+    assert at[1].gradient_bytes == whole.gradient_bytes
+    assert at[2].gradient_bytes == whole.gradient_bytes / 8
+    assert at[2].parameter_bytes == whole.parameter_bytes
+    assert at[3].parameter_bytes == whole.parameter_bytes / 8
+    assert at[3].gathered_bytes > 0 == at[2].gathered_bytes
+
+
+def test_remat_keeps_less_and_less():
+    kept = [
+        of(f"fsdp=8,precision=bf16,remat={remat}").activation_bytes
+        for remat in ("none", "dots", "selective", "full")
+    ]
+    # Attention's sum is as large as what it mixes: dots and selective keep as much.
+    assert kept[0] > kept[1] == kept[2] > kept[3]
+
+
+def test_activations_do_not_grow_with_microbatches_but_with_what_is_in_flight():
+    few = of("stage=4,microbatches=16,precision=bf16", global_batch=16)
+    many = of("stage=4,microbatches=64,precision=bf16", global_batch=64)
+    assert few.activation_bytes == many.activation_bytes
+    # In lock step rank r holds 2 (S - r) - 1 microbatches; otherwise S - r.
+    assert (few.stage, few.in_flight) == (0, 7)
+    apart = of(
+        "stage=4,microbatches=16,precision=bf16", global_batch=16, execution=NANOTRON
+    )
+    assert apart.in_flight == 4
+    whole = of("stage=4,microbatches=16,schedule=gpipe,precision=bf16", global_batch=16)
+    assert whole.in_flight == 16
+
+
+def test_gpipe_holds_every_microbatch_however_many():
+    more = of("stage=4,microbatches=64,schedule=gpipe,precision=bf16", global_batch=64)
+    assert more.in_flight == 64
+
+
+def test_the_ends_lie_on_the_first_and_last_rank_unless_shared():
+    layout = Layout.parse("stage=4,microbatches=8,precision=bf16")
+    shared, apart = (
+        rank_memories(
+            estimate(
+                SHAPES["llama3-8b"],
+                cluster_of("h100-80gb", devices=4),
+                layout,
+                global_batch=8,
+                seq=4096,
+                execution=execution,
+            ).run
+        )
+        for execution in (MESHPAR, NANOTRON)
+    )
+    assert [memory.logit_bytes > 0 for memory in apart] == [False, False, False, True]
+    assert len({memory.logit_bytes for memory in shared}) == 1
+    assert len({memory.optimizer_bytes for memory in shared}) == 1
+    table = 128_256 * 4096
+    assert apart[0].optimizer_bytes - apart[1].optimizer_bytes == 12 * table
+
+
+def test_experts_are_split_over_their_axis_and_dense_parts_are_not():
+    one = of("precision=bf16", preset="mixtral-8x7b", global_batch=8)
+    eight = of("expert=8,precision=bf16", preset="mixtral-8x7b", global_batch=8)
+    workload = SHAPES["mixtral-8x7b"]
+    experts = workload.layers * workload.expert_parameters(moe=True)
+    saved = one.optimizer_bytes - eight.optimizer_bytes
+    assert saved == 8 * experts * 7 / 8

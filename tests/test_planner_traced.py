@@ -1,0 +1,130 @@
+"""A model of one's own becomes a workload by tracing its blocks."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from meshpar import BlockGroup, InputError, Model, Parameter
+from meshpar.audit.block_trace import traced_workload
+from meshpar.planner.clusters import cluster_of
+from meshpar.planner.estimate import estimate
+from meshpar.planner.execution import MESHPAR
+from meshpar.planner.shapes import SHAPES
+from models.presets import build
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny-gpt2", "test", "smollm2-135m"])
+def test_a_known_model_traces_to_its_own_sizes(name):
+    seq = 64
+    traced, known = traced_workload(build(name), seq=seq), SHAPES[name]
+    assert traced.num_parameters == known.num_parameters
+    assert traced.model_flops(global_batch=2, seq=seq) == pytest.approx(
+        known.model_flops(global_batch=2, seq=seq), rel=1e-6
+    )
+
+
+def test_residuals_shrink_with_remat_down_to_the_input():
+    workload = traced_workload(build("tiny"), seq=64)
+    kept = workload.traced.residual_bytes
+    # The block's input, and constants of a few bytes.
+    assert kept["full"] == pytest.approx(2 * workload.hidden, rel=0.01)
+    assert kept["full"] < kept["selective"] <= kept["dots"] < kept["none"]
+
+
+def test_estimates_of_a_traced_model_are_near_those_of_its_sizes():
+    model, known = build("smollm2-135m"), SHAPES["smollm2-135m"]
+    traced = traced_workload(model, seq=2048)
+    cluster = cluster_of("h100-80gb", devices=8)
+    layout = "fsdp=8,precision=bf16,remat=full"
+    ours, theirs = (
+        estimate(workload, cluster, layout, global_batch=64, seq=2048)
+        for workload in (traced, known)
+    )
+    assert ours.step_s == pytest.approx(theirs.step_s, rel=0.1)
+    assert ours.memory.optimizer_bytes == pytest.approx(theirs.memory.optimizer_bytes)
+    assert ours.memory.activation_bytes == pytest.approx(
+        theirs.memory.activation_bytes, rel=0.001
+    )
+
+
+def routed_model():
+    """Every token through all four experts, weighted: dots with a batch dim."""
+
+    def matrix(*shape, axes):
+        return Parameter(
+            shape=shape,
+            logical_axes=axes,
+            dtype=jnp.float32,
+            initial=lambda key: 0.02 * jax.random.normal(key, shape),
+            num_layers=2,
+        )
+
+    def block(params, x, scope):
+        gates = jax.nn.softmax(x @ params["router"])
+        hidden = jnp.einsum("btd,edf->ebtf", x, params["up"].astype(x.dtype))
+        out = jnp.einsum("ebtf,efd->ebtd", jax.nn.relu(hidden), params["down"])
+        return x + jnp.einsum("ebtd,bte->btd", out, gates)
+
+    base = build("tiny")
+    blocks = {
+        "router": matrix(128, 4, axes=("embed", "heads")),
+        "up": matrix(4, 128, 64, axes=("experts", "embed", "mlp")),
+        "down": matrix(4, 64, 128, axes=("experts", "mlp", "embed")),
+    }
+    ends, _ = base.split(base.parameters)
+    group = BlockGroup(name="blocks", num_layers=2, block=block)
+    return dataclasses.replace(
+        base, parameters={**ends, "blocks": blocks}, groups=(group,)
+    )
+
+
+def test_dots_with_weights_are_told_from_dots_between_activations():
+    workload = traced_workload(routed_model(), seq=32)
+    weights = 128 * 4 + 4 * 2 * 128 * 64
+    assert workload.traced.parameters == weights
+    assert workload.traced.linear_flops == 2 * weights
+    assert workload.traced.mixing_flops == 2 * 4 * 128
+
+
+def test_a_model_without_heads_is_refused():
+    model = routed_model()
+    blocks = {
+        name: dataclasses.replace(
+            parameter,
+            logical_axes=tuple(
+                None if axis == "heads" else axis for axis in parameter.logical_axes
+            ),
+        )
+        for name, parameter in model.parameters["blocks"].items()
+    }
+    headless = Model(
+        parameters={**model.parameters, "blocks": blocks},
+        embed=model.embed,
+        groups=model.groups,
+        head=model.head,
+    )
+    with pytest.raises(InputError, match="no parameter of the model has logical axis"):
+        traced_workload(headless, seq=32)
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny-gpt2", "smollm2-135m"])
+@pytest.mark.parametrize("remat", ["none", "selective", "dots", "full"])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_our_blocks_keep_what_the_planner_says(name, remat, precision):
+    """As traced here, without a GPU's fused attention."""
+    seq = 512
+    traced = traced_workload(build(name), seq=seq, precision=precision)
+    by_size, by_trace = (
+        estimate(
+            workload,
+            cluster_of("h100-80gb", devices=1),
+            f"precision={precision},remat={remat}",
+            global_batch=1,
+            seq=seq,
+            execution=dataclasses.replace(MESHPAR, fused_attention=False),
+        ).memory.activation_bytes
+        for workload in (SHAPES[name], traced)
+    )
+    assert by_size == pytest.approx(by_trace, rel=0.02)

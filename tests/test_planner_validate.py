@@ -1,0 +1,77 @@
+"""The planner's error against published runs stays within what it promises."""
+
+import json
+
+import pytest
+
+from meshpar.cli.main import main
+from meshpar.planner.published import published
+from meshpar.planner.published_others import nanotron_splits
+from meshpar.planner.validate import rows, summaries
+from meshpar.planner.workload import Workload
+
+
+@pytest.fixture(scope="module")
+def measured():
+    return rows()
+
+
+def test_the_targets_are_met(measured):
+    found = {summary.group: summary for summary in summaries(measured)}
+    a100 = found["step time, A100 (Megatron-LM)"]
+    h100 = found["step time, H100 (nanotron)"]
+    memory = found["memory"]
+    assert (a100.count, h100.count, memory.count) == (9, 9, 36)
+    assert a100.mean_error <= 0.05 and a100.max_error <= 0.12
+    assert h100.mean_error <= 0.12
+    assert memory.mean_error <= 0.08
+    assert all(summary.met for summary in found.values())
+
+
+def test_other_stacks_that_calibrate_nothing_come_out_too(measured):
+    others = [row for row in measured if row.apart.startswith("another stack")]
+    errors = [abs(row.error) for row in others]
+    assert len(errors) == 32
+    assert sum(errors) / len(errors) < 0.10 and max(errors) < 0.20
+    assert not any(row.calibrates for row in others)
+
+
+def test_calibration_rows_are_named_and_few(measured):
+    calibrates = [row for row in measured if row.calibrates]
+    assert sum(row.quantity == "layer" for row in calibrates) == 10
+    assert sum(row.quantity == "step" for row in calibrates) == 3
+    # One layer calibrates the A100; no whole step does.
+    assert all(
+        row.source == "Tazi et al. 2025" for row in calibrates if row.quantity == "step"
+    )
+
+
+def test_every_published_group_names_its_source():
+    data = published()
+    assert all("source" in group for name, group in data.items() if name != "_about")
+
+
+def test_nanotron_gives_early_stages_more_layers():
+    sizes = {"vocab": 131_072, "gated": True}
+    small = Workload(layers=16, hidden=2048, heads=32, ffn=8192, tied=True, **sizes)
+    large = Workload(layers=32, hidden=4096, heads=32, ffn=14_336, **sizes)
+    assert nanotron_splits(small, 2) == (11, 5)
+    assert nanotron_splits(large, 2) == (18, 14)
+    assert nanotron_splits(large, 4) == (9, 9, 8, 6)
+
+
+def test_the_command_prints_every_row_and_ends_with_0(capsys, measured):
+    assert main(["plan", "--validate"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    shown = [line for line in lines if "%" in line and " rows, mean " not in line]
+    assert len(shown) == len(measured)
+    assert lines[-2].startswith("memory: 36 rows, mean ")
+    assert lines[-2].endswith("target mean at most 8%: met")
+
+
+def test_the_table_as_json(capsys, measured):
+    assert main(["plan", "--validate", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert len(report["rows"]) == len(measured)
+    assert {"measured", "predicted", "error", "calibrates"} <= set(report["rows"][0])
+    assert all(summary["met"] for summary in report["summaries"])

@@ -1,0 +1,203 @@
+"""A workload's parameters and FLOPs are the model's, wherever its shape comes from."""
+
+import json
+import math
+
+import jax
+import pytest
+
+from meshpar import InputError
+from meshpar.planner.published import megatron_sc21_flops, published
+from meshpar.planner.shapes import SHAPES, workload_of
+from meshpar.planner.workload import Workload
+from models.presets import PRESETS, build
+
+GPT = {"layers": 24, "hidden": 2304, "heads": 24, "vocab": 51_200, "tied": True}
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_a_named_shape_has_the_parameters_of_the_preset(name):
+    shapes = jax.eval_shape(build(name).init, jax.numpy.uint32(0))
+    count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
+    assert SHAPES[name].num_parameters == count
+
+
+@pytest.mark.parametrize(
+    "name, billions",
+    [
+        # Model cards and papers: DeepSeek-AI 2024, Jiang et al. 2024, Brown et al.
+        # 2020, Korthikanti et al. 2022.
+        ("deepseek-v3", 671.0),
+        ("mixtral-8x7b", 46.7),
+        ("llama3-405b", 405.9),
+        ("gpt3-175b", 174.6),
+        ("22b", 22.1),
+        ("530b", 529.6),
+        ("1t", 1008.0),
+    ],
+)
+def test_published_parameter_counts(name, billions):
+    assert round(SHAPES[name].num_parameters / 1e9, 1) == billions
+
+
+@pytest.mark.parametrize("row", published()["megatron_sc21_table1"]["rows"])
+def test_megatron_sizes_and_flops_of_table_1(row):
+    workload = SHAPES[f"megatron-{row['params_b']}b"]
+    assert round(workload.num_parameters / 1e9, 1) == row["params_b"]
+    # The paper counts a recomputed forward of the blocks: 4 passes instead of 3.
+    batch, seq = row["gbs"], 2048
+    head = 6 * batch * seq * workload.vocab * workload.hidden
+    blocks = workload.model_flops(global_batch=batch, seq=seq) - head
+    assert blocks * 4 / 3 + head == pytest.approx(
+        megatron_sc21_flops(row, seq, 51_200), rel=1e-12
+    )
+    # Their aggregate is the printed rate times the devices, to its own digits.
+    aggregate = row["tflops_gpu"] * row["gpus"] / 1e3
+    assert aggregate == pytest.approx(row["agg_pflops"], rel=0.01)
+
+
+@pytest.mark.parametrize("row", published()["korthikanti_2022"]["rows"])
+def test_korthikanti_flops_and_mfu(row):
+    """72 B L s h^2 (1 + s/6h + v/12hL), and the MFU they print from it."""
+    batch, seq, hidden, layers = row["gbs"], 2048, row["hidden"], row["layers"]
+    formula = 72 * batch * layers * seq * hidden**2
+    formula *= 1 + seq / (6 * hidden) + 51_200 / (12 * hidden * layers)
+    workload = SHAPES[row["name"].lower()]
+    flops = workload.model_flops(global_batch=batch, seq=seq)
+    assert flops == pytest.approx(formula, rel=1e-12)
+    mfu = flops / (row["gpus"] * 312e12 * row["iter_s_sp_selective"])
+    assert mfu == pytest.approx(row["mfu"], abs=0.002)
+
+
+def test_experts_count_as_parameters_but_few_are_active():
+    mixtral = SHAPES["mixtral-8x7b"]
+    # Jiang et al. 2024: 13B active parameters.
+    assert round(mixtral.active_parameters / 1e9) == 13
+    deepseek = SHAPES["deepseek-v3"]
+    # DeepSeek-AI 2024: 37B activated.
+    assert round(deepseek.active_parameters / 1e9) == 37
+    assert deepseek.moe_layers == 58 and not deepseek.is_moe(2) and deepseek.is_moe(3)
+
+
+_LLAMA = {
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "vocab_size": 128,
+    "tie_word_embeddings": True,
+}
+_DEEPSEEK = {
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "q_lora_rank": None,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+}
+
+
+@pytest.mark.parametrize(
+    "model_type, more, expected",
+    [
+        ("llama", {}, {}),
+        ("mistral", {"head_dim": 32}, {"head_dim": 32}),
+        ("qwen2", {}, {"qkv_bias": True}),
+        ("qwen3", {}, {"qk_norm": True, "head_dim": 128}),
+        (
+            "mixtral",
+            {"num_local_experts": 8, "num_experts_per_tok": 2},
+            {"experts": 8, "top_k": 2, "expert_ffn": 96},
+        ),
+        (
+            "qwen3_moe",
+            {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+            {"experts": 8, "top_k": 2, "expert_ffn": 24, "head_dim": 128},
+        ),
+        (
+            "deepseek_v3",
+            _DEEPSEEK,
+            {"experts": 8, "dense_layers": 1, "q_lora_rank": 0, "shared_experts": 1},
+        ),
+    ],
+)
+def test_a_hugging_face_config_gives_the_same_shape(
+    tmp_path, model_type, more, expected
+):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": model_type, **_LLAMA, **more}))
+    workload = workload_of(str(path))
+    assert (workload.layers, workload.kv_heads, workload.ffn) == (2, 2, 96)
+    assert workload.tied and workload.gated
+    for field, value in expected.items():
+        assert getattr(workload, field) == value
+
+
+def test_a_gpt2_config_gives_the_named_shape(tmp_path):
+    path = tmp_path / "config.json"
+    sizes = {"n_layer": 12, "n_embd": 768, "n_head": 12, "n_positions": 1024}
+    path.write_text(json.dumps({"model_type": "gpt2", "vocab_size": 50_257, **sizes}))
+    assert workload_of(str(path)).num_parameters == SHAPES["gpt2"].num_parameters
+
+
+def test_words_change_a_shape_and_what_follows_from_it():
+    wider = workload_of("llama3-8b", words="hidden=8192,vocab=1000")
+    assert (wider.hidden, wider.head_dim, wider.ffn) == (8192, 256, 14_336)
+    gpt = workload_of("gpt2", words="hidden=1536,heads=24")
+    assert (gpt.ffn, gpt.kv_heads, gpt.head_dim) == (4 * 1536, 24, 64)
+
+
+@pytest.mark.parametrize(
+    "sizes, message",
+    [
+        ({"layers": 0}, "layers=0: must be at least 1"),
+        ({"heads": 7}, "hidden=2304 is not a multiple of heads=7; give head_dim"),
+        ({"kv_heads": 5}, "heads=24 is not a multiple of kv_heads=5"),
+        ({"top_k": 2}, "top_k=2 without experts; give experts, or leave top_k out"),
+        ({"experts": 4}, "top_k=0 of experts=4: must be at least 1"),
+        ({"experts": 4, "top_k": 1, "dense_layers": 24}, "no layer has experts"),
+        ({"kv_lora_rank": 8}, "latent attention, which needs qk_nope_head_dim too"),
+        ({"gated": 1}, "gated=1: must be true or false"),
+        ({"ffn": 1.5}, "ffn=1.5: must be a whole number"),
+        ({"ffn": -8}, "ffn=-8: must be at least 0"),
+    ],
+)
+def test_sizes_that_are_no_model_are_refused(sizes, message):
+    with pytest.raises(InputError, match=message):
+        Workload(**{**GPT, **sizes})
+
+
+@pytest.mark.parametrize(
+    "model, message",
+    [
+        ("llama3-9b", "no model 'llama3-9b'; did you mean 'llama3-8b'"),
+        ("layers=2,hidden=64", "no heads, vocab; give each a size"),
+        ("layers=2,hiden=64", "no size 'hiden'; did you mean 'hidden'"),
+        ("layers=two,hidden=64", "layers=two is no whole number, true or false"),
+        ("/nowhere/config.json", "cannot read '/nowhere/config.json' as JSON"),
+    ],
+)
+def test_models_that_are_not_there_are_refused(model, message):
+    with pytest.raises(InputError, match=message):
+        workload_of(model)
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        ({"model_type": "bert"}, "model_type 'bert'; known: deepseek_v3, gpt2"),
+        ({"model_type": "llama"}, "does not give 'num_attention_heads'"),
+        ({"model_type": "llama", **_LLAMA, "num_key_value_heads": 3}, "config.json'"),
+        ([], "model_type None"),
+    ],
+)
+def test_configs_that_cannot_be_read_are_refused(tmp_path, values, message):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(values))
+    with pytest.raises(InputError, match=message):
+        workload_of(str(path))

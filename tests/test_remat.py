@@ -1,0 +1,177 @@
+"""Remat by name: what is kept, what is refused, and what it costs."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from meshpar import Layout, Scope, lint, make_train_step
+from meshpar.audit.report import audit
+from meshpar.mesh import absent_mesh
+from meshpar.model import batch_shapes, loss
+from meshpar.parallel.remat import rematerialised, residuals_of
+from meshpar.parallel.residuals import restore_vjp, vjp_without
+from meshpar.residual_names import ResidualNames
+from models.presets import build
+
+SIZES = dict(layers=4, hidden=32, heads=4, vocab=64, max_seq=32)
+GPT2 = build(**SIZES)
+NAMES = (
+    "attention_normed",
+    "attention_qkv",
+    "attention_mixed",
+    "attention_out",
+    "mlp_normed",
+    "mlp_up",
+    "mlp_hidden",
+)
+
+
+def step_of(line, model=GPT2):
+    layout = Layout.parse(line)
+    devices = jax.devices()[: layout.num_devices]
+    return make_train_step(model, optax.sgd(1.0), layout, devices=devices)
+
+
+def test_the_names_are_those_that_the_blocks_give():
+    assert residuals_of(GPT2) == NAMES
+    llama = residuals_of(build("test"))
+    assert llama == tuple("mlp_gate_up" if name == "mlp_up" else name for name in NAMES)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "remat=save:attention_out/mlp_up",
+        "data=2,remat=offload:mlp_hidden",
+        "remat=save:mlp_up+offload:attention_qkv/attention_out,precision=bf16",
+        "remat=offload:attention_qkv+save:mlp_up",
+    ],
+)
+def test_a_line_with_names_is_parsed_and_printed_exactly(text):
+    assert str(Layout.parse(text)) == text
+
+
+def test_the_names_of_a_layout_are_plain_data():
+    layout = Layout(remat="save:a/b+offload:c")
+    assert layout.residual_names == ResidualNames(save=("a", "b"), offload=("c",))
+    assert Layout(remat="full").residual_names is None
+
+
+@pytest.mark.parametrize(
+    ("remat", "match"),
+    [
+        ("save:", "'save:' names no residuals; write for example save:mlp_up/att"),
+        ("save:a//b", "'save:a//b' names no residuals"),
+        ("keep:a", "'keep:a' names no residuals"),
+        ("save:a+save:b", "'save' is given twice; give it once"),
+        ("save:a/b+offload:b", "'b' is named twice; name it once"),
+        ("save:a/a", "'a' is named twice"),
+        ("ful", "remat=ful: must be one of none, .*, or names: save:NAME/NAME"),
+    ],
+)
+def test_another_text_is_refused(remat, match):
+    with pytest.raises(ValueError, match=match):
+        Layout(remat=remat)
+
+
+def test_an_unknown_name_is_refused_with_the_known_ones():
+    match = "names a residual 'mlp_upp' .* did you mean 'mlp_up'.* known: attention_mix"
+    with pytest.raises(ValueError, match=match):
+        step_of("remat=save:mlp_upp")
+    report = lint(GPT2, Layout(remat="save:mlp_upp"), seq=16)
+    assert [finding.path for finding in report.findings] == ["remat"]
+
+
+def test_a_model_that_needs_more_than_tokens_is_checked_when_it_is_traced():
+    x = jnp.ones((2, 3))
+
+    def block(params, x, scope):
+        return scope.save(x * params * scope.batch["mask"], "masked")
+
+    run = rematerialised(block, "save:other")
+    with pytest.raises(ValueError, match="residual 'other' .* known: masked"):
+        run(lambda inputs: Scope(batch=inputs), jnp.ones(3), x, {"mask": x})
+
+
+def test_offload_is_refused_on_a_cpu_and_where_microbatches_wait():
+    with pytest.raises(ValueError, match="write remat=save:mlp_up/mlp_hidden"):
+        step_of("remat=save:mlp_up+offload:mlp_hidden")
+    with pytest.raises(ValueError, match="set stage=1 and microbatches=1"):
+        step_of("microbatches=2,remat=offload:mlp_up")
+
+
+@functools.cache
+def expected():
+    params = jax.device_get(jax.jit(GPT2.init)(3))
+    value_and_grad = jax.value_and_grad(lambda params: loss(GPT2, params, batch_of()))
+    return jax.device_get(jax.jit(value_and_grad)(params))
+
+
+def batch_of():
+    tokens = np.random.default_rng(0).integers(0, 64, (8, 17), np.int32)
+    return dict(tokens=tokens[:, :-1], targets=tokens[:, 1:], weights=np.ones((8, 16)))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "data=2,remat=save:attention_out/mlp_up",
+        "fsdp=2,tensor=2,sequence_parallel=true,remat=save:attention_qkv",
+        "stage=2,tensor=2,microbatches=2,remat=save:attention_mixed/mlp_hidden",
+    ],
+)
+def test_keeping_some_names_changes_no_number(line):
+    step = step_of(line)
+    state = step.init(3)
+    value, gradients = step.loss_and_gradients(state, batch_of())
+    assert float(value) == pytest.approx(float(expected()[0]), rel=1e-5)
+    jax.tree.map(
+        lambda got, wanted: np.testing.assert_allclose(
+            got, wanted, rtol=1e-3, atol=1e-5
+        ),
+        step.in_layer_order(gradients),
+        expected()[1],
+    )
+
+
+def two_matmuls(params, x, scope):
+    return jnp.sin(scope.save(x @ params, "hidden")) @ params.T
+
+
+@pytest.mark.parametrize("remat", ["save:hidden", "offload:hidden"])
+def test_a_named_residual_is_kept_where_it_is_asked_for(remat):
+    run = functools.partial(rematerialised(two_matmuls, remat), lambda _: Scope())
+    weight, x = jnp.arange(12.0).reshape(3, 4) / 7, jnp.ones((2, 3))
+
+    def forward(weight, x):
+        value, residuals = vjp_without(
+            lambda weight, x: run(weight, x, {}), (weight, x), (weight, x)
+        )
+        (hidden,) = residuals.kept
+        assert hidden.shape == (2, 4)
+        host = jax.typeof(hidden).memory_space != jax.typeof(x).memory_space
+        assert host == remat.startswith("offload")
+        return value, restore_vjp(residuals, (weight, x))(jnp.ones((2, 3)))
+
+    value, gradients = jax.jit(forward)(weight, x)
+    wanted, vjp = jax.vjp(lambda weight, x: two_matmuls(weight, x, Scope()), weight, x)
+    np.testing.assert_allclose(value, wanted, rtol=1e-6)
+    jax.tree.map(np.testing.assert_allclose, gradients, vjp(jnp.ones((2, 3))))
+
+
+@pytest.mark.parametrize("target", ["tpu:v5e:2x2", "gpu:h100:1x4"])
+def test_an_accelerators_memory_is_less_by_what_moves_to_the_host(target):
+    model = build(layers=4, hidden=256, heads=2, vocab=256, max_seq=256)
+    used = {}
+    for way in ("save", "offload"):
+        layout = Layout.parse(f"data=2,tensor=2,remat={way}:mlp_up")
+        step = make_train_step(model, optax.sgd(1.0), layout, mesh=absent_mesh(layout))
+        report = audit(step, batch_shapes(32, 256), target=target)
+        assert not report.problem
+        used[way] = report.memory.peak_bytes
+    kept = 4 * 32 // 2 * 256 * 4 * 256 // 2 * 4  # layers, batch, seq, mlp, fp32
+    assert used["save"] - used["offload"] == pytest.approx(kept, rel=0.3)
