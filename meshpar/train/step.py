@@ -165,7 +165,9 @@ class TrainStep:
         self.state_shapes = jax.eval_shape(lambda: self._first_state(jnp.uint32(0)))
         self.layer_orders = layer_orders(model, self.state_shapes)
         at_rest, of_states = self._param_shardings()
-        self.shardings = state_shardings(self.state_shapes, at_rest, of_states)
+        self.shardings = state_shardings(
+            self.state_shapes, at_rest, of_states, layout.optimizer_memory
+        )
         self._apply_gradients = Update(
             placement=placement,
             optimizer=optimizer,
