@@ -18,6 +18,7 @@ from meshpar.planner.block_activations import (
     block_activations,
 )
 from models.presets import build
+from tests.test_audit_targets import needs_gpu_compiler
 
 EMBED, HEADS, SEQ, BATCH = 64, 4, 128, 32
 SBH = BATCH * SEQ * EMBED
@@ -124,6 +125,7 @@ def test_a_compiled_step_grows_by_the_formula_with_every_block(name, line):
     assert grown == pytest.approx(expected, rel=0.05)
 
 
+@needs_gpu_compiler
 @pytest.mark.parametrize(
     ("tensor", "remat"),
     [
@@ -182,6 +184,7 @@ def test_full_remat_needs_less_memory_and_one_forward_more(line):
 
 
 @pytest.mark.slow
+@needs_gpu_compiler
 def test_a_model_of_1_3b_trains_in_24_gb_of_an_h100():
     model = build(layers=24, hidden=2048, heads=16, vocab=50304, max_seq=4096)
     assert model.num_parameters == pytest.approx(1.3e9, rel=0.02)
