@@ -113,10 +113,9 @@ def test_zero_splits_one_thing_after_another():
 def test_remat_keeps_less_and_less():
     kept = [
         of(f"fsdp=8,precision=bf16,remat={remat}").activation_bytes
-        for remat in ("none", "dots", "selective", "full")
+        for remat in ("none", "selective", "dots", "full")
     ]
-    # Attention's sum is as large as what it mixes: dots and selective keep as much.
-    assert kept[0] > kept[1] == kept[2] > kept[3]
+    assert kept == sorted(kept, reverse=True) and len(set(kept)) == 4
 
 
 def test_activations_do_not_grow_with_microbatches_but_with_what_is_in_flight():

@@ -7,27 +7,29 @@ grouped heads, experts, fused attention) are counted in the same way.
 
 from __future__ import annotations
 
+from meshpar.layout import STAGE_REMATS
+from meshpar.planner.block_activations import BlockShape, block_activation_bytes
 from meshpar.planner.run import Run
 
 
 def kept_bytes(run: Run, *, moe: bool) -> float:
     """Of one microbatch on one device, under the remat policy."""
     remat = run.layout.remat
-    if run.workload.traced:
+    if remat in STAGE_REMATS:
+        return 0.0  # the stage's input alone: `stage_input_bytes`
+    if run.workload.traced and remat in run.workload.traced.residual_bytes:
         return _traced_bytes(run, remat)
+    if not run.execution.eager:
+        return _compiled_bytes(run, remat, moe=moe)
     if remat == "full":
-        return _input_bytes(run)
+        return stage_input_bytes(run)
     if remat == "none":
         return everything_bytes(run, moe=moe)
-    if remat == "selective" and run.execution.attention_selective:
+    if remat == "selective":
         return everything_bytes(run, moe=moe) - scores_bytes(run)
     kept = _projections(run) + _gate_up(run, moe)
-    if remat == "dots":
-        # And attention's sum; nothing needs the MLP's.
-        each = kept * run.dtype_bytes / run.layout.tensor
-        return run.tokens * each + 2 * _input_bytes(run)
-    each = (kept + _mixed(run)) * run.dtype_bytes / run.layout.tensor
-    return run.tokens * each + _input_bytes(run)
+    each = kept * run.dtype_bytes / run.layout.tensor
+    return run.tokens * each + 2 * stage_input_bytes(run)
 
 
 def everything_bytes(run: Run, *, moe: bool) -> float:
@@ -44,7 +46,7 @@ def everything_bytes(run: Run, *, moe: bool) -> float:
     if workload.traced:
         return _traced_bytes(run, "none")
     if not run.execution.eager:
-        return _differentiated_bytes(run, moe)
+        return _compiled_bytes(run, "none", moe=moe)
     # Input and output of two norms; masks of dropout have a byte a value.
     stream = 4 * values * workload.hidden
     stream += 2 * workload.hidden if run.execution.dropout else 0
@@ -66,26 +68,37 @@ def scores_bytes(run: Run) -> float:
         return 0.0
     each = run.dtype_bytes * (2 if run.execution.dropout else 1)
     each += 1 if run.execution.dropout else 0
-    if not run.execution.eager:
-        # `jax.nn.dot_product_attention` by XLA: the mask, scores and exponentials in
-        # fp32, probabilities.
-        each = 1 + 2 * 4 + run.dtype_bytes
     return each * run.tokens * run.seq * run.workload.heads / run.layout.tensor
 
 
-def _differentiated_bytes(run: Run, moe: bool) -> float:
-    """What `jax.vjp` keeps of our blocks, operation by operation.
-
-    A norm keeps its input and the normed values in fp32 and its output, which is whole
-    over `tensor`; an activation keeps six arrays of the MLP's hidden size, gated or
-    not. (`meshpar.audit.block_trace` counts the same.)
-    """
-    hidden, values = run.workload.hidden, run.dtype_bytes
-    norms = 2 * hidden * (2 * 4 * run.residual_share + values)
-    inside = _projections(run) + _mixed(run) + 6 * _active_ffn(run, moe)
-    logs = 4 * run.workload.heads if run.execution.fused_attention else 0
-    each = norms + (inside * values + logs) / run.layout.tensor
-    return run.tokens * each + scores_bytes(run) + _router_bytes(run, moe)
+def _compiled_bytes(run: Run, remat: str, *, moe: bool) -> float:
+    """What our blocks keep (`block_activations`); experts as an MLP of their size."""
+    workload, layout = run.workload, run.layout
+    latent = bool(workload.kv_lora_rank)
+    shape = BlockShape(
+        embed=workload.hidden,
+        heads=workload.heads,
+        kv_heads=workload.heads if latent else workload.kv_heads,
+        head_dim=workload.value_dim,
+        ffn=_active_ffn(run, moe),
+        gated=workload.gated,
+    )
+    kept = block_activation_bytes(
+        shape,
+        batch=1,
+        seq=run.seq,
+        remat=remat,
+        tensor=layout.tensor,
+        sequence_parallel=layout.sequence_parallel,
+        value_bytes=run.dtype_bytes,
+        fused_attention=run.execution.fused_attention,
+    )
+    if latent and remat != "full":
+        usual = 3 * workload.heads * workload.value_dim
+        more = (_projections(run) - usual) * run.dtype_bytes / layout.tensor
+        kept += run.seq * more
+    routed = _router_bytes(run, moe) if remat != "full" else 0.0
+    return kept * run.tokens / run.seq + routed
 
 
 def _traced_bytes(run: Run, remat: str) -> float:
@@ -94,10 +107,11 @@ def _traced_bytes(run: Run, remat: str) -> float:
     each = traced.residual_bytes[remat] * run.dtype_bytes / traced.residual_dtype_bytes
     stream = run.workload.hidden * run.dtype_bytes
     split = max(0.0, each - stream) / run.layout.tensor
-    return run.tokens * split + _input_bytes(run)
+    return run.tokens * split + stage_input_bytes(run)
 
 
-def _input_bytes(run: Run) -> float:
+def stage_input_bytes(run: Run) -> float:
+    """Of what enters a block, or a stage."""
     return run.residual_bytes * run.residual_share
 
 

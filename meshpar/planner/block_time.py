@@ -169,23 +169,15 @@ def _recomputed(
     remat, execution = run.layout.remat, run.execution
     if remat == "none":
         return Cost()
-    if remat == "full":
-        return forward + _unneeded(run, halves)
+    again = forward + _unneeded(run, halves)
+    if remat in ("full", "stage"):
+        return again
+    if remat == "stage_full":
+        return forward + again
     attention = attention_forward(run)
-    if remat == "selective" and execution.attention_selective:
+    if remat == "selective" and execution.eager:
         return Cost() if execution.fused_attention else attention
-    elementwise = Cost(memory_s(run, _forward_bytes(run, moe)))
-    if remat == "dots":
-        return attention + elementwise
-    # What the out-projection adds to the residual stream has no name: again, with its
-    # sum over `tensor`.
-    out_s = _linears_s(run, halves[0].rows)
-    return (
-        attention
-        + elementwise
-        + Cost(out_s)
-        + _tensor_forward(run) * (0.75 if run.layout.sequence_parallel else 0.5)
-    )
+    return attention + Cost(memory_s(run, _forward_bytes(run, moe)))
 
 
 def _unneeded(run: Run, halves: tuple[_Linears, ...]) -> Cost:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from meshpar.layout import BATCH_AXES
 from meshpar.planner.block_time import block_parameters
 from meshpar.planner.collective_cost import wire_bytes
 from meshpar.planner.memory import (
     end_parameters,
     rank_parameters,
     routed_parameters,
+    stored_bytes,
 )
 from meshpar.planner.pipeline_time import lock_step
 from meshpar.planner.run import Run
-
-_FP32 = 4
 
 
 class Collective(NamedTuple):
@@ -91,37 +91,40 @@ def _of(
 def _tensor(run: Run, passes: _Passes) -> list[Collective]:
     """Two sums of the residual stream a block, forward and backward; and the ends'."""
     layers, execution = len(passes.layers), run.execution
-    again = {"full": 2 if execution.eager else 1, "none": 0, "dots": 0}.get(
-        run.layout.remat, 0 if execution.attention_selective else 1
+    sums = 2 if execution.eager else 1
+    again = {"full": sums, "stage": sums, "stage_full": 2 + sums}.get(
+        run.layout.remat, 0
     )
     forward = 2 * layers * passes.forward
     backward = (2 + again) * layers * passes.backward
     blocks = run.residual_bytes * (forward + backward)
-    # A share of the tokens: embedding rows, and the head's input gradient in fp32.
+    # A share of the tokens: embedding rows, and the head's input gradient.
     share = run.residual_bytes / (run.layout.stage if execution.shared_ends else 1)
-    ends = share * passes.forward
-    ends += share / run.dtype_bytes * _FP32 * passes.head
+    rows = share * passes.forward
+    ends = rows + share * passes.head
     reason = "sums of the residual stream"
     if not run.layout.sequence_parallel:
         return [_of(run, ("tensor",), "all-reduce", blocks + ends, reason)]
     gathers = blocks + share * (passes.head + passes.backward)
     gathers += _regathered(run) * run.residual_bytes * layers * passes.backward
+    scatters = blocks + share * passes.head
     return [
         _of(run, ("tensor",), "all-gather", gathers, "sequence before a matmul"),
-        _of(run, ("tensor",), "reduce-scatter", blocks, "sequence behind a matmul"),
-        _of(run, ("tensor",), "all-reduce", ends, "embedding rows, head's gradient"),
+        _of(run, ("tensor",), "reduce-scatter", scatters, "sequence behind a matmul"),
+        _of(run, ("tensor",), "all-reduce", rows, "embedding rows"),
     ]
 
 
 def _regathered(run: Run) -> int:
     """Norms' outputs of a block that the backward gathers, besides its sums' inputs.
 
-    Ours are kept gathered, and made again, both, where a block is rematerialised: of
-    the two that `full` and `selective` make, one stands before the sum made again.
+    Two where the split ones are kept. A block that runs again gathers them anyhow; one
+    of those stands before the sum that runs again, and is counted with it.
     """
-    if not run.execution.keeps_gathered:
-        return 2
-    return {"none": 0, "dots": 2}.get(run.layout.remat, 1)
+    if run.layout.remat in ("full", "stage_full"):
+        return 1
+    kept_split = 0 if run.execution.keeps_gathered else 2
+    return kept_split + (run.layout.remat == "stage")
 
 
 def _expert(run: Run, passes: _Passes) -> list[Collective]:
@@ -155,8 +158,9 @@ def _context(run: Run, passes: _Passes) -> list[Collective]:
 
 
 def _fsdp(run: Run, passes: _Passes) -> list[Collective]:
+    """ZeRO-3: parameters gathered, once or for each use, and gradients scattered."""
     layout = run.layout
-    if layout.fsdp == 1 or layout.zero < 3:
+    if run.state_shards == 1 or layout.zero < 3:
         return []
     blocks = sum(
         block_parameters(run, moe=run.workload.is_moe(layer)) for layer in passes.layers
@@ -164,10 +168,12 @@ def _fsdp(run: Run, passes: _Passes) -> list[Collective]:
     ends = end_parameters(run, 0)
     gathered = blocks * (passes.forward + passes.backward) + ends
     scattered = blocks * passes.backward + ends
-    each = run.execution.reduction_bytes
+    if run.gathers_once:
+        gathered = scattered = rank_parameters(run, 0)
+    axes, each = layout.split_axes, run.execution.reduction_bytes
     return [
-        _of(run, ("fsdp",), "all-gather", gathered * run.dtype_bytes, "parameters"),
-        _of(run, ("fsdp",), "reduce-scatter", scattered * each, "gradients of them"),
+        _of(run, axes, "all-gather", gathered * run.dtype_bytes, "parameters"),
+        _of(run, axes, "reduce-scatter", scattered * each, "gradients of them"),
     ]
 
 
@@ -191,21 +197,22 @@ def _reduction(run: Run) -> list[Collective]:
     """Gradients over the batch axes, and those of shared ends over the ranks too."""
     layout, execution = run.layout, run.execution
     each, parameters = execution.reduction_bytes, rank_parameters(run, 0)
-    found = []
-    if layout.fsdp > 1 and layout.zero < 3:
-        kind = "all-reduce" if layout.zero == 0 else "reduce-scatter"
-        found.append(_of(run, ("fsdp",), kind, parameters * each, "gradients"))
-        if layout.zero > 0:
-            weights = parameters * execution.weight_bytes
-            found.append(_of(run, ("fsdp",), "all-gather", weights, "updated weights"))
-    split = layout.fsdp if layout.zero > 0 else 1
-    ends = end_parameters(run, 0) if execution.shared_ends and layout.stage > 1 else 0
+    found, axes = [], layout.split_axes if run.state_shards > 1 else ()
+    if axes and layout.zero < 3:
+        weights = parameters * stored_bytes(run)[0]
+        found += [
+            _of(run, axes, "reduce-scatter", parameters * each, "gradients"),
+            _of(run, axes, "all-gather", weights, "updated parameters"),
+        ]
+    split = run.state_shards
     dense = (parameters - routed_parameters(run, 0)) / split * each
     reason = "gradients of what is no expert"
     found.append(_of(run, ("expert",), "all-reduce", dense, reason))
+    others = tuple(axis for axis in BATCH_AXES if axis not in axes)
+    ends = end_parameters(run, 0) if execution.shared_ends and layout.stage > 1 else 0
     own = (parameters - ends) / split * each
-    found.append(_of(run, ("data",), "all-reduce", own, "gradients"))
+    found.append(_of(run, others, "all-reduce", own, "gradients"))
     shared = ends / split * each
     reason = "gradients of embedding and head"
-    found.append(_of(run, ("data", "stage"), "all-reduce", shared, reason))
+    found.append(_of(run, (*others, "stage"), "all-reduce", shared, reason))
     return found

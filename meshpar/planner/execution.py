@@ -26,8 +26,6 @@ class Execution:
             work too (`meshpar.parallel.pipeline`); otherwise each waits for its inputs.
         shared_ends: Whether all pipeline ranks share embedding and head; otherwise the
             first has the embedding and the last the head.
-        attention_selective: Whether `remat=selective` recomputes attention's scores
-            alone (Korthikanti et al. 2022); otherwise all but named matmuls' outputs.
         tensor_overlap: Whether the backward's collectives over `tensor` run beside the
             matmuls for the weight gradients.
         reduction_overlap: Whether gradients are reduced beside the last backward.
@@ -57,7 +55,6 @@ class Execution:
     dropout: bool
     lock_step: bool
     shared_ends: bool
-    attention_selective: bool
     tensor_overlap: bool
     reduction_overlap: bool
     gather_overlap: bool
@@ -82,14 +79,13 @@ MESHPAR = Execution(
     dropout=False,
     lock_step=True,
     shared_ends=True,
-    attention_selective=False,
     tensor_overlap=False,
     reduction_overlap=False,  # one reduction after the loop
     gather_overlap=True,  # XLA's latency-hiding scheduler moves gathers ahead
     hop_overlap=False,  # the next tick reads it
     hop_split=False,
     fused_accumulation=True,
-    keeps_gathered=True,
+    keeps_gathered=False,
     weight_bytes=4,  # parameters are stored in fp32 and cast layer by layer
     gradient_bytes=4,
     reduction_bytes=4,
@@ -108,7 +104,6 @@ MEGATRON_2021 = Execution(
     dropout=True,
     lock_step=False,
     shared_ends=False,
-    attention_selective=True,
     tensor_overlap=False,
     reduction_overlap=False,
     gather_overlap=False,
@@ -134,7 +129,6 @@ MEGATRON_2022 = Execution(
     dropout=True,
     lock_step=False,
     shared_ends=False,
-    attention_selective=True,
     tensor_overlap=True,
     reduction_overlap=False,
     gather_overlap=False,
@@ -171,7 +165,6 @@ NANOTRON = Execution(
     dropout=False,
     lock_step=False,
     shared_ends=False,
-    attention_selective=True,
     tensor_overlap=True,
     reduction_overlap=True,
     gather_overlap=False,

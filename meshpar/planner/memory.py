@@ -4,10 +4,21 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from meshpar.planner.activations import everything_bytes, kept_bytes
+from meshpar.layout import STAGE_REMATS
+from meshpar.planner.activations import (
+    everything_bytes,
+    kept_bytes,
+    stage_input_bytes,
+)
 from meshpar.planner.block_time import block_parameters
 from meshpar.planner.pipeline_time import in_flight, lock_step
 from meshpar.planner.run import Run
+
+LOGITS_BYTES = 512 * 2**20
+"""Most bytes of fp32 logits at a time (`meshpar.parallel.head_loss`)."""
+
+SCORE_BYTES = 256 * 2**20
+"""Most bytes of fp32 scores at a time (`models.layers.causal_attention`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +31,7 @@ class Memory:
         optimizer_bytes: Masters and the optimizer's state.
         activation_bytes: What forwards keep for their backwards.
         boundary_bytes: Of them, what arrives from other stages.
-        logit_bytes: Logits and their gradient, at the loss.
+        logit_bytes: Logits and their gradient, at the loss, with the head's gradient.
         late_bytes: Of the gradients, what does not exist yet at the loss.
         gathered_bytes: Parameters gathered for use.
         workspace_bytes: What one block needs beside, in its backward.
@@ -85,20 +96,26 @@ def _rank(run: Run, rank: int, chunks_held: int) -> Memory:
     execution, layout = run.execution, run.layout
     parameters = rank_parameters(run, rank)
     shares = {
-        name: 1 / layout.fsdp if layout.zero >= level else 1.0
+        name: 1 / run.state_shards if layout.zero >= level else 1.0
         for name, level in (("state", 1), ("gradient", 2), ("weight", 3))
     }
     in_flight = chunks_held / layout.chunks
     layers = [layer for chunk in run.blocks_of_rank(rank) for layer in chunk]
     kept = sum(kept_bytes(run, moe=run.workload.is_moe(layer)) for layer in layers)
+    if layout.remat in STAGE_REMATS:
+        kept = stage_input_bytes(run) * layout.chunks
     boundary = _boundary_bytes(run)
     has_head = execution.shared_ends or rank == layout.stage - 1
-    gradients = parameters * execution.gradient_bytes * shares["gradient"]
-    once = not execution.eager and not is_pipelined(run)
+    gradient = execution.gradient_bytes * shares["gradient"]
+    if layout.zero == 3 and run.gathers_once:
+        gradient = execution.gradient_bytes  # whole until the step's end
+    gradients = parameters * gradient
+    once = not execution.eager and not layout.is_pipelined
+    weight_bytes, state_bytes = stored_bytes(run)
     return Memory(
-        parameter_bytes=parameters * execution.weight_bytes * shares["weight"],
+        parameter_bytes=parameters * weight_bytes * shares["weight"],
         gradient_bytes=gradients,
-        optimizer_bytes=parameters * execution.state_bytes * shares["state"],
+        optimizer_bytes=parameters * state_bytes * shares["state"],
         activation_bytes=kept * in_flight + boundary,
         boundary_bytes=boundary,
         logit_bytes=_logit_bytes(run) if has_head else 0.0,
@@ -110,9 +127,17 @@ def _rank(run: Run, rank: int, chunks_held: int) -> Memory:
     )
 
 
-def is_pipelined(run: Run) -> bool:
-    """Whether a step runs in ticks: it has stages, or microbatches to accumulate."""
-    return run.layout.stage > 1 or run.layout.microbatches > 1
+def stored_bytes(run: Run) -> tuple[int, int]:
+    """Of each parameter at rest, and of its optimizer state.
+
+    Our parameters of 16 bits have an fp32 master among their state, unless they are
+    rounded at random.
+    """
+    execution, kind = run.execution, run.layout.param_dtype
+    if execution.eager or kind == "fp32":
+        return execution.weight_bytes, execution.state_bytes
+    master = 4 if kind == "bf16" else 0
+    return 2, execution.state_bytes + master
 
 
 def rank_parameters(run: Run, rank: int) -> float:
@@ -159,15 +184,29 @@ def _logit_bytes(run: Run) -> float:
     tokens = run.tokens
     if run.execution.shared_ends:
         tokens /= run.layout.stage
-    return tokens * run.workload.vocab / run.layout.tensor * run.execution.logit_bytes
+    values = tokens * run.workload.vocab / run.layout.tensor
+    if not run.execution.eager:
+        values = min(values, LOGITS_BYTES / 4)
+    table = 0.0
+    if not run.execution.eager and not run.layout.is_pipelined:
+        # The gradient of the head's table, whole until the loss is done.
+        table = run.workload.vocab * run.workload.hidden / run.layout.tensor
+    logits = values * run.execution.logit_bytes
+    return logits + table * run.execution.gradient_bytes
 
 
 def _gathered_bytes(run: Run, rank: int) -> float:
-    """Whole parameters in use: the ends', one layer's and the next one's."""
+    """Whole parameters in use: the ends', and one layer's and the next one's, or all.
+
+    Also those that are only cast to the blocks' dtype.
+    """
     layout = run.layout
+    split = layout.zero == 3 and run.state_shards > 1
     cast = not run.execution.eager and layout.precision == "bf16"
-    if not cast and (layout.fsdp == 1 or layout.zero < 3):
+    if not split and not cast:
         return 0.0
+    if split and run.gathers_once:
+        return rank_parameters(run, rank) * run.dtype_bytes
     moe = run.workload.is_moe(run.workload.layers)
     layers = 2 * block_parameters(run, moe=moe)
     return (layers + end_parameters(run, rank)) * run.dtype_bytes
@@ -177,18 +216,32 @@ def _workspace_bytes(run: Run, rank: int, layers: list[int], kept: float) -> flo
     """One block's own residuals where the backward computes them again, and copies."""
     moe = bool(layers) and run.workload.is_moe(layers[-1])
     again = everything_bytes(run, moe=moe)
+    remat = run.layout.remat
     if run.execution.eager:
-        return again if run.layout.remat == "full" else 0.0
-    if run.layout.remat == "none":
+        return again if remat == "full" else 0.0
+    if remat == "none":
         again = 0.0
+    if remat in STAGE_REMATS:
+        inner = again if remat == "stage" else stage_input_bytes(run)
+        again += inner * len(layers) / run.layout.chunks
+    again += _scores_at_once(run)
     ends = end_parameters(run, rank) * run.execution.gradient_bytes
-    if not is_pipelined(run):
+    if not run.layout.is_pipelined:
         # A tied table's gradient is whole from the head's part to the embedding's.
-        whole = run.workload.tied and run.layout.fsdp > 1
+        whole = run.workload.tied and run.state_shards > 1 and run.layout.zero == 3
         return again + (ends if whole else 0.0)
     # What a tick's forward keeps before it has its slot; the ends' gradients, whole in
     # their sums; of this tick's head and of its embedding a table each.
-    sums = ends * (1 - 1 / run.layout.fsdp) if run.layout.zero >= 2 else 0.0
     table = run.workload.vocab * run.workload.hidden / run.layout.tensor
     ticks = 2 * table * run.execution.gradient_bytes
+    split = run.layout.zero == 3 and not run.gathers_once
+    sums = ends * (1 - 1 / run.state_shards) if split else 0.0
     return again + kept / run.layout.chunks + sums + ticks
+
+
+def _scores_at_once(run: Run) -> float:
+    """fp32 softmax and its gradient, of some heads at a time (`causal_attention`)."""
+    if run.execution.fused_attention:
+        return 0.0
+    whole = 4 * run.tokens * run.seq * run.workload.heads / run.layout.tensor
+    return 2 * min(whole, SCORE_BYTES)

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from meshpar.errors import InputError
-from meshpar.layout import Layout
-from meshpar.planner.run import even_blocks
+from meshpar.layout import BY_COST, Layout
+from meshpar.planner.run import blocks_by_cost, even_blocks
 from meshpar.planner.workload import Workload
 from meshpar.schedules import CHUNKED, SCHEDULES
 
@@ -166,6 +166,14 @@ def stage_blocks_of(workload: Workload, layout: Layout) -> tuple[int, ...]:
     stages = layout.stage * layout.chunks
     if not layout.splits:
         return even_blocks(workload.layers, stages)
+    if layout.splits == BY_COST:
+        return blocks_by_cost(
+            [
+                workload.active_block_parameters(moe=workload.is_moe(layer))
+                for layer in range(workload.layers)
+            ],
+            stages,
+        )
     if len(layout.splits) != stages or sum(layout.splits) != workload.layers:
         raise InputError(
             f"splits={'/'.join(map(str, layout.splits))} are {sum(layout.splits)} "

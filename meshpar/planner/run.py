@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -51,6 +53,19 @@ class Run:
     def tokens(self) -> int:
         """Tokens of one microbatch on one device."""
         return self.microbatch * self.seq // self.layout.context
+
+    @property
+    def state_shards(self) -> int:
+        """Devices that ZeRO shares a parameter's states out over."""
+        sizes = self.layout.mesh_shape
+        return math.prod(sizes[axis] for axis in self.layout.split_axes)
+
+    @property
+    def gathers_once(self) -> bool:
+        """Whether split parameters are gathered for the whole step."""
+        layout = self.layout
+        once = layout.is_pipelined and layout.fsdp_gather == "step"
+        return self.execution.lock_step and once
 
     @property
     def dtype_bytes(self) -> int:
@@ -105,3 +120,35 @@ def even_blocks(num_layers: int, num_stages: int) -> tuple[int, ...]:
     """
     shorter, longer = divmod(num_layers, num_stages)
     return (shorter + 1,) * longer + (shorter,) * (num_stages - longer)
+
+
+def blocks_by_cost(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
+    """Blocks of each stage so that the costliest stage costs least, none empty.
+
+    Example:
+        >>> blocks_by_cost([3, 1, 1, 1], 2), blocks_by_cost([1] * 5, 2)
+        ((1, 3), (3, 2))
+    """
+    sums = [0.0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+    bounds = sorted({high - low for low in sums for high in sums if high > low})
+    within = (_packed(costs, bound, num_stages) for bound in bounds)
+    return next(blocks for blocks in within if blocks)
+
+
+def _packed(
+    costs: Sequence[float], most: float, num_stages: int
+) -> tuple[int, ...] | None:
+    """Stages filled up to `most`, but for one block each that later ones need."""
+    blocks, at = [], 0
+    for stage in range(num_stages):
+        needed, held, total = num_stages - stage - 1, 0, 0.0
+        while at < len(costs) - needed and (
+            not held or total + costs[at] <= most * (1 + 1e-12)
+        ):
+            total, held, at = total + costs[at], held + 1, at + 1
+        if total > most * (1 + 1e-12):
+            return None
+        blocks.append(held)
+    return tuple(blocks) if at == len(costs) else None

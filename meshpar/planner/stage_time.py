@@ -67,18 +67,17 @@ def _gathered(run: Run, time: BlockTime, *, moe: bool) -> StageTime:
 
     Each hides behind the work of the layer beside it, where the execution overlaps.
     """
-    layout = run.layout
-    if layout.fsdp == 1 or layout.zero < 3:
+    layout, shards = run.layout, run.state_shards
+    if shards == 1 or layout.zero < 3 or run.gathers_once:
         return StageTime(time.forward, time.backward)
-    link, parameters = run.link("fsdp"), block_parameters(run, moe=moe)
-    gather_s = all_gather_s(parameters * run.dtype_bytes, layout.fsdp, link)
-    scatter_s = all_gather_s(
-        parameters * run.execution.reduction_bytes, layout.fsdp, link
-    )
+    axes = layout.split_axes
+    link, parameters = run.link(*axes), block_parameters(run, moe=moe)
+    gather_s = all_gather_s(parameters * run.dtype_bytes, shards, link)
+    scatter_s = all_gather_s(parameters * run.execution.reduction_bytes, shards, link)
     beside = 1.0 if run.execution.gather_overlap else 0.0
-    forward = waiting("fsdp", gather_s, hidden_s=beside * time.forward.compute_s)
+    forward = waiting(axes[0], gather_s, hidden_s=beside * time.forward.compute_s)
     backward = waiting(
-        "fsdp", gather_s + scatter_s, hidden_s=beside * time.backward.compute_s
+        axes[0], gather_s + scatter_s, hidden_s=beside * time.backward.compute_s
     )
     return StageTime(time.forward + forward, time.backward + backward)
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from meshpar.layout import BATCH_AXES
 from meshpar.planner.collective_cost import all_gather_s, all_reduce_s
 from meshpar.planner.cost import Cost, waiting
 from meshpar.planner.kernel_time import memory_s
@@ -13,6 +14,7 @@ from meshpar.planner.memory import (
     end_parameters,
     rank_parameters,
     routed_parameters,
+    stored_bytes,
 )
 from meshpar.planner.pipeline_time import lock_step_span_s, span_s
 from meshpar.planner.run import Run
@@ -114,13 +116,22 @@ def _reduction(run: Run, stages: tuple[StageTime, ...]) -> Cost:
     for mesh_axis, seconds in _reductions(run).items():
         total += waiting(mesh_axis, seconds, hidden_s=hidden_s)
         hidden_s = max(0.0, hidden_s - seconds)
-    if layout.fsdp > 1 and layout.zero in (1, 2):
-        updated = max(rank_parameters(run, rank) for rank in range(layout.stage))
-        gather_s = all_gather_s(
-            updated * execution.weight_bytes, layout.fsdp, run.link("fsdp")
-        )
-        total += waiting("fsdp", gather_s)
+    parameters = max(rank_parameters(run, rank) for rank in range(layout.stage))
+    if run.state_shards > 1 and layout.zero in (1, 2):
+        gathered = parameters * stored_bytes(run)[0]
+        total += _gather_of_states(run, gathered)
+    if layout.zero == 3 and run.gathers_once:
+        total += _gather_of_states(run, parameters * run.dtype_bytes)
+        total += _gather_of_states(run, parameters * execution.reduction_bytes)
     return total + _tied(run)
+
+
+def _gather_of_states(run: Run, num_bytes: float) -> Cost:
+    """An all-gather, or a reduce-scatter, over what ZeRO splits; nothing hides it."""
+    axes, shards = run.layout.split_axes, run.state_shards
+    if shards == 1:
+        return Cost()
+    return waiting(axes[0], all_gather_s(num_bytes, shards, run.link(*axes)))
 
 
 def _tied(run: Run) -> Cost:
@@ -137,13 +148,12 @@ def _reductions(run: Run) -> dict[str, float]:
     """Seconds of every reduction over batch axes, by mesh axis."""
     layout, each = run.layout, run.execution.reduction_bytes
     parameters = max(rank_parameters(run, rank) for rank in range(layout.stage))
-    split = layout.fsdp if layout.zero > 0 else 1
-    seconds = {}
-    if layout.fsdp > 1 and layout.zero < 3:
-        link = run.link("fsdp")
+    split, seconds = run.state_shards, {}
+    axes = layout.split_axes if split > 1 else ()
+    if axes and layout.zero < 3:
         # ZeRO-1 and 2 need their own share of the sums only.
-        whole = all_reduce_s if layout.zero == 0 else all_gather_s
-        seconds["fsdp"] = whole(parameters * each, layout.fsdp, link)
+        link = run.link(*axes)
+        seconds[axes[0]] = all_gather_s(parameters * each, split, link)
     if layout.expert > 1:
         # Devices of `expert` have the same dense parameters, and other examples.
         dense = max(
@@ -152,20 +162,24 @@ def _reductions(run: Run) -> dict[str, float]:
         )
         link = run.link("expert")
         seconds["expert"] = all_reduce_s(dense / split * each, layout.expert, link)
+    others = tuple(axis for axis in BATCH_AXES if axis not in axes)
+    degree = math.prod(layout.mesh_shape[axis] for axis in others)
     ends = 0.0
     if run.execution.shared_ends and layout.stage > 1:
         # The ranks have a share of the tokens each, so their sums are partial.
         ends = end_parameters(run, 0) / split * each
-        link = run.link("data", "stage")
-        seconds["stage"] = all_reduce_s(ends, layout.data * layout.stage, link)
-    if layout.data > 1:
+        link = run.link(*others, "stage")
+        seconds["stage"] = all_reduce_s(ends, degree * layout.stage, link)
+    if degree > 1:
         own = parameters / split * each - ends
-        seconds["data"] = all_reduce_s(own, layout.data, run.link("data"))
+        slowest = next(axis for axis in others if layout.mesh_shape[axis] > 1)
+        seconds[slowest] = seconds.get(slowest, 0.0) + all_reduce_s(
+            own, degree, run.link(*others)
+        )
     return seconds
 
 
 def _optimizer_s(run: Run, rank: int) -> float:
     own = rank_parameters(run, rank)
-    if run.layout.zero >= 1:
-        own /= run.layout.fsdp
+    own /= run.state_shards
     return memory_s(run, own * run.execution.update_bytes)
