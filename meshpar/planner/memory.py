@@ -226,13 +226,14 @@ def _workspace_bytes(run: Run, rank: int, layers: list[int], kept: float) -> flo
         again += inner * len(layers) / run.layout.chunks
     again += _scores_at_once(run)
     ends = end_parameters(run, rank) * run.execution.gradient_bytes
+    table = run.workload.vocab * run.workload.hidden / run.layout.tensor
     if not run.layout.is_pipelined:
-        # A tied table's gradient is whole from the head's part to the embedding's.
-        whole = run.workload.tied and run.state_shards > 1 and run.layout.zero == 3
-        return again + (ends if whole else 0.0)
+        # The loss makes the gradient of the head's table at once: it is whole until the
+        # blocks' backward is done, where ZeRO splits it then.
+        split = run.state_shards > 1 and run.layout.zero == 3
+        return again + (table * run.execution.gradient_bytes if split else 0.0)
     # What a tick's forward keeps before it has its slot; the ends' gradients, whole in
     # their sums; of this tick's head and of its embedding a table each.
-    table = run.workload.vocab * run.workload.hidden / run.layout.tensor
     ticks = 2 * table * run.execution.gradient_bytes
     split = run.layout.zero == 3 and not run.gathers_once
     sums = ends * (1 - 1 / run.state_shards) if split else 0.0
