@@ -27,6 +27,7 @@ from meshpar.rule_presets import (
 from meshpar.rule_table import RuleError
 from meshpar.rules import Rules
 from meshpar.sharding import born_sharded, nnx_shardings, tree_shardings
+from meshpar.train.memory_report import MemoryReport, memory_report
 from meshpar.train.state import TrainState
 from meshpar.train.step import TrainStep, make_train_step
 
@@ -57,6 +58,8 @@ __all__ = [
     "TrainStep",
     "absent_mesh",
     "audit",
+    "MemoryReport",
+    "memory_report",
     "batch_shapes",
     "born_sharded",
     "default_rules",

@@ -47,6 +47,7 @@ _CHOICES = {
     "execution": ("uniform", "divergent"),
     "zero": (0, 1, 2, 3),
     "fsdp_gather": ("step", "microbatch"),
+    "optimizer_memory": ("device", "host"),
     "sequence_parallel": (False, True),
     "attention": ("ring", "allgather", "ulysses"),
     "remat": REMATS,
@@ -92,6 +93,8 @@ class Layout:
         fsdp_gather: When split parameters are gathered, where a step runs in
             microbatches: once for the `step`, one reduce-scatter at its end, or for
             each `microbatch` layer by layer, which keeps one layer whole at a time.
+        optimizer_memory: Where optimizer state and master copy lie between updates: the
+            `host`'s memory costs moving them there and back in every step.
         sequence_parallel: Split the residual stream's sequence over `tensor`.
         attention: How attention crosses `context`.
         remat: What the backward recomputes instead of keeping: nothing, each block
@@ -131,6 +134,7 @@ class Layout:
     zero: int = 3
     zero_axes: tuple[str, ...] = ()
     fsdp_gather: str = "step"
+    optimizer_memory: str = "device"
     sequence_parallel: bool = False
     attention: str = "ring"
     remat: str = "none"

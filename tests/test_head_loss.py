@@ -177,7 +177,7 @@ def test_a_limit_below_one_tokens_logits_is_refused_with_both_numbers():
         chunked(*arrays(), scope=Scope(), logits_bytes=100)
 
 
-VOCAB_OF_MODEL = 2048
+VOCAB_OF_MODEL = 4096
 MODEL = dict(layers=2, hidden=32, heads=4, vocab=VOCAB_OF_MODEL, max_seq=64)
 
 

@@ -108,6 +108,23 @@ def test_1f1b_hops_twice_a_tick_and_shares_its_ends_once(num_microbatches):
     assert sum(row.payload_bytes for row in reductions) == 4 * per_device
 
 
+def test_split_parameters_are_gathered_once_a_step_or_once_a_microbatch():
+    def over_fsdp(more):
+        step, batch = program_of(f"fsdp=2,stage=2,microbatches=3{more}")
+        report = audit(step, *batch)
+        return {
+            (row.collective.kind, row.collective.in_loop)
+            for row in report.rows
+            if row.collective.mesh_axes == ("fsdp",)
+            and row.collective.payload_bytes > 64
+        }
+
+    once = over_fsdp("")
+    assert once == {("all-gather", False), ("reduce-scatter", False)}
+    layerwise = over_fsdp(",fsdp_gather=microbatch")
+    assert layerwise == once | {("all-gather", True), ("reduce-scatter", True)}
+
+
 @pytest.mark.parametrize(
     "line",
     [

@@ -16,6 +16,7 @@ from meshpar.parallel.remat import rematerialised, residuals_of
 from meshpar.parallel.residuals import restore_vjp, vjp_without
 from meshpar.residual_names import ResidualNames
 from models.presets import build
+from tests.test_audit_targets import needs_gpu_compiler, needs_tpu_compiler
 
 SIZES = dict(layers=4, hidden=32, heads=4, vocab=64, max_seq=32)
 GPT2 = build(**SIZES)
@@ -163,7 +164,13 @@ def test_a_named_residual_is_kept_where_it_is_asked_for(remat):
     jax.tree.map(np.testing.assert_allclose, gradients, vjp(jnp.ones((2, 3))))
 
 
-@pytest.mark.parametrize("target", ["tpu:v5e:2x2", "gpu:h100:1x4"])
+@pytest.mark.parametrize(
+    "target",
+    [
+        pytest.param("tpu:v5e:2x2", marks=needs_tpu_compiler),
+        pytest.param("gpu:h100:1x4", marks=needs_gpu_compiler),
+    ],
+)
 def test_an_accelerators_memory_is_less_by_what_moves_to_the_host(target):
     model = build(layers=4, hidden=256, heads=2, vocab=256, max_seq=256)
     used = {}

@@ -18,6 +18,7 @@ from meshpar.planner.block_activations import (
     block_activations,
 )
 from models.presets import build
+from tests.test_audit_targets import needs_gpu_compiler
 
 EMBED, HEADS, SEQ, BATCH = 64, 4, 128, 32
 SBH = BATCH * SEQ * EMBED
@@ -124,6 +125,7 @@ def test_a_compiled_step_grows_by_the_formula_with_every_block(name, line):
     assert grown == pytest.approx(expected, rel=0.05)
 
 
+@needs_gpu_compiler
 @pytest.mark.parametrize(
     ("tensor", "remat"),
     [
@@ -179,3 +181,17 @@ def test_full_remat_needs_less_memory_and_one_forward_more(line):
     last = 4 * 64 * 64 / (12 * 64 * 64 + 2 * 64 * 64)
     assert full.flops - none.flops == pytest.approx(forward * (1 - last), rel=0.03)
     assert full.flops - none.flops <= forward
+
+
+@pytest.mark.slow
+@needs_gpu_compiler
+def test_a_model_of_1_3b_trains_in_24_gb_of_an_h100():
+    model = build(layers=24, hidden=2048, heads=16, vocab=50304, max_seq=4096)
+    assert model.num_parameters == pytest.approx(1.3e9, rel=0.02)
+    layout = Layout.parse("remat=full,precision=bf16")
+    step = make_train_step(model, optax.adamw(1e-3), layout, mesh=absent_mesh(layout))
+    report = audit(step, batch_shapes(1, 4096), target="gpu:h100:1x1")
+    assert report.memory.peak_bytes < 24e9
+    all_logits = 4096 * 50304 * 4
+    assert not [one for one in report.buffers if one.dims[-2:] == (4096, 50304)]
+    assert report.memory.temp_bytes - 4 * model.num_parameters < 4 * all_logits

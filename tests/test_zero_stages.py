@@ -41,7 +41,7 @@ def step_of(line, optimizer=None, **options):
 
 def gradient_bytes(step):
     """Of one device, while a step adds gradients up."""
-    placement = step._placement
+    placement = step.placement
     return sum(
         np.prod(sharding.shard_shape(shape.shape)) * 2
         for shape, sharding in zip(
@@ -240,3 +240,22 @@ def test_random_rounding_does_not_depend_on_the_layout():
     for leaves in params[1:]:
         for one, other in zip(leaves, params[0], strict=True):
             np.testing.assert_array_equal(one, other)
+
+
+def test_optimizer_state_in_the_hosts_memory_stays_there_and_changes_no_number():
+    steps = [step_of("fsdp=4"), step_of("fsdp=4,optimizer_memory=host")]
+    states = []
+    for step in steps:
+        state = step.init(0)
+        for seed in range(2):
+            state, _ = step(state, batch_of(seed))
+        states.append(state)
+    for one, other in zip(*map(jax.tree.leaves, states), strict=True):
+        np.testing.assert_array_equal(one, other)
+    kinds = {
+        leaf.sharding.memory_kind
+        for leaf in jax.tree.leaves(states[1].opt_state)
+        if leaf.ndim
+    }
+    assert kinds == {"pinned_host"}
+    assert jax.tree.leaves(states[1].params)[0].sharding.memory_kind != "pinned_host"

@@ -119,6 +119,8 @@ def _results(
     walk: _Walk,
 ) -> list[Split | None]:
     name, params = equation.primitive.name, equation.params
+    if name == "device_put":  # of several arrays at once
+        return operands
     if name == "sharding_constraint":
         return [split_of(params["sharding"], len(equation.outvars[0].aval.shape))]
     if name == "shard_map":

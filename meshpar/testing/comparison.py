@@ -93,7 +93,8 @@ def copies(tree: Any) -> list[Deviation]:
 
 def _bitwise(quantity: str, found: Any, wanted: Any) -> Iterator[Deviation]:
     for path, one, other in _pairs(found, wanted):
-        error = _share_that_differs(one, other)
+        # Parameters that are stored in bf16 start from the rounded values.
+        error = _share_that_differs(one, other.astype(one.dtype))
         yield Deviation(quantity=quantity, path=path, error=error, bound=0.0)
 
 

@@ -12,6 +12,7 @@ from meshpar.mesh import platform_of
 from meshpar.parallel.placement import DTYPES
 from meshpar.rule_table import RuleError
 from meshpar.rules import Rules
+from meshpar.train.state import HOST_MEMORY
 
 _PLAIN = Layout()
 _OPTION_OF = {
@@ -80,6 +81,8 @@ def refuse(
         )
     for message in layout_refusals(layout).values():
         raise InputError(message)
+    if layout.optimizer_memory == "host" and isinstance(mesh, Mesh):
+        _check_host_memory(layout, mesh)
     refused = offload_refusal(layout, platform_of(mesh))
     if refused is not None and isinstance(mesh, Mesh):
         raise InputError(refused)
@@ -93,6 +96,17 @@ def refuse(
         )
     for _, error in rule_refusals(rules, layout):
         raise error
+
+
+def _check_host_memory(layout: Layout, mesh: Mesh) -> None:
+    device = mesh.devices.flat[0]
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    if HOST_MEMORY not in kinds:
+        raise InputError(
+            f"layout {str(layout)!r}: optimizer_memory=host needs devices with memory "
+            f"{HOST_MEMORY!r}; {device.device_kind} has {', '.join(kinds)}: leave it "
+            "out"
+        )
 
 
 def offload_refusal(layout: Layout, platform: str) -> str | None:

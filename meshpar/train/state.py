@@ -14,6 +14,9 @@ from meshpar.model import Model, Params
 from meshpar.train.optimizer_state import follow_sharding, map_states
 from meshpar.train.precision import initial_optimizer_state, stored
 
+HOST_MEMORY = "pinned_host"
+"""JAX's name for memory of the host that devices read and write by themselves."""
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ def initial_state(
 
 
 def state_shardings(
-    state: TrainState, at_rest: Params, of_states: Params
+    state: TrainState, at_rest: Params, of_states: Params, memory: str = "device"
 ) -> TrainState:
     """A sharding for every array of the state; optimizer state follows its parameter.
 
@@ -62,6 +65,7 @@ def state_shardings(
         state: The state or its shapes.
         at_rest: Sharding of each parameter between steps.
         of_states: Sharding of each parameter's gradient and optimizer state.
+        memory: Where optimizer state lies, `device` or `host`.
 
     Raises:
         InputError: Optimizer state of a parameter has dims that the parameter has not.
@@ -73,11 +77,25 @@ def state_shardings(
         seed=replicated,
         skipped=replicated,
         params=at_rest,
-        opt_state=map_states(
-            follow_sharding,
-            lambda _: replicated,
-            state.opt_state,
-            state.params,
-            of_states,
+        opt_state=_in_memory(
+            memory,
+            map_states(
+                follow_sharding,
+                lambda _: replicated,
+                state.opt_state,
+                state.params,
+                of_states,
+            ),
         ),
+    )
+
+
+def _in_memory(memory: str, shardings: Any) -> Any:
+    if memory == "device":
+        return shardings
+    return jax.tree.map(
+        lambda sharding: (
+            sharding.with_memory_kind(HOST_MEMORY) if sharding.spec else sharding
+        ),
+        shardings,
     )

@@ -118,7 +118,9 @@ class TrainStep:
     """A compiled training step; make it with `make_train_step`.
 
     Attributes:
-        layout, rules, mesh, model, platform: What it was made from.
+        layout, rules, mesh, platform: What it was made from.
+        model: The model, arranged for its stages; `model_as_given` as it was.
+        placement: Where every parameter, gradient and state lies.
         shardings: `TrainState` of the sharding of every array.
         schedule: What every rank of the pipeline does; None without microbatches.
         layer_orders: `TrainState` of where the layers of every array lie, for
@@ -139,7 +141,7 @@ class TrainStep:
         compiler_options: Mapping[str, Any] | None,
         schedule: OwnSchedule | None,
     ) -> None:
-        self._whole_model = model
+        self.model_as_given = model
         pipeline = pipeline_of(model, layout, schedule) if layout.is_pipelined else None
         self.schedule = pipeline.schedule if pipeline else None
         model = pipeline.model if pipeline else model
@@ -147,7 +149,7 @@ class TrainStep:
         self.platform = platform
         self._optimizer, self._max_grad_norm = optimizer, max_grad_norm
         self._gradient_dtype = gradient_dtype
-        placement = self._placement = Placement(
+        placement = self.placement = Placement(
             model=model,
             layout=layout,
             rules=rules,
@@ -163,7 +165,9 @@ class TrainStep:
         self.state_shapes = jax.eval_shape(lambda: self._first_state(jnp.uint32(0)))
         self.layer_orders = layer_orders(model, self.state_shapes)
         at_rest, of_states = self._param_shardings()
-        self.shardings = state_shardings(self.state_shapes, at_rest, of_states)
+        self.shardings = state_shardings(
+            self.state_shapes, at_rest, of_states, layout.optimizer_memory
+        )
         self._apply_gradients = Update(
             placement=placement,
             optimizer=optimizer,
@@ -331,7 +335,7 @@ class TrainStep:
 
     def _without_devices(self, platform: str) -> TrainStep:
         return TrainStep(
-            model=self._whole_model,
+            model=self.model_as_given,
             optimizer=self._optimizer,
             layout=self.layout,
             rules=self.rules,
@@ -368,7 +372,7 @@ class TrainStep:
     def _param_shardings(self) -> tuple[Params, Params]:
         """The sharding of every parameter at rest, and of its gradient and states."""
         at_rest, of_states = (
-            self._placement.specs(attrgetter(name)) for name in ("spec", "state_spec")
+            self.placement.specs(attrgetter(name)) for name in ("spec", "state_spec")
         )
         on_mesh = lambda spec: NamedSharding(self.mesh, spec)  # noqa: E731
         is_spec = lambda node: isinstance(node, PartitionSpec)  # noqa: E731

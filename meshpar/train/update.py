@@ -46,6 +46,7 @@ class Update:
         are and `skipped` counts one more.
         """
         norm = global_norm(gradients, self.of_states, self.placement.mesh)
+        state = self._on_device(state)
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)
         if self.max_grad_norm is not None:
             scale = jnp.minimum(1.0, self.max_grad_norm / (norm + 1e-6))
@@ -67,6 +68,12 @@ class Update:
             opt_state=jax.tree.map(keep, new_opt_state, state.opt_state),
         )
         return new_state, norm
+
+    def _on_device(self, state: TrainState) -> TrainState:
+        if self.placement.layout.optimizer_memory == "device":
+            return state
+        moved = jax.device_put(state.opt_state, jax.memory.Space.Device)
+        return dataclasses.replace(state, opt_state=moved)
 
     def _updated(self, values: Any, gradients: Any, opt_state: Any) -> tuple[Any, Any]:
         gradients = jax.tree.map(lambda x: x.astype(jnp.float32), gradients)

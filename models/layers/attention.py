@@ -12,9 +12,10 @@ import numpy as np
 from flax import nnx
 
 from meshpar import InputError, Scope
+from meshpar.parallel.column import column_parallel
 from models.layers.causal_attention import causal_attention
 from models.layers.norm import RMSNorm
-from models.layers.recomputed import column_parallel, recomputed
+from models.layers.recomputed import recomputed
 from models.layers.rope import apply_rope
 
 _HEADS = ("batch", "seq", "heads", "head_dim")
@@ -80,10 +81,10 @@ class Attention(nnx.Module):
     def __call__(self, x: jax.Array, scope: Scope) -> jax.Array:
         """(batch, seq, embed) -> (batch, seq, embed), before it is constrained."""
         # B batch, T seq, D embed, K kv heads, G queries per kv head + 2, H head_dim.
-        qkv_BTKGH = column_parallel("BTD,DKGH->BTKGH", x, self.qkv[...], scope)
+        axes = ("batch", "seq", "kv_heads", None, "head_dim")
+        qkv_BTKGH = column_parallel("BTD,DKGH->BTKGH", x, self.qkv[...], axes, scope)
         if self.bias is not None:
             qkv_BTKGH = qkv_BTKGH + self.bias[...]
-        axes = ("batch", "seq", "kv_heads", None, "head_dim")
         qkv_BTKGH = scope.save(scope.constrain(qkv_BTKGH, axes), "attention_qkv")
         q, k, v = self._split(qkv_BTKGH, scope)
         kv_axes = _KV_HEADS

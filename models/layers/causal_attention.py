@@ -44,18 +44,22 @@ def _forward(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, tuple
         seen_TS = jnp.arange(seq)[:, None] >= jnp.arange(seq)
         scores_BKGTS = jnp.where(seen_TS, scores_BKGTS, -jnp.inf)
         softmax_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1).astype(v.dtype)
-        mixed = jnp.einsum("BKGTS,BSKH->BTKGH", softmax_BKGTS, v)
-        return mixed, jnp.swapaxes(softmax_BKGTS, 1, 2)
+        return jnp.einsum("BKGTS,BSKH->BTKGH", softmax_BKGTS, v), softmax_BKGTS
 
-    mixed, softmax_BGKTS = _over_heads(attend, _grouped(q, k), k, v)
-    return mixed.reshape(q.shape), (q, k, v, softmax_BGKTS)
+    mixed, softmax = _part_by_part(
+        attend, _parts(_num_parts(q, k), _grouped(q, k), k, v)
+    )
+    return _joined(mixed).reshape(q.shape), (q, k, v, softmax)
 
 
 def _backward(kept: tuple, dy: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     def gradients(
-        q: jax.Array, k: jax.Array, v: jax.Array, softmax: jax.Array, dy: jax.Array
+        softmax_BKGTS: jax.Array,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        dy: jax.Array,
     ) -> tuple:
-        softmax_BKGTS = jnp.swapaxes(softmax, 1, 2)
         dv = jnp.einsum("BKGTS,BTKGH->BSKH", softmax_BKGTS, dy)
         dsoftmax_BKGTS = _dot("BTKGH,BSKH->BKGTS", dy, v)
         wide = softmax_BKGTS.astype(jnp.float32)
@@ -65,33 +69,44 @@ def _backward(kept: tuple, dy: jax.Array) -> tuple[jax.Array, jax.Array, jax.Arr
         return dq, jnp.einsum("BKGTS,BTKGH->BSKH", dscores_BKGTS, q), dv
 
     q, k, v, softmax = kept
-    dq, dk, dv = _over_heads(gradients, _grouped(q, k), k, v, softmax, _grouped(dy, v))
+    parts = _parts(len(softmax), _grouped(q, k), k, v, _grouped(dy, v))
+    dq, dk, dv = map(_joined, _part_by_part(gradients, (softmax, *parts)))
     return dq.reshape(q.shape), dk, dv
 
 
 causal_attention.defvjp(_forward, _backward)
 
 
-def _over_heads(function: Callable[..., tuple], *arrays: jax.Array) -> tuple:
-    """`function` of arrays with kv heads third, for some of those heads at a time."""
-    batch, seq, kv_heads, per_kv_head, _ = arrays[0].shape
-    most = _SCORE_BYTES // (4 * batch * per_kv_head * seq * seq)
-    at_once = max(
-        n for n in range(1, kv_heads + 1) if kv_heads % n == 0 and n <= max(most, 1)
-    )
-    if at_once == kv_heads:
-        return function(*arrays)
+def _num_parts(q: jax.Array, k: jax.Array) -> int:
+    batch, seq, heads, _ = q.shape
+    kv_heads = k.shape[2]
+    score_bytes = 4 * batch * (heads // kv_heads) * seq * seq
+    most = max(1, _SCORE_BYTES // max(1, score_bytes))
+    enough = range(-(-kv_heads // most), kv_heads + 1)
+    return next(num for num in enough if kv_heads % num == 0)
 
-    def first(array: jax.Array) -> jax.Array:
-        shape = (*array.shape[:2], -1, at_once, *array.shape[3:])
-        return jnp.moveaxis(array.reshape(shape), 2, 0)
 
-    def third(array: jax.Array) -> jax.Array:
-        array = jnp.moveaxis(array, 0, 2)
-        return array.reshape(*array.shape[:2], -1, *array.shape[4:])
+def _parts(num: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """(batch, seq, kv heads, ...) -> (parts, batch, seq, kv heads of one, ...)."""
 
-    found = lax.map(lambda some: function(*some), tuple(map(first, arrays)))
-    return jax.tree.map(third, found)
+    def cut(array: jax.Array) -> jax.Array:
+        batch, seq, kv_heads, *rest = array.shape
+        parts = array.reshape(batch, seq, num, kv_heads // num, *rest)
+        return jnp.moveaxis(parts, 2, 0)
+
+    return tuple(map(cut, arrays))
+
+
+def _part_by_part(function: Callable[..., tuple], arrays: tuple) -> tuple:
+    if arrays[0].shape[0] > 1:
+        return lax.map(lambda part: function(*part), arrays)
+    found = function(*(array[0] for array in arrays))
+    return tuple(array[None] for array in found)
+
+
+def _joined(parts: jax.Array) -> jax.Array:
+    num, batch, seq, kv_heads, *rest = parts.shape
+    return jnp.moveaxis(parts, 0, 2).reshape(batch, seq, num * kv_heads, *rest)
 
 
 def _grouped(heads_BTNH: jax.Array, of: jax.Array) -> jax.Array:

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from meshpar import Scope
-from models.layers.recomputed import column_parallel, recomputed
+from meshpar.parallel.column import column_parallel
+from models.layers.recomputed import recomputed
 
 # Both operands of the contraction over `mlp` are constrained, the hidden values too:
 # otherwise GSPMD may gather the weight in the backward where it is the smaller one.
@@ -39,8 +40,8 @@ class GatedMLP(nnx.Module):
     def __call__(self, x: jax.Array, scope: Scope) -> jax.Array:
         """(batch, seq, embed) -> (batch, seq, embed), before it is constrained."""
         # B batch, T seq, D embed, P gate and up, F mlp.
-        both_BTPF = column_parallel("BTD,DPF->BTPF", x, self.gate_up[...], scope)
-        both_BTPF = scope.constrain(both_BTPF, ("batch", "seq", None, "mlp"))
+        axes = ("batch", "seq", None, "mlp")
+        both_BTPF = column_parallel("BTD,DPF->BTPF", x, self.gate_up[...], axes, scope)
         both_BTPF = scope.save(both_BTPF, "mlp_gate_up")
         hidden_BTF = scope.constrain(recomputed(_swiglu)(both_BTPF), _HIDDEN)
         hidden_BTF = scope.save(hidden_BTF, "mlp_hidden")
@@ -74,7 +75,7 @@ class PlainMLP(nnx.Module):
     def __call__(self, x: jax.Array, scope: Scope) -> jax.Array:
         """(batch, seq, embed) -> (batch, seq, embed), before it is constrained."""
         # B batch, T seq, D embed, F mlp.
-        up_BTF = column_parallel("BTD,DF->BTF", x, self.up[...], scope)
+        up_BTF = column_parallel("BTD,DF->BTF", x, self.up[...], _HIDDEN, scope)
         up_BTF = up_BTF + self.up_bias[...]
         up_BTF = scope.save(scope.constrain(up_BTF, _HIDDEN), "mlp_up")
         hidden_BTF = scope.constrain(recomputed(_gelu)(up_BTF), _HIDDEN)

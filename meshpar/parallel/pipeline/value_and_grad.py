@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from meshpar.collectives import asked, zero_from
 from meshpar.errors import InputError
-from meshpar.layout import BATCH_AXES, REMATS, nearest
+from meshpar.layout import REMATS, nearest
 from meshpar.parallel.data import reduce_gradients
 from meshpar.parallel.pipeline.ends import STAGE
 from meshpar.parallel.pipeline.executor import Executor, Results
@@ -26,6 +25,13 @@ from meshpar.parallel.pipeline.stages import (
     cut,
     merge,
     stage_sizes,
+)
+from meshpar.parallel.pipeline.user_arguments import (
+    batch_axes,
+    check_batch,
+    check_mesh,
+    check_parameters,
+    layers_of,
 )
 from meshpar.parallel.pipeline.user_functions import (
     UserFunctions,
@@ -131,7 +137,7 @@ def pipeline_value_and_grad(
     Reference: Narayanan et al. 2021, "Memory-Efficient Pipeline-Parallel DNN Training"
         (1F1B); for the ends, Yeung et al. 2024.
     """
-    _check_mesh(mesh)
+    check_mesh(mesh)
     if remat not in REMATS:
         raise InputError(f"no remat {remat!r}; {nearest(remat, REMATS)}")
     chosen = chosen_schedule(
@@ -142,9 +148,9 @@ def pipeline_value_and_grad(
     )
 
     def run(blocks: Any, ends: Any, inputs: Any, targets: Any) -> tuple:
-        num_layers = _num_layers(blocks)
-        _check_parameters(blocks, ends)
-        _check_batch(inputs, targets, mesh, num_microbatches)
+        num_layers = layers_of(blocks)
+        check_parameters(blocks, ends)
+        check_batch(inputs, targets, mesh, num_microbatches)
         sizes = stage_sizes(num_layers, mesh.shape[STAGE], chunks, splits)
         functions = UserFunctions(
             block=block,
@@ -213,8 +219,8 @@ def _run(
     targets: Any,
 ) -> tuple[jax.Array, Gradients]:
     schedule, mesh = functions.schedule, functions.mesh
-    batch_axes = _batch_axes(mesh)
-    of_ranks, of_batch = PartitionSpec(STAGE), PartitionSpec(batch_axes or None)
+    axes = batch_axes(mesh)
+    of_ranks, of_batch = PartitionSpec(STAGE), PartitionSpec(axes or None)
     everywhere = PartitionSpec()
 
     def local(blocks: Any, ends: Any, inputs: Any, targets: Any) -> tuple:
@@ -232,14 +238,14 @@ def _run(
             work=microbatches.work(),
             in_order=functions.in_order,
         ).loss_and_gradients()
-        return _reduced(functions, batch_axes, found)
+        return _reduced(functions, axes, found)
 
     loss, of_blocks, of_ends, of_floats = jax.shard_map(
         local,
         mesh=mesh,
         in_specs=(of_ranks, everywhere, of_batch, of_batch),
         out_specs=(everywhere, of_ranks, everywhere, of_batch),
-        axis_names={STAGE, *batch_axes},
+        axis_names={STAGE, *axes},
         check_vma=False,
     )(_arranged(blocks, placed), ends, inputs, targets)
     floats = iter(of_floats)
@@ -259,10 +265,10 @@ def _run(
 
 
 def _reduced(
-    functions: UserFunctions, batch_axes: tuple[str, ...], found: Results
+    functions: UserFunctions, axes: tuple[str, ...], found: Results
 ) -> tuple[jax.Array, Any, Any, list[jax.Array]]:
     """Mean loss, and its gradients summed over the mesh axes that split the work."""
-    at_work = [axis for axis in (*batch_axes, STAGE) if functions.mesh.shape[axis] > 1]
+    at_work = [axis for axis in (*axes, STAGE) if functions.mesh.shape[axis] > 1]
     with asked("loss_sum"):
         (loss_sum, weight_sum), auxiliary = lax.psum(
             (found.loss_sums, found.auxiliary), tuple(at_work)
@@ -278,7 +284,7 @@ def _reduced(
     stored = (
         functions.block_stored,
         functions.end_stored,
-        _stored(gradients[2], (batch_axes,), None, wide=functions.in_order),
+        _stored(gradients[2], (axes,), None, wide=functions.in_order),
     )
     earlier = None
     if functions.in_order:
@@ -323,63 +329,3 @@ def _in_layer_order(gradients: Any, placed: Arrangement) -> Any:
     if placed.order == tuple(range(len(placed.order))):
         return gradients
     return jax.tree.map(lambda value: value[placed.places], gradients)
-
-
-def _batch_axes(mesh: Mesh) -> tuple[str, ...]:
-    return tuple(axis for axis in BATCH_AXES if axis in mesh.axis_names)
-
-
-def _check_mesh(mesh: Mesh) -> None:
-    if STAGE not in mesh.axis_names:
-        raise InputError(
-            f"the mesh has {', '.join(map(repr, mesh.axis_names))}, but no mesh axis "
-            f"{STAGE!r}; a pipeline's ranks lie along it"
-        )
-    for mesh_axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True):
-        if kind != AxisType.Auto:
-            raise InputError(
-                f"mesh axis {mesh_axis!r} is {kind.name}, but must be Auto; build the "
-                "mesh with axis_types=(AxisType.Auto,) * axes, or meshpar.make_mesh"
-            )
-
-
-def _num_layers(blocks: Any) -> int:
-    shapes = {jnp.shape(leaf) for leaf in jax.tree.leaves(blocks)}
-    lengths = {shape[:1] for shape in shapes}
-    if len(lengths) != 1 or () in lengths:
-        shown = ", ".join(map(str, sorted(shapes))) or "no arrays"
-        raise InputError(
-            f"block_params have shapes {shown}; stack every parameter over the layers, "
-            "as many in each"
-        )
-    return lengths.pop()[0]
-
-
-def _check_parameters(*trees: Any) -> None:
-    for leaf in jax.tree.leaves(trees):
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            raise InputError(
-                f"a parameter is {leaf.dtype}{leaf.shape}; parameters get gradients, "
-                "so they are floating-point: pass others as inputs or targets"
-            )
-
-
-def _check_batch(inputs: Any, targets: Any, mesh: Mesh, num_microbatches: int) -> None:
-    shapes = {jnp.shape(leaf) for leaf in jax.tree.leaves((inputs, targets))}
-    lengths = {shape[:1] for shape in shapes}
-    if len(lengths) != 1 or () in lengths:
-        shown = ", ".join(map(str, sorted(shapes))) or "no arrays"
-        raise InputError(
-            f"inputs and targets have shapes {shown}; each has the example first, as "
-            "many in all"
-        )
-    num_examples = lengths.pop()[0]
-    axes = _batch_axes(mesh)
-    shards = math.prod(mesh.shape[axis] for axis in axes)
-    if num_examples % (shards * num_microbatches):
-        raise InputError(
-            f"inputs have {num_examples} examples, which do not divide over {shards} "
-            f"devices of {', '.join(axes) or 'no batch axis'} x "
-            f"num_microbatches={num_microbatches}; pad with examples of weight 0, or "
-            "take other microbatches"
-        )

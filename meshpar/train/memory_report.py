@@ -1,0 +1,229 @@
+"""What a training step's memory goes to: each part by formula, beside the compiler.
+
+States have formulas alone: values, bytes of one, and what ZeRO and the rules split them
+over (Rajbhandari et al. 2020, section 3). Temporaries are the planner's arithmetic over
+the model's own traced blocks (`meshpar.planner.memory`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from meshpar.audit.block_trace import traced_workload
+from meshpar.audit.report import audit
+from meshpar.model import Batch, is_parameter, spec_axes
+from meshpar.parallel.zero import Stored, is_stored
+from meshpar.planner.clusters import cluster_of
+from meshpar.planner.execution import MESHPAR
+from meshpar.planner.memory import Memory, memory_of
+from meshpar.planner.refusals import stage_blocks_of
+from meshpar.planner.run import Run
+from meshpar.train.precision import Mastered, inner_state
+from meshpar.train.step import TrainStep
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What one kind of array takes on one device.
+
+    Args:
+        name: What it is.
+        formula_bytes: By arithmetic.
+        compiled_bytes: Of the compiled program, where the compiler tells it apart.
+        how: The formula in words.
+    """
+
+    name: str
+    formula_bytes: int
+    compiled_bytes: int | None
+    how: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryReport:
+    """All parts, the states first; bytes are per device.
+
+    Args:
+        layout: The step's.
+        parts: States, then temporaries.
+        temp_bytes: Of the compiled program: what is no argument.
+        peak_bytes: The most that it holds at once.
+    """
+
+    layout: str
+    parts: tuple[Part, ...]
+    temp_bytes: int
+    peak_bytes: int
+
+    @property
+    def formula_bytes(self) -> int:
+        """All parts together."""
+        return sum(part.formula_bytes for part in self.parts)
+
+    @property
+    def difference(self) -> float:
+        """(formula - compiled peak) / compiled peak."""
+        return self.formula_bytes / self.peak_bytes - 1
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain data."""
+        sums = {"formula_bytes": self.formula_bytes, "difference": self.difference}
+        return {**asdict(self), **sums}
+
+    def __str__(self) -> str:
+        rows = [
+            (part.name, part.formula_bytes, part.compiled_bytes, part.how)
+            for part in self.parts
+        ]
+        temporaries = sum(
+            part.formula_bytes for part in self.parts if part.compiled_bytes is None
+        )
+        rows += [
+            ("temporaries", temporaries, self.temp_bytes, "all that is no state"),
+            ("peak", self.formula_bytes, self.peak_bytes, f"{self.difference:+.1%}"),
+        ]
+        lines = [f"layout {self.layout}; MiB per device: formula, compiled"]
+        for name, formula, compiled, how in rows:
+            found = "-" if compiled is None else f"{compiled / 2**20:.2f}"
+            lines.append(f"{name:20}{formula / 2**20:12.2f}{found:>12}  {how}")
+        return "\n".join(lines)
+
+
+def memory_report(
+    step: TrainStep, batch: Batch, *, target: str | None = None
+) -> MemoryReport:
+    """Every byte of a step, by formula and from the compiled program.
+
+    Args:
+        step: From `make_train_step`; on an `absent_mesh` too.
+        batch: Arrays or their shapes, as `meshpar.audit` takes them.
+        target: Absent hardware to compile for, such as `gpu:h100:1x8`.
+
+    Raises:
+        InputError: As for `meshpar.audit`, or the planner knows no such model.
+    """
+    report = audit(step, batch, target=target)
+    temporaries = _temporaries(step, batch)
+    return MemoryReport(
+        layout=str(step.layout),
+        parts=(*_states(step), *temporaries),
+        temp_bytes=report.memory.temp_bytes,
+        peak_bytes=report.memory.peak_bytes,
+    )
+
+
+def _states(step: TrainStep) -> list[Part]:
+    """Parameters, master copy and optimizer state: formula and arguments."""
+    shapes, shardings = step.state_shapes, step.shardings
+    placed = jax.tree.leaves(step.placement.stored, is_leaf=is_stored)
+    parameters = jax.tree.leaves(step.model.parameters, is_leaf=is_parameter)
+    sizes = [math.prod(parameter.stacked_shape) for parameter in parameters]
+
+    def by_formula(spec: Callable[[Stored], PartitionSpec], value_bytes: int) -> int:
+        return sum(
+            size * value_bytes // _degree(step, spec(stored))
+            for size, stored in zip(sizes, placed, strict=True)
+        )
+
+    value_bytes = jax.tree.leaves(shapes.params)[0].dtype.itemsize
+    inner, inner_shardings = map(inner_state, (shapes.opt_state, shardings.opt_state))
+    per_value = _values_per_parameter(inner, sum(sizes))
+    parts = [
+        Part(
+            name="parameters",
+            formula_bytes=by_formula(lambda stored: stored.spec, value_bytes),
+            compiled_bytes=_local_bytes(shapes.params, shardings.params),
+            how=f"{value_bytes} bytes a value, split with zero=3",
+        ),
+        Part(
+            name="optimizer",
+            formula_bytes=round(
+                by_formula(lambda stored: stored.state_spec, 4) * per_value
+            ),
+            compiled_bytes=_local_bytes(inner, inner_shardings),
+            how=f"{per_value:.3g} fp32 values for each, split with zero=1, 2, 3",
+        ),
+    ]
+    if isinstance(shapes.opt_state, Mastered):
+        parts.append(
+            Part(
+                name="master copy",
+                formula_bytes=by_formula(lambda stored: stored.state_spec, 4),
+                compiled_bytes=_local_bytes(
+                    shapes.opt_state.master, shardings.opt_state.master
+                ),
+                how="4 bytes a value, split as the optimizer state",
+            )
+        )
+    return parts
+
+
+def _temporaries(step: TrainStep, batch: Batch) -> list[Part]:
+    memory = _planned(step, batch)
+    gradient_bytes = jnp.dtype(step.placement.gradient_dtype).itemsize
+    gradients = sum(
+        math.prod(parameter.stacked_shape)
+        * gradient_bytes
+        // _degree(step, stored.gradient_spec)
+        for parameter, stored in zip(
+            jax.tree.leaves(step.model.parameters, is_leaf=is_parameter),
+            jax.tree.leaves(step.placement.stored, is_leaf=is_stored),
+            strict=True,
+        )
+    )
+    held = f"{memory.in_flight:g} microbatches in flight, remat={step.layout.remat}"
+    parts = (
+        ("gradients", gradients, f"{gradient_bytes} bytes a value, added up in place"),
+        ("activations", memory.activation_bytes, held),
+        ("gathered weights", memory.gathered_bytes, "whole parameters in use"),
+        ("logits", memory.logit_bytes, "and their gradient, of one microbatch"),
+        ("workspace", memory.workspace_bytes, "of one block's backward"),
+    )
+    return [
+        Part(name=name, formula_bytes=round(size), compiled_bytes=None, how=how)
+        for name, size, how in parts
+    ]
+
+
+def _planned(step: TrainStep, batch: Batch) -> Memory:
+    """The planner's memory of the step's own model and layout."""
+    layout = step.layout
+    global_batch, seq = next(iter(batch.values())).shape[:2]
+    workload = traced_workload(step.model_as_given, seq=seq, precision=layout.precision)
+    return memory_of(
+        Run(
+            workload=workload,
+            cluster=cluster_of("h100-80gb", devices=layout.num_devices),
+            layout=layout,
+            execution=MESHPAR,
+            global_batch=global_batch,
+            seq=seq,
+            stage_blocks=stage_blocks_of(workload, layout),
+        )
+    )
+
+
+def _degree(step: TrainStep, spec: PartitionSpec) -> int:
+    return math.prod(step.mesh.shape[axis] for axis in spec_axes(spec))
+
+
+def _values_per_parameter(inner: Any, num_values: int) -> float:
+    """fp32 values of optimizer state for each value of a parameter."""
+    sizes = (
+        math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(inner)
+    )
+    return sum(sizes) / 4 / num_values
+
+
+def _local_bytes(shapes: Any, shardings: Any) -> int:
+    def of(shape: jax.ShapeDtypeStruct, sharding: NamedSharding) -> int:
+        return math.prod(sharding.shard_shape(shape.shape)) * shape.dtype.itemsize
+
+    return sum(jax.tree.leaves(jax.tree.map(of, shapes, shardings)))

@@ -1,0 +1,58 @@
+"""Each part of a step's memory: the formula beside what the compiler says."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from meshpar import Layout, batch_shapes, make_train_step, memory_report
+from models.presets import build
+from recipes.bench.memory import memory_table
+
+MODEL = build(layers=2, hidden=64, heads=8, kv_heads=8, ffn=128, vocab=64, gated=True)
+
+
+def report_of(line):
+    layout = Layout.parse(line)
+    devices = jax.devices()[: layout.num_devices]
+    step = make_train_step(MODEL, optax.adam(1e-3), layout, devices=devices)
+    return memory_report(step, batch_shapes(8, 32))
+
+
+LAYOUTS = [
+    "data=2,zero=1,remat=full",
+    "fsdp=2,tensor=2,precision=bf16,param_dtype=bf16",
+    "stage=2,microbatches=4,remat=full",
+]
+
+
+@pytest.mark.parametrize("line", LAYOUTS)
+def test_states_are_those_of_the_compiled_program_and_parts_add_up(line):
+    report = report_of(line)
+    states = [part for part in report.parts if part.compiled_bytes is not None]
+    for part in states:
+        assert part.formula_bytes == pytest.approx(part.compiled_bytes, rel=0.001)
+    assert ("master copy" in {part.name for part in states}) == ("bf16" in line)
+    total = sum(part.formula_bytes for part in report.parts)
+    assert report.formula_bytes == total
+    assert report.difference == pytest.approx(total / report.peak_bytes - 1)
+    # XLA:CPU fuses little: what it keeps besides is no more than all of it again.
+    assert abs(report.difference) < 0.6
+    compiled = sum(part.compiled_bytes for part in states) + report.temp_bytes
+    assert report.peak_bytes == pytest.approx(compiled, rel=0.2)
+
+
+def test_a_report_prints_every_part_and_is_plain_data():
+    report = report_of("data=2,zero=2")
+    text = str(report)
+    for part in report.parts:
+        assert part.name in text and part.how in text
+    assert f"{report.difference:+.1%}" in text
+    found = report.to_json()
+    assert found["parts"][0]["name"] == "parameters"
+    assert found["formula_bytes"] == report.formula_bytes
+    table = memory_table([report])
+    assert table.row_count == 1
+    cells = [next(column.cells) for column in table.columns]
+    assert cells[-2] == f"{report.peak_bytes / 1e9:.2f}"
+    assert np.isfinite(report.difference)
