@@ -12,7 +12,11 @@ from itertools import product
 from typing import NamedTuple
 
 from meshpar.layout import BATCH_AXES, STAGE_REMATS, Layout
-from meshpar.planner.activations import everything_bytes, kept_bytes
+from meshpar.planner.activations import (
+    everything_bytes,
+    kept_bytes,
+    stage_input_bytes,
+)
 from meshpar.planner.block_time import block_parameters, block_time
 from meshpar.planner.collective_cost import all_gather_s, all_reduce_s
 from meshpar.planner.kernel_time import memory_s
@@ -41,6 +45,9 @@ class _Block(NamedTuple):
     total_s: tuple[float, float]
     kept_bytes: float
     again_bytes: float
+    input_bytes: float
+    inner_bytes: float
+    """What it keeps while its stage is computed again."""
 
 
 class _Mesh(NamedTuple):
@@ -82,19 +89,34 @@ class Bounds:
             stage_blocks=stage_blocks_of(like.workload, layout),
         )
 
-    def of_mesh(self, mesh: Layout, choices: Choices) -> Bound:
-        """The bound of all variants of a mesh shape.
+    def of_choices(self, mesh: Layout, choices: Choices) -> Bound:
+        """The bound of all these variants of a mesh shape.
 
-        Fewest microbatches make the largest matmuls, and most of them keep least.
+        Fewest microbatches make the largest matmuls, and most of them keep least; what
+        nothing recomputes is fastest, and what recomputes a stage smallest.
         """
+        if choices.count == 1:
+            return self.bound(mesh, next(choices.variants()))
         few, many = min(choices.microbatches), max(choices.microbatches)
         ways = tuple(product(choices.states, choices.sequence_parallel))
-        plain = [Variant(few, "1f1b", 1, *state, seq, "none") for state, seq in ways]
-        least = "stage" if "stage" in choices.remats else "full"
-        small = [Variant(many, "1f1b", 1, *state, seq, least) for state, seq in ways]
-        step_s = min(self._step_s(mesh, variant, ticks=few) for variant in plain)
+        fast, small = choices.remats[0], choices.remats[-1]
+        plain = [Variant(few, "1f1b", 1, *state, seq, fast) for state, seq in ways]
+        chunks = max(chunks for _, chunks in choices.schedules)
+        least = [
+            Variant(many, "1f1b", chunks, *state, seq, small) for state, seq in ways
+        ]
+        ticks = float(few)
+        if self._like.execution.lock_step:
+            # Filling takes a tick of a chunk for every rank, and ticks are shortest
+            # with most microbatches.
+            ticks += (mesh.stage - 1) / chunks * few / many
+        step_s = min(self._step_s(mesh, variant, ticks=ticks) for variant in plain)
         held = min(many, mesh.stage)
-        memory = min(self._memory(mesh, variant, held) for variant in small)
+        # What one of them makes again, another may have kept.
+        again = len(choices.remats) == 1
+        memory = min(
+            self._memory(mesh, variant, held, again=again) for variant in least
+        )
         return Bound(step_s, memory)
 
     def bound(self, mesh: Layout, variant: Variant) -> Bound:
@@ -115,7 +137,7 @@ class Bounds:
         held = held_microbatches(layout.stage, variant, lock_step=lock_step)
         return rank_memory(run, 0, held * layout.chunks).total_bytes
 
-    def _step_s(self, mesh: Layout, variant: Variant, *, ticks: int) -> float:
+    def _step_s(self, mesh: Layout, variant: Variant, *, ticks: float) -> float:
         shared, layers = self._mesh(mesh, variant), self._like.workload.layers
         places = _places(layers, mesh.stage, variant.chunks, self._kinds)
         tick_s = self._head_s(mesh, variant)
@@ -128,14 +150,20 @@ class Bounds:
                 tick_s += places * count / layers * (block.total_s[way] + exposed_s)
         return ticks * tick_s + shared.once_s
 
-    def _memory(self, mesh: Layout, variant: Variant, held: float) -> float:
-        if variant.remat in STAGE_REMATS:
-            return self._mesh(mesh, variant).state_bytes
+    def _memory(
+        self, mesh: Layout, variant: Variant, held: float, *, again: bool = True
+    ) -> float:
         blocks = self._blocks_of(mesh, variant)
-        layers = self._like.workload.layers
-        kept = min(block.kept_bytes for block in blocks) * (layers // mesh.stage)
-        total = self._mesh(mesh, variant).state_bytes + kept * held
-        if self._like.execution.eager or variant.remat == "none":
+        own = self._like.workload.layers // mesh.stage
+        if variant.remat in STAGE_REMATS:
+            # The stage that is computed again; all its inputs wait as well.
+            kept = min(block.inner_bytes for block in blocks) * own / variant.chunks
+            kept += blocks[0].input_bytes * held
+        else:
+            kept = min(block.kept_bytes for block in blocks) * own * held
+        total = self._mesh(mesh, variant).state_bytes
+        total += kept if again or variant.remat not in STAGE_REMATS else 0.0
+        if self._like.execution.eager or variant.remat == "none" or not again:
             return total
         return total + min(block.again_bytes for block in blocks)
 
@@ -164,7 +192,9 @@ class Bounds:
 
     def _mesh(self, mesh: Layout, variant: Variant) -> _Mesh:
         pipelined = mesh.stage > 1 or variant.microbatches > 1
-        key = (mesh, variant.zero, variant.fsdp_gather, pipelined)
+        sizes = (mesh.data, mesh.fsdp, mesh.stage)
+        sizes += (mesh.context, mesh.expert, mesh.tensor)
+        key = (sizes, variant.zero, variant.fsdp_gather, pipelined)
         if key not in self._meshes:
             run = self.run(mesh, variant._replace(schedule="1f1b", chunks=1))
             kinds = tuple(moe for moe, _ in self._kinds)
@@ -199,13 +229,16 @@ def _places(
 
 
 def _block(run: Run, moe: bool) -> _Block:
-    time = block_time(run, moe=moe)
+    time, again = block_time(run, moe=moe), everything_bytes(run, moe=moe)
     forward, backward = time.forward, time.backward
+    inputs = stage_input_bytes(run)
     return _Block(
         (forward.compute_s, backward.compute_s),
         (forward.total_s, backward.total_s),
         kept_bytes(run, moe=moe),
-        everything_bytes(run, moe=moe),
+        again,
+        inputs,
+        again if run.layout.remat == "stage" else inputs,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
@@ -18,35 +19,35 @@ from meshpar.planner.space import Choices, Variant
 FRONT_REACH = 1.5
 """Times the fastest plan's step, beyond which less memory is not worth it."""
 
-_MOST_VARIANTS = 1 << 32
-
 
 class Leaf(NamedTuple):
-    """One layout, or all of a mesh shape, that no structural reason forbids.
+    """One layout, or several of a mesh shape, that no structural reason forbids.
 
     Args:
         bound: What it takes at least.
         order: When it was met.
         mesh: Its mesh shape.
-        variant: How that is run; None for all its variants.
-        choices: Those.
+        choices: How that may be run.
+        count: Of layouts.
     """
 
     bound: Bound
-    order: int
+    order: tuple[int, ...]
     mesh: Layout
-    variant: Variant | None
     choices: Choices
-
-    @property
-    def count(self) -> int:
-        """Of layouts."""
-        return self.choices.count if self.variant is None else 1
+    count: int
 
     @property
     def some_variant(self) -> Variant:
         """The first of its variants."""
-        return self.variant or next(self.choices.variants())
+        return next(self.choices.variants())
+
+    def parts(self, bounds: Bounds) -> Iterator[Leaf]:
+        """The same layouts apart."""
+        mesh = self.mesh
+        for index, choices in enumerate(self.choices.parts()):
+            bound, order = bounds.of_choices(mesh, choices), (*self.order, index)
+            yield Leaf(bound, order, mesh, choices, choices.count)
 
 
 @dataclass(kw_only=True)
@@ -58,7 +59,9 @@ class Findings:
     refused: list[Rejected] = field(default_factory=list)
     too_large: list[Leaf] = field(default_factory=list)
     too_slow: list[Leaf] = field(default_factory=list)
-    fitting: list[tuple[float, int, int, Estimate]] = field(default_factory=list)
+    fitting: list[tuple[float, int, tuple[int, ...], Estimate]] = field(
+        default_factory=list
+    )
     front: list[tuple[float, float]] = field(default_factory=list)
 
     @property
@@ -83,7 +86,7 @@ class Findings:
             for other_s, other_bytes in self.front
         )
 
-    def keep(self, found: Estimate, order: int) -> None:
+    def keep(self, found: Estimate, order: tuple[int, ...]) -> None:
         """Adds a layout that fits."""
         insort(self.fitting, (found.step_s, _num_axes(found), order, found))
         point = (found.step_s, found.memory.total_bytes)
@@ -95,27 +98,35 @@ class Findings:
 
 
 def settle(leaves: list[Leaf], bounds: Bounds, findings: Findings) -> None:
-    """Settles all leaves, those of the lowest bound first."""
-    heapify(leaves)
-    while leaves:
-        _consider(heappop(leaves), bounds, findings, leaves)
+    """Settles all leaves, those of the lowest bound first.
+
+    What a bound settles now, it settles later too: plans only become faster. So the
+    parts of a leaf join the others only where none does.
+    """
+    waiting = [leaf for leaf in leaves if not _is_settled(leaf, findings)]
+    heapify(waiting)
+    while waiting:
+        leaf = heappop(waiting)
+        if _is_settled(leaf, findings):
+            continue
+        if leaf.count == 1:
+            run = bounds.run(leaf.mesh, leaf.some_variant)
+            _settle(leaf, run, bounds, findings)
+            continue
+        for part in leaf.parts(bounds):
+            if not _is_settled(part, findings):
+                heappush(waiting, part)
 
 
-def _consider(
-    leaf: Leaf, bounds: Bounds, findings: Findings, leaves: list[Leaf]
-) -> None:
-    """Settles a leaf, or opens it: its variants join the others."""
+def _is_settled(leaf: Leaf, findings: Findings) -> bool:
+    """Whether its bound is enough to reject it; it is then among the findings."""
     if leaf.bound.memory_bytes > findings.capacity_bytes:
         findings.too_large.append(leaf)
     elif findings.useless(*leaf.bound):
         findings.too_slow.append(leaf)
-    elif leaf.variant is None:
-        for order, variant in enumerate(leaf.choices.variants()):
-            bound = bounds.bound(leaf.mesh, variant)
-            order = leaf.order * _MOST_VARIANTS + order
-            heappush(leaves, Leaf(bound, order, leaf.mesh, variant, leaf.choices))
     else:
-        _settle(leaf, bounds.run(leaf.mesh, leaf.variant), bounds, findings)
+        return False
+    return True
 
 
 def _settle(leaf: Leaf, run: Run, bounds: Bounds, findings: Findings) -> None:

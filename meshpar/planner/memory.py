@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from meshpar.layout import STAGE_REMATS
@@ -102,7 +103,9 @@ def rank_memory(run: Run, rank: int, chunks_held: float) -> Memory:
     }
     in_flight = chunks_held / layout.chunks
     layers = [layer for chunk in run.blocks_of_rank(rank) for layer in chunk]
-    kept = sum(kept_bytes(run, moe=run.workload.is_moe(layer)) for layer in layers)
+    kept = sum(
+        count * kept_bytes(run, moe=moe) for moe, count in _blocks_by_kind(run, rank)
+    )
     if layout.remat in STAGE_REMATS:
         kept = stage_input_bytes(run) * layout.chunks
     boundary = _boundary_bytes(run)
@@ -143,19 +146,30 @@ def stored_bytes(run: Run) -> tuple[int, int]:
 
 def rank_parameters(run: Run, rank: int) -> float:
     """Parameters of one rank's devices, split over `tensor` and `expert` alone."""
-    layers = [layer for chunk in run.blocks_of_rank(rank) for layer in chunk]
     blocks = sum(
-        block_parameters(run, moe=run.workload.is_moe(layer)) for layer in layers
+        count * block_parameters(run, moe=moe)
+        for moe, count in _blocks_by_kind(run, rank)
     )
     return blocks + end_parameters(run, rank)
+
+
+def _blocks_by_kind(run: Run, rank: int) -> Iterator[tuple[bool, int]]:
+    """Whether blocks have routed experts, and how many of one rank's do or do not."""
+    chunks = run.blocks_of_rank(rank)
+    total = sum(map(len, chunks))
+    if not run.workload.experts:
+        moe = 0
+    else:
+        moe = sum(run.workload.is_moe(layer) for chunk in chunks for layer in chunk)
+    return ((kind, count) for kind, count in ((False, total - moe), (True, moe)) if count)
 
 
 def routed_parameters(run: Run, rank: int) -> float:
     """Those of them that belong to this device's experts."""
     workload, layout = run.workload, run.layout
-    layers = [layer for chunk in run.blocks_of_rank(rank) for layer in chunk]
     routed = sum(
-        workload.expert_parameters(moe=workload.is_moe(layer)) for layer in layers
+        count * workload.expert_parameters(moe=moe)
+        for moe, count in _blocks_by_kind(run, rank)
     )
     return routed / layout.expert / layout.tensor
 

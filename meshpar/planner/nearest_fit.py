@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
+from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 from meshpar.layout import Layout
@@ -12,12 +14,11 @@ from meshpar.planner.estimate import Estimate, estimate_run, gigabytes
 from meshpar.planner.hardware import Cluster
 from meshpar.planner.memory import memory_of
 from meshpar.planner.rejection import too_large
-from meshpar.planner.run import Run
 from meshpar.planner.search import Request, capacity_bytes, possible_meshes
 from meshpar.planner.space import BUILT_AXES
 
-_TRIED = 12
-"""Variants of least bound whose memory is found exactly."""
+_TRIED = 1000
+"""Layouts, those of least bounds first, whose memory is found exactly."""
 
 _MOST_TIMES = 64
 
@@ -123,17 +124,23 @@ def _fits(request: Request, found: Estimate) -> bool:
 
 
 def _smallest(request: Request) -> Estimate | None:
-    """The layout of least memory, among those of least bounds; None without any."""
+    """The layout of least memory; None without any."""
     bounds = Bounds(request.run)
-    leaves, _ = possible_meshes(request, bounds)
-    leaves.sort(key=lambda leaf: leaf.bound.memory_bytes)
-    runs: list[Run] = []
-    for leaf in leaves[:_TRIED]:
-        variants = sorted(
-            leaf.choices.variants(),
-            key=lambda variant: bounds.bound(leaf.mesh, variant).memory_bytes,
-        )
-        runs += [bounds.run(leaf.mesh, variant) for variant in variants[:_TRIED]]
-    if not runs:
-        return None
-    return estimate_run(min(runs, key=lambda run: memory_of(run).total_bytes))
+    meshes, _ = possible_meshes(request, bounds)
+    waiting = [(leaf.bound.memory_bytes, leaf.order, leaf) for leaf in meshes]
+    heapify(waiting)
+    least, smallest = math.inf, None
+    tried = 0
+    while waiting and tried < _TRIED:
+        bound, _, leaf = heappop(waiting)
+        if bound >= least:
+            break
+        if leaf.count > 1:
+            for part in leaf.parts(bounds):
+                heappush(waiting, (part.bound.memory_bytes, part.order, part))
+            continue
+        run, tried = bounds.run(leaf.mesh, leaf.some_variant), tried + 1
+        total = memory_of(run).total_bytes
+        if total < least:
+            least, smallest = total, run
+    return smallest and estimate_run(smallest)

@@ -176,16 +176,17 @@ def possible_meshes(
     """
     like, constraints = request.run, request.constraints
     size = {"global_batch": like.global_batch, "seq": like.seq}
+    program = {"execution": like.execution}
     leaves, refused = [], []
     for order, mesh in enumerate(mesh_layouts(like.cluster.num_devices, constraints)):
-        problems = layout_problems(like.workload, _plain(mesh), **size)
+        problems = layout_problems(like.workload, _plain(mesh), **size, **program)
         choices = choices_of(like.workload, mesh, constraints, **size)
         if problems or not choices.count:
             reason = problems[0].message if problems else _NO_VARIANT
             refused.append(Rejected(mesh, reason))
         else:
-            bound = bounds.of_mesh(mesh, choices)
-            leaves.append(Leaf(bound, order, mesh, None, choices))
+            bound = bounds.of_choices(mesh, choices)
+            leaves.append(Leaf(bound, (order,), mesh, choices, choices.count))
     if not leaves and not refused:
         raise InputError(_no_mesh(like, constraints))
     return leaves, refused
@@ -193,7 +194,8 @@ def possible_meshes(
 
 def _plain(mesh: Layout) -> Layout:
     """The mesh alone: how it is run is not its fault."""
-    return Layout(**mesh.mesh_shape, attention=mesh.attention)
+    own = {"attention": mesh.attention, "zero": mesh.zero, "zero_axes": mesh.zero_axes}
+    return Layout(**mesh.mesh_shape, **own)
 
 
 def _no_mesh(like: Run, constraints: Constraints) -> str:

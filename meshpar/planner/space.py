@@ -21,6 +21,7 @@ BUILT_AXES = ("data", "fsdp", "stage", "tensor")
 # holds fewer microbatches: they are considered only if they are kept.
 _PLAIN = Layout()
 _SCHEDULES = ("1f1b", "interleaved_1f1b")
+# What computes again least, and keeps most, comes first.
 _REMATS = ("none", "selective", "dots", "full")
 
 
@@ -157,7 +158,7 @@ class Choices(NamedTuple):
         schedules: Schedules, each with chunks.
         states: What ZeRO splits, and when it gathers.
         sequence_parallel: Whether the residual stream is split.
-        remats: What is computed again.
+        remats: What is computed again, least of it first.
     """
 
     is_pipelined: bool
@@ -172,8 +173,8 @@ class Choices(NamedTuple):
         """Of variants."""
         gathers = sum(gather != _PLAIN.fsdp_gather for _, gather in self.states)
         states = len(self.states) * len(self.microbatches)
-        if not self.is_pipelined and 1 in self.microbatches:
-            states -= gathers
+        if not self.is_pipelined:
+            states -= gathers * self.microbatches.count(1)
         rest = (self.schedules, self.sequence_parallel, self.remats)
         return states * math.prod(map(len, rest))
 
@@ -183,6 +184,18 @@ class Choices(NamedTuple):
             # Without microbatches, a microbatch's gather is the step's.
             if self.is_pipelined or count > 1 or state[1] == _PLAIN.fsdp_gather:
                 yield Variant(count, *schedule, *state, sequence, remat)
+
+    def parts(self) -> Iterator[Choices]:
+        """The same choices apart, by the first of them that is open."""
+        key = next(key for key in _OPENED if len(getattr(self, key)) > 1)
+        for value in getattr(self, key):
+            part = self._replace(**{key: (value,)})
+            if part.count:
+                yield part
+
+
+# Those that bounds tell most of come first.
+_OPENED = ("microbatches", "remats", "states", "sequence_parallel", "schedules")
 
 
 def choices_of(
@@ -202,13 +215,15 @@ def choices_of(
         mesh.stage > 1,
         tuple(count for count in counts if each % count == 0),
         tuple(_schedules(workload, mesh, constraints)),
-        tuple(_states(mesh, constraints)),
+        tuple(_states(workload, mesh, constraints)),
         constraints.choices("sequence_parallel", (False, True) if splits else (False,)),
         constraints.choices("remat", remats),
     )
 
 
-def _states(mesh: Layout, constraints: Constraints) -> Iterator[tuple[int, str]]:
+def _states(
+    workload: Workload, mesh: Layout, constraints: Constraints
+) -> Iterator[tuple[int, str]]:
     """What ZeRO splits, and when it gathers.
 
     Of two that are the same (ZeRO-1 over `data` or over `fsdp` alone) one is left out.
@@ -223,6 +238,8 @@ def _states(mesh: Layout, constraints: Constraints) -> Iterator[tuple[int, str]]
         splits = math.prod(
             mesh.mesh_shape[axis] for axis in replace(mesh, zero=zero).split_axes
         )
+        if workload.hidden % splits:
+            continue  # our parameters are split along it, evenly
         gathers = ("step", "microbatch") if zero == 3 and splits > 1 else ("step",)
         for gather in constraints.choices("fsdp_gather", gathers):
             yield zero, gather
