@@ -1,8 +1,9 @@
 """Search: bounds settle nothing that estimates would not; every no has its why."""
 
+import optax
 import pytest
 
-from meshpar import InputError
+from meshpar import InputError, absent_mesh, lint, make_train_step
 from meshpar.layout import Layout
 from meshpar.planner.bounds import Bounds, held_microbatches
 from meshpar.planner.clusters import cluster_of
@@ -25,6 +26,7 @@ from meshpar.planner.space import (
 )
 from meshpar.planner.step_time import step_time
 from meshpar.train.refusals import layout_refusals
+from models.presets import build
 
 EIGHT = cluster_of("h100-80gb", devices=8)
 MOE = workload_of(
@@ -155,6 +157,27 @@ def test_plans_are_layouts_that_the_step_takes_and_the_text_form_holds():
         assert again.step_s == plan.step_s
     times = [plan.step_s for plan in found.plans]
     assert times == sorted(times) and found.notes == ()
+
+
+@pytest.mark.parametrize(
+    "preset, kept",
+    [("tiny", []), ("tiny-gpt2", ["chunks=1"]), ("test", ["microbatches=2"])],
+)
+def test_no_layout_of_the_space_is_refused_by_the_step_or_the_lint(preset, kept):
+    asked = request(
+        workload=SHAPES[preset], seq=64, constraints=Constraints.of(keep=kept)
+    )
+    model, linted = build(preset), set()
+    for _, _, _, run in all_runs(asked):
+        layout = run.layout
+        assert layout_refusals(layout) == {}, layout
+        shape = (*layout.mesh_shape.values(), layout.split_axes)
+        if shape not in linted:
+            linted.add(shape)
+            make_train_step(model, optax.adam(1e-3), layout, mesh=absent_mesh(layout))
+            found = lint(model, layout, global_batch=16, seq=64)
+            assert found.findings == (), (layout, found.findings)
+    assert len(linted) > 10
 
 
 def test_every_rejected_layout_has_a_reason_with_both_numbers():

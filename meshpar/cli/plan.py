@@ -162,7 +162,7 @@ def _text(found: SearchResult) -> list[str]:
         *(f"  {other.layout}: {other.reason}" for other in found.rejected[:_SHOWN]),
     ]
     runnable = all(getattr(best.run.layout, axis) == 1 for axis in _UNBUILT)
-    if runnable:
+    if runnable and not best.run.workload.experts:
         lines += ["", f"run it: python -m recipes.pretrain --layout {best.run.layout}"]
     return lines
 

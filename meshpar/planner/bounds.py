@@ -8,7 +8,6 @@ schedule's replay, workspace); it never exceeds the estimate.
 from __future__ import annotations
 
 import math
-from itertools import product
 from typing import NamedTuple
 
 from meshpar.layout import BATCH_AXES, STAGE_REMATS, Layout
@@ -50,7 +49,7 @@ class _Block(NamedTuple):
     """What it keeps while its stage is computed again."""
 
 
-class _Mesh(NamedTuple):
+class _Shared(NamedTuple):
     """What all variants of a mesh shape share."""
 
     state_bytes: float
@@ -74,7 +73,7 @@ class Bounds:
         kinds = ((False, workload.layers - moe), (True, moe))
         self._kinds = tuple((kind, count) for kind, count in kinds if count)
         self._blocks: dict[tuple, tuple[_Block, ...]] = {}
-        self._meshes: dict[tuple, _Mesh] = {}
+        self._of_meshes: dict[tuple, _Shared] = {}
 
     def run(self, mesh: Layout, variant: Variant) -> Run:
         """That layout as a run."""
@@ -98,24 +97,23 @@ class Bounds:
         if choices.count == 1:
             return self.bound(mesh, next(choices.variants()))
         few, many = min(choices.microbatches), max(choices.microbatches)
-        ways = tuple(product(choices.states, choices.sequence_parallel))
         fast, small = choices.remats[0], choices.remats[-1]
-        plain = [Variant(few, "1f1b", 1, *state, seq, fast) for state, seq in ways]
         chunks = max(chunks for _, chunks in choices.schedules)
-        least = [
-            Variant(many, "1f1b", chunks, *state, seq, small) for state, seq in ways
-        ]
+        state, ways = choices.states[0], choices.sequence_parallel
+        plain = [Variant(few, "1f1b", 1, *state, seq, fast) for seq in ways]
+        least = [Variant(many, "1f1b", chunks, *state, seq, small) for seq in ways]
+        shared = self._least_shared(mesh, plain[0], choices.states)
         ticks = float(few)
         if self._like.execution.lock_step:
             # Filling takes a tick of a chunk for every rank, and ticks are shortest
             # with most microbatches.
             ticks += (mesh.stage - 1) / chunks * few / many
-        step_s = min(self._step_s(mesh, variant, ticks=ticks) for variant in plain)
+        step_s = min(self._step_s(mesh, variant, shared, ticks) for variant in plain)
         held = min(many, mesh.stage)
         # What one of them makes again, another may have kept.
         again = len(choices.remats) == 1
         memory = min(
-            self._memory(mesh, variant, held, again=again) for variant in least
+            self._memory(mesh, variant, shared, held, again=again) for variant in least
         )
         return Bound(step_s, memory)
 
@@ -125,9 +123,10 @@ class Bounds:
         ticks = variant.microbatches * variant.chunks
         ticks += mesh.stage - 1 if lock_step else 0
         held = held_microbatches(mesh.stage, variant, lock_step=lock_step)
+        shared = self._shared(mesh, variant)
         return Bound(
-            self._step_s(mesh, variant, ticks=ticks),
-            self._memory(mesh, variant, held),
+            self._step_s(mesh, variant, shared, ticks),
+            self._memory(mesh, variant, shared, held),
         )
 
     def memory_bytes(self, run: Run) -> float:
@@ -137,8 +136,10 @@ class Bounds:
         held = held_microbatches(layout.stage, variant, lock_step=lock_step)
         return rank_memory(run, 0, held * layout.chunks).total_bytes
 
-    def _step_s(self, mesh: Layout, variant: Variant, *, ticks: float) -> float:
-        shared, layers = self._mesh(mesh, variant), self._like.workload.layers
+    def _step_s(
+        self, mesh: Layout, variant: Variant, shared: _Shared, ticks: float
+    ) -> float:
+        layers = self._like.workload.layers
         places = _places(layers, mesh.stage, variant.chunks, self._kinds)
         tick_s = self._head_s(mesh, variant)
         blocks = self._blocks_of(mesh, variant)
@@ -151,7 +152,13 @@ class Bounds:
         return ticks * tick_s + shared.once_s
 
     def _memory(
-        self, mesh: Layout, variant: Variant, held: float, *, again: bool = True
+        self,
+        mesh: Layout,
+        variant: Variant,
+        shared: _Shared,
+        held: float,
+        *,
+        again: bool = True,
     ) -> float:
         blocks = self._blocks_of(mesh, variant)
         own = self._like.workload.layers // mesh.stage
@@ -161,7 +168,7 @@ class Bounds:
             kept += blocks[0].input_bytes * held
         else:
             kept = min(block.kept_bytes for block in blocks) * own * held
-        total = self._mesh(mesh, variant).state_bytes
+        total = shared.state_bytes
         total += kept if again or variant.remat not in STAGE_REMATS else 0.0
         if self._like.execution.eager or variant.remat == "none" or not again:
             return total
@@ -190,16 +197,30 @@ class Bounds:
             self._blocks[key] = tuple(_block(run, moe) for moe, _ in self._kinds)
         return self._blocks[key]
 
-    def _mesh(self, mesh: Layout, variant: Variant) -> _Mesh:
+    def _least_shared(
+        self, mesh: Layout, like: Variant, states: tuple[tuple[int, str], ...]
+    ) -> _Shared:
+        """The least of each, whichever of the states it is of."""
+        found = [
+            self._shared(mesh, like._replace(zero=zero, fsdp_gather=gather))
+            for zero, gather in states
+        ]
+        if len(found) == 1:
+            return found[0]
+        state_bytes, once_s, gathers_s = zip(*found, strict=True)
+        least_s = tuple(tuple(map(min, *kind)) for kind in zip(*gathers_s, strict=True))
+        return _Shared(min(state_bytes), min(once_s), least_s)
+
+    def _shared(self, mesh: Layout, variant: Variant) -> _Shared:
         pipelined = mesh.stage > 1 or variant.microbatches > 1
         sizes = (mesh.data, mesh.fsdp, mesh.stage)
         sizes += (mesh.context, mesh.expert, mesh.tensor)
         key = (sizes, variant.zero, variant.fsdp_gather, pipelined)
-        if key not in self._meshes:
+        if key not in self._of_meshes:
             run = self.run(mesh, variant._replace(schedule="1f1b", chunks=1))
             kinds = tuple(moe for moe, _ in self._kinds)
-            self._meshes[key] = _mesh_costs(run, kinds)
-        return self._meshes[key]
+            self._of_meshes[key] = _shared_costs(run, kinds)
+        return self._of_meshes[key]
 
 
 def held_microbatches(ranks: int, variant: Variant, *, lock_step: bool) -> float:
@@ -242,7 +263,7 @@ def _block(run: Run, moe: bool) -> _Block:
     )
 
 
-def _mesh_costs(run: Run, kinds: tuple[bool, ...]) -> _Mesh:
+def _shared_costs(run: Run, kinds: tuple[bool, ...]) -> _Shared:
     layout, parameters = run.layout, rank_parameters(run, 0)
     whole = layout.zero == 3 and run.gathers_once
     weight_bytes, state_bytes = stored_bytes(run)
@@ -257,7 +278,7 @@ def _mesh_costs(run: Run, kinds: tuple[bool, ...]) -> _Mesh:
     )
     if whole and run.state_shards > 1:
         state += parameters * run.dtype_bytes
-    return _Mesh(state, _once_s(run), tuple(_gathers_s(run, moe) for moe in kinds))
+    return _Shared(state, _once_s(run), tuple(_gathers_s(run, moe) for moe in kinds))
 
 
 def _once_s(run: Run) -> float:

@@ -81,16 +81,35 @@ class Memory:
 
 def memory_of(run: Run) -> Memory:
     """The memory of the rank that needs most."""
-    return max(rank_memories(run), key=lambda memory: memory.total_bytes)
+    held = _chunks_held(run)
+    fullest: dict[tuple, int] = {}
+    for rank, count in enumerate(held):
+        # Of ranks with the same blocks, the one that holds most.
+        own = _ends_of(run, rank), tuple(_blocks_by_kind(run, rank))
+        if count > held[fullest.setdefault(own, rank)]:
+            fullest[own] = rank
+    found = [rank_memory(run, rank, held[rank]) for rank in fullest.values()]
+    return max(found, key=lambda memory: memory.total_bytes)
 
 
 def rank_memories(run: Run) -> list[Memory]:
     """The memory of every rank of `stage`."""
+    held = _chunks_held(run)
+    return [rank_memory(run, rank, count) for rank, count in enumerate(held)]
+
+
+def _chunks_held(run: Run) -> tuple[int, ...]:
+    """Microbatches times chunks that each rank holds."""
     layout = run.layout
-    count = lock_step if run.execution.lock_step else in_flight
-    held = count(layout.schedule, layout.stage, layout.microbatches, layout.chunks)
-    chunks_held = held.in_flight if run.execution.lock_step else held
-    return [rank_memory(run, rank, held) for rank, held in enumerate(chunks_held)]
+    sizes = (layout.schedule, layout.stage, layout.microbatches, layout.chunks)
+    return lock_step(*sizes).in_flight if run.execution.lock_step else in_flight(*sizes)
+
+
+def _ends_of(run: Run, rank: int) -> tuple[bool, bool]:
+    """Whether a rank has the embedding and the head: what tells ranks apart."""
+    if run.execution.shared_ends:
+        return True, True
+    return rank == 0, rank == run.layout.stage - 1
 
 
 def rank_memory(run: Run, rank: int, chunks_held: float) -> Memory:
@@ -161,7 +180,9 @@ def _blocks_by_kind(run: Run, rank: int) -> Iterator[tuple[bool, int]]:
         moe = 0
     else:
         moe = sum(run.workload.is_moe(layer) for chunk in chunks for layer in chunk)
-    return ((kind, count) for kind, count in ((False, total - moe), (True, moe)) if count)
+    return (
+        (kind, count) for kind, count in ((False, total - moe), (True, moe)) if count
+    )
 
 
 def routed_parameters(run: Run, rank: int) -> float:

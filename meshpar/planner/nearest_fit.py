@@ -14,7 +14,12 @@ from meshpar.planner.estimate import Estimate, estimate_run, gigabytes
 from meshpar.planner.hardware import Cluster
 from meshpar.planner.memory import memory_of
 from meshpar.planner.rejection import too_large
-from meshpar.planner.search import Request, capacity_bytes, possible_meshes
+from meshpar.planner.search import (
+    Request,
+    capacity_bytes,
+    possible_meshes,
+    search,
+)
 from meshpar.planner.space import BUILT_AXES
 
 _TRIED = 1000
@@ -114,8 +119,11 @@ def _times(cluster: Cluster, times: int) -> Cluster:
 
 
 def _fitting(request: Request) -> Estimate | None:
-    found = _smallest(request)
-    return found if found is not None and _fits(request, found) else None
+    """The fastest layout that fits; None if not even the smallest does."""
+    smallest = _smallest(request)
+    if smallest is None or not _fits(request, smallest):
+        return None
+    return search(request, num_plans=1).plans[0]
 
 
 def _fits(request: Request, found: Estimate) -> bool:

@@ -195,7 +195,7 @@ class Choices(NamedTuple):
 
 
 # Those that bounds tell most of come first.
-_OPENED = ("microbatches", "remats", "states", "sequence_parallel", "schedules")
+_OPENED = ("microbatches", "states", "remats", "sequence_parallel", "schedules")
 
 
 def choices_of(
