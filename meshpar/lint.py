@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from meshpar.activations import Activation, traced_activations
 from meshpar.errors import InputError
 from meshpar.layout import BATCH_AXES, Layout
-from meshpar.model import Model, spec_axes
+from meshpar.model import Model
 from meshpar.parallel.pipeline.program import arranged_for
 from meshpar.parallel.remat import check_residual_names
 from meshpar.parallel.storage import (
@@ -28,7 +28,7 @@ from meshpar.rule_table import (
     mesh_axes_of,
     shadowed_message,
 )
-from meshpar.rules import Rules
+from meshpar.rules import Rules, spec_axes
 from meshpar.train.refusals import batch_refusal, layout_refusals, rule_refusals
 
 LARGE_BYTES = 1 << 20

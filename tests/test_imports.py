@@ -14,7 +14,7 @@ LAYERS = (
     ("meshpar.key_values", "meshpar.link_speeds", "meshpar.residual_names"),
     ("meshpar.layout", "meshpar.topology", "meshpar.emulate", "meshpar.schedules"),
     ("meshpar.rule_table", "meshpar.rules", "meshpar.rule_presets", "meshpar.mesh"),
-    ("meshpar.model", "meshpar.nnx_model"),
+    ("meshpar.scope", "meshpar.model", "meshpar.nnx_model"),
     ("meshpar.sharding", "meshpar.collectives"),
     ("meshpar.activations",),
     ("meshpar.parallel",),

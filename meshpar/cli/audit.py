@@ -25,7 +25,8 @@ from meshpar.emulate import emulate
 from meshpar.errors import InputError
 from meshpar.layout import Layout
 from meshpar.mesh import absent_mesh
-from meshpar.model import Batch, batch_shapes
+from meshpar.model import batch_shapes
+from meshpar.scope import Batch
 from meshpar.train.step import TrainStep, make_train_step
 
 _SEQ = 1024

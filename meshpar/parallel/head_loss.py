@@ -25,9 +25,9 @@ from jax.sharding import PartitionSpec
 
 from meshpar.collectives import asked, follow, on_parts, zero_from
 from meshpar.errors import InputError
-from meshpar.model import Scope, spec_axes
 from meshpar.parallel.tensor import in_vocab, shard_index
-from meshpar.rules import auto_mesh_shape
+from meshpar.rules import auto_mesh_shape, spec_axes
+from meshpar.scope import Scope
 
 LOGITS_BYTES = 512 * 2**20
 """Most bytes of logits at a time, by default. For a vocabulary of 128k that is a chunk

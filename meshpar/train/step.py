@@ -17,7 +17,7 @@ from meshpar.audit.subject import Subject
 from meshpar.errors import InputError
 from meshpar.layout import BATCH_AXES, Layout
 from meshpar.mesh import absent_mesh, make_mesh, platform_of
-from meshpar.model import EXAMPLE, Batch, Model, Params
+from meshpar.model import Model, Params
 from meshpar.parallel.pipeline.program import pipeline_of, with_costs
 from meshpar.parallel.pipeline.schedule_choice import OwnSchedule
 from meshpar.parallel.pipeline.stages import in_layer_order
@@ -26,6 +26,7 @@ from meshpar.parallel.program import LocalProgram
 from meshpar.parallel.remat import check_residual_names
 from meshpar.rule_presets import default_rules
 from meshpar.rules import Rules
+from meshpar.scope import EXAMPLE, Batch
 from meshpar.sharding import born_sharded
 from meshpar.train.batch import batch_structs, check_alike
 from meshpar.train.layer_order import layer_orders

@@ -21,8 +21,8 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.collectives import Zero, asked, follow, on_parts, zero_on_parts
-from meshpar.model import spec_axes
 from meshpar.parallel.pipeline.ends import STAGE
+from meshpar.rules import spec_axes
 from meshpar.schedules import Phase, TickTable
 
 IDLE = 0.0

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 from meshpar.collectives import Zero, follow, zero_on_parts
 from meshpar.errors import InputError
 from meshpar.mesh import platform_of
-from meshpar.model import BlockGroup, spec_axes
+from meshpar.model import BlockGroup
 from meshpar.parallel.blocks import Block
 from meshpar.parallel.pipeline.ends import STAGE, Shares
 from meshpar.parallel.pipeline.executor import Work
@@ -25,6 +25,7 @@ from meshpar.parallel.pipeline.rank_stages import RankStages
 from meshpar.parallel.pipeline.stages import Arrangement
 from meshpar.parallel.remat import keeps_stage_input
 from meshpar.parallel.zero import Stored, is_stored, zero_from_all
+from meshpar.rules import spec_axes
 from meshpar.schedules import Schedule
 
 
