@@ -28,9 +28,10 @@ from meshpar.rule_table import RuleError
 from meshpar.rules import Rules
 from meshpar.scope import Scope
 from meshpar.sharding import born_sharded, nnx_shardings, tree_shardings
+from meshpar.train.make_step import make_train_step
 from meshpar.train.memory_report import MemoryReport, memory_report
 from meshpar.train.state import TrainState
-from meshpar.train.step import TrainStep, make_train_step
+from meshpar.train.step import TrainStep
 
 __all__ = [
     "AuditReport",

@@ -27,7 +27,8 @@ from meshpar.layout import Layout
 from meshpar.mesh import absent_mesh
 from meshpar.model import batch_shapes
 from meshpar.scope import Batch
-from meshpar.train.step import TrainStep, make_train_step
+from meshpar.train.make_step import make_train_step
+from meshpar.train.step import TrainStep
 
 _SEQ = 1024
 _GIB = 1 << 30
