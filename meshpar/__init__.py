@@ -11,7 +11,7 @@ emulate_from_environment()  # before anything below can start JAX
 from meshpar.audit.report import AuditReport, audit
 from meshpar.lint import Finding, LintReport, lint
 from meshpar.mesh import absent_mesh, make_mesh
-from meshpar.model import BlockGroup, Model, Parameter, Scope, batch_shapes
+from meshpar.model import BlockGroup, Model, Parameter, batch_shapes
 from meshpar.nnx_model import from_nnx
 from meshpar.parallel.pipeline.value_and_grad import pipeline_value_and_grad
 from meshpar.rule_presets import (
@@ -26,10 +26,12 @@ from meshpar.rule_presets import (
 )
 from meshpar.rule_table import RuleError
 from meshpar.rules import Rules
+from meshpar.scope import Scope
 from meshpar.sharding import born_sharded, nnx_shardings, tree_shardings
+from meshpar.train.make_step import make_train_step
 from meshpar.train.memory_report import MemoryReport, memory_report
 from meshpar.train.state import TrainState
-from meshpar.train.step import TrainStep, make_train_step
+from meshpar.train.step import TrainStep
 
 __all__ = [
     "AuditReport",

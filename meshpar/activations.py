@@ -10,16 +10,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from meshpar.errors import InputError
-from meshpar.model import (
-    EXAMPLE,
-    Model,
-    Parameter,
-    Params,
-    Scope,
-    batch_shapes,
-    is_parameter,
-)
+from meshpar.model import Model, Parameter, Params, batch_shapes, is_parameter
 from meshpar.rules import LogicalAxes
+from meshpar.scope import EXAMPLE, Scope
 
 
 @dataclass(frozen=True, kw_only=True)

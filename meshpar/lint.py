@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from jax.sharding import PartitionSpec
-
 from meshpar.activations import Activation, traced_activations
 from meshpar.errors import InputError
-from meshpar.layout import BATCH_AXES, Layout
-from meshpar.model import Model, spec_axes
+from meshpar.layout import Layout
+from meshpar.lint_findings import (
+    Finding,
+    dead_rules,
+    idle_mesh_axes,
+    large_and_replicated,
+    shadowing_overrides,
+)
+from meshpar.model import Model
 from meshpar.parallel.pipeline.program import arranged_for
 from meshpar.parallel.remat import check_residual_names
 from meshpar.parallel.storage import (
@@ -28,30 +33,11 @@ from meshpar.rule_table import (
     mesh_axes_of,
     shadowed_message,
 )
-from meshpar.rules import Rules
+from meshpar.rules import Rules, spec_axes
 from meshpar.train.refusals import batch_refusal, layout_refusals, rule_refusals
 
 LARGE_BYTES = 1 << 20
 """A parameter above this size should not be whole on every device."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Finding:
-    """One thing that a layout should not do silently.
-
-    Args:
-        kind: `unknown`, `shadowed`, `repeated`, `claimed_twice`, `rank`, `dead`,
-            `indivisible`, `replicated`, `idle` or `unsupported`; of a note, `moved`.
-        path: The parameter, activation, logical axis, mesh axis or key of the layout
-            that it is about.
-        message: What is wrong and the ways out.
-        bytes: Bytes per device that it costs, where it costs memory.
-    """
-
-    kind: str
-    path: str
-    message: str
-    bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,10 +103,10 @@ def lint(
             *trace_findings,
             *activation_findings,
             *shadowed,
-            *_shadowing_overrides(rules),
-            *(() if trace_findings else _dead_rules(rules, used, used_by_parameters)),
-            *_large_and_replicated(rows, sized, large_bytes),
-            *(() if trace_findings else _idle_mesh_axes(rows, axes, sized)),
+            *shadowing_overrides(rules),
+            *(() if trace_findings else dead_rules(rules, used, used_by_parameters)),
+            *large_and_replicated(rows, sized, large_bytes),
+            *(() if trace_findings else idle_mesh_axes(rows, axes, sized)),
         ),
         parameters=tuple(rows),
         notes=tuple(notes),
@@ -262,94 +248,3 @@ def _unknown_residuals(model: Model, layout: Layout) -> list[Finding]:
     except InputError as error:
         return [Finding(kind="unknown", path="remat", message=str(error))]
     return []
-
-
-def _shadowing_overrides(rules: Rules) -> list[Finding]:
-    return [
-        Finding(
-            kind="shadowed",
-            path=logical_axis,
-            message=(
-                f"the parameters' rule for {logical_axis!r} is {axes or None}, the "
-                "same as the rule for all arrays, so it changes nothing: remove it"
-            ),
-        )
-        for logical_axis, axes in rules.parameters.items()
-        if rules.table.get(logical_axis) == axes
-    ]
-
-
-def _dead_rules(
-    rules: Rules, used: set[str | None], used_by_parameters: set[str | None]
-) -> list[Finding]:
-    dead = [(name, "no array") for name in rules.table if name not in used]
-    dead += [
-        (name, "no parameter")
-        for name in rules.parameters
-        if name not in used_by_parameters and (name in used or name not in rules.table)
-    ]
-    return [
-        Finding(
-            kind="dead",
-            path=name,
-            message=(
-                f"the rule for logical axis {name!r} is used by {whom} of the model; "
-                "remove it, or check the spelling"
-            ),
-        )
-        for name, whom in dead
-    ]
-
-
-def _large_and_replicated(
-    rows: list[ParameterRow], layout: Layout, large_bytes: int
-) -> list[Finding]:
-    whole = ("data",) if layout.zero == 3 else BATCH_AXES
-    splitting = [axis for axis in _axes_at_work(layout) if axis not in whole]
-    if not splitting:
-        return []
-    names = " or ".join(map(repr, splitting))
-    return [
-        Finding(
-            kind="replicated",
-            path=row.path,
-            message=(
-                f"{row.path}: shape {row.shape} as {row.logical_axes} is whole "
-                f"on every device, {row.bytes} bytes, more than {large_bytes}; map one "
-                f"of its logical axes to {names}, or raise the limit"
-            ),
-            bytes=row.bytes,
-        )
-        for row in rows
-        if row.bytes > large_bytes and not any(row.mesh_axes)
-    ]
-
-
-def _idle_mesh_axes(
-    rows: list[ParameterRow], axes: set[str], layout: Layout
-) -> list[Finding]:
-    busy = axes | {
-        axis for row in rows for axis in spec_axes(PartitionSpec(*row.mesh_axes))
-    }
-    return [
-        Finding(
-            kind="idle",
-            path=axis,
-            message=(
-                f"mesh axis {axis!r} of size {size} shards nothing: its devices repeat "
-                f"each other's work; set {axis}=1 or map a logical axis to it"
-            ),
-        )
-        for axis, size in _axes_at_work(layout).items()
-        if axis not in busy
-    ]
-
-
-def _axes_at_work(layout: Layout) -> dict[str, int]:
-    # One finding is enough for a mesh axis that the training step refuses.
-    refused = layout_refusals(layout)
-    return {
-        axis: size
-        for axis, size in layout.mesh_shape.items()
-        if size > 1 and axis not in refused
-    }

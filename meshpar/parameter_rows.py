@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from meshpar.layout import Layout
-from meshpar.model import Parameter, spec_axes
+from meshpar.model import Parameter
 from meshpar.parallel.storage import parameter_specs
-from meshpar.rules import LogicalAxes, Rules
+from meshpar.rules import LogicalAxes, Rules, spec_axes
 
 
 @dataclass(frozen=True, kw_only=True)

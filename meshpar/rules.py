@@ -272,3 +272,13 @@ def _show_array(
 
 def _show(logical_axes: LogicalAxes | None) -> str:
     return str(tuple(logical_axes or ()))
+
+
+def spec_axes(spec: PartitionSpec) -> tuple[str, ...]:
+    """The mesh axes that a spec names, in order of dims."""
+    return tuple(
+        axis
+        for entry in spec
+        if entry is not None
+        for axis in ((entry,) if isinstance(entry, str) else entry)
+    )

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from meshpar import InputError, Model, Scope, from_nnx
-from meshpar.model import Batch
 from meshpar.parallel.head_loss import LOGITS_BYTES, head_cross_entropy
 from meshpar.parallel.tensor import vocab_lookup
+from meshpar.scope import Batch
 from models.field_types import check_field_types
 from models.layers.attention import Attention, depth_scaled_std
 from models.layers.mlp import GatedMLP

@@ -26,7 +26,6 @@ import jax
 import numpy as np
 
 from meshpar import TrainState, TrainStep
-from meshpar.model import Batch
 from meshpar.schedules import (
     Schedule,
     StageTimes,
@@ -34,6 +33,7 @@ from meshpar.schedules import (
     lock_step_span_s,
     tick_table,
 )
+from meshpar.scope import Batch
 
 
 @dataclass(frozen=True, kw_only=True)

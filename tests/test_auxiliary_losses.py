@@ -10,7 +10,8 @@ import pytest
 from flax import nnx
 
 from meshpar import Parameter, from_nnx, pipeline_value_and_grad
-from meshpar.model import Scope, loss
+from meshpar.model import loss
+from meshpar.scope import Scope
 from tests.pipelined import (
     QUICK,
     assert_equal_to_plain,

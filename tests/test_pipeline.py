@@ -10,10 +10,11 @@ import pytest
 
 from meshpar import RuleError, default_rules
 from meshpar.layout import Layout
-from meshpar.model import Scope, forward
+from meshpar.model import forward
 from meshpar.parallel.pipeline import executor
 from meshpar.parallel.pipeline.stages import in_layer_order
 from meshpar.schedules import CHUNKED, ONE_CHUNK
+from meshpar.scope import Scope
 from tests.pipelined import (
     BATCH,
     QUICK,

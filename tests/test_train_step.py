@@ -17,8 +17,9 @@ from meshpar import (
     TrainState,
     make_train_step,
 )
-from meshpar.model import EXAMPLE, Scope, loss
+from meshpar.model import loss
 from meshpar.parallel.placement import dropout_key
+from meshpar.scope import EXAMPLE, Scope
 from models.presets import build
 
 BATCH, SEQ = 8, 16

@@ -12,12 +12,13 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from meshpar.errors import InputError
-from meshpar.model import BlockGroup, Model, Params, Scope
+from meshpar.model import BlockGroup, Model, Params
 from meshpar.parallel.placement import DTYPES
 from meshpar.parallel.remat import rematerialised
 from meshpar.parallel.residuals import vjp_without
 from meshpar.planner.traced_block import TracedBlock
 from meshpar.planner.workload import Workload
+from meshpar.scope import Scope
 
 _POLICIES = ("none", "selective", "dots", "full")
 

@@ -25,8 +25,10 @@ from meshpar.emulate import emulate
 from meshpar.errors import InputError
 from meshpar.layout import Layout
 from meshpar.mesh import absent_mesh
-from meshpar.model import Batch, batch_shapes
-from meshpar.train.step import TrainStep, make_train_step
+from meshpar.model import batch_shapes
+from meshpar.scope import Batch
+from meshpar.train.make_step import make_train_step
+from meshpar.train.step import TrainStep
 
 _SEQ = 1024
 _GIB = 1 << 30

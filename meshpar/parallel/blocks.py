@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from meshpar.collectives import Zero, follow, zero_on_parts
 from meshpar.errors import InputError
-from meshpar.model import BlockGroup, Scope
+from meshpar.model import BlockGroup
 from meshpar.parallel.remat import rematerialised
 from meshpar.parallel.residuals import Residuals, restore_vjp, vjp_without
 from meshpar.parallel.zero import (
@@ -27,6 +27,7 @@ from meshpar.parallel.zero import (
     reduce_scatter,
     zero_from_all,
 )
+from meshpar.scope import Scope
 
 _Inputs = dict[str, Any]
 Sums = dict[str, jax.Array]

@@ -8,8 +8,8 @@ import jax
 from jax import lax
 
 from meshpar.collectives import Zero, asked, follow
-from meshpar.model import spec_axes
 from meshpar.parallel.zero import is_stored, zero_from_all
+from meshpar.rules import spec_axes
 
 
 def reduce_gradients(

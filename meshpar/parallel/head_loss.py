@@ -25,9 +25,9 @@ from jax.sharding import PartitionSpec
 
 from meshpar.collectives import asked, follow, on_parts, zero_from
 from meshpar.errors import InputError
-from meshpar.model import Scope, spec_axes
-from meshpar.parallel.tensor import in_vocab, shard_index
-from meshpar.rules import auto_mesh_shape
+from meshpar.parallel.head_chunk import Chunk, matmul
+from meshpar.rules import auto_mesh_shape, spec_axes
+from meshpar.scope import Scope
 
 LOGITS_BYTES = 512 * 2**20
 """Most bytes of logits at a time, by default. For a vocabulary of 128k that is a chunk
@@ -185,10 +185,10 @@ class _Plan:
         wide = self.in_order and self.split.vocab
         dx_dtype = jnp.float32 if wide else x.dtype
 
-        def work(chunk: _Chunk) -> tuple:
+        def work(chunk: Chunk) -> tuple:
             losses, dlogits = chunk.losses(), chunk.logits_gradient()
-            dx = _matmul("CV,VD->CD", dlogits, table, dx_dtype)
-            dtable = _matmul("CV,CD->VD", dlogits, chunk.x, jnp.float32)
+            dx = matmul("CV,VD->CD", dlogits, table, dx_dtype)
+            dtable = matmul("CV,CD->VD", dlogits, chunk.x, jnp.float32)
             return (chunk.loss(), dtable), (losses, dx)
 
         (total, dtable), (losses, dx) = self._over_chunks(
@@ -233,9 +233,9 @@ class _Plan:
         num_tokens = math.prod(x.shape[:2])
         tokens = (x.reshape(num_tokens, x.shape[2]), *(a.reshape(-1) for a in arrays))
 
-        def chunk_of(arrays: tuple, earlier: jax.Array | None) -> _Chunk:
+        def chunk_of(arrays: tuple, earlier: jax.Array | None) -> Chunk:
             x, targets, weights = arrays
-            return _Chunk(
+            return Chunk(
                 x=follow(x, earlier),
                 table=table,
                 targets=targets,
@@ -268,62 +268,6 @@ def _cut(array: jax.Array, num_chunks: int) -> jax.Array:
     if missing:
         array = jnp.pad(array, ((0, missing), *((0, 0),) * (array.ndim - 1)))
     return array.reshape(num_chunks, -1, *array.shape[1:])
-
-
-class _Chunk:
-    """The loss of some tokens over this device's part of the vocabulary."""
-
-    def __init__(
-        self,
-        *,
-        x: jax.Array,
-        table: jax.Array,
-        targets: jax.Array,
-        weights: jax.Array,
-        vocab_axes: tuple[str, ...],
-    ) -> None:
-        # C tokens of the chunk, V vocab (local), D embed.
-        self.x, self._weights = x, weights
-        num_rows = table.shape[0]
-        logits_CV = _matmul("CD,VD->CV", x, table, jnp.float32)
-        highest = jnp.max(logits_CV, axis=-1)
-        with asked("vocab_loss"):
-            highest = lax.pmax(highest, vocab_axes) if vocab_axes else highest
-        shifted_CV = logits_CV - highest[:, None]
-        row = targets - num_rows * shard_index(vocab_axes)
-        # Found by comparing indices, not by a gather (`parallel.tensor`).
-        index = lax.broadcasted_iota(jnp.int32, logits_CV.shape, 1)
-        hit_CV = index == row[:, None]
-        self._exp_CV, self._hit_CV = jnp.exp(shifted_CV), hit_CV
-        sums = (
-            jnp.sum(self._exp_CV, axis=-1),
-            jnp.sum(jnp.where(hit_CV, shifted_CV, 0.0), axis=-1),
-        )
-        if vocab_axes:
-            with asked("vocab_loss"):
-                sums = tuple(lax.psum(jnp.stack(sums), vocab_axes))
-        self._total, self._target = sums
-        vocab = num_rows * math.prod(lax.axis_size(axis) for axis in vocab_axes)
-        self._known = in_vocab(targets, vocab) | (weights == 0)
-
-    def losses(self) -> jax.Array:
-        """Of each token, not weighted: the gradient for the weights."""
-        return jnp.where(self._known, jnp.log(self._total) - self._target, 0.0)
-
-    def loss(self) -> jax.Array:
-        """The weighted sum; NaN if a token that counts has a target outside."""
-        weighted = self.losses() * self._weights
-        return jnp.sum(jnp.where(self._known, weighted, jnp.nan))
-
-    def logits_gradient(self) -> jax.Array:
-        """(softmax - one-hot) * weight, in the dtype that matmuls take."""
-        scale = jnp.where(self._known, self._weights, 0.0)[:, None]
-        softmax_CV = self._exp_CV / self._total[:, None]
-        return ((softmax_CV - self._hit_CV) * scale).astype(self.x.dtype)
-
-
-def _matmul(dims: str, one: jax.Array, other: jax.Array, dtype: Any) -> jax.Array:
-    return jnp.einsum(dims, one, other, preferred_element_type=dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from meshpar.collectives import Zero, asked, follow, zero_from
 from meshpar.layout import BATCH_AXES, MANUAL_AXES, Layout
-from meshpar.model import Model, Params, Scope, spec_axes
+from meshpar.model import Model, Params
 from meshpar.parallel.data import reduce_gradients
 from meshpar.parallel.storage import stored_parameters
 from meshpar.parallel.zero import (
@@ -32,7 +32,8 @@ from meshpar.parallel.zero import (
     reduce_scatter,
     zero_from_all,
 )
-from meshpar.rules import Rules, auto_mesh_shape
+from meshpar.rules import Rules, auto_mesh_shape, spec_axes
+from meshpar.scope import Scope
 
 BATCH = PartitionSpec(BATCH_AXES)
 REPLICATED = PartitionSpec()

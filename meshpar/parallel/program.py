@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from meshpar.collectives import zero_on_parts
-from meshpar.model import Batch, Params
+from meshpar.model import Params
 from meshpar.parallel.blocks import (
     Block,
     Sums,
@@ -32,6 +32,7 @@ from meshpar.parallel.placement import (
 )
 from meshpar.parallel.residuals import Residuals
 from meshpar.parallel.zero import Stored, is_stored
+from meshpar.scope import Batch
 
 _Inputs = dict[str, Any]
 

@@ -10,15 +10,9 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from meshpar.errors import InputError
 from meshpar.layout import STAGE_REMATS, nearest
-from meshpar.model import (
-    EXAMPLE,
-    SAVED_PREFIX,
-    Model,
-    Scope,
-    batch_shapes,
-    is_parameter,
-)
+from meshpar.model import Model, batch_shapes, is_parameter
 from meshpar.residual_names import ResidualNames, is_named
+from meshpar.scope import EXAMPLE, SAVED_PREFIX, Scope
 
 _HOST = "pinned_host"
 

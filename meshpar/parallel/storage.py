@@ -16,9 +16,9 @@ import jax
 from jax.sharding import PartitionSpec
 
 from meshpar.layout import BATCH_AXES, Layout
-from meshpar.model import Model, Parameter, is_parameter, path_name, spec_axes
+from meshpar.model import Model, Parameter, is_parameter, path_name
 from meshpar.parallel.zero import Stored
-from meshpar.rules import Rules
+from meshpar.rules import Rules, spec_axes
 
 
 def stored_parameters(

@@ -19,8 +19,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from meshpar.collectives import asked, follow, zero_from
-from meshpar.model import Scope, spec_axes
-from meshpar.rules import auto_mesh_shape
+from meshpar.rules import auto_mesh_shape, spec_axes
+from meshpar.scope import Scope
 
 
 def vocab_lookup(table: jax.Array, tokens: jax.Array, scope: Scope) -> jax.Array:

@@ -17,8 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from meshpar.model import EXAMPLE, Batch, Model, Params, Scope, loss
+from meshpar.model import Model, Params, loss
 from meshpar.parallel.placement import dropout_key
+from meshpar.scope import EXAMPLE, Batch, Scope
 from meshpar.testing.batches import Arrays
 from meshpar.testing.bounds import rounding_chains
 

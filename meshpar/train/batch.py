@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 
 from meshpar.errors import InputError
-from meshpar.model import Batch
+from meshpar.scope import Batch
 
 _TOKEN_ARRAYS = ("tokens", "targets", "weights")
 

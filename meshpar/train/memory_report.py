@@ -18,13 +18,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.audit.block_trace import traced_workload
 from meshpar.audit.report import audit
-from meshpar.model import Batch, is_parameter, spec_axes
+from meshpar.model import is_parameter
 from meshpar.parallel.zero import Stored, is_stored
 from meshpar.planner.clusters import cluster_of
 from meshpar.planner.execution import MESHPAR
 from meshpar.planner.memory import Memory, memory_of
 from meshpar.planner.refusals import stage_blocks_of
 from meshpar.planner.run import Run
+from meshpar.rules import spec_axes
+from meshpar.scope import Batch
 from meshpar.train.precision import Mastered, inner_state
 from meshpar.train.step import TrainStep
 

@@ -22,7 +22,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.collectives import asked, on_parts
-from meshpar.model import spec_axes
+from meshpar.rules import spec_axes
 
 STAGE = "stage"
 

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
 from meshpar.errors import InputError
-from meshpar.model import EXAMPLE, Model, Parameter, Scope, batch_shapes, is_parameter
+from meshpar.model import Model, Parameter, batch_shapes, is_parameter
+from meshpar.scope import EXAMPLE, Scope
 
 SEQ = 8
 """Tokens of the sequence that is traced; every model takes so short a one."""

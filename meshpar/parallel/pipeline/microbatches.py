@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from meshpar.collectives import Zero, follow, zero_on_parts
-from meshpar.model import Batch, Params, Scope, spec_axes
+from meshpar.model import Params
 from meshpar.parallel.blocks import Block
 from meshpar.parallel.pipeline.ends import Shares
 from meshpar.parallel.pipeline.executor import Work
@@ -22,7 +22,8 @@ from meshpar.parallel.pipeline.stages import Arrangement, only_group
 from meshpar.parallel.placement import Placement
 from meshpar.parallel.remat import keeps_stage_input
 from meshpar.parallel.zero import Stored, is_stored, zero_from_all
-from meshpar.rules import auto_mesh_shape
+from meshpar.rules import auto_mesh_shape, spec_axes
+from meshpar.scope import Batch, Scope
 
 
 @dataclass(frozen=True, kw_only=True)

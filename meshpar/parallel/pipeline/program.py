@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from meshpar.errors import InputError
 from meshpar.layout import BY_COST, MANUAL_AXES, Layout
-from meshpar.model import Batch, Model, Params
+from meshpar.model import Model, Params
 from meshpar.parallel.pipeline.executor import Executor, Work
 from meshpar.parallel.pipeline.layer_costs import layer_costs
 from meshpar.parallel.pipeline.microbatches import Microbatches
@@ -39,6 +39,7 @@ from meshpar.parallel.placement import (
     safe_inverse,
 )
 from meshpar.schedules import Schedule, tick_table
+from meshpar.scope import Batch
 
 
 @dataclass(frozen=True, kw_only=True)

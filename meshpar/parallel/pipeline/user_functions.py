@@ -17,14 +17,19 @@ from jax.sharding import Mesh, PartitionSpec
 from meshpar.collectives import Zero, follow, zero_on_parts
 from meshpar.errors import InputError
 from meshpar.mesh import platform_of
-from meshpar.model import BlockGroup, spec_axes
+from meshpar.model import BlockGroup
 from meshpar.parallel.blocks import Block
 from meshpar.parallel.pipeline.ends import STAGE, Shares
-from meshpar.parallel.pipeline.executor import Work
+from meshpar.parallel.pipeline.float_leaves import (
+    differentiable,
+    split_floats,
+)
 from meshpar.parallel.pipeline.rank_stages import RankStages
 from meshpar.parallel.pipeline.stages import Arrangement
+from meshpar.parallel.pipeline.work import Work
 from meshpar.parallel.remat import keeps_stage_input
 from meshpar.parallel.zero import Stored, is_stored, zero_from_all
+from meshpar.rules import spec_axes
 from meshpar.schedules import Schedule
 
 
@@ -245,7 +250,7 @@ class UserMicrobatches:
         if embed is None:
             nothing = jax.tree.map(jnp.zeros_like, self.ends)
             return nothing, [first], zero_on_parts(first, self.shares.spec)
-        floats, filled = _split_floats(inputs)
+        floats, filled = split_floats(inputs)
         _, vjp = jax.vjp(
             lambda ends, floats: embed(ends, self._share_of(filled(floats))),
             self.ends,
@@ -293,28 +298,6 @@ class UserMicrobatches:
 
     def _share_of(self, tree: Any) -> Any:
         return self.shares.of_batch(tree) if self._shared else tree
-
-
-def differentiable(tree: Any) -> list[jax.Array]:
-    """The floating-point arrays of a tree, in order."""
-    return [leaf for leaf in jax.tree.leaves(tree) if _is_float(leaf)]
-
-
-def _split_floats(tree: Any) -> tuple[list, Callable[[list], Any]]:
-    """The floating-point arrays of a tree, and the tree with others in their place."""
-    leaves, treedef = jax.tree.flatten(tree)
-
-    def filled(floats: list) -> Any:
-        floats = iter(floats)
-        return treedef.unflatten(
-            [next(floats) if _is_float(leaf) else leaf for leaf in leaves]
-        )
-
-    return differentiable(tree), filled
-
-
-def _is_float(array: Any) -> bool:
-    return jnp.issubdtype(array.dtype, jnp.floating)
 
 
 def _at(tree: Any, microbatch: jax.Array | int) -> Any:

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.custom_derivatives import SymbolicZero
 from jax.sharding import Mesh, PartitionSpec
 
 from meshpar.collectives import asked, zero_from
@@ -18,6 +17,7 @@ from meshpar.layout import REMATS, nearest
 from meshpar.parallel.data import reduce_gradients
 from meshpar.parallel.pipeline.ends import STAGE
 from meshpar.parallel.pipeline.executor import Executor, Results
+from meshpar.parallel.pipeline.own_derivative import Gradients, with_own_derivative
 from meshpar.parallel.pipeline.schedule_choice import OwnSchedule, chosen_schedule
 from meshpar.parallel.pipeline.stages import (
     Arrangement,
@@ -41,8 +41,6 @@ from meshpar.parallel.pipeline.user_functions import (
 from meshpar.parallel.placement import safe_inverse
 from meshpar.parallel.zero import Stored, zero_from_all
 from meshpar.schedules import tick_table
-
-Gradients = tuple[Any, Any, Any]
 
 
 def pipeline_value_and_grad(
@@ -168,46 +166,7 @@ def pipeline_value_and_grad(
         placed = arrangement(chosen, sizes)
         return _run(functions, placed, blocks, ends, inputs, targets)
 
-    return _differentiable(jax.jit(run))
-
-
-def _differentiable(run: Callable[..., tuple]) -> Callable[..., tuple]:
-    """`run`, whose loss has its own gradients as its derivative."""
-
-    @jax.custom_vjp
-    def value_and_grad(
-        block_params: Any, end_params: Any, inputs: Any, targets: Any
-    ) -> tuple[jax.Array, Gradients]:
-        return run(block_params, end_params, inputs, targets)
-
-    def forward(*arguments: Any) -> tuple:
-        if any(leaf.perturbed for leaf in jax.tree.leaves(arguments[3])):
-            raise InputError(
-                "the pipeline's loss is differentiated with respect to its targets, "
-                "which get no gradient; pass them as inputs, or lax.stop_gradient them"
-            )
-        values = jax.tree.map(lambda leaf: leaf.value, arguments)
-        loss, gradients = run(*values)
-        return (loss, gradients), gradients
-
-    def backward(gradients: Gradients, cotangents: tuple) -> tuple:
-        of_loss, of_gradients = cotangents
-        if not all(
-            isinstance(leaf, SymbolicZero) for leaf in jax.tree.leaves(of_gradients)
-        ):
-            raise InputError(
-                "the gradients of a pipeline are differentiated again, which its "
-                "backward does not keep enough for; differentiate its loss only"
-            )
-        if isinstance(of_loss, SymbolicZero):
-            of_loss = jnp.zeros(of_loss.shape, of_loss.dtype)
-        scaled = jax.tree.map(
-            lambda value: value * of_loss.astype(value.dtype), gradients
-        )
-        return (*scaled, None)
-
-    value_and_grad.defvjp(forward, backward, symbolic_zeros=True)
-    return value_and_grad
+    return with_own_derivative(jax.jit(run))
 
 
 def _run(

@@ -1,0 +1,31 @@
+"""The floating-point arrays of a tree, those that have gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def differentiable(tree: Any) -> list[jax.Array]:
+    """The floating-point arrays of a tree, in order."""
+    return [leaf for leaf in jax.tree.leaves(tree) if is_float(leaf)]
+
+
+def split_floats(tree: Any) -> tuple[list, Callable[[list], Any]]:
+    """The floating-point arrays of a tree, and the tree with others in their place."""
+    leaves, treedef = jax.tree.flatten(tree)
+
+    def filled(floats: list) -> Any:
+        floats = iter(floats)
+        return treedef.unflatten(
+            [next(floats) if is_float(leaf) else leaf for leaf in leaves]
+        )
+
+    return differentiable(tree), filled
+
+
+def is_float(array: Any) -> bool:
+    return jnp.issubdtype(array.dtype, jnp.floating)

@@ -1,0 +1,99 @@
+"""A training step from a model and a layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import optax
+from jax.sharding import AbstractMesh, Mesh
+
+from meshpar.layout import Layout
+from meshpar.mesh import make_mesh, platform_of
+from meshpar.model import Model
+from meshpar.parallel.pipeline.program import with_costs
+from meshpar.parallel.pipeline.schedule_choice import OwnSchedule
+from meshpar.parallel.remat import check_residual_names
+from meshpar.rule_presets import default_rules
+from meshpar.rules import Rules
+from meshpar.train.refusals import refuse, refuse_schedule
+from meshpar.train.step import TrainStep
+
+
+def make_train_step(
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    layout: Layout | str,
+    *,
+    rules: Rules | None = None,
+    devices: Sequence[jax.Device] | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    max_grad_norm: float | None = None,
+    gradient_dtype: Literal["fp32", "bf16"] = "fp32",
+    compiler_options: Mapping[str, Any] | None = None,
+    schedule: OwnSchedule | None = None,
+    layer_costs: Sequence[float] | None = None,
+) -> TrainStep:
+    """A training step of `model` laid out as `layout` says.
+
+    Args:
+        model: A model under the contract (`meshpar.model`).
+        optimizer: Any optax optimizer whose state has the parameters' shapes.
+        layout: The layout or its text form; a -1 absorbs the remaining devices.
+        rules: Logical axis -> mesh axes; `default_rules(layout)` when absent.
+        devices: Devices to use; all of JAX's by default.
+        mesh: A mesh with meshpar's six axes, instead of `devices`. On an
+            `absent_mesh` the step can be audited for an absent target, not run.
+        max_grad_norm: Scale gradients down to this global norm; None for no limit.
+        gradient_dtype: In which gradients are kept, and added up over microbatches and
+            devices; bf16 halves memory and traffic, and loses small contributions.
+        compiler_options: XLA's options for every program of the step, as `jax.jit`
+            takes them.
+        schedule: The pipeline's, instead of one that the layout names: a
+            `meshpar.schedules.Schedule`, one order a rank such as `["0F0", "0B0"]`,
+            or a CSV file with one row a rank.
+        layer_costs: What each layer costs, in any unit, for `splits=cost`; the model's
+            own (`BlockGroup.costs`) or its matmul FLOPs when absent.
+
+    Raises:
+        RuleError: A parameter cannot be laid out, or a rule for activations uses `data`
+            or `fsdp` for anything but the batch.
+        InputError: The layout does not fit the devices, or asks for what is not built,
+            or `max_grad_norm` is not positive, or `schedule` is wrong (who waits for
+            what, which work is missing or doubled) or made for other sizes.
+
+    Example:
+        >>> import jax.numpy as jnp, optax
+        >>> from models.presets import build
+        >>> step = make_train_step(build("test"), optax.adam(1e-3), "data=-1")
+        >>> state = step.init(seed=0)
+        >>> tokens = jnp.zeros((8, 16), jnp.int32)
+        >>> batch = dict(tokens=tokens, targets=tokens, weights=jnp.ones((8, 16)))
+        >>> state, metrics = step(state, batch)
+        >>> sorted(metrics)
+        ['grad_norm', 'loss', 'skipped', 'weight_sum']
+    """
+    layout = Layout.parse(layout) if isinstance(layout, str) else layout
+    if mesh is None:
+        mesh = make_mesh(layout, devices)
+    layout = layout.resolve(mesh.size)
+    if schedule is not None:
+        refuse_schedule(layout)
+    if layer_costs is not None:
+        model = with_costs(model, layer_costs, layout)
+    check_residual_names(model, layout.remat)
+    rules = rules or default_rules(layout)
+    refuse(layout, rules, mesh, gradient_dtype, max_grad_norm)
+    return TrainStep(
+        model=model,
+        optimizer=optimizer,
+        layout=layout,
+        rules=rules,
+        mesh=mesh,
+        platform=platform_of(mesh),
+        max_grad_norm=max_grad_norm,
+        gradient_dtype=gradient_dtype,
+        compiler_options=compiler_options,
+        schedule=schedule,
+    )
