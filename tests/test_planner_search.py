@@ -7,6 +7,7 @@ from meshpar import InputError, absent_mesh, lint, make_train_step
 from meshpar.layout import Layout
 from meshpar.planner.bounds import Bounds, held_microbatches
 from meshpar.planner.clusters import cluster_of
+from meshpar.planner.constraints import Constraints
 from meshpar.planner.estimate import estimate
 from meshpar.planner.execution import EXECUTIONS, MESHPAR
 from meshpar.planner.memory import memory_of
@@ -19,7 +20,6 @@ from meshpar.planner.sensitivity import sensitivities
 from meshpar.planner.shapes import SHAPES, workload_of
 from meshpar.planner.space import (
     BUILT_AXES,
-    Constraints,
     Variant,
     choices_of,
     mesh_layouts,

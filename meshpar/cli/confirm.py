@@ -21,8 +21,8 @@ from meshpar.model import Model, batch_shapes
 from meshpar.planner.estimate import Estimate
 from meshpar.planner.hardware import Cluster
 from meshpar.planner.shapes import SHAPES
+from meshpar.train.make_step import make_train_step
 from meshpar.train.refusals import layout_refusals
-from meshpar.train.step import make_train_step
 
 _CHIPS = {
     "a100-80gb": "a100",

@@ -10,18 +10,17 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from meshpar.layout import BATCH_AXES, STAGE_REMATS, Layout
+from meshpar.layout import STAGE_REMATS, Layout
 from meshpar.planner.activations import (
     everything_bytes,
     kept_bytes,
     stage_input_bytes,
 )
-from meshpar.planner.block_time import block_parameters, block_time
-from meshpar.planner.collective_cost import all_gather_s, all_reduce_s
-from meshpar.planner.kernel_time import memory_s
-from meshpar.planner.memory import rank_memory, rank_parameters, stored_bytes
+from meshpar.planner.block_time import block_time
+from meshpar.planner.memory import rank_memory
 from meshpar.planner.refusals import stage_blocks_of
 from meshpar.planner.run import Run
+from meshpar.planner.shared_costs import SharedCosts, shared_costs
 from meshpar.planner.space import Choices, Variant, layout_of, variant_of
 
 
@@ -49,16 +48,6 @@ class _Block(NamedTuple):
     """What it keeps while its stage is computed again."""
 
 
-class _Shared(NamedTuple):
-    """What all variants of a mesh shape share."""
-
-    state_bytes: float
-    once_s: float
-    """Gradient reduction and optimizer, once a step."""
-    gather_s: tuple[tuple[float, float], ...]
-    """Of each kind of block, forward and backward."""
-
-
 class Bounds:
     """Bounds of the layouts of one workload, cluster and batch; it remembers blocks.
 
@@ -73,7 +62,7 @@ class Bounds:
         kinds = ((False, workload.layers - moe), (True, moe))
         self._kinds = tuple((kind, count) for kind, count in kinds if count)
         self._blocks: dict[tuple, tuple[_Block, ...]] = {}
-        self._of_meshes: dict[tuple, _Shared] = {}
+        self._of_meshes: dict[tuple, SharedCosts] = {}
 
     def run(self, mesh: Layout, variant: Variant) -> Run:
         """That layout as a run."""
@@ -137,7 +126,7 @@ class Bounds:
         return rank_memory(run, 0, held * layout.chunks).total_bytes
 
     def _step_s(
-        self, mesh: Layout, variant: Variant, shared: _Shared, ticks: float
+        self, mesh: Layout, variant: Variant, shared: SharedCosts, ticks: float
     ) -> float:
         layers = self._like.workload.layers
         places = _places(layers, mesh.stage, variant.chunks, self._kinds)
@@ -155,7 +144,7 @@ class Bounds:
         self,
         mesh: Layout,
         variant: Variant,
-        shared: _Shared,
+        shared: SharedCosts,
         held: float,
         *,
         again: bool = True,
@@ -199,7 +188,7 @@ class Bounds:
 
     def _least_shared(
         self, mesh: Layout, like: Variant, states: tuple[tuple[int, str], ...]
-    ) -> _Shared:
+    ) -> SharedCosts:
         """The least of each, whichever of the states it is of."""
         found = [
             self._shared(mesh, like._replace(zero=zero, fsdp_gather=gather))
@@ -209,9 +198,9 @@ class Bounds:
             return found[0]
         state_bytes, once_s, gathers_s = zip(*found, strict=True)
         least_s = tuple(tuple(map(min, *kind)) for kind in zip(*gathers_s, strict=True))
-        return _Shared(min(state_bytes), min(once_s), least_s)
+        return SharedCosts(min(state_bytes), min(once_s), least_s)
 
-    def _shared(self, mesh: Layout, variant: Variant) -> _Shared:
+    def _shared(self, mesh: Layout, variant: Variant) -> SharedCosts:
         pipelined = mesh.stage > 1 or variant.microbatches > 1
         sizes = (mesh.data, mesh.fsdp, mesh.stage)
         sizes += (mesh.context, mesh.expert, mesh.tensor)
@@ -219,7 +208,7 @@ class Bounds:
         if key not in self._of_meshes:
             run = self.run(mesh, variant._replace(schedule="1f1b", chunks=1))
             kinds = tuple(moe for moe, _ in self._kinds)
-            self._of_meshes[key] = _shared_costs(run, kinds)
+            self._of_meshes[key] = shared_costs(run, kinds)
         return self._of_meshes[key]
 
 
@@ -261,56 +250,3 @@ def _block(run: Run, moe: bool) -> _Block:
         inputs,
         again if run.layout.remat == "stage" else inputs,
     )
-
-
-def _shared_costs(run: Run, kinds: tuple[bool, ...]) -> _Shared:
-    layout, parameters = run.layout, rank_parameters(run, 0)
-    whole = layout.zero == 3 and run.gathers_once
-    weight_bytes, state_bytes = stored_bytes(run)
-    gradient_bytes = run.execution.gradient_bytes
-    state = sum(
-        parameters * each / (run.state_shards if layout.zero >= level else 1)
-        for each, level in (
-            (weight_bytes, 3),
-            (gradient_bytes, 4 if whole else 2),
-            (state_bytes, 1),
-        )
-    )
-    if whole and run.state_shards > 1:
-        state += parameters * run.dtype_bytes
-    return _Shared(state, _once_s(run), tuple(_gathers_s(run, moe) for moe in kinds))
-
-
-def _once_s(run: Run) -> float:
-    """The update, what ZeRO moves once, and the reduction of the blocks' gradients."""
-    layout, execution, shards = run.layout, run.execution, run.state_shards
-    parameters, axes = rank_parameters(run, 0), layout.split_axes if shards > 1 else ()
-    seconds = memory_s(run, parameters / shards * execution.update_bytes)
-    reduced = parameters * execution.reduction_bytes
-    hidden = execution.reduction_overlap
-    moved = []
-    if axes and layout.zero < 3:
-        moved += [parameters * stored_bytes(run)[0], *(() if hidden else (reduced,))]
-    elif axes and run.gathers_once:
-        moved += [parameters * run.dtype_bytes, reduced]
-    for num_bytes in moved:
-        seconds += all_gather_s(num_bytes, shards, run.link(*axes))
-    others = tuple(axis for axis in BATCH_AXES if axis not in axes)
-    degree = math.prod(layout.mesh_shape[axis] for axis in others)
-    if degree == 1 or hidden:
-        return seconds
-    ends = run.workload.embedding_parameters + run.workload.head_parameters
-    ends += run.workload.final_norm_parameters
-    blocks = max(0.0, parameters - ends) / shards * execution.reduction_bytes
-    return seconds + all_reduce_s(blocks, degree, run.link(*others))
-
-
-def _gathers_s(run: Run, moe: bool) -> tuple[float, float]:
-    """A layer's split weights gathered, and its gradients scattered."""
-    layout, execution, shards = run.layout, run.execution, run.state_shards
-    if shards == 1 or layout.zero < 3 or run.gathers_once:
-        return 0.0, 0.0
-    parameters, link = block_parameters(run, moe=moe), run.link(*layout.split_axes)
-    gather_s = all_gather_s(parameters * run.dtype_bytes, shards, link)
-    reduced = parameters * execution.reduction_bytes
-    return gather_s, gather_s + all_gather_s(reduced, shards, link)

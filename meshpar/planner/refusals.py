@@ -40,7 +40,8 @@ def layout_problems(
     """Every reason why `workload` cannot be laid out so; empty if it can.
 
     Args:
-        workload, layout: What, how.
+        workload: What is trained.
+        layout: How it lies.
         global_batch: Sequences in a step.
         seq: Tokens of one.
         stage_blocks: Blocks of every stage, where the layout cannot say it.

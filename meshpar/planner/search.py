@@ -16,6 +16,7 @@ from meshpar.errors import InputError
 from meshpar.layout import Layout
 from meshpar.planner.bounds import Bounds
 from meshpar.planner.candidates import FRONT_REACH, Findings, Leaf, settle
+from meshpar.planner.constraints import Constraints
 from meshpar.planner.estimate import Estimate
 from meshpar.planner.execution import MESHPAR, Execution
 from meshpar.planner.hardware import Cluster
@@ -24,7 +25,6 @@ from meshpar.planner.rejection import Rejected, reason_of
 from meshpar.planner.run import Run
 from meshpar.planner.space import (
     BUILT_AXES,
-    Constraints,
     choices_of,
     mesh_layouts,
 )
