@@ -79,7 +79,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--hardware", metavar="FILE.toml", help="instead of measuring")
     sizes = dict(layers=8, hidden=128, heads=8, kv_heads=8, ffn=384, vocab=512)
-    runs = dict(batch=16, seq=128, rounds=5)
+    runs = dict(batch=16, seq=64, rounds=7)
     for name, default in {**sizes, **runs}.items():
         option = f"--{name.replace('_', '-')}"
         parser.add_argument(option, type=int, default=default, help=f"({default})")
