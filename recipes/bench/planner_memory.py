@@ -20,7 +20,6 @@ from dataclasses import dataclass
 
 import jax
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from meshpar.audit.targets import Target
@@ -98,9 +97,7 @@ def main(argv: list[str] | None = None) -> int:
     """Compiles every case, one after another, and prints the table."""
     parser = argparse.ArgumentParser(prog="python -m recipes.bench.planner_memory")
     parser.add_argument("--preset", default="", help="cases of this model alone")
-    parser.add_argument(
-        "--target", default="", help="of this hardware: tpu, h100"
-    )
+    parser.add_argument("--target", default="", help="of this hardware: tpu, h100")
     args = parser.parse_args(argv)
     jax.config.update("jax_platforms", "cpu")  # this process only traces
     cases = [
@@ -108,7 +105,11 @@ def main(argv: list[str] | None = None) -> int:
         for case in CASES
         if args.preset in case.preset and args.target in case.hardware
     ]
-    found = [(case, confirmed(case)) for case in track(cases, "compiling")]
+    found = []
+    for case in cases:
+        one = confirmed(case)
+        found.append((case, one))
+        print(*one.lines(), sep="\n", flush=True)
     print(
         f"Python {platform.python_version()}, jax {jax.__version__}; "
         f"{datetime.date.today()}"
