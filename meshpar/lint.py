@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -38,6 +39,9 @@ from meshpar.train.refusals import batch_refusal, layout_refusals, rule_refusals
 
 LARGE_BYTES = 1 << 20
 """A parameter above this size should not be whole on every device."""
+
+_STATE_VALUE_BYTES = 4
+"""Gradients and optimizer state are of fp32, however parameters are stored."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +146,7 @@ def _parameter_rows(
         try:
             rows.append(row_of(path, parameter, layout, rules))
         except RuleError as error:
-            row = replicated_row(path, parameter)
+            row = replicated_row(path, parameter, layout)
             rows.append(row)
             findings.append(
                 Finding(kind=error.kind, path=path, message=str(error), bytes=row.bytes)
@@ -160,7 +164,7 @@ def _states(
             spec = parameter_specs(path, parameter, layout, rules)["state_spec"]
         except RuleError:
             continue  # a finding of its own
-        size = replicated_row(path, parameter).bytes
+        size = math.prod(parameter.stacked_shape) * _STATE_VALUE_BYTES
         whole = unsplit_axes(layout, rules, spec)
         if whole:
             message = unsplit_message(path, parameter, layout, whole)

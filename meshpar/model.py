@@ -46,7 +46,8 @@ class Parameter:
 
     Args:
         shape: Global shape, of one layer where the parameter belongs to blocks.
-        dtype: How it is stored.
+        dtype: Of its initial value, which is rounded to it; how a training step stores
+            the parameter is the layout's `param_dtype`.
         logical_axes: A name, or None, for each dim.
         initial: Key -> the initial value, of `shape`.
         num_layers: Layers that the parameter is stacked over, on a leading dim; None

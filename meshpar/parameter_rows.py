@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -11,6 +10,7 @@ from jax.sharding import PartitionSpec
 
 from meshpar.layout import Layout
 from meshpar.model import Parameter
+from meshpar.parallel.placement import PARAM_DTYPES
 from meshpar.parallel.storage import parameter_specs
 from meshpar.rules import LogicalAxes, Rules, spec_axes
 
@@ -32,19 +32,19 @@ def row_of(
 ) -> ParameterRow:
     """A parameter's row; raises `RuleError` where it cannot be laid out."""
     specs = parameter_specs(path, parameter, layout, rules)
-    return _row(path, parameter, specs["spec"], layout.mesh_shape)
+    return _row(path, parameter, specs["spec"], layout)
 
 
-def replicated_row(path: str, parameter: Parameter) -> ParameterRow:
+def replicated_row(path: str, parameter: Parameter, layout: Layout) -> ParameterRow:
     """The row of a parameter that is whole on every device."""
-    return _row(
-        path, parameter, PartitionSpec(*(None for _ in parameter.stacked_shape)), {}
-    )
+    whole = PartitionSpec(*(None for _ in parameter.stacked_shape))
+    return _row(path, parameter, whole, layout)
 
 
 def _row(
-    path: str, parameter: Parameter, spec: PartitionSpec, sizes: Mapping[str, int]
+    path: str, parameter: Parameter, spec: PartitionSpec, layout: Layout
 ) -> ParameterRow:
+    sizes = layout.mesh_shape
     local = tuple(
         size // math.prod(sizes[axis] for axis in spec_axes(PartitionSpec(entry)))
         for size, entry in zip(parameter.stacked_shape, spec, strict=True)
@@ -55,5 +55,9 @@ def _row(
         logical_axes=parameter.stacked_axes,
         mesh_axes=tuple(spec),
         local_shape=local,
-        bytes=math.prod(local) * jnp.dtype(parameter.dtype).itemsize,
+        bytes=math.prod(local) * _value_bytes(layout),
     )
+
+
+def _value_bytes(layout: Layout) -> int:
+    return jnp.dtype(PARAM_DTYPES[layout.param_dtype]).itemsize

@@ -38,6 +38,7 @@ from meshpar.scope import Scope
 BATCH = PartitionSpec(BATCH_AXES)
 REPLICATED = PartitionSpec()
 DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
+PARAM_DTYPES = {**DTYPES, "bf16_stochastic": jnp.bfloat16}
 _RESIDUAL = ("batch", "residual_seq", "embed")
 
 

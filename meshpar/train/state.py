@@ -45,8 +45,12 @@ def initial_state(
     seed: jax.Array,
     param_dtype: str = "fp32",
 ) -> TrainState:
-    """The state before the first step."""
-    values = model.init(seed)
+    """The state before the first step.
+
+    Updates are made in fp32, so that is what optimizer state and master copy start in,
+    whatever the dtype of a model's initial values.
+    """
+    values = jax.tree.map(lambda x: x.astype(jnp.float32), model.init(seed))
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         seed=jnp.asarray(seed, jnp.uint32),
