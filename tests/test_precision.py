@@ -59,9 +59,7 @@ def test_a_model_of_bf16_values_is_updated_in_fp32(param_dtype):
     state, _ = step(step.init(0), batch_of(0))
     described = [(x.shape, x.dtype) for x in jax.tree.leaves(step.state_shapes)]
     assert [(x.shape, x.dtype) for x in jax.tree.leaves(state)] == described
-    floats = {
-        x.dtype for x in jax.tree.leaves(state.opt_state) if x.dtype != jnp.int32
-    }
+    floats = {x.dtype for x in jax.tree.leaves(state.opt_state) if x.dtype != jnp.int32}
     assert floats == {np.dtype(np.float32)}
 
 
