@@ -1,5 +1,6 @@
 """ZeRO 0 to 3: what devices hold, what moves, and that no number changes."""
 
+import re
 from collections import Counter
 
 import jax
@@ -9,9 +10,10 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 
-from meshpar import Layout, audit, lint, make_train_step
+from meshpar import InputError, Layout, audit, lint, make_train_step
 from meshpar.parallel.zero import is_stored
 from meshpar.testing.quick_compile import quick_compile_options
+from meshpar.train.optimizer_state import LARGE_BYTES
 from meshpar.train.precision import stochastic_round
 from models.presets import build
 
@@ -31,12 +33,12 @@ def batch_of(seed):
     return dict(tokens=tokens[:, :-1], targets=tokens[:, 1:], weights=weights)
 
 
-def step_of(line, optimizer=None, **options):
+def step_of(line, optimizer=None, model=MODEL, **options):
     layout = Layout.parse(line)
     devices = jax.devices()[: layout.num_devices]
     optimizer = optimizer or optax.adam(1e-3)
     options = {"compiler_options": quick_compile_options("cpu"), **options}
-    return make_train_step(MODEL, optimizer, layout, devices=devices, **options)
+    return make_train_step(model, optimizer, layout, devices=devices, **options)
 
 
 def gradient_bytes(step):
@@ -187,6 +189,24 @@ def test_the_state_of_any_optimizer_follows_its_parameter(name):
         strict=True,
     ):
         assert leaf.size <= 256 or not sharding.is_fully_replicated, (leaf, sharding)
+
+
+@pytest.mark.parametrize("line", ["fsdp=4", "data=2,zero=1", "tensor=2"])
+def test_large_state_of_no_parameter_is_refused_where_states_are_split(line):
+    model = build("test", vocab=4096)
+    size = model.num_parameters
+    assert size * 4 < LARGE_BYTES
+    flat = optax.flatten(optax.adam(1e-3))
+    step_of(line, flat, model)
+    model = build("test", vocab=8192)
+    size = model.num_parameters
+    match = re.escape(
+        f"optimizer state '0.mu' of shape ({size},) lies at no parameter's path, so "
+        f"its {size * 4:,} bytes would be whole on every device (limit 1,048,576)"
+    )
+    with pytest.raises(InputError, match=match):
+        step_of(line, flat, model)
+    step_of("data=2", flat, model)
 
 
 def test_gradients_that_are_not_finite_change_nothing_and_are_counted():

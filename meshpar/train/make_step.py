@@ -39,7 +39,9 @@ def make_train_step(
 
     Args:
         model: A model under the contract (`meshpar.model`).
-        optimizer: Any optax optimizer whose state has the parameters' shapes.
+        optimizer: Any optax optimizer whose state keeps the parameters' tree. What it
+            holds of a parameter has its dims, all (Adam) or some of them (Adafactor),
+            and lies as they do.
         layout: The layout or its text form; a -1 absorbs the remaining devices.
         rules: Logical axis -> mesh axes; `default_rules(layout)` when absent.
         devices: Devices to use; all of JAX's by default.
@@ -60,7 +62,8 @@ def make_train_step(
         RuleError: A parameter cannot be laid out, or a rule for activations uses `data`
             or `fsdp` for anything but the batch.
         InputError: The layout does not fit the devices, or asks for what is not built,
-            or `max_grad_norm` is not positive, or `schedule` is wrong (who waits for
+            or `max_grad_norm` is not positive, or the optimizer has large state of no
+            parameter (`optax.flatten`) while the layout splits states, or `schedule` is wrong (who waits for
             what, which work is missing or doubled) or made for other sizes.
 
     Example:

@@ -11,7 +11,11 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.model import Model, Params
-from meshpar.train.optimizer_state import follow_sharding, map_states
+from meshpar.train.optimizer_state import (
+    check_unowned,
+    follow_sharding,
+    map_states,
+)
 from meshpar.train.precision import initial_optimizer_state, stored
 
 HOST_MEMORY = "pinned_host"
@@ -72,8 +76,10 @@ def state_shardings(
         memory: Where optimizer state lies, `device` or `host`.
 
     Raises:
-        InputError: Optimizer state of a parameter has dims that the parameter has not.
+        InputError: Optimizer state of a parameter has dims that the parameter has not,
+            or there is large state of no parameter while states are split.
     """
+    check_unowned(state.opt_state, state.params, of_states)
     mesh = jax.tree.leaves(at_rest)[0].mesh
     replicated = NamedSharding(mesh, PartitionSpec())
     return TrainState(

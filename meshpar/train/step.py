@@ -177,8 +177,9 @@ class TrainStep:
         where stages are of uneven size; here they have the model's own shapes.
 
         Args:
-            tree: Arrays laid out as the parameters: `state.params`, gradients, or a
-                tree in the optimizer's state.
+            tree: Arrays of the parameters' shapes: `state.params`, gradients, or a
+                tree in the optimizer's state if it has those shapes (Adam's moments;
+                not Adafactor's factors).
         """
         return in_layer_order(self.model, tree)
 
