@@ -63,8 +63,9 @@ def make_train_step(
             or `fsdp` for anything but the batch.
         InputError: The layout does not fit the devices, or asks for what is not built,
             or `max_grad_norm` is not positive, or the optimizer has large state of no
-            parameter (`optax.flatten`) while the layout splits states, or `schedule` is wrong (who waits for
-            what, which work is missing or doubled) or made for other sizes.
+            parameter (`optax.flatten`) while the layout splits states, or `schedule` is
+            wrong (who waits for what, which work is missing or doubled) or made for
+            other sizes.
 
     Example:
         >>> import jax.numpy as jnp, optax
