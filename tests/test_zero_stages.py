@@ -22,9 +22,9 @@ DEGREES = [
 ]
 
 
-def batch_of(seed):
-    tokens = np.random.default_rng(seed).integers(0, 64, (BATCH, SEQ + 1))
-    weights = np.ones((BATCH, SEQ), np.float32)
+def batch_of(seed, batch=BATCH):
+    tokens = np.random.default_rng(seed).integers(0, 64, (batch, SEQ + 1))
+    weights = np.ones((batch, SEQ), np.float32)
     return dict(tokens=tokens[:, :-1], targets=tokens[:, 1:], weights=weights)
 
 
@@ -41,13 +41,11 @@ def step_of(line, **options):
     )
 
 
-def carried_bytes(line, gradient_dtype):
+def carried_bytes(compiled):
     """What the compiled loop over microbatches carries from one to the next."""
-    step = step_of(line, gradient_dtype=gradient_dtype)
-    program = parse_program(step.compile(batch_of(0)).as_text())
     return max(
         instruction.bytes
-        for computation in program.computations.values()
+        for computation in parse_program(compiled.as_text()).computations.values()
         for instruction in computation.instructions
         if instruction.opcode == "while"
     )
@@ -99,15 +97,17 @@ def test_states_take_the_bytes_of_the_zero_paper(zero, split, degree):
     line = f"fsdp={degree},zero={zero},microbatches=2,precision=bf16,param_dtype=bf16"
     if zero == 3:
         line += ",fsdp_gather=microbatch"
-    step = step_of(line, gradient_dtype="bf16")
     part = {name: degree if name in split else 1 for name in "pgm"}
-    batch = batch_of(0)
-    arguments = step.compile(batch).memory_analysis().argument_size_in_bytes
+    batch = batch_of(0, 2 * degree)
+    wide, narrow = (
+        step_of(line, gradient_dtype=dtype).compile(batch) for dtype in ("fp32", "bf16")
+    )
+    arguments = narrow.memory_analysis().argument_size_in_bytes
     states = arguments - sum(array.size * 4 // degree for array in batch.values())
     expected = NUM_PARAMETERS * (2 / part["p"] + 12 / part["m"])
     assert states == pytest.approx(expected, rel=0.01)
     # All that `gradient_dtype` changes there is the gradients: 4 bytes a value, or 2.
-    gradients = carried_bytes(line, "fp32") - carried_bytes(line, "bf16")
+    gradients = carried_bytes(wide) - carried_bytes(narrow)
     expected = NUM_PARAMETERS * 2 / part["g"]
     assert gradients == pytest.approx(expected, rel=0.01)
 
