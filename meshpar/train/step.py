@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -26,7 +26,7 @@ from meshpar.parallel.program import LocalProgram
 from meshpar.rules import Rules
 from meshpar.scope import EXAMPLE, Batch
 from meshpar.sharding import born_sharded
-from meshpar.train.batch import batch_structs, check_alike
+from meshpar.train.batch import TOKEN_ARRAYS, batch_structs, check_alike
 from meshpar.train.layer_order import layer_orders
 from meshpar.train.refusals import batch_refusal
 from meshpar.train.state import TrainState, initial_state, state_shardings
@@ -196,7 +196,7 @@ class TrainStep:
         if self.model.logits is None:
             raise InputError("the model has no logits function; give Model logits=")
         with jax.set_mesh(self.mesh):
-            batch = self.place({"tokens": tokens}, microbatches=1)
+            batch = self._placed({"tokens": tokens}, 1, required=("tokens",))
             return self._logits(state.params, batch)
 
     def compile(self, batch: Batch) -> jax.stages.Compiled:
@@ -237,8 +237,15 @@ class TrainStep:
             batch: As `__call__` takes it.
             microbatches: Parts that it is cut into; the layout's when absent.
         """
-        self._check_batch(batch, microbatches)
-        rows = len(next(iter(batch.values())))
+        return self._placed(batch, microbatches)
+
+    def _placed(
+        self,
+        batch: Batch,
+        microbatches: int | None,
+        required: Sequence[str] = TOKEN_ARRAYS,
+    ) -> dict[str, jax.Array]:
+        rows = self._check_batch(batch, microbatches, required)
         indexed = {EXAMPLE: np.arange(rows, dtype=np.uint32), **batch}
         return jax.device_put(indexed, self.batch_sharding)
 
@@ -269,15 +276,20 @@ class TrainStep:
         )
 
     def _argument_shapes(self, batch: Batch) -> tuple[TrainState, Batch]:
-        shapes = batch_structs(batch)
-        self._check_batch(shapes)
-        rows = next(iter(shapes.values())).shape[0]
+        rows, shapes = self._check_batch(batch), batch_structs(batch)
         shapes[EXAMPLE] = jax.ShapeDtypeStruct((rows,), jnp.uint32)
         return self.state_shapes, shapes
 
-    def _check_batch(self, batch: Batch, microbatches: int | None = None) -> None:
-        first, shape = check_alike(batch)
+    def _check_batch(
+        self,
+        batch: Batch,
+        microbatches: int | None = None,
+        required: Sequence[str] = TOKEN_ARRAYS,
+    ) -> int:
+        """The examples of a batch that this step can take."""
+        first, shape = check_alike(batch, required)
         self.check_batch(shape[0], first, microbatches)
+        return shape[0]
 
     def _update(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         loss, more, gradients = self._program.loss_and_gradients(
