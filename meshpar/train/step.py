@@ -27,6 +27,7 @@ from meshpar.rules import Rules
 from meshpar.scope import EXAMPLE, Batch
 from meshpar.sharding import born_sharded
 from meshpar.train.batch import TOKEN_ARRAYS, batch_structs, check_alike
+from meshpar.train.gradient_program import GradientProgram
 from meshpar.train.layer_order import layer_orders
 from meshpar.train.refusals import batch_refusal
 from meshpar.train.state import TrainState, initial_state, state_shardings
@@ -109,9 +110,12 @@ class TrainStep:
             donate_argnums=0,
         )
         self._step = jit(self._update, **self._update_layout)
-        self._gradients = jit(
-            self._program.loss_and_gradients,
+        self._gradients_layout = dict(
+            in_shardings=(at_rest, self.batch_sharding, None, None),
             out_shardings=(metrics_sharding, metrics_sharding, of_states),
+        )
+        self._gradients = jit(
+            self._program.loss_and_gradients, **self._gradients_layout
         )
         self._evaluate = jit(
             self._program.loss_sums,
@@ -204,18 +208,37 @@ class TrainStep:
         with jax.set_mesh(self.mesh):
             return self._step.lower(*self._argument_shapes(batch)).compile()
 
-    def audit_subject(self, *arguments: Any, platform: str | None = None) -> Subject:
+    @property
+    def gradient_program(self) -> GradientProgram:
+        """Loss and gradients alone, for `meshpar.audit`."""
+        return GradientProgram(self)
+
+    def audit_subject(
+        self,
+        *arguments: Any,
+        platform: str | None = None,
+        gradients_only: bool = False,
+    ) -> Subject:
         """What `meshpar.audit` compiles and explains; see there.
 
         Args:
             arguments: A batch, or a state and a batch; arrays or their shapes.
             platform: Kind of the absent devices, or None for the step's own.
+            gradients_only: Without the optimizer (`gradient_program`).
         """
         step = self if platform is None else self._without_devices(platform)
+        # JAX does not trace a jit with options of its own inside another.
+        function = jax.jit(step._update, **step._update_layout)
+        state, batch = step._argument_shapes(arguments[-1])
+        given: tuple[Any, ...] = (state, batch)
+        if gradients_only:
+            function = jax.jit(
+                step._program.loss_and_gradients, **step._gradients_layout
+            )
+            given = (state.params, batch, state.step, state.seed)
         return Subject(
-            # JAX does not trace a jit with options of its own inside another.
-            function=jax.jit(step._update, **step._update_layout),
-            arguments=step._argument_shapes(arguments[-1]),
+            function=function,
+            arguments=given,
             mesh=step.mesh,
             platform=step.platform,
             weights={
