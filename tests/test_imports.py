@@ -27,6 +27,7 @@ LAYERS = (
         "meshpar.lint",
         "meshpar.lint_findings",
     ),
+    ("meshpar.calibration",),
     ("meshpar",),
     ("meshpar.cli", "meshpar.testing", "meshpar.__main__"),
     ("models",),
