@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -31,20 +32,23 @@ def row_of(
     path: str, parameter: Parameter, layout: Layout, rules: Rules
 ) -> ParameterRow:
     """A parameter's row; raises `RuleError` where it cannot be laid out."""
-    specs = parameter_specs(path, parameter, layout, rules)
-    return _row(path, parameter, specs["spec"], layout)
+    spec = parameter_specs(path, parameter, layout, rules)["spec"]
+    return _row(path, parameter, spec, layout.mesh_shape, layout.param_dtype)
 
 
-def replicated_row(path: str, parameter: Parameter, layout: Layout) -> ParameterRow:
+def replicated_row(path: str, parameter: Parameter, param_dtype: str) -> ParameterRow:
     """The row of a parameter that is whole on every device."""
     whole = PartitionSpec(*(None for _ in parameter.stacked_shape))
-    return _row(path, parameter, whole, layout)
+    return _row(path, parameter, whole, {}, param_dtype)
 
 
 def _row(
-    path: str, parameter: Parameter, spec: PartitionSpec, layout: Layout
+    path: str,
+    parameter: Parameter,
+    spec: PartitionSpec,
+    sizes: Mapping[str, int],
+    param_dtype: str,
 ) -> ParameterRow:
-    sizes = layout.mesh_shape
     local = tuple(
         size // math.prod(sizes[axis] for axis in spec_axes(PartitionSpec(entry)))
         for size, entry in zip(parameter.stacked_shape, spec, strict=True)
@@ -55,9 +59,5 @@ def _row(
         logical_axes=parameter.stacked_axes,
         mesh_axes=tuple(spec),
         local_shape=local,
-        bytes=math.prod(local) * _value_bytes(layout),
+        bytes=math.prod(local) * jnp.dtype(PARAM_DTYPES[param_dtype]).itemsize,
     )
-
-
-def _value_bytes(layout: Layout) -> int:
-    return jnp.dtype(PARAM_DTYPES[layout.param_dtype]).itemsize

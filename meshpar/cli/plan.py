@@ -1,28 +1,178 @@
-"""Says how wrong the planner has been on published runs."""
+"""Searches layouts for a model on a machine; or says how wrong the planner has been."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
+from typing import Any
 
+from meshpar.cli.estimate import add_workload_arguments, cluster_for, workload_for
+from meshpar.cli.parsing import positive
+from meshpar.cli.report.plan_page import plan_page
+from meshpar.errors import InputError
+from meshpar.layout import MESH_AXES
 from meshpar.planner import validate
+from meshpar.planner.constraints import Constraints
+from meshpar.planner.estimate import Estimate, gigabytes, milliseconds
+from meshpar.planner.execution import execution_of
+from meshpar.planner.explain import explain
+from meshpar.planner.nearest_fit import nearest_fit
+from meshpar.planner.search import Request, SearchResult, search
+from meshpar.planner.sensitivity import sensitivities
+from meshpar.planner.space import BUILT_AXES
+
+_GIB = 1 << 30
+_SHOWN = 12
+"""Rejected layouts that people see; --json has more."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this subcommand's options."""
-    parser.add_argument(
+    add_workload_arguments(parser)
+    add = parser.add_argument
+    add(
+        "--keep",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE,...",
+        help="what every layout must have, such as tensor=8 or remat=full",
+    )
+    add("--layout", metavar="LINE", help="the same as --keep: what it says is kept")
+    add(
+        "--forbid",
+        action="append",
+        default=[],
+        metavar="AXIS",
+        help=f"a mesh axis to leave at size 1: {', '.join(MESH_AXES)}",
+    )
+    add(
+        "--max-memory-gib",
+        type=float,
+        metavar="G",
+        help="memory of a device to use at most",
+    )
+    add(
+        "--axes",
+        choices=("built", "planned"),
+        help=f"mesh axes to use: {', '.join(BUILT_AXES)} (built), or all (planned; the "
+        "default for models with experts)",
+    )
+    add("--plans", type=positive, default=10, metavar="N", help="plans to print")
+    add(
+        "--confirm",
+        type=positive,
+        metavar="K",
+        help="compile the first K for the machine, which need not be there, and print "
+        "predicted against compiled bytes",
+    )
+    add("--html", metavar="FILE", help="write a report in one file, plot included")
+    add(
         "--validate",
         action="store_true",
-        required=True,
-        help="print the error against published runs, row by row",
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object on stdout"
+        help="instead: print the planner's error against published runs, row by row",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the table; 0 if every target is met, 1 if one is missed."""
-    rows = validate.rows()
-    print(json.dumps(validate.as_json(rows)) if args.json else validate.text(rows))
-    return 0 if all(summary.met for summary in validate.summaries(rows)) else 1
+    """Prints plans; 0 if there are any, 1 if nothing fits or an error is too large."""
+    if args.validate:
+        rows = validate.rows()
+        print(json.dumps(validate.as_json(rows)) if args.json else validate.text(rows))
+        return 0 if all(summary.met for summary in validate.summaries(rows)) else 1
+    request = _request(args)
+    found = search(request, num_plans=args.plans)
+    if not found.plans:
+        return _nothing_fits(args, request, found)
+    report: dict[str, Any] = found.as_json()
+    best = found.plans[0]
+    report["sensitivity"] = [change.as_json() for change in sensitivities(best)]
+    confirmed = []
+    if args.confirm is not None:
+        from meshpar.cli.confirm import confirm  # jax, which nothing else here needs
+
+        confirmed = confirm(args, found.plans[: args.confirm])
+        report["confirmed"] = [one.as_json() for one in confirmed]
+    if args.html:
+        Path(args.html).write_text(plan_page(found, confirmed))
+    if args.json:
+        print(json.dumps(report))
+        return 0
+    lines = _text(found)
+    for one in confirmed:
+        lines += ["", *one.lines()]
+    print("\n".join(lines))
+    return 0
+
+
+def _request(args: argparse.Namespace) -> Request:
+    if args.global_batch is None:
+        raise InputError(
+            "a plan depends on the batch; give --global-batch N, in sequences of --seq"
+        )
+    workload = workload_for(args)
+    limit = args.max_memory_gib
+    axes = args.axes or ("planned" if workload.experts else "built")
+    return Request(
+        workload=workload,
+        cluster=cluster_for(args),
+        global_batch=args.global_batch,
+        seq=args.seq or workload.seq,
+        execution=execution_of(args.execution),
+        constraints=Constraints.of(
+            keep=[*args.keep, *([args.layout] if args.layout else [])],
+            forbid=args.forbid,
+            max_memory_bytes=None if limit is None else limit * _GIB,
+            planned=axes == "planned",
+        ),
+    )
+
+
+def _nothing_fits(
+    args: argparse.Namespace, request: Request, found: SearchResult
+) -> int:
+    why, changes = nearest_fit(request)
+    if args.json:
+        nearest = [
+            {"change": change.text, "layout": str(change.layout)} for change in changes
+        ]
+        print(json.dumps({**found.as_json(), "problem": why, "changes": nearest}))
+        return 1
+    lines = [why, *(f"  {change.text}: {change.layout}" for change in changes)]
+    print("\n".join(lines))
+    return 1
+
+
+def _text(found: SearchResult) -> list[str]:
+    best = found.plans[0]
+    lines = [
+        f"{found.considered_count:,} layouts considered in {found.seconds:.1f} s, "
+        f"{found.estimated_count:,} of them estimated; the others fall to bounds",
+        *(f"note: {note}" for note in found.notes),
+        "",
+        *explain(best),
+        *(f"  {change.text}" for change in sensitivities(best)),
+        "",
+        "plans, fastest first:",
+        *(_row(plan) for plan in found.plans),
+        "",
+        "smallest for their time:",
+        *(_row(plan) for plan in found.front),
+        "",
+        f"{found.rejected_count:,} rejected, such as:",
+        *(f"  {other.layout}: {other.reason}" for other in found.rejected[:_SHOWN]),
+    ]
+    runnable = all(getattr(best.run.layout, axis) == 1 for axis in _UNBUILT)
+    if runnable and not best.run.workload.experts:
+        lines += ["", f"run it: python -m recipes.pretrain --layout {best.run.layout}"]
+    return lines
+
+
+_UNBUILT = tuple(axis for axis in MESH_AXES if axis not in BUILT_AXES)
+
+
+def _row(plan: Estimate) -> str:
+    return (
+        f"  {milliseconds(plan.step_s):>8}  MFU {plan.mfu:5.1%}  "
+        f"{gigabytes(plan.memory.total_bytes):>8}  {plan.run.layout}"
+    )

@@ -131,7 +131,12 @@ def estimate(
     layout = layout.resolve(cluster.num_devices)
     seq = seq or workload.seq
     problems = layout_problems(
-        workload, layout, global_batch=global_batch, seq=seq, stage_blocks=stage_blocks
+        workload,
+        layout,
+        global_batch=global_batch,
+        seq=seq,
+        stage_blocks=stage_blocks,
+        execution=execution,
     )
     for problem in problems:
         raise InputError(f"layout {str(layout)!r}: {problem.message}")

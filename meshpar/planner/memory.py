@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
+from meshpar.chunk_bytes import SCORE_BYTES
 from meshpar.layout import STAGE_REMATS
 from meshpar.planner.activations import (
     everything_bytes,
@@ -13,12 +15,6 @@ from meshpar.planner.activations import (
 from meshpar.planner.block_time import block_parameters
 from meshpar.planner.pipeline_time import in_flight, lock_step
 from meshpar.planner.run import Run
-
-LOGITS_BYTES = 512 * 2**20
-"""Most bytes of fp32 logits at a time (`meshpar.parallel.head_loss`)."""
-
-SCORE_BYTES = 256 * 2**20
-"""Most bytes of fp32 scores at a time (`models.layers.causal_attention`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,19 +76,41 @@ class Memory:
 
 def memory_of(run: Run) -> Memory:
     """The memory of the rank that needs most."""
-    return max(rank_memories(run), key=lambda memory: memory.total_bytes)
+    held = _chunks_held(run)
+    fullest: dict[tuple, int] = {}
+    for rank, count in enumerate(held):
+        # Of ranks with the same blocks, the one that holds most.
+        own = _ends_of(run, rank), tuple(_blocks_by_kind(run, rank))
+        if count > held[fullest.setdefault(own, rank)]:
+            fullest[own] = rank
+    found = [rank_memory(run, rank, held[rank]) for rank in fullest.values()]
+    return max(found, key=lambda memory: memory.total_bytes)
 
 
 def rank_memories(run: Run) -> list[Memory]:
     """The memory of every rank of `stage`."""
+    held = _chunks_held(run)
+    return [rank_memory(run, rank, count) for rank, count in enumerate(held)]
+
+
+def _chunks_held(run: Run) -> tuple[int, ...]:
+    """Microbatches times chunks that each rank holds."""
+    if run.chunks_held is not None:
+        return run.chunks_held
     layout = run.layout
-    count = lock_step if run.execution.lock_step else in_flight
-    held = count(layout.schedule, layout.stage, layout.microbatches, layout.chunks)
-    chunks_held = held.in_flight if run.execution.lock_step else held
-    return [_rank(run, rank, chunks) for rank, chunks in enumerate(chunks_held)]
+    sizes = (layout.schedule, layout.stage, layout.microbatches, layout.chunks)
+    return lock_step(*sizes).in_flight if run.execution.lock_step else in_flight(*sizes)
 
 
-def _rank(run: Run, rank: int, chunks_held: int) -> Memory:
+def _ends_of(run: Run, rank: int) -> tuple[bool, bool]:
+    """Whether a rank has the embedding and the head: what tells ranks apart."""
+    if run.execution.shared_ends:
+        return True, True
+    return rank == 0, rank == run.layout.stage - 1
+
+
+def rank_memory(run: Run, rank: int, chunks_held: float) -> Memory:
+    """The memory of one rank that holds so many microbatches times chunks."""
     execution, layout = run.execution, run.layout
     parameters = rank_parameters(run, rank)
     shares = {
@@ -101,7 +119,9 @@ def _rank(run: Run, rank: int, chunks_held: int) -> Memory:
     }
     in_flight = chunks_held / layout.chunks
     layers = [layer for chunk in run.blocks_of_rank(rank) for layer in chunk]
-    kept = sum(kept_bytes(run, moe=run.workload.is_moe(layer)) for layer in layers)
+    kept = sum(
+        count * kept_bytes(run, moe=moe) for moe, count in _blocks_by_kind(run, rank)
+    )
     if layout.remat in STAGE_REMATS:
         kept = stage_input_bytes(run) * layout.chunks
     boundary = _boundary_bytes(run)
@@ -142,19 +162,32 @@ def stored_bytes(run: Run) -> tuple[int, int]:
 
 def rank_parameters(run: Run, rank: int) -> float:
     """Parameters of one rank's devices, split over `tensor` and `expert` alone."""
-    layers = [layer for chunk in run.blocks_of_rank(rank) for layer in chunk]
     blocks = sum(
-        block_parameters(run, moe=run.workload.is_moe(layer)) for layer in layers
+        count * block_parameters(run, moe=moe)
+        for moe, count in _blocks_by_kind(run, rank)
     )
     return blocks + end_parameters(run, rank)
+
+
+def _blocks_by_kind(run: Run, rank: int) -> Iterator[tuple[bool, int]]:
+    """Whether blocks have routed experts, and how many of one rank's do or do not."""
+    chunks = run.blocks_of_rank(rank)
+    total = sum(map(len, chunks))
+    if not run.workload.experts:
+        moe = 0
+    else:
+        moe = sum(run.workload.is_moe(layer) for chunk in chunks for layer in chunk)
+    return (
+        (kind, count) for kind, count in ((False, total - moe), (True, moe)) if count
+    )
 
 
 def routed_parameters(run: Run, rank: int) -> float:
     """Those of them that belong to this device's experts."""
     workload, layout = run.workload, run.layout
-    layers = [layer for chunk in run.blocks_of_rank(rank) for layer in chunk]
     routed = sum(
-        workload.expert_parameters(moe=workload.is_moe(layer)) for layer in layers
+        count * workload.expert_parameters(moe=moe)
+        for moe, count in _blocks_by_kind(run, rank)
     )
     return routed / layout.expert / layout.tensor
 
@@ -185,8 +218,8 @@ def _logit_bytes(run: Run) -> float:
     if run.execution.shared_ends:
         tokens /= run.layout.stage
     values = tokens * run.workload.vocab / run.layout.tensor
-    if not run.execution.eager:
-        values = min(values, LOGITS_BYTES / 4)
+    if not run.execution.eager and run.workload.logits_bytes:
+        values = min(values, run.workload.logits_bytes / 4)
     table = 0.0
     if not run.execution.eager and not run.layout.is_pipelined:
         # The gradient of the head's table, whole until the loss is done.

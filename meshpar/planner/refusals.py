@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from meshpar.errors import InputError
 from meshpar.layout import BY_COST, Layout
+from meshpar.planner.execution import MESHPAR, Execution
 from meshpar.planner.run import blocks_by_cost, even_blocks
 from meshpar.planner.workload import Workload
 from meshpar.schedules import CHUNKED, SCHEDULES
@@ -33,8 +35,18 @@ def layout_problems(
     global_batch: int,
     seq: int,
     stage_blocks: tuple[int, ...] | None = None,
+    execution: Execution = MESHPAR,
 ) -> list[Problem]:
-    """Every reason why `workload` cannot be laid out so; empty if it can."""
+    """Every reason why `workload` cannot be laid out so; empty if it can.
+
+    Args:
+        workload: What is trained.
+        layout: How it lies.
+        global_batch: Sequences in a step.
+        seq: Tokens of one.
+        stage_blocks: Blocks of every stage, where the layout cannot say it.
+        execution: The program that runs it; ours splits evenly or not at all.
+    """
     if global_batch < 1 or seq < 1:
         return [
             Problem(
@@ -48,6 +60,7 @@ def layout_problems(
         *_context(workload, layout, seq),
         *_expert(workload, layout),
         *_stage(workload, layout, stage_blocks),
+        *(() if execution.eager else _uneven(workload, layout)),
     ]
 
 
@@ -90,6 +103,27 @@ def _tensor(workload: Workload, layout: Layout, seq: int) -> Iterator[Problem]:
             "sequence_parallel",
             f"{seq} tokens do not divide over tensor={tensor} x context="
             f"{layout.context}; change the sequence, or leave sequence_parallel out",
+        )
+
+
+def _uneven(workload: Workload, layout: Layout) -> Iterator[Problem]:
+    """What our rules split, and cannot split evenly (`meshpar.rule_presets`)."""
+    sizes = {"kv_heads": workload.kv_heads, "vocab": workload.vocab}
+    if workload.kv_lora_rank:
+        sizes.pop("kv_heads")  # latent attention has as many as heads
+    for name, size in sizes.items():
+        if size % layout.tensor:
+            yield Problem(
+                "tensor",
+                f"{name}={size} does not divide over tensor={layout.tensor}; choose a "
+                "divisor",
+            )
+    shards = math.prod(layout.mesh_shape[axis] for axis in layout.split_axes)
+    if workload.hidden % shards:
+        yield Problem(
+            "zero",
+            f"hidden={workload.hidden} does not divide over the {shards} devices of "
+            f"{' x '.join(layout.split_axes)}; choose a divisor",
         )
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 from meshpar.layout import Layout
 from meshpar.planner.execution import Execution
@@ -28,6 +29,8 @@ class Run:
         global_batch: Sequences in a step.
         seq: Tokens of one.
         stage_blocks: Blocks of every stage, chunk by chunk in order of the stages.
+        chunks_held: Microbatches times chunks that each rank holds at most; None where
+            the layout's schedule says it.
     """
 
     workload: Workload
@@ -37,6 +40,7 @@ class Run:
     global_batch: int
     seq: int
     stage_blocks: tuple[int, ...]
+    chunks_held: tuple[int, ...] | None = None
 
     @property
     def replicas(self) -> int:
@@ -99,11 +103,15 @@ class Run:
 
     def blocks_of_rank(self, rank: int) -> tuple[range, ...]:
         """Layers of each chunk of one rank."""
-        starts = [sum(self.stage_blocks[:n]) for n in range(len(self.stage_blocks))]
+        ends, each = self._last_blocks, self.stage_blocks
         return tuple(
-            range(starts[stage], starts[stage] + self.stage_blocks[stage])
-            for stage in range(rank, len(self.stage_blocks), self.layout.stage)
+            range(ends[stage] - each[stage], ends[stage])
+            for stage in range(rank, len(each), self.layout.stage)
         )
+
+    @cached_property
+    def _last_blocks(self) -> tuple[int, ...]:
+        return tuple(accumulate(self.stage_blocks))
 
     @property
     def num_stages(self) -> int:

@@ -1,0 +1,178 @@
+"""Plans compiled for their machine, which need not be there: predicted, and found."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import optax
+
+from meshpar.audit.report import audit
+from meshpar.audit.targets import Target, TargetError
+from meshpar.cli.parsing import model_of
+from meshpar.errors import InputError
+from meshpar.mesh import absent_mesh
+from meshpar.model import Model, batch_shapes
+from meshpar.planner.estimate import Estimate
+from meshpar.planner.hardware import Cluster
+from meshpar.planner.shapes import SHAPES
+from meshpar.train.make_step import make_train_step
+from meshpar.train.refusals import layout_refusals
+
+_CHIPS = {
+    "a100-80gb": "a100",
+    "h100-80gb": "h100",
+    "h800-80gb": "h100",  # the same chip with slower links
+    "h200-141gb": "h200",
+    "b200-180gb": "b200",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Confirmed:
+    """One plan, as predicted and as compiled.
+
+    Args:
+        layout, target: What was compiled for what.
+        problem: Why it was not; empty if it was.
+        predicted_bytes, compiled_bytes: Memory of a device.
+        collectives: Mesh axes -> bytes that a device sends, predicted and compiled.
+        compile_s: Seconds that it took.
+    """
+
+    layout: str
+    target: str
+    problem: str = ""
+    predicted_bytes: float = 0.0
+    compiled_bytes: float = 0.0
+    collectives: dict[tuple[str, ...], tuple[float, float]] = field(
+        default_factory=dict
+    )
+    compile_s: float = 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        """One entry of what `meshpar plan --json` prints."""
+        return {
+            "layout": self.layout,
+            "target": self.target,
+            "problem": self.problem,
+            "predicted_bytes": round(self.predicted_bytes),
+            "compiled_bytes": round(self.compiled_bytes),
+            "collectives": [
+                {
+                    "mesh_axes": list(axes),
+                    "predicted_bytes": round(predicted),
+                    "compiled_bytes": round(compiled),
+                }
+                for axes, (predicted, compiled) in self.collectives.items()
+            ],
+            "compile_s": self.compile_s,
+        }
+
+    def rows(self) -> list[tuple[str, str, str, str]]:
+        """What, predicted, compiled, and how far apart."""
+        pairs = {"memory": (self.predicted_bytes, self.compiled_bytes)}
+        pairs |= {f"sent over {'+'.join(axes)}": of for axes, of in self._by_size()}
+        if self.problem:
+            return [("problem", self.problem, "", "")]
+        return [
+            (name, f"{predicted:,.0f}", f"{compiled:,.0f}", _apart(predicted, compiled))
+            for name, (predicted, compiled) in pairs.items()
+        ]
+
+    def _by_size(self) -> list[tuple[tuple[str, ...], tuple[float, float]]]:
+        return sorted(self.collectives.items(), key=lambda item: -max(item[1]))
+
+    def lines(self) -> list[str]:
+        """The same as text."""
+        head = f"{self.layout} compiled for {self.target} in {self.compile_s:.0f} s"
+        if self.problem:
+            return [f"{self.layout} for {self.target}: {self.problem}"]
+        lines = [head, f"  {'bytes of a device':<28}{'predicted':>20}{'compiled':>20}"]
+        return lines + [
+            f"  {name:<28}{predicted:>20}{compiled:>20}  {apart}"
+            for name, predicted, compiled, apart in self.rows()
+        ]
+
+
+def confirm(args: argparse.Namespace, plans: Sequence[Estimate]) -> list[Confirmed]:
+    """Compiles each plan; one that cannot be says why.
+
+    Raises:
+        InputError: The machine is none that can be compiled for, or there is no such
+            model to compile.
+    """
+    target = target_of(plans[0].run.cluster)
+    jax.config.update("jax_platforms", "cpu")  # This process only traces.
+    model = _model(args)
+    return [_confirm(model, target, plan) for plan in plans]
+
+
+def target_of(cluster: Cluster) -> Target:
+    """What `meshpar audit --target` calls the cluster.
+
+    Raises:
+        InputError: It is none that can be compiled for.
+    """
+    name = cluster.device.name
+    if cluster.torus and cluster.hosts == 1 and name.startswith("tpu-"):
+        sizes = "x".join(map(str, cluster.torus))
+        return Target.parse(f"tpu:{name.removeprefix('tpu-')}:{sizes}")
+    if name in _CHIPS:
+        sizes = f"{cluster.hosts}x{cluster.devices_per_host}"
+        return Target.parse(f"gpu:{_CHIPS[name]}:{sizes}")
+    raise InputError(
+        f"--confirm cannot compile for {cluster.text}; leave it out, or plan for one "
+        f"slice of a TPU or for {', '.join(_CHIPS)}"
+    )
+
+
+def _model(args: argparse.Namespace) -> Model:
+    """The model itself, of the options that gave its sizes."""
+    preset, sizes = args.preset, args.model
+    if sizes in SHAPES:
+        preset, sizes = sizes, None
+    if args.vocab is not None and not re.search(r"\.json$", sizes or ""):
+        sizes = ",".join(part for part in (sizes, f"vocab={args.vocab}") if part)
+    chosen = argparse.Namespace(
+        preset=preset, model=sizes, model_from="models.presets:build"
+    )
+    return model_of(chosen)
+
+
+def _confirm(model: Model, target: Target, plan: Estimate) -> Confirmed:
+    layout, run = plan.run.layout, plan.run
+    names = {"layout": str(layout), "target": str(target)}
+    for refusal in layout_refusals(layout).values():
+        return Confirmed(**names, problem=refusal)
+    step = make_train_step(
+        model, optax.adamw(1e-3), layout, mesh=absent_mesh(layout), max_grad_norm=1.0
+    )
+    try:
+        report = audit(step, batch_shapes(run.global_batch, run.seq), target=target)
+    except TargetError as error:
+        return Confirmed(**names, problem=str(error))
+    if report.memory is None:
+        return Confirmed(**names, problem=report.problem)
+    sent: dict[tuple[str, ...], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for collective in plan.collectives:
+        sent[collective.mesh_axes][0] += collective.wire_bytes
+    for row in report.rows:
+        found = row.collective
+        sent[found.mesh_axes][1] += found.wire_bytes * found.executions
+    return Confirmed(
+        **names,
+        predicted_bytes=plan.memory.total_bytes,
+        compiled_bytes=report.memory.peak_bytes,
+        collectives={axes: (one, two) for axes, (one, two) in sent.items()},
+        compile_s=report.compile_s,
+    )
+
+
+def _apart(predicted: float, compiled: float) -> str:
+    return f"{predicted / compiled - 1:+.1%}" if compiled else "not compiled"

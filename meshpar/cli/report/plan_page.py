@@ -1,0 +1,99 @@
+"""The report of `meshpar plan --html`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from meshpar.cli.report.page import heading, page, paragraph, table
+from meshpar.cli.report.scatter import Points, scatter
+from meshpar.planner.estimate import Estimate, gigabytes, milliseconds
+from meshpar.planner.explain import explain
+from meshpar.planner.search import SearchResult
+from meshpar.planner.sensitivity import sensitivities
+
+if TYPE_CHECKING:  # It needs jax, which the page does not.
+    from meshpar.cli.confirm import Confirmed
+
+
+def plan_page(found: SearchResult, confirmed: Sequence[Confirmed] = ()) -> str:
+    """The file's text, of a search that found plans."""
+    best = found.plans[0]
+    run = best.run
+    title = f"{run.workload.name} on {run.cluster.text}"
+    parts = [
+        paragraph(
+            f"{found.considered_count:,} layouts considered in {found.seconds:.1f} s; "
+            f"{found.rejected_count:,} rejected. {run.global_batch} sequences of "
+            f"{run.seq} tokens a step."
+        ),
+        *(paragraph(note) for note in found.notes),
+        heading("Plans, fastest first"),
+        _plans(found.plans),
+        heading("Time against memory"),
+        _plot(found),
+        _plans(found.front),
+        heading("The first plan"),
+        *(paragraph(line.strip()) for line in explain(best)),
+        *(paragraph(change.text) for change in sensitivities(best)),
+        heading("Rejected, such as"),
+        table(
+            ["layout", "reason"],
+            [(str(other.layout), other.reason) for other in found.rejected],
+        ),
+    ]
+    if confirmed:
+        parts += [heading("Predicted against compiled"), *_confirmed(confirmed)]
+    return page(title, parts)
+
+
+def _plans(plans: Iterable[Estimate]) -> str:
+    return table(
+        ["layout", "step", "MFU", "memory", "computing", "bubble", "exposed"],
+        [
+            (
+                str(plan.run.layout),
+                milliseconds(plan.step_s),
+                f"{plan.mfu:.1%}",
+                gigabytes(plan.memory.total_bytes),
+                milliseconds(plan.time.compute_s),
+                milliseconds(plan.time.bubble_s),
+                ", ".join(
+                    f"{axis} {milliseconds(seconds)}"
+                    for axis, seconds in plan.time.exposed_s.items()
+                ),
+            )
+            for plan in plans
+        ],
+    )
+
+
+def _plot(found: SearchResult) -> str:
+    capacity = found.capacity_bytes
+    return scatter(
+        [
+            Points(name="plans", color="#06c", points=_points(found.plans)),
+            Points(
+                name="no other is both faster and smaller",
+                color="#c60",
+                points=_points(found.front),
+                joined=True,
+            ),
+        ],
+        x_label="seconds a step",
+        y_label="GB of a device",
+        limit=(capacity / 1e9, f"memory {gigabytes(capacity)}"),
+    )
+
+
+def _points(plans: Iterable[Estimate]) -> list[tuple[float, float, str]]:
+    return [
+        (plan.step_s, plan.memory.total_bytes / 1e9, str(plan.run.layout))
+        for plan in plans
+    ]
+
+
+def _confirmed(confirmed: Sequence[Confirmed]) -> Iterable[str]:
+    for one in confirmed:
+        yield paragraph(f"{one.layout} for {one.target}")
+        yield table(["what", "predicted", "compiled", "difference"], one.rows())

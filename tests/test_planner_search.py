@@ -1,0 +1,304 @@
+"""Search: bounds settle nothing that estimates would not; every no has its why."""
+
+import optax
+import pytest
+
+from meshpar import InputError, absent_mesh, lint, make_train_step
+from meshpar.layout import Layout
+from meshpar.planner.bounds import Bounds, held_microbatches
+from meshpar.planner.clusters import cluster_of
+from meshpar.planner.constraints import Constraints
+from meshpar.planner.estimate import estimate
+from meshpar.planner.execution import EXECUTIONS, MESHPAR
+from meshpar.planner.memory import memory_of
+from meshpar.planner.nearest_fit import nearest_fit
+from meshpar.planner.pipeline_time import in_flight, lock_step
+from meshpar.planner.refusals import layout_problems
+from meshpar.planner.rejection import too_slow
+from meshpar.planner.search import Request, possible_meshes, search
+from meshpar.planner.sensitivity import sensitivities
+from meshpar.planner.shapes import SHAPES, workload_of
+from meshpar.planner.space import (
+    BUILT_AXES,
+    Variant,
+    choices_of,
+    mesh_layouts,
+)
+from meshpar.planner.step_time import step_time
+from meshpar.train.refusals import layout_refusals
+from models.presets import build
+
+EIGHT = cluster_of("h100-80gb", devices=8)
+MOE = workload_of(
+    "layers=6,hidden=1024,heads=16,vocab=32000,gated=true,experts=8,top_k=2,"
+    "expert_ffn=2048,dense_layers=1"
+)
+
+
+def request(**changes):
+    given = {
+        "workload": SHAPES["llama3-8b"],
+        "cluster": EIGHT,
+        "global_batch": 16,
+        "seq": 8192,
+        **changes,
+    }
+    return Request(**given)
+
+
+def all_runs(asked):
+    """Every layout of the space, as a run."""
+    bounds, like = Bounds(asked.run), asked.run
+    size = {"global_batch": like.global_batch, "seq": like.seq}
+    for mesh in mesh_layouts(like.cluster.num_devices, asked.constraints):
+        plain = Layout(**mesh.mesh_shape)
+        program = {"execution": like.execution}
+        if layout_problems(like.workload, plain, **size, **program):
+            continue
+        choices = choices_of(like.workload, mesh, asked.constraints, **size)
+        for variant in choices.variants():
+            yield mesh, choices, variant, bounds.run(mesh, variant)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        request(constraints=Constraints.of(forbid=["data"])),
+        request(
+            workload=MOE,
+            cluster=cluster_of("h100-80gb", devices=16),
+            seq=1024,
+            constraints=Constraints.of(keep=["data=1"], planned=True),
+        ),
+    ],
+    ids=["dense", "experts"],
+)
+def test_bounds_are_below_the_estimate_of_every_layout(asked):
+    bounds, count = Bounds(asked.run), 0
+    for mesh, choices, variant, run in all_runs(asked):
+        if count % 7 == 0:
+            step_s = step_time(run).step_s * (1 + 1e-9)
+            memory_bytes = memory_of(run).total_bytes * (1 + 1e-9)
+            for some in opened(choices, variant):
+                bound = bounds.of_choices(mesh, some)
+                assert bound.step_s <= step_s, (run.layout, some)
+                assert bound.memory_bytes <= memory_bytes, (run.layout, some)
+            assert bounds.memory_bytes(run) <= memory_bytes, run.layout
+        count += 1
+    assert count > 300
+
+
+def opened(choices, variant):
+    """The choices, and their parts down to that variant alone."""
+    yield choices
+    while choices.count > 1:
+        choices = next(
+            part for part in choices.parts() if variant in tuple(part.variants())
+        )
+        yield choices
+
+
+def test_search_finds_what_estimating_everything_finds():
+    asked = request(constraints=Constraints.of(forbid=["data"], keep=["chunks=1"]))
+    found = search(asked, num_plans=5)
+    capacity = asked.cluster.device.memory_bytes
+    every = [
+        (step_time(run).step_s, memory_of(run).total_bytes, str(run.layout))
+        for *_, run in all_runs(asked)
+    ]
+    fitting = sorted(point for point in every if point[1] <= capacity)
+    assert [plan.step_s for plan in found.plans] == pytest.approx(
+        [step_s for step_s, *_ in fitting[:5]]
+    )
+    reach_s = max(1.5 * fitting[0][0], fitting[4][0])
+    front, least = [], float("inf")
+    for step_s, memory_bytes, _ in fitting:
+        if memory_bytes < least and step_s <= reach_s:
+            front.append((step_s, memory_bytes))
+            least = memory_bytes
+    assert [(one.step_s, one.memory.total_bytes) for one in found.front] == front
+    refused = possible_meshes(asked, Bounds(asked.run))[1]
+    assert found.considered_count == len(every) + len(refused)
+    shown = {str(one.run.layout) for one in (*found.plans, *found.front)}
+    assert found.rejected_count == found.considered_count - len(shown)
+
+
+@pytest.mark.parametrize("lock", [True, False])
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    "schedule, chunks",
+    [("1f1b", 1), ("gpipe", 1), ("interleaved_1f1b", 2), ("looped_bfs", 4)],
+)
+def test_no_schedule_holds_fewer_microbatches_than_the_bound(
+    lock, ranks, schedule, chunks
+):
+    for count in (1, 2, 3, 5, 8, 16, 21):
+        variant = Variant(count, schedule, chunks, 3, "step", False, "none")
+        if ranks == 1:
+            assert held_microbatches(1, variant, lock_step=lock) == 1
+            continue
+        found = (
+            lock_step(schedule, ranks, count, chunks).in_flight
+            if lock
+            else in_flight(schedule, ranks, count, chunks)
+        )
+        least = held_microbatches(ranks, variant, lock_step=lock)
+        assert least <= max(found) / chunks
+
+
+def test_plans_are_layouts_that_the_step_takes_and_the_text_form_holds():
+    found = search(request())
+    for plan in (*found.plans, *found.front):
+        line = str(plan.run.layout)
+        assert Layout.parse(line) == plan.run.layout
+        assert layout_refusals(plan.run.layout) == {}
+        assert plan.fits
+        again = estimate(SHAPES["llama3-8b"], EIGHT, line, global_batch=16, seq=8192)
+        assert again.step_s == plan.step_s
+    times = [plan.step_s for plan in found.plans]
+    assert times == sorted(times) and found.notes == ()
+
+
+@pytest.mark.parametrize(
+    "preset, kept",
+    [("tiny", []), ("tiny-gpt2", ["chunks=1"]), ("test", ["microbatches=2"])],
+)
+def test_no_layout_of_the_space_is_refused_by_the_step_or_the_lint(preset, kept):
+    asked = request(
+        workload=SHAPES[preset], seq=64, constraints=Constraints.of(keep=kept)
+    )
+    model, linted = build(preset), set()
+    for _, _, _, run in all_runs(asked):
+        layout = run.layout
+        assert layout_refusals(layout) == {}, layout
+        shape = (*layout.mesh_shape.values(), layout.split_axes)
+        if shape not in linted:
+            linted.add(shape)
+            make_train_step(model, optax.adam(1e-3), layout, mesh=absent_mesh(layout))
+            found = lint(model, layout, global_batch=16, seq=64)
+            assert found.findings == (), (layout, found.findings)
+    assert len(linted) > 10
+
+
+def test_every_rejected_layout_has_a_reason_with_both_numbers():
+    found = search(request())
+    reasons = {str(other.layout): other.reason for other in found.rejected}
+    too_large = [reason for reason in reasons.values() if "> 80 GB" in reason]
+    too_slow = [reason for reason in reasons.values() if "a step takes" in reason]
+    assert too_large and too_slow
+    assert all(" s > " in reason or " ms > " in reason for reason in too_slow)
+    reason = reasons["fsdp=8,precision=bf16"]
+    assert reason.startswith("activations ")
+    assert reason.endswith(" > 80 GB: 1 microbatch of 2 in flight with remat=none")
+    assert len(reasons) == len(found.rejected) > 10
+
+
+def test_tensor_over_several_hosts_says_what_that_exposes():
+    kept = Constraints.of(keep=["tensor=16,remat=full"])
+    model = {"workload": SHAPES["llama2-7b"], "seq": 4096}  # 32 heads for each of KV
+    asked = request(
+        cluster=cluster_of("h100-80gb", devices=16), constraints=kept, **model
+    )
+    slow = search(asked).plans[0]
+    fast = search(request(cluster=asked.cluster, **model)).plans
+    assert slow.step_s > fast[-1].step_s
+    reason = too_slow(slow, fast[-1])
+    assert reason.startswith("tensor=16 crosses hosts: ") and " exposed against" in (
+        reason
+    )
+
+
+def test_what_is_kept_and_forbidden_holds_for_every_plan():
+    kept = ["tensor=2,remat=full", "microbatches=4"]
+    constraints = Constraints.of(keep=kept, forbid=["fsdp"], max_memory_bytes=60e9)
+    found = search(request(constraints=constraints))
+    assert found.plans
+    for plan in found.plans:
+        layout = plan.run.layout
+        assert (layout.tensor, layout.remat, layout.microbatches) == (2, "full", 4)
+        assert layout.fsdp == 1 and plan.memory.total_bytes <= 60e9
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        ({"keep": ["tensors=2"]}, "no key 'tensors'; did you mean 'tensor'"),
+        ({"keep": ["tensor=2", "tensor=4"]}, "tensor is kept at both 2 and 4"),
+        ({"keep": ["tensor=2"], "forbid": ["tensor"]}, "leave one of them out"),
+        ({"forbid": ["tenser"]}, "'tenser' is no mesh axis; did you mean 'tensor'"),
+        ({"keep": ["splits=4/4"]}, "cannot keep splits"),
+        ({"max_memory_bytes": 0.0}, "must be above 0"),
+    ],
+)
+def test_constraints_that_make_no_sense_are_refused(given, words):
+    with pytest.raises(InputError, match=words):
+        Constraints.of(**given)
+
+
+def test_sizes_that_do_not_divide_the_devices_are_refused():
+    with pytest.raises(InputError, match="no layout of 8 devices has tensor=3"):
+        search(request(constraints=Constraints.of(keep=["tensor=3"])))
+
+
+def test_planned_axes_are_used_only_when_asked_for_and_the_result_says_so():
+    asked = request(workload=MOE, seq=1024)
+    built = search(asked)
+    assert "does not lay out" not in " ".join(built.notes)
+    assert "--axes planned" in built.notes[0]
+    for plan in built.plans:
+        assert plan.run.layout.expert == plan.run.layout.context == 1
+    planned = search(
+        request(workload=MOE, seq=1024, constraints=Constraints(planned=True))
+    )
+    assert planned.considered_count > built.considered_count
+    assert "make_train_step does not lay out yet" in planned.notes[0]
+    assert set(BUILT_AXES) < set(Layout().mesh_shape)
+
+
+def test_axes_called_built_are_those_that_the_step_takes():
+    for axis in Layout().mesh_shape:
+        refused = axis in layout_refusals(Layout(**{axis: 2}))
+        assert refused == (axis not in BUILT_AXES)
+
+
+def test_where_nothing_fits_the_nearest_change_does():
+    asked = request(
+        workload=SHAPES["llama3-70b"],
+        cluster=cluster_of("h100-80gb", devices=16),
+        constraints=Constraints.of(keep=["remat=none"], forbid=["fsdp"]),
+    )
+    assert search(asked).plans == ()
+    why, changes = nearest_fit(asked)
+    assert "nothing fits in 80 GB; the smallest layout is " in why
+    texts = {change.text: change.layout for change in changes}
+    assert "fits with remat=full instead of none" in texts
+    assert "fits with 2x devices (32)" in texts
+    layout = texts["fits with remat=full instead of none"]
+    fits = estimate(asked.workload, asked.cluster, layout, global_batch=16, seq=8192)
+    assert fits.fits
+    twice = cluster_of("h100-80gb", devices=32)
+    layout = texts["fits with 2x devices (32)"]
+    assert estimate(asked.workload, twice, layout, global_batch=16, seq=8192).fits
+
+
+def test_a_faster_network_helps_what_waits_for_it():
+    many = cluster_of("h100-80gb", devices=64)
+    waits = estimate(
+        SHAPES["llama3-8b"],
+        many,
+        "fsdp=8,tensor=8,precision=bf16",
+        global_batch=8,
+        seq=1024,
+    )
+    found = {change.change: change for change in sensitivities(waits)}
+    assert found["network"].faster > 0.2
+    assert found["network"].text.startswith("twice the network: ")
+    alone = search(request()).plans[0]
+    alone = {change.change: change for change in sensitivities(alone)}
+    assert alone["network"].faster == 0.0
+
+
+@pytest.mark.parametrize("name", sorted(EXECUTIONS))
+def test_programs_of_others_are_planned_too(name):
+    found = search(request(execution=EXECUTIONS[name]), num_plans=2)
+    assert len(found.plans) == 2 or name == MESHPAR.name
