@@ -165,18 +165,21 @@ class Block:
         self, shard: Any, x: jax.Array, layer: jax.Array, inputs: _Inputs
     ) -> tuple[jax.Array, Sums]:
         weights, gathered = self._gather(shard, x)
-        return self._call(weights, follow(x, gathered), {**inputs, "layer": layer})
+        scope_inputs = {**inputs, "layer": layer}
+        found = self._call(weights, follow(x, gathered), scope_inputs)
+        return self._passed_on(found, x, layer)
 
     def forward_keeping(
         self, shard: Any, x: jax.Array, layer: jax.Array, inputs: _Inputs
     ) -> tuple[tuple[jax.Array, Sums], Residuals]:
         weights, gathered = self._gather(shard, x)
         scope_inputs = {**inputs, "layer": layer}
-        return vjp_without(
+        found, residuals = vjp_without(
             lambda weights, x: self._call(weights, x, scope_inputs),
             (weights, follow(x, gathered)),
             known=(weights, scope_inputs),
         )
+        return self._passed_on(found, x, layer), residuals
 
     def backward(
         self,
@@ -194,7 +197,7 @@ class Block:
             name: jnp.float32(coefficient * of_loss)
             for name, coefficient in self.auxiliary.items()
         }
-        gradients, dx = vjp((follow(dx, gathered), of_sums))
+        gradients, dx = self._cut(vjp((follow(dx, gathered), of_sums)), dx, layer)
         earlier = zero_from_all(self._stored, gradients) if self._in_order else None
         gradients, scattered = reduce_scatter(
             self._stored,
@@ -225,11 +228,29 @@ class Block:
                 f"a block maps {x.dtype}{x.shape} to {y.dtype}{y.shape}; blocks must "
                 "keep shape and dtype, so that they can follow one another"
             )
+        return y, sums
+
+    def _passed_on(
+        self, found: tuple[jax.Array, Sums], x: jax.Array, layer: jax.Array
+    ) -> tuple[jax.Array, Sums]:
+        """A block's result, or its `x` where there is no block."""
         if not self._padded:
-            return y, sums
-        here = scope_inputs["layer"] >= 0
+            return found
+        # Outside what is differentiated: `jnp.where` masks a NaN forward, not its
+        # gradient, and a block's gradient may be NaN where all its weights are 0.
+        (y, sums), here = found, layer >= 0
         sums = jax.tree.map(lambda value: jnp.where(here, value, 0), sums)
         return jnp.where(here, y, x), sums
+
+    def _cut(
+        self, found: tuple[Any, jax.Array], dy: jax.Array, layer: jax.Array
+    ) -> tuple[Any, jax.Array]:
+        """Gradients of weights and `x`; zeros and `dy` where there is no block."""
+        if not self._padded:
+            return found
+        (gradients, dx), here = found, layer >= 0
+        gradients = jax.tree.map(lambda value: jnp.where(here, value, 0), gradients)
+        return gradients, jnp.where(here, dx, dy)
 
 
 def _over_layers(sums: Sums) -> Sums:
