@@ -163,6 +163,7 @@ class Placement:
         group_gradients: list[Params],
         *,
         after: jax.Array | None = None,
+        scale: jax.Array | None = None,
     ) -> Params:
         """Gradients summed over the batch axes and `stage`, laid out as states.
 
@@ -170,6 +171,7 @@ class Placement:
             end_gradients: Of the ends, from `scatter_ends`.
             group_gradients: Of each group of blocks, as the loop adds them up.
             after: A number that must be known first, where collectives are in order.
+            scale: What the sums are multiplied by.
         """
         stored_ends, stored_groups = self.model.split(self.stored)
         in_order, earlier = self.in_order, None
@@ -200,6 +202,8 @@ class Placement:
             earlier=earlier,
             in_order=in_order,
         )
+        if scale is not None:
+            return scaled(summed, scale, self.gradient_dtype)
         return jax.tree.map(lambda x: x.astype(self.gradient_dtype), summed)
 
     def sum_losses(self, values: Any, mesh_axes: tuple[str, ...] = BATCH_AXES) -> Any:
@@ -293,3 +297,17 @@ def dropout_key(seed: jax.Array, step: jax.Array) -> jax.Array:
 def safe_inverse(weight_sum: jax.Array) -> jax.Array:
     """1 / `weight_sum`, or 0 where no token counts."""
     return jnp.where(weight_sum > 0, 1 / jnp.where(weight_sum > 0, weight_sum, 1), 0.0)
+
+
+def scaled(tree: Any, scale: jax.Array, dtype: Any = None) -> Any:
+    """Every array times an fp32 `scale`, rounded once.
+
+    A scale rounded to an array's own few bits would move all its values one way.
+
+    Args:
+        tree: Arrays.
+        scale: A scalar.
+        dtype: Of the result; each array's own when absent.
+    """
+    wide = scale.astype(jnp.float32)
+    return jax.tree.map(lambda x: (x * wide).astype(dtype or x.dtype), tree)

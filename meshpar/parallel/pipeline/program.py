@@ -73,9 +73,8 @@ class PipelineProgram:
             loss_sum += only_group(placement.model).weighted(auxiliary)
             share = safe_inverse(weight_sum)
             blocks = [merge(found.block_gradients)]
-            summed = placement.reduce(found.end_gradients, blocks, after=loss_sum)
-            gradients = jax.tree.map(
-                lambda value: value * share.astype(value.dtype), summed
+            gradients = placement.reduce(
+                found.end_gradients, blocks, after=loss_sum, scale=share
             )
             return loss_sum * share, metrics_of(weight_sum, auxiliary), gradients
 

@@ -38,7 +38,7 @@ from meshpar.parallel.pipeline.user_functions import (
     UserMicrobatches,
     differentiable,
 )
-from meshpar.parallel.placement import safe_inverse
+from meshpar.parallel.placement import safe_inverse, scaled
 from meshpar.parallel.zero import Stored, zero_from_all
 from meshpar.schedules import tick_table
 
@@ -251,8 +251,7 @@ def _reduced(
     summed = reduce_gradients(
         stored, gradients, tuple(at_work), earlier=earlier, in_order=functions.in_order
     )
-    scaled = jax.tree.map(lambda value: value * share.astype(value.dtype), summed)
-    return loss_sum * share, *scaled
+    return loss_sum * share, *scaled(summed, share)
 
 
 def _stored(tree: Any, manual: tuple, automatic: Any, *, wide: bool = True) -> Any:
