@@ -7,7 +7,7 @@ parameter is whole for one layer at a time only, and gathered once in each pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from meshpar.collectives import Zero, follow, zero_on_parts
 from meshpar.errors import InputError
 from meshpar.model import BlockGroup
-from meshpar.parallel.remat import rematerialised
+from meshpar.parallel.remat import names_in, refuse_unknown, rematerialised
 from meshpar.parallel.residuals import Residuals, restore_vjp, vjp_without
 from meshpar.parallel.zero import (
     gather,
@@ -27,6 +27,7 @@ from meshpar.parallel.zero import (
     reduce_scatter,
     zero_from_all,
 )
+from meshpar.residual_names import is_named
 from meshpar.scope import Scope
 
 _Inputs = dict[str, Any]
@@ -131,6 +132,32 @@ def run_again(
     return run_backward(block, shards, residuals, dx, layers, inputs, totals, add)
 
 
+def check_names(
+    blocks: Sequence[tuple[Block, jax.Array, Any]], x: jax.Array, inputs: _Inputs
+) -> None:
+    """Refuses a policy of names that no block of a model gives.
+
+    Args:
+        blocks: Of each group: the block, its layers, their stacked parameters.
+        x: As for `run_blocks`, and so the next.
+        inputs: What scopes are made of.
+
+    Raises:
+        InputError: None gives them.
+    """
+    remat = blocks[0][0].remat
+    if not is_named(remat):
+        return
+    known = [
+        name
+        for block, layers, shards in blocks
+        for name in block.residual_names(
+            jax.tree.map(lambda stack: stack[0], shards), x, layers[0], inputs
+        )
+    ]
+    refuse_unknown(remat, known)
+
+
 class Block:
     """One layer, as the loops call it.
 
@@ -157,6 +184,7 @@ class Block:
     ) -> None:
         self._stored, self._padded, self._in_order = stored, padded, in_order
         self._spec = spec
+        self._run, self.remat = group.run, remat
         self._apply = rematerialised(group.run, remat)
         self.auxiliary = dict(group.auxiliary)
         self._make_scope = make_scope
@@ -207,6 +235,17 @@ class Block:
             in_order=self._in_order,
         )
         return gradients, follow(dx, scattered)
+
+    def residual_names(
+        self, shard: Any, x: jax.Array, layer: jax.Array, inputs: _Inputs
+    ) -> tuple[str, ...]:
+        """The names that the block gives to residuals; nothing is run."""
+
+        def run(shard: Any, x: jax.Array) -> tuple[jax.Array, Sums]:
+            weights, _ = self._gather(shard, x)
+            return self._run(weights, x, self._make_scope({**inputs, "layer": layer}))
+
+        return names_in(run, shard, x)
 
     def after(self, x: jax.Array, earlier: jax.Array) -> jax.Array:
         """`x`, no sooner than `earlier`, shaped alike, where that order is needed."""
