@@ -121,8 +121,8 @@ def stage_sizes(
         splits: Layers of each stage; as even as possible when absent.
 
     Raises:
-        InputError: More stages than layers, or splits that are not the stages' or do
-            not add up to the layers.
+        InputError: More stages than layers, or splits that are not the stages', are no
+            whole numbers or do not add up to the layers.
     """
     num_stages = num_ranks * chunks
     if num_stages > num_layers:
@@ -137,6 +137,11 @@ def stage_sizes(
         raise InputError(
             f"splits={shown} has {len(splits)} sizes for {num_stages} stages; "
             "give one for each stage, first to last"
+        )
+    if not all(isinstance(size, int | np.integer) for size in splits):
+        raise InputError(
+            f"splits={shown} has sizes that are no whole numbers; give the layers of "
+            "each stage as such"
         )
     if min(splits) < 1 or sum(splits) != num_layers:
         raise InputError(
