@@ -23,16 +23,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from meshpar.chunk_bytes import LOGITS_BYTES
 from meshpar.collectives import asked, follow, on_parts, zero_from
 from meshpar.errors import InputError
 from meshpar.parallel.head_chunk import Chunk, matmul
 from meshpar.rules import auto_mesh_shape, spec_axes
 from meshpar.scope import Scope
-
-LOGITS_BYTES = 512 * 2**20
-"""Most bytes of logits at a time, by default. For a vocabulary of 128k that is a chunk
-of 1,024 tokens: enough for its matmuls to be bound by arithmetic, not by the sum of
-the table's gradient that each chunk reads and writes."""
 
 _WHOLE = ("batch", "seq", "embed")
 _RESIDUAL = ("batch", "residual_seq", "embed")

@@ -38,6 +38,9 @@ from meshpar.scope import Scope
 BATCH = PartitionSpec(BATCH_AXES)
 REPLICATED = PartitionSpec()
 DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
+PARAM_DTYPES = {**DTYPES, "bf16_stochastic": jnp.bfloat16}
+"""What parameters are stored in, by the layout's `param_dtype`."""
+
 _RESIDUAL = ("batch", "residual_seq", "embed")
 
 
@@ -296,7 +299,8 @@ def dropout_key(seed: jax.Array, step: jax.Array) -> jax.Array:
 
 def safe_inverse(weight_sum: jax.Array) -> jax.Array:
     """1 / `weight_sum`, or 0 where no token counts."""
-    return jnp.where(weight_sum > 0, 1 / jnp.where(weight_sum > 0, weight_sum, 1), 0.0)
+    some = weight_sum != 0
+    return jnp.where(some, 1 / jnp.where(some, weight_sum, 1), 0.0)
 
 
 def scaled(tree: Any, scale: jax.Array, dtype: Any = None) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
+from meshpar.chunk_bytes import SCORE_BYTES
 from meshpar.layout import STAGE_REMATS
 from meshpar.planner.activations import (
     everything_bytes,
@@ -13,12 +14,6 @@ from meshpar.planner.activations import (
 from meshpar.planner.block_time import block_parameters
 from meshpar.planner.pipeline_time import in_flight, lock_step
 from meshpar.planner.run import Run
-
-LOGITS_BYTES = 512 * 2**20
-"""Most bytes of fp32 logits at a time (`meshpar.parallel.head_loss`)."""
-
-SCORE_BYTES = 256 * 2**20
-"""Most bytes of fp32 scores at a time (`models.layers.causal_attention`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,11 +80,17 @@ def memory_of(run: Run) -> Memory:
 
 def rank_memories(run: Run) -> list[Memory]:
     """The memory of every rank of `stage`."""
+    return [_rank(run, rank, chunks) for rank, chunks in enumerate(_chunks_held(run))]
+
+
+def _chunks_held(run: Run) -> tuple[int, ...]:
+    if run.chunks_held is not None:
+        return run.chunks_held
     layout = run.layout
-    count = lock_step if run.execution.lock_step else in_flight
-    held = count(layout.schedule, layout.stage, layout.microbatches, layout.chunks)
-    chunks_held = held.in_flight if run.execution.lock_step else held
-    return [_rank(run, rank, chunks) for rank, chunks in enumerate(chunks_held)]
+    sizes = (layout.schedule, layout.stage, layout.microbatches, layout.chunks)
+    if run.execution.lock_step:
+        return lock_step(*sizes).in_flight
+    return in_flight(*sizes)
 
 
 def _rank(run: Run, rank: int, chunks_held: int) -> Memory:
@@ -185,8 +186,8 @@ def _logit_bytes(run: Run) -> float:
     if run.execution.shared_ends:
         tokens /= run.layout.stage
     values = tokens * run.workload.vocab / run.layout.tensor
-    if not run.execution.eager:
-        values = min(values, LOGITS_BYTES / 4)
+    if not run.execution.eager and run.workload.logits_bytes:
+        values = min(values, run.workload.logits_bytes / 4)
     table = 0.0
     if not run.execution.eager and not run.layout.is_pipelined:
         # The gradient of the head's table, whole until the loss is done.

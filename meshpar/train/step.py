@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -26,7 +26,8 @@ from meshpar.parallel.program import LocalProgram
 from meshpar.rules import Rules
 from meshpar.scope import EXAMPLE, Batch
 from meshpar.sharding import born_sharded
-from meshpar.train.batch import batch_structs, check_alike
+from meshpar.train.batch import TOKEN_ARRAYS, batch_structs, check_alike
+from meshpar.train.gradient_program import GradientProgram
 from meshpar.train.layer_order import layer_orders
 from meshpar.train.refusals import batch_refusal
 from meshpar.train.state import TrainState, initial_state, state_shardings
@@ -109,9 +110,12 @@ class TrainStep:
             donate_argnums=0,
         )
         self._step = jit(self._update, **self._update_layout)
-        self._gradients = jit(
-            self._program.loss_and_gradients,
+        self._gradients_layout = dict(
+            in_shardings=(at_rest, self.batch_sharding, None, None),
             out_shardings=(metrics_sharding, metrics_sharding, of_states),
+        )
+        self._gradients = jit(
+            self._program.loss_and_gradients, **self._gradients_layout
         )
         self._evaluate = jit(
             self._program.loss_sums,
@@ -196,7 +200,7 @@ class TrainStep:
         if self.model.logits is None:
             raise InputError("the model has no logits function; give Model logits=")
         with jax.set_mesh(self.mesh):
-            batch = self.place({"tokens": tokens}, microbatches=1)
+            batch = self._placed({"tokens": tokens}, 1, required=("tokens",))
             return self._logits(state.params, batch)
 
     def compile(self, batch: Batch) -> jax.stages.Compiled:
@@ -204,18 +208,37 @@ class TrainStep:
         with jax.set_mesh(self.mesh):
             return self._step.lower(*self._argument_shapes(batch)).compile()
 
-    def audit_subject(self, *arguments: Any, platform: str | None = None) -> Subject:
+    @property
+    def gradient_program(self) -> GradientProgram:
+        """Loss and gradients alone, for `meshpar.audit`."""
+        return GradientProgram(self)
+
+    def audit_subject(
+        self,
+        *arguments: Any,
+        platform: str | None = None,
+        gradients_only: bool = False,
+    ) -> Subject:
         """What `meshpar.audit` compiles and explains; see there.
 
         Args:
             arguments: A batch, or a state and a batch; arrays or their shapes.
             platform: Kind of the absent devices, or None for the step's own.
+            gradients_only: Without the optimizer (`gradient_program`).
         """
         step = self if platform is None else self._without_devices(platform)
+        # JAX does not trace a jit with options of its own inside another.
+        function = jax.jit(step._update, **step._update_layout)
+        state, batch = step._argument_shapes(arguments[-1])
+        given: tuple[Any, ...] = (state, batch)
+        if gradients_only:
+            function = jax.jit(
+                step._program.loss_and_gradients, **step._gradients_layout
+            )
+            given = (state.params, batch, state.step, state.seed)
         return Subject(
-            # JAX does not trace a jit with options of its own inside another.
-            function=jax.jit(step._update, **step._update_layout),
-            arguments=step._argument_shapes(arguments[-1]),
+            function=function,
+            arguments=given,
             mesh=step.mesh,
             platform=step.platform,
             weights={
@@ -237,8 +260,15 @@ class TrainStep:
             batch: As `__call__` takes it.
             microbatches: Parts that it is cut into; the layout's when absent.
         """
-        self._check_batch(batch, microbatches)
-        rows = len(next(iter(batch.values())))
+        return self._placed(batch, microbatches)
+
+    def _placed(
+        self,
+        batch: Batch,
+        microbatches: int | None,
+        required: Sequence[str] = TOKEN_ARRAYS,
+    ) -> dict[str, jax.Array]:
+        rows = self._check_batch(batch, microbatches, required)
         indexed = {EXAMPLE: np.arange(rows, dtype=np.uint32), **batch}
         return jax.device_put(indexed, self.batch_sharding)
 
@@ -269,15 +299,20 @@ class TrainStep:
         )
 
     def _argument_shapes(self, batch: Batch) -> tuple[TrainState, Batch]:
-        shapes = batch_structs(batch)
-        self._check_batch(shapes)
-        rows = next(iter(shapes.values())).shape[0]
+        rows, shapes = self._check_batch(batch), batch_structs(batch)
         shapes[EXAMPLE] = jax.ShapeDtypeStruct((rows,), jnp.uint32)
         return self.state_shapes, shapes
 
-    def _check_batch(self, batch: Batch, microbatches: int | None = None) -> None:
-        first, shape = check_alike(batch)
+    def _check_batch(
+        self,
+        batch: Batch,
+        microbatches: int | None = None,
+        required: Sequence[str] = TOKEN_ARRAYS,
+    ) -> int:
+        """The examples of a batch that this step can take."""
+        first, shape = check_alike(batch, required)
         self.check_batch(shape[0], first, microbatches)
+        return shape[0]
 
     def _update(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         loss, more, gradients = self._program.loss_and_gradients(
