@@ -149,11 +149,13 @@ class Pipeline:
         model: Its stacked parameters lie rank by rank.
         schedule: What every rank does.
         arrangement: Which layers every rank has.
+        layers_of_stages: How many layers each stage has, first to last.
     """
 
     model: Model
     schedule: Schedule
     arrangement: Arrangement
+    layers_of_stages: tuple[int, ...]
 
     def program(self, placement: Placement) -> PipelineProgram:
         """The functions of the model on its mesh."""
@@ -185,7 +187,10 @@ def pipeline_of(
     )
     placed = arrangement(chosen, sizes)
     return Pipeline(
-        model=arranged(model, placed.order), schedule=chosen, arrangement=placed
+        model=arranged(model, placed.order),
+        schedule=chosen,
+        arrangement=placed,
+        layers_of_stages=sizes,
     )
 
 

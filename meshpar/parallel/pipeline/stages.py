@@ -133,15 +133,15 @@ def stage_sizes(
     if not splits:
         return split_evenly(num_layers, num_stages)
     shown = "/".join(map(str, splits))
-    if len(splits) != num_stages:
-        raise InputError(
-            f"splits={shown} has {len(splits)} sizes for {num_stages} stages; "
-            "give one for each stage, first to last"
-        )
     if not all(isinstance(size, int | np.integer) for size in splits):
         raise InputError(
             f"splits={shown} has sizes that are no whole numbers; give the layers of "
             "each stage as such"
+        )
+    if len(splits) != num_stages:
+        raise InputError(
+            f"splits={shown} has {len(splits)} sizes for {num_stages} stages; "
+            "give one for each stage, first to last"
         )
     if min(splits) < 1 or sum(splits) != num_layers:
         raise InputError(
