@@ -39,6 +39,9 @@ from meshpar.scope import Batch, Scope
 
 Params = dict[str, Any]
 
+SEQUENCE_INPUTS = ("tokens", "targets", "weights", "positions")
+"""Names of the arrays of a batch that are (batch, seq, ...), where it has them."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
@@ -166,6 +169,9 @@ class Model:
         logits: `(params, x, scope) -> (batch, seq, vocab)`, for sampling; optional.
         per_token: Whether embed and head treat every token by itself, but for its
             position (`Scope.positions`). Then the ranks of a pipeline share them.
+        sequence_inputs: Names of the arrays of a batch, of those that it has, that are
+            (batch, seq, ...) and so shared with the tokens; embed and head see others
+            whole, whatever their size.
     """
 
     parameters: dict[str, Any]
@@ -174,6 +180,7 @@ class Model:
     head: Callable[[Params, jax.Array, Batch, Scope], tuple[jax.Array, jax.Array]]
     logits: Callable[[Params, jax.Array, Scope], jax.Array] | None = None
     per_token: bool = False
+    sequence_inputs: tuple[str, ...] = SEQUENCE_INPUTS
 
     def __post_init__(self) -> None:
         for group in self.groups:

@@ -35,7 +35,6 @@ from meshpar import (
     make_train_step,
 )
 from meshpar.cli.lint import wide_console
-from meshpar.parallel.pipeline.program import layers_of_stages
 from meshpar.train.checkpoint import Checkpoints
 from meshpar.train.data import TokenWindows, padded_batches, shuffled_batches
 from meshpar.train.interrupt import StopRequest
@@ -263,8 +262,7 @@ def finish(run: Run, state: TrainState, log: JsonLines) -> None:
 def print_bubble(run: Run, state: TrainState) -> None:
     """The predicted bubble and the measured one; uses `state` up."""
     args, step = run.args, run.step
-    stage_layers = layers_of_stages(step.model, step.layout)
-    predicted = predicted_bubble(step.schedule, stage_layers)
+    predicted = predicted_bubble(step.schedule, step.layers_of_stages)
     measured = None
     # A schedule of one's own has none of twice the microbatches to compare with.
     if args.bubble_rounds and args.schedule is None:

@@ -7,7 +7,7 @@ parameter is whole for one layer at a time only, and gathered once in each pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from meshpar.collectives import Zero, follow, zero_on_parts
 from meshpar.errors import InputError
 from meshpar.model import BlockGroup
-from meshpar.parallel.remat import rematerialised
+from meshpar.parallel.remat import names_in, refuse_unknown, rematerialised
 from meshpar.parallel.residuals import Residuals, restore_vjp, vjp_without
 from meshpar.parallel.zero import (
     gather,
@@ -27,6 +27,7 @@ from meshpar.parallel.zero import (
     reduce_scatter,
     zero_from_all,
 )
+from meshpar.residual_names import is_named
 from meshpar.scope import Scope
 
 _Inputs = dict[str, Any]
@@ -131,6 +132,32 @@ def run_again(
     return run_backward(block, shards, residuals, dx, layers, inputs, totals, add)
 
 
+def check_names(
+    blocks: Sequence[tuple[Block, jax.Array, Any]], x: jax.Array, inputs: _Inputs
+) -> None:
+    """Refuses a policy of names that no block of a model gives.
+
+    Args:
+        blocks: Of each group: the block, its layers, their stacked parameters.
+        x: As for `run_blocks`, and so the next.
+        inputs: What scopes are made of.
+
+    Raises:
+        InputError: None gives them.
+    """
+    remat = blocks[0][0].remat
+    if not is_named(remat):
+        return
+    known = [
+        name
+        for block, layers, shards in blocks
+        for name in block.residual_names(
+            jax.tree.map(lambda stack: stack[0], shards), x, layers[0], inputs
+        )
+    ]
+    refuse_unknown(remat, known)
+
+
 class Block:
     """One layer, as the loops call it.
 
@@ -157,6 +184,7 @@ class Block:
     ) -> None:
         self._stored, self._padded, self._in_order = stored, padded, in_order
         self._spec = spec
+        self._run, self.remat = group.run, remat
         self._apply = rematerialised(group.run, remat)
         self.auxiliary = dict(group.auxiliary)
         self._make_scope = make_scope
@@ -165,18 +193,21 @@ class Block:
         self, shard: Any, x: jax.Array, layer: jax.Array, inputs: _Inputs
     ) -> tuple[jax.Array, Sums]:
         weights, gathered = self._gather(shard, x)
-        return self._call(weights, follow(x, gathered), {**inputs, "layer": layer})
+        scope_inputs = {**inputs, "layer": layer}
+        found = self._call(weights, follow(x, gathered), scope_inputs)
+        return self._passed_on(found, x, layer)
 
     def forward_keeping(
         self, shard: Any, x: jax.Array, layer: jax.Array, inputs: _Inputs
     ) -> tuple[tuple[jax.Array, Sums], Residuals]:
         weights, gathered = self._gather(shard, x)
         scope_inputs = {**inputs, "layer": layer}
-        return vjp_without(
+        found, residuals = vjp_without(
             lambda weights, x: self._call(weights, x, scope_inputs),
             (weights, follow(x, gathered)),
             known=(weights, scope_inputs),
         )
+        return self._passed_on(found, x, layer), residuals
 
     def backward(
         self,
@@ -194,7 +225,7 @@ class Block:
             name: jnp.float32(coefficient * of_loss)
             for name, coefficient in self.auxiliary.items()
         }
-        gradients, dx = vjp((follow(dx, gathered), of_sums))
+        gradients, dx = self._cut(vjp((follow(dx, gathered), of_sums)), dx, layer)
         earlier = zero_from_all(self._stored, gradients) if self._in_order else None
         gradients, scattered = reduce_scatter(
             self._stored,
@@ -204,6 +235,17 @@ class Block:
             in_order=self._in_order,
         )
         return gradients, follow(dx, scattered)
+
+    def residual_names(
+        self, shard: Any, x: jax.Array, layer: jax.Array, inputs: _Inputs
+    ) -> tuple[str, ...]:
+        """The names that the block gives to residuals; nothing is run."""
+
+        def run(shard: Any, x: jax.Array) -> tuple[jax.Array, Sums]:
+            weights, _ = self._gather(shard, x)
+            return self._run(weights, x, self._make_scope({**inputs, "layer": layer}))
+
+        return names_in(run, shard, x)
 
     def after(self, x: jax.Array, earlier: jax.Array) -> jax.Array:
         """`x`, no sooner than `earlier`, shaped alike, where that order is needed."""
@@ -225,11 +267,29 @@ class Block:
                 f"a block maps {x.dtype}{x.shape} to {y.dtype}{y.shape}; blocks must "
                 "keep shape and dtype, so that they can follow one another"
             )
+        return y, sums
+
+    def _passed_on(
+        self, found: tuple[jax.Array, Sums], x: jax.Array, layer: jax.Array
+    ) -> tuple[jax.Array, Sums]:
+        """A block's result, or its `x` where there is no block."""
         if not self._padded:
-            return y, sums
-        here = scope_inputs["layer"] >= 0
+            return found
+        # Outside what is differentiated: `jnp.where` masks a NaN forward, not its
+        # gradient, and a block's gradient may be NaN where all its weights are 0.
+        (y, sums), here = found, layer >= 0
         sums = jax.tree.map(lambda value: jnp.where(here, value, 0), sums)
         return jnp.where(here, y, x), sums
+
+    def _cut(
+        self, found: tuple[Any, jax.Array], dy: jax.Array, layer: jax.Array
+    ) -> tuple[Any, jax.Array]:
+        """Gradients of weights and `x`; zeros and `dy` where there is no block."""
+        if not self._padded:
+            return found
+        (gradients, dx), here = found, layer >= 0
+        gradients = jax.tree.map(lambda value: jnp.where(here, value, 0), gradients)
+        return gradients, jnp.where(here, dx, dy)
 
 
 def _over_layers(sums: Sums) -> Sums:

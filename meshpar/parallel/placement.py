@@ -166,6 +166,7 @@ class Placement:
         group_gradients: list[Params],
         *,
         after: jax.Array | None = None,
+        scale: jax.Array | None = None,
     ) -> Params:
         """Gradients summed over the batch axes and `stage`, laid out as states.
 
@@ -173,6 +174,7 @@ class Placement:
             end_gradients: Of the ends, from `scatter_ends`.
             group_gradients: Of each group of blocks, as the loop adds them up.
             after: A number that must be known first, where collectives are in order.
+            scale: What the sums are multiplied by.
         """
         stored_ends, stored_groups = self.model.split(self.stored)
         in_order, earlier = self.in_order, None
@@ -203,6 +205,8 @@ class Placement:
             earlier=earlier,
             in_order=in_order,
         )
+        if scale is not None:
+            return scaled(summed, scale, self.gradient_dtype)
         return jax.tree.map(lambda x: x.astype(self.gradient_dtype), summed)
 
     def sum_losses(self, values: Any, mesh_axes: tuple[str, ...] = BATCH_AXES) -> Any:
@@ -297,3 +301,17 @@ def safe_inverse(weight_sum: jax.Array) -> jax.Array:
     """1 / `weight_sum`, or 0 where no token counts."""
     some = weight_sum != 0
     return jnp.where(some, 1 / jnp.where(some, weight_sum, 1), 0.0)
+
+
+def scaled(tree: Any, scale: jax.Array, dtype: Any = None) -> Any:
+    """Every array times an fp32 `scale`, rounded once.
+
+    A scale rounded to an array's own few bits would move all its values one way.
+
+    Args:
+        tree: Arrays.
+        scale: A scalar.
+        dtype: Of the result; each array's own when absent.
+    """
+    wide = scale.astype(jnp.float32)
+    return jax.tree.map(lambda x: (x * wide).astype(dtype or x.dtype), tree)

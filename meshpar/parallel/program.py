@@ -18,6 +18,7 @@ from meshpar.model import Params
 from meshpar.parallel.blocks import (
     Block,
     Sums,
+    check_names,
     run_backward,
     run_blocks,
     run_keeping,
@@ -148,6 +149,8 @@ class LocalProgram:
         x: jax.Array,
         inputs: _Inputs,
     ) -> tuple[jax.Array, list[Sums], list[Residuals]]:
+        named = zip(blocks, groups, strict=True)
+        check_names([(*block, shards) for block, shards in named], x, inputs)
         sums, kept = [], []
         for (block, layers), shards in zip(blocks, groups, strict=True):
             x, of_group, residuals = run_keeping(block, shards, x, layers, inputs)

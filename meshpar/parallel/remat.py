@@ -28,9 +28,6 @@ def rematerialised(
     dims. `save:a/b` keeps the residuals of those names, `offload:c` moves them to the
     host's memory and back. `stage` and `stage_full` are `none` and `full` of a block:
     what keeps a stage's input alone runs its loop again.
-
-    Raises:
-        InputError: When it is called: the block names no such residual.
     """
     remat = {"stage": "none", "stage_full": "full"}.get(remat, remat)
 
@@ -40,25 +37,16 @@ def rematerialised(
     if remat == "none":
         return call
     # Inside a loop XLA cannot merge the recomputation with the forward anyway.
-    kept = jax.checkpoint(
+    return jax.checkpoint(
         call, policy=_policy(remat), prevent_cse=False, static_argnums=(0,)
     )
-    if not is_named(remat):
-        return kept
-
-    def checked(make_scope: Callable, params: Any, x: jax.Array, inputs: Any) -> Any:
-        known = _names(lambda *args: call(make_scope, *args, inputs), params, x)
-        _refuse_unknown(remat, known)
-        return kept(make_scope, params, x, inputs)
-
-    return checked
 
 
 def check_residual_names(model: Model, remat: str) -> None:
     """Refuses a policy that names residuals which the model's blocks do not.
 
     A model that cannot be traced on a batch of one token is left until it is traced on
-    its own.
+    its own (`meshpar.parallel.blocks.check_names`).
 
     Raises:
         InputError: They do not; the message has the names that they do.
@@ -69,7 +57,7 @@ def check_residual_names(model: Model, remat: str) -> None:
         known = residuals_of(model)
     except (KeyError, TypeError, ValueError):
         return
-    _refuse_unknown(remat, known)
+    refuse_unknown(remat, known)
 
 
 def residuals_of(model: Model) -> tuple[str, ...]:
@@ -90,10 +78,15 @@ def residuals_of(model: Model) -> tuple[str, ...]:
             x, _ = group.run(params, x, scope)
         return x
 
-    return _names(once, ends, layers, batch)
+    return names_in(once, ends, layers, batch)
 
 
-def _refuse_unknown(remat: str, known: Sequence[str]) -> None:
+def refuse_unknown(remat: str, known: Sequence[str]) -> None:
+    """Refuses a policy of names (`save:`, `offload:`) that are not among the known.
+
+    Raises:
+        InputError: They are not.
+    """
     for name in ResidualNames.parse(remat).every:
         if name not in known:
             raise InputError(
@@ -129,7 +122,8 @@ def _is_saved(primitive: Any, *_: Any, **params: Any) -> bool:
     return primitive.name == "name" and params["name"].startswith(SAVED_PREFIX)
 
 
-def _names(function: Callable[..., Any], *arguments: Any) -> tuple[str, ...]:
+def names_in(function: Callable[..., Any], *arguments: Any) -> tuple[str, ...]:
+    """The names that a function gives to residuals, in order; nothing is run."""
     shapes = jax.tree.map(
         lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), arguments
     )

@@ -17,6 +17,7 @@ from meshpar.parallel.pipeline.schedule_choice import OwnSchedule
 from meshpar.parallel.remat import check_residual_names
 from meshpar.rule_presets import default_rules
 from meshpar.rules import Rules
+from meshpar.train.optimizer_probe import refuse_dependence_on_places
 from meshpar.train.refusals import refuse, refuse_schedule
 from meshpar.train.step import TrainStep
 
@@ -64,7 +65,8 @@ def make_train_step(
             or `fsdp` for anything but the batch.
         InputError: The layout does not fit the devices, or asks for what is not built,
             or `max_grad_norm` is not positive, or the optimizer has large state of no
-            parameter (`optax.flatten`) while the layout splits states, or `schedule` is
+            parameter (`optax.flatten`) while the layout splits states, or updates
+            layers differently where stages are padded or chunked, or `schedule` is
             wrong (who waits for what, which work is missing or doubled) or made for
             other sizes.
 
@@ -90,7 +92,7 @@ def make_train_step(
     check_residual_names(model, layout.remat)
     rules = rules or default_rules(layout)
     refuse(layout, rules, mesh, gradient_dtype, max_grad_norm)
-    return TrainStep(
+    step = TrainStep(
         model=model,
         optimizer=optimizer,
         layout=layout,
@@ -102,3 +104,8 @@ def make_train_step(
         compiler_options=compiler_options,
         schedule=schedule,
     )
+    present = isinstance(mesh, Mesh)
+    refuse_dependence_on_places(
+        optimizer, step.model, layout, compiler_options if present else None
+    )
+    return step

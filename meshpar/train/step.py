@@ -45,6 +45,7 @@ class TrainStep:
         placement: Where every parameter, gradient and state lies.
         shardings: `TrainState` of the sharding of every array.
         schedule: What every rank of the pipeline does; None without microbatches.
+        layers_of_stages: How many layers each stage has; None without microbatches.
         layer_orders: `TrainState` of where the layers of every array lie, for
             `Checkpoints`.
     """
@@ -66,6 +67,7 @@ class TrainStep:
         self.model_as_given = model
         pipeline = pipeline_of(model, layout, schedule) if layout.is_pipelined else None
         self.schedule = pipeline.schedule if pipeline else None
+        self.layers_of_stages = pipeline.layers_of_stages if pipeline else None
         model = pipeline.model if pipeline else model
         self.model, self.layout, self.rules, self.mesh = model, layout, rules, mesh
         self.platform = platform

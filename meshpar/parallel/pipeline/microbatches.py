@@ -139,10 +139,19 @@ class Microbatches:
                 for name, array in inputs["batch"].items()
             }
         if self.shares.shared:
-            inputs["batch"] = self.shares.of_batch(inputs["batch"])
+            inputs["batch"] = self._share_of(inputs["batch"])
             inputs["positions"] = self.shares.positions()
             inputs["full_seq"] = self.shares.seq
         return self.placement.scope(inputs)
+
+    def _share_of(self, batch: Batch) -> Batch:
+        names = self.placement.model.sequence_inputs
+        return {
+            name: self.shares.of_sequence(array, f"batch[{name!r}]")
+            if name in names
+            else array
+            for name, array in batch.items()
+        }
 
     def _stages(self) -> RankStages:
         placement = self.placement

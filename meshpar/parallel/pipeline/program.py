@@ -73,9 +73,8 @@ class PipelineProgram:
             loss_sum += only_group(placement.model).weighted(auxiliary)
             share = safe_inverse(weight_sum)
             blocks = [merge(found.block_gradients)]
-            summed = placement.reduce(found.end_gradients, blocks, after=loss_sum)
-            gradients = jax.tree.map(
-                lambda value: value * share.astype(value.dtype), summed
+            gradients = placement.reduce(
+                found.end_gradients, blocks, after=loss_sum, scale=share
             )
             return loss_sum * share, metrics_of(weight_sum, auxiliary), gradients
 
@@ -150,11 +149,13 @@ class Pipeline:
         model: Its stacked parameters lie rank by rank.
         schedule: What every rank does.
         arrangement: Which layers every rank has.
+        layers_of_stages: How many layers each stage has, first to last.
     """
 
     model: Model
     schedule: Schedule
     arrangement: Arrangement
+    layers_of_stages: tuple[int, ...]
 
     def program(self, placement: Placement) -> PipelineProgram:
         """The functions of the model on its mesh."""
@@ -186,7 +187,10 @@ def pipeline_of(
     )
     placed = arrangement(chosen, sizes)
     return Pipeline(
-        model=arranged(model, placed.order), schedule=chosen, arrangement=placed
+        model=arranged(model, placed.order),
+        schedule=chosen,
+        arrangement=placed,
+        layers_of_stages=sizes,
     )
 
 

@@ -13,6 +13,7 @@ from jax import lax
 from meshpar.parallel.blocks import (
     Block,
     Sums,
+    check_names,
     run_again,
     run_backward,
     run_blocks,
@@ -52,7 +53,9 @@ class RankStages:
         """The same, and what `gradient` needs of it."""
         if self.keeps_input:
             return *self.run(chunk, microbatch, x), x
-        return run_keeping(self.block, *self._of(chunk, x, microbatch))
+        shards, x, layers, inputs = self._of(chunk, x, microbatch)
+        check_names([(self.block, layers, shards)], x, inputs)
+        return run_keeping(self.block, shards, x, layers, inputs)
 
     def gradient(
         self,

@@ -121,8 +121,8 @@ def stage_sizes(
         splits: Layers of each stage; as even as possible when absent.
 
     Raises:
-        InputError: More stages than layers, or splits that are not the stages' or do
-            not add up to the layers.
+        InputError: More stages than layers, or splits that are not the stages', are no
+            whole numbers or do not add up to the layers.
     """
     num_stages = num_ranks * chunks
     if num_stages > num_layers:
@@ -133,6 +133,11 @@ def stage_sizes(
     if not splits:
         return split_evenly(num_layers, num_stages)
     shown = "/".join(map(str, splits))
+    if not all(isinstance(size, int | np.integer) for size in splits):
+        raise InputError(
+            f"splits={shown} has sizes that are no whole numbers; give the layers of "
+            "each stage as such"
+        )
     if len(splits) != num_stages:
         raise InputError(
             f"splits={shown} has {len(splits)} sizes for {num_stages} stages; "

@@ -26,6 +26,7 @@ from meshpar.parallel.pipeline.float_leaves import (
 )
 from meshpar.parallel.pipeline.rank_stages import RankStages
 from meshpar.parallel.pipeline.stages import Arrangement
+from meshpar.parallel.pipeline.user_arguments import check_x_dims
 from meshpar.parallel.pipeline.work import Work
 from meshpar.parallel.remat import keeps_stage_input
 from meshpar.parallel.zero import Stored, is_stored, zero_from_all
@@ -57,7 +58,8 @@ class UserFunctions:
         embed: `(end_params, inputs)` -> x; None where the input is x itself.
         mesh: The mesh.
         schedule: What every rank does.
-        per_token: Whether embed and head treat every token (dim 1) by itself.
+        token_arrays: Which arrays of inputs and targets have tokens in dim 1, where
+            embed and head treat every token by itself; None where they do not.
         auxiliary: Name of each auxiliary loss of the blocks -> its coefficient.
         remat: What the backward recomputes (`Layout.remat`).
         x_spec: How x lies over automatic mesh axes.
@@ -70,7 +72,7 @@ class UserFunctions:
     embed: Callable[[Any, Any], jax.Array] | None
     mesh: Mesh
     schedule: Schedule
-    per_token: bool
+    token_arrays: tuple[Any, Any] | None
     auxiliary: dict[str, float]
     remat: str
     x_spec: PartitionSpec
@@ -173,8 +175,9 @@ class UserMicrobatches:
 
     @cached_property
     def shares(self) -> Shares:
-        """How tokens are divided among the ranks; not at all unless `per_token`."""
+        """How tokens are divided among the ranks; not at all without `token_arrays`."""
         given, shape = self.functions, self._x.shape
+        check_x_dims(given.x_spec, shape)
         whole = (*given.x_spec, *(None,) * (len(shape) - len(given.x_spec)))
         of_seq = spec_axes(PartitionSpec(*whole[1:2]))
         parts = math.prod(given.mesh.shape[mesh_axis] for mesh_axis in of_seq)
@@ -182,7 +185,9 @@ class UserMicrobatches:
         seq = shape[1] if len(shape) > 1 else 0
         return Shares(
             num_ranks=num_ranks,
-            shared=given.per_token and seq > 0 and seq % (num_ranks * parts) == 0,
+            shared=given.token_arrays is not None
+            and seq > 0
+            and seq % (num_ranks * parts) == 0,
             seq=seq,
             spec=PartitionSpec(*whole) if any(whole) else PartitionSpec(),
             parts=parts,
@@ -240,7 +245,7 @@ class UserMicrobatches:
         if self.functions.embed is None:
             return inputs
         inputs = jax.tree.map(lambda array: _follow(array, earlier), inputs)
-        share = self.functions.embed(self.ends, self._share_of(inputs))
+        share = self.functions.embed(self.ends, self._share_of_inputs(inputs))
         return self.shares.gather(share, "embed_gather") if self._shared else share
 
     def _embed_gradient(
@@ -252,7 +257,7 @@ class UserMicrobatches:
             return nothing, [first], zero_on_parts(first, self.shares.spec)
         floats, filled = split_floats(inputs)
         _, vjp = jax.vjp(
-            lambda ends, floats: embed(ends, self._share_of(filled(floats))),
+            lambda ends, floats: embed(ends, self._share_of_inputs(filled(floats))),
             self.ends,
             floats,
         )
@@ -262,7 +267,7 @@ class UserMicrobatches:
 
     def _loss(self, microbatch: jax.Array, last: jax.Array) -> tuple:
         share = self.shares.scatter(last, "head_scatter") if self._shared else last
-        targets = self._share_of(_at(self.targets, microbatch))
+        targets = self._share_of_targets(_at(self.targets, microbatch))
         num_shares = self.shares.num_ranks if self._shared else 1
         sums, vjp = jax.vjp(
             lambda ends, share: self.functions.sums(
@@ -296,8 +301,22 @@ class UserMicrobatches:
         stored = self.functions.end_stored
         return zero_on_parts(x, self.shares.spec) + zero_from_all(stored, gradients)
 
-    def _share_of(self, tree: Any) -> Any:
-        return self.shares.of_batch(tree) if self._shared else tree
+    def _share_of_inputs(self, inputs: Any) -> Any:
+        return self._share_of(inputs, 0, "inputs") if self._shared else inputs
+
+    def _share_of_targets(self, targets: Any) -> Any:
+        return self._share_of(targets, 1, "targets") if self._shared else targets
+
+    def _share_of(self, tree: Any, argument: int, name: str) -> Any:
+        return jax.tree.map_with_path(
+            lambda path, array, has_tokens: (
+                self.shares.of_sequence(array, name + jax.tree_util.keystr(path))
+                if has_tokens
+                else array
+            ),
+            tree,
+            self.functions.token_arrays[argument],
+        )
 
 
 def _at(tree: Any, microbatch: jax.Array | int) -> Any:
