@@ -17,7 +17,7 @@ LAYERS = (
     ("meshpar.rule_table", "meshpar.rules", "meshpar.rule_presets", "meshpar.mesh"),
     ("meshpar.scope", "meshpar.model", "meshpar.nnx_model"),
     ("meshpar.sharding", "meshpar.collectives"),
-    ("meshpar.activations",),
+    ("meshpar.activations", "meshpar.traced_model"),
     ("meshpar.parallel",),
     ("meshpar.parameter_rows",),
     (

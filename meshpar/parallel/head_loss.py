@@ -27,7 +27,7 @@ from meshpar.chunk_bytes import LOGITS_BYTES
 from meshpar.collectives import asked, follow, on_parts, zero_from
 from meshpar.errors import InputError
 from meshpar.parallel.head_chunk import Chunk, matmul
-from meshpar.rules import auto_mesh_shape, spec_axes
+from meshpar.rules import auto_mesh_shape, entry_axes
 from meshpar.scope import Scope
 
 _WHOLE = ("batch", "seq", "embed")
@@ -114,18 +114,14 @@ def _split_of(x: jax.Array, table: jax.Array, scope: Scope) -> _Split:
     sizes = auto_mesh_shape()
     shape = (*x.shape[:2], table.shape[0])
     _, tokens, vocab = scope.rules.spec(_LOGITS, shape, mesh_shape=sizes)
-    tokens, vocab = _axes(tokens), _axes(vocab)
+    tokens, vocab = entry_axes(tokens), entry_axes(vocab)
     residual = tokens
     if "residual_seq" in scope.rules.table:
         spec = scope.rules.spec(_RESIDUAL, x.shape, mesh_shape=sizes)
-        residual = _axes(spec[1])
+        residual = entry_axes(spec[1])
     # Otherwise GSPMD makes the sequence whole.
     here = residual == (*tokens, *vocab)
     return _Split(tokens=tokens, gathered=vocab if here else (), vocab=vocab)
-
-
-def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    return spec_axes(PartitionSpec(entry))
 
 
 def _num_chunks(

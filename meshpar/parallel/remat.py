@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -10,11 +11,13 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from meshpar.errors import InputError
 from meshpar.layout import STAGE_REMATS, nearest
-from meshpar.model import Model, batch_shapes, is_parameter
+from meshpar.model import Model
 from meshpar.residual_names import ResidualNames, is_named
-from meshpar.scope import EXAMPLE, SAVED_PREFIX, Scope
+from meshpar.scope import SAVED_PREFIX, Scope
+from meshpar.traced_model import one_layer_shapes, traced_batch, tracing
 
-_HOST = "pinned_host"
+HOST_MEMORY = "pinned_host"
+"""JAX's name for memory of the host that devices read and write by themselves."""
 
 
 def rematerialised(
@@ -53,23 +56,20 @@ def check_residual_names(model: Model, remat: str) -> None:
     """
     if not is_named(remat):
         return
-    try:
+    known = None
+    with contextlib.suppress(InputError):
         known = residuals_of(model)
-    except (KeyError, TypeError, ValueError):
-        return
-    refuse_unknown(remat, known)
+    if known is not None:
+        refuse_unknown(remat, known)
 
 
 def residuals_of(model: Model) -> tuple[str, ...]:
-    """The names that a model's blocks give to residuals, in order."""
-    batch = {**batch_shapes(1, 1), EXAMPLE: jax.ShapeDtypeStruct((1,), "uint32")}
-    ends, layers = model.split(
-        jax.tree.map(
-            lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype),
-            model.parameters,
-            is_leaf=is_parameter,
-        )
-    )
+    """The names that a model's blocks give to residuals, in order.
+
+    Raises:
+        InputError: The model cannot be traced on a batch of one token.
+    """
+    ends, layers = one_layer_shapes(model)
 
     def once(ends: Any, layers: Any, batch: Any) -> jax.Array:
         scope = Scope(batch=batch)
@@ -78,7 +78,8 @@ def residuals_of(model: Model) -> tuple[str, ...]:
             x, _ = group.run(params, x, scope)
         return x
 
-    return names_in(once, ends, layers, batch)
+    with tracing("no residual's name can be found on a batch of one token"):
+        return names_in(once, ends, layers, traced_batch(1, 1))
 
 
 def refuse_unknown(remat: str, known: Sequence[str]) -> None:
@@ -109,7 +110,7 @@ def _policy(remat: str) -> Callable[..., Any] | None:
                 SAVED_PREFIX + name for name in names.offload
             ],
             offload_src="device",
-            offload_dst=_HOST,
+            offload_dst=HOST_MEMORY,
         )
     if remat == "selective":
         return _is_saved

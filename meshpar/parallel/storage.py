@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from meshpar.layout import BATCH_AXES, Layout
 from meshpar.model import Model, Parameter, is_parameter, path_name
 from meshpar.parallel.zero import Stored
-from meshpar.rules import Rules, spec_axes
+from meshpar.rules import Rules, entry_axes, spec_axes
 
 
 def stored_parameters(
@@ -109,7 +109,9 @@ def moved_because(
     """Why another dim is split over batch axes than a rule says; None if none is."""
     ruled = _ruled_dims(parameter, rules)
     split = [
-        dim for dim, entry in enumerate(spec) if set(_axes(entry)) & set(BATCH_AXES)
+        dim
+        for dim, entry in enumerate(spec)
+        if set(entry_axes(entry)) & set(BATCH_AXES)
     ]
     if not split or set(ruled) & set(split):
         return None
@@ -117,7 +119,7 @@ def moved_because(
         return f"{parameter.stacked_axes[ruled[0]]!r} does not divide"
     if layout.zero != 3:  # no rule is for states alone
         return None
-    axes = sorted({axis for dim in split for axis in _axes(spec[dim])})
+    axes = sorted({axis for dim in split for axis in entry_axes(spec[dim])})
     return f"no rule maps one of its dims to {' or '.join(map(repr, axes))}, ZeRO does"
 
 
@@ -142,9 +144,11 @@ def _split(
         if left != axes or not axes:
             continue
         for dim in _dims(entries, parameter, layout, rules):
-            degree = math.prod(sizes[axis] for axis in (*_axes(entries[dim]), *axes))
+            degree = math.prod(
+                sizes[axis] for axis in (*entry_axes(entries[dim]), *axes)
+            )
             if parameter.stacked_shape[dim] % degree == 0:
-                together = (*_axes(entries[dim]), *axes)
+                together = (*entry_axes(entries[dim]), *axes)
                 entries[dim] = together[0] if len(together) == 1 else together
                 break
     return PartitionSpec(*entries)
@@ -193,7 +197,3 @@ def split_axes_of(layout: Layout, rules: Rules) -> tuple[str, ...]:
 
 def _named(entries: Sequence[Any]) -> tuple[str, ...]:
     return spec_axes(PartitionSpec(*entries))
-
-
-def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    return (entry,) if isinstance(entry, str) else entry or ()

@@ -10,10 +10,10 @@ from meshpar.errors import InputError
 from meshpar.layout import BATCH_AXES, STAGE_REMATS, Layout
 from meshpar.mesh import platform_of
 from meshpar.parallel.placement import DTYPES
+from meshpar.parallel.remat import HOST_MEMORY
 from meshpar.parallel.storage import split_axes_of
 from meshpar.rule_table import RuleError
 from meshpar.rules import Rules
-from meshpar.train.state import HOST_MEMORY
 
 _PLAIN = Layout()
 _OPTION_OF = {

@@ -11,15 +11,13 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.model import Model, Params
+from meshpar.parallel.remat import HOST_MEMORY
 from meshpar.train.optimizer_state import (
     check_unowned,
     follow_sharding,
     map_states,
 )
 from meshpar.train.precision import initial_optimizer_state, stored
-
-HOST_MEMORY = "pinned_host"
-"""JAX's name for memory of the host that devices read and write by themselves."""
 
 
 @jax.tree_util.register_dataclass

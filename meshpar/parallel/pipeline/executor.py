@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.collectives import Zero, asked, follow, on_parts, zero_on_parts
 from meshpar.parallel.pipeline.ends import STAGE
+from meshpar.parallel.pipeline.stages import part
 from meshpar.parallel.pipeline.work import Results, Work
 from meshpar.rules import spec_axes
 from meshpar.schedules import Phase, TickTable
@@ -301,7 +302,7 @@ def _zeros(shapes: Any, dtype: Any) -> Any:
 
 
 def _at(buffer: jax.Array, slot: jax.Array) -> jax.Array:
-    return lax.dynamic_index_in_dim(buffer, jnp.maximum(slot, 0), keepdims=False)
+    return part(buffer, jnp.maximum(slot, 0))
 
 
 def _write(buffer: jax.Array, slot: jax.Array, value: jax.Array) -> jax.Array:

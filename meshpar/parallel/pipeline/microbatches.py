@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import PartitionSpec
 
 from meshpar.collectives import Zero, follow, zero_on_parts
@@ -18,7 +17,7 @@ from meshpar.parallel.blocks import Block
 from meshpar.parallel.pipeline.ends import Shares
 from meshpar.parallel.pipeline.executor import Work
 from meshpar.parallel.pipeline.rank_stages import RankStages
-from meshpar.parallel.pipeline.stages import Arrangement, only_group
+from meshpar.parallel.pipeline.stages import Arrangement, only_group, part
 from meshpar.parallel.placement import Placement
 from meshpar.parallel.remat import keeps_stage_input
 from meshpar.parallel.zero import Stored, is_stored, zero_from_all
@@ -123,10 +122,7 @@ class Microbatches:
         return jax.ShapeDtypeStruct((batch, seq // num_shares, embed), self._x.dtype)
 
     def _inputs(self, microbatch: jax.Array | int) -> dict[str, Any]:
-        batch = jax.tree.map(
-            lambda array: lax.dynamic_index_in_dim(array, microbatch, keepdims=False),
-            self.batch,
-        )
+        batch = part(self.batch, microbatch)
         return {"batch": batch, **({} if self.key is None else {"key": self.key})}
 
     def _share_scope(

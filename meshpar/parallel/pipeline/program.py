@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import jax
-import jax.numpy as jnp
 
 from meshpar.errors import InputError
 from meshpar.layout import BY_COST, MANUAL_AXES, Layout
@@ -123,7 +122,9 @@ class PipelineProgram:
             weights=weights,
             blocks=cut(blocks, schedule.num_chunks),
             end_gradients=ends,
-            gradients=jax.eval_shape(lambda: cut(_zeros(shapes), schedule.num_chunks)),
+            gradients=jax.eval_shape(
+                lambda tree: cut(tree, schedule.num_chunks), shapes
+            ),
             batch=cut(batch, schedule.num_microbatches),
             key=key,
         )
@@ -135,10 +136,6 @@ class PipelineProgram:
             work=work,
             in_order=self.placement.in_order,
         )
-
-
-def _zeros(shapes: Params) -> Params:
-    return jax.tree.map(lambda value: jnp.zeros(value.shape, value.dtype), shapes)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from meshpar.parallel.blocks import (
     run_keeping,
 )
 from meshpar.parallel.pipeline.ends import STAGE
-from meshpar.parallel.pipeline.stages import Arrangement
+from meshpar.parallel.pipeline.stages import Arrangement, part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,4 +99,4 @@ class RankStages:
 def _chunk(value: jax.Array, chunk: jax.Array) -> jax.Array:
     if value.shape[0] == 1:
         return value[0]
-    return lax.dynamic_index_in_dim(value, chunk, keepdims=False)
+    return part(value, chunk)

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import lax
 
 from meshpar.errors import InputError
 from meshpar.model import BlockGroup, Model, Parameter, is_parameter
@@ -228,3 +229,10 @@ def cut(tree: Any, num_parts: int) -> Any:
 def merge(tree: Any) -> Any:
     """Undoes `cut`."""
     return jax.tree.map(lambda value: value.reshape(-1, *value.shape[2:]), tree)
+
+
+def part(tree: Any, index: jax.Array | int) -> Any:
+    """One of the parts of every array that was `cut`."""
+    return jax.tree.map(
+        lambda value: lax.dynamic_index_in_dim(value, index, keepdims=False), tree
+    )

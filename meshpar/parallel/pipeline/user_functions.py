@@ -25,7 +25,7 @@ from meshpar.parallel.pipeline.float_leaves import (
     split_floats,
 )
 from meshpar.parallel.pipeline.rank_stages import RankStages
-from meshpar.parallel.pipeline.stages import Arrangement
+from meshpar.parallel.pipeline.stages import Arrangement, part
 from meshpar.parallel.pipeline.user_arguments import check_x_dims
 from meshpar.parallel.pipeline.work import Work
 from meshpar.parallel.remat import keeps_stage_input
@@ -196,7 +196,7 @@ class UserMicrobatches:
 
     @cached_property
     def _x(self) -> jax.ShapeDtypeStruct:
-        x = jax.eval_shape(self.functions.first, self.ends, _at(self.inputs, 0))
+        x = jax.eval_shape(self.functions.first, self.ends, part(self.inputs, 0))
         if not isinstance(x, jax.ShapeDtypeStruct):
             raise InputError(
                 f"blocks take one array, but the pipeline's input is {x}; give embed=, "
@@ -213,7 +213,7 @@ class UserMicrobatches:
         given = self.functions
 
         def inputs(microbatch: jax.Array) -> dict[str, Any]:
-            kept = lax.stop_gradient(_at(self.inputs, microbatch))
+            kept = lax.stop_gradient(part(self.inputs, microbatch))
             return {"inputs": kept, "microbatch": jnp.asarray(microbatch)}
 
         def place(inputs: dict[str, Any]) -> At:
@@ -241,7 +241,7 @@ class UserMicrobatches:
         )
 
     def _embed(self, microbatch: jax.Array, earlier: Zero | None) -> jax.Array:
-        inputs = _at(self.inputs, microbatch)
+        inputs = part(self.inputs, microbatch)
         if self.functions.embed is None:
             return inputs
         inputs = jax.tree.map(lambda array: _follow(array, earlier), inputs)
@@ -251,7 +251,7 @@ class UserMicrobatches:
     def _embed_gradient(
         self, microbatch: jax.Array, first: jax.Array
     ) -> tuple[Any, Any, Zero]:
-        embed, inputs = self.functions.embed, _at(self.inputs, microbatch)
+        embed, inputs = self.functions.embed, part(self.inputs, microbatch)
         if embed is None:
             nothing = jax.tree.map(jnp.zeros_like, self.ends)
             return nothing, [first], zero_on_parts(first, self.shares.spec)
@@ -267,7 +267,7 @@ class UserMicrobatches:
 
     def _loss(self, microbatch: jax.Array, last: jax.Array) -> tuple:
         share = self.shares.scatter(last, "head_scatter") if self._shared else last
-        targets = self._share_of_targets(_at(self.targets, microbatch))
+        targets = self._share_of_targets(part(self.targets, microbatch))
         num_shares = self.shares.num_ranks if self._shared else 1
         sums, vjp = jax.vjp(
             lambda ends, share: self.functions.sums(
@@ -317,12 +317,6 @@ class UserMicrobatches:
             tree,
             self.functions.token_arrays[argument],
         )
-
-
-def _at(tree: Any, microbatch: jax.Array | int) -> Any:
-    return jax.tree.map(
-        lambda array: lax.dynamic_index_in_dim(array, microbatch, keepdims=False), tree
-    )
 
 
 def _follow(array: jax.Array, earlier: Zero | None) -> jax.Array:
