@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from meshpar.calibration.trial import Trial, mesh_of, trial
 
@@ -14,6 +15,7 @@ TINY_OPS = 16
 """Kernels of one round of the launch trial."""
 
 _MIB = 2**20
+_ROW = 512
 _DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 
 
@@ -89,6 +91,29 @@ def stream_trial(devices: Sequence[jax.Device], num_bytes: int) -> Trial:
         [jnp.ones(values, jnp.float32)],
         repeats=max(8, min(256, 64 * _MIB // num_bytes)),
     )
+
+
+def elementwise_trials(devices: Sequence[jax.Device], num_bytes: int) -> list[Trial]:
+    """The elementwise kernels of a block, each of which reads and writes so much."""
+    rows = num_bytes // 2 // 4 // _ROW
+    return [
+        trial(
+            f"{name} of {num_bytes / _MIB:g} MiB",
+            mesh_of(devices, 1),
+            kernel,
+            [jnp.ones((rows, _ROW), jnp.float32)],
+            repeats=max(4, min(64, 16 * _MIB // num_bytes)),
+        )
+        for name, kernel in (
+            ("norm", _norm),
+            ("softmax", jax.nn.softmax),
+            ("activation", jax.nn.silu),
+        )
+    ]
+
+
+def _norm(x: jax.Array) -> jax.Array:
+    return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
 
 
 def launch_trial(devices: Sequence[jax.Device]) -> Trial:

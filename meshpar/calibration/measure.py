@@ -12,7 +12,12 @@ import jax
 from meshpar.calibration import exchanges, kernels
 from meshpar.calibration.exchanges import exchange_trial
 from meshpar.calibration.fit import attention_constants, link_of, matmul_flops
-from meshpar.calibration.kernels import KernelSizes, matmul_trial, stream_trial
+from meshpar.calibration.kernels import (
+    KernelSizes,
+    elementwise_trials,
+    matmul_trial,
+    stream_trial,
+)
 from meshpar.calibration.trial import seconds
 from meshpar.errors import InputError
 from meshpar.planner.hardware import Device, Efficiency, Link
@@ -70,7 +75,7 @@ def calibrate(
     devices = list(devices)
     on_cpu = devices[0].platform == "cpu"
     sizes = kernels.CPU_SIZES if on_cpu else kernels.ACCELERATOR_SIZES
-    memory, memory_rows = _memory(devices, sizes, rounds)
+    stream, memory, memory_rows = _memory(devices, sizes, rounds)
     launch_s, launch_rows = _launch(devices, rounds)
     flops, matmul_rows = {}, []
     for dtype, value_bytes in (("fp32", 4), ("bf16", 2)):
@@ -81,7 +86,8 @@ def calibrate(
     payloads = exchanges.CPU_BYTES if on_cpu else exchanges.ACCELERATOR_BYTES
     link, link_rows = _link(devices, payloads, rounds)
     shares, attention_rows = _attention(devices, rounds, flops, like)
-    measured = _measured(name, devices, flops, memory, link, launch_s, shares)
+    rates = (stream, memory / stream)
+    measured = _measured(name, devices, flops, rates, link, launch_s, shares)
     return Calibration(
         device=measured if like is None else _beside(measured, like),
         rows=(*matmul_rows, *memory_rows, *launch_rows, *attention_rows, *link_rows),
@@ -95,15 +101,20 @@ Rows = list[tuple[str, float, str]]
 
 def _memory(
     devices: list[jax.Device], sizes: KernelSizes, rounds: int
-) -> tuple[float, Rows]:
-    trials = [stream_trial(devices, size) for size in sizes.stream_bytes]
-    taken = seconds(trials, rounds)
-    rates = [size / s for size, s in zip(sizes.stream_bytes, taken, strict=True)]
+) -> tuple[float, float, Rows]:
+    """Bytes per second of a stream, and of what a block does elementwise."""
+    streams = [stream_trial(devices, size) for size in sizes.stream_bytes]
+    largest = sizes.stream_bytes[-1]
+    others = elementwise_trials(devices, largest)
+    moved = [*sizes.stream_bytes, *[largest] * len(others)]
+    taken = seconds([*streams, *others], rounds)
+    rates = [size / s for size, s in zip(moved, taken, strict=True)]
     rows = [
         (trial.name, s, f"{rate / 1e9:.4g} GB/s")
-        for trial, s, rate in zip(trials, taken, rates, strict=True)
+        for trial, s, rate in zip([*streams, *others], taken, rates, strict=True)
     ]
-    return geometric_mean(rates), rows
+    stream = max(rates)
+    return stream, geometric_mean(rates[len(streams) :]), rows
 
 
 def _launch(devices: list[jax.Device], rounds: int) -> tuple[float, Rows]:
@@ -179,12 +190,13 @@ def _measured(
     name: str,
     devices: list[jax.Device],
     flops: dict[str, float],
-    memory: float,
+    rates: tuple[float, float],
     link: Link | None,
     launch_s: float,
     shares: tuple[float, float] | None,
 ) -> Device:
-    """A device whose peaks are what was measured."""
+    """A device whose peaks are what was measured; `rates` a stream's, and a share."""
+    memory, elementwise = rates
     # One device has no links: its own memory stands for them.
     speed, hop_s = (link.bytes_per_s, link.hop_s) if link else (memory, 0.0)
     attention, head_dim = shares or (1.0, 0.0)
@@ -200,7 +212,7 @@ def _measured(
             matmul=1.0,
             attention=attention,
             attention_head_dim=head_dim,
-            memory=1.0,
+            memory=elementwise,
             link=1.0,
             network=1.0,
             hop_s=hop_s,
@@ -219,7 +231,7 @@ def _beside(measured: Device, like: Device) -> Device:
     known, found = like.efficiency, measured.efficiency
     fractions = {
         "matmul": measured.peak_flops["bf16"] / like.peak_flops["bf16"],
-        "memory": measured.memory_bytes_per_s / like.memory_bytes_per_s,
+        "memory": measured.memory_bytes_per_s * found.memory / like.memory_bytes_per_s,
     }
     if measured.domain_devices > 1:
         fractions["link"] = measured.link_bytes_per_s / like.link_bytes_per_s

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from meshpar.planner.activations import kept_bytes
 from meshpar.planner.attention_time import attention_backward, attention_forward
 from meshpar.planner.collective_cost import all_gather_s, all_reduce_s, all_to_all_s
 from meshpar.planner.cost import Cost, waiting
@@ -53,6 +54,8 @@ def block_time(run: Run, *, moe: bool) -> BlockTime:
     halves = (attention, mlp)
     forward = _forward(run, halves, moe)
     input_grad = _input_grad(run, halves, moe) + _recomputed(run, halves, moe, forward)
+    stacked = Cost(_stacked_s(run, moe))
+    forward, input_grad = forward + stacked, input_grad + stacked
     return BlockTime(
         forward=_launched(run, forward, _FORWARD_KERNELS),
         input_grad=_launched(run, input_grad, _BACKWARD_KERNELS),
@@ -186,6 +189,18 @@ def _unneeded(run: Run, halves: tuple[_Linears, ...]) -> Cost:
         return Cost()
     sums = 0.25 if run.layout.sequence_parallel else 0.5
     return Cost(-_linears_s(run, halves[1].rows)) + _tensor_forward(run) * -sums
+
+
+def _stacked_s(run: Run, moe: bool) -> float:
+    """Time to put what a block keeps on its stack, or to take it from there.
+
+    A compiled loop over layers copies it into an array of all layers (read, write),
+    and in microbatches once more into the slot of its microbatch.
+    """
+    if run.execution.eager:
+        return 0.0
+    copies = 2 if run.layout.is_pipelined else 1
+    return memory_s(run, 2 * copies * kept_bytes(run, moe=moe))
 
 
 def _launched(run: Run, cost: Cost, kernels: int) -> Cost:
