@@ -192,3 +192,26 @@ def test_more_devices_wait_longer_for_the_slowest():
     few, many = of("fsdp=8,precision=bf16"), of("fsdp=64,precision=bf16")
     share = [found.time.straggler_s / found.step_s for found in (few, many)]
     assert share[0] < share[1] < 0.05
+
+
+@pytest.mark.parametrize(
+    "hardware, precision, fused",
+    [
+        ("h100-80gb", "bf16", True),
+        ("h100-80gb", "fp32", False),
+        ("tpu-v5p", "bf16", False),
+    ],
+)
+def test_attention_is_one_kernel_for_half_precision_on_a_gpu_only(
+    hardware, precision, fused
+):
+    layout, options = f"fsdp=16,precision={precision}", {"hardware": hardware}
+    found = of(layout, global_batch=16, **options)
+    without = dataclasses.replace(MESHPAR, fused_attention=False)
+    stored = of(layout, global_batch=16, execution=without, **options)
+    assert found.run.fused_attention == fused
+    assert (found.step_s < stored.step_s) == fused
+    # 16-bit or 32-bit softmax of every layer.
+    scores = 32 * 32 * 4096**2 * found.run.dtype_bytes
+    kept = found.memory.activation_bytes
+    assert (kept < scores) == fused

@@ -9,31 +9,49 @@ from meshpar.planner.run import Run
 
 # The backward's five matmuls over the forward's two (Dao 2023, section 3.1).
 _BACKWARD_MATMULS = 2.5
+_FP32_BYTES = 4
 
 
 def attention_forward(run: Run) -> Cost:
     """Scores to mixed values of one microbatch."""
-    if run.execution.fused_attention:
+    if run.fused_attention:
         own_s = _fused_s(run)
         return Cost(own_s) + context_exposed(run, own_s, passes=1)
-    masked = 1 if run.execution.dropout else 0
-    # Written, read and written by the softmax, read; and by dropout, with its mask.
-    each = (4 + 2 * masked) * run.dtype_bytes + masked
-    own_s = _matmuls_s(run) + memory_s(run, _scores(run) * each)
+    own_s = _matmuls_s(run) + memory_s(run, _scores(run) * _forward_score_bytes(run))
     return Cost(own_s) + context_exposed(run, own_s, passes=1)
 
 
 def attention_backward(run: Run) -> Cost:
     """Gradients of queries, keys and values."""
-    if run.execution.fused_attention:
+    if run.fused_attention:
         own_s = _fused_s(run) * _BACKWARD_MATMULS
         return Cost(own_s) + context_exposed(run, own_s, passes=2)
+    scores_s = memory_s(run, _scores(run) * _backward_score_bytes(run))
+    own_s = 2 * _matmuls_s(run) + scores_s
+    return Cost(own_s) + context_exposed(run, own_s, passes=2)
+
+
+def _forward_score_bytes(run: Run) -> float:
+    """Of each stored score, all that the forward reads and writes of it."""
+    if not run.execution.eager:
+        # `causal_attention`: in fp32 written, read for the maximum, the sum and the
+        # quotient; that in the compute dtype written, and read.
+        return 4 * _FP32_BYTES + 2 * run.dtype_bytes
+    masked = 1 if run.execution.dropout else 0
+    # Written, read and written by the softmax, read; and by dropout, with its mask.
+    return (4 + 2 * masked) * run.dtype_bytes + masked
+
+
+def _backward_score_bytes(run: Run) -> float:
+    if not run.execution.eager:
+        # The softmax's gradient in fp32 written, read for its mean and to be combined;
+        # the softmax read by both and by a matmul; the scores' gradient written, and
+        # read by two.
+        return 3 * _FP32_BYTES + 6 * run.dtype_bytes
     masked = 1 if run.execution.dropout else 0
     # Read by three matmuls, written by one, three times by the softmax's derivative,
     # twice by dropout's, with its mask.
-    each = (7 + 2 * masked) * run.dtype_bytes + masked
-    own_s = 2 * _matmuls_s(run) + memory_s(run, _scores(run) * each)
-    return Cost(own_s) + context_exposed(run, own_s, passes=2)
+    return (7 + 2 * masked) * run.dtype_bytes + masked
 
 
 def context_exposed(run: Run, attention_s: float, *, passes: int) -> Cost:

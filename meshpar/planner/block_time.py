@@ -176,7 +176,7 @@ def _recomputed(
         return forward + again
     attention = attention_forward(run)
     if remat == "selective" and execution.eager:
-        return Cost() if execution.fused_attention else attention
+        return Cost() if run.fused_attention else attention
     return attention + Cost(memory_s(run, _forward_bytes(run, moe)))
 
 

@@ -104,6 +104,7 @@ def _tpu(
         network_bytes_per_s=network_bytes_per_s,
         torus_dims=torus_dims,
         wraps=wraps,
+        platform="tpu",
         efficiency=_TPU,
     )
 

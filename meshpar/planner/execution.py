@@ -19,7 +19,8 @@ class Execution:
     Args:
         name: What `--execution` calls it.
         fused_attention: Whether one kernel does attention without storing the scores,
-            and skips what a causal mask hides (FlashAttention).
+            and skips what a causal mask hides (FlashAttention), where there is one:
+            `Run.fused_attention`.
         fused_activation: Whether one kernel does the MLP's bias, activation and gate.
         dropout: Whether blocks drop values, whose masks are kept.
         lock_step: Whether all pipeline ranks move together, tick by tick, those without
@@ -74,7 +75,7 @@ class Execution:
 
 MESHPAR = Execution(
     name="meshpar",
-    fused_attention=True,
+    fused_attention=True,  # cuDNN's, for half precision on a GPU
     fused_activation=True,  # XLA fuses elementwise chains
     dropout=False,
     lock_step=True,

@@ -10,6 +10,12 @@ from meshpar.errors import InputError
 from meshpar.layout import MESH_AXES, Layout
 
 
+PLATFORMS = ("gpu", "tpu", "cpu")
+"""What a device can be."""
+
+_NO_POSITIVE_NUMBERS = ("name", "peak_flops", "efficiency", "torus_dims", "platform")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
     """How much of its data sheet a device achieves: one set a device.
@@ -82,9 +88,11 @@ class Device:
         torus_dims: Dims of the torus; 0 where a switch joins the domain.
         wraps: Devices along a dim of a torus from which on the ends are joined.
         efficiency: What is achieved.
+        platform: `gpu`, `tpu` or `cpu`, as JAX calls it; it decides which kernels a
+            program has there (`Run.fused_attention`).
 
     Raises:
-        InputError: A number that is not positive.
+        InputError: An unknown platform, or a number that is not positive.
     """
 
     name: str
@@ -97,12 +105,18 @@ class Device:
     efficiency: Efficiency
     torus_dims: int = 0
     wraps: int = 16
+    platform: str = "gpu"
 
     def __post_init__(self) -> None:
+        if self.platform not in PLATFORMS:
+            raise InputError(
+                f"hardware {self.name!r}: platform={self.platform!r} must be one of "
+                f"{', '.join(PLATFORMS)}"
+            )
         numbers = {
             field.name: getattr(self, field.name)
             for field in fields(self)
-            if field.name not in ("name", "peak_flops", "efficiency", "torus_dims")
+            if field.name not in _NO_POSITIVE_NUMBERS
         }
         numbers |= {f"peak_flops {key}": peak for key, peak in self.peak_flops.items()}
         for name, number in numbers.items():

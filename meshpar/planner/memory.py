@@ -278,7 +278,9 @@ def _workspace_bytes(run: Run, rank: int, layers: list[int], kept: float) -> flo
 
 def _scores_at_once(run: Run) -> float:
     """fp32 softmax and its gradient, of some heads at a time (`causal_attention`)."""
-    if run.execution.fused_attention:
+    if run.fused_attention:
         return 0.0
     whole = 4 * run.tokens * run.seq * run.workload.heads / run.layout.tensor
-    return 2 * min(whole, SCORE_BYTES)
+    # A key/value head's at least.
+    kv_heads = max(1.0, run.workload.kv_heads / run.layout.tensor)
+    return 2 * max(min(whole, SCORE_BYTES), whole / kv_heads)

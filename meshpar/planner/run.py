@@ -88,6 +88,20 @@ class Run:
         """Of one device, in the precision of the blocks."""
         return self.cluster.device.peak_flops[self.layout.precision]
 
+    @property
+    def fused_attention(self) -> bool:
+        """Whether one kernel does attention and stores no scores.
+
+        Those there are, FlashAttention-2 and cuDNN's, take half precision on a GPU; our
+        models have `causal_attention` elsewhere, which stores the softmax.
+        """
+        half = self.layout.precision == "bf16"
+        return self.execution.fused_attention and half and self._platform == "gpu"
+
+    @property
+    def _platform(self) -> str:
+        return self.cluster.device.platform
+
     @cached_property
     def _links(self) -> dict[tuple[str, ...], Link]:
         return {}
