@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from meshpar.layout import BATCH_AXES
 from meshpar.planner.block_time import block_parameters
 from meshpar.planner.collective_cost import wire_bytes
 from meshpar.planner.memory import (
@@ -208,7 +207,7 @@ def _reduction(run: Run) -> list[Collective]:
     dense = (parameters - routed_parameters(run, 0)) / split * each
     reason = "gradients of what is no expert"
     found.append(_of(run, ("expert",), "all-reduce", dense, reason))
-    others = tuple(axis for axis in BATCH_AXES if axis not in axes)
+    others = run.summed_axes
     ends = end_parameters(run, 0) if execution.shared_ends and layout.stage > 1 else 0
     own = (parameters - ends) / split * each
     found.append(_of(run, others, "all-reduce", own, "gradients"))

@@ -8,16 +8,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from meshpar.layout import Layout
+from meshpar.layout import BATCH_AXES, Layout
 from meshpar.planner.execution import Execution
 from meshpar.planner.hardware import Cluster, Link
 from meshpar.planner.workload import Workload
 
-REPLICA_AXES = ("data", "fsdp", "expert")
-"""The mesh axes whose devices have examples of their own.
+SUM_AXES = (*BATCH_AXES, "context")
+"""The mesh axes whose devices have the same parameters and other tokens, so that the
+gradients of all parameters are summed over them.
 
-`expert` is among them: its devices share the routed experts and nothing else, as in
-GShard (Lepikhin et al. 2020)."""
+Devices of `expert` have other tokens too, but share the routed experts out (GShard,
+Lepikhin et al. 2020): the gradients of the other parameters are summed over it.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +62,12 @@ class Run:
         """Devices that ZeRO shares a parameter's states out over."""
         sizes = self.layout.mesh_shape
         return math.prod(sizes[axis] for axis in self.layout.split_axes)
+
+    @property
+    def summed_axes(self) -> tuple[str, ...]:
+        """The mesh axes that all gradients are summed over whole, behind ZeRO's."""
+        split = self.layout.split_axes if self.state_shards > 1 else ()
+        return tuple(axis for axis in SUM_AXES if axis not in split)
 
     @property
     def gathers_once(self) -> bool:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from meshpar.layout import BATCH_AXES
 from meshpar.planner.collective_cost import all_gather_s, all_reduce_s
 from meshpar.planner.cost import Cost, waiting
 from meshpar.planner.kernel_time import memory_s
@@ -104,7 +103,7 @@ def _slowest_rank(run: Run, stages: tuple[StageTime, ...]) -> int:
 
 
 def _reduction(run: Run, stages: tuple[StageTime, ...]) -> Cost:
-    """Gradients over `data` (and `fsdp` where it does not split the parameters).
+    """Gradients over the mesh axes whose devices have other tokens.
 
     Overlapped, it hides behind the last microbatch's backward of the first rank, which
     is the last to end.
@@ -145,7 +144,7 @@ def _tied(run: Run) -> Cost:
 
 
 def _reductions(run: Run) -> dict[str, float]:
-    """Seconds of every reduction over batch axes, by mesh axis."""
+    """Seconds of every sum of gradients, by mesh axis."""
     layout, each = run.layout, run.execution.reduction_bytes
     parameters = max(rank_parameters(run, rank) for rank in range(layout.stage))
     split, seconds = run.state_shards, {}
@@ -162,7 +161,7 @@ def _reductions(run: Run) -> dict[str, float]:
         )
         link = run.link("expert")
         seconds["expert"] = all_reduce_s(dense / split * each, layout.expert, link)
-    others = tuple(axis for axis in BATCH_AXES if axis not in axes)
+    others = run.summed_axes
     degree = math.prod(layout.mesh_shape[axis] for axis in others)
     ends = 0.0
     if run.execution.shared_ends and layout.stage > 1:
