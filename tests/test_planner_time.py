@@ -233,7 +233,9 @@ def test_gradients_are_summed_over_context_too(zero):
         assert sums == {("context",): 2 * 4 * parameters / 2 * 3 / 4}
     axis = "fsdp" if zero == 0 else "context"
     free = dataclasses.replace(MESHPAR, reduction_bytes=0)
-    none = of(f"fsdp=2,context=4,zero={zero},precision=bf16", global_batch=8, execution=free)
+    none = of(
+        f"fsdp=2,context=4,zero={zero},precision=bf16", global_batch=8, execution=free
+    )
     wire_s = sum(sums.values()) / found.run.link("fsdp", "context").bytes_per_s
     saved_s = found.time.exposed_s[axis] - none.time.exposed_s.get(axis, 0.0)
     assert saved_s == pytest.approx(wire_s, rel=0.01)
