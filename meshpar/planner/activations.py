@@ -32,6 +32,15 @@ def kept_bytes(run: Run, *, moe: bool) -> float:
     return run.tokens * each + 2 * stage_input_bytes(run)
 
 
+def offloaded_bytes(run: Run, *, moe: bool) -> float:
+    """Of one microbatch, what a block moves to the host's memory and gets back."""
+    names = run.layout.residual_names
+    if names is None or not names.offload:
+        return 0.0
+    saved = _compiled_bytes(run, "save:" + "/".join(names.offload), moe=moe)
+    return max(0.0, saved - _compiled_bytes(run, "full", moe=moe))
+
+
 def everything_bytes(run: Run, *, moe: bool) -> float:
     """What every operation of the block needs, nothing recomputed.
 

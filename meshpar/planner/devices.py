@@ -23,6 +23,10 @@ from meshpar.planner.hardware import Device, Efficiency
 #   hop_s, network_hop_s, launch_s
 #                    Taken, microseconds by order of magnitude: a step of a collective,
 #                    and the time between two kernels (1.5 % of the layer times above).
+#   host_bytes_per_s Of the device, not achieved: PCIe x16, half of the data sheet's
+#                    both directions (gen 4 A100, gen 5 H100 to B200); GB200 a half of
+#                    its CPU's 450 GB/s NVLink-C2C; TPUs from "How to Scale Your Model"
+#                    (Austin et al. 2025, chapter 2).
 #   spread           Taken: equal devices differ by some tenths of a percent.
 _A100 = Efficiency(
     matmul=0.75,
@@ -65,6 +69,7 @@ def _nvidia(
     fp8: float | None,
     memory_bytes: float,
     memory_bytes_per_s: float,
+    host_bytes_per_s: float,
     efficiency: Efficiency,
     domain_devices: int = 8,
 ) -> Device:
@@ -77,6 +82,7 @@ def _nvidia(
         domain_devices=domain_devices,
         link_bytes_per_s=links.host_bytes_per_s,
         network_bytes_per_s=links.network_bytes_per_s,
+        host_bytes_per_s=host_bytes_per_s,
         efficiency=efficiency,
     )
 
@@ -89,6 +95,7 @@ def _tpu(
     memory_bytes_per_s: float,
     link_bytes_per_s: float,
     network_bytes_per_s: float,
+    host_bytes_per_s: float,
     devices_per_host: int,
     torus_dims: int,
     wraps: int,
@@ -102,6 +109,7 @@ def _tpu(
         domain_devices=devices_per_host,
         link_bytes_per_s=link_bytes_per_s,
         network_bytes_per_s=network_bytes_per_s,
+        host_bytes_per_s=host_bytes_per_s,
         torus_dims=torus_dims,
         wraps=wraps,
         platform="tpu",
@@ -122,6 +130,7 @@ DEVICES = {
             fp8=None,
             memory_bytes=80e9,
             memory_bytes_per_s=2.039e12,
+            host_bytes_per_s=32e9,
             efficiency=_A100,
         ),
         _nvidia(
@@ -132,6 +141,7 @@ DEVICES = {
             fp8=None,
             memory_bytes=40e9,
             memory_bytes_per_s=1.555e12,
+            host_bytes_per_s=32e9,
             efficiency=_A100,
         ),
         # NVIDIA H100 data sheet, 2023-03 (SXM; half of the numbers with sparsity).
@@ -143,6 +153,7 @@ DEVICES = {
             fp8=1978.9e12,
             memory_bytes=80e9,
             memory_bytes_per_s=3.35e12,
+            host_bytes_per_s=64e9,
             efficiency=_H100,
         ),
         # The H800 is an H100 whose NVLink is cut to 400 GB/s in both directions
@@ -155,6 +166,7 @@ DEVICES = {
             fp8=1978.9e12,
             memory_bytes=80e9,
             memory_bytes_per_s=3.35e12,
+            host_bytes_per_s=64e9,
             efficiency=_H100,
         ),
         # NVIDIA H200 data sheet, 2024-11: the H100's peaks, 141 GB at 4.8 TB/s.
@@ -166,6 +178,7 @@ DEVICES = {
             fp8=1978.9e12,
             memory_bytes=141e9,
             memory_bytes_per_s=4.8e12,
+            host_bytes_per_s=64e9,
             efficiency=_H100,
         ),
         # NVIDIA DGX B200 data sheet, 2025-02: 8 GPUs with 72 PFLOP/s fp8 with
@@ -178,6 +191,7 @@ DEVICES = {
             fp8=4.5e15,
             memory_bytes=180e9,
             memory_bytes_per_s=8e12,
+            host_bytes_per_s=64e9,
             efficiency=_B200,
         ),
         # NVIDIA GB200 NVL72 data sheet, 2024-03: 72 GPUs with 360 PFLOP/s bf16 with
@@ -190,6 +204,7 @@ DEVICES = {
             fp8=5e15,
             memory_bytes=186e9,
             memory_bytes_per_s=8e12,
+            host_bytes_per_s=225e9,
             efficiency=_B200,
             domain_devices=72,
         ),
@@ -204,6 +219,7 @@ DEVICES = {
             memory_bytes_per_s=1.2e12,
             link_bytes_per_s=50e9,
             network_bytes_per_s=6.25e9,
+            host_bytes_per_s=16e9,
             devices_per_host=4,
             torus_dims=3,
             wraps=4,
@@ -215,6 +231,7 @@ DEVICES = {
             memory_bytes_per_s=819e9,
             link_bytes_per_s=50e9,
             network_bytes_per_s=3.125e9,
+            host_bytes_per_s=16e9,
             devices_per_host=8,
             torus_dims=2,
             wraps=16,
@@ -226,6 +243,7 @@ DEVICES = {
             memory_bytes_per_s=2.765e12,
             link_bytes_per_s=100e9,
             network_bytes_per_s=6.25e9,
+            host_bytes_per_s=16e9,
             devices_per_host=4,
             torus_dims=3,
             wraps=4,
@@ -237,6 +255,7 @@ DEVICES = {
             memory_bytes_per_s=1.638e12,
             link_bytes_per_s=100e9,
             network_bytes_per_s=12.5e9,
+            host_bytes_per_s=32e9,
             devices_per_host=8,
             torus_dims=2,
             wraps=16,

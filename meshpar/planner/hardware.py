@@ -10,7 +10,6 @@ from typing import NamedTuple
 from meshpar.errors import InputError
 from meshpar.layout import MESH_AXES, Layout
 
-
 PLATFORMS = ("gpu", "tpu", "cpu")
 """What a device can be."""
 
@@ -86,6 +85,7 @@ class Device:
         link_bytes_per_s: Per direction and device inside that domain; of one of the
             links in each direction of a torus.
         network_bytes_per_s: Per direction and device, between domains.
+        host_bytes_per_s: Per direction and device, to its host's memory.
         torus_dims: Dims of the torus; 0 where a switch joins the domain.
         wraps: Devices along a dim of a torus from which on the ends are joined.
         efficiency: What is achieved.
@@ -104,6 +104,7 @@ class Device:
     link_bytes_per_s: float
     network_bytes_per_s: float
     efficiency: Efficiency
+    host_bytes_per_s: float = 32e9  # PCIe gen 4 x16
     torus_dims: int = 0
     wraps: int = 16
     platform: str = "gpu"
