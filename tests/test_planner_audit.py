@@ -1,11 +1,14 @@
 """The planner's bytes on the wire are those of our compiled programs."""
 
+import dataclasses
+
 import optax
 import pytest
 
 from meshpar import audit, batch_shapes, make_train_step
-from meshpar.planner.clusters import cluster_of
+from meshpar.planner.clusters import device_of
 from meshpar.planner.estimate import estimate
+from meshpar.planner.hardware import Cluster
 from meshpar.planner.shapes import SHAPES
 from models.presets import build
 
@@ -26,7 +29,9 @@ def audited(preset, layout):
 
 def planned(preset, layout):
     found = {}
-    cluster = cluster_of("h100-80gb", devices=8)
+    """The same as planned, for the CPU that the test compiles for."""
+    device = dataclasses.replace(device_of("h100-80gb"), platform="cpu")
+    cluster = Cluster(device=device)
     for collective in estimate(
         SHAPES[preset], cluster, layout, global_batch=BATCH, seq=SEQ
     ).collectives:
@@ -56,6 +61,7 @@ SCALARS = 150
                 "data=2,tensor=4,remat=save:attention_out",
                 "data=2,tensor=4,remat=dots",
                 "fsdp=2,stage=4,microbatches=4",
+                "data=4,stage=2,microbatches=2",
                 "stage=4,fsdp=2,microbatches=4,fsdp_gather=microbatch",
                 "stage=2,fsdp=2,tensor=2,microbatches=4,schedule=interleaved_1f1b,"
                 "chunks=2",

@@ -76,9 +76,10 @@ def _passes(run: Run) -> _Passes:
     places = max(run.stage_blocks)
     layers = longest + longest[-1:] * (places - len(longest))
     forward, backward = steps.forward_ticks, steps.backward_ticks
-    return _Passes(
-        forward, backward, steps.head_ticks, forward, steps.down_hops, layers
-    )
+    head, down = steps.head_ticks, steps.down_hops
+    if run.in_order:
+        head, down = forward, backward
+    return _Passes(forward, backward, head, forward, down, layers)
 
 
 def _of(

@@ -59,21 +59,13 @@ def recomputation(run: Run, *, moe: bool) -> Again:
         # In a loop over the stage's blocks, which reads the output of each.
         return _WHOLE
     if remat == "full":
-        return _WHOLE if eager else _full(moe)
+        return _WHOLE if eager else _named(run, (), moe)
     if remat == "stage_full":
-        last = _WHOLE if eager else _full(moe)
+        last = _WHOLE if eager else _named(run, (), moe)
         return Again(*map(sum, zip(_WHOLE, last, strict=True)))
     if remat == "selective" and eager:
         return Again(attention=0 if run.fused_attention else 1)
-    return _named(kept_names(run), moe)
-
-
-def _full(moe: bool) -> Again:
-    """All but the MLP's output, which no gradient needs, but for the router's.
-
-    The sequence is gathered for the weights' gradients anyway.
-    """
-    return _WHOLE._replace(down=int(moe), sums=1, gathers=0)
+    return _named(run, kept_names(run), moe)
 
 
 def kept_names(run: Run) -> tuple[str, ...]:
@@ -98,7 +90,12 @@ _NAMED = (
 )
 
 
-def _named(kept: tuple[str, ...], moe: bool) -> Again:
+def _named(run: Run, kept: tuple[str, ...], moe: bool) -> Again:
+    """All that these names do not spare.
+
+    No gradient needs the MLP's output, but a router's. The sequence is gathered for the
+    weights' gradients anyway, which serves here too where equal collectives merge.
+    """
     qkv, out = int("attention_qkv" not in kept), int("attention_out" not in kept)
     up = int(not {"mlp_up", "mlp_gate_up"} & set(kept))
     return Again(
@@ -109,6 +106,6 @@ def _named(kept: tuple[str, ...], moe: bool) -> Again:
         down=int(moe) * up,
         elementwise=1,
         sums=out,
-        gathers=qkv + up,
+        gathers=qkv + up if run.in_order else 0,
         exchanges=int(moe) * up,
     )

@@ -104,11 +104,18 @@ class Run:
         models have `causal_attention` elsewhere, which stores the softmax.
         """
         half = self.layout.precision == "bf16"
-        return self.execution.fused_attention and half and self._platform == "gpu"
+        gpu = self.cluster.device.platform == "gpu"
+        return self.execution.fused_attention and half and gpu
 
     @property
-    def _platform(self) -> str:
-        return self.cluster.device.platform
+    def in_order(self) -> bool:
+        """Whether collectives wait for one another, as ours do on a CPU.
+
+        The compiler then merges none with an equal one, and drops none that nobody
+        reads.
+        """
+        on_cpu = self.cluster.device.platform == "cpu"
+        return on_cpu and not self.execution.eager
 
     @cached_property
     def _links(self) -> dict[tuple[str, ...], Link]:
