@@ -10,7 +10,8 @@ from meshpar.planner.hardware import Device, Efficiency
 # How each number was got:
 #   matmul           Fitted: A100 to one layer of Megatron-LM (Korthikanti et al. 2022,
 #                    table 4, ten times), H100 to three step times of the nanotron grid
-#                    (the rows that `meshpar plan --validate` marks).
+#                    (the rows that `meshpar plan --validate` marks; of the two numbers
+#                    fitted to them the other is nanotron's `host_s`).
 #   attention        FlashAttention-2, heads of 128: 50 to 73 % of an A100 (Dao 2023,
 #                    abstract), 35 % of an H100 (Shah et al. 2024, abstract).
 #   attention_head_dim
