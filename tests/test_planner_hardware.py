@@ -132,12 +132,66 @@ def test_small_sums_take_a_tree_large_ones_a_ring():
     assert all_reduce_s(1e11, 512, slow) == pytest.approx(4.0, rel=0.02)
 
 
-def test_an_all_to_all_leaves_a_host_through_one_port():
+@pytest.mark.parametrize(
+    "hardware, devices, hosts, port_bytes_per_s",
+    [
+        ("h100-80gb", 64, 8, 50e9 * 0.9),
+        # NVLink limits their rings, but not their ports.
+        ("h800-80gb", 64, 8, 50e9 * 0.9),
+        ("gb200-186gb", 144, 2, 50e9 * 0.9),
+        ("tpu-v5e", 512, 2, 3.125e9 * 0.8),
+    ],
+)
+def test_an_all_to_all_leaves_a_host_through_one_port(
+    hardware, devices, hosts, port_bytes_per_s
+):
+    cluster = cluster_of(hardware, devices=devices, hosts=hosts)
+    own = devices // hosts
+    link = cluster.link(Layout(expert=devices), "expert")
+    assert (link.name, link.inner) == ("network", own)
+    away = 8e9 * (1 - own / devices) / port_bytes_per_s
+    assert all_to_all_s(8e9, devices, link) == pytest.approx(away, rel=1e-3)
+    assert send_s(8e9, link) == pytest.approx(8e9 / port_bytes_per_s, rel=1e-3)
+
+
+def test_an_all_to_all_in_a_host_sends_what_a_device_does_not_keep():
     within = Link(name="host", bytes_per_s=400e9, hop_s=0.0)
-    between = Link(name="network", bytes_per_s=400e9, hop_s=0.0, inner=8)
     assert all_to_all_s(8e9, 8, within) == pytest.approx(8e9 * 7 / 8 / 400e9)
-    assert all_to_all_s(8e9, 16, between) == pytest.approx(8e9 / 2 / 50e9)
-    assert send_s(8e9, between) == pytest.approx(8e9 / 50e9)
+
+
+@pytest.mark.parametrize("stages", [8, 64])
+def test_a_hop_takes_one_link_of_a_torus(stages):
+    link = cluster_of("tpu-v5p:8x8x8").link(
+        Layout(data=512 // stages, stage=stages), "stage"
+    )
+    assert send_s(1e9, link) == pytest.approx(1e9 / 90e9, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "torus, hops",
+    # A quarter of a ring for each of two links; of a line, for its one.
+    [("8x8x8", 8 / 4 / 2), ("4x8x16", 16 / 4 / 2), ("2x2x8", 8 / 4 / 2)],
+)
+def test_an_all_to_all_of_a_torus_is_as_slow_as_its_longest_dim(torus, hops):
+    cluster = cluster_of(f"tpu-v5p:{torus}")
+    link = cluster.link(Layout(expert=cluster.num_devices), "expert")
+    found_s = all_to_all_s(1e9, cluster.num_devices, link)
+    assert found_s == pytest.approx(hops * 1e9 / 90e9, rel=0.01)
+    line = cluster_of("tpu-v5e:8x8").link(Layout(data=8, expert=8), "expert")
+    assert all_to_all_s(1e9, 8, line) == pytest.approx(2 * 1e9 / 45e9, rel=0.01)
+
+
+def test_a_gather_on_a_torus_takes_the_steps_of_one_ring_a_dim():
+    cluster = cluster_of("tpu-v5p:8x8x8")
+    link = cluster.link(Layout(fsdp=512), "fsdp")
+    assert all_gather_s(0, 512, link) == pytest.approx(21e-6)
+    # Two mesh axes that cover one dim together are one ring.
+    both = cluster.link(Layout(data=64, fsdp=2, tensor=4), "fsdp", "tensor")
+    assert both.spans == ((8, 2),)
+    none = cluster_of("tpu-v5e:8x8").link(
+        Layout(data=-1, tensor=3).resolve(63), "tensor"
+    )
+    assert none.spans == ((3, 1),)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.model import Model, Parameter, is_parameter
 from meshpar.train.optimizer_state import kept_dims, map_states
-from meshpar.train.state import HOST_MEMORY, TrainState
+from meshpar.parallel.remat import HOST_MEMORY
+from meshpar.train.state import TrainState
 
 
 @dataclass(frozen=True)

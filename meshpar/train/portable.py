@@ -15,7 +15,8 @@ import jax
 from jax.sharding import NamedSharding
 
 from meshpar.train.precision import Mastered
-from meshpar.train.state import HOST_MEMORY, TrainState
+from meshpar.parallel.remat import HOST_MEMORY
+from meshpar.train.state import TrainState
 
 
 def portable(state: TrainState) -> TrainState:
