@@ -14,8 +14,8 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from meshpar.train.precision import Mastered
 from meshpar.parallel.remat import HOST_MEMORY
+from meshpar.train.precision import Mastered
 from meshpar.train.state import TrainState
 
 
