@@ -89,7 +89,20 @@ class Placement:
         )
 
     def gather_before_loop(self, params: Params) -> tuple[Params, list[Params]]:
-        """The ends' parameters for use, and the blocks' as the loop takes them."""
+        """The ends' parameters for use, and the blocks' as the loop takes them.
+
+        One all-gather over the batch axes for each parameter of the ends that is split
+        there, and for each stacked one where the step gathers once
+        (`fsdp_gather=step`): a device receives the P (n-1)/n of its P values that it
+        lacks, in the compute dtype.
+
+        Args:
+            params: This device's shards, at rest.
+
+        Returns:
+            The ends' parameters, whole over the batch axes; of each group of blocks the
+            (layers, ...) of this device's stages, split as `Stored.loop_spec` says.
+        """
         ends, groups = self.model.split(params)
         stored_ends, stored_groups = self.model.split(self.stored)
         weights, done = gather(stored_ends, ends, before_loop, in_order=self.in_order)
@@ -129,7 +142,16 @@ class Placement:
     def scatter_ends(
         self, gradients: Params, earlier: Zero | None = None
     ) -> tuple[Params, Zero | None]:
-        """The ends' gradients as they are added up, and what is to wait for that."""
+        """The ends' gradients as they are added up, and what is to wait for that.
+
+        One reduce-scatter over the batch axes for each that is split while it is added
+        up (`zero=2` and `3`): of P values each device sends P (n-1)/n, in
+        `Stored.sum_dtype`. The others stay this device's own, until `reduce`.
+
+        Args:
+            gradients: Shaped as the ends' parameters for use.
+            earlier: What the first must wait for, where collectives are in order.
+        """
         return reduce_scatter(
             self.model.split(self.stored)[0],
             gradients,
@@ -169,6 +191,11 @@ class Placement:
         scale: jax.Array | None = None,
     ) -> Params:
         """Gradients summed over the batch axes and `stage`, laid out as states.
+
+        Each gradient crosses each mesh axis once, after the loop. Over the batch axes
+        that its state is split over, and it itself was not yet: one reduce-scatter for
+        each gradient, of P values a device sends P (n-1)/n. Over the other batch axes,
+        and `stage` for the ends: one all-reduce of all such gradients, 2 P (n-1)/n.
 
         Args:
             end_gradients: Of the ends, from `scatter_ends`.

@@ -99,13 +99,28 @@ class TrainStep:
             of_states=of_states,
         )
         self.batch_sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+        self._make_programs(at_rest, of_states, compiler_options)
+
+    def _make_programs(
+        self,
+        at_rest: Params,
+        of_states: Params,
+        compiler_options: Mapping[str, Any] | None,
+    ) -> None:
+        """The step's functions under `jax.jit`; none is compiled before its first call.
+
+        Args:
+            at_rest: Sharding of each parameter between steps.
+            of_states: Of its gradient and optimizer state.
+            compiler_options: XLA's.
+        """
         self._init = born_sharded(
             self._first_state,
             self.shardings,
             compiler_options=compiler_options,
         )
         jit = functools.partial(jax.jit, compiler_options=compiler_options)
-        metrics_sharding = NamedSharding(mesh, PartitionSpec())
+        metrics_sharding = NamedSharding(self.mesh, PartitionSpec())
         self._update_layout = dict(
             in_shardings=(self.shardings, self.batch_sharding),
             out_shardings=(self.shardings, metrics_sharding),

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from meshpar.collectives import Zero, follow, zero_on_parts
 from meshpar.model import Params
-from meshpar.parallel.blocks import Block
+from meshpar.parallel.block import Block
 from meshpar.parallel.pipeline.ends import Shares
 from meshpar.parallel.pipeline.executor import Work
 from meshpar.parallel.pipeline.rank_stages import RankStages

@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from meshpar.parallel.block import Block, Sums
 from meshpar.parallel.blocks import (
-    Block,
-    Sums,
     check_names,
     run_again,
     run_backward,

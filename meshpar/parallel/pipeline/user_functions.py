@@ -18,7 +18,7 @@ from meshpar.collectives import Zero, follow, zero_on_parts
 from meshpar.errors import InputError
 from meshpar.mesh import platform_of
 from meshpar.model import BlockGroup
-from meshpar.parallel.blocks import Block
+from meshpar.parallel.block import Block
 from meshpar.parallel.pipeline.ends import STAGE, Shares
 from meshpar.parallel.pipeline.float_leaves import (
     differentiable,

@@ -222,17 +222,19 @@ def _run(
         check_vma=False,
     )(_arranged(blocks, placed), ends, inputs, targets)
     floats = iter(of_floats)
-    gradients = (
-        _in_layer_order(of_blocks, placed),
-        of_ends,
-        jax.tree.map(
-            lambda like: next(floats) if differentiable(like) else None, inputs
-        ),
+    of_inputs = jax.tree.map(
+        lambda like: next(floats) if differentiable(like) else None, inputs
     )
-    return loss, jax.tree.map(
+    gradients = _in_layer_order(of_blocks, placed), of_ends, of_inputs
+    return loss, _typed_as((blocks, ends, inputs), gradients)
+
+
+def _typed_as(likes: Gradients, gradients: Gradients) -> Gradients:
+    """Gradients in the dtype of what they are of; None stays None."""
+    return jax.tree.map(
         lambda value, like: value if value is None else value.astype(like.dtype),
         gradients,
-        (blocks, ends, inputs),
+        likes,
         is_leaf=lambda node: node is None,
     )
 
