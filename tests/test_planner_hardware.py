@@ -233,3 +233,67 @@ def test_files_that_describe_none_are_refused(tmp_path, content, message):
     path.write_text(content)
     with pytest.raises(InputError, match=message):
         load_device(path)
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ('[efficiency]\nmatmul = "fast"', "matmul='fast': must be a number"),
+        ('torus_dims = "2"', "torus_dims='2' must be a whole number of at least 0"),
+        ("torus_dims = -1", "torus_dims=-1 must be a whole number of at least 0"),
+        ("domain_devices = 8.5", "domain_devices=8.5 must be a whole number"),
+        ("domain_devices = true", "domain_devices=True must be a whole number"),
+        ("memory_bytes = true", "memory_bytes=True must be a positive number"),
+        ("name = 3", "name=3: must be text"),
+        ('platform = "npu"', "platform='npu' must be one of gpu, tpu, cpu"),
+    ],
+)
+def test_files_with_values_of_another_type_are_refused(tmp_path, content, message):
+    path = tmp_path / "mine.toml"
+    path.write_text(f'like = "a100-80gb"\n{content}')
+    with pytest.raises(InputError, match=message):
+        load_device(path)
+
+
+def test_a_file_that_starts_from_itself_is_refused(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(f'like = "{path}"')
+    with pytest.raises(InputError, match="is a file; start from a device by name"):
+        load_device(path)
+
+
+def test_a_file_of_a_torus_takes_its_sizes(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text('like = "tpu-v5e"\nmemory_bytes = 8e9')
+    assert cluster_of(f"{path}:4x4").num_devices == 16
+
+
+@pytest.mark.parametrize(
+    "hardware, devices, hosts, message",
+    [
+        ("h100-80gb", 64, 1, "join at most 8; take --hosts 8"),
+        ("gb200", 144, 1, "join at most 72; take --hosts 2"),
+        ("tpu-v5p", 2, 3, "2 devices do not divide over 3 slices"),
+    ],
+)
+def test_hosts_that_no_link_joins_are_refused(hardware, devices, hosts, message):
+    with pytest.raises(InputError, match=message):
+        cluster_of(hardware, devices=devices, hosts=hosts)
+
+
+def test_numbers_of_data_sheets():
+    """NVIDIA's and Google's, dense, as README states them."""
+    peaks = {name: device.peak_flops["bf16"] for name, device in DEVICES.items()}
+    assert peaks["a100-80gb"] == 312e12
+    assert peaks["h100-80gb"] == peaks["h200-141gb"] == 989.4e12
+    assert (peaks["b200-180gb"], peaks["gb200-186gb"]) == (2.25e15, 2.5e15)
+    assert [peaks[f"tpu-v{name}"] for name in ("4", "5e", "5p", "6e")] == [
+        275e12,
+        197e12,
+        459e12,
+        918e12,
+    ]
+    h100, h800 = DEVICES["h100-80gb"], DEVICES["h800-80gb"]
+    assert (h100.memory_bytes_per_s, h100.link_bytes_per_s) == (3.35e12, 450e9)
+    assert (h800.link_bytes_per_s, h800.network_bytes_per_s) == (200e9, 50e9)
+    assert DEVICES["tpu-v5p"].link_bytes_per_s == 100e9

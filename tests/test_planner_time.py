@@ -9,6 +9,7 @@ from meshpar.planner.clusters import cluster_of
 from meshpar.planner.estimate import estimate
 from meshpar.planner.execution import MEGATRON_2022, MESHPAR, NANOTRON
 from meshpar.planner.pipeline_time import (
+    closed_form_lock_step,
     closed_form_s,
     lock_step,
     lock_step_span_s,
@@ -239,3 +240,18 @@ def test_gradients_are_summed_over_context_too(zero):
     wire_s = sum(sums.values()) / found.run.link("fsdp", "context").bytes_per_s
     saved_s = found.time.exposed_s[axis] - none.time.exposed_s.get(axis, 0.0)
     assert saved_s == pytest.approx(wire_s, rel=0.01)
+
+
+@pytest.mark.parametrize("ranks", [3, 4, 7])
+@pytest.mark.parametrize(
+    "schedule, chunks",
+    [("1f1b", 1), ("gpipe", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 3)],
+)
+def test_lock_step_of_many_ranks_is_that_of_the_table(schedule, chunks, ranks):
+    for microbatches in (ranks, 2 * ranks, 4 * ranks):
+        sizes = (schedule, ranks, microbatches, chunks)
+        assert closed_form_lock_step(*sizes) == lock_step(*sizes), microbatches
+    assert closed_form_lock_step("interleaved_1f1b", ranks, 2 * ranks + 1, 2) is None
+    assert closed_form_lock_step("1f1b", ranks, 2 * ranks + 1, 1) == lock_step(
+        "1f1b", ranks, 2 * ranks + 1, 1
+    )

@@ -91,6 +91,7 @@ def _compiled_bytes(run: Run, remat: str, *, moe: bool) -> float:
         head_dim=workload.value_dim,
         ffn=_active_ffn(run, moe),
         gated=workload.gated,
+        dropout=workload.dropout,
     )
     kept = block_activation_bytes(
         shape,

@@ -226,7 +226,7 @@ def _forward_bytes(run: Run, moe: bool) -> float:
     tensor, values = run.layout.tensor, run.dtype_bytes
     # Two norms (read, write) and two residual additions (read both, write).
     stream = (2 * 2 + 2 * 3) * workload.hidden * values
-    stream += 2 * workload.hidden if execution.dropout else 0  # masks
+    stream += 2 * workload.hidden if run.drops else 0  # masks
     heads = (workload.heads + workload.kv_heads) * workload.query_dim
     # Rotary positions, or heads brought to the front and back.
     inside = 2 * heads * values + _activation_reads(workload, execution, moe) * values
@@ -241,7 +241,7 @@ def _backward_bytes(run: Run, moe: bool) -> float:
     # Two norms (read input and gradient, write; read both again for the scale's
     # gradient), two sums of gradients.
     stream = (2 * 5 + 2 * 3) * workload.hidden * values
-    if execution.dropout:
+    if run.drops:
         stream += 2 * (2 * values + 1) * workload.hidden
     heads = (workload.heads + workload.kv_heads) * workload.query_dim
     activation = 5 / 3 * _activation_reads(workload, execution, moe)

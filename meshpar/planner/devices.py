@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from meshpar.link_speeds import NVIDIA_LINKS
+from meshpar.link_speeds import NVIDIA_LINKS, card_words
 from meshpar.planner.hardware import Device, Efficiency
 
 # How each number was got:
@@ -264,3 +264,19 @@ DEVICES = {
     )
 }
 """What `--hardware` knows by name."""
+
+
+def device_of_kind(device_kind: str) -> Device | None:
+    """The accelerator that JAX calls so; None if it is none of these.
+
+    Cards of one name and several memory sizes are alike but for that size.
+
+    Example:
+        >>> device_of_kind("NVIDIA GB200").name, device_of_kind("NVIDIA H100 PCIe")
+        ('gb200-186gb', None)
+    """
+    words = {word.lower() for word in card_words(device_kind)}
+    return next(
+        (device for name, device in DEVICES.items() if name.split("-")[0] in words),
+        None,
+    )

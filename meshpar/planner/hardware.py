@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import NamedTuple
 
 from meshpar.errors import InputError
 from meshpar.layout import MESH_AXES, Layout
+from meshpar.planner.link import Link, Span
 
 PLATFORMS = ("gpu", "tpu", "cpu")
 """What a device can be."""
@@ -51,6 +51,12 @@ class Efficiency:
     spread: float
 
     def __post_init__(self) -> None:
+        for one in fields(self):
+            if not _is_number(getattr(self, one.name)):
+                raise InputError(
+                    f"efficiency {one.name}={getattr(self, one.name)!r}: must be a "
+                    "number"
+                )
         for name in ("matmul", "attention", "memory", "link", "network"):
             if not 0 < getattr(self, name) <= 1:
                 raise InputError(
@@ -115,6 +121,15 @@ class Device:
                 f"hardware {self.name!r}: platform={self.platform!r} must be one of "
                 f"{', '.join(PLATFORMS)}"
             )
+        if not isinstance(self.name, str):
+            raise InputError(f"hardware name={self.name!r}: must be text, in quotes")
+        for count, least in (("domain_devices", 1), ("wraps", 1), ("torus_dims", 0)):
+            value = getattr(self, count)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise InputError(
+                    f"hardware {self.name!r}: {count}={value!r} must be a whole number "
+                    f"of at least {least}"
+                )
         numbers = {
             field.name: getattr(self, field.name)
             for field in fields(self)
@@ -122,7 +137,7 @@ class Device:
         }
         numbers |= {f"peak_flops {key}": peak for key, peak in self.peak_flops.items()}
         for name, number in numbers.items():
-            if not (isinstance(number, int | float) and 0 < number < math.inf):
+            if not (_is_number(number) and 0 < number < math.inf):
                 raise InputError(
                     f"hardware {self.name!r}: {name}={number!r} must be a positive "
                     "number"
@@ -135,45 +150,8 @@ class Device:
                 )
 
 
-class Span(NamedTuple):
-    """What a group of devices covers of one dim of a torus.
-
-    Args:
-        size: Devices along it.
-        links: Those of each device that its ring uses: two where its ends are joined,
-            otherwise one, since the way back takes the other directions.
-    """
-
-    size: int
-    links: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Link:
-    """What a mesh axis of a layout communicates over.
-
-    Args:
-        name: `none`, `host`, `torus` or `network`, as reports say it.
-        bytes_per_s: Achieved by one device in one direction in a ring.
-        hop_s: Latency of one step.
-        port_bytes_per_s: What one device sends to one other: through its own port, or
-            over one link of a torus; `bytes_per_s` when 0.
-        inner: Members of a group that one host holds; the ring steps that stay inside.
-        inner_hop_s: Latency of those.
-        spans: How a group lies on a torus; () elsewhere.
-    """
-
-    name: str
-    bytes_per_s: float
-    hop_s: float
-    port_bytes_per_s: float = 0.0
-    inner: int = 1
-    inner_hop_s: float = 0.0
-    spans: tuple[Span, ...] = ()
-
-    def __post_init__(self) -> None:
-        if not self.port_bytes_per_s:
-            object.__setattr__(self, "port_bytes_per_s", self.bytes_per_s)
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -75,10 +75,10 @@ def kept_names(run: Run) -> tuple[str, ...]:
         return names.every
     if run.layout.remat == "dots":  # what matmuls with weights give
         return ("attention_qkv", "attention_out", "mlp_up", "mlp_gate_up")
-    return _NAMED if run.layout.remat == "selective" else ()
+    return NAMED if run.layout.remat == "selective" else ()
 
 
-_NAMED = (
+NAMED = (
     "attention_normed",
     "attention_qkv",
     "attention_mixed",
@@ -88,6 +88,8 @@ _NAMED = (
     "mlp_up",
     "mlp_hidden",
 )
+"""The residuals that blocks name with `Scope.save`; gated ones have no `mlp_up`, others
+no `mlp_gate_up`."""
 
 
 def _named(run: Run, kept: tuple[str, ...], moe: bool) -> Again:

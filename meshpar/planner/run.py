@@ -111,6 +111,11 @@ class Run:
         return self.execution.fused_attention and half and gpu
 
     @property
+    def drops(self) -> bool:
+        """Whether branches drop values: the model's own wish, or the program's."""
+        return self.workload.dropout or self.execution.dropout
+
+    @property
     def in_order(self) -> bool:
         """Whether collectives wait for one another, as ours do on a CPU.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, fields
 
 from meshpar.chunk_bytes import LOGITS_BYTES
@@ -9,6 +10,8 @@ from meshpar.errors import InputError
 from meshpar.planner.traced_block import TracedBlock
 
 _COUNTS = ("layers", "hidden", "heads", "vocab")
+# Beyond any model, and as far as every layer can be looked at, every size multiplied.
+_MOST = defaultdict(lambda: 10**9, layers=100_000)
 _MLA = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
@@ -30,6 +33,7 @@ class Workload:
         biases: Biases on every matmul of a block.
         qkv_bias: Biases on queries, keys and values only.
         qk_norm: RMSNorm on queries and keys.
+        dropout: Whether both branches of a block drop values, whose masks are kept.
         experts: Routed experts of an MoE layer; 0 for a dense model.
         top_k: Experts that a token goes to.
         expert_ffn: Hidden size of an expert; `ffn` when 0.
@@ -71,6 +75,7 @@ class Workload:
     biases: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
+    dropout: bool = False
     experts: int = 0
     top_k: int = 0
     expert_ffn: int = 0
@@ -267,8 +272,10 @@ def _check_type(name: str, value: object, default: object) -> None:
     if not isinstance(value, wanted) or isinstance(value, bool) != (wanted is bool):
         kind = "true or false" if wanted is bool else "a whole number"
         raise InputError(f"{name}={value!r}: must be {kind}")
-    if wanted is int and value < 0:  # type: ignore[operator]
-        raise InputError(f"{name}={value}: must be at least 0")
+    if wanted is int and not 0 <= value <= _MOST[name]:  # type: ignore[operator]
+        raise InputError(
+            f"{name}={value}: must be at least 0 and at most {_MOST[name]}"
+        )
 
 
 def _check_attention(workload: Workload) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import jax
@@ -18,10 +18,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.audit.block_trace import traced_workload
 from meshpar.audit.report import audit
+from meshpar.mesh import platform_of
 from meshpar.model import is_parameter
 from meshpar.parallel.zero import Stored, is_stored
-from meshpar.planner.clusters import cluster_of
+from meshpar.planner.devices import DEVICES
 from meshpar.planner.execution import MESHPAR
+from meshpar.planner.hardware import Cluster
 from meshpar.planner.memory import Memory, memory_of
 from meshpar.planner.refusals import stage_blocks_of
 from meshpar.planner.run import Run
@@ -203,7 +205,7 @@ def _planned(step: TrainStep, batch: Batch) -> Memory:
     return memory_of(
         Run(
             workload=workload,
-            cluster=cluster_of("h100-80gb", devices=layout.num_devices),
+            cluster=_cluster(step),
             layout=layout,
             execution=MESHPAR,
             global_batch=global_batch,
@@ -214,6 +216,16 @@ def _planned(step: TrainStep, batch: Batch) -> Memory:
             else None,
         )
     )
+
+
+def _cluster(step: TrainStep) -> Cluster:
+    """As many devices as the step has; nothing but their platform matters here."""
+    platform = platform_of(step.mesh)
+    if platform == "gpu" and jax.default_backend() != "gpu":
+        # An absent one has no fused attention (`models.layers.attention`).
+        platform = "cpu"
+    device = replace(DEVICES["h100-80gb"], platform=platform)
+    return Cluster(device=device, devices_per_host=step.layout.num_devices)
 
 
 def _degree(step: TrainStep, spec: PartitionSpec) -> int:
