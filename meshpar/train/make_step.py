@@ -42,8 +42,8 @@ def make_train_step(
         model: A model under the contract (`meshpar.model`).
         optimizer: Any optax optimizer whose state keeps the parameters' tree. What it
             holds of a parameter has its dims, all (Adam) or some of them (Adafactor),
-            and lies as they do. What averages over a whole array, as Adafactor's
-            clipping by RMS does, counts the empty places of uneven stages as zeros.
+            and lies as they do. One that averages over a whole array, as Adafactor's
+            clipping by RMS does, is refused where uneven stages leave empty places.
         layout: The layout or its text form; a -1 absorbs the remaining devices.
         rules: Logical axis -> mesh axes; `default_rules(layout)` when absent.
         devices: Devices to use; all of JAX's by default.
