@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 
@@ -29,3 +30,18 @@ NVIDIA_LINKS = {
     "B200": LinkSpeeds(900e9, 50e9),
 }
 """Words of JAX's device kinds -> speeds of the links."""
+
+# Words of a device kind whose figures are others: cards on PCIe, NVL cards (bridged to
+# few others, not to the whole host), slices of a card (MIG has no NVLink).
+_OTHER_CARDS = {"PCIE", "NVL", "MIG"}
+
+
+def card_words(device_kind: str) -> set[str]:
+    """The words of a device kind that say which card it is; none of other cards.
+
+    Example:
+        >>> sorted(card_words("NVIDIA H100 80GB HBM3")), card_words("NVIDIA H100 NVL")
+        (['80GB', 'H100', 'HBM3', 'NVIDIA'], set())
+    """
+    words = set(re.split(r"[^A-Z0-9]+", device_kind.upper()))
+    return set() if words & _OTHER_CARDS else words

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import warnings
 from collections import Counter
 from collections.abc import Sequence
@@ -14,13 +13,9 @@ import jax
 
 from meshpar.errors import InputError
 from meshpar.layout import MESH_AXES, Layout
-from meshpar.link_speeds import NVIDIA_LINKS
+from meshpar.link_speeds import NVIDIA_LINKS, card_words
 
 Link = Literal["none", "host", "network"]
-
-# Words of a device kind whose figures are others: cards on PCIe, NVL cards (bridged to
-# few others, not to the whole host), slices of a card (MIG has no NVLink).
-_OTHER_LINKS = {"PCIE", "NVL", "MIG"}
 
 
 class TopologyWarning(UserWarning):
@@ -127,9 +122,7 @@ class Topology:
 
 
 def _link_speeds(device_kind: str) -> tuple[float, float] | tuple[None, None]:
-    words = set(re.split(r"[^A-Z0-9]+", device_kind.upper()))
-    if words & _OTHER_LINKS:
-        return None, None
+    words = card_words(device_kind)
     return next(
         (NVIDIA_LINKS[name] for name in NVIDIA_LINKS if name in words), (None, None)
     )

@@ -11,6 +11,7 @@ from meshpar.planner.clusters import cluster_of
 from meshpar.planner.estimate import estimate
 from meshpar.planner.refusals import layout_problems
 from meshpar.planner.shapes import SHAPES
+from meshpar.train.refusals import layout_refusals
 
 GOOD = ["estimate", "--preset", "llama3-8b", "--hardware", "h100-80gb", "--seq", "4096"]
 FITS = "fsdp=4,stage=2,tensor=2,microbatches=4,remat=full,precision=bf16"
@@ -109,3 +110,43 @@ def test_every_reason_is_there_as_data():
             layout,
             global_batch=4,
         )
+
+
+@pytest.mark.parametrize(
+    "layout, message",
+    [
+        ("fsdp=8,remat=stage", "remat=stage keeps the input of each pipeline stage"),
+        ("fsdp=8,schedule=gpipe", "schedule changes nothing while stage=1"),
+        ("stage=2,splits=16/16,execution=divergent", "execution=divergent is not"),
+        ("fsdp=8,zero=0,zero_axes=fsdp", "zero_axes=fsdp changes nothing"),
+        ("fsdp=8,fsdp_gather=microbatch", "fsdp_gather=microbatch changes nothing"),
+        ("zero=1", "zero=1 shares nothing out"),
+        ("fsdp=8,param_dtype=bf16", "rounds parameters that precision=fp32 computes"),
+        ("microbatches=2,remat=offload:mlp_hidden", "remat=offload is not supported"),
+        ("fsdp=8,remat=save:nonsense", "no block names a residual 'nonsense'"),
+        ("fsdp=8,remat=save:mlp_up", "no block names a residual 'mlp_up'"),
+    ],
+)
+def test_what_the_step_refuses_is_not_estimated(capsys, layout, message):
+    refused = layout_refusals(Layout.parse(layout))
+    assert bool(refused) != ("save:" in layout)
+    arguments = ["estimate", "--preset", "llama3-8b", "--layout", layout]
+    assert main(arguments) == 2
+    assert message in capsys.readouterr().err
+    # Other programs have other limits.
+    if "save:" in layout:
+        assert main([*arguments, "--execution", "nanotron"]) in (0, 1)
+
+
+def test_a_mesh_axis_that_is_only_planned_is_named_so(capsys):
+    arguments = ["estimate", "--preset", "llama3-8b", "--layout"]
+    assert main([*arguments, "context=8,precision=bf16"]) in (0, 1)
+    assert "not yet built: layout" in capsys.readouterr().out
+    assert main([*arguments, "fsdp=8,precision=bf16"]) in (0, 1)
+    assert "not yet built" not in capsys.readouterr().out
+
+
+def test_sizes_beyond_any_run_are_refused(capsys):
+    arguments = ["estimate", "--preset", "tiny", "--layout", "data=1", "--seq"]
+    assert main([*arguments, str(10**28)]) == 2
+    assert "give at most 1000000000 each" in capsys.readouterr().err

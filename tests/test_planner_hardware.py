@@ -132,12 +132,66 @@ def test_small_sums_take_a_tree_large_ones_a_ring():
     assert all_reduce_s(1e11, 512, slow) == pytest.approx(4.0, rel=0.02)
 
 
-def test_an_all_to_all_leaves_a_host_through_one_port():
+@pytest.mark.parametrize(
+    "hardware, devices, hosts, port_bytes_per_s",
+    [
+        ("h100-80gb", 64, 8, 50e9 * 0.9),
+        # NVLink limits their rings, but not their ports.
+        ("h800-80gb", 64, 8, 50e9 * 0.9),
+        ("gb200-186gb", 144, 2, 50e9 * 0.9),
+        ("tpu-v5e", 512, 2, 3.125e9 * 0.8),
+    ],
+)
+def test_an_all_to_all_leaves_a_host_through_one_port(
+    hardware, devices, hosts, port_bytes_per_s
+):
+    cluster = cluster_of(hardware, devices=devices, hosts=hosts)
+    own = devices // hosts
+    link = cluster.link(Layout(expert=devices), "expert")
+    assert (link.name, link.inner) == ("network", own)
+    away = 8e9 * (1 - own / devices) / port_bytes_per_s
+    assert all_to_all_s(8e9, devices, link) == pytest.approx(away, rel=1e-3)
+    assert send_s(8e9, link) == pytest.approx(8e9 / port_bytes_per_s, rel=1e-3)
+
+
+def test_an_all_to_all_in_a_host_sends_what_a_device_does_not_keep():
     within = Link(name="host", bytes_per_s=400e9, hop_s=0.0)
-    between = Link(name="network", bytes_per_s=400e9, hop_s=0.0, inner=8)
     assert all_to_all_s(8e9, 8, within) == pytest.approx(8e9 * 7 / 8 / 400e9)
-    assert all_to_all_s(8e9, 16, between) == pytest.approx(8e9 / 2 / 50e9)
-    assert send_s(8e9, between) == pytest.approx(8e9 / 50e9)
+
+
+@pytest.mark.parametrize("stages", [8, 64])
+def test_a_hop_takes_one_link_of_a_torus(stages):
+    link = cluster_of("tpu-v5p:8x8x8").link(
+        Layout(data=512 // stages, stage=stages), "stage"
+    )
+    assert send_s(1e9, link) == pytest.approx(1e9 / 90e9, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "torus, hops",
+    # A quarter of a ring for each of two links; of a line, for its one.
+    [("8x8x8", 8 / 4 / 2), ("4x8x16", 16 / 4 / 2), ("2x2x8", 8 / 4 / 2)],
+)
+def test_an_all_to_all_of_a_torus_is_as_slow_as_its_longest_dim(torus, hops):
+    cluster = cluster_of(f"tpu-v5p:{torus}")
+    link = cluster.link(Layout(expert=cluster.num_devices), "expert")
+    found_s = all_to_all_s(1e9, cluster.num_devices, link)
+    assert found_s == pytest.approx(hops * 1e9 / 90e9, rel=0.01)
+    line = cluster_of("tpu-v5e:8x8").link(Layout(data=8, expert=8), "expert")
+    assert all_to_all_s(1e9, 8, line) == pytest.approx(2 * 1e9 / 45e9, rel=0.01)
+
+
+def test_a_gather_on_a_torus_takes_the_steps_of_one_ring_a_dim():
+    cluster = cluster_of("tpu-v5p:8x8x8")
+    link = cluster.link(Layout(fsdp=512), "fsdp")
+    assert all_gather_s(0, 512, link) == pytest.approx(21e-6)
+    # Two mesh axes that cover one dim together are one ring.
+    both = cluster.link(Layout(data=64, fsdp=2, tensor=4), "fsdp", "tensor")
+    assert both.spans == ((8, 2),)
+    none = cluster_of("tpu-v5e:8x8").link(
+        Layout(data=-1, tensor=3).resolve(63), "tensor"
+    )
+    assert none.spans == ((3, 1),)
 
 
 @pytest.mark.parametrize(
@@ -179,3 +233,67 @@ def test_files_that_describe_none_are_refused(tmp_path, content, message):
     path.write_text(content)
     with pytest.raises(InputError, match=message):
         load_device(path)
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ('[efficiency]\nmatmul = "fast"', "matmul='fast': must be a number"),
+        ('torus_dims = "2"', "torus_dims='2' must be a whole number of at least 0"),
+        ("torus_dims = -1", "torus_dims=-1 must be a whole number of at least 0"),
+        ("domain_devices = 8.5", "domain_devices=8.5 must be a whole number"),
+        ("domain_devices = true", "domain_devices=True must be a whole number"),
+        ("memory_bytes = true", "memory_bytes=True must be a positive number"),
+        ("name = 3", "name=3: must be text"),
+        ('platform = "npu"', "platform='npu' must be one of gpu, tpu, cpu"),
+    ],
+)
+def test_files_with_values_of_another_type_are_refused(tmp_path, content, message):
+    path = tmp_path / "mine.toml"
+    path.write_text(f'like = "a100-80gb"\n{content}')
+    with pytest.raises(InputError, match=message):
+        load_device(path)
+
+
+def test_a_file_that_starts_from_itself_is_refused(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(f'like = "{path}"')
+    with pytest.raises(InputError, match="is a file; start from a device by name"):
+        load_device(path)
+
+
+def test_a_file_of_a_torus_takes_its_sizes(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text('like = "tpu-v5e"\nmemory_bytes = 8e9')
+    assert cluster_of(f"{path}:4x4").num_devices == 16
+
+
+@pytest.mark.parametrize(
+    "hardware, devices, hosts, message",
+    [
+        ("h100-80gb", 64, 1, "join at most 8; take --hosts 8"),
+        ("gb200", 144, 1, "join at most 72; take --hosts 2"),
+        ("tpu-v5p", 2, 3, "2 devices do not divide over 3 slices"),
+    ],
+)
+def test_hosts_that_no_link_joins_are_refused(hardware, devices, hosts, message):
+    with pytest.raises(InputError, match=message):
+        cluster_of(hardware, devices=devices, hosts=hosts)
+
+
+def test_numbers_of_data_sheets():
+    """NVIDIA's and Google's, dense, as README states them."""
+    peaks = {name: device.peak_flops["bf16"] for name, device in DEVICES.items()}
+    assert peaks["a100-80gb"] == 312e12
+    assert peaks["h100-80gb"] == peaks["h200-141gb"] == 989.4e12
+    assert (peaks["b200-180gb"], peaks["gb200-186gb"]) == (2.25e15, 2.5e15)
+    assert [peaks[f"tpu-v{name}"] for name in ("4", "5e", "5p", "6e")] == [
+        275e12,
+        197e12,
+        459e12,
+        918e12,
+    ]
+    h100, h800 = DEVICES["h100-80gb"], DEVICES["h800-80gb"]
+    assert (h100.memory_bytes_per_s, h100.link_bytes_per_s) == (3.35e12, 450e9)
+    assert (h800.link_bytes_per_s, h800.network_bytes_per_s) == (200e9, 50e9)
+    assert DEVICES["tpu-v5p"].link_bytes_per_s == 100e9

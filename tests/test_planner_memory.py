@@ -1,5 +1,7 @@
 """Bytes per device: published ones to the digit, and how they move with the layout."""
 
+import dataclasses
+
 import pytest
 
 from meshpar.layout import Layout
@@ -166,3 +168,20 @@ def test_experts_are_split_over_their_axis_and_dense_parts_are_not():
     experts = workload.layers * workload.expert_parameters(moe=True)
     saved = one.optimizer_bytes - eight.optimizer_bytes
     assert saved == 8 * experts * 7 / 8
+
+
+def test_masks_of_dropout_are_kept():
+    gpt2 = SHAPES["gpt2-xl"]
+    kept = [
+        kept_bytes(
+            estimate(
+                dataclasses.replace(gpt2, dropout=dropout),
+                cluster_of("h100-80gb", devices=1),
+                "precision=bf16",
+                global_batch=1,
+            ).run,
+            moe=False,
+        )
+        for dropout in (False, True)
+    ]
+    assert kept[1] - kept[0] == 2 * gpt2.seq * gpt2.hidden

@@ -9,6 +9,7 @@ from meshpar.planner.clusters import cluster_of
 from meshpar.planner.estimate import estimate
 from meshpar.planner.execution import MEGATRON_2022, MESHPAR, NANOTRON
 from meshpar.planner.pipeline_time import (
+    closed_form_lock_step,
     closed_form_s,
     lock_step,
     lock_step_span_s,
@@ -192,3 +193,65 @@ def test_more_devices_wait_longer_for_the_slowest():
     few, many = of("fsdp=8,precision=bf16"), of("fsdp=64,precision=bf16")
     share = [found.time.straggler_s / found.step_s for found in (few, many)]
     assert share[0] < share[1] < 0.05
+
+
+@pytest.mark.parametrize(
+    "hardware, precision, fused",
+    [
+        ("h100-80gb", "bf16", True),
+        ("h100-80gb", "fp32", False),
+        ("tpu-v5p", "bf16", False),
+    ],
+)
+def test_attention_is_one_kernel_for_half_precision_on_a_gpu_only(
+    hardware, precision, fused
+):
+    layout, options = f"fsdp=16,precision={precision}", {"hardware": hardware}
+    found = of(layout, global_batch=16, **options)
+    without = dataclasses.replace(MESHPAR, fused_attention=False)
+    stored = of(layout, global_batch=16, execution=without, **options)
+    assert found.run.fused_attention == fused
+    assert (found.step_s < stored.step_s) == fused
+    # 16-bit or 32-bit softmax of every layer.
+    scores = 32 * 32 * 4096**2 * found.run.dtype_bytes
+    kept = found.memory.activation_bytes
+    assert (kept < scores) == fused
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_gradients_are_summed_over_context_too(zero):
+    """Its devices have other tokens of the same sequences."""
+    found = of(f"fsdp=2,context=4,zero={zero},precision=bf16", global_batch=8)
+    sums = {
+        collective.mesh_axes: collective.wire_bytes
+        for collective in found.collectives
+        if collective.kind == "all-reduce"
+    }
+    parameters = SHAPES["llama3-8b"].num_parameters
+    if zero == 0:
+        assert sums == {("fsdp", "context"): 2 * 4 * parameters * 7 / 8}
+    else:
+        assert sums == {("context",): 2 * 4 * parameters / 2 * 3 / 4}
+    axis = "fsdp" if zero == 0 else "context"
+    free = dataclasses.replace(MESHPAR, reduction_bytes=0)
+    none = of(
+        f"fsdp=2,context=4,zero={zero},precision=bf16", global_batch=8, execution=free
+    )
+    wire_s = sum(sums.values()) / found.run.link("fsdp", "context").bytes_per_s
+    saved_s = found.time.exposed_s[axis] - none.time.exposed_s.get(axis, 0.0)
+    assert saved_s == pytest.approx(wire_s, rel=0.01)
+
+
+@pytest.mark.parametrize("ranks", [3, 4, 7])
+@pytest.mark.parametrize(
+    "schedule, chunks",
+    [("1f1b", 1), ("gpipe", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 3)],
+)
+def test_lock_step_of_many_ranks_is_that_of_the_table(schedule, chunks, ranks):
+    for microbatches in (ranks, 2 * ranks, 4 * ranks):
+        sizes = (schedule, ranks, microbatches, chunks)
+        assert closed_form_lock_step(*sizes) == lock_step(*sizes), microbatches
+    assert closed_form_lock_step("interleaved_1f1b", ranks, 2 * ranks + 1, 2) is None
+    assert closed_form_lock_step("1f1b", ranks, 2 * ranks + 1, 1) == lock_step(
+        "1f1b", ranks, 2 * ranks + 1, 1
+    )

@@ -5,8 +5,9 @@ import json
 import pytest
 
 from meshpar.cli.main import main
+from meshpar.planner.execution import EXECUTIONS
 from meshpar.planner.published import published
-from meshpar.planner.published_others import nanotron_splits
+from meshpar.planner.published_others import CALIBRATES_HOST, nanotron_splits
 from meshpar.planner.validate import rows, summaries
 from meshpar.planner.workload import Workload
 
@@ -21,7 +22,7 @@ def test_the_targets_are_met(measured):
     a100 = found["step time, A100 (Megatron-LM)"]
     h100 = found["step time, H100 (nanotron)"]
     memory = found["memory"]
-    assert (a100.count, h100.count, memory.count) == (9, 9, 36)
+    assert (a100.count, h100.count, memory.count) == (9, 9, 30)
     assert a100.mean_error <= 0.05 and a100.max_error <= 0.12
     assert h100.mean_error <= 0.12
     assert memory.mean_error <= 0.08
@@ -40,10 +41,34 @@ def test_calibration_rows_are_named_and_few(measured):
     calibrates = [row for row in measured if row.calibrates]
     assert sum(row.quantity == "layer" for row in calibrates) == 10
     assert sum(row.quantity == "step" for row in calibrates) == 3
+    # nanotron's time between steps is fixed by one of them, and by no other row.
+    of_host = [row for row in calibrates if row.name.startswith("1.34B on 16 nodes")]
+    assert len(of_host) == 1 and of_host[0].quantity == "step"
+    assert CALIBRATES_HOST == (16, "1.34B")
+    assert {e.name for e in EXECUTIONS.values() if e.host_s} == {"nanotron"}
     # One layer calibrates the A100; no whole step does.
     assert all(
         row.source == "Tazi et al. 2025" for row in calibrates if row.quantity == "step"
     )
+
+
+def test_what_papers_got_from_formulas_is_shown_but_not_counted(measured):
+    formulas = [row for row in measured if row.apart.startswith("a formula")]
+    assert len(formulas) == 6
+    assert {row.quantity for row in formulas} == {"memory"}
+    groups = {summary.group: summary.count for summary in summaries(measured)}
+    assert "memory, Korthikanti et al. 2022" not in groups
+    by_source = [n for group, n in groups.items() if group.startswith("memory, ")]
+    assert by_source == [14, 8, 8] and sum(by_source) == groups["memory"]
+
+
+def test_memory_is_in_the_units_that_the_programs_print(measured):
+    """All divide PyTorch's peak by powers of 1024."""
+    rows = [row for row in measured if row.quantity == "memory" and not row.apart]
+    data = published()["nanotron_best_configs"]["rows"]
+    ours = [row for row in rows if row.source == "Tazi et al. 2025"]
+    for row, theirs in zip(ours, data, strict=True):
+        assert row.measured * 1e9 / 2**30 == pytest.approx(theirs["mem_gb"])
 
 
 def test_every_published_group_names_its_source():
@@ -65,7 +90,13 @@ def test_the_command_prints_every_row_and_ends_with_0(capsys, measured):
     lines = capsys.readouterr().out.splitlines()
     shown = [line for line in lines if "%" in line and " rows, mean " not in line]
     assert len(shown) == len(measured)
-    assert lines[-2].startswith("memory: 36 rows, mean ")
+    assert lines[-2].startswith("memory: 30 rows, mean ")
+    headings = [
+        line
+        for line in lines
+        if line in {f"{row.quantity}, {row.source}" for row in measured}
+    ]
+    assert len(headings) == len(set(headings)) == 10
     assert lines[-2].endswith("target mean at most 8%: met")
 
 

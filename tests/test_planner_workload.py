@@ -201,3 +201,48 @@ def test_configs_that_cannot_be_read_are_refused(tmp_path, values, message):
     path.write_text(json.dumps(values))
     with pytest.raises(InputError, match=message):
         workload_of(str(path))
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"model_type": ["llama"]}, r"model_type \['llama'\]; known: "),
+        ({"attention_bias": True}, "attention_bias=True is not planned for"),
+        ({"mlp_bias": True}, "mlp_bias=True is not planned for"),
+        ({"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\] is not planned for"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not planned for"),
+    ],
+)
+def test_configs_that_say_what_nothing_counts_are_refused(tmp_path, changes, message):
+    path = tmp_path / "config.json"
+    values = {
+        "model_type": "llama",
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "intermediate_size": 128,
+        "vocab_size": 96,
+    }
+    path.write_text(json.dumps(values))
+    assert workload_of(str(path)).layers == 2
+    path.write_text(json.dumps({**values, **changes}))
+    with pytest.raises(InputError, match=message):
+        workload_of(str(path))
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("traced=3", "no size 'traced'"),
+        ("layers=99999999999999999999999999", "at least 0 and at most 100000"),
+        ("hidden=99999999999999999999999999", "at least 0 and at most 1000000000"),
+    ],
+)
+def test_words_that_are_no_sizes_are_refused_at_once(words, message):
+    with pytest.raises(InputError, match=message):
+        workload_of("tiny", words=words)
+
+
+def test_dropout_is_a_share_in_words_as_models_have_it():
+    assert workload_of("tiny-gpt2", words="dropout=0.1").dropout
+    assert not workload_of("tiny-gpt2", words="dropout=0").dropout

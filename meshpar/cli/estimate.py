@@ -10,12 +10,20 @@ from meshpar.errors import InputError
 from meshpar.layout import Layout
 from meshpar.planner.clusters import cluster_of
 from meshpar.planner.devices import DEVICES
-from meshpar.planner.estimate import Estimate, estimate
-from meshpar.planner.execution import EXECUTIONS, MESHPAR, execution_of
+from meshpar.planner.estimate import estimate
+from meshpar.planner.execution import (
+    EXECUTIONS,
+    MESHPAR,
+    Execution,
+    execution_of,
+)
 from meshpar.planner.explain import explain
 from meshpar.planner.hardware import Cluster
 from meshpar.planner.shapes import workload_of
 from meshpar.planner.workload import Workload
+from meshpar.train.refusals import layout_refusals
+
+_PLANNED_AXES = ("context", "expert")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,17 +75,32 @@ def run(args: argparse.Namespace) -> int:
     """Prints the estimate; 0 if it fits, 1 if it does not."""
     layout = Layout.parse(args.layout)
     cluster = cluster_for(args, layout)
-    workload = workload_for(args)
+    workload, execution = workload_for(args), execution_of(args.execution)
+    planned = _refused(layout.resolve(cluster.num_devices), execution)
     found = estimate(
         workload,
         cluster,
         layout,
         global_batch=args.global_batch or _smallest_batch(layout, cluster),
         seq=args.seq,
-        execution=execution_of(args.execution),
+        execution=execution,
     )
-    print(json.dumps(found.as_json()) if args.json else _text(found))
+    text = "\n".join([*explain(found), *planned])
+    print(json.dumps(found.as_json()) if args.json else text)
     return 0 if found.fits else 1
+
+
+def _refused(layout: Layout, execution: Execution) -> list[str]:
+    """What `make_train_step` refuses of a layout whose mesh axes it has yet to build.
+
+    Raises:
+        InputError: It refuses something else.
+    """
+    refusals = {} if execution != MESHPAR else layout_refusals(layout)
+    planned = [refusals.pop(axis, "") for axis in _PLANNED_AXES]
+    for message in refusals.values():
+        raise InputError(message)
+    return [f"planned, and not yet built: {message}" for message in planned if message]
 
 
 def workload_for(args: argparse.Namespace) -> Workload:
@@ -111,7 +134,3 @@ def _smallest_batch(layout: Layout, cluster: Cluster) -> int:
     """One sequence of every microbatch on every device."""
     layout = layout.resolve(cluster.num_devices)
     return layout.batch_shards * layout.expert * layout.microbatches
-
-
-def _text(found: Estimate) -> str:
-    return "\n".join(explain(found))

@@ -32,6 +32,15 @@ def kept_bytes(run: Run, *, moe: bool) -> float:
     return run.tokens * each + 2 * stage_input_bytes(run)
 
 
+def offloaded_bytes(run: Run, *, moe: bool) -> float:
+    """Of one microbatch, what a block moves to the host's memory and gets back."""
+    names = run.layout.residual_names
+    if names is None or not names.offload:
+        return 0.0
+    saved = _compiled_bytes(run, "save:" + "/".join(names.offload), moe=moe)
+    return max(0.0, saved - _compiled_bytes(run, "full", moe=moe))
+
+
 def everything_bytes(run: Run, *, moe: bool) -> float:
     """What every operation of the block needs, nothing recomputed.
 
@@ -51,7 +60,7 @@ def everything_bytes(run: Run, *, moe: bool) -> float:
     stream = 4 * values * workload.hidden
     stream += 2 * workload.hidden if run.execution.dropout else 0
     inside = (_projections(run) + _mixed(run) + _mlp(run, moe)) * values
-    inside += 4 * workload.heads if run.execution.fused_attention else 0  # log-sums
+    inside += 4 * workload.heads if run.fused_attention else 0  # log-sums
     tokens = run.tokens
     if run.execution.keeps_gathered:
         stream += 2 * values * workload.hidden * (1 / run.residual_share - 1)
@@ -64,7 +73,7 @@ def everything_bytes(run: Run, *, moe: bool) -> float:
 
 def scores_bytes(run: Run) -> float:
     """Softmax's output, and with dropout its mask and what it leaves."""
-    if run.execution.fused_attention:
+    if run.fused_attention:
         return 0.0
     each = run.dtype_bytes * (2 if run.execution.dropout else 1)
     each += 1 if run.execution.dropout else 0
@@ -82,6 +91,7 @@ def _compiled_bytes(run: Run, remat: str, *, moe: bool) -> float:
         head_dim=workload.value_dim,
         ffn=_active_ffn(run, moe),
         gated=workload.gated,
+        dropout=workload.dropout,
     )
     kept = block_activation_bytes(
         shape,
@@ -91,7 +101,7 @@ def _compiled_bytes(run: Run, remat: str, *, moe: bool) -> float:
         tensor=layout.tensor,
         sequence_parallel=layout.sequence_parallel,
         value_bytes=run.dtype_bytes,
-        fused_attention=run.execution.fused_attention,
+        fused_attention=run.fused_attention,
     )
     if latent and remat != "full":
         usual = 3 * workload.heads * workload.value_dim

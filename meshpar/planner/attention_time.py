@@ -2,59 +2,66 @@
 
 from __future__ import annotations
 
-from meshpar.planner.collective_cost import all_gather_s, all_to_all_s, send_s
+from meshpar.planner.context_traffic import context_traffic
 from meshpar.planner.cost import Cost, waiting
 from meshpar.planner.kernel_time import fused_attention_s, memory_s
 from meshpar.planner.run import Run
 
 # The backward's five matmuls over the forward's two (Dao 2023, section 3.1).
 _BACKWARD_MATMULS = 2.5
+_FP32_BYTES = 4
 
 
 def attention_forward(run: Run) -> Cost:
     """Scores to mixed values of one microbatch."""
-    if run.execution.fused_attention:
+    if run.fused_attention:
         own_s = _fused_s(run)
-        return Cost(own_s) + context_exposed(run, own_s, passes=1)
-    masked = 1 if run.execution.dropout else 0
-    # Written, read and written by the softmax, read; and by dropout, with its mask.
-    each = (4 + 2 * masked) * run.dtype_bytes + masked
-    own_s = _matmuls_s(run) + memory_s(run, _scores(run) * each)
-    return Cost(own_s) + context_exposed(run, own_s, passes=1)
+        return Cost(own_s) + _context_exposed(run, own_s, forward=True)
+    own_s = _matmuls_s(run) + memory_s(run, _scores(run) * _forward_score_bytes(run))
+    return Cost(own_s) + _context_exposed(run, own_s, forward=True)
 
 
 def attention_backward(run: Run) -> Cost:
     """Gradients of queries, keys and values."""
-    if run.execution.fused_attention:
+    if run.fused_attention:
         own_s = _fused_s(run) * _BACKWARD_MATMULS
-        return Cost(own_s) + context_exposed(run, own_s, passes=2)
+        return Cost(own_s) + _context_exposed(run, own_s, forward=False)
+    scores_s = memory_s(run, _scores(run) * _backward_score_bytes(run))
+    own_s = 2 * _matmuls_s(run) + scores_s
+    return Cost(own_s) + _context_exposed(run, own_s, forward=False)
+
+
+def _forward_score_bytes(run: Run) -> float:
+    """Of each stored score, all that the forward reads and writes of it."""
+    if not run.execution.eager:
+        # `causal_attention`: in fp32 written, read for the maximum, the sum and the
+        # quotient; that in the compute dtype written, and read.
+        return 4 * _FP32_BYTES + 2 * run.dtype_bytes
+    masked = 1 if run.execution.dropout else 0
+    # Written, read and written by the softmax, read; and by dropout, with its mask.
+    return (4 + 2 * masked) * run.dtype_bytes + masked
+
+
+def _backward_score_bytes(run: Run) -> float:
+    if not run.execution.eager:
+        # The softmax's gradient in fp32 written, read for its mean and to be combined;
+        # the softmax read by both and by a matmul; the scores' gradient written, and
+        # read by two.
+        return 3 * _FP32_BYTES + 6 * run.dtype_bytes
     masked = 1 if run.execution.dropout else 0
     # Read by three matmuls, written by one, three times by the softmax's derivative,
     # twice by dropout's, with its mask.
-    each = (7 + 2 * masked) * run.dtype_bytes + masked
-    own_s = 2 * _matmuls_s(run) + memory_s(run, _scores(run) * each)
-    return Cost(own_s) + context_exposed(run, own_s, passes=2)
+    return (7 + 2 * masked) * run.dtype_bytes + masked
 
 
-def context_exposed(run: Run, attention_s: float, *, passes: int) -> Cost:
-    """What `context` adds: keys and values of the other parts of the sequence."""
-    context, workload = run.layout.context, run.workload
-    if context == 1:
+def _context_exposed(run: Run, attention_s: float, *, forward: bool) -> Cost:
+    """What `context` adds; in a ring one part moves while another is attended to."""
+    if run.layout.context == 1:
         return Cost()
-    link, tensor = run.link("context"), run.layout.tensor
-    token_bytes = run.dtype_bytes / tensor
-    heads = workload.query_dim + workload.value_dim
-    keys_values = run.tokens * workload.kv_heads * heads * token_bytes
-    if run.layout.attention == "ring":
-        # One part moves on while another is attended to.
-        ring_s = (context - 1) * send_s(keys_values, link) * passes
-        return waiting("context", ring_s, hidden_s=attention_s)
-    if run.layout.attention == "allgather":
-        return waiting(
-            "context", passes * all_gather_s(keys_values * context, context, link)
-        )
-    queries = run.tokens * workload.heads * heads * token_bytes
-    return waiting("context", all_to_all_s(keys_values + queries, context, link) * 2)
+    traffic = context_traffic(run)
+    passes = 1 if forward else traffic.backward_passes
+    hidden_s = attention_s if run.layout.attention == "ring" else 0.0
+    return waiting("context", passes * traffic.seconds, hidden_s=hidden_s)
 
 
 def _flops(run: Run) -> float:

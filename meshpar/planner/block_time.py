@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshpar.planner.activations import kept_bytes
+from meshpar.planner.activations import kept_bytes, offloaded_bytes
 from meshpar.planner.attention_time import attention_backward, attention_forward
 from meshpar.planner.collective_cost import all_gather_s, all_reduce_s, all_to_all_s
-from meshpar.planner.cost import Cost, waiting
+from meshpar.planner.cost import HOST, Cost, waiting
 from meshpar.planner.execution import Execution
-from meshpar.planner.kernel_time import matmul_s, memory_s
+from meshpar.planner.kernel_time import host_s, matmul_s, memory_s
+from meshpar.planner.recomputation import Again, recomputation
 from meshpar.planner.run import Run
 from meshpar.planner.workload import Workload
 
@@ -53,13 +54,19 @@ def block_time(run: Run, *, moe: bool) -> BlockTime:
     attention, mlp = _attention_linears(run), _mlp_linears(run, moe)
     halves = (attention, mlp)
     forward = _forward(run, halves, moe)
-    input_grad = _input_grad(run, halves, moe) + _recomputed(run, halves, moe, forward)
+    again = recomputation(run, moe=moe)
+    input_grad = _input_grad(run, halves, moe) + _recomputed(run, halves, moe, again)
+    weight_grad = _weight_grad(run, halves, moe)
     stacked = Cost(_stacked_s(run, moe))
     forward, input_grad = forward + stacked, input_grad + stacked
+    backward_s = input_grad.compute_s + weight_grad.compute_s
+    moved_s = host_s(run, offloaded_bytes(run, moe=moe))
+    forward += waiting(HOST, moved_s, hidden_s=forward.compute_s)
+    input_grad += waiting(HOST, moved_s, hidden_s=backward_s)
     return BlockTime(
         forward=_launched(run, forward, _FORWARD_KERNELS),
-        input_grad=_launched(run, input_grad, _BACKWARD_KERNELS),
-        weight_grad=_weight_grad(run, halves, moe),
+        input_grad=_launched(run, input_grad, _BACKWARD_KERNELS + again.kernels),
+        weight_grad=weight_grad,
     )
 
 
@@ -166,29 +173,33 @@ def accumulated_s(run: Run, parameters: float) -> float:
 
 
 def _recomputed(
-    run: Run, halves: tuple[_Linears, ...], moe: bool, forward: Cost
+    run: Run, halves: tuple[_Linears, ...], moe: bool, again: Again
 ) -> Cost:
     """What the backward computes again under the remat policy."""
-    remat, execution = run.layout.remat, run.execution
-    if remat == "none":
-        return Cost()
-    again = forward + _unneeded(run, halves)
-    if remat in ("full", "stage"):
-        return again
-    if remat == "stage_full":
-        return forward + again
-    attention = attention_forward(run)
-    if remat == "selective" and execution.eager:
-        return Cost() if execution.fused_attention else attention
-    return attention + Cost(memory_s(run, _forward_bytes(run, moe)))
+    attention, mlp = halves
+    linears_s = sum(
+        times * _linears_s(run, linears)
+        for times, linears in (
+            (again.qkv, attention.columns),
+            (again.out, attention.rows),
+            (again.up, mlp.columns),
+            (again.down, mlp.rows),
+        )
+    )
+    cost = Cost(linears_s + again.elementwise * memory_s(run, _forward_bytes(run, moe)))
+    cost += attention_forward(run) * again.attention + _tensor_again(run, again)
+    return cost + _expert_exchange(run, moe) * again.exchanges
 
 
-def _unneeded(run: Run, halves: tuple[_Linears, ...]) -> Cost:
-    """Less the MLP's output: no gradient needs it, and a compiler leaves it out."""
-    if run.execution.eager:
+def _tensor_again(run: Run, again: Again) -> Cost:
+    link, tensor = run.link("tensor"), run.layout.tensor
+    if tensor == 1:
         return Cost()
-    sums = 0.25 if run.layout.sequence_parallel else 0.5
-    return Cost(-_linears_s(run, halves[1].rows)) + _tensor_forward(run) * -sums
+    if not run.layout.sequence_parallel:
+        sum_s = all_reduce_s(run.residual_bytes, tensor, link)
+        return waiting("tensor", again.sums * sum_s)
+    gather_s = all_gather_s(run.residual_bytes, tensor, link)
+    return waiting("tensor", (again.sums + again.gathers) * gather_s)
 
 
 def _stacked_s(run: Run, moe: bool) -> float:
@@ -215,7 +226,7 @@ def _forward_bytes(run: Run, moe: bool) -> float:
     tensor, values = run.layout.tensor, run.dtype_bytes
     # Two norms (read, write) and two residual additions (read both, write).
     stream = (2 * 2 + 2 * 3) * workload.hidden * values
-    stream += 2 * workload.hidden if execution.dropout else 0  # masks
+    stream += 2 * workload.hidden if run.drops else 0  # masks
     heads = (workload.heads + workload.kv_heads) * workload.query_dim
     # Rotary positions, or heads brought to the front and back.
     inside = 2 * heads * values + _activation_reads(workload, execution, moe) * values
@@ -230,7 +241,7 @@ def _backward_bytes(run: Run, moe: bool) -> float:
     # Two norms (read input and gradient, write; read both again for the scale's
     # gradient), two sums of gradients.
     stream = (2 * 5 + 2 * 3) * workload.hidden * values
-    if execution.dropout:
+    if run.drops:
         stream += 2 * (2 * values + 1) * workload.hidden
     heads = (workload.heads + workload.kv_heads) * workload.query_dim
     activation = 5 / 3 * _activation_reads(workload, execution, moe)

@@ -57,7 +57,7 @@ def cluster_of(
         InputError: Unknown hardware, or counts that do not fit together.
     """
     name, _, shape = hardware.partition(":")
-    device = device_of(name if not name.endswith("toml") else hardware)
+    device = device_of(name)
     for count, value in (("devices", devices), ("hosts", hosts)):
         if value is not None and value < 1:
             raise InputError(f"{count}={value}: must be at least 1")
@@ -73,6 +73,12 @@ def cluster_of(
     if devices % count:
         raise InputError(
             f"{devices} devices do not divide over {count} hosts; change one of them"
+        )
+    if devices // count > device.domain_devices:
+        raise InputError(
+            f"{devices} devices on {count} hosts are {devices // count} each, but the "
+            f"links of {device.name} join at most {device.domain_devices}; take "
+            f"--hosts {math.ceil(devices / device.domain_devices)}"
         )
     return Cluster(device=device, hosts=count, devices_per_host=devices // count)
 
@@ -91,6 +97,10 @@ def _slices(
             f"{'x'.join(['4'] * device.torus_dims)}"
         )
     slices = hosts or 1
+    if devices is not None and devices < slices:
+        raise InputError(
+            f"{devices} devices do not divide over {slices} slices; change one of them"
+        )
     torus = (
         tuple(map(int, shape.split("x")))
         if shape
@@ -143,6 +153,11 @@ def load_device(path: str | Path) -> Device:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise InputError(f"cannot read {str(path)!r} as TOML: {error}") from error
     like = values.pop("like", None)
+    if like is not None and str(like).endswith(".toml"):
+        raise InputError(
+            f"{str(path)!r}: like={like!r} is a file; start from a device by name: "
+            f"{', '.join(DEVICES)}"
+        )
     base = {} if like is None else _fields(device_of(str(like)))
     for table in ("peak_flops", "efficiency"):
         given = values.get(table, {})

@@ -17,6 +17,8 @@ def all_gather_s(output_bytes: float, num_devices: int, link: Link) -> float:
 
         time = output_bytes * (n - 1) / n / link + latency of n - 1 steps
 
+    On a torus dim by dim, so that the steps are those of each dim's ring together.
+
     Example:
         >>> link = Link(name="host", bytes_per_s=100e9, hop_s=0.0)
         >>> all_gather_s(8e9, 4, link)
@@ -44,7 +46,7 @@ def all_reduce_s(payload_bytes: float, num_devices: int, link: Link) -> float:
     if num_devices == 1:
         return 0.0
     ring_s = 2 * all_gather_s(payload_bytes, num_devices, link)
-    if link.name == "torus":
+    if link.spans:
         return ring_s
     outer = max(1, num_devices // link.inner)
     tree_hops_s = math.log2(outer) * link.hop_s if link.inner > 1 or outer > 1 else 0.0
@@ -56,26 +58,27 @@ def all_to_all_s(payload_bytes: float, num_devices: int, link: Link) -> float:
     """Time of an all-to-all of `payload_bytes` on every device.
 
     Each device keeps `1 / n` and sends the rest directly; between hosts what leaves
-    the host goes through the device's own port. On a ring of a torus every value
-    travels `n / 4` links on average, over both directions.
+    the host goes through the device's own port. Along a dim of k devices of a torus
+    every value travels `k / 4` links on average, of each device's two (half as many and
+    one where the ends are not joined: the middle link carries `k / 4` payloads); the
+    dims work beside one another.
     """
     if num_devices == 1:
         return 0.0
-    if link.name == "torus":
-        return payload_bytes * num_devices / 4 / link.bytes_per_s + (
-            num_devices // 2 * link.hop_s
-        )
+    if link.spans:
+        slowest = max(span.size / 4 / span.links for span in link.spans)
+        latency_s = sum(span.size // 2 for span in link.spans) * link.hop_s
+        return payload_bytes * slowest / link.port_bytes_per_s + latency_s
     away = 1 - link.inner / num_devices if link.name == "network" else None
     share = (num_devices - 1) / num_devices if away is None else away
-    port = link.bytes_per_s / link.inner
-    return payload_bytes * share / port + link.hop_s
+    return payload_bytes * share / link.port_bytes_per_s + link.hop_s
 
 
 def send_s(payload_bytes: float, link: Link) -> float:
-    """Time from a rank to the next: one port, one step."""
+    """Time from a rank to the next: one port or link, one step."""
     if link.name == "none":
         return 0.0
-    return payload_bytes * link.inner / link.bytes_per_s + link.hop_s
+    return payload_bytes / link.port_bytes_per_s + link.hop_s
 
 
 def wire_bytes(kind: str, payload_bytes: float, num_devices: int) -> float:
@@ -93,6 +96,9 @@ def wire_bytes(kind: str, payload_bytes: float, num_devices: int) -> float:
 
 
 def _ring_latency_s(num_devices: int, link: Link) -> float:
+    if link.spans:
+        # Dim by dim, of rings that have the whole of it ready at once.
+        return sum(span.size - 1 for span in link.spans) * link.hop_s
     outer = num_devices // link.inner
     if link.inner == 1:
         return (num_devices - 1) * link.hop_s

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from meshpar.layout import BATCH_AXES
 from meshpar.planner.block_time import block_parameters
 from meshpar.planner.collective_cost import wire_bytes
+from meshpar.planner.context_traffic import context_traffic
 from meshpar.planner.memory import (
     end_parameters,
     rank_parameters,
@@ -15,7 +15,9 @@ from meshpar.planner.memory import (
     stored_bytes,
 )
 from meshpar.planner.pipeline_time import lock_step
+from meshpar.planner.recomputation import recomputation
 from meshpar.planner.run import Run
+from meshpar.planner.stage_time import scatters_ends_each_tick
 
 
 class Collective(NamedTuple):
@@ -74,9 +76,10 @@ def _passes(run: Run) -> _Passes:
     places = max(run.stage_blocks)
     layers = longest + longest[-1:] * (places - len(longest))
     forward, backward = steps.forward_ticks, steps.backward_ticks
-    return _Passes(
-        forward, backward, steps.head_ticks, forward, steps.down_hops, layers
-    )
+    head, down = steps.head_ticks, steps.down_hops
+    if run.in_order:
+        head, down = forward, backward
+    return _Passes(forward, backward, head, forward, down, layers)
 
 
 def _of(
@@ -90,71 +93,55 @@ def _of(
 
 def _tensor(run: Run, passes: _Passes) -> list[Collective]:
     """Two sums of the residual stream a block, forward and backward; and the ends'."""
-    layers, execution = len(passes.layers), run.execution
-    sums = 2 if execution.eager else 1
-    again = {"full": sums, "stage": sums, "stage_full": 2 + sums}.get(
-        run.layout.remat, 0
-    )
-    forward = 2 * layers * passes.forward
-    backward = (2 + again) * layers * passes.backward
-    blocks = run.residual_bytes * (forward + backward)
+    execution, again = run.execution, recomputation(run, moe=False)
+    each = run.residual_bytes * len(passes.layers)
+    blocks = each * (2 * passes.forward + (2 + again.sums) * passes.backward)
     # A share of the tokens: embedding rows, and the head's input gradient.
     share = run.residual_bytes / (run.layout.stage if execution.shared_ends else 1)
     rows = share * passes.forward
     ends = rows + share * passes.head
+    losses = _loss(run, passes)
     reason = "sums of the residual stream"
     if not run.layout.sequence_parallel:
-        return [_of(run, ("tensor",), "all-reduce", blocks + ends, reason)]
-    gathers = blocks + share * (passes.head + passes.backward)
-    gathers += _regathered(run) * run.residual_bytes * layers * passes.backward
+        return [_of(run, ("tensor",), "all-reduce", blocks + ends, reason), losses]
+    # What sequence parallelism gathers of a block's norms, the backward gathers again.
+    regathered = 0 if execution.keeps_gathered else 2
+    gathers = each * 2 * passes.forward
+    gathers += each * (2 + regathered + again.gathers) * passes.backward
+    gathers += share * (passes.head + passes.backward)
     scatters = blocks + share * passes.head
     return [
         _of(run, ("tensor",), "all-gather", gathers, "sequence before a matmul"),
         _of(run, ("tensor",), "reduce-scatter", scatters, "sequence behind a matmul"),
         _of(run, ("tensor",), "all-reduce", rows, "embedding rows"),
+        losses,
     ]
 
 
-def _regathered(run: Run) -> int:
-    """Norms' outputs of a block that the backward gathers, besides its sums' inputs.
-
-    Two where the split ones are kept. A block that runs again gathers them anyhow; one
-    of those stands before the sum that runs again, and is counted with it.
-    """
-    if run.layout.remat in ("full", "stage_full"):
-        return 1
-    kept_split = 0 if run.execution.keeps_gathered else 2
-    return kept_split + (run.layout.remat == "stage")
+def _loss(run: Run, passes: _Passes) -> Collective:
+    """Of each token in fp32: largest logit, sum of exponentials, its target's logit."""
+    tokens = run.tokens / (run.layout.stage if run.execution.shared_ends else 1)
+    values = 3 * 4 * tokens * passes.head
+    return _of(run, ("tensor",), "all-reduce", values, "loss over a split vocabulary")
 
 
 def _expert(run: Run, passes: _Passes) -> list[Collective]:
     layers = sum(run.workload.is_moe(layer) for layer in passes.layers)
     routed = run.residual_bytes * run.workload.top_k / run.layout.tensor
-    again = 1 if run.layout.remat == "full" else 0
+    again = recomputation(run, moe=True).exchanges
     count = passes.forward + (1 + again) * passes.backward
     payload = 2 * routed * layers * count
     return [_of(run, ("expert",), "all-to-all", payload, "tokens to their experts")]
 
 
 def _context(run: Run, passes: _Passes) -> list[Collective]:
-    layout, workload = run.layout, run.workload
-    if layout.context == 1:
+    if run.layout.context == 1:
         return []
-    heads = (workload.query_dim + workload.value_dim) * run.dtype_bytes / layout.tensor
-    keys_values = run.tokens * workload.kv_heads * heads
-    count = len(passes.layers) * (passes.forward + 2 * passes.backward)
-    if layout.attention == "ring":
-        sent = count * keys_values * (layout.context - 1)
-        kind, reason = "collective-permute", "keys and values around the ring"
-    elif layout.attention == "allgather":
-        sent = count * keys_values * layout.context
-        kind, reason = "all-gather", "keys and values of the whole sequence"
-    else:
-        queries = run.tokens * workload.heads * heads
-        both = len(passes.layers) * (passes.forward + passes.backward)
-        sent = both * (keys_values + queries)
-        kind, reason = "all-to-all", "heads for sequence, and back"
-    return [_of(run, ("context",), kind, sent, reason)]
+    traffic, again = context_traffic(run), recomputation(run, moe=False).attention
+    backward = (traffic.backward_passes + again) * passes.backward
+    count = len(passes.layers) * (passes.forward + backward)
+    payload = count * traffic.payload_bytes
+    return [_of(run, ("context",), traffic.kind, payload, traffic.reason)]
 
 
 def _fsdp(run: Run, passes: _Passes) -> list[Collective]:
@@ -167,7 +154,11 @@ def _fsdp(run: Run, passes: _Passes) -> list[Collective]:
     )
     ends = end_parameters(run, 0)
     gathered = blocks * (passes.forward + passes.backward) + ends
-    scattered = blocks * passes.backward + ends
+    # The ends are gathered once; every tick scatters what its head adds to their
+    # gradients, and what its embedding does.
+    each_tick = scatters_ends_each_tick(run)
+    scatters = passes.head + passes.backward if each_tick else 1
+    scattered = blocks * passes.backward + ends * scatters
     if run.gathers_once:
         gathered = scattered = rank_parameters(run, 0)
     axes, each = layout.split_axes, run.execution.reduction_bytes
@@ -208,7 +199,7 @@ def _reduction(run: Run) -> list[Collective]:
     dense = (parameters - routed_parameters(run, 0)) / split * each
     reason = "gradients of what is no expert"
     found.append(_of(run, ("expert",), "all-reduce", dense, reason))
-    others = tuple(axis for axis in BATCH_AXES if axis not in axes)
+    others = run.summed_axes
     ends = end_parameters(run, 0) if execution.shared_ends and layout.stage > 1 else 0
     own = (parameters - ends) / split * each
     found.append(_of(run, others, "all-reduce", own, "gradients"))

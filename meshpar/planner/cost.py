@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+HOST = "host"
+"""Key of `Cost.exposed_s` for waits on the host's memory, which is no mesh axis."""
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -12,7 +15,8 @@ class Cost:
 
     Args:
         compute_s: Computing.
-        exposed_s: Waiting for a collective that nothing hides, by mesh axis.
+        exposed_s: Waiting for a collective that nothing hides, by mesh axis; for the
+            host's memory as `HOST`.
 
     Example:
         >>> (Cost(1.0, {"tensor": 0.5}) * 2 + Cost(1.0)).total_s

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from meshpar.link_speeds import NVIDIA_LINKS
+from meshpar.link_speeds import NVIDIA_LINKS, card_words
 from meshpar.planner.hardware import Device, Efficiency
 
 # How each number was got:
 #   matmul           Fitted: A100 to one layer of Megatron-LM (Korthikanti et al. 2022,
 #                    table 4, ten times), H100 to three step times of the nanotron grid
-#                    (the rows that `meshpar plan --validate` marks).
+#                    (the rows that `meshpar plan --validate` marks; of the two numbers
+#                    fitted to them the other is nanotron's `host_s`).
 #   attention        FlashAttention-2, heads of 128: 50 to 73 % of an A100 (Dao 2023,
 #                    abstract), 35 % of an H100 (Shah et al. 2024, abstract).
 #   attention_head_dim
@@ -23,6 +24,10 @@ from meshpar.planner.hardware import Device, Efficiency
 #   hop_s, network_hop_s, launch_s
 #                    Taken, microseconds by order of magnitude: a step of a collective,
 #                    and the time between two kernels (1.5 % of the layer times above).
+#   host_bytes_per_s Of the device, not achieved: PCIe x16, half of the data sheet's
+#                    both directions (gen 4 A100, gen 5 H100 to B200); GB200 a half of
+#                    its CPU's 450 GB/s NVLink-C2C; TPUs from "How to Scale Your Model"
+#                    (Austin et al. 2025, chapter 2).
 #   spread           Taken: equal devices differ by some tenths of a percent.
 _A100 = Efficiency(
     matmul=0.75,
@@ -65,6 +70,7 @@ def _nvidia(
     fp8: float | None,
     memory_bytes: float,
     memory_bytes_per_s: float,
+    host_bytes_per_s: float,
     efficiency: Efficiency,
     domain_devices: int = 8,
 ) -> Device:
@@ -77,6 +83,7 @@ def _nvidia(
         domain_devices=domain_devices,
         link_bytes_per_s=links.host_bytes_per_s,
         network_bytes_per_s=links.network_bytes_per_s,
+        host_bytes_per_s=host_bytes_per_s,
         efficiency=efficiency,
     )
 
@@ -89,6 +96,7 @@ def _tpu(
     memory_bytes_per_s: float,
     link_bytes_per_s: float,
     network_bytes_per_s: float,
+    host_bytes_per_s: float,
     devices_per_host: int,
     torus_dims: int,
     wraps: int,
@@ -102,8 +110,10 @@ def _tpu(
         domain_devices=devices_per_host,
         link_bytes_per_s=link_bytes_per_s,
         network_bytes_per_s=network_bytes_per_s,
+        host_bytes_per_s=host_bytes_per_s,
         torus_dims=torus_dims,
         wraps=wraps,
+        platform="tpu",
         efficiency=_TPU,
     )
 
@@ -121,6 +131,7 @@ DEVICES = {
             fp8=None,
             memory_bytes=80e9,
             memory_bytes_per_s=2.039e12,
+            host_bytes_per_s=32e9,
             efficiency=_A100,
         ),
         _nvidia(
@@ -131,6 +142,7 @@ DEVICES = {
             fp8=None,
             memory_bytes=40e9,
             memory_bytes_per_s=1.555e12,
+            host_bytes_per_s=32e9,
             efficiency=_A100,
         ),
         # NVIDIA H100 data sheet, 2023-03 (SXM; half of the numbers with sparsity).
@@ -142,6 +154,7 @@ DEVICES = {
             fp8=1978.9e12,
             memory_bytes=80e9,
             memory_bytes_per_s=3.35e12,
+            host_bytes_per_s=64e9,
             efficiency=_H100,
         ),
         # The H800 is an H100 whose NVLink is cut to 400 GB/s in both directions
@@ -154,6 +167,7 @@ DEVICES = {
             fp8=1978.9e12,
             memory_bytes=80e9,
             memory_bytes_per_s=3.35e12,
+            host_bytes_per_s=64e9,
             efficiency=_H100,
         ),
         # NVIDIA H200 data sheet, 2024-11: the H100's peaks, 141 GB at 4.8 TB/s.
@@ -165,6 +179,7 @@ DEVICES = {
             fp8=1978.9e12,
             memory_bytes=141e9,
             memory_bytes_per_s=4.8e12,
+            host_bytes_per_s=64e9,
             efficiency=_H100,
         ),
         # NVIDIA DGX B200 data sheet, 2025-02: 8 GPUs with 72 PFLOP/s fp8 with
@@ -177,6 +192,7 @@ DEVICES = {
             fp8=4.5e15,
             memory_bytes=180e9,
             memory_bytes_per_s=8e12,
+            host_bytes_per_s=64e9,
             efficiency=_B200,
         ),
         # NVIDIA GB200 NVL72 data sheet, 2024-03: 72 GPUs with 360 PFLOP/s bf16 with
@@ -189,6 +205,7 @@ DEVICES = {
             fp8=5e15,
             memory_bytes=186e9,
             memory_bytes_per_s=8e12,
+            host_bytes_per_s=225e9,
             efficiency=_B200,
             domain_devices=72,
         ),
@@ -203,6 +220,7 @@ DEVICES = {
             memory_bytes_per_s=1.2e12,
             link_bytes_per_s=50e9,
             network_bytes_per_s=6.25e9,
+            host_bytes_per_s=16e9,
             devices_per_host=4,
             torus_dims=3,
             wraps=4,
@@ -214,6 +232,7 @@ DEVICES = {
             memory_bytes_per_s=819e9,
             link_bytes_per_s=50e9,
             network_bytes_per_s=3.125e9,
+            host_bytes_per_s=16e9,
             devices_per_host=8,
             torus_dims=2,
             wraps=16,
@@ -225,6 +244,7 @@ DEVICES = {
             memory_bytes_per_s=2.765e12,
             link_bytes_per_s=100e9,
             network_bytes_per_s=6.25e9,
+            host_bytes_per_s=16e9,
             devices_per_host=4,
             torus_dims=3,
             wraps=4,
@@ -236,6 +256,7 @@ DEVICES = {
             memory_bytes_per_s=1.638e12,
             link_bytes_per_s=100e9,
             network_bytes_per_s=12.5e9,
+            host_bytes_per_s=32e9,
             devices_per_host=8,
             torus_dims=2,
             wraps=16,
@@ -243,3 +264,19 @@ DEVICES = {
     )
 }
 """What `--hardware` knows by name."""
+
+
+def device_of_kind(device_kind: str) -> Device | None:
+    """The accelerator that JAX calls so; None if it is none of these.
+
+    Cards of one name and several memory sizes are alike but for that size.
+
+    Example:
+        >>> device_of_kind("NVIDIA GB200").name, device_of_kind("NVIDIA H100 PCIe")
+        ('gb200-186gb', None)
+    """
+    words = {word.lower() for word in card_words(device_kind)}
+    return next(
+        (device for name, device in DEVICES.items() if name.split("-")[0] in words),
+        None,
+    )

@@ -19,7 +19,8 @@ class Execution:
     Args:
         name: What `--execution` calls it.
         fused_attention: Whether one kernel does attention without storing the scores,
-            and skips what a causal mask hides (FlashAttention).
+            and skips what a causal mask hides (FlashAttention), where there is one:
+            `Run.fused_attention`.
         fused_activation: Whether one kernel does the MLP's bias, activation and gate.
         dropout: Whether blocks drop values, whose masks are kept.
         lock_step: Whether all pipeline ranks move together, tick by tick, those without
@@ -40,9 +41,9 @@ class Execution:
         gradient_bytes: Of each parameter's gradient sum.
         reduction_bytes: Of each parameter in the reduction over `data`.
         state_bytes: Of each parameter's optimizer state, and its master if it has one.
-        update_bytes: Of each parameter that the update reads and writes: norm,
-            clipping, Adam, copies, zeros.
-        logit_bytes: Of each logit at the loss, all its copies together.
+        logit_bytes: Of each logit at the loss, all its copies together: fp32 logits and
+            their gradient (8); in Megatron-LM and nanotron 16-bit logits, the fp32
+            copy, its softmax, and a 16-bit gradient (12).
         host_s: Work of the host between steps that no device work hides.
         eager: Whether operations run one by one, as written; otherwise a compiler
             fuses them, casts parameters layer by layer, and leaves out what no
@@ -66,15 +67,29 @@ class Execution:
     gradient_bytes: int
     reduction_bytes: int
     state_bytes: int
-    update_bytes: int
     logit_bytes: float
     host_s: float
     eager: bool
 
+    @property
+    def update_bytes(self) -> int:
+        """Of each parameter, what the update reads and writes.
+
+        The sum's norm reads it, Adam reads it and reads and writes its state. Compiled,
+        the parameter is read and written. Operation by operation, clipping reads and
+        writes the sum, the master is read to write the parameter, and the sum is set to
+        zero; one of 16 bits is first copied to fp32.
+        """
+        adam = 2 * 4 + 2 * self.state_bytes
+        if not self.eager:
+            return adam + 2 * self.weight_bytes
+        copied = 2 + 4 if self.gradient_bytes == 2 else 0
+        return adam + 2 * 4 + 4 + self.weight_bytes + self.gradient_bytes + copied
+
 
 MESHPAR = Execution(
     name="meshpar",
-    fused_attention=True,
+    fused_attention=True,  # cuDNN's, for half precision on a GPU
     fused_activation=True,  # XLA fuses elementwise chains
     dropout=False,
     lock_step=True,
@@ -90,7 +105,6 @@ MESHPAR = Execution(
     gradient_bytes=4,
     reduction_bytes=4,
     state_bytes=8,  # Adam's two moments; the parameters are their own masters
-    update_bytes=32,
     logit_bytes=8,  # fp32 logits and their gradient
     host_s=0.0,
     eager=False,
@@ -121,7 +135,6 @@ MEGATRON_2021 = Execution(
     gradient_bytes=2,
     reduction_bytes=2,
     state_bytes=12,
-    update_bytes=54,
     logit_bytes=12,
     host_s=0.0,
     eager=True,
@@ -146,7 +159,6 @@ MEGATRON_2022 = Execution(
     gradient_bytes=4,
     reduction_bytes=4,
     state_bytes=12,
-    update_bytes=54,
     logit_bytes=12,
     host_s=0.0,
     eager=True,
@@ -182,9 +194,8 @@ NANOTRON = Execution(
     gradient_bytes=4,
     reduction_bytes=4,
     state_bytes=12,
-    update_bytes=54,
     logit_bytes=12,
-    host_s=0.08,
+    host_s=0.08,  # calibrated: `published_others.CALIBRATES_HOST`
     eager=True,
 )
 """nanotron of the "Ultra-Scale Playbook" (Tazi et al. 2025): eager PyTorch with

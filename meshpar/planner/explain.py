@@ -61,7 +61,7 @@ def _time(estimate: Estimate) -> list[str]:
         f"{_share(time.straggler_s, step_s)}",
     ]
     if time.host_s:
-        lines.append(f"  host between steps {_share(time.host_s, step_s)}")
+        lines.append(f"  waiting for the host {_share(time.host_s, step_s)}")
     for mesh_axis, seconds in time.exposed_s.items():
         link = estimate.run.link(mesh_axis).name
         lines.append(

@@ -8,6 +8,12 @@ from dataclasses import dataclass, field, fields
 
 from meshpar.errors import InputError
 from meshpar.layout import MESH_AXES, Layout
+from meshpar.planner.link import Link, Span
+
+PLATFORMS = ("gpu", "tpu", "cpu")
+"""What a device can be."""
+
+_NO_POSITIVE_NUMBERS = ("name", "peak_flops", "efficiency", "torus_dims", "platform")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +51,12 @@ class Efficiency:
     spread: float
 
     def __post_init__(self) -> None:
+        for one in fields(self):
+            if not _is_number(getattr(self, one.name)):
+                raise InputError(
+                    f"efficiency {one.name}={getattr(self, one.name)!r}: must be a "
+                    "number"
+                )
         for name in ("matmul", "attention", "memory", "link", "network"):
             if not 0 < getattr(self, name) <= 1:
                 raise InputError(
@@ -79,12 +91,15 @@ class Device:
         link_bytes_per_s: Per direction and device inside that domain; of one of the
             links in each direction of a torus.
         network_bytes_per_s: Per direction and device, between domains.
+        host_bytes_per_s: Per direction and device, to its host's memory.
         torus_dims: Dims of the torus; 0 where a switch joins the domain.
         wraps: Devices along a dim of a torus from which on the ends are joined.
         efficiency: What is achieved.
+        platform: `gpu`, `tpu` or `cpu`, as JAX calls it; it decides which kernels a
+            program has there (`Run.fused_attention`).
 
     Raises:
-        InputError: A number that is not positive.
+        InputError: An unknown platform, or a number that is not positive.
     """
 
     name: str
@@ -95,18 +110,34 @@ class Device:
     link_bytes_per_s: float
     network_bytes_per_s: float
     efficiency: Efficiency
+    host_bytes_per_s: float = 32e9  # PCIe gen 4 x16
     torus_dims: int = 0
     wraps: int = 16
+    platform: str = "gpu"
 
     def __post_init__(self) -> None:
+        if self.platform not in PLATFORMS:
+            raise InputError(
+                f"hardware {self.name!r}: platform={self.platform!r} must be one of "
+                f"{', '.join(PLATFORMS)}"
+            )
+        if not isinstance(self.name, str):
+            raise InputError(f"hardware name={self.name!r}: must be text, in quotes")
+        for count, least in (("domain_devices", 1), ("wraps", 1), ("torus_dims", 0)):
+            value = getattr(self, count)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise InputError(
+                    f"hardware {self.name!r}: {count}={value!r} must be a whole number "
+                    f"of at least {least}"
+                )
         numbers = {
             field.name: getattr(self, field.name)
             for field in fields(self)
-            if field.name not in ("name", "peak_flops", "efficiency", "torus_dims")
+            if field.name not in _NO_POSITIVE_NUMBERS
         }
         numbers |= {f"peak_flops {key}": peak for key, peak in self.peak_flops.items()}
         for name, number in numbers.items():
-            if not (isinstance(number, int | float) and 0 < number < math.inf):
+            if not (_is_number(number) and 0 < number < math.inf):
                 raise InputError(
                     f"hardware {self.name!r}: {name}={number!r} must be a positive "
                     "number"
@@ -119,23 +150,8 @@ class Device:
                 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Link:
-    """What a mesh axis of a layout communicates over.
-
-    Args:
-        name: `none`, `host`, `torus` or `network`, as reports say it.
-        bytes_per_s: Achieved by one device in one direction in a ring.
-        hop_s: Latency of one step.
-        inner: Members of a group that one host holds; the ring steps that stay inside.
-        inner_hop_s: Latency of those.
-    """
-
-    name: str
-    bytes_per_s: float
-    hop_s: float
-    inner: int = 1
-    inner_hop_s: float = 0.0
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,7 +227,7 @@ class Cluster:
         inner = self._members_in_one_host(layout, mesh_axes)
         device, achieved = self.device, self.device.efficiency
         if self.torus and inner == members:
-            return self._torus_link(layout, mesh_axes)
+            return self._torus_link(layout, mesh_axes, members)
         if inner == members:
             return Link(
                 name="host",
@@ -219,11 +235,16 @@ class Cluster:
                 hop_s=achieved.hop_s,
             )
         # A ring through every host leaves it by one member's port; with as many rings
-        # as members in a host, all their ports carry a share (NCCL's channels).
-        ports = device.network_bytes_per_s * achieved.network * inner
+        # as members in a host, all their ports carry a share (NCCL's channels), as far
+        # as the links inside bring them there.
+        port = device.network_bytes_per_s * achieved.network
+        inside = device.link_bytes_per_s * achieved.link
+        if self.torus and inner > 1:
+            inside = self._torus_link(layout, mesh_axes, inner).bytes_per_s
         return Link(
             name="network",
-            bytes_per_s=min(ports, device.link_bytes_per_s * achieved.link),
+            bytes_per_s=min(port * inner, inside),
+            port_bytes_per_s=port,
             hop_s=achieved.network_hop_s,
             inner=inner,
             inner_hop_s=achieved.hop_s,
@@ -241,32 +262,37 @@ class Cluster:
             room = room // size if here == size else 1
         return inner
 
-    def _torus_link(self, layout: Layout, mesh_axes: tuple[str, ...]) -> Link:
-        """Rings along the dims of the torus that these mesh axes cover.
-
-        A dim whose ends are joined gives a ring two links a device; one whose ends are
-        not gives one direction only.
-        """
-        spans = self._torus_spans(layout, mesh_axes)
-        device = self.device
-        links = sum(2 if size >= device.wraps else 1 for size in spans)
+    def _torus_link(
+        self, layout: Layout, mesh_axes: tuple[str, ...], members: int
+    ) -> Link:
+        """Rings along the dims of the torus that these mesh axes cover."""
+        spans, device = self._torus_spans(layout, mesh_axes), self.device
+        if math.prod(span.size for span in spans) != members:
+            # The sizes share no factors: one line through all of them.
+            spans = (Span(members, 1),)
+        one = device.link_bytes_per_s * device.efficiency.link
         return Link(
             name="torus",
-            bytes_per_s=device.link_bytes_per_s * device.efficiency.link * links,
+            bytes_per_s=one * sum(span.links for span in spans),
+            port_bytes_per_s=one,
             hop_s=device.efficiency.hop_s,
+            spans=spans,
         )
 
-    def _torus_spans(self, layout: Layout, mesh_axes: tuple[str, ...]) -> list[int]:
-        """Length along each torus dim that a group of these mesh axes covers."""
-        left, spans = list(self.torus), []
+    def _torus_spans(
+        self, layout: Layout, mesh_axes: tuple[str, ...]
+    ) -> tuple[Span, ...]:
+        """What a group of these mesh axes covers of each torus dim."""
+        left, covered = list(self.torus), [1] * len(self.torus)
         for axis in reversed(MESH_AXES):
             size = layout.mesh_shape[axis]
             for dim, room in enumerate(left):
                 here = math.gcd(size, room)
-                if here > 1:
-                    left[dim], size = room // here, size // here
-                    # Joined ends need the whole dim of the slice.
-                    whole = here == self.torus[dim]
-                    if axis in mesh_axes:
-                        spans.append(self.torus[dim] if whole else 1)
-        return spans or [1]
+                left[dim], size = room // here, size // here
+                covered[dim] *= here if axis in mesh_axes else 1
+        # Joined ends need the whole dim of the slice.
+        return tuple(
+            Span(size, 2 if size == whole and size >= self.device.wraps else 1)
+            for size, whole in zip(covered, self.torus, strict=True)
+            if size > 1
+        )

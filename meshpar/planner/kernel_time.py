@@ -32,6 +32,11 @@ def memory_s(run: Run, num_bytes: float) -> float:
     return num_bytes / (device.memory_bytes_per_s * device.efficiency.memory)
 
 
+def host_s(run: Run, num_bytes: float) -> float:
+    """Time to move so many bytes to the host's memory, or from there."""
+    return num_bytes / run.cluster.device.host_bytes_per_s
+
+
 def fused_attention_s(run: Run, flops: float, head_dim: float) -> float:
     """Time of a fused attention kernel.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
+from meshpar.chunk_bytes import SCORE_BYTES
 from meshpar.layout import STAGE_REMATS
 from meshpar.planner.activations import (
     everything_bytes,
@@ -15,12 +16,6 @@ from meshpar.planner.block_time import block_parameters
 from meshpar.planner.pipeline_time import in_flight, lock_step
 from meshpar.planner.run import Run
 
-LOGITS_BYTES = 512 * 2**20
-"""Most bytes of fp32 logits at a time (`meshpar.parallel.head_loss`)."""
-
-SCORE_BYTES = 256 * 2**20
-"""Most bytes of fp32 scores at a time (`models.layers.causal_attention`)."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
@@ -29,7 +24,8 @@ class Memory:
     Args:
         parameter_bytes: Parameters as stored for use.
         gradient_bytes: Gradients summed over microbatches, and copies of them.
-        optimizer_bytes: Masters and the optimizer's state.
+        optimizer_bytes: Masters and the optimizer's state, between updates.
+        fetched_bytes: The same during the update, when the host's memory has them.
         activation_bytes: What forwards keep for their backwards.
         boundary_bytes: Of them, what arrives from other stages.
         logit_bytes: Logits and their gradient, at the loss, with the head's gradient.
@@ -43,6 +39,7 @@ class Memory:
     parameter_bytes: float
     gradient_bytes: float
     optimizer_bytes: float
+    fetched_bytes: float
     activation_bytes: float
     boundary_bytes: float
     logit_bytes: float
@@ -65,8 +62,7 @@ class Memory:
             self.parameter_bytes
             + self.gradient_bytes
             + self.optimizer_bytes
-            + self.activation_bytes
-            + self.other_bytes
+            + max(self.activation_bytes + self.other_bytes, self.fetched_bytes)
         )
 
     def as_json(self) -> dict[str, float]:
@@ -100,6 +96,8 @@ def rank_memories(run: Run) -> list[Memory]:
 
 def _chunks_held(run: Run) -> tuple[int, ...]:
     """Microbatches times chunks that each rank holds."""
+    if run.chunks_held is not None:
+        return run.chunks_held
     layout = run.layout
     sizes = (layout.schedule, layout.stage, layout.microbatches, layout.chunks)
     return lock_step(*sizes).in_flight if run.execution.lock_step else in_flight(*sizes)
@@ -135,10 +133,13 @@ def rank_memory(run: Run, rank: int, chunks_held: float) -> Memory:
     gradients = parameters * gradient
     once = not execution.eager and not layout.is_pipelined
     weight_bytes, state_bytes = stored_bytes(run)
+    states = parameters * state_bytes * shares["state"]
+    on_host = layout.optimizer_memory == "host"
     return Memory(
         parameter_bytes=parameters * weight_bytes * shares["weight"],
         gradient_bytes=gradients,
-        optimizer_bytes=parameters * state_bytes * shares["state"],
+        optimizer_bytes=0.0 if on_host else states,
+        fetched_bytes=states if on_host else 0.0,
         activation_bytes=kept * in_flight + boundary,
         boundary_bytes=boundary,
         logit_bytes=_logit_bytes(run) if has_head else 0.0,
@@ -161,6 +162,21 @@ def stored_bytes(run: Run) -> tuple[int, int]:
         return execution.weight_bytes, execution.state_bytes
     master = 4 if kind == "bf16" else 0
     return 2, execution.state_bytes + master
+
+
+def update_bytes(run: Run) -> int:
+    """Of each parameter, what the update reads and writes as it is stored.
+
+    A master is among the state, and its parameter only written; one that is rounded at
+    random is read too.
+    """
+    execution = run.execution
+    weight_bytes, state_bytes = stored_bytes(run)
+    more = 2 * (state_bytes - execution.state_bytes)
+    if execution.eager or run.layout.param_dtype == "fp32":
+        return execution.update_bytes
+    ways = 1 if state_bytes > execution.state_bytes else 2
+    return execution.update_bytes + more + ways * weight_bytes - 8
 
 
 def rank_parameters(run: Run, rank: int) -> float:
@@ -221,8 +237,8 @@ def _logit_bytes(run: Run) -> float:
     if run.execution.shared_ends:
         tokens /= run.layout.stage
     values = tokens * run.workload.vocab / run.layout.tensor
-    if not run.execution.eager:
-        values = min(values, LOGITS_BYTES / 4)
+    if not run.execution.eager and run.workload.logits_bytes:
+        values = min(values, run.workload.logits_bytes / 4)
     table = 0.0
     if not run.execution.eager and not run.layout.is_pipelined:
         # The gradient of the head's table, whole until the loss is done.
@@ -278,7 +294,9 @@ def _workspace_bytes(run: Run, rank: int, layers: list[int], kept: float) -> flo
 
 def _scores_at_once(run: Run) -> float:
     """fp32 softmax and its gradient, of some heads at a time (`causal_attention`)."""
-    if run.execution.fused_attention:
+    if run.fused_attention:
         return 0.0
     whole = 4 * run.tokens * run.seq * run.workload.heads / run.layout.tensor
-    return 2 * min(whole, SCORE_BYTES)
+    # A key/value head's at least.
+    kv_heads = max(1.0, run.workload.kv_heads / run.layout.tensor)
+    return 2 * max(min(whole, SCORE_BYTES), whole / kv_heads)

@@ -100,6 +100,9 @@ def lock_step_span_s(
 def lock_step(name: str, ranks: int, microbatches: int, chunks: int) -> LockStep:
     """Ticks and in-flight counts of a schedule in lock step."""
     replayed = _replayed(microbatches, ranks)
+    large = 2 * replayed * ranks * chunks > _MOST_ACTIONS
+    if large and (steps := closed_form_lock_step(name, ranks, microbatches, chunks)):
+        return steps
     steps = _lock_step(name, ranks, replayed, chunks)
     more = microbatches - replayed
     in_flight = steps.in_flight
@@ -113,6 +116,28 @@ def lock_step(name: str, ranks: int, microbatches: int, chunks: int) -> LockStep
         steps.head_ticks + more,
         steps.down_hops + more,
     )
+
+
+def closed_form_lock_step(
+    name: str, ranks: int, microbatches: int, chunks: int
+) -> LockStep | None:
+    """`lock_step` of many ranks; None where groups of microbatches are not full.
+
+    With m microbatches, p ranks and v chunks, v m + p - 1 ticks fill and drain once.
+    Rank r holds what comes and goes until its first backward: 2 (p - r) - 1 of 1F1B,
+    and (v - 1) p more where its other chunks come first (Narayanan et al. 2021, 2.2).
+    """
+    if ranks < 3 or microbatches < ranks:
+        return None
+    if chunks > 1 and microbatches % ranks:
+        return None
+    ticks, every = chunks * microbatches + ranks - 1, chunks * microbatches
+    if name in _HOLDS_ALL:
+        held = (every,) * ranks
+    else:
+        first = (chunks - 1) * ranks - 1
+        held = tuple(min(every, 2 * (ranks - rank) + first) for rank in range(ranks))
+    return LockStep(ticks, ticks, held, ticks, ticks)
 
 
 def in_flight(name: str, ranks: int, microbatches: int, chunks: int) -> tuple[int, ...]:

@@ -19,13 +19,21 @@ from meshpar.planner.published import (
 )
 from meshpar.planner.workload import Workload
 
-# The rows of the nanotron grid that calibrate the H100: (nodes, model).
-_CALIBRATES = {(1, "1.34B"), (1, "8.86B"), (16, "1.34B")}
+CALIBRATES_HOST = (16, "1.34B")
+"""The row of the nanotron grid that fixes its `host_s`: a third of so short a step,
+where the two others that calibrate have a hundredth (nodes, model)."""
+
+# With these, the rows that fix what matmuls achieve on the H100.
+_CALIBRATES = {(1, "1.34B"), (1, "8.86B"), CALIBRATES_HOST}
 _LOW_MFU = 20.0
 
 
 def nanotron() -> Iterator[Measured]:
-    """Step times (from MFU) and memory of the Ultra-Scale Playbook's best runs."""
+    """Step times (from MFU) and memory of the Ultra-Scale Playbook's best runs.
+
+    Memory is what nanotron logs as "Mem Alloc (GB)": `max_memory_allocated() / 1024**3`
+    (`log_throughput` of its examples).
+    """
     data = published()["nanotron_best_configs"]
     for row in data["rows"]:
         workload = Workload(
@@ -66,7 +74,7 @@ def nanotron() -> Iterator[Measured]:
             name=name,
             quantity="memory",
             unit="GB",
-            measured=row["mem_gb"],
+            measured=row["mem_gb"] * GIB / 1e9,
             predicted=found.memory.total_bytes / 1e9,
         )
 
@@ -92,7 +100,8 @@ def zero_bubble() -> Iterator[Measured]:
     """Step times and memory of Qi et al. 2024, of the two schedules that exist here.
 
     Embedding and head count as a layer each, so that the first and the last stage (or
-    chunk) have one layer less than the others.
+    chunk) have one layer less than the others. Memory is in units of 2^30 bytes:
+    Megatron-LM's `report_memory`, which the authors' fork has, divides by 1024 * 1024.
     """
     data = published()["zero_bubble_2401_10241"]
     for column, (size, model) in enumerate(data["models"].items()):
@@ -160,7 +169,10 @@ def _gpt(name: str, model: dict[str, Any], *, vocab: int, seq: int) -> Workload:
 
 
 def vocab_parallel() -> Iterator[Measured]:
-    """Step times (from MFU) and memory of the baseline of Yeung et al. 2024."""
+    """Step times (from MFU) and memory of the baseline of Yeung et al. 2024.
+
+    Memory is in units of 2^30 bytes, as in `zero_bubble`, whose authors' code it runs.
+    """
     data = published()["vocab_parallel_2411_05288_table5_1f1b"]
     for row in data["rows"]:
         if row["method"] != "baseline":

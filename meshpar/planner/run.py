@@ -8,16 +8,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from meshpar.layout import Layout
+from meshpar.layout import BATCH_AXES, Layout
 from meshpar.planner.execution import Execution
 from meshpar.planner.hardware import Cluster, Link
 from meshpar.planner.workload import Workload
 
-REPLICA_AXES = ("data", "fsdp", "expert")
-"""The mesh axes whose devices have examples of their own.
+SUM_AXES = (*BATCH_AXES, "context")
+"""The mesh axes whose devices have the same parameters and other tokens, so that the
+gradients of all parameters are summed over them.
 
-`expert` is among them: its devices share the routed experts and nothing else, as in
-GShard (Lepikhin et al. 2020)."""
+Devices of `expert` have other tokens too, but share the routed experts out (GShard,
+Lepikhin et al. 2020): the gradients of the other parameters are summed over it.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +31,8 @@ class Run:
         global_batch: Sequences in a step.
         seq: Tokens of one.
         stage_blocks: Blocks of every stage, chunk by chunk in order of the stages.
+        chunks_held: Microbatches times chunks that each rank holds at most; None where
+            the layout's schedule says it.
     """
 
     workload: Workload
@@ -38,6 +42,7 @@ class Run:
     global_batch: int
     seq: int
     stage_blocks: tuple[int, ...]
+    chunks_held: tuple[int, ...] | None = None
 
     @property
     def replicas(self) -> int:
@@ -60,6 +65,12 @@ class Run:
         """Devices that ZeRO shares a parameter's states out over."""
         sizes = self.layout.mesh_shape
         return math.prod(sizes[axis] for axis in self.layout.split_axes)
+
+    @property
+    def summed_axes(self) -> tuple[str, ...]:
+        """The mesh axes that all gradients are summed over whole, behind ZeRO's."""
+        split = self.layout.split_axes if self.state_shards > 1 else ()
+        return tuple(axis for axis in SUM_AXES if axis not in split)
 
     @property
     def gathers_once(self) -> bool:
@@ -87,6 +98,32 @@ class Run:
     def peak_flops(self) -> float:
         """Of one device, in the precision of the blocks."""
         return self.cluster.device.peak_flops[self.layout.precision]
+
+    @property
+    def fused_attention(self) -> bool:
+        """Whether one kernel does attention and stores no scores.
+
+        Those there are, FlashAttention-2 and cuDNN's, take half precision on a GPU; our
+        models have `causal_attention` elsewhere, which stores the softmax.
+        """
+        half = self.layout.precision == "bf16"
+        gpu = self.cluster.device.platform == "gpu"
+        return self.execution.fused_attention and half and gpu
+
+    @property
+    def drops(self) -> bool:
+        """Whether branches drop values: the model's own wish, or the program's."""
+        return self.workload.dropout or self.execution.dropout
+
+    @property
+    def in_order(self) -> bool:
+        """Whether collectives wait for one another, as ours do on a CPU.
+
+        The compiler then merges none with an equal one, and drops none that nobody
+        reads.
+        """
+        on_cpu = self.cluster.device.platform == "cpu"
+        return on_cpu and not self.execution.eager
 
     @cached_property
     def _links(self) -> dict[tuple[str, ...], Link]:

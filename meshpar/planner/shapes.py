@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from meshpar.key_values import key_values
 from meshpar.layout import nearest
 from meshpar.planner.workload import Workload
 
-_FIELDS = {field.name for field in fields(Workload)} - {"name"}
+_FIELDS = {field.name for field in fields(Workload)} - {"name", "traced"}
 _GPT2: dict[str, Any] = {
     "tied": True,
     "learned_positions": True,
@@ -173,6 +174,8 @@ def _words(text: str) -> dict[str, Any]:
 def _scalar(text: str, key: str, value: str) -> int | bool:
     if value in ("true", "false"):
         return value == "true"
+    if key == "dropout" and re.fullmatch(r"0?\.\d+|0", value):
+        return float(value) > 0  # a share, as `models.presets` has it
     if not value.isdecimal():
         raise InputError(
             f"model {text!r}: {key}={value} is no whole number, true or false"
@@ -192,11 +195,12 @@ def workload_from_json(path: str | Path) -> Workload:
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise InputError(f"cannot read {str(path)!r} as JSON: {error}") from error
     kind = values.get("model_type") if isinstance(values, dict) else None
-    if kind not in _FAMILIES:
+    if not isinstance(kind, str) or kind not in _FAMILIES:
         raise InputError(
             f"{str(path)!r} has model_type {kind!r}; known: "
             f"{', '.join(sorted(_FAMILIES))}"
         )
+    _refuse_unplanned(path, values)
     given = {key: value for key, value in values.items() if value is not None}
     try:
         return Workload(name=str(path), **_FAMILIES[kind](given))
@@ -204,6 +208,24 @@ def workload_from_json(path: str | Path) -> Workload:
         raise InputError(f"{str(path)!r} does not give {error}") from error
     except InputError as error:
         raise InputError(f"{str(path)!r}: {error}") from error
+
+
+# Keys that would change a block's parameters, which nothing here counts.
+_UNPLANNED = ("attention_bias", "mlp_bias", "mlp_only_layers")
+
+
+def _refuse_unplanned(path: str | Path, values: dict[str, Any]) -> None:
+    for key in _UNPLANNED:
+        if values.get(key):
+            raise InputError(
+                f"{str(path)!r}: {key}={values[key]!r} is not planned for; write sizes "
+                "such as layers=4,hidden=256,biases=true instead"
+            )
+    if values.get("decoder_sparse_step", 1) != 1:
+        raise InputError(
+            f"{str(path)!r}: decoder_sparse_step={values['decoder_sparse_step']!r} is "
+            "not planned for; every layer has experts where it is 1"
+        )
 
 
 def _hf_gpt2(values: dict[str, Any]) -> dict[str, Any]:

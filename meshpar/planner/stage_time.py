@@ -13,6 +13,7 @@ from meshpar.planner.block_time import (
 from meshpar.planner.collective_cost import all_gather_s, all_reduce_s, send_s
 from meshpar.planner.cost import Cost, waiting
 from meshpar.planner.kernel_time import matmul_s, memory_s
+from meshpar.planner.memory import end_parameters
 from meshpar.planner.run import Run
 
 
@@ -99,10 +100,12 @@ def _ends(run: Run, stage: int) -> tuple[Cost, Cost]:
 def _shared_ends(run: Run, stage: int) -> tuple[Cost, Cost]:
     """Every rank has a share of the tokens, of each microbatch that enters or leaves.
 
-    In lock step all ranks pay it in every tick of a rank; chunks share it.
+    In lock step all ranks pay it in every tick, whichever chunk that is of; otherwise
+    a rank's chunks share it.
     """
     ranks = run.layout.stage
-    tokens, per_chunk = run.tokens / ranks, ranks / run.num_stages
+    per_chunk = 1.0 if run.execution.lock_step else ranks / run.num_stages
+    tokens = run.tokens / ranks
     own = run.residual_bytes * run.residual_share
     moved = waiting("stage", all_gather_s(own, ranks, run.link("stage")))
     head_forward, head_backward = _head(run, tokens)
@@ -114,7 +117,24 @@ def _shared_ends(run: Run, stage: int) -> tuple[Cost, Cost]:
             _embedding(run, tokens) + head_forward,
             (_embedding_gradient(run, tokens) + head_backward),
         )
-    return forward * per_chunk, backward * per_chunk
+    scattered = _scattered_ends(run)
+    return (forward + scattered) * per_chunk, (backward + scattered) * per_chunk
+
+
+def scatters_ends_each_tick(run: Run) -> bool:
+    """Whether what a tick adds to the ends' gradients is scattered in that tick."""
+    layout = run.layout
+    split = layout.zero == 3 and run.state_shards > 1 and not run.gathers_once
+    return run.execution.lock_step and layout.is_pipelined and split
+
+
+def _scattered_ends(run: Run) -> Cost:
+    if not scatters_ends_each_tick(run):
+        return Cost()
+    axes = run.layout.split_axes
+    each = end_parameters(run, 0) * run.execution.reduction_bytes
+    seconds = all_gather_s(each, run.state_shards, run.link(*axes))
+    return waiting(axes[0], seconds)
 
 
 def _embedding(run: Run, tokens: float) -> Cost:

@@ -6,19 +6,23 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from meshpar.layout import BATCH_AXES
 from meshpar.planner.collective_cost import all_gather_s, all_reduce_s
-from meshpar.planner.cost import Cost, waiting
-from meshpar.planner.kernel_time import memory_s
+from meshpar.planner.cost import HOST, Cost, waiting
+from meshpar.planner.kernel_time import host_s, memory_s
 from meshpar.planner.memory import (
     end_parameters,
     rank_parameters,
     routed_parameters,
     stored_bytes,
+    update_bytes,
 )
 from meshpar.planner.pipeline_time import lock_step_span_s, span_s
 from meshpar.planner.run import Run
-from meshpar.planner.stage_time import StageTime, stage_times
+from meshpar.planner.stage_time import (
+    StageTime,
+    scatters_ends_each_tick,
+    stage_times,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +35,7 @@ class StepTime:
         exposed_s: Waiting for collectives that nothing hides, by mesh axis.
         optimizer_s: The update.
         straggler_s: Waiting for the slowest of all devices.
-        host_s: Waiting for the host between steps.
+        host_s: Waiting for the host: between steps, and for residuals from its memory.
     """
 
     compute_s: float
@@ -67,15 +71,16 @@ def step_time(run: Run) -> StepTime:
     work = _rank_work(run, stages, rank) * layout.microbatches
     reduction = _reduction(run, stages)
     optimizer_s = max(_optimizer_s(run, rank) for rank in range(layout.stage))
-    exposed = Cost(0.0, work.exposed_s) + reduction
+    exposed_s = {**(Cost(0.0, work.exposed_s) + reduction).exposed_s}
+    waits_s = run.execution.host_s + exposed_s.pop(HOST, 0.0)
     busy_s = all_microbatches_s + reduction.total_s + optimizer_s
     return StepTime(
         compute_s=work.compute_s,
         bubble_s=max(0.0, all_microbatches_s - work.total_s),
-        exposed_s={axis: s for axis, s in exposed.exposed_s.items() if s > 0},
+        exposed_s={axis: s for axis, s in exposed_s.items() if s > 0},
         optimizer_s=optimizer_s,
         straggler_s=busy_s * straggler_fraction(run),
-        host_s=run.execution.host_s,
+        host_s=waits_s,
     )
 
 
@@ -104,7 +109,7 @@ def _slowest_rank(run: Run, stages: tuple[StageTime, ...]) -> int:
 
 
 def _reduction(run: Run, stages: tuple[StageTime, ...]) -> Cost:
-    """Gradients over `data` (and `fsdp` where it does not split the parameters).
+    """Gradients over the mesh axes whose devices have other tokens.
 
     Overlapped, it hides behind the last microbatch's backward of the first rank, which
     is the last to end.
@@ -123,7 +128,24 @@ def _reduction(run: Run, stages: tuple[StageTime, ...]) -> Cost:
     if layout.zero == 3 and run.gathers_once:
         total += _gather_of_states(run, parameters * run.dtype_bytes)
         total += _gather_of_states(run, parameters * execution.reduction_bytes)
+    elif layout.zero == 3:
+        total += _gather_of_ends(run)
     return total + _tied(run)
+
+
+def _gather_of_ends(run: Run) -> Cost:
+    """Embedding and head gathered once, and unless each tick does it scattered once.
+
+    A head of its own can move beside the blocks.
+    """
+    hidden = 0.0
+    if run.execution.gather_overlap and run.layout.stage == 1:
+        hidden = run.workload.head_parameters / run.layout.tensor
+    ends = max(end_parameters(run, rank) for rank in range(run.layout.stage)) - hidden
+    cost = _gather_of_states(run, ends * run.dtype_bytes)
+    if scatters_ends_each_tick(run):
+        return cost
+    return cost + _gather_of_states(run, ends * run.execution.reduction_bytes)
 
 
 def _gather_of_states(run: Run, num_bytes: float) -> Cost:
@@ -145,7 +167,7 @@ def _tied(run: Run) -> Cost:
 
 
 def _reductions(run: Run) -> dict[str, float]:
-    """Seconds of every reduction over batch axes, by mesh axis."""
+    """Seconds of every sum of gradients, by mesh axis."""
     layout, each = run.layout, run.execution.reduction_bytes
     parameters = max(rank_parameters(run, rank) for rank in range(layout.stage))
     split, seconds = run.state_shards, {}
@@ -162,7 +184,7 @@ def _reductions(run: Run) -> dict[str, float]:
         )
         link = run.link("expert")
         seconds["expert"] = all_reduce_s(dense / split * each, layout.expert, link)
-    others = tuple(axis for axis in BATCH_AXES if axis not in axes)
+    others = run.summed_axes
     degree = math.prod(layout.mesh_shape[axis] for axis in others)
     ends = 0.0
     if run.execution.shared_ends and layout.stage > 1:
@@ -180,6 +202,9 @@ def _reductions(run: Run) -> dict[str, float]:
 
 
 def _optimizer_s(run: Run, rank: int) -> float:
-    own = rank_parameters(run, rank)
-    own /= run.state_shards
-    return memory_s(run, own * run.execution.update_bytes)
+    """The update, and its state from the host's memory and back."""
+    own = rank_parameters(run, rank) / run.state_shards
+    seconds = memory_s(run, own * update_bytes(run))
+    if run.layout.optimizer_memory == "device":
+        return seconds
+    return seconds + 2 * host_s(run, own * stored_bytes(run)[1])

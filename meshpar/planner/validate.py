@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -53,6 +53,7 @@ def summaries(measured: Iterable[Measured]) -> list[Summary]:
     memory = [row for row in measured if row.quantity == "memory"]
     apart = [row for row in steps if row.source in _OTHERS]
     return [
+        *_by_source(measured),
         _summary("step time, A100 (Megatron-LM)", _of(steps, _A100), 0.05, 0.12),
         _summary("step time, H100 (nanotron)", _of(steps, _H100), 0.12, None),
         _summary("memory", memory, 0.08, None),
@@ -60,6 +61,29 @@ def summaries(measured: Iterable[Measured]) -> list[Summary]:
             "step time, other stacks, no target", apart, None, None, all_rows=True
         ),
     ]
+
+
+def _by_source(measured: list[Measured]) -> Iterator[Summary]:
+    """Of each quantity and source the rows that its summary counts, without a goal."""
+    for quantity in ("step", "memory"):
+        for source in dict.fromkeys(row.source for row in measured):
+            own = [
+                row
+                for row in measured
+                if (row.quantity, row.source) == (quantity, source)
+            ]
+            if any(_counts(row) or row.source in _OTHERS for row in own):
+                yield _summary(
+                    f"{quantity}, {source}",
+                    own,
+                    None,
+                    None,
+                    all_rows=source in _OTHERS,
+                )
+
+
+def _counts(row: Measured) -> bool:
+    return not (row.calibrates or row.apart)
 
 
 def _of(measured: list[Measured], sources: tuple[str, ...]) -> list[Measured]:
@@ -74,11 +98,7 @@ def _summary(
     *,
     all_rows: bool = False,
 ) -> Summary:
-    errors = [
-        abs(row.error)
-        for row in measured
-        if all_rows or not (row.calibrates or row.apart)
-    ]
+    errors = [abs(row.error) for row in measured if all_rows or _counts(row)]
     return Summary(
         group=group,
         count=len(errors),
@@ -103,7 +123,7 @@ def text(measured: list[Measured]) -> str:
     """The table for people."""
     lines = [f"{'measured':>9} {'predicted':>9} {'error':>7}     run"]
     heading = ""
-    for row in measured:
+    for row in sorted(measured, key=_place):
         if (row.quantity, row.source) != heading:
             heading = (row.quantity, row.source)
             lines.append(f"{row.quantity}, {row.source}")
@@ -114,6 +134,14 @@ def text(measured: list[Measured]) -> str:
             f"{row.name}{note}"
         )
     return "\n".join([*lines, *map(_line, summaries(measured))])
+
+
+def _place(row: Measured) -> tuple[int, int]:
+    """Layers, steps, memory; of each the sources in order."""
+    return (
+        ("layer", "step", "memory").index(row.quantity),
+        (*_A100, *_H100, *_OTHERS).index(row.source),
+    )
 
 
 def _line(summary: Summary) -> str:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, fields
 
+from meshpar.chunk_bytes import LOGITS_BYTES
 from meshpar.errors import InputError
 from meshpar.planner.traced_block import TracedBlock
 
 _COUNTS = ("layers", "hidden", "heads", "vocab")
+# Beyond any model, and as far as every layer can be looked at, every size multiplied.
+_MOST = defaultdict(lambda: 10**9, layers=100_000)
 _MLA = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
@@ -29,6 +33,7 @@ class Workload:
         biases: Biases on every matmul of a block.
         qkv_bias: Biases on queries, keys and values only.
         qk_norm: RMSNorm on queries and keys.
+        dropout: Whether both branches of a block drop values, whose masks are kept.
         experts: Routed experts of an MoE layer; 0 for a dense model.
         top_k: Experts that a token goes to.
         expert_ffn: Hidden size of an expert; `ffn` when 0.
@@ -38,6 +43,8 @@ class Workload:
             queries straight from the residual stream.
         kv_lora_rank: Compressed keys and values of MLA; 0 for usual attention.
         qk_nope_head_dim, qk_rope_head_dim, v_head_dim: Head sizes of MLA.
+        logits_bytes: Most bytes of fp32 logits that its head makes at a time; 0 for
+            those of all tokens of a microbatch.
         traced: A block of one's own (`meshpar.audit.block_trace`), whose parameters,
             FLOPs and residuals count instead of those that sizes would give.
 
@@ -68,6 +75,7 @@ class Workload:
     biases: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
+    dropout: bool = False
     experts: int = 0
     top_k: int = 0
     expert_ffn: int = 0
@@ -78,6 +86,7 @@ class Workload:
     qk_nope_head_dim: int = 0
     qk_rope_head_dim: int = 0
     v_head_dim: int = 0
+    logits_bytes: int = LOGITS_BYTES
     traced: TracedBlock | None = None
 
     def __post_init__(self) -> None:
@@ -263,8 +272,10 @@ def _check_type(name: str, value: object, default: object) -> None:
     if not isinstance(value, wanted) or isinstance(value, bool) != (wanted is bool):
         kind = "true or false" if wanted is bool else "a whole number"
         raise InputError(f"{name}={value!r}: must be {kind}")
-    if wanted is int and value < 0:  # type: ignore[operator]
-        raise InputError(f"{name}={value}: must be at least 0")
+    if wanted is int and not 0 <= value <= _MOST[name]:  # type: ignore[operator]
+        raise InputError(
+            f"{name}={value}: must be at least 0 and at most {_MOST[name]}"
+        )
 
 
 def _check_attention(workload: Workload) -> None:

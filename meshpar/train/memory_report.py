@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import jax
@@ -18,14 +18,17 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.audit.block_trace import traced_workload
 from meshpar.audit.report import audit
+from meshpar.mesh import platform_of
 from meshpar.model import is_parameter
 from meshpar.parallel.zero import Stored, is_stored
-from meshpar.planner.clusters import cluster_of
+from meshpar.planner.devices import DEVICES
 from meshpar.planner.execution import MESHPAR
+from meshpar.planner.hardware import Cluster
 from meshpar.planner.memory import Memory, memory_of
 from meshpar.planner.refusals import stage_blocks_of
 from meshpar.planner.run import Run
 from meshpar.rules import spec_axes
+from meshpar.schedules import tick_table
 from meshpar.scope import Batch
 from meshpar.train.precision import Mastered, inner_state
 from meshpar.train.step import TrainStep
@@ -109,7 +112,7 @@ def memory_report(
         target: Absent hardware to compile for, such as `gpu:h100:1x8`.
 
     Raises:
-        InputError: As for `meshpar.audit`, or the planner knows no such model.
+        InputError: As for `meshpar.audit`.
     """
     report = audit(step, batch, target=target)
     temporaries = _temporaries(step, batch)
@@ -202,14 +205,27 @@ def _planned(step: TrainStep, batch: Batch) -> Memory:
     return memory_of(
         Run(
             workload=workload,
-            cluster=cluster_of("h100-80gb", devices=layout.num_devices),
+            cluster=_cluster(step),
             layout=layout,
             execution=MESHPAR,
             global_batch=global_batch,
             seq=seq,
             stage_blocks=stage_blocks_of(workload, layout),
+            chunks_held=tick_table(step.schedule).peak_in_flight
+            if step.schedule
+            else None,
         )
     )
+
+
+def _cluster(step: TrainStep) -> Cluster:
+    """As many devices as the step has; nothing but their platform matters here."""
+    platform = platform_of(step.mesh)
+    if platform == "gpu" and jax.default_backend() != "gpu":
+        # An absent one has no fused attention (`models.layers.attention`).
+        platform = "cpu"
+    device = replace(DEVICES["h100-80gb"], platform=platform)
+    return Cluster(device=device, devices_per_host=step.layout.num_devices)
 
 
 def _degree(step: TrainStep, spec: PartitionSpec) -> int:

@@ -27,6 +27,7 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
+from meshpar.planner.devices import device_of_kind
 from models.presets import PRESETS
 from recipes.bench.gpu_contestants import MEASURES, Measured, Shape, bf16_agrees
 
@@ -34,9 +35,6 @@ SHAPES = {
     "gpt2": Shape(config=PRESETS["gpt2"], batch=16, seq=1024),
     "llama-1.2b": Shape(config=PRESETS["llama3.2-1b"], batch=4, seq=2048),
 }
-# Dense bf16 with fp32 sums, of NVIDIA's data sheets: A100 (2021), H100 SXM (2023), H200
-# (2024), B200 (2025). Twice as much where a sheet counts sparsity.
-PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -76,8 +74,9 @@ def gpu_kind() -> str | None:
 
 
 def peak_flops(kind: str) -> float | None:
-    """Dense bf16 FLOPs a second of a GPU; None if it is not in `PEAK_FLOPS`."""
-    return next((peak for name, peak in PEAK_FLOPS.items() if name in kind), None)
+    """Dense bf16 FLOPs a second of a GPU; None if the planner does not know it."""
+    device = device_of_kind(kind)
+    return device and device.peak_flops["bf16"]
 
 
 def disagreeing(results: dict[str, dict[str, Measured]]) -> list[str]:

@@ -1,0 +1,203 @@
+"""Time and bytes of one collective are of the same passes: exposed = bytes / speed."""
+
+import dataclasses
+
+import pytest
+
+from meshpar.layout import Layout
+from meshpar.planner.activations import offloaded_bytes
+from meshpar.planner.block_time import block_time
+from meshpar.planner.clusters import device_of
+from meshpar.planner.estimate import estimate
+from meshpar.planner.execution import MESHPAR
+from meshpar.planner.hardware import Cluster
+from meshpar.planner.memory import rank_parameters, update_bytes
+from meshpar.planner.pipeline_time import lock_step
+from meshpar.planner.shapes import SHAPES
+
+BARE = dataclasses.replace(MESHPAR, gather_overlap=False)
+
+
+def of(layout, *, preset="llama3-8b", execution=BARE, seq=4096, global_batch=32):
+    """The estimate where nothing but bytes takes time on a link."""
+    layout, device = Layout.parse(layout), device_of("h100-80gb")
+    prompt = dataclasses.replace(device.efficiency, hop_s=0.0, spread=0.0, launch_s=0.0)
+    return estimate(
+        SHAPES[preset],
+        Cluster(
+            device=dataclasses.replace(device, efficiency=prompt),
+            devices_per_host=layout.num_devices,
+        ),
+        layout,
+        global_batch=global_batch,
+        seq=seq,
+        execution=execution,
+    )
+
+
+def wire_s(found, mesh_axis, *kinds):
+    """Seconds of all bytes over a mesh axis alone."""
+    sent = sum(
+        collective.wire_bytes
+        for collective in found.collectives
+        if collective.mesh_axes == (mesh_axis,)
+        and (not kinds or collective.kind in kinds)
+        and "loss" not in collective.reason
+    )
+    return sent / found.run.link(mesh_axis).bytes_per_s
+
+
+@pytest.mark.parametrize("more", ["", ",sequence_parallel=true"])
+@pytest.mark.parametrize(
+    "remat",
+    [
+        "none",
+        "selective",
+        "dots",
+        "full",
+        "save:attention_qkv",
+        "save:attention_out",
+        "save:mlp_gate_up",
+    ],
+)
+def test_tensor_is_exposed_for_as_long_as_its_bytes_take(remat, more):
+    found = of(f"tensor=8,microbatches=4,precision=bf16,remat={remat}{more}")
+    # Sequence parallelism gathers a gradient of the embedding's rows besides.
+    rel = 0.01 if more else 1e-9
+    expected_s = pytest.approx(wire_s(found, "tensor"), rel=rel)
+    assert found.time.exposed_s["tensor"] == expected_s
+
+
+@pytest.mark.parametrize("remat", ["none", "full", "save:attention_out", "selective"])
+@pytest.mark.parametrize("attention", ["ring", "allgather", "ulysses"])
+def test_context_is_exposed_for_as_long_as_its_bytes_take(attention, remat):
+    text = f"context=8,attention={attention},precision=bf16,remat={remat},zero=0"
+    found = of(text, global_batch=1)
+    kinds = ("collective-permute", "all-gather", "all-to-all")
+    moved_s = wire_s(found, "context", *kinds)
+    reduced_s = wire_s(found, "context", "all-reduce")
+    exposed_s = found.time.exposed_s["context"]
+    if attention == "ring":
+        assert reduced_s <= exposed_s * (1 + 1e-9) <= (reduced_s + moved_s)
+    else:
+        assert exposed_s == pytest.approx(moved_s + reduced_s)
+
+
+def test_what_attention_repeats_sends_keys_and_values_again():
+    none, full = (
+        wire_s(
+            of(f"context=8,precision=bf16,remat={remat}", global_batch=1),
+            "context",
+            "collective-permute",
+        )
+        for remat in ("none", "full")
+    )
+    assert full == pytest.approx(4 / 3 * none)
+
+
+@pytest.mark.parametrize("remat", ["none", "full", "save:mlp_gate_up"])
+def test_experts_are_exposed_for_as_long_as_their_bytes_take(remat):
+    layout = f"expert=8,precision=bf16,remat={remat}"
+    found = of(layout, preset="mixtral-8x7b", global_batch=8)
+    assert found.time.exposed_s["expert"] == pytest.approx(wire_s(found, "expert"))
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_every_tick_of_every_chunk_pays_for_the_shared_ends(chunks):
+    more = f",schedule=interleaved_1f1b,chunks={chunks}" if chunks > 1 else ""
+    found = of(f"stage=4,microbatches=16,precision=bf16{more}")
+    layout, link = found.run.layout, found.run.link("stage")
+    steps = lock_step(layout.schedule, 4, 16, chunks)
+    assert steps.forward_ticks == steps.backward_ticks == steps.head_ticks
+    kinds = ("all-gather", "reduce-scatter", "collective-permute")
+    a_tick_s = wire_s(found, "stage", *kinds) / steps.forward_ticks
+    reduced_s = wire_s(found, "stage", "all-reduce")
+    assert link.name == "host"
+    exposed_s = found.time.exposed_s["stage"]
+    assert exposed_s == pytest.approx(16 * chunks * a_tick_s + reduced_s)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "fsdp=8",
+        "fsdp=8,microbatches=4",
+        "fsdp=8,microbatches=4,fsdp_gather=microbatch",
+    ],
+)
+def test_zero_3_is_exposed_for_as_long_as_its_bytes_take_ends_included(layout):
+    found = of(f"{layout},precision=bf16")
+    assert found.time.exposed_s["fsdp"] == pytest.approx(wire_s(found, "fsdp"))
+
+
+def test_a_backward_repeats_what_it_does_not_find():
+    def backward_s(remat):
+        found = of(f"tensor=8,precision=bf16,remat={remat}")
+        return block_time(found.run, moe=False).backward.total_s
+
+    least, most = backward_s("selective"), backward_s("full")
+    for name in ("attention_qkv", "attention_out", "mlp_gate_up"):
+        assert least < backward_s(f"save:{name}") < most
+    every = "save:attention_qkv/attention_out/mlp_gate_up"
+    assert backward_s(every) == pytest.approx(least)
+    assert backward_s("save:mlp_hidden") == pytest.approx(most)
+
+
+def test_recomputed_kernels_are_launched_too():
+    device = device_of("h100-80gb")
+    slow = dataclasses.replace(device.efficiency, launch_s=1.0)
+    added = {}
+    for remat in ("none", "full"):
+        found = of(f"precision=bf16,remat={remat}", global_batch=1)
+        cluster = Cluster(
+            device=dataclasses.replace(device, efficiency=slow), devices_per_host=1
+        )
+        run = dataclasses.replace(found.run, cluster=cluster)
+        added[remat] = block_time(run, moe=False).backward.compute_s
+    assert added["full"] - added["none"] == pytest.approx(23, abs=0.5)
+
+
+def test_offloaded_residuals_wait_for_the_host_where_no_work_hides_them():
+    def host_s(speed):
+        layout = "precision=bf16,remat=offload:attention_qkv"
+        run = of(layout, global_batch=4).run
+        device = dataclasses.replace(run.cluster.device, host_bytes_per_s=speed)
+        cluster = dataclasses.replace(run.cluster, device=device)
+        run = dataclasses.replace(run, cluster=cluster)
+        cost = block_time(run, moe=False)
+        exposed = cost.forward.exposed_s, cost.backward.exposed_s
+        return run, sum(one.get("host", 0.0) for one in exposed)
+
+    run, slow_s = host_s(1e9)
+    assert offloaded_bytes(run, moe=False) == run.tokens * (32 + 2 * 8) * 128 * 2
+    there_and_back_s = 2 * offloaded_bytes(run, moe=False) / 1e9
+    assert 0.8 * there_and_back_s < slow_s < there_and_back_s
+    assert host_s(1e15)[1] == 0.0
+
+
+def test_optimizer_state_on_the_host_is_moved_twice_and_is_there_for_the_update_only():
+    here, away = (
+        of(f"fsdp=8,precision=bf16,optimizer_memory={memory}")
+        for memory in ("device", "host")
+    )
+    state = here.memory.optimizer_bytes
+    assert (away.memory.optimizer_bytes, away.memory.fetched_bytes) == (0, state)
+    rest = away.memory.parameter_bytes + away.memory.gradient_bytes
+    active = away.memory.activation_bytes + away.memory.other_bytes
+    assert away.memory.total_bytes == rest + max(active, state)
+    moved_s = 2 * state / away.run.cluster.device.host_bytes_per_s
+    assert away.time.optimizer_s - here.time.optimizer_s == pytest.approx(moved_s)
+
+
+@pytest.mark.parametrize(
+    "param_dtype, num_bytes",
+    # Sum twice, Adam's moments or those and the master both ways, and the parameter.
+    [("fp32", 8 + 16 + 8), ("bf16", 8 + 24 + 2), ("bf16_stochastic", 8 + 16 + 4)],
+)
+def test_the_update_moves_what_is_stored(param_dtype, num_bytes):
+    run = of(f"precision=bf16,param_dtype={param_dtype}").run
+    assert update_bytes(run) == num_bytes
+    device = run.cluster.device
+    speed = device.memory_bytes_per_s * device.efficiency.memory
+    found = of(f"precision=bf16,param_dtype={param_dtype}").time.optimizer_s
+    assert found == pytest.approx(rank_parameters(run, 0) * num_bytes / speed)
