@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from meshpar.errors import InputError
-from meshpar.model import Model, Parameter, Params, batch_shapes, is_parameter
+from meshpar.model import Model, Params
 from meshpar.rules import LogicalAxes
-from meshpar.scope import EXAMPLE, Scope
+from meshpar.scope import Scope
+from meshpar.traced_model import one_layer_shapes, traced_batch, tracing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,10 +35,8 @@ def traced_activations(model: Model, examples: int, seq: int) -> list[Activation
         InputError: The model cannot be traced on such a batch.
     """
     recorder = _Recorder()
-    batch = _batch_of(examples, seq)
-    ends, groups = model.split(
-        jax.tree.map(_one_layer, model.parameters, is_leaf=is_parameter)
-    )
+    batch = traced_batch(examples, seq)
+    ends, groups = one_layer_shapes(model)
 
     def once(ends: Params, groups: list[Params], batch: dict) -> Any:
         scope = Scope(rules=recorder, batch=batch)  # type: ignore[arg-type]
@@ -47,12 +45,8 @@ def traced_activations(model: Model, examples: int, seq: int) -> list[Activation
             x, _ = group.run(params, x, scope)
         return model.head(ends, x, batch, scope)
 
-    try:
+    with tracing(f"the model cannot be traced on a batch of shape {(examples, seq)}"):
         jax.eval_shape(once, ends, groups, batch)
-    except (KeyError, TypeError, ValueError) as error:
-        raise InputError(
-            f"the model cannot be traced on a batch of shape {(examples, seq)}: {error}"
-        ) from error
     batch_dim = Activation(logical_axes=("batch",), shape=(examples,))
     return list(dict.fromkeys([batch_dim, *recorder.activations]))
 
@@ -75,12 +69,3 @@ class _Recorder:
     ) -> PartitionSpec:
         self.constrain(jax.ShapeDtypeStruct(shape, jnp.float32), logical_axes)
         return PartitionSpec(*(None for _ in logical_axes))
-
-
-def _batch_of(examples: int, seq: int) -> dict[str, jax.ShapeDtypeStruct]:
-    example = jax.ShapeDtypeStruct((examples,), jnp.uint32)
-    return {**batch_shapes(examples, seq), EXAMPLE: example}
-
-
-def _one_layer(parameter: Parameter) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(parameter.shape, parameter.dtype)

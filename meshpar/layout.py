@@ -86,7 +86,8 @@ class Layout:
             in what they cost (`BlockGroup.costs`, or else their matmul FLOPs).
         execution: Whether all ranks run the same instructions every tick.
         zero: ZeRO stage, what the devices of a split batch share out: 0 nothing,
-            1 optimizer state, 2 gradients too, 3 parameters too.
+            1 optimizer state, 2 gradients too, 3 parameters too. With microbatches 2
+            reduce-scatters each one's gradients: so many times the traffic of 1.
         zero_axes: The mesh axes that they are shared out over. When empty: `fsdp`
             (replicas across `data`: hybrid), or for `zero` 1 and 2 with `fsdp=1`,
             `data`.
@@ -104,7 +105,8 @@ class Layout:
             (`stage_full`), which keeps least; or names of residuals to keep
             (`save:attention_out/mlp_up`) or to move to the host's memory
             (`offload:...`, or both: `save:...+offload:...`).
-        precision: Arithmetic of the blocks.
+        precision: Arithmetic of the blocks, and dtype of the sums over `tensor` between
+            their matmuls; norms, softmax, loss and gradients are in fp32.
         param_dtype: How parameters are stored between steps; beside those of bf16 the
             optimizer state holds an fp32 master copy, which is what it updates;
             `bf16_stochastic` has no copy, and rounds updated parameters at random.

@@ -19,7 +19,7 @@ from meshpar.model import Model
 from meshpar.parallel.pipeline.program import arranged_for
 from meshpar.parallel.remat import check_residual_names
 from meshpar.parallel.storage import (
-    moved_from,
+    moved_because,
     parameter_specs,
     unsplit_axes,
     unsplit_message,
@@ -142,7 +142,7 @@ def _parameter_rows(
         try:
             rows.append(row_of(path, parameter, layout, rules))
         except RuleError as error:
-            row = replicated_row(path, parameter)
+            row = replicated_row(path, parameter, layout.param_dtype)
             rows.append(row)
             findings.append(
                 Finding(kind=error.kind, path=path, message=str(error), bytes=row.bytes)
@@ -160,16 +160,16 @@ def _states(
             spec = parameter_specs(path, parameter, layout, rules)["state_spec"]
         except RuleError:
             continue  # a finding of its own
-        size = replicated_row(path, parameter).bytes
+        size = replicated_row(path, parameter, "fp32").bytes  # as states are
         whole = unsplit_axes(layout, rules, spec)
         if whole:
             message = unsplit_message(path, parameter, layout, whole)
             finding = Finding(kind="replicated", path=path, message=message, bytes=size)
             (findings if size > large_bytes else notes).append(finding)
-        name = moved_from(parameter, rules, spec)
-        if name is not None:
+        why = moved_because(parameter, layout, rules, spec)
+        if why is not None:
             shape = f"{path}: shape {parameter.stacked_shape}"
-            message = f"{shape} is split as {tuple(spec)}: {name!r} does not divide"
+            message = f"{shape} is split as {tuple(spec)}: {why}"
             notes.append(Finding(kind="moved", path=path, message=message))
     return findings, notes
 

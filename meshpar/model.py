@@ -39,6 +39,9 @@ from meshpar.scope import Batch, Scope
 
 Params = dict[str, Any]
 
+SEQUENCE_INPUTS = ("tokens", "targets", "weights", "positions")
+"""Names of the arrays of a batch that are (batch, seq, ...), where it has them."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
@@ -46,7 +49,8 @@ class Parameter:
 
     Args:
         shape: Global shape, of one layer where the parameter belongs to blocks.
-        dtype: How it is stored.
+        dtype: Of its initial value, which is rounded to it; how a training step stores
+            the parameter is the layout's `param_dtype`.
         logical_axes: A name, or None, for each dim.
         initial: Key -> the initial value, of `shape`.
         num_layers: Layers that the parameter is stacked over, on a leading dim; None
@@ -165,6 +169,9 @@ class Model:
         logits: `(params, x, scope) -> (batch, seq, vocab)`, for sampling; optional.
         per_token: Whether embed and head treat every token by itself, but for its
             position (`Scope.positions`). Then the ranks of a pipeline share them.
+        sequence_inputs: Names of the arrays of a batch, of those that it has, that are
+            (batch, seq, ...) and so shared with the tokens; embed and head see others
+            whole, whatever their size.
     """
 
     parameters: dict[str, Any]
@@ -173,6 +180,7 @@ class Model:
     head: Callable[[Params, jax.Array, Batch, Scope], tuple[jax.Array, jax.Array]]
     logits: Callable[[Params, jax.Array, Scope], jax.Array] | None = None
     per_token: bool = False
+    sequence_inputs: tuple[str, ...] = SEQUENCE_INPUTS
 
     def __post_init__(self) -> None:
         for group in self.groups:

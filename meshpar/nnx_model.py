@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 from flax import nnx
 
 from meshpar.errors import InputError
-from meshpar.model import BlockGroup, Model, Parameter, Params
+from meshpar.model import SEQUENCE_INPUTS, BlockGroup, Model, Parameter, Params
 
 
 def from_nnx(
@@ -19,6 +19,7 @@ def from_nnx(
     num_layers: int,
     group: str = "blocks",
     per_token: bool = False,
+    sequence_inputs: Sequence[str] = SEQUENCE_INPUTS,
     auxiliary: Mapping[str, float] | None = None,
 ) -> Model:
     """A model whose two ends and repeated block are Flax NNX modules.
@@ -36,6 +37,7 @@ def from_nnx(
         num_layers: Number of blocks.
         group: Name of the blocks in parameter paths.
         per_token: Whether embed and head treat every token by itself (`Model`).
+        sequence_inputs: Arrays of a batch that are (batch, seq, ...) (`Model`).
         auxiliary: Name of each auxiliary loss of the blocks -> its coefficient.
 
     Raises:
@@ -68,6 +70,7 @@ def from_nnx(
         if has_logits
         else None,
         per_token=per_token,
+        sequence_inputs=tuple(sequence_inputs),
     )
 
 

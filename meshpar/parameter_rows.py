@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 
 from meshpar.layout import Layout
 from meshpar.model import Parameter
+from meshpar.parallel.placement import PARAM_DTYPES
 from meshpar.parallel.storage import parameter_specs
 from meshpar.rules import LogicalAxes, Rules, spec_axes
 
@@ -31,19 +32,22 @@ def row_of(
     path: str, parameter: Parameter, layout: Layout, rules: Rules
 ) -> ParameterRow:
     """A parameter's row; raises `RuleError` where it cannot be laid out."""
-    specs = parameter_specs(path, parameter, layout, rules)
-    return _row(path, parameter, specs["spec"], layout.mesh_shape)
+    spec = parameter_specs(path, parameter, layout, rules)["spec"]
+    return _row(path, parameter, spec, layout.mesh_shape, layout.param_dtype)
 
 
-def replicated_row(path: str, parameter: Parameter) -> ParameterRow:
+def replicated_row(path: str, parameter: Parameter, param_dtype: str) -> ParameterRow:
     """The row of a parameter that is whole on every device."""
-    return _row(
-        path, parameter, PartitionSpec(*(None for _ in parameter.stacked_shape)), {}
-    )
+    whole = PartitionSpec(*(None for _ in parameter.stacked_shape))
+    return _row(path, parameter, whole, {}, param_dtype)
 
 
 def _row(
-    path: str, parameter: Parameter, spec: PartitionSpec, sizes: Mapping[str, int]
+    path: str,
+    parameter: Parameter,
+    spec: PartitionSpec,
+    sizes: Mapping[str, int],
+    param_dtype: str,
 ) -> ParameterRow:
     local = tuple(
         size // math.prod(sizes[axis] for axis in spec_axes(PartitionSpec(entry)))
@@ -55,5 +59,5 @@ def _row(
         logical_axes=parameter.stacked_axes,
         mesh_axes=tuple(spec),
         local_shape=local,
-        bytes=math.prod(local) * jnp.dtype(parameter.dtype).itemsize,
+        bytes=math.prod(local) * jnp.dtype(PARAM_DTYPES[param_dtype]).itemsize,
     )

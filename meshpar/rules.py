@@ -276,9 +276,9 @@ def _show(logical_axes: LogicalAxes | None) -> str:
 
 def spec_axes(spec: PartitionSpec) -> tuple[str, ...]:
     """The mesh axes that a spec names, in order of dims."""
-    return tuple(
-        axis
-        for entry in spec
-        if entry is not None
-        for axis in ((entry,) if isinstance(entry, str) else entry)
-    )
+    return tuple(axis for entry in spec for axis in entry_axes(entry))
+
+
+def entry_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The mesh axes that a spec names for one dim."""
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())

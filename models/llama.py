@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from meshpar import InputError, Model, Scope, from_nnx
-from meshpar.parallel.head_loss import LOGITS_BYTES, head_cross_entropy
+from meshpar.chunk_bytes import LOGITS_BYTES
+from meshpar.parallel.head_loss import head_cross_entropy
 from meshpar.parallel.tensor import vocab_lookup
 from meshpar.scope import Batch
 from models.field_types import check_field_types

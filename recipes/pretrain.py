@@ -35,7 +35,6 @@ from meshpar import (
     make_train_step,
 )
 from meshpar.cli.lint import wide_console
-from meshpar.parallel.pipeline.program import layers_of_stages
 from meshpar.train.checkpoint import Checkpoints
 from meshpar.train.data import TokenWindows, padded_batches, shuffled_batches
 from meshpar.train.interrupt import StopRequest
@@ -194,6 +193,7 @@ def train(run: Run, state: TrainState, log: JsonLines, stop: StopRequest) -> Tra
     args, first = run.args, int(state.step)
     windows = TokenWindows(run.texts.train, args.seq)
     batch_of = shuffled_batches(windows, global_batch=args.global_batch, seed=args.seed)
+    skipped = float(state.skipped)
     with report.progress_bar(run.console) as progress:
         task = progress.add_task(
             "training", total=args.steps, completed=first, loss=0.0, rate=0.0
@@ -201,6 +201,9 @@ def train(run: Run, state: TrainState, log: JsonLines, stop: StopRequest) -> Tra
         for number in range(first, args.steps):
             state, row = timed_step(run.step, state, batch_of(number))
             log.write(step=number, **row)
+            if row["skipped"] > skipped:
+                report.print_skipped(progress.console, number, row)
+            skipped = row["skipped"]
             progress.update(task, advance=1, loss=row["loss"], rate=row["tokens_per_s"])
             done = number + 1
             if done % args.validate_every == 0 and done < args.steps:
@@ -220,15 +223,10 @@ def timed_step(
     """One step, and its row of metrics."""
     start = time.perf_counter()
     state, metrics = step(state, batch)
-    loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
+    row = {name: float(value) for name, value in metrics.items()}
     step_s = time.perf_counter() - start
     tokens_per_s = batch["tokens"].size / step_s
-    return state, {
-        "loss": loss,
-        "grad_norm": norm,
-        "tokens_per_s": tokens_per_s,
-        "step_s": step_s,
-    }
+    return state, {**row, "tokens_per_s": tokens_per_s, "step_s": step_s}
 
 
 def validate(run: Run, state: TrainState, num_batches: int | None = None) -> float:
@@ -264,8 +262,7 @@ def finish(run: Run, state: TrainState, log: JsonLines) -> None:
 def print_bubble(run: Run, state: TrainState) -> None:
     """The predicted bubble and the measured one; uses `state` up."""
     args, step = run.args, run.step
-    stage_layers = layers_of_stages(step.model, step.layout)
-    predicted = predicted_bubble(step.schedule, stage_layers)
+    predicted = predicted_bubble(step.schedule, step.layers_of_stages)
     measured = None
     # A schedule of one's own has none of twice the microbatches to compare with.
     if args.bubble_rounds and args.schedule is None:

@@ -71,6 +71,15 @@ def progress_bar(console: Console) -> Progress:
     )
 
 
+def print_skipped(console: Console, number: int, row: dict[str, float]) -> None:
+    """Says that a step changed nothing."""
+    console.print(
+        f"step {number}: loss {row['loss']}, gradient norm {row['grad_norm']}: not "
+        f"finite, so nothing was changed; {row['skipped']:.0f} steps skipped so far",
+        highlight=False,
+    )
+
+
 def print_look(
     console: Console, done: int, row: dict[str, float], validation_loss: float
 ) -> None:

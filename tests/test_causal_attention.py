@@ -57,7 +57,7 @@ def test_some_heads_at_a_time_change_no_number(monkeypatch, heads_at_once):
     wanted, other = jax.vjp(causal_attention, *arrays)
     scores = 2 * 7 * 7 * 4  # batch, seq, seq, fp32
     monkeypatch.setattr(
-        "models.layers.causal_attention._SCORE_BYTES", heads_at_once * scores
+        "models.layers.causal_attention.SCORE_BYTES", heads_at_once * scores
     )
     found, vjp = jax.vjp(lambda *arrays: causal_attention(*arrays), *arrays)
     for got, want in zip((found, *vjp(dy)), (wanted, *other(dy)), strict=True):

@@ -105,6 +105,10 @@ PIPELINED = {
     "stage=3,tensor=2,microbatches=2": "4 layers on 3 stages, one place empty",
     "data=2,stage=2,chunks=2,microbatches=2,schedule=interleaved_1f1b": "permuted",
     "stage=2,microbatches=4,splits=1/3": "two places empty",
+    "fsdp=2,stage=3,microbatches=2,optimizer_memory=host": "a place empty, on the host",
+    "stage=2,chunks=2,microbatches=2,schedule=interleaved_1f1b,optimizer_memory=host": (
+        "permuted, on the host"
+    ),
 }
 
 
@@ -163,6 +167,7 @@ def test_a_run_goes_on_under_stages_and_back_with_the_same_losses(
         jax.tree.leaves(staged), jax.tree.leaves(step.shardings), strict=True
     ):
         assert array.sharding.is_equivalent_to(sharding, array.ndim)
+        assert sharding.memory_kind in (None, array.sharding.memory_kind)
     np.testing.assert_allclose(trained(step, staged, (2, 3))[1], losses, rtol=1e-5)
 
 

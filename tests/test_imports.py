@@ -11,12 +11,13 @@ ROOT = Path(__file__).parents[1]
 # matching name counts. `meshpar` alone is the public API, which those above it use.
 LAYERS = (
     ("meshpar.errors",),
-    ("meshpar.key_values", "meshpar.link_speeds", "meshpar.residual_names"),
+    ("meshpar.chunk_bytes", "meshpar.key_values", "meshpar.link_speeds"),
+    ("meshpar.residual_names",),
     ("meshpar.layout", "meshpar.topology", "meshpar.emulate", "meshpar.schedules"),
     ("meshpar.rule_table", "meshpar.rules", "meshpar.rule_presets", "meshpar.mesh"),
     ("meshpar.scope", "meshpar.model", "meshpar.nnx_model"),
     ("meshpar.sharding", "meshpar.collectives"),
-    ("meshpar.activations",),
+    ("meshpar.activations", "meshpar.traced_model"),
     ("meshpar.parallel",),
     ("meshpar.parameter_rows",),
     (
@@ -26,6 +27,7 @@ LAYERS = (
         "meshpar.lint",
         "meshpar.lint_findings",
     ),
+    ("meshpar.calibration",),
     ("meshpar",),
     ("meshpar.cli", "meshpar.testing", "meshpar.__main__"),
     ("models",),

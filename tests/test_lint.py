@@ -11,6 +11,7 @@ import pytest
 
 from meshpar import (
     DATA_PARALLEL,
+    FSDP,
     FSDP_TENSOR,
     TENSOR,
     Layout,
@@ -265,6 +266,41 @@ def test_rules_that_the_training_step_refuses_are_findings_in_its_words(rules):
     with pytest.raises(RuleError) as caught:
         make_train_step(build("tiny"), optax.sgd(1.0), "data=8", rules=rules)
     assert str(caught.value) in messages
+
+
+@pytest.mark.parametrize(
+    ("line", "match"),
+    [
+        (
+            "data=2,fsdp=4,zero_axes=data/fsdp",
+            "over fsdp, not over zero_axes=data/fsdp",
+        ),
+        ("data=8,microbatches=2,fsdp_gather=microbatch", "split no stored parameter"),
+    ],
+)
+def test_keys_of_zero_that_the_rules_leave_idle_are_refused_and_found(line, match):
+    (found,) = (f for f in findings_of(line, FSDP) if f.kind == "dead")
+    assert match in found.message
+    with pytest.raises(RuleError, match=match):
+        make_train_step(build("tiny"), optax.sgd(1.0), line, rules=FSDP)
+
+
+def test_what_zero_splits_without_a_rule_is_noted():
+    rules = replace(DATA_PARALLEL, parameters={"vocab": "fsdp"})
+    report = lint(build("tiny"), Layout(fsdp=8), rules)
+    notes = {note.path: note.message for note in report.notes}
+    assert (
+        "no rule maps one of its dims to 'fsdp', ZeRO does" in notes["final_norm.scale"]
+    )
+    assert "token_embed" not in notes
+
+
+def test_bytes_are_those_of_the_dtype_that_parameters_are_stored_in():
+    wide, narrow = (
+        sum(row.bytes for row in lint(build("tiny"), Layout.parse(line)).parameters)
+        for line in ("data=8", "data=8,precision=bf16,param_dtype=bf16")
+    )
+    assert wide == 2 * narrow
 
 
 def test_microbatches_that_do_not_divide_the_batch_are_one_finding():

@@ -6,17 +6,23 @@ import optax
 import pytest
 
 from meshpar import Layout, batch_shapes, make_train_step, memory_report
+from meshpar.schedules import make_schedule
 from models.presets import build
 from recipes.bench.memory import memory_table
 
-MODEL = build(layers=2, hidden=64, heads=8, kv_heads=8, ffn=128, vocab=64, gated=True)
+SIZES = dict(layers=2, hidden=64, heads=8, kv_heads=8, ffn=128, vocab=64, gated=True)
+MODEL = build(**SIZES)
 
 
-def report_of(line):
+def report_of(line, model=MODEL, **options):
     layout = Layout.parse(line)
     devices = jax.devices()[: layout.num_devices]
-    step = make_train_step(MODEL, optax.adam(1e-3), layout, devices=devices)
+    step = make_train_step(model, optax.adam(1e-3), layout, devices=devices, **options)
     return memory_report(step, batch_shapes(8, 32))
+
+
+def part_of(report, name):
+    return next(part.formula_bytes for part in report.parts if part.name == name)
 
 
 LAYOUTS = [
@@ -40,6 +46,23 @@ def test_states_are_those_of_the_compiled_program_and_parts_add_up(line):
     assert abs(report.difference) < 0.6
     compiled = sum(part.compiled_bytes for part in states) + report.temp_bytes
     assert report.peak_bytes == pytest.approx(compiled, rel=0.2)
+
+
+def test_a_schedule_of_ones_own_holds_what_it_says():
+    line = "stage=2,microbatches=4"
+    orders = make_schedule("gpipe", 2, 4)
+    own = part_of(report_of(line, schedule=orders), "activations")
+    assert own == part_of(report_of(f"{line},schedule=gpipe"), "activations")
+    assert own > part_of(report_of(line), "activations")
+
+
+def test_logits_are_as_many_as_the_models_head_makes_at_a_time():
+    # 8 x 32 tokens of 64 fp32 logits, and a quarter of them.
+    whole, chunk = (
+        part_of(report_of("data=1", build(**SIZES, logits_bytes=size)), "logits")
+        for size in (0, 2**14)
+    )
+    assert whole - chunk == 2 * (8 * 32 * 64 * 4 - 2**14)
 
 
 def test_a_report_prints_every_part_and_is_plain_data():

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from meshpar.parallel.pipeline.program import layers_of_stages
 from meshpar.schedules import make_schedule, to_csv
 from recipes.bubble import predicted_bubble
 from recipes.options import parse_arguments
@@ -65,8 +64,8 @@ def test_the_recipe_takes_a_file_of_orders(tmp_path):
     args = parse_arguments(["--layout", layout, "--schedule", str(path)])
     step = make_step(args)
     assert step.schedule.name == str(path)
-    sizes = layers_of_stages(step.model, step.layout)
-    assert predicted_bubble(step.schedule, sizes) == pytest.approx(1 / 5)
+    assert step.layers_of_stages == (step.model.groups[0].num_layers // 2,) * 2
+    assert predicted_bubble(step.schedule, step.layers_of_stages) == pytest.approx(0.2)
 
 
 LINE = "stage=2,microbatches=2"

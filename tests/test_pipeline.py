@@ -18,6 +18,7 @@ from meshpar.scope import Scope
 from tests.pipelined import (
     BATCH,
     QUICK,
+    SEQ,
     assert_close,
     assert_equal_to_plain,
     batch_of,
@@ -209,6 +210,28 @@ def test_evaluation_and_logits_equal_those_of_the_model_alone(line):
     )
     found = step.logits(state, batch["tokens"])
     assert_close([np.asarray(found)], [np.asarray(expected)])
+
+
+def test_only_the_arrays_with_a_sequence_are_shared_whatever_the_size_of_others():
+    base = model_of(2)
+
+    def head(params, x, batch, scope):
+        assert batch["image"].shape[1] == SEQ
+        loss_sum, weight_sum = base.head(params, x, batch, scope)
+        return loss_sum * jnp.mean(batch["image"]), weight_sum
+
+    model = replace(base, head=head)
+    image = np.broadcast_to(np.linspace(0.5, 2, SEQ, dtype=np.float32), (BATCH, SEQ))
+    batch = {**batch_of(), "image": image}
+    losses = []
+    for line in ("data=1", "stage=2,microbatches=2"):
+        step = step_of(model, line)
+        losses.append(float(step.loss_and_gradients(step.init(0), batch)[0]))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    misnamed = replace(model, sequence_inputs=("tokens", "targets", "weights", "id"))
+    step = step_of(misnamed, "stage=2,microbatches=2")
+    with pytest.raises(ValueError, match=r"batch\['id'\] has shape \(12,\)"):
+        step(step.init(0), {**batch, "id": np.zeros(BATCH, np.int32)})
 
 
 def test_a_model_whose_ends_look_at_several_tokens_is_not_shared():

@@ -12,9 +12,11 @@ from meshpar import Layout, audit, batch_shapes, make_train_step
 from meshpar.audit.hlo import parse_program
 from meshpar.audit.loops import places
 from meshpar.audit.shapes import arrays_of
+from meshpar.mesh import absent_mesh
 from meshpar.schedules import make_schedule, tick_table
 from meshpar.testing import assert_collectives, assert_flat_in, assert_no_surprises
 from models.presets import build
+from tests.test_audit_targets import needs_gpu_compiler, needs_tpu_compiler
 
 SEQ, EXAMPLES = 16, 2  # of one microbatch on one device
 LAYERS = 4
@@ -55,6 +57,35 @@ def test_memory_does_not_grow_with_microbatches(remat):
         return program_of(f"stage=2,microbatches={num_microbatches},remat={remat}")
 
     assert_flat_in("num_microbatches", program, [8, 128], within=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "line",
+    [
+        "stage=4",
+        "stage=4,remat=stage",
+        "stage=2,tensor=2,sequence_parallel=true,precision=bf16,remat=stage",
+    ],
+)
+@pytest.mark.parametrize(
+    "target",
+    [
+        pytest.param("tpu:v5e:2x2", marks=needs_tpu_compiler),
+        pytest.param("gpu:h100:1x4", marks=needs_gpu_compiler),
+    ],
+)
+def test_memory_does_not_grow_on_an_absent_accelerator(target, line):
+    # Token ids do grow, by 2 KiB a microbatch: the model is large beside 0.25 MiB.
+    model = build(layers=4, hidden=512, heads=2, vocab=512, max_seq=128)
+
+    def program(num_microbatches):
+        layout = Layout.parse(f"{line},microbatches={num_microbatches}")
+        mesh = absent_mesh(layout)
+        step = make_train_step(model, optax.sgd(1.0), layout, mesh=mesh)
+        return step, (batch_shapes(num_microbatches * EXAMPLES, 128),)
+
+    assert_flat_in("num_microbatches", program, [8, 128], within=0.01, target=target)
 
 
 def test_less_is_kept_the_more_is_recomputed():

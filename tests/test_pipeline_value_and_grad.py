@@ -324,7 +324,17 @@ EXPLICIT = (AxisType.Explicit,)
         ),
         (dict(schedule="1f2b"), "no schedule '1f2b'; did you mean '1f1b'"),
         (dict(chunks=2), "schedule '1f1b' has one stage a rank"),
-        (dict(remat="some"), "no remat 'some'"),
+        (dict(remat="some"), "no remat 'some' here; .* known: dots, full, none, stage"),
+        (dict(remat="selective"), "no remat 'selective' here"),
+        (
+            dict(x_spec=PartitionSpec(None, "tensor")),
+            "x_spec=.* mesh axis 'tensor', but GSPMD partitions over no mesh axis",
+        ),
+        (
+            dict(mesh=mesh_of(stage=2, tensor=2), x_spec=PartitionSpec("stage")),
+            "mesh axis 'stage', but GSPMD partitions over 'tensor' here",
+        ),
+        (dict(x_spec="tensor"), "x_spec='tensor' is no PartitionSpec"),
         (
             dict(schedule=[["0F0", "0B0"], ["1F0", "1B0"]]),
             "has microbatches=1, but microbatches=3 was asked for",
@@ -370,6 +380,51 @@ def test_arguments_that_do_not_fit_are_refused(arguments, match):
     given = {"blocks": blocks_of(), "scale": SCALE, "x": X, "targets": TARGETS}
     with pytest.raises(ValueError, match=match):
         runner()(*{**given, **arguments}.values())
+
+
+SPECS = {name: PartitionSpec() for name in blocks_of(1)}
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        (dict(splits=(3.0, 4.0)), "splits=3.0/4.0 has sizes that are no whole numbers"),
+        (dict(x_spec=PartitionSpec(*(None,) * 4)), r"has 4 dims, .* shape \(8, 16\)"),
+        (dict(block_specs={"up": PartitionSpec()}), "give the same tree"),
+        (dict(block_specs={**SPECS, "up": "tensor"}), "give the same tree"),
+        (
+            dict(block_specs={**SPECS, "up": PartitionSpec(None, None, "tensor")}),
+            r"block_specs\['up'\]=.* has 3 dims, .* shape \(16, 32\)",
+        ),
+        (
+            dict(block_specs={**SPECS, "down": PartitionSpec("tensor")}),
+            r"block_specs\['down'\]=.* names mesh axis 'tensor'",
+        ),
+        (dict(per_token="all"), "per_token='all' is neither a boolean nor a pair"),
+        (dict(per_token=(True, {"ids": True})), "neither a boolean nor a pair of tree"),
+    ],
+)
+def test_options_that_do_not_fit_the_arguments_are_refused(options, match):
+    with pytest.raises(ValueError, match=match):
+        runner(**options)(blocks_of(), SCALE, X, TARGETS)
+
+
+def test_only_arrays_that_are_said_to_have_tokens_are_cut():
+    def head(ends, x, targets):
+        loss_sum, weight_sum = token_head(ends, x, targets)
+        return loss_sum * jnp.mean(targets["image"]), weight_sum
+
+    image = np.broadcast_to(normal(12, SEQ) + 2, (EXAMPLES, SEQ))  # as wide as SEQ
+    targets = {**WEIGHTED, "image": image}
+    of_targets = {"ids": True, "weights": True, "image": False}
+    options = dict(embed=embed, mesh=mesh_of(stage=2), num_microbatches=3)
+    wanted = plain(block, head, blocks_of(), ENDS, INPUTS, targets, embed)
+    run = pipeline_value_and_grad(block, head, per_token=(True, of_targets), **options)
+    assert_equal(run(blocks_of(), ENDS, INPUTS, targets), wanted)
+    run = pipeline_value_and_grad(block, head, per_token=True, **options)
+    wide = {**targets, "image": np.ones((EXAMPLES, SEQ + 1), np.float32)}
+    with pytest.raises(ValueError, match=r"targets\['image'\] has shape \(8, "):
+        run(blocks_of(), ENDS, INPUTS, wide)
 
 
 def test_a_block_that_changes_the_shape_and_a_head_without_a_sum_are_refused():

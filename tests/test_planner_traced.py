@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from meshpar import BlockGroup, InputError, Model, Parameter
+from meshpar import BlockGroup, Parameter
 from meshpar.audit.block_trace import traced_workload
+from meshpar.chunk_bytes import LOGITS_BYTES
 from meshpar.planner.clusters import cluster_of
 from meshpar.planner.estimate import estimate
 from meshpar.planner.execution import MESHPAR
@@ -88,7 +89,7 @@ def test_dots_with_weights_are_told_from_dots_between_activations():
     assert workload.traced.mixing_flops == 2 * 4 * 128
 
 
-def test_a_model_without_heads_is_refused():
+def test_a_model_without_heads_counts_as_one_with_one():
     model = routed_model()
     blocks = {
         name: dataclasses.replace(
@@ -99,14 +100,27 @@ def test_a_model_without_heads_is_refused():
         )
         for name, parameter in model.parameters["blocks"].items()
     }
-    headless = Model(
-        parameters={**model.parameters, "blocks": blocks},
-        embed=model.embed,
-        groups=model.groups,
-        head=model.head,
+    headless = dataclasses.replace(
+        model, parameters={**model.parameters, "blocks": blocks}
     )
-    with pytest.raises(InputError, match="no parameter of the model has logical axis"):
-        traced_workload(headless, seq=32)
+    found = traced_workload(headless, seq=32)
+    assert (found.heads, found.traced.parameters) == (1, 128 * 4 + 4 * 2 * 128 * 64)
+
+
+def test_a_block_may_read_its_batch_and_a_head_says_how_many_logits_it_makes():
+    base = build("tiny")
+
+    def block(params, x, scope):
+        return base.groups[0].block(
+            params, x * scope.batch["weights"][..., None], scope
+        )
+
+    group = dataclasses.replace(base.groups[0], block=block)
+    reading = dataclasses.replace(base, groups=(group,))
+    assert traced_workload(reading, seq=32).logits_bytes == LOGITS_BYTES
+    few = traced_workload(build("tiny", logits_bytes=2**16), seq=32)
+    assert few.logits_bytes == 2**16
+    assert traced_workload(build("tiny", logits_bytes=0), seq=32).logits_bytes == 0
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny-gpt2", "smollm2-135m"])

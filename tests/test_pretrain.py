@@ -57,12 +57,29 @@ def without_arithmetic(monkeypatch, *, dies_at=None):
     def timed_step(step, state, batch):
         if int(state.step) == dies_at:
             raise KeyboardInterrupt
-        row = {"loss": 5.5, "tokens_per_s": 1.0}
+        row = {"loss": 5.5, "tokens_per_s": 1.0, "skipped": 0.0}
         return replace(state, step=state.step + 1), row
 
     monkeypatch.setattr(pretrain, "timed_step", timed_step)
     monkeypatch.setattr(pretrain, "validate", lambda *args: 5.25)
     monkeypatch.setattr(pretrain, "sample", lambda *args: np.array([65]))
+
+
+def test_a_step_that_changes_nothing_is_told(tmp_path, small_text, capsys, monkeypatch):
+    plain = pretrain.timed_step
+
+    def timed_step(step, state, batch):
+        if int(state.step) == 2:
+            weights = np.full_like(batch["weights"], np.inf)
+            batch = {**batch, "weights": weights}
+        return plain(step, state, batch)
+
+    monkeypatch.setattr(pretrain, "timed_step", timed_step)
+    assert run(tmp_path, small_text, "--layout", "data=2") == 0
+    output = " ".join(capsys.readouterr().out.split())
+    assert "step 2: loss nan" in output and "1 steps skipped so far" in output
+    assert output.count("skipped so far") == 1
+    assert rows(tmp_path / "metrics.jsonl", "skipped") == [0, 0, 1, 1, 1, 1]
 
 
 def test_every_step_has_one_row_after_a_crash_and_after_a_finished_run(

@@ -1,5 +1,6 @@
 """Remat by name: what is kept, what is refused, and what it costs."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,10 +9,10 @@ import numpy as np
 import optax
 import pytest
 
-from meshpar import Layout, Scope, lint, make_train_step
+from meshpar import Layout, Parameter, Scope, lint, make_train_step
 from meshpar.audit.report import audit
 from meshpar.mesh import absent_mesh
-from meshpar.model import batch_shapes, loss
+from meshpar.model import BlockGroup, batch_shapes, loss
 from meshpar.parallel.remat import rematerialised, residuals_of
 from meshpar.parallel.residuals import restore_vjp, vjp_without
 from meshpar.residual_names import ResidualNames
@@ -88,14 +89,51 @@ def test_an_unknown_name_is_refused_with_the_known_ones():
 
 
 def test_a_model_that_needs_more_than_tokens_is_checked_when_it_is_traced():
-    x = jnp.ones((2, 3))
+    def masked(params, x, scope):
+        return scope.save(x * params["w"] * scope.batch["mask"][..., None], "masked")
 
-    def block(params, x, scope):
-        return scope.save(x * params * scope.batch["mask"], "masked")
-
-    run = rematerialised(block, "save:other")
+    model = groups_of(masked, masked)
+    batch = {**batch_of(), "mask": np.ones((8, 16), np.float32)}
+    step = step_of("remat=save:other", model)
     with pytest.raises(ValueError, match="residual 'other' .* known: masked"):
-        run(lambda inputs: Scope(batch=inputs), jnp.ones(3), x, {"mask": x})
+        step(step.init(0), batch)
+    step = step_of("remat=save:masked", model)
+    assert np.isfinite(step(step.init(0), batch)[1]["loss"])
+
+
+def groups_of(*blocks):
+    """GPT-2's ends around a group of one block each."""
+    weight = Parameter(
+        shape=(32,),
+        dtype=jnp.float32,
+        logical_axes=(None,),
+        initial=lambda key: 1 + jax.random.normal(key, (32,)),
+        num_layers=1,
+    )
+    ends = {key: value for key, value in GPT2.parameters.items() if key != "blocks"}
+    groups = {f"group_{index}": block for index, block in enumerate(blocks)}
+    return dataclasses.replace(
+        GPT2,
+        parameters={**ends, **{name: {"w": weight} for name in groups}},
+        groups=tuple(
+            BlockGroup(name=name, num_layers=1, block=block)
+            for name, block in groups.items()
+        ),
+    )
+
+
+def test_a_name_need_not_be_given_in_every_group_of_blocks():
+    def named(name):
+        return lambda params, x, scope: x + scope.save(jnp.tanh(x * params["w"]), name)
+
+    model = groups_of(named("dense"), named("router"))
+    values = []
+    for remat in ("none", "save:router"):
+        step = step_of(f"data=2,remat={remat}", model)
+        values.append(float(step(step.init(0), batch_of())[1]["loss"]))
+    assert values[0] == pytest.approx(values[1], rel=1e-6)
+    with pytest.raises(ValueError, match="residual 'routre' .* known: dense, router"):
+        step_of("remat=save:routre", model)
 
 
 def test_offload_is_refused_on_a_cpu_and_where_microbatches_wait():

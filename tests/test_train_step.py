@@ -12,6 +12,7 @@ import pytest
 from meshpar import (
     DATA_PARALLEL,
     TENSOR,
+    InputError,
     Layout,
     RuleError,
     TrainState,
@@ -251,6 +252,7 @@ def test_logits_take_one_sequence_a_device_however_many_microbatches():
         ("zero=1,tensor=2", "zero=1 shares nothing out while data=1 and fsdp=1"),
         ("zero_axes=data,fsdp=2,zero=1", "zero_axes=data changes nothing while data=1"),
         ("fsdp_gather=microbatch,fsdp=2", "changes nothing without zero=3"),
+        ("data=2,microbatches=2,fsdp_gather=microbatch", "split no stored parameter"),
         ("param_dtype=bf16,data=2", "rounds parameters that precision=fp32"),
         ("data=2,chunks=2", "chunks changes nothing while stage=1; leave it out"),
         ("data=2,schedule=gpipe", "schedule changes nothing while stage=1"),
@@ -260,6 +262,42 @@ def test_logits_take_one_sequence_a_device_however_many_microbatches():
 def test_a_layout_that_is_not_built_is_refused(line, match):
     with pytest.raises(ValueError, match=match):
         sgd_step(model_of("llama"), line)
+
+
+@pytest.mark.parametrize(
+    ("batch", "match"),
+    [
+        ({}, "the batch has nothing, but no 'tokens'"),
+        (dict(batch_of(), weights=None), r"'weights'\] is a NoneType; give an array"),
+        (dict(batch_of(), tokens=np.zeros(8, np.int32)), r"must be \(examples, seq\)"),
+        (
+            dict(batch_of(), targets=np.zeros((8, 16))),
+            "float64; token ids are integers",
+        ),
+        (
+            dict(batch_of(), length=np.int32(3)),
+            r"'length'\] has shape \(\); it must be",
+        ),
+    ],
+)
+def test_a_batch_that_is_none_is_refused(batch, match):
+    step = sgd_step(model_of("llama"), "data=2")
+    with pytest.raises(InputError, match=match):
+        step(step.init(0), batch)
+    with pytest.raises(InputError, match=match):
+        step.compile(batch)
+
+
+@pytest.mark.parametrize("line", ["data=1", "tensor=2", "stage=2,microbatches=2"])
+def test_ids_of_few_bits_are_those_of_many(line):
+    step = sgd_step(build("test", vocab=256), line)
+    batch = batch_of()
+    batch["targets"] = batch["targets"] + 192
+    narrow = {name: batch[name].astype(np.uint8) for name in ("tokens", "targets")}
+    loss, _ = step.loss_and_gradients(state_of(step), batch)
+    again, _ = step.loss_and_gradients(state_of(step), {**batch, **narrow})
+    assert np.isfinite(loss)
+    assert float(loss) == float(again)
 
 
 def test_a_batch_that_does_not_divide_is_refused_with_both_numbers():

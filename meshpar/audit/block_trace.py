@@ -11,14 +11,15 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from meshpar.errors import InputError
-from meshpar.model import BlockGroup, Model, Params
+from meshpar.audit.head_trace import batch_of, hidden_size, logits_bytes
+from meshpar.audit.jaxprs import inner_jaxprs
+from meshpar.model import BlockGroup, Model, Params, is_parameter
 from meshpar.parallel.placement import DTYPES
 from meshpar.parallel.remat import rematerialised
 from meshpar.parallel.residuals import vjp_without
 from meshpar.planner.traced_block import TracedBlock
 from meshpar.planner.workload import Workload
-from meshpar.scope import Scope
+from meshpar.scope import Batch, Scope
 
 _POLICIES = ("none", "selective", "dots", "full")
 
@@ -28,9 +29,11 @@ def traced_workload(
 ) -> Workload:
     """The workload of a model, by tracing one block of each group.
 
-    Nothing is computed. FLOPs are those of its dots: with weights, which grow with the
-    tokens, and between activations, which grow with the sequence too. Bytes are the
-    residuals of `jax.vjp` without the parameters, under every remat policy.
+    Nothing is computed. Sizes are those that parameters' logical axes name; a model
+    without `heads` or `vocab` has one of them, which `tensor` does not split. FLOPs are
+    those of its dots: with weights, which grow with the tokens, and between
+    activations, which grow with the sequence too. Bytes are the residuals of `jax.vjp`
+    without the parameters, under every remat policy.
 
     Args:
         model: A model under the contract.
@@ -38,19 +41,19 @@ def traced_workload(
         precision: Arithmetic of the blocks.
         name: What reports call it.
 
-    Raises:
-        InputError: No parameter outside the blocks has the logical axis `vocab`, or
-            none in them `heads` or `kv_heads`.
-
     Example:
         >>> from models.presets import build
         >>> workload = traced_workload(build("tiny"), seq=64)
         >>> workload.num_parameters == build("tiny").num_parameters
         True
     """
-    sizes = _sizes(model)
+    dtype, batch = DTYPES[precision], batch_of(1, seq)
+    hidden = hidden_size(model, dtype)
+    x = jax.ShapeDtypeStruct((1, seq, hidden), dtype)
+    sizes = _sizes(model, hidden)
+    vocab = sizes["vocab"]
     layers = sum(group.num_layers for group in model.groups)
-    groups = [_trace(model, group, seq, DTYPES[precision]) for group in model.groups]
+    groups = [_trace(model, group, x, batch) for group in model.groups]
     tables = _tables(model)
     ends, blocks = model.split(model.parameters)
     traced = TracedBlock(
@@ -62,7 +65,7 @@ def traced_workload(
             remat: sum(group.residual_bytes[remat] for group in groups) / layers / seq
             for remat in _POLICIES
         },
-        residual_dtype_bytes=jnp.dtype(DTYPES[precision]).itemsize,
+        residual_dtype_bytes=jnp.dtype(dtype).itemsize,
         other_end_parameters=_count(ends) - sum(map(math.prod, tables)),
     )
     return Workload(
@@ -70,29 +73,25 @@ def traced_workload(
         layers=layers,
         seq=seq,
         tied=len(tables) == 1,
+        logits_bytes=logits_bytes(
+            model, seq=seq, hidden=hidden, vocab=vocab, dtype=dtype
+        ),
         traced=traced,
         **sizes,
     )
 
 
-def _sizes(model: Model) -> dict[str, int]:
-    """Sizes by the logical axes that parameters name."""
+def _sizes(model: Model, hidden: int) -> dict[str, int]:
+    """Sizes by the logical axes that parameters name, 1 where none does."""
     found: dict[str, int] = {}
     for parameter in model.flat_parameters().values():
         for axis, size in zip(parameter.logical_axes, parameter.shape, strict=True):
             if axis is not None:
                 found.setdefault(axis, size)
-    heads = found.get("heads", found.get("kv_heads"))
-    for axis, size in (("vocab", found.get("vocab")), ("heads", heads)):
-        if size is None:
-            raise InputError(
-                f"no parameter of the model has logical axis {axis!r}, which the "
-                f"planner splits over 'tensor'; known: {', '.join(sorted(found))}"
-            )
-    hidden = found["embed"]
+    heads = found.get("heads", found.get("kv_heads", 1))
     return {
         "hidden": hidden,
-        "vocab": found["vocab"],
+        "vocab": found.get("vocab", 1),
         "heads": heads,
         "kv_heads": found.get("kv_heads", heads),
         "head_dim": found.get("head_dim", hidden // heads),
@@ -111,7 +110,7 @@ def _tables(model: Model) -> list[tuple[int, ...]]:
 
 
 def _count(tree: Any) -> int:
-    parameters = jax.tree.leaves(tree, is_leaf=lambda leaf: hasattr(leaf, "num_layers"))
+    parameters = jax.tree.leaves(tree, is_leaf=is_parameter)
     return sum(
         math.prod(parameter.shape) * (parameter.num_layers or 1)
         for parameter in parameters
@@ -125,20 +124,21 @@ class _Group:
     residual_bytes: dict[str, float]
 
 
-def _trace(model: Model, group: BlockGroup, seq: int, dtype: Any) -> _Group:
+def _trace(
+    model: Model, group: BlockGroup, x: jax.ShapeDtypeStruct, batch: Batch
+) -> _Group:
     params = jax.tree.map(
-        lambda parameter: jax.ShapeDtypeStruct(parameter.shape, dtype),
+        lambda parameter: jax.ShapeDtypeStruct(parameter.shape, x.dtype),
         model.parameters[group.name],
-        is_leaf=lambda leaf: hasattr(leaf, "num_layers"),
+        is_leaf=is_parameter,
     )
-    x = jax.ShapeDtypeStruct((1, seq, _sizes(model)["hidden"]), dtype)
 
     def block(params: Params, x: jax.Array, scope: Scope) -> jax.Array:
         return group.block(params, x, scope)
 
-    jaxpr = jax.make_jaxpr(lambda params, x: block(params, x, Scope(layer=0)))(
-        params, x
-    )
+    jaxpr = jax.make_jaxpr(
+        lambda params, x, batch: block(params, x, Scope(layer=0, batch=batch))
+    )(params, x, batch)
     num_weights = len(jax.tree.leaves(params))
     weights = set(jaxpr.jaxpr.invars[:num_weights]) | set(jaxpr.jaxpr.constvars)
     linear, mixing = 0.0, 0.0
@@ -151,28 +151,28 @@ def _trace(model: Model, group: BlockGroup, seq: int, dtype: Any) -> _Group:
         linear * times,
         mixing * times,
         {
-            remat: times * _residual_bytes(block, remat, params, x)
+            remat: times * _residual_bytes(block, remat, params, x, batch)
             for remat in _POLICIES
         },
     )
 
 
 def _residual_bytes(
-    block: Callable, remat: str, params: Any, x: jax.ShapeDtypeStruct
+    block: Callable, remat: str, params: Any, x: jax.ShapeDtypeStruct, batch: Batch
 ) -> float:
     """Of one forward, parameters left out; the block's input is among them."""
     call = rematerialised(block, remat)
 
     def make_scope(inputs: Any) -> Scope:
-        return Scope(layer=0)
+        return Scope(layer=0, batch=inputs)
 
-    def kept(params: Any, x: jax.Array) -> list[jax.Array]:
+    def kept(params: Any, x: jax.Array, batch: Batch) -> list[jax.Array]:
         def apply(params: Any, x: jax.Array) -> jax.Array:
-            return call(make_scope, params, x, {})
+            return call(make_scope, params, x, batch)
 
         return vjp_without(apply, (params, x), params)[1].kept
 
-    leaves = jax.eval_shape(kept, params, x)
+    leaves = jax.eval_shape(kept, params, x, batch)
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
 
@@ -185,7 +185,7 @@ def _dots(jaxpr: Jaxpr, weights: set[Any]) -> Iterator[tuple[float, bool]]:
         ]
         if equation.primitive.name in ("dot_general", "ragged_dot_general"):
             yield _flops(equation), any(known[:2])
-        for inner, times in _inner(equation):
+        for inner, times in inner_jaxprs(equation):
             inside = {
                 var
                 for var, is_weight in zip(
@@ -200,14 +200,6 @@ def _dots(jaxpr: Jaxpr, weights: set[Any]) -> Iterator[tuple[float, bool]]:
             for flag, atom in zip(known, equation.invars, strict=True)
         ):
             weights = weights | set(equation.outvars)
-
-
-def _inner(equation: JaxprEqn) -> Iterator[tuple[Jaxpr, int]]:
-    times = equation.params.get("length", 1) if equation.primitive.name == "scan" else 1
-    for value in equation.params.values():
-        inner = getattr(value, "jaxpr", value)
-        if isinstance(inner, Jaxpr):
-            yield inner, times
 
 
 def _flops(equation: JaxprEqn) -> float:

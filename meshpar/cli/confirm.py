@@ -6,7 +6,7 @@ import argparse
 import re
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from meshpar.cli.parsing import model_of
 from meshpar.errors import InputError
 from meshpar.mesh import absent_mesh
 from meshpar.model import Model, batch_shapes
-from meshpar.planner.estimate import Estimate
+from meshpar.planner.estimate import Estimate, estimate_run
 from meshpar.planner.hardware import Cluster
 from meshpar.planner.shapes import SHAPES
 from meshpar.train.make_step import make_train_step
@@ -110,7 +110,7 @@ def confirm(args: argparse.Namespace, plans: Sequence[Estimate]) -> list[Confirm
     target = target_of(plans[0].run.cluster)
     jax.config.update("jax_platforms", "cpu")  # This process only traces.
     model = _model(args)
-    return [_confirm(model, target, plan) for plan in plans]
+    return [compiled(model, target, plan) for plan in plans]
 
 
 def target_of(cluster: Cluster) -> Target:
@@ -145,8 +145,15 @@ def _model(args: argparse.Namespace) -> Model:
     return model_of(chosen)
 
 
-def _confirm(model: Model, target: Target, plan: Estimate) -> Confirmed:
+def compiled(model: Model, target: Target, plan: Estimate) -> Confirmed:
+    """One plan compiled for its machine.
+
+    Where there is no GPU, tracing finds no cuDNN, and XLA's own attention is compiled:
+    that is then what is predicted too, so that the two are of one program.
+    """
     layout, run = plan.run.layout, plan.run
+    unfused = replace(run.execution, fused_attention=False)
+    plan = estimate_run(replace(run, execution=unfused))
     names = {"layout": str(layout), "target": str(target)}
     for refusal in layout_refusals(layout).values():
         return Confirmed(**names, problem=refusal)

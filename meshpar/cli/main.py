@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 import meshpar
-from meshpar.cli import audit, estimate, fuzz, lint, plan, schedule
+from meshpar.cli import audit, calibrate, estimate, fuzz, lint, plan, schedule
 from meshpar.cli.parsing import OneLineParser
 
 DONE, NO, BAD_INPUT = 0, 1, 2
@@ -20,6 +20,7 @@ _SUBCOMMANDS = {
     "schedule": schedule,
     "estimate": estimate,
     "plan": plan,
+    "calibrate": calibrate,
     "audit": audit,
     "fuzz": fuzz,
 }

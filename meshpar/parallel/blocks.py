@@ -7,31 +7,17 @@ parameter is whole for one layer at a time only, and gathered once in each pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
 
-from meshpar.collectives import Zero, follow, zero_on_parts
-from meshpar.errors import InputError
-from meshpar.model import BlockGroup
-from meshpar.parallel.remat import rematerialised
-from meshpar.parallel.residuals import Residuals, restore_vjp, vjp_without
-from meshpar.parallel.zero import (
-    gather,
-    gradient_in_loop,
-    in_loop,
-    reduce_scatter,
-    zero_from_all,
-)
-from meshpar.scope import Scope
-
-_Inputs = dict[str, Any]
-Sums = dict[str, jax.Array]
-"""Name of each auxiliary loss -> its sum, fp32."""
+from meshpar.parallel.block import Block, Inputs, Sums
+from meshpar.parallel.remat import refuse_unknown
+from meshpar.parallel.residuals import Residuals
+from meshpar.residual_names import is_named
 
 # As JAX names the passes of what it differentiates, so that profiles and the audit tell
 # them apart here too.
@@ -39,7 +25,7 @@ _FORWARD, _BACKWARD = "jvp(blocks)", "transpose(jvp(blocks))"
 
 
 def run_blocks(
-    block: Block, shards: Any, x: jax.Array, layers: jax.Array, inputs: _Inputs
+    block: Block, shards: Any, x: jax.Array, layers: jax.Array, inputs: Inputs
 ) -> tuple[jax.Array, Sums]:
     """`x` after every block of a stack, and the blocks' auxiliary losses.
 
@@ -60,7 +46,7 @@ def run_blocks(
 
 
 def run_keeping(
-    block: Block, shards: Any, x: jax.Array, layers: jax.Array, inputs: _Inputs
+    block: Block, shards: Any, x: jax.Array, layers: jax.Array, inputs: Inputs
 ) -> tuple[jax.Array, Sums, Residuals]:
     """`run_blocks`, and what `run_backward` needs besides the arguments."""
 
@@ -80,7 +66,7 @@ def run_backward(
     residuals: Residuals,
     dx: jax.Array,
     layers: jax.Array,
-    inputs: _Inputs,
+    inputs: Inputs,
     totals: Any,
     add: Callable[[Any, Any, jax.Array], Any],
     *,
@@ -121,115 +107,57 @@ def run_again(
     x: jax.Array,
     dx: jax.Array,
     layers: jax.Array,
-    inputs: _Inputs,
+    inputs: Inputs,
     totals: Any,
     add: Callable[[Any, Any, jax.Array], Any],
 ) -> tuple[jax.Array, Any]:
-    """`run_backward` where nothing was kept but `x`: the forward runs a second time."""
+    """`run_backward` where nothing was kept but `x`: the forward runs a second time.
+
+    Each layer's parameters are gathered in both passes of it: with the forward that was
+    not kept, three times in all (`Block`).
+
+    Args:
+        block: What a layer does, and so the next as for `run_backward`.
+        shards: Stacked parameters.
+        x: (batch, seq, embed), the stack's input.
+        dx: Gradient of its result, shaped as `x`.
+        layers: The layer that each place holds.
+        inputs: What scopes are made of.
+        totals: Where gradients are added.
+        add: As for `run_backward`.
+
+    Returns:
+        The gradient of `x`, and the totals.
+    """
     y, _, residuals = run_keeping(block, shards, block.after(x, dx), layers, inputs)
     dx = block.after(dx, y)
     return run_backward(block, shards, residuals, dx, layers, inputs, totals, add)
 
 
-class Block:
-    """One layer, as the loops call it.
+def check_names(
+    blocks: Sequence[tuple[Block, jax.Array, Any]], x: jax.Array, inputs: Inputs
+) -> None:
+    """Refuses a policy of names that no block of a model gives.
 
     Args:
-        group: The blocks.
-        stored: Tree of `Stored` beside the parameters, of one layer.
-        remat: What the backward recomputes (`Layout.remat`).
-        make_scope: Inputs -> the scope that blocks see.
-        spec: How `x` lies over automatic mesh axes.
-        padded: Whether a negative layer is a place without a block.
-        in_order: Whether collectives wait for one another (`meshpar.collectives`).
+        blocks: Of each group: the block, its layers, their stacked parameters.
+        x: As for `run_blocks`, and so the next.
+        inputs: What scopes are made of.
+
+    Raises:
+        InputError: None gives them.
     """
-
-    def __init__(
-        self,
-        group: BlockGroup,
-        *,
-        stored: Any,
-        remat: str,
-        make_scope: Callable[[_Inputs], Scope],
-        spec: PartitionSpec,
-        padded: bool = False,
-        in_order: bool = False,
-    ) -> None:
-        self._stored, self._padded, self._in_order = stored, padded, in_order
-        self._spec = spec
-        self._apply = rematerialised(group.run, remat)
-        self.auxiliary = dict(group.auxiliary)
-        self._make_scope = make_scope
-
-    def forward(
-        self, shard: Any, x: jax.Array, layer: jax.Array, inputs: _Inputs
-    ) -> tuple[jax.Array, Sums]:
-        weights, gathered = self._gather(shard, x)
-        return self._call(weights, follow(x, gathered), {**inputs, "layer": layer})
-
-    def forward_keeping(
-        self, shard: Any, x: jax.Array, layer: jax.Array, inputs: _Inputs
-    ) -> tuple[tuple[jax.Array, Sums], Residuals]:
-        weights, gathered = self._gather(shard, x)
-        scope_inputs = {**inputs, "layer": layer}
-        return vjp_without(
-            lambda weights, x: self._call(weights, x, scope_inputs),
-            (weights, follow(x, gathered)),
-            known=(weights, scope_inputs),
+    remat = blocks[0][0].remat
+    if not is_named(remat):
+        return
+    known = [
+        name
+        for block, layers, shards in blocks
+        for name in block.residual_names(
+            jax.tree.map(lambda stack: stack[0], shards), x, layers[0], inputs
         )
-
-    def backward(
-        self,
-        shard: Any,
-        residuals: Residuals,
-        dx: jax.Array,
-        of_loss: jax.Array | float,
-        layer: jax.Array,
-        inputs: _Inputs,
-    ) -> tuple[Any, jax.Array]:
-        weights, gathered = self._gather(shard, dx)
-        scope_inputs = {**inputs, "layer": layer}
-        vjp = restore_vjp(residuals, (weights, scope_inputs))
-        of_sums = {
-            name: jnp.float32(coefficient * of_loss)
-            for name, coefficient in self.auxiliary.items()
-        }
-        gradients, dx = vjp((follow(dx, gathered), of_sums))
-        earlier = zero_from_all(self._stored, gradients) if self._in_order else None
-        gradients, scattered = reduce_scatter(
-            self._stored,
-            gradients,
-            gradient_in_loop,
-            earlier=earlier,
-            in_order=self._in_order,
-        )
-        return gradients, follow(dx, scattered)
-
-    def after(self, x: jax.Array, earlier: jax.Array) -> jax.Array:
-        """`x`, no sooner than `earlier`, shaped alike, where that order is needed."""
-        return follow(x, zero_on_parts(earlier, self._spec)) if self._in_order else x
-
-    def _gather(self, shard: Any, x: jax.Array) -> tuple[Any, Zero | None]:
-        # XLA unrolls a loop over one layer: then nothing else keeps the gathers back.
-        earlier = zero_on_parts(x, self._spec) if self._in_order else None
-        return gather(
-            self._stored, shard, in_loop, earlier=earlier, in_order=self._in_order
-        )
-
-    def _call(
-        self, weights: Any, x: jax.Array, scope_inputs: _Inputs
-    ) -> tuple[jax.Array, Sums]:
-        y, sums = self._apply(self._make_scope, weights, x, scope_inputs)
-        if y.shape != x.shape or y.dtype != x.dtype:
-            raise InputError(
-                f"a block maps {x.dtype}{x.shape} to {y.dtype}{y.shape}; blocks must "
-                "keep shape and dtype, so that they can follow one another"
-            )
-        if not self._padded:
-            return y, sums
-        here = scope_inputs["layer"] >= 0
-        sums = jax.tree.map(lambda value: jnp.where(here, value, 0), sums)
-        return jnp.where(here, y, x), sums
+    ]
+    refuse_unknown(remat, known)
 
 
 def _over_layers(sums: Sums) -> Sums:

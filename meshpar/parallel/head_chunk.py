@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshpar.collectives import asked
-from meshpar.parallel.tensor import in_vocab, shard_index
+from meshpar.parallel.tensor import as_index, in_vocab, shard_index
 
 
 class Chunk:
@@ -33,7 +33,7 @@ class Chunk:
         with asked("vocab_loss"):
             highest = lax.pmax(highest, vocab_axes) if vocab_axes else highest
         shifted_CV = logits_CV - highest[:, None]
-        row = targets - num_rows * shard_index(vocab_axes)
+        row = as_index(targets) - num_rows * shard_index(vocab_axes)
         # Found by comparing indices, not by a gather (`parallel.tensor`).
         index = lax.broadcasted_iota(jnp.int32, logits_CV.shape, 1)
         hit_CV = index == row[:, None]

@@ -23,16 +23,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from meshpar.chunk_bytes import LOGITS_BYTES
 from meshpar.collectives import asked, follow, on_parts, zero_from
 from meshpar.errors import InputError
 from meshpar.parallel.head_chunk import Chunk, matmul
-from meshpar.rules import auto_mesh_shape, spec_axes
+from meshpar.rules import auto_mesh_shape, entry_axes
 from meshpar.scope import Scope
-
-LOGITS_BYTES = 512 * 2**20
-"""Most bytes of logits at a time, by default. For a vocabulary of 128k that is a chunk
-of 1,024 tokens: enough for its matmuls to be bound by arithmetic, not by the sum of
-the table's gradient that each chunk reads and writes."""
 
 _WHOLE = ("batch", "seq", "embed")
 _RESIDUAL = ("batch", "residual_seq", "embed")
@@ -118,18 +114,14 @@ def _split_of(x: jax.Array, table: jax.Array, scope: Scope) -> _Split:
     sizes = auto_mesh_shape()
     shape = (*x.shape[:2], table.shape[0])
     _, tokens, vocab = scope.rules.spec(_LOGITS, shape, mesh_shape=sizes)
-    tokens, vocab = _axes(tokens), _axes(vocab)
+    tokens, vocab = entry_axes(tokens), entry_axes(vocab)
     residual = tokens
     if "residual_seq" in scope.rules.table:
         spec = scope.rules.spec(_RESIDUAL, x.shape, mesh_shape=sizes)
-        residual = _axes(spec[1])
+        residual = entry_axes(spec[1])
     # Otherwise GSPMD makes the sequence whole.
     here = residual == (*tokens, *vocab)
     return _Split(tokens=tokens, gathered=vocab if here else (), vocab=vocab)
-
-
-def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    return spec_axes(PartitionSpec(entry))
 
 
 def _num_chunks(

@@ -38,6 +38,9 @@ from meshpar.scope import Scope
 BATCH = PartitionSpec(BATCH_AXES)
 REPLICATED = PartitionSpec()
 DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
+PARAM_DTYPES = {**DTYPES, "bf16_stochastic": jnp.bfloat16}
+"""What parameters are stored in, by the layout's `param_dtype`."""
+
 _RESIDUAL = ("batch", "residual_seq", "embed")
 
 
@@ -86,7 +89,20 @@ class Placement:
         )
 
     def gather_before_loop(self, params: Params) -> tuple[Params, list[Params]]:
-        """The ends' parameters for use, and the blocks' as the loop takes them."""
+        """The ends' parameters for use, and the blocks' as the loop takes them.
+
+        One all-gather over the batch axes for each parameter of the ends that is split
+        there, and for each stacked one where the step gathers once
+        (`fsdp_gather=step`): a device receives the P (n-1)/n of its P values that it
+        lacks, in the compute dtype.
+
+        Args:
+            params: This device's shards, at rest.
+
+        Returns:
+            The ends' parameters, whole over the batch axes; of each group of blocks the
+            (layers, ...) of this device's stages, split as `Stored.loop_spec` says.
+        """
         ends, groups = self.model.split(params)
         stored_ends, stored_groups = self.model.split(self.stored)
         weights, done = gather(stored_ends, ends, before_loop, in_order=self.in_order)
@@ -126,7 +142,16 @@ class Placement:
     def scatter_ends(
         self, gradients: Params, earlier: Zero | None = None
     ) -> tuple[Params, Zero | None]:
-        """The ends' gradients as they are added up, and what is to wait for that."""
+        """The ends' gradients as they are added up, and what is to wait for that.
+
+        One reduce-scatter over the batch axes for each that is split while it is added
+        up (`zero=2` and `3`): of P values each device sends P (n-1)/n, in
+        `Stored.sum_dtype`. The others stay this device's own, until `reduce`.
+
+        Args:
+            gradients: Shaped as the ends' parameters for use.
+            earlier: What the first must wait for, where collectives are in order.
+        """
         return reduce_scatter(
             self.model.split(self.stored)[0],
             gradients,
@@ -163,13 +188,20 @@ class Placement:
         group_gradients: list[Params],
         *,
         after: jax.Array | None = None,
+        scale: jax.Array | None = None,
     ) -> Params:
         """Gradients summed over the batch axes and `stage`, laid out as states.
+
+        Each gradient crosses each mesh axis once, after the loop. Over the batch axes
+        that its state is split over, and it itself was not yet: one reduce-scatter for
+        each gradient, of P values a device sends P (n-1)/n. Over the other batch axes,
+        and `stage` for the ends: one all-reduce of all such gradients, 2 P (n-1)/n.
 
         Args:
             end_gradients: Of the ends, from `scatter_ends`.
             group_gradients: Of each group of blocks, as the loop adds them up.
             after: A number that must be known first, where collectives are in order.
+            scale: What the sums are multiplied by.
         """
         stored_ends, stored_groups = self.model.split(self.stored)
         in_order, earlier = self.in_order, None
@@ -200,6 +232,8 @@ class Placement:
             earlier=earlier,
             in_order=in_order,
         )
+        if scale is not None:
+            return scaled(summed, scale, self.gradient_dtype)
         return jax.tree.map(lambda x: x.astype(self.gradient_dtype), summed)
 
     def sum_losses(self, values: Any, mesh_axes: tuple[str, ...] = BATCH_AXES) -> Any:
@@ -292,4 +326,19 @@ def dropout_key(seed: jax.Array, step: jax.Array) -> jax.Array:
 
 def safe_inverse(weight_sum: jax.Array) -> jax.Array:
     """1 / `weight_sum`, or 0 where no token counts."""
-    return jnp.where(weight_sum > 0, 1 / jnp.where(weight_sum > 0, weight_sum, 1), 0.0)
+    some = weight_sum != 0
+    return jnp.where(some, 1 / jnp.where(some, weight_sum, 1), 0.0)
+
+
+def scaled(tree: Any, scale: jax.Array, dtype: Any = None) -> Any:
+    """Every array times an fp32 `scale`, rounded once.
+
+    A scale rounded to an array's own few bits would move all its values one way.
+
+    Args:
+        tree: Arrays.
+        scale: A scalar.
+        dtype: Of the result; each array's own when absent.
+    """
+    wide = scale.astype(jnp.float32)
+    return jax.tree.map(lambda x: (x * wide).astype(dtype or x.dtype), tree)

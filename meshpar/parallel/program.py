@@ -15,9 +15,9 @@ import jax.numpy as jnp
 
 from meshpar.collectives import zero_on_parts
 from meshpar.model import Params
+from meshpar.parallel.block import Block, Sums
 from meshpar.parallel.blocks import (
-    Block,
-    Sums,
+    check_names,
     run_backward,
     run_blocks,
     run_keeping,
@@ -39,51 +39,41 @@ _Inputs = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class LocalProgram:
-    """The functions of a model under a layout, to be called inside `jax.jit`."""
+    """The functions of a model under a layout, to be called inside `jax.jit`.
+
+    Over the batch axes move: parameters to where they are used
+    (`Placement.gather_before_loop`, `Block`), gradients (`Block.backward`,
+    `Placement.reduce`), and one all-reduce of two fp32 scalars and a few of auxiliary
+    losses.
+
+    Args:
+        placement: The model on its mesh.
+    """
 
     placement: Placement
 
     def loss_and_gradients(
         self, params: Params, batch: Batch, step: jax.Array, seed: jax.Array
     ) -> tuple[jax.Array, dict[str, jax.Array], Params]:
-        """Mean loss, more metrics, and gradients laid out as the states."""
+        """Mean loss, more metrics, and gradients laid out as the states.
+
+        Args:
+            params: At rest, global.
+            batch: Arrays (global batch, ...), split over the batch axes.
+            step: uint32 or int32 scalar; dropout derives from it and `seed`.
+            seed: uint32 scalar.
+
+        Returns:
+            fp32 scalar; dict of fp32 scalars; a tree as `params`.
+        """
         placement = self.placement
 
         def local(
             params: Params, batch: Batch, step: jax.Array, seed: jax.Array
         ) -> tuple[jax.Array, dict[str, jax.Array], Params]:
-            inputs = {"batch": batch, "key": dropout_key(seed, step)}
-            weights, groups = placement.gather_before_loop(params)
-            x, embed_vjp = jax.vjp(
-                lambda weights: self._embed(weights, inputs), weights
+            return self._of_shards(
+                params, {"batch": batch, "key": dropout_key(seed, step)}
             )
-            blocks = self._blocks(x)
-            x, sums, kept = self._forward(blocks, groups, x, inputs)
-            loss_sum, head_vjp, weight_sum = jax.vjp(
-                lambda weights, x: self._head(weights, x, inputs),
-                weights,
-                x,
-                has_aux=True,
-            )
-            loss_sum, weight_sum, sums = placement.sum_losses(
-                (loss_sum, weight_sum, sums)
-            )
-            share = safe_inverse(weight_sum)
-            ends, dx = head_vjp(share)
-            shapes = placement.gradient_shapes(weights, groups)[1]
-            totals = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-            dx, block_gradients = self._backward(
-                blocks, groups, kept, dx, share, inputs, totals
-            )
-            (more,) = embed_vjp(dx)
-            ends = jax.tree.map(jnp.add, ends, more)
-            gradients = self._reduced(ends, block_gradients, dx)
-            loss_sum += sum(
-                group.weighted(of_group)
-                for group, of_group in zip(placement.model.groups, sums, strict=True)
-            )
-            metrics = metrics_of(weight_sum, _by_name(sums))
-            return loss_sum * share, metrics, gradients
 
         specs = placement.manual_specs
         return placement.on_shards(
@@ -91,6 +81,35 @@ class LocalProgram:
             (specs, BATCH, REPLICATED, REPLICATED),
             (REPLICATED, REPLICATED, placement.manual_state_specs),
         )(params, batch, step, seed)
+
+    def _of_shards(
+        self, params: Params, inputs: _Inputs
+    ) -> tuple[jax.Array, dict[str, jax.Array], Params]:
+        """`loss_and_gradients` of this device's shards and examples."""
+        placement = self.placement
+        weights, groups = placement.gather_before_loop(params)
+        x, embed_vjp = jax.vjp(lambda weights: self._embed(weights, inputs), weights)
+        blocks = self._blocks(x)
+        x, sums, kept = self._forward(blocks, groups, x, inputs)
+        loss_sum, head_vjp, weight_sum = jax.vjp(
+            lambda weights, x: self._head(weights, x, inputs), weights, x, has_aux=True
+        )
+        loss_sum, weight_sum, sums = placement.sum_losses((loss_sum, weight_sum, sums))
+        share = safe_inverse(weight_sum)
+        ends, dx = head_vjp(share)
+        shapes = placement.gradient_shapes(weights, groups)[1]
+        totals = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        dx, block_gradients = self._backward(
+            blocks, groups, kept, dx, share, inputs, totals
+        )
+        (more,) = embed_vjp(dx)
+        ends = jax.tree.map(jnp.add, ends, more)
+        gradients = self._reduced(ends, block_gradients, dx)
+        loss_sum += sum(
+            group.weighted(of_group)
+            for group, of_group in zip(placement.model.groups, sums, strict=True)
+        )
+        return loss_sum * share, metrics_of(weight_sum, _by_name(sums)), gradients
 
     def loss_sums(self, params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """Summed loss and summed weights over the global batch, without dropout."""
@@ -148,6 +167,8 @@ class LocalProgram:
         x: jax.Array,
         inputs: _Inputs,
     ) -> tuple[jax.Array, list[Sums], list[Residuals]]:
+        named = zip(blocks, groups, strict=True)
+        check_names([(*block, shards) for block, shards in named], x, inputs)
         sums, kept = [], []
         for (block, layers), shards in zip(blocks, groups, strict=True):
             x, of_group, residuals = run_keeping(block, shards, x, layers, inputs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -10,11 +11,13 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from meshpar.errors import InputError
 from meshpar.layout import STAGE_REMATS, nearest
-from meshpar.model import Model, batch_shapes, is_parameter
+from meshpar.model import Model
 from meshpar.residual_names import ResidualNames, is_named
-from meshpar.scope import EXAMPLE, SAVED_PREFIX, Scope
+from meshpar.scope import SAVED_PREFIX, Scope
+from meshpar.traced_model import one_layer_shapes, traced_batch, tracing
 
-_HOST = "pinned_host"
+HOST_MEMORY = "pinned_host"
+"""JAX's name for memory of the host that devices read and write by themselves."""
 
 
 def rematerialised(
@@ -28,9 +31,6 @@ def rematerialised(
     dims. `save:a/b` keeps the residuals of those names, `offload:c` moves them to the
     host's memory and back. `stage` and `stage_full` are `none` and `full` of a block:
     what keeps a stage's input alone runs its loop again.
-
-    Raises:
-        InputError: When it is called: the block names no such residual.
     """
     remat = {"stage": "none", "stage_full": "full"}.get(remat, remat)
 
@@ -40,48 +40,36 @@ def rematerialised(
     if remat == "none":
         return call
     # Inside a loop XLA cannot merge the recomputation with the forward anyway.
-    kept = jax.checkpoint(
+    return jax.checkpoint(
         call, policy=_policy(remat), prevent_cse=False, static_argnums=(0,)
     )
-    if not is_named(remat):
-        return kept
-
-    def checked(make_scope: Callable, params: Any, x: jax.Array, inputs: Any) -> Any:
-        known = _names(lambda *args: call(make_scope, *args, inputs), params, x)
-        _refuse_unknown(remat, known)
-        return kept(make_scope, params, x, inputs)
-
-    return checked
 
 
 def check_residual_names(model: Model, remat: str) -> None:
     """Refuses a policy that names residuals which the model's blocks do not.
 
     A model that cannot be traced on a batch of one token is left until it is traced on
-    its own.
+    its own (`meshpar.parallel.blocks.check_names`).
 
     Raises:
         InputError: They do not; the message has the names that they do.
     """
     if not is_named(remat):
         return
-    try:
+    known = None
+    with contextlib.suppress(InputError):
         known = residuals_of(model)
-    except (KeyError, TypeError, ValueError):
-        return
-    _refuse_unknown(remat, known)
+    if known is not None:
+        refuse_unknown(remat, known)
 
 
 def residuals_of(model: Model) -> tuple[str, ...]:
-    """The names that a model's blocks give to residuals, in order."""
-    batch = {**batch_shapes(1, 1), EXAMPLE: jax.ShapeDtypeStruct((1,), "uint32")}
-    ends, layers = model.split(
-        jax.tree.map(
-            lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype),
-            model.parameters,
-            is_leaf=is_parameter,
-        )
-    )
+    """The names that a model's blocks give to residuals, in order.
+
+    Raises:
+        InputError: The model cannot be traced on a batch of one token.
+    """
+    ends, layers = one_layer_shapes(model)
 
     def once(ends: Any, layers: Any, batch: Any) -> jax.Array:
         scope = Scope(batch=batch)
@@ -90,10 +78,16 @@ def residuals_of(model: Model) -> tuple[str, ...]:
             x, _ = group.run(params, x, scope)
         return x
 
-    return _names(once, ends, layers, batch)
+    with tracing("no residual's name can be found on a batch of one token"):
+        return names_in(once, ends, layers, traced_batch(1, 1))
 
 
-def _refuse_unknown(remat: str, known: Sequence[str]) -> None:
+def refuse_unknown(remat: str, known: Sequence[str]) -> None:
+    """Refuses a policy of names (`save:`, `offload:`) that are not among the known.
+
+    Raises:
+        InputError: They are not.
+    """
     for name in ResidualNames.parse(remat).every:
         if name not in known:
             raise InputError(
@@ -116,7 +110,7 @@ def _policy(remat: str) -> Callable[..., Any] | None:
                 SAVED_PREFIX + name for name in names.offload
             ],
             offload_src="device",
-            offload_dst=_HOST,
+            offload_dst=HOST_MEMORY,
         )
     if remat == "selective":
         return _is_saved
@@ -129,7 +123,8 @@ def _is_saved(primitive: Any, *_: Any, **params: Any) -> bool:
     return primitive.name == "name" and params["name"].startswith(SAVED_PREFIX)
 
 
-def _names(function: Callable[..., Any], *arguments: Any) -> tuple[str, ...]:
+def names_in(function: Callable[..., Any], *arguments: Any) -> tuple[str, ...]:
+    """The names that a function gives to residuals, in order; nothing is run."""
     shapes = jax.tree.map(
         lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), arguments
     )

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from meshpar.layout import BATCH_AXES, Layout
 from meshpar.model import Model, Parameter, is_parameter, path_name
 from meshpar.parallel.zero import Stored
-from meshpar.rules import Rules, spec_axes
+from meshpar.rules import Rules, entry_axes, spec_axes
 
 
 def stored_parameters(
@@ -87,7 +87,7 @@ def parameter_specs(
 
 def unsplit_axes(layout: Layout, rules: Rules, spec: PartitionSpec) -> tuple[str, ...]:
     """The mesh axes that ZeRO should split states over which lie as `spec` says."""
-    wanted = _zero_axes(layout, rules)
+    wanted = split_axes_of(layout, rules)
     return tuple(axis for axis in wanted if axis not in spec_axes(spec))
 
 
@@ -103,15 +103,24 @@ def unsplit_message(
     )
 
 
-def moved_from(parameter: Parameter, rules: Rules, spec: PartitionSpec) -> str | None:
-    """The logical axis that a rule would split over batch axes, but another dim is."""
+def moved_because(
+    parameter: Parameter, layout: Layout, rules: Rules, spec: PartitionSpec
+) -> str | None:
+    """Why another dim is split over batch axes than a rule says; None if none is."""
     ruled = _ruled_dims(parameter, rules)
     split = [
-        dim for dim, entry in enumerate(spec) if set(_axes(entry)) & set(BATCH_AXES)
+        dim
+        for dim, entry in enumerate(spec)
+        if set(entry_axes(entry)) & set(BATCH_AXES)
     ]
-    if not ruled or not split or set(ruled) & set(split):
+    if not split or set(ruled) & set(split):
         return None
-    return parameter.stacked_axes[ruled[0]]
+    if ruled:
+        return f"{parameter.stacked_axes[ruled[0]]!r} does not divide"
+    if layout.zero != 3:  # no rule is for states alone
+        return None
+    axes = sorted({axis for dim in split for axis in entry_axes(spec[dim])})
+    return f"no rule maps one of its dims to {' or '.join(map(repr, axes))}, ZeRO does"
 
 
 def _without_batch_axes(rules: Rules) -> Rules:
@@ -129,15 +138,17 @@ def _split(
     """`whole`, split further over the axes of ZeRO where a dim divides."""
     sizes = layout.mesh_shape
     entries = list(whole)
-    wanted = _zero_axes(layout, rules)
+    wanted = split_axes_of(layout, rules)
     for axes in (wanted, *((axis,) for axis in wanted)):
         left = tuple(axis for axis in axes if axis not in _named(entries))
         if left != axes or not axes:
             continue
         for dim in _dims(entries, parameter, layout, rules):
-            degree = math.prod(sizes[axis] for axis in (*_axes(entries[dim]), *axes))
+            degree = math.prod(
+                sizes[axis] for axis in (*entry_axes(entries[dim]), *axes)
+            )
             if parameter.stacked_shape[dim] % degree == 0:
-                together = (*_axes(entries[dim]), *axes)
+                together = (*entry_axes(entries[dim]), *axes)
                 entries[dim] = together[0] if len(together) == 1 else together
                 break
     return PartitionSpec(*entries)
@@ -174,7 +185,7 @@ def _ruled_dims(parameter: Parameter, rules: Rules) -> list[int]:
     ]
 
 
-def _zero_axes(layout: Layout, rules: Rules) -> tuple[str, ...]:
+def split_axes_of(layout: Layout, rules: Rules) -> tuple[str, ...]:
     """The mesh axes at work that states are split over."""
     chosen = layout.split_axes
     if layout.zero == 3:  # a rule says over which axes, and whether at all
@@ -186,7 +197,3 @@ def _zero_axes(layout: Layout, rules: Rules) -> tuple[str, ...]:
 
 def _named(entries: Sequence[Any]) -> tuple[str, ...]:
     return spec_axes(PartitionSpec(*entries))
-
-
-def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    return (entry,) if isinstance(entry, str) else entry or ()

@@ -74,7 +74,7 @@ def _token_losses(
     shifted = logits - highest
     total = jnp.sum(jnp.exp(shifted), axis=-1)
     vocab_index = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-    hit = vocab_index == targets[..., None]
+    hit = vocab_index == as_index(targets)[..., None]
     if scope.in_order:
         shifted = follow(shifted, lax.stop_gradient(zero_from(total)))
     target_logit = jnp.sum(jnp.where(hit, shifted, 0.0), axis=-1)
@@ -154,14 +154,20 @@ def _over_vocab(
 
 def in_vocab(ids: jax.Array, vocab: int) -> jax.Array:
     """Whether each token is one of the vocabulary."""
+    ids = as_index(ids)
     return (ids >= 0) & (ids < vocab)
+
+
+def as_index(ids: jax.Array) -> jax.Array:
+    """Token ids of any integer dtype in int32: 256 itself does not fit uint8."""
+    return ids.astype(jnp.int32)
 
 
 def _own_rows(
     num_rows: int, tokens: jax.Array, mesh_axes: tuple[str, ...]
 ) -> tuple[jax.Array, jax.Array]:
     """Each token's row in this part, and whether it has one there: (batch, seq, 1)."""
-    local = tokens - shard_index(mesh_axes) * num_rows
+    local = as_index(tokens) - shard_index(mesh_axes) * num_rows
     mine = (local >= 0) & (local < num_rows)
     return jnp.where(mine, local, 0), mine[..., None]
 

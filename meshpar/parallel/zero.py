@@ -26,7 +26,7 @@ from meshpar.collectives import (
     zero_on_parts,
 )
 from meshpar.layout import BATCH_AXES, MANUAL_AXES
-from meshpar.rules import spec_axes
+from meshpar.rules import entry_axes, spec_axes
 
 Dims = list[tuple[int, tuple[str, ...]]]
 """Dims of an array, each with the batch axes that it is split over."""
@@ -250,21 +250,17 @@ def _moved(split: PartitionSpec, whole: PartitionSpec) -> Dims:
     for dim, (entry, kept) in enumerate(zip(split, whole, strict=True)):
         axes = tuple(
             axis
-            for axis in _axes(entry)
-            if axis in BATCH_AXES and axis not in _axes(kept)
+            for axis in entry_axes(entry)
+            if axis in BATCH_AXES and axis not in entry_axes(kept)
         )
         if axes:
             moved.append((dim, axes))
     return moved
 
 
-def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    return (entry,) if isinstance(entry, str) else entry or ()
-
-
 def _only(spec: PartitionSpec, wanted: Callable[[str], bool]) -> PartitionSpec:
     entries = []
     for entry in spec:
-        chosen = tuple(axis for axis in _axes(entry) if wanted(axis))
+        chosen = tuple(axis for axis in entry_axes(entry) if wanted(axis))
         entries.append(chosen[0] if len(chosen) == 1 else chosen or None)
     return PartitionSpec(*entries)

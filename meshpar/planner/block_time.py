@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshpar.planner.activations import offloaded_bytes
+from meshpar.planner.activations import kept_bytes, offloaded_bytes
 from meshpar.planner.attention_time import attention_backward, attention_forward
 from meshpar.planner.collective_cost import all_gather_s, all_reduce_s, all_to_all_s
 from meshpar.planner.cost import HOST, Cost, waiting
@@ -57,6 +57,8 @@ def block_time(run: Run, *, moe: bool) -> BlockTime:
     again = recomputation(run, moe=moe)
     input_grad = _input_grad(run, halves, moe) + _recomputed(run, halves, moe, again)
     weight_grad = _weight_grad(run, halves, moe)
+    stacked = Cost(_stacked_s(run, moe))
+    forward, input_grad = forward + stacked, input_grad + stacked
     backward_s = input_grad.compute_s + weight_grad.compute_s
     moved_s = host_s(run, offloaded_bytes(run, moe=moe))
     forward += waiting(HOST, moved_s, hidden_s=forward.compute_s)
@@ -198,6 +200,18 @@ def _tensor_again(run: Run, again: Again) -> Cost:
         return waiting("tensor", again.sums * sum_s)
     gather_s = all_gather_s(run.residual_bytes, tensor, link)
     return waiting("tensor", (again.sums + again.gathers) * gather_s)
+
+
+def _stacked_s(run: Run, moe: bool) -> float:
+    """Time to put what a block keeps on its stack, or to take it from there.
+
+    A compiled loop over layers copies it into an array of all layers (read, write),
+    and in microbatches once more into the slot of its microbatch.
+    """
+    if run.execution.eager:
+        return 0.0
+    copies = 2 if run.layout.is_pipelined else 1
+    return memory_s(run, 2 * copies * kept_bytes(run, moe=moe))
 
 
 def _launched(run: Run, cost: Cost, kernels: int) -> Cost:

@@ -180,6 +180,7 @@ class Bounds:
         key = (
             *(mesh.tensor, mesh.expert, mesh.context, self._tokens(mesh, variant)),
             *(variant.sequence_parallel, variant.remat),
+            mesh.stage > 1 or variant.microbatches > 1,  # kept in slots
         )
         if key not in self._blocks:
             run = self.run(mesh, variant)

@@ -111,6 +111,12 @@ MESHPAR = Execution(
 )
 """`make_train_step` of this library, with Adam."""
 
+MESHPAR_CPU = replace(
+    MESHPAR, name="meshpar-cpu", fused_attention=False, gather_overlap=False
+)
+"""The same on emulated devices: XLA:CPU has no fused attention, and does one thing
+after another (`meshpar.emulate`)."""
+
 MEGATRON_2021 = Execution(
     name="megatron-2021",
     fused_attention=False,
@@ -199,6 +205,7 @@ EXECUTIONS = {
     execution.name: execution
     for execution in (
         MESHPAR,
+        MESHPAR_CPU,
         MEGATRON_2021,
         MEGATRON_2022,
         MEGATRON_2023,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
+from meshpar.chunk_bytes import SCORE_BYTES
 from meshpar.layout import STAGE_REMATS
 from meshpar.planner.activations import (
     everything_bytes,
@@ -14,12 +15,6 @@ from meshpar.planner.activations import (
 from meshpar.planner.block_time import block_parameters
 from meshpar.planner.pipeline_time import in_flight, lock_step
 from meshpar.planner.run import Run
-
-LOGITS_BYTES = 512 * 2**20
-"""Most bytes of fp32 logits at a time (`meshpar.parallel.head_loss`)."""
-
-SCORE_BYTES = 256 * 2**20
-"""Most bytes of fp32 scores at a time (`models.layers.causal_attention`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +96,8 @@ def rank_memories(run: Run) -> list[Memory]:
 
 def _chunks_held(run: Run) -> tuple[int, ...]:
     """Microbatches times chunks that each rank holds."""
+    if run.chunks_held is not None:
+        return run.chunks_held
     layout = run.layout
     sizes = (layout.schedule, layout.stage, layout.microbatches, layout.chunks)
     return lock_step(*sizes).in_flight if run.execution.lock_step else in_flight(*sizes)
@@ -240,8 +237,8 @@ def _logit_bytes(run: Run) -> float:
     if run.execution.shared_ends:
         tokens /= run.layout.stage
     values = tokens * run.workload.vocab / run.layout.tensor
-    if not run.execution.eager:
-        values = min(values, LOGITS_BYTES / 4)
+    if not run.execution.eager and run.workload.logits_bytes:
+        values = min(values, run.workload.logits_bytes / 4)
     table = 0.0
     if not run.execution.eager and not run.layout.is_pipelined:
         # The gradient of the head's table, whole until the loss is done.

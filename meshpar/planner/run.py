@@ -31,6 +31,8 @@ class Run:
         global_batch: Sequences in a step.
         seq: Tokens of one.
         stage_blocks: Blocks of every stage, chunk by chunk in order of the stages.
+        chunks_held: Microbatches times chunks that each rank holds at most; None where
+            the layout's schedule says it.
     """
 
     workload: Workload
@@ -40,6 +42,7 @@ class Run:
     global_batch: int
     seq: int
     stage_blocks: tuple[int, ...]
+    chunks_held: tuple[int, ...] | None = None
 
     @property
     def replicas(self) -> int:

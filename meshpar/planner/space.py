@@ -190,7 +190,7 @@ def chunk_counts(layers: int, stages: int) -> tuple[int, ...]:
 
     Example:
         >>> chunk_counts(126, 16)
-        (2, 4, 8)
+        (2, 4)
     """
     places = math.ceil(layers / stages)
     return tuple(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, fields
 
+from meshpar.chunk_bytes import LOGITS_BYTES
 from meshpar.errors import InputError
 from meshpar.planner.traced_block import TracedBlock
 
@@ -42,6 +43,8 @@ class Workload:
             queries straight from the residual stream.
         kv_lora_rank: Compressed keys and values of MLA; 0 for usual attention.
         qk_nope_head_dim, qk_rope_head_dim, v_head_dim: Head sizes of MLA.
+        logits_bytes: Most bytes of fp32 logits that its head makes at a time; 0 for
+            those of all tokens of a microbatch.
         traced: A block of one's own (`meshpar.audit.block_trace`), whose parameters,
             FLOPs and residuals count instead of those that sizes would give.
 
@@ -83,6 +86,7 @@ class Workload:
     qk_nope_head_dim: int = 0
     qk_rope_head_dim: int = 0
     v_head_dim: int = 0
+    logits_bytes: int = LOGITS_BYTES
     traced: TracedBlock | None = None
 
     def __post_init__(self) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,6 +20,7 @@ from meshpar.train.layer_order import (
     in_model_order,
     model_order_structs,
 )
+from meshpar.train.portable import portable, unported
 from meshpar.train.state import TrainState
 
 
@@ -28,8 +31,10 @@ class CheckpointError(InputError, RuntimeError):
 class Checkpoints:
     """The checkpoints of one run, the newest few kept.
 
-    Arrays are stored by their global index with layers first to last, so a run resumes
-    on any layout of the same model, its stages included.
+    Arrays are stored by their global index with layers first to last, and parameters
+    once, as the master copy where there is one. So a run resumes on any layout of the
+    same model, its stages and its `param_dtype` included: values that the layout stores
+    in fewer bits are rounded to nearest.
 
     Args:
         directory: Where they lie; made when absent.
@@ -85,18 +90,15 @@ class Checkpoints:
         step = int(state.step)
         if step == self.latest_step:
             return
-        stored = in_model_order(state, self._orders_beside(state))
-        args = ocp.args.Composite(
-            state=ocp.args.StandardSave(stored), run=ocp.args.JsonSave(run)
-        )
-        try:
+        where = repr(str(self.directory))
+        with self._explained(f"checkpoint of step {step} not written to {where}"):
+            orders = portable(self._orders_beside(state))
+            stored = in_model_order(portable(state), orders)
+            args = ocp.args.Composite(
+                state=ocp.args.StandardSave(stored), run=ocp.args.JsonSave(run)
+            )
             self._manager.save(step, args=args)
             self._manager.wait_until_finished()
-        except Exception as error:  # Orbax and TensorStore raise kinds of their own.
-            raise CheckpointError(
-                f"checkpoint of step {step} not written to {str(self.directory)!r}: "
-                f"{_reason(error, self.directory)}"
-            ) from error
 
     def run_of_latest(self) -> dict[str, Any]:
         """What described the run at the newest checkpoint.
@@ -117,11 +119,13 @@ class Checkpoints:
             CheckpointError: There is none, it cannot be read, or it is of another
                 model: a global shape differs.
         """
-        orders = self._orders_beside(shapes)
-        wanted = model_order_structs(shapes, shardings, orders)
+        orders = portable(self._orders_beside(shapes))
+        wanted = model_order_structs(portable(shapes), portable(shardings), orders)
         self._check_shapes(wanted)
         stored = self._restore(state=ocp.args.StandardRestore(wanted))["state"]
-        return arranged(stored, orders, shardings)
+        with self._explained(self._unreadable):
+            state = arranged(stored, orders, portable(shardings))
+            return unported(state, shapes, shardings)
 
     def _orders_beside(self, state: TrainState) -> TrainState:
         if self._layer_orders is None:
@@ -154,13 +158,24 @@ class Checkpoints:
                 f"no checkpoint in {str(self.directory)!r}; start without resuming, or "
                 "name the folder of an earlier run"
             )
-        try:
+        with self._explained(self._unreadable):
             return self._manager.restore(step, args=ocp.args.Composite(**items))
+
+    @property
+    def _unreadable(self) -> str:
+        return (
+            f"checkpoint of step {self.latest_step} in {str(self.directory)!r} cannot "
+            "be read"
+        )
+
+    @contextlib.contextmanager
+    def _explained(self, what: str) -> Iterator[None]:
+        """Whatever goes wrong inside as a `CheckpointError`."""
+        try:
+            yield
         except Exception as error:  # Orbax and TensorStore raise kinds of their own.
-            raise CheckpointError(
-                f"checkpoint of step {step} in {str(self.directory)!r} cannot be read: "
-                f"{_reason(error, self.directory)}"
-            ) from error
+            reason = _reason(error, self.directory)
+            raise CheckpointError(f"{what}: {reason}") from error
 
     def __enter__(self) -> Checkpoints:
         return self

@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.model import Model, Parameter, is_parameter
+from meshpar.parallel.remat import HOST_MEMORY
 from meshpar.train.optimizer_state import kept_dims, map_states
 from meshpar.train.state import TrainState
 
@@ -143,16 +144,25 @@ def _divisible(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding
         if divides(dim, dims[dim] + layers):
             dims[dim] += layers
             break
-    return NamedSharding(mesh, PartitionSpec(*(axes or None for axes in dims)))
+    return NamedSharding(
+        mesh,
+        PartitionSpec(*(axes or None for axes in dims)),
+        memory_kind=sharding.memory_kind,
+    )
 
 
 @functools.lru_cache
 def _layers_at(
     indices: tuple[int, ...], sharding: NamedSharding
 ) -> Callable[[jax.Array], jax.Array]:
-    """An array -> its rows at those indices, zeros where an index is negative."""
+    """An array -> its rows at those indices, zeros where an index is negative.
+
+    An array in the host's memory goes through the device's, one at a time.
+    """
 
     def layers_at(array: jax.Array) -> jax.Array:
+        if sharding.memory_kind == HOST_MEMORY:
+            array = jax.device_put(array, jax.memory.Space.Device)
         return array.at[np.array(indices)].get(
             mode="fill", fill_value=0, wrap_negative_indices=False
         )

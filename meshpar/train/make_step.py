@@ -17,6 +17,7 @@ from meshpar.parallel.pipeline.schedule_choice import OwnSchedule
 from meshpar.parallel.remat import check_residual_names
 from meshpar.rule_presets import default_rules
 from meshpar.rules import Rules
+from meshpar.train.optimizer_probe import refuse_dependence_on_places
 from meshpar.train.refusals import refuse, refuse_schedule
 from meshpar.train.step import TrainStep
 
@@ -39,7 +40,10 @@ def make_train_step(
 
     Args:
         model: A model under the contract (`meshpar.model`).
-        optimizer: Any optax optimizer whose state has the parameters' shapes.
+        optimizer: Any optax optimizer whose state keeps the parameters' tree. What it
+            holds of a parameter has its dims, all (Adam) or some of them (Adafactor),
+            and lies as they do. One that averages over a whole array, as Adafactor's
+            clipping by RMS does, is refused where uneven stages leave empty places.
         layout: The layout or its text form; a -1 absorbs the remaining devices.
         rules: Logical axis -> mesh axes; `default_rules(layout)` when absent.
         devices: Devices to use; all of JAX's by default.
@@ -60,8 +64,11 @@ def make_train_step(
         RuleError: A parameter cannot be laid out, or a rule for activations uses `data`
             or `fsdp` for anything but the batch.
         InputError: The layout does not fit the devices, or asks for what is not built,
-            or `max_grad_norm` is not positive, or `schedule` is wrong (who waits for
-            what, which work is missing or doubled) or made for other sizes.
+            or `max_grad_norm` is not positive, or the optimizer has large state of no
+            parameter (`optax.flatten`) while the layout splits states, or updates
+            layers differently where stages are padded or chunked, or `schedule` is
+            wrong (who waits for what, which work is missing or doubled) or made for
+            other sizes.
 
     Example:
         >>> import jax.numpy as jnp, optax
@@ -85,7 +92,7 @@ def make_train_step(
     check_residual_names(model, layout.remat)
     rules = rules or default_rules(layout)
     refuse(layout, rules, mesh, gradient_dtype, max_grad_norm)
-    return TrainStep(
+    step = TrainStep(
         model=model,
         optimizer=optimizer,
         layout=layout,
@@ -97,3 +104,8 @@ def make_train_step(
         compiler_options=compiler_options,
         schedule=schedule,
     )
+    present = isinstance(mesh, Mesh)
+    refuse_dependence_on_places(
+        optimizer, step.model, layout, compiler_options if present else None
+    )
+    return step

@@ -28,6 +28,7 @@ from meshpar.planner.memory import Memory, memory_of
 from meshpar.planner.refusals import stage_blocks_of
 from meshpar.planner.run import Run
 from meshpar.rules import spec_axes
+from meshpar.schedules import tick_table
 from meshpar.scope import Batch
 from meshpar.train.precision import Mastered, inner_state
 from meshpar.train.step import TrainStep
@@ -111,7 +112,7 @@ def memory_report(
         target: Absent hardware to compile for, such as `gpu:h100:1x8`.
 
     Raises:
-        InputError: As for `meshpar.audit`, or the planner knows no such model.
+        InputError: As for `meshpar.audit`.
     """
     report = audit(step, batch, target=target)
     temporaries = _temporaries(step, batch)
@@ -210,6 +211,9 @@ def _planned(step: TrainStep, batch: Batch) -> Memory:
             global_batch=global_batch,
             seq=seq,
             stage_blocks=stage_blocks_of(workload, layout),
+            chunks_held=tick_table(step.schedule).peak_in_flight
+            if step.schedule
+            else None,
         )
     )
 

@@ -15,6 +15,10 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.errors import InputError
+from meshpar.model import path_name
+
+LARGE_BYTES = 1 << 20
+"""State above this size should not be whole on every device, as the lint has it."""
 
 
 def map_states(
@@ -68,6 +72,37 @@ def follow_sharding(array: Any, param: Any, sharding: NamedSharding) -> NamedSha
     return NamedSharding(
         sharding.mesh, PartitionSpec(*(spec[dim] for dim in dims or ()))
     )
+
+
+def check_unowned(opt_state: Any, params: Any, of_states: Any) -> None:
+    """Refuses large state of no parameter where those of parameters are split.
+
+    Nothing tells how its dims relate to the parameters', so it would be whole on every
+    device, and a checkpoint of it would be in this layout's order of layers.
+
+    Args:
+        opt_state: An optimizer's state or its shapes.
+        params: The parameters or their shapes.
+        of_states: Sharding of each parameter's optimizer state.
+
+    Raises:
+        InputError: There is such an array; its path is in the message.
+    """
+    if all(sharding.is_fully_replicated for sharding in jax.tree.leaves(of_states)):
+        return
+    is_owned = map_states(lambda *_: True, lambda _: False, opt_state, params)
+    arrays = jax.tree.leaves_with_path(opt_state)
+    for (path, array), owned in zip(arrays, jax.tree.leaves(is_owned), strict=True):
+        size = math.prod(array.shape) * array.dtype.itemsize
+        if not owned and size > LARGE_BYTES:
+            raise InputError(
+                f"optimizer state {path_name(path)!r} of shape {array.shape} lies at "
+                f"no parameter's path, so its {size:,} bytes would be whole on every "
+                f"device (limit {LARGE_BYTES:,}) while the layout splits the states of "
+                "parameters; use an optimizer whose state has the parameters' tree, "
+                "such as this one without optax.flatten, or a layout that splits "
+                "nothing, such as data=-1"
+            )
 
 
 def kept_dims(

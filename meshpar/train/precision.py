@@ -17,12 +17,7 @@ import jax.numpy as jnp
 import optax
 
 from meshpar.model import Model, Parameter, Params, is_parameter, path_name
-
-PARAM_DTYPES = {
-    "fp32": jnp.float32,
-    "bf16": jnp.bfloat16,
-    "bf16_stochastic": jnp.bfloat16,
-}
+from meshpar.parallel.placement import PARAM_DTYPES
 
 
 @jax.tree_util.register_dataclass

@@ -10,9 +10,10 @@ from meshpar.errors import InputError
 from meshpar.layout import BATCH_AXES, STAGE_REMATS, Layout
 from meshpar.mesh import platform_of
 from meshpar.parallel.placement import DTYPES
+from meshpar.parallel.remat import HOST_MEMORY
+from meshpar.parallel.storage import split_axes_of
 from meshpar.rule_table import RuleError
 from meshpar.rules import Rules
-from meshpar.train.state import HOST_MEMORY
 
 _PLAIN = Layout()
 _OPTION_OF = {
@@ -129,6 +130,7 @@ def rule_refusals(rules: Rules, layout: Layout) -> Iterator[tuple[str, RuleError
     for logical_axis, mesh_axes in rules.stored.table.items():
         if "stage" in mesh_axes and logical_axis != "layers" and layout.stage > 1:
             yield logical_axis, _stage_error(logical_axis)
+    yield from _unused_zero_keys(rules, layout)
     batch = rules.table.get("batch", ())
     if batch != BATCH_AXES:
         yield (
@@ -207,6 +209,34 @@ def _zero_refusals(layout: Layout) -> dict[str, str]:
             "zero=3, a size for 'fsdp', and stages or microbatches; leave it out"
         )
     return refusals
+
+
+def _unused_zero_keys(rules: Rules, layout: Layout) -> Iterator[tuple[str, RuleError]]:
+    """Keys of ZeRO that the rules for stored parameters leave without effect."""
+    if layout.zero != 3 or "zero_axes" in _zero_refusals(layout):
+        return
+    split, text = split_axes_of(layout, rules), repr(str(layout))
+    if layout.zero_axes and set(split) != set(layout.zero_axes):
+        yield (
+            "zero_axes",
+            RuleError(
+                "dead",
+                f"layout {text}: the rules split stored parameters over "
+                f"{'/'.join(split) or 'nothing'}, not over "
+                f"zero_axes={'/'.join(layout.zero_axes)}; leave the key out, or map a "
+                "logical axis to them in Rules(..., parameters=...)",
+            ),
+        )
+    if layout.fsdp_gather != _PLAIN.fsdp_gather and not split:
+        yield (
+            "fsdp_gather",
+            RuleError(
+                "dead",
+                f"layout {text}: fsdp_gather={layout.fsdp_gather} changes nothing, as "
+                "the rules split no stored parameter; leave it out, or give 'fsdp' a "
+                "size",
+            ),
+        )
 
 
 def _precision_refusals(layout: Layout) -> dict[str, str]:

@@ -11,11 +11,13 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.model import Model, Params
-from meshpar.train.optimizer_state import follow_sharding, map_states
+from meshpar.parallel.remat import HOST_MEMORY
+from meshpar.train.optimizer_state import (
+    check_unowned,
+    follow_sharding,
+    map_states,
+)
 from meshpar.train.precision import initial_optimizer_state, stored
-
-HOST_MEMORY = "pinned_host"
-"""JAX's name for memory of the host that devices read and write by themselves."""
 
 
 @jax.tree_util.register_dataclass
@@ -45,8 +47,12 @@ def initial_state(
     seed: jax.Array,
     param_dtype: str = "fp32",
 ) -> TrainState:
-    """The state before the first step."""
-    values = model.init(seed)
+    """The state before the first step.
+
+    Updates are made in fp32, so that is what optimizer state and master copy start in,
+    whatever the dtype of a model's initial values.
+    """
+    values = jax.tree.map(lambda x: x.astype(jnp.float32), model.init(seed))
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         seed=jnp.asarray(seed, jnp.uint32),
@@ -68,8 +74,10 @@ def state_shardings(
         memory: Where optimizer state lies, `device` or `host`.
 
     Raises:
-        InputError: Optimizer state of a parameter has dims that the parameter has not.
+        InputError: Optimizer state of a parameter has dims that the parameter has not,
+            or there is large state of no parameter while states are split.
     """
+    check_unowned(state.opt_state, state.params, of_states)
     mesh = jax.tree.leaves(at_rest)[0].mesh
     replicated = NamedSharding(mesh, PartitionSpec())
     return TrainState(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -26,7 +26,8 @@ from meshpar.parallel.program import LocalProgram
 from meshpar.rules import Rules
 from meshpar.scope import EXAMPLE, Batch
 from meshpar.sharding import born_sharded
-from meshpar.train.batch import batch_structs, check_alike
+from meshpar.train.batch import TOKEN_ARRAYS, batch_structs, check_alike
+from meshpar.train.gradient_program import GradientProgram
 from meshpar.train.layer_order import layer_orders
 from meshpar.train.refusals import batch_refusal
 from meshpar.train.state import TrainState, initial_state, state_shardings
@@ -44,6 +45,7 @@ class TrainStep:
         placement: Where every parameter, gradient and state lies.
         shardings: `TrainState` of the sharding of every array.
         schedule: What every rank of the pipeline does; None without microbatches.
+        layers_of_stages: How many layers each stage has; None without microbatches.
         layer_orders: `TrainState` of where the layers of every array lie, for
             `Checkpoints`.
     """
@@ -65,6 +67,7 @@ class TrainStep:
         self.model_as_given = model
         pipeline = pipeline_of(model, layout, schedule) if layout.is_pipelined else None
         self.schedule = pipeline.schedule if pipeline else None
+        self.layers_of_stages = pipeline.layers_of_stages if pipeline else None
         model = pipeline.model if pipeline else model
         self.model, self.layout, self.rules, self.mesh = model, layout, rules, mesh
         self.platform = platform
@@ -96,22 +99,40 @@ class TrainStep:
             of_states=of_states,
         )
         self.batch_sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+        self._make_programs(at_rest, of_states, compiler_options)
+
+    def _make_programs(
+        self,
+        at_rest: Params,
+        of_states: Params,
+        compiler_options: Mapping[str, Any] | None,
+    ) -> None:
+        """The step's functions under `jax.jit`; none is compiled before its first call.
+
+        Args:
+            at_rest: Sharding of each parameter between steps.
+            of_states: Of its gradient and optimizer state.
+            compiler_options: XLA's.
+        """
         self._init = born_sharded(
             self._first_state,
             self.shardings,
             compiler_options=compiler_options,
         )
         jit = functools.partial(jax.jit, compiler_options=compiler_options)
-        metrics_sharding = NamedSharding(mesh, PartitionSpec())
+        metrics_sharding = NamedSharding(self.mesh, PartitionSpec())
         self._update_layout = dict(
             in_shardings=(self.shardings, self.batch_sharding),
             out_shardings=(self.shardings, metrics_sharding),
             donate_argnums=0,
         )
         self._step = jit(self._update, **self._update_layout)
-        self._gradients = jit(
-            self._program.loss_and_gradients,
+        self._gradients_layout = dict(
+            in_shardings=(at_rest, self.batch_sharding, None, None),
             out_shardings=(metrics_sharding, metrics_sharding, of_states),
+        )
+        self._gradients = jit(
+            self._program.loss_and_gradients, **self._gradients_layout
         )
         self._evaluate = jit(
             self._program.loss_sums,
@@ -177,8 +198,9 @@ class TrainStep:
         where stages are of uneven size; here they have the model's own shapes.
 
         Args:
-            tree: Arrays laid out as the parameters: `state.params`, gradients, or a
-                tree in the optimizer's state.
+            tree: Arrays of the parameters' shapes: `state.params`, gradients, or a
+                tree in the optimizer's state if it has those shapes (Adam's moments;
+                not Adafactor's factors).
         """
         return in_layer_order(self.model, tree)
 
@@ -196,7 +218,7 @@ class TrainStep:
         if self.model.logits is None:
             raise InputError("the model has no logits function; give Model logits=")
         with jax.set_mesh(self.mesh):
-            batch = self.place({"tokens": tokens}, microbatches=1)
+            batch = self._placed({"tokens": tokens}, 1, required=("tokens",))
             return self._logits(state.params, batch)
 
     def compile(self, batch: Batch) -> jax.stages.Compiled:
@@ -204,18 +226,37 @@ class TrainStep:
         with jax.set_mesh(self.mesh):
             return self._step.lower(*self._argument_shapes(batch)).compile()
 
-    def audit_subject(self, *arguments: Any, platform: str | None = None) -> Subject:
+    @property
+    def gradient_program(self) -> GradientProgram:
+        """Loss and gradients alone, for `meshpar.audit`."""
+        return GradientProgram(self)
+
+    def audit_subject(
+        self,
+        *arguments: Any,
+        platform: str | None = None,
+        gradients_only: bool = False,
+    ) -> Subject:
         """What `meshpar.audit` compiles and explains; see there.
 
         Args:
             arguments: A batch, or a state and a batch; arrays or their shapes.
             platform: Kind of the absent devices, or None for the step's own.
+            gradients_only: Without the optimizer (`gradient_program`).
         """
         step = self if platform is None else self._without_devices(platform)
+        # JAX does not trace a jit with options of its own inside another.
+        function = jax.jit(step._update, **step._update_layout)
+        state, batch = step._argument_shapes(arguments[-1])
+        given: tuple[Any, ...] = (state, batch)
+        if gradients_only:
+            function = jax.jit(
+                step._program.loss_and_gradients, **step._gradients_layout
+            )
+            given = (state.params, batch, state.step, state.seed)
         return Subject(
-            # JAX does not trace a jit with options of its own inside another.
-            function=jax.jit(step._update, **step._update_layout),
-            arguments=step._argument_shapes(arguments[-1]),
+            function=function,
+            arguments=given,
             mesh=step.mesh,
             platform=step.platform,
             weights={
@@ -237,8 +278,15 @@ class TrainStep:
             batch: As `__call__` takes it.
             microbatches: Parts that it is cut into; the layout's when absent.
         """
-        self._check_batch(batch, microbatches)
-        rows = len(next(iter(batch.values())))
+        return self._placed(batch, microbatches)
+
+    def _placed(
+        self,
+        batch: Batch,
+        microbatches: int | None,
+        required: Sequence[str] = TOKEN_ARRAYS,
+    ) -> dict[str, jax.Array]:
+        rows = self._check_batch(batch, microbatches, required)
         indexed = {EXAMPLE: np.arange(rows, dtype=np.uint32), **batch}
         return jax.device_put(indexed, self.batch_sharding)
 
@@ -269,15 +317,20 @@ class TrainStep:
         )
 
     def _argument_shapes(self, batch: Batch) -> tuple[TrainState, Batch]:
-        shapes = batch_structs(batch)
-        self._check_batch(shapes)
-        rows = next(iter(shapes.values())).shape[0]
+        rows, shapes = self._check_batch(batch), batch_structs(batch)
         shapes[EXAMPLE] = jax.ShapeDtypeStruct((rows,), jnp.uint32)
         return self.state_shapes, shapes
 
-    def _check_batch(self, batch: Batch, microbatches: int | None = None) -> None:
-        first, shape = check_alike(batch)
+    def _check_batch(
+        self,
+        batch: Batch,
+        microbatches: int | None = None,
+        required: Sequence[str] = TOKEN_ARRAYS,
+    ) -> int:
+        """The examples of a batch that this step can take."""
+        first, shape = check_alike(batch, required)
         self.check_batch(shape[0], first, microbatches)
+        return shape[0]
 
     def _update(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         loss, more, gradients = self._program.loss_and_gradients(

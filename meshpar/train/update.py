@@ -13,7 +13,7 @@ from jax import lax
 
 from meshpar.collectives import asked
 from meshpar.parallel.norm import global_norm
-from meshpar.parallel.placement import Placement
+from meshpar.parallel.placement import Placement, scaled
 from meshpar.train.precision import inner_state, master_values, stored, with_inner
 from meshpar.train.state import TrainState
 
@@ -50,9 +50,7 @@ class Update:
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)
         if self.max_grad_norm is not None:
             scale = jnp.minimum(1.0, self.max_grad_norm / (norm + 1e-6))
-            gradients = jax.tree.map(
-                lambda gradient: gradient * scale.astype(gradient.dtype), gradients
-            )
+            gradients = scaled(gradients, scale, jnp.float32)
         values = jax.tree.map(
             lax.with_sharding_constraint,
             master_values(state.params, state.opt_state),

@@ -14,9 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-_SCORE_BYTES = 256 * 2**20
-"""Most bytes of fp32 scores at a time, while heads are many: the softmax and its
-gradient are fp32 arrays of that size beside the one that is kept."""
+from meshpar.chunk_bytes import SCORE_BYTES
 
 
 @jax.custom_vjp
@@ -81,7 +79,7 @@ def _num_parts(q: jax.Array, k: jax.Array) -> int:
     batch, seq, heads, _ = q.shape
     kv_heads = k.shape[2]
     score_bytes = 4 * batch * (heads // kv_heads) * seq * seq
-    most = max(1, _SCORE_BYTES // max(1, score_bytes))
+    most = max(1, SCORE_BYTES // max(1, score_bytes))
     enough = range(-(-kv_heads // most), kv_heads + 1)
     return next(num for num in enough if kv_heads % num == 0)
 

@@ -22,6 +22,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.collectives import asked, on_parts
+from meshpar.errors import InputError
 from meshpar.rules import spec_axes
 
 STAGE = "stage"
@@ -56,16 +57,20 @@ class Shares:
         every = jnp.arange(self.seq, dtype=jnp.int32)
         return self._own(every, 0)
 
-    def of_batch(self, batch: Any) -> Any:
-        """A tree of arrays, those with a sequence cut to this rank's tokens."""
-        return jax.tree.map(
-            lambda array: (
-                self._whole_here(self._own(array, 1))
-                if array.ndim > 1 and array.shape[1] == self.seq
-                else array
-            ),
-            batch,
-        )
+    def of_sequence(self, array: jax.Array, name: str) -> jax.Array:
+        """This rank's tokens of an array (batch, seq, ...).
+
+        Raises:
+            InputError: It has another number of tokens.
+        """
+        if array.ndim < 2 or array.shape[1] != self.seq:
+            raise InputError(
+                f"{name} has shape {array.shape} in a microbatch, but the ranks of "
+                f"the pipeline share sequences of {self.seq} tokens, which is dim 1 of "
+                "every array that has them; name those that have in Model "
+                "sequence_inputs=, or in per_token= of pipeline_value_and_grad"
+            )
+        return self._whole_here(self._own(array, 1))
 
     def counts(self) -> jax.Array:
         """Whether this rank's loss and gradients of the ends count."""

@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.collectives import Zero, asked, follow, on_parts, zero_on_parts
 from meshpar.parallel.pipeline.ends import STAGE
+from meshpar.parallel.pipeline.stages import part
 from meshpar.parallel.pipeline.work import Results, Work
 from meshpar.rules import spec_axes
 from meshpar.schedules import Phase, TickTable
@@ -166,22 +167,8 @@ class Executor:
         self, state: _State, row: dict, own: dict, keeps: bool
     ) -> tuple[_State, jax.Array]:
         work, microbatch = self.work, own["forward_microbatch"]
-        done = state.done if self.in_order else None
-        embedded = work.embed(jnp.maximum(row["embedded"], 0), done)
-        arrived = _at(state.inputs, own["input_read"])
-        x = jnp.where(own["forward_stage"] == 0, embedded, arrived)
-        x = self._laid_out(jnp.where(microbatch >= 0, x, IDLE))
-        at = (jnp.maximum(own["forward_chunk"], 0), jnp.maximum(microbatch, 0))
-        if keeps:
-            y, auxiliary, kept = work.stage_keeping(*at, x)
-            saved = [
-                _write(buffer, own["saved_write"], value)
-                for buffer, value in zip(
-                    state.saved, jax.tree.leaves(kept), strict=True
-                )
-            ]
-        else:
-            (y, auxiliary), saved = work.stage(*at, x), state.saved
+        x = self._stage_input(state, row, own)
+        y, auxiliary, saved = self._through_stage(state, own, x, keeps)
         at_end = (own["forward_stage"] == self.num_stages - 1) & (microbatch >= 0)
         last = jnp.where(at_end, y, 0)
         sums, dy, gradients, done = work.head(jnp.maximum(row["ended"], 0), last)
@@ -202,6 +189,27 @@ class Executor:
                 ),
             )
         return state, y
+
+    def _stage_input(self, state: _State, row: dict, own: dict) -> jax.Array:
+        """What this rank's stage takes: embedded, arrived, or `IDLE`."""
+        done = state.done if self.in_order else None
+        embedded = self.work.embed(jnp.maximum(row["embedded"], 0), done)
+        arrived = _at(state.inputs, own["input_read"])
+        x = jnp.where(own["forward_stage"] == 0, embedded, arrived)
+        return self._laid_out(jnp.where(own["forward_microbatch"] >= 0, x, IDLE))
+
+    def _through_stage(
+        self, state: _State, own: dict, x: jax.Array, keeps: bool
+    ) -> tuple[jax.Array, Any, list[jax.Array]]:
+        """The stage's output, its auxiliary losses, and the buffers of what is kept."""
+        chunk = jnp.maximum(own["forward_chunk"], 0)
+        microbatch = jnp.maximum(own["forward_microbatch"], 0)
+        if not keeps:
+            return *self.work.stage(chunk, microbatch, x), state.saved
+        y, auxiliary, kept = self.work.stage_keeping(chunk, microbatch, x)
+        pairs = zip(state.saved, jax.tree.leaves(kept), strict=True)
+        slot = own["saved_write"]
+        return y, auxiliary, [_write(buffer, slot, value) for buffer, value in pairs]
 
     def _backward(
         self, state: _State, row: dict, own: dict, up: jax.Array | None
@@ -301,7 +309,7 @@ def _zeros(shapes: Any, dtype: Any) -> Any:
 
 
 def _at(buffer: jax.Array, slot: jax.Array) -> jax.Array:
-    return lax.dynamic_index_in_dim(buffer, jnp.maximum(slot, 0), keepdims=False)
+    return part(buffer, jnp.maximum(slot, 0))
 
 
 def _write(buffer: jax.Array, slot: jax.Array, value: jax.Array) -> jax.Array:

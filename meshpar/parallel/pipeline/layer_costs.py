@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
-from meshpar.errors import InputError
-from meshpar.model import Model, Parameter, batch_shapes, is_parameter
-from meshpar.scope import EXAMPLE, Scope
+from meshpar.model import Model
+from meshpar.scope import Scope
+from meshpar.traced_model import one_layer_shapes, traced_batch, tracing
 
 SEQ = 8
 """Tokens of the sequence that is traced; every model takes so short a one."""
@@ -43,11 +43,10 @@ def layer_costs(model: Model, *, seq: int = SEQ) -> tuple[float, ...]:
         >>> len(costs), len(set(costs))
         (3, 1)
     """
-    example = jax.ShapeDtypeStruct((1,), jnp.uint32)
-    batch = {**batch_shapes(1, seq), EXAMPLE: example}
-    shapes = jax.tree.map(_one_layer, model.parameters, is_leaf=is_parameter)
-    ends, groups = model.split(shapes)
-    try:
+    batch = traced_batch(1, seq)
+    ends, groups = one_layer_shapes(model)
+    problem = f"no layer's cost can be measured on a batch of shape {(1, seq)}"
+    with tracing(problem, "give layer_costs="):
         x = jax.eval_shape(
             lambda ends, batch: model.embed(ends, batch, Scope(batch=batch)),
             ends,
@@ -58,11 +57,6 @@ def layer_costs(model: Model, *, seq: int = SEQ) -> tuple[float, ...]:
             for group, params in zip(model.groups, groups, strict=True)
             for cost in _costs(group.run, group.num_layers, params, x, batch)
         )
-    except (KeyError, TypeError, ValueError) as error:
-        raise InputError(
-            f"no layer's cost can be measured on a batch of shape {(1, seq)}: {error}; "
-            "give layer_costs="
-        ) from error
 
 
 def _costs(block: Any, num_layers: int, params: Any, x: Any, batch: Any) -> list[float]:
@@ -153,7 +147,3 @@ def _closed(node: Any) -> Any:
     if not _is_program(node):
         return None
     return node if hasattr(node, "consts") else ClosedJaxpr(node, ())
-
-
-def _one_layer(parameter: Parameter) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(parameter.shape, parameter.dtype)

@@ -9,16 +9,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import PartitionSpec
 
 from meshpar.collectives import Zero, follow, zero_on_parts
 from meshpar.model import Params
-from meshpar.parallel.blocks import Block
+from meshpar.parallel.block import Block
 from meshpar.parallel.pipeline.ends import Shares
 from meshpar.parallel.pipeline.executor import Work
 from meshpar.parallel.pipeline.rank_stages import RankStages
-from meshpar.parallel.pipeline.stages import Arrangement, only_group
+from meshpar.parallel.pipeline.stages import Arrangement, only_group, part
 from meshpar.parallel.placement import Placement
 from meshpar.parallel.remat import keeps_stage_input
 from meshpar.parallel.zero import Stored, is_stored, zero_from_all
@@ -123,10 +122,7 @@ class Microbatches:
         return jax.ShapeDtypeStruct((batch, seq // num_shares, embed), self._x.dtype)
 
     def _inputs(self, microbatch: jax.Array | int) -> dict[str, Any]:
-        batch = jax.tree.map(
-            lambda array: lax.dynamic_index_in_dim(array, microbatch, keepdims=False),
-            self.batch,
-        )
+        batch = part(self.batch, microbatch)
         return {"batch": batch, **({} if self.key is None else {"key": self.key})}
 
     def _share_scope(
@@ -139,10 +135,19 @@ class Microbatches:
                 for name, array in inputs["batch"].items()
             }
         if self.shares.shared:
-            inputs["batch"] = self.shares.of_batch(inputs["batch"])
+            inputs["batch"] = self._share_of(inputs["batch"])
             inputs["positions"] = self.shares.positions()
             inputs["full_seq"] = self.shares.seq
         return self.placement.scope(inputs)
+
+    def _share_of(self, batch: Batch) -> Batch:
+        names = self.placement.model.sequence_inputs
+        return {
+            name: self.shares.of_sequence(array, f"batch[{name!r}]")
+            if name in names
+            else array
+            for name, array in batch.items()
+        }
 
     def _stages(self) -> RankStages:
         placement = self.placement

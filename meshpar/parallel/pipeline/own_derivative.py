@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from meshpar.errors import InputError
+from meshpar.parallel.placement import scaled
 
 Gradients = tuple[Any, Any, Any]
 
@@ -44,10 +45,7 @@ def with_own_derivative(run: Callable[..., tuple]) -> Callable[..., tuple]:
             )
         if isinstance(of_loss, SymbolicZero):
             of_loss = jnp.zeros(of_loss.shape, of_loss.dtype)
-        scaled = jax.tree.map(
-            lambda value: value * of_loss.astype(value.dtype), gradients
-        )
-        return (*scaled, None)
+        return (*scaled(gradients, of_loss), None)
 
     value_and_grad.defvjp(forward, backward, symbolic_zeros=True)
     return value_and_grad

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import jax
-import jax.numpy as jnp
 
 from meshpar.errors import InputError
 from meshpar.layout import BY_COST, MANUAL_AXES, Layout
@@ -73,9 +72,8 @@ class PipelineProgram:
             loss_sum += only_group(placement.model).weighted(auxiliary)
             share = safe_inverse(weight_sum)
             blocks = [merge(found.block_gradients)]
-            summed = placement.reduce(found.end_gradients, blocks, after=loss_sum)
-            gradients = jax.tree.map(
-                lambda value: value * share.astype(value.dtype), summed
+            gradients = placement.reduce(
+                found.end_gradients, blocks, after=loss_sum, scale=share
             )
             return loss_sum * share, metrics_of(weight_sum, auxiliary), gradients
 
@@ -124,7 +122,9 @@ class PipelineProgram:
             weights=weights,
             blocks=cut(blocks, schedule.num_chunks),
             end_gradients=ends,
-            gradients=jax.eval_shape(lambda: cut(_zeros(shapes), schedule.num_chunks)),
+            gradients=jax.eval_shape(
+                lambda tree: cut(tree, schedule.num_chunks), shapes
+            ),
             batch=cut(batch, schedule.num_microbatches),
             key=key,
         )
@@ -138,10 +138,6 @@ class PipelineProgram:
         )
 
 
-def _zeros(shapes: Params) -> Params:
-    return jax.tree.map(lambda value: jnp.zeros(value.shape, value.dtype), shapes)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
     """A model arranged for the stages of a layout.
@@ -150,11 +146,13 @@ class Pipeline:
         model: Its stacked parameters lie rank by rank.
         schedule: What every rank does.
         arrangement: Which layers every rank has.
+        layers_of_stages: How many layers each stage has, first to last.
     """
 
     model: Model
     schedule: Schedule
     arrangement: Arrangement
+    layers_of_stages: tuple[int, ...]
 
     def program(self, placement: Placement) -> PipelineProgram:
         """The functions of the model on its mesh."""
@@ -186,7 +184,10 @@ def pipeline_of(
     )
     placed = arrangement(chosen, sizes)
     return Pipeline(
-        model=arranged(model, placed.order), schedule=chosen, arrangement=placed
+        model=arranged(model, placed.order),
+        schedule=chosen,
+        arrangement=placed,
+        layers_of_stages=sizes,
     )
 
 

@@ -10,16 +10,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from meshpar.parallel.block import Block, Sums
 from meshpar.parallel.blocks import (
-    Block,
-    Sums,
+    check_names,
     run_again,
     run_backward,
     run_blocks,
     run_keeping,
 )
 from meshpar.parallel.pipeline.ends import STAGE
-from meshpar.parallel.pipeline.stages import Arrangement
+from meshpar.parallel.pipeline.stages import Arrangement, part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,9 @@ class RankStages:
         """The same, and what `gradient` needs of it."""
         if self.keeps_input:
             return *self.run(chunk, microbatch, x), x
-        return run_keeping(self.block, *self._of(chunk, x, microbatch))
+        shards, x, layers, inputs = self._of(chunk, x, microbatch)
+        check_names([(self.block, layers, shards)], x, inputs)
+        return run_keeping(self.block, shards, x, layers, inputs)
 
     def gradient(
         self,
@@ -96,4 +98,4 @@ class RankStages:
 def _chunk(value: jax.Array, chunk: jax.Array) -> jax.Array:
     if value.shape[0] == 1:
         return value[0]
-    return lax.dynamic_index_in_dim(value, chunk, keepdims=False)
+    return part(value, chunk)

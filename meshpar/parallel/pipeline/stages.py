@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import lax
 
 from meshpar.errors import InputError
 from meshpar.model import BlockGroup, Model, Parameter, is_parameter
@@ -121,8 +122,8 @@ def stage_sizes(
         splits: Layers of each stage; as even as possible when absent.
 
     Raises:
-        InputError: More stages than layers, or splits that are not the stages' or do
-            not add up to the layers.
+        InputError: More stages than layers, or splits that are not the stages', are no
+            whole numbers or do not add up to the layers.
     """
     num_stages = num_ranks * chunks
     if num_stages > num_layers:
@@ -133,6 +134,11 @@ def stage_sizes(
     if not splits:
         return split_evenly(num_layers, num_stages)
     shown = "/".join(map(str, splits))
+    if not all(isinstance(size, int | np.integer) for size in splits):
+        raise InputError(
+            f"splits={shown} has sizes that are no whole numbers; give the layers of "
+            "each stage as such"
+        )
     if len(splits) != num_stages:
         raise InputError(
             f"splits={shown} has {len(splits)} sizes for {num_stages} stages; "
@@ -223,3 +229,10 @@ def cut(tree: Any, num_parts: int) -> Any:
 def merge(tree: Any) -> Any:
     """Undoes `cut`."""
     return jax.tree.map(lambda value: value.reshape(-1, *value.shape[2:]), tree)
+
+
+def part(tree: Any, index: jax.Array | int) -> Any:
+    """One of the parts of every array that was `cut`."""
+    return jax.tree.map(
+        lambda value: lax.dynamic_index_in_dim(value, index, keepdims=False), tree
+    )

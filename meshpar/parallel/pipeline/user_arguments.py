@@ -7,11 +7,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from meshpar.errors import InputError
-from meshpar.layout import BATCH_AXES
+from meshpar.layout import BATCH_AXES, MANUAL_AXES
 from meshpar.parallel.pipeline.ends import STAGE
+from meshpar.rules import spec_axes
 
 
 def batch_axes(mesh: Mesh) -> tuple[str, ...]:
@@ -67,6 +68,101 @@ def check_parameters(*trees: Any) -> None:
                 f"a parameter is {leaf.dtype}{leaf.shape}; parameters get gradients, "
                 "so they are floating-point: pass others as inputs or targets"
             )
+
+
+def check_x_spec(x_spec: Any, mesh: Mesh) -> None:
+    """Refuses a layout of x that names other mesh axes than GSPMD partitions over.
+
+    Raises:
+        InputError: It is no `PartitionSpec`, or names another mesh axis.
+    """
+    if not isinstance(x_spec, PartitionSpec):
+        raise InputError(f"x_spec={x_spec!r} is no PartitionSpec")
+    _check_mesh_axes("x_spec", x_spec, mesh)
+
+
+def check_x_dims(x_spec: PartitionSpec, shape: tuple[int, ...]) -> None:
+    """Refuses a layout of x of more dims than x has.
+
+    Raises:
+        InputError: It has more.
+    """
+    if len(x_spec) > len(shape):
+        raise InputError(
+            f"x_spec={x_spec} has {len(x_spec)} dims, but x of one microbatch has "
+            f"shape {shape}; give a mesh axis or None for each of its {len(shape)} dims"
+        )
+
+
+def check_block_specs(specs: Any, blocks: Any, mesh: Mesh) -> None:
+    """Refuses specs that are not those of the blocks' parameters.
+
+    Args:
+        specs: Tree of `PartitionSpec` of one layer's parameters, or None.
+        blocks: The stacked parameters.
+        mesh: The mesh.
+
+    Raises:
+        InputError: Another tree, a spec of more dims than its parameter, or of mesh
+            axes that GSPMD does not partition over.
+    """
+    if specs is None:
+        return
+    is_spec = lambda node: isinstance(node, PartitionSpec)  # noqa: E731
+    found = jax.tree.structure(specs, is_leaf=is_spec)
+    wanted = jax.tree.structure(blocks)
+    leaves = jax.tree.leaves_with_path(specs, is_leaf=is_spec)
+    if found != wanted or not all(is_spec(leaf) for _, leaf in leaves):
+        raise InputError(
+            f"block_specs is {specs}, but block_params is {wanted}; give the same tree "
+            "with a PartitionSpec of one layer for each array"
+        )
+    for (path, spec), value in zip(leaves, jax.tree.leaves(blocks), strict=True):
+        name, shape = f"block_specs{jax.tree_util.keystr(path)}", value.shape[1:]
+        if len(spec) > len(shape):
+            raise InputError(
+                f"{name}={spec} has {len(spec)} dims, but one layer's parameter has "
+                f"shape {shape}; leave the dim of the layers out"
+            )
+        _check_mesh_axes(name, spec, mesh)
+
+
+def _check_mesh_axes(name: str, spec: PartitionSpec, mesh: Mesh) -> None:
+    known = [axis for axis in mesh.axis_names if axis not in MANUAL_AXES]
+    for mesh_axis in spec_axes(spec):
+        if mesh_axis not in known:
+            raise InputError(
+                f"{name}={spec} names mesh axis {mesh_axis!r}, but GSPMD partitions "
+                f"over {', '.join(map(repr, known)) or 'no mesh axis'} here; batch and "
+                "stages are split without it"
+            )
+
+
+def token_arrays(
+    per_token: bool | tuple[Any, Any], inputs: Any, targets: Any
+) -> tuple[Any, Any] | None:
+    """Which arrays have tokens in dim 1, as trees of booleans; None if none is asked.
+
+    Raises:
+        InputError: `per_token` is neither a boolean nor such a pair of trees.
+    """
+    if isinstance(per_token, bool):
+        if not per_token:
+            return None
+        return jax.tree.map(lambda array: jnp.ndim(array) > 1, (inputs, targets))
+
+    def spread(has_tokens: Any, tree: Any) -> Any:
+        if not isinstance(has_tokens, bool):
+            raise TypeError(f"{has_tokens!r} is no boolean")
+        return jax.tree.map(lambda _: has_tokens, tree)
+
+    try:
+        return jax.tree.map(spread, tuple(per_token), (inputs, targets))
+    except (TypeError, ValueError) as error:
+        raise InputError(
+            f"per_token={per_token!r} is neither a boolean nor a pair of trees of "
+            f"booleans for (inputs, targets): {error}"
+        ) from error
 
 
 def check_batch(inputs: Any, targets: Any, mesh: Mesh, num_microbatches: int) -> None:

@@ -18,14 +18,15 @@ from meshpar.collectives import Zero, follow, zero_on_parts
 from meshpar.errors import InputError
 from meshpar.mesh import platform_of
 from meshpar.model import BlockGroup
-from meshpar.parallel.blocks import Block
+from meshpar.parallel.block import Block
 from meshpar.parallel.pipeline.ends import STAGE, Shares
 from meshpar.parallel.pipeline.float_leaves import (
     differentiable,
     split_floats,
 )
 from meshpar.parallel.pipeline.rank_stages import RankStages
-from meshpar.parallel.pipeline.stages import Arrangement
+from meshpar.parallel.pipeline.stages import Arrangement, part
+from meshpar.parallel.pipeline.user_arguments import check_x_dims
 from meshpar.parallel.pipeline.work import Work
 from meshpar.parallel.remat import keeps_stage_input
 from meshpar.parallel.zero import Stored, is_stored, zero_from_all
@@ -57,7 +58,8 @@ class UserFunctions:
         embed: `(end_params, inputs)` -> x; None where the input is x itself.
         mesh: The mesh.
         schedule: What every rank does.
-        per_token: Whether embed and head treat every token (dim 1) by itself.
+        token_arrays: Which arrays of inputs and targets have tokens in dim 1, where
+            embed and head treat every token by itself; None where they do not.
         auxiliary: Name of each auxiliary loss of the blocks -> its coefficient.
         remat: What the backward recomputes (`Layout.remat`).
         x_spec: How x lies over automatic mesh axes.
@@ -70,7 +72,7 @@ class UserFunctions:
     embed: Callable[[Any, Any], jax.Array] | None
     mesh: Mesh
     schedule: Schedule
-    per_token: bool
+    token_arrays: tuple[Any, Any] | None
     auxiliary: dict[str, float]
     remat: str
     x_spec: PartitionSpec
@@ -173,8 +175,9 @@ class UserMicrobatches:
 
     @cached_property
     def shares(self) -> Shares:
-        """How tokens are divided among the ranks; not at all unless `per_token`."""
+        """How tokens are divided among the ranks; not at all without `token_arrays`."""
         given, shape = self.functions, self._x.shape
+        check_x_dims(given.x_spec, shape)
         whole = (*given.x_spec, *(None,) * (len(shape) - len(given.x_spec)))
         of_seq = spec_axes(PartitionSpec(*whole[1:2]))
         parts = math.prod(given.mesh.shape[mesh_axis] for mesh_axis in of_seq)
@@ -182,7 +185,9 @@ class UserMicrobatches:
         seq = shape[1] if len(shape) > 1 else 0
         return Shares(
             num_ranks=num_ranks,
-            shared=given.per_token and seq > 0 and seq % (num_ranks * parts) == 0,
+            shared=given.token_arrays is not None
+            and seq > 0
+            and seq % (num_ranks * parts) == 0,
             seq=seq,
             spec=PartitionSpec(*whole) if any(whole) else PartitionSpec(),
             parts=parts,
@@ -191,7 +196,7 @@ class UserMicrobatches:
 
     @cached_property
     def _x(self) -> jax.ShapeDtypeStruct:
-        x = jax.eval_shape(self.functions.first, self.ends, _at(self.inputs, 0))
+        x = jax.eval_shape(self.functions.first, self.ends, part(self.inputs, 0))
         if not isinstance(x, jax.ShapeDtypeStruct):
             raise InputError(
                 f"blocks take one array, but the pipeline's input is {x}; give embed=, "
@@ -208,7 +213,7 @@ class UserMicrobatches:
         given = self.functions
 
         def inputs(microbatch: jax.Array) -> dict[str, Any]:
-            kept = lax.stop_gradient(_at(self.inputs, microbatch))
+            kept = lax.stop_gradient(part(self.inputs, microbatch))
             return {"inputs": kept, "microbatch": jnp.asarray(microbatch)}
 
         def place(inputs: dict[str, Any]) -> At:
@@ -236,23 +241,23 @@ class UserMicrobatches:
         )
 
     def _embed(self, microbatch: jax.Array, earlier: Zero | None) -> jax.Array:
-        inputs = _at(self.inputs, microbatch)
+        inputs = part(self.inputs, microbatch)
         if self.functions.embed is None:
             return inputs
         inputs = jax.tree.map(lambda array: _follow(array, earlier), inputs)
-        share = self.functions.embed(self.ends, self._share_of(inputs))
+        share = self.functions.embed(self.ends, self._share_of_inputs(inputs))
         return self.shares.gather(share, "embed_gather") if self._shared else share
 
     def _embed_gradient(
         self, microbatch: jax.Array, first: jax.Array
     ) -> tuple[Any, Any, Zero]:
-        embed, inputs = self.functions.embed, _at(self.inputs, microbatch)
+        embed, inputs = self.functions.embed, part(self.inputs, microbatch)
         if embed is None:
             nothing = jax.tree.map(jnp.zeros_like, self.ends)
             return nothing, [first], zero_on_parts(first, self.shares.spec)
         floats, filled = split_floats(inputs)
         _, vjp = jax.vjp(
-            lambda ends, floats: embed(ends, self._share_of(filled(floats))),
+            lambda ends, floats: embed(ends, self._share_of_inputs(filled(floats))),
             self.ends,
             floats,
         )
@@ -262,7 +267,7 @@ class UserMicrobatches:
 
     def _loss(self, microbatch: jax.Array, last: jax.Array) -> tuple:
         share = self.shares.scatter(last, "head_scatter") if self._shared else last
-        targets = self._share_of(_at(self.targets, microbatch))
+        targets = self._share_of_targets(part(self.targets, microbatch))
         num_shares = self.shares.num_ranks if self._shared else 1
         sums, vjp = jax.vjp(
             lambda ends, share: self.functions.sums(
@@ -296,14 +301,22 @@ class UserMicrobatches:
         stored = self.functions.end_stored
         return zero_on_parts(x, self.shares.spec) + zero_from_all(stored, gradients)
 
-    def _share_of(self, tree: Any) -> Any:
-        return self.shares.of_batch(tree) if self._shared else tree
+    def _share_of_inputs(self, inputs: Any) -> Any:
+        return self._share_of(inputs, 0, "inputs") if self._shared else inputs
 
+    def _share_of_targets(self, targets: Any) -> Any:
+        return self._share_of(targets, 1, "targets") if self._shared else targets
 
-def _at(tree: Any, microbatch: jax.Array | int) -> Any:
-    return jax.tree.map(
-        lambda array: lax.dynamic_index_in_dim(array, microbatch, keepdims=False), tree
-    )
+    def _share_of(self, tree: Any, argument: int, name: str) -> Any:
+        return jax.tree.map_with_path(
+            lambda path, array, has_tokens: (
+                self.shares.of_sequence(array, name + jax.tree_util.keystr(path))
+                if has_tokens
+                else array
+            ),
+            tree,
+            self.functions.token_arrays[argument],
+        )
 
 
 def _follow(array: jax.Array, earlier: Zero | None) -> jax.Array:

@@ -29,18 +29,24 @@ from meshpar.parallel.pipeline.stages import (
 from meshpar.parallel.pipeline.user_arguments import (
     batch_axes,
     check_batch,
+    check_block_specs,
     check_mesh,
     check_parameters,
+    check_x_spec,
     layers_of,
+    token_arrays,
 )
 from meshpar.parallel.pipeline.user_functions import (
     UserFunctions,
     UserMicrobatches,
     differentiable,
 )
-from meshpar.parallel.placement import safe_inverse
+from meshpar.parallel.placement import safe_inverse, scaled
 from meshpar.parallel.zero import Stored, zero_from_all
 from meshpar.schedules import tick_table
+
+_REMATS = tuple(name for name in REMATS if name != "selective")
+"""Of `Layout`, without what needs residuals to be named with `Scope.save`."""
 
 
 def pipeline_value_and_grad(
@@ -54,7 +60,7 @@ def pipeline_value_and_grad(
     chunks: int = 1,
     splits: Sequence[int] = (),
     remat: str = "none",
-    per_token: bool = False,
+    per_token: bool | tuple[Any, Any] = False,
     auxiliary: Mapping[str, float] | None = None,
     block_specs: Any = None,
     x_spec: PartitionSpec = PartitionSpec(),  # noqa: B008, immutable
@@ -84,9 +90,13 @@ def pipeline_value_and_grad(
         splits: Layers of each stage; as even as possible when absent.
         remat: What the backward recomputes: `none`, `dots`, `full` (each block),
             `stage` or `stage_full` (each stage), as in `Layout`.
-        per_token: Whether embed and head treat every token (dim 1 of x, and of inputs
-            and targets that have as many) by itself. Then the ranks share them, if the
-            tokens divide over the ranks; otherwise each rank computes them in full.
+        per_token: Whether embed and head treat every token, dim 1 of x, by itself. Then
+            the ranks share them, if the tokens divide over the ranks; otherwise each
+            rank computes them in full. True: every array of inputs and targets of two
+            dims or more has as many tokens as x in dim 1 and is cut along it, those of
+            one dim are not. Or a pair of trees of booleans for (inputs, targets), or of
+            prefixes such as `(True, {"ids": True, "image": False})`: True for what has
+            tokens in dim 1, False for what embed and head are to see whole.
         auxiliary: Name of each auxiliary loss of the blocks -> its coefficient. A block
             then returns `(x, sums)`, a dict of a scalar for each, and the loss has all
             layers' `coefficient * sums` beside `loss_sum`; means, if head gives one.
@@ -109,9 +119,11 @@ def pipeline_value_and_grad(
 
     Raises:
         InputError: When made: no `stage`, a mesh axis that is not `Auto`, no such
-            schedule, or one for other ranks or microbatches. When called: fewer layers
-            than stages, splits that do not add up, a batch that does not divide over
-            devices and microbatches, a block that changes the shape of x.
+            schedule, or one for other ranks or microbatches, an `x_spec` that names
+            other mesh axes than GSPMD's. When called: fewer layers than stages, splits
+            that do not add up, a batch that does not divide over devices and
+            microbatches, a block that changes the shape of x, specs of another tree
+            than block_params, or of more dims than there are.
 
     Example:
         >>> import numpy as np
@@ -136,8 +148,9 @@ def pipeline_value_and_grad(
         (1F1B); for the ends, Yeung et al. 2024.
     """
     check_mesh(mesh)
-    if remat not in REMATS:
-        raise InputError(f"no remat {remat!r}; {nearest(remat, REMATS)}")
+    check_x_spec(x_spec, mesh)
+    if remat not in _REMATS:
+        raise InputError(f"no remat {remat!r} here; {nearest(remat, _REMATS)}")
     chosen = chosen_schedule(
         schedule,
         num_ranks=mesh.shape[STAGE],
@@ -148,6 +161,7 @@ def pipeline_value_and_grad(
     def run(blocks: Any, ends: Any, inputs: Any, targets: Any) -> tuple:
         num_layers = layers_of(blocks)
         check_parameters(blocks, ends)
+        check_block_specs(block_specs, blocks, mesh)
         check_batch(inputs, targets, mesh, num_microbatches)
         sizes = stage_sizes(num_layers, mesh.shape[STAGE], chunks, splits)
         functions = UserFunctions(
@@ -156,7 +170,7 @@ def pipeline_value_and_grad(
             embed=embed,
             mesh=mesh,
             schedule=chosen,
-            per_token=per_token,
+            token_arrays=token_arrays(per_token, inputs, targets),
             auxiliary=dict(auxiliary or {}),
             remat=remat,
             x_spec=x_spec,
@@ -208,17 +222,19 @@ def _run(
         check_vma=False,
     )(_arranged(blocks, placed), ends, inputs, targets)
     floats = iter(of_floats)
-    gradients = (
-        _in_layer_order(of_blocks, placed),
-        of_ends,
-        jax.tree.map(
-            lambda like: next(floats) if differentiable(like) else None, inputs
-        ),
+    of_inputs = jax.tree.map(
+        lambda like: next(floats) if differentiable(like) else None, inputs
     )
-    return loss, jax.tree.map(
+    gradients = _in_layer_order(of_blocks, placed), of_ends, of_inputs
+    return loss, _typed_as((blocks, ends, inputs), gradients)
+
+
+def _typed_as(likes: Gradients, gradients: Gradients) -> Gradients:
+    """Gradients in the dtype of what they are of; None stays None."""
+    return jax.tree.map(
         lambda value, like: value if value is None else value.astype(like.dtype),
         gradients,
-        (blocks, ends, inputs),
+        likes,
         is_leaf=lambda node: node is None,
     )
 
@@ -251,8 +267,7 @@ def _reduced(
     summed = reduce_gradients(
         stored, gradients, tuple(at_work), earlier=earlier, in_order=functions.in_order
     )
-    scaled = jax.tree.map(lambda value: value * share.astype(value.dtype), summed)
-    return loss_sum * share, *scaled
+    return loss_sum * share, *scaled(summed, share)
 
 
 def _stored(tree: Any, manual: tuple, automatic: Any, *, wide: bool = True) -> Any:

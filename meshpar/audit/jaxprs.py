@@ -1,0 +1,16 @@
+"""Programs inside of programs, as JAX traces them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from jax.extend.core import Jaxpr, JaxprEqn
+
+
+def inner_jaxprs(equation: JaxprEqn) -> Iterator[tuple[Jaxpr, int]]:
+    """The programs inside of an equation, and how often each runs."""
+    times = equation.params.get("length", 1) if equation.primitive.name == "scan" else 1
+    for value in equation.params.values():
+        inner = getattr(value, "jaxpr", value)
+        if isinstance(inner, Jaxpr):
+            yield inner, times

@@ -1,0 +1,1 @@
+"""Calibration: what this machine's devices and links achieve, measured."""

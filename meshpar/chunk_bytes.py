@@ -1,0 +1,10 @@
+"""How much of an array that would be large is made at a time."""
+
+LOGITS_BYTES = 512 * 2**20
+"""Most bytes of logits, by default (`meshpar.parallel.head_loss`). For a vocabulary of
+128k that is a chunk of 1,024 tokens: enough for its matmuls to be bound by arithmetic,
+not by the sum of the table's gradient that each chunk reads and writes."""
+
+SCORE_BYTES = 256 * 2**20
+"""Most bytes of attention's fp32 scores (`models.layers.causal_attention`), while heads
+are many: the softmax and its gradient are arrays of that size beside the one kept."""

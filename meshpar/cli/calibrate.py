@@ -1,0 +1,59 @@
+"""Measures this machine's devices and links, for estimate and plan to use."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from meshpar.cli.parsing import positive
+from meshpar.errors import InputError
+from meshpar.planner.clusters import device_of
+from meshpar.planner.devices import DEVICES
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds this subcommand's options."""
+    add = parser.add_argument
+    add(
+        "--output",
+        metavar="FILE.toml",
+        help="where to write the device, for --hardware FILE.toml (default: standard "
+        "output)",
+    )
+    add(
+        "--like",
+        metavar="NAME",
+        help="the device's data sheet, against which fractions are counted: "
+        f"{', '.join(DEVICES)} (default: peaks are what is measured)",
+    )
+    add("--name", help="what to call it (default: the file's name)")
+    add("--rounds", type=positive, default=5, metavar="N", help="(default: 5)")
+    add("--json", action="store_true", help="print one JSON object on stdout")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures, writes and prints; always 0."""
+    import jax  # the devices start with it
+
+    from meshpar.calibration.device_file import device_toml
+    from meshpar.calibration.measure import calibrate
+
+    output = None if args.output is None else Path(args.output)
+    if output is not None and output.suffix != ".toml":
+        raise InputError(f"--output {args.output}: must end in .toml, for --hardware")
+    if output is not None and not output.parent.is_dir():
+        raise InputError(f"--output {args.output}: {output.parent} is no folder")
+    like = None if args.like is None else device_of(args.like)
+    name = args.name or (output.stem if output else "measured")
+    found = calibrate(jax.devices(), name=name, rounds=args.rounds, like=like)
+    text = device_toml(found)
+    if output is not None:
+        output.write_text(text)
+    if args.json:
+        trials = [{"name": one, "seconds": s} for one, s, _ in found.rows]
+        print(json.dumps({"device": asdict(found.device), "trials": trials}))
+        return 0
+    print(text, end="")
+    return 0

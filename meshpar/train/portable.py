@@ -1,0 +1,72 @@
+"""A state as every `param_dtype` can read it: parameters once, in all the bits known.
+
+A master copy stands in the parameters' place: they are its values rounded to nearest,
+so they can be made from it again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from meshpar.parallel.remat import HOST_MEMORY
+from meshpar.train.precision import Mastered
+from meshpar.train.state import TrainState
+
+
+def portable(state: TrainState) -> TrainState:
+    """The state without what can be made again.
+
+    Args:
+        state: A state, or a tree like it of shapes, shardings or what else.
+    """
+    if not isinstance(state.opt_state, Mastered):
+        return state
+    return dataclasses.replace(
+        state, params=state.opt_state.master, opt_state=state.opt_state.inner
+    )
+
+
+def unported(
+    state: TrainState, shapes: TrainState, shardings: TrainState
+) -> TrainState:
+    """Undoes `portable` for a state of those shapes, which may have a master copy.
+
+    Args:
+        state: From `portable`, arrays of the dtypes and shardings of
+            `portable(shapes)`.
+        shapes: Of the state wanted.
+        shardings: Of the state wanted.
+    """
+    if not isinstance(shapes.opt_state, Mastered):
+        return state
+    params = jax.tree.map(
+        lambda master, shape, sharding: _rounded(
+            shape.dtype, sharding, master.sharding.memory_kind == HOST_MEMORY
+        )(master),
+        state.params,
+        shapes.params,
+        shardings.params,
+    )
+    return dataclasses.replace(
+        state, params=params, opt_state=Mastered(state.params, state.opt_state)
+    )
+
+
+@functools.lru_cache
+def _rounded(
+    dtype: Any, sharding: NamedSharding, from_host: bool
+) -> Callable[[jax.Array], jax.Array]:
+    """An array -> its values in that dtype, laid out so."""
+
+    def rounded(array: jax.Array) -> jax.Array:
+        if from_host:
+            array = jax.device_put(array, jax.memory.Space.Device)
+        return array.astype(dtype)
+
+    return jax.jit(rounded, out_shardings=sharding)

@@ -1,0 +1,68 @@
+"""The planner's error against published runs: its table, and a picture.
+
+    python -m recipes.bench.planner_validation --png recipes/planner_validation.png
+
+prints what `meshpar plan --validate` prints and draws predicted against measured. The
+picture needs matplotlib: `pip install '.[plots]'`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from meshpar.planner import validate
+from meshpar.planner.published import Measured
+
+_QUANTITIES = {"step": "step time, s", "memory": "memory of a device, GB"}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Prints the table and draws the picture."""
+    parser = argparse.ArgumentParser(prog="python -m recipes.bench.planner_validation")
+    parser.add_argument("--png", type=Path, help="where the picture goes")
+    args = parser.parse_args(argv)
+    rows = validate.rows()
+    print(validate.text(rows))
+    if args.png is not None:
+        _draw(rows, args.png)
+    return 0
+
+
+def series(rows: list[Measured], quantity: str) -> dict[str, list[Measured]]:
+    """The rows of one quantity by source; those that calibrate are a series too."""
+    found: dict[str, list[Measured]] = {}
+    for row in rows:
+        if row.quantity == quantity:
+            note = ", calibrates" if row.calibrates else ", apart" if row.apart else ""
+            found.setdefault(row.source + note, []).append(row)
+    return found
+
+
+def _draw(rows: list[Measured], png: Path) -> None:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        sys.exit("--png needs matplotlib: pip install '.[plots]'")
+    figure = Figure(figsize=(11, 5), layout="constrained")
+    for axes, (quantity, name) in zip(
+        figure.subplots(1, 2), _QUANTITIES.items(), strict=True
+    ):
+        groups = series(rows, quantity)
+        for (label, group), marker in zip(groups.items(), "osD^vPX*<>", strict=False):
+            measured = [row.measured for row in group]
+            predicted = [row.predicted for row in group]
+            axes.loglog(measured, predicted, marker, alpha=0.7, label=label)
+        ends = [min(row.measured for one in groups.values() for row in one)]
+        ends += [max(row.measured for one in groups.values() for row in one)]
+        axes.plot(ends, ends, color="black", linewidth=0.8, label="equal")
+        for share in (0.88, 1.12):
+            axes.plot(ends, [share * end for end in ends], "k:", linewidth=0.8)
+        axes.set(xlabel=f"measured {name}", ylabel="predicted (dotted: 12 % off)")
+        axes.legend(fontsize=8)
+    figure.savefig(png, dpi=120)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,24 @@
+"""The picture of the planner's error, and the table beside it."""
+
+import pytest
+
+from meshpar.planner import validate
+from recipes.bench.planner_validation import main, series
+
+
+def test_every_row_of_a_quantity_is_in_one_series():
+    rows = validate.rows()
+    for quantity in ("step", "memory"):
+        drawn = series(rows, quantity)
+        assert sum(map(len, drawn.values())) == sum(
+            row.quantity == quantity for row in rows
+        )
+    assert "Tazi et al. 2025, calibrates" in series(rows, "step")
+
+
+def test_the_table_is_printed_and_the_picture_drawn(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    png = tmp_path / "validation.png"
+    assert main(["--png", str(png)]) == 0
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert "step time, A100 (Megatron-LM): 9 rows, mean" in capsys.readouterr().out
