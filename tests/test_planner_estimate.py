@@ -9,6 +9,7 @@ from meshpar.cli.main import main
 from meshpar.layout import Layout
 from meshpar.planner.clusters import cluster_of
 from meshpar.planner.estimate import estimate
+from meshpar.planner.explain import explain
 from meshpar.planner.refusals import layout_problems
 from meshpar.planner.shapes import SHAPES
 from meshpar.train.refusals import layout_refusals
@@ -150,3 +151,22 @@ def test_sizes_beyond_any_run_are_refused(capsys):
     arguments = ["estimate", "--preset", "tiny", "--layout", "data=1", "--seq"]
     assert main([*arguments, str(10**28)]) == 2
     assert "give at most 1000000000 each" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "more, why",
+    [
+        ("", "take longer than the layer's work beside them"),
+        (",zero=1", "gradients are reduced once"),
+        (",microbatches=2", "gradients are reduced once"),
+    ],
+)
+def test_why_fsdp_is_exposed_depends_on_what_it_splits_and_when(more, why):
+    found = estimate(
+        SHAPES["llama3-8b"],
+        cluster_of("h100-80gb", devices=16),
+        f"fsdp=16,precision=bf16{more}",
+        global_batch=32,
+    )
+    [line] = [line for line in explain(found) if "exposed on fsdp" in line]
+    assert why in line

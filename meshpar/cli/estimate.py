@@ -96,7 +96,7 @@ def _refused(layout: Layout, execution: Execution) -> list[str]:
     Raises:
         InputError: It refuses something else.
     """
-    refusals = {} if execution != MESHPAR else layout_refusals(layout)
+    refusals = {} if execution.eager else layout_refusals(layout)
     planned = [refusals.pop(axis, "") for axis in _PLANNED_AXES]
     for message in refusals.values():
         raise InputError(message)

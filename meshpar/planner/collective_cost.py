@@ -89,6 +89,8 @@ def wire_bytes(kind: str, payload_bytes: float, num_devices: int) -> float:
             `collective-permute`.
         payload_bytes: Of the whole array: output of a gather, input of a scatter.
         num_devices: Members of a group.
+
+    Reference: nccl-tests, `doc/PERFORMANCE.md` (bus bandwidth over algorithm's).
     """
     share = (num_devices - 1) / num_devices
     factor = {"all-reduce": 2 * share, "collective-permute": 1.0}.get(kind, share)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from meshpar.planner.estimate import Estimate, gigabytes, milliseconds
 
+_ONCE = "gradients are reduced once, behind the last backward"
 _WHY_EXPOSED = {
     "tensor": "sums of the residual stream stand between a block's matmuls",
     "fsdp": "weights and gradients take longer than the layer's work beside them",
-    "data": "gradients are reduced once, behind the last backward",
+    "data": _ONCE,
     "stage": "a stage waits for its input and, where shared, for embedding and head",
     "context": "keys and values take longer than the attention beside them",
     "expert": "tokens must reach their experts before these can start",
@@ -62,11 +63,13 @@ def _time(estimate: Estimate) -> list[str]:
     ]
     if time.host_s:
         lines.append(f"  waiting for the host {_share(time.host_s, step_s)}")
+    layer_by_layer = estimate.run.layout.zero == 3 and not estimate.run.gathers_once
     for mesh_axis, seconds in time.exposed_s.items():
         link = estimate.run.link(mesh_axis).name
+        why = _WHY_EXPOSED[mesh_axis]
+        why = why if layer_by_layer or mesh_axis != "fsdp" else _ONCE
         lines.append(
-            f"  exposed on {mesh_axis} ({link}) {_share(seconds, step_s)}: "
-            f"{_WHY_EXPOSED[mesh_axis]}"
+            f"  exposed on {mesh_axis} ({link}) {_share(seconds, step_s)}: {why}"
         )
     return lines
 

@@ -222,6 +222,7 @@ def estimate_published(
     hardware: str = "a100-80gb",
     stage_blocks: tuple[int, ...] | None = None,
 ) -> Estimate:
+    """The estimate of a published run, on as many devices as its layout needs."""
     return estimate(
         workload,
         cluster_of(hardware, devices=layout.num_devices),
