@@ -118,13 +118,17 @@ def test_more_microbatches_shrink_the_bubble():
     assert bubbles == sorted(bubbles, reverse=True)
 
 
-@pytest.mark.parametrize("execution", [MESHPAR, MEGATRON_2022])
-def test_recomputing_everything_costs_a_forward(execution):
+@pytest.mark.parametrize(
+    ("execution", "low"),
+    # A compiled loop stacks what blocks keep, and less of it with recomputation.
+    [(MESHPAR, 1.1), (MEGATRON_2022, 1.2)],
+)
+def test_recomputing_everything_costs_a_forward(execution, low):
     none, full = (
         of(f"fsdp=8,precision=bf16,remat={remat}", execution=execution).time.compute_s
         for remat in ("none", "full")
     )
-    assert 1.2 < full / none < 1.4
+    assert low < full / none < 1.4
 
 
 def test_a_slower_network_exposes_more_and_hides_nothing_of_tensor():
