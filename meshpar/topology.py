@@ -15,7 +15,8 @@ from meshpar.errors import InputError
 from meshpar.layout import MESH_AXES, Layout
 from meshpar.link_speeds import NVIDIA_LINKS, card_words
 
-Link = Literal["none", "host", "network"]
+Crossing = Literal["none", "host", "network"]
+"""What a mesh axis has to cross: nothing, one host's links, or the network."""
 
 
 class TopologyWarning(UserWarning):
@@ -83,18 +84,18 @@ class Topology:
         """Devices on all hosts."""
         return self.hosts * self.devices_per_host
 
-    def links(self, layout: Layout) -> dict[str, Link]:
+    def links(self, layout: Layout) -> dict[str, Crossing]:
         """The slowest link that each mesh axis crosses; `none` where its size is 1.
 
         Device order is row-major over the mesh axes, `tensor` innermost, so the groups
         of a mesh axis lie in aligned spans of (its size x all sizes inside it) devices.
         """
-        links: dict[str, Link] = {}
+        links: dict[str, Crossing] = {}
         sizes = layout.mesh_shape
         for position, mesh_axis in enumerate(MESH_AXES):
             span = math.prod(sizes[inner] for inner in MESH_AXES[position:])
             in_one_host = self.hosts == 1 or self.devices_per_host % span == 0
-            crosses: Link = "host" if in_one_host else "network"
+            crosses: Crossing = "host" if in_one_host else "network"
             links[mesh_axis] = "none" if sizes[mesh_axis] == 1 else crosses
         return links
 

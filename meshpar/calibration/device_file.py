@@ -21,6 +21,7 @@ def device_toml(found: Calibration) -> str:
         *(f"# {name}: {s:.4g} s, {rate}" for name, s, rate in found.rows),
         "",
         f'name = "{device.name}"',
+        f'platform = "{device.platform}"',
         *_numbers(device),
         "",
         "[peak_flops]",

@@ -203,6 +203,7 @@ def _measured(
     return Device(
         name=name,
         peak_flops=dict(flops),
+        platform=devices[0].platform,
         memory_bytes=_memory_bytes(devices),
         memory_bytes_per_s=memory,
         domain_devices=len(devices),

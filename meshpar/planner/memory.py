@@ -248,20 +248,26 @@ def _logit_bytes(run: Run) -> float:
 
 
 def _gathered_bytes(run: Run, rank: int) -> float:
-    """Whole parameters in use: the ends', and one layer's and the next one's, or all.
+    """Parameters as matmuls take them, beside those that are stored.
 
-    Also those that are only cast to the blocks' dtype.
+    Whole for the ends, and for one layer and the next one, or for all. Split ones are
+    cast before the blocks run, so that what is gathered is narrow; of whole ones the
+    compiler casts a layer at a time.
     """
-    layout = run.layout
+    layout, execution = run.layout, run.execution
     split = layout.zero == 3 and run.state_shards > 1
-    cast = not run.execution.eager and layout.precision == "bf16"
+    wide = layout.param_dtype == "fp32"
+    cast = not execution.eager and layout.precision == "bf16" and wide
     if not split and not cast:
         return 0.0
+    whole = rank_parameters(run, rank) * run.dtype_bytes
     if split and run.gathers_once:
-        return rank_parameters(run, rank) * run.dtype_bytes
+        return whole
+    ends = end_parameters(run, rank) * run.dtype_bytes
     moe = run.workload.is_moe(run.workload.layers)
-    layers = 2 * block_parameters(run, moe=moe)
-    return (layers + end_parameters(run, rank)) * run.dtype_bytes
+    layers = 2 * block_parameters(run, moe=moe) * run.dtype_bytes
+    shards = (whole - ends) / run.state_shards if split and cast else 0.0
+    return ends + layers + shards
 
 
 def _workspace_bytes(run: Run, rank: int, layers: list[int], kept: float) -> float:
@@ -293,10 +299,11 @@ def _workspace_bytes(run: Run, rank: int, layers: list[int], kept: float) -> flo
 
 
 def _scores_at_once(run: Run) -> float:
-    """fp32 softmax and its gradient, of some heads at a time (`causal_attention`)."""
+    """Gradients of some heads' scores, in fp32 and cast (`causal_attention`)."""
     if run.fused_attention:
         return 0.0
     whole = 4 * run.tokens * run.seq * run.workload.heads / run.layout.tensor
     # A key/value head's at least.
     kv_heads = max(1.0, run.workload.kv_heads / run.layout.tensor)
-    return 2 * max(min(whole, SCORE_BYTES), whole / kv_heads)
+    widths = (4 + run.dtype_bytes) / 4
+    return widths * max(min(whole, SCORE_BYTES), whole / kv_heads)

@@ -9,7 +9,7 @@ from meshpar.layout import BATCH_AXES
 from meshpar.planner.block_time import block_parameters
 from meshpar.planner.collective_cost import all_gather_s, all_reduce_s
 from meshpar.planner.kernel_time import memory_s
-from meshpar.planner.memory import rank_parameters, stored_bytes
+from meshpar.planner.memory import rank_parameters, stored_bytes, update_bytes
 from meshpar.planner.run import Run
 
 
@@ -47,7 +47,7 @@ def _once_s(run: Run) -> float:
     """The update, what ZeRO moves once, and the reduction of the blocks' gradients."""
     layout, execution, shards = run.layout, run.execution, run.state_shards
     parameters, axes = rank_parameters(run, 0), layout.split_axes if shards > 1 else ()
-    seconds = memory_s(run, parameters / shards * execution.update_bytes)
+    seconds = memory_s(run, parameters / shards * update_bytes(run))
     reduced = parameters * execution.reduction_bytes
     hidden = execution.reduction_overlap
     moved = []

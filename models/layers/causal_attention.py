@@ -37,17 +37,17 @@ def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 def _forward(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, tuple]:
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple:
         # B batch, T and S seq, K kv heads, G queries per kv head, H head_dim.
-        scores_BKGTS = _dot("BTKGH,BSKH->BKGTS", q, k) * _scale(q)
-        seq = q.shape[1]
+        scores_BKGTS = _dot("BKGTH,BKSH->BKGTS", q, k) * _scale(q)
+        seq = k.shape[-2]
         seen_TS = jnp.arange(seq)[:, None] >= jnp.arange(seq)
         scores_BKGTS = jnp.where(seen_TS, scores_BKGTS, -jnp.inf)
         softmax_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1).astype(v.dtype)
-        return jnp.einsum("BKGTS,BSKH->BTKGH", softmax_BKGTS, v), softmax_BKGTS
+        return jnp.einsum("BKGTS,BKSH->BKGTH", softmax_BKGTS, v), softmax_BKGTS
 
-    mixed, softmax = _part_by_part(
-        attend, _parts(_num_parts(q, k), _grouped(q, k), k, v)
-    )
-    return _joined(mixed).reshape(q.shape), (q, k, v, softmax)
+    num = _num_parts(q, k)
+    arrays = _query_parts(num, q, k), _parts(num, k), _parts(num, v)
+    mixed, softmax = _part_by_part(attend, arrays)
+    return _joined_queries(mixed), (q, k, v, softmax)
 
 
 def _backward(kept: tuple, dy: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -58,18 +58,24 @@ def _backward(kept: tuple, dy: jax.Array) -> tuple[jax.Array, jax.Array, jax.Arr
         v: jax.Array,
         dy: jax.Array,
     ) -> tuple:
-        dv = jnp.einsum("BKGTS,BTKGH->BSKH", softmax_BKGTS, dy)
-        dsoftmax_BKGTS = _dot("BTKGH,BSKH->BKGTS", dy, v)
+        dv = _sum_over_queries(softmax_BKGTS, dy)
+        dsoftmax_BKGTS = _dot("BKGTH,BKSH->BKGTS", dy, v)
         wide = softmax_BKGTS.astype(jnp.float32)
         mean = jnp.sum(dsoftmax_BKGTS * wide, axis=-1, keepdims=True)
         dscores_BKGTS = (wide * (dsoftmax_BKGTS - mean) * _scale(q)).astype(q.dtype)
-        dq = jnp.einsum("BKGTS,BSKH->BTKGH", dscores_BKGTS, k)
-        return dq, jnp.einsum("BKGTS,BTKGH->BSKH", dscores_BKGTS, q), dv
+        dq = jnp.einsum("BKGTS,BKSH->BKGTH", dscores_BKGTS, k)
+        return dq, _sum_over_queries(dscores_BKGTS, q), dv
 
     q, k, v, softmax = kept
-    parts = _parts(len(softmax), _grouped(q, k), k, v, _grouped(dy, v))
-    dq, dk, dv = map(_joined, _part_by_part(gradients, (softmax, *parts)))
-    return dq.reshape(q.shape), dk, dv
+    # Where the forward was run again for this, XLA would read its fp32 scores here, and
+    # so keep them, since that saves a conversion.
+    softmax = lax.optimization_barrier(softmax)
+    num = len(softmax)
+    queries = _query_parts(num, q, k), _query_parts(num, dy, k)
+    dq, dk, dv = _part_by_part(
+        gradients, (softmax, queries[0], _parts(num, k), _parts(num, v), queries[1])
+    )
+    return _joined_queries(dq), _joined(dk), _joined(dv)
 
 
 causal_attention.defvjp(_forward, _backward)
@@ -84,15 +90,44 @@ def _num_parts(q: jax.Array, k: jax.Array) -> int:
     return next(num for num in enough if kv_heads % num == 0)
 
 
-def _parts(num: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """(batch, seq, kv heads, ...) -> (parts, batch, seq, kv heads of one, ...)."""
+def _query_parts(num: int, heads_BTNH: jax.Array, k: jax.Array) -> jax.Array:
+    """-> (parts, batch, kv heads of one, queries per kv head, seq, head_dim).
 
-    def cut(array: jax.Array) -> jax.Array:
-        batch, seq, kv_heads, *rest = array.shape
-        parts = array.reshape(batch, seq, num, kv_heads // num, *rest)
-        return jnp.moveaxis(parts, 2, 0)
+    In this order the matmuls read the scores as they lie; another would have a compiler
+    copy all that are kept.
+    """
+    batch, seq, heads, head_dim = heads_BTNH.shape
+    kv_heads = k.shape[2]
+    each = heads // kv_heads
+    parts = heads_BTNH.reshape(batch, seq, num, kv_heads // num, each, head_dim)
+    return jnp.transpose(parts, (2, 0, 3, 4, 1, 5))
 
-    return tuple(map(cut, arrays))
+
+def _joined_queries(parts: jax.Array) -> jax.Array:
+    num, batch, kv_heads, each, seq, head_dim = parts.shape
+    heads = jnp.transpose(parts, (1, 4, 0, 2, 3, 5))
+    return heads.reshape(batch, seq, num * kv_heads * each, head_dim)
+
+
+def _parts(num: int, heads_BSKH: jax.Array) -> jax.Array:
+    """-> (parts, batch, kv heads of one, seq, head_dim)."""
+    batch, seq, kv_heads, head_dim = heads_BSKH.shape
+    parts = heads_BSKH.reshape(batch, seq, num, kv_heads // num, head_dim)
+    return jnp.transpose(parts, (2, 0, 3, 1, 4))
+
+
+def _joined(parts: jax.Array) -> jax.Array:
+    num, batch, kv_heads, seq, head_dim = parts.shape
+    heads = jnp.transpose(parts, (1, 3, 0, 2, 4))
+    return heads.reshape(batch, seq, num * kv_heads, head_dim)
+
+
+def _sum_over_queries(scores_BKGTS: jax.Array, queries_BKGTH: jax.Array) -> jax.Array:
+    """-> (batch, kv heads, seq of the keys, head_dim), one matmul for each kv head."""
+    batch, kv_heads, each, seq, keys = scores_BKGTS.shape
+    scores = scores_BKGTS.reshape(batch, kv_heads, each * seq, keys)
+    queries = queries_BKGTH.reshape(batch, kv_heads, each * seq, -1)
+    return jnp.einsum("BKMS,BKMH->BKSH", scores, queries)
 
 
 def _part_by_part(function: Callable[..., tuple], arrays: tuple) -> tuple:
@@ -100,17 +135,6 @@ def _part_by_part(function: Callable[..., tuple], arrays: tuple) -> tuple:
         return lax.map(lambda part: function(*part), arrays)
     found = function(*(array[0] for array in arrays))
     return tuple(array[None] for array in found)
-
-
-def _joined(parts: jax.Array) -> jax.Array:
-    num, batch, seq, kv_heads, *rest = parts.shape
-    return jnp.moveaxis(parts, 0, 2).reshape(batch, seq, num * kv_heads, *rest)
-
-
-def _grouped(heads_BTNH: jax.Array, of: jax.Array) -> jax.Array:
-    batch, seq, heads, head_dim = heads_BTNH.shape
-    kv_heads = of.shape[2]
-    return heads_BTNH.reshape(batch, seq, kv_heads, heads // kv_heads, head_dim)
 
 
 def _scale(q: jax.Array) -> float:
