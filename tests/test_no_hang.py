@@ -41,7 +41,7 @@ def _losses(layout: str, steps: int) -> str:
 
 @pytest.mark.parametrize("layout", [_SHARDED, _PIPELINED])
 def test_first_steps_are_the_same_in_every_process(layout):
-    assert len({_losses(layout, 2) for _ in range(3)}) == 1
+    assert len({_losses(layout, 2) for _ in range(2)}) == 1
 
 
 @pytest.mark.slow

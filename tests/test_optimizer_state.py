@@ -12,6 +12,7 @@ from optax import contrib
 from meshpar import InputError
 from meshpar.train.optimizer_state import LARGE_BYTES
 from models.presets import build
+from tests.marks import slow
 from tests.test_precision import batch_of
 from tests.test_precision import step_of as step_of_model
 
@@ -60,8 +61,10 @@ STAGED = "stage=2,tensor=2,microbatches=2"
 UNEVEN = "fsdp=2,stage=3,microbatches=2"
 CASES = [
     *((name, SPLIT) for name in OPTIMIZERS),
-    *((name, STAGED) for name in ("adam", "adafactor", "muon", "average")),
-    *((name, UNEVEN) for name in ("adam", "muon", "average")),
+    *((name, STAGED) for name in ("adafactor", "average")),
+    *(slow(name, STAGED) for name in ("adam", "muon")),
+    *((name, UNEVEN) for name in ("muon",)),
+    *(slow(name, UNEVEN) for name in ("adam", "average")),
 ]
 
 

@@ -16,6 +16,7 @@ from meshpar.mesh import absent_mesh
 from meshpar.schedules import make_schedule, tick_table
 from meshpar.testing import assert_collectives, assert_flat_in, assert_no_surprises
 from models.presets import build
+from tests.marks import slow
 from tests.test_audit_targets import needs_gpu_compiler, needs_tpu_compiler
 
 SEQ, EXAMPLES = 16, 2  # of one microbatch on one device
@@ -51,7 +52,10 @@ def table_of(line):
     return tick_table(make_schedule(layout.schedule, *sizes))
 
 
-@pytest.mark.parametrize("remat", ["none", "full", "stage", "stage_full"])
+@pytest.mark.parametrize(
+    "remat",
+    ["none", "full", *(slow(remat) for remat in ("stage", "stage_full"))],
+)
 def test_memory_does_not_grow_with_microbatches(remat):
     def program(num_microbatches):
         return program_of(f"stage=2,microbatches={num_microbatches},remat={remat}")

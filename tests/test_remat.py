@@ -205,7 +205,7 @@ def test_a_named_residual_is_kept_where_it_is_asked_for(remat):
 @pytest.mark.parametrize(
     "target",
     [
-        pytest.param("tpu:v5e:2x2", marks=needs_tpu_compiler),
+        pytest.param("tpu:v5e:2x2", marks=[needs_tpu_compiler, pytest.mark.slow]),
         pytest.param("gpu:h100:1x4", marks=needs_gpu_compiler),
     ],
 )

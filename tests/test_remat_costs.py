@@ -18,6 +18,7 @@ from meshpar.planner.block_activations import (
     block_activations,
 )
 from models.presets import build
+from tests.marks import slow
 from tests.test_audit_targets import needs_gpu_compiler
 
 EMBED, HEADS, SEQ, BATCH = 64, 4, 128, 32
@@ -51,6 +52,9 @@ PAPER = {  # Table 2 less its dropout masks and scores' copy; in sbh, as/h = 8
     ("full", 2, False): 2,
     ("full", 2, True): 2 / 2,
 }
+
+QUICK = [("none", 1, False), ("selective", 2, True), ("full", 2, False)]
+"""Cases of the paper that are compiled by every run of the tests."""
 
 
 def formula(shape, layout, value_bytes):
@@ -110,11 +114,14 @@ def temporaries(name, line, layers):
 @pytest.mark.parametrize(
     ("name", "line"),
     [
-        *(("gelu", line_of(*case)) for case in PAPER),
-        ("gelu", "remat=dots"),
+        *(
+            ("gelu", line_of(*case)) if case in QUICK else slow("gelu", line_of(*case))
+            for case in PAPER
+        ),
+        slow("gelu", "remat=dots"),
         ("gelu", "remat=save:attention_mixed/mlp_up"),
         ("dropout", "remat=none"),
-        ("swiglu", "remat=none"),
+        slow("swiglu", "remat=none"),
         ("swiglu", "tensor=2,remat=selective"),
     ],
 )
@@ -130,8 +137,8 @@ def test_a_compiled_step_grows_by_the_formula_with_every_block(name, line):
     ("tensor", "remat"),
     [
         ("tensor=2,sequence_parallel=true", "none"),
-        pytest.param("tensor=2", "none", marks=pytest.mark.slow),
-        pytest.param("tensor=2", "selective", marks=pytest.mark.slow),
+        slow("tensor=2", "none"),
+        slow("tensor=2", "selective"),
     ],
 )
 def test_a_gpus_loop_over_blocks_carries_what_the_formula_counts_in_bf16(remat, tensor):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.resources
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from meshpar.layout import Layout
 from meshpar.mesh import make_mesh
 from meshpar.topology import Topology
 
+_PRINTED = "*.jit_call.*.after_optimizations.txt"
 _DOES_NOT_FIT = ("RESOURCE_EXHAUSTED", "out of memory", "exceeds the limit")
 
 
@@ -31,6 +33,10 @@ def main(folder: Path) -> None:
     """Reads `request.json` and `program.bin`; writes `answer.json`, `program.txt`."""
     request = json.loads((folder / "request.json").read_text())
     answer: dict[str, Any] = {"problem": "", "memory": {}}
+    if Target.parse(request["target"]).platform == "tpu":
+        given = os.environ.get("XLA_FLAGS", "")
+        wanted = f"--xla_dump_to={folder} --xla_dump_hlo_as_text"
+        os.environ["XLA_FLAGS"] = f"{given} {wanted}"  # libtpu reads it when loaded
     exported = export.deserialize((folder / "program.bin").read_bytes())
     mesh = _mesh(request)
     try:
@@ -41,8 +47,22 @@ def main(folder: Path) -> None:
         answer["problem"] = f"does not fit: {' '.join(str(error).split())[:400]}"
     else:
         answer["memory"] = memory_stats(compiled)
-        (folder / "program.txt").write_text(compiled.as_text())
+        (folder / "program.txt").write_text(_text(compiled, folder))
     (folder / "answer.json").write_text(json.dumps(answer))
+
+
+def _text(compiled: jax.stages.Compiled, folder: Path) -> str:
+    """The compiled program, as jaxlib or else as the compiler itself printed it.
+
+    libtpu is newer than jaxlib, and may have used instructions that jaxlib cannot read.
+    """
+    try:
+        return compiled.as_text()
+    except jax.errors.JaxRuntimeError:
+        printed = next(folder.glob(_PRINTED), None)
+        if printed is None:
+            raise
+        return printed.read_text()
 
 
 def _mesh(request: dict[str, Any]) -> Mesh:
