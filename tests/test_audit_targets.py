@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshpar import InputError, make_train_step
 from meshpar.audit import targets
+from meshpar.audit.child import program_text
 from meshpar.audit.report import AuditReport, audit
 from meshpar.audit.targets import Target, TargetError
 from models.presets import build
@@ -319,3 +320,16 @@ def test_a_step_on_tpus_has_no_surprise_and_a_reason_for_every_row(line):
 @pytest.mark.slow
 def test_a_step_on_gpus_has_no_surprise_and_a_reason_for_every_row():
     assert_clean(step_on("gpu:h100:1x8", WHOLE))
+
+
+def test_what_jaxlib_cannot_read_is_read_as_the_compiler_printed_it(tmp_path):
+    class Unreadable:
+        def as_text(self):
+            raise jax.errors.JaxRuntimeError("async-update: 1 operand, but sees 3")
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="sees 3"):
+        program_text(Unreadable(), tmp_path)
+    name = "module_0000.jit_call.cl_1.after_optimizations"
+    (tmp_path / f"{name}.txt").write_text("HloModule jit_call")
+    (tmp_path / f"{name}-buffer-assignment.txt").write_text("something else")
+    assert program_text(Unreadable(), tmp_path) == "HloModule jit_call"

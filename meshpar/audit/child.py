@@ -34,9 +34,9 @@ def main(folder: Path) -> None:
     request = json.loads((folder / "request.json").read_text())
     answer: dict[str, Any] = {"problem": "", "memory": {}}
     if Target.parse(request["target"]).platform == "tpu":
-        given = os.environ.get("XLA_FLAGS", "")
-        wanted = f"--xla_dump_to={folder} --xla_dump_hlo_as_text"
-        os.environ["XLA_FLAGS"] = f"{given} {wanted}"  # libtpu reads it when loaded
+        # libtpu reads it when it is loaded, and aborts on a flag that it does not know:
+        # what was set is for jaxlib, whose XLA is another.
+        os.environ["XLA_FLAGS"] = f"--xla_dump_to={folder} --xla_dump_hlo_as_text"
     exported = export.deserialize((folder / "program.bin").read_bytes())
     mesh = _mesh(request)
     try:
@@ -47,11 +47,11 @@ def main(folder: Path) -> None:
         answer["problem"] = f"does not fit: {' '.join(str(error).split())[:400]}"
     else:
         answer["memory"] = memory_stats(compiled)
-        (folder / "program.txt").write_text(_text(compiled, folder))
+        (folder / "program.txt").write_text(program_text(compiled, folder))
     (folder / "answer.json").write_text(json.dumps(answer))
 
 
-def _text(compiled: jax.stages.Compiled, folder: Path) -> str:
+def program_text(compiled: jax.stages.Compiled, folder: Path) -> str:
     """The compiled program, as jaxlib or else as the compiler itself printed it.
 
     libtpu is newer than jaxlib, and may have used instructions that jaxlib cannot read.
