@@ -17,7 +17,7 @@ from meshpar.cli.main import main
 from meshpar.planner.clusters import cluster_of, load_device
 from meshpar.planner.devices import DEVICES
 from meshpar.planner.estimate import estimate
-from meshpar.planner.hardware import Link
+from meshpar.planner.link import Link
 from tests.test_cli import status_of
 
 SHAPES = [(64, 64, 64), (128, 256, 512), (1024, 512, 2048)]

@@ -39,7 +39,9 @@ def test_states_are_those_of_the_compiled_program_and_parts_add_up(line):
     for part in states:
         assert part.formula_bytes == pytest.approx(part.compiled_bytes, rel=0.001)
     assert ("master copy" in {part.name for part in states}) == ("bf16" in line)
-    total = sum(part.formula_bytes for part in report.parts)
+    temporaries = sum(p.formula_bytes for p in report.parts if p not in states)
+    assert 0 < report.at_once_bytes <= temporaries
+    total = sum(part.formula_bytes for part in states) + report.at_once_bytes
     assert report.formula_bytes == total
     assert report.difference == pytest.approx(total / report.peak_bytes - 1)
     # XLA:CPU fuses little: what it keeps besides is no more than all of it again.

@@ -15,7 +15,7 @@ from meshpar.planner.collective_cost import (
     wire_bytes,
 )
 from meshpar.planner.devices import DEVICES
-from meshpar.planner.hardware import Link
+from meshpar.planner.link import Link
 from meshpar.topology import Topology
 
 FAST = Link(name="host", bytes_per_s=100e9, hop_s=0.0)

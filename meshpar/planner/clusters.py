@@ -12,7 +12,8 @@ from typing import Any
 from meshpar.errors import InputError
 from meshpar.layout import nearest
 from meshpar.planner.devices import DEVICES
-from meshpar.planner.hardware import Cluster, Device, Efficiency
+from meshpar.planner.efficiency import Efficiency
+from meshpar.planner.hardware import Cluster, Device
 
 _OTHER_NAMES = {
     "a100": "a100-80gb",

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 
-from meshpar.planner.hardware import Link
+from meshpar.planner.link import Link
 
 
 def all_gather_s(output_bytes: float, num_devices: int, link: Link) -> float:
-    """Time of an all-gather over a ring; of a reduce-scatter of as many bytes too.
+    """Time of an all-gather over a ring.
 
     Each device receives the `n - 1` shards that it lacks, one a step:
 
@@ -28,6 +28,19 @@ def all_gather_s(output_bytes: float, num_devices: int, link: Link) -> float:
         return 0.0
     moved = wire_bytes("all-gather", output_bytes, num_devices)
     return moved / link.bytes_per_s + _ring_latency_s(num_devices, link)
+
+
+def reduce_scatter_s(input_bytes: float, num_devices: int, link: Link) -> float:
+    """Time of a reduce-scatter: an all-gather's, or an all-reduce's where it is one.
+
+    Example:
+        >>> link = Link(name="host", bytes_per_s=100e9, hop_s=0.0)
+        >>> reduce_scatter_s(8e9, 4, link)
+        0.06
+    """
+    if link.scatters_whole:
+        return all_reduce_s(input_bytes, num_devices, link)
+    return all_gather_s(input_bytes, num_devices, link)
 
 
 def all_reduce_s(payload_bytes: float, num_devices: int, link: Link) -> float:

@@ -87,8 +87,11 @@ def _of(
 ) -> Collective:
     mesh_axes = tuple(axis for axis in mesh_axes if getattr(run.layout, axis) > 1)
     size = math.prod(getattr(run.layout, axis) for axis in mesh_axes)
+    link = run.link(*mesh_axes)
+    if kind == "reduce-scatter" and link.scatters_whole:
+        kind = "all-reduce"
     sent = wire_bytes(kind, payload, size)
-    return Collective(mesh_axes, kind, sent, run.link(*mesh_axes).name, reason)
+    return Collective(mesh_axes, kind, sent, link.name, reason)
 
 
 def _tensor(run: Run, passes: _Passes) -> list[Collective]:

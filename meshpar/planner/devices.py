@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from meshpar.link_speeds import NVIDIA_LINKS, card_words
-from meshpar.planner.hardware import Device, Efficiency
+from meshpar.planner.efficiency import Efficiency
+from meshpar.planner.hardware import Device
 
 # How each number was got:
 #   matmul           Fitted: A100 to one layer of Megatron-LM (Korthikanti et al. 2022,

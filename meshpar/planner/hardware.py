@@ -8,72 +8,13 @@ from dataclasses import dataclass, field, fields
 
 from meshpar.errors import InputError
 from meshpar.layout import MESH_AXES, Layout
+from meshpar.planner.efficiency import Efficiency, is_number
 from meshpar.planner.link import Link, Span
 
 PLATFORMS = ("gpu", "tpu", "cpu")
 """What a device can be."""
 
 _NO_POSITIVE_NUMBERS = ("name", "peak_flops", "efficiency", "torus_dims", "platform")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Efficiency:
-    """How much of its data sheet a device achieves: one set a device.
-
-    Args:
-        matmul: Fraction of the peak that a matmul of infinite size achieves. A finite
-            one takes the time of its operands' traffic besides, so that its fraction
-            saturates with its arithmetic intensity.
-        attention: The same of a fused attention kernel whose heads are very large.
-        attention_head_dim: Head size at which such a kernel spends as long on softmax
-            as on matmuls, so that it achieves half of `attention`.
-        memory: Fraction of the memory's bandwidth that elementwise kernels achieve.
-        link: Fraction of the in-host link (or torus link) that collectives achieve.
-        network: Fraction of the network between hosts that they achieve.
-        hop_s: Latency of one step of a collective in a host, or on a torus.
-        network_hop_s: Latency of one step between hosts.
-        launch_s: Time that the host takes to launch a kernel.
-        spread: Standard deviation of a device's step time, as a fraction of it.
-
-    Raises:
-        InputError: A fraction outside of 0 to 1, or a negative time.
-    """
-
-    matmul: float
-    attention: float
-    attention_head_dim: float
-    memory: float
-    link: float
-    network: float
-    hop_s: float
-    network_hop_s: float
-    launch_s: float
-    spread: float
-
-    def __post_init__(self) -> None:
-        for one in fields(self):
-            if not _is_number(getattr(self, one.name)):
-                raise InputError(
-                    f"efficiency {one.name}={getattr(self, one.name)!r}: must be a "
-                    "number"
-                )
-        for name in ("matmul", "attention", "memory", "link", "network"):
-            if not 0 < getattr(self, name) <= 1:
-                raise InputError(
-                    f"efficiency {name}={getattr(self, name)}: must be above 0 and at "
-                    "most 1, a fraction of the data sheet's number"
-                )
-        for name in (
-            "attention_head_dim",
-            "hop_s",
-            "network_hop_s",
-            "launch_s",
-            "spread",
-        ):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise InputError(
-                    f"efficiency {name}={getattr(self, name)}: must be 0 or more"
-                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +78,7 @@ class Device:
         }
         numbers |= {f"peak_flops {key}": peak for key, peak in self.peak_flops.items()}
         for name, number in numbers.items():
-            if not (_is_number(number) and 0 < number < math.inf):
+            if not (is_number(number) and 0 < number < math.inf):
                 raise InputError(
                     f"hardware {self.name!r}: {name}={number!r} must be a positive "
                     "number"
@@ -148,10 +89,6 @@ class Device:
                     f"hardware {self.name!r} has no peak_flops of {dtype}; give both "
                     "bf16 and fp32"
                 )
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,7 +214,19 @@ class Cluster:
             port_bytes_per_s=one,
             hop_s=device.efficiency.hop_s,
             spans=spans,
+            scatters_whole=self._scatters_whole(members),
         )
+
+    def _scatters_whole(self, members: int) -> bool:
+        """Whether XLA:TPU all-reduces where a program reduce-scatters.
+
+        libtpu for jax 0.10.2 does so over a whole slice of three dims, or of two equal
+        ones from 4 on (compiled: v4, v5p 2x2x2, 2x2x4, 4x4x4, v5e and v6e 4x4 and 8x8;
+        but not v5e 2x4, 4x8, nor part of a slice).
+        """
+        dims = [size for size in self.torus if size > 1]
+        square = len(dims) == 2 and dims[0] == dims[1] and dims[0] >= 4
+        return members == math.prod(self.torus) and (len(dims) == 3 or square)
 
     def _torus_spans(
         self, layout: Layout, mesh_axes: tuple[str, ...]

@@ -32,6 +32,8 @@ class Link:
         inner: Members of a group that one host holds; the ring steps that stay inside.
         inner_hop_s: Latency of those.
         spans: How a group lies on a torus; () elsewhere.
+        scatters_whole: Whether a reduce-scatter is run as an all-reduce, of which each
+            device keeps its part.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Link:
     inner: int = 1
     inner_hop_s: float = 0.0
     spans: tuple[Span, ...] = ()
+    scatters_whole: bool = False
 
     def __post_init__(self) -> None:
         if not self.port_bytes_per_s:

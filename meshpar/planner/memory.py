@@ -31,6 +31,7 @@ class Memory:
         logit_bytes: Logits and their gradient, at the loss, with the head's gradient.
         late_bytes: Of the gradients, what does not exist yet at the loss.
         gathered_bytes: Parameters gathered for use.
+        idle_bytes: Of them, what only the ends of the model use: no block's backward.
         workspace_bytes: What one block needs beside, in its backward.
         stage: The rank that this is.
         in_flight: Microbatches that it holds.
@@ -45,6 +46,7 @@ class Memory:
     logit_bytes: float
     late_bytes: float
     gathered_bytes: float
+    idle_bytes: float
     workspace_bytes: float
     stage: int
     in_flight: float
@@ -53,17 +55,19 @@ class Memory:
     def other_bytes(self) -> float:
         """Gathered parameters, and logits or workspace: they are not there at once."""
         at_loss = self.logit_bytes - self.late_bytes
-        return self.gathered_bytes + max(at_loss, self.workspace_bytes)
+        in_block = self.workspace_bytes - self.idle_bytes
+        return self.gathered_bytes + max(at_loss, in_block)
+
+    @property
+    def temporary_bytes(self) -> float:
+        """The most that is there at once beside what is kept between steps."""
+        working = self.activation_bytes + self.other_bytes
+        return self.gradient_bytes + max(working, self.fetched_bytes)
 
     @property
     def total_bytes(self) -> float:
         """All of it."""
-        return (
-            self.parameter_bytes
-            + self.gradient_bytes
-            + self.optimizer_bytes
-            + max(self.activation_bytes + self.other_bytes, self.fetched_bytes)
-        )
+        return self.parameter_bytes + self.optimizer_bytes + self.temporary_bytes
 
     def as_json(self) -> dict[str, float]:
         """The parts and their sums."""
@@ -135,6 +139,8 @@ def rank_memory(run: Run, rank: int, chunks_held: float) -> Memory:
     weight_bytes, state_bytes = stored_bytes(run)
     states = parameters * state_bytes * shares["state"]
     on_host = layout.optimizer_memory == "host"
+    gathered = _gathered_bytes(run, rank)
+    ends = end_parameters(run, rank) * run.dtype_bytes
     return Memory(
         parameter_bytes=parameters * weight_bytes * shares["weight"],
         gradient_bytes=gradients,
@@ -144,7 +150,8 @@ def rank_memory(run: Run, rank: int, chunks_held: float) -> Memory:
         boundary_bytes=boundary,
         logit_bytes=_logit_bytes(run) if has_head else 0.0,
         late_bytes=gradients if once else 0.0,
-        gathered_bytes=_gathered_bytes(run, rank),
+        gathered_bytes=gathered,
+        idle_bytes=0.0 if layout.is_pipelined else min(gathered, ends),
         workspace_bytes=_workspace_bytes(run, rank, layers, kept),
         stage=rank,
         in_flight=in_flight,

@@ -10,7 +10,8 @@ from itertools import accumulate
 
 from meshpar.layout import BATCH_AXES, Layout
 from meshpar.planner.execution import Execution
-from meshpar.planner.hardware import Cluster, Link
+from meshpar.planner.hardware import Cluster
+from meshpar.planner.link import Link
 from meshpar.planner.workload import Workload
 
 SUM_AXES = (*BATCH_AXES, "context")

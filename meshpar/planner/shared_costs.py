@@ -7,7 +7,11 @@ from typing import NamedTuple
 
 from meshpar.layout import BATCH_AXES
 from meshpar.planner.block_time import block_parameters
-from meshpar.planner.collective_cost import all_gather_s, all_reduce_s
+from meshpar.planner.collective_cost import (
+    all_gather_s,
+    all_reduce_s,
+    reduce_scatter_s,
+)
 from meshpar.planner.kernel_time import memory_s
 from meshpar.planner.memory import rank_parameters, stored_bytes, update_bytes
 from meshpar.planner.run import Run
@@ -50,13 +54,12 @@ def _once_s(run: Run) -> float:
     seconds = memory_s(run, parameters / shards * update_bytes(run))
     reduced = parameters * execution.reduction_bytes
     hidden = execution.reduction_overlap
-    moved = []
-    if axes and layout.zero < 3:
-        moved += [parameters * stored_bytes(run)[0], *(() if hidden else (reduced,))]
-    elif axes and run.gathers_once:
-        moved += [parameters * run.dtype_bytes, reduced]
-    for num_bytes in moved:
-        seconds += all_gather_s(num_bytes, shards, run.link(*axes))
+    if axes and (layout.zero < 3 or run.gathers_once):
+        each = stored_bytes(run)[0] if layout.zero < 3 else run.dtype_bytes
+        link = run.link(*axes)
+        seconds += all_gather_s(parameters * each, shards, link)
+        if layout.zero == 3 or not hidden:
+            seconds += reduce_scatter_s(reduced, shards, link)
     others = tuple(axis for axis in BATCH_AXES if axis not in axes)
     degree = math.prod(layout.mesh_shape[axis] for axis in others)
     if degree == 1 or hidden:
@@ -75,4 +78,4 @@ def _gathers_s(run: Run, moe: bool) -> tuple[float, float]:
     parameters, link = block_parameters(run, moe=moe), run.link(*layout.split_axes)
     gather_s = all_gather_s(parameters * run.dtype_bytes, shards, link)
     reduced = parameters * execution.reduction_bytes
-    return gather_s, gather_s + all_gather_s(reduced, shards, link)
+    return gather_s, gather_s + reduce_scatter_s(reduced, shards, link)

@@ -10,7 +10,12 @@ from meshpar.planner.block_time import (
     block_parameters,
     block_time,
 )
-from meshpar.planner.collective_cost import all_gather_s, all_reduce_s, send_s
+from meshpar.planner.collective_cost import (
+    all_gather_s,
+    all_reduce_s,
+    reduce_scatter_s,
+    send_s,
+)
 from meshpar.planner.cost import Cost, waiting
 from meshpar.planner.kernel_time import matmul_s, memory_s
 from meshpar.planner.memory import end_parameters
@@ -74,7 +79,8 @@ def _gathered(run: Run, time: BlockTime, *, moe: bool) -> StageTime:
     axes = layout.split_axes
     link, parameters = run.link(*axes), block_parameters(run, moe=moe)
     gather_s = all_gather_s(parameters * run.dtype_bytes, shards, link)
-    scatter_s = all_gather_s(parameters * run.execution.reduction_bytes, shards, link)
+    reduced = parameters * run.execution.reduction_bytes
+    scatter_s = reduce_scatter_s(reduced, shards, link)
     beside = 1.0 if run.execution.gather_overlap else 0.0
     forward = waiting(axes[0], gather_s, hidden_s=beside * time.forward.compute_s)
     backward = waiting(
@@ -133,7 +139,7 @@ def _scattered_ends(run: Run) -> Cost:
         return Cost()
     axes = run.layout.split_axes
     each = end_parameters(run, 0) * run.execution.reduction_bytes
-    seconds = all_gather_s(each, run.state_shards, run.link(*axes))
+    seconds = reduce_scatter_s(each, run.state_shards, run.link(*axes))
     return waiting(axes[0], seconds)
 
 

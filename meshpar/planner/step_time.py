@@ -6,7 +6,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from meshpar.planner.collective_cost import all_gather_s, all_reduce_s
+from meshpar.planner.collective_cost import (
+    all_gather_s,
+    all_reduce_s,
+    reduce_scatter_s,
+)
 from meshpar.planner.cost import HOST, Cost, waiting
 from meshpar.planner.kernel_time import host_s, memory_s
 from meshpar.planner.memory import (
@@ -127,7 +131,7 @@ def _reduction(run: Run, stages: tuple[StageTime, ...]) -> Cost:
         total += _gather_of_states(run, gathered)
     if layout.zero == 3 and run.gathers_once:
         total += _gather_of_states(run, parameters * run.dtype_bytes)
-        total += _gather_of_states(run, parameters * execution.reduction_bytes)
+        total += _scatter_of_states(run, parameters * execution.reduction_bytes)
     elif layout.zero == 3:
         total += _gather_of_ends(run)
     return total + _tied(run)
@@ -145,15 +149,23 @@ def _gather_of_ends(run: Run) -> Cost:
     cost = _gather_of_states(run, ends * run.dtype_bytes)
     if scatters_ends_each_tick(run):
         return cost
-    return cost + _gather_of_states(run, ends * run.execution.reduction_bytes)
+    return cost + _scatter_of_states(run, ends * run.execution.reduction_bytes)
 
 
 def _gather_of_states(run: Run, num_bytes: float) -> Cost:
-    """An all-gather, or a reduce-scatter, over what ZeRO splits; nothing hides it."""
+    """An all-gather over what ZeRO splits; nothing hides it."""
     axes, shards = run.layout.split_axes, run.state_shards
     if shards == 1:
         return Cost()
     return waiting(axes[0], all_gather_s(num_bytes, shards, run.link(*axes)))
+
+
+def _scatter_of_states(run: Run, num_bytes: float) -> Cost:
+    """A reduce-scatter there; nothing hides it either."""
+    axes, shards = run.layout.split_axes, run.state_shards
+    if shards == 1:
+        return Cost()
+    return waiting(axes[0], reduce_scatter_s(num_bytes, shards, run.link(*axes)))
 
 
 def _tied(run: Run) -> Cost:
@@ -175,7 +187,7 @@ def _reductions(run: Run) -> dict[str, float]:
     if axes and layout.zero < 3:
         # ZeRO-1 and 2 need their own share of the sums only.
         link = run.link(*axes)
-        seconds[axes[0]] = all_gather_s(parameters * each, split, link)
+        seconds[axes[0]] = reduce_scatter_s(parameters * each, split, link)
     if layout.expert > 1:
         # Devices of `expert` have the same dense parameters, and other examples.
         dense = max(

@@ -18,9 +18,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.audit.block_trace import traced_workload
 from meshpar.audit.report import audit
+from meshpar.layout import STAGE_REMATS
 from meshpar.mesh import platform_of
 from meshpar.model import is_parameter
 from meshpar.parallel.zero import Stored, is_stored
+from meshpar.planner.activations import kept_bytes, stage_input_bytes
 from meshpar.planner.devices import DEVICES
 from meshpar.planner.execution import MESHPAR
 from meshpar.planner.hardware import Cluster
@@ -58,19 +60,23 @@ class MemoryReport:
     Args:
         layout: The step's.
         parts: States, then temporaries.
+        at_once_bytes: Of the temporaries, by formula, what is there together at most:
+            the logits and a block's workspace are not.
         temp_bytes: Of the compiled program: what is no argument.
         peak_bytes: The most that it holds at once.
     """
 
     layout: str
     parts: tuple[Part, ...]
+    at_once_bytes: int
     temp_bytes: int
     peak_bytes: int
 
     @property
     def formula_bytes(self) -> int:
-        """All parts together."""
-        return sum(part.formula_bytes for part in self.parts)
+        """The states, and the most of the temporaries that there is at once."""
+        states = (part for part in self.parts if part.compiled_bytes is not None)
+        return sum(part.formula_bytes for part in states) + self.at_once_bytes
 
     @property
     def difference(self) -> float:
@@ -87,11 +93,9 @@ class MemoryReport:
             (part.name, part.formula_bytes, part.compiled_bytes, part.how)
             for part in self.parts
         ]
-        temporaries = sum(
-            part.formula_bytes for part in self.parts if part.compiled_bytes is None
-        )
+        at_once = "the most of them at once"
         rows += [
-            ("temporaries", temporaries, self.temp_bytes, "all that is no state"),
+            ("temporaries", self.at_once_bytes, self.temp_bytes, at_once),
             ("peak", self.formula_bytes, self.peak_bytes, f"{self.difference:+.1%}"),
         ]
         lines = [f"layout {self.layout}; MiB per device: formula, compiled"]
@@ -115,10 +119,13 @@ def memory_report(
         InputError: As for `meshpar.audit`.
     """
     report = audit(step, batch, target=target)
-    temporaries = _temporaries(step, batch)
+    run, gradient_bytes = _planned(step, batch), _gradient_bytes(step)
+    memory = memory_of(run)
+    others = memory.temporary_bytes - memory.gradient_bytes
     return MemoryReport(
         layout=str(step.layout),
-        parts=(*_states(step), *temporaries),
+        parts=(*_states(step), *_temporaries(step, run, memory, gradient_bytes)),
+        at_once_bytes=gradient_bytes + round(others),
         temp_bytes=report.memory.temp_bytes,
         peak_bytes=report.memory.peak_bytes,
     )
@@ -170,12 +177,11 @@ def _states(step: TrainStep) -> list[Part]:
     return parts
 
 
-def _temporaries(step: TrainStep, batch: Batch) -> list[Part]:
-    memory = _planned(step, batch)
-    gradient_bytes = jnp.dtype(step.placement.gradient_dtype).itemsize
-    gradients = sum(
+def _gradient_bytes(step: TrainStep) -> int:
+    value_bytes = jnp.dtype(step.placement.gradient_dtype).itemsize
+    return sum(
         math.prod(parameter.stacked_shape)
-        * gradient_bytes
+        * value_bytes
         // _degree(step, stored.gradient_spec)
         for parameter, stored in zip(
             jax.tree.leaves(step.model.parameters, is_leaf=is_parameter),
@@ -183,9 +189,22 @@ def _temporaries(step: TrainStep, batch: Batch) -> list[Part]:
             strict=True,
         )
     )
-    held = f"{memory.in_flight:g} microbatches in flight, remat={step.layout.remat}"
+
+
+def _temporaries(
+    step: TrainStep, run: Run, memory: Memory, gradient_bytes: int
+) -> list[Part]:
+    dtype = jnp.dtype(step.placement.gradient_dtype)
+    if step.layout.remat in STAGE_REMATS:
+        kept, what = stage_input_bytes(run), "stage"
+    else:
+        kept, what = kept_bytes(run, moe=False), "block"
+    held = (
+        f"{kept / 2**20:.2f} a {what} with remat={step.layout.remat}, "
+        f"{memory.in_flight:g} microbatches in flight"
+    )
     parts = (
-        ("gradients", gradients, f"{gradient_bytes} bytes a value, added up in place"),
+        ("gradients", gradient_bytes, f"{dtype}, added up in place"),
         ("activations", memory.activation_bytes, held),
         ("gathered weights", memory.gathered_bytes, "whole parameters in use"),
         ("logits", memory.logit_bytes, "and their gradient, of one microbatch"),
@@ -197,24 +216,21 @@ def _temporaries(step: TrainStep, batch: Batch) -> list[Part]:
     ]
 
 
-def _planned(step: TrainStep, batch: Batch) -> Memory:
-    """The planner's memory of the step's own model and layout."""
+def _planned(step: TrainStep, batch: Batch) -> Run:
+    """The planner's view of the step's own model and layout."""
     layout = step.layout
     global_batch, seq = next(iter(batch.values())).shape[:2]
     workload = traced_workload(step.model_as_given, seq=seq, precision=layout.precision)
-    return memory_of(
-        Run(
-            workload=workload,
-            cluster=_cluster(step),
-            layout=layout,
-            execution=MESHPAR,
-            global_batch=global_batch,
-            seq=seq,
-            stage_blocks=stage_blocks_of(workload, layout),
-            chunks_held=tick_table(step.schedule).peak_in_flight
-            if step.schedule
-            else None,
-        )
+    held = tick_table(step.schedule).peak_in_flight if step.schedule else None
+    return Run(
+        workload=workload,
+        cluster=_cluster(step),
+        layout=layout,
+        execution=MESHPAR,
+        global_batch=global_batch,
+        seq=seq,
+        stage_blocks=stage_blocks_of(workload, layout),
+        chunks_held=held,
     )
 
 

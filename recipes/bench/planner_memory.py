@@ -80,6 +80,7 @@ CASES = [
         16,
         "fsdp=8,remat=full",
         "fsdp=8,remat=dots",
+        "data=2,fsdp=4,remat=full",
         "fsdp=4,tensor=2,sequence_parallel=true,remat=full",
         "fsdp=2,stage=4,microbatches=8,remat=full",
     ),
@@ -89,7 +90,8 @@ CASES = [
         64,
         "fsdp=16,tensor=4,sequence_parallel=true,remat=full",
     ),
-    *_cases("llama3.2-1b", "tpu-v6e:4x4", 32, "fsdp=16,remat=none"),
+    *_cases("llama3-8b", "tpu-v6e:4x4", 32, "fsdp=16,remat=full"),
+    *_cases("llama3-8b", "tpu-v5e:4x8", 32, "fsdp=32,remat=full"),
 ]
 
 

@@ -1,0 +1,73 @@
+"""How much of its data sheet a device achieves."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+from meshpar.errors import InputError
+
+
+def is_number(value: object) -> bool:
+    """Whether it is one; a bool is none."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Efficiency:
+    """How much of its data sheet a device achieves: one set a device.
+
+    Args:
+        matmul: Fraction of the peak that a matmul of infinite size achieves. A finite
+            one takes the time of its operands' traffic besides, so that its fraction
+            saturates with its arithmetic intensity.
+        attention: The same of a fused attention kernel whose heads are very large.
+        attention_head_dim: Head size at which such a kernel spends as long on softmax
+            as on matmuls, so that it achieves half of `attention`.
+        memory: Fraction of the memory's bandwidth that elementwise kernels achieve.
+        link: Fraction of the in-host link (or torus link) that collectives achieve.
+        network: Fraction of the network between hosts that they achieve.
+        hop_s: Latency of one step of a collective in a host, or on a torus.
+        network_hop_s: Latency of one step between hosts.
+        launch_s: Time that the host takes to launch a kernel.
+        spread: Standard deviation of a device's step time, as a fraction of it.
+
+    Raises:
+        InputError: A fraction outside of 0 to 1, or a negative time.
+    """
+
+    matmul: float
+    attention: float
+    attention_head_dim: float
+    memory: float
+    link: float
+    network: float
+    hop_s: float
+    network_hop_s: float
+    launch_s: float
+    spread: float
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            if not is_number(getattr(self, one.name)):
+                raise InputError(
+                    f"efficiency {one.name}={getattr(self, one.name)!r}: must be a "
+                    "number"
+                )
+        for name in ("matmul", "attention", "memory", "link", "network"):
+            if not 0 < getattr(self, name) <= 1:
+                raise InputError(
+                    f"efficiency {name}={getattr(self, name)}: must be above 0 and at "
+                    "most 1, a fraction of the data sheet's number"
+                )
+        for name in (
+            "attention_head_dim",
+            "hop_s",
+            "network_hop_s",
+            "launch_s",
+            "spread",
+        ):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise InputError(
+                    f"efficiency {name}={getattr(self, name)}: must be 0 or more"
+                )
