@@ -246,3 +246,8 @@ def test_words_that_are_no_sizes_are_refused_at_once(words, message):
 def test_dropout_is_a_share_in_words_as_models_have_it():
     assert workload_of("tiny-gpt2", words="dropout=0.1").dropout
     assert not workload_of("tiny-gpt2", words="dropout=0").dropout
+
+
+def test_the_words_of_the_models_own_configs_are_known():
+    one = workload_of("layers=2,embed=64,heads=4,vocab=128,max_seq=32")
+    assert (one.hidden, one.seq) == (64, 32)

@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any
 
 from meshpar.errors import InputError
 from meshpar.key_values import key_values
 from meshpar.layout import nearest
+from meshpar.planner.hf_workload import GPT2, LLAMA, workload_from_json
 from meshpar.planner.workload import Workload
 
 _FIELDS = {field.name for field in fields(Workload)} - {"name", "traced"}
-_GPT2: dict[str, Any] = {
-    "tied": True,
-    "learned_positions": True,
-    "layer_norm": True,
-    "biases": True,
-}
-_LLAMA: dict[str, Any] = {"gated": True}
 
 
 def _gpt2(layers: int, hidden: int, heads: int, vocab: int, seq: int = 1024) -> dict:
     sizes = {"layers": layers, "hidden": hidden, "heads": heads, "vocab": vocab}
-    return {**_GPT2, **sizes, "seq": seq}
+    return {**GPT2, **sizes, "seq": seq}
 
 
 def _megatron(layers: int, hidden: int, heads: int) -> dict:
@@ -36,7 +28,7 @@ def _llama(
     layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, **more: Any
 ) -> dict:
     sizes = {"layers": layers, "hidden": hidden, "heads": heads}
-    return {**_LLAMA, **sizes, "kv_heads": kv_heads, "ffn": ffn, **more}
+    return {**LLAMA, **sizes, "kv_heads": kv_heads, "ffn": ffn, **more}
 
 
 _QWEN3 = {"vocab": 151_936, "head_dim": 128, "qk_norm": True}
@@ -157,12 +149,17 @@ def _from_words(text: str) -> Workload:
     if missing:
         raise InputError(f"model {text!r}: no {', '.join(missing)}; give each a size")
     # As `models.presets.build` has it: a Llama where gated, otherwise a GPT-2.
-    family = {} if given.get("gated") else _GPT2
+    family = {} if given.get("gated") else GPT2
     return Workload(**{"name": text, **family, **given})
 
 
+_OTHER_WORDS = {"embed": "hidden", "max_seq": "seq"}
+"""As the configs of `models.presets` call them."""
+
+
 def _words(text: str) -> dict[str, Any]:
-    values = key_values(text, noun="model", example="layers=4,hidden=256")
+    given = key_values(text, noun="model", example="layers=4,hidden=256")
+    values = {_OTHER_WORDS.get(key, key): value for key, value in given.items()}
     for key in values:
         if key not in _FIELDS:
             raise InputError(
@@ -181,134 +178,3 @@ def _scalar(text: str, key: str, value: str) -> int | bool:
             f"model {text!r}: {key}={value} is no whole number, true or false"
         )
     return int(value)
-
-
-def workload_from_json(path: str | Path) -> Workload:
-    """The workload of a model's released `config.json`.
-
-    Raises:
-        InputError: It is no JSON object, its `model_type` is not known here, or a size
-            is missing.
-    """
-    try:
-        values = json.loads(Path(path).read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise InputError(f"cannot read {str(path)!r} as JSON: {error}") from error
-    kind = values.get("model_type") if isinstance(values, dict) else None
-    if not isinstance(kind, str) or kind not in _FAMILIES:
-        raise InputError(
-            f"{str(path)!r} has model_type {kind!r}; known: "
-            f"{', '.join(sorted(_FAMILIES))}"
-        )
-    _refuse_unplanned(path, values)
-    given = {key: value for key, value in values.items() if value is not None}
-    try:
-        return Workload(name=str(path), **_FAMILIES[kind](given))
-    except KeyError as error:
-        raise InputError(f"{str(path)!r} does not give {error}") from error
-    except InputError as error:
-        raise InputError(f"{str(path)!r}: {error}") from error
-
-
-# Keys that would change a block's parameters, which nothing here counts.
-_UNPLANNED = ("attention_bias", "mlp_bias", "mlp_only_layers")
-
-
-def _refuse_unplanned(path: str | Path, values: dict[str, Any]) -> None:
-    for key in _UNPLANNED:
-        if values.get(key):
-            raise InputError(
-                f"{str(path)!r}: {key}={values[key]!r} is not planned for; write sizes "
-                "such as layers=4,hidden=256,biases=true instead"
-            )
-    if values.get("decoder_sparse_step", 1) != 1:
-        raise InputError(
-            f"{str(path)!r}: decoder_sparse_step={values['decoder_sparse_step']!r} is "
-            "not planned for; every layer has experts where it is 1"
-        )
-
-
-def _hf_gpt2(values: dict[str, Any]) -> dict[str, Any]:
-    return {
-        **_GPT2,
-        "layers": values["n_layer"],
-        "hidden": values["n_embd"],
-        "heads": values["n_head"],
-        "vocab": values["vocab_size"],
-        "ffn": values.get("n_inner", 0),
-        "seq": values["n_positions"],
-    }
-
-
-def _hf_llama(values: dict[str, Any]) -> dict[str, Any]:
-    heads = values["num_attention_heads"]
-    return {
-        **_LLAMA,
-        "layers": values["num_hidden_layers"],
-        "hidden": values["hidden_size"],
-        "heads": heads,
-        "kv_heads": values.get("num_key_value_heads", heads),
-        "head_dim": values.get("head_dim", 0),
-        "ffn": values["intermediate_size"],
-        "vocab": values["vocab_size"],
-        "seq": values.get("max_position_embeddings", 2048),
-        "tied": values.get("tie_word_embeddings", False),
-    }
-
-
-def _hf_qwen2(values: dict[str, Any]) -> dict[str, Any]:
-    return {**_hf_llama(values), "qkv_bias": True}
-
-
-def _hf_qwen3(values: dict[str, Any]) -> dict[str, Any]:
-    sizes = _hf_llama(values)
-    # What Transformers takes when a Qwen3 config is silent.
-    return {**sizes, "head_dim": sizes["head_dim"] or 128, "qk_norm": True}
-
-
-def _hf_mixtral(values: dict[str, Any]) -> dict[str, Any]:
-    return {
-        **_hf_llama(values),
-        "experts": values["num_local_experts"],
-        "top_k": values["num_experts_per_tok"],
-    }
-
-
-def _hf_qwen3_moe(values: dict[str, Any]) -> dict[str, Any]:
-    return {
-        **_hf_qwen3(values),
-        "experts": values["num_experts"],
-        "top_k": values["num_experts_per_tok"],
-        "expert_ffn": values["moe_intermediate_size"],
-    }
-
-
-def _hf_deepseek(values: dict[str, Any]) -> dict[str, Any]:
-    return {
-        **{**_hf_llama(values), "head_dim": 0},
-        "experts": values["n_routed_experts"],
-        "top_k": values["num_experts_per_tok"],
-        "expert_ffn": values["moe_intermediate_size"],
-        "shared_experts": values.get("n_shared_experts", 0),
-        "dense_layers": values["first_k_dense_replace"],
-        "q_lora_rank": values.get("q_lora_rank", 0),
-        **{name: values[name] for name in _DEEPSEEK_HEADS},
-    }
-
-
-_DEEPSEEK_HEADS = (
-    "kv_lora_rank",
-    "qk_nope_head_dim",
-    "qk_rope_head_dim",
-    "v_head_dim",
-)
-_FAMILIES = {
-    "gpt2": _hf_gpt2,
-    "llama": _hf_llama,
-    "mistral": _hf_llama,
-    "qwen2": _hf_qwen2,
-    "qwen3": _hf_qwen3,
-    "qwen3_moe": _hf_qwen3_moe,
-    "mixtral": _hf_mixtral,
-    "deepseek_v3": _hf_deepseek,
-}
