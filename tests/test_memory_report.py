@@ -12,6 +12,8 @@ from recipes.bench.memory import memory_table
 
 SIZES = dict(layers=2, hidden=64, heads=8, kv_heads=8, ffn=128, vocab=64, gated=True)
 MODEL = build(**SIZES)
+ENDS_BYTES = 2 * (2 * 64 * 64 // 2 + 64)
+"""Embedding and head over tensor=2 and the last norm, in bf16."""
 
 
 def report_of(line, model=MODEL, **options):
@@ -19,6 +21,18 @@ def report_of(line, model=MODEL, **options):
     devices = jax.devices()[: layout.num_devices]
     step = make_train_step(model, optax.adam(1e-3), layout, devices=devices, **options)
     return memory_report(step, batch_shapes(8, 32))
+
+
+def at_once_of(report):
+    """The most that there is of a report's temporaries, of its own parts."""
+    size = {part.name: part.formula_bytes for part in report.parts}
+    logits, workspace = size["logits"], size["workspace"]
+    if "stage" not in report.layout:
+        # At the loss no block's gradient exists, and behind it no end is gathered.
+        logits -= size["gradients"]
+        workspace -= min(size["gathered weights"], ENDS_BYTES)
+    beside = max(logits, workspace) + size["gathered weights"] + size["activations"]
+    return size["gradients"] + max(beside, size.get("fetched states", 0))
 
 
 def part_of(report, name):
@@ -29,6 +43,7 @@ LAYOUTS = [
     "data=2,zero=1,remat=full",
     "fsdp=2,tensor=2,precision=bf16,param_dtype=bf16",
     "stage=2,microbatches=4,remat=full",
+    "data=2,remat=full,optimizer_memory=host",
 ]
 
 
@@ -39,11 +54,9 @@ def test_states_are_those_of_the_compiled_program_and_parts_add_up(line):
     for part in states:
         assert part.formula_bytes == pytest.approx(part.compiled_bytes, rel=0.001)
     assert ("master copy" in {part.name for part in states}) == ("bf16" in line)
-    temporaries = sum(p.formula_bytes for p in report.parts if p not in states)
-    assert 0 < report.at_once_bytes <= temporaries
-    total = sum(part.formula_bytes for part in states) + report.at_once_bytes
-    assert report.formula_bytes == total
-    assert report.difference == pytest.approx(total / report.peak_bytes - 1)
+    resting = sum(part.formula_bytes for part in states if part.memory == "device")
+    at_once = report.formula_bytes - resting
+    assert at_once == pytest.approx(at_once_of(report), abs=10)
     # XLA:CPU fuses little: what it keeps besides is no more than all of it again.
     assert abs(report.difference) < 0.6
     compiled = sum(part.compiled_bytes for part in states) + report.temp_bytes

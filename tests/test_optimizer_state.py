@@ -63,7 +63,7 @@ CASES = [
     *((name, SPLIT) for name in OPTIMIZERS),
     *((name, STAGED) for name in ("adafactor", "average")),
     *(slow(name, STAGED) for name in ("adam", "muon")),
-    *((name, UNEVEN) for name in ("muon",)),
+    ("muon", UNEVEN),
     *(slow(name, UNEVEN) for name in ("adam", "average")),
 ]
 

@@ -11,6 +11,7 @@ from meshpar.planner.collective_cost import (
     all_gather_s,
     all_reduce_s,
     all_to_all_s,
+    reduce_scatter_s,
     send_s,
     wire_bytes,
 )
@@ -192,6 +193,28 @@ def test_a_gather_on_a_torus_takes_the_steps_of_one_ring_a_dim():
         Layout(data=-1, tensor=3).resolve(63), "tensor"
     )
     assert none.spans == ((3, 1),)
+
+
+@pytest.mark.parametrize(
+    "torus, whole",
+    [
+        *((f"tpu-v5p:{torus}", True) for torus in ("2x2x2", "2x2x4", "4x4x4")),
+        *((torus, True) for torus in ("tpu-v5e:4x4", "tpu-v6e:8x8")),
+        ("tpu-v5p:2x2x1", False),
+        *((f"tpu-v5e:{torus}", False) for torus in ("2x2", "2x4", "4x8")),
+    ],
+)
+def test_a_tpu_reduces_at_once_over_a_whole_slice_of_some_shapes(torus, whole):
+    cluster = cluster_of(torus)
+    size = cluster.num_devices
+    link = cluster.link(Layout(fsdp=size), "fsdp")
+    assert link.scatters_whole == whole
+    taken_s = (2 if whole else 1) * all_gather_s(1e9, size, link)
+    assert reduce_scatter_s(1e9, size, link) == taken_s
+    part = cluster.link(Layout(fsdp=size // 2, tensor=2), "fsdp")
+    assert not part.scatters_whole
+    slices = cluster_of(torus, devices=2 * size, hosts=2)
+    assert not slices.link(Layout(data=2, fsdp=size), "data", "fsdp").scatters_whole
 
 
 @pytest.mark.parametrize(

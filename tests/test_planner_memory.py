@@ -112,6 +112,21 @@ def test_zero_splits_one_thing_after_another():
     assert at[3].gathered_bytes > 0 == at[2].gathered_bytes
 
 
+def test_what_is_cast_is_whole_for_two_layers_and_the_ends_and_split_for_the_rest():
+    ends = 2 * 128_256 * 4096 + 4096
+    block = (SHAPES["llama3-8b"].num_parameters - ends) / 32
+    in_use = 2 * (ends + 2 * block)
+    split = of("fsdp=8,precision=bf16")
+    assert split.gathered_bytes == pytest.approx(in_use + 2 * 32 * block / 8)
+    assert split.idle_bytes == pytest.approx(2 * ends)
+    for layout in ("fsdp=8,precision=bf16,param_dtype=bf16", "data=8,precision=bf16"):
+        assert of(layout).gathered_bytes == pytest.approx(in_use)
+    assert of("data=8").gathered_bytes == 0
+    assert of("fsdp=2,stage=4,microbatches=4,precision=bf16").idle_bytes == 0
+    eager = of("fsdp=8,precision=bf16", execution=NANOTRON)
+    assert eager.idle_bytes == 0 < eager.gathered_bytes
+
+
 def test_remat_keeps_less_and_less():
     kept = [
         of(f"fsdp=8,precision=bf16,remat={remat}").activation_bytes

@@ -69,6 +69,30 @@ def test_tensor_is_exposed_for_as_long_as_its_bytes_take(remat, more):
     assert found.time.exposed_s["tensor"] == expected_s
 
 
+@pytest.mark.parametrize(
+    "mesh_axis, layout",
+    [
+        ("tensor", "tensor=8,sequence_parallel=true,remat=full,precision=bf16"),
+        ("fsdp", "fsdp=8,remat=full,precision=bf16"),
+    ],
+)
+def test_over_a_whole_slice_scatters_take_the_time_and_bytes_of_sums(mesh_axis, layout):
+    device = device_of("tpu-v5p")
+    prompt = dataclasses.replace(device.efficiency, hop_s=0.0, spread=0.0, launch_s=0.0)
+    found = estimate(
+        SHAPES["llama3-8b"],
+        Cluster(device=dataclasses.replace(device, efficiency=prompt), torus=(2, 2, 2)),
+        Layout.parse(layout),
+        global_batch=32,
+        seq=4096,
+        execution=BARE,
+    )
+    kinds = {one.kind for one in found.collectives if one.wire_bytes > 1e9}
+    assert kinds == {"all-gather", "all-reduce"}
+    expected_s = pytest.approx(wire_s(found, mesh_axis), rel=0.01)
+    assert found.time.exposed_s[mesh_axis] == expected_s
+
+
 @pytest.mark.parametrize("remat", ["none", "full", "save:attention_out", "selective"])
 @pytest.mark.parametrize("attention", ["ring", "allgather", "ulysses"])
 def test_context_is_exposed_for_as_long_as_its_bytes_take(attention, remat):

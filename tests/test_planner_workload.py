@@ -178,6 +178,8 @@ def test_sizes_that_are_no_model_are_refused(sizes, message):
         ("llama3-9b", "no model 'llama3-9b'; did you mean 'llama3-8b'"),
         ("layers=2,hidden=64", "no heads, vocab; give each a size"),
         ("layers=2,hiden=64", "no size 'hiden'; did you mean 'hidden'"),
+        ("layers=2,embd=64", "no size 'embd'; did you mean 'embed'"),
+        ("embed=64,hidden=128", "embed is hidden too; give one of them"),
         ("layers=two,hidden=64", "layers=two is no whole number, true or false"),
         ("/nowhere/config.json", "cannot read '/nowhere/config.json' as JSON"),
     ],

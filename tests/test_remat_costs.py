@@ -55,6 +55,7 @@ PAPER = {  # Table 2 less its dropout masks and scores' copy; in sbh, as/h = 8
 
 QUICK = [("none", 1, False), ("selective", 2, True), ("full", 2, False)]
 """Cases of the paper that are compiled by every run of the tests."""
+assert set(QUICK) <= PAPER.keys()
 
 
 def formula(shape, layout, value_bytes):

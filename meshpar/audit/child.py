@@ -25,6 +25,9 @@ from meshpar.layout import Layout
 from meshpar.mesh import make_mesh
 from meshpar.topology import Topology
 
+_PRINTING = (
+    "--xla_dump_to={folder} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=jit_call"
+)
 _PRINTED = "*.jit_call.*.after_optimizations.txt"
 _DOES_NOT_FIT = ("RESOURCE_EXHAUSTED", "out of memory", "exceeds the limit")
 
@@ -34,9 +37,9 @@ def main(folder: Path) -> None:
     request = json.loads((folder / "request.json").read_text())
     answer: dict[str, Any] = {"problem": "", "memory": {}}
     if Target.parse(request["target"]).platform == "tpu":
-        # libtpu reads it when it is loaded, and aborts on a flag that it does not know:
-        # what was set is for jaxlib, whose XLA is another.
-        os.environ["XLA_FLAGS"] = f"--xla_dump_to={folder} --xla_dump_hlo_as_text"
+        # libtpu reads XLA_FLAGS when it is loaded, and aborts on one that it does not
+        # know: what was set is for jaxlib, whose XLA is another.
+        os.environ["XLA_FLAGS"] = _PRINTING.format(folder=folder)
     exported = export.deserialize((folder / "program.bin").read_bytes())
     mesh = _mesh(request)
     try:
@@ -59,10 +62,10 @@ def program_text(compiled: jax.stages.Compiled, folder: Path) -> str:
     try:
         return compiled.as_text()
     except jax.errors.JaxRuntimeError:
-        printed = next(folder.glob(_PRINTED), None)
-        if printed is None:
+        printed = sorted(folder.glob(_PRINTED))
+        if not printed:
             raise
-        return printed.read_text()
+        return printed[-1].read_text()
 
 
 def _mesh(request: dict[str, Any]) -> Mesh:

@@ -6,7 +6,12 @@ from dataclasses import dataclass
 
 from meshpar.planner.activations import kept_bytes, offloaded_bytes
 from meshpar.planner.attention_time import attention_backward, attention_forward
-from meshpar.planner.collective_cost import all_gather_s, all_reduce_s, all_to_all_s
+from meshpar.planner.collective_cost import (
+    all_gather_s,
+    all_reduce_s,
+    all_to_all_s,
+    reduce_scatter_s,
+)
 from meshpar.planner.cost import HOST, Cost, waiting
 from meshpar.planner.execution import Execution
 from meshpar.planner.kernel_time import host_s, matmul_s, memory_s
@@ -199,7 +204,8 @@ def _tensor_again(run: Run, again: Again) -> Cost:
         sum_s = all_reduce_s(run.residual_bytes, tensor, link)
         return waiting("tensor", again.sums * sum_s)
     gather_s = all_gather_s(run.residual_bytes, tensor, link)
-    return waiting("tensor", (again.sums + again.gathers) * gather_s)
+    scatter_s = reduce_scatter_s(run.residual_bytes, tensor, link)
+    return waiting("tensor", again.sums * scatter_s + again.gathers * gather_s)
 
 
 def _stacked_s(run: Run, moe: bool) -> float:
@@ -277,7 +283,8 @@ def _tensor_forward(run: Run) -> Cost:
     """Two sums over `tensor`: of attention, of the MLP."""
     link, tensor = run.link("tensor"), run.layout.tensor
     if run.layout.sequence_parallel:
-        one_s = 2 * all_gather_s(run.residual_bytes, tensor, link)
+        one_s = all_gather_s(run.residual_bytes, tensor, link)
+        one_s += reduce_scatter_s(run.residual_bytes, tensor, link)
     else:
         one_s = all_reduce_s(run.residual_bytes, tensor, link)
     return waiting("tensor", 2 * one_s) if tensor > 1 else Cost()
@@ -290,6 +297,7 @@ def _tensor_backward(run: Run, weight_grad_s: list[float]) -> Cost:
     if tensor == 1:
         return cost
     gather_s = all_gather_s(run.residual_bytes, tensor, link)
+    scatter_s = reduce_scatter_s(run.residual_bytes, tensor, link)
     for beside_s in weight_grad_s:
         hidden_s = beside_s if run.execution.tensor_overlap else 0.0
         if run.layout.sequence_parallel:
@@ -297,8 +305,9 @@ def _tensor_backward(run: Run, weight_grad_s: list[float]) -> Cost:
             # gathered again beside the matmul for its gradient, whose scatter runs
             # beside the one for the weights.
             cost += waiting("tensor", gather_s)
-            again = 1 if run.execution.keeps_gathered else 2
-            cost += waiting("tensor", gather_s, hidden_s=hidden_s) * again
+            if not run.execution.keeps_gathered:
+                cost += waiting("tensor", gather_s, hidden_s=hidden_s)
+            cost += waiting("tensor", scatter_s, hidden_s=hidden_s)
         else:
             sum_s = all_reduce_s(run.residual_bytes, tensor, link)
             cost += waiting("tensor", sum_s, hidden_s=hidden_s)

@@ -9,7 +9,7 @@ from meshpar.errors import InputError
 
 
 def is_number(value: object) -> bool:
-    """Whether it is one; a bool is none."""
+    """Whether a value of a device's file is a number; a bool is none."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

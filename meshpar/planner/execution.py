@@ -46,8 +46,7 @@ class Execution:
             copy, its softmax, and a 16-bit gradient (12).
         host_s: Work of the host between steps that no device work hides.
         eager: Whether operations run one by one, as written; otherwise a compiler
-            fuses them, casts parameters layer by layer, and leaves out what no
-            result needs.
+            fuses them, casts parameters for use, and leaves out what no result needs.
     """
 
     name: str
@@ -101,7 +100,7 @@ MESHPAR = Execution(
     hop_split=False,
     fused_accumulation=True,
     keeps_gathered=False,
-    weight_bytes=4,  # parameters are stored in fp32 and cast layer by layer
+    weight_bytes=4,  # parameters are stored in fp32 and cast for use
     gradient_bytes=4,
     reduction_bytes=4,
     state_bytes=8,  # Adam's two moments; the parameters are their own masters

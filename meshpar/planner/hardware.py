@@ -220,13 +220,15 @@ class Cluster:
     def _scatters_whole(self, members: int) -> bool:
         """Whether XLA:TPU all-reduces where a program reduce-scatters.
 
-        libtpu for jax 0.10.2 does so over a whole slice of three dims, or of two equal
-        ones from 4 on (compiled: v4, v5p 2x2x2, 2x2x4, 4x4x4, v5e and v6e 4x4 and 8x8;
-        but not v5e 2x4, 4x8, nor part of a slice).
+        A rule made from what the libtpu of jax 0.10.2 compiled (2026-11-21): so over
+        all of a slice of three dims (v5p 2x2x2, 2x2x4, 4x4x4) and of a square (v5e, v6e
+        4x4, 8x8); not over 2x2x1, 2x2, 2x4, 4x8, nor over part of a slice.
         """
-        dims = [size for size in self.torus if size > 1]
-        square = len(dims) == 2 and dims[0] == dims[1] and dims[0] >= 4
-        return members == math.prod(self.torus) and (len(dims) == 3 or square)
+        if self.hosts > 1 or members != math.prod(self.torus):
+            return False
+        if len(self.torus) == 3:
+            return min(self.torus) > 1
+        return len(set(self.torus)) == 1 and self.torus[0] >= 4
 
     def _torus_spans(
         self, layout: Layout, mesh_axes: tuple[str, ...]

@@ -30,8 +30,9 @@ class Memory:
         boundary_bytes: Of them, what arrives from other stages.
         logit_bytes: Logits and their gradient, at the loss, with the head's gradient.
         late_bytes: Of the gradients, what does not exist yet at the loss.
-        gathered_bytes: Parameters gathered for use.
-        idle_bytes: Of them, what only the ends of the model use: no block's backward.
+        gathered_bytes: Parameters gathered or cast for use.
+        idle_bytes: Of them, embedding and head where they are free again once the loss
+            is made; 0 where every tick needs them.
         workspace_bytes: What one block needs beside, in its backward.
         stage: The rank that this is.
         in_flight: Microbatches that it holds.
@@ -75,6 +76,7 @@ class Memory:
         return {
             **parts,
             "other_bytes": round(self.other_bytes),
+            "temporary_bytes": round(self.temporary_bytes),
             "total_bytes": round(self.total_bytes),
         }
 
@@ -151,7 +153,7 @@ def rank_memory(run: Run, rank: int, chunks_held: float) -> Memory:
         logit_bytes=_logit_bytes(run) if has_head else 0.0,
         late_bytes=gradients if once else 0.0,
         gathered_bytes=gathered,
-        idle_bytes=0.0 if layout.is_pipelined else min(gathered, ends),
+        idle_bytes=min(gathered, ends) if once else 0.0,
         workspace_bytes=_workspace_bytes(run, rank, layers, kept),
         stage=rank,
         in_flight=in_flight,
@@ -306,7 +308,10 @@ def _workspace_bytes(run: Run, rank: int, layers: list[int], kept: float) -> flo
 
 
 def _scores_at_once(run: Run) -> float:
-    """Gradients of some heads' scores, in fp32 and cast (`causal_attention`)."""
+    """Gradients of some heads' scores in fp32, and cast for the next matmul.
+
+    As XLA:GPU and XLA:TPU compile `models.layers.causal_attention`.
+    """
     if run.fused_attention:
         return 0.0
     whole = 4 * run.tokens * run.seq * run.workload.heads / run.layout.tensor

@@ -85,7 +85,7 @@ def _parts(found: Estimate) -> tuple[tuple[str, float, str], ...]:
         (
             "gathered weights",
             memory.gathered_bytes,
-            f"two layers, embedding and head whole over tensor={layout.tensor}",
+            f"parameters whole or cast for use, over tensor={layout.tensor}",
         ),
     )
 

@@ -159,13 +159,17 @@ _OTHER_WORDS = {"embed": "hidden", "max_seq": "seq"}
 
 def _words(text: str) -> dict[str, Any]:
     given = key_values(text, noun="model", example="layers=4,hidden=256")
-    values = {_OTHER_WORDS.get(key, key): value for key, value in given.items()}
-    for key in values:
-        if key not in _FIELDS:
-            raise InputError(
-                f"model {text!r}: no size {key!r}; {nearest(key, _FIELDS)}"
-            )
-    return {key: _scalar(text, key, value) for key, value in values.items()}
+    known = _FIELDS | _OTHER_WORDS.keys()
+    found: dict[str, Any] = {}
+    for key, value in given.items():
+        name = _OTHER_WORDS.get(key, key)
+        if key not in known:
+            raise InputError(f"model {text!r}: no size {key!r}; {nearest(key, known)}")
+        if name in found:
+            other = next(one for one, same in _OTHER_WORDS.items() if same == name)
+            raise InputError(f"model {text!r}: {other} is {name} too; give one of them")
+        found[name] = _scalar(text, key, value)
+    return found
 
 
 def _scalar(text: str, key: str, value: str) -> int | bool:

@@ -113,18 +113,21 @@ def _shared_ends(run: Run, stage: int) -> tuple[Cost, Cost]:
     per_chunk = 1.0 if run.execution.lock_step else ranks / run.num_stages
     tokens = run.tokens / ranks
     own = run.residual_bytes * run.residual_share
-    moved = waiting("stage", all_gather_s(own, ranks, run.link("stage")))
+    link = run.link("stage")
+    gathered = waiting("stage", all_gather_s(own, ranks, link))
+    scattered = waiting("stage", reduce_scatter_s(own, ranks, link))
     head_forward, head_backward = _head(run, tokens)
     # Head and loss with their gradients belong to the forward's tick.
-    forward = _embedding(run, tokens) + head_forward + head_backward + moved * 3
-    backward = _embedding_gradient(run, tokens) + moved
+    forward = _embedding(run, tokens) + head_forward + head_backward
+    forward += gathered * 2 + scattered
+    backward = _embedding_gradient(run, tokens) + scattered
     if ranks == 1:
         forward, backward = (
             _embedding(run, tokens) + head_forward,
             (_embedding_gradient(run, tokens) + head_backward),
         )
-    scattered = _scattered_ends(run)
-    return (forward + scattered) * per_chunk, (backward + scattered) * per_chunk
+    split = _scattered_ends(run)
+    return (forward + split) * per_chunk, (backward + split) * per_chunk
 
 
 def scatters_ends_each_tick(run: Run) -> bool:

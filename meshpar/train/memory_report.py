@@ -45,12 +45,14 @@ class Part:
         formula_bytes: By arithmetic.
         compiled_bytes: Of the compiled program, where the compiler tells it apart.
         how: The formula in words.
+        memory: `device` or `host`.
     """
 
     name: str
     formula_bytes: int
     compiled_bytes: int | None
     how: str
+    memory: str = "device"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,9 +76,13 @@ class MemoryReport:
 
     @property
     def formula_bytes(self) -> int:
-        """The states, and the most of the temporaries that there is at once."""
-        states = (part for part in self.parts if part.compiled_bytes is not None)
-        return sum(part.formula_bytes for part in states) + self.at_once_bytes
+        """States on the device, and the most of the temporaries there is at once."""
+        states = (
+            part.formula_bytes
+            for part in self.parts
+            if part.compiled_bytes is not None and part.memory == "device"
+        )
+        return sum(states) + self.at_once_bytes
 
     @property
     def difference(self) -> float:
@@ -121,11 +127,12 @@ def memory_report(
     report = audit(step, batch, target=target)
     run, gradient_bytes = _planned(step, batch), _gradient_bytes(step)
     memory = memory_of(run)
-    others = memory.temporary_bytes - memory.gradient_bytes
+    late_bytes = gradient_bytes if memory.late_bytes else 0
+    memory = replace(memory, gradient_bytes=gradient_bytes, late_bytes=late_bytes)
     return MemoryReport(
         layout=str(step.layout),
-        parts=(*_states(step), *_temporaries(step, run, memory, gradient_bytes)),
-        at_once_bytes=gradient_bytes + round(others),
+        parts=(*_states(step), *_temporaries(step, run, memory)),
+        at_once_bytes=round(memory.temporary_bytes),
         temp_bytes=report.memory.temp_bytes,
         peak_bytes=report.memory.peak_bytes,
     )
@@ -161,6 +168,7 @@ def _states(step: TrainStep) -> list[Part]:
             ),
             compiled_bytes=_local_bytes(inner, inner_shardings),
             how=f"{per_value:.3g} fp32 values for each, split with zero=1, 2, 3",
+            memory=step.layout.optimizer_memory,
         ),
     ]
     if isinstance(shapes.opt_state, Mastered):
@@ -172,6 +180,7 @@ def _states(step: TrainStep) -> list[Part]:
                     shapes.opt_state.master, shardings.opt_state.master
                 ),
                 how="4 bytes a value, split as the optimizer state",
+                memory=step.layout.optimizer_memory,
             )
         )
     return parts
@@ -191,28 +200,28 @@ def _gradient_bytes(step: TrainStep) -> int:
     )
 
 
-def _temporaries(
-    step: TrainStep, run: Run, memory: Memory, gradient_bytes: int
-) -> list[Part]:
+def _temporaries(step: TrainStep, run: Run, memory: Memory) -> list[Part]:
     dtype = jnp.dtype(step.placement.gradient_dtype)
     if step.layout.remat in STAGE_REMATS:
         kept, what = stage_input_bytes(run), "stage"
     else:
         kept, what = kept_bytes(run, moe=False), "block"
     held = (
-        f"{kept / 2**20:.2f} a {what} with remat={step.layout.remat}, "
-        f"{memory.in_flight:g} microbatches in flight"
+        f"{kept / 2**20:.2f} MiB a {what} with remat={step.layout.remat}, microbatches "
+        f"in flight: {memory.in_flight:g}"
     )
     parts = (
-        ("gradients", gradient_bytes, f"{dtype}, added up in place"),
+        ("gradients", memory.gradient_bytes, f"{dtype}, added up in place"),
         ("activations", memory.activation_bytes, held),
-        ("gathered weights", memory.gathered_bytes, "whole parameters in use"),
+        ("gathered weights", memory.gathered_bytes, "whole or cast, for use"),
         ("logits", memory.logit_bytes, "and their gradient, of one microbatch"),
         ("workspace", memory.workspace_bytes, "of one block's backward"),
+        ("fetched states", memory.fetched_bytes, "from the host, while they change"),
     )
     return [
         Part(name=name, formula_bytes=round(size), compiled_bytes=None, how=how)
         for name, size, how in parts
+        if size or name != "fetched states"
     ]
 
 

@@ -16,6 +16,9 @@ from jax import lax
 
 from meshpar.chunk_bytes import SCORE_BYTES
 
+# Dims: B batch, T seq of queries, S seq of keys, N heads, P parts, K kv heads of one,
+# G heads for each of them, M = G x T, H head_dim.
+
 
 @jax.custom_vjp
 def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -36,7 +39,6 @@ def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 
 def _forward(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, tuple]:
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple:
-        # B batch, T and S seq, K kv heads, G queries per kv head, H head_dim.
         scores_BKGTS = _dot("BKGTH,BKSH->BKGTS", q, k) * _scale(q)
         seq = k.shape[-2]
         seen_TS = jnp.arange(seq)[:, None] >= jnp.arange(seq)
@@ -45,9 +47,9 @@ def _forward(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, tuple
         return jnp.einsum("BKGTS,BKSH->BKGTH", softmax_BKGTS, v), softmax_BKGTS
 
     num = _num_parts(q, k)
-    arrays = _query_parts(num, q, k), _parts(num, k), _parts(num, v)
-    mixed, softmax = _part_by_part(attend, arrays)
-    return _joined_queries(mixed), (q, k, v, softmax)
+    queries, keys_values = _cut(num, q, k.shape[2]), _keys_values(num, k, v)
+    mixed, softmax = _part_by_part(attend, (queries, *keys_values))
+    return _joined(mixed), (q, k, v, softmax)
 
 
 def _backward(kept: tuple, dy: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -70,12 +72,11 @@ def _backward(kept: tuple, dy: jax.Array) -> tuple[jax.Array, jax.Array, jax.Arr
     # Where the forward was run again for this, XLA would read its fp32 scores here, and
     # so keep them, since that saves a conversion.
     softmax = lax.optimization_barrier(softmax)
-    num = len(softmax)
-    queries = _query_parts(num, q, k), _query_parts(num, dy, k)
-    dq, dk, dv = _part_by_part(
-        gradients, (softmax, queries[0], _parts(num, k), _parts(num, v), queries[1])
-    )
-    return _joined_queries(dq), _joined(dk), _joined(dv)
+    num, kv_heads = len(softmax), k.shape[2]
+    queries = _cut(num, q, kv_heads)
+    arrays = softmax, queries, *_keys_values(num, k, v), _cut(num, dy, kv_heads)
+    dq, dk, dv = _part_by_part(gradients, arrays)
+    return _joined(dq), _joined(dk[:, :, :, None]), _joined(dv[:, :, :, None])
 
 
 causal_attention.defvjp(_forward, _backward)
@@ -90,44 +91,36 @@ def _num_parts(q: jax.Array, k: jax.Array) -> int:
     return next(num for num in enough if kv_heads % num == 0)
 
 
-def _query_parts(num: int, heads_BTNH: jax.Array, k: jax.Array) -> jax.Array:
-    """-> (parts, batch, kv heads of one, queries per kv head, seq, head_dim).
+def _cut(num: int, heads_BTNH: jax.Array, kv_heads: int) -> jax.Array:
+    """-> PBKGTH, `num` parts.
 
     In this order the matmuls read the scores as they lie; another would have a compiler
     copy all that are kept.
     """
     batch, seq, heads, head_dim = heads_BTNH.shape
-    kv_heads = k.shape[2]
     each = heads // kv_heads
     parts = heads_BTNH.reshape(batch, seq, num, kv_heads // num, each, head_dim)
     return jnp.transpose(parts, (2, 0, 3, 4, 1, 5))
 
 
-def _joined_queries(parts: jax.Array) -> jax.Array:
-    num, batch, kv_heads, each, seq, head_dim = parts.shape
-    heads = jnp.transpose(parts, (1, 4, 0, 2, 3, 5))
+def _keys_values(num: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """-> PBKSH of each."""
+    return tuple(_cut(num, array, array.shape[2]).squeeze(3) for array in arrays)
+
+
+def _joined(parts_PBKGTH: jax.Array) -> jax.Array:
+    """-> BTNH."""
+    num, batch, kv_heads, each, seq, head_dim = parts_PBKGTH.shape
+    heads = jnp.transpose(parts_PBKGTH, (1, 4, 0, 2, 3, 5))
     return heads.reshape(batch, seq, num * kv_heads * each, head_dim)
 
 
-def _parts(num: int, heads_BSKH: jax.Array) -> jax.Array:
-    """-> (parts, batch, kv heads of one, seq, head_dim)."""
-    batch, seq, kv_heads, head_dim = heads_BSKH.shape
-    parts = heads_BSKH.reshape(batch, seq, num, kv_heads // num, head_dim)
-    return jnp.transpose(parts, (2, 0, 3, 1, 4))
-
-
-def _joined(parts: jax.Array) -> jax.Array:
-    num, batch, kv_heads, seq, head_dim = parts.shape
-    heads = jnp.transpose(parts, (1, 3, 0, 2, 4))
-    return heads.reshape(batch, seq, num * kv_heads, head_dim)
-
-
-def _sum_over_queries(scores_BKGTS: jax.Array, queries_BKGTH: jax.Array) -> jax.Array:
-    """-> (batch, kv heads, seq of the keys, head_dim), one matmul for each kv head."""
+def _sum_over_queries(scores_BKGTS: jax.Array, values_BKGTH: jax.Array) -> jax.Array:
+    """-> BKSH, one matmul for each kv head; `values` are queries, or gradients."""
     batch, kv_heads, each, seq, keys = scores_BKGTS.shape
     scores = scores_BKGTS.reshape(batch, kv_heads, each * seq, keys)
-    queries = queries_BKGTH.reshape(batch, kv_heads, each * seq, -1)
-    return jnp.einsum("BKMS,BKMH->BKSH", scores, queries)
+    values = values_BKGTH.reshape(batch, kv_heads, each * seq, -1)
+    return jnp.einsum("BKMS,BKMH->BKSH", scores, values)
 
 
 def _part_by_part(function: Callable[..., tuple], arrays: tuple) -> tuple:
