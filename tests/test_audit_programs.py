@@ -91,6 +91,18 @@ def sum_over_tensor(executions: int, is_async: str, branch: str, line: int) -> t
                 )
             ],
         ),
+        # XLA:TPU's gather in parts, fused with the work of a loop: it is written out in
+        # its start, in every step and in its done, and is one.
+        (
+            "tpu_fused_gather",
+            CUBE,
+            [
+                (
+                    *("all-gather", ("tensor",), 256 * 64 * 2, 128 * 64 * 2),
+                    *(1, "async", "", f"{TRAIN}:12"),
+                )
+            ],
+        ),
         # One, though start, update and done all name what they wrap.
         (
             "wrapped",

@@ -207,7 +207,11 @@ def test_a_machine_without_a_compiler_is_refused(capsys):
         ["llama3-405b", "--hardware", "h100", "--devices", "16384", "--seq", "8192"],
         ["mixtral-8x7b", "--hardware", "h100", "--devices", "64", "--seq", "4096"],
         pytest.param(
-            ["deepseek-v3", "--hardware", "h800", "--devices", "2048", "--seq", "4096"],
+            # With the batch of its authors (DeepSeek-AI 2024, section 4.2).
+            [
+                *("deepseek-v3", "--hardware", "h800", "--devices", "2048"),
+                *("--seq", "4096", "--global-batch", "15360"),
+            ],
             marks=pytest.mark.slow,
         ),
         ["llama3-70b", "--hardware", "tpu v5p:8x8x8", "--seq", "8192"],

@@ -32,7 +32,8 @@ def at_once_of(report):
         logits -= size["gradients"]
         workspace -= min(size["gathered weights"], ENDS_BYTES)
     beside = max(logits, workspace) + size["gathered weights"] + size["activations"]
-    return size["gradients"] + max(beside, size.get("fetched states", 0))
+    later = size["gradients of the ends"], size.get("fetched states", 0)
+    return size["gradients"] + max(beside, *later)
 
 
 def part_of(report, name):

@@ -87,7 +87,8 @@ def collectives_of(
 ) -> tuple[Collective, ...]:
     """Every collective that runs, in the order of the text.
 
-    A start and its done are one, and so is a wrapper and what it wraps.
+    A start and its done are one, and so is a wrapper and what it wraps; of a collective
+    that XLA:TPU fuses with the work beside it, its start alone stands for it.
 
     Args:
         program: The compiled program.
@@ -103,7 +104,8 @@ def collectives_of(
         for instruction in computation.instructions:
             if instruction.opcode.removesuffix("-start") in KINDS:
                 site = _Site(program, computation, instruction, callers.get(name))
-                found.append(_row(site, at, mesh_shape))
+                if not site.goes_on:
+                    found.append(_row(site, at, mesh_shape))
     return tuple(sorted(found, key=lambda row: row.line))
 
 
@@ -122,6 +124,18 @@ class _Site:
         return self.computation.name.startswith("all-reduce-scatter")
 
     @property
+    def goes_on(self) -> bool:
+        """Whether it repeats what was started elsewhere.
+
+        XLA:TPU moves a collective in parts, in fusions with the work beside it, and
+        writes it out in each: a start, steps that may be in a loop, and a done.
+        """
+        ends = self.caller is not None and self.caller.name.startswith(
+            "async-collective-done"
+        )
+        return ends or self.computation.name.startswith("async_collective_fusion")
+
+    @property
     def kind(self) -> str:
         if self.scatters:
             return "reduce-scatter"
@@ -129,7 +143,10 @@ class _Site:
 
     @property
     def is_async(self) -> bool:
-        wrapped = self.caller is not None and self.caller.opcode == "async-start"
+        wrapped = self.caller is not None and (
+            self.caller.opcode == "async-start"
+            or self.caller.name.startswith("async-collective-start")
+        )
         return wrapped or self.instruction.opcode.endswith("-start")
 
     def arrived(self) -> list[ArrayShape]:

@@ -34,6 +34,8 @@ class Memory:
         idle_bytes: Of them, embedding and head where they are free again once the loss
             is made; 0 where every tick needs them.
         workspace_bytes: What one block needs beside, in its backward.
+        ends_bytes: Once the blocks are done, whole gradients of embedding and head, and
+            their sum where they are one table; what of them is no `gradient_bytes`.
         stage: The rank that this is.
         in_flight: Microbatches that it holds.
     """
@@ -49,6 +51,7 @@ class Memory:
     gathered_bytes: float
     idle_bytes: float
     workspace_bytes: float
+    ends_bytes: float
     stage: int
     in_flight: float
 
@@ -63,7 +66,8 @@ class Memory:
     def temporary_bytes(self) -> float:
         """The most that is there at once beside what is kept between steps."""
         working = self.activation_bytes + self.other_bytes
-        return self.gradient_bytes + max(working, self.fetched_bytes)
+        later = max(self.ends_bytes, self.fetched_bytes)
+        return self.gradient_bytes + max(working, later)
 
     @property
     def total_bytes(self) -> float:
@@ -155,6 +159,7 @@ def rank_memory(run: Run, rank: int, chunks_held: float) -> Memory:
         gathered_bytes=gathered,
         idle_bytes=min(gathered, ends) if once else 0.0,
         workspace_bytes=_workspace_bytes(run, rank, layers, kept),
+        ends_bytes=_ends_bytes(run, split=shares["gradient"] < 1) if once else 0.0,
         stage=rank,
         in_flight=in_flight,
     )
@@ -277,6 +282,15 @@ def _gathered_bytes(run: Run, rank: int) -> float:
     layers = 2 * block_parameters(run, moe=moe) * run.dtype_bytes
     shards = (whole - ends) / run.state_shards if split and cast else 0.0
     return ends + layers + shards
+
+
+def _ends_bytes(run: Run, *, split: bool) -> float:
+    """Tables of gradients, those that are part of the sums left out."""
+    table = run.workload.vocab * run.workload.hidden / run.layout.tensor
+    tables = 3 if run.workload.tied else 2
+    if not split:
+        tables -= 1 if run.workload.tied else 2
+    return tables * table * run.execution.gradient_bytes
 
 
 def _workspace_bytes(run: Run, rank: int, layers: list[int], kept: float) -> float:

@@ -216,6 +216,7 @@ def _temporaries(step: TrainStep, run: Run, memory: Memory) -> list[Part]:
         ("gathered weights", memory.gathered_bytes, "whole or cast, for use"),
         ("logits", memory.logit_bytes, "and their gradient, of one microbatch"),
         ("workspace", memory.workspace_bytes, "of one block's backward"),
+        ("gradients of the ends", memory.ends_bytes, "whole, once the blocks are done"),
         ("fetched states", memory.fetched_bytes, "from the host, while they change"),
     )
     return [
