@@ -12,7 +12,7 @@ import pytest
 # Tests compile much and run little. What partitions a program and places collectives
 # comes before the code of its kernels, in which this saves most of the suite's time.
 _FLAGS = ["--xla_backend_optimization_level=0"]
-if jax.__version_info__ < (0, 11):  # the flag is gone from later ones, which then abort
+if jax.__version_info__ < (0, 11):  # jaxlib 0.12 has no such flag, and aborts on it
     _FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_FLAGS]).strip()
 
