@@ -4,8 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from meshpar import audit
 from models.layers.causal_attention import causal_attention
+from tests.test_audit_targets import needs_gpu_compiler
 
 
 def inputs(kv_heads, dtype, seq=7):
@@ -62,3 +66,32 @@ def test_some_heads_at_a_time_change_no_number(monkeypatch, heads_at_once):
     found, vjp = jax.vjp(lambda *arrays: causal_attention(*arrays), *arrays)
     for got, want in zip((found, *vjp(dy)), (wanted, *other(dy)), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+@needs_gpu_compiler
+@pytest.mark.parametrize(("kv_heads", "most"), [(4, 2.8), (1, 4.5)])
+def test_a_gpu_copies_no_scores_into_another_layout(kv_heads, most, monkeypatch):
+    """In softmaxes of 16 bits: the one kept, an fp32 gradient of it (2), that cast (1).
+
+    In four parts the last two are of a quarter each, with the scores they are made of.
+    """
+    batch, seq, heads = 2, 512, 8
+    part = 4 * batch * seq * seq * heads // kv_heads
+    monkeypatch.setattr("models.layers.causal_attention.SCORE_BYTES", part)
+
+    def gradients(q, k, v):
+        def total(q, k, v):
+            return jnp.sum(causal_attention(q, k, v).astype(jnp.float32) ** 2)
+
+        return jax.grad(jax.checkpoint(total), argnums=(0, 1, 2))(q, k, v)
+
+    mesh = AbstractMesh((1,), ("data",), axis_types=(AxisType.Auto,))
+    q, k = (
+        jax.ShapeDtypeStruct(
+            (batch, seq, num, 64), jnp.bfloat16, sharding=NamedSharding(mesh, P())
+        )
+        for num in (heads, kv_heads)
+    )
+    report = audit(jax.jit(gradients), q, k, k, target="gpu:h100:1x1")
+    softmax_bytes = 2 * batch * heads * seq * seq
+    assert report.memory.temp_bytes < most * softmax_bytes

@@ -127,6 +127,24 @@ def test_what_is_cast_is_whole_for_two_layers_and_the_ends_and_split_for_the_res
     assert eager.idle_bytes == 0 < eager.gathered_bytes
 
 
+@pytest.mark.parametrize(
+    "layout, tables",
+    [
+        ("fsdp=8", {"llama3.2-1b": 3, "llama3-8b": 2}),
+        ("data=8,zero=1", {"llama3.2-1b": 2, "llama3-8b": 0}),  # others are in the sums
+        ("fsdp=2,stage=4,microbatches=4", {"llama3.2-1b": 0, "llama3-8b": 0}),
+    ],
+)
+def test_at_the_end_the_gradients_of_the_ends_are_whole_and_a_tied_ones_sum(
+    layout, tables
+):
+    for preset, count in tables.items():
+        shape = SHAPES[preset]
+        memory = of(f"{layout},precision=bf16", preset=preset)
+        assert memory.ends_bytes == count * 4 * shape.vocab * shape.hidden
+        assert memory.temporary_bytes >= memory.gradient_bytes + memory.ends_bytes
+
+
 def test_remat_keeps_less_and_less():
     kept = [
         of(f"fsdp=8,precision=bf16,remat={remat}").activation_bytes
