@@ -9,12 +9,13 @@ emulate_from_environment()  # before anything below can start JAX
 
 # ruff: noqa: E402
 from meshpar.audit.report import AuditReport, audit
-from meshpar.lint import Finding, LintReport, lint
+from meshpar.lint.lint import Finding, LintReport, lint
 from meshpar.mesh import absent_mesh, make_mesh
-from meshpar.model import BlockGroup, Model, Parameter, batch_shapes
-from meshpar.nnx_model import from_nnx
+from meshpar.model.contract import BlockGroup, Model, Parameter, batch_shapes
+from meshpar.model.nnx import from_nnx
+from meshpar.model.scope import Scope
 from meshpar.parallel.pipeline.value_and_grad import pipeline_value_and_grad
-from meshpar.rule_presets import (
+from meshpar.rules.presets import (
     DATA_PARALLEL,
     FSDP,
     FSDP_TENSOR,
@@ -24,10 +25,9 @@ from meshpar.rule_presets import (
     TENSOR_SEQUENCE,
     default_rules,
 )
-from meshpar.rule_table import RuleError
-from meshpar.rules import Rules
-from meshpar.scope import Scope
-from meshpar.sharding import born_sharded, nnx_shardings, tree_shardings
+from meshpar.rules.rules import Rules
+from meshpar.rules.sharding import born_sharded, nnx_shardings, tree_shardings
+from meshpar.rules.table import RuleError
 from meshpar.train.make_step import make_train_step
 from meshpar.train.memory_report import MemoryReport, memory_report
 from meshpar.train.state import TrainState

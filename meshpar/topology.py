@@ -12,8 +12,8 @@ from typing import Literal
 import jax
 
 from meshpar.errors import InputError
+from meshpar.hardware.link_speeds import NVIDIA_LINKS, card_words
 from meshpar.layout import MESH_AXES, Layout
-from meshpar.link_speeds import NVIDIA_LINKS, card_words
 
 Crossing = Literal["none", "host", "network"]
 """What a mesh axis has to cross: nothing, one host's links, or the network."""

@@ -13,9 +13,9 @@ from flax import nnx
 
 from meshpar import InputError, Model, Scope, from_nnx
 from meshpar.chunk_bytes import LOGITS_BYTES
+from meshpar.model.scope import Batch
 from meshpar.parallel.head_loss import head_cross_entropy
 from meshpar.parallel.tensor import vocab_lookup
-from meshpar.scope import Batch
 from models.field_types import check_field_types
 from models.layers.attention import Attention, depth_scaled_std
 from models.layers.mlp import GatedMLP

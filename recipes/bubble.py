@@ -26,6 +26,7 @@ import jax
 import numpy as np
 
 from meshpar import TrainState, TrainStep
+from meshpar.model.scope import Batch
 from meshpar.schedules import (
     Schedule,
     StageTimes,
@@ -33,7 +34,6 @@ from meshpar.schedules import (
     lock_step_span_s,
     tick_table,
 )
-from meshpar.scope import Batch
 
 
 @dataclass(frozen=True, kw_only=True)

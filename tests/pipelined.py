@@ -8,9 +8,9 @@ import numpy as np
 import optax
 
 from meshpar import Layout, TrainState, make_train_step
-from meshpar.model import loss
+from meshpar.model.contract import loss
+from meshpar.model.scope import EXAMPLE, Scope
 from meshpar.parallel.placement import dropout_key
-from meshpar.scope import EXAMPLE, Scope
 from meshpar.testing.batches import random_batch, steps_of
 from meshpar.testing.quick_compile import quick_compile_options
 from models.presets import build

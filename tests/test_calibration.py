@@ -14,10 +14,10 @@ from meshpar.calibration.fit import attention_constants, link_of, matmul_flops
 from meshpar.calibration.kernels import KernelSizes
 from meshpar.calibration.measure import calibrate
 from meshpar.cli.main import main
-from meshpar.planner.clusters import cluster_of, load_device
-from meshpar.planner.devices import DEVICES
-from meshpar.planner.estimate import estimate
-from meshpar.planner.link import Link
+from meshpar.planner.cost.estimate import estimate
+from meshpar.planner.machine.clusters import cluster_of, load_device
+from meshpar.planner.machine.devices import DEVICES
+from meshpar.planner.machine.link import Link
 from tests.test_cli import status_of
 
 SHAPES = [(64, 64, 64), (128, 256, 512), (1024, 512, 2048)]
@@ -115,8 +115,8 @@ def test_a_faster_device_is_predicted_faster(small):
     found = measure.replace(
         device, peak_flops={key: 2 * peak for key, peak in device.peak_flops.items()}
     )
-    from meshpar.planner.hardware import Cluster
-    from meshpar.planner.shapes import SHAPES as MODELS
+    from meshpar.planner.machine.hardware import Cluster
+    from meshpar.planner.workload.shapes import SHAPES as MODELS
 
     slow, fast = (
         estimate(

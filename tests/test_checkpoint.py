@@ -12,7 +12,7 @@ import optax
 import pytest
 
 from meshpar import Layout, TrainState, make_train_step
-from meshpar.rules import spec_axes
+from meshpar.rules.rules import spec_axes
 from meshpar.train.checkpoint import CheckpointError, Checkpoints
 from meshpar.train.layer_order import model_order_structs
 from models.presets import build

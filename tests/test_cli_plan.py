@@ -11,7 +11,7 @@ from meshpar.audit.report import AuditReport
 from meshpar.cli import confirm as confirming
 from meshpar.cli.main import main
 from meshpar.layout import Layout
-from meshpar.planner.clusters import cluster_of
+from meshpar.planner.machine.clusters import cluster_of
 from tests.test_cli import status_of
 
 GOOD = [

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from meshpar import Model, Parameter
-from meshpar.model import BlockGroup
+from meshpar.model.contract import BlockGroup
 from tests.pipelined import assert_equal_to_plain
 
 EMBED, VOCAB = 16, 64

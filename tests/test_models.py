@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from meshpar import Scope
-from meshpar.model import forward, is_parameter
+from meshpar.model.contract import forward, is_parameter
 from models.layers.attention import Attention
 from models.layers.mlp import GatedMLP, PlainMLP
 from models.layers.norm import LayerNorm, RMSNorm

@@ -10,11 +10,11 @@ import pytest
 
 from meshpar import RuleError, default_rules
 from meshpar.layout import Layout
-from meshpar.model import forward
+from meshpar.model.contract import forward
+from meshpar.model.scope import Scope
 from meshpar.parallel.pipeline import executor
 from meshpar.parallel.pipeline.stages import in_layer_order
 from meshpar.schedules import CHUNKED, ONE_CHUNK
-from meshpar.scope import Scope
 from tests.pipelined import (
     BATCH,
     QUICK,

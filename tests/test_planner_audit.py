@@ -6,10 +6,10 @@ import optax
 import pytest
 
 from meshpar import audit, batch_shapes, make_train_step
-from meshpar.planner.clusters import device_of
-from meshpar.planner.estimate import estimate
-from meshpar.planner.hardware import Cluster
-from meshpar.planner.shapes import SHAPES
+from meshpar.planner.cost.estimate import estimate
+from meshpar.planner.machine.clusters import device_of
+from meshpar.planner.machine.hardware import Cluster
+from meshpar.planner.workload.shapes import SHAPES
 from models.presets import build
 
 BATCH, SEQ = 16, 64

@@ -7,11 +7,11 @@ import pytest
 from meshpar import InputError
 from meshpar.cli.main import main
 from meshpar.layout import Layout
-from meshpar.planner.clusters import cluster_of
-from meshpar.planner.estimate import estimate
-from meshpar.planner.explain import explain
-from meshpar.planner.refusals import layout_problems
-from meshpar.planner.shapes import SHAPES
+from meshpar.planner.cost.estimate import estimate
+from meshpar.planner.cost.explain import explain
+from meshpar.planner.machine.clusters import cluster_of
+from meshpar.planner.search.refusals import layout_problems
+from meshpar.planner.workload.shapes import SHAPES
 from meshpar.train.refusals import layout_refusals
 
 GOOD = ["estimate", "--preset", "llama3-8b", "--hardware", "h100-80gb", "--seq", "4096"]

@@ -6,8 +6,8 @@ import pytest
 
 from meshpar import InputError
 from meshpar.layout import Layout
-from meshpar.planner.clusters import cluster_of, device_of, load_device
-from meshpar.planner.collective_cost import (
+from meshpar.planner.machine.clusters import cluster_of, device_of, load_device
+from meshpar.planner.machine.collective_cost import (
     all_gather_s,
     all_reduce_s,
     all_to_all_s,
@@ -15,8 +15,8 @@ from meshpar.planner.collective_cost import (
     send_s,
     wire_bytes,
 )
-from meshpar.planner.devices import DEVICES
-from meshpar.planner.link import Link
+from meshpar.planner.machine.devices import DEVICES
+from meshpar.planner.machine.link import Link
 from meshpar.topology import Topology
 
 FAST = Link(name="host", bytes_per_s=100e9, hop_s=0.0)

@@ -5,26 +5,26 @@ import pytest
 
 from meshpar import InputError, absent_mesh, lint, make_train_step
 from meshpar.layout import Layout
-from meshpar.planner.bounds import Bounds, held_microbatches
-from meshpar.planner.clusters import cluster_of
-from meshpar.planner.constraints import Constraints
-from meshpar.planner.estimate import estimate
-from meshpar.planner.execution import EXECUTIONS, MESHPAR
-from meshpar.planner.memory import memory_of
-from meshpar.planner.nearest_fit import nearest_fit
-from meshpar.planner.pipeline_time import in_flight, lock_step
-from meshpar.planner.refusals import layout_problems
-from meshpar.planner.rejection import too_slow
-from meshpar.planner.search import Request, possible_meshes, search
-from meshpar.planner.sensitivity import sensitivities
-from meshpar.planner.shapes import SHAPES, workload_of
-from meshpar.planner.space import (
+from meshpar.planner.cost.bounds import Bounds, held_microbatches
+from meshpar.planner.cost.estimate import estimate
+from meshpar.planner.cost.memory import memory_of
+from meshpar.planner.cost.pipeline_time import in_flight, lock_step
+from meshpar.planner.cost.step_time import step_time
+from meshpar.planner.machine.clusters import cluster_of
+from meshpar.planner.machine.execution import EXECUTIONS, MESHPAR
+from meshpar.planner.search.constraints import Constraints
+from meshpar.planner.search.nearest_fit import nearest_fit
+from meshpar.planner.search.refusals import layout_problems
+from meshpar.planner.search.rejection import too_slow
+from meshpar.planner.search.search import Request, possible_meshes, search
+from meshpar.planner.search.sensitivity import sensitivities
+from meshpar.planner.search.space import (
     BUILT_AXES,
     Variant,
     choices_of,
     mesh_layouts,
 )
-from meshpar.planner.step_time import step_time
+from meshpar.planner.workload.shapes import SHAPES, workload_of
 from meshpar.train.refusals import layout_refusals
 from models.presets import build
 

@@ -5,17 +5,17 @@ import dataclasses
 import pytest
 
 from meshpar.layout import Layout
-from meshpar.planner.clusters import cluster_of
-from meshpar.planner.estimate import estimate
-from meshpar.planner.execution import MEGATRON_2022, MESHPAR, NANOTRON
-from meshpar.planner.pipeline_time import (
+from meshpar.planner.cost.estimate import estimate
+from meshpar.planner.cost.pipeline_time import (
     closed_form_lock_step,
     closed_form_s,
     lock_step,
     lock_step_span_s,
     span_s,
 )
-from meshpar.planner.shapes import SHAPES
+from meshpar.planner.machine.clusters import cluster_of
+from meshpar.planner.machine.execution import MEGATRON_2022, MESHPAR, NANOTRON
+from meshpar.planner.workload.shapes import SHAPES
 from meshpar.schedules import StageTimes, make_schedule, simulate, tick_table
 
 

@@ -9,10 +9,10 @@ import pytest
 from meshpar import BlockGroup, Parameter
 from meshpar.audit.block_trace import traced_workload
 from meshpar.chunk_bytes import LOGITS_BYTES
-from meshpar.planner.clusters import cluster_of
-from meshpar.planner.estimate import estimate
-from meshpar.planner.execution import MESHPAR
-from meshpar.planner.shapes import SHAPES
+from meshpar.planner.cost.estimate import estimate
+from meshpar.planner.machine.clusters import cluster_of
+from meshpar.planner.machine.execution import MESHPAR
+from meshpar.planner.workload.shapes import SHAPES
 from models.presets import build
 
 

@@ -5,16 +5,16 @@ import dataclasses
 import pytest
 
 from meshpar.layout import Layout
-from meshpar.planner.activations import offloaded_bytes
-from meshpar.planner.block_time import block_time
-from meshpar.planner.clusters import device_of
-from meshpar.planner.estimate import estimate
-from meshpar.planner.execution import MESHPAR
-from meshpar.planner.hardware import Cluster
-from meshpar.planner.memory import rank_parameters, update_bytes
-from meshpar.planner.pipeline_time import lock_step
-from meshpar.planner.recomputation import recomputation
-from meshpar.planner.shapes import SHAPES
+from meshpar.planner.cost.block_time import block_time
+from meshpar.planner.cost.estimate import estimate
+from meshpar.planner.cost.memory import rank_parameters, update_bytes
+from meshpar.planner.cost.pipeline_time import lock_step
+from meshpar.planner.machine.clusters import device_of
+from meshpar.planner.machine.execution import MESHPAR
+from meshpar.planner.machine.hardware import Cluster
+from meshpar.planner.workload.activations import offloaded_bytes
+from meshpar.planner.workload.recomputation import recomputation
+from meshpar.planner.workload.shapes import SHAPES
 
 BARE = dataclasses.replace(MESHPAR, gather_overlap=False)
 

@@ -5,11 +5,11 @@ import json
 import pytest
 
 from meshpar.cli.main import main
-from meshpar.planner.execution import EXECUTIONS
-from meshpar.planner.published import published
-from meshpar.planner.published_others import CALIBRATES_HOST, nanotron_splits
-from meshpar.planner.validate import rows, summaries
-from meshpar.planner.workload import Workload
+from meshpar.planner.machine.execution import EXECUTIONS
+from meshpar.planner.published.megatron import published
+from meshpar.planner.published.others import CALIBRATES_HOST, nanotron_splits
+from meshpar.planner.published.validate import rows, summaries
+from meshpar.planner.workload.workload import Workload
 
 
 @pytest.fixture(scope="module")

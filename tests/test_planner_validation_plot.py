@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshpar.planner import validate
+from meshpar.planner.published import validate
 from recipes.bench.planner_validation import main, series
 
 

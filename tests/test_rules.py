@@ -22,7 +22,7 @@ from meshpar import (
     default_rules,
     make_mesh,
 )
-from meshpar.rule_presets import PRESETS
+from meshpar.rules.presets import PRESETS
 
 RULES = Rules(
     {"batch": ("data", "fsdp"), "embed": None, "heads": "tensor", "mlp": "tensor"}

@@ -18,9 +18,9 @@ from meshpar import (
     TrainState,
     make_train_step,
 )
-from meshpar.model import loss
+from meshpar.model.contract import loss
+from meshpar.model.scope import EXAMPLE, Scope
 from meshpar.parallel.placement import dropout_key
-from meshpar.scope import EXAMPLE, Scope
 from models.presets import build
 
 BATCH, SEQ = 8, 16

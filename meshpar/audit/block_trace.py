@@ -13,13 +13,13 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from meshpar.audit.head_trace import batch_of, hidden_size, logits_bytes
 from meshpar.audit.jaxprs import inner_jaxprs
-from meshpar.model import BlockGroup, Model, Params, is_parameter
+from meshpar.model.contract import BlockGroup, Model, Params, is_parameter
+from meshpar.model.scope import Batch, Scope
 from meshpar.parallel.placement import DTYPES
 from meshpar.parallel.remat import rematerialised
 from meshpar.parallel.residuals import vjp_without
-from meshpar.planner.traced_block import TracedBlock
-from meshpar.planner.workload import Workload
-from meshpar.scope import Batch, Scope
+from meshpar.planner.workload.traced_block import TracedBlock
+from meshpar.planner.workload.workload import Workload
 
 _POLICIES = ("none", "selective", "dots", "full")
 

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 
 from meshpar.audit.jaxprs import inner_jaxprs
-from meshpar.model import Model, batch_shapes, is_parameter
-from meshpar.scope import EXAMPLE, Scope
+from meshpar.model.contract import Model, batch_shapes, is_parameter
+from meshpar.model.scope import EXAMPLE, Scope
 
 _EXAMPLE_BYTES = 2**33
 """Logits of the traced tokens: more than any head should make at a time."""

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshpar.calibration.trial import Trial, mesh_of, trial
-from meshpar.planner.collective_cost import all_gather_s, all_reduce_s, send_s
-from meshpar.planner.link import Link
+from meshpar.planner.machine.collective_cost import all_gather_s, all_reduce_s, send_s
+from meshpar.planner.machine.link import Link
 
 _KIB = 2**10
 CPU_BYTES = (16 * _KIB, 256 * _KIB, 2048 * _KIB)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from scipy.optimize import minimize, minimize_scalar
 
-from meshpar.planner.link import Link
+from meshpar.planner.machine.link import Link
 
 
 def matmul_flops(

@@ -20,9 +20,9 @@ from meshpar.calibration.kernels import (
 )
 from meshpar.calibration.trial import seconds
 from meshpar.errors import InputError
-from meshpar.planner.efficiency import Efficiency
-from meshpar.planner.hardware import Device
-from meshpar.planner.link import Link
+from meshpar.planner.machine.efficiency import Efficiency
+from meshpar.planner.machine.hardware import Device
+from meshpar.planner.machine.link import Link
 
 _HEAD_DIMS = (64, 128)
 _ATTENTION_SEQ = 4096

@@ -17,10 +17,10 @@ from meshpar.audit.targets import Target, TargetError
 from meshpar.cli.parsing import model_of
 from meshpar.errors import InputError
 from meshpar.mesh import absent_mesh
-from meshpar.model import Model, batch_shapes
-from meshpar.planner.estimate import Estimate, estimate_run
-from meshpar.planner.hardware import Cluster
-from meshpar.planner.shapes import SHAPES
+from meshpar.model.contract import Model, batch_shapes
+from meshpar.planner.cost.estimate import Estimate, estimate_run
+from meshpar.planner.machine.hardware import Cluster
+from meshpar.planner.workload.shapes import SHAPES
 from meshpar.train.make_step import make_train_step
 from meshpar.train.refusals import layout_refusals
 

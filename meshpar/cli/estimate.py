@@ -8,19 +8,19 @@ import json
 from meshpar.cli.parsing import positive
 from meshpar.errors import InputError
 from meshpar.layout import Layout
-from meshpar.planner.clusters import cluster_of
-from meshpar.planner.devices import DEVICES
-from meshpar.planner.estimate import estimate
-from meshpar.planner.execution import (
+from meshpar.planner.cost.estimate import estimate
+from meshpar.planner.cost.explain import explain
+from meshpar.planner.machine.clusters import cluster_of
+from meshpar.planner.machine.devices import DEVICES
+from meshpar.planner.machine.execution import (
     EXECUTIONS,
     MESHPAR,
     Execution,
     execution_of,
 )
-from meshpar.planner.explain import explain
-from meshpar.planner.hardware import Cluster
-from meshpar.planner.shapes import workload_of
-from meshpar.planner.workload import Workload
+from meshpar.planner.machine.hardware import Cluster
+from meshpar.planner.workload.shapes import workload_of
+from meshpar.planner.workload.workload import Workload
 from meshpar.train.refusals import layout_refusals
 
 _PLANNED_AXES = ("context", "expert")

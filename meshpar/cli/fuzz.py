@@ -23,7 +23,7 @@ from meshpar.cli.parsing import (
 )
 from meshpar.emulate import emulate
 from meshpar.errors import InputError
-from meshpar.model import Model
+from meshpar.model.contract import Model
 from meshpar.testing.batches import MASKS
 from meshpar.testing.equivalence import case_of, run_cases
 from meshpar.testing.layout_cases import (

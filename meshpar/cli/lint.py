@@ -19,10 +19,10 @@ from meshpar.cli.parsing import (
 from meshpar.errors import InputError
 from meshpar.key_values import key_value_pairs
 from meshpar.layout import nearest
-from meshpar.lint import LARGE_BYTES, Finding, LintReport, lint
-from meshpar.parameter_rows import ParameterRow
-from meshpar.rule_presets import PRESETS
-from meshpar.rules import Rules
+from meshpar.lint.lint import LARGE_BYTES, Finding, LintReport, lint
+from meshpar.lint.rows import ParameterRow
+from meshpar.rules.presets import PRESETS
+from meshpar.rules.rules import Rules
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

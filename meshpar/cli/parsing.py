@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from meshpar.errors import InputError
 from meshpar.key_values import key_values
 from meshpar.layout import MESH_AXES, Layout
-from meshpar.model import Model
+from meshpar.model.contract import Model
 
 _NO_SIZES = {
     "preset": "--preset NAME",

@@ -12,15 +12,15 @@ from meshpar.cli.parsing import positive
 from meshpar.cli.report.plan_page import plan_page
 from meshpar.errors import InputError
 from meshpar.layout import MESH_AXES
-from meshpar.planner import validate
-from meshpar.planner.constraints import Constraints
-from meshpar.planner.estimate import Estimate, gigabytes, milliseconds
-from meshpar.planner.execution import execution_of
-from meshpar.planner.explain import explain
-from meshpar.planner.nearest_fit import nearest_fit
-from meshpar.planner.search import Request, SearchResult, search
-from meshpar.planner.sensitivity import sensitivities
-from meshpar.planner.space import BUILT_AXES
+from meshpar.planner.cost.estimate import Estimate, gigabytes, milliseconds
+from meshpar.planner.cost.explain import explain
+from meshpar.planner.machine.execution import execution_of
+from meshpar.planner.published import validate
+from meshpar.planner.search.constraints import Constraints
+from meshpar.planner.search.nearest_fit import nearest_fit
+from meshpar.planner.search.search import Request, SearchResult, search
+from meshpar.planner.search.sensitivity import sensitivities
+from meshpar.planner.search.space import BUILT_AXES
 
 _GIB = 1 << 30
 _SHOWN = 12

@@ -11,7 +11,8 @@ from jax.sharding import PartitionSpec
 
 from meshpar.collectives import Zero, follow, zero_on_parts
 from meshpar.errors import InputError
-from meshpar.model import BlockGroup
+from meshpar.model.contract import BlockGroup
+from meshpar.model.scope import Scope
 from meshpar.parallel.remat import names_in, rematerialised
 from meshpar.parallel.residuals import Residuals, restore_vjp, vjp_without
 from meshpar.parallel.zero import (
@@ -21,7 +22,6 @@ from meshpar.parallel.zero import (
     reduce_scatter,
     zero_from_all,
 )
-from meshpar.scope import Scope
 
 Inputs = dict[str, Any]
 """Arrays without gradient that scopes are made of."""

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from meshpar.collectives import follow, zero_on_parts
-from meshpar.rules import LogicalAxes, auto_mesh_shape
-from meshpar.scope import Scope
+from meshpar.model.scope import Scope
+from meshpar.rules.rules import LogicalAxes, auto_mesh_shape
 
 _WHOLE = ("batch", "seq", "embed")
 

@@ -9,7 +9,7 @@ from jax import lax
 
 from meshpar.collectives import Zero, asked, follow
 from meshpar.parallel.zero import is_stored, zero_from_all
-from meshpar.rules import spec_axes
+from meshpar.rules.rules import spec_axes
 
 
 def reduce_gradients(

@@ -26,9 +26,9 @@ from jax.sharding import PartitionSpec
 from meshpar.chunk_bytes import LOGITS_BYTES
 from meshpar.collectives import asked, follow, on_parts, zero_from
 from meshpar.errors import InputError
+from meshpar.model.scope import Scope
 from meshpar.parallel.head_chunk import Chunk, matmul
-from meshpar.rules import auto_mesh_shape, entry_axes
-from meshpar.scope import Scope
+from meshpar.rules.rules import auto_mesh_shape, entry_axes
 
 _WHOLE = ("batch", "seq", "embed")
 _RESIDUAL = ("batch", "residual_seq", "embed")

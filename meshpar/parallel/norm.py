@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshpar.collectives import asked
-from meshpar.rules import spec_axes
+from meshpar.rules.rules import spec_axes
 
 
 def global_norm(tree: Any, shardings: Any, mesh: Mesh) -> jax.Array:

@@ -15,7 +15,8 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from meshpar.collectives import Zero, asked, follow, zero_from
 from meshpar.layout import BATCH_AXES, MANUAL_AXES, Layout
-from meshpar.model import Model, Params
+from meshpar.model.contract import Model, Params
+from meshpar.model.scope import Scope
 from meshpar.parallel.data import reduce_gradients
 from meshpar.parallel.storage import stored_parameters
 from meshpar.parallel.zero import (
@@ -32,8 +33,7 @@ from meshpar.parallel.zero import (
     reduce_scatter,
     zero_from_all,
 )
-from meshpar.rules import Rules, auto_mesh_shape, spec_axes
-from meshpar.scope import Scope
+from meshpar.rules.rules import Rules, auto_mesh_shape, spec_axes
 
 BATCH = PartitionSpec(BATCH_AXES)
 REPLICATED = PartitionSpec()

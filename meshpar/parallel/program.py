@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from meshpar.collectives import zero_on_parts
-from meshpar.model import Params
+from meshpar.model.contract import Params
+from meshpar.model.scope import Batch
 from meshpar.parallel.block import Block, Sums
 from meshpar.parallel.blocks import (
     check_names,
@@ -32,7 +33,6 @@ from meshpar.parallel.placement import (
 )
 from meshpar.parallel.residuals import Residuals
 from meshpar.parallel.zero import Stored, is_stored
-from meshpar.scope import Batch
 
 _Inputs = dict[str, Any]
 

@@ -11,10 +11,10 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from meshpar.errors import InputError
 from meshpar.layout import STAGE_REMATS, nearest
-from meshpar.model import Model
+from meshpar.model.contract import Model
+from meshpar.model.scope import SAVED_PREFIX, Scope
+from meshpar.model.tracing import one_layer_shapes, traced_batch, tracing
 from meshpar.residual_names import ResidualNames, is_named
-from meshpar.scope import SAVED_PREFIX, Scope
-from meshpar.traced_model import one_layer_shapes, traced_batch, tracing
 
 HOST_MEMORY = "pinned_host"
 """JAX's name for memory of the host that devices read and write by themselves."""

@@ -16,9 +16,10 @@ import jax
 from jax.sharding import PartitionSpec
 
 from meshpar.layout import BATCH_AXES, Layout
-from meshpar.model import Model, Parameter, is_parameter, path_name
+from meshpar.model.contract import Model, Parameter, is_parameter
 from meshpar.parallel.zero import Stored
-from meshpar.rules import Rules, entry_axes, spec_axes
+from meshpar.rules.rules import Rules, entry_axes, spec_axes
+from meshpar.rules.sharding import path_name
 
 
 def stored_parameters(

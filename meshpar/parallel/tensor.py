@@ -19,8 +19,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from meshpar.collectives import asked, follow, zero_from
-from meshpar.rules import auto_mesh_shape, spec_axes
-from meshpar.scope import Scope
+from meshpar.model.scope import Scope
+from meshpar.rules.rules import auto_mesh_shape, spec_axes
 
 
 def vocab_lookup(table: jax.Array, tokens: jax.Array, scope: Scope) -> jax.Array:

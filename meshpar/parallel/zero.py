@@ -26,7 +26,7 @@ from meshpar.collectives import (
     zero_on_parts,
 )
 from meshpar.layout import BATCH_AXES, MANUAL_AXES
-from meshpar.rules import entry_axes, spec_axes
+from meshpar.rules.rules import entry_axes, spec_axes
 
 Dims = list[tuple[int, tuple[str, ...]]]
 """Dims of an array, each with the batch axes that it is split over."""

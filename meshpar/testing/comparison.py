@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from meshpar.model import path_name
+from meshpar.rules.sharding import path_name
 from meshpar.testing.bounds import FP32_BOUND, UNIT_ROUNDOFF, bf16_bound
 from meshpar.testing.reference import NUM_STEPS, Values, tree_norm
 

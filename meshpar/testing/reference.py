@@ -1,6 +1,6 @@
 """The single-device program: what every layout is compared with.
 
-Plain `jax.value_and_grad` of `meshpar.model.loss` and optax: no mesh, no rules, no
+Plain `jax.value_and_grad` of `model.contract.loss` and optax: no mesh, no rules, no
 `shard_map`, and none of the training step's code but the key of dropout, so that no
 error of it can cancel.
 """
@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from meshpar.model import Model, Params, loss
+from meshpar.model.contract import Model, Params, loss
+from meshpar.model.scope import EXAMPLE, Batch, Scope
 from meshpar.parallel.placement import dropout_key
-from meshpar.scope import EXAMPLE, Batch, Scope
 from meshpar.testing.batches import Arrays
 from meshpar.testing.bounds import rounding_chains
 

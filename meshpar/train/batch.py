@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from meshpar.errors import InputError
-from meshpar.scope import Batch
+from meshpar.model.scope import Batch
 
 TOKEN_ARRAYS = ("tokens", "targets", "weights")
 """Names of the arrays that every batch has, (examples, seq) each."""

@@ -13,7 +13,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from meshpar.errors import InputError
-from meshpar.model import path_name
+from meshpar.rules.sharding import path_name
 from meshpar.train.layer_order import (
     LayerOrder,
     arranged,

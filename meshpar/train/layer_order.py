@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshpar.model import Model, Parameter, is_parameter
+from meshpar.model.contract import Model, Parameter, is_parameter
 from meshpar.parallel.remat import HOST_MEMORY
 from meshpar.train.optimizer_state import kept_dims, map_states
 from meshpar.train.state import TrainState

@@ -11,12 +11,12 @@ from jax.sharding import AbstractMesh, Mesh
 
 from meshpar.layout import Layout
 from meshpar.mesh import make_mesh, platform_of
-from meshpar.model import Model
+from meshpar.model.contract import Model
 from meshpar.parallel.pipeline.program import with_costs
 from meshpar.parallel.pipeline.schedule_choice import OwnSchedule
 from meshpar.parallel.remat import check_residual_names
-from meshpar.rule_presets import default_rules
-from meshpar.rules import Rules
+from meshpar.rules.presets import default_rules
+from meshpar.rules.rules import Rules
 from meshpar.train.optimizer_probe import refuse_dependence_on_places
 from meshpar.train.refusals import refuse, refuse_schedule
 from meshpar.train.step import TrainStep
@@ -39,7 +39,7 @@ def make_train_step(
     """A training step of `model` laid out as `layout` says.
 
     Args:
-        model: A model under the contract (`meshpar.model`).
+        model: A model under the contract (`meshpar.model.contract`).
         optimizer: Any optax optimizer whose state keeps the parameters' tree. What it
             holds of a parameter has its dims, all (Adam) or some of them (Adafactor),
             and lies as they do. One that averages over a whole array, as Adafactor's

@@ -2,7 +2,7 @@
 
 States have formulas alone: values, bytes of one, and what ZeRO and the rules split them
 over (Rajbhandari et al. 2020, section 3). Temporaries are the planner's arithmetic over
-the model's own traced blocks (`meshpar.planner.memory`).
+the model's own traced blocks (`meshpar.planner.cost.memory`).
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from meshpar.audit.block_trace import traced_workload
 from meshpar.audit.report import audit
 from meshpar.layout import STAGE_REMATS
 from meshpar.mesh import platform_of
-from meshpar.model import is_parameter
+from meshpar.model.contract import is_parameter
+from meshpar.model.scope import Batch
 from meshpar.parallel.zero import Stored, is_stored
-from meshpar.planner.activations import kept_bytes, stage_input_bytes
-from meshpar.planner.devices import DEVICES
-from meshpar.planner.execution import MESHPAR
-from meshpar.planner.hardware import Cluster
-from meshpar.planner.memory import Memory, memory_of
-from meshpar.planner.refusals import stage_blocks_of
-from meshpar.planner.run import Run
-from meshpar.rules import spec_axes
+from meshpar.planner.cost.memory import Memory, memory_of
+from meshpar.planner.cost.run import Run
+from meshpar.planner.machine.devices import DEVICES
+from meshpar.planner.machine.execution import MESHPAR
+from meshpar.planner.machine.hardware import Cluster
+from meshpar.planner.search.refusals import stage_blocks_of
+from meshpar.planner.workload.activations import kept_bytes, stage_input_bytes
+from meshpar.rules.rules import spec_axes
 from meshpar.schedules import tick_table
-from meshpar.scope import Batch
 from meshpar.train.precision import Mastered, inner_state
 from meshpar.train.step import TrainStep
 

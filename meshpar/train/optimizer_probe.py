@@ -20,7 +20,8 @@ import optax
 
 from meshpar.errors import InputError
 from meshpar.layout import Layout
-from meshpar.model import Model, Parameter, Params, is_parameter, path_name
+from meshpar.model.contract import Model, Parameter, Params, is_parameter
+from meshpar.rules.sharding import path_name
 
 _LARGEST_DIM = 129
 """Of a probe's arrays: one more than where optax begins to factor second moments."""

@@ -15,7 +15,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.errors import InputError
-from meshpar.model import path_name
+from meshpar.rules.sharding import path_name
 
 LARGE_BYTES = 1 << 20
 """State above this size should not be whole on every device, as the lint has it."""

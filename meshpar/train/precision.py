@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from meshpar.model import Model, Parameter, Params, is_parameter, path_name
+from meshpar.model.contract import Model, Parameter, Params, is_parameter
 from meshpar.parallel.placement import PARAM_DTYPES
+from meshpar.rules.sharding import path_name
 
 
 @jax.tree_util.register_dataclass

@@ -12,8 +12,8 @@ from meshpar.mesh import platform_of
 from meshpar.parallel.placement import DTYPES
 from meshpar.parallel.remat import HOST_MEMORY
 from meshpar.parallel.storage import split_axes_of
-from meshpar.rule_table import RuleError
-from meshpar.rules import Rules
+from meshpar.rules.rules import Rules
+from meshpar.rules.table import RuleError
 
 _PLAIN = Layout()
 _OPTION_OF = {

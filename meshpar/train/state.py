@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshpar.model import Model, Params
+from meshpar.model.contract import Model, Params
 from meshpar.parallel.remat import HOST_MEMORY
 from meshpar.train.optimizer_state import (
     check_unowned,

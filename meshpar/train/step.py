@@ -17,15 +17,15 @@ from meshpar.audit.subject import Subject
 from meshpar.errors import InputError
 from meshpar.layout import BATCH_AXES, Layout
 from meshpar.mesh import absent_mesh
-from meshpar.model import Model, Params
+from meshpar.model.contract import Model, Params
+from meshpar.model.scope import EXAMPLE, Batch
 from meshpar.parallel.pipeline.program import pipeline_of
 from meshpar.parallel.pipeline.schedule_choice import OwnSchedule
 from meshpar.parallel.pipeline.stages import in_layer_order
 from meshpar.parallel.placement import DTYPES, Placement
 from meshpar.parallel.program import LocalProgram
-from meshpar.rules import Rules
-from meshpar.scope import EXAMPLE, Batch
-from meshpar.sharding import born_sharded
+from meshpar.rules.rules import Rules
+from meshpar.rules.sharding import born_sharded
 from meshpar.train.batch import TOKEN_ARRAYS, batch_structs, check_alike
 from meshpar.train.gradient_program import GradientProgram
 from meshpar.train.layer_order import layer_orders

@@ -26,11 +26,11 @@ from scipy.stats import spearmanr
 
 import meshpar
 from meshpar.calibration.measure import calibrate
-from meshpar.planner.clusters import device_of
-from meshpar.planner.estimate import Estimate, estimate
-from meshpar.planner.execution import MESHPAR_CPU
-from meshpar.planner.hardware import Cluster, Device
-from meshpar.planner.shapes import workload_of
+from meshpar.planner.cost.estimate import Estimate, estimate
+from meshpar.planner.machine.clusters import device_of
+from meshpar.planner.machine.execution import MESHPAR_CPU
+from meshpar.planner.machine.hardware import Cluster, Device
+from meshpar.planner.workload.shapes import workload_of
 from models.presets import build
 from recipes.bench.conditions import conditions, turn_ynn_off
 

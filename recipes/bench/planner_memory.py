@@ -24,9 +24,9 @@ from rich.table import Table
 
 from meshpar.audit.targets import Target
 from meshpar.cli.confirm import Confirmed, compiled, target_of
-from meshpar.planner.clusters import cluster_of
-from meshpar.planner.estimate import estimate
-from meshpar.planner.shapes import SHAPES
+from meshpar.planner.cost.estimate import estimate
+from meshpar.planner.machine.clusters import cluster_of
+from meshpar.planner.workload.shapes import SHAPES
 from models.presets import build
 
 

@@ -12,8 +12,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from meshpar.planner import validate
-from meshpar.planner.published import Measured
+from meshpar.planner.published import validate
+from meshpar.planner.published.megatron import Measured
 
 _QUANTITIES = {"step": "step time, s", "memory": "memory of a device, GB"}
 

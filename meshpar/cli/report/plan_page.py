@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from meshpar.cli.report.page import heading, page, paragraph, table
 from meshpar.cli.report.scatter import Points, scatter
-from meshpar.planner.estimate import Estimate, gigabytes, milliseconds
-from meshpar.planner.explain import explain
-from meshpar.planner.search import SearchResult
-from meshpar.planner.sensitivity import sensitivities
+from meshpar.planner.cost.estimate import Estimate, gigabytes, milliseconds
+from meshpar.planner.cost.explain import explain
+from meshpar.planner.search.search import SearchResult
+from meshpar.planner.search.sensitivity import sensitivities
 
 if TYPE_CHECKING:  # It needs jax, which the page does not.
     from meshpar.cli.confirm import Confirmed

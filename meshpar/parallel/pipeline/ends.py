@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.collectives import asked, on_parts
 from meshpar.errors import InputError
-from meshpar.rules import spec_axes
+from meshpar.rules.rules import spec_axes
 
 STAGE = "stage"
 

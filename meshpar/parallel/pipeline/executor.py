@@ -23,7 +23,7 @@ from meshpar.collectives import Zero, asked, follow, on_parts, zero_on_parts
 from meshpar.parallel.pipeline.ends import STAGE
 from meshpar.parallel.pipeline.stages import part
 from meshpar.parallel.pipeline.work import Results, Work
-from meshpar.rules import spec_axes
+from meshpar.rules.rules import spec_axes
 from meshpar.schedules import Phase, TickTable
 
 IDLE = 0.0

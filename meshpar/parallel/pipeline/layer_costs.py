@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
-from meshpar.model import Model
-from meshpar.scope import Scope
-from meshpar.traced_model import one_layer_shapes, traced_batch, tracing
+from meshpar.model.contract import Model
+from meshpar.model.scope import Scope
+from meshpar.model.tracing import one_layer_shapes, traced_batch, tracing
 
 SEQ = 8
 """Tokens of the sequence that is traced; every model takes so short a one."""

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from meshpar.collectives import Zero, follow, zero_on_parts
-from meshpar.model import Params
+from meshpar.model.contract import Params
+from meshpar.model.scope import Batch, Scope
 from meshpar.parallel.block import Block
 from meshpar.parallel.pipeline.ends import Shares
 from meshpar.parallel.pipeline.executor import Work
@@ -21,8 +22,7 @@ from meshpar.parallel.pipeline.stages import Arrangement, only_group, part
 from meshpar.parallel.placement import Placement
 from meshpar.parallel.remat import keeps_stage_input
 from meshpar.parallel.zero import Stored, is_stored, zero_from_all
-from meshpar.rules import auto_mesh_shape, spec_axes
-from meshpar.scope import Batch, Scope
+from meshpar.rules.rules import auto_mesh_shape, spec_axes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,8 @@ import jax
 
 from meshpar.errors import InputError
 from meshpar.layout import BY_COST, MANUAL_AXES, Layout
-from meshpar.model import Model, Params
+from meshpar.model.contract import Model, Params
+from meshpar.model.scope import Batch
 from meshpar.parallel.pipeline.executor import Executor, Work
 from meshpar.parallel.pipeline.layer_costs import layer_costs
 from meshpar.parallel.pipeline.microbatches import Microbatches
@@ -38,7 +39,6 @@ from meshpar.parallel.placement import (
     safe_inverse,
 )
 from meshpar.schedules import Schedule, tick_table
-from meshpar.scope import Batch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from meshpar.errors import InputError
-from meshpar.model import BlockGroup, Model, Parameter, is_parameter
+from meshpar.model.contract import BlockGroup, Model, Parameter, is_parameter
 from meshpar.schedules import Schedule
 
 NO_LAYER = -1

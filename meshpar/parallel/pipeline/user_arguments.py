@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from meshpar.errors import InputError
 from meshpar.layout import BATCH_AXES, MANUAL_AXES
 from meshpar.parallel.pipeline.ends import STAGE
-from meshpar.rules import spec_axes
+from meshpar.rules.rules import spec_axes
 
 
 def batch_axes(mesh: Mesh) -> tuple[str, ...]:

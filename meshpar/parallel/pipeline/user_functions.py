@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 from meshpar.collectives import Zero, follow, zero_on_parts
 from meshpar.errors import InputError
 from meshpar.mesh import platform_of
-from meshpar.model import BlockGroup
+from meshpar.model.contract import BlockGroup
 from meshpar.parallel.block import Block
 from meshpar.parallel.pipeline.ends import STAGE, Shares
 from meshpar.parallel.pipeline.float_leaves import (
@@ -30,7 +30,7 @@ from meshpar.parallel.pipeline.user_arguments import check_x_dims
 from meshpar.parallel.pipeline.work import Work
 from meshpar.parallel.remat import keeps_stage_input
 from meshpar.parallel.zero import Stored, is_stored, zero_from_all
-from meshpar.rules import spec_axes
+from meshpar.rules.rules import spec_axes
 from meshpar.schedules import Schedule
 
 

@@ -1,0 +1,1 @@
+"""Hardware as its makers state it: devices, links, topology. Without jax."""

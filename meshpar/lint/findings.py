@@ -1,0 +1,122 @@
+"""What lint finds in a whole layout: dead rules, idle mesh axes, replicated arrays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jax.sharding import PartitionSpec
+
+from meshpar.layout import BATCH_AXES, Layout
+from meshpar.lint.rows import ParameterRow
+from meshpar.rules.rules import Rules, spec_axes
+from meshpar.train.refusals import layout_refusals
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One thing that a layout should not do silently.
+
+    Args:
+        kind: `unknown`, `shadowed`, `repeated`, `claimed_twice`, `rank`, `dead`,
+            `indivisible`, `replicated`, `idle` or `unsupported`; of a note, `moved`.
+        path: The parameter, activation, logical axis, mesh axis or key of the layout
+            that it is about.
+        message: What is wrong and the ways out.
+        bytes: Bytes per device that it costs, where it costs memory.
+    """
+
+    kind: str
+    path: str
+    message: str
+    bytes: int = 0
+
+
+def shadowing_overrides(rules: Rules) -> list[Finding]:
+    return [
+        Finding(
+            kind="shadowed",
+            path=logical_axis,
+            message=(
+                f"the parameters' rule for {logical_axis!r} is {axes or None}, the "
+                "same as the rule for all arrays, so it changes nothing: remove it"
+            ),
+        )
+        for logical_axis, axes in rules.parameters.items()
+        if rules.table.get(logical_axis) == axes
+    ]
+
+
+def dead_rules(
+    rules: Rules, used: set[str | None], used_by_parameters: set[str | None]
+) -> list[Finding]:
+    dead = [(name, "no array") for name in rules.table if name not in used]
+    dead += [
+        (name, "no parameter")
+        for name in rules.parameters
+        if name not in used_by_parameters and (name in used or name not in rules.table)
+    ]
+    return [
+        Finding(
+            kind="dead",
+            path=name,
+            message=(
+                f"the rule for logical axis {name!r} is used by {whom} of the model; "
+                "remove it, or check the spelling"
+            ),
+        )
+        for name, whom in dead
+    ]
+
+
+def large_and_replicated(
+    rows: list[ParameterRow], layout: Layout, large_bytes: int
+) -> list[Finding]:
+    whole = ("data",) if layout.zero == 3 else BATCH_AXES
+    splitting = [axis for axis in _axes_at_work(layout) if axis not in whole]
+    if not splitting:
+        return []
+    names = " or ".join(map(repr, splitting))
+    return [
+        Finding(
+            kind="replicated",
+            path=row.path,
+            message=(
+                f"{row.path}: shape {row.shape} as {row.logical_axes} is whole "
+                f"on every device, {row.bytes} bytes, more than {large_bytes}; map one "
+                f"of its logical axes to {names}, or raise the limit"
+            ),
+            bytes=row.bytes,
+        )
+        for row in rows
+        if row.bytes > large_bytes and not any(row.mesh_axes)
+    ]
+
+
+def idle_mesh_axes(
+    rows: list[ParameterRow], axes: set[str], layout: Layout
+) -> list[Finding]:
+    busy = axes | {
+        axis for row in rows for axis in spec_axes(PartitionSpec(*row.mesh_axes))
+    }
+    return [
+        Finding(
+            kind="idle",
+            path=axis,
+            message=(
+                f"mesh axis {axis!r} of size {size} shards nothing: its devices repeat "
+                f"each other's work; set {axis}=1 or map a logical axis to it"
+            ),
+        )
+        for axis, size in _axes_at_work(layout).items()
+        if axis not in busy
+    ]
+
+
+def _axes_at_work(layout: Layout) -> dict[str, int]:
+    # One finding is enough for a mesh axis that the training step refuses.
+    refused = layout_refusals(layout)
+    return {
+        axis: size
+        for axis, size in layout.mesh_shape.items()
+        if size > 1 and axis not in refused
+    }

@@ -1,0 +1,250 @@
+"""Lint: what a model, its rules and a layout do to each other, before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from meshpar.errors import InputError
+from meshpar.layout import Layout
+from meshpar.lint.findings import (
+    Finding,
+    dead_rules,
+    idle_mesh_axes,
+    large_and_replicated,
+    shadowing_overrides,
+)
+from meshpar.lint.rows import ParameterRow, replicated_row, row_of
+from meshpar.model.activations import Activation, traced_activations
+from meshpar.model.contract import Model
+from meshpar.parallel.pipeline.program import arranged_for
+from meshpar.parallel.remat import check_residual_names
+from meshpar.parallel.storage import (
+    moved_because,
+    parameter_specs,
+    unsplit_axes,
+    unsplit_message,
+)
+from meshpar.rules.presets import default_rules
+from meshpar.rules.rules import Rules, spec_axes
+from meshpar.rules.table import (
+    MeshAxes,
+    RuleError,
+    Target,
+    mesh_axes_of,
+    shadowed_message,
+)
+from meshpar.train.refusals import batch_refusal, layout_refusals, rule_refusals
+
+LARGE_BYTES = 1 << 20
+"""A parameter above this size should not be whole on every device."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LintReport:
+    """Every parameter, and every finding; no findings is a clean layout.
+
+    Args:
+        findings: What should be mended.
+        parameters: A row each.
+        notes: Small parameters that ZeRO cannot split, and what it splits along another
+            dim than a rule says.
+    """
+
+    findings: tuple[Finding, ...]
+    parameters: tuple[ParameterRow, ...]
+    notes: tuple[Finding, ...] = ()
+
+
+def lint(
+    model: Model,
+    layout: Layout,
+    rules: Rules | Sequence[tuple[str, Target]] | None = None,
+    *,
+    global_batch: int | None = None,
+    seq: int = 128,
+    large_bytes: int = LARGE_BYTES,
+) -> LintReport:
+    """All parameters of a model under a layout, and all findings. Uses no devices.
+
+    Args:
+        model: The model.
+        layout: The layout, with the size of every mesh axis given.
+        rules: Logical axis -> mesh axes, `default_rules(layout)` when absent. Pairs
+            may hold two rules for one logical axis; the second is a finding.
+        global_batch: Examples in a step; one per batch shard when absent.
+        seq: Tokens of an example.
+        large_bytes: Parameters above this size that no mesh axis splits are findings.
+    """
+    shadowed: list[Finding] = []
+    if rules is not None and not isinstance(rules, Rules):
+        rules, shadowed = _first_of_each(rules)
+    rules = rules or default_rules(layout)
+    stored, stage_findings = _stored(model, layout)
+    # One finding is enough for stages that cannot be.
+    sized = replace(layout, stage=1) if stage_findings else layout
+    rows, row_findings = _parameter_rows(stored, sized, rules)
+    unsplit, notes = _states(stored, sized, rules, large_bytes)
+    examples, batch_findings = _examples(layout, global_batch)
+    activations, trace_findings = _activations(model, examples, seq)
+    axes, activation_findings = _axes_of_activations(activations, layout, rules)
+    used_by_parameters = {name for row in rows for name in row.logical_axes}
+    used = used_by_parameters | {
+        name for activation in activations for name in activation.logical_axes
+    }
+    return LintReport(
+        findings=(
+            *_refused(layout, rules),
+            *_unknown_residuals(model, layout),
+            *stage_findings,
+            *batch_findings,
+            *row_findings,
+            *unsplit,
+            *trace_findings,
+            *activation_findings,
+            *shadowed,
+            *shadowing_overrides(rules),
+            *(() if trace_findings else dead_rules(rules, used, used_by_parameters)),
+            *large_and_replicated(rows, sized, large_bytes),
+            *(() if trace_findings else idle_mesh_axes(rows, axes, sized)),
+        ),
+        parameters=tuple(rows),
+        notes=tuple(notes),
+    )
+
+
+def _stored(model: Model, layout: Layout) -> tuple[Model, list[Finding]]:
+    """The model as a step stores it, or why its layers cannot be cut into stages."""
+    if layout_refusals(layout):
+        return model, []
+    try:
+        return arranged_for(model, layout), []
+    except InputError as error:
+        return model, [Finding(kind="unsupported", path="stage", message=str(error))]
+
+
+def _examples(layout: Layout, global_batch: int | None) -> tuple[int, list[Finding]]:
+    """Examples of one microbatch."""
+    if global_batch is None or layout.microbatches == 1:
+        return layout.batch_shards if global_batch is None else global_batch, []
+    refused = batch_refusal(layout, global_batch)
+    if refused is None:
+        return global_batch // layout.microbatches, []
+    finding = Finding(kind="indivisible", path="microbatches", message=refused)
+    return layout.batch_shards, [finding]
+
+
+def _parameter_rows(
+    model: Model, layout: Layout, rules: Rules
+) -> tuple[list[ParameterRow], list[Finding]]:
+    rows, findings = [], []
+    for path, parameter in model.flat_parameters().items():
+        try:
+            rows.append(row_of(path, parameter, layout, rules))
+        except RuleError as error:
+            row = replicated_row(path, parameter, layout.param_dtype)
+            rows.append(row)
+            findings.append(
+                Finding(kind=error.kind, path=path, message=str(error), bytes=row.bytes)
+            )
+    return rows, findings
+
+
+def _states(
+    model: Model, layout: Layout, rules: Rules, large_bytes: int
+) -> tuple[list[Finding], list[Finding]]:
+    """What ZeRO cannot split at all, and notes of what it splits along another dim."""
+    findings, notes = [], []
+    for path, parameter in model.flat_parameters().items():
+        try:
+            spec = parameter_specs(path, parameter, layout, rules)["state_spec"]
+        except RuleError:
+            continue  # a finding of its own
+        size = replicated_row(path, parameter, "fp32").bytes  # as states are
+        whole = unsplit_axes(layout, rules, spec)
+        if whole:
+            message = unsplit_message(path, parameter, layout, whole)
+            finding = Finding(kind="replicated", path=path, message=message, bytes=size)
+            (findings if size > large_bytes else notes).append(finding)
+        why = moved_because(parameter, layout, rules, spec)
+        if why is not None:
+            shape = f"{path}: shape {parameter.stacked_shape}"
+            message = f"{shape} is split as {tuple(spec)}: {why}"
+            notes.append(Finding(kind="moved", path=path, message=message))
+    return findings, notes
+
+
+def _activations(
+    model: Model, examples: int, seq: int
+) -> tuple[list[Activation], list[Finding]]:
+    try:
+        return traced_activations(model, examples, seq), []
+    except InputError as error:
+        return [], [Finding(kind="rank", path="model", message=str(error))]
+
+
+def _axes_of_activations(
+    activations: list[Activation], layout: Layout, rules: Rules
+) -> tuple[set[str], list[Finding]]:
+    axes, findings = set(), []
+    for activation in activations:
+        path = f"activation {activation.logical_axes}"
+        try:
+            spec = rules.spec(
+                activation.logical_axes,
+                activation.shape,
+                mesh_shape=layout.mesh_shape,
+                path=path,
+            )
+            axes.update(spec_axes(spec))
+        except RuleError as error:
+            findings.append(Finding(kind=error.kind, path=path, message=str(error)))
+            # One finding is enough: its mesh axes have work once it is mended.
+            axes.update(_axes_asked_for(activation, rules))
+    return axes, findings
+
+
+def _axes_asked_for(activation: Activation, rules: Rules) -> set[str]:
+    return {
+        axis
+        for name in activation.logical_axes
+        if name is not None
+        for axis in rules.table.get(name) or ()
+    }
+
+
+def _first_of_each(
+    pairs: Sequence[tuple[str, Target]],
+) -> tuple[Rules, list[Finding]]:
+    first: dict[str, MeshAxes] = {}
+    findings = []
+    for logical_axis, target in pairs:
+        axes = mesh_axes_of(target)
+        if logical_axis in first:
+            message = shadowed_message(logical_axis, first, axes)
+            findings.append(
+                Finding(kind="shadowed", path=logical_axis, message=message)
+            )
+        first.setdefault(logical_axis, axes)
+    return Rules(first), findings
+
+
+def _refused(layout: Layout, rules: Rules) -> list[Finding]:
+    return [
+        *(
+            Finding(kind="unsupported", path=key, message=message)
+            for key, message in layout_refusals(layout).items()
+        ),
+        *(
+            Finding(kind=error.kind, path=logical_axis, message=str(error))
+            for logical_axis, error in rule_refusals(rules, layout)
+        ),
+    ]
+
+
+def _unknown_residuals(model: Model, layout: Layout) -> list[Finding]:
+    try:
+        check_residual_names(model, layout.remat)
+    except InputError as error:
+        return [Finding(kind="unknown", path="remat", message=str(error))]
+    return []

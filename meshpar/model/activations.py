@@ -1,0 +1,71 @@
+"""The activations of a model: what it names while it is traced, on no device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from meshpar.model.contract import Model, Params
+from meshpar.model.scope import Scope
+from meshpar.model.tracing import one_layer_shapes, traced_batch, tracing
+from meshpar.rules.rules import LogicalAxes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activation:
+    """An array that a model lays out by name."""
+
+    logical_axes: LogicalAxes
+    shape: tuple[int, ...]
+
+
+def traced_activations(model: Model, examples: int, seq: int) -> list[Activation]:
+    """Every activation that `model` constrains, once each, and the batch itself.
+
+    Args:
+        model: The model; one layer of each group of blocks is traced.
+        examples: Examples in the batch.
+        seq: Tokens of an example.
+
+    Raises:
+        InputError: The model cannot be traced on such a batch.
+    """
+    recorder = _Recorder()
+    batch = traced_batch(examples, seq)
+    ends, groups = one_layer_shapes(model)
+
+    def once(ends: Params, groups: list[Params], batch: dict) -> Any:
+        scope = Scope(rules=recorder, batch=batch)  # type: ignore[arg-type]
+        x = model.embed(ends, batch, scope)
+        for group, params in zip(model.groups, groups, strict=True):
+            x, _ = group.run(params, x, scope)
+        return model.head(ends, x, batch, scope)
+
+    with tracing(f"the model cannot be traced on a batch of shape {(examples, seq)}"):
+        jax.eval_shape(once, ends, groups, batch)
+    batch_dim = Activation(logical_axes=("batch",), shape=(examples,))
+    return list(dict.fromkeys([batch_dim, *recorder.activations]))
+
+
+class _Recorder:
+    """Stands in for `Rules` while a model is traced, and notes what it names."""
+
+    def __init__(self) -> None:
+        self.activations: list[Activation] = []
+        self.table: dict[str, tuple[str, ...]] = {}
+
+    def constrain(
+        self, x: jax.Array | jax.ShapeDtypeStruct, logical_axes: LogicalAxes
+    ) -> Any:
+        self.activations.append(Activation(logical_axes=logical_axes, shape=x.shape))
+        return x
+
+    def spec(
+        self, logical_axes: LogicalAxes, shape: tuple[int, ...], **_: Any
+    ) -> PartitionSpec:
+        self.constrain(jax.ShapeDtypeStruct(shape, jnp.float32), logical_axes)
+        return PartitionSpec(*(None for _ in logical_axes))

@@ -1,0 +1,1 @@
+"""What one layout costs: bytes, seconds and memory, and why."""

@@ -1,0 +1,332 @@
+"""Time of one block's forward and backward on one device, one microbatch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshpar.planner.cost.attention_time import attention_backward, attention_forward
+from meshpar.planner.cost.cost import HOST, Cost, waiting
+from meshpar.planner.cost.kernel_time import host_s, matmul_s, memory_s
+from meshpar.planner.cost.run import Run
+from meshpar.planner.machine.collective_cost import (
+    all_gather_s,
+    all_reduce_s,
+    all_to_all_s,
+    reduce_scatter_s,
+)
+from meshpar.planner.machine.execution import Execution
+from meshpar.planner.workload.activations import kept_bytes, offloaded_bytes
+from meshpar.planner.workload.recomputation import Again, recomputation
+from meshpar.planner.workload.workload import Workload
+
+# Kernels of one block launched from Python: matmuls, attention's, norms, elementwise;
+# in the backward twice the matmuls, and additions. Counted in Megatron-LM's layer.
+_FORWARD_KERNELS, _BACKWARD_KERNELS = 24, 48
+
+
+@dataclass(frozen=True)
+class BlockTime:
+    """Costs of one block for one microbatch, collectives inside it included.
+
+    Args:
+        forward: F.
+        input_grad: I, with what is recomputed before it.
+        weight_grad: W, with adding it up.
+    """
+
+    forward: Cost
+    input_grad: Cost
+    weight_grad: Cost
+
+    @property
+    def backward(self) -> Cost:
+        """B."""
+        return self.input_grad + self.weight_grad
+
+
+@dataclass(frozen=True)
+class _Linears:
+    """One half of a block: the matmuls into and out of it, on one device."""
+
+    columns: tuple[tuple[float, float, float, float], ...]
+    """(rows, inner, columns, count) of those that read the residual stream."""
+    rows: tuple[tuple[float, float, float, float], ...]
+    """Of those that write it."""
+
+
+def block_time(run: Run, *, moe: bool) -> BlockTime:
+    """The costs of a block with or without routed experts."""
+    attention, mlp = _attention_linears(run), _mlp_linears(run, moe)
+    halves = (attention, mlp)
+    forward = _forward(run, halves, moe)
+    again = recomputation(run, moe=moe)
+    input_grad = _input_grad(run, halves, moe) + _recomputed(run, halves, moe, again)
+    weight_grad = _weight_grad(run, halves, moe)
+    stacked = Cost(_stacked_s(run, moe))
+    forward, input_grad = forward + stacked, input_grad + stacked
+    backward_s = input_grad.compute_s + weight_grad.compute_s
+    moved_s = host_s(run, offloaded_bytes(run, moe=moe))
+    forward += waiting(HOST, moved_s, hidden_s=forward.compute_s)
+    input_grad += waiting(HOST, moved_s, hidden_s=backward_s)
+    return BlockTime(
+        forward=_launched(run, forward, _FORWARD_KERNELS),
+        input_grad=_launched(run, input_grad, _BACKWARD_KERNELS + again.kernels),
+        weight_grad=weight_grad,
+    )
+
+
+def _attention_linears(run: Run) -> _Linears:
+    workload, tensor, tokens = run.workload, run.layout.tensor, run.tokens
+    heads, hidden = workload.heads / tensor, workload.hidden
+    out = ((tokens, heads * workload.value_dim, hidden, 1.0),)
+    if not workload.kv_lora_rank:
+        kv_heads = max(1.0, workload.kv_heads / tensor)
+        wide = (heads + 2 * kv_heads) * workload.head_dim
+        return _Linears(((tokens, hidden, wide, 1.0),), out)
+    down = workload.q_lora_rank + workload.kv_lora_rank + workload.qk_rope_head_dim
+    query_inner = workload.q_lora_rank or hidden
+    expanded = heads * (workload.qk_nope_head_dim + workload.v_head_dim)
+    columns = (
+        (tokens, hidden, down, 1.0),
+        (tokens, query_inner, heads * workload.query_dim, 1.0),
+        (tokens, workload.kv_lora_rank, expanded, 1.0),
+    )
+    return _Linears(columns, out)
+
+
+def _mlp_linears(run: Run, moe: bool) -> _Linears:
+    workload, tensor, tokens = run.workload, run.layout.tensor, run.tokens
+    hidden, wide = workload.hidden, 2 if workload.gated else 1
+    if workload.traced:
+        return _traced_linears(run)
+    if not moe:
+        ffn = workload.ffn / tensor
+        return _Linears(
+            ((tokens, hidden, wide * ffn, 1.0),), ((tokens, ffn, hidden, 1.0),)
+        )
+    ffn, experts = workload.expert_ffn / tensor, workload.experts / run.layout.expert
+    # Every expert takes its tokens from all devices of `expert`, evenly.
+    rows = tokens * run.layout.expert * workload.top_k / workload.experts
+    columns = [(rows, hidden, wide * ffn, experts)]
+    out = [(rows, ffn, hidden, experts)]
+    if workload.shared_experts:
+        shared = workload.shared_experts * ffn
+        columns.append((tokens, hidden, wide * shared, 1.0))
+        out.append((tokens, shared, hidden, 1.0))
+    columns.append((tokens, hidden, float(workload.experts), 1.0))
+    return _Linears(tuple(columns), tuple(out))
+
+
+def _traced_linears(run: Run) -> _Linears:
+    """What a traced block multiplies besides the attention of its sizes.
+
+    As one matmul in and one out, of as many FLOPs.
+    """
+    workload = run.workload
+    rest = (
+        workload.active_block_parameters(moe=False)
+        - workload.attention_matrix_parameters
+    )
+    columns = max(0.0, rest) / 2 / workload.hidden / run.layout.tensor
+    return _Linears(
+        ((run.tokens, workload.hidden, columns, 1.0),),
+        ((run.tokens, columns, workload.hidden, 1.0),),
+    )
+
+
+def _linears_s(run: Run, linears: tuple) -> float:
+    return sum(
+        matmul_s(run, rows, inner, columns, count=count)
+        for rows, inner, columns, count in linears
+    )
+
+
+def _forward(run: Run, halves: tuple[_Linears, ...], moe: bool) -> Cost:
+    linears_s = sum(_linears_s(run, half.columns + half.rows) for half in halves)
+    elementwise_s = memory_s(run, _forward_bytes(run, moe))
+    cost = Cost(linears_s + elementwise_s) + attention_forward(run)
+    return cost + _tensor_forward(run) + _expert_exchange(run, moe)
+
+
+def _input_grad(run: Run, halves: tuple[_Linears, ...], moe: bool) -> Cost:
+    linears_s = sum(_linears_s(run, half.columns + half.rows) for half in halves)
+    elementwise_s = memory_s(run, _backward_bytes(run, moe))
+    cost = Cost(linears_s + elementwise_s) + attention_backward(run)
+    hidden_s = [
+        sum(matmul_s(run, i, r, c, count=n) for r, i, c, n in half.columns)
+        for half in halves
+    ]
+    return cost + _tensor_backward(run, hidden_s) + _expert_exchange(run, moe)
+
+
+def _weight_grad(run: Run, halves: tuple[_Linears, ...], moe: bool) -> Cost:
+    seconds = sum(
+        matmul_s(run, inner, rows, columns, count=count)
+        for half in halves
+        for rows, inner, columns, count in half.columns + half.rows
+    )
+    parameters = block_parameters(run, moe=moe)
+    return Cost(seconds + accumulated_s(run, parameters))
+
+
+def accumulated_s(run: Run, parameters: float) -> float:
+    """Time to add a microbatch's weight gradients to their sums."""
+    # The sum is read and written; a matmul that adds to it saves its own output.
+    each = 2 * run.execution.gradient_bytes
+    each += -run.dtype_bytes if run.execution.fused_accumulation else run.dtype_bytes
+    return memory_s(run, parameters * max(0, each))
+
+
+def _recomputed(
+    run: Run, halves: tuple[_Linears, ...], moe: bool, again: Again
+) -> Cost:
+    """What the backward computes again under the remat policy."""
+    attention, mlp = halves
+    linears_s = sum(
+        times * _linears_s(run, linears)
+        for times, linears in (
+            (again.qkv, attention.columns),
+            (again.out, attention.rows),
+            (again.up, mlp.columns),
+            (again.down, mlp.rows),
+        )
+    )
+    cost = Cost(linears_s + again.elementwise * memory_s(run, _forward_bytes(run, moe)))
+    cost += attention_forward(run) * again.attention + _tensor_again(run, again)
+    return cost + _expert_exchange(run, moe) * again.exchanges
+
+
+def _tensor_again(run: Run, again: Again) -> Cost:
+    link, tensor = run.link("tensor"), run.layout.tensor
+    if tensor == 1:
+        return Cost()
+    if not run.layout.sequence_parallel:
+        sum_s = all_reduce_s(run.residual_bytes, tensor, link)
+        return waiting("tensor", again.sums * sum_s)
+    gather_s = all_gather_s(run.residual_bytes, tensor, link)
+    scatter_s = reduce_scatter_s(run.residual_bytes, tensor, link)
+    return waiting("tensor", again.sums * scatter_s + again.gathers * gather_s)
+
+
+def _stacked_s(run: Run, moe: bool) -> float:
+    """Time to put what a block keeps on its stack, or to take it from there.
+
+    A compiled loop over layers copies it into an array of all layers (read, write),
+    and in microbatches once more into the slot of its microbatch.
+    """
+    if run.execution.eager:
+        return 0.0
+    copies = 2 if run.layout.is_pipelined else 1
+    return memory_s(run, 2 * copies * kept_bytes(run, moe=moe))
+
+
+def _launched(run: Run, cost: Cost, kernels: int) -> Cost:
+    """With the time in which one kernel has ended and the next has not begun."""
+    launched_s = kernels * run.cluster.device.efficiency.launch_s
+    return Cost(cost.compute_s + launched_s, cost.exposed_s)
+
+
+def _forward_bytes(run: Run, moe: bool) -> float:
+    """Bytes that the forward's elementwise kernels read and write."""
+    workload, execution = run.workload, run.execution
+    tensor, values = run.layout.tensor, run.dtype_bytes
+    # Two norms (read, write) and two residual additions (read both, write).
+    stream = (2 * 2 + 2 * 3) * workload.hidden * values
+    stream += 2 * workload.hidden if run.drops else 0  # masks
+    heads = (workload.heads + workload.kv_heads) * workload.query_dim
+    # Rotary positions, or heads brought to the front and back.
+    inside = 2 * heads * values + _activation_reads(workload, execution, moe) * values
+    routed = _routed_bytes(run, moe)
+    share = run.residual_share
+    return run.tokens * (stream * share + inside / tensor + routed)
+
+
+def _backward_bytes(run: Run, moe: bool) -> float:
+    workload, execution = run.workload, run.execution
+    tensor, values = run.layout.tensor, run.dtype_bytes
+    # Two norms (read input and gradient, write; read both again for the scale's
+    # gradient), two sums of gradients.
+    stream = (2 * 5 + 2 * 3) * workload.hidden * values
+    if run.drops:
+        stream += 2 * (2 * values + 1) * workload.hidden
+    heads = (workload.heads + workload.kv_heads) * workload.query_dim
+    activation = 5 / 3 * _activation_reads(workload, execution, moe)
+    inside = 2 * heads * values + activation * values
+    if workload.biases:
+        # Each bias's gradient sums the output's over all tokens.
+        stream += 2 * workload.hidden * values
+        inside += (heads + workload.kv_heads * workload.value_dim) * values
+        inside += workload.ffn * values
+    return run.tokens * (
+        stream * run.residual_share + inside / tensor + _routed_bytes(run, moe)
+    )
+
+
+def _activation_reads(workload: Workload, execution: Execution, moe: bool) -> float:
+    """Values that the MLP's activation reads and writes, of one token."""
+    active = workload.ffn
+    if moe:
+        active = workload.expert_ffn * (workload.top_k + workload.shared_experts)
+    if not workload.gated:
+        return 2 * active
+    return (3 if execution.fused_activation else 5) * active
+
+
+def _routed_bytes(run: Run, moe: bool) -> float:
+    """Bytes of one token put in the order of experts, and back (read, write)."""
+    if not moe:
+        return 0.0
+    return 4 * run.workload.top_k * run.workload.hidden * run.dtype_bytes
+
+
+def _tensor_forward(run: Run) -> Cost:
+    """Two sums over `tensor`: of attention, of the MLP."""
+    link, tensor = run.link("tensor"), run.layout.tensor
+    if run.layout.sequence_parallel:
+        one_s = all_gather_s(run.residual_bytes, tensor, link)
+        one_s += reduce_scatter_s(run.residual_bytes, tensor, link)
+    else:
+        one_s = all_reduce_s(run.residual_bytes, tensor, link)
+    return waiting("tensor", 2 * one_s) if tensor > 1 else Cost()
+
+
+def _tensor_backward(run: Run, weight_grad_s: list[float]) -> Cost:
+    """The same backward; what runs beside a half's weight gradients is hidden."""
+    link, tensor = run.link("tensor"), run.layout.tensor
+    cost = Cost()
+    if tensor == 1:
+        return cost
+    gather_s = all_gather_s(run.residual_bytes, tensor, link)
+    scatter_s = reduce_scatter_s(run.residual_bytes, tensor, link)
+    for beside_s in weight_grad_s:
+        hidden_s = beside_s if run.execution.tensor_overlap else 0.0
+        if run.layout.sequence_parallel:
+            # The output's gradient is gathered before anything can start. The input is
+            # gathered again beside the matmul for its gradient, whose scatter runs
+            # beside the one for the weights.
+            cost += waiting("tensor", gather_s)
+            if not run.execution.keeps_gathered:
+                cost += waiting("tensor", gather_s, hidden_s=hidden_s)
+            cost += waiting("tensor", scatter_s, hidden_s=hidden_s)
+        else:
+            sum_s = all_reduce_s(run.residual_bytes, tensor, link)
+            cost += waiting("tensor", sum_s, hidden_s=hidden_s)
+    return cost
+
+
+def _expert_exchange(run: Run, moe: bool) -> Cost:
+    """Tokens sent to their experts and back: two all-to-alls."""
+    if not moe or run.layout.expert == 1:
+        return Cost()
+    routed = run.residual_bytes * run.workload.top_k / run.layout.tensor
+    one_s = all_to_all_s(routed, run.layout.expert, run.link("expert"))
+    return waiting("expert", 2 * one_s)
+
+
+def block_parameters(run: Run, *, moe: bool) -> float:
+    """Parameters of one block that one device computes with."""
+    workload, layout = run.workload, run.layout
+    experts = workload.expert_parameters(moe=moe)
+    matrices = workload.block_matrix_parameters(moe=moe) - experts
+    vectors = workload.block_vector_parameters(moe=moe)
+    return (matrices + experts / layout.expert) / layout.tensor + vectors

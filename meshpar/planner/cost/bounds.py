@@ -1,0 +1,253 @@
+"""Lower bounds of a layout's time and memory, cheaper than its estimate.
+
+What a block costs does not depend on the mesh axes outside it, so that a few hundred
+blocks serve a hundred thousand layouts. A bound leaves out what is dear to find (the
+schedule's replay, workspace); it never exceeds the estimate.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from meshpar.layout import STAGE_REMATS, Layout
+from meshpar.planner.cost.block_time import block_time
+from meshpar.planner.cost.memory import rank_memory
+from meshpar.planner.cost.run import Run
+from meshpar.planner.cost.shared_costs import SharedCosts, shared_costs
+from meshpar.planner.search.refusals import stage_blocks_of
+from meshpar.planner.search.space import Choices, Variant, layout_of, variant_of
+from meshpar.planner.workload.activations import (
+    everything_bytes,
+    kept_bytes,
+    stage_input_bytes,
+)
+
+
+class Bound(NamedTuple):
+    """What a layout takes at least.
+
+    Args:
+        step_s: Time of a step.
+        memory_bytes: Memory of a device.
+    """
+
+    step_s: float
+    memory_bytes: float
+
+
+class _Block(NamedTuple):
+    """One block and one microbatch on one device, without what `fsdp` adds."""
+
+    compute_s: tuple[float, float]
+    total_s: tuple[float, float]
+    kept_bytes: float
+    again_bytes: float
+    input_bytes: float
+    inner_bytes: float
+    """What it keeps while its stage is computed again."""
+
+
+class Bounds:
+    """Bounds of the layouts of one workload, cluster and batch; it remembers blocks.
+
+    Args:
+        run: Any run of them: its workload, cluster, execution and batch count.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._like = run
+        workload = run.workload
+        moe = workload.moe_layers
+        kinds = ((False, workload.layers - moe), (True, moe))
+        self._kinds = tuple((kind, count) for kind, count in kinds if count)
+        self._blocks: dict[tuple, tuple[_Block, ...]] = {}
+        self._of_meshes: dict[tuple, SharedCosts] = {}
+
+    def run(self, mesh: Layout, variant: Variant) -> Run:
+        """That layout as a run."""
+        like, layout = self._like, layout_of(mesh, variant)
+        return Run(
+            workload=like.workload,
+            cluster=like.cluster,
+            layout=layout,
+            execution=like.execution,
+            global_batch=like.global_batch,
+            seq=like.seq,
+            stage_blocks=stage_blocks_of(like.workload, layout),
+        )
+
+    def of_choices(self, mesh: Layout, choices: Choices) -> Bound:
+        """The bound of all these variants of a mesh shape.
+
+        Fewest microbatches make the largest matmuls, and most of them keep least; what
+        nothing recomputes is fastest, and what recomputes a stage smallest.
+        """
+        if choices.count == 1:
+            return self.bound(mesh, next(choices.variants()))
+        few, many = min(choices.microbatches), max(choices.microbatches)
+        fast, small = choices.remats[0], choices.remats[-1]
+        chunks = max(chunks for _, chunks in choices.schedules)
+        state, ways = choices.states[0], choices.sequence_parallel
+        plain = [Variant(few, "1f1b", 1, *state, seq, fast) for seq in ways]
+        least = [Variant(many, "1f1b", chunks, *state, seq, small) for seq in ways]
+        shared = self._least_shared(mesh, plain[0], choices.states)
+        ticks = float(few)
+        if self._like.execution.lock_step:
+            # Filling takes a tick of a chunk for every rank, and ticks are shortest
+            # with most microbatches.
+            ticks += (mesh.stage - 1) / chunks * few / many
+        step_s = min(self._step_s(mesh, variant, shared, ticks) for variant in plain)
+        held = min(many, mesh.stage)
+        # What one of them makes again, another may have kept.
+        again = len(choices.remats) == 1
+        memory = min(
+            self._memory(mesh, variant, shared, held, again=again) for variant in least
+        )
+        return Bound(step_s, memory)
+
+    def bound(self, mesh: Layout, variant: Variant) -> Bound:
+        """The bound of one layout."""
+        lock_step = self._like.execution.lock_step
+        ticks = variant.microbatches * variant.chunks
+        ticks += mesh.stage - 1 if lock_step else 0
+        held = held_microbatches(mesh.stage, variant, lock_step=lock_step)
+        shared = self._shared(mesh, variant)
+        return Bound(
+            self._step_s(mesh, variant, shared, ticks),
+            self._memory(mesh, variant, shared, held),
+        )
+
+    def memory_bytes(self, run: Run) -> float:
+        """A closer bound of a run's memory: all of its first rank's."""
+        layout, lock_step = run.layout, run.execution.lock_step
+        variant = variant_of(layout)
+        held = held_microbatches(layout.stage, variant, lock_step=lock_step)
+        return rank_memory(run, 0, held * layout.chunks).total_bytes
+
+    def _step_s(
+        self, mesh: Layout, variant: Variant, shared: SharedCosts, ticks: float
+    ) -> float:
+        layers = self._like.workload.layers
+        places = _places(layers, mesh.stage, variant.chunks, self._kinds)
+        tick_s = self._head_s(mesh, variant)
+        blocks = self._blocks_of(mesh, variant)
+        for (_, count), block, gather_s in zip(
+            self._kinds, blocks, shared.gather_s, strict=True
+        ):
+            for way in (0, 1):
+                exposed_s = max(0.0, gather_s[way] - block.compute_s[way])
+                tick_s += places * count / layers * (block.total_s[way] + exposed_s)
+        return ticks * tick_s + shared.once_s
+
+    def _memory(
+        self,
+        mesh: Layout,
+        variant: Variant,
+        shared: SharedCosts,
+        held: float,
+        *,
+        again: bool = True,
+    ) -> float:
+        blocks = self._blocks_of(mesh, variant)
+        own = self._like.workload.layers // mesh.stage
+        if variant.remat in STAGE_REMATS:
+            # The stage that is computed again; all its inputs wait as well.
+            kept = min(block.inner_bytes for block in blocks) * own / variant.chunks
+            kept += blocks[0].input_bytes * held
+        else:
+            kept = min(block.kept_bytes for block in blocks) * own * held
+        total = shared.state_bytes
+        total += kept if again or variant.remat not in STAGE_REMATS else 0.0
+        if self._like.execution.eager or variant.remat == "none" or not again:
+            return total
+        return total + min(block.again_bytes for block in blocks)
+
+    def _head_s(self, mesh: Layout, variant: Variant) -> float:
+        """Matmuls of the logits, of one tick."""
+        like = self._like
+        workload, device = like.workload, like.cluster.device
+        flops = 6 * self._tokens(mesh, variant) * workload.hidden * workload.vocab
+        peak = device.peak_flops[mesh.precision] * device.efficiency.matmul
+        return flops / peak / mesh.tensor / mesh.stage / variant.chunks
+
+    def _tokens(self, mesh: Layout, variant: Variant) -> int:
+        like = self._like
+        replicas = mesh.data * mesh.fsdp * mesh.expert * variant.microbatches
+        return like.global_batch // replicas * like.seq // mesh.context
+
+    def _blocks_of(self, mesh: Layout, variant: Variant) -> tuple[_Block, ...]:
+        key = (
+            *(mesh.tensor, mesh.expert, mesh.context, self._tokens(mesh, variant)),
+            *(variant.sequence_parallel, variant.remat),
+            mesh.stage > 1 or variant.microbatches > 1,  # kept in slots
+        )
+        if key not in self._blocks:
+            run = self.run(mesh, variant)
+            self._blocks[key] = tuple(_block(run, moe) for moe, _ in self._kinds)
+        return self._blocks[key]
+
+    def _least_shared(
+        self, mesh: Layout, like: Variant, states: tuple[tuple[int, str], ...]
+    ) -> SharedCosts:
+        """The least of each, whichever of the states it is of."""
+        found = [
+            self._shared(mesh, like._replace(zero=zero, fsdp_gather=gather))
+            for zero, gather in states
+        ]
+        if len(found) == 1:
+            return found[0]
+        state_bytes, once_s, gathers_s = zip(*found, strict=True)
+        least_s = tuple(tuple(map(min, *kind)) for kind in zip(*gathers_s, strict=True))
+        return SharedCosts(min(state_bytes), min(once_s), least_s)
+
+    def _shared(self, mesh: Layout, variant: Variant) -> SharedCosts:
+        pipelined = mesh.stage > 1 or variant.microbatches > 1
+        sizes = (mesh.data, mesh.fsdp, mesh.stage)
+        sizes += (mesh.context, mesh.expert, mesh.tensor)
+        key = (sizes, variant.zero, variant.fsdp_gather, pipelined)
+        if key not in self._of_meshes:
+            run = self.run(mesh, variant._replace(schedule="1f1b", chunks=1))
+            kinds = tuple(moe for moe, _ in self._kinds)
+            self._of_meshes[key] = shared_costs(run, kinds)
+        return self._of_meshes[key]
+
+
+def held_microbatches(ranks: int, variant: Variant, *, lock_step: bool) -> float:
+    """Microbatches that the first rank holds, at least.
+
+    1F1B holds `2 p - 1` in lock step and `p` otherwise; interleaved `(2 (p - 1) +
+    (v - 1) p + 1) / v`, with p ranks and v chunks; the others hold all.
+
+    Reference: Narayanan et al. 2021, section 2.2.
+    """
+    count, chunks = variant.microbatches, variant.chunks
+    if ranks == 1:
+        return 1
+    if variant.schedule == "1f1b":
+        return min(count, 2 * ranks - 1 if lock_step else ranks)
+    if variant.schedule == "interleaved_1f1b":
+        return min(count, (2 * (ranks - 1) + (chunks - 1) * ranks + 1) / chunks)
+    return count
+
+
+def _places(
+    layers: int, ranks: int, chunks: int, kinds: tuple[tuple[bool, int], ...]
+) -> float:
+    """Blocks of the longest stage, or their mean where blocks are of two kinds."""
+    mean = layers / (ranks * chunks)
+    return math.ceil(mean) if len(kinds) == 1 else mean
+
+
+def _block(run: Run, moe: bool) -> _Block:
+    time, again = block_time(run, moe=moe), everything_bytes(run, moe=moe)
+    forward, backward = time.forward, time.backward
+    inputs = stage_input_bytes(run)
+    return _Block(
+        (forward.compute_s, backward.compute_s),
+        (forward.total_s, backward.total_s),
+        kept_bytes(run, moe=moe),
+        again,
+        inputs,
+        again if run.layout.remat == "stage" else inputs,
+    )

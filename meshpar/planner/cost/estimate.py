@@ -1,0 +1,208 @@
+"""The estimate of one layout: memory, time and communication, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from meshpar.errors import InputError
+from meshpar.layout import Layout, nearest
+from meshpar.planner.cost.collectives import Collective, collectives_of
+from meshpar.planner.cost.memory import Memory, memory_of
+from meshpar.planner.cost.run import Run
+from meshpar.planner.cost.step_time import StepTime, step_time
+from meshpar.planner.machine.execution import MESHPAR, Execution
+from meshpar.planner.machine.hardware import Cluster
+from meshpar.planner.search.refusals import layout_problems, stage_blocks_of
+from meshpar.planner.workload.recomputation import NAMED
+from meshpar.planner.workload.workload import Workload
+
+_MOST = 10**9
+"""Sequences, and tokens of one: beyond any run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """What the planner expects of one layout.
+
+    Args:
+        run: What was asked.
+        memory: Bytes of the fullest rank's devices.
+        time: Where the step's time goes.
+        collectives: Bytes that one device sends in a step, by mesh axes and kind.
+    """
+
+    run: Run
+    memory: Memory
+    time: StepTime
+    collectives: tuple[Collective, ...]
+
+    @property
+    def step_s(self) -> float:
+        """Time of one step."""
+        return self.time.step_s
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs over what all devices could do in that time."""
+        run = self.run
+        flops = run.workload.model_flops(global_batch=run.global_batch, seq=run.seq)
+        return flops / (run.peak_flops * run.cluster.num_devices * self.step_s)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of the global batch per second."""
+        return self.run.global_batch * self.run.seq / self.step_s
+
+    @property
+    def fits(self) -> bool:
+        """Whether the fullest device has room."""
+        return self.memory.total_bytes <= self.run.cluster.device.memory_bytes
+
+    def as_json(self) -> dict[str, Any]:
+        """What `meshpar estimate --json` prints."""
+        time = self.time
+        return {
+            "layout": str(self.run.layout),
+            "step_s": self.step_s,
+            "mfu": self.mfu,
+            "tokens_per_s": self.tokens_per_s,
+            "fits": self.fits,
+            "memory": {
+                **self.memory.as_json(),
+                "capacity_bytes": round(self.run.cluster.device.memory_bytes),
+            },
+            "time": {
+                "compute_s": time.compute_s,
+                "bubble_s": time.bubble_s,
+                "exposed": dict(time.exposed_s),
+                "optimizer_s": time.optimizer_s,
+                "straggler_s": time.straggler_s,
+                "host_s": time.host_s,
+            },
+            "collectives": [
+                {
+                    "mesh_axes": list(collective.mesh_axes),
+                    "kind": collective.kind,
+                    "wire_bytes": round(collective.wire_bytes),
+                    "link": collective.link,
+                    "reason": collective.reason,
+                }
+                for collective in self.collectives
+            ],
+        }
+
+
+def estimate(
+    workload: Workload,
+    cluster: Cluster,
+    layout: Layout | str,
+    *,
+    global_batch: int,
+    seq: int | None = None,
+    execution: Execution = MESHPAR,
+    stage_blocks: tuple[int, ...] | None = None,
+) -> Estimate:
+    """Memory, time and communication of one step.
+
+    Args:
+        workload: What is trained.
+        cluster: On what.
+        layout: How it lies there; a -1 absorbs the remaining devices.
+        global_batch: Sequences in a step.
+        seq: Tokens of one; the workload's own when absent.
+        execution: The program that runs it.
+        stage_blocks: Blocks of every stage, where the layout cannot say it (a published
+            run with none on its first stage).
+
+    Raises:
+        InputError: The layout cannot be; `layout_problems` has all reasons.
+
+    Example:
+        >>> from meshpar.planner.clusters import cluster_of
+        >>> from meshpar.planner.shapes import SHAPES
+        >>> found = estimate(
+        ...     SHAPES["llama3-8b"],
+        ...     cluster_of("h100-80gb", devices=8),
+        ...     "fsdp=8,remat=full,precision=bf16",
+        ...     global_batch=16,
+        ...     seq=8192,
+        ... )
+        >>> found.fits, 0.3 < found.mfu < 0.6
+        (True, True)
+    """
+    layout = Layout.parse(layout) if isinstance(layout, str) else layout
+    layout = layout.resolve(cluster.num_devices)
+    seq = seq or workload.seq
+    if max(seq, global_batch) > _MOST:
+        raise InputError(
+            f"global batch {global_batch} of {seq} tokens: give at most {_MOST} each"
+        )
+    problems = layout_problems(
+        workload,
+        layout,
+        global_batch=global_batch,
+        seq=seq,
+        stage_blocks=stage_blocks,
+        execution=execution,
+    )
+    for problem in problems:
+        raise InputError(f"layout {str(layout)!r}: {problem.message}")
+    _refuse_unknown_names(workload, layout, execution)
+    return estimate_run(
+        Run(
+            workload=workload,
+            cluster=cluster,
+            layout=layout,
+            execution=execution,
+            global_batch=global_batch,
+            seq=seq,
+            stage_blocks=stage_blocks or stage_blocks_of(workload, layout),
+        )
+    )
+
+
+def _refuse_unknown_names(
+    workload: Workload, layout: Layout, execution: Execution
+) -> None:
+    names = layout.residual_names
+    if names is None or execution.eager or workload.traced:
+        return
+    other = "mlp_up" if workload.gated else "mlp_gate_up"
+    known = [name for name in NAMED if name != other]
+    for name in names.every:
+        if name not in known:
+            raise InputError(
+                f"remat={layout.remat}: no block names a residual {name!r}; "
+                f"{nearest(name, known)}"
+            )
+
+
+def estimate_run(run: Run) -> Estimate:
+    """The estimate of a run whose layout is known to be possible."""
+    return Estimate(
+        run=run,
+        memory=memory_of(run),
+        time=step_time(run),
+        collectives=collectives_of(run),
+    )
+
+
+def gigabytes(num_bytes: float) -> str:
+    """Bytes as people read them.
+
+    Example:
+        >>> gigabytes(12.34e9)
+        '12.3 GB'
+    """
+    return f"{num_bytes / 1e9:.3g} GB"
+
+
+def milliseconds(seconds: float) -> str:
+    """Seconds as people read them.
+
+    Example:
+        >>> milliseconds(0.0123), milliseconds(12.3)
+        ('12.3 ms', '12.3 s')
+    """
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

@@ -1,0 +1,87 @@
+"""An estimate in words: what fills the memory, what takes the time, and why."""
+
+from __future__ import annotations
+
+from meshpar.planner.cost.estimate import Estimate, gigabytes, milliseconds
+
+_ONCE = "gradients are reduced once, behind the last backward"
+_WHY_EXPOSED = {
+    "tensor": "sums of the residual stream stand between a block's matmuls",
+    "fsdp": "weights and gradients take longer than the layer's work beside them",
+    "data": _ONCE,
+    "stage": "a stage waits for its input and, where shared, for embedding and head",
+    "context": "keys and values take longer than the attention beside them",
+    "expert": "tokens must reach their experts before these can start",
+}
+
+
+def explain(estimate: Estimate) -> list[str]:
+    """Lines for people: model and machine, memory, time, communication."""
+    return [*_what(estimate), *_memory(estimate), *_time(estimate), *_links(estimate)]
+
+
+def _what(estimate: Estimate) -> list[str]:
+    run = estimate.run
+    billions = run.workload.num_parameters / 1e9
+    return [
+        f"{run.workload.name}: {billions:.3g} B parameters on {run.cluster.text}, run "
+        f"as {run.execution.name}",
+        f"layout {run.layout}: {run.global_batch} sequences of {run.seq} tokens, "
+        f"{run.layout.microbatches} microbatches of {run.microbatch} on a device",
+    ]
+
+
+def _memory(estimate: Estimate) -> list[str]:
+    memory, run = estimate.memory, estimate.run
+    capacity = run.cluster.device.memory_bytes
+    verdict = "fits" if estimate.fits else "does not fit"
+    at_stage = f" at stage {memory.stage}" if run.layout.stage > 1 else ""
+    flight = f"{memory.in_flight:g} microbatches in flight"
+    return [
+        f"memory {gigabytes(memory.total_bytes)} of {gigabytes(capacity)}{at_stage}: "
+        f"{verdict}",
+        f"  parameters {gigabytes(memory.parameter_bytes)}, gradients "
+        f"{gigabytes(memory.gradient_bytes)}, optimizer "
+        f"{gigabytes(memory.optimizer_bytes)}",
+        f"  activations {gigabytes(memory.activation_bytes)} ({flight}, "
+        f"remat={run.layout.remat})",
+        f"  logits {gigabytes(memory.logit_bytes)}, gathered weights "
+        f"{gigabytes(memory.gathered_bytes)}, workspace "
+        f"{gigabytes(memory.workspace_bytes)}",
+    ]
+
+
+def _time(estimate: Estimate) -> list[str]:
+    time, step_s = estimate.time, estimate.step_s
+    lines = [
+        f"step {milliseconds(step_s)}, MFU {estimate.mfu:.1%}, "
+        f"{estimate.tokens_per_s:,.0f} tokens/s",
+        f"  computing {_share(time.compute_s, step_s)}, bubble "
+        f"{_share(time.bubble_s, step_s)}, optimizer "
+        f"{_share(time.optimizer_s, step_s)}, slowest of all devices "
+        f"{_share(time.straggler_s, step_s)}",
+    ]
+    if time.host_s:
+        lines.append(f"  waiting for the host {_share(time.host_s, step_s)}")
+    layer_by_layer = estimate.run.layout.zero == 3 and not estimate.run.gathers_once
+    for mesh_axis, seconds in time.exposed_s.items():
+        link = estimate.run.link(mesh_axis).name
+        why = _WHY_EXPOSED[mesh_axis]
+        why = why if layer_by_layer or mesh_axis != "fsdp" else _ONCE
+        lines.append(
+            f"  exposed on {mesh_axis} ({link}) {_share(seconds, step_s)}: {why}"
+        )
+    return lines
+
+
+def _links(estimate: Estimate) -> list[str]:
+    return [
+        f"  {'+'.join(collective.mesh_axes)} {collective.kind} over the "
+        f"{collective.link}: {gigabytes(collective.wire_bytes)} sent by a device, "
+        f"{collective.reason}"
+        for collective in estimate.collectives
+    ]
+
+
+def _share(seconds: float, step_s: float) -> str:
+    return f"{milliseconds(seconds)} ({seconds / step_s:.1%})"

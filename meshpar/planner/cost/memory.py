@@ -1,0 +1,335 @@
+"""Bytes per device: parameters, gradients, optimizer, activations, and the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+from meshpar.chunk_bytes import SCORE_BYTES
+from meshpar.layout import STAGE_REMATS
+from meshpar.planner.cost.block_time import block_parameters
+from meshpar.planner.cost.pipeline_time import in_flight, lock_step
+from meshpar.planner.cost.run import Run
+from meshpar.planner.workload.activations import (
+    everything_bytes,
+    kept_bytes,
+    stage_input_bytes,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes of the fullest rank's devices.
+
+    Args:
+        parameter_bytes: Parameters as stored for use.
+        gradient_bytes: Gradients summed over microbatches, and copies of them.
+        optimizer_bytes: Masters and the optimizer's state, between updates.
+        fetched_bytes: The same during the update, when the host's memory has them.
+        activation_bytes: What forwards keep for their backwards.
+        boundary_bytes: Of them, what arrives from other stages.
+        logit_bytes: Logits and their gradient, at the loss, with the head's gradient.
+        late_bytes: Of the gradients, what does not exist yet at the loss.
+        gathered_bytes: Parameters gathered or cast for use.
+        idle_bytes: Of them, embedding and head where they are free again once the loss
+            is made; 0 where every tick needs them.
+        workspace_bytes: What one block needs beside, in its backward.
+        ends_bytes: Once the blocks are done, whole gradients of embedding and head, and
+            their sum where they are one table; what of them is no `gradient_bytes`.
+        stage: The rank that this is.
+        in_flight: Microbatches that it holds.
+    """
+
+    parameter_bytes: float
+    gradient_bytes: float
+    optimizer_bytes: float
+    fetched_bytes: float
+    activation_bytes: float
+    boundary_bytes: float
+    logit_bytes: float
+    late_bytes: float
+    gathered_bytes: float
+    idle_bytes: float
+    workspace_bytes: float
+    ends_bytes: float
+    stage: int
+    in_flight: float
+
+    @property
+    def other_bytes(self) -> float:
+        """Gathered parameters, and logits or workspace: they are not there at once."""
+        at_loss = self.logit_bytes - self.late_bytes
+        in_block = self.workspace_bytes - self.idle_bytes
+        return self.gathered_bytes + max(at_loss, in_block)
+
+    @property
+    def temporary_bytes(self) -> float:
+        """The most that is there at once beside what is kept between steps."""
+        working = self.activation_bytes + self.other_bytes
+        later = max(self.ends_bytes, self.fetched_bytes)
+        return self.gradient_bytes + max(working, later)
+
+    @property
+    def total_bytes(self) -> float:
+        """All of it."""
+        return self.parameter_bytes + self.optimizer_bytes + self.temporary_bytes
+
+    def as_json(self) -> dict[str, float]:
+        """The parts and their sums."""
+        parts = {name: round(value) for name, value in asdict(self).items()}
+        return {
+            **parts,
+            "other_bytes": round(self.other_bytes),
+            "temporary_bytes": round(self.temporary_bytes),
+            "total_bytes": round(self.total_bytes),
+        }
+
+
+def memory_of(run: Run) -> Memory:
+    """The memory of the rank that needs most."""
+    held = _chunks_held(run)
+    fullest: dict[tuple, int] = {}
+    for rank, count in enumerate(held):
+        # Of ranks with the same blocks, the one that holds most.
+        own = _ends_of(run, rank), tuple(_blocks_by_kind(run, rank))
+        if count > held[fullest.setdefault(own, rank)]:
+            fullest[own] = rank
+    found = [rank_memory(run, rank, held[rank]) for rank in fullest.values()]
+    return max(found, key=lambda memory: memory.total_bytes)
+
+
+def rank_memories(run: Run) -> list[Memory]:
+    """The memory of every rank of `stage`."""
+    held = _chunks_held(run)
+    return [rank_memory(run, rank, count) for rank, count in enumerate(held)]
+
+
+def _chunks_held(run: Run) -> tuple[int, ...]:
+    """Microbatches times chunks that each rank holds."""
+    if run.chunks_held is not None:
+        return run.chunks_held
+    layout = run.layout
+    sizes = (layout.schedule, layout.stage, layout.microbatches, layout.chunks)
+    return lock_step(*sizes).in_flight if run.execution.lock_step else in_flight(*sizes)
+
+
+def _ends_of(run: Run, rank: int) -> tuple[bool, bool]:
+    """Whether a rank has the embedding and the head: what tells ranks apart."""
+    if run.execution.shared_ends:
+        return True, True
+    return rank == 0, rank == run.layout.stage - 1
+
+
+def rank_memory(run: Run, rank: int, chunks_held: float) -> Memory:
+    """The memory of one rank that holds so many microbatches times chunks."""
+    execution, layout = run.execution, run.layout
+    parameters = rank_parameters(run, rank)
+    shares = {
+        name: 1 / run.state_shards if layout.zero >= level else 1.0
+        for name, level in (("state", 1), ("gradient", 2), ("weight", 3))
+    }
+    in_flight = chunks_held / layout.chunks
+    layers = [layer for chunk in run.blocks_of_rank(rank) for layer in chunk]
+    kept = sum(
+        count * kept_bytes(run, moe=moe) for moe, count in _blocks_by_kind(run, rank)
+    )
+    if layout.remat in STAGE_REMATS:
+        kept = stage_input_bytes(run) * layout.chunks
+    boundary = _boundary_bytes(run)
+    has_head = execution.shared_ends or rank == layout.stage - 1
+    gradient = execution.gradient_bytes * shares["gradient"]
+    if layout.zero == 3 and run.gathers_once:
+        gradient = execution.gradient_bytes  # whole until the step's end
+    gradients = parameters * gradient
+    once = not execution.eager and not layout.is_pipelined
+    weight_bytes, state_bytes = stored_bytes(run)
+    states = parameters * state_bytes * shares["state"]
+    on_host = layout.optimizer_memory == "host"
+    gathered = _gathered_bytes(run, rank)
+    ends = end_parameters(run, rank) * run.dtype_bytes
+    return Memory(
+        parameter_bytes=parameters * weight_bytes * shares["weight"],
+        gradient_bytes=gradients,
+        optimizer_bytes=0.0 if on_host else states,
+        fetched_bytes=states if on_host else 0.0,
+        activation_bytes=kept * in_flight + boundary,
+        boundary_bytes=boundary,
+        logit_bytes=_logit_bytes(run) if has_head else 0.0,
+        late_bytes=gradients if once else 0.0,
+        gathered_bytes=gathered,
+        idle_bytes=min(gathered, ends) if once else 0.0,
+        workspace_bytes=_workspace_bytes(run, rank, layers, kept),
+        ends_bytes=_ends_bytes(run, split=shares["gradient"] < 1) if once else 0.0,
+        stage=rank,
+        in_flight=in_flight,
+    )
+
+
+def stored_bytes(run: Run) -> tuple[int, int]:
+    """Of each parameter at rest, and of its optimizer state.
+
+    Our parameters of 16 bits have an fp32 master among their state, unless they are
+    rounded at random.
+    """
+    execution, kind = run.execution, run.layout.param_dtype
+    if execution.eager or kind == "fp32":
+        return execution.weight_bytes, execution.state_bytes
+    master = 4 if kind == "bf16" else 0
+    return 2, execution.state_bytes + master
+
+
+def update_bytes(run: Run) -> int:
+    """Of each parameter, what the update reads and writes as it is stored.
+
+    A master is among the state, and its parameter only written; one that is rounded at
+    random is read too.
+    """
+    execution = run.execution
+    weight_bytes, state_bytes = stored_bytes(run)
+    more = 2 * (state_bytes - execution.state_bytes)
+    if execution.eager or run.layout.param_dtype == "fp32":
+        return execution.update_bytes
+    ways = 1 if state_bytes > execution.state_bytes else 2
+    return execution.update_bytes + more + ways * weight_bytes - 8
+
+
+def rank_parameters(run: Run, rank: int) -> float:
+    """Parameters of one rank's devices, split over `tensor` and `expert` alone."""
+    blocks = sum(
+        count * block_parameters(run, moe=moe)
+        for moe, count in _blocks_by_kind(run, rank)
+    )
+    return blocks + end_parameters(run, rank)
+
+
+def _blocks_by_kind(run: Run, rank: int) -> Iterator[tuple[bool, int]]:
+    """Whether blocks have routed experts, and how many of one rank's do or do not."""
+    chunks = run.blocks_of_rank(rank)
+    total = sum(map(len, chunks))
+    if not run.workload.experts:
+        moe = 0
+    else:
+        moe = sum(run.workload.is_moe(layer) for chunk in chunks for layer in chunk)
+    return (
+        (kind, count) for kind, count in ((False, total - moe), (True, moe)) if count
+    )
+
+
+def routed_parameters(run: Run, rank: int) -> float:
+    """Those of them that belong to this device's experts."""
+    workload, layout = run.workload, run.layout
+    routed = sum(
+        count * workload.expert_parameters(moe=moe)
+        for moe, count in _blocks_by_kind(run, rank)
+    )
+    return routed / layout.expert / layout.tensor
+
+
+def end_parameters(run: Run, rank: int) -> float:
+    """Of embedding and head, as far as this rank has them."""
+    workload, last = run.workload, rank == run.layout.stage - 1
+    shared, tensor = run.execution.shared_ends, run.layout.tensor
+    total = 0.0
+    if shared or rank == 0:
+        total += workload.embedding_parameters / tensor
+    if shared or last:
+        total += workload.head_parameters / tensor + workload.final_norm_parameters
+    if last and not shared and workload.tied and run.layout.stage > 1:
+        total += workload.vocab * workload.hidden / tensor  # its own copy
+    return total
+
+
+def _boundary_bytes(run: Run) -> float:
+    """Buffers between stages: an activation and a gradient that arrive."""
+    if run.layout.stage == 1:
+        return 0.0
+    return 2 * run.residual_bytes * run.residual_share
+
+
+def _logit_bytes(run: Run) -> float:
+    tokens = run.tokens
+    if run.execution.shared_ends:
+        tokens /= run.layout.stage
+    values = tokens * run.workload.vocab / run.layout.tensor
+    if not run.execution.eager and run.workload.logits_bytes:
+        values = min(values, run.workload.logits_bytes / 4)
+    table = 0.0
+    if not run.execution.eager and not run.layout.is_pipelined:
+        # The gradient of the head's table, whole until the loss is done.
+        table = run.workload.vocab * run.workload.hidden / run.layout.tensor
+    logits = values * run.execution.logit_bytes
+    return logits + table * run.execution.gradient_bytes
+
+
+def _gathered_bytes(run: Run, rank: int) -> float:
+    """Parameters as matmuls take them, beside those that are stored.
+
+    Whole for the ends, and for one layer and the next one, or for all. Split ones are
+    cast before the blocks run, so that what is gathered is narrow; of whole ones the
+    compiler casts a layer at a time.
+    """
+    layout, execution = run.layout, run.execution
+    split = layout.zero == 3 and run.state_shards > 1
+    wide = layout.param_dtype == "fp32"
+    cast = not execution.eager and layout.precision == "bf16" and wide
+    if not split and not cast:
+        return 0.0
+    whole = rank_parameters(run, rank) * run.dtype_bytes
+    if split and run.gathers_once:
+        return whole
+    ends = end_parameters(run, rank) * run.dtype_bytes
+    moe = run.workload.is_moe(run.workload.layers)
+    layers = 2 * block_parameters(run, moe=moe) * run.dtype_bytes
+    shards = (whole - ends) / run.state_shards if split and cast else 0.0
+    return ends + layers + shards
+
+
+def _ends_bytes(run: Run, *, split: bool) -> float:
+    """Tables of gradients, those that are part of the sums left out."""
+    table = run.workload.vocab * run.workload.hidden / run.layout.tensor
+    tables = 3 if run.workload.tied else 2
+    if not split:
+        tables -= 1 if run.workload.tied else 2
+    return tables * table * run.execution.gradient_bytes
+
+
+def _workspace_bytes(run: Run, rank: int, layers: list[int], kept: float) -> float:
+    """One block's own residuals where the backward computes them again, and copies."""
+    moe = bool(layers) and run.workload.is_moe(layers[-1])
+    again = everything_bytes(run, moe=moe)
+    remat = run.layout.remat
+    if run.execution.eager:
+        return again if remat == "full" else 0.0
+    if remat == "none":
+        again = 0.0
+    if remat in STAGE_REMATS:
+        inner = again if remat == "stage" else stage_input_bytes(run)
+        again += inner * len(layers) / run.layout.chunks
+    again += _scores_at_once(run)
+    ends = end_parameters(run, rank) * run.execution.gradient_bytes
+    table = run.workload.vocab * run.workload.hidden / run.layout.tensor
+    if not run.layout.is_pipelined:
+        # The loss makes the gradient of the head's table at once: it is whole until the
+        # blocks' backward is done, where ZeRO splits it then.
+        split = run.state_shards > 1 and run.layout.zero == 3
+        return again + (table * run.execution.gradient_bytes if split else 0.0)
+    # What a tick's forward keeps before it has its slot; the ends' gradients, whole in
+    # their sums; of this tick's head and of its embedding a table each.
+    ticks = 2 * table * run.execution.gradient_bytes
+    split = run.layout.zero == 3 and not run.gathers_once
+    sums = ends * (1 - 1 / run.state_shards) if split else 0.0
+    return again + kept / run.layout.chunks + sums + ticks
+
+
+def _scores_at_once(run: Run) -> float:
+    """Gradients of some heads' scores in fp32, and cast for the next matmul.
+
+    As XLA:GPU and XLA:TPU compile `models.layers.causal_attention`.
+    """
+    if run.fused_attention:
+        return 0.0
+    whole = 4 * run.tokens * run.seq * run.workload.heads / run.layout.tensor
+    # A key/value head's at least.
+    kv_heads = max(1.0, run.workload.kv_heads / run.layout.tensor)
+    widths = (4 + run.dtype_bytes) / 4
+    return widths * max(min(whole, SCORE_BYTES), whole / kv_heads)

@@ -1,0 +1,197 @@
+"""One training step as the planner's parts see it: what runs where, and how."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+from meshpar.layout import BATCH_AXES, Layout
+from meshpar.planner.machine.execution import Execution
+from meshpar.planner.machine.hardware import Cluster
+from meshpar.planner.machine.link import Link
+from meshpar.planner.workload.workload import Workload
+
+SUM_AXES = (*BATCH_AXES, "context")
+"""The mesh axes whose devices have the same parameters and other tokens, so that the
+gradients of all parameters are summed over them.
+
+Devices of `expert` have other tokens too, but share the routed experts out (GShard,
+Lepikhin et al. 2020): the gradients of the other parameters are summed over it.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A workload on a cluster under a layout.
+
+    Args:
+        workload, cluster, layout, execution: What, where, how.
+        global_batch: Sequences in a step.
+        seq: Tokens of one.
+        stage_blocks: Blocks of every stage, chunk by chunk in order of the stages.
+        chunks_held: Microbatches times chunks that each rank holds at most; None where
+            the layout's schedule says it.
+    """
+
+    workload: Workload
+    cluster: Cluster
+    layout: Layout
+    execution: Execution
+    global_batch: int
+    seq: int
+    stage_blocks: tuple[int, ...]
+    chunks_held: tuple[int, ...] | None = None
+
+    @property
+    def replicas(self) -> int:
+        """Devices that share a step's examples."""
+        layout = self.layout
+        return layout.data * layout.fsdp * layout.expert
+
+    @property
+    def microbatch(self) -> int:
+        """Sequences of one microbatch on one device."""
+        return self.global_batch // (self.replicas * self.layout.microbatches)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one microbatch on one device."""
+        return self.microbatch * self.seq // self.layout.context
+
+    @property
+    def state_shards(self) -> int:
+        """Devices that ZeRO shares a parameter's states out over."""
+        sizes = self.layout.mesh_shape
+        return math.prod(sizes[axis] for axis in self.layout.split_axes)
+
+    @property
+    def summed_axes(self) -> tuple[str, ...]:
+        """The mesh axes that all gradients are summed over whole, behind ZeRO's."""
+        split = self.layout.split_axes if self.state_shards > 1 else ()
+        return tuple(axis for axis in SUM_AXES if axis not in split)
+
+    @property
+    def gathers_once(self) -> bool:
+        """Whether split parameters are gathered for the whole step."""
+        layout = self.layout
+        once = layout.is_pipelined and layout.fsdp_gather == "step"
+        return self.execution.lock_step and once
+
+    @property
+    def dtype_bytes(self) -> int:
+        """Of one value in the blocks."""
+        return 2 if self.layout.precision == "bf16" else 4
+
+    @property
+    def residual_bytes(self) -> float:
+        """The residual stream of one microbatch, over all of `tensor`."""
+        return self.tokens * self.workload.hidden * self.dtype_bytes
+
+    @property
+    def residual_share(self) -> float:
+        """The part of it that one device of `tensor` works on."""
+        return 1 / self.layout.tensor if self.layout.sequence_parallel else 1.0
+
+    @property
+    def peak_flops(self) -> float:
+        """Of one device, in the precision of the blocks."""
+        return self.cluster.device.peak_flops[self.layout.precision]
+
+    @property
+    def fused_attention(self) -> bool:
+        """Whether one kernel does attention and stores no scores.
+
+        Those there are, FlashAttention-2 and cuDNN's, take half precision on a GPU; our
+        models have `causal_attention` elsewhere, which stores the softmax.
+        """
+        half = self.layout.precision == "bf16"
+        gpu = self.cluster.device.platform == "gpu"
+        return self.execution.fused_attention and half and gpu
+
+    @property
+    def drops(self) -> bool:
+        """Whether branches drop values: the model's own wish, or the program's."""
+        return self.workload.dropout or self.execution.dropout
+
+    @property
+    def in_order(self) -> bool:
+        """Whether collectives wait for one another, as ours do on a CPU.
+
+        The compiler then merges none with an equal one, and drops none that nobody
+        reads.
+        """
+        on_cpu = self.cluster.device.platform == "cpu"
+        return on_cpu and not self.execution.eager
+
+    @cached_property
+    def _links(self) -> dict[tuple[str, ...], Link]:
+        return {}
+
+    def link(self, *mesh_axes: str) -> Link:
+        """What a collective over these mesh axes runs on."""
+        if mesh_axes not in self._links:
+            self._links[mesh_axes] = self.cluster.link(self.layout, *mesh_axes)
+        return self._links[mesh_axes]
+
+    def blocks_of_rank(self, rank: int) -> tuple[range, ...]:
+        """Layers of each chunk of one rank."""
+        ends, each = self._last_blocks, self.stage_blocks
+        return tuple(
+            range(ends[stage] - each[stage], ends[stage])
+            for stage in range(rank, len(each), self.layout.stage)
+        )
+
+    @cached_property
+    def _last_blocks(self) -> tuple[int, ...]:
+        return tuple(accumulate(self.stage_blocks))
+
+    @property
+    def num_stages(self) -> int:
+        """Chunks of all ranks."""
+        return len(self.stage_blocks)
+
+
+def even_blocks(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """Blocks of each stage, the longer ones first.
+
+    Example:
+        >>> even_blocks(30, 4)
+        (8, 8, 7, 7)
+    """
+    shorter, longer = divmod(num_layers, num_stages)
+    return (shorter + 1,) * longer + (shorter,) * (num_stages - longer)
+
+
+def blocks_by_cost(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
+    """Blocks of each stage so that the costliest stage costs least, none empty.
+
+    Example:
+        >>> blocks_by_cost([3, 1, 1, 1], 2), blocks_by_cost([1] * 5, 2)
+        ((1, 3), (3, 2))
+    """
+    sums = [0.0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+    bounds = sorted({high - low for low in sums for high in sums if high > low})
+    within = (_packed(costs, bound, num_stages) for bound in bounds)
+    return next(blocks for blocks in within if blocks)
+
+
+def _packed(
+    costs: Sequence[float], most: float, num_stages: int
+) -> tuple[int, ...] | None:
+    """Stages filled up to `most`, but for one block each that later ones need."""
+    blocks, at = [], 0
+    for stage in range(num_stages):
+        needed, held, total = num_stages - stage - 1, 0, 0.0
+        while at < len(costs) - needed and (
+            not held or total + costs[at] <= most * (1 + 1e-12)
+        ):
+            total, held, at = total + costs[at], held + 1, at + 1
+        if total > most * (1 + 1e-12):
+            return None
+        blocks.append(held)
+    return tuple(blocks) if at == len(costs) else None

@@ -1,0 +1,1 @@
+"""A machine as the planner sees it: devices, links, and what programs achieve."""

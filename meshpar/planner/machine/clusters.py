@@ -1,0 +1,200 @@
+"""Clusters by name: of known devices, of a TOML file's, of a TPU's torus."""
+
+from __future__ import annotations
+
+import math
+import re
+import tomllib
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+from meshpar.errors import InputError
+from meshpar.layout import nearest
+from meshpar.planner.machine.devices import DEVICES
+from meshpar.planner.machine.efficiency import Efficiency
+from meshpar.planner.machine.hardware import Cluster, Device
+
+_OTHER_NAMES = {
+    "a100": "a100-80gb",
+    "h100": "h100-80gb",
+    "h800": "h800-80gb",
+    "h200": "h200-141gb",
+    "b200": "b200-180gb",
+    "gb200": "gb200-186gb",
+    **{f"v{version}": f"tpu-v{version}" for version in ("4", "5e", "5p", "6e")},
+}
+
+
+def device_of(name: str) -> Device:
+    """The device of a name, or of a TOML file (`load_device`).
+
+    Raises:
+        InputError: No such device, or a file that does not describe one.
+    """
+    if name.endswith(".toml"):
+        return load_device(name)
+    plain = re.sub(r"[\s_]+", "-", name.strip().lower())
+    plain = _OTHER_NAMES.get(plain, plain)
+    if plain not in DEVICES:
+        raise InputError(
+            f"no hardware {name!r}; {nearest(plain, [*DEVICES, *_OTHER_NAMES])}; or "
+            "name a .toml file"
+        )
+    return DEVICES[plain]
+
+
+def cluster_of(
+    hardware: str, *, devices: int | None = None, hosts: int | None = None
+) -> Cluster:
+    """The cluster of `--hardware`, `--devices` and `--hosts`.
+
+    Args:
+        hardware: A name, a `.toml` file, or a TPU with its torus (`tpu v5p:8x8x8`).
+        devices: Devices of all hosts; one host's when absent.
+        hosts: Hosts (slices of a TPU); as few as hold the devices when absent.
+
+    Raises:
+        InputError: Unknown hardware, or counts that do not fit together.
+    """
+    name, _, shape = hardware.partition(":")
+    device = device_of(name)
+    for count, value in (("devices", devices), ("hosts", hosts)):
+        if value is not None and value < 1:
+            raise InputError(f"{count}={value}: must be at least 1")
+    if device.torus_dims:
+        return _slices(device, shape, devices, hosts)
+    if shape:
+        raise InputError(
+            f"--hardware {hardware!r}: {device.name} has no torus; leave ':{shape}' out"
+        )
+    if devices is None:
+        return Cluster(device=device, hosts=hosts or 1)
+    count = hosts or math.ceil(devices / device.domain_devices)
+    if devices % count:
+        raise InputError(
+            f"{devices} devices do not divide over {count} hosts; change one of them"
+        )
+    if devices // count > device.domain_devices:
+        raise InputError(
+            f"{devices} devices on {count} hosts are {devices // count} each, but the "
+            f"links of {device.name} join at most {device.domain_devices}; take "
+            f"--hosts {math.ceil(devices / device.domain_devices)}"
+        )
+    return Cluster(device=device, hosts=count, devices_per_host=devices // count)
+
+
+def _slices(
+    device: Device, shape: str, devices: int | None, hosts: int | None
+) -> Cluster:
+    if not shape and devices is None:
+        raise InputError(
+            f"{device.name} is joined in a torus; give its sizes, such as "
+            f"{device.name}:{'x'.join(['4'] * device.torus_dims)}, or --devices N"
+        )
+    if shape and not re.fullmatch(r"\d+(x\d+)*", shape):
+        raise InputError(
+            f"{shape!r} is no torus; write sizes joined by x, such as "
+            f"{'x'.join(['4'] * device.torus_dims)}"
+        )
+    slices = hosts or 1
+    if devices is not None and devices < slices:
+        raise InputError(
+            f"{devices} devices do not divide over {slices} slices; change one of them"
+        )
+    torus = (
+        tuple(map(int, shape.split("x")))
+        if shape
+        else _even_torus(devices // slices, device.torus_dims)
+    )
+    cluster = Cluster(device=device, hosts=slices, torus=torus)
+    if devices is not None and devices != cluster.num_devices:
+        raise InputError(
+            f"{slices} x {device.name} {'x'.join(map(str, torus))} are "
+            f"{cluster.num_devices} devices, not {devices}; change one of them"
+        )
+    return cluster
+
+
+def _even_torus(devices: int, dims: int) -> tuple[int, ...]:
+    """Sizes as even as possible, smallest first.
+
+    Example:
+        >>> _even_torus(512, 3), _even_torus(128, 2)
+        ((8, 8, 8), (8, 16))
+    """
+    if dims == 1:
+        return (devices,)
+    size = max(
+        size
+        for size in range(1, round(devices ** (1 / dims)) + 1)
+        if devices % size == 0
+    )
+    return (size, *_even_torus(devices // size, dims - 1))
+
+
+def load_device(path: str | Path) -> Device:
+    """A device from a TOML file.
+
+    The file has the fields of `Device`, `peak_flops` and `efficiency` as tables, and
+    may start from a known one with `like`:
+
+        name = "my-a100"
+        like = "a100-80gb"
+        memory_bytes = 64e9
+
+        [efficiency]
+        matmul = 0.81
+
+    Raises:
+        InputError: The file cannot be read, or lacks a field or has one too many.
+    """
+    try:
+        values = tomllib.loads(Path(path).read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise InputError(f"cannot read {str(path)!r} as TOML: {error}") from error
+    like = values.pop("like", None)
+    if like is not None and str(like).endswith(".toml"):
+        raise InputError(
+            f"{str(path)!r}: like={like!r} is a file; start from a device by name: "
+            f"{', '.join(DEVICES)}"
+        )
+    base = {} if like is None else _fields(device_of(str(like)))
+    for table in ("peak_flops", "efficiency"):
+        given = values.get(table, {})
+        if not isinstance(given, dict):
+            raise InputError(f"{str(path)!r}: {table} must be a table, [{table}]")
+        values[table] = {**base.get(table, {}), **given}
+    merged = {"name": Path(path).stem, **base, **values}
+    efficiency = _checked(Efficiency, merged.pop("efficiency"), path, "[efficiency] ")
+    merged = {**merged, "efficiency": efficiency}
+    return _checked(Device, merged, path, "")
+
+
+def _fields(device: Device) -> dict[str, Any]:
+    values = {field.name: getattr(device, field.name) for field in fields(device)}
+    values["efficiency"] = {
+        field.name: getattr(device.efficiency, field.name)
+        for field in fields(Efficiency)
+    }
+    return values
+
+
+def _checked(kind: type, values: dict[str, Any], path: str | Path, where: str) -> Any:
+    known = {field.name for field in fields(kind)}
+    for name in values:
+        if name not in known:
+            raise InputError(
+                f"{str(path)!r}: {where}no field {name!r}; {nearest(name, known)}"
+            )
+    lacking = [
+        field.name
+        for field in fields(kind)
+        if field.default is MISSING and field.name not in values
+    ]
+    if lacking:
+        raise InputError(
+            f"{str(path)!r}: {where}give {', '.join(lacking)}, or start from a known "
+            'device with like = "h100-80gb"'
+        )
+    return kind(**values)

@@ -1,0 +1,121 @@
+"""What a collective over one link takes: ring, tree, torus and all-to-all costs.
+
+References: Chan et al. 2007, "Collective communication"; Thakur et al. 2005.
+"""
+
+from __future__ import annotations
+
+import math
+
+from meshpar.planner.machine.link import Link
+
+
+def all_gather_s(output_bytes: float, num_devices: int, link: Link) -> float:
+    """Time of an all-gather over a ring.
+
+    Each device receives the `n - 1` shards that it lacks, one a step:
+
+        time = output_bytes * (n - 1) / n / link + latency of n - 1 steps
+
+    On a torus dim by dim, so that the steps are those of each dim's ring together.
+
+    Example:
+        >>> link = Link(name="host", bytes_per_s=100e9, hop_s=0.0)
+        >>> all_gather_s(8e9, 4, link)
+        0.06
+    """
+    if num_devices == 1:
+        return 0.0
+    moved = wire_bytes("all-gather", output_bytes, num_devices)
+    return moved / link.bytes_per_s + _ring_latency_s(num_devices, link)
+
+
+def reduce_scatter_s(input_bytes: float, num_devices: int, link: Link) -> float:
+    """Time of a reduce-scatter: an all-gather's, or an all-reduce's where it is one.
+
+    Example:
+        >>> link = Link(name="host", bytes_per_s=100e9, hop_s=0.0)
+        >>> reduce_scatter_s(8e9, 4, link)
+        0.06
+    """
+    if link.scatters_whole:
+        return all_reduce_s(input_bytes, num_devices, link)
+    return all_gather_s(input_bytes, num_devices, link)
+
+
+def all_reduce_s(payload_bytes: float, num_devices: int, link: Link) -> float:
+    """Time of an all-reduce: the faster of a ring and a double binary tree.
+
+        ring = 2 bytes (n - 1) / n / link + latency of 2 (n - 1) steps
+        tree = 2 bytes / link + latency of 2 log2(n) steps
+
+    Reference: Sanders et al. 2009 (double trees), as in NCCL 2.4.
+
+    Example:
+        >>> link = Link(name="host", bytes_per_s=100e9, hop_s=0.0)
+        >>> all_reduce_s(8e9, 4, link)
+        0.12
+    """
+    if num_devices == 1:
+        return 0.0
+    ring_s = 2 * all_gather_s(payload_bytes, num_devices, link)
+    if link.spans:
+        return ring_s
+    outer = max(1, num_devices // link.inner)
+    tree_hops_s = math.log2(outer) * link.hop_s if link.inner > 1 or outer > 1 else 0.0
+    tree_hops_s += (link.inner - 1) * link.inner_hop_s
+    return min(ring_s, 2 * payload_bytes / link.bytes_per_s + 2 * tree_hops_s)
+
+
+def all_to_all_s(payload_bytes: float, num_devices: int, link: Link) -> float:
+    """Time of an all-to-all of `payload_bytes` on every device.
+
+    Each device keeps `1 / n` and sends the rest directly; between hosts what leaves
+    the host goes through the device's own port. Along a dim of k devices of a torus
+    every value travels `k / 4` links on average, of each device's two (half as many and
+    one where the ends are not joined: the middle link carries `k / 4` payloads); the
+    dims work beside one another.
+    """
+    if num_devices == 1:
+        return 0.0
+    if link.spans:
+        slowest = max(span.size / 4 / span.links for span in link.spans)
+        latency_s = sum(span.size // 2 for span in link.spans) * link.hop_s
+        return payload_bytes * slowest / link.port_bytes_per_s + latency_s
+    away = 1 - link.inner / num_devices if link.name == "network" else None
+    share = (num_devices - 1) / num_devices if away is None else away
+    return payload_bytes * share / link.port_bytes_per_s + link.hop_s
+
+
+def send_s(payload_bytes: float, link: Link) -> float:
+    """Time from a rank to the next: one port or link, one step."""
+    if link.name == "none":
+        return 0.0
+    return payload_bytes / link.port_bytes_per_s + link.hop_s
+
+
+def wire_bytes(kind: str, payload_bytes: float, num_devices: int) -> float:
+    """Bytes that one device sends, as `meshpar.audit` counts them.
+
+    Args:
+        kind: `all-gather`, `reduce-scatter`, `all-reduce`, `all-to-all`,
+            `collective-permute`.
+        payload_bytes: Of the whole array: output of a gather, input of a scatter.
+        num_devices: Members of a group.
+
+    Reference: nccl-tests, `doc/PERFORMANCE.md` (bus bandwidth over algorithm's).
+    """
+    share = (num_devices - 1) / num_devices
+    factor = {"all-reduce": 2 * share, "collective-permute": 1.0}.get(kind, share)
+    return payload_bytes * (factor if num_devices > 1 else 0.0)
+
+
+def _ring_latency_s(num_devices: int, link: Link) -> float:
+    if link.spans:
+        # Dim by dim, of rings that have the whole of it ready at once.
+        return sum(span.size - 1 for span in link.spans) * link.hop_s
+    outer = num_devices // link.inner
+    if link.inner == 1:
+        return (num_devices - 1) * link.hop_s
+    # Most steps of a ring through every host stay inside one.
+    return outer * link.hop_s + (num_devices - outer) * link.inner_hop_s

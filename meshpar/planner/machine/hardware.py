@@ -1,0 +1,249 @@
+"""Hardware as the planner sees it: a device's peaks, links, achieved fractions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+from meshpar.errors import InputError
+from meshpar.layout import MESH_AXES, Layout
+from meshpar.planner.machine.efficiency import Efficiency, is_number
+from meshpar.planner.machine.link import Link, Span
+
+PLATFORMS = ("gpu", "tpu", "cpu")
+"""What a device can be."""
+
+_NO_POSITIVE_NUMBERS = ("name", "peak_flops", "efficiency", "torus_dims", "platform")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """One accelerator.
+
+    Args:
+        name: What `--hardware` calls it.
+        peak_flops: Dense FLOP/s by dtype (`bf16`, `fp32`, `fp8`); `fp32` is what JAX's
+            default matmul precision runs it as.
+        memory_bytes: Its memory.
+        memory_bytes_per_s: That memory's bandwidth.
+        domain_devices: Devices that one fast link domain joins: a host's NVLink, a
+            rack's; for a torus the devices of a host, which no link depends on.
+        link_bytes_per_s: Per direction and device inside that domain; of one of the
+            links in each direction of a torus.
+        network_bytes_per_s: Per direction and device, between domains.
+        host_bytes_per_s: Per direction and device, to its host's memory.
+        torus_dims: Dims of the torus; 0 where a switch joins the domain.
+        wraps: Devices along a dim of a torus from which on the ends are joined.
+        efficiency: What is achieved.
+        platform: `gpu`, `tpu` or `cpu`, as JAX calls it; it decides which kernels a
+            program has there (`Run.fused_attention`).
+
+    Raises:
+        InputError: An unknown platform, or a number that is not positive.
+    """
+
+    name: str
+    peak_flops: Mapping[str, float]
+    memory_bytes: float
+    memory_bytes_per_s: float
+    domain_devices: int
+    link_bytes_per_s: float
+    network_bytes_per_s: float
+    efficiency: Efficiency
+    host_bytes_per_s: float = 32e9  # PCIe gen 4 x16
+    torus_dims: int = 0
+    wraps: int = 16
+    platform: str = "gpu"
+
+    def __post_init__(self) -> None:
+        if self.platform not in PLATFORMS:
+            raise InputError(
+                f"hardware {self.name!r}: platform={self.platform!r} must be one of "
+                f"{', '.join(PLATFORMS)}"
+            )
+        if not isinstance(self.name, str):
+            raise InputError(f"hardware name={self.name!r}: must be text, in quotes")
+        for count, least in (("domain_devices", 1), ("wraps", 1), ("torus_dims", 0)):
+            value = getattr(self, count)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise InputError(
+                    f"hardware {self.name!r}: {count}={value!r} must be a whole number "
+                    f"of at least {least}"
+                )
+        numbers = {
+            field.name: getattr(self, field.name)
+            for field in fields(self)
+            if field.name not in _NO_POSITIVE_NUMBERS
+        }
+        numbers |= {f"peak_flops {key}": peak for key, peak in self.peak_flops.items()}
+        for name, number in numbers.items():
+            if not (is_number(number) and 0 < number < math.inf):
+                raise InputError(
+                    f"hardware {self.name!r}: {name}={number!r} must be a positive "
+                    "number"
+                )
+        for dtype in ("bf16", "fp32"):
+            if dtype not in self.peak_flops:
+                raise InputError(
+                    f"hardware {self.name!r} has no peak_flops of {dtype}; give both "
+                    "bf16 and fp32"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Devices of one kind, joined.
+
+    Args:
+        device: The device.
+        hosts: Link domains (hosts, or racks of GB200); slices of a torus.
+        devices_per_host: Devices of each; the device's own when 0.
+        torus: Sizes of a slice's torus; () where the device has none.
+
+    Raises:
+        InputError: A count below 1, or a torus of other dims than the device's.
+
+    Example:
+        >>> from meshpar.planner.clusters import cluster_of
+        >>> cluster_of("h100-80gb", devices=64).hosts
+        8
+        >>> cluster_of("tpu v5p:8x8x8").num_devices
+        512
+    """
+
+    device: Device
+    hosts: int = 1
+    devices_per_host: int = 0
+    torus: tuple[int, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        if self.hosts < 1 or self.devices_per_host < 0:
+            raise InputError(
+                f"hosts={self.hosts} of devices_per_host={self.devices_per_host}: must "
+                "be at least 1 each"
+            )
+        if any(size < 1 for size in self.torus):
+            raise InputError(f"torus {self._shape}: every size must be at least 1")
+        if self.torus and len(self.torus) != self.device.torus_dims:
+            raise InputError(
+                f"torus {self._shape} has {len(self.torus)} dims, but "
+                f"{self.device.name} has {self.device.torus_dims}; give as many sizes"
+            )
+        if not self.devices_per_host:
+            size = math.prod(self.torus) if self.torus else self.device.domain_devices
+            object.__setattr__(self, "devices_per_host", size)
+
+    @property
+    def _shape(self) -> str:
+        return "x".join(map(str, self.torus))
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of all hosts."""
+        return self.hosts * self.devices_per_host
+
+    @property
+    def text(self) -> str:
+        """How reports name it."""
+        if self.torus:
+            slices = f"{self.hosts} x " if self.hosts > 1 else ""
+            return f"{slices}{self.device.name} {self._shape}"
+        return f"{self.num_devices} x {self.device.name} on {self.hosts} hosts"
+
+    def link(self, layout: Layout, *mesh_axes: str) -> Link:
+        """What a collective over these mesh axes together runs on.
+
+        Devices are numbered row-major over the mesh axes, `tensor` innermost, hosts
+        filled one after another, as `meshpar.mesh` does it.
+        """
+        sizes = layout.mesh_shape
+        members = math.prod(sizes[axis] for axis in mesh_axes)
+        if members == 1:
+            return Link(name="none", bytes_per_s=math.inf, hop_s=0.0)
+        inner = self._members_in_one_host(layout, mesh_axes)
+        device, achieved = self.device, self.device.efficiency
+        if self.torus and inner == members:
+            return self._torus_link(layout, mesh_axes, members)
+        if inner == members:
+            return Link(
+                name="host",
+                bytes_per_s=device.link_bytes_per_s * achieved.link,
+                hop_s=achieved.hop_s,
+            )
+        # A ring through every host leaves it by one member's port; with as many rings
+        # as members in a host, all their ports carry a share (NCCL's channels), as far
+        # as the links inside bring them there.
+        port = device.network_bytes_per_s * achieved.network
+        inside = device.link_bytes_per_s * achieved.link
+        if self.torus and inner > 1:
+            inside = self._torus_link(layout, mesh_axes, inner).bytes_per_s
+        return Link(
+            name="network",
+            bytes_per_s=min(port * inner, inside),
+            port_bytes_per_s=port,
+            hop_s=achieved.network_hop_s,
+            inner=inner,
+            inner_hop_s=achieved.hop_s,
+        )
+
+    def _members_in_one_host(self, layout: Layout, mesh_axes: tuple[str, ...]) -> int:
+        """Members of a group whose devices fill one host, or part of it."""
+        if self.hosts == 1:
+            return math.prod(layout.mesh_shape[axis] for axis in mesh_axes)
+        room, inner = self.devices_per_host, 1
+        for axis in reversed(MESH_AXES):
+            size = layout.mesh_shape[axis]
+            here = size if room % size == 0 else math.gcd(size, room)
+            inner *= here if axis in mesh_axes else 1
+            room = room // size if here == size else 1
+        return inner
+
+    def _torus_link(
+        self, layout: Layout, mesh_axes: tuple[str, ...], members: int
+    ) -> Link:
+        """Rings along the dims of the torus that these mesh axes cover."""
+        spans, device = self._torus_spans(layout, mesh_axes), self.device
+        if math.prod(span.size for span in spans) != members:
+            # The sizes share no factors: one line through all of them.
+            spans = (Span(members, 1),)
+        one = device.link_bytes_per_s * device.efficiency.link
+        return Link(
+            name="torus",
+            bytes_per_s=one * sum(span.links for span in spans),
+            port_bytes_per_s=one,
+            hop_s=device.efficiency.hop_s,
+            spans=spans,
+            scatters_whole=self._scatters_whole(members),
+        )
+
+    def _scatters_whole(self, members: int) -> bool:
+        """Whether XLA:TPU all-reduces where a program reduce-scatters.
+
+        A rule made from what the libtpu of jax 0.10.2 compiled (2026-11-21): so over
+        all of a slice of three dims (v5p 2x2x2, 2x2x4, 4x4x4) and of a square (v5e, v6e
+        4x4, 8x8); not over 2x2x1, 2x2, 2x4, 4x8, nor over part of a slice.
+        """
+        if self.hosts > 1 or members != math.prod(self.torus):
+            return False
+        if len(self.torus) == 3:
+            return min(self.torus) > 1
+        return len(set(self.torus)) == 1 and self.torus[0] >= 4
+
+    def _torus_spans(
+        self, layout: Layout, mesh_axes: tuple[str, ...]
+    ) -> tuple[Span, ...]:
+        """What a group of these mesh axes covers of each torus dim."""
+        left, covered = list(self.torus), [1] * len(self.torus)
+        for axis in reversed(MESH_AXES):
+            size = layout.mesh_shape[axis]
+            for dim, room in enumerate(left):
+                here = math.gcd(size, room)
+                left[dim], size = room // here, size // here
+                covered[dim] *= here if axis in mesh_axes else 1
+        # Joined ends need the whole dim of the slice.
+        return tuple(
+            Span(size, 2 if size == whole and size >= self.device.wraps else 1)
+            for size, whole in zip(covered, self.torus, strict=True)
+            if size > 1
+        )

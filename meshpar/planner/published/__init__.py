@@ -1,0 +1,1 @@
+"""Published runs, and the planner's error against them."""

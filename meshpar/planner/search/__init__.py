@@ -1,0 +1,1 @@
+"""The layouts of a machine, the best of them, and why others are not."""

@@ -1,0 +1,147 @@
+"""Candidates: layouts in order of their bounds, each settled or opened in turn."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from typing import NamedTuple
+
+from meshpar.layout import Layout
+from meshpar.planner.cost.bounds import Bound, Bounds
+from meshpar.planner.cost.estimate import Estimate, estimate_run
+from meshpar.planner.cost.memory import memory_of
+from meshpar.planner.cost.run import Run
+from meshpar.planner.search.rejection import Rejected
+from meshpar.planner.search.space import Choices, Variant
+
+FRONT_REACH = 1.5
+"""Times the fastest plan's step, beyond which less memory is not worth it."""
+
+
+class Leaf(NamedTuple):
+    """One layout, or several of a mesh shape, that no structural reason forbids.
+
+    Args:
+        bound: What it takes at least.
+        order: When it was met.
+        mesh: Its mesh shape.
+        choices: How that may be run.
+        count: Of layouts.
+    """
+
+    bound: Bound
+    order: tuple[int, ...]
+    mesh: Layout
+    choices: Choices
+    count: int
+
+    @property
+    def some_variant(self) -> Variant:
+        """The first of its variants."""
+        return next(self.choices.variants())
+
+    def parts(self, bounds: Bounds) -> Iterator[Leaf]:
+        """The same layouts apart."""
+        mesh = self.mesh
+        for index, choices in enumerate(self.choices.parts()):
+            bound, order = bounds.of_choices(mesh, choices), (*self.order, index)
+            yield Leaf(bound, order, mesh, choices, choices.count)
+
+
+@dataclass(kw_only=True)
+class Findings:
+    """What is known while the search goes on."""
+
+    capacity_bytes: float
+    num_plans: int
+    refused: list[Rejected] = field(default_factory=list)
+    too_large: list[Leaf] = field(default_factory=list)
+    too_slow: list[Leaf] = field(default_factory=list)
+    fitting: list[tuple[float, int, tuple[int, ...], Estimate]] = field(
+        default_factory=list
+    )
+    front: list[tuple[float, float]] = field(default_factory=list)
+
+    @property
+    def considered(self) -> int:
+        """Layouts in all."""
+        settled = sum(leaf.count for leaf in (*self.too_large, *self.too_slow))
+        return len(self.refused) + settled + len(self.fitting)
+
+    @property
+    def slowest_plan_s(self) -> float:
+        """Of the plans so far; infinite while there are too few."""
+        if len(self.fitting) < self.num_plans:
+            return float("inf")
+        return self.fitting[self.num_plans - 1][0]
+
+    def useless(self, step_s: float, memory_bytes: float) -> bool:
+        """Whether plans are faster, and so is something known that is as small."""
+        if step_s <= self.slowest_plan_s:
+            return False
+        return step_s > FRONT_REACH * self.fitting[0][0] or any(
+            other_s <= step_s and other_bytes <= memory_bytes
+            for other_s, other_bytes in self.front
+        )
+
+    def keep(self, found: Estimate, order: tuple[int, ...]) -> None:
+        """Adds a layout that fits."""
+        insort(self.fitting, (found.step_s, _num_axes(found), order, found))
+        point = (found.step_s, found.memory.total_bytes)
+        if not any(s <= point[0] and size <= point[1] for s, size in self.front):
+            self.front = [
+                (s, size) for s, size in self.front if s < point[0] or size < point[1]
+            ]
+            insort(self.front, point)
+
+
+def settle(leaves: list[Leaf], bounds: Bounds, findings: Findings) -> None:
+    """Settles all leaves, those of the lowest bound first.
+
+    What a bound settles now, it settles later too: plans only become faster. So the
+    parts of a leaf join the others only where none does.
+    """
+    waiting = [leaf for leaf in leaves if not _is_settled(leaf, findings)]
+    heapify(waiting)
+    while waiting:
+        leaf = heappop(waiting)
+        if _is_settled(leaf, findings):
+            continue
+        if leaf.count == 1:
+            run = bounds.run(leaf.mesh, leaf.some_variant)
+            _settle(leaf, run, bounds, findings)
+            continue
+        for part in leaf.parts(bounds):
+            if not _is_settled(part, findings):
+                heappush(waiting, part)
+
+
+def _is_settled(leaf: Leaf, findings: Findings) -> bool:
+    """Whether its bound is enough to reject it; it is then among the findings."""
+    if leaf.bound.memory_bytes > findings.capacity_bytes:
+        findings.too_large.append(leaf)
+    elif findings.useless(*leaf.bound):
+        findings.too_slow.append(leaf)
+    else:
+        return False
+    return True
+
+
+def _settle(leaf: Leaf, run: Run, bounds: Bounds, findings: Findings) -> None:
+    memory_bytes = bounds.memory_bytes(run)
+    if memory_bytes <= findings.capacity_bytes and not findings.useless(
+        leaf.bound.step_s, memory_bytes
+    ):
+        memory_bytes = memory_of(run).total_bytes
+    if memory_bytes > findings.capacity_bytes:
+        findings.too_large.append(leaf)
+    elif findings.useless(leaf.bound.step_s, memory_bytes):
+        findings.too_slow.append(leaf)
+    else:
+        findings.keep(estimate_run(run), leaf.order)
+
+
+def _num_axes(found: Estimate) -> int:
+    return sum(size > 1 for size in found.run.layout.mesh_shape.values())

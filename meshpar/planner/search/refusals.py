@@ -1,0 +1,217 @@
+"""Why a layout cannot be, whatever the hardware: all reasons, as data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from meshpar.errors import InputError
+from meshpar.layout import BY_COST, Layout
+from meshpar.planner.cost.run import blocks_by_cost, even_blocks
+from meshpar.planner.machine.execution import MESHPAR, Execution
+from meshpar.planner.workload.workload import Workload
+from meshpar.schedules import CHUNKED, SCHEDULES
+
+_PLAIN = Layout()
+
+
+class Problem(NamedTuple):
+    """One reason.
+
+    Args:
+        key: Key of the layout whose value does not go.
+        message: What was asked, what was found, and a way out.
+    """
+
+    key: str
+    message: str
+
+
+def layout_problems(
+    workload: Workload,
+    layout: Layout,
+    *,
+    global_batch: int,
+    seq: int,
+    stage_blocks: tuple[int, ...] | None = None,
+    execution: Execution = MESHPAR,
+) -> list[Problem]:
+    """Every reason why `workload` cannot be laid out so; empty if it can.
+
+    Args:
+        workload: What is trained.
+        layout: How it lies.
+        global_batch: Sequences in a step.
+        seq: Tokens of one.
+        stage_blocks: Blocks of every stage, where the layout cannot say it.
+        execution: The program that runs it; ours splits evenly or not at all.
+    """
+    if global_batch < 1 or seq < 1:
+        return [
+            Problem(
+                "global_batch",
+                f"global batch {global_batch} of {seq} tokens: give at least 1 each",
+            )
+        ]
+    return [
+        *_batch(layout, global_batch),
+        *_tensor(workload, layout, seq),
+        *_context(workload, layout, seq),
+        *_expert(workload, layout),
+        *_stage(workload, layout, stage_blocks),
+        *(() if execution.eager else _uneven(workload, layout)),
+    ]
+
+
+def _batch(layout: Layout, global_batch: int) -> Iterator[Problem]:
+    replicas = layout.data * layout.fsdp * layout.expert
+    parts = replicas * layout.microbatches
+    if global_batch % parts:
+        yield Problem(
+            "microbatches",
+            f"{global_batch} sequences do not divide over data={layout.data} x fsdp="
+            f"{layout.fsdp} x expert={layout.expert} x microbatches="
+            f"{layout.microbatches} = {parts}; change the global batch or one of them",
+        )
+
+
+def _tensor(workload: Workload, layout: Layout, seq: int) -> Iterator[Problem]:
+    tensor = layout.tensor
+    sizes = {"heads": workload.heads, "ffn": workload.ffn}
+    if workload.experts:
+        sizes["expert_ffn"] = workload.expert_ffn
+        sizes.pop("ffn") if not workload.dense_layers else None
+    for name, size in sizes.items():
+        if size % tensor:
+            yield Problem(
+                "tensor",
+                f"{name}={size} does not divide over tensor={tensor}; choose a divisor",
+            )
+    if (
+        not workload.kv_lora_rank
+        and workload.kv_heads % tensor
+        and (tensor % workload.kv_heads)
+    ):
+        yield Problem(
+            "tensor",
+            f"kv_heads={workload.kv_heads} and tensor={tensor} do not divide one "
+            "another; choose a divisor or a multiple",
+        )
+    if layout.sequence_parallel and seq % (tensor * layout.context):
+        yield Problem(
+            "sequence_parallel",
+            f"{seq} tokens do not divide over tensor={tensor} x context="
+            f"{layout.context}; change the sequence, or leave sequence_parallel out",
+        )
+
+
+def _uneven(workload: Workload, layout: Layout) -> Iterator[Problem]:
+    """What our rules split, and cannot split evenly (`meshpar.rules.presets`)."""
+    sizes = {"kv_heads": workload.kv_heads, "vocab": workload.vocab}
+    if workload.kv_lora_rank:
+        sizes.pop("kv_heads")  # latent attention has as many as heads
+    for name, size in sizes.items():
+        if size % layout.tensor:
+            yield Problem(
+                "tensor",
+                f"{name}={size} does not divide over tensor={layout.tensor}; choose a "
+                "divisor",
+            )
+    shards = math.prod(layout.mesh_shape[axis] for axis in layout.split_axes)
+    if workload.hidden % shards:
+        yield Problem(
+            "zero",
+            f"hidden={workload.hidden} does not divide over the {shards} devices of "
+            f"{' x '.join(layout.split_axes)}; choose a divisor",
+        )
+
+
+def _context(workload: Workload, layout: Layout, seq: int) -> Iterator[Problem]:
+    context = layout.context
+    if seq % context:
+        yield Problem("context", f"{seq} tokens do not divide over context={context}")
+    if layout.attention == "ulysses" and context > 1:
+        heads = workload.heads // layout.tensor
+        if heads % context:
+            yield Problem(
+                "attention",
+                f"attention=ulysses splits the {heads} heads of a device, which do "
+                f"not divide over context={context}; take attention=ring",
+            )
+
+
+def _expert(workload: Workload, layout: Layout) -> Iterator[Problem]:
+    expert = layout.expert
+    if expert > 1 and not workload.experts:
+        yield Problem(
+            "expert",
+            f"expert={expert}, but {workload.name} has no experts; set expert=1",
+        )
+    elif workload.experts % expert:
+        yield Problem(
+            "expert",
+            f"experts={workload.experts} do not divide over expert={expert}; choose a "
+            "divisor",
+        )
+
+
+def _stage(
+    workload: Workload, layout: Layout, stage_blocks: tuple[int, ...] | None
+) -> Iterator[Problem]:
+    stages = layout.stage * layout.chunks
+    if layout.chunks > 1 and layout.schedule not in CHUNKED:
+        yield Problem(
+            "chunks",
+            f"chunks={layout.chunks}: schedule {layout.schedule!r} has one stage a "
+            f"rank; leave chunks out, or choose {' or '.join(CHUNKED)}",
+        )
+    if layout.schedule not in SCHEDULES:
+        yield Problem(
+            "schedule",
+            f"schedule={layout.schedule} is not built; choose {', '.join(SCHEDULES)}",
+        )
+    if stage_blocks is not None:
+        if len(stage_blocks) != stages or sum(stage_blocks) != workload.layers:
+            yield Problem(
+                "splits",
+                f"blocks {stage_blocks} are not {workload.layers} on {stages} stages",
+            )
+        return
+    if stages > workload.layers:
+        yield Problem(
+            "stage",
+            f"stage={layout.stage} x chunks={layout.chunks} is more than the "
+            f"{workload.layers} layers; take fewer",
+        )
+    elif layout.splits:
+        try:
+            stage_blocks_of(workload, layout)
+        except InputError as error:
+            yield Problem("splits", str(error))
+
+
+def stage_blocks_of(workload: Workload, layout: Layout) -> tuple[int, ...]:
+    """Blocks of every stage, as the layout splits them.
+
+    Raises:
+        InputError: `splits` is of another number of stages or layers.
+    """
+    stages = layout.stage * layout.chunks
+    if not layout.splits:
+        return even_blocks(workload.layers, stages)
+    if layout.splits == BY_COST:
+        return blocks_by_cost(
+            [
+                workload.active_block_parameters(moe=workload.is_moe(layer))
+                for layer in range(workload.layers)
+            ],
+            stages,
+        )
+    if len(layout.splits) != stages or sum(layout.splits) != workload.layers:
+        raise InputError(
+            f"splits={'/'.join(map(str, layout.splits))} are {sum(layout.splits)} "
+            f"blocks on {len(layout.splits)} stages, but there are {workload.layers} "
+            f"layers and {stages} stages; leave splits out, or give every stage a size"
+        )
+    return layout.splits

@@ -1,0 +1,320 @@
+"""A workload: the shape of a model, its parameters and its FLOPs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, fields
+
+from meshpar.chunk_bytes import LOGITS_BYTES
+from meshpar.errors import InputError
+from meshpar.planner.workload.traced_block import TracedBlock
+
+_COUNTS = ("layers", "hidden", "heads", "vocab")
+# Beyond any model, and as far as every layer can be looked at, every size multiplied.
+_MOST = defaultdict(lambda: 10**9, layers=100_000)
+_MLA = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A decoder-only transformer's shape.
+
+    Args:
+        name: What reports call it.
+        layers, hidden, heads, vocab: Sizes.
+        kv_heads: Key/value heads; `heads` when 0.
+        head_dim: Size of a head; `hidden / heads` when 0.
+        ffn: Hidden size of a dense MLP; `4 * hidden` when 0.
+        seq: Longest sequence; the number of `learned_positions`.
+        gated: Whether MLPs have a gate (SwiGLU).
+        tied: Whether the head reuses the embedding table.
+        learned_positions: Whether positions are a table of `seq` rows.
+        layer_norm: LayerNorm (scale and bias) instead of RMSNorm (scale).
+        biases: Biases on every matmul of a block.
+        qkv_bias: Biases on queries, keys and values only.
+        qk_norm: RMSNorm on queries and keys.
+        dropout: Whether both branches of a block drop values, whose masks are kept.
+        experts: Routed experts of an MoE layer; 0 for a dense model.
+        top_k: Experts that a token goes to.
+        expert_ffn: Hidden size of an expert; `ffn` when 0.
+        shared_experts: Experts that every token goes to.
+        dense_layers: Layers before the first MoE layer.
+        q_lora_rank: Compressed queries of multi-head latent attention (MLA); 0 for
+            queries straight from the residual stream.
+        kv_lora_rank: Compressed keys and values of MLA; 0 for usual attention.
+        qk_nope_head_dim, qk_rope_head_dim, v_head_dim: Head sizes of MLA.
+        logits_bytes: Most bytes of fp32 logits that its head makes at a time; 0 for
+            those of all tokens of a microbatch.
+        traced: A block of one's own (`meshpar.audit.block_trace`), whose parameters,
+            FLOPs and residuals count instead of those that sizes would give.
+
+    Raises:
+        InputError: Sizes that are no whole numbers or do not fit together.
+
+    Example:
+        >>> gpt3 = Workload(
+        ...     layers=96, hidden=12288, heads=96, vocab=51200, tied=True
+        ... )
+        >>> round(gpt3.num_parameters / 1e9)
+        175
+    """
+
+    name: str = "custom"
+    layers: int
+    hidden: int
+    heads: int
+    vocab: int
+    kv_heads: int = 0
+    head_dim: int = 0
+    ffn: int = 0
+    seq: int = 2048
+    gated: bool = False
+    tied: bool = False
+    learned_positions: bool = False
+    layer_norm: bool = False
+    biases: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    dropout: bool = False
+    experts: int = 0
+    top_k: int = 0
+    expert_ffn: int = 0
+    shared_experts: int = 0
+    dense_layers: int = 0
+    q_lora_rank: int = 0
+    kv_lora_rank: int = 0
+    qk_nope_head_dim: int = 0
+    qk_rope_head_dim: int = 0
+    v_head_dim: int = 0
+    logits_bytes: int = LOGITS_BYTES
+    traced: TracedBlock | None = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            _check_type(field.name, getattr(self, field.name), field.default)
+        for name in _COUNTS:
+            if getattr(self, name) < 1:
+                raise InputError(f"{name}={getattr(self, name)}: must be at least 1")
+        for name, value in (
+            ("kv_heads", self.heads),
+            ("ffn", 4 * self.hidden),
+            ("expert_ffn", self.ffn or 4 * self.hidden),
+        ):
+            if not getattr(self, name):
+                object.__setattr__(self, name, value)
+        _check_attention(self)
+        _check_experts(self)
+        if not self.head_dim and not self.kv_lora_rank:
+            object.__setattr__(self, "head_dim", self.hidden // self.heads)
+
+    @property
+    def query_dim(self) -> int:
+        """Size of a query and a key of one head."""
+        if self.kv_lora_rank:
+            return self.qk_nope_head_dim + self.qk_rope_head_dim
+        return self.head_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Size of a value of one head."""
+        return self.v_head_dim if self.kv_lora_rank else self.head_dim
+
+    @property
+    def moe_layers(self) -> int:
+        """Layers whose MLP is routed."""
+        return self.layers - self.dense_layers if self.experts else 0
+
+    def is_moe(self, layer: int) -> bool:
+        """Whether that layer's MLP is routed."""
+        return bool(self.experts) and layer >= self.dense_layers
+
+    @property
+    def attention_matrix_parameters(self) -> int:
+        """Parameters of the matrices of one layer's attention."""
+        if not self.kv_lora_rank:
+            wide = (2 * self.heads + 2 * self.kv_heads) * self.head_dim
+            return self.hidden * wide
+        query = (
+            self.q_lora_rank * (self.hidden + self.heads * self.query_dim)
+            if self.q_lora_rank
+            else self.hidden * self.heads * self.query_dim
+        )
+        compressed = self.hidden * (self.kv_lora_rank + self.qk_rope_head_dim)
+        expanded = self.heads * (self.qk_nope_head_dim + self.v_head_dim)
+        out = self.heads * self.v_head_dim * self.hidden
+        return query + compressed + self.kv_lora_rank * expanded + out
+
+    def mlp_matrix_parameters(self, ffn: int) -> int:
+        """Parameters of the matrices of one MLP of that hidden size."""
+        return (3 if self.gated else 2) * self.hidden * ffn
+
+    def block_matrix_parameters(self, *, moe: bool) -> int:
+        """Parameters of the matrices of one layer, the router's included."""
+        if self.traced:
+            return self.traced.parameters
+        mlp = self.mlp_matrix_parameters(self.ffn)
+        if moe:
+            experts = self.experts + self.shared_experts
+            mlp = experts * self.mlp_matrix_parameters(self.expert_ffn)
+            mlp += self.hidden * self.experts
+        return self.attention_matrix_parameters + mlp
+
+    def expert_parameters(self, *, moe: bool) -> int:
+        """Those of them that expert parallelism splits: the routed experts'."""
+        return self.experts * self.mlp_matrix_parameters(self.expert_ffn) if moe else 0
+
+    def active_block_parameters(self, *, moe: bool) -> int:
+        """Parameters of the matrices that one token of one layer meets."""
+        if self.traced:
+            return round(self.traced.linear_flops / 2)
+        if not moe:
+            return self.block_matrix_parameters(moe=False)
+        experts = self.top_k + self.shared_experts
+        routed = experts * self.mlp_matrix_parameters(self.expert_ffn)
+        return self.attention_matrix_parameters + routed + self.hidden * self.experts
+
+    def block_vector_parameters(self, *, moe: bool) -> int:
+        """Norm scales and biases of one layer."""
+        if self.traced:
+            return 0
+        norms = 2 * self.hidden * (2 if self.layer_norm else 1)
+        if self.qk_norm:
+            norms += 2 * self.query_dim
+        if self.kv_lora_rank:
+            norms += self.q_lora_rank + self.kv_lora_rank
+        biases = 0
+        if self.biases or self.qkv_bias:
+            biases += (self.heads + 2 * self.kv_heads) * self.head_dim
+        if self.biases:
+            up = self.ffn * (2 if self.gated else 1)
+            biases += self.hidden + (0 if moe else up + self.hidden)
+        return norms + biases
+
+    def block_parameters(self, *, moe: bool) -> int:
+        """All parameters of one layer."""
+        return self.block_matrix_parameters(moe=moe) + self.block_vector_parameters(
+            moe=moe
+        )
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Parameters of the embedding: tokens, and positions where learned."""
+        rows = self.vocab + (self.seq if self.learned_positions else 0)
+        return rows * self.hidden
+
+    @property
+    def head_parameters(self) -> int:
+        """Parameters of the head's own matrix; 0 where it is tied."""
+        return 0 if self.tied else self.vocab * self.hidden
+
+    @property
+    def final_norm_parameters(self) -> int:
+        """Parameters of the norm before the head."""
+        if self.traced:
+            return self.traced.other_end_parameters
+        return self.hidden * (2 if self.layer_norm else 1)
+
+    @property
+    def num_parameters(self) -> int:
+        """All parameters, tied ones once."""
+        dense = self.layers - self.moe_layers
+        return (
+            dense * self.block_parameters(moe=False)
+            + self.moe_layers * self.block_parameters(moe=True)
+            + self.embedding_parameters
+            + self.final_norm_parameters
+            + self.head_parameters
+        )
+
+    @property
+    def active_parameters(self) -> int:
+        """Matrix parameters that one token meets, the head's included."""
+        dense = self.layers - self.moe_layers
+        return (
+            dense * self.active_block_parameters(moe=False)
+            + self.moe_layers * self.active_block_parameters(moe=True)
+            + self.vocab * self.hidden
+        )
+
+    def attention_flops(self, seq: int) -> int:
+        """FLOPs of scores and mixed values of one token of one layer, forward.
+
+        All `seq` keys count, also those that a causal mask hides, as Megatron-LM and
+        most published MFUs count them.
+        """
+        if self.traced:
+            return round(self.traced.mixing_flops * seq / self.traced.seq)
+        return 2 * self.heads * (self.query_dim + self.value_dim) * seq
+
+    def model_flops(self, *, global_batch: int, seq: int) -> int:
+        """FLOPs of one step, forward and backward, nothing recomputed.
+
+            3 * tokens * (2 * active parameters + layers * attention)
+
+        For a GPT with `ffn = 4 hidden` this is 72 B L s h^2 (1 + s/6h + V/12hL).
+
+        Reference: Narayanan et al. 2021, appendix; Korthikanti et al. 2022, eq. 7.
+
+        Example:
+            >>> gpt = Workload(layers=2, hidden=64, heads=4, vocab=96, tied=True)
+            >>> flops = 72 * 8 * 2 * 32 * 64**2 * (1 + 32 / (6 * 64) + 96 / (24 * 64))
+            >>> gpt.model_flops(global_batch=8, seq=32) == flops
+            True
+        """
+        token = 2 * self.active_parameters + self.layers * self.attention_flops(seq)
+        return 3 * global_batch * seq * token
+
+
+def _check_type(name: str, value: object, default: object) -> None:
+    if name in ("name", "traced"):
+        return
+    wanted: type = bool if isinstance(default, bool) else int
+    if not isinstance(value, wanted) or isinstance(value, bool) != (wanted is bool):
+        kind = "true or false" if wanted is bool else "a whole number"
+        raise InputError(f"{name}={value!r}: must be {kind}")
+    if wanted is int and not 0 <= value <= _MOST[name]:  # type: ignore[operator]
+        raise InputError(
+            f"{name}={value}: must be at least 0 and at most {_MOST[name]}"
+        )
+
+
+def _check_attention(workload: Workload) -> None:
+    if workload.kv_lora_rank:
+        for name in _MLA:
+            if not getattr(workload, name):
+                raise InputError(
+                    f"kv_lora_rank={workload.kv_lora_rank} is latent attention, which "
+                    f"needs {name} too; give it a size"
+                )
+        return
+    if workload.heads % workload.kv_heads:
+        raise InputError(
+            f"heads={workload.heads} is not a multiple of kv_heads="
+            f"{workload.kv_heads}; every key/value head serves as many query heads"
+        )
+    if not workload.head_dim and workload.hidden % workload.heads:
+        raise InputError(
+            f"hidden={workload.hidden} is not a multiple of heads={workload.heads}; "
+            "give head_dim"
+        )
+
+
+def _check_experts(workload: Workload) -> None:
+    if not workload.experts:
+        for name in ("top_k", "shared_experts", "dense_layers"):
+            if getattr(workload, name):
+                raise InputError(
+                    f"{name}={getattr(workload, name)} without experts; give experts, "
+                    f"or leave {name} out"
+                )
+        return
+    if not 1 <= workload.top_k <= workload.experts:
+        raise InputError(
+            f"top_k={workload.top_k} of experts={workload.experts}: must be at least "
+            "1 and at most as many as there are"
+        )
+    if workload.dense_layers >= workload.layers:
+        raise InputError(
+            f"dense_layers={workload.dense_layers} of layers={workload.layers}: no "
+            "layer has experts; leave experts out"
+        )

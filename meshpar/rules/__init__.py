@@ -1,0 +1,1 @@
+"""Rules: which mesh axes a logical axis is split over; trees laid out by them."""

@@ -1,0 +1,65 @@
+"""The usual rules by name: data parallel, FSDP, tensor and sequence parallel.
+
+`residual_seq` is the sequence dim of the residual stream between the attention and MLP,
+`seq` the one inside them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from meshpar.layout import Layout
+from meshpar.rules.rules import Rules
+
+DATA_PARALLEL = Rules(
+    {
+        "batch": ("data", "fsdp"),
+        "seq": None,
+        "residual_seq": None,
+        "embed": None,
+        "heads": None,
+        "kv_heads": None,
+        "head_dim": None,
+        "mlp": None,
+        "vocab": None,
+        "layers": None,
+    }
+)
+"""The batch is split, parameters are replicated."""
+
+FSDP = replace(DATA_PARALLEL, parameters={"embed": "fsdp"})
+"""Stored parameters are split over `fsdp` too; with `data` > 1 this is HSDP."""
+
+HSDP = FSDP
+"""FSDP inside `fsdp`, replicas across `data` (hybrid sharding)."""
+
+TENSOR = DATA_PARALLEL.with_rules(
+    heads="tensor", kv_heads="tensor", mlp="tensor", vocab="tensor"
+)
+"""Megatron tensor parallel: heads, MLP and vocabulary (Shoeybi et al. 2019)."""
+
+TENSOR_SEQUENCE = TENSOR.with_rules(residual_seq="tensor")
+"""And the residual stream's sequence (Korthikanti et al. 2022)."""
+
+FSDP_TENSOR = replace(TENSOR, parameters=FSDP.parameters)
+"""Both: one weight dim over `fsdp`, another over `tensor`."""
+
+FSDP_TENSOR_SEQUENCE = replace(TENSOR_SEQUENCE, parameters=FSDP.parameters)
+"""All of them."""
+
+PRESETS = {
+    "data_parallel": DATA_PARALLEL,
+    "fsdp": FSDP,
+    "hsdp": HSDP,
+    "tensor": TENSOR,
+    "tensor_sequence": TENSOR_SEQUENCE,
+    "fsdp_tensor": FSDP_TENSOR,
+    "fsdp_tensor_sequence": FSDP_TENSOR_SEQUENCE,
+}
+
+
+def default_rules(layout: Layout) -> Rules:
+    """The preset that a layout asks for; a mesh axis of size 1 changes nothing."""
+    preset = FSDP_TENSOR_SEQUENCE if layout.sequence_parallel else FSDP_TENSOR
+    split = {"embed": layout.split_axes} if layout.zero == 3 else {}
+    return replace(preset, parameters={**split, "layers": "stage"})

@@ -1,0 +1,284 @@
+"""Rules: which mesh axes each logical axis is split over, strictly."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from meshpar.layout import MESH_AXES, nearest
+from meshpar.rules.table import MeshAxes, RuleError, Table, Target, normalise
+
+LogicalAxes = tuple[str | None, ...]
+"""A name per dim of an array; a dim of None is replicated."""
+
+
+# What other code bases call our logical axes, where the spelling alone is no hint.
+_SYNONYMS = {
+    **dict.fromkeys(("ffw", "ffn", "ff", "intermediate"), "mlp"),
+    **dict.fromkeys(("model", "d_model", "hidden", "features"), "embed"),
+    **dict.fromkeys(("length", "tokens", "time"), "seq"),
+    **dict.fromkeys(("examples", "b"), "batch"),
+    **dict.fromkeys(("depth", "stack"), "layers"),
+}
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Logical axis -> mesh axes, for activations and, where it differs, for parameters.
+
+    One table serves every array. `parameters` holds what differs while a parameter is
+    stored: under FSDP a parameter's `embed` dim is split over `fsdp`, and gathered
+    before use, while an activation's `embed` dim never is.
+
+    Args:
+        table: A mesh axis, several (outermost first), or None for replicated, for each
+            logical axis; a mapping or pairs.
+        parameters: The entries that differ for stored parameters.
+        replicate_if_indivisible: Logical axes that are replicated where their size
+            does not divide. Any other such array is an error.
+
+    Raises:
+        RuleError: An unknown mesh axis, a mesh axis twice in a rule, two rules for one
+            logical axis, or a name in `replicate_if_indivisible` without a rule.
+
+    Example:
+        >>> rules = Rules({"batch": ("data", "fsdp"), "embed": None, "mlp": "tensor"},
+        ...               parameters={"embed": "fsdp"})
+        >>> tuple(rules.spec(("batch", "embed")))
+        (('data', 'fsdp'), None)
+        >>> tuple(rules.stored.spec(("embed", "mlp")))
+        ('fsdp', 'tensor')
+    """
+
+    table: Table
+    parameters: Table = field(default_factory=dict, kw_only=True)
+    replicate_if_indivisible: frozenset[str] = field(
+        default_factory=frozenset, kw_only=True
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("table", "parameters"):
+            object.__setattr__(self, name, normalise(getattr(self, name)))
+        waived = frozenset(self.replicate_if_indivisible)
+        object.__setattr__(self, "replicate_if_indivisible", waived)
+        for logical_axis in sorted(waived - self.parameters.keys()):
+            self.mesh_axes(logical_axis)
+
+    def __hash__(self) -> int:
+        tables = (frozenset(self.table.items()), frozenset(self.parameters.items()))
+        return hash((*tables, self.replicate_if_indivisible))
+
+    @property
+    def stored(self) -> Rules:
+        """The rules for parameters at rest."""
+        table = {**self.table, **self.parameters}
+        return replace(self, table=table, parameters={})
+
+    def with_rules(self, **changes: Target) -> Rules:
+        """These rules with some entries changed or added."""
+        return replace(self, table={**self.table, **changes})
+
+    def mesh_axes(
+        self, logical_axis: str, logical_axes: LogicalAxes | None = None
+    ) -> MeshAxes:
+        """The mesh axes of `logical_axis`, outermost first; empty if replicated.
+
+        Raises:
+            RuleError: There is no rule for it.
+        """
+        if logical_axis in self.table:
+            return self.table[logical_axis]
+        where = f" of {_show(logical_axes)}" if logical_axes else ""
+        if logical_axis in self.parameters:
+            raise RuleError(
+                "unknown",
+                f"no rule for logical axis {logical_axis!r}{where}: it has one for "
+                "stored parameters only; write None for it in the table if activations "
+                "are replicated",
+            )
+        hint = _SYNONYMS.get(logical_axis.lower())
+        known = nearest(logical_axis, self.table)
+        if hint in self.table and "did you mean" not in known:
+            known = f"did you mean {hint!r}? {known}"
+        raise RuleError(
+            "unknown", f"no rule for logical axis {logical_axis!r}{where}; {known}"
+        )
+
+    def spec(
+        self,
+        logical_axes: LogicalAxes,
+        shape: Sequence[int] | None = None,
+        *,
+        mesh_shape: Mapping[str, int] | None = None,
+        path: str | None = None,
+    ) -> PartitionSpec:
+        """The `PartitionSpec` of an array.
+
+        Args:
+            logical_axes: A name, or None, for each dim.
+            shape: The global shape; with `mesh_shape`, divisibility is checked.
+            mesh_shape: Size of each mesh axis; an axis of size 1 is left out.
+            path: What errors call the array, where it has a name.
+
+        Raises:
+            RuleError: An unknown or repeated logical axis, two dims on one mesh axis,
+                or a size that does not divide.
+        """
+        _check_rank(logical_axes, shape, path)
+        sizes = dict.fromkeys(MESH_AXES, 0) if mesh_shape is None else mesh_shape
+        claimed: dict[str, str] = {}
+        entries = []
+        for dim in range(len(logical_axes)):
+            try:
+                axes = self._axes_of_dim(logical_axes, dim, sizes, claimed)
+            except RuleError as error:
+                raise _with_path(error, path, shape, logical_axes) from None
+            if axes and shape is not None and mesh_shape is not None:
+                axes = self._check_divides(logical_axes, shape, dim, axes, sizes, path)
+            entries.append(axes[0] if len(axes) == 1 else axes or None)
+        return PartitionSpec(*entries)
+
+    def sharding(
+        self,
+        mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
+        logical_axes: LogicalAxes,
+        shape: Sequence[int] | None = None,
+        *,
+        path: str | None = None,
+    ) -> NamedSharding:
+        """`spec` on `mesh`; raises as `spec` does."""
+        mesh_shape = dict(mesh.shape)
+        spec = self.spec(logical_axes, shape, mesh_shape=mesh_shape, path=path)
+        return NamedSharding(mesh, spec)
+
+    def constrain(self, x: jax.Array, logical_axes: LogicalAxes) -> jax.Array:
+        """`x`, laid out as the rules say, on the mesh of `jax.set_mesh`.
+
+        Inside a `shard_map`, `x` is this device's part and mesh axes that are manual
+        there are left out. Moves nothing by itself; GSPMD inserts what it takes.
+
+        Raises:
+            RuleError: As for `spec`.
+            RuntimeError: No mesh is set, so that the constraint would do nothing.
+        """
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh.empty:
+            raise RuntimeError(
+                f"constrain({_show(logical_axes)}): no mesh is set, so nothing would "
+                "be laid out; run inside `with jax.set_mesh(mesh):`"
+            )
+        spec = self.spec(logical_axes, x.shape, mesh_shape=auto_mesh_shape())
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+    def _axes_of_dim(
+        self,
+        logical_axes: LogicalAxes,
+        dim: int,
+        sizes: Mapping[str, int],
+        claimed: dict[str, str],
+    ) -> MeshAxes:
+        logical_axis = logical_axes[dim]
+        if logical_axis is None:
+            return ()
+        if logical_axis in logical_axes[:dim]:
+            raise RuleError(
+                "repeated",
+                f"logical axis {logical_axis!r} names two dims of "
+                f"{_show(logical_axes)}; give the dims different names",
+            )
+        rule = self.mesh_axes(logical_axis, logical_axes)
+        axes = tuple(axis for axis in rule if sizes.get(axis, 1) != 1)
+        for mesh_axis in axes:
+            if mesh_axis in claimed:
+                raise RuleError(
+                    "claimed_twice",
+                    f"mesh axis {mesh_axis!r} is claimed by both "
+                    f"{claimed[mesh_axis]!r} and {logical_axis!r} in "
+                    f"{_show(logical_axes)}; an array can use each mesh axis once",
+                )
+            claimed[mesh_axis] = logical_axis
+        return axes
+
+    def _check_divides(
+        self,
+        logical_axes: LogicalAxes,
+        shape: Sequence[int],
+        dim: int,
+        axes: MeshAxes,
+        sizes: Mapping[str, int],
+        path: str | None,
+    ) -> MeshAxes:
+        logical_axis = logical_axes[dim]
+        degree = math.prod(sizes[axis] for axis in axes)
+        if shape[dim] % degree == 0:
+            return axes
+        if logical_axis in self.replicate_if_indivisible:
+            return ()
+        noun = "mesh axis" if len(axes) == 1 else "mesh axes"
+        raise RuleError(
+            "indivisible",
+            f"logical axis {logical_axis!r} has size {shape[dim]}, which does not "
+            f"divide over {noun} {' x '.join(map(repr, axes))} of size {degree}\n"
+            f"    {_show_array(path, shape, logical_axes)}; pad it, map "
+            f"{logical_axis!r} elsewhere, or replicate_if_indivisible",
+        )
+
+
+def auto_mesh_shape() -> dict[str, int]:
+    """Sizes of the mesh axes that GSPMD partitions here; the manual ones count as 1."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return {
+        axis: size if kind == AxisType.Auto else 1
+        for axis, size, kind in zip(
+            mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True
+        )
+    }
+
+
+def _check_rank(
+    logical_axes: LogicalAxes, shape: Sequence[int] | None, path: str | None
+) -> None:
+    if shape is not None and len(shape) != len(logical_axes):
+        raise RuleError(
+            "rank",
+            f"{path or 'array'}: shape {tuple(shape)} has {len(shape)} dims, but "
+            f"{_show(logical_axes)} names {len(logical_axes)}; name every dim, or "
+            "write None",
+        )
+
+
+def _with_path(
+    error: RuleError,
+    path: str | None,
+    shape: Sequence[int] | None,
+    logical_axes: LogicalAxes,
+) -> RuleError:
+    if path is None:
+        return error
+    line = _show_array(path, shape, logical_axes)
+    return RuleError(error.kind, f"{error}\n    {line}")
+
+
+def _show_array(
+    path: str | None, shape: Sequence[int] | None, logical_axes: LogicalAxes
+) -> str:
+    dims = "" if shape is None else f"shape {tuple(shape)} as "
+    return f"{path or 'array'}: {dims}{_show(logical_axes)}"
+
+
+def _show(logical_axes: LogicalAxes | None) -> str:
+    return str(tuple(logical_axes or ()))
+
+
+def spec_axes(spec: PartitionSpec) -> tuple[str, ...]:
+    """The mesh axes that a spec names, in order of dims."""
+    return tuple(axis for entry in spec for axis in entry_axes(entry))
+
+
+def entry_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The mesh axes that a spec names for one dim."""
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())

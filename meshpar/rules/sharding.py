@@ -1,0 +1,105 @@
+"""Rules applied to trees: shardings of parameters, and arrays born in shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+
+from meshpar.rules.rules import Rules
+
+
+def tree_shardings(tree: Any, axes: Any, mesh: Mesh, rules: Rules) -> Any:
+    """A sharding for every array of a plain pytree of parameters.
+
+    Args:
+        tree: Arrays or `jax.ShapeDtypeStruct`s.
+        axes: The same tree, a tuple of logical axes in each array's place.
+        mesh: Where they will lie.
+        rules: How; those for stored parameters are taken.
+
+    Raises:
+        RuleError: An array cannot be laid out; its path is in the message.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from meshpar import DATA_PARALLEL, Layout, make_mesh
+        >>> mesh = make_mesh(Layout(data=-1))
+        >>> shardings = tree_shardings(
+        ...     {"w": jnp.zeros((4, 8))}, {"w": ("embed", "mlp")}, mesh, DATA_PARALLEL)
+        >>> tuple(shardings["w"].spec)
+        (None, None)
+    """
+    stored = rules.stored
+    return jax.tree.map_with_path(
+        lambda path, array, names: stored.sharding(
+            mesh, names, array.shape, path=path_name(path)
+        ),
+        tree,
+        axes,
+    )
+
+
+def nnx_shardings(module: nnx.Module, mesh: Mesh, rules: Rules) -> Any:
+    """A sharding for every parameter of a Flax NNX module, from its own metadata.
+
+    Args:
+        module: A module, real or from `nnx.eval_shape`.
+        mesh: Where its parameters will lie.
+        rules: How; those for stored parameters are taken.
+
+    Returns:
+        A nested dict like `nnx.to_pure_dict(nnx.state(module, nnx.Param))`.
+
+    Raises:
+        RuleError: A parameter cannot be laid out; its path is in the message.
+    """
+    values = nnx.to_pure_dict(nnx.state(module, nnx.Param))
+    return tree_shardings(values, logical_axes(module), mesh, rules)
+
+
+def born_sharded(
+    create: Callable[..., Any],
+    shardings: Any,
+    *,
+    compiler_options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """`create`, whose arrays come to be in their shards, never whole on one device.
+
+    Args:
+        create: Makes a tree of arrays.
+        shardings: The same tree, a sharding in each array's place.
+        compiler_options: XLA's options, as `jax.jit` takes them.
+    """
+    return jax.jit(create, out_shardings=shardings, compiler_options=compiler_options)
+
+
+def logical_axes(module: nnx.Module) -> dict[str, Any]:
+    """The module's sharding metadata: for each parameter a name, or None, per dim."""
+    state = nnx.state(module, nnx.Param)
+    tree: dict[str, Any] = {}
+    for path, variable in nnx.to_flat_state(state):
+        insert(tree, path, axes_of(variable))
+    return tree
+
+
+def axes_of(variable: nnx.Variable) -> tuple[str | None, ...]:
+    """A logical axis, or None, for each dim of a variable: its sharding metadata."""
+    names = variable.get_metadata().get("out_sharding")
+    return (None,) * len(variable.shape) if names is None else tuple(names)
+
+
+def insert(tree: dict[str, Any], path: tuple, leaf: Any) -> None:
+    """Puts a leaf at a path of a nested dict."""
+    *parents, last = path
+    for key in parents:
+        tree = tree.setdefault(key, {})
+    tree[last] = leaf
+
+
+def path_name(path: tuple) -> str:
+    """A tree path as users read it: `blocks.mlp.down`."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")
