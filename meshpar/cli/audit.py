@@ -25,8 +25,8 @@ from meshpar.emulate import emulate
 from meshpar.errors import InputError
 from meshpar.layout import Layout
 from meshpar.mesh import absent_mesh
-from meshpar.model.contract import batch_shapes
 from meshpar.model.scope import Batch
+from meshpar.model.tracing import batch_shapes
 from meshpar.train.make_step import make_train_step
 from meshpar.train.step import TrainStep
 

@@ -17,7 +17,8 @@ from meshpar.audit.targets import Target, TargetError
 from meshpar.cli.parsing import model_of
 from meshpar.errors import InputError
 from meshpar.mesh import absent_mesh
-from meshpar.model.contract import Model, batch_shapes
+from meshpar.model.contract import Model
+from meshpar.model.tracing import batch_shapes
 from meshpar.planner.cost.estimate import Estimate, estimate_run
 from meshpar.planner.machine.hardware import Cluster
 from meshpar.planner.workload.shapes import SHAPES

@@ -17,8 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from meshpar.model.contract import Model, Params, loss
+from meshpar.model.contract import Model
+from meshpar.model.parameter import Params
 from meshpar.model.scope import EXAMPLE, Batch, Scope
+from meshpar.model.single import loss
 from meshpar.parallel.placement import dropout_key
 from meshpar.testing.batches import Arrays
 from meshpar.testing.bounds import rounding_chains

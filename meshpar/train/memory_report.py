@@ -20,7 +20,7 @@ from meshpar.audit.block_trace import traced_workload
 from meshpar.audit.report import audit
 from meshpar.layout import STAGE_REMATS
 from meshpar.mesh import platform_of
-from meshpar.model.contract import is_parameter
+from meshpar.model.parameter import is_parameter
 from meshpar.model.scope import Batch
 from meshpar.parallel.zero import Stored, is_stored
 from meshpar.planner.cost.memory import Memory, memory_of
