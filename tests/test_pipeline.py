@@ -10,8 +10,8 @@ import pytest
 
 from meshpar import RuleError, default_rules
 from meshpar.layout import Layout
-from meshpar.model.contract import forward
 from meshpar.model.scope import Scope
+from meshpar.model.single import forward
 from meshpar.parallel.pipeline import executor
 from meshpar.parallel.pipeline.stages import in_layer_order
 from meshpar.schedules import CHUNKED, ONE_CHUNK

@@ -169,7 +169,7 @@ def refuse_schedule(layout: Layout) -> None:
 def batch_refusal(
     layout: Layout,
     num_examples: int,
-    name: str = "tokens",
+    name: str = "",
     microbatches: int | None = None,
 ) -> str | None:
     """Why a global batch of that size does not suit a layout; None if it does.
@@ -180,8 +180,9 @@ def batch_refusal(
     if num_examples % (layout.batch_shards * microbatches) == 0:
         return None
     times = f" x microbatches={microbatches}"
+    what = f"batch[{name!r}]" if name else "the batch"
     return (
-        f"batch[{name!r}] has {num_examples} examples, which do not divide over "
+        f"{what} has {num_examples} examples, which do not divide over "
         f"{layout.batch_shards} devices of data={layout.data},fsdp={layout.fsdp}"
         f"{times if microbatches > 1 else ''}; pad with examples of weight 0, "
         "or change the global batch"
