@@ -38,7 +38,7 @@ class LockStep:
     down_hops: int
 
 
-def span_s(
+def pipeline_s(
     layout: Layout, forward_s: Sequence[float], backward_s: Sequence[float]
 ) -> float:
     """From the first forward to the last backward; ranks wait for their inputs only.
@@ -71,7 +71,7 @@ def span_s(
 def closed_form_s(
     layout: Layout, forward_s: Sequence[float], backward_s: Sequence[float]
 ) -> float:
-    """`span_s` for stages of nearly equal time.
+    """`pipeline_s` for stages of nearly equal time.
 
         span = microbatches * slowest rank + (all ranks - slowest rank) / chunks
 
@@ -86,7 +86,7 @@ def closed_form_s(
     return layout.microbatches * max(rank_s) + fill_s
 
 
-def lock_step_span_s(
+def lock_step_pipeline_s(
     layout: Layout, forward_s: Sequence[float], backward_s: Sequence[float]
 ) -> float:
     """The same where all ranks run the same instructions in every tick."""
