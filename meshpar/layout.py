@@ -219,7 +219,7 @@ class Layout:
         return math.prod(self.mesh_shape[axis] for axis in BATCH_AXES)
 
     @property
-    def is_pipelined(self) -> bool:
+    def runs_in_ticks(self) -> bool:
         """Whether a step runs in ticks: it has stages, or microbatches to add up."""
         return self.stage > 1 or self.microbatches > 1
 

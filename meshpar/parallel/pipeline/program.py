@@ -228,4 +228,4 @@ def arranged_for(model: Model, layout: Layout) -> Model:
     Raises:
         InputError: As for `pipeline_of`.
     """
-    return pipeline_of(model, layout).model if layout.is_pipelined else model
+    return pipeline_of(model, layout).model if layout.runs_in_ticks else model

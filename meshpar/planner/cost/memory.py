@@ -141,7 +141,7 @@ def rank_memory(run: Run, rank: int, chunks_held: float) -> Memory:
     if layout.zero == 3 and run.gathers_once:
         gradient = execution.gradient_bytes  # whole until the step's end
     gradients = parameters * gradient
-    once = not execution.eager and not layout.is_pipelined
+    once = not execution.eager and not layout.runs_in_ticks
     weight_bytes, state_bytes = stored_bytes(run)
     states = parameters * state_bytes * shares["state"]
     on_host = layout.optimizer_memory == "host"
@@ -254,7 +254,7 @@ def _logit_bytes(run: Run) -> float:
     if not run.execution.eager and run.workload.logits_bytes:
         values = min(values, run.workload.logits_bytes / 4)
     table = 0.0
-    if not run.execution.eager and not run.layout.is_pipelined:
+    if not run.execution.eager and not run.layout.runs_in_ticks:
         # The gradient of the head's table, whole until the loss is done.
         table = run.workload.vocab * run.workload.hidden / run.layout.tensor
     logits = values * run.execution.logit_bytes
@@ -308,7 +308,7 @@ def _workspace_bytes(run: Run, rank: int, layers: list[int], kept: float) -> flo
     again += _scores_at_once(run)
     ends = end_parameters(run, rank) * run.execution.gradient_bytes
     table = run.workload.vocab * run.workload.hidden / run.layout.tensor
-    if not run.layout.is_pipelined:
+    if not run.layout.runs_in_ticks:
         # The loss makes the gradient of the head's table at once: it is whole until the
         # blocks' backward is done, where ZeRO splits it then.
         split = run.state_shards > 1 and run.layout.zero == 3

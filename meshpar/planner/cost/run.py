@@ -77,7 +77,7 @@ class Run:
     def gathers_once(self) -> bool:
         """Whether split parameters are gathered for the whole step."""
         layout = self.layout
-        once = layout.is_pipelined and layout.fsdp_gather == "step"
+        once = layout.runs_in_ticks and layout.fsdp_gather == "step"
         return self.execution.lock_step and once
 
     @property
