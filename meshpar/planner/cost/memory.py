@@ -117,7 +117,8 @@ def _ends_of(run: Run, rank: int) -> tuple[bool, bool]:
     """Whether a rank has the embedding and the head: what tells ranks apart."""
     if run.execution.shared_ends:
         return True, True
-    return rank == 0, rank == run.layout.stage - 1
+    stages = run.stages_of_rank(rank)
+    return 0 in stages, run.num_stages - 1 in stages
 
 
 def rank_memory(run: Run, rank: int, chunks_held: float) -> Memory:
@@ -136,7 +137,7 @@ def rank_memory(run: Run, rank: int, chunks_held: float) -> Memory:
     if layout.remat in STAGE_REMATS:
         kept = stage_input_bytes(run) * layout.chunks
     boundary = _boundary_bytes(run)
-    has_head = execution.shared_ends or rank == layout.stage - 1
+    _, has_head = _ends_of(run, rank)
     gradient = execution.gradient_bytes * shares["gradient"]
     if layout.zero == 3 and run.gathers_once:
         gradient = execution.gradient_bytes  # whole until the step's end
@@ -227,14 +228,14 @@ def routed_parameters(run: Run, rank: int) -> float:
 
 def end_parameters(run: Run, rank: int) -> float:
     """Of embedding and head, as far as this rank has them."""
-    workload, last = run.workload, rank == run.layout.stage - 1
-    shared, tensor = run.execution.shared_ends, run.layout.tensor
+    workload, tensor = run.workload, run.layout.tensor
+    first, last = _ends_of(run, rank)
     total = 0.0
-    if shared or rank == 0:
+    if first:
         total += workload.embedding_parameters / tensor
-    if shared or last:
+    if last:
         total += workload.head_parameters / tensor + workload.final_norm_parameters
-    if last and not shared and workload.tied and run.layout.stage > 1:
+    if last and not first and workload.tied:
         total += workload.vocab * workload.hidden / tensor  # its own copy
     return total
 

@@ -100,8 +100,8 @@ def straggler_fraction(run: Run) -> float:
 def _rank_work(run: Run, stages: tuple[StageTime, ...], rank: int) -> Cost:
     """One microbatch through all chunks of a rank."""
     total = Cost()
-    for stage in stages[rank :: run.layout.stage]:
-        total = total + stage.forward + stage.backward
+    for stage in run.stages_of_rank(rank):
+        total = total + stages[stage].forward + stages[stage].backward
     return total
 
 
@@ -119,7 +119,7 @@ def _reduction(run: Run, stages: tuple[StageTime, ...]) -> Cost:
     is the last to end.
     """
     layout, execution = run.layout, run.execution
-    backward_s = sum(stage.backward.total_s for stage in stages[:: layout.stage])
+    backward_s = sum(stages[at].backward.total_s for at in run.stages_of_rank(0))
     hidden_s = backward_s if execution.reduction_overlap else 0.0
     total = Cost()
     for mesh_axis, seconds in _reductions(run).items():
@@ -171,7 +171,8 @@ def _scatter_of_states(run: Run, num_bytes: float) -> Cost:
 def _tied(run: Run) -> Cost:
     """A tied table on the first and the last rank: its gradient is summed over both."""
     workload, layout = run.workload, run.layout
-    if not workload.tied or layout.stage == 1 or run.execution.shared_ends:
+    on_one_rank = run.num_stages - 1 in run.stages_of_rank(0)
+    if not workload.tied or on_one_rank or run.execution.shared_ends:
         return Cost()
     table = workload.vocab * workload.hidden / layout.tensor
     pair = all_reduce_s(table * run.execution.reduction_bytes, 2, run.link("stage"))
