@@ -120,6 +120,17 @@ def test_the_planner_replays_what_it_has_no_closed_form_of():
     assert in_flight("v_shaped", ranks, count, 2) == peak_in_flight(schedule)
 
 
+def test_fewer_microbatches_than_ranks_wait_for_the_first_ones_way():
+    ranks, count = 48, 40  # more actions than are replayed
+    layout = Layout(
+        stage=ranks, microbatches=count, chunks=2, schedule="interleaved_1f1b"
+    )
+    schedule = make_schedule("interleaved_1f1b", ranks, count, 2)
+    times = StageTimes.uniform(2 * ranks, weight_grad_s=0)
+    ones = [1.0] * 2 * ranks
+    assert pipeline_s(layout, ones, ones) == simulate(schedule, times).end_s
+
+
 def test_the_planner_puts_layers_and_ends_where_it_does():
     layout = Layout(
         stage=2, microbatches=4, chunks=2, schedule="v_shaped", splits=(9, 8, 8, 7)

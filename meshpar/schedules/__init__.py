@@ -100,7 +100,7 @@ def make_schedule(
         0F0,0F1,0B0,0B1
         1F0,1B0,1F1,1B1
     """
-    chunks = method_of(name).num_chunks or 1 if chunks is None else chunks
+    chunks = method_of(name).default_chunks if chunks is None else chunks
     require_counts(stages=num_ranks, microbatches=num_microbatches, chunks=chunks)
     sizes = num_ranks, num_microbatches, chunks
     for refusal in size_refusals(name, *sizes).values():

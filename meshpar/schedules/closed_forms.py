@@ -44,3 +44,9 @@ def filled_once(num_ranks: int, num_microbatches: int, chunks: int) -> int:
 def everything(num_ranks: int, num_microbatches: int, chunks: int) -> tuple[int, ...]:
     """In flight where a rank ends its forwards before its first backward: v m."""
     return (chunks * num_microbatches,) * num_ranks
+
+
+HOLDS_ALL = ClosedForms(
+    length=filled_once, in_flight=everything, lock_step_in_flight=everything
+)
+"""Of a schedule that fills the pipeline once, all forwards before the backwards."""

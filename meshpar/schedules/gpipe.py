@@ -6,7 +6,7 @@ Bubble (p-1)/(m+p-1); a rank has all m microbatches in flight.
 from __future__ import annotations
 
 from meshpar.schedules.base import Action, Op
-from meshpar.schedules.closed_forms import ClosedForms, everything, filled_once
+from meshpar.schedules.closed_forms import HOLDS_ALL
 from meshpar.schedules.method import Orders, ScheduleMethod
 
 
@@ -24,9 +24,7 @@ def _orders(num_ranks: int, num_microbatches: int, _: int) -> Orders:
 gpipe = ScheduleMethod(
     name="gpipe",
     orders=_orders,
-    closed_forms=ClosedForms(
-        length=filled_once, in_flight=everything, lock_step_in_flight=everything
-    ),
+    closed_forms=HOLDS_ALL,
     no_better_than="1f1b",
     reference="Huang et al., 'GPipe: Efficient Training of Giant Neural Networks using "
     "Pipeline Parallelism', NeurIPS 2019, section 2.3 (arXiv 1811.06965)",

@@ -8,7 +8,7 @@ needed once forward and once backward, so FSDP gathers them least often.
 from __future__ import annotations
 
 from meshpar.schedules.base import Action, Op
-from meshpar.schedules.closed_forms import ClosedForms, everything, filled_once
+from meshpar.schedules.closed_forms import HOLDS_ALL
 from meshpar.schedules.method import Orders, ScheduleMethod
 
 
@@ -29,9 +29,7 @@ looped_bfs = ScheduleMethod(
     name="looped_bfs",
     orders=_orders,
     num_chunks=None,
-    closed_forms=ClosedForms(
-        length=filled_once, in_flight=everything, lock_step_in_flight=everything
-    ),
+    closed_forms=HOLDS_ALL,
     no_better_than="interleaved_1f1b",
     reference="Lamy-Poirier, 'Breadth-First Pipeline Parallelism', MLSys 2023, section "
     "4 (arXiv 2211.05953)",

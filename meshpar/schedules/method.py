@@ -27,8 +27,8 @@ def in_turn(rank: int, num_ranks: int, chunks: int) -> range:
 class ScheduleMethod:
     """How a schedule orders the work of p ranks, m microbatches and v chunks a rank.
 
-    Name, orders and reference are enough: whatever else is left out is found by a
-    replay of the orders, which takes longer.
+    Name, orders and reference are enough of one stage a rank. Closed forms save the
+    planner replays of the orders.
 
     Args:
         name: What a layout and every command call it.
@@ -70,12 +70,17 @@ class ScheduleMethod:
         Raises:
             InputError: A size below 1, or one that it does not exist for.
         """
-        chunks = self.num_chunks or 1 if chunks is None else chunks
+        chunks = self.default_chunks if chunks is None else chunks
         require_counts(stages=num_ranks, microbatches=num_microbatches, chunks=chunks)
         for refusal in self.refusals(num_ranks, num_microbatches, chunks).values():
             raise InputError(refusal)
         orders = self.orders(num_ranks, num_microbatches, chunks)
         return Schedule(orders, num_ranks * chunks, num_microbatches, self.name)
+
+    @property
+    def default_chunks(self) -> int:
+        """Its own number of chunks, or one."""
+        return self.num_chunks or 1
 
     def has_chunks(self, chunks: int) -> bool:
         """Whether it exists for so many stages a rank."""

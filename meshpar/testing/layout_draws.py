@@ -104,7 +104,7 @@ def _is_built(
             name for name, method in SCHEDULES.items() if method.num_chunks is None
         )
     if name == "schedule":
-        needed["chunks"] = SCHEDULES[value].num_chunks or 1
+        needed["chunks"] = SCHEDULES[value].default_chunks
     if value in STAGE_REMATS:
         needed["stage"] = 2
     layout = Layout(**{name: value}, **needed)
@@ -157,7 +157,7 @@ def draw_layout(
             values[name] = pick(rng, built[name])
     method = SCHEDULES[values.get("schedule", Layout().schedule)]
     if not method.has_chunks(values.setdefault("chunks", 1)):
-        values["chunks"] = method.num_chunks
+        values["chunks"] = method.default_chunks
     if values.get("stage", 1) == 1 and values["remat"] in STAGE_REMATS:
         values["remat"] = "full"
     num_stages = values.get("stage", 1) * values["chunks"]

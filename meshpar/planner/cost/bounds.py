@@ -103,6 +103,7 @@ class Bounds:
             # with most microbatches.
             ticks += (mesh.stage - 1) / chunks * few / many
         step_s = min(self._step_s(mesh, variant, shared, ticks) for variant in plain)
+        # A microbatch's way to the last rank, unless a schedule says less.
         held = min(many, mesh.stage, *self._least_held(mesh, choices, many))
         # What one of them makes again, another may have kept.
         again = len(choices.remats) == 1

@@ -75,15 +75,15 @@ def closed_form_s(
 
         span = microbatches * slowest rank + idle * mean of the others / chunks
 
-    with the chunks that a rank idles, one of them per other rank where the pipeline
-    fills and drains once. Exact for 1F1B and GPipe of equal stages (Narayanan et al.
-    2021, section 2.2).
+    with what a rank idles, in chunks: as many as there are other ranks where the
+    pipeline fills and drains once. Exact for 1F1B and GPipe of equal stages (Narayanan
+    et al. 2021, section 2.2).
     """
     ranks, count, chunks = layout.stage, layout.microbatches, layout.chunks
     rank_s = _rank_s(layout, forward_s, backward_s)
     length = _closed_forms(layout.schedule).length(ranks, count, chunks)
-    idle_a_rank = (length - count * chunks) / (ranks - 1)
-    fill_s = idle_a_rank * (sum(rank_s) - max(rank_s)) / chunks
+    idle_per_other = (length - count * chunks) / (ranks - 1)
+    fill_s = idle_per_other * (sum(rank_s) - max(rank_s)) / chunks
     return count * max(rank_s) + fill_s
 
 
@@ -122,9 +122,9 @@ def lock_step(name: str, ranks: int, microbatches: int, chunks: int) -> LockStep
 def closed_form_lock_step(
     name: str, ranks: int, microbatches: int, chunks: int
 ) -> LockStep | None:
-    """`lock_step` of many ranks; None where groups of microbatches are not full.
+    """`lock_step` of many ranks, from the schedule's closed forms.
 
-    And where a schedule has no closed forms (Narayanan et al. 2021, section 2.2).
+    None where it has none, or groups of microbatches are not full.
     """
     forms = SCHEDULES[name].closed_forms
     if forms is None or ranks < 3 or microbatches < ranks:

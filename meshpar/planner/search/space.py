@@ -89,23 +89,23 @@ class Choices(NamedTuple):
     def count(self) -> int:
         """Of variants."""
         gathers = sum(gather != _PLAIN.fsdp_gather for _, gather in self.states)
-        orders = [count for count, _ in self._orders()]
-        states = len(self.states) * len(orders)
+        counts = [count for count, _ in self._scheduled()]
+        states = len(self.states) * len(counts)
         if self.ranks == 1:
-            states -= gathers * orders.count(1)
+            states -= gathers * counts.count(1)
         return states * len(self.sequence_parallel) * len(self.remats)
 
     def variants(self) -> Iterator[Variant]:
         """Every way to run the mesh shape."""
         for (count, schedule), state, sequence, remat in product(
-            self._orders(), *self[3:]
+            self._scheduled(), *self[3:]
         ):
             # Without microbatches, a microbatch's gather is the step's.
             if self.ranks > 1 or count > 1 or state[1] == _PLAIN.fsdp_gather:
                 yield Variant(count, *schedule, *state, sequence, remat)
 
-    def _orders(self) -> list[tuple[int, tuple[str, int]]]:
-        """Microbatches and schedules, of those that there are."""
+    def _scheduled(self) -> list[tuple[int, tuple[str, int]]]:
+        """Microbatches with each of the schedules that exist for so many."""
         return [
             (count, (name, chunks))
             for count, (name, chunks) in product(self.microbatches, self.schedules)
