@@ -7,11 +7,11 @@ import pytest
 from meshpar.layout import Layout
 from meshpar.planner.cost.estimate import estimate
 from meshpar.planner.cost.pipeline_time import (
+    all_ticks_s,
     closed_form_lock_step,
     closed_form_s,
     lock_step,
-    lock_step_pipeline_s,
-    pipeline_s,
+    span_s,
 )
 from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.machine.execution import MEGATRON_2022, MESHPAR, NANOTRON
@@ -48,7 +48,7 @@ def test_the_closed_form_is_the_replay_of_equal_stages(schedule, chunks, microba
             forward_s=times[0], input_grad_s=times[1], weight_grad_s=[0.0] * stages
         ),
     )
-    assert pipeline_s(layout, *times) == pytest.approx(replayed.end_s)
+    assert span_s(layout, *times) == pytest.approx(replayed.end_s)
     assert closed_form_s(layout, *times) == pytest.approx(replayed.end_s, rel=0.03)
 
 
@@ -61,7 +61,7 @@ def test_a_slow_last_stage_sets_the_pace():
             forward_s=forward_s, input_grad_s=backward_s, weight_grad_s=[0.0] * 4
         ),
     )
-    assert pipeline_s(layout, forward_s, backward_s) == pytest.approx(replayed.end_s)
+    assert span_s(layout, forward_s, backward_s) == pytest.approx(replayed.end_s)
     assert replayed.end_s == pytest.approx(600 + 9)
 
 
@@ -88,7 +88,7 @@ def test_lock_step_without_the_whole_table_is_that_of_the_table(
     )
     stages = 4 * chunks
     expected = table.num_forward_ticks + 2 * table.num_backward_ticks
-    assert lock_step_pipeline_s(layout, [1.0] * stages, [2.0] * stages) == expected
+    assert all_ticks_s(layout, [1.0] * stages, [2.0] * stages) == expected
 
 
 def test_the_parts_of_a_step_add_up():

@@ -11,7 +11,7 @@ from meshpar.cli.main import main
 from meshpar.lint.lint import lint
 from meshpar.planner.cost.bounds import Bounds
 from meshpar.planner.cost.estimate import estimate, estimate_run
-from meshpar.planner.cost.pipeline_time import in_flight, lock_step, pipeline_s
+from meshpar.planner.cost.pipeline_time import in_flight, lock_step, span_s
 from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.machine.execution import MEGATRON_2022, MESHPAR
 from meshpar.planner.search.constraints import Constraints
@@ -111,7 +111,7 @@ def test_the_planner_replays_what_it_has_no_closed_form_of():
     schedule = V_SHAPED(ranks, count)
     times = StageTimes.uniform(2 * ranks, weight_grad_s=0)
     ones = [1.0] * 2 * ranks
-    assert pipeline_s(layout, ones, ones) == simulate(schedule, times).end_s
+    assert span_s(layout, ones, ones) == simulate(schedule, times).end_s
     table = tick_table(schedule)
     steps = lock_step("v_shaped", ranks, count, 2)
     assert steps.forward_ticks == table.num_forward_ticks
@@ -128,7 +128,7 @@ def test_fewer_microbatches_than_ranks_wait_for_the_first_ones_way():
     schedule = make_schedule("interleaved_1f1b", ranks, count, 2)
     times = StageTimes.uniform(2 * ranks, weight_grad_s=0)
     ones = [1.0] * 2 * ranks
-    assert pipeline_s(layout, ones, ones) == simulate(schedule, times).end_s
+    assert span_s(layout, ones, ones) == simulate(schedule, times).end_s
 
 
 def test_the_planner_puts_layers_and_ends_where_it_does():

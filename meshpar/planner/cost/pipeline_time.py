@@ -40,7 +40,7 @@ class LockStep:
     down_hops: int
 
 
-def pipeline_s(
+def span_s(
     layout: Layout, forward_s: Sequence[float], backward_s: Sequence[float]
 ) -> float:
     """From the first forward to the last backward; ranks wait for their inputs only.
@@ -71,7 +71,7 @@ def pipeline_s(
 def closed_form_s(
     layout: Layout, forward_s: Sequence[float], backward_s: Sequence[float]
 ) -> float:
-    """`pipeline_s` for stages of nearly equal time.
+    """`span_s` for stages of nearly equal time.
 
         span = microbatches * slowest rank + idle * mean of the others / chunks
 
@@ -87,7 +87,7 @@ def closed_form_s(
     return count * max(rank_s) + fill_s
 
 
-def lock_step_pipeline_s(
+def all_ticks_s(
     layout: Layout, forward_s: Sequence[float], backward_s: Sequence[float]
 ) -> float:
     """The same where all ranks run the same instructions in every tick."""

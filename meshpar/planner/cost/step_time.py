@@ -15,7 +15,7 @@ from meshpar.planner.cost.memory import (
     stored_bytes,
     update_bytes,
 )
-from meshpar.planner.cost.pipeline_time import lock_step_pipeline_s, pipeline_s
+from meshpar.planner.cost.pipeline_time import all_ticks_s, span_s
 from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.stage_time import (
     StageTime,
@@ -69,7 +69,7 @@ def step_time(run: Run) -> StepTime:
     layout = run.layout
     forward_s = [stage.forward.total_s for stage in stages]
     backward_s = [stage.backward.total_s for stage in stages]
-    span = lock_step_pipeline_s if run.execution.lock_step else pipeline_s
+    span = all_ticks_s if run.execution.lock_step else span_s
     all_microbatches_s = span(layout, forward_s, backward_s)
     rank = _slowest_rank(run, stages)
     work = _rank_work(run, stages, rank) * layout.microbatches
