@@ -12,13 +12,12 @@ ROOT = Path(__file__).parents[1]
 LAYERS = (
     ("meshpar.errors",),
     ("meshpar.chunk_bytes", "meshpar.key_values"),
-    ("meshpar.residual_names",),
+    ("meshpar.residual_names", "meshpar.schedules"),
     (
         "meshpar.layout",
         "meshpar.hardware",
         "meshpar.topology",
         "meshpar.emulate",
-        "meshpar.schedules",
     ),
     ("meshpar.collectives",),
     ("meshpar.rules", "meshpar.mesh"),

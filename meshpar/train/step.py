@@ -67,7 +67,9 @@ class TrainStep:
         schedule: OwnSchedule | None,
     ) -> None:
         self.model_as_given = model
-        pipeline = pipeline_of(model, layout, schedule) if layout.is_pipelined else None
+        pipeline = (
+            pipeline_of(model, layout, schedule) if layout.runs_in_ticks else None
+        )
         self.schedule = pipeline.schedule if pipeline else None
         self.layers_of_stages = pipeline.layers_of_stages if pipeline else None
         model = pipeline.model if pipeline else model

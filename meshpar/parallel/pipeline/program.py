@@ -256,7 +256,7 @@ def arranged_for(model: Model, layout: Layout) -> Model:
     Raises:
         InputError: As for `pipeline_of`.
     """
-    return pipeline_of(model, layout).model if layout.is_pipelined else model
+    return pipeline_of(model, layout).model if layout.runs_in_ticks else model
 
 
 def _costs(model: Model) -> tuple[float, ...]:

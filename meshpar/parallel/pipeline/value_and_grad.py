@@ -83,7 +83,7 @@ def pipeline_value_and_grad(
             batch. GSPMD partitions over all others, such as `tensor`. All are `Auto`.
         num_microbatches: Parts that each device's share of the batch runs in.
         embed: `(end_params, inputs) -> x`; without it the inputs are x, one array.
-        schedule: A name (`1f1b`, `gpipe`, `interleaved_1f1b`, `looped_bfs`), a
+        schedule: A name in `meshpar.schedules.SCHEDULES`, a
             `meshpar.schedules.Schedule`, one order a rank, or a CSV file.
         chunks: Stages of one rank.
         splits: Layers of each stage; as even as possible when absent.

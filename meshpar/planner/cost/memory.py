@@ -117,7 +117,8 @@ def _ends_of(run: Run, rank: int) -> tuple[bool, bool]:
     """Whether a rank has the embedding and the head: what tells ranks apart."""
     if run.execution.shared_ends:
         return True, True
-    return rank == 0, rank == run.layout.stage - 1
+    stages = run.stages_of_rank(rank)
+    return 0 in stages, run.num_stages - 1 in stages
 
 
 def rank_memory(run: Run, rank: int, chunks_held: float) -> Memory:
@@ -136,12 +137,12 @@ def rank_memory(run: Run, rank: int, chunks_held: float) -> Memory:
     if layout.remat in STAGE_REMATS:
         kept = stage_input_bytes(run) * layout.chunks
     boundary = _boundary_bytes(run)
-    has_head = execution.shared_ends or rank == layout.stage - 1
+    _, has_head = _ends_of(run, rank)
     gradient = execution.gradient_bytes * shares["gradient"]
     if layout.zero == 3 and run.gathers_once:
         gradient = execution.gradient_bytes  # whole until the step's end
     gradients = parameters * gradient
-    once = not execution.eager and not layout.is_pipelined
+    once = not execution.eager and not layout.runs_in_ticks
     weight_bytes, state_bytes = stored_bytes(run)
     states = parameters * state_bytes * shares["state"]
     on_host = layout.optimizer_memory == "host"
@@ -227,14 +228,14 @@ def routed_parameters(run: Run, rank: int) -> float:
 
 def end_parameters(run: Run, rank: int) -> float:
     """Of embedding and head, as far as this rank has them."""
-    workload, last = run.workload, rank == run.layout.stage - 1
-    shared, tensor = run.execution.shared_ends, run.layout.tensor
+    workload, tensor = run.workload, run.layout.tensor
+    first, last = _ends_of(run, rank)
     total = 0.0
-    if shared or rank == 0:
+    if first:
         total += workload.embedding_parameters / tensor
-    if shared or last:
+    if last:
         total += workload.head_parameters / tensor + workload.final_norm_parameters
-    if last and not shared and workload.tied and run.layout.stage > 1:
+    if last and not first and workload.tied:
         total += workload.vocab * workload.hidden / tensor  # its own copy
     return total
 
@@ -254,7 +255,7 @@ def _logit_bytes(run: Run) -> float:
     if not run.execution.eager and run.workload.logits_bytes:
         values = min(values, run.workload.logits_bytes / 4)
     table = 0.0
-    if not run.execution.eager and not run.layout.is_pipelined:
+    if not run.execution.eager and not run.layout.runs_in_ticks:
         # The gradient of the head's table, whole until the loss is done.
         table = run.workload.vocab * run.workload.hidden / run.layout.tensor
     logits = values * run.execution.logit_bytes
@@ -308,7 +309,7 @@ def _workspace_bytes(run: Run, rank: int, layers: list[int], kept: float) -> flo
     again += _scores_at_once(run)
     ends = end_parameters(run, rank) * run.execution.gradient_bytes
     table = run.workload.vocab * run.workload.hidden / run.layout.tensor
-    if not run.layout.is_pipelined:
+    if not run.layout.runs_in_ticks:
         # The loss makes the gradient of the head's table at once: it is whole until the
         # blocks' backward is done, where ZeRO splits it then.
         split = run.state_shards > 1 and run.layout.zero == 3

@@ -134,7 +134,7 @@ def scatters_ends_each_tick(run: Run) -> bool:
     """Whether what a tick adds to the ends' gradients is scattered in that tick."""
     layout = run.layout
     split = layout.zero == 3 and run.state_shards > 1 and not run.gathers_once
-    return run.execution.lock_step and layout.is_pipelined and split
+    return run.execution.lock_step and layout.runs_in_ticks and split
 
 
 def _scattered_ends(run: Run) -> Cost:

@@ -15,7 +15,7 @@ from meshpar.planner.cost.memory import (
     stored_bytes,
     update_bytes,
 )
-from meshpar.planner.cost.pipeline_time import lock_step_span_s, span_s
+from meshpar.planner.cost.pipeline_time import all_ticks_s, span_s
 from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.stage_time import (
     StageTime,
@@ -69,7 +69,7 @@ def step_time(run: Run) -> StepTime:
     layout = run.layout
     forward_s = [stage.forward.total_s for stage in stages]
     backward_s = [stage.backward.total_s for stage in stages]
-    span = lock_step_span_s if run.execution.lock_step else span_s
+    span = all_ticks_s if run.execution.lock_step else span_s
     all_microbatches_s = span(layout, forward_s, backward_s)
     rank = _slowest_rank(run, stages)
     work = _rank_work(run, stages, rank) * layout.microbatches
@@ -100,8 +100,8 @@ def straggler_fraction(run: Run) -> float:
 def _rank_work(run: Run, stages: tuple[StageTime, ...], rank: int) -> Cost:
     """One microbatch through all chunks of a rank."""
     total = Cost()
-    for stage in stages[rank :: run.layout.stage]:
-        total = total + stage.forward + stage.backward
+    for stage in run.stages_of_rank(rank):
+        total = total + stages[stage].forward + stages[stage].backward
     return total
 
 
@@ -119,7 +119,7 @@ def _reduction(run: Run, stages: tuple[StageTime, ...]) -> Cost:
     is the last to end.
     """
     layout, execution = run.layout, run.execution
-    backward_s = sum(stage.backward.total_s for stage in stages[:: layout.stage])
+    backward_s = sum(stages[at].backward.total_s for at in run.stages_of_rank(0))
     hidden_s = backward_s if execution.reduction_overlap else 0.0
     total = Cost()
     for mesh_axis, seconds in _reductions(run).items():
@@ -171,7 +171,8 @@ def _scatter_of_states(run: Run, num_bytes: float) -> Cost:
 def _tied(run: Run) -> Cost:
     """A tied table on the first and the last rank: its gradient is summed over both."""
     workload, layout = run.workload, run.layout
-    if not workload.tied or layout.stage == 1 or run.execution.shared_ends:
+    on_one_rank = run.num_stages - 1 in run.stages_of_rank(0)
+    if not workload.tied or on_one_rank or run.execution.shared_ends:
         return Cost()
     table = workload.vocab * workload.hidden / layout.tensor
     pair = all_reduce_s(table * run.execution.reduction_bytes, 2, run.link("stage"))
