@@ -268,16 +268,19 @@ def test_a_layout_that_is_not_built_is_refused(line, match):
 @pytest.mark.parametrize(
     ("batch", "match"),
     [
-        ({}, "the batch has nothing, but no 'tokens'"),
+        ({}, "the batch is empty; give a dict of arrays by name"),
         (dict(batch_of(), weights=None), r"'weights'\] is a NoneType; give an array"),
-        (dict(batch_of(), tokens=np.zeros(8, np.int32)), r"must be \(examples, seq\)"),
+        (
+            dict(batch_of(), tokens=np.zeros(8, np.int32)),
+            r"declares it as \('batch', 'seq'\)",
+        ),
         (
             dict(batch_of(), targets=np.zeros((8, 16))),
-            "float64; token ids are integers",
+            "float64, but the model declares numbers of kind 'int'",
         ),
         (
             dict(batch_of(), length=np.int32(3)),
-            r"'length'\] has shape \(\); it must be",
+            r"'length'\] has shape \(\); the example comes first",
         ),
     ],
 )
