@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import PartitionSpec
 
 from meshpar.rules.rules import entry_axes
@@ -46,7 +46,6 @@ def build_one(build: Build, key: jax.Array, specs: Any) -> Any:
     """
     if specs is None or _is_mapped(build, key):
         return build(key)
-    build = one_by_one(build)
     return _on_every_device(lambda key: _own(build(key), specs), key, specs)
 
 
@@ -54,7 +53,6 @@ def build_layers(build: Build, keys: jax.Array, specs: Any) -> Any:
     """`build` of every key, stacked; the specs have the leading dim too."""
     if specs is None or _is_mapped(build, keys[0]):
         return jax.vmap(build)(keys)
-    build = one_by_one(build)
     of_layer = jax.tree.map(
         lambda spec: PartitionSpec(None, *spec[1:]), specs, is_leaf=_is_spec
     )
@@ -70,35 +68,6 @@ def build_layers(build: Build, keys: jax.Array, specs: Any) -> Any:
         return _own(jax.tree.map(lambda x: x[:, 0], layers), of_layers)
 
     return _on_every_device(own, keys, specs)
-
-
-def one_by_one(build: Build) -> Build:
-    """`build` whose operations are not fused: rounded as where Flax calls each."""
-
-    def built(key: jax.Array) -> Any:
-        program, shape = jax.make_jaxpr(build, return_shape=True)(key)
-        values = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
-        values.update(zip(program.jaxpr.invars, [key], strict=True))
-
-        def value(atom: Any) -> Any:
-            return atom.val if hasattr(atom, "val") else values[atom]
-
-        for equation in program.jaxpr.eqns:
-            known = [atom for atom in equation.invars if not hasattr(atom, "val")]
-            alone = program.jaxpr.replace(
-                constvars=[],
-                invars=known,
-                outvars=equation.outvars,
-                eqns=[equation],
-                debug_info=program.jaxpr.debug_info.with_unknown_names(),
-            )
-            run = jaxpr_as_fun(ClosedJaxpr(alone, []))
-            kept = lax.optimization_barrier(list(run(*map(value, known))))
-            values.update(zip(equation.outvars, kept, strict=True))
-        results = [value(atom) for atom in program.jaxpr.outvars]
-        return jax.tree.unflatten(jax.tree.structure(shape), results)
-
-    return built
 
 
 def _on_every_device(own: Build, keys: jax.Array, specs: Any) -> Any:
