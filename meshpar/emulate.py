@@ -17,7 +17,7 @@ ENVIRONMENT_VARIABLE = "MESHPAR_EMULATE"
 # stands before the loop: 100 of 100 fresh processes agreed, with each collective free
 # to start once its operands are there (a small Llama, five layouts with FSDP, tensor,
 # sequence and pipeline parallelism, jax 0.10.2, 2 busy cores). Depth first, to spare
-# memory, 15 of 19 with FSDP crashed or hung. XLA's default may be either.
+# memory, 16 of 17 with FSDP crashed, hung or gave NaN. XLA's default may be either.
 _BREADTH_FIRST = "--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_CONCURRENCY_OPTIMIZED"
 
 # The name of the same choice before jax 0.9.1; up to 0.12 XLA still obeys it.
