@@ -17,7 +17,6 @@ from meshpar.parallel.pipeline.schedule_choice import OwnSchedule
 from meshpar.parallel.remat import check_residual_names
 from meshpar.rules.presets import default_rules
 from meshpar.rules.rules import Rules
-from meshpar.train.optimizer_probe import refuse_dependence_on_places
 from meshpar.train.refusals import refuse, refuse_schedule
 from meshpar.train.step import TrainStep
 
@@ -92,7 +91,7 @@ def make_train_step(
     check_residual_names(model, layout.remat)
     rules = rules or default_rules(layout)
     refuse(layout, rules, mesh, gradient_dtype, max_grad_norm)
-    step = TrainStep(
+    return TrainStep(
         model=model,
         optimizer=optimizer,
         layout=layout,
@@ -104,8 +103,3 @@ def make_train_step(
         compiler_options=compiler_options,
         schedule=schedule,
     )
-    present = isinstance(mesh, Mesh)
-    refuse_dependence_on_places(
-        optimizer, step.model, layout, compiler_options if present else None
-    )
-    return step

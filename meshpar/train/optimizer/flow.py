@@ -1,0 +1,209 @@
+"""A traced function run while it is known which parameter each value comes from.
+
+The function was traced with one layer in the place of each stacked parameter. So a
+value made of one parameter alone exists once for each layer; where values of several
+parameters meet in a sum over terms (a global norm, a test that all is finite), the sum
+runs over the layers too. Anything else that mixes parameters has no meaning for layers
+and is refused. What a value is, arrays or names of what computes them, is the domain's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from meshpar.train.optimizer.program import Operation, Program, Reference, Sum
+
+_REDUCTIONS = {
+    "reduce_sum": "add",
+    "reduce_max": "max",
+    "reduce_min": "min",
+    "reduce_and": "and",
+    "reduce_or": "or",
+}
+"""Reductions of an array -> the primitive that does so with two terms."""
+
+
+class NotByLayer(Exception):
+    """What an optimizer does has no meaning for each layer; the reason is its text."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """A value while a function runs.
+
+    Args:
+        owner: Path of the one parameter that it is made from; None if from none, or
+            from all.
+        content: The domain's.
+    """
+
+    owner: str | None
+    content: Any
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Values of several parameters, concatenated along the leading dim."""
+
+    parts: tuple[Value, ...]
+
+
+class Domain(Protocol):
+    """What values are, and how they are made."""
+
+    def constant(self, value: Any) -> Any:
+        """A constant."""
+
+    def apply(self, operation: Operation, operands: Sequence[Value]) -> list[Any]:
+        """The results of an operation on values of one parameter at most."""
+
+    def total(self, name: str, terms: Sequence[Value]) -> Any:
+        """The sum of terms, and over the layers of those that have them.
+
+        Args:
+            name: Of the primitive that adds two terms.
+            terms: Values of several parameters.
+        """
+
+    def choose(
+        self,
+        operation: Operation,
+        operands: Sequence[Value],
+        owners: Sequence[str | None],
+    ) -> list[Any]:
+        """The results of `cond`, which have these owners; its index has none."""
+
+
+def run(program: Program, inputs: Sequence[Value], domain: Domain) -> list[Value]:
+    """The outputs of a function.
+
+    Args:
+        program: The function.
+        inputs: As many values as it has inputs.
+        domain: What values are.
+
+    Raises:
+        NotByLayer: It mixes values of several parameters other than by a sum.
+    """
+    known: dict[Reference, Value | Stack] = dict(enumerate(inputs))
+
+    def read(references: Sequence[Reference]) -> list[Value | Stack]:
+        return [
+            known[one]
+            if isinstance(one, int)
+            else Value(None, domain.constant(one.value))
+            for one in references
+        ]
+
+    for step in program.steps:
+        operations: tuple[Operation, ...] = (step,)
+        if isinstance(step, Sum):
+            terms = read(step.terms)
+            if len(_owners(terms)) > 1:
+                known[step.result] = _total(step.name, terms, domain)
+                continue
+            operations = step.operations
+        for operation in operations:
+            results = _results(operation, read(operation.inputs), domain)
+            known.update(zip(operation.outputs, results, strict=True))
+    outputs = read(program.outputs)
+    _refuse_stacks("concatenate", outputs)
+    return outputs
+
+
+def _results(
+    operation: Operation, operands: list[Value | Stack], domain: Domain
+) -> list[Value | Stack]:
+    if operation.name in _REDUCTIONS and isinstance(operands[0], Stack):
+        return [_reduced(operation, operands[0], domain)]
+    if operation.name == "concatenate" and len(_owners(operands)) > 1:
+        return [_concatenated(operation, operands)]
+    _refuse_stacks(operation.name, operands)
+    if operation.branches and operands[0].owner is None:
+        owners = _owners_of_choice(operation, operands)
+        contents = domain.choose(operation, operands, owners)
+        return [Value(*one) for one in zip(owners, contents, strict=True)]
+    owners = _owners(operands)
+    if len(owners) > 1:
+        raise NotByLayer(_mixing(operation.name, owners))
+    owner = owners[0] if owners else None
+    return [Value(owner, content) for content in domain.apply(operation, operands)]
+
+
+def _total(name: str, terms: list[Value | Stack], domain: Domain) -> Value:
+    _refuse_stacks(name, terms)
+    return Value(None, domain.total(name, terms))
+
+
+def _concatenated(operation: Operation, operands: list[Value | Stack]) -> Stack:
+    if operation.params["dimension"] != 0:
+        raise NotByLayer(_mixing(operation.name, _owners(operands)))
+    nested = [one.parts if isinstance(one, Stack) else (one,) for one in operands]
+    return Stack(tuple(part for parts in nested for part in parts))
+
+
+def _reduced(operation: Operation, stack: Stack, domain: Domain) -> Value:
+    """The total over a stack, of each part by itself first."""
+    if tuple(operation.params["axes"]) != (0,):
+        raise NotByLayer(_mixing(operation.name, _owners([stack])))
+    terms = [
+        Value(part.owner, domain.apply(operation, [part])[0]) for part in stack.parts
+    ]
+    return _total(_REDUCTIONS[operation.name], terms, domain)
+
+
+def _owners_of_choice(
+    operation: Operation, operands: list[Value]
+) -> list[str | None]:
+    """Whose the results of `cond` are, whatever branch is taken."""
+    inputs = [Value(operand.owner, None) for operand in operands[1:]]
+    of_branches = [run(branch, inputs, _Nothing()) for branch in operation.branches]
+    owners = []
+    for results in zip(*of_branches, strict=True):
+        found = _owners(results)
+        if len(found) > 1:
+            raise NotByLayer(_mixing(operation.name, found))
+        owners.append(found[0] if found else None)
+    return owners
+
+
+class _Nothing:
+    """The domain in which only the owners of values are known."""
+
+    def constant(self, value: Any) -> None:
+        return None
+
+    def apply(self, operation: Operation, operands: Sequence[Value]) -> list[None]:
+        return [None] * len(operation.outputs)
+
+    def total(self, name: str, terms: Sequence[Value]) -> None:
+        return None
+
+    def choose(
+        self,
+        operation: Operation,
+        operands: Sequence[Value],
+        owners: Sequence[str | None],
+    ) -> list[None]:
+        return [None] * len(owners)
+
+
+def _owners(values: Sequence[Value | Stack]) -> list[str]:
+    """The different owners, in order."""
+    owners: dict[str, None] = {}
+    for value in values:
+        parts = value.parts if isinstance(value, Stack) else (value,)
+        owners.update((part.owner, None) for part in parts if part.owner is not None)
+    return list(owners)
+
+
+def _refuse_stacks(name: str, values: Sequence[Value | Stack]) -> None:
+    for value in values:
+        if isinstance(value, Stack):
+            raise NotByLayer(_mixing(name, _owners([value])))
+
+
+def _mixing(name: str, owners: Sequence[str]) -> str:
+    return f"it mixes values of {owners[0]} and {owners[1]} ({name})"
