@@ -8,6 +8,7 @@ weight decay by `ndim`), and the trace is run for all layers at once.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -21,9 +22,10 @@ from meshpar.model.contract import Model, Parameter, is_parameter
 from meshpar.train.optimizer.flow import Value, run
 from meshpar.train.optimizer.layers import Layers
 from meshpar.train.optimizer.proof import refusal
-from meshpar.train.optimizer.traced import Traced, traced
+from meshpar.train.optimizer.stacked import refusal_of_stacked
+from meshpar.train.optimizer.traced import Traced, traced, update_of
 
-_WAYS_OUT = (
+_WAY_OUT = (
     "take an optimizer that treats each parameter by itself, such as adamw or muon, "
     "and max_grad_norm= of make_train_step to clip by the global norm"
 )
@@ -34,7 +36,10 @@ def by_layer(
 ) -> optax.GradientTransformationExtraArgs:
     """The optimizer of stacked parameters; nothing is computed.
 
-    Its update takes the loss as `value`. Updates are 0 at places without a layer.
+    Its update takes the loss as `value`. Updates are 0 at places without a layer. An
+    optimizer that is made for the stacked arrays, as it raises on one layer's shapes,
+    is given those where they hold the layers first to last, if it treats each value by
+    itself.
 
     Args:
         optimizer: As for a tree in which every parameter is one layer's.
@@ -44,23 +49,69 @@ def by_layer(
     Raises:
         InputError: What it does to each layer cannot be told, with the reason.
     """
-    shapes = jax.tree.map(
-        lambda one: jax.ShapeDtypeStruct(one.shape, jnp.float32),
-        model.parameters,
-        is_leaf=is_parameter,
-    )
-    filled = {
-        path: _filled(parameter)
-        for path, parameter in model.flat_parameters().items()
-        if parameter.num_layers is not None
-    }
-    if not filled:
-        return optax.with_extra_args_support(optimizer)
-    trace = traced(optimizer, shapes)
-    reason = refusal(optimizer, shapes, trace, filled)
+    parameters = model.flat_parameters()
+    stacked = [path for path, one in parameters.items() if one.num_layers is not None]
+    if not stacked:
+        return _as_given(optimizer)
+    shapes = _shapes(model, lambda one: one.shape)
+    try:
+        trace = traced(optimizer, shapes)
+    except Exception as error:  # whatever it raises: it may be made for stacked arrays
+        _refuse_for_stacked(optimizer, model, layout, stacked, error)
+        return _as_given(optimizer)
+    reason = refusal(optimizer, shapes, trace, stacked)
     if reason is not None:
-        raise InputError(f"the optimizer cannot be run by layer: {reason}; {_WAYS_OUT}")
-    return _of_trace(trace, Layers(filled))
+        raise InputError(
+            f"the optimizer cannot be run on each layer by itself: {reason}; {_WAY_OUT}"
+        )
+    return _of_trace(
+        trace, Layers({path: _filled(parameters[path]) for path in stacked})
+    )
+
+
+def _refuse_for_stacked(
+    optimizer: optax.GradientTransformation,
+    model: Model,
+    layout: Layout,
+    stacked: Collection[str],
+    error: Exception,
+) -> None:
+    """Refuses an optimizer made for stacked arrays that these would lead astray.
+
+    Args:
+        optimizer: The optimizer.
+        model: Arranged for its stages.
+        layout: Whose they are, for messages.
+        stacked: Paths of the stacked parameters.
+        error: What it raised on one layer's shapes.
+
+    Raises:
+        InputError: They would.
+    """
+    raised = (
+        "the optimizer raises on arrays of one layer's shape "
+        f"({type(error).__name__}: {error})"
+    )
+    for path in stacked:
+        parameter = model.flat_parameters()[path]
+        if parameter.layer_order not in (None, tuple(range(parameter.num_layers))):
+            raise InputError(
+                f"{raised}, so it is taken to be made for arrays of all layers first "
+                f"to last, but layout {str(layout)!r} stacks {path} rank by rank, "
+                f"{_places(parameter)}; make it for one layer's shapes, or take a "
+                "layout with stages of even size and no chunks"
+            ) from error
+    shapes = _shapes(model, lambda one: one.stacked_shape)
+    try:
+        trace = traced(optimizer, shapes)
+    except Exception as of_stacked:  # nothing is left to try
+        raise InputError(
+            f"{raised}, and on arrays of all layers too "
+            f"({type(of_stacked).__name__}: {of_stacked})"
+        ) from of_stacked
+    reason = refusal_of_stacked(trace, shapes, stacked)
+    if reason is not None:
+        raise InputError(f"{raised}, and on arrays of all layers {reason}") from error
 
 
 def _of_trace(trace: Traced, layers: Layers) -> optax.GradientTransformationExtraArgs:
@@ -100,10 +151,38 @@ def _of_trace(trace: Traced, layers: Layers) -> optax.GradientTransformationExtr
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+def _as_given(
+    optimizer: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
+    with_loss = update_of(optimizer)
+
+    def update(
+        gradients: Any, state: Any, params: Any, *, value: jax.Array
+    ) -> tuple[Any, Any]:
+        return with_loss(gradients, state, params, value)
+
+    return optax.GradientTransformationExtraArgs(optimizer.init, update)
+
+
+def _shapes(model: Model, shape: Callable[[Parameter], tuple[int, ...]]) -> Any:
+    return jax.tree.map(
+        lambda one: jax.ShapeDtypeStruct(shape(one), jnp.float32),
+        model.parameters,
+        is_leaf=is_parameter,
+    )
+
+
 def _filled(parameter: Parameter) -> np.ndarray:
     """For each place of the leading dim, whether it holds a layer."""
     order = parameter.layer_order or tuple(range(parameter.num_layers))
     return np.asarray(order) >= 0
+
+
+def _places(parameter: Parameter) -> str:
+    layers, places = parameter.num_layers, len(parameter.layer_order)
+    if layers == places:
+        return f"{layers} layers in another order"
+    return f"{layers} layers in {places} places, {places - layers} of them empty"
 
 
 def _tree_like(tree: Any, leaves: list[jax.Array]) -> Any:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from meshpar.train.optimizer.program import Operation, Program, Reference, Sum
 
-_REDUCTIONS = {
+REDUCTIONS = {
     "reduce_sum": "add",
     "reduce_max": "max",
     "reduce_min": "min",
@@ -116,7 +116,7 @@ def run(program: Program, inputs: Sequence[Value], domain: Domain) -> list[Value
 def _results(
     operation: Operation, operands: list[Value | Stack], domain: Domain
 ) -> list[Value | Stack]:
-    if operation.name in _REDUCTIONS and isinstance(operands[0], Stack):
+    if operation.name in REDUCTIONS and isinstance(operands[0], Stack):
         return [_reduced(operation, operands[0], domain)]
     if operation.name == "concatenate" and len(_owners(operands)) > 1:
         return [_concatenated(operation, operands)]
@@ -151,12 +151,10 @@ def _reduced(operation: Operation, stack: Stack, domain: Domain) -> Value:
     terms = [
         Value(part.owner, domain.apply(operation, [part])[0]) for part in stack.parts
     ]
-    return _total(_REDUCTIONS[operation.name], terms, domain)
+    return _total(REDUCTIONS[operation.name], terms, domain)
 
 
-def _owners_of_choice(
-    operation: Operation, operands: list[Value]
-) -> list[str | None]:
+def _owners_of_choice(operation: Operation, operands: list[Value]) -> list[str | None]:
     """Whose the results of `cond` are, whatever branch is taken."""
     inputs = [Value(operand.owner, None) for operand in operands[1:]]
     of_branches = [run(branch, inputs, _Nothing()) for branch in operation.branches]

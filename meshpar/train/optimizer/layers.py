@@ -69,9 +69,7 @@ class Layers:
                 for owner, value in zip(owners, results, strict=True)
             ]
 
-        branches = [
-            functools.partial(taken, branch) for branch in operation.branches
-        ]
+        branches = [functools.partial(taken, branch) for branch in operation.branches]
         return lax.switch(
             jnp.int32(index.content), branches, *(one.content for one in inputs)
         )
@@ -108,7 +106,7 @@ def _neutral(name: str, dtype: Any) -> np.ndarray:
     """What changes no sum of that primitive."""
     if name in ("add", "add_any", "or"):
         return np.zeros((), dtype)
-    if dtype == bool:
+    if jnp.issubdtype(dtype, jnp.bool_):
         return np.asarray(name in ("and", "min"))
     if name == "and":
         return ~np.zeros((), dtype)

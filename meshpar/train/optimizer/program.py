@@ -102,9 +102,7 @@ class Program:
     outputs: tuple[Reference, ...]
 
 
-def program_of(
-    function: Callable[..., Any], *arguments: Any
-) -> tuple[Program, Any]:
+def program_of(function: Callable[..., Any], *arguments: Any) -> tuple[Program, Any]:
     """The trace of a function and the shapes that it returns.
 
     The program's inputs and outputs are the leaves of the function's trees.

@@ -16,7 +16,7 @@ import optax
 from meshpar.train.optimizer.flow import NotByLayer, Value, run
 from meshpar.train.optimizer.formulas import NUM_COPIES, Formulas, of_all_copies
 from meshpar.train.optimizer.program import Program
-from meshpar.train.optimizer.traced import Slot, Traced, traced
+from meshpar.train.optimizer.traced import Slot, Traced, check_owner, traced
 from meshpar.train.optimizer.unrolled import TREES, slots_of
 
 _Names = dict[tuple[str, int | None], str]
@@ -91,7 +91,7 @@ def _outputs(
     values = run(program, [_input(slot, domain) for slot in inputs], domain)
     names: _Names = {}
     for slot, value in zip(outputs, values, strict=True):
-        _check_owner(slot, value, domain.stacked)
+        check_owner(slot, value, domain.stacked)
         if slot.owner in domain.stacked:
             copies = enumerate(of_all_copies(value.content))
             names.update(((slot.path, copy), name) for copy, name in copies)
@@ -109,18 +109,13 @@ def _input(slot: Slot, domain: Formulas) -> Value:
     return Value(f"{slot.owner} {slot.copy}", f"{slot.path} {slot.copy}")
 
 
-def _check_owner(slot: Slot, value: Value, stacked: Collection[str]) -> None:
-    if value.owner == slot.owner or not stacked.intersection((value.owner, slot.owner)):
-        return
-    if value.owner is not None:
-        raise NotByLayer(f"{slot.path} is made of values of {value.owner}")
-
-
 def _difference(found: _Names, wanted: _Names) -> str:
     """What differs between the names by layer and those of layers as parameters."""
     if found.keys() != wanted.keys():
         return "its state has other arrays where layers are parameters of their own"
-    path = next(path for (path, copy) in found if found[path, copy] != wanted[path, copy])
+    path = next(
+        path for (path, copy) in found if found[path, copy] != wanted[path, copy]
+    )
     return (
         f"{path} is computed otherwise where layers are parameters of their own: it "
         "counts them, or draws other random numbers for each"

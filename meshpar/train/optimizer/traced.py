@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from meshpar.errors import InputError
 from meshpar.rules.sharding import path_name
+from meshpar.train.optimizer.flow import NotByLayer, Value
 from meshpar.train.optimizer.program import Program, program_of
 from meshpar.train.optimizer_state import path_of_owner
 
@@ -70,7 +73,8 @@ def traced(
     if slots is None:
         slots = [Slot(path_name(path), path_name(path)) for path in paths]
     init, state = program_of(optimizer.init, params)
-    update, _ = program_of(update_of(optimizer), params, state, params, _LOSS)
+    update, returned = program_of(update_of(optimizer), params, state, params, _LOSS)
+    _check_returned(returned, (params, state))
     return Traced(
         init=init,
         update=update,
@@ -81,13 +85,57 @@ def traced(
 
 
 def update_of(optimizer: optax.GradientTransformation) -> Callable[..., Any]:
-    """The update as a function of gradients, state, parameters and the loss."""
+    """The update as a function of gradients, state, parameters and the loss.
+
+    Optimizers that can take it get the loss as `value`.
+    """
     update = optax.with_extra_args_support(optimizer).update
+    parameters = inspect.signature(update).parameters.values()
+    takes_loss = any(
+        one.name == "value" or one.kind == one.VAR_KEYWORD for one in parameters
+    )
 
     def with_loss(gradients: Any, state: Any, params: Any, loss: jax.Array) -> Any:
-        return update(gradients, state, params, value=loss)
+        more = {"value": loss} if takes_loss else {}
+        return update(gradients, state, params, **more)
 
     return with_loss
+
+
+def _check_returned(returned: Any, wanted: Any) -> None:
+    """Refuses an update that returns other trees than it was given."""
+    structures = jax.tree.structure(returned), jax.tree.structure(wanted)
+    if structures[0] != structures[1]:
+        raise InputError(
+            f"its update returns {structures[0]}, but updates and state are "
+            f"{structures[1]}"
+        )
+    leaves = zip(
+        jax.tree.leaves_with_path(wanted), jax.tree.leaves(returned), strict=True
+    )
+    for (path, one), other in leaves:
+        if one.shape != other.shape:
+            raise InputError(
+                f"its update makes {path_name(path[1:])} of shape {one.shape} one of "
+                f"shape {other.shape}"
+            )
+
+
+def check_owner(slot: Slot, value: Value, stacked: frozenset[str]) -> None:
+    """Refuses an array of one parameter that is made of another's layers.
+
+    Args:
+        slot: What the array is.
+        value: What it is made of.
+        stacked: Paths of the parameters that have layers.
+
+    Raises:
+        NotByLayer: It is.
+    """
+    if value.owner == slot.owner or not stacked.intersection((value.owner, slot.owner)):
+        return
+    if value.owner is not None:
+        raise NotByLayer(f"{slot.path} is made of values of {value.owner}")
 
 
 def _state_slots(
