@@ -13,14 +13,13 @@ from meshpar import InputError, Layout, Model, Parameter
 from meshpar.model.contract import is_parameter
 from meshpar.testing.quick_compile import quick_compile_options
 from meshpar.train.optimizer.by_layer import by_layer
+from tests.marks import slow
 
 QUICK = quick_compile_options("cpu")
-BLOCKS = {"qkv": (16, 3, 4), "up": (16, 24), "square": (16, 16), "scale": (16,)}
-ORDERS = {
-    "first to last": None,
-    "two chunks a rank": (0, 2, 1, 3),
-    "an empty place": (0, 1, 2, -1),
-}
+BLOCKS = {"qkv": (16, 2, 4), "up": (16, 24), "scale": (16,)}
+IN_ORDER, ARRANGED = None, (2, 0, -1, 1)
+"""As one device holds layers, and as ranks might: chunks and an empty place."""
+
 ADAM = optax.adam(1e-2)
 
 
@@ -29,21 +28,33 @@ def is_matrix(tree):
 
 
 def is_no_scale(tree):
-    return jax.tree.map_with_path(lambda path, _: path[-1].key != "scale", tree)
+    """By the key above where layers are parameters of their own, in a tuple."""
 
+    def keep(path, _):
+        keys = [one.key for one in path if isinstance(one, jax.tree_util.DictKey)]
+        return keys[-1] != "scale"
 
-def is_up(tree):
-    name = "['blocks']['up']"
-    return jax.tree.map_with_path(
-        lambda path, _: jax.tree_util.keystr(path) == name, tree
-    )
+    return jax.tree.map_with_path(keep, tree)
 
 
 def kinds(tree):
     return jax.tree.map(lambda x: "matrix" if x.ndim > 1 else "vector", tree)
 
 
+def by_largest(updates, state, params=None):
+    """The gradients over the largest norm of one, of all parameters'."""
+    norms = [jnp.sqrt(jnp.sum(leaf**2)) for leaf in jax.tree.leaves(updates)]
+    largest = jnp.max(jnp.stack(norms))
+    total = jnp.sum(jnp.asarray([1.0 + norm for norm in norms]))
+    return jax.tree.map(lambda leaf: leaf / largest / total, updates), state
+
+
+def transformation(update, init=optax.init_empty_state):
+    return optax.GradientTransformation(init, update)
+
+
 EQUAL = {
+    "over the largest norm": transformation(by_largest),
     "adam": ADAM,
     "adamw with a mask by rank": optax.adamw(1e-2, weight_decay=0.5, mask=is_matrix),
     "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=16),
@@ -97,6 +108,14 @@ EQUAL = {
     ),
 }
 
+QUICKLY = (
+    *("adam", "adafactor", "muon", "lamb", "sm3", "prodigy", "plateau"),
+    *("muon clipped by global norm", "every second step", "two optimizers"),
+    *("where finite", "adamw with a mask by rank", "schedule-free adamw"),
+    "over the largest norm",
+)
+"""Those of `EQUAL` that are not left to `make test-full`."""
+
 
 def model_of(order):
     """Parameters of a model and nothing else: ends, and blocks in that order."""
@@ -110,12 +129,14 @@ def model_of(order):
             **layers,
         )
 
-    num_layers = 4 if order is None else max(order) + 1
+    num_layers = 3 if order is None else max(order) + 1
     layers = dict(num_layers=num_layers, layer_order=order)
     return Model(
         parameters={
             "table": parameter((32, 16)),
-            "blocks": {name: parameter(dims, **layers) for name, dims in BLOCKS.items()},
+            "blocks": {
+                name: parameter(dims, **layers) for name, dims in BLOCKS.items()
+            },
             "more": {"up": parameter((16, 24), num_layers=2)},
             "norm": parameter((16,)),
         },
@@ -173,10 +194,18 @@ def made(optimizer, model):
     return by_layer(optimizer, model, Layout())
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("name", EQUAL)
+@pytest.mark.parametrize(
+    ("name", "order"),
+    [
+        *(
+            (name, ARRANGED) if name in QUICKLY else slow(name, ARRANGED)
+            for name in EQUAL
+        ),
+        *(slow(name, IN_ORDER) for name in EQUAL),
+    ],
+)
 def test_an_optimizer_treats_each_layer_as_a_parameter_of_its_own(name, order):
-    optimizer, model = EQUAL[name], model_of(ORDERS[order])
+    optimizer, model = EQUAL[name], model_of(order)
     values, *gradients = (random_values(model, seed) for seed in range(4))
     found = trained(made(optimizer, model), values, gradients)
     wanted = trained(
@@ -191,3 +220,170 @@ def test_an_optimizer_treats_each_layer_as_a_parameter_of_its_own(name, order):
         if parameter.layer_order is not None:
             empty = np.asarray(parameter.layer_order) < 0
             assert not found["blocks"][path.split(".")[1]][empty].any()
+
+
+def pruned(mask):
+    """Adam of the weights that a mask of all layers keeps."""
+    update = lambda updates, state, params=None: (  # noqa: E731
+        {**updates, "blocks": jax.tree.map(jnp.multiply, updates["blocks"], mask)},
+        state,
+    )
+    mask_updates = optax.GradientTransformation(optax.init_empty_state, update)
+    return optax.chain(ADAM, mask_updates)
+
+
+def mask_of(model, seed=7):
+    blocks = random_values(model, seed)["blocks"]
+    return jax.tree.map(lambda x: np.float32(x > 0), blocks)
+
+
+def test_masks_in_the_order_of_layers_keep_their_weights():
+    model = model_of(IN_ORDER)
+    mask = mask_of(model)
+    values, *gradients = (random_values(model, seed) for seed in range(4))
+    found = trained(made(pruned(mask), model), values, gradients)["blocks"]
+    wanted = trained(ADAM, values, gradients)["blocks"]
+    for name, kept in mask.items():
+        np.testing.assert_allclose(
+            found[name], np.where(kept, wanted[name], values["blocks"][name]), rtol=1e-6
+        )
+
+
+def test_masks_in_the_order_of_layers_are_refused_where_layers_lie_otherwise():
+    mask = mask_of(model_of(IN_ORDER))
+    match = (
+        r"raises on arrays of one layer's shape \(InputError: its update makes "
+        r"blocks.*all layers first to last.*'data=1'.* stacks blocks\.qkv rank by "
+        r"rank, 3 layers in 4 places, 1 of them empty.*stages of even size"
+    )
+    with pytest.raises(InputError, match=match):
+        made(pruned(mask), model_of(ARRANGED))
+    match = "stacks blocks.qkv rank by rank, 3 layers in another order"
+    with pytest.raises(InputError, match=match):
+        made(pruned(mask), model_of((0, 2, 1)))
+
+
+def with_mask(optimizer):
+    return optax.chain(optimizer, pruned(mask_of(model_of(IN_ORDER))))
+
+
+def scaled_by_other_layers(name):
+    """An optimizer that reads one parameter to update another."""
+
+    def update(updates, state, params=None):
+        blocks = {**updates["blocks"]}
+        blocks["scale"] = blocks["scale"] * params[name[0]][name[1]].mean()
+        return {**updates, "blocks": blocks}, state
+
+    return optax.GradientTransformation(optax.init_empty_state, update)
+
+
+def mean_of_all(updates, state, params=None):
+    leaves = jax.tree.leaves(updates)
+    mean = sum(jnp.sum(leaf) for leaf in leaves) / sum(leaf.size for leaf in leaves)
+    return jax.tree.map(lambda leaf: leaf - mean, updates), state
+
+
+def in_one_array(updates, state, params=None):
+    return updates, jnp.stack([jnp.sum(leaf) for leaf in jax.tree.leaves(updates)])
+
+
+REFUSED = {
+    "flatten": (optax.flatten(ADAM), "mixes values of blocks.qkv and blocks.scale"),
+    "noise": (
+        optax.noisy_sgd(1e-2, 0.1, 0.5, 0),
+        r"update of blocks\.qkv is computed otherwise .*draws other random numbers",
+    ),
+    "lbfgs": (optax.scale_by_lbfgs(), r"blocks\.qkv and blocks\.scale \(scan\)"),
+    "lbfgs with a line search": (optax.lbfgs(), "TypeError: .*missing 2 required"),
+    "sophia": (contrib.sophia(1e-3), "ValueError: obj_fn must be provided"),
+    "lookahead": (optax.lookahead(ADAM, 3, 0.5), "has no attribute 'fast'"),
+    "skipping by norm": (
+        optax.MultiSteps(
+            ADAM,
+            2,
+            should_skip_update_fn=lambda *of: optax.skip_large_updates(
+                *of, max_squared_norm=10.0
+            ),
+        ).gradient_transformation(),
+        "skip_state.norm_squared is computed otherwise",
+    ),
+    "one parameter by another": (
+        scaled_by_other_layers(("blocks", "up")),
+        r"mixes values of blocks\.scale and blocks\.up \(mul\); take an optimizer",
+    ),
+    "a mean over all": (transformation(mean_of_all), "it counts them"),
+    "a sum of each in one array": (
+        transformation(in_one_array, lambda _: jnp.zeros(6)),
+        r"mixes values of blocks\.qkv and blocks\.scale \((concatenate|stack)\)",
+    ),
+    "one layer's number of dims": (
+        transformation(lambda updates, state, params=None: (updates, params)),
+        "its update returns PyTreeDef",
+    ),
+    "adafactor and a mask": (
+        with_mask(optax.adafactor(1e-2)),
+        r"InputError.* on arrays of all layers .*over all layers",
+    ),
+    "muon and a mask": (
+        with_mask(contrib.muon(1e-2)),
+        "on arrays of all layers it does not treat each value of blocks.scale",
+    ),
+}
+
+
+@pytest.mark.parametrize("order", [IN_ORDER, ARRANGED])
+@pytest.mark.parametrize("name", [name for name in REFUSED if "mask" not in name])
+def test_an_optimizer_that_has_no_meaning_for_each_layer_is_refused(name, order):
+    optimizer, match = REFUSED[name]
+    with pytest.raises(InputError, match=match):
+        made(optimizer, model_of(order))
+
+
+@pytest.mark.parametrize("name", [name for name in REFUSED if "mask" in name])
+def test_a_mask_beside_what_looks_at_whole_arrays_is_refused(name):
+    optimizer, match = REFUSED[name]
+    with pytest.raises(InputError, match=match):
+        made(optimizer, model_of(IN_ORDER))
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        lambda tree: jax.tree.map_with_path(
+            lambda path, _: jax.tree_util.keystr(path) == "['blocks']['up']", tree
+        ),
+        lambda tree: jax.tree.map_with_path(lambda path, _: path[-1].key == "up", tree),
+        {
+            "table": True,
+            "blocks": {"qkv": True, "up": True, "scale": False},
+            "more": {"up": True},
+            "norm": False,
+        },
+    ],
+)
+def test_masks_by_path_and_masks_made_beforehand_are_taken(mask):
+    made(optax.adamw(1e-2, mask=mask), model_of(ARRANGED))
+
+
+def test_an_optimizer_of_a_model_without_layers_is_as_given():
+    model = model_of(IN_ORDER)
+    ends = {name: model.parameters[name] for name in ("table", "norm")}
+    model = dataclasses.replace(model, parameters=ends)
+    made(optax.flatten(ADAM), model)
+
+
+def test_nothing_of_a_parameters_size_is_computed():
+    model = model_of(ARRANGED)
+    huge = Parameter(
+        shape=(2**20, 2**20),
+        dtype=jnp.float32,
+        logical_axes=(None, None),
+        initial=None,
+        num_layers=3,
+        layer_order=ARRANGED,
+    )
+    model = dataclasses.replace(
+        model, parameters={**model.parameters, "huge": {"up": huge}}
+    )
+    made(optax.chain(optax.clip_by_global_norm(1.0), contrib.muon(1e-3)), model)

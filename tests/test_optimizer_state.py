@@ -31,25 +31,18 @@ def average_of_parameters(decay):
     )
 
 
-def matrices_of_layers(params):
-    """For Muon: the matrices of each layer, whose leading dim is the layers."""
-    return jax.tree.map(
-        lambda x: contrib.MuonDimensionNumbers(1, 2) if x.ndim == 3 else None, params
-    )
-
-
 ADAM = optax.adam(1e-3)
 OPTIMIZERS = {
     "adam": ADAM,
     "adafactor": optax.adafactor(1e-3, min_dim_size_to_factor=16),
-    "muon": contrib.muon(1e-3, muon_weight_dimension_numbers=matrices_of_layers),
+    "muon": contrib.muon(1e-3),
     "average": optax.chain(ADAM, average_of_parameters(0.9)),
     "lion": optax.lion(1e-4),
     "momentum": optax.sgd(1e-2, momentum=0.9),
-    "masked": optax.masked(ADAM, lambda tree: jax.tree.map(lambda x: x.ndim > 2, tree)),
+    "masked": optax.masked(ADAM, lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree)),
     "two optimizers": optax.multi_transform(
         {"matrix": optax.adamw(1e-3), "vector": optax.sgd(1e-2, momentum=0.9)},
-        lambda tree: jax.tree.map(lambda x: "matrix" if x.ndim > 2 else "vector", tree),
+        lambda tree: jax.tree.map(lambda x: "matrix" if x.ndim > 1 else "vector", tree),
     ),
     "scheduled": optax.inject_hyperparams(optax.adam)(learning_rate=1e-3),
 }

@@ -25,6 +25,20 @@ REDUCTIONS = {
 """Reductions of an array -> the primitive that does so with two terms."""
 
 
+OF_EACH_VALUE = frozenset(
+    (
+        *("abs", "add", "add_any", "and", "atan2", "cbrt", "ceil", "clamp", "copy"),
+        *("convert_element_type", "cos", "div", "eq", "erf", "erf_inv", "erfc", "exp"),
+        *("exp2", "expm1", "floor", "ge", "gt", "integer_pow", "is_finite", "le"),
+        *("log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "not"),
+        *("nextafter", "or", "pow", "reduce_precision", "rem", "round", "rsqrt"),
+        *("select_n", "sign", "sin", "sqrt", "square", "stop_gradient", "sub", "tan"),
+        *("tanh", "xor"),
+    )
+)
+"""Primitives whose every result is made of the operands' values at the same place."""
+
+
 class NotByLayer(Exception):
     """What an optimizer does has no meaning for each layer; the reason is its text."""
 
@@ -45,9 +59,15 @@ class Value:
 
 @dataclass(frozen=True)
 class Stack:
-    """Values of several parameters, concatenated along the leading dim."""
+    """Values of several parameters, one after another along the leading dim.
+
+    Args:
+        parts: The values.
+        dim_is_new: Whether the parts lack that dim.
+    """
 
     parts: tuple[Value, ...]
+    dim_is_new: bool
 
 
 class Domain(Protocol):
@@ -116,10 +136,10 @@ def run(program: Program, inputs: Sequence[Value], domain: Domain) -> list[Value
 def _results(
     operation: Operation, operands: list[Value | Stack], domain: Domain
 ) -> list[Value | Stack]:
-    if operation.name in REDUCTIONS and isinstance(operands[0], Stack):
-        return [_reduced(operation, operands[0], domain)]
-    if operation.name == "concatenate" and len(_owners(operands)) > 1:
-        return [_concatenated(operation, operands)]
+    if operation.name in ("concatenate", "stack") and len(_owners(operands)) > 1:
+        return [_one_after_another(operation, operands)]
+    if len(operands) == 1 and isinstance(operands[0], Stack):
+        return [_of_stack(operation, operands[0], domain)]
     _refuse_stacks(operation.name, operands)
     if operation.branches and operands[0].owner is None:
         owners = _owners_of_choice(operation, operands)
@@ -137,21 +157,36 @@ def _total(name: str, terms: list[Value | Stack], domain: Domain) -> Value:
     return Value(None, domain.total(name, terms))
 
 
-def _concatenated(operation: Operation, operands: list[Value | Stack]) -> Stack:
-    if operation.params["dimension"] != 0:
+def _one_after_another(operation: Operation, operands: list[Value | Stack]) -> Stack:
+    dim_is_new = operation.name == "stack"
+    if operation.params["axis" if dim_is_new else "dimension"] != 0:
         raise NotByLayer(_mixing(operation.name, _owners(operands)))
-    nested = [one.parts if isinstance(one, Stack) else (one,) for one in operands]
-    return Stack(tuple(part for parts in nested for part in parts))
+    parts: list[Value] = []
+    for operand in operands:
+        if not isinstance(operand, Stack):
+            parts.append(operand)
+        elif operand.dim_is_new or dim_is_new:
+            raise NotByLayer(_mixing(operation.name, _owners(operands)))
+        else:
+            parts += operand.parts
+    return Stack(tuple(parts), dim_is_new)
 
 
-def _reduced(operation: Operation, stack: Stack, domain: Domain) -> Value:
-    """The total over a stack, of each part by itself first."""
-    if tuple(operation.params["axes"]) != (0,):
-        raise NotByLayer(_mixing(operation.name, _owners([stack])))
-    terms = [
-        Value(part.owner, domain.apply(operation, [part])[0]) for part in stack.parts
-    ]
-    return _total(REDUCTIONS[operation.name], terms, domain)
+def _of_stack(operation: Operation, stack: Stack, domain: Domain) -> Value | Stack:
+    """An operation on each part, and the total if it reduces the leading dim."""
+
+    def of_parts() -> tuple[Value, ...]:
+        return tuple(
+            Value(part.owner, domain.apply(operation, [part])[0])
+            for part in stack.parts
+        )
+
+    if operation.name in OF_EACH_VALUE:
+        return Stack(of_parts(), stack.dim_is_new)
+    if operation.name in REDUCTIONS and tuple(operation.params["axes"]) == (0,):
+        terms = stack.parts if stack.dim_is_new else of_parts()
+        return _total(REDUCTIONS[operation.name], list(terms), domain)
+    raise NotByLayer(_mixing(operation.name, _owners([stack])))
 
 
 def _owners_of_choice(operation: Operation, operands: list[Value]) -> list[str | None]:

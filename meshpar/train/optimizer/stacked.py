@@ -13,22 +13,15 @@ from typing import Any
 
 import jax
 
-from meshpar.train.optimizer.flow import REDUCTIONS, NotByLayer, Value, run
+from meshpar.train.optimizer.flow import (
+    OF_EACH_VALUE,
+    REDUCTIONS,
+    NotByLayer,
+    Value,
+    run,
+)
 from meshpar.train.optimizer.program import Operation, Program
 from meshpar.train.optimizer.traced import Slot, Traced, check_owner
-
-_OF_EACH_VALUE = frozenset(
-    (
-        *("abs", "add", "add_any", "and", "atan2", "cbrt", "ceil", "clamp", "copy"),
-        *("convert_element_type", "cos", "div", "eq", "erf", "erf_inv", "erfc", "exp"),
-        *("exp2", "expm1", "floor", "ge", "gt", "integer_pow", "is_finite", "le"),
-        *("log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "not"),
-        *("nextafter", "or", "pow", "reduce_precision", "rem", "round", "rsqrt"),
-        *("select_n", "sign", "sin", "sqrt", "square", "stop_gradient", "sub", "tan"),
-        *("tanh", "xor"),
-    )
-)
-"""Primitives whose every result is made of the operands' values at the same place."""
 
 
 def refusal_of_stacked(
@@ -75,7 +68,7 @@ class _Shapes:
         owner, shape = owned[0].owner, owned[0].content
         if any(isinstance(one.content, str) for one in owned):
             raise NotByLayer(f"it takes a mean or a norm of {owner} over all layers")
-        if operation.name in _OF_EACH_VALUE:
+        if operation.name in OF_EACH_VALUE:
             return [max((one.content for one in owned), key=len)] * num_results
         if operation.name in REDUCTIONS and len(operation.params["axes"]) == len(shape):
             return [REDUCTIONS[operation.name]]
