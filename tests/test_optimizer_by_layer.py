@@ -288,11 +288,23 @@ def in_one_array(updates, state, params=None):
     return updates, jnp.stack([jnp.sum(leaf) for leaf in jax.tree.leaves(updates)])
 
 
+BLOCKS_UP_ALONE = {
+    "table": False,
+    "blocks": {"qkv": False, "up": True, "scale": False},
+    "more": {"up": False},
+    "norm": False,
+}
 REFUSED = {
     "flatten": (optax.flatten(ADAM), "mixes values of blocks.qkv and blocks.scale"),
     "noise": (
         optax.noisy_sgd(1e-2, 0.1, 0.5, 0),
         r"update of blocks\.qkv is computed otherwise .*draws other random numbers",
+    ),
+    "a global norm of one parameter alone": (
+        optax.chain(
+            optax.masked(optax.clip_by_global_norm(1.0), BLOCKS_UP_ALONE), ADAM
+        ),
+        "adds up those of one parameter alone",
     ),
     "lbfgs": (optax.scale_by_lbfgs(), r"blocks\.qkv and blocks\.scale \(scan\)"),
     "lbfgs with a line search": (optax.lbfgs(), "TypeError: .*missing 2 required"),

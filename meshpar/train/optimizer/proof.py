@@ -118,5 +118,6 @@ def _difference(found: _Names, wanted: _Names) -> str:
     )
     return (
         f"{path} is computed otherwise where layers are parameters of their own: it "
-        "counts them, or draws other random numbers for each"
+        "counts them, adds up those of one parameter alone, or draws other random "
+        "numbers for each"
     )
