@@ -329,9 +329,9 @@ REFUSED = {
         transformation(in_one_array, lambda _: jnp.zeros(6)),
         r"mixes values of blocks\.qkv and blocks\.scale \((concatenate|stack)\)",
     ),
-    "one layer's number of dims": (
+    "another tree of state": (
         transformation(lambda updates, state, params=None: (updates, params)),
-        "its update returns PyTreeDef",
+        "its update returns other trees than the gradients and the state",
     ),
     "adafactor and a mask": (
         with_mask(optax.adafactor(1e-2)),

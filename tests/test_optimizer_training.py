@@ -78,7 +78,7 @@ def test_a_plateau_of_the_loss_lowers_the_rate():
 
 
 def test_masks_in_the_order_of_layers_are_refused_under_chunks_whatever_the_sizes():
-    for ffn in (24, 136):
+    for ffn in (136, 24):
         model = build("test", layers=4, ffn=ffn)
         mask = jax.tree.map(
             lambda x: np.float32(np.asarray(x) > 0), model.init(0)["blocks"]

@@ -43,9 +43,9 @@ class Traced:
     Args:
         init: Parameters -> state.
         update: Gradients, state, parameters and loss -> updates and state.
-        params: Of each parameter.
-        state: Of each array of the state.
-        state_shapes: Of the state.
+        params: What each parameter is.
+        state: What each array of the state is.
+        state_shapes: The state's shapes.
     """
 
     init: Program
@@ -104,11 +104,10 @@ def update_of(optimizer: optax.GradientTransformation) -> Callable[..., Any]:
 
 def _check_returned(returned: Any, wanted: Any) -> None:
     """Refuses an update that returns other trees than it was given."""
-    structures = jax.tree.structure(returned), jax.tree.structure(wanted)
-    if structures[0] != structures[1]:
+    if jax.tree.structure(returned) != jax.tree.structure(wanted):
         raise InputError(
-            f"its update returns {structures[0]}, but updates and state are "
-            f"{structures[1]}"
+            "its update returns other trees than the gradients and the state that it "
+            "is given"
         )
     leaves = zip(
         jax.tree.leaves_with_path(wanted), jax.tree.leaves(returned), strict=True
