@@ -384,6 +384,6 @@ def test_optimizer_state_of_another_shape_is_refused():
     def one_more(params):
         return jax.tree.map(lambda value: jnp.zeros((*value.shape, 3)), params)
 
-    optimizer = optax.GradientTransformation(one_more, lambda *_: None)
+    optimizer = optax.GradientTransformation(one_more, lambda g, state, _: (g, state))
     with pytest.raises(ValueError, match="cannot take that parameter's layout"):
         make_train_step(model_of("llama"), optimizer, "data=8")

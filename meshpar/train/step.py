@@ -30,6 +30,7 @@ from meshpar.rules.sharding import born_sharded, path_name
 from meshpar.train.constants import put_in, take_out
 from meshpar.train.gradient_program import GradientProgram
 from meshpar.train.layer_order import layer_orders
+from meshpar.train.optimizer.by_layer import by_layer
 from meshpar.train.refusals import batch_refusal
 from meshpar.train.state import TrainState, initial_state, state_shardings
 from meshpar.train.update import Update
@@ -75,7 +76,8 @@ class TrainStep:
         model = pipeline.model if pipeline else model
         self.model, self.layout, self.rules, self.mesh = model, layout, rules, mesh
         self.platform = platform
-        self._optimizer, self._max_grad_norm = optimizer, max_grad_norm
+        self._optimizer_as_given, self._max_grad_norm = optimizer, max_grad_norm
+        self._optimizer = by_layer(optimizer, model, layout)
         self._gradient_dtype = gradient_dtype
         placement = self.placement = Placement(
             model=model,
@@ -102,7 +104,7 @@ class TrainStep:
         )
         self._apply_gradients = Update(
             placement=placement,
-            optimizer=optimizer,
+            optimizer=self._optimizer,
             max_grad_norm=max_grad_norm,
             of_states=of_states,
         )
@@ -304,7 +306,7 @@ class TrainStep:
     def _without_devices(self, platform: str) -> TrainStep:
         return TrainStep(
             model=self.model_as_given,
-            optimizer=self._optimizer,
+            optimizer=self._optimizer_as_given,
             layout=self.layout,
             rules=self.rules,
             mesh=absent_mesh(self.layout),
