@@ -12,7 +12,7 @@ import jax
 
 from meshpar.audit.collectives import collectives_of
 from meshpar.audit.constraints import constrained_arrays
-from meshpar.audit.flops import flops_of
+from meshpar.audit.flops import UncountedCall, flops_of
 from meshpar.audit.hazards import Hazard, compiled_hazards, traced_hazards
 from meshpar.audit.hlo import parse_program
 from meshpar.audit.memory import Buffer, MemoryUse, largest_buffers, memory_stats
@@ -39,8 +39,8 @@ class AuditReport:
         rows: Every collective with its reason.
         memory: Bytes, or None if it did not compile.
         capacity_bytes: Memory of one device, if known.
-        flops: Matmul FLOPs.
-        uncounted: Custom calls whose FLOPs are not known.
+        flops: Matmul FLOPs, with those that kernels estimate of themselves.
+        uncounted: Custom calls whose FLOPs are not known, and not among them.
         buffers: The largest arrays written.
         hazards: What XLA is known to run wrongly or not at all.
         problem: Why there is no compiled program; empty if there is one.
@@ -55,7 +55,7 @@ class AuditReport:
     memory: MemoryUse | None = None
     capacity_bytes: int | None = None
     flops: int = 0
-    uncounted: tuple[str, ...] = ()
+    uncounted: tuple[UncountedCall, ...] = ()
     buffers: tuple[Buffer, ...] = ()
     hazards: tuple[Hazard, ...] = ()
     problem: str = ""
@@ -116,7 +116,7 @@ class AuditReport:
             "problem": self.problem,
             "memory": {**memory, "capacity_bytes": self.capacity_bytes},
             "flops": self.flops,
-            "uncounted": list(self.uncounted),
+            "uncounted": [asdict(call) for call in self.uncounted],
             "collectives": [_row_json(row) for row in self.rows],
             "totals": [
                 {"mesh_axes": axes, "kind": kind, **total}
