@@ -7,6 +7,7 @@ communication: theory, practice, and experience"); `n` devices in a group, each 
     all-gather          (n-1)/n x the gathered array
     reduce-scatter      (n-1)/n x the array before it is scattered
     all-to-all          (n-1)/n x the array
+    ragged-all-to-all   at most (n-1)/n x the array that receives; sizes are data
     collective-permute  the array; collective-broadcast the array
 """
 

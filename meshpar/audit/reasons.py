@@ -96,7 +96,9 @@ def _of_the_library(row: Collective) -> Reason | None:
 
 
 def _written(row: Collective) -> Reason | None:
-    name = _operation(row)
+    # GSPMD inserts no ragged ones, of which XLA:GPU drops the path.
+    is_ragged = row.kind == "ragged-all-to-all"
+    name = "ragged_all_to_all" if is_ragged else _operation(row)
     if name not in _WRITTEN:
         return None
     kind = _WRITTEN[name]
