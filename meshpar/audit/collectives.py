@@ -82,6 +82,14 @@ class Collective:
     source: str
     line: int
 
+    @property
+    def operation(self) -> str:
+        """The last part of its path: what it serves, or where it was written."""
+        # XLA writes `(path:path)` for what it joins: that bracket is not the part's.
+        last = self.op_path.split("/")[-1].split("[")[0]
+        joined = last.count(")") > last.count("(")
+        return last.removesuffix(")") if joined else last
+
 
 def collectives_of(
     program: Program, mesh_shape: Mapping[str, int]

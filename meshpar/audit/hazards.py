@@ -65,7 +65,7 @@ def traced_hazards(operations: Iterable[Operation], platform: str) -> list[Hazar
     """
     found = []
     for operation in operations:
-        name = operation.equation.primitive.name
+        name = operation.name
         if name == "ragged_all_to_all" and platform == "cpu":
             found.append(_not_on_cpu(operation))
         if not operation.region.partly_manual:
@@ -90,7 +90,7 @@ def _not_on_cpu(operation: Operation) -> Hazard:
 
 
 def _sharded_gather(operation: Operation) -> list[Hazard]:
-    split = operation.operands[0]
+    split = operation.operands[0].split
     if split is None:
         return []
     numbers = operation.equation.params["dimension_numbers"]
