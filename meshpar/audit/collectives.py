@@ -40,6 +40,8 @@ KINDS = (
 _NAMES_A_VALUE = re.compile(r"^[^/]+$|/jit$")
 """A path that names an argument, or a call, but not what its value is moved for."""
 
+_JOINED = re.compile(r"(?:^|/)(\((.*:.*)\))$")
+
 _LAYS_OUT = ("bitcast", "copy", "convert", "transpose", "reshape", "fusion")
 
 
@@ -85,10 +87,16 @@ class Collective:
     @property
     def operation(self) -> str:
         """The last part of its path: what it serves, or where it was written."""
-        # XLA writes `(path:path)` for what it joins: that bracket is not the part's.
-        last = self.op_path.split("/")[-1].split("[")[0]
-        joined = last.count(")") > last.count("(")
-        return last.removesuffix(")") if joined else last
+        return self.op_path.split("/")[-1].split("[")[0]
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Its path, or those of all that XLA joined: it writes `before/(path:path)`."""
+        joined = _JOINED.search(self.op_path)
+        if not joined:
+            return (self.op_path,)
+        before = self.op_path[: joined.start(1)]
+        return tuple(dict.fromkeys(before + path for path in joined[2].split(":")))
 
 
 def collectives_of(
@@ -177,9 +185,13 @@ class _Site:
         return sum(operand.bytes for operand in self._operands())
 
     def origin(self) -> tuple[str, str]:
-        """Path and source line: its own, its caller's, or those of what it moves."""
+        """Path and source line: its own, its caller's, or those of what it moves.
+
+        Of arrays that XLA joined, each was made elsewhere: there none is the origin.
+        """
         users = [self.instruction, *([self.caller] if self.caller else [])]
-        for instruction in (*users, *map(self._made_by, self._operands())):
+        moved = self._operands() if len(self.arrived()) == 1 else []
+        for instruction in (*users, *map(self._made_by, moved)):
             if _NAMES_A_VALUE.search(instruction.op_path):
                 instruction = self._used_by(instruction)
             if instruction.op_path:

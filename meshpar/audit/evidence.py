@@ -47,8 +47,18 @@ class Evidence:
         )
 
     def served_by(self, row: Collective) -> Sequence[Operation]:
-        """The operations of a collective's line and name."""
-        return self.by_name.get((row.source, row.operation), ())
+        """The operations of a collective's line and name.
+
+        Where the line is not known, those of its name.
+        """
+        if row.source:
+            return self.by_name.get((row.source, row.operation), ())
+        return [
+            operation
+            for (_, name), operations in self.by_name.items()
+            for operation in operations
+            if name == row.operation
+        ]
 
     def arrives(self, row: Collective, value: Value, atom: Any) -> bool:
         """Whether what arrives may be an array, its split over those mesh axes gone."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshpar.audit.collectives import Collective
 from meshpar.audit.constraints import is_asked_for
@@ -66,21 +66,35 @@ def explain(
         expected: Mesh axis (several with `+` between) -> kind -> reason, of what the
             caller asks for besides.
     """
-    reason, asked = (
-        _of_the_caller(row, expected or {})
+    parts = [row]
+    if len(row.paths) > 1:  # Joined by XLA, from several lines.
+        parts = [replace(row, op_path=path, source="") for path in row.paths]
+    reasons = [_reason(part, subject, evidence, expected or {}) for part in parts]
+    reasons = [found for found in reasons if not found[1]] or reasons
+    words = " and ".join(dict.fromkeys(words for words, _ in reasons))
+    return Explained(collective=row, reason=words, surprise=not reasons[0][1])
+
+
+Reason = tuple[str, bool]
+"""Words, and whether it was asked for."""
+
+
+def _reason(
+    row: Collective,
+    subject: Subject,
+    evidence: Evidence,
+    expected: Mapping[str, Mapping[str, str]],
+) -> Reason:
+    return (
+        _of_the_caller(row, expected)
         or _of_the_library(row)
         or _written(row)
         or _sequence_gathered(row, subject, evidence)
         or _joined(row, subject)
         or _partial_sums(row, subject, evidence)
-        or _constrained(row, subject, evidence)
+        or _constrained(row, evidence)
         or _unasked(row, evidence)
     )
-    return Explained(collective=row, reason=reason, surprise=not asked)
-
-
-Reason = tuple[str, bool]
-"""Words, and whether it was asked for."""
 
 
 def _of_the_caller(
@@ -97,8 +111,23 @@ def _of_the_library(row: Collective) -> Reason | None:
     kind, words = ASKED[name[1]]
     if kind == row.kind:
         return words, True
-    # XLA replaces small gathers and scatters by all-reduces.
-    return (f"{words}, as an all-reduce", True) if row.kind == "all-reduce" else None
+    return (f"{words}, as {_a(row.kind)}", True) if _replaces(row, kind) else None
+
+
+def _replaces(row: Collective, kind: str) -> bool:
+    """Whether XLA may have put it in place of another collective.
+
+    It makes all-reduces of small gathers and scatters, and a reduce-scatter of an
+    all-reduce of whose result each device uses its own part.
+    """
+    return row.kind == "all-reduce" or (row.kind, kind) == (
+        "reduce-scatter",
+        "all-reduce",
+    )
+
+
+def _a(kind: str) -> str:
+    return f"an {kind}" if kind[0] in "aeiou" else f"a {kind}"
 
 
 def _written(row: Collective) -> Reason | None:
@@ -108,9 +137,9 @@ def _written(row: Collective) -> Reason | None:
     if name not in _WRITTEN:
         return None
     kind = _WRITTEN[name]
-    if row.kind not in (kind, "all-reduce"):
-        return None
-    return f"written in the program as {name}", True
+    if row.kind == kind or _replaces(row, kind):
+        return f"written in the program as {name}", True
+    return None
 
 
 def _sequence_gathered(
@@ -153,7 +182,11 @@ def _partial_sums(
     row: Collective, subject: Subject, evidence: Evidence
 ) -> Reason | None:
     operation = row.operation
-    if row.kind not in _SUMS or (operation and not _ADDS.match(operation)):
+    if row.kind not in _SUMS:
+        return None
+    if operation == "while":  # XLA adds up over the iterations first.
+        return "partial sums of a loop", True
+    if operation and not _ADDS.match(operation):
         return None
     if operation == MATMUL:
         return _sum_of_matmul(row, subject, evidence)
@@ -184,9 +217,7 @@ def _sum_of_matmul(
     return words, True
 
 
-def _constrained(
-    row: Collective, subject: Subject, evidence: Evidence
-) -> Reason | None:
+def _constrained(row: Collective, evidence: Evidence) -> Reason | None:
     if row.operation in _CONSTRAINTS:
         words = "shard_map" if row.operation == "shard_map" else "sharding constraint"
         return f"another layout, asked for by a {words}", True

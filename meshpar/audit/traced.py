@@ -195,7 +195,7 @@ def _computed(
 def _weight(equation: JaxprEqn, operands: tuple[Value, ...]) -> str | None:
     """The one weight that all operands are made of, but for numbers alike."""
     found = {
-        "" if operand.weight is None and atom.aval.shape == () else operand.weight
+        "" if atom.aval.shape == () else operand.weight
         for operand, atom in zip(operands, equation.invars, strict=True)
     }
     if None in found or len(found - {""}) > 1:
