@@ -87,7 +87,10 @@ class Collective:
     @property
     def operation(self) -> str:
         """The last part of its path: what it serves, or where it was written."""
-        return self.op_path.split("/")[-1].split("[")[0]
+        last = self.op_path.split("/")[-1].split("[")[0].lstrip("(")
+        while last.endswith(")") and last.count(")") > last.count("("):
+            last = last.removesuffix(")")  # Of a bracket around joined paths.
+        return last
 
     @property
     def paths(self) -> tuple[str, ...]:

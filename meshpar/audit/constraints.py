@@ -17,8 +17,8 @@ from jax.extend.core import JaxprEqn
 from jax.sharding import NamedSharding
 
 from meshpar.audit.collectives import Collective
-from meshpar.audit.split_rules import Split
-from meshpar.audit.traced import Operation, Value, split_of
+from meshpar.audit.split_rules import Split, split_of
+from meshpar.audit.traced import Operation, Value
 
 _ALONG = {
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), "axis"),
@@ -129,11 +129,11 @@ def _laid_out(
 
 
 def local_shape(
-    shape: tuple[int, ...], split: Split | None, mesh_sizes: dict[str, int]
+    shape: tuple[int, ...] | None, split: Split | None, mesh_sizes: dict[str, int]
 ) -> tuple[int, ...]:
     """Shape of a device's part; that of the whole where the split is not known."""
-    if split is None:
-        return shape
+    if split is None or shape is None:
+        return shape or ()
     return tuple(
         -(-dim // math.prod(mesh_sizes[axis] for axis in axes))
         for dim, axes in zip(shape, split, strict=True)

@@ -14,7 +14,7 @@ from meshpar.audit.constraints import (
     local_shape,
     sizes_of,
 )
-from meshpar.audit.traced import Operation, Value
+from meshpar.audit.traced import Operation, Value, shape_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,17 +47,18 @@ class Evidence:
         )
 
     def served_by(self, row: Collective) -> Sequence[Operation]:
-        """The operations of a collective's line and name.
+        """The operations of a collective's line and name."""
+        return self.named(row.operation, row.source)
 
-        Where the line is not known, those of its name.
-        """
-        if row.source:
-            return self.by_name.get((row.source, row.operation), ())
+    def named(self, name: str, source: str) -> Sequence[Operation]:
+        """The operations of a name on a line; on all of them where it is empty."""
+        if source:
+            return self.by_name.get((source, name), ())
         return [
             operation
-            for (_, name), operations in self.by_name.items()
+            for (_, other), operations in self.by_name.items()
             for operation in operations
-            if name == row.operation
+            if other == name
         ]
 
     def arrives(self, row: Collective, value: Value, atom: Any) -> bool:
@@ -67,18 +68,8 @@ class Evidence:
             if not axes & frozenset().union(*split):
                 return False
             split = tuple(split_dim - axes for split_dim in split)
-        shape = local_shape(atom.aval.shape, split, self.mesh_shape)
+        shape = local_shape(shape_of(atom), split, self.mesh_shape)
         return sizes_of(shape) in map(sizes_of, row.dims)
-
-    def gathers_operand(self, row: Collective) -> bool:
-        """Whether what arrives may be an operand of the operation that it serves."""
-        return any(
-            self.arrives(row, value, atom)
-            for operation in self.served_by(row)
-            for value, atom in zip(
-                operation.operands, operation.equation.invars, strict=True
-            )
-        )
 
     def moved_weight(self, row: Collective) -> str:
         """Path of the weight that arrives whole; empty if it may be another array."""

@@ -1,4 +1,4 @@
-"""What a matmul in the trace says about the collectives that are named after it."""
+"""What a matmul, or a table's lookup, says about the collectives that it needs."""
 
 from __future__ import annotations
 
@@ -29,10 +29,26 @@ def gathers_tokens(row: Collective, evidence: Evidence) -> bool:
     )
 
 
-def has_weight(row: Collective, evidence: Evidence) -> bool:
-    """Whether a weight is multiplied on that line, or its gradient computed."""
-    matmuls = evidence.served_by(row)
-    return any(_is_of_weight(matmul, matmuls) for matmul in matmuls)
+def gathers_for_table(row: Collective, evidence: Evidence) -> bool:
+    """Whether what arrives is added to the gradient of a table of weights.
+
+    The rows that its line looks up lie split, and each device adds all of them.
+    """
+    tables = {
+        lookup.equation.invars[0].aval.shape
+        for lookup in evidence.named("gather", row.source)
+        if lookup.operands[0].weight
+    }
+    return any(
+        scatter.equation.outvars[0].aval.shape in tables
+        and any(
+            evidence.arrives(row, value, atom)
+            for value, atom in zip(
+                scatter.operands, scatter.equation.invars, strict=True
+            )
+        )
+        for scatter in evidence.served_by(row)
+    )
 
 
 def sum_per_operand(
@@ -43,7 +59,7 @@ def sum_per_operand(
     0 where a weight is multiplied, or its gradient computed: its layout is asked for.
     Where weights are not known, what has no batch dims may be one.
     """
-    matmuls = [m for m in evidence.served_by(row) if m.name == MATMUL]
+    matmuls = evidence.served_by(row)
     summed = [
         matmul
         for matmul in matmuls

@@ -17,7 +17,12 @@ from dataclasses import dataclass, replace
 from meshpar.audit.collectives import Collective
 from meshpar.audit.constraints import is_asked_for
 from meshpar.audit.evidence import Evidence
-from meshpar.audit.matmuls import MATMUL, gathers_tokens, sum_per_operand
+from meshpar.audit.matmuls import (
+    MATMUL,
+    gathers_for_table,
+    gathers_tokens,
+    sum_per_operand,
+)
 from meshpar.audit.subject import Subject
 from meshpar.collectives import ASKED, ASKED_PREFIX
 from meshpar.layout import BATCH_AXES
@@ -150,7 +155,7 @@ def _sequence_gathered(
             return "sequence gathered before a column-parallel matmul", True
         if row.operation == "sharding_constraint":
             return "sequence gathered, asked for by a sharding constraint", True
-        if row.operation == "scatter-add" and evidence.gathers_operand(row):
+        if row.operation == "scatter-add" and gathers_for_table(row, evidence):
             return "sequence gathered for the gradient of a table", True
     return None
 
@@ -160,13 +165,8 @@ def _is_over_sequence(row: Collective, subject: Subject) -> bool:
 
 
 def _joined(row: Collective, subject: Subject) -> Reason | None:
-    # XLA joins collectives of one kind; what it joins has no path left, but that of a
-    # loop that made it.
-    if (
-        subject.layout is None
-        or not row.mesh_axes
-        or row.operation not in ("", "while")
-    ):
+    # XLA joins collectives of one kind; what it joins may have no path left.
+    if subject.layout is None or not row.mesh_axes or row.op_path:
         return None
     words = {
         "all-gather": ASKED["parameter_gather"][1],

@@ -1,4 +1,4 @@
-"""How the result of an operation is split, from how its operands are.
+"""How an array is split: by its sharding, or as what an operation makes of others.
 
 None stands for what is not known, and counts as whole.
 """
@@ -6,12 +6,37 @@ None stands for what is not known, and counts as whole.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from jax.extend.core import JaxprEqn
+from jax.sharding import NamedSharding, PartitionSpec
 
 Split = tuple[frozenset[str], ...]
 """The mesh axes that split each dim of an array."""
+
+
+def split_of(sharding: Any, num_dims: int) -> Split | None:
+    """How a `NamedSharding` splits an array; None if that is not known."""
+    if not isinstance(sharding, NamedSharding):
+        return None
+    return split_by(sharding.spec, num_dims, dict(sharding.mesh.shape))
+
+
+def split_by(spec: PartitionSpec, num_dims: int, sizes: Mapping[str, int]) -> Split:
+    """How a spec splits an array over those of its mesh axes that are longer than 1."""
+    entries = [
+        (entry,)
+        if isinstance(entry, str)
+        else entry
+        if isinstance(entry, tuple)
+        else ()
+        for entry in spec
+    ]
+    entries += [()] * (num_dims - len(entries))
+    return tuple(
+        frozenset(axis for axis in entry if sizes.get(axis, 1) > 1) for entry in entries
+    )
 
 
 def elementwise(equation: JaxprEqn, operands: tuple[Split | None, ...]) -> Split | None:

@@ -13,9 +13,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
-from meshpar.audit.split_rules import RULES, Split, elementwise
+from meshpar.audit.split_rules import (
+    RULES,
+    Split,
+    elementwise,
+    split_by,
+    split_of,
+)
 
 _LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<")
 
@@ -97,27 +103,9 @@ def operations(
     return found
 
 
-def split_of(sharding: Any, num_dims: int) -> Split | None:
-    """How a `NamedSharding` splits an array; None if that is not known."""
-    if not isinstance(sharding, NamedSharding):
-        return None
-    return split_by(sharding.spec, num_dims, dict(sharding.mesh.shape))
-
-
-def split_by(spec: PartitionSpec, num_dims: int, sizes: Mapping[str, int]) -> Split:
-    """How a spec splits an array over those of its mesh axes that are longer than 1."""
-    entries = [
-        (entry,)
-        if isinstance(entry, str)
-        else entry
-        if isinstance(entry, tuple)
-        else ()
-        for entry in spec
-    ]
-    entries += [()] * (num_dims - len(entries))
-    return tuple(
-        frozenset(axis for axis in entry if sizes.get(axis, 1) > 1) for entry in entries
-    )
+def shape_of(atom: Any) -> tuple[int, ...] | None:
+    """Shape of an array; None of what is none, such as a token."""
+    return getattr(atom.aval, "shape", None)
 
 
 def source_of(equation: JaxprEqn) -> str:
@@ -195,7 +183,7 @@ def _computed(
 def _weight(equation: JaxprEqn, operands: tuple[Value, ...]) -> str | None:
     """The one weight that all operands are made of, but for numbers alike."""
     found = {
-        "" if atom.aval.shape == () else operand.weight
+        "" if shape_of(atom) == () else operand.weight
         for operand, atom in zip(operands, equation.invars, strict=True)
     }
     if None in found or len(found - {""}) > 1:

@@ -164,8 +164,8 @@ def _print_memory(report: AuditReport, console: Console) -> None:
     )
     for call in report.uncounted:
         console.print(
-            f"FLOPs not counted: {call.name}, {call.source}, runs {call.executions:,} "
-            "times",
+            f"FLOPs not counted: {call.name}, {call.source or 'no line'}, runs "
+            f"{call.executions:,} times",
             highlight=False,
         )
     if report.capacity_bytes is not None:
