@@ -10,6 +10,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -44,9 +45,13 @@ _NUM_DIMS = {"v4": 3, "v5p": 3, "v5e": 2, "v6e": 2, "virtual": 1}
 _PLUGINS = {"gpu": "jax_plugins.xla_cuda13", "tpu": "libtpu", "cpu": "jax"}
 _EXAMPLES = "write for example tpu:v5p:4x4x4, or gpu:h100:8x8 (hosts x GPUs)"
 _POLL_S = 0.2
+_REFUSED_CALL = re.compile(
+    r"custom calls whose targets .*?custom_call @([\w.$]+)", re.S
+)
 
 # Exporting refuses calls that a later version might not know; ours is compiled at once.
 _CUSTOM_CALLS = (
+    "ragged_all_to_all",
     "__cudnn$fmhaSoftmax",
     "__cudnn$fmhaSoftmaxBackward",
     "__cudnn$fmhaSoftmaxDropout",
@@ -191,14 +196,24 @@ def _export(target: Target, subject: Subject, path: Path) -> tuple[int, ...]:
     """Writes the lowered function; returns the arguments that it donates."""
     flat = subject.flat()
     platform = {"gpu": "cuda"}.get(target.platform, target.platform)
-    with use_mesh(subject.mesh):
-        exported = export.export(
-            flat.jitted(),
-            platforms=[platform],
-            disabled_checks=[
-                export.DisabledSafetyCheck.custom_call(name) for name in _CUSTOM_CALLS
-            ],
-        )(*flat.leaves)
+    exporter = export.export(
+        flat.jitted(),
+        platforms=[platform],
+        disabled_checks=[
+            export.DisabledSafetyCheck.custom_call(name) for name in _CUSTOM_CALLS
+        ],
+    )
+    try:
+        with use_mesh(subject.mesh):
+            exported = exporter(*flat.leaves)
+    except ValueError as error:
+        refused = _REFUSED_CALL.search(str(error))
+        if not refused:
+            raise
+        raise TargetError(
+            f"target {target}: jax.export refuses the custom call {refused[1]!r}; "
+            "audit the program where its devices are, without a target"
+        ) from error
     path.write_bytes(exported.serialize())
     return flat.donated
 

@@ -162,8 +162,12 @@ def _print_memory(report: AuditReport, console: Console) -> None:
         f"bytes; {report.flops:.4g} matmul FLOPs",
         highlight=False,
     )
-    if report.uncounted:
-        console.print(f"FLOPs not counted: {', '.join(report.uncounted)}")
+    for call in report.uncounted:
+        console.print(
+            f"FLOPs not counted: {call.name}, {call.source or 'no line'}, runs "
+            f"{call.executions:,} times",
+            highlight=False,
+        )
     if report.capacity_bytes is not None:
         verdict = "fits" if report.fits else "does not fit"
         console.print(
