@@ -28,7 +28,6 @@ from meshpar.planner.cost.run import Run
 from meshpar.planner.machine.devices import DEVICES
 from meshpar.planner.machine.execution import MESHPAR
 from meshpar.planner.machine.hardware import Cluster
-from meshpar.planner.search.refusals import stage_blocks_of
 from meshpar.planner.workload.activations import kept_bytes, stage_input_bytes
 from meshpar.rules.rules import spec_axes
 from meshpar.schedules import tick_table
@@ -239,7 +238,7 @@ def _planned(step: TrainStep, batch: Batch) -> Run:
         execution=MESHPAR,
         global_batch=global_batch,
         seq=seq,
-        stage_blocks=stage_blocks_of(workload, layout),
+        stage_blocks=step.layers_of_stages or (workload.layers,),
         chunks_held=held,
     )
 

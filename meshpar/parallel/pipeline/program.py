@@ -27,8 +27,6 @@ from meshpar.parallel.pipeline.stages import (
     cut,
     merge,
     only_group,
-    split_by_cost,
-    stage_sizes,
 )
 from meshpar.parallel.placement import (
     BATCH,
@@ -39,6 +37,7 @@ from meshpar.parallel.placement import (
     safe_inverse,
 )
 from meshpar.schedules import Schedule, tick_table
+from meshpar.schedules.stage_splits import split_by_cost, stage_sizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +202,7 @@ def layers_of_stages(model: Model, layout: Layout) -> tuple[int, ...]:
     if layout.splits != BY_COST:
         return stage_sizes(group.num_layers, layout.stage, layout.chunks, layout.splits)
     costs = group.costs or layer_costs(model)
-    return split_by_cost(costs, len(even), empty_cost=sum(costs) / len(costs))
+    return split_by_cost(costs, len(even))
 
 
 def with_costs(model: Model, costs: Sequence[float], layout: Layout) -> Model:

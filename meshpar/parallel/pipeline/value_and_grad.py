@@ -19,13 +19,7 @@ from meshpar.parallel.pipeline.ends import STAGE
 from meshpar.parallel.pipeline.executor import Executor, Results
 from meshpar.parallel.pipeline.own_derivative import Gradients, with_own_derivative
 from meshpar.parallel.pipeline.schedule_choice import OwnSchedule, chosen_schedule
-from meshpar.parallel.pipeline.stages import (
-    Arrangement,
-    arrangement,
-    cut,
-    merge,
-    stage_sizes,
-)
+from meshpar.parallel.pipeline.stages import Arrangement, arrangement, cut, merge
 from meshpar.parallel.pipeline.user_arguments import (
     batch_axes,
     check_batch,
@@ -44,6 +38,7 @@ from meshpar.parallel.pipeline.user_functions import (
 from meshpar.parallel.placement import safe_inverse, scaled
 from meshpar.parallel.zero import Stored, zero_from_all
 from meshpar.schedules import tick_table
+from meshpar.schedules.stage_splits import stage_sizes
 
 _REMATS = tuple(name for name in REMATS if name != "selective")
 """Of `Layout`, without what needs residuals to be named with `Scope.save`."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -153,45 +152,3 @@ class Run:
         """Chunks of all ranks."""
         return len(self.stage_blocks)
 
-
-def even_blocks(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Blocks of each stage, the longer ones first.
-
-    Example:
-        >>> even_blocks(30, 4)
-        (8, 8, 7, 7)
-    """
-    shorter, longer = divmod(num_layers, num_stages)
-    return (shorter + 1,) * longer + (shorter,) * (num_stages - longer)
-
-
-def blocks_by_cost(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
-    """Blocks of each stage so that the costliest stage costs least, none empty.
-
-    Example:
-        >>> blocks_by_cost([3, 1, 1, 1], 2), blocks_by_cost([1] * 5, 2)
-        ((1, 3), (3, 2))
-    """
-    sums = [0.0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
-    bounds = sorted({high - low for low in sums for high in sums if high > low})
-    within = (_packed(costs, bound, num_stages) for bound in bounds)
-    return next(blocks for blocks in within if blocks)
-
-
-def _packed(
-    costs: Sequence[float], most: float, num_stages: int
-) -> tuple[int, ...] | None:
-    """Stages filled up to `most`, but for one block each that later ones need."""
-    blocks, at = [], 0
-    for stage in range(num_stages):
-        needed, held, total = num_stages - stage - 1, 0, 0.0
-        while at < len(costs) - needed and (
-            not held or total + costs[at] <= most * (1 + 1e-12)
-        ):
-            total, held, at = total + costs[at], held + 1, at + 1
-        if total > most * (1 + 1e-12):
-            return None
-        blocks.append(held)
-    return tuple(blocks) if at == len(costs) else None
