@@ -151,4 +151,3 @@ class Run:
     def num_stages(self) -> int:
         """Chunks of all ranks."""
         return len(self.stage_blocks)
-
