@@ -7,10 +7,10 @@ from typing import Any
 
 from meshpar.errors import InputError
 from meshpar.layout import Layout, nearest
-from meshpar.planner.cost.collectives import Collective, collectives_of
 from meshpar.planner.cost.memory import Memory, memory_of
 from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.step_time import StepTime, step_time
+from meshpar.planner.cost.traffic_bytes import Collective, collectives_of
 from meshpar.planner.machine.execution import MESHPAR, Execution
 from meshpar.planner.machine.hardware import Cluster
 from meshpar.planner.search.refusals import layout_problems, stage_blocks_of

@@ -86,7 +86,7 @@ def closed_form_s(
     return layout.microbatches * max(rank_s) + fill_s
 
 
-def lock_step_span_s(
+def all_ticks_s(
     layout: Layout, forward_s: Sequence[float], backward_s: Sequence[float]
 ) -> float:
     """The same where all ranks run the same instructions in every tick."""
