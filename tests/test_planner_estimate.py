@@ -8,7 +8,7 @@ from meshpar import InputError
 from meshpar.cli.main import main
 from meshpar.layout import Layout
 from meshpar.planner.cost.estimate import estimate
-from meshpar.planner.cost.explain import explain
+from meshpar.planner.cost.in_words import estimate_in_words
 from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.search.refusals import layout_problems
 from meshpar.planner.workload.shapes import SHAPES
@@ -168,5 +168,5 @@ def test_why_fsdp_is_exposed_depends_on_what_it_splits_and_when(more, why):
         f"fsdp=16,precision=bf16{more}",
         global_batch=32,
     )
-    [line] = [line for line in explain(found) if "exposed on fsdp" in line]
+    [line] = [line for line in estimate_in_words(found) if "exposed on fsdp" in line]
     assert why in line

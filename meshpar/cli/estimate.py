@@ -9,7 +9,7 @@ from meshpar.cli.parsing import positive
 from meshpar.errors import InputError
 from meshpar.layout import Layout
 from meshpar.planner.cost.estimate import estimate
-from meshpar.planner.cost.explain import explain
+from meshpar.planner.cost.in_words import estimate_in_words
 from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.machine.devices import DEVICES
 from meshpar.planner.machine.execution import (
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
         seq=args.seq,
         execution=execution,
     )
-    text = "\n".join([*explain(found), *planned])
+    text = "\n".join([*estimate_in_words(found), *planned])
     print(json.dumps(found.as_json()) if args.json else text)
     return 0 if found.fits else 1
 

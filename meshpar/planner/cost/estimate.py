@@ -10,7 +10,7 @@ from meshpar.layout import Layout, nearest
 from meshpar.planner.cost.memory import Memory, memory_of
 from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.step_time import StepTime, step_time
-from meshpar.planner.cost.traffic_bytes import Collective, collectives_of
+from meshpar.planner.cost.traffic_bytes import Sent, sent_in_a_step
 from meshpar.planner.machine.execution import MESHPAR, Execution
 from meshpar.planner.machine.hardware import Cluster
 from meshpar.planner.search.refusals import layout_problems, stage_blocks_of
@@ -35,7 +35,7 @@ class Estimate:
     run: Run
     memory: Memory
     time: StepTime
-    collectives: tuple[Collective, ...]
+    collectives: tuple[Sent, ...]
 
     @property
     def step_s(self) -> float:
@@ -184,7 +184,7 @@ def estimate_run(run: Run) -> Estimate:
         run=run,
         memory=memory_of(run),
         time=step_time(run),
-        collectives=collectives_of(run),
+        collectives=sent_in_a_step(run),
     )
 
 

@@ -19,7 +19,7 @@ from meshpar.planner.cost.traffic_time import members
 from meshpar.planner.machine.collective_cost import wire_bytes
 
 
-class Collective(NamedTuple):
+class Sent(NamedTuple):
     """All collectives of one kind and purpose together.
 
     Args:
@@ -49,7 +49,7 @@ class _Passes(NamedTuple):
     once: int = 1
 
 
-def collectives_of(run: Run) -> tuple[Collective, ...]:
+def sent_in_a_step(run: Run) -> tuple[Sent, ...]:
     """Every collective of a step that moves parameters, gradients or activations."""
     passes = _passes(run)
     sent: dict[tuple, float] = {}
@@ -62,7 +62,7 @@ def collectives_of(run: Run) -> tuple[Collective, ...]:
         purpose = (row.mesh_axes, kind, link.name, row.reason)
         sent[purpose] = sent.get(purpose, 0.0) + times * each
     return tuple(
-        Collective(mesh_axes, kind, num_bytes, link, reason)
+        Sent(mesh_axes, kind, num_bytes, link, reason)
         for (mesh_axes, kind, link, reason), num_bytes in sent.items()
         if num_bytes > 0
     )

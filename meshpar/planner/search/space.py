@@ -69,7 +69,7 @@ def _factorizations(
                 yield (size, *rest)
 
 
-class Choices(NamedTuple):
+class MeshChoices(NamedTuple):
     """What a mesh shape leaves to choose.
 
     Args:
@@ -105,7 +105,7 @@ class Choices(NamedTuple):
             if self.is_pipelined or count > 1 or state[1] == _PLAIN.fsdp_gather:
                 yield Variant(count, *schedule, *state, sequence, remat)
 
-    def parts(self) -> Iterator[Choices]:
+    def parts(self) -> Iterator[MeshChoices]:
         """The same choices apart, by the first of them that is open."""
         key = next(key for key in _OPENED if len(getattr(self, key)) > 1)
         for value in getattr(self, key):
@@ -125,13 +125,13 @@ def choices_of(
     *,
     global_batch: int,
     seq: int,
-) -> Choices:
+) -> MeshChoices:
     """The choices of a mesh shape whose axes suit the workload; maybe none."""
     each = global_batch // (mesh.data * mesh.fsdp * mesh.expert)
     counts = constraints.choices("microbatches", divisors(each))
     splits = mesh.tensor > 1 and seq % (mesh.tensor * mesh.context) == 0
     remats = (*_REMATS, *STAGE_REMATS) if mesh.stage > 1 else _REMATS
-    return Choices(
+    return MeshChoices(
         mesh.stage > 1,
         tuple(count for count in counts if each % count == 0),
         tuple(_schedules(workload, mesh, constraints)),
@@ -200,7 +200,7 @@ def chunk_counts(layers: int, stages: int) -> tuple[int, ...]:
     )
 
 
-def layout_of(mesh: Layout, variant: Variant) -> Layout:
+def with_variant(mesh: Layout, variant: Variant) -> Layout:
     """The whole layout: that mesh, run so."""
     return replace(mesh, **variant._asdict())
 
