@@ -50,7 +50,7 @@ def test_people_read_memory_time_and_why(capsys):
     text = capsys.readouterr().out
     for words in (
         "llama3-8b: 8.03 B parameters on 16 x h100-80gb on 2 hosts",
-        "of 80 GB at stage 0: fits",
+        "of 84.9 GB at stage 0: fits",
         "microbatches in flight, remat=full",
         "exposed on tensor (host)",
         "sums of the residual stream stand between",

@@ -19,10 +19,10 @@ from meshpar.planner.cost.traffic import (
 )
 from meshpar.planner.cost.traffic_row import LAST_BACKWARD, LAYER
 from meshpar.planner.cost.traffic_time import exposed, members, row_s
+from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.machine.clusters import cluster_of, device_of
 from meshpar.planner.machine.collective_cost import wire_bytes
 from meshpar.planner.machine.execution import MEGATRON_2023, MESHPAR
-from meshpar.planner.machine.hardware import Cluster
 from meshpar.planner.search.space import variant_of
 from meshpar.planner.workload.activations import offloaded_bytes
 from meshpar.planner.workload.recomputation import recomputation

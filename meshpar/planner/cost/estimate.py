@@ -11,8 +11,8 @@ from meshpar.planner.cost.memory import Memory, memory_of
 from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.step_time import StepTime, step_time
 from meshpar.planner.cost.traffic_bytes import Sent, sent_in_a_step
+from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.machine.execution import MESHPAR, Execution
-from meshpar.planner.machine.hardware import Cluster
 from meshpar.planner.search.refusals import layout_problems, stage_blocks_of
 from meshpar.planner.workload.recomputation import NAMED
 from meshpar.planner.workload.workload import Workload

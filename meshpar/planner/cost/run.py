@@ -8,8 +8,8 @@ from functools import cached_property
 from itertools import accumulate
 
 from meshpar.layout import BATCH_AXES, Layout
+from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.machine.execution import Execution
-from meshpar.planner.machine.hardware import Cluster
 from meshpar.planner.machine.link import Link
 from meshpar.planner.workload.workload import Workload
 

@@ -17,8 +17,8 @@ from meshpar.layout import Layout
 from meshpar.planner.cost.bounds import Bounds
 from meshpar.planner.cost.estimate import Estimate
 from meshpar.planner.cost.run import Run
+from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.machine.execution import MESHPAR, Execution
-from meshpar.planner.machine.hardware import Cluster
 from meshpar.planner.search.candidates import FRONT_REACH, Findings, Leaf, settle
 from meshpar.planner.search.constraints import Constraints
 from meshpar.planner.search.refusals import layout_problems

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from meshpar.hardware.device import Device
 from meshpar.planner.cost.estimate import Estimate, estimate_run
-from meshpar.planner.machine.hardware import Device
 
 _TWICE = 2
 _CHANGES = {
