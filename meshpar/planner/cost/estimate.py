@@ -119,8 +119,8 @@ def estimate(
         InputError: The layout cannot be; `layout_problems` has all reasons.
 
     Example:
-        >>> from meshpar.planner.clusters import cluster_of
-        >>> from meshpar.planner.shapes import SHAPES
+        >>> from meshpar.planner.machine.clusters import cluster_of
+        >>> from meshpar.planner.workload.shapes import SHAPES
         >>> found = estimate(
         ...     SHAPES["llama3-8b"],
         ...     cluster_of("h100-80gb", devices=8),

@@ -25,7 +25,7 @@ class Cluster:
         InputError: A count below 1, or a torus of other dims than the device's.
 
     Example:
-        >>> from meshpar.planner.clusters import cluster_of
+        >>> from meshpar.planner.machine.clusters import cluster_of
         >>> cluster_of("h100-80gb", devices=64).hosts
         8
         >>> cluster_of("tpu v5p:8x8x8").num_devices

@@ -138,8 +138,8 @@ def search(request: Request, *, num_plans: int = _NUM_PLANS) -> SearchResult:
         InputError: Constraints that no layout of so many devices meets.
 
     Example:
-        >>> from meshpar.planner.clusters import cluster_of
-        >>> from meshpar.planner.shapes import SHAPES
+        >>> from meshpar.planner.machine.clusters import cluster_of
+        >>> from meshpar.planner.workload.shapes import SHAPES
         >>> cluster = cluster_of("h100-80gb", devices=8)
         >>> found = search(
         ...     Request(workload=SHAPES["llama3-8b"], cluster=cluster, global_batch=16)
