@@ -100,7 +100,7 @@ class Target:
     def memory_bytes(self) -> int | None:
         """Memory of one device; None if it has none of its own."""
         device = TARGETS.get(f"{self.platform}:{self.chip}")
-        return device and round(device.memory_bytes)
+        return None if device is None else round(device.memory_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)

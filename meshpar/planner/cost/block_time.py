@@ -59,16 +59,14 @@ def block_time(run: Run, *, moe: bool) -> BlockTime:
     """The costs of a block with or without routed experts."""
     halves = (_attention_linears(run), _mlp_linears(run, moe))
     again, rows = recomputation(run, moe=moe), block_rows(run, moe=moe)
-    attention_s, elementwise_s = attention_forward_s(run), _elementwise_s(run, moe)
-    computed_s = _linears_s(run, halves) + elementwise_s + attention_s
-    again_s = _again_s(run, halves, again, elementwise_s, attention_s)
-    grad_s, back_s = _input_grad_s(run, halves, moe), attention_backward_s(run)
-    beside = {ATTENTION: back_s, ATTENTION_AGAIN: attention_s * again.attention}
+    elementwise_s, stacked_s = _elementwise_s(run, moe), _stacked_s(run, moe)
+    there_s, back_s = attention_forward_s(run), attention_backward_s(run)
+    forward = Cost(_linears_s(run, halves) + elementwise_s + there_s + stacked_s)
+    forward += exposed(run, of_pass(rows, "forward"), {ATTENTION: there_s})
+    again_s = _again_s(run, halves, again, elementwise_s, there_s)
+    input_grad = Cost(_input_grad_s(run, halves, moe) + back_s + again_s + stacked_s)
+    beside = {ATTENTION: back_s, ATTENTION_AGAIN: there_s * again.attention}
     beside |= _beside_tensor(run, halves)
-    stacked_s = _stacked_s(run, moe)
-    forward = Cost(computed_s + stacked_s)
-    forward += exposed(run, of_pass(rows, "forward"), {ATTENTION: attention_s})
-    input_grad = Cost(grad_s + back_s + again_s + stacked_s)
     input_grad += exposed(run, of_pass(rows, "backward"), beside)
     weight_grad = _weight_grad(run, halves, moe)
     backward_s = input_grad.compute_s + weight_grad.compute_s

@@ -49,10 +49,7 @@ def span_s(
         backward_s: The same.
     """
     ranks, count, chunks = layout.stage, layout.microbatches, layout.chunks
-    rank_s = [
-        sum(forward_s[rank::ranks]) + sum(backward_s[rank::ranks])
-        for rank in range(ranks)
-    ]
+    rank_s = _of_ranks(ranks, forward_s, backward_s)
     if ranks == 1:
         return count * rank_s[0]
     replayed = _replayed(count, ranks)
@@ -77,13 +74,19 @@ def closed_form_s(
 
     Exact for 1F1B and GPipe of equal stages (Narayanan et al. 2021, section 2.2).
     """
-    ranks = layout.stage
-    rank_s = [
+    rank_s = _of_ranks(layout.stage, forward_s, backward_s)
+    fill_s = (sum(rank_s) - max(rank_s)) / layout.chunks
+    return layout.microbatches * max(rank_s) + fill_s
+
+
+def _of_ranks(
+    ranks: int, forward_s: Sequence[float], backward_s: Sequence[float]
+) -> list[float]:
+    """Each rank's time of one microbatch, through all its chunks."""
+    return [
         sum(forward_s[rank::ranks]) + sum(backward_s[rank::ranks])
         for rank in range(ranks)
     ]
-    fill_s = (sum(rank_s) - max(rank_s)) / layout.chunks
-    return layout.microbatches * max(rank_s) + fill_s
 
 
 def all_ticks_s(

@@ -208,9 +208,12 @@ def step_rows(run: Run, ranks: Iterable[int]) -> Rows:
     )
     ends = max(end_parameters(run, rank) for rank in ranks)
     rows = [*_reductions(run, most, dense, ends), *_both_tables(run)]
-    if run.state_shards > 1:
-        split = _updated if run.layout.zero < 3 else _gathered_once
-        rows += split(run, most, ends)
+    if run.state_shards > 1 and run.layout.zero == 3:
+        rows += _gathered_once(run, most, ends)
+    elif run.state_shards > 1:
+        # ZeRO-1 and 2 gather what each device has updated.
+        axes, updated = run.layout.split_axes, most * stored_bytes(run)[0]
+        rows.append(Row(axes, "all-gather", updated, "updated parameters", "once"))
     return _there(run, rows)
 
 
@@ -249,13 +252,6 @@ def _both_tables(run: Run) -> Iterator[Row]:
         reduced, reason = table * run.execution.reduction_bytes, "gradients of tables"
         pair = Row(("stage",), "all-reduce", reduced, reason, "once")
         yield pair._replace(members=2, only=SECONDS)
-
-
-def _updated(run: Run, parameters: float, _ends: float) -> Iterator[Row]:
-    """ZeRO-1 and 2 gather what each device has updated."""
-    num_bytes = parameters * stored_bytes(run)[0]
-    reason, axes = "updated parameters", run.layout.split_axes
-    yield Row(axes, "all-gather", num_bytes, reason, "once")
 
 
 def _gathered_once(run: Run, parameters: float, ends: float) -> Iterator[Row]:
