@@ -11,9 +11,13 @@ emulate_from_environment()  # before anything below can start JAX
 from meshpar.audit.report import AuditReport, audit
 from meshpar.lint.lint import Finding, LintReport, lint
 from meshpar.mesh import absent_mesh, make_mesh
-from meshpar.model.contract import BlockGroup, Model, Parameter, batch_shapes
-from meshpar.model.nnx import from_nnx
+from meshpar.model.contract import BlockGroup, Model
+from meshpar.model.inputs import Input
+from meshpar.model.nnx import Blocks, from_nnx
+from meshpar.model.parameter import Parameter
 from meshpar.model.scope import Scope
+from meshpar.model.tracing import batch_shapes
+from meshpar.model.values import initial_key
 from meshpar.parallel.pipeline.value_and_grad import pipeline_value_and_grad
 from meshpar.rules.presets import (
     DATA_PARALLEL,
@@ -37,12 +41,14 @@ __all__ = [
     "AuditReport",
     "BATCH_AXES",
     "BlockGroup",
+    "Blocks",
     "DATA_PARALLEL",
     "FSDP",
     "FSDP_TENSOR",
     "FSDP_TENSOR_SEQUENCE",
     "Finding",
     "HSDP",
+    "Input",
     "InputError",
     "Layout",
     "LintReport",
@@ -67,6 +73,7 @@ __all__ = [
     "default_rules",
     "emulate",
     "from_nnx",
+    "initial_key",
     "lint",
     "make_mesh",
     "make_train_step",

@@ -1,14 +1,4 @@
-"""Collectives that follow one another, where the backend needs to be told.
-
-XLA:CPU runs whatever is ready, and pairs the collectives of different devices by kind,
-group and channel. `jax.shard_map` gives all its collectives one channel, so two of them
-that are ready together may be paired crosswise: silently wrong numbers, an abort or a
-deadlock, most often in the first execution of a program (measured with jax 0.10.2 on 2
-cores: 1 in 3 first steps of a model on data=2,fsdp=2,tensor=2). `follow` makes one wait
-for the other through data, the only order that XLA:CPU's executor keeps (an
-`optimization_barrier` is removed before it). Accelerators run in program order: there
-`follow` must not be used, for it would forbid overlap.
-"""
+"""Collectives: what the library's own are for, and how they meet GSPMD's mesh axes."""
 
 from __future__ import annotations
 
@@ -18,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import PartitionSpec
 
 ASKED = {
@@ -27,6 +16,7 @@ ASKED = {
     "gradient_reduction": ("all-reduce", "gradient reduction over the batch axes"),
     "optimizer": ("any", "an optimizer that needs more than its own shard"),
     "loss_sum": ("all-reduce", "loss and weights summed over the global batch"),
+    "batch_sum": ("all-reduce", "statistics of the global batch"),
     "gradient_norm": ("all-reduce", "global norm of the gradients"),
     "stage_forward": ("collective-permute", "activations to the next stage"),
     "stage_backward": ("collective-permute", "gradients to the stage before"),
@@ -48,9 +38,6 @@ ASKED = {
 
 ASKED_PREFIX = "asked-"
 
-Zero = jax.Array
-"""A number that is always 0, and known only once an earlier array is."""
-
 
 def asked(name: str) -> AbstractContextManager:
     """Marks the collectives made inside with their reason, for `meshpar.audit`.
@@ -63,35 +50,19 @@ def asked(name: str) -> AbstractContextManager:
     return jax.named_scope(ASKED_PREFIX + name)
 
 
-def zero_from(x: jax.Array) -> Zero:
-    """0, as soon as `x` (this device's part, any floating dtype) is there."""
-    first = lax.slice(x.reshape(-1), (0,), (1,)).astype(jnp.float32).reshape(())
-    bits = lax.bitcast_convert_type(first, jnp.uint32)
-    # XLA does not see that one bit shifted out leaves nothing; NaN cannot leak either.
-    sign = lax.shift_right_logical(bits, jnp.uint32(31))
-    return lax.shift_right_logical(sign, jnp.uint32(1)).astype(jnp.float32)
+def sum_dtype(dtype: Any, platform: str) -> Any:
+    """The dtype in which devices of a platform add up values of another.
 
+    XLA:CPU aborts on sums of 16 bits in a partly manual region.
 
-def zero_on_parts(x: jax.Array, spec: PartitionSpec) -> Zero:
-    """`zero_from` of an array that lies so over automatic mesh axes."""
-    mesh_axes = {
-        axis
-        for entry in spec
-        if entry is not None
-        for axis in ((entry,) if isinstance(entry, str) else entry)
-    }
-    return on_parts(
-        zero_from,
-        x,
-        specs=(spec,),
-        out_specs=PartitionSpec(),
-        mesh_axes=mesh_axes,
-    )
-
-
-def follow(x: jax.Array, earlier: Zero | None) -> jax.Array:
-    """`x`, no sooner than what `earlier` was made from; `x` itself if that is None."""
-    return x if earlier is None else x + earlier.astype(x.dtype)
+    Example:
+        >>> sum_dtype(jnp.bfloat16, "cpu").__name__
+        'float32'
+        >>> sum_dtype(jnp.bfloat16, "tpu").__name__
+        'bfloat16'
+    """
+    narrow = jnp.dtype(dtype).itemsize < 4 and jnp.issubdtype(dtype, jnp.floating)
+    return jnp.float32 if platform == "cpu" and narrow else dtype
 
 
 def on_parts(

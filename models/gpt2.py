@@ -10,10 +10,11 @@ from flax import nnx
 
 from meshpar import InputError, Model, Scope, from_nnx
 from meshpar.chunk_bytes import LOGITS_BYTES
-from meshpar.model.scope import Batch
+from meshpar.model.inputs import Batch
 from meshpar.parallel.head_loss import head_cross_entropy
 from meshpar.parallel.tensor import vocab_lookup
 from models.field_types import check_field_types
+from models.inputs import LANGUAGE
 from models.layers.attention import Attention, depth_scaled_std
 from models.layers.mlp import PlainMLP
 from models.layers.norm import LayerNorm
@@ -178,5 +179,6 @@ def gpt2(config: GPT2Config) -> Model:
         ends=lambda rngs: GPT2Ends(config, rngs),
         block=lambda rngs: GPT2Block(config, rngs),
         num_layers=config.layers,
+        inputs=LANGUAGE,
         per_token=True,
     )

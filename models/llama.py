@@ -13,10 +13,11 @@ from flax import nnx
 
 from meshpar import InputError, Model, Scope, from_nnx
 from meshpar.chunk_bytes import LOGITS_BYTES
-from meshpar.model.scope import Batch
+from meshpar.model.inputs import Batch
 from meshpar.parallel.head_loss import head_cross_entropy
 from meshpar.parallel.tensor import vocab_lookup
 from models.field_types import check_field_types
+from models.inputs import LANGUAGE
 from models.layers.attention import Attention, depth_scaled_std
 from models.layers.mlp import GatedMLP
 from models.layers.norm import RMSNorm
@@ -197,5 +198,6 @@ def llama(config: LlamaConfig) -> Model:
         ends=lambda rngs: LlamaEnds(config, rngs),
         block=lambda rngs: LlamaBlock(config, rngs),
         num_layers=config.layers,
+        inputs=LANGUAGE,
         per_token=True,
     )

@@ -68,7 +68,7 @@ def test_people_read_memory_time_and_why(capsys):
         (["--layout", "stage=64"], "are 64 stages, but the model has 32 layers"),
         (["--layout", "stage=2,splits=16/17"], "has 33 layers in all, but the"),
         (["--layout", "stage=2,chunks=2"], "has one stage a rank; leave chunks out"),
-        (["--layout", "stage=2,schedule=v_min"], "schedule=v_min is not built"),
+        (["--layout", "stage=2,schedule=v_min"], "no schedule 'v_min'; known: 1f1b"),
         (["--layout", "context=3"], "4096 tokens do not divide over context=3"),
         (["--layout", "data=8", "--devices", "16"], "needs 8 devices, but there are"),
         (["--layout", "data=2", "--hardware", "h101"], "no hardware 'h101'"),

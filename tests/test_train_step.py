@@ -18,9 +18,9 @@ from meshpar import (
     TrainState,
     make_train_step,
 )
-from meshpar.model.contract import loss
-from meshpar.model.scope import EXAMPLE, Scope
-from meshpar.parallel.placement import dropout_key
+from meshpar.model.scope import Scope
+from meshpar.model.single import loss
+from meshpar.parallel.mean_loss import random_key
 from models.presets import build
 
 BATCH, SEQ = 8, 16
@@ -159,8 +159,9 @@ def test_dropout_is_a_function_of_seed_step_layer_and_example_only(line):
     model = build(layers=2, hidden=32, heads=4, vocab=64, max_seq=SEQ, dropout=0.3)
     batch = batch_of()
     scope = Scope(
-        batch={**batch, EXAMPLE: jnp.arange(BATCH, dtype=jnp.uint32)},
-        dropout_key=dropout_key(jnp.uint32(3), jnp.int32(0)),
+        examples=jnp.arange(BATCH, dtype=jnp.uint32),
+        random=random_key(jnp.uint32(3), jnp.int32(0)),
+        training=True,
     )
     expected = float(loss(model, params_of(model), batch, scope))
     got, _ = gradients_of(model, line, batch)

@@ -11,10 +11,18 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from meshpar.audit.head_trace import batch_of, hidden_size, logits_bytes
+from meshpar.audit.head_trace import in_dtype, logits_bytes
 from meshpar.audit.jaxprs import inner_jaxprs
-from meshpar.model.contract import BlockGroup, Model, Params, is_parameter
-from meshpar.model.scope import Batch, Scope
+from meshpar.model.contract import Model
+from meshpar.model.parameter import Params, is_parameter
+from meshpar.model.scope import Scope
+from meshpar.model.tracing import (
+    one_layer_shapes,
+    one_layer_state,
+    traced_batch,
+    traced_streams,
+    tracing_scope,
+)
 from meshpar.parallel.placement import DTYPES
 from meshpar.parallel.remat import rematerialised
 from meshpar.parallel.residuals import vjp_without
@@ -47,13 +55,13 @@ def traced_workload(
         >>> workload.num_parameters == build("tiny").num_parameters
         True
     """
-    dtype, batch = DTYPES[precision], batch_of(1, seq)
-    hidden = hidden_size(model, dtype)
-    x = jax.ShapeDtypeStruct((1, seq, hidden), dtype)
+    dtype = DTYPES[precision]
+    streams = in_dtype(traced_streams(model, 1, seq), dtype)
+    hidden = jax.tree.leaves(streams[0])[0].shape[-1]
     sizes = _sizes(model, hidden)
     vocab = sizes["vocab"]
     layers = sum(group.num_layers for group in model.groups)
-    groups = [_trace(model, group, x, batch) for group in model.groups]
+    groups = [_trace(model, at, x, seq) for at, x in enumerate(streams)]
     tables = _tables(model)
     ends, blocks = model.split(model.parameters)
     traced = TracedBlock(
@@ -73,9 +81,7 @@ def traced_workload(
         layers=layers,
         seq=seq,
         tied=len(tables) == 1,
-        logits_bytes=logits_bytes(
-            model, seq=seq, hidden=hidden, vocab=vocab, dtype=dtype
-        ),
+        logits_bytes=logits_bytes(model, seq=seq, vocab=vocab, dtype=dtype),
         traced=traced,
         **sizes,
     )
@@ -124,21 +130,17 @@ class _Group:
     residual_bytes: dict[str, float]
 
 
-def _trace(
-    model: Model, group: BlockGroup, x: jax.ShapeDtypeStruct, batch: Batch
-) -> _Group:
-    params = jax.tree.map(
-        lambda parameter: jax.ShapeDtypeStruct(parameter.shape, x.dtype),
-        model.parameters[group.name],
-        is_leaf=is_parameter,
-    )
+def _trace(model: Model, at: int, x: Any, seq: int) -> _Group:
+    group, dtype = model.groups[at], jax.tree.leaves(x)[0].dtype
+    params = in_dtype(one_layer_shapes(model)[1][at], dtype)
+    known = traced_batch(model, 1, seq), one_layer_state(model)[1][at]
 
-    def block(params: Params, x: jax.Array, scope: Scope) -> jax.Array:
-        return group.block(params, x, scope)
+    def block(params: Params, x: Any, scope: Scope) -> Any:
+        return group.run(params, x, scope)
 
     jaxpr = jax.make_jaxpr(
-        lambda params, x, batch: block(params, x, Scope(layer=0, batch=batch))
-    )(params, x, batch)
+        lambda params, x, known: block(params, x, tracing_scope(*known, layer=0))
+    )(params, x, known)
     num_weights = len(jax.tree.leaves(params))
     weights = set(jaxpr.jaxpr.invars[:num_weights]) | set(jaxpr.jaxpr.constvars)
     linear, mixing = 0.0, 0.0
@@ -151,28 +153,28 @@ def _trace(
         linear * times,
         mixing * times,
         {
-            remat: times * _residual_bytes(block, remat, params, x, batch)
+            remat: times * _residual_bytes(block, remat, params, x, known)
             for remat in _POLICIES
         },
     )
 
 
 def _residual_bytes(
-    block: Callable, remat: str, params: Any, x: jax.ShapeDtypeStruct, batch: Batch
+    block: Callable, remat: str, params: Any, x: Any, known: tuple
 ) -> float:
     """Of one forward, parameters left out; the block's input is among them."""
     call = rematerialised(block, remat)
 
-    def make_scope(inputs: Any) -> Scope:
-        return Scope(layer=0, batch=inputs)
+    def make_scope(known: tuple) -> Scope:
+        return tracing_scope(*known, layer=0)
 
-    def kept(params: Any, x: jax.Array, batch: Batch) -> list[jax.Array]:
-        def apply(params: Any, x: jax.Array) -> jax.Array:
-            return call(make_scope, params, x, batch)
+    def kept(params: Any, x: Any, known: tuple) -> list[jax.Array]:
+        def apply(params: Any, x: Any) -> Any:
+            return call(make_scope, params, x, known)
 
         return vjp_without(apply, (params, x), params)[1].kept
 
-    leaves = jax.eval_shape(kept, params, x, batch)
+    leaves = jax.eval_shape(kept, params, x, known)
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
 

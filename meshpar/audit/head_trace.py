@@ -7,64 +7,56 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 
 from meshpar.audit.jaxprs import inner_jaxprs
-from meshpar.model.contract import Model, batch_shapes, is_parameter
-from meshpar.model.scope import EXAMPLE, Scope
+from meshpar.model.contract import Model
+from meshpar.model.parameter import is_parameter
+from meshpar.model.tracing import (
+    one_layer_state,
+    traced_batch,
+    traced_streams,
+    tracing_scope,
+)
 
 _EXAMPLE_BYTES = 2**33
 """Logits of the traced tokens: more than any head should make at a time."""
 
 
-def hidden_size(model: Model, dtype: Any) -> int:
-    """Size of the residual stream, by the embedding of one token."""
-    batch = batch_of(1, 1)
-    x = jax.eval_shape(
-        lambda params, batch: model.embed(params, batch, Scope(batch=batch)),
-        _end_shapes(model, dtype),
-        batch,
-    )
-    return x.shape[-1]
-
-
-def batch_of(examples: int, seq: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes of a batch as a step hands it on, each example's index beside it."""
-    indices = jax.ShapeDtypeStruct((examples,), jnp.uint32)
-    return {**batch_shapes(examples, seq), EXAMPLE: indices}
-
-
-def logits_bytes(model: Model, *, seq: int, hidden: int, vocab: int, dtype: Any) -> int:
+def logits_bytes(model: Model, *, seq: int, vocab: int, dtype: Any) -> int:
     """Most bytes of logits at a time, in fp32; 0 if those of all tokens.
 
     Args:
         model: A model under the contract.
         seq: Tokens of a sequence.
-        hidden: Size of the residual stream.
         vocab: Size of the vocabulary.
         dtype: Of the head's input and parameters.
     """
     examples = -(-_EXAMPLE_BYTES // (4 * seq * vocab))
-    params = _end_shapes(model, dtype)
-    jaxpr = jax.make_jaxpr(
-        lambda params, x, batch: model.head(params, x, batch, Scope(batch=batch))
-    )(
+    params = jax.tree.map(
+        lambda parameter: jax.ShapeDtypeStruct(parameter.shape, dtype),
+        model.split(model.parameters)[0],
+        is_leaf=is_parameter,
+    )
+
+    def head(params: Any, x: Any, state: Any, batch: Any) -> Any:
+        scope = tracing_scope(batch, state)
+        return model.loss_sums(params, x, scope.batch, scope)
+
+    jaxpr = jax.make_jaxpr(head)(
         params,
-        jax.ShapeDtypeStruct((examples, seq, hidden), dtype),
-        batch_of(examples, seq),
+        in_dtype(traced_streams(model, examples, seq)[-1], dtype),
+        one_layer_state(model)[0],
+        traced_batch(model, examples, seq),
     )
     sizes = [math.prod(shape) for shape in _products(jaxpr.jaxpr) if vocab in shape]
     most = max(sizes, default=0)
     return 0 if most >= examples * seq * vocab else 4 * most
 
 
-def _end_shapes(model: Model, dtype: Any) -> Any:
-    return jax.tree.map(
-        lambda parameter: jax.ShapeDtypeStruct(parameter.shape, dtype),
-        model.split(model.parameters)[0],
-        is_leaf=is_parameter,
-    )
+def in_dtype(tree: Any, dtype: Any) -> Any:
+    """Shapes of a tree in another dtype."""
+    return jax.tree.map(lambda one: jax.ShapeDtypeStruct(one.shape, dtype), tree)
 
 
 def _products(jaxpr: Jaxpr) -> Iterator[tuple[int, ...]]:

@@ -25,8 +25,8 @@ from meshpar.emulate import emulate
 from meshpar.errors import InputError
 from meshpar.layout import Layout
 from meshpar.mesh import absent_mesh
-from meshpar.model.contract import batch_shapes
 from meshpar.model.scope import Batch
+from meshpar.model.tracing import traced_batch
 from meshpar.train.make_step import make_train_step
 from meshpar.train.step import TrainStep
 
@@ -111,7 +111,7 @@ def _step_of(args: argparse.Namespace, layout: Layout) -> tuple[TrainStep, Batch
         max_grad_norm=1.0,
     )
     least = layout.batch_shards * layout.microbatches
-    return step, batch_shapes(args.global_batch or least, args.seq)
+    return step, traced_batch(step.model, args.global_batch or least, args.seq)
 
 
 def _of_recipe(

@@ -18,7 +18,8 @@ from meshpar.cli.parsing import model_of
 from meshpar.errors import InputError
 from meshpar.hardware.devices import DEVICES, TARGET_OF
 from meshpar.mesh import absent_mesh
-from meshpar.model.contract import Model, batch_shapes
+from meshpar.model.contract import Model
+from meshpar.model.tracing import traced_batch
 from meshpar.planner.cost.estimate import Estimate, estimate_run
 from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.workload.shapes import SHAPES
@@ -151,8 +152,9 @@ def compiled(model: Model, target: Target, plan: Estimate) -> Confirmed:
     step = make_train_step(
         model, optax.adamw(1e-3), layout, mesh=absent_mesh(layout), max_grad_norm=1.0
     )
+    batch = traced_batch(step.model, run.global_batch, run.seq)
     try:
-        report = audit(step, batch_shapes(run.global_batch, run.seq), target=target)
+        report = audit(step, batch, target=target)
     except TargetError as error:
         return Confirmed(**names, problem=str(error))
     if report.memory is None:

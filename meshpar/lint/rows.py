@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from meshpar.layout import Layout
-from meshpar.model.contract import Parameter
+from meshpar.model.parameter import Parameter
 from meshpar.parallel.placement import PARAM_DTYPES
 from meshpar.parallel.storage import parameter_specs
 from meshpar.rules.rules import LogicalAxes, Rules, spec_axes

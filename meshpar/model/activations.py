@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from meshpar.model.contract import Model, Params
-from meshpar.model.scope import Scope
-from meshpar.model.tracing import one_layer_shapes, traced_batch, tracing
+from meshpar.model.contract import Model
+from meshpar.model.tracing import traced_forward, tracing
 from meshpar.rules.rules import LogicalAxes
 
 
@@ -35,18 +34,9 @@ def traced_activations(model: Model, examples: int, seq: int) -> list[Activation
         InputError: The model cannot be traced on such a batch.
     """
     recorder = _Recorder()
-    batch = traced_batch(examples, seq)
-    ends, groups = one_layer_shapes(model)
-
-    def once(ends: Params, groups: list[Params], batch: dict) -> Any:
-        scope = Scope(rules=recorder, batch=batch)  # type: ignore[arg-type]
-        x = model.embed(ends, batch, scope)
-        for group, params in zip(model.groups, groups, strict=True):
-            x, _ = group.run(params, x, scope)
-        return model.head(ends, x, batch, scope)
-
     with tracing(f"the model cannot be traced on a batch of shape {(examples, seq)}"):
-        jax.eval_shape(once, ends, groups, batch)
+        once, *shapes = traced_forward(model, examples, seq, rules=recorder, head=True)
+        jax.eval_shape(once, *shapes)
     batch_dim = Activation(logical_axes=("batch",), shape=(examples,))
     return list(dict.fromkeys([batch_dim, *recorder.activations]))
 

@@ -1,104 +1,74 @@
 """The contract between a model and every parallel strategy.
 
-A model is three functions over a tree of parameters:
+A model is data and functions over a tree of parameters:
 
-    embed(params, batch, scope) -> x
-    block(block_params, x, scope) -> x      once per layer, parameters stacked
-    head(params, x, batch, scope) -> (loss_sum, weight_sum)
+    embed(params, batch, scope) -> stream
+    block(block_params, stream, scope) -> stream   once per layer, parameters stacked
+    head(params, stream, batch, scope) -> (loss_sum, weight_sum)
 
-`params` is a nested dict whose top-level keys are the names of the block groups and
-whatever else the model has; `embed` and `head` see all but the block groups. The loss
-is `sum(loss_sum) / sum(weight_sum)` over the global batch, so that padding, masks,
-shards and microbatches cannot change it. A group of blocks may declare auxiliary losses
-(router z-loss, load balancing); its block then returns `(x, sums)`, a sum over its
+*Inputs*: `batch` is a dict of arrays with the example first, declared by name
+(`Input`). *Stream*: what flows between blocks, one array or a tree of arrays, each with
+the example first; whatever needs a gradient on its way (conditioning, an encoder's
+output, skips) is a leaf of it. *Groups*: blocks of one kind, one group after another;
+a group may begin with `enter(params, stream, scope) -> stream`, which makes its stream
+from that of the group before. Shapes are constant inside a group. *Parameters* are a
+nested dict whose top-level keys are the names of the groups and whatever else the model
+has; `embed`, `enter` and `head` see all but the groups' (the *ends*).
+
+The loss is `sum(loss_sum) / sum(weight_sum)` over the global batch, so that padding,
+masks, shards and microbatches cannot change it. A group may declare auxiliary losses
+(router z-loss, load balancing); its block then returns `(stream, sums)`, a sum over its
 tokens or examples for each, and
 
     loss = (sum(loss_sum) + sum(coefficient * sums)) / sum(weight_sum)
 
 with `sums` over all layers and the global batch too. What is not a sum over examples,
 such as a product of means over a batch, would depend on the microbatches: take it of
-each example. `batch` is a dict of arrays with the example
-first: `tokens`, `targets` and `weights`, (batch, seq) each, and what else a model
-reads.
+each example.
+
+*State* is arrays that are no parameters: running statistics, a router's bias, integer
+tables. A function reads its layer's as `scope.state`. It changes once a step, outside
+the gradient: `update_state(state, sums) -> state` of each layer, from what its blocks
+summed over the global batch under other names than auxiliary losses.
 """
 
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from meshpar.errors import InputError
-from meshpar.model.scope import Batch, Scope
-from meshpar.rules.rules import LogicalAxes
-from meshpar.rules.sharding import path_name
+from meshpar.model.inputs import Input, Inputs, default_inputs
+from meshpar.model.parameter import Parameter, Params, flat, is_parameter
+from meshpar.model.scope import Scope
+from meshpar.model.sums import Sums, check_head, check_sums
+from meshpar.model.values import initial_values
 
-Params = dict[str, Any]
-
-SEQUENCE_INPUTS = ("tokens", "targets", "weights", "positions")
-"""Names of the arrays of a batch that are (batch, seq, ...), where it has them."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Parameter:
-    """What is known of one parameter before it exists.
-
-    Args:
-        shape: Global shape, of one layer where the parameter belongs to blocks.
-        dtype: Of its initial value, which is rounded to it; how a training step stores
-            the parameter is the layout's `param_dtype`.
-        logical_axes: A name, or None, for each dim.
-        initial: Key -> the initial value, of `shape`.
-        num_layers: Layers that the parameter is stacked over, on a leading dim; None
-            outside blocks.
-        layer_order: The layer at each place of that dim, -1 for a place without one;
-            first to last when absent.
-    """
-
-    shape: tuple[int, ...]
-    dtype: Any
-    logical_axes: LogicalAxes
-    initial: Callable[[jax.Array], jax.Array]
-    num_layers: int | None = None
-    layer_order: tuple[int, ...] | None = None
-
-    @property
-    def stacked_shape(self) -> tuple[int, ...]:
-        """Global shape with the `layers` dim."""
-        return (*self._leading, *self.shape)
-
-    @property
-    def stacked_axes(self) -> LogicalAxes:
-        """Logical axes with the `layers` dim."""
-        return (*(("layers",) if self._leading else ()), *self.logical_axes)
-
-    @property
-    def _leading(self) -> tuple[int, ...]:
-        if self.num_layers is None:
-            return ()
-        return (self.num_layers if self.layer_order is None else len(self.layer_order),)
-
-    @property
-    def struct(self) -> jax.ShapeDtypeStruct:
-        """Shape and dtype as JAX wants them."""
-        return jax.ShapeDtypeStruct(self.stacked_shape, self.dtype)
+Stream = Any
+"""An array, or a tree of arrays, that flows from block to block."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockGroup:
-    """Blocks of one kind: `block(block_params, x, scope) -> x`, `num_layers` times.
+    """Blocks of one kind: `block(block_params, stream, scope) -> stream`, repeated.
 
     Args:
         name: Key of their parameters in the tree.
         num_layers: How many there are.
-        block: One of them; the layer is `scope.layer`. It returns `(x, sums)` where
-            there are auxiliary losses: a dict of a scalar for each.
+        block: One of them; its layer is `scope.layer`, counted over all groups. It
+            returns `(stream, sums)` where it has auxiliary losses or sums for its
+            state: a dict by name.
+        enter: `(ends' params, stream, scope) -> stream` before the first block, where
+            this group's stream is made from that of the group before.
+        stream: Tree of the stream's logical axes, `batch` first in each; None for one
+            array of (batch, residual_seq, embed), or of any other rank, whole.
         auxiliary: Name of each auxiliary loss -> its coefficient.
+        update_state: `(state, sums) -> state` of one layer, once a step, where the
+            group has state that changes; `sums` are its blocks' over the global batch.
         costs: Of each layer, in any unit, for stages of even cost (`splits=cost`);
             their matmul FLOPs when absent.
 
@@ -108,9 +78,12 @@ class BlockGroup:
 
     name: str
     num_layers: int
-    block: Callable[[Params, jax.Array, Scope], jax.Array]
-    costs: tuple[float, ...] | None = None
+    block: Callable[[Params, Stream, Scope], Any]
+    enter: Callable[[Params, Stream, Scope], Stream] | None = None
+    stream: Any = field(default=None, hash=False)
     auxiliary: Mapping[str, float] = field(default_factory=dict, hash=False)
+    update_state: Callable[[Params, Sums], Params] | None = None
+    costs: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.costs is None:
@@ -127,29 +100,15 @@ class BlockGroup:
                 "number above 0"
             )
 
-    def run(
-        self, params: Params, x: jax.Array, scope: Scope
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The block's output, and its fp32 sum of each auxiliary loss.
+    def run(self, params: Params, stream: Stream, scope: Scope) -> tuple[Stream, Sums]:
+        """The block's output, and its sums: fp32 of each auxiliary loss, and others.
 
         Raises:
             InputError: It returns other sums than those declared.
         """
-        result = self.block(params, x, scope)
-        if not self.auxiliary and not isinstance(result, tuple):
-            return result, {}
-        shapes = None
-        if isinstance(result, tuple) and len(result) == 2:
-            shapes = {name: jnp.shape(value) for name, value in result[1].items()}
-        if not self.auxiliary or shapes != dict.fromkeys(self.auxiliary, ()):
-            found = "x alone" if shapes is None else f"x and {shapes}"
-            raise InputError(
-                f"block group {self.name!r} declares auxiliary losses "
-                f"{list(self.auxiliary)}, but its block returns {found}; it must "
-                "return (x, sums) with a scalar for each of those, or x if none"
-            )
-        x, sums = result
-        return x, {name: sums[name].astype(jnp.float32) for name in self.auxiliary}
+        result = self.block(params, stream, scope)
+        keeps_state = self.update_state is not None
+        return check_sums(self.name, result, stream, self.auxiliary, keeps_state)
 
     def weighted(self, sums: Mapping[str, jax.Array]) -> jax.Array | float:
         """The sums of the auxiliary losses times their coefficients."""
@@ -164,26 +123,49 @@ class Model:
 
     Args:
         parameters: Tree of `Parameter`; block groups under their own names.
-        embed: `(params, batch, scope) -> x` of shape (batch, seq, embed).
+        embed: `(params, batch, scope) -> stream`.
         groups: Block groups in the order in which they run.
-        head: `(params, x, batch, scope) -> (loss_sum, weight_sum)`, two scalars.
-        logits: `(params, x, scope) -> (batch, seq, vocab)`, for sampling; optional.
+        head: `(params, stream, batch, scope) -> (loss_sum, weight_sum)`, two scalars.
+        logits: `(params, stream, scope) -> outputs`, for sampling; optional.
+        inputs: Name -> `Input` of the arrays of a batch; None where the model does not
+            say: a batch then needs nothing but the example first, and where shapes are
+            needed without a batch, a language model's are taken.
         per_token: Whether embed and head treat every token by itself, but for its
             position (`Scope.positions`). Then the ranks of a pipeline share them.
-        sequence_inputs: Names of the arrays of a batch, of those that it has, that are
-            (batch, seq, ...) and so shared with the tokens; embed and head see others
-            whole, whatever their size.
+        sequence_inputs: Further arrays of a batch that are (batch, seq, ...), where
+            they are not declared.
+        state: Tree of `Parameter` for what is no parameter: each group's under its
+            name, that of the ends beside them.
+        constants: Paths, such as `blocks.table`, of those in `state` that a user finds
+            among the parameters: integers and booleans.
+        build: Name of a group, or `ends` -> key -> all its values at once (of one
+            layer): (parameters, state). What it has no entry for is drawn by each
+            `Parameter.initial`.
+        modules: Name of a group, or `ends` -> what builds its Flax NNX module, where
+            that is where they come from.
+
+    Raises:
+        InputError: A group has no parameters.
     """
 
     parameters: dict[str, Any]
-    embed: Callable[[Params, Batch, Scope], jax.Array]
+    embed: Callable[[Params, Mapping, Scope], Stream]
     groups: tuple[BlockGroup, ...]
-    head: Callable[[Params, jax.Array, Batch, Scope], tuple[jax.Array, jax.Array]]
-    logits: Callable[[Params, jax.Array, Scope], jax.Array] | None = None
+    head: Callable[[Params, Stream, Mapping, Scope], tuple[jax.Array, jax.Array]]
+    logits: Callable[[Params, Stream, Scope], Any] | None = None
+    inputs: Mapping[str, Input] | None = None
     per_token: bool = False
-    sequence_inputs: tuple[str, ...] = SEQUENCE_INPUTS
+    sequence_inputs: tuple[str, ...] = ()
+    state: dict[str, Any] = field(default_factory=dict)
+    constants: tuple[str, ...] = ()
+    build: Mapping[str, Callable[[jax.Array], tuple[Params, Params]]] = field(
+        default_factory=dict
+    )
+    modules: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if not self.groups:
+            raise InputError("a model has at least one group of blocks; groups is ()")
         for group in self.groups:
             if group.name not in self.parameters:
                 raise InputError(
@@ -191,11 +173,42 @@ class Model:
                     f"{', '.join(sorted(self.parameters))}"
                 )
 
+    def loss_sums(
+        self, ends: Params, stream: Stream, batch: Mapping, scope: Scope
+    ) -> tuple[jax.Array, jax.Array]:
+        """What the head sums up: the loss and its weights, in fp32.
+
+        Raises:
+            InputError: The head returns anything else than two scalars.
+        """
+        return check_head(self.head(ends, stream, batch, scope))
+
+    @property
+    def known_inputs(self) -> Inputs:
+        """The declared inputs, or a language model's where none are."""
+        return default_inputs() if self.inputs is None else self.inputs
+
+    def seq_dim(self, name: str) -> int | None:
+        """The dim of an array of the batch that has its tokens; None if none does.
+
+        Raises:
+            InputError: Nothing says so.
+        """
+        if name in self.known_inputs:
+            return self.known_inputs[name].dim("seq")
+        if name in self.sequence_inputs:
+            return 1
+        raise InputError(
+            "the ranks of the pipeline share the tokens of embed and head "
+            f"(per_token=True), but nothing says which dim of batch[{name!r}] has "
+            "them; declare it in inputs=, as Input(('batch', 'seq')) if dim 1 does"
+        )
+
     def split(self, params: Params) -> tuple[Params, list[Params]]:
         """The parameters outside the blocks, and those of each block group."""
         names = [group.name for group in self.groups]
         ends = {key: value for key, value in params.items() if key not in names}
-        return ends, [params[name] for name in names]
+        return ends, [params.get(name, {}) for name in names]
 
     def join(self, ends: Params, groups: list[Params]) -> Params:
         """Undoes `split`."""
@@ -204,16 +217,41 @@ class Model:
 
     def flat_parameters(self) -> dict[str, Parameter]:
         """Path such as `blocks.mlp.down` -> parameter, in tree order."""
-        leaves = jax.tree.leaves_with_path(self.parameters, is_leaf=is_parameter)
-        return {path_name(path): leaf for path, leaf in leaves}
+        return flat(self.parameters)
 
     def init(self, seed: jax.Array | int) -> Params:
-        """Initial values, each a function of (seed, path, layer index) only."""
-        return jax.tree.map_with_path(
-            lambda path, parameter: _initial_value(path_name(path), parameter, seed),
-            self.parameters,
-            is_leaf=is_parameter,
+        """Initial parameters, each a function of (seed, group, layer) only."""
+        return initial_values(self, seed)[0]
+
+    def arranged(self, orders: Mapping[str, tuple[int, ...]]) -> Model:
+        """The model with the stacked arrays of its groups in those orders of layers."""
+
+        def arrange(tree: dict[str, Any]) -> dict[str, Any]:
+            return {
+                name: jax.tree.map(
+                    lambda one, at=name: replace(one, layer_order=orders[at]),
+                    subtree,
+                    is_leaf=is_parameter,
+                )
+                if name in orders
+                else subtree
+                for name, subtree in tree.items()
+            }
+
+        return replace(
+            self, parameters=arrange(self.parameters), state=arrange(self.state)
         )
+
+    @property
+    def first_layers(self) -> tuple[int, ...]:
+        """Index of each group's first layer among all."""
+        sizes = [group.num_layers for group in self.groups]
+        return tuple(sum(sizes[:at]) for at in range(len(sizes)))
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of all groups."""
+        return sum(group.num_layers for group in self.groups)
 
     @property
     def num_parameters(self) -> int:
@@ -222,64 +260,3 @@ class Model:
             math.prod(parameter.shape) * (parameter.num_layers or 1)
             for parameter in self.flat_parameters().values()
         )
-
-
-def loss(
-    model: Model, params: Params, batch: Batch, scope: Scope | None = None
-) -> jax.Array:
-    """The mean loss on one device, without any layout: what every layout must equal."""
-    scope = scope or Scope(batch=batch)
-    x, auxiliary = _run(model, params, batch, scope)
-    loss_sum, weight_sum = model.head(model.split(params)[0], x, batch, scope)
-    return (loss_sum + auxiliary) / weight_sum
-
-
-def forward(model: Model, params: Params, batch: Batch, scope: Scope) -> jax.Array:
-    """The last block's output, layers in a plain loop."""
-    return _run(model, params, batch, scope)[0]
-
-
-def _run(
-    model: Model, params: Params, batch: Batch, scope: Scope
-) -> tuple[jax.Array, jax.Array | float]:
-    """The last block's output, and the weighted sum of the auxiliary losses."""
-    ends, groups = model.split(params)
-    x, auxiliary = model.embed(ends, batch, scope), 0.0
-    first = 0
-    for group, stacked in zip(model.groups, groups, strict=True):
-        for layer in range(group.num_layers):
-            one_layer = jax.tree.map(lambda value, at=layer: value[at], stacked)
-            at = scope.at_layer(jnp.asarray(first + layer))
-            x, sums = group.run(one_layer, x, at)
-            auxiliary += group.weighted(sums)
-        first += group.num_layers
-    return x, auxiliary
-
-
-def is_parameter(node: object) -> bool:
-    """Whether a node of the parameter tree is a `Parameter`."""
-    return isinstance(node, Parameter)
-
-
-def batch_shapes(examples: int, seq: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes of a batch of tokens, for compiling without data."""
-    shape = (examples, seq)
-    return {
-        "tokens": jax.ShapeDtypeStruct(shape, jnp.int32),
-        "targets": jax.ShapeDtypeStruct(shape, jnp.int32),
-        "weights": jax.ShapeDtypeStruct(shape, jnp.float32),
-    }
-
-
-def _initial_value(path: str, parameter: Parameter, seed: jax.Array | int) -> jax.Array:
-    key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(path.encode()))
-    if parameter.num_layers is None:
-        return parameter.initial(key).astype(parameter.dtype)
-    order = parameter.layer_order or tuple(range(parameter.num_layers))
-    layers = jnp.asarray(order, jnp.int32)
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, layers.astype(jnp.uint32))
-    values = jax.vmap(parameter.initial)(keys).astype(parameter.dtype)
-    if min(order) >= 0:
-        return values
-    filled = (layers >= 0).reshape(-1, *(1,) * len(parameter.shape))
-    return jnp.where(filled, values, 0)

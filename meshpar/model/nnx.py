@@ -1,136 +1,170 @@
-"""A Flax NNX module as a model under the contract."""
+"""Flax NNX modules as a model under the contract."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-import jax
 from flax import nnx
 
 from meshpar.errors import InputError
-from meshpar.model.contract import SEQUENCE_INPUTS, BlockGroup, Model, Parameter, Params
-from meshpar.rules.sharding import axes_of, insert
+from meshpar.model.contract import BlockGroup, Model
+from meshpar.model.inputs import Input
+from meshpar.model.nnx_functions import Functional
+from meshpar.model.parameter import Params
+from meshpar.model.scope import Scope
+from meshpar.model.values import ENDS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blocks:
+    """One group of blocks for `from_nnx(groups=...)`.
+
+    Args:
+        block: Builds one block from `nnx.Rngs`.
+        num_layers: How many there are.
+        enter: Name of the method of the ends, called as `(stream, scope) -> stream`,
+            that makes this group's stream from that of the group before.
+        stream: Tree of the stream's logical axes (`BlockGroup`).
+        auxiliary: Name of each auxiliary loss -> its coefficient.
+    """
+
+    block: Callable[[nnx.Rngs], nnx.Module]
+    num_layers: int
+    enter: str | None = None
+    stream: Any = None
+    auxiliary: Mapping[str, float] = field(default_factory=dict)
 
 
 def from_nnx(
     *,
     ends: Callable[[nnx.Rngs], nnx.Module],
-    block: Callable[[nnx.Rngs], nnx.Module],
-    num_layers: int,
+    block: Callable[[nnx.Rngs], nnx.Module] | None = None,
+    num_layers: int | None = None,
+    groups: Mapping[str, Blocks] | None = None,
     group: str = "blocks",
+    inputs: Mapping[str, Input] | None = None,
+    stream: Any = None,
     per_token: bool = False,
-    sequence_inputs: Sequence[str] = SEQUENCE_INPUTS,
+    sequence_inputs: Sequence[str] = (),
     auxiliary: Mapping[str, float] | None = None,
 ) -> Model:
-    """A model whose two ends and repeated block are Flax NNX modules.
+    """A model whose two ends and repeated blocks are Flax NNX modules.
 
-    The ends module has `embed(batch, scope) -> x`, `head(x, batch, scope) ->
-    (loss_sum, weight_sum)` and, for sampling, `logits(x, scope)`. The block module is
-    called as `block(x, scope) -> x`, or `-> (x, sums)` with auxiliary losses. Logical
-    axes are the modules' own sharding metadata (`nnx.with_partitioning` or
-    `out_sharding=`), a parameter without any is replicated. The parameter tree of the
-    blocks stands under the key `group`.
+    The ends module has `embed(batch, scope) -> stream`, `head(stream, batch, scope) ->
+    (loss_sum, weight_sum)` and, for sampling, `logits(stream, scope)`. A block module
+    is called as `block(stream, scope) -> stream`, or `-> (stream, sums)` with auxiliary
+    losses. Logical axes are the modules' own sharding metadata (`nnx.with_partitioning`
+    or `out_sharding=`), a parameter without any is replicated. The parameter tree of a
+    group of blocks stands under its name.
+
+    A module starts as Flax starts it, from `nnx.Rngs(initial_key(seed, group, layer))`.
+    Its variables that are no `nnx.Param`, and its arrays, are state: constants, unless
+    a block has `update_state(sums)`, which is called once a step with the sums that the
+    block returned, over the global batch, and assigns to them. `nnx.BatchNorm` takes
+    the statistics of the global batch.
 
     Args:
         ends: Builds the module of embedding and head.
         block: Builds one block.
         num_layers: Number of blocks.
-        group: Name of the blocks in parameter paths.
+        groups: Name -> `Blocks`, in order, instead of `block` and `num_layers`.
+        group: Name of the blocks in parameter paths, where there is one group.
+        inputs: Name -> `Input` of the arrays of a batch (`Model`).
+        stream: Tree of the stream's logical axes (`BlockGroup`).
         per_token: Whether embed and head treat every token by itself (`Model`).
-        sequence_inputs: Arrays of a batch that are (batch, seq, ...) (`Model`).
+        sequence_inputs: Further arrays of a batch that are (batch, seq, ...) (`Model`).
         auxiliary: Name of each auxiliary loss of the blocks -> its coefficient.
 
     Raises:
-        InputError: A module has state that is no parameter, such as batch statistics,
-            or a parameter of the ends is called `group`.
+        InputError: No blocks, parameters of the ends with the name of a group, or a
+            module that holds a random key of its own.
     """
-    if num_layers < 1:
-        raise InputError(f"num_layers={num_layers}: a model has at least 1 block")
-    ends_call, ends_parameters = _functional(ends, None)
-    block_call, block_parameters = _functional(block, num_layers)
-    if group in ends_parameters:
-        raise InputError(
-            f"the ends have parameters called {group!r}, the blocks' own name; rename "
-            "them or pass another group="
-        )
-    has_logits = hasattr(_abstract(ends), "logits")
+    chosen = _groups(
+        groups, group, block, num_layers, stream=stream, auxiliary=auxiliary or {}
+    )
+    end = Functional(ends, "the ends")
+    made = {
+        name: Functional(one.block, f"block {name!r}") for name, one in chosen.items()
+    }
+    _check_names(end, chosen)
+    sizes = {name: one.num_layers for name, one in chosen.items()}
+    state = {name: one.state(sizes[name]) for name, one in made.items()}
+    params = {name: one.parameters(sizes[name]) for name, one in made.items()}
+
+    def logits(params: Params, x: Any, scope: Scope) -> Any:
+        return end.run(params, scope, "logits", x, scope)
+
     return Model(
-        parameters={**ends_parameters, group: block_parameters},
-        embed=lambda params, *args: ends_call(params, "embed", *args),
-        groups=(
-            BlockGroup(
-                name=group,
-                num_layers=num_layers,
-                block=lambda params, *args: block_call(params, "__call__", *args),
-                auxiliary=dict(auxiliary or {}),
-            ),
+        parameters={**end.parameters(None), **params},
+        embed=lambda params, batch, scope: end.run(
+            params, scope, "embed", batch, scope
         ),
-        head=lambda params, *args: ends_call(params, "head", *args),
-        logits=(lambda params, *args: ends_call(params, "logits", *args))
-        if has_logits
-        else None,
+        groups=tuple(_group(name, chosen[name], made[name], end) for name in chosen),
+        head=lambda params, x, batch, scope: end.run(
+            params, scope, "head", x, batch, scope
+        ),
+        logits=logits if end.has("logits") else None,
+        inputs=inputs,
         per_token=per_token,
         sequence_inputs=tuple(sequence_inputs),
+        state={**end.state(None), **{k: tree for k, tree in state.items() if tree}},
+        constants=(
+            *end.constants,
+            *(f"{name}.{path}" for name in made for path in made[name].constants),
+        ),
+        build={ENDS: end.build, **{name: one.build for name, one in made.items()}},
+        modules={ENDS: ends, **{name: one.block for name, one in chosen.items()}},
     )
 
 
-class _OneKey(nnx.RngStream):
-    """Gives the same key at every call, so that construction order cannot matter."""
-
-    def __call__(self) -> jax.Array:
-        return self.key[...]
-
-
-def _build(builder: Callable[[nnx.Rngs], nnx.Module], key: jax.Array) -> nnx.Module:
-    rngs = nnx.Rngs(0)
-    rngs.default = _OneKey(key, tag="default")
-    with nnx.use_eager_sharding(False):
-        return builder(rngs)
-
-
-def _abstract(builder: Callable[[nnx.Rngs], nnx.Module]) -> nnx.Module:
-    return nnx.eval_shape(lambda: _build(builder, jax.random.key(0)))
-
-
-def _functional(
-    builder: Callable[[nnx.Rngs], nnx.Module], num_layers: int | None
-) -> tuple[Callable[..., Any], Params]:
-    """A function of (parameters, method name, arguments), and the parameter tree."""
-    graph, state, rest = nnx.split(_abstract(builder), nnx.Param, ...)
-    others = [path for path, _ in nnx.to_flat_state(rest)]
-    if others:
+def _groups(
+    groups: Mapping[str, Blocks] | None,
+    name: str,
+    block: Callable[[nnx.Rngs], nnx.Module] | None,
+    num_layers: int | None,
+    **options: Any,
+) -> dict[str, Blocks]:
+    if (groups is None) == (block is None) or (block is None) != (num_layers is None):
         raise InputError(
-            f"module state {'.'.join(map(str, others[0]))!r} is no nnx.Param; keep "
-            "running statistics and random streams out of the module (scope.dropout "
-            "draws its own)"
+            "give from_nnx either block= and num_layers=, or groups= with a "
+            "meshpar.Blocks for each name"
         )
-    parameters: Params = {}
-    for path, variable in nnx.to_flat_state(state):
-        parameter = Parameter(
-            shape=tuple(variable.shape),
-            dtype=variable.dtype,
-            logical_axes=axes_of(variable),
-            initial=_initial(builder, path),
-            num_layers=num_layers,
+    if groups is None:
+        groups = {name: Blocks(block=block, num_layers=num_layers, **options)}
+    if not groups:
+        raise InputError("groups={}: a model has at least 1 group of blocks")
+    for name, one in groups.items():
+        if one.num_layers < 1:
+            raise InputError(
+                f"num_layers={one.num_layers}: {name!r} has at least 1 block"
+            )
+    return dict(groups)
+
+
+def _check_names(end: Functional, groups: Mapping[str, Blocks]) -> None:
+    taken = {*end.parameters(None), *end.state(None)} & set(groups)
+    if taken:
+        raise InputError(
+            f"the ends have parameters called {sorted(taken)[0]!r}, the blocks' own "
+            "name; rename them or pass another group="
         )
-        insert(parameters, path, parameter)
-
-    def call(params: Params, method: str, *args: Any) -> Any:
-        with nnx.use_eager_sharding(False):
-            filled = nnx.State(state)
-            nnx.replace_by_pure_dict(filled, params)
-            module = nnx.merge(graph, filled, nnx.State({}))
-            return getattr(module, method)(*args)
-
-    return call, parameters
 
 
-def _initial(
-    builder: Callable[[nnx.Rngs], nnx.Module], path: tuple
-) -> Callable[[jax.Array], jax.Array]:
-    def initial(key: jax.Array) -> jax.Array:
-        state = nnx.state(_build(builder, key), nnx.Param)
-        return dict(nnx.to_flat_state(state))[path][...]
+def _group(name: str, given: Blocks, block: Functional, end: Functional) -> BlockGroup:
+    def run(params: Params, stream: Any, scope: Scope) -> Any:
+        return block.run_block(params, scope, stream)
 
-    return initial
+    def enter(params: Params, stream: Any, scope: Scope) -> Any:
+        return end.run(params, scope, given.enter, stream, scope)
+
+    return BlockGroup(
+        name=name,
+        num_layers=given.num_layers,
+        block=run,
+        enter=enter if given.enter else None,
+        stream=given.stream,
+        auxiliary=dict(given.auxiliary),
+        update_state=block.update_state if block.changes_state else None,
+    )

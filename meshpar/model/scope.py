@@ -5,21 +5,21 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
+from meshpar.collectives import asked
+from meshpar.errors import InputError
+from meshpar.model.inputs import Batch
 from meshpar.rules.rules import LogicalAxes, Rules, auto_mesh_shape, spec_axes
-
-Batch = Mapping[str, jax.Array]
 
 SAVED_PREFIX = "meshpar."
 """Begins the name of every residual that a block asked to keep."""
-
-EXAMPLE = "example"
-"""Key of the batch array with each example's index in the global batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,20 +29,31 @@ class Scope:
     Args:
         rules: How arrays are laid out; None outside any mesh.
         batch: The inputs of these examples, those that need no gradient.
-        layer: Index of the layer; -1 outside the blocks.
+        layer: Index of the layer among all groups; -1 outside the blocks.
+        state: State of this layer, or of the ends outside the blocks, as a tree.
+        examples: Index of each example at hand in the global batch, uint32; None where
+            nobody asked for random numbers.
+        random: Key of (seed, step) that all randomness derives from; None for none.
+        training: Whether a training step runs; without, dropout does nothing.
         token_positions: Positions in the sequence of the tokens at hand; None if they
             are the whole sequence.
         full_seq: Tokens of the whole sequence, where those at hand are a share of it.
-        dropout_key: Key of (seed, step); None turns dropout off.
+        batch_axes: Manual mesh axes that split the examples of one microbatch.
+        num_microbatches: Parts that the batch of a device is run in, one by one.
         platform: Kind of device the program is for: `cpu`, `gpu` or `tpu`.
     """
 
     rules: Rules | None = None
-    batch: Batch = field(default_factory=dict)
+    batch: Mapping[str, jax.Array] = field(default_factory=Batch)
     layer: jax.Array | int = -1
-    dropout_key: jax.Array | None = None
+    state: Any = field(default_factory=dict)
+    examples: jax.Array | None = None
+    random: jax.Array | None = None
+    training: bool = False
     token_positions: jax.Array | None = None
     full_seq: int | None = None
+    batch_axes: tuple[str, ...] = ()
+    num_microbatches: int = 1
     platform: str = "cpu"
 
     def constrain(self, x: jax.Array, logical_axes: LogicalAxes) -> jax.Array:
@@ -111,17 +122,52 @@ class Scope:
             return jnp.arange(seq, dtype=jnp.int32)
         return self.token_positions
 
+    def key(self, name: str) -> jax.Array:
+        """A key for each example at hand: (examples,), for `jax.vmap` to draw with.
+
+        A function of (seed, step, layer, `name`, example) alone, so that no layout
+        changes what is drawn.
+
+        Raises:
+            InputError: There is nothing to derive from (`Scope(random=, examples=)`),
+                or the ranks of a pipeline share the tokens of an example here.
+
+        Example:
+            >>> import jax, jax.numpy as jnp
+            >>> scope = Scope(random=jax.random.key(0), examples=jnp.arange(4))
+            >>> draw = lambda key: jax.random.normal(key, (3,))
+            >>> jax.vmap(draw)(scope.key("noise")).shape
+            (4, 3)
+        """
+        if self.token_positions is not None:
+            raise InputError(
+                f"scope.key({name!r}) is one for each example, but the ranks of a "
+                "pipeline share the tokens of an example in embed and head here; draw "
+                "in a block, or leave per_token out"
+            )
+        return self._keys(name)
+
     def dropout(self, x: jax.Array, rate: float, name: str) -> jax.Array:
         """`x` with a share `rate` of its values zeroed and the rest scaled up.
 
-        The mask is a function of (seed, step, layer, `name`, example) only. `x` has
-        the example as its first dim.
+        The mask is a function of (seed, step, layer, `name`, example) only.
+
+        Args:
+            x: The example is its first dim.
+            rate: From 0 to below 1.
+            name: Of the place, another one for each in a function.
+
+        Raises:
+            InputError: The first dim is not as long as there are examples.
         """
-        if self.dropout_key is None or rate == 0.0:
+        if not self.training or self.random is None or rate == 0.0:
             return x
-        key = jax.random.fold_in(self.dropout_key, zlib.crc32(name.encode()))
-        key = jax.random.fold_in(key, jnp.asarray(self.layer).astype(jnp.uint32))
-        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, self.batch[EXAMPLE])
+        keys = self._keys(name)
+        if x.ndim == 0 or x.shape[0] != len(keys):
+            raise InputError(
+                f"scope.dropout({name!r}) is given shape {x.shape}, but there are "
+                f"{len(keys)} examples here, one mask for each; put the example first"
+            )
         shape = x.shape[1:]
         if self.full_seq is not None:
             shape = (self.full_seq, *shape[1:])
@@ -130,11 +176,41 @@ class Scope:
             keep = keep[:, self.token_positions]
         return jnp.where(keep, x / (1 - rate), 0).astype(x.dtype)
 
-    @property
-    def in_order(self) -> bool:
-        """Whether collectives must wait for one another (`meshpar.collectives`)."""
-        return self.rules is not None and self.platform == "cpu"
+    def batch_sum(self, x: jax.Array) -> jax.Array:
+        """`x` summed over the devices that share the global batch, for its statistics.
 
-    def at_layer(self, layer: jax.Array) -> Scope:
-        """This scope inside block `layer`."""
-        return replace(self, layer=layer)
+        One all-reduce of `x` over the batch axes, and of its gradient in the backward.
+
+        Args:
+            x: A sum over the examples at hand.
+
+        Raises:
+            InputError: The batch runs in several microbatches, none of which has the
+                others' examples.
+        """
+        if self.num_microbatches > 1:
+            raise InputError(
+                "scope.batch_sum needs the whole global batch at once, but it runs in "
+                f"microbatches={self.num_microbatches}; set microbatches=1, or "
+                "normalise with state that a step updates (BlockGroup.update_state)"
+            )
+        if not self.batch_axes:
+            return x
+        with asked("batch_sum"):
+            return lax.psum(x, self.batch_axes)
+
+    def at_layer(self, layer: jax.Array | int, state: Any = None) -> Scope:
+        """This scope inside block `layer`, with that layer's state."""
+        return replace(self, layer=layer, state={} if state is None else state)
+
+    def _keys(self, name: str) -> jax.Array:
+        if self.random is None or self.examples is None:
+            raise InputError(
+                f"random numbers for {name!r} derive from a seed, a step and each "
+                "example's index, but this scope has none; give "
+                "Scope(random=key, examples=jnp.arange(num_examples))"
+            )
+        key = jax.random.fold_in(self.random, zlib.crc32(name.encode()))
+        key = jax.random.fold_in(key, jnp.asarray(self.layer).astype(jnp.uint32))
+        examples = self.examples.astype(jnp.uint32)
+        return jax.vmap(jax.random.fold_in, (None, 0))(key, examples)

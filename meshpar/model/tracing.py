@@ -4,35 +4,135 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from meshpar.errors import InputError
-from meshpar.model.contract import Model, Params, batch_shapes, is_parameter
-from meshpar.model.scope import EXAMPLE
+from meshpar.model.contract import Model
+from meshpar.model.inputs import (
+    BATCH_DIM,
+    Batch,
+    default_inputs,
+    logical_sizes,
+    shapes_of,
+)
+from meshpar.model.parameter import Params, is_parameter
+from meshpar.model.scope import Scope
 
 
-def traced_batch(examples: int, seq: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """`batch_shapes`, and each example's index, as a model's functions are traced."""
-    example = jax.ShapeDtypeStruct((examples,), jnp.uint32)
-    return {**batch_shapes(examples, seq), EXAMPLE: example}
+def batch_shapes(
+    model: Any, examples: int | None = None, **sizes: int
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes of a batch of a model, for compiling without data.
+
+    Args:
+        model: Whose declared inputs they are. Or two numbers, of examples and of
+            tokens, for the inputs of a language model.
+        examples: Of the global batch.
+        sizes: Size of each other logical axis of the inputs, such as `seq=128`.
+
+    Raises:
+        InputError: A size is missing.
+
+    Example:
+        >>> from models.presets import build
+        >>> batch_shapes(build("test"), 8, seq=16)["tokens"].shape
+        (8, 16)
+    """
+    if isinstance(model, int):
+        return shapes_of(default_inputs(), {BATCH_DIM: model, "seq": examples or 0})
+    given = {} if examples is None else {BATCH_DIM: examples}
+    return shapes_of(model.known_inputs, {**given, **sizes})
+
+
+def traced_batch(
+    model: Model, examples: int, seq: int
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes of a batch to trace with: `seq` for every size that nobody gives."""
+    inputs = model.known_inputs
+    sizes = dict.fromkeys(logical_sizes(inputs), seq)
+    return shapes_of(inputs, {**sizes, BATCH_DIM: examples})
+
+
+def tracing_scope(batch: Any, state: Params, **fields: Any) -> Scope:
+    """A scope for tracing: everything that a function may ask for is there."""
+    examples = jax.tree.leaves(batch)[0].shape[0]
+    return Scope(
+        batch=Batch(batch),
+        state=state,
+        examples=jnp.arange(examples, dtype=jnp.uint32),
+        random=jax.random.key(0),
+        training=True,
+        **fields,
+    )
+
+
+def traced_forward(
+    model: Model, examples: int, seq: int, *, rules: Any = None, head: bool = False
+) -> tuple[Any, ...]:
+    """A model's forward with one layer of each group, and the shapes it takes.
+
+    Args:
+        model: The model.
+        examples: Of the batch.
+        seq: Size of all that varies in it.
+        rules: What stands in the scope; None outside any mesh.
+        head: Whether the head is run too.
+    """
+    batch = traced_batch(model, examples, seq)
+
+    def once(params: tuple, state: tuple, batch: Any) -> Any:
+        (ends, layers), (of_ends, states) = params, state
+        outside = tracing_scope(batch, of_ends, rules=rules)
+        x = model.embed(ends, outside.batch, outside)
+        for group, layer, of_layer in zip(model.groups, layers, states, strict=True):
+            x = x if group.enter is None else group.enter(ends, x, outside)
+            x, _ = group.run(layer, x, outside.at_layer(0, of_layer))
+        return model.loss_sums(ends, x, outside.batch, outside) if head else x
+
+    return once, one_layer_shapes(model), one_layer_state(model), batch
+
+
+def traced_streams(model: Model, examples: int, seq: int) -> list[Any]:
+    """Shapes of each group's stream."""
+
+    def streams(params: tuple, of_ends: Any, batch: Any) -> list[Any]:
+        ends, _ = params
+        outside = tracing_scope(batch, of_ends)
+        found = [model.embed(ends, outside.batch, outside)]
+        for group in model.groups[1:]:
+            x = found[-1]
+            found.append(x if group.enter is None else group.enter(ends, x, outside))
+        return found
+
+    state, _ = one_layer_state(model)
+    batch = traced_batch(model, examples, seq)
+    return jax.eval_shape(streams, one_layer_shapes(model), state, batch)
 
 
 def one_layer_shapes(model: Model) -> tuple[Params, list[Params]]:
     """Shapes of the parameters of the ends, and of one layer of each group."""
-    return model.split(
-        jax.tree.map(
-            lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype),
-            model.parameters,
-            is_leaf=is_parameter,
-        )
+    return model.split(_shapes(model.parameters))
+
+
+def one_layer_state(model: Model) -> tuple[Params, list[Params]]:
+    """Shapes of the state of the ends, and of one layer of each group."""
+    return model.split(_shapes(model.state))
+
+
+def _shapes(tree: Params) -> Params:
+    return jax.tree.map(
+        lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype),
+        tree,
+        is_leaf=is_parameter,
     )
 
 
 @contextlib.contextmanager
 def tracing(problem: str, way_out: str = "") -> Iterator[None]:
-    """Turns a model's failure on a batch of tokens alone into an error that says so.
+    """Turns a model's failure on a batch of its inputs into an error that says so.
 
     Args:
         problem: What cannot be done.

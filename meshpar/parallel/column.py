@@ -7,11 +7,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
-from meshpar.collectives import follow, zero_on_parts
 from meshpar.model.scope import Scope
-from meshpar.rules.rules import LogicalAxes, auto_mesh_shape
+from meshpar.rules.rules import LogicalAxes, Rules
 
 _WHOLE = ("batch", "seq", "embed")
 
@@ -35,52 +33,26 @@ def column_parallel(
     """
     if scope.rules is None:
         return jnp.einsum(dims, x, weight)
-    y = _matmul(dims, out_axes, _Rules(scope), x, weight)
-    return scope.constrain(y, out_axes)
+    return scope.constrain(_matmul(dims, scope.rules, x, weight), out_axes)
 
 
-class _Rules:
-    """What the two passes need of a scope; equal for equal rules, for JAX's cache."""
-
-    def __init__(self, scope: Scope) -> None:
-        self.rules, self.in_order = scope.rules, scope.in_order
-
-    def __hash__(self) -> int:
-        return hash((self.rules, self.in_order))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Rules) and vars(self) == vars(other)
-
-    def whole(self, x: jax.Array) -> jax.Array:
-        return self.rules.constrain(x, _WHOLE)
-
-    def spec(self, x: jax.Array, logical_axes: LogicalAxes) -> PartitionSpec:
-        return self.rules.spec(logical_axes, x.shape, mesh_shape=auto_mesh_shape())
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _matmul(
-    dims: str, out_axes: LogicalAxes, rules: _Rules, x: jax.Array, weight: jax.Array
-) -> jax.Array:
-    return jnp.einsum(dims, rules.whole(x), weight)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _matmul(dims: str, rules: Rules, x: jax.Array, weight: jax.Array) -> jax.Array:
+    return jnp.einsum(dims, rules.constrain(x, _WHOLE), weight)
 
 
 # Not by `_matmul`, in which a remat policy of dots would not see this one.
 def _forward(
-    dims: str, out_axes: LogicalAxes, rules: _Rules, x: jax.Array, weight: jax.Array
+    dims: str, rules: Rules, x: jax.Array, weight: jax.Array
 ) -> tuple[jax.Array, tuple]:
-    return jnp.einsum(dims, rules.whole(x), weight), (x, weight)
+    return jnp.einsum(dims, rules.constrain(x, _WHOLE), weight), (x, weight)
 
 
 def _backward(
-    dims: str, out_axes: LogicalAxes, rules: _Rules, kept: tuple, dy: jax.Array
+    dims: str, rules: Rules, kept: tuple, dy: jax.Array
 ) -> tuple[jax.Array, Any]:
     x, weight = kept
-    if rules.in_order:
-        x = follow(x, zero_on_parts(dy, rules.spec(dy, out_axes)))
-    x = rules.whole(x)
-    if rules.in_order:
-        dy = follow(dy, zero_on_parts(x, rules.spec(x, _WHOLE)))
+    x = rules.constrain(x, _WHOLE)
     _, vjp = jax.vjp(lambda x, weight: jnp.einsum(dims, x, weight), x, weight)
     return vjp(dy)
 

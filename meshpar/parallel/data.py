@@ -7,19 +7,12 @@ from typing import Any
 import jax
 from jax import lax
 
-from meshpar.collectives import Zero, asked, follow
-from meshpar.parallel.zero import is_stored, zero_from_all
+from meshpar.collectives import asked
+from meshpar.parallel.zero import is_stored
 from meshpar.rules.rules import spec_axes
 
 
-def reduce_gradients(
-    stored: Any,
-    gradients: Any,
-    mesh_axes: tuple[str, ...],
-    *,
-    earlier: Zero | None = None,
-    in_order: bool = False,
-) -> Any:
+def reduce_gradients(stored: Any, gradients: Any, mesh_axes: tuple[str, ...]) -> Any:
     """Sums each gradient over the mesh axes that it has not been reduced over yet.
 
     States that are whole on all devices: one all-reduce of all their gradients. Those
@@ -31,8 +24,6 @@ def reduce_gradients(
         gradients: The same tree of gradients, this device's, reduce-scattered where
             their states are split.
         mesh_axes: Mesh axes of size above 1 that split the batch, and `stage`.
-        earlier: What the first all-reduce must wait for.
-        in_order: Whether each all-reduce waits for the one before (`collectives`).
     """
     layouts, treedef = jax.tree.flatten(stored, is_leaf=is_stored)
     leaves = treedef.flatten_up_to(gradients)
@@ -42,14 +33,9 @@ def reduce_gradients(
     ]
     for axes in sorted(set(remaining) - {()}):
         at = [index for index, wanted in enumerate(remaining) if wanted == axes]
-        waiting = [
-            follow(leaves[index].astype(layouts[index].sum_dtype), earlier)
-            for index in at
-        ]
+        parts = [leaves[index].astype(layouts[index].sum_dtype) for index in at]
         with asked("gradient_reduction"):
-            summed = lax.psum(waiting, axes)
+            summed = lax.psum(parts, axes)
         for index, leaf in zip(at, summed, strict=True):
             leaves[index] = leaf
-        if in_order:
-            earlier = zero_from_all([layouts[index] for index in at], summed)
     return treedef.unflatten(leaves)

@@ -24,7 +24,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from meshpar.chunk_bytes import LOGITS_BYTES
-from meshpar.collectives import asked, follow, on_parts, zero_from
+from meshpar.collectives import asked, on_parts, sum_dtype
 from meshpar.errors import InputError
 from meshpar.model.scope import Scope
 from meshpar.parallel.head_chunk import Chunk, matmul
@@ -71,7 +71,7 @@ def head_cross_entropy(
     plan = _Plan(
         split=split,
         num_chunks=_num_chunks(x, table, split, logits_bytes),
-        in_order=scope.in_order,
+        platform=scope.platform,
     )
     x = scope.constrain(x, logical_axes)
     return _loss_sum(plan, x, table, targets, weights), jnp.sum(weights)
@@ -154,12 +154,12 @@ class _Plan:
     Args:
         split: What the part is.
         num_chunks: Chunks that its tokens are cut into.
-        in_order: Whether collectives wait for one another (`meshpar.collectives`).
+        platform: Kind of device the program is for.
     """
 
     split: _Split
     num_chunks: int
-    in_order: bool
+    platform: str
 
     def loss(self, *arrays: jax.Array) -> jax.Array:
         """The summed loss of (x, table, targets, weights)."""
@@ -173,9 +173,8 @@ class _Plan:
         """The same, and its gradients for x, table (fp32) and weights."""
         x, table, targets, weights = arrays
         whole = self._gather(x)
-        # XLA:CPU aborts on a 16-bit sum in a partly manual region.
-        wide = self.in_order and self.split.vocab
-        dx_dtype = jnp.float32 if wide else x.dtype
+        summed = sum_dtype(x.dtype, self.platform)
+        dx_dtype = summed if self.split.vocab else x.dtype
 
         def work(chunk: Chunk) -> tuple:
             losses, dlogits = chunk.losses(), chunk.logits_gradient()
@@ -187,11 +186,7 @@ class _Plan:
             work, whole, table, targets, weights
         )
         dx = self._sum_vocab(dx.reshape(whole.shape)).astype(x.dtype)
-        done = zero_from(dx) if self.in_order else None
-        dtable = self._sum_tokens(follow(dtable, done))
-        # What needs the loss may hold collectives: they come after all of these.
-        done = zero_from(dtable) if self.in_order else None
-        total = self._sum_tokens(follow(total, done))
+        dtable, total = self._sum_tokens(dtable), self._sum_tokens(total)
         return total, dx, dtable, losses.reshape(weights.shape)
 
     def _gather(self, x: jax.Array) -> jax.Array:
@@ -225,10 +220,10 @@ class _Plan:
         num_tokens = math.prod(x.shape[:2])
         tokens = (x.reshape(num_tokens, x.shape[2]), *(a.reshape(-1) for a in arrays))
 
-        def chunk_of(arrays: tuple, earlier: jax.Array | None) -> Chunk:
+        def chunk_of(arrays: tuple) -> Chunk:
             x, targets, weights = arrays
             return Chunk(
-                x=follow(x, earlier),
+                x=x,
                 table=table,
                 targets=targets,
                 weights=weights,
@@ -236,17 +231,15 @@ class _Plan:
             )
 
         if self.num_chunks == 1:
-            return work(chunk_of(tokens, None))
+            return work(chunk_of(tokens))
 
         def body(sums: Any, arrays: tuple) -> tuple[Any, Any]:
-            # Also where XLA unrolls the loop, a chunk's collectives follow the last's.
-            earlier = zero_from(jax.tree.leaves(sums)[0]) if self.in_order else None
-            more, joined = work(chunk_of(arrays, earlier))
+            more, joined = work(chunk_of(arrays))
             return jax.tree.map(jnp.add, sums, more), joined
 
         chunks = tuple(_cut(array, self.num_chunks) for array in tokens)
         first = jax.tree.map(lambda array: array[0], chunks)
-        shapes = jax.eval_shape(lambda arrays: work(chunk_of(arrays, None))[0], first)
+        shapes = jax.eval_shape(lambda arrays: work(chunk_of(arrays))[0], first)
         zeros = jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), shapes)
         sums, joined = lax.scan(body, zeros, chunks)
         return sums, jax.tree.map(

@@ -32,9 +32,7 @@ def global_norm(tree: Any, shardings: Any, mesh: Mesh) -> jax.Array:
 
     def local(tree: Any) -> jax.Array:
         parts = jax.tree.map(
-            lambda spec, x: (
-                jnp.sum(jnp.square(x.astype(jnp.float32))) / _copies(spec, mesh)
-            ),
+            lambda spec, x: _squares(x) / _copies(spec, mesh),
             specs,
             tree,
             is_leaf=lambda node: isinstance(node, PartitionSpec),
@@ -50,6 +48,11 @@ def global_norm(tree: Any, shardings: Any, mesh: Mesh) -> jax.Array:
         check_vma=False,
     )(tree)
     return jnp.sqrt(squares)
+
+
+def _squares(x: jax.Array) -> jax.Array:
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return jnp.sum(jnp.square(jnp.abs(wide) if jnp.iscomplexobj(wide) else wide))
 
 
 def _copies(spec: PartitionSpec, mesh: Mesh) -> int:

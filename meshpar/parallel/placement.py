@@ -1,4 +1,4 @@
-"""A model on a mesh: its parameters stored, gathered and reduced, per device."""
+"""A model's parameters on a mesh: stored, gathered and reduced, per device."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from meshpar.collectives import Zero, asked, follow, zero_from
+from meshpar.collectives import asked, sum_dtype
 from meshpar.layout import BATCH_AXES, MANUAL_AXES, Layout
-from meshpar.model.contract import Model, Params
-from meshpar.model.scope import Scope
+from meshpar.model.contract import Model
+from meshpar.model.parameter import Params, is_parameter
 from meshpar.parallel.data import reduce_gradients
-from meshpar.parallel.storage import stored_parameters
+from meshpar.parallel.mean_loss import scaled
+from meshpar.parallel.scopes import Scopes
+from meshpar.parallel.storage import state_spec, stored_parameters
 from meshpar.parallel.zero import (
     Stored,
     after_update,
@@ -31,17 +33,14 @@ from meshpar.parallel.zero import (
     is_stored,
     manual_spec,
     reduce_scatter,
-    zero_from_all,
 )
-from meshpar.rules.rules import Rules, auto_mesh_shape, spec_axes
+from meshpar.rules.rules import Rules
 
 BATCH = PartitionSpec(BATCH_AXES)
 REPLICATED = PartitionSpec()
 DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 PARAM_DTYPES = {**DTYPES, "bf16_stochastic": jnp.bfloat16}
 """What parameters are stored in, by the layout's `param_dtype`."""
-
-_RESIDUAL = ("batch", "residual_seq", "embed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,16 +75,14 @@ class Placement:
             check_vma=False,
         )
 
-    def scope(self, inputs: dict[str, Any]) -> Scope:
-        """What a model's function sees; `inputs` has the batch and more."""
-        return Scope(
+    def scopes(self, *, training: bool) -> Scopes:
+        """What makes the scopes of a model's functions."""
+        return Scopes(
             rules=self.rules,
-            batch=inputs["batch"],
-            layer=inputs.get("layer", -1),
-            dropout_key=inputs.get("key"),
-            token_positions=inputs.get("positions"),
-            full_seq=inputs.get("full_seq"),
             platform=self.platform,
+            batch_axes=self.large(BATCH_AXES),
+            num_microbatches=self.layout.microbatches,
+            training=training,
         )
 
     def gather_before_loop(self, params: Params) -> tuple[Params, list[Params]]:
@@ -105,44 +102,28 @@ class Placement:
         """
         ends, groups = self.model.split(params)
         stored_ends, stored_groups = self.model.split(self.stored)
-        weights, done = gather(stored_ends, ends, before_loop, in_order=self.in_order)
-        gathered = []
-        for stored, group in zip(stored_groups, groups, strict=True):
-            if self._gathers_once:
-                group, done = gather(
-                    stored, group, before_loop, earlier=done, in_order=self.in_order
-                )
-            gathered.append(group)
-        return jax.tree.map(lambda weight: follow(weight, done), weights), gathered
+        if self._gathers_once:
+            groups = gather(stored_groups, groups, before_loop)
+        return gather(stored_ends, ends, before_loop), groups
 
-    def at_rest(self, values: Params, earlier: jax.Array | None = None) -> Params:
+    def at_rest(self, values: Params) -> Params:
         """Parameters as they lie between steps, from shards laid out as states.
 
         Args:
             values: Global arrays in their dtype at rest.
-            earlier: What the first gather waits for, where collectives are in order.
         """
         if not any(after_update(stored) for stored in self._all_stored):
             return values
 
-        def local(values: Params, earlier: jax.Array) -> Params:
-            return gather_shards(
-                self.stored,
-                values,
-                after_update,
-                earlier=zero_from(earlier) if self.in_order else None,
-                in_order=self.in_order,
-            )[0]
+        def local(values: Params) -> Params:
+            return gather_shards(self.stored, values, after_update)
 
-        earlier = jnp.zeros(()) if earlier is None else earlier
-        return self.on_shards(
-            local, (self.manual_state_specs, REPLICATED), self.manual_specs
-        )(values, earlier)
+        return self.on_shards(local, (self.manual_state_specs,), self.manual_specs)(
+            values
+        )
 
-    def scatter_ends(
-        self, gradients: Params, earlier: Zero | None = None
-    ) -> tuple[Params, Zero | None]:
-        """The ends' gradients as they are added up, and what is to wait for that.
+    def scatter_ends(self, gradients: Params) -> Params:
+        """The ends' gradients as they are added up.
 
         One reduce-scatter over the batch axes for each that is split while it is added
         up (`zero=2` and `3`): of P values each device sends P (n-1)/n, in
@@ -150,14 +131,9 @@ class Placement:
 
         Args:
             gradients: Shaped as the ends' parameters for use.
-            earlier: What the first must wait for, where collectives are in order.
         """
         return reduce_scatter(
-            self.model.split(self.stored)[0],
-            gradients,
-            gradient_in_loop,
-            earlier=earlier,
-            in_order=self.in_order,
+            self.model.split(self.stored)[0], gradients, gradient_in_loop
         )
 
     def gradient_shapes(
@@ -187,7 +163,6 @@ class Placement:
         end_gradients: Params,
         group_gradients: list[Params],
         *,
-        after: jax.Array | None = None,
         scale: jax.Array | None = None,
     ) -> Params:
         """Gradients summed over the batch axes and `stage`, laid out as states.
@@ -200,66 +175,36 @@ class Placement:
         Args:
             end_gradients: Of the ends, from `scatter_ends`.
             group_gradients: Of each group of blocks, as the loop adds them up.
-            after: A number that must be known first, where collectives are in order.
             scale: What the sums are multiplied by.
         """
-        stored_ends, stored_groups = self.model.split(self.stored)
-        in_order, earlier = self.in_order, None
-        if in_order:
-            earlier = zero_from_all(
-                self.stored, self.model.join(end_gradients, group_gradients)
-            )
-        if in_order and after is not None:
-            earlier += zero_from(after)
-        end_gradients, earlier = reduce_scatter(
-            stored_ends,
-            end_gradients,
-            gradient_after_loop,
-            earlier=earlier,
-            in_order=in_order,
-        )
-        group_gradients, earlier = reduce_scatter(
-            stored_groups,
-            group_gradients,
-            gradient_after_loop,
-            earlier=earlier,
-            in_order=in_order,
-        )
-        summed = reduce_gradients(
-            self.stored,
-            self.model.join(end_gradients, group_gradients),
-            self._large(self.manual_axes),
-            earlier=earlier,
-            in_order=in_order,
-        )
+        gradients = self.model.join(end_gradients, group_gradients)
+        scattered = reduce_scatter(self.stored, gradients, gradient_after_loop)
+        summed = reduce_gradients(self.stored, scattered, self.large(self.manual_axes))
         if scale is not None:
-            return scaled(summed, scale, self.gradient_dtype)
-        return jax.tree.map(lambda x: x.astype(self.gradient_dtype), summed)
+            summed = scaled(summed, scale, jnp.float32)
+        return jax.tree.map(
+            lambda stored, x: x.astype(stored.gradient_dtype),
+            self.stored,
+            summed,
+            is_leaf=is_stored,
+        )
 
     def sum_losses(self, values: Any, mesh_axes: tuple[str, ...] = BATCH_AXES) -> Any:
         """Loss and weights summed over the batch axes, or over more."""
-        axes = self._large(mesh_axes)
+        axes = self.large(mesh_axes)
         if not axes:
             return values
         with asked("loss_sum"):
             return lax.psum(values, axes)
 
-    def residual_spec(self, shape: tuple[int, ...]) -> PartitionSpec:
-        """How the residual stream (batch, seq, embed) lies over automatic mesh axes."""
-        if "residual_seq" not in self.rules.table:
-            return PartitionSpec()
-        spec = self.rules.spec(_RESIDUAL, shape, mesh_shape=auto_mesh_shape())
-        return spec if spec_axes(spec) else PartitionSpec()
+    def large(self, mesh_axes: tuple[str, ...]) -> tuple[str, ...]:
+        """Those of some mesh axes whose size is above 1."""
+        return tuple(axis for axis in mesh_axes if self.mesh.shape[axis] > 1)
 
     @property
     def manual_axes(self) -> tuple[str, ...]:
         """The mesh axes that `on_shards` makes manual."""
-        return MANUAL_AXES if self.layout.is_pipelined else BATCH_AXES
-
-    @property
-    def in_order(self) -> bool:
-        """Whether collectives wait for one another (`meshpar.collectives`)."""
-        return self.platform == "cpu"
+        return MANUAL_AXES if self.layout.runs_in_ticks else BATCH_AXES
 
     @property
     def compute_dtype(self) -> Any:
@@ -275,8 +220,7 @@ class Placement:
             self.rules,
             compute_dtype=self.compute_dtype,
             gradient_dtype=self.gradient_dtype,
-            # XLA:CPU aborts on a reduction in bf16 beside automatic mesh axes.
-            sum_dtype=jnp.float32 if self.in_order else self.gradient_dtype,
+            sum_dtype=sum_dtype(self.gradient_dtype, self.platform),
         )
 
     @cached_property
@@ -286,8 +230,26 @@ class Placement:
 
     @cached_property
     def manual_state_specs(self) -> Any:
-        """Specs of gradients and states over the manual mesh axes."""
+        """Specs of gradients and optimizer states over the manual mesh axes."""
         return self.specs(lambda stored: manual_spec(stored.state_spec))
+
+    @cached_property
+    def model_state_specs(self) -> Any:
+        """Specs of the model's own state: whole over the batch axes."""
+        return jax.tree.map_with_path(
+            lambda path, one: state_spec(path, one, self.layout, self.rules),
+            self.model.state,
+            is_leaf=is_parameter,
+        )
+
+    @cached_property
+    def manual_model_state_specs(self) -> Any:
+        """Those over the manual mesh axes."""
+        return jax.tree.map(
+            manual_spec,
+            self.model_state_specs,
+            is_leaf=lambda node: isinstance(node, PartitionSpec),
+        )
 
     def specs(self, of: Callable[[Stored], PartitionSpec]) -> Any:
         """A spec for every parameter."""
@@ -303,42 +265,3 @@ class Placement:
 
     def _degree(self, mesh_axes: tuple[str, ...]) -> int:
         return math.prod(self.mesh.shape[axis] for axis in mesh_axes)
-
-    def _large(self, mesh_axes: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(axis for axis in mesh_axes if self.mesh.shape[axis] > 1)
-
-
-def metrics_of(
-    weight_sum: jax.Array, auxiliary: dict[str, jax.Array]
-) -> dict[str, jax.Array]:
-    """What a step reports beside the loss: weights, and each auxiliary loss's mean."""
-    share = safe_inverse(weight_sum)
-    means = {f"auxiliary.{name}": value * share for name, value in auxiliary.items()}
-    return {"weight_sum": weight_sum, **means}
-
-
-def dropout_key(seed: jax.Array, step: jax.Array) -> jax.Array:
-    """The key that a step's dropout derives from."""
-    # Folded once more than the keys of initial values, which start from the same seed.
-    key = jax.random.fold_in(jax.random.key(seed), jnp.uint32(0xD0))
-    return jax.random.fold_in(key, step)
-
-
-def safe_inverse(weight_sum: jax.Array) -> jax.Array:
-    """1 / `weight_sum`, or 0 where no token counts."""
-    some = weight_sum != 0
-    return jnp.where(some, 1 / jnp.where(some, weight_sum, 1), 0.0)
-
-
-def scaled(tree: Any, scale: jax.Array, dtype: Any = None) -> Any:
-    """Every array times an fp32 `scale`, rounded once.
-
-    A scale rounded to an array's own few bits would move all its values one way.
-
-    Args:
-        tree: Arrays.
-        scale: A scalar.
-        dtype: Of the result; each array's own when absent.
-    """
-    wide = scale.astype(jnp.float32)
-    return jax.tree.map(lambda x: (x * wide).astype(dtype or x.dtype), tree)

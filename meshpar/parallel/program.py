@@ -7,34 +7,32 @@ reduction of the rest per step (`data`). GSPMD partitions over the other mesh ax
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from meshpar.collectives import zero_on_parts
-from meshpar.model.contract import Params
-from meshpar.model.scope import Batch
-from meshpar.parallel.block import Block, Sums
+from meshpar.model.contract import BlockGroup, Stream
+from meshpar.model.parameter import Params
+from meshpar.model.sums import Sums
+from meshpar.parallel.block import Block, Known
 from meshpar.parallel.blocks import (
+    Stack,
     check_names,
     run_backward,
     run_blocks,
     run_keeping,
 )
-from meshpar.parallel.placement import (
-    BATCH,
-    REPLICATED,
-    Placement,
-    dropout_key,
-    metrics_of,
-    safe_inverse,
-)
-from meshpar.parallel.residuals import Residuals
+from meshpar.parallel.mean_loss import metrics_of, random_key, safe_inverse
+from meshpar.parallel.model_state import summed_statistics, updated_state
+from meshpar.parallel.placement import BATCH, REPLICATED, Placement
+from meshpar.parallel.scopes import Scopes
 from meshpar.parallel.zero import Stored, is_stored
 
-_Inputs = dict[str, Any]
+Found = tuple[jax.Array, dict[str, jax.Array], Params, Params]
+"""Mean loss, more metrics, gradients as the optimizer has them, model state."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +41,8 @@ class LocalProgram:
 
     Over the batch axes move: parameters to where they are used
     (`Placement.gather_before_loop`, `Block`), gradients (`Block.backward`,
-    `Placement.reduce`), and one all-reduce of two fp32 scalars and a few of auxiliary
-    losses.
+    `Placement.reduce`), and one all-reduce of two fp32 scalars, of auxiliary losses and
+    of what the model's state is made of.
 
     Args:
         placement: The model on its mesh.
@@ -53,185 +51,237 @@ class LocalProgram:
     placement: Placement
 
     def loss_and_gradients(
-        self, params: Params, batch: Batch, step: jax.Array, seed: jax.Array
-    ) -> tuple[jax.Array, dict[str, jax.Array], Params]:
-        """Mean loss, more metrics, and gradients laid out as the states.
+        self,
+        params: Params,
+        state: Params,
+        batch: Any,
+        step: jax.Array,
+        seed: jax.Array,
+    ) -> Found:
+        """Mean loss, more metrics, gradients laid out as the states, and model state.
 
         Args:
             params: At rest, global.
+            state: The model's state, global.
             batch: Arrays (global batch, ...), split over the batch axes.
-            step: uint32 or int32 scalar; dropout derives from it and `seed`.
+            step: uint32 or int32 scalar; randomness derives from it and `seed`.
             seed: uint32 scalar.
-
-        Returns:
-            fp32 scalar; dict of fp32 scalars; a tree as `params`.
         """
         placement = self.placement
 
-        def local(
-            params: Params, batch: Batch, step: jax.Array, seed: jax.Array
-        ) -> tuple[jax.Array, dict[str, jax.Array], Params]:
-            return self._of_shards(
-                params, {"batch": batch, "key": dropout_key(seed, step)}
-            )
+        def local(params: Params, state: Params, batch: Any, *of: jax.Array) -> Found:
+            pass_ = _Pass.of(placement, params, state, batch, *of, training=True)
+            return pass_.loss_and_gradients()
 
-        specs = placement.manual_specs
+        specs, of_state = placement.manual_specs, placement.manual_model_state_specs
         return placement.on_shards(
             local,
-            (specs, BATCH, REPLICATED, REPLICATED),
-            (REPLICATED, REPLICATED, placement.manual_state_specs),
-        )(params, batch, step, seed)
+            (specs, of_state, BATCH, REPLICATED, REPLICATED),
+            (REPLICATED, REPLICATED, placement.manual_state_specs, of_state),
+        )(params, state, batch, step, seed)
 
-    def _of_shards(
-        self, params: Params, inputs: _Inputs
-    ) -> tuple[jax.Array, dict[str, jax.Array], Params]:
-        """`loss_and_gradients` of this device's shards and examples."""
+    def loss_sums(
+        self,
+        params: Params,
+        state: Params,
+        batch: Any,
+        step: jax.Array,
+        seed: jax.Array,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Summed loss and summed weights over the global batch, not in training."""
+
+        def local(*of: Any) -> tuple[jax.Array, jax.Array]:
+            pass_ = _Pass.of(self.placement, *of, training=False)
+            return self.placement.sum_losses(pass_.head(pass_.weights, pass_.hidden()))
+
+        return self._evaluated(local, (REPLICATED, REPLICATED))(
+            params, state, batch, step, seed
+        )
+
+    def logits(
+        self,
+        params: Params,
+        state: Params,
+        batch: Any,
+        step: jax.Array,
+        seed: jax.Array,
+    ) -> Any:
+        """What the model's `logits` gives, each array with the example first."""
+
+        def local(*of: Any) -> Any:
+            pass_ = _Pass.of(self.placement, *of, training=False)
+            return self.placement.model.logits(
+                pass_.weights, pass_.hidden(), pass_.outside
+            )
+
+        return self._evaluated(local, BATCH)(params, state, batch, step, seed)
+
+    def _evaluated(self, local: Callable[..., Any], out_specs: Any) -> Callable:
         placement = self.placement
-        weights, groups = placement.gather_before_loop(params)
-        x, embed_vjp = jax.vjp(lambda weights: self._embed(weights, inputs), weights)
-        blocks = self._blocks(x)
-        x, sums, kept = self._forward(blocks, groups, x, inputs)
-        loss_sum, head_vjp, weight_sum = jax.vjp(
-            lambda weights, x: self._head(weights, x, inputs), weights, x, has_aux=True
-        )
-        loss_sum, weight_sum, sums = placement.sum_losses((loss_sum, weight_sum, sums))
-        share = safe_inverse(weight_sum)
-        ends, dx = head_vjp(share)
-        shapes = placement.gradient_shapes(weights, groups)[1]
-        totals = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        dx, block_gradients = self._backward(
-            blocks, groups, kept, dx, share, inputs, totals
-        )
-        (more,) = embed_vjp(dx)
-        ends = jax.tree.map(jnp.add, ends, more)
-        gradients = self._reduced(ends, block_gradients, dx)
-        loss_sum += sum(
-            group.weighted(of_group)
-            for group, of_group in zip(placement.model.groups, sums, strict=True)
-        )
-        return loss_sum * share, metrics_of(weight_sum, _by_name(sums)), gradients
-
-    def loss_sums(self, params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        """Summed loss and summed weights over the global batch, without dropout."""
-        placement = self.placement
-
-        def local(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
-            weights, groups = placement.gather_before_loop(params)
-            return placement.sum_losses(self._losses(weights, groups, {"batch": batch}))
-
+        in_specs = (placement.manual_specs, placement.manual_model_state_specs)
         return placement.on_shards(
-            local, (placement.manual_specs, BATCH), (REPLICATED, REPLICATED)
-        )(params, batch)
-
-    def logits(self, params: Params, batch: Batch) -> jax.Array:
-        """fp32 logits (batch, seq, vocab), without dropout."""
-        placement = self.placement
-
-        def local(params: Params, batch: Batch) -> jax.Array:
-            weights, groups = placement.gather_before_loop(params)
-            inputs = {"batch": batch}
-            x = self._hidden(weights, groups, inputs)
-            return placement.model.logits(weights, x, placement.scope(inputs))
-
-        return placement.on_shards(local, (placement.manual_specs, BATCH), BATCH)(
-            params, batch
+            local, (*in_specs, BATCH, REPLICATED, REPLICATED), out_specs
         )
 
-    def _losses(
-        self, weights: Params, groups: list[Params], inputs: _Inputs
-    ) -> tuple[jax.Array, jax.Array]:
-        return self._head(weights, self._hidden(weights, groups, inputs), inputs)
 
-    def _hidden(
-        self, weights: Params, groups: list[Params], inputs: _Inputs
-    ) -> jax.Array:
-        x = self._embed(weights, inputs)
-        for (block, layers), shards in zip(self._blocks(x), groups, strict=True):
-            x, _ = run_blocks(block, shards, x, layers, inputs)
-        return x
+@dataclass(frozen=True, kw_only=True)
+class _Pass:
+    """This device's part of one pass over a batch.
 
-    def _embed(self, weights: Params, inputs: _Inputs) -> jax.Array:
+    Args:
+        placement: The model on its mesh.
+        scopes: What makes scopes.
+        weights: The ends' parameters for use.
+        groups: The blocks' parameters as the loop takes them.
+        state: The model's state.
+        known: What scopes are made of.
+    """
+
+    placement: Placement
+    scopes: Scopes
+    weights: Params
+    groups: list[Params]
+    state: Params
+    known: Known
+
+    @classmethod
+    def of(
+        cls,
+        placement: Placement,
+        params: Params,
+        state: Params,
+        batch: Any,
+        step: jax.Array,
+        seed: jax.Array,
+        *,
+        training: bool,
+    ) -> _Pass:
+        scopes = placement.scopes(training=training)
+        weights, groups = placement.gather_before_loop(params)
+        return cls(
+            placement=placement,
+            scopes=scopes,
+            weights=weights,
+            groups=groups,
+            state=state,
+            known={
+                "batch": dict(batch),
+                "examples": scopes.examples(batch),
+                "random": random_key(seed, step),
+            },
+        )
+
+    def loss_and_gradients(self) -> Found:
         placement = self.placement
-        return placement.model.embed(weights, inputs["batch"], placement.scope(inputs))
-
-    def _head(
-        self, weights: Params, x: jax.Array, inputs: _Inputs
-    ) -> tuple[jax.Array, jax.Array]:
-        scope = self.placement.scope(inputs)
-        return self.placement.model.head(weights, x, inputs["batch"], scope)
-
-    def _forward(
-        self,
-        blocks: list[tuple[Block, jax.Array]],
-        groups: list[Params],
-        x: jax.Array,
-        inputs: _Inputs,
-    ) -> tuple[jax.Array, list[Sums], list[Residuals]]:
-        named = zip(blocks, groups, strict=True)
-        check_names([(*block, shards) for block, shards in named], x, inputs)
-        sums, kept = [], []
-        for (block, layers), shards in zip(blocks, groups, strict=True):
-            x, of_group, residuals = run_keeping(block, shards, x, layers, inputs)
-            sums.append(of_group)
-            kept.append(residuals)
-        return x, sums, kept
-
-    def _backward(
-        self,
-        blocks: list[tuple[Block, jax.Array]],
-        groups: list[Params],
-        kept: list[Residuals],
-        dx: jax.Array,
-        of_loss: jax.Array,
-        inputs: _Inputs,
-        totals: list[Params],
-    ) -> tuple[jax.Array, list[Params]]:
-        gradients = []
-        for (block, layers), shards, residuals, total in reversed(
-            list(zip(blocks, groups, kept, totals, strict=True))
+        x, vjps, stacks, sums, kept = self._forward()
+        (loss_sum, weight_sum), head_vjp = jax.vjp(self.head, self.weights, x)
+        auxiliary = [_chosen(stack, of) for stack, of in zip(stacks, sums, strict=True)]
+        totals = placement.sum_losses((loss_sum, weight_sum, auxiliary))
+        loss_sum, weight_sum, auxiliary = totals
+        for stack, of_group in zip(stacks, auxiliary, strict=True):
+            loss_sum += stack.block.group.weighted(of_group)
+        share = safe_inverse(weight_sum)
+        ends, dx = head_vjp((share, -loss_sum * share * share))
+        blocks = []
+        for stack, vjp, residuals, zeros in reversed(
+            list(zip(stacks, vjps, kept, self._zeros(), strict=True))
         ):
             dx, total = run_backward(
-                block,
-                shards,
-                residuals,
-                dx,
-                layers,
-                inputs,
-                total,
-                _put,
-                of_loss=of_loss,
+                stack, residuals, dx, self.known, zeros, _put, of_loss=share
             )
-            gradients.append(total)
-        return dx, gradients[::-1]
+            more, *dx_of = vjp(dx)
+            dx = dx_of[0] if dx_of else None
+            ends = jax.tree.map(jnp.add, ends, more)
+            blocks.insert(0, total)
+        gradients = placement.reduce(placement.scatter_ends(ends), blocks)
+        statistics = summed_statistics(placement, stacks, sums)
+        state = updated_state(placement.model, self.state, statistics)
+        metrics = metrics_of(weight_sum, _by_name(auxiliary))
+        return loss_sum * share, metrics, gradients, state
 
-    def _reduced(self, ends: Params, groups: list[Params], last: jax.Array) -> Params:
-        placement = self.placement
-        earlier = None
-        if placement.in_order:  # after the last layer's reduce-scatter
-            earlier = zero_on_parts(last, placement.residual_spec(last.shape))
-        ends, _ = placement.scatter_ends(ends, earlier)
-        return placement.reduce(ends, groups)
+    def hidden(self) -> Stream:
+        """The last block's output."""
+        x = None
+        for at, (group, stack) in enumerate(self._stacks()):
+            x, _ = run_blocks(
+                stack, self._entered(at, group)(self.weights, x), self.known
+            )
+        return x
 
-    def _blocks(self, x: jax.Array) -> list[tuple[Block, jax.Array]]:
-        """Each group's block, and the indices of its layers."""
-        placement = self.placement
-        model = placement.model
-        blocks, first_layer = [], 0
-        for group, stored in zip(
-            model.groups, model.split(placement.stored)[1], strict=True
-        ):
-            block = Block(
+    def head(self, weights: Params, x: Stream) -> tuple[jax.Array, jax.Array]:
+        model = self.placement.model
+        return model.loss_sums(weights, x, self.outside.batch, self.outside)
+
+    @property
+    def outside(self) -> Any:
+        """The scope outside the blocks."""
+        ends, _ = self.placement.model.split(self.state)
+        return self.scopes({**self.known, "state": ends})
+
+    def _forward(self) -> tuple:
+        x, vjps, stacks, sums, kept, checked = None, [], [], [], [], []
+        for at, (group, stack) in enumerate(self._stacks()):
+            entered = self._entered(at, group)
+            given = (self.weights,) if at == 0 else (self.weights, x)
+            x, vjp = jax.vjp(
+                lambda weights, x=None, run=entered: run(weights, x), *given
+            )
+            checked.append((stack, x))
+            x, of_group, residuals = run_keeping(stack, x, self.known)
+            vjps.append(vjp)
+            stacks.append(stack)
+            sums.append(of_group)
+            kept.append(residuals)
+        check_names(checked, self.known)
+        return x, vjps, stacks, sums, kept
+
+    def _entered(self, at: int, group: BlockGroup) -> Callable[..., Stream]:
+        """(ends' parameters, stream of the group before) -> this group's stream."""
+        outside = self.outside
+        if at == 0:
+            model = self.placement.model
+            return lambda weights, _: model.embed(weights, outside.batch, outside)
+        if group.enter is None:
+            return lambda _, x: x
+        return lambda weights, x: group.enter(weights, x, outside)
+
+    def _stacks(self) -> list[tuple[BlockGroup, Stack]]:
+        """Each group of blocks, and its layers."""
+        model = self.placement.model
+        _, stored = model.split(self.placement.stored)
+        _, state = model.split(self.state)
+        return [
+            (
                 group,
-                stored=jax.tree.map(Stored.without_layers, stored, is_leaf=is_stored),
-                remat=placement.layout.remat,
-                make_scope=placement.scope,
-                spec=placement.residual_spec(x.shape),
-                in_order=placement.in_order,
+                Stack(
+                    block=Block(
+                        group,
+                        stored=one_layer(stored[at]),
+                        remat=self.placement.layout.remat,
+                        make_scope=self.scopes,
+                    ),
+                    shards=self.groups[at],
+                    state=state[at],
+                    layers=first + jnp.arange(group.num_layers, dtype=jnp.int32),
+                ),
             )
-            layers = first_layer + jnp.arange(group.num_layers, dtype=jnp.int32)
-            blocks.append((block, layers))
-            first_layer += group.num_layers
-        return blocks
+            for at, (group, first) in enumerate(
+                zip(model.groups, model.first_layers, strict=True)
+            )
+        ]
+
+    def _zeros(self) -> list[Params]:
+        shapes = self.placement.gradient_shapes(self.weights, self.groups)[1]
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+
+def one_layer(stored: Any) -> Any:
+    """Tree of `Stored` of stacked parameters -> of one layer's."""
+    return jax.tree.map(Stored.without_layers, stored, is_leaf=is_stored)
+
+
+def _chosen(stack: Stack, sums: Sums) -> Sums:
+    return {name: sums[name] for name in stack.block.group.auxiliary}
 
 
 def _by_name(sums: list[Sums]) -> Sums:

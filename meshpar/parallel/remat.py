@@ -13,7 +13,7 @@ from meshpar.errors import InputError
 from meshpar.layout import STAGE_REMATS, nearest
 from meshpar.model.contract import Model
 from meshpar.model.scope import SAVED_PREFIX, Scope
-from meshpar.model.tracing import one_layer_shapes, traced_batch, tracing
+from meshpar.model.tracing import traced_forward, tracing
 from meshpar.residual_names import ResidualNames, is_named
 
 HOST_MEMORY = "pinned_host"
@@ -23,7 +23,9 @@ HOST_MEMORY = "pinned_host"
 def rematerialised(
     block: Callable[[Any, jax.Array, Scope], Any], remat: str
 ) -> Callable[..., Any]:
-    """`block` under a policy, as a function of (make_scope, params, x, scope inputs).
+    """`block` under a policy, as a function of (make_scope, params, x, known).
+
+    `known` is what `make_scope` makes a scope of.
 
     `none` keeps every residual. `full` keeps the block's input only. `selective` keeps
     besides what the block named with `Scope.save` (Korthikanti et al. 2022, section 5:
@@ -34,8 +36,8 @@ def rematerialised(
     """
     remat = {"stage": "none", "stage_full": "full"}.get(remat, remat)
 
-    def call(make_scope: Callable, params: Any, x: jax.Array, inputs: Any) -> Any:
-        return block(params, x, make_scope(inputs))
+    def call(make_scope: Callable, params: Any, x: Any, known: Any) -> Any:
+        return block(params, x, make_scope(known))
 
     if remat == "none":
         return call
@@ -69,17 +71,8 @@ def residuals_of(model: Model) -> tuple[str, ...]:
     Raises:
         InputError: The model cannot be traced on a batch of one token.
     """
-    ends, layers = one_layer_shapes(model)
-
-    def once(ends: Any, layers: Any, batch: Any) -> jax.Array:
-        scope = Scope(batch=batch)
-        x = model.embed(ends, batch, scope)
-        for group, params in zip(model.groups, layers, strict=True):
-            x, _ = group.run(params, x, scope)
-        return x
-
     with tracing("no residual's name can be found on a batch of one token"):
-        return names_in(once, ends, layers, traced_batch(1, 1))
+        return names_in(*traced_forward(model, examples=1, seq=1))
 
 
 def refuse_unknown(remat: str, known: Sequence[str]) -> None:

@@ -13,10 +13,12 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from meshpar.layout import BATCH_AXES, Layout
-from meshpar.model.contract import Model, Parameter, is_parameter
+from meshpar.model.contract import Model
+from meshpar.model.parameter import Parameter, is_parameter
 from meshpar.parallel.zero import Stored
 from meshpar.rules.rules import Rules, entry_axes, spec_axes
 from meshpar.rules.sharding import path_name
@@ -46,11 +48,14 @@ def stored_parameters(
     """
 
     def place(path: tuple, parameter: Parameter) -> Stored:
+        specs = parameter_specs(path_name(path), parameter, layout, rules)
+        # Complex numbers have no half precision.
+        own = None if jnp.issubdtype(parameter.dtype, jnp.floating) else parameter.dtype
         return Stored(
-            **parameter_specs(path_name(path), parameter, layout, rules),
-            compute_dtype=compute_dtype,
-            gradient_dtype=gradient_dtype,
-            sum_dtype=sum_dtype,
+            **specs,
+            compute_dtype=own or compute_dtype,
+            gradient_dtype=own or gradient_dtype,
+            sum_dtype=own or sum_dtype,
         )
 
     return jax.tree.map_with_path(place, model.parameters, is_leaf=is_parameter)
@@ -74,7 +79,7 @@ def parameter_specs(
     split = _split(whole, parameter, layout, rules)
     # Blocks take their parameters layer by layer: layers are split at rest only.
     by_layer = parameter.num_layers is None or split[0] == whole[0]
-    once = layout.is_pipelined and layout.fsdp_gather == "step"
+    once = layout.runs_in_ticks and layout.fsdp_gather == "step"
     layerwise = layout.zero == 3 and not once
     return {
         "spec": split if layout.zero == 3 else whole,
@@ -84,6 +89,22 @@ def parameter_specs(
         else whole,
         "state_spec": split,
     }
+
+
+def state_spec(
+    path: tuple, one: Parameter, layout: Layout, rules: Rules
+) -> PartitionSpec:
+    """How an array of a model's state lies: as matmuls would want a parameter.
+
+    Raises:
+        RuleError: It cannot be laid out.
+    """
+    return _without_batch_axes(rules).spec(
+        one.stacked_axes,
+        one.stacked_shape,
+        mesh_shape=layout.mesh_shape,
+        path=path_name(path),
+    )
 
 
 def unsplit_axes(layout: Layout, rules: Rules, spec: PartitionSpec) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from meshpar.collectives import asked, follow, zero_from
+from meshpar.collectives import asked, sum_dtype
 from meshpar.model.scope import Scope
 from meshpar.rules.rules import auto_mesh_shape, spec_axes
 
@@ -42,8 +42,7 @@ def vocab_lookup(table: jax.Array, tokens: jax.Array, scope: Scope) -> jax.Array
     if scope.rules is not None:
         sizes = auto_mesh_shape()
         spec = scope.rules.spec(("vocab", "embed"), table.shape, mesh_shape=sizes)
-    sum_dtype = jnp.float32 if scope.in_order else table.dtype
-    return _lookup(table, tokens, spec, sum_dtype)
+    return _lookup(table, tokens, spec, sum_dtype(table.dtype, scope.platform))
 
 
 def cross_entropy(
@@ -63,20 +62,18 @@ def cross_entropy(
         scope: Where the function runs.
     """
     with asked("vocab_loss"):
-        losses = _token_losses(logits, targets, weights, scope)
+        losses = _token_losses(logits, targets, weights)
     return jnp.sum(losses), jnp.sum(weights.astype(jnp.float32))
 
 
 def _token_losses(
-    logits: jax.Array, targets: jax.Array, weights: jax.Array, scope: Scope
+    logits: jax.Array, targets: jax.Array, weights: jax.Array
 ) -> jax.Array:
     highest = lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
     shifted = logits - highest
     total = jnp.sum(jnp.exp(shifted), axis=-1)
     vocab_index = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
     hit = vocab_index == as_index(targets)[..., None]
-    if scope.in_order:
-        shifted = follow(shifted, lax.stop_gradient(zero_from(total)))
     target_logit = jnp.sum(jnp.where(hit, shifted, 0.0), axis=-1)
     losses = (jnp.log(total) - target_logit) * weights
     known = in_vocab(targets, logits.shape[-1]) | (weights == 0)
@@ -85,7 +82,7 @@ def _token_losses(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _lookup(
-    table: jax.Array, tokens: jax.Array, spec: PartitionSpec, sum_dtype: Any
+    table: jax.Array, tokens: jax.Array, spec: PartitionSpec, wide: Any
 ) -> jax.Array:
     mesh_axes, vocab = spec_axes(spec), table.shape[0]
 
@@ -100,7 +97,7 @@ def _lookup(
         # XLA:CPU aborts on a bf16 all-reduce here; one term of the sum is not zero, so
         # that no dtype rounds it.
         with asked("vocab_lookup"):
-            summed = lax.psum(found.astype(sum_dtype), mesh_axes)
+            summed = lax.psum(found.astype(wide), mesh_axes)
         return jnp.where(known, summed.astype(rows.dtype), jnp.nan)
 
     return _over_vocab(local, mesh_axes, (spec, PartitionSpec()), PartitionSpec())(
@@ -109,13 +106,13 @@ def _lookup(
 
 
 def _lookup_forward(
-    table: jax.Array, tokens: jax.Array, spec: PartitionSpec, sum_dtype: Any
+    table: jax.Array, tokens: jax.Array, spec: PartitionSpec, wide: Any
 ) -> tuple[jax.Array, tuple]:
-    return _lookup(table, tokens, spec, sum_dtype), (table, tokens)
+    return _lookup(table, tokens, spec, wide), (table, tokens)
 
 
 def _lookup_backward(
-    spec: PartitionSpec, sum_dtype: Any, kept: tuple, gradient: jax.Array
+    spec: PartitionSpec, wide: Any, kept: tuple, gradient: jax.Array
 ) -> tuple[jax.Array, None]:
     # Written out because every device already has the whole gradient: transposing the
     # sum would all-reduce it once more.

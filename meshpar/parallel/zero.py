@@ -17,14 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from meshpar.collectives import (
-    Zero,
-    asked,
-    follow,
-    on_parts,
-    zero_from,
-    zero_on_parts,
-)
+from meshpar.collectives import asked, on_parts
 from meshpar.layout import BATCH_AXES, MANUAL_AXES
 from meshpar.rules.rules import entry_axes, spec_axes
 
@@ -112,116 +105,59 @@ def after_update(stored: Stored) -> Dims:
     return _moved(stored.state_spec, stored.spec)
 
 
-def gather(
-    stored: Any,
-    shards: Any,
-    dims: Callable[[Stored], Dims],
-    *,
-    earlier: Zero | None = None,
-    in_order: bool = False,
-) -> tuple[Any, Zero | None]:
+def gather(stored: Any, shards: Any, dims: Callable[[Stored], Dims]) -> Any:
     """Parameters for use: one all-gather for each that is split over batch axes.
 
     Args:
         stored: Tree of `Stored`.
         shards: The same tree of this device's shards.
         dims: What is gathered.
-        earlier: What the first gather must wait for.
-        in_order: Whether each gather waits for the one before (`collectives`).
 
     Returns:
-        The parameters in the compute dtype, and what is to wait for the last gather;
-        None if nothing is.
+        The parameters in the compute dtype.
     """
-    shards = _cast(stored, shards, "compute_dtype")
-    return gather_shards(stored, shards, dims, earlier=earlier, in_order=in_order)
+    cast = jax.tree.map(
+        lambda layout, x: x.astype(layout.compute_dtype),
+        stored,
+        shards,
+        is_leaf=is_stored,
+    )
+    return gather_shards(stored, cast, dims)
 
 
-def gather_shards(
-    stored: Any,
-    shards: Any,
-    dims: Callable[[Stored], Dims],
-    *,
-    earlier: Zero | None = None,
-    in_order: bool = False,
-) -> tuple[Any, Zero | None]:
+def gather_shards(stored: Any, shards: Any, dims: Callable[[Stored], Dims]) -> Any:
     """`gather`, of values in the dtype they have."""
-    return _one_by_one(_gather_one, stored, shards, dims, earlier, in_order)
+    return _each(_gather_one, stored, shards, dims)
 
 
-def reduce_scatter(
-    stored: Any,
-    gradients: Any,
-    dims: Callable[[Stored], Dims],
-    *,
-    earlier: Zero | None = None,
-    in_order: bool = False,
-) -> tuple[Any, Zero | None]:
+def reduce_scatter(stored: Any, gradients: Any, dims: Callable[[Stored], Dims]) -> Any:
     """Gradients summed over batch axes, this device's shards of the sums.
 
     One reduce-scatter for each; those that are not split there are left for
-    `data.reduce_gradients`. Arguments and result as for `gather`.
+    `data.reduce_gradients`. Arguments as for `gather`.
     """
-    return _one_by_one(_scatter_one, stored, gradients, dims, earlier, in_order)
+    return _each(_scatter_one, stored, gradients, dims)
 
 
-def zero_from_all(stored: Any, tree: Any) -> Zero:
-    """0, as soon as every array of a tree laid out as `stored` says is there."""
-    layouts, treedef = jax.tree.flatten(stored, is_leaf=is_stored)
-    total = jnp.zeros(())
-    for layout, x in zip(layouts, treedef.flatten_up_to(tree), strict=True):
-        total += zero_on_parts(x, layout.automatic_spec)
-    return total
-
-
-def _cast(stored: Any, tree: Any, name: str) -> Any:
-    return jax.tree.map(
-        lambda layout, x: x.astype(getattr(layout, name)),
-        stored,
-        tree,
-        is_leaf=is_stored,
-    )
-
-
-def _one_by_one(
+def _each(
     collective: Callable[[Stored, jax.Array, Dims], jax.Array],
     stored: Any,
     tree: Any,
     dims: Callable[[Stored], Dims],
-    earlier: Zero | None,
-    in_order: bool,
-) -> tuple[Any, Zero | None]:
-    layouts, treedef = jax.tree.flatten(stored, is_leaf=is_stored)
-    results = []
-    for layout, x in zip(layouts, treedef.flatten_up_to(tree), strict=True):
+) -> Any:
+    def apply(layout: Stored, x: jax.Array) -> jax.Array:
         moved = dims(layout)
-        if moved:
-            x, done = _apply(collective, layout, x, moved, earlier)
-            earlier = done if in_order else earlier
-        results.append(x)
-    return treedef.unflatten(results), earlier if in_order else None
+        if not moved:
+            return x
+        return on_parts(
+            lambda x: collective(layout, x, moved),
+            x,
+            specs=(layout.automatic_spec,),
+            out_specs=layout.automatic_spec,
+            mesh_axes=layout.automatic_axes,
+        )
 
-
-def _apply(
-    collective: Callable[[Stored, jax.Array, Dims], jax.Array],
-    layout: Stored,
-    x: jax.Array,
-    moved: Dims,
-    earlier: Zero | None,
-) -> tuple[jax.Array, Zero]:
-    def local(x: jax.Array, earlier: Zero) -> tuple[jax.Array, Zero]:
-        result = collective(layout, follow(x, earlier) if waits else x, moved)
-        return result, zero_from(result)
-
-    waits, replicated = earlier is not None, PartitionSpec()
-    return on_parts(
-        local,
-        x,
-        earlier if waits else jnp.zeros(()),
-        specs=(layout.automatic_spec, replicated),
-        out_specs=(layout.automatic_spec, replicated),
-        mesh_axes=layout.automatic_axes,
-    )
+    return jax.tree.map(apply, stored, tree, is_leaf=is_stored)
 
 
 def _gather_one(_: Stored, x: jax.Array, moved: Dims) -> jax.Array:

@@ -17,7 +17,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshpar.model.contract import Model, Parameter, is_parameter
+from meshpar.model.contract import Model
+from meshpar.model.parameter import Parameter, is_parameter
 from meshpar.parallel.remat import HOST_MEMORY
 from meshpar.train.optimizer_state import kept_dims, map_states
 from meshpar.train.state import TrainState
@@ -58,7 +59,10 @@ def layer_orders(model: Model, state: TrainState) -> TrainState:
         has_layers = (kept_dims(array.shape, param.shape) or (None,))[0] == 0
         return order if has_layers else in_order
 
-    params = jax.tree.map(_order_of, model.parameters, is_leaf=is_parameter)
+    params, model_state = (
+        jax.tree.map(_order_of, tree, is_leaf=is_parameter)
+        for tree in (model.parameters, model.state)
+    )
     return TrainState(
         step=in_order,
         seed=in_order,
@@ -67,6 +71,7 @@ def layer_orders(model: Model, state: TrainState) -> TrainState:
         opt_state=map_states(
             follow, lambda _: in_order, state.opt_state, state.params, params
         ),
+        model_state=model_state,
     )
 
 

@@ -21,7 +21,8 @@ from meshpar.audit.report import audit
 from meshpar.hardware.devices import DEVICES
 from meshpar.layout import STAGE_REMATS
 from meshpar.mesh import platform_of
-from meshpar.model.contract import is_parameter
+from meshpar.model.inputs import open_size
+from meshpar.model.parameter import is_parameter
 from meshpar.model.scope import Batch
 from meshpar.parallel.zero import Stored, is_stored
 from meshpar.planner.cost.memory import Memory, memory_of
@@ -228,7 +229,8 @@ def _temporaries(step: TrainStep, run: Run, memory: Memory) -> list[Part]:
 def _planned(step: TrainStep, batch: Batch) -> Run:
     """The planner's view of the step's own model and layout."""
     layout = step.layout
-    global_batch, seq = next(iter(batch.values())).shape[:2]
+    global_batch = next(iter(batch.values())).shape[0]
+    seq = open_size(step.model.known_inputs, batch)
     workload = traced_workload(step.model_as_given, seq=seq, precision=layout.precision)
     held = tick_table(step.schedule).peak_in_flight if step.schedule else None
     return Run(

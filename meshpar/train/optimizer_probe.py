@@ -20,7 +20,8 @@ import optax
 
 from meshpar.errors import InputError
 from meshpar.layout import Layout
-from meshpar.model.contract import Model, Parameter, Params, is_parameter
+from meshpar.model.contract import Model
+from meshpar.model.parameter import Parameter, Params, is_parameter
 from meshpar.rules.sharding import path_name
 
 _LARGEST_DIM = 129

@@ -27,9 +27,8 @@ def portable(state: TrainState) -> TrainState:
     """
     if not isinstance(state.opt_state, Mastered):
         return state
-    return dataclasses.replace(
-        state, params=state.opt_state.master, opt_state=state.opt_state.inner
-    )
+    params = _with(state.params, state.opt_state.master)
+    return dataclasses.replace(state, params=params, opt_state=state.opt_state.inner)
 
 
 def unported(
@@ -53,9 +52,16 @@ def unported(
         shapes.params,
         shardings.params,
     )
+    master = _with(shapes.opt_state.master, state.params)
     return dataclasses.replace(
-        state, params=params, opt_state=Mastered(state.params, state.opt_state)
+        state, params=params, opt_state=Mastered(master, state.opt_state)
     )
+
+
+def _with(tree: Any, other: Any) -> Any:
+    """A tree with the leaves of another in the place of those at the same paths."""
+    known = dict(jax.tree.leaves_with_path(other))
+    return jax.tree.map_with_path(lambda path, leaf: known.get(path, leaf), tree)
 
 
 @functools.lru_cache

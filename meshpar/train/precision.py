@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from meshpar.model.contract import Model, Parameter, Params, is_parameter
+from meshpar.model.contract import Model
+from meshpar.model.parameter import Parameter, Params, is_parameter
 from meshpar.parallel.placement import PARAM_DTYPES
 from meshpar.rules.sharding import path_name
 
@@ -47,7 +48,12 @@ def master_values(params: Params, opt_state: Any) -> Params:
     """What the optimizer updates: the master copy, or the parameters in fp32."""
     if isinstance(opt_state, Mastered):
         return opt_state.master
-    return jax.tree.map(lambda value: value.astype(jnp.float32), params)
+    return jax.tree.map(in_full, params)
+
+
+def in_full(value: jax.Array) -> jax.Array:
+    """A value in fp32, or complex64: what updates are made in."""
+    return value.astype(jnp.promote_types(value.dtype, jnp.float32))
 
 
 def inner_state(opt_state: Any) -> Any:
@@ -81,7 +87,9 @@ def stored(
             is_leaf=is_parameter,
         )
     dtype = PARAM_DTYPES[param_dtype]
-    return jax.tree.map(lambda value: value.astype(dtype), values)
+    return jax.tree.map(
+        lambda value: value if jnp.iscomplexobj(value) else value.astype(dtype), values
+    )
 
 
 def stochastic_round(x: jax.Array, key: jax.Array) -> jax.Array:
@@ -97,6 +105,8 @@ def stochastic_round(x: jax.Array, key: jax.Array) -> jax.Array:
 
 
 def _rounded(value: jax.Array, keys: jax.Array, parameter: Parameter) -> jax.Array:
+    if jnp.iscomplexobj(value):
+        return value
     if parameter.num_layers is None:
         return stochastic_round(value, keys)
     return jax.vmap(stochastic_round)(value, keys)

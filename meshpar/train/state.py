@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,14 +11,16 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshpar.model.contract import Model, Params
+from meshpar.model.contract import Model
+from meshpar.model.parameter import Params
+from meshpar.model.values import Specs, initial_values
 from meshpar.parallel.remat import HOST_MEMORY
 from meshpar.train.optimizer_state import (
     check_unowned,
     follow_sharding,
     map_states,
 )
-from meshpar.train.precision import initial_optimizer_state, stored
+from meshpar.train.precision import in_full, initial_optimizer_state, stored
 
 
 @jax.tree_util.register_dataclass
@@ -32,6 +35,7 @@ class TrainState:
         params: Nested dict, in the layout's `param_dtype`.
         opt_state: As the optimizer made it, beside a master copy in
             `meshpar.train.precision.Mastered` where parameters are stored in bf16.
+        model_state: The model's arrays that are no parameters (`Model.state`).
     """
 
     step: jax.Array
@@ -39,6 +43,7 @@ class TrainState:
     skipped: jax.Array
     params: Params
     opt_state: Any
+    model_state: Any = dataclasses.field(default_factory=dict)
 
 
 def initial_state(
@@ -46,24 +51,31 @@ def initial_state(
     optimizer: optax.GradientTransformation,
     seed: jax.Array,
     param_dtype: str = "fp32",
+    specs: Specs | None = None,
 ) -> TrainState:
     """The state before the first step.
 
     Updates are made in fp32, so that is what optimizer state and master copy start in,
     whatever the dtype of a model's initial values.
     """
-    values = jax.tree.map(lambda x: x.astype(jnp.float32), model.init(seed))
+    params, model_state = initial_values(model, seed, specs)
+    values = jax.tree.map(in_full, params)
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         seed=jnp.asarray(seed, jnp.uint32),
         skipped=jnp.zeros((), jnp.int32),
         params=stored(values, param_dtype, model),
         opt_state=initial_optimizer_state(optimizer, values, param_dtype),
+        model_state=model_state,
     )
 
 
 def state_shardings(
-    state: TrainState, at_rest: Params, of_states: Params, memory: str = "device"
+    state: TrainState,
+    at_rest: Params,
+    of_states: Params,
+    of_model: Params,
+    memory: str = "device",
 ) -> TrainState:
     """A sharding for every array of the state; optimizer state follows its parameter.
 
@@ -71,6 +83,7 @@ def state_shardings(
         state: The state or its shapes.
         at_rest: Sharding of each parameter between steps.
         of_states: Sharding of each parameter's gradient and optimizer state.
+        of_model: Of the model's own state.
         memory: Where optimizer state lies, `device` or `host`.
 
     Raises:
@@ -95,6 +108,7 @@ def state_shardings(
                 of_states,
             ),
         ),
+        model_state=of_model,
     )
 
 

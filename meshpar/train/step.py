@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import Any
 
@@ -17,22 +17,24 @@ from meshpar.audit.subject import Subject
 from meshpar.errors import InputError
 from meshpar.layout import BATCH_AXES, Layout
 from meshpar.mesh import absent_mesh
-from meshpar.model.contract import Model, Params
-from meshpar.model.scope import EXAMPLE, Batch
+from meshpar.model.contract import Model
+from meshpar.model.inputs import check_batch
+from meshpar.model.parameter import Params
 from meshpar.parallel.pipeline.program import pipeline_of
 from meshpar.parallel.pipeline.schedule_choice import OwnSchedule
 from meshpar.parallel.pipeline.stages import in_layer_order
 from meshpar.parallel.placement import DTYPES, Placement
 from meshpar.parallel.program import LocalProgram
 from meshpar.rules.rules import Rules
-from meshpar.rules.sharding import born_sharded
-from meshpar.train.batch import TOKEN_ARRAYS, batch_structs, check_alike
+from meshpar.rules.sharding import born_sharded, path_name
+from meshpar.train.constants import put_in, take_out
 from meshpar.train.gradient_program import GradientProgram
 from meshpar.train.layer_order import layer_orders
 from meshpar.train.refusals import batch_refusal
 from meshpar.train.state import TrainState, initial_state, state_shardings
 from meshpar.train.update import Update
 
+Batch = Mapping[str, Any]
 Metrics = dict[str, jax.Array]
 
 
@@ -65,7 +67,9 @@ class TrainStep:
         schedule: OwnSchedule | None,
     ) -> None:
         self.model_as_given = model
-        pipeline = pipeline_of(model, layout, schedule) if layout.is_pipelined else None
+        pipeline = (
+            pipeline_of(model, layout, schedule) if layout.runs_in_ticks else None
+        )
         self.schedule = pipeline.schedule if pipeline else None
         self.layers_of_stages = pipeline.layers_of_stages if pipeline else None
         model = pipeline.model if pipeline else model
@@ -86,11 +90,15 @@ class TrainStep:
             if pipeline
             else LocalProgram(placement=placement)
         )
-        self.state_shapes = jax.eval_shape(lambda: self._first_state(jnp.uint32(0)))
-        self.layer_orders = layer_orders(model, self.state_shapes)
-        at_rest, of_states = self._param_shardings()
-        self.shardings = state_shardings(
-            self.state_shapes, at_rest, of_states, layout.optimizer_memory
+        apart = jax.eval_shape(lambda: self._first_state(jnp.uint32(0)))
+        self.state_shapes = put_in(model, apart)
+        self.layer_orders = put_in(model, layer_orders(model, apart))
+        at_rest, of_states, of_model = self._shardings()
+        self.shardings = put_in(
+            model,
+            state_shardings(
+                apart, at_rest, of_states, of_model, layout.optimizer_memory
+            ),
         )
         self._apply_gradients = Update(
             placement=placement,
@@ -99,23 +107,19 @@ class TrainStep:
             of_states=of_states,
         )
         self.batch_sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
-        self._make_programs(at_rest, of_states, compiler_options)
+        self._make_programs(of_states, compiler_options)
 
     def _make_programs(
-        self,
-        at_rest: Params,
-        of_states: Params,
-        compiler_options: Mapping[str, Any] | None,
+        self, of_states: Params, compiler_options: Mapping[str, Any] | None
     ) -> None:
         """The step's functions under `jax.jit`; none is compiled before its first call.
 
         Args:
-            at_rest: Sharding of each parameter between steps.
-            of_states: Of its gradient and optimizer state.
+            of_states: Sharding of each parameter's gradient and optimizer state.
             compiler_options: XLA's.
         """
         self._init = born_sharded(
-            self._first_state,
+            self._born,
             self.shardings,
             compiler_options=compiler_options,
         )
@@ -128,22 +132,20 @@ class TrainStep:
         )
         self._step = jit(self._update, **self._update_layout)
         self._gradients_layout = dict(
-            in_shardings=(at_rest, self.batch_sharding, None, None),
+            in_shardings=self._update_layout["in_shardings"],
             out_shardings=(metrics_sharding, metrics_sharding, of_states),
         )
-        self._gradients = jit(
-            self._program.loss_and_gradients, **self._gradients_layout
-        )
-        self._evaluate = jit(
-            self._program.loss_sums,
-            in_shardings=(at_rest, self.batch_sharding),
-            out_shardings=metrics_sharding,
-        )
-        self._logits = jit(
-            self._program.logits,
-            in_shardings=(at_rest, self.batch_sharding),
-            out_shardings=self.batch_sharding,
-        )
+        self._gradients = jit(self._loss_and_gradients, **self._gradients_layout)
+
+        def evaluated(program: Callable[..., Any], sharding: NamedSharding) -> Any:
+            return jit(
+                lambda state, batch: program(*self._given(state, batch)),
+                in_shardings=self._update_layout["in_shardings"],
+                out_shardings=sharding,
+            )
+
+        self._evaluate = evaluated(self._program.loss_sums, metrics_sharding)
+        self._logits = evaluated(self._program.logits, self.batch_sharding)
 
     def init(self, seed: int) -> TrainState:
         """The first state, a function of `seed` alone; arrays are born in shards.
@@ -161,8 +163,8 @@ class TrainStep:
 
         Args:
             state: From `init` or an earlier step.
-            batch: `tokens`, `targets` and `weights`, each (global batch, seq), and
-                what else the model reads, each with the example first.
+            batch: The arrays that the model declares or reads, by name, each with the
+                example first.
 
         Returns:
             The new state, and scalars: `loss` and `grad_norm` (before any scaling) of
@@ -174,6 +176,7 @@ class TrainStep:
             InputError: Shapes differ, or the global batch does not divide over the
                 batch axes.
         """
+        _check_not_donated(state)
         with jax.set_mesh(self.mesh):
             return self._step(state, self.place(batch))
 
@@ -186,9 +189,7 @@ class TrainStep:
         for research code, and for comparing layouts.
         """
         with jax.set_mesh(self.mesh):
-            loss, _, gradients = self._gradients(
-                state.params, self.place(batch), state.step, state.seed
-            )
+            loss, _, gradients = self._gradients(state, self.place(batch))
         return loss, gradients
 
     def in_layer_order(self, tree: Any) -> Any:
@@ -207,19 +208,24 @@ class TrainStep:
     def evaluate(self, state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """Summed loss and weights of a batch, without dropout and auxiliary losses."""
         with jax.set_mesh(self.mesh):
-            return self._evaluate(state.params, self.place(batch))
+            return self._evaluate(state, self.place(batch))
 
-    def logits(self, state: TrainState, tokens: jax.Array) -> jax.Array:
-        """fp32 logits (batch, seq, vocab) of tokens (batch, seq), without dropout.
+    def logits(self, state: TrainState, batch: Batch | jax.Array) -> Any:
+        """What the model's `logits` gives, such as fp32 (batch, seq, vocab).
+
+        Args:
+            state: From `init` or a step.
+            batch: The arrays that it reads, or the only one: tokens (batch, seq).
 
         Raises:
             InputError: The model has no `logits`.
         """
         if self.model.logits is None:
             raise InputError("the model has no logits function; give Model logits=")
+        if not isinstance(batch, Mapping):
+            batch = {next(iter(self.model.known_inputs), "tokens"): batch}
         with jax.set_mesh(self.mesh):
-            batch = self._placed({"tokens": tokens}, 1, required=("tokens",))
-            return self._logits(state.params, batch)
+            return self._logits(state, self._placed(batch, 1, partly=True))
 
     def compile(self, batch: Batch) -> jax.stages.Compiled:
         """The compiled step for a batch's shapes; arrays or `jax.ShapeDtypeStruct`s."""
@@ -250,10 +256,7 @@ class TrainStep:
         state, batch = step._argument_shapes(arguments[-1])
         given: tuple[Any, ...] = (state, batch)
         if gradients_only:
-            function = jax.jit(
-                step._program.loss_and_gradients, **step._gradients_layout
-            )
-            given = (state.params, batch, state.step, state.seed)
+            function = jax.jit(step._loss_and_gradients, **step._gradients_layout)
         return Subject(
             function=function,
             arguments=given,
@@ -272,7 +275,7 @@ class TrainStep:
     def place(
         self, batch: Batch, *, microbatches: int | None = None
     ) -> dict[str, jax.Array]:
-        """The batch on the devices, and each example's index beside it.
+        """The batch on the devices, split over the batch axes.
 
         Args:
             batch: As `__call__` takes it.
@@ -281,17 +284,13 @@ class TrainStep:
         return self._placed(batch, microbatches)
 
     def _placed(
-        self,
-        batch: Batch,
-        microbatches: int | None,
-        required: Sequence[str] = TOKEN_ARRAYS,
+        self, batch: Batch, microbatches: int | None, *, partly: bool = False
     ) -> dict[str, jax.Array]:
-        rows = self._check_batch(batch, microbatches, required)
-        indexed = {EXAMPLE: np.arange(rows, dtype=np.uint32), **batch}
-        return jax.device_put(indexed, self.batch_sharding)
+        self._check_batch(batch, microbatches, partly=partly)
+        return jax.device_put(dict(batch), self.batch_sharding)
 
     def check_batch(
-        self, num_examples: int, name: str = "tokens", microbatches: int | None = None
+        self, num_examples: int, name: str = "", microbatches: int | None = None
     ) -> None:
         """Refuses a global batch that does not divide over the batch axes.
 
@@ -317,40 +316,81 @@ class TrainStep:
         )
 
     def _argument_shapes(self, batch: Batch) -> tuple[TrainState, Batch]:
-        rows, shapes = self._check_batch(batch), batch_structs(batch)
-        shapes[EXAMPLE] = jax.ShapeDtypeStruct((rows,), jnp.uint32)
-        return self.state_shapes, shapes
+        self._check_batch(batch)
+        return self.state_shapes, batch_structs(batch)
 
     def _check_batch(
-        self,
-        batch: Batch,
-        microbatches: int | None = None,
-        required: Sequence[str] = TOKEN_ARRAYS,
-    ) -> int:
-        """The examples of a batch that this step can take."""
-        first, shape = check_alike(batch, required)
-        self.check_batch(shape[0], first, microbatches)
-        return shape[0]
+        self, batch: Batch, microbatches: int | None = None, *, partly: bool = False
+    ) -> None:
+        """Refuses a batch that this step cannot take."""
+        inputs = self.model.inputs or {}
+        if partly:
+            inputs = {name: one for name, one in inputs.items() if name in batch}
+        num_examples = check_batch(inputs, batch)
+        self.check_batch(num_examples, next(iter(batch)), microbatches)
 
     def _update(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        loss, more, gradients = self._program.loss_and_gradients(
-            state.params, batch, state.step, state.seed
+        apart = take_out(self.model, state)
+        loss, more, gradients, model_state = self._program.loss_and_gradients(
+            apart.params, apart.model_state, batch, state.step, state.seed
         )
-        state, norm = self._apply_gradients(state, loss, gradients)
+        apart, norm = self._apply_gradients(apart, loss, gradients, model_state)
+        state = put_in(self.model, apart)
         metrics = {"loss": loss, "grad_norm": norm, **more}
         return state, {**metrics, "skipped": state.skipped}
 
-    def _first_state(self, seed: jax.Array) -> TrainState:
-        return initial_state(self.model, self._optimizer, seed, self.layout.param_dtype)
+    def _loss_and_gradients(self, state: TrainState, batch: Batch) -> tuple:
+        """Loss, more metrics and gradients."""
+        return self._program.loss_and_gradients(*self._given(state, batch))[:3]
 
-    def _param_shardings(self) -> tuple[Params, Params]:
-        """The sharding of every parameter at rest, and of its gradient and states."""
+    def _given(self, state: TrainState, batch: Batch) -> tuple[Any, ...]:
+        """What a program takes."""
+        apart = take_out(self.model, state)
+        return apart.params, apart.model_state, batch, state.step, state.seed
+
+    def _first_state(self, seed: jax.Array, *, specs: Any = None) -> TrainState:
+        param_dtype = self.layout.param_dtype
+        return initial_state(self.model, self._optimizer, seed, param_dtype, specs)
+
+    def _born(self, seed: jax.Array) -> TrainState:
+        """The first state, each device making its own part."""
+        placement = self.placement
+        specs = placement.specs(attrgetter("state_spec")), placement.model_state_specs
+        return put_in(self.model, self._first_state(seed, specs=specs))
+
+    def _shardings(self) -> tuple[Params, Params, Params]:
+        """The sharding of every parameter at rest, of its states, of model state."""
         at_rest, of_states = (
             self.placement.specs(attrgetter(name)) for name in ("spec", "state_spec")
         )
         on_mesh = lambda spec: NamedSharding(self.mesh, spec)  # noqa: E731
         is_spec = lambda node: isinstance(node, PartitionSpec)  # noqa: E731
-        return (
-            jax.tree.map(on_mesh, at_rest, is_leaf=is_spec),
-            jax.tree.map(on_mesh, of_states, is_leaf=is_spec),
+        of_model = self.placement.model_state_specs
+        return tuple(
+            jax.tree.map(on_mesh, specs, is_leaf=is_spec)
+            for specs in (at_rest, of_states, of_model)
         )
+
+
+def _check_not_donated(state: TrainState) -> None:
+    """Refuses a state that an earlier step has taken: XLA would end the process.
+
+    Raises:
+        InputError: Its arrays are gone.
+    """
+    for path, array in jax.tree.leaves_with_path(state):
+        if isinstance(array, jax.Array) and array.is_deleted():
+            raise InputError(
+                f"the state's {path_name(path)} is gone: a step donates the state that "
+                "it is given; go on with the one that it returned"
+            )
+
+
+def batch_structs(batch: Batch) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shape and dtype of every array, as the devices will hold it."""
+    return jax.tree.map(
+        lambda array: jax.ShapeDtypeStruct(
+            array.shape, jax.dtypes.canonicalize_dtype(array.dtype)
+        ),
+        dict(batch),
+    )

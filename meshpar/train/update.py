@@ -12,9 +12,16 @@ import optax
 from jax import lax
 
 from meshpar.collectives import asked
+from meshpar.parallel.mean_loss import scaled
 from meshpar.parallel.norm import global_norm
-from meshpar.parallel.placement import Placement, scaled
-from meshpar.train.precision import inner_state, master_values, stored, with_inner
+from meshpar.parallel.placement import Placement
+from meshpar.train.precision import (
+    in_full,
+    inner_state,
+    master_values,
+    stored,
+    with_inner,
+)
 from meshpar.train.state import TrainState
 
 _ROUNDING = 0x50
@@ -38,7 +45,7 @@ class Update:
     of_states: Any
 
     def __call__(
-        self, state: TrainState, loss: jax.Array, gradients: Any
+        self, state: TrainState, loss: jax.Array, gradients: Any, model_state: Any
     ) -> tuple[TrainState, jax.Array]:
         """The next state, and the global norm of the gradients before any scaling.
 
@@ -62,8 +69,9 @@ class Update:
             state,
             step=state.step + 1,
             skipped=state.skipped + jnp.where(finite, 0, 1),
-            params=self._at_rest(state, jax.tree.map(keep, new_values, values), norm),
+            params=self._at_rest(state, jax.tree.map(keep, new_values, values)),
             opt_state=jax.tree.map(keep, new_opt_state, state.opt_state),
+            model_state=jax.tree.map(keep, model_state, state.model_state),
         )
         return new_state, norm
 
@@ -74,7 +82,7 @@ class Update:
         return dataclasses.replace(state, opt_state=moved)
 
     def _updated(self, values: Any, gradients: Any, opt_state: Any) -> tuple[Any, Any]:
-        gradients = jax.tree.map(lambda x: x.astype(jnp.float32), gradients)
+        gradients = jax.tree.map(in_full, gradients)
         with asked("optimizer"):
             updates, inner = self.optimizer.update(
                 gradients, inner_state(opt_state), values
@@ -82,7 +90,7 @@ class Update:
         values = optax.apply_updates(values, updates)
         return values, with_inner(opt_state, values, inner)
 
-    def _at_rest(self, state: TrainState, values: Any, norm: jax.Array) -> Any:
+    def _at_rest(self, state: TrainState, values: Any) -> Any:
         placement = self.placement
         key = jax.random.fold_in(jax.random.key(state.seed), jnp.uint32(_ROUNDING))
         return placement.at_rest(
@@ -91,6 +99,5 @@ class Update:
                 placement.layout.param_dtype,
                 placement.model,
                 jax.random.fold_in(key, state.step),
-            ),
-            norm,
+            )
         )

@@ -19,16 +19,16 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshpar.collectives import Zero, asked, follow, on_parts, zero_on_parts
+from meshpar.collectives import asked, on_parts
+from meshpar.parallel.block import where
 from meshpar.parallel.pipeline.ends import STAGE
 from meshpar.parallel.pipeline.stages import part
-from meshpar.parallel.pipeline.work import Results, Work
+from meshpar.parallel.pipeline.work import Payload, Results, Work
 from meshpar.rules.rules import spec_axes
 from meshpar.schedules import Phase, TickTable
 
-IDLE = 0.0
-"""What ranks compute on while they have no microbatch. Nothing of it is kept; zeros,
-because `jnp.where` masks a NaN forward, not its gradient."""
+# What ranks compute on while they have no microbatch is zeros, of which nothing is
+# kept: `jnp.where` masks a NaN forward, not its gradient.
 
 _ROWS = (
     "forward_chunk",
@@ -52,15 +52,15 @@ _ROWS = (
 class _State:
     """What one tick hands to the next."""
 
-    inputs: jax.Array
-    gradients: jax.Array
+    inputs: Payload
+    gradients: Payload
     saved: list[jax.Array]
     block_gradients: Any
     end_gradients: Any
     input_gradients: Any
     loss_sums: Any
-    auxiliary: dict[str, jax.Array]
-    done: jax.Array
+    auxiliary: Any
+    statistics: Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,13 +71,11 @@ class Executor:
         table: The schedule in lock step.
         num_stages: Stages of all ranks.
         work: What to run.
-        in_order: Whether collectives wait for one another (`meshpar.collectives`).
     """
 
     table: TickTable
     num_stages: int
     work: Work
-    in_order: bool = False
 
     def loss_and_gradients(self) -> Results:
         """Loss sums and gradients: the forwards and backwards of every tick."""
@@ -89,8 +87,9 @@ class Executor:
                 self._rows(phase.start, phase.stop),
             )[0]
         return Results(
-            loss_sums=self._after_the_loop(state),
+            loss_sums=state.loss_sums,
             auxiliary=state.auxiliary,
+            statistics=state.statistics,
             block_gradients=state.block_gradients,
             end_gradients=state.end_gradients,
             input_gradients=state.input_gradients,
@@ -101,36 +100,32 @@ class Executor:
         stop = max(phase.stop for phase in self.table.phases if phase.has_forward)
         phase = Phase(True, False, 0, stop)
         state = self._first_state(keeps=False)
-        state = lax.scan(
+        return lax.scan(
             lambda state, row: (self._tick(state, row, phase, keeps=False), None),
             state,
             self._rows(0, stop),
-        )[0]
-        return self._after_the_loop(state)
-
-    def _after_the_loop(self, state: _State) -> Any:
-        """The loss sums, no sooner than the last collective of the last tick."""
-        # XLA unrolls a phase of one tick: then the sums are there before its end.
-        done = state.done if self.in_order else None
-        return jax.tree.map(lambda value: follow(value, done), state.loss_sums)
+        )[0].loss_sums
 
     def _first_state(self, *, keeps: bool = True) -> _State:
         def buffer(slots: tuple[int, ...], shape: Any) -> jax.Array:
             return jnp.zeros((max(max(slots), 1), *shape.shape), shape.dtype)
 
+        def buffers(slots: tuple[int, ...]) -> Payload:
+            zeros = jax.tree.map(lambda shape: buffer(slots, shape), work.payload)
+            return self._laid_out(zeros)
+
         work, table = self.work, self.table
-        x, dtype = work.x, work.gradient_dtype
         kept = jax.tree.leaves(self._kept()) if keeps else []
         return _State(
-            inputs=self._laid_out(buffer(table.input_slots, x)),
-            gradients=self._laid_out(buffer(table.gradient_slots, x)),
+            inputs=buffers(table.input_slots),
+            gradients=buffers(table.gradient_slots),
             saved=[buffer(table.saved_slots, leaf) for leaf in kept],
-            block_gradients=_zeros(work.gradients if keeps else (), dtype),
-            end_gradients=_zeros(work.end_gradients if keeps else (), dtype),
+            block_gradients=_zeros(work.gradients if keeps else ()),
+            end_gradients=_zeros(work.end_gradients if keeps else ()),
             input_gradients=jax.tree.map(jnp.zeros_like, work.inputs if keeps else ()),
-            loss_sums=_zeros(work.loss_sums, jnp.float32),
-            auxiliary={name: jnp.zeros(()) for name in work.auxiliary},
-            done=jnp.zeros(()),
+            loss_sums=_zeros(work.loss_sums),
+            auxiliary=_zeros(work.auxiliary),
+            statistics=_zeros(work.statistics),
         )
 
     def _rows(self, start: int, stop: int) -> dict[str, np.ndarray]:
@@ -156,7 +151,7 @@ class Executor:
         if phase.has_forward:
             state, up = self._forward(state, row, own, keeps)
         if phase.has_backward:
-            state, down = self._backward(state, row, own, up)
+            state, down = self._backward(state, row, own)
         return self._hop(state, own, up, down)
 
     def _own_row(self, row: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -165,20 +160,19 @@ class Executor:
 
     def _forward(
         self, state: _State, row: dict, own: dict, keeps: bool
-    ) -> tuple[_State, jax.Array]:
+    ) -> tuple[_State, Payload]:
         work, microbatch = self.work, own["forward_microbatch"]
         x = self._stage_input(state, row, own)
-        y, auxiliary, saved = self._through_stage(state, own, x, keeps)
+        y, (auxiliary, statistics), saved = self._through_stage(state, own, x, keeps)
         at_end = (own["forward_stage"] == self.num_stages - 1) & (microbatch >= 0)
-        last = jnp.where(at_end, y, 0)
-        sums, dy, gradients, done = work.head(jnp.maximum(row["ended"], 0), last)
-        some = row["ended"] >= 0
+        sums, dy, gradients = work.head(jnp.maximum(row["ended"], 0), where(at_end, y))
+        some, chunk = row["ended"] >= 0, jnp.maximum(own["forward_chunk"], 0)
         state = dataclasses.replace(
             state,
             saved=saved,
             loss_sums=_add(state.loss_sums, sums, some),
             auxiliary=_add(state.auxiliary, auxiliary, microbatch >= 0),
-            done=done if self.in_order else state.done,
+            statistics=_add_at(state.statistics, chunk, statistics, microbatch >= 0),
         )
         if keeps:
             state = dataclasses.replace(
@@ -190,37 +184,29 @@ class Executor:
             )
         return state, y
 
-    def _stage_input(self, state: _State, row: dict, own: dict) -> jax.Array:
-        """What this rank's stage takes: embedded, arrived, or `IDLE`."""
-        done = state.done if self.in_order else None
-        embedded = self.work.embed(jnp.maximum(row["embedded"], 0), done)
+    def _stage_input(self, state: _State, row: dict, own: dict) -> Payload:
+        """What this rank's stage takes: embedded, arrived, or zeros."""
+        embedded = self.work.embed(jnp.maximum(row["embedded"], 0))
         arrived = _at(state.inputs, own["input_read"])
-        x = jnp.where(own["forward_stage"] == 0, embedded, arrived)
-        return self._laid_out(jnp.where(own["forward_microbatch"] >= 0, x, IDLE))
+        x = where(own["forward_stage"] == 0, embedded, arrived)
+        return self._laid_out(where(own["forward_microbatch"] >= 0, x))
 
     def _through_stage(
-        self, state: _State, own: dict, x: jax.Array, keeps: bool
-    ) -> tuple[jax.Array, Any, list[jax.Array]]:
-        """The stage's output, its auxiliary losses, and the buffers of what is kept."""
+        self, state: _State, own: dict, x: Payload, keeps: bool
+    ) -> tuple[Payload, tuple, list[jax.Array]]:
+        """The stage's output, its blocks' sums, and the buffers of what is kept."""
         chunk = jnp.maximum(own["forward_chunk"], 0)
         microbatch = jnp.maximum(own["forward_microbatch"], 0)
         if not keeps:
             return *self.work.stage(chunk, microbatch, x), state.saved
-        y, auxiliary, kept = self.work.stage_keeping(chunk, microbatch, x)
-        pairs = zip(state.saved, jax.tree.leaves(kept), strict=True)
-        slot = own["saved_write"]
-        return y, auxiliary, [_write(buffer, slot, value) for buffer, value in pairs]
+        y, sums, kept = self.work.stage_keeping(chunk, microbatch, x)
+        return y, sums, _write(state.saved, own["saved_write"], jax.tree.leaves(kept))
 
-    def _backward(
-        self, state: _State, row: dict, own: dict, up: jax.Array | None
-    ) -> tuple[_State, jax.Array]:
+    def _backward(self, state: _State, row: dict, own: dict) -> tuple[_State, Payload]:
         work, microbatch = self.work, own["backward_microbatch"]
-        dy = _at(state.gradients, own["gradient_read"])
-        dy = jnp.where(microbatch >= 0, dy, IDLE)
-        if self.in_order:
-            dy = follow(dy, state.done)
-        kept = [_at(buffer, own["saved_read"]) for buffer in state.saved]
-        dx, block_gradients = work.stage_gradient(
+        dy = where(microbatch >= 0, _at(state.gradients, own["gradient_read"]))
+        kept = _at(state.saved, own["saved_read"])
+        dx, block_gradients, of_ends = work.stage_gradient(
             jnp.maximum(own["backward_chunk"], 0),
             jnp.maximum(microbatch, 0),
             jax.tree.unflatten(jax.tree.structure(self._kept()), kept),
@@ -229,47 +215,38 @@ class Executor:
             microbatch >= 0,
         )
         at_start = (own["backward_stage"] == 0) & (microbatch >= 0)
-        first = jnp.where(at_start, dx, 0)
         embedded = row["embedded_back"]
-        end_gradients, input_gradients, done = work.embed_gradient(
-            jnp.maximum(embedded, 0), first
+        end_gradients, input_gradients = work.embed_gradient(
+            jnp.maximum(embedded, 0), where(at_start, dx)
         )
+        total = _add(state.end_gradients, end_gradients, embedded >= 0)
         state = dataclasses.replace(
             state,
             block_gradients=block_gradients,
-            end_gradients=_add(state.end_gradients, end_gradients, embedded >= 0),
-            input_gradients=jax.tree.map(
-                lambda buffer, value: _write(buffer, embedded, value),
-                state.input_gradients,
-                input_gradients,
-            ),
-            done=done + self._zero(dx) if self.in_order else state.done,
+            end_gradients=_add(total, of_ends, microbatch >= 0) if of_ends else total,
+            input_gradients=_write(state.input_gradients, embedded, input_gradients),
         )
         return state, dx
 
     def _hop(
-        self, state: _State, own: dict, up: jax.Array | None, down: jax.Array | None
+        self, state: _State, own: dict, up: Payload | None, down: Payload | None
     ) -> _State:
-        done = state.done if self.in_order else None
         inputs, gradients = state.inputs, state.gradients
         if up is not None:
             for at, hop in enumerate(self.table.input_hops):
-                arrived, done = self._permute(up, hop, "stage_forward", done)
+                arrived = self._permute(up, hop, "stage_forward")
                 inputs = _write(inputs, own["input_write"][at], arrived)
         if down is not None:
             for at, hop in enumerate(self.table.gradient_hops):
-                arrived, done = self._permute(down, hop, "stage_backward", done)
+                arrived = self._permute(down, hop, "stage_backward")
                 gradients = _write(gradients, own["gradient_write"][at], arrived)
         return dataclasses.replace(
             state,
             inputs=self._laid_out(inputs),
             gradients=self._laid_out(gradients),
-            done=state.done if done is None else done,
         )
 
-    def _permute(
-        self, x: jax.Array, hop: int, reason: str, done: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array | None]:
+    def _permute(self, payload: Payload, hop: int, reason: str) -> Payload:
         num_ranks = self.table.forward_stage.shape[1]
         pairs = [(rank, (rank + hop) % num_ranks) for rank in range(num_ranks)]
 
@@ -277,51 +254,68 @@ class Executor:
             with asked(reason):
                 return lax.ppermute(x, STAGE, pairs)
 
-        spec = self.work.spec
-        x = follow(x, done)
-        arrived = on_parts(
-            local, x, specs=(spec,), out_specs=spec, mesh_axes=set(spec_axes(spec))
-        )
-        return arrived, None if done is None else self._zero(arrived)
+        def permute(spec: PartitionSpec, x: jax.Array) -> jax.Array:
+            axes = set(spec_axes(spec))
+            return on_parts(local, x, specs=(spec,), out_specs=spec, mesh_axes=axes)
+
+        return jax.tree.map(permute, self.work.specs, payload, is_leaf=_is_spec)
 
     def _kept(self) -> Any:
         """Shapes of what a stage keeps of one microbatch."""
         first = jnp.asarray(0)
         return jax.eval_shape(
-            lambda x: self.work.stage_keeping(first, first, x)[2], self.work.x
+            lambda x: self.work.stage_keeping(first, first, x)[2], self.work.payload
         )
 
-    def _zero(self, x: jax.Array) -> Zero:
-        return zero_on_parts(x, self.work.spec)
+    def _laid_out(self, payload: Payload) -> Payload:
+        def constrained(spec: PartitionSpec, x: jax.Array) -> jax.Array:
+            if not spec_axes(spec):
+                return x
+            leading = (None,) * (x.ndim - len(spec))
+            mesh = jax.sharding.get_abstract_mesh()
+            sharding = NamedSharding(mesh, PartitionSpec(*leading, *spec))
+            return lax.with_sharding_constraint(x, sharding)
 
-    def _laid_out(self, x: jax.Array) -> jax.Array:
-        spec = self.work.spec
-        if not spec_axes(spec):
-            return x
-        leading = (None,) * (x.ndim - len(spec))
-        mesh = jax.sharding.get_abstract_mesh()
-        sharding = NamedSharding(mesh, PartitionSpec(*leading, *spec))
-        return lax.with_sharding_constraint(x, sharding)
-
-
-def _zeros(shapes: Any, dtype: Any) -> Any:
-    return jax.tree.map(lambda value: jnp.zeros(value.shape, dtype), shapes)
+        return jax.tree.map(constrained, self.work.specs, payload, is_leaf=_is_spec)
 
 
-def _at(buffer: jax.Array, slot: jax.Array) -> jax.Array:
-    return part(buffer, jnp.maximum(slot, 0))
+def _is_spec(node: Any) -> bool:
+    return isinstance(node, PartitionSpec)
 
 
-def _write(buffer: jax.Array, slot: jax.Array, value: jax.Array) -> jax.Array:
-    """`buffer` with `value` in that slot; as it was where the slot is negative."""
-    value = jnp.where(slot >= 0, value.astype(buffer.dtype), _at(buffer, slot))
-    return lax.dynamic_update_index_in_dim(buffer, value, jnp.maximum(slot, 0), 0)
+def _zeros(shapes: Any) -> Any:
+    return jax.tree.map(lambda value: jnp.zeros(value.shape, value.dtype), shapes)
+
+
+def _at(buffers: Any, slot: jax.Array) -> Any:
+    return part(buffers, jnp.maximum(slot, 0))
+
+
+def _write(buffers: Any, slot: jax.Array, values: Any) -> Any:
+    """Buffers with `values` in that slot; as they were where the slot is negative."""
+
+    def write(buffer: jax.Array, value: jax.Array) -> jax.Array:
+        value = jnp.where(slot >= 0, value.astype(buffer.dtype), _at(buffer, slot))
+        return lax.dynamic_update_index_in_dim(buffer, value, jnp.maximum(slot, 0), 0)
+
+    return jax.tree.map(write, buffers, values)
 
 
 def _add(total: Any, more: Any, counts: jax.Array) -> Any:
     """Adds where it counts; what does not may be NaN."""
     return jax.tree.map(
         lambda one, other: one + jnp.where(counts, other.astype(one.dtype), 0),
+        total,
+        more,
+    )
+
+
+def _add_at(total: Any, chunk: jax.Array, more: Any, counts: jax.Array) -> Any:
+    """`_add` to the part of one chunk."""
+    return jax.tree.map(
+        lambda one, other: one.at[chunk].add(
+            jnp.where(counts, other.astype(one.dtype), 0)
+        ),
         total,
         more,
     )

@@ -1,4 +1,4 @@
-"""The floating-point arrays of a tree, those that have gradients."""
+"""The real or complex arrays of a tree, those that have gradients."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import jax.numpy as jnp
 
 
 def differentiable(tree: Any) -> list[jax.Array]:
-    """The floating-point arrays of a tree, in order."""
+    """The real or complex arrays of a tree, in order."""
     return [leaf for leaf in jax.tree.leaves(tree) if is_float(leaf)]
 
 
 def split_floats(tree: Any) -> tuple[list, Callable[[list], Any]]:
-    """The floating-point arrays of a tree, and the tree with others in their place."""
+    """The real or complex arrays of a tree, and the tree with others in their place."""
     leaves, treedef = jax.tree.flatten(tree)
 
     def filled(floats: list) -> Any:
@@ -28,4 +28,4 @@ def split_floats(tree: Any) -> tuple[list, Callable[[list], Any]]:
 
 
 def is_float(array: Any) -> bool:
-    return jnp.issubdtype(array.dtype, jnp.floating)
+    return jnp.issubdtype(array.dtype, jnp.inexact)

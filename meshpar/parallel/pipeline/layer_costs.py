@@ -15,9 +15,15 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
-from meshpar.model.contract import Model
-from meshpar.model.scope import Scope
-from meshpar.model.tracing import one_layer_shapes, traced_batch, tracing
+from meshpar.model.contract import BlockGroup, Model
+from meshpar.model.tracing import (
+    one_layer_shapes,
+    one_layer_state,
+    traced_batch,
+    traced_streams,
+    tracing,
+    tracing_scope,
+)
 
 SEQ = 8
 """Tokens of the sequence that is traced; every model takes so short a one."""
@@ -43,32 +49,32 @@ def layer_costs(model: Model, *, seq: int = SEQ) -> tuple[float, ...]:
         >>> len(costs), len(set(costs))
         (3, 1)
     """
-    batch = traced_batch(1, seq)
-    ends, groups = one_layer_shapes(model)
     problem = f"no layer's cost can be measured on a batch of shape {(1, seq)}"
     with tracing(problem, "give layer_costs="):
-        x = jax.eval_shape(
-            lambda ends, batch: model.embed(ends, batch, Scope(batch=batch)),
-            ends,
-            batch,
-        )
+        streams = traced_streams(model, 1, seq)
+        (_, params), (_, states) = one_layer_shapes(model), one_layer_state(model)
+        batch = traced_batch(model, 1, seq)
         return tuple(
             cost
-            for group, params in zip(model.groups, groups, strict=True)
-            for cost in _costs(group.run, group.num_layers, params, x, batch)
+            for group, *shapes in zip(
+                model.groups, params, streams, states, strict=True
+            )
+            for cost in _costs(group, *shapes, batch)
         )
 
 
-def _costs(block: Any, num_layers: int, params: Any, x: Any, batch: Any) -> list[float]:
-    def call(layer: jax.Array, params: Any, x: jax.Array, batch: Any) -> Any:
-        return block(params, x, Scope(batch=batch, layer=layer))
+def _costs(
+    group: BlockGroup, params: Any, x: Any, state: Any, batch: Any
+) -> list[float]:
+    def call(layer: jax.Array, params: Any, x: Any, state: Any, batch: Any) -> Any:
+        return group.run(params, x, tracing_scope(batch, state, layer=layer))
 
     layer = jax.ShapeDtypeStruct((), jnp.int32)
-    program = jax.make_jaxpr(call)(layer, params, x, batch)
+    program = jax.make_jaxpr(call)(layer, params, x, state, batch)
     unknown = [None] * (len(program.jaxpr.invars) - 1)
     return [
         float(_walk(program, [jnp.int32(index), *unknown])[0])
-        for index in range(num_layers)
+        for index in range(group.num_layers)
     ]
 
 

@@ -1,79 +1,144 @@
-"""A model's functions of one microbatch, as the executor calls them."""
+"""Ends and stages of a rank for one microbatch at a time: the pipeline's only core.
+
+What embedding, blocks and head are is a `Functions`: of a model under the contract
+(`program`), or of research code (`user_functions`).
+"""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from meshpar.collectives import Zero, follow, zero_on_parts
-from meshpar.model.contract import Params
-from meshpar.model.scope import Batch, Scope
-from meshpar.parallel.block import Block
+from meshpar.model.contract import Stream
+from meshpar.model.parameter import Params
+from meshpar.parallel.block import Block, Known
 from meshpar.parallel.pipeline.ends import Shares
-from meshpar.parallel.pipeline.executor import Work
-from meshpar.parallel.pipeline.rank_stages import RankStages
-from meshpar.parallel.pipeline.stages import Arrangement, only_group, part
-from meshpar.parallel.placement import Placement
+from meshpar.parallel.pipeline.float_leaves import split_floats
+from meshpar.parallel.pipeline.rank_stages import Enter, RankStages
+from meshpar.parallel.pipeline.stages import Arrangement, part
+from meshpar.parallel.pipeline.work import Work
 from meshpar.parallel.remat import keeps_stage_input
-from meshpar.parallel.zero import Stored, is_stored, zero_from_all
-from meshpar.rules.rules import auto_mesh_shape, spec_axes
+from meshpar.schedules import Schedule
+
+
+class Functions(Protocol):
+    """What a pipeline runs, at its two ends and in between.
+
+    `embed`, `head` and `outputs` take the ends' parameters, what scopes are made of for
+    a microbatch, and how the ranks share that end.
+    """
+
+    @property
+    def remat(self) -> str:
+        """What the backward recomputes."""
+
+    def embed(self, weights: Params, known: Known, shares: Shares | None) -> Stream:
+        """The first group's stream, or this rank's share of it."""
+
+    def head(
+        self, weights: Params, stream: Stream, known: Known, shares: Shares
+    ) -> tuple[jax.Array, jax.Array]:
+        """Summed loss and summed weights of this rank's share, fp32."""
+
+    def blocks(self, arrangement: Arrangement) -> Sequence[Block]:
+        """What a layer of each group does."""
+
+    def enters(self) -> Sequence[Enter | None]:
+        """What makes each group's stream from that of the group before."""
+
+    def specs(self, group: int, stream: Stream) -> Any:
+        """How a group's stream lies over automatic mesh axes."""
+
+    def shares(
+        self, stream: Stream, specs: Any, rank: int, *, of_embed: bool
+    ) -> Shares:
+        """How the ranks share the end with that stream, which `rank` has otherwise."""
+
+    def differentiated(self, known: Known) -> Any:
+        """The part of a microbatch that gets gradients."""
+
+    def with_differentiated(self, known: Known, part: Any) -> Known:
+        """A microbatch with other values there."""
+
+    def scatter_ends(self, gradients: Params) -> Params:
+        """The ends' gradients as they are added up."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Microbatches:
-    """The embedding, stages and head of a model, for one microbatch at a time.
+    """The embedding, stages and head, for one microbatch at a time.
 
     Args:
-        placement: The model on its mesh.
+        functions: What they are.
+        schedule: What every rank does.
         arrangement: Which layers every rank has.
         weights: The ends' parameters for use.
-        blocks: The blocks' as the loop takes them, (chunks, places, ...).
+        params: Of each group, the blocks' as the loop takes them, (chunks, places,
+            ...).
+        states: Of each group, its state, alike.
         end_gradients: Shapes of the ends' gradients, as they are added up.
-        gradients: Of the blocks', (chunks, places, ...).
-        batch: Arrays of (microbatches, examples, ...).
-        key: What dropout derives from; None turns it off.
+        gradients: Of each group's, (chunks, places, ...).
+        cut: What scopes are made of that differs, (microbatches, ...) each.
+        fixed: What is the same for all.
     """
 
-    placement: Placement
+    functions: Functions
+    schedule: Schedule
     arrangement: Arrangement
     weights: Params
-    blocks: Params
-    end_gradients: Params
-    gradients: Params
-    batch: Batch
-    key: jax.Array | None
+    params: Sequence[Any]
+    states: Sequence[Any]
+    end_gradients: Any
+    gradients: Any
+    cut: Known
+    fixed: Known
 
     def work(self) -> Work:
         """What the executor runs for the loss and its gradients."""
-        sums = jax.eval_shape(self._head, self.weights, self._share_shape(), 0)
-        return self._work(self._loss, sums)
+        return self._work(self._loss, (jax.ShapeDtypeStruct((), jnp.float32),) * 2)
 
-    def logits_work(self) -> Work:
-        """What it runs for the logits of a single microbatch, in place of the sums."""
+    def outputs_work(self, outputs: Callable[..., Any]) -> Work:
+        """What it runs for the outputs of a single microbatch, in place of the sums.
 
-        def head(microbatch: jax.Array, last: jax.Array) -> tuple:
-            share = self.shares.scatter(last, "head_scatter")
-            logits = self.placement.model.logits(
-                self.weights, share, self._share_scope(microbatch)
-            )
-            return logits, share, None, zero_on_parts(share, self.shares.spec)
+        Args:
+            outputs: (ends' parameters, stream's share, known, shares) -> arrays.
+        """
+        last, shares = len(self._streams) - 1, self.head_shares
 
-        shape = jax.eval_shape(
-            lambda share: self.placement.model.logits(
-                self.weights, share, self._share_scope(0)
-            ),
-            self._share_shape(),
+        def made(microbatch: Any, share: Stream) -> Any:
+            return outputs(self.weights, share, self._known(microbatch), shares)
+
+        def head(microbatch: jax.Array, payload: Any) -> tuple:
+            share = shares.scatter(self._stages.stream(last, payload), "head_scatter")
+            return made(microbatch, share), payload, None
+
+        share = jax.tree.map(shares.share_shape, self._streams[last])
+        return self._work(head, jax.eval_shape(lambda x: made(0, x), share))
+
+    @cached_property
+    def embed_shares(self) -> Shares:
+        """How the ranks share the embedding."""
+        return self._shares(0, stage=0, of_embed=True)
+
+    @cached_property
+    def head_shares(self) -> Shares:
+        """How they share the head."""
+        last = self.schedule.num_stages - 1
+        return self._shares(len(self._streams) - 1, stage=last, of_embed=False)
+
+    def _work(self, head: Callable[..., tuple], sums: Any) -> Work:
+        stages = self._stages
+        payload = stages.payload(0, self._streams[0], of=self._streams)
+        first = jnp.asarray(0)
+        _, (auxiliary, statistics) = jax.eval_shape(
+            lambda x: stages.run(first, first, x), payload
         )
-        return self._work(head, shape)
-
-    def _work(self, head: Any, sums: Any) -> Work:
-        stages = self._stages()
         return Work(
             stage=stages.run,
             stage_keeping=stages.run_keeping,
@@ -81,144 +146,105 @@ class Microbatches:
             embed=self._embed,
             embed_gradient=self._embed_gradient,
             head=head,
-            x=self._x,
-            spec=self.shares.spec,
+            payload=payload,
+            specs=stages.payload(0, self._specs[0], of=self._specs),
             gradients=self.gradients,
             end_gradients=self.end_gradients,
             loss_sums=sums,
-            gradient_dtype=self.placement.gradient_dtype,
-            auxiliary=tuple(stages.block.auxiliary),
+            auxiliary=auxiliary,
+            statistics=jax.tree.map(self._of_chunks, statistics),
+            inputs=split_floats(self.functions.differentiated(self.cut))[0],
+        )
+
+    def _of_chunks(self, one: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((self.schedule.num_chunks, *one.shape), one.dtype)
+
+    def _shares(self, group: int, *, stage: int, of_embed: bool) -> Shares:
+        rank = self.schedule.rank_of_stage[stage]
+        return self.functions.shares(
+            self._streams[group], self._specs[group], rank, of_embed=of_embed
         )
 
     @cached_property
-    def shares(self) -> Shares:
-        """How tokens are divided among the ranks."""
-        placement, (_, seq, _) = self.placement, self._x.shape
-        spec = placement.residual_spec(self._x.shape)
-        sizes = auto_mesh_shape()
-        parts = math.prod(sizes[axis] for axis in spec_axes(PartitionSpec(*spec[1:2])))
-        num_ranks = placement.layout.stage
-        return Shares(
-            num_ranks=num_ranks,
-            shared=placement.model.per_token and seq % (num_ranks * parts) == 0,
-            seq=seq,
-            spec=spec,
-            parts=parts,
-            sums_wide=placement.in_order,
-        )
-
-    @cached_property
-    def _x(self) -> jax.ShapeDtypeStruct:
-        def embed() -> jax.Array:
-            inputs = self._inputs(0)
-            scope = self.placement.scope(inputs)
-            return self.placement.model.embed(self.weights, inputs["batch"], scope)
-
-        return jax.eval_shape(embed)
-
-    def _share_shape(self) -> jax.ShapeDtypeStruct:
-        batch, seq, embed = self._x.shape
-        num_shares = self.shares.num_ranks if self.shares.shared else 1
-        return jax.ShapeDtypeStruct((batch, seq // num_shares, embed), self._x.dtype)
-
-    def _inputs(self, microbatch: jax.Array | int) -> dict[str, Any]:
-        batch = part(self.batch, microbatch)
-        return {"batch": batch, **({} if self.key is None else {"key": self.key})}
-
-    def _share_scope(
-        self, microbatch: jax.Array | int, earlier: Zero | None = None
-    ) -> Scope:
-        inputs = self._inputs(microbatch)
-        if earlier is not None:
-            inputs["batch"] = {
-                name: array + earlier.astype(array.dtype)
-                for name, array in inputs["batch"].items()
-            }
-        if self.shares.shared:
-            inputs["batch"] = self._share_of(inputs["batch"])
-            inputs["positions"] = self.shares.positions()
-            inputs["full_seq"] = self.shares.seq
-        return self.placement.scope(inputs)
-
-    def _share_of(self, batch: Batch) -> Batch:
-        names = self.placement.model.sequence_inputs
-        return {
-            name: self.shares.of_sequence(array, f"batch[{name!r}]")
-            if name in names
-            else array
-            for name, array in batch.items()
-        }
-
     def _stages(self) -> RankStages:
-        placement = self.placement
-        group = only_group(placement.model)
-        block = Block(
-            group,
-            stored=jax.tree.map(
-                Stored.without_layers,
-                placement.stored[group.name],
-                is_leaf=is_stored,
-            ),
-            remat=placement.layout.remat,
-            make_scope=placement.scope,
-            padded=self.arrangement.padded,
-            spec=self.shares.spec,
-            in_order=placement.in_order,
-        )
         return RankStages(
-            block=block,
-            blocks=self.blocks,
+            blocks=self.functions.blocks(self.arrangement),
+            enters=self.functions.enters(),
+            params=self.params,
+            states=self.states,
+            weights=self.weights,
             arrangement=self.arrangement,
-            inputs=self._inputs,
-            keeps_input=keeps_stage_input(placement.layout.remat),
+            streams=self._streams,
+            known=self._known,
+            keeps_input=keeps_stage_input(self.functions.remat),
         )
 
-    def _embed(self, microbatch: jax.Array, earlier: Zero | None) -> jax.Array:
-        scope = self._share_scope(microbatch, earlier)
-        share = self.placement.model.embed(self.weights, scope.batch, scope)
-        return self.shares.gather(share, "embed_gather")
+    @cached_property
+    def _streams(self) -> list[Any]:
+        """Shapes of each group's stream of one microbatch."""
+        known, enters = self._known(0), self.functions.enters()
+
+        def streams() -> list[Stream]:
+            found = [self.functions.embed(self.weights, known, None)]
+            for enter in enters[1:]:
+                before = found[-1]
+                found.append(enter(self.weights, before, known) if enter else before)
+            return found
+
+        return jax.eval_shape(streams)
+
+    @cached_property
+    def _specs(self) -> list[Any]:
+        return [
+            self.functions.specs(group, stream)
+            for group, stream in enumerate(self._streams)
+        ]
+
+    def _known(self, microbatch: jax.Array | int) -> Known:
+        here = {"microbatch": jnp.asarray(microbatch)}
+        return {**part(self.cut, microbatch), **self.fixed, **here}
+
+    def _embed(self, microbatch: jax.Array) -> Any:
+        shares, known = self.embed_shares, self._known(microbatch)
+        share = self.functions.embed(self.weights, known, shares)
+        return self._stages.payload(0, shares.gather(share, "embed_gather"))
 
     def _embed_gradient(
-        self, microbatch: jax.Array, first: jax.Array
-    ) -> tuple[Params, tuple, Zero]:
-        dx = self.shares.scatter(first, "embed_scatter")
-        scope = self._share_scope(microbatch)
-        _, vjp = jax.vjp(
-            lambda weights: self.placement.model.embed(weights, scope.batch, scope),
-            self.weights,
-        )
-        (gradients,) = vjp(jnp.where(self.shares.counts(), dx, 0))
-        gradients, done = self._scattered(gradients, dx)
-        return gradients, (), done
+        self, microbatch: jax.Array, of_payload: Any
+    ) -> tuple[Params, Any]:
+        shares, known = self.embed_shares, self._known(microbatch)
+        dx = self._stages.stream(0, of_payload)
+        dx = shares.scatter(dx, "embed_scatter")
+        floats, filled = split_floats(self.functions.differentiated(known))
 
-    def _scattered(self, gradients: Params, x: jax.Array) -> tuple[Params, Zero]:
-        """The ends' gradients as they are added up, and 0 once they and `x` are there.
+        def embed(weights: Params, floats: list) -> Stream:
+            given = self.functions.with_differentiated(known, filled(floats))
+            return self.functions.embed(weights, given, shares)
 
-        GSPMD may have summed them by itself.
-        """
-        stored = self.placement.model.split(self.placement.stored)[0]
-        there = zero_on_parts(x, self.shares.spec) + zero_from_all(stored, gradients)
-        gradients, done = self.placement.scatter_ends(gradients, there)
-        return gradients, there if done is None else done
+        _, vjp = jax.vjp(embed, self.weights, floats)
+        gradients, of_inputs = shares.counted(vjp(dx))
+        return self.functions.scatter_ends(gradients), of_inputs
 
-    def _loss(self, microbatch: jax.Array, last: jax.Array) -> tuple:
-        share = self.shares.scatter(last, "head_scatter")
-        (loss_sum, weight_sum), vjp = jax.vjp(
-            lambda weights, share: self._head(weights, share, microbatch),
+    def _loss(self, microbatch: jax.Array, payload: Any) -> tuple:
+        last, shares = len(self._streams) - 1, self.head_shares
+        share = shares.scatter(self._stages.stream(last, payload), "head_scatter")
+        known = self._known(microbatch)
+        sums, vjp = jax.vjp(
+            lambda weights, share: self.functions.head(weights, share, known, shares),
             self.weights,
             share,
         )
-        counts = self.shares.counts().astype(loss_sum.dtype)
-        gradients, dy = vjp((counts, jnp.zeros_like(weight_sum)))
-        gradients, done = self._scattered(gradients, dy)
-        if self.placement.in_order:
-            dy = follow(dy, done)
-        dy = self.shares.gather(dy, "head_gather")
-        sums = loss_sum * counts, weight_sum * counts
-        return sums, dy, gradients, zero_on_parts(dy, self.shares.spec)
+        gradients, dy = vjp((jnp.ones(()), jnp.zeros(())))
+        sums, gradients = shares.counted((sums, gradients))
+        dy = self._stages.payload(last, shares.gather(dy, "head_gather"))
+        return sums, dy, self.functions.scatter_ends(gradients)
 
-    def _head(
-        self, weights: Params, share: jax.Array, microbatch: jax.Array | int
-    ) -> tuple[jax.Array, jax.Array]:
-        scope = self._share_scope(microbatch)
-        return self.placement.model.head(weights, share, scope.batch, scope)
+
+def parts_of(spec: PartitionSpec, dim: int, sizes: dict[str, int]) -> int:
+    """Parts that automatic mesh axes split a dim into."""
+    entry = spec[dim] if len(spec) > dim else None
+    axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
+    parts = 1
+    for axis in axes:
+        parts *= sizes[axis]
+    return parts

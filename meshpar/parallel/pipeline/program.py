@@ -7,35 +7,31 @@ With one stage it accumulates gradients over microbatches.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 
 from meshpar.errors import InputError
 from meshpar.layout import BY_COST, MANUAL_AXES, Layout
-from meshpar.model.contract import Model, Params
-from meshpar.model.scope import Batch
+from meshpar.model.contract import Model
+from meshpar.model.parameter import Params
+from meshpar.parallel.mean_loss import metrics_of, random_key, safe_inverse
+from meshpar.parallel.model_state import sum_statistics, updated_state
 from meshpar.parallel.pipeline.executor import Executor, Work
 from meshpar.parallel.pipeline.layer_costs import layer_costs
 from meshpar.parallel.pipeline.microbatches import Microbatches
+from meshpar.parallel.pipeline.model_functions import ModelFunctions
 from meshpar.parallel.pipeline.schedule_choice import OwnSchedule, chosen_schedule
 from meshpar.parallel.pipeline.stages import (
     Arrangement,
-    arranged,
     arrangement,
     cut,
     merge,
-    only_group,
 )
-from meshpar.parallel.placement import (
-    BATCH,
-    REPLICATED,
-    Placement,
-    dropout_key,
-    metrics_of,
-    safe_inverse,
-)
+from meshpar.parallel.placement import BATCH, REPLICATED, Placement
+from meshpar.parallel.program import Found
 from meshpar.schedules import Schedule, tick_table
 from meshpar.schedules.stage_splits import split_by_cost, stage_sizes
 
@@ -55,77 +51,102 @@ class PipelineProgram:
     arrangement: Arrangement
 
     def loss_and_gradients(
-        self, params: Params, batch: Batch, step: jax.Array, seed: jax.Array
-    ) -> tuple[jax.Array, dict[str, jax.Array], Params]:
-        """Mean loss, more metrics, and gradients laid out as the states."""
-        placement = self.placement
+        self,
+        params: Params,
+        state: Params,
+        batch: Any,
+        step: jax.Array,
+        seed: jax.Array,
+    ) -> Found:
+        """Mean loss, more metrics, gradients laid out as the states, and model state.
 
-        def local(
-            params: Params, batch: Batch, step: jax.Array, seed: jax.Array
-        ) -> tuple[jax.Array, dict[str, jax.Array], Params]:
-            work = self._microbatches(params, batch, dropout_key(seed, step)).work()
-            found = self._run(work).loss_and_gradients()
+        Arguments as for `LocalProgram.loss_and_gradients`.
+        """
+        placement = self.placement
+        model = placement.model
+
+        def local(*of: Any) -> Found:
+            microbatches = self._microbatches(*of, training=True)
+            found = self._run(microbatches.work()).loss_and_gradients()
             (loss_sum, weight_sum), auxiliary = placement.sum_losses(
                 (found.loss_sums, found.auxiliary), MANUAL_AXES
             )
-            loss_sum += only_group(placement.model).weighted(auxiliary)
+            for group, sums in zip(model.groups, auxiliary, strict=True):
+                loss_sum += group.weighted(sums)
             share = safe_inverse(weight_sum)
-            blocks = [merge(found.block_gradients)]
-            gradients = placement.reduce(
-                found.end_gradients, blocks, after=loss_sum, scale=share
+            blocks = [merge(of_group) for of_group in found.block_gradients]
+            gradients = placement.reduce(found.end_gradients, blocks, scale=share)
+            statistics = sum_statistics(
+                placement, [merge(of_group) for of_group in found.statistics]
             )
-            return loss_sum * share, metrics_of(weight_sum, auxiliary), gradients
+            new_state = updated_state(model, of[1], statistics)
+            metrics = metrics_of(weight_sum, _by_name(auxiliary))
+            return loss_sum * share, metrics, gradients, new_state
 
-        specs = placement.manual_specs
+        specs, of_state = placement.manual_specs, placement.manual_model_state_specs
         return placement.on_shards(
             local,
-            (specs, BATCH, REPLICATED, REPLICATED),
-            (REPLICATED, REPLICATED, placement.manual_state_specs),
-        )(params, batch, step, seed)
+            (specs, of_state, BATCH, REPLICATED, REPLICATED),
+            (REPLICATED, REPLICATED, placement.manual_state_specs, of_state),
+        )(params, state, batch, step, seed)
 
-    def loss_sums(self, params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        """Summed loss and summed weights over the global batch, without dropout."""
+    def loss_sums(self, *of: Any) -> tuple[jax.Array, jax.Array]:
+        """Summed loss and summed weights over the global batch, not in training."""
         placement = self.placement
 
-        def local(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
-            work = self._microbatches(params, batch, None).work()
+        def local(*of: Any) -> tuple[jax.Array, jax.Array]:
+            work = self._microbatches(*of, training=False).work()
             return placement.sum_losses(self._run(work).loss_sums(), MANUAL_AXES)
 
-        return placement.on_shards(
-            local, (placement.manual_specs, BATCH), (REPLICATED, REPLICATED)
-        )(params, batch)
+        return self._evaluated(local, (REPLICATED, REPLICATED))(*of)
 
-    def logits(self, params: Params, batch: Batch) -> jax.Array:
-        """fp32 logits (batch, seq, vocab), without dropout."""
-        placement = self.placement
+    def logits(self, *of: Any) -> Any:
+        """What the model's `logits` gives, each array with the example first."""
         one = replace(self, schedule=self.schedule.of_one_microbatch())
 
-        def local(params: Params, batch: Batch) -> jax.Array:
-            work = one._microbatches(params, batch, None)
-            share = one._run(work.logits_work()).loss_sums()
-            return work.shares.whole(share)
+        def local(*of: Any) -> Any:
+            microbatches = one._microbatches(*of, training=False)
+            work = microbatches.outputs_work(microbatches.functions.outputs)
+            return microbatches.head_shares.whole(one._run(work).loss_sums())
 
-        return placement.on_shards(local, (placement.manual_specs, BATCH), BATCH)(
-            params, batch
+        return self._evaluated(local, BATCH)(*of)
+
+    def _evaluated(self, local: Callable[..., Any], out_specs: Any) -> Callable:
+        placement = self.placement
+        in_specs = (placement.manual_specs, placement.manual_model_state_specs)
+        return placement.on_shards(
+            local, (*in_specs, BATCH, REPLICATED, REPLICATED), out_specs
         )
 
     def _microbatches(
-        self, params: Params, batch: Batch, key: jax.Array | None
+        self,
+        params: Params,
+        state: Params,
+        batch: Any,
+        step: jax.Array,
+        seed: jax.Array,
+        *,
+        training: bool,
     ) -> Microbatches:
-        schedule = self.schedule
-        weights, (blocks,) = self.placement.gather_before_loop(params)
-        ends, (shapes,) = self.placement.gradient_shapes(weights, [blocks])
+        placement, chunks = self.placement, self.schedule.num_chunks
+        scopes = placement.scopes(training=training)
+        weights, groups = placement.gather_before_loop(params)
+        ends, shapes = placement.gradient_shapes(weights, groups)
+        end_state, states = placement.model.split(state)
+        differs = {"batch": dict(batch), "examples": scopes.examples(batch)}
         return Microbatches(
-            placement=self.placement,
+            functions=ModelFunctions(
+                placement=placement, scopes=scopes, end_state=end_state
+            ),
+            schedule=self.schedule,
             arrangement=self.arrangement,
             weights=weights,
-            blocks=cut(blocks, schedule.num_chunks),
+            params=cut(groups, chunks),
+            states=cut(states, chunks),
             end_gradients=ends,
-            gradients=jax.eval_shape(
-                lambda tree: cut(tree, schedule.num_chunks), shapes
-            ),
-            batch=cut(batch, schedule.num_microbatches),
-            key=key,
+            gradients=jax.eval_shape(lambda tree: cut(tree, chunks), shapes),
+            cut=cut(differs, self.schedule.num_microbatches),
+            fixed={"random": random_key(seed, step)},
         )
 
     def _run(self, work: Work) -> Executor:
@@ -133,7 +154,6 @@ class PipelineProgram:
             table=tick_table(self.schedule),
             num_stages=self.schedule.num_stages,
             work=work,
-            in_order=self.placement.in_order,
         )
 
 
@@ -171,8 +191,8 @@ def pipeline_of(
         schedule: Instead of the one that the layout names.
 
     Raises:
-        InputError: More stages than layers, splits that do not fit, a schedule that is
-            wrong or cannot have those sizes, or several groups of blocks.
+        InputError: More stages than layers, splits that do not fit, or a schedule that
+            is wrong or cannot have those sizes.
     """
     sizes = layers_of_stages(model, layout)
     chosen = chosen_schedule(
@@ -181,9 +201,10 @@ def pipeline_of(
         num_microbatches=layout.microbatches,
         chunks=layout.chunks,
     )
-    placed = arrangement(chosen, sizes)
+    placed = arrangement(chosen, sizes, [group.num_layers for group in model.groups])
+    orders = {group.name: placed.order(at) for at, group in enumerate(model.groups)}
     return Pipeline(
-        model=arranged(model, placed.order),
+        model=model.arranged(orders),
         schedule=chosen,
         arrangement=placed,
         layers_of_stages=sizes,
@@ -194,31 +215,37 @@ def layers_of_stages(model: Model, layout: Layout) -> tuple[int, ...]:
     """How many layers each stage of a layout has, first to last.
 
     Raises:
-        InputError: More stages than layers, splits that do not fit, costs that cannot
-            be measured, or several groups of blocks.
+        InputError: More stages than layers, splits that do not fit, or costs that
+            cannot be measured.
     """
-    group = only_group(model)
-    even = stage_sizes(group.num_layers, layout.stage, layout.chunks)
+    even = stage_sizes(model.num_layers, layout.stage, layout.chunks)
     if layout.splits != BY_COST:
-        return stage_sizes(group.num_layers, layout.stage, layout.chunks, layout.splits)
-    costs = group.costs or layer_costs(model)
-    return split_by_cost(costs, len(even))
+        return stage_sizes(model.num_layers, layout.stage, layout.chunks, layout.splits)
+    return split_by_cost(_costs(model), len(even))
 
 
 def with_costs(model: Model, costs: Sequence[float], layout: Layout) -> Model:
     """The model with what each of its layers costs.
 
     Raises:
-        InputError: The layout does not split by cost, the model has several groups of
-            blocks, or there are not as many costs as layers.
+        InputError: The layout does not split by cost, or there are not as many costs as
+            layers.
     """
     if layout.splits != BY_COST:
         raise InputError(
             f"layer_costs are given, but layout {str(layout)!r} does not split by "
             "them; say splits=cost, or leave them out"
         )
-    group = replace(only_group(model), costs=tuple(costs))
-    return replace(model, groups=(group,))
+    if len(costs) != model.num_layers:
+        raise InputError(
+            f"the model has {model.num_layers} layers, but {len(costs)} costs; give "
+            "one a layer"
+        )
+    groups = []
+    for group, first in zip(model.groups, model.first_layers, strict=True):
+        own = tuple(costs[first : first + group.num_layers])
+        groups.append(replace(group, costs=own))
+    return replace(model, groups=tuple(groups))
 
 
 def arranged_for(model: Model, layout: Layout) -> Model:
@@ -227,4 +254,19 @@ def arranged_for(model: Model, layout: Layout) -> Model:
     Raises:
         InputError: As for `pipeline_of`.
     """
-    return pipeline_of(model, layout).model if layout.is_pipelined else model
+    return pipeline_of(model, layout).model if layout.runs_in_ticks else model
+
+
+def _costs(model: Model) -> tuple[float, ...]:
+    if all(group.costs is not None for group in model.groups):
+        return tuple(cost for group in model.groups for cost in group.costs or ())
+    return layer_costs(model)
+
+
+def _by_name(sums: Sequence[dict[str, jax.Array]]) -> dict[str, jax.Array]:
+    """The auxiliary losses of all groups, those of one name together."""
+    total: dict[str, jax.Array] = {}
+    for of_group in sums:
+        for name, value in of_group.items():
+            total[name] = total.get(name, 0.0) + value
+    return total

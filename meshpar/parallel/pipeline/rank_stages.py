@@ -1,25 +1,40 @@
-"""The stages of one rank, for one microbatch at a time, as the executor calls them."""
+"""The stages of one rank, for one microbatch at a time, as the executor calls them.
+
+A stage may hold layers of several groups of blocks, and every rank runs the same
+program: of each group as many places as the stage with most of its layers. What passes
+between stages is a tuple of the streams that cross there; a rank takes the one that its
+first layer wants.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from meshpar.parallel.block import Block, Sums
+from meshpar.model.contract import Stream
+from meshpar.model.parameter import Params
+from meshpar.model.sums import Sums
+from meshpar.parallel.block import Block, Known, where
 from meshpar.parallel.blocks import (
+    Stack,
     check_names,
-    run_again,
     run_backward,
     run_blocks,
     run_keeping,
 )
 from meshpar.parallel.pipeline.ends import STAGE
 from meshpar.parallel.pipeline.stages import Arrangement, part
+from meshpar.parallel.pipeline.work import Payload
+from meshpar.parallel.residuals import Residuals, restore_vjp, vjp_without
+
+Enter = Callable[[Params, Stream, Known], Stream]
+"""(ends' parameters, stream of the group before, what scopes are made of) -> stream."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,72 +42,281 @@ class RankStages:
     """The blocks of every stage that this rank runs.
 
     Args:
-        block: What a layer does.
-        blocks: The parameters as stored, (chunks, places, ...).
+        blocks: Of each group, what a layer does.
+        enters: Of each group but the first, what makes its stream; None where it is
+            that of the group before.
+        params: Of each group, the parameters as stored, (chunks, places, ...).
+        states: Of each group, its state, alike.
+        weights: The ends' parameters for use.
         arrangement: Which layers every rank has.
-        inputs: Microbatch -> arrays without gradient that scopes are made of.
+        streams: Shapes of each group's stream.
+        known: Microbatch -> arrays without gradient that scopes are made of.
         keeps_input: Whether a stage's input is all that is kept for its backward.
     """
 
-    block: Block
-    blocks: Any
+    blocks: Sequence[Block]
+    enters: Sequence[Enter | None]
+    params: Sequence[Any]
+    states: Sequence[Any]
+    weights: Params
     arrangement: Arrangement
-    inputs: Callable[[jax.Array], dict[str, Any]]
+    streams: Sequence[Any]
+    known: Callable[[jax.Array], Known]
     keeps_input: bool = False
 
+    @property
+    def slots(self) -> tuple[int | None, ...]:
+        """Of each group, the place of its stream in a payload; None if in none."""
+        kinds: list[Any] = []
+        slots: list[int | None] = []
+        for group, stream in enumerate(self.streams):
+            if group not in self.arrangement.crossing:
+                slots.append(None)
+                continue
+            kind = (
+                jax.tree.structure(stream),
+                [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(stream)],
+            )
+            if kind not in kinds:
+                kinds.append(kind)
+            slots.append(kinds.index(kind))
+        return tuple(slots)
+
+    def payload(self, group: int, stream: Any, of: Any = None) -> Payload:
+        """A payload with a group's stream in its place, zeros elsewhere.
+
+        Args:
+            group: Whose stream.
+            stream: It.
+            of: What stands for the streams of all groups; zeros when absent.
+        """
+        slots = self.slots
+        found: list[Any] = [None] * (1 + max(at for at in slots if at is not None))
+        for at, slot in enumerate(slots):
+            if slot is not None and found[slot] is None:
+                found[slot] = _zeros(self.streams[at]) if of is None else of[at]
+        found[slots[group]] = stream
+        return tuple(found)
+
+    def stream(self, group: int, payload: Payload) -> Stream:
+        """A group's stream of a payload, zeros where it is in none."""
+        slot = self.slots[group]
+        return _zeros(self.streams[group]) if slot is None else payload[slot]
+
     def run(
-        self, chunk: jax.Array, microbatch: jax.Array, x: jax.Array
-    ) -> tuple[jax.Array, Sums]:
-        """A microbatch through one of the stages, and its auxiliary losses."""
-        return run_blocks(self.block, *self._of(chunk, x, microbatch))
+        self, chunk: jax.Array, microbatch: jax.Array, payload: Payload
+    ) -> tuple[Payload, tuple]:
+        """A microbatch through one of the stages, and the sums of its blocks."""
+        known = self.known(microbatch)
+
+        def through(group: int, x: Stream, y: Stream) -> tuple[Stream, Sums, None]:
+            x = self._entered(group, chunk, x, y, known)[0]
+            return *run_blocks(self._stack(group, chunk), x, known), None
+
+        return self._through(chunk, payload, through)[:2]
 
     def run_keeping(
-        self, chunk: jax.Array, microbatch: jax.Array, x: jax.Array
-    ) -> tuple[jax.Array, Sums, Any]:
+        self, chunk: jax.Array, microbatch: jax.Array, payload: Payload
+    ) -> tuple[Payload, tuple, Any]:
         """The same, and what `gradient` needs of it."""
         if self.keeps_input:
-            return *self.run(chunk, microbatch, x), x
-        shards, x, layers, inputs = self._of(chunk, x, microbatch)
-        check_names([(self.block, layers, shards)], x, inputs)
-        return run_keeping(self.block, shards, x, layers, inputs)
+            return *self.run(chunk, microbatch, payload), payload
+        return self._run_keeping(chunk, self.known(microbatch), payload)
 
     def gradient(
         self,
         chunk: jax.Array,
         microbatch: jax.Array,
         kept: Any,
-        dy: jax.Array,
-        totals: Any,
+        of_payload: Payload,
+        totals: list[Any],
         counts: jax.Array,
-    ) -> tuple[jax.Array, Any]:
-        """The gradient of the stage's input; its parameters' are added to the totals.
+    ) -> tuple[Payload, list[Any], Any]:
+        """The gradient of the stage's payload; its parameters' are added to the totals.
 
         Args:
             chunk: Which of the rank's stages.
             microbatch: Of what.
             kept: By `run_keeping`.
-            dy: Gradient of the stage's output.
-            totals: Where gradients are added, (chunks, places, ...).
+            of_payload: Gradient of the stage's output.
+            totals: Of each group: where gradients are added, (chunks, places, ...).
             counts: Whether they are to be added.
+
+        Returns:
+            The gradient of its input, the totals, and gradients of the ends' parameters
+            in `enter`; () where no group has it.
         """
-
-        def add(totals: Any, gradients: Any, place: jax.Array) -> Any:
-            return jax.tree.map(
-                lambda total, gradient: total.at[chunk, place].add(
-                    jnp.where(counts, gradient.astype(total.dtype), 0)
-                ),
-                totals,
-                gradients,
+        known, totals = self.known(microbatch), list(totals)
+        if self.keeps_input:
+            kept = self._run_keeping(chunk, known, kept)[2]
+        found = _zeros(self.payload(0, self.streams[0], of=self.streams))
+        of_ends: Any = ()
+        of_next: Any = None
+        for group in reversed(range(len(self.blocks))):
+            entered, residuals = kept[group]
+            dy = self._gradient_out(group, chunk, of_payload, of_next)
+            dx, totals[group] = run_backward(
+                self._stack(group, chunk),
+                residuals,
+                dy,
+                known,
+                totals[group],
+                _adder(chunk, counts),
             )
+            of_next, found, more = self._gradient_in(
+                group, chunk, dx, found, entered, known
+            )
+            if more is not None:
+                of_ends = more if not of_ends else jax.tree.map(jnp.add, of_ends, more)
+        return found, totals, of_ends
 
-        shards, dy, layers, inputs = self._of(chunk, dy, microbatch)
-        backward = run_again if self.keeps_input else run_backward
-        return backward(self.block, shards, kept, dy, layers, inputs, totals, add)
+    def _run_keeping(
+        self, chunk: jax.Array, known: Known, payload: Payload
+    ) -> tuple[Payload, tuple, Any]:
+        checked = []
 
-    def _of(self, chunk: jax.Array, x: jax.Array, microbatch: jax.Array) -> tuple:
-        layers = jnp.asarray(self.arrangement.layers)[lax.axis_index(STAGE)]
-        shards = jax.tree.map(lambda value: _chunk(value, chunk), self.blocks)
-        return shards, x, _chunk(layers, chunk), self.inputs(microbatch)
+        def through(group: int, x: Stream, y: Stream) -> tuple[Stream, Sums, Any]:
+            stack = self._stack(group, chunk)
+            x, entered = self._entered(group, chunk, x, y, known)
+            checked.append((stack, x))
+            y, sums, residuals = run_keeping(stack, x, known)
+            return y, sums, (entered, residuals)
+
+        found = self._through(chunk, payload, through)
+        check_names(checked, known)
+        return found
+
+    def _through(
+        self, chunk: jax.Array, payload: Payload, through: Callable[..., tuple]
+    ) -> tuple[Payload, tuple, list]:
+        """Every group in turn; the payload out, the sums, and what each kept."""
+        out, y, auxiliary, statistics, kept = None, None, [], [], []
+        for group, block in enumerate(self.blocks):
+            y, sums, of_group = through(
+                group, self.stream(group, payload), (payload, y)
+            )
+            names = block.group.auxiliary
+            auxiliary.append({name: sums[name] for name in names})
+            statistics.append({k: v for k, v in sums.items() if k not in names})
+            kept.append(of_group)
+            if self.slots[group] is not None:
+                here = self._at(self.arrangement.ends(group), chunk)
+                mine = self.payload(group, _where(here, y))
+                out = mine if out is None else jax.tree.map(jnp.add, out, mine)
+        return out, (auxiliary, statistics), kept
+
+    def _entered(
+        self, group: int, chunk: jax.Array, x: Stream, before: tuple, known: Known
+    ) -> tuple[Stream, Residuals | None]:
+        """A group's stream as its first layer here takes it; residuals of `enter`."""
+        if group == 0:
+            return x, None
+        payload, y = before
+        held = self._at(self.arrangement.holds(group - 1), chunk)
+        previous = _where(held, y, self.stream(group - 1, payload))
+        entered, residuals = previous, None
+        if self.enters[group] is not None:
+            enter = self.enters[group]
+            entered, residuals = vjp_without(
+                lambda weights, y: enter(weights, y, known),
+                (self.weights, previous),
+                known=(self.weights, known),
+            )
+        begins = self._at(self.arrangement.begins(group), chunk)
+        return _where(begins, entered, x), residuals
+
+    def _gradient_out(
+        self, group: int, chunk: jax.Array, of_payload: Payload, of_next: Any
+    ) -> Stream:
+        """Gradient of a group's last stream here."""
+        ends = self._at(self.arrangement.ends(group), chunk)
+        dy = _where(ends, self.stream(group, of_payload))
+        if of_next is None:
+            return dy
+        return jax.tree.map(jnp.add, dy, of_next)
+
+    def _gradient_in(
+        self,
+        group: int,
+        chunk: jax.Array,
+        dx: Stream,
+        found: Payload,
+        residuals: Residuals | None,
+        known: Known,
+    ) -> tuple[Any, Payload, Any]:
+        """What a group's gradient becomes before it.
+
+        Returns:
+            Gradient of the stream of the group before here, of the payload with what
+            this group adds, and of the ends' parameters or None.
+        """
+        if group == 0:
+            return None, self._with(found, 0, dx), None
+        begins = self._at(self.arrangement.begins(group), chunk)
+        found = self._with(found, group, _where(_not(begins), dx))
+        previous, more = _where(begins, dx), None
+        if residuals is not None:
+            vjp = restore_vjp(residuals, (self.weights, known))
+            more, previous = _where(begins, vjp(previous))
+        held = self._at(self.arrangement.holds(group - 1), chunk)
+        found = self._with(found, group - 1, _where(_not(held), previous))
+        return _where(held, previous), found, more
+
+    def _with(self, payload: Payload, group: int, gradient: Stream) -> Payload:
+        """A payload's gradient with that of a group's stream added."""
+        slot = self.slots[group]
+        if slot is None:
+            return payload
+        parts = list(payload)
+        parts[slot] = jax.tree.map(jnp.add, parts[slot], gradient)
+        return tuple(parts)
+
+    def _stack(self, group: int, chunk: jax.Array) -> Stack:
+        rank = lax.axis_index(STAGE)
+        layers = _chunk(jnp.asarray(self.arrangement.layers[group])[rank], chunk)
+        first = sum(block.group.num_layers for block in self.blocks[:group])
+        return Stack(
+            block=self.blocks[group],
+            shards=jax.tree.map(lambda x: _chunk(x, chunk), self.params[group]),
+            state=jax.tree.map(lambda x: _chunk(x, chunk), self.states[group]),
+            layers=jnp.where(layers >= 0, layers + first, layers) if first else layers,
+        )
+
+    def _at(self, table: np.ndarray, chunk: jax.Array) -> bool | jax.Array:
+        """A fact of this rank's stage; a plain boolean where all stages agree."""
+        if table.all() or not table.any():
+            return bool(table.all())
+        return _chunk(jnp.asarray(table)[lax.axis_index(STAGE)], chunk)
+
+
+def _adder(chunk: jax.Array, counts: jax.Array) -> Callable[..., Any]:
+    def add(totals: Any, gradients: Any, place: jax.Array) -> Any:
+        return jax.tree.map(
+            lambda total, gradient: total.at[chunk, place].add(
+                jnp.where(counts, gradient.astype(total.dtype), 0)
+            ),
+            totals,
+            gradients,
+        )
+
+    return add
+
+
+def _where(condition: bool | jax.Array, tree: Any, other: Any = None) -> Any:
+    """`where`, nothing done where the condition is known."""
+    if condition is True:
+        return tree
+    if condition is False:
+        return _zeros(tree) if other is None else other
+    return where(condition, tree, other)
+
+
+def _not(condition: bool | jax.Array) -> bool | jax.Array:
+    return not condition if isinstance(condition, bool) else ~condition
+
+
+def _zeros(shapes: Any) -> Any:
+    return jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), shapes)
 
 
 def _chunk(value: jax.Array, chunk: jax.Array) -> jax.Array:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 from jax import lax
 
-from meshpar.errors import InputError
-from meshpar.model.contract import BlockGroup, Model, Parameter, is_parameter
+from meshpar.model.contract import Model
+from meshpar.model.parameter import flat
+from meshpar.rules.sharding import path_name
 from meshpar.schedules import Schedule
 
 NO_LAYER = -1
@@ -20,97 +21,117 @@ NO_LAYER = -1
 
 @dataclass(frozen=True, eq=False)
 class Arrangement:
-    """The layer at every place of every chunk of every rank.
+    """The layers of every stage of every rank, group by group.
 
     Args:
-        layers: int32 (ranks, chunks, places); `NO_LAYER` where a stage is shorter.
+        layers: Of each group int32 (ranks, chunks, places), the layer of that group at
+            every place; `NO_LAYER` where a stage has fewer.
+        stages: int32 (ranks, chunks), the stage that is each rank's chunk.
     """
 
-    layers: np.ndarray
+    layers: tuple[np.ndarray, ...]
+    stages: np.ndarray
 
-    @property
-    def order(self) -> tuple[int, ...]:
-        """The layers as the stacked parameters hold them, rank by rank."""
-        return tuple(self.layers.ravel().tolist())
+    def order(self, group: int) -> tuple[int, ...]:
+        """A group's layers as its stacked parameters hold them, rank by rank."""
+        return tuple(self.layers[group].ravel().tolist())
 
-    @property
-    def places(self) -> np.ndarray:
-        """The place of each layer, first to last."""
-        order = self.layers.ravel()
+    def places(self, group: int) -> np.ndarray:
+        """The place of each layer of a group, first to last."""
+        order = self.layers[group].ravel()
         empty = np.count_nonzero(order == NO_LAYER)
         return np.argsort(order, kind="stable")[empty:]
 
+    def padded(self, group: int) -> bool:
+        """Whether some places of a group hold no layer."""
+        return bool((self.layers[group] == NO_LAYER).any())
+
+    def holds(self, group: int) -> np.ndarray:
+        """(ranks, chunks): whether the stage has a layer of the group."""
+        return (self.layers[group] != NO_LAYER).any(axis=-1)
+
+    def begins(self, group: int) -> np.ndarray:
+        """(ranks, chunks): whether the stage has the first layer of the group."""
+        return (self.layers[group] == 0).any(axis=-1)
+
+    def ends(self, group: int) -> np.ndarray:
+        """(ranks, chunks): whether the group's is the last layer of the stage."""
+        later = [self.holds(at) for at in range(group + 1, len(self.layers))]
+        return self.holds(group) & ~np.any([*later, np.zeros_like(self.stages)], axis=0)
+
     @property
-    def padded(self) -> bool:
-        """Whether some places hold no layer."""
-        return bool((self.layers == NO_LAYER).any())
+    def crossing(self) -> tuple[int, ...]:
+        """The groups whose stream passes from one stage to the next, and the ends'."""
+        last = len(self.layers) - 1
+        return tuple(
+            at
+            for at in range(len(self.layers))
+            if at in (0, last) or self.ends(at).any()
+        )
 
 
-def arrangement(schedule: Schedule, sizes: Sequence[int]) -> Arrangement:
-    """Where every layer lies, by the schedule's placement of stages on ranks."""
-    first = np.concatenate([[0], np.cumsum(sizes)])
-    shape = (schedule.num_ranks, schedule.num_chunks, max(sizes))
-    layers = np.full(shape, NO_LAYER, np.int32)
-    for rank, stages in enumerate(schedule.stages_of_rank):
-        for chunk, stage in enumerate(stages):
-            layers[rank, chunk, : sizes[stage]] = np.arange(
-                first[stage], first[stage + 1]
-            )
-    return Arrangement(layers)
+def arrangement(
+    schedule: Schedule, sizes: Sequence[int], group_sizes: Sequence[int]
+) -> Arrangement:
+    """Where every layer lies, by the schedule's placement of stages on ranks.
 
+    Args:
+        schedule: Places the stages.
+        sizes: Layers of each stage, first to last.
+        group_sizes: Layers of each group of blocks, in order.
 
-def arranged(model: Model, order: Sequence[int]) -> Model:
-    """The model with its stacked parameters in that order of layers.
-
-    Raises:
-        InputError: The model has several groups of blocks.
+    Example:
+        >>> from meshpar.schedules import make_schedule
+        >>> placed = arrangement(make_schedule("1f1b", 2, 4, 1), (2, 2), (1, 3))
+        >>> [one.tolist() for one in placed.layers]
+        [[[[0]], [[-1]]], [[[0, -1]], [[1, 2]]]]
     """
-    group = only_group(model)
-
-    def arrange(parameter):
-        return replace(parameter, layer_order=tuple(order))
-
-    blocks = jax.tree.map(arrange, model.parameters[group.name], is_leaf=is_parameter)
-    return replace(model, parameters={**model.parameters, group.name: blocks})
+    bounds = np.concatenate([[0], np.cumsum(sizes)])
+    stages = np.array(schedule.stages_of_rank, np.int32)
+    layers, first = [], 0
+    for num_layers in group_sizes:
+        own = [
+            [
+                np.arange(
+                    max(bounds[stage], first) - first,
+                    min(bounds[stage + 1], first + num_layers) - first,
+                )
+                for stage in of_rank
+            ]
+            for of_rank in stages
+        ]
+        places = max(len(one) for of_rank in own for one in of_rank)
+        table = np.full((*stages.shape, places), NO_LAYER, np.int32)
+        for rank, of_rank in enumerate(own):
+            for chunk, one in enumerate(of_rank):
+                table[rank, chunk, : len(one)] = one
+        layers.append(table)
+        first += num_layers
+    return Arrangement(tuple(layers), stages)
 
 
 def in_layer_order(model: Model, tree: Any) -> Any:
-    """Undoes `arranged` in arrays that lie as the model's parameters do.
+    """Undoes the arrangement in arrays that lie as the model's parameters do.
 
     Args:
         model: An arranged model, or any other.
-        tree: Arrays of the shapes of its parameters.
+        tree: Arrays at the paths and of the shapes of its parameters, or its state.
 
     Returns:
         numpy arrays with layers first to last, and none for places without one.
     """
+    known = {**flat(model.state), **flat(model.parameters)}
 
-    def in_order(parameter: Parameter, value: Any) -> np.ndarray:
+    def in_order(path: tuple, value: Any) -> np.ndarray:
         value = np.asarray(value)
-        if parameter.layer_order is None:
+        order = known[path_name(path)].layer_order
+        if order is None:
             return value
-        layers = np.asarray(parameter.layer_order)
+        layers = np.asarray(order)
         places = np.argsort(layers, kind="stable")
         return value[places[np.count_nonzero(layers == NO_LAYER) :]]
 
-    return jax.tree.map(
-        in_order, model.parameters, jax.device_get(tree), is_leaf=is_parameter
-    )
-
-
-def only_group(model: Model) -> BlockGroup:
-    """The model's group of blocks.
-
-    Raises:
-        InputError: It has several.
-    """
-    if len(model.groups) != 1:
-        names = ", ".join(group.name for group in model.groups)
-        raise InputError(
-            f"a pipeline cuts one group of blocks into stages, but the model has "
-            f"{len(model.groups)}: {names}; set stage=1 and microbatches=1"
-        )
-    return model.groups[0]
+    return jax.tree.map_with_path(in_order, jax.device_get(tree))
 
 
 def cut(tree: Any, num_parts: int) -> Any:

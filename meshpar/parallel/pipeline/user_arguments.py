@@ -63,7 +63,7 @@ def check_parameters(*trees: Any) -> None:
         InputError: One is of integers.
     """
     for leaf in jax.tree.leaves(trees):
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
             raise InputError(
                 f"a parameter is {leaf.dtype}{leaf.shape}; parameters get gradients, "
                 "so they are floating-point: pass others as inputs or targets"
@@ -74,24 +74,57 @@ def check_x_spec(x_spec: Any, mesh: Mesh) -> None:
     """Refuses a layout of x that names other mesh axes than GSPMD partitions over.
 
     Raises:
-        InputError: It is no `PartitionSpec`, or names another mesh axis.
+        InputError: It is no `PartitionSpec`, nor a tree of them, or names another mesh
+            axis.
     """
-    if not isinstance(x_spec, PartitionSpec):
-        raise InputError(f"x_spec={x_spec!r} is no PartitionSpec")
-    _check_mesh_axes("x_spec", x_spec, mesh)
+    for spec in jax.tree.leaves(x_spec, is_leaf=_is_spec):
+        if not _is_spec(spec):
+            raise InputError(f"x_spec={x_spec!r} is no PartitionSpec, nor a tree of it")
+        _check_mesh_axes("x_spec", spec, mesh)
 
 
-def check_x_dims(x_spec: PartitionSpec, shape: tuple[int, ...]) -> None:
-    """Refuses a layout of x of more dims than x has.
+def stream_specs_of(x_spec: Any, x: Any) -> Any:
+    """A spec of all dims for each array of x, `PartitionSpec()` where it is whole.
+
+    Args:
+        x_spec: One spec for every array, or a tree of specs.
+        x: Shapes of one microbatch.
 
     Raises:
-        InputError: It has more.
+        InputError: x holds integers, the specs are of another tree, or one has more
+            dims than its array.
     """
-    if len(x_spec) > len(shape):
+    for path, leaf in jax.tree.leaves_with_path(x):
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            raise InputError(
+                f"blocks take a floating-point x, but the pipeline's input"
+                f"{jax.tree_util.keystr(path)} is {leaf.dtype}{leaf.shape}; give "
+                "embed=, which makes it one"
+            )
+    specs = x_spec
+    if _is_spec(x_spec):
+        specs = jax.tree.map(lambda _: x_spec, x)
+    elif jax.tree.structure(x_spec, is_leaf=_is_spec) != jax.tree.structure(x):
+        raise InputError(
+            f"x_spec={x_spec} is of another tree than x, {jax.tree.map(jnp.shape, x)}; "
+            "give one PartitionSpec, or one for each of its arrays"
+        )
+    return jax.tree.map(_whole_spec, specs, x, is_leaf=_is_spec)
+
+
+def _whole_spec(x_spec: PartitionSpec, x: Any) -> PartitionSpec:
+    if len(x_spec) > len(x.shape):
         raise InputError(
             f"x_spec={x_spec} has {len(x_spec)} dims, but x of one microbatch has "
-            f"shape {shape}; give a mesh axis or None for each of its {len(shape)} dims"
+            f"shape {x.shape}; give a mesh axis or None for each of its "
+            f"{len(x.shape)} dims"
         )
+    whole = (*x_spec, *(None,) * (len(x.shape) - len(x_spec)))
+    return PartitionSpec(*whole) if any(whole) else PartitionSpec()
+
+
+def _is_spec(node: Any) -> bool:
+    return isinstance(node, PartitionSpec)
 
 
 def check_block_specs(specs: Any, blocks: Any, mesh: Mesh) -> None:
@@ -108,11 +141,10 @@ def check_block_specs(specs: Any, blocks: Any, mesh: Mesh) -> None:
     """
     if specs is None:
         return
-    is_spec = lambda node: isinstance(node, PartitionSpec)  # noqa: E731
-    found = jax.tree.structure(specs, is_leaf=is_spec)
+    found = jax.tree.structure(specs, is_leaf=_is_spec)
     wanted = jax.tree.structure(blocks)
-    leaves = jax.tree.leaves_with_path(specs, is_leaf=is_spec)
-    if found != wanted or not all(is_spec(leaf) for _, leaf in leaves):
+    leaves = jax.tree.leaves_with_path(specs, is_leaf=_is_spec)
+    if found != wanted or not all(_is_spec(leaf) for _, leaf in leaves):
         raise InputError(
             f"block_specs is {specs}, but block_params is {wanted}; give the same tree "
             "with a PartitionSpec of one layer for each array"

@@ -11,12 +11,15 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from meshpar.collectives import asked, zero_from
+from meshpar.collectives import asked
 from meshpar.errors import InputError
 from meshpar.layout import REMATS, nearest
 from meshpar.parallel.data import reduce_gradients
+from meshpar.parallel.mean_loss import safe_inverse, scaled
 from meshpar.parallel.pipeline.ends import STAGE
 from meshpar.parallel.pipeline.executor import Executor, Results
+from meshpar.parallel.pipeline.float_leaves import differentiable
+from meshpar.parallel.pipeline.microbatches import Microbatches
 from meshpar.parallel.pipeline.own_derivative import Gradients, with_own_derivative
 from meshpar.parallel.pipeline.schedule_choice import OwnSchedule, chosen_schedule
 from meshpar.parallel.pipeline.stages import Arrangement, arrangement, cut, merge
@@ -30,13 +33,8 @@ from meshpar.parallel.pipeline.user_arguments import (
     layers_of,
     token_arrays,
 )
-from meshpar.parallel.pipeline.user_functions import (
-    UserFunctions,
-    UserMicrobatches,
-    differentiable,
-)
-from meshpar.parallel.placement import safe_inverse, scaled
-from meshpar.parallel.zero import Stored, zero_from_all
+from meshpar.parallel.pipeline.user_functions import UserFunctions
+from meshpar.parallel.zero import Stored
 from meshpar.schedules import tick_table
 from meshpar.schedules.stage_splits import stage_sizes
 
@@ -58,7 +56,7 @@ def pipeline_value_and_grad(
     per_token: bool | tuple[Any, Any] = False,
     auxiliary: Mapping[str, float] | None = None,
     block_specs: Any = None,
-    x_spec: PartitionSpec = PartitionSpec(),  # noqa: B008, immutable
+    x_spec: Any = PartitionSpec(),  # noqa: B008, immutable
 ) -> Callable[[Any, Any, Any, Any], tuple[jax.Array, Gradients]]:
     """Loss and gradients of stacked blocks run as a pipeline, on any functions.
 
@@ -70,16 +68,17 @@ def pipeline_value_and_grad(
     so that memory grows with the microbatches only as the inputs' own gradient does.
 
     Args:
-        block: `(layer_params, x) -> x` of the same shape and dtype; with a third
-            parameter it is given where it runs: `at.layer`, `at.microbatch` and
-            `at.inputs`, its microbatch of the inputs, without gradient.
+        block: `(layer_params, x) -> x` of the same shape and dtype, an array or a tree
+            of arrays with the example first; with a third parameter it is given where
+            it runs: `at.layer`, `at.microbatch` and `at.inputs`, its microbatch of the
+            inputs, without gradient.
         head: `(end_params, x, targets) -> (loss_sum, weight_sum)`, two scalars, or
             one, the mean over the examples it is given.
         mesh: Has a mesh axis `stage`, and may have `data` and `fsdp`, which split the
             batch. GSPMD partitions over all others, such as `tensor`. All are `Auto`.
         num_microbatches: Parts that each device's share of the batch runs in.
         embed: `(end_params, inputs) -> x`; without it the inputs are x, one array.
-        schedule: A name (`1f1b`, `gpipe`, `interleaved_1f1b`, `looped_bfs`), a
+        schedule: A name in `meshpar.schedules.SCHEDULES`, a
             `meshpar.schedules.Schedule`, one order a rank, or a CSV file.
         chunks: Stages of one rank.
         splits: Layers of each stage; as even as possible when absent.
@@ -99,7 +98,7 @@ def pipeline_value_and_grad(
             mesh axes; replicated when absent. For virtual CPU devices, which need it to
             put collectives in order without moving parameters.
         x_spec: How x lies over GSPMD's mesh axes, where it is split (sequence
-            parallel); so that hops move each device's part alone.
+            parallel); so that hops move each device's part alone. Or a tree of that.
 
     Returns:
         `(block_params, end_params, inputs, targets) -> (loss, gradients)`:
@@ -161,10 +160,11 @@ def pipeline_value_and_grad(
         sizes = stage_sizes(num_layers, mesh.shape[STAGE], chunks, splits)
         functions = UserFunctions(
             block=block,
-            head=head,
-            embed=embed,
+            head_sums=head,
+            embed_inputs=embed,
             mesh=mesh,
             schedule=chosen,
+            num_layers=num_layers,
             token_arrays=token_arrays(per_token, inputs, targets),
             auxiliary=dict(auxiliary or {}),
             remat=remat,
@@ -172,7 +172,7 @@ def pipeline_value_and_grad(
             block_stored=_stored(blocks, (STAGE,), block_specs),
             end_stored=_stored(ends, (), None),
         )
-        placed = arrangement(chosen, sizes)
+        placed = arrangement(chosen, sizes, [num_layers])
         return _run(functions, placed, blocks, ends, inputs, targets)
 
     return with_own_derivative(jax.jit(run))
@@ -192,19 +192,23 @@ def _run(
     everywhere = PartitionSpec()
 
     def local(blocks: Any, ends: Any, inputs: Any, targets: Any) -> tuple:
-        microbatches = UserMicrobatches(
+        blocks = cut(blocks, schedule.num_chunks)
+        microbatches = Microbatches(
             functions=functions,
+            schedule=schedule,
             arrangement=placed,
-            blocks=cut(blocks, schedule.num_chunks),
-            ends=ends,
-            inputs=cut(inputs, schedule.num_microbatches),
-            targets=cut(targets, schedule.num_microbatches),
+            weights=ends,
+            params=[blocks],
+            states=[{}],
+            end_gradients=_sums_of(ends),
+            gradients=[_sums_of(blocks)],
+            cut=cut({"inputs": inputs, "targets": targets}, schedule.num_microbatches),
+            fixed={},
         )
         found = Executor(
             table=tick_table(schedule),
             num_stages=schedule.num_stages,
             work=microbatches.work(),
-            in_order=functions.in_order,
         ).loss_and_gradients()
         return _reduced(functions, axes, found)
 
@@ -224,6 +228,16 @@ def _run(
     return loss, _typed_as((blocks, ends, inputs), gradients)
 
 
+def _sums_of(tree: Any) -> Any:
+    """Shapes of gradients while they are added up: fp32, or complex."""
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(
+            x.shape, jnp.promote_types(x.dtype, jnp.float32)
+        ),
+        tree,
+    )
+
+
 def _typed_as(likes: Gradients, gradients: Gradients) -> Gradients:
     """Gradients in the dtype of what they are of; None stays None."""
     return jax.tree.map(
@@ -240,45 +254,36 @@ def _reduced(
     """Mean loss, and its gradients summed over the mesh axes that split the work."""
     at_work = [axis for axis in (*axes, STAGE) if functions.mesh.shape[axis] > 1]
     with asked("loss_sum"):
-        (loss_sum, weight_sum), auxiliary = lax.psum(
+        (loss_sum, weight_sum), (auxiliary,) = lax.psum(
             (found.loss_sums, found.auxiliary), tuple(at_work)
         )
-    for name, coefficient in functions.auxiliary.items():
-        loss_sum += coefficient * auxiliary[name]
+    loss_sum += functions.group.weighted(auxiliary)
     share = safe_inverse(weight_sum)
-    gradients = (
-        merge(found.block_gradients),
-        found.end_gradients,
-        merge(found.input_gradients),
-    )
+    (of_blocks,) = found.block_gradients
+    gradients = merge(of_blocks), found.end_gradients, merge(found.input_gradients)
     stored = (
         functions.block_stored,
         functions.end_stored,
-        _stored(gradients[2], (axes,), None, wide=functions.in_order),
+        _stored(gradients[2], (axes,), None),
     )
-    earlier = None
-    if functions.in_order:
-        earlier = zero_from_all(stored[0], gradients[0]) + zero_from(loss_sum)
-    summed = reduce_gradients(
-        stored, gradients, tuple(at_work), earlier=earlier, in_order=functions.in_order
-    )
+    summed = reduce_gradients(stored, gradients, tuple(at_work))
     return loss_sum * share, *scaled(summed, share)
 
 
-def _stored(tree: Any, manual: tuple, automatic: Any, *, wide: bool = True) -> Any:
+def _stored(tree: Any, manual: tuple, automatic: Any) -> Any:
     """Tree of `Stored` of arrays whose first dims lie over `manual`."""
 
     def stored(value: Any, spec: PartitionSpec) -> Stored:
         everywhere = PartitionSpec(*manual, *spec)
-        dtype = jnp.float32 if wide else value.dtype
+        wide = jnp.promote_types(value.dtype, jnp.float32)
         return Stored(
             spec=everywhere,
             loop_spec=everywhere,
             gradient_spec=everywhere,
             state_spec=everywhere,
             compute_dtype=value.dtype,
-            gradient_dtype=dtype,
-            sum_dtype=dtype,
+            gradient_dtype=wide,
+            sum_dtype=wide,
         )
 
     if automatic is None:
@@ -288,13 +293,13 @@ def _stored(tree: Any, manual: tuple, automatic: Any, *, wide: bool = True) -> A
 
 def _arranged(blocks: Any, placed: Arrangement) -> Any:
     """Layers at their places; the first also where there is none, so none is zero."""
-    if placed.order == tuple(range(len(placed.order))):
+    if placed.order(0) == tuple(range(len(placed.order(0)))):
         return blocks
-    layers = np.maximum(placed.order, 0)
+    layers = np.maximum(placed.order(0), 0)
     return jax.tree.map(lambda value: value[layers], blocks)
 
 
 def _in_layer_order(gradients: Any, placed: Arrangement) -> Any:
-    if placed.order == tuple(range(len(placed.order))):
+    if placed.order(0) == tuple(range(len(placed.order(0)))):
         return gradients
-    return jax.tree.map(lambda value: value[placed.places], gradients)
+    return jax.tree.map(lambda value: value[placed.places(0)], gradients)

@@ -223,7 +223,7 @@ def _stacked_s(run: Run, moe: bool) -> float:
     """
     if run.execution.eager:
         return 0.0
-    copies = 2 if run.layout.is_pipelined else 1
+    copies = 2 if run.layout.runs_in_ticks else 1
     return memory_s(run, 2 * copies * kept_bytes(run, moe=moe))
 
 

@@ -10,6 +10,7 @@ from meshpar.planner.cost.parameters import (
     block_parameters,
     blocks_by_kind,
     end_parameters,
+    ends_of_rank,
     rank_parameters,
     stored_bytes,
 )
@@ -96,7 +97,7 @@ def memory_of(run: Run) -> Memory:
     fullest: dict[tuple, int] = {}
     for rank, count in enumerate(held):
         # Of ranks with the same blocks, the one that holds most.
-        own = _ends_of(run, rank), tuple(blocks_by_kind(run, rank))
+        own = ends_of_rank(run, rank), tuple(blocks_by_kind(run, rank))
         if count > held[fullest.setdefault(own, rank)]:
             fullest[own] = rank
     found = [rank_memory(run, rank, held[rank]) for rank in fullest.values()]
@@ -118,13 +119,6 @@ def _chunks_held(run: Run) -> tuple[int, ...]:
     return lock_step(*sizes).in_flight if run.execution.lock_step else in_flight(*sizes)
 
 
-def _ends_of(run: Run, rank: int) -> tuple[bool, bool]:
-    """Whether a rank has the embedding and the head: what tells ranks apart."""
-    if run.execution.shared_ends:
-        return True, True
-    return rank == 0, rank == run.layout.stage - 1
-
-
 def rank_memory(run: Run, rank: int, chunks_held: float) -> Memory:
     """The memory of one rank that holds so many microbatches times chunks."""
     execution, layout = run.execution, run.layout
@@ -141,12 +135,12 @@ def rank_memory(run: Run, rank: int, chunks_held: float) -> Memory:
     if layout.remat in STAGE_REMATS:
         kept = stage_input_bytes(run) * layout.chunks
     boundary = _boundary_bytes(run)
-    has_head = execution.shared_ends or rank == layout.stage - 1
+    _, has_head = ends_of_rank(run, rank)
     gradient = execution.gradient_bytes * shares["gradient"]
     if layout.zero == 3 and run.gathers_once:
         gradient = execution.gradient_bytes  # whole until the step's end
     gradients = parameters * gradient
-    once = not execution.eager and not layout.is_pipelined
+    once = not execution.eager and not layout.runs_in_ticks
     weight_bytes, state_bytes = stored_bytes(run)
     states = parameters * state_bytes * shares["state"]
     on_host = layout.optimizer_memory == "host"
@@ -185,7 +179,7 @@ def _logit_bytes(run: Run) -> float:
     if not run.execution.eager and run.workload.logits_bytes:
         values = min(values, run.workload.logits_bytes / 4)
     table = 0.0
-    if not run.execution.eager and not run.layout.is_pipelined:
+    if not run.execution.eager and not run.layout.runs_in_ticks:
         # The gradient of the head's table, whole until the loss is done.
         table = run.workload.vocab * run.workload.hidden / run.layout.tensor
     logits = values * run.execution.logit_bytes
@@ -239,7 +233,7 @@ def _workspace_bytes(run: Run, rank: int, layers: list[int], kept: float) -> flo
     again += _scores_at_once(run)
     ends = end_parameters(run, rank) * run.execution.gradient_bytes
     table = run.workload.vocab * run.workload.hidden / run.layout.tensor
-    if not run.layout.is_pipelined:
+    if not run.layout.runs_in_ticks:
         # The loss makes the gradient of the head's table at once: it is whole until the
         # blocks' backward is done, where ZeRO splits it then.
         split = run.state_shards > 1 and run.layout.zero == 3

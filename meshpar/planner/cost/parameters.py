@@ -50,16 +50,24 @@ def routed_parameters(run: Run, rank: int) -> float:
 
 def end_parameters(run: Run, rank: int) -> float:
     """Of embedding and head, as far as this rank has them."""
-    workload, last = run.workload, rank == run.layout.stage - 1
-    shared, tensor = run.execution.shared_ends, run.layout.tensor
+    workload, tensor = run.workload, run.layout.tensor
+    first, last = ends_of_rank(run, rank)
     total = 0.0
-    if shared or rank == 0:
+    if first:
         total += workload.embedding_parameters / tensor
-    if shared or last:
+    if last:
         total += workload.head_parameters / tensor + workload.final_norm_parameters
-    if last and not shared and workload.tied and run.layout.stage > 1:
+    if last and not first and workload.tied:
         total += workload.vocab * workload.hidden / tensor  # its own copy
     return total
+
+
+def ends_of_rank(run: Run, rank: int) -> tuple[bool, bool]:
+    """Whether a rank has the embedding and the head: what tells ranks apart."""
+    if run.execution.shared_ends:
+        return True, True
+    stages = run.stages_of_rank(rank)
+    return 0 in stages, run.num_stages - 1 in stages
 
 
 def stored_bytes(run: Run) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -12,6 +13,7 @@ from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.machine.execution import Execution
 from meshpar.planner.machine.link import Link
 from meshpar.planner.workload.workload import Workload
+from meshpar.schedules import SCHEDULES
 
 SUM_AXES = (*BATCH_AXES, "context")
 """The mesh axes whose devices have the same parameters and other tokens, so that the
@@ -76,7 +78,7 @@ class Run:
     def gathers_once(self) -> bool:
         """Whether split parameters are gathered for the whole step."""
         layout = self.layout
-        once = layout.is_pipelined and layout.fsdp_gather == "step"
+        once = layout.runs_in_ticks and layout.fsdp_gather == "step"
         return self.execution.lock_step and once
 
     @property
@@ -140,8 +142,14 @@ class Run:
         ends, each = self._last_blocks, self.stage_blocks
         return tuple(
             range(ends[stage] - each[stage], ends[stage])
-            for stage in range(rank, len(each), self.layout.stage)
+            for stage in self.stages_of_rank(rank)
         )
+
+    def stages_of_rank(self, rank: int) -> Sequence[int]:
+        """Where the schedule places them: the rank's chunk 0 first."""
+        ranks = self.layout.stage
+        chunks = self.num_stages // ranks
+        return SCHEDULES[self.layout.schedule].stages_of(rank, ranks, chunks)
 
     @cached_property
     def _last_blocks(self) -> tuple[int, ...]:

@@ -92,8 +92,8 @@ def straggler_fraction(run: Run) -> float:
 def _rank_cost(run: Run, stages: tuple[StageTime, ...], rank: int) -> Cost:
     """One microbatch through all chunks of a rank."""
     total = Cost()
-    for stage in stages[rank :: run.layout.stage]:
-        total = total + stage.forward + stage.backward
+    for stage in run.stages_of_rank(rank):
+        total = total + stages[stage].forward + stages[stage].backward
     return total
 
 
@@ -112,7 +112,7 @@ def _once(run: Run, stages: tuple[StageTime, ...]) -> Cost:
     """
     beside = {BLOCKS: math.inf}
     if run.execution.reduction_overlap:
-        first = stages[:: run.layout.stage]
+        first = [stages[at] for at in run.stages_of_rank(0)]
         beside[LAST_BACKWARD] = sum(stage.backward.total_s for stage in first)
     return exposed(run, step_rows(run, range(run.layout.stage)), beside)
 

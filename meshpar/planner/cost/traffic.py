@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from meshpar.planner.cost.parameters import (
     block_parameters,
     end_parameters,
+    ends_of_rank,
     rank_parameters,
     routed_parameters,
     stored_bytes,
@@ -180,7 +181,7 @@ def scatters_ends_each_tick(run: Run) -> bool:
     """Whether what a tick adds to the ends' gradients is scattered in that tick."""
     layout = run.layout
     split = layout.zero == 3 and run.state_shards > 1 and not run.gathers_once
-    return run.execution.lock_step and layout.is_pipelined and split
+    return run.execution.lock_step and layout.runs_in_ticks and split
 
 
 def hop_rows(run: Run) -> Rows:
@@ -246,9 +247,9 @@ def _reductions(
 
 def _both_tables(run: Run) -> Iterator[Row]:
     """Of a tied table that the first and the last rank have each: two devices' sum."""
-    workload, layout = run.workload, run.layout
-    if workload.tied and layout.stage > 1 and not run.execution.shared_ends:
-        table = workload.vocab * workload.hidden / layout.tensor
+    workload, on_one_rank = run.workload, ends_of_rank(run, 0) == (True, True)
+    if workload.tied and not on_one_rank:
+        table = workload.vocab * workload.hidden / run.layout.tensor
         reduced, reason = table * run.execution.reduction_bytes, "gradients of tables"
         pair = Row(("stage",), "all-reduce", reduced, reason, "once")
         yield pair._replace(members=2, only=SECONDS)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from meshpar.layout import BY_COST, Layout
 from meshpar.planner.machine.execution import MESHPAR, Execution
 from meshpar.planner.workload.workload import Workload
-from meshpar.schedules import CHUNKED, SCHEDULES
+from meshpar.schedules import size_refusals, step_refusal
 from meshpar.schedules.stage_splits import split_by_cost, split_problem, stage_sizes
 
 _PLAIN = Layout()
@@ -159,17 +159,12 @@ def _stage(
     workload: Workload, layout: Layout, stage_blocks: tuple[int, ...] | None
 ) -> Iterator[Problem]:
     stages = layout.stage * layout.chunks
-    if layout.chunks > 1 and layout.schedule not in CHUNKED:
-        yield Problem(
-            "chunks",
-            f"chunks={layout.chunks}: schedule {layout.schedule!r} has one stage a "
-            f"rank; leave chunks out, or choose {' or '.join(CHUNKED)}",
-        )
-    if layout.schedule not in SCHEDULES:
-        yield Problem(
-            "schedule",
-            f"schedule={layout.schedule} is not built; choose {', '.join(SCHEDULES)}",
-        )
+    sizes = layout.stage, layout.microbatches, layout.chunks
+    for key, message in size_refusals(layout.schedule, *sizes).items():
+        yield Problem(key, message)
+    refused = step_refusal(layout.schedule)
+    if refused is not None:
+        yield Problem("schedule", refused)
     if stage_blocks is not None:
         if len(stage_blocks) != stages or sum(stage_blocks) != workload.layers:
             yield Problem(

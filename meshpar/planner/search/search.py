@@ -33,7 +33,7 @@ from meshpar.planner.workload.workload import Workload
 _NUM_PLANS = 10
 _NO_VARIANT = (
     "what is kept leaves no way to run it: microbatches must divide a replica's "
-    "sequences, and chunks the layers of a stage"
+    "sequences, chunks the layers of a stage, and both suit the schedule"
 )
 _SAMPLE = 8
 """Rejected layouts of each kind that a result shows."""

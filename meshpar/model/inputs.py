@@ -1,0 +1,294 @@
+"""Inputs: what a model says of the arrays of a batch, and what follows from it.
+
+    {"images": Input(("batch", "height", "width", "channels"), "float"),
+     "labels": Input(("batch",), "int")}
+
+The example comes first in every array; dims of one logical axis have one size.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from meshpar.errors import InputError
+from meshpar.layout import nearest
+from meshpar.rules.rules import LogicalAxes
+
+BATCH_DIM = "batch"
+"""The logical axis of the examples."""
+
+_DTYPES = {
+    "int": jnp.int32,
+    "float": jnp.float32,
+    "bool": jnp.bool_,
+    "complex": jnp.complex64,
+}
+_ACCEPTED = {
+    "int": (jnp.integer,),
+    "float": (jnp.floating, jnp.integer, jnp.bool_),
+    "bool": (jnp.bool_,),
+    "complex": (jnp.inexact,),
+}
+
+_DEFAULT = "models.inputs:LANGUAGE"
+"""What a model reads that declares nothing: looked up where the models are at hand."""
+
+Inputs: TypeAlias = Mapping[str, "Input"]
+
+
+class MissingInputError(InputError, KeyError):
+    """A model's function reads an array that the batch does not have."""
+
+    __str__ = Exception.__str__
+
+
+@dataclass(frozen=True)
+class Input:
+    """One array of a batch.
+
+    Args:
+        logical_axes: A name, or None, for each dim; `batch` is the first.
+        kind: Kind of its numbers: `int`, `float` (which takes integers and booleans
+            too), `bool` or `complex`.
+        optional: Whether a batch may be without it.
+        shape: Sizes of dims that every batch has alike, None for any other; all vary
+            when absent.
+        below: Integers are from 0 to below this; not known when absent.
+        is_weight: Whether it says how much each of its elements counts in the loss.
+
+    Raises:
+        InputError: The example does not come first, there is no such kind, or not a
+            size for each dim.
+
+    Example:
+        >>> Input(("batch", "seq"), "int").dim("seq")
+        1
+    """
+
+    logical_axes: LogicalAxes
+    kind: str = "float"
+    optional: bool = False
+    shape: tuple[int | None, ...] | None = None
+    below: int | None = None
+    is_weight: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.logical_axes, str):
+            raise InputError(
+                f"an input's logical axes are {self.logical_axes!r}; give a tuple with "
+                "a name, or None, for each dim"
+            )
+        object.__setattr__(self, "logical_axes", tuple(self.logical_axes))
+        if self.logical_axes[:1] != (BATCH_DIM,):
+            raise InputError(
+                f"an input's logical axes are {self.logical_axes}; the example comes "
+                f"first in every array of a batch: begin with {BATCH_DIM!r}"
+            )
+        if self.kind not in _DTYPES:
+            raise InputError(
+                f"no kind {self.kind!r} of numbers; {nearest(self.kind, _DTYPES)}"
+            )
+
+        if self.shape is not None and len(self.shape) != len(self.logical_axes):
+            raise InputError(
+                f"an input's shape {self.shape} has {len(self.shape)} sizes for the "
+                f"dims {self.logical_axes}; give one, or None, for each"
+            )
+
+    @property
+    def sizes(self) -> tuple[int | None, ...]:
+        """The size of each dim, None where batches differ."""
+        return self.shape or (None,) * len(self.logical_axes)
+
+    def dim(self, logical_axis: str) -> int | None:
+        """The dim of a logical axis; None where the array has none."""
+        if logical_axis not in self.logical_axes:
+            return None
+        return self.logical_axes.index(logical_axis)
+
+    @property
+    def dtype(self) -> Any:
+        """What shapes for compiling have."""
+        return _DTYPES[self.kind]
+
+
+class Batch(dict):
+    """The arrays of a batch as a model's functions see them.
+
+    Raises:
+        MissingInputError: Of an array that is not there, by its name.
+    """
+
+    def __missing__(self, name: str) -> Any:
+        has = ", ".join(map(repr, self)) or "nothing"
+        raise MissingInputError(
+            f"the model reads batch[{name!r}], but the batch has {has}; add the array"
+        )
+
+
+def default_inputs() -> Inputs:
+    """The inputs of a model that declares none: a language model's, where it is known.
+
+    Empty where the module that says so is not installed.
+    """
+    module, _, name = _DEFAULT.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError:
+        return {}
+
+
+def logical_sizes(inputs: Inputs) -> tuple[str, ...]:
+    """The logical axes whose sizes batches differ in, in order of first use.
+
+    Example:
+        >>> logical_sizes({"x": Input(("batch", "seq")), "y": Input(("batch",))})
+        ('batch', 'seq')
+    """
+    needed = [one for one in inputs.values() if not one.optional]
+    names = (
+        name
+        for one in needed
+        for name, size in zip(one.logical_axes, one.sizes, strict=True)
+        if size is None
+    )
+    return tuple(dict.fromkeys(name for name in names if name is not None))
+
+
+def shapes_of(
+    inputs: Inputs, sizes: Mapping[str, int]
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes of a batch of the declared arrays, without optional ones.
+
+    Args:
+        inputs: What the model declares.
+        sizes: Size of each logical axis.
+
+    Raises:
+        InputError: A size is missing, or an array has a dim without a name.
+
+    Example:
+        >>> shapes_of({"y": Input(("batch",), "int")}, {"batch": 4})["y"].shape
+        (4,)
+    """
+    return {
+        name: jax.ShapeDtypeStruct(_shape(name, one, sizes), one.dtype)
+        for name, one in inputs.items()
+        if not one.optional
+    }
+
+
+def open_size(inputs: Inputs, batch: Mapping[str, Any]) -> int:
+    """The largest size of a batch that its inputs leave open; 1 if none is.
+
+    Example:
+        >>> tokens = jax.ShapeDtypeStruct((4, 128), jnp.int32)
+        >>> open_size({"tokens": Input(("batch", "seq"), "int")}, {"tokens": tokens})
+        128
+    """
+    sizes = [1]
+    for name, declared in inputs.items():
+        if name in batch and not declared.optional:
+            dims = zip(declared.sizes[1:], batch[name].shape[1:], strict=False)
+            sizes += [size for fixed, size in dims if fixed is None]
+    return max(sizes)
+
+
+def check_batch(inputs: Inputs, batch: Mapping[str, Any]) -> int:
+    """The number of examples of a batch, once every array is as declared.
+
+    Arrays that are not declared need the example first and nothing else.
+
+    Args:
+        inputs: What the model declares.
+        batch: Name -> array or its shape.
+
+    Raises:
+        InputError: An array is missing, is none, has other dims or another kind of
+            numbers than declared, or a size that another array contradicts.
+    """
+    if not isinstance(batch, Mapping) or not batch:
+        raise InputError(
+            f"the batch is {_described(batch)}; give a dict of arrays by name, such as "
+            f"{', '.join(map(repr, inputs)) or 'the names that the model reads'}"
+        )
+    for name, declared in inputs.items():
+        if name not in batch and not declared.optional:
+            has = ", ".join(map(repr, batch))
+            raise InputError(
+                f"the batch has {has}, but no {name!r}, which the model declares as "
+                f"{declared.logical_axes}"
+            )
+    sizes: dict[str, tuple[str, int]] = {}
+    for name, array in batch.items():
+        _check_array(name, array, inputs.get(name))
+        for axis, size in _named_dims(array, inputs.get(name)):
+            first, known = sizes.setdefault(axis, (name, size))
+            if size != known:
+                raise InputError(
+                    f"batch[{name!r}] has shape {tuple(array.shape)}, but "
+                    f"batch[{first!r}] has shape {tuple(batch[first].shape)}: "
+                    f"{axis!r} is {size} in one and {known} in the other; arrays of a "
+                    "batch agree in the dims that they share"
+                )
+    return sizes[BATCH_DIM][1]
+
+
+def _named_dims(array: Any, declared: Input | None) -> Iterator[tuple[str, int]]:
+    axes = (BATCH_DIM,) if declared is None else declared.logical_axes
+    for axis, size in zip(axes, array.shape, strict=False):
+        if axis is not None:
+            yield axis, size
+
+
+def _check_array(name: str, array: Any, declared: Input | None) -> None:
+    if not hasattr(array, "shape") or not hasattr(array, "dtype"):
+        raise InputError(
+            f"batch[{name!r}] is a {type(array).__name__}; give an array, such as "
+            "numpy.asarray of it"
+        )
+    shape = tuple(array.shape)
+    if declared is None:
+        if not shape:
+            raise InputError(
+                f"batch[{name!r}] has shape (); the example comes first in every array"
+            )
+        return
+    wrong = len(shape) != len(declared.logical_axes) or any(
+        size not in (None, found)
+        for size, found in zip(declared.sizes, shape, strict=False)
+    )
+    if wrong:
+        fixed = f" of shape {declared.shape}" if declared.shape else ""
+        raise InputError(
+            f"batch[{name!r}] has shape {shape}; the model declares it as "
+            f"{declared.logical_axes}{fixed}"
+        )
+    if not any(jnp.issubdtype(array.dtype, kind) for kind in _ACCEPTED[declared.kind]):
+        raise InputError(
+            f"batch[{name!r}] has dtype {array.dtype}, but the model declares numbers "
+            f"of kind {declared.kind!r}; convert it with .astype(numpy."
+            f"{jnp.dtype(declared.dtype).name})"
+        )
+
+
+def _shape(name: str, one: Input, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    dims = list(zip(one.logical_axes, one.sizes, strict=True))
+    missing = [axis for axis, size in dims if size is None and axis not in sizes]
+    if missing:
+        given = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
+        raise InputError(
+            f"batch[{name!r}] is {one.logical_axes}, but the sizes given are "
+            f"{given or 'none'}; give {', '.join(map(str, missing))} too"
+        )
+    return tuple(sizes[axis] if size is None else size for axis, size in dims)
+
+
+def _described(batch: Any) -> str:
+    return "empty" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"

@@ -1,0 +1,71 @@
+"""A parameter, or an array of state, before it exists."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from meshpar.rules.rules import LogicalAxes
+from meshpar.rules.sharding import path_name
+
+Params = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameter:
+    """What is known of one parameter, or of one array of state, before it exists.
+
+    Args:
+        shape: Global shape, of one layer where it belongs to blocks.
+        dtype: Of its initial value, which is rounded to it; how a training step stores
+            a parameter of real numbers is the layout's `param_dtype`.
+        logical_axes: A name, or None, for each dim.
+        initial: Key -> the initial value, of `shape`; None where a module's build
+            gives it with all others (`Model.build`).
+        num_layers: Layers that it is stacked over, on a leading dim; None outside
+            blocks.
+        layer_order: The layer at each place of that dim, -1 for a place without one;
+            first to last when absent.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    logical_axes: LogicalAxes
+    initial: Callable[[jax.Array], jax.Array] | None = None
+    num_layers: int | None = None
+    layer_order: tuple[int, ...] | None = None
+
+    @property
+    def stacked_shape(self) -> tuple[int, ...]:
+        """Global shape with the `layers` dim."""
+        return (*self._leading, *self.shape)
+
+    @property
+    def stacked_axes(self) -> LogicalAxes:
+        """Logical axes with the `layers` dim."""
+        return (*(("layers",) if self._leading else ()), *self.logical_axes)
+
+    @property
+    def _leading(self) -> tuple[int, ...]:
+        if self.num_layers is None:
+            return ()
+        return (self.num_layers if self.layer_order is None else len(self.layer_order),)
+
+    @property
+    def struct(self) -> jax.ShapeDtypeStruct:
+        """Shape and dtype as JAX wants them."""
+        return jax.ShapeDtypeStruct(self.stacked_shape, self.dtype)
+
+
+def flat(tree: Any) -> dict[str, Parameter]:
+    """Path such as `blocks.mlp.down` -> what stands there, in tree order."""
+    leaves = jax.tree.leaves_with_path(tree, is_leaf=is_parameter)
+    return {path_name(path): leaf for path, leaf in leaves}
+
+
+def is_parameter(node: object) -> bool:
+    """Whether a node of the parameter tree is a `Parameter`."""
+    return isinstance(node, Parameter)

@@ -1,0 +1,101 @@
+"""A model on one device, layers in a plain loop: what every layout must equal."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from meshpar.model.contract import Model, Stream
+from meshpar.model.inputs import Batch
+from meshpar.model.parameter import Params
+from meshpar.model.scope import Scope
+from meshpar.model.sums import Sums
+
+
+def loss(
+    model: Model,
+    params: Params,
+    batch: Any,
+    scope: Scope | None = None,
+    state: Params | None = None,
+) -> jax.Array:
+    """The mean loss on one device, without any layout."""
+    return loss_and_state(model, params, batch, scope, state)[0]
+
+
+def loss_and_state(
+    model: Model,
+    params: Params,
+    batch: Any,
+    scope: Scope | None = None,
+    state: Params | None = None,
+) -> tuple[jax.Array, Params]:
+    """The mean loss, and the state after the step."""
+    batch, state = Batch(batch), state or {}
+    scope = replace(scope or Scope(), batch=batch)
+    x, sums = _run(model, params, batch, scope, state)
+    ends, _ = model.split(params)
+    of_ends, of_groups = model.split(state)
+    total, weight_sum = model.loss_sums(ends, x, batch, replace(scope, state=of_ends))
+    for group, layers in zip(model.groups, sums, strict=True):
+        total += sum((group.weighted(of_layer) for of_layer in layers), 0.0)
+    new = [
+        _updated(group, stacked, layers)
+        for group, stacked, layers in zip(model.groups, of_groups, sums, strict=True)
+    ]
+    state = {**state, **{k: v for k, v in model.join({}, new).items() if k in state}}
+    return total / weight_sum, state
+
+
+def forward(
+    model: Model,
+    params: Params,
+    batch: Any,
+    scope: Scope | None = None,
+    state: Params | None = None,
+) -> Stream:
+    """The last block's output, layers in a plain loop."""
+    scope = replace(scope or Scope(), batch=Batch(batch))
+    return _run(model, params, Batch(batch), scope, state or {})[0]
+
+
+def _run(
+    model: Model, params: Params, batch: Batch, scope: Scope, state: Params
+) -> tuple[Stream, list[list[Sums]]]:
+    """The last block's output, and the sums of every layer of every group."""
+    ends, groups = model.split(params)
+    of_ends, of_groups = model.split(state)
+    outside = replace(scope, state=of_ends)
+    x, sums, layer = model.embed(ends, batch, outside), [], 0
+    for group, stacked, states in zip(model.groups, groups, of_groups, strict=True):
+        if group.enter is not None:
+            x = group.enter(ends, x, outside)
+        found = []
+        for index in range(group.num_layers):
+            at = scope.at_layer(jnp.asarray(layer), _layer(states, index))
+            x, of_layer = group.run(_layer(stacked, index), x, at)
+            found.append(of_layer)
+            layer += 1
+        sums.append(found)
+    return x, sums
+
+
+def _layer(tree: Params, index: int) -> Params:
+    return jax.tree.map(lambda value: value[index], tree)
+
+
+def _updated(group: Any, state: Params, sums: list[Sums]) -> Params:
+    if group.update_state is None:
+        return state
+    layers = [
+        group.update_state(_layer(state, index), _without(of_layer, group.auxiliary))
+        for index, of_layer in enumerate(sums)
+    ]
+    return jax.tree.map(lambda *values: jnp.stack(values), *layers)
+
+
+def _without(sums: Sums, names: Any) -> Sums:
+    return {name: value for name, value in sums.items() if name not in names}

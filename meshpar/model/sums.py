@@ -1,0 +1,84 @@
+"""What a block sums up beside its stream: auxiliary losses, and sums for state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from meshpar.errors import InputError
+
+Sums = dict[str, jax.Array]
+"""By name: fp32 scalars of auxiliary losses, arrays of any shape for the state."""
+
+
+def check_sums(
+    group: str,
+    result: Any,
+    stream: Any,
+    auxiliary: Mapping[str, float],
+    keeps_state: bool,
+) -> tuple[Any, Sums]:
+    """A block's result as (stream, sums), once it has what the group declares.
+
+    Args:
+        group: Name of the block's group.
+        result: What the block returned.
+        stream: What it was given, whose tree its own stream has.
+        auxiliary: The auxiliary losses that are declared.
+        keeps_state: Whether it may return sums by other names, for its state.
+
+    Raises:
+        InputError: It returns other sums than those declared.
+    """
+    pair = _is_pair(result, stream)
+    if not pair and not auxiliary:
+        return result, {}
+    shapes = {k: jnp.shape(v) for k, v in result[1].items()} if pair else {}
+    wrong = any(shapes.get(name) != () for name in auxiliary)
+    if wrong or not (keeps_state or set(shapes) == set(auxiliary)):
+        found = f"x and {shapes}" if pair else "x alone"
+        raise InputError(
+            f"block group {group!r} declares auxiliary losses {list(auxiliary)}, but "
+            f"its block returns {found}; it must return (x, sums) with a scalar for "
+            "each of those, or x if none; other sums need update_state="
+        )
+    stream, sums = result
+    return stream, {
+        name: sums[name].astype(jnp.float32) if name in auxiliary else sums[name]
+        for name in sorted(sums)
+    }
+
+
+def check_head(found: Any) -> tuple[jax.Array, jax.Array]:
+    """A head's loss and weights, summed, in fp32.
+
+    Raises:
+        InputError: They are not two scalars of real numbers.
+    """
+    pair = tuple(found) if isinstance(found, tuple | list) else (found,)
+    shapes = [jnp.shape(value) for value in pair]
+    if shapes != [(), ()]:
+        raise InputError(
+            f"head returns arrays of shapes {shapes}; it must return two scalars: the "
+            "sum of the loss over the examples and the sum of their weights"
+        )
+    for value in pair:
+        if jnp.iscomplexobj(value):
+            raise InputError(
+                f"head returns a {jnp.result_type(value)} scalar; a loss and its "
+                "weights are real: take .real or jnp.abs of it"
+            )
+    loss_sum, weight_sum = (jnp.asarray(value, jnp.float32) for value in pair)
+    return loss_sum, weight_sum
+
+
+def _is_pair(result: Any, stream: Any) -> bool:
+    """Whether a result is (stream, sums) and not a stream that is itself a pair."""
+    if not (isinstance(result, tuple) and len(result) == 2):
+        return False
+    if not isinstance(result[1], Mapping):
+        return False
+    return jax.tree.structure(result) != jax.tree.structure(stream)

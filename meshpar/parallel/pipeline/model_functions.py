@@ -1,0 +1,156 @@
+"""The functions of a model under the contract, as the pipeline's core calls them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from meshpar.model.contract import BlockGroup, Stream
+from meshpar.model.parameter import Params
+from meshpar.model.scope import Scope
+from meshpar.parallel.block import Block, Known
+from meshpar.parallel.pipeline.ends import STAGE, Shares
+from meshpar.parallel.pipeline.microbatches import parts_of
+from meshpar.parallel.pipeline.rank_stages import Enter
+from meshpar.parallel.pipeline.stages import Arrangement
+from meshpar.parallel.placement import Placement
+from meshpar.parallel.program import one_layer
+from meshpar.parallel.scopes import Scopes, stream_specs
+from meshpar.rules.rules import auto_mesh_shape
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFunctions:
+    """`Functions` of a model.
+
+    Args:
+        placement: The model on its mesh.
+        scopes: What makes scopes.
+        end_state: State of the ends.
+    """
+
+    placement: Placement
+    scopes: Scopes
+    end_state: Params
+
+    @property
+    def remat(self) -> str:
+        """What the backward recomputes."""
+        return self.placement.layout.remat
+
+    def embed(self, weights: Params, known: Known, shares: Shares | None) -> Stream:
+        """`Model.embed` of a share."""
+        scope = self._scope(known, shares)
+        return self.placement.model.embed(weights, scope.batch, scope)
+
+    def head(
+        self, weights: Params, stream: Stream, known: Known, shares: Shares
+    ) -> tuple[jax.Array, jax.Array]:
+        """`Model.head` of a share."""
+        scope = self._scope(known, shares)
+        return self.placement.model.loss_sums(weights, stream, scope.batch, scope)
+
+    def outputs(
+        self, weights: Params, stream: Stream, known: Known, shares: Shares
+    ) -> Any:
+        """`Model.logits` of a share."""
+        return self.placement.model.logits(weights, stream, self._scope(known, shares))
+
+    def blocks(self, arrangement: Arrangement) -> Sequence[Block]:
+        """A layer of each group, under the layout's remat."""
+        model = self.placement.model
+        _, stored = model.split(self.placement.stored)
+        return [
+            Block(
+                group,
+                stored=one_layer(stored[at]),
+                remat=self.remat,
+                make_scope=self.scopes,
+                padded=arrangement.padded(at),
+            )
+            for at, group in enumerate(model.groups)
+        ]
+
+    def enters(self) -> Sequence[Enter | None]:
+        """`BlockGroup.enter` of each group."""
+        return [self._enter(group) for group in self.placement.model.groups]
+
+    def specs(self, group: int, stream: Stream) -> Any:
+        """How a group's stream lies over automatic mesh axes."""
+        axes = self.placement.model.groups[group].stream
+        return stream_specs(axes, stream, self.placement.rules)
+
+    def shares(
+        self, stream: Stream, specs: Any, rank: int, *, of_embed: bool
+    ) -> Shares:
+        """Tokens are shared where the model allows it, else examples, if they divide.
+
+        A head sums over examples, so that any rank can have any of them.
+        """
+        placement, leaves = self.placement, jax.tree.leaves(stream)
+        num_ranks, shape = placement.layout.stage, leaves[0].shape
+        dim, parts = None, 1
+        if placement.model.per_token and len(leaves) == 1 and len(shape) > 1:
+            parts = parts_of(specs, 1, auto_mesh_shape())
+            dim = 1 if shape[1] % (num_ranks * parts) == 0 else None
+        if dim is None and num_ranks > 1 and shape[0] % num_ranks == 0:
+            dim, parts = 0, 1
+        return Shares(
+            num_ranks=num_ranks,
+            rank=rank,
+            dim=dim,
+            size=shape[dim or 0],
+            specs=specs,
+            parts=parts,
+            platform=placement.platform,
+        )
+
+    def differentiated(self, known: Known) -> Any:
+        """A batch has no gradient."""
+        return ()
+
+    def with_differentiated(self, known: Known, part: Any) -> Known:
+        """The microbatch as it is."""
+        return known
+
+    def scatter_ends(self, gradients: Params) -> Params:
+        """As ZeRO adds them up."""
+        return self.placement.scatter_ends(gradients)
+
+    def _enter(self, group: BlockGroup) -> Enter | None:
+        if group.enter is None:
+            return None
+        return lambda weights, stream, known: group.enter(
+            weights, stream, self._scope(known, None)
+        )
+
+    def _scope(self, known: Known, shares: Shares | None) -> Scope:
+        """The scope outside the blocks, of this rank's share."""
+        known = {**known, "state": self.end_state}
+        if shares is None or shares.dim is None:
+            return self.scopes(known)
+        batch, model = known["batch"], self.placement.model
+        if shares.dim == 0:
+            share = {
+                name: shares.of(array, 0, f"batch[{name!r}]")
+                for name, array in batch.items()
+            }
+            examples = shares.of(known["examples"], 0, "examples")
+            axes = (*self.scopes.batch_axes, STAGE)
+            own = {**known, "batch": share, "examples": examples}
+            return self.scopes(own, batch_axes=axes)
+        share = {}
+        for name, array in batch.items():
+            dim = model.seq_dim(name) if array.ndim > 1 else None
+            known_dim = dim is not None
+            share[name] = (
+                shares.of(array, dim, f"batch[{name!r}]") if known_dim else array
+            )
+        return self.scopes(
+            {**known, "batch": share},
+            token_positions=shares.positions(),
+            full_seq=shares.size,
+        )

@@ -1,0 +1,117 @@
+"""What a model's functions see on a mesh: their scope, and how their stream lies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from meshpar.errors import InputError
+from meshpar.model.contract import Stream
+from meshpar.model.inputs import Batch
+from meshpar.model.scope import Scope
+from meshpar.parallel.tensor import shard_index
+from meshpar.rules.rules import Rules, auto_mesh_shape, spec_axes
+
+_RESIDUAL = ("batch", "residual_seq", "embed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scopes:
+    """Makes scopes, inside `jax.shard_map` over the manual mesh axes.
+
+    Args:
+        rules: Logical axis -> mesh axes.
+        platform: Kind of device.
+        batch_axes: Mesh axes of size above 1 that split the batch.
+        num_microbatches: Parts that a device's share of the batch is run in.
+        training: Whether a training step runs.
+    """
+
+    rules: Rules
+    platform: str
+    batch_axes: tuple[str, ...]
+    num_microbatches: int = 1
+    training: bool = True
+
+    def __call__(self, known: Mapping[str, Any], **shared: Any) -> Scope:
+        """The scope that `known` arrays make; `shared` has what ranks share."""
+        return Scope(
+            rules=self.rules,
+            batch=Batch(known["batch"]),
+            layer=known.get("layer", -1),
+            state=known.get("state", {}),
+            examples=known["examples"],
+            random=known["random"],
+            training=self.training,
+            batch_axes=shared.pop("batch_axes", self.batch_axes),
+            num_microbatches=self.num_microbatches,
+            platform=self.platform,
+            **shared,
+        )
+
+    def examples(self, batch: Any) -> jax.Array:
+        """The index in the global batch of each of this device's examples, uint32."""
+        rows = jax.tree.leaves(batch)[0].shape[0]
+        first = shard_index(self.batch_axes) * rows
+        return (first + jnp.arange(rows)).astype(jnp.uint32)
+
+
+def stream_specs(axes: Any, stream: Stream, rules: Rules) -> Any:
+    """How a group's stream lies over automatic mesh axes: a spec for each array.
+
+    Args:
+        axes: Tree of logical axes (`BlockGroup.stream`), or None.
+        stream: The arrays or their shapes, this device's examples.
+        rules: Logical axis -> mesh axes.
+
+    Raises:
+        InputError: The stream is not the declared tree.
+        RuleError: An array of it cannot be laid out.
+    """
+    _check_real(stream)
+    if axes is None:
+        return jax.tree.map(lambda x: _spec(_default(x, rules), x, rules), stream)
+    declared = jax.tree.structure(axes, is_leaf=_is_axes)
+    if declared != jax.tree.structure(stream):
+        raise InputError(
+            f"the stream is declared as {axes}, but the functions make "
+            f"{jax.tree.map(jnp.shape, stream)}; declare a tuple of logical axes for "
+            "each of its arrays"
+        )
+    return jax.tree.map(
+        lambda names, x: _spec(names, x, rules), axes, stream, is_leaf=_is_axes
+    )
+
+
+def _is_axes(node: Any) -> bool:
+    return isinstance(node, tuple) and all(
+        name is None or isinstance(name, str) for name in node
+    )
+
+
+def _check_real(stream: Stream) -> None:
+    for path, x in jax.tree.leaves_with_path(stream):
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            raise InputError(
+                f"the stream holds {x.dtype}{x.shape} at "
+                f"{jax.tree_util.keystr(path) or 'its root'}, but what flows between "
+                "blocks has gradients; read integers from scope.batch"
+            )
+
+
+def _default(x: Any, rules: Rules) -> tuple[str | None, ...]:
+    if len(x.shape) == 3 and "residual_seq" in rules.table:
+        return _RESIDUAL
+    return ()
+
+
+def _spec(names: tuple[str | None, ...], x: Any, rules: Rules) -> PartitionSpec:
+    if not names:
+        return PartitionSpec()
+    spec = rules.spec(names, x.shape, mesh_shape=auto_mesh_shape(), path="stream")
+    return spec if spec_axes(spec) else PartitionSpec()
