@@ -239,5 +239,5 @@ def test_a_step_too_large_for_its_target_ends_with_1(capsys):
     assert status_of([*argv, "--target", "tpu:v5e:2x2", "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
     assert (report["layout"], report["fits"]) == ("data=4", False)
-    assert report["memory"]["capacity_bytes"] == 16 << 30
+    assert report["memory"]["capacity_bytes"] == 63 << 28  # 15.75 GiB
     assert report["target"] == "tpu:v5e:2x2"

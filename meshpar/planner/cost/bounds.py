@@ -17,7 +17,7 @@ from meshpar.planner.cost.memory import rank_memory
 from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.shared_costs import SharedCosts, shared_costs
 from meshpar.planner.search.refusals import stage_blocks_of
-from meshpar.planner.search.space import Choices, Variant, layout_of, variant_of
+from meshpar.planner.search.space import MeshChoices, Variant, variant_of, with_variant
 from meshpar.planner.workload.activations import (
     everything_bytes,
     kept_bytes,
@@ -70,7 +70,7 @@ class Bounds:
 
     def run(self, mesh: Layout, variant: Variant) -> Run:
         """That layout as a run."""
-        like, layout = self._like, layout_of(mesh, variant)
+        like, layout = self._like, with_variant(mesh, variant)
         return Run(
             workload=like.workload,
             cluster=like.cluster,
@@ -81,7 +81,7 @@ class Bounds:
             stage_blocks=stage_blocks_of(like.workload, layout),
         )
 
-    def of_choices(self, mesh: Layout, choices: Choices) -> Bound:
+    def of_choices(self, mesh: Layout, choices: MeshChoices) -> Bound:
         """The bound of all these variants of a mesh shape.
 
         Fewest microbatches make the largest matmuls, and most of them keep least; what
@@ -194,7 +194,7 @@ class Bounds:
         return self._blocks[key]
 
     def _least_held(
-        self, mesh: Layout, choices: Choices, microbatches: int
+        self, mesh: Layout, choices: MeshChoices, microbatches: int
     ) -> Iterator[float]:
         """What the first rank holds of so many microbatches, by each schedule."""
         like = next(choices.variants())._replace(microbatches=microbatches)

@@ -6,12 +6,11 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from meshpar.errors import InputError
 from meshpar.layout import BY_COST, Layout
-from meshpar.planner.cost.run import blocks_by_cost, even_blocks
 from meshpar.planner.machine.execution import MESHPAR, Execution
 from meshpar.planner.workload.workload import Workload
 from meshpar.schedules import size_refusals, step_refusal
+from meshpar.schedules.stage_splits import split_by_cost, split_problem, stage_sizes
 
 _PLAIN = Layout()
 
@@ -173,17 +172,10 @@ def _stage(
                 f"blocks {stage_blocks} are not {workload.layers} on {stages} stages",
             )
         return
-    if stages > workload.layers:
-        yield Problem(
-            "stage",
-            f"stage={layout.stage} x chunks={layout.chunks} is more than the "
-            f"{workload.layers} layers; take fewer",
-        )
-    elif layout.splits:
-        try:
-            stage_blocks_of(workload, layout)
-        except InputError as error:
-            yield Problem("splits", str(error))
+    given = () if layout.splits == BY_COST else layout.splits
+    message = split_problem(workload.layers, layout.stage, layout.chunks, given)
+    if message:
+        yield Problem("stage" if stages > workload.layers else "splits", message)
 
 
 def stage_blocks_of(workload: Workload, layout: Layout) -> tuple[int, ...]:
@@ -192,21 +184,10 @@ def stage_blocks_of(workload: Workload, layout: Layout) -> tuple[int, ...]:
     Raises:
         InputError: `splits` is of another number of stages or layers.
     """
-    stages = layout.stage * layout.chunks
-    if not layout.splits:
-        return even_blocks(workload.layers, stages)
-    if layout.splits == BY_COST:
-        return blocks_by_cost(
-            [
-                workload.active_block_parameters(moe=workload.is_moe(layer))
-                for layer in range(workload.layers)
-            ],
-            stages,
-        )
-    if len(layout.splits) != stages or sum(layout.splits) != workload.layers:
-        raise InputError(
-            f"splits={'/'.join(map(str, layout.splits))} are {sum(layout.splits)} "
-            f"blocks on {len(layout.splits)} stages, but there are {workload.layers} "
-            f"layers and {stages} stages; leave splits out, or give every stage a size"
-        )
-    return layout.splits
+    if layout.splits != BY_COST:
+        return stage_sizes(workload.layers, layout.stage, layout.chunks, layout.splits)
+    costs = [
+        workload.active_block_parameters(moe=workload.is_moe(layer))
+        for layer in range(workload.layers)
+    ]
+    return split_by_cost(costs, layout.stage * layout.chunks)

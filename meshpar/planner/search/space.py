@@ -66,7 +66,7 @@ def _factorizations(
                 yield (size, *rest)
 
 
-class Choices(NamedTuple):
+class MeshChoices(NamedTuple):
     """What a mesh shape leaves to choose.
 
     Args:
@@ -112,7 +112,7 @@ class Choices(NamedTuple):
             if self.ranks == 1 or SCHEDULES[name].exists(self.ranks, count, chunks)
         ]
 
-    def parts(self) -> Iterator[Choices]:
+    def parts(self) -> Iterator[MeshChoices]:
         """The same choices apart, by the first of them that is open."""
         key = next(key for key in _OPENED if len(getattr(self, key)) > 1)
         for value in getattr(self, key):
@@ -132,13 +132,13 @@ def choices_of(
     *,
     global_batch: int,
     seq: int,
-) -> Choices:
+) -> MeshChoices:
     """The choices of a mesh shape whose axes suit the workload; maybe none."""
     each = global_batch // (mesh.data * mesh.fsdp * mesh.expert)
     counts = constraints.choices("microbatches", divisors(each))
     splits = mesh.tensor > 1 and seq % (mesh.tensor * mesh.context) == 0
     remats = (*_REMATS, *STAGE_REMATS) if mesh.stage > 1 else _REMATS
-    return Choices(
+    return MeshChoices(
         mesh.stage,
         tuple(count for count in counts if each % count == 0),
         tuple(_schedules(workload, mesh, constraints)),
@@ -210,7 +210,7 @@ def chunk_counts(layers: int, stages: int) -> tuple[int, ...]:
     )
 
 
-def layout_of(mesh: Layout, variant: Variant) -> Layout:
+def with_variant(mesh: Layout, variant: Variant) -> Layout:
     """The whole layout: that mesh, run so."""
     return replace(mesh, **variant._asdict())
 
