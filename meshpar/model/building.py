@@ -44,14 +44,14 @@ def build_one(build: Build, key: jax.Array, specs: Any) -> Any:
         key: For it.
         specs: Tree of `PartitionSpec` over the mesh that is set; None without one.
     """
-    if specs is None or _is_mapped(build, key):
+    if specs is None or is_mapped(build, key):
         return build(key)
     return _on_every_device(lambda key: _own(build(key), specs), key, specs)
 
 
 def build_layers(build: Build, keys: jax.Array, specs: Any) -> Any:
     """`build` of every key, stacked; the specs have the leading dim too."""
-    if specs is None or _is_mapped(build, keys[0]):
+    if specs is None or is_mapped(build, keys[0]):
         return jax.vmap(build)(keys)
     of_layer = jax.tree.map(
         lambda spec: PartitionSpec(None, *spec[1:]), specs, is_leaf=_is_spec
@@ -93,7 +93,7 @@ def _own(tree: Any, specs: Any) -> Any:
     return jax.tree.map(own, specs, tree, is_leaf=_is_spec)
 
 
-def _is_mapped(build: Build, key: jax.Array) -> bool:
+def is_mapped(build: Build, key: jax.Array) -> bool:
     """Whether every value is drawn and mapped by itself."""
     program = jax.make_jaxpr(build)(key)
     return all(name in _MAPPED for name in _primitives(program.jaxpr))

@@ -8,7 +8,7 @@ can cancel. A model of Flax modules starts as Flax builds them, layer by layer.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ import numpy as np
 import optax
 from flax import nnx
 
+from meshpar.model.building import is_mapped
 from meshpar.model.contract import Model
 from meshpar.model.parameter import Params, is_parameter
 from meshpar.model.scope import Scope
@@ -161,17 +162,17 @@ def _programs(model: Model, compiler_options: tuple) -> tuple:
 
 
 def _initial(model: Model, seed: jax.Array) -> tuple[Params, Params]:
-    """Parameters and state; of modules, as Flax makes them, one layer after another."""
+    """Parameters and state; of modules, as Flax makes them."""
     if not model.modules:
         return initial_values(model, seed)
     found = _arrays(model.modules[ENDS], initial_key(seed, ENDS))
     for group in model.groups:
-        layers = [
-            _arrays(model.modules[group.name], initial_key(seed, group.name, layer))
-            for layer in range(group.num_layers)
-        ]
-        for path in layers[0]:
-            stacked = jnp.stack([of_layer[path] for of_layer in layers])
+        build = functools.partial(_arrays, model.modules[group.name])
+        layers = jnp.arange(group.num_layers)
+        keys = jax.vmap(lambda at, of=group.name: initial_key(seed, of, at))(layers)
+        # Compiled as the step's, so that LLVM contracts the same sums and products.
+        all_layers = jax.vmap if is_mapped(build, keys[0]) else _one_by_one
+        for path, stacked in all_layers(build)(keys).items():
             found[f"{group.name}.{path}"] = stacked
     return tuple(
         jax.tree.map_with_path(
@@ -179,6 +180,10 @@ def _initial(model: Model, seed: jax.Array) -> tuple[Params, Params]:
         )
         for tree in (model.parameters, model.state)
     )
+
+
+def _one_by_one(build: Callable[..., Any]) -> Callable[..., Any]:
+    return functools.partial(jax.lax.map, build)
 
 
 def _arrays(builder: Any, key: jax.Array) -> dict[str, jax.Array]:
