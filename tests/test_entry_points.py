@@ -52,7 +52,7 @@ ADAM = optax.adam(1e-3)
                 make_mesh("data=8"),
                 DATA_PARALLEL,
             ),
-            "w is a tuple with logical axes .*give an array, or its shape, and a",
+            "w is a tuple with logical axes that are a ArrayImpl; give an array, or",
         ),
         (
             lambda: tree_shardings({}, {}, DATA_PARALLEL, make_mesh("data=8")),

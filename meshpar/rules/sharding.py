@@ -42,7 +42,7 @@ def tree_shardings(tree: Any, axes: Any, mesh: Mesh, rules: Rules) -> Any:
         _check_axes(path_name(path), array, names)
         return stored.sharding(mesh, names, array.shape, path=path_name(path))
 
-    return jax.tree.map_with_path(sharding, tree, axes, is_leaf=_is_axes)
+    return jax.tree.map_with_path(sharding, tree, axes, is_leaf=_is_axes_leaf)
 
 
 def nnx_shardings(module: nnx.Module, mesh: Mesh, rules: Rules) -> Any:
@@ -94,12 +94,16 @@ def _is_axes(node: Any) -> bool:
     )
 
 
+def _is_axes_leaf(node: Any) -> bool:
+    return _is_axes(node) and len(node) > 0
+
+
 def _check_axes(path: str, array: Any, names: Any) -> None:
     if not hasattr(array, "shape") or not _is_axes(names):
         raise InputError(
-            f"{path or 'the tree'} is a {type(array).__name__} with logical axes "
-            f"{names!r}; give an array, or its shape, and a tuple with a name or None "
-            "for each dim: tree_shardings(tree, axes, mesh, rules)"
+            f"{path or 'the tree'} is a {type(array).__name__} with logical axes that "
+            f"are a {type(names).__name__}; give an array, or its shape, and a tuple "
+            "with a name or None for each dim: tree_shardings(tree, axes, mesh, rules)"
         )
 
 
