@@ -229,7 +229,7 @@ class TrainStep:
         if self.model.logits is None:
             raise InputError("the model has no logits function; give Model logits=")
         if not isinstance(batch, Mapping):
-            batch = {next(iter(self.model.known_inputs), "tokens"): batch}
+            batch = {next(iter(self.model.known_inputs), ""): batch}
         with jax.set_mesh(self.mesh):
             return self._logits(state, self._placed(batch, 1, partly=True))
 
