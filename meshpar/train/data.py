@@ -65,7 +65,8 @@ def shuffled_batches(
         seed: Of the order.
 
     Returns:
-        Step -> the windows' arrays, each (global_batch, seq). A step can be asked for in any order, so a resumed run continues with the very next batch.
+        Step -> the windows' arrays, each (global_batch, seq). A step can be asked for
+        in any order, so a resumed run continues with the very next batch.
     """
     # Grain shuffles epoch e with seed + e, so neighbouring seeds would share orders.
     spread = int(np.random.SeedSequence(seed).generate_state(1)[0])
