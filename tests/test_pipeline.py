@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshpar import RuleError, default_rules
+from meshpar import Input, InputError, RuleError, default_rules
 from meshpar.layout import Layout
 from meshpar.model.scope import Scope
 from meshpar.model.single import forward
@@ -210,7 +210,7 @@ def test_evaluation_and_logits_equal_those_of_the_model_alone(line):
     assert_close([np.asarray(found)], [np.asarray(expected)])
 
 
-def test_only_the_arrays_with_a_sequence_are_shared_whatever_the_size_of_others():
+def test_only_the_inputs_with_a_sequence_are_shared_whatever_the_size_of_others():
     base = model_of(2)
 
     def head(params, x, batch, scope):
@@ -218,7 +218,8 @@ def test_only_the_arrays_with_a_sequence_are_shared_whatever_the_size_of_others(
         loss_sum, weight_sum = base.head(params, x, batch, scope)
         return loss_sum * jnp.mean(batch["image"]), weight_sum
 
-    model = replace(base, head=head)
+    inputs = {**base.inputs, "image": Input(("batch", None))}
+    model = replace(base, head=head, inputs=inputs)
     image = np.broadcast_to(np.linspace(0.5, 2, SEQ, dtype=np.float32), (BATCH, SEQ))
     batch = {**batch_of(), "image": image}
     losses = []
@@ -226,10 +227,9 @@ def test_only_the_arrays_with_a_sequence_are_shared_whatever_the_size_of_others(
         step = step_of(model, line)
         losses.append(float(step.loss_and_gradients(step.init(0), batch)[0]))
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
-    misnamed = replace(model, sequence_inputs=("tokens", "targets", "weights", "id"))
-    step = step_of(misnamed, "stage=2,microbatches=2")
-    with pytest.raises(ValueError, match=r"batch\['id'\] has shape \(12,\)"):
-        step(step.init(0), {**batch, "id": np.zeros(BATCH, np.int32)})
+    step = step_of(replace(model, inputs=base.inputs), "stage=2,microbatches=2")
+    with pytest.raises(InputError, match=r"nothing says which dim of batch\['image'\]"):
+        step.compile(batch)
 
 
 def test_a_model_whose_ends_look_at_several_tokens_is_not_shared():
