@@ -15,11 +15,9 @@ from meshpar.parallel.head_loss import head_cross_entropy
 from meshpar.parallel.tensor import vocab_lookup
 from models.field_types import check_field_types
 from models.inputs import LANGUAGE
-from models.layers.attention import Attention, depth_scaled_std
-from models.layers.mlp import PlainMLP
+from models.layers.layer_norm_block import RESIDUAL, LayerNormBlock
 from models.layers.norm import LayerNorm
 
-RESIDUAL = ("batch", "residual_seq", "embed")
 WHOLE = ("batch", "seq", "embed")
 
 
@@ -70,48 +68,6 @@ class GPT2Config:
             )
         if not 0 <= self.dropout < 1:
             raise InputError(f"dropout={self.dropout}: must be at least 0 and below 1")
-
-
-class GPT2Block(nnx.Module):
-    """Attention and MLP, each after a norm and added to the residual stream."""
-
-    def __init__(self, config: GPT2Config, rngs: nnx.Rngs) -> None:
-        out_std = depth_scaled_std(config.init_std, config.layers)
-        self.dropout = config.dropout
-        self.attention_norm = LayerNorm(
-            config.embed, epsilon=config.norm_epsilon, rngs=rngs
-        )
-        self.attention = Attention(
-            config.embed,
-            heads=config.heads,
-            kv_heads=config.heads,
-            head_dim=config.embed // config.heads,
-            init_std=config.init_std,
-            out_std=out_std,
-            rngs=rngs,
-            bias=True,
-            out_bias=True,
-        )
-        self.mlp_norm = LayerNorm(config.embed, epsilon=config.norm_epsilon, rngs=rngs)
-        self.mlp = PlainMLP(
-            config.embed,
-            config.ffn or 4 * config.embed,
-            init_std=config.init_std,
-            out_std=out_std,
-            rngs=rngs,
-        )
-
-    def __call__(self, x: jax.Array, scope: Scope) -> jax.Array:
-        """(batch, seq, embed) -> (batch, seq, embed)."""
-        normed = scope.constrain(self.attention_norm(x), RESIDUAL)
-        normed = scope.save(normed, "attention_normed")
-        branch = scope.constrain(self.attention(normed, scope), RESIDUAL)
-        branch = scope.save(branch, "attention_out")
-        x = x + scope.dropout(branch, self.dropout, "attention")
-        normed = scope.constrain(self.mlp_norm(x), RESIDUAL)
-        normed = scope.save(normed, "mlp_normed")
-        branch = scope.constrain(self.mlp(normed, scope), RESIDUAL)
-        return x + scope.dropout(branch, self.dropout, "mlp")
 
 
 class GPT2Ends(nnx.Module):
@@ -175,9 +131,22 @@ class GPT2Ends(nnx.Module):
 
 def gpt2(config: GPT2Config) -> Model:
     """The model of a config, under meshpar's contract."""
+
+    def block(rngs: nnx.Rngs) -> LayerNormBlock:
+        return LayerNormBlock(
+            config.embed,
+            heads=config.heads,
+            ffn=config.ffn or 4 * config.embed,
+            layers=config.layers,
+            norm_epsilon=config.norm_epsilon,
+            init_std=config.init_std,
+            dropout=config.dropout,
+            rngs=rngs,
+        )
+
     return from_nnx(
         ends=lambda rngs: GPT2Ends(config, rngs),
-        block=lambda rngs: GPT2Block(config, rngs),
+        block=block,
         num_layers=config.layers,
         inputs=LANGUAGE,
         per_token=True,
