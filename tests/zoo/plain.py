@@ -79,7 +79,7 @@ def train(ends, groups, batch, loss=mean_loss):
         return params, state, chain.init(params)
 
     def loss_of(params, state, step):
-        whole = nnx.merge(graph, params, state)
+        whole = nnx.merge(graph, params, state, copy=True)
         found = loss(whole, batch, step)
         return found, nnx.split(whole, nnx.Param, ...)[2]
 
