@@ -217,7 +217,9 @@ class EncoderDecoderEnds(nnx.Module):
                 f"max_seq={self.max_seq} learned positions; shorten the sequences or "
                 "raise max_seq"
             )
-        x = vocab_lookup(self.token_embed[...], tokens, scope) + positions[:seq]
+        x = vocab_lookup(self.token_embed[...], tokens, scope)
+        # Indexed and not cut, which GSPMD would shift where the sequence is split.
+        x = x + positions[scope.positions(seq)]
         return scope.dropout(scope.constrain(x, _RESIDUAL), self.dropout, name)
 
 

@@ -132,7 +132,9 @@ class ViTEnds(nnx.Module):
         if self.class_token is not None:
             first = jnp.broadcast_to(self.class_token[...], (len(x), 1, x.shape[-1]))
             x = jnp.concatenate([first, x], axis=1)
-        x = scope.constrain(x + self.position_embed[...], RESIDUAL)
+        # Indexed, so that GSPMD sums up the gradient where the tokens are split.
+        positions = self.position_embed[scope.positions(x.shape[1])]
+        x = scope.constrain(x + positions, RESIDUAL)
         return scope.dropout(x, self.dropout, "embed")
 
     def logits(self, x: jax.Array, scope: Scope) -> jax.Array:

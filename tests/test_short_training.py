@@ -56,7 +56,8 @@ def test_a_vision_transformer_learns_to_read_digits_in_a_pipeline():
             chosen = rng.integers(0, held_out, BATCH)
             yield {"images": images[chosen], "labels": labels[chosen]}
 
-    model = build("tiny-vit", image=8, patch=2, channels=1, layers=4, embed=32, heads=4)
+    sizes = dict(image=8, patch=4, channels=1, layers=4, embed=32, heads=4)
+    model = build("tiny-vit", **sizes, init_std=0.2)
     layout = "data=2,stage=2,tensor=2,microbatches=4,schedule=1f1b"
     step, state = trained(model, layout, batches(), rate=5e-3)
     rest = {"images": images[held_out:], "labels": labels[held_out:]}
