@@ -10,14 +10,30 @@ from meshpar.errors import InputError
 
 ENVIRONMENT_VARIABLE = "MESHPAR_EMULATE"
 
-# Without it, two independent collectives that are ready together can take all threads
-# of a machine with fewer cores than devices: "Termination timeout ... only 7 of 8
-# arrived". In program order there is only ever one collective at a time.
-_IN_ORDER = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
+# XLA:CPU holds a collective back until the one before it in the program is done, but
+# behind a loop only until the loop has begun. `jax.shard_map` gives all collectives one
+# channel, so one that stands behind a loop without needing its result is paired with
+# the loop's own: wrong numbers, an abort or a deadlock. In breadth-first order it
+# stands before the loop: 100 of 100 fresh processes agreed, with each collective free
+# to start once its operands are there (a small Llama, five layouts with FSDP, tensor,
+# sequence and pipeline parallelism, jax 0.10.2, 2 busy cores). Depth first, to spare
+# memory, 16 of 17 with FSDP crashed, hung or gave NaN. XLA's default may be either.
+_BREADTH_FIRST = "--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_CONCURRENCY_OPTIMIZED"
+
+# The name of the same choice before jax 0.9.1; up to 0.12 XLA still obeys it.
+_FORMER_SCHEDULER = "--xla_cpu_enable_concurrency_optimized_scheduler"
 
 # A rendezvous of eight threads on two busy cores may take far longer than XLA's default
 # 40 s without being stuck.
 _PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds=300"
+
+# XLA:CPU runs kernels, and what follows them, in one pool of as many threads as there
+# are cores. A thread that has reached a collective waits in it; once all of them wait,
+# no device gets to the collectives that they wait for. A data-parallel loop that reads
+# no metric hung so on 2 cores; with 64 threads 2,000 steps of it ended (jax 0.10.2).
+# XLA reads this variable, before NPROC, as the number of threads.
+_THREADS_VARIABLE = "PJRT_NPROC"
+_THREADS_PER_DEVICE = 8
 
 
 class AlreadyStartedError(InputError, RuntimeError):
@@ -30,6 +46,9 @@ def emulate(num_devices: int) -> list[jax.Device]:
     Call it before the first JAX operation. Calling it again with the same number is
     fine. Setting `MESHPAR_EMULATE=8` in the environment calls it on `import meshpar`.
 
+    It adds to `XLA_FLAGS` what is not set there, and raises `PJRT_NPROC`, the size of
+    XLA's thread pools, to 8 per device: without either, virtual devices hang.
+
     Raises:
         InputError: `num_devices` is not at least 1.
         AlreadyStartedError: JAX has already started with other devices.
@@ -41,10 +60,15 @@ def emulate(num_devices: int) -> list[jax.Device]:
     whole = isinstance(num_devices, int) and not isinstance(num_devices, bool)
     if not whole or num_devices < 1:
         raise InputError(f"emulate({num_devices!r}): needs at least 1 device")
-    flags = os.environ.get("XLA_FLAGS", "").split()
-    wanted = [flag for flag in (_IN_ORDER, _PATIENCE) if not _is_set(flag, flags)]
-    if jax.config.jax_num_cpu_devices != num_devices or wanted:
-        _start(num_devices, " ".join(flags + wanted))
+    environment = {
+        "XLA_FLAGS": " ".join(_flags(os.environ.get("XLA_FLAGS", "").split())),
+        _THREADS_VARIABLE: str(_num_threads(num_devices)),
+    }
+    if (
+        jax.config.jax_num_cpu_devices != num_devices
+        or not environment.items() <= os.environ.items()
+    ):
+        _start(num_devices, environment)
     devices = jax.devices()
     if len(devices) != num_devices or devices[0].platform != "cpu":
         raise AlreadyStartedError(_already_started(num_devices))
@@ -67,18 +91,31 @@ def emulate_from_environment() -> None:
     emulate(int(text))
 
 
-def _is_set(flag: str, flags: list[str]) -> bool:
-    name = flag.partition("=")[0]
-    return any(given.partition("=")[0] == name for given in flags)
+def _flags(given: list[str]) -> list[str]:
+    names = {flag.partition("=")[0] for flag in given}
+    flags = list(given)
+    if names.isdisjoint({_BREADTH_FIRST.partition("=")[0], _FORMER_SCHEDULER}):
+        flags.append(_BREADTH_FIRST)
+    if _PATIENCE.partition("=")[0] not in names:
+        flags.append(_PATIENCE)
+    return flags
 
 
-def _start(num_devices: int, flags: str) -> None:
+def _num_threads(num_devices: int) -> int:
+    # XLA, too, passes over a text that is no number.
+    texts = [os.environ.get(name, "") for name in (_THREADS_VARIABLE, "NPROC")]
+    given = [int(text) for text in texts if text.isdecimal()]
+    usual = given[0] if given else os.cpu_count() or 1
+    return max(usual, _THREADS_PER_DEVICE * num_devices)
+
+
+def _start(num_devices: int, environment: dict[str, str]) -> None:
     try:
         jax.config.update("jax_num_cpu_devices", num_devices)
     except RuntimeError as error:
         raise AlreadyStartedError(_already_started(num_devices)) from error
     jax.config.update("jax_platforms", "cpu")
-    os.environ["XLA_FLAGS"] = flags
+    os.environ.update(environment)
 
 
 def _already_started(num_devices: int) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class InputError(ValueError):
     """What was given cannot be used: a value, a name, a file, a number of devices.
@@ -9,3 +12,11 @@ class InputError(ValueError):
     Its message says what was asked, what was found, and a way out. Every error that
     meshpar raises on purpose for bad input is one.
     """
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The end of an error about an unknown name: `did you mean ...? known: ...`."""
+    known = sorted(known)
+    close = difflib.get_close_matches(word, known, n=2, cutoff=0.5)
+    hint = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
+    return f"{hint}known: {', '.join(known)}"

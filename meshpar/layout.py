@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from meshpar.errors import InputError
+from meshpar.errors import InputError, nearest
 from meshpar.key_values import key_values
 from meshpar.residual_names import ResidualNames, is_named
+from meshpar.schedules import method_of
 
 MESH_AXES = ("data", "fsdp", "stage", "context", "expert", "tensor")
 """All mesh axes, outermost (slowest link) first."""
@@ -32,18 +31,6 @@ BY_COST = "cost"
 """The value of `splits` that balances the stages by what their layers cost."""
 
 _CHOICES = {
-    "schedule": (
-        "gpipe",
-        "1f1b",
-        "interleaved_1f1b",
-        "looped_bfs",
-        "zero_bubble_h1",
-        "zero_bubble_h2",
-        "zero_bubble_v",
-        "v_half",
-        "v_min",
-        "dualpipe_v",
-    ),
     "execution": ("uniform", "divergent"),
     "zero": (0, 1, 2, 3),
     "fsdp_gather": ("step", "microbatch"),
@@ -55,14 +42,6 @@ _CHOICES = {
     "param_dtype": ("fp32", "bf16", "bf16_stochastic"),
 }
 _COUNTS = (*MESH_AXES, "microbatches", "chunks")
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    """The end of an error about an unknown name: `did you mean ...? known: ...`."""
-    known = sorted(known)
-    close = difflib.get_close_matches(word, known, n=2, cutoff=0.5)
-    hint = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
-    return f"{hint}known: {', '.join(known)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +59,8 @@ class Layout:
         expert: Devices that split the experts.
         tensor: Devices that split each matmul.
         microbatches: Parts that one global batch runs in, one after another.
-        schedule: Order of the pipeline's work.
+        schedule: Order of the pipeline's work, by name (`meshpar.schedules.SCHEDULES`);
+            orders of one's own go to `make_train_step(..., schedule=...)`.
         chunks: Stages per rank of an interleaved schedule.
         splits: Blocks of each stage; empty is as even as possible in number, `cost`
             in what they cost (`BlockGroup.costs`, or else their matmul FLOPs).
@@ -149,6 +129,7 @@ class Layout:
         for name, choices in _CHOICES.items():
             if name != "remat" or self.residual_names is None:
                 _check_choice(name, getattr(self, name), choices)
+        method_of(self.schedule)
         for size in () if self.splits == BY_COST else self.splits:
             _check_count("splits", size)
         _check_zero_axes(self.zero_axes)
@@ -219,7 +200,7 @@ class Layout:
         return math.prod(self.mesh_shape[axis] for axis in BATCH_AXES)
 
     @property
-    def is_pipelined(self) -> bool:
+    def runs_in_ticks(self) -> bool:
         """Whether a step runs in ticks: it has stages, or microbatches to add up."""
         return self.stage > 1 or self.microbatches > 1
 

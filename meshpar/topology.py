@@ -12,7 +12,7 @@ from typing import Literal
 import jax
 
 from meshpar.errors import InputError
-from meshpar.hardware.link_speeds import NVIDIA_LINKS, card_words
+from meshpar.hardware.devices import device_of_kind
 from meshpar.layout import MESH_AXES, Layout
 
 Crossing = Literal["none", "host", "network"]
@@ -123,7 +123,11 @@ class Topology:
 
 
 def _link_speeds(device_kind: str) -> tuple[float, float] | tuple[None, None]:
-    words = card_words(device_kind)
-    return next(
-        (NVIDIA_LINKS[name] for name in NVIDIA_LINKS if name in words), (None, None)
-    )
+    device = device_of_kind(device_kind)
+    if device is None or device.torus_dims or device.domain_devices > _HOST_GPUS:
+        return None, None
+    return device.link_bytes_per_s, device.network_bytes_per_s
+
+
+_HOST_GPUS = 8
+"""GPUs of a host at most: links that join more, and a torus, leave the host."""

@@ -26,7 +26,7 @@ import jax
 import numpy as np
 
 from meshpar import TrainState, TrainStep
-from meshpar.model.scope import Batch
+from meshpar.model.inputs import Batch
 from meshpar.schedules import (
     Schedule,
     StageTimes,

@@ -8,9 +8,9 @@ import numpy as np
 import optax
 
 from meshpar import Layout, TrainState, make_train_step
-from meshpar.model.contract import loss
-from meshpar.model.scope import EXAMPLE, Scope
-from meshpar.parallel.placement import dropout_key
+from meshpar.model.scope import Scope
+from meshpar.model.single import loss
+from meshpar.parallel.mean_loss import random_key
 from meshpar.testing.batches import random_batch, steps_of
 from meshpar.testing.quick_compile import quick_compile_options
 from models.presets import build
@@ -31,8 +31,9 @@ def model_of(layers, dropout=0.0):
 @functools.cache
 def batch_of():
     """Random tokens, of which about half count."""
-    batch = random_batch(64, BATCH, SEQ, seed=0)
-    return steps_of(batch, "holes", seed=1, num_steps=1)[0]
+    model = build("test")
+    batch = random_batch(model, BATCH, SEQ, seed=0)
+    return steps_of(model, batch, "holes", seed=1, num_steps=1)[0]
 
 
 @functools.cache
@@ -46,8 +47,9 @@ def plain(model):
     """Loss and gradients of the model alone, on one device."""
     batch = batch_of()
     scope = Scope(
-        batch={EXAMPLE: np.arange(BATCH, dtype=np.uint32), **batch},
-        dropout_key=dropout_key(jnp.uint32(SEED), jnp.int32(0)),
+        examples=jnp.arange(BATCH, dtype=jnp.uint32),
+        random=random_key(jnp.uint32(SEED), jnp.int32(0)),
+        training=True,
     )
     value_and_grad = jax.jit(
         jax.value_and_grad(lambda params: loss(model, params, batch, scope)),

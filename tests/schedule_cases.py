@@ -1,19 +1,17 @@
 """Schedules that every property of schedules is tested on."""
 
-from meshpar.schedules import Action, Op, Schedule, make_schedule
+from meshpar.schedules import SCHEDULES, Action, Op, Schedule, make_schedule
 
 SIZES = [(1, 1), (1, 4), (2, 1), (2, 5), (3, 3), (4, 2), (4, 7), (4, 8), (5, 13)]
 
+NAMES = ("gpipe", "1f1b", "interleaved_1f1b", "looped_bfs")
+
 NAMED = [
     (name, ranks, microbatches, chunks)
-    for name, most_chunks in {
-        "gpipe": 1,
-        "1f1b": 1,
-        "interleaved_1f1b": 3,
-        "looped_bfs": 3,
-    }.items()
+    for name in NAMES
     for ranks, microbatches in SIZES
-    for chunks in range(1, most_chunks + 1)
+    for chunks in (1, 2, 3)
+    if SCHEDULES[name].exists(ranks, microbatches, chunks)
 ]
 
 
@@ -21,10 +19,10 @@ def named_schedules():
     return [make_schedule(*case) for case in NAMED]
 
 
-def v_shaped(num_ranks=3, num_microbatches=4):
+def v_orders(num_ranks, num_microbatches, chunks=2):
     """Two chunks a rank, the second on the way back: the last rank turns."""
-    last = 2 * num_ranks - 1
-    orders = [
+    last = chunks * num_ranks - 1
+    return [
         [
             Action(stage, op, microbatch)
             for stage, op in (
@@ -37,6 +35,10 @@ def v_shaped(num_ranks=3, num_microbatches=4):
         ]
         for rank in range(num_ranks)
     ]
+
+
+def v_shaped(num_ranks=3, num_microbatches=4):
+    orders = v_orders(num_ranks, num_microbatches)
     return Schedule(orders, 2 * num_ranks, num_microbatches, "v_shaped")
 
 

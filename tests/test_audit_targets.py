@@ -47,10 +47,10 @@ needs_tpu_compiler = pytest.mark.skipif(
 @pytest.mark.parametrize(
     "text, num_devices, gibibytes",
     [
-        ("tpu:v5p:4x4x4", 64, 95),
-        ("tpu:v4:2x2x1", 4, 32),
+        ("tpu:v5p:4x4x4", 64, 96),
+        ("tpu:v4:2x2x1", 4, 31),
         ("tpu:v5e:16x16", 256, 16),
-        ("tpu:v6e:1x1", 1, 32),
+        ("tpu:v6e:1x1", 1, 31),
         ("gpu:h100:8x8", 64, 79),
         ("gpu:a100:1x8", 8, 79),
         ("gpu:h200:2x8", 16, 141),

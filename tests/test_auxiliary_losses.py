@@ -10,8 +10,8 @@ import pytest
 from flax import nnx
 
 from meshpar import Parameter, from_nnx, pipeline_value_and_grad
-from meshpar.model.contract import loss
 from meshpar.model.scope import Scope
+from meshpar.model.single import loss
 from tests.pipelined import (
     QUICK,
     assert_equal_to_plain,

@@ -14,9 +14,9 @@ from meshpar.calibration.fit import attention_constants, link_of, matmul_flops
 from meshpar.calibration.kernels import KernelSizes
 from meshpar.calibration.measure import calibrate
 from meshpar.cli.main import main
+from meshpar.hardware.devices import DEVICES
 from meshpar.planner.cost.estimate import estimate
 from meshpar.planner.machine.clusters import cluster_of, load_device
-from meshpar.planner.machine.devices import DEVICES
 from meshpar.planner.machine.link import Link
 from tests.test_cli import status_of
 
@@ -115,7 +115,7 @@ def test_a_faster_device_is_predicted_faster(small):
     found = measure.replace(
         device, peak_flops={key: 2 * peak for key, peak in device.peak_flops.items()}
     )
-    from meshpar.planner.machine.hardware import Cluster
+    from meshpar.planner.machine.cluster import Cluster
     from meshpar.planner.workload.shapes import SHAPES as MODELS
 
     slow, fast = (

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from meshpar.audit.collectives import collectives_of
+from meshpar.audit.flops import UncountedCall
 from meshpar.audit.hazards import Hazard
 from meshpar.audit.hlo import parse_program
 from meshpar.audit.memory import Buffer, MemoryUse
@@ -59,7 +60,7 @@ CLEAN = AuditReport(
     ),
     capacity_bytes=80 << 30,
     flops=12_345,
-    uncounted=("kernel",),
+    uncounted=(UncountedCall(name="kernel", source="/home/user/f.py:9", executions=3),),
     buffers=(
         Buffer(
             bytes=4_000_000,
@@ -159,7 +160,9 @@ def test_tables_show_collectives_totals_arrays_and_memory(audit_gives, capsys):
     assert words("tensor") == "tensor all-gather 1 131,072 98,304"
     assert words("1000") == "1000 1000 f32 4,000,000 fusion user/f.py:7"
     assert "peak 4,294,967,296 bytes" in words("per device")
-    assert words("FLOPs") == "FLOPs not counted: kernel"
+    assert (
+        words("FLOPs") == "FLOPs not counted: kernel, /home/user/f.py:9, runs 3 times"
+    )
     assert words("fits") == "fits: peak 4.00 GiB of 80.00 GiB"
     assert words("hazard") == "hazard divergent_permute: /home/user/f.py:3: wrong"
     assert words("surprise") == (
@@ -236,5 +239,5 @@ def test_a_step_too_large_for_its_target_ends_with_1(capsys):
     assert status_of([*argv, "--target", "tpu:v5e:2x2", "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
     assert (report["layout"], report["fits"]) == ("data=4", False)
-    assert report["memory"]["capacity_bytes"] == 16 << 30
+    assert report["memory"]["capacity_bytes"] == 63 << 28  # 15.75 GiB
     assert report["target"] == "tpu:v5e:2x2"

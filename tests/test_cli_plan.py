@@ -71,7 +71,7 @@ def test_what_is_kept_forbidden_and_limited_is_obeyed(capsys):
 def test_what_fits_nowhere_ends_with_1_and_the_nearest_change(capsys):
     words = ["plan", "--model", "llama3-70b", "--devices", "8", "--global-batch", "16"]
     report = report_of(capsys, *words, status=1)
-    assert report["plans"] == [] and "nothing fits in 80 GB" in report["problem"]
+    assert report["plans"] == [] and "nothing fits in 84.9 GB" in report["problem"]
     assert any("2x devices" in change["change"] for change in report["changes"])
     assert main(words) == 1
     assert "fits with 2x devices (16): " in capsys.readouterr().out

@@ -9,13 +9,20 @@ import pytest
 
 import meshpar
 
-IN_ORDER = "--xla_cpu_enable_concurrency_optimized_scheduler"
+BREADTH_FIRST = "--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_CONCURRENCY_OPTIMIZED"
 PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds"
 
 
 def run_child(code, **environment):
     """The JSON object that `code` prints, run in a fresh Python."""
-    ours = ("XLA_FLAGS", "MESHPAR_EMULATE", "JAX_NUM_CPU_DEVICES", "JAX_PLATFORMS")
+    ours = (
+        "XLA_FLAGS",
+        "PJRT_NPROC",
+        "NPROC",
+        "MESHPAR_EMULATE",
+        "JAX_NUM_CPU_DEVICES",
+        "JAX_PLATFORMS",
+    )
     kept = {name: value for name, value in os.environ.items() if name not in ours}
     child = subprocess.run(
         [sys.executable, "-c", code],
@@ -35,6 +42,7 @@ first = meshpar.emulate(8)
 again = meshpar.emulate(8)
 print(json.dumps({
     "flags": os.environ["XLA_FLAGS"].split(),
+    "threads": os.environ["PJRT_NPROC"],
     "devices": [str(device.platform) for device in first],
     "same": first == again,
 }))
@@ -46,9 +54,10 @@ def test_eight_devices_appear_and_the_users_flags_are_kept_beside_ours():
     assert found == {
         "flags": [
             "--xla_cpu_enable_fast_math=false",
-            f"{IN_ORDER}=false",
+            BREADTH_FIRST,
             f"{PATIENCE}=300",
         ],
+        "threads": "64",
         "devices": ["cpu"] * 8,
         "same": True,
     }
@@ -61,10 +70,45 @@ print(json.dumps([len(jax.devices()), os.environ["XLA_FLAGS"].split()]))
 """
 
 
-def test_the_environment_variable_works_by_import_and_a_users_own_value_stays():
-    mine = f"{IN_ORDER}=true"
+@pytest.mark.parametrize(
+    "mine",
+    [
+        "--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
+        "--xla_cpu_enable_concurrency_optimized_scheduler=false",
+    ],
+)
+def test_the_environment_variable_works_by_import_and_a_users_own_value_stays(mine):
     found = run_child(BY_ENVIRONMENT, MESHPAR_EMULATE="4", XLA_FLAGS=mine)
     assert found == [4, [mine, f"{PATIENCE}=300"]]
+
+
+THREADS = """
+import json, os
+import meshpar, jax
+meshpar.emulate(8)
+jax.jit(lambda x: x + 1)(0.0).block_until_ready()
+print(json.dumps([os.environ["PJRT_NPROC"], len(os.listdir("/proc/self/task"))]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("environment", "number"),
+    [
+        ({}, 64),
+        ({"NPROC": "2"}, 64),
+        ({"PJRT_NPROC": "many"}, 64),
+        ({"NPROC": "96"}, 96),
+        ({"PJRT_NPROC": "80", "NPROC": "96"}, 80),
+    ],
+)
+def test_xla_has_eight_threads_for_each_device_or_as_many_as_the_user_says(
+    environment, number
+):
+    if number == 64 and (os.cpu_count() or 1) > number:
+        pytest.skip("more cores than that: XLA's own default is larger")
+    variable, num_threads = run_child(THREADS, **environment)
+    assert variable == str(number)
+    assert num_threads > number
 
 
 TOO_LATE = """

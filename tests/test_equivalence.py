@@ -26,6 +26,7 @@ def values(gradients, *, loss=1.0):
     """Values whose trees are all `gradients`."""
     gradients = {name: np.float32(value) for name, value in gradients.items()}
     return Values(
+        state={},
         initial=gradients,
         loss=np.float32(loss),
         grad_norm=np.float32(1.0),
@@ -61,7 +62,7 @@ def test_the_test_file_of_the_readme_passes(pytester):
 
 
 def test_a_given_batch_and_its_other_arrays_are_used():
-    batch = random_batch(64, 4, 8, seed=0)
+    batch = random_batch(build("test"), 4, 8, seed=0)
     batch["positions"] = np.tile(np.arange(8, dtype=np.int32)[::-1], (4, 1))
     (result,) = check_layouts(build("test"), batch, ["data=2,fsdp=2"]).results
     assert (result.case.global_batch, result.case.seq) == (4, 8)
@@ -69,15 +70,16 @@ def test_a_given_batch_and_its_other_arrays_are_used():
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_every_mask_leaves_something_to_learn_in_every_step(mask):
-    batch = random_batch(64, 4, 8, seed=0)
-    first, second, _ = steps_of(batch, mask, seed=5, num_steps=3)
+    batch = random_batch(build("test"), 4, 8, seed=0)
+    first, second, _ = steps_of(build("test"), batch, mask, seed=5, num_steps=3)
     assert first["weights"].any()
     assert second["weights"].any()
     assert not np.array_equal(first["tokens"], second["tokens"])
 
 
 def test_the_mask_of_empty_rows_has_them():
-    (batch,) = steps_of(random_batch(64, 8, 8, seed=0), "empty_rows", 0, 1)
+    model = build("test")
+    (batch,) = steps_of(model, random_batch(model, 8, 8, seed=0), "empty_rows", 0, 1)
     assert (batch["weights"].sum(axis=1) == 0).sum() >= 4
 
 
@@ -127,7 +129,7 @@ def test_copies_that_differ_between_devices_are_found():
 
 
 def test_the_bf16_bound_grows_with_the_square_root_of_the_depth():
-    batch = random_batch(64, 2, 8, seed=0)
+    batch = random_batch(build("test"), 2, 8, seed=0)
     chains = {
         layers: max(bf16_chains(build("test", layers=layers), batch)[1])
         for layers in (2, 4, 6)
@@ -139,7 +141,7 @@ def test_the_bf16_bound_grows_with_the_square_root_of_the_depth():
 
 
 def test_sums_that_are_split_may_round_more_often():
-    model, batch = build("test"), random_batch(64, 2, 8, seed=0)
+    model, batch = build("test"), random_batch(build("test"), 2, 8, seed=0)
     whole, split = (bf16_chains(model, batch, sum_parts=parts) for parts in (1, 4))
     assert split[0] > whole[0]
     assert max(split[1]) > max(whole[1])
@@ -207,7 +209,10 @@ def test_one_gradient_that_is_a_little_wrong_is_found(gradients_times, line, fac
             "no mask 'hole'; did you mean 'holes'",
         ),
         ({"num_devices": 9}, "num_devices=9, but there are 8"),
-        ({"batch": {"x": np.ones((2, 2))}}, "batch has no 'tokens' of"),
+        (
+            {"batch": {"x": np.ones((2, 2))}},
+            "the batch has 'x', but no 'tokens', which the model declares",
+        ),
     ],
 )
 def test_what_cannot_be_checked_is_refused(options, match):

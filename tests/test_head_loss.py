@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from meshpar import TENSOR, TENSOR_SEQUENCE, Layout, Scope, make_mesh, make_train_step
 from meshpar.audit.report import audit
-from meshpar.model.contract import batch_shapes, loss
+from meshpar.model.single import loss
+from meshpar.model.tracing import batch_shapes
 from meshpar.parallel.head_loss import head_cross_entropy
 from models.presets import build
 

@@ -4,22 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshpar import MESH_AXES, Layout
+from meshpar import MESH_AXES, InputError, Layout
+from meshpar.schedules import SCHEDULES
 
 counts = st.integers(min_value=1, max_value=64)
 choices = {
-    "schedule": (
-        "gpipe",
-        "1f1b",
-        "interleaved_1f1b",
-        "looped_bfs",
-        "zero_bubble_h1",
-        "zero_bubble_h2",
-        "zero_bubble_v",
-        "v_half",
-        "v_min",
-        "dualpipe_v",
-    ),
+    "schedule": tuple(SCHEDULES),
     "execution": ("uniform", "divergent"),
     "zero": (0, 1, 2, 3),
     "zero_axes": ((), ("data",), ("fsdp",), ("data", "fsdp")),
@@ -110,9 +100,11 @@ ABSORBS = (
         ("chunks=0", f"chunks=0: {COUNT}$"),
         ("splits=8/x", f"splits='x': {COUNT}$"),
         ("splits=8/0", f"splits=0: {COUNT}$"),
+        ("schedule=1f2b", "no schedule '1f2b'; did you mean '1f1b'"),
+        ("stage=2,schedule=zero_bubble_h1", "no schedule 'zero_bubble_h1'; known: "),
         (
-            "schedule=2f2b",
-            "schedule=2f2b: must be one of gpipe, 1f1b, interleaved_1f1b",
+            "stage=2,schedule=dualpipe_v",
+            "no schedule 'dualpipe_v'; did you mean 'gpipe'",
         ),
         ("zero_axes=stage", "zero_axes=stage: must be one of data, fsdp, data/fsdp"),
         ("zero_axes=fsdp/data", "must be one of data, fsdp, data/fsdp"),
@@ -149,6 +141,18 @@ def test_a_line_that_makes_no_sense_is_refused(text, match):
 def test_a_value_of_another_type_is_refused(field, value):
     with pytest.raises(ValueError, match=f"^{field}="):
         Layout(**{field: value})
+
+
+@pytest.mark.parametrize("schedule", [None, 1, [["0F0", "0B0"]]])
+def test_a_schedule_that_is_no_name_is_refused(schedule):
+    with pytest.raises(InputError, match="^no schedule "):
+        Layout(schedule=schedule)
+
+
+def test_layouts_tell_steps_in_ticks_from_one_pass():
+    assert not Layout(data=2).runs_in_ticks
+    assert Layout(microbatches=2).runs_in_ticks
+    assert Layout(stage=2).runs_in_ticks
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ import pytest
 from flax import nnx
 
 from meshpar import Scope
-from meshpar.model.contract import forward, is_parameter
+from meshpar.model.parameter import is_parameter
+from meshpar.model.single import forward
 from models.layers.attention import Attention
 from models.layers.mlp import GatedMLP, PlainMLP
 from models.layers.norm import LayerNorm, RMSNorm

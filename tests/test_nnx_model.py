@@ -1,4 +1,4 @@
-"""A Flax NNX module becomes a model whose initial values depend on their path only."""
+"""Flax NNX modules become a model that starts as Flax starts them, on every layout."""
 
 import functools
 import re
@@ -10,7 +10,14 @@ import optax
 import pytest
 from flax import nnx
 
-from meshpar import from_nnx, make_train_step
+from meshpar import (
+    InputError,
+    Layout,
+    batch_shapes,
+    from_nnx,
+    initial_key,
+    make_train_step,
+)
 
 EMBED, VOCAB = 4, 8
 
@@ -35,11 +42,8 @@ class Ends(nnx.Module):
 
 
 class Block(nnx.Module):
-    """A block with the parameters `names`, made in that order."""
-
-    def __init__(self, rngs, names=("first", "second")):
-        for name in names:
-            setattr(self, name, draw(rngs, EMBED, EMBED))
+    def __init__(self, rngs):
+        self.first, self.second = (draw(rngs, EMBED, EMBED) for _ in range(2))
 
     def __call__(self, x, scope):
         return x + x @ self.first[...] @ self.second[...]
@@ -55,49 +59,98 @@ class Narrowing(Block):
         return x.astype(jnp.bfloat16)
 
 
-class Counting(Block):
-    def __init__(self, rngs):
-        super().__init__(rngs)
-        self.calls = nnx.BatchStat(jnp.zeros(()))
-
-
 def model(block=Block, *, num_layers=2, ends=Ends, **options):
     return from_nnx(ends=ends, block=block, num_layers=num_layers, **options)
 
 
+class Odd(nnx.Module):
+    """Values that several draws of one build, and arrays that no gradient reaches."""
+
+    def __init__(self, rngs):
+        self.experts = nnx.Param(
+            jnp.stack([draw(rngs, EMBED, EMBED)[...] for _ in range(4)])
+        )
+        self.v = draw(rngs, EMBED, EMBED)
+        self.target = nnx.Param(self.v[...])
+        self.scale = nnx.Param(jnp.linalg.norm(self.v[...], axis=0))
+        whole = nnx.initializers.orthogonal()(rngs.params(), (EMBED, EMBED))
+        self.left, self.right = nnx.Param(whole[:, :1]), nnx.Param(whole[:, 1:])
+        self.phase = nnx.Param(jnp.exp(1j * draw(rngs, EMBED)[...]))
+        self.order = nnx.Param(jax.random.permutation(rngs.params(), EMBED))
+        self.shift = jnp.arange(EMBED) / EMBED
+        self.table = np.arange(EMBED)
+        self.dropout = nnx.Dropout(0.0, rngs=rngs)
+
+    def __call__(self, x, scope):
+        assert isinstance(self.table, np.ndarray)
+        x = self.dropout(x[..., self.order[...]]) @ self.v[...]
+        mixed = jnp.einsum("...d,edf->...f", x, self.experts[...]) / self.scale[...]
+        return x + jnp.abs(mixed * self.phase[...] + 1j) + self.shift + self.table
+
+
 @functools.cache
-def initial(*names, num_layers=2, seed=0):
-    """Initial values of a model whose blocks make the parameters `names` in order."""
-    named = model(lambda rngs: Block(rngs, names), num_layers=num_layers)
-    return jax.jit(named.init)(seed)
+def initial(block=Block, num_layers=2, seed=0):
+    return jax.jit(model(block, num_layers=num_layers).init)(seed)
 
 
-def without(params, name):
-    return {
-        **params,
-        "blocks": {k: v for k, v in params["blocks"].items() if k != name},
-    }
+# As programs are compiled outside of these tests: LLVM without optimisation contracts
+# the same sums and products in one loop and not in another.
+OPTIMISED = {"xla_backend_optimization_level": 3}
 
 
-def test_the_order_in_which_a_module_makes_its_parameters_changes_no_value():
-    one, other = initial("first", "second"), initial("second", "first")
-    jax.tree.map(np.testing.assert_array_equal, one, other)
+@functools.partial(jax.jit, static_argnums=0, compiler_options=OPTIMISED)
+def built(builder, key):
+    """The parameters that Flax makes."""
+    state = nnx.state(builder(nnx.Rngs(key)), nnx.Param)
+    return {path[0]: value[...] for path, value in nnx.to_flat_state(state)}
 
 
-def test_another_parameter_changes_no_other_value():
-    few, many = initial("first", "second"), initial("extra", "first", "second")
-    assert "extra" in many["blocks"]
-    jax.tree.map(np.testing.assert_array_equal, few, without(many, "extra"))
+@pytest.mark.parametrize("line", ["data=1", "fsdp=8", "stage=2,tensor=2", "stage=3"])
+@pytest.mark.parametrize("block", [Block, Odd])
+def test_modules_start_as_flax_starts_them_from_the_key_of_seed_group_and_layer(
+    block, line
+):
+    layout = Layout.parse(line)
+    devices = jax.devices()[: layout.num_devices]
+    options = {"devices": devices, "compiler_options": OPTIMISED}
+    of_blocks = model(block, num_layers=5)
+    step = make_train_step(of_blocks, optax.sgd(0.1), layout, **options)
+    found = step.in_layer_order(step.init(3).params)
+    for layer in range(5):
+        wanted = built(block, initial_key(3, "blocks", layer))
+        assert set(found["blocks"]) == set(wanted)
+        for name, value in wanted.items():
+            np.testing.assert_array_equal(found["blocks"][name][layer], value, name)
+            assert found["blocks"][name].dtype == value.dtype
+    table = built(Ends, initial_key(3, "ends"))["table"]
+    np.testing.assert_array_equal(found["table"], table)
+
+
+def test_parameters_of_integers_are_constants_among_the_parameters():
+    step = make_train_step(model(Odd), optax.adam(0.1), "data=8")
+    state = step.init(0)
+    tokens = np.zeros((8, 4), np.int32)
+    batch = dict(tokens=tokens, targets=tokens, weights=np.ones((8, 4)))
+    before = jax.device_get(state.params["blocks"])
+    _, gradients = step.loss_and_gradients(state, batch)
+    state, _ = step(state, batch)
+    after = jax.device_get(state.params["blocks"])
+    assert "order" not in gradients["blocks"]
+    np.testing.assert_array_equal(after["order"], before["order"])
+    assert np.abs(after["phase"].imag - before["phase"].imag).max() > 0
+    np.testing.assert_array_equal(
+        jax.device_get(state.model_state["blocks"]["shift"]), [np.arange(4) / 4] * 2
+    )
 
 
 def test_another_layer_changes_no_earlier_layer():
-    short, deep = initial("first", "second"), initial("first", "second", num_layers=3)
+    short, deep = initial(), initial(num_layers=3)
     first_two = jax.tree.map(lambda value: value[:2], deep["blocks"])
     jax.tree.map(np.testing.assert_array_equal, short, {**deep, "blocks": first_two})
 
 
 def test_values_differ_between_seeds_paths_and_layers():
-    params, reseeded = initial("first", "second"), initial("first", "second", seed=1)
+    params, reseeded = initial(), initial(seed=1)
     first, second = params["blocks"]["first"], params["blocks"]["second"]
     values = [*first, *second, *reseeded["blocks"]["first"]]
     distinct = {np.asarray(value).tobytes() for value in values}
@@ -105,8 +158,7 @@ def test_values_differ_between_seeds_paths_and_layers():
 
 
 def test_initial_values_are_the_same_compiled_and_not():
-    eager, compiled = model().init(0), initial("first", "second")
-    jax.tree.map(np.testing.assert_array_equal, eager, compiled)
+    jax.tree.map(np.testing.assert_array_equal, model().init(0), initial())
 
 
 def test_parameters_carry_their_shape_and_layers():
@@ -118,33 +170,52 @@ def test_parameters_carry_their_shape_and_layers():
     }
 
 
-@pytest.mark.parametrize("part", ["block", "ends"])
-def test_state_that_is_no_parameter_is_refused(part):
-    class CountingEnds(Ends):
+class Counting(Block):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.calls = nnx.BatchStat(jnp.zeros(()))
+
+    def __call__(self, x, scope):
+        self.calls[...] += len(x)
+        return super().__call__(x, scope)
+
+
+class Dropping(Block):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+    def __call__(self, x, scope):
+        return self.dropout(super().__call__(x, scope))
+
+
+@pytest.mark.parametrize(
+    "block, match",
+    [
+        (Counting, "block 'blocks' assigns to 'calls' while it runs, on the examples"),
+        (Dropping, "block 'blocks' draws random numbers from its own 'dropout"),
+    ],
+)
+def test_what_depends_on_the_layout_is_refused(block, match):
+    step = make_train_step(model(block), optax.sgd(0.1), "data=8")
+    with pytest.raises(InputError, match=match):
+        step.compile(batch_shapes(8, 4))
+
+
+def test_a_random_key_in_a_module_is_refused():
+    class Keyed(Block):
         def __init__(self, rngs):
             super().__init__(rngs)
-            self.calls = nnx.BatchStat(jnp.zeros(()))
+            self.key = rngs.params()
 
-    modules = {"block": {"block": Counting}, "ends": {"ends": CountingEnds}}
-    match = "module state 'calls' is no nnx.Param; keep running statistics and random"
-    with pytest.raises(ValueError, match=match):
-        model(**modules[part])
-
-
-def test_a_random_stream_in_a_module_is_refused():
-    class Dropping(Block):
-        def __init__(self, rngs):
-            super().__init__(rngs)
-            self.dropout = nnx.Dropout(0.1, rngs=rngs)
-
-    with pytest.raises(ValueError, match=r"module state 'dropout\..* is no nnx.Param"):
-        model(Dropping)
+    with pytest.raises(InputError, match="block 'blocks' holds a random key 'key' of"):
+        model(Keyed)
 
 
 @pytest.mark.parametrize(
     "options, match",
     [
-        ({"num_layers": 0}, "num_layers=0: a model has at least 1 block"),
+        ({"num_layers": 0}, "num_layers=0: 'blocks' has at least 1 block"),
         (
             {"group": "table"},
             "the ends have parameters called 'table', the blocks' own name; rename "
@@ -160,8 +231,8 @@ def test_a_model_that_makes_no_sense_is_refused(options, match):
 @pytest.mark.parametrize(
     "block, change",
     [
-        (Widening, "float32(2, 4, 4) to float32(2, 4, 8)"),
-        (Narrowing, "float32(2, 4, 4) to bfloat16(2, 4, 4)"),
+        (Widening, "float32(2, 4, 4) to float32(2, 4, 8), in group 'blocks'"),
+        (Narrowing, "float32(2, 4, 4) to bfloat16(2, 4, 4), in group 'blocks'"),
     ],
 )
 def test_a_block_that_changes_shape_or_dtype_is_refused(block, change):

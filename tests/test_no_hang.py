@@ -1,10 +1,18 @@
 """Virtual devices do not deadlock, and give the same numbers every time."""
 
 import os
+import re
 import subprocess
 import sys
 
+import numpy as np
+import optax
 import pytest
+
+import meshpar
+from meshpar.audit.hlo import Computation, Instruction, Program, parse_program
+from meshpar.testing.quick_compile import quick_compile_options
+from models.presets import build
 
 _RUN = """
 import meshpar
@@ -29,10 +37,19 @@ _PIPELINED = "data=2,stage=2,tensor=2,microbatches=4"
 
 def _losses(layout: str, steps: int) -> str:
     # The first execution in a fresh process is where XLA:CPU pairs collectives wrongly.
-    program = [sys.executable, "-c", _RUN.format(layout=layout, steps=steps)]
-    usual = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    return _run_alone(_RUN.format(layout=layout, steps=steps), timeout_s=600)
+
+
+def _run_alone(program: str, *, timeout_s: int) -> str:
+    """What a fresh Python prints, with the settings of `emulate` alone."""
+    ours = ("XLA_FLAGS", "PJRT_NPROC", "NPROC")
+    usual = {name: value for name, value in os.environ.items() if name not in ours}
     done = subprocess.run(
-        program, capture_output=True, text=True, timeout=600, env=usual
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        env=usual,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "may be stuck" not in done.stderr
@@ -60,3 +77,121 @@ def test_fifty_steps_twenty_times_never_hang_and_never_differ():
 )
 def test_three_pipelined_steps_twenty_times_never_hang_and_never_differ(layout):
     assert len({_losses(layout, 3) for _ in range(20)}) == 1
+
+
+# As a plain training loop does: nothing waits for a step before the next one is asked.
+_UNREAD = """
+import os
+import meshpar
+meshpar.emulate(8)
+import numpy as np, optax
+from meshpar.testing.quick_compile import quick_compile_options
+from models.presets import build
+step = meshpar.make_train_step(
+    build("test"), optax.adamw(1e-3), "{layout}", max_grad_norm=1.0,
+    compiler_options=quick_compile_options("cpu"))
+state = step.init(0)
+tokens = np.random.default_rng(0).integers(0, 64, (16, 17), np.int32)
+batch = dict(tokens=tokens[:, :-1], targets=tokens[:, 1:],
+             weights=np.ones((16, 16), np.float32))
+for done in range(1, {steps} + 1):
+    state, metrics = step(state, batch)
+    if done % ({steps} // 4) == 0:
+        resident = int(open("/proc/self/statm").read().split()[1])
+        print(resident * os.sysconf("SC_PAGE_SIZE") / 2**20)
+assert np.isfinite(float(metrics["loss"]))
+"""
+
+
+def test_a_loop_that_reads_no_metric_ends():
+    _run_alone(_UNREAD.format(layout="data=8", steps=200), timeout_s=120)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["data=8", "fsdp=8"])
+def test_two_thousand_unread_steps_end_and_hold_no_more_memory(layout):
+    printed = _run_alone(_UNREAD.format(layout=layout, steps=2000), timeout_s=900)
+    resident_mib = [float(line) for line in printed.split()]
+    assert resident_mib[-1] < 1.1 * resident_mib[0]
+
+
+_COLLECTIVES = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "collective-permute",
+    "all-to-all",
+)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "fsdp=8",
+        _SHARDED,
+        f"{_SHARDED},sequence_parallel=true",
+        "fsdp=4,tensor=2,sequence_parallel=true",
+        _PIPELINED,
+    ],
+)
+def test_no_collective_can_run_beside_a_loop_that_uses_its_channel(layout):
+    step = meshpar.make_train_step(
+        build("test"),
+        optax.adamw(1e-3),
+        layout,
+        max_grad_norm=1.0,
+        compiler_options=quick_compile_options("cpu"),
+    )
+    tokens = np.zeros((16, 16), np.int32)
+    batch = dict(tokens=tokens, targets=tokens, weights=np.ones((16, 16), np.float32))
+    program = parse_program(step.compile(batch).as_text())
+    assert "is_scheduled=true" in program.text
+    assert any(_channels(program, loop) for _, loop in _loops(program))
+    assert not _beside_loops(program)
+
+
+def _beside_loops(program: Program) -> list[tuple[str, str]]:
+    """Loops, and what comes later, uses a channel of theirs and waits for nothing.
+
+    XLA:CPU orders a collective after a loop by the loop's result alone.
+    """
+    found = []
+    for computation, loop in _loops(program):
+        inside = _channels(program, loop)
+        waiting = {loop.name}
+        after = computation.instructions.index(loop) + 1
+        for later in computation.instructions[after:]:
+            if waiting.intersection(later.operands):
+                waiting.add(later.name)
+            elif inside & _channels(program, later):
+                found.append((loop.name, later.name))
+    return found
+
+
+def _loops(program: Program) -> list[tuple[Computation, Instruction]]:
+    return [
+        (computation, instruction)
+        for computation in program.computations.values()
+        for instruction in computation.instructions
+        if instruction.opcode in ("while", "conditional", "call")
+    ]
+
+
+def _channels(program: Program, instruction: Instruction) -> set[str]:
+    """Channels of a collective, or of all collectives that it runs."""
+    if instruction.opcode.startswith(_COLLECTIVES):
+        return {instruction.attribute(r"channel_id=(\d+)") or ""}
+    called = re.findall(
+        r"(?:body|condition|to_apply|calls|\w+_computation)=%([\w.-]+)",
+        instruction.attributes,
+    )
+    for branches in re.findall(
+        r"branch_computations={([^}]*)}", instruction.attributes
+    ):
+        called += re.findall(r"%([\w.-]+)", branches)
+    return {
+        channel
+        for name in called
+        for inner in program.computation(name, instruction).instructions
+        for channel in _channels(program, inner)
+    }

@@ -10,11 +10,11 @@ import pytest
 
 from meshpar import RuleError, default_rules
 from meshpar.layout import Layout
-from meshpar.model.contract import forward
 from meshpar.model.scope import Scope
+from meshpar.model.single import forward
 from meshpar.parallel.pipeline import executor
 from meshpar.parallel.pipeline.stages import in_layer_order
-from meshpar.schedules import CHUNKED, ONE_CHUNK
+from meshpar.schedules import SCHEDULES
 from tests.pipelined import (
     BATCH,
     QUICK,
@@ -64,10 +64,8 @@ def every_combination():
         4: ("", "data=2,", "fsdp=2,", "tensor=2,"),
         8: ("",),
     }
-    for stage, num, schedule in itertools.product(
-        beside, (1, 3, 6, 12), (*ONE_CHUNK, *CHUNKED)
-    ):
-        chunks = 2 if schedule in CHUNKED else 1
+    for stage, num, schedule in itertools.product(beside, (1, 3, 6, 12), SCHEDULES):
+        chunks = SCHEDULES[schedule].num_chunks or 2
         even = stage * chunks
         uneven = (30 if stage == 8 else 7) if chunks == 1 else even + 3
         for split, layers in itertools.product(beside[stage], (even, uneven)):
@@ -254,7 +252,6 @@ def test_a_model_whose_ends_look_at_several_tokens_is_not_shared():
         (4, "stage=2,splits=2/3", "has 5 layers in all, but the model has 4"),
         (4, "stage=2,chunks=2", "chunks=2: schedule '1f1b' has one stage a rank"),
         (4, "stage=2,execution=divergent", "execution=divergent is not supported"),
-        (4, "stage=2,schedule=zero_bubble_h1", "no schedule 'zero_bubble_h1'"),
         (4, "microbatches=2,remat=stage", "but stage=1; take remat=full, or give"),
         (4, "microbatches=2,splits=4", "splits changes nothing while stage=1"),
     ],

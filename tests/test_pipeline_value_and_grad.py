@@ -373,7 +373,6 @@ def test_what_cannot_run_is_refused_when_made(options, match):
         ),
         (dict(x=X.astype(np.int32)), "take a floating-point x, but .* int32"),
         (dict(scale=np.int32(1)), r"a parameter is int32\(\); parameters get"),
-        (dict(x={"x": X}), "blocks take one array"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(arguments, match):

@@ -7,8 +7,8 @@ import pytest
 
 from meshpar import audit, batch_shapes, make_train_step
 from meshpar.planner.cost.estimate import estimate
+from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.machine.clusters import device_of
-from meshpar.planner.machine.hardware import Cluster
 from meshpar.planner.workload.shapes import SHAPES
 from models.presets import build
 

@@ -8,7 +8,7 @@ from meshpar import InputError
 from meshpar.cli.main import main
 from meshpar.layout import Layout
 from meshpar.planner.cost.estimate import estimate
-from meshpar.planner.cost.explain import explain
+from meshpar.planner.cost.in_words import estimate_in_words
 from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.search.refusals import layout_problems
 from meshpar.planner.workload.shapes import SHAPES
@@ -50,7 +50,7 @@ def test_people_read_memory_time_and_why(capsys):
     text = capsys.readouterr().out
     for words in (
         "llama3-8b: 8.03 B parameters on 16 x h100-80gb on 2 hosts",
-        "of 80 GB at stage 0: fits",
+        "of 84.9 GB at stage 0: fits",
         "microbatches in flight, remat=full",
         "exposed on tensor (host)",
         "sums of the residual stream stand between",
@@ -65,10 +65,10 @@ def test_people_read_memory_time_and_why(capsys):
         (["--layout", "tensor=3"], "heads=32 does not divide over tensor=3"),
         (["--layout", "data=3", "--global-batch", "4"], "4 sequences do not divide"),
         (["--layout", "expert=2"], "expert=2, but llama3-8b has no experts"),
-        (["--layout", "stage=64"], "is more than the 32 layers; take fewer"),
-        (["--layout", "stage=2,splits=16/17"], "are 33 blocks on 2 stages"),
+        (["--layout", "stage=64"], "are 64 stages, but the model has 32 layers"),
+        (["--layout", "stage=2,splits=16/17"], "has 33 layers in all, but the"),
         (["--layout", "stage=2,chunks=2"], "has one stage a rank; leave chunks out"),
-        (["--layout", "stage=2,schedule=v_min"], "schedule=v_min is not built"),
+        (["--layout", "stage=2,schedule=v_min"], "no schedule 'v_min'; known: 1f1b"),
         (["--layout", "context=3"], "4096 tokens do not divide over context=3"),
         (["--layout", "data=8", "--devices", "16"], "needs 8 devices, but there are"),
         (["--layout", "data=2", "--hardware", "h101"], "no hardware 'h101'"),
@@ -168,5 +168,5 @@ def test_why_fsdp_is_exposed_depends_on_what_it_splits_and_when(more, why):
         f"fsdp=16,precision=bf16{more}",
         global_batch=32,
     )
-    [line] = [line for line in explain(found) if "exposed on fsdp" in line]
+    [line] = [line for line in estimate_in_words(found) if "exposed on fsdp" in line]
     assert why in line

@@ -1,10 +1,15 @@
 """Hardware: names, files, which link a mesh axis runs on, what a collective costs."""
 
 import math
+import re
+from pathlib import Path
 
 import pytest
 
 from meshpar import InputError
+from meshpar.audit import targets
+from meshpar.audit.targets import Target
+from meshpar.hardware.devices import DEVICES, TARGET_OF, TARGETS, device_of_kind
 from meshpar.layout import Layout
 from meshpar.planner.machine.clusters import cluster_of, device_of, load_device
 from meshpar.planner.machine.collective_cost import (
@@ -15,7 +20,6 @@ from meshpar.planner.machine.collective_cost import (
     send_s,
     wire_bytes,
 )
-from meshpar.planner.machine.devices import DEVICES
 from meshpar.planner.machine.link import Link
 from meshpar.topology import Topology
 
@@ -320,3 +324,41 @@ def test_numbers_of_data_sheets():
     assert (h100.memory_bytes_per_s, h100.link_bytes_per_s) == (3.35e12, 450e9)
     assert (h800.link_bytes_per_s, h800.network_bytes_per_s) == (200e9, 50e9)
     assert DEVICES["tpu-v5p"].link_bytes_per_s == 100e9
+
+
+@pytest.mark.parametrize("name", sorted(TARGET_OF))
+def test_audit_and_planner_have_one_number_for_the_memory_of_a_device(name):
+    device, torus_dims = device_of(name), DEVICES[name].torus_dims
+    target = Target.parse(f"{TARGET_OF[name]}:{'x'.join(['2'] * (torus_dims or 2))}")
+    assert target.memory_bytes == device.memory_bytes
+    assert target.platform == device.platform
+
+
+@pytest.mark.parametrize("name", [name for name in TARGETS if name.startswith("gpu:")])
+def test_a_gpu_has_the_memory_that_its_compiler_is_told(name):
+    folder = Path(targets.__file__).parent / "gpu_targets"
+    text = (folder / f"{name.removeprefix('gpu:')}.txtpb").read_text()
+    [told] = re.findall(r"device_memory_size: (\d+)", text)
+    assert TARGETS[name].memory_bytes == int(told)
+
+
+@pytest.mark.parametrize(
+    "kind, name",
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("NVIDIA H800", "h800-80gb"),
+        ("NVIDIA B200", "b200-180gb"),
+        ("NVIDIA GB200", "gb200-186gb"),
+        ("TPU v4", "tpu-v4"),
+        ("TPU v5 lite", "tpu-v5e"),
+        ("TPU v5", "tpu-v5p"),
+        ("TPU v6 lite", "tpu-v6e"),
+    ],
+)
+def test_a_device_is_known_by_what_jax_calls_it(kind, name):
+    assert device_of_kind(kind) is DEVICES[name]
+
+
+@pytest.mark.parametrize("kind", ["cpu", "NVIDIA H100 PCIe", "TPU v7", "NVIDIA A1000"])
+def test_a_device_of_other_figures_is_not_taken_for_a_known_one(kind):
+    assert device_of_kind(kind) is None

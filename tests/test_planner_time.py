@@ -7,10 +7,10 @@ import pytest
 from meshpar.layout import Layout
 from meshpar.planner.cost.estimate import estimate
 from meshpar.planner.cost.pipeline_time import (
+    all_ticks_s,
     closed_form_lock_step,
     closed_form_s,
     lock_step,
-    lock_step_span_s,
     span_s,
 )
 from meshpar.planner.machine.clusters import cluster_of
@@ -88,7 +88,7 @@ def test_lock_step_without_the_whole_table_is_that_of_the_table(
     )
     stages = 4 * chunks
     expected = table.num_forward_ticks + 2 * table.num_backward_ticks
-    assert lock_step_span_s(layout, [1.0] * stages, [2.0] * stages) == expected
+    assert all_ticks_s(layout, [1.0] * stages, [2.0] * stages) == expected
 
 
 def test_the_parts_of_a_step_add_up():

@@ -6,12 +6,24 @@ import pytest
 
 from meshpar.layout import Layout
 from meshpar.planner.cost.block_time import block_time
+from meshpar.planner.cost.bounds import Bounds
 from meshpar.planner.cost.estimate import estimate
-from meshpar.planner.cost.memory import rank_parameters, update_bytes
+from meshpar.planner.cost.parameters import rank_parameters, update_bytes
 from meshpar.planner.cost.pipeline_time import lock_step
-from meshpar.planner.machine.clusters import device_of
-from meshpar.planner.machine.execution import MESHPAR
-from meshpar.planner.machine.hardware import Cluster
+from meshpar.planner.cost.traffic import (
+    block_rows,
+    end_rows,
+    hop_rows,
+    step_rows,
+    weight_rows,
+)
+from meshpar.planner.cost.traffic_row import LAST_BACKWARD, LAYER
+from meshpar.planner.cost.traffic_time import exposed, members, row_s
+from meshpar.planner.machine.cluster import Cluster
+from meshpar.planner.machine.clusters import cluster_of, device_of
+from meshpar.planner.machine.collective_cost import wire_bytes
+from meshpar.planner.machine.execution import MEGATRON_2023, MESHPAR
+from meshpar.planner.search.space import variant_of
 from meshpar.planner.workload.activations import offloaded_bytes
 from meshpar.planner.workload.recomputation import recomputation
 from meshpar.planner.workload.shapes import SHAPES
@@ -229,3 +241,68 @@ def test_the_update_moves_what_is_stored(param_dtype, num_bytes):
     speed = device.memory_bytes_per_s * device.efficiency.memory
     found = of(f"precision=bf16,param_dtype={param_dtype}").time.optimizer_s
     assert found == pytest.approx(rank_parameters(run, 0) * num_bytes / speed)
+
+
+def rows_of(run):
+    """The whole table."""
+    ranks = range(run.layout.stage)
+    return (
+        *(row for moe in (False, True) for row in block_rows(run, moe=moe)),
+        *weight_rows(run, moe=True),
+        *(*end_rows(run), *hop_rows(run), *step_rows(run, ranks)),
+    )
+
+
+@pytest.mark.parametrize("execution", [BARE, MEGATRON_2023])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "data=2,fsdp=2,stage=2,tensor=2,microbatches=4,fsdp_gather=microbatch",
+        "data=2,stage=2,tensor=2,microbatches=4,sequence_parallel=true,zero=1",
+        "expert=4,context=2,remat=full",
+        "fsdp=4,context=2,attention=allgather",
+    ],
+)
+def test_a_row_takes_as_long_as_its_own_bytes(layout, execution):
+    run = of(f"{layout},precision=bf16", preset="mixtral-8x7b", execution=execution).run
+    rows = rows_of(run)
+    assert {axis for row in rows for axis in row.mesh_axes} == {
+        axis for axis, size in run.layout.mesh_shape.items() if size > 1
+    }
+    for row in rows:
+        sent = row.times * wire_bytes(row.kind, row.payload_bytes, members(run, row))
+        counted = 0.0 if row.only == "bytes" else sent
+        speed = run.link(*row.mesh_axes).bytes_per_s
+        assert row_s(run, row) == pytest.approx(counted / speed), row
+
+
+def test_rows_beside_the_same_work_share_it():
+    layout = "fsdp=8,microbatches=4,fsdp_gather=microbatch,precision=bf16"
+    run = of(layout).run
+    rows = [row for row in weight_rows(run, moe=False) if row.passes == "backward"]
+    gather_s, scatter_s = (row_s(run, row) for row in rows)
+    both_s = gather_s + scatter_s
+    for work_s, left_s in (
+        (0.0, both_s),
+        (gather_s, scatter_s),
+        (gather_s + scatter_s / 2, scatter_s / 2),
+        (2 * both_s, 0.0),
+    ):
+        waits = exposed(run, rows, {LAYER: work_s, LAST_BACKWARD: 9.0}).exposed_s
+        assert waits == {"fsdp": pytest.approx(left_s)}
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("attention", ["ring", "allgather", "ulysses"])
+def test_a_bound_sums_gradients_over_context_too(attention, zero):
+    """Over `data` alone they would leave every host, and the bound be too high."""
+    found = estimate(
+        SHAPES["llama3-8b"],
+        cluster_of("h100-80gb", devices=16),
+        f"data=2,context=8,attention={attention},zero={zero},precision=bf16",
+        global_batch=16,
+        seq=2048,
+    )
+    layout = found.run.layout
+    bound = Bounds(found.run).bound(layout, variant_of(layout))
+    assert 0.9 * found.step_s < bound.step_s <= found.step_s

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from meshpar import Layout, lint, make_train_step
-from meshpar.model.contract import is_parameter
+from meshpar.model.parameter import is_parameter
 from meshpar.testing.quick_compile import quick_compile_options
 from meshpar.train.precision import stochastic_round
 from models.presets import build

@@ -12,7 +12,9 @@ import pytest
 from meshpar import Layout, Parameter, Scope, lint, make_train_step
 from meshpar.audit.report import audit
 from meshpar.mesh import absent_mesh
-from meshpar.model.contract import BlockGroup, batch_shapes, loss
+from meshpar.model.contract import BlockGroup
+from meshpar.model.single import loss
+from meshpar.model.tracing import batch_shapes
 from meshpar.parallel.remat import rematerialised, residuals_of
 from meshpar.parallel.residuals import restore_vjp, vjp_without
 from meshpar.residual_names import ResidualNames

@@ -231,6 +231,26 @@ def test_bad_input_is_one_line_on_stderr_and_status_2(argv, message, capsys):
     assert_one_line_and_status_2(argv, message, capsys)
 
 
+PLANNED = ["--preset", "llama3-8b", "--hardware", "h100-80gb", "--global-batch", "8"]
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["estimate", *PLANNED],
+        ["plan", *PLANNED, "--devices", "2"],
+        ["lint", "--model", "layers=4,hidden=32,heads=4,vocab=64"],
+    ],
+)
+@pytest.mark.parametrize("name", ["zero_bubble_h1", "v_half", "dualpipe_v"])
+def test_no_command_takes_a_layout_of_a_schedule_that_there_is_none_of(
+    argv, name, capsys
+):
+    line = f"stage=2,microbatches=4,schedule={name}"
+    message = f"no schedule '{name}'; "
+    assert_one_line_and_status_2([*argv, "--layout", line], message, capsys)
+
+
 @pytest.mark.parametrize(
     "text, sizes, message",
     [
@@ -252,6 +272,6 @@ def assert_one_line_and_status_2(argv, message, capsys):
     assert status_of(argv) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.startswith("meshpar schedule: ")
+    assert captured.err.startswith(f"meshpar {argv[0]}: ")
     assert captured.err.count("\n") == 1
     assert message in captured.err

@@ -6,7 +6,7 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
-from schedule_cases import ALL, NAMED, SIZES, label, split_1f1b, v_shaped
+from schedule_cases import ALL, NAMED, NAMES, SIZES, label, split_1f1b, v_shaped
 
 from meshpar import InputError
 from meshpar.schedules import (
@@ -18,6 +18,7 @@ from meshpar.schedules import (
     make_schedule,
     peak_in_flight,
     simulate,
+    tick_table,
     zero_bubble_paper_hop,
 )
 
@@ -33,7 +34,7 @@ PUBLISHED = json.loads(
 def test_every_schedule_does_all_work_exactly_once_and_passes_the_checker(schedule):
     counts = Counter(action for order in schedule.orders for action in order)
     stages, microbatches = schedule.num_stages, schedule.num_microbatches
-    backwards = "IW" if schedule.name == "split_1f1b" else "B"
+    backwards = "IW" if splits_backward(schedule) else "B"
     assert counts == Counter(
         Action.parse(f"{stage}{op}{microbatch}")
         for stage in range(stages)
@@ -43,8 +44,15 @@ def test_every_schedule_does_all_work_exactly_once_and_passes_the_checker(schedu
     check_schedule(schedule)
 
 
+def splits_backward(schedule):
+    if schedule.name in SCHEDULES:
+        return SCHEDULES[schedule.name].splits_backward
+    return schedule.name == "split_1f1b"
+
+
 def test_the_registry_and_the_test_list_name_the_same_schedules():
-    assert set(SCHEDULES) == {name for name, *_ in NAMED}
+    assert set(SCHEDULES) == set(NAMES)
+    assert {name for name, *_ in NAMED} == set(NAMES)
 
 
 @pytest.mark.parametrize(
@@ -87,10 +95,58 @@ def test_a_stage_lies_on_the_rank_whose_order_names_it():
     assert make_schedule("looped_bfs", 3, 2, 2).stages_of_rank[1] == (1, 4)
 
 
-# Bubbles.
+@pytest.mark.parametrize("name, ranks, microbatches, chunks", NAMED)
+def test_stages_lie_where_the_schedule_says(name, ranks, microbatches, chunks):
+    schedule = make_schedule(name, ranks, microbatches, chunks)
+    for rank, stages in enumerate(schedule.stages_of_rank):
+        assert stages == (*SCHEDULES[name].stages_of(rank, ranks, chunks),)
 
 
 @pytest.mark.parametrize("name, ranks, microbatches, chunks", NAMED)
+def test_a_schedule_that_a_search_leaves_out_is_no_better(
+    name, ranks, microbatches, chunks
+):
+    other = SCHEDULES[name].no_better_than
+    if other is None:
+        return
+    worse = make_schedule(name, ranks, microbatches, chunks)
+    better = make_schedule(other, ranks, microbatches, chunks)
+    assert simulate(worse).span_s == simulate(better).span_s
+    ticks = [tick_table(schedule) for schedule in (worse, better)]
+    assert ticks[0].num_forward_ticks == ticks[1].num_forward_ticks
+    assert ticks[0].num_backward_ticks == ticks[1].num_backward_ticks
+    for held, least in (
+        (peak_in_flight(worse), peak_in_flight(better)),
+        (ticks[0].peak_in_flight, ticks[1].peak_in_flight),
+    ):
+        assert all(more >= less for more, less in zip(held, least, strict=True))
+
+
+# Bubbles.
+
+
+# (p-1)/(m+p-1), and (p-1)/(v m + p-1), as the papers print them.
+PRINTED = [
+    ("gpipe", 4, 8, 1, Fraction(3, 11)),
+    ("1f1b", 4, 8, 1, Fraction(3, 11)),
+    ("1f1b", 4, 2, 1, Fraction(3, 5)),
+    ("interleaved_1f1b", 4, 8, 2, Fraction(3, 19)),
+    ("looped_bfs", 4, 8, 3, Fraction(3, 27)),
+]
+
+
+@pytest.mark.parametrize("name, ranks, microbatches, chunks, bubble", PRINTED)
+def test_closed_forms_are_those_of_the_papers(
+    name, ranks, microbatches, chunks, bubble
+):
+    length = SCHEDULES[name].closed_forms.length(ranks, microbatches, chunks)
+    assert Fraction(length - chunks * microbatches, length) == bubble
+
+
+KNOWN = [case for case in NAMED if SCHEDULES[case[0]].closed_forms]
+
+
+@pytest.mark.parametrize("name, ranks, microbatches, chunks", KNOWN)
 @pytest.mark.parametrize("forward, input_grad, weight_grad", [(1, 1, 1), (3, 5, 0)])
 def test_bubbles_are_the_closed_forms_exactly_without_latency(
     name, ranks, microbatches, chunks, forward, input_grad, weight_grad
@@ -104,9 +160,7 @@ def test_bubbles_are_the_closed_forms_exactly_without_latency(
     )
     timeline = simulate(schedule, times)
     work = chunks * microbatches
-    length = work + ranks - 1
-    if microbatches < ranks:  # the first microbatch's way through all stages
-        length = chunks * ranks + microbatches - 1
+    length = SCHEDULES[name].closed_forms.length(ranks, microbatches, chunks)
     assert timeline.span_s == length * (forward + input_grad + weight_grad)
     assert timeline.bubble_fraction == (length - work) / length
 
@@ -175,6 +229,22 @@ def test_weight_gradients_fill_the_bubble_of_a_split_schedule():
 
 
 # In flight.
+
+
+@pytest.mark.parametrize("name, ranks, microbatches, chunks", KNOWN)
+def test_what_is_in_flight_is_the_closed_form_or_no_less(
+    name, ranks, microbatches, chunks
+):
+    schedule = make_schedule(name, ranks, microbatches, chunks)
+    forms = SCHEDULES[name].closed_forms
+    for found, known in (
+        (peak_in_flight(schedule), forms.in_flight),
+        (tick_table(schedule).peak_in_flight, forms.lock_step_in_flight),
+    ):
+        expected = known(ranks, microbatches, chunks)
+        if microbatches % ranks == 0:
+            assert found == expected
+        assert found[0] >= expected[0]
 
 
 @pytest.mark.parametrize("ranks, microbatches", SIZES)

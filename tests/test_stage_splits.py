@@ -8,10 +8,12 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from meshpar import Layout
+from meshpar import Layout, batch_shapes, memory_report
 from meshpar.parallel.pipeline.layer_costs import layer_costs
 from meshpar.parallel.pipeline.program import layers_of_stages
-from meshpar.parallel.pipeline.stages import split_by_cost, split_evenly
+from meshpar.planner.search.refusals import stage_blocks_of
+from meshpar.planner.workload.shapes import workload_of
+from meshpar.schedules.stage_splits import split_by_cost, split_evenly, tick_cost
 from tests.pipelined import assert_equal_to_plain, model_of, step_of
 
 
@@ -21,29 +23,56 @@ def every_split(num_layers, num_stages):
         yield tuple(b - a for a, b in itertools.pairwise(bounds))
 
 
-def cost_of(split, costs, empty_cost):
-    layers = iter(costs)
-    sums = [sum(itertools.islice(layers, size)) for size in split]
-    return max(
-        total + empty_cost * (max(split) - size)
-        for total, size in zip(sums, split, strict=True)
-    )
+def longest_tick(split, costs):
+    """Every stage runs as many places as the longest, an empty one at mean cost."""
+    layers, mean = iter(costs), sum(costs) / len(costs)
+    stages = [list(itertools.islice(layers, size)) for size in split]
+    return max(sum(stage) + mean * (max(split) - len(stage)) for stage in stages)
 
 
-@pytest.mark.parametrize("empty_cost", [0.0, 0.5, 2.0])
 @pytest.mark.parametrize("num_stages", [1, 2, 4, 7])
 @pytest.mark.parametrize(
-    "costs", [(1,) * 7, (9, 1, 1, 1, 1, 1, 1), (1, 5, 2, 8, 1, 1, 3), (3, 1) * 4]
+    "costs",
+    [
+        (1,) * 7,
+        (9, 1, 1, 1, 1, 1, 1),
+        (1, 5, 2, 8, 1, 1, 3),
+        (3, 1) * 4,
+        (1,) * 3 + (4,) * 7,
+        (0.1, 0.2, 0.3, 9.7, 0.4, 9.9, 0.1, 0.2, 0.3),
+    ],
 )
-def test_a_split_by_cost_is_the_best_of_all(costs, num_stages, empty_cost):
-    found = split_by_cost(costs, num_stages, empty_cost=empty_cost)
+def test_a_split_by_cost_has_the_shortest_longest_tick_of_all(costs, num_stages):
+    found = split_by_cost(costs, num_stages)
     assert sum(found) == len(costs)
     assert len(found) == num_stages
     best = min(
-        cost_of(split, costs, empty_cost)
-        for split in every_split(len(costs), num_stages)
+        longest_tick(split, costs) for split in every_split(len(costs), num_stages)
     )
-    assert cost_of(found, costs, empty_cost) == pytest.approx(best)
+    assert longest_tick(found, costs) == pytest.approx(best)
+    assert tick_cost(costs, found) == pytest.approx(best)
+
+
+@pytest.mark.parametrize("num_stages", [1, 3, 4, 7])
+def test_layers_of_one_cost_are_split_evenly(num_stages):
+    assert split_by_cost([0.1] * 30, num_stages) == split_evenly(30, num_stages)
+
+
+def test_planner_and_step_split_one_model_by_cost_alike():
+    """Three dense layers before thirteen of four times as many active parameters."""
+    sizes = "layers=16,hidden=64,heads=4,ffn=64,vocab=64,experts=4,top_k=4"
+    workload = workload_of(f"{sizes},expert_ffn=160,dense_layers=3")
+    costs = [
+        workload.active_block_parameters(moe=workload.is_moe(layer))
+        for layer in range(16)
+    ]
+    layout = Layout(stage=4, microbatches=4, splits="cost")
+    planned = stage_blocks_of(workload, layout)
+    model = model_of(16)
+    (group,) = model.groups
+    costly = replace(model, groups=(replace(group, costs=tuple(costs)),))
+    assert planned == layers_of_stages(costly, layout) == (4, 4, 4, 4)
+    assert split_by_cost([1] * 3 + [4] * 13, 4) == (4, 4, 4, 4)
 
 
 def alternating(layers, heavy):
@@ -106,6 +135,21 @@ def test_a_step_takes_the_costs_of_its_layers_and_stays_equal_to_the_model_alone
     assert_equal_to_plain(model_of(5), "stage=3,microbatches=2,splits=cost")
 
 
+def test_a_memory_report_is_of_the_stages_that_the_step_has():
+    """However `layer_costs` split them: as if the sizes had been given."""
+    costs = {"layer_costs": [9, 9, 9, 1, 1]}
+    by_cost, by_hand = (
+        step_of(model_of(5), f"stage=2,microbatches=4,splits={splits}", **more)
+        for splits, more in (("cost", costs), ("2/3", {}))
+    )
+    assert by_cost.layers_of_stages == by_hand.layers_of_stages == (2, 3)
+    found, given = (
+        memory_report(step, batch_shapes(16, 16)) for step in (by_cost, by_hand)
+    )
+    assert found.at_once_bytes == given.at_once_bytes
+    assert found.temp_bytes == given.temp_bytes
+
+
 @pytest.mark.parametrize(
     ("line", "costs", "match"),
     [
@@ -127,7 +171,7 @@ def test_a_model_that_reads_more_than_tokens_needs_costs_given():
         return model.embed(params, batch, scope) * batch["gain"][:, None, None]
 
     reads_more = replace(model, embed=embed)
-    with pytest.raises(ValueError, match="'gain'; give layer_costs="):
+    with pytest.raises(ValueError, match="'gain'.*give layer_costs="):
         step_of(reads_more, "stage=2,splits=cost")
 
 

@@ -13,6 +13,7 @@ from schedule_cases import (
 )
 
 from meshpar.schedules import (
+    SCHEDULES,
     StageTimes,
     lock_step_span_s,
     make_schedule,
@@ -97,11 +98,16 @@ def test_no_live_value_is_overwritten_and_all_work_is_done_once(schedule):
 
 
 @pytest.mark.parametrize("name, ranks, microbatches, chunks", NAMED)
-def test_the_ticks_cost_what_the_replay_costs(name, ranks, microbatches, chunks):
+def test_the_ticks_cost_what_the_replay_costs_or_more(
+    name, ranks, microbatches, chunks
+):
     schedule = make_schedule(name, ranks, microbatches, chunks)
     table, times = tick_table(schedule), StageTimes.uniform(schedule.num_stages)
     span_s = simulate(schedule, times).span_s
-    assert lock_step_span_s(schedule, table, times) == span_s
+    in_ticks_s = lock_step_span_s(schedule, table, times)
+    assert in_ticks_s >= span_s
+    if SCHEDULES[name].closed_forms:
+        assert in_ticks_s == span_s
 
 
 @pytest.mark.parametrize("ranks, microbatches", SIZES)

@@ -18,9 +18,9 @@ from meshpar import (
     TrainState,
     make_train_step,
 )
-from meshpar.model.contract import loss
-from meshpar.model.scope import EXAMPLE, Scope
-from meshpar.parallel.placement import dropout_key
+from meshpar.model.scope import Scope
+from meshpar.model.single import loss
+from meshpar.parallel.mean_loss import random_key
 from models.presets import build
 
 BATCH, SEQ = 8, 16
@@ -159,8 +159,9 @@ def test_dropout_is_a_function_of_seed_step_layer_and_example_only(line):
     model = build(layers=2, hidden=32, heads=4, vocab=64, max_seq=SEQ, dropout=0.3)
     batch = batch_of()
     scope = Scope(
-        batch={**batch, EXAMPLE: jnp.arange(BATCH, dtype=jnp.uint32)},
-        dropout_key=dropout_key(jnp.uint32(3), jnp.int32(0)),
+        examples=jnp.arange(BATCH, dtype=jnp.uint32),
+        random=random_key(jnp.uint32(3), jnp.int32(0)),
+        training=True,
     )
     expected = float(loss(model, params_of(model), batch, scope))
     got, _ = gradients_of(model, line, batch)
@@ -267,16 +268,19 @@ def test_a_layout_that_is_not_built_is_refused(line, match):
 @pytest.mark.parametrize(
     ("batch", "match"),
     [
-        ({}, "the batch has nothing, but no 'tokens'"),
+        ({}, "the batch is empty; give a dict of arrays by name"),
         (dict(batch_of(), weights=None), r"'weights'\] is a NoneType; give an array"),
-        (dict(batch_of(), tokens=np.zeros(8, np.int32)), r"must be \(examples, seq\)"),
+        (
+            dict(batch_of(), tokens=np.zeros(8, np.int32)),
+            r"declares it as \('batch', 'seq'\)",
+        ),
         (
             dict(batch_of(), targets=np.zeros((8, 16))),
-            "float64; token ids are integers",
+            "float64, but the model declares numbers of kind 'int'",
         ),
         (
             dict(batch_of(), length=np.int32(3)),
-            r"'length'\] has shape \(\); it must be",
+            r"'length'\] has shape \(\); the example comes first",
         ),
     ],
 )
@@ -380,6 +384,6 @@ def test_optimizer_state_of_another_shape_is_refused():
     def one_more(params):
         return jax.tree.map(lambda value: jnp.zeros((*value.shape, 3)), params)
 
-    optimizer = optax.GradientTransformation(one_more, lambda *_: None)
+    optimizer = optax.GradientTransformation(one_more, lambda g, state, _: (g, state))
     with pytest.raises(ValueError, match="cannot take that parameter's layout"):
         make_train_step(model_of("llama"), optimizer, "data=8")

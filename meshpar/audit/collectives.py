@@ -7,6 +7,7 @@ communication: theory, practice, and experience"); `n` devices in a group, each 
     all-gather          (n-1)/n x the gathered array
     reduce-scatter      (n-1)/n x the array before it is scattered
     all-to-all          (n-1)/n x the array
+    ragged-all-to-all   at most (n-1)/n x the array that receives; sizes are data
     collective-permute  the array; collective-broadcast the array
 """
 
@@ -38,6 +39,8 @@ KINDS = (
 )
 _NAMES_A_VALUE = re.compile(r"^[^/]+$|/jit$")
 """A path that names an argument, or a call, but not what its value is moved for."""
+
+_JOINED = re.compile(r"(?:^|/)(\((.*:.*)\))$")
 
 _LAYS_OUT = ("bitcast", "copy", "convert", "transpose", "reshape", "fusion")
 
@@ -80,6 +83,23 @@ class Collective:
     op_path: str
     source: str
     line: int
+
+    @property
+    def operation(self) -> str:
+        """The last part of its path: what it serves, or where it was written."""
+        last = self.op_path.split("/")[-1].split("[")[0].lstrip("(")
+        while last.endswith(")") and last.count(")") > last.count("("):
+            last = last.removesuffix(")")  # Of a bracket around joined paths.
+        return last
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Its path, or those of all that XLA joined: it writes `before/(path:path)`."""
+        joined = _JOINED.search(self.op_path)
+        if not joined:
+            return (self.op_path,)
+        before = self.op_path[: joined.start(1)]
+        return tuple(dict.fromkeys(before + path for path in joined[2].split(":")))
 
 
 def collectives_of(
@@ -168,9 +188,13 @@ class _Site:
         return sum(operand.bytes for operand in self._operands())
 
     def origin(self) -> tuple[str, str]:
-        """Path and source line: its own, its caller's, or those of what it moves."""
+        """Path and source line: its own, its caller's, or those of what it moves.
+
+        Of arrays that XLA joined, each was made elsewhere: there none is the origin.
+        """
         users = [self.instruction, *([self.caller] if self.caller else [])]
-        for instruction in (*users, *map(self._made_by, self._operands())):
+        moved = self._operands() if len(self.arrived()) == 1 else []
+        for instruction in (*users, *map(self._made_by, moved)):
             if _NAMES_A_VALUE.search(instruction.op_path):
                 instruction = self._used_by(instruction)
             if instruction.op_path:

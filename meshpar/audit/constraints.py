@@ -1,28 +1,89 @@
-"""Arrays that a traced function constrains to a layout, and the lines that make them.
+"""Arrays that a traced function constrains to a layout, and what that makes move.
 
 GSPMD names a collective that serves a sharding constraint after the operation before
-it. To tell it from one that nobody asked for, both must agree: the source line of that
-operation, and the shape of what arrives.
+it. To tell it from one that nobody asked for, all must agree: the source line of that
+operation, the shape of what arrives, and the mesh axes along which the constraint
+changes the layout.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import JaxprEqn
 from jax.sharding import NamedSharding
 
-from meshpar.audit.traced import source_of, split_of
+from meshpar.audit.collectives import Collective
+from meshpar.audit.split_rules import Split, split_of
+from meshpar.audit.traced import Operation, Value
 
-Constrained = tuple[str, tuple[int, ...]]
-"""Line of what makes an array; sizes of a device's part, sorted, none of 1."""
+_ALONG = {
+    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), "axis"),
+    **dict.fromkeys(("sort", "concatenate"), "dimension"),
+    "rev": "dimensions",
+}
+"""Operations that mix the values along a dim, and their parameter that says which."""
 
 
-def constrained_arrays(jaxpr: ClosedJaxpr) -> frozenset[Constrained]:
-    """Every array that a sharding constraint, or a jit's `out_shardings`, lays out."""
-    return frozenset(_visit(jaxpr.jaxpr, frozenset(), ""))
+@dataclass(frozen=True)
+class Constrained:
+    """An array that a sharding constraint, or a jit's `out_shardings`, lays out.
+
+    Args:
+        line: `file:line` of what makes it.
+        sizes: Of a device's part, as `sizes_of` gives them.
+        before: How it lies where it is made, None if that is not known.
+        after: How it is to lie.
+        maker: The operation that makes it.
+    """
+
+    line: str
+    sizes: tuple[int, ...]
+    before: Split | None
+    after: Split
+    maker: JaxprEqn | None
+
+    def asks_for(self, kind: str, mesh_axes: tuple[str, ...]) -> bool:
+        """Whether the change of layout needs such a collective.
+
+        One along a dim that the maker mixes is the maker's own: it would be there
+        without the constraint.
+        """
+        axes = frozenset(mesh_axes)
+        if axes & self._mixed():
+            return False
+        used = frozenset().union(*self.after)
+        if self.before is None:
+            return axes <= used if kind == "all-to-all" else not axes & used
+        moved = frozenset().union(
+            *(old - new for old, new in zip(self.before, self.after, strict=True))
+        )
+        return axes <= (moved & used if kind == "all-to-all" else moved)
+
+    def _mixed(self) -> frozenset[str]:
+        """Mesh axes that split a dim along which the maker mixes values."""
+        name = self.maker.primitive.name if self.maker else ""
+        if name not in _ALONG:
+            return frozenset()
+        dims = self.maker.params[_ALONG[name]]
+        return frozenset().union(
+            *(
+                split[dim]
+                for split in (self.before, self.after)
+                for dim in (dims if isinstance(dims, tuple) else (dims,))
+                if split is not None
+            )
+        )
+
+
+def constrained_arrays(operations: Iterable[Operation]) -> tuple[Constrained, ...]:
+    """Every array that a constraint, or a jit's `out_shardings`, lays out."""
+    return tuple(
+        found for operation in operations for found in _constrained_by(operation)
+    )
 
 
 def sizes_of(dims: tuple[int, ...]) -> tuple[int, ...]:
@@ -30,54 +91,50 @@ def sizes_of(dims: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(sorted(dim for dim in dims if dim > 1))
 
 
-def _visit(jaxpr: Jaxpr, manual: frozenset[str], caller: str) -> Iterator[Constrained]:
-    lines = _lines(jaxpr, caller)
-    for equation in jaxpr.eqns:
-        source = source_of(equation) or caller
-        if equation.primitive.name == "sharding_constraint":
-            [array], sharding = equation.invars, equation.params["sharding"]
-            yield from _laid_out(lines.get(array, source), array, sharding, manual)
-        params = equation.params
-        newly = params.get("newly_manual_axes", params.get("manual_axes", ()))
-        shardings = params.get("out_shardings", ())
-        for inner in _inner(equation):
-            yield from _visit(inner, manual | frozenset(newly), source)
-            inner_lines = _lines(inner, source)
-            for array, sharding in zip(inner.outvars, shardings, strict=False):
-                line = inner_lines.get(array, source)
-                yield from _laid_out(line, array, sharding, manual)
-
-
-def _lines(jaxpr: Jaxpr, caller: str) -> dict[Any, str]:
-    return {
-        array: source_of(equation) or caller
-        for equation in jaxpr.eqns
-        for array in equation.outvars
+def is_asked_for(row: Collective, constrained: Iterable[Constrained]) -> bool:
+    """Whether constraints on the line of a collective ask for all that it delivers."""
+    if row.mesh_axes is None:
+        return False
+    sizes = {
+        found.sizes
+        for found in constrained
+        if found.line == row.source and found.asks_for(row.kind, row.mesh_axes)
     }
+    if row.kind == "all-to-all" and len(row.dims) > 1:  # An array in as many pieces.
+        return sum(map(math.prod, row.dims)) in set(map(math.prod, sizes))
+    return {sizes_of(dims) for dims in row.dims} <= sizes
 
 
-def _inner(equation: JaxprEqn) -> Iterator[Jaxpr]:
-    for value in equation.params.values():
-        for part in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(part, ClosedJaxpr):
-                yield part.jaxpr
-            elif isinstance(part, Jaxpr):
-                yield part
+def _constrained_by(operation: Operation) -> Iterator[Constrained]:
+    equation, manual = operation.equation, operation.region.manual
+    if operation.name == "sharding_constraint":
+        [atom], [value] = equation.invars, operation.operands
+        yield from _laid_out(atom, value, equation.params["sharding"], manual)
+    shardings = equation.params.get("out_shardings", ())
+    for atom, value, sharding in zip(
+        equation.outvars, operation.results, shardings, strict=False
+    ):
+        yield from _laid_out(atom, value, sharding, manual)
 
 
 def _laid_out(
-    line: str, array: Any, sharding: Any, manual: frozenset[str]
+    atom: Any, value: Value, sharding: Any, manual: frozenset[str]
 ) -> Iterator[Constrained]:
     if not isinstance(sharding, NamedSharding):
         return
-    sizes = dict(sharding.mesh.shape)
-    split = split_of(sharding, len(array.aval.shape))
-    yield (
-        line,
-        sizes_of(
-            tuple(
-                -(-dim // math.prod(sizes[axis] for axis in axes - manual))
-                for dim, axes in zip(array.aval.shape, split, strict=True)
-            )
-        ),
+    shape, mesh_sizes = atom.aval.shape, dict(sharding.mesh.shape)
+    after = tuple(axes - manual for axes in split_of(sharding, len(shape)))
+    sizes = local_shape(shape, after, mesh_sizes)
+    yield Constrained(value.line, sizes_of(sizes), value.split, after, value.maker)
+
+
+def local_shape(
+    shape: tuple[int, ...] | None, split: Split | None, mesh_sizes: dict[str, int]
+) -> tuple[int, ...]:
+    """Shape of a device's part; that of the whole where the split is not known."""
+    if split is None or shape is None:
+        return shape or ()
+    return tuple(
+        -(-dim // math.prod(mesh_sizes[axis] for axis in axes))
+        for dim, axes in zip(shape, split, strict=True)
     )

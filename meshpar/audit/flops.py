@@ -1,12 +1,15 @@
 """Floating-point operations of a compiled program: its matmuls, with trip counts.
 
-A multiply and an add are two. Elementwise work is left out, as in model FLOPs.
+A multiply and an add are two. Elementwise work is left out, as in model FLOPs. Of a
+kernel (a Pallas kernel, or XLA:TPU's own of `ragged_dot`) the text shows no matmul: it
+counts by the cost estimate that it carries, or is named as not counted.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -18,10 +21,29 @@ from meshpar.audit.shapes import ArrayShape, arrays_of
 
 _NO_WORK = (
     *("Sharding", "TopK", "AllocateBuffer", "MoveToHost", "MoveToDevice"),
-    "AssumeGatherIndicesInBound",
+    *("AssumeGatherIndicesInBound", "ConcatBitcast"),
 )
+_RAGGED_DOT_TABLES = "ragged-dot-metadata"
+"""XLA:TPU's kernel of whole numbers before the one that multiplies."""
+
+_ESTIMATE = re.compile(r'"cost_estimate":\{[^}]*"flops":"?(\d+)')
 _MATMUL_CALL = re.compile(r"matmul|gemm", re.IGNORECASE)
 _ATTENTION_CALL = re.compile(r"fmha", re.IGNORECASE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UncountedCall:
+    """A custom call that may compute, but does not say how much.
+
+    Args:
+        name: Of a Pallas kernel its own, of others that of what they call.
+        source: `file:line` of the user's code.
+        executions: In one run of the program.
+    """
+
+    name: str
+    source: str
+    executions: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,20 +52,20 @@ class Flops:
 
     Args:
         total: All that could be counted; those in branches as if each branch ran.
-        uncounted: Names of custom calls that may compute, but do not say how much.
+        uncounted: What could not, once for each name and line.
     """
 
     total: int
-    uncounted: tuple[str, ...]
+    uncounted: tuple[UncountedCall, ...]
 
 
 def flops_of(program: Program) -> Flops:
-    """Operations of every dot, convolution and library matmul.
+    """Operations of every dot, convolution, library matmul and estimated kernel.
 
     Raises:
         HloError: A dot or convolution cannot be read; the message names its line.
     """
-    total, uncounted = 0, {}
+    total, uncounted = 0, Counter[tuple[str, str]]()
     for name, at in places(program).items():
         computation = program.computations[name]
         executions = sum(place.executions for place in at)
@@ -56,10 +78,15 @@ def flops_of(program: Program) -> Flops:
                 problem = f"a {instruction.opcode} whose dims do not agree ({error})"
                 raise HloError(instruction.line, instruction.name, problem) from error
             if flops is None:
-                uncounted[_call_target(instruction)] = None
+                call = (_call_name(instruction), program.source_of(instruction))
+                uncounted[call] += executions
             else:
                 total += flops * executions
-    return Flops(total=total, uncounted=tuple(uncounted))
+    calls = (
+        UncountedCall(name=name, source=source, executions=executions)
+        for (name, source), executions in uncounted.items()
+    )
+    return Flops(total=total, uncounted=tuple(calls))
 
 
 def _flops(
@@ -100,13 +127,24 @@ def _call_target(instruction: Instruction) -> str:
     return instruction.attribute(r'custom_call_target="([^"]*)"') or instruction.name
 
 
+def _call_name(instruction: Instruction) -> str:
+    """A Pallas kernel's own name: all of them have one target."""
+    *_, name, last = "", *instruction.op_path.split("/")
+    return name if last == "pallas_call" and name else _call_target(instruction)
+
+
 def _call_flops(
     instruction: Instruction, operands: list[ArrayShape | None]
 ) -> int | None:
     target = _call_target(instruction)
     if any(name in target for name in _NO_WORK) or not operands:
         return 0
+    if instruction.name.startswith(_RAGGED_DOT_TABLES):
+        return 0
     text = instruction.attributes
+    estimate = _ESTIMATE.search(text)
+    if estimate:
+        return int(estimate[1])
     dims = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', text)
     if _ATTENTION_CALL.search(target) or not _MATMUL_CALL.search(target):
         return None

@@ -8,6 +8,7 @@ Each was seen (jax 0.10.2, XLA:CPU unless said):
   manual over other mesh axes. The partitioner may abort the process.
 * `half_all_reduce`: a sum or maximum in bfloat16 over a manual mesh axis, while another
   is left to GSPMD, scattered or not. XLA:CPU aborts the process (float16 it takes).
+* `ragged_all_to_all`: XLA:CPU has none.
 """
 
 from __future__ import annotations
@@ -64,9 +65,11 @@ def traced_hazards(operations: Iterable[Operation], platform: str) -> list[Hazar
     """
     found = []
     for operation in operations:
+        name = operation.name
+        if name == "ragged_all_to_all" and platform == "cpu":
+            found.append(_not_on_cpu(operation))
         if not operation.region.partly_manual:
             continue
-        name = operation.equation.primitive.name
         if name == "gather":
             found += _sharded_gather(operation)
         elif name in _REDUCTIONS and platform == "cpu":
@@ -74,8 +77,20 @@ def traced_hazards(operations: Iterable[Operation], platform: str) -> list[Hazar
     return found
 
 
+def _not_on_cpu(operation: Operation) -> Hazard:
+    return Hazard(
+        kind="ragged_all_to_all",
+        source=operation.source,
+        message=(
+            "XLA:CPU has no ragged_all_to_all; audit it with a target such as "
+            "'tpu:v5e:2x4' or 'gpu:h100:1x8', or exchange parts of one size"
+        ),
+        fatal=True,
+    )
+
+
 def _sharded_gather(operation: Operation) -> list[Hazard]:
-    split = operation.operands[0]
+    split = operation.operands[0].split
     if split is None:
         return []
     numbers = operation.equation.params["dimension_numbers"]

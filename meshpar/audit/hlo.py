@@ -138,7 +138,7 @@ def parse_program(text: str) -> Program:
 def _blocks(text: str) -> Iterator[tuple[bool, str, list[tuple[int, str]]]]:
     header: re.Match | None = None
     start, lines = 0, []
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in _whole_lines(text):
         if header is None:
             header, start, lines = _HEADER.match(line), number, []
         elif line.startswith("}"):
@@ -148,6 +148,26 @@ def _blocks(text: str) -> Iterator[tuple[bool, str, list[tuple[int, str]]]]:
             lines.append((number, line))
     if header is not None:
         raise HloError(start, header[0], "the computation has no end")
+
+
+def _whole_lines(text: str) -> Iterator[tuple[int, str]]:
+    """Numbered lines; an instruction that breaks inside of an attribute as one.
+
+    XLA:TPU prints a kernel's metadata so: `kernel_metadata={`, lines, `}}, ...`.
+    """
+    first, parts = 0, []
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not parts:
+            if not (line.endswith("{") and _INSTRUCTION.match(line)):
+                yield number, line
+                continue
+            first = number
+        parts.append(line)
+        if line.startswith("}") and not line.endswith("{"):
+            yield first, "".join(parts)
+            parts = []
+    if parts:
+        yield first, "".join(parts)
 
 
 def _computation(name: str, lines: list[tuple[int, str]]) -> Computation:

@@ -3,18 +3,26 @@
 A collective is asked for when the program writes it (`jax.lax.psum` and its like), when
 it completes partial sums of a contraction or reduction over a split dim, when a
 sharding constraint calls for another layout, or when the layout of a training step
-does. What GSPMD inserts besides, such as a gather of a weight, is a surprise.
+does. What GSPMD inserts besides, such as a gather of a weight, is a surprise. A reason
+follows from the operation that a collective names, and from how the trace splits its
+operands (`evidence`).
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshpar.audit.collectives import Collective
-from meshpar.audit.constraints import sizes_of
+from meshpar.audit.constraints import is_asked_for
+from meshpar.audit.evidence import Evidence
+from meshpar.audit.matmuls import (
+    MATMUL,
+    gathers_for_table,
+    gathers_tokens,
+    sum_per_operand,
+)
 from meshpar.audit.subject import Subject
 from meshpar.collectives import ASKED, ASKED_PREFIX
 from meshpar.layout import BATCH_AXES
@@ -29,12 +37,12 @@ _WRITTEN = {
     **dict.fromkeys(("ppermute", "pshuffle"), "collective-permute"),
     "pbroadcast": "collective-broadcast",
 }
-_CONSTRAINTS = ("sharding_constraint", "device_put", "reshard")
+_CONSTRAINTS = ("sharding_constraint", "device_put", "reshard", "shard_map")
 _SUMS = ("all-reduce", "reduce-scatter")
 
 # Operations whose result over a split dim is each device's part of a sum (or maximum).
 _ADDS = re.compile(
-    r"dot_general|conv|reduce|arg(max|min)|cum|scatter|add_any|select_and"
+    r"dot_general|conv|reduce_(?!window|precision)|arg(max|min)|scatter|add_any|select_and"
 )
 _BACKWARD = "transpose("
 
@@ -51,6 +59,7 @@ class Explained:
 def explain(
     row: Collective,
     subject: Subject,
+    evidence: Evidence,
     expected: Mapping[str, Mapping[str, str]] | None = None,
 ) -> Explained:
     """The reason of one collective.
@@ -58,23 +67,39 @@ def explain(
     Args:
         row: The collective.
         subject: What was audited.
+        evidence: Its trace.
         expected: Mesh axis (several with `+` between) -> kind -> reason, of what the
             caller asks for besides.
     """
-    reason, asked = (
-        _of_the_caller(row, expected or {})
-        or _of_the_library(row)
-        or _written(row)
-        or _of_the_layout(row, subject)
-        or _partial_sums(row)
-        or _constrained(row, subject)
-        or _unasked(row, subject)
-    )
-    return Explained(collective=row, reason=reason, surprise=not asked)
+    parts = [row]
+    if len(row.paths) > 1:  # Joined by XLA, from several lines.
+        parts = [replace(row, op_path=path, source="") for path in row.paths]
+    reasons = [_reason(part, subject, evidence, expected or {}) for part in parts]
+    reasons = [found for found in reasons if not found[1]] or reasons
+    words = " and ".join(dict.fromkeys(words for words, _ in reasons))
+    return Explained(collective=row, reason=words, surprise=not reasons[0][1])
 
 
 Reason = tuple[str, bool]
 """Words, and whether it was asked for."""
+
+
+def _reason(
+    row: Collective,
+    subject: Subject,
+    evidence: Evidence,
+    expected: Mapping[str, Mapping[str, str]],
+) -> Reason:
+    return (
+        _of_the_caller(row, expected)
+        or _of_the_library(row)
+        or _written(row)
+        or _sequence_gathered(row, subject, evidence)
+        or _joined(row, subject)
+        or _partial_sums(row, subject, evidence)
+        or _constrained(row, evidence)
+        or _unasked(row, evidence)
+    )
 
 
 def _of_the_caller(
@@ -91,91 +116,120 @@ def _of_the_library(row: Collective) -> Reason | None:
     kind, words = ASKED[name[1]]
     if kind == row.kind:
         return words, True
-    # XLA replaces small gathers and scatters by all-reduces.
-    return (f"{words}, as an all-reduce", True) if row.kind == "all-reduce" else None
+    return (f"{words}, as {_a(row.kind)}", True) if _replaces(row, kind) else None
+
+
+def _replaces(row: Collective, kind: str) -> bool:
+    """Whether XLA may have put it in place of another collective.
+
+    It makes all-reduces of small gathers and scatters, and a reduce-scatter of an
+    all-reduce of whose result each device uses its own part.
+    """
+    return row.kind == "all-reduce" or (row.kind, kind) == (
+        "reduce-scatter",
+        "all-reduce",
+    )
+
+
+def _a(kind: str) -> str:
+    return f"an {kind}" if kind[0] in "aeiou" else f"a {kind}"
 
 
 def _written(row: Collective) -> Reason | None:
-    name = _operation(row)
+    # GSPMD inserts no ragged ones, of which XLA:GPU drops the path.
+    is_ragged = row.kind == "ragged-all-to-all"
+    name = "ragged_all_to_all" if is_ragged else row.operation
     if name not in _WRITTEN:
         return None
     kind = _WRITTEN[name]
-    if row.kind not in (kind, "all-reduce"):
-        return None
-    return f"written in the program as {name}", True
-
-
-def _of_the_layout(row: Collective, subject: Subject) -> Reason | None:
-    if subject.layout is None or not row.mesh_axes:
-        return None
-    axes = set(row.mesh_axes)
-    if axes <= set(subject.sequence_axes):
-        if row.kind == "all-gather" and not weight_of(row, subject):
-            return "sequence gathered before a column-parallel matmul", True
-        if row.kind == "reduce-scatter":
-            return "row-parallel output, scattered along the sequence", True
-    if axes <= set(BATCH_AXES) and not row.op_path:
-        # XLA joins collectives of one kind; what it joins has no path left.
-        words = {
-            "all-gather": ASKED["parameter_gather"][1],
-            "reduce-scatter": ASKED["gradient_scatter"][1],
-            "all-reduce": ASKED["gradient_reduction"][1],
-        }
-        if row.kind in words:
-            return f"{words[row.kind]}, joined", True
+    if row.kind == kind or _replaces(row, kind):
+        return f"written in the program as {name}", True
     return None
 
 
-def _partial_sums(row: Collective) -> Reason | None:
-    operation = _operation(row)
-    if row.kind not in _SUMS or (operation and not _ADDS.match(operation)):
+def _sequence_gathered(
+    row: Collective, subject: Subject, evidence: Evidence
+) -> Reason | None:
+    if row.kind == "all-gather" and _is_over_sequence(row, subject):
+        if gathers_tokens(row, evidence):
+            return "sequence gathered before a column-parallel matmul", True
+        if row.operation == "sharding_constraint":
+            return "sequence gathered, asked for by a sharding constraint", True
+        if row.operation == "scatter-add" and gathers_for_table(row, evidence):
+            return "sequence gathered for the gradient of a table", True
+    return None
+
+
+def _is_over_sequence(row: Collective, subject: Subject) -> bool:
+    return bool(row.mesh_axes) and set(row.mesh_axes) <= set(subject.sequence_axes)
+
+
+def _joined(row: Collective, subject: Subject) -> Reason | None:
+    # XLA joins collectives of one kind; what it joins may have no path left.
+    if subject.layout is None or not row.mesh_axes or row.op_path:
         return None
-    if operation == "dot_general":
-        if _BACKWARD in row.op_path:
-            return "input or weight gradient of a split matmul", True
-        return "row-parallel output of a split matmul", True
+    words = {
+        "all-gather": ASKED["parameter_gather"][1],
+        "reduce-scatter": ASKED["gradient_scatter"][1],
+        "all-reduce": ASKED["gradient_reduction"][1],
+    }
+    if set(row.mesh_axes) <= set(BATCH_AXES) and row.kind in words:
+        return f"{words[row.kind]}, joined", True
+    return None
+
+
+def _partial_sums(
+    row: Collective, subject: Subject, evidence: Evidence
+) -> Reason | None:
+    operation = row.operation
+    if row.kind not in _SUMS:
+        return None
+    if operation == "while":  # XLA adds up over the iterations first.
+        return "partial sums of a loop", True
+    if operation and not _ADDS.match(operation):
+        return None
+    if operation == MATMUL:
+        return _sum_of_matmul(row, subject, evidence)
     words = f"partial sums of {operation}" if operation else "partial sums"
     return words, True
 
 
-def _constrained(row: Collective, subject: Subject) -> Reason | None:
-    if _operation(row) in _CONSTRAINTS or _delivers_constrained(row, subject):
+def _sum_of_matmul(
+    row: Collective, subject: Subject, evidence: Evidence
+) -> Reason | None:
+    if row.mesh_axes is None:
+        return None  # Rules split a dim over whole mesh axes: this was not asked for.
+    knows_weights = bool(subject.weights)
+    ratio = sum_per_operand(row, evidence, knows_weights=knows_weights)
+    if ratio > 1:
+        return (
+            "nobody asked for this: partial sums of a matmul that contracts a split "
+            f"dim of activations, {ratio:.1f} times the values that it multiplies",
+            False,
+        )
+    words = "row-parallel output of a split matmul"
+    if _BACKWARD in row.op_path:
+        words = "input or weight gradient of a split matmul"
+    elif knows_weights and ratio:
+        words = "partial sums of a matmul of activations"
+    if row.kind == "reduce-scatter" and _is_over_sequence(row, subject):
+        words += ", scattered along the sequence"
+    return words, True
+
+
+def _constrained(row: Collective, evidence: Evidence) -> Reason | None:
+    if row.operation in _CONSTRAINTS:
+        words = "shard_map" if row.operation == "shard_map" else "sharding constraint"
+        return f"another layout, asked for by a {words}", True
+    if row.kind not in _SUMS and is_asked_for(row, evidence.constrained):
         return "another layout, asked for by a sharding constraint", True
     return None
 
 
-def _delivers_constrained(row: Collective, subject: Subject) -> bool:
-    if row.kind in _SUMS:
-        return False
-    if row.kind == "all-to-all" and len(row.dims) > 1:  # An array in as many pieces.
-        size = sum(map(math.prod, row.dims))
-        sizes = {
-            math.prod(dims) for line, dims in subject.constrained if line == row.source
-        }
-        return size in sizes
-    return {(row.source, sizes_of(dims)) for dims in row.dims} <= subject.constrained
-
-
-def _unasked(row: Collective, subject: Subject) -> Reason:
-    operation = _operation(row) or "an operation that the text does not name"
-    weight = weight_of(row, subject)
+def _unasked(row: Collective, evidence: Evidence) -> Reason:
+    operation = row.operation or "an operation that the text does not name"
+    weight = evidence.moved_weight(row)
     what = f"all of the weight {weight!r} moves" if weight else "inserted by GSPMD"
     if row.mesh_axes is None:
         what += ", between devices that form no product of mesh axes"
     return f"nobody asked for this: {what} for {operation}", False
-
-
-def weight_of(row: Collective, subject: Subject) -> str:
-    """Path of a weight that has the shape of what arrives, of which a part is split."""
-    for dims in row.dims:
-        sizes = sizes_of(dims)
-        for path, weight in subject.weights.items():
-            if len(sizes) > 1 and sizes == sizes_of(weight):
-                return path
-    return ""
-
-
-def _operation(row: Collective) -> str:
-    # XLA writes `(path:path)` for what it joins: the last one's bracket is not its own.
-    last = row.op_path.split("/")[-1].split("[")[0]
-    return last.removesuffix(")") if last.count(")") > last.count("(") else last

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import jax
 
-from meshpar.audit.collectives import collectives_of
-from meshpar.audit.constraints import constrained_arrays
-from meshpar.audit.flops import flops_of
+from meshpar.audit.collectives import Collective, collectives_of
+from meshpar.audit.evidence import Evidence
+from meshpar.audit.flops import UncountedCall, flops_of
 from meshpar.audit.hazards import Hazard, compiled_hazards, traced_hazards
 from meshpar.audit.hlo import parse_program
 from meshpar.audit.memory import Buffer, MemoryUse, largest_buffers, memory_stats
@@ -39,8 +40,8 @@ class AuditReport:
         rows: Every collective with its reason.
         memory: Bytes, or None if it did not compile.
         capacity_bytes: Memory of one device, if known.
-        flops: Matmul FLOPs.
-        uncounted: Custom calls whose FLOPs are not known.
+        flops: Matmul FLOPs, with those that kernels estimate of themselves.
+        uncounted: Custom calls whose FLOPs are not known, and not among them.
         buffers: The largest arrays written.
         hazards: What XLA is known to run wrongly or not at all.
         problem: Why there is no compiled program; empty if there is one.
@@ -55,7 +56,7 @@ class AuditReport:
     memory: MemoryUse | None = None
     capacity_bytes: int | None = None
     flops: int = 0
-    uncounted: tuple[str, ...] = ()
+    uncounted: tuple[UncountedCall, ...] = ()
     buffers: tuple[Buffer, ...] = ()
     hazards: tuple[Hazard, ...] = ()
     problem: str = ""
@@ -116,7 +117,7 @@ class AuditReport:
             "problem": self.problem,
             "memory": {**memory, "capacity_bytes": self.capacity_bytes},
             "flops": self.flops,
-            "uncounted": list(self.uncounted),
+            "uncounted": [asdict(call) for call in self.uncounted],
             "collectives": [_row_json(row) for row in self.rows],
             "totals": [
                 {"mesh_axes": axes, "kind": kind, **total}
@@ -182,9 +183,8 @@ def audit(
         "capacity_bytes": target and target.memory_bytes,
     }
     flat = subject.flat()
-    traced = operations(flat.jaxpr, flat.in_shardings)
+    traced = operations(flat.jaxpr, flat.in_shardings, flat.weights)
     hazards = traced_hazards(traced, subject.platform)
-    subject = replace(subject, constrained=constrained_arrays(flat.jaxpr))
     fatal = any(hazard.fatal for hazard in hazards)
     try:
         compiled = _compile(
@@ -203,7 +203,13 @@ def audit(
         return AuditReport(
             **known, hazards=tuple(hazards), problem=compiled.problem, too_large=True
         )
-    return _read(compiled, subject, known, hazards, expected)
+    explained = functools.partial(
+        explain,
+        subject=subject,
+        evidence=Evidence.of(traced, subject.mesh_shape),
+        expected=expected,
+    )
+    return _read(compiled, known, hazards, explained)
 
 
 def _compile(
@@ -246,17 +252,16 @@ def _compiled_here(subject: Subject) -> CompiledProgram:
 
 def _read(
     compiled: CompiledProgram,
-    subject: Subject,
     known: dict[str, Any],
     hazards: list[Hazard],
-    expected: Mapping[str, Mapping[str, str]] | None,
+    explained: Callable[[Collective], Explained],
 ) -> AuditReport:
     program = parse_program(compiled.text)
-    rows = collectives_of(program, subject.mesh_shape)
+    rows = collectives_of(program, known["mesh_shape"])
     flops = flops_of(program)
     return AuditReport(
         **known,
-        rows=tuple(explain(row, subject, expected) for row in rows),
+        rows=tuple(map(explained, rows)),
         memory=MemoryUse.of(compiled.memory),
         flops=flops.total,
         uncounted=flops.uncounted,

@@ -1,17 +1,42 @@
-"""How the result of an operation is split, from how its operands are.
+"""How an array is split: by its sharding, or as what an operation makes of others.
 
 None stands for what is not known, and counts as whole.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from jax.extend.core import JaxprEqn
+from jax.sharding import NamedSharding, PartitionSpec
 
 Split = tuple[frozenset[str], ...]
 """The mesh axes that split each dim of an array."""
+
+
+def split_of(sharding: Any, num_dims: int) -> Split | None:
+    """How a `NamedSharding` splits an array; None if that is not known."""
+    if not isinstance(sharding, NamedSharding):
+        return None
+    return split_by(sharding.spec, num_dims, dict(sharding.mesh.shape))
+
+
+def split_by(spec: PartitionSpec, num_dims: int, sizes: Mapping[str, int]) -> Split:
+    """How a spec splits an array over those of its mesh axes that are longer than 1."""
+    entries = [
+        (entry,)
+        if isinstance(entry, str)
+        else entry
+        if isinstance(entry, tuple)
+        else ()
+        for entry in spec
+    ]
+    entries += [()] * (num_dims - len(entries))
+    return tuple(
+        frozenset(axis for axis in entry if sizes.get(axis, 1) > 1) for entry in entries
+    )
 
 
 def elementwise(equation: JaxprEqn, operands: tuple[Split | None, ...]) -> Split | None:
@@ -54,7 +79,10 @@ def _dot_general(
         ]
         for side in (0, 1)
     ]
-    return (*(sides[0][dim] for dim in batch[0]), *free[0], *free[1])
+    # A mesh axis splits one dim of an array: here those of the right operand stay.
+    right = frozenset().union(*free[1])
+    left = [axes - right for axes in free[0]]
+    return (*(sides[0][dim] for dim in batch[0]), *left, *free[1])
 
 
 def _transpose(equation: JaxprEqn, operands: tuple[Split | None, ...]) -> Split | None:
@@ -81,6 +109,12 @@ def _reduce(equation: JaxprEqn, operands: tuple[Split | None, ...]) -> Split | N
     return tuple(axes for dim, axes in enumerate(operands[0]) if dim not in gone)
 
 
+def _first(equation: JaxprEqn, operands: tuple[Split | None, ...]) -> Split | None:
+    """Of a collective over manual mesh axes: a dim's size changes, not its split."""
+    shapes = (equation.invars[0].aval.shape, equation.outvars[0].aval.shape)
+    return operands[0] if len(shapes[0]) == len(shapes[1]) else None
+
+
 def _slice(equation: JaxprEqn, operands: tuple[Split | None, ...]) -> Split | None:
     if operands[0] is None:
         return None
@@ -101,25 +135,52 @@ def _squeeze(equation: JaxprEqn, operands: tuple[Split | None, ...]) -> Split | 
 
 
 def _reshape(equation: JaxprEqn, operands: tuple[Split | None, ...]) -> Split | None:
-    """The first and the last dims that stay as they are keep their mesh axes."""
+    """Dims that stay keep their mesh axes; of what is cut or joined, the first does."""
     if operands[0] is None:
         return None
     before = equation.invars[0].aval.shape
     after = equation.outvars[0].aval.shape
-    shortest = min(len(before), len(after))
-    first = _num_alike(before, after)
-    last = min(_num_alike(before[::-1], after[::-1]), shortest - first)
-    middle = (frozenset(),) * (len(after) - first - last)
-    return (*operands[0][:first], *middle, *operands[0][len(before) - last :])
+    if 0 in before:
+        return None
+    result = [frozenset()] * len(after)
+    for olds, news in _alike(before, after):
+        if olds and news:
+            result[news[0]] = operands[0][olds[0]]
+    return tuple(result)
 
 
-def _num_alike(left: Sequence[int], right: Sequence[int]) -> int:
-    return len(
-        list(
-            itertools.takewhile(
-                lambda pair: pair[0] == pair[1], zip(left, right, strict=False)
-            )
-        )
+def _alike(
+    before: Sequence[int], after: Sequence[int]
+) -> Iterator[tuple[list[int], list[int]]]:
+    """Least groups of dims, but those of 1, whose sizes have the same product."""
+    dims = [
+        [dim for dim, size in enumerate(shape) if size > 1] for shape in (before, after)
+    ]
+    olds, news = [], []
+    while dims[0] or dims[1]:
+        old = math.prod(before[dim] for dim in olds)
+        new = math.prod(after[dim] for dim in news)
+        if old <= new and dims[0]:
+            olds.append(dims[0].pop(0))
+        else:
+            news.append(dims[1].pop(0))
+        if math.prod(before[dim] for dim in olds) == math.prod(
+            after[dim] for dim in news
+        ):
+            yield olds, news
+            olds, news = [], []
+
+
+def _concatenate(
+    equation: JaxprEqn, operands: tuple[Split | None, ...]
+) -> Split | None:
+    known = [operand for operand in operands if operand is not None]
+    if not known:
+        return None
+    joined = equation.params["dimension"]
+    return tuple(
+        frozenset() if dim == joined else frozenset().union(*axes)
+        for dim, axes in enumerate(zip(*known, strict=True))
     )
 
 
@@ -130,6 +191,8 @@ RULES: dict[str, Callable[..., Split | None]] = {
     **dict.fromkeys(("slice", "dynamic_slice", "pad"), _slice),
     "squeeze": _squeeze,
     "reshape": _reshape,
+    "concatenate": _concatenate,
+    **dict.fromkeys(("all_gather", "reduce_scatter", "psum_scatter"), _first),
     **dict.fromkeys(
         ("reduce_sum", "reduce_max", "reduce_min", "argmax", "argmin"), _reduce
     ),

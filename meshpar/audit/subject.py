@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -28,7 +28,6 @@ class Subject:
         layout: The layout, if a training step of ours is audited.
         weights: Path -> whole shape (of one layer) of each parameter.
         sequence_axes: Mesh axes that split the residual stream's sequence.
-        constrained: Arrays that the function lays out itself (`constraints`).
     """
 
     function: Any
@@ -38,7 +37,6 @@ class Subject:
     layout: Layout | None = None
     weights: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     sequence_axes: tuple[str, ...] = ()
-    constrained: frozenset[tuple[str, tuple[int, ...]]] = frozenset()
 
     @property
     def mesh_shape(self) -> dict[str, int]:
@@ -69,24 +67,40 @@ class Subject:
         with use_mesh(self.mesh):
             traced = jax.jit(function).trace(*leaves)
         given = tuple(leaf.sharding for leaf in leaves)
+        paths = self._weight_paths()
+        flat = FlatFunction(
+            function, leaves, traced.jaxpr, given, tuple(map(paths.get, arrays))
+        )
         call = _only_call(traced.jaxpr)
         if call is None:
-            return FlatFunction(function, leaves, traced.jaxpr, given)
+            return flat
         own = call.params["in_shardings"]
-        return FlatFunction(
-            function,
-            leaves,
-            traced.jaxpr,
-            tuple(
+        return replace(
+            flat,
+            in_shardings=tuple(
                 sharding if isinstance(sharding, Sharding) else other
                 for sharding, other in zip(own, given, strict=True)
             ),
-            tuple(
+            out_shardings=tuple(
                 sharding if isinstance(sharding, Sharding) else None
                 for sharding in call.params["out_shardings"]
             ),
-            tuple(np.flatnonzero(call.params["donated_invars"]).tolist()),
+            donated=tuple(np.flatnonzero(call.params["donated_invars"]).tolist()),
         )
+
+    def _weight_paths(self) -> dict[int, str]:
+        """Position among all leaves of the arguments -> path of the weight there.
+
+        Parameters come before the optimizer state, which has the same paths.
+        """
+        positions: dict[str, int] = {}
+        leaves = jax.tree_util.tree_leaves_with_path(self.arguments)
+        for at, (keys, _) in enumerate(leaves):
+            whole = f".{jax.tree_util.keystr(keys, simple=True, separator='.')}"
+            for path in self.weights:
+                if whole.endswith(f".{path}"):
+                    positions.setdefault(path, at)
+        return {at: path for path, at in positions.items()}
 
 
 @dataclass(frozen=True)
@@ -98,6 +112,7 @@ class FlatFunction:
         leaves: Its arguments, arrays or shapes.
         jaxpr: Its trace.
         in_shardings: Of each argument, None where unknown.
+        weights: Path of each argument that is a weight, None of the others.
         out_shardings: Of each result; None where the compiler chooses.
         donated: Positions of the arguments whose memory may be reused.
     """
@@ -106,6 +121,7 @@ class FlatFunction:
     leaves: tuple[Any, ...]
     jaxpr: ClosedJaxpr
     in_shardings: tuple[Sharding | None, ...]
+    weights: tuple[str | None, ...]
     out_shardings: tuple[Sharding | None, ...] | None = None
     donated: tuple[int, ...] = ()
 

@@ -10,6 +10,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -22,31 +23,23 @@ from jax import export
 
 from meshpar.audit.subject import Subject
 from meshpar.errors import InputError
+from meshpar.hardware.devices import TARGETS
 from meshpar.layout import nearest
 from meshpar.mesh import use_mesh
 
-# Bytes of one device. GPUs: what CUDA reports of the card, as in OpenXLA's target
-# configurations. TPUs: HBM per chip, "TPU versions", cloud.google.com/tpu/docs, 2026.
-_MEMORY_BYTES = {
-    "gpu:a100": 85_100_068_864,
-    "gpu:h100": 84_942_979_072,
-    "gpu:h200": 151_397_597_184,
-    "gpu:b200": 191_514_411_008,
-    "tpu:v4": 32 << 30,
-    "tpu:v5e": 16 << 30,
-    "tpu:v5p": 95 << 30,
-    "tpu:v6e": 32 << 30,
-    "cpu:virtual": None,
-}
-_NUM_DIMS = {"v4": 3, "v5p": 3, "v5e": 2, "v6e": 2, "virtual": 1}
-"""Sizes that a TPU's torus or virtual devices have; GPUs are hosts x GPUs."""
+_VIRTUAL = "cpu:virtual"
+"""Devices in a row, which have no memory of their own."""
 
 _PLUGINS = {"gpu": "jax_plugins.xla_cuda13", "tpu": "libtpu", "cpu": "jax"}
 _EXAMPLES = "write for example tpu:v5p:4x4x4, or gpu:h100:8x8 (hosts x GPUs)"
 _POLL_S = 0.2
+_REFUSED_CALL = re.compile(
+    r"custom calls whose targets .*?custom_call @([\w.$]+)", re.S
+)
 
 # Exporting refuses calls that a later version might not know; ours is compiled at once.
 _CUSTOM_CALLS = (
+    "ragged_all_to_all",
     "__cudnn$fmhaSoftmax",
     "__cudnn$fmhaSoftmaxBackward",
     "__cudnn$fmhaSoftmaxDropout",
@@ -86,15 +79,17 @@ class Target:
         parts = shape.split("x")
         if not all(part.isdigit() and int(part) > 0 for part in parts):
             raise InputError(f"target {text!r} has no sizes; {_EXAMPLES}")
-        if f"{platform}:{chip}" not in _MEMORY_BYTES:
-            known = nearest(f"{platform}:{chip}", _MEMORY_BYTES)
-            raise InputError(f"target {text!r}: no {platform}:{chip}; {known}")
+        name = f"{platform}:{chip}"
+        if name not in (*TARGETS, _VIRTUAL):
+            known = nearest(name, (*TARGETS, _VIRTUAL))
+            raise InputError(f"target {text!r}: no {name}; {known}")
         sizes = tuple(int(part) for part in parts)
-        num_dims = _NUM_DIMS.get(chip, 2)
+        # A TPU's torus; hosts and GPUs of one.
+        num_dims = 1 if name == _VIRTUAL else TARGETS[name].torus_dims or 2
         if len(sizes) != num_dims:
             raise InputError(
-                f"target {text!r} has {len(sizes)} sizes, but {platform}:{chip} has "
-                f"{num_dims}; {_EXAMPLES}"
+                f"target {text!r} has {len(sizes)} sizes, but {name} has {num_dims}; "
+                f"{_EXAMPLES}"
             )
         return cls(platform=platform, chip=chip, shape=sizes)
 
@@ -109,7 +104,8 @@ class Target:
     @property
     def memory_bytes(self) -> int | None:
         """Memory of one device; None if it has none of its own."""
-        return _MEMORY_BYTES[f"{self.platform}:{self.chip}"]
+        device = TARGETS.get(f"{self.platform}:{self.chip}")
+        return None if device is None else round(device.memory_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,14 +187,24 @@ def _export(target: Target, subject: Subject, path: Path) -> tuple[int, ...]:
     """Writes the lowered function; returns the arguments that it donates."""
     flat = subject.flat()
     platform = {"gpu": "cuda"}.get(target.platform, target.platform)
-    with use_mesh(subject.mesh):
-        exported = export.export(
-            flat.jitted(),
-            platforms=[platform],
-            disabled_checks=[
-                export.DisabledSafetyCheck.custom_call(name) for name in _CUSTOM_CALLS
-            ],
-        )(*flat.leaves)
+    exporter = export.export(
+        flat.jitted(),
+        platforms=[platform],
+        disabled_checks=[
+            export.DisabledSafetyCheck.custom_call(name) for name in _CUSTOM_CALLS
+        ],
+    )
+    try:
+        with use_mesh(subject.mesh):
+            exported = exporter(*flat.leaves)
+    except ValueError as error:
+        refused = _REFUSED_CALL.search(str(error))
+        if not refused:
+            raise
+        raise TargetError(
+            f"target {target}: jax.export refuses the custom call {refused[1]!r}; "
+            "audit the program where its devices are, without a target"
+        ) from error
     path.write_bytes(exported.serialize())
     return flat.donated
 

@@ -1,20 +1,27 @@
 """A traced function before compilation: which arrays GSPMD will split, and where.
 
-Some programs make XLA abort the whole process, so they must be found before it runs.
-Shardings are followed forwards from constraints and arguments, as far as they are
+Some programs make XLA abort the whole process, so they must be found before it runs;
+and the reason of a collective follows from the operation that it serves. Shardings are
+followed forwards from constraints and arguments, as far as they are
 plain; what is not known counts as whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
-from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec
 
-from meshpar.audit.split_rules import RULES, Split, elementwise
+from meshpar.audit.split_rules import (
+    RULES,
+    Split,
+    elementwise,
+    split_by,
+    split_of,
+)
 
 _LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<")
 
@@ -33,13 +40,37 @@ class Region:
 
 
 @dataclass(frozen=True)
+class Value:
+    """One array of a traced function, as far as it is followed.
+
+    Args:
+        split: How it is split; None if that is not known.
+        weight: Path of the one weight that it is made of, "" if of numbers that are
+            alike everywhere, such as a literal spread out; None if of anything else.
+        maker: The equation that makes it; None of an argument.
+        line: `file:line` of that.
+    """
+
+    split: Split | None = None
+    weight: str | None = None
+    maker: JaxprEqn | None = None
+    line: str = ""
+
+
+@dataclass(frozen=True)
 class Operation:
-    """One operation, how its operands are split, and where it stands."""
+    """One operation, its operands and results, and where it stands."""
 
     equation: JaxprEqn
-    operands: tuple[Split | None, ...]
+    operands: tuple[Value, ...]
+    results: tuple[Value, ...]
     region: Region
     source: str
+
+    @property
+    def name(self) -> str:
+        """Of its primitive."""
+        return self.equation.primitive.name
 
 
 @dataclass
@@ -48,39 +79,33 @@ class _Walk:
     callers: list[str] = field(default_factory=list)
 
 
-def operations(jaxpr: ClosedJaxpr, arguments: Sequence[Any]) -> list[Operation]:
+def operations(
+    jaxpr: ClosedJaxpr, arguments: Sequence[Any], weights: Sequence[str | None] = ()
+) -> list[Operation]:
     """Every operation of a traced function, those inside loops and calls too.
 
     Args:
         jaxpr: `jax.jit(f).trace(...).jaxpr`.
         arguments: Sharding, or None, of each flat argument.
+        weights: Path of each that is a weight, None of the others; none are if empty.
     """
     found: list[Operation] = []
-    splits = [
-        split_of(sharding, len(var.aval.shape))
-        for sharding, var in zip(arguments, jaxpr.jaxpr.invars, strict=True)
+    values = [
+        Value(split_of(sharding, len(var.aval.shape)), weight)
+        for sharding, weight, var in zip(
+            arguments,
+            weights or (None,) * len(arguments),
+            jaxpr.jaxpr.invars,
+            strict=True,
+        )
     ]
-    _walk(jaxpr.jaxpr, splits, Region(), _Walk(found.append))
+    _walk(jaxpr.jaxpr, values, Region(), _Walk(found.append))
     return found
 
 
-def split_of(sharding: Any, num_dims: int) -> Split | None:
-    """How a `NamedSharding` splits an array; None if that is not known."""
-    if not isinstance(sharding, NamedSharding):
-        return None
-    sizes = dict(sharding.mesh.shape)
-    entries = [
-        (entry,)
-        if isinstance(entry, str)
-        else entry
-        if isinstance(entry, tuple)
-        else ()
-        for entry in sharding.spec
-    ]
-    entries += [()] * (num_dims - len(entries))
-    return tuple(
-        frozenset(axis for axis in entry if sizes.get(axis, 1) > 1) for entry in entries
-    )
+def shape_of(atom: Any) -> tuple[int, ...] | None:
+    """Shape of an array; None of what is none, such as a token."""
+    return getattr(atom.aval, "shape", None)
 
 
 def source_of(equation: JaxprEqn) -> str:
@@ -94,35 +119,32 @@ def source_of(equation: JaxprEqn) -> str:
 
 
 def _walk(
-    jaxpr: Jaxpr, arguments: Sequence[Split | None], region: Region, walk: _Walk
-) -> list[Split | None]:
-    known: dict[Any, Split | None] = dict(zip(jaxpr.invars, arguments, strict=True))
+    jaxpr: Jaxpr, arguments: Sequence[Value], region: Region, walk: _Walk
+) -> list[Value]:
+    known: dict[Any, Value] = dict(zip(jaxpr.invars, arguments, strict=True))
 
-    def read(atom: Any) -> Split | None:
-        return None if isinstance(atom, Literal) else known.get(atom)
+    def read(atom: Any) -> Value:
+        if isinstance(atom, Literal):
+            return Value(weight="")
+        return known.get(atom, Value())
 
     for equation in jaxpr.eqns:
         operands = tuple(read(atom) for atom in equation.invars)
         source = source_of(equation) or (walk.callers[-1] if walk.callers else "")
-        walk.visit(Operation(equation, operands, region, source))
         walk.callers.append(source)
-        results = _results(equation, operands, region, walk)
+        results = tuple(_results(equation, operands, region, walk))
         walk.callers.pop()
+        walk.visit(Operation(equation, operands, results, region, source))
         known.update(zip(equation.outvars, results, strict=False))
     return [read(atom) for atom in jaxpr.outvars]
 
 
 def _results(
-    equation: JaxprEqn,
-    operands: tuple[Split | None, ...],
-    region: Region,
-    walk: _Walk,
-) -> list[Split | None]:
+    equation: JaxprEqn, operands: tuple[Value, ...], region: Region, walk: _Walk
+) -> Sequence[Value]:
     name, params = equation.primitive.name, equation.params
     if name == "device_put":  # of several arrays at once
         return operands
-    if name == "sharding_constraint":
-        return [split_of(params["sharding"], len(equation.outvars[0].aval.shape))]
     if name == "shard_map":
         return _shard_map(equation, operands, region, walk)
     if name == "scan":
@@ -140,10 +162,33 @@ def _results(
         if len(inner.invars) == len(operands):
             shardings = params.get("in_shardings") or [None] * len(operands)
             return _walk(inner, _given(inner, operands, shardings), region, walk)
+    return _computed(equation, operands, walk)
+
+
+def _computed(
+    equation: JaxprEqn, operands: tuple[Value, ...], walk: _Walk
+) -> Sequence[Value]:
     if not equation.outvars:
-        return []
-    rule = RULES.get(name, elementwise)
-    return [rule(equation, operands)] * len(equation.outvars)
+        return ()
+    if equation.primitive.name == "sharding_constraint":
+        num_dims = len(equation.outvars[0].aval.shape)
+        split = split_of(equation.params["sharding"], num_dims)
+    else:
+        rule = RULES.get(equation.primitive.name, elementwise)
+        split = rule(equation, tuple(operand.split for operand in operands))
+    made = Value(split, _weight(equation, operands), equation, walk.callers[-1])
+    return (made,) * len(equation.outvars)
+
+
+def _weight(equation: JaxprEqn, operands: tuple[Value, ...]) -> str | None:
+    """The one weight that all operands are made of, but for numbers alike."""
+    found = {
+        "" if shape_of(atom) == () else operand.weight
+        for operand, atom in zip(operands, equation.invars, strict=True)
+    }
+    if None in found or len(found - {""}) > 1:
+        return None
+    return max(found, default=None)
 
 
 def _inner(params: dict[str, Any]) -> Iterator[Jaxpr]:
@@ -156,10 +201,10 @@ def _inner(params: dict[str, Any]) -> Iterator[Jaxpr]:
 
 
 def _given(
-    inner: Jaxpr, operands: Sequence[Split | None], shardings: Sequence[Any]
-) -> list[Split | None]:
+    inner: Jaxpr, operands: Sequence[Value], shardings: Sequence[Any]
+) -> list[Value]:
     return [
-        split_of(sharding, len(var.aval.shape)) or operand
+        replace(operand, split=split_of(sharding, len(var.aval.shape)) or operand.split)
         for var, operand, sharding in zip(
             inner.invars, operands, shardings, strict=True
         )
@@ -167,11 +212,8 @@ def _given(
 
 
 def _shard_map(
-    equation: JaxprEqn,
-    operands: tuple[Split | None, ...],
-    region: Region,
-    walk: _Walk,
-) -> list[Split | None]:
+    equation: JaxprEqn, operands: tuple[Value, ...], region: Region, walk: _Walk
+) -> list[Value]:
     params = equation.params
     sizes = dict(params["mesh"].shape)
     newly = params.get("newly_manual_axes", params.get("manual_axes", ()))
@@ -179,34 +221,81 @@ def _shard_map(
     automatic = {axis for axis, size in sizes.items() if size > 1} - manual
     inner = _only(params["jaxpr"])
     kept = [
-        operand and tuple(axes - manual for axes in operand) for operand in operands
+        replace(value, split=value.split and tuple(a - manual for a in value.split))
+        for value in operands
     ]
-    _walk(inner, kept, Region(frozenset(manual), frozenset(automatic)), walk)
-    return [None] * len(equation.outvars)
+    region = Region(frozenset(manual), frozenset(automatic))
+    outs = _walk(inner, kept, region, walk)
+    made = Value(maker=equation, line=walk.callers[-1])
+    return [
+        replace(
+            made,
+            weight=out.weight,
+            split=_outside(out.split, spec, len(var.aval.shape), sizes, region),
+        )
+        for out, spec, var in zip(
+            outs, params["out_specs"], equation.outvars, strict=True
+        )
+    ]
+
+
+def _outside(
+    inside: Split | None,
+    spec: PartitionSpec,
+    num_dims: int,
+    sizes: Mapping[str, int],
+    region: Region,
+) -> Split | None:
+    """How a `shard_map`'s result lies: over its manual mesh axes as its spec says."""
+    if inside is None and region.automatic:
+        return None
+    whole = (frozenset(),) * num_dims
+    return tuple(
+        automatic | manual
+        for automatic, manual in zip(
+            inside or whole, split_by(spec, num_dims, sizes), strict=True
+        )
+    )
 
 
 def _scan(
-    equation: JaxprEqn,
-    operands: tuple[Split | None, ...],
-    region: Region,
-    walk: _Walk,
-) -> list[Split | None]:
+    equation: JaxprEqn, operands: tuple[Value, ...], region: Region, walk: _Walk
+) -> list[Value]:
     # Versions of JAX disagree on how constants and carries are counted; an array of
     # which an iteration takes a slice, or to which it adds one, has a dim more outside.
     inner = _only(equation.params["jaxpr"])
+    more = [
+        _dims_more(outside, inside)
+        for outside, inside in zip(equation.invars, inner.invars, strict=True)
+    ]
     given = [
-        operand and operand[_dims_more(outside, inside) :]
-        for operand, outside, inside in zip(
-            operands, equation.invars, inner.invars, strict=True
-        )
+        replace(value, split=value.split and value.split[count:])
+        for value, count in zip(operands, more, strict=True)
     ]
+    added = [
+        _dims_more(outside, inside)
+        for outside, inside in zip(equation.outvars, inner.outvars, strict=True)
+    ]
+    carried = [at for at, count in enumerate(more) if not count]
+    carried = carried[len(carried) - added.count(0) :]
+    if not all(_is_split(given[at].split) for at in carried):
+        # An array that may lie anyhow lies as one iteration hands it to the next.
+        silent = _Walk(lambda operation: None, walk.callers)
+        outs = _walk(inner, given, region, silent)
+        passed_on = [out for out, count in zip(outs, added, strict=True) if not count]
+        for at, out in zip(carried, passed_on, strict=True):
+            if not _is_split(given[at].split):
+                given[at] = replace(given[at], split=out.split)
     outs = _walk(inner, given, region, walk)
+    made = Value(maker=equation, line=walk.callers[-1])
     return [
-        out and (frozenset(),) * _dims_more(outside, inside) + out
-        for out, outside, inside in zip(
-            outs, equation.outvars, inner.outvars, strict=True
-        )
+        replace(made, split=out.split and (frozenset(),) * count + out.split)
+        for out, count in zip(outs, added, strict=True)
     ]
+
+
+def _is_split(split: Split | None) -> bool:
+    return split is not None and any(split)
 
 
 def _dims_more(outside: Any, inside: Any) -> int:

@@ -9,8 +9,8 @@ from numbers import Number
 import jax
 
 from meshpar.calibration.measure import Calibration
-from meshpar.planner.machine.efficiency import Efficiency
-from meshpar.planner.machine.hardware import Device
+from meshpar.hardware.device import Device
+from meshpar.hardware.efficiency import Efficiency
 
 
 def device_toml(found: Calibration) -> str:

@@ -20,8 +20,8 @@ from meshpar.calibration.kernels import (
 )
 from meshpar.calibration.trial import seconds
 from meshpar.errors import InputError
-from meshpar.planner.machine.efficiency import Efficiency
-from meshpar.planner.machine.hardware import Device
+from meshpar.hardware.device import Device
+from meshpar.hardware.efficiency import Efficiency
 from meshpar.planner.machine.link import Link
 
 _HEAD_DIMS = (64, 128)
@@ -175,9 +175,9 @@ def _attention(
         kernels.attention_trial(devices, size, _ATTENTION_SEQ) for size in _HEAD_DIMS
     ]
     # 4 s^2 h of scores and mixed values, of which a causal mask hides half.
-    work = 2 * _ATTENTION_SEQ**2 * 2048
+    num_flops = 2 * _ATTENTION_SEQ**2 * 2048
     taken = seconds(trials, rounds)
-    rates = [work / s for s in taken]
+    rates = [num_flops / s for s in taken]
     rows = [
         (trial.name, s, f"{rate / 1e9:.4g} GFLOP/s")
         for trial, s, rate in zip(trials, taken, rates, strict=True)

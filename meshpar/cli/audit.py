@@ -26,7 +26,7 @@ from meshpar.errors import InputError
 from meshpar.layout import Layout
 from meshpar.mesh import absent_mesh
 from meshpar.model.scope import Batch
-from meshpar.model.tracing import batch_shapes
+from meshpar.model.tracing import traced_batch
 from meshpar.train.make_step import make_train_step
 from meshpar.train.step import TrainStep
 
@@ -111,7 +111,7 @@ def _step_of(args: argparse.Namespace, layout: Layout) -> tuple[TrainStep, Batch
         max_grad_norm=1.0,
     )
     least = layout.batch_shards * layout.microbatches
-    return step, batch_shapes(args.global_batch or least, args.seq)
+    return step, traced_batch(step.model, args.global_batch or least, args.seq)
 
 
 def _of_recipe(
@@ -162,8 +162,12 @@ def _print_memory(report: AuditReport, console: Console) -> None:
         f"bytes; {report.flops:.4g} matmul FLOPs",
         highlight=False,
     )
-    if report.uncounted:
-        console.print(f"FLOPs not counted: {', '.join(report.uncounted)}")
+    for call in report.uncounted:
+        console.print(
+            f"FLOPs not counted: {call.name}, {call.source or 'no line'}, runs "
+            f"{call.executions:,} times",
+            highlight=False,
+        )
     if report.capacity_bytes is not None:
         verdict = "fits" if report.fits else "does not fit"
         console.print(

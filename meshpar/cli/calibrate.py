@@ -9,8 +9,8 @@ from pathlib import Path
 
 from meshpar.cli.parsing import positive
 from meshpar.errors import InputError
+from meshpar.hardware.devices import DEVICES
 from meshpar.planner.machine.clusters import device_of
-from meshpar.planner.machine.devices import DEVICES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -16,22 +16,15 @@ from meshpar.audit.report import audit
 from meshpar.audit.targets import Target, TargetError
 from meshpar.cli.parsing import model_of
 from meshpar.errors import InputError
+from meshpar.hardware.devices import DEVICES, TARGET_OF
 from meshpar.mesh import absent_mesh
 from meshpar.model.contract import Model
-from meshpar.model.tracing import batch_shapes
+from meshpar.model.tracing import traced_batch
 from meshpar.planner.cost.estimate import Estimate, estimate_run
-from meshpar.planner.machine.hardware import Cluster
+from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.workload.shapes import SHAPES
 from meshpar.train.make_step import make_train_step
 from meshpar.train.refusals import layout_refusals
-
-_CHIPS = {
-    "a100-80gb": "a100",
-    "h100-80gb": "h100",
-    "h800-80gb": "h100",  # the same chip with slower links
-    "h200-141gb": "h200",
-    "b200-180gb": "b200",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,17 +113,15 @@ def target_of(cluster: Cluster) -> Target:
     Raises:
         InputError: It is none that can be compiled for.
     """
-    name = cluster.device.name
-    if cluster.torus and cluster.hosts == 1 and name.startswith("tpu-"):
-        sizes = "x".join(map(str, cluster.torus))
-        return Target.parse(f"tpu:{name.removeprefix('tpu-')}:{sizes}")
-    if name in _CHIPS:
-        sizes = f"{cluster.hosts}x{cluster.devices_per_host}"
-        return Target.parse(f"gpu:{_CHIPS[name]}:{sizes}")
-    raise InputError(
-        f"--confirm cannot compile for {cluster.text}; leave it out, or plan for one "
-        f"slice of a TPU or for {', '.join(_CHIPS)}"
-    )
+    name = TARGET_OF.get(cluster.device.name)
+    if name is None or (cluster.torus and cluster.hosts > 1):
+        gpus = [name for name in TARGET_OF if not DEVICES[name].torus_dims]
+        raise InputError(
+            f"--confirm cannot compile for {cluster.text}; leave it out, or plan for "
+            f"one slice of a TPU or for {', '.join(gpus)}"
+        )
+    sizes = cluster.torus or (cluster.hosts, cluster.devices_per_host)
+    return Target.parse(f"{name}:{'x'.join(map(str, sizes))}")
 
 
 def _model(args: argparse.Namespace) -> Model:
@@ -161,8 +152,9 @@ def compiled(model: Model, target: Target, plan: Estimate) -> Confirmed:
     step = make_train_step(
         model, optax.adamw(1e-3), layout, mesh=absent_mesh(layout), max_grad_norm=1.0
     )
+    batch = traced_batch(step.model, run.global_batch, run.seq)
     try:
-        report = audit(step, batch_shapes(run.global_batch, run.seq), target=target)
+        report = audit(step, batch, target=target)
     except TargetError as error:
         return Confirmed(**names, problem=str(error))
     if report.memory is None:

@@ -7,18 +7,18 @@ import json
 
 from meshpar.cli.parsing import positive
 from meshpar.errors import InputError
+from meshpar.hardware.devices import DEVICES
 from meshpar.layout import Layout
 from meshpar.planner.cost.estimate import estimate
-from meshpar.planner.cost.explain import explain
+from meshpar.planner.cost.in_words import estimate_in_words
+from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.machine.clusters import cluster_of
-from meshpar.planner.machine.devices import DEVICES
 from meshpar.planner.machine.execution import (
     EXECUTIONS,
     MESHPAR,
     Execution,
     execution_of,
 )
-from meshpar.planner.machine.hardware import Cluster
 from meshpar.planner.workload.shapes import workload_of
 from meshpar.planner.workload.workload import Workload
 from meshpar.train.refusals import layout_refusals
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
         seq=args.seq,
         execution=execution,
     )
-    text = "\n".join([*explain(found), *planned])
+    text = "\n".join([*estimate_in_words(found), *planned])
     print(json.dumps(found.as_json()) if args.json else text)
     return 0 if found.fits else 1
 

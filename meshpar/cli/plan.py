@@ -13,7 +13,7 @@ from meshpar.cli.report.plan_page import plan_page
 from meshpar.errors import InputError
 from meshpar.layout import MESH_AXES
 from meshpar.planner.cost.estimate import Estimate, gigabytes, milliseconds
-from meshpar.planner.cost.explain import explain
+from meshpar.planner.cost.in_words import estimate_in_words
 from meshpar.planner.machine.execution import execution_of
 from meshpar.planner.published import validate
 from meshpar.planner.search.constraints import Constraints
@@ -150,7 +150,7 @@ def _text(found: SearchResult) -> list[str]:
         f"{found.estimated_count:,} of them estimated; the others fall to bounds",
         *(f"note: {note}" for note in found.notes),
         "",
-        *explain(best),
+        *estimate_in_words(best),
         *(f"  {change.text}" for change in sensitivities(best)),
         "",
         "plans, fastest first:",

@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for option, meaning in (
         ("--stages", "size of the stage mesh axis: the ranks"),
         ("--microbatches", "microbatches of one step"),
-        ("--chunks", "stages of one rank (default: 1)"),
+        ("--chunks", "stages of one rank (default: the schedule's own, or 1)"),
         ("--max-in-flight", "microbatches that a rank's buffers hold"),
     ):
         parser.add_argument(option, type=positive, metavar="N", help=meaning)
@@ -119,9 +119,7 @@ def _schedule_of(args: argparse.Namespace) -> Schedule:
             f"--schedule {args.schedule}: how large? give --stages N and "
             "--microbatches N"
         )
-    return make_schedule(
-        args.schedule, args.stages, args.microbatches, args.chunks or 1
-    )
+    return make_schedule(args.schedule, args.stages, args.microbatches, args.chunks)
 
 
 def _stage_s(

@@ -141,6 +141,8 @@ class Model:
         build: Name of a group, or `ends` -> key -> all its values at once (of one
             layer): (parameters, state). What it has no entry for is drawn by each
             `Parameter.initial`.
+        modules: Name of a group, or `ends` -> what builds its Flax NNX module, where
+            that is where they come from.
 
     Raises:
         InputError: A group has no parameters.
@@ -159,6 +161,7 @@ class Model:
     build: Mapping[str, Callable[[jax.Array], tuple[Params, Params]]] = field(
         default_factory=dict
     )
+    modules: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.groups:

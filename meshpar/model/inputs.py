@@ -59,6 +59,8 @@ class Input:
         optional: Whether a batch may be without it.
         shape: Sizes of dims that every batch has alike, None for any other; all vary
             when absent.
+        below: Integers are from 0 to below this; not known when absent.
+        is_weight: Whether it says how much each of its elements counts in the loss.
 
     Raises:
         InputError: The example does not come first, there is no such kind, or not a
@@ -73,6 +75,8 @@ class Input:
     kind: str = "float"
     optional: bool = False
     shape: tuple[int | None, ...] | None = None
+    below: int | None = None
+    is_weight: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.logical_axes, str):
@@ -178,6 +182,22 @@ def shapes_of(
         for name, one in inputs.items()
         if not one.optional
     }
+
+
+def open_size(inputs: Inputs, batch: Mapping[str, Any]) -> int:
+    """The largest size of a batch that its inputs leave open; 1 if none is.
+
+    Example:
+        >>> tokens = jax.ShapeDtypeStruct((4, 128), jnp.int32)
+        >>> open_size({"tokens": Input(("batch", "seq"), "int")}, {"tokens": tokens})
+        128
+    """
+    sizes = [1]
+    for name, declared in inputs.items():
+        if name in batch and not declared.optional:
+            dims = zip(declared.sizes[1:], batch[name].shape[1:], strict=False)
+            sizes += [size for fixed, size in dims if fixed is None]
+    return max(sizes)
 
 
 def check_batch(inputs: Inputs, batch: Mapping[str, Any]) -> int:

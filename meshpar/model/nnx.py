@@ -115,6 +115,7 @@ def from_nnx(
             *(f"{name}.{path}" for name in made for path in made[name].constants),
         ),
         build={ENDS: end.build, **{name: one.build for name, one in made.items()}},
+        modules={ENDS: ends, **{name: one.block for name, one in chosen.items()}},
     )
 
 

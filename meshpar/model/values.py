@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from meshpar.model.building import build_layers, build_one
 from meshpar.model.parameter import Parameter, Params, is_parameter
 from meshpar.rules.sharding import path_name
 
@@ -47,42 +48,63 @@ def initial_key(
     return jax.random.fold_in(key, jnp.asarray(layer).astype(jnp.uint32))
 
 
-def initial_values(model: Model, seed: jax.Array | int) -> tuple[Params, Params]:
+Specs = tuple[Params, Params]
+"""Trees of `PartitionSpec` beside parameters and state."""
+
+
+def initial_values(
+    model: Model, seed: jax.Array | int, specs: Specs | None = None
+) -> tuple[Params, Params]:
     """Parameters and state before the first step, stacked as the model lies.
 
     Args:
         model: The model, arranged for stages or not.
         seed: Of the run.
+        specs: How they lie over the mesh that is set; None without one.
     """
     params: Params = {}
     state: Params = {}
     for group in model.groups:
-        params[group.name], state[group.name] = _of_group(model, group.name, seed)
-    ends, _ = model.split(model.parameters)
-    of_ends, _ = model.split(model.state)
+        of_group = _chosen(specs, group.name)
+        params[group.name], state[group.name] = _of_group(
+            model, group.name, seed, of_group
+        )
+    names = [group.name for group in model.groups]
+    trees = _without(model.parameters, names), _without(model.state, names)
     built: tuple[Params, Params] = ({}, {})
     if ENDS in model.build:
-        built = model.build[ENDS](initial_key(seed, ENDS))
-    params = {**_drawn(ends, built[0], seed, ()), **params}
-    state = {**_drawn(of_ends, built[1], seed, ()), **state}
+        of_ends = specs and (_without(specs[0], names), _without(specs[1], names))
+        built = build_one(model.build[ENDS], initial_key(seed, ENDS), of_ends)
+    params = {**_drawn(trees[0], built[0], seed, ()), **params}
+    state = {**_drawn(trees[1], built[1], seed, ()), **state}
     return (
         _in_order_of(model.parameters, params),
         _in_order_of(model.state, state),
     )
 
 
-def _of_group(model: Model, name: str, seed: jax.Array | int) -> tuple[Params, Params]:
+def _of_group(
+    model: Model, name: str, seed: jax.Array | int, specs: Specs | None
+) -> tuple[Params, Params]:
     """A group's parameters and state, (places, ...) each."""
     trees = model.parameters[name], model.state.get(name, {})
     built: tuple[Params, Params] = ({}, {})
     if name in model.build:
         order = jnp.asarray(_order(jax.tree.leaves(trees, is_leaf=is_parameter)))
         keys = jax.vmap(lambda layer: initial_key(seed, name, layer))(order)
-        built = jax.vmap(model.build[name])(keys)
+        built = build_layers(model.build[name], keys, specs)
     return tuple(
         _drawn(tree, values, seed, (jax.tree_util.DictKey(name),))
         for tree, values in zip(trees, built, strict=True)
     )
+
+
+def _chosen(specs: Specs | None, name: str) -> Specs | None:
+    return specs and tuple(tree.get(name, {}) for tree in specs)
+
+
+def _without(tree: Params, names: Sequence[str]) -> Params:
+    return {name: value for name, value in tree.items() if name not in names}
 
 
 def _order(leaves: Sequence[Parameter]) -> tuple[int, ...]:

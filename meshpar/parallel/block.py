@@ -82,7 +82,7 @@ class Block:
             return (y, auxiliary), sums
 
         (y, auxiliary), residuals, others = vjp_without(
-            run, (weights, x), known=(weights, known)
+            run, (weights, x), known=(weights, known), has_aux=True
         )
         return self._passed_on(y, {**auxiliary, **others}, x, layer), residuals
 

@@ -204,7 +204,7 @@ class Placement:
     @property
     def manual_axes(self) -> tuple[str, ...]:
         """The mesh axes that `on_shards` makes manual."""
-        return MANUAL_AXES if self.layout.is_pipelined else BATCH_AXES
+        return MANUAL_AXES if self.layout.runs_in_ticks else BATCH_AXES
 
     @property
     def compute_dtype(self) -> Any:

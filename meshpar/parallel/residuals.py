@@ -23,27 +23,29 @@ def vjp_without(
     function: Callable[..., Any],
     differentiated: Sequence[Any],
     known: Any,
-) -> tuple[Any, Residuals, Any]:
+    *,
+    has_aux: bool = False,
+) -> tuple[Any, ...]:
     """`function(*differentiated)` and its residuals, less the arrays in `known`.
 
     `jax.vjp` keeps an argument that the backward needs as that very array, so those
     arrays are found by identity, wherever JAX's version stores them.
 
     Args:
-        function: A function of arrays -> (a tree of arrays, another that has no
-            gradient); it may close over arrays.
+        function: A function of arrays -> a tree of arrays; it may close over arrays.
         differentiated: Its arguments.
         known: Tree of arrays that `restore_vjp` will be given again.
+        has_aux: Whether the function returns a pair, its second without gradient.
 
     Returns:
-        The first tree, the residuals, and the second tree.
+        The value, the residuals, and with `has_aux` the second of the pair.
     """
-    value, vjp, others = jax.vjp(function, *differentiated, has_aux=True)
+    value, vjp, *others = jax.vjp(function, *differentiated, has_aux=has_aux)
     leaves, treedef = jax.tree.flatten(vjp)
     place = {id(array): at for at, array in enumerate(jax.tree.leaves(known))}
     known_at = tuple(place.get(id(leaf)) for leaf in leaves)
     kept = [leaf for leaf, at in zip(leaves, known_at, strict=True) if at is None]
-    return value, Residuals(kept, treedef, known_at), others
+    return value, Residuals(kept, treedef, known_at), *others
 
 
 def restore_vjp(residuals: Residuals, known: Any) -> Callable[..., tuple]:

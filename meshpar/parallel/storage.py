@@ -79,7 +79,7 @@ def parameter_specs(
     split = _split(whole, parameter, layout, rules)
     # Blocks take their parameters layer by layer: layers are split at rest only.
     by_layer = parameter.num_layers is None or split[0] == whole[0]
-    once = layout.is_pipelined and layout.fsdp_gather == "step"
+    once = layout.runs_in_ticks and layout.fsdp_gather == "step"
     layerwise = layout.zero == 3 and not once
     return {
         "spec": split if layout.zero == 3 else whole,

@@ -10,30 +10,26 @@ Every hop pays its latency, those from the last rank to the first ("wraps") too.
 a multiple of p a step then shows 2 (v p - 1) hops: once up and once down all stages.
 The zero-bubble paper's table shows p fewer, because its replay lets most microbatches
 wrap without waiting for what they read: `zero_bubble_paper_hop`.
-
-Reference: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU
-Clusters Using Megatron-LM", SC 2021, section 2.2.2 (arXiv 2104.04473). Uneven groups
-are ours; there m is a multiple of p.
 """
 
 from __future__ import annotations
 
 import math
 
-from meshpar.schedules.base import Action, Op, Schedule, require_counts
+from meshpar.schedules.base import Action, Op
+from meshpar.schedules.closed_forms import ClosedForms, filled_once
+from meshpar.schedules.method import Orders, ScheduleMethod
 from meshpar.schedules.simulate import Hop
 from meshpar.schedules.streams import one_for_one
 
 
-def interleaved_1f1b(num_ranks: int, num_microbatches: int, chunks: int) -> Schedule:
-    """The interleaved 1F1B schedule of `chunks` stages a rank."""
-    require_counts(stages=num_ranks, microbatches=num_microbatches, chunks=chunks)
+def _orders(num_ranks: int, num_microbatches: int, chunks: int) -> Orders:
     groups = microbatch_groups(num_ranks, num_microbatches)
     upward = [(c, i) for group in groups for c in range(chunks) for i in group]
     downward = [
         (c, i) for group in groups for c in reversed(range(chunks)) for i in group
     ]
-    orders = tuple(
+    return tuple(
         one_for_one(
             [Action(c * num_ranks + rank, Op.F, i) for c, i in upward],
             [Action(c * num_ranks + rank, Op.B, i) for c, i in downward],
@@ -41,7 +37,6 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, chunks: int) -> Sche
         )
         for rank in range(num_ranks)
     )
-    return Schedule(orders, num_ranks * chunks, num_microbatches, "interleaved_1f1b")
 
 
 def microbatch_groups(num_ranks: int, num_microbatches: int) -> list[range]:
@@ -80,3 +75,36 @@ def _num_warmup(ranks_behind: int, chunks: int, group_size: int) -> int:
     if chunks == 1:
         return ranks_behind  # plain 1F1B; two a rank would only hold more
     return 2 * ranks_behind + (chunks - 1) * group_size
+
+
+def _in_flight(num_ranks: int, num_microbatches: int, chunks: int) -> tuple[int, ...]:
+    """The forwards before a rank's first backward, and the one that alternates."""
+    return tuple(
+        min(chunks * num_microbatches, 1 + _num_warmup(behind, chunks, num_ranks))
+        for behind in reversed(range(num_ranks))
+    )
+
+
+def _lock_step_in_flight(
+    num_ranks: int, num_microbatches: int, chunks: int
+) -> tuple[int, ...]:
+    """What comes and goes until a rank's first backward."""
+    return tuple(
+        min(chunks * num_microbatches, 2 * behind + (chunks - 1) * num_ranks + 1)
+        for behind in reversed(range(num_ranks))
+    )
+
+
+interleaved_1f1b = ScheduleMethod(
+    name="interleaved_1f1b",
+    orders=_orders,
+    num_chunks=None,
+    closed_forms=ClosedForms(
+        length=filled_once,
+        in_flight=_in_flight,
+        lock_step_in_flight=_lock_step_in_flight,
+    ),
+    reference="Narayanan et al., 'Efficient Large-Scale Language Model Training on GPU "
+    "Clusters Using Megatron-LM', SC 2021, section 2.2.2 (arXiv 2104.04473); uneven "
+    "groups are ours: there p divides m",
+)

@@ -3,22 +3,19 @@
 Stage c*p + r is chunk c of rank r. Backwards take the chunks last to first. Bubble
 (p-1)/(v m + p-1) for m >= p, all v m chunk inputs in flight; a chunk's weights are
 needed once forward and once backward, so FSDP gathers them least often.
-
-Reference: Lamy-Poirier, "Breadth-First Pipeline Parallelism", MLSys 2023, section 4
-(arXiv 2211.05953).
 """
 
 from __future__ import annotations
 
-from meshpar.schedules.base import Action, Op, Schedule, require_counts
+from meshpar.schedules.base import Action, Op
+from meshpar.schedules.closed_forms import HOLDS_ALL
+from meshpar.schedules.method import Orders, ScheduleMethod
 
 
-def looped_bfs(num_ranks: int, num_microbatches: int, chunks: int) -> Schedule:
-    """The breadth-first schedule of `chunks` stages a rank."""
-    require_counts(stages=num_ranks, microbatches=num_microbatches, chunks=chunks)
+def _orders(num_ranks: int, num_microbatches: int, chunks: int) -> Orders:
     upward = [(Op.F, chunk) for chunk in range(chunks)]
     downward = [(Op.B, chunk) for chunk in reversed(range(chunks))]
-    orders = tuple(
+    return tuple(
         tuple(
             Action(chunk * num_ranks + rank, op, microbatch)
             for op, chunk in upward + downward
@@ -26,4 +23,14 @@ def looped_bfs(num_ranks: int, num_microbatches: int, chunks: int) -> Schedule:
         )
         for rank in range(num_ranks)
     )
-    return Schedule(orders, num_ranks * chunks, num_microbatches, "looped_bfs")
+
+
+looped_bfs = ScheduleMethod(
+    name="looped_bfs",
+    orders=_orders,
+    num_chunks=None,
+    closed_forms=HOLDS_ALL,
+    no_better_than="interleaved_1f1b",
+    reference="Lamy-Poirier, 'Breadth-First Pipeline Parallelism', MLSys 2023, section "
+    "4 (arXiv 2211.05953)",
+)

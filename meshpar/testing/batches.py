@@ -1,4 +1,4 @@
-"""Batches that layouts are compared on: random tokens under a mask."""
+"""Batches that layouts are compared on: random numbers under a mask."""
 
 from __future__ import annotations
 
@@ -8,27 +8,29 @@ import numpy as np
 
 from meshpar import Model
 from meshpar.errors import InputError
+from meshpar.model.inputs import Input
+from meshpar.model.tracing import traced_batch
 
 Arrays = dict[str, np.ndarray]
 
 
-def _holes(rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
+def _holes(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
     return rng.integers(0, 2, shape)
 
 
-def _empty_rows(rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
+def _empty_rows(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
     weights = _holes(rng, shape)
     weights[: (shape[0] + 1) // 2] = 0  # whole batch shards among them
     return weights
 
 
-def _one_token(rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
+def _one_token(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
     weights = np.zeros(shape)
-    weights[rng.integers(shape[0]), rng.integers(shape[1])] = 1
+    weights[tuple(rng.integers(size) for size in shape)] = 1
     return weights
 
 
-MASKS: dict[str, Callable[[np.random.Generator, tuple[int, int]], np.ndarray]] = {
+MASKS: dict[str, Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]] = {
     "full": lambda rng, shape: np.ones(shape),
     "holes": _holes,
     "empty_rows": _empty_rows,
@@ -38,32 +40,72 @@ MASKS: dict[str, Callable[[np.random.Generator, tuple[int, int]], np.ndarray]] =
 """Weights of the tokens of a batch, by name; where none is above 0, the last one is."""
 
 
-def random_batch(vocab: int, global_batch: int, seq: int, seed: int) -> Arrays:
-    """Tokens, the tokens that follow them, and weights of 1."""
-    rng = np.random.default_rng(seed)
-    tokens = rng.integers(0, vocab, (global_batch, seq + 1), np.int32)
-    weights = np.ones((global_batch, seq), np.float32)
-    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}
+def random_batch(model: Model, examples: int, seq: int, seed: int) -> Arrays:
+    """A batch of a model's declared inputs: random numbers, and weights of 1.
 
+    Args:
+        model: The model.
+        examples: In the batch.
+        seq: Size of every dim that the inputs leave open.
+        seed: Of the numbers.
 
-def steps_of(batch: Arrays, mask: str, seed: int, num_steps: int) -> list[Arrays]:
-    """A batch a step: the same examples in another order, under another mask.
-
-    A batch without `weights` has nothing to mask.
+    Raises:
+        InputError: Nothing says below what an integer must be.
     """
     rng = np.random.default_rng(seed)
+    shapes = traced_batch(model, examples, seq)
+    return {
+        name: _random(rng, name, model.known_inputs[name], shape.shape, model)
+        for name, shape in shapes.items()
+    }
+
+
+def _random(
+    rng: np.random.Generator,
+    name: str,
+    declared: Input,
+    shape: tuple[int, ...],
+    model: Model,
+) -> np.ndarray:
+    if declared.is_weight:
+        return np.ones(shape, np.float32)
+    if declared.kind == "int":
+        below = declared.below or vocab_of(model, name)
+        return rng.integers(0, below, shape, np.int32)
+    if declared.kind == "bool":
+        return rng.integers(0, 2, shape).astype(bool)
+    values = rng.standard_normal(shape, np.float32)
+    if declared.kind == "complex":
+        return (values + 1j * rng.standard_normal(shape)).astype(np.complex64)
+    return values
+
+
+def steps_of(
+    model: Model, batch: Arrays, mask: str, seed: int, num_steps: int
+) -> list[Arrays]:
+    """A batch a step: the same examples in another order, under another mask.
+
+    A batch without weights has nothing to mask.
+    """
+    rng = np.random.default_rng(seed)
+    weights = [name for name, one in model.known_inputs.items() if one.is_weight]
     batches = []
     for _ in range(num_steps):
         order = rng.permutation(len(next(iter(batch.values()))))
         one = {name: np.asarray(array)[order] for name, array in batch.items()}
-        if "weights" in one:
-            one["weights"] = _masked(one["weights"], mask, rng)
+        for name in weights:
+            if name in one:
+                one[name] = _masked(one[name], mask, rng)
         batches.append(one)
     return batches
 
 
-def vocab_of(model: Model) -> int:
+def vocab_of(model: Model, name: str = "tokens") -> int:
     """Tokens that a model knows: the size of its parameters' `vocab` dims.
+
+    Args:
+        model: The model.
+        name: The input that the tokens are for.
 
     Raises:
         InputError: No parameter has one, or they differ.
@@ -78,7 +120,8 @@ def vocab_of(model: Model) -> int:
         raise InputError(
             "the model's parameters have "
             + (f"'vocab' dims of {sorted(sizes)}" if sizes else "no 'vocab' dim")
-            + ", so that no batch can be made for it; pass batch="
+            + f", so that no batch[{name!r}] can be made for it; pass batch=, or "
+            "declare the input with below="
         )
     return sizes.pop()
 
@@ -86,5 +129,5 @@ def vocab_of(model: Model) -> int:
 def _masked(weights: np.ndarray, mask: str, rng: np.random.Generator) -> np.ndarray:
     masked = (weights * MASKS[mask](rng, weights.shape)).astype(np.float32)
     if not masked.any():
-        masked[-1, -1] = 1.0
+        masked.flat[-1] = 1.0
     return masked

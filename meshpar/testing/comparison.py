@@ -20,7 +20,8 @@ class Deviation:
 
     Args:
         quantity: `initial`, `loss`, `grad_norm`, `gradients`, `parameters` (after the
-            last step) or `copies` (the devices' copies of one array, of one another).
+            last step), `state` (the model's, then) or `copies` (the devices' copies of
+            one array, of one another).
         path: The parameter; empty for a scalar.
         error: Relative Frobenius error, or the share of values that differ where the
             bound is 0.
@@ -63,6 +64,7 @@ def deviations(
     longest = max(of_gradients)
     # Every step's gradients start from the parameters that the one before has left.
     later = [NUM_STEPS * longest] * leaves
+    of_state = [NUM_STEPS * longest] * len(jax.tree.leaves(wanted.state))
     norm = found.grad_norm, wanted.grad_norm
     precision = "fp32" if chains is None else "bf16"
     return [
@@ -73,6 +75,7 @@ def deviations(
             "gradients", found.gradients, wanted.gradients, of_gradients, precision
         ),
         *_relative("parameters", found.parameters, wanted.parameters, later, precision),
+        *_relative("state", found.state, wanted.state, of_state, precision),
     ]
 
 
@@ -107,7 +110,8 @@ def _relative(
         bound = FP32_BOUND if precision == "fp32" else bf16_bound(max(1, num_roundings))
         floor = UNIT_ROUNDOFF[precision] / bound * whole
         divisor = max(tree_norm(other), floor) or 1.0
-        error = tree_norm(np.subtract(one, other, dtype=np.float64)) / divisor
+        wide = np.complex128 if np.iscomplexobj(other) else np.float64
+        error = tree_norm(np.subtract(one, other, dtype=wide)) / divisor
         yield Deviation(quantity=quantity, path=path, error=error, bound=bound)
 
 

@@ -9,9 +9,18 @@ from typing import Any
 import jax
 import numpy as np
 
-from meshpar import MESH_AXES, Layout, Model, Rules, TrainStep, make_train_step
+from meshpar import (
+    MESH_AXES,
+    Layout,
+    Model,
+    Rules,
+    TrainState,
+    TrainStep,
+    make_train_step,
+)
 from meshpar.errors import InputError
-from meshpar.testing.batches import Arrays, random_batch, steps_of, vocab_of
+from meshpar.model.inputs import check_batch, open_size
+from meshpar.testing.batches import Arrays, random_batch, steps_of
 from meshpar.testing.comparison import Deviation, copies, deviations
 from meshpar.testing.layout_cases import Case, Choices, draw_cases, refusal
 from meshpar.testing.quick_compile import quick_compile_options
@@ -25,6 +34,7 @@ from meshpar.testing.reference import (
 )
 from meshpar.testing.report import Report, Result
 from meshpar.testing.shrink import shrink
+from meshpar.train.constants import take_out
 
 DEFAULT_SEQ = 16
 DEFAULT_BATCH = 8
@@ -44,14 +54,13 @@ def check_layouts(
 
     Compares, per array, initial parameters (bitwise), loss, gradients, global gradient
     norm, and the parameters after three optimizer steps, with a single-device program
-    that shares no code with the training step but the key of dropout; and whether the
+    that shares no code with the training step but the keys; and whether the
     devices' copies of an array are equal. Bounds: `meshpar.testing.bounds`.
 
     Args:
         model: Any model; a small one, for every layout is compiled (seconds each).
-        batch: `tokens`, `targets`, `weights` and what else the model reads, each with
-            the example first; random tokens of several shapes when absent, which needs
-            a parameter with a `vocab` dim.
+        batch: The arrays that the model reads, each with the example first; random
+            ones of the declared inputs, of several sizes, when absent.
         layouts: What to check, or cases as a report prints them; `num` random valid
             layouts when absent.
         num: How many to draw, of all mesh axes and options that are built.
@@ -78,12 +87,12 @@ def check_layouts(
     choices = Choices(
         models=("",),
         build=lambda _: model,
-        global_batch=None if arrays is None else _shape(arrays)[0],
-        seq=None if arrays is None else _shape(arrays)[1],
+        global_batch=arrays and check_batch(model.inputs or {}, arrays),
+        seq=arrays and open_size(model.known_inputs, arrays),
         rules=rules,
     )
     if batch is None:
-        vocab_of(model)
+        random_batch(model, 1, 1, seed=0)
     if layouts is None:
         cases = draw_cases(num, seed, choices, devices)
     else:
@@ -186,9 +195,8 @@ def _compare(
 ) -> list[Deviation]:
     model = choices.build(case.model)
     if batch is None:
-        vocab = vocab_of(model)
-        batch = random_batch(vocab, case.global_batch, case.seq, case.seed)
-    batches = steps_of(batch, case.mask, case.seed, NUM_STEPS)
+        batch = random_batch(model, case.global_batch, case.seq, case.seed)
+    batches = steps_of(model, batch, case.mask, case.seed, NUM_STEPS)
     options = quick_compile_options(devices[0].platform)
     reference = single_device(model, batches, case.seed, options)
     step = _make_step(case, choices, devices, reference.learning_rate)
@@ -219,19 +227,27 @@ def _laid_out(
     step: TrainStep, batches: Sequence[Arrays], seed: int
 ) -> tuple[Values, list[Deviation]]:
     state = step.init(seed)
-    initial = step.in_layer_order(state.params)
+    initial = _trained(step, state)[0]
     state, metrics = step(state, batches[0])
     gradients = step.in_layer_order(gradients_in(state.opt_state))
     for batch in batches[1:]:
         state, _ = step(state, batch)
+    parameters, model_state = _trained(step, state)
     found = Values(
         initial=initial,
+        state=model_state,
         loss=jax.device_get(metrics["loss"]),
         grad_norm=jax.device_get(metrics["grad_norm"]),
         gradients=gradients,
-        parameters=step.in_layer_order(state.params),
+        parameters=parameters,
     )
     return found, copies(state.params)
+
+
+def _trained(step: TrainStep, state: TrainState) -> tuple[Any, Any]:
+    """Parameters, and all that no gradient reaches, layers first to last."""
+    apart = take_out(step.model, state)
+    return step.in_layer_order(apart.params), step.in_layer_order(apart.model_state)
 
 
 def _fitting(layout: Layout, num_devices: int) -> Layout:
@@ -253,11 +269,3 @@ def _first_devices(num_devices: int | None) -> list[jax.Device]:
             "or use fewer"
         )
     return devices[:num_devices]
-
-
-def _shape(batch: Arrays) -> tuple[int, int]:
-    if "tokens" not in batch or batch["tokens"].ndim != 2:
-        raise InputError(
-            "batch has no 'tokens' of (examples, seq); every model's batch has them"
-        )
-    return batch["tokens"].shape

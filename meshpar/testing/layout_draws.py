@@ -17,7 +17,7 @@ import optax
 
 from meshpar import MESH_AXES, Layout, Model, RuleError, make_train_step
 from meshpar.layout import BATCH_AXES, STAGE_REMATS
-from meshpar.schedules import CHUNKED
+from meshpar.schedules import SCHEDULES
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,7 @@ _SIZES = Draw((1, 2, 2, 2, 3, 4, 4, 5, 6, 7, 8))  # of an axis that is split: no
 DRAWS: dict[str, Draw] = {
     **dict.fromkeys(MESH_AXES, _SIZES),
     "microbatches": Draw((1, 1, 2, 3, 4, 5)),
-    "schedule": Draw(
-        (
-            *("1f1b", "gpipe", "interleaved_1f1b", "looped_bfs", "zero_bubble_h1"),
-            *("zero_bubble_h2", "zero_bubble_v", "v_half", "v_min", "dualpipe_v"),
-        ),
-        beside=("stage",),
-    ),
+    "schedule": Draw(tuple(SCHEDULES), beside=("stage",)),
     "chunks": Draw((1, 2), beside=("stage",)),  # of a schedule that has them
     "splits": Draw(((), "cost"), beside=("stage",)),  # or sizes for the layers
     "execution": Draw(("uniform", "divergent"), beside=("stage",)),
@@ -106,7 +100,11 @@ def _is_built(
     if name == "zero_axes":
         needed = dict.fromkeys(value or ("fsdp",), 2)
     if name == "chunks" and value != 1:
-        needed["schedule"] = next(iter(CHUNKED))
+        needed["schedule"] = next(
+            name for name, method in SCHEDULES.items() if method.num_chunks is None
+        )
+    if name == "schedule":
+        needed["chunks"] = SCHEDULES[value].default_chunks
     if value in STAGE_REMATS:
         needed["stage"] = 2
     layout = Layout(**{name: value}, **needed)
@@ -157,8 +155,9 @@ def draw_layout(
     for name, draw in DRAWS.items():
         if name not in MESH_AXES and draw.means_something(values):
             values[name] = pick(rng, built[name])
-    if values.get("schedule") not in CHUNKED:
-        values["chunks"] = 1
+    method = SCHEDULES[values.get("schedule", Layout().schedule)]
+    if not method.has_chunks(values.setdefault("chunks", 1)):
+        values["chunks"] = method.default_chunks
     if values.get("stage", 1) == 1 and values["remat"] in STAGE_REMATS:
         values["remat"] = "full"
     num_stages = values.get("stage", 1) * values["chunks"]

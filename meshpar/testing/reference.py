@@ -1,14 +1,14 @@
 """The single-device program: what every layout is compared with.
 
 Plain `jax.value_and_grad` of `model.contract.loss` and optax: no mesh, no rules, no
-`shard_map`, and none of the training step's code but the key of dropout, so that no
-error of it can cancel.
+`shard_map`, and none of the training step's code but the keys, so that no error of it
+can cancel. A model of Flax modules starts as Flax builds them, layer by layer.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,14 +16,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 
+from meshpar.model.building import is_mapped
 from meshpar.model.contract import Model
-from meshpar.model.parameter import Params
-from meshpar.model.scope import EXAMPLE, Batch, Scope
-from meshpar.model.single import loss
-from meshpar.parallel.placement import dropout_key
+from meshpar.model.parameter import Params, is_parameter
+from meshpar.model.scope import Scope
+from meshpar.model.single import loss_and_state
+from meshpar.model.values import ENDS, initial_key, initial_values
+from meshpar.parallel.mean_loss import random_key
+from meshpar.rules.sharding import path_name
 from meshpar.testing.batches import Arrays
 from meshpar.testing.bounds import rounding_chains
+
+Batch = Mapping[str, Any]
 
 NUM_STEPS = 3
 MOMENTUM = 0.9
@@ -36,11 +42,13 @@ class Values:
 
     Args:
         initial: Parameters before the first step.
+        state: The model's state after the last step.
         loss, grad_norm, gradients: Of the first step.
         parameters: After the last step.
     """
 
     initial: Params
+    state: Params
     loss: Any
     grad_norm: Any
     gradients: Params
@@ -89,23 +97,24 @@ def single_device(
     init, value_and_grad, update = _programs(
         model, tuple((compiler_options or {}).items())
     )
-    initial = jax.device_get(init(np.uint32(seed)))
-    first_loss, gradients = jax.device_get(
-        value_and_grad(initial, _indexed(batches[0]), np.uint32(seed), np.int32(0))
+    initial, state = init(np.uint32(seed))
+    (first_loss, state), gradients = value_and_grad(
+        initial, state, batches[0], np.uint32(seed), np.int32(0)
     )
-    norm = tree_norm(gradients)
+    norm = tree_norm(jax.device_get(gradients))
     rate = np.float32(_STEP_SHARE * tree_norm(initial) / norm if norm else 0.0)
     params, opt_state = update(initial, None, gradients, rate)
     for step, batch in enumerate(batches[1:], start=1):
-        _, later = value_and_grad(
-            params, _indexed(batch), np.uint32(seed), np.int32(step)
+        (_, state), later = value_and_grad(
+            params, state, batch, np.uint32(seed), np.int32(step)
         )
         params, opt_state = update(params, opt_state, later, rate)
     values = Values(
-        initial=initial,
-        loss=first_loss,
+        initial=jax.device_get(initial),
+        state=jax.device_get(state),
+        loss=jax.device_get(first_loss),
         grad_norm=norm,
-        gradients=gradients,
+        gradients=jax.device_get(gradients),
         parameters=jax.device_get(params),
     )
     return Reference(values=values, learning_rate=float(rate))
@@ -118,20 +127,21 @@ def bf16_chains(
 
     Counted in the single-device program with bf16 blocks.
     """
-    params = jax.eval_shape(model.init, 0)
+    params, state = jax.eval_shape(lambda: initial_values(model, 0))
 
-    def half_loss(params: Params, batch: Batch) -> jax.Array:
+    def half_loss(params: Params, state: Params, batch: Batch) -> jax.Array:
         half = jax.tree.map(lambda value: value.astype(jnp.bfloat16), params)
-        return _loss(model, half, batch, jnp.uint32(0), jnp.int32(0))
+        return _loss(model, half, state, batch, jnp.uint32(0), jnp.int32(0))[0]
 
-    program = jax.make_jaxpr(jax.value_and_grad(half_loss))(params, _indexed(batch))
+    program = jax.make_jaxpr(jax.value_and_grad(half_loss))(params, state, batch)
     of_loss, *of_gradients = rounding_chains(program, sum_parts=sum_parts)
     return of_loss, of_gradients
 
 
 def tree_norm(tree: Any) -> float:
     """Euclidean norm of all the values of a tree, summed in fp64."""
-    squares = (np.sum(np.square(leaf, dtype=np.float64)) for leaf in _leaves(tree))
+    leaves = (np.abs(leaf) for leaf in _leaves(tree))
+    squares = (np.sum(np.square(leaf, dtype=np.float64)) for leaf in leaves)
     return float(np.sqrt(sum(squares)))
 
 
@@ -146,20 +156,66 @@ def _programs(model: Model, compiler_options: tuple) -> tuple:
         updates, opt_state = optimizer.update(gradients, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
-    value_and_grad = jax.value_and_grad(functools.partial(_loss, model))
-    return jit(model.init), jit(value_and_grad), jit(update)
+    value_and_grad = jax.value_and_grad(functools.partial(_loss, model), has_aux=True)
+    init = functools.partial(_initial, model)
+    return jit(init), jit(value_and_grad), jit(update)
+
+
+def _initial(model: Model, seed: jax.Array) -> tuple[Params, Params]:
+    """Parameters and state; of modules, as Flax makes them."""
+    if not model.modules:
+        return initial_values(model, seed)
+    found = _arrays(model.modules[ENDS], initial_key(seed, ENDS))
+    for group in model.groups:
+        build = functools.partial(_arrays, model.modules[group.name])
+        layers = jnp.arange(group.num_layers)
+        keys = jax.vmap(lambda at, of=group.name: initial_key(seed, of, at))(layers)
+        # Compiled as the step's, so that LLVM contracts the same sums and products.
+        all_layers = jax.vmap if is_mapped(build, keys[0]) else _one_by_one
+        for path, stacked in all_layers(build)(keys).items():
+            found[f"{group.name}.{path}"] = stacked
+    return tuple(
+        jax.tree.map_with_path(
+            lambda path, _: found[path_name(path)], tree, is_leaf=is_parameter
+        )
+        for tree in (model.parameters, model.state)
+    )
+
+
+def _one_by_one(build: Callable[..., Any]) -> Callable[..., Any]:
+    return functools.partial(jax.lax.map, build)
+
+
+def _arrays(builder: Any, key: jax.Array) -> dict[str, jax.Array]:
+    """Path -> array of a module that Flax builds."""
+    with nnx.use_eager_sharding(False):
+        module = builder(nnx.Rngs(key))
+    found = {}
+    for path, node in nnx.iter_graph(module):
+        name = ".".join(map(str, path))
+        if isinstance(node, nnx.Variable):
+            found[name] = node.get_value()
+        elif isinstance(node, nnx.Pytree):
+            arrays = {k: v for k, v in vars(node).items() if isinstance(v, jax.Array)}
+            found |= {f"{name}.{k}" if name else k: v for k, v in arrays.items()}
+    return found
 
 
 def _loss(
-    model: Model, params: Params, batch: Batch, seed: jax.Array, step: jax.Array
-) -> jax.Array:
-    scope = Scope(batch=batch, dropout_key=dropout_key(seed, step))
-    return loss(model, params, batch, scope)
-
-
-def _indexed(batch: Arrays) -> Arrays:
+    model: Model,
+    params: Params,
+    state: Params,
+    batch: Batch,
+    seed: jax.Array,
+    step: jax.Array,
+) -> tuple[jax.Array, Params]:
     num_examples = len(next(iter(batch.values())))
-    return {EXAMPLE: np.arange(num_examples, dtype=np.uint32), **batch}
+    scope = Scope(
+        random=random_key(seed, step),
+        examples=jnp.arange(num_examples, dtype=jnp.uint32),
+        training=True,
+    )
+    return loss_and_state(model, params, batch, scope, state)
 
 
 def _leaves(tree: Any) -> list[np.ndarray]:

@@ -5,23 +5,27 @@ To a program they are part of the model's state, which no gradient reaches.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 
 from meshpar.model.contract import Model
 from meshpar.model.parameter import Params
 from meshpar.rules.sharding import insert, path_name
+from meshpar.train.state import TrainState
 
 
-def take_out(model: Model, params: Params, state: Params) -> tuple[Params, Params]:
-    """(Parameters and constants, other state) -> (parameters, all state)."""
-    trained, constants = _parted(params, set(model.constants))
-    return trained, merged(state, constants)
+def take_out(model: Model, state: TrainState) -> TrainState:
+    """A state with its constants among the model's state."""
+    trained, constants = _parted(state.params, set(model.constants))
+    others = merged(state.model_state, constants)
+    return replace(state, params=trained, model_state=others)
 
 
-def put_in(model: Model, params: Params, state: Params) -> tuple[Params, Params]:
-    """Undoes `take_out`; trees may be of anything, shapes and shardings too."""
-    others, constants = _parted(state, set(model.constants))
-    return merged(params, constants), others
+def put_in(model: Model, state: TrainState) -> TrainState:
+    """Undoes `take_out`; the arrays may be anything, shapes and shardings too."""
+    others, constants = _parted(state.model_state, set(model.constants))
+    return replace(state, params=merged(state.params, constants), model_state=others)
 
 
 def merged(one: Params, other: Params) -> Params:

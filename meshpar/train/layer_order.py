@@ -20,8 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshpar.model.contract import Model
 from meshpar.model.parameter import Parameter, is_parameter
 from meshpar.parallel.remat import HOST_MEMORY
-from meshpar.train.constants import put_in
-from meshpar.train.optimizer_state import kept_dims, map_states
+from meshpar.train.optimizer_state import map_states
 from meshpar.train.state import TrainState
 
 
@@ -56,16 +55,9 @@ def layer_orders(model: Model, state: TrainState) -> TrainState:
     """
     in_order = LayerOrder()
 
-    def follow(array: Any, param: Any, order: LayerOrder) -> LayerOrder:
-        has_layers = (kept_dims(array.shape, param.shape) or (None,))[0] == 0
-        return order if has_layers else in_order
-
-    params, model_state = put_in(
-        model,
-        *(
-            jax.tree.map(_order_of, tree, is_leaf=is_parameter)
-            for tree in (model.parameters, model.state)
-        ),
+    params, model_state = (
+        jax.tree.map(_order_of, tree, is_leaf=is_parameter)
+        for tree in (model.parameters, model.state)
     )
     return TrainState(
         step=in_order,
@@ -73,7 +65,12 @@ def layer_orders(model: Model, state: TrainState) -> TrainState:
         skipped=in_order,
         params=params,
         opt_state=map_states(
-            follow, lambda _: in_order, state.opt_state, state.params, params
+            # All that is a parameter's has a leading dim of the places of its layers.
+            lambda _, param, order: order,
+            lambda _: in_order,
+            state.opt_state,
+            state.params,
+            params,
         ),
         model_state=model_state,
     )

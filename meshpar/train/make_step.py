@@ -17,7 +17,6 @@ from meshpar.parallel.pipeline.schedule_choice import OwnSchedule
 from meshpar.parallel.remat import check_residual_names
 from meshpar.rules.presets import default_rules
 from meshpar.rules.rules import Rules
-from meshpar.train.optimizer_probe import refuse_dependence_on_places
 from meshpar.train.refusals import refuse, refuse_schedule
 from meshpar.train.step import TrainStep
 
@@ -40,10 +39,12 @@ def make_train_step(
 
     Args:
         model: A model under the contract (`meshpar.model.contract`).
-        optimizer: Any optax optimizer whose state keeps the parameters' tree. What it
-            holds of a parameter has its dims, all (Adam) or some of them (Adafactor),
-            and lies as they do. One that averages over a whole array, as Adafactor's
-            clipping by RMS does, is refused where uneven stages leave empty places.
+        optimizer: An optax optimizer. It sees each layer's parameters by themselves,
+            of the layer's own shape, whatever stacks them; what it holds of a parameter
+            has its dims, all (Adam) or some of them (Adafactor), and lies as they do.
+            It gets the loss as `value`, for `optax.contrib.reduce_on_plateau`. One that
+            raises on a layer's shapes, as it closes over a mask of all layers, is given
+            the stacked arrays where they hold the layers first to last.
         layout: The layout or its text form; a -1 absorbs the remaining devices.
         rules: Logical axis -> mesh axes; `default_rules(layout)` when absent.
         devices: Devices to use; all of JAX's by default.
@@ -65,10 +66,9 @@ def make_train_step(
             or `fsdp` for anything but the batch.
         InputError: The layout does not fit the devices, or asks for what is not built,
             or `max_grad_norm` is not positive, or the optimizer has large state of no
-            parameter (`optax.flatten`) while the layout splits states, or updates
-            layers differently where stages are padded or chunked, or `schedule` is
-            wrong (who waits for what, which work is missing or doubled) or made for
-            other sizes.
+            parameter while the layout splits states, or what it does to each layer
+            cannot be told (`optax.flatten`, noise), or `schedule` is wrong (who waits
+            for what, which work is missing or doubled) or made for other sizes.
 
     Example:
         >>> import jax.numpy as jnp, optax
@@ -92,7 +92,7 @@ def make_train_step(
     check_residual_names(model, layout.remat)
     rules = rules or default_rules(layout)
     refuse(layout, rules, mesh, gradient_dtype, max_grad_norm)
-    step = TrainStep(
+    return TrainStep(
         model=model,
         optimizer=optimizer,
         layout=layout,
@@ -104,8 +104,3 @@ def make_train_step(
         compiler_options=compiler_options,
         schedule=schedule,
     )
-    present = isinstance(mesh, Mesh)
-    refuse_dependence_on_places(
-        optimizer, step.model, layout, compiler_options if present else None
-    )
-    return step

@@ -18,17 +18,17 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.audit.block_trace import traced_workload
 from meshpar.audit.report import audit
+from meshpar.hardware.devices import DEVICES
 from meshpar.layout import STAGE_REMATS
 from meshpar.mesh import platform_of
+from meshpar.model.inputs import open_size
 from meshpar.model.parameter import is_parameter
 from meshpar.model.scope import Batch
 from meshpar.parallel.zero import Stored, is_stored
 from meshpar.planner.cost.memory import Memory, memory_of
 from meshpar.planner.cost.run import Run
-from meshpar.planner.machine.devices import DEVICES
+from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.machine.execution import MESHPAR
-from meshpar.planner.machine.hardware import Cluster
-from meshpar.planner.search.refusals import stage_blocks_of
 from meshpar.planner.workload.activations import kept_bytes, stage_input_bytes
 from meshpar.rules.rules import spec_axes
 from meshpar.schedules import tick_table
@@ -229,7 +229,8 @@ def _temporaries(step: TrainStep, run: Run, memory: Memory) -> list[Part]:
 def _planned(step: TrainStep, batch: Batch) -> Run:
     """The planner's view of the step's own model and layout."""
     layout = step.layout
-    global_batch, seq = next(iter(batch.values())).shape[:2]
+    global_batch = next(iter(batch.values())).shape[0]
+    seq = open_size(step.model.known_inputs, batch)
     workload = traced_workload(step.model_as_given, seq=seq, precision=layout.precision)
     held = tick_table(step.schedule).peak_in_flight if step.schedule else None
     return Run(
@@ -239,7 +240,7 @@ def _planned(step: TrainStep, batch: Batch) -> Run:
         execution=MESHPAR,
         global_batch=global_batch,
         seq=seq,
-        stage_blocks=stage_blocks_of(workload, layout),
+        stage_blocks=step.layers_of_stages or (workload.layers,),
         chunks_held=held,
     )
 

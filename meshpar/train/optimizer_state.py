@@ -8,7 +8,8 @@ path tells, not the kind of optimizer.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -45,11 +46,48 @@ def map_states(
     known = {tuple(path): (leaf, *rest) for (path, leaf), *rest in rows}
 
     def value(path: tuple, array: Any) -> Any:
-        tails = (tuple(path[start:]) for start in range(len(path)))
-        found = next((known[tail] for tail in tails if tail in known), None)
-        return of_other(array) if found is None else of_parameter(array, *found)
+        owner = path_of_owner(path, known)
+        if owner is None:
+            return of_other(array)
+        return of_parameter(array, *known[owner.path])
 
     return jax.tree.map_with_path(value, opt_state)
+
+
+@dataclass(frozen=True)
+class OwnedPath:
+    """A path of an optimizer's state, in three parts.
+
+    Args:
+        before: Where the tree lies in the state.
+        path: The parameter's own path, within that tree.
+        after: Which of several arrays of the parameter it is.
+    """
+
+    before: tuple
+    path: tuple
+    after: tuple
+
+
+def path_of_owner(path: Sequence[Any], known: Container[tuple]) -> OwnedPath | None:
+    """The parts of a state's path that holds a parameter's; None if it holds none.
+
+    Behind a parameter's path there may be places in a list or tuple, as SM3 keeps one
+    array for each dim.
+
+    Args:
+        path: Of an array of the state.
+        known: The parameters' paths.
+    """
+    end = len(path)
+    while True:
+        for start in range(end):
+            if tuple(path[start:end]) in known:
+                before, of_param, after = path[:start], path[start:end], path[end:]
+                return OwnedPath(tuple(before), tuple(of_param), tuple(after))
+        if not end or not isinstance(path[end - 1], jax.tree_util.SequenceKey):
+            return None
+        end -= 1
 
 
 def follow_sharding(array: Any, param: Any, sharding: NamedSharding) -> NamedSharding:
@@ -62,7 +100,7 @@ def follow_sharding(array: Any, param: Any, sharding: NamedSharding) -> NamedSha
         InputError: The state has dims that are not its parameter's.
     """
     dims = kept_dims(array.shape, param.shape)
-    if dims is None and math.prod(array.shape) > 1:
+    if dims is None:
         raise InputError(
             f"optimizer state of shape {array.shape} belongs to a parameter of shape "
             f"{param.shape}, so it cannot take that parameter's layout; use an "
@@ -70,7 +108,8 @@ def follow_sharding(array: Any, param: Any, sharding: NamedSharding) -> NamedSha
         )
     spec = sharding.spec
     return NamedSharding(
-        sharding.mesh, PartitionSpec(*(spec[dim] for dim in dims or ()))
+        sharding.mesh,
+        PartitionSpec(*(None if dim is None else spec[dim] for dim in dims)),
     )
 
 
@@ -107,19 +146,31 @@ def check_unowned(opt_state: Any, params: Any, of_states: Any) -> None:
 
 def kept_dims(
     shape: tuple[int, ...], of_param: tuple[int, ...]
-) -> tuple[int, ...] | None:
+) -> tuple[int | None, ...] | None:
     """The dims of a parameter that an array of its optimizer state has, in order.
+
+    A dim of size 1 that is none of them is None, such as of Adafactor's placeholders.
+
+    Returns:
+        A dim of the parameter, or None, for each dim of the array; None altogether
+        where a larger dim is not its parameter's.
 
     Example:
         >>> kept_dims((3, 128), (3, 256, 128))
         (0, 2)
-        >>> kept_dims((1,), (3, 256, 128)) is None
+        >>> kept_dims((3, 1), (3, 256, 128))
+        (0, None)
+        >>> kept_dims((2,), (3, 256, 128)) is None
         True
     """
-    dims: list[int] = []
+    dims: list[int | None] = []
+    start = 0
     for size in shape:
-        start = dims[-1] + 1 if dims else 0
-        if size not in of_param[start:]:
+        if size in of_param[start:]:
+            dims.append(of_param.index(size, start))
+            start = dims[-1] + 1
+        elif size == 1:
+            dims.append(None)
+        else:
             return None
-        dims.append(of_param.index(size, start))
     return tuple(dims)

@@ -52,7 +52,7 @@ def layout_refusals(layout: Layout) -> dict[str, str]:
             "pipeline stage, but stage=1; take remat=full, or give 'stage' a size"
         )
     names = layout.residual_names
-    if names is not None and names.offload and layout.is_pipelined:
+    if names is not None and names.offload and layout.runs_in_ticks:
         refusals["remat"] = (
             f"layout {str(layout)!r}: remat=offload is not supported where "
             "microbatches wait in slots on the device; write remat=save:..., or set "
@@ -169,7 +169,7 @@ def refuse_schedule(layout: Layout) -> None:
 def batch_refusal(
     layout: Layout,
     num_examples: int,
-    name: str = "tokens",
+    name: str = "",
     microbatches: int | None = None,
 ) -> str | None:
     """Why a global batch of that size does not suit a layout; None if it does.
@@ -180,8 +180,9 @@ def batch_refusal(
     if num_examples % (layout.batch_shards * microbatches) == 0:
         return None
     times = f" x microbatches={microbatches}"
+    what = f"batch[{name!r}]" if name else "the batch"
     return (
-        f"batch[{name!r}] has {num_examples} examples, which do not divide over "
+        f"{what} has {num_examples} examples, which do not divide over "
         f"{layout.batch_shards} devices of data={layout.data},fsdp={layout.fsdp}"
         f"{times if microbatches > 1 else ''}; pad with examples of weight 0, "
         "or change the global batch"
@@ -202,7 +203,7 @@ def _zero_refusals(layout: Layout) -> dict[str, str]:
             f"layout {text}: zero_axes={'/'.join(layout.zero_axes)} changes nothing "
             f"while {'zero=0' if layout.zero == 0 else f'{idle[0]}=1'}; leave it out"
         )
-    gathers = layout.zero == 3 and layout.is_pipelined and layout.batch_shards > 1
+    gathers = layout.zero == 3 and layout.runs_in_ticks and layout.batch_shards > 1
     if layout.fsdp_gather != _PLAIN.fsdp_gather and not gathers:
         refusals["fsdp_gather"] = (
             f"layout {text}: fsdp_gather={layout.fsdp_gather} changes nothing without "

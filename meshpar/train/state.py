@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.model.contract import Model
 from meshpar.model.parameter import Params
-from meshpar.model.values import initial_values
+from meshpar.model.values import Specs, initial_values
 from meshpar.parallel.remat import HOST_MEMORY
 from meshpar.train.optimizer_state import (
     check_unowned,
@@ -51,13 +51,14 @@ def initial_state(
     optimizer: optax.GradientTransformation,
     seed: jax.Array,
     param_dtype: str = "fp32",
+    specs: Specs | None = None,
 ) -> TrainState:
     """The state before the first step.
 
     Updates are made in fp32, so that is what optimizer state and master copy start in,
     whatever the dtype of a model's initial values.
     """
-    params, model_state = initial_values(model, seed)
+    params, model_state = initial_values(model, seed, specs)
     values = jax.tree.map(in_full, params)
     return TrainState(
         step=jnp.zeros((), jnp.int32),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
@@ -31,6 +30,7 @@ from meshpar.rules.sharding import born_sharded, path_name
 from meshpar.train.constants import put_in, take_out
 from meshpar.train.gradient_program import GradientProgram
 from meshpar.train.layer_order import layer_orders
+from meshpar.train.optimizer.by_layer import by_layer
 from meshpar.train.refusals import batch_refusal
 from meshpar.train.state import TrainState, initial_state, state_shardings
 from meshpar.train.update import Update
@@ -68,13 +68,16 @@ class TrainStep:
         schedule: OwnSchedule | None,
     ) -> None:
         self.model_as_given = model
-        pipeline = pipeline_of(model, layout, schedule) if layout.is_pipelined else None
+        pipeline = (
+            pipeline_of(model, layout, schedule) if layout.runs_in_ticks else None
+        )
         self.schedule = pipeline.schedule if pipeline else None
         self.layers_of_stages = pipeline.layers_of_stages if pipeline else None
         model = pipeline.model if pipeline else model
         self.model, self.layout, self.rules, self.mesh = model, layout, rules, mesh
         self.platform = platform
-        self._optimizer, self._max_grad_norm = optimizer, max_grad_norm
+        self._optimizer_as_given, self._max_grad_norm = optimizer, max_grad_norm
+        self._optimizer = by_layer(optimizer, model, layout)
         self._gradient_dtype = gradient_dtype
         placement = self.placement = Placement(
             model=model,
@@ -89,16 +92,19 @@ class TrainStep:
             if pipeline
             else LocalProgram(placement=placement)
         )
-        self.state_shapes = jax.eval_shape(lambda: self._first_state(jnp.uint32(0)))
-        self.layer_orders = layer_orders(model, self.state_shapes)
+        apart = jax.eval_shape(lambda: self._first_state(jnp.uint32(0)))
+        self.state_shapes = put_in(model, apart)
+        self.layer_orders = put_in(model, layer_orders(model, apart))
         at_rest, of_states, of_model = self._shardings()
-        params, model_state = put_in(model, at_rest, of_model)
-        self.shardings = state_shardings(
-            self.state_shapes, params, of_states, model_state, layout.optimizer_memory
+        self.shardings = put_in(
+            model,
+            state_shardings(
+                apart, at_rest, of_states, of_model, layout.optimizer_memory
+            ),
         )
         self._apply_gradients = Update(
             placement=placement,
-            optimizer=optimizer,
+            optimizer=self._optimizer,
             max_grad_norm=max_grad_norm,
             of_states=of_states,
         )
@@ -115,7 +121,7 @@ class TrainStep:
             compiler_options: XLA's.
         """
         self._init = born_sharded(
-            self._first_state,
+            self._born,
             self.shardings,
             compiler_options=compiler_options,
         )
@@ -127,23 +133,21 @@ class TrainStep:
             donate_argnums=0,
         )
         self._step = jit(self._update, **self._update_layout)
-        of = self.shardings
-        inputs = (of.params, of.model_state, self.batch_sharding, None, None)
         self._gradients_layout = dict(
-            in_shardings=inputs,
+            in_shardings=self._update_layout["in_shardings"],
             out_shardings=(metrics_sharding, metrics_sharding, of_states),
         )
         self._gradients = jit(self._loss_and_gradients, **self._gradients_layout)
-        self._evaluate = jit(
-            self._taking_constants_out(self._program.loss_sums),
-            in_shardings=inputs,
-            out_shardings=metrics_sharding,
-        )
-        self._logits = jit(
-            self._taking_constants_out(self._program.logits),
-            in_shardings=inputs,
-            out_shardings=self.batch_sharding,
-        )
+
+        def evaluated(program: Callable[..., Any], sharding: NamedSharding) -> Any:
+            return jit(
+                lambda state, batch: program(*self._given(state, batch)),
+                in_shardings=self._update_layout["in_shardings"],
+                out_shardings=sharding,
+            )
+
+        self._evaluate = evaluated(self._program.loss_sums, metrics_sharding)
+        self._logits = evaluated(self._program.logits, self.batch_sharding)
 
     def init(self, seed: int) -> TrainState:
         """The first state, a function of `seed` alone; arrays are born in shards.
@@ -187,7 +191,7 @@ class TrainStep:
         for research code, and for comparing layouts.
         """
         with jax.set_mesh(self.mesh):
-            loss, _, gradients = self._gradients(*self._given(state, self.place(batch)))
+            loss, _, gradients = self._gradients(state, self.place(batch))
         return loss, gradients
 
     def in_layer_order(self, tree: Any) -> Any:
@@ -206,7 +210,7 @@ class TrainStep:
     def evaluate(self, state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """Summed loss and weights of a batch, without dropout and auxiliary losses."""
         with jax.set_mesh(self.mesh):
-            return self._evaluate(*self._given(state, self.place(batch)))
+            return self._evaluate(state, self.place(batch))
 
     def logits(self, state: TrainState, batch: Batch | jax.Array) -> Any:
         """What the model's `logits` gives, such as fp32 (batch, seq, vocab).
@@ -223,8 +227,7 @@ class TrainStep:
         if not isinstance(batch, Mapping):
             batch = {next(iter(self.model.known_inputs), "tokens"): batch}
         with jax.set_mesh(self.mesh):
-            placed = self._placed(batch, 1, partly=True)
-            return self._logits(*self._given(state, placed))
+            return self._logits(state, self._placed(batch, 1, partly=True))
 
     def compile(self, batch: Batch) -> jax.stages.Compiled:
         """The compiled step for a batch's shapes; arrays or `jax.ShapeDtypeStruct`s."""
@@ -256,7 +259,6 @@ class TrainStep:
         given: tuple[Any, ...] = (state, batch)
         if gradients_only:
             function = jax.jit(step._loss_and_gradients, **step._gradients_layout)
-            given = step._given(state, batch)
         return Subject(
             function=function,
             arguments=given,
@@ -304,7 +306,7 @@ class TrainStep:
     def _without_devices(self, platform: str) -> TrainStep:
         return TrainStep(
             model=self.model_as_given,
-            optimizer=self._optimizer,
+            optimizer=self._optimizer_as_given,
             layout=self.layout,
             rules=self.rules,
             mesh=absent_mesh(self.layout),
@@ -330,38 +332,33 @@ class TrainStep:
         self.check_batch(num_examples, next(iter(batch)), microbatches)
 
     def _update(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        params, model_state = take_out(self.model, state.params, state.model_state)
-        loss, more, gradients, new_state = self._program.loss_and_gradients(
-            params, model_state, batch, state.step, state.seed
+        apart = take_out(self.model, state)
+        loss, more, gradients, model_state = self._program.loss_and_gradients(
+            apart.params, apart.model_state, batch, state.step, state.seed
         )
-        apart = replace(state, params=params, model_state=model_state)
-        apart, norm = self._apply_gradients(apart, loss, gradients, new_state)
-        params, model_state = put_in(self.model, apart.params, apart.model_state)
-        state = replace(apart, params=params, model_state=model_state)
+        apart, norm = self._apply_gradients(apart, loss, gradients, model_state)
+        state = put_in(self.model, apart)
         metrics = {"loss": loss, "grad_norm": norm, **more}
         return state, {**metrics, "skipped": state.skipped}
 
-    def _loss_and_gradients(self, *given: Any) -> tuple:
-        """Loss, more metrics and gradients of what `_given` gives."""
-        program = self._taking_constants_out(self._program.loss_and_gradients)
-        return program(*given)[:3]
-
-    def _taking_constants_out(self, program: Callable[..., Any]) -> Callable[..., Any]:
-        """A program of (params, model state, ...) with constants among the params."""
-
-        def run(params: Params, model_state: Params, *more: Any) -> Any:
-            return program(*take_out(self.model, params, model_state), *more)
-
-        return run
+    def _loss_and_gradients(self, state: TrainState, batch: Batch) -> tuple:
+        """Loss, more metrics and gradients."""
+        return self._program.loss_and_gradients(*self._given(state, batch))[:3]
 
     def _given(self, state: TrainState, batch: Batch) -> tuple[Any, ...]:
-        return state.params, state.model_state, batch, state.step, state.seed
+        """What a program takes."""
+        apart = take_out(self.model, state)
+        return apart.params, apart.model_state, batch, state.step, state.seed
 
-    def _first_state(self, seed: jax.Array) -> TrainState:
+    def _first_state(self, seed: jax.Array, *, specs: Any = None) -> TrainState:
         param_dtype = self.layout.param_dtype
-        state = initial_state(self.model, self._optimizer, seed, param_dtype)
-        params, model_state = put_in(self.model, state.params, state.model_state)
-        return replace(state, params=params, model_state=model_state)
+        return initial_state(self.model, self._optimizer, seed, param_dtype, specs)
+
+    def _born(self, seed: jax.Array) -> TrainState:
+        """The first state, each device making its own part."""
+        placement = self.placement
+        specs = placement.specs(attrgetter("state_spec")), placement.model_state_specs
+        return put_in(self.model, self._first_state(seed, specs=specs))
 
     def _shardings(self) -> tuple[Params, Params, Params]:
         """The sharding of every parameter at rest, of its states, of model state."""

@@ -34,13 +34,13 @@ class Update:
 
     Args:
         placement: Where parameters, gradients and states lie.
-        optimizer: What updates the parameters.
+        optimizer: What updates the stacked parameters (`optimizer.by_layer`).
         max_grad_norm: Gradients are scaled down to this global norm; None for none.
         of_states: Sharding of each parameter's gradient and optimizer state.
     """
 
     placement: Placement
-    optimizer: optax.GradientTransformation
+    optimizer: optax.GradientTransformationExtraArgs
     max_grad_norm: float | None
     of_states: Any
 
@@ -63,7 +63,9 @@ class Update:
             master_values(state.params, state.opt_state),
             self.of_states,
         )
-        new_values, new_opt_state = self._updated(values, gradients, state.opt_state)
+        new_values, new_opt_state = self._updated(
+            values, gradients, state.opt_state, loss
+        )
         keep = lambda new, old: jnp.where(finite, new, old)  # noqa: E731
         new_state = dataclasses.replace(
             state,
@@ -81,11 +83,13 @@ class Update:
         moved = jax.device_put(state.opt_state, jax.memory.Space.Device)
         return dataclasses.replace(state, opt_state=moved)
 
-    def _updated(self, values: Any, gradients: Any, opt_state: Any) -> tuple[Any, Any]:
+    def _updated(
+        self, values: Any, gradients: Any, opt_state: Any, loss: jax.Array
+    ) -> tuple[Any, Any]:
         gradients = jax.tree.map(in_full, gradients)
         with asked("optimizer"):
             updates, inner = self.optimizer.update(
-                gradients, inner_state(opt_state), values
+                gradients, inner_state(opt_state), values, value=loss
             )
         values = optax.apply_updates(values, updates)
         return values, with_inner(opt_state, values, inner)

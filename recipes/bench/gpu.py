@@ -27,7 +27,7 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
-from meshpar.planner.machine.devices import device_of_kind
+from meshpar.hardware.devices import device_of_kind
 from models.presets import PRESETS
 from recipes.bench.gpu_contestants import MEASURES, Measured, Shape, bf16_agrees
 

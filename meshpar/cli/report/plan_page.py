@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from meshpar.cli.report.page import heading, page, paragraph, table
 from meshpar.cli.report.scatter import Points, scatter
 from meshpar.planner.cost.estimate import Estimate, gigabytes, milliseconds
-from meshpar.planner.cost.explain import explain
+from meshpar.planner.cost.in_words import estimate_in_words
 from meshpar.planner.search.search import SearchResult
 from meshpar.planner.search.sensitivity import sensitivities
 
@@ -34,7 +34,7 @@ def plan_page(found: SearchResult, confirmed: Sequence[Confirmed] = ()) -> str:
         _plot(found),
         _plans(found.front),
         heading("The first plan"),
-        *(paragraph(line.strip()) for line in explain(best)),
+        *(paragraph(line.strip()) for line in estimate_in_words(best)),
         *(paragraph(change.text) for change in sensitivities(best)),
         heading("Rejected, such as"),
         table(

@@ -133,7 +133,7 @@ class Microbatches:
         return self._shares(len(self._streams) - 1, stage=last, of_embed=False)
 
     def _work(self, head: Callable[..., tuple], sums: Any) -> Work:
-        stages = self._stages
+        specs, stages = self._specs, self._stages
         payload = stages.payload(0, self._streams[0], of=self._streams)
         first = jnp.asarray(0)
         _, (auxiliary, statistics) = jax.eval_shape(
@@ -147,7 +147,7 @@ class Microbatches:
             embed_gradient=self._embed_gradient,
             head=head,
             payload=payload,
-            specs=stages.payload(0, self._specs[0], of=self._specs),
+            specs=stages.payload(0, specs[0], of=specs),
             gradients=self.gradients,
             end_gradients=self.end_gradients,
             loss_sums=sums,

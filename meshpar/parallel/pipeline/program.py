@@ -29,12 +29,11 @@ from meshpar.parallel.pipeline.stages import (
     arrangement,
     cut,
     merge,
-    split_by_cost,
-    stage_sizes,
 )
 from meshpar.parallel.placement import BATCH, REPLICATED, Placement
 from meshpar.parallel.program import Found
 from meshpar.schedules import Schedule, tick_table
+from meshpar.schedules.stage_splits import split_by_cost, stage_sizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,8 +221,7 @@ def layers_of_stages(model: Model, layout: Layout) -> tuple[int, ...]:
     even = stage_sizes(model.num_layers, layout.stage, layout.chunks)
     if layout.splits != BY_COST:
         return stage_sizes(model.num_layers, layout.stage, layout.chunks, layout.splits)
-    costs = _costs(model)
-    return split_by_cost(costs, len(even), empty_cost=sum(costs) / len(costs))
+    return split_by_cost(_costs(model), len(even))
 
 
 def with_costs(model: Model, costs: Sequence[float], layout: Layout) -> Model:
@@ -256,7 +254,7 @@ def arranged_for(model: Model, layout: Layout) -> Model:
     Raises:
         InputError: As for `pipeline_of`.
     """
-    return pipeline_of(model, layout).model if layout.is_pipelined else model
+    return pipeline_of(model, layout).model if layout.runs_in_ticks else model
 
 
 def _costs(model: Model) -> tuple[float, ...]:

@@ -217,8 +217,8 @@ class RankStages:
         entered, residuals = previous, None
         if self.enters[group] is not None:
             enter = self.enters[group]
-            entered, residuals, _ = vjp_without(
-                lambda weights, y: (enter(weights, y, known), ()),
+            entered, residuals = vjp_without(
+                lambda weights, y: enter(weights, y, known),
                 (self.weights, previous),
                 known=(self.weights, known),
             )

@@ -17,6 +17,7 @@ from meshpar.schedules import (
     make_schedule,
     read_csv,
     schedule_of,
+    step_refusal,
 )
 
 OwnSchedule: TypeAlias = Schedule | Sequence[Sequence[Action | str]] | Path | str
@@ -47,6 +48,9 @@ def chosen_schedule(
     if isinstance(given, str) and not given.endswith(".csv"):
         if given not in SCHEDULES and Path(given).exists():
             raise InputError(f"schedule file {given!r}: end its name in .csv")
+        refused = step_refusal(given)
+        if refused is not None:
+            raise InputError(refused)
         return make_schedule(given, num_ranks, num_microbatches, chunks)
     schedule = own_schedule(given)
     check_size(

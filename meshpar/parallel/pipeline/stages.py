@@ -10,7 +10,6 @@ import jax
 import numpy as np
 from jax import lax
 
-from meshpar.errors import InputError
 from meshpar.model.contract import Model
 from meshpar.model.parameter import flat
 from meshpar.rules.sharding import path_name
@@ -69,112 +68,6 @@ class Arrangement:
             for at in range(len(self.layers))
             if at in (0, last) or self.ends(at).any()
         )
-
-
-def split_evenly(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Layers of each stage, the longer stages first.
-
-    Example:
-        >>> split_evenly(30, 4)
-        (8, 8, 7, 7)
-    """
-    shorter, longer = divmod(num_layers, num_stages)
-    return (shorter + 1,) * longer + (shorter,) * (num_stages - longer)
-
-
-def split_by_cost(
-    costs: Sequence[float], num_stages: int, *, empty_cost: float = 0.0
-) -> tuple[int, ...]:
-    """Layers of each stage so that the costliest stage costs least.
-
-    In lock step all ranks run as many places as the longest stage has layers; what a
-    place without a layer costs is `empty_cost`.
-
-    Args:
-        costs: Of each layer, in any unit.
-        num_stages: Stages, none of them empty.
-        empty_cost: Of a place without a layer.
-
-    Example:
-        >>> split_by_cost([3, 1, 1, 1], 2), split_by_cost([3, 1, 1, 1], 2, empty_cost=1)
-        ((1, 3), (2, 2))
-    """
-    best_cost, best_sizes = np.inf, ()
-    for most in range(-(-len(costs) // num_stages), len(costs) - num_stages + 2):
-        cost, sizes = _split(costs, num_stages, most, empty_cost)
-        if cost < best_cost:
-            best_cost, best_sizes = cost, sizes
-        num_empty = num_stages * (most + 1) - len(costs)
-        if (sum(costs) + num_empty * empty_cost) / num_stages >= best_cost:
-            break  # longer stages cost as much on average
-    return best_sizes
-
-
-def _split(
-    costs: Sequence[float], num_stages: int, most: int, empty_cost: float
-) -> tuple[float, tuple[int, ...]]:
-    """The least cost of the costliest stage of at most `most` layers, and the sizes."""
-    sums = np.concatenate([[0.0], np.cumsum(costs)])
-    num_layers = len(costs)
-    # best[k, n]: the least possible cost of the costliest of k stages of n layers.
-    best = np.full((num_stages + 1, num_layers + 1), np.inf)
-    cut = np.zeros((num_stages + 1, num_layers + 1), int)
-    best[0, 0] = 0.0
-    for stage in range(1, num_stages + 1):
-        for stop in range(stage, num_layers + 1):
-            starts = np.arange(max(stage - 1, stop - most), stop)
-            empty = empty_cost * (most - (stop - starts))
-            own = sums[stop] - sums[starts] + empty
-            worst = np.maximum(best[stage - 1, starts], own)
-            at = int(np.argmin(worst))
-            best[stage, stop], cut[stage, stop] = worst[at], starts[at]
-    sizes, stop = [], num_layers
-    for stage in range(num_stages, 0, -1):
-        sizes.append(stop - int(cut[stage, stop]))
-        stop = int(cut[stage, stop])
-    return float(best[num_stages, num_layers]), tuple(reversed(sizes))
-
-
-def stage_sizes(
-    num_layers: int, num_ranks: int, chunks: int = 1, splits: Sequence[int] = ()
-) -> tuple[int, ...]:
-    """Layers of each stage, first to last.
-
-    Args:
-        num_layers: Layers of all stages.
-        num_ranks: Ranks of the pipeline.
-        chunks: Stages of each.
-        splits: Layers of each stage; as even as possible when absent.
-
-    Raises:
-        InputError: More stages than layers, or splits that are not the stages', are no
-            whole numbers or do not add up to the layers.
-    """
-    num_stages = num_ranks * chunks
-    if num_stages > num_layers:
-        raise InputError(
-            f"stage={num_ranks} x chunks={chunks} are {num_stages} stages, but the "
-            f"model has {num_layers} layers; take fewer stages or chunks"
-        )
-    if not splits:
-        return split_evenly(num_layers, num_stages)
-    shown = "/".join(map(str, splits))
-    if not all(isinstance(size, int | np.integer) for size in splits):
-        raise InputError(
-            f"splits={shown} has sizes that are no whole numbers; give the layers of "
-            "each stage as such"
-        )
-    if len(splits) != num_stages:
-        raise InputError(
-            f"splits={shown} has {len(splits)} sizes for {num_stages} stages; "
-            "give one for each stage, first to last"
-        )
-    if min(splits) < 1 or sum(splits) != num_layers:
-        raise InputError(
-            f"splits={shown} has {sum(splits)} layers in all, but the model has "
-            f"{num_layers}; make them add up, at least 1 each"
-        )
-    return tuple(splits)
 
 
 def arrangement(

@@ -22,13 +22,7 @@ from meshpar.parallel.pipeline.float_leaves import differentiable
 from meshpar.parallel.pipeline.microbatches import Microbatches
 from meshpar.parallel.pipeline.own_derivative import Gradients, with_own_derivative
 from meshpar.parallel.pipeline.schedule_choice import OwnSchedule, chosen_schedule
-from meshpar.parallel.pipeline.stages import (
-    Arrangement,
-    arrangement,
-    cut,
-    merge,
-    stage_sizes,
-)
+from meshpar.parallel.pipeline.stages import Arrangement, arrangement, cut, merge
 from meshpar.parallel.pipeline.user_arguments import (
     batch_axes,
     check_batch,
@@ -42,6 +36,7 @@ from meshpar.parallel.pipeline.user_arguments import (
 from meshpar.parallel.pipeline.user_functions import UserFunctions
 from meshpar.parallel.zero import Stored
 from meshpar.schedules import tick_table
+from meshpar.schedules.stage_splits import stage_sizes
 
 _REMATS = tuple(name for name in REMATS if name != "selective")
 """Of `Layout`, without what needs residuals to be named with `Scope.save`."""
@@ -83,7 +78,7 @@ def pipeline_value_and_grad(
             batch. GSPMD partitions over all others, such as `tensor`. All are `Auto`.
         num_microbatches: Parts that each device's share of the batch runs in.
         embed: `(end_params, inputs) -> x`; without it the inputs are x, one array.
-        schedule: A name (`1f1b`, `gpipe`, `interleaved_1f1b`, `looped_bfs`), a
+        schedule: A name in `meshpar.schedules.SCHEDULES`, a
             `meshpar.schedules.Schedule`, one order a rank, or a CSV file.
         chunks: Stages of one rank.
         splits: Layers of each stage; as even as possible when absent.

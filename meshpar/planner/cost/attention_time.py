@@ -1,9 +1,7 @@
-"""Time of attention: scores, softmax, mixed values, and its `context` traffic."""
+"""Time of attention: scores, softmax, mixed values; what `context` sends left out."""
 
 from __future__ import annotations
 
-from meshpar.planner.cost.context_traffic import context_traffic
-from meshpar.planner.cost.cost import Cost, waiting
 from meshpar.planner.cost.kernel_time import fused_attention_s, memory_s
 from meshpar.planner.cost.run import Run
 
@@ -12,23 +10,19 @@ _BACKWARD_MATMULS = 2.5
 _FP32_BYTES = 4
 
 
-def attention_forward(run: Run) -> Cost:
+def attention_forward_s(run: Run) -> float:
     """Scores to mixed values of one microbatch."""
     if run.fused_attention:
-        own_s = _fused_s(run)
-        return Cost(own_s) + _context_exposed(run, own_s, forward=True)
-    own_s = _matmuls_s(run) + memory_s(run, _scores(run) * _forward_score_bytes(run))
-    return Cost(own_s) + _context_exposed(run, own_s, forward=True)
+        return _fused_s(run)
+    return _matmuls_s(run) + memory_s(run, _scores(run) * _forward_score_bytes(run))
 
 
-def attention_backward(run: Run) -> Cost:
+def attention_backward_s(run: Run) -> float:
     """Gradients of queries, keys and values."""
     if run.fused_attention:
-        own_s = _fused_s(run) * _BACKWARD_MATMULS
-        return Cost(own_s) + _context_exposed(run, own_s, forward=False)
+        return _fused_s(run) * _BACKWARD_MATMULS
     scores_s = memory_s(run, _scores(run) * _backward_score_bytes(run))
-    own_s = 2 * _matmuls_s(run) + scores_s
-    return Cost(own_s) + _context_exposed(run, own_s, forward=False)
+    return 2 * _matmuls_s(run) + scores_s
 
 
 def _forward_score_bytes(run: Run) -> float:
@@ -52,16 +46,6 @@ def _backward_score_bytes(run: Run) -> float:
     # Read by three matmuls, written by one, three times by the softmax's derivative,
     # twice by dropout's, with its mask.
     return (7 + 2 * masked) * run.dtype_bytes + masked
-
-
-def _context_exposed(run: Run, attention_s: float, *, forward: bool) -> Cost:
-    """What `context` adds; in a ring one part moves while another is attended to."""
-    if run.layout.context == 1:
-        return Cost()
-    traffic = context_traffic(run)
-    passes = 1 if forward else traffic.backward_passes
-    hidden_s = attention_s if run.layout.attention == "ring" else 0.0
-    return waiting("context", passes * traffic.seconds, hidden_s=hidden_s)
 
 
 def _flops(run: Run) -> float:

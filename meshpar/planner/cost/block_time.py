@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshpar.planner.cost.attention_time import attention_backward, attention_forward
+from meshpar.planner.cost.attention_time import (
+    attention_backward_s,
+    attention_forward_s,
+)
 from meshpar.planner.cost.cost import HOST, Cost, waiting
 from meshpar.planner.cost.kernel_time import host_s, matmul_s, memory_s
+from meshpar.planner.cost.parameters import block_parameters
 from meshpar.planner.cost.run import Run
-from meshpar.planner.machine.collective_cost import (
-    all_gather_s,
-    all_reduce_s,
-    all_to_all_s,
-    reduce_scatter_s,
-)
+from meshpar.planner.cost.traffic import block_rows
+from meshpar.planner.cost.traffic_row import ATTENTION, ATTENTION_AGAIN, HALVES, of_pass
+from meshpar.planner.cost.traffic_time import exposed
 from meshpar.planner.machine.execution import Execution
 from meshpar.planner.workload.activations import kept_bytes, offloaded_bytes
 from meshpar.planner.workload.recomputation import Again, recomputation
@@ -56,14 +57,18 @@ class _Linears:
 
 def block_time(run: Run, *, moe: bool) -> BlockTime:
     """The costs of a block with or without routed experts."""
-    attention, mlp = _attention_linears(run), _mlp_linears(run, moe)
-    halves = (attention, mlp)
-    forward = _forward(run, halves, moe)
-    again = recomputation(run, moe=moe)
-    input_grad = _input_grad(run, halves, moe) + _recomputed(run, halves, moe, again)
+    halves = (_attention_linears(run), _mlp_linears(run, moe))
+    again, rows = recomputation(run, moe=moe), block_rows(run, moe=moe)
+    elementwise_s, stacked_s = _elementwise_s(run, moe), _stacked_s(run, moe)
+    there_s, back_s = attention_forward_s(run), attention_backward_s(run)
+    forward = Cost(_linears_s(run, halves) + elementwise_s + there_s + stacked_s)
+    forward += exposed(run, of_pass(rows, "forward"), {ATTENTION: there_s})
+    again_s = _again_s(run, halves, again, elementwise_s, there_s)
+    input_grad = Cost(_input_grad_s(run, halves, moe) + back_s + again_s + stacked_s)
+    beside = {ATTENTION: back_s, ATTENTION_AGAIN: there_s * again.attention}
+    beside |= _beside_tensor(run, halves)
+    input_grad += exposed(run, of_pass(rows, "backward"), beside)
     weight_grad = _weight_grad(run, halves, moe)
-    stacked = Cost(_stacked_s(run, moe))
-    forward, input_grad = forward + stacked, input_grad + stacked
     backward_s = input_grad.compute_s + weight_grad.compute_s
     moved_s = host_s(run, offloaded_bytes(run, moe=moe))
     forward += waiting(HOST, moved_s, hidden_s=forward.compute_s)
@@ -134,29 +139,62 @@ def _traced_linears(run: Run) -> _Linears:
     )
 
 
-def _linears_s(run: Run, linears: tuple) -> float:
+def _linears_s(run: Run, halves: tuple[_Linears, ...]) -> float:
+    return sum(_matmuls_s(run, half.columns + half.rows) for half in halves)
+
+
+def _matmuls_s(run: Run, linears: tuple) -> float:
     return sum(
         matmul_s(run, rows, inner, columns, count=count)
         for rows, inner, columns, count in linears
     )
 
 
-def _forward(run: Run, halves: tuple[_Linears, ...], moe: bool) -> Cost:
-    linears_s = sum(_linears_s(run, half.columns + half.rows) for half in halves)
-    elementwise_s = memory_s(run, _forward_bytes(run, moe))
-    cost = Cost(linears_s + elementwise_s) + attention_forward(run)
-    return cost + _tensor_forward(run) + _expert_exchange(run, moe)
+def _elementwise_s(run: Run, moe: bool) -> float:
+    return memory_s(run, _forward_bytes(run, moe))
 
 
-def _input_grad(run: Run, halves: tuple[_Linears, ...], moe: bool) -> Cost:
-    linears_s = sum(_linears_s(run, half.columns + half.rows) for half in halves)
-    elementwise_s = memory_s(run, _backward_bytes(run, moe))
-    cost = Cost(linears_s + elementwise_s) + attention_backward(run)
-    hidden_s = [
-        sum(matmul_s(run, i, r, c, count=n) for r, i, c, n in half.columns)
-        for half in halves
-    ]
-    return cost + _tensor_backward(run, hidden_s) + _expert_exchange(run, moe)
+def _input_grad_s(run: Run, halves: tuple[_Linears, ...], moe: bool) -> float:
+    """Without attention's."""
+    return _linears_s(run, halves) + memory_s(run, _backward_bytes(run, moe))
+
+
+def _again_s(
+    run: Run,
+    halves: tuple[_Linears, ...],
+    again: Again,
+    elementwise_s: float,
+    attention_s: float,
+) -> float:
+    """What the backward computes again under the remat policy."""
+    attention, mlp = halves
+    linears_s = sum(
+        times * _matmuls_s(run, linears)
+        for times, linears in (
+            (again.qkv, attention.columns),
+            (again.out, attention.rows),
+            (again.up, mlp.columns),
+            (again.down, mlp.rows),
+        )
+    )
+    return linears_s + again.elementwise * elementwise_s + again.attention * attention_s
+
+
+def _beside_tensor(run: Run, halves: tuple[_Linears, ...]) -> dict[str, float]:
+    """The matmuls of a backward that collectives over `tensor` run beside.
+
+    Those for a half's inputs take as long as those for its weights.
+    """
+    if not run.execution.tensor_overlap:
+        return {}
+    return {
+        f"{name} {gradients}": sum(
+            matmul_s(run, inner, rows, columns, count=count)
+            for rows, inner, columns, count in half.columns
+        )
+        for name, half in zip(HALVES, halves, strict=True)
+        for gradients in ("inputs", "weights")
+    }
 
 
 def _weight_grad(run: Run, halves: tuple[_Linears, ...], moe: bool) -> Cost:
@@ -177,37 +215,6 @@ def accumulated_s(run: Run, parameters: float) -> float:
     return memory_s(run, parameters * max(0, each))
 
 
-def _recomputed(
-    run: Run, halves: tuple[_Linears, ...], moe: bool, again: Again
-) -> Cost:
-    """What the backward computes again under the remat policy."""
-    attention, mlp = halves
-    linears_s = sum(
-        times * _linears_s(run, linears)
-        for times, linears in (
-            (again.qkv, attention.columns),
-            (again.out, attention.rows),
-            (again.up, mlp.columns),
-            (again.down, mlp.rows),
-        )
-    )
-    cost = Cost(linears_s + again.elementwise * memory_s(run, _forward_bytes(run, moe)))
-    cost += attention_forward(run) * again.attention + _tensor_again(run, again)
-    return cost + _expert_exchange(run, moe) * again.exchanges
-
-
-def _tensor_again(run: Run, again: Again) -> Cost:
-    link, tensor = run.link("tensor"), run.layout.tensor
-    if tensor == 1:
-        return Cost()
-    if not run.layout.sequence_parallel:
-        sum_s = all_reduce_s(run.residual_bytes, tensor, link)
-        return waiting("tensor", again.sums * sum_s)
-    gather_s = all_gather_s(run.residual_bytes, tensor, link)
-    scatter_s = reduce_scatter_s(run.residual_bytes, tensor, link)
-    return waiting("tensor", again.sums * scatter_s + again.gathers * gather_s)
-
-
 def _stacked_s(run: Run, moe: bool) -> float:
     """Time to put what a block keeps on its stack, or to take it from there.
 
@@ -216,7 +223,7 @@ def _stacked_s(run: Run, moe: bool) -> float:
     """
     if run.execution.eager:
         return 0.0
-    copies = 2 if run.layout.is_pipelined else 1
+    copies = 2 if run.layout.runs_in_ticks else 1
     return memory_s(run, 2 * copies * kept_bytes(run, moe=moe))
 
 
@@ -277,56 +284,3 @@ def _routed_bytes(run: Run, moe: bool) -> float:
     if not moe:
         return 0.0
     return 4 * run.workload.top_k * run.workload.hidden * run.dtype_bytes
-
-
-def _tensor_forward(run: Run) -> Cost:
-    """Two sums over `tensor`: of attention, of the MLP."""
-    link, tensor = run.link("tensor"), run.layout.tensor
-    if run.layout.sequence_parallel:
-        one_s = all_gather_s(run.residual_bytes, tensor, link)
-        one_s += reduce_scatter_s(run.residual_bytes, tensor, link)
-    else:
-        one_s = all_reduce_s(run.residual_bytes, tensor, link)
-    return waiting("tensor", 2 * one_s) if tensor > 1 else Cost()
-
-
-def _tensor_backward(run: Run, weight_grad_s: list[float]) -> Cost:
-    """The same backward; what runs beside a half's weight gradients is hidden."""
-    link, tensor = run.link("tensor"), run.layout.tensor
-    cost = Cost()
-    if tensor == 1:
-        return cost
-    gather_s = all_gather_s(run.residual_bytes, tensor, link)
-    scatter_s = reduce_scatter_s(run.residual_bytes, tensor, link)
-    for beside_s in weight_grad_s:
-        hidden_s = beside_s if run.execution.tensor_overlap else 0.0
-        if run.layout.sequence_parallel:
-            # The output's gradient is gathered before anything can start. The input is
-            # gathered again beside the matmul for its gradient, whose scatter runs
-            # beside the one for the weights.
-            cost += waiting("tensor", gather_s)
-            if not run.execution.keeps_gathered:
-                cost += waiting("tensor", gather_s, hidden_s=hidden_s)
-            cost += waiting("tensor", scatter_s, hidden_s=hidden_s)
-        else:
-            sum_s = all_reduce_s(run.residual_bytes, tensor, link)
-            cost += waiting("tensor", sum_s, hidden_s=hidden_s)
-    return cost
-
-
-def _expert_exchange(run: Run, moe: bool) -> Cost:
-    """Tokens sent to their experts and back: two all-to-alls."""
-    if not moe or run.layout.expert == 1:
-        return Cost()
-    routed = run.residual_bytes * run.workload.top_k / run.layout.tensor
-    one_s = all_to_all_s(routed, run.layout.expert, run.link("expert"))
-    return waiting("expert", 2 * one_s)
-
-
-def block_parameters(run: Run, *, moe: bool) -> float:
-    """Parameters of one block that one device computes with."""
-    workload, layout = run.workload, run.layout
-    experts = workload.expert_parameters(moe=moe)
-    matrices = workload.block_matrix_parameters(moe=moe) - experts
-    vectors = workload.block_vector_parameters(moe=moe)
-    return (matrices + experts / layout.expert) / layout.tensor + vectors

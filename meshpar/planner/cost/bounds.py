@@ -8,6 +8,7 @@ schedule's replay, workspace); it never exceeds the estimate.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from meshpar.layout import STAGE_REMATS, Layout
@@ -16,12 +17,15 @@ from meshpar.planner.cost.memory import rank_memory
 from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.shared_costs import SharedCosts, shared_costs
 from meshpar.planner.search.refusals import stage_blocks_of
-from meshpar.planner.search.space import Choices, Variant, layout_of, variant_of
+from meshpar.planner.search.space import MeshChoices, Variant, variant_of, with_variant
 from meshpar.planner.workload.activations import (
     everything_bytes,
     kept_bytes,
     stage_input_bytes,
 )
+from meshpar.schedules import SCHEDULES
+
+_PLAIN = Layout()
 
 
 class Bound(NamedTuple):
@@ -66,7 +70,7 @@ class Bounds:
 
     def run(self, mesh: Layout, variant: Variant) -> Run:
         """That layout as a run."""
-        like, layout = self._like, layout_of(mesh, variant)
+        like, layout = self._like, with_variant(mesh, variant)
         return Run(
             workload=like.workload,
             cluster=like.cluster,
@@ -77,7 +81,7 @@ class Bounds:
             stage_blocks=stage_blocks_of(like.workload, layout),
         )
 
-    def of_choices(self, mesh: Layout, choices: Choices) -> Bound:
+    def of_choices(self, mesh: Layout, choices: MeshChoices) -> Bound:
         """The bound of all these variants of a mesh shape.
 
         Fewest microbatches make the largest matmuls, and most of them keep least; what
@@ -89,8 +93,9 @@ class Bounds:
         fast, small = choices.remats[0], choices.remats[-1]
         chunks = max(chunks for _, chunks in choices.schedules)
         state, ways = choices.states[0], choices.sequence_parallel
-        plain = [Variant(few, "1f1b", 1, *state, seq, fast) for seq in ways]
-        least = [Variant(many, "1f1b", chunks, *state, seq, small) for seq in ways]
+        name = _PLAIN.schedule
+        plain = [Variant(few, name, 1, *state, seq, fast) for seq in ways]
+        least = [Variant(many, name, chunks, *state, seq, small) for seq in ways]
         shared = self._least_shared(mesh, plain[0], choices.states)
         ticks = float(few)
         if self._like.execution.lock_step:
@@ -98,7 +103,8 @@ class Bounds:
             # with most microbatches.
             ticks += (mesh.stage - 1) / chunks * few / many
         step_s = min(self._step_s(mesh, variant, shared, ticks) for variant in plain)
-        held = min(many, mesh.stage)
+        # A microbatch's way to the last rank, unless a schedule says less.
+        held = min(many, mesh.stage, *self._least_held(mesh, choices, many))
         # What one of them makes again, another may have kept.
         again = len(choices.remats) == 1
         memory = min(
@@ -187,6 +193,16 @@ class Bounds:
             self._blocks[key] = tuple(_block(run, moe) for moe, _ in self._kinds)
         return self._blocks[key]
 
+    def _least_held(
+        self, mesh: Layout, choices: MeshChoices, microbatches: int
+    ) -> Iterator[float]:
+        """What the first rank holds of so many microbatches, by each schedule."""
+        like = next(choices.variants())._replace(microbatches=microbatches)
+        for schedule, chunks in choices.schedules:
+            variant = like._replace(schedule=schedule, chunks=chunks)
+            lock_step = self._like.execution.lock_step
+            yield held_microbatches(mesh.stage, variant, lock_step=lock_step)
+
     def _least_shared(
         self, mesh: Layout, like: Variant, states: tuple[tuple[int, str], ...]
     ) -> SharedCosts:
@@ -202,33 +218,30 @@ class Bounds:
         return SharedCosts(min(state_bytes), min(once_s), least_s)
 
     def _shared(self, mesh: Layout, variant: Variant) -> SharedCosts:
-        pipelined = mesh.stage > 1 or variant.microbatches > 1
+        in_ticks = mesh.stage > 1 or variant.microbatches > 1
         sizes = (mesh.data, mesh.fsdp, mesh.stage)
         sizes += (mesh.context, mesh.expert, mesh.tensor)
-        key = (sizes, variant.zero, variant.fsdp_gather, pipelined)
+        key = (sizes, variant.zero, variant.fsdp_gather, in_ticks)
         if key not in self._of_meshes:
-            run = self.run(mesh, variant._replace(schedule="1f1b", chunks=1))
+            run = self.run(mesh, variant._replace(schedule=_PLAIN.schedule, chunks=1))
             kinds = tuple(moe for moe, _ in self._kinds)
             self._of_meshes[key] = shared_costs(run, kinds)
         return self._of_meshes[key]
 
 
 def held_microbatches(ranks: int, variant: Variant, *, lock_step: bool) -> float:
-    """Microbatches that the first rank holds, at least.
-
-    1F1B holds `2 p - 1` in lock step and `p` otherwise; interleaved `(2 (p - 1) +
-    (v - 1) p + 1) / v`, with p ranks and v chunks; the others hold all.
+    """Microbatches that the first rank holds, at least: one chunk if no more is known.
 
     Reference: Narayanan et al. 2021, section 2.2.
     """
     count, chunks = variant.microbatches, variant.chunks
     if ranks == 1:
         return 1
-    if variant.schedule == "1f1b":
-        return min(count, 2 * ranks - 1 if lock_step else ranks)
-    if variant.schedule == "interleaved_1f1b":
-        return min(count, (2 * (ranks - 1) + (chunks - 1) * ranks + 1) / chunks)
-    return count
+    forms = SCHEDULES[variant.schedule].closed_forms
+    if forms is None:
+        return 1 / chunks
+    in_flight = forms.lock_step_in_flight if lock_step else forms.in_flight
+    return in_flight(ranks, count, chunks)[0] / chunks
 
 
 def _places(

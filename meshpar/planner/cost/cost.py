@@ -45,5 +45,5 @@ class Cost:
 
 
 def waiting(mesh_axis: str, seconds: float, *, hidden_s: float = 0.0) -> Cost:
-    """A collective of which as much is hidden as there is work beside it."""
+    """A wait of which as much is hidden as there is work beside it."""
     return Cost(0.0, {mesh_axis: max(0.0, seconds - hidden_s)})

@@ -7,12 +7,12 @@ from typing import Any
 
 from meshpar.errors import InputError
 from meshpar.layout import Layout, nearest
-from meshpar.planner.cost.collectives import Collective, collectives_of
 from meshpar.planner.cost.memory import Memory, memory_of
 from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.step_time import StepTime, step_time
+from meshpar.planner.cost.traffic_bytes import Sent, sent_in_a_step
+from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.machine.execution import MESHPAR, Execution
-from meshpar.planner.machine.hardware import Cluster
 from meshpar.planner.search.refusals import layout_problems, stage_blocks_of
 from meshpar.planner.workload.recomputation import NAMED
 from meshpar.planner.workload.workload import Workload
@@ -35,7 +35,7 @@ class Estimate:
     run: Run
     memory: Memory
     time: StepTime
-    collectives: tuple[Collective, ...]
+    collectives: tuple[Sent, ...]
 
     @property
     def step_s(self) -> float:
@@ -119,8 +119,8 @@ def estimate(
         InputError: The layout cannot be; `layout_problems` has all reasons.
 
     Example:
-        >>> from meshpar.planner.clusters import cluster_of
-        >>> from meshpar.planner.shapes import SHAPES
+        >>> from meshpar.planner.machine.clusters import cluster_of
+        >>> from meshpar.planner.workload.shapes import SHAPES
         >>> found = estimate(
         ...     SHAPES["llama3-8b"],
         ...     cluster_of("h100-80gb", devices=8),
@@ -184,7 +184,7 @@ def estimate_run(run: Run) -> Estimate:
         run=run,
         memory=memory_of(run),
         time=step_time(run),
-        collectives=collectives_of(run),
+        collectives=sent_in_a_step(run),
     )
 
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from meshpar.chunk_bytes import SCORE_BYTES
 from meshpar.layout import STAGE_REMATS
-from meshpar.planner.cost.block_time import block_parameters
+from meshpar.planner.cost.parameters import (
+    block_parameters,
+    blocks_by_kind,
+    end_parameters,
+    ends_of_rank,
+    rank_parameters,
+    stored_bytes,
+)
 from meshpar.planner.cost.pipeline_time import in_flight, lock_step
 from meshpar.planner.cost.run import Run
 from meshpar.planner.workload.activations import (
@@ -91,7 +97,7 @@ def memory_of(run: Run) -> Memory:
     fullest: dict[tuple, int] = {}
     for rank, count in enumerate(held):
         # Of ranks with the same blocks, the one that holds most.
-        own = _ends_of(run, rank), tuple(_blocks_by_kind(run, rank))
+        own = ends_of_rank(run, rank), tuple(blocks_by_kind(run, rank))
         if count > held[fullest.setdefault(own, rank)]:
             fullest[own] = rank
     found = [rank_memory(run, rank, held[rank]) for rank in fullest.values()]
@@ -113,13 +119,6 @@ def _chunks_held(run: Run) -> tuple[int, ...]:
     return lock_step(*sizes).in_flight if run.execution.lock_step else in_flight(*sizes)
 
 
-def _ends_of(run: Run, rank: int) -> tuple[bool, bool]:
-    """Whether a rank has the embedding and the head: what tells ranks apart."""
-    if run.execution.shared_ends:
-        return True, True
-    return rank == 0, rank == run.layout.stage - 1
-
-
 def rank_memory(run: Run, rank: int, chunks_held: float) -> Memory:
     """The memory of one rank that holds so many microbatches times chunks."""
     execution, layout = run.execution, run.layout
@@ -131,17 +130,17 @@ def rank_memory(run: Run, rank: int, chunks_held: float) -> Memory:
     in_flight = chunks_held / layout.chunks
     layers = [layer for chunk in run.blocks_of_rank(rank) for layer in chunk]
     kept = sum(
-        count * kept_bytes(run, moe=moe) for moe, count in _blocks_by_kind(run, rank)
+        count * kept_bytes(run, moe=moe) for moe, count in blocks_by_kind(run, rank)
     )
     if layout.remat in STAGE_REMATS:
         kept = stage_input_bytes(run) * layout.chunks
     boundary = _boundary_bytes(run)
-    has_head = execution.shared_ends or rank == layout.stage - 1
+    _, has_head = ends_of_rank(run, rank)
     gradient = execution.gradient_bytes * shares["gradient"]
     if layout.zero == 3 and run.gathers_once:
         gradient = execution.gradient_bytes  # whole until the step's end
     gradients = parameters * gradient
-    once = not execution.eager and not layout.is_pipelined
+    once = not execution.eager and not layout.runs_in_ticks
     weight_bytes, state_bytes = stored_bytes(run)
     states = parameters * state_bytes * shares["state"]
     on_host = layout.optimizer_memory == "host"
@@ -165,80 +164,6 @@ def rank_memory(run: Run, rank: int, chunks_held: float) -> Memory:
     )
 
 
-def stored_bytes(run: Run) -> tuple[int, int]:
-    """Of each parameter at rest, and of its optimizer state.
-
-    Our parameters of 16 bits have an fp32 master among their state, unless they are
-    rounded at random.
-    """
-    execution, kind = run.execution, run.layout.param_dtype
-    if execution.eager or kind == "fp32":
-        return execution.weight_bytes, execution.state_bytes
-    master = 4 if kind == "bf16" else 0
-    return 2, execution.state_bytes + master
-
-
-def update_bytes(run: Run) -> int:
-    """Of each parameter, what the update reads and writes as it is stored.
-
-    A master is among the state, and its parameter only written; one that is rounded at
-    random is read too.
-    """
-    execution = run.execution
-    weight_bytes, state_bytes = stored_bytes(run)
-    more = 2 * (state_bytes - execution.state_bytes)
-    if execution.eager or run.layout.param_dtype == "fp32":
-        return execution.update_bytes
-    ways = 1 if state_bytes > execution.state_bytes else 2
-    return execution.update_bytes + more + ways * weight_bytes - 8
-
-
-def rank_parameters(run: Run, rank: int) -> float:
-    """Parameters of one rank's devices, split over `tensor` and `expert` alone."""
-    blocks = sum(
-        count * block_parameters(run, moe=moe)
-        for moe, count in _blocks_by_kind(run, rank)
-    )
-    return blocks + end_parameters(run, rank)
-
-
-def _blocks_by_kind(run: Run, rank: int) -> Iterator[tuple[bool, int]]:
-    """Whether blocks have routed experts, and how many of one rank's do or do not."""
-    chunks = run.blocks_of_rank(rank)
-    total = sum(map(len, chunks))
-    if not run.workload.experts:
-        moe = 0
-    else:
-        moe = sum(run.workload.is_moe(layer) for chunk in chunks for layer in chunk)
-    return (
-        (kind, count) for kind, count in ((False, total - moe), (True, moe)) if count
-    )
-
-
-def routed_parameters(run: Run, rank: int) -> float:
-    """Those of them that belong to this device's experts."""
-    workload, layout = run.workload, run.layout
-    routed = sum(
-        count * workload.expert_parameters(moe=moe)
-        for moe, count in _blocks_by_kind(run, rank)
-    )
-    return routed / layout.expert / layout.tensor
-
-
-def end_parameters(run: Run, rank: int) -> float:
-    """Of embedding and head, as far as this rank has them."""
-    workload, last = run.workload, rank == run.layout.stage - 1
-    shared, tensor = run.execution.shared_ends, run.layout.tensor
-    total = 0.0
-    if shared or rank == 0:
-        total += workload.embedding_parameters / tensor
-    if shared or last:
-        total += workload.head_parameters / tensor + workload.final_norm_parameters
-    if last and not shared and workload.tied and run.layout.stage > 1:
-        total += workload.vocab * workload.hidden / tensor  # its own copy
-    return total
-
-
 def _boundary_bytes(run: Run) -> float:
     """Buffers between stages: an activation and a gradient that arrive."""
     if run.layout.stage == 1:
@@ -254,7 +179,7 @@ def _logit_bytes(run: Run) -> float:
     if not run.execution.eager and run.workload.logits_bytes:
         values = min(values, run.workload.logits_bytes / 4)
     table = 0.0
-    if not run.execution.eager and not run.layout.is_pipelined:
+    if not run.execution.eager and not run.layout.runs_in_ticks:
         # The gradient of the head's table, whole until the loss is done.
         table = run.workload.vocab * run.workload.hidden / run.layout.tensor
     logits = values * run.execution.logit_bytes
@@ -308,7 +233,7 @@ def _workspace_bytes(run: Run, rank: int, layers: list[int], kept: float) -> flo
     again += _scores_at_once(run)
     ends = end_parameters(run, rank) * run.execution.gradient_bytes
     table = run.workload.vocab * run.workload.hidden / run.layout.tensor
-    if not run.layout.is_pipelined:
+    if not run.layout.runs_in_ticks:
         # The loss makes the gradient of the head's table at once: it is whole until the
         # blocks' backward is done, where ZeRO splits it then.
         split = run.state_shards > 1 and run.layout.zero == 3

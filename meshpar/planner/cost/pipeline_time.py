@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from meshpar.layout import Layout
 from meshpar.schedules import (
+    SCHEDULES,
+    ClosedForms,
     StageTimes,
     make_schedule,
     peak_in_flight,
@@ -16,7 +18,7 @@ from meshpar.schedules import (
 )
 
 # Above so many actions a step is not replayed: what fill and drain cost is then taken
-# from the closed form. (A replay takes about 4 microseconds an action.)
+# from a closed form, where one is known. (A replay takes 4 microseconds an action.)
 _MOST_ACTIONS = 4000
 
 
@@ -49,14 +51,12 @@ def span_s(
         backward_s: The same.
     """
     ranks, count, chunks = layout.stage, layout.microbatches, layout.chunks
-    rank_s = [
-        sum(forward_s[rank::ranks]) + sum(backward_s[rank::ranks])
-        for rank in range(ranks)
-    ]
+    rank_s = _rank_s(layout, forward_s, backward_s)
     if ranks == 1:
         return count * rank_s[0]
-    replayed = _replayed(count, ranks)
-    if 2 * replayed * ranks * chunks > _MOST_ACTIONS:
+    replayed = _replayed(layout.schedule, ranks, count)
+    large = 2 * replayed * ranks * chunks > _MOST_ACTIONS
+    if large and SCHEDULES[layout.schedule].closed_forms:
         return closed_form_s(layout, forward_s, backward_s)
     schedule = make_schedule(layout.schedule, ranks, replayed, chunks)
     times = StageTimes(
@@ -73,20 +73,21 @@ def closed_form_s(
 ) -> float:
     """`span_s` for stages of nearly equal time.
 
-        span = microbatches * slowest rank + (all ranks - slowest rank) / chunks
+        span = microbatches * slowest rank + idle * mean of the others / chunks
 
-    Exact for 1F1B and GPipe of equal stages (Narayanan et al. 2021, section 2.2).
+    with what a rank idles, in chunks: as many as there are other ranks where the
+    pipeline fills and drains once. Exact for 1F1B and GPipe of equal stages (Narayanan
+    et al. 2021, section 2.2).
     """
-    ranks = layout.stage
-    rank_s = [
-        sum(forward_s[rank::ranks]) + sum(backward_s[rank::ranks])
-        for rank in range(ranks)
-    ]
-    fill_s = (sum(rank_s) - max(rank_s)) / layout.chunks
-    return layout.microbatches * max(rank_s) + fill_s
+    ranks, count, chunks = layout.stage, layout.microbatches, layout.chunks
+    rank_s = _rank_s(layout, forward_s, backward_s)
+    length = _closed_forms(layout.schedule).length(ranks, count, chunks)
+    idle_per_other = (length - count * chunks) / (ranks - 1)
+    fill_s = idle_per_other * (sum(rank_s) - max(rank_s)) / chunks
+    return count * max(rank_s) + fill_s
 
 
-def lock_step_span_s(
+def all_ticks_s(
     layout: Layout, forward_s: Sequence[float], backward_s: Sequence[float]
 ) -> float:
     """The same where all ranks run the same instructions in every tick."""
@@ -99,20 +100,20 @@ def lock_step_span_s(
 
 def lock_step(name: str, ranks: int, microbatches: int, chunks: int) -> LockStep:
     """Ticks and in-flight counts of a schedule in lock step."""
-    replayed = _replayed(microbatches, ranks)
+    replayed = _replayed(name, ranks, microbatches)
     large = 2 * replayed * ranks * chunks > _MOST_ACTIONS
     if large and (steps := closed_form_lock_step(name, ranks, microbatches, chunks)):
         return steps
     steps = _lock_step(name, ranks, replayed, chunks)
-    more = microbatches - replayed
-    in_flight = steps.in_flight
-    if name in _HOLDS_ALL and more:
-        in_flight = tuple(held + more * chunks for held in in_flight)
-    more = (microbatches - replayed) * chunks
+    if replayed == microbatches:
+        return steps
+    forms = _closed_forms(name)
+    all_of_them, some = (ranks, microbatches, chunks), (ranks, replayed, chunks)
+    more = forms.length(*all_of_them) - forms.length(*some)
     return LockStep(
         steps.forward_ticks + more,
         steps.backward_ticks + more,
-        in_flight,
+        _scaled(steps.in_flight, forms.lock_step_in_flight, some, all_of_them),
         steps.head_ticks + more,
         steps.down_hops + more,
     )
@@ -121,41 +122,72 @@ def lock_step(name: str, ranks: int, microbatches: int, chunks: int) -> LockStep
 def closed_form_lock_step(
     name: str, ranks: int, microbatches: int, chunks: int
 ) -> LockStep | None:
-    """`lock_step` of many ranks; None where groups of microbatches are not full.
+    """`lock_step` of many ranks, from the schedule's closed forms.
 
-    With m microbatches, p ranks and v chunks, v m + p - 1 ticks fill and drain once.
-    Rank r holds what comes and goes until its first backward: 2 (p - r) - 1 of 1F1B,
-    and (v - 1) p more where its other chunks come first (Narayanan et al. 2021, 2.2).
+    None where it has none, or groups of microbatches are not full.
     """
-    if ranks < 3 or microbatches < ranks:
+    forms = SCHEDULES[name].closed_forms
+    if forms is None or ranks < 3 or microbatches < ranks:
         return None
     if chunks > 1 and microbatches % ranks:
         return None
-    ticks, every = chunks * microbatches + ranks - 1, chunks * microbatches
-    if name in _HOLDS_ALL:
-        held = (every,) * ranks
-    else:
-        first = (chunks - 1) * ranks - 1
-        held = tuple(min(every, 2 * (ranks - rank) + first) for rank in range(ranks))
-    return LockStep(ticks, ticks, held, ticks, ticks)
+    sizes = ranks, microbatches, chunks
+    ticks = forms.length(*sizes)
+    return LockStep(ticks, ticks, forms.lock_step_in_flight(*sizes), ticks, ticks)
 
 
 def in_flight(name: str, ranks: int, microbatches: int, chunks: int) -> tuple[int, ...]:
     """Microbatches times chunks that each rank holds when it waits for inputs only."""
-    replayed = _replayed(microbatches, ranks)
+    replayed = _replayed(name, ranks, microbatches)
     held = _in_flight(name, ranks, replayed, chunks)
-    more = microbatches - replayed if name in _HOLDS_ALL else 0
-    return tuple(count + more * chunks for count in held)
+    if replayed == microbatches:
+        return held
+    all_of_them, some = (ranks, microbatches, chunks), (ranks, replayed, chunks)
+    return _scaled(held, _closed_forms(name).in_flight, some, all_of_them)
 
 
-_HOLDS_ALL = ("gpipe", "looped_bfs")
-"""Schedules that finish every forward before the first backward."""
+def _rank_s(
+    layout: Layout, forward_s: Sequence[float], backward_s: Sequence[float]
+) -> list[float]:
+    """One microbatch through all chunks of each rank."""
+    ranks, stages_of = layout.stage, SCHEDULES[layout.schedule].stages_of
+    return [
+        sum(forward_s[stage] for stage in stages_of(rank, ranks, layout.chunks))
+        + sum(backward_s[stage] for stage in stages_of(rank, ranks, layout.chunks))
+        for rank in range(ranks)
+    ]
 
 
-def _replayed(microbatches: int, ranks: int) -> int:
-    """As many microbatches as fill and drain the pipeline, in the same groups."""
+def _scaled(
+    held: tuple[int, ...],
+    closed_form: Callable[[int, int, int], tuple[int, ...]],
+    some: tuple[int, int, int],
+    all_of_them: tuple[int, int, int],
+) -> tuple[int, ...]:
+    """What is held of all microbatches, from what is held of some."""
+    return tuple(
+        count + more - less
+        for count, more, less in zip(
+            held, closed_form(*all_of_them), closed_form(*some), strict=True
+        )
+    )
+
+
+def _replayed(name: str, ranks: int, microbatches: int) -> int:
+    """As many microbatches as fill and drain the pipeline, in the same groups.
+
+    All of them where nothing is known of more.
+    """
+    if SCHEDULES[name].closed_forms is None:
+        return microbatches
     few = 3 * ranks + microbatches % ranks
     return min(microbatches, few)
+
+
+def _closed_forms(name: str) -> ClosedForms:
+    forms = SCHEDULES[name].closed_forms
+    assert forms is not None, name
+    return forms
 
 
 @lru_cache(maxsize=4096)

@@ -9,10 +9,11 @@ from functools import cached_property
 from itertools import accumulate
 
 from meshpar.layout import BATCH_AXES, Layout
+from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.machine.execution import Execution
-from meshpar.planner.machine.hardware import Cluster
 from meshpar.planner.machine.link import Link
 from meshpar.planner.workload.workload import Workload
+from meshpar.schedules import SCHEDULES
 
 SUM_AXES = (*BATCH_AXES, "context")
 """The mesh axes whose devices have the same parameters and other tokens, so that the
@@ -77,7 +78,7 @@ class Run:
     def gathers_once(self) -> bool:
         """Whether split parameters are gathered for the whole step."""
         layout = self.layout
-        once = layout.is_pipelined and layout.fsdp_gather == "step"
+        once = layout.runs_in_ticks and layout.fsdp_gather == "step"
         return self.execution.lock_step and once
 
     @property
@@ -141,8 +142,14 @@ class Run:
         ends, each = self._last_blocks, self.stage_blocks
         return tuple(
             range(ends[stage] - each[stage], ends[stage])
-            for stage in range(rank, len(each), self.layout.stage)
+            for stage in self.stages_of_rank(rank)
         )
+
+    def stages_of_rank(self, rank: int) -> Sequence[int]:
+        """Where the schedule places them: the rank's chunk 0 first."""
+        ranks = self.layout.stage
+        chunks = self.num_stages // ranks
+        return SCHEDULES[self.layout.schedule].stages_of(rank, ranks, chunks)
 
     @cached_property
     def _last_blocks(self) -> tuple[int, ...]:
@@ -152,46 +159,3 @@ class Run:
     def num_stages(self) -> int:
         """Chunks of all ranks."""
         return len(self.stage_blocks)
-
-
-def even_blocks(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Blocks of each stage, the longer ones first.
-
-    Example:
-        >>> even_blocks(30, 4)
-        (8, 8, 7, 7)
-    """
-    shorter, longer = divmod(num_layers, num_stages)
-    return (shorter + 1,) * longer + (shorter,) * (num_stages - longer)
-
-
-def blocks_by_cost(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
-    """Blocks of each stage so that the costliest stage costs least, none empty.
-
-    Example:
-        >>> blocks_by_cost([3, 1, 1, 1], 2), blocks_by_cost([1] * 5, 2)
-        ((1, 3), (3, 2))
-    """
-    sums = [0.0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
-    bounds = sorted({high - low for low in sums for high in sums if high > low})
-    within = (_packed(costs, bound, num_stages) for bound in bounds)
-    return next(blocks for blocks in within if blocks)
-
-
-def _packed(
-    costs: Sequence[float], most: float, num_stages: int
-) -> tuple[int, ...] | None:
-    """Stages filled up to `most`, but for one block each that later ones need."""
-    blocks, at = [], 0
-    for stage in range(num_stages):
-        needed, held, total = num_stages - stage - 1, 0, 0.0
-        while at < len(costs) - needed and (
-            not held or total + costs[at] <= most * (1 + 1e-12)
-        ):
-            total, held, at = total + costs[at], held + 1, at + 1
-        if total > most * (1 + 1e-12):
-            return None
-        blocks.append(held)
-    return tuple(blocks) if at == len(costs) else None

@@ -5,16 +5,12 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from meshpar.layout import BATCH_AXES
-from meshpar.planner.cost.block_time import block_parameters
 from meshpar.planner.cost.kernel_time import memory_s
-from meshpar.planner.cost.memory import rank_parameters, stored_bytes, update_bytes
+from meshpar.planner.cost.parameters import rank_parameters, stored_bytes, update_bytes
 from meshpar.planner.cost.run import Run
-from meshpar.planner.machine.collective_cost import (
-    all_gather_s,
-    all_reduce_s,
-    reduce_scatter_s,
-)
+from meshpar.planner.cost.traffic import step_rows, weight_rows
+from meshpar.planner.cost.traffic_row import BLOCKS, LAST_BACKWARD
+from meshpar.planner.cost.traffic_time import exposed, row_s
 
 
 class SharedCosts(NamedTuple):
@@ -48,34 +44,18 @@ def shared_costs(run: Run, kinds: tuple[bool, ...]) -> SharedCosts:
 
 
 def _once_s(run: Run) -> float:
-    """The update, what ZeRO moves once, and the reduction of the blocks' gradients."""
-    layout, execution, shards = run.layout, run.execution, run.state_shards
-    parameters, axes = rank_parameters(run, 0), layout.split_axes if shards > 1 else ()
-    seconds = memory_s(run, parameters / shards * update_bytes(run))
-    reduced = parameters * execution.reduction_bytes
-    hidden = execution.reduction_overlap
-    if axes and (layout.zero < 3 or run.gathers_once):
-        each = stored_bytes(run)[0] if layout.zero < 3 else run.dtype_bytes
-        link = run.link(*axes)
-        seconds += all_gather_s(parameters * each, shards, link)
-        if layout.zero == 3 or not hidden:
-            seconds += reduce_scatter_s(reduced, shards, link)
-    others = tuple(axis for axis in BATCH_AXES if axis not in axes)
-    degree = math.prod(layout.mesh_shape[axis] for axis in others)
-    if degree == 1 or hidden:
-        return seconds
-    ends = run.workload.embedding_parameters + run.workload.head_parameters
-    ends += run.workload.final_norm_parameters
-    blocks = max(0.0, parameters - ends) / shards * execution.reduction_bytes
-    return seconds + all_reduce_s(blocks, degree, run.link(*others))
+    """The update, and what is moved once that no work hides."""
+    parameters = rank_parameters(run, 0) / run.state_shards
+    hidden = {BLOCKS: math.inf}
+    if run.execution.reduction_overlap:
+        hidden[LAST_BACKWARD] = math.inf
+    moved = exposed(run, step_rows(run, ranks=(0,)), hidden)
+    return memory_s(run, parameters * update_bytes(run)) + moved.total_s
 
 
 def _gathers_s(run: Run, moe: bool) -> tuple[float, float]:
     """A layer's split weights gathered, and its gradients scattered."""
-    layout, execution, shards = run.layout, run.execution, run.state_shards
-    if shards == 1 or layout.zero < 3 or run.gathers_once:
-        return 0.0, 0.0
-    parameters, link = block_parameters(run, moe=moe), run.link(*layout.split_axes)
-    gather_s = all_gather_s(parameters * run.dtype_bytes, shards, link)
-    reduced = parameters * execution.reduction_bytes
-    return gather_s, gather_s + reduce_scatter_s(reduced, shards, link)
+    seconds = {"forward": 0.0, "backward": 0.0}
+    for row in weight_rows(run, moe=moe):
+        seconds[row.passes] += row_s(run, row)
+    return seconds["forward"], seconds["backward"]

@@ -6,27 +6,19 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from meshpar.planner.cost.cost import HOST, Cost, waiting
+from meshpar.planner.cost.cost import HOST, Cost
 from meshpar.planner.cost.kernel_time import host_s, memory_s
-from meshpar.planner.cost.memory import (
-    end_parameters,
+from meshpar.planner.cost.parameters import (
     rank_parameters,
-    routed_parameters,
     stored_bytes,
     update_bytes,
 )
-from meshpar.planner.cost.pipeline_time import lock_step_span_s, span_s
+from meshpar.planner.cost.pipeline_time import all_ticks_s, span_s
 from meshpar.planner.cost.run import Run
-from meshpar.planner.cost.stage_time import (
-    StageTime,
-    scatters_ends_each_tick,
-    stage_times,
-)
-from meshpar.planner.machine.collective_cost import (
-    all_gather_s,
-    all_reduce_s,
-    reduce_scatter_s,
-)
+from meshpar.planner.cost.stage_time import StageTime, stage_times
+from meshpar.planner.cost.traffic import step_rows
+from meshpar.planner.cost.traffic_row import BLOCKS, LAST_BACKWARD
+from meshpar.planner.cost.traffic_time import exposed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,18 +61,18 @@ def step_time(run: Run) -> StepTime:
     layout = run.layout
     forward_s = [stage.forward.total_s for stage in stages]
     backward_s = [stage.backward.total_s for stage in stages]
-    span = lock_step_span_s if run.execution.lock_step else span_s
+    span = all_ticks_s if run.execution.lock_step else span_s
     all_microbatches_s = span(layout, forward_s, backward_s)
     rank = _slowest_rank(run, stages)
-    work = _rank_work(run, stages, rank) * layout.microbatches
-    reduction = _reduction(run, stages)
+    own = _rank_cost(run, stages, rank) * layout.microbatches
+    once = _once(run, stages)
     optimizer_s = max(_optimizer_s(run, rank) for rank in range(layout.stage))
-    exposed_s = {**(Cost(0.0, work.exposed_s) + reduction).exposed_s}
+    exposed_s = {**(Cost(0.0, own.exposed_s) + once).exposed_s}
     waits_s = run.execution.host_s + exposed_s.pop(HOST, 0.0)
-    busy_s = all_microbatches_s + reduction.total_s + optimizer_s
+    busy_s = all_microbatches_s + once.total_s + optimizer_s
     return StepTime(
-        compute_s=work.compute_s,
-        bubble_s=max(0.0, all_microbatches_s - work.total_s),
+        compute_s=own.compute_s,
+        bubble_s=max(0.0, all_microbatches_s - own.total_s),
         exposed_s={axis: s for axis, s in exposed_s.items() if s > 0},
         optimizer_s=optimizer_s,
         straggler_s=busy_s * straggler_fraction(run),
@@ -97,120 +89,32 @@ def straggler_fraction(run: Run) -> float:
     return run.cluster.device.efficiency.spread * math.sqrt(2 * math.log(devices))
 
 
-def _rank_work(run: Run, stages: tuple[StageTime, ...], rank: int) -> Cost:
+def _rank_cost(run: Run, stages: tuple[StageTime, ...], rank: int) -> Cost:
     """One microbatch through all chunks of a rank."""
     total = Cost()
-    for stage in stages[rank :: run.layout.stage]:
-        total = total + stage.forward + stage.backward
+    for stage in run.stages_of_rank(rank):
+        total = total + stages[stage].forward + stages[stage].backward
     return total
 
 
 def _slowest_rank(run: Run, stages: tuple[StageTime, ...]) -> int:
     return max(
         range(run.layout.stage),
-        key=lambda rank: _rank_work(run, stages, rank).total_s,
+        key=lambda rank: _rank_cost(run, stages, rank).total_s,
     )
 
 
-def _reduction(run: Run, stages: tuple[StageTime, ...]) -> Cost:
-    """Gradients over the mesh axes whose devices have other tokens.
+def _once(run: Run, stages: tuple[StageTime, ...]) -> Cost:
+    """Gradients summed over devices with other tokens, and what ZeRO moves once.
 
-    Overlapped, it hides behind the last microbatch's backward of the first rank, which
-    is the last to end.
+    Overlapped, the sums hide behind the last microbatch's backward of the first rank,
+    which is the last to end.
     """
-    layout, execution = run.layout, run.execution
-    backward_s = sum(stage.backward.total_s for stage in stages[:: layout.stage])
-    hidden_s = backward_s if execution.reduction_overlap else 0.0
-    total = Cost()
-    for mesh_axis, seconds in _reductions(run).items():
-        total += waiting(mesh_axis, seconds, hidden_s=hidden_s)
-        hidden_s = max(0.0, hidden_s - seconds)
-    parameters = max(rank_parameters(run, rank) for rank in range(layout.stage))
-    if run.state_shards > 1 and layout.zero in (1, 2):
-        gathered = parameters * stored_bytes(run)[0]
-        total += _gather_of_states(run, gathered)
-    if layout.zero == 3 and run.gathers_once:
-        total += _gather_of_states(run, parameters * run.dtype_bytes)
-        total += _scatter_of_states(run, parameters * execution.reduction_bytes)
-    elif layout.zero == 3:
-        total += _gather_of_ends(run)
-    return total + _tied(run)
-
-
-def _gather_of_ends(run: Run) -> Cost:
-    """Embedding and head gathered once, and unless each tick does it scattered once.
-
-    A head of its own can move beside the blocks.
-    """
-    hidden = 0.0
-    if run.execution.gather_overlap and run.layout.stage == 1:
-        hidden = run.workload.head_parameters / run.layout.tensor
-    ends = max(end_parameters(run, rank) for rank in range(run.layout.stage)) - hidden
-    cost = _gather_of_states(run, ends * run.dtype_bytes)
-    if scatters_ends_each_tick(run):
-        return cost
-    return cost + _scatter_of_states(run, ends * run.execution.reduction_bytes)
-
-
-def _gather_of_states(run: Run, num_bytes: float) -> Cost:
-    """An all-gather over what ZeRO splits; nothing hides it."""
-    axes, shards = run.layout.split_axes, run.state_shards
-    if shards == 1:
-        return Cost()
-    return waiting(axes[0], all_gather_s(num_bytes, shards, run.link(*axes)))
-
-
-def _scatter_of_states(run: Run, num_bytes: float) -> Cost:
-    """A reduce-scatter there; nothing hides it either."""
-    axes, shards = run.layout.split_axes, run.state_shards
-    if shards == 1:
-        return Cost()
-    return waiting(axes[0], reduce_scatter_s(num_bytes, shards, run.link(*axes)))
-
-
-def _tied(run: Run) -> Cost:
-    """A tied table on the first and the last rank: its gradient is summed over both."""
-    workload, layout = run.workload, run.layout
-    if not workload.tied or layout.stage == 1 or run.execution.shared_ends:
-        return Cost()
-    table = workload.vocab * workload.hidden / layout.tensor
-    pair = all_reduce_s(table * run.execution.reduction_bytes, 2, run.link("stage"))
-    return waiting("stage", pair)
-
-
-def _reductions(run: Run) -> dict[str, float]:
-    """Seconds of every sum of gradients, by mesh axis."""
-    layout, each = run.layout, run.execution.reduction_bytes
-    parameters = max(rank_parameters(run, rank) for rank in range(layout.stage))
-    split, seconds = run.state_shards, {}
-    axes = layout.split_axes if split > 1 else ()
-    if axes and layout.zero < 3:
-        # ZeRO-1 and 2 need their own share of the sums only.
-        link = run.link(*axes)
-        seconds[axes[0]] = reduce_scatter_s(parameters * each, split, link)
-    if layout.expert > 1:
-        # Devices of `expert` have the same dense parameters, and other examples.
-        dense = max(
-            rank_parameters(run, rank) - routed_parameters(run, rank)
-            for rank in range(layout.stage)
-        )
-        link = run.link("expert")
-        seconds["expert"] = all_reduce_s(dense / split * each, layout.expert, link)
-    others = run.summed_axes
-    degree = math.prod(layout.mesh_shape[axis] for axis in others)
-    ends = 0.0
-    if run.execution.shared_ends and layout.stage > 1:
-        # The ranks have a share of the tokens each, so their sums are partial.
-        ends = end_parameters(run, 0) / split * each
-        link = run.link(*others, "stage")
-        seconds["stage"] = all_reduce_s(ends, degree * layout.stage, link)
-    if degree > 1:
-        own = parameters / split * each - ends
-        slowest = next(axis for axis in others if layout.mesh_shape[axis] > 1)
-        seconds[slowest] = seconds.get(slowest, 0.0) + all_reduce_s(
-            own, degree, run.link(*others)
-        )
-    return seconds
+    beside = {BLOCKS: math.inf}
+    if run.execution.reduction_overlap:
+        first = [stages[at] for at in run.stages_of_rank(0)]
+        beside[LAST_BACKWARD] = sum(stage.backward.total_s for stage in first)
+    return exposed(run, step_rows(run, range(run.layout.stage)), beside)
 
 
 def _optimizer_s(run: Run, rank: int) -> float:

@@ -10,20 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from meshpar.errors import InputError
+from meshpar.hardware.device import Device
+from meshpar.hardware.devices import DEVICES, OTHER_NAMES
+from meshpar.hardware.efficiency import Efficiency
 from meshpar.layout import nearest
-from meshpar.planner.machine.devices import DEVICES
-from meshpar.planner.machine.efficiency import Efficiency
-from meshpar.planner.machine.hardware import Cluster, Device
-
-_OTHER_NAMES = {
-    "a100": "a100-80gb",
-    "h100": "h100-80gb",
-    "h800": "h800-80gb",
-    "h200": "h200-141gb",
-    "b200": "b200-180gb",
-    "gb200": "gb200-186gb",
-    **{f"v{version}": f"tpu-v{version}" for version in ("4", "5e", "5p", "6e")},
-}
+from meshpar.planner.machine.cluster import Cluster
 
 
 def device_of(name: str) -> Device:
@@ -35,13 +26,12 @@ def device_of(name: str) -> Device:
     if name.endswith(".toml"):
         return load_device(name)
     plain = re.sub(r"[\s_]+", "-", name.strip().lower())
-    plain = _OTHER_NAMES.get(plain, plain)
-    if plain not in DEVICES:
+    known = {**DEVICES, **OTHER_NAMES}
+    if plain not in known:
         raise InputError(
-            f"no hardware {name!r}; {nearest(plain, [*DEVICES, *_OTHER_NAMES])}; or "
-            "name a .toml file"
+            f"no hardware {name!r}; {nearest(plain, known)}; or name a .toml file"
         )
-    return DEVICES[plain]
+    return known[plain]
 
 
 def cluster_of(

@@ -14,7 +14,7 @@ from meshpar.planner.cost.estimate import Estimate, estimate_run
 from meshpar.planner.cost.memory import memory_of
 from meshpar.planner.cost.run import Run
 from meshpar.planner.search.rejection import Rejected
-from meshpar.planner.search.space import Choices, Variant
+from meshpar.planner.search.space import MeshChoices, Variant
 
 FRONT_REACH = 1.5
 """Times the fastest plan's step, beyond which less memory is not worth it."""
@@ -34,7 +34,7 @@ class Leaf(NamedTuple):
     bound: Bound
     order: tuple[int, ...]
     mesh: Layout
-    choices: Choices
+    choices: MeshChoices
     count: int
 
     @property

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from meshpar.errors import InputError
-from meshpar.layout import MESH_AXES, Layout, nearest
+from meshpar.errors import InputError, nearest
+from meshpar.layout import MESH_AXES, Layout
+from meshpar.schedules import step_refusal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,8 +22,8 @@ class Constraints:
         planned: Whether to consider the mesh axes that no step lays out yet.
 
     Raises:
-        InputError: A key or a value that no layout has, or an axis both kept and
-            forbidden.
+        InputError: A key or a value that no layout has, a schedule that no step runs,
+            or an axis both kept and forbidden.
 
     Example:
         >>> Constraints.of(keep=["tensor=8"], forbid=["stage"]).kept
@@ -35,7 +36,9 @@ class Constraints:
     planned: bool = False
 
     def __post_init__(self) -> None:
-        Layout(**self.kept)
+        refused = step_refusal(Layout(**self.kept).schedule)
+        if refused is not None:
+            raise InputError(refused)
         if "splits" in self.kept:
             raise InputError(
                 "a search splits the layers evenly, so that it cannot keep splits="

@@ -6,12 +6,11 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from meshpar.errors import InputError
 from meshpar.layout import BY_COST, Layout
-from meshpar.planner.cost.run import blocks_by_cost, even_blocks
 from meshpar.planner.machine.execution import MESHPAR, Execution
 from meshpar.planner.workload.workload import Workload
-from meshpar.schedules import CHUNKED, SCHEDULES
+from meshpar.schedules import size_refusals, step_refusal
+from meshpar.schedules.stage_splits import split_by_cost, split_problem, stage_sizes
 
 _PLAIN = Layout()
 
@@ -160,17 +159,12 @@ def _stage(
     workload: Workload, layout: Layout, stage_blocks: tuple[int, ...] | None
 ) -> Iterator[Problem]:
     stages = layout.stage * layout.chunks
-    if layout.chunks > 1 and layout.schedule not in CHUNKED:
-        yield Problem(
-            "chunks",
-            f"chunks={layout.chunks}: schedule {layout.schedule!r} has one stage a "
-            f"rank; leave chunks out, or choose {' or '.join(CHUNKED)}",
-        )
-    if layout.schedule not in SCHEDULES:
-        yield Problem(
-            "schedule",
-            f"schedule={layout.schedule} is not built; choose {', '.join(SCHEDULES)}",
-        )
+    sizes = layout.stage, layout.microbatches, layout.chunks
+    for key, message in size_refusals(layout.schedule, *sizes).items():
+        yield Problem(key, message)
+    refused = step_refusal(layout.schedule)
+    if refused is not None:
+        yield Problem("schedule", refused)
     if stage_blocks is not None:
         if len(stage_blocks) != stages or sum(stage_blocks) != workload.layers:
             yield Problem(
@@ -178,17 +172,10 @@ def _stage(
                 f"blocks {stage_blocks} are not {workload.layers} on {stages} stages",
             )
         return
-    if stages > workload.layers:
-        yield Problem(
-            "stage",
-            f"stage={layout.stage} x chunks={layout.chunks} is more than the "
-            f"{workload.layers} layers; take fewer",
-        )
-    elif layout.splits:
-        try:
-            stage_blocks_of(workload, layout)
-        except InputError as error:
-            yield Problem("splits", str(error))
+    given = () if layout.splits == BY_COST else layout.splits
+    message = split_problem(workload.layers, layout.stage, layout.chunks, given)
+    if message:
+        yield Problem("stage" if stages > workload.layers else "splits", message)
 
 
 def stage_blocks_of(workload: Workload, layout: Layout) -> tuple[int, ...]:
@@ -197,21 +184,10 @@ def stage_blocks_of(workload: Workload, layout: Layout) -> tuple[int, ...]:
     Raises:
         InputError: `splits` is of another number of stages or layers.
     """
-    stages = layout.stage * layout.chunks
-    if not layout.splits:
-        return even_blocks(workload.layers, stages)
-    if layout.splits == BY_COST:
-        return blocks_by_cost(
-            [
-                workload.active_block_parameters(moe=workload.is_moe(layer))
-                for layer in range(workload.layers)
-            ],
-            stages,
-        )
-    if len(layout.splits) != stages or sum(layout.splits) != workload.layers:
-        raise InputError(
-            f"splits={'/'.join(map(str, layout.splits))} are {sum(layout.splits)} "
-            f"blocks on {len(layout.splits)} stages, but there are {workload.layers} "
-            f"layers and {stages} stages; leave splits out, or give every stage a size"
-        )
-    return layout.splits
+    if layout.splits != BY_COST:
+        return stage_sizes(workload.layers, layout.stage, layout.chunks, layout.splits)
+    costs = [
+        workload.active_block_parameters(moe=workload.is_moe(layer))
+        for layer in range(workload.layers)
+    ]
+    return split_by_cost(costs, layout.stage * layout.chunks)

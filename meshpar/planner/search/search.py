@@ -17,8 +17,8 @@ from meshpar.layout import Layout
 from meshpar.planner.cost.bounds import Bounds
 from meshpar.planner.cost.estimate import Estimate
 from meshpar.planner.cost.run import Run
+from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.machine.execution import MESHPAR, Execution
-from meshpar.planner.machine.hardware import Cluster
 from meshpar.planner.search.candidates import FRONT_REACH, Findings, Leaf, settle
 from meshpar.planner.search.constraints import Constraints
 from meshpar.planner.search.refusals import layout_problems
@@ -33,7 +33,7 @@ from meshpar.planner.workload.workload import Workload
 _NUM_PLANS = 10
 _NO_VARIANT = (
     "what is kept leaves no way to run it: microbatches must divide a replica's "
-    "sequences, and chunks the layers of a stage"
+    "sequences, chunks the layers of a stage, and both suit the schedule"
 )
 _SAMPLE = 8
 """Rejected layouts of each kind that a result shows."""
@@ -138,8 +138,8 @@ def search(request: Request, *, num_plans: int = _NUM_PLANS) -> SearchResult:
         InputError: Constraints that no layout of so many devices meets.
 
     Example:
-        >>> from meshpar.planner.clusters import cluster_of
-        >>> from meshpar.planner.shapes import SHAPES
+        >>> from meshpar.planner.machine.clusters import cluster_of
+        >>> from meshpar.planner.workload.shapes import SHAPES
         >>> cluster = cluster_of("h100-80gb", devices=8)
         >>> found = search(
         ...     Request(workload=SHAPES["llama3-8b"], cluster=cluster, global_batch=16)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from meshpar.hardware.device import Device
 from meshpar.planner.cost.estimate import Estimate, estimate_run
-from meshpar.planner.machine.hardware import Device
 
 _TWICE = 2
 _CHANGES = {
@@ -45,9 +45,9 @@ def sensitivities(plan: Estimate) -> tuple[Sensitivity, ...]:
     """What doubling each number of the device saves, most first.
 
     Example:
-        >>> from meshpar.planner.clusters import cluster_of
-        >>> from meshpar.planner.estimate import estimate
-        >>> from meshpar.planner.shapes import SHAPES
+        >>> from meshpar.planner.machine.clusters import cluster_of
+        >>> from meshpar.planner.cost.estimate import estimate
+        >>> from meshpar.planner.workload.shapes import SHAPES
         >>> plan = estimate(
         ...     SHAPES["llama3-8b"],
         ...     cluster_of("h100-80gb", devices=64),

@@ -12,15 +12,12 @@ from typing import Any, NamedTuple
 from meshpar.layout import MESH_AXES, STAGE_REMATS, Layout
 from meshpar.planner.search.constraints import Constraints
 from meshpar.planner.workload.workload import Workload
-from meshpar.schedules import CHUNKED
+from meshpar.schedules import SCHEDULES, step_refusal
 
 BUILT_AXES = ("data", "fsdp", "stage", "tensor")
 """The mesh axes that `make_train_step` lays out; the others are planned."""
 
-# GPipe takes the ticks of 1F1B, and looped BFS those of interleaved 1F1B, and neither
-# holds fewer microbatches: they are considered only if they are kept.
 _PLAIN = Layout()
-_SCHEDULES = ("1f1b", "interleaved_1f1b")
 # What computes again least, and keeps most, comes first.
 _REMATS = ("none", "selective", "dots", "full")
 
@@ -69,19 +66,19 @@ def _factorizations(
                 yield (size, *rest)
 
 
-class Choices(NamedTuple):
+class MeshChoices(NamedTuple):
     """What a mesh shape leaves to choose.
 
     Args:
-        is_pipelined: Whether it has stages.
+        ranks: Its pipeline's.
         microbatches: Their numbers.
-        schedules: Schedules, each with chunks.
+        schedules: Schedules, each with chunks; not all exist for all microbatches.
         states: What ZeRO splits, and when it gathers.
         sequence_parallel: Whether the residual stream is split.
         remats: What is computed again, least of it first.
     """
 
-    is_pipelined: bool
+    ranks: int
     microbatches: tuple[int, ...]
     schedules: tuple[tuple[str, int], ...]
     states: tuple[tuple[int, str], ...]
@@ -92,20 +89,30 @@ class Choices(NamedTuple):
     def count(self) -> int:
         """Of variants."""
         gathers = sum(gather != _PLAIN.fsdp_gather for _, gather in self.states)
-        states = len(self.states) * len(self.microbatches)
-        if not self.is_pipelined:
-            states -= gathers * self.microbatches.count(1)
-        rest = (self.schedules, self.sequence_parallel, self.remats)
-        return states * math.prod(map(len, rest))
+        counts = [count for count, _ in self._scheduled()]
+        states = len(self.states) * len(counts)
+        if self.ranks == 1:
+            states -= gathers * counts.count(1)
+        return states * len(self.sequence_parallel) * len(self.remats)
 
     def variants(self) -> Iterator[Variant]:
         """Every way to run the mesh shape."""
-        for count, schedule, state, sequence, remat in product(*self[1:]):
+        for (count, schedule), state, sequence, remat in product(
+            self._scheduled(), *self[3:]
+        ):
             # Without microbatches, a microbatch's gather is the step's.
-            if self.is_pipelined or count > 1 or state[1] == _PLAIN.fsdp_gather:
+            if self.ranks > 1 or count > 1 or state[1] == _PLAIN.fsdp_gather:
                 yield Variant(count, *schedule, *state, sequence, remat)
 
-    def parts(self) -> Iterator[Choices]:
+    def _scheduled(self) -> list[tuple[int, tuple[str, int]]]:
+        """Microbatches with each of the schedules that exist for so many."""
+        return [
+            (count, (name, chunks))
+            for count, (name, chunks) in product(self.microbatches, self.schedules)
+            if self.ranks == 1 or SCHEDULES[name].exists(self.ranks, count, chunks)
+        ]
+
+    def parts(self) -> Iterator[MeshChoices]:
         """The same choices apart, by the first of them that is open."""
         key = next(key for key in _OPENED if len(getattr(self, key)) > 1)
         for value in getattr(self, key):
@@ -125,14 +132,14 @@ def choices_of(
     *,
     global_batch: int,
     seq: int,
-) -> Choices:
+) -> MeshChoices:
     """The choices of a mesh shape whose axes suit the workload; maybe none."""
     each = global_batch // (mesh.data * mesh.fsdp * mesh.expert)
     counts = constraints.choices("microbatches", divisors(each))
     splits = mesh.tensor > 1 and seq % (mesh.tensor * mesh.context) == 0
     remats = (*_REMATS, *STAGE_REMATS) if mesh.stage > 1 else _REMATS
-    return Choices(
-        mesh.stage > 1,
+    return MeshChoices(
+        mesh.stage,
         tuple(count for count in counts if each % count == 0),
         tuple(_schedules(workload, mesh, constraints)),
         tuple(_states(workload, mesh, constraints)),
@@ -171,17 +178,20 @@ def _schedules(
     if mesh.stage == 1:
         yield mesh.schedule, mesh.chunks
         return
-    kept = constraints.kept
-    for schedule in constraints.choices("schedule", _SCHEDULES):
-        if schedule not in CHUNKED:
-            if kept.get("chunks", 1) == 1:
-                yield schedule, 1
-            continue
-        for chunks in constraints.choices(
-            "chunks", chunk_counts(workload.layers, mesh.stage)
-        ):
-            if chunks > 1:
-                yield schedule, chunks
+    # One that another schedule beats is considered only if it is kept.
+    searched = tuple(
+        name
+        for name, method in SCHEDULES.items()
+        if method.no_better_than is None and step_refusal(name) is None
+    )
+    several = chunk_counts(workload.layers, mesh.stage)
+    for name in constraints.choices("schedule", searched):
+        method = SCHEDULES[name]
+        has_one = method.num_chunks == 1
+        for chunks in constraints.choices("chunks", (1,) if has_one else several):
+            # One that may have any number is another schedule when it has one.
+            if (chunks == 1) == has_one and method.has_chunks(chunks):
+                yield name, chunks
 
 
 @lru_cache(maxsize=1024)
@@ -200,7 +210,7 @@ def chunk_counts(layers: int, stages: int) -> tuple[int, ...]:
     )
 
 
-def layout_of(mesh: Layout, variant: Variant) -> Layout:
+def with_variant(mesh: Layout, variant: Variant) -> Layout:
     """The whole layout: that mesh, run so."""
     return replace(mesh, **variant._asdict())
 

@@ -46,7 +46,7 @@ class BlockShape:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Activation:
+class Residual:
     """An array that a block makes.
 
     Args:
@@ -63,7 +63,7 @@ class Activation:
 
 def block_activations(
     block: BlockShape, seq: int, *, value_bytes: int = 2, fused_attention: bool = False
-) -> tuple[Activation, ...]:
+) -> tuple[Residual, ...]:
     """All that a block keeps without remat, in the order in which it is made.
 
     Args:
@@ -78,21 +78,21 @@ def block_activations(
     up = (2 if block.gated else 1) * block.ffn
     scores = block.heads * (_FP32_BYTES if fused_attention else seq * value_bytes)
 
-    def of(name: str, values: int, along: str) -> Activation:
-        return Activation(name=name, bytes_per_token=values * value_bytes, along=along)
+    def of(name: str, values: int, along: str) -> Residual:
+        return Residual(name=name, bytes_per_token=values * value_bytes, along=along)
 
     masks = 2 * _MASK_BYTES * block.embed if block.dropout else 0
     return (
         of("x", block.embed, "residual"),
         of("attention_normed", block.embed, "residual"),
         of("attention_qkv", qkv, "tensor"),
-        Activation(name="scores", bytes_per_token=scores, along="tensor"),
+        Residual(name="scores", bytes_per_token=scores, along="tensor"),
         of("attention_mixed", heads, "tensor"),
         of("attention_out", block.embed, "residual"),
         of("mlp_normed", block.embed, "residual"),
         of("mlp_gate_up" if block.gated else "mlp_up", up, "tensor"),
         of("mlp_hidden", block.ffn, "tensor"),
-        Activation(name="masks", bytes_per_token=masks, along="residual"),
+        Residual(name="masks", bytes_per_token=masks, along="residual"),
     )
 
 

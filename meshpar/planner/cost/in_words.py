@@ -15,7 +15,7 @@ _WHY_EXPOSED = {
 }
 
 
-def explain(estimate: Estimate) -> list[str]:
+def estimate_in_words(estimate: Estimate) -> list[str]:
     """Lines for people: model and machine, memory, time, communication."""
     return [*_what(estimate), *_memory(estimate), *_time(estimate), *_links(estimate)]
 

@@ -1,94 +1,14 @@
-"""Hardware as the planner sees it: a device's peaks, links, achieved fractions."""
+"""A cluster: devices of one kind, and the link that each mesh axis runs on."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 from meshpar.errors import InputError
+from meshpar.hardware.device import Device
 from meshpar.layout import MESH_AXES, Layout
-from meshpar.planner.machine.efficiency import Efficiency, is_number
 from meshpar.planner.machine.link import Link, Span
-
-PLATFORMS = ("gpu", "tpu", "cpu")
-"""What a device can be."""
-
-_NO_POSITIVE_NUMBERS = ("name", "peak_flops", "efficiency", "torus_dims", "platform")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Device:
-    """One accelerator.
-
-    Args:
-        name: What `--hardware` calls it.
-        peak_flops: Dense FLOP/s by dtype (`bf16`, `fp32`, `fp8`); `fp32` is what JAX's
-            default matmul precision runs it as.
-        memory_bytes: Its memory.
-        memory_bytes_per_s: That memory's bandwidth.
-        domain_devices: Devices that one fast link domain joins: a host's NVLink, a
-            rack's; for a torus the devices of a host, which no link depends on.
-        link_bytes_per_s: Per direction and device inside that domain; of one of the
-            links in each direction of a torus.
-        network_bytes_per_s: Per direction and device, between domains.
-        host_bytes_per_s: Per direction and device, to its host's memory.
-        torus_dims: Dims of the torus; 0 where a switch joins the domain.
-        wraps: Devices along a dim of a torus from which on the ends are joined.
-        efficiency: What is achieved.
-        platform: `gpu`, `tpu` or `cpu`, as JAX calls it; it decides which kernels a
-            program has there (`Run.fused_attention`).
-
-    Raises:
-        InputError: An unknown platform, or a number that is not positive.
-    """
-
-    name: str
-    peak_flops: Mapping[str, float]
-    memory_bytes: float
-    memory_bytes_per_s: float
-    domain_devices: int
-    link_bytes_per_s: float
-    network_bytes_per_s: float
-    efficiency: Efficiency
-    host_bytes_per_s: float = 32e9  # PCIe gen 4 x16
-    torus_dims: int = 0
-    wraps: int = 16
-    platform: str = "gpu"
-
-    def __post_init__(self) -> None:
-        if self.platform not in PLATFORMS:
-            raise InputError(
-                f"hardware {self.name!r}: platform={self.platform!r} must be one of "
-                f"{', '.join(PLATFORMS)}"
-            )
-        if not isinstance(self.name, str):
-            raise InputError(f"hardware name={self.name!r}: must be text, in quotes")
-        for count, least in (("domain_devices", 1), ("wraps", 1), ("torus_dims", 0)):
-            value = getattr(self, count)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise InputError(
-                    f"hardware {self.name!r}: {count}={value!r} must be a whole number "
-                    f"of at least {least}"
-                )
-        numbers = {
-            field.name: getattr(self, field.name)
-            for field in fields(self)
-            if field.name not in _NO_POSITIVE_NUMBERS
-        }
-        numbers |= {f"peak_flops {key}": peak for key, peak in self.peak_flops.items()}
-        for name, number in numbers.items():
-            if not (is_number(number) and 0 < number < math.inf):
-                raise InputError(
-                    f"hardware {self.name!r}: {name}={number!r} must be a positive "
-                    "number"
-                )
-        for dtype in ("bf16", "fp32"):
-            if dtype not in self.peak_flops:
-                raise InputError(
-                    f"hardware {self.name!r} has no peak_flops of {dtype}; give both "
-                    "bf16 and fp32"
-                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +25,7 @@ class Cluster:
         InputError: A count below 1, or a torus of other dims than the device's.
 
     Example:
-        >>> from meshpar.planner.clusters import cluster_of
+        >>> from meshpar.planner.machine.clusters import cluster_of
         >>> cluster_of("h100-80gb", devices=64).hosts
         8
         >>> cluster_of("tpu v5p:8x8x8").num_devices

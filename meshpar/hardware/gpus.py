@@ -1,0 +1,183 @@
+"""GPUs: each one's facts, and what programs achieve of them, with their sources."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from meshpar.hardware.device import Device, Known
+from meshpar.hardware.efficiency import Efficiency
+
+# How each number was got:
+#   memory_bytes     What a program can have, its CUDA context included, for that is
+#                    what has to fit: what CUDA reports, as OpenXLA's target
+#                    configurations have it (`xla/backends/gpu/target_config/specs`,
+#                    2026; `meshpar.audit.gpu_targets` holds those compiled for). Data
+#                    sheets round: of an H100's 80 GB, 80 GiB of chips, nvidia-smi shows
+#                    79.6 GiB and CUDA has 79.1. The H200's there is no card's report:
+#                    its data sheet's 141 as GiB. An H800's is taken to be an H100's.
+#   matmul           Fitted: A100 to one layer of Megatron-LM (Korthikanti et al. 2022,
+#                    table 4, ten times), H100 to three step times of the nanotron grid
+#                    (the rows that `meshpar plan --validate` marks; of the two numbers
+#                    fitted to them the other is nanotron's `host_s`).
+#   attention        FlashAttention-2, heads of 128: 50 to 73 % of an A100 (Dao 2023,
+#                    abstract), 35 % of an H100 (Shah et al. 2024, abstract).
+#   attention_head_dim
+#                    FlashAttention-2 with heads of 64 against 128 (Dao 2023, figure 4).
+#   memory           Taken: what streaming kernels achieve, norms and masks among them;
+#                    the layer times above fit as well with 0.8 as with 0.9.
+#   link_bytes_per_s, network_bytes_per_s
+#                    Half the NVLink figure of NVIDIA's data sheets, which
+#                    count both directions (A100 2021-06, H100 and H800 2023-03, H200
+#                    2024-11, B200 2025-02); one network port for each, as in a DGX
+#                    (200 Gb/s A100, 400 Gb/s later).
+#   link             nccl-tests' bus bandwidth in a host: 235 of 300 GB/s (DGX A100),
+#                    360 of 450 GB/s (DGX H100, rings).
+#   network          Taken: the line rate less headers and imperfect routes.
+#   hop_s, network_hop_s, launch_s
+#                    Taken, microseconds by order of magnitude: a step of a collective,
+#                    and the time between two kernels (1.5 % of the layer times above).
+#   host_bytes_per_s Of the device, not achieved: PCIe x16, half of the data sheet's
+#                    both directions (gen 4 A100, gen 5 H100 to B200); GB200 a half of
+#                    its CPU's 450 GB/s NVLink-C2C.
+#   spread           Taken: equal devices differ by some tenths of a percent.
+_A100 = Efficiency(
+    matmul=0.75,
+    attention=0.71,  # 0.6 at heads of 128
+    attention_head_dim=24,
+    memory=0.8,
+    link=0.78,
+    network=0.9,
+    hop_s=4e-6,
+    network_hop_s=12e-6,
+    launch_s=4e-6,
+    spread=0.003,
+)
+_H100 = replace(_A100, matmul=0.66, attention=0.42, link=0.8)
+
+
+def _nvidia(
+    name: str,
+    kind: str,
+    *,
+    bf16: float,
+    fp8: float | None,
+    memory_bytes: int,
+    memory_bytes_per_s: float,
+    link_bytes_per_s: float,
+    network_bytes_per_s: float = 50e9,
+    host_bytes_per_s: float = 64e9,
+    efficiency: Efficiency = _H100,
+    domain_devices: int = 8,
+    other_name: str = "",
+    target: str = "",
+) -> Known:
+    # fp32 at JAX's default precision is TF32, half as fast.
+    device = Device(
+        name=name,
+        peak_flops={"bf16": bf16, "fp32": bf16 / 2, **({"fp8": fp8} if fp8 else {})},
+        memory_bytes=memory_bytes,
+        memory_bytes_per_s=memory_bytes_per_s,
+        domain_devices=domain_devices,
+        link_bytes_per_s=link_bytes_per_s,
+        network_bytes_per_s=network_bytes_per_s,
+        host_bytes_per_s=host_bytes_per_s,
+        efficiency=efficiency,
+    )
+    return Known(device, kind, other_name, target)
+
+
+GPUS = (
+    # NVIDIA A100 data sheet, 2021-06: bf16 312, TF32 156 TFLOP/s dense, HBM2e
+    # 2,039 GB/s (80 GB SXM), HBM2 1,555 GB/s (40 GB).
+    _nvidia(
+        "a100-80gb",
+        "A100",
+        bf16=312e12,
+        fp8=None,
+        memory_bytes=85_100_068_864,
+        memory_bytes_per_s=2.039e12,
+        link_bytes_per_s=300e9,
+        network_bytes_per_s=25e9,
+        host_bytes_per_s=32e9,
+        efficiency=_A100,
+        other_name="a100",
+        target="gpu:a100",
+    ),
+    _nvidia(
+        "a100-40gb",
+        "A100",
+        bf16=312e12,
+        fp8=None,
+        memory_bytes=42_331_013_120,
+        memory_bytes_per_s=1.555e12,
+        link_bytes_per_s=300e9,
+        network_bytes_per_s=25e9,
+        host_bytes_per_s=32e9,
+        efficiency=_A100,
+    ),
+    # NVIDIA H100 data sheet, 2023-03 (SXM; half of the numbers with sparsity).
+    _nvidia(
+        "h100-80gb",
+        "H100",
+        bf16=989.4e12,
+        fp8=1978.9e12,
+        memory_bytes=84_942_979_072,
+        memory_bytes_per_s=3.35e12,
+        link_bytes_per_s=450e9,
+        other_name="h100",
+        target="gpu:h100",
+    ),
+    # The H800 is an H100 whose NVLink is cut to 400 GB/s in both directions
+    # (DeepSeek-AI 2025, "Insights into DeepSeek-V3", section 4.1).
+    _nvidia(
+        "h800-80gb",
+        "H800",
+        bf16=989.4e12,
+        fp8=1978.9e12,
+        memory_bytes=84_942_979_072,
+        memory_bytes_per_s=3.35e12,
+        link_bytes_per_s=200e9,
+        other_name="h800",
+        target="gpu:h100",
+    ),
+    # NVIDIA H200 data sheet, 2024-11: the H100's peaks, 4.8 TB/s.
+    _nvidia(
+        "h200-141gb",
+        "H200",
+        bf16=989.4e12,
+        fp8=1978.9e12,
+        memory_bytes=151_397_597_184,
+        memory_bytes_per_s=4.8e12,
+        link_bytes_per_s=450e9,
+        other_name="h200",
+        target="gpu:h200",
+    ),
+    # NVIDIA DGX B200 data sheet, 2025-02: 8 GPUs with 72 PFLOP/s fp8 with sparsity and
+    # 64 TB/s together. No published step times calibrate Blackwell: it takes Hopper's
+    # fractions.
+    _nvidia(
+        "b200-180gb",
+        "B200",
+        bf16=2.25e15,
+        fp8=4.5e15,
+        memory_bytes=191_514_411_008,
+        memory_bytes_per_s=8e12,
+        link_bytes_per_s=900e9,
+        other_name="b200",
+        target="gpu:b200",
+    ),
+    # NVIDIA GB200 NVL72 data sheet, 2024-03: 72 GPUs with 360 PFLOP/s bf16 with
+    # sparsity and 576 TB/s together, one NVLink domain of the B200's ports.
+    _nvidia(
+        "gb200-186gb",
+        "GB200",
+        bf16=2.5e15,
+        fp8=5e15,
+        memory_bytes=197_897_748_480,
+        memory_bytes_per_s=8e12,
+        link_bytes_per_s=900e9,
+        host_bytes_per_s=225e9,
+        domain_devices=72,
+        other_name="gb200",
+    ),
+)

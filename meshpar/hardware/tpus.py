@@ -1,0 +1,122 @@
+"""TPUs: each one's facts, and what programs achieve of them, with their sources."""
+
+from __future__ import annotations
+
+from meshpar.hardware.device import Device, Known
+from meshpar.hardware.efficiency import Efficiency
+
+# How each number was got:
+#   memory_gib       What a program can have, for that is what has to fit: what libtpu
+#                    (of jax 0.10.2, 2026-11-22) calls available when it refuses a
+#                    program that is too large. Of a v5e's 16 GiB it keeps 0.25 itself,
+#                    of 32 GiB 0.75 (v6e) or 1.25 (v4); Google's pages say 95 GB (v5p).
+#   bf16, memory_bytes_per_s, link_bytes_per_s, network_bytes_per_s
+#                    Cloud TPU documentation, system architecture pages (read 2025): ICI
+#                    per chip over its 6 (v4, v5p) or 4 (v5e, v6e) ports. The network is
+#                    a host's NICs over its chips: 2 x 100 Gb/s over 8 (v5e), 4 x 200
+#                    over 8 (v6e); 200 Gb/s over 4 chips (v4, v5p).
+#   host_bytes_per_s "How to Scale Your Model" (Austin et al. 2025, chapter 2).
+#
+# TPUs run one compiled program: no launches. No published step times calibrate these:
+# taken, with the fractions of ICI and matmuls that "How to Scale Your Model" (Austin et
+# al. 2025) calls usual.
+_TPU = Efficiency(
+    matmul=0.9,
+    attention=0.6,
+    attention_head_dim=24,
+    memory=0.85,
+    link=0.9,
+    network=0.8,
+    hop_s=1e-6,
+    network_hop_s=30e-6,
+    launch_s=0.0,
+    spread=0.001,
+)
+
+
+def _tpu(
+    version: str,
+    kind: str,
+    *,
+    bf16: float,
+    memory_gib: float,
+    memory_bytes_per_s: float,
+    link_bytes_per_s: float,
+    network_bytes_per_s: float,
+    host_bytes_per_s: float,
+    devices_per_host: int,
+    torus_dims: int,
+    wraps: int,
+) -> Known:
+    # The MXU multiplies bf16; fp32 at JAX's default precision is one bf16 pass.
+    device = Device(
+        name=f"tpu-{version}",
+        peak_flops={"bf16": bf16, "fp32": bf16},
+        memory_bytes=round(memory_gib * 2**30),
+        memory_bytes_per_s=memory_bytes_per_s,
+        domain_devices=devices_per_host,
+        link_bytes_per_s=link_bytes_per_s,
+        network_bytes_per_s=network_bytes_per_s,
+        host_bytes_per_s=host_bytes_per_s,
+        torus_dims=torus_dims,
+        wraps=wraps,
+        platform="tpu",
+        efficiency=_TPU,
+    )
+    return Known(device, kind, version, f"tpu:{version}")
+
+
+TPUS = (
+    _tpu(
+        "v4",
+        "TPU v4",
+        bf16=275e12,
+        memory_gib=30.75,
+        memory_bytes_per_s=1.2e12,
+        link_bytes_per_s=50e9,
+        network_bytes_per_s=6.25e9,
+        host_bytes_per_s=16e9,
+        devices_per_host=4,
+        torus_dims=3,
+        wraps=4,
+    ),
+    _tpu(
+        "v5e",
+        "TPU v5 lite",
+        bf16=197e12,
+        memory_gib=15.75,
+        memory_bytes_per_s=819e9,
+        link_bytes_per_s=50e9,
+        network_bytes_per_s=3.125e9,
+        host_bytes_per_s=16e9,
+        devices_per_host=8,
+        torus_dims=2,
+        wraps=16,
+    ),
+    _tpu(
+        "v5p",
+        "TPU v5",
+        bf16=459e12,
+        memory_gib=95.74,
+        memory_bytes_per_s=2.765e12,
+        link_bytes_per_s=100e9,
+        network_bytes_per_s=6.25e9,
+        host_bytes_per_s=16e9,
+        devices_per_host=4,
+        torus_dims=3,
+        wraps=4,
+    ),
+    _tpu(
+        "v6e",
+        "TPU v6 lite",
+        bf16=918e12,
+        memory_gib=31.25,
+        memory_bytes_per_s=1.638e12,
+        link_bytes_per_s=100e9,
+        network_bytes_per_s=12.5e9,
+        host_bytes_per_s=32e9,
+        devices_per_host=8,
+        torus_dims=2,
+        wraps=16,
+    ),
+)

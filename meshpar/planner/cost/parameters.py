@@ -1,0 +1,98 @@
+"""Parameters that one device has, and the bytes of each at rest and in the update."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from meshpar.planner.cost.run import Run
+
+
+def block_parameters(run: Run, *, moe: bool) -> float:
+    """Parameters of one block that one device computes with."""
+    workload, layout = run.workload, run.layout
+    experts = workload.expert_parameters(moe=moe)
+    matrices = workload.block_matrix_parameters(moe=moe) - experts
+    vectors = workload.block_vector_parameters(moe=moe)
+    return (matrices + experts / layout.expert) / layout.tensor + vectors
+
+
+def rank_parameters(run: Run, rank: int) -> float:
+    """Parameters of one rank's devices, split over `tensor` and `expert` alone."""
+    blocks = sum(
+        count * block_parameters(run, moe=moe)
+        for moe, count in blocks_by_kind(run, rank)
+    )
+    return blocks + end_parameters(run, rank)
+
+
+def blocks_by_kind(run: Run, rank: int) -> Iterator[tuple[bool, int]]:
+    """Whether blocks have routed experts, and how many of one rank's do or do not."""
+    chunks = run.blocks_of_rank(rank)
+    total = sum(map(len, chunks))
+    if not run.workload.experts:
+        moe = 0
+    else:
+        moe = sum(run.workload.is_moe(layer) for chunk in chunks for layer in chunk)
+    return (
+        (kind, count) for kind, count in ((False, total - moe), (True, moe)) if count
+    )
+
+
+def routed_parameters(run: Run, rank: int) -> float:
+    """Those of them that belong to this device's experts."""
+    workload, layout = run.workload, run.layout
+    routed = sum(
+        count * workload.expert_parameters(moe=moe)
+        for moe, count in blocks_by_kind(run, rank)
+    )
+    return routed / layout.expert / layout.tensor
+
+
+def end_parameters(run: Run, rank: int) -> float:
+    """Of embedding and head, as far as this rank has them."""
+    workload, tensor = run.workload, run.layout.tensor
+    first, last = ends_of_rank(run, rank)
+    total = 0.0
+    if first:
+        total += workload.embedding_parameters / tensor
+    if last:
+        total += workload.head_parameters / tensor + workload.final_norm_parameters
+    if last and not first and workload.tied:
+        total += workload.vocab * workload.hidden / tensor  # its own copy
+    return total
+
+
+def ends_of_rank(run: Run, rank: int) -> tuple[bool, bool]:
+    """Whether a rank has the embedding and the head: what tells ranks apart."""
+    if run.execution.shared_ends:
+        return True, True
+    stages = run.stages_of_rank(rank)
+    return 0 in stages, run.num_stages - 1 in stages
+
+
+def stored_bytes(run: Run) -> tuple[int, int]:
+    """Of each parameter at rest, and of its optimizer state.
+
+    Our parameters of 16 bits have an fp32 master among their state, unless they are
+    rounded at random.
+    """
+    execution, kind = run.execution, run.layout.param_dtype
+    if execution.eager or kind == "fp32":
+        return execution.weight_bytes, execution.state_bytes
+    master = 4 if kind == "bf16" else 0
+    return 2, execution.state_bytes + master
+
+
+def update_bytes(run: Run) -> int:
+    """Of each parameter, what the update reads and writes as it is stored.
+
+    A master is among the state, and its parameter only written; one that is rounded at
+    random is read too.
+    """
+    execution = run.execution
+    weight_bytes, state_bytes = stored_bytes(run)
+    more = 2 * (state_bytes - execution.state_bytes)
+    if execution.eager or run.layout.param_dtype == "fp32":
+        return execution.update_bytes
+    ways = 1 if state_bytes > execution.state_bytes else 2
+    return execution.update_bytes + more + ways * weight_bytes - 8

@@ -1,0 +1,283 @@
+"""Traffic: every collective of a step as a row; its seconds and bytes are sums of rows.
+
+A row belongs to what runs it: a block, a tick's embedding and head, a hop, the step's
+end. `traffic_time` adds up what waits for them, `traffic_bytes` what they send, and
+`shared_costs` what a layout waits for at least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from meshpar.planner.cost.parameters import (
+    block_parameters,
+    end_parameters,
+    ends_of_rank,
+    rank_parameters,
+    routed_parameters,
+    stored_bytes,
+)
+from meshpar.planner.cost.run import Run
+from meshpar.planner.cost.traffic_row import (
+    ATTENTION,
+    ATTENTION_AGAIN,
+    BLOCKS,
+    BYTES,
+    HALVES,
+    LAST_BACKWARD,
+    LAYER,
+    SECONDS,
+    Row,
+    Rows,
+)
+from meshpar.planner.workload.recomputation import Again, recomputation
+
+_SUMS = "sums of the residual stream"
+_OF_SEQUENCE = {
+    "all-reduce": _SUMS,
+    "all-gather": "sequence before a matmul",
+    "reduce-scatter": "sequence behind a matmul",
+}
+
+
+def block_rows(run: Run, *, moe: bool) -> Rows:
+    """Of one block and microbatch, its weights left out."""
+    again = recomputation(run, moe=moe)
+    rows = [*_tensor(run, again), *_context(run, again)]
+    if moe:
+        rows += _expert(run, again)
+    return _there(run, rows)
+
+
+def _tensor(run: Run, again: Again) -> Iterator[Row]:
+    """Two sums of the residual stream, forward and backward."""
+
+    def row(kind: str, passes: str, times: int = 1, beside: str = "") -> Row:
+        reason, stream = _OF_SEQUENCE[kind], run.residual_bytes
+        return Row(("tensor",), kind, stream, reason, passes, times, beside)
+
+    if not run.layout.sequence_parallel:
+        yield row("all-reduce", "forward", 2)
+        for half in HALVES:
+            yield row("all-reduce", "backward", beside=f"{half} weights")
+        yield row("all-reduce", "backward", again.sums)
+        return
+    yield row("all-gather", "forward", 2)
+    yield row("reduce-scatter", "forward", 2)
+    for half in HALVES:
+        # The output's gradient is gathered before anything can start. The input is
+        # gathered again beside the matmul for its gradient, whose scatter runs beside
+        # the one for the weights.
+        yield row("all-gather", "backward")
+        if not run.execution.keeps_gathered:
+            yield row("all-gather", "backward", beside=f"{half} inputs")
+        yield row("reduce-scatter", "backward", beside=f"{half} weights")
+    yield row("all-gather", "backward", again.gathers)
+    yield row("reduce-scatter", "backward", again.sums)
+
+
+def _context(run: Run, again: Again) -> Iterator[Row]:
+    """What the layout's way to attend sends."""
+    context, workload = run.layout.context, run.workload
+    sizes = workload.query_dim + workload.value_dim
+    head_bytes = run.tokens * sizes * run.dtype_bytes / run.layout.tensor
+    keys_values, steps, beside = workload.kv_heads * head_bytes, 1, ("", "")
+    if run.layout.attention == "ring":
+        # One part moves while another is attended to; back, gradients move with it.
+        kind, payload, back = "collective-permute", keys_values, 2
+        reason, steps = "keys and values around the ring", context - 1
+        beside = (ATTENTION, ATTENTION_AGAIN)
+    elif run.layout.attention == "allgather":
+        # Back, they are gathered again, and their gradients scattered.
+        kind, payload, back = "all-gather", keys_values * context, 2
+        reason = "keys and values of the whole sequence"
+    else:
+        # Queries, keys and values there, mixed values back; gradients the other way.
+        kind, payload, back = "all-to-all", keys_values + workload.heads * head_bytes, 1
+        reason = "heads for sequence, and back"
+    one = Row(("context",), kind, payload, reason, "forward", steps, beside[0])
+    yield one
+    yield one._replace(passes="backward", times=back * steps)
+    times = again.attention * steps
+    yield one._replace(passes="backward", times=times, beside=beside[1])
+
+
+def _expert(run: Run, again: Again) -> Iterator[Row]:
+    """Tokens sent to their experts and back."""
+    routed = run.residual_bytes * run.workload.top_k / run.layout.tensor
+    reason = "tokens to their experts"
+    one = Row(("expert",), "all-to-all", routed, reason, "forward", 2)
+    yield one
+    yield one._replace(passes="backward", times=2 * (1 + again.exchanges))
+
+
+def weight_rows(run: Run, *, moe: bool) -> Rows:
+    """Of one block's weights, where each use gathers them (ZeRO-3)."""
+    if run.state_shards == 1 or run.layout.zero < 3 or run.gathers_once:
+        return ()
+    parameters, axes = block_parameters(run, moe=moe), run.layout.split_axes
+    gathered, reduced = _split_bytes(run, parameters)
+    gather = Row(axes, "all-gather", gathered, _PARAMETERS, "forward", beside=LAYER)
+    scatter = Row(axes, "reduce-scatter", reduced, _OF_THEM, "backward", beside=LAYER)
+    return _there(run, [gather, gather._replace(passes="backward"), scatter])
+
+
+_PARAMETERS, _OF_THEM = "parameters", "gradients of them"
+
+
+def _split_bytes(run: Run, parameters: float) -> tuple[float, float]:
+    """Of split parameters whole, for use; and of their gradients."""
+    return parameters * run.dtype_bytes, parameters * run.execution.reduction_bytes
+
+
+def end_rows(run: Run) -> Rows:
+    """Of embedding and head, for one microbatch.
+
+    Where all ranks share them, each has a share of the tokens of every microbatch that
+    enters or leaves.
+    """
+    ranks = run.layout.stage if run.execution.shared_ends else 1
+    rows = [*_vocabulary(run, ranks)]
+    if ranks > 1:
+        own = run.residual_bytes * run.residual_share
+        reason = "tokens of embedding and head, shared by all ranks"
+        gather = Row(("stage",), "all-gather", own, reason, "forward")
+        scatter = Row(("stage",), "reduce-scatter", own, reason, "head")
+        rows += [gather, gather._replace(passes="head")]
+        rows += [scatter, scatter._replace(passes="backward")]
+    if scatters_ends_each_tick(run):
+        reduced = _split_bytes(run, end_parameters(run, 0))[1]
+        axes = run.layout.split_axes
+        scatter = Row(axes, "reduce-scatter", reduced, _OF_THEM, "head")
+        rows += [scatter, scatter._replace(passes="backward")]
+    return _there(run, rows)
+
+
+def _vocabulary(run: Run, ranks: int) -> Iterator[Row]:
+    """Over `tensor` each device has some of the vocabulary."""
+    share, tokens = run.residual_bytes / ranks, run.tokens / ranks
+    split = run.layout.sequence_parallel
+    one = Row(("tensor",), "all-reduce", share, _SUMS, "forward")
+    yield one._replace(reason="embedding rows") if split else one
+    # The gradient of the head's input. Of a split sequence its two halves are counted,
+    # and taken to last as long as the sum that they are together; the time to gather
+    # the gradient of the embedding's rows is left out.
+    yield one._replace(passes="head", only=SECONDS if split else "")
+    if split:
+        for kind, passes in (
+            ("all-gather", "head"),
+            ("reduce-scatter", "head"),
+            ("all-gather", "backward"),
+        ):
+            reason = _OF_SEQUENCE[kind]
+            yield Row(("tensor",), kind, share, reason, passes, only=BYTES)
+    # Of each token in fp32: largest logit, sum of exponentials, its target's logit.
+    # They take next to no time.
+    reason = "loss over a split vocabulary"
+    yield Row(("tensor",), "all-reduce", 3 * 4 * tokens, reason, "head", only=BYTES)
+
+
+def scatters_ends_each_tick(run: Run) -> bool:
+    """Whether what a tick adds to the ends' gradients is scattered in that tick."""
+    layout = run.layout
+    split = layout.zero == 3 and run.state_shards > 1 and not run.gathers_once
+    return run.execution.lock_step and layout.runs_in_ticks and split
+
+
+def hop_rows(run: Run) -> Rows:
+    """Of a microbatch's activations from a stage to the next, and of its gradients."""
+    if run.layout.stage == 1:
+        return ()
+    own, tensor = run.residual_bytes * run.residual_share, run.layout.tensor
+    reason = "activations up, gradients down"
+    up = Row(("stage",), "collective-permute", own, reason, "up")
+    rows = [up]
+    if run.execution.hop_split and not run.layout.sequence_parallel and tensor > 1:
+        # Each device sends its part, and gathers the others'; counted as one.
+        part = up._replace(payload_bytes=own / tensor, only=SECONDS)
+        gather = Row(("tensor",), "all-gather", own, reason, "up", only=SECONDS)
+        rows = [up._replace(only=BYTES), part, gather._replace(waits_on="stage")]
+    return _there(run, [*rows, *(row._replace(passes="down") for row in rows)])
+
+
+def step_rows(run: Run, ranks: Iterable[int]) -> Rows:
+    """Of the step's end, on those of these ranks that have most parameters."""
+    ranks = tuple(ranks)
+    most = max(rank_parameters(run, rank) for rank in ranks)
+    dense = max(
+        rank_parameters(run, rank) - routed_parameters(run, rank) for rank in ranks
+    )
+    ends = max(end_parameters(run, rank) for rank in ranks)
+    rows = [*_reductions(run, most, dense, ends), *_both_tables(run)]
+    if run.state_shards > 1 and run.layout.zero == 3:
+        rows += _gathered_once(run, most, ends)
+    elif run.state_shards > 1:
+        # ZeRO-1 and 2 gather what each device has updated.
+        axes, updated = run.layout.split_axes, most * stored_bytes(run)[0]
+        rows.append(Row(axes, "all-gather", updated, "updated parameters", "once"))
+    return _there(run, rows)
+
+
+def _reductions(
+    run: Run, parameters: float, dense: float, ends: float
+) -> Iterator[Row]:
+    """Gradients over the mesh axes whose devices have other tokens."""
+    layout, each = run.layout, run.execution.reduction_bytes
+    split, others = run.state_shards, run.summed_axes
+
+    def row(axes: tuple[str, ...], values: float, reason: str) -> Row:
+        payload = values * each
+        return Row(axes, "all-reduce", payload, reason, "once", beside=LAST_BACKWARD)
+
+    if split > 1 and layout.zero < 3:
+        # ZeRO-1 and 2 need their own share of the sums only.
+        whole = row(layout.split_axes, parameters, "gradients")
+        yield whole._replace(kind="reduce-scatter")
+    # Devices of `expert` have the same dense parameters, and other examples.
+    yield row(("expert",), dense / split, "gradients of what is no expert")
+    shared = run.execution.shared_ends and layout.stage > 1
+    if shared:
+        # The ranks have a share of the tokens each, so their sums are partial.
+        reason = "gradients of embedding and head"
+        partial = row((*others, "stage"), ends / split, reason)
+        yield partial._replace(waits_on="stage")
+    own = parameters - ends if shared else parameters
+    yield row(others, own / split, "gradients")
+
+
+def _both_tables(run: Run) -> Iterator[Row]:
+    """Of a tied table that the first and the last rank have each: two devices' sum."""
+    workload, on_one_rank = run.workload, ends_of_rank(run, 0) == (True, True)
+    if workload.tied and not on_one_rank:
+        table = workload.vocab * workload.hidden / run.layout.tensor
+        reduced, reason = table * run.execution.reduction_bytes, "gradients of tables"
+        pair = Row(("stage",), "all-reduce", reduced, reason, "once")
+        yield pair._replace(members=2, only=SECONDS)
+
+
+def _gathered_once(run: Run, parameters: float, ends: float) -> Iterator[Row]:
+    """What ZeRO-3 gathers and scatters once a step: all parameters, or the ends'.
+
+    A head of its own can move beside the blocks.
+    """
+    layout, head = run.layout, 0.0
+    if run.gathers_once:
+        ends = parameters
+    elif run.execution.gather_overlap and layout.stage == 1:
+        head = run.workload.head_parameters / layout.tensor
+    for values, beside in ((ends - head, ""), (head, BLOCKS)):
+        gathered, reduced = _split_bytes(run, values)
+        axes = layout.split_axes if values else ()
+        yield Row(axes, "all-gather", gathered, _PARAMETERS, "once", beside=beside)
+        if not scatters_ends_each_tick(run):
+            yield Row(axes, "reduce-scatter", reduced, _OF_THEM, "once", beside=beside)
+
+
+def _there(run: Run, rows: Iterable[Row]) -> Rows:
+    """Those between several devices, over the mesh axes that have several."""
+    layout, found = run.layout, []
+    for row in rows:
+        axes = tuple(axis for axis in row.mesh_axes if getattr(layout, axis) > 1)
+        if axes and row.times:
+            found.append(row if axes == row.mesh_axes else row._replace(mesh_axes=axes))
+    return tuple(found)

@@ -1,0 +1,53 @@
+"""A row of the table of traffic: one collective, how often, and what may hide it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+HALVES = ("attention", "mlp")
+"""Of a block: the backward of each has matmuls for its `inputs` and its `weights`."""
+
+ATTENTION, ATTENTION_AGAIN, LAYER = "attention", "attention again", "layer"
+BLOCKS, LAST_BACKWARD = "blocks", "last backward"
+"""Work that collectives run beside, where the execution overlaps them; and a half's
+`attention inputs`, `mlp weights`."""
+
+SECONDS, BYTES = "seconds", "bytes"
+"""The sum that alone counts a row."""
+
+
+class Row(NamedTuple):
+    """One collective.
+
+    Args:
+        mesh_axes: Whose devices take part together.
+        kind: As XLA calls it.
+        payload_bytes: Of the whole array: output of a gather, input of a scatter; of a
+            permute, what is sent.
+        reason: What it is for.
+        passes: What runs it: a forward, a backward, a head, a hop up or down; once.
+        times: How often each of those does.
+        beside: The work that it can run beside; empty where there is none.
+        waits_on: The mesh axis that waiting for it counts for; its first when empty.
+        members: Devices that take part, where not all of the mesh axes do.
+        only: `SECONDS` or `BYTES`, where the other sum leaves it out.
+    """
+
+    mesh_axes: tuple[str, ...]
+    kind: str
+    payload_bytes: float
+    reason: str
+    passes: str
+    times: int = 1
+    beside: str = ""
+    waits_on: str = ""
+    members: int = 0
+    only: str = ""
+
+
+Rows = tuple[Row, ...]
+
+
+def of_pass(rows: Rows, passes: str) -> Rows:
+    """Those that such a pass runs."""
+    return tuple(row for row in rows if row.passes == passes)

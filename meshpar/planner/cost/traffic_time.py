@@ -1,0 +1,63 @@
+"""Seconds of traffic: what each row takes, and how much of it no work hides."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+from meshpar.planner.cost.cost import Cost
+from meshpar.planner.cost.run import Run
+from meshpar.planner.cost.traffic_row import BYTES, Row
+from meshpar.planner.machine.collective_cost import (
+    all_gather_s,
+    all_reduce_s,
+    all_to_all_s,
+    reduce_scatter_s,
+    send_s,
+)
+
+_SECONDS = {
+    "all-gather": all_gather_s,
+    "all-reduce": all_reduce_s,
+    "all-to-all": all_to_all_s,
+    "reduce-scatter": reduce_scatter_s,
+}
+_NOTHING: Mapping[str, float] = {}
+
+
+def row_s(run: Run, row: Row) -> float:
+    """Time that a row takes in each of its passes; 0 where only bytes count."""
+    if row.only == BYTES:
+        return 0.0
+    link = run.link(*row.mesh_axes)
+    if row.kind == "collective-permute":
+        return row.times * send_s(row.payload_bytes, link)
+    return row.times * _SECONDS[row.kind](row.payload_bytes, members(run, row), link)
+
+
+def members(run: Run, row: Row) -> int:
+    """Devices that take part."""
+    return row.members or math.prod(getattr(run.layout, axis) for axis in row.mesh_axes)
+
+
+def exposed(
+    run: Run, rows: Iterable[Row], beside: Mapping[str, float] = _NOTHING
+) -> Cost:
+    """Waiting for rows one after another.
+
+    Args:
+        run: The run that they are of.
+        rows: Of the same pass.
+        beside: Seconds of the work that hides collectives, by the name that rows give
+            it; rows that name the same share them.
+    """
+    left, exposed_s = dict(beside), {}
+    for row in rows:
+        seconds = row_s(run, row)
+        if row.beside in left:
+            hidden_s = min(seconds, left[row.beside])
+            left[row.beside] -= hidden_s
+            seconds -= hidden_s
+        mesh_axis = row.waits_on or row.mesh_axes[0]
+        exposed_s[mesh_axis] = exposed_s.get(mesh_axis, 0.0) + seconds
+    return Cost(0.0, exposed_s)

@@ -1,0 +1,110 @@
+"""A schedule's method: its orders for any sizes, and all that holds of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from meshpar.errors import InputError
+from meshpar.schedules.base import Action, Schedule, require_counts
+from meshpar.schedules.closed_forms import ClosedForms
+
+Orders = Sequence[Sequence[Action]]
+"""Every rank's actions, first to last."""
+
+
+def in_turn(rank: int, num_ranks: int, chunks: int) -> range:
+    """The stages of a rank where stage c*p + r is chunk c of rank r.
+
+    Example:
+        >>> [*in_turn(1, num_ranks=4, chunks=2)]
+        [1, 5]
+    """
+    return range(rank, num_ranks * chunks, num_ranks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleMethod:
+    """How a schedule orders the work of p ranks, m microbatches and v chunks a rank.
+
+    Name, orders and reference are enough of one stage a rank. Closed forms save the
+    planner replays of the orders.
+
+    Args:
+        name: What a layout and every command call it.
+        orders: (p, m, v) -> the orders.
+        reference: Who described it, and where.
+        num_chunks: The one number of chunks that it exists for; None is any number.
+        stages_of: (rank, p, v) -> the stages of a rank, its chunk 0 first.
+        microbatches_refusal: (p, m) -> why it does not exist for so many microbatches,
+            and a way out; None where it does.
+        splits_backward: Whether its backwards are I and W, which no step runs: only
+            `simulate` does.
+        closed_forms: Its length and what is in flight.
+        no_better_than: Another schedule's name that is as long for any sizes and holds
+            no more: the planner's search takes that one.
+
+    Example:
+        >>> from meshpar.schedules.gpipe import gpipe
+        >>> gpipe(num_ranks=2, num_microbatches=3).num_stages
+        2
+        >>> gpipe.refusals(num_ranks=2, num_microbatches=3, chunks=2)["chunks"]
+        "chunks=2: schedule 'gpipe' has one stage a rank; leave chunks out"
+    """
+
+    name: str
+    orders: Callable[[int, int, int], Orders]
+    reference: str
+    num_chunks: int | None = 1
+    stages_of: Callable[[int, int, int], Sequence[int]] = in_turn
+    microbatches_refusal: Callable[[int, int], str | None] = lambda p, m: None
+    splits_backward: bool = False
+    closed_forms: ClosedForms | None = None
+    no_better_than: str | None = None
+
+    def __call__(
+        self, num_ranks: int, num_microbatches: int, chunks: int | None = None
+    ) -> Schedule:
+        """The schedule of these sizes; of its own number of chunks, or else one.
+
+        Raises:
+            InputError: A size below 1, or one that it does not exist for.
+        """
+        chunks = self.default_chunks if chunks is None else chunks
+        require_counts(stages=num_ranks, microbatches=num_microbatches, chunks=chunks)
+        for refusal in self.refusals(num_ranks, num_microbatches, chunks).values():
+            raise InputError(refusal)
+        orders = self.orders(num_ranks, num_microbatches, chunks)
+        return Schedule(orders, num_ranks * chunks, num_microbatches, self.name)
+
+    @property
+    def default_chunks(self) -> int:
+        """Its own number of chunks, or one."""
+        return self.num_chunks or 1
+
+    def has_chunks(self, chunks: int) -> bool:
+        """Whether it exists for so many stages a rank."""
+        return self.num_chunks in (None, chunks)
+
+    def exists(self, num_ranks: int, num_microbatches: int, chunks: int) -> bool:
+        """Whether there is one of these sizes."""
+        return not self.refusals(num_ranks, num_microbatches, chunks)
+
+    def refusals(
+        self, num_ranks: int, num_microbatches: int, chunks: int
+    ) -> dict[str, str]:
+        """Key of a layout -> why there is none of the value it has."""
+        refusals = {}
+        if not self.has_chunks(chunks):
+            one = "one stage a rank; leave chunks out"
+            more = f"{self.num_chunks} stages a rank; set chunks={self.num_chunks}"
+            refusals["chunks"] = (
+                f"chunks={chunks}: schedule {self.name!r} has "
+                f"{one if self.num_chunks == 1 else more}"
+            )
+        refusal = self.microbatches_refusal(num_ranks, num_microbatches)
+        if refusal is not None:
+            refusals["microbatches"] = (
+                f"microbatches={num_microbatches}: schedule {self.name!r} {refusal}"
+            )
+        return refusals

@@ -1,0 +1,1 @@
+"""What an optimizer does to each layer, read from its trace, and the layers stacked."""

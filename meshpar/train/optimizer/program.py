@@ -1,0 +1,207 @@
+"""A traced function as one flat list of operations, with its sums over many terms."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Literal
+
+_CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "checkpoint": "jaxpr",
+    "remat": "jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+}
+"""Primitives that only run a function -> the parameter that holds it."""
+
+_MONOIDS = frozenset(("add", "add_any", "max", "min", "and", "or"))
+"""Primitives of two operands that come in any order and grouping."""
+
+
+@dataclass(frozen=True, eq=False)
+class Constant:
+    """A value that the function closes over or writes down."""
+
+    value: Any
+
+
+Reference = int | Constant
+"""An input or a result by its number, or a constant."""
+
+
+@dataclass(frozen=True, eq=False)
+class Operation:
+    """One primitive applied once.
+
+    Args:
+        primitive: What is applied.
+        params: Its parameters.
+        inputs: Its operands.
+        outputs: Numbers of its results.
+        branches: Of `cond`, the functions that it chooses from.
+    """
+
+    primitive: Any
+    params: dict[str, Any]
+    inputs: tuple[Reference, ...]
+    outputs: tuple[int, ...]
+    branches: tuple[Program, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The primitive's name."""
+        return self.primitive.name
+
+    def bind(self, *operands: Any) -> list[Any]:
+        """The results for these operands."""
+        results = self.primitive.bind(*operands, **self.params)
+        return list(results) if self.primitive.multiple_results else [results]
+
+
+@dataclass(frozen=True, eq=False)
+class Sum:
+    """Operations of one primitive whose terms may be taken in any order and grouping.
+
+    Not sums only: every primitive of `_MONOIDS`.
+
+    Args:
+        name: The primitive's.
+        terms: What is added up.
+        operations: As the function has it, two terms at a time.
+    """
+
+    name: str
+    terms: tuple[Reference, ...]
+    operations: tuple[Operation, ...]
+
+    @property
+    def result(self) -> int:
+        """The number of the whole sum."""
+        return self.operations[-1].outputs[0]
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A function without calls inside, but for the branches of `cond`.
+
+    Inputs are numbered from 0; steps stand in an order in which they can run. What no
+    output needs is left out.
+    """
+
+    num_inputs: int
+    steps: tuple[Operation | Sum, ...]
+    outputs: tuple[Reference, ...]
+
+
+def program_of(function: Callable[..., Any], *arguments: Any) -> tuple[Program, Any]:
+    """The trace of a function and the shapes that it returns.
+
+    The program's inputs and outputs are the leaves of the function's trees.
+
+    Args:
+        function: What is traced.
+        arguments: Trees of arrays or `jax.ShapeDtypeStruct`s.
+    """
+    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
+    return _flattened(closed), shapes
+
+
+def _flattened(closed: ClosedJaxpr) -> Program:
+    numbers = itertools.count()
+    inputs = [next(numbers) for _ in closed.jaxpr.invars]
+    operations: list[Operation] = []
+    outputs = _append(operations, numbers, closed.jaxpr, closed.consts, inputs)
+    needed = _needed(operations, outputs)
+    return Program(len(inputs), _with_sums(needed, outputs), tuple(outputs))
+
+
+def _append(
+    operations: list[Operation],
+    numbers: Iterator[int],
+    jaxpr: Any,
+    constants: Any,
+    inputs: list[Reference],
+) -> list[Reference]:
+    """Appends what a jaxpr does to its inputs; returns its outputs."""
+    known: dict[Any, Reference] = dict(zip(jaxpr.invars, inputs, strict=True))
+    given = [Constant(value) for value in constants]
+    known.update(zip(jaxpr.constvars, given, strict=True))
+
+    def read(atom: Any) -> Reference:
+        return Constant(atom.val) if isinstance(atom, Literal) else known[atom]
+
+    for eqn in jaxpr.eqns:
+        operands = [read(atom) for atom in eqn.invars]
+        if eqn.primitive.name in _CALLS:
+            inner = eqn.params[_CALLS[eqn.primitive.name]]
+            body, consts = (
+                (inner.jaxpr, inner.consts)
+                if isinstance(inner, ClosedJaxpr)
+                else (inner, ())
+            )
+            results = _append(operations, numbers, body, consts, operands)
+        else:
+            results = [next(numbers) for _ in eqn.outvars]
+            branches = eqn.params["branches"] if eqn.primitive.name == "cond" else ()
+            operations.append(
+                Operation(
+                    primitive=eqn.primitive,
+                    params=eqn.params,
+                    inputs=tuple(operands),
+                    outputs=tuple(results),
+                    branches=tuple(_flattened(branch) for branch in branches),
+                )
+            )
+        known.update(zip(eqn.outvars, results, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _needed(
+    operations: list[Operation], outputs: list[Reference]
+) -> tuple[Operation, ...]:
+    needed = set(outputs)
+    kept = []
+    for operation in reversed(operations):
+        if needed.intersection(operation.outputs):
+            needed.update(operation.inputs)
+            kept.append(operation)
+    return tuple(reversed(kept))
+
+
+def _with_sums(
+    operations: tuple[Operation, ...], outputs: list[Reference]
+) -> tuple[Operation | Sum, ...]:
+    """The operations, those of one sum together at the place of the last of them."""
+    uses = Counter(outputs)
+    for operation in operations:
+        uses.update(operation.inputs)
+    sums: dict[Reference, Sum] = {}
+    parts: set[Reference] = set()
+    for operation in operations:
+        if operation.name not in _MONOIDS:
+            continue
+        terms: list[Reference] = []
+        within: list[Operation] = []
+        for one in operation.inputs:
+            if one in sums and sums[one].name == operation.name and uses[one] == 1:
+                parts.add(one)
+                terms += sums[one].terms
+                within += sums[one].operations
+            else:
+                terms.append(one)
+        whole = Sum(operation.name, tuple(terms), (*within, operation))
+        sums[whole.result] = whole
+    return tuple(
+        sums.get(operation.outputs[0], operation)
+        for operation in operations
+        if operation.outputs[0] not in parts
+    )
