@@ -31,7 +31,7 @@ INPUTS = {
     "source_mask": Input(("batch", "source_seq"), "bool", optional=True),
     "target_tokens": Input(("batch", "seq"), "int"),
     "labels": Input(("batch", "seq"), "int"),
-    "weights": Input(("batch", "seq"), "float"),
+    "weights": Input(("batch", "seq"), "float", is_weight=True),
 }
 """What is read and which of it is there, what has been written, what comes next, and
 how much that counts."""

@@ -95,8 +95,8 @@ class ViTConfig:
         pixels = (None, self.image, self.image, self.channels)
         return {
             "images": Input(("batch", "height", "width", "channels"), shape=pixels),
-            "labels": Input(("batch",), "int"),
-            "weights": Input(("batch",), optional=True),
+            "labels": Input(("batch",), "int", below=self.classes),
+            "weights": Input(("batch",), optional=True, is_weight=True),
         }
 
 
