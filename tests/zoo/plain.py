@@ -89,7 +89,7 @@ def train(ends, groups, batch, loss=mean_loss):
         (found, state), gradients = value_and_grad(params, state, step)
         updates, opt_state = chain.update(gradients, opt_state, params)
         params = optax.apply_updates(params, updates)
-        return params, state, opt_state, found, optax.global_norm(gradients)
+        return params, state, opt_state, found, optax.tree.norm(gradients)
 
     params, state, opt_state = jax.jit(first)()
     run = Run(by_path(params), [], [], {}, {}, {})
