@@ -39,8 +39,8 @@ class Block(nnx.Module):
 
     def __init__(self, rngs):
         self.norm = nnx.LayerNorm(EMBED, rngs=rngs)
-        self.modulation = normal(rngs, (EMBED, 3, EMBED), "embed", None, None)
-        self.update = normal(rngs, (EMBED, EMBED), "embed", None)
+        self.modulation = normal(rngs, (EMBED, 3, EMBED), "embed", None, None, std=0.1)
+        self.update = normal(rngs, (EMBED, EMBED), "embed", None, std=0.1)
         self.up = normal(rngs, (EMBED, HIDDEN), "embed", "mlp")
         self.down = normal(rngs, (HIDDEN, EMBED), "mlp", "embed")
 
