@@ -17,7 +17,7 @@ from meshpar.chunk_bytes import LOGITS_BYTES
 from meshpar.model.inputs import Batch
 from meshpar.parallel.head_loss import head_cross_entropy
 from meshpar.parallel.tensor import vocab_lookup
-from models.field_types import check_field_types
+from models.field_types import check_dropout, check_field_types, check_sizes
 from models.layers.attention import Attention, depth_scaled_std, normal
 from models.layers.cross_attention import CrossAttention
 from models.layers.mlp import GatedMLP, PlainMLP
@@ -73,9 +73,7 @@ class EncoderDecoderConfig:
 
     def __post_init__(self) -> None:
         check_field_types(self)
-        for name in (*_SIZES, "max_seq"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name}={getattr(self, name)}: must be at least 1")
+        check_sizes(self, *_SIZES, "max_seq")
         if self.head_dim < 0:
             raise InputError(
                 f"head_dim={self.head_dim}: must be at least 0; 0 is embed / heads"
@@ -89,8 +87,7 @@ class EncoderDecoderConfig:
                 f"embed={self.embed} is not a multiple of heads={self.heads}; set "
                 "head_dim"
             )
-        if not 0 <= self.dropout < 1:
-            raise InputError(f"dropout={self.dropout}: must be at least 0 and below 1")
+        check_dropout(self.dropout)
 
     @property
     def layers(self) -> int:

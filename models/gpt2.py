@@ -13,7 +13,7 @@ from meshpar.chunk_bytes import LOGITS_BYTES
 from meshpar.model.inputs import Batch
 from meshpar.parallel.head_loss import head_cross_entropy
 from meshpar.parallel.tensor import vocab_lookup
-from models.field_types import check_field_types
+from models.field_types import check_dropout, check_field_types, check_sizes
 from models.inputs import LANGUAGE
 from models.layers.layer_norm_block import RESIDUAL, LayerNormBlock
 from models.layers.norm import LayerNorm
@@ -53,9 +53,7 @@ class GPT2Config:
 
     def __post_init__(self) -> None:
         check_field_types(self)
-        for name in ("layers", "embed", "heads", "vocab", "max_seq"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name}={getattr(self, name)}: must be at least 1")
+        check_sizes(self, "layers", "embed", "heads", "vocab", "max_seq")
         if self.ffn < 0:
             raise InputError(f"ffn={self.ffn}: must be at least 0; 0 is 4 * embed")
         if self.logits_bytes < 0:
@@ -66,8 +64,7 @@ class GPT2Config:
             raise InputError(
                 f"embed={self.embed} is not a multiple of heads={self.heads}"
             )
-        if not 0 <= self.dropout < 1:
-            raise InputError(f"dropout={self.dropout}: must be at least 0 and below 1")
+        check_dropout(self.dropout)
 
 
 class GPT2Ends(nnx.Module):
@@ -131,22 +128,9 @@ class GPT2Ends(nnx.Module):
 
 def gpt2(config: GPT2Config) -> Model:
     """The model of a config, under meshpar's contract."""
-
-    def block(rngs: nnx.Rngs) -> LayerNormBlock:
-        return LayerNormBlock(
-            config.embed,
-            heads=config.heads,
-            ffn=config.ffn or 4 * config.embed,
-            layers=config.layers,
-            norm_epsilon=config.norm_epsilon,
-            init_std=config.init_std,
-            dropout=config.dropout,
-            rngs=rngs,
-        )
-
     return from_nnx(
         ends=lambda rngs: GPT2Ends(config, rngs),
-        block=block,
+        block=lambda rngs: LayerNormBlock(config, rngs, causal=True),
         num_layers=config.layers,
         inputs=LANGUAGE,
         per_token=True,

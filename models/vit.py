@@ -11,7 +11,7 @@ from flax import nnx
 from meshpar import Input, InputError, Model, Scope, from_nnx
 from meshpar.model.inputs import Batch
 from meshpar.parallel.tensor import cross_entropy
-from models.field_types import check_field_types
+from models.field_types import check_dropout, check_field_types, check_sizes
 from models.layers.attention import normal
 from models.layers.layer_norm_block import RESIDUAL, LayerNormBlock
 from models.layers.norm import LayerNorm
@@ -58,9 +58,7 @@ class ViTConfig:
 
     def __post_init__(self) -> None:
         check_field_types(self)
-        for name in _SIZES:
-            if getattr(self, name) < 1:
-                raise InputError(f"{name}={getattr(self, name)}: must be at least 1")
+        check_sizes(self, *_SIZES)
         if self.ffn < 0:
             raise InputError(f"ffn={self.ffn}: must be at least 0; 0 is 4 * embed")
         if self.embed % self.heads:
@@ -76,8 +74,7 @@ class ViTConfig:
             raise InputError(
                 f"pooling={self.pooling!r}: must be one of {', '.join(_POOLINGS)}"
             )
-        if not 0 <= self.dropout < 1:
-            raise InputError(f"dropout={self.dropout}: must be at least 0 and below 1")
+        check_dropout(self.dropout)
 
     @property
     def has_class_token(self) -> bool:
@@ -163,23 +160,9 @@ class ViTEnds(nnx.Module):
 
 def vit(config: ViTConfig) -> Model:
     """The model of a config, under meshpar's contract."""
-
-    def block(rngs: nnx.Rngs) -> LayerNormBlock:
-        return LayerNormBlock(
-            config.embed,
-            heads=config.heads,
-            ffn=config.ffn or 4 * config.embed,
-            layers=config.layers,
-            norm_epsilon=config.norm_epsilon,
-            init_std=config.init_std,
-            dropout=config.dropout,
-            rngs=rngs,
-            causal=False,
-        )
-
     return from_nnx(
         ends=lambda rngs: ViTEnds(config, rngs),
-        block=block,
+        block=lambda rngs: LayerNormBlock(config, rngs, causal=False),
         num_layers=config.layers,
         inputs=config.inputs,
     )

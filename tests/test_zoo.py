@@ -9,13 +9,13 @@ import pytest
 
 from meshpar import Layout, default_rules, make_train_step
 from tests.marks import slow
+from tests.zoo.batch_statistics import BATCH_NORM, RUNNING_MEAN
 from tests.zoo.denoising import DENOISING
 from tests.zoo.experts import SOFT_EXPERTS, TWO_GROUPS
 from tests.zoo.language import GPT2, LLAMA
 from tests.zoo.plain import MAX_NORM, SEED, STEPS, Run, optimizer, train
 from tests.zoo.ranks import IMAGES, VECTORS
 from tests.zoo.sequence import SEQUENCE
-from tests.zoo.statistics import BATCH_NORM, RUNNING_MEAN
 from tests.zoo.translation import ENCODER_DECODER
 from tests.zoo.vision import VIT
 from tests.zoo.waves import WAVES

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Protocol
+
 import jax
 from flax import nnx
 
@@ -13,48 +16,57 @@ from models.layers.norm import LayerNorm
 RESIDUAL = ("batch", "residual_seq", "embed")
 
 
-class LayerNormBlock(nnx.Module):
-    """Attention and MLP, each after a norm and added to the residual stream.
+class BlockShape(Protocol):
+    """What a config says of its blocks.
 
     Args:
-        embed, heads, ffn: Sizes.
+        embed, heads: Sizes.
+        ffn: Hidden size of the MLP; `4 * embed` when 0.
         layers: Blocks of the model, which scale the branches' initial outputs.
         norm_epsilon: Added to the variance.
         init_std: Standard deviation of the initial weights.
         dropout: Share of values dropped after each branch.
+    """
+
+    embed: int
+    heads: int
+    ffn: int
+    layers: int
+    norm_epsilon: float
+    init_std: float
+    dropout: float
+
+
+class LayerNormBlock(nnx.Module):
+    """Attention and MLP, each after a norm and added to the residual stream.
+
+    Args:
+        shape: A config.
         causal: Whether a token sees none that follow it.
     """
 
-    def __init__(
-        self,
-        embed: int,
-        *,
-        heads: int,
-        ffn: int,
-        layers: int,
-        norm_epsilon: float,
-        init_std: float,
-        dropout: float,
-        rngs: nnx.Rngs,
-        causal: bool = True,
-    ) -> None:
-        out_std = depth_scaled_std(init_std, layers)
-        self.dropout = dropout
-        self.attention_norm = LayerNorm(embed, epsilon=norm_epsilon, rngs=rngs)
+    def __init__(self, shape: BlockShape, rngs: nnx.Rngs, *, causal: bool) -> None:
+        embed, std = shape.embed, shape.init_std
+        out_std = depth_scaled_std(std, shape.layers)
+        norm = functools.partial(LayerNorm, epsilon=shape.norm_epsilon, rngs=rngs)
+        self.dropout = shape.dropout
+        self.attention_norm = norm(embed)
         self.attention = Attention(
             embed,
-            heads=heads,
-            kv_heads=heads,
-            head_dim=embed // heads,
-            init_std=init_std,
+            heads=shape.heads,
+            kv_heads=shape.heads,
+            head_dim=embed // shape.heads,
+            init_std=std,
             out_std=out_std,
             rngs=rngs,
             bias=True,
             out_bias=True,
             causal=causal,
         )
-        self.mlp_norm = LayerNorm(embed, epsilon=norm_epsilon, rngs=rngs)
-        self.mlp = PlainMLP(embed, ffn, init_std=init_std, out_std=out_std, rngs=rngs)
+        self.mlp_norm = norm(embed)
+        self.mlp = PlainMLP(
+            embed, shape.ffn or 4 * embed, init_std=std, out_std=out_std, rngs=rngs
+        )
 
     def __call__(self, x: jax.Array, scope: Scope) -> jax.Array:
         """(batch, seq, embed) -> (batch, seq, embed)."""
