@@ -141,6 +141,22 @@ class Layout:
             )
 
     @classmethod
+    def of(cls, layout: Layout | str) -> Layout:
+        """A layout, or the one that a text describes.
+
+        Raises:
+            InputError: It is neither, or the text cannot be read.
+        """
+        if isinstance(layout, str):
+            return cls.parse(layout)
+        if not isinstance(layout, Layout):
+            raise InputError(
+                f"layout is a {type(layout).__name__}; give a meshpar.Layout, or its "
+                "text such as 'data=2,tensor=4'"
+            )
+        return layout
+
+    @classmethod
     def parse(cls, text: str) -> Layout:
         """The layout that `text` (`data=2,tensor=4,remat=full`) describes.
 

@@ -19,7 +19,7 @@ _ALL_AUTO = (AxisType.Auto,) * len(MESH_AXES)
 
 
 def make_mesh(
-    layout: Layout,
+    layout: Layout | str,
     devices: Sequence[jax.Device] | None = None,
     *,
     topology: Topology | None = None,
@@ -30,7 +30,8 @@ def make_mesh(
     host by host in order of their ids. Every mesh axis is `Auto`.
 
     Args:
-        layout: Sizes of the mesh axes; a -1 absorbs what the devices leave.
+        layout: Sizes of the mesh axes, or a layout's text; a -1 absorbs what the
+            devices leave.
         devices: Devices to use; all of JAX's by default.
         topology: Hosts and links; read from the devices by default.
 
@@ -42,7 +43,7 @@ def make_mesh(
         TopologyWarning: `tensor` crosses hosts.
     """
     devices = list(jax.devices() if devices is None else devices)
-    layout = layout.resolve(len(devices))
+    layout = Layout.of(layout).resolve(len(devices))
     topology = topology or Topology.from_devices(devices)
     if topology.num_devices != len(devices):
         raise InputError(
@@ -55,9 +56,9 @@ def make_mesh(
     return Mesh(_arrange(devices, shape), MESH_AXES, axis_types=_ALL_AUTO)
 
 
-def absent_mesh(layout: Layout) -> AbstractMesh:
+def absent_mesh(layout: Layout | str) -> AbstractMesh:
     """A mesh of all six axes without devices: to lower a program, not to run it."""
-    sizes = tuple(layout.mesh_shape.values())
+    sizes = tuple(Layout.of(layout).mesh_shape.values())
     return AbstractMesh(sizes, MESH_AXES, axis_types=_ALL_AUTO)
 
 

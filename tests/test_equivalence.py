@@ -211,7 +211,7 @@ def test_one_gradient_that_is_a_little_wrong_is_found(gradients_times, line, fac
         ({"num_devices": 9}, "num_devices=9, but there are 8"),
         (
             {"batch": {"x": np.ones((2, 2))}},
-            "the batch has 'x', but no 'tokens', which the model declares",
+            "has 'x', but no 'tokens', which the model",
         ),
     ],
 )

@@ -16,7 +16,7 @@ from meshpar.lint.findings import (
 )
 from meshpar.lint.rows import ParameterRow, replicated_row, row_of
 from meshpar.model.activations import Activation, traced_activations
-from meshpar.model.contract import Model
+from meshpar.model.contract import Model, check_model
 from meshpar.parallel.pipeline.program import arranged_for
 from meshpar.parallel.remat import check_residual_names
 from meshpar.parallel.storage import (
@@ -58,7 +58,7 @@ class LintReport:
 
 def lint(
     model: Model,
-    layout: Layout,
+    layout: Layout | str,
     rules: Rules | Sequence[tuple[str, Target]] | None = None,
     *,
     global_batch: int | None = None,
@@ -69,13 +69,15 @@ def lint(
 
     Args:
         model: The model.
-        layout: The layout, with the size of every mesh axis given.
+        layout: The layout or its text, with the size of every mesh axis given.
         rules: Logical axis -> mesh axes, `default_rules(layout)` when absent. Pairs
             may hold two rules for one logical axis; the second is a finding.
         global_batch: Examples in a step; one per batch shard when absent.
         seq: Tokens of an example.
         large_bytes: Parameters above this size that no mesh axis splits are findings.
     """
+    check_model(model)
+    layout = Layout.of(layout)
     shadowed: list[Finding] = []
     if rules is not None and not isinstance(rules, Rules):
         rules, shadowed = _first_of_each(rules)

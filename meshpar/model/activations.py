@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from meshpar.model.contract import Model
-from meshpar.model.tracing import traced_forward, tracing
+from meshpar.model.tracing import traced_batch, traced_forward, tracing
 from meshpar.rules.rules import LogicalAxes
 
 
@@ -35,7 +35,8 @@ def traced_activations(model: Model, examples: int, seq: int) -> list[Activation
     """
     recorder = _Recorder()
     with tracing(f"the model cannot be traced on a batch of shape {(examples, seq)}"):
-        once, *shapes = traced_forward(model, examples, seq, rules=recorder, head=True)
+        batch = traced_batch(model, examples, seq)
+        once, *shapes = traced_forward(model, batch, rules=recorder, head=True)
         jax.eval_shape(once, *shapes)
     batch_dim = Activation(logical_axes=("batch",), shape=(examples,))
     return list(dict.fromkeys([batch_dim, *recorder.activations]))

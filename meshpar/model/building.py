@@ -23,9 +23,9 @@ _MAPPED = frozenset(
     """
     abs add and broadcast_in_dim bitcast_convert_type clamp concatenate copy
     convert_element_type cos div eq erf erf_inv exp exp2 expm1 ge gt integer_pow
-    iota is_finite le log log1p logistic lt max min mul ne neg not or pow pjit jit
-    closed_call custom_jvp_call random_bits random_fold_in random_seed random_split
-    random_unwrap random_wrap rem reshape round rsqrt select_n shift_left
+    iota is_finite le log log1p logistic lt max min mul ne neg nextafter not or pow
+    pjit jit closed_call custom_jvp_call random_bits random_fold_in random_seed
+    random_split random_unwrap random_wrap rem reshape round rsqrt select_n shift_left
     shift_right_arithmetic shift_right_logical sign sin slice split sqrt square
     squeeze stop_gradient sub tan tanh threefry2x32 transpose xor
     """.split()  # noqa: SIM905, a table

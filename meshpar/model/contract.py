@@ -117,6 +117,19 @@ class BlockGroup:
         )
 
 
+def check_model(model: Any) -> None:
+    """Refuses what is no model.
+
+    Raises:
+        InputError: It is something else.
+    """
+    if not isinstance(model, Model):
+        raise InputError(
+            f"model is a {type(model).__name__}; give a meshpar.Model, such as "
+            "meshpar.from_nnx makes of Flax NNX modules"
+        )
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Model:
     """A model under the contract of this module.

@@ -70,18 +70,16 @@ def tracing_scope(batch: Any, state: Params, **fields: Any) -> Scope:
 
 
 def traced_forward(
-    model: Model, examples: int, seq: int, *, rules: Any = None, head: bool = False
+    model: Model, batch: Any, *, rules: Any = None, head: bool = False
 ) -> tuple[Any, ...]:
     """A model's forward with one layer of each group, and the shapes it takes.
 
     Args:
         model: The model.
-        examples: Of the batch.
-        seq: Size of all that varies in it.
+        batch: Shapes of a batch.
         rules: What stands in the scope; None outside any mesh.
         head: Whether the head is run too.
     """
-    batch = traced_batch(model, examples, seq)
 
     def once(params: tuple, state: tuple, batch: Any) -> Any:
         (ends, layers), (of_ends, states) = params, state
@@ -93,6 +91,36 @@ def traced_forward(
         return model.loss_sums(ends, x, outside.batch, outside) if head else x
 
     return once, one_layer_shapes(model), one_layer_state(model), batch
+
+
+def check_examples_first(model: Model, batch: Any) -> None:
+    """Refuses a model that drops out along another dim than the examples.
+
+    Where that dim happens to be as long as there are examples, one layout would take it
+    and another not: so it is tried with two and three times as many.
+
+    Args:
+        model: The model.
+        batch: Arrays of a batch, or their shapes.
+
+    Raises:
+        InputError: `Scope.dropout` is given another first dim.
+    """
+    once, *shapes = traced_forward(model, _times(batch, 1), head=True)
+    program = jax.make_jaxpr(once)(*shapes)
+    if "random_bits" not in str(program):
+        return
+    for times in (2, 3):
+        once, *shapes = traced_forward(model, _times(batch, times), head=True)
+        jax.eval_shape(once, *shapes)
+
+
+def _times(batch: Any, times: int) -> Any:
+    """Shapes of so many times the examples."""
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((times * x.shape[0], *x.shape[1:]), x.dtype),
+        dict(batch),
+    )
 
 
 def traced_streams(model: Model, examples: int, seq: int) -> list[Any]:

@@ -13,7 +13,7 @@ from meshpar.errors import InputError
 from meshpar.layout import STAGE_REMATS, nearest
 from meshpar.model.contract import Model
 from meshpar.model.scope import SAVED_PREFIX, Scope
-from meshpar.model.tracing import traced_forward, tracing
+from meshpar.model.tracing import traced_batch, traced_forward, tracing
 from meshpar.residual_names import ResidualNames, is_named
 
 HOST_MEMORY = "pinned_host"
@@ -72,7 +72,7 @@ def residuals_of(model: Model) -> tuple[str, ...]:
         InputError: The model cannot be traced on a batch of one token.
     """
     with tracing("no residual's name can be found on a batch of one token"):
-        return names_in(*traced_forward(model, examples=1, seq=1))
+        return names_in(*traced_forward(model, traced_batch(model, 1, 1)))
 
 
 def refuse_unknown(remat: str, known: Sequence[str]) -> None:

@@ -9,6 +9,7 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
+from meshpar.errors import InputError
 from meshpar.rules.rules import Rules
 
 
@@ -22,6 +23,7 @@ def tree_shardings(tree: Any, axes: Any, mesh: Mesh, rules: Rules) -> Any:
         rules: How; those for stored parameters are taken.
 
     Raises:
+        InputError: Arguments of other kinds, or in another order.
         RuleError: An array cannot be laid out; its path is in the message.
 
     Example:
@@ -33,14 +35,14 @@ def tree_shardings(tree: Any, axes: Any, mesh: Mesh, rules: Rules) -> Any:
         >>> tuple(shardings["w"].spec)
         (None, None)
     """
+    _check_kinds(mesh, rules)
     stored = rules.stored
-    return jax.tree.map_with_path(
-        lambda path, array, names: stored.sharding(
-            mesh, names, array.shape, path=path_name(path)
-        ),
-        tree,
-        axes,
-    )
+
+    def sharding(path: tuple, array: Any, names: Any) -> Any:
+        _check_axes(path_name(path), array, names)
+        return stored.sharding(mesh, names, array.shape, path=path_name(path))
+
+    return jax.tree.map_with_path(sharding, tree, axes, is_leaf=_is_axes_leaf)
 
 
 def nnx_shardings(module: nnx.Module, mesh: Mesh, rules: Rules) -> Any:
@@ -75,6 +77,34 @@ def born_sharded(
         compiler_options: XLA's options, as `jax.jit` takes them.
     """
     return jax.jit(create, out_shardings=shardings, compiler_options=compiler_options)
+
+
+def _check_kinds(mesh: Any, rules: Any) -> None:
+    for name, given, kind in (("mesh", mesh, Mesh), ("rules", rules, Rules)):
+        if not isinstance(given, kind):
+            raise InputError(
+                f"{name} is a {type(given).__name__}, but must be a {kind.__name__}; "
+                "the order is tree_shardings(tree, axes, mesh, rules)"
+            )
+
+
+def _is_axes(node: Any) -> bool:
+    return isinstance(node, tuple | list) and all(
+        name is None or isinstance(name, str) for name in node
+    )
+
+
+def _is_axes_leaf(node: Any) -> bool:
+    return _is_axes(node) and len(node) > 0
+
+
+def _check_axes(path: str, array: Any, names: Any) -> None:
+    if not hasattr(array, "shape") or not _is_axes(names):
+        raise InputError(
+            f"{path or 'the tree'} is a {type(array).__name__} with logical axes that "
+            f"are a {type(names).__name__}; give an array, or its shape, and a tuple "
+            "with a name or None for each dim: tree_shardings(tree, axes, mesh, rules)"
+        )
 
 
 def logical_axes(module: nnx.Module) -> dict[str, Any]:

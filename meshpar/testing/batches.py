@@ -100,7 +100,7 @@ def steps_of(
     return batches
 
 
-def vocab_of(model: Model, name: str = "tokens") -> int:
+def vocab_of(model: Model, name: str) -> int:
     """Tokens that a model knows: the size of its parameters' `vocab` dims.
 
     Args:

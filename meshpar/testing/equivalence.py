@@ -19,6 +19,7 @@ from meshpar import (
     make_train_step,
 )
 from meshpar.errors import InputError
+from meshpar.model.building import is_mapped
 from meshpar.model.inputs import check_batch, open_size
 from meshpar.testing.batches import Arrays, random_batch, steps_of
 from meshpar.testing.comparison import Deviation, copies, deviations
@@ -197,7 +198,7 @@ def _compare(
     if batch is None:
         batch = random_batch(model, case.global_batch, case.seq, case.seed)
     batches = steps_of(model, batch, case.mask, case.seed, NUM_STEPS)
-    options = quick_compile_options(devices[0].platform)
+    options = _options(model, devices)
     reference = single_device(model, batches, case.seed, options)
     step = _make_step(case, choices, devices, reference.learning_rate)
     found, unequal = _laid_out(step, batches, case.seed)
@@ -213,14 +214,27 @@ def _make_step(
     devices: Sequence[jax.Device],
     learning_rate: float,
 ) -> TrainStep:
+    model = choices.build(case.model)
     return make_train_step(
-        choices.build(case.model),
+        model,
         optimizer_of(learning_rate),
         case.layout,
         rules=choices.rules,
         devices=devices[: case.layout.num_devices],
-        compiler_options=quick_compile_options(devices[0].platform),
+        compiler_options=_options(model, devices),
     )
+
+
+def _options(model: Model, devices: Sequence[jax.Device]) -> dict[str, Any]:
+    """What programs are compiled with: quickly, where that leaves initial values equal.
+
+    Without optimisation, sums and products of one build are contracted in one program
+    and not in another, unless all its values are drawn and mapped one by one.
+    """
+    keys = jax.random.key(0)
+    if not all(is_mapped(build, keys) for build in model.build.values()):
+        return {}
+    return quick_compile_options(devices[0].platform)
 
 
 def _laid_out(

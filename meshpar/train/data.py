@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import grain
 import numpy as np
 
 from meshpar.errors import InputError
+from meshpar.model.inputs import default_inputs
 
 HostBatch = dict[str, np.ndarray]
 
@@ -23,28 +24,34 @@ class TokenWindows:
     Args:
         tokens: (number of tokens,), whole numbers.
         seq: Tokens of a window.
+        names: What a batch calls the tokens, their successors and the weights; as a
+            language model's inputs do when absent.
 
     Raises:
         DataError: Fewer tokens than one window needs.
     """
 
-    def __init__(self, tokens: np.ndarray, seq: int) -> None:
+    def __init__(
+        self, tokens: np.ndarray, seq: int, names: Sequence[str] | None = None
+    ) -> None:
         if len(tokens) < seq + 1:
             raise DataError(
                 f"{len(tokens)} tokens are too few for one window of {seq} and its "
                 "successor; give more text or a shorter window"
             )
         self._tokens, self._seq = tokens, seq
+        self._names = tuple(default_inputs() if names is None else names)[:3]
 
     def __len__(self) -> int:
         return (len(self._tokens) - 1) // self._seq
 
     def __getitem__(self, index: int) -> HostBatch:
-        """`tokens`, `targets` and `weights` of one window, (seq,) each."""
+        """Tokens, successors and weights of one window, (seq,) each."""
         start = int(index) * self._seq
         window = self._tokens[start : start + self._seq + 1].astype(np.int32)
         weights = np.ones(self._seq, np.float32)
-        return {"tokens": window[:-1], "targets": window[1:], "weights": weights}
+        arrays = window[:-1], window[1:], weights
+        return dict(zip(self._names, arrays, strict=True))
 
 
 def shuffled_batches(
@@ -58,8 +65,8 @@ def shuffled_batches(
         seed: Of the order.
 
     Returns:
-        Step -> `tokens`, `targets`, `weights`, each (global_batch, seq). A step can be
-        asked for in any order, so a resumed run continues with the very next batch.
+        Step -> the windows' arrays, each (global_batch, seq). A step can be asked for
+        in any order, so a resumed run continues with the very next batch.
     """
     # Grain shuffles epoch e with seed + e, so neighbouring seeds would share orders.
     spread = int(np.random.SeedSequence(seed).generate_state(1)[0])

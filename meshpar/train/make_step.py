@@ -9,9 +9,10 @@ import jax
 import optax
 from jax.sharding import AbstractMesh, Mesh
 
+from meshpar.errors import InputError
 from meshpar.layout import Layout
 from meshpar.mesh import make_mesh, platform_of
-from meshpar.model.contract import Model
+from meshpar.model.contract import Model, check_model
 from meshpar.parallel.pipeline.program import with_costs
 from meshpar.parallel.pipeline.schedule_choice import OwnSchedule
 from meshpar.parallel.remat import check_residual_names
@@ -81,7 +82,9 @@ def make_train_step(
         >>> sorted(metrics)
         ['grad_norm', 'loss', 'skipped', 'weight_sum']
     """
-    layout = Layout.parse(layout) if isinstance(layout, str) else layout
+    check_model(model)
+    _check_optimizer(optimizer)
+    layout = Layout.of(layout)
     if mesh is None:
         mesh = make_mesh(layout, devices)
     layout = layout.resolve(mesh.size)
@@ -104,3 +107,11 @@ def make_train_step(
         compiler_options=compiler_options,
         schedule=schedule,
     )
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        raise InputError(
+            f"optimizer is {optimizer!r}; give an optax optimizer, such as "
+            "optax.adamw(1e-3)"
+        )

@@ -20,6 +20,7 @@ from meshpar.mesh import absent_mesh
 from meshpar.model.contract import Model
 from meshpar.model.inputs import check_batch
 from meshpar.model.parameter import Params
+from meshpar.model.tracing import check_examples_first
 from meshpar.parallel.pipeline.program import pipeline_of
 from meshpar.parallel.pipeline.schedule_choice import OwnSchedule
 from meshpar.parallel.pipeline.stages import in_layer_order
@@ -155,8 +156,11 @@ class TrainStep:
         Raises:
             InputError: `seed` is no whole number from 0 to 2**32 - 1.
         """
-        if not 0 <= seed < 2**32:
-            raise InputError(f"seed={seed}: must be at least 0 and below {2**32}")
+        whole = isinstance(seed, int | np.integer) and not isinstance(seed, bool)
+        if not whole or not 0 <= seed < 2**32:
+            raise InputError(
+                f"seed={seed!r}: must be a whole number, at least 0 and below {2**32}"
+            )
         with jax.set_mesh(self.mesh):
             return self._init(np.uint32(seed))
 
@@ -225,7 +229,7 @@ class TrainStep:
         if self.model.logits is None:
             raise InputError("the model has no logits function; give Model logits=")
         if not isinstance(batch, Mapping):
-            batch = {next(iter(self.model.known_inputs), "tokens"): batch}
+            batch = {next(iter(self.model.known_inputs), ""): batch}
         with jax.set_mesh(self.mesh):
             return self._logits(state, self._placed(batch, 1, partly=True))
 
@@ -332,6 +336,7 @@ class TrainStep:
         self.check_batch(num_examples, next(iter(batch)), microbatches)
 
     def _update(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        check_examples_first(self.model_as_given, batch)
         apart = take_out(self.model, state)
         loss, more, gradients, model_state = self._program.loss_and_gradients(
             apart.params, apart.model_state, batch, state.step, state.seed

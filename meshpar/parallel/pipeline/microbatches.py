@@ -15,7 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from meshpar.errors import InputError
 from meshpar.model.contract import Stream
+from meshpar.model.dependence import has_gradient
 from meshpar.model.parameter import Params
 from meshpar.parallel.block import Block, Known
 from meshpar.parallel.pipeline.ends import Shares
@@ -100,8 +102,27 @@ class Microbatches:
     fixed: Known
 
     def work(self) -> Work:
-        """What the executor runs for the loss and its gradients."""
+        """What the executor runs for the loss and its gradients.
+
+        Raises:
+            InputError: The weights of the loss have a gradient.
+        """
+        self._check_weights()
         return self._work(self._loss, (jax.ShapeDtypeStruct((), jnp.float32),) * 2)
+
+    def _check_weights(self) -> None:
+        shares, known = self.head_shares, self._known(0)
+        share = jax.tree.map(shares.share_shape, self._streams[-1])
+
+        def weight_sum(weights: Params, share: Stream) -> jax.Array:
+            return self.functions.head(weights, share, known, shares)[1]
+
+        if has_gradient(weight_sum, self.weights, share):
+            raise InputError(
+                "weight_sum depends on parameters, so that the mean loss is known, and "
+                "has a gradient, only after the last microbatch; lax.stop_gradient the "
+                "weights, or set stage=1 and microbatches=1"
+            )
 
     def outputs_work(self, outputs: Callable[..., Any]) -> Work:
         """What it runs for the outputs of a single microbatch, in place of the sums.

@@ -117,16 +117,6 @@ class Run:
         """Whether branches drop values: the model's own wish, or the program's."""
         return self.workload.dropout or self.execution.dropout
 
-    @property
-    def in_order(self) -> bool:
-        """Whether collectives wait for one another, as ours do on a CPU.
-
-        The compiler then merges none with an equal one, and drops none that nobody
-        reads.
-        """
-        on_cpu = self.cluster.device.platform == "cpu"
-        return on_cpu and not self.execution.eager
-
     @cached_property
     def _links(self) -> dict[tuple[str, ...], Link]:
         return {}

@@ -146,11 +146,21 @@ def end_rows(run: Run) -> Rows:
         rows += [gather, gather._replace(passes="head")]
         rows += [scatter, scatter._replace(passes="backward")]
     if scatters_ends_each_tick(run):
-        reduced = _split_bytes(run, end_parameters(run, 0))[1]
-        axes = run.layout.split_axes
-        scatter = Row(axes, "reduce-scatter", reduced, _OF_THEM, "head")
-        rows += [scatter, scatter._replace(passes="backward")]
+        rows += _scattered_ends(run)
     return _there(run, rows)
+
+
+def _scattered_ends(run: Run) -> Iterator[Row]:
+    """What a head adds to its parameters' gradients, and a backward to the table's."""
+    workload, axes = run.workload, run.layout.split_axes
+    embedding, head = workload.embedding_parameters, workload.head_parameters
+    if workload.tied:
+        head = workload.vocab * workload.hidden
+    for values, passes in ((head, "head"), (embedding, "backward")):
+        own = values / run.layout.tensor
+        own += workload.final_norm_parameters if passes == "head" else 0
+        reduced = _split_bytes(run, own)[1]
+        yield Row(axes, "reduce-scatter", reduced, _OF_THEM, passes)
 
 
 def _vocabulary(run: Run, ranks: int) -> Iterator[Row]:

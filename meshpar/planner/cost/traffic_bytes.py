@@ -93,6 +93,4 @@ def _passes(run: Run) -> _Passes:
     layers = longest + longest[-1:] * (places - len(longest))
     forward, backward = steps.forward_ticks, steps.backward_ticks
     head, down = steps.head_ticks, steps.down_hops
-    if run.in_order:
-        head, down = forward, backward
     return _Passes(forward, backward, head, forward, down, layers)

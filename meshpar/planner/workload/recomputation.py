@@ -96,7 +96,7 @@ def _named(run: Run, kept: tuple[str, ...], moe: bool) -> Again:
     """All that these names do not spare.
 
     No gradient needs the MLP's output, but a router's. The sequence is gathered for the
-    weights' gradients anyway, which serves here too where equal collectives merge.
+    weights' gradients anyway, which serves here too: equal collectives merge.
     """
     qkv, out = int("attention_qkv" not in kept), int("attention_out" not in kept)
     up = int(not {"mlp_up", "mlp_gate_up"} & set(kept))
@@ -108,6 +108,5 @@ def _named(run: Run, kept: tuple[str, ...], moe: bool) -> Again:
         down=int(moe) * up,
         elementwise=1,
         sums=out,
-        gathers=qkv + up if run.in_order else 0,
         exchanges=int(moe) * up,
     )

@@ -1,0 +1,147 @@
+"""What a user calls refuses what is of another kind, in one line that says so."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from meshpar import (
+    DATA_PARALLEL,
+    Input,
+    InputError,
+    Layout,
+    batch_shapes,
+    from_nnx,
+    lint,
+    make_mesh,
+    make_train_step,
+    tree_shardings,
+)
+from meshpar.model.single import loss
+from models.presets import build
+
+ADAM = optax.adam(1e-3)
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (
+            lambda: make_train_step(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), ADAM, "data=8"),
+            "model is a Linear; give a meshpar.Model, such as meshpar.from_nnx makes",
+        ),
+        (
+            lambda: make_train_step(build("test"), "adam", "data=8"),
+            "optimizer is 'adam'; give an optax optimizer, such as optax.adamw",
+        ),
+        (
+            lambda: make_train_step(build("test"), ADAM, {"data": 8}),
+            "layout is a dict; give a meshpar.Layout, or its text such as 'data=2",
+        ),
+        (
+            lambda: make_train_step(build("test"), ADAM, "data=8").init("x"),
+            "seed='x': must be a whole number, at least 0 and below 4294967296",
+        ),
+        (lambda: lint("llama", "tensor=8"), "model is a str; give a meshpar.Model"),
+        (
+            lambda: tree_shardings(
+                {"w": ("embed", "mlp")},
+                {"w": jnp.zeros((4, 8))},
+                make_mesh("data=8"),
+                DATA_PARALLEL,
+            ),
+            "w is a tuple with logical axes that are a ArrayImpl; give an array, or",
+        ),
+        (
+            lambda: tree_shardings({}, {}, DATA_PARALLEL, make_mesh("data=8")),
+            "mesh is a Rules, but must be a Mesh; the order is tree_shardings",
+        ),
+    ],
+)
+def test_other_kinds_are_refused(call, match):
+    with pytest.raises(InputError, match=match):
+        call()
+
+
+def test_a_layout_may_be_a_text_everywhere():
+    assert make_mesh("data=2,tensor=4").shape["tensor"] == 4
+    assert lint(build("test"), "data=2,tensor=2").findings == ()
+
+
+def test_a_state_that_a_step_has_taken_is_refused():
+    step = make_train_step(build("test"), ADAM, "data=8")
+    batch = {
+        name: np.zeros(one.shape, one.dtype)
+        for name, one in batch_shapes(step.model, 8, seq=4).items()
+    }
+    taken = step.init(0)
+    state, _ = step(taken, batch)
+    with pytest.raises(InputError, match="is gone: a step donates the state that it"):
+        step(taken, batch)
+    step(state, batch)
+
+
+def test_shapes_of_a_batch_come_from_the_declared_inputs():
+    model = build("test")
+    assert batch_shapes(model, 8, seq=16) == batch_shapes(8, 16)
+    with pytest.raises(InputError, match="the sizes given are batch=8; give seq too"):
+        batch_shapes(model, 8)
+
+
+class Weighted(nnx.Module):
+    """A mean whose weights are parameters, and dropout along the tokens."""
+
+    def __init__(self, rngs):
+        self.gain = nnx.Param(jnp.ones((4,)))
+
+    def embed(self, batch, scope):
+        return batch["x"] * self.gain[...]
+
+    def head(self, x, batch, scope):
+        weights = jax.nn.softplus(x.mean(-1))
+        return (weights * x.sum(-1)).sum(), weights.sum()
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.scale = nnx.Param(jnp.full((4,), 0.5))
+
+    def __call__(self, x, scope):
+        return x * self.scale[...]
+
+
+class TokensFirst(Block):
+    def __call__(self, x, scope):
+        turned = jnp.swapaxes(x * self.scale[...], 0, 1)
+        return jnp.swapaxes(scope.dropout(turned, 0.5, "turned"), 0, 1)
+
+
+def weighted(block):
+    inputs = {"x": Input(("batch", "seq", "embed"))}
+    return from_nnx(ends=Weighted, block=block, num_layers=2, inputs=inputs)
+
+
+def test_weights_that_are_parameters_have_their_gradient_or_are_refused():
+    model = weighted(Block)
+    x = np.random.default_rng(0).standard_normal((8, 3, 4), np.float32)
+    wanted = jax.grad(lambda params: loss(model, params, {"x": x}))(model.init(0))
+    step = make_train_step(model, optax.sgd(1.0), "data=2,fsdp=2,tensor=2")
+    _, found = step.loss_and_gradients(step.init(0), {"x": x})
+    for one, other in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    step = make_train_step(model, optax.sgd(1.0), "data=4,stage=2")
+    with pytest.raises(InputError, match="weight_sum depends on parameters, so that"):
+        step.compile({"x": x})
+
+
+@pytest.mark.parametrize("line", ["data=1", "data=2", "stage=2"])
+@pytest.mark.parametrize("seq", [8, 3])
+def test_a_mask_without_the_examples_first_is_refused_on_every_layout(line, seq):
+    layout = Layout.parse(line)
+    devices = jax.devices()[: layout.num_devices]
+    step = make_train_step(weighted(TokensFirst), ADAM, layout, devices=devices)
+    batch = {"x": jax.ShapeDtypeStruct((8, seq, 4), jnp.float32)}
+    with pytest.raises(InputError, match=r"scope.dropout\('turned'\) is given shape"):
+        step.compile(batch)
