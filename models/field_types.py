@@ -1,4 +1,4 @@
-"""Configs refuse values of another type when they are built, not deep in a trace."""
+"""Configs refuse wrong types and ranges when they are built, not deep in a trace."""
 
 from __future__ import annotations
 
@@ -24,6 +24,27 @@ def check_field_types(config: Any) -> None:
     for field in fields(config):
         if field.type in _KINDS:
             _check(field.name, getattr(config, field.name), *_KINDS[field.type])
+
+
+def check_sizes(config: Any, *names: str) -> None:
+    """Whether those fields of a dataclass are at least 1.
+
+    Raises:
+        InputError: One is not.
+    """
+    for name in names:
+        if getattr(config, name) < 1:
+            raise InputError(f"{name}={getattr(config, name)}: must be at least 1")
+
+
+def check_dropout(dropout: float) -> None:
+    """Whether that share of values can be dropped.
+
+    Raises:
+        InputError: It is not from 0 to below 1.
+    """
+    if not 0 <= dropout < 1:
+        raise InputError(f"dropout={dropout}: must be at least 0 and below 1")
 
 
 def _check(name: str, value: object, kind: type, words: str) -> None:

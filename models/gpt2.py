@@ -13,13 +13,11 @@ from meshpar.chunk_bytes import LOGITS_BYTES
 from meshpar.model.inputs import Batch
 from meshpar.parallel.head_loss import head_cross_entropy
 from meshpar.parallel.tensor import vocab_lookup
-from models.field_types import check_field_types
+from models.field_types import check_dropout, check_field_types, check_sizes
 from models.inputs import LANGUAGE
-from models.layers.attention import Attention, depth_scaled_std
-from models.layers.mlp import PlainMLP
+from models.layers.layer_norm_block import RESIDUAL, LayerNormBlock
 from models.layers.norm import LayerNorm
 
-RESIDUAL = ("batch", "residual_seq", "embed")
 WHOLE = ("batch", "seq", "embed")
 
 
@@ -55,9 +53,7 @@ class GPT2Config:
 
     def __post_init__(self) -> None:
         check_field_types(self)
-        for name in ("layers", "embed", "heads", "vocab", "max_seq"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name}={getattr(self, name)}: must be at least 1")
+        check_sizes(self, "layers", "embed", "heads", "vocab", "max_seq")
         if self.ffn < 0:
             raise InputError(f"ffn={self.ffn}: must be at least 0; 0 is 4 * embed")
         if self.logits_bytes < 0:
@@ -68,50 +64,7 @@ class GPT2Config:
             raise InputError(
                 f"embed={self.embed} is not a multiple of heads={self.heads}"
             )
-        if not 0 <= self.dropout < 1:
-            raise InputError(f"dropout={self.dropout}: must be at least 0 and below 1")
-
-
-class GPT2Block(nnx.Module):
-    """Attention and MLP, each after a norm and added to the residual stream."""
-
-    def __init__(self, config: GPT2Config, rngs: nnx.Rngs) -> None:
-        out_std = depth_scaled_std(config.init_std, config.layers)
-        self.dropout = config.dropout
-        self.attention_norm = LayerNorm(
-            config.embed, epsilon=config.norm_epsilon, rngs=rngs
-        )
-        self.attention = Attention(
-            config.embed,
-            heads=config.heads,
-            kv_heads=config.heads,
-            head_dim=config.embed // config.heads,
-            init_std=config.init_std,
-            out_std=out_std,
-            rngs=rngs,
-            bias=True,
-            out_bias=True,
-        )
-        self.mlp_norm = LayerNorm(config.embed, epsilon=config.norm_epsilon, rngs=rngs)
-        self.mlp = PlainMLP(
-            config.embed,
-            config.ffn or 4 * config.embed,
-            init_std=config.init_std,
-            out_std=out_std,
-            rngs=rngs,
-        )
-
-    def __call__(self, x: jax.Array, scope: Scope) -> jax.Array:
-        """(batch, seq, embed) -> (batch, seq, embed)."""
-        normed = scope.constrain(self.attention_norm(x), RESIDUAL)
-        normed = scope.save(normed, "attention_normed")
-        branch = scope.constrain(self.attention(normed, scope), RESIDUAL)
-        branch = scope.save(branch, "attention_out")
-        x = x + scope.dropout(branch, self.dropout, "attention")
-        normed = scope.constrain(self.mlp_norm(x), RESIDUAL)
-        normed = scope.save(normed, "mlp_normed")
-        branch = scope.constrain(self.mlp(normed, scope), RESIDUAL)
-        return x + scope.dropout(branch, self.dropout, "mlp")
+        check_dropout(self.dropout)
 
 
 class GPT2Ends(nnx.Module):
@@ -177,7 +130,7 @@ def gpt2(config: GPT2Config) -> Model:
     """The model of a config, under meshpar's contract."""
     return from_nnx(
         ends=lambda rngs: GPT2Ends(config, rngs),
-        block=lambda rngs: GPT2Block(config, rngs),
+        block=lambda rngs: LayerNormBlock(config, rngs, causal=True),
         num_layers=config.layers,
         inputs=LANGUAGE,
         per_token=True,

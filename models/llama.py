@@ -16,7 +16,7 @@ from meshpar.chunk_bytes import LOGITS_BYTES
 from meshpar.model.inputs import Batch
 from meshpar.parallel.head_loss import head_cross_entropy
 from meshpar.parallel.tensor import vocab_lookup
-from models.field_types import check_field_types
+from models.field_types import check_field_types, check_sizes
 from models.inputs import LANGUAGE
 from models.layers.attention import Attention, depth_scaled_std
 from models.layers.mlp import GatedMLP
@@ -69,9 +69,7 @@ class LlamaConfig:
 
     def __post_init__(self) -> None:
         check_field_types(self)
-        for name in ("layers", "embed", "heads", "kv_heads", "ffn", "vocab"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name}={getattr(self, name)}: must be at least 1")
+        check_sizes(self, "layers", "embed", "heads", "kv_heads", "ffn", "vocab")
         if self.head_dim < 0:
             raise InputError(
                 f"head_dim={self.head_dim}: must be at least 0; 0 is embed / heads"

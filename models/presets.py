@@ -6,13 +6,18 @@ Sizes are those of each model's released `config.json` (Hugging Face hub, 2024-2
 from __future__ import annotations
 
 from dataclasses import MISSING, fields, replace
+from typing import TypeAlias
 
 from meshpar import InputError, Model
 from meshpar.layout import nearest
 from models.convert.hf_config import config_from_json
+from models.encoder_decoder import EncoderDecoderConfig, encoder_decoder
 from models.gpt2 import GPT2Config, gpt2
 from models.layers.rope import RopeScaling
 from models.llama import LlamaConfig, llama
+from models.vit import ViTConfig, vit
+
+Config: TypeAlias = LlamaConfig | GPT2Config | ViTConfig | EncoderDecoderConfig
 
 _LLAMA3 = {"vocab": 128_256, "rope_theta": 500_000.0}
 _LLAMA31 = {**_LLAMA3, "rope_scaling": RopeScaling()}
@@ -103,6 +108,36 @@ PRESETS: dict[str, LlamaConfig | GPT2Config] = {
         layers=126, embed=16_384, heads=128, kv_heads=8, ffn=53_248, **_LLAMA31
     ),
 }
+"""Language models, which the planner and `recipes/pretrain.py` know."""
+
+_IMAGENET = {"image": 224, "patch": 16, "classes": 1000}
+_T5 = {"head_dim": 64, "vocab": 32_128}
+
+OTHER_PRESETS: dict[str, ViTConfig | EncoderDecoderConfig] = {
+    "tiny-vit": ViTConfig(
+        layers=4, embed=128, heads=8, image=32, patch=8, classes=10, pooling="mean"
+    ),
+    "vit-b16": ViTConfig(layers=12, embed=768, heads=12, **_IMAGENET),
+    "vit-l16": ViTConfig(layers=24, embed=1024, heads=16, **_IMAGENET),
+    "tiny-t5": EncoderDecoderConfig(
+        encoder_layers=2, decoder_layers=2, embed=128, heads=8, ffn=512, vocab=256
+    ),
+    "t5-small": EncoderDecoderConfig(
+        encoder_layers=6, decoder_layers=6, embed=512, heads=8, ffn=2048, **_T5
+    ),
+    "t5-base": EncoderDecoderConfig(
+        encoder_layers=12, decoder_layers=12, embed=768, heads=12, ffn=3072, **_T5
+    ),
+}
+"""Models of other inputs, with the sizes of Dosovitskiy et al. 2021, table 1, and of
+Raffel et al. 2020, section 3.7; `models.encoder_decoder` says where it differs."""
+
+_BUILDERS = {
+    LlamaConfig: llama,
+    GPT2Config: gpt2,
+    ViTConfig: vit,
+    EncoderDecoderConfig: encoder_decoder,
+}
 
 # What the command line calls the fields of a config.
 _FIELDS = {"hidden": "embed", "seq": "max_seq"}
@@ -116,7 +151,7 @@ def build(
     """The model of a preset, of a Hugging Face config, or of sizes alone.
 
     Args:
-        preset: A name in `PRESETS`.
+        preset: A name in `PRESETS` or `OTHER_PRESETS`.
         config_json: Path of a `config.json`, instead of a preset.
         sizes: Fields of the config that differ; `hidden` is another word for `embed`,
             `seq` for `max_seq`. Without preset or file they are all of it:
@@ -128,24 +163,26 @@ def build(
             value that the family does not have, such as `tied=false` for a GPT-2.
     """
     config = configure(preset, config_json=config_json, **sizes)
-    return gpt2(config) if isinstance(config, GPT2Config) else llama(config)
+    return _BUILDERS[type(config)](config)
 
 
 def configure(
     preset: str | None = None, *, config_json: str | None = None, **sizes: object
-) -> LlamaConfig | GPT2Config:
+) -> Config:
     """The config that `build` makes a model of; arguments and errors are the same."""
     if preset is not None and config_json is not None:
         raise InputError(
             f"preset {preset!r} and {config_json!r} are both given; give one"
         )
-    if preset is not None and preset not in PRESETS:
-        raise InputError(f"no preset {preset!r}; {nearest(preset, PRESETS)}")
+    presets = {**PRESETS, **OTHER_PRESETS}
+    if preset is not None and preset not in presets:
+        raise InputError(f"no preset {preset!r}; {nearest(preset, presets)}")
     named = {_FIELDS.get(name, name): value for name, value in sizes.items()}
     if preset is None and config_json is None:
         return _from_sizes(named)
-    config = PRESETS[preset] if preset is not None else config_from_json(config_json)
-    named = _without_fixed(type(config), named, named.get("heads", config.heads))
+    config = presets[preset] if preset is not None else config_from_json(config_json)
+    if isinstance(config, LlamaConfig | GPT2Config):
+        named = _without_fixed(type(config), named, named.get("heads", config.heads))
     _check_fields(type(config), named)
     return replace(config, **named)
 

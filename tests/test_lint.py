@@ -17,6 +17,7 @@ from meshpar import (
     Layout,
     RuleError,
     Rules,
+    default_rules,
     lint,
     make_train_step,
 )
@@ -187,6 +188,17 @@ def test_waived_logical_axes_are_no_indivisible_finding():
         FSDP_TENSOR, replicate_if_indivisible={"heads", "kv_heads", "vocab"}
     )
     assert findings_of("tensor=3", waived) == ()
+
+
+def test_a_default_rule_that_a_model_has_no_use_for_is_no_finding():
+    model = build("tiny-vit")
+    assert "vocab" not in {
+        name for p in model.flat_parameters().values() for name in p.logical_axes
+    }
+    layout = Layout.parse("fsdp=2,tensor=2")
+    assert lint(model, layout).findings == ()
+    (found,) = lint(model, layout, default_rules(layout)).findings
+    assert (found.kind, found.path) == ("dead", "vocab")
 
 
 def test_several_faults_are_all_found_in_one_report():

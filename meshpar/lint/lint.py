@@ -81,7 +81,7 @@ def lint(
     shadowed: list[Finding] = []
     if rules is not None and not isinstance(rules, Rules):
         rules, shadowed = _first_of_each(rules)
-    rules = rules or default_rules(layout)
+    is_default, rules = rules is None, rules or default_rules(layout)
     stored, stage_findings = _stored(model, layout)
     # One finding is enough for stages that cannot be.
     sized = replace(layout, stage=1) if stage_findings else layout
@@ -94,6 +94,8 @@ def lint(
     used = used_by_parameters | {
         name for activation in activations for name in activation.logical_axes
     }
+    # Nobody wrote the default rules for this model: what it has no use for is no slip.
+    dead = () if is_default else dead_rules(rules, used, used_by_parameters)
     return LintReport(
         findings=(
             *_refused(layout, rules),
@@ -106,7 +108,7 @@ def lint(
             *activation_findings,
             *shadowed,
             *shadowing_overrides(rules),
-            *(() if trace_findings else dead_rules(rules, used, used_by_parameters)),
+            *(() if trace_findings else dead),
             *large_and_replicated(rows, sized, large_bytes),
             *(() if trace_findings else idle_mesh_axes(rows, axes, sized)),
         ),

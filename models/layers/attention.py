@@ -1,4 +1,4 @@
-"""Causal self-attention with grouped key and value heads (Ainslie et al. 2023)."""
+"""Self-attention with grouped key and value heads (Ainslie et al. 2023)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flax import nnx
 
 from meshpar import InputError, Scope
 from meshpar.parallel.column import column_parallel
-from models.layers.causal_attention import causal_attention
+from models.layers.causal_attention import causal_attention, full_attention
 from models.layers.norm import RMSNorm
 from models.layers.recomputed import recomputed
 from models.layers.rope import apply_rope
@@ -23,7 +23,7 @@ _KV_HEADS = ("batch", "seq", "kv_heads", "head_dim")
 
 
 class Attention(nnx.Module):
-    """Causal self-attention; one matmul makes queries, keys and values.
+    """Self-attention; one matmul makes queries, keys and values.
 
     Each of the `kv_heads` groups holds its queries, then its key, then its value, so
     that a split over kv heads splits all three alike and the backward has one partial
@@ -37,6 +37,7 @@ class Attention(nnx.Module):
         frequencies: Rotary frequencies, or None for no rotary embedding.
         bias, out_bias: Whether the input and output projections have one.
         qk_norm_epsilon: RMS-normalise queries and keys with it; None for no norm.
+        causal: Whether a token sees none that follow it.
 
     Raises:
         InputError: `heads` is not a multiple of `kv_heads`.
@@ -56,17 +57,18 @@ class Attention(nnx.Module):
         bias: bool = False,
         out_bias: bool = False,
         qk_norm_epsilon: float | None = None,
+        causal: bool = True,
     ) -> None:
         if heads % kv_heads:
             raise InputError(
                 f"heads={heads} is not a multiple of kv_heads={kv_heads}; every "
                 "key/value head serves the same number of query heads"
             )
-        self.heads, self.group = heads, heads // kv_heads
+        self.heads, self.group, self.causal = heads, heads // kv_heads, causal
         self.frequencies = None if frequencies is None else tuple(frequencies)
         groups = (kv_heads, self.group + 2, head_dim)
         group_axes = ("kv_heads", None, "head_dim")
-        draw = functools.partial(_normal, rngs=rngs)
+        draw = functools.partial(normal, rngs=rngs)
         self.qkv = draw((embed, *groups), init_std, ("embed", *group_axes))
         self.out = draw(
             (heads, head_dim, embed), out_std, ("heads", "head_dim", "embed")
@@ -78,8 +80,16 @@ class Attention(nnx.Module):
         self.q_norm = norm(head_dim, epsilon=qk_norm_epsilon) if normed else None
         self.k_norm = norm(head_dim, epsilon=qk_norm_epsilon) if normed else None
 
-    def __call__(self, x: jax.Array, scope: Scope) -> jax.Array:
-        """(batch, seq, embed) -> (batch, seq, embed), before it is constrained."""
+    def __call__(
+        self, x: jax.Array, scope: Scope, seen: jax.Array | None = None
+    ) -> jax.Array:
+        """(batch, seq, embed) -> (batch, seq, embed), before it is constrained.
+
+        Args:
+            x: The normed residual stream.
+            scope: Where the function runs.
+            seen: (batch, seq), False for tokens that none attends to; all when absent.
+        """
         # B batch, T seq, D embed, K kv heads, G queries per kv head + 2, H head_dim.
         axes = ("batch", "seq", "kv_heads", None, "head_dim")
         qkv_BTKGH = column_parallel("BTD,DKGH->BTKGH", x, self.qkv[...], axes, scope)
@@ -87,16 +97,7 @@ class Attention(nnx.Module):
             qkv_BTKGH = qkv_BTKGH + self.bias[...]
         qkv_BTKGH = scope.save(scope.constrain(qkv_BTKGH, axes), "attention_qkv")
         q, k, v = self._split(qkv_BTKGH, scope)
-        kv_axes = _KV_HEADS
-        if not scope.same_layout(_HEADS, _KV_HEADS, q.shape, k.shape):
-            # A device's queries need their own keys and values at hand: one each.
-            kv_axes = _HEADS
-            k, v = (jnp.repeat(part, self.group, axis=2) for part in (k, v))
-            k, v = scope.constrain(k, _HEADS), scope.constrain(v, _HEADS)
-        mixed = scope.map_shards(_attend(q, scope), (_HEADS, kv_axes, kv_axes), _HEADS)(
-            q, k, v
-        )
-        mixed = scope.save(scope.constrain(mixed, _HEADS), "attention_mixed")
+        mixed = attend(q, k, v, scope, causal=self.causal, seen=seen)
         out = jnp.einsum("BTNH,NHD->BTD", mixed, self.out[...])
         return out if self.out_bias is None else out + self.out_bias[...]
 
@@ -120,15 +121,50 @@ class Attention(nnx.Module):
         )
 
 
-def _attend(q: jax.Array, scope: Scope) -> Callable[..., jax.Array]:
+def attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    scope: Scope,
+    *,
+    causal: bool,
+    seen: jax.Array | None = None,
+) -> jax.Array:
+    """Attention of every query to the keys, on the device that has its head.
+
+    Args:
+        q: (batch, seq, heads, head_dim).
+        k: (batch, keys, kv_heads, head_dim).
+        v: As `k`.
+        scope: Where the function runs.
+        causal: Whether a query sees no key that follows it.
+        seen: (batch, keys), False for keys that no query sees; all when absent.
+    """
+    kv_axes = _KV_HEADS
+    if not scope.same_layout(_HEADS, _KV_HEADS, q.shape, k.shape):
+        # A device's queries need their own keys and values at hand: one each.
+        kv_axes, group = _HEADS, q.shape[2] // k.shape[2]
+        k, v = (jnp.repeat(part, group, axis=2) for part in (k, v))
+        k, v = scope.constrain(k, _HEADS), scope.constrain(v, _HEADS)
+    arrays, axes = (q, k, v), (_HEADS, kv_axes, kv_axes)
+    if seen is not None:
+        arrays, axes = (*arrays, seen), (*axes, ("batch", "seq"))
+    kernel = _kernel(q, scope, causal=causal, masked=seen is not None)
+    mixed = scope.map_shards(kernel, axes, _HEADS)(*arrays)
+    return scope.save(scope.constrain(mixed, _HEADS), "attention_mixed")
+
+
+def _kernel(
+    q: jax.Array, scope: Scope, *, causal: bool, masked: bool
+) -> Callable[..., jax.Array]:
     # cuDNN's fused attention takes half precision only, and never builds the scores.
     half = q.dtype in (jnp.bfloat16, jnp.float16)
     # Where the GPU is not there, tracing finds no cuDNN to ask: XLA's attention then.
     present = scope.platform == "gpu" and jax.default_backend() == "gpu"
-    if not (present and half):
-        return causal_attention
+    if not (present and half) or masked:
+        return causal_attention if causal else full_attention
     return functools.partial(
-        jax.nn.dot_product_attention, is_causal=True, implementation="cudnn"
+        jax.nn.dot_product_attention, is_causal=causal, implementation="cudnn"
     )
 
 
@@ -137,13 +173,14 @@ def depth_scaled_std(init_std: float, num_layers: int) -> float:
     return init_std / math.sqrt(2 * num_layers)
 
 
-def _normal(
+def normal(
     shape: tuple[int, ...],
     std: float,
     logical_axes: tuple[str | None, ...],
     *,
     rngs: nnx.Rngs,
 ) -> nnx.Param:
+    """A parameter drawn from a normal distribution of mean 0."""
     value = nnx.initializers.normal(std)(rngs.params(), shape, jnp.float32)
     return nnx.Param(value, out_sharding=logical_axes)
 

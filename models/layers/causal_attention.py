@@ -1,4 +1,4 @@
-"""Causal attention that keeps one array of scores for its backward: the softmax.
+"""Attention that keeps one array of scores for its backward: the softmax.
 
 It keeps queries, keys, values and the softmax in their dtype, as Korthikanti et al.
 2022 count them (section 4.1): 2 a s^2 b bytes of 16-bit scores, where the derivative of
@@ -7,6 +7,7 @@ the plain program keeps 11. Where a fused kernel is at hand, use that: it keeps 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -16,11 +17,13 @@ from jax import lax
 
 from meshpar.chunk_bytes import SCORE_BYTES
 
+# Finite, so that a row without any key is no NaN.
+_UNSEEN = -1e30
+
 # Dims: B batch, T seq of queries, S seq of keys, N heads, P parts, K kv heads of one,
 # G heads for each of them, M = G x T, H head_dim.
 
 
-@jax.custom_vjp
 def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     """Attention of every query to the keys at its position and before.
 
@@ -34,15 +37,46 @@ def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     Returns:
         (batch, seq, heads, head_dim), the dtype of `v`.
     """
-    return _forward(q, k, v)[0]
+    return _attention(True, q, k, v, None)
 
 
-def _forward(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, tuple]:
+def full_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array | None = None
+) -> jax.Array:
+    """Attention of every query to all keys, of which there may be another number.
+
+    Args:
+        q: (batch, seq, heads, head_dim).
+        k: (batch, keys, kv_heads, head_dim).
+        v: As `k`.
+        seen: (batch, keys), False for keys that no query sees. Where an example has
+            none at all, its queries see all alike.
+
+    Returns:
+        (batch, seq, heads, head_dim), the dtype of `v`.
+    """
+    return _attention(False, q, k, v, seen)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(
+    causal: bool, q: jax.Array, k: jax.Array, v: jax.Array, seen_BS: jax.Array | None
+) -> jax.Array:
+    return _forward(causal, q, k, v, seen_BS)[0]
+
+
+def _forward(
+    causal: bool, q: jax.Array, k: jax.Array, v: jax.Array, seen_BS: jax.Array | None
+) -> tuple[jax.Array, tuple]:
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple:
         scores_BKGTS = _dot("BKGTH,BKSH->BKGTS", q, k) * _scale(q)
-        seq = k.shape[-2]
-        seen_TS = jnp.arange(seq)[:, None] >= jnp.arange(seq)
-        scores_BKGTS = jnp.where(seen_TS, scores_BKGTS, -jnp.inf)
+        if causal:
+            seq = k.shape[-2]
+            seen_TS = jnp.arange(seq)[:, None] >= jnp.arange(seq)
+            scores_BKGTS = jnp.where(seen_TS, scores_BKGTS, -jnp.inf)
+        if seen_BS is not None:
+            seen = seen_BS[:, None, None, None].astype(bool)
+            scores_BKGTS = jnp.where(seen, scores_BKGTS, _UNSEEN)
         softmax_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1).astype(v.dtype)
         return jnp.einsum("BKGTS,BKSH->BKGTH", softmax_BKGTS, v), softmax_BKGTS
 
@@ -52,7 +86,7 @@ def _forward(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, tuple
     return _joined(mixed), (q, k, v, softmax)
 
 
-def _backward(kept: tuple, dy: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _backward(causal: bool, kept: tuple, dy: jax.Array) -> tuple:
     def gradients(
         softmax_BKGTS: jax.Array,
         q: jax.Array,
@@ -76,16 +110,16 @@ def _backward(kept: tuple, dy: jax.Array) -> tuple[jax.Array, jax.Array, jax.Arr
     queries = _cut(num, q, kv_heads)
     arrays = softmax, queries, *_keys_values(num, k, v), _cut(num, dy, kv_heads)
     dq, dk, dv = _part_by_part(gradients, arrays)
-    return _joined(dq), _joined(dk[:, :, :, None]), _joined(dv[:, :, :, None])
+    return _joined(dq), _joined(dk[:, :, :, None]), _joined(dv[:, :, :, None]), None
 
 
-causal_attention.defvjp(_forward, _backward)
+_attention.defvjp(_forward, _backward)
 
 
 def _num_parts(q: jax.Array, k: jax.Array) -> int:
     batch, seq, heads, _ = q.shape
-    kv_heads = k.shape[2]
-    score_bytes = 4 * batch * (heads // kv_heads) * seq * seq
+    keys, kv_heads = k.shape[1:3]
+    score_bytes = 4 * batch * (heads // kv_heads) * seq * keys
     most = max(1, SCORE_BYTES // max(1, score_bytes))
     enough = range(-(-kv_heads // most), kv_heads + 1)
     return next(num for num in enough if kv_heads % num == 0)

@@ -163,7 +163,7 @@ class Microbatches:
         return Work(
             stage=stages.run,
             stage_keeping=stages.run_keeping,
-            stage_gradient=stages.gradient,
+            stage_gradient=self._stage_gradient,
             embed=self._embed,
             embed_gradient=self._embed_gradient,
             head=head,
@@ -224,6 +224,13 @@ class Microbatches:
     def _known(self, microbatch: jax.Array | int) -> Known:
         here = {"microbatch": jnp.asarray(microbatch)}
         return {**part(self.cut, microbatch), **self.fixed, **here}
+
+    def _stage_gradient(self, *given: Any) -> tuple[Any, list[Any], Any]:
+        """`RankStages.gradient`, the ends' share as it is added up."""
+        dx, totals, of_ends = self._stages.gradient(*given)
+        if of_ends:
+            of_ends = self.functions.scatter_ends(of_ends)
+        return dx, totals, of_ends
 
     def _embed(self, microbatch: jax.Array) -> Any:
         shares, known = self.embed_shares, self._known(microbatch)

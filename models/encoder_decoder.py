@@ -1,0 +1,276 @@
+"""An encoder-decoder in the manner of T5 (Raffel et al. 2020).
+
+As there: RMSNorm before every branch, one table for both embeddings and the head, no
+biases in attention. Unlike there: positions are learned vectors added to the embedding,
+not a bias of the scores, and scores are scaled, so that fused attention fits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+from flax import nnx
+
+from meshpar import Blocks, Input, InputError, Model, Scope, from_nnx
+from meshpar.chunk_bytes import LOGITS_BYTES
+from meshpar.model.inputs import Batch
+from meshpar.parallel.head_loss import head_cross_entropy
+from meshpar.parallel.tensor import vocab_lookup
+from models.field_types import check_dropout, check_field_types, check_sizes
+from models.layers.attention import Attention, depth_scaled_std, normal
+from models.layers.cross_attention import CrossAttention
+from models.layers.mlp import GatedMLP, PlainMLP
+from models.layers.norm import RMSNorm
+
+_RESIDUAL = ("batch", "residual_seq", "embed")
+_SIZES = ("encoder_layers", "decoder_layers", "embed", "heads", "ffn", "vocab")
+
+INPUTS = {
+    "source_tokens": Input(("batch", "source_seq"), "int"),
+    "source_mask": Input(("batch", "source_seq"), "bool", optional=True),
+    "target_tokens": Input(("batch", "seq"), "int"),
+    "labels": Input(("batch", "seq"), "int"),
+    "weights": Input(("batch", "seq"), "float", is_weight=True),
+}
+"""What is read and which of it is there, what has been written, what comes next, and
+how much that counts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderDecoderConfig:
+    """Shape of an encoder-decoder.
+
+    Args:
+        encoder_layers, decoder_layers, embed, heads, ffn, vocab: Sizes.
+        head_dim: Size of a head; `embed / heads` when 0.
+        max_seq: Longest source and longest target, the number of learned positions.
+        gated: Whether the MLPs are gated (SwiGLU); otherwise GELU with biases.
+        dropout: Share of values dropped after the embeddings and each branch.
+        norm_epsilon: Added to the mean square.
+        init_std: Standard deviation of the initial weights.
+        logits_bytes: Most bytes of logits that a device holds at a time in the loss;
+            0 is no limit.
+
+    Raises:
+        InputError: A size that is no whole number or below 1, another value of the
+            wrong type, or heads that do not divide `embed`.
+    """
+
+    encoder_layers: int
+    decoder_layers: int
+    embed: int
+    heads: int
+    ffn: int
+    vocab: int
+    head_dim: int = 0
+    max_seq: int = 512
+    gated: bool = False
+    dropout: float = 0.0
+    norm_epsilon: float = 1e-6
+    init_std: float = 0.02
+    logits_bytes: int = LOGITS_BYTES
+
+    def __post_init__(self) -> None:
+        check_field_types(self)
+        check_sizes(self, *_SIZES, "max_seq")
+        if self.head_dim < 0:
+            raise InputError(
+                f"head_dim={self.head_dim}: must be at least 0; 0 is embed / heads"
+            )
+        if self.logits_bytes < 0:
+            raise InputError(
+                f"logits_bytes={self.logits_bytes}: must be at least 0; 0 is no limit"
+            )
+        if not self.head_dim and self.embed % self.heads:
+            raise InputError(
+                f"embed={self.embed} is not a multiple of heads={self.heads}; set "
+                "head_dim"
+            )
+        check_dropout(self.dropout)
+
+    @property
+    def layers(self) -> int:
+        """Blocks of both groups."""
+        return self.encoder_layers + self.decoder_layers
+
+    @property
+    def size_per_head(self) -> int:
+        """Size of a head."""
+        return self.head_dim or self.embed // self.heads
+
+
+class EncoderBlock(nnx.Module):
+    """Attention to the whole source and MLP, each after a norm, added to the stream."""
+
+    def __init__(self, config: EncoderDecoderConfig, rngs: nnx.Rngs) -> None:
+        self.dropout = config.dropout
+        self.attention_norm = _norm(config, rngs)
+        self.attention = _attention(config, rngs, causal=False)
+        self.mlp_norm = _norm(config, rngs)
+        self.mlp = _mlp(config, rngs)
+
+    def __call__(
+        self, stream: dict[str, jax.Array], scope: Scope
+    ) -> dict[str, jax.Array]:
+        """Encoded source (batch, source_seq, embed) -> the same."""
+        x, seen = stream["encoded"], scope.batch.get("source_mask")
+        normed = scope.constrain(self.attention_norm(x), _RESIDUAL)
+        branch = scope.constrain(self.attention(normed, scope, seen), _RESIDUAL)
+        x = x + scope.dropout(branch, self.dropout, "attention")
+        normed = scope.constrain(self.mlp_norm(x), _RESIDUAL)
+        branch = scope.constrain(self.mlp(normed, scope), _RESIDUAL)
+        return {"encoded": x + scope.dropout(branch, self.dropout, "mlp")}
+
+
+class DecoderBlock(nnx.Module):
+    """Causal attention, attention to the encoded source, and MLP."""
+
+    def __init__(self, config: EncoderDecoderConfig, rngs: nnx.Rngs) -> None:
+        self.dropout = config.dropout
+        self.attention_norm = _norm(config, rngs)
+        self.attention = _attention(config, rngs, causal=True)
+        self.cross_norm = _norm(config, rngs)
+        self.cross = CrossAttention(
+            config.embed,
+            heads=config.heads,
+            head_dim=config.size_per_head,
+            init_std=config.init_std,
+            out_std=_out_std(config),
+            rngs=rngs,
+        )
+        self.mlp_norm = _norm(config, rngs)
+        self.mlp = _mlp(config, rngs)
+
+    def __call__(
+        self, stream: dict[str, jax.Array], scope: Scope
+    ) -> dict[str, jax.Array]:
+        """Decoded target (batch, seq, embed) -> the same; the source goes through."""
+        x, encoded = stream["decoded"], stream["encoded"]
+        seen = scope.batch.get("source_mask")
+        normed = scope.constrain(self.attention_norm(x), _RESIDUAL)
+        branch = scope.constrain(self.attention(normed, scope), _RESIDUAL)
+        x = x + scope.dropout(branch, self.dropout, "attention")
+        normed = scope.constrain(self.cross_norm(x), _RESIDUAL)
+        branch = scope.constrain(self.cross(normed, encoded, scope, seen), _RESIDUAL)
+        x = x + scope.dropout(branch, self.dropout, "cross")
+        normed = scope.constrain(self.mlp_norm(x), _RESIDUAL)
+        branch = scope.constrain(self.mlp(normed, scope), _RESIDUAL)
+        decoded = x + scope.dropout(branch, self.dropout, "mlp")
+        return {"encoded": encoded, "decoded": decoded}
+
+
+class EncoderDecoderEnds(nnx.Module):
+    """Embeddings of source and target, final norms and tied head."""
+
+    def __init__(self, config: EncoderDecoderConfig, rngs: nnx.Rngs) -> None:
+        self.dropout, self.max_seq = config.dropout, config.max_seq
+        self.logits_bytes = config.logits_bytes
+        embed, std = config.embed, config.init_std
+        positions = (config.max_seq, embed), std, (None, "embed")
+        self.token_embed = normal(
+            (config.vocab, embed), std, ("vocab", "embed"), rngs=rngs
+        )
+        self.source_positions = normal(*positions, rngs=rngs)
+        self.target_positions = normal(*positions, rngs=rngs)
+        self.encoder_norm = _norm(config, rngs)
+        self.decoder_norm = _norm(config, rngs)
+
+    def embed(self, batch: Batch, scope: Scope) -> dict[str, jax.Array]:
+        """Source tokens (batch, source_seq) -> the encoder's stream."""
+        tokens, positions = batch["source_tokens"], self.source_positions[...]
+        return {"encoded": self._embedded(tokens, positions, "source", scope)}
+
+    def decode(
+        self, stream: dict[str, jax.Array], scope: Scope
+    ) -> dict[str, jax.Array]:
+        """The encoder's stream -> the decoder's, which holds both."""
+        tokens, positions = scope.batch["target_tokens"], self.target_positions[...]
+        return {
+            "encoded": scope.constrain(self.encoder_norm(stream["encoded"]), _RESIDUAL),
+            "decoded": self._embedded(tokens, positions, "target", scope),
+        }
+
+    def head(
+        self, stream: dict[str, jax.Array], batch: Batch, scope: Scope
+    ) -> tuple[jax.Array, jax.Array]:
+        """Summed loss and summed weights of the target's tokens."""
+        return head_cross_entropy(
+            self.decoder_norm(stream["decoded"]),
+            self.token_embed[...],
+            batch["labels"],
+            batch["weights"],
+            scope,
+            logits_bytes=self.logits_bytes,
+        )
+
+    def _embedded(
+        self, tokens: jax.Array, positions: jax.Array, name: str, scope: Scope
+    ) -> jax.Array:
+        seq = tokens.shape[1]
+        if seq > self.max_seq:
+            raise InputError(
+                f"{name} sequences of {seq} tokens, but the model has "
+                f"max_seq={self.max_seq} learned positions; shorten the sequences or "
+                "raise max_seq"
+            )
+        x = vocab_lookup(self.token_embed[...], tokens, scope)
+        # Indexed and not cut, which GSPMD would shift where the sequence is split.
+        x = x + positions[scope.positions(seq)]
+        return scope.dropout(scope.constrain(x, _RESIDUAL), self.dropout, name)
+
+
+def encoder_decoder(config: EncoderDecoderConfig) -> Model:
+    """The model of a config, under meshpar's contract."""
+    encoded = {"encoded": _RESIDUAL}
+    return from_nnx(
+        ends=lambda rngs: EncoderDecoderEnds(config, rngs),
+        groups={
+            "encoder": Blocks(
+                block=lambda rngs: EncoderBlock(config, rngs),
+                num_layers=config.encoder_layers,
+                stream=encoded,
+            ),
+            "decoder": Blocks(
+                block=lambda rngs: DecoderBlock(config, rngs),
+                num_layers=config.decoder_layers,
+                enter="decode",
+                stream={**encoded, "decoded": _RESIDUAL},
+            ),
+        },
+        inputs=INPUTS,
+    )
+
+
+def _norm(config: EncoderDecoderConfig, rngs: nnx.Rngs) -> RMSNorm:
+    return RMSNorm(config.embed, epsilon=config.norm_epsilon, rngs=rngs)
+
+
+def _attention(
+    config: EncoderDecoderConfig, rngs: nnx.Rngs, *, causal: bool
+) -> Attention:
+    return Attention(
+        config.embed,
+        heads=config.heads,
+        kv_heads=config.heads,
+        head_dim=config.size_per_head,
+        init_std=config.init_std,
+        out_std=_out_std(config),
+        rngs=rngs,
+        causal=causal,
+    )
+
+
+def _mlp(config: EncoderDecoderConfig, rngs: nnx.Rngs) -> GatedMLP | PlainMLP:
+    kind = GatedMLP if config.gated else PlainMLP
+    return kind(
+        config.embed,
+        config.ffn,
+        init_std=config.init_std,
+        out_std=_out_std(config),
+        rngs=rngs,
+    )
+
+
+def _out_std(config: EncoderDecoderConfig) -> float:
+    return depth_scaled_std(config.init_std, config.layers)

@@ -1,0 +1,49 @@
+"""Attention to all keys equals JAX's, and leaves out the keys that are not seen."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.layers.causal_attention import full_attention
+
+
+def arrays(kv_heads, keys):
+    shapes = (2, 7, 4, 8), (2, keys, kv_heads, 8), (2, keys, kv_heads, 8)
+    drawn = jax.random.split(jax.random.key(0), 3)
+    return [jax.random.normal(*of) for of in zip(drawn, shapes, strict=True)]
+
+
+def value_and_grad(attention, given, seen):
+    def summed(given):
+        y = attention(*given, seen)
+        return jnp.sum(y * jnp.cos(jnp.arange(y.size).reshape(y.shape))), y
+
+    (_, y), gradients = jax.jit(jax.value_and_grad(summed, has_aux=True))(given)
+    return y, gradients
+
+
+def plain(q, k, v, seen):
+    mask = None if seen is None else seen[:, None, None, :]
+    return jax.nn.dot_product_attention(q, k, v, mask=mask)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("keys, lengths", [(7, None), (5, [5, 2]), (9, [1, 9])])
+def test_values_and_gradients_are_those_of_jax(kv_heads, keys, lengths):
+    given = arrays(kv_heads, keys)
+    seen = None if lengths is None else np.arange(keys) < np.array(lengths)[:, None]
+    found, wanted = (
+        value_and_grad(attention, given, seen) for attention in (full_attention, plain)
+    )
+    jax.tree.map(
+        lambda one, other: np.testing.assert_allclose(one, other, atol=2e-6),
+        found,
+        wanted,
+    )
+
+
+def test_an_example_without_any_key_is_finite_in_values_and_gradients():
+    given = arrays(4, 5)
+    found = value_and_grad(full_attention, given, np.zeros((2, 5), bool))
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(found))

@@ -1,0 +1,178 @@
+"""Every kind of model trains on every layout as plain Flax and optax train it."""
+
+import functools
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from meshpar import Layout, default_rules, make_train_step
+from tests.marks import slow
+from tests.zoo.batch_statistics import BATCH_NORM, RUNNING_MEAN
+from tests.zoo.denoising import DENOISING
+from tests.zoo.experts import SOFT_EXPERTS, TWO_GROUPS
+from tests.zoo.language import GPT2, LLAMA
+from tests.zoo.plain import MAX_NORM, SEED, STEPS, Run, optimizer, train
+from tests.zoo.ranks import IMAGES, VECTORS
+from tests.zoo.sequence import SEQUENCE
+from tests.zoo.translation import ENCODER_DECODER
+from tests.zoo.vision import VIT
+from tests.zoo.waves import WAVES
+
+ZOO = {
+    "llama": LLAMA,
+    "gpt2": GPT2,
+    "vit": VIT,
+    "encoder_decoder": ENCODER_DECODER,
+    "sequence": SEQUENCE,
+    "soft_experts": SOFT_EXPERTS,
+    "two_groups": TWO_GROUPS,
+    "denoising": DENOISING,
+    "running_mean": RUNNING_MEAN,
+    "batch_norm": BATCH_NORM,
+    "waves": WAVES,
+    "vectors": VECTORS,
+    "images": IMAGES,
+}
+
+BOUND = 1e-5
+# An array below this share of its whole tree is held against the tree: one rounding of
+# the tree (2^-24) is more than the bound of such an array.
+FLOOR = 2.0**-24 / BOUND
+
+ALL_AXES = "data=2,fsdp=2,tensor=2,sequence_parallel=true"
+SCHEDULES = {
+    "gpipe": "",
+    "1f1b": "",
+    "interleaved_1f1b": ",chunks=2",
+    "looped_bfs": ",chunks=2",
+}
+
+
+def unpipelined(entry):
+    """Layouts without stages; four layers."""
+    return [("fsdp=8", 4), (ALL_AXES, 4), ("data=8", 4), (f"tensor={entry.tensor}", 4)]
+
+
+def pipelined(entry):
+    """Every schedule on 2 and 4 stages, layers that divide over them and not."""
+    if not entry.microbatches:
+        return []
+    found = []
+    for schedule, chunks in SCHEDULES.items():
+        tail = f"microbatches=4,schedule={schedule}{chunks}"
+        found.append((f"data=2,stage=2,tensor=2,{tail}", 4))
+        found.append((f"fsdp=2,stage=2,tensor=2,{tail}", 5))
+        found.append((f"data=2,stage=4,{tail}", 8 if chunks else 4))
+        found.append((f"stage=4,tensor=2,{tail}", 9 if chunks else 5))
+    return found
+
+
+def cases():
+    """All of them; slow but the two with most to go wrong and one schedule a model."""
+    found = []
+    for number, (name, entry) in enumerate(ZOO.items()):
+        schedules = pipelined(entry)
+        quick = [layout for layout, _ in unpipelined(entry)[:2]]
+        quick += [schedules[(5 * number + 1) % 16][0]] if schedules else []
+        for layout, layers in unpipelined(entry) + schedules:
+            case = (name, layout, layers)
+            found.append(pytest.param(*case) if layout in quick else slow(*case))
+    return found
+
+
+@functools.cache
+def plain(name, layers):
+    entry = ZOO[name]
+    return train(entry.ends, entry.groups(layers), entry.batch(), entry.loss)
+
+
+def laid_out(name, layout, layers):
+    """The same run under a layout."""
+    entry, layout = ZOO[name], Layout.parse(layout)
+    step = make_train_step(
+        entry.model(layers),
+        optimizer(),
+        layout,
+        rules=default_rules(layout).with_rules(**entry.rules),
+        devices=jax.devices()[: layout.num_devices],
+        max_grad_norm=MAX_NORM,
+    )
+    state = step.init(SEED)
+
+    def whole(tree):
+        return flat(step.in_layer_order(tree))
+
+    run = Run(whole(state.params), [], [], {}, {}, {})
+    for index in range(STEPS):
+        state, metrics = step(state, entry.batch())
+        run.losses.append(float(metrics["loss"]))
+        run.grad_norms.append(float(metrics["grad_norm"]))
+        if index == 0:
+            run.moments = whole(optax.tree_utils.tree_get(state.opt_state, "mu"))
+    run.parameters, run.state = whole(state.params), whole(state.model_state)
+    return run
+
+
+def flat(tree, path=()):
+    """A nested dict's arrays by dotted path."""
+    if not isinstance(tree, dict):
+        return {".".join(path): tree}
+    found = {}
+    for key, value in tree.items():
+        found |= flat(value, (*path, str(key)))
+    return found
+
+
+def norm(array):
+    return float(np.linalg.norm(np.abs(np.asarray(array, np.complex128))))
+
+
+def errors(found, wanted):
+    """Relative error of each array of a tree, in the Frobenius norm."""
+    assert found.keys() == wanted.keys()
+    tree = np.sqrt(sum(norm(value) ** 2 for value in wanted.values()))
+    return {
+        path: norm(found[path] - value) / max(norm(value), FLOOR * tree)
+        for path, value in wanted.items()
+        if value.size
+    }
+
+
+def compare(found, wanted):
+    """The largest error of each quantity, where it is, after the bitwise check."""
+    assert found.initial.keys() == wanted.initial.keys()
+    for path, value in wanted.initial.items():
+        np.testing.assert_array_equal(found.initial[path], value, err_msg=path)
+    scalars = {
+        f"{quantity} {step}": abs(one / other - 1)
+        for quantity in ("losses", "grad_norms")
+        for step, (one, other) in enumerate(
+            zip(getattr(found, quantity), getattr(wanted, quantity), strict=True)
+        )
+    }
+    trees = {
+        f"{quantity} {path}": error
+        for quantity in ("moments", "parameters", "state")
+        for path, error in errors(
+            getattr(found, quantity), getattr(wanted, quantity)
+        ).items()
+    }
+    return {**scalars, **trees}
+
+
+def check(name, layout, layers):
+    deviations = compare(laid_out(name, layout, layers), plain(name, layers))
+    wrong = {what: error for what, error in deviations.items() if not error <= BOUND}
+    assert not wrong
+
+
+@pytest.mark.parametrize("name, layout, layers", cases())
+def test_a_model_trains_as_plain_flax_and_optax_train_it(name, layout, layers):
+    check(name, layout, layers)
+
+
+@pytest.mark.parametrize("zero", ["zero=2", slow("fsdp_gather=microbatch")])
+def test_a_table_that_a_later_group_reads_too_is_added_up_in_parts(zero):
+    check("encoder_decoder", f"fsdp=2,stage=2,tensor=2,microbatches=4,{zero}", 4)
