@@ -281,20 +281,6 @@ def test_blocks_that_change_the_shape_are_refused():
         step.compile(batch_of())
 
 
-@pytest.mark.parametrize("line", ["stage=2", "microbatches=2"])
-def test_several_groups_of_blocks_are_refused(line):
-    model = model_of(4)
-    (group,) = model.groups
-    two = replace(
-        model,
-        parameters={**model.parameters, "more": model.parameters["blocks"]},
-        groups=(group, replace(group, name="more")),
-    )
-    match = "the model has 2: blocks, more; set stage=1 and microbatches=1"
-    with pytest.raises(ValueError, match=match):
-        step_of(two, line)
-
-
 @pytest.mark.parametrize(
     ("parameters", "match"),
     [

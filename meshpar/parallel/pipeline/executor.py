@@ -27,8 +27,9 @@ from meshpar.parallel.pipeline.work import Payload, Results, Work
 from meshpar.rules.rules import spec_axes
 from meshpar.schedules import Phase, TickTable
 
-# What ranks compute on while they have no microbatch is zeros, of which nothing is
-# kept: `jnp.where` masks a NaN forward, not its gradient.
+IDLE = 0.0
+"""What ranks compute on while they have no microbatch. Nothing of it is kept; zeros,
+because `jnp.where` masks a NaN forward, not its gradient."""
 
 _ROWS = (
     "forward_chunk",
@@ -189,7 +190,7 @@ class Executor:
         embedded = self.work.embed(jnp.maximum(row["embedded"], 0))
         arrived = _at(state.inputs, own["input_read"])
         x = where(own["forward_stage"] == 0, embedded, arrived)
-        return self._laid_out(where(own["forward_microbatch"] >= 0, x))
+        return self._laid_out(_or_idle(own["forward_microbatch"] >= 0, x))
 
     def _through_stage(
         self, state: _State, own: dict, x: Payload, keeps: bool
@@ -204,7 +205,7 @@ class Executor:
 
     def _backward(self, state: _State, row: dict, own: dict) -> tuple[_State, Payload]:
         work, microbatch = self.work, own["backward_microbatch"]
-        dy = where(microbatch >= 0, _at(state.gradients, own["gradient_read"]))
+        dy = _or_idle(microbatch >= 0, _at(state.gradients, own["gradient_read"]))
         kept = _at(state.saved, own["saved_read"])
         dx, block_gradients, of_ends = work.stage_gradient(
             jnp.maximum(own["backward_chunk"], 0),
@@ -281,6 +282,10 @@ class Executor:
 
 def _is_spec(node: Any) -> bool:
     return isinstance(node, PartitionSpec)
+
+
+def _or_idle(at_work: jax.Array, payload: Payload) -> Payload:
+    return jax.tree.map(lambda x: jnp.where(at_work, x, IDLE), payload)
 
 
 def _zeros(shapes: Any) -> Any:
