@@ -45,7 +45,7 @@ from meshpar.errors import InputError
 from meshpar.model.inputs import Input, Inputs, default_inputs
 from meshpar.model.parameter import Parameter, Params, flat, is_parameter
 from meshpar.model.scope import Scope
-from meshpar.model.sums import Sums, check_head, check_sums
+from meshpar.model.sums import Sums, check_head, check_kept, check_sums
 from meshpar.model.values import initial_values
 
 Stream = Any
@@ -104,11 +104,14 @@ class BlockGroup:
         """The block's output, and its sums: fp32 of each auxiliary loss, and others.
 
         Raises:
-            InputError: It returns other sums than those declared.
+            InputError: It returns other sums than those declared, or a stream of
+                another tree, shape or dtype than it was given.
         """
         result = self.block(params, stream, scope)
         keeps_state = self.update_state is not None
-        return check_sums(self.name, result, stream, self.auxiliary, keeps_state)
+        y, sums = check_sums(self.name, result, stream, self.auxiliary, keeps_state)
+        check_kept(self.name, y, stream)
+        return y, sums
 
     def weighted(self, sums: Mapping[str, jax.Array]) -> jax.Array | float:
         """The sums of the auxiliary losses times their coefficients."""

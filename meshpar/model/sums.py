@@ -52,6 +52,30 @@ def check_sums(
     }
 
 
+def check_kept(group: str, y: Any, x: Any) -> None:
+    """Refuses a block that makes another stream than it was given.
+
+    Args:
+        group: Name of the block's group.
+        y: Its stream after the block.
+        x: And before.
+
+    Raises:
+        InputError: Another tree, shape or dtype.
+    """
+    found, wanted = (jax.tree.map(_described, stream) for stream in (y, x))
+    if found != wanted:
+        raise InputError(
+            f"a block maps {wanted} to {found}, in group {group!r}; blocks must keep "
+            "shape and dtype of all that their stream holds, so that they can follow "
+            "one another"
+        )
+
+
+def _described(array: Any) -> str:
+    return f"{jnp.result_type(array)}{jnp.shape(array)}"
+
+
 def check_head(found: Any) -> tuple[jax.Array, jax.Array]:
     """A head's loss and weights, summed, in fp32.
 

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from meshpar.errors import InputError
 from meshpar.model.contract import BlockGroup, Stream
 from meshpar.model.sums import Sums
 from meshpar.parallel.remat import names_in, rematerialised
@@ -137,13 +136,6 @@ class Block:
 
     def _call(self, weights: Any, x: Stream, known: Known) -> tuple[Stream, Sums]:
         y, sums = self._apply(self._make_scope, weights, x, known)
-        found, wanted = jax.tree.map(_described, (y, x))
-        if found != wanted:
-            raise InputError(
-                f"a block maps {wanted} to {found}, in group {self.group.name!r}; "
-                "blocks must keep shape and dtype of all that their stream holds, so "
-                "that they can follow one another"
-            )
         return y, dict(sums)
 
     def _passed_on(
@@ -172,7 +164,3 @@ def where(condition: jax.Array, tree: Any, other: Any = None) -> Any:
     if other is None:
         return jax.tree.map(lambda x: jnp.where(condition, x, jnp.zeros_like(x)), tree)
     return jax.tree.map(lambda x, y: jnp.where(condition, x, y), tree, other)
-
-
-def _described(array: Any) -> str:
-    return f"{array.dtype}{array.shape}"
