@@ -44,6 +44,9 @@ def asked(name: str) -> AbstractContextManager:
 
     Args:
         name: A name in `ASKED`.
+
+    Raises:
+        KeyError: It is not there.
     """
     if name not in ASKED:
         raise KeyError(name)
@@ -76,6 +79,13 @@ def on_parts(
 
     GSPMD replicates the operand of a collective that is manual over other mesh axes;
     making those manual as well keeps it split over them.
+
+    Args:
+        function: Takes and returns this device's parts.
+        arrays: Its arguments.
+        specs: How each lies over those mesh axes.
+        out_specs: How its result does.
+        mesh_axes: The further mesh axes.
     """
     if not mesh_axes:
         return function(*arrays)

@@ -57,7 +57,18 @@ def make_mesh(
 
 
 def absent_mesh(layout: Layout | str) -> AbstractMesh:
-    """A mesh of all six axes without devices: to lower a program, not to run it."""
+    """A mesh of all six axes without devices: to lower a program, not to run it.
+
+    Args:
+        layout: Sizes of the mesh axes, or a layout's text.
+
+    Raises:
+        InputError: The layout cannot be read, or leaves a -1.
+
+    Example:
+        >>> absent_mesh("data=8,tensor=8").size
+        64
+    """
     sizes = tuple(Layout.of(layout).mesh_shape.values())
     return AbstractMesh(sizes, MESH_AXES, axis_types=_ALL_AUTO)
 

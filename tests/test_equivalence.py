@@ -1,7 +1,6 @@
 """Layouts against the single-device program: what agrees, and what is found if not."""
 
 import re
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -17,7 +16,6 @@ from meshpar.testing.reference import Values, bf16_chains
 from models.presets import build
 from tests.test_nnx_model import Block, Ends
 
-README = Path(__file__).parents[1] / "README.md"
 CASE = "--layout data=2 --global-batch {} --seq 4 --mask {} --seed 0"
 QUANTITIES = ["initial", "loss", "grad_norm", "gradients", "parameters", "copies"]
 
@@ -49,16 +47,6 @@ def test_drawn_layouts_train_the_model_of_one_device():
     assert len(report.results) == 3
     for result in report.results:
         assert list(result.worst) == QUANTITIES
-
-
-def test_the_test_file_of_the_readme_passes(pytester):
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    (model,) = (block for block in blocks if "class Block" in block)
-    (tests,) = (block for block in blocks if "def test_" in block)
-    assert len([line for line in tests.splitlines() if line]) <= 20
-    pytester.makeini("[pytest]\nmeshpar_emulate = 8\npythonpath = .\n")
-    pytester.makepyfile(my_model=model, test_my_model=tests)
-    pytester.runpytest_subprocess("-q").assert_outcomes(passed=2)
 
 
 def test_a_given_batch_and_its_other_arrays_are_used():

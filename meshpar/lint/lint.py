@@ -73,8 +73,17 @@ def lint(
         rules: Logical axis -> mesh axes, `default_rules(layout)` when absent. Pairs
             may hold two rules for one logical axis; the second is a finding.
         global_batch: Examples in a step; one per batch shard when absent.
-        seq: Tokens of an example.
+        seq: Tokens of an example, and every other size that the inputs leave open.
         large_bytes: Parameters above this size that no mesh axis splits are findings.
+
+    Raises:
+        InputError: `model` is no model, or the layout cannot be read.
+        RuleError: `rules` are pairs that are no rules, such as an unknown mesh axis.
+
+    Example:
+        >>> from models.presets import build
+        >>> lint(build("test"), "data=2,tensor=2").findings
+        ()
     """
     check_model(model)
     layout = Layout.of(layout)

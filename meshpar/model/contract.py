@@ -161,7 +161,7 @@ class Model:
             that is where they come from.
 
     Raises:
-        InputError: A group has no parameters.
+        InputError: There is no group, or one has no parameters.
     """
 
     parameters: dict[str, Any]

@@ -59,7 +59,15 @@ PRESETS = {
 
 
 def default_rules(layout: Layout) -> Rules:
-    """The preset that a layout asks for; a mesh axis of size 1 changes nothing."""
+    """The preset that a layout asks for; a mesh axis of size 1 changes nothing.
+
+    Args:
+        layout: Its `sequence_parallel`, `zero` and `zero_axes` choose.
+
+    Example:
+        >>> default_rules(Layout(fsdp=8)).stored.mesh_axes("embed")
+        ('fsdp',)
+    """
     preset = FSDP_TENSOR_SEQUENCE if layout.sequence_parallel else FSDP_TENSOR
     split = {"embed": layout.split_axes} if layout.zero == 3 else {}
     return replace(preset, parameters={**split, "layers": "stage"})

@@ -65,11 +65,12 @@ def make_train_step(
     Raises:
         RuleError: A parameter cannot be laid out, or a rule for activations uses `data`
             or `fsdp` for anything but the batch.
-        InputError: The layout does not fit the devices, or asks for what is not built,
-            or `max_grad_norm` is not positive, or the optimizer has large state of no
-            parameter while the layout splits states, or what it does to each layer
-            cannot be told (`optax.flatten`, noise), or `schedule` is wrong (who waits
-            for what, which work is missing or doubled) or made for other sizes.
+        InputError: `model` or `optimizer` is something else, or the layout does not
+            fit the devices, or asks for what is not built, or `max_grad_norm` is not
+            positive, or the optimizer has large state of no parameter while the layout
+            splits states, or what it does to each layer cannot be told
+            (`optax.flatten`, noise), or `schedule` is wrong (who waits for what, which
+            work is missing or doubled) or made for other sizes.
 
     Example:
         >>> import jax.numpy as jnp, optax

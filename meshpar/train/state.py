@@ -30,7 +30,7 @@ class TrainState:
 
     Args:
         step: Steps done.
-        seed: What initial values and dropout derive from.
+        seed: What initial values and all random numbers derive from.
         skipped: Steps whose gradients were not finite, so that they changed nothing.
         params: Nested dict, in the layout's `param_dtype`.
         opt_state: As the optimizer made it, beside a master copy in

@@ -193,6 +193,13 @@ class TrainStep:
 
         What a step would apply, before any scaling, laid out as the optimizer's state:
         for research code, and for comparing layouts.
+
+        Args:
+            state: From `init` or a step; it is not donated.
+            batch: As `__call__` takes it.
+
+        Raises:
+            InputError: As for `__call__`.
         """
         with jax.set_mesh(self.mesh):
             loss, _, gradients = self._gradients(state, self.place(batch))
@@ -212,7 +219,15 @@ class TrainStep:
         return in_layer_order(self.model, tree)
 
     def evaluate(self, state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        """Summed loss and weights of a batch, without dropout and auxiliary losses."""
+        """Summed loss and weights of a batch, without dropout and auxiliary losses.
+
+        Args:
+            state: From `init` or a step; it is not donated.
+            batch: As `__call__` takes it.
+
+        Raises:
+            InputError: As for `__call__`.
+        """
         with jax.set_mesh(self.mesh):
             return self._evaluate(state, self.place(batch))
 

@@ -95,8 +95,8 @@ def pipeline_value_and_grad(
             then returns `(x, sums)`, a dict of a scalar for each, and the loss has all
             layers' `coefficient * sums` beside `loss_sum`; means, if head gives one.
         block_specs: Tree of the `PartitionSpec` of one layer's parameters over GSPMD's
-            mesh axes; replicated when absent. For virtual CPU devices, which need it to
-            put collectives in order without moving parameters.
+            mesh axes; replicated when absent. With it each device sums gradients of its
+            own part alone over `data` and `fsdp`.
         x_spec: How x lies over GSPMD's mesh axes, where it is split (sequence
             parallel); so that hops move each device's part alone. Or a tree of that.
 
