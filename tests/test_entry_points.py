@@ -12,6 +12,7 @@ from meshpar import (
     Input,
     InputError,
     Layout,
+    audit,
     batch_shapes,
     from_nnx,
     lint,
@@ -145,3 +146,14 @@ def test_a_mask_without_the_examples_first_is_refused_on_every_layout(line, seq)
     batch = {"x": jax.ShapeDtypeStruct((8, seq, 4), jnp.float32)}
     with pytest.raises(InputError, match=r"scope.dropout\('turned'\) is given shape"):
         step.compile(batch)
+
+
+def test_a_program_of_gradients_alone_takes_no_optimizer_state():
+    def argument_bytes(param_dtype):
+        line = f"fsdp=8,precision=bf16,param_dtype={param_dtype}"
+        step = make_train_step(build("test"), optax.sgd(1.0), line)
+        batch = batch_shapes(step.model, 8, seq=8)
+        return audit(step.gradient_program, batch).memory.argument_bytes
+
+    # Rounded at random there is no master copy, which gradients do not need.
+    assert argument_bytes("bf16") == argument_bytes("bf16_stochastic")

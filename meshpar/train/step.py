@@ -134,8 +134,9 @@ class TrainStep:
             donate_argnums=0,
         )
         self._step = jit(self._update, **self._update_layout)
+        without_optimizer = (_without_optimizer(self.shardings), self.batch_sharding)
         self._gradients_layout = dict(
-            in_shardings=self._update_layout["in_shardings"],
+            in_shardings=without_optimizer,
             out_shardings=(metrics_sharding, metrics_sharding, of_states),
         )
         self._gradients = jit(self._loss_and_gradients, **self._gradients_layout)
@@ -143,7 +144,7 @@ class TrainStep:
         def evaluated(program: Callable[..., Any], sharding: NamedSharding) -> Any:
             return jit(
                 lambda state, batch: program(*self._given(state, batch)),
-                in_shardings=self._update_layout["in_shardings"],
+                in_shardings=without_optimizer,
                 out_shardings=sharding,
             )
 
@@ -202,7 +203,9 @@ class TrainStep:
             InputError: As for `__call__`.
         """
         with jax.set_mesh(self.mesh):
-            loss, _, gradients = self._gradients(state, self.place(batch))
+            loss, _, gradients = self._gradients(
+                _without_optimizer(state), self.place(batch)
+            )
         return loss, gradients
 
     def in_layer_order(self, tree: Any) -> Any:
@@ -229,7 +232,7 @@ class TrainStep:
             InputError: As for `__call__`.
         """
         with jax.set_mesh(self.mesh):
-            return self._evaluate(state, self.place(batch))
+            return self._evaluate(_without_optimizer(state), self.place(batch))
 
     def logits(self, state: TrainState, batch: Batch | jax.Array) -> Any:
         """What the model's `logits` gives, such as fp32 (batch, seq, vocab).
@@ -246,7 +249,8 @@ class TrainStep:
         if not isinstance(batch, Mapping):
             batch = {next(iter(self.model.known_inputs), ""): batch}
         with jax.set_mesh(self.mesh):
-            return self._logits(state, self._placed(batch, 1, partly=True))
+            placed = self._placed(batch, 1, partly=True)
+            return self._logits(_without_optimizer(state), placed)
 
     def compile(self, batch: Batch) -> jax.stages.Compiled:
         """The compiled step for a batch's shapes; arrays or `jax.ShapeDtypeStruct`s."""
@@ -278,6 +282,7 @@ class TrainStep:
         given: tuple[Any, ...] = (state, batch)
         if gradients_only:
             function = jax.jit(step._loss_and_gradients, **step._gradients_layout)
+            given = (_without_optimizer(state), batch)
         return Subject(
             function=function,
             arguments=given,
@@ -392,6 +397,11 @@ class TrainStep:
             jax.tree.map(on_mesh, specs, is_leaf=is_spec)
             for specs in (at_rest, of_states, of_model)
         )
+
+
+def _without_optimizer(state: TrainState) -> TrainState:
+    """A state, or a tree like it, for programs that update nothing."""
+    return replace(state, opt_state=())
 
 
 def _check_not_donated(state: TrainState) -> None:
