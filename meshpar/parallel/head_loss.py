@@ -212,7 +212,9 @@ class _Plan:
         with asked("token_sum"):
             return lax.psum(value, self.split.tokens)
 
-    def _over_chunks(self, work: Any, x: jax.Array, table: jax.Array, *arrays: Any):
+    def _over_chunks(
+        self, work: Any, x: jax.Array, table: jax.Array, *arrays: Any
+    ) -> Any:
         """Sums over chunks of what `work` gives first, and what it gives next joined.
 
         The next has tokens first, and is None or as long as the tokens are.
