@@ -117,6 +117,5 @@ def _layer_keys(key: jax.Array, path: str, parameter: Parameter) -> jax.Array:
     key = jax.random.fold_in(key, zlib.crc32(path.encode()))
     if parameter.num_layers is None:
         return key
-    order = parameter.layer_order or tuple(range(parameter.num_layers))
-    layers = jnp.asarray(order, jnp.int32).astype(jnp.uint32)
+    layers = jnp.asarray(parameter.places, jnp.int32).astype(jnp.uint32)
     return jax.vmap(jax.random.fold_in, (None, 0))(key, layers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from operator import attrgetter
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -75,6 +75,7 @@ class TrainStep:
         self.layers_of_stages = pipeline.layers_of_stages if pipeline else None
         model = pipeline.model if pipeline else model
         self.model, self.layout, self.rules, self.mesh = model, layout, rules, mesh
+        self._devices_mesh = cast(Mesh, mesh)  # `jax.set_mesh` refuses any other
         self.platform = platform
         self._optimizer_as_given, self._max_grad_norm = optimizer, max_grad_norm
         self._optimizer = by_layer(optimizer, model, layout)
@@ -127,13 +128,13 @@ class TrainStep:
         )
         jit = functools.partial(jax.jit, compiler_options=compiler_options)
         metrics_sharding = NamedSharding(self.mesh, PartitionSpec())
-        self._update_layout = dict(
+        self._update_layout: dict[str, Any] = dict(
             in_shardings=(self.shardings, self.batch_sharding),
             out_shardings=(self.shardings, metrics_sharding),
             donate_argnums=0,
         )
         self._step = jit(self._update, **self._update_layout)
-        self._gradients_layout = dict(
+        self._gradients_layout: dict[str, Any] = dict(
             in_shardings=self._update_layout["in_shardings"],
             out_shardings=(metrics_sharding, metrics_sharding, of_states),
         )
@@ -157,7 +158,7 @@ class TrainStep:
         """
         if not 0 <= seed < 2**32:
             raise InputError(f"seed={seed}: must be at least 0 and below {2**32}")
-        with jax.set_mesh(self.mesh):
+        with jax.set_mesh(self._devices_mesh):
             return self._init(np.uint32(seed))
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -179,7 +180,7 @@ class TrainStep:
                 batch axes.
         """
         _check_not_donated(state)
-        with jax.set_mesh(self.mesh):
+        with jax.set_mesh(self._devices_mesh):
             return self._step(state, self.place(batch))
 
     def loss_and_gradients(
@@ -190,7 +191,7 @@ class TrainStep:
         What a step would apply, before any scaling, laid out as the optimizer's state:
         for research code, and for comparing layouts.
         """
-        with jax.set_mesh(self.mesh):
+        with jax.set_mesh(self._devices_mesh):
             loss, _, gradients = self._gradients(state, self.place(batch))
         return loss, gradients
 
@@ -209,10 +210,10 @@ class TrainStep:
 
     def evaluate(self, state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """Summed loss and weights of a batch, without dropout and auxiliary losses."""
-        with jax.set_mesh(self.mesh):
+        with jax.set_mesh(self._devices_mesh):
             return self._evaluate(state, self.place(batch))
 
-    def logits(self, state: TrainState, batch: Batch | jax.Array) -> Any:
+    def logits(self, state: TrainState, batch: Batch | jax.typing.ArrayLike) -> Any:
         """What the model's `logits` gives, such as fp32 (batch, seq, vocab).
 
         Args:
@@ -226,12 +227,12 @@ class TrainStep:
             raise InputError("the model has no logits function; give Model logits=")
         if not isinstance(batch, Mapping):
             batch = {next(iter(self.model.known_inputs), "tokens"): batch}
-        with jax.set_mesh(self.mesh):
+        with jax.set_mesh(self._devices_mesh):
             return self._logits(state, self._placed(batch, 1, partly=True))
 
     def compile(self, batch: Batch) -> jax.stages.Compiled:
         """The compiled step for a batch's shapes; arrays or `jax.ShapeDtypeStruct`s."""
-        with jax.set_mesh(self.mesh):
+        with jax.set_mesh(self._devices_mesh):
             return self._step.lower(*self._argument_shapes(batch)).compile()
 
     @property
