@@ -9,12 +9,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float
 
 from meshpar.collectives import asked
 from meshpar.rules.rules import spec_axes
 
 
-def global_norm(tree: Any, shardings: Any, mesh: Mesh | AbstractMesh) -> jax.Array:
+def global_norm(
+    tree: Any, shardings: Any, mesh: Mesh | AbstractMesh
+) -> Float[Array, ""]:
     """`sqrt(sum of squares)` over all arrays: one all-reduce of a single number.
 
     A value that several devices hold is counted on each with its share of one.

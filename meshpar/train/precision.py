@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jaxtyping import Array, BFloat16, Float32, PRNGKeyArray
 
 from meshpar.model.contract import Model
 from meshpar.model.parameter import Parameter, Params, is_parameter
@@ -92,7 +93,9 @@ def stored(
     )
 
 
-def stochastic_round(x: jax.Array, key: jax.Array) -> jax.Array:
+def stochastic_round(
+    x: Float32[Array, "*shape"], key: PRNGKeyArray
+) -> BFloat16[Array, "*shape"]:
     """bf16 of fp32 values, up or down with the chances that keep the mean.
 
     What is not finite is converted as usual.

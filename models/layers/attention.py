@@ -10,9 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import Float
 
 from meshpar import InputError, Scope
 from meshpar.parallel.column import column_parallel
+from meshpar.parallel.tensor import AnyArray
 from models.layers.causal_attention import causal_attention
 from models.layers.norm import RMSNorm
 from models.layers.recomputed import recomputed
@@ -78,7 +80,9 @@ class Attention(nnx.Module):
         self.q_norm = norm(head_dim, epsilon=qk_norm_epsilon) if normed else None
         self.k_norm = norm(head_dim, epsilon=qk_norm_epsilon) if normed else None
 
-    def __call__(self, x: jax.Array, scope: Scope) -> jax.Array:
+    def __call__(
+        self, x: Float[AnyArray, "batch seq embed"], scope: Scope
+    ) -> Float[AnyArray, "batch seq embed"]:
         """(batch, seq, embed) -> (batch, seq, embed), before it is constrained."""
         # B batch, T seq, D embed, K kv heads, G queries per kv head + 2, H head_dim.
         axes = ("batch", "seq", "kv_heads", None, "head_dim")
