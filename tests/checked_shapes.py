@@ -15,12 +15,18 @@ CHECKED = [
     "meshpar.parallel.norm",
     "meshpar.parallel.tensor",
     "meshpar.train.precision",
-    "models.layers",
+    "models.layers.attention",
+    "models.layers.causal_attention",
+    "models.layers.mlp",
+    "models.layers.norm",
 ]
 
 # Without `jit`, JAX hands NumPy's arrays on to what derivatives are made of.
 checked = beartype(
-    conf=BeartypeConf(hint_overrides=FrozenDict({jax.Array: jax.Array | np.ndarray}))
+    conf=BeartypeConf(
+        hint_overrides=FrozenDict({jax.Array: jax.Array | np.ndarray}),
+        is_pep484_tower=True,
+    )
 )
 
 install_import_hook(CHECKED, "tests.checked_shapes.checked")
