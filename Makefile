@@ -26,6 +26,7 @@ test-newest: $(NEWEST_VENV)/test.installed
 lint: $(VENV)/test.installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any, cast
 
 import jax
 
@@ -65,7 +66,7 @@ def emulate(num_devices: int) -> list[jax.Device]:
         _THREADS_VARIABLE: str(_num_threads(num_devices)),
     }
     if (
-        jax.config.jax_num_cpu_devices != num_devices
+        num_cpu_devices() != num_devices
         or not environment.items() <= os.environ.items()
     ):
         _start(num_devices, environment)
@@ -73,6 +74,12 @@ def emulate(num_devices: int) -> list[jax.Device]:
     if len(devices) != num_devices or devices[0].platform != "cpu":
         raise AlreadyStartedError(_already_started(num_devices))
     return devices
+
+
+def num_cpu_devices() -> int:
+    """Virtual CPU devices that JAX starts with, or has started."""
+    # JAX makes its options when it is imported, where no type checker sees them.
+    return cast(Any, jax.config).jax_num_cpu_devices
 
 
 def emulate_from_environment() -> None:

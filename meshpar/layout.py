@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Final, Literal
 
 from meshpar.errors import InputError, nearest
 from meshpar.key_values import key_values
@@ -27,7 +27,7 @@ STAGE_REMATS = ("stage", "stage_full")
 REMATS = ("none", "selective", "full", "dots", *STAGE_REMATS)
 """What the backward may recompute instead of keeping."""
 
-BY_COST = "cost"
+BY_COST: Final = "cost"
 """The value of `splits` that balances the stages by what their layers cost."""
 
 _CHOICES = {
@@ -111,7 +111,7 @@ class Layout:
     microbatches: int = 1
     schedule: str = "1f1b"
     chunks: int = 1
-    splits: tuple[int, ...] | str = ()
+    splits: tuple[int, ...] | Literal["cost"] = ()
     execution: str = "uniform"
     zero: int = 3
     zero_axes: tuple[str, ...] = ()

@@ -45,6 +45,7 @@ def plain(x, table, targets, weights):
 
 
 def chunked(x, table, targets, weights, *, scope, logits_bytes):
+    x, table = jnp.asarray(x), jnp.asarray(table)
     total, _ = head_cross_entropy(
         x, table, targets, weights, scope, logits_bytes=logits_bytes
     )

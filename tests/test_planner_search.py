@@ -91,7 +91,7 @@ def test_bounds_are_below_the_estimate_of_every_layout(asked):
 def opened(choices, variant):
     """The choices, and their parts down to that variant alone."""
     yield choices
-    while choices.count > 1:
+    while choices.num_variants > 1:
         choices = next(
             part for part in choices.parts() if variant in tuple(part.variants())
         )

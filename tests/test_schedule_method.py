@@ -151,7 +151,7 @@ def test_bounds_are_below_its_estimates(execution):
     assert leaves
     for leaf in leaves:
         variants = [*leaf.choices.variants()]
-        assert len(variants) == leaf.count
+        assert len(variants) == leaf.num_layouts
         assert {variant.microbatches for variant in variants} == {4, 8}  # of 1, 2, 4, 8
         for variant in variants:
             found = estimate_run(bounds.run(leaf.mesh, variant))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from meshpar.audit.head_trace import in_dtype, logits_bytes
-from meshpar.audit.jaxprs import inner_jaxprs
+from meshpar.audit.jaxprs import array_shape, inner_jaxprs
 from meshpar.model.contract import Model
 from meshpar.model.parameter import Params, is_parameter
 from meshpar.model.scope import Scope
@@ -83,7 +83,7 @@ def traced_workload(
         tied=len(tables) == 1,
         logits_bytes=logits_bytes(model, seq=seq, vocab=vocab, dtype=dtype),
         traced=traced,
-        **sizes,
+        **dict[str, Any](sizes),
     )
 
 
@@ -205,11 +205,10 @@ def _dots(jaxpr: Jaxpr, weights: set[Any]) -> Iterator[tuple[float, bool]]:
 
 
 def _flops(equation: JaxprEqn) -> float:
-    left = equation.invars[0].aval
-    numbers = equation.params.get(
+    left, out = array_shape(equation.invars[0]), array_shape(equation.outvars[0])
+    numbers: Any = equation.params.get(
         "dimension_numbers", equation.params.get("ragged_dot_dimension_numbers")
     )
     numbers = getattr(numbers, "dot_dimension_numbers", numbers)
     (contracted, _), _ = numbers
-    out = equation.outvars[0].aval
-    return 2.0 * math.prod(out.shape) * math.prod(left.shape[dim] for dim in contracted)
+    return 2.0 * math.prod(out) * math.prod(left[dim] for dim in contracted)

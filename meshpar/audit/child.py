@@ -40,7 +40,7 @@ def main(folder: Path) -> None:
         # libtpu reads XLA_FLAGS when it is loaded, and aborts on one that it does not
         # know: what was set is for jaxlib, whose XLA is another.
         os.environ["XLA_FLAGS"] = _PRINTING.format(folder=folder)
-    exported = export.deserialize((folder / "program.bin").read_bytes())
+    exported = export.deserialize(bytearray((folder / "program.bin").read_bytes()))
     mesh = _mesh(request)
     try:
         compiled = _compile(exported, mesh, request)
@@ -60,7 +60,7 @@ def program_text(compiled: jax.stages.Compiled, folder: Path) -> str:
     libtpu is newer than jaxlib, and may have used instructions that jaxlib cannot read.
     """
     try:
-        return compiled.as_text()
+        return compiled.as_text() or ""
     except jax.errors.JaxRuntimeError:
         printed = sorted(folder.glob(_PRINTED))
         if not printed:

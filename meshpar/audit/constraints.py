@@ -17,7 +17,7 @@ from jax.extend.core import JaxprEqn
 from jax.sharding import NamedSharding
 
 from meshpar.audit.collectives import Collective
-from meshpar.audit.split_rules import Split, split_of
+from meshpar.audit.split_rules import Split, split_by
 from meshpar.audit.traced import Operation, Value
 
 _ALONG = {
@@ -65,10 +65,9 @@ class Constrained:
 
     def _mixed(self) -> frozenset[str]:
         """Mesh axes that split a dim along which the maker mixes values."""
-        name = self.maker.primitive.name if self.maker else ""
-        if name not in _ALONG:
+        if self.maker is None or self.maker.primitive.name not in _ALONG:
             return frozenset()
-        dims = self.maker.params[_ALONG[name]]
+        dims = self.maker.params[_ALONG[self.maker.primitive.name]]
         return frozenset().union(
             *(
                 split[dim]
@@ -123,7 +122,8 @@ def _laid_out(
     if not isinstance(sharding, NamedSharding):
         return
     shape, mesh_sizes = atom.aval.shape, dict(sharding.mesh.shape)
-    after = tuple(axes - manual for axes in split_of(sharding, len(shape)))
+    split = split_by(sharding.spec, len(shape), mesh_sizes)
+    after = tuple(axes - manual for axes in split)
     sizes = local_shape(shape, after, mesh_sizes)
     yield Constrained(value.line, sizes_of(sizes), value.split, after, value.maker)
 

@@ -100,12 +100,13 @@ def _flops(
     ]
     if instruction.opcode == "custom-call":
         return _call_flops(instruction, operands)
-    if len(operands) < 2 or None in operands:
+    arrays = [operand for operand in operands if operand is not None]
+    if len(arrays) < 2:
         problem = f"a {instruction.opcode} needs two arrays"
         raise HloError(instruction.line, instruction.name, problem)
     if instruction.opcode == "dot":
-        return _dot_flops(instruction, operands[0])
-    return _convolution_flops(instruction, *operands)
+        return _dot_flops(instruction, arrays[0])
+    return _convolution_flops(instruction, *arrays)
 
 
 def _array(instruction: Instruction) -> ArrayShape | None:

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from meshpar.audit.collectives import Collective
+from meshpar.audit.jaxprs import array_dtype
 from meshpar.audit.traced import Operation
 
 _REDUCTIONS = (
@@ -114,7 +115,7 @@ def _sharded_gather(operation: Operation) -> list[Hazard]:
 
 
 def _half_all_reduce(operation: Operation) -> list[Hazard]:
-    dtypes = {str(atom.aval.dtype) for atom in operation.equation.invars}
+    dtypes = {str(array_dtype(atom)) for atom in operation.equation.invars}
     if "bfloat16" not in dtypes:
         return []
     return [

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.extend.core import Jaxpr
 
-from meshpar.audit.jaxprs import inner_jaxprs
+from meshpar.audit.jaxprs import array_shape, inner_jaxprs
 from meshpar.model.contract import Model
 from meshpar.model.parameter import is_parameter
 from meshpar.model.tracing import (
@@ -63,6 +63,6 @@ def _products(jaxpr: Jaxpr) -> Iterator[tuple[int, ...]]:
     """Shapes of what matmuls give."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
-            yield equation.outvars[0].aval.shape
+            yield array_shape(equation.outvars[0])
         for inner, _ in inner_jaxprs(equation):
             yield from _products(inner)

@@ -137,7 +137,8 @@ def parse_program(text: str) -> Program:
 
 def _blocks(text: str) -> Iterator[tuple[bool, str, list[tuple[int, str]]]]:
     header: re.Match | None = None
-    start, lines = 0, []
+    start = 0
+    lines: list[tuple[int, str]] = []
     for number, line in _whole_lines(text):
         if header is None:
             header, start, lines = _HEADER.match(line), number, []
@@ -155,7 +156,8 @@ def _whole_lines(text: str) -> Iterator[tuple[int, str]]:
 
     XLA:TPU prints a kernel's metadata so: `kernel_metadata={`, lines, `}}, ...`.
     """
-    first, parts = 0, []
+    first = 0
+    parts: list[str] = []
     for number, line in enumerate(text.splitlines(), start=1):
         if not parts:
             if not (line.endswith("{") and _INSTRUCTION.match(line)):

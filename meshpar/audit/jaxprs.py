@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
@@ -14,3 +15,13 @@ def inner_jaxprs(equation: JaxprEqn) -> Iterator[tuple[Jaxpr, int]]:
         inner = getattr(value, "jaxpr", value)
         if isinstance(inner, Jaxpr):
             yield inner, times
+
+
+def array_shape(atom: Any) -> tuple[int, ...]:
+    """Shape of a variable or literal that is known to be an array."""
+    return atom.aval.shape
+
+
+def array_dtype(atom: Any) -> Any:
+    """Dtype of a variable or literal that is known to be an array."""
+    return atom.aval.dtype

@@ -9,6 +9,7 @@ from typing import Any
 from meshpar.audit.collectives import Collective
 from meshpar.audit.constraints import sizes_of
 from meshpar.audit.evidence import Evidence
+from meshpar.audit.jaxprs import array_shape
 from meshpar.audit.traced import Operation
 
 MATMUL = "dot_general"
@@ -35,12 +36,12 @@ def gathers_for_table(row: Collective, evidence: Evidence) -> bool:
     The rows that its line looks up lie split, and each device adds all of them.
     """
     tables = {
-        lookup.equation.invars[0].aval.shape
+        array_shape(lookup.equation.invars[0])
         for lookup in evidence.named("gather", row.source)
         if lookup.operands[0].weight
     }
     return any(
-        scatter.equation.outvars[0].aval.shape in tables
+        array_shape(scatter.equation.outvars[0]) in tables
         and any(
             evidence.arrives(row, value, atom)
             for value, atom in zip(
@@ -87,7 +88,7 @@ def _meets_all_tokens(
     other = 1 - side
 
     def free(side: int) -> list[int]:
-        num_dims = len(matmul.equation.invars[side].aval.shape)
+        num_dims = len(array_shape(matmul.equation.invars[side]))
         taken = (*contracted[side], *batch[side])
         return [dim for dim in range(num_dims) if dim not in taken]
 
@@ -124,14 +125,14 @@ def _is_of_weight(matmul: Operation, matmuls: Sequence[Operation]) -> bool:
 
 def _is_gradient(matmul: Operation, matmuls: Sequence[Operation]) -> bool:
     """Whether its result has the shape of a weight that its line multiplies."""
-    shape = sizes_of(matmul.equation.outvars[0].aval.shape)
+    shape = sizes_of(array_shape(matmul.equation.outvars[0]))
     return any(
-        operand.weight and sizes_of(atom.aval.shape) == shape
+        operand.weight and sizes_of(array_shape(atom)) == shape
         for other in matmuls
         for operand, atom in zip(other.operands, other.equation.invars, strict=True)
     )
 
 
 def _ratio(matmul: Operation) -> float:
-    read = sum(math.prod(atom.aval.shape) for atom in matmul.equation.invars)
-    return math.prod(matmul.equation.outvars[0].aval.shape) / max(read, 1)
+    read = sum(math.prod(array_shape(atom)) for atom in matmul.equation.invars)
+    return math.prod(array_shape(matmul.equation.outvars[0])) / max(read, 1)

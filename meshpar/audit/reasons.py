@@ -161,7 +161,8 @@ def _sequence_gathered(
 
 
 def _is_over_sequence(row: Collective, subject: Subject) -> bool:
-    return bool(row.mesh_axes) and set(row.mesh_axes) <= set(subject.sequence_axes)
+    axes = set(row.mesh_axes or ())
+    return bool(axes) and axes <= set(subject.sequence_axes)
 
 
 def _joined(row: Collective, subject: Subject) -> Reason | None:

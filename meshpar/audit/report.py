@@ -64,6 +64,17 @@ class AuditReport:
     compile_s: float = 0.0
 
     @property
+    def compiled_memory(self) -> MemoryUse:
+        """Bytes of a program that compiled.
+
+        Raises:
+            TargetError: It did not.
+        """
+        if self.memory is None:
+            raise TargetError(self.problem)
+        return self.memory
+
+    @property
     def fits(self) -> bool | None:
         """Whether the peak is within a device's memory; None if either is not known."""
         if self.too_large:
@@ -171,16 +182,19 @@ def audit(
         >>> [(row.collective.kind, row.reason) for row in report.rows]
         [('all-reduce', 'partial sums of reduce_sum')]
     """
-    target = Target.parse(target) if isinstance(target, str) else target
+    chosen = Target.parse(target) if isinstance(target, str) else target
     subject = subject_of(
-        function, arguments, mesh=mesh, platform=target and target.platform
+        function,
+        arguments,
+        mesh=mesh,
+        platform=None if chosen is None else chosen.platform,
     )
     start = time.perf_counter()
-    known = {
+    known: dict[str, Any] = {
         "layout": str(subject.layout or ""),
-        "target": str(target or subject.platform),
+        "target": str(chosen or subject.platform),
         "mesh_shape": subject.mesh_shape,
-        "capacity_bytes": target and target.memory_bytes,
+        "capacity_bytes": None if chosen is None else chosen.memory_bytes,
     }
     flat = subject.flat()
     traced = operations(flat.jaxpr, flat.in_shardings, flat.weights)
@@ -189,7 +203,7 @@ def audit(
     try:
         compiled = _compile(
             subject,
-            target,
+            chosen,
             fatal=fatal,
             timeout_s=timeout_s,
             memory_bytes=memory_bytes,
@@ -247,7 +261,7 @@ def _as_virtual(subject: Subject) -> Target:
 
 def _compiled_here(subject: Subject) -> CompiledProgram:
     compiled = subject.lower().compile()
-    return CompiledProgram(text=compiled.as_text(), memory=memory_stats(compiled))
+    return CompiledProgram(text=compiled.as_text() or "", memory=memory_stats(compiled))
 
 
 def _read(
@@ -262,7 +276,7 @@ def _read(
     return AuditReport(
         **known,
         rows=tuple(map(explained, rows)),
-        memory=MemoryUse.of(compiled.memory),
+        memory=MemoryUse.of(compiled.memory or {}),
         flops=flops.total,
         uncounted=flops.uncounted,
         buffers=largest_buffers(program),

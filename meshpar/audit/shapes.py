@@ -63,19 +63,24 @@ def parse_shape(text: str, start: int = 0) -> tuple[Shape, int]:
         (ArrayShape(dtype='f32', dims=(8, 4), memory_space=0), \
 ArrayShape(dtype='s32', dims=(), memory_space=0))
     """
-    start = _BETWEEN.match(text, start).end()
+    start = _past_between(text, start)
     if not text.startswith("(", start):
         return _parse_array(text, start)
-    parts, position = [], _BETWEEN.match(text, start + 1).end()
+    parts, position = [], _past_between(text, start + 1)
     while not text.startswith(")", position):
         part, position = parse_shape(text, position)
         parts.append(part)
-        position = _BETWEEN.match(text, position).end()
+        position = _past_between(text, position)
         if text.startswith(",", position):
-            position = _BETWEEN.match(text, position + 1).end()
+            position = _past_between(text, position + 1)
         elif not text.startswith(")", position):
             raise ValueError("a tuple shape that does not end")
     return tuple(parts), position + 1
+
+
+def _past_between(text: str, start: int) -> int:
+    between = _BETWEEN.match(text, start)
+    return between.end() if between else start
 
 
 def _parse_array(text: str, start: int) -> tuple[ArrayShape, int]:

@@ -12,8 +12,12 @@ from typing import Any
 from jax.extend.core import JaxprEqn
 from jax.sharding import NamedSharding, PartitionSpec
 
+from meshpar.audit.jaxprs import array_shape
+
 Split = tuple[frozenset[str], ...]
 """The mesh axes that split each dim of an array."""
+
+_WHOLE: frozenset[str] = frozenset()
 
 
 def split_of(sharding: Any, num_dims: int) -> Split | None:
@@ -42,24 +46,26 @@ def split_by(spec: PartitionSpec, num_dims: int, sizes: Mapping[str, int]) -> Sp
 def elementwise(equation: JaxprEqn, operands: tuple[Split | None, ...]) -> Split | None:
     """Of a result that has an operand's shape, but for dims of 1: that operand's."""
     shape = getattr(equation.outvars[0].aval, "shape", None)
+    if shape is None:
+        return None
     alike = [
         tuple(
-            axes if size == wanted else frozenset()
-            for axes, size, wanted in zip(operand, atom.aval.shape, shape, strict=True)
+            axes if size == wanted else _WHOLE
+            for axes, size, wanted in zip(
+                operand, array_shape(atom), shape, strict=True
+            )
         )
         for operand, atom in zip(operands, equation.invars, strict=True)
-        if operand is not None and _spreads(atom.aval.shape, shape)
+        if operand is not None and _spreads(array_shape(atom), shape)
     ]
     if not alike:
         return None
-    return tuple(frozenset().union(*axes) for axes in zip(*alike, strict=True))
+    return tuple(_WHOLE.union(*axes) for axes in zip(*alike, strict=True))
 
 
-def _spreads(shape: tuple[int, ...], wanted: tuple[int, ...] | None) -> bool:
-    return (
-        wanted is not None
-        and len(shape) == len(wanted)
-        and all(size in (1, other) for size, other in zip(shape, wanted, strict=True))
+def _spreads(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    return len(shape) == len(wanted) and all(
+        size in (1, other) for size, other in zip(shape, wanted, strict=True)
     )
 
 
@@ -69,7 +75,7 @@ def _dot_general(
     (contract, batch) = equation.params["dimension_numbers"]
     sides = []
     for side in (0, 1):
-        shape = equation.invars[side].aval.shape
+        shape = array_shape(equation.invars[side])
         sides.append(operands[side] or (frozenset(),) * len(shape))
     free = [
         [
@@ -94,7 +100,7 @@ def _transpose(equation: JaxprEqn, operands: tuple[Split | None, ...]) -> Split 
 def _broadcast(equation: JaxprEqn, operands: tuple[Split | None, ...]) -> Split | None:
     if operands[0] is None:
         return None
-    result = [frozenset()] * len(equation.outvars[0].aval.shape)
+    result = [_WHOLE] * len(array_shape(equation.outvars[0]))
     for dim, axes in zip(
         equation.params["broadcast_dimensions"], operands[0], strict=True
     ):
@@ -111,7 +117,7 @@ def _reduce(equation: JaxprEqn, operands: tuple[Split | None, ...]) -> Split | N
 
 def _first(equation: JaxprEqn, operands: tuple[Split | None, ...]) -> Split | None:
     """Of a collective over manual mesh axes: a dim's size changes, not its split."""
-    shapes = (equation.invars[0].aval.shape, equation.outvars[0].aval.shape)
+    shapes = (array_shape(equation.invars[0]), array_shape(equation.outvars[0]))
     return operands[0] if len(shapes[0]) == len(shapes[1]) else None
 
 
@@ -119,7 +125,7 @@ def _slice(equation: JaxprEqn, operands: tuple[Split | None, ...]) -> Split | No
     if operands[0] is None:
         return None
     sizes = zip(
-        equation.invars[0].aval.shape, equation.outvars[0].aval.shape, strict=True
+        array_shape(equation.invars[0]), array_shape(equation.outvars[0]), strict=True
     )
     return tuple(
         axes if before == after else frozenset()
@@ -138,11 +144,11 @@ def _reshape(equation: JaxprEqn, operands: tuple[Split | None, ...]) -> Split | 
     """Dims that stay keep their mesh axes; of what is cut or joined, the first does."""
     if operands[0] is None:
         return None
-    before = equation.invars[0].aval.shape
-    after = equation.outvars[0].aval.shape
+    before = array_shape(equation.invars[0])
+    after = array_shape(equation.outvars[0])
     if 0 in before:
         return None
-    result = [frozenset()] * len(after)
+    result = [_WHOLE] * len(after)
     for olds, news in _alike(before, after):
         if olds and news:
             result[news[0]] = operands[0][olds[0]]
@@ -156,7 +162,8 @@ def _alike(
     dims = [
         [dim for dim, size in enumerate(shape) if size > 1] for shape in (before, after)
     ]
-    olds, news = [], []
+    olds: list[int] = []
+    news: list[int] = []
     while dims[0] or dims[1]:
         old = math.prod(before[dim] for dim in olds)
         new = math.prod(after[dim] for dim in news)

@@ -63,8 +63,7 @@ def _table(*headings: str) -> Table:
     table = Table(box=None, pad_edge=False)
     numbers = ("bytes", "on the wire", "times")
     for heading in headings:
-        justify = "right" if heading in numbers else "left"
-        table.add_column(heading, justify=justify)
+        table.add_column(heading, justify="right" if heading in numbers else "left")
     return table
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.sharding import PartitionSpec
 
+from meshpar.audit.jaxprs import array_shape
 from meshpar.audit.split_rules import (
     RULES,
     Split,
@@ -111,7 +112,7 @@ def shape_of(atom: Any) -> tuple[int, ...] | None:
 def source_of(equation: JaxprEqn) -> str:
     """`file:line` of the innermost frame outside of installed packages."""
     traceback = equation.source_info.traceback
-    frames = list(traceback.frames) if traceback is not None else []
+    frames: Sequence[Any] = traceback.frames if traceback is not None else ()
     for frame in frames:
         if not any(part in frame.file_name for part in _LIBRARIES):
             return f"{frame.file_name}:{frame.line_num}"
@@ -171,7 +172,7 @@ def _computed(
     if not equation.outvars:
         return ()
     if equation.primitive.name == "sharding_constraint":
-        num_dims = len(equation.outvars[0].aval.shape)
+        num_dims = len(array_shape(equation.outvars[0]))
         split = split_of(equation.params["sharding"], num_dims)
     else:
         rule = RULES.get(equation.primitive.name, elementwise)
@@ -182,13 +183,13 @@ def _computed(
 
 def _weight(equation: JaxprEqn, operands: tuple[Value, ...]) -> str | None:
     """The one weight that all operands are made of, but for numbers alike."""
-    found = {
-        "" if shape_of(atom) == () else operand.weight
-        for operand, atom in zip(operands, equation.invars, strict=True)
-    }
-    if None in found or len(found - {""}) > 1:
-        return None
-    return max(found, default=None)
+    found: set[str] = set()
+    for operand, atom in zip(operands, equation.invars, strict=True):
+        weight = "" if shape_of(atom) == () else operand.weight
+        if weight is None:
+            return None
+        found.add(weight)
+    return max(found, default=None) if len(found - {""}) <= 1 else None
 
 
 def _inner(params: dict[str, Any]) -> Iterator[Jaxpr]:
@@ -204,7 +205,9 @@ def _given(
     inner: Jaxpr, operands: Sequence[Value], shardings: Sequence[Any]
 ) -> list[Value]:
     return [
-        replace(operand, split=split_of(sharding, len(var.aval.shape)) or operand.split)
+        replace(
+            operand, split=split_of(sharding, len(array_shape(var))) or operand.split
+        )
         for var, operand, sharding in zip(
             inner.invars, operands, shardings, strict=True
         )
@@ -231,7 +234,7 @@ def _shard_map(
         replace(
             made,
             weight=out.weight,
-            split=_outside(out.split, spec, len(var.aval.shape), sizes, region),
+            split=_outside(out.split, spec, len(array_shape(var)), sizes, region),
         )
         for out, spec, var in zip(
             outs, params["out_specs"], equation.outvars, strict=True
@@ -249,7 +252,7 @@ def _outside(
     """How a `shard_map`'s result lies: over its manual mesh axes as its spec says."""
     if inside is None and region.automatic:
         return None
-    whole = (frozenset(),) * num_dims
+    whole: Split = (frozenset(),) * num_dims
     return tuple(
         automatic | manual
         for automatic, manual in zip(

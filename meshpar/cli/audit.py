@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import optax
@@ -21,7 +23,7 @@ from meshpar.cli.parsing import (
     layout_of,
     model_of,
 )
-from meshpar.emulate import emulate
+from meshpar.emulate import emulate, num_cpu_devices
 from meshpar.errors import InputError
 from meshpar.layout import Layout
 from meshpar.mesh import absent_mesh
@@ -91,13 +93,15 @@ def _target(text: str) -> Target:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def _step_of(args: argparse.Namespace, layout: Layout) -> tuple[TrainStep, Batch]:
+def _step_of(
+    args: argparse.Namespace, layout: Layout
+) -> tuple[TrainStep, Mapping[str, Any]]:
     mesh = None
     if args.target is not None:
         # This process only traces; a real accelerator need not wake up for that.
         jax.config.update("jax_platforms", "cpu")
         mesh = absent_mesh(layout)
-    elif jax.config.jax_num_cpu_devices < layout.num_devices:
+    elif num_cpu_devices() < layout.num_devices:
         emulate(layout.num_devices)
     if args.recipe:
         return _of_recipe(args, layout, mesh)
@@ -154,7 +158,7 @@ def _print(report: AuditReport, console: Console) -> None:
 
 
 def _print_memory(report: AuditReport, console: Console) -> None:
-    memory = report.memory
+    memory = report.compiled_memory
     console.print(
         f"per device: arguments {memory.argument_bytes:,}, temporaries "
         f"{memory.temp_bytes:,}, results {memory.output_bytes:,} "

@@ -146,7 +146,7 @@ def compiled(model: Model, target: Target, plan: Estimate) -> Confirmed:
     layout, run = plan.run.layout, plan.run
     unfused = replace(run.execution, fused_attention=False)
     plan = estimate_run(replace(run, execution=unfused))
-    names = {"layout": str(layout), "target": str(target)}
+    names: dict[str, Any] = {"layout": str(layout), "target": str(target)}
     for refusal in layout_refusals(layout).values():
         return Confirmed(**names, problem=refusal)
     step = make_train_step(
@@ -164,7 +164,7 @@ def compiled(model: Model, target: Target, plan: Estimate) -> Confirmed:
         sent[collective.mesh_axes][0] += collective.wire_bytes
     for row in report.rows:
         found = row.collective
-        sent[found.mesh_axes][1] += found.wire_bytes * found.executions
+        sent[found.mesh_axes or ("?",)][1] += found.wire_bytes * found.executions
     return Confirmed(
         **names,
         predicted_bytes=plan.memory.total_bytes,

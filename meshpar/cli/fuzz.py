@@ -144,11 +144,12 @@ def _print_end(report: Report, seconds: float) -> None:
 
 
 def _as_json(report: Report, seed: int, seconds: float) -> dict[str, Any]:
+    smallest = report.smallest
     return {
         "seed": seed,
         "agree": report.ok,
         "cases": [_result_json(result) for result in report.results],
-        "smallest": None if report.ok else _result_json(report.smallest),
+        "smallest": None if smallest is None else _result_json(smallest),
         "seconds": seconds,
     }
 

@@ -124,8 +124,8 @@ def _schedule_of(args: argparse.Namespace) -> Schedule:
 
 def _stage_s(
     schedule: Schedule, option: str, times_ms: tuple[Fraction, ...]
-) -> tuple[Fraction, ...]:
-    """Seconds of every stage, from one time, one a rank, or one a stage."""
+) -> tuple[Any, ...]:
+    """Seconds of every stage, exact, from one time, one a rank, or one a stage."""
     num_ranks, num_stages = schedule.num_ranks, schedule.num_stages
     if len(times_ms) == num_stages:
         return tuple(time_ms / 1000 for time_ms in times_ms)
@@ -153,9 +153,7 @@ def _report(timeline: Timeline, lock_step: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _lock_step(
-    timeline: Timeline, times: StageTimes, hop_s: Fraction
-) -> dict[str, Any]:
+def _lock_step(timeline: Timeline, times: StageTimes, hop_s: Any) -> dict[str, Any]:
     """What differs when all ranks move together, as the uniform execution does."""
     schedule = timeline.schedule
     table = tick_table(schedule)

@@ -167,7 +167,8 @@ def _states(
     model: Model, layout: Layout, rules: Rules, large_bytes: int
 ) -> tuple[list[Finding], list[Finding]]:
     """What ZeRO cannot split at all, and notes of what it splits along another dim."""
-    findings, notes = [], []
+    findings: list[Finding] = []
+    notes: list[Finding] = []
     for path, parameter in model.flat_parameters().items():
         try:
             spec = parameter_specs(path, parameter, layout, rules)["state_spec"]
@@ -199,7 +200,8 @@ def _activations(
 def _axes_of_activations(
     activations: list[Activation], layout: Layout, rules: Rules
 ) -> tuple[set[str], list[Finding]]:
-    axes, findings = set(), []
+    axes: set[str] = set()
+    findings: list[Finding] = []
     for activation in activations:
         path = f"activation {activation.logical_axes}"
         try:

@@ -107,7 +107,9 @@ def _primitives(jaxpr: Jaxpr) -> Iterator[str]:
             is_leaf=lambda node: isinstance(node, ClosedJaxpr | Jaxpr),
         ):
             if isinstance(inner, ClosedJaxpr | Jaxpr):
-                yield from _primitives(getattr(inner, "jaxpr", inner))
+                yield from _primitives(
+                    inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
+                )
 
 
 def _is_spec(node: Any) -> bool:

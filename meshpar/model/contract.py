@@ -131,6 +131,8 @@ def check_model(model: Any) -> None:
             f"model is a {type(model).__name__}; give a meshpar.Model, such as "
             "meshpar.from_nnx makes of Flax NNX modules"
         )
+    if not model.groups:
+        raise InputError("the model has groups=(); a model has at least one of blocks")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -180,8 +182,6 @@ class Model:
     modules: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not self.groups:
-            raise InputError("a model has at least one group of blocks; groups is ()")
         for group in self.groups:
             if group.name not in self.parameters:
                 raise InputError(

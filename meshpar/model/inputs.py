@@ -287,7 +287,7 @@ def _shape(name: str, one: Input, sizes: Mapping[str, int]) -> tuple[int, ...]:
             f"batch[{name!r}] is {one.logical_axes}, but the sizes given are "
             f"{given or 'none'}; give {', '.join(map(str, missing))} too"
         )
-    return tuple(sizes[axis] if size is None else size for axis, size in dims)
+    return tuple(sizes[str(axis)] if size is None else size for axis, size in dims)
 
 
 def _described(batch: Any) -> str:

@@ -131,7 +131,7 @@ def _groups(
             "give from_nnx either block= and num_layers=, or groups= with a "
             "meshpar.Blocks for each name"
         )
-    if groups is None:
+    if groups is None and block is not None and num_layers is not None:
         groups = {name: Blocks(block=block, num_layers=num_layers, **options)}
     if not groups:
         raise InputError("groups={}: a model has at least 1 group of blocks")
@@ -156,14 +156,16 @@ def _group(name: str, given: Blocks, block: Functional, end: Functional) -> Bloc
     def run(params: Params, stream: Any, scope: Scope) -> Any:
         return block.run_block(params, scope, stream)
 
+    method = given.enter
+
     def enter(params: Params, stream: Any, scope: Scope) -> Any:
-        return end.run(params, scope, given.enter, stream, scope)
+        return end.run(params, scope, method or "", stream, scope)
 
     return BlockGroup(
         name=name,
         num_layers=given.num_layers,
         block=run,
-        enter=enter if given.enter else None,
+        enter=enter if method else None,
         stream=given.stream,
         auxiliary=dict(given.auxiliary),
         update_state=block.update_state if block.changes_state else None,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -166,18 +166,21 @@ class Functional:
 
     def update_state(self, state: Params, sums: Any) -> Params:
         """State after a step, from sums over the global batch."""
-        known = {
+        known: dict[str, Any] = {
             name.removeprefix(_STATISTICS): value
             for name, value in sums.items()
             if name.startswith(_STATISTICS)
         }
         state = jax.tree.map_with_path(
-            lambda path, old: known.get(path_name(path), old).astype(old.dtype), state
+            lambda path, old: cast(Any, known.get(path_name(path), old)).astype(
+                old.dtype
+            ),
+            state,
         )
         if not self.has("update_state"):
             return state
         own = {k: v for k, v in sums.items() if not k.startswith(_STATISTICS)}
-        module = self._filled(self._placeholders(), state)
+        module: Any = self._filled(self._placeholders(), state)
         module.update_state(own)
         assigned = dict(self._assigned(module, state))
         return jax.tree.map_with_path(
@@ -187,7 +190,7 @@ class Functional:
     @cached_property
     def _batch_norms(self) -> frozenset[str]:
         """Paths of the module's `nnx.BatchNorm`s."""
-        found = []
+        found: list[tuple] = []
 
         def traced() -> None:
             module = _build(self._builder, jax.random.key(0))
@@ -224,7 +227,8 @@ class Functional:
         with nnx.use_eager_sharding(False):
             module = self._filled(params, scope.state)
             for _, norm in _norms(module):
-                norm.axis_name = scope.batch_axes or None
+                # Flax hands the name on to JAX, which takes several.
+                norm.axis_name = cast(Any, scope.batch_axes or None)
             result = getattr(module, method)(*args)
         for leaf, value in self._values_of(module):
             if leaf.role == "random" and value is not leaf.value:

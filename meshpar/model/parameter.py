@@ -39,6 +39,11 @@ class Parameter:
     layer_order: tuple[int, ...] | None = None
 
     @property
+    def places(self) -> tuple[int, ...]:
+        """The layer at each place of the leading dim; () outside blocks."""
+        return self.layer_order or tuple(range(self.num_layers or 0))
+
+    @property
     def stacked_shape(self) -> tuple[int, ...]:
         """Global shape with the `layers` dim."""
         return (*self._leading, *self.shape)

@@ -75,10 +75,11 @@ class Scope:
         """
         if self.rules is None:
             return function
+        rules = self.rules
 
         def mapped(*arrays: jax.Array) -> jax.Array:
             layouts = zip(in_axes, arrays, strict=True)
-            specs = tuple(self._spec(axes, array.shape) for axes, array in layouts)
+            specs = tuple(_spec(rules, axes, array.shape) for axes, array in layouts)
             used = {axis for spec in specs for axis in spec_axes(spec)}
             if not used:
                 return function(*arrays)
@@ -86,7 +87,7 @@ class Scope:
             return jax.shard_map(
                 function,
                 in_specs=specs,
-                out_specs=self._spec(out_axes, out_shape),
+                out_specs=_spec(rules, out_axes, out_shape),
                 axis_names=used,
                 check_vma=False,
             )(*arrays)
@@ -103,10 +104,8 @@ class Scope:
         """Whether two arrays are split alike, dim by dim."""
         if self.rules is None:
             return True
-        return self._spec(one_axes, one_shape) == self._spec(other_axes, other_shape)
-
-    def _spec(self, logical_axes: LogicalAxes, shape: Sequence[int]) -> PartitionSpec:
-        return self.rules.spec(logical_axes, shape, mesh_shape=auto_mesh_shape())
+        one = _spec(self.rules, one_axes, one_shape)
+        return one == _spec(self.rules, other_axes, other_shape)
 
     def save(self, x: jax.Array, name: str) -> jax.Array:
         """`x`, named: `remat=selective` keeps it instead of recomputing it.
@@ -214,3 +213,9 @@ class Scope:
         key = jax.random.fold_in(key, jnp.asarray(self.layer).astype(jnp.uint32))
         examples = self.examples.astype(jnp.uint32)
         return jax.vmap(jax.random.fold_in, (None, 0))(key, examples)
+
+
+def _spec(
+    rules: Rules, logical_axes: LogicalAxes, shape: Sequence[int]
+) -> PartitionSpec:
+    return rules.spec(logical_axes, shape, mesh_shape=auto_mesh_shape())

@@ -93,10 +93,12 @@ def _of_group(
         order = jnp.asarray(_order(jax.tree.leaves(trees, is_leaf=is_parameter)))
         keys = jax.vmap(lambda layer: initial_key(seed, name, layer))(order)
         built = build_layers(model.build[name], keys, specs)
-    return tuple(
-        _drawn(tree, values, seed, (jax.tree_util.DictKey(name),))
+    at = (jax.tree_util.DictKey(name),)
+    params, state = (
+        _drawn(tree, values, seed, at)
         for tree, values in zip(trees, built, strict=True)
     )
+    return params, state
 
 
 def _chosen(specs: Specs | None, name: str) -> Specs | None:
@@ -108,8 +110,7 @@ def _without(tree: Params, names: Sequence[str]) -> Params:
 
 
 def _order(leaves: Sequence[Parameter]) -> tuple[int, ...]:
-    first = leaves[0]
-    return first.layer_order or tuple(range(first.num_layers or 0))
+    return leaves[0].places
 
 
 def _drawn(tree: Params, built: Params, seed: jax.Array | int, at: tuple) -> Params:

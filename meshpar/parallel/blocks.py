@@ -164,7 +164,7 @@ def check_names(stacks: Sequence[tuple[Stack, Stream]], known: Known) -> None:
     remat = stacks[0][0].block.remat
     if not is_named(remat):
         return
-    names = []
+    names: list[str] = []
     for stack, x in stacks:
         first = jax.tree.map(lambda value: value[0], (stack.shards, stack.state))
         of_layer = {**known, "state": first[1]}

@@ -7,16 +7,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from meshpar.model.scope import Scope
+from meshpar.parallel.tensor import AnyArray
 from meshpar.rules.rules import LogicalAxes, Rules
 
 _WHOLE = ("batch", "seq", "embed")
 
 
 def column_parallel(
-    dims: str, x: jax.Array, weight: jax.Array, out_axes: LogicalAxes, scope: Scope
-) -> jax.Array:
+    dims: str,
+    x: Float[AnyArray, "batch seq embed"],
+    weight: Float[AnyArray, "*weight"],
+    out_axes: LogicalAxes,
+    scope: Scope,
+) -> Float[Array, "batch seq *out"]:
     """`einsum(dims, x, weight)` with the sequence of `x` whole on every device.
 
     Where the residual stream is split along its sequence, GSPMD makes it whole with an

@@ -22,12 +22,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Integer, Shaped
 
 from meshpar.chunk_bytes import LOGITS_BYTES
 from meshpar.collectives import asked, on_parts, sum_dtype
 from meshpar.errors import InputError
 from meshpar.model.scope import Scope
 from meshpar.parallel.head_chunk import Chunk, matmul
+from meshpar.parallel.tensor import AnyArray
 from meshpar.rules.rules import auto_mesh_shape, entry_axes
 
 _WHOLE = ("batch", "seq", "embed")
@@ -36,14 +38,14 @@ _LOGITS = ("batch", "seq", "vocab")
 
 
 def head_cross_entropy(
-    x: jax.Array,
-    table: jax.Array,
-    targets: jax.Array,
-    weights: jax.Array,
+    x: Float[Array, "batch seq embed"],
+    table: Float[AnyArray, "vocab embed"],
+    targets: Integer[AnyArray, "batch seq"],
+    weights: Shaped[AnyArray, "batch seq"],
     scope: Scope,
     *,
     logits_bytes: int = LOGITS_BYTES,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Summed cross-entropy of logits `x @ table.T` and summed weights.
 
     Each device makes the logits of its part of the vocabulary, in fp32, for as many
@@ -108,7 +110,7 @@ class _Split:
         return {*self.tokens, *self.gathered, *self.vocab}
 
 
-def _split_of(x: jax.Array, table: jax.Array, scope: Scope) -> _Split:
+def _split_of(x: jax.Array, table: AnyArray, scope: Scope) -> _Split:
     if scope.rules is None:
         return _Split()
     sizes = auto_mesh_shape()
@@ -124,9 +126,7 @@ def _split_of(x: jax.Array, table: jax.Array, scope: Scope) -> _Split:
     return _Split(tokens=tokens, gathered=vocab if here else (), vocab=vocab)
 
 
-def _num_chunks(
-    x: jax.Array, table: jax.Array, split: _Split, logits_bytes: int
-) -> int:
+def _num_chunks(x: jax.Array, table: AnyArray, split: _Split, logits_bytes: int) -> int:
     sizes = auto_mesh_shape() if split.mesh_axes else {}
     num_tokens = math.prod(x.shape[:2]) // _size(split.tokens, sizes)
     token_bytes = 4 * table.shape[0] // _size(split.vocab, sizes)
@@ -212,7 +212,9 @@ class _Plan:
         with asked("token_sum"):
             return lax.psum(value, self.split.tokens)
 
-    def _over_chunks(self, work: Any, x: jax.Array, table: jax.Array, *arrays: Any):
+    def _over_chunks(
+        self, work: Any, x: jax.Array, table: jax.Array, *arrays: Any
+    ) -> Any:
         """Sums over chunks of what `work` gives first, and what it gives next joined.
 
         The next has tokens first, and is None or as long as the tokens are.

@@ -8,13 +8,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float
 
 from meshpar.collectives import asked
 from meshpar.rules.rules import spec_axes
 
 
-def global_norm(tree: Any, shardings: Any, mesh: Mesh) -> jax.Array:
+def global_norm(
+    tree: Any, shardings: Any, mesh: Mesh | AbstractMesh
+) -> Float[Array, ""]:
     """`sqrt(sum of squares)` over all arrays: one all-reduce of a single number.
 
     A value that several devices hold is counted on each with its share of one.
@@ -55,6 +58,6 @@ def _squares(x: jax.Array) -> jax.Array:
     return jnp.sum(jnp.square(jnp.abs(wide) if jnp.iscomplexobj(wide) else wide))
 
 
-def _copies(spec: PartitionSpec, mesh: Mesh) -> int:
+def _copies(spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> int:
     used = spec_axes(spec)
     return math.prod(size for axis, size in mesh.shape.items() if axis not in used)

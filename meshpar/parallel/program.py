@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -110,9 +110,9 @@ class LocalProgram:
 
         def local(*of: Any) -> Any:
             pass_ = _Pass.of(self.placement, *of, training=False)
-            return self.placement.model.logits(
-                pass_.weights, pass_.hidden(), pass_.outside
-            )
+            # `TrainStep.logits` refuses a model without.
+            logits = cast(Callable[..., Any], self.placement.model.logits)
+            return logits(pass_.weights, pass_.hidden(), pass_.outside)
 
         return self._evaluated(local, BATCH)(params, state, batch, step, seed)
 
@@ -182,7 +182,7 @@ class _Pass:
             loss_sum += stack.block.group.weighted(of_group)
         share = safe_inverse(weight_sum)
         ends, dx = head_vjp((share, -loss_sum * share * share))
-        blocks = []
+        blocks: list[Any] = []
         for stack, vjp, residuals, zeros in reversed(
             list(zip(stacks, vjps, kept, self._zeros(), strict=True))
         ):
@@ -241,9 +241,10 @@ class _Pass:
         if at == 0:
             model = self.placement.model
             return lambda weights, _: model.embed(weights, outside.batch, outside)
-        if group.enter is None:
+        enter = group.enter
+        if enter is None:
             return lambda _, x: x
-        return lambda weights, x: group.enter(weights, x, outside)
+        return lambda weights, x: enter(weights, x, outside)
 
     def _stacks(self) -> list[tuple[BlockGroup, Stack]]:
         """Each group of blocks, and its layers."""

@@ -139,4 +139,6 @@ def _equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
             is_leaf=lambda node: isinstance(node, ClosedJaxpr | Jaxpr),
         ):
             if isinstance(param, ClosedJaxpr | Jaxpr):
-                yield from _equations(getattr(param, "jaxpr", param))
+                yield from _equations(
+                    param.jaxpr if isinstance(param, ClosedJaxpr) else param
+                )

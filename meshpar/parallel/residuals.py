@@ -40,7 +40,9 @@ def vjp_without(
     Returns:
         The value, the residuals, and with `has_aux` the second of the pair.
     """
-    value, vjp, *others = jax.vjp(function, *differentiated, has_aux=has_aux)
+    value, vjp, *others = jax.vjp(  # type: ignore[call-overload]  # knows literals only
+        function, *differentiated, has_aux=has_aux
+    )
     leaves, treedef = jax.tree.flatten(vjp)
     place = {id(array): at for at, array in enumerate(jax.tree.leaves(known))}
     known_at = tuple(place.get(id(leaf)) for leaf in leaves)

@@ -15,15 +15,24 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
+from jaxtyping import Array, Bool, Float, Int32, Integer, Shaped
 
 from meshpar.collectives import asked, sum_dtype
 from meshpar.model.scope import Scope
 from meshpar.rules.rules import auto_mesh_shape, spec_axes
 
+AnyArray = Array | np.ndarray
+"""An array, which outside of a program may be NumPy's."""
 
-def vocab_lookup(table: jax.Array, tokens: jax.Array, scope: Scope) -> jax.Array:
+
+def vocab_lookup(
+    table: Float[AnyArray, "vocab embed"],
+    tokens: Integer[AnyArray, "batch seq"],
+    scope: Scope,
+) -> Float[Array, "batch seq embed"]:
     """Rows of an embedding table that may be split over the vocabulary.
 
     Each device looks up the tokens in its part of the table and takes zeros for the
@@ -46,8 +55,11 @@ def vocab_lookup(table: jax.Array, tokens: jax.Array, scope: Scope) -> jax.Array
 
 
 def cross_entropy(
-    logits: jax.Array, targets: jax.Array, weights: jax.Array, scope: Scope
-) -> tuple[jax.Array, jax.Array]:
+    logits: Float[Array, "batch seq vocab"],
+    targets: Integer[AnyArray, "batch seq"],
+    weights: Shaped[AnyArray, "batch seq"],
+    scope: Scope,
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Summed cross-entropy and summed weights, logits split over the vocabulary or not.
 
     The target's logit is found by comparing indices, not by a gather, so that GSPMD
@@ -66,9 +78,7 @@ def cross_entropy(
     return jnp.sum(losses), jnp.sum(weights.astype(jnp.float32))
 
 
-def _token_losses(
-    logits: jax.Array, targets: jax.Array, weights: jax.Array
-) -> jax.Array:
+def _token_losses(logits: jax.Array, targets: AnyArray, weights: AnyArray) -> jax.Array:
     highest = lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
     shifted = logits - highest
     total = jnp.sum(jnp.exp(shifted), axis=-1)
@@ -149,20 +159,20 @@ def _over_vocab(
     )
 
 
-def in_vocab(ids: jax.Array, vocab: int) -> jax.Array:
+def in_vocab(ids: Integer[AnyArray, "*ids"], vocab: int) -> Bool[AnyArray, "*ids"]:
     """Whether each token is one of the vocabulary."""
     ids = as_index(ids)
     return (ids >= 0) & (ids < vocab)
 
 
-def as_index(ids: jax.Array) -> jax.Array:
+def as_index(ids: Integer[AnyArray, "*ids"]) -> Int32[AnyArray, "*ids"]:
     """Token ids of any integer dtype in int32: 256 itself does not fit uint8."""
     return ids.astype(jnp.int32)
 
 
 def _own_rows(
-    num_rows: int, tokens: jax.Array, mesh_axes: tuple[str, ...]
-) -> tuple[jax.Array, jax.Array]:
+    num_rows: int, tokens: AnyArray, mesh_axes: tuple[str, ...]
+) -> tuple[jax.Array, AnyArray]:
     """Each token's row in this part, and whether it has one there: (batch, seq, 1)."""
     local = as_index(tokens) - shard_index(mesh_axes) * num_rows
     mine = (local >= 0) & (local < num_rows)

@@ -27,7 +27,7 @@ DATA_PARALLEL = Rules(
 )
 """The batch is split, parameters are replicated."""
 
-FSDP = replace(DATA_PARALLEL, parameters={"embed": "fsdp"})
+FSDP = replace(DATA_PARALLEL, parameters={"embed": ("fsdp",)})
 """Stored parameters are split over `fsdp` too; with `data` > 1 this is HSDP."""
 
 HSDP = FSDP
@@ -70,4 +70,4 @@ def default_rules(layout: Layout) -> Rules:
     """
     preset = FSDP_TENSOR_SEQUENCE if layout.sequence_parallel else FSDP_TENSOR
     split = {"embed": layout.split_axes} if layout.zero == 3 else {}
-    return replace(preset, parameters={**split, "layers": "stage"})
+    return replace(preset, parameters={**split, "layers": ("stage",)})

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -54,11 +55,21 @@ class Rules:
         ('fsdp', 'tensor')
     """
 
-    table: Table
-    parameters: Table = field(default_factory=dict, kw_only=True)
+    table: Mapping[str, MeshAxes]
+    parameters: Mapping[str, MeshAxes] = field(default_factory=dict, kw_only=True)
     replicate_if_indivisible: frozenset[str] = field(
         default_factory=frozenset, kw_only=True
     )
+
+    if TYPE_CHECKING:  # what may be given is wider than what is then held
+
+        def __init__(
+            self,
+            table: Table,
+            *,
+            parameters: Table = (),
+            replicate_if_indivisible: Iterable[str] = (),
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         for name in ("table", "parameters"):
@@ -80,7 +91,7 @@ class Rules:
 
     def with_rules(self, **changes: Target) -> Rules:
         """These rules with some entries changed or added."""
-        return replace(self, table={**self.table, **changes})
+        return replace(self, table=normalise({**self.table, **changes}))
 
     def mesh_axes(
         self, logical_axis: str, logical_axes: LogicalAxes | None = None

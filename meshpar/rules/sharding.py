@@ -76,7 +76,8 @@ def born_sharded(
         shardings: The same tree, a sharding in each array's place.
         compiler_options: XLA's options, as `jax.jit` takes them.
     """
-    return jax.jit(create, out_shardings=shardings, compiler_options=compiler_options)
+    options = None if compiler_options is None else dict(compiler_options)
+    return jax.jit(create, out_shardings=shardings, compiler_options=options)
 
 
 def _check_kinds(mesh: Any, rules: Any) -> None:

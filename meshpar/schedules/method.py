@@ -75,7 +75,8 @@ class ScheduleMethod:
         for refusal in self.refusals(num_ranks, num_microbatches, chunks).values():
             raise InputError(refusal)
         orders = self.orders(num_ranks, num_microbatches, chunks)
-        return Schedule(orders, num_ranks * chunks, num_microbatches, self.name)
+        of_ranks = tuple(map(tuple, orders))
+        return Schedule(of_ranks, num_ranks * chunks, num_microbatches, self.name)
 
     @property
     def default_chunks(self) -> int:

@@ -27,7 +27,7 @@ class Box(NamedTuple):
     x: float
     y: float
     width: float
-    height: float
+    height: int
     color: tuple[int, int, int]
     action: Action
 

@@ -111,7 +111,7 @@ def lock_step_span_s(
 
     with the slowest stage's F and B: ranks with nothing to do compute on zeros.
     """
-    slowest_s = {"forward": 0, "backward": 0}
+    slowest_s: dict[str, float] = {"forward": 0, "backward": 0}
     for action in schedule.actions:
         kind = "forward" if action.op is Op.F else "backward"
         slowest_s[kind] = max(slowest_s[kind], times.of(action))

@@ -46,7 +46,7 @@ def assert_collectives(
     """
     report = _audit(function, arguments, options)
     expected = _in_mesh_order(expected, report.mesh_shape)
-    found = {axes: {} for axes in expected}
+    found: dict[str, dict[str, int]] = {axes: {} for axes in expected}
     for row in report.rows:
         collective = row.collective
         axes = axes_text(collective.mesh_axes)
@@ -84,7 +84,7 @@ def assert_peak_bytes(
 ) -> AuditReport:
     """Holds the peak memory per device to `at_most` bytes."""
     report = _audit(function, arguments, options)
-    peak = report.memory.peak_bytes
+    peak = report.compiled_memory.peak_bytes
     if peak > at_most:
         raise AssertionError(
             f"the peak is {peak:,} bytes per device, more than {at_most:,}\n"
@@ -141,7 +141,8 @@ def assert_flat_in(
     if len(set(values)) < 2:
         raise InputError(f"{name}: {list(values)} has not two values to compare")
     used = {
-        value: _audit(*program(value), options).memory.temp_bytes for value in values
+        value: _audit(*program(value), options).compiled_memory.temp_bytes
+        for value in values
     }
     first, *rest = sorted(used)
     for value in rest:

@@ -88,8 +88,8 @@ def check_layouts(
     choices = Choices(
         models=("",),
         build=lambda _: model,
-        global_batch=arrays and check_batch(model.inputs or {}, arrays),
-        seq=arrays and open_size(model.known_inputs, arrays),
+        global_batch=check_batch(model.inputs or {}, arrays) if arrays else None,
+        seq=open_size(model.known_inputs, arrays) if arrays else None,
         rules=rules,
     )
     if batch is None:

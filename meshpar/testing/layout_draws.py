@@ -91,7 +91,7 @@ def built_values(model: Model, devices: Sequence[jax.Device]) -> dict[str, tuple
 
 def _is_built(
     name: str,
-    value: object,
+    value: Any,
     draw: Draw,
     model: Model,
     devices: Sequence[jax.Device],

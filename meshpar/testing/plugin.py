@@ -42,11 +42,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     numbers = [number for item in session.items if (number := _wanted(item))]
     if not numbers or session.config.getini("meshpar_emulate"):
         return
-    import jax
+    from meshpar.emulate import AlreadyStartedError, emulate, num_cpu_devices
 
-    from meshpar.emulate import AlreadyStartedError, emulate
-
-    if jax.config.jax_num_cpu_devices < max(numbers):
+    if num_cpu_devices() < max(numbers):
         # What has started too early is told to each test that has too few.
         with contextlib.suppress(AlreadyStartedError):
             emulate(max(numbers))
@@ -89,10 +87,10 @@ def emulated_devices() -> Callable[[int], list[Any]]:
 
     import jax
 
-    from meshpar.emulate import emulate
+    from meshpar.emulate import emulate, num_cpu_devices
 
     def devices(num_devices: int) -> list[jax.Device]:
-        if jax.config.jax_num_cpu_devices < num_devices:
+        if num_cpu_devices() < num_devices:
             return emulate(num_devices)
         return jax.devices()[:num_devices]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
+from typing import Any
 
 from meshpar import MESH_AXES, Layout
 from meshpar.testing.layout_cases import Case, Choices, refusal
@@ -66,6 +67,8 @@ def _simpler_layouts(layout: Layout) -> Iterator[Layout]:
             continue
         yield replace(layout, **{field.name: getattr(default, field.name)})
         if field.name in MESH_AXES and value > 2:
-            yield replace(layout, **{field.name: 2})
-            if value > 5 and value % 2 == 0:
-                yield replace(layout, **{field.name: value // 2})
+            smaller: list[Any] = (
+                [2, value // 2] if value > 5 and value % 2 == 0 else [2]
+            )
+            for size in smaller:
+                yield replace(layout, **{field.name: size})

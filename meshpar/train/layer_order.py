@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -38,12 +38,13 @@ class LayerOrder:
     @property
     def num_layers(self) -> int:
         """Layers at the places."""
-        return max(self.places) + 1
+        return max(self.places or ()) + 1
 
     @property
     def place_of_layer(self) -> tuple[int, ...]:
         """The place of each layer, first to last."""
-        return tuple(self.places.index(layer) for layer in range(self.num_layers))
+        places = self.places or ()
+        return tuple(places.index(layer) for layer in range(self.num_layers))
 
 
 def layer_orders(model: Model, state: TrainState) -> TrainState:
@@ -82,7 +83,7 @@ def in_model_order(state: TrainState, orders: TrainState) -> TrainState:
     def put_back(array: jax.Array, order: LayerOrder) -> jax.Array:
         if order.places is None:
             return array
-        struct = _in_model_order(array, array.sharding, order)
+        struct = _in_model_order(array, cast(NamedSharding, array.sharding), order)
         return _layers_at(order.place_of_layer, struct.sharding)(array)
 
     return jax.tree.map(put_back, state, orders)
@@ -111,10 +112,9 @@ def model_order_structs(
 
 
 def _order_of(parameter: Parameter) -> LayerOrder:
-    order, num_layers = parameter.layer_order, parameter.num_layers
-    if order is None or order == tuple(range(num_layers)):
+    if parameter.places == tuple(range(parameter.num_layers or 0)):
         return LayerOrder()
-    return LayerOrder(order)
+    return LayerOrder(parameter.places)
 
 
 def _in_model_order(

@@ -133,8 +133,8 @@ def memory_report(
         layout=str(step.layout),
         parts=(*_states(step), *_temporaries(step, run, memory)),
         at_once_bytes=round(memory.temporary_bytes),
-        temp_bytes=report.memory.temp_bytes,
-        peak_bytes=report.memory.peak_bytes,
+        temp_bytes=report.compiled_memory.temp_bytes,
+        peak_bytes=report.compiled_memory.peak_bytes,
     )
 
 

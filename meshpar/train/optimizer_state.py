@@ -167,8 +167,9 @@ def kept_dims(
     start = 0
     for size in shape:
         if size in of_param[start:]:
-            dims.append(of_param.index(size, start))
-            start = dims[-1] + 1
+            dim = of_param.index(size, start)
+            dims.append(dim)
+            start = dim + 1
         elif size == 1:
             dims.append(None)
         else:

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jaxtyping import Array, BFloat16, Float32, PRNGKeyArray
 
 from meshpar.model.contract import Model
 from meshpar.model.parameter import Parameter, Params, is_parameter
@@ -92,7 +93,9 @@ def stored(
     )
 
 
-def stochastic_round(x: jax.Array, key: jax.Array) -> jax.Array:
+def stochastic_round(
+    x: Float32[Array, "*shape"], key: PRNGKeyArray
+) -> BFloat16[Array, "*shape"]:
     """bf16 of fp32 values, up or down with the chances that keep the mean.
 
     What is not finite is converted as usual.
@@ -117,6 +120,5 @@ def _layer_keys(key: jax.Array, path: str, parameter: Parameter) -> jax.Array:
     key = jax.random.fold_in(key, zlib.crc32(path.encode()))
     if parameter.num_layers is None:
         return key
-    order = parameter.layer_order or tuple(range(parameter.num_layers))
-    layers = jnp.asarray(order, jnp.int32).astype(jnp.uint32)
+    layers = jnp.asarray(parameter.places, jnp.int32).astype(jnp.uint32)
     return jax.vmap(jax.random.fold_in, (None, 0))(key, layers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +22,13 @@ from meshpar.train.optimizer_state import (
 )
 from meshpar.train.precision import in_full, initial_optimizer_state, stored
 
+Leaf = TypeVar("Leaf")
+"""What stands in an array's place: it, its shape, its sharding."""
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class TrainState:
+class TrainState(Generic[Leaf]):
     """Step number, seed, parameters and optimizer state, each a global array.
 
     Args:
@@ -38,9 +41,9 @@ class TrainState:
         model_state: The model's arrays that are no parameters (`Model.state`).
     """
 
-    step: jax.Array
-    seed: jax.Array
-    skipped: jax.Array
+    step: Leaf
+    seed: Leaf
+    skipped: Leaf
     params: Params
     opt_state: Any
     model_state: Any = dataclasses.field(default_factory=dict)

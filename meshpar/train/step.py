@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -77,6 +77,7 @@ class TrainStep:
         self.layers_of_stages = pipeline.layers_of_stages if pipeline else None
         model = pipeline.model if pipeline else model
         self.model, self.layout, self.rules, self.mesh = model, layout, rules, mesh
+        self._devices_mesh = cast(Mesh, mesh)  # `jax.set_mesh` refuses any other
         self.platform = platform
         self._optimizer_as_given, self._max_grad_norm = optimizer, max_grad_norm
         self._optimizer = by_layer(optimizer, model, layout)
@@ -129,14 +130,14 @@ class TrainStep:
         )
         jit = functools.partial(jax.jit, compiler_options=compiler_options)
         metrics_sharding = NamedSharding(self.mesh, PartitionSpec())
-        self._update_layout = dict(
+        self._update_layout: dict[str, Any] = dict(
             in_shardings=(self.shardings, self.batch_sharding),
             out_shardings=(self.shardings, metrics_sharding),
             donate_argnums=0,
         )
         self._step = jit(self._update, **self._update_layout)
         without_optimizer = (_without_optimizer(self.shardings), self.batch_sharding)
-        self._gradients_layout = dict(
+        self._gradients_layout: dict[str, Any] = dict(
             in_shardings=without_optimizer,
             out_shardings=(metrics_sharding, metrics_sharding, of_states),
         )
@@ -163,7 +164,7 @@ class TrainStep:
             raise InputError(
                 f"seed={seed!r}: must be a whole number, at least 0 and below {2**32}"
             )
-        with jax.set_mesh(self.mesh):
+        with jax.set_mesh(self._devices_mesh):
             return self._init(np.uint32(seed))
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -185,7 +186,7 @@ class TrainStep:
                 batch axes.
         """
         _check_not_donated(state)
-        with jax.set_mesh(self.mesh):
+        with jax.set_mesh(self._devices_mesh):
             return self._step(state, self.place(batch))
 
     def loss_and_gradients(
@@ -203,7 +204,7 @@ class TrainStep:
         Raises:
             InputError: As for `__call__`.
         """
-        with jax.set_mesh(self.mesh):
+        with jax.set_mesh(self._devices_mesh):
             loss, _, gradients = self._gradients(
                 _without_optimizer(state), self.place(batch)
             )
@@ -232,10 +233,10 @@ class TrainStep:
         Raises:
             InputError: As for `__call__`.
         """
-        with jax.set_mesh(self.mesh):
+        with jax.set_mesh(self._devices_mesh):
             return self._evaluate(_without_optimizer(state), self.place(batch))
 
-    def logits(self, state: TrainState, batch: Batch | jax.Array) -> Any:
+    def logits(self, state: TrainState, batch: Batch | jax.typing.ArrayLike) -> Any:
         """What the model's `logits` gives, such as fp32 (batch, seq, vocab).
 
         Args:
@@ -249,13 +250,13 @@ class TrainStep:
             raise InputError("the model has no logits function; give Model logits=")
         if not isinstance(batch, Mapping):
             batch = {next(iter(self.model.known_inputs), ""): batch}
-        with jax.set_mesh(self.mesh):
+        with jax.set_mesh(self._devices_mesh):
             placed = self._placed(batch, 1, partly=True)
             return self._logits(_without_optimizer(state), placed)
 
     def compile(self, batch: Batch) -> jax.stages.Compiled:
         """The compiled step for a batch's shapes; arrays or `jax.ShapeDtypeStruct`s."""
-        with jax.set_mesh(self.mesh):
+        with jax.set_mesh(self._devices_mesh):
             return self._step.lower(*self._argument_shapes(batch)).compile()
 
     @property

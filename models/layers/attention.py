@@ -10,9 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import Float
 
 from meshpar import InputError, Scope
 from meshpar.parallel.column import column_parallel
+from meshpar.parallel.tensor import AnyArray
 from models.layers.causal_attention import causal_attention, full_attention
 from models.layers.norm import RMSNorm
 from models.layers.recomputed import recomputed
@@ -81,8 +83,11 @@ class Attention(nnx.Module):
         self.k_norm = norm(head_dim, epsilon=qk_norm_epsilon) if normed else None
 
     def __call__(
-        self, x: jax.Array, scope: Scope, seen: jax.Array | None = None
-    ) -> jax.Array:
+        self,
+        x: Float[AnyArray, "batch seq embed"],
+        scope: Scope,
+        seen: jax.Array | None = None,
+    ) -> Float[AnyArray, "batch seq embed"]:
         """(batch, seq, embed) -> (batch, seq, embed), before it is constrained.
 
         Args:

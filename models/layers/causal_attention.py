@@ -14,8 +14,10 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Float
 
 from meshpar.chunk_bytes import SCORE_BYTES
+from meshpar.parallel.tensor import AnyArray
 
 # Finite, so that a row without any key is no NaN.
 _UNSEEN = -1e30
@@ -24,7 +26,11 @@ _UNSEEN = -1e30
 # G heads for each of them, M = G x T, H head_dim.
 
 
-def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+def causal_attention(
+    q: Float[AnyArray, "batch seq heads head_dim"],
+    k: Float[AnyArray, "batch seq kv_heads head_dim"],
+    v: Float[AnyArray, "batch seq kv_heads head_dim"],
+) -> Float[AnyArray, "batch seq heads head_dim"]:
     """Attention of every query to the keys at its position and before.
 
     Scores and softmax are made in fp32.

@@ -5,9 +5,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Float
 
 from meshpar import Scope
 from meshpar.parallel.column import column_parallel
+from meshpar.parallel.tensor import AnyArray
 from models.layers.recomputed import recomputed
 
 # Both operands of the contraction over `mlp` are constrained, the hidden values too:
@@ -37,7 +39,9 @@ class GatedMLP(nnx.Module):
             out_sharding=("mlp", "embed"),
         )
 
-    def __call__(self, x: jax.Array, scope: Scope) -> jax.Array:
+    def __call__(
+        self, x: Float[AnyArray, "batch seq embed"], scope: Scope
+    ) -> Float[AnyArray, "batch seq embed"]:
         """(batch, seq, embed) -> (batch, seq, embed), before it is constrained."""
         # B batch, T seq, D embed, P gate and up, F mlp.
         axes = ("batch", "seq", None, "mlp")
@@ -72,7 +76,9 @@ class PlainMLP(nnx.Module):
         )
         self.down_bias = nnx.Param(jnp.zeros((embed,)), out_sharding=("embed",))
 
-    def __call__(self, x: jax.Array, scope: Scope) -> jax.Array:
+    def __call__(
+        self, x: Float[AnyArray, "batch seq embed"], scope: Scope
+    ) -> Float[AnyArray, "batch seq embed"]:
         """(batch, seq, embed) -> (batch, seq, embed), before it is constrained."""
         # B batch, T seq, D embed, F mlp.
         up_BTF = column_parallel("BTD,DF->BTF", x, self.up[...], _HIDDEN, scope)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Float
 
+from meshpar.parallel.tensor import AnyArray
 from models.layers.recomputed import recomputed
 
 
@@ -23,7 +25,9 @@ class RMSNorm(nnx.Module):
         self.epsilon = epsilon
         self.scale = _vector(nnx.initializers.ones, size, logical_axis, rngs)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(
+        self, x: Float[AnyArray, "*dims size"]
+    ) -> Float[AnyArray, "*dims size"]:
         """(..., size) -> (..., size), the input's dtype."""
         return recomputed(_rms_norm, self.epsilon)(x, self.scale[...])
 
@@ -36,7 +40,9 @@ class LayerNorm(nnx.Module):
         self.scale = _vector(nnx.initializers.ones, size, "embed", rngs)
         self.bias = _vector(nnx.initializers.zeros, size, "embed", rngs)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(
+        self, x: Float[AnyArray, "*dims size"]
+    ) -> Float[AnyArray, "*dims size"]:
         """(..., size) -> (..., size), the input's dtype."""
         return recomputed(_layer_norm, self.epsilon)(x, self.scale[...], self.bias[...])
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float, Num
 
+from meshpar.parallel.tensor import AnyArray
 from models.field_types import check_field_types
 
 
@@ -34,7 +35,7 @@ class RopeScaling:
 
 def rope_frequencies(
     head_dim: int, theta: float, scaling: RopeScaling | None = None
-) -> np.ndarray:
+) -> Float[np.ndarray, " {head_dim}//2"]:
     """Radians per position of each pair of dims, (head_dim / 2,)."""
     frequencies = theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if scaling is None:
@@ -47,8 +48,10 @@ def rope_frequencies(
 
 
 def apply_rope(
-    x: jax.Array, positions: jax.Array, frequencies: np.ndarray
-) -> jax.Array:
+    x: Float[AnyArray, "batch seq heads head_dim"],
+    positions: Num[AnyArray, "#batch seq"],
+    frequencies: Float[np.ndarray, " head_dim//2"],
+) -> Float[AnyArray, "batch seq heads head_dim"]:
     """Rotates dims (i, i + head_dim/2) of every head by position x frequency.
 
     Args:

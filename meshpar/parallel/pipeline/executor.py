@@ -82,11 +82,11 @@ class Executor:
         """Loss sums and gradients: the forwards and backwards of every tick."""
         state = self._first_state()
         for phase in self.table.phases:
-            state = lax.scan(
-                lambda state, row, at=phase: (self._tick(state, row, at), None),
-                state,
-                self._rows(phase.start, phase.stop),
-            )[0]
+
+            def tick(state: _State, row: Any, at: Phase = phase) -> tuple[_State, None]:
+                return self._tick(state, row, at), None
+
+            state = lax.scan(tick, state, self._rows(phase.start, phase.stop))[0]
         return Results(
             loss_sums=state.loss_sums,
             auxiliary=state.auxiliary,
@@ -129,7 +129,7 @@ class Executor:
             statistics=_zeros(work.statistics),
         )
 
-    def _rows(self, start: int, stop: int) -> dict[str, np.ndarray]:
+    def _rows(self, start: int, stop: int) -> dict[str, Any]:
         """The ticks' rows, and the microbatch at either end of the pipeline."""
         table = self.table
         rows = {name: getattr(table, name)[start:stop] for name in _ROWS}

@@ -19,9 +19,9 @@ def split_floats(tree: Any) -> tuple[list, Callable[[list], Any]]:
     leaves, treedef = jax.tree.flatten(tree)
 
     def filled(floats: list) -> Any:
-        floats = iter(floats)
+        left = iter(floats)
         return treedef.unflatten(
-            [next(floats) if is_float(leaf) else leaf for leaf in leaves]
+            [next(left) if is_float(leaf) else leaf for leaf in leaves]
         )
 
     return differentiable(tree), filled

@@ -56,10 +56,10 @@ def layer_costs(model: Model, *, seq: int = SEQ) -> tuple[float, ...]:
         batch = traced_batch(model, 1, seq)
         return tuple(
             cost
-            for group, *shapes in zip(
+            for group, param, stream, state in zip(
                 model.groups, params, streams, states, strict=True
             )
-            for cost in _costs(group, *shapes, batch)
+            for cost in _costs(group, param, stream, state, batch)
         )
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
 
@@ -57,7 +57,9 @@ class ModelFunctions:
         self, weights: Params, stream: Stream, known: Known, shares: Shares
     ) -> Any:
         """`Model.logits` of a share."""
-        return self.placement.model.logits(weights, stream, self._scope(known, shares))
+        # `TrainStep.logits` refuses a model without.
+        logits = cast(Callable[..., Any], self.placement.model.logits)
+        return logits(weights, stream, self._scope(known, shares))
 
     def blocks(self, arrangement: Arrangement) -> Sequence[Block]:
         """A layer of each group, under the layout's remat."""
@@ -121,9 +123,10 @@ class ModelFunctions:
         return self.placement.scatter_ends(gradients)
 
     def _enter(self, group: BlockGroup) -> Enter | None:
-        if group.enter is None:
+        enter = group.enter
+        if enter is None:
             return None
-        return lambda weights, stream, known: group.enter(
+        return lambda weights, stream, known: enter(
             weights, stream, self._scope(known, None)
         )
 
@@ -145,9 +148,8 @@ class ModelFunctions:
         share = {}
         for name, array in batch.items():
             dim = model.seq_dim(name) if array.ndim > 1 else None
-            known_dim = dim is not None
             share[name] = (
-                shares.of(array, dim, f"batch[{name!r}]") if known_dim else array
+                array if dim is None else shares.of(array, dim, f"batch[{name!r}]")
             )
         return self.scopes(
             {**known, "batch": share},

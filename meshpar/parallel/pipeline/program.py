@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import jax
 
@@ -106,7 +106,8 @@ class PipelineProgram:
 
         def local(*of: Any) -> Any:
             microbatches = one._microbatches(*of, training=False)
-            work = microbatches.outputs_work(microbatches.functions.outputs)
+            functions = cast(ModelFunctions, microbatches.functions)
+            work = microbatches.outputs_work(functions.outputs)
             return microbatches.head_shares.whole(one._run(work).loss_sums())
 
         return self._evaluated(local, BATCH)(*of)

@@ -95,7 +95,10 @@ class RankStages:
         for at, slot in enumerate(slots):
             if slot is not None and found[slot] is None:
                 found[slot] = _zeros(self.streams[at]) if of is None else of[at]
-        found[slots[group]] = stream
+        own = slots[group]
+        if own is None:
+            raise ValueError(f"the stream of group {group} never leaves a rank")
+        found[own] = stream
         return tuple(found)
 
     def stream(self, group: int, payload: Payload) -> Stream:
@@ -215,8 +218,8 @@ class RankStages:
         held = self._at(self.arrangement.holds(group - 1), chunk)
         previous = _where(held, y, self.stream(group - 1, payload))
         entered, residuals = previous, None
-        if self.enters[group] is not None:
-            enter = self.enters[group]
+        enter = self.enters[group]
+        if enter is not None:
             entered, residuals = vjp_without(
                 lambda weights, y: enter(weights, y, known),
                 (self.weights, previous),

@@ -87,7 +87,7 @@ class Bounds:
         Fewest microbatches make the largest matmuls, and most of them keep least; what
         nothing recomputes is fastest, and what recomputes a stage smallest.
         """
-        if choices.count == 1:
+        if choices.num_variants == 1:
             return self.bound(mesh, next(choices.variants()))
         few, many = min(choices.microbatches), max(choices.microbatches)
         fast, small = choices.remats[0], choices.remats[-1]
@@ -219,8 +219,8 @@ class Bounds:
 
     def _shared(self, mesh: Layout, variant: Variant) -> SharedCosts:
         in_ticks = mesh.stage > 1 or variant.microbatches > 1
-        sizes = (mesh.data, mesh.fsdp, mesh.stage)
-        sizes += (mesh.context, mesh.expert, mesh.tensor)
+        batch = (mesh.data, mesh.fsdp, mesh.stage)
+        sizes = (*batch, mesh.context, mesh.expert, mesh.tensor)
         key = (sizes, variant.zero, variant.fsdp_gather, in_ticks)
         if key not in self._of_meshes:
             run = self.run(mesh, variant._replace(schedule=_PLAIN.schedule, chunks=1))

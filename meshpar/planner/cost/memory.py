@@ -172,7 +172,7 @@ def _boundary_bytes(run: Run) -> float:
 
 
 def _logit_bytes(run: Run) -> float:
-    tokens = run.tokens
+    tokens: float = run.tokens
     if run.execution.shared_ends:
         tokens /= run.layout.stage
     values = tokens * run.workload.vocab / run.layout.tensor

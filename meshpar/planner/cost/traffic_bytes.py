@@ -88,7 +88,7 @@ def _passes(run: Run) -> _Passes:
         hops = count * layout.chunks if layout.stage > 1 else 0
         return _Passes(count, count, count, hops, hops, layers)
     steps = lock_step(layout.schedule, layout.stage, layout.microbatches, layout.chunks)
-    longest = tuple(max(run.blocks_of_rank(0), key=len))
+    longest = max(map(tuple, run.blocks_of_rank(0)), key=len)
     places = max(run.stage_blocks)
     layers = longest + longest[-1:] * (places - len(longest))
     forward, backward = steps.forward_ticks, steps.backward_ticks

@@ -51,7 +51,8 @@ def exposed(
         beside: Seconds of the work that hides collectives, by the name that rows give
             it; rows that name the same share them.
     """
-    left, exposed_s = dict(beside), {}
+    left = dict(beside)
+    exposed_s: dict[str, float] = {}
     for row in rows:
         seconds = row_s(run, row)
         if row.beside in left:

@@ -49,9 +49,9 @@ def cluster_of(
     """
     name, _, shape = hardware.partition(":")
     device = device_of(name)
-    for count, value in (("devices", devices), ("hosts", hosts)):
+    for argument, value in (("devices", devices), ("hosts", hosts)):
         if value is not None and value < 1:
-            raise InputError(f"{count}={value}: must be at least 1")
+            raise InputError(f"{argument}={value}: must be at least 1")
     if device.torus_dims:
         return _slices(device, shape, devices, hosts)
     if shape:
@@ -93,9 +93,9 @@ def _slices(
             f"{devices} devices do not divide over {slices} slices; change one of them"
         )
     torus = (
-        tuple(map(int, shape.split("x")))
-        if shape
-        else _even_torus(devices // slices, device.torus_dims)
+        _even_torus(devices // slices, device.torus_dims)
+        if devices is not None and not shape
+        else tuple(map(int, shape.split("x")))
     )
     cluster = Cluster(device=device, hosts=slices, torus=torus)
     if devices is not None and devices != cluster.num_devices:

@@ -122,7 +122,7 @@ def as_json(measured: list[Measured]) -> dict[str, Any]:
 def text(measured: list[Measured]) -> str:
     """The table for people."""
     lines = [f"{'measured':>9} {'predicted':>9} {'error':>7}     run"]
-    heading = ""
+    heading = ("", "")
     for row in sorted(measured, key=_place):
         if (row.quantity, row.source) != heading:
             heading = (row.quantity, row.source)

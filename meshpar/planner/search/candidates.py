@@ -28,14 +28,14 @@ class Leaf(NamedTuple):
         order: When it was met.
         mesh: Its mesh shape.
         choices: How that may be run.
-        count: Of layouts.
+        num_layouts: How many they are.
     """
 
     bound: Bound
     order: tuple[int, ...]
     mesh: Layout
     choices: MeshChoices
-    count: int
+    num_layouts: int
 
     @property
     def some_variant(self) -> Variant:
@@ -47,7 +47,7 @@ class Leaf(NamedTuple):
         mesh = self.mesh
         for index, choices in enumerate(self.choices.parts()):
             bound, order = bounds.of_choices(mesh, choices), (*self.order, index)
-            yield Leaf(bound, order, mesh, choices, choices.count)
+            yield Leaf(bound, order, mesh, choices, choices.num_variants)
 
 
 @dataclass(kw_only=True)
@@ -67,7 +67,7 @@ class Findings:
     @property
     def considered(self) -> int:
         """Layouts in all."""
-        settled = sum(leaf.count for leaf in (*self.too_large, *self.too_slow))
+        settled = sum(leaf.num_layouts for leaf in (*self.too_large, *self.too_slow))
         return len(self.refused) + settled + len(self.fitting)
 
     @property
@@ -109,7 +109,7 @@ def settle(leaves: list[Leaf], bounds: Bounds, findings: Findings) -> None:
         leaf = heappop(waiting)
         if _is_settled(leaf, findings):
             continue
-        if leaf.count == 1:
+        if leaf.num_layouts == 1:
             run = bounds.run(leaf.mesh, leaf.some_variant)
             _settle(leaf, run, bounds, findings)
             continue

@@ -143,7 +143,7 @@ def _smallest(request: Request) -> Estimate | None:
         bound, _, leaf = heappop(waiting)
         if bound >= least:
             break
-        if leaf.count > 1:
+        if leaf.num_layouts > 1:
             for part in leaf.parts(bounds):
                 heappush(waiting, (part.bound.memory_bytes, part.order, part))
             continue
@@ -151,4 +151,4 @@ def _smallest(request: Request) -> Estimate | None:
         total = memory_of(run).total_bytes
         if total < least:
             least, smallest = total, run
-    return smallest and estimate_run(smallest)
+    return None if smallest is None else estimate_run(smallest)

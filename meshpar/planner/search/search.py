@@ -176,17 +176,17 @@ def possible_meshes(
     """
     like, constraints = request.run, request.constraints
     size = {"global_batch": like.global_batch, "seq": like.seq}
-    program = {"execution": like.execution}
+    size_and_program: dict[str, Any] = {**size, "execution": like.execution}
     leaves, refused = [], []
     for order, mesh in enumerate(mesh_layouts(like.cluster.num_devices, constraints)):
-        problems = layout_problems(like.workload, _plain(mesh), **size, **program)
+        problems = layout_problems(like.workload, _plain(mesh), **size_and_program)
         choices = choices_of(like.workload, mesh, constraints, **size)
-        if problems or not choices.count:
+        if problems or not choices.num_variants:
             reason = problems[0].message if problems else _NO_VARIANT
             refused.append(Rejected(mesh, reason))
         else:
             bound = bounds.of_choices(mesh, choices)
-            leaves.append(Leaf(bound, (order,), mesh, choices, choices.count))
+            leaves.append(Leaf(bound, (order,), mesh, choices, choices.num_variants))
     if not leaves and not refused:
         raise InputError(_no_mesh(like, constraints))
     return leaves, refused
@@ -194,8 +194,9 @@ def possible_meshes(
 
 def _plain(mesh: Layout) -> Layout:
     """The mesh alone: how it is run is not its fault."""
-    own = {"attention": mesh.attention, "zero": mesh.zero, "zero_axes": mesh.zero_axes}
-    return Layout(**mesh.mesh_shape, **own)
+    sizes: dict[str, Any] = dict(mesh.mesh_shape)
+    attention, zero, zero_axes = mesh.attention, mesh.zero, mesh.zero_axes
+    return Layout(**sizes, attention=attention, zero=zero, zero_axes=zero_axes)
 
 
 def _no_mesh(like: Run, constraints: Constraints) -> str:

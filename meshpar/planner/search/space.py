@@ -48,7 +48,8 @@ def mesh_layouts(num_devices: int, constraints: Constraints) -> Iterator[Layout]
     ]
     base = Layout(**{"precision": "bf16", **constraints.kept})
     for sizes in _factorizations(num_devices, free, constraints.kept):
-        yield replace(base, **dict(zip(free, sizes, strict=True)))
+        axes: dict[str, Any] = dict(zip(free, sizes, strict=True))
+        yield replace(base, **axes)
 
 
 def _factorizations(
@@ -86,8 +87,8 @@ class MeshChoices(NamedTuple):
     remats: tuple[str, ...]
 
     @property
-    def count(self) -> int:
-        """Of variants."""
+    def num_variants(self) -> int:
+        """Ways to run the mesh shape."""
         gathers = sum(gather != _PLAIN.fsdp_gather for _, gather in self.states)
         counts = [count for count, _ in self._scheduled()]
         states = len(self.states) * len(counts)
@@ -97,12 +98,12 @@ class MeshChoices(NamedTuple):
 
     def variants(self) -> Iterator[Variant]:
         """Every way to run the mesh shape."""
-        for (count, schedule), state, sequence, remat in product(
-            self._scheduled(), *self[3:]
+        for (count, (schedule, chunks)), (zero, gather), sequence, remat in product(
+            self._scheduled(), self.states, self.sequence_parallel, self.remats
         ):
             # Without microbatches, a microbatch's gather is the step's.
-            if self.ranks > 1 or count > 1 or state[1] == _PLAIN.fsdp_gather:
-                yield Variant(count, *schedule, *state, sequence, remat)
+            if self.ranks > 1 or count > 1 or gather == _PLAIN.fsdp_gather:
+                yield Variant(count, schedule, chunks, zero, gather, sequence, remat)
 
     def _scheduled(self) -> list[tuple[int, tuple[str, int]]]:
         """Microbatches with each of the schedules that exist for so many."""
@@ -116,8 +117,9 @@ class MeshChoices(NamedTuple):
         """The same choices apart, by the first of them that is open."""
         key = next(key for key in _OPENED if len(getattr(self, key)) > 1)
         for value in getattr(self, key):
-            part = self._replace(**{key: (value,)})
-            if part.count:
+            opened: dict[str, Any] = {key: (value,)}
+            part = self._replace(**opened)
+            if part.num_variants:
                 yield part
 
 

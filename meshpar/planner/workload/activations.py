@@ -13,6 +13,7 @@ from meshpar.planner.workload.block_activations import (
     BlockShape,
     block_activation_bytes,
 )
+from meshpar.planner.workload.traced_block import TracedBlock
 
 
 def kept_bytes(run: Run, *, moe: bool) -> float:
@@ -20,8 +21,9 @@ def kept_bytes(run: Run, *, moe: bool) -> float:
     remat = run.layout.remat
     if remat in STAGE_REMATS:
         return 0.0  # the stage's input alone: `stage_input_bytes`
-    if run.workload.traced and remat in run.workload.traced.residual_bytes:
-        return _traced_bytes(run, remat)
+    traced = run.workload.traced
+    if traced and remat in traced.residual_bytes:
+        return _traced_bytes(run, traced, remat)
     if not run.execution.eager:
         return _compiled_bytes(run, remat, moe=moe)
     if remat == "full":
@@ -56,11 +58,11 @@ def everything_bytes(run: Run, *, moe: bool) -> float:
     """
     workload, values = run.workload, run.dtype_bytes
     if workload.traced:
-        return _traced_bytes(run, "none")
+        return _traced_bytes(run, workload.traced, "none")
     if not run.execution.eager:
         return _compiled_bytes(run, "none", moe=moe)
     # Input and output of two norms; masks of dropout have a byte a value.
-    stream = 4 * values * workload.hidden
+    stream: float = 4 * values * workload.hidden
     stream += 2 * workload.hidden if run.execution.dropout else 0
     inside = (_projections(run) + _mixed(run) + _mlp(run, moe)) * values
     inside += 4 * workload.heads if run.fused_attention else 0  # log-sums
@@ -114,9 +116,8 @@ def _compiled_bytes(run: Run, remat: str, *, moe: bool) -> float:
     return kept * run.tokens / run.seq + routed
 
 
-def _traced_bytes(run: Run, remat: str) -> float:
+def _traced_bytes(run: Run, traced: TracedBlock, remat: str) -> float:
     """The traced residuals; the residual stream's part is whole over `tensor`."""
-    traced = run.workload.traced
     each = traced.residual_bytes[remat] * run.dtype_bytes / traced.residual_dtype_bytes
     stream = run.workload.hidden * run.dtype_bytes
     split = max(0.0, each - stream) / run.layout.tensor
@@ -143,7 +144,7 @@ def _mixed(run: Run) -> float:
     return run.workload.heads * run.workload.value_dim
 
 
-def _active_ffn(run: Run, moe: bool) -> float:
+def _active_ffn(run: Run, moe: bool) -> int:
     workload = run.workload
     if not moe:
         return workload.ffn

@@ -95,7 +95,7 @@ def _refuse_for_stacked(
     )
     for path in stacked:
         parameter = model.flat_parameters()[path]
-        if parameter.layer_order not in (None, tuple(range(parameter.num_layers))):
+        if parameter.places != tuple(range(parameter.num_layers or 0)):
             raise InputError(
                 f"{raised}, so it is taken to be made for arrays of all layers first "
                 f"to last, but layout {str(layout)!r} stacks {path} rank by rank, "
@@ -167,7 +167,9 @@ def _as_given(
 
 def _shapes(model: Model, shape: Callable[[Parameter], tuple[int, ...]]) -> Any:
     return jax.tree.map(
-        lambda one: jax.ShapeDtypeStruct(shape(one), jnp.float32),
+        lambda one: jax.ShapeDtypeStruct(
+            shape(one), jnp.promote_types(one.dtype, jnp.float32)
+        ),
         model.parameters,
         is_leaf=is_parameter,
     )
@@ -175,12 +177,11 @@ def _shapes(model: Model, shape: Callable[[Parameter], tuple[int, ...]]) -> Any:
 
 def _filled(parameter: Parameter) -> np.ndarray:
     """For each place of the leading dim, whether it holds a layer."""
-    order = parameter.layer_order or tuple(range(parameter.num_layers))
-    return np.asarray(order) >= 0
+    return np.asarray(parameter.places) >= 0
 
 
 def _places(parameter: Parameter) -> str:
-    layers, places = parameter.num_layers, len(parameter.layer_order)
+    layers, places = parameter.num_layers or 0, len(parameter.places)
     if layers == places:
         return f"{layers} layers in another order"
     return f"{layers} layers in {places} places, {places - layers} of them empty"

@@ -118,19 +118,19 @@ def run(program: Program, inputs: Sequence[Value], domain: Domain) -> list[Value
         ]
 
     for step in program.steps:
-        operations: tuple[Operation, ...] = (step,)
+        operations: tuple[Operation, ...]
         if isinstance(step, Sum):
             terms = read(step.terms)
             if len(_owners(terms)) > 1:
                 known[step.result] = _total(step.name, terms, domain)
                 continue
             operations = step.operations
+        else:
+            operations = (step,)
         for operation in operations:
             results = _results(operation, read(operation.inputs), domain)
             known.update(zip(operation.outputs, results, strict=True))
-    outputs = read(program.outputs)
-    _refuse_stacks("concatenate", outputs)
-    return outputs
+    return _without_stacks("concatenate", read(program.outputs))
 
 
 def _results(
@@ -140,21 +140,20 @@ def _results(
         return [_one_after_another(operation, operands)]
     if len(operands) == 1 and isinstance(operands[0], Stack):
         return [_of_stack(operation, operands[0], domain)]
-    _refuse_stacks(operation.name, operands)
-    if operation.branches and operands[0].owner is None:
-        owners = _owners_of_choice(operation, operands)
-        contents = domain.choose(operation, operands, owners)
-        return [Value(*one) for one in zip(owners, contents, strict=True)]
-    owners = _owners(operands)
+    values = _without_stacks(operation.name, operands)
+    if operation.branches and values[0].owner is None:
+        chosen = _owners_of_choice(operation, values)
+        contents = domain.choose(operation, values, chosen)
+        return [Value(*one) for one in zip(chosen, contents, strict=True)]
+    owners = _owners(values)
     if len(owners) > 1:
         raise NotByLayer(_mixing(operation.name, owners))
     owner = owners[0] if owners else None
-    return [Value(owner, content) for content in domain.apply(operation, operands)]
+    return [Value(owner, content) for content in domain.apply(operation, values)]
 
 
-def _total(name: str, terms: list[Value | Stack], domain: Domain) -> Value:
-    _refuse_stacks(name, terms)
-    return Value(None, domain.total(name, terms))
+def _total(name: str, terms: Sequence[Value | Stack], domain: Domain) -> Value:
+    return Value(None, domain.total(name, _without_stacks(name, terms)))
 
 
 def _one_after_another(operation: Operation, operands: list[Value | Stack]) -> Stack:
@@ -185,7 +184,7 @@ def _of_stack(operation: Operation, stack: Stack, domain: Domain) -> Value | Sta
         return Stack(of_parts(), stack.dim_is_new)
     if operation.name in REDUCTIONS and tuple(operation.params["axes"]) == (0,):
         terms = stack.parts if stack.dim_is_new else of_parts()
-        return _total(REDUCTIONS[operation.name], list(terms), domain)
+        return _total(REDUCTIONS[operation.name], terms, domain)
     raise NotByLayer(_mixing(operation.name, _owners([stack])))
 
 
@@ -232,10 +231,14 @@ def _owners(values: Sequence[Value | Stack]) -> list[str]:
     return list(owners)
 
 
-def _refuse_stacks(name: str, values: Sequence[Value | Stack]) -> None:
+def _without_stacks(name: str, values: Sequence[Value | Stack]) -> list[Value]:
+    """The values, of which none may be a stack."""
+    each: list[Value] = []
     for value in values:
         if isinstance(value, Stack):
             raise NotByLayer(_mixing(name, _owners([value])))
+        each.append(value)
+    return each
 
 
 def _mixing(name: str, owners: Sequence[str]) -> str:

@@ -117,7 +117,7 @@ def program_of(function: Callable[..., Any], *arguments: Any) -> tuple[Program, 
 
 def _flattened(closed: ClosedJaxpr) -> Program:
     numbers = itertools.count()
-    inputs = [next(numbers) for _ in closed.jaxpr.invars]
+    inputs: list[Reference] = [next(numbers) for _ in closed.jaxpr.invars]
     operations: list[Operation] = []
     outputs = _append(operations, numbers, closed.jaxpr, closed.consts, inputs)
     needed = _needed(operations, outputs)
@@ -150,14 +150,15 @@ def _append(
             )
             results = _append(operations, numbers, body, consts, operands)
         else:
-            results = [next(numbers) for _ in eqn.outvars]
+            made = tuple(next(numbers) for _ in eqn.outvars)
+            results = list(made)
             branches = eqn.params["branches"] if eqn.primitive.name == "cond" else ()
             operations.append(
                 Operation(
                     primitive=eqn.primitive,
                     params=eqn.params,
                     inputs=tuple(operands),
-                    outputs=tuple(results),
+                    outputs=made,
                     branches=tuple(_flattened(branch) for branch in branches),
                 )
             )

@@ -1,0 +1,32 @@
+"""Every test runs the shapes that annotations say, under beartype.
+
+Loaded before the plugins that import meshpar (`-p` in pyproject.toml): what is imported
+already is checked no more.
+"""
+
+import jax
+import numpy as np
+from beartype import BeartypeConf, FrozenDict, beartype
+from jaxtyping import install_import_hook
+
+CHECKED = [
+    "meshpar.parallel.column",
+    "meshpar.parallel.head_loss",
+    "meshpar.parallel.norm",
+    "meshpar.parallel.tensor",
+    "meshpar.train.precision",
+    "models.layers.attention",
+    "models.layers.causal_attention",
+    "models.layers.mlp",
+    "models.layers.norm",
+]
+
+# Without `jit`, JAX hands NumPy's arrays on to what derivatives are made of.
+checked = beartype(
+    conf=BeartypeConf(
+        hint_overrides=FrozenDict({jax.Array: jax.Array | np.ndarray}),
+        is_pep484_tower=True,
+    )
+)
+
+install_import_hook(CHECKED, "tests.checked_shapes.checked")
