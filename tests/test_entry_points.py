@@ -43,7 +43,7 @@ ADAM = optax.adam(1e-3)
         ),
         (
             lambda: make_train_step(build("test"), ADAM, "data=8").init("x"),
-            "seed='x': must be a whole number, at least 0 and below 4294967296",
+            "seed='x': must be a whole number below 4294967296",
         ),
         (lambda: lint("llama", "tensor=8"), "model is a str; give a meshpar.Model"),
         (

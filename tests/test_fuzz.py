@@ -142,7 +142,7 @@ def test_a_missing_reduction_is_found_and_shrunk_to_two_replicas(monkeypatch, ca
     assert "0 of 1 layouts agree" in printed
     smallest = printed[printed.index("smallest failing case") :]
     assert smallest.startswith("smallest failing case: data=2\n")
-    assert "gradients of blocks." in smallest
+    assert "gradients of " in smallest
     assert (
         "again with: meshpar fuzz --preset test --layout data=2 --global-batch 2 "
         "--seq 2 --mask full --seed 0"

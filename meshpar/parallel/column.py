@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from meshpar.model.scope import Scope
 from meshpar.parallel.tensor import AnyArray
-from meshpar.rules.rules import LogicalAxes, Rules
+from meshpar.rules.rules import LogicalAxes
 
 _WHOLE = ("batch", "seq", "embed")
 
@@ -43,19 +43,19 @@ def column_parallel(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _matmul(dims: str, rules: Rules, x: jax.Array, weight: jax.Array) -> jax.Array:
+def _matmul(dims: str, rules: Any, x: jax.Array, weight: jax.Array) -> jax.Array:
     return jnp.einsum(dims, rules.constrain(x, _WHOLE), weight)
 
 
 # Not by `_matmul`, in which a remat policy of dots would not see this one.
 def _forward(
-    dims: str, rules: Rules, x: jax.Array, weight: jax.Array
+    dims: str, rules: Any, x: jax.Array, weight: jax.Array
 ) -> tuple[jax.Array, tuple]:
     return jnp.einsum(dims, rules.constrain(x, _WHOLE), weight), (x, weight)
 
 
 def _backward(
-    dims: str, rules: Rules, kept: tuple, dy: jax.Array
+    dims: str, rules: Any, kept: tuple, dy: jax.Array
 ) -> tuple[jax.Array, Any]:
     x, weight = kept
     x = rules.constrain(x, _WHOLE)

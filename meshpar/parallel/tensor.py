@@ -55,9 +55,9 @@ def vocab_lookup(
 
 
 def cross_entropy(
-    logits: Float[Array, "batch seq vocab"],
-    targets: Integer[AnyArray, "batch seq"],
-    weights: Shaped[AnyArray, "batch seq"],
+    logits: Float[Array, "*tokens vocab"],
+    targets: Integer[AnyArray, "*tokens"],
+    weights: Shaped[AnyArray, "*tokens"],
     scope: Scope,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Summed cross-entropy and summed weights, logits split over the vocabulary or not.
@@ -67,7 +67,7 @@ def cross_entropy(
     batch x seq values (maximum, sum of exponentials, target's logit), backward none.
 
     Args:
-        logits: fp32 (batch, seq, vocab).
+        logits: fp32 (batch, seq, vocab), or with fewer dims of tokens.
         targets: (batch, seq), whole numbers from 0 to vocab - 1. One outside makes the
             loss NaN, unless its weight is 0.
         weights: (batch, seq), 0 where a token does not count.

@@ -160,10 +160,10 @@ class TrainStep:
             InputError: `seed` is no whole number from 0 to 2**32 - 1.
         """
         whole = isinstance(seed, int | np.integer) and not isinstance(seed, bool)
-        if not whole or not 0 <= seed < 2**32:
-            raise InputError(
-                f"seed={seed!r}: must be a whole number, at least 0 and below {2**32}"
-            )
+        if not whole:
+            raise InputError(f"seed={seed!r}: must be a whole number below {2**32}")
+        if not 0 <= seed < 2**32:
+            raise InputError(f"seed={seed}: must be at least 0 and below {2**32}")
         with jax.set_mesh(self._devices_mesh):
             return self._init(np.uint32(seed))
 
