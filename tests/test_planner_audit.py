@@ -49,7 +49,7 @@ SCALARS = 150
     [
         "fsdp=8,remat=full",
         "fsdp=4,tensor=2,microbatches=2,fsdp_gather=microbatch",
-        "stage=4,tensor=2,microbatches=4,remat=stage",
+        "data=2,stage=2,tensor=2,microbatches=4,remat=stage",
         *(
             pytest.param(layout, marks=pytest.mark.slow)
             for layout in (
