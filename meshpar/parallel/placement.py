@@ -75,6 +75,12 @@ class Placement:
             check_vma=False,
         )
 
+    def on_state(self, local: Callable, out_specs: Any) -> Callable:
+        """`local` of this device's part of (params, model state, batch, step, seed)."""
+        of_state = self.manual_specs, self.manual_model_state_specs
+        in_specs = (*of_state, BATCH, REPLICATED, REPLICATED)
+        return self.on_shards(local, in_specs, out_specs)
+
     def scopes(self, *, training: bool) -> Scopes:
         """What makes the scopes of a model's functions."""
         return Scopes(

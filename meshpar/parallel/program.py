@@ -7,7 +7,7 @@ reduction of the rest per step (`data`). GSPMD partitions over the other mesh ax
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -73,12 +73,10 @@ class LocalProgram:
             pass_ = _Pass.of(placement, params, state, batch, *of, training=True)
             return pass_.loss_and_gradients()
 
-        specs, of_state = placement.manual_specs, placement.manual_model_state_specs
-        return placement.on_shards(
-            local,
-            (specs, of_state, BATCH, REPLICATED, REPLICATED),
-            (REPLICATED, REPLICATED, placement.manual_state_specs, of_state),
-        )(params, state, batch, step, seed)
+        of_gradients = placement.manual_state_specs
+        of_state = placement.manual_model_state_specs
+        out_specs = REPLICATED, REPLICATED, of_gradients, of_state
+        return placement.on_state(local, out_specs)(params, state, batch, step, seed)
 
     def loss_sums(
         self,
@@ -94,7 +92,7 @@ class LocalProgram:
             pass_ = _Pass.of(self.placement, *of, training=False)
             return self.placement.sum_losses(pass_.head(pass_.weights, pass_.hidden()))
 
-        return self._evaluated(local, (REPLICATED, REPLICATED))(
+        return self.placement.on_state(local, (REPLICATED, REPLICATED))(
             params, state, batch, step, seed
         )
 
@@ -114,14 +112,7 @@ class LocalProgram:
             logits = cast(Callable[..., Any], self.placement.model.logits)
             return logits(pass_.weights, pass_.hidden(), pass_.outside)
 
-        return self._evaluated(local, BATCH)(params, state, batch, step, seed)
-
-    def _evaluated(self, local: Callable[..., Any], out_specs: Any) -> Callable:
-        placement = self.placement
-        in_specs = (placement.manual_specs, placement.manual_model_state_specs)
-        return placement.on_shards(
-            local, (*in_specs, BATCH, REPLICATED, REPLICATED), out_specs
-        )
+        return self.placement.on_state(local, BATCH)(params, state, batch, step, seed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,7 +187,7 @@ class _Pass:
         gradients = placement.reduce(placement.scatter_ends(ends), blocks)
         statistics = summed_statistics(placement, stacks, sums)
         state = updated_state(placement.model, self.state, statistics)
-        metrics = metrics_of(weight_sum, _by_name(auxiliary))
+        metrics = metrics_of(weight_sum, sums_by_name(auxiliary))
         return loss_sum * share, metrics, gradients, state
 
     def hidden(self) -> Stream:
@@ -285,7 +276,7 @@ def _chosen(stack: Stack, sums: Sums) -> Sums:
     return {name: sums[name] for name in stack.block.group.auxiliary}
 
 
-def _by_name(sums: list[Sums]) -> Sums:
+def sums_by_name(sums: Sequence[Sums]) -> Sums:
     """The auxiliary losses of all groups, those of one name together."""
     total: Sums = {}
     for of_group in sums:

@@ -11,10 +11,12 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from meshpar.errors import InputError
 from meshpar.model.contract import Model
 from meshpar.model.parameter import Params
 from meshpar.model.values import Specs, initial_values
 from meshpar.parallel.remat import HOST_MEMORY
+from meshpar.rules.sharding import path_name
 from meshpar.train.optimizer_state import (
     check_unowned,
     follow_sharding,
@@ -124,3 +126,22 @@ def _in_memory(memory: str, shardings: Any) -> Any:
         ),
         shardings,
     )
+
+
+def without_optimizer(state: TrainState) -> TrainState:
+    """A state, or a tree like it, for programs that update nothing."""
+    return dataclasses.replace(state, opt_state=())
+
+
+def check_not_donated(state: TrainState) -> None:
+    """Refuses a state that an earlier step has taken: XLA would end the process.
+
+    Raises:
+        InputError: Its arrays are gone.
+    """
+    for path, array in jax.tree.leaves_with_path(state):
+        if isinstance(array, jax.Array) and array.is_deleted():
+            raise InputError(
+                f"the state's {path_name(path)} is gone: a step donates the state that "
+                "it is given; go on with the one that it returned"
+            )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from operator import attrgetter
 from typing import Any, cast
 
@@ -28,13 +27,19 @@ from meshpar.parallel.pipeline.stages import in_layer_order
 from meshpar.parallel.placement import DTYPES, Placement
 from meshpar.parallel.program import LocalProgram
 from meshpar.rules.rules import Rules
-from meshpar.rules.sharding import born_sharded, path_name
+from meshpar.rules.sharding import born_sharded
 from meshpar.train.constants import put_in, take_out
 from meshpar.train.gradient_program import GradientProgram
 from meshpar.train.layer_order import layer_orders
 from meshpar.train.optimizer.by_layer import by_layer
 from meshpar.train.refusals import batch_refusal
-from meshpar.train.state import TrainState, initial_state, state_shardings
+from meshpar.train.state import (
+    TrainState,
+    check_not_donated,
+    initial_state,
+    state_shardings,
+    without_optimizer,
+)
 from meshpar.train.update import Update
 
 Batch = Mapping[str, Any]
@@ -136,9 +141,9 @@ class TrainStep:
             donate_argnums=0,
         )
         self._step = jit(self._update, **self._update_layout)
-        without_optimizer = (_without_optimizer(self.shardings), self.batch_sharding)
+        given = (without_optimizer(self.shardings), self.batch_sharding)
         self._gradients_layout: dict[str, Any] = dict(
-            in_shardings=without_optimizer,
+            in_shardings=given,
             out_shardings=(metrics_sharding, metrics_sharding, of_states),
         )
         self._gradients = jit(self._loss_and_gradients, **self._gradients_layout)
@@ -146,7 +151,7 @@ class TrainStep:
         def evaluated(program: Callable[..., Any], sharding: NamedSharding) -> Any:
             return jit(
                 lambda state, batch: program(*self._given(state, batch)),
-                in_shardings=without_optimizer,
+                in_shardings=given,
                 out_shardings=sharding,
             )
 
@@ -185,7 +190,7 @@ class TrainStep:
             InputError: Shapes differ, or the global batch does not divide over the
                 batch axes.
         """
-        _check_not_donated(state)
+        check_not_donated(state)
         with jax.set_mesh(self._devices_mesh):
             return self._step(state, self.place(batch))
 
@@ -206,7 +211,7 @@ class TrainStep:
         """
         with jax.set_mesh(self._devices_mesh):
             loss, _, gradients = self._gradients(
-                _without_optimizer(state), self.place(batch)
+                without_optimizer(state), self.place(batch)
             )
         return loss, gradients
 
@@ -234,7 +239,7 @@ class TrainStep:
             InputError: As for `__call__`.
         """
         with jax.set_mesh(self._devices_mesh):
-            return self._evaluate(_without_optimizer(state), self.place(batch))
+            return self._evaluate(without_optimizer(state), self.place(batch))
 
     def logits(self, state: TrainState, batch: Batch | jax.typing.ArrayLike) -> Any:
         """What the model's `logits` gives, such as fp32 (batch, seq, vocab).
@@ -252,7 +257,7 @@ class TrainStep:
             batch = {next(iter(self.model.known_inputs), ""): batch}
         with jax.set_mesh(self._devices_mesh):
             placed = self._placed(batch, 1, partly=True)
-            return self._logits(_without_optimizer(state), placed)
+            return self._logits(without_optimizer(state), placed)
 
     def compile(self, batch: Batch) -> jax.stages.Compiled:
         """The compiled step for a batch's shapes; arrays or `jax.ShapeDtypeStruct`s."""
@@ -284,7 +289,7 @@ class TrainStep:
         given: tuple[Any, ...] = (state, batch)
         if gradients_only:
             function = jax.jit(step._loss_and_gradients, **step._gradients_layout)
-            given = (_without_optimizer(state), batch)
+            given = (without_optimizer(state), batch)
         return Subject(
             function=function,
             arguments=given,
@@ -399,25 +404,6 @@ class TrainStep:
             jax.tree.map(on_mesh, specs, is_leaf=is_spec)
             for specs in (at_rest, of_states, of_model)
         )
-
-
-def _without_optimizer(state: TrainState) -> TrainState:
-    """A state, or a tree like it, for programs that update nothing."""
-    return replace(state, opt_state=())
-
-
-def _check_not_donated(state: TrainState) -> None:
-    """Refuses a state that an earlier step has taken: XLA would end the process.
-
-    Raises:
-        InputError: Its arrays are gone.
-    """
-    for path, array in jax.tree.leaves_with_path(state):
-        if isinstance(array, jax.Array) and array.is_deleted():
-            raise InputError(
-                f"the state's {path_name(path)} is gone: a step donates the state that "
-                "it is given; go on with the one that it returned"
-            )
 
 
 def batch_structs(batch: Batch) -> dict[str, jax.ShapeDtypeStruct]:

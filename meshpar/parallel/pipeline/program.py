@@ -7,7 +7,7 @@ With one stage it accumulates gradients over microbatches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -31,7 +31,7 @@ from meshpar.parallel.pipeline.stages import (
     merge,
 )
 from meshpar.parallel.placement import BATCH, REPLICATED, Placement
-from meshpar.parallel.program import Found
+from meshpar.parallel.program import Found, sums_by_name
 from meshpar.schedules import Schedule, tick_table
 from meshpar.schedules.stage_splits import split_by_cost, stage_sizes
 
@@ -80,15 +80,13 @@ class PipelineProgram:
                 placement, [merge(of_group) for of_group in found.statistics]
             )
             new_state = updated_state(model, of[1], statistics)
-            metrics = metrics_of(weight_sum, _by_name(auxiliary))
+            metrics = metrics_of(weight_sum, sums_by_name(auxiliary))
             return loss_sum * share, metrics, gradients, new_state
 
-        specs, of_state = placement.manual_specs, placement.manual_model_state_specs
-        return placement.on_shards(
-            local,
-            (specs, of_state, BATCH, REPLICATED, REPLICATED),
-            (REPLICATED, REPLICATED, placement.manual_state_specs, of_state),
-        )(params, state, batch, step, seed)
+        of_gradients = placement.manual_state_specs
+        of_state = placement.manual_model_state_specs
+        out_specs = REPLICATED, REPLICATED, of_gradients, of_state
+        return placement.on_state(local, out_specs)(params, state, batch, step, seed)
 
     def loss_sums(self, *of: Any) -> tuple[jax.Array, jax.Array]:
         """Summed loss and summed weights over the global batch, not in training."""
@@ -98,7 +96,7 @@ class PipelineProgram:
             work = self._microbatches(*of, training=False).work()
             return placement.sum_losses(self._run(work).loss_sums(), MANUAL_AXES)
 
-        return self._evaluated(local, (REPLICATED, REPLICATED))(*of)
+        return self.placement.on_state(local, (REPLICATED, REPLICATED))(*of)
 
     def logits(self, *of: Any) -> Any:
         """What the model's `logits` gives, each array with the example first."""
@@ -110,14 +108,7 @@ class PipelineProgram:
             work = microbatches.outputs_work(functions.outputs)
             return microbatches.head_shares.whole(one._run(work).loss_sums())
 
-        return self._evaluated(local, BATCH)(*of)
-
-    def _evaluated(self, local: Callable[..., Any], out_specs: Any) -> Callable:
-        placement = self.placement
-        in_specs = (placement.manual_specs, placement.manual_model_state_specs)
-        return placement.on_shards(
-            local, (*in_specs, BATCH, REPLICATED, REPLICATED), out_specs
-        )
+        return self.placement.on_state(local, BATCH)(*of)
 
     def _microbatches(
         self,
@@ -262,12 +253,3 @@ def _costs(model: Model) -> tuple[float, ...]:
     if all(group.costs is not None for group in model.groups):
         return tuple(cost for group in model.groups for cost in group.costs or ())
     return layer_costs(model)
-
-
-def _by_name(sums: Sequence[dict[str, jax.Array]]) -> dict[str, jax.Array]:
-    """The auxiliary losses of all groups, those of one name together."""
-    total: dict[str, jax.Array] = {}
-    for of_group in sums:
-        for name, value in of_group.items():
-            total[name] = total.get(name, 0.0) + value
-    return total
