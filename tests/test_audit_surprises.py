@@ -30,6 +30,7 @@ def mesh() -> Mesh:
 
 def line_with(function: Callable, words: str) -> str:
     """`file:line` of the line of a function that contains words."""
+    function = inspect.unwrap(function)  # of the checks of its shapes
     lines, first = inspect.getsourcelines(function)
     [index] = [index for index, line in enumerate(lines) if words in line]
     return f"{inspect.getsourcefile(function)}:{first + index}"
