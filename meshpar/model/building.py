@@ -8,15 +8,15 @@ whole: there every device builds one layer after another and keeps its own part.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import PartitionSpec
 
+from meshpar.model.equations import equations
 from meshpar.rules.rules import entry_axes
 
 _MAPPED = frozenset(
@@ -96,20 +96,9 @@ def _own(tree: Any, specs: Any) -> Any:
 def is_mapped(build: Build, key: jax.Array) -> bool:
     """Whether every value is drawn and mapped by itself."""
     program = jax.make_jaxpr(build)(key)
-    return all(name in _MAPPED for name in _primitives(program.jaxpr))
-
-
-def _primitives(jaxpr: Jaxpr) -> Iterator[str]:
-    for equation in jaxpr.eqns:
-        yield equation.primitive.name
-        for inner in jax.tree.leaves(
-            list(equation.params.values()),
-            is_leaf=lambda node: isinstance(node, ClosedJaxpr | Jaxpr),
-        ):
-            if isinstance(inner, ClosedJaxpr | Jaxpr):
-                yield from _primitives(
-                    inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
-                )
+    return all(
+        equation.primitive.name in _MAPPED for equation in equations(program.jaxpr)
+    )
 
 
 def _is_spec(node: Any) -> bool:

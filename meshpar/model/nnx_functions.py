@@ -17,7 +17,7 @@ from jax import lax
 from meshpar.errors import InputError
 from meshpar.model.parameter import Parameter, Params
 from meshpar.model.scope import Scope
-from meshpar.rules.sharding import insert, path_name
+from meshpar.rules.sharding import axes_of, insert, path_name
 
 _STATISTICS = "batch_norm."
 """Begins the names of the sums that `nnx.BatchNorm` makes, before a state's path."""
@@ -43,13 +43,6 @@ class _Leaf:
     @property
     def name(self) -> str:
         return ".".join(map(str, self.path))
-
-    @property
-    def axes(self) -> tuple[str | None, ...]:
-        if self.template is None:
-            return (None,) * len(self.value.shape)
-        names = self.template.get_metadata().get("out_sharding")
-        return (None,) * len(self.value.shape) if names is None else tuple(names)
 
 
 class Functional:
@@ -206,7 +199,7 @@ class Functional:
                 parameter = Parameter(
                     shape=tuple(leaf.value.shape),
                     dtype=leaf.value.dtype,
-                    logical_axes=leaf.axes,
+                    logical_axes=axes_of(leaf.template, len(leaf.value.shape)),
                     num_layers=num_layers,
                 )
                 insert(tree, leaf.path, parameter)

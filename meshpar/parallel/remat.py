@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from meshpar.errors import InputError
 from meshpar.layout import STAGE_REMATS, nearest
 from meshpar.model.contract import Model
+from meshpar.model.equations import equations
 from meshpar.model.scope import SAVED_PREFIX, Scope
 from meshpar.model.tracing import traced_batch, traced_forward, tracing
 from meshpar.residual_names import ResidualNames, is_named
@@ -125,20 +125,7 @@ def names_in(function: Callable[..., Any], *arguments: Any) -> tuple[str, ...]:
     return tuple(
         dict.fromkeys(
             equation.params["name"].removeprefix(SAVED_PREFIX)
-            for equation in _equations(traced.jaxpr)
+            for equation in equations(traced.jaxpr)
             if _is_saved(equation.primitive, **equation.params)
         )
     )
-
-
-def _equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    for equation in jaxpr.eqns:
-        yield equation
-        for param in jax.tree.leaves(
-            list(equation.params.values()),
-            is_leaf=lambda node: isinstance(node, ClosedJaxpr | Jaxpr),
-        ):
-            if isinstance(param, ClosedJaxpr | Jaxpr):
-                yield from _equations(
-                    param.jaxpr if isinstance(param, ClosedJaxpr) else param
-                )

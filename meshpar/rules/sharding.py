@@ -113,14 +113,19 @@ def logical_axes(module: nnx.Module) -> dict[str, Any]:
     state = nnx.state(module, nnx.Param)
     tree: dict[str, Any] = {}
     for path, variable in nnx.to_flat_state(state):
-        insert(tree, path, axes_of(variable))
+        insert(tree, path, axes_of(variable, len(variable.shape)))
     return tree
 
 
-def axes_of(variable: nnx.Variable) -> tuple[str | None, ...]:
-    """A logical axis, or None, for each dim of a variable: its sharding metadata."""
-    names = variable.get_metadata().get("out_sharding")
-    return (None,) * len(variable.shape) if names is None else tuple(names)
+def axes_of(variable: nnx.Variable | None, num_dims: int) -> tuple[str | None, ...]:
+    """A logical axis, or None, for each dim of a variable: its sharding metadata.
+
+    Args:
+        variable: It; None for an array that stands by itself.
+        num_dims: Of its array.
+    """
+    names = None if variable is None else variable.get_metadata().get("out_sharding")
+    return (None,) * num_dims if names is None else tuple(names)
 
 
 def insert(tree: dict[str, Any], path: tuple, leaf: Any) -> None:
