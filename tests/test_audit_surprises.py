@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 from meshpar import FSDP_TENSOR, make_train_step
 from meshpar.audit.report import audit
-from models.layers import mlp
-from models.presets import build
+from meshpar.models.layers import mlp
+from meshpar.models.presets import build
 from tests.test_audit_counts import array, mesh_of
 
 SIZES = {"data": 2, "tensor": 4}

@@ -21,7 +21,7 @@ from meshpar.audit import targets
 from meshpar.audit.child import program_text
 from meshpar.audit.report import AuditReport, audit
 from meshpar.audit.targets import Target, TargetError
-from models.presets import build
+from meshpar.models.presets import build
 from tests.test_step_collectives import counts, place
 
 

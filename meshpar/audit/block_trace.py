@@ -50,7 +50,7 @@ def traced_workload(
         name: What reports call it.
 
     Example:
-        >>> from models.presets import build
+        >>> from meshpar.models.presets import build
         >>> workload = traced_workload(build("tiny"), seq=64)
         >>> workload.num_parameters == build("tiny").num_parameters
         True

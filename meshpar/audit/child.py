@@ -19,7 +19,7 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
 from meshpar.audit.memory import memory_stats
-from meshpar.audit.targets import Target
+from meshpar.audit.target import Target
 from meshpar.emulate import emulate
 from meshpar.layout import Layout
 from meshpar.mesh import make_mesh
@@ -111,7 +111,7 @@ def _compile(
     jitted = jax.jit(exported.call, donate_argnums=tuple(request["donated"]))
     # Arguments without a sharding do not say how many devices there are.
     with jax.set_mesh(mesh):
-        return jitted.lower(*arguments).compile()
+        return jitted.lower(*arguments).compile(request["compiler_options"] or None)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from meshpar.audit.groups import (
 from meshpar.audit.hlo import Computation, HloError, Instruction, Program
 from meshpar.audit.loops import Place, places
 from meshpar.audit.shapes import ArrayShape, Shape, arrays_of
+from meshpar.audit.users import Use, uses
 
 KINDS = (
     "all-reduce",
@@ -65,6 +66,7 @@ class Collective:
         in_loop: Whether a loop is around it.
         op_path: JAX's path of the operation.
         source: `file:line` of the user's code.
+        uses: The operations that use what arrives.
         line: In the text of the program.
     """
 
@@ -82,6 +84,7 @@ class Collective:
     in_loop: bool
     op_path: str
     source: str
+    uses: tuple[Use, ...]
     line: int
 
     @property
@@ -118,7 +121,7 @@ def collectives_of(
     Raises:
         HloError: A collective cannot be read; the message names its line.
     """
-    found, callers = [], _callers(program)
+    found, callers = [], callers_of(program)
     for name, at in places(program).items():
         computation = program.computations[name]
         for instruction in computation.instructions:
@@ -136,7 +139,12 @@ class _Site:
     program: Program
     computation: Computation
     instruction: Instruction
-    caller: Instruction | None
+    wrapper: tuple[Computation, Instruction] | None
+
+    @property
+    def caller(self) -> Instruction | None:
+        """The fusion or asynchronous start that it is inside of."""
+        return None if self.wrapper is None else self.wrapper[1]
 
     @property
     def scatters(self) -> bool:
@@ -201,6 +209,11 @@ class _Site:
                 return instruction.op_path, self.program.source_of(instruction)
         return "", ""
 
+    def uses(self) -> tuple[Use, ...]:
+        """The operations that use what arrives, of a wrapped one after its wrapper."""
+        computation, instruction = self.wrapper or (self.computation, self.instruction)
+        return uses(self.program, computation, instruction)
+
     def _used_by(self, named: Instruction) -> Instruction:
         """The first user whose path names an operation, directly or through others."""
         names = {self.instruction.name}
@@ -227,9 +240,10 @@ class _Site:
         ]
 
 
-def _callers(program: Program) -> dict[str, Instruction]:
+def callers_of(program: Program) -> dict[str, tuple[Computation, Instruction]]:
+    """Computation inside of a fusion or asynchronous start -> that, and where."""
     return {
-        callee: instruction
+        callee: (computation, instruction)
         for computation in program.computations.values()
         for instruction in computation.instructions
         if instruction.opcode in ("fusion", "async-start")
@@ -262,6 +276,7 @@ def _row(site: _Site, at: list[Place], mesh_shape: Mapping[str, int]) -> Collect
         in_loop=any(place.in_loop for place in at),
         op_path=op_path,
         source=source,
+        uses=site.uses(),
         line=instruction.line,
     )
 

@@ -38,6 +38,7 @@ class Constrained:
         before: How it lies where it is made, None if that is not known.
         after: How it is to lie.
         maker: The operation that makes it.
+        constraint: `file:line` of the constraint.
     """
 
     line: str
@@ -45,6 +46,7 @@ class Constrained:
     before: Split | None
     after: Split
     maker: JaxprEqn | None
+    constraint: str
 
     def asks_for(self, kind: str, mesh_axes: tuple[str, ...]) -> bool:
         """Whether the change of layout needs such a collective.
@@ -97,7 +99,8 @@ def is_asked_for(row: Collective, constrained: Iterable[Constrained]) -> bool:
     sizes = {
         found.sizes
         for found in constrained
-        if found.line == row.source and found.asks_for(row.kind, row.mesh_axes)
+        if row.source in (found.line, found.constraint)
+        and found.asks_for(row.kind, row.mesh_axes)
     }
     if row.kind == "all-to-all" and len(row.dims) > 1:  # An array in as many pieces.
         return sum(map(math.prod, row.dims)) in set(map(math.prod, sizes))
@@ -105,27 +108,34 @@ def is_asked_for(row: Collective, constrained: Iterable[Constrained]) -> bool:
 
 
 def _constrained_by(operation: Operation) -> Iterator[Constrained]:
-    equation, manual = operation.equation, operation.region.manual
+    equation = operation.equation
     if operation.name == "sharding_constraint":
         [atom], [value] = equation.invars, operation.operands
-        yield from _laid_out(atom, value, equation.params["sharding"], manual)
+        yield from _laid_out(atom, value, equation.params["sharding"], operation)
     shardings = equation.params.get("out_shardings", ())
     for atom, value, sharding in zip(
         equation.outvars, operation.results, shardings, strict=False
     ):
-        yield from _laid_out(atom, value, sharding, manual)
+        yield from _laid_out(atom, value, sharding, operation)
 
 
 def _laid_out(
-    atom: Any, value: Value, sharding: Any, manual: frozenset[str]
+    atom: Any, value: Value, sharding: Any, operation: Operation
 ) -> Iterator[Constrained]:
     if not isinstance(sharding, NamedSharding):
         return
     shape, mesh_sizes = atom.aval.shape, dict(sharding.mesh.shape)
     split = split_by(sharding.spec, len(shape), mesh_sizes)
-    after = tuple(axes - manual for axes in split)
+    after = tuple(axes - operation.region.manual for axes in split)
     sizes = local_shape(shape, after, mesh_sizes)
-    yield Constrained(value.line, sizes_of(sizes), value.split, after, value.maker)
+    yield Constrained(
+        line=value.line,
+        sizes=sizes_of(sizes),
+        before=value.split,
+        after=after,
+        maker=value.maker,
+        constraint=operation.source,
+    )
 
 
 def local_shape(

@@ -70,13 +70,7 @@ def flops_of(program: Program) -> Flops:
         computation = program.computations[name]
         executions = sum(place.executions for place in at)
         for instruction in computation.instructions:
-            try:
-                flops = _flops(program, computation, instruction)
-            except HloError:
-                raise
-            except (ValueError, IndexError) as error:
-                problem = f"a {instruction.opcode} whose dims do not agree ({error})"
-                raise HloError(instruction.line, instruction.name, problem) from error
+            flops = instruction_flops(program, computation, instruction)
             if flops is None:
                 call = (_call_name(instruction), program.source_of(instruction))
                 uncounted[call] += executions
@@ -87,6 +81,23 @@ def flops_of(program: Program) -> Flops:
         for (name, source), executions in uncounted.items()
     )
     return Flops(total=total, uncounted=tuple(calls))
+
+
+def instruction_flops(
+    program: Program, computation: Computation, instruction: Instruction
+) -> int | None:
+    """Operations of one instruction; 0 if it is no matmul, None if it does not say.
+
+    Raises:
+        HloError: It is a dot or convolution that cannot be read.
+    """
+    try:
+        return _flops(program, computation, instruction)
+    except HloError:
+        raise
+    except (ValueError, IndexError) as error:
+        problem = f"a {instruction.opcode} whose dims do not agree ({error})"
+        raise HloError(instruction.line, instruction.name, problem) from error
 
 
 def _flops(

@@ -45,15 +45,16 @@ def places(program: Program) -> dict[str, list[Place]]:
         found[name].append(place)
         computation = program.computations[name]
         for instruction in computation.instructions:
-            for callee, at in _called(program, computation, instruction, place):
+            for callee, at in called(program, computation, instruction, place):
                 program.computation(callee, used_by=instruction)
                 waiting.append((callee, at))
     return dict(found)
 
 
-def _called(
+def called(
     program: Program, computation: Computation, instruction: Instruction, place: Place
 ) -> Iterator[tuple[str, Place]]:
+    """What an instruction of a computation runs, and where that is."""
     opcode = instruction.opcode
     if opcode == "while":
         trips = trip_count(program, computation, instruction)

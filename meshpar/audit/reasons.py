@@ -24,6 +24,7 @@ from meshpar.audit.matmuls import (
     sum_per_operand,
 )
 from meshpar.audit.subject import Subject
+from meshpar.audit.users import names_no_need
 from meshpar.collectives import ASKED, ASKED_PREFIX
 from meshpar.layout import BATCH_AXES
 
@@ -74,9 +75,12 @@ def explain(
     parts = [row]
     if len(row.paths) > 1:  # Joined by XLA, from several lines.
         parts = [replace(row, op_path=path, source="") for path in row.paths]
-    reasons = [_reason(part, subject, evidence, expected or {}) for part in parts]
+    expected = expected or {}
+    parts = [_named_by_need(part, subject, evidence, expected) for part in parts]
+    reasons = [_reason(part, subject, evidence, expected) for part in parts]
     reasons = [found for found in reasons if not found[1]] or reasons
     words = " and ".join(dict.fromkeys(words for words, _ in reasons))
+    row = parts[0] if len(parts) == 1 else row
     return Explained(collective=row, reason=words, surprise=not reasons[0][1])
 
 
@@ -90,12 +94,57 @@ def _reason(
     evidence: Evidence,
     expected: Mapping[str, Mapping[str, str]],
 ) -> Reason:
+    return _of_its_maker(row, subject, expected) or _of_its_name(row, subject, evidence)
+
+
+def _named_by_need(
+    row: Collective,
+    subject: Subject,
+    evidence: Evidence,
+    expected: Mapping[str, Mapping[str, str]],
+) -> Collective:
+    """Named after an operation that uses what it moves, if its own name needs nothing.
+
+    Of several the first that has a reason: it would be there for that one alone.
+    """
+    if (
+        row.kind in _SUMS
+        or not names_no_need(row.operation)
+        or _of_its_maker(row, subject, expected)
+        or is_asked_for(row, evidence.constrained)
+    ):
+        return row
+    named = [
+        replace(row, op_path=_as_entered(path, row.op_path), source=source)
+        for path, source in row.uses
+    ]
+    asked = (use for use in named if _of_its_name(use, subject, evidence)[1])
+    return next(asked, next(iter(named), row))
+
+
+def _as_entered(path: str, made: str) -> str:
+    """The path of a use; of one in a `shard_map` that the value enters, up to it."""
+    depth = made.split("/").count("shard_map")
+    parts = path.split("/")
+    regions = [at for at, part in enumerate(parts) if part == "shard_map"]
+    entered = made and len(regions) > depth
+    return "/".join(parts[: regions[depth] + 1]) if entered else path
+
+
+def _of_its_maker(
+    row: Collective, subject: Subject, expected: Mapping[str, Mapping[str, str]]
+) -> Reason | None:
     return (
         _of_the_caller(row, expected)
         or _of_the_library(row)
         or _written(row)
-        or _sequence_gathered(row, subject, evidence)
         or _joined(row, subject)
+    )
+
+
+def _of_its_name(row: Collective, subject: Subject, evidence: Evidence) -> Reason:
+    return (
+        _sequence_gathered(row, subject, evidence)
         or _partial_sums(row, subject, evidence)
         or _constrained(row, evidence)
         or _unasked(row, evidence)

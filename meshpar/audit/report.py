@@ -6,7 +6,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import jax
@@ -17,16 +17,20 @@ from meshpar.audit.flops import UncountedCall, flops_of
 from meshpar.audit.hazards import Hazard, compiled_hazards, traced_hazards
 from meshpar.audit.hlo import parse_program
 from meshpar.audit.memory import Buffer, MemoryUse, largest_buffers, memory_stats
+from meshpar.audit.overlap import (
+    Overlap,
+    OverlapTotal,
+    cluster_of_target,
+    overlap_totals,
+    overlaps_of,
+)
 from meshpar.audit.reasons import Explained, explain
 from meshpar.audit.subject import Subject, subject_of
-from meshpar.audit.targets import (
-    CompiledProgram,
-    Target,
-    TargetError,
-    compile_for,
-)
+from meshpar.audit.target import Target
+from meshpar.audit.targets import CompiledProgram, TargetError, compile_for
 from meshpar.audit.traced import operations
 from meshpar.errors import InputError
+from meshpar.planner.machine.cluster import Cluster
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +46,7 @@ class AuditReport:
         capacity_bytes: Memory of one device, if known.
         flops: Matmul FLOPs, with those that kernels estimate of themselves.
         uncounted: Custom calls whose FLOPs are not known, and not among them.
+        overlaps: Line of each collective -> the matmuls beside it.
         buffers: The largest arrays written.
         hazards: What XLA is known to run wrongly or not at all.
         problem: Why there is no compiled program; empty if there is one.
@@ -57,6 +62,7 @@ class AuditReport:
     capacity_bytes: int | None = None
     flops: int = 0
     uncounted: tuple[UncountedCall, ...] = ()
+    overlaps: Mapping[int, Overlap] = field(default_factory=dict)
     buffers: tuple[Buffer, ...] = ()
     hazards: tuple[Hazard, ...] = ()
     problem: str = ""
@@ -116,6 +122,10 @@ class AuditReport:
             total["wire_bytes"] += times * collective.wire_bytes
         return totals
 
+    def overlap(self) -> tuple[OverlapTotal, ...]:
+        """What matmuls hide, for each kind of collective over each mesh axes."""
+        return overlap_totals((row.collective for row in self.rows), self.overlaps)
+
     def to_json(self) -> dict[str, Any]:
         """The object that `meshpar audit --json` prints."""
         names = [field.name for field in fields(MemoryUse)]
@@ -129,7 +139,8 @@ class AuditReport:
             "memory": {**memory, "capacity_bytes": self.capacity_bytes},
             "flops": self.flops,
             "uncounted": [asdict(call) for call in self.uncounted],
-            "collectives": [_row_json(row) for row in self.rows],
+            "collectives": [_row_json(row, self.overlaps) for row in self.rows],
+            "overlap": [_overlap_json(total) for total in self.overlap()],
             "totals": [
                 {"mesh_axes": axes, "kind": kind, **total}
                 for (axes, kind), total in self.totals().items()
@@ -148,6 +159,7 @@ def audit(
     expected: Mapping[str, Mapping[str, str]] | None = None,
     timeout_s: float = 600.0,
     memory_bytes: int = 16 << 30,
+    compiler_options: Mapping[str, Any] | None = None,
 ) -> AuditReport:
     """Compiles a function and reports what the compiler made of it. Runs nothing.
 
@@ -160,6 +172,8 @@ def audit(
         expected: Mesh axis -> kind -> reason, of what the caller asks for besides.
         timeout_s: Seconds that compiling for an absent target may take.
         memory_bytes: Memory that it may take.
+        compiler_options: XLA's. On its own devices a step has those that it was made
+            with (`make_train_step`); a name given here counts.
 
     Returns:
         The report. A program that XLA may abort on is compiled in another process; if
@@ -182,13 +196,15 @@ def audit(
         >>> [(row.collective.kind, row.reason) for row in report.rows]
         [('all-reduce', 'partial sums of reduce_sum')]
     """
-    chosen = Target.parse(target) if isinstance(target, str) else target
+    chosen = None if target is None else Target.of(target)
     subject = subject_of(
         function,
         arguments,
         mesh=mesh,
         platform=None if chosen is None else chosen.platform,
     )
+    options = {**subject.compiler_options, **(compiler_options or {})}
+    subject = replace(subject, compiler_options=options)
     start = time.perf_counter()
     known: dict[str, Any] = {
         "layout": str(subject.layout or ""),
@@ -223,7 +239,7 @@ def audit(
         evidence=Evidence.of(traced, subject.mesh_shape),
         expected=expected,
     )
-    return _read(compiled, known, hazards, explained)
+    return _read(compiled, known, hazards, explained, cluster_of_target(chosen))
 
 
 def _compile(
@@ -260,7 +276,7 @@ def _as_virtual(subject: Subject) -> Target:
 
 
 def _compiled_here(subject: Subject) -> CompiledProgram:
-    compiled = subject.lower().compile()
+    compiled = subject.lower().compile(dict(subject.compiler_options) or None)
     return CompiledProgram(text=compiled.as_text() or "", memory=memory_stats(compiled))
 
 
@@ -269,6 +285,7 @@ def _read(
     known: dict[str, Any],
     hazards: list[Hazard],
     explained: Callable[[Collective], Explained],
+    cluster: Cluster | None,
 ) -> AuditReport:
     program = parse_program(compiled.text)
     rows = collectives_of(program, known["mesh_shape"])
@@ -279,6 +296,7 @@ def _read(
         memory=MemoryUse.of(compiled.memory or {}),
         flops=flops.total,
         uncounted=flops.uncounted,
+        overlaps=overlaps_of(program, rows, known["mesh_shape"], cluster),
         buffers=largest_buffers(program),
         hazards=(*hazards, *compiled_hazards(rows)),
     )
@@ -289,10 +307,24 @@ def axes_text(mesh_axes: tuple[str, ...] | None) -> str:
     return "?" if mesh_axes is None else "+".join(mesh_axes)
 
 
-def _row_json(row: Explained) -> dict[str, Any]:
+def _overlap_json(total: OverlapTotal) -> dict[str, Any]:
+    return {
+        **asdict(total),
+        "mesh_axes": list(total.mesh_axes or ()),
+        "exposed_s": total.exposed_s,
+        "hidden_share": total.hidden_share,
+    }
+
+
+def _row_json(row: Explained, overlaps: Mapping[int, Overlap]) -> dict[str, Any]:
     collective = row.collective
+    beside = overlaps.get(collective.line, Overlap(line=collective.line))
     return {
         **asdict(collective),
+        "matmul_flops": beside.matmul_flops,
+        "matmul_bytes": beside.matmul_bytes,
+        "wire_s": beside.wire_s,
+        "hidden_s": beside.hidden_s,
         "mesh_axes": list(collective.mesh_axes or ()),
         "matches_mesh": collective.mesh_axes is not None,
         "reason": row.reason,

@@ -28,6 +28,7 @@ class Subject:
         layout: The layout, if a training step of ours is audited.
         weights: Path -> whole shape (of one layer) of each parameter.
         sequence_axes: Mesh axes that split the residual stream's sequence.
+        compiler_options: XLA's, that its jit has.
     """
 
     function: Any
@@ -37,6 +38,7 @@ class Subject:
     layout: Layout | None = None
     weights: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     sequence_axes: tuple[str, ...] = ()
+    compiler_options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def mesh_shape(self) -> dict[str, int]:

@@ -45,6 +45,23 @@ def totals_table(report: AuditReport) -> Table:
     return table
 
 
+def overlap_table(report: AuditReport) -> Table:
+    """How much of the communication matmuls hide, in one run, per device."""
+    table = _table("hidden over", "collective", "on the wire", "share of bytes")
+    for heading in ("ms on the wire", "ms hidden", "ms exposed"):
+        table.add_column(heading, justify="right")
+    for total in report.overlap():
+        seconds = (total.wire_s, total.hidden_s, total.exposed_s)
+        table.add_row(
+            axes_text(total.mesh_axes),
+            total.kind,
+            f"{total.wire_bytes:,}",
+            f"{total.hidden_share:.0%}",
+            *("?" if each is None else f"{each * 1e3:,.2f}" for each in seconds),
+        )
+    return table
+
+
 def buffer_table(report: AuditReport) -> Table:
     """The largest arrays that the program writes."""
     table = _table("largest arrays", "type", "bytes", "operation", "source")
@@ -61,7 +78,7 @@ def buffer_table(report: AuditReport) -> Table:
 
 def _table(*headings: str) -> Table:
     table = Table(box=None, pad_edge=False)
-    numbers = ("bytes", "on the wire", "times")
+    numbers = ("bytes", "on the wire", "times", "share of bytes")
     for heading in headings:
         table.add_column(heading, justify="right" if heading in numbers else "left")
     return table

@@ -22,16 +22,11 @@ from pathlib import Path
 from jax import export
 
 from meshpar.audit.subject import Subject
+from meshpar.audit.target import Target
 from meshpar.errors import InputError
-from meshpar.hardware.devices import TARGETS
-from meshpar.layout import nearest
 from meshpar.mesh import use_mesh
 
-_VIRTUAL = "cpu:virtual"
-"""Devices in a row, which have no memory of their own."""
-
 _PLUGINS = {"gpu": "jax_plugins.xla_cuda13", "tpu": "libtpu", "cpu": "jax"}
-_EXAMPLES = "write for example tpu:v5p:4x4x4, or gpu:h100:8x8 (hosts x GPUs)"
 _POLL_S = 0.2
 _REFUSED_CALL = re.compile(
     r"custom calls whose targets .*?custom_call @([\w.$]+)", re.S
@@ -49,63 +44,6 @@ _CUSTOM_CALLS = (
 
 class TargetError(InputError):
     """The compiler for an absent target is not installed, or failed."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Target:
-    """Hardware by name: `tpu:v5p:4x4x4` (a torus), `gpu:h100:8x8` (hosts x GPUs).
-
-    `cpu:virtual:8` is eight virtual CPU devices, compiled for in another process.
-
-    Args:
-        platform: `tpu`, `gpu` or `cpu`.
-        chip: Such as `v5p`, `h100` or `virtual`.
-        shape: Chips along each dim of the torus, hosts and GPUs of a host, or devices.
-    """
-
-    platform: str
-    chip: str
-    shape: tuple[int, ...]
-
-    @classmethod
-    def parse(cls, text: str) -> Target:
-        """The target that a text names.
-
-        Raises:
-            InputError: It is not of that form, or the chip is not known.
-        """
-        platform, _, rest = text.partition(":")
-        chip, _, shape = rest.partition(":")
-        parts = shape.split("x")
-        if not all(part.isdigit() and int(part) > 0 for part in parts):
-            raise InputError(f"target {text!r} has no sizes; {_EXAMPLES}")
-        name = f"{platform}:{chip}"
-        if name not in (*TARGETS, _VIRTUAL):
-            known = nearest(name, (*TARGETS, _VIRTUAL))
-            raise InputError(f"target {text!r}: no {name}; {known}")
-        sizes = tuple(int(part) for part in parts)
-        # A TPU's torus; hosts and GPUs of one.
-        num_dims = 1 if name == _VIRTUAL else TARGETS[name].torus_dims or 2
-        if len(sizes) != num_dims:
-            raise InputError(
-                f"target {text!r} has {len(sizes)} sizes, but {name} has {num_dims}; "
-                f"{_EXAMPLES}"
-            )
-        return cls(platform=platform, chip=chip, shape=sizes)
-
-    def __str__(self) -> str:
-        return f"{self.platform}:{self.chip}:{'x'.join(map(str, self.shape))}"
-
-    @property
-    def num_devices(self) -> int:
-        """Chips or GPUs in all."""
-        return math.prod(self.shape)
-
-    @property
-    def memory_bytes(self) -> int | None:
-        """Memory of one device; None if it has none of its own."""
-        device = TARGETS.get(f"{self.platform}:{self.chip}")
-        return None if device is None else round(device.memory_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +85,7 @@ def compile_for(
             "mesh_shape": subject.mesh_shape,
             "is_layout": subject.layout is not None,
             "donated": donated,
+            "compiler_options": dict(subject.compiler_options),
         }
         (folder / "request.json").write_text(json.dumps(request))
         words = _run(folder, timeout_s=timeout_s, memory_bytes=memory_bytes)
