@@ -42,7 +42,7 @@ from typing import Any
 import jax
 
 from meshpar.errors import InputError
-from meshpar.model.inputs import Input, Inputs, default_inputs
+from meshpar.model.inputs import Input, Inputs, check_inputs, default_inputs
 from meshpar.model.parameter import Parameter, Params, flat, is_parameter
 from meshpar.model.scope import Scope
 from meshpar.model.sums import Sums, check_head, check_kept, check_sums
@@ -71,6 +71,7 @@ class BlockGroup:
             group has state that changes; `sums` are its blocks' over the global batch.
         costs: Of each layer, in any unit, for stages of even cost (`splits=cost`);
             their matmul FLOPs when absent.
+        called: What errors call its block; its group by name when empty.
 
     Raises:
         InputError: There are not as many costs as layers, or one is not above 0.
@@ -84,6 +85,7 @@ class BlockGroup:
     auxiliary: Mapping[str, float] = field(default_factory=dict, hash=False)
     update_state: Callable[[Params, Sums], Params] | None = None
     costs: tuple[float, ...] | None = None
+    called: str = ""
 
     def __post_init__(self) -> None:
         if self.costs is None:
@@ -109,8 +111,9 @@ class BlockGroup:
         """
         result = self.block(params, stream, scope)
         keeps_state = self.update_state is not None
-        y, sums = check_sums(self.name, result, stream, self.auxiliary, keeps_state)
-        check_kept(self.name, y, stream)
+        block = self.called or f"the block of group {self.name!r}"
+        y, sums = check_sums(block, result, stream, self.auxiliary, keeps_state)
+        check_kept(block, y, stream)
         return y, sums
 
     def weighted(self, sums: Mapping[str, jax.Array]) -> jax.Array | float:
@@ -163,7 +166,8 @@ class Model:
             that is where they come from.
 
     Raises:
-        InputError: There is no group, or one has no parameters.
+        InputError: There is no group, or one has no parameters; or what is declared of
+            the inputs are none.
     """
 
     parameters: dict[str, Any]
@@ -182,6 +186,7 @@ class Model:
     modules: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        check_inputs(self.inputs)
         for group in self.groups:
             if group.name not in self.parameters:
                 raise InputError(

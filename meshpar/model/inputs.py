@@ -15,8 +15,9 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from meshpar.errors import InputError
+from meshpar.errors import InputError, whole_number
 from meshpar.layout import nearest
 from meshpar.rules.rules import LogicalAxes
 
@@ -36,7 +37,7 @@ _ACCEPTED = {
     "complex": (jnp.inexact,),
 }
 
-_DEFAULT = "models.inputs:LANGUAGE"
+_DEFAULT = "meshpar.models.inputs:LANGUAGE"
 """What a model reads that declares nothing: looked up where the models are at hand."""
 
 Inputs: TypeAlias = Mapping[str, "Input"]
@@ -59,7 +60,8 @@ class Input:
         optional: Whether a batch may be without it.
         shape: Sizes of dims that every batch has alike, None for any other; all vary
             when absent.
-        below: Integers are from 0 to below this; not known when absent.
+        below: Integers are from 0 to below this; not known when absent. Checked where
+            the array is NumPy's; one on a device is not fetched for it.
         is_weight: Whether it says how much each of its elements counts in the loss.
 
     Raises:
@@ -79,12 +81,14 @@ class Input:
     is_weight: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.logical_axes, str):
+        if not isinstance(self.logical_axes, tuple | list):
             raise InputError(
                 f"an input's logical axes are {self.logical_axes!r}; give a tuple with "
                 "a name, or None, for each dim"
             )
         object.__setattr__(self, "logical_axes", tuple(self.logical_axes))
+        if self.below is not None:
+            whole_number("below", self.below)
         if self.logical_axes[:1] != (BATCH_DIM,):
             raise InputError(
                 f"an input's logical axes are {self.logical_axes}; the example comes "
@@ -130,6 +134,26 @@ class Batch(dict):
         raise MissingInputError(
             f"the model reads batch[{name!r}], but the batch has {has}; add the array"
         )
+
+
+def check_inputs(inputs: Any) -> None:
+    """Refuses what declares no inputs.
+
+    Raises:
+        InputError: It is no mapping of names to `Input`.
+    """
+    if inputs is None:
+        return
+    if not isinstance(inputs, Mapping):
+        raise InputError(
+            f"inputs is a {type(inputs).__name__}; give a dict of name -> "
+            "meshpar.Input(('batch', ...))"
+        )
+    for name, one in inputs.items():
+        if not isinstance(one, Input):
+            raise InputError(
+                f"inputs[{name!r}] is {one!r}; give meshpar.Input(('batch', ...))"
+            )
 
 
 def default_inputs() -> Inputs:
@@ -211,7 +235,8 @@ def check_batch(inputs: Inputs, batch: Mapping[str, Any]) -> int:
 
     Raises:
         InputError: An array is missing, is none, has other dims or another kind of
-            numbers than declared, or a size that another array contradicts.
+            numbers than declared, a size that another array contradicts, or (in a
+            NumPy array) a number that is not below what is declared.
     """
     if not isinstance(batch, Mapping) or not batch:
         raise InputError(
@@ -237,7 +262,26 @@ def check_batch(inputs: Inputs, batch: Mapping[str, Any]) -> int:
                     f"{axis!r} is {size} in one and {known} in the other; arrays of a "
                     "batch agree in the dims that they share"
                 )
+    check_values(inputs, batch)
     return sizes[BATCH_DIM][1]
+
+
+def check_values(inputs: Inputs, batch: Mapping[str, Any]) -> None:
+    """Refuses whole numbers that are no index of what they select.
+
+    Only arrays of NumPy are looked at: one on a device would have to come back first.
+
+    Args:
+        inputs: What the model declares; `below` is the bound.
+        batch: Name -> array, of the shapes that are declared.
+
+    Raises:
+        InputError: Of the first such number, with its place.
+    """
+    for name, declared in inputs.items():
+        array = batch.get(name)
+        if declared.below is not None and isinstance(array, np.ndarray):
+            _check_below(name, array, declared.below)
 
 
 def _named_dims(array: Any, declared: Input | None) -> Iterator[tuple[str, int]]:
@@ -276,6 +320,17 @@ def _check_array(name: str, array: Any, declared: Input | None) -> None:
             f"of kind {declared.kind!r}; convert it with .astype(numpy."
             f"{jnp.dtype(declared.dtype).name})"
         )
+
+
+def _check_below(name: str, array: np.ndarray, below: int) -> None:
+    if not array.size or (array.min() >= 0 and array.max() < below):
+        return
+    place = np.unravel_index(np.argmax((array < 0) | (array >= below)), array.shape)
+    raise InputError(
+        f"batch[{name!r}] has {array[place]} at {tuple(map(int, place))}, but the "
+        f"model takes 0 to {below - 1} there: give numbers below {below}, or a model "
+        "that knows more"
+    )
 
 
 def _shape(name: str, one: Input, sizes: Mapping[str, int]) -> tuple[int, ...]:

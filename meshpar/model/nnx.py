@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
+import jax
 from flax import nnx
 
-from meshpar.errors import InputError
+from meshpar.errors import InputError, whole_number
 from meshpar.model.contract import BlockGroup, Model
 from meshpar.model.inputs import Input
 from meshpar.model.nnx_functions import Functional
 from meshpar.model.parameter import Params
 from meshpar.model.scope import Scope
+from meshpar.model.sums import check_head
 from meshpar.model.values import ENDS
 
 
@@ -82,12 +85,21 @@ def from_nnx(
             module that holds a random key of its own.
     """
     chosen = _groups(
-        groups, group, block, num_layers, stream=stream, auxiliary=auxiliary or {}
+        groups,
+        group,
+        block,
+        num_layers,
+        stream=stream,
+        auxiliary={} if auxiliary is None else auxiliary,
     )
-    end = Functional(ends, "the ends")
+    end = Functional(ends, "ends")
     made = {
-        name: Functional(one.block, f"block {name!r}") for name, one in chosen.items()
+        name: Functional(
+            one.block, "block" if groups is None else f"groups[{name!r}].block"
+        )
+        for name, one in chosen.items()
     }
+    _check_methods(end, chosen, made)
     _check_names(end, chosen)
     sizes = {name: one.num_layers for name, one in chosen.items()}
     state = {name: one.state(sizes[name]) for name, one in made.items()}
@@ -98,12 +110,12 @@ def from_nnx(
 
     return Model(
         parameters={**end.parameters(None), **params},
-        embed=lambda params, batch, scope: end.run(
-            params, scope, "embed", batch, scope
+        embed=lambda params, batch, scope: _stream(
+            end, "embed", end.run(params, scope, "embed", batch, scope)
         ),
         groups=tuple(_group(name, chosen[name], made[name], end) for name in chosen),
-        head=lambda params, x, batch, scope: end.run(
-            params, scope, "head", x, batch, scope
+        head=lambda params, x, batch, scope: check_head(
+            end.run(params, scope, "head", x, batch, scope), f"{end.what}: head"
         ),
         logits=logits if end.has("logits") else None,
         inputs=inputs,
@@ -133,22 +145,59 @@ def _groups(
         )
     if groups is None and block is not None and num_layers is not None:
         groups = {name: Blocks(block=block, num_layers=num_layers, **options)}
-    if not groups:
-        raise InputError("groups={}: a model has at least 1 group of blocks")
+    if not isinstance(groups, Mapping) or not groups:
+        raise InputError(
+            f"from_nnx(groups={groups!r}): a model has at least 1 group of blocks; "
+            "give a dict of name -> meshpar.Blocks"
+        )
     for name, one in groups.items():
-        if one.num_layers < 1:
+        if not isinstance(one, Blocks):
             raise InputError(
-                f"num_layers={one.num_layers}: {name!r} has at least 1 block"
+                f"from_nnx(groups={{{name!r}: {one!r}}}): give a meshpar.Blocks"
             )
+        whole_number(f"from_nnx: {name!r} has num_layers", one.num_layers)
+        _check_auxiliary(one.auxiliary)
     return dict(groups)
+
+
+def _check_auxiliary(auxiliary: Any) -> None:
+    numbers = isinstance(auxiliary, Mapping) and all(
+        isinstance(value, Real) for value in auxiliary.values()
+    )
+    if not numbers:
+        raise InputError(
+            f"from_nnx(auxiliary={auxiliary!r}): give a dict of name -> coefficient, "
+            "such as {'router_z': 1e-3}"
+        )
+
+
+def _check_methods(
+    end: Functional, chosen: Mapping[str, Blocks], made: Mapping[str, Functional]
+) -> None:
+    end.check_method("embed", "batch", "scope")
+    end.check_method("head", "stream", "batch", "scope")
+    for name, one in chosen.items():
+        if one.enter is not None:
+            end.check_method(one.enter, "stream", "scope")
+        made[name].check_method("__call__", "stream", "scope")
+
+
+def _stream(end: Functional, method: str, stream: Any) -> Any:
+    leaves = jax.tree.leaves(stream, is_leaf=lambda leaf: leaf is None)
+    if not leaves or not all(getattr(leaf, "ndim", 0) for leaf in leaves):
+        raise InputError(
+            f"{end.what}: {method} returns {stream!r}; it must return the stream: an "
+            "array, or a tree of arrays, with the example first in each"
+        )
+    return stream
 
 
 def _check_names(end: Functional, groups: Mapping[str, Blocks]) -> None:
     taken = {*end.parameters(None), *end.state(None)} & set(groups)
     if taken:
         raise InputError(
-            f"the ends have parameters called {sorted(taken)[0]!r}, the blocks' own "
-            "name; rename them or pass another group="
+            f"{end.what}: its parameters {sorted(taken)[0]!r} have the name of the "
+            "blocks; rename them or pass another group="
         )
 
 
@@ -156,17 +205,17 @@ def _group(name: str, given: Blocks, block: Functional, end: Functional) -> Bloc
     def run(params: Params, stream: Any, scope: Scope) -> Any:
         return block.run_block(params, scope, stream)
 
-    method = given.enter
-
     def enter(params: Params, stream: Any, scope: Scope) -> Any:
-        return end.run(params, scope, method or "", stream, scope)
+        method = given.enter or ""
+        return _stream(end, method, end.run(params, scope, method, stream, scope))
 
     return BlockGroup(
         name=name,
         num_layers=given.num_layers,
         block=run,
-        enter=enter if method else None,
+        enter=enter if given.enter else None,
         stream=given.stream,
         auxiliary=dict(given.auxiliary),
         update_state=block.update_state if block.changes_state else None,
+        called=f"{block.what}: __call__",
     )

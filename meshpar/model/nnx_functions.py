@@ -15,6 +15,12 @@ from flax import nnx
 from jax import lax
 
 from meshpar.errors import InputError
+from meshpar.model.nnx_checks import (
+    check_axes,
+    check_builder,
+    check_method,
+    check_module,
+)
 from meshpar.model.parameter import Parameter, Params
 from meshpar.model.scope import Scope
 from meshpar.rules.sharding import axes_of, insert, path_name
@@ -50,18 +56,23 @@ class Functional:
 
     Args:
         builder: Builds it.
-        what: It, in words, for errors.
+        argument: Of `from_nnx`, that gave the builder.
 
     Raises:
-        InputError: It holds a random key of its own.
+        InputError: The builder takes no `nnx.Rngs` alone, or builds no module; or that
+            holds a random key of its own, or names no logical axis for each dim.
     """
 
-    def __init__(self, builder: Callable[[nnx.Rngs], nnx.Module], what: str) -> None:
-        self._builder, self._what = builder, what
+    def __init__(
+        self, builder: Callable[[nnx.Rngs], nnx.Module], argument: str
+    ) -> None:
+        check_builder(builder, argument)
+        self._builder = builder
         found: list[Any] = []
 
         def traced() -> list[Any]:
             module = _build(builder, jax.random.key(0))
+            check_module(module, argument)
             graph, state = nnx.split(module)
             leaves = list(nnx.to_flat_state(state))
             found.extend((type(module), graph, leaves))
@@ -69,14 +80,23 @@ class Functional:
 
         shapes = jax.eval_shape(traced)
         self._type, self._graph, leaves = found
+        self.what = f"from_nnx({argument}={self._type.__name__})"
         self._leaves = tuple(
-            _leaf(path, leaf, shape, what)
+            _leaf(path, leaf, shape, self.what)
             for (path, leaf), shape in zip(leaves, shapes, strict=True)
         )
 
     def has(self, method: str) -> bool:
         """Whether the module has a method of that name."""
         return hasattr(self._type, method)
+
+    def check_method(self, method: str, *arguments: str) -> None:
+        """Refuses a module that lacks a method, or one of other arguments.
+
+        Raises:
+            InputError: It does.
+        """
+        check_method(self._type, self.what, method, arguments)
 
     def parameters(self, num_layers: int | None) -> Params:
         """Tree of `Parameter`, without those of integers and booleans."""
@@ -115,8 +135,8 @@ class Functional:
         if scope.training:
             for path, _ in self._assigned(module, scope.state):
                 raise InputError(
-                    f"{self._what} assigns to {path!r} in {method}; state of the ends "
-                    "is constant: keep what changes in a block"
+                    f"{self.what}: {method} assigns to {path!r}; state of the ends is "
+                    "constant: keep what changes in a block"
                 )
         return result
 
@@ -134,13 +154,14 @@ class Functional:
         for path in assigned:
             if path.rpartition(".")[0] not in of_norms:
                 raise InputError(
-                    f"{self._what} assigns to {path!r} while it runs, on the examples "
-                    "of one device or microbatch; return (x, sums) instead, and assign "
-                    "in update_state(self, sums), which gets the global batch's"
+                    f"{self.what}: __call__ assigns to {path!r} while it runs, on the "
+                    "examples of one device or microbatch; return (x, sums) instead, "
+                    "and assign in update_state(self, sums), which gets the global "
+                    "batch's"
                 )
         if scope.num_microbatches > 1:
             raise InputError(
-                f"{self._what} has nnx.BatchNorm {sorted(of_norms)[0]!r}, whose "
+                f"{self.what} has nnx.BatchNorm {sorted(of_norms)[0]!r}, whose "
                 "statistics are the global batch's, but it runs in "
                 f"microbatches={scope.num_microbatches}; set microbatches=1, or use a "
                 "norm of each example"
@@ -196,10 +217,13 @@ class Functional:
         tree: Params = {}
         for leaf in self._leaves:
             if leaf.role in roles:
+                shape = tuple(leaf.value.shape)
+                axes = axes_of(leaf.template, len(shape))
+                check_axes(self.what, leaf.name, shape, axes)
                 parameter = Parameter(
-                    shape=tuple(leaf.value.shape),
+                    shape=shape,
                     dtype=leaf.value.dtype,
-                    logical_axes=axes_of(leaf.template, len(leaf.value.shape)),
+                    logical_axes=axes,
                     num_layers=num_layers,
                 )
                 insert(tree, leaf.path, parameter)
@@ -226,9 +250,9 @@ class Functional:
         for leaf, value in self._values_of(module):
             if leaf.role == "random" and value is not leaf.value:
                 raise InputError(
-                    f"{self._what} draws random numbers from its own {leaf.name!r}, "
-                    "the same ones for every example and step of a layout; draw with "
-                    "scope.dropout or scope.key"
+                    f"{self.what}: {method} draws random numbers from the module's own "
+                    f"{leaf.name!r}, the same for every example and step of a layout; "
+                    "draw with scope.dropout or scope.key"
                 )
         return module, result
 
@@ -276,8 +300,9 @@ def _leaf(path: tuple, leaf: Any, shape: Any, what: str) -> _Leaf:
         return _Leaf(path, template, "random", value)
     if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
         raise InputError(
-            f"{what} holds a random key {'.'.join(map(str, path))!r} of its own; draw "
-            "with scope.dropout or scope.key, which every layout does alike"
+            f"{what}: the module holds a random key {'.'.join(map(str, path))!r} of "
+            "its own; draw with scope.dropout or scope.key, which every layout does "
+            "alike"
         )
     if isinstance(leaf, np.ndarray):
         return _Leaf(path, None, "fixed", leaf)

@@ -15,7 +15,7 @@ Sums = dict[str, jax.Array]
 
 
 def check_sums(
-    group: str,
+    block: str,
     result: Any,
     stream: Any,
     auxiliary: Mapping[str, float],
@@ -24,7 +24,7 @@ def check_sums(
     """A block's result as (stream, sums), once it has what the group declares.
 
     Args:
-        group: Name of the block's group.
+        block: What the user calls the block.
         result: What the block returned.
         stream: What it was given, whose tree its own stream has.
         auxiliary: The auxiliary losses that are declared.
@@ -41,9 +41,9 @@ def check_sums(
     if wrong or not (keeps_state or set(shapes) == set(auxiliary)):
         found = f"x and {shapes}" if pair else "x alone"
         raise InputError(
-            f"block group {group!r} declares auxiliary losses {list(auxiliary)}, but "
-            f"its block returns {found}; it must return (x, sums) with a scalar for "
-            "each of those, or x if none; other sums need update_state="
+            f"{block} returns {found}, but the auxiliary losses declared are "
+            f"{list(auxiliary)}; it must return (x, sums) with a scalar for each of "
+            "those, or x if none; other sums need update_state"
         )
     stream, sums = result
     return stream, {
@@ -52,11 +52,11 @@ def check_sums(
     }
 
 
-def check_kept(group: str, y: Any, x: Any) -> None:
+def check_kept(block: str, y: Any, x: Any) -> None:
     """Refuses a block that makes another stream than it was given.
 
     Args:
-        group: Name of the block's group.
+        block: What the user calls the block.
         y: Its stream after the block.
         x: And before.
 
@@ -66,9 +66,8 @@ def check_kept(group: str, y: Any, x: Any) -> None:
     found, wanted = (jax.tree.map(_described, stream) for stream in (y, x))
     if found != wanted:
         raise InputError(
-            f"a block maps {wanted} to {found}, in group {group!r}; blocks must keep "
-            "shape and dtype of all that their stream holds, so that they can follow "
-            "one another"
+            f"{block} maps {wanted} to {found}; blocks must keep shape and dtype of "
+            "all that their stream holds, so that they can follow one another"
         )
 
 
@@ -76,8 +75,12 @@ def _described(array: Any) -> str:
     return f"{jnp.result_type(array)}{jnp.shape(array)}"
 
 
-def check_head(found: Any) -> tuple[jax.Array, jax.Array]:
+def check_head(found: Any, head: str = "head") -> tuple[jax.Array, jax.Array]:
     """A head's loss and weights, summed, in fp32.
+
+    Args:
+        found: What it returned.
+        head: What the user calls it.
 
     Raises:
         InputError: They are not two scalars of real numbers.
@@ -86,13 +89,13 @@ def check_head(found: Any) -> tuple[jax.Array, jax.Array]:
     shapes = [jnp.shape(value) for value in pair]
     if shapes != [(), ()]:
         raise InputError(
-            f"head returns arrays of shapes {shapes}; it must return two scalars: the "
-            "sum of the loss over the examples and the sum of their weights"
+            f"{head} returns arrays of shapes {shapes}; it must return two scalars: "
+            "the sum of the loss over the examples and the sum of their weights"
         )
     for value in pair:
         if jnp.iscomplexobj(value):
             raise InputError(
-                f"head returns a {jnp.result_type(value)} scalar; a loss and its "
+                f"{head} returns a {jnp.result_type(value)} scalar; a loss and its "
                 "weights are real: take .real or jnp.abs of it"
             )
     loss_sum, weight_sum = (jnp.asarray(value, jnp.float32) for value in pair)

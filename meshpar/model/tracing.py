@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from meshpar.errors import InputError
-from meshpar.model.contract import Model
+from meshpar.errors import InputError, whole_number
+from meshpar.model.contract import Model, check_model
 from meshpar.model.inputs import (
     BATCH_DIM,
     Batch,
@@ -37,12 +37,16 @@ def batch_shapes(
         InputError: A size is missing.
 
     Example:
-        >>> from models.presets import build
+        >>> from meshpar.models.presets import build
         >>> batch_shapes(build("test"), 8, seq=16)["tokens"].shape
         (8, 16)
     """
+    for name, size in {BATCH_DIM: examples, **sizes}.items():
+        if size is not None:
+            whole_number("examples" if name == BATCH_DIM else name, size)
     if isinstance(model, int):
         return shapes_of(default_inputs(), {BATCH_DIM: model, "seq": examples or 0})
+    check_model(model)
     given = {} if examples is None else {BATCH_DIM: examples}
     return shapes_of(model.known_inputs, {**given, **sizes})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -91,7 +92,8 @@ class Checkpoints:
         if step == self.latest_step:
             return
         where = repr(str(self.directory))
-        with self._explained(f"checkpoint of step {step} not written to {where}"):
+        what = f"checkpoint of step {step} not written to {where}"
+        with self._explained(what), _logged_by_threads_withheld():
             orders = portable(self._orders_beside(state))
             stored = in_model_order(portable(state), orders)
             args = ocp.args.Composite(
@@ -189,6 +191,28 @@ class Checkpoints:
         self._manager.close()
 
 
+@contextlib.contextmanager
+def _logged_by_threads_withheld() -> Iterator[None]:
+    """Drops the tracebacks that Orbax logs of an error that the block raises as well.
+
+    Its threads log what ends them before the error comes to whoever waits for them.
+    """
+    logger, withheld = logging.getLogger("absl"), []
+
+    def keep(record: logging.LogRecord) -> bool:
+        if record.exc_info:
+            withheld.append(record)
+        return not record.exc_info
+
+    logger.addFilter(keep)
+    try:
+        yield
+    finally:
+        logger.removeFilter(keep)
+    for record in withheld:  # No error came of them, so that nobody else tells.
+        logger.handle(record)
+
+
 def _reason(error: Exception, directory: Path) -> str:
     """The first telling line of an error, or that the disk is full where it is."""
     text = str(error)
@@ -199,7 +223,8 @@ def _reason(error: Exception, directory: Path) -> str:
     free_bytes = space.f_bavail * space.f_frsize
     if free_bytes < 1 << 20 or "No space left" in text:
         return (
-            f"the disk is full ({free_bytes:,} bytes free); free some or name another"
+            f"the disk is full: {free_bytes:,} free bytes are too few; free some or "
+            "name another"
         )
     return telling[0] if telling else type(error).__name__
 

@@ -55,7 +55,7 @@ class TokenWindows:
 
 
 def shuffled_batches(
-    windows: TokenWindows, *, global_batch: int, seed: int
+    windows: TokenWindows, *, global_batch: int, seed: int, skip: int = 0
 ) -> Callable[[int], HostBatch]:
     """The global batch of any step: every window once an epoch, in an order of its own.
 
@@ -63,6 +63,8 @@ def shuffled_batches(
         windows: What to draw from.
         global_batch: Windows in a batch.
         seed: Of the order.
+        skip: Windows before the first batch: what a run has trained on in batches of
+            another size.
 
     Returns:
         Step -> the windows' arrays, each (global_batch, seq). A step can be asked for
@@ -70,12 +72,8 @@ def shuffled_batches(
     """
     # Grain shuffles epoch e with seed + e, so neighbouring seeds would share orders.
     spread = int(np.random.SeedSequence(seed).generate_state(1)[0])
-    dataset = (
-        grain.MapDataset.source(windows)
-        .shuffle(seed=spread)
-        .repeat()
-        .batch(global_batch)
-    )
+    in_order = grain.MapDataset.source(windows).shuffle(seed=spread).repeat()
+    dataset = in_order[skip:].batch(global_batch)
     return lambda step: dataset[step]
 
 

@@ -10,6 +10,9 @@ from typing import Any
 class StopRequest:
     """While active, SIGINT and SIGTERM are noted; a second one ends the program.
 
+    Attributes:
+        signal: Which; None before. A shell's status of what it ends is 128 more.
+
     Example:
         >>> with StopRequest() as stop:
         ...     signal.raise_signal(signal.SIGTERM)
@@ -20,8 +23,13 @@ class StopRequest:
     _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
     def __init__(self) -> None:
-        self.requested = False
+        self.signal: int | None = None
         self._before: dict[int, Any] = {}
+
+    @property
+    def requested(self) -> bool:
+        """Whether the program is to stop."""
+        return self.signal is not None
 
     def __enter__(self) -> StopRequest:
         for number in self._SIGNALS:
@@ -37,7 +45,7 @@ class StopRequest:
         self._restore()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.requested = True
+        self.signal = number
         self._restore()
 
     def _restore(self) -> None:

@@ -17,7 +17,7 @@ from meshpar.parallel.pipeline.program import with_costs
 from meshpar.parallel.pipeline.schedule_choice import OwnSchedule
 from meshpar.parallel.remat import check_residual_names
 from meshpar.rules.presets import default_rules
-from meshpar.rules.rules import Rules
+from meshpar.rules.rules import Rules, check_rules
 from meshpar.train.refusals import refuse, refuse_schedule
 from meshpar.train.step import TrainStep
 
@@ -48,7 +48,8 @@ def make_train_step(
             the stacked arrays where they hold the layers first to last.
         layout: The layout or its text form; a -1 absorbs the remaining devices.
         rules: Logical axis -> mesh axes; `default_rules(layout)` when absent.
-        devices: Devices to use; all of JAX's by default.
+        devices: Devices to use; JAX's by default: the first of them, with a warning,
+            where the layout needs fewer.
         mesh: A mesh with meshpar's six axes, instead of `devices`. On an
             `absent_mesh` the step can be audited for an absent target, not run.
         max_grad_norm: Scale gradients down to this global norm; None for no limit.
@@ -74,7 +75,7 @@ def make_train_step(
 
     Example:
         >>> import jax.numpy as jnp, optax
-        >>> from models.presets import build
+        >>> from meshpar.models.presets import build
         >>> step = make_train_step(build("test"), optax.adam(1e-3), "data=-1")
         >>> state = step.init(seed=0)
         >>> tokens = jnp.zeros((8, 16), jnp.int32)
@@ -88,13 +89,18 @@ def make_train_step(
     layout = Layout.of(layout)
     if mesh is None:
         mesh = make_mesh(layout, devices)
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise InputError(
+            f"mesh is a {type(mesh).__name__}; give one of make_mesh(layout)"
+        )
     layout = layout.resolve(mesh.size)
     if schedule is not None:
         refuse_schedule(layout)
     if layer_costs is not None:
         model = with_costs(model, layer_costs, layout)
     check_residual_names(model, layout.remat)
-    rules = rules or default_rules(layout)
+    rules = default_rules(layout) if rules is None else rules
+    check_rules(rules)
     refuse(layout, rules, mesh, gradient_dtype, max_grad_norm)
     return TrainStep(
         model=model,

@@ -23,7 +23,6 @@ from meshpar.layout import STAGE_REMATS
 from meshpar.mesh import platform_of
 from meshpar.model.inputs import open_size
 from meshpar.model.parameter import is_parameter
-from meshpar.model.scope import Batch
 from meshpar.parallel.zero import Stored, is_stored
 from meshpar.planner.cost.memory import Memory, memory_of
 from meshpar.planner.cost.run import Run
@@ -33,7 +32,7 @@ from meshpar.planner.workload.activations import kept_bytes, stage_input_bytes
 from meshpar.rules.rules import spec_axes
 from meshpar.schedules import tick_table
 from meshpar.train.precision import Mastered, inner_state
-from meshpar.train.step import TrainStep
+from meshpar.train.step import Batch, TrainStep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,7 +248,7 @@ def _cluster(step: TrainStep) -> Cluster:
     """As many devices as the step has; nothing but their platform matters here."""
     platform = platform_of(step.mesh)
     if platform == "gpu" and jax.default_backend() != "gpu":
-        # An absent one has no fused attention (`models.layers.attention`).
+        # An absent one has no fused attention (`meshpar.models.layers.attention`).
         platform = "cpu"
     device = replace(DEVICES["h100-80gb"], platform=platform)
     return Cluster(device=device, devices_per_host=step.layout.num_devices)

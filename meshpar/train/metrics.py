@@ -25,7 +25,7 @@ class JsonLines:
         self.path = path
         self._file = path.open("a", encoding="utf-8")
 
-    def write(self, **row: float | int | str) -> None:
+    def write(self, **row: float | int | str | None) -> None:
         """Writes one row and hands it to the operating system.
 
         JSON has no NaN and no infinity: a number that is not finite is written as null.
@@ -90,7 +90,7 @@ def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
     return row
 
 
-def _finite_or_none(value: float | int | str) -> float | int | str | None:
+def _finite_or_none(value: float | int | str | None) -> float | int | str | None:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

@@ -3,62 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from numbers import Real
 
 from jax.sharding import AbstractMesh, Mesh
 
 from meshpar.errors import InputError
-from meshpar.layout import BATCH_AXES, STAGE_REMATS, Layout
+from meshpar.layout import BATCH_AXES, Layout
 from meshpar.mesh import platform_of
 from meshpar.parallel.placement import DTYPES
 from meshpar.parallel.remat import HOST_MEMORY
 from meshpar.parallel.storage import split_axes_of
 from meshpar.rules.rules import Rules
 from meshpar.rules.table import RuleError
-
-_PLAIN = Layout()
-_OPTION_OF = {
-    "schedule": "stage",
-    "chunks": "stage",
-    "splits": "stage",
-    "execution": "stage",
-    "attention": "context",
-}
-"""Keys of a layout that mean something on one mesh axis only."""
-
-
-def layout_refusals(layout: Layout) -> dict[str, str]:
-    """Key of a layout -> why `make_train_step` refuses the value it has."""
-    refusals = {
-        name: f"layout {str(layout)!r}: make_train_step lays out data, fsdp, stage and "
-        f"tensor; {name}={getattr(layout, name)} is not supported: set {name}=1"
-        for name in ("context", "expert")
-        if getattr(layout, name) != 1
-    }
-    for name, mesh_axis in _OPTION_OF.items():
-        value = getattr(layout, name)
-        if value != getattr(_PLAIN, name) and getattr(layout, mesh_axis) == 1:
-            refusals[name] = (
-                f"layout {str(layout)!r}: {name} changes nothing while "
-                f"{mesh_axis}=1; leave it out, or give {mesh_axis!r} a size"
-            )
-    if layout.execution != "uniform" and "execution" not in refusals:
-        refusals["execution"] = (
-            f"layout {str(layout)!r}: execution={layout.execution} is not supported; "
-            "leave it out: all ranks run the same instructions every tick"
-        )
-    if layout.remat in STAGE_REMATS and layout.stage == 1:
-        refusals["remat"] = (
-            f"layout {str(layout)!r}: remat={layout.remat} keeps the input of each "
-            "pipeline stage, but stage=1; take remat=full, or give 'stage' a size"
-        )
-    names = layout.residual_names
-    if names is not None and names.offload and layout.runs_in_ticks:
-        refusals["remat"] = (
-            f"layout {str(layout)!r}: remat=offload is not supported where "
-            "microbatches wait in slots on the device; write remat=save:..., or set "
-            "stage=1 and microbatches=1"
-        )
-    return {**refusals, **_zero_refusals(layout), **_precision_refusals(layout)}
+from meshpar.train.layout_refusals import PLAIN, layout_refusals, zero_refusals
 
 
 def refuse(
@@ -91,9 +48,10 @@ def refuse(
         raise InputError(
             f"gradient_dtype={gradient_dtype!r}: must be one of {', '.join(DTYPES)}"
         )
-    if max_grad_norm is not None and not max_grad_norm > 0:
+    limited = max_grad_norm is not None
+    if limited and not (isinstance(max_grad_norm, Real) and max_grad_norm > 0):
         raise InputError(
-            f"max_grad_norm={max_grad_norm}: must be positive, or None for no limit"
+            f"max_grad_norm={max_grad_norm!r}: must be positive, or None for no limit"
         )
     for _, error in rule_refusals(rules, layout):
         raise error
@@ -154,7 +112,7 @@ def refuse_schedule(layout: Layout) -> None:
     Raises:
         InputError: It names a schedule itself, or has no stages.
     """
-    if layout.schedule != _PLAIN.schedule:
+    if layout.schedule != PLAIN.schedule:
         raise InputError(
             f"layout {str(layout)!r} names schedule={layout.schedule}, but a schedule "
             "is given beside it; leave one of them out"
@@ -189,32 +147,9 @@ def batch_refusal(
     )
 
 
-def _zero_refusals(layout: Layout) -> dict[str, str]:
-    refusals = {}
-    text, sizes = repr(str(layout)), layout.mesh_shape
-    idle = [axis for axis in layout.zero_axes if sizes[axis] == 1]
-    if layout.zero in (1, 2) and layout.batch_shards == 1:
-        refusals["zero"] = (
-            f"layout {text}: zero={layout.zero} shares nothing out while data=1 and "
-            "fsdp=1; leave it out, or give one of them a size"
-        )
-    elif layout.zero_axes and (idle or layout.zero == 0):
-        refusals["zero_axes"] = (
-            f"layout {text}: zero_axes={'/'.join(layout.zero_axes)} changes nothing "
-            f"while {'zero=0' if layout.zero == 0 else f'{idle[0]}=1'}; leave it out"
-        )
-    gathers = layout.zero == 3 and layout.runs_in_ticks and layout.batch_shards > 1
-    if layout.fsdp_gather != _PLAIN.fsdp_gather and not gathers:
-        refusals["fsdp_gather"] = (
-            f"layout {text}: fsdp_gather={layout.fsdp_gather} changes nothing without "
-            "zero=3, a size for 'fsdp', and stages or microbatches; leave it out"
-        )
-    return refusals
-
-
 def _unused_zero_keys(rules: Rules, layout: Layout) -> Iterator[tuple[str, RuleError]]:
     """Keys of ZeRO that the rules for stored parameters leave without effect."""
-    if layout.zero != 3 or "zero_axes" in _zero_refusals(layout):
+    if layout.zero != 3 or "zero_axes" in zero_refusals(layout):
         return
     split, text = split_axes_of(layout, rules), repr(str(layout))
     if layout.zero_axes and set(split) != set(layout.zero_axes):
@@ -228,7 +163,7 @@ def _unused_zero_keys(rules: Rules, layout: Layout) -> Iterator[tuple[str, RuleE
                 "logical axis to them in Rules(..., parameters=...)",
             ),
         )
-    if layout.fsdp_gather != _PLAIN.fsdp_gather and not split:
+    if layout.fsdp_gather != PLAIN.fsdp_gather and not split:
         yield (
             "fsdp_gather",
             RuleError(
@@ -238,16 +173,6 @@ def _unused_zero_keys(rules: Rules, layout: Layout) -> Iterator[tuple[str, RuleE
                 "size",
             ),
         )
-
-
-def _precision_refusals(layout: Layout) -> dict[str, str]:
-    if layout.param_dtype == "fp32" or layout.precision != "fp32":
-        return {}
-    return {
-        "param_dtype": f"layout {str(layout)!r}: param_dtype={layout.param_dtype} "
-        "rounds parameters that precision=fp32 computes with; set precision=bf16, or "
-        "leave it out"
-    }
 
 
 def _layers_error(mesh_axes: tuple[str, ...], layout: Layout) -> RuleError | None:

@@ -137,11 +137,22 @@ def check_not_donated(state: TrainState) -> None:
     """Refuses a state that an earlier step has taken: XLA would end the process.
 
     Raises:
-        InputError: Its arrays are gone.
+        InputError: Its arrays are gone, or it is something else.
     """
-    for path, array in jax.tree.leaves_with_path(state):
-        if isinstance(array, jax.Array) and array.is_deleted():
-            raise InputError(
-                f"the state's {path_name(path)} is gone: a step donates the state that "
-                "it is given; go on with the one that it returned"
-            )
+    if not isinstance(state, TrainState):
+        raise InputError(
+            f"state is a {type(state).__name__}; give what step.init or an earlier "
+            "step returned"
+        )
+    if not any(map(_is_gone, jax.tree.leaves(state))):
+        return
+    leaves = jax.tree.leaves_with_path(state)
+    path = next(path for path, array in leaves if _is_gone(array))
+    raise InputError(
+        f"the state's {path_name(path)} is gone: a step donates the state that it is "
+        "given; go on with the one that it returned"
+    )
+
+
+def _is_gone(array: Any) -> bool:
+    return isinstance(array, jax.Array) and array.is_deleted()

@@ -18,7 +18,6 @@ from meshpar.errors import InputError
 from meshpar.layout import BATCH_AXES, Layout
 from meshpar.mesh import absent_mesh
 from meshpar.model.contract import Model
-from meshpar.model.inputs import check_batch
 from meshpar.model.parameter import Params
 from meshpar.model.tracing import check_examples_first
 from meshpar.parallel.pipeline.program import pipeline_of
@@ -28,11 +27,11 @@ from meshpar.parallel.placement import DTYPES, Placement
 from meshpar.parallel.program import LocalProgram
 from meshpar.rules.rules import Rules
 from meshpar.rules.sharding import born_sharded
+from meshpar.train.batch_placement import BatchPlacement
 from meshpar.train.constants import put_in, take_out
 from meshpar.train.gradient_program import GradientProgram
 from meshpar.train.layer_order import layer_orders
 from meshpar.train.optimizer.by_layer import by_layer
-from meshpar.train.refusals import batch_refusal
 from meshpar.train.state import (
     TrainState,
     check_not_donated,
@@ -50,7 +49,10 @@ class TrainStep:
     """A compiled training step; make it with `make_train_step`.
 
     Attributes:
-        layout, rules, mesh, platform: What it was made from.
+        layout: What it lays out, its -1 resolved.
+        rules: Logical axis -> mesh axes.
+        mesh: The devices, or none of them (`absent_mesh`).
+        platform: Their kind: `cpu`, `gpu` or `tpu`.
         model: The model, arranged for its stages; `model_as_given` as it was.
         placement: Where every parameter, gradient and state lies.
         shardings: `TrainState` of the sharding of every array.
@@ -117,6 +119,10 @@ class TrainStep:
             of_states=of_states,
         )
         self.batch_sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+        self._batches = BatchPlacement(
+            inputs=model.inputs or {}, layout=layout, sharding=self.batch_sharding
+        )
+        self._compiler_options = dict(compiler_options or {})
         self._make_programs(of_states, compiler_options)
 
     def _make_programs(
@@ -181,10 +187,10 @@ class TrainStep:
                 example first.
 
         Returns:
-            The new state, and scalars: `loss` and `grad_norm` (before any scaling) of
-            the old parameters, `weight_sum`, the mean of each auxiliary loss before
-            its coefficient (`auxiliary.NAME`), and `skipped`, the steps so far whose
-            gradients were not finite and changed nothing.
+            The new state, and scalars. These are `loss` and `grad_norm` (before any
+            scaling) of the old parameters, `weight_sum`, the mean of each auxiliary
+            loss before its coefficient (`auxiliary.NAME`), and `skipped`, the steps so
+            far whose gradients were not finite and changed nothing.
 
         Raises:
             InputError: Shapes differ, or the global batch does not divide over the
@@ -256,7 +262,7 @@ class TrainStep:
         if not isinstance(batch, Mapping):
             batch = {next(iter(self.model.known_inputs), ""): batch}
         with jax.set_mesh(self._devices_mesh):
-            placed = self._placed(batch, 1, partly=True)
+            placed = self._batches.place(batch, 1, partly=True)
             return self._logits(without_optimizer(state), placed)
 
     def compile(self, batch: Batch) -> jax.stages.Compiled:
@@ -300,6 +306,7 @@ class TrainStep:
                 for path, parameter in self.model.flat_parameters().items()
             },
             layout=self.layout,
+            compiler_options=step._compiler_options,
             sequence_axes=self.rules.mesh_axes("residual_seq")
             if "residual_seq" in self.rules.table
             else (),
@@ -314,13 +321,7 @@ class TrainStep:
             batch: As `__call__` takes it.
             microbatches: Parts that it is cut into; the layout's when absent.
         """
-        return self._placed(batch, microbatches)
-
-    def _placed(
-        self, batch: Batch, microbatches: int | None, *, partly: bool = False
-    ) -> dict[str, jax.Array]:
-        self._check_batch(batch, microbatches, partly=partly)
-        return jax.device_put(dict(batch), self.batch_sharding)
+        return self._batches.place(batch, microbatches)
 
     def check_batch(
         self, num_examples: int, name: str = "", microbatches: int | None = None
@@ -330,9 +331,7 @@ class TrainStep:
         Raises:
             InputError: It does not; both numbers are in the message.
         """
-        refused = batch_refusal(self.layout, num_examples, name, microbatches)
-        if refused is not None:
-            raise InputError(refused)
+        self._batches.check_examples(num_examples, name, microbatches)
 
     def _without_devices(self, platform: str) -> TrainStep:
         return TrainStep(
@@ -349,18 +348,8 @@ class TrainStep:
         )
 
     def _argument_shapes(self, batch: Batch) -> tuple[TrainState, Batch]:
-        self._check_batch(batch)
+        self._batches.check(batch)
         return self.state_shapes, batch_structs(batch)
-
-    def _check_batch(
-        self, batch: Batch, microbatches: int | None = None, *, partly: bool = False
-    ) -> None:
-        """Refuses a batch that this step cannot take."""
-        inputs = self.model.inputs or {}
-        if partly:
-            inputs = {name: one for name, one in inputs.items() if name in batch}
-        num_examples = check_batch(inputs, batch)
-        self.check_batch(num_examples, next(iter(batch)), microbatches)
 
     def _update(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         check_examples_first(self.model_as_given, batch)

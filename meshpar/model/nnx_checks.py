@@ -1,0 +1,111 @@
+"""What `from_nnx` refuses of modules, in the words of who wrote them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+from flax import nnx
+
+from meshpar.errors import InputError, nearest
+
+
+def check_builder(builder: Any, argument: str) -> None:
+    """Refuses what cannot be called with `nnx.Rngs` alone.
+
+    Args:
+        builder: What should build a module.
+        argument: Of `from_nnx`, that it was given as.
+
+    Raises:
+        InputError: It is no function or class, or takes other arguments.
+    """
+    given = f"from_nnx({argument}={getattr(builder, '__name__', builder)!s})"
+    if isinstance(builder, nnx.Module):
+        name = type(builder).__name__
+        raise InputError(
+            f"from_nnx({argument}={name}(...)): a module that is built; give what "
+            f"builds one from nnx.Rngs, such as {argument}={name}"
+        )
+    if not callable(builder):
+        raise InputError(
+            f"{given}: give what builds a module from nnx.Rngs, such as its class"
+        )
+    # A module's class hides its own arguments behind those of its metaclass.
+    made_by: Any = builder
+    if isinstance(builder, type):
+        made_by = builder.__init__  # type: ignore[misc]
+    if not _takes(made_by, 1 + isinstance(builder, type)):
+        raise InputError(
+            f"{given}{inspect.signature(made_by)}: it is called with nnx.Rngs alone; "
+            "give a lambda rngs: ... that passes what it needs"
+        )
+
+
+def check_module(module: Any, argument: str) -> None:
+    """Refuses what is no Flax NNX module.
+
+    Raises:
+        InputError: It is something else.
+    """
+    if not isinstance(module, nnx.Module):
+        raise InputError(
+            f"from_nnx({argument}=...) builds a {type(module).__name__}, no "
+            "flax.nnx.Module; return one"
+        )
+
+
+def check_method(kind: type, what: str, method: str, arguments: Sequence[str]) -> None:
+    """Refuses a module that lacks a method, or has one of other arguments.
+
+    Args:
+        kind: The module's class.
+        what: The argument of `from_nnx`, in words.
+        method: The method.
+        arguments: What it is called with, beside the module.
+
+    Raises:
+        InputError: It does.
+    """
+    wanted = f"{method}({', '.join(arguments)})"
+    # Not by `getattr`, which finds the metaclass's `__call__` too.
+    found = next(
+        (vars(one)[method] for one in kind.__mro__ if method in vars(one)), None
+    )
+    if not callable(found):
+        own = [name for name, value in vars(kind).items() if callable(value)]
+        names = [name for name in own if not name.startswith("_")]
+        hint = f"; {nearest(method, names)}" if names else ""
+        raise InputError(f"{what}: the module has no method {wanted}{hint}")
+    if inspect.isfunction(found) and not _takes(found, 1 + len(arguments)):
+        raise InputError(
+            f"{what}: {method}{inspect.signature(found)} is called as {wanted}; take "
+            "those arguments"
+        )
+
+
+def check_axes(
+    what: str, path: str, shape: tuple[int, ...], axes: tuple[str | None, ...]
+) -> None:
+    """Refuses sharding metadata of another number of dims than the array.
+
+    Raises:
+        InputError: It has more, or fewer.
+    """
+    if len(axes) != len(shape):
+        raise InputError(
+            f"{what}: {path} of shape {shape} has {len(shape)} dims, but its sharding "
+            f"metadata {axes} names {len(axes)}; name every dim, or write None"
+        )
+
+
+def _takes(function: Any, num_arguments: int) -> bool:
+    """Whether a function can be called with so many positional arguments."""
+    try:
+        inspect.signature(function).bind(*range(num_arguments))
+    except ValueError:  # some built-in functions have no signature
+        return True
+    except TypeError:
+        return False
+    return True

@@ -1,0 +1,86 @@
+"""What the training step refuses of a layout alone. No jax: the planner asks too."""
+
+from __future__ import annotations
+
+from meshpar.layout import STAGE_REMATS, Layout
+
+PLAIN = Layout()
+"""What a layout is that says nothing."""
+
+_OPTION_OF = {
+    "schedule": "stage",
+    "chunks": "stage",
+    "splits": "stage",
+    "execution": "stage",
+    "attention": "context",
+}
+"""Keys of a layout that mean something on one mesh axis only."""
+
+
+def layout_refusals(layout: Layout) -> dict[str, str]:
+    """Key of a layout -> why `make_train_step` refuses the value it has."""
+    refusals = {
+        name: f"layout {str(layout)!r}: make_train_step lays out data, fsdp, stage and "
+        f"tensor; {name}={getattr(layout, name)} is not supported: set {name}=1"
+        for name in ("context", "expert")
+        if getattr(layout, name) != 1
+    }
+    for name, mesh_axis in _OPTION_OF.items():
+        value = getattr(layout, name)
+        if value != getattr(PLAIN, name) and getattr(layout, mesh_axis) == 1:
+            refusals[name] = (
+                f"layout {str(layout)!r}: {name} changes nothing while "
+                f"{mesh_axis}=1; leave it out, or give {mesh_axis!r} a size"
+            )
+    if layout.execution != "uniform" and "execution" not in refusals:
+        refusals["execution"] = (
+            f"layout {str(layout)!r}: execution={layout.execution} is not supported; "
+            "leave it out: all ranks run the same instructions every tick"
+        )
+    if layout.remat in STAGE_REMATS and layout.stage == 1:
+        refusals["remat"] = (
+            f"layout {str(layout)!r}: remat={layout.remat} keeps the input of each "
+            "pipeline stage, but stage=1; take remat=full, or give 'stage' a size"
+        )
+    names = layout.residual_names
+    if names is not None and names.offload and layout.runs_in_ticks:
+        refusals["remat"] = (
+            f"layout {str(layout)!r}: remat=offload is not supported where "
+            "microbatches wait in slots on the device; write remat=save:..., or set "
+            "stage=1 and microbatches=1"
+        )
+    return {**refusals, **zero_refusals(layout), **_precision_refusals(layout)}
+
+
+def zero_refusals(layout: Layout) -> dict[str, str]:
+    """Keys of ZeRO -> why what they say has no effect."""
+    refusals = {}
+    text, sizes = repr(str(layout)), layout.mesh_shape
+    idle = [axis for axis in layout.zero_axes if sizes[axis] == 1]
+    if layout.zero in (1, 2) and layout.batch_shards == 1:
+        refusals["zero"] = (
+            f"layout {text}: zero={layout.zero} shares nothing out while data=1 and "
+            "fsdp=1; leave it out, or give one of them a size"
+        )
+    elif layout.zero_axes and (idle or layout.zero == 0):
+        refusals["zero_axes"] = (
+            f"layout {text}: zero_axes={'/'.join(layout.zero_axes)} changes nothing "
+            f"while {'zero=0' if layout.zero == 0 else f'{idle[0]}=1'}; leave it out"
+        )
+    gathers = layout.zero == 3 and layout.runs_in_ticks and layout.batch_shards > 1
+    if layout.fsdp_gather != PLAIN.fsdp_gather and not gathers:
+        refusals["fsdp_gather"] = (
+            f"layout {text}: fsdp_gather={layout.fsdp_gather} changes nothing without "
+            "zero=3, a size for 'fsdp', and stages or microbatches; leave it out"
+        )
+    return refusals
+
+
+def _precision_refusals(layout: Layout) -> dict[str, str]:
+    if layout.param_dtype == "fp32" or layout.precision != "fp32":
+        return {}
+    return {
+        "param_dtype": f"layout {str(layout)!r}: param_dtype={layout.param_dtype} "
+        "rounds parameters that precision=fp32 computes with; set precision=bf16, or "
+        "leave it out"
+    }
