@@ -15,13 +15,14 @@ from flax import nnx
 from meshpar import Blocks, Input, InputError, Model, Scope, from_nnx
 from meshpar.chunk_bytes import LOGITS_BYTES
 from meshpar.model.inputs import Batch
+from meshpar.models.field_types import check_dropout, check_field_types, check_sizes
+from meshpar.models.inputs import all_below
+from meshpar.models.layers.attention import Attention, depth_scaled_std, normal
+from meshpar.models.layers.cross_attention import CrossAttention
+from meshpar.models.layers.mlp import GatedMLP, PlainMLP
+from meshpar.models.layers.norm import RMSNorm
 from meshpar.parallel.head_loss import head_cross_entropy
 from meshpar.parallel.tensor import vocab_lookup
-from models.field_types import check_dropout, check_field_types, check_sizes
-from models.layers.attention import Attention, depth_scaled_std, normal
-from models.layers.cross_attention import CrossAttention
-from models.layers.mlp import GatedMLP, PlainMLP
-from models.layers.norm import RMSNorm
 
 _RESIDUAL = ("batch", "residual_seq", "embed")
 _SIZES = ("encoder_layers", "decoder_layers", "embed", "heads", "ffn", "vocab")
@@ -35,6 +36,7 @@ INPUTS = {
 }
 """What is read and which of it is there, what has been written, what comes next, and
 how much that counts."""
+_TOKENS = ("source_tokens", "target_tokens")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +44,12 @@ class EncoderDecoderConfig:
     """Shape of an encoder-decoder.
 
     Args:
-        encoder_layers, decoder_layers, embed, heads, ffn, vocab: Sizes.
+        encoder_layers: Blocks of the encoder.
+        decoder_layers: Blocks of the decoder.
+        embed: Width of the residual stream.
+        heads: Attention heads.
+        ffn: Hidden size of the MLP.
+        vocab: Number of tokens.
         head_dim: Size of a head; `embed / heads` when 0.
         max_seq: Longest source and longest target, the number of learned positions.
         gated: Whether the MLPs are gated (SwiGLU); otherwise GELU with biases.
@@ -238,7 +245,7 @@ def encoder_decoder(config: EncoderDecoderConfig) -> Model:
                 stream={**encoded, "decoded": _RESIDUAL},
             ),
         },
-        inputs=INPUTS,
+        inputs=all_below(config.vocab, INPUTS, _TOKENS),
     )
 
 

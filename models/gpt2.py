@@ -11,12 +11,12 @@ from flax import nnx
 from meshpar import InputError, Model, Scope, from_nnx
 from meshpar.chunk_bytes import LOGITS_BYTES
 from meshpar.model.inputs import Batch
+from meshpar.models.field_types import check_dropout, check_field_types, check_sizes
+from meshpar.models.inputs import language_inputs
+from meshpar.models.layers.layer_norm_block import RESIDUAL, LayerNormBlock
+from meshpar.models.layers.norm import LayerNorm
 from meshpar.parallel.head_loss import head_cross_entropy
 from meshpar.parallel.tensor import vocab_lookup
-from models.field_types import check_dropout, check_field_types, check_sizes
-from models.inputs import LANGUAGE
-from models.layers.layer_norm_block import RESIDUAL, LayerNormBlock
-from models.layers.norm import LayerNorm
 
 WHOLE = ("batch", "seq", "embed")
 
@@ -26,7 +26,10 @@ class GPT2Config:
     """Shape of a GPT-2.
 
     Args:
-        layers, embed, heads, vocab: Sizes.
+        layers: Number of blocks.
+        embed: Width of the residual stream.
+        heads: Attention heads.
+        vocab: Number of tokens.
         ffn: Hidden size of the MLP; `4 * embed` when 0.
         max_seq: Longest sequence, the number of learned positions.
         dropout: Share of values dropped after the embedding and each branch.
@@ -132,6 +135,6 @@ def gpt2(config: GPT2Config) -> Model:
         ends=lambda rngs: GPT2Ends(config, rngs),
         block=lambda rngs: LayerNormBlock(config, rngs, causal=True),
         num_layers=config.layers,
-        inputs=LANGUAGE,
+        inputs=language_inputs(config.vocab),
         per_token=True,
     )

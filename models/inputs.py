@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from meshpar.model.inputs import Input
+from collections.abc import Sequence
+from dataclasses import replace
+
+from meshpar.model.inputs import Input, Inputs
 
 LANGUAGE = {
     "tokens": Input(("batch", "seq"), "int"),
@@ -12,3 +15,21 @@ LANGUAGE = {
 }
 """A language model's: each token, the one that follows it, how much that counts, and
 its position where it is not its place in the row."""
+
+
+def language_inputs(vocab: int) -> Inputs:
+    """A language model's inputs, their tokens below the size of its vocabulary.
+
+    Targets are free: one outside it, such as -100, is left out by a weight of 0.
+
+    Example:
+        >>> language_inputs(64)["tokens"].below
+        64
+    """
+    return all_below(vocab, LANGUAGE, ("tokens",))
+
+
+def all_below(vocab: int, inputs: Inputs, names: Sequence[str]) -> Inputs:
+    """`inputs`, those of `names` with whole numbers below `vocab`."""
+    bounded = {name: replace(inputs[name], below=vocab) for name in names}
+    return {**inputs, **bounded}

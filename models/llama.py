@@ -1,6 +1,6 @@
 """The Llama family: RMSNorm, rotary positions, grouped heads, SwiGLU.
 
-Llama 2 and 3, Qwen2, Qwen3 and SmolLM2 are settings of it (`models.presets`).
+Llama 2 and 3, Qwen2, Qwen3 and SmolLM2 are settings of it (`meshpar.models.presets`).
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from flax import nnx
 from meshpar import InputError, Model, Scope, from_nnx
 from meshpar.chunk_bytes import LOGITS_BYTES
 from meshpar.model.inputs import Batch
+from meshpar.models.field_types import check_field_types, check_sizes
+from meshpar.models.inputs import language_inputs
+from meshpar.models.layers.attention import Attention, depth_scaled_std
+from meshpar.models.layers.mlp import GatedMLP
+from meshpar.models.layers.norm import RMSNorm
+from meshpar.models.layers.rope import RopeScaling, rope_frequencies
 from meshpar.parallel.head_loss import head_cross_entropy
 from meshpar.parallel.tensor import vocab_lookup
-from models.field_types import check_field_types, check_sizes
-from models.inputs import LANGUAGE
-from models.layers.attention import Attention, depth_scaled_std
-from models.layers.mlp import GatedMLP
-from models.layers.norm import RMSNorm
-from models.layers.rope import RopeScaling, rope_frequencies
 
 RESIDUAL = ("batch", "residual_seq", "embed")
 WHOLE = ("batch", "seq", "embed")
@@ -32,7 +32,12 @@ class LlamaConfig:
     """Shape of a Llama-like model.
 
     Args:
-        layers, embed, heads, kv_heads, ffn, vocab: Sizes.
+        layers: Number of blocks.
+        embed: Width of the residual stream.
+        heads: Attention heads.
+        kv_heads: Key and value heads; each serves `heads / kv_heads` queries.
+        ffn: Hidden size of the MLP.
+        vocab: Number of tokens.
         head_dim: Size of a head; `embed / heads` when 0.
         max_seq: Longest sequence, no limit when 0; it has no other effect.
         tied: Whether the head reuses the embedding table.
@@ -196,6 +201,6 @@ def llama(config: LlamaConfig) -> Model:
         ends=lambda rngs: LlamaEnds(config, rngs),
         block=lambda rngs: LlamaBlock(config, rngs),
         num_layers=config.layers,
-        inputs=LANGUAGE,
+        inputs=language_inputs(config.vocab),
         per_token=True,
     )

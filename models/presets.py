@@ -10,12 +10,12 @@ from typing import TypeAlias
 
 from meshpar import InputError, Model
 from meshpar.layout import nearest
-from models.convert.hf_config import config_from_json
-from models.encoder_decoder import EncoderDecoderConfig, encoder_decoder
-from models.gpt2 import GPT2Config, gpt2
-from models.layers.rope import RopeScaling
-from models.llama import LlamaConfig, llama
-from models.vit import ViTConfig, vit
+from meshpar.models.convert.hf_config import config_from_json
+from meshpar.models.encoder_decoder import EncoderDecoderConfig, encoder_decoder
+from meshpar.models.gpt2 import GPT2Config, gpt2
+from meshpar.models.layers.rope import RopeScaling
+from meshpar.models.llama import LlamaConfig, llama
+from meshpar.models.vit import ViTConfig, vit
 
 Config: TypeAlias = LlamaConfig | GPT2Config | ViTConfig | EncoderDecoderConfig
 
@@ -130,7 +130,8 @@ OTHER_PRESETS: dict[str, ViTConfig | EncoderDecoderConfig] = {
     ),
 }
 """Models of other inputs, with the sizes of Dosovitskiy et al. 2021, table 1, and of
-Raffel et al. 2020, section 3.7; `models.encoder_decoder` says where it differs."""
+Raffel et al. 2020, section 3.7; `meshpar.models.encoder_decoder` says where it
+differs."""
 
 _BUILDERS = {
     LlamaConfig: llama,

@@ -10,11 +10,11 @@ from flax import nnx
 
 from meshpar import Input, InputError, Model, Scope, from_nnx
 from meshpar.model.inputs import Batch
+from meshpar.models.field_types import check_dropout, check_field_types, check_sizes
+from meshpar.models.layers.attention import normal
+from meshpar.models.layers.layer_norm_block import RESIDUAL, LayerNormBlock
+from meshpar.models.layers.norm import LayerNorm
 from meshpar.parallel.tensor import cross_entropy
-from models.field_types import check_dropout, check_field_types, check_sizes
-from models.layers.attention import normal
-from models.layers.layer_norm_block import RESIDUAL, LayerNormBlock
-from models.layers.norm import LayerNorm
 
 _SIZES = ("layers", "embed", "heads", "image", "patch", "channels", "classes")
 _POOLINGS = ("class_token", "mean")
@@ -25,7 +25,9 @@ class ViTConfig:
     """Shape of a Vision Transformer.
 
     Args:
-        layers, embed, heads: Sizes.
+        layers: Number of blocks.
+        embed: Width of the residual stream.
+        heads: Attention heads.
         image: Height and width of an image, in pixels.
         patch: Of a patch, which divides them.
         channels: Of a pixel.

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from meshpar import InputError
-from models.gpt2 import GPT2Config
-from models.layers.rope import RopeScaling
-from models.llama import LlamaConfig
+from meshpar.models.gpt2 import GPT2Config
+from meshpar.models.layers.rope import RopeScaling
+from meshpar.models.llama import LlamaConfig
 
 _LLAMA_LIKE = {
     "hidden_act": ("silu", "swish"),

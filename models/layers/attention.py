@@ -13,12 +13,12 @@ from flax import nnx
 from jaxtyping import Float
 
 from meshpar import InputError, Scope
+from meshpar.models.layers.causal_attention import causal_attention, full_attention
+from meshpar.models.layers.norm import RMSNorm
+from meshpar.models.layers.recomputed import recomputed
+from meshpar.models.layers.rope import apply_rope
 from meshpar.parallel.column import column_parallel
 from meshpar.parallel.tensor import AnyArray
-from models.layers.causal_attention import causal_attention, full_attention
-from models.layers.norm import RMSNorm
-from models.layers.recomputed import recomputed
-from models.layers.rope import apply_rope
 
 _HEADS = ("batch", "seq", "heads", "head_dim")
 _KV_HEADS = ("batch", "seq", "kv_heads", "head_dim")

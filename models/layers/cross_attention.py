@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from meshpar import Scope
+from meshpar.models.layers.attention import attend, normal
 from meshpar.parallel.column import column_parallel
-from models.layers.attention import attend, normal
 
 
 class CrossAttention(nnx.Module):

@@ -9,9 +9,9 @@ import jax
 from flax import nnx
 
 from meshpar import Scope
-from models.layers.attention import Attention, depth_scaled_std
-from models.layers.mlp import PlainMLP
-from models.layers.norm import LayerNorm
+from meshpar.models.layers.attention import Attention, depth_scaled_std
+from meshpar.models.layers.mlp import PlainMLP
+from meshpar.models.layers.norm import LayerNorm
 
 RESIDUAL = ("batch", "residual_seq", "embed")
 

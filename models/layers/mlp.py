@@ -8,9 +8,9 @@ from flax import nnx
 from jaxtyping import Float
 
 from meshpar import Scope
+from meshpar.models.layers.recomputed import recomputed
 from meshpar.parallel.column import column_parallel
 from meshpar.parallel.tensor import AnyArray
-from models.layers.recomputed import recomputed
 
 # Both operands of the contraction over `mlp` are constrained, the hidden values too:
 # otherwise GSPMD may gather the weight in the backward where it is the smaller one.

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Float
 
+from meshpar.models.layers.recomputed import recomputed
 from meshpar.parallel.tensor import AnyArray
-from models.layers.recomputed import recomputed
 
 
 class RMSNorm(nnx.Module):

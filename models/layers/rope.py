@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Num
 
+from meshpar.models.field_types import check_field_types
 from meshpar.parallel.tensor import AnyArray
-from models.field_types import check_field_types
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from meshpar import Blocks, from_nnx
-from models.inputs import LANGUAGE
+from meshpar.models.inputs import LANGUAGE
 from tests.zoo.entry import Entry
 from tests.zoo.language import VOCAB, batch, weighted
 from tests.zoo.plain import normal

@@ -6,8 +6,8 @@ import numpy as np
 import optax
 from flax import nnx
 
-from models.gpt2 import GPT2Config, gpt2
-from models.llama import LlamaConfig, llama
+from meshpar.models.gpt2 import GPT2Config, gpt2
+from meshpar.models.llama import LlamaConfig, llama
 from tests.zoo.entry import Entry
 from tests.zoo.plain import normal
 

@@ -17,8 +17,12 @@ SEED, STEPS, MAX_NORM = 3, 3, 1.0
 
 
 def optimizer():
-    """AdamW, whose `eps` keeps the rounding of a gradient of 0 from becoming a step."""
-    return optax.adamw(1e-2, eps=1e-3)
+    """AdamW, whose `eps` keeps the rounding of a gradient of 0 from becoming a step.
+
+    With steps of 1e-2 the gradients of the third differ by 6e-6 between two ways to
+    compile the plain program (two groups, 9 layers); shorter ones leave room.
+    """
+    return optax.adamw(3e-3, eps=1e-3)
 
 
 class Whole(nnx.Module):

@@ -6,7 +6,7 @@ from flax import nnx
 from jax import lax
 
 from meshpar import from_nnx
-from models.inputs import LANGUAGE
+from meshpar.models.inputs import LANGUAGE
 from tests.zoo.entry import Entry
 from tests.zoo.language import VOCAB, batch, weighted
 from tests.zoo.plain import normal

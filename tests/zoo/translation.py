@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from models.encoder_decoder import EncoderDecoderConfig, encoder_decoder
+from meshpar.models.encoder_decoder import EncoderDecoderConfig, encoder_decoder
 from tests.zoo.entry import Entry
 from tests.zoo.language import (
     EMBED,

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from models.vit import ViTConfig, vit
+from meshpar.models.vit import ViTConfig, vit
 from tests.zoo.entry import Entry
 from tests.zoo.language import EMBED, FFN, HEADS, STD, LayerNormBlock, weighted
 from tests.zoo.plain import normal

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from meshpar import from_nnx
-from models.inputs import LANGUAGE
+from meshpar.models.inputs import LANGUAGE
 from tests.zoo.entry import Entry
 from tests.zoo.language import SEQ, batch
 from tests.zoo.plain import normal
