@@ -1,46 +1,192 @@
-"""The options of `recipes.pretrain`, each with its default."""
+"""The options of a run, from the command line over a file over the defaults."""
 
 from __future__ import annotations
 
-import argparse
+import contextlib
+import io
 import os
-import time
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from meshpar.cli.parsing import OneLineParser, positive
-from recipes.texts import SHAKESPEARE
+import tyro
 
-LAYOUT = "data=2,stage=2,tensor=2,microbatches=4"
-_SUMMARY = "Pretrain a language model on a text, under any layout."
+from meshpar.errors import InputError, nearest
+from meshpar.recipes.config import (
+    ENVIRONMENT_VARIABLE,
+    NUM_VIRTUAL_DEVICES,
+    OPTIONS,
+    RunConfig,
+)
+from meshpar.recipes.config_file import SAVED, read_options
+
+_DESCRIPTION = """\
+Trains a language model on a text, under any layout.
+
+example:
+  {command} --layout data=4,tensor=2 --text mine.txt --out runs/mine
+
+exit status: 0 done, 2 bad input, 130 or 143 saved and stopped by Ctrl-C or SIGTERM"""
 
 
-def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    """The options, and the defaults that follow from others."""
-    parser = OneLineParser(prog="pretrain", description=_SUMMARY)
-    add = parser.add_argument
-    add("--layout", default=LAYOUT, help="the layout's line")
-    add("--schedule", type=Path, help="CSV file of orders, one row a rank")
-    add("--preset", default="tiny", help="a name in models.presets.PRESETS")
-    add("--steps", type=positive, default=150, help="optimizer steps in all")
-    add("--seed", type=int, default=0, help="of initial values, data order, samples")
-    add("--dtype", choices=("fp32", "bf16"), help="arithmetic; the layout's by default")
-    add("--text", type=Path, default=SHAKESPEARE, help="a file, or a folder of .txt")
-    add("--out", type=Path, help="folder of the run (default: runs/ and the time)")
-    add("--resume", action="store_true", help="go on from the newest checkpoint there")
-    add("--log-json", type=Path, help="metrics file (default: OUT/metrics.jsonl)")
-    add("--global-batch", type=positive, default=32, help="sequences in a step")
-    add("--seq", type=positive, default=128, help="tokens of a sequence")
-    add("--learning-rate", type=float, default=3e-3, help="its peak")
-    add("--save-every", type=positive, default=200, help="steps between checkpoints")
-    add("--validate-every", type=positive, default=100, help="steps between looks")
-    add("--stop-after", type=positive, help="save and stop after this step")
-    add("--sample-tokens", type=int, default=160, help="bytes to write at the end")
-    add("--bubble-rounds", type=int, default=5, help="steps that time it; 0: do not")
-    number = int(os.environ.get("MESHPAR_EMULATE") or 8)
-    add("--emulate", type=int, default=number, help="virtual CPU devices; 0: real ones")
-    args = parser.parse_args(argv)
-    if args.resume and args.out is None:
-        parser.error("--resume needs the folder of the run: give --out DIR")
-    args.out = args.out or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
-    args.log_json = args.log_json or args.out / "metrics.jsonl"
-    return args
+@dataclass(frozen=True, kw_only=True)
+class CommandLine:
+    """What a command line says: the options of a run, or where to find them.
+
+    Args:
+        run: The run.
+        config: A TOML or YAML file of these options; the command line wins over it.
+    """
+
+    run: tyro.conf.OmitArgPrefixes[RunConfig]
+    config: Path | None = None
+
+
+def parse_arguments(
+    argv: Sequence[str] | None = None, command: str = "pretrain"
+) -> RunConfig:
+    """The run that a command line asks for.
+
+    Where it resumes, what neither it nor its `--config` gives is as the run's folder
+    has it.
+
+    Args:
+        argv: Its words; those of this process when absent.
+        command: What comes before them, for messages.
+
+    Raises:
+        InputError: An option or a value is not to be had.
+
+    Example:
+        >>> parse_arguments(["--steps", "5"]).steps
+        5
+    """
+    words = sys.argv[1:] if argv is None else list(argv)
+    given = _parse(_not_resuming(words), command)
+    if given.config:
+        words = [*_below(words, given.config, command), *words]
+    given = _parse(words, command)
+    if given.run.resume and (given.run.folder / SAVED).exists():
+        has_devices = ENVIRONMENT_VARIABLE in os.environ
+        saved = _below(words, given.run.folder / SAVED, command)
+        if has_devices:  # They are this process's, not the earlier one's.
+            saved = _without(saved, {"--emulate"})
+        given = _parse([*saved, *words], command)
+    return given.run
+
+
+def _below(words: list[str], path: Path, command: str) -> list[str]:
+    """The options of a file, without those that would add to what `words` give."""
+    found = read_options(path)
+    try:
+        _parse(_not_resuming(found), command)
+    except InputError as error:
+        raise InputError(f"{str(path)!r}: {error}") from None
+    return _without(found, {_option(word) for word in words} & {"--text"})
+
+
+def _not_resuming(words: Sequence[str]) -> list[str]:
+    """Words that may lack the folder of the run, which another source may give."""
+    return [word for word in words if _option(word) not in ("--resume", "--no-resume")]
+
+
+def _without(words: Sequence[str], options: set[str]) -> list[str]:
+    return [word for word in words if _option(word) not in options]
+
+
+def _option(word: str) -> str:
+    return word.partition("=")[0]
+
+
+def _parse(words: Sequence[str], command: str) -> CommandLine:
+    output = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(output):
+            given, unknown = tyro.cli(
+                CommandLine,
+                prog=command,
+                description=_DESCRIPTION.format(command=command),
+                args=list(words),
+                return_unknown_args=True,
+                config=(tyro.conf.UseAppendAction,),
+            )
+    except SystemExit as end:
+        if not end.code:
+            raise
+        raise InputError(_reason(output.getvalue(), end)) from None
+    if unknown:
+        raise InputError(_unknown(unknown[0]))
+    return given
+
+
+def _reason(text: str, end: SystemExit) -> str:
+    """What is wrong, of the box that tyro draws around it."""
+    error = end.__context__
+    while error is not None:
+        if isinstance(error, InputError):
+            return str(error)
+        error = error.__cause__ or error.__context__
+    title, *lines = [line.strip("│ ") for line in text.splitlines()] or ["bad options"]
+    told: list[str] = []
+    for line in lines:
+        if set(line) <= set("─-╰╯"):  # A rule: above the text, or below it.
+            if told:
+                break
+            continue
+        told.append(line)
+    return " ".join(told).rstrip(".") or title
+
+
+def _unknown(word: str) -> str:
+    if not word.startswith("--"):
+        return f"no option takes {word!r}; each value follows its --option"
+    name = word.removeprefix("--").partition("=")[0].replace("-", "_")
+    known = nearest(name, [*OPTIONS, "config"]).replace("_", "-")
+    return f"no option {word.partition('=')[0]}; {known}"
+
+
+def resuming_command(config: RunConfig, program: Sequence[str]) -> str:
+    """The command that goes on with a run, as a shell takes it.
+
+    Args:
+        config: The run's.
+        program: The words before its options.
+
+    Example:
+        >>> run = RunConfig(steps=9, text="my text.txt", out="runs/a", emulate=8)
+        >>> resuming_command(run, ["meshpar", "train"])
+        "meshpar train --steps 9 --text 'my text.txt' --out runs/a --resume"
+    """
+    options = replace(config, resume=False, stop_after=None).changed()
+    if ENVIRONMENT_VARIABLE in os.environ or config.emulate != NUM_VIRTUAL_DEVICES:
+        options["emulate"] = config.emulate
+    words = list(program)
+    for name, value in options.items():
+        option = f"--{name.replace('_', '-')}"
+        for one in value if isinstance(value, list) else [value]:
+            text = str(one)
+            words += [f"{option}={text}"] if text.startswith("-") else [option, text]
+    return shlex.join([*words, "--resume"])
+
+
+def program_words(argv: Sequence[str], default: Sequence[str]) -> list[str]:
+    """The words that started this process, up to its options.
+
+    Args:
+        argv: The options; `default` is the answer where the process has others.
+        default: The words of a call from Python.
+    """
+    words = list(sys.orig_argv)
+    count = len(words) - len(argv)
+    if words[count:] != list(argv) or count < 2:
+        return list(default)
+    words = words[:count]
+    script = words[1]
+    if Path(script).name != "meshpar":
+        return words
+    found = shutil.which("meshpar")
+    same = found is not None and Path(found).samefile(script)
+    return ["meshpar" if same else script, *words[2:]]

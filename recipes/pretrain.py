@@ -1,220 +1,197 @@
 """Pretrain a language model on a text, under any layout.
 
-    python -m recipes.pretrain --layout data=2,stage=2,tensor=2,microbatches=4
+    meshpar train --layout data=2,stage=2,tensor=2,microbatches=4
 
-The default is a 0.8M-parameter Llama on bytes of twelve of Shakespeare's plays, on
+or `python -m recipes.pretrain` from a checkout, or from Python:
+
+    from meshpar.recipes.pretrain import RunConfig, pretrain
+    pretrain(RunConfig(layout="data=8", text=(Path("mine.txt"),), steps=300))
+
+The default is a 0.85M-parameter Llama on bytes of twelve of Shakespeare's plays, on
 eight virtual CPU devices; two further plays are kept for validation. Figures of a
 measured run stand in recipes/README.md.
 """
 
 from __future__ import annotations
 
-import argparse
-import errno
 import sys
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-import optax
-from jax.sharding import AbstractMesh
-from rich.console import Console
 
-from meshpar import (
-    MESH_AXES,
-    InputError,
-    Layout,
-    TrainState,
-    TrainStep,
-    batch_shapes,
-    emulate,
-    lint,
-    make_train_step,
-)
+from meshpar import InputError, TrainState, TrainStep, emulate, lint
 from meshpar.cli.lint import wide_console
+from meshpar.recipes import config_file, report
+from meshpar.recipes.bubble import measured_bubble, predicted_bubble
+from meshpar.recipes.command import main
+from meshpar.recipes.config import RunConfig
+from meshpar.recipes.metrics import MetricsLog, OnMetrics, Utilization
+from meshpar.recipes.model import learning_rate_of
+from meshpar.recipes.options import resuming_command
+from meshpar.recipes.resume import (
+    changes,
+    position_of,
+    rate_change,
+    refuse_other,
+)
+from meshpar.recipes.rows import comes_again, refuse_rows
+from meshpar.recipes.run import PROGRAM, Run, RunResult
+from meshpar.recipes.step import audited, make_step
+from meshpar.recipes.texts import BYTE_VOCAB, read_tokens
 from meshpar.train.checkpoint import Checkpoints
 from meshpar.train.data import TokenWindows, padded_batches, shuffled_batches
 from meshpar.train.interrupt import StopRequest
-from meshpar.train.metrics import JsonLines, cut_rows
+from meshpar.train.metrics import cut_rows
 from meshpar.train.sample import sample_tokens
-from models.presets import build
-from recipes import report
-from recipes.bubble import measured_bubble, predicted_bubble
-from recipes.options import parse_arguments
-from recipes.rows import comes_again, refuse_rows
-from recipes.texts import BYTE_VOCAB, Texts, read_tokens
+
+__all__ = ["RunConfig", "RunResult", "audited", "main", "make_step", "pretrain"]
 
 QUICK_BATCHES = 8  # of validation while training; all of them at the end
-RUN_KEYS = ("preset", "seed", "global_batch", "seq", "learning_rate", "steps")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """A run but for its state, which every step replaces."""
+def pretrain(
+    config: RunConfig,
+    *,
+    on_metrics: OnMetrics | None = None,
+    program: Sequence[str] = PROGRAM,
+) -> RunResult:
+    """Trains, validates, samples and saves.
 
-    args: argparse.Namespace
-    step: TrainStep
-    texts: Texts
-    checkpoints: Checkpoints
-    console: Console
+    Args:
+        config: The run.
+        on_metrics: Called with every row of metrics, a dict: of a step `step`, `loss`,
+            `grad_norm`, `tokens_per_s`, `step_s`, `learning_rate`, `mfu`, `skipped` and
+            bytes of memory, of a look at the validation text `validation_loss`. What
+            cannot be known here is None. For Weights & Biases:
 
-    @property
-    def description(self) -> dict[str, Any]:
-        """What a checkpoint says of its run."""
-        return {
-            **{key: getattr(self.args, key) for key in RUN_KEYS},
-            "precision": self.step.layout.precision,
-            "text": str(self.args.text.resolve()),
-            "layout": str(self.step.layout),
-        }
+                import wandb
+                wandb.init(project="mine", config=config.values())
+                pretrain(config, on_metrics=wandb.log)
 
+        program: The words that resume it, but for its options; printed when it stops.
 
-def main(argv: list[str] | None = None) -> int:
-    """Runs the recipe; 0 when done or stopped by Ctrl-C, 2 on bad input."""
-    args = parse_arguments(argv)
-    try:
-        if args.emulate:
-            emulate(args.emulate)
-        return pretrain(args)
-    except (InputError, OSError) as error:
-        print(f"pretrain: {_one_line(error, args.out)}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("pretrain: stopped outside the training loop", file=sys.stderr)
-        return 130
-
-
-def pretrain(args: argparse.Namespace) -> int:
-    """Trains, validates, samples and saves."""
+    Raises:
+        InputError: Something of the run cannot be.
+    """
+    if config.emulate:
+        emulate(config.emulate)
+    if config.out is None:
+        config = replace(config, out=Path("runs") / time.strftime("%Y%m%d-%H%M%S"))
     console = wide_console()
-    texts = read_tokens(args.text, args.seq)
-    step = make_step(args)
-    step.check_batch(args.global_batch)
-    folder = args.out / "checkpoints"
+    texts = read_tokens(config.text, config.seq)
+    step = make_step(config)
+    step.check_batch(config.global_batch)
+    folder = config.folder / "checkpoints"
     with Checkpoints(folder, layer_orders=step.layer_orders) as checkpoints:
         run = Run(
-            args=args, step=step, texts=texts, checkpoints=checkpoints, console=console
+            config=config,
+            step=step,
+            texts=texts,
+            checkpoints=checkpoints,
+            console=console,
+            program=program,
         )
-        state = first_state(run)
+        run, state = started(run)
+        saved_as = config_file.save(config, config.folder)
+        report.print_config(console, config, saved_as)
         found = lint(
-            step.model, step.layout, global_batch=args.global_batch, seq=args.seq
+            step.model, step.layout, global_batch=config.global_batch, seq=config.seq
         )
         report.print_layout(console, step, found)
         report.print_bytes(console, step, state, texts)
-        with JsonLines(args.log_json) as log:
+        done = run.position.step
+        with MetricsLog(config, on_metrics=on_metrics, done=done) as log:
             with StopRequest() as stop:
                 state = train(run, state, log, stop)
-                checkpoints.save(state, run.description)
-            finish(run, state, log)
-    return 0
+                checkpoints.save(state, run.description(int(state.step)))
+            return finish(run, state, log, stop)
 
 
-def audited(
-    layout: Layout, mesh: AbstractMesh | None
-) -> tuple[TrainStep, dict[str, jax.ShapeDtypeStruct]]:
-    """The step and the batch of the default options: `meshpar audit --recipe`."""
-    args = parse_arguments(["--layout", str(layout)])
-    return make_step(args, mesh), batch_shapes(args.global_batch, args.seq)
-
-
-def make_step(args: argparse.Namespace, mesh: AbstractMesh | None = None) -> TrainStep:
-    """The compiled step of the options, on real devices or on a mesh without any."""
-    layout = Layout.parse(args.layout)
-    if args.dtype:
-        layout = replace(layout, precision=args.dtype)
-    model = build(args.preset)
-    vocab = model.flat_parameters()["token_embed"].shape[0]
-    if vocab < BYTE_VOCAB:
-        raise InputError(
-            f"preset {args.preset!r} has a vocabulary of {vocab}, but bytes need "
-            f"{BYTE_VOCAB}; choose a larger preset"
-        )
-    warmup = min(max(args.steps // 10, 1), args.steps - 1)
-    schedule = optax.warmup_cosine_decay_schedule(
-        0.0, args.learning_rate, warmup, max(args.steps, 2), args.learning_rate / 10
-    )
-    optimizer = optax.adamw(schedule, b2=0.95, weight_decay=0.1)
-    devices = None if mesh else devices_of(layout)
-    return make_train_step(
-        model,
-        optimizer,
-        layout,
-        devices=devices,
-        mesh=mesh,
-        max_grad_norm=1.0,
-        schedule=args.schedule,
-    )
-
-
-def devices_of(layout: Layout) -> list[jax.Device]:
-    """The first devices, as many as the layout needs; all of them for a -1."""
-    devices = jax.devices()
-    absorbs = any(getattr(layout, mesh_axis) == -1 for mesh_axis in MESH_AXES)
-    if absorbs or layout.num_devices > len(devices):
-        layout.resolve(len(devices))
-        return devices
-    return devices[: layout.num_devices]
-
-
-def first_state(run: Run) -> TrainState:
-    """The newest checkpoint's state when resuming, else initial values.
+def started(run: Run) -> tuple[Run, TrainState]:
+    """The run where it goes on: the newest checkpoint's when resuming, else new.
 
     Raises:
         InputError: A fresh run where there is a checkpoint or a metrics file already,
-            or a resumed one with other options.
+            or a resumed one that changes what may not change.
     """
-    args, step, checkpoints = run.args, run.step, run.checkpoints
-    if not args.resume:
+    config, step, checkpoints = run.config, run.step, run.checkpoints
+    if not config.resume:
         if checkpoints.latest_step is not None:
             raise InputError(
-                f"{str(args.out)!r} holds a run at step {checkpoints.latest_step}; add "
-                "--resume to go on with it, or name another --out"
+                f"{str(config.out)!r} holds a run at step {checkpoints.latest_step}; "
+                "add --resume to go on with it, or name another --out"
             )
-        refuse_rows(args.log_json)
-        return step.init(args.seed)
-    before, now = checkpoints.run_of_latest(), run.description
-    for key in (*RUN_KEYS, "precision", "text"):
-        if before.get(key) != now[key]:
-            raise InputError(
-                f"the checkpoint was made with {key}={before.get(key)}, not "
-                f"{now[key]}; only the layout may change when resuming"
-            )
+        refuse_rows(config.metrics_path)
+        return run, step.init(config.seed)
+    before, now = checkpoints.run_of_latest(), run.description()
+    done = checkpoints.latest_step or 0
+    refuse_other(before, now, done)
     state = checkpoints.restore(step.state_shapes, step.shardings)
-    done = int(state.step)
-    cut_rows(args.log_json, lambda row: comes_again(row, done, args.steps))
-    return state
+    run = replace(run, position=position_of(before, now, done))
+    told = [*changes(before, now), *rate_change(config, before, done)]
+    report.print_resumed(run.console, done, told, run.position)
+    steps = config.steps
+    cut_rows(config.metrics_path, lambda row: comes_again(row, done, steps))
+    return run, state
 
 
-def train(run: Run, state: TrainState, log: JsonLines, stop: StopRequest) -> TrainState:
+def train(
+    run: Run, state: TrainState, log: MetricsLog, stop: StopRequest
+) -> TrainState:
     """Steps until `--steps`, or until a stop is requested."""
-    args, first = run.args, int(state.step)
-    windows = TokenWindows(run.texts.train, args.seq)
-    batch_of = shuffled_batches(windows, global_batch=args.global_batch, seed=args.seed)
+    config, first = run.config, run.position.step
+    batch_of = batches_of(run)
+    rate_of = jax.jit(learning_rate_of(config))
+    use = Utilization(run.step, global_batch=config.global_batch, seq=config.seq)
     skipped = float(state.skipped)
+    last = min(config.steps, config.stop_after or config.steps)
     with report.progress_bar(run.console) as progress:
         task = progress.add_task(
-            "training", total=args.steps, completed=first, loss=0.0, rate=0.0
+            "compiling", total=config.steps, completed=first, loss=0.0, rate=0.0
         )
-        for number in range(first, args.steps):
-            state, row = timed_step(run.step, state, batch_of(number))
-            log.write(step=number, **row)
+        for number in range(first, last):
+            learning_rate = float(rate_of(number - skipped))
+            state, row = timed_step(run.step, state, batch_of(number - first))
+            told = {"learning_rate": learning_rate, **use.row(row["step_s"])}
+            log.write(step=number, **row, **told)
             if row["skipped"] > skipped:
                 report.print_skipped(progress.console, number, row)
             skipped = row["skipped"]
-            progress.update(task, advance=1, loss=row["loss"], rate=row["tokens_per_s"])
+            progress.update(
+                task,
+                advance=1,
+                description="training",
+                loss=row["loss"],
+                rate=row["tokens_per_s"],
+            )
             done = number + 1
-            if done % args.validate_every == 0 and done < args.steps:
+            if done % config.validate_every == 0 and done < config.steps:
+                progress.update(task, description="validating")
                 loss = validate(run, state, QUICK_BATCHES)
                 log.write(step=number, validation_loss=loss)
                 report.print_look(progress.console, done, row, loss)
-            if done % args.save_every == 0:
-                run.checkpoints.save(state, run.description)
-            if stop.requested or done >= (args.stop_after or args.steps):
+                progress.update(task, description="training")
+            if done % config.save_every == 0:
+                run.checkpoints.save(state, run.description(done))
+            if stop.requested:
                 break
     return state
+
+
+def batches_of(run: Run) -> Any:
+    """The batch of each step after the run's first, by its number from there."""
+    config = run.config
+    return shuffled_batches(
+        TokenWindows(run.texts.train, config.seq),
+        global_batch=config.global_batch,
+        seed=config.seed,
+        skip=run.position.windows,
+    )
 
 
 def timed_step(
@@ -231,9 +208,9 @@ def timed_step(
 
 def validate(run: Run, state: TrainState, num_batches: int | None = None) -> float:
     """Mean loss per token over the validation text, or over its first batches."""
-    windows = TokenWindows(run.texts.validation, run.args.seq)
+    windows = TokenWindows(run.texts.validation, run.config.seq)
     loss_sum = weight_sum = 0.0
-    for index, batch in enumerate(padded_batches(windows, run.args.global_batch)):
+    for index, batch in enumerate(padded_batches(windows, run.config.global_batch)):
         if index == num_batches:
             break
         sums = run.step.evaluate(state, batch)
@@ -242,12 +219,13 @@ def validate(run: Run, state: TrainState, num_batches: int | None = None) -> flo
     return loss_sum / weight_sum
 
 
-def finish(run: Run, state: TrainState, log: JsonLines) -> None:
+def finish(
+    run: Run, state: TrainState, log: MetricsLog, stop: StopRequest
+) -> RunResult:
     """The results, or how to go on, and where everything is."""
-    args, done = run.args, int(state.step)
-    if done < args.steps:
-        ending = f"stopped after step {done}; go on with --resume --out {args.out}"
-        run.console.print(ending, markup=False, soft_wrap=True)
+    config, done, loss = run.config, int(state.step), None
+    if stop.requested or done < config.steps:
+        report.print_stopped(run.console, done, resuming_command(config, run.program))
     else:
         loss = validate(run, state)
         log.write(step=done - 1, validation_loss=loss)
@@ -257,22 +235,25 @@ def finish(run: Run, state: TrainState, log: JsonLines) -> None:
             print_bubble(run, state)
     where = f"checkpoint in {run.checkpoints.directory}, metrics in {log.path}"
     run.console.print(where, soft_wrap=True, highlight=False, markup=False)
+    return RunResult(
+        steps_done=done,
+        validation_loss=loss,
+        signal=stop.signal,
+        folder=config.folder,
+    )
 
 
 def print_bubble(run: Run, state: TrainState) -> None:
     """The predicted bubble and the measured one; uses `state` up."""
-    args, step = run.args, run.step
+    config, step = run.config, run.step
     predicted = predicted_bubble(step.schedule, step.layers_of_stages)
     measured = None
     # A schedule of one's own has none of twice the microbatches to compare with.
-    if args.bubble_rounds and args.schedule is None:
+    if config.bubble_rounds and config.schedule is None:
         line = str(replace(step.layout, microbatches=2 * step.layout.microbatches))
-        twice = make_step(argparse.Namespace(**{**vars(args), "layout": line}))
-        windows = TokenWindows(run.texts.train, args.seq)
-        batch_of = shuffled_batches(
-            windows, global_batch=args.global_batch, seed=args.seed
-        )
-        measured = measured_bubble(step, twice, state, batch_of(0), args.bubble_rounds)
+        twice = make_step(replace(config, layout=line))
+        batch = batches_of(run)(0)
+        measured = measured_bubble(step, twice, state, batch, config.bubble_rounds)
     report.print_bubble(run.console, step, predicted, measured)
 
 
@@ -282,18 +263,11 @@ def sample(run: Run, state: TrainState) -> np.ndarray:
         run.step,
         state,
         run.texts.validation[:32],
-        num_tokens=run.args.sample_tokens,
-        seq=run.args.seq,
+        num_tokens=run.config.sample_tokens,
+        seq=run.config.seq,
         vocab=BYTE_VOCAB,
-        seed=run.args.seed,
+        seed=run.config.seed,
     )
-
-
-def _one_line(error: Exception, out: Path) -> str:
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        where = str(error.filename or out)
-        return f"the disk of {where!r} is full; free some space or name another folder"
-    return " ".join(str(error).split())
 
 
 if __name__ == "__main__":

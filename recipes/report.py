@@ -2,29 +2,66 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import jax
 import numpy as np
+from rich.columns import Columns
 from rich.console import Console
+from rich.padding import Padding
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from meshpar import LintReport, TrainState, TrainStep
 from meshpar.cli.lint import parameter_table
+from meshpar.recipes.bubble import Bubble
+from meshpar.recipes.config import RunConfig
+from meshpar.recipes.resume import Position
+from meshpar.recipes.texts import BYTE_VOCAB, Texts
 from meshpar.train.baselines import bigram_loss, unigram_loss
-from recipes.bubble import Bubble
-from recipes.texts import BYTE_VOCAB, Texts
+
+
+def print_config(console: Console, config: RunConfig, saved_as: Path) -> None:
+    """Every option of the run, and where they are saved."""
+    told = [
+        f"{name}={', '.join(value) if isinstance(value, list) else value}"
+        for name, value in config.values().items()
+        if value is not None and value is not False and value != []
+    ]
+    console.print(f"run ({saved_as}):", highlight=False, markup=False, soft_wrap=True)
+    columns = Columns([Text(one) for one in told], padding=(0, 2))
+    console.print(Padding(columns, (0, 0, 0, 2)))
+
+
+def print_resumed(
+    console: Console, done: int, changes: list[str], position: Position
+) -> None:
+    """Where the run goes on, and what is not as it was."""
+    lines = [f"resumed after step {done}, {position.windows:,} windows into the text"]
+    lines += [f"  changed: {change}" for change in changes]
+    console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
+
+
+def print_stopped(console: Console, done: int, command: str) -> None:
+    """How to go on: one line that a shell takes."""
+    lines = f"stopped after step {done}; go on with\n  {command}"
+    console.print(lines, highlight=False, markup=False, soft_wrap=True)
 
 
 def print_layout(console: Console, step: TrainStep, report: LintReport) -> None:
     """The layout, every parameter, and what the lint found."""
-    device = step.mesh.devices.flat[0]
+    device, number = step.mesh.devices.flat[0], step.mesh.size
+    there = jax.device_count()
+    which = f"{number}" if number == there else f"the first {number} of {there}"
     console.print(
-        f"layout {step.layout} on {step.mesh.size} {device.device_kind} devices, "
+        f"layout {step.layout} on {which} {device.device_kind} devices, "
         f"{step.model.num_parameters:,} parameters",
         highlight=False,
     )
     console.print(parameter_table(report.parameters))
     for finding in report.findings:
-        console.print(f"{finding.kind}: {finding.message}", highlight=False)
+        line = f"{finding.kind}: {finding.message}"
+        console.print(line, highlight=False, markup=False)
 
 
 def print_bytes(

@@ -1,7 +1,9 @@
-"""The text to train on, and the text to validate on."""
+"""The texts to train on, and the texts to validate on."""
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,24 +24,43 @@ class Texts:
     train: np.ndarray
     validation: np.ndarray
 
+    @property
+    def fingerprint(self) -> str:
+        """Length and checksum of what is trained on, by which a resumed run knows it.
 
-def read_tokens(path: Path, seq: int) -> Texts:
-    """Byte tokens; whole plays are held out, or the end of a single text.
+        Example:
+            >>> Texts(byte_tokens("to be"), byte_tokens("or not")).fingerprint
+            '5 bytes, crc32 fb6b8c55'
+        """
+        return f"{len(self.train)} bytes, crc32 {zlib.crc32(self.train.tobytes()):08x}"
+
+
+def read_tokens(paths: Sequence[Path], seq: int) -> Texts:
+    """Byte tokens of files and folders, one after another, each with its own held out.
+
+    So each text counts by its length. Of a folder whole plays are held out, or its last
+    text; of a single text its end.
+
+    Args:
+        paths: Files, and folders of .txt files; Shakespeare's plays when empty.
+        seq: Tokens of a window.
 
     Raises:
-        DataError: It is no text, or too short for a window of `seq` tokens.
+        DataError: One is no text, or they are too short for a window of `seq` tokens.
     """
-    texts = read_texts(path)
-    held_out = [name for name in texts if name in HELD_OUT]
-    if len(texts) > 1:
-        held_out = held_out or [list(texts)[-1]]
-        train = "\n".join(text for name, text in texts.items() if name not in held_out)
-        validation = "\n".join(texts[name] for name in held_out)
-    else:
-        (text,) = texts.values()
-        cut = int(len(text) * (1 - HELD_OUT_SHARE))
-        train, validation = text[:cut], text[cut:]
+    parts = [_split(read_texts(path)) for path in paths or (SHAKESPEARE,)]
+    train, validation = ("\n".join(texts) for texts in zip(*parts, strict=True))
     split = Texts(byte_tokens(train), byte_tokens(validation))
     for tokens in (split.train, split.validation):
         TokenWindows(tokens, seq)
     return split
+
+
+def _split(texts: dict[str, str]) -> tuple[str, str]:
+    if len(texts) == 1:
+        (text,) = texts.values()
+        cut = int(len(text) * (1 - HELD_OUT_SHARE))
+        return text[:cut], text[cut:]
+    held_out = [name for name in texts if name in HELD_OUT] or [list(texts)[-1]]
+    train = "\n".join(text for name, text in texts.items() if name not in held_out)
+    return train, "\n".join(texts[name] for name in held_out)

@@ -28,8 +28,8 @@ from rich.console import Console
 from rich.table import Table
 
 from meshpar.hardware.devices import device_of_kind
-from models.presets import PRESETS
-from recipes.bench.gpu_contestants import MEASURES, Measured, Shape, bf16_agrees
+from meshpar.models.presets import PRESETS
+from meshpar.recipes.bench.gpu_contestants import MEASURES, Measured, Shape, bf16_agrees
 
 SHAPES = {
     "gpt2": Shape(config=PRESETS["gpt2"], batch=16, seq=1024),

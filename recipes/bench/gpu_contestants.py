@@ -12,10 +12,10 @@ import numpy as np
 import optax
 
 import meshpar
-from models.gpt2 import GPT2Config, gpt2
-from models.layers.rope import rope_frequencies
-from models.llama import LlamaConfig, llama
-from recipes.bench.plain_step import PlainModel, plain_step
+from meshpar.models.gpt2 import GPT2Config, gpt2
+from meshpar.models.layers.rope import rope_frequencies
+from meshpar.models.llama import LlamaConfig, llama
+from meshpar.recipes.bench.plain_step import PlainModel, plain_step
 
 Batch = dict[str, np.ndarray]
 LEARNING_RATE, MAX_GRAD_NORM = 1e-4, 1.0
@@ -127,7 +127,7 @@ def measure_torch(shape: Shape, *, steps: int) -> Measured:
     """The PyTorch step; JAX makes its first values on the CPU."""
     import torch
 
-    from recipes.bench.torch_step import torch_step
+    from meshpar.recipes.bench.torch_step import torch_step
 
     with jax.default_device(jax.devices("cpu")[0]):
         params = jax.device_get(jax.jit(shape.model.init)(0))

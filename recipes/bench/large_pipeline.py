@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 import meshpar
-from models.presets import build
+from meshpar.models.presets import build
 
 SIZES = dict(
     gated=True,

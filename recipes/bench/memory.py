@@ -23,7 +23,7 @@ from rich.table import Table
 
 import meshpar
 from meshpar import MemoryReport
-from models.presets import build
+from meshpar.models.presets import build
 
 STATES = ("zero=0", "zero=1", "zero=2", "zero=3")
 REMATS = ("none", "selective", "full")

@@ -26,9 +26,9 @@ from rich.console import Console
 from rich.table import Table
 
 import meshpar
-from models.presets import build
-from recipes.bench.conditions import conditions, turn_ynn_off
-from recipes.bench.scan_pipeline import scan_pipeline
+from meshpar.models.presets import build
+from meshpar.recipes.bench.conditions import conditions, turn_ynn_off
+from meshpar.recipes.bench.scan_pipeline import scan_pipeline
 
 NUM_STAGES = 4
 MICROBATCHES = (4, 8, 16, 32, 64, 128)

@@ -27,13 +27,13 @@ from scipy.stats import spearmanr
 import meshpar
 from meshpar.calibration.measure import calibrate
 from meshpar.hardware.device import Device
+from meshpar.models.presets import build
 from meshpar.planner.cost.estimate import Estimate, estimate
 from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.machine.clusters import device_of
 from meshpar.planner.machine.execution import MESHPAR_CPU
 from meshpar.planner.workload.shapes import workload_of
-from models.presets import build
-from recipes.bench.conditions import conditions, turn_ynn_off
+from meshpar.recipes.bench.conditions import conditions, turn_ynn_off
 
 LAYOUTS = (
     "data=8",

@@ -22,12 +22,12 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
-from meshpar.audit.targets import Target
+from meshpar.audit.target import Target
 from meshpar.cli.confirm import Confirmed, compiled, target_of
+from meshpar.models.presets import build
 from meshpar.planner.cost.estimate import estimate
 from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.workload.shapes import SHAPES
-from models.presets import build
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,6 +43,7 @@ def series(rows: list[Measured], quantity: str) -> dict[str, list[Measured]]:
 def _draw(rows: list[Measured], png: Path) -> None:
     try:
         from matplotlib.figure import Figure
+        from matplotlib.ticker import LogLocator, NullFormatter
     except ImportError:
         sys.exit("--png needs matplotlib: pip install '.[plots]'")
     figure = Figure(figsize=(11, 5), layout="constrained")
@@ -60,6 +61,10 @@ def _draw(rows: list[Measured], png: Path) -> None:
         for share in (0.88, 1.12):
             axes.plot(ends, [share * end for end in ends], "k:", linewidth=0.8)
         axes.set(xlabel=f"measured {name}", ylabel="predicted (dotted: 12 % off)")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.set_major_formatter("{x:g}")
+            axis.set_minor_formatter(NullFormatter())
         axes.legend(fontsize=8)
     figure.savefig(png, dpi=120)
 

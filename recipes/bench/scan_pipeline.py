@@ -27,7 +27,12 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from recipes.bench.hand_written import block, cross_entropy, rms_norm, rope_tables
+from meshpar.recipes.bench.hand_written import (
+    block,
+    cross_entropy,
+    rms_norm,
+    rope_tables,
+)
 
 _STAGE = "stage"
 

@@ -25,10 +25,10 @@ from rich.console import Console
 from rich.table import Table
 
 import meshpar
-from models.presets import build
-from recipes.bench.conditions import conditions, turn_ynn_off
-from recipes.bench.hand_written import hand_written
-from recipes.bench.traffic import KINDS, collective_traffic
+from meshpar.models.presets import build
+from meshpar.recipes.bench.conditions import conditions, turn_ynn_off
+from meshpar.recipes.bench.hand_written import hand_written
+from meshpar.recipes.bench.traffic import KINDS, collective_traffic
 
 LAYOUTS = ("fsdp=4,tensor=2", "data=2,fsdp=2,tensor=2")
 NAMES = ("meshpar", "hand-written")

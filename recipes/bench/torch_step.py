@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from recipes.bench.plain_step import PlainModel
+from meshpar.recipes.bench.plain_step import PlainModel
 
 
 class TorchModel(nn.Module):

@@ -1,0 +1,60 @@
+"""The recipe as a command: its options, its exit status, an error in one line."""
+
+from __future__ import annotations
+
+import errno
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from meshpar.errors import InputError
+from meshpar.recipes.config import RunConfig
+from meshpar.recipes.options import parse_arguments, program_words
+
+BAD_INPUT = 2
+_OF_EXTRA = ("grain", "orbax")
+INTERRUPTED = 128
+"""And the number of the signal, as a shell has it: 130 after Ctrl-C, 143 on SIGTERM."""
+
+
+def main(argv: Sequence[str] | None = None, command: str = "pretrain") -> int:
+    """Runs the recipe.
+
+    Args:
+        argv: Its options; those of this process when absent.
+        command: What errors begin with.
+
+    Returns:
+        0 done, 2 on bad input, 130 when stopped by Ctrl-C, 143 by SIGTERM: saved, but
+        for a second Ctrl-C, and one outside of the training loop.
+    """
+    argv = sys.argv[1:] if argv is None else list(argv)
+    config = None
+    try:
+        config = parse_arguments(argv, command)
+        from meshpar.recipes.pretrain import pretrain  # and with it jax
+
+        program = program_words(argv, default=("meshpar", "train"))
+        result = pretrain(config, program=program)
+    except ModuleNotFoundError as error:
+        name = (error.name or "").partition(".")[0]
+        if name not in _OF_EXTRA:
+            raise
+        install = "pip install 'meshpar[train]'"
+        print(f"{command}: training needs {name}: {install}", file=sys.stderr)
+        return BAD_INPUT
+    except (InputError, OSError) as error:
+        print(f"{command}: {_one_line(error, config)}", file=sys.stderr)
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        print(f"{command}: stopped at once, nothing more is saved", file=sys.stderr)
+        return INTERRUPTED + 2
+    return 0 if result.signal is None else INTERRUPTED + result.signal
+
+
+def _one_line(error: Exception, config: RunConfig | None) -> str:
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        out = Path("runs") if config is None or config.out is None else config.out
+        where = str(error.filename or out)
+        return f"the disk of {where!r} is full; free some space or name another folder"
+    return " ".join(str(error).split())

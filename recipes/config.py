@@ -1,0 +1,156 @@
+"""The configuration of a training run: every option, typed, with its default."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from meshpar.errors import InputError, whole_number
+
+LAYOUT = "data=2,stage=2,tensor=2,microbatches=4"
+PRESET = "tiny"
+NUM_VIRTUAL_DEVICES = 8
+ENVIRONMENT_VARIABLE = "MESHPAR_EMULATE"  # of meshpar.emulate, which imports jax
+
+_AT_LEAST_ONE = (
+    *("steps", "global_batch", "seq", "save_every", "validate_every"),
+    *("stop_after", "decay_steps"),
+)
+_AT_LEAST_ZERO = ("seed", "sample_tokens", "bubble_rounds", "emulate")
+
+
+def _num_virtual_devices() -> int:
+    text = os.environ.get(ENVIRONMENT_VARIABLE, "")
+    return int(text) if text.isdecimal() else NUM_VIRTUAL_DEVICES
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """A run of the recipe.
+
+    Args:
+        layout: The layout's line; nothing else changes with it.
+        schedule: CSV file of a pipeline schedule of one's own, one row a rank.
+        preset: A model by name; "tiny" where --model gives no other.
+        model: What differs from the preset, such as layers=2,hidden=64; without one,
+            all sizes of a model; or the path of a Hugging Face config.json.
+        steps: Optimizer steps in all.
+        seed: Of initial values, order of the text, and samples.
+        dtype: Arithmetic of the blocks; the layout's by default.
+        text: A file, or a folder of .txt files; give it again for more. Shakespeare's
+            plays by default.
+        out: Folder of the run; runs/ and the time by default.
+        resume: Go on from the newest checkpoint of --out; what is not given is as it
+            was there.
+        log_json: File of metrics, a JSON object a line; OUT/metrics.jsonl by default.
+        tensorboard: Folder to write TensorBoard's events to.
+        global_batch: Sequences in a step.
+        seq: Tokens of a sequence.
+        learning_rate: Its peak: it rises to it over a tenth of --decay-steps, and
+            falls to a tenth of it along a cosine.
+        decay_steps: Steps over which it does; --steps by default.
+        save_every: Steps between checkpoints.
+        validate_every: Steps between looks at the validation text.
+        stop_after: Save and stop after this step.
+        sample_tokens: Bytes to write at the end.
+        bubble_rounds: Pairs of steps that time the pipeline's bubble at the end; 0
+            leaves it out.
+        emulate: Virtual CPU devices; 0 uses the machine's own.
+
+    Raises:
+        InputError: A number is out of its range.
+
+    Example:
+        >>> RunConfig(steps=5, layout="data=8").changed()
+        {'layout': 'data=8', 'steps': 5}
+    """
+
+    layout: str = LAYOUT
+    schedule: Path | None = None
+    preset: str | None = None
+    model: str | None = None
+    steps: int = 150
+    seed: int = 0
+    dtype: Literal["fp32", "bf16"] | None = None
+    text: tuple[Path, ...] = ()
+    out: Path | None = None
+    resume: bool = False
+    log_json: Path | None = None
+    tensorboard: Path | None = None
+    global_batch: int = 32
+    seq: int = 128
+    learning_rate: float = 3e-3
+    decay_steps: int | None = None
+    save_every: int = 200
+    validate_every: int = 100
+    stop_after: int | None = None
+    sample_tokens: int = 160
+    bubble_rounds: int = 5
+    emulate: int = field(default_factory=_num_virtual_devices)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.text, str | Path):
+            object.__setattr__(self, "text", (self.text,))
+        object.__setattr__(self, "text", tuple(Path(path) for path in self.text))
+        for name in ("schedule", "out", "log_json", "tensorboard"):
+            if (path := getattr(self, name)) is not None:
+                object.__setattr__(self, name, Path(path))
+        for least, names in ((1, _AT_LEAST_ONE), (0, _AT_LEAST_ZERO)):
+            for name in names:
+                self._check_whole(name, least)
+        rate = self.learning_rate
+        if not (isinstance(rate, int | float) and 0 < rate < math.inf):
+            raise InputError(f"learning_rate={rate!r}: must be a positive number")
+        if self.dtype not in (None, "fp32", "bf16"):
+            raise InputError(f"dtype={self.dtype!r}: must be 'fp32' or 'bf16'")
+        if self.resume and self.out is None:
+            raise InputError("--resume needs the folder of the run: give --out DIR")
+
+    def _check_whole(self, name: str, least: int) -> None:
+        value = getattr(self, name)
+        if not (value is None and name in ("stop_after", "decay_steps")):
+            whole_number(name, value, least)
+
+    @property
+    def folder(self) -> Path:
+        """Where the run lies, once `out` is decided.
+
+        Raises:
+            InputError: It is not.
+        """
+        if self.out is None:
+            raise InputError("the run has no folder yet: give out=")
+        return self.out
+
+    @property
+    def metrics_path(self) -> Path:
+        """The file of its metrics."""
+        return self.log_json or self.folder / "metrics.jsonl"
+
+    def values(self) -> dict[str, Any]:
+        """Every option as a plain value, paths as text and several as a list."""
+        return {one.name: _plain(getattr(self, one.name)) for one in fields(self)}
+
+    def changed(self) -> dict[str, Any]:
+        """The options that are not at their default."""
+        default = RunConfig().values()
+        return {
+            name: value
+            for name, value in self.values().items()
+            if value != default[name]
+        }
+
+
+OPTIONS = tuple(one.name for one in fields(RunConfig))
+"""The name of every option; the command line writes `-` for `_`."""
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, tuple):
+        return [str(path) for path in value]
+    return value

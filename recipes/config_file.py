@@ -1,0 +1,119 @@
+"""A run's configuration as a file: TOML or YAML in, TOML out."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from meshpar.errors import InputError, nearest
+from meshpar.recipes.config import OPTIONS, RunConfig
+
+SAVED = "config.toml"
+"""The file in a run's folder."""
+
+_NOT_SAVED = ("out", "resume", "stop_after")
+"""What is of one start of the run, not of the run."""
+
+
+def read_options(path: Path) -> list[str]:
+    """The options of a file as words of a command line.
+
+    Args:
+        path: Ends in .toml, .yaml or .yml. A key is an option's name, with `_` or `-`;
+            a list gives an option several times.
+
+    Raises:
+        InputError: There is no such file, it cannot be read, or a key is no option.
+    """
+    words = []
+    for key, value in _read(path).items():
+        name = str(key).replace("-", "_")
+        if name not in OPTIONS:
+            raise InputError(f"{str(path)!r}: no key {key!r}; {nearest(name, OPTIONS)}")
+        option = f"--{name.replace('_', '-')}"
+        for one in value if isinstance(value, list) else [value]:
+            if isinstance(one, Mapping | list):
+                raise InputError(
+                    f"{str(path)!r}: {key} is {one!r}; give a text, a number, true or "
+                    "false"
+                )
+            words += _words(option, one)
+    return words
+
+
+def save(config: RunConfig, folder: Path) -> Path:
+    """Writes a run's configuration into its folder, and returns the file.
+
+    Folder, `resume` and `stop_after` are left out: with them a new run, or the next
+    start of this one, would not be the same. Paths are written in full.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / SAVED
+    path.write_text(as_toml(config), encoding="utf-8")
+    return path
+
+
+def as_toml(config: RunConfig) -> str:
+    """The options of a run, one a line, those without a value as comments.
+
+    Example:
+        >>> print(as_toml(RunConfig(steps=5)).splitlines()[5])
+        steps = 5
+    """
+    values = config.values()
+    for name in ("schedule", "log_json", "tensorboard"):
+        if values[name] is not None:
+            values[name] = str(Path(values[name]).absolute())
+    model = values["model"]
+    if model is not None and model.endswith(".json"):
+        values["model"] = str(Path(model).absolute())
+    values["text"] = [str(path.absolute()) for path in config.text]
+    lines = ["# Read back by --config."]
+    for name, value in values.items():
+        if name not in _NOT_SAVED:
+            comment = "# " if value is None else ""
+            text = '""' if value is None else json.dumps(value, ensure_ascii=False)
+            lines.append(f"{comment}{name} = {text}")
+    return "\n".join(lines) + "\n"
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    if path.suffix not in (".toml", ".yaml", ".yml"):
+        raise InputError(f"{str(path)!r} is no .toml, .yaml or .yml file; name one")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise InputError(f"cannot read {str(path)!r}: {reason}") from error
+    found = _toml(path, text) if path.suffix == ".toml" else _yaml(path, text)
+    if not isinstance(found, Mapping):
+        raise InputError(f"{str(path)!r} holds no options; write such as steps: 5")
+    return found
+
+
+def _toml(path: Path, text: str) -> Any:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(f"{str(path)!r} is no TOML: {error}") from error
+
+
+def _yaml(path: Path, text: str) -> Any:
+    import yaml  # of flax; no other run needs it
+
+    try:
+        return yaml.safe_load(text) or {}
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split())
+        raise InputError(f"{str(path)!r} is no YAML: {reason}") from error
+
+
+def _words(option: str, value: Any) -> list[str]:
+    if value is None:
+        return []
+    if isinstance(value, bool):
+        return [option if value else f"--no-{option.removeprefix('--')}"]
+    return [f"{option}={value}"]

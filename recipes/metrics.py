@@ -1,0 +1,121 @@
+"""The metrics of a step, and where they go: JSON lines, TensorBoard, a function."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from meshpar import InputError, TrainStep
+from meshpar.audit.block_trace import traced_workload
+from meshpar.hardware.devices import device_of_kind
+from meshpar.recipes.config import RunConfig
+from meshpar.train.metrics import JsonLines
+
+OnMetrics = Callable[[dict[str, Any]], None]
+"""Is given each row as it is written; `step` is in it."""
+
+
+class MetricsLog:
+    """Every row of a run, written to all who want it.
+
+    Args:
+        config: Which files.
+        on_metrics: Called with every row.
+        done: Steps that the run resumes after; TensorBoard forgets later ones.
+
+    Raises:
+        InputError: TensorBoard is asked for and not installed.
+    """
+
+    def __init__(
+        self, config: RunConfig, *, on_metrics: OnMetrics | None = None, done: int = 0
+    ) -> None:
+        self._events = _events_writer(config, done) if config.tensorboard else None
+        self._on_metrics = on_metrics
+        self._lines = JsonLines(config.metrics_path)
+        self.path = self._lines.path
+
+    def write(self, *, step: int, **row: float | None) -> None:
+        """Hands one row to all; None is what cannot be known here."""
+        self._lines.write(step=step, **row)
+        if self._events is not None:
+            for name, value in row.items():
+                if value is not None:
+                    self._events.add_scalar(name, value, step)
+        if self._on_metrics is not None:
+            self._on_metrics({"step": step, **row})
+
+    def __enter__(self) -> MetricsLog:
+        self._lines.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._events is not None:
+            self._events.close()
+        self._lines.__exit__(*error)
+
+
+def _events_writer(config: RunConfig, done: int) -> Any:
+    try:
+        from tensorboardX import SummaryWriter
+    except ModuleNotFoundError as error:
+        raise InputError(
+            "--tensorboard needs tensorboardX: pip install 'meshpar[tensorboard]'"
+        ) from error
+    return SummaryWriter(str(config.tensorboard), purge_step=done)
+
+
+class Utilization:
+    """What the devices do in a step: MFU, and memory.
+
+        mfu = model FLOPs of a step / (step_s * devices * peak FLOP/s of one)
+
+    Model FLOPs count no recomputation. The peak is the data sheet's of the layout's
+    precision (`meshpar/hardware`; fp32 as JAX multiplies by default), so MFU is None
+    on a device that is not in that table, such as a CPU.
+
+    Args:
+        step: The run's.
+        global_batch: Sequences in a step.
+        seq: Tokens of one.
+    """
+
+    def __init__(self, step: TrainStep, *, global_batch: int, seq: int) -> None:
+        devices = list(step.mesh.devices.flat)
+        here = jax.process_index()
+        self._devices = [one for one in devices if one.process_index == here]
+        known = device_of_kind(devices[0].device_kind)
+        self.peak_flops = known and known.peak_flops[step.layout.precision]
+        self._seconds_at_peak = None
+        if self.peak_flops:
+            workload = traced_workload(step.model_as_given, seq=seq)
+            flops = workload.model_flops(global_batch=global_batch, seq=seq)
+            self._seconds_at_peak = flops / (self.peak_flops * len(devices))
+
+    def row(self, step_s: float) -> dict[str, float | None]:
+        """MFU of a step of that time, and bytes of memory at their highest so far.
+
+        `memory_bytes` is of the fullest device of this process, None where the backend
+        does not tell (CPU); `host_memory_bytes` of this process.
+        """
+        seconds = self._seconds_at_peak
+        return {
+            "mfu": None if seconds is None else seconds / step_s,
+            "memory_bytes": _device_bytes(self._devices),
+            "host_memory_bytes": _host_bytes(),
+        }
+
+
+def _device_bytes(devices: list[jax.Device]) -> int | None:
+    stats: list[Mapping[str, int]] = [one.memory_stats() or {} for one in devices]
+    peaks = [one["peak_bytes_in_use"] for one in stats if "peak_bytes_in_use" in one]
+    return max(peaks, default=None)
+
+
+def _host_bytes() -> int:
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,0 +1,100 @@
+"""The language model that a run trains, and its optimizer."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import optax
+
+from meshpar import InputError, Model
+from meshpar.cli.parsing import parse_sizes
+from meshpar.models.presets import OTHER_PRESETS, PRESETS, build, configure
+from meshpar.planner.workload.shapes import SHAPES
+from meshpar.recipes.config import PRESET, RunConfig
+from meshpar.recipes.texts import BYTE_VOCAB
+
+
+def model_of(config: RunConfig) -> Model:
+    """The model of a run.
+
+    Raises:
+        InputError: There is none of that name or those sizes, or it is no language
+            model with a token for every byte.
+    """
+    model = build(**_chosen(config))
+    vocab = sizes_of(config)["vocab"]
+    if vocab < BYTE_VOCAB:
+        raise InputError(
+            f"{_name(config)} has a vocabulary of {vocab}, but bytes need "
+            f"{BYTE_VOCAB}; choose a larger preset, or add --model vocab={BYTE_VOCAB}"
+        )
+    return model
+
+
+def sizes_of(config: RunConfig) -> dict[str, Any]:
+    """What the model of a run is, as plain values."""
+    return dataclasses.asdict(configure(**_chosen(config)))
+
+
+def _chosen(config: RunConfig) -> dict[str, Any]:
+    """What `meshpar.models.presets.build` takes."""
+    preset, model = config.preset, config.model
+    if model is None:
+        return {"preset": _trainable(preset or PRESET)}
+    if Path(model).suffix == ".json":
+        return {"preset": preset, "config_json": model}
+    if "=" in model:
+        return {"preset": preset and _trainable(preset), **parse_sizes(model)}
+    if preset is not None:
+        raise InputError(
+            f"preset {preset!r} and model {model!r} are both given; give one, or "
+            "--model sizes such as layers=2"
+        )
+    return {"preset": _trainable(model)}
+
+
+def _trainable(name: str) -> str:
+    """A name of a preset, once it is one that trains on a text.
+
+    Raises:
+        InputError: It is of a model with other inputs, or only the planner knows it.
+    """
+    if name in OTHER_PRESETS:
+        raise InputError(
+            f"preset {name!r} is no model of a text alone; choose one of "
+            f"{', '.join(PRESETS)}"
+        )
+    if name in SHAPES and name not in PRESETS:
+        experts = SHAPES[name].experts
+        reason = f"a model with {experts} experts" if experts else "a published run's"
+        raise InputError(
+            f"preset {name!r} is {reason}, which meshpar plan knows and no model here "
+            f"trains; choose one of {', '.join(PRESETS)}"
+        )
+    return name
+
+
+def _name(config: RunConfig) -> str:
+    if config.model is None:
+        return f"preset {config.preset or PRESET!r}"
+    return f"model {config.model!r}"
+
+
+def learning_rate_of(config: RunConfig) -> optax.Schedule:
+    """The learning rate by updates done: up over a tenth of the run, then a cosine.
+
+    It ends at a tenth of its peak after `decay_steps`, and stays there.
+    """
+    steps = config.decay_steps or config.steps
+    warmup = min(max(steps // 10, 1), steps - 1)
+    peak = config.learning_rate
+    return optax.warmup_cosine_decay_schedule(
+        0.0, peak, warmup, max(steps, 2), peak / 10
+    )
+
+
+def optimizer_of(config: RunConfig) -> optax.GradientTransformation:
+    """AdamW with that learning rate."""
+    return optax.adamw(learning_rate_of(config), b2=0.95, weight_decay=0.1)

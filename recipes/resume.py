@@ -1,0 +1,131 @@
+"""What a resumed run may change, what it says of that, and where its data go on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from meshpar import InputError
+from meshpar.recipes.config import RunConfig
+from meshpar.recipes.model import learning_rate_of
+
+Description = Mapping[str, Any]
+"""What a checkpoint says of its run."""
+
+_TOLD = (
+    *("layout", "precision", "steps", "decay_steps", "global_batch", "seq"),
+    *("learning_rate", "text", "schedule"),
+)
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a start of a run stands in its text.
+
+    Args:
+        step: Its first step.
+        windows: Windows of the text's order that came before it.
+    """
+
+    step: int = 0
+    windows: int = 0
+
+    def after(self, done: int, global_batch: int) -> int:
+        """Windows used up when `done` steps are done."""
+        return self.windows + (done - self.step) * global_batch
+
+
+def refuse_other(before: Description, now: Description, done: int) -> None:
+    """Names what may not change.
+
+    Args:
+        before: Of the checkpoint.
+        now: Of this start.
+        done: Steps done.
+
+    Raises:
+        InputError: Another model or seed, or fewer steps than are done.
+    """
+    sizes, wanted = before.get("model_sizes", {}), now["model_sizes"]
+    for name in sizes.keys() & wanted.keys():
+        if sizes[name] != wanted[name]:
+            raise InputError(
+                f"the checkpoint's model has {name}={sizes[name]}, not {wanted[name]}: "
+                "its parameters are of that model; give the same model, or start "
+                "another run"
+            )
+    if before.get("seed", now["seed"]) != now["seed"]:
+        raise InputError(
+            f"the checkpoint was made with seed={before['seed']}, not {now['seed']}: "
+            "initial values, the order of the text and every random number follow from "
+            "it; leave --seed out, or start another run"
+        )
+    if done > now["steps"]:
+        raise InputError(
+            f"the checkpoint is at step {done}, beyond steps={now['steps']}; give at "
+            f"least --steps {done}"
+        )
+
+
+def changes(before: Description, now: Description) -> list[str]:
+    """Each option that is another one now, with both values.
+
+    Example:
+        >>> changes({"steps": 5, "seq": 128}, {"steps": 9, "seq": 128})
+        ['steps 5 -> 9']
+    """
+    return [
+        f"{name} {_text(before[name])} -> {_text(now[name])}"
+        for name in _TOLD
+        if name in before and name in now and before[name] != now[name]
+    ]
+
+
+def position_of(before: Description, now: Description, done: int) -> Position:
+    """Where the data go on: windows that were used stay used, whatever the batch.
+
+    Another text, or windows of another length, begin at their own beginning.
+
+    Example:
+        >>> before = {"data": "a", "windows": 40, "seq": 8}
+        >>> position_of(before, {"data": "a", "seq": 8}, done=5)
+        Position(step=5, windows=40)
+        >>> position_of(before, {"data": "b", "seq": 8}, done=5)
+        Position(step=5, windows=0)
+    """
+    if (before.get("data", now["data"]), before["seq"]) != (now["data"], now["seq"]):
+        return Position(step=done)
+    # Before 0.2 a checkpoint did not say, and its batch was of one size throughout.
+    windows = before.get("windows", done * before.get("global_batch", 0))
+    return Position(step=done, windows=windows)
+
+
+def rate_change(config: RunConfig, before: Description, done: int) -> list[str]:
+    """How the learning rate of the next step differs from the earlier run's, if so.
+
+    Its curve is over `decay_steps`, which are `steps` unless they are given: more steps
+    stretch it, and the run goes on where the new curve is by then.
+
+    Example:
+        >>> before = {"steps": 20, "decay_steps": None, "learning_rate": 0.01}
+        >>> config = RunConfig(steps=40, learning_rate=0.01)
+        >>> rate_change(config, before, done=20)[0][:38]
+        'learning rate of step 20 0.001 -> 0.00'
+    """
+    known = {"steps", "decay_steps", "learning_rate"}
+    if not known <= before.keys():
+        return []
+    earlier = replace(config, **{name: before[name] for name in known})
+    then, now = (float(learning_rate_of(one)(done)) for one in (earlier, config))
+    if then == now:
+        return []
+    told = f"learning rate of step {done} {then:.3g} -> {now:.3g}"
+    steps = earlier.decay_steps or earlier.steps
+    if steps != (config.decay_steps or config.steps):
+        told += f" (--decay-steps {steps} keeps its curve)"
+    return [told]
+
+
+def _text(value: Any) -> str:
+    return "+".join(map(str, value)) if isinstance(value, list) else str(value)

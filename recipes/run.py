@@ -1,0 +1,62 @@
+"""A run, and how it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from meshpar import TrainStep
+from meshpar.recipes.config import RunConfig
+from meshpar.recipes.model import sizes_of
+from meshpar.recipes.resume import Position
+from meshpar.recipes.texts import Texts
+from meshpar.train.checkpoint import Checkpoints
+
+PROGRAM = ("meshpar", "train")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run but for its state, which every step replaces."""
+
+    config: RunConfig
+    step: TrainStep
+    texts: Texts
+    checkpoints: Checkpoints
+    console: Console
+    position: Position = Position()
+    program: Sequence[str] = PROGRAM
+
+    def description(self, done: int = 0) -> dict[str, Any]:
+        """What a checkpoint says of its run once `done` steps are done."""
+        return {
+            **self.config.values(),
+            "model_sizes": sizes_of(self.config),
+            "precision": self.step.layout.precision,
+            "text": [str(path.resolve()) for path in self.config.text],
+            "data": self.texts.fingerprint,
+            "windows": self.position.after(done, self.config.global_batch),
+            "layout": str(self.step.layout),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """How a run ended.
+
+    Args:
+        steps_done: Steps done in all.
+        validation_loss: Mean loss per token of the validation text; None where it was
+            stopped before.
+        signal: What stopped it, such as 2 for Ctrl-C; None where nothing did.
+        folder: Where checkpoints, metrics and configuration are.
+    """
+
+    steps_done: int
+    validation_loss: float | None
+    signal: int | None
+    folder: Path

@@ -1,0 +1,64 @@
+"""The compiled step of a run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+from jax.sharding import AbstractMesh
+
+from meshpar import (
+    MESH_AXES,
+    InputError,
+    Layout,
+    TrainStep,
+    batch_shapes,
+    make_train_step,
+)
+from meshpar.recipes.config import RunConfig
+from meshpar.recipes.model import model_of, optimizer_of
+
+
+def audited(
+    layout: Layout, mesh: AbstractMesh | None
+) -> tuple[TrainStep, dict[str, jax.ShapeDtypeStruct]]:
+    """The step and the batch of the default options: `meshpar audit --recipe`."""
+    config = RunConfig(layout=str(layout))
+    return make_step(config, mesh), batch_shapes(config.global_batch, config.seq)
+
+
+def make_step(config: RunConfig, mesh: AbstractMesh | None = None) -> TrainStep:
+    """The compiled step of a run, on real devices or on a mesh without any."""
+    layout = Layout.parse(config.layout)
+    if config.dtype:
+        layout = replace(layout, precision=config.dtype)
+    model = model_of(config)
+    return make_train_step(
+        model,
+        optimizer_of(config),
+        layout,
+        devices=None if mesh else devices_of(layout),
+        mesh=mesh,
+        max_grad_norm=1.0,
+        schedule=config.schedule,
+    )
+
+
+def devices_of(layout: Layout) -> list[jax.Device]:
+    """The first devices, as many as the layout needs; all of them for a -1.
+
+    Raises:
+        InputError: There are too few.
+    """
+    devices = jax.devices()
+    if any(getattr(layout, mesh_axis) == -1 for mesh_axis in MESH_AXES):
+        layout.resolve(len(devices))
+        return devices
+    needed = layout.num_devices
+    if needed > len(devices):
+        raise InputError(
+            f"layout {str(layout)!r} needs {needed} devices, but there are "
+            f"{len(devices)} here ({devices[0].device_kind}); run it on a machine with "
+            f"{needed}, or give --emulate {needed} for virtual CPU devices"
+        )
+    return devices[:needed]
