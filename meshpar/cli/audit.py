@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jax
-import optax
-from jax.sharding import AbstractMesh
-from rich.console import Console
-
-from meshpar.audit.report import AuditReport, audit
-from meshpar.audit.tables import buffer_table, collective_table, totals_table
-from meshpar.audit.targets import Target
+from meshpar.audit.target import Target
 from meshpar.cli.lint import wide_console
 from meshpar.cli.parsing import (
+    above_zero,
     add_layout_arguments,
     add_model_arguments,
     import_function,
@@ -26,14 +21,20 @@ from meshpar.cli.parsing import (
 from meshpar.emulate import emulate, num_cpu_devices
 from meshpar.errors import InputError
 from meshpar.layout import Layout
-from meshpar.mesh import absent_mesh
-from meshpar.model.scope import Batch
-from meshpar.model.tracing import traced_batch
-from meshpar.train.make_step import make_train_step
-from meshpar.train.step import TrainStep
+
+if TYPE_CHECKING:
+    from jax.sharding import AbstractMesh
+    from rich.console import Console
+
+    from meshpar.audit.report import AuditReport
+    from meshpar.train.step import Batch, TrainStep
 
 _SEQ = 1024
 _GIB = 1 << 30
+
+
+EXAMPLE = "meshpar audit --preset tiny --layout data=2,fsdp=2,tensor=2"
+STATUSES = "0 done, 1 hazards, it does not fit, or --strict and surprises, 2 bad input"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,18 +47,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--recipe",
         metavar="MODULE:FUNCTION",
         help="instead of a model: a function of layout= and mesh= that returns a step "
-        "and its batch, such as recipes.pretrain:audited",
+        "and its batch, such as meshpar.recipes.pretrain:audited",
     )
     add(
         "--target",
         type=_target,
         metavar="T",
         help="tpu:v5p:4x4x4 or gpu:h100:8x8 (hosts x GPUs), none of which need be "
-        "there; virtual CPU devices when absent",
+        "there; (default: virtual CPU devices)",
+    )
+    add(
+        "--compiler-option",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an option of XLA, such as xla_tpu_enable_async_collective_fusion=true; "
+        "may be given several times (default: none)",
     )
     add("--strict", action="store_true", help="surprises end with status 1 too")
-    add("--timeout", type=float, default=600.0, help="seconds for an absent target")
-    add("--memory-gib", type=float, default=16.0, help="memory for an absent target")
+    add(
+        "--timeout",
+        type=above_zero,
+        default=600.0,
+        metavar="S",
+        help="seconds that compiling for an absent target may take",
+    )
+    add(
+        "--memory-gib",
+        type=above_zero,
+        default=16.0,
+        metavar="G",
+        help="memory of this machine that it may take",
+    )
     add("--json", action="store_true", help="print one JSON object")
 
 
@@ -70,6 +91,9 @@ def run(args: argparse.Namespace) -> int:
     if args.devices is None and args.target is not None:
         args.devices = args.target.num_devices
     layout = layout_of(args)
+    from meshpar.audit.report import audit
+
+    compiler_options = dict(map(_compiler_option, args.compiler_option))
     step, batch = _step_of(args, layout)
     report = audit(
         step,
@@ -77,6 +101,7 @@ def run(args: argparse.Namespace) -> int:
         target=args.target,
         timeout_s=args.timeout,
         memory_bytes=int(args.memory_gib * _GIB),
+        compiler_options=compiler_options,
     )
     if args.json:
         print(json.dumps(report.to_json()))
@@ -84,6 +109,18 @@ def run(args: argparse.Namespace) -> int:
         _print(report, wide_console())
     bad = report.hazards or report.fits is False
     return 1 if bad or (args.strict and report.surprises) else 0
+
+
+def _compiler_option(text: str) -> tuple[str, str | int | bool]:
+    name, equals, value = text.partition("=")
+    if not (name and equals and value):
+        raise InputError(
+            f"--compiler-option {text!r} is not NAME=VALUE; write for example "
+            "xla_gpu_enable_latency_hiding_scheduler=true"
+        )
+    if value in ("true", "false"):
+        return name, value == "true"
+    return name, int(value) if re.fullmatch(r"-?[0-9]+", value) else value
 
 
 def _target(text: str) -> Target:
@@ -96,6 +133,13 @@ def _target(text: str) -> Target:
 def _step_of(
     args: argparse.Namespace, layout: Layout
 ) -> tuple[TrainStep, Mapping[str, Any]]:
+    import jax
+    import optax
+
+    from meshpar.mesh import absent_mesh
+    from meshpar.model.tracing import traced_batch
+    from meshpar.train.make_step import make_train_step
+
     mesh = None
     if args.target is not None:
         # This process only traces; a real accelerator need not wake up for that.
@@ -141,6 +185,13 @@ def _of_recipe(
 
 
 def _print(report: AuditReport, console: Console) -> None:
+    from meshpar.audit.tables import (
+        buffer_table,
+        collective_table,
+        overlap_table,
+        totals_table,
+    )
+
     console.print(
         f"layout {report.layout} compiled for {report.target} in "
         f"{report.compile_s:.1f} s",
@@ -151,6 +202,7 @@ def _print(report: AuditReport, console: Console) -> None:
     else:
         console.print(collective_table(report))
         console.print(totals_table(report))
+        console.print(overlap_table(report))
         console.print(buffer_table(report))
         _print_memory(report, console)
     for line in report.complaints():

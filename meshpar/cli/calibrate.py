@@ -7,10 +7,13 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from meshpar.cli.parsing import positive
+from meshpar.cli.parsing import output_file, positive
 from meshpar.errors import InputError
 from meshpar.hardware.devices import DEVICES
 from meshpar.planner.machine.clusters import device_of
+
+EXAMPLE = "meshpar calibrate --output mine.toml"
+STATUSES = "0 done, 2 bad input"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--output",
+        type=output_file,
         metavar="FILE.toml",
         help="where to write the device, for --hardware FILE.toml (default: standard "
         "output)",
@@ -29,7 +33,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"{', '.join(DEVICES)} (default: peaks are what is measured)",
     )
     add("--name", help="what to call it (default: the file's name)")
-    add("--rounds", type=positive, default=5, metavar="N", help="(default: 5)")
+    add(
+        "--rounds",
+        type=positive,
+        default=5,
+        metavar="N",
+        help="times that each measurement is taken",
+    )
     add("--json", action="store_true", help="print one JSON object on stdout")
 
 
@@ -43,14 +53,12 @@ def run(args: argparse.Namespace) -> int:
     output = None if args.output is None else Path(args.output)
     if output is not None and output.suffix != ".toml":
         raise InputError(f"--output {args.output}: must end in .toml, for --hardware")
-    if output is not None and not output.parent.is_dir():
-        raise InputError(f"--output {args.output}: {output.parent} is no folder")
     like = None if args.like is None else device_of(args.like)
     name = args.name or (output.stem if output else "measured")
     found = calibrate(jax.devices(), name=name, rounds=args.rounds, like=like)
     text = device_toml(found)
     if output is not None:
-        output.write_text(text)
+        output.write_text(text, encoding="utf-8")
     if args.json:
         trials = [{"name": one, "seconds": s} for one, s, _ in found.rows]
         print(json.dumps({"device": asdict(found.device), "trials": trials}))

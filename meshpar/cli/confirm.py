@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -13,8 +12,9 @@ import jax
 import optax
 
 from meshpar.audit.report import audit
-from meshpar.audit.targets import Target, TargetError
-from meshpar.cli.parsing import model_of
+from meshpar.audit.target import Target
+from meshpar.audit.targets import TargetError
+from meshpar.cli.parsing import MODEL_FROM, model_of
 from meshpar.errors import InputError
 from meshpar.hardware.devices import DEVICES, TARGET_OF
 from meshpar.mesh import absent_mesh
@@ -23,8 +23,8 @@ from meshpar.model.tracing import traced_batch
 from meshpar.planner.cost.estimate import Estimate, estimate_run
 from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.workload.shapes import SHAPES
+from meshpar.train.layout_refusals import layout_refusals
 from meshpar.train.make_step import make_train_step
-from meshpar.train.refusals import layout_refusals
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +103,7 @@ def confirm(args: argparse.Namespace, plans: Sequence[Estimate]) -> list[Confirm
     """
     target = target_of(plans[0].run.cluster)
     jax.config.update("jax_platforms", "cpu")  # This process only traces.
-    model = _model(args)
+    model = chosen_model(args)
     return [compiled(model, target, plan) for plan in plans]
 
 
@@ -124,16 +124,23 @@ def target_of(cluster: Cluster) -> Target:
     return Target.parse(f"{name}:{'x'.join(map(str, sizes))}")
 
 
-def _model(args: argparse.Namespace) -> Model:
-    """The model itself, of the options that gave its sizes."""
+def chosen_model(args: argparse.Namespace) -> Model:
+    """The model itself, of the options that gave the planner its sizes.
+
+    Raises:
+        InputError: The planner knows its sizes, but there is no such model to build.
+    """
     preset, sizes = args.preset, args.model
     if sizes in SHAPES:
         preset, sizes = sizes, None
-    if args.vocab is not None and not re.search(r"\.json$", sizes or ""):
+    if args.vocab is not None and (sizes or "").endswith(".json"):
+        raise InputError(
+            f"--vocab {args.vocab} changes the planner's sizes, not the model of "
+            f"{sizes}; change vocab_size in the file"
+        )
+    if args.vocab is not None:
         sizes = ",".join(part for part in (sizes, f"vocab={args.vocab}") if part)
-    chosen = argparse.Namespace(
-        preset=preset, model=sizes, model_from="models.presets:build"
-    )
+    chosen = argparse.Namespace(preset=preset, model=sizes, model_from=MODEL_FROM)
     return model_of(chosen)
 
 

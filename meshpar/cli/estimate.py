@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from meshpar.cli.parsing import positive
+from meshpar.cli.parsing import check_sizes, positive
 from meshpar.errors import InputError
 from meshpar.hardware.devices import DEVICES
 from meshpar.layout import Layout
@@ -21,22 +21,34 @@ from meshpar.planner.machine.execution import (
 )
 from meshpar.planner.workload.shapes import workload_of
 from meshpar.planner.workload.workload import Workload
-from meshpar.train.refusals import layout_refusals
+from meshpar.train.layout_refusals import layout_refusals
 
 _PLANNED_AXES = ("context", "expert")
+
+
+EXAMPLE = (
+    "meshpar estimate --model llama3-70b --seq 8192 --global-batch 64 "
+    "--layout fsdp=8,tensor=8,remat=full,precision=bf16"
+)
+STATUSES = "0 it fits, 1 it does not, 2 bad input"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this subcommand's options."""
     parser.add_argument(
-        "--layout", metavar="LINE", required=True, help="fsdp=8,stage=2,tensor=8,..."
+        "--layout",
+        metavar="LINE",
+        required=True,
+        help="fsdp=8,stage=2,tensor=8,... (required)",
     )
     add_workload_arguments(parser)
 
 
 def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options that choose a model, a machine and a batch."""
-    parser.add_argument("--preset", metavar="NAME", help="a named model")
+    parser.add_argument(
+        "--preset", metavar="NAME", help="a named model: llama3-8b, gpt3-175b, ..."
+    )
     parser.add_argument(
         "--model",
         metavar="NAME|FILE.json|SIZES",
@@ -44,7 +56,10 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
         "(with --preset: what differs from it)",
     )
     parser.add_argument(
-        "--vocab", type=positive, metavar="N", help="another vocabulary"
+        "--vocab",
+        type=positive,
+        metavar="N",
+        help="tokens of the vocabulary (default: the model's own)",
     )
     parser.add_argument(
         "--hardware",
@@ -52,19 +67,37 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
         default="h100-80gb",
         help=f"{', '.join(DEVICES)}; with a torus tpu-v5p:4x4x8 (default: %(default)s)",
     )
-    parser.add_argument("--devices", type=positive, metavar="N", help="of all hosts")
     parser.add_argument(
-        "--hosts", type=positive, metavar="N", help="hosts, or slices of a TPU"
+        "--devices",
+        type=positive,
+        metavar="N",
+        help="devices of all hosts (default: those of --layout, or of the torus)",
     )
     parser.add_argument(
-        "--global-batch", type=positive, metavar="N", help="sequences in a step"
+        "--hosts",
+        type=positive,
+        metavar="N",
+        help="hosts, or slices of a TPU (default: as few as hold the devices)",
     )
-    parser.add_argument("--seq", type=positive, metavar="N", help="tokens of one")
+    parser.add_argument(
+        "--global-batch",
+        type=positive,
+        metavar="N",
+        help="sequences in a step (default: one a microbatch and device; plan needs "
+        "it given)",
+    )
+    parser.add_argument(
+        "--seq",
+        type=positive,
+        metavar="N",
+        help="tokens of a sequence (default: the model's own)",
+    )
     parser.add_argument(
         "--execution",
         default=MESHPAR.name,
         metavar="NAME",
-        help=f"the program that runs it: {', '.join(EXECUTIONS)} (%(default)s)",
+        help=f"the program that runs it: {', '.join(EXECUTIONS)} "
+        "(default: %(default)s)",
     )
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object on stdout"
@@ -74,6 +107,8 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints the estimate; 0 if it fits, 1 if it does not."""
     layout = Layout.parse(args.layout)
+    if args.devices is None and ":" not in args.hardware:
+        check_sizes(layout)
     cluster = cluster_for(args, layout)
     workload, execution = workload_for(args), execution_of(args.execution)
     planned = _refused(layout.resolve(cluster.num_devices), execution)

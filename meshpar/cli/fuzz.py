@@ -11,29 +11,29 @@ import shlex
 import sys
 import time
 from dataclasses import asdict
-from typing import Any
-
-import jax
+from typing import TYPE_CHECKING, Any
 
 from meshpar.cli.parsing import (
     OneLineParser,
     add_model_arguments,
     model_of,
+    not_negative,
     positive,
 )
-from meshpar.emulate import emulate
+from meshpar.emulate import DEFAULT_DEVICES, emulate
 from meshpar.errors import InputError
-from meshpar.model.contract import Model
-from meshpar.testing.batches import MASKS
-from meshpar.testing.equivalence import case_of, run_cases
-from meshpar.testing.layout_cases import (
-    DEFAULT_DEVICES,
-    MODELS,
-    Case,
-    Choices,
-    draw_cases,
-)
-from meshpar.testing.report import Report, Result
+from meshpar.testing.masks import MASKS
+
+if TYPE_CHECKING:
+    import jax
+
+    from meshpar.model.contract import Model
+    from meshpar.testing.layout_cases import Case, Choices
+    from meshpar.testing.report import Report, Result
+
+
+EXAMPLE = "meshpar fuzz --preset tiny --num 1"
+STATUSES = "0 all layouts agree, 1 one differs, 2 bad input"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,19 +41,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     add = parser.add_argument
     add("--num", type=positive, default=8, metavar="N", help="layouts to draw")
-    add("--seed", type=int, default=0, metavar="S", help="of all that is drawn")
+    add(
+        "--seed", type=int, default=0, metavar="S", help="the seed of all that is drawn"
+    )
     add(
         "--layout",
         action="append",
         metavar="LINE",
         help="check this layout, and draw none; may be repeated",
     )
-    add("--global-batch", type=positive, metavar="N", help="sequences in a step")
-    add("--seq", type=positive, metavar="N", help="tokens of one")
-    add("--mask", choices=MASKS, help="which tokens count (drawn, or full)")
+    add(
+        "--global-batch",
+        type=positive,
+        metavar="N",
+        help="sequences in a step (default: drawn)",
+    )
+    add(
+        "--seq",
+        type=positive,
+        metavar="N",
+        help="tokens of a sequence (default: drawn)",
+    )
+    add(
+        "--mask",
+        choices=MASKS,
+        help="which tokens count (default: drawn, or full with --layout)",
+    )
     add(
         "--devices",
-        type=int,
+        type=not_negative,
         default=DEFAULT_DEVICES,
         metavar="N",
         help="virtual CPU devices; 0: real ones (default: %(default)s)",
@@ -63,6 +79,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints a line for each layout; 1 if one differs from one device."""
+    import jax
+
+    from meshpar.testing.equivalence import run_cases
+
     start = time.perf_counter()
     if not 0 <= args.seed < 2**32:
         raise InputError(f"--seed {args.seed}: must be at least 0 and below {2**32}")
@@ -91,6 +111,9 @@ def run(args: argparse.Namespace) -> int:
 def _cases(
     args: argparse.Namespace, choices: Choices, devices: list[jax.Device]
 ) -> list[Case]:
+    from meshpar.testing.equivalence import case_of
+    from meshpar.testing.layout_cases import draw_cases
+
     if not args.layout:
         return draw_cases(args.num, args.seed, choices, devices)
     mask, seed = args.mask or "full", args.seed
@@ -100,6 +123,8 @@ def _cases(
 
 
 def _choices(args: argparse.Namespace) -> Choices:
+    from meshpar.testing.layout_cases import Choices
+
     return Choices(
         models=_model_texts(args),
         build=_build,
@@ -111,6 +136,8 @@ def _choices(args: argparse.Namespace) -> Choices:
 
 def _model_texts(args: argparse.Namespace) -> tuple[str, ...]:
     """The options that choose a model, as given; several models where none are."""
+    from meshpar.testing.layout_cases import MODELS
+
     words: list[str] = []
     default = _model_parser().get_default("model_from")
     if args.model_from != default:

@@ -6,23 +6,44 @@ import argparse
 import json
 import sys
 from dataclasses import asdict
-
-from rich.console import Console
-from rich.table import Table
+from typing import TYPE_CHECKING
 
 from meshpar.cli.parsing import (
     add_layout_arguments,
     add_model_arguments,
     layout_of,
     model_of,
+    not_negative,
 )
 from meshpar.errors import InputError
 from meshpar.key_values import key_value_pairs
 from meshpar.layout import nearest
-from meshpar.lint.lint import LARGE_BYTES, Finding, LintReport, lint
-from meshpar.lint.rows import ParameterRow
-from meshpar.rules.presets import PRESETS
-from meshpar.rules.rules import Rules
+from meshpar.lint.large_bytes import LARGE_BYTES
+
+# JAX, and what prints tables, are imported where a command runs: --help and a misspelt
+# option wait for neither.
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from meshpar.lint.lint import Finding, LintReport
+    from meshpar.lint.rows import ParameterRow
+    from meshpar.rules.rules import Rules
+
+PRESET_NAMES = (
+    "data_parallel",
+    "fsdp",
+    "hsdp",
+    "tensor",
+    "tensor_sequence",
+    "fsdp_tensor",
+    "fsdp_tensor_sequence",
+)
+"""The names of `meshpar.rules.presets.PRESETS`."""
+
+
+EXAMPLE = "meshpar lint --preset llama3-70b --layout fsdp=8,tensor=8"
+STATUSES = "0 no findings, 1 findings, 2 bad input"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,12 +53,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rules",
         metavar="RULES",
-        help=f"{', '.join(PRESETS)}, or batch=data+fsdp,embed=none,mlp=tensor,... "
+        help=f"{', '.join(PRESET_NAMES)}, or batch=data+fsdp,embed=none,mlp=tensor,... "
         "(default: what the layout asks for)",
     )
     parser.add_argument(
         "--large-bytes",
-        type=int,
+        type=not_negative,
         default=LARGE_BYTES,
         metavar="N",
         help="above it a parameter should not be replicated (default: %(default)s)",
@@ -48,6 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints the report; 1 if there are findings."""
     layout = layout_of(args)
+    from meshpar.lint.lint import lint
+
     report = lint(
         model_of(args),
         layout,
@@ -69,6 +92,8 @@ def parse_rules(text: str) -> Rules | list[tuple[str, tuple[str, ...] | None]]:
     Raises:
         InputError: Neither of them.
     """
+    from meshpar.rules.presets import PRESETS
+
     if "=" not in text:
         if text not in PRESETS:
             raise InputError(f"no rules {text!r}; {nearest(text, PRESETS)}")
@@ -87,6 +112,8 @@ def parse_rules(text: str) -> Rules | list[tuple[str, tuple[str, ...] | None]]:
 
 def parameter_table(rows: tuple[ParameterRow, ...]) -> Table:
     """Every parameter with its shape, layout and bytes per device."""
+    from rich.table import Table
+
     table = Table(box=None, pad_edge=False)
     for heading in ("parameter", "shape", "logical axes", "mesh axes", "local shape"):
         table.add_column(heading, overflow="fold")
@@ -108,6 +135,8 @@ def parameter_table(rows: tuple[ParameterRow, ...]) -> Table:
 
 def wide_console() -> Console:
     """A console that does not cut tables when its output is a pipe."""
+    from rich.console import Console
+
     console = Console()
     return console if console.is_terminal else Console(width=140)
 

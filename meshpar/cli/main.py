@@ -6,41 +6,95 @@ Exit status: 0 done, 1 the answer is "no", 2 bad input (one clear line on stderr
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 
 import meshpar
-from meshpar.cli import audit, calibrate, estimate, fuzz, lint, plan, schedule
-from meshpar.cli.parsing import OneLineParser
+from meshpar.cli.parsing import OneLineParser, one_line
+from meshpar.errors import InputError, nearest
 
 DONE, NO, BAD_INPUT = 0, 1, 2
 
-_SUBCOMMANDS = {
-    "lint": lint,
-    "schedule": schedule,
-    "estimate": estimate,
-    "plan": plan,
-    "calibrate": calibrate,
-    "audit": audit,
-    "fuzz": fuzz,
-}
+SUBCOMMANDS = (
+    "lint",
+    "schedule",
+    "estimate",
+    "plan",
+    "show",
+    "calibrate",
+    "audit",
+    "fuzz",
+    "train",
+)
+"""Each is a module here, with `add_arguments`, `run`, and `EXAMPLE` and `STATUSES`.
+
+None imports JAX before it runs: help, a misspelt option and what needs only arithmetic
+wait for nothing.
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit status."""
-    args = _parser().parse_args(argv)
+    argv = sys.argv[1:] if argv is None else list(argv)
+    if argv[:1] == ["train"]:  # It reads its options itself, as a recipe.
+        return importlib.import_module("meshpar.cli.train").main(argv[1:])
+    args, unknown = _parser(argv).parse_known_args(argv)
+    if unknown:
+        args.parser.error_of_unknown(unknown)
     try:
-        return _SUBCOMMANDS[args.subcommand].run(args)
-    except (meshpar.InputError, OSError) as error:
-        print(f"meshpar {args.subcommand}: {error}", file=sys.stderr)
+        return args.run(args)
+    except (InputError, OSError) as error:
+        print(f"meshpar {args.subcommand}: {one_line(error)}", file=sys.stderr)
         return BAD_INPUT
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = OneLineParser(prog="meshpar", description=meshpar.__doc__)
-    subparsers = parser.add_subparsers(dest="subcommand", required=True)
-    for name, module in _SUBCOMMANDS.items():
-        summary = (module.__doc__ or "").strip().splitlines()[0]
-        subparser = subparsers.add_parser(name, help=summary, description=summary)
-        module.add_arguments(subparser)
+def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+    """Of the subcommand that is asked for, or of all of them."""
+    parser = OneLineParser(
+        prog="meshpar",
+        description=(meshpar.__doc__ or "").splitlines()[0],
+        epilog="exit status: 0 done, 1 the answer is no, 2 bad input; "
+        "`meshpar COMMAND --help` has more, and an example",
+    )
+    parser.set_defaults(parser=parser)
+    parser.add_argument("--version", action=_Version, help="print it and end")
+    subparsers = parser.add_subparsers(
+        dest="subcommand", required=True, metavar="COMMAND"
+    )
+    word = argv[0] if argv else ""
+    if word.startswith("-") and word not in ("-h", "--help", "--version"):
+        parser.error_of_unknown([word])
+    if word and not word.startswith("-") and word not in SUBCOMMANDS:
+        parser.error(f"invalid choice: {word!r}; {nearest(word, SUBCOMMANDS)}")
+    for name in (word,) if word in SUBCOMMANDS else SUBCOMMANDS:
+        module = importlib.import_module(f"meshpar.cli.{name}")
+        _add(subparsers, name, module)
     return parser
+
+
+def _add(subparsers: argparse._SubParsersAction, name: str, module: ModuleType) -> None:
+    summary = (module.__doc__ or "").strip().splitlines()[0]
+    parser = subparsers.add_parser(
+        name,
+        help=summary,
+        description=summary,
+        epilog=f"example:\n  {module.EXAMPLE}\n\nexit status:\n  {module.STATUSES}",
+    )
+    module.add_arguments(parser)
+    parser.set_defaults(run=module.run, parser=parser)
+
+
+class _Version(argparse.Action):
+    """Prints the versions that a report of a fault should have."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from importlib.metadata import version
+
+        python = ".".join(map(str, sys.version_info[:3]))
+        print(f"meshpar {meshpar.__version__}, jax {version('jax')}, Python {python}")
+        parser.exit(DONE)

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
+import math
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from meshpar.errors import InputError
 from meshpar.key_values import key_values
 from meshpar.layout import MESH_AXES, Layout
-from meshpar.model.contract import Model
+
+if TYPE_CHECKING:
+    from meshpar.model.contract import Model
+
+MODEL_FROM = "meshpar.models.presets:build"
+"""What builds a model unless `--model-from` says otherwise."""
 
 _NO_SIZES = {
     "preset": "--preset NAME",
@@ -21,16 +29,49 @@ _NO_SIZES = {
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Ends on bad input with one line on stderr and status 2."""
+    """Ends on bad input with one line on stderr and status 2; its help has defaults."""
+
+    def __init__(self, **options: Any) -> None:
+        self._options: list[str] = []
+        super().__init__(**{"formatter_class": _Help, **options})
+
+    def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
+        """Adds an option, whose names may be what another is misspelt for."""
+        self._options += names
+        return super().add_argument(*names, **options)
 
     def error(self, message: str) -> NoReturn:
         """Prints the line and exits."""
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
+    def error_of_unknown(self, words: Sequence[str]) -> NoReturn:
+        """Ends on words that are no options, with the nearest ones."""
+        options = [word.partition("=")[0] for word in words if word.startswith("-")]
+        close = [
+            near
+            for word in options
+            for near in difflib.get_close_matches(word, self._options, n=1, cutoff=0.6)
+        ]
+        hint = f" (did you mean {', '.join(close)}?)" if close else ""
+        self.error(f"unrecognized arguments: {' '.join(words)}{hint}")
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Says the default of every option that has one and does not say it itself."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        text, default = action.help or "", action.default
+        says_none = default in (None, [], argparse.SUPPRESS) or default is False
+        if "default" in text or says_none or not action.option_strings:
+            return text
+        return f"{text} (default: %(default)s)".strip()
+
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options that choose a model."""
-    parser.add_argument("--preset", metavar="NAME", help="a named model")
+    parser.add_argument(
+        "--preset", metavar="NAME", help="a named model: tiny, llama3-8b"
+    )
     parser.add_argument(
         "--model",
         metavar="SIZES",
@@ -40,28 +81,38 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model-from",
         metavar="MODULE:FUNCTION",
-        default="models.presets:build",
+        default=MODEL_FROM,
         help="what builds the model, called with preset= and the sizes "
-        "(default: %(default)s, found from a checkout)",
+        "(default: %(default)s)",
     )
 
 
 def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options that choose a layout and a batch."""
     parser.add_argument(
-        "--layout", metavar="LINE", required=True, help="data=2,fsdp=2,tensor=2"
+        "--layout",
+        metavar="LINE",
+        required=True,
+        help="such as data=2,fsdp=2,tensor=2 (required)",
     )
     parser.add_argument(
         "--devices",
         type=positive,
         metavar="N",
-        help="devices, where the layout has a -1",
+        help="devices of the machine (default: as many as the layout takes)",
     )
     parser.add_argument(
-        "--global-batch", type=positive, metavar="N", help="sequences in a step"
+        "--global-batch",
+        type=positive,
+        metavar="N",
+        help="sequences in a step (default: as few as the layout takes)",
     )
     parser.add_argument(
-        "--seq", type=positive, default=128, metavar="N", help="tokens of one"
+        "--seq",
+        type=positive,
+        default=128,
+        metavar="N",
+        help="tokens of a sequence (default: %(default)s)",
     )
 
 
@@ -82,6 +133,52 @@ def positive(text: str) -> int:
     return number
 
 
+def not_negative(text: str) -> int:
+    """The whole number of an option that may be 0, as argparse's `type`.
+
+    Raises:
+        argparse.ArgumentTypeError: It is no whole number, or below 0.
+    """
+    return 0 if text == "0" else positive(text)
+
+
+def above_zero(text: str) -> float:
+    """The number of an option that must be above 0, as argparse's `type`.
+
+    Raises:
+        argparse.ArgumentTypeError: It is no number, infinite, or not above 0.
+    """
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} must be above 0, and finite")
+    return number
+
+
+def output_file(text: str) -> str:
+    """The path of a file to write, as argparse's `type`: told before the work.
+
+    Raises:
+        argparse.ArgumentTypeError: It is a folder, or its folder is not there.
+    """
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is a folder; name a file in it")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: there is no folder {str(path.parent)!r}; make it, or name "
+            "another"
+        )
+    return text
+
+
+def one_line(error: Exception) -> str:
+    """An error's words in one line."""
+    return "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
+
+
 def layout_of(args: argparse.Namespace) -> Layout:
     """The layout of the options.
 
@@ -91,13 +188,22 @@ def layout_of(args: argparse.Namespace) -> Layout:
     layout = Layout.parse(args.layout)
     if args.devices is not None:
         return layout.resolve(args.devices)
+    check_sizes(layout)
+    return layout
+
+
+def check_sizes(layout: Layout) -> None:
+    """Refuses a layout whose sizes depend on the devices, where nobody says how many.
+
+    Raises:
+        InputError: A size is -1.
+    """
     for axis in MESH_AXES:
         if getattr(layout, axis) == -1:
             raise InputError(
                 f"mesh axis {axis!r} is -1, so its size depends on the devices; give "
                 "--devices N, or give the axis a size"
             )
-    return layout
 
 
 def model_of(args: argparse.Namespace) -> Model:
@@ -106,6 +212,8 @@ def model_of(args: argparse.Namespace) -> Model:
     Raises:
         InputError: There is no such builder, preset or size, or it builds no model.
     """
+    from meshpar.model.contract import Model
+
     build = import_function(args.model_from, "--model-from")
     chosen: dict[str, Any] = {}
     if args.preset:
@@ -114,7 +222,7 @@ def model_of(args: argparse.Namespace) -> Model:
         chosen["config_json"] = args.model
     elif args.model:
         chosen.update(parse_sizes(args.model))
-    if not chosen and args.model_from == "models.presets:build":
+    if not chosen and args.model_from == MODEL_FROM:
         raise InputError("no model is chosen; give --preset NAME or --model SIZES")
     try:
         model = build(**chosen)
@@ -169,7 +277,7 @@ def import_function(name: str, option: str) -> Any:
     module_name, colon, function = name.partition(":")
     if not colon or not function:
         raise InputError(
-            f"{option} {name!r}: write module:function, such as models.presets:build"
+            f"{option} {name!r}: write module:function, such as {MODEL_FROM}"
         )
     if "" not in sys.path:
         sys.path.insert(0, "")

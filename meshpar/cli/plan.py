@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
 from meshpar.cli.estimate import add_workload_arguments, cluster_for, workload_for
-from meshpar.cli.parsing import positive
-from meshpar.cli.report.plan_page import plan_page
+from meshpar.cli.parsing import above_zero, output_file, positive
+from meshpar.cli.report.destination import PAGES, check_picture
 from meshpar.errors import InputError
 from meshpar.layout import MESH_AXES
 from meshpar.planner.cost.estimate import Estimate, gigabytes, milliseconds
@@ -21,10 +22,17 @@ from meshpar.planner.search.nearest_fit import nearest_fit
 from meshpar.planner.search.search import Request, SearchResult, search
 from meshpar.planner.search.sensitivity import sensitivities
 from meshpar.planner.search.space import BUILT_AXES
+from meshpar.planner.workload.shapes import PUBLISHED, SHAPES
 
 _GIB = 1 << 30
 _SHOWN = 12
 """Rejected layouts that people see; --json has more."""
+
+
+EXAMPLE = "meshpar plan --model llama3-8b --devices 64 --seq 8192 --global-batch 256"
+STATUSES = (
+    "0 something fits, 1 nothing does (--validate: an error is too large), 2 bad input"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KEY=VALUE,...",
-        help="what every layout must have, such as tensor=8 or remat=full",
+        help="what every layout must have, such as tensor=8 or remat=full; may be "
+        "repeated",
     )
     add("--layout", metavar="LINE", help="the same as --keep: what it says is kept")
     add(
@@ -44,13 +53,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="AXIS",
-        help=f"a mesh axis to leave at size 1: {', '.join(MESH_AXES)}",
+        help=f"a mesh axis to leave at size 1: {', '.join(MESH_AXES)}; may be repeated",
     )
     add(
         "--max-memory-gib",
-        type=float,
+        type=above_zero,
         metavar="G",
-        help="memory of a device to use at most",
+        help="memory of a device to use at most (default: all that a program can have)",
     )
     add(
         "--axes",
@@ -66,7 +75,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="compile the first K for the machine, which need not be there, and print "
         "predicted against compiled bytes",
     )
-    add("--html", metavar="FILE", help="write a report in one file, plot included")
+    add(
+        "--html",
+        type=output_file,
+        metavar="FILE",
+        help="write a report in one file, plot included (needs meshpar[plots])",
+    )
     add(
         "--validate",
         action="store_true",
@@ -76,6 +90,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints plans; 0 if there are any, 1 if nothing fits or an error is too large."""
+    if args.html:
+        check_picture("--html", args.html, PAGES)
     if args.validate:
         rows = validate.rows()
         print(json.dumps(validate.as_json(rows)) if args.json else validate.text(rows))
@@ -94,11 +110,13 @@ def run(args: argparse.Namespace) -> int:
         confirmed = confirm(args, found.plans[: args.confirm])
         report["confirmed"] = [one.as_json() for one in confirmed]
     if args.html:
-        Path(args.html).write_text(plan_page(found, confirmed))
+        from meshpar.cli.report.plan_page import plan_page
+
+        Path(args.html).write_text(plan_page(found, confirmed), encoding="utf-8")
     if args.json:
         print(json.dumps(report))
         return 0
-    lines = _text(found)
+    lines = [*_text(found), "", _how_to_run(args, best)]
     for one in confirmed:
         lines += ["", *one.lines()]
     print("\n".join(lines))
@@ -145,7 +163,7 @@ def _nothing_fits(
 
 def _text(found: SearchResult) -> list[str]:
     best = found.plans[0]
-    lines = [
+    return [
         f"{found.considered_count:,} layouts considered in {found.seconds:.1f} s, "
         f"{found.estimated_count:,} of them estimated; the others fall to bounds",
         *(f"note: {note}" for note in found.notes),
@@ -162,10 +180,38 @@ def _text(found: SearchResult) -> list[str]:
         f"{found.rejected_count:,} rejected, such as:",
         *(f"  {other.layout}: {other.reason}" for other in found.rejected[:_SHOWN]),
     ]
-    runnable = all(getattr(best.run.layout, axis) == 1 for axis in _UNBUILT)
-    if runnable and not best.run.workload.experts:
-        lines += ["", f"run it: python -m recipes.pretrain --layout {best.run.layout}"]
-    return lines
+
+
+def _how_to_run(args: argparse.Namespace, best: Estimate) -> str:
+    """The command that trains under a plan, or why none does."""
+    run = best.run
+    if run.workload.experts:
+        return "run it: not yet; no model here trains with experts"
+    if PUBLISHED & {args.preset, args.model}:
+        return "run it: not yet; a published run's shape is no preset; give its sizes"
+    if args.vocab is not None and (args.model or "").endswith(".json"):
+        return (
+            "run it: not yet; a config.json has its own vocabulary; leave --vocab out"
+        )
+    unbuilt = [axis for axis in _UNBUILT if getattr(run.layout, axis) != 1]
+    if unbuilt:
+        return f"run it: not yet; the step does not lay out {', '.join(unbuilt)}"
+    real = run.cluster.device.platform != "cpu"
+    words = ["--layout", str(run.layout), *_model_words(args)]
+    words += ["--global-batch", str(run.global_batch), "--seq", str(run.seq)]
+    words += ["--emulate", "0" if real else str(run.cluster.num_devices)]
+    return f"run it: {shlex.join(['meshpar', 'train', *words])}"
+
+
+def _model_words(args: argparse.Namespace) -> list[str]:
+    """The options of `meshpar train` that give the model of a plan's."""
+    preset, model = args.preset, args.model
+    if preset is None and model in SHAPES:
+        preset, model = model, None
+    if args.vocab is not None:
+        model = ",".join([*([model] if model else []), f"vocab={args.vocab}"])
+    chosen = {"--preset": preset, "--model": model}
+    return [word for pair in chosen.items() if pair[1] for word in pair]
 
 
 _UNBUILT = tuple(axis for axis in MESH_AXES if axis not in BUILT_AXES)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from meshpar.cli.parsing import positive
+from meshpar.cli.parsing import output_file, positive
+from meshpar.cli.report.destination import PAGES, PICTURES, check_file, check_picture
 from meshpar.errors import InputError
 from meshpar.schedules import (
     SCHEDULES,
@@ -27,17 +27,15 @@ from meshpar.schedules import (
     simulate,
     tick_table,
 )
-from meshpar.schedules.render_png import png
-from meshpar.schedules.render_svg import html, summary, svg
-from meshpar.schedules.render_text import ascii_timeline
+from meshpar.schedules.render_text import ascii_timeline, summary
 from meshpar.schedules.render_trace import trace_events
 
-_PLOTS: dict[str, Callable[[Timeline], str | bytes]] = {
-    ".svg": svg,
-    ".png": png,
-    ".html": html,
-}
 _PIPE_COLUMNS = 160
+_LONGEST_MS = 10**9
+
+
+EXAMPLE = "meshpar schedule --schedule 1f1b --stages 4 --microbatches 8"
+STATUSES = "0 done, 1 the schedule is wrong, 2 bad input"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,13 +44,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--schedule",
         required=True,
         metavar="NAME|FILE.csv",
-        help=f"{', '.join(SCHEDULES)}, or a file with one row a rank: 0F0,0F1,0B0,0B1",
+        help=f"{', '.join(SCHEDULES)}, or a file with one row a rank: 0F0,0F1,0B0,0B1 "
+        "(required)",
     )
     for option, meaning in (
-        ("--stages", "size of the stage mesh axis: the ranks"),
-        ("--microbatches", "microbatches of one step"),
+        (
+            "--stages",
+            "size of the stage mesh axis: the ranks (default: those of the file)",
+        ),
+        ("--microbatches", "microbatches of one step (default: those of the file)"),
         ("--chunks", "stages of one rank (default: the schedule's own, or 1)"),
-        ("--max-in-flight", "microbatches that a rank's buffers hold"),
+        (
+            "--max-in-flight",
+            "microbatches that a rank's buffers hold (default: any number)",
+        ),
     ):
         parser.add_argument(option, type=positive, metavar="N", help=meaning)
     for option, meaning in (
@@ -75,18 +80,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MS",
         help="latency from one rank to another (default: 0)",
     )
-    parser.add_argument("--plot", metavar="FILE", help="draw it: .svg, .png or .html")
-    parser.add_argument("--trace", metavar="FILE", help="write a Perfetto trace (JSON)")
+    parser.add_argument(
+        "--plot",
+        type=output_file,
+        metavar="FILE",
+        help="draw it: .svg, .png or .html (default: text alone; needs meshpar[plots])",
+    )
+    parser.add_argument(
+        "--trace",
+        type=output_file,
+        metavar="FILE",
+        help="write a Perfetto trace (JSON)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the timeline; 1 if the schedule is wrong."""
-    if args.plot and Path(args.plot).suffix not in _PLOTS:
-        raise InputError(
-            f"--plot {args.plot!r}: no picture of that kind; end it in "
-            f"{', '.join(_PLOTS)}"
-        )
+    if args.plot:
+        check_picture("--plot", args.plot, {**PICTURES, **PAGES})
+    if args.trace:
+        check_file("--trace", args.trace)
     schedule = _schedule_of(args)
     found = problems(schedule, max_in_flight=args.max_in_flight)
     if found:
@@ -208,12 +222,18 @@ def _print_problems(
 
 
 def _write_files(timeline: Timeline, args: argparse.Namespace) -> None:
-    if args.plot:
-        picture = _PLOTS[Path(args.plot).suffix](timeline)
-        content = picture if isinstance(picture, bytes) else picture.encode()
-        Path(args.plot).write_bytes(content)
+    if args.plot and Path(args.plot).suffix in PAGES:
+        from meshpar.cli.report.timeline_plot import timeline_page
+
+        Path(args.plot).write_text(timeline_page(timeline), encoding="utf-8")
+    elif args.plot:
+        from meshpar.cli.report.timeline_picture import write_timeline_picture
+
+        write_timeline_picture(timeline, args.plot)
     if args.trace:
-        Path(args.trace).write_text(json.dumps(trace_events(timeline)))
+        Path(args.trace).write_text(
+            json.dumps(trace_events(timeline)), encoding="utf-8"
+        )
 
 
 def _times(text: str) -> tuple[Fraction, ...]:
@@ -226,6 +246,8 @@ def _time(text: str) -> Fraction:
         time_ms = Fraction(text)
     except ValueError:
         time_ms = Fraction(-1)
-    if time_ms < 0 or "/" in text:
-        raise argparse.ArgumentTypeError(f"{text!r} must be milliseconds, 0 or more")
+    if not 0 <= time_ms <= _LONGEST_MS or "/" in text:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be milliseconds, 0 or more and at most {_LONGEST_MS}"
+        )
     return time_ms

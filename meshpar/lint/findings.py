@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 from meshpar.layout import BATCH_AXES, Layout
 from meshpar.lint.rows import ParameterRow
 from meshpar.rules.rules import Rules, spec_axes
-from meshpar.train.refusals import layout_refusals
+from meshpar.train.layout_refusals import layout_refusals
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,13 +46,19 @@ def shadowing_overrides(rules: Rules) -> list[Finding]:
     ]
 
 
+_OF_PRESETS = {"embed", "layers"}
+"""What presets have other rules for where parameters are stored."""
+
+
 def dead_rules(
     rules: Rules, used: set[str | None], used_by_parameters: set[str | None]
 ) -> list[Finding]:
-    dead = [(name, "no array") for name in rules.table if name not in used]
+    """Rules that somebody wrote for this model, and that it has no use for."""
+    written = rules.table.keys() - rules.of_preset
+    dead = [(name, "no array") for name in written - used]
     dead += [
         (name, "no parameter")
-        for name in rules.parameters
+        for name in rules.parameters.keys() - (_OF_PRESETS & rules.of_preset)
         if name not in used_by_parameters and (name in used or name not in rules.table)
     ]
     return [
@@ -64,7 +70,7 @@ def dead_rules(
                 "remove it, or check the spelling"
             ),
         )
-        for name, whom in dead
+        for name, whom in sorted(dead)
     ]
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
-from meshpar.errors import InputError
+from meshpar.errors import InputError, whole_number
 from meshpar.layout import Layout
 from meshpar.lint.findings import (
     Finding,
@@ -14,6 +15,7 @@ from meshpar.lint.findings import (
     large_and_replicated,
     shadowing_overrides,
 )
+from meshpar.lint.large_bytes import LARGE_BYTES
 from meshpar.lint.rows import ParameterRow, replicated_row, row_of
 from meshpar.model.activations import Activation, traced_activations
 from meshpar.model.contract import Model, check_model
@@ -26,7 +28,7 @@ from meshpar.parallel.storage import (
     unsplit_message,
 )
 from meshpar.rules.presets import default_rules
-from meshpar.rules.rules import Rules, spec_axes
+from meshpar.rules.rules import Rules, check_rules, spec_axes
 from meshpar.rules.table import (
     MeshAxes,
     RuleError,
@@ -34,10 +36,8 @@ from meshpar.rules.table import (
     mesh_axes_of,
     shadowed_message,
 )
-from meshpar.train.refusals import batch_refusal, layout_refusals, rule_refusals
-
-LARGE_BYTES = 1 << 20
-"""A parameter above this size should not be whole on every device."""
+from meshpar.train.layout_refusals import layout_refusals
+from meshpar.train.refusals import batch_refusal, rule_refusals
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,16 +81,17 @@ def lint(
         RuleError: `rules` are pairs that are no rules, such as an unknown mesh axis.
 
     Example:
-        >>> from models.presets import build
+        >>> from meshpar.models.presets import build
         >>> lint(build("test"), "data=2,tensor=2").findings
         ()
     """
     check_model(model)
     layout = Layout.of(layout)
-    shadowed: list[Finding] = []
-    if rules is not None and not isinstance(rules, Rules):
-        rules, shadowed = _first_of_each(rules)
-    is_default, rules = rules is None, rules or default_rules(layout)
+    if global_batch is not None:
+        whole_number("global_batch", global_batch, least=0)
+    whole_number("seq", seq)
+    whole_number("large_bytes", large_bytes, least=0)
+    rules, shadowed = _rules_of(rules, layout)
     stored, stage_findings = _stored(model, layout)
     # One finding is enough for stages that cannot be.
     sized = replace(layout, stage=1) if stage_findings else layout
@@ -103,8 +104,7 @@ def lint(
     used = used_by_parameters | {
         name for activation in activations for name in activation.logical_axes
     }
-    # Nobody wrote the default rules for this model: what it has no use for is no slip.
-    dead = () if is_default else dead_rules(rules, used, used_by_parameters)
+    dead = dead_rules(rules, used, used_by_parameters)
     return LintReport(
         findings=(
             *_refused(layout, rules),
@@ -124,6 +124,18 @@ def lint(
         parameters=tuple(rows),
         notes=tuple(notes),
     )
+
+
+def _rules_of(
+    rules: Rules | Sequence[tuple[str, Target]] | None, layout: Layout
+) -> tuple[Rules, list[Finding]]:
+    """The rules, and which of those that were written can never apply."""
+    if rules is None:
+        return default_rules(layout), []
+    if isinstance(rules, list | tuple):
+        return _first_of_each(rules)
+    check_rules(rules)
+    return cast(Rules, rules), []
 
 
 def _stored(model: Model, layout: Layout) -> tuple[Model, list[Finding]]:

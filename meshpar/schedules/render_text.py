@@ -9,6 +9,16 @@ from meshpar.schedules.simulate import Event, Timeline
 _IDLE = "."
 
 
+def summary(timeline: Timeline) -> str:
+    """The schedule, its sizes, span and bubble, in one line."""
+    schedule = timeline.schedule
+    return (
+        f"{schedule.name}: stages={schedule.num_ranks}, chunks={schedule.num_chunks}, "
+        f"microbatches={schedule.num_microbatches}: span "
+        f"{float(timeline.span_s) * 1e3:g} ms, bubble {timeline.bubble_fraction:.2%}"
+    )
+
+
 def ascii_timeline(timeline: Timeline, *, max_width: int = 160) -> str:
     """The timeline with idle time as dots, to scale.
 

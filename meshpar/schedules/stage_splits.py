@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from itertools import accumulate
 from numbers import Integral
 
-import numpy as np
-
 from meshpar.errors import InputError
 
 
@@ -130,6 +128,8 @@ def _split(
     costs: Sequence[float], num_stages: int, most: int, empty_cost: float
 ) -> tuple[int, ...]:
     """Sizes of stages of `most` places each whose costliest costs least."""
+    import numpy as np  # here: to read a layout takes none of it
+
     sums = np.concatenate([[0.0], np.cumsum(costs)])
     num_layers = len(costs)
     # best[k, n]: the least possible cost of the costliest of k stages of n layers.

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING, NamedTuple
 
 from meshpar.schedules.base import Action, Op, Schedule
 from meshpar.schedules.simulate import StageTimes
@@ -17,6 +15,9 @@ from meshpar.schedules.slots import (
     slots_of,
 )
 from meshpar.schedules.ticks import Phase, lock_step_ticks, phases_of
+
+if TYPE_CHECKING:
+    import numpy as np
 
 NONE = -1
 """No action, no slot, no rank."""
@@ -143,6 +144,8 @@ def tick_table(schedule: Schedule) -> TickTable:
         >>> table.peak_in_flight, len(table.phases)
         ((3, 1), 3)
     """
+    import numpy as np  # here: to read a layout takes none of it
+
     ticks = lock_step_ticks(schedule)
     slots = _Slots(
         saved=slots_of(saved_lifetimes(schedule, ticks)),

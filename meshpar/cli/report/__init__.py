@@ -1,1 +1,1 @@
-"""Reports in one HTML file: tables and plots that need nothing beside them."""
+"""Pictures and pages: drawn by matplotlib (files) and plotly (pages), an extra."""

@@ -1,27 +1,47 @@
-"""One HTML file: headings, paragraphs, tables; no script, no other file."""
+"""One HTML file: headings, tables and plots, with plotly's own script in it."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from html import escape
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
 
 _STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 72rem;
-  padding: 0 1rem; color: #222; }
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 76rem;
+  padding: 0 1rem; color: #222; overflow-wrap: break-word; }
+h1 { font-size: 1.5rem; line-height: 1.25; }
+h2 { font-size: 1.15rem; margin-top: 2rem; }
+.plot { overflow-x: auto; }
 table { border-collapse: collapse; margin: 1rem 0; font-size: 13px; }
-th, td { border-bottom: 1px solid #ddd; padding: .25rem .6rem; text-align: left;
+th, td { border-bottom: 1px solid #ddd; padding: .3rem .6rem; text-align: left;
   vertical-align: top; }
-td:first-child { font-family: ui-monospace, monospace; }
-svg text { font: 12px system-ui, sans-serif; fill: #444; }
+th, td:not(:first-child, :last-child) { white-space: nowrap; }
+td:first-child { font-family: ui-monospace, monospace; min-width: 12rem; }
+@media (max-width: 640px) {
+  table, tbody, tr, td { display: block; } tr:first-child { display: none; }
+  td { border: 0; padding: 0; }
+  td:not(:first-child) { white-space: normal; overflow-wrap: anywhere; }
+  td:first-child { padding-top: .5rem; overflow-wrap: anywhere; }
+  td:last-child { padding-bottom: .5rem; border-bottom: 1px solid #ddd; }
+  td + td::before { content: attr(data-head) ": "; color: #595959; } }
 """
+_CONFIG = {"responsive": True, "displaylogo": False}
 
 
 def page(title: str, parts: Iterable[str]) -> str:
     """A whole file of these parts, which are HTML already."""
+    from plotly.offline import get_plotlyjs
+
     body = "\n".join(parts)
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n"
+        f"<script>{get_plotlyjs()}</script>\n</head>\n<body>\n"
         f"<h1>{escape(title)}</h1>\n{body}\n</body>\n</html>\n"
     )
 
@@ -33,16 +53,35 @@ def heading(text: str) -> str:
 
 def paragraph(text: str) -> str:
     """A paragraph of plain text."""
-    return f"<p>{escape(text)}</p>"
+    return f"<p>{_breakable(text)}</p>"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of plain text.
+    """A table of plain text; on a narrow screen each row is a card.
 
     Example:
         >>> table(["a"], [["<1"]])
-        '<table><tr><th>a</th></tr>\\n<tr><td>&lt;1</td></tr></table>'
+        '<table><tr><th>a</th></tr>\\n<tr><td data-head="a">&lt;1</td></tr></table>'
     """
-    lines = ["".join(f"<th>{escape(cell)}</th>" for cell in head)]
-    lines += ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
+    lines = ["".join(f"<th>{escape(name)}</th>" for name in head)]
+    lines += [
+        "".join(
+            f'<td data-head="{escape(name)}">{_breakable(cell)}</td>'
+            for name, cell in zip(head, row, strict=True)
+        )
+        for row in rows
+    ]
     return "<table>" + "\n".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
+
+
+def _breakable(text: str) -> str:
+    """A layout may break behind its commas."""
+    return re.sub(r",(?=\w+=)", ",<wbr>", escape(text))
+
+
+def plot(figure: Figure, *, min_width: int = 0) -> str:
+    """A plot as wide as the page, which scrolls where that is below `min_width`."""
+    drawn = figure.to_html(
+        full_html=False, include_plotlyjs=False, config=_CONFIG, div_id=None
+    )
+    return f'<div class="plot"><div style="min-width:{min_width}px">{drawn}</div></div>'

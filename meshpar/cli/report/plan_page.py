@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from meshpar.cli.report.page import heading, page, paragraph, table
-from meshpar.cli.report.scatter import Points, scatter
+from meshpar.cli.report.page import heading, page, paragraph, plot, table
+from meshpar.cli.report.plan_plot import plan_plot
 from meshpar.planner.cost.estimate import Estimate, gigabytes, milliseconds
 from meshpar.planner.cost.in_words import estimate_in_words
 from meshpar.planner.search.search import SearchResult
@@ -31,7 +31,8 @@ def plan_page(found: SearchResult, confirmed: Sequence[Confirmed] = ()) -> str:
         heading("Plans, fastest first"),
         _plans(found.plans),
         heading("Time against memory"),
-        _plot(found),
+        plot(plan_plot(found)),
+        heading("Smallest for their time"),
         _plans(found.front),
         heading("The first plan"),
         *(paragraph(line.strip()) for line in estimate_in_words(best)),
@@ -58,39 +59,20 @@ def _plans(plans: Iterable[Estimate]) -> str:
                 gigabytes(plan.memory.total_bytes),
                 milliseconds(plan.time.compute_s),
                 milliseconds(plan.time.bubble_s),
-                ", ".join(
-                    f"{axis} {milliseconds(seconds)}"
-                    for axis, seconds in plan.time.exposed_s.items()
-                ),
+                _exposed(plan),
             )
             for plan in plans
         ],
     )
 
 
-def _plot(found: SearchResult) -> str:
-    capacity = found.capacity_bytes
-    return scatter(
-        [
-            Points(name="plans", color="#06c", points=_points(found.plans)),
-            Points(
-                name="no other is both faster and smaller",
-                color="#c60",
-                points=_points(found.front),
-                joined=True,
-            ),
-        ],
-        x_label="seconds a step",
-        y_label="GB of a device",
-        limit=(capacity / 1e9, f"memory {gigabytes(capacity)}"),
-    )
-
-
-def _points(plans: Iterable[Estimate]) -> list[tuple[float, float, str]]:
-    return [
-        (plan.step_s, plan.memory.total_bytes / 1e9, str(plan.run.layout))
-        for plan in plans
+def _exposed(plan: Estimate) -> str:
+    """Time by mesh axis, each in one piece."""
+    each = [
+        f"{axis} {milliseconds(seconds)}".replace(" ", "\N{NO-BREAK SPACE}")
+        for axis, seconds in plan.time.exposed_s.items()
     ]
+    return ", ".join(each) or "nothing"
 
 
 def _confirmed(confirmed: Sequence[Confirmed]) -> Iterable[str]:

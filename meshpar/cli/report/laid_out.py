@@ -1,0 +1,209 @@
+"""One layout of one model on one machine: all that `meshpar show` joins."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from meshpar.layout import MESH_AXES
+from meshpar.lint.shards import Shards, shards_of
+from meshpar.model.contract import Model
+from meshpar.planner.cost.estimate import Estimate
+from meshpar.planner.cost.memory import Memory, rank_memories
+from meshpar.planner.cost.run import Run
+from meshpar.planner.cost.stage_time import stage_times
+from meshpar.planner.cost.traffic_bytes import Sent
+from meshpar.planner.machine.link import Link
+from meshpar.schedules import StageTimes, Timeline, make_schedule, simulate
+from meshpar.schedules.lock_step import lock_step_timeline
+from meshpar.schedules.over_time import spans
+
+_MOST_ACTIONS = 4000
+"""Of a timeline that a page can draw."""
+
+
+class AxisTraffic(NamedTuple):
+    """What goes over one mesh axis, or over several together.
+
+    Args:
+        mesh_axes: Which.
+        members: Devices of one group.
+        link: What they are joined by.
+        sent: What one device sends in a step, by kind and purpose.
+        exposed_s: Time of a step that waits for it; None where it is not told apart.
+    """
+
+    mesh_axes: tuple[str, ...]
+    members: int
+    link: Link
+    sent: tuple[Sent, ...]
+    exposed_s: float | None
+
+    @property
+    def wire_bytes(self) -> float:
+        """All that one device sends in a step."""
+        return sum(one.wire_bytes for one in self.sent)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaidOut:
+    """What one layout does.
+
+    Args:
+        estimate: Memory, time and collectives, and what they are of.
+        shards: Every parameter's.
+        traffic: Of each mesh axis at work, outermost first; then of those that
+            collectives take together.
+        memories: Of a device of each rank of `stage`.
+        timeline: Of a step's forwards and backwards.
+    """
+
+    estimate: Estimate
+    shards: tuple[Shards, ...]
+    traffic: tuple[AxisTraffic, ...]
+    memories: tuple[Memory, ...]
+    timeline: Timeline
+
+    @property
+    def run(self) -> Run:
+        """What was asked."""
+        return self.estimate.run
+
+    def as_json(self) -> dict[str, Any]:
+        """What `meshpar show --json` prints; `estimate --json`'s keys among it."""
+        return {
+            **self.estimate.as_json(),
+            "model": self.run.workload.name,
+            "machine": _machine(self.run),
+            "mesh": self.run.layout.mesh_shape,
+            "mesh_axes": [_axis(one) for one in self.traffic],
+            "parameters": [_parameter(one) for one in self.shards],
+            "ranks": [memory.as_json() for memory in self.memories],
+            "timeline": _timeline(self.timeline),
+        }
+
+
+def laid_out(model: Model, estimate: Estimate) -> LaidOut:
+    """What the estimate's layout does with the model.
+
+    Raises:
+        InputError: The model cannot be laid out so.
+    """
+    run = estimate.run
+    return LaidOut(
+        estimate=estimate,
+        shards=shards_of(model, run.layout),
+        traffic=_traffic(estimate),
+        memories=tuple(rank_memories(run)),
+        timeline=_timeline_of(run),
+    )
+
+
+def _traffic(estimate: Estimate) -> tuple[AxisTraffic, ...]:
+    run, sizes = estimate.run, estimate.run.layout.mesh_shape
+    sent: dict[tuple[str, ...], list[Sent]] = defaultdict(list)
+    for axis in MESH_AXES:
+        if sizes[axis] > 1:
+            sent[axis,] = []
+    for one in estimate.collectives:
+        at_work = tuple(axis for axis in one.mesh_axes if sizes[axis] > 1)
+        sent[at_work].append(one)
+    return tuple(
+        AxisTraffic(
+            mesh_axes=axes,
+            members=_members(sizes, axes),
+            link=run.link(*axes),
+            sent=tuple(collectives),
+            exposed_s=estimate.time.exposed_s.get(axes[0], 0.0)
+            if len(axes) == 1
+            else None,
+        )
+        for axes, collectives in sent.items()
+    )
+
+
+def _members(sizes: dict[str, int], axes: tuple[str, ...]) -> int:
+    members = 1
+    for axis in axes:
+        members *= sizes[axis]
+    return members
+
+
+def _timeline_of(run: Run) -> Timeline:
+    """In lock step where the program runs so; fewer microbatches where all are many."""
+    layout, stages = run.layout, stage_times(run)
+    sizes = layout.stage, min(layout.microbatches, _drawn_microbatches(run))
+    schedule = make_schedule(layout.schedule, *sizes, layout.chunks)
+    times = StageTimes(
+        forward_s=tuple(stage.forward.total_s for stage in stages),
+        input_grad_s=tuple(stage.backward.total_s for stage in stages),
+        weight_grad_s=(0.0,) * len(stages),
+    )
+    replay = lock_step_timeline if run.execution.lock_step else simulate
+    return replay(schedule, times)
+
+
+def _drawn_microbatches(run: Run) -> int:
+    """Whole groups of as many as there are stages, two at least."""
+    group = 2 * run.layout.stage * run.num_stages
+    return run.layout.stage * max(2, _MOST_ACTIONS // group)
+
+
+def _machine(run: Run) -> dict[str, Any]:
+    cluster = run.cluster
+    device = cluster.device
+    return {
+        "device": device.name,
+        "num_devices": cluster.num_devices,
+        "hosts": cluster.hosts,
+        "devices_per_host": cluster.devices_per_host,
+        "torus": list(cluster.torus),
+        "memory_bytes": device.memory_bytes,
+        "link_bytes_per_s": device.link_bytes_per_s,
+        "network_bytes_per_s": device.network_bytes_per_s,
+    }
+
+
+def _axis(one: AxisTraffic) -> dict[str, Any]:
+    return {
+        "mesh_axes": list(one.mesh_axes),
+        "members": one.members,
+        "link": one.link.name,
+        "bytes_per_s": one.link.bytes_per_s,
+        "wire_bytes": round(one.wire_bytes),
+        "exposed_s": one.exposed_s,
+    }
+
+
+def _parameter(shards: Shards) -> dict[str, Any]:
+    row = shards.row
+    return {
+        "path": row.path,
+        "shape": row.shape,
+        "logical_axes": row.logical_axes,
+        "mesh_axes": row.mesh_axes,
+        "state_mesh_axes": shards.state_mesh_axes,
+        "local_shape": row.local_shape,
+        "bytes": row.bytes,
+        "shards": shards.number,
+        "copies": shards.copies,
+        "shard_of_device": shards.of_device,
+    }
+
+
+def _timeline(timeline: Timeline) -> dict[str, Any]:
+    schedule = timeline.schedule
+    return {
+        "schedule": schedule.name,
+        "stages": schedule.num_ranks,
+        "chunks": schedule.num_chunks,
+        "microbatches": schedule.num_microbatches,
+        "span_s": timeline.span_s,
+        "bubble_fraction": timeline.bubble_fraction,
+        "phases": [span._asdict() for span in spans(timeline)],
+        "events": [
+            [[str(action), start_s, end_s] for action, start_s, end_s in events]
+            for events in timeline.events
+        ],
+    }

@@ -1,0 +1,80 @@
+"""Draws one layout: machine, shards, traffic, memory and timeline in one page."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from meshpar.cli.estimate import add_arguments as add_estimate_arguments
+from meshpar.cli.estimate import cluster_for, workload_for
+from meshpar.cli.report.destination import PAGES, check_picture
+from meshpar.errors import InputError
+from meshpar.layout import Layout
+from meshpar.planner.cost.estimate import Estimate, estimate
+from meshpar.planner.machine.execution import execution_of
+
+EXAMPLE = (
+    "meshpar show --model llama3-8b --layout fsdp=4,stage=2,tensor=4,microbatches=8 "
+    "--seq 4096 --html layout.html"
+)
+STATUSES = "0 done, 2 bad input"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds this subcommand's options."""
+    add_estimate_arguments(parser)
+    parser.add_argument(
+        "--html",
+        metavar="FILE",
+        help="where the page goes, one file (default: no page; needs meshpar[plots])",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Writes the page, or prints its facts; 0 once that is done."""
+    if args.html:
+        check_picture("--html", args.html, PAGES)
+    elif not args.json:
+        raise InputError("show draws a page; give --html FILE, or --json for its facts")
+    estimated = _estimated(args)
+    import jax
+
+    from meshpar.cli.confirm import chosen_model
+    from meshpar.cli.report.laid_out import laid_out
+
+    jax.config.update("jax_platforms", "cpu")  # This process only traces.
+    found = laid_out(chosen_model(args), estimated)
+    if args.html:
+        from meshpar.cli.report.show_page import show_page
+
+        Path(args.html).write_text(show_page(found), encoding="utf-8")
+    if args.json:
+        print(json.dumps(found.as_json()))
+    else:
+        where = estimated.run.cluster.text
+        print(f"{args.html}: {estimated.run.workload.name} on {where}")
+    return 0
+
+
+def _estimated(args: argparse.Namespace) -> Estimate:
+    """The planner's estimate of the layout, of its smallest batch where none is given.
+
+    Raises:
+        InputError: It cannot be, or no training step lays it out.
+    """
+    from meshpar.train.refusals import layout_refusals
+
+    layout = Layout.parse(args.layout)
+    cluster = cluster_for(args, layout)
+    layout = layout.resolve(cluster.num_devices)
+    for refusal in layout_refusals(layout).values():
+        raise InputError(refusal)
+    return estimate(
+        workload_for(args),
+        cluster,
+        layout,
+        global_batch=args.global_batch or layout.batch_shards * layout.microbatches,
+        seq=args.seq,
+        execution=execution_of(args.execution),
+    )
