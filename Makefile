@@ -9,7 +9,7 @@ PIP := -m pip --disable-pip-version-check install --quiet --editable
 
 export PYTHONPATH := .
 
-.PHONY: train test test-full test-newest lint clean
+.PHONY: train test test-full test-newest lint docs screenshots clean
 
 train: $(VENV)/train.installed
 	$(VENV)/bin/python -m recipes.pretrain
@@ -28,6 +28,13 @@ lint: $(VENV)/test.installed
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
+# Into site/, with warnings as errors and without network.
+docs: $(VENV)/docs.installed
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --config-file .mkdocs.yml
+
+screenshots: $(VENV)/test.installed $(VENV)/browser.installed
+	$(VENV)/bin/python -m tests.screenshots docs/images
+
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
@@ -43,5 +50,13 @@ $(NEWEST_VENV)/bin/python:
 	$*/bin/python $(PIP) '.[test,aot]'
 	touch $@
 
+%/docs.installed: pyproject.toml | %/bin/python
+	$*/bin/python $(PIP) '.[docs]'
+	touch $@
+
+%/browser.installed: pyproject.toml | %/bin/python
+	$*/bin/python $(PIP) '.[browser]'
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(NEWEST_VENV) runs .pytest_cache .hypothesis .ruff_cache
+	rm -rf $(VENV) $(NEWEST_VENV) runs site .pytest_cache .hypothesis .ruff_cache
