@@ -1,41 +1,134 @@
-"""meshpar: lay a JAX model out over named meshes, in one line, with nothing silent."""
+"""meshpar: lay a JAX model out over named meshes, in one line, with nothing silent.
+
+Each public name is imported when it is first asked for, so that what needs no JAX, as
+the planner, starts without it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Any
 
 from meshpar.emulate import emulate, emulate_from_environment
-from meshpar.errors import InputError
-from meshpar.layout import BATCH_AXES, MESH_AXES, Layout
-from meshpar.topology import Topology, TopologyWarning
+from meshpar.errors import InputError, nearest
 
-emulate_from_environment()  # before anything below can start JAX
+emulate_from_environment()  # before anything else can start JAX
 
-# ruff: noqa: E402
-from meshpar.audit.report import AuditReport, audit
-from meshpar.lint.lint import Finding, LintReport, lint
-from meshpar.mesh import absent_mesh, make_mesh
-from meshpar.model.contract import BlockGroup, Model
-from meshpar.model.inputs import Input
-from meshpar.model.nnx import Blocks, from_nnx
-from meshpar.model.parameter import Parameter
-from meshpar.model.scope import Scope
-from meshpar.model.tracing import batch_shapes
-from meshpar.model.values import initial_key
-from meshpar.parallel.pipeline.value_and_grad import pipeline_value_and_grad
-from meshpar.rules.presets import (
-    DATA_PARALLEL,
-    FSDP,
-    FSDP_TENSOR,
-    FSDP_TENSOR_SEQUENCE,
-    HSDP,
-    TENSOR,
-    TENSOR_SEQUENCE,
-    default_rules,
-)
-from meshpar.rules.rules import Rules
-from meshpar.rules.sharding import born_sharded, nnx_shardings, tree_shardings
-from meshpar.rules.table import RuleError
-from meshpar.train.make_step import make_train_step
-from meshpar.train.memory_report import MemoryReport, memory_report
-from meshpar.train.state import TrainState
-from meshpar.train.step import TrainStep
+# Importing a part of a package binds the package's name here, over a function of that
+# name. Loaded now, and unbound, they are the functions to whoever asks.
+for _package in ("audit", "lint"):
+    importlib.import_module(f"meshpar.{_package}")
+    del globals()[_package]
+
+_HOMES = {
+    "AuditReport": "meshpar.audit.report",
+    "BATCH_AXES": "meshpar.layout",
+    "BlockGroup": "meshpar.model.contract",
+    "Blocks": "meshpar.model.nnx",
+    "DATA_PARALLEL": "meshpar.rules.presets",
+    "FSDP": "meshpar.rules.presets",
+    "FSDP_TENSOR": "meshpar.rules.presets",
+    "FSDP_TENSOR_SEQUENCE": "meshpar.rules.presets",
+    "Finding": "meshpar.lint.lint",
+    "HSDP": "meshpar.rules.presets",
+    "Input": "meshpar.model.inputs",
+    "Layout": "meshpar.layout",
+    "LintReport": "meshpar.lint.lint",
+    "MESH_AXES": "meshpar.layout",
+    "MemoryReport": "meshpar.train.memory_report",
+    "Model": "meshpar.model.contract",
+    "Parameter": "meshpar.model.parameter",
+    "RuleError": "meshpar.rules.table",
+    "Rules": "meshpar.rules.rules",
+    "Scope": "meshpar.model.scope",
+    "TENSOR": "meshpar.rules.presets",
+    "TENSOR_SEQUENCE": "meshpar.rules.presets",
+    "Topology": "meshpar.topology",
+    "TopologyWarning": "meshpar.topology",
+    "TrainState": "meshpar.train.state",
+    "TrainStep": "meshpar.train.step",
+    "UnusedDevicesWarning": "meshpar.mesh",
+    "absent_mesh": "meshpar.mesh",
+    "audit": "meshpar.audit.report",
+    "batch_shapes": "meshpar.model.tracing",
+    "born_sharded": "meshpar.rules.sharding",
+    "default_rules": "meshpar.rules.presets",
+    "from_nnx": "meshpar.model.nnx",
+    "initial_key": "meshpar.model.values",
+    "lint": "meshpar.lint.lint",
+    "make_mesh": "meshpar.mesh",
+    "make_train_step": "meshpar.train.make_step",
+    "memory_report": "meshpar.train.memory_report",
+    "nnx_shardings": "meshpar.rules.sharding",
+    "pipeline_value_and_grad": "meshpar.parallel.pipeline.value_and_grad",
+    "tree_shardings": "meshpar.rules.sharding",
+}
+"""Public name -> the module that has it; `InputError` and `emulate` are here."""
+
+if TYPE_CHECKING:
+    from meshpar.audit.report import AuditReport, audit
+    from meshpar.layout import BATCH_AXES, MESH_AXES, Layout
+    from meshpar.lint.lint import Finding, LintReport, lint
+    from meshpar.mesh import UnusedDevicesWarning, absent_mesh, make_mesh
+    from meshpar.model.contract import BlockGroup, Model
+    from meshpar.model.inputs import Input
+    from meshpar.model.nnx import Blocks, from_nnx
+    from meshpar.model.parameter import Parameter
+    from meshpar.model.scope import Scope
+    from meshpar.model.tracing import batch_shapes
+    from meshpar.model.values import initial_key
+    from meshpar.parallel.pipeline.value_and_grad import pipeline_value_and_grad
+    from meshpar.rules.presets import (
+        DATA_PARALLEL,
+        FSDP,
+        FSDP_TENSOR,
+        FSDP_TENSOR_SEQUENCE,
+        HSDP,
+        TENSOR,
+        TENSOR_SEQUENCE,
+        default_rules,
+    )
+    from meshpar.rules.rules import Rules
+    from meshpar.rules.sharding import born_sharded, nnx_shardings, tree_shardings
+    from meshpar.rules.table import RuleError
+    from meshpar.topology import Topology, TopologyWarning
+    from meshpar.train.make_step import make_train_step
+    from meshpar.train.memory_report import MemoryReport, memory_report
+    from meshpar.train.state import TrainState
+    from meshpar.train.step import TrainStep
+
+    __version__: str
+else:
+
+    def __getattr__(name: str) -> Any:
+        # Type checkers take a module that they see this in to have every name.
+        if name in _HOMES:
+            value = getattr(importlib.import_module(_HOMES[name]), name)
+        elif name == "__version__":
+            value = _version()
+        elif not name.startswith("_") and importlib.util.find_spec(f"meshpar.{name}"):
+            return importlib.import_module(f"meshpar.{name}")
+        else:
+            raise AttributeError(
+                f"module 'meshpar' has no attribute {name!r}; {nearest(name, __all__)}"
+            )
+        globals()[name] = value
+        return value
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("meshpar")
+    except PackageNotFoundError:
+        return "of a checkout that is not installed"
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
 
 __all__ = [
     "AuditReport",
@@ -53,6 +146,7 @@ __all__ = [
     "Layout",
     "LintReport",
     "MESH_AXES",
+    "MemoryReport",
     "Model",
     "Parameter",
     "RuleError",
@@ -64,10 +158,9 @@ __all__ = [
     "TopologyWarning",
     "TrainState",
     "TrainStep",
+    "UnusedDevicesWarning",
     "absent_mesh",
     "audit",
-    "MemoryReport",
-    "memory_report",
     "batch_shapes",
     "born_sharded",
     "default_rules",
@@ -77,6 +170,7 @@ __all__ = [
     "lint",
     "make_mesh",
     "make_train_step",
+    "memory_report",
     "nnx_shardings",
     "pipeline_value_and_grad",
     "tree_shardings",

@@ -6,5 +6,6 @@ LOGITS_BYTES = 512 * 2**20
 not by the sum of the table's gradient that each chunk reads and writes."""
 
 SCORE_BYTES = 256 * 2**20
-"""Most bytes of attention's fp32 scores (`models.layers.causal_attention`), while heads
-are many: the softmax and its gradient are arrays of that size beside the one kept."""
+"""Most bytes of attention's fp32 scores (`meshpar.models.layers.causal_attention`),
+while heads are many: the softmax and its gradient are arrays of that size beside the
+one kept."""

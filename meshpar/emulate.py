@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
-from typing import Any, cast
-
-import jax
+from typing import TYPE_CHECKING, Any, cast
 
 from meshpar.errors import InputError
 
+if TYPE_CHECKING:
+    import jax
+
 ENVIRONMENT_VARIABLE = "MESHPAR_EMULATE"
+
+DEFAULT_DEVICES = 8
+"""Virtual devices of `meshpar fuzz` where nobody says how many."""
 
 # XLA:CPU holds a collective back until the one before it in the program is done, but
 # behind a loop only until the loop has begun. `jax.shard_map` gives all collectives one
@@ -58,6 +62,8 @@ def emulate(num_devices: int) -> list[jax.Device]:
         >>> len(emulate(8))
         8
     """
+    import jax
+
     whole = isinstance(num_devices, int) and not isinstance(num_devices, bool)
     if not whole or num_devices < 1:
         raise InputError(f"emulate({num_devices!r}): needs at least 1 device")
@@ -78,6 +84,8 @@ def emulate(num_devices: int) -> list[jax.Device]:
 
 def num_cpu_devices() -> int:
     """Virtual CPU devices that JAX starts with, or has started."""
+    import jax
+
     # JAX makes its options when it is imported, where no type checker sees them.
     return cast(Any, jax.config).jax_num_cpu_devices
 
@@ -117,6 +125,8 @@ def _num_threads(num_devices: int) -> int:
 
 
 def _start(num_devices: int, environment: dict[str, str]) -> None:
+    import jax
+
     try:
         jax.config.update("jax_num_cpu_devices", num_devices)
     except RuntimeError as error:
@@ -126,6 +136,8 @@ def _start(num_devices: int, environment: dict[str, str]) -> None:
 
 
 def _already_started(num_devices: int) -> str:
+    import jax
+
     devices = jax.devices()
     return (
         f"emulate({num_devices}): JAX has already started with {len(devices)} "

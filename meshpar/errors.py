@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import operator
 from collections.abc import Iterable
+from typing import Any
 
 
 class InputError(ValueError):
@@ -12,6 +14,27 @@ class InputError(ValueError):
     Its message says what was asked, what was found, and a way out. Every error that
     meshpar raises on purpose for bad input is one.
     """
+
+
+def whole_number(name: str, value: Any, least: int = 1) -> int:
+    """The value, once it is a whole number of at least `least`.
+
+    Raises:
+        InputError: It is not; `name` says of what.
+
+    Example:
+        >>> whole_number("seq", 128)
+        128
+    """
+    try:
+        number = -1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = -1
+    if number < least:
+        raise InputError(
+            f"{name}={value!r}: must be a whole number of at least {least}"
+        )
+    return number
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final, Literal
 
-from meshpar.errors import InputError, nearest
+from meshpar.errors import InputError, nearest, whole_number
 from meshpar.key_values import key_values
 from meshpar.residual_names import ResidualNames, is_named
 from meshpar.schedules import method_of
@@ -163,6 +163,11 @@ class Layout:
         Raises:
             InputError: An unknown or repeated key, or a value it cannot have.
         """
+        if not isinstance(text, str):
+            raise InputError(
+                f"layout is a {type(text).__name__}; give its text, such as "
+                "'data=2,tensor=4'"
+            )
         values = key_values(text, noun="layout", example="data=2,tensor=4")
         for key in values:
             if key not in _DEFAULTS:
@@ -236,6 +241,7 @@ class Layout:
         Raises:
             InputError: The sizes do not multiply to `num_devices`.
         """
+        num_devices = whole_number("num_devices", num_devices, least=0)
         sizes = {axis: getattr(self, axis) for axis in MESH_AXES}
         fixed = math.prod(size for size in sizes.values() if size != -1)
         open_axes = [axis for axis, size in sizes.items() if size == -1]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import warnings
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,6 +18,10 @@ from meshpar.layout import MESH_AXES, Layout
 from meshpar.topology import Topology
 
 _ALL_AUTO = (AxisType.Auto,) * len(MESH_AXES)
+
+
+class UnusedDevicesWarning(UserWarning):
+    """A layout that leaves devices of the machine out."""
 
 
 def make_mesh(
@@ -32,7 +38,7 @@ def make_mesh(
     Args:
         layout: Sizes of the mesh axes, or a layout's text; a -1 absorbs what the
             devices leave.
-        devices: Devices to use; all of JAX's by default.
+        devices: Devices to use; JAX's by default, as many as the layout needs.
         topology: Hosts and links; read from the devices by default.
 
     Raises:
@@ -41,9 +47,11 @@ def make_mesh(
 
     Warns:
         TopologyWarning: `tensor` crosses hosts.
+        UnusedDevicesWarning: `devices` is absent, and not all of JAX's are needed.
     """
-    devices = list(jax.devices() if devices is None else devices)
-    layout = Layout.of(layout).resolve(len(devices))
+    layout = Layout.of(layout)
+    devices = _first_devices(layout) if devices is None else _checked(devices)
+    layout = layout.resolve(len(devices))
     topology = topology or Topology.from_devices(devices)
     if topology.num_devices != len(devices):
         raise InputError(
@@ -54,6 +62,32 @@ def make_mesh(
     topology.warn_if_tensor_crosses_hosts(layout)
     shape = tuple(layout.mesh_shape.values())
     return Mesh(_arrange(devices, shape), MESH_AXES, axis_types=_ALL_AUTO)
+
+
+def _checked(devices: Any) -> list[jax.Device]:
+    if not isinstance(devices, Iterable):
+        raise InputError(
+            f"devices={devices!r}: give a list of JAX's devices, such as "
+            "jax.devices()[:2]"
+        )
+    return list(devices)
+
+
+def _first_devices(layout: Layout) -> list[jax.Device]:
+    """JAX's devices, or the first of one process's where the layout needs fewer."""
+    devices = jax.devices()
+    sizes = [getattr(layout, mesh_axis) for mesh_axis in MESH_AXES]
+    # Of several processes, those without a device in the mesh would have to stay out.
+    if -1 in sizes or math.prod(sizes) >= len(devices) or jax.process_count() > 1:
+        return devices
+    warnings.warn(
+        f"layout {str(layout)!r} needs {math.prod(sizes)} devices, but there are "
+        f"{len(devices)}: the first {math.prod(sizes)} are used; give devices= to "
+        "choose others",
+        UnusedDevicesWarning,
+        stacklevel=3,
+    )
+    return devices[: math.prod(sizes)]
 
 
 def absent_mesh(layout: Layout | str) -> AbstractMesh:

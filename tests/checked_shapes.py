@@ -15,10 +15,10 @@ CHECKED = [
     "meshpar.parallel.norm",
     "meshpar.parallel.tensor",
     "meshpar.train.precision",
-    "models.layers.attention",
-    "models.layers.causal_attention",
-    "models.layers.mlp",
-    "models.layers.norm",
+    "meshpar.models.layers.attention",
+    "meshpar.models.layers.causal_attention",
+    "meshpar.models.layers.mlp",
+    "meshpar.models.layers.norm",
 ]
 
 # Without `jit`, JAX hands NumPy's arrays on to what derivatives are made of.

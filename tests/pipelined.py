@@ -10,10 +10,10 @@ import optax
 from meshpar import Layout, TrainState, make_train_step
 from meshpar.model.scope import Scope
 from meshpar.model.single import loss
+from meshpar.models.presets import build
 from meshpar.parallel.mean_loss import random_key
 from meshpar.testing.batches import random_batch, steps_of
 from meshpar.testing.quick_compile import quick_compile_options
-from models.presets import build
 
 BATCH, SEQ, SEED = 24, 16, 3
 QUICK = quick_compile_options("cpu")

@@ -8,6 +8,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshpar import Layout, batch_shapes, make_mesh, make_train_step
+from meshpar.models.presets import build
 from meshpar.testing import (
     assert_collectives,
     assert_flat_in,
@@ -15,7 +16,6 @@ from meshpar.testing import (
     assert_peak_bytes,
     assert_replicated_bytes_below,
 )
-from models.presets import build
 
 TOKENS, EMBED, MLP = 8, 16, 32
 
@@ -147,18 +147,39 @@ def test_memory_that_grows_is_told_with_both_numbers(mesh):
 def test_a_marked_test_gets_its_devices_or_a_clear_failure(pytester):
     pytester.makepyfile(
         """
-        import jax, pytest
+        import jax, meshpar, pytest
+
+        def sizes():
+            counts = jax.device_count(), jax.local_device_count()
+            return len(jax.devices()), len(jax.local_devices()), *counts
+
+        @pytest.fixture
+        def mesh():
+            return meshpar.make_mesh("data=-1")
 
         @pytest.mark.devices(4)
-        def test_four():
-            assert len(jax.devices()) == 4
+        def test_four(mesh):
+            assert sizes() == (4, 4, 4, 4) and mesh.size == 4
 
         @pytest.mark.devices(2)
-        def test_two():
-            assert len(jax.devices()) >= 2
+        def test_two(mesh):
+            assert sizes() == (2, 2, 2, 2) and mesh.size == 2
+            assert jax.make_mesh((2,), ("x",)).size == 2
+
+        def test_all(mesh):
+            assert sizes() == (4, 4, 4, 4) and mesh.size == 4
         """
     )
-    pytester.runpytest_subprocess("-q").assert_outcomes(passed=2)
+    pytester.runpytest_subprocess("-q").assert_outcomes(passed=3)
+
+
+@pytest.mark.parametrize("number", ["0", "n=2"])
+def test_a_marker_of_no_number_is_told(pytester, number):
+    pytester.makepyfile(
+        f"import pytest\n@pytest.mark.devices({number})\ndef test_one():\n    pass\n"
+    )
+    result = pytester.runpytest_subprocess("-q")
+    result.stderr.fnmatch_lines(["*write the marker as devices(8), with the number*"])
 
 
 def test_a_marker_above_the_setting_fails_in_words(pytester):

@@ -199,12 +199,16 @@ def sum_head(scale, x, targets):
 @pytest.mark.parametrize(
     ("auxiliary", "result", "match"),
     [
-        ({"z": 1.0}, lambda y: y, r"declares .*\['z'\], but its block returns x alone"),
-        ({}, lambda y: (y, {"z": y.sum()}), r"declares .*\[\], but its block returns"),
+        ({"z": 1.0}, lambda y: y, r"returns x alone, but the .* declared are \['z'\]"),
+        (
+            {},
+            lambda y: (y, {"z": y.sum()}),
+            r"returns x and .* declared are \[\]",
+        ),
         (
             {"z": 1.0},
             lambda y: (y, {"balance": y.sum()}),
-            r"returns x and \{'balance': \(\)\}; it must return",
+            r"returns x and \{'balance': \(\)\}, but",
         ),
         (
             {"z": 1.0},

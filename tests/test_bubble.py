@@ -5,8 +5,8 @@ import time
 import numpy as np
 import pytest
 
+from meshpar.recipes import bubble
 from meshpar.schedules import make_schedule
-from recipes import bubble
 
 NUM_LAYERS = 12
 

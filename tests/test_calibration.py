@@ -88,7 +88,7 @@ def test_the_file_is_a_device_that_estimates_use(small, tmp_path, capsys):
     assert any("all-reduce of 16 KiB over 8 devices" in name for name in names)
     words = ["estimate", "--preset", "tiny", "--hardware", str(path), "--seq", "64"]
     assert main([*words, "--layout", "data=8", "--execution", "meshpar-cpu"]) == 0
-    assert "8 x mine on 1 hosts" in capsys.readouterr().out
+    assert "8 x mine on 1 host" in capsys.readouterr().out
 
 
 def test_one_device_has_no_links_to_measure(small):
@@ -135,7 +135,7 @@ def test_a_faster_device_is_predicted_faster(small):
     "more, words",
     [
         (["--output", "file.txt"], "must end in .toml"),
-        (["--output", "/no/such/folder/a.toml"], "/no/such/folder is no folder"),
+        (["--output", "/no/such/folder/a.toml"], "no folder '/no/such/folder'"),
         (["--like", "h101"], "no hardware 'h101'"),
         (["--rounds", "0"], "must be a whole number of at least 1"),
     ],

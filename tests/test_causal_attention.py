@@ -8,7 +8,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshpar import audit
-from models.layers.causal_attention import causal_attention
+from meshpar.models.layers.causal_attention import causal_attention
 from tests.test_audit_targets import needs_gpu_compiler
 
 
@@ -61,7 +61,7 @@ def test_some_heads_at_a_time_change_no_number(monkeypatch, heads_at_once):
     wanted, other = jax.vjp(causal_attention, *arrays)
     scores = 2 * 7 * 7 * 4  # batch, seq, seq, fp32
     monkeypatch.setattr(
-        "models.layers.causal_attention.SCORE_BYTES", heads_at_once * scores
+        "meshpar.models.layers.causal_attention.SCORE_BYTES", heads_at_once * scores
     )
     found, vjp = jax.vjp(lambda *arrays: causal_attention(*arrays), *arrays)
     for got, want in zip((found, *vjp(dy)), (wanted, *other(dy)), strict=True):
@@ -77,7 +77,7 @@ def test_a_gpu_copies_no_scores_into_another_layout(kv_heads, most, monkeypatch)
     """
     batch, seq, heads = 2, 512, 8
     part = 4 * batch * seq * seq * heads // kv_heads
-    monkeypatch.setattr("models.layers.causal_attention.SCORE_BYTES", part)
+    monkeypatch.setattr("meshpar.models.layers.causal_attention.SCORE_BYTES", part)
 
     def gradients(q, k, v):
         def total(q, k, v):

@@ -5,8 +5,8 @@ import pytest
 from jaxtyping import TypeCheckError
 
 from meshpar import Scope
+from meshpar.models.layers.causal_attention import causal_attention
 from meshpar.parallel.tensor import vocab_lookup
-from models.layers.causal_attention import causal_attention
 
 TABLE = jnp.zeros((8, 4))
 

@@ -1,5 +1,6 @@
 """A checkpoint holds the same values under any layout, or says what is wrong."""
 
+import logging
 import re
 import subprocess
 import sys
@@ -12,10 +13,10 @@ import optax
 import pytest
 
 from meshpar import Layout, TrainState, make_train_step
+from meshpar.models.presets import build
 from meshpar.rules.rules import spec_axes
 from meshpar.train.checkpoint import CheckpointError, Checkpoints
 from meshpar.train.layer_order import model_order_structs
-from models.presets import build
 
 RUN = {"layout": "fsdp=4,tensor=2", "seed": 3, "text": "plays/hamlet.txt"}
 
@@ -328,10 +329,38 @@ with Checkpoints(sys.argv[1]) as checkpoints:
 """
 
 
+def test_what_orbax_logs_is_kept_back_only_when_the_error_is_raised(
+    tmp_path, monkeypatch, caplog
+):
+    logger = logging.getLogger("absl")
+    monkeypatch.setattr(logger, "propagate", True)
+
+    def log(*_, **__):
+        try:
+            raise OSError("disk trouble")
+        except OSError:
+            logger.exception("in a thread")
+
+    def log_and_fail(*_, **__):
+        log()
+        raise OSError("disk trouble")
+
+    with Checkpoints(tmp_path) as checkpoints:
+        monkeypatch.setattr(checkpoints._manager, "save", log_and_fail)
+        with pytest.raises(CheckpointError, match="disk trouble"):
+            checkpoints.save(small_state(1), RUN)
+        assert "in a thread" not in caplog.text
+        monkeypatch.setattr(checkpoints._manager, "save", log)
+        checkpoints.save(small_state(1), RUN)
+        assert "in a thread" in caplog.text
+    assert not logger.filters
+
+
 def test_a_full_disk_is_an_error_and_leaves_the_checkpoint_before(tmp_path):
     """A limit on the size of files stands in for the disk: either way writing fails."""
     child = run_in_child(FILL_THE_DISK, tmp_path)
     assert "refused: checkpoint of step 2 not written to" in child.stdout, child.stderr
+    assert "_SignalingThread" not in child.stderr and "OCDBT" not in child.stderr
     with Checkpoints(tmp_path) as checkpoints:
         assert checkpoints.latest_step == 1
         assert checkpoints.run_of_latest() == {"disk": "has room"}

@@ -175,7 +175,7 @@ def test_sizes_beside_a_preset_are_what_differs_from_it(capsys):
 
 def test_a_model_can_come_from_a_function_of_ones_own(tmp_path, monkeypatch, capsys):
     (tmp_path / "own_model.py").write_text(
-        "from models.presets import build\n\n\ndef two_layers():\n"
+        "from meshpar.models.presets import build\n\n\ndef two_layers():\n"
         "    return build('tiny', layers=2)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
@@ -232,9 +232,12 @@ BAD_INPUT = [
         [*LINT, "--preset", "tiny", "--model", "absent.json"],
         "preset 'tiny' and 'absent.json' are both given; give one",
     ),
-    ([*LINT, "--model-from", "models.presets"], "write module:function"),
+    ([*LINT, "--model-from", "meshpar.models.presets"], "write module:function"),
     ([*LINT, "--model-from", "no.such:build"], "No module named 'no'; run from the"),
-    ([*LINT, "--model-from", "models.presets:no"], "has no attribute 'no'; run from"),
+    (
+        [*LINT, "--model-from", "meshpar.models.presets:no"],
+        "has no attribute 'no'; run from",
+    ),
     ([*LINT, "--preset", "tiny", "--rules", "fsdpp"], "no rules 'fsdpp'; did you mean"),
     ([*LINT, "--preset", "tiny", "--rules", "mlp="], "'mlp=' is not name=mesh axis"),
     (
@@ -267,7 +270,7 @@ BAD_INPUT = [
     ([*LINT, "--model-from", ":x"], "--model-from ':x': Empty module name"),
     (TINY, "the following arguments are required: --layout"),
     (["lnt"], "invalid choice: 'lnt'"),
-    ([], "the following arguments are required: subcommand"),
+    ([], "the following arguments are required: COMMAND"),
 ]
 
 
@@ -314,6 +317,6 @@ def test_a_bug_keeps_its_traceback(monkeypatch):
     def fail(*args, **kwargs):
         raise ValueError("shapes do not match")
 
-    monkeypatch.setattr("meshpar.cli.lint.lint", fail)
+    monkeypatch.setattr(sys.modules["meshpar.lint.lint"], "lint", fail)
     with pytest.raises(ValueError, match="shapes do not match"):
         main(CLEAN)

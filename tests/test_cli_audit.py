@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,9 +18,11 @@ from meshpar.audit.memory import Buffer, MemoryUse
 from meshpar.audit.reasons import Explained
 from meshpar.audit.report import AuditReport
 from meshpar.audit.targets import TargetError
-from meshpar.cli import audit as command
 from tests.test_audit_targets import needs_tpu_compiler
 from tests.test_cli import status_of
+
+AUDIT = "meshpar.audit.report"
+"""Where the command finds what audits, when it runs."""
 
 STEP = ["audit", "--preset", "test", "--seq", "16"]
 KEYS = {
@@ -86,7 +89,7 @@ def audit_gives(monkeypatch):
                 raise report
             return report
 
-        monkeypatch.setattr(command, "audit", audit)
+        monkeypatch.setattr(sys.modules[AUDIT], "audit", audit)
 
     return put
 
@@ -201,16 +204,25 @@ def test_bad_input_ends_with_2_and_one_line(options, message, capsys):
 def test_a_recipe_gives_the_step_and_its_batch(monkeypatch, capsys):
     audited = []
 
-    def audit(step, batch, *, target, timeout_s, memory_bytes):
+    def audit(step, batch, *, target, timeout_s, compiler_options, **_):
         audited.append((str(step.layout), sorted(batch), str(target), timeout_s))
+        audited.append(compiler_options)
         return CLEAN
 
-    monkeypatch.setattr(command, "audit", audit)
-    argv = ["audit", "--recipe", "recipes.pretrain:audited", "--layout", "fsdp=-1"]
+    monkeypatch.setattr(sys.modules[AUDIT], "audit", audit)
+    argv = [
+        "audit",
+        "--recipe",
+        "meshpar.recipes.pretrain:audited",
+        "--layout",
+        "fsdp=-1",
+    ]
     argv += ["--target", "gpu:h100:2x8", "--timeout", "30"]
+    argv += ["--compiler-option", "a=true", "--compiler-option", "b=2"]
     assert status_of(argv) == 0
     names = ["targets", "tokens", "weights"]
-    assert audited == [("fsdp=16", names, "gpu:h100:2x8", 30.0)]
+    assert audited[0] == ("fsdp=16", names, "gpu:h100:2x8", 30.0)
+    assert audited[1] == {"a": True, "b": 2}
 
 
 def test_a_compiler_that_fails_ends_with_2_and_one_line(audit_gives, capsys):

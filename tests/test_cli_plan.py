@@ -1,17 +1,23 @@
 """`meshpar plan`: what it prints, what it writes, what it refuses, how it ends."""
 
+import argparse
 import json
+import re
+import shlex
 import time
 from html.parser import HTMLParser
 
 import pytest
 
+from meshpar import InputError
 from meshpar.audit.memory import MemoryUse
 from meshpar.audit.report import AuditReport
 from meshpar.cli import confirm as confirming
 from meshpar.cli.main import main
 from meshpar.layout import Layout
+from meshpar.models.presets import PRESETS
 from meshpar.planner.machine.clusters import cluster_of
+from meshpar.planner.workload.shapes import PUBLISHED, SHAPES
 from tests.test_cli import status_of
 
 GOOD = [
@@ -52,10 +58,47 @@ def test_people_get_a_line_to_paste_into_the_recipe(capsys):
     ):
         assert words in text
     line = text.strip().splitlines()[-1]
-    assert line.startswith("run it: python -m recipes.pretrain --layout ")
-    layout = Layout.parse(line.split()[-1])
-    assert layout.num_devices == 8
+    words = shlex.split(line)
+    assert words[:5] == ["run", "it:", "meshpar", "train", "--layout"]
+    assert Layout.parse(words[5]).num_devices == 8
+    model, batch = ["--preset", "llama3-8b"], ["--global-batch", "16", "--seq", "8192"]
+    assert words[6:] == [*model, *batch, "--emulate", "0"]
     assert "twice the network: " in text
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (["--preset", "tiny", "--vocab", "300"], "--preset tiny --model vocab=300"),
+        (
+            ["--model", "layers=2,hidden=64,heads=4,vocab=300"],
+            "--model layers=2,hidden=64,heads=4,vocab=300",
+        ),
+    ],
+)
+def test_the_line_to_paste_says_which_model(capsys, model, words):
+    options = ["--devices", "2", "--global-batch", "8", "--seq", "32"]
+    assert main(["plan", *model, *options]) == 0
+    line = capsys.readouterr().out.strip().splitlines()[-1]
+    assert f"{words} --global-batch 8 --seq 32 --emulate 0" in line
+
+
+def test_a_model_with_experts_has_no_line_to_paste(capsys):
+    words = ["--model", "mixtral-8x7b", "--devices", "64", "--seq", "4096"]
+    assert main(["plan", *words, "--global-batch", "1024"]) == 0
+    assert "run it: not yet; no model here trains with exp" in capsys.readouterr().out
+
+
+def test_a_published_runs_shape_has_no_line_to_paste(capsys):
+    words = ["--model", "megatron-1.7b", "--devices", "32", "--seq", "2048"]
+    assert main(["plan", *words, "--global-batch", "512"]) == 0
+    assert "run it: not yet; a published run's shape" in capsys.readouterr().out
+
+
+def test_what_is_not_published_or_with_experts_is_a_preset_that_trains():
+    for name, workload in SHAPES.items():
+        trains = name not in PUBLISHED and not workload.experts
+        assert trains == (name in PRESETS), name
 
 
 def test_what_is_kept_forbidden_and_limited_is_obeyed(capsys):
@@ -98,7 +141,8 @@ def test_what_no_layout_has_ends_with_1_and_what_to_give_up(capsys):
         (["--max-memory-gib", "0"], "must be above 0"),
         (["--max-memory-gib", "nan"], "must be above 0"),
         (["--execution", "mega"], "no execution 'mega'"),
-        (["--html", "/no/such/folder/plan.html"], "/no/such/folder"),
+        (["--html", "/no/such/folder/plan.html"], "no folder '/no/such/folder'; make"),
+        (["--html", "plan.pdf"], "--html 'plan.pdf': no picture of that kind; end it"),
     ],
 )
 def test_bad_input_ends_with_2_and_one_line(capsys, more, words):
@@ -118,16 +162,21 @@ class Tags(HTMLParser):
 
     def __init__(self):
         super().__init__()
-        self.open, self.seen = [], []
+        self.open, self.cells = [], []
 
     def handle_starttag(self, tag, attrs):
-        self.seen.append(tag)
         assert not {"src", "href"} & {name for name, _ in attrs}
-        if tag != "meta":
+        if tag == "td":
+            self.cells.append("")
+        if tag not in ("meta", "wbr"):
             self.open.append(tag)
 
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if "td" in self.open:
+            self.cells[-1] += data
 
 
 def test_the_report_is_one_file_with_tables_and_a_plot(capsys, tmp_path):
@@ -137,11 +186,14 @@ def test_the_report_is_one_file_with_tables_and_a_plot(capsys, tmp_path):
     tags = Tags()
     tags.feed(text)
     assert tags.open == []
-    assert {"svg", "polyline", "table", "h1"} <= set(tags.seen)
-    assert tags.seen.count("circle") > len(report["plans"]) + len(report["front"])
-    for plan in report["plans"]:
-        assert plan["layout"] in text
-    assert report["rejected"][0]["layout"] in text
+    for plan in (*report["plans"], *report["front"], *report["rejected"]):
+        assert plan["layout"] in tags.cells
+    times = [cell for cell in tags.cells if re.fullmatch(r"[\d.,e+-]+ m?s", cell)]
+    assert len(times) >= 3 * len(report["plans"])
+    assert "0 ms" in times and not [cell for cell in times if "e" in cell]
+    plot = text[text.rindex("Plotly.newPlot") :]
+    for name in ("rejected", "plans", "fastest", "a device holds 84.9 GB"):
+        assert f'"name":"{name}"' in plot
 
 
 MEMORY = MemoryUse(
@@ -228,3 +280,9 @@ def test_large_machines_have_a_plan_within_memory(capsys, words):
     notes = " ".join(report["notes"])
     planned = words[0] in ("mixtral-8x7b", "deepseek-v3")
     assert ("make_train_step does not lay out yet" in notes) == planned
+
+
+def test_the_vocabulary_of_a_file_is_changed_there():
+    args = argparse.Namespace(preset=None, model="config.json", vocab=300)
+    with pytest.raises(InputError, match="--vocab 300 .* config.json; change vocab_si"):
+        confirming.chosen_model(args)

@@ -226,3 +226,15 @@ def test_on_real_text_a_bigram_beats_a_unigram_beats_chance():
     )
     bigram = bigram_loss(train, validation, 256)
     assert 0 < bigram < unigram_loss(train, validation, 256) < math.log(256)
+
+
+@given(before=st.integers(1, 7), after=st.integers(1, 7), steps=st.integers(0, 9))
+@settings(max_examples=20, deadline=None)
+def test_a_run_with_another_batch_goes_on_with_the_next_window(before, after, steps):
+    windows = numbered_windows(11)
+    options = dict(seed=5)
+    single = shuffled_batches(windows, global_batch=1, **options)
+    skip = steps * before
+    batch = shuffled_batches(windows, global_batch=after, skip=skip, **options)(1)
+    wanted = [window_indices(single(skip + after + i))[0] for i in range(after)]
+    assert window_indices(batch) == wanted

@@ -8,7 +8,7 @@ import pytest
 
 from meshpar import InputError, Layout, lint
 from meshpar.model.single import forward, loss
-from models.presets import build, configure
+from meshpar.models.presets import build, configure
 
 SEQ, SOURCE, VOCAB = 6, 8, 32
 

@@ -21,7 +21,7 @@ from meshpar import (
     tree_shardings,
 )
 from meshpar.model.single import loss
-from models.presets import build
+from meshpar.models.presets import build
 
 ADAM = optax.adam(1e-3)
 

@@ -8,12 +8,13 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshpar import from_nnx
+from meshpar.models.presets import build
 from meshpar.testing import check_layouts
-from meshpar.testing.batches import MASKS, random_batch, steps_of
+from meshpar.testing.batches import random_batch, steps_of
 from meshpar.testing.bounds import bf16_bound
 from meshpar.testing.comparison import copies, deviations
+from meshpar.testing.masks import MASKS
 from meshpar.testing.reference import Values, bf16_chains
-from models.presets import build
 from tests.test_nnx_model import Block, Ends
 
 CASE = "--layout data=2 --global-batch {} --seq 4 --mask {} --seed 0"

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.layers.causal_attention import full_attention
+from meshpar.models.layers.causal_attention import full_attention
 
 
 def arrays(kv_heads, keys):

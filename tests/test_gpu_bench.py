@@ -9,9 +9,9 @@ import jax
 import pytest
 from rich.console import Console
 
-from models.presets import PRESETS, configure
-from recipes.bench.gpu import SHAPES, disagreeing, peak_flops, table
-from recipes.bench.gpu_contestants import (
+from meshpar.models.presets import PRESETS, configure
+from meshpar.recipes.bench.gpu import SHAPES, disagreeing, peak_flops, table
+from meshpar.recipes.bench.gpu_contestants import (
     MEASURES,
     Measured,
     Shape,

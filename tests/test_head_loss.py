@@ -15,8 +15,8 @@ from meshpar import TENSOR, TENSOR_SEQUENCE, Layout, Scope, make_mesh, make_trai
 from meshpar.audit.report import audit
 from meshpar.model.single import loss
 from meshpar.model.tracing import batch_shapes
+from meshpar.models.presets import build
 from meshpar.parallel.head_loss import head_cross_entropy
-from models.presets import build
 
 BATCH, SEQ, VOCAB, EMBED = 3, 8, 40, 6
 ROW_BYTES = 4 * VOCAB

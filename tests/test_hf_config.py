@@ -5,11 +5,11 @@ import re
 
 import pytest
 
-from models.convert.hf_config import config_from_json
-from models.gpt2 import GPT2Config
-from models.layers.rope import RopeScaling
-from models.llama import LlamaConfig
-from models.presets import build
+from meshpar.models.convert.hf_config import config_from_json
+from meshpar.models.gpt2 import GPT2Config
+from meshpar.models.layers.rope import RopeScaling
+from meshpar.models.llama import LlamaConfig
+from meshpar.models.presets import build
 
 LLAMA = {
     "model_type": "llama",

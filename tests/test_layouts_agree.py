@@ -6,8 +6,8 @@ import optax
 import pytest
 
 from meshpar import Layout, make_train_step
-from models.presets import build
-from recipes import pretrain
+from meshpar.models.presets import build
+from meshpar.recipes import pretrain
 from tests.conftest import rows
 
 LAYOUTS = [

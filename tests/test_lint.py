@@ -21,7 +21,8 @@ from meshpar import (
     lint,
     make_train_step,
 )
-from models.presets import build
+from meshpar.models.presets import build
+from meshpar.rules.presets import PRESETS
 
 CLEAN_LAYOUTS = [
     "data=8",
@@ -197,8 +198,18 @@ def test_a_default_rule_that_a_model_has_no_use_for_is_no_finding():
     }
     layout = Layout.parse("fsdp=2,tensor=2")
     assert lint(model, layout).findings == ()
-    (found,) = lint(model, layout, default_rules(layout)).findings
+    assert lint(model, layout, default_rules(layout)).findings == ()
+    assert lint(model, layout, FSDP_TENSOR).findings == ()
+    written = FSDP_TENSOR.with_rules(vocab="tensor")
+    (found,) = lint(model, layout, written).findings
     assert (found.kind, found.path) == ("dead", "vocab")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("preset", ["tiny-vit", "tiny-t5"])
+def test_no_rule_of_a_preset_is_called_dead(preset, name):
+    found = lint(build(preset), "data=2,fsdp=2,tensor=2", PRESETS[name]).findings
+    assert "dead" not in {finding.kind for finding in found}
 
 
 def test_several_faults_are_all_found_in_one_report():

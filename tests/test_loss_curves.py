@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from recipes.bench.loss_curves import main
+from meshpar.recipes.bench.loss_curves import main
 
 
 def metrics_file(folder, name, last):

@@ -6,9 +6,9 @@ import optax
 import pytest
 
 from meshpar import Layout, batch_shapes, make_train_step, memory_report
+from meshpar.models.presets import build
+from meshpar.recipes.bench.memory import memory_table
 from meshpar.schedules import make_schedule
-from models.presets import build
-from recipes.bench.memory import memory_table
 
 SIZES = dict(layers=2, hidden=64, heads=8, kv_heads=8, ffn=128, vocab=64, gated=True)
 MODEL = build(**SIZES)

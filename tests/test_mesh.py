@@ -6,6 +6,7 @@ import pytest
 from jax.sharding import AxisType
 
 from meshpar import MESH_AXES, Layout, Topology, make_mesh
+from meshpar.mesh import UnusedDevicesWarning
 
 
 @pytest.mark.parametrize("layout", [Layout(data=8), Layout(data=2, fsdp=2, tensor=2)])
@@ -28,6 +29,15 @@ def test_neighbouring_devices_share_a_tensor_group_in_whatever_order_given(order
 def test_an_open_mesh_axis_absorbs_the_devices():
     assert make_mesh(Layout(data=-1, tensor=2)).shape["data"] == 4
     assert make_mesh(Layout(data=-1), jax.devices()[:3]).shape["data"] == 3
+
+
+def test_a_layout_smaller_than_the_machine_takes_the_first_devices_and_says_so():
+    match = r"layout 'data=2' needs 2 devices, but there are 8: the first 2 are used"
+    with pytest.warns(UnusedDevicesWarning, match=match):
+        mesh = make_mesh("data=2")
+    assert list(mesh.devices.flat) == jax.devices()[:2]
+    with pytest.raises(ValueError, match="needs 2 devices, but there are 3"):
+        make_mesh("data=2", jax.devices()[:3])
 
 
 def test_too_few_devices_are_refused():

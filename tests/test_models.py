@@ -12,11 +12,11 @@ from flax import nnx
 from meshpar import Scope
 from meshpar.model.parameter import is_parameter
 from meshpar.model.single import forward
-from models.layers.attention import Attention
-from models.layers.mlp import GatedMLP, PlainMLP
-from models.layers.norm import LayerNorm, RMSNorm
-from models.layers.rope import RopeScaling, apply_rope, rope_frequencies
-from models.presets import build, configure
+from meshpar.models.layers.attention import Attention
+from meshpar.models.layers.mlp import GatedMLP, PlainMLP
+from meshpar.models.layers.norm import LayerNorm, RMSNorm
+from meshpar.models.layers.rope import RopeScaling, apply_rope, rope_frequencies
+from meshpar.models.presets import build, configure
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 EPSILON = 1e-3

@@ -19,7 +19,9 @@ from meshpar import (
     make_train_step,
 )
 
-EMBED, VOCAB = 4, 8
+# XLA:CPU of jax 0.12 rounds some draws of an array of up to sixteen values in another
+# way than in a larger one: a part of the table on each of eight devices has 32.
+EMBED, VOCAB = 4, 64
 
 
 def draw(rngs, *shape):
@@ -192,8 +194,11 @@ class Dropping(Block):
 @pytest.mark.parametrize(
     "block, match",
     [
-        (Counting, "block 'blocks' assigns to 'calls' while it runs, on the examples"),
-        (Dropping, "block 'blocks' draws random numbers from its own 'dropout"),
+        (Counting, r"from_nnx\(block=Counting\): __call__ assigns to 'calls' while it"),
+        (
+            Dropping,
+            r"block=Dropping\): __call__ draws random numbers from the module",
+        ),
     ],
 )
 def test_what_depends_on_the_layout_is_refused(block, match):
@@ -208,18 +213,20 @@ def test_a_random_key_in_a_module_is_refused():
             super().__init__(rngs)
             self.key = rngs.params()
 
-    with pytest.raises(InputError, match="block 'blocks' holds a random key 'key' of"):
+    with pytest.raises(
+        InputError, match="=Keyed.: the module holds a random key 'key'"
+    ):
         model(Keyed)
 
 
 @pytest.mark.parametrize(
     "options, match",
     [
-        ({"num_layers": 0}, "num_layers=0: 'blocks' has at least 1 block"),
+        ({"num_layers": 0}, "num_layers=0: must be a whole number of at least 1"),
         (
             {"group": "table"},
-            "the ends have parameters called 'table', the blocks' own name; rename "
-            "them or pass another group=",
+            r"from_nnx\(ends=Ends\): its parameters 'table' have the name of the "
+            "blocks; rename them or pass another group=",
         ),
     ],
 )
@@ -231,8 +238,8 @@ def test_a_model_that_makes_no_sense_is_refused(options, match):
 @pytest.mark.parametrize(
     "block, change",
     [
-        (Widening, "float32(2, 4, 4) to float32(2, 4, 8), in group 'blocks'"),
-        (Narrowing, "float32(2, 4, 4) to bfloat16(2, 4, 4), in group 'blocks'"),
+        (Widening, "float32(2, 4, 4) to float32(2, 4, 8)"),
+        (Narrowing, "float32(2, 4, 4) to bfloat16(2, 4, 4)"),
     ],
 )
 def test_a_block_that_changes_shape_or_dtype_is_refused(block, change):
@@ -245,7 +252,8 @@ def test_a_block_that_changes_shape_or_dtype_is_refused(block, change):
         "targets": tokens,
         "weights": np.ones((2, 4), np.float32),
     }
-    match = re.escape(f"a block maps {change}; blocks must keep shape and dtype")
+    what = f"from_nnx(block={block.__name__}): __call__ maps {change}"
+    match = re.escape(f"{what}; blocks must keep shape and dtype")
     with pytest.raises(ValueError, match=match):
         step.compile(batch)
 

@@ -11,14 +11,14 @@ import pytest
 
 import meshpar
 from meshpar.audit.hlo import Computation, Instruction, Program, parse_program
+from meshpar.models.presets import build
 from meshpar.testing.quick_compile import quick_compile_options
-from models.presets import build
 
 _RUN = """
 import meshpar
 devices = meshpar.emulate(8)
 import numpy as np, optax
-from models.presets import build
+from meshpar.models.presets import build
 step = meshpar.make_train_step(
     build("tiny"), optax.adamw(1e-3), "{layout}", max_grad_norm=1.0)
 state = step.init(0)
@@ -86,7 +86,7 @@ import meshpar
 meshpar.emulate(8)
 import numpy as np, optax
 from meshpar.testing.quick_compile import quick_compile_options
-from models.presets import build
+from meshpar.models.presets import build
 step = meshpar.make_train_step(
     build("test"), optax.adamw(1e-3), "{layout}", max_grad_norm=1.0,
     compiler_options=quick_compile_options("cpu"))

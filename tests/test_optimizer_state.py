@@ -10,8 +10,8 @@ import pytest
 from optax import contrib
 
 from meshpar import InputError
+from meshpar.models.presets import build
 from meshpar.train.optimizer_state import LARGE_BYTES
-from models.presets import build
 from tests.marks import slow
 from tests.test_precision import batch_of
 from tests.test_precision import step_of as step_of_model

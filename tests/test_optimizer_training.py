@@ -8,7 +8,7 @@ import pytest
 from optax import contrib
 
 from meshpar import Layout, make_train_step
-from models.presets import build
+from meshpar.models.presets import build
 from tests.marks import slow
 from tests.pipelined import QUICK, assert_close, batch_of, model_of
 

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
+from meshpar.recipes.bubble import predicted_bubble
+from meshpar.recipes.options import parse_arguments
+from meshpar.recipes.pretrain import make_step
 from meshpar.schedules import make_schedule, to_csv
-from recipes.bubble import predicted_bubble
-from recipes.options import parse_arguments
-from recipes.pretrain import make_step
 from tests.pipelined import (
     assert_close,
     batch_of,

@@ -11,9 +11,9 @@ from meshpar.audit.hlo import parse_program
 from meshpar.audit.loops import places
 from meshpar.audit.shapes import arrays_of
 from meshpar.mesh import absent_mesh
+from meshpar.models.presets import build
 from meshpar.schedules import make_schedule, tick_table
 from meshpar.testing import assert_collectives, assert_flat_in, assert_no_surprises
-from models.presets import build
 from tests.marks import slow
 from tests.test_audit_targets import needs_gpu_compiler, needs_tpu_compiler
 

@@ -6,11 +6,11 @@ import optax
 import pytest
 
 from meshpar import audit, batch_shapes, make_train_step
+from meshpar.models.presets import build
 from meshpar.planner.cost.estimate import estimate
 from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.machine.clusters import device_of
 from meshpar.planner.workload.shapes import SHAPES
-from models.presets import build
 
 BATCH, SEQ = 16, 64
 

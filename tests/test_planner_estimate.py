@@ -12,7 +12,7 @@ from meshpar.planner.cost.in_words import estimate_in_words
 from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.search.refusals import layout_problems
 from meshpar.planner.workload.shapes import SHAPES
-from meshpar.train.refusals import layout_refusals
+from meshpar.train.layout_refusals import layout_refusals
 
 GOOD = ["estimate", "--preset", "llama3-8b", "--hardware", "h100-80gb", "--seq", "4096"]
 FITS = "fsdp=4,stage=2,tensor=2,microbatches=4,remat=full,precision=bf16"

@@ -8,7 +8,7 @@ import pytest
 
 from meshpar import InputError
 from meshpar.audit import targets
-from meshpar.audit.targets import Target
+from meshpar.audit.target import Target
 from meshpar.hardware.devices import DEVICES, TARGET_OF, TARGETS, device_of_kind
 from meshpar.layout import Layout
 from meshpar.planner.machine.clusters import cluster_of, device_of, load_device

@@ -5,6 +5,7 @@ import pytest
 
 from meshpar import InputError, absent_mesh, lint, make_train_step
 from meshpar.layout import Layout
+from meshpar.models.presets import build
 from meshpar.planner.cost.bounds import Bounds, held_microbatches
 from meshpar.planner.cost.estimate import estimate
 from meshpar.planner.cost.memory import memory_of
@@ -25,8 +26,7 @@ from meshpar.planner.search.space import (
     mesh_layouts,
 )
 from meshpar.planner.workload.shapes import SHAPES, workload_of
-from meshpar.train.refusals import layout_refusals
-from models.presets import build
+from meshpar.train.layout_refusals import layout_refusals
 
 EIGHT = cluster_of("h100-80gb", devices=8)
 MOE = workload_of(

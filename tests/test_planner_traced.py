@@ -9,11 +9,11 @@ import pytest
 from meshpar import BlockGroup, Parameter
 from meshpar.audit.block_trace import traced_workload
 from meshpar.chunk_bytes import LOGITS_BYTES
+from meshpar.models.presets import build
 from meshpar.planner.cost.estimate import estimate
 from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.machine.execution import MESHPAR
 from meshpar.planner.workload.shapes import SHAPES
-from models.presets import build
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny-gpt2", "test", "smollm2-135m"])

@@ -3,7 +3,7 @@
 import pytest
 
 from meshpar.planner.published import validate
-from recipes.bench.planner_validation import main, series
+from meshpar.recipes.bench.planner_validation import main, series
 
 
 def test_every_row_of_a_quantity_is_in_one_series():

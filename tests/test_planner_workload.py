@@ -7,10 +7,10 @@ import jax
 import pytest
 
 from meshpar import InputError
+from meshpar.models.presets import PRESETS, build
 from meshpar.planner.published.megatron import megatron_sc21_flops, published
 from meshpar.planner.workload.shapes import SHAPES, workload_of
 from meshpar.planner.workload.workload import Workload
-from models.presets import PRESETS, build
 
 GPT = {"layers": 24, "hidden": 2304, "heads": 24, "vocab": 51_200, "tied": True}
 

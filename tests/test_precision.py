@@ -10,9 +10,9 @@ import pytest
 
 from meshpar import Layout, lint, make_train_step
 from meshpar.model.parameter import is_parameter
+from meshpar.models.presets import build
 from meshpar.testing.quick_compile import quick_compile_options
 from meshpar.train.precision import stochastic_round
-from models.presets import build
 
 BATCH, SEQ = 8, 16
 PARAM_DTYPES = ("fp32", "bf16", "bf16_stochastic")

@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -13,7 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from recipes import pretrain
+from meshpar import InputError
+from meshpar.recipes import pretrain, report
+from meshpar.recipes.config import RunConfig
+from meshpar.recipes.model import model_of
+from meshpar.recipes.texts import read_tokens
 from tests.conftest import rows
 
 QUICK = "--preset tiny --seq 32 --global-batch 8 --sample-tokens 1 --steps 6"
@@ -24,14 +29,22 @@ def run(folder, text, *options):
     return pretrain.main(arguments)
 
 
+def hint_of(output, *, done):
+    """The options of the command that is printed when a run stops."""
+    before, after = output.split(f"stopped after step {done}; go on with\n")
+    words = shlex.split(after.splitlines()[0])
+    assert words[:2] == ["meshpar", "train"]
+    return words[2:]
+
+
 def test_a_run_resumed_on_another_layout_continues_with_the_same_losses(
     tmp_path, small_text, capsys
 ):
     whole, split = tmp_path / "whole", tmp_path / "split"
     assert run(whole, small_text, "--layout", "data=2") == 0
     assert run(split, small_text, "--layout", "data=2", "--stop-after", "3") == 0
-    assert "stopped after step 3; go on with --resume" in capsys.readouterr().out
-    assert run(split, small_text, "--layout", "fsdp=4,tensor=2", "--resume") == 0
+    hint = hint_of(capsys.readouterr().out, done=3)
+    assert pretrain.main([*hint, "--layout", "fsdp=4,tensor=2"]) == 0
     losses = [rows(folder / "metrics.jsonl", "loss") for folder in (whole, split)]
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
     output = capsys.readouterr().out
@@ -57,7 +70,7 @@ def without_arithmetic(monkeypatch, *, dies_at=None):
     def timed_step(step, state, batch):
         if int(state.step) == dies_at:
             raise KeyboardInterrupt
-        row = {"loss": 5.5, "tokens_per_s": 1.0, "skipped": 0.0}
+        row = {"loss": 5.5, "tokens_per_s": 1.0, "step_s": 1.0, "skipped": 0.0}
         return replace(state, step=state.step + 1), row
 
     monkeypatch.setattr(pretrain, "timed_step", timed_step)
@@ -127,8 +140,13 @@ def test_ctrl_c_saves_and_ends_cleanly(tmp_path, small_text):
         time.sleep(0.2)
     process.send_signal(signal.SIGINT)
     output = process.communicate(timeout=120)[0]
-    assert process.returncode == 0
-    assert "stopped after step" in output
+    assert process.returncode == 130
+    program = shlex.join([sys.executable, "-m", "recipes.pretrain"])
+    hint = output.split("; go on with\n  ")[1].splitlines()[0]
+    assert hint.startswith(f"{program} --layout data=2 --preset tiny --steps 100000 ")
+    assert hint.endswith(
+        f"--out {tmp_path} --global-batch 8 --seq 32 --sample-tokens 1 --resume"
+    )
     assert any(name.isdecimal() for name in os.listdir(tmp_path / "checkpoints"))
 
 
@@ -138,6 +156,13 @@ def test_ctrl_c_saves_and_ends_cleanly(tmp_path, small_text):
         (["--text", "/no/such/file"], "no text at '/no/such/file'"),
         (["--layout", "data=3"], "do not divide over 3 devices"),
         (["--layout", "data=16"], "needs 16 devices, but there are 8"),
+        (["--emulate", "0", "--layout", "data=9"], "or give --emulate 9 for virtual"),
+        (["--preset", "tiny-vit"], "'tiny-vit' is no model of a text alone"),
+        (["--preset", "mixtral-8x7b"], "8 experts, which meshpar plan knows and no"),
+        (["--preset", "megatron-1.7b"], "is a published run's, which meshpar plan"),
+        (["--model", "layrs=2"], "LlamaConfig has no 'layrs'; did you mean 'layers'"),
+        (["--model", "/no/config.json"], "are both given; give one"),
+        (["--model", "tiny", "--preset", "tiny"], "are both given; give one, or"),
         (["--layout", "tenser=2"], "did you mean 'tensor'"),
         (["--layout", "stage=8"], "8 stages, but the model has 4 layers"),
         (["--layout", "stage=2,microbatches=16"], "which do not divide over 1 devices"),
@@ -145,9 +170,9 @@ def test_ctrl_c_saves_and_ends_cleanly(tmp_path, small_text):
         (["--preset", "test"], "a vocabulary of 64, but bytes need 256"),
         (["--preset", "no"], "no preset 'no'"),
         (["--preset", "tiny-gpt2", "--seq", "300"], "the model has max_seq=256"),
-        (["--seed", "-1"], "seed=-1: must be at least 0"),
+        (["--seed", "-1"], "seed=-1: must be a whole number of at least 0"),
         (["--emulate", "4"], "emulate(4): JAX has already started with 8 cpu devices"),
-        (["--emulate", "-1"], "emulate(-1): needs at least 1 device"),
+        (["--emulate", "-1"], "emulate=-1: must be a whole number of at least 0"),
         (["--resume"], "no checkpoint in"),
         (["--seq", "100000"], "too few for one window"),
     ],
@@ -161,12 +186,31 @@ def test_bad_input_ends_with_one_line_and_status_2(
     assert len(error.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        (dict(model="layers=2"), "no embed, heads, vocab given, and no preset"),
+        (dict(model="/no/config.json"), "/no/config.json"),
+        (dict(model="deepseek-v3"), "a model with 256 experts, which meshpar plan"),
+        (dict(model="tinny"), "no preset 'tinny'; did you mean 'tiny'"),
+    ],
+)
+def test_a_model_that_cannot_be_is_refused(options, match):
+    with pytest.raises(InputError, match=match):
+        model_of(RunConfig(**options))
+
+
+@pytest.mark.parametrize("name", ["tiny", "layers=2,hidden=32,heads=4,vocab=256"])
+def test_a_model_is_a_name_or_sizes(name):
+    assert model_of(RunConfig(model=name)).num_layers in (2, 4)
+
+
 @pytest.mark.parametrize("kind", [ValueError, RuntimeError, TypeError])
 def test_a_bug_keeps_its_traceback(tmp_path, small_text, monkeypatch, kind):
     def fail(*args, **kwargs):
         raise kind("emulate(8): shapes do not match")
 
-    monkeypatch.setattr(pretrain, "make_train_step", fail)
+    monkeypatch.setattr("meshpar.recipes.step.make_train_step", fail)
     with pytest.raises(kind, match="shapes do not match"):
         run(tmp_path / "run", small_text)
 
@@ -184,7 +228,10 @@ def no_space(*args, **kwargs):
 @pytest.mark.parametrize(
     ("writer", "words"),
     [
-        ("recipes.pretrain.JsonLines.write", "the disk of '{out}' is full; free some"),
+        (
+            "meshpar.train.metrics.JsonLines.write",
+            "the disk of '{out}' is full; free some",
+        ),
         (
             "orbax.checkpoint.CheckpointManager.save",
             "checkpoint of step 0 not written to '{out}/checkpoints': the disk is full",
@@ -224,6 +271,40 @@ def test_a_file_that_is_no_text_is_told_in_one_line(tmp_path, capsys, content, w
     error = capsys.readouterr().err
     assert words in error
     assert len(error.splitlines()) == 1
+
+
+def test_several_texts_are_trained_on_one_after_another(tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for path, letter in ((tmp_path / "a.txt", "a"), (folder / "b.txt", "b")):
+        path.write_text(letter * 100)
+    (folder / "c.txt").write_text("c" * 50)
+    texts = read_tokens((tmp_path / "a.txt", folder), seq=8)
+    assert bytes(texts.train) == b"a" * 90 + b"\n" + b"b" * 100
+    assert bytes(texts.validation) == b"a" * 10 + b"\n" + b"c" * 50
+
+
+def test_the_progress_bar_says_that_the_first_step_compiles(
+    tmp_path, small_text, monkeypatch
+):
+    without_arithmetic(monkeypatch)
+    said, counting = [], pretrain.timed_step
+
+    def timed_step(step, state, batch):
+        said.append(bars[-1].tasks[0].description)
+        return counting(step, state, batch)
+
+    bars = []
+    plain = report.progress_bar
+    monkeypatch.setattr(
+        report,
+        "progress_bar",
+        lambda console: bars.append(plain(console)) or bars[-1],
+    )
+    monkeypatch.setattr(pretrain, "timed_step", timed_step)
+    options = ("--layout", "data=2", "--validate-every", "4")
+    assert run(tmp_path, small_text, *options) == 0
+    assert said == ["compiling", *["training"] * 5]
 
 
 def test_a_folder_with_a_run_in_it_is_not_overwritten(tmp_path, small_text, capsys):

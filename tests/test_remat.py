@@ -15,10 +15,10 @@ from meshpar.mesh import absent_mesh
 from meshpar.model.contract import BlockGroup
 from meshpar.model.single import loss
 from meshpar.model.tracing import batch_shapes
+from meshpar.models.presets import build
 from meshpar.parallel.remat import rematerialised, residuals_of
 from meshpar.parallel.residuals import restore_vjp, vjp_without
 from meshpar.residual_names import ResidualNames
-from models.presets import build
 from tests.test_audit_targets import needs_gpu_compiler, needs_tpu_compiler
 
 SIZES = dict(layers=4, hidden=32, heads=4, vocab=64, max_seq=32)

@@ -12,12 +12,12 @@ from meshpar.audit.report import audit
 from meshpar.audit.shapes import arrays_of
 from meshpar.audit.targets import Target, compile_for
 from meshpar.mesh import absent_mesh
+from meshpar.models.presets import build
 from meshpar.planner.workload.block_activations import (
     BlockShape,
     block_activation_bytes,
     block_activations,
 )
-from models.presets import build
 from tests.marks import slow
 from tests.test_audit_targets import needs_gpu_compiler
 

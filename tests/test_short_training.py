@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from meshpar import Layout, make_train_step
-from models.presets import build
+from meshpar.models.presets import build
 
 PLAYS = Path(__file__).parents[1] / "recipes" / "data" / "shakespeare"
 BATCH = 64

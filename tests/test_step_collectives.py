@@ -11,7 +11,7 @@ import pytest
 from meshpar import Layout, make_train_step
 from meshpar.audit.collectives import Collective
 from meshpar.audit.report import AuditReport, audit
-from models.presets import build
+from meshpar.models.presets import build
 
 LAYERS, BATCH, SEQ = 3, 16, 16
 MODEL = build("test", layers=LAYERS)

@@ -20,8 +20,8 @@ from meshpar import (
 )
 from meshpar.model.scope import Scope
 from meshpar.model.single import loss
+from meshpar.models.presets import build
 from meshpar.parallel.mean_loss import random_key
-from models.presets import build
 
 BATCH, SEQ = 8, 16
 LAYOUTS = ["data=4", "fsdp=2,tensor=2", "data=2,tensor=2,sequence_parallel=true"]
@@ -310,6 +310,33 @@ def test_a_batch_that_does_not_divide_is_refused_with_both_numbers():
     match = r"'tokens'\] has 6 examples, which do not divide over 4 devices of data=2"
     with pytest.raises(ValueError, match=match):
         step(step.init(0), batch)
+
+
+def test_a_batch_that_lies_on_its_devices_is_taken_as_it_is():
+    step = sgd_step(model_of("llama"), "data=2")
+    placed = step.place(batch_of())
+    assert all(step.place(placed)[name] is array for name, array in placed.items())
+    elsewhere = {name: jax.numpy.asarray(array) for name, array in batch_of().items()}
+    for array in step.place(elsewhere).values():
+        assert array.sharding == step.batch_sharding
+
+
+@pytest.mark.parametrize("value", [64, -1])
+def test_a_token_that_the_model_does_not_know_is_told_with_its_place(value):
+    step, batch = sgd_step(model_of("llama"), "data=2"), dict(batch_of())
+    name, tokens = "tokens", np.array(batch["tokens"])
+    tokens[3, 5] = value
+    batch[name] = tokens
+    match = rf"\['{name}'\] has {value} at \(3, 5\), but the model takes 0 to 63 there"
+    with pytest.raises(InputError, match=match):
+        step.place(batch)
+    step.place(batch_of())  # Its shapes have passed now; values are looked at again.
+    with pytest.raises(InputError, match=match):
+        step.place(batch)
+    # A target is free: a weight of 0 leaves it out.
+    step.place({**batch_of(), "targets": tokens})
+    # To look at what is on a device already, each step would have to wait for it.
+    step.place({**batch, name: jax.numpy.asarray(batch[name])})
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 
 from meshpar import InputError, Layout, Scope, lint, make_train_step
 from meshpar.model.single import forward, loss
-from models.presets import build, configure
+from meshpar.models.presets import build, configure
 
 SMALL = dict(image=8, patch=4, channels=1, embed=16, heads=4, layers=2)
 

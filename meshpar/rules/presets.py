@@ -11,7 +11,7 @@ from dataclasses import replace
 from meshpar.layout import Layout
 from meshpar.rules.rules import Rules
 
-DATA_PARALLEL = Rules(
+_BATCH = Rules(
     {
         "batch": ("data", "fsdp"),
         "seq": None,
@@ -25,6 +25,8 @@ DATA_PARALLEL = Rules(
         "layers": None,
     }
 )
+
+DATA_PARALLEL = replace(_BATCH, of_preset=frozenset(_BATCH.table))
 """The batch is split, parameters are replicated."""
 
 FSDP = replace(DATA_PARALLEL, parameters={"embed": ("fsdp",)})
@@ -33,12 +35,11 @@ FSDP = replace(DATA_PARALLEL, parameters={"embed": ("fsdp",)})
 HSDP = FSDP
 """FSDP inside `fsdp`, replicas across `data` (hybrid sharding)."""
 
-TENSOR = DATA_PARALLEL.with_rules(
-    heads="tensor", kv_heads="tensor", mlp="tensor", vocab="tensor"
-)
+_SPLIT = dict.fromkeys(("heads", "kv_heads", "mlp", "vocab"), ("tensor",))
+TENSOR = replace(DATA_PARALLEL, table={**DATA_PARALLEL.table, **_SPLIT})
 """Megatron tensor parallel: heads, MLP and vocabulary (Shoeybi et al. 2019)."""
 
-TENSOR_SEQUENCE = TENSOR.with_rules(residual_seq="tensor")
+TENSOR_SEQUENCE = replace(TENSOR, table={**TENSOR.table, "residual_seq": ("tensor",)})
 """And the residual stream's sequence (Korthikanti et al. 2022)."""
 
 FSDP_TENSOR = replace(TENSOR, parameters=FSDP.parameters)
@@ -58,16 +59,17 @@ PRESETS = {
 }
 
 
-def default_rules(layout: Layout) -> Rules:
+def default_rules(layout: Layout | str) -> Rules:
     """The preset that a layout asks for; a mesh axis of size 1 changes nothing.
 
     Args:
-        layout: Its `sequence_parallel`, `zero` and `zero_axes` choose.
+        layout: It or its text; its `sequence_parallel`, `zero` and `zero_axes` choose.
 
     Example:
         >>> default_rules(Layout(fsdp=8)).stored.mesh_axes("embed")
         ('fsdp',)
     """
+    layout = Layout.of(layout)
     preset = FSDP_TENSOR_SEQUENCE if layout.sequence_parallel else FSDP_TENSOR
     split = {"embed": layout.split_axes} if layout.zero == 3 else {}
     return replace(preset, parameters={**split, "layers": ("stage",)})

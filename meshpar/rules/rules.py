@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from meshpar.errors import InputError
 from meshpar.layout import MESH_AXES, nearest
 from meshpar.rules.table import MeshAxes, RuleError, Table, Target, normalise
 
@@ -41,6 +42,8 @@ class Rules:
         parameters: The entries that differ for stored parameters.
         replicate_if_indivisible: Logical axes that are replicated where their size
             does not divide. Any other such array is an error.
+        of_preset: Logical axes whose rules are a preset's, which nobody wrote for this
+            model: that it has no use for them is no finding of the lint.
 
     Raises:
         RuleError: An unknown mesh axis, a mesh axis twice in a rule, two rules for one
@@ -60,6 +63,9 @@ class Rules:
     replicate_if_indivisible: frozenset[str] = field(
         default_factory=frozenset, kw_only=True
     )
+    of_preset: frozenset[str] = field(
+        default_factory=frozenset, kw_only=True, compare=False, repr=False
+    )
 
     if TYPE_CHECKING:  # what may be given is wider than what is then held
 
@@ -69,6 +75,7 @@ class Rules:
             *,
             parameters: Table = (),
             replicate_if_indivisible: Iterable[str] = (),
+            of_preset: frozenset[str] = frozenset(),
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -91,7 +98,8 @@ class Rules:
 
     def with_rules(self, **changes: Target) -> Rules:
         """These rules with some entries changed or added."""
-        return replace(self, table=normalise({**self.table, **changes}))
+        table = normalise({**self.table, **changes})
+        return replace(self, table=table, of_preset=self.of_preset - changes.keys())
 
     def mesh_axes(
         self, logical_axis: str, logical_axes: LogicalAxes | None = None
@@ -283,6 +291,19 @@ def _show_array(
 
 def _show(logical_axes: LogicalAxes | None) -> str:
     return str(tuple(logical_axes or ()))
+
+
+def check_rules(rules: Any) -> None:
+    """Refuses what are no rules.
+
+    Raises:
+        InputError: They are something else.
+    """
+    if not isinstance(rules, Rules):
+        raise InputError(
+            f"rules is a {type(rules).__name__}; give meshpar.Rules, such as "
+            "meshpar.FSDP_TENSOR, or meshpar.Rules({'embed': 'tensor', ...})"
+        )
 
 
 def spec_axes(spec: PartitionSpec) -> tuple[str, ...]:

@@ -32,8 +32,17 @@ def normalise(table: Table) -> dict[str, MeshAxes]:
             one logical axis.
     """
     pairs = table.items() if isinstance(table, Mapping) else table
+    if isinstance(table, str) or not isinstance(table, Mapping | Iterable):
+        raise InputError(
+            f"rules of {table!r}; give logical axis -> mesh axis, such as "
+            "{'mlp': 'tensor', 'embed': None}"
+        )
     rules: dict[str, MeshAxes] = {}
     for logical_axis, target in pairs:
+        if not isinstance(logical_axis, str):
+            raise InputError(
+                f"a rule is for {logical_axis!r}; give the name of a logical axis"
+            )
         axes = mesh_axes_of(target)
         if logical_axis in rules:
             raise RuleError("shadowed", shadowed_message(logical_axis, rules, axes))
@@ -55,7 +64,16 @@ def normalise(table: Table) -> dict[str, MeshAxes]:
 
 
 def mesh_axes_of(target: Target) -> MeshAxes:
-    """What is written for one logical axis as a tuple, empty if replicated."""
+    """What is written for one logical axis as a tuple, empty if replicated.
+
+    Raises:
+        InputError: It is neither a name, nor several, nor None.
+    """
+    if not isinstance(target, str | Iterable | None):
+        raise InputError(
+            f"a rule gives {target!r}; give a mesh axis, a tuple of several, or None "
+            "for replicated"
+        )
     return (target,) if isinstance(target, str) else tuple(target or ())
 
 

@@ -7,6 +7,7 @@ _HOMES = {
     "assert_collectives": "meshpar.testing.assertions",
     "assert_flat_in": "meshpar.testing.assertions",
     "assert_no_surprises": "meshpar.testing.assertions",
+    "assert_overlapped": "meshpar.testing.assertions",
     "assert_peak_bytes": "meshpar.testing.assertions",
     "assert_replicated_bytes_below": "meshpar.testing.assertions",
     "check_layouts": "meshpar.testing.equivalence",

@@ -11,8 +11,13 @@ from typing import Any
 from meshpar.audit.collectives import KINDS
 from meshpar.audit.report import AuditReport, audit, axes_text
 from meshpar.audit.subject import subject_of
-from meshpar.audit.tables import as_text, buffer_table, collective_table
-from meshpar.errors import InputError
+from meshpar.audit.tables import (
+    as_text,
+    buffer_table,
+    collective_table,
+    overlap_table,
+)
+from meshpar.errors import InputError, whole_number
 from meshpar.layout import nearest
 
 Counts = Mapping[str, Mapping[str, int]]
@@ -79,6 +84,61 @@ def assert_no_surprises(
     return report
 
 
+def assert_overlapped(
+    function: Any,
+    arguments: Sequence[Any] | Mapping[str, Any],
+    least: Mapping[str, float],
+    **options: Any,
+) -> AuditReport:
+    """Holds the share of the bytes sent that matmuls hide, per mesh axis.
+
+    A collective is hidden where matmuls that take at least as long, by the table of
+    devices, stand between its start and its done in the scheduled program. XLA:CPU
+    starts none so: give `target=`.
+
+    Args:
+        function: What to compile.
+        arguments: Its arguments, or their shapes; of a step a batch will do.
+        least: Mesh axis, several with `+` between -> least share, 0 to 1, of the bytes
+            of all collectives over them.
+        options: As for `meshpar.audit`: `target`, `compiler_options`, ...
+
+    Returns:
+        The report.
+
+    Raises:
+        AssertionError: Less is hidden, or nothing is sent over a mesh axis named.
+        InputError: There is no such mesh axis, or a share outside of 0 to 1.
+
+    Example:
+        ```python
+        assert_overlapped(step, batch, {"fsdp": 0.9}, target="gpu:h100:8x8")
+        ```
+    """
+    for axes, share in least.items():
+        if not 0 <= share <= 1:
+            raise InputError(f"least share {share} over {axes}: must be from 0 to 1")
+    given = [arguments] if isinstance(arguments, Mapping) else arguments
+    report = _audit(function, given, options)
+    problems = []
+    for named, share in least.items():
+        [axes] = _in_mesh_order({named: {}}, report.mesh_shape)
+        totals = [
+            each for each in report.overlap() if axes_text(each.mesh_axes) == axes
+        ]
+        sent = sum(each.wire_bytes for each in totals)
+        hidden = sum(each.hidden_bytes for each in totals)
+        if hidden < share * sent or not sent:
+            problems.append(
+                f"over {axes}: matmuls hide {hidden:,} of {sent:,} bytes, less than "
+                f"{share:.0%}"
+            )
+    if problems:
+        table = as_text(overlap_table(report), collective_table(report))
+        raise AssertionError("\n".join([*problems, table]))
+    return report
+
+
 def assert_peak_bytes(
     function: Any, arguments: Sequence[Any], *, at_most: int, **options: Any
 ) -> AuditReport:
@@ -100,6 +160,7 @@ def assert_replicated_bytes_below(
 
     An array without a known sharding counts as whole. Compiles nothing.
     """
+    whole_number("limit", limit, least=0)
     flat = subject_of(function, tuple(arguments), mesh=mesh).flat()
     whole = [
         (leaf.size * leaf.dtype.itemsize, leaf)

@@ -18,8 +18,9 @@ from meshpar import (
     TrainStep,
     make_train_step,
 )
-from meshpar.errors import InputError
+from meshpar.errors import InputError, whole_number
 from meshpar.model.building import is_mapped
+from meshpar.model.contract import check_model
 from meshpar.model.inputs import check_batch, open_size
 from meshpar.testing.batches import Arrays, random_batch, steps_of
 from meshpar.testing.comparison import Deviation, copies, deviations
@@ -70,7 +71,7 @@ def check_layouts(
         num_devices: Devices to use; all of JAX's by default.
 
     Returns:
-        The report: every case with its largest errors.
+        The report, which has every case with its largest errors.
 
     Raises:
         AssertionError: A layout differs; the message has the table of all cases, and
@@ -78,11 +79,15 @@ def check_layouts(
         InputError: A layout that the library refuses, or none can be drawn.
 
     Example:
-        >>> from models.presets import build
+        >>> from meshpar.models.presets import build
         >>> report = check_layouts(build("test"), layouts=["data=2,tensor=2"])
         >>> report.ok
         True
     """
+    check_model(model)
+    whole_number("seed", seed, least=0)
+    if batch is not None and not isinstance(batch, Mapping):
+        raise InputError(f"batch is a {type(batch).__name__}; give name -> array")
     devices = _first_devices(num_devices)
     arrays = None if batch is None else {k: np.asarray(v) for k, v in batch.items()}
     choices = Choices(

@@ -13,17 +13,18 @@ import jax
 import numpy as np
 
 from meshpar import Layout, Model, Rules, default_rules, lint
-from meshpar.errors import InputError
+from meshpar.emulate import DEFAULT_DEVICES
+from meshpar.errors import InputError, whole_number
 from meshpar.layout import nearest
 from meshpar.parallel.pipeline.program import arranged_for
 from meshpar.parallel.storage import parameter_specs
-from meshpar.testing.batches import MASKS
 from meshpar.testing.layout_draws import (
     built_values,
     draw_layout,
     draw_split_axes,
     pick,
 )
+from meshpar.testing.masks import MASKS
 
 MODELS = tuple(
     f"--model layers={sizes}"
@@ -36,15 +37,22 @@ MODELS = tuple(
         "3,gated=true,hidden=40,heads=5,kv_heads=5,ffn=60,vocab=70,qkv_bias=true",
         "6,hidden=32,heads=4,vocab=64,max_seq=16,dropout=0.2",
     )
+) + (
+    "--preset tiny-vit --model layers=5,embed=48,heads=6,image=16,patch=4",
+    "--preset tiny-vit --model layers=3,embed=32,heads=4,image=12,patch=4,"
+    "pooling=class_token,dropout=0.1",
+    "--preset tiny-t5 --model encoder_layers=3,decoder_layers=2,embed=32,heads=4,"
+    "ffn=64,vocab=64,logits_bytes=2000",
+    "--preset tiny-t5 --model encoder_layers=2,decoder_layers=4,embed=48,heads=6,"
+    "ffn=96,vocab=72,gated=true,dropout=0.1",
 )
-"""Small models in the command line's words, for `models.presets:build`: a tied and
-untied head, grouped heads, biases, norms, dropout, loss in chunks, and sizes that 3 or
-5 divides."""
+"""Small models in the command line's words, for `meshpar.models.presets:build`: a tied
+and untied head, grouped heads, biases, norms, dropout, loss in chunks, images, an
+encoder with a decoder, and sizes that 3 or 5 divides."""
 
 SEQS = (8, 12, 16)
 LARGEST_BATCH = 16  # examples
 _TRIES = 20  # sizes for one choice of mesh axes to split
-DEFAULT_DEVICES = 8  # of `meshpar fuzz`
 COSTS_ONLY = ("dead", "idle", "replicated")
 """Findings of the lint that cost time or memory and change no number."""
 
@@ -59,7 +67,7 @@ class Case:
             is an object of the caller's.
         global_batch: Examples in a step.
         seq: Tokens of an example.
-        mask: Which tokens count (`batches.MASKS`).
+        mask: Which tokens count (`masks.MASKS`).
         seed: Of initial values, dropout and the batch.
 
     Raises:
@@ -129,7 +137,7 @@ class Choices:
         models: Texts that `build` makes models of.
         build: Text -> model; remembers what it built.
         global_batch, seq: Sizes of the batch; None to draw them.
-        masks: Names in `batches.MASKS`.
+        masks: Names in `masks.MASKS`.
         rules: Logical axis -> mesh axes; `default_rules(layout)` when absent.
     """
 
@@ -149,6 +157,7 @@ def draw_cases(
     Raises:
         InputError: So many cannot be found; the last refusal is in the message.
     """
+    whole_number("num", num)
     rng = np.random.default_rng(seed)
     built = built_values(choices.build(choices.models[0]), devices)
     cases: dict[Case, None] = {}

@@ -24,7 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Starts the virtual devices that `meshpar_emulate` asks for."""
     config.addinivalue_line(
-        "markers", "devices(n): needs n devices; virtual ones are started for it"
+        "markers", "devices(n): JAX has n devices; virtual ones are started for it"
     )
     number = config.getini("meshpar_emulate")
     if number and not number.isdecimal():
@@ -50,8 +50,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
             emulate(max(numbers))
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Fails a test whose `devices` marker asks for more than there are."""
+    """Gives a test as many devices as its `devices` marker says; fails without them.
+
+    JAX fixes its devices once for all tests. Where it has more, `jax.devices()`,
+    `jax.device_count()` and their `local_` forms tell of the first ones for as long as
+    the test and the fixtures that it sets up run.
+    """
     wanted = _wanted(item)
     if wanted is None:
         return
@@ -64,17 +70,52 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             "meshpar_emulate in the pytest settings, and use JAX inside of tests only",
             pytrace=False,
         )
+    if found > wanted:
+        item.stash[_PATCHED] = _with_first_devices(wanted)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Gives all devices back."""
+    patched = item.stash.get(_PATCHED, None)
+    if patched is not None:
+        patched.undo()
+
+
+_PATCHED = pytest.StashKey[pytest.MonkeyPatch]()
+
+
+def _with_first_devices(number: int) -> pytest.MonkeyPatch:
+    import jax
+
+    patched = pytest.MonkeyPatch()
+
+    def first(every: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+        return lambda *args, **kwargs: every(*args, **kwargs)[:number]
+
+    for prefix in ("", "local_"):
+        name = f"{prefix}devices"
+        devices = first(getattr(jax, name))
+        patched.setattr(jax, name, devices)
+        patched.setattr(
+            jax,
+            f"{prefix}device_count",
+            lambda *args, of=devices, **kwargs: len(of(*args, **kwargs)),
+        )
+    return patched
 
 
 def _wanted(item: pytest.Item) -> int | None:
     marker = item.get_closest_marker("devices")
     if marker is None:
         return None
-    if len(marker.args) != 1 or marker.kwargs or not isinstance(marker.args[0], int):
+    number: Any = marker.args[0] if len(marker.args) == 1 else None
+    whole = isinstance(number, int) and not isinstance(number, bool)
+    if not whole or number < 1 or marker.kwargs:
         raise pytest.UsageError(
             f"{item.nodeid}: write the marker as devices(8), with the number alone"
         )
-    return marker.args[0]
+    return number
 
 
 @pytest.fixture(scope="session")

@@ -44,7 +44,7 @@ def layer_costs(model: Model, *, seq: int = SEQ) -> tuple[float, ...]:
         InputError: The model cannot be traced on tokens, targets and weights alone.
 
     Example:
-        >>> from models.presets import build
+        >>> from meshpar.models.presets import build
         >>> costs = layer_costs(build("test", layers=3))
         >>> len(costs), len(set(costs))
         (3, 1)

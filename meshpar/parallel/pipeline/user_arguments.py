@@ -26,6 +26,10 @@ def check_mesh(mesh: Mesh) -> None:
     Raises:
         InputError: It has no `stage`, or a mesh axis that is not `Auto`.
     """
+    if not isinstance(mesh, Mesh):
+        raise InputError(
+            f"mesh is a {type(mesh).__name__}; give one, such as make_mesh('stage=4')"
+        )
     if STAGE not in mesh.axis_names:
         raise InputError(
             f"the mesh has {', '.join(map(repr, mesh.axis_names))}, but no mesh axis "

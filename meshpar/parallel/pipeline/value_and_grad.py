@@ -101,7 +101,7 @@ def pipeline_value_and_grad(
             parallel); so that hops move each device's part alone. Or a tree of that.
 
     Returns:
-        `(block_params, end_params, inputs, targets) -> (loss, gradients)`:
+        `(block_params, end_params, inputs, targets) -> (loss, gradients)`, with
         `block_params` a pytree of arrays (layers, ...), first to last; `end_params` any
         pytree; `inputs` and `targets` pytrees of arrays (examples, ...). `loss` is an
         fp32 scalar; `gradients` are those of block_params, end_params and inputs,

@@ -192,17 +192,26 @@ def gigabytes(num_bytes: float) -> str:
     """Bytes as people read them.
 
     Example:
-        >>> gigabytes(12.34e9)
-        '12.3 GB'
+        >>> gigabytes(12.34e9), gigabytes(1234e9), gigabytes(12.3e3), gigabytes(0)
+        ('12.3 GB', '1,234 GB', '12.3 kB', '0 GB')
     """
-    return f"{num_bytes / 1e9:.3g} GB"
+    for unit, size, least in (("GB", 1e9, 1e8), ("MB", 1e6, 1e6), ("kB", 1e3, 1e3)):
+        if num_bytes >= least:
+            return f"{_three_digits(num_bytes / size)} {unit}"
+    return f"{num_bytes:.0f} B" if num_bytes >= 1 else "0 GB"
 
 
 def milliseconds(seconds: float) -> str:
-    """Seconds as people read them.
+    """Seconds as people read them; below a microsecond they are none.
 
     Example:
-        >>> milliseconds(0.0123), milliseconds(12.3)
-        ('12.3 ms', '12.3 s')
+        >>> milliseconds(0.0123), milliseconds(12.3), milliseconds(1.78e-15)
+        ('12.3 ms', '12.3 s', '0 ms')
     """
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+    if seconds >= 0.9995:
+        return f"{_three_digits(seconds)} s"
+    return f"{_three_digits(seconds * 1e3 if seconds >= 1e-6 else 0.0)} ms"
+
+
+def _three_digits(number: float) -> str:
+    return f"{number:,.0f}" if number >= 999.5 else f"{number:.3g}"

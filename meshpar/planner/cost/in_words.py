@@ -22,12 +22,14 @@ def estimate_in_words(estimate: Estimate) -> list[str]:
 
 def _what(estimate: Estimate) -> list[str]:
     run = estimate.run
-    billions = run.workload.num_parameters / 1e9
+    number, count = run.workload.num_parameters, run.layout.microbatches
+    size = f"{number / 1e9:.3g} B" if number >= 1e8 else f"{number / 1e6:.3g} M"
+    each = f"{count} microbatch{'es' if count > 1 else ''} of {run.microbatch}"
     return [
-        f"{run.workload.name}: {billions:.3g} B parameters on {run.cluster.text}, run "
-        f"as {run.execution.name}",
+        f"{run.workload.name}: {size} parameters on {run.cluster.text}, run as "
+        f"{run.execution.name}",
         f"layout {run.layout}: {run.global_batch} sequences of {run.seq} tokens, "
-        f"{run.layout.microbatches} microbatches of {run.microbatch} on a device",
+        f"{each} on a device",
     ]
 
 

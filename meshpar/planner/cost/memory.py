@@ -249,7 +249,7 @@ def _workspace_bytes(run: Run, rank: int, layers: list[int], kept: float) -> flo
 def _scores_at_once(run: Run) -> float:
     """Gradients of some heads' scores in fp32, and cast for the next matmul.
 
-    As XLA:GPU and XLA:TPU compile `models.layers.causal_attention`.
+    As XLA:GPU and XLA:TPU compile `meshpar.models.layers.causal_attention`.
     """
     if run.fused_attention:
         return 0.0

@@ -8,20 +8,8 @@ from collections.abc import Iterable, Mapping
 from meshpar.planner.cost.cost import Cost
 from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.traffic_row import BYTES, Row
-from meshpar.planner.machine.collective_cost import (
-    all_gather_s,
-    all_reduce_s,
-    all_to_all_s,
-    reduce_scatter_s,
-    send_s,
-)
+from meshpar.planner.machine.collective_cost import collective_s
 
-_SECONDS = {
-    "all-gather": all_gather_s,
-    "all-reduce": all_reduce_s,
-    "all-to-all": all_to_all_s,
-    "reduce-scatter": reduce_scatter_s,
-}
 _NOTHING: Mapping[str, float] = {}
 
 
@@ -30,9 +18,8 @@ def row_s(run: Run, row: Row) -> float:
     if row.only == BYTES:
         return 0.0
     link = run.link(*row.mesh_axes)
-    if row.kind == "collective-permute":
-        return row.times * send_s(row.payload_bytes, link)
-    return row.times * _SECONDS[row.kind](row.payload_bytes, members(run, row), link)
+    num_devices = members(run, row)
+    return row.times * collective_s(row.kind, row.payload_bytes, num_devices, link)
 
 
 def members(run: Run, row: Row) -> int:

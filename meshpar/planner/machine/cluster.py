@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from meshpar.errors import InputError
 from meshpar.hardware.device import Device
-from meshpar.layout import MESH_AXES, Layout
+from meshpar.layout import Layout
 from meshpar.planner.machine.link import Link, Span
 
 
@@ -69,22 +70,30 @@ class Cluster:
         if self.torus:
             slices = f"{self.hosts} x " if self.hosts > 1 else ""
             return f"{slices}{self.device.name} {self._shape}"
-        return f"{self.num_devices} x {self.device.name} on {self.hosts} hosts"
+        hosts = f"{self.hosts} host{'s' if self.hosts > 1 else ''}"
+        return f"{self.num_devices} x {self.device.name} on {hosts}"
 
     def link(self, layout: Layout, *mesh_axes: str) -> Link:
-        """What a collective over these mesh axes together runs on.
+        """What a collective over these mesh axes of a layout together runs on."""
+        return self.link_of(layout.mesh_shape, mesh_axes)
 
-        Devices are numbered row-major over the mesh axes, `tensor` innermost, hosts
-        filled one after another, as `meshpar.mesh` does it.
+    def link_of(self, mesh_shape: Mapping[str, int], mesh_axes: Sequence[str]) -> Link:
+        """What a collective over these mesh axes of any mesh together runs on.
+
+        Devices are numbered row-major over the mesh axes, the last innermost (`tensor`
+        of a layout), hosts filled one after another, as `meshpar.mesh` does it.
+
+        Args:
+            mesh_shape: Size of each mesh axis, outermost first.
+            mesh_axes: Those of the collective.
         """
-        sizes = layout.mesh_shape
-        members = math.prod(sizes[axis] for axis in mesh_axes)
+        members = math.prod(mesh_shape[axis] for axis in mesh_axes)
         if members == 1:
             return Link(name="none", bytes_per_s=math.inf, hop_s=0.0)
-        inner = self._members_in_one_host(layout, mesh_axes)
+        inner = self._members_in_one_host(mesh_shape, mesh_axes)
         device, achieved = self.device, self.device.efficiency
         if self.torus and inner == members:
-            return self._torus_link(layout, mesh_axes, members)
+            return self._torus_link(mesh_shape, mesh_axes, members)
         if inner == members:
             return Link(
                 name="host",
@@ -97,7 +106,7 @@ class Cluster:
         port = device.network_bytes_per_s * achieved.network
         inside = device.link_bytes_per_s * achieved.link
         if self.torus and inner > 1:
-            inside = self._torus_link(layout, mesh_axes, inner).bytes_per_s
+            inside = self._torus_link(mesh_shape, mesh_axes, inner).bytes_per_s
         return Link(
             name="network",
             bytes_per_s=min(port * inner, inside),
@@ -107,23 +116,24 @@ class Cluster:
             inner_hop_s=achieved.hop_s,
         )
 
-    def _members_in_one_host(self, layout: Layout, mesh_axes: tuple[str, ...]) -> int:
+    def _members_in_one_host(
+        self, mesh_shape: Mapping[str, int], mesh_axes: Sequence[str]
+    ) -> int:
         """Members of a group whose devices fill one host, or part of it."""
         if self.hosts == 1:
-            return math.prod(layout.mesh_shape[axis] for axis in mesh_axes)
+            return math.prod(mesh_shape[axis] for axis in mesh_axes)
         room, inner = self.devices_per_host, 1
-        for axis in reversed(MESH_AXES):
-            size = layout.mesh_shape[axis]
+        for axis, size in reversed(list(mesh_shape.items())):
             here = size if room % size == 0 else math.gcd(size, room)
             inner *= here if axis in mesh_axes else 1
             room = room // size if here == size else 1
         return inner
 
     def _torus_link(
-        self, layout: Layout, mesh_axes: tuple[str, ...], members: int
+        self, mesh_shape: Mapping[str, int], mesh_axes: Sequence[str], members: int
     ) -> Link:
         """Rings along the dims of the torus that these mesh axes cover."""
-        spans, device = self._torus_spans(layout, mesh_axes), self.device
+        spans, device = self._torus_spans(mesh_shape, mesh_axes), self.device
         if math.prod(span.size for span in spans) != members:
             # The sizes share no factors: one line through all of them.
             spans = (Span(members, 1),)
@@ -151,12 +161,11 @@ class Cluster:
         return len(set(self.torus)) == 1 and self.torus[0] >= 4
 
     def _torus_spans(
-        self, layout: Layout, mesh_axes: tuple[str, ...]
+        self, mesh_shape: Mapping[str, int], mesh_axes: Sequence[str]
     ) -> tuple[Span, ...]:
         """What a group of these mesh axes covers of each torus dim."""
         left, covered = list(self.torus), [1] * len(self.torus)
-        for axis in reversed(MESH_AXES):
-            size = layout.mesh_shape[axis]
+        for axis, size in reversed(list(mesh_shape.items())):
             for dim, room in enumerate(left):
                 here = math.gcd(size, room)
                 left[dim], size = room // here, size // here

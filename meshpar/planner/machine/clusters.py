@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import tomllib
 from dataclasses import MISSING, fields
@@ -60,7 +59,7 @@ def cluster_of(
         )
     if devices is None:
         return Cluster(device=device, hosts=hosts or 1)
-    count = hosts or math.ceil(devices / device.domain_devices)
+    count = hosts or -(-devices // device.domain_devices)
     if devices % count:
         raise InputError(
             f"{devices} devices do not divide over {count} hosts; change one of them"
@@ -69,7 +68,7 @@ def cluster_of(
         raise InputError(
             f"{devices} devices on {count} hosts are {devices // count} each, but the "
             f"links of {device.name} join at most {device.domain_devices}; take "
-            f"--hosts {math.ceil(devices / device.domain_devices)}"
+            f"--hosts {-(-devices // device.domain_devices)}"
         )
     return Cluster(device=device, hosts=count, devices_per_host=devices // count)
 

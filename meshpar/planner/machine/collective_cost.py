@@ -94,6 +94,32 @@ def send_s(payload_bytes: float, link: Link) -> float:
     return payload_bytes / link.port_bytes_per_s + link.hop_s
 
 
+def collective_s(
+    kind: str, payload_bytes: float, num_devices: int, link: Link
+) -> float:
+    """Time of a collective by its kind, as `meshpar.audit` calls it.
+
+    Args:
+        kind: As for `wire_bytes`; a ragged all-to-all takes at most an all-to-all's,
+            a broadcast a send's.
+        payload_bytes: Of the whole array: output of a gather, input of a scatter.
+        num_devices: Members of a group.
+        link: What they communicate over.
+    """
+    if kind in _SECONDS:
+        return _SECONDS[kind](payload_bytes, num_devices, link)
+    return send_s(payload_bytes, link)
+
+
+_SECONDS = {
+    "all-gather": all_gather_s,
+    "all-reduce": all_reduce_s,
+    "all-to-all": all_to_all_s,
+    "ragged-all-to-all": all_to_all_s,
+    "reduce-scatter": reduce_scatter_s,
+}
+
+
 def wire_bytes(kind: str, payload_bytes: float, num_devices: int) -> float:
     """Bytes that one device sends, as `meshpar.audit` counts them.
 

@@ -44,6 +44,12 @@ class Constraints:
                 "a search splits the layers evenly, so that it cannot keep splits="
                 f"{self.kept['splits']}; ask `meshpar estimate` about that layout"
             )
+        for axis in MESH_AXES:
+            if self.kept.get(axis) == -1:
+                raise InputError(
+                    f"{axis}=-1 is kept, but a search gives every mesh axis a size; "
+                    "leave it out, or keep a size"
+                )
         for axis in self.forbidden:
             if axis not in MESH_AXES:
                 raise InputError(

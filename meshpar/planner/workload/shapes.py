@@ -76,6 +76,9 @@ _SHAPES: dict[str, dict[str, Any]] = {
         qk_rope_head_dim=64,
         v_head_dim=128,
     ),
+}
+
+_PUBLISHED: dict[str, dict[str, Any]] = {
     "gpt3-175b": _megatron(96, 12_288, 96),
     "megatron-1.7b": _megatron(24, 2304, 24),
     "megatron-3.6b": _megatron(30, 3072, 32),
@@ -93,8 +96,14 @@ _SHAPES: dict[str, dict[str, Any]] = {
     "1t": _megatron(128, 25_600, 160),
 }
 
-SHAPES = {name: Workload(name=name, **sizes) for name, sizes in _SHAPES.items()}
-"""Workloads by name: those of `models.presets`, and published runs."""
+SHAPES = {
+    name: Workload(name=name, **sizes)
+    for name, sizes in {**_SHAPES, **_PUBLISHED}.items()
+}
+"""Workloads by name: those of `meshpar.models.presets`, and published runs."""
+
+PUBLISHED = frozenset(_PUBLISHED)
+"""Names of published runs, which are no preset."""
 
 
 def workload_of(model: str, *, words: str | None = None) -> Workload:
@@ -148,13 +157,13 @@ def _from_words(text: str) -> Workload:
     ]
     if missing:
         raise InputError(f"model {text!r}: no {', '.join(missing)}; give each a size")
-    # As `models.presets.build` has it: a Llama where gated, otherwise a GPT-2.
+    # As `meshpar.models.presets.build` has it: a Llama where gated, otherwise a GPT-2.
     family = {} if given.get("gated") else GPT2
     return Workload(**{"name": text, **family, **given})
 
 
 _OTHER_WORDS = {"embed": "hidden", "max_seq": "seq"}
-"""As the configs of `models.presets` call them."""
+"""As the configs of `meshpar.models.presets` call them."""
 
 
 def _words(text: str) -> dict[str, Any]:
@@ -176,7 +185,7 @@ def _scalar(text: str, key: str, value: str) -> int | bool:
     if value in ("true", "false"):
         return value == "true"
     if key == "dropout" and re.fullmatch(r"0?\.\d+|0", value):
-        return float(value) > 0  # a share, as `models.presets` has it
+        return float(value) > 0  # a share, as `meshpar.models.presets` has it
     if not value.isdecimal():
         raise InputError(
             f"model {text!r}: {key}={value} is no whole number, true or false"

@@ -21,7 +21,10 @@ class Workload:
 
     Args:
         name: What reports call it.
-        layers, hidden, heads, vocab: Sizes.
+        layers: Number of blocks.
+        hidden: Width of the residual stream.
+        heads: Attention heads.
+        vocab: Number of tokens.
         kv_heads: Key/value heads; `heads` when 0.
         head_dim: Size of a head; `hidden / heads` when 0.
         ffn: Hidden size of a dense MLP; `4 * hidden` when 0.
@@ -42,7 +45,9 @@ class Workload:
         q_lora_rank: Compressed queries of multi-head latent attention (MLA); 0 for
             queries straight from the residual stream.
         kv_lora_rank: Compressed keys and values of MLA; 0 for usual attention.
-        qk_nope_head_dim, qk_rope_head_dim, v_head_dim: Head sizes of MLA.
+        qk_nope_head_dim: Dims of a query and key of MLA without positions.
+        qk_rope_head_dim: Its rotated dims.
+        v_head_dim: Dims of its values.
         logits_bytes: Most bytes of fp32 logits that its head makes at a time; 0 for
             those of all tokens of a microbatch.
         traced: A block of one's own (`meshpar.audit.block_trace`), whose parameters,

@@ -1,0 +1,182 @@
+"""Every program in README and in the documentation runs as it stands there."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+import meshpar
+import meshpar.schedules
+import meshpar.testing
+from meshpar.cli.main import SUBCOMMANDS
+from tests.documents import ROOT, RUN, SHOWN, blocks, documents
+
+ALL = {document: [*blocks(document)] for document in documents()}
+
+# A block that no test runs says why, in a comment before it, and is counted here.
+NOT_RUN = {
+    "CONTRIBUTING.md": 1,  # the tests themselves
+    "README.md": 1,
+    "docs/guides/many_hosts.md": 1,  # a process on every host
+    "docs/guides/training.md": 1,  # an account elsewhere
+    "docs/tutorial.md": 1,  # installs what is being tested
+    "recipes/README.md": 8,  # minutes each; their figures stand there
+}
+
+COMMANDS = "docs/commands.md"
+
+# Runs in the page's folder: one namespace for all its Python, one shell for each block
+# of commands, in the page's order.
+READER = """
+import json, subprocess, sys
+
+names = {"__name__": "__main__"}
+for language, document, line, text in json.load(open(sys.argv[1])):
+    print(f"--- {document}:{line}", flush=True)
+    if language == "python":
+        exec(compile("\\n" * (line - 1) + text, document, "exec"), names)
+    else:
+        subprocess.run(["bash", "-euo", "pipefail", "-c", text], check=True)
+"""
+
+
+def read(document, folder, *, slow):
+    """Does what a reader of the page does, in an empty folder."""
+    for block in ALL[document]:
+        if block.title is not None:
+            (folder / block.title).write_text(block.text)
+    program = [
+        (block.language, block.document, block.line, block.text)
+        for block in ALL[document]
+        if block.is_run and (not block.marker or (slow and block.marker == "slow"))
+    ]
+    (folder / ".page.json").write_text(json.dumps(program))
+    done = subprocess.run(
+        [sys.executable, "-c", READER, ".page.json"],
+        cwd=folder,
+        env=reader_environment(),
+        capture_output=True,
+        text=True,
+        timeout=3600,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+
+
+def reader_environment():
+    """`python` and `meshpar` are this interpreter's; both import this checkout."""
+    here = os.path.dirname(sys.executable)
+    return {
+        **os.environ,
+        "PATH": os.pathsep.join([here, os.environ["PATH"]]),
+        "PYTHONPATH": str(ROOT),
+        "COLUMNS": "120",
+    }
+
+
+def pages_with(marker):
+    """The documents with a program that has this marker."""
+    return [
+        document
+        for document, found in ALL.items()
+        if any(block.is_run and block.marker == marker for block in found)
+    ]
+
+
+LONG = {"docs/guides/own_tests.md"}
+"""Pages that take half a minute, and of which README shows the same."""
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        pytest.param(document, marks=[pytest.mark.slow] if document in LONG else [])
+        for document in sorted({*pages_with("")} - {COMMANDS})
+    ],
+)
+def test_every_block_of_a_page_runs(document, tmp_path):
+    read(document, tmp_path, slow=False)
+
+
+def test_the_page_of_commands_has_each_and_its_output_has_the_keys(tmp_path):
+    read(COMMANDS, tmp_path, slow=False)
+    sections = (ROOT / COMMANDS).read_text().split("\n## meshpar ")[1:]
+    assert [section.split()[0] for section in sections] == [*SUBCOMMANDS]
+    for section in sections:
+        output = tmp_path / f"{section.split()[0]}.json"
+        if output.exists():
+            check_keys(section, json.loads(output.read_text()))
+
+
+def check_keys(section, found):
+    """Each key of the paragraph that begins with JSON is in what was printed."""
+    paragraph = section.partition("\nJSON: ")[2].partition("\n\n")[0]
+    for name, inside in re.findall(r"`(\w+)`(?:\s\(([^)]*)\))?", paragraph):
+        assert name in found, section.split()[0]
+        value = found[name]
+        first = value[0] if isinstance(value, list) and value else value
+        if isinstance(first, dict):
+            assert {*re.findall(r"`(\w+)`", inside)} <= first.keys(), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("document", pages_with("slow"))
+def test_every_slow_block_of_a_page_runs(document, tmp_path):
+    read(document, tmp_path, slow=True)
+
+
+def test_the_documentation_builds_without_a_warning(tmp_path):
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"]
+    done = subprocess.run(
+        [*command, "--config-file", ".mkdocs.yml", "--site-dir", str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    page = (tmp_path / "reference" / "meshpar.html").read_text()
+    assert "A training step of" in page  # from the docstring
+    pages = [path.read_text() for path in tmp_path.rglob("*.html")]
+    loads = re.compile(r'(?:src|href)="(?:https?:)?//[^"]+\.(?:js|css|woff2?)')
+    assert not any(map(loads.search, pages)), "something is loaded from elsewhere"
+
+
+def test_every_block_says_what_it_is():
+    known = {*RUN, *SHOWN}
+    unknown = [
+        block.where
+        for found in ALL.values()
+        for block in found
+        if block.language not in known
+    ]
+    assert not unknown
+
+
+@pytest.mark.parametrize("package", [meshpar, meshpar.schedules, meshpar.testing])
+def test_the_reference_has_every_public_name(package):
+    pages = (ROOT / "docs" / "reference").glob("*.md")
+    named = re.findall(r"^::: (\S+)$", "\n".join(p.read_text() for p in pages), re.M)
+    assert not {*package.__all__} - {name.split(".")[-1] for name in named}
+
+
+def test_blocks_that_are_not_run_are_counted():
+    counts = {
+        document: sum(block.marker.startswith("not run") for block in found)
+        for document, found in ALL.items()
+    }
+    assert {name: number for name, number in counts.items() if number} == NOT_RUN
+
+
+@pytest.mark.parametrize("document", sorted({*ALL} - {"CHANGELOG.md"}))
+def test_files_and_tests_that_a_document_names_exist(document):
+    # The changelog names what is gone, too.
+    text = (ROOT / document).read_text()
+    named = re.findall(r"`((?:docs|meshpar|models|recipes|tests)/[\w/.]+)`", text)
+    missing = [path for path in named if not (ROOT / path).exists()]
+    for path, test in re.findall(r"`(tests/\w+\.py)::(\w+)`", text):
+        if f"def {test}(" not in (ROOT / path).read_text():
+            missing.append(f"{path}::{test}")
+    assert not missing

@@ -1,0 +1,81 @@
+"""What draws pictures: an extra, imported by what draws alone, and not by hand."""
+
+import ast
+import json
+import subprocess
+import sys
+
+import pytest
+
+from meshpar.cli.main import main
+from meshpar.cli.report import destination
+from meshpar.errors import InputError
+from tests.test_imports import ROOT, parse, sources
+
+QUIET = [
+    ["schedule", "--schedule", "1f1b", "--stages", "2", "--microbatches", "2"],
+    ["estimate", "--preset", "tiny", "--layout", "data=8"],
+    ["plan", "--preset", "tiny", "--devices", "2", "--global-batch", "8"],
+    ["show", "--preset", "tiny", "--layout", "data=2", "--json"],
+]
+
+# Text of HTML and SVG, beside what plotly has in its labels.
+TAGS = ("<svg", "<rect", "<path", "<table", "<td", "<div", "<style", "<script", "<html")
+
+BY_HAND = ("meshpar/cli/report/page.py", "meshpar/schedules/render_text.py")
+
+
+def test_commands_that_draw_nothing_import_nothing_that_draws():
+    program = (
+        "import json, sys\n"
+        "from meshpar.cli.main import main\n"
+        "for words in json.loads(sys.argv[1]): assert main(words) == 0\n"
+        "print(*{'matplotlib', 'plotly'} & sys.modules.keys(), file=sys.stderr)"
+    )
+    command = [sys.executable, "-c", program, json.dumps(QUIET)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stderr.strip() == ""
+
+
+@pytest.mark.parametrize(
+    "words, library",
+    [
+        ([*QUIET[0], "--plot", "a.svg"], "matplotlib"),
+        ([*QUIET[0], "--plot", "a.html"], "plotly"),
+        ([*QUIET[2], "--html", "a.html"], "plotly"),
+        ([*QUIET[3], "--html", "a.html"], "plotly"),
+    ],
+)
+def test_where_the_extra_is_absent_one_line_says_how_to_get_it(
+    words, library, monkeypatch, capsys
+):
+    monkeypatch.setattr(destination, "find_spec", lambda name: None)
+    assert main(words) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+    assert f"'{words[-1]}' is drawn by {library}, which is not" in captured.err
+    assert "pip install 'meshpar[plots]'" in captured.err
+
+
+def test_a_folder_is_no_file_to_write(tmp_path):
+    folder = tmp_path / "folder.html"
+    folder.mkdir()
+    with pytest.raises(InputError, match="cannot be written: name a file"):
+        destination.check_file("--html", str(folder))
+
+
+@pytest.mark.parametrize("path", sources("meshpar", "recipes"))
+def test_only_the_page_writes_tags(path):
+    texts = {
+        node.value
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    if path not in BY_HAND:
+        assert not [text for text in texts for tag in TAGS if tag in text]
+
+
+def test_what_is_drawn_by_hand_is_short():
+    texts = [(ROOT / path).read_text() for path in BY_HAND]
+    lines = [line for text in texts for line in text.splitlines() if line.strip()]
+    assert len(lines) < 150

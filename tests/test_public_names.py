@@ -1,0 +1,76 @@
+"""The public names: imported when asked for, and what type checkers see of them."""
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import meshpar
+
+ROOT = Path(__file__).parents[1]
+TREE = ast.parse(Path(meshpar.__file__).read_text())
+
+
+def names_for_type_checkers():
+    """Public name -> the module that it is imported from under `TYPE_CHECKING`."""
+    guarded = next(
+        node
+        for node in TREE.body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    )
+    return {
+        alias.name: node.module
+        for node in guarded.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+
+
+def test_the_three_lists_of_public_names_agree():
+    assert names_for_type_checkers() == meshpar._HOMES
+    assert meshpar.__all__ == sorted({*meshpar._HOMES, "InputError", "emulate"})
+
+
+@pytest.mark.parametrize("name, home", meshpar._HOMES.items())
+def test_each_public_name_is_what_its_module_has(name, home):
+    assert getattr(meshpar, name) is getattr(importlib.import_module(home), name)
+    assert name in dir(meshpar)
+
+
+def printed(script):
+    """What a fresh Python prints."""
+    command = [sys.executable, "-c", script]
+    child = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert child.returncode == 0, child.stderr
+    return child.stdout
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        "import meshpar.audit.report, meshpar.lint.rows, meshpar.emulate",
+        "from meshpar.cli import audit, lint, fuzz",
+        "from meshpar import *",
+        "pass",
+    ],
+)
+def test_functions_keep_their_names_from_parts_of_the_same_names(first):
+    """Importing a part of a package binds the package's name to it."""
+    functions = "meshpar.audit, meshpar.lint, meshpar.emulate"
+    script = f"{first}\nimport meshpar\nprint([callable(f) for f in ({functions})])"
+    assert printed(script) == "[True, True, True]\n"
+
+
+def test_parts_are_found_as_attributes():
+    parts = "meshpar.testing.check_layouts.__name__, meshpar.layout.Layout.__name__"
+    assert printed(f"import meshpar\nprint({parts})") == "check_layouts Layout\n"
+
+
+def test_a_misspelt_name_is_told_with_the_nearest():
+    with pytest.raises(AttributeError, match="did you mean 'make_train_step'"):
+        meshpar.make_trainstep  # noqa: B018
+    with pytest.raises(ImportError, match="cannot import name 'make_trainstep'"):
+        from meshpar import make_trainstep  # noqa: F401

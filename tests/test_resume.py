@@ -1,0 +1,146 @@
+"""A run goes on with other options; what may not change is named with the reason."""
+
+import json
+import shlex
+import signal
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from meshpar import InputError
+from meshpar.recipes import pretrain
+from meshpar.recipes.config import RunConfig
+from meshpar.recipes.options import parse_arguments
+from meshpar.recipes.resume import Position, changes, position_of, refuse_other
+from tests.conftest import rows
+
+SMALL = dict(preset="test", model="vocab=256", seq=16, global_batch=8, sample_tokens=1)
+
+
+@pytest.fixture
+def small(small_text, tmp_path):
+    """A configuration with other options than these."""
+
+    def config(**options):
+        given = {"layout": "data=2", "text": small_text, "out": tmp_path / "a run"}
+        return RunConfig(**{**SMALL, **given, **options})
+
+    return config
+
+
+def test_more_steps_on_another_layout_have_the_losses_of_an_uninterrupted_run(
+    small, tmp_path
+):
+    """With the same learning rates: those of `decay_steps`, not of `steps`."""
+    whole = pretrain.pretrain(small(steps=7, out=tmp_path / "whole"))
+    part = pretrain.pretrain(small(steps=3, decay_steps=7))
+    options = dict(steps=7, decay_steps=7, resume=True)
+    rest = pretrain.pretrain(small(layout="fsdp=2,tensor=2", **options))
+    assert (part.steps_done, rest.steps_done, rest.signal) == (3, 7, None)
+    losses = [rows(end.folder / "metrics.jsonl", "loss") for end in (whole, rest)]
+    assert len(losses[0]) == len(losses[1]) == 7
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-6)
+    assert rest.validation_loss == pytest.approx(whole.validation_loss, rel=1e-6)
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """Batches of the steps that are asked for, none of which is computed."""
+    batches = []
+
+    def timed_step(step, state, batch):
+        batches.append(batch["tokens"])
+        row = {"loss": 5.5, "tokens_per_s": 1.0, "step_s": 1.0, "skipped": 0.0}
+        return replace(state, step=state.step + 1), row
+
+    monkeypatch.setattr(pretrain, "timed_step", timed_step)
+    monkeypatch.setattr(pretrain, "validate", lambda *args: 5.25)
+    monkeypatch.setattr(pretrain, "sample", lambda *args: np.array([65]))
+    return batches
+
+
+def test_what_may_change_is_told_and_the_text_goes_on_where_it_was(
+    small, seen, capsys, tmp_path
+):
+    pretrain.pretrain(small(steps=9, out=tmp_path / "whole", global_batch=4))
+    windows = np.concatenate(seen)
+    seen.clear()
+    pretrain.pretrain(small(steps=3))
+    other = tmp_path / "other.txt"
+    other.write_text("Something else to read. " * 40)
+    capsys.readouterr()
+    options = dict(global_batch=4, learning_rate=1e-3, resume=True)
+    pretrain.pretrain(small(steps=5, **options))
+    output = capsys.readouterr().out
+    assert "resumed after step 3, 24 windows into the text" in output
+    for change in ("steps 3 -> 5", "global_batch 8 -> 4", "learning_rate 0.003 -> 0.0"):
+        assert f"changed: {change}" in output
+    assert "learning rate of step 3" in output
+    assert "(--decay-steps 3 keeps its curve)" in output
+    np.testing.assert_array_equal(np.concatenate(seen), windows[:32])
+    pretrain.pretrain(small(steps=6, **options, text=other))
+    output = capsys.readouterr().out
+    assert "resumed after step 5, 0 windows into the text" in output
+    assert f"-> {other}" in output
+    assert rows(tmp_path / "a run" / "metrics.jsonl", "step")[-3:] == [4, 5, 5]
+
+
+def test_what_may_not_change_is_told_in_one_line(small, seen, tmp_path, capsys):
+    config = small(steps=3)
+    pretrain.pretrain(config)
+    capsys.readouterr()
+    for options, words in (
+        ("--model vocab=256,layers=4", "model has layers=2, not 4: its parameters are"),
+        ("--preset tiny --model layers=2", "the checkpoint's model has "),
+        ("--seed 1", "was made with seed=0, not 1: initial values, the order"),
+        ("--steps 2", "is at step 3, beyond steps=2; give at least --steps 3"),
+    ):
+        argv = ["--resume", "--out", str(config.out), *options.split()]
+        assert pretrain.main(argv) == 2
+        error = capsys.readouterr().err
+        assert words in error and len(error.splitlines()) == 1
+    saved = json.loads(json.dumps(parse_arguments(argv[:3]).values()))
+    assert (saved["steps"], saved["layout"]) == (3, "data=2")
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
+)
+def test_a_signal_saves_and_ends_with_its_status_and_a_command_that_goes_on(
+    number, status, small, seen, monkeypatch, capsys
+):
+    plain = pretrain.timed_step
+
+    def timed_step(step, state, batch):
+        if int(state.step) == 1:
+            signal.raise_signal(number)
+        return plain(step, state, batch)
+
+    monkeypatch.setattr(pretrain, "timed_step", timed_step)
+    started = shlex.split(pretrain.resuming_command(small(steps=4), []))
+    assert pretrain.main(started[:-1]) == status
+    output = capsys.readouterr().out
+    hint = shlex.split(output.split("; go on with\n")[1].splitlines()[0])
+    assert hint[:2] == ["meshpar", "train"] and "a run" in hint[hint.index("--out") + 1]
+    assert pretrain.main(hint[2:]) == 0
+    assert rows(small().metrics_path, "step") == [0, 1, 2, 3, 3]
+
+
+def test_a_checkpoint_of_an_earlier_version_says_less():
+    before = {"steps": 9, "seed": 0, "global_batch": 8, "seq": 16, "preset": "tiny"}
+    now = {**before, "model_sizes": {"layers": 4}, "data": "a"}
+    refuse_other(before, now, done=9)
+    assert position_of(before, now, done=5) == Position(step=5, windows=40)
+    assert changes(before, now) == []
+
+
+def test_windows_of_another_length_begin_at_the_beginning():
+    before = {"data": "a", "seq": 8, "windows": 40}
+    assert position_of(before, {"data": "a", "seq": 4}, done=5).windows == 0
+
+
+def test_a_resumed_run_with_fewer_steps_than_are_done_is_refused():
+    now = {"steps": 4, "seed": 0, "model_sizes": {}}
+    with pytest.raises(InputError, match="at step 5, beyond steps=4"):
+        refuse_other({}, now, done=5)

@@ -1,0 +1,121 @@
+"""The metrics of a run: in JSON lines, in TensorBoard's events, in a function."""
+
+import json
+import struct
+import sys
+from dataclasses import replace
+
+import pytest
+
+from meshpar.hardware.devices import DEVICES
+from meshpar.planner.workload.shapes import SHAPES
+from meshpar.recipes import metrics, pretrain
+from meshpar.recipes.config import RunConfig
+from meshpar.recipes.model import learning_rate_of
+from meshpar.recipes.pretrain import make_step
+from tests.conftest import rows
+
+SMALL = RunConfig(
+    layout="data=2",
+    preset="test",
+    model="vocab=256",
+    seq=16,
+    global_batch=8,
+    sample_tokens=1,
+    steps=4,
+)
+KEYS = {
+    *("step", "loss", "grad_norm", "tokens_per_s", "step_s", "skipped"),
+    *("learning_rate", "mfu", "memory_bytes", "host_memory_bytes"),
+}
+
+
+def scalars(folder):
+    """Tag -> step -> value of the events in a folder, read as TensorBoard does."""
+    event_pb2 = pytest.importorskip("tensorboardX.proto.event_pb2")
+    found = {}
+    for path in folder.iterdir():
+        data = path.read_bytes()
+        while data:
+            (length,) = struct.unpack("<Q", data[:8])
+            event = event_pb2.Event.FromString(data[12 : 12 + length])
+            for value in event.summary.value:
+                found.setdefault(value.tag, {})[event.step] = value.simple_value
+            data = data[12 + length + 4 :]
+    return found
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory, small_text):
+    """A short run: its folder, TensorBoard's, and what the function was called with."""
+    folder = tmp_path_factory.mktemp("run")
+    seen = []
+    config = replace(SMALL, out=folder, text=(small_text,), tensorboard=folder / "tb")
+    pretrain.pretrain(config, on_metrics=seen.append)
+    return folder, folder / "tb", seen
+
+
+def test_every_step_has_a_row_with_all_keys_and_the_function_gets_them_too(done):
+    folder, _, seen = done
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == seen
+    assert [row["step"] for row in seen] == [0, 1, 2, 3, 3]
+    assert all(set(row) >= KEYS for row in seen[:4])
+    assert set(seen[4]) == {"step", "validation_loss"}
+    rates = rows(folder / "metrics.jsonl", "learning_rate")
+    rate_of = learning_rate_of(SMALL)
+    assert rates == pytest.approx([float(rate_of(step)) for step in range(4)])
+    assert rates[0] == 0 and max(rates) == pytest.approx(3e-3)
+
+
+def test_what_a_cpu_does_not_tell_is_null_and_the_host_memory_is_bytes(done):
+    row = done[2][0]
+    assert (row["mfu"], row["memory_bytes"]) == (None, None)
+    assert 1e8 < row["host_memory_bytes"] < 1e12
+
+
+def test_tensorboard_has_the_same_numbers(done):
+    folder, events, seen = done
+    found = scalars(events)
+    assert found["loss"] == pytest.approx(
+        {row["step"]: row["loss"] for row in seen[:4]}
+    )
+    assert found["validation_loss"] == pytest.approx({3: seen[4]["validation_loss"]})
+    assert "mfu" not in found
+
+
+def test_tensorboard_that_is_not_installed_is_told_with_its_extra(
+    monkeypatch, tmp_path, small_text, capsys
+):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    monkeypatch.setattr(pretrain, "train", lambda run, state, log, stop: state)
+    words = ["--layout", "data=2", "--out", str(tmp_path), "--text", str(small_text)]
+    assert pretrain.main([*words, "--tensorboard", str(tmp_path / "tb")]) == 2
+    assert capsys.readouterr().err == (
+        "pretrain: --tensorboard needs tensorboardX: pip install "
+        "'meshpar[tensorboard]'\n"
+    )
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_mfu_is_of_the_data_sheets_peak_at_the_layouts_precision(
+    precision, monkeypatch
+):
+    h100 = DEVICES["h100-80gb"]
+    monkeypatch.setattr(metrics, "device_of_kind", lambda kind: h100)
+    layout = f"data=2,precision={precision}"
+    step = make_step(RunConfig(layout=layout, preset="tiny"))
+    use = metrics.Utilization(step, global_batch=8, seq=64)
+    flops = SHAPES["tiny"].model_flops(global_batch=8, seq=64)
+    peak = h100.peak_flops[precision]
+    assert use.row(0.5)["mfu"] == pytest.approx(flops / (0.5 * 2 * peak), rel=1e-6)
+
+
+def test_memory_is_of_the_fullest_device():
+    class Device:
+        def __init__(self, stats):
+            self.memory_stats = lambda: stats
+
+    devices = [Device({"peak_bytes_in_use": bytes_}) for bytes_ in (5, 9, 7)]
+    assert metrics._device_bytes([*devices, Device(None)]) == 9
+    assert metrics._device_bytes([Device(None)]) is None
