@@ -19,9 +19,10 @@ from meshpar import (
     make_train_step,
 )
 from meshpar.errors import InputError, whole_number
+from meshpar.model.batch_checks import check_batch
 from meshpar.model.building import is_mapped
 from meshpar.model.contract import check_model
-from meshpar.model.inputs import check_batch, open_size
+from meshpar.model.inputs import open_size
 from meshpar.testing.batches import Arrays, random_batch, steps_of
 from meshpar.testing.comparison import Deviation, copies, deviations
 from meshpar.testing.layout_cases import Case, Choices, draw_cases, refusal

@@ -11,7 +11,8 @@ from jax.sharding import NamedSharding
 
 from meshpar.errors import InputError
 from meshpar.layout import Layout
-from meshpar.model.inputs import Input, check_batch, check_values
+from meshpar.model.batch_checks import check_batch, check_values
+from meshpar.model.inputs import Input
 from meshpar.train.refusals import batch_refusal
 
 
