@@ -28,8 +28,8 @@ def audited(preset, layout):
 
 
 def planned(preset, layout):
-    found = {}
     """The same as planned, for the CPU that the test compiles for."""
+    found = {}
     device = dataclasses.replace(device_of("h100-80gb"), platform="cpu")
     cluster = Cluster(device=device)
     for collective in estimate(
