@@ -43,6 +43,14 @@ _NAMES_A_VALUE = re.compile(r"^[^/]+$|/jit$")
 
 _JOINED = re.compile(r"(?:^|/)(\((.*:.*)\))$")
 
+_WRAPPERS = {
+    "fusion": r"calls=%?([\w.\-]+)",
+    "async-start": r"calls=%?([\w.\-]+)",
+    # What XLA:TPU runs on a chip's SparseCores, beside its TensorCores.
+    "call-start": r"to_apply=%?([\w.\-]+)",
+}
+"""Opcode -> where it names the computation that it is around."""
+
 _LAYS_OUT = ("bitcast", "copy", "convert", "transpose", "reshape", "fusion")
 
 
@@ -172,7 +180,7 @@ class _Site:
     @property
     def is_async(self) -> bool:
         wrapped = self.caller is not None and (
-            self.caller.opcode == "async-start"
+            self.caller.opcode in ("async-start", "call-start")
             or self.caller.name.startswith("async-collective-start")
         )
         return wrapped or self.instruction.opcode.endswith("-start")
@@ -246,8 +254,8 @@ def callers_of(program: Program) -> dict[str, tuple[Computation, Instruction]]:
         callee: (computation, instruction)
         for computation in program.computations.values()
         for instruction in computation.instructions
-        if instruction.opcode in ("fusion", "async-start")
-        and (callee := instruction.attribute(r"calls=%?([\w.\-]+)"))
+        if instruction.opcode in _WRAPPERS
+        and (callee := instruction.attribute(_WRAPPERS[instruction.opcode]))
     }
 
 

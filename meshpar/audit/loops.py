@@ -69,9 +69,9 @@ def called(
             yield branch, replace(place, in_branch=True)
     elif opcode == "fusion":
         yield _callee(instruction, "calls"), replace(place, fused=True)
-    elif opcode in ("call", "async-start"):
-        # A call names what it applies, an asynchronous one what it wraps.
-        name = "to_apply" if opcode == "call" else "calls"
+    elif opcode in ("call", "call-start", "async-start"):
+        # A call names what it applies, another asynchronous one what it wraps.
+        name = "calls" if opcode == "async-start" else "to_apply"
         yield _callee(instruction, name), place
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from meshpar.audit.collectives import KINDS, Collective, callers_of
 from meshpar.audit.hlo import Computation, Instruction, Program
@@ -258,5 +258,7 @@ def _wire_s(row: Collective, mesh_shape: Mapping[str, int], cluster: Cluster) ->
     """Of a collective between devices that form no product: as over all of them."""
     mesh_axes = tuple(mesh_shape) if row.mesh_axes is None else row.mesh_axes
     link = cluster.link_of(mesh_shape, mesh_axes)
+    if link.scatters_whole:  # A program says itself where it all-reduces instead.
+        link = replace(link, scatters_whole=False)
     members = math.prod(mesh_shape[axis] for axis in mesh_axes)
     return collective_s(row.kind, row.payload_bytes, members, link)

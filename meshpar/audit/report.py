@@ -51,6 +51,7 @@ class AuditReport:
         hazards: What XLA is known to run wrongly or not at all.
         problem: Why there is no compiled program; empty if there is one.
         too_large: Whether the problem is that it does not fit.
+        notes: What a step does otherwise than its layout may suggest, a line each.
         compile_s: Seconds that lowering and compiling took.
     """
 
@@ -67,6 +68,7 @@ class AuditReport:
     hazards: tuple[Hazard, ...] = ()
     problem: str = ""
     too_large: bool = False
+    notes: tuple[str, ...] = ()
     compile_s: float = 0.0
 
     @property
@@ -136,6 +138,7 @@ class AuditReport:
             "mesh_shape": self.mesh_shape,
             "fits": self.fits,
             "problem": self.problem,
+            "notes": list(self.notes),
             "memory": {**memory, "capacity_bytes": self.capacity_bytes},
             "flops": self.flops,
             "uncounted": [asdict(call) for call in self.uncounted],
@@ -210,6 +213,7 @@ def audit(
         "layout": str(subject.layout or ""),
         "target": str(chosen or subject.platform),
         "mesh_shape": subject.mesh_shape,
+        "notes": subject.notes,
         "capacity_bytes": None if chosen is None else chosen.memory_bytes,
     }
     flat = subject.flat()

@@ -205,7 +205,7 @@ def _print(report: AuditReport, console: Console) -> None:
         console.print(overlap_table(report))
         console.print(buffer_table(report))
         _print_memory(report, console)
-    for line in report.complaints():
+    for line in (*report.notes, *report.complaints()):
         console.print(line, highlight=False, markup=False)
 
 

@@ -106,11 +106,51 @@ class Placement:
             The ends' parameters, whole over the batch axes; of each group of blocks the
             (layers, ...) of this device's stages, split as `Stored.loop_spec` says.
         """
-        ends, groups = self.model.split(params)
-        stored_ends, stored_groups = self.model.split(self.stored)
-        if self._gathers_once:
-            groups = gather(stored_groups, groups, before_loop)
-        return gather(stored_ends, ends, before_loop), groups
+        ends, _ = self.model.split(params)
+        stored, _ = self.model.split(self.stored)
+        return gather(stored, ends, before_loop), self.blocks_before_loop(params)
+
+    def blocks_before_loop(self, params: Params) -> list[Params]:
+        """The blocks' parameters as the loop takes them (`gather_before_loop`)."""
+        _, groups = self.model.split(params)
+        if not self._gathers_once:
+            return groups
+        return gather(self.model.split(self.stored)[1], groups, before_loop)
+
+    @property
+    def prefetches(self) -> bool:
+        """Whether blocks communicate beside one another (`parallel.prefetch`)."""
+        choice = self.layout.fsdp_prefetch
+        if self.layout.runs_in_ticks or choice == "off":
+            return False
+        return choice == "on" or self.platform != "cpu"
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the layout's defaults leave undone here, a line each."""
+        blocks = self.model.split(self.stored)[1]
+        moves = any(
+            in_loop(one) or gradient_in_loop(one)
+            for one in jax.tree.leaves(blocks, is_leaf=is_stored)
+        )
+        if not moves or self.layout.fsdp_prefetch == "off":
+            return ()
+        if self.layout.runs_in_ticks:
+            return (
+                "fsdp_prefetch: not where a step runs in ticks (stages or "
+                "microbatches); each block's parameters are gathered when it begins",
+            )
+        if not self.prefetches:
+            return (
+                "fsdp_prefetch: not on cpu, whose compiler starts no collective ahead; "
+                "fsdp_prefetch=on takes the loop of GPUs and TPUs",
+            )
+        if any(group.enter for group in self.model.groups):
+            return (
+                "fsdp_prefetch: all parameters outside the blocks are gathered before "
+                "the first block, because a later group of blocks has an `enter`",
+            )
+        return ()
 
     def at_rest(self, values: Params) -> Params:
         """Parameters as they lie between steps, from shards laid out as states.

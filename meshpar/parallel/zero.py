@@ -170,8 +170,15 @@ def _gather_one(_: Stored, x: jax.Array, moved: Dims) -> jax.Array:
 def _scatter_one(layout: Stored, gradient: jax.Array, moved: Dims) -> jax.Array:
     x = gradient.astype(layout.sum_dtype)
     for dim, mesh_axes in moved:
+        # As a matrix whose rows are scattered. XLA:TPU all-reduces many other forms, of
+        # twice the bytes; XLA:GPU transposes to it by itself.
+        x = jnp.moveaxis(x, dim, 0)
+        rows, others = x.shape[0], x.shape[1:]
         with asked("gradient_scatter"):
-            x = lax.psum_scatter(x, mesh_axes, scatter_dimension=dim, tiled=True)
+            x = lax.psum_scatter(
+                x.reshape(rows, -1), mesh_axes, scatter_dimension=0, tiled=True
+            )
+        x = jnp.moveaxis(x.reshape(x.shape[0], *others), 0, dim)
     return x
 
 

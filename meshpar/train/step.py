@@ -307,6 +307,7 @@ class TrainStep:
             },
             layout=self.layout,
             compiler_options=step._compiler_options,
+            notes=step.placement.notes,
             sequence_axes=self.rules.mesh_axes("residual_seq")
             if "residual_seq" in self.rules.table
             else (),
