@@ -1,8 +1,7 @@
-"""FSDP's prefetch: the same numbers and bytes, beside matmuls where compilers do that."""
+"""FSDP's prefetch: the same numbers and bytes, hidden behind matmuls."""
 
 import functools
 
-import jax
 import optax
 import pytest
 

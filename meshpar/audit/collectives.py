@@ -25,7 +25,7 @@ from meshpar.audit.groups import (
     parse_pairs,
 )
 from meshpar.audit.hlo import Computation, HloError, Instruction, Program
-from meshpar.audit.loops import Place, places
+from meshpar.audit.loops import Place, places, wrapped_by
 from meshpar.audit.shapes import ArrayShape, Shape, arrays_of
 from meshpar.audit.users import Use, uses
 
@@ -42,14 +42,6 @@ _NAMES_A_VALUE = re.compile(r"^[^/]+$|/jit$")
 """A path that names an argument, or a call, but not what its value is moved for."""
 
 _JOINED = re.compile(r"(?:^|/)(\((.*:.*)\))$")
-
-_WRAPPERS = {
-    "fusion": r"calls=%?([\w.\-]+)",
-    "async-start": r"calls=%?([\w.\-]+)",
-    # What XLA:TPU runs on a chip's SparseCores, beside its TensorCores.
-    "call-start": r"to_apply=%?([\w.\-]+)",
-}
-"""Opcode -> where it names the computation that it is around."""
 
 _LAYS_OUT = ("bitcast", "copy", "convert", "transpose", "reshape", "fusion")
 
@@ -180,7 +172,7 @@ class _Site:
     @property
     def is_async(self) -> bool:
         wrapped = self.caller is not None and (
-            self.caller.opcode in ("async-start", "call-start")
+            wrapped_by(self.caller) is not None
             or self.caller.name.startswith("async-collective-start")
         )
         return wrapped or self.instruction.opcode.endswith("-start")
@@ -254,9 +246,14 @@ def callers_of(program: Program) -> dict[str, tuple[Computation, Instruction]]:
         callee: (computation, instruction)
         for computation in program.computations.values()
         for instruction in computation.instructions
-        if instruction.opcode in _WRAPPERS
-        and (callee := instruction.attribute(_WRAPPERS[instruction.opcode]))
+        if (callee := _inside_of(instruction))
     }
+
+
+def _inside_of(instruction: Instruction) -> str | None:
+    if instruction.opcode == "fusion":
+        return instruction.attribute(r"calls=%?([\w.\-]+)")
+    return wrapped_by(instruction)
 
 
 def _row(site: _Site, at: list[Place], mesh_shape: Mapping[str, int]) -> Collective:

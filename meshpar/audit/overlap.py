@@ -117,7 +117,7 @@ def overlaps_of(
     sites: dict[str, list[_Window]] = {}
     for row in rows:
         computation, start = starts[row.line]
-        first = computation.instructions.index(start)
+        first = computation.instructions.index(_sent(computation, start))
         last = _done(computation, start)
         window = _Window(row, start, first, first if last is None else last)
         sites.setdefault(computation.name, []).append(window)
@@ -192,6 +192,16 @@ def _starts(program: Program) -> Iterator[tuple[int, tuple[Computation, Instruct
                 yield instruction.line, callers.get(computation.name, itself)
 
 
+def _sent(computation: Computation, start: Instruction) -> Instruction:
+    """Where its operands are given: of a prepared start, the update that has them."""
+    if start.opcode != "custom-call-start" or start.operands:
+        return start
+    for user in computation.instructions:
+        if start.name in user.operands and user.opcode == "custom-call-update":
+            return user
+    return start
+
+
 def _done(computation: Computation, start: Instruction) -> int | None:
     """Where it is waited for; None of what is not asynchronous."""
     if _SYNCHRONOUS in start.attributes:
@@ -203,8 +213,9 @@ def _done(computation: Computation, start: Instruction) -> int | None:
         if user.opcode.endswith("-done") or user.name.startswith(_DONE):
             return at
         callee = user.attribute(r"calls=%?([\w.\-]+)") or ""
-        passes = ("get-tuple-element", "tuple", "async-update", "bitcast")
-        if user.opcode in passes or callee.startswith(_STEP):
+        passes = ("get-tuple-element", "tuple", "bitcast")
+        goes_on = user.opcode in passes or user.opcode.endswith("-update")
+        if goes_on or callee.startswith(_STEP):
             names.add(user.name)
     return None
 

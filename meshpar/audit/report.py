@@ -41,6 +41,7 @@ class AuditReport:
         layout: The layout's line; empty if the program is no step of ours.
         target: What it was compiled for.
         mesh_shape: Size of each mesh axis.
+        compiler_options: XLA's, that it was compiled with.
         rows: Every collective with its reason.
         memory: Bytes, or None if it did not compile.
         capacity_bytes: Memory of one device, if known.
@@ -58,6 +59,7 @@ class AuditReport:
     layout: str
     target: str
     mesh_shape: dict[str, int]
+    compiler_options: Mapping[str, Any] = field(default_factory=dict)
     rows: tuple[Explained, ...] = ()
     memory: MemoryUse | None = None
     capacity_bytes: int | None = None
@@ -136,6 +138,7 @@ class AuditReport:
             "layout": self.layout,
             "target": self.target,
             "mesh_shape": self.mesh_shape,
+            "compiler_options": dict(self.compiler_options),
             "fits": self.fits,
             "problem": self.problem,
             "notes": list(self.notes),
@@ -175,8 +178,9 @@ def audit(
         expected: Mesh axis -> kind -> reason, of what the caller asks for besides.
         timeout_s: Seconds that compiling for an absent target may take.
         memory_bytes: Memory that it may take.
-        compiler_options: XLA's. On its own devices a step has those that it was made
-            with (`make_train_step`); a name given here counts.
+        compiler_options: XLA's, over those that a step has: of its platform, and on its
+            own devices those that it was made with (`make_train_step`). None as a value
+            leaves one out.
 
     Returns:
         The report. A program that XLA may abort on is compiled in another process; if
@@ -207,6 +211,7 @@ def audit(
         platform=None if chosen is None else chosen.platform,
     )
     options = {**subject.compiler_options, **(compiler_options or {})}
+    options = {name: value for name, value in options.items() if value is not None}
     subject = replace(subject, compiler_options=options)
     start = time.perf_counter()
     known: dict[str, Any] = {
@@ -214,6 +219,7 @@ def audit(
         "target": str(chosen or subject.platform),
         "mesh_shape": subject.mesh_shape,
         "notes": subject.notes,
+        "compiler_options": options,
         "capacity_bytes": None if chosen is None else chosen.memory_bytes,
     }
     flat = subject.flat()

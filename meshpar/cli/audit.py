@@ -62,7 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="NAME=VALUE",
         help="an option of XLA, such as xla_tpu_enable_async_collective_fusion=true; "
-        "may be given several times (default: none)",
+        "none removes one that is set by default; may be given several times (default: "
+        "those of the platform)",
     )
     add("--strict", action="store_true", help="surprises end with status 1 too")
     add(
@@ -111,15 +112,15 @@ def run(args: argparse.Namespace) -> int:
     return 1 if bad or (args.strict and report.surprises) else 0
 
 
-def _compiler_option(text: str) -> tuple[str, str | int | bool]:
+def _compiler_option(text: str) -> tuple[str, str | int | bool | None]:
     name, equals, value = text.partition("=")
     if not (name and equals and value):
         raise InputError(
             f"--compiler-option {text!r} is not NAME=VALUE; write for example "
             "xla_gpu_enable_latency_hiding_scheduler=true"
         )
-    if value in ("true", "false"):
-        return name, value == "true"
+    if value in ("true", "false", "none"):
+        return name, {"true": True, "false": False}.get(value)
     return name, int(value) if re.fullmatch(r"-?[0-9]+", value) else value
 
 
@@ -197,6 +198,9 @@ def _print(report: AuditReport, console: Console) -> None:
         f"{report.compile_s:.1f} s",
         highlight=False,
     )
+    if report.compiler_options:
+        given = ", ".join(map(_option_text, report.compiler_options.items()))
+        console.print(f"compiler options: {given}", highlight=False, markup=False)
     if report.problem:
         console.print(report.problem, highlight=False, markup=False)
     else:
@@ -207,6 +211,11 @@ def _print(report: AuditReport, console: Console) -> None:
         _print_memory(report, console)
     for line in (*report.notes, *report.complaints()):
         console.print(line, highlight=False, markup=False)
+
+
+def _option_text(option: tuple[str, Any]) -> str:
+    name, value = option
+    return f"{name}={str(value).lower() if isinstance(value, bool) else value}"
 
 
 def _print_memory(report: AuditReport, console: Console) -> None:

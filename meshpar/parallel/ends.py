@@ -1,4 +1,4 @@
-"""Parameters outside the blocks, gathered and scattered beside blocks where they can be.
+"""Parameters outside the blocks, gathered and scattered beside blocks.
 
 What the head alone uses is gathered beside the last block, and its gradients are
 reduce-scattered beside that block's backward; the rest is gathered before the first

@@ -9,8 +9,9 @@ gradients are reduce-scattered while the layer after it does; of L layers
 
 Every collective stands where its result is not needed yet, which is all that XLA can
 move beside work: it starts none for the next round of a loop. Two layers' weights are
-whole at a time, and one layer's gradients; the last layer's weights stay from its
-forward to its backward. The backward's loop gathers layer 0 twice: its rounds are alike.
+whole at a time, and one layer's gradients. The last layer's weights stay from its
+forward to its backward; in turn the backward's loop, whose rounds are alike, gathers
+layer 0 twice: what crosses the wire is what crosses it without.
 Reference: Zhao et al. 2023, "PyTorch FSDP", section 3.3.2.
 """
 
