@@ -98,8 +98,8 @@ COMPILER_OPTIONS: tuple[CompilerOption, ...] = (
     _gpu(
         "xla_gpu_all_gather_combine_threshold_bytes",
         1 << 29,
-        "a block's parameters, up to 512 MiB, are one all-gather: of several, one after "
-        "another, the scheduler left the first ones beside nothing",
+        "a block's parameters, up to 512 MiB, are one all-gather: of several, one "
+        "after another, the scheduler left the first ones beside nothing",
     ),
     _gpu(
         "xla_gpu_enable_all_gather_combine_by_dim",
