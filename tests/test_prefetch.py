@@ -110,3 +110,15 @@ def test_matmuls_hide_nine_tenths_of_the_bytes_over_fsdp(target):
     plain = compiled_for(f"{_LINE},fsdp_prefetch=off", target)
     used = report.compiled_memory.temp_bytes
     assert used <= 1.15 * plain.compiled_memory.temp_bytes
+
+
+@pytest.mark.parametrize(("key", "count"), [("on", 2), ("off", 0)])
+def test_gpus_join_a_blocks_gathers_where_they_prefetch(key, count):
+    step = make_train_step(
+        model_of(2),
+        optax.sgd(0.1),
+        f"fsdp=2,fsdp_prefetch={key}",
+        mesh=absent_mesh("fsdp=2"),
+    )
+    options = step.audit_subject(batch_shapes(8, 16), platform="gpu").compiler_options
+    assert sum("combine" in name for name in options) == count

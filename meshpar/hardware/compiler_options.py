@@ -31,12 +31,15 @@ class CompilerOption:
         name: As XLA calls it.
         value: That a step is compiled with.
         why: What it does to a program.
+        if_prefetching: Whether it is for steps whose blocks prefetch alone
+            (`Layout.fsdp_prefetch`).
     """
 
     platform: str
     name: str
     value: Value
     why: str
+    if_prefetching: bool = False
 
 
 _OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload"
@@ -46,8 +49,10 @@ def _tpu(name: str, value: Value, why: str) -> CompilerOption:
     return CompilerOption(platform="tpu", name=name, value=value, why=why)
 
 
-def _gpu(name: str, value: Value, why: str) -> CompilerOption:
-    return CompilerOption(platform="gpu", name=name, value=value, why=why)
+def _prefetching_gpu(name: str, value: Value, why: str) -> CompilerOption:
+    return CompilerOption(
+        platform="gpu", name=name, value=value, why=why, if_prefetching=True
+    )
 
 
 # The other way, a TensorCore that moves an all-gather inside of its matmuls
@@ -95,13 +100,13 @@ COMPILER_OPTIONS: tuple[CompilerOption, ...] = (
         "all-gathers over all of a slice stay all-gathers: XLA:TPU makes all-reduces "
         "of twice the bytes of them otherwise",
     ),
-    _gpu(
+    _prefetching_gpu(
         "xla_gpu_all_gather_combine_threshold_bytes",
         1 << 29,
         "a block's parameters, up to 512 MiB, are one all-gather: of several, one "
         "after another, the scheduler left the first ones beside nothing",
     ),
-    _gpu(
+    _prefetching_gpu(
         "xla_gpu_enable_all_gather_combine_by_dim",
         False,
         "also those that are split along different dims",
@@ -111,13 +116,17 @@ COMPILER_OPTIONS: tuple[CompilerOption, ...] = (
 
 
 def compiler_options_for(
-    platform: str, given: Mapping[str, Any] | None = None
+    platform: str,
+    given: Mapping[str, Any] | None = None,
+    *,
+    prefetching: bool = False,
 ) -> dict[str, Any]:
     """The options of a step: the platform's rows, and what the caller gives over them.
 
     Args:
         platform: `cpu`, `gpu` or `tpu`; of another one there are no rows.
         given: Name -> value; None as a value leaves that name out.
+        prefetching: Whether the step's blocks prefetch.
 
     Raises:
         InputError: `given` is no mapping of names.
@@ -137,7 +146,11 @@ def compiler_options_for(
             f"compiler_options={given!r}: give a dict of XLA's names and values, such "
             'as {"xla_gpu_enable_latency_hiding_scheduler": True}'
         )
-    rows = {row.name: row.value for row in COMPILER_OPTIONS if row.platform == platform}
+    rows = {
+        row.name: row.value
+        for row in COMPILER_OPTIONS
+        if row.platform == platform and (prefetching or not row.if_prefetching)
+    }
     return {
         name: value for name, value in {**rows, **given}.items() if value is not None
     }

@@ -126,14 +126,14 @@ class Placement:
         return choice == "on" or self.platform != "cpu"
 
     @property
+    def prefetches_blocks(self) -> bool:
+        """Whether they do, and have something to communicate."""
+        return self.prefetches and self._moves_in_loop
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """What the layout's defaults leave undone here, a line each."""
-        blocks = self.model.split(self.stored)[1]
-        moves = any(
-            in_loop(one) or gradient_in_loop(one)
-            for one in jax.tree.leaves(blocks, is_leaf=is_stored)
-        )
-        if not moves or self.layout.fsdp_prefetch == "off":
+        if not self._moves_in_loop or self.layout.fsdp_prefetch == "off":
             return ()
         if self.layout.runs_in_ticks:
             return (
@@ -300,6 +300,15 @@ class Placement:
     def specs(self, of: Callable[[Stored], PartitionSpec]) -> Any:
         """A spec for every parameter."""
         return jax.tree.map(of, self.stored, is_leaf=is_stored)
+
+    @property
+    def _moves_in_loop(self) -> bool:
+        """Whether a block's parameters or gradients cross batch axes in the loop."""
+        blocks = self.model.split(self.stored)[1]
+        return any(
+            in_loop(one) or gradient_in_loop(one)
+            for one in jax.tree.leaves(blocks, is_leaf=is_stored)
+        )
 
     @property
     def _all_stored(self) -> list[Stored]:
