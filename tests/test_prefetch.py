@@ -7,6 +7,7 @@ import pytest
 
 from meshpar import InputError, absent_mesh, audit, batch_shapes, make_train_step
 from meshpar.models.presets import build
+from meshpar.parallel.prefetch_choice import prefetch_notes
 from meshpar.testing import assert_overlapped
 from tests.marks import slow
 from tests.pipelined import assert_equal_to_plain, model_of, step_of
@@ -62,7 +63,7 @@ def test_the_bytes_on_the_wire_are_those_without():
     ],
 )
 def test_a_loop_that_does_not_prefetch_is_noted(line, words):
-    notes = step_of(model_of(2), line).placement.notes
+    notes = prefetch_notes(step_of(model_of(2), line).placement)
     assert [note[: len(one)] for note, one in zip(notes, words, strict=True)] == words
 
 

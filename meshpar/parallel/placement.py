@@ -117,41 +117,6 @@ class Placement:
             return groups
         return gather(self.model.split(self.stored)[1], groups, before_loop)
 
-    @property
-    def prefetches(self) -> bool:
-        """Whether blocks communicate beside one another (`parallel.prefetch`)."""
-        choice = self.layout.fsdp_prefetch
-        if self.layout.runs_in_ticks or choice == "off":
-            return False
-        return choice == "on" or self.platform != "cpu"
-
-    @property
-    def prefetches_blocks(self) -> bool:
-        """Whether they do, and have something to communicate."""
-        return self.prefetches and self._moves_in_loop
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What the layout's defaults leave undone here, a line each."""
-        if not self._moves_in_loop or self.layout.fsdp_prefetch == "off":
-            return ()
-        if self.layout.runs_in_ticks:
-            return (
-                "fsdp_prefetch: not where a step runs in ticks (stages or "
-                "microbatches); each block's parameters are gathered when it begins",
-            )
-        if not self.prefetches:
-            return (
-                "fsdp_prefetch: not on cpu, whose compiler starts no collective ahead; "
-                "fsdp_prefetch=on takes the loop of GPUs and TPUs",
-            )
-        if any(group.enter for group in self.model.groups):
-            return (
-                "fsdp_prefetch: all parameters outside the blocks are gathered before "
-                "the first block, because a later group of blocks has an `enter`",
-            )
-        return ()
-
     def at_rest(self, values: Params) -> Params:
         """Parameters as they lie between steps, from shards laid out as states.
 
@@ -300,15 +265,6 @@ class Placement:
     def specs(self, of: Callable[[Stored], PartitionSpec]) -> Any:
         """A spec for every parameter."""
         return jax.tree.map(of, self.stored, is_leaf=is_stored)
-
-    @property
-    def _moves_in_loop(self) -> bool:
-        """Whether a block's parameters or gradients cross batch axes in the loop."""
-        blocks = self.model.split(self.stored)[1]
-        return any(
-            in_loop(one) or gradient_in_loop(one)
-            for one in jax.tree.leaves(blocks, is_leaf=is_stored)
-        )
 
     @property
     def _all_stored(self) -> list[Stored]:

@@ -30,6 +30,7 @@ from meshpar.parallel.ends import Ends
 from meshpar.parallel.mean_loss import metrics_of, random_key, safe_inverse
 from meshpar.parallel.model_state import summed_statistics, updated_state
 from meshpar.parallel.placement import BATCH, REPLICATED, Placement
+from meshpar.parallel.prefetch_choice import prefetches
 from meshpar.parallel.scopes import Scopes
 from meshpar.parallel.zero import Stored, is_stored
 
@@ -161,7 +162,7 @@ class _Pass:
         def embed(weights: Params) -> Stream:
             return model.embed(weights, outside.batch, outside)
 
-        apart = placement.prefetches and not any(group.enter for group in model.groups)
+        apart = prefetches(placement) and not any(group.enter for group in model.groups)
         ends = Ends.of(
             model.split(placement.stored)[0],
             model.split(params)[0],
@@ -277,7 +278,7 @@ class _Pass:
                     shards=self.groups[at],
                     state=state[at],
                     layers=first + jnp.arange(group.num_layers, dtype=jnp.int32),
-                    prefetch=self.placement.prefetches,
+                    prefetch=prefetches(self.placement),
                 ),
             )
             for at, (group, first) in enumerate(

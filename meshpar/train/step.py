@@ -25,6 +25,7 @@ from meshpar.parallel.pipeline.program import pipeline_of
 from meshpar.parallel.pipeline.schedule_choice import OwnSchedule
 from meshpar.parallel.pipeline.stages import in_layer_order
 from meshpar.parallel.placement import DTYPES, Placement
+from meshpar.parallel.prefetch_choice import prefetch_notes, prefetches
 from meshpar.parallel.program import LocalProgram
 from meshpar.rules.rules import Rules
 from meshpar.rules.sharding import born_sharded
@@ -126,7 +127,7 @@ class TrainStep:
         )
         self._options_as_given = compiler_options
         self.compiler_options = compiler_options_for(
-            platform, compiler_options, prefetching=placement.prefetches_blocks
+            platform, compiler_options, prefetching=prefetches(placement)
         )
         self._make_programs(of_states)
 
@@ -306,7 +307,7 @@ class TrainStep:
             },
             layout=self.layout,
             compiler_options=step.compiler_options,
-            notes=step.placement.notes,
+            notes=prefetch_notes(step.placement),
             sequence_axes=self.rules.mesh_axes("residual_seq")
             if "residual_seq" in self.rules.table
             else (),
