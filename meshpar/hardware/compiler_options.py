@@ -31,12 +31,21 @@ class CompilerOption:
         name: As XLA calls it.
         value: That a step is compiled with.
         why: What it does to a program.
+        if_sequence_parallel: Whether it is for layouts that split the residual stream's
+            sequence over `tensor` alone.
     """
 
     platform: str
     name: str
     value: Value
     why: str
+    if_sequence_parallel: bool = False
+
+
+def _gpu(name: str, value: Value, why: str) -> CompilerOption:
+    return CompilerOption(
+        platform="gpu", name=name, value=value, why=why, if_sequence_parallel=True
+    )
 
 
 _OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload"
@@ -49,7 +58,7 @@ def _tpu(name: str, value: Value, why: str) -> CompilerOption:
 # The other way, a TensorCore that moves an all-gather inside of its matmuls
 # (`xla_tpu_enable_async_collective_fusion_fuse_all_gather` and its kin), is what v5e
 # does by default; elsewhere the libtpu of jax 0.12 refuses it: "might lead to incorrect
-# results". GPUs need no row: XLA starts each collective by itself there, and with
+# results". GPUs need no such row: XLA starts each collective by itself there, and with
 # `xla_gpu_enable_latency_hiding_scheduler`, `xla_gpu_threshold_for_windowed_einsum_mib`
 # or `xla_gpu_multi_streamed_windowed_einsum` it compiled the same program (2026-11-22).
 COMPILER_OPTIONS: tuple[CompilerOption, ...] = (
@@ -80,18 +89,33 @@ COMPILER_OPTIONS: tuple[CompilerOption, ...] = (
         "the same of all-reduces, and of all-gathers over a slice that XLA turns into "
         "them",
     ),
+    _gpu(
+        "xla_gpu_all_gather_combine_threshold_bytes",
+        0,
+        "gathers of two parts of the batch stay apart: joined, both wait for the later "
+        "part, and no matmul is left to stand beside them (`model.batch_parts`)",
+    ),
+    _gpu(
+        "xla_gpu_reduce_scatter_combine_threshold_bytes",
+        0,
+        "the same of scatters",
+    ),
 )
 """Every row, of all platforms."""
 
 
 def compiler_options_for(
-    platform: str, given: Mapping[str, Any] | None = None
+    platform: str,
+    given: Mapping[str, Any] | None = None,
+    *,
+    sequence_parallel: bool = False,
 ) -> dict[str, Any]:
     """The options of a step: the platform's rows, and what the caller gives over them.
 
     Args:
         platform: `cpu`, `gpu` or `tpu`; of another one there are no rows.
         given: Name -> value; None as a value leaves that name out.
+        sequence_parallel: Whether the layout splits the residual stream's sequence.
 
     Raises:
         InputError: `given` is no mapping of names.
@@ -111,7 +135,12 @@ def compiler_options_for(
             f"compiler_options={given!r}: give a dict of XLA's names and values, such "
             'as {"xla_gpu_enable_latency_hiding_scheduler": True}'
         )
-    rows = {row.name: row.value for row in COMPILER_OPTIONS if row.platform == platform}
+    rows = {
+        row.name: row.value
+        for row in COMPILER_OPTIONS
+        if row.platform == platform
+        and (sequence_parallel or not row.if_sequence_parallel)
+    }
     return {
         name: value for name, value in {**rows, **given}.items() if value is not None
     }

@@ -125,7 +125,11 @@ class TrainStep:
             inputs=model.inputs or {}, layout=layout, sharding=self.batch_sharding
         )
         self._options_as_given = compiler_options
-        self.compiler_options = compiler_options_for(platform, compiler_options)
+        self.compiler_options = compiler_options_for(
+            platform,
+            compiler_options,
+            sequence_parallel=layout.sequence_parallel and layout.tensor > 1,
+        )
         self._make_programs(of_states)
 
     def _make_programs(self, of_states: Params) -> None:
