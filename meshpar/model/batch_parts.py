@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from meshpar.model.inputs import Batch
 from meshpar.model.scope import Scope
 from meshpar.model.sums import Sums
 from meshpar.rules.rules import auto_mesh_shape
@@ -97,7 +98,7 @@ def _asks_for_whole_batch(run: Run, params: Any, stream: Any, scope: Scope) -> b
 def _scope_of(scope: Scope, at: int, num_parts: int) -> Scope:
     return replace(
         scope,
-        batch=type(scope.batch)(_part(dict(scope.batch), at, num_parts)),
+        batch=Batch(_part(dict(scope.batch), at, num_parts)),
         examples=_part(scope.examples, at, num_parts),
     )
 
