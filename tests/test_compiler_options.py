@@ -16,9 +16,11 @@ ASYNC = "xla_tpu_enable_sparse_core_collective_offload_all_gather"
 
 
 def test_every_row_has_its_reason_and_stands_once():
-    assert len({(row.platform, row.name) for row in COMPILER_OPTIONS}) == len(
-        COMPILER_OPTIONS
-    )
+    rows = [
+        (row.platform, row.name, row.if_prefetching, row.if_sequence_parallel)
+        for row in COMPILER_OPTIONS
+    ]
+    assert len(set(rows)) == len(rows)
     assert all(row.why and row.platform in ("gpu", "tpu") for row in COMPILER_OPTIONS)
 
 

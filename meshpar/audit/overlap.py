@@ -112,22 +112,27 @@ def overlaps_of(
         mesh_shape: Size of each mesh axis, outermost first.
         cluster: The machine; None where no table has it.
     """
-    starts = dict(_starts(program))
     matmuls = Matmuls(program, None if cluster is None else cluster.device)
-    sites: dict[str, list[_Window]] = {}
-    for row in rows:
-        computation, start = starts[row.line]
-        first = computation.instructions.index(_sent(computation, start))
-        last = _done(computation, start)
-        window = _Window(row, start, first, first if last is None else last)
-        sites.setdefault(computation.name, []).append(window)
     return {
         overlap.line: overlap
-        for name, windows in sites.items()
+        for name, windows in windows_of(program, rows).items()
         for overlap in _beside(
             program.computations[name], windows, matmuls, mesh_shape, cluster
         )
     }
+
+
+def windows_of(program: Program, rows: Iterable[Collective]) -> dict[str, list[Window]]:
+    """Name of a computation -> where its collectives start and are waited for."""
+    starts = dict(_starts(program))
+    sites: dict[str, list[Window]] = {}
+    for row in rows:
+        computation, start = starts[row.line]
+        first = computation.instructions.index(_sent(computation, start))
+        last = _done(computation, start)
+        window = Window(row, start, first, first if last is None else last)
+        sites.setdefault(computation.name, []).append(window)
+    return sites
 
 
 def overlap_totals(
@@ -167,7 +172,7 @@ def _sum(seconds: Iterable[tuple[int, float | None]]) -> float | None:
 
 
 @dataclass(frozen=True)
-class _Window:
+class Window:
     """A collective's start and done: positions in its computation."""
 
     row: Collective
@@ -222,7 +227,7 @@ def _done(computation: Computation, start: Instruction) -> int | None:
 
 def _beside(
     computation: Computation,
-    windows: Iterable[_Window],
+    windows: Iterable[Window],
     matmuls: Matmuls,
     mesh_shape: Mapping[str, int],
     cluster: Cluster | None,
@@ -243,7 +248,7 @@ def _beside(
         if cluster is None:
             yield overlap
             continue
-        wire_s = _wire_s(window.row, mesh_shape, cluster)
+        wire_s = wire_s_of(window.row, mesh_shape, cluster)
         hidden_s = lanes.setdefault(window.lane, _Lane()).hide(works, wire_s)
         yield Overlap(**{**vars(overlap), "wire_s": wire_s, "hidden_s": hidden_s})
 
@@ -265,8 +270,10 @@ class _Lane:
         return hidden
 
 
-def _wire_s(row: Collective, mesh_shape: Mapping[str, int], cluster: Cluster) -> float:
-    """Of a collective between devices that form no product: as over all of them."""
+def wire_s_of(
+    row: Collective, mesh_shape: Mapping[str, int], cluster: Cluster
+) -> float:
+    """Seconds of one execution; of groups that are no product, as over all devices."""
     mesh_axes = tuple(mesh_shape) if row.mesh_axes is None else row.mesh_axes
     link = cluster.link_of(mesh_shape, mesh_axes)
     if link.scatters_whole:  # A program says itself where it all-reduces instead.

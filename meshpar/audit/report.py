@@ -28,6 +28,7 @@ from meshpar.audit.reasons import Explained, explain
 from meshpar.audit.subject import Subject, subject_of
 from meshpar.audit.target import Target
 from meshpar.audit.targets import CompiledProgram, TargetError, compile_for
+from meshpar.audit.timeline import BlockTimeline, timelines_of
 from meshpar.audit.traced import operations
 from meshpar.errors import InputError
 from meshpar.planner.machine.cluster import Cluster
@@ -48,6 +49,7 @@ class AuditReport:
         flops: Matmul FLOPs, with those that kernels estimate of themselves.
         uncounted: Custom calls whose FLOPs are not known, and not among them.
         overlaps: Line of each collective -> the matmuls beside it.
+        timelines: Of a block's forward and backward, where the device has a table.
         buffers: The largest arrays written.
         hazards: What XLA is known to run wrongly or not at all.
         problem: Why there is no compiled program; empty if there is one.
@@ -66,6 +68,7 @@ class AuditReport:
     flops: int = 0
     uncounted: tuple[UncountedCall, ...] = ()
     overlaps: Mapping[int, Overlap] = field(default_factory=dict)
+    timelines: tuple[BlockTimeline, ...] = ()
     buffers: tuple[Buffer, ...] = ()
     hazards: tuple[Hazard, ...] = ()
     problem: str = ""
@@ -300,6 +303,9 @@ def _read(
     program = parse_program(compiled.text)
     rows = collectives_of(program, known["mesh_shape"])
     flops = flops_of(program)
+    timelines: tuple[BlockTimeline, ...] = ()
+    if cluster is not None:
+        timelines = timelines_of(program, rows, known["mesh_shape"], cluster)
     return AuditReport(
         **known,
         rows=tuple(map(explained, rows)),
@@ -307,6 +313,7 @@ def _read(
         flops=flops.total,
         uncounted=flops.uncounted,
         overlaps=overlaps_of(program, rows, known["mesh_shape"], cluster),
+        timelines=timelines,
         buffers=largest_buffers(program),
         hazards=(*hazards, *compiled_hazards(rows)),
     )

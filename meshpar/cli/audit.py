@@ -6,6 +6,7 @@ import argparse
 import json
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshpar.audit.target import Target
@@ -18,6 +19,7 @@ from meshpar.cli.parsing import (
     layout_of,
     model_of,
 )
+from meshpar.cli.report.destination import PAGES, check_picture
 from meshpar.emulate import emulate, num_cpu_devices
 from meshpar.errors import InputError
 from meshpar.layout import Layout
@@ -81,6 +83,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="memory of this machine that it may take",
     )
     add("--json", action="store_true", help="print one JSON object")
+    add(
+        "--html",
+        metavar="FILE",
+        help="a page with a block's schedule over time (default: no page; needs "
+        "meshpar[plots])",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -89,6 +97,8 @@ def run(args: argparse.Namespace) -> int:
     The step is AdamW's with gradients clipped to a global norm of 1, unless a recipe
     says otherwise.
     """
+    if args.html:
+        check_picture("--html", args.html, PAGES)
     if args.devices is None and args.target is not None:
         args.devices = args.target.num_devices
     layout = layout_of(args)
@@ -104,6 +114,10 @@ def run(args: argparse.Namespace) -> int:
         memory_bytes=int(args.memory_gib * _GIB),
         compiler_options=compiler_options,
     )
+    if args.html:
+        from meshpar.cli.report.audit_page import audit_page
+
+        Path(args.html).write_text(audit_page(report), encoding="utf-8")
     if args.json:
         print(json.dumps(report.to_json()))
     else:

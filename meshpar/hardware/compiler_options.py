@@ -33,6 +33,8 @@ class CompilerOption:
         why: What it does to a program.
         if_prefetching: Whether it is for steps whose blocks prefetch alone
             (`Layout.fsdp_prefetch`).
+        if_sequence_parallel: Whether it is for layouts that split the residual stream's
+            sequence over `tensor` alone.
     """
 
     platform: str
@@ -40,6 +42,13 @@ class CompilerOption:
     value: Value
     why: str
     if_prefetching: bool = False
+    if_sequence_parallel: bool = False
+
+
+def _gpu(name: str, value: Value, why: str) -> CompilerOption:
+    return CompilerOption(
+        platform="gpu", name=name, value=value, why=why, if_sequence_parallel=True
+    )
 
 
 _OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload"
@@ -111,8 +120,19 @@ COMPILER_OPTIONS: tuple[CompilerOption, ...] = (
         False,
         "also those that are split along different dims",
     ),
+    _gpu(
+        "xla_gpu_all_gather_combine_threshold_bytes",
+        0,
+        "gathers of two parts of the batch stay apart: joined, both wait for the later "
+        "part, and no matmul is left to stand beside them (`model.batch_parts`)",
+    ),
+    _gpu(
+        "xla_gpu_reduce_scatter_combine_threshold_bytes",
+        0,
+        "the same of scatters",
+    ),
 )
-"""Every row, of all platforms."""
+"""Every row, of all platforms; of those of one name the last that applies counts."""
 
 
 def compiler_options_for(
@@ -120,6 +140,7 @@ def compiler_options_for(
     given: Mapping[str, Any] | None = None,
     *,
     prefetching: bool = False,
+    sequence_parallel: bool = False,
 ) -> dict[str, Any]:
     """The options of a step: the platform's rows, and what the caller gives over them.
 
@@ -127,6 +148,7 @@ def compiler_options_for(
         platform: `cpu`, `gpu` or `tpu`; of another one there are no rows.
         given: Name -> value; None as a value leaves that name out.
         prefetching: Whether the step's blocks prefetch.
+        sequence_parallel: Whether the layout splits the residual stream's sequence.
 
     Raises:
         InputError: `given` is no mapping of names.
@@ -149,7 +171,9 @@ def compiler_options_for(
     rows = {
         row.name: row.value
         for row in COMPILER_OPTIONS
-        if row.platform == platform and (prefetching or not row.if_prefetching)
+        if row.platform == platform
+        and (prefetching or not row.if_prefetching)
+        and (sequence_parallel or not row.if_sequence_parallel)
     }
     return {
         name: value for name, value in {**rows, **given}.items() if value is not None

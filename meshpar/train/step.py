@@ -127,7 +127,10 @@ class TrainStep:
         )
         self._options_as_given = compiler_options
         self.compiler_options = compiler_options_for(
-            platform, compiler_options, prefetching=prefetches(placement)
+            platform,
+            compiler_options,
+            prefetching=prefetches(placement),
+            sequence_parallel=layout.sequence_parallel and layout.tensor > 1,
         )
         self._make_programs(of_states)
 
