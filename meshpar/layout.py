@@ -34,6 +34,7 @@ _CHOICES = {
     "execution": ("uniform", "divergent"),
     "zero": (0, 1, 2, 3),
     "fsdp_gather": ("step", "microbatch"),
+    "fsdp_prefetch": ("auto", "on", "off"),
     "optimizer_memory": ("device", "host"),
     "sequence_parallel": (False, True),
     "attention": ("ring", "allgather", "ulysses"),
@@ -74,6 +75,10 @@ class Layout:
         fsdp_gather: When split parameters are gathered, where a step runs in
             microbatches: once for the `step`, one reduce-scatter at its end, or for
             each `microbatch` layer by layer, which keeps one layer whole at a time.
+        fsdp_prefetch: Whether a step without stages and microbatches gathers a block's
+            split parameters while the block before computes, and reduce-scatters its
+            gradients while the next one does, which keeps two layers whole at a time:
+            `auto` does on GPUs and TPUs; CPUs start no communication ahead.
         optimizer_memory: Where optimizer state and master copy lie between updates: the
             `host`'s memory costs moving them there and back in every step.
         sequence_parallel: Split the residual stream's sequence over `tensor`.
@@ -116,6 +121,7 @@ class Layout:
     zero: int = 3
     zero_axes: tuple[str, ...] = ()
     fsdp_gather: str = "step"
+    fsdp_prefetch: str = "auto"
     optimizer_memory: str = "device"
     sequence_parallel: bool = False
     attention: str = "ring"

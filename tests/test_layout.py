@@ -14,6 +14,7 @@ choices = {
     "zero": (0, 1, 2, 3),
     "zero_axes": ((), ("data",), ("fsdp",), ("data", "fsdp")),
     "fsdp_gather": ("step", "microbatch"),
+    "fsdp_prefetch": ("auto", "on", "off"),
     "optimizer_memory": ("device", "host"),
     "sequence_parallel": (False, True),
     "attention": ("ring", "allgather", "ulysses"),

@@ -148,6 +148,49 @@ ENTRY %main (y: f32[2048,1024], t: (s32[], bf16[8192,8192])) -> bf16[] {{
     assert overlap.is_hidden
 
 
+PREPARED = """
+  %c = () custom-call-start(), called_computations={%move}
+  %u = () custom-call-update(%c, %x)
+  %m = bf16[8192,8192]{1,0} MATMUL
+  %d = bf16[2048,1024]{1,0} custom-call-done(%u)"""
+CALLED = """
+  %c = () call-start(%x), async_execution_thread="sparsecore", to_apply=%move
+  %m = bf16[8192,8192]{1,0} MATMUL
+  %d = bf16[2048,1024]{1,0} call-done(%c)"""
+
+
+@pytest.mark.parametrize(
+    ("lines", "is_hidden"),
+    [
+        (CALLED, True),
+        (PREPARED, True),
+        (PREPARED.replace("%u = () custom-call-update(%c, %x)\n", ""), True),
+        # What stands before the operands are there hides nothing.
+        (
+            """
+  %c = () custom-call-start(), called_computations={%move}
+  %m = bf16[8192,8192]{1,0} MATMUL
+  %u = () custom-call-update(%c, %x)
+  %d = bf16[2048,1024]{1,0} custom-call-done(%u)""",
+            False,
+        ),
+    ],
+    ids=["call", "custom call", "not prepared", "prepared only"],
+)
+def test_what_a_sparse_core_moves_is_seen(lines, is_hidden):
+    if "%u = " not in lines:
+        lines = lines.replace("(%u)", "(%c)").replace("start()", "start(%x)")
+    moved = f"""
+%move (p: bf16[1024,1024]) -> bf16[2048,1024] {{
+  %p = bf16[1024,1024]{{1,0}} parameter(0)
+  ROOT %g = bf16[2048,1024]{{1,0}} all-gather(%p), {ATTRIBUTES}
+}}
+"""
+    text = program(*(line.strip() for line in lines.strip().splitlines()))
+    [overlap] = overlaps(text.replace("MATMUL", DOT) + moved)
+    assert overlap.is_hidden is is_hidden
+
+
 def test_without_a_table_seconds_are_unknown():
     [overlap] = overlaps(program(start("g"), matmul("m"), done("g")), target=None)
     assert overlap.is_hidden

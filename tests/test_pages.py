@@ -75,6 +75,11 @@ PAGES = [
         SHOW_HOVERS[:1],
     ),
     slow(f"{SHOW} data=1 --preset tiny --html", []),
+    slow(
+        "audit --preset tiny --layout fsdp=4,tensor=2 --target gpu:h100:1x8 --seq 128 "
+        "--html",
+        [(".barlayer .trace .point path", r"ms, (matmuls|hidden|exposed)")],
+    ),
 ]
 
 

@@ -127,6 +127,18 @@ def test_what_is_cast_is_whole_for_two_layers_and_the_ends_and_split_for_the_res
     assert eager.idle_bytes == 0 < eager.gathered_bytes
 
 
+def test_a_blocks_gradients_wait_beside_the_next_unless_nothing_is_prefetched():
+    shape = SHAPES["llama3.2-1b"]  # its one table's gradient waits too
+    block = (shape.num_parameters - shape.vocab * shape.hidden - shape.hidden) / 16
+    on, off = (
+        of(f"fsdp=8,precision=bf16,remat=full{more}", preset="llama3.2-1b")
+        for more in ("", ",fsdp_prefetch=off")
+    )
+    assert on.workspace_bytes - off.workspace_bytes == pytest.approx(2 * block)
+    own = of("fsdp=8,precision=bf16"), of("fsdp=8,precision=bf16,fsdp_prefetch=off")
+    assert own[0].workspace_bytes == own[1].workspace_bytes
+
+
 @pytest.mark.parametrize(
     "layout, tables",
     [

@@ -25,7 +25,7 @@ from meshpar.audit.groups import (
     parse_pairs,
 )
 from meshpar.audit.hlo import Computation, HloError, Instruction, Program
-from meshpar.audit.loops import Place, places
+from meshpar.audit.loops import Place, places, wrapped_by
 from meshpar.audit.shapes import ArrayShape, Shape, arrays_of
 from meshpar.audit.users import Use, uses
 
@@ -172,7 +172,7 @@ class _Site:
     @property
     def is_async(self) -> bool:
         wrapped = self.caller is not None and (
-            self.caller.opcode == "async-start"
+            wrapped_by(self.caller) is not None
             or self.caller.name.startswith("async-collective-start")
         )
         return wrapped or self.instruction.opcode.endswith("-start")
@@ -246,9 +246,14 @@ def callers_of(program: Program) -> dict[str, tuple[Computation, Instruction]]:
         callee: (computation, instruction)
         for computation in program.computations.values()
         for instruction in computation.instructions
-        if instruction.opcode in ("fusion", "async-start")
-        and (callee := instruction.attribute(r"calls=%?([\w.\-]+)"))
+        if (callee := _inside_of(instruction))
     }
+
+
+def _inside_of(instruction: Instruction) -> str | None:
+    if instruction.opcode == "fusion":
+        return instruction.attribute(r"calls=%?([\w.\-]+)")
+    return wrapped_by(instruction)
 
 
 def _row(site: _Site, at: list[Place], mesh_shape: Mapping[str, int]) -> Collective:

@@ -9,6 +9,13 @@ from dataclasses import dataclass, replace
 
 from meshpar.audit.hlo import Computation, HloError, Instruction, Program
 
+_ASYNC_STARTS = {
+    "async-start": "calls",
+    "call-start": "to_apply",
+    "custom-call-start": "called_computations",
+}
+"""Opcode -> the attribute that names what it runs."""
+
 _KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 
 
@@ -69,10 +76,22 @@ def called(
             yield branch, replace(place, in_branch=True)
     elif opcode == "fusion":
         yield _callee(instruction, "calls"), replace(place, fused=True)
-    elif opcode in ("call", "async-start"):
-        # A call names what it applies, an asynchronous one what it wraps.
-        name = "to_apply" if opcode == "call" else "calls"
-        yield _callee(instruction, name), place
+    elif opcode == "call":
+        yield _callee(instruction, "to_apply"), place
+    elif (wrapped := wrapped_by(instruction)) is not None:
+        yield wrapped, place
+
+
+def wrapped_by(instruction: Instruction) -> str | None:
+    """The computation that an asynchronous start runs; None of what is none.
+
+    XLA:TPU starts what it gives to a SparseCore by a call, of which libtpu 0.0.52 makes
+    a custom call.
+    """
+    name = _ASYNC_STARTS.get(instruction.opcode)
+    if name is None:
+        return None
+    return instruction.attribute(rf"{name}=\{{?%?([\w.\-]+)")
 
 
 def trip_count(

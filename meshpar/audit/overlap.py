@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from meshpar.audit.collectives import KINDS, Collective, callers_of
 from meshpar.audit.hlo import Computation, Instruction, Program
@@ -112,22 +112,27 @@ def overlaps_of(
         mesh_shape: Size of each mesh axis, outermost first.
         cluster: The machine; None where no table has it.
     """
-    starts = dict(_starts(program))
     matmuls = Matmuls(program, None if cluster is None else cluster.device)
-    sites: dict[str, list[_Window]] = {}
-    for row in rows:
-        computation, start = starts[row.line]
-        first = computation.instructions.index(start)
-        last = _done(computation, start)
-        window = _Window(row, start, first, first if last is None else last)
-        sites.setdefault(computation.name, []).append(window)
     return {
         overlap.line: overlap
-        for name, windows in sites.items()
+        for name, windows in windows_of(program, rows).items()
         for overlap in _beside(
             program.computations[name], windows, matmuls, mesh_shape, cluster
         )
     }
+
+
+def windows_of(program: Program, rows: Iterable[Collective]) -> dict[str, list[Window]]:
+    """Name of a computation -> where its collectives start and are waited for."""
+    starts = dict(_starts(program))
+    sites: dict[str, list[Window]] = {}
+    for row in rows:
+        computation, start = starts[row.line]
+        first = computation.instructions.index(_sent(computation, start))
+        last = _done(computation, start)
+        window = Window(row, start, first, first if last is None else last)
+        sites.setdefault(computation.name, []).append(window)
+    return sites
 
 
 def overlap_totals(
@@ -167,7 +172,7 @@ def _sum(seconds: Iterable[tuple[int, float | None]]) -> float | None:
 
 
 @dataclass(frozen=True)
-class _Window:
+class Window:
     """A collective's start and done: positions in its computation."""
 
     row: Collective
@@ -192,6 +197,16 @@ def _starts(program: Program) -> Iterator[tuple[int, tuple[Computation, Instruct
                 yield instruction.line, callers.get(computation.name, itself)
 
 
+def _sent(computation: Computation, start: Instruction) -> Instruction:
+    """Where its operands are given: of a prepared start, the update that has them."""
+    if start.opcode != "custom-call-start" or start.operands:
+        return start
+    for user in computation.instructions:
+        if start.name in user.operands and user.opcode == "custom-call-update":
+            return user
+    return start
+
+
 def _done(computation: Computation, start: Instruction) -> int | None:
     """Where it is waited for; None of what is not asynchronous."""
     if _SYNCHRONOUS in start.attributes:
@@ -203,15 +218,16 @@ def _done(computation: Computation, start: Instruction) -> int | None:
         if user.opcode.endswith("-done") or user.name.startswith(_DONE):
             return at
         callee = user.attribute(r"calls=%?([\w.\-]+)") or ""
-        passes = ("get-tuple-element", "tuple", "async-update", "bitcast")
-        if user.opcode in passes or callee.startswith(_STEP):
+        passes = ("get-tuple-element", "tuple", "bitcast")
+        goes_on = user.opcode in passes or user.opcode.endswith("-update")
+        if goes_on or callee.startswith(_STEP):
             names.add(user.name)
     return None
 
 
 def _beside(
     computation: Computation,
-    windows: Iterable[_Window],
+    windows: Iterable[Window],
     matmuls: Matmuls,
     mesh_shape: Mapping[str, int],
     cluster: Cluster | None,
@@ -232,7 +248,7 @@ def _beside(
         if cluster is None:
             yield overlap
             continue
-        wire_s = _wire_s(window.row, mesh_shape, cluster)
+        wire_s = wire_s_of(window.row, mesh_shape, cluster)
         hidden_s = lanes.setdefault(window.lane, _Lane()).hide(works, wire_s)
         yield Overlap(**{**vars(overlap), "wire_s": wire_s, "hidden_s": hidden_s})
 
@@ -254,9 +270,13 @@ class _Lane:
         return hidden
 
 
-def _wire_s(row: Collective, mesh_shape: Mapping[str, int], cluster: Cluster) -> float:
-    """Of a collective between devices that form no product: as over all of them."""
+def wire_s_of(
+    row: Collective, mesh_shape: Mapping[str, int], cluster: Cluster
+) -> float:
+    """Seconds of one execution; of groups that are no product, as over all devices."""
     mesh_axes = tuple(mesh_shape) if row.mesh_axes is None else row.mesh_axes
     link = cluster.link_of(mesh_shape, mesh_axes)
+    if link.scatters_whole:  # A program says itself where it all-reduces instead.
+        link = replace(link, scatters_whole=False)
     members = math.prod(mesh_shape[axis] for axis in mesh_axes)
     return collective_s(row.kind, row.payload_bytes, members, link)

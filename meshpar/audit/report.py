@@ -28,6 +28,7 @@ from meshpar.audit.reasons import Explained, explain
 from meshpar.audit.subject import Subject, subject_of
 from meshpar.audit.target import Target
 from meshpar.audit.targets import CompiledProgram, TargetError, compile_for
+from meshpar.audit.timeline import BlockTimeline, timelines_of
 from meshpar.audit.traced import operations
 from meshpar.errors import InputError
 from meshpar.planner.machine.cluster import Cluster
@@ -41,32 +42,38 @@ class AuditReport:
         layout: The layout's line; empty if the program is no step of ours.
         target: What it was compiled for.
         mesh_shape: Size of each mesh axis.
+        compiler_options: XLA's, that it was compiled with.
         rows: Every collective with its reason.
         memory: Bytes, or None if it did not compile.
         capacity_bytes: Memory of one device, if known.
         flops: Matmul FLOPs, with those that kernels estimate of themselves.
         uncounted: Custom calls whose FLOPs are not known, and not among them.
         overlaps: Line of each collective -> the matmuls beside it.
+        timelines: Of a block's forward and backward, where the device has a table.
         buffers: The largest arrays written.
         hazards: What XLA is known to run wrongly or not at all.
         problem: Why there is no compiled program; empty if there is one.
         too_large: Whether the problem is that it does not fit.
+        notes: What a step does otherwise than its layout may suggest, a line each.
         compile_s: Seconds that lowering and compiling took.
     """
 
     layout: str
     target: str
     mesh_shape: dict[str, int]
+    compiler_options: Mapping[str, Any] = field(default_factory=dict)
     rows: tuple[Explained, ...] = ()
     memory: MemoryUse | None = None
     capacity_bytes: int | None = None
     flops: int = 0
     uncounted: tuple[UncountedCall, ...] = ()
     overlaps: Mapping[int, Overlap] = field(default_factory=dict)
+    timelines: tuple[BlockTimeline, ...] = ()
     buffers: tuple[Buffer, ...] = ()
     hazards: tuple[Hazard, ...] = ()
     problem: str = ""
     too_large: bool = False
+    notes: tuple[str, ...] = ()
     compile_s: float = 0.0
 
     @property
@@ -134,8 +141,10 @@ class AuditReport:
             "layout": self.layout,
             "target": self.target,
             "mesh_shape": self.mesh_shape,
+            "compiler_options": dict(self.compiler_options),
             "fits": self.fits,
             "problem": self.problem,
+            "notes": list(self.notes),
             "memory": {**memory, "capacity_bytes": self.capacity_bytes},
             "flops": self.flops,
             "uncounted": [asdict(call) for call in self.uncounted],
@@ -172,8 +181,9 @@ def audit(
         expected: Mesh axis -> kind -> reason, of what the caller asks for besides.
         timeout_s: Seconds that compiling for an absent target may take.
         memory_bytes: Memory that it may take.
-        compiler_options: XLA's. On its own devices a step has those that it was made
-            with (`make_train_step`); a name given here counts.
+        compiler_options: XLA's, over those that a step has: of its platform, and on its
+            own devices those that it was made with (`make_train_step`). None as a value
+            leaves one out.
 
     Returns:
         The report. A program that XLA may abort on is compiled in another process; if
@@ -204,12 +214,15 @@ def audit(
         platform=None if chosen is None else chosen.platform,
     )
     options = {**subject.compiler_options, **(compiler_options or {})}
+    options = {name: value for name, value in options.items() if value is not None}
     subject = replace(subject, compiler_options=options)
     start = time.perf_counter()
     known: dict[str, Any] = {
         "layout": str(subject.layout or ""),
         "target": str(chosen or subject.platform),
         "mesh_shape": subject.mesh_shape,
+        "notes": subject.notes,
+        "compiler_options": options,
         "capacity_bytes": None if chosen is None else chosen.memory_bytes,
     }
     flat = subject.flat()
@@ -290,6 +303,9 @@ def _read(
     program = parse_program(compiled.text)
     rows = collectives_of(program, known["mesh_shape"])
     flops = flops_of(program)
+    timelines: tuple[BlockTimeline, ...] = ()
+    if cluster is not None:
+        timelines = timelines_of(program, rows, known["mesh_shape"], cluster)
     return AuditReport(
         **known,
         rows=tuple(map(explained, rows)),
@@ -297,6 +313,7 @@ def _read(
         flops=flops.total,
         uncounted=flops.uncounted,
         overlaps=overlaps_of(program, rows, known["mesh_shape"], cluster),
+        timelines=timelines,
         buffers=largest_buffers(program),
         hazards=(*hazards, *compiled_hazards(rows)),
     )

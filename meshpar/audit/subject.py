@@ -29,6 +29,7 @@ class Subject:
         weights: Path -> whole shape (of one layer) of each parameter.
         sequence_axes: Mesh axes that split the residual stream's sequence.
         compiler_options: XLA's, that its jit has.
+        notes: What its reader should know, a line each.
     """
 
     function: Any
@@ -39,6 +40,7 @@ class Subject:
     weights: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     sequence_axes: tuple[str, ...] = ()
     compiler_options: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     @property
     def mesh_shape(self) -> dict[str, int]:

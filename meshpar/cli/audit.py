@@ -6,6 +6,7 @@ import argparse
 import json
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshpar.audit.target import Target
@@ -18,6 +19,7 @@ from meshpar.cli.parsing import (
     layout_of,
     model_of,
 )
+from meshpar.cli.report.destination import PAGES, check_picture
 from meshpar.emulate import emulate, num_cpu_devices
 from meshpar.errors import InputError
 from meshpar.layout import Layout
@@ -62,7 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="NAME=VALUE",
         help="an option of XLA, such as xla_tpu_enable_async_collective_fusion=true; "
-        "may be given several times (default: none)",
+        "none removes one that is set by default; may be given several times (default: "
+        "those of the platform)",
     )
     add("--strict", action="store_true", help="surprises end with status 1 too")
     add(
@@ -80,6 +83,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="memory of this machine that it may take",
     )
     add("--json", action="store_true", help="print one JSON object")
+    add(
+        "--html",
+        metavar="FILE",
+        help="a page with a block's schedule over time (default: no page; needs "
+        "meshpar[plots])",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -88,6 +97,8 @@ def run(args: argparse.Namespace) -> int:
     The step is AdamW's with gradients clipped to a global norm of 1, unless a recipe
     says otherwise.
     """
+    if args.html:
+        check_picture("--html", args.html, PAGES)
     if args.devices is None and args.target is not None:
         args.devices = args.target.num_devices
     layout = layout_of(args)
@@ -103,6 +114,10 @@ def run(args: argparse.Namespace) -> int:
         memory_bytes=int(args.memory_gib * _GIB),
         compiler_options=compiler_options,
     )
+    if args.html:
+        from meshpar.cli.report.audit_page import audit_page
+
+        Path(args.html).write_text(audit_page(report), encoding="utf-8")
     if args.json:
         print(json.dumps(report.to_json()))
     else:
@@ -111,15 +126,15 @@ def run(args: argparse.Namespace) -> int:
     return 1 if bad or (args.strict and report.surprises) else 0
 
 
-def _compiler_option(text: str) -> tuple[str, str | int | bool]:
+def _compiler_option(text: str) -> tuple[str, str | int | bool | None]:
     name, equals, value = text.partition("=")
     if not (name and equals and value):
         raise InputError(
             f"--compiler-option {text!r} is not NAME=VALUE; write for example "
             "xla_gpu_enable_latency_hiding_scheduler=true"
         )
-    if value in ("true", "false"):
-        return name, value == "true"
+    if value in ("true", "false", "none"):
+        return name, {"true": True, "false": False}.get(value)
     return name, int(value) if re.fullmatch(r"-?[0-9]+", value) else value
 
 
@@ -197,6 +212,9 @@ def _print(report: AuditReport, console: Console) -> None:
         f"{report.compile_s:.1f} s",
         highlight=False,
     )
+    if report.compiler_options:
+        given = ", ".join(map(_option_text, report.compiler_options.items()))
+        console.print(f"compiler options: {given}", highlight=False, markup=False)
     if report.problem:
         console.print(report.problem, highlight=False, markup=False)
     else:
@@ -205,8 +223,13 @@ def _print(report: AuditReport, console: Console) -> None:
         console.print(overlap_table(report))
         console.print(buffer_table(report))
         _print_memory(report, console)
-    for line in report.complaints():
+    for line in (*report.notes, *report.complaints()):
         console.print(line, highlight=False, markup=False)
+
+
+def _option_text(option: tuple[str, Any]) -> str:
+    name, value = option
+    return f"{name}={str(value).lower() if isinstance(value, bool) else value}"
 
 
 def _print_memory(report: AuditReport, console: Console) -> None:

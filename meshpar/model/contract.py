@@ -42,6 +42,7 @@ from typing import Any
 import jax
 
 from meshpar.errors import InputError
+from meshpar.model.batch_parts import in_parts
 from meshpar.model.inputs import Input, Inputs, check_inputs, default_inputs
 from meshpar.model.parameter import Parameter, Params, flat, is_parameter
 from meshpar.model.scope import Scope
@@ -105,10 +106,15 @@ class BlockGroup:
     def run(self, params: Params, stream: Stream, scope: Scope) -> tuple[Stream, Sums]:
         """The block's output, and its sums: fp32 of each auxiliary loss, and others.
 
+        In parts of the batch where that hides communication (`model.batch_parts`).
+
         Raises:
             InputError: It returns other sums than those declared, or a stream of
                 another tree, shape or dtype than it was given.
         """
+        return in_parts(self._run, params, stream, scope)
+
+    def _run(self, params: Params, stream: Stream, scope: Scope) -> tuple[Stream, Sums]:
         result = self.block(params, stream, scope)
         keeps_state = self.update_state is not None
         block = self.called or f"the block of group {self.name!r}"

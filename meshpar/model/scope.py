@@ -41,6 +41,7 @@ class Scope:
         batch_axes: Manual mesh axes that split the examples of one microbatch.
         num_microbatches: Parts that the batch of a device is run in, one by one.
         platform: Kind of device the program is for: `cpu`, `gpu` or `tpu`.
+        batch_sums: Where `batch_sum` notes that it is called; None for nowhere.
     """
 
     rules: Rules | None = None
@@ -55,6 +56,7 @@ class Scope:
     batch_axes: tuple[str, ...] = ()
     num_microbatches: int = 1
     platform: str = "cpu"
+    batch_sums: list[str] | None = field(default=None, repr=False)
 
     def constrain(self, x: jax.Array, logical_axes: LogicalAxes) -> jax.Array:
         """`x` laid out by the rules (`Rules.constrain`); `x` itself outside a mesh."""
@@ -187,6 +189,8 @@ class Scope:
             InputError: The batch runs in several microbatches, none of which has the
                 others' examples.
         """
+        if self.batch_sums is not None:
+            self.batch_sums.append("batch_sum")
         if self.num_microbatches > 1:
             raise InputError(
                 "scope.batch_sum needs the whole global batch at once, but it runs in "

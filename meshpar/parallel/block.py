@@ -12,7 +12,14 @@ from meshpar.model.contract import BlockGroup, Stream
 from meshpar.model.sums import Sums
 from meshpar.parallel.remat import names_in, rematerialised
 from meshpar.parallel.residuals import Residuals, restore_vjp, vjp_without
-from meshpar.parallel.zero import gather, gradient_in_loop, in_loop, reduce_scatter
+from meshpar.parallel.zero import (
+    Stored,
+    gather,
+    gradient_in_loop,
+    in_loop,
+    is_stored,
+    reduce_scatter,
+)
 
 Known = dict[str, Any]
 """Arrays without gradient that scopes are made of."""
@@ -21,10 +28,9 @@ Known = dict[str, Any]
 class Block:
     """One layer, as the loops call it.
 
-    Of a layer's P values that are split over `n` devices of the batch axes at work,
-    each pass gathers the P (n-1)/n that a device lacks, in the compute dtype; nothing
-    where they are whole or gathered before the loop. What GSPMD adds over its own mesh
-    axes, such as `tensor`, stands in the model's functions (`parallel.tensor`).
+    `gather` and `scatter` are what crosses the batch axes; the rest is this device's
+    own. What GSPMD adds over its own mesh axes, such as `tensor`, stands in the model's
+    functions (`parallel.tensor`).
 
     Args:
         group: The blocks.
@@ -45,38 +51,79 @@ class Block:
     ) -> None:
         self.group, self.remat = group, remat
         self._stored, self._padded = stored, padded
-        self._apply = rematerialised(group.run, remat)
+        self._apply = {
+            looped: rematerialised(group.run, remat, looped=looped)
+            for looped in (True, False)
+        }
         self._make_scope = make_scope
 
-    def forward(
-        self, shard: Any, x: Stream, layer: jax.Array, known: Known
-    ) -> tuple[Stream, Sums]:
-        """The layer's output, and its sums.
+    @property
+    def gathers(self) -> bool:
+        """Whether `gather` communicates."""
+        return any(in_loop(stored) for stored in self._all_stored)
 
-        One all-gather over the batch axes for each parameter that is split there.
+    @property
+    def scatters(self) -> bool:
+        """Whether `scatter` communicates."""
+        return any(gradient_in_loop(stored) for stored in self._all_stored)
+
+    def gather(self, shard: Any) -> Any:
+        """A layer's parameters for use, in the compute dtype.
+
+        One all-gather over the batch axes for each parameter that is split there while
+        the blocks run: of its P values a device receives the P (n-1)/n that it lacks.
 
         Args:
             shard: One layer's parameters, this device's shards.
+        """
+        return gather(self._stored, shard, in_loop)
+
+    def scatter(self, gradients: Any) -> Any:
+        """A layer's gradients as they are added up.
+
+        One reduce-scatter over the batch axes for each parameter whose gradient is
+        split in the loop (`gradient_in_loop`): of its P values each device sends
+        P (n-1)/n, in `Stored.sum_dtype`. Other gradients stay this device's own until
+        the loop is done.
+        """
+        return reduce_scatter(self._stored, gradients, gradient_in_loop)
+
+    def forward(
+        self, weights: Any, x: Stream, layer: jax.Array, known: Known
+    ) -> tuple[Stream, Sums]:
+        """The layer's output, and its sums.
+
+        Args:
+            weights: One layer's parameters, from `gather`.
             x: The stream, this device's examples; the output is alike.
             layer: int32 scalar, below 0 for a place without a layer: `x` goes through.
             known: What the scope is made of.
         """
-        weights = gather(self._stored, shard, in_loop)
         y, sums = self._call(weights, x, {**known, "layer": layer})
         return self._passed_on(y, sums, x, layer)
 
     def forward_keeping(
-        self, shard: Any, x: Stream, layer: jax.Array, known: Known
+        self,
+        weights: Any,
+        x: Stream,
+        layer: jax.Array,
+        known: Known,
+        *,
+        looped: bool = True,
     ) -> tuple[tuple[Stream, Sums], Residuals]:
         """`forward`, and what `backward` needs: no parameter is among it.
 
-        Communicates as `forward`.
+        Args:
+            weights: As for `forward`, and so the next three.
+            x: The stream.
+            layer: Its index.
+            known: What the scope is made of.
+            looped: Whether a loop is around it, and not around its backward.
         """
-        weights = gather(self._stored, shard, in_loop)
         known = {**known, "layer": layer}
 
         def run(weights: Any, x: Stream) -> tuple[tuple[Stream, Sums], Sums]:
-            y, sums = self._call(weights, x, known)
+            y, sums = self._call(weights, x, known, looped)
             auxiliary = {name: sums.pop(name) for name in self.group.auxiliary}
             return (y, auxiliary), sums
 
@@ -87,7 +134,7 @@ class Block:
 
     def backward(
         self,
-        shard: Any,
+        weights: Any,
         residuals: Residuals,
         dx: Stream,
         of_loss: jax.Array | float,
@@ -96,13 +143,8 @@ class Block:
     ) -> tuple[Any, Stream]:
         """Gradients of one layer's parameters, and of its `x`.
 
-        The all-gathers of `forward` again; then one reduce-scatter over the batch axes
-        for each parameter whose gradient is split in the loop (`gradient_in_loop`): of
-        its P values each device sends P (n-1)/n, in `Stored.sum_dtype`. Other
-        gradients stay this device's own until the loop is done.
-
         Args:
-            shard: As for `forward`.
+            weights: As for `forward`.
             residuals: From `forward_keeping`.
             dx: Gradient of its output.
             of_loss: Gradient of the summed loss, auxiliary losses among it; a scalar.
@@ -110,17 +152,15 @@ class Block:
             known: As for `forward`.
 
         Returns:
-            Gradients shaped as one layer's parameters, split as they are added up; and
-            that of `x`. Zeros and `dx` itself at a place without a layer.
+            Gradients shaped as the weights, for `scatter`; and that of `x`. Zeros and
+            `dx` itself at a place without a layer.
         """
-        weights = gather(self._stored, shard, in_loop)
         vjp = restore_vjp(residuals, (weights, {**known, "layer": layer}))
         of_sums = {
             name: jnp.float32(coefficient * of_loss)
             for name, coefficient in self.group.auxiliary.items()
         }
-        gradients, dx = self._cut(vjp((dx, of_sums)), dx, layer)
-        return reduce_scatter(self._stored, gradients, gradient_in_loop), dx
+        return self._cut(vjp((dx, of_sums)), dx, layer)
 
     def residual_names(
         self, shard: Any, x: Stream, layer: jax.Array, known: Known
@@ -128,14 +168,19 @@ class Block:
         """The names that the block gives to residuals; nothing is run."""
 
         def run(shard: Any, x: Stream) -> tuple[Stream, Sums]:
-            weights = gather(self._stored, shard, in_loop)
             scope = self._make_scope({**known, "layer": layer})
-            return self.group.run(weights, x, scope)
+            return self.group.run(self.gather(shard), x, scope)
 
         return names_in(run, shard, x)
 
-    def _call(self, weights: Any, x: Stream, known: Known) -> tuple[Stream, Sums]:
-        y, sums = self._apply(self._make_scope, weights, x, known)
+    @property
+    def _all_stored(self) -> list[Stored]:
+        return jax.tree.leaves(self._stored, is_leaf=is_stored)
+
+    def _call(
+        self, weights: Any, x: Stream, known: Known, looped: bool = True
+    ) -> tuple[Stream, Sums]:
+        y, sums = self._apply[looped](self._make_scope, weights, x, known)
         return y, dict(sums)
 
     def _passed_on(

@@ -24,7 +24,7 @@ from meshpar.residual_names import is_named
 
 # As JAX names the passes of what it differentiates, so that profiles and the audit tell
 # them apart here too.
-_FORWARD, _BACKWARD = "jvp(blocks)", "transpose(jvp(blocks))"
+FORWARD, BACKWARD = "jvp(blocks)", "transpose(jvp(blocks))"
 
 
 @dataclass(frozen=True)
@@ -36,23 +36,32 @@ class Stack:
         shards: Stacked parameters as the loop takes them, this device's shards.
         state: Stacked state.
         layers: int32, the layer that each place of the stack holds.
+        prefetch: Whether its loops are those of `meshpar.parallel.prefetch`, where any
+            parameter is split in them.
     """
 
     block: Block
     shards: Any
     state: Any
     layers: jax.Array
+    prefetch: bool = False
 
     @property
     def xs(self) -> tuple:
         """What a loop over the layers runs along."""
         return self.shards, self.state, self.layers
 
+    @property
+    def prefetches(self) -> bool:
+        """Whether something is communicated ahead."""
+        return self.prefetch and (self.block.gathers or self.block.scatters)
+
 
 def run_blocks(stack: Stack, x: Stream, known: Known) -> tuple[Stream, Sums]:
     """`x` after every block of a stack, and the blocks' sums.
 
-    Auxiliary losses are summed over the layers, other sums are stacked.
+    Auxiliary losses are summed over the layers, other sums are stacked. Each layer's
+    parameters are gathered (`Block.gather`).
 
     Args:
         stack: The blocks.
@@ -62,10 +71,11 @@ def run_blocks(stack: Stack, x: Stream, known: Known) -> tuple[Stream, Sums]:
 
     def body(x: Stream, xs: tuple) -> tuple[Stream, Sums]:
         shard, state, layer = xs
-        return stack.block.forward(shard, x, layer, {**known, "state": state})
+        weights = stack.block.gather(shard)
+        return stack.block.forward(weights, x, layer, {**known, "state": state})
 
     x, sums = lax.scan(body, x, stack.xs)
-    return x, _over_layers(stack.block, sums)
+    return x, over_layers(stack.block, sums)
 
 
 def run_keeping(
@@ -76,13 +86,13 @@ def run_keeping(
     def body(x: Stream, xs: tuple) -> tuple[Stream, tuple[Sums, Residuals]]:
         shard, state, layer = xs
         (x, sums), residuals = stack.block.forward_keeping(
-            shard, x, layer, {**known, "state": state}
+            stack.block.gather(shard), x, layer, {**known, "state": state}
         )
         return x, (sums, residuals)
 
-    with jax.named_scope(_FORWARD):
+    with jax.named_scope(FORWARD):
         x, (sums, residuals) = lax.scan(body, x, stack.xs)
-    return x, _over_layers(stack.block, sums), residuals
+    return x, over_layers(stack.block, sums), residuals
 
 
 def run_backward(
@@ -96,6 +106,9 @@ def run_backward(
     of_loss: jax.Array | float = 1.0,
 ) -> tuple[Stream, Any]:
     """The backward of `run_keeping`, gradients added up in place, layer by layer.
+
+    Each layer's parameters are gathered once more, and its gradients reduce-scattered
+    (`Block.scatter`).
 
     Args:
         stack: As for `run_keeping`.
@@ -114,12 +127,17 @@ def run_backward(
         dx, totals = carry
         (shard, state, layer), residual, place = xs
         gradients, dx = stack.block.backward(
-            shard, residual, dx, of_loss, layer, {**known, "state": state}
+            stack.block.gather(shard),
+            residual,
+            dx,
+            of_loss,
+            layer,
+            {**known, "state": state},
         )
-        return (dx, add(totals, gradients, place)), None
+        return (dx, add(totals, stack.block.scatter(gradients), place)), None
 
     xs = (stack.xs, residuals, jnp.arange(len(stack.layers)))
-    with jax.named_scope(_BACKWARD):
+    with jax.named_scope(BACKWARD):
         return lax.scan(body, (dx, totals), xs, reverse=True)[0]
 
 
@@ -172,7 +190,8 @@ def check_names(stacks: Sequence[tuple[Stack, Stream]], known: Known) -> None:
     refuse_unknown(remat, names)
 
 
-def _over_layers(block: Block, sums: Sums) -> Sums:
+def over_layers(block: Block, sums: Sums) -> Sums:
+    """Auxiliary losses summed over the layers; other sums as they are."""
     return {
         name: jnp.sum(values) if name in block.group.auxiliary else values
         for name, values in sums.items()

@@ -106,11 +106,16 @@ class Placement:
             The ends' parameters, whole over the batch axes; of each group of blocks the
             (layers, ...) of this device's stages, split as `Stored.loop_spec` says.
         """
-        ends, groups = self.model.split(params)
-        stored_ends, stored_groups = self.model.split(self.stored)
-        if self._gathers_once:
-            groups = gather(stored_groups, groups, before_loop)
-        return gather(stored_ends, ends, before_loop), groups
+        ends, _ = self.model.split(params)
+        stored, _ = self.model.split(self.stored)
+        return gather(stored, ends, before_loop), self.blocks_before_loop(params)
+
+    def blocks_before_loop(self, params: Params) -> list[Params]:
+        """The blocks' parameters as the loop takes them (`gather_before_loop`)."""
+        _, groups = self.model.split(params)
+        if not self._gathers_once:
+            return groups
+        return gather(self.model.split(self.stored)[1], groups, before_loop)
 
     def at_rest(self, values: Params) -> Params:
         """Parameters as they lie between steps, from shards laid out as states.

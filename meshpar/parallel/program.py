@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from meshpar.model.contract import BlockGroup, Stream
 from meshpar.model.parameter import Params
 from meshpar.model.sums import Sums
+from meshpar.parallel import prefetch
 from meshpar.parallel.block import Block, Known
 from meshpar.parallel.blocks import (
     Stack,
@@ -25,9 +26,11 @@ from meshpar.parallel.blocks import (
     run_blocks,
     run_keeping,
 )
+from meshpar.parallel.ends import Ends
 from meshpar.parallel.mean_loss import metrics_of, random_key, safe_inverse
 from meshpar.parallel.model_state import summed_statistics, updated_state
 from meshpar.parallel.placement import BATCH, REPLICATED, Placement
+from meshpar.parallel.prefetch_choice import prefetches
 from meshpar.parallel.scopes import Scopes
 from meshpar.parallel.zero import Stored, is_stored
 
@@ -90,7 +93,7 @@ class LocalProgram:
 
         def local(*of: Any) -> tuple[jax.Array, jax.Array]:
             pass_ = _Pass.of(self.placement, *of, training=False)
-            return self.placement.sum_losses(pass_.head(pass_.weights, pass_.hidden()))
+            return self.placement.sum_losses(pass_.head(*pass_.hidden()))
 
         return self.placement.on_state(local, (REPLICATED, REPLICATED))(
             params, state, batch, step, seed
@@ -110,7 +113,7 @@ class LocalProgram:
             pass_ = _Pass.of(self.placement, *of, training=False)
             # `TrainStep.logits` refuses a model without.
             logits = cast(Callable[..., Any], self.placement.model.logits)
-            return logits(pass_.weights, pass_.hidden(), pass_.outside)
+            return logits(*pass_.hidden(), pass_.outside)
 
         return self.placement.on_state(local, BATCH)(params, state, batch, step, seed)
 
@@ -122,7 +125,7 @@ class _Pass:
     Args:
         placement: The model on its mesh.
         scopes: What makes scopes.
-        weights: The ends' parameters for use.
+        ends: The ends' parameters.
         groups: The blocks' parameters as the loop takes them.
         state: The model's state.
         known: What scopes are made of.
@@ -130,7 +133,7 @@ class _Pass:
 
     placement: Placement
     scopes: Scopes
-    weights: Params
+    ends: Ends
     groups: list[Params]
     state: Params
     known: Known
@@ -148,24 +151,36 @@ class _Pass:
         training: bool,
     ) -> _Pass:
         scopes = placement.scopes(training=training)
-        weights, groups = placement.gather_before_loop(params)
+        model = placement.model
+        known = {
+            "batch": dict(batch),
+            "examples": scopes.examples(batch),
+            "random": random_key(seed, step),
+        }
+        outside = scopes({**known, "state": model.split(state)[0]})
+
+        def embed(weights: Params) -> Stream:
+            return model.embed(weights, outside.batch, outside)
+
+        apart = prefetches(placement) and not any(group.enter for group in model.groups)
+        ends = Ends.of(
+            model.split(placement.stored)[0],
+            model.split(params)[0],
+            embed if apart else None,
+        )
         return cls(
             placement=placement,
             scopes=scopes,
-            weights=weights,
-            groups=groups,
+            ends=ends,
+            groups=placement.blocks_before_loop(params),
             state=state,
-            known={
-                "batch": dict(batch),
-                "examples": scopes.examples(batch),
-                "random": random_key(seed, step),
-            },
+            known=known,
         )
 
     def loss_and_gradients(self) -> Found:
         placement = self.placement
-        x, vjps, stacks, sums, kept = self._forward()
-        (loss_sum, weight_sum), head_vjp = jax.vjp(self.head, self.weights, x)
+        weights, x, vjps, stacks, sums, kept = self._forward()
+        (loss_sum, weight_sum), head_vjp = jax.vjp(self.head, weights, x)
         auxiliary = [_chosen(stack, of) for stack, of in zip(stacks, sums, strict=True)]
         totals = placement.sum_losses((loss_sum, weight_sum, auxiliary))
         loss_sum, weight_sum, auxiliary = totals
@@ -173,31 +188,36 @@ class _Pass:
             loss_sum += stack.block.group.weighted(of_group)
         share = safe_inverse(weight_sum)
         ends, dx = head_vjp((share, -loss_sum * share * share))
+        beside = self.ends.scatter_late(ends)
         blocks: list[Any] = []
         for stack, vjp, residuals, zeros in reversed(
-            list(zip(stacks, vjps, kept, self._zeros(), strict=True))
+            list(zip(stacks, vjps, kept, self._zeros(weights), strict=True))
         ):
-            dx, total = run_backward(
-                stack, residuals, dx, self.known, zeros, _put, of_loss=share
+            dx, total, beside = _run_backward(
+                stack, residuals, dx, self.known, zeros, share, beside
             )
             more, *dx_of = vjp(dx)
             dx = dx_of[0] if dx_of else None
             ends = jax.tree.map(jnp.add, ends, more)
             blocks.insert(0, total)
-        gradients = placement.reduce(placement.scatter_ends(ends), blocks)
+        gradients = placement.reduce(self.ends.scattered(ends, beside), blocks)
         statistics = summed_statistics(placement, stacks, sums)
         state = updated_state(placement.model, self.state, statistics)
         metrics = metrics_of(weight_sum, sums_by_name(auxiliary))
         return loss_sum * share, metrics, gradients, state
 
-    def hidden(self) -> Stream:
-        """The last block's output."""
-        x = None
+    def hidden(self) -> tuple[Params, Stream]:
+        """The ends' parameters for use, and the last block's output."""
+        x, beside = None, self.ends.late_shards
+        early = self.ends.gather_early()
+        weights = self.ends.joined(early)
         for at, (group, stack) in enumerate(self._stacks()):
-            x, _ = run_blocks(
-                stack, self._entered(at, group)(self.weights, x), self.known
-            )
-        return x
+            entered = self._entered(at, group)(weights, x)
+            if stack.prefetches:
+                x, _, beside = prefetch.run_blocks(stack, entered, self.known, beside)
+            else:
+                x, _ = run_blocks(stack, entered, self.known)
+        return self.ends.joined(early, self.ends.gather_late(beside)), x
 
     def head(self, weights: Params, x: Stream) -> tuple[jax.Array, jax.Array]:
         model = self.placement.model
@@ -211,20 +231,23 @@ class _Pass:
 
     def _forward(self) -> tuple:
         x, vjps, stacks, sums, kept, checked = None, [], [], [], [], []
+        early, beside = self.ends.gather_early(), self.ends.late_shards
+        weights = self.ends.joined(early)
         for at, (group, stack) in enumerate(self._stacks()):
             entered = self._entered(at, group)
-            given = (self.weights,) if at == 0 else (self.weights, x)
+            given = (weights,) if at == 0 else (weights, x)
             x, vjp = jax.vjp(
                 lambda weights, x=None, run=entered: run(weights, x), *given
             )
             checked.append((stack, x))
-            x, of_group, residuals = run_keeping(stack, x, self.known)
+            x, of_group, residuals, beside = _run_keeping(stack, x, self.known, beside)
             vjps.append(vjp)
             stacks.append(stack)
             sums.append(of_group)
             kept.append(residuals)
         check_names(checked, self.known)
-        return x, vjps, stacks, sums, kept
+        weights = self.ends.joined(early, self.ends.gather_late(beside))
+        return weights, x, vjps, stacks, sums, kept
 
     def _entered(self, at: int, group: BlockGroup) -> Callable[..., Stream]:
         """(ends' parameters, stream of the group before) -> this group's stream."""
@@ -255,6 +278,7 @@ class _Pass:
                     shards=self.groups[at],
                     state=state[at],
                     layers=first + jnp.arange(group.num_layers, dtype=jnp.int32),
+                    prefetch=prefetches(self.placement),
                 ),
             )
             for at, (group, first) in enumerate(
@@ -262,9 +286,33 @@ class _Pass:
             )
         ]
 
-    def _zeros(self) -> list[Params]:
-        shapes = self.placement.gradient_shapes(self.weights, self.groups)[1]
+    def _zeros(self, weights: Params) -> list[Params]:
+        shapes = self.placement.gradient_shapes(weights, self.groups)[1]
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+
+def _run_keeping(stack: Stack, x: Stream, known: Known, beside: Any) -> tuple:
+    """The stack's output, its sums, what its backward needs, and `beside`."""
+    if stack.prefetches:
+        return prefetch.run_keeping(stack, x, known, beside)
+    return *run_keeping(stack, x, known), beside
+
+
+def _run_backward(
+    stack: Stack,
+    kept: Any,
+    dx: Stream,
+    known: Known,
+    zeros: Params,
+    of_loss: jax.Array,
+    beside: Any,
+) -> tuple:
+    """The gradient of the stack's input, of its parameters, and `beside`."""
+    if stack.prefetches:
+        return prefetch.run_backward(
+            stack, kept, dx, known, zeros, _put, of_loss=of_loss, beside=beside
+        )
+    return *run_backward(stack, kept, dx, known, zeros, _put, of_loss=of_loss), beside
 
 
 def one_layer(stored: Any) -> Any:

@@ -21,7 +21,7 @@ HOST_MEMORY = "pinned_host"
 
 
 def rematerialised(
-    block: Callable[[Any, jax.Array, Scope], Any], remat: str
+    block: Callable[[Any, jax.Array, Scope], Any], remat: str, *, looped: bool = True
 ) -> Callable[..., Any]:
     """`block` under a policy, as a function of (make_scope, params, x, known).
 
@@ -43,7 +43,7 @@ def rematerialised(
         return call
     # Inside a loop XLA cannot merge the recomputation with the forward anyway.
     return jax.checkpoint(
-        call, policy=_policy(remat), prevent_cse=False, static_argnums=(0,)
+        call, policy=_policy(remat), prevent_cse=not looped, static_argnums=(0,)
     )
 
 

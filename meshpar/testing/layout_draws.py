@@ -8,7 +8,7 @@ or schedule joins as soon as the library takes it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ import optax
 from meshpar import MESH_AXES, Layout, Model, RuleError, make_train_step
 from meshpar.layout import BATCH_AXES, STAGE_REMATS
 from meshpar.schedules import SCHEDULES
+from meshpar.train.layout_refusals import layout_refusals
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ DRAWS: dict[str, Draw] = {
     "zero": Draw((3, 3, 0, 1, 2), beside=BATCH_AXES[::-1]),
     "zero_axes": Draw(((), (), ("data",), ("fsdp",), BATCH_AXES), beside=("fsdp",)),
     "fsdp_gather": Draw(("step", "microbatch"), ("fsdp",), (("microbatches", 2),)),
+    "fsdp_prefetch": Draw(("auto", "on"), ("fsdp",), (("microbatches", 1),)),
     "optimizer_memory": Draw(("device", "device", "host")),
     "sequence_parallel": Draw((False, True), beside=("tensor",)),
     "attention": Draw(("ring", "allgather", "ulysses"), beside=("context",)),
@@ -163,7 +165,10 @@ def draw_layout(
     num_stages = values.get("stage", 1) * values["chunks"]
     if 1 < num_stages <= num_layers and rng.integers(3) == 0:
         values["splits"] = _random_splits(rng, num_layers, num_stages)
-    return Layout(**values)
+    layout = Layout(**values)
+    if "fsdp_prefetch" in layout_refusals(layout):
+        return replace(layout, fsdp_prefetch=Layout().fsdp_prefetch)
+    return layout
 
 
 def _random_splits(

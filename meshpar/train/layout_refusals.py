@@ -73,6 +73,13 @@ def zero_refusals(layout: Layout) -> dict[str, str]:
             f"layout {text}: fsdp_gather={layout.fsdp_gather} changes nothing without "
             "zero=3, a size for 'fsdp', and stages or microbatches; leave it out"
         )
+    in_loop = layout.zero >= 2 and layout.batch_shards > 1 and not layout.runs_in_ticks
+    if layout.fsdp_prefetch != PLAIN.fsdp_prefetch and not in_loop:
+        refusals["fsdp_prefetch"] = (
+            f"layout {text}: fsdp_prefetch={layout.fsdp_prefetch} changes nothing with "
+            "stages or microbatches, nor without zero=2 or 3 and a size for 'fsdp' or "
+            "'data'; leave it out"
+        )
     return refusals
 
 

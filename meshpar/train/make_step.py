@@ -56,7 +56,8 @@ def make_train_step(
         gradient_dtype: In which gradients are kept, and added up over microbatches and
             devices; bf16 halves memory and traffic, and loses small contributions.
         compiler_options: XLA's options for every program of the step, as `jax.jit`
-            takes them.
+            takes them, over those that the platform has
+            (`meshpar.hardware.compiler_options`); None as a value leaves one out.
         schedule: The pipeline's, instead of one that the layout names: a
             `meshpar.schedules.Schedule`, one order a rank such as `["0F0", "0B0"]`,
             or a CSV file with one row a rank.

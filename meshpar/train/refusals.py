@@ -163,16 +163,17 @@ def _unused_zero_keys(rules: Rules, layout: Layout) -> Iterator[tuple[str, RuleE
                 "logical axis to them in Rules(..., parameters=...)",
             ),
         )
-    if layout.fsdp_gather != PLAIN.fsdp_gather and not split:
-        yield (
-            "fsdp_gather",
-            RuleError(
-                "dead",
-                f"layout {text}: fsdp_gather={layout.fsdp_gather} changes nothing, as "
-                "the rules split no stored parameter; leave it out, or give 'fsdp' a "
-                "size",
-            ),
-        )
+    for key in ("fsdp_gather", "fsdp_prefetch"):
+        value = getattr(layout, key)
+        if value != getattr(PLAIN, key) and not split:
+            yield (
+                key,
+                RuleError(
+                    "dead",
+                    f"layout {text}: {key}={value} changes nothing, as the rules split "
+                    "no stored parameter; leave it out, or give 'fsdp' a size",
+                ),
+            )
 
 
 def _layers_error(mesh_axes: tuple[str, ...], layout: Layout) -> RuleError | None:

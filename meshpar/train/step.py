@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from meshpar.audit.subject import Subject
 from meshpar.errors import InputError
+from meshpar.hardware.compiler_options import compiler_options_for
 from meshpar.layout import BATCH_AXES, Layout
 from meshpar.mesh import absent_mesh
 from meshpar.model.contract import Model
@@ -24,6 +25,7 @@ from meshpar.parallel.pipeline.program import pipeline_of
 from meshpar.parallel.pipeline.schedule_choice import OwnSchedule
 from meshpar.parallel.pipeline.stages import in_layer_order
 from meshpar.parallel.placement import DTYPES, Placement
+from meshpar.parallel.prefetch_choice import prefetch_notes, prefetches
 from meshpar.parallel.program import LocalProgram
 from meshpar.rules.rules import Rules
 from meshpar.rules.sharding import born_sharded
@@ -53,6 +55,7 @@ class TrainStep:
         rules: Logical axis -> mesh axes.
         mesh: The devices, or none of them (`absent_mesh`).
         platform: Their kind: `cpu`, `gpu` or `tpu`.
+        compiler_options: XLA's, of every program of the step.
         model: The model, arranged for its stages; `model_as_given` as it was.
         placement: Where every parameter, gradient and state lies.
         shardings: `TrainState` of the sharding of every array.
@@ -122,24 +125,24 @@ class TrainStep:
         self._batches = BatchPlacement(
             inputs=model.inputs or {}, layout=layout, sharding=self.batch_sharding
         )
-        self._compiler_options = dict(compiler_options or {})
-        self._make_programs(of_states, compiler_options)
+        self._options_as_given = compiler_options
+        self.compiler_options = compiler_options_for(
+            platform,
+            compiler_options,
+            prefetching=prefetches(placement),
+            sequence_parallel=layout.sequence_parallel and layout.tensor > 1,
+        )
+        self._make_programs(of_states)
 
-    def _make_programs(
-        self, of_states: Params, compiler_options: Mapping[str, Any] | None
-    ) -> None:
+    def _make_programs(self, of_states: Params) -> None:
         """The step's functions under `jax.jit`; none is compiled before its first call.
 
         Args:
             of_states: Sharding of each parameter's gradient and optimizer state.
-            compiler_options: XLA's.
         """
-        self._init = born_sharded(
-            self._born,
-            self.shardings,
-            compiler_options=compiler_options,
-        )
-        jit = functools.partial(jax.jit, compiler_options=compiler_options)
+        options = self.compiler_options or None
+        self._init = born_sharded(self._born, self.shardings, compiler_options=options)
+        jit = functools.partial(jax.jit, compiler_options=options)
         metrics_sharding = NamedSharding(self.mesh, PartitionSpec())
         self._update_layout: dict[str, Any] = dict(
             in_shardings=(self.shardings, self.batch_sharding),
@@ -306,7 +309,8 @@ class TrainStep:
                 for path, parameter in self.model.flat_parameters().items()
             },
             layout=self.layout,
-            compiler_options=step._compiler_options,
+            compiler_options=step.compiler_options,
+            notes=prefetch_notes(step.placement),
             sequence_axes=self.rules.mesh_axes("residual_seq")
             if "residual_seq" in self.rules.table
             else (),
@@ -334,6 +338,8 @@ class TrainStep:
         self._batches.check_examples(num_examples, name, microbatches)
 
     def _without_devices(self, platform: str) -> TrainStep:
+        # Those given are for the mesh's own compiler; without devices that is this one.
+        is_absent = isinstance(self.mesh, AbstractMesh)
         return TrainStep(
             model=self.model_as_given,
             optimizer=self._optimizer_as_given,
@@ -343,7 +349,7 @@ class TrainStep:
             platform=platform,
             max_grad_norm=self._max_grad_norm,
             gradient_dtype=self._gradient_dtype,
-            compiler_options=None,  # those of the present devices' compiler
+            compiler_options=self._options_as_given if is_absent else None,
             schedule=self.schedule if self.layout.stage > 1 else None,
         )
 

@@ -237,13 +237,29 @@ def _workspace_bytes(run: Run, rank: int, layers: list[int], kept: float) -> flo
         # The loss makes the gradient of the head's table at once: it is whole until the
         # blocks' backward is done, where ZeRO splits it then.
         split = run.state_shards > 1 and run.layout.zero == 3
-        return again + (table * run.execution.gradient_bytes if split else 0.0)
+        whole = table * run.execution.gradient_bytes if split else 0.0
+        late = _late_gradient_bytes(run, layers)
+        # A head of its own has it scattered before the first of the others is late.
+        return again + (whole + late if run.workload.tied else max(whole, late))
     # What a tick's forward keeps before it has its slot; the ends' gradients, whole in
     # their sums; of this tick's head and of its embedding a table each.
     ticks = 2 * table * run.execution.gradient_bytes
     split = run.layout.zero == 3 and not run.gathers_once
     sums = ends * (1 - 1 / run.state_shards) if split else 0.0
     return again + kept / run.layout.chunks + sums + ticks
+
+
+def _late_gradient_bytes(run: Run, layers: list[int]) -> float:
+    """A block's gradients, as matmuls make them, that are scattered beside the next.
+
+    FSDP's prefetch (`meshpar.parallel.prefetch`); the next block's parameters are
+    among those gathered.
+    """
+    split = run.state_shards > 1 and run.layout.zero >= 2
+    if not split or run.layout.fsdp_prefetch == "off":
+        return 0.0
+    moe = bool(layers) and run.workload.is_moe(layers[-1])
+    return block_parameters(run, moe=moe) * run.dtype_bytes
 
 
 def _scores_at_once(run: Run) -> float:

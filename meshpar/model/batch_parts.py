@@ -1,0 +1,111 @@
+"""A block in parts of the batch: one part's collectives run beside another's matmuls.
+
+Under sequence parallelism every matmul of a block waits for a gather over `tensor`, or
+is waited for by a scatter. The examples of a device know nothing of one another, so a
+block that takes them part by part has work that waits for neither: while one part's
+tokens are gathered the compiler's scheduler multiplies another's. No bytes more are
+sent. Reference: Wang et al. 2024, "Domino", section 3.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from meshpar.model.inputs import Batch
+from meshpar.model.scope import Scope
+from meshpar.model.sums import Sums
+from meshpar.rules.rules import auto_mesh_shape
+
+Run = Callable[[Any, Any, Scope], tuple[Any, Sums]]
+"""(parameters, stream, scope) -> (stream, sums)."""
+
+NUM_PARTS = {"gpu": 4, "tpu": 4}
+"""Platform -> parts at most. At the ends of a block the first part's gather and the
+last's scatter stay exposed: of two parts a half, of four a quarter. XLA:CPU starts no
+collective ahead, so that there parts would be in vain."""
+
+LEAST_TOKENS = 2048
+"""Of a part. Below it the 7 hops of a gather over 8 H100 (24 us) take as long as its
+bytes do (2048 x 4096 in bf16: 42 us), and its matmuls no longer fill the device."""
+
+
+def in_parts(run: Run, params: Any, stream: Any, scope: Scope) -> tuple[Any, Sums]:
+    """`run`, in parts of the batch where that hides communication; as it is elsewhere.
+
+    Args:
+        run: The block of one group.
+        params: Of one layer.
+        stream: Arrays with the example first, this device's.
+        scope: Where the block runs; its platform and rules decide.
+
+    Returns:
+        The stream, and sums over all examples.
+    """
+    num_parts = num_parts_of(stream, scope)
+    if num_parts == 1 or _asks_for_whole_batch(run, params, stream, scope):
+        return run(params, stream, scope)
+    found = [
+        run(params, _part(stream, at, num_parts), _scope_of(scope, at, num_parts))
+        for at in range(num_parts)
+    ]
+    streams, sums = zip(*found, strict=True)
+    joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), *streams)
+    return joined, jax.tree.map(lambda *parts: sum(parts[1:], parts[0]), *sums)
+
+
+def num_parts_of(stream: Any, scope: Scope) -> int:
+    """In how many parts a block takes its examples; 1 for all at once.
+
+    As many as the platform has use for, the examples divide into and leave each part
+    its tokens, where the residual stream's sequence is split over mesh axes at work.
+    """
+    if not _splits_sequence(scope):
+        return 1
+    leaves = jax.tree.leaves(stream)
+    examples = {leaf.shape[0] if leaf.ndim else 0 for leaf in leaves}
+    if len(examples) != 1:
+        return 1
+    num_examples = examples.pop()
+    tokens = max(math.prod(leaf.shape[:-1]) for leaf in leaves)
+    most = min(NUM_PARTS.get(scope.platform, 1), tokens // LEAST_TOKENS)
+    divide = (parts for parts in range(most, 1, -1) if num_examples % parts == 0)
+    return next(divide, 1)
+
+
+def _splits_sequence(scope: Scope) -> bool:
+    # A user's own pipeline has scopes of its own, without rules.
+    rules = getattr(scope, "rules", None)
+    if rules is None or "residual_seq" not in rules.table:
+        return False
+    sizes = auto_mesh_shape()
+    return any(sizes.get(axis, 1) > 1 for axis in rules.mesh_axes("residual_seq"))
+
+
+def _asks_for_whole_batch(run: Run, params: Any, stream: Any, scope: Scope) -> bool:
+    """Whether the block sums over the global batch, whose value no part has."""
+    asked: list[str] = []
+    seen = replace(scope, batch_sums=asked)
+    jax.eval_shape(lambda params, stream: run(params, stream, seen), params, stream)
+    return bool(asked)
+
+
+def _scope_of(scope: Scope, at: int, num_parts: int) -> Scope:
+    return replace(
+        scope,
+        batch=Batch(_part(dict(scope.batch), at, num_parts)),
+        examples=_part(scope.examples, at, num_parts),
+    )
+
+
+def _part(tree: Any, at: int, num_parts: int) -> Any:
+    def of(array: jax.Array) -> jax.Array:
+        rows = array.shape[0] // num_parts
+        return array[at * rows : (at + 1) * rows]
+
+    return jax.tree.map(of, tree)

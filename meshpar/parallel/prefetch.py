@@ -1,0 +1,199 @@
+"""FSDP's prefetch: loops over blocks whose communication runs beside another block.
+
+A layer's weights are gathered while the layer before it in the pass computes, and its
+gradients are reduce-scattered while the layer after it does; of L layers
+
+    forward   gather 0 | run 0, gather 1 | ... | run L-1
+    backward  run L-1, gather L-2 | run L-2, gather L-3, scatter L-1 | ...
+              | run 0, scatter 1 | scatter 0
+
+Every collective stands where its result is not needed yet, which is all that XLA can
+move beside work: it starts none for the next round of a loop. Two layers' weights are
+whole at a time, and one layer's gradients. The last layer's weights stay from its
+forward to its backward; in turn the backward's loop, whose rounds are alike, gathers
+layer 0 twice: what crosses the wire is what crosses it without.
+Reference: Zhao et al. 2023, "PyTorch FSDP", section 3.3.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from meshpar.model.contract import Stream
+from meshpar.model.sums import Sums
+from meshpar.parallel.block import Known
+from meshpar.parallel.blocks import BACKWARD, FORWARD, Stack, over_layers
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Kept:
+    """What a forward leaves for its backward.
+
+    Args:
+        others: Residuals of all layers but the last, stacked; None where there is one.
+        last: Those of the last: to join them would copy all.
+        weights: The last layer's, whole.
+    """
+
+    others: Any
+    last: Any
+    weights: Any
+
+
+def run_blocks(
+    stack: Stack, x: Stream, known: Known, beside: Any = ()
+) -> tuple[Stream, Sums, Any]:
+    """As `meshpar.parallel.blocks.run_blocks`.
+
+    Args:
+        stack: The blocks.
+        x: The stream, this device's examples.
+        known: Arrays without gradient that scopes are made of.
+        beside: Arrays that the caller communicates beside the last layer: they are
+            there once the others are done.
+
+    Returns:
+        The last layer's output, the sums, and `beside`.
+    """
+
+    def run(weights: Any, x: Stream, place: Any, _: bool) -> tuple[Stream, Sums]:
+        return stack.block.forward(weights, x, *_of_layer(stack, place, known))
+
+    x, others, last, _, beside = _forward(stack, run, x, beside)
+    return x, over_layers(stack.block, _joined(others, last)), beside
+
+
+def run_keeping(
+    stack: Stack, x: Stream, known: Known, beside: Any = ()
+) -> tuple[Stream, Sums, Kept, Any]:
+    """`run_blocks`, and what `run_backward` needs besides the arguments.
+
+    Returns:
+        The last layer's output, the sums, what is kept, and `beside`.
+    """
+
+    def run(
+        weights: Any, x: Stream, place: Any, looped: bool
+    ) -> tuple[Stream, tuple[Sums, Any]]:
+        (x, sums), residuals = stack.block.forward_keeping(
+            weights, x, *_of_layer(stack, place, known), looped=looped
+        )
+        return x, (sums, residuals)
+
+    with jax.named_scope(FORWARD):
+        x, others, last, weights, beside = _forward(stack, run, x, beside)
+    sums, residuals = zip(others or (None, None), last, strict=True)
+    kept = Kept(*residuals, weights)
+    return x, over_layers(stack.block, _joined(*sums)), kept, beside
+
+
+def run_backward(
+    stack: Stack,
+    kept: Kept,
+    dx: Stream,
+    known: Known,
+    totals: Any,
+    add: Callable[[Any, Any, Any], Any],
+    *,
+    of_loss: jax.Array | float = 1.0,
+    beside: Any = (),
+) -> tuple[Stream, Any, Any]:
+    """As `meshpar.parallel.blocks.run_backward`.
+
+    Args:
+        stack: As for `run_keeping`.
+        kept: What it kept.
+        dx: Gradient of its result.
+        known: What scopes are made of.
+        totals: Where gradients are added.
+        add: (totals, gradients of one layer's shards, place in the stack) -> totals.
+        of_loss: Gradient of the summed loss, auxiliary losses among it.
+        beside: Arrays that are communicated beside the last layer, and done before the
+            others begin.
+
+    Returns:
+        The gradient of its `x`, the totals, and `beside`.
+    """
+    block = stack.block
+
+    def run(weights: Any, residuals: Any, dx: Stream, place: Any) -> tuple:
+        of_layer = _of_layer(stack, place, known)
+        return block.backward(weights, residuals, dx, of_loss, *of_layer)
+
+    def body(carry: tuple, place: jax.Array) -> tuple[tuple, None]:
+        dx, totals, weights, late = carry
+        following = _gather(stack, jnp.maximum(place - 1, 0))
+        totals = add(totals, block.scatter(late), place + 1)
+        late, dx = run(weights, _at(kept.others, place), dx, place)
+        return (dx, totals, following, late), None
+
+    last = len(stack.layers) - 1
+    with jax.named_scope(BACKWARD):
+        if last:
+            # Not before there is work to do beside it.
+            dx, shard = lax.optimization_barrier((dx, _at(stack.shards, last - 1)))
+            following = block.gather(shard)
+        late, dx = run(kept.weights, kept.last, dx, last)
+        dx, beside = lax.optimization_barrier((dx, beside))
+        if last:
+            carry = (dx, totals, following, late)
+            carry, _ = lax.scan(body, carry, jnp.arange(last), reverse=True)
+            dx, totals, _, late = carry
+        return dx, add(totals, block.scatter(late), 0), beside
+
+
+def _forward(
+    stack: Stack,
+    run: Callable[[Any, Stream, Any, bool], tuple[Stream, Any]],
+    x: Stream,
+    beside: Any,
+) -> tuple[Stream, Any, Any, Any, Any]:
+    """The last layer's output, what the others left and it did, its weights, `beside`.
+
+    Args:
+        stack: The blocks.
+        run: (weights, `x`, place, whether in a loop) -> the next `x`, what is left.
+        x: The stream.
+        beside: As for `run_blocks`.
+    """
+
+    def body(carry: tuple, place: jax.Array) -> tuple[tuple, Any]:
+        x, weights = carry
+        following = _gather(stack, place + 1)
+        x, left = run(weights, x, place, True)
+        return (x, following), left
+
+    last, weights, others = len(stack.layers) - 1, _gather(stack, 0), None
+    if last:
+        (x, weights), others = lax.scan(body, (x, weights), jnp.arange(last))
+    x, beside = lax.optimization_barrier((x, beside))
+    x, left = run(weights, x, last, False)
+    return x, others, left, weights, beside
+
+
+def _gather(stack: Stack, place: Any) -> Any:
+    return stack.block.gather(_at(stack.shards, place))
+
+
+def _of_layer(stack: Stack, place: Any, known: Known) -> tuple[jax.Array, Known]:
+    """A layer's index, and what its scope is made of."""
+    return stack.layers[place], {**known, "state": _at(stack.state, place)}
+
+
+def _at(tree: Any, place: Any) -> Any:
+    return jax.tree.map(lambda value: value[place], tree)
+
+
+def _joined(others: Sums | None, last: Sums) -> Sums:
+    """Sums of the layers, stacked."""
+    last = jax.tree.map(lambda value: value[None], last)
+    if others is None:
+        return last
+    return jax.tree.map(lambda *of: jnp.concatenate(of), others, last)

@@ -1,0 +1,132 @@
+"""Blocks in parts of the batch train the same model, and hide their communication."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from meshpar import absent_mesh, audit, batch_shapes, make_train_step
+from meshpar.model import batch_parts
+from meshpar.model.batch_parts import num_parts_of
+from meshpar.model.scope import Scope
+from meshpar.model.single import loss
+from meshpar.models.presets import build
+from meshpar.parallel.mean_loss import random_key
+from meshpar.rules.presets import DATA_PARALLEL, TENSOR_SEQUENCE
+from tests.test_audit_targets import needs_gpu_compiler
+from tests.test_train_step import (
+    BATCH,
+    SEQ,
+    assert_close,
+    batch_of,
+    gradients_of,
+    model_of,
+    params_of,
+    plain,
+)
+
+
+@pytest.fixture
+def parts_on_cpu(monkeypatch):
+    """Lets CPUs take parts, of one token at least; the numbers of parts that ran."""
+    taken = []
+    split = batch_parts._part
+
+    def seen(tree, at, num_parts):
+        taken.append(num_parts)
+        return split(tree, at, num_parts)
+
+    monkeypatch.setitem(batch_parts.NUM_PARTS, "cpu", 4)
+    monkeypatch.setattr(batch_parts, "LEAST_TOKENS", 1)
+    monkeypatch.setattr(batch_parts, "_part", seen)
+    return taken
+
+
+@pytest.mark.parametrize(
+    ("line", "num_parts"),
+    [
+        ("data=2,tensor=2,sequence_parallel=true,remat=full", 4),
+        pytest.param(
+            "fsdp=4,tensor=2,sequence_parallel=true", 2, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "data=2,stage=2,tensor=2,microbatches=2,sequence_parallel=true",
+            2,
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_parts_have_the_loss_and_gradients_of_one_device(line, num_parts, parts_on_cpu):
+    value, gradients = plain("llama", False)
+    got_loss, got_gradients = gradients_of(model_of("llama"), line, batch_of())
+    assert set(parts_on_cpu) == {num_parts}
+    assert got_loss == pytest.approx(float(value), rel=1e-5)
+    if "stage" not in line:
+        assert_close(got_gradients, gradients)
+
+
+@pytest.mark.slow
+def test_each_example_draws_the_same_numbers_in_parts(parts_on_cpu):
+    model = build(layers=2, hidden=32, heads=4, vocab=64, max_seq=SEQ, dropout=0.3)
+    scope = Scope(
+        examples=jnp.arange(BATCH, dtype=jnp.uint32),
+        random=random_key(jnp.uint32(3), jnp.int32(0)),
+        training=True,
+    )
+    expected = float(loss(model, params_of(model), batch_of(), scope))
+    line = "data=2,tensor=2,sequence_parallel=true"
+    got, _ = gradients_of(model, line, batch_of())
+    assert set(parts_on_cpu) == {4}
+    assert got == pytest.approx(expected, rel=1e-5)
+
+
+def scope_on(platform="gpu", rules=TENSOR_SEQUENCE):
+    return Scope(rules=rules, platform=platform)
+
+
+def parts(examples, seq, scope, *, mesh="tensor=8"):
+    stream = jax.ShapeDtypeStruct((examples, seq, 64), jnp.float32)
+    with jax.sharding.use_abstract_mesh(absent_mesh(mesh)):
+        return num_parts_of(stream, scope)
+
+
+def test_parts_divide_the_examples_and_keep_their_tokens():
+    assert parts(8, 2048, scope_on()) == 4
+    assert parts(6, 2048, scope_on()) == 3
+    assert parts(7, 2048, scope_on()) == 1
+    assert parts(8, 512, scope_on()) == 2
+    assert parts(1, 65536, scope_on()) == 1
+    assert parts(8, 2048, scope_on("cpu")) == 1
+    assert parts(8, 2048, scope_on(rules=DATA_PARALLEL)) == 1
+    assert parts(8, 2048, scope_on(rules=None)) == 1
+    assert parts(8, 2048, scope_on(), mesh="fsdp=8") == 1
+
+
+def test_a_block_that_sums_over_the_batch_is_not_taken_apart(parts_on_cpu):
+    def run(params, stream, scope):
+        return stream - scope.batch_sum(jnp.sum(stream)), {"rows": jnp.float32(1)}
+
+    x = jnp.ones((4, 8, 2))
+    with jax.sharding.use_abstract_mesh(absent_mesh("tensor=8")):
+        scope = scope_on("cpu")
+        assert num_parts_of(x, scope) == 4
+        y, sums = batch_parts.in_parts(run, {}, x, scope)
+        assert float(y[0, 0, 0]) == 1 - x.size and sums == {"rows": 1}
+        _, sums = batch_parts.in_parts(
+            lambda p, x, s: (x, run(p, x, Scope())[1]), {}, x, scope
+        )
+    assert sums == {"rows": 4}
+
+
+@needs_gpu_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", ["data=8,tensor=8", "fsdp=8,tensor=8"])
+def test_gpus_hide_most_of_sequence_parallelism_behind_matmuls(axes):
+    line = f"{axes},sequence_parallel=true,remat=full,precision=bf16"
+    step = make_train_step(
+        build("llama3-8b"), optax.adamw(1e-3), line, mesh=absent_mesh(line)
+    )
+    report = audit(step, batch_shapes(256, 2048), target="gpu:h100:8x8")
+    rows = [total for total in report.overlap() if total.mesh_axes == ("tensor",)]
+    sent = sum(total.wire_bytes for total in rows)
+    assert sum(total.hidden_bytes for total in rows) >= 0.6 * sent

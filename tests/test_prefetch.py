@@ -1,0 +1,125 @@
+"""FSDP's prefetch: the same numbers and bytes, hidden behind matmuls."""
+
+import functools
+
+import optax
+import pytest
+
+from meshpar import InputError, absent_mesh, audit, batch_shapes, make_train_step
+from meshpar.models.presets import build
+from meshpar.parallel.prefetch_choice import prefetch_notes
+from meshpar.testing import assert_overlapped
+from tests.marks import slow
+from tests.pipelined import assert_equal_to_plain, model_of, step_of
+from tests.test_audit_targets import needs_gpu_compiler, needs_tpu_compiler
+
+
+@pytest.mark.parametrize(
+    ("layers", "dropout", "line"),
+    [
+        (3, 0.0, "fsdp=4,remat=full"),
+        (1, 0.0, "fsdp=2"),
+        slow(2, 0.1, "data=2,fsdp=2,tensor=2,sequence_parallel=true,remat=selective"),
+        slow(3, 0.0, "fsdp=8"),
+        slow(3, 0.1, "data=2,fsdp=2,remat=dots"),
+        slow(3, 0.0, "fsdp=4,remat=save:attention_qkv/mlp_hidden"),
+        slow(3, 0.0, "fsdp=2,tensor=2,remat=none"),
+        slow(2, 0.0, "data=2,fsdp=2,zero=2"),
+        slow(2, 0.0, "data=4,zero=2,remat=full"),
+        slow(2, 0.0, "data=2,fsdp=2,zero_axes=data/fsdp"),
+    ],
+)
+def test_loss_and_gradients_equal_those_of_the_model_alone(layers, dropout, line):
+    assert_equal_to_plain(model_of(layers, dropout), f"{line},fsdp_prefetch=on")
+
+
+def test_a_head_of_its_own_has_its_gradients():
+    model = build("test", layers=2, tied=False)
+    assert_equal_to_plain(model, "fsdp=4,fsdp_prefetch=on,remat=full")
+
+
+@functools.cache
+def totals(line):
+    report = audit(step_of(model_of(4), line), batch_shapes(8, 16))
+    assert not report.surprises
+    return report.totals()
+
+
+def test_the_bytes_on_the_wire_are_those_without():
+    ahead, plain = (totals(f"fsdp=4,fsdp_prefetch={key}") for key in ("on", "off"))
+    for kind in ("all-gather", "reduce-scatter"):
+        wire = [of["fsdp", kind]["wire_bytes"] for of in (ahead, plain)]
+        assert wire[0] == wire[1] > 0
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("fsdp=2", ["fsdp_prefetch: not on cpu"]),
+        ("fsdp=2,microbatches=2,fsdp_gather=microbatch", ["fsdp_prefetch: not where"]),
+        ("fsdp=2,fsdp_prefetch=on", []),
+        ("fsdp=2,fsdp_prefetch=off", []),
+        ("data=2", []),
+    ],
+)
+def test_a_loop_that_does_not_prefetch_is_noted(line, words):
+    notes = prefetch_notes(step_of(model_of(2), line).placement)
+    assert [note[: len(one)] for note, one in zip(notes, words, strict=True)] == words
+
+
+@pytest.mark.parametrize(
+    "line", ["data=2", "fsdp=2,zero=1", "fsdp=2,microbatches=2", "fsdp=2,stage=2"]
+)
+def test_a_key_without_effect_is_refused(line):
+    with pytest.raises(InputError, match="fsdp_prefetch=on changes nothing"):
+        step_of(model_of(2), f"{line},fsdp_prefetch=on")
+
+
+# Llama 3 8B on 64 devices, four sequences of 2048 tokens each.
+
+_LINE = "fsdp=64,remat=full,precision=bf16"
+
+
+def llama_step(line):
+    model = build("llama3-8b")
+    mesh = absent_mesh("fsdp=64")
+    return make_train_step(model, optax.adamw(1e-3), line, mesh=mesh, max_grad_norm=1.0)
+
+
+def compiled_for(line, target):
+    batch = batch_shapes(256, 2048)
+    return audit(llama_step(line), batch, target=target, timeout_s=3000)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "target",
+    [
+        pytest.param("gpu:h100:8x8", marks=needs_gpu_compiler),
+        pytest.param("tpu:v5p:4x4x4", marks=needs_tpu_compiler),
+    ],
+)
+def test_matmuls_hide_nine_tenths_of_the_bytes_over_fsdp(target):
+    report = assert_overlapped(
+        llama_step(_LINE),
+        batch_shapes(256, 2048),
+        {"fsdp": 0.9},
+        target=target,
+        timeout_s=3000,
+    )
+    assert not report.surprises
+    plain = compiled_for(f"{_LINE},fsdp_prefetch=off", target)
+    used = report.compiled_memory.temp_bytes
+    assert used <= 1.15 * plain.compiled_memory.temp_bytes
+
+
+@pytest.mark.parametrize(("key", "count"), [("on", 2), ("off", 0)])
+def test_gpus_join_a_blocks_gathers_where_they_prefetch(key, count):
+    step = make_train_step(
+        model_of(2),
+        optax.sgd(0.1),
+        f"fsdp=2,fsdp_prefetch={key}",
+        mesh=absent_mesh("fsdp=2"),
+    )
+    options = step.audit_subject(batch_shapes(8, 16), platform="gpu").compiler_options
+    assert sum("combine" in name for name in options) == count
