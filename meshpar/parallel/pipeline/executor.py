@@ -21,9 +21,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.collectives import asked, on_parts
 from meshpar.parallel.block import where
+from meshpar.parallel.pipeline.buffers import read, write
 from meshpar.parallel.pipeline.ends import STAGE
-from meshpar.parallel.pipeline.stages import part
-from meshpar.parallel.pipeline.work import Payload, Results, Work
+from meshpar.parallel.pipeline.work import At, Payload, Results, Work
 from meshpar.rules.rules import spec_axes
 from meshpar.schedules import Phase, TickTable
 
@@ -55,7 +55,7 @@ class _State:
 
     inputs: Payload
     gradients: Payload
-    saved: list[jax.Array]
+    saved: Any
     block_gradients: Any
     end_gradients: Any
     input_gradients: Any
@@ -116,11 +116,13 @@ class Executor:
             return self._laid_out(zeros)
 
         work, table = self.work, self.table
-        kept = jax.tree.leaves(self._kept()) if keeps else []
         return _State(
             inputs=buffers(table.input_slots),
             gradients=buffers(table.gradient_slots),
-            saved=[buffer(table.saved_slots, leaf) for leaf in kept],
+            saved=jax.tree.map(
+                lambda shape: buffer(table.saved_slots, shape),
+                work.kept if keeps else (),
+            ),
             block_gradients=_zeros(work.gradients if keeps else ()),
             end_gradients=_zeros(work.end_gradients if keeps else ()),
             input_gradients=jax.tree.map(jnp.zeros_like, work.inputs if keeps else ()),
@@ -162,60 +164,50 @@ class Executor:
     def _forward(
         self, state: _State, row: dict, own: dict, keeps: bool
     ) -> tuple[_State, Payload]:
-        work, microbatch = self.work, own["forward_microbatch"]
+        work, at = self.work, _at_work(own, "forward")
         x = self._stage_input(state, row, own)
-        y, (auxiliary, statistics), saved = self._through_stage(state, own, x, keeps)
-        at_end = (own["forward_stage"] == self.num_stages - 1) & (microbatch >= 0)
+        if keeps:
+            y, (auxiliary, statistics), saved = work.stage_keeping(
+                at, x, state.saved, own["saved_write"]
+            )
+            state = dataclasses.replace(state, saved=saved)
+        else:
+            y, (auxiliary, statistics) = work.stage(at, x)
+        at_end = (own["forward_stage"] == self.num_stages - 1) & at.at_work
         sums, dy, gradients = work.head(jnp.maximum(row["ended"], 0), where(at_end, y))
-        some, chunk = row["ended"] >= 0, jnp.maximum(own["forward_chunk"], 0)
+        some = row["ended"] >= 0
         state = dataclasses.replace(
             state,
-            saved=saved,
             loss_sums=_add(state.loss_sums, sums, some),
-            auxiliary=_add(state.auxiliary, auxiliary, microbatch >= 0),
-            statistics=_add_at(state.statistics, chunk, statistics, microbatch >= 0),
+            auxiliary=_add(state.auxiliary, auxiliary, at.at_work),
+            statistics=_add_at(state.statistics, at.chunk, statistics, at.at_work),
         )
         if keeps:
             state = dataclasses.replace(
                 state,
                 end_gradients=_add(state.end_gradients, gradients, some),
-                gradients=self._laid_out(
-                    _write(state.gradients, own["loss_write"], dy)
-                ),
+                gradients=self._laid_out(write(state.gradients, own["loss_write"], dy)),
             )
         return state, y
 
     def _stage_input(self, state: _State, row: dict, own: dict) -> Payload:
         """What this rank's stage takes: embedded, arrived, or zeros."""
         embedded = self.work.embed(jnp.maximum(row["embedded"], 0))
-        arrived = _at(state.inputs, own["input_read"])
+        arrived = read(state.inputs, own["input_read"])
         x = where(own["forward_stage"] == 0, embedded, arrived)
         return self._laid_out(_or_idle(own["forward_microbatch"] >= 0, x))
 
-    def _through_stage(
-        self, state: _State, own: dict, x: Payload, keeps: bool
-    ) -> tuple[Payload, tuple, list[jax.Array]]:
-        """The stage's output, its blocks' sums, and the buffers of what is kept."""
-        chunk = jnp.maximum(own["forward_chunk"], 0)
-        microbatch = jnp.maximum(own["forward_microbatch"], 0)
-        if not keeps:
-            return *self.work.stage(chunk, microbatch, x), state.saved
-        y, sums, kept = self.work.stage_keeping(chunk, microbatch, x)
-        return y, sums, _write(state.saved, own["saved_write"], jax.tree.leaves(kept))
-
     def _backward(self, state: _State, row: dict, own: dict) -> tuple[_State, Payload]:
-        work, microbatch = self.work, own["backward_microbatch"]
-        dy = _or_idle(microbatch >= 0, _at(state.gradients, own["gradient_read"]))
-        kept = _at(state.saved, own["saved_read"])
+        work, at = self.work, _at_work(own, "backward")
+        dy = _or_idle(at.at_work, read(state.gradients, own["gradient_read"]))
         dx, block_gradients, of_ends = work.stage_gradient(
-            jnp.maximum(own["backward_chunk"], 0),
-            jnp.maximum(microbatch, 0),
-            jax.tree.unflatten(jax.tree.structure(self._kept()), kept),
+            at,
+            state.saved,
+            own["saved_read"],
             self._laid_out(dy),
             state.block_gradients,
-            microbatch >= 0,
         )
-        at_start = (own["backward_stage"] == 0) & (microbatch >= 0)
+        at_start = (own["backward_stage"] == 0) & at.at_work
         embedded = row["embedded_back"]
         end_gradients, input_gradients = work.embed_gradient(
             jnp.maximum(embedded, 0), where(at_start, dx)
@@ -224,8 +216,8 @@ class Executor:
         state = dataclasses.replace(
             state,
             block_gradients=block_gradients,
-            end_gradients=_add(total, of_ends, microbatch >= 0) if of_ends else total,
-            input_gradients=_write(state.input_gradients, embedded, input_gradients),
+            end_gradients=_add(total, of_ends, at.at_work) if of_ends else total,
+            input_gradients=write(state.input_gradients, embedded, input_gradients),
         )
         return state, dx
 
@@ -236,11 +228,11 @@ class Executor:
         if up is not None:
             for at, hop in enumerate(self.table.input_hops):
                 arrived = self._permute(up, hop, "stage_forward")
-                inputs = _write(inputs, own["input_write"][at], arrived)
+                inputs = write(inputs, own["input_write"][at], arrived)
         if down is not None:
             for at, hop in enumerate(self.table.gradient_hops):
                 arrived = self._permute(down, hop, "stage_backward")
-                gradients = _write(gradients, own["gradient_write"][at], arrived)
+                gradients = write(gradients, own["gradient_write"][at], arrived)
         return dataclasses.replace(
             state,
             inputs=self._laid_out(inputs),
@@ -260,13 +252,6 @@ class Executor:
             return on_parts(local, x, specs=(spec,), out_specs=spec, mesh_axes=axes)
 
         return jax.tree.map(permute, self.work.specs, payload, is_leaf=_is_spec)
-
-    def _kept(self) -> Any:
-        """Shapes of what a stage keeps of one microbatch."""
-        first = jnp.asarray(0)
-        return jax.eval_shape(
-            lambda x: self.work.stage_keeping(first, first, x)[2], self.work.payload
-        )
 
     def _laid_out(self, payload: Payload) -> Payload:
         def constrained(spec: PartitionSpec, x: jax.Array) -> jax.Array:
@@ -292,18 +277,9 @@ def _zeros(shapes: Any) -> Any:
     return jax.tree.map(lambda value: jnp.zeros(value.shape, value.dtype), shapes)
 
 
-def _at(buffers: Any, slot: jax.Array) -> Any:
-    return part(buffers, jnp.maximum(slot, 0))
-
-
-def _write(buffers: Any, slot: jax.Array, values: Any) -> Any:
-    """Buffers with `values` in that slot; as they were where the slot is negative."""
-
-    def write(buffer: jax.Array, value: jax.Array) -> jax.Array:
-        value = jnp.where(slot >= 0, value.astype(buffer.dtype), _at(buffer, slot))
-        return lax.dynamic_update_index_in_dim(buffer, value, jnp.maximum(slot, 0), 0)
-
-    return jax.tree.map(write, buffers, values)
+def _at_work(own: dict[str, jax.Array], which: str) -> At:
+    chunk, microbatch = own[f"{which}_chunk"], own[f"{which}_microbatch"]
+    return At(jnp.maximum(chunk, 0), jnp.maximum(microbatch, 0), microbatch >= 0)
 
 
 def _add(total: Any, more: Any, counts: jax.Array) -> Any:

@@ -24,7 +24,7 @@ from meshpar.parallel.pipeline.ends import Shares
 from meshpar.parallel.pipeline.float_leaves import split_floats
 from meshpar.parallel.pipeline.rank_stages import Enter, RankStages
 from meshpar.parallel.pipeline.stages import Arrangement, part
-from meshpar.parallel.pipeline.work import Work
+from meshpar.parallel.pipeline.work import At, Work
 from meshpar.parallel.remat import keeps_stage_input
 from meshpar.schedules import Schedule
 
@@ -156,9 +156,9 @@ class Microbatches:
     def _work(self, head: Callable[..., tuple], sums: Any) -> Work:
         specs, stages = self._specs, self._stages
         payload = stages.payload(0, self._streams[0], of=self._streams)
-        first = jnp.asarray(0)
+        idle = At(jnp.int32(0), jnp.int32(0), jnp.bool_(False))
         _, (auxiliary, statistics) = jax.eval_shape(
-            lambda x: stages.run(first, first, x), payload
+            lambda x: stages.run(idle, x), payload
         )
         return Work(
             stage=stages.run,
@@ -168,6 +168,7 @@ class Microbatches:
             embed_gradient=self._embed_gradient,
             head=head,
             payload=payload,
+            kept=stages.kept(payload),
             specs=stages.payload(0, specs[0], of=specs),
             gradients=self.gradients,
             end_gradients=self.end_gradients,
@@ -198,6 +199,7 @@ class Microbatches:
             streams=self._streams,
             known=self._known,
             keeps_input=keeps_stage_input(self.functions.remat),
+            skips=self.schedule.num_ranks > 1,
         )
 
     @cached_property
