@@ -7,7 +7,7 @@ What embedding, blocks and head are is a `Functions`: of a model under the contr
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -47,6 +47,10 @@ class Functions(Protocol):
         self, weights: Params, stream: Stream, known: Known, shares: Shares
     ) -> tuple[jax.Array, jax.Array]:
         """Summed loss and summed weights of this rank's share, fp32."""
+
+    @property
+    def keeps_together(self) -> str | None:
+        """Why idle ranks compute on zeros (`idle.mesh_hindrance`)."""
 
     def blocks(self, arrangement: Arrangement) -> Sequence[Block]:
         """What a layer of each group does."""
@@ -189,6 +193,14 @@ class Microbatches:
 
     @cached_property
     def _stages(self) -> RankStages:
+        stages = self._together
+        if self.schedule.num_ranks == 1 or self.functions.keeps_together is not None:
+            return stages
+        return replace(stages, skips=stages.may_skip())
+
+    @property
+    def _together(self) -> RankStages:
+        """The stages of ranks that compute on zeros where they are idle."""
         return RankStages(
             blocks=self.functions.blocks(self.arrangement),
             enters=self.functions.enters(),
@@ -199,7 +211,6 @@ class Microbatches:
             streams=self._streams,
             known=self._known,
             keeps_input=keeps_stage_input(self.functions.remat),
-            skips=self.schedule.num_ranks > 1,
         )
 
     @cached_property

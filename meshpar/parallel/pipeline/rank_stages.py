@@ -30,6 +30,7 @@ from meshpar.parallel.blocks import (
 )
 from meshpar.parallel.pipeline.buffers import read, write
 from meshpar.parallel.pipeline.ends import STAGE
+from meshpar.parallel.pipeline.idle import layers_hindrance, tell
 from meshpar.parallel.pipeline.layer_loops import (
     Saved,
     backward_layers,
@@ -115,6 +116,20 @@ class RankStages:
         """A group's stream of a payload, zeros where it is in none."""
         slot = self.slots[group]
         return _zeros(self.streams[group]) if slot is None else payload[slot]
+
+    def may_skip(self) -> bool:
+        """Whether an idle rank may leave the layers out; where not, a warning says why.
+
+        Nothing is run.
+        """
+        known, first = self.known(jnp.int32(0)), jnp.int32(0)
+        for group, block in enumerate(self.blocks):
+            stream = self.streams[group]
+            found = layers_hindrance(self._stack(group, first), stream, known)
+            if found is not None:
+                tell(block.group.name, found)
+                return False
+        return True
 
     def run(self, at: At, payload: Payload) -> tuple[Payload, tuple]:
         """A microbatch through one of the stages, and the sums of its blocks."""
