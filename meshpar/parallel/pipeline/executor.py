@@ -55,6 +55,7 @@ class _State:
 
     inputs: Payload
     gradients: Payload
+    downward: Payload
     saved: Any
     block_gradients: Any
     end_gradients: Any
@@ -119,6 +120,7 @@ class Executor:
         return _State(
             inputs=buffers(table.input_slots),
             gradients=buffers(table.gradient_slots),
+            downward=self._laid_out(_zeros(work.payload if keeps else ())),
             saved=jax.tree.map(
                 lambda shape: buffer(table.saved_slots, shape),
                 work.kept if keeps else (),
@@ -144,28 +146,52 @@ class Executor:
             ("embedded_back", back_at_first, table.backward_microbatch),
         ):
             rows[name] = np.where(here, microbatch, -1).max(axis=1)[start:stop]
+        rows["gradient_write"] = _one_backward_later(table)[start:stop]
         return rows
 
     def _tick(
         self, state: _State, row: dict[str, jax.Array], phase: Phase, keeps: bool = True
     ) -> _State:
+        """One tick; hops leave where a stage's matmuls lie between start and done.
+
+        Gradients of the tick before travel beside the forward, activations beside the
+        backward, and the ends' collectives stand in between: XLA:GPU has one collective
+        in flight at a time.
+        """
         own = self._own_row(row)
-        up = down = None
+        x = y = arrived = None
         if phase.has_forward:
-            state, up = self._forward(state, row, own, keeps)
+            x = self._stage_input(state, row, own)
         if phase.has_backward:
-            state, down = self._backward(state, row, own)
-        return self._hop(state, own, up, down)
+            arrived = self._sent(
+                state.downward, x, self.table.gradient_hops, "stage_backward"
+            )
+            state = self._received(state, "gradients", own["gradient_write"], arrived)
+        if phase.has_forward:
+            state, y, dy = self._forward(state, row, own, x, arrived, keeps)
+            arrived = self._sent(y, dy, self.table.input_hops, "stage_forward")
+            state = self._received(state, "inputs", own["input_write"], arrived)
+        if phase.has_backward:
+            state = self._backward(
+                state, row, own, arrived if phase.has_forward else None
+            )
+        return state
 
     def _own_row(self, row: dict[str, jax.Array]) -> dict[str, jax.Array]:
         rank = lax.axis_index(STAGE)
         return {name: jnp.asarray(row[name])[rank] for name in _ROWS}
 
     def _forward(
-        self, state: _State, row: dict, own: dict, keeps: bool
-    ) -> tuple[_State, Payload]:
+        self,
+        state: _State,
+        row: dict,
+        own: dict,
+        x: Payload,
+        arrived: Any,
+        keeps: bool,
+    ) -> tuple[_State, Payload, Payload]:
+        """A stage and the head; the payloads that go on and that come back."""
         work, at = self.work, _at_work(own, "forward")
-        x = self._stage_input(state, row, own)
         if keeps:
             y, (auxiliary, statistics), saved = work.stage_keeping(
                 at, x, state.saved, own["saved_write"]
@@ -174,7 +200,9 @@ class Executor:
         else:
             y, (auxiliary, statistics) = work.stage(at, x)
         at_end = (own["forward_stage"] == self.num_stages - 1) & at.at_work
-        sums, dy, gradients = work.head(jnp.maximum(row["ended"], 0), where(at_end, y))
+        sums, dy, gradients = work.head(
+            jnp.maximum(row["ended"], 0), _after(where(at_end, y), arrived)
+        )
         some = row["ended"] >= 0
         state = dataclasses.replace(
             state,
@@ -188,7 +216,7 @@ class Executor:
                 end_gradients=_add(state.end_gradients, gradients, some),
                 gradients=self._laid_out(write(state.gradients, own["loss_write"], dy)),
             )
-        return state, y
+        return state, y, dy
 
     def _stage_input(self, state: _State, row: dict, own: dict) -> Payload:
         """What this rank's stage takes: embedded, arrived, or zeros."""
@@ -197,7 +225,7 @@ class Executor:
         x = where(own["forward_stage"] == 0, embedded, arrived)
         return self._laid_out(_or_idle(own["forward_microbatch"] >= 0, x))
 
-    def _backward(self, state: _State, row: dict, own: dict) -> tuple[_State, Payload]:
+    def _backward(self, state: _State, row: dict, own: dict, arrived: Any) -> _State:
         work, at = self.work, _at_work(own, "backward")
         dy = _or_idle(at.at_work, read(state.gradients, own["gradient_read"]))
         dx, block_gradients, of_ends = work.stage_gradient(
@@ -210,34 +238,32 @@ class Executor:
         at_start = (own["backward_stage"] == 0) & at.at_work
         embedded = row["embedded_back"]
         end_gradients, input_gradients = work.embed_gradient(
-            jnp.maximum(embedded, 0), where(at_start, dx)
+            jnp.maximum(embedded, 0), _after(where(at_start, dx), arrived)
         )
         total = _add(state.end_gradients, end_gradients, embedded >= 0)
-        state = dataclasses.replace(
+        return dataclasses.replace(
             state,
+            downward=dx,
             block_gradients=block_gradients,
             end_gradients=_add(total, of_ends, at.at_work) if of_ends else total,
             input_gradients=write(state.input_gradients, embedded, input_gradients),
         )
-        return state, dx
 
-    def _hop(
-        self, state: _State, own: dict, up: Payload | None, down: Payload | None
+    def _sent(
+        self, payload: Payload, before: Any, hops: tuple[int, ...], reason: str
+    ) -> list[Payload]:
+        """What arrives of a payload by each hop, once `before` is there."""
+        payload = _after(payload, before)
+        return [self._permute(payload, hop, reason) for hop in hops]
+
+    def _received(
+        self, state: _State, name: str, slots: jax.Array, arrived: list[Payload]
     ) -> _State:
-        inputs, gradients = state.inputs, state.gradients
-        if up is not None:
-            for at, hop in enumerate(self.table.input_hops):
-                arrived = self._permute(up, hop, "stage_forward")
-                inputs = write(inputs, own["input_write"][at], arrived)
-        if down is not None:
-            for at, hop in enumerate(self.table.gradient_hops):
-                arrived = self._permute(down, hop, "stage_backward")
-                gradients = write(gradients, own["gradient_write"][at], arrived)
-        return dataclasses.replace(
-            state,
-            inputs=self._laid_out(inputs),
-            gradients=self._laid_out(gradients),
-        )
+        """The state with what arrived in a slot of the buffers of that name."""
+        buffers = getattr(state, name)
+        for slot, payload in zip(slots, arrived, strict=True):
+            buffers = write(buffers, slot, payload)
+        return dataclasses.replace(state, **{name: self._laid_out(buffers)})
 
     def _permute(self, payload: Payload, hop: int, reason: str) -> Payload:
         num_ranks = self.table.forward_stage.shape[1]
@@ -263,6 +289,22 @@ class Executor:
             return lax.with_sharding_constraint(x, sharding)
 
         return jax.tree.map(constrained, self.work.specs, payload, is_leaf=_is_spec)
+
+
+def _one_backward_later(table: TickTable) -> np.ndarray:
+    """`gradient_write`, each tick's with the next one that has a backward.
+
+    Nothing reads a gradient earlier, and nothing else is written to its slot.
+    """
+    backward = np.flatnonzero((table.backward_stage >= 0).any(axis=1))
+    later = np.full_like(table.gradient_write, -1)
+    later[backward[1:]] = table.gradient_write[backward[:-1]]
+    return later
+
+
+def _after(payload: Any, before: Any) -> Any:
+    """The payload, for use once `before` is there too."""
+    return payload if before is None else lax.optimization_barrier((payload, before))[0]
 
 
 def _is_spec(node: Any) -> bool:
