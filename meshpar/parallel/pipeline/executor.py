@@ -1,9 +1,10 @@
 """One executor for every schedule: all ranks in lock step, tick by tick.
 
 Each tick runs the forward of one microbatch and the backward of another with `jax.vjp`,
-then hops activations up and gradients down. The backward is not the derivative of the
-loop, so nothing is kept but what the schedule has in flight, however many microbatches
-there are. Ranks without work compute on zeros and the result is dropped.
+and hops gradients down beside the one, activations up beside the other. The backward is
+not the derivative of the loop, so nothing is kept but what the schedule has in flight,
+however many microbatches there are. Ranks without work leave it out (`idle`), or
+compute on zeros and the result is dropped.
 Reference: Narayanan et al. 2021 (PipeDream-flush, interleaved 1F1B).
 """
 
@@ -83,11 +84,7 @@ class Executor:
         """Loss sums and gradients: the forwards and backwards of every tick."""
         state = self._first_state()
         for phase in self.table.phases:
-
-            def tick(state: _State, row: Any, at: Phase = phase) -> tuple[_State, None]:
-                return self._tick(state, row, at), None
-
-            state = lax.scan(tick, state, self._rows(phase.start, phase.stop))[0]
+            state = self._run(state, phase)
         return Results(
             loss_sums=state.loss_sums,
             auxiliary=state.auxiliary,
@@ -101,12 +98,20 @@ class Executor:
         """Loss sums alone: the forwards of every tick."""
         stop = max(phase.stop for phase in self.table.phases if phase.has_forward)
         phase = Phase(True, False, 0, stop)
-        state = self._first_state(keeps=False)
-        return lax.scan(
-            lambda state, row: (self._tick(state, row, phase, keeps=False), None),
-            state,
-            self._rows(0, stop),
-        )[0].loss_sums
+        return self._run(self._first_state(keeps=False), phase, keeps=False).loss_sums
+
+    def _run(self, state: _State, phase: Phase, *, keeps: bool = True) -> _State:
+        rows = self._rows(phase.start, phase.stop)
+        # No microbatch ends while the pipeline fills: no head is computed there. No
+        # gradient arrives in a phase that has but the first backward.
+        has_head, receives = (
+            bool((rows[name] >= 0).any()) for name in ("ended", "gradient_write")
+        )
+
+        def tick(state: _State, row: Any) -> tuple[_State, None]:
+            return self._tick(state, row, phase, has_head, receives, keeps), None
+
+        return lax.scan(tick, state, rows)[0]
 
     def _first_state(self, *, keeps: bool = True) -> _State:
         def buffer(slots: tuple[int, ...], shape: Any) -> jax.Array:
@@ -146,11 +151,17 @@ class Executor:
             ("embedded_back", back_at_first, table.backward_microbatch),
         ):
             rows[name] = np.where(here, microbatch, -1).max(axis=1)[start:stop]
-        rows["gradient_write"] = _one_backward_later(table)[start:stop]
+        rows["gradient_write"] = table.gradient_arrival[start:stop]
         return rows
 
     def _tick(
-        self, state: _State, row: dict[str, jax.Array], phase: Phase, keeps: bool = True
+        self,
+        state: _State,
+        row: dict[str, jax.Array],
+        phase: Phase,
+        has_head: bool,
+        receives: bool,
+        keeps: bool,
     ) -> _State:
         """One tick; hops leave where a stage's matmuls lie between start and done.
 
@@ -159,22 +170,22 @@ class Executor:
         in flight at a time.
         """
         own = self._own_row(row)
-        x = y = arrived = None
+        x = dy = down = up = None
         if phase.has_forward:
             x = self._stage_input(state, row, own)
-        if phase.has_backward:
-            arrived = self._sent(
+        if receives:
+            down = self._sent(
                 state.downward, x, self.table.gradient_hops, "stage_backward"
             )
-            state = self._received(state, "gradients", own["gradient_write"], arrived)
+            state = self._received(state, "gradients", own["gradient_write"], down)
         if phase.has_forward:
-            state, y, dy = self._forward(state, row, own, x, arrived, keeps)
-            arrived = self._sent(y, dy, self.table.input_hops, "stage_forward")
-            state = self._received(state, "inputs", own["input_write"], arrived)
+            state, y = self._forward(state, own, x, keeps)
+            if has_head:
+                state, dy = self._head(state, row, own, _after(y, down), keeps)
+            up = self._sent(y, dy, self.table.input_hops, "stage_forward")
+            state = self._received(state, "inputs", own["input_write"], up)
         if phase.has_backward:
-            state = self._backward(
-                state, row, own, arrived if phase.has_forward else None
-            )
+            state = self._backward(state, row, own, up)
         return state
 
     def _own_row(self, row: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -182,15 +193,8 @@ class Executor:
         return {name: jnp.asarray(row[name])[rank] for name in _ROWS}
 
     def _forward(
-        self,
-        state: _State,
-        row: dict,
-        own: dict,
-        x: Payload,
-        arrived: Any,
-        keeps: bool,
-    ) -> tuple[_State, Payload, Payload]:
-        """A stage and the head; the payloads that go on and that come back."""
+        self, state: _State, own: dict, x: Payload, keeps: bool
+    ) -> tuple[_State, Payload]:
         work, at = self.work, _at_work(own, "forward")
         if keeps:
             y, (auxiliary, statistics), saved = work.stage_keeping(
@@ -199,24 +203,30 @@ class Executor:
             state = dataclasses.replace(state, saved=saved)
         else:
             y, (auxiliary, statistics) = work.stage(at, x)
-        at_end = (own["forward_stage"] == self.num_stages - 1) & at.at_work
-        sums, dy, gradients = work.head(
-            jnp.maximum(row["ended"], 0), _after(where(at_end, y), arrived)
-        )
-        some = row["ended"] >= 0
         state = dataclasses.replace(
             state,
-            loss_sums=_add(state.loss_sums, sums, some),
             auxiliary=_add(state.auxiliary, auxiliary, at.at_work),
             statistics=_add_at(state.statistics, at.chunk, statistics, at.at_work),
         )
+        return state, y
+
+    def _head(
+        self, state: _State, row: dict, own: dict, y: Payload, keeps: bool
+    ) -> tuple[_State, Payload]:
+        """The head of the microbatch that ends, and the gradient that it sends back."""
+        is_last = own["forward_stage"] == self.num_stages - 1
+        at_end, some = is_last & (own["forward_microbatch"] >= 0), row["ended"] >= 0
+        sums, dy, gradients = self.work.head(
+            jnp.maximum(row["ended"], 0), where(at_end, y)
+        )
+        state = dataclasses.replace(state, loss_sums=_add(state.loss_sums, sums, some))
         if keeps:
             state = dataclasses.replace(
                 state,
                 end_gradients=_add(state.end_gradients, gradients, some),
                 gradients=self._laid_out(write(state.gradients, own["loss_write"], dy)),
             )
-        return state, y, dy
+        return state, dy
 
     def _stage_input(self, state: _State, row: dict, own: dict) -> Payload:
         """What this rank's stage takes: embedded, arrived, or zeros."""
@@ -225,7 +235,7 @@ class Executor:
         x = where(own["forward_stage"] == 0, embedded, arrived)
         return self._laid_out(_or_idle(own["forward_microbatch"] >= 0, x))
 
-    def _backward(self, state: _State, row: dict, own: dict, arrived: Any) -> _State:
+    def _backward(self, state: _State, row: dict, own: dict, up: Any) -> _State:
         work, at = self.work, _at_work(own, "backward")
         dy = _or_idle(at.at_work, read(state.gradients, own["gradient_read"]))
         dx, block_gradients, of_ends = work.stage_gradient(
@@ -238,7 +248,7 @@ class Executor:
         at_start = (own["backward_stage"] == 0) & at.at_work
         embedded = row["embedded_back"]
         end_gradients, input_gradients = work.embed_gradient(
-            jnp.maximum(embedded, 0), _after(where(at_start, dx), arrived)
+            jnp.maximum(embedded, 0), _after(where(at_start, dx), up)
         )
         total = _add(state.end_gradients, end_gradients, embedded >= 0)
         return dataclasses.replace(
@@ -289,17 +299,6 @@ class Executor:
             return lax.with_sharding_constraint(x, sharding)
 
         return jax.tree.map(constrained, self.work.specs, payload, is_leaf=_is_spec)
-
-
-def _one_backward_later(table: TickTable) -> np.ndarray:
-    """`gradient_write`, each tick's with the next one that has a backward.
-
-    Nothing reads a gradient earlier, and nothing else is written to its slot.
-    """
-    backward = np.flatnonzero((table.backward_stage >= 0).any(axis=1))
-    later = np.full_like(table.gradient_write, -1)
-    later[backward[1:]] = table.gradient_write[backward[:-1]]
-    return later
 
 
 def _after(payload: Any, before: Any) -> Any:
