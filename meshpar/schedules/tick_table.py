@@ -88,6 +88,8 @@ class TickTable:
 
         Nothing reads a gradient before that, and its slot holds nothing else.
         """
+        import numpy as np
+
         backward = np.flatnonzero((self.backward_stage >= 0).any(axis=1))
         later = np.full_like(self.gradient_write, NONE)
         later[backward[1:]] = self.gradient_write[backward[:-1]]

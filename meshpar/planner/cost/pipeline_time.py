@@ -199,12 +199,12 @@ def _closed_forms(name: str) -> ClosedForms:
 def _lock_step(name: str, ranks: int, microbatches: int, chunks: int) -> LockStep:
     table = tick_table(make_schedule(name, ranks, microbatches, chunks))
     at_last = table.forward_stage == ranks * chunks - 1
-    headless = unread = 0
+    arrivals, headless, unread = table.gradient_arrival, 0, 0
     for phase in table.phases:
         ticks = slice(phase.start, phase.stop)
         if phase.has_forward and not at_last[ticks].any():
             headless += phase.stop - phase.start
-        if phase.has_backward and (table.gradient_arrival[ticks] < 0).all():
+        if ranks > 1 and phase.has_backward and (arrivals[ticks] < 0).all():
             unread += phase.stop - phase.start
     return LockStep(
         table.num_forward_ticks,
