@@ -26,7 +26,8 @@ class Place:
     Args:
         executions: Times in one run of the program: the product of the trip counts of
             the loops around it.
-        in_branch: Whether it is inside a conditional, so that it may not run.
+        in_branch: Whether it is inside a conditional, or a loop that may end before its
+            trip count (`may_end_early`), so that it may not run on every device.
         counted: Whether every trip count was known; an unknown one counts as 1.
         in_loop: Whether a loop is around it.
         fused: Whether it is part of a fusion, so that its values are never stored.
@@ -66,7 +67,8 @@ def called(
     if opcode == "while":
         trips = trip_count(program, computation, instruction)
         counted = place.counted and trips is not None
-        inside = replace(place, counted=counted, in_loop=True)
+        in_branch = place.in_branch or may_end_early(program, instruction)
+        inside = replace(place, counted=counted, in_loop=True, in_branch=in_branch)
         times = place.executions * (1 if trips is None else trips)
         yield _callee(instruction, "body"), replace(inside, executions=times)
         times += place.executions
@@ -101,7 +103,8 @@ def trip_count(
 
     XLA notes the number where it knows it. Otherwise it is read from the loop: its
     condition is that a counter is below a constant, and nothing else; the counter
-    starts from a constant and goes up in steps of 1.
+    starts from a constant and goes up in steps of 1. Of a loop that may end early it is
+    the most.
     """
     known = _KNOWN.search(loop.attributes)
     if known:
@@ -114,6 +117,20 @@ def trip_count(
         return None
     start = _constant(program, _Value(computation, state), counter)
     return None if start is None else max(limit - start, 0)
+
+
+def may_end_early(program: Program, loop: Instruction) -> bool:
+    """Whether a loop goes on while its counter is below a constant and below a value.
+
+    Devices may differ in that value, as ranks of a pipeline do of which some are idle.
+    """
+    return _test(program, loop).instruction.opcode == "and"
+
+
+def _test(program: Program, loop: Instruction) -> _Value:
+    """What gives the condition of a loop."""
+    condition = program.computation(_callee(loop, "condition"), used_by=loop)
+    return _origin(program, _Value(condition, condition.root))
 
 
 def _callee(instruction: Instruction, name: str) -> str:
@@ -178,8 +195,21 @@ def _element(program: Program, value: _Value, index: int) -> int | None:
 def _counter_and_limit(
     program: Program, loop: Instruction
 ) -> tuple[int | None, int | None]:
-    condition = program.computation(_callee(loop, "condition"), used_by=loop)
-    test = _origin(program, _Value(condition, condition.root))
+    test = _test(program, loop)
+    both = test.instruction.opcode == "and"
+    for one in (
+        (_origin(program, test.operand(program, at)) for at in (0, 1))
+        if both
+        else (test,)
+    ):
+        counter, limit = _below(program, one)
+        if limit is not None:
+            return counter, limit
+    return None, None
+
+
+def _below(program: Program, test: _Value) -> tuple[int | None, int | None]:
+    """Element of the loop's state and the constant that it is to be below."""
     is_below = test.instruction.attribute(r"direction=(\w+)") == "LT"
     if test.instruction.opcode != "compare" or not is_below:
         return None, None

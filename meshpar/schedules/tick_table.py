@@ -83,6 +83,19 @@ class TickTable:
     gradient_slots: tuple[int, ...]
 
     @property
+    def gradient_arrival(self) -> np.ndarray:
+        """`gradient_write`, each tick's put off to the next one that has a backward.
+
+        Nothing reads a gradient before that, and its slot holds nothing else.
+        """
+        import numpy as np
+
+        backward = np.flatnonzero((self.backward_stage >= 0).any(axis=1))
+        later = np.full_like(self.gradient_write, NONE)
+        later[backward[1:]] = self.gradient_write[backward[:-1]]
+        return later
+
+    @property
     def num_ticks(self) -> int:
         """Columns of the timeline."""
         return len(self.forward_stage)

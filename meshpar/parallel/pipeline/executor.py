@@ -1,9 +1,10 @@
 """One executor for every schedule: all ranks in lock step, tick by tick.
 
 Each tick runs the forward of one microbatch and the backward of another with `jax.vjp`,
-then hops activations up and gradients down. The backward is not the derivative of the
-loop, so nothing is kept but what the schedule has in flight, however many microbatches
-there are. Ranks without work compute on zeros and the result is dropped.
+and hops gradients down beside the one, activations up beside the other. The backward is
+not the derivative of the loop, so nothing is kept but what the schedule has in flight,
+however many microbatches there are. Ranks without work leave it out (`idle`), or
+compute on zeros and the result is dropped.
 Reference: Narayanan et al. 2021 (PipeDream-flush, interleaved 1F1B).
 """
 
@@ -21,9 +22,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.collectives import asked, on_parts
 from meshpar.parallel.block import where
+from meshpar.parallel.pipeline.buffers import read, write
 from meshpar.parallel.pipeline.ends import STAGE
-from meshpar.parallel.pipeline.stages import part
-from meshpar.parallel.pipeline.work import Payload, Results, Work
+from meshpar.parallel.pipeline.work import At, Payload, Results, Work
 from meshpar.rules.rules import spec_axes
 from meshpar.schedules import Phase, TickTable
 
@@ -55,7 +56,8 @@ class _State:
 
     inputs: Payload
     gradients: Payload
-    saved: list[jax.Array]
+    downward: Payload
+    saved: Any
     block_gradients: Any
     end_gradients: Any
     input_gradients: Any
@@ -82,11 +84,7 @@ class Executor:
         """Loss sums and gradients: the forwards and backwards of every tick."""
         state = self._first_state()
         for phase in self.table.phases:
-
-            def tick(state: _State, row: Any, at: Phase = phase) -> tuple[_State, None]:
-                return self._tick(state, row, at), None
-
-            state = lax.scan(tick, state, self._rows(phase.start, phase.stop))[0]
+            state = self._run(state, phase)
         return Results(
             loss_sums=state.loss_sums,
             auxiliary=state.auxiliary,
@@ -100,12 +98,20 @@ class Executor:
         """Loss sums alone: the forwards of every tick."""
         stop = max(phase.stop for phase in self.table.phases if phase.has_forward)
         phase = Phase(True, False, 0, stop)
-        state = self._first_state(keeps=False)
-        return lax.scan(
-            lambda state, row: (self._tick(state, row, phase, keeps=False), None),
-            state,
-            self._rows(0, stop),
-        )[0].loss_sums
+        return self._run(self._first_state(keeps=False), phase, keeps=False).loss_sums
+
+    def _run(self, state: _State, phase: Phase, *, keeps: bool = True) -> _State:
+        rows = self._rows(phase.start, phase.stop)
+        # No microbatch ends while the pipeline fills: no head is computed there. No
+        # gradient arrives in a phase that has but the first backward.
+        has_head, receives = (
+            bool((rows[name] >= 0).any()) for name in ("ended", "gradient_write")
+        )
+
+        def tick(state: _State, row: Any) -> tuple[_State, None]:
+            return self._tick(state, row, phase, has_head, receives, keeps), None
+
+        return lax.scan(tick, state, rows)[0]
 
     def _first_state(self, *, keeps: bool = True) -> _State:
         def buffer(slots: tuple[int, ...], shape: Any) -> jax.Array:
@@ -116,11 +122,14 @@ class Executor:
             return self._laid_out(zeros)
 
         work, table = self.work, self.table
-        kept = jax.tree.leaves(self._kept()) if keeps else []
         return _State(
             inputs=buffers(table.input_slots),
             gradients=buffers(table.gradient_slots),
-            saved=[buffer(table.saved_slots, leaf) for leaf in kept],
+            downward=self._laid_out(_zeros(work.payload if keeps else ())),
+            saved=jax.tree.map(
+                lambda shape: buffer(table.saved_slots, shape),
+                work.kept if keeps else (),
+            ),
             block_gradients=_zeros(work.gradients if keeps else ()),
             end_gradients=_zeros(work.end_gradients if keeps else ()),
             input_gradients=jax.tree.map(jnp.zeros_like, work.inputs if keeps else ()),
@@ -142,110 +151,129 @@ class Executor:
             ("embedded_back", back_at_first, table.backward_microbatch),
         ):
             rows[name] = np.where(here, microbatch, -1).max(axis=1)[start:stop]
+        rows["gradient_write"] = table.gradient_arrival[start:stop]
         return rows
 
     def _tick(
-        self, state: _State, row: dict[str, jax.Array], phase: Phase, keeps: bool = True
+        self,
+        state: _State,
+        row: dict[str, jax.Array],
+        phase: Phase,
+        has_head: bool,
+        receives: bool,
+        keeps: bool,
     ) -> _State:
+        """One tick; hops leave where a stage's matmuls lie between start and done.
+
+        Gradients of the tick before travel beside the forward, activations beside the
+        backward, and the ends' collectives stand in between: XLA:GPU has one collective
+        in flight at a time.
+        """
         own = self._own_row(row)
-        up = down = None
+        x = dy = down = up = None
         if phase.has_forward:
-            state, up = self._forward(state, row, own, keeps)
+            x = self._stage_input(state, row, own)
+        if receives:
+            down = self._sent(
+                state.downward, x, self.table.gradient_hops, "stage_backward"
+            )
+            state = self._received(state, "gradients", own["gradient_write"], down)
+        if phase.has_forward:
+            state, y = self._forward(state, own, x, keeps)
+            if has_head:
+                state, dy = self._head(state, row, own, _after(y, down), keeps)
+            up = self._sent(y, dy, self.table.input_hops, "stage_forward")
+            state = self._received(state, "inputs", own["input_write"], up)
         if phase.has_backward:
-            state, down = self._backward(state, row, own)
-        return self._hop(state, own, up, down)
+            state = self._backward(state, row, own, up)
+        return state
 
     def _own_row(self, row: dict[str, jax.Array]) -> dict[str, jax.Array]:
         rank = lax.axis_index(STAGE)
         return {name: jnp.asarray(row[name])[rank] for name in _ROWS}
 
     def _forward(
-        self, state: _State, row: dict, own: dict, keeps: bool
+        self, state: _State, own: dict, x: Payload, keeps: bool
     ) -> tuple[_State, Payload]:
-        work, microbatch = self.work, own["forward_microbatch"]
-        x = self._stage_input(state, row, own)
-        y, (auxiliary, statistics), saved = self._through_stage(state, own, x, keeps)
-        at_end = (own["forward_stage"] == self.num_stages - 1) & (microbatch >= 0)
-        sums, dy, gradients = work.head(jnp.maximum(row["ended"], 0), where(at_end, y))
-        some, chunk = row["ended"] >= 0, jnp.maximum(own["forward_chunk"], 0)
+        work, at = self.work, _at_work(own, "forward")
+        if keeps:
+            y, (auxiliary, statistics), saved = work.stage_keeping(
+                at, x, state.saved, own["saved_write"]
+            )
+            state = dataclasses.replace(state, saved=saved)
+        else:
+            y, (auxiliary, statistics) = work.stage(at, x)
         state = dataclasses.replace(
             state,
-            saved=saved,
-            loss_sums=_add(state.loss_sums, sums, some),
-            auxiliary=_add(state.auxiliary, auxiliary, microbatch >= 0),
-            statistics=_add_at(state.statistics, chunk, statistics, microbatch >= 0),
+            auxiliary=_add(state.auxiliary, auxiliary, at.at_work),
+            statistics=_add_at(state.statistics, at.chunk, statistics, at.at_work),
         )
+        return state, y
+
+    def _head(
+        self, state: _State, row: dict, own: dict, y: Payload, keeps: bool
+    ) -> tuple[_State, Payload]:
+        """The head of the microbatch that ends, and the gradient that it sends back."""
+        is_last = own["forward_stage"] == self.num_stages - 1
+        at_end, some = is_last & (own["forward_microbatch"] >= 0), row["ended"] >= 0
+        sums, dy, gradients = self.work.head(
+            jnp.maximum(row["ended"], 0), where(at_end, y)
+        )
+        state = dataclasses.replace(state, loss_sums=_add(state.loss_sums, sums, some))
         if keeps:
             state = dataclasses.replace(
                 state,
                 end_gradients=_add(state.end_gradients, gradients, some),
-                gradients=self._laid_out(
-                    _write(state.gradients, own["loss_write"], dy)
-                ),
+                gradients=self._laid_out(write(state.gradients, own["loss_write"], dy)),
             )
-        return state, y
+        return state, dy
 
     def _stage_input(self, state: _State, row: dict, own: dict) -> Payload:
         """What this rank's stage takes: embedded, arrived, or zeros."""
         embedded = self.work.embed(jnp.maximum(row["embedded"], 0))
-        arrived = _at(state.inputs, own["input_read"])
+        arrived = read(state.inputs, own["input_read"])
         x = where(own["forward_stage"] == 0, embedded, arrived)
         return self._laid_out(_or_idle(own["forward_microbatch"] >= 0, x))
 
-    def _through_stage(
-        self, state: _State, own: dict, x: Payload, keeps: bool
-    ) -> tuple[Payload, tuple, list[jax.Array]]:
-        """The stage's output, its blocks' sums, and the buffers of what is kept."""
-        chunk = jnp.maximum(own["forward_chunk"], 0)
-        microbatch = jnp.maximum(own["forward_microbatch"], 0)
-        if not keeps:
-            return *self.work.stage(chunk, microbatch, x), state.saved
-        y, sums, kept = self.work.stage_keeping(chunk, microbatch, x)
-        return y, sums, _write(state.saved, own["saved_write"], jax.tree.leaves(kept))
-
-    def _backward(self, state: _State, row: dict, own: dict) -> tuple[_State, Payload]:
-        work, microbatch = self.work, own["backward_microbatch"]
-        dy = _or_idle(microbatch >= 0, _at(state.gradients, own["gradient_read"]))
-        kept = _at(state.saved, own["saved_read"])
+    def _backward(self, state: _State, row: dict, own: dict, up: Any) -> _State:
+        work, at = self.work, _at_work(own, "backward")
+        dy = _or_idle(at.at_work, read(state.gradients, own["gradient_read"]))
         dx, block_gradients, of_ends = work.stage_gradient(
-            jnp.maximum(own["backward_chunk"], 0),
-            jnp.maximum(microbatch, 0),
-            jax.tree.unflatten(jax.tree.structure(self._kept()), kept),
+            at,
+            state.saved,
+            own["saved_read"],
             self._laid_out(dy),
             state.block_gradients,
-            microbatch >= 0,
         )
-        at_start = (own["backward_stage"] == 0) & (microbatch >= 0)
+        at_start = (own["backward_stage"] == 0) & at.at_work
         embedded = row["embedded_back"]
         end_gradients, input_gradients = work.embed_gradient(
-            jnp.maximum(embedded, 0), where(at_start, dx)
+            jnp.maximum(embedded, 0), _after(where(at_start, dx), up)
         )
         total = _add(state.end_gradients, end_gradients, embedded >= 0)
-        state = dataclasses.replace(
-            state,
-            block_gradients=block_gradients,
-            end_gradients=_add(total, of_ends, microbatch >= 0) if of_ends else total,
-            input_gradients=_write(state.input_gradients, embedded, input_gradients),
-        )
-        return state, dx
-
-    def _hop(
-        self, state: _State, own: dict, up: Payload | None, down: Payload | None
-    ) -> _State:
-        inputs, gradients = state.inputs, state.gradients
-        if up is not None:
-            for at, hop in enumerate(self.table.input_hops):
-                arrived = self._permute(up, hop, "stage_forward")
-                inputs = _write(inputs, own["input_write"][at], arrived)
-        if down is not None:
-            for at, hop in enumerate(self.table.gradient_hops):
-                arrived = self._permute(down, hop, "stage_backward")
-                gradients = _write(gradients, own["gradient_write"][at], arrived)
         return dataclasses.replace(
             state,
-            inputs=self._laid_out(inputs),
-            gradients=self._laid_out(gradients),
+            downward=dx,
+            block_gradients=block_gradients,
+            end_gradients=_add(total, of_ends, at.at_work) if of_ends else total,
+            input_gradients=write(state.input_gradients, embedded, input_gradients),
         )
+
+    def _sent(
+        self, payload: Payload, before: Any, hops: tuple[int, ...], reason: str
+    ) -> list[Payload]:
+        """What arrives of a payload by each hop, once `before` is there."""
+        payload = _after(payload, before)
+        return [self._permute(payload, hop, reason) for hop in hops]
+
+    def _received(
+        self, state: _State, name: str, slots: jax.Array, arrived: list[Payload]
+    ) -> _State:
+        """The state with what arrived in a slot of the buffers of that name."""
+        buffers = getattr(state, name)
+        for slot, payload in zip(slots, arrived, strict=True):
+            buffers = write(buffers, slot, payload)
+        return dataclasses.replace(state, **{name: self._laid_out(buffers)})
 
     def _permute(self, payload: Payload, hop: int, reason: str) -> Payload:
         num_ranks = self.table.forward_stage.shape[1]
@@ -261,13 +289,6 @@ class Executor:
 
         return jax.tree.map(permute, self.work.specs, payload, is_leaf=_is_spec)
 
-    def _kept(self) -> Any:
-        """Shapes of what a stage keeps of one microbatch."""
-        first = jnp.asarray(0)
-        return jax.eval_shape(
-            lambda x: self.work.stage_keeping(first, first, x)[2], self.work.payload
-        )
-
     def _laid_out(self, payload: Payload) -> Payload:
         def constrained(spec: PartitionSpec, x: jax.Array) -> jax.Array:
             if not spec_axes(spec):
@@ -278,6 +299,11 @@ class Executor:
             return lax.with_sharding_constraint(x, sharding)
 
         return jax.tree.map(constrained, self.work.specs, payload, is_leaf=_is_spec)
+
+
+def _after(payload: Any, before: Any) -> Any:
+    """The payload, for use once `before` is there too."""
+    return payload if before is None else lax.optimization_barrier((payload, before))[0]
 
 
 def _is_spec(node: Any) -> bool:
@@ -292,18 +318,9 @@ def _zeros(shapes: Any) -> Any:
     return jax.tree.map(lambda value: jnp.zeros(value.shape, value.dtype), shapes)
 
 
-def _at(buffers: Any, slot: jax.Array) -> Any:
-    return part(buffers, jnp.maximum(slot, 0))
-
-
-def _write(buffers: Any, slot: jax.Array, values: Any) -> Any:
-    """Buffers with `values` in that slot; as they were where the slot is negative."""
-
-    def write(buffer: jax.Array, value: jax.Array) -> jax.Array:
-        value = jnp.where(slot >= 0, value.astype(buffer.dtype), _at(buffer, slot))
-        return lax.dynamic_update_index_in_dim(buffer, value, jnp.maximum(slot, 0), 0)
-
-    return jax.tree.map(write, buffers, values)
+def _at_work(own: dict[str, jax.Array], which: str) -> At:
+    chunk, microbatch = own[f"{which}_chunk"], own[f"{which}_microbatch"]
+    return At(jnp.maximum(chunk, 0), jnp.maximum(microbatch, 0), microbatch >= 0)
 
 
 def _add(total: Any, more: Any, counts: jax.Array) -> Any:

@@ -7,7 +7,7 @@ What embedding, blocks and head are is a `Functions`: of a model under the contr
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -24,7 +24,7 @@ from meshpar.parallel.pipeline.ends import Shares
 from meshpar.parallel.pipeline.float_leaves import split_floats
 from meshpar.parallel.pipeline.rank_stages import Enter, RankStages
 from meshpar.parallel.pipeline.stages import Arrangement, part
-from meshpar.parallel.pipeline.work import Work
+from meshpar.parallel.pipeline.work import At, Work
 from meshpar.parallel.remat import keeps_stage_input
 from meshpar.schedules import Schedule
 
@@ -47,6 +47,10 @@ class Functions(Protocol):
         self, weights: Params, stream: Stream, known: Known, shares: Shares
     ) -> tuple[jax.Array, jax.Array]:
         """Summed loss and summed weights of this rank's share, fp32."""
+
+    @property
+    def keeps_together(self) -> str | None:
+        """Why idle ranks compute on zeros (`idle.mesh_hindrance`)."""
 
     def blocks(self, arrangement: Arrangement) -> Sequence[Block]:
         """What a layer of each group does."""
@@ -156,9 +160,9 @@ class Microbatches:
     def _work(self, head: Callable[..., tuple], sums: Any) -> Work:
         specs, stages = self._specs, self._stages
         payload = stages.payload(0, self._streams[0], of=self._streams)
-        first = jnp.asarray(0)
+        idle = At(jnp.int32(0), jnp.int32(0), jnp.bool_(False))
         _, (auxiliary, statistics) = jax.eval_shape(
-            lambda x: stages.run(first, first, x), payload
+            lambda x: stages.run(idle, x), payload
         )
         return Work(
             stage=stages.run,
@@ -168,6 +172,7 @@ class Microbatches:
             embed_gradient=self._embed_gradient,
             head=head,
             payload=payload,
+            kept=stages.kept(payload),
             specs=stages.payload(0, specs[0], of=specs),
             gradients=self.gradients,
             end_gradients=self.end_gradients,
@@ -188,6 +193,14 @@ class Microbatches:
 
     @cached_property
     def _stages(self) -> RankStages:
+        stages = self._together
+        if self.schedule.num_ranks == 1 or self.functions.keeps_together is not None:
+            return stages
+        return replace(stages, skips=stages.may_skip())
+
+    @property
+    def _together(self) -> RankStages:
+        """The stages of ranks that compute on zeros where they are idle."""
         return RankStages(
             blocks=self.functions.blocks(self.arrangement),
             enters=self.functions.enters(),

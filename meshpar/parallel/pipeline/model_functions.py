@@ -13,6 +13,7 @@ from meshpar.model.parameter import Params
 from meshpar.model.scope import Scope
 from meshpar.parallel.block import Block, Known
 from meshpar.parallel.pipeline.ends import STAGE, Shares
+from meshpar.parallel.pipeline.idle import mesh_hindrance
 from meshpar.parallel.pipeline.microbatches import parts_of
 from meshpar.parallel.pipeline.rank_stages import Enter
 from meshpar.parallel.pipeline.stages import Arrangement
@@ -40,6 +41,11 @@ class ModelFunctions:
     def remat(self) -> str:
         """What the backward recomputes."""
         return self.placement.layout.remat
+
+    @property
+    def keeps_together(self) -> str | None:
+        """By the layout's mesh."""
+        return mesh_hindrance(self.placement.mesh.shape, self.placement.platform)
 
     def embed(self, weights: Params, known: Known, shares: Shares | None) -> Stream:
         """`Model.embed` of a share."""

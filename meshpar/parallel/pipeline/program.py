@@ -23,6 +23,7 @@ from meshpar.parallel.pipeline.executor import Executor, Work
 from meshpar.parallel.pipeline.layer_costs import layer_costs
 from meshpar.parallel.pipeline.microbatches import Microbatches
 from meshpar.parallel.pipeline.model_functions import ModelFunctions
+from meshpar.parallel.pipeline.reduction import reduce_in_slices
 from meshpar.parallel.pipeline.schedule_choice import OwnSchedule, chosen_schedule
 from meshpar.parallel.pipeline.stages import (
     Arrangement,
@@ -75,7 +76,7 @@ class PipelineProgram:
                 loss_sum += group.weighted(sums)
             share = safe_inverse(weight_sum)
             blocks = [merge(of_group) for of_group in found.block_gradients]
-            gradients = placement.reduce(found.end_gradients, blocks, scale=share)
+            gradients = reduce_in_slices(placement, found.end_gradients, blocks, share)
             statistics = sum_statistics(
                 placement, [merge(of_group) for of_group in found.statistics]
             )

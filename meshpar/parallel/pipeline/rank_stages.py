@@ -28,9 +28,17 @@ from meshpar.parallel.blocks import (
     run_blocks,
     run_keeping,
 )
+from meshpar.parallel.pipeline.buffers import read, write
 from meshpar.parallel.pipeline.ends import STAGE
-from meshpar.parallel.pipeline.stages import Arrangement, part
-from meshpar.parallel.pipeline.work import Payload
+from meshpar.parallel.pipeline.idle import layers_hindrance, tell
+from meshpar.parallel.pipeline.layer_loops import (
+    Saved,
+    backward_layers,
+    keep_layers,
+    run_layers,
+)
+from meshpar.parallel.pipeline.stages import NO_LAYER, Arrangement, part
+from meshpar.parallel.pipeline.work import At, Payload
 from meshpar.parallel.residuals import Residuals, restore_vjp, vjp_without
 
 Enter = Callable[[Params, Stream, Known], Stream]
@@ -52,6 +60,8 @@ class RankStages:
         streams: Shapes of each group's stream.
         known: Microbatch -> arrays without gradient that scopes are made of.
         keeps_input: Whether a stage's input is all that is kept for its backward.
+        skips: Whether an idle rank leaves its layers out (`idle`); else it computes
+            them on zeros.
     """
 
     blocks: Sequence[Block]
@@ -63,6 +73,7 @@ class RankStages:
     streams: Sequence[Any]
     known: Callable[[jax.Array], Known]
     keeps_input: bool = False
+    skips: bool = False
 
     @property
     def slots(self) -> tuple[int | None, ...]:
@@ -106,68 +117,92 @@ class RankStages:
         slot = self.slots[group]
         return _zeros(self.streams[group]) if slot is None else payload[slot]
 
-    def run(
-        self, chunk: jax.Array, microbatch: jax.Array, payload: Payload
-    ) -> tuple[Payload, tuple]:
+    def may_skip(self) -> bool:
+        """Whether an idle rank may leave the layers out; where not, a warning says why.
+
+        Nothing is run.
+        """
+        known, first = self.known(jnp.int32(0)), jnp.int32(0)
+        for group, block in enumerate(self.blocks):
+            stream = self.streams[group]
+            found = layers_hindrance(self._stack(group, first), stream, known)
+            if found is not None:
+                tell(block.group.name, found)
+                return False
+        return True
+
+    def run(self, at: At, payload: Payload) -> tuple[Payload, tuple]:
         """A microbatch through one of the stages, and the sums of its blocks."""
-        known = self.known(microbatch)
+        known = self.known(at.microbatch)
 
         def through(group: int, x: Stream, y: Stream) -> tuple[Stream, Sums, None]:
-            x = self._entered(group, chunk, x, y, known)[0]
-            return *run_blocks(self._stack(group, chunk), x, known), None
+            x, stack = self._entered(group, at.chunk, x, y, known)[0], self._stack
+            if self.skips:
+                num_layers = self._num_layers(group, at)
+                of_stack = run_layers(stack(group, at.chunk), x, known, num_layers)
+            else:
+                of_stack = run_blocks(stack(group, at.chunk), x, known)
+            return *of_stack, None
 
-        return self._through(chunk, payload, through)[:2]
+        return self._through(at.chunk, payload, through)[:2]
+
+    def kept(self, payload: Payload) -> Any:
+        """Shapes of what `gradient` needs of a stage's run: trees of plain lists."""
+        return payload if self.keeps_input else _plain(self._kept(payload))
 
     def run_keeping(
-        self, chunk: jax.Array, microbatch: jax.Array, payload: Payload
+        self, at: At, payload: Payload, buffers: Any, slot: jax.Array
     ) -> tuple[Payload, tuple, Any]:
-        """The same, and what `gradient` needs of it."""
+        """`run`, and what `gradient` needs of it in a slot of the buffers.
+
+        Args:
+            at: What to run.
+            payload: What the stage takes.
+            buffers: (slots, ...) for each array of `kept`.
+            slot: Where to write; negative where the rank is idle.
+        """
         if self.keeps_input:
-            return *self.run(chunk, microbatch, payload), payload
-        return self._run_keeping(chunk, self.known(microbatch), payload)
+            return *self.run(at, payload), write(buffers, slot, payload)
+        known = self.known(at.microbatch)
+        if self.skips:
+            return self._run_keeping_in(at, known, payload, buffers, slot)
+        y, sums, kept = self._run_keeping(at.chunk, known, payload)
+        return y, sums, write(buffers, slot, _plain(kept))
 
     def gradient(
         self,
-        chunk: jax.Array,
-        microbatch: jax.Array,
-        kept: Any,
+        at: At,
+        buffers: Any,
+        slot: jax.Array,
         of_payload: Payload,
         totals: list[Any],
-        counts: jax.Array,
     ) -> tuple[Payload, list[Any], Any]:
         """The gradient of the stage's payload; its parameters' are added to the totals.
 
         Args:
-            chunk: Which of the rank's stages.
-            microbatch: Of what.
-            kept: By `run_keeping`.
+            at: What was run.
+            buffers: From `run_keeping`.
+            slot: Where it wrote.
             of_payload: Gradient of the stage's output.
             totals: Of each group: where gradients are added, (chunks, places, ...).
-            counts: Whether they are to be added.
 
         Returns:
             The gradient of its input, the totals, and gradients of the ends' parameters
             in `enter`; () where no group has it.
         """
-        known, totals = self.known(microbatch), list(totals)
-        if self.keeps_input:
-            kept = self._run_keeping(chunk, known, kept)[2]
+        known, totals = self.known(at.microbatch), list(totals)
+        kept = self._restored(at, known, buffers, slot)
         found = _zeros(self.payload(0, self.streams[0], of=self.streams))
         of_ends: Any = ()
         of_next: Any = None
         for group in reversed(range(len(self.blocks))):
             entered, residuals = kept[group]
-            dy = self._gradient_out(group, chunk, of_payload, of_next)
-            dx, totals[group] = run_backward(
-                self._stack(group, chunk),
-                residuals,
-                dy,
-                known,
-                totals[group],
-                _adder(chunk, counts),
+            dy = self._gradient_out(group, at.chunk, of_payload, of_next)
+            dx, totals[group] = self._backward(
+                group, at, residuals, dy, known, totals[group]
             )
             of_next, found, more = self._gradient_in(
-                group, chunk, dx, found, entered, known
+                group, at.chunk, dx, found, entered, known
             )
             if more is not None:
                 of_ends = more if not of_ends else jax.tree.map(jnp.add, of_ends, more)
@@ -188,6 +223,80 @@ class RankStages:
         found = self._through(chunk, payload, through)
         check_names(checked, known)
         return found
+
+    def _run_keeping_in(
+        self, at: At, known: Known, payload: Payload, buffers: Any, slot: jax.Array
+    ) -> tuple[Payload, tuple, Any]:
+        """`_run_keeping`, each layer's residuals straight into the buffers."""
+        written = []
+
+        def through(group: int, x: Stream, y: Stream) -> tuple[Stream, Sums, None]:
+            x, entered = self._entered(group, at.chunk, x, y, known)
+            of_enter, of_layers = buffers[group]
+            y, sums, of_layers = keep_layers(
+                self._stack(group, at.chunk),
+                x,
+                known,
+                self._num_layers(group, at),
+                of_layers,
+                jnp.maximum(slot, 0),
+            )
+            written.append([write(of_enter, slot, jax.tree.leaves(entered)), of_layers])
+            return y, sums, None
+
+        return *self._through(at.chunk, payload, through)[:2], written
+
+    def _kept(self, payload: Payload) -> list[tuple[Residuals | None, Residuals]]:
+        """Shapes of what is kept: of each group, of `enter` and of its layers."""
+        first = jnp.int32(0)
+        return jax.eval_shape(
+            lambda x: self._run_keeping(first, self.known(first), x)[2], payload
+        )
+
+    def _restored(
+        self, at: At, known: Known, buffers: Any, slot: jax.Array
+    ) -> list[tuple[Residuals | None, Any]]:
+        """What was kept, of each group: of `enter`, and what `_backward` takes."""
+        payload = self.payload(0, self.streams[0], of=self.streams)
+        if self.keeps_input and not self.skips:
+            return self._run_keeping(at.chunk, known, read(buffers, slot))[2]
+        shapes = self._kept(payload)
+        if self.keeps_input:
+            taken, slot = read(buffers, slot), jnp.int32(0)
+            buffers = jax.tree.map(
+                lambda one: jnp.zeros((1, *one.shape), one.dtype), _plain(shapes)
+            )
+            buffers = self._run_keeping_in(at, known, taken, buffers, slot)[2]
+        if not self.skips:
+            kept = jax.tree.leaves(read(buffers, slot))
+            return jax.tree.unflatten(jax.tree.structure(shapes), kept)
+        return [
+            (
+                jax.tree.unflatten(jax.tree.structure(entered), read(of_enter, slot)),
+                Saved(of_layers, jnp.maximum(slot, 0), jax.tree.structure(residuals)),
+            )
+            for (entered, residuals), (of_enter, of_layers) in zip(
+                shapes, buffers, strict=True
+            )
+        ]
+
+    def _backward(
+        self,
+        group: int,
+        at: At,
+        kept: Any,
+        dx: Stream,
+        known: Known,
+        totals: Any,
+    ) -> tuple[Stream, Any]:
+        """A group's layers backwards, their gradients added to the totals."""
+        stack = self._stack(group, at.chunk)
+        if self.skips:
+            num_layers = self._num_layers(group, at)
+            add = _adder(at.chunk)
+            return backward_layers(stack, kept, dx, known, num_layers, totals, add)
+        add = _adder(at.chunk, counts=at.at_work)
+        return run_backward(stack, kept, dx, known, totals, add)
 
     def _through(
         self, chunk: jax.Array, payload: Payload, through: Callable[..., tuple]
@@ -285,6 +394,12 @@ class RankStages:
             layers=jnp.where(layers >= 0, layers + first, layers) if first else layers,
         )
 
+    def _num_layers(self, group: int, at: At) -> jax.Array:
+        """How many layers of a group the rank is to run."""
+        found = np.count_nonzero(self.arrangement.layers[group] != NO_LAYER, axis=-1)
+        here = jnp.asarray(found, jnp.int32)[lax.axis_index(STAGE)]
+        return jnp.where(at.at_work, _chunk(here, at.chunk), 0)
+
     def _at(self, table: np.ndarray, chunk: jax.Array) -> bool | jax.Array:
         """A fact of this rank's stage; a plain boolean where all stages agree."""
         if table.all() or not table.any():
@@ -292,17 +407,24 @@ class RankStages:
         return _chunk(jnp.asarray(table)[lax.axis_index(STAGE)], chunk)
 
 
-def _adder(chunk: jax.Array, counts: jax.Array) -> Callable[..., Any]:
+def _adder(chunk: jax.Array, *, counts: jax.Array | None = None) -> Callable[..., Any]:
+    """What adds a layer's gradients to the totals, where they count."""
+
     def add(totals: Any, gradients: Any, place: jax.Array) -> Any:
-        return jax.tree.map(
-            lambda total, gradient: total.at[chunk, place].add(
-                jnp.where(counts, gradient.astype(total.dtype), 0)
-            ),
-            totals,
-            gradients,
-        )
+        def one(total: jax.Array, gradient: jax.Array) -> jax.Array:
+            gradient = gradient.astype(total.dtype)
+            if counts is not None:
+                gradient = jnp.where(counts, gradient, 0)
+            return total.at[chunk, place].add(gradient)
+
+        return jax.tree.map(one, totals, gradients)
 
     return add
+
+
+def _plain(kept: list[tuple[Residuals | None, Residuals]]) -> Any:
+    """The arrays alone: of each group those of `enter`, and those of its layers."""
+    return [[jax.tree.leaves(one) for one in of_group] for of_group in kept]
 
 
 def _where(condition: bool | jax.Array, tree: Any, other: Any = None) -> Any:

@@ -17,6 +17,7 @@ from meshpar.mesh import platform_of
 from meshpar.model.contract import BlockGroup, Stream
 from meshpar.parallel.block import Block, Known
 from meshpar.parallel.pipeline.ends import Shares
+from meshpar.parallel.pipeline.idle import mesh_hindrance
 from meshpar.parallel.pipeline.microbatches import parts_of
 from meshpar.parallel.pipeline.rank_stages import Enter
 from meshpar.parallel.pipeline.stages import Arrangement
@@ -76,6 +77,11 @@ class UserFunctions:
     def group(self) -> BlockGroup:
         """The blocks under the model's contract."""
         return block_group(self.block, self.num_layers, self.auxiliary)
+
+    @property
+    def keeps_together(self) -> str | None:
+        """By the mesh."""
+        return mesh_hindrance(self.mesh.shape, platform_of(self.mesh))
 
     def embed(self, weights: Any, known: Known, shares: Shares | None) -> Stream:
         """The first block's input, of a share."""

@@ -14,13 +14,13 @@ from jax.sharding import Mesh, PartitionSpec
 from meshpar.collectives import asked
 from meshpar.errors import InputError
 from meshpar.layout import REMATS, nearest
-from meshpar.parallel.data import reduce_gradients
-from meshpar.parallel.mean_loss import safe_inverse, scaled
+from meshpar.parallel.mean_loss import safe_inverse
 from meshpar.parallel.pipeline.ends import STAGE
 from meshpar.parallel.pipeline.executor import Executor, Results
 from meshpar.parallel.pipeline.float_leaves import differentiable
 from meshpar.parallel.pipeline.microbatches import Microbatches
 from meshpar.parallel.pipeline.own_derivative import Gradients, with_own_derivative
+from meshpar.parallel.pipeline.reduction import along_first_dim, reduced_and_scaled
 from meshpar.parallel.pipeline.schedule_choice import OwnSchedule, chosen_schedule
 from meshpar.parallel.pipeline.stages import Arrangement, arrangement, cut, merge
 from meshpar.parallel.pipeline.user_arguments import (
@@ -260,14 +260,17 @@ def _reduced(
     loss_sum += functions.group.weighted(auxiliary)
     share = safe_inverse(weight_sum)
     (of_blocks,) = found.block_gradients
-    gradients = merge(of_blocks), found.end_gradients, merge(found.input_gradients)
-    stored = (
-        functions.block_stored,
-        functions.end_stored,
-        _stored(gradients[2], (axes,), None),
+    of_inputs = merge(found.input_gradients)
+
+    def reduced(stored: Any, gradients: Any) -> Any:
+        return reduced_and_scaled(stored, gradients, tuple(at_work), share)
+
+    return (
+        loss_sum * share,
+        along_first_dim(reduced, functions.block_stored, merge(of_blocks)),
+        reduced(functions.end_stored, found.end_gradients),
+        along_first_dim(reduced, _stored(of_inputs, (axes,), None), of_inputs),
     )
-    summed = reduce_gradients(stored, gradients, tuple(at_work))
-    return loss_sum * share, *scaled(summed, share)
 
 
 def _stored(tree: Any, manual: tuple, automatic: Any) -> Any:

@@ -29,8 +29,8 @@ class LockStep:
     Args:
         forward_ticks, backward_ticks: Ticks in which any rank does one.
         in_flight: Microbatches times chunks that each rank holds.
-        head_ticks: Forward ticks whose head is not compiled away.
-        down_hops: Backward ticks whose hop is not compiled away.
+        head_ticks: Forward ticks with a head: not while the pipeline fills.
+        down_hops: Backward ticks before which a gradient hops: not the very first.
     """
 
     forward_ticks: int
@@ -133,7 +133,12 @@ def closed_form_lock_step(
         return None
     sizes = ranks, microbatches, chunks
     ticks = forms.length(*sizes)
-    return LockStep(ticks, ticks, forms.lock_step_in_flight(*sizes), ticks, ticks)
+    in_flight = forms.lock_step_in_flight(*sizes)
+    few = _lock_step(name, 3, 3, chunks)
+    # Ticks that only fill, up to the first loss; or forwards until the last.
+    headless = ranks * chunks - 1 if few.head_ticks < few.forward_ticks else 0
+    unread = few.backward_ticks - few.down_hops
+    return LockStep(ticks, ticks, in_flight, ticks - headless, ticks - unread)
 
 
 def in_flight(name: str, ranks: int, microbatches: int, chunks: int) -> tuple[int, ...]:
@@ -193,11 +198,14 @@ def _closed_forms(name: str) -> ClosedForms:
 @lru_cache(maxsize=4096)
 def _lock_step(name: str, ranks: int, microbatches: int, chunks: int) -> LockStep:
     table = tick_table(make_schedule(name, ranks, microbatches, chunks))
-    first, last = table.phases[0], table.phases[-1]
-    # XLA unrolls a phase of one tick, and finds there that no microbatch ends in the
-    # first, and that nothing reads what the last sends down.
-    headless = first.stop - first.start == 1 and not first.has_backward and ranks > 1
-    unread = last.stop - last.start == 1 and not last.has_forward
+    at_last = table.forward_stage == ranks * chunks - 1
+    arrivals, headless, unread = table.gradient_arrival, 0, 0
+    for phase in table.phases:
+        ticks = slice(phase.start, phase.stop)
+        if phase.has_forward and not at_last[ticks].any():
+            headless += phase.stop - phase.start
+        if ranks > 1 and phase.has_backward and (arrivals[ticks] < 0).all():
+            unread += phase.stop - phase.start
     return LockStep(
         table.num_forward_ticks,
         table.num_backward_ticks,

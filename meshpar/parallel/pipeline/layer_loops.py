@@ -1,0 +1,173 @@
+"""The loop over the layers of a rank's stage, left at once where the rank is idle.
+
+Ranks agree on nothing here: one runs its layers while another runs none. So no
+collective in a layer may need a rank of another stage, and none may be a
+collective-permute, for which XLA:CPU waits for all devices (`idle`). A `while_loop`,
+as `lax.cond` copies on GPUs what it hands through: residuals and gradients are written
+where they stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from meshpar.model.contract import Stream
+from meshpar.model.sums import Sums
+from meshpar.parallel.block import Block, Known
+from meshpar.parallel.blocks import Stack
+from meshpar.parallel.pipeline.stages import part
+
+# The names that `meshpar.parallel.blocks` gives to the two passes.
+_FORWARD, _BACKWARD = "jvp(blocks)", "transpose(jvp(blocks))"
+
+
+class Saved(NamedTuple):
+    """Where `keep_layers` wrote.
+
+    Args:
+        buffers: (slots, places, ...) of every residual of a layer.
+        slot: In which of them.
+        treedef: What a layer's residuals are a tree of.
+    """
+
+    buffers: list[jax.Array]
+    slot: jax.Array
+    treedef: Any
+
+
+def run_layers(
+    stack: Stack, x: Stream, known: Known, num_layers: jax.Array
+) -> tuple[Stream, Sums]:
+    """`run_blocks` of so many places; sums of the others are 0."""
+
+    def one(carry: tuple, place: jax.Array) -> tuple:
+        x, sums = carry
+        shard, state, layer = part(stack.xs, place)
+        x, found = stack.block.forward(shard, x, layer, {**known, "state": state})
+        return x, _put(sums, place, found)
+
+    def of_first(x: Stream) -> Sums:
+        shard, state, layer = part(stack.xs, 0)
+        return stack.block.forward(shard, x, layer, {**known, "state": state})[1]
+
+    zeros = _stacked(jax.eval_shape(of_first, x), stack)
+    x, sums = _for_places(stack, num_layers, one, (x, zeros))
+    return x, _over_layers(stack.block, sums)
+
+
+def keep_layers(
+    stack: Stack,
+    x: Stream,
+    known: Known,
+    num_layers: jax.Array,
+    saved: list[jax.Array],
+    slot: jax.Array,
+) -> tuple[Stream, Sums, list[jax.Array]]:
+    """The same, and in a slot of the buffers what `backward_layers` needs.
+
+    Args:
+        stack: The layers.
+        x: The stream.
+        known: What scopes are made of.
+        num_layers: How many run.
+        saved: (slots, places, ...) of every residual of a layer.
+        slot: Where to write.
+    """
+
+    def forward(x: Stream, place: jax.Array | int) -> tuple:
+        shard, state, layer = part(stack.xs, place)
+        of_layer = {**known, "state": state}
+        return stack.block.forward_keeping(shard, x, layer, of_layer)
+
+    def one(carry: tuple, place: jax.Array) -> tuple:
+        x, sums, saved = carry
+        (x, found), residuals = forward(x, place)
+        saved = [
+            buffer.at[slot, place].set(value)
+            for buffer, value in zip(saved, jax.tree.leaves(residuals), strict=True)
+        ]
+        return x, _put(sums, place, found), saved
+
+    shapes = jax.eval_shape(lambda x: forward(x, 0)[0][1], x)
+    with jax.named_scope(_FORWARD):
+        x, sums, saved = _for_places(
+            stack, num_layers, one, (x, _stacked(shapes, stack), saved)
+        )
+    return x, _over_layers(stack.block, sums), saved
+
+
+def backward_layers(
+    stack: Stack,
+    saved: Saved,
+    dx: Stream,
+    known: Known,
+    num_layers: jax.Array,
+    totals: Any,
+    add: Callable[[Any, Any, jax.Array], Any],
+) -> tuple[Stream, Any]:
+    """`run_backward` of so many places, after `keep_layers`."""
+
+    def one(carry: tuple, done: jax.Array) -> tuple:
+        dx, totals = carry
+        place = num_layers - 1 - done
+        shard, state, layer = part(stack.xs, place)
+        kept = [_at(buffer, saved.slot, place) for buffer in saved.buffers]
+        gradients, dx = stack.block.backward(
+            shard,
+            jax.tree.unflatten(saved.treedef, kept),
+            dx,
+            1.0,
+            layer,
+            {**known, "state": state},
+        )
+        return dx, add(totals, gradients, place)
+
+    with jax.named_scope(_BACKWARD):
+        return _for_places(stack, num_layers, one, (dx, totals))
+
+
+def _for_places(
+    stack: Stack,
+    num_layers: jax.Array,
+    one: Callable[[Any, jax.Array], Any],
+    carry: Any,
+) -> Any:
+    num_places = len(stack.layers)
+
+    def goes_on(carry: tuple) -> jax.Array:
+        # The constant tells the audit how often the loop runs at most.
+        return (carry[0] < num_places) & (carry[0] < num_layers)
+
+    return lax.while_loop(
+        goes_on,
+        lambda carry: (carry[0] + 1, one(carry[1], carry[0])),
+        (jnp.int32(0), carry),
+    )[1]
+
+
+def _over_layers(block: Block, sums: Sums) -> Sums:
+    return {
+        name: jnp.sum(values) if name in block.group.auxiliary else values
+        for name, values in sums.items()
+    }
+
+
+def _stacked(sums: Any, stack: Stack) -> Any:
+    return jax.tree.map(
+        lambda one: jnp.zeros((len(stack.layers), *one.shape), one.dtype), sums
+    )
+
+
+def _put(stacked: Any, place: jax.Array, values: Any) -> Any:
+    return jax.tree.map(lambda of, one: of.at[place].set(one), stacked, values)
+
+
+def _at(buffer: jax.Array, slot: jax.Array, place: jax.Array) -> jax.Array:
+    start = (slot, place, *(0,) * (buffer.ndim - 2))
+    sizes = (1, 1, *buffer.shape[2:])
+    return lax.dynamic_slice(buffer, start, sizes).reshape(buffer.shape[2:])

@@ -1,0 +1,152 @@
+"""Gradients reduced after the loop of ticks, slice by slice where they are large.
+
+Reduced as a whole, a stacked gradient is there twice: as it was added up, and summed
+over devices and scaled. Here a loop runs along its first dim, and a slice's result
+takes the place of what it was made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from meshpar.model.parameter import Params
+from meshpar.parallel.data import reduce_gradients
+from meshpar.parallel.mean_loss import scaled
+from meshpar.parallel.placement import Placement
+from meshpar.parallel.zero import gradient_after_loop, is_stored, reduce_scatter
+
+SLICE_BYTES = 2**28
+"""The most that is reduced at once where gradients have more than one layer: large
+enough that no link's latency shows, small beside what the blocks themselves need."""
+
+
+def reduce_in_slices(
+    placement: Placement,
+    end_gradients: Params,
+    group_gradients: Sequence[Params],
+    scale: jax.Array,
+) -> Params:
+    """`Placement.reduce`: the same sums, in more and smaller collectives.
+
+    Args:
+        placement: The model on its mesh.
+        end_gradients: Of the ends, as the ticks added them up.
+        group_gradients: Of each group of blocks, (layers, ...) each.
+        scale: What the sums are multiplied by.
+    """
+    mesh_axes = placement.large(placement.manual_axes)
+
+    def reduced(stored: Any, gradients: Any) -> Any:
+        return _typed(stored, reduced_and_scaled(stored, gradients, mesh_axes, scale))
+
+    of_ends, of_groups = placement.model.split(placement.stored)
+    if all(num_slices(gradients) == 1 for gradients in group_gradients):
+        gradients = placement.model.join(end_gradients, list(group_gradients))
+        return reduced(placement.stored, gradients)
+    groups = [
+        along_first_dim(reduced, stored, gradients)
+        for stored, gradients in zip(of_groups, group_gradients, strict=True)
+    ]
+    return placement.model.join(reduced(of_ends, end_gradients), groups)
+
+
+def reduced_and_scaled(
+    stored: Any, gradients: Any, mesh_axes: tuple[str, ...], scale: jax.Array
+) -> Any:
+    """Gradients summed over mesh axes, laid out as their states, and scaled in fp32.
+
+    Communicates as `Placement.reduce`.
+    """
+    scattered = reduce_scatter(stored, gradients, gradient_after_loop)
+    summed = reduce_gradients(stored, scattered, mesh_axes)
+    return scaled(summed, scale, jnp.float32)
+
+
+def along_first_dim(reduced: Callable[[Any, Any], Any], stored: Any, tree: Any) -> Any:
+    """`reduced(stored, tree)`, in slices along the first dim of the arrays.
+
+    What is scattered along that dim, or has another size there, is reduced as a whole.
+
+    Args:
+        reduced: Sums, and may scatter other dims; for any size of the first.
+        stored: Tree of `Stored`.
+        tree: Arrays of one size in the first dim.
+    """
+    layouts, treedef = jax.tree.flatten(stored, is_leaf=is_stored)
+    leaves = treedef.flatten_up_to(tree)
+    number = num_slices(tree)
+    sliced = [
+        at
+        for at, layout in enumerate(layouts)
+        if number > 1 and all(dim != 0 for dim, _ in gradient_after_loop(layout))
+    ]
+    whole = [at for at in range(len(leaves)) if at not in sliced]
+
+    def of(places: list[int], arrays: list[jax.Array]) -> list[jax.Array]:
+        return reduced([layouts[at] for at in places], arrays)
+
+    found = dict(zip(whole, of(whole, [leaves[at] for at in whole]), strict=True))
+    looped = _loop(lambda x: of(sliced, x), [leaves[at] for at in sliced], number)
+    found |= dict(zip(sliced, looped, strict=True))
+    return treedef.unflatten([found[at] for at in range(len(leaves))])
+
+
+def num_slices(tree: Any) -> int:
+    """Equal slices along the first dim of `SLICE_BYTES` at most, as few as possible."""
+    leaves = jax.tree.leaves(tree)
+    length = min((leaf.shape[0] for leaf in leaves), default=1)
+    if any(leaf.shape[0] != length for leaf in leaves):
+        return 1
+    num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    fitting = (
+        number
+        for number in range(1, length + 1)
+        if length % number == 0 and num_bytes <= number * SLICE_BYTES
+    )
+    return next(fitting, max(length, 1))
+
+
+def _loop(
+    reduced: Callable[[list[jax.Array]], list[jax.Array]],
+    arrays: list[jax.Array],
+    number: int,
+) -> list[jax.Array]:
+    """`reduced(arrays)`; a result shaped and typed as its array takes its place."""
+    if not arrays:
+        return []
+    size = arrays[0].shape[0] // number
+    shapes = jax.eval_shape(reduced, arrays)
+    takes_place = [
+        (shape.shape, shape.dtype) == (array.shape, array.dtype)
+        for shape, array in zip(shapes, arrays, strict=True)
+    ]
+    first = [
+        array if same else jnp.zeros(shape.shape, shape.dtype)
+        for same, array, shape in zip(takes_place, arrays, shapes, strict=True)
+    ]
+
+    def body(at: jax.Array, found: list[jax.Array]) -> list[jax.Array]:
+        slices = [
+            lax.dynamic_slice_in_dim(one if same else array, at * size, size)
+            for same, one, array in zip(takes_place, found, arrays, strict=True)
+        ]
+        return [
+            lax.dynamic_update_slice_in_dim(one, result, at * size, 0)
+            for one, result in zip(found, reduced(slices), strict=True)
+        ]
+
+    return lax.fori_loop(0, number, body, first)
+
+
+def _typed(stored: Any, gradients: Any) -> Any:
+    return jax.tree.map(
+        lambda layout, x: x.astype(layout.gradient_dtype),
+        stored,
+        gradients,
+        is_leaf=is_stored,
+    )

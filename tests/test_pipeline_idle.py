@@ -1,0 +1,106 @@
+"""Ranks without a microbatch leave their layers out, unless a collective forbids it."""
+
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from meshpar import audit, batch_shapes, pipeline_value_and_grad
+from meshpar.audit.hlo import parse_program
+from meshpar.audit.loops import may_end_early, trip_count
+from tests.pipelined import BATCH, SEQ, assert_close, model_of, step_of
+from tests.test_pipeline_value_and_grad import mesh_of
+
+LAYERS, WIDTH = 6, 8
+
+
+def loops_that_ranks_leave(layers, line):
+    """Trip counts of the loops of a step that ranks may leave before the others do."""
+    step = step_of(model_of(layers), line)
+    compiled = step.compile(batch_shapes(BATCH, SEQ))
+    program = parse_program(compiled.as_text())
+    return [
+        trip_count(program, computation, one)
+        for computation in program.computations.values()
+        for one in computation.instructions
+        if one.opcode == "while" and may_end_early(program, one)
+    ]
+
+
+def test_layers_of_forward_and_backward_are_left_out_by_idle_ranks():
+    # Of ticks that only fill, that do both and that only drain the pipeline.
+    trips = loops_that_ranks_leave(4, "stage=2,microbatches=3")
+    assert trips == [2] * 4
+
+
+def test_ranks_stay_together_where_gspmd_may_permute():
+    assert loops_that_ranks_leave(2, "stage=2,tensor=2,microbatches=3") == []
+
+
+def test_a_single_rank_is_never_idle():
+    assert loops_that_ranks_leave(1, "microbatches=3") == []
+
+
+def block(weight, x):
+    return x + jnp.tanh(x @ weight)
+
+
+def block_with_permute(weight, x):
+    """A neighbour's examples are added, which go around and are the same again."""
+    around = lax.ppermute(weight, "data", [(0, 1), (1, 0)])
+    return x + jnp.tanh(x @ ((weight + around) / 2))
+
+
+def head(scale, x, targets):
+    return jnp.mean((scale * x - targets) ** 2)
+
+
+def gradients_of(block):
+    rng = np.random.default_rng(0)
+    weights = rng.normal(size=(LAYERS, WIDTH, WIDTH)).astype(np.float32) / 4
+    x, y = rng.normal(size=(2, 16, WIDTH)).astype(np.float32)
+    value_and_grad = pipeline_value_and_grad(
+        block, head, mesh=mesh_of(data=2, stage=2), num_microbatches=4
+    )
+    return value_and_grad(weights, np.float32(1.5), x, y)
+
+
+def test_a_block_that_permutes_keeps_ranks_together_and_is_told():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        expected = gradients_of(block)
+    with pytest.warns(UserWarning, match="hold a ppermute over 'data', which must not"):
+        found = gradients_of(block_with_permute)
+    assert_close(found, expected)
+
+
+def test_the_audit_finds_a_permute_in_a_loop_that_ranks_leave():
+    mesh = mesh_of(stage=2, data=2)
+
+    def local(x):
+        rounds = jnp.where(lax.axis_index("stage") == 0, 3, 0)
+
+        def shift(carry):
+            at, x = carry
+            return at + 1, lax.ppermute(x, "data", [(0, 1), (1, 0)])
+
+        def goes_on(carry):
+            return (carry[0] < 3) & (carry[0] < rounds)
+
+        return lax.while_loop(goes_on, shift, (0, x))[1]
+
+    spec = PartitionSpec(("stage", "data"))
+    mapped = jax.shard_map(
+        local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
+    )
+    report = audit(jax.jit(mapped), jax.ShapeDtypeStruct((8,), jnp.float32), mesh=mesh)
+    [row] = [row.collective for row in report.rows]
+    assert (row.executions, row.in_branch) == (3, True)
+    [hazard] = report.hazards
+    assert re.search("collective-permute over 'data'", hazard.message)
+    assert hazard.kind == "divergent_permute"

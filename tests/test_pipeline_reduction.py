@@ -1,0 +1,52 @@
+"""Large gradients are reduced in slices: the same sums, and no second copy of them."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from meshpar import Layout, batch_shapes
+from meshpar.audit.collectives import collectives_of
+from meshpar.audit.hlo import parse_program
+from meshpar.parallel.pipeline import reduction
+from tests.pipelined import BATCH, SEQ, assert_equal_to_plain, model_of, step_of
+
+
+def gradients_of(num_bytes, layers):
+    return {"a": jax.ShapeDtypeStruct((layers, num_bytes // layers), jnp.int8)}
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "layers", "number"),
+    [(1, 1, 1), (64, 8, 1), (65 * 8, 8, 8), (128, 8, 2), (192, 6, 3), (10**4, 5, 5)],
+)
+def test_slices_are_as_few_as_keep_each_small(monkeypatch, num_bytes, layers, number):
+    monkeypatch.setattr(reduction, "SLICE_BYTES", 64)
+    assert reduction.num_slices(gradients_of(num_bytes, layers)) == number
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "data=2,stage=2,microbatches=3",
+        "fsdp=2,stage=2,microbatches=3",  # scattered: results are smaller
+        "data=2,stage=2,tensor=2,schedule=interleaved_1f1b,chunks=2,microbatches=2",
+    ],
+)
+def test_gradients_reduced_in_slices_equal_those_of_the_model_alone(monkeypatch, line):
+    monkeypatch.setattr(reduction, "SLICE_BYTES", 1)
+    assert_equal_to_plain(model_of(8 if "chunks" in line else 4), line)
+
+
+def test_each_slice_is_one_reduction_of_a_layer(monkeypatch):
+    def executions():
+        step = step_of(model_of(4), "data=2,stage=2,microbatches=3")
+        compiled = step.compile(batch_shapes(BATCH, SEQ))
+        rows = collectives_of(
+            parse_program(compiled.as_text()), Layout.parse("data=2").mesh_shape
+        )
+        large = [row for row in rows if row.kind == "all-reduce" and row.in_loop]
+        return {row.executions for row in large}
+
+    assert executions() == set()
+    monkeypatch.setattr(reduction, "SLICE_BYTES", 1)
+    assert executions() == {2}
