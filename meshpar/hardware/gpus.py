@@ -41,18 +41,19 @@ from meshpar.hardware.efficiency import Efficiency
 #                    its CPU's 450 GB/s NVLink-C2C.
 #   spread           Taken: equal devices differ by some tenths of a percent.
 _A100 = Efficiency(
-    matmul=0.75,
+    matmul=0.78,
     attention=0.71,  # 0.6 at heads of 128
     attention_head_dim=24,
     memory=0.8,
     link=0.78,
     network=0.9,
-    hop_s=4e-6,
-    network_hop_s=12e-6,
-    launch_s=4e-6,
+    hop_s=3.4e-6,
+    network_hop_s=14e-6,
+    launch_s=12e-6,
     spread=0.003,
+    collective_cores=0.22,
 )
-_H100 = replace(_A100, matmul=0.66, attention=0.42, link=0.8)
+_H100 = replace(_A100, matmul=0.66, attention=0.42, link=0.8, collective_cores=0.15)
 
 
 def _nvidia(

@@ -20,9 +20,11 @@ from meshpar.planner.workload.activations import kept_bytes, offloaded_bytes
 from meshpar.planner.workload.recomputation import Again, recomputation
 from meshpar.planner.workload.workload import Workload
 
-# Kernels of one block launched from Python: matmuls, attention's, norms, elementwise;
-# in the backward twice the matmuls, and additions. Counted in Megatron-LM's layer.
-_FORWARD_KERNELS, _BACKWARD_KERNELS = 24, 48
+# Kernels of one block: matmuls, attention's, norms, elementwise; in the backward twice
+# the matmuls, and additions. Counted in Megatron-LM's layer. Python launches a
+# forward's one by one; autograd's engine, in C++, a backward's in about a third of the
+# time (taken).
+_FORWARD_KERNELS, _BACKWARD_KERNELS = 24, 48 / 3
 
 
 @dataclass(frozen=True)
@@ -199,20 +201,33 @@ def _beside_tensor(run: Run, halves: tuple[_Linears, ...]) -> dict[str, float]:
 
 def _weight_grad(run: Run, halves: tuple[_Linears, ...], moe: bool) -> Cost:
     seconds = sum(
-        matmul_s(run, inner, rows, columns, count=count)
+        weight_grad_s(run, rows, inner, columns, count=count)
         for half in halves
         for rows, inner, columns, count in half.columns + half.rows
     )
-    parameters = block_parameters(run, moe=moe)
-    return Cost(seconds + accumulated_s(run, parameters))
+    return Cost(seconds)
+
+
+def weight_grad_s(
+    run: Run, rows: float, inner: float, columns: float, *, count: float = 1
+) -> float:
+    """Time of the gradients of `count` weights (inner, columns), added to their sums.
+
+    A matmul that adds to the sum hides its traffic as it hides that of its operands;
+    otherwise another kernel reads the gradient and the sum, and writes it.
+    """
+    execution = run.execution
+    if execution.fused_accumulation:
+        each = execution.gradient_bytes
+        return matmul_s(run, inner, rows, columns, count=count, sum_bytes=each)
+    added_s = accumulated_s(run, count * inner * columns)
+    return matmul_s(run, inner, rows, columns, count=count) + added_s
 
 
 def accumulated_s(run: Run, parameters: float) -> float:
-    """Time to add a microbatch's weight gradients to their sums."""
-    # The sum is read and written; a matmul that adds to it saves its own output.
-    each = 2 * run.execution.gradient_bytes
-    each += -run.dtype_bytes if run.execution.fused_accumulation else run.dtype_bytes
-    return memory_s(run, parameters * max(0, each))
+    """Time of a kernel that adds a microbatch's gradients to their sums."""
+    each = 2 * run.execution.gradient_bytes + run.dtype_bytes
+    return memory_s(run, parameters * each)
 
 
 def _stacked_s(run: Run, moe: bool) -> float:
@@ -227,7 +242,7 @@ def _stacked_s(run: Run, moe: bool) -> float:
     return memory_s(run, 2 * copies * kept_bytes(run, moe=moe))
 
 
-def _launched(run: Run, cost: Cost, kernels: int) -> Cost:
+def _launched(run: Run, cost: Cost, kernels: float) -> Cost:
     """With the time in which one kernel has ended and the next has not begun."""
     launched_s = kernels * run.cluster.device.efficiency.launch_s
     return Cost(cost.compute_s + launched_s, cost.exposed_s)
@@ -243,6 +258,10 @@ def _forward_bytes(run: Run, moe: bool) -> float:
     heads = (workload.heads + workload.kv_heads) * workload.query_dim
     # Rotary positions, or heads brought to the front and back.
     inside = 2 * heads * values + _activation_reads(workload, execution, moe) * values
+    if workload.biases and execution.eager:
+        # That of queries, keys and values is a kernel of its own; the others' are part
+        # of dropout's and the activation's.
+        inside += 2 * (heads + workload.kv_heads * workload.value_dim) * values
     routed = _routed_bytes(run, moe)
     share = run.residual_share
     return run.tokens * (stream * share + inside / tensor + routed)

@@ -7,13 +7,28 @@ from meshpar.planner.cost.run import Run
 
 
 def matmul_s(
-    run: Run, rows: float, inner: float, columns: float, *, count: float = 1
+    run: Run,
+    rows: float,
+    inner: float,
+    columns: float,
+    *,
+    count: float = 1,
+    sum_bytes: float = 0,
 ) -> float:
-    """Time of `count` matmuls (rows, inner) x (inner, columns)."""
+    """Time of `count` matmuls (rows, inner) x (inner, columns).
+
+    Args:
+        run: Its device and precision.
+        rows, inner, columns: Of each matmul.
+        count: Of them.
+        sum_bytes: Of each value of a sum that the matmul adds its result to, which it
+            reads and writes instead of a result.
+    """
     flops = 2 * rows * inner * columns
-    values = rows * inner + inner * columns + rows * columns
+    num_bytes = (rows * inner + inner * columns) * run.dtype_bytes
+    num_bytes += rows * columns * (2 * sum_bytes or run.dtype_bytes)
     return count * matmul_time.matmul_s(
-        run.cluster.device, run.layout.precision, flops, values * run.dtype_bytes
+        run.cluster.device, run.layout.precision, flops, num_bytes
     )
 
 

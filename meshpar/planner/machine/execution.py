@@ -45,6 +45,10 @@ class Execution:
             their gradient (8); in Megatron-LM and nanotron 16-bit logits, the fp32
             copy, its softmax, and a 16-bit gradient (12).
         host_s: Work of the host between steps that no device work hides.
+        hop_wait_s: Of each hop between stages, besides its bytes: what the host takes to
+            wait for it and to start the device again.
+        bucket_bytes: Of the gradients that one collective over data-parallel devices
+            sums, and of the parameters that one gathers behind an update; 0 for all.
         eager: Whether operations run one by one, as written; otherwise a compiler
             fuses them, casts parameters for use, and leaves out what no result needs.
     """
@@ -69,6 +73,8 @@ class Execution:
     logit_bytes: float
     host_s: float
     eager: bool
+    hop_wait_s: float = 0.0
+    bucket_bytes: float = 0.0
 
     @property
     def update_bytes(self) -> int:
@@ -85,6 +91,11 @@ class Execution:
         copied = 2 + 4 if self.gradient_bytes == 2 else 0
         return adam + 2 * 4 + 4 + self.weight_bytes + self.gradient_bytes + copied
 
+
+# Megatron-LM waits for the whole device after a hop. Calibrated: Qi et al. 2024 profile
+# 0.60 ms for hops of 28 MB inside a host, whose bytes take 0.12 ms, and 0.38 ms for
+# those of 10 MB, one in eight of them between hosts, whose bytes take 0.09.
+_MEGATRON_HOP_S = 0.35e-3
 
 MESHPAR = Execution(
     name="meshpar",
@@ -137,6 +148,7 @@ MEGATRON_2021 = Execution(
     logit_bytes=12,
     host_s=0.0,
     eager=True,
+    hop_wait_s=_MEGATRON_HOP_S,
 )
 """Megatron-LM of Narayanan et al. 2021 (section 4: fused kernels, scatter/gather)."""
 
@@ -161,6 +173,7 @@ MEGATRON_2022 = Execution(
     logit_bytes=12,
     host_s=0.0,
     eager=True,
+    hop_wait_s=_MEGATRON_HOP_S,
 )
 """Megatron-LM of Korthikanti et al. 2022 (section 4.2.2: collectives overlapped with
 weight gradients; 18 bytes a parameter)."""
@@ -194,6 +207,7 @@ NANOTRON = Execution(
     reduction_bytes=4,
     state_bytes=12,
     logit_bytes=12,
+    bucket_bytes=25 * 2**20,  # DistributedDataParallel's default
     host_s=0.08,  # calibrated: `published_others.CALIBRATES_HOST`
     eager=True,
 )
