@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
 from meshpar.errors import InputError
+from meshpar.hardware.attention_kernels import Kernel
 from meshpar.hardware.efficiency import Efficiency, is_number
 
 PLATFORMS = ("gpu", "tpu", "cpu")
 """What a device can be."""
 
-_NO_POSITIVE_NUMBERS = ("name", "peak_flops", "efficiency", "torus_dims", "platform")
+_NO_POSITIVE_NUMBERS = (
+    "name",
+    "peak_flops",
+    "efficiency",
+    "torus_dims",
+    "platform",
+    "attention_kernels",
+    "pod_devices",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +46,9 @@ class Device:
         efficiency: What is achieved.
         platform: `gpu`, `tpu` or `cpu`, as JAX calls it; it decides which kernels a
             program has there (`Run.fused_attention`).
+        attention_kernels: What fused attention kernels achieve, by name; of one that is
+            not among them `efficiency` says it.
+        pod_devices: Most devices of one slice of a torus; 0 for no limit.
 
     Raises:
         InputError: An unknown platform, or a number that is not positive.
@@ -54,6 +66,8 @@ class Device:
     torus_dims: int = 0
     wraps: int = 16
     platform: str = "gpu"
+    attention_kernels: Mapping[str, Kernel] = field(default_factory=dict)
+    pod_devices: int = 0
 
     def __post_init__(self) -> None:
         if self.platform not in PLATFORMS:
@@ -63,7 +77,8 @@ class Device:
             )
         if not isinstance(self.name, str):
             raise InputError(f"hardware name={self.name!r}: must be text, in quotes")
-        for count, least in (("domain_devices", 1), ("wraps", 1), ("torus_dims", 0)):
+        counts = {"domain_devices": 1, "wraps": 1, "torus_dims": 0, "pod_devices": 0}
+        for count, least in counts.items():
             value = getattr(self, count)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise InputError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from meshpar.hardware.attention_kernels import AMPERE, HOPPER
 from meshpar.hardware.device import Device, Known
 from meshpar.hardware.efficiency import Efficiency
 
@@ -42,8 +43,8 @@ from meshpar.hardware.efficiency import Efficiency
 #   spread           Taken: equal devices differ by some tenths of a percent.
 _A100 = Efficiency(
     matmul=0.78,
-    attention=0.71,  # 0.6 at heads of 128
-    attention_head_dim=24,
+    attention=AMPERE["flash-attention-2"].whole,  # cuDNN's taken to be the same
+    attention_head_dim=AMPERE["flash-attention-2"].head_dim,
     memory=0.8,
     link=0.78,
     network=0.9,
@@ -53,7 +54,15 @@ _A100 = Efficiency(
     spread=0.003,
     collective_cores=0.22,
 )
-_H100 = replace(_A100, matmul=0.66, attention=0.42, link=0.8, collective_cores=0.15)
+_H100 = replace(
+    _A100,
+    matmul=0.64,
+    attention=HOPPER["cudnn"].whole,
+    attention_head_dim=HOPPER["cudnn"].head_dim,
+    link=0.8,
+    launch_s=4e-6,
+    collective_cores=0.15,
+)
 
 
 def _nvidia(
@@ -61,7 +70,6 @@ def _nvidia(
     kind: str,
     *,
     bf16: float,
-    fp8: float | None,
     memory_bytes: int,
     memory_bytes_per_s: float,
     link_bytes_per_s: float,
@@ -75,7 +83,7 @@ def _nvidia(
     # fp32 at JAX's default precision is TF32, half as fast.
     device = Device(
         name=name,
-        peak_flops={"bf16": bf16, "fp32": bf16 / 2, **({"fp8": fp8} if fp8 else {})},
+        peak_flops={"bf16": bf16, "fp32": bf16 / 2},
         memory_bytes=memory_bytes,
         memory_bytes_per_s=memory_bytes_per_s,
         domain_devices=domain_devices,
@@ -83,6 +91,7 @@ def _nvidia(
         network_bytes_per_s=network_bytes_per_s,
         host_bytes_per_s=host_bytes_per_s,
         efficiency=efficiency,
+        attention_kernels=AMPERE if efficiency is _A100 else HOPPER,
     )
     return Known(device, kind, other_name, target)
 
@@ -94,7 +103,6 @@ GPUS = (
         "a100-80gb",
         "A100",
         bf16=312e12,
-        fp8=None,
         memory_bytes=85_100_068_864,
         memory_bytes_per_s=2.039e12,
         link_bytes_per_s=300e9,
@@ -108,7 +116,6 @@ GPUS = (
         "a100-40gb",
         "A100",
         bf16=312e12,
-        fp8=None,
         memory_bytes=42_331_013_120,
         memory_bytes_per_s=1.555e12,
         link_bytes_per_s=300e9,
@@ -121,7 +128,6 @@ GPUS = (
         "h100-80gb",
         "H100",
         bf16=989.4e12,
-        fp8=1978.9e12,
         memory_bytes=84_942_979_072,
         memory_bytes_per_s=3.35e12,
         link_bytes_per_s=450e9,
@@ -134,7 +140,6 @@ GPUS = (
         "h800-80gb",
         "H800",
         bf16=989.4e12,
-        fp8=1978.9e12,
         memory_bytes=84_942_979_072,
         memory_bytes_per_s=3.35e12,
         link_bytes_per_s=200e9,
@@ -146,7 +151,6 @@ GPUS = (
         "h200-141gb",
         "H200",
         bf16=989.4e12,
-        fp8=1978.9e12,
         memory_bytes=151_397_597_184,
         memory_bytes_per_s=4.8e12,
         link_bytes_per_s=450e9,
@@ -160,7 +164,6 @@ GPUS = (
         "b200-180gb",
         "B200",
         bf16=2.25e15,
-        fp8=4.5e15,
         memory_bytes=191_514_411_008,
         memory_bytes_per_s=8e12,
         link_bytes_per_s=900e9,
@@ -173,7 +176,6 @@ GPUS = (
         "gb200-186gb",
         "GB200",
         bf16=2.5e15,
-        fp8=5e15,
         memory_bytes=197_897_748_480,
         memory_bytes_per_s=8e12,
         link_bytes_per_s=900e9,

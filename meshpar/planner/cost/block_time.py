@@ -13,7 +13,13 @@ from meshpar.planner.cost.kernel_time import host_s, matmul_s, memory_s
 from meshpar.planner.cost.parameters import block_parameters
 from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.traffic import block_rows
-from meshpar.planner.cost.traffic_row import ATTENTION, ATTENTION_AGAIN, HALVES, of_pass
+from meshpar.planner.cost.traffic_row import (
+    ATTENTION,
+    ATTENTION_AGAIN,
+    HALVES,
+    MATMULS,
+    of_pass,
+)
 from meshpar.planner.cost.traffic_time import exposed
 from meshpar.planner.machine.execution import Execution
 from meshpar.planner.workload.activations import kept_bytes, offloaded_bytes
@@ -64,11 +70,14 @@ def block_time(run: Run, *, moe: bool) -> BlockTime:
     elementwise_s, stacked_s = _elementwise_s(run, moe), _stacked_s(run, moe)
     there_s, back_s = attention_forward_s(run), attention_backward_s(run)
     forward = Cost(_linears_s(run, halves) + elementwise_s + there_s + stacked_s)
-    forward += exposed(run, of_pass(rows, "forward"), {ATTENTION: there_s})
+    beside = {ATTENTION: there_s, MATMULS: _linears_s(run, halves)}
+    beside |= _beside_forward(run, halves)
+    forward += exposed(run, of_pass(rows, "forward"), beside)
     again_s = _again_s(run, halves, again, elementwise_s, there_s)
     input_grad = Cost(_input_grad_s(run, halves, moe) + back_s + again_s + stacked_s)
     beside = {ATTENTION: back_s, ATTENTION_AGAIN: there_s * again.attention}
     beside |= _beside_tensor(run, halves)
+    beside[MATMULS] = 2 * _linears_s(run, halves)
     input_grad += exposed(run, of_pass(rows, "backward"), beside)
     weight_grad = _weight_grad(run, halves, moe)
     backward_s = input_grad.compute_s + weight_grad.compute_s
@@ -180,6 +189,16 @@ def _again_s(
         )
     )
     return linears_s + again.elementwise * elementwise_s + again.attention * attention_s
+
+
+def _beside_forward(run: Run, halves: tuple[_Linears, ...]) -> dict[str, float]:
+    """The matmuls of a forward that chunks over `tensor` run beside."""
+    if not run.execution.tensor_ring:
+        return {}
+    return {
+        f"{name} outputs": _matmuls_s(run, half.columns + half.rows)
+        for name, half in zip(HALVES, halves, strict=True)
+    }
 
 
 def _beside_tensor(run: Run, halves: tuple[_Linears, ...]) -> dict[str, float]:

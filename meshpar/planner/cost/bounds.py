@@ -138,11 +138,11 @@ class Bounds:
         places = _places(layers, mesh.stage, variant.chunks, self._kinds)
         tick_s = self._head_s(mesh, variant)
         blocks = self._blocks_of(mesh, variant)
-        for (_, count), block, gather_s in zip(
-            self._kinds, blocks, shared.gather_s, strict=True
+        for (_, count), block, gather_s, bare_s in zip(
+            self._kinds, blocks, shared.gather_s, shared.bare_s, strict=True
         ):
             for way in (0, 1):
-                exposed_s = max(0.0, gather_s[way] - block.compute_s[way])
+                exposed_s = max(bare_s[way], gather_s[way] - block.compute_s[way])
                 tick_s += places * count / layers * (block.total_s[way] + exposed_s)
         return ticks * tick_s + shared.once_s
 
@@ -213,9 +213,12 @@ class Bounds:
         ]
         if len(found) == 1:
             return found[0]
-        state_bytes, once_s, gathers_s = zip(*found, strict=True)
-        least_s = tuple(tuple(map(min, *kind)) for kind in zip(*gathers_s, strict=True))
-        return SharedCosts(min(state_bytes), min(once_s), least_s)
+        state_bytes, once_s, gathers_s, bare_s = zip(*found, strict=True)
+        least_s, least_bare_s = (
+            tuple(tuple(map(min, *kind)) for kind in zip(*each, strict=True))
+            for each in (gathers_s, bare_s)
+        )
+        return SharedCosts(min(state_bytes), min(once_s), least_s, least_bare_s)
 
     def _shared(self, mesh: Layout, variant: Variant) -> SharedCosts:
         in_ticks = mesh.stage > 1 or variant.microbatches > 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from meshpar.hardware import matmul_time
+from meshpar.hardware.attention_kernels import Kernel
 from meshpar.planner.cost.run import Run
 
 
@@ -43,12 +44,14 @@ def host_s(run: Run, num_bytes: float) -> float:
 
 
 def fused_attention_s(run: Run, flops: float, head_dim: float) -> float:
-    """Time of a fused attention kernel.
+    """Time of the forward of the execution's fused attention kernel.
 
-    Softmax costs as much as matmuls of `attention_head_dim`, whatever the head's size:
-
-        fraction = attention * head_dim / (head_dim + attention_head_dim)
+    Softmax costs as much as matmuls of the kernel's own `head_dim`, whatever the
+    head's size (`meshpar.hardware.attention_kernels`).
     """
-    achieved = run.cluster.device.efficiency
-    fraction = achieved.attention * head_dim / (head_dim + achieved.attention_head_dim)
+    device, name = run.cluster.device, run.execution.attention_kernel
+    achieved = device.efficiency
+    measured = Kernel(achieved.attention, achieved.attention_head_dim)
+    kernel = device.attention_kernels.get(name, measured)
+    fraction = kernel.whole * head_dim / (head_dim + kernel.head_dim)
     return flops / (run.peak_flops * fraction)

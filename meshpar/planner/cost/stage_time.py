@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from meshpar.planner.cost.block_time import (
@@ -14,7 +15,7 @@ from meshpar.planner.cost.cost import Cost
 from meshpar.planner.cost.kernel_time import matmul_s, memory_s
 from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.traffic import end_rows, hop_rows, weight_rows
-from meshpar.planner.cost.traffic_row import LAYER, of_pass
+from meshpar.planner.cost.traffic_row import LAYER, MATMULS, of_pass
 from meshpar.planner.cost.traffic_time import exposed
 
 
@@ -41,7 +42,10 @@ def stage_times(run: Run) -> tuple[StageTime, ...]:
     ends = _Ends.of(run)
     hops = hop_rows(run) if not run.execution.hop_overlap else ()
     waited = Cost(0.0, {"stage": run.execution.hop_wait_s} if hops else {})
-    up, down = (waited + exposed(run, of_pass(hops, way)) for way in ("up", "down"))
+    beside = {MATMULS: math.inf}  # those of a whole tick
+    up, down = (
+        waited + exposed(run, of_pass(hops, way), beside) for way in ("up", "down")
+    )
     first_layer, stages = 0, []
     for stage, num_blocks in enumerate(run.stage_blocks):
         forward, backward = ends.of_stage(run, stage)
@@ -62,7 +66,8 @@ def _gathered(run: Run, time: BlockTime, *, moe: bool) -> StageTime:
     """
     rows, costs = weight_rows(run, moe=moe), []
     for passes, cost in (("forward", time.forward), ("backward", time.backward)):
-        beside = {LAYER: cost.compute_s} if run.execution.gather_overlap else {}
+        overlaps = run.execution.gather_overlap or run.execution.measured_overlap
+        beside = {LAYER: cost.compute_s} if overlaps else {}
         costs.append(cost + exposed(run, of_pass(rows, passes), beside))
     return StageTime(*costs)
 

@@ -48,7 +48,7 @@ def exposed(
     for row in rows:
         seconds = row_s(run, row)
         if row.beside in left:
-            hidden_s = min(seconds, left[row.beside])
+            hidden_s = min(seconds * row.share, left[row.beside])
             left[row.beside] -= hidden_s
             seconds -= hidden_s
             slowed_s += hidden_s * run.cluster.device.efficiency.collective_cores
