@@ -22,6 +22,7 @@ _NO_POSITIVE_NUMBERS = (
     "platform",
     "attention_kernels",
     "pod_devices",
+    "reserve",
 )
 
 
@@ -48,6 +49,8 @@ class Device:
             program has there (`Run.fused_attention`).
         attention_kernels: What fused attention kernels achieve, by name; of one that is
             not among them `efficiency` says it.
+        reserve: Part of the memory that a program leaves to others: the driver, buffers
+            of collectives, and what its allocator does not get.
         pod_devices: Most devices of one slice of a torus; 0 for no limit.
 
     Raises:
@@ -68,6 +71,7 @@ class Device:
     platform: str = "gpu"
     attention_kernels: Mapping[str, Kernel] = field(default_factory=dict)
     pod_devices: int = 0
+    reserve: float = 0.0
 
     def __post_init__(self) -> None:
         if self.platform not in PLATFORMS:
@@ -97,12 +101,22 @@ class Device:
                     f"hardware {self.name!r}: {name}={number!r} must be a positive "
                     "number"
                 )
+        if not (is_number(self.reserve) and 0 <= self.reserve < 1):
+            raise InputError(
+                f"hardware {self.name!r}: reserve={self.reserve!r} must be at least 0 "
+                "and below 1, a part of memory_bytes"
+            )
         for dtype in ("bf16", "fp32"):
             if dtype not in self.peak_flops:
                 raise InputError(
                     f"hardware {self.name!r} has no peak_flops of {dtype}; give both "
                     "bf16 and fp32"
                 )
+
+    @property
+    def usable_bytes(self) -> float:
+        """What a program's arrays can take of its memory."""
+        return self.memory_bytes * (1 - self.reserve)
 
 
 class Known(NamedTuple):

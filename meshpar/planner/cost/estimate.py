@@ -46,8 +46,14 @@ class Estimate:
     def mfu(self) -> float:
         """Model FLOPs over what all devices could do in that time."""
         run = self.run
-        flops = run.workload.model_flops(global_batch=run.global_batch, seq=run.seq)
-        return flops / (run.peak_flops * run.cluster.num_devices * self.step_s)
+        peak_flops = run.peak_flops * run.cluster.num_devices
+        return self.model_flops / (peak_flops * self.step_s)
+
+    @property
+    def model_flops(self) -> int:
+        """FLOPs of one step, nothing recomputed."""
+        run = self.run
+        return run.workload.model_flops(global_batch=run.global_batch, seq=run.seq)
 
     @property
     def tokens_per_s(self) -> float:
@@ -57,7 +63,7 @@ class Estimate:
     @property
     def fits(self) -> bool:
         """Whether the fullest device has room."""
-        return self.memory.total_bytes <= self.run.cluster.device.memory_bytes
+        return self.memory.total_bytes <= self.run.cluster.device.usable_bytes
 
     def as_json(self) -> dict[str, Any]:
         """What `meshpar estimate --json` prints."""
@@ -71,6 +77,7 @@ class Estimate:
             "memory": {
                 **self.memory.as_json(),
                 "capacity_bytes": round(self.run.cluster.device.memory_bytes),
+                "usable_bytes": round(self.run.cluster.device.usable_bytes),
             },
             "time": {
                 "compute_s": time.compute_s,

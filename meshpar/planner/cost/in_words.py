@@ -35,13 +35,15 @@ def _what(estimate: Estimate) -> list[str]:
 
 def _memory(estimate: Estimate) -> list[str]:
     memory, run = estimate.memory, estimate.run
-    capacity = run.cluster.device.memory_bytes
+    device = run.cluster.device
+    kept = device.memory_bytes - device.usable_bytes
+    reserve = f", {gigabytes(kept)} of it in reserve" if kept else ""
     verdict = "fits" if estimate.fits else "does not fit"
     at_stage = f" at stage {memory.stage}" if run.layout.stage > 1 else ""
     flight = f"{memory.in_flight:g} microbatches in flight"
     return [
-        f"memory {gigabytes(memory.total_bytes)} of {gigabytes(capacity)}{at_stage}: "
-        f"{verdict}",
+        f"memory {gigabytes(memory.total_bytes)} of {gigabytes(device.memory_bytes)}"
+        f"{reserve}{at_stage}: {verdict}",
         f"  parameters {gigabytes(memory.parameter_bytes)}, gradients "
         f"{gigabytes(memory.gradient_bytes)}, optimizer "
         f"{gigabytes(memory.optimizer_bytes)}",

@@ -102,7 +102,11 @@ MEGATRON_2022 = Execution(
 weight gradients; 18 bytes a parameter)."""
 
 MEGATRON_2023 = replace(
-    MEGATRON_2022, name="megatron-2023", gradient_bytes=2, reduction_bytes=2
+    MEGATRON_2022,
+    name="megatron-2023",
+    gradient_bytes=2,
+    reduction_bytes=2,
+    reserve=0.055,  # calibrated: `published.others.CALIBRATES_RESERVE`
 )
 """Megatron-LM in fp16, whose gradients are fp16 too, as Qi et al. 2024 ran it."""
 
@@ -135,8 +139,9 @@ NANOTRON = Execution(
     state_bytes=12,
     logit_bytes=12,
     attention_kernel="flash-attention-2",
+    bucket_copy_bytes=2,  # DistributedDataParallel's, beside the sums in fp32
     bucket_bytes=25 * 2**20,  # DistributedDataParallel's default
-    host_s=0.08,  # calibrated: `published_others.CALIBRATES_HOST`
+    host_s=0.07,  # calibrated: `published.others.CALIBRATES_HOST`
     eager=True,
 )
 """nanotron of the "Ultra-Scale Playbook" (Tazi et al. 2025): eager PyTorch with
@@ -155,6 +160,8 @@ MEGATRON_CORE = replace(
     hop_split=False,
     bucket_bytes=160e6,
     hop_wait_s=0.0,
+    reserve=MEGATRON_2023.reserve,
+    host_s=0.08,  # calibrated: `published.megatron_core.CALIBRATES_HOST`
 )
 """Megatron-Core on Hopper: data, tensor and pipeline parallel overlapped, attention of
 Transformer Engine. The distributed optimizer is `zero=1` of a layout.

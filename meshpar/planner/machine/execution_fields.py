@@ -48,6 +48,8 @@ class Execution:
             backward; otherwise it is gathered again.
         weight_bytes: Of each parameter as it is stored for use.
         gradient_bytes: Of each parameter's gradient sum.
+        bucket_copy_bytes: Of each parameter, copies of its gradient in the buckets that
+            collectives sum.
         reduction_bytes: Of each parameter in the reduction over `data`.
         state_bytes: Of each parameter's optimizer state, and its master if it has one.
         logit_bytes: Of each logit at the loss, all its copies together: fp32 logits and
@@ -95,6 +97,7 @@ class Execution:
     rails: int = 0
     hop_wait_s: float = 0.0
     bucket_bytes: float = 0.0
+    bucket_copy_bytes: int = 0
     reserve: float = 0.0
 
     def __post_init__(self) -> None:
@@ -120,6 +123,7 @@ class Execution:
 _RANGES = {
     "weight_bytes": (1, 8),
     "gradient_bytes": (0, 8),
+    "bucket_copy_bytes": (0, 8),
     "reduction_bytes": (0, 8),
     "state_bytes": (0, 32),
     "logit_bytes": (0, 64),

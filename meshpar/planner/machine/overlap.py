@@ -48,16 +48,31 @@ def hidden_shares() -> tuple[HiddenShare, ...]:
 
 
 def hidden_share(platform: str, mesh_axes: Sequence[str], kind: str) -> float:
-    """The least share measured over any of these mesh axes; 0 of what was not measured.
+    """The share of such collectives that compiled programs hide.
+
+    Of all measured programs together, by bytes; the least of several mesh axes; 0 of
+    what was not measured. Permutes over `tensor` are its gathers and scatters in
+    chunks, so that they count as these, and these as all that go around the ring.
 
     Example:
         >>> hidden_share("gpu", ("data",), "all-reduce")
         0.0
     """
-    table = _by_axis()
-    return min(table.get((platform, axis, kind), 0.0) for axis in mesh_axes)
+    return min(_shares().get((platform, axis, kind), 0.0) for axis in mesh_axes)
 
 
 @cache
-def _by_axis() -> dict[tuple[str, str, str], float]:
-    return {(row.platform, row.mesh_axis, row.kind): row.share for row in hidden_shares()}
+def _shares() -> dict[tuple[str, str, str], float]:
+    sums: dict[tuple[str, str, str], list[float]] = {}
+    for row in hidden_shares():
+        kinds = (row.kind,)
+        if row.mesh_axis == "tensor" and row.kind in _AROUND_TENSOR:
+            kinds = _AROUND_TENSOR
+        for kind in kinds:
+            found = sums.setdefault((row.platform, row.mesh_axis, kind), [0, 0])
+            found[0] += row.share * row.wire_bytes
+            found[1] += row.wire_bytes
+    return {key: hidden / sent for key, (hidden, sent) in sums.items()}
+
+
+_AROUND_TENSOR = ("all-gather", "reduce-scatter", "collective-permute")

@@ -6,33 +6,40 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from meshpar.layout import Layout
+from meshpar.planner.cost.memory import rank_memories
 from meshpar.planner.machine.execution import MEGATRON_2023, MEGATRON_2024, NANOTRON
-from meshpar.planner.published.megatron import (
+from meshpar.planner.published.measured import (
     GIB,
     Measured,
     estimate_published,
+    published,
+)
+from meshpar.planner.published.megatron import (
     korthikanti_layers,
     korthikanti_memory,
     korthikanti_steps,
     megatron_sc21,
-    published,
 )
+from meshpar.planner.published.megatron_core import megatron_core
+from meshpar.planner.published.zero3 import deepspeed_zero3, maxtext
 from meshpar.planner.workload.workload import Workload
 
 CALIBRATES_HOST = (16, "1.34B")
 """The row of the nanotron grid that fixes its `host_s`: a third of so short a step,
 where the two others that calibrate have a hundredth (nodes, model)."""
 
+CALIBRATES_RESERVE = ("1F1B", "14.6B")
+"""The row of Qi et al. 2024 that fixes what Megatron-LM's allocator holds besides."""
+
 # With these, the rows that fix what matmuls achieve on the H100.
 _CALIBRATES = {(1, "1.34B"), (1, "8.86B"), CALIBRATES_HOST}
-_LOW_MFU = 20.0
 
 
 def nanotron() -> Iterator[Measured]:
     """Step times (from MFU) and memory of the Ultra-Scale Playbook's best runs.
 
     Memory is what nanotron logs as "Mem Alloc (GB)": `max_memory_allocated() / 1024**3`
-    (`log_throughput` of its examples).
+    of the world's first process, which has the first stage (`create_table_log`).
     """
     data = published()["nanotron_best_configs"]
     for row in data["rows"]:
@@ -58,7 +65,6 @@ def nanotron() -> Iterator[Measured]:
         )
         name = f"{row['model']} on {row['nodes']} nodes, {layout}"
         at_mfu = row["mfu_pct"] / 100 / found.mfu
-        low = row["mfu_pct"] < _LOW_MFU
         yield Measured(
             source="Tazi et al. 2025",
             name=name,
@@ -67,7 +73,6 @@ def nanotron() -> Iterator[Measured]:
             measured=found.step_s / at_mfu,
             predicted=found.step_s,
             calibrates=(row["nodes"], row["model"]) in _CALIBRATES,
-            apart="below 20 % MFU" if low else "",
         )
         yield Measured(
             source="Tazi et al. 2025",
@@ -75,7 +80,7 @@ def nanotron() -> Iterator[Measured]:
             quantity="memory",
             unit="GB",
             measured=row["mem_gb"] * GIB / 1e9,
-            predicted=found.memory.total_bytes / 1e9,
+            predicted=rank_memories(found.run)[0].total_bytes / 1e9,
         )
 
 
@@ -132,7 +137,6 @@ def zero_bubble() -> Iterator[Measured]:
                     unit="s",
                     measured=batch / (rate * model["p"]),
                     predicted=found.step_s,
-                    apart="another stack: beyond the targets",
                 )
                 if index == 0:
                     yield Measured(
@@ -142,6 +146,7 @@ def zero_bubble() -> Iterator[Measured]:
                         unit="GB",
                         measured=data["memory_gb"][schedule][column] * GIB / 1e9,
                         predicted=found.memory.total_bytes / 1e9,
+                        calibrates=(schedule, size) == CALIBRATES_RESERVE,
                     )
 
 
@@ -194,7 +199,6 @@ def vocab_parallel() -> Iterator[Measured]:
                 unit="s",
                 measured=found.step_s * found.mfu / (row["mfu_pct"][column] / 100),
                 predicted=found.step_s,
-                apart="another stack: beyond the targets",
             )
             yield Measured(
                 source="Yeung et al. 2024",
@@ -211,6 +215,9 @@ SOURCES: tuple[Callable[[], Iterator[Measured]], ...] = (
     megatron_sc21,
     korthikanti_steps,
     nanotron,
+    megatron_core,
+    deepspeed_zero3,
+    maxtext,
     zero_bubble,
     vocab_parallel,
     korthikanti_memory,
