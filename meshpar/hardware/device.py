@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
 from meshpar.errors import InputError
-from meshpar.hardware.attention_kernels import Kernel
+from meshpar.hardware.attention_kernels import Kernel, kernel_of
 from meshpar.hardware.efficiency import Efficiency, is_number
 
 PLATFORMS = ("gpu", "tpu", "cpu")
@@ -101,6 +101,11 @@ class Device:
                     f"hardware {self.name!r}: {name}={number!r} must be a positive "
                     "number"
                 )
+        kernels = {
+            name: kernel_of(self.name, name, value)
+            for name, value in self.attention_kernels.items()
+        }
+        object.__setattr__(self, "attention_kernels", kernels)
         if not (is_number(self.reserve) and 0 <= self.reserve < 1):
             raise InputError(
                 f"hardware {self.name!r}: reserve={self.reserve!r} must be at least 0 "

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from meshpar.hardware.attention_kernels import AMPERE, HOPPER
+from meshpar.hardware.attention_kernels import (
+    AMPERE,
+    CUDNN_AMPERE,
+    CUDNN_HOPPER,
+    HOPPER,
+)
 from meshpar.hardware.device import Device, Known
 from meshpar.hardware.efficiency import Efficiency
 
@@ -16,14 +21,12 @@ from meshpar.hardware.efficiency import Efficiency
 #                    sheets round: of an H100's 80 GB, 80 GiB of chips, nvidia-smi shows
 #                    79.6 GiB and CUDA has 79.1. The H200's there is no card's report:
 #                    its data sheet's 141 as GiB. An H800's is taken to be an H100's.
-#   matmul           Fitted: A100 to one layer of Megatron-LM (Korthikanti et al. 2022,
-#                    table 4, ten times), H100 to three step times of the nanotron grid
-#                    (the rows that `meshpar plan --validate` marks; of the two numbers
-#                    fitted to them the other is nanotron's `host_s`).
-#   attention        FlashAttention-2, heads of 128: 50 to 73 % of an A100 (Dao 2023,
-#                    abstract), 35 % of an H100 (Shah et al. 2024, abstract).
-#   attention_head_dim
-#                    FlashAttention-2 with heads of 64 against 128 (Dao 2023, figure 4).
+#   matmul, launch_s Fitted: A100 to one layer of Megatron-LM (Korthikanti et al. 2022,
+#                    table 4, ten times), where 0.75 and 4 us do as well; H100 to step
+#                    times of the nanotron grid (the rows that `meshpar plan --validate`
+#                    marks; nanotron's `host_s` is fitted to them too).
+#   attention, attention_head_dim
+#                    `meshpar.hardware.attention_kernels`.
 #   memory           Taken: what streaming kernels achieve, norms and masks among them;
 #                    the layer times above fit as well with 0.8 as with 0.9.
 #   link_bytes_per_s, network_bytes_per_s
@@ -34,17 +37,21 @@ from meshpar.hardware.efficiency import Efficiency
 #   link             nccl-tests' bus bandwidth in a host: 235 of 300 GB/s (DGX A100),
 #                    360 of 450 GB/s (DGX H100, rings).
 #   network          Taken: the line rate less headers and imperfect routes.
-#   hop_s, network_hop_s, launch_s
-#                    Taken, microseconds by order of magnitude: a step of a collective,
-#                    and the time between two kernels (1.5 % of the layer times above).
+#   hop_s, network_hop_s
+#                    A step of a ring: 3.4 us over NVLink, 14 us over InfiniBand (NCCL,
+#                    `src/graph/tuning.cc`, `hwLat`, simple protocol), 20 us over EFA,
+#                    on which the nanotron grid ran (aws-ofi-nccl's tuner: 19.8).
+#                    Between many hosts these are what achieved bandwidth falls by.
+#   collective_cores NCCL's channels have a core each: 24 of 108 on a DGX A100 (NCCL's
+#                    log), 20 of 132 (DeepSeek-AI 2024, section 3.2.1).
 #   host_bytes_per_s Of the device, not achieved: PCIe x16, half of the data sheet's
 #                    both directions (gen 4 A100, gen 5 H100 to B200); GB200 a half of
 #                    its CPU's 450 GB/s NVLink-C2C.
 #   spread           Taken: equal devices differ by some tenths of a percent.
 _A100 = Efficiency(
     matmul=0.78,
-    attention=AMPERE["flash-attention-2"].whole,  # cuDNN's taken to be the same
-    attention_head_dim=AMPERE["flash-attention-2"].head_dim,
+    attention=CUDNN_AMPERE.whole,
+    attention_head_dim=CUDNN_AMPERE.head_dim,
     memory=0.8,
     link=0.78,
     network=0.9,
@@ -57,8 +64,8 @@ _A100 = Efficiency(
 _H100 = replace(
     _A100,
     matmul=0.62,
-    attention=HOPPER["cudnn"].whole,
-    attention_head_dim=HOPPER["cudnn"].head_dim,
+    attention=CUDNN_HOPPER.whole,
+    attention_head_dim=CUDNN_HOPPER.head_dim,
     link=0.8,
     network_hop_s=20e-6,
     launch_s=2e-6,

@@ -10,7 +10,6 @@ from meshpar.planner.cost.attention_time import (
 )
 from meshpar.planner.cost.cost import HOST, Cost, waiting
 from meshpar.planner.cost.kernel_time import host_s, matmul_s, memory_s
-from meshpar.planner.cost.parameters import block_parameters
 from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.traffic import block_rows
 from meshpar.planner.cost.traffic_row import (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from meshpar.errors import InputError
@@ -73,6 +73,7 @@ class Estimate:
             "step_s": self.step_s,
             "mfu": self.mfu,
             "tokens_per_s": self.tokens_per_s,
+            "half_network_step_s": at_half_network_s(self),
             "fits": self.fits,
             "memory": {
                 **self.memory.as_json(),
@@ -193,6 +194,21 @@ def estimate_run(run: Run) -> Estimate:
         time=step_time(run),
         collectives=sent_in_a_step(run),
     )
+
+
+def at_half_network_s(found: Estimate) -> float:
+    """Time of a step where devices of several hosts reach each other half as fast.
+
+    The links between hosts, or a torus: what other jobs, routes and many hosts cost
+    first, and what no data sheet says.
+    """
+    cluster = found.run.cluster
+    device, torus = cluster.device, cluster.device.torus_dims > 0
+    halved = {"network_bytes_per_s": device.network_bytes_per_s / 2}
+    if torus:
+        halved["link_bytes_per_s"] = device.link_bytes_per_s / 2
+    slow = replace(cluster, device=replace(device, **halved))
+    return step_time(replace(found.run, cluster=slow)).step_s
 
 
 def gigabytes(num_bytes: float) -> str:

@@ -20,7 +20,9 @@ def matmul_s(
 
     Args:
         run: Its device and precision.
-        rows, inner, columns: Of each matmul.
+        rows: Of the first operand.
+        inner: Its columns, the other's rows.
+        columns: Of the other.
         count: Of them.
         sum_bytes: Of each value of a sum that the matmul adds its result to, which it
             reads and writes instead of a result.

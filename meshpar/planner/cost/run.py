@@ -158,4 +158,6 @@ def _over_rails(link: Link, rails: int) -> Link:
     """The link of a collective that uses so many ports of a host; all of them at 0."""
     if not rails or link.name != "network":
         return link
-    return replace(link, bytes_per_s=min(link.bytes_per_s, rails * link.port_bytes_per_s))
+    return replace(
+        link, bytes_per_s=min(link.bytes_per_s, rails * link.port_bytes_per_s)
+    )

@@ -57,9 +57,7 @@ def _once_s(run: Run) -> float:
     return memory_s(run, parameters * update_bytes(run)) + moved.total_s
 
 
-def _gathers_s(
-    run: Run, moe: bool
-) -> tuple[tuple[float, float], tuple[float, float]]:
+def _gathers_s(run: Run, moe: bool) -> tuple[tuple[float, float], tuple[float, float]]:
     """A layer's split weights gathered, and its gradients scattered; what is bare."""
     seconds = {"forward": 0.0, "backward": 0.0}
     bare_s = dict(seconds)

@@ -67,7 +67,8 @@ def all_reduce_s(payload_bytes: float, num_devices: int, link: Link) -> float:
     outer = max(1, num_devices // link.inner)
     tree_hops_s = math.log2(outer) * link.hop_s if link.inner > 1 or outer > 1 else 0.0
     tree_hops_s += (link.inner - 1) * link.inner_hop_s
-    moved_s = 2 * payload_bytes / (link.bytes_per_s * _tree_share(payload_bytes))
+    share = _tree_share(payload_bytes) if link.name == "network" else 1.0
+    moved_s = 2 * payload_bytes / (link.bytes_per_s * share)
     return min(ring_s, moved_s + 2 * tree_hops_s)
 
 
@@ -77,7 +78,7 @@ def _tree_share(payload_bytes: float) -> float:
     return _TREE_SHARES[min(place, len(_TREE_SHARES) - 1)]
 
 
-# NCCL 2.19's for its simple protocol: 0.92, and for each power of two from 512 kB to
+# NCCL's for its simple protocol: 0.92, and for each power of two from 512 kB to
 # 128 MB this correction; below it takes others, whose latency counts alone.
 _TREE_FROM_BYTES = 2**19
 _TREE_SHARES = tuple(

@@ -106,7 +106,7 @@ MEGATRON_2023 = replace(
     name="megatron-2023",
     gradient_bytes=2,
     reduction_bytes=2,
-    reserve=0.055,  # calibrated: `published.others.CALIBRATES_RESERVE`
+    reserve=0.055,  # calibrated: `published.forks.CALIBRATES_RESERVE`
 )
 """Megatron-LM in fp16, whose gradients are fp16 too, as Qi et al. 2024 ran it."""
 
@@ -268,8 +268,8 @@ def load_execution(path: str | Path) -> Execution:
     ]
     if lacking:
         raise InputError(
-            f"{str(path)!r}: give {', '.join(lacking)}, or start from a known execution "
-            'with like = "megatron-core"'
+            f"{str(path)!r}: give {', '.join(lacking)}, or start from a known "
+            'execution with like = "megatron-core"'
         )
     try:
         return Execution(**merged)

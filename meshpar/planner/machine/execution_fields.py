@@ -13,6 +13,7 @@ from meshpar.hardware.attention_kernels import KERNELS
 from meshpar.hardware.efficiency import is_number
 from meshpar.layout import nearest
 
+
 @dataclass(frozen=True, kw_only=True)
 class Execution:
     """One training program.
@@ -56,12 +57,12 @@ class Execution:
             their gradient (8); in Megatron-LM and nanotron 16-bit logits, the fp32
             copy, its softmax, and a 16-bit gradient (12).
         host_s: Work of the host between steps that no device work hides.
-        hop_wait_s: Of each hop between stages, besides its bytes: what the host takes to
-            wait for it and to start the device again.
+        hop_wait_s: Of each hop between stages, besides its bytes: what the host takes
+            to wait for it and to start the device again.
         bucket_bytes: Of the gradients that one collective over data-parallel devices
             sums, and of the parameters that one gathers behind an update; 0 for all.
-        reserve: Bytes that the allocator holds besides what is counted, as a fraction of
-            that: rounding, fragments, temporaries of library calls.
+        reserve: Bytes that the allocator holds besides what is counted, as a fraction
+            of that: rounding, fragments, temporaries of library calls.
         eager: Whether operations run one by one, as written; otherwise a compiler
             fuses them, casts parameters for use, and leaves out what no result needs.
 
@@ -118,6 +119,7 @@ class Execution:
             return adam + 2 * self.weight_bytes
         copied = 2 + 4 if self.gradient_bytes == 2 else 0
         return adam + 2 * 4 + 4 + self.weight_bytes + self.gradient_bytes + copied
+
 
 # Least and most of each number: beyond any program that is known.
 _RANGES = {

@@ -32,9 +32,7 @@ def deepspeed_zero3() -> Iterator[Measured]:
             precision="bf16",
         )
         workload = SHAPES["gpt3-175b"]
-        found = estimate_published(
-            workload, layout, row["gbs"], 2048, DEEPSPEED_ZERO3
-        )
+        found = estimate_published(workload, layout, row["gbs"], 2048, DEEPSPEED_ZERO3)
         flops = megatron_sc21_flops({**row, **_GPT3}, 2048, workload.vocab)
         yield Measured(
             source="Narayanan et al. 2021, ZeRO-3",
@@ -48,7 +46,7 @@ def deepspeed_zero3() -> Iterator[Measured]:
 
 
 def maxtext() -> Iterator[Measured]:
-    """Step times of MaxText's published TPU configurations, from FLOP/s of the model."""
+    """Step times of MaxText's published TPU configurations, from model FLOP/s."""
     for row in published()["maxtext_tpu"]["rows"]:
         layout = Layout.parse(f"{row['layout']},precision=bf16,remat={row['remat']}")
         found = estimate_published(
