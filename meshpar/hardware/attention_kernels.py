@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from meshpar.errors import InputError
 from meshpar.hardware.efficiency import is_number
@@ -42,7 +42,7 @@ def kernel_of(device: str, name: str, value: object) -> Kernel:
             f"hardware {device!r}: no attention kernel {name!r}; "
             f"{nearest(name, KERNELS)}"
         )
-    numbers = list(value) if isinstance(value, Sequence) else [value]
+    numbers: list[Any] = list(value) if isinstance(value, Sequence) else [value]
     good = len(numbers) == 2 and all(map(is_number, numbers))
     if not (good and 0 < numbers[0] <= 1 and 0 <= numbers[1] < math.inf):
         raise InputError(

@@ -10,6 +10,7 @@ from meshpar.planner.cost.attention_time import (
 )
 from meshpar.planner.cost.cost import HOST, Cost, waiting
 from meshpar.planner.cost.kernel_time import host_s, matmul_s, memory_s
+from meshpar.planner.cost.linears import Linears, attention_linears, mlp_linears
 from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.traffic import block_rows
 from meshpar.planner.cost.traffic_row import (
@@ -26,10 +27,11 @@ from meshpar.planner.workload.recomputation import Again, recomputation
 from meshpar.planner.workload.workload import Workload
 
 # Kernels of one block: matmuls, attention's, norms, elementwise; in the backward twice
-# the matmuls, and additions. Counted in Megatron-LM's layer. Python launches a
-# forward's one by one; autograd's engine, in C++, a backward's in about a third of the
-# time (taken).
-_FORWARD_KERNELS, _BACKWARD_KERNELS = 24, 48 / 3
+# the matmuls, and additions. Counted in Megatron-LM's layer.
+_FORWARD_KERNELS, _BACKWARD_KERNELS = 24, 48
+# Python launches an eager forward's kernels one by one; autograd's engine, in C++, the
+# backward's in about this part of the time (taken).
+_BY_AUTOGRAD = 1 / 3
 
 
 @dataclass(frozen=True)
@@ -52,19 +54,9 @@ class BlockTime:
         return self.input_grad + self.weight_grad
 
 
-@dataclass(frozen=True)
-class _Linears:
-    """One half of a block: the matmuls into and out of it, on one device."""
-
-    columns: tuple[tuple[float, float, float, float], ...]
-    """(rows, inner, columns, count) of those that read the residual stream."""
-    rows: tuple[tuple[float, float, float, float], ...]
-    """Of those that write it."""
-
-
 def block_time(run: Run, *, moe: bool) -> BlockTime:
     """The costs of a block with or without routed experts."""
-    halves = (_attention_linears(run), _mlp_linears(run, moe))
+    halves = (attention_linears(run), mlp_linears(run, moe))
     again, rows = recomputation(run, moe=moe), block_rows(run, moe=moe)
     elementwise_s, stacked_s = _elementwise_s(run, moe), _stacked_s(run, moe)
     there_s, back_s = attention_forward_s(run), attention_backward_s(run)
@@ -83,73 +75,15 @@ def block_time(run: Run, *, moe: bool) -> BlockTime:
     moved_s = host_s(run, offloaded_bytes(run, moe=moe))
     forward += waiting(HOST, moved_s, hidden_s=forward.compute_s)
     input_grad += waiting(HOST, moved_s, hidden_s=backward_s)
+    back_kernels = _BACKWARD_KERNELS * (_BY_AUTOGRAD if run.execution.eager else 1.0)
     return BlockTime(
         forward=_launched(run, forward, _FORWARD_KERNELS),
-        input_grad=_launched(run, input_grad, _BACKWARD_KERNELS + again.kernels),
+        input_grad=_launched(run, input_grad, back_kernels + again.kernels),
         weight_grad=weight_grad,
     )
 
 
-def _attention_linears(run: Run) -> _Linears:
-    workload, tensor, tokens = run.workload, run.layout.tensor, run.tokens
-    heads, hidden = workload.heads / tensor, workload.hidden
-    out = ((tokens, heads * workload.value_dim, hidden, 1.0),)
-    if not workload.kv_lora_rank:
-        kv_heads = max(1.0, workload.kv_heads / tensor)
-        wide = (heads + 2 * kv_heads) * workload.head_dim
-        return _Linears(((tokens, hidden, wide, 1.0),), out)
-    down = workload.q_lora_rank + workload.kv_lora_rank + workload.qk_rope_head_dim
-    query_inner = workload.q_lora_rank or hidden
-    expanded = heads * (workload.qk_nope_head_dim + workload.v_head_dim)
-    columns = (
-        (tokens, hidden, down, 1.0),
-        (tokens, query_inner, heads * workload.query_dim, 1.0),
-        (tokens, workload.kv_lora_rank, expanded, 1.0),
-    )
-    return _Linears(columns, out)
-
-
-def _mlp_linears(run: Run, moe: bool) -> _Linears:
-    workload, tensor, tokens = run.workload, run.layout.tensor, run.tokens
-    hidden, wide = workload.hidden, 2 if workload.gated else 1
-    if workload.traced:
-        return _traced_linears(run)
-    if not moe:
-        ffn = workload.ffn / tensor
-        return _Linears(
-            ((tokens, hidden, wide * ffn, 1.0),), ((tokens, ffn, hidden, 1.0),)
-        )
-    ffn, experts = workload.expert_ffn / tensor, workload.experts / run.layout.expert
-    # Every expert takes its tokens from all devices of `expert`, evenly.
-    rows = tokens * run.layout.expert * workload.top_k / workload.experts
-    columns = [(rows, hidden, wide * ffn, experts)]
-    out = [(rows, ffn, hidden, experts)]
-    if workload.shared_experts:
-        shared = workload.shared_experts * ffn
-        columns.append((tokens, hidden, wide * shared, 1.0))
-        out.append((tokens, shared, hidden, 1.0))
-    columns.append((tokens, hidden, float(workload.experts), 1.0))
-    return _Linears(tuple(columns), tuple(out))
-
-
-def _traced_linears(run: Run) -> _Linears:
-    """What a traced block multiplies besides the attention of its sizes.
-
-    As one matmul in and one out, of as many FLOPs.
-    """
-    workload = run.workload
-    rest = (
-        workload.active_block_parameters(moe=False)
-        - workload.attention_matrix_parameters
-    )
-    columns = max(0.0, rest) / 2 / workload.hidden / run.layout.tensor
-    return _Linears(
-        ((run.tokens, workload.hidden, columns, 1.0),),
-        ((run.tokens, columns, workload.hidden, 1.0),),
-    )
-
-
-def _linears_s(run: Run, halves: tuple[_Linears, ...]) -> float:
+def _linears_s(run: Run, halves: tuple[Linears, ...]) -> float:
     return sum(_matmuls_s(run, half.columns + half.rows) for half in halves)
 
 
@@ -164,14 +98,14 @@ def _elementwise_s(run: Run, moe: bool) -> float:
     return memory_s(run, _forward_bytes(run, moe))
 
 
-def _input_grad_s(run: Run, halves: tuple[_Linears, ...], moe: bool) -> float:
+def _input_grad_s(run: Run, halves: tuple[Linears, ...], moe: bool) -> float:
     """Without attention's."""
     return _linears_s(run, halves) + memory_s(run, _backward_bytes(run, moe))
 
 
 def _again_s(
     run: Run,
-    halves: tuple[_Linears, ...],
+    halves: tuple[Linears, ...],
     again: Again,
     elementwise_s: float,
     attention_s: float,
@@ -190,7 +124,7 @@ def _again_s(
     return linears_s + again.elementwise * elementwise_s + again.attention * attention_s
 
 
-def _beside_forward(run: Run, halves: tuple[_Linears, ...]) -> dict[str, float]:
+def _beside_forward(run: Run, halves: tuple[Linears, ...]) -> dict[str, float]:
     """The matmuls of a forward that chunks over `tensor` run beside."""
     if not run.execution.tensor_ring:
         return {}
@@ -200,7 +134,7 @@ def _beside_forward(run: Run, halves: tuple[_Linears, ...]) -> dict[str, float]:
     }
 
 
-def _beside_tensor(run: Run, halves: tuple[_Linears, ...]) -> dict[str, float]:
+def _beside_tensor(run: Run, halves: tuple[Linears, ...]) -> dict[str, float]:
     """The matmuls of a backward that collectives over `tensor` run beside.
 
     Those for a half's inputs take as long as those for its weights.
@@ -217,7 +151,7 @@ def _beside_tensor(run: Run, halves: tuple[_Linears, ...]) -> dict[str, float]:
     }
 
 
-def _weight_grad(run: Run, halves: tuple[_Linears, ...], moe: bool) -> Cost:
+def _weight_grad(run: Run, halves: tuple[Linears, ...], moe: bool) -> Cost:
     seconds = sum(
         weight_grad_s(run, rows, inner, columns, count=count)
         for half in halves

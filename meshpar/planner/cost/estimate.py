@@ -203,11 +203,11 @@ def at_half_network_s(found: Estimate) -> float:
     first, and what no data sheet says.
     """
     cluster = found.run.cluster
-    device, torus = cluster.device, cluster.device.torus_dims > 0
-    halved = {"network_bytes_per_s": device.network_bytes_per_s / 2}
-    if torus:
-        halved["link_bytes_per_s"] = device.link_bytes_per_s / 2
-    slow = replace(cluster, device=replace(device, **halved))
+    device = cluster.device
+    halved = replace(device, network_bytes_per_s=device.network_bytes_per_s / 2)
+    if device.torus_dims:
+        halved = replace(halved, link_bytes_per_s=device.link_bytes_per_s / 2)
+    slow = replace(cluster, device=halved)
     return step_time(replace(found.run, cluster=slow)).step_s
 
 

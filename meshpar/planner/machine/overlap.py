@@ -65,7 +65,7 @@ def hidden_share(platform: str, mesh_axes: Sequence[str], kind: str) -> float:
 def _shares() -> dict[tuple[str, str, str], float]:
     sums: dict[tuple[str, str, str], list[float]] = {}
     for row in hidden_shares():
-        kinds = (row.kind,)
+        kinds: tuple[str, ...] = (row.kind,)
         if row.mesh_axis == "tensor" and row.kind in _AROUND_TENSOR:
             kinds = _AROUND_TENSOR
         for kind in kinds:
