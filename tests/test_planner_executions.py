@@ -104,7 +104,7 @@ def test_a_program_that_cannot_be_is_refused(tmp_path, text, message):
 def test_estimate_takes_a_program_of_ones_own(tmp_path, capsys):
     path = toml(tmp_path, 'like = "nanotron"\nhost_s = 2.0\n')
     words = ["estimate", "--preset", "llama3-8b", "--hardware", "h100", "--seq", "4096"]
-    words += ["--layout", "fsdp=8,zero=1,precision=bf16,remat=full"]
+    words += ["--layout", "fsdp=8,precision=bf16,remat=full"]
     assert main([*words, "--global-batch", "8", "--execution", str(path)]) == 0
     found = capsys.readouterr().out
     assert "run as mine" in found and "waiting for the host 2 s" in found

@@ -150,7 +150,8 @@ def rank_memory(run: Run, rank: int, chunks_held: float) -> Memory:
     gradient = execution.gradient_bytes * shares["gradient"]
     if layout.zero == 3 and run.gathers_once:
         gradient = execution.gradient_bytes  # whole until the step's end
-    gradients = parameters * (gradient + execution.bucket_copy_bytes)
+    copies = execution.bucket_copy_bytes * shares["gradient"]
+    gradients = parameters * (gradient + copies)
     once = not execution.eager and not layout.runs_in_ticks
     weight_bytes, state_bytes = stored_bytes(run)
     states = parameters * state_bytes * shares["state"]
