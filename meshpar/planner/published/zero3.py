@@ -19,8 +19,6 @@ from meshpar.planner.workload.workload import Workload
 CALIBRATES_RAILS = 768
 """GPUs of the row that fixes how many network ports ZeRO-3's collectives use."""
 
-_GPT3 = {"hidden": 12_288, "layers": 96}
-
 
 def deepspeed_zero3() -> Iterator[Measured]:
     """Step times of Narayanan et al. 2021, table 2, from FLOP/s with recomputation."""
@@ -31,9 +29,10 @@ def deepspeed_zero3() -> Iterator[Measured]:
             remat="full",
             precision="bf16",
         )
-        workload = SHAPES["gpt3-175b"]
+        workload = _gpt(row["params_b"])
         found = estimate_published(workload, layout, row["gbs"], 2048, DEEPSPEED_ZERO3)
-        flops = megatron_sc21_flops({**row, **_GPT3}, 2048, workload.vocab)
+        sizes = {"hidden": workload.hidden, "layers": workload.layers}
+        flops = megatron_sc21_flops({**row, **sizes}, 2048, workload.vocab)
         yield Measured(
             source="Narayanan et al. 2021, ZeRO-3",
             name=f"{row['params_b']}B {layout}",
@@ -43,6 +42,12 @@ def deepspeed_zero3() -> Iterator[Measured]:
             predicted=found.step_s,
             calibrates=row["gpus"] == CALIBRATES_RAILS,
         )
+
+
+def _gpt(params_b: float) -> Workload:
+    """The shape of that table's model: GPT-3's, or one of their table 1."""
+    name = "gpt3-175b" if params_b == 174.6 else f"megatron-{params_b}b"
+    return SHAPES[name]
 
 
 def maxtext() -> Iterator[Measured]:
