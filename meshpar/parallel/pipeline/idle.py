@@ -66,9 +66,10 @@ def layers_hindrance(stack: Stack, x: Any, known: Known) -> str | None:
     def one_layer(x: Any, dx: Any) -> Any:
         shard, state, layer = jax.tree.map(lambda value: value[0], stack.xs)
         known_here = {**known, "state": state}
-        forward, residuals = stack.block.forward_keeping(shard, x, layer, known_here)
-        backward = stack.block.backward(shard, residuals, dx, 1.0, layer, known_here)
-        return forward, backward
+        block, weights = stack.block, stack.block.gather(shard)
+        forward, residuals = block.forward_keeping(weights, x, layer, known_here)
+        gradients, dx = block.backward(weights, residuals, dx, 1.0, layer, known_here)
+        return forward, block.scatter(gradients), dx
 
     for equation in equations(jax.make_jaxpr(one_layer)(x, x).jaxpr):
         name, axes = equation.primitive.name, _mesh_axes(equation.params)

@@ -45,17 +45,17 @@ def run_layers(
 ) -> tuple[Stream, Sums]:
     """`run_blocks` of so many places; sums of the others are 0."""
 
+    def forward(x: Stream, place: jax.Array | int) -> tuple[Stream, Sums]:
+        shard, state, layer = part(stack.xs, place)
+        weights = stack.block.gather(shard)
+        return stack.block.forward(weights, x, layer, {**known, "state": state})
+
     def one(carry: tuple, place: jax.Array) -> tuple:
         x, sums = carry
-        shard, state, layer = part(stack.xs, place)
-        x, found = stack.block.forward(shard, x, layer, {**known, "state": state})
+        x, found = forward(x, place)
         return x, _put(sums, place, found)
 
-    def of_first(x: Stream) -> Sums:
-        shard, state, layer = part(stack.xs, 0)
-        return stack.block.forward(shard, x, layer, {**known, "state": state})[1]
-
-    zeros = _stacked(jax.eval_shape(of_first, x), stack)
+    zeros = _stacked(jax.eval_shape(lambda x: forward(x, 0)[1], x), stack)
     x, sums = _for_places(stack, num_layers, one, (x, zeros))
     return x, _over_layers(stack.block, sums)
 
@@ -82,7 +82,8 @@ def keep_layers(
     def forward(x: Stream, place: jax.Array | int) -> tuple:
         shard, state, layer = part(stack.xs, place)
         of_layer = {**known, "state": state}
-        return stack.block.forward_keeping(shard, x, layer, of_layer)
+        weights = stack.block.gather(shard)
+        return stack.block.forward_keeping(weights, x, layer, of_layer)
 
     def one(carry: tuple, place: jax.Array) -> tuple:
         x, sums, saved = carry
@@ -118,14 +119,14 @@ def backward_layers(
         shard, state, layer = part(stack.xs, place)
         kept = [_at(buffer, saved.slot, place) for buffer in saved.buffers]
         gradients, dx = stack.block.backward(
-            shard,
+            stack.block.gather(shard),
             jax.tree.unflatten(saved.treedef, kept),
             dx,
             1.0,
             layer,
             {**known, "state": state},
         )
-        return dx, add(totals, gradients, place)
+        return dx, add(totals, stack.block.scatter(gradients), place)
 
     with jax.named_scope(_BACKWARD):
         return _for_places(stack, num_layers, one, (dx, totals))
@@ -168,6 +169,6 @@ def _put(stacked: Any, place: jax.Array, values: Any) -> Any:
 
 
 def _at(buffer: jax.Array, slot: jax.Array, place: jax.Array) -> jax.Array:
-    start = (slot, place, *(0,) * (buffer.ndim - 2))
+    start = [slot, place, *[jnp.int32(0)] * (buffer.ndim - 2)]
     sizes = (1, 1, *buffer.shape[2:])
     return lax.dynamic_slice(buffer, start, sizes).reshape(buffer.shape[2:])
