@@ -2,12 +2,24 @@
 
 import functools
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
-from meshpar import InputError, absent_mesh, audit, batch_shapes, make_train_step
+from meshpar import (
+    InputError,
+    absent_mesh,
+    audit,
+    batch_shapes,
+    make_mesh,
+    make_train_step,
+)
 from meshpar.models.presets import build
 from meshpar.parallel.prefetch_choice import prefetch_notes
+from meshpar.parallel.zero import Stored, gradient_in_loop, reduce_scatter
 from meshpar.testing import assert_overlapped
 from tests.marks import slow
 from tests.pipelined import assert_equal_to_plain, model_of, step_of
@@ -73,6 +85,26 @@ def test_a_loop_that_does_not_prefetch_is_noted(line, words):
 def test_a_key_without_effect_is_refused(line):
     with pytest.raises(InputError, match="fsdp_prefetch=on changes nothing"):
         step_of(model_of(2), f"{line},fsdp_prefetch=on")
+
+
+def test_columns_that_are_padded_change_no_value():
+    layout = Stored(
+        spec=P("fsdp", None, None),
+        loop_spec=P("fsdp", None, None),
+        gradient_spec=P(None, None, "fsdp"),
+        state_spec=P(None, None, "fsdp"),
+        compute_dtype=jnp.float32,
+        scatter_columns=8,
+    )
+    x = jax.random.normal(jax.random.key(0), (4, 3, 5, 8))  # 15 columns of 8 rows
+    scatter = jax.shard_map(
+        lambda x: reduce_scatter([layout], [x[0]], gradient_in_loop)[0],
+        mesh=make_mesh("fsdp=4", jax.devices()[:4]),
+        in_specs=P("fsdp"),
+        out_specs=P(None, None, "fsdp"),
+        check_vma=False,
+    )
+    np.testing.assert_allclose(jax.jit(scatter)(x), x.sum(0), rtol=1e-5, atol=1e-6)
 
 
 # Llama 3 8B on 64 devices, four sequences of 2048 tokens each.
