@@ -87,24 +87,37 @@ def test_a_key_without_effect_is_refused(line):
         step_of(model_of(2), f"{line},fsdp_prefetch=on")
 
 
-def test_columns_that_are_padded_change_no_value():
-    layout = Stored(
-        spec=P("fsdp", None, None),
-        loop_spec=P("fsdp", None, None),
-        gradient_spec=P(None, None, "fsdp"),
-        state_spec=P(None, None, "fsdp"),
-        compute_dtype=jnp.float32,
-        scatter_columns=8,
-    )
-    x = jax.random.normal(jax.random.key(0), (4, 3, 5, 8))  # 15 columns of 8 rows
+def test_gradients_joined_to_one_padded_matrix_keep_their_values():
+    def stored(*axes):
+        spec = P(*axes)
+        return Stored(
+            spec=spec,
+            loop_spec=spec,
+            gradient_spec=spec,
+            state_spec=spec,
+            compute_dtype=jnp.float32,
+            scatter_columns=8,
+        )
+
+    layouts = [stored(None, None, "fsdp"), stored("fsdp", None), stored("fsdp")]
+    layouts += [stored("fsdp", None), stored(None)]
+    shapes = [(3, 5, 8), (8, 2), (8,), (12, 3), (7,)]
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    found = [
+        jax.random.normal(key, (4, *shape))
+        for key, shape in zip(keys, shapes, strict=True)
+    ]
     scatter = jax.shard_map(
-        lambda x: reduce_scatter([layout], [x[0]], gradient_in_loop)[0],
+        lambda *of: reduce_scatter(layouts, [x[0] for x in of], gradient_in_loop),
         mesh=make_mesh("fsdp=4", jax.devices()[:4]),
         in_specs=P("fsdp"),
-        out_specs=P(None, None, "fsdp"),
+        out_specs=[layout.gradient_spec for layout in layouts[:-1]] + [P("fsdp")],
         check_vma=False,
     )
-    np.testing.assert_allclose(jax.jit(scatter)(x), x.sum(0), rtol=1e-5, atol=1e-6)
+    *scattered, own = jax.jit(scatter)(*found)
+    for x, wanted in zip(scattered, found, strict=False):
+        np.testing.assert_allclose(x, wanted.sum(0), rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(own, found[-1].reshape(-1))
 
 
 # Llama 3 8B on 64 devices, four sequences of 2048 tokens each.

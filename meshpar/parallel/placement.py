@@ -43,7 +43,7 @@ PARAM_DTYPES = {**DTYPES, "bf16_stochastic": jnp.bfloat16}
 """What parameters are stored in, by the layout's `param_dtype`."""
 
 _TPU_COLUMNS = 2048
-"""As many as XLA:TPU scatters in every case that was tried (`zero.reduce_scatter`)."""
+"""A multiple of so many XLA:TPU scattered in every case that was tried."""
 
 
 @dataclass(frozen=True, kw_only=True)
