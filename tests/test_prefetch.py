@@ -131,31 +131,34 @@ def llama_step(line):
     return make_train_step(model, optax.adamw(1e-3), line, mesh=mesh, max_grad_norm=1.0)
 
 
-def compiled_for(line, target):
-    batch = batch_shapes(256, 2048)
-    return audit(llama_step(line), batch, target=target, timeout_s=3000)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "target",
-    [
-        pytest.param("gpu:h100:8x8", marks=needs_gpu_compiler),
-        pytest.param("tpu:v5p:4x4x4", marks=needs_tpu_compiler),
-    ],
-)
-def test_matmuls_hide_nine_tenths_of_the_bytes_over_fsdp(target):
+def held(target, share):
+    """The report of a step whose matmuls hide that share of the bytes over `fsdp`."""
     report = assert_overlapped(
         llama_step(_LINE),
         batch_shapes(256, 2048),
-        {"fsdp": 0.9},
+        {"fsdp": share},
         target=target,
         timeout_s=3000,
     )
     assert not report.surprises
-    plain = compiled_for(f"{_LINE},fsdp_prefetch=off", target)
-    used = report.compiled_memory.temp_bytes
-    assert used <= 1.15 * plain.compiled_memory.temp_bytes
+    return report
+
+
+@pytest.mark.slow
+@needs_gpu_compiler
+def test_gpus_hide_nine_tenths_of_the_bytes_and_hold_little_more():
+    ahead = held("gpu:h100:8x8", 0.9).compiled_memory.temp_bytes
+    step = llama_step(f"{_LINE},fsdp_prefetch=off")
+    plain = audit(step, batch_shapes(256, 2048), target="gpu:h100:8x8")
+    assert ahead <= 1.15 * plain.compiled_memory.temp_bytes
+
+
+@pytest.mark.slow
+@needs_tpu_compiler
+def test_tpus_hide_three_quarters_of_the_bytes_and_gather_and_scatter_them():
+    report = held("tpu:v5p:4x4x4", 0.75)
+    sent = {kind: total["wire_bytes"] for (_, kind), total in report.totals().items()}
+    assert sent["all-reduce"] < min(sent["all-gather"], sent["reduce-scatter"])
 
 
 @pytest.mark.parametrize(("key", "count"), [("on", 2), ("off", 0)])
