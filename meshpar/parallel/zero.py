@@ -70,7 +70,9 @@ class Stored:
     def without_layers(self) -> Stored:
         """The same of one layer, its leading dim gone."""
         names = ("spec", "loop_spec", "gradient_spec", "state_spec")
-        specs = {name: PartitionSpec(*getattr(self, name)[1:]) for name in names}
+        specs: dict[str, Any] = {
+            name: PartitionSpec(*getattr(self, name)[1:]) for name in names
+        }
         return replace(self, **specs)
 
 
