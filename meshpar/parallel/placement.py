@@ -42,6 +42,9 @@ DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 PARAM_DTYPES = {**DTYPES, "bf16_stochastic": jnp.bfloat16}
 """What parameters are stored in, by the layout's `param_dtype`."""
 
+_TPU_COLUMNS = 2048
+"""A multiple of so many XLA:TPU scattered in every case that was tried."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
@@ -232,6 +235,7 @@ class Placement:
             compute_dtype=self.compute_dtype,
             gradient_dtype=self.gradient_dtype,
             sum_dtype=sum_dtype(self.gradient_dtype, self.platform),
+            scatter_columns=_TPU_COLUMNS if self.platform == "tpu" else 1,
         )
 
     @cached_property

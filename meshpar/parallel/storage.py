@@ -32,6 +32,7 @@ def stored_parameters(
     compute_dtype: Any,
     gradient_dtype: Any,
     sum_dtype: Any,
+    scatter_columns: int = 1,
 ) -> Any:
     """Tree of `Stored` beside a model's parameters.
 
@@ -42,6 +43,7 @@ def stored_parameters(
         compute_dtype: As in `Stored`, and so the next two.
         gradient_dtype: In which gradients are kept.
         sum_dtype: In which they are summed over devices.
+        scatter_columns: As in `Stored`.
 
     Raises:
         RuleError: A parameter cannot be laid out; its path is in the message.
@@ -56,6 +58,7 @@ def stored_parameters(
             compute_dtype=own or compute_dtype,
             gradient_dtype=own or gradient_dtype,
             sum_dtype=own or sum_dtype,
+            scatter_columns=scatter_columns,
         )
 
     return jax.tree.map_with_path(place, model.parameters, is_leaf=is_parameter)
