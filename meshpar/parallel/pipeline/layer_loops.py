@@ -168,6 +168,6 @@ def _put(stacked: Any, place: jax.Array, values: Any) -> Any:
 
 
 def _at(buffer: jax.Array, slot: jax.Array, place: jax.Array) -> jax.Array:
-    start = (slot, place, *(0,) * (buffer.ndim - 2))
+    start = [slot, place] + [jnp.int32(0)] * (buffer.ndim - 2)
     sizes = (1, 1, *buffer.shape[2:])
     return lax.dynamic_slice(buffer, start, sizes).reshape(buffer.shape[2:])
