@@ -125,7 +125,7 @@ class Executor:
         return _State(
             inputs=buffers(table.input_slots),
             gradients=buffers(table.gradient_slots),
-            downward=self._laid_out(_zeros(work.payload if keeps else ())),
+            downward=self._laid_out(_zeros(work.payload)) if keeps else (),
             saved=jax.tree.map(
                 lambda shape: buffer(table.saved_slots, shape),
                 work.kept if keeps else (),
