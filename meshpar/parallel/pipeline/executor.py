@@ -173,7 +173,7 @@ class Executor:
         x = dy = down = up = None
         if phase.has_forward:
             x = self._stage_input(state, row, own)
-        if receives:
+        if phase.has_backward and receives:
             down = self._sent(
                 state.downward, x, self.table.gradient_hops, "stage_backward"
             )
