@@ -38,12 +38,13 @@ def test_gradients_reduced_in_slices_equal_those_of_the_model_alone(monkeypatch,
 
 
 def test_each_slice_is_one_reduction_of_a_layer(monkeypatch):
+    line = "data=2,stage=2,microbatches=3"
+
     def executions():
-        step = step_of(model_of(4), "data=2,stage=2,microbatches=3")
+        step = step_of(model_of(4), line)
         compiled = step.compile(batch_shapes(BATCH, SEQ))
-        rows = collectives_of(
-            parse_program(compiled.as_text()), Layout.parse("data=2").mesh_shape
-        )
+        program = parse_program(compiled.as_text())
+        rows = collectives_of(program, Layout.parse(line).mesh_shape)
         large = [row for row in rows if row.kind == "all-reduce" and row.in_loop]
         return {row.executions for row in large}
 

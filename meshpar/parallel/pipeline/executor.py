@@ -125,7 +125,7 @@ class Executor:
         return _State(
             inputs=buffers(table.input_slots),
             gradients=buffers(table.gradient_slots),
-            downward=self._laid_out(_zeros(work.payload if keeps else ())),
+            downward=self._laid_out(_zeros(work.payload)) if keeps else (),
             saved=jax.tree.map(
                 lambda shape: buffer(table.saved_slots, shape),
                 work.kept if keeps else (),
@@ -173,7 +173,7 @@ class Executor:
         x = dy = down = up = None
         if phase.has_forward:
             x = self._stage_input(state, row, own)
-        if receives:
+        if phase.has_backward and receives:
             down = self._sent(
                 state.downward, x, self.table.gradient_hops, "stage_backward"
             )
