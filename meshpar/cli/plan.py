@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from meshpar.cli.estimate import add_workload_arguments, cluster_for, workload_for
-from meshpar.cli.parsing import above_zero, output_file, positive
-from meshpar.cli.report.destination import PAGES, check_picture
+from meshpar.cli.parsing import above_zero, positive
+from meshpar.cli.report.destination import PAGES, check_picture, output_file
 from meshpar.errors import InputError
 from meshpar.layout import MESH_AXES
 from meshpar.planner.cost.estimate import Estimate, gigabytes, milliseconds

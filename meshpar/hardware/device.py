@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from meshpar.errors import InputError
 from meshpar.hardware.efficiency import Efficiency, is_number
+from meshpar.hardware.plausible import check_plausible
 
 PLATFORMS = ("gpu", "tpu", "cpu")
 """What a device can be."""
@@ -39,7 +40,8 @@ class Device:
             program has there (`Run.fused_attention`).
 
     Raises:
-        InputError: An unknown platform, or a number that is not positive.
+        InputError: An unknown platform, or a number that is not positive or that no
+            device has.
     """
 
     name: str
@@ -70,6 +72,7 @@ class Device:
                     f"hardware {self.name!r}: {count}={value!r} must be a whole number "
                     f"of at least {least}"
                 )
+            check_plausible(f"hardware {self.name!r}:", count, value)
         numbers = {
             field.name: getattr(self, field.name)
             for field in fields(self)
@@ -82,6 +85,7 @@ class Device:
                     f"hardware {self.name!r}: {name}={number!r} must be a positive "
                     "number"
                 )
+            check_plausible(f"hardware {self.name!r}:", name, number)
         for dtype in ("bf16", "fp32"):
             if dtype not in self.peak_flops:
                 raise InputError(

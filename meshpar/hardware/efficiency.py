@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, fields
 
 from meshpar.errors import InputError
+from meshpar.hardware.plausible import check_plausible
 
 
 def is_number(value: object) -> bool:
@@ -33,7 +34,7 @@ class Efficiency:
         spread: Standard deviation of a device's step time, as a fraction of it.
 
     Raises:
-        InputError: A fraction outside of 0 to 1, or a negative time.
+        InputError: A fraction outside of 0 to 1, or a time that no device has.
     """
 
     matmul: float
@@ -71,3 +72,4 @@ class Efficiency:
                 raise InputError(
                     f"efficiency {name}={getattr(self, name)}: must be 0 or more"
                 )
+            check_plausible("efficiency", name, getattr(self, name))
