@@ -55,7 +55,7 @@ def all_runs(asked):
         program = {"execution": like.execution}
         if layout_problems(like.workload, plain, **size, **program):
             continue
-        choices = choices_of(like.workload, mesh, asked.constraints, **size)
+        choices = choices_of(like, mesh, asked.constraints)
         for variant in choices.variants():
             yield mesh, choices, variant, bounds.run(mesh, variant)
 
@@ -76,7 +76,7 @@ def all_runs(asked):
 def test_bounds_are_below_the_estimate_of_every_layout(asked):
     bounds, count = Bounds(asked.run), 0
     for mesh, choices, variant, run in all_runs(asked):
-        if count % 7 == 0:
+        if count % 29 == 0:
             step_s = step_time(run).step_s * (1 + 1e-9)
             memory_bytes = memory_of(run).total_bytes * (1 + 1e-9)
             for some in opened(choices, variant):
@@ -133,7 +133,8 @@ def test_no_schedule_holds_fewer_microbatches_than_the_bound(
     lock, ranks, schedule, chunks
 ):
     for count in (1, 2, 3, 5, 8, 16, 21):
-        variant = Variant(count, schedule, chunks, 3, "step", False, "none")
+        variant = Variant(*(getattr(Layout(), key) for key in Variant._fields))
+        variant = variant._replace(microbatches=count, schedule=schedule, chunks=chunks)
         if ranks == 1:
             assert held_microbatches(1, variant, lock_step=lock) == 1
             continue
@@ -226,7 +227,6 @@ def test_what_is_kept_and_forbidden_holds_for_every_plan():
         ({"keep": ["tensor=2", "tensor=4"]}, "tensor is kept at both 2 and 4"),
         ({"keep": ["tensor=2"], "forbid": ["tensor"]}, "leave one of them out"),
         ({"forbid": ["tenser"]}, "'tenser' is no mesh axis; did you mean 'tensor'"),
-        ({"keep": ["splits=4/4"]}, "cannot keep splits"),
         ({"max_memory_bytes": 0.0}, "must be above 0"),
     ],
 )

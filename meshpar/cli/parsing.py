@@ -251,7 +251,8 @@ def longest_seq(preset: str | None, model: str | None, *, most: int) -> int:
     """Tokens that a model of the options takes at a time, as far as they say it.
 
     Args:
-        preset, model: The options.
+        preset: The option.
+        model: The option.
         most: What stands where the model takes more, or nobody says.
 
     Example:

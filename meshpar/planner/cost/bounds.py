@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from itertools import product
+from typing import Literal, NamedTuple
 
-from meshpar.layout import STAGE_REMATS, Layout
+from meshpar.layout import BY_COST, STAGE_REMATS, Layout
 from meshpar.planner.cost.block_time import block_time
 from meshpar.planner.cost.memory import rank_memory
 from meshpar.planner.cost.run import Run
@@ -24,8 +25,10 @@ from meshpar.planner.workload.activations import (
     stage_input_bytes,
 )
 from meshpar.schedules import SCHEDULES
+from meshpar.schedules.stage_splits import stage_sizes
 
 _PLAIN = Layout()
+_EVEN = (_PLAIN.schedule, 1, ())
 
 
 class Bound(NamedTuple):
@@ -91,12 +94,23 @@ class Bounds:
             return self.bound(mesh, next(choices.variants()))
         few, many = min(choices.microbatches), max(choices.microbatches)
         fast, small = choices.remats[0], choices.remats[-1]
-        chunks = max(chunks for _, chunks in choices.schedules)
-        state, ways = choices.states[0], choices.sequence_parallel
-        name = _PLAIN.schedule
-        plain = [Variant(few, name, 1, *state, seq, fast) for seq in ways]
-        least = [Variant(many, name, chunks, *state, seq, small) for seq in ways]
-        shared = self._least_shared(mesh, plain[0], choices.states)
+        chunks = max(chunks for _, chunks, _ in choices.schedules)
+        some = next(choices.variants())._replace(schedule=_PLAIN.schedule, splits=())
+        ways = list(product(choices.sequence_parallel, choices.attentions))
+        plain, least = (
+            [
+                some._replace(
+                    microbatches=count,
+                    chunks=each,
+                    remat=remat,
+                    sequence_parallel=sequence,
+                    attention=attention,
+                )
+                for sequence, attention in ways
+            ]
+            for count, each, remat in ((few, 1, fast), (many, chunks, small))
+        )
+        shared = self._least_shared(mesh, plain[0], choices)
         ticks = float(few)
         if self._like.execution.lock_step:
             # Filling takes a tick of a chunk for every rank, and ticks are shortest
@@ -107,8 +121,10 @@ class Bounds:
         held = min(many, mesh.stage, *self._least_held(mesh, choices, many))
         # What one of them makes again, another may have kept.
         again = len(choices.remats) == 1
+        own = min(self._own_blocks(mesh, *one) for one in choices.schedules)
         memory = min(
-            self._memory(mesh, variant, shared, held, again=again) for variant in least
+            self._memory(mesh, variant, shared, held, own, again=again)
+            for variant in least
         )
         return Bound(step_s, memory)
 
@@ -119,9 +135,11 @@ class Bounds:
         ticks += mesh.stage - 1 if lock_step else 0
         held = held_microbatches(mesh.stage, variant, lock_step=lock_step)
         shared = self._shared(mesh, variant)
+        scheduled = variant.schedule, variant.chunks, variant.splits
+        own = self._own_blocks(mesh, *scheduled)
         return Bound(
             self._step_s(mesh, variant, shared, ticks),
-            self._memory(mesh, variant, shared, held),
+            self._memory(mesh, variant, shared, held, own),
         )
 
     def memory_bytes(self, run: Run) -> float:
@@ -152,11 +170,11 @@ class Bounds:
         variant: Variant,
         shared: SharedCosts,
         held: float,
+        own: int,
         *,
         again: bool = True,
     ) -> float:
         blocks = self._blocks_of(mesh, variant)
-        own = self._like.workload.layers // mesh.stage
         if variant.remat in STAGE_REMATS:
             # The stage that is computed again; all its inputs wait as well.
             kept = min(block.inner_bytes for block in blocks) * own / variant.chunks
@@ -168,6 +186,22 @@ class Bounds:
         if self._like.execution.eager or variant.remat == "none" or not again:
             return total
         return total + min(block.again_bytes for block in blocks)
+
+    def _own_blocks(
+        self,
+        mesh: Layout,
+        schedule: str,
+        chunks: int,
+        splits: tuple[int, ...] | Literal["cost"],
+    ) -> int:
+        """Blocks of the first rank, at least."""
+        layers = self._like.workload.layers
+        if not any(splits) or splits == BY_COST:
+            # By cost, some other rank has as many if the first has fewer.
+            return layers // mesh.stage if not any(splits) else 1
+        sizes = stage_sizes(layers, mesh.stage, chunks, splits)
+        stages = SCHEDULES[schedule].stages_of(0, mesh.stage, chunks)
+        return sum(sizes[stage] for stage in stages)
 
     def _head_s(self, mesh: Layout, variant: Variant) -> float:
         """Matmuls of the logits, of one tick."""
@@ -185,7 +219,7 @@ class Bounds:
     def _blocks_of(self, mesh: Layout, variant: Variant) -> tuple[_Block, ...]:
         key = (
             *(mesh.tensor, mesh.expert, mesh.context, self._tokens(mesh, variant)),
-            *(variant.sequence_parallel, variant.remat),
+            *(variant.sequence_parallel, variant.remat, variant.attention),
             mesh.stage > 1 or variant.microbatches > 1,  # kept in slots
         )
         if key not in self._blocks:
@@ -198,19 +232,22 @@ class Bounds:
     ) -> Iterator[float]:
         """What the first rank holds of so many microbatches, by each schedule."""
         like = next(choices.variants())._replace(microbatches=microbatches)
-        for schedule, chunks in choices.schedules:
+        for schedule, chunks, _ in choices.schedules:
             variant = like._replace(schedule=schedule, chunks=chunks)
             lock_step = self._like.execution.lock_step
             yield held_microbatches(mesh.stage, variant, lock_step=lock_step)
 
     def _least_shared(
-        self, mesh: Layout, like: Variant, states: tuple[tuple[int, str], ...]
+        self, mesh: Layout, like: Variant, choices: MeshChoices
     ) -> SharedCosts:
-        """The least of each, whichever of the states it is of."""
-        found = [
-            self._shared(mesh, like._replace(zero=zero, fsdp_gather=gather))
-            for zero, gather in states
-        ]
+        """The least of each, whichever of the choices it is of."""
+        found = []
+        one_of_each_split = {one[2]: one for one in choices.schedules}
+        for state, scheduled in product(choices.states, one_of_each_split.values()):
+            name, chunks, splits = scheduled if any(scheduled[2]) else _EVEN
+            variant = like.with_state(state)
+            variant = variant._replace(schedule=name, chunks=chunks, splits=splits)
+            found.append(self._shared(mesh, variant))
         if len(found) == 1:
             return found[0]
         state_bytes, once_s, gathers_s = zip(*found, strict=True)
@@ -221,9 +258,13 @@ class Bounds:
         in_ticks = mesh.stage > 1 or variant.microbatches > 1
         batch = (mesh.data, mesh.fsdp, mesh.stage)
         sizes = (*batch, mesh.context, mesh.expert, mesh.tensor)
-        key = (sizes, variant.zero, variant.fsdp_gather, in_ticks)
+        stored = (variant.param_dtype, variant.optimizer_memory, variant.splits)
+        key = (sizes, variant.zero, variant.fsdp_gather, in_ticks, stored)
         if key not in self._of_meshes:
-            run = self.run(mesh, variant._replace(schedule=_PLAIN.schedule, chunks=1))
+            plain = variant
+            if not any(variant.splits):
+                plain = variant._replace(schedule=_PLAIN.schedule, chunks=1)
+            run = self.run(mesh, plain)
             kinds = tuple(moe for moe, _ in self._kinds)
             self._of_meshes[key] = shared_costs(run, kinds)
         return self._of_meshes[key]

@@ -16,6 +16,7 @@ from meshpar.planner.machine.execution import MESHPAR, Execution
 from meshpar.planner.search.refusals import layout_problems, stage_blocks_of
 from meshpar.planner.workload.workload import Workload
 
+
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
     """What the planner expects of one layout.

@@ -89,9 +89,7 @@ def _sizes(global_batch: int, seq: int) -> Iterator[Problem]:
         yield Problem("global_batch", f"{words} most {_MOST} each")
 
 
-def _positions(
-    workload: Workload, seq: int, execution: Execution
-) -> Iterator[Problem]:
+def _positions(workload: Workload, seq: int, execution: Execution) -> Iterator[Problem]:
     if workload.learned_positions and seq > workload.seq and not execution.eager:
         yield Problem(
             "seq",

@@ -23,6 +23,7 @@ from meshpar.planner.search.candidates import FRONT_REACH, Findings, Leaf, settl
 from meshpar.planner.search.constraints import Constraints
 from meshpar.planner.search.refusals import layout_problems, whatever_the_mesh
 from meshpar.planner.search.rejection import Rejected, reason_of
+from meshpar.planner.search.sensitivity import half_network_s
 from meshpar.planner.search.space import (
     BUILT_AXES,
     choices_of,
@@ -69,7 +70,10 @@ class SearchResult:
     def as_json(self) -> dict[str, Any]:
         """What `meshpar plan --json` prints."""
         return {
-            "plans": [plan.as_json() for plan in self.plans],
+            "plans": [
+                {**plan.as_json(), "half_network_s": half_network_s(plan)}
+                for plan in self.plans
+            ],
             "front": [
                 {
                     "layout": str(plan.run.layout),
@@ -185,7 +189,7 @@ def possible_meshes(
     leaves, refused = [], []
     for order, mesh in enumerate(mesh_layouts(like.cluster.num_devices, constraints)):
         problems = layout_problems(like.workload, _plain(mesh), **size_and_program)
-        choices = choices_of(like.workload, mesh, constraints, **size)
+        choices = choices_of(like, mesh, constraints)
         if problems or not choices.num_variants:
             reason = problems[0].message if problems else _NO_VARIANT
             refused.append(Rejected(mesh, reason))
