@@ -18,6 +18,8 @@ from meshpar.audit.memory import Buffer, MemoryUse
 from meshpar.audit.reasons import Explained
 from meshpar.audit.report import AuditReport
 from meshpar.audit.targets import TargetError
+from meshpar.cli.main import main
+from meshpar.cli.parsing import longest_seq
 from tests.test_audit_targets import needs_tpu_compiler
 from tests.test_cli import status_of
 

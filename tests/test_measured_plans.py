@@ -1,4 +1,4 @@
-"""`meshpar plan --measure`: what runs, what is told of it, and the efficiency fitted."""
+"""`meshpar plan --measure`: what runs, what is told of it, what efficiency fits."""
 
 import json
 

@@ -17,6 +17,7 @@ from meshpar.planner.cost.estimate import Estimate, estimate_run
 
 WORK = ("matmul", "attention", "memory")
 LINKS = ("link", "network")
+_FAR = 0.7  # half, as a logarithm
 _LEAST = 1e-4
 """Of a fraction, however slow the devices are."""
 
@@ -46,10 +47,14 @@ def fitted_efficiency(
         pairs = zip(found, measured_s, strict=True)
         return sum(math.log(one / s) ** 2 for one, s in pairs)
 
-    # How much longer all of them took together is where to start.
+    # How much longer all of them took together is where to start, and far to look.
     slower = sum(measured_s) / sum(plan.step_s for plan in plans)
     start = [-math.log(slower)] + [0.0] * of_links
-    options = {"maxiter": 200, "xatol": 1e-3, "fatol": 1e-6}
+    corners = [
+        [log - _FAR * (corner == i) for i, log in enumerate(start, 1)]
+        for corner in range(len(start) + 1)
+    ]
+    options = {"initial_simplex": corners, "xatol": 1e-3, "fatol": 1e-9}
     best = minimize(error, start, method="Nelder-Mead", options=options)
     efficiency = at(list(best.x))
     return efficiency, times_s(plans, efficiency)

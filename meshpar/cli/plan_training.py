@@ -19,8 +19,8 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokens",
         type=above_zero,
         metavar="N",
-        help="tokens of the whole training, such as 15e12: prints time and device hours "
-        "of every plan (default: no training is counted)",
+        help="tokens of the whole training, such as 15e12: prints the time and device "
+        "hours that every plan takes (default: no training is counted)",
     )
     add(
         "--price",

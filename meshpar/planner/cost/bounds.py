@@ -96,7 +96,6 @@ class Bounds:
         fast, small = choices.remats[0], choices.remats[-1]
         chunks = max(chunks for _, chunks, _ in choices.schedules)
         some = next(choices.variants())._replace(schedule=_PLAIN.schedule, splits=())
-        ways = list(product(choices.sequence_parallel, choices.attentions))
         plain, least = (
             [
                 some._replace(
@@ -104,9 +103,8 @@ class Bounds:
                     chunks=each,
                     remat=remat,
                     sequence_parallel=sequence,
-                    attention=attention,
                 )
-                for sequence, attention in ways
+                for sequence in choices.sequence_parallel
             ]
             for count, each, remat in ((few, 1, fast), (many, chunks, small))
         )
@@ -219,7 +217,7 @@ class Bounds:
     def _blocks_of(self, mesh: Layout, variant: Variant) -> tuple[_Block, ...]:
         key = (
             *(mesh.tensor, mesh.expert, mesh.context, self._tokens(mesh, variant)),
-            *(variant.sequence_parallel, variant.remat, variant.attention),
+            *(variant.sequence_parallel, variant.remat),
             mesh.stage > 1 or variant.microbatches > 1,  # kept in slots
         )
         if key not in self._blocks:

@@ -13,7 +13,6 @@ from meshpar.layout import BY_COST, MESH_AXES, STAGE_REMATS, Layout
 from meshpar.planner.cost.run import Run
 from meshpar.planner.search.constraints import Constraints
 from meshpar.planner.search.refusals import residual_names_of
-from meshpar.planner.workload.workload import Workload
 from meshpar.schedules import SCHEDULES, step_refusal
 from meshpar.schedules.stage_splits import split_evenly
 
@@ -38,7 +37,6 @@ class Variant(NamedTuple):
     fsdp_gather: str
     param_dtype: str
     optimizer_memory: str
-    attention: str
     sequence_parallel: bool
     remat: str
 
@@ -90,7 +88,6 @@ class MeshChoices(NamedTuple):
             microbatches.
         states: What ZeRO splits, when it gathers, how parameters are stored and where
             the optimizer's state lies.
-        attentions: How attention crosses `context`.
         sequence_parallel: Whether the residual stream is split.
         remats: What is computed again, least of it first.
     """
@@ -99,15 +96,13 @@ class MeshChoices(NamedTuple):
     microbatches: tuple[int, ...]
     schedules: tuple[tuple[str, int, tuple[int, ...] | Literal["cost"]], ...]
     states: tuple[tuple[int, str, str, str], ...]
-    attentions: tuple[str, ...]
     sequence_parallel: tuple[bool, ...]
     remats: tuple[str, ...]
 
     @property
     def num_variants(self) -> int:
         """Ways to run the mesh shape."""
-        others = len(self.attentions) * len(self.sequence_parallel)
-        return others * sum(
+        return len(self.sequence_parallel) * sum(
             self._num_scheduled(count)
             * sum(map(self._has_state, self.states, repeat(count)))
             * sum(map(self._has_remat, self.remats, repeat(count)))
@@ -118,14 +113,13 @@ class MeshChoices(NamedTuple):
         """Every way to run the mesh shape."""
         for part in map(self.with_microbatches, self.microbatches):
             (count,) = part.microbatches
-            for scheduled, state, attention, sequence, remat in product(
+            for scheduled, state, sequence, remat in product(
                 part._scheduled(count),
                 part.states,
-                part.attentions,
                 part.sequence_parallel,
                 part.remats,
             ):
-                yield Variant(count, *scheduled, *state, attention, sequence, remat)
+                yield Variant(count, *scheduled, *state, sequence, remat)
 
     def with_microbatches(self, count: int) -> MeshChoices:
         """The choices that so many leave."""
@@ -174,7 +168,6 @@ _OPENED = (
     "states",
     "remats",
     "sequence_parallel",
-    "attentions",
     "schedules",
 )
 
@@ -186,7 +179,7 @@ def _exists(schedule: str, ranks: int, microbatches: int, chunks: int) -> bool:
 
 def choices_of(like: Run, mesh: Layout, constraints: Constraints) -> MeshChoices:
     """The choices of a mesh shape whose axes suit the run's workload; maybe none."""
-    workload, seq = like.workload, like.seq
+    seq = like.seq
     each = like.global_batch // (mesh.data * mesh.fsdp * mesh.expert)
     counts = constraints.choices("microbatches", divisors(each))
     splits = mesh.tensor > 1 and seq % (mesh.tensor * mesh.context) == 0
@@ -197,9 +190,6 @@ def choices_of(like: Run, mesh: Layout, constraints: Constraints) -> MeshChoices
         microbatches=tuple(count for count in counts if each % count == 0),
         schedules=tuple(_schedules(like, mesh, constraints)),
         states=tuple(_states(like, mesh, constraints)),
-        attentions=constraints.choices(
-            "attention", tuple(_attentions(workload, mesh)) or (mesh.attention,)
-        ),
         sequence_parallel=constraints.choices(
             "sequence_parallel", (False, True) if splits else (False,)
         ),
@@ -230,14 +220,6 @@ def _remats(like: Run, mesh: Layout, *, has_host: bool) -> tuple[str, ...]:
         if text and len(of_way["save"]) < len(spared):
             named.append(text)
     return (*_WORDS, *named, "full", *stage)
-
-
-def _attentions(workload: Workload, mesh: Layout) -> Iterator[str]:
-    if mesh.context == 1:
-        return
-    yield from ("ring", "allgather")
-    if workload.heads // mesh.tensor % mesh.context == 0:
-        yield "ulysses"
 
 
 def _states(
