@@ -46,8 +46,8 @@ class Case(NamedTuple):
 CASES = {
     "llama3-70b": Case(
         *("llama3-70b", "h100-80gb", 512, 8192, 1024, (0.30, 0.60)),
-        "MFU 38 to 43 % of Llama 3 405B at 16,384 to 8,192 GPUs (Llama Team 2024, table "
-        "4); about 51 % of MosaicML's 30B and 70B in bf16 on H100 (llm-foundry, "
+        "MFU 38 to 43 % of Llama 3 405B at 16,384 to 8,192 GPUs (Llama Team 2024, "
+        "table 4); about 51 % of MosaicML's 30B and 70B in bf16 on H100 (llm-foundry, "
         "scripts/train/benchmarking, 2024)",
     ),
     "gpt3-175b": Case(

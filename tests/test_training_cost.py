@@ -8,7 +8,6 @@ import pytest
 from meshpar import InputError
 from meshpar.planner.cost.estimate import estimate
 from meshpar.planner.machine.clusters import cluster_of
-from meshpar.planner.search.sensitivity import half_network_s
 from meshpar.planner.search.training_cost import (
     Training,
     best_interval_s,
@@ -115,12 +114,3 @@ def test_terms_that_make_no_sense_are_refused(given, words):
 def test_a_training_that_never_ends_says_so():
     with pytest.raises(InputError, match="never ends; give a longer --mtbf"):
         training_cost(plan_of(), Training(tokens=TOKENS, mtbf_s=0.5))
-
-
-def test_half_the_network_slows_what_waits_for_it_and_nothing_else():
-    alone = plan_of(devices=8, layout="fsdp=8,remat=full")
-    assert half_network_s(alone) == alone.step_s
-    waits = plan_of(layout="fsdp=8,tensor=8,remat=full")
-    assert half_network_s(waits) > waits.step_s
-    torus = plan_of("tpu v5p:4x4x4", 64, "fsdp=32,tensor=2,remat=full")
-    assert half_network_s(torus) > torus.step_s

@@ -23,7 +23,7 @@ from meshpar.planner.published import validate
 from meshpar.planner.search.constraints import Constraints
 from meshpar.planner.search.nearest_fit import nearest_fit
 from meshpar.planner.search.search import Request, SearchResult, search
-from meshpar.planner.search.sensitivity import half_network_s, sensitivities
+from meshpar.planner.search.sensitivity import sensitivities
 from meshpar.planner.search.space import BUILT_AXES
 from meshpar.planner.search.training_cost import TrainingCost, training_cost
 from meshpar.planner.workload.shapes import PUBLISHED, SHAPES
@@ -262,6 +262,5 @@ _UNBUILT = tuple(axis for axis in MESH_AXES if axis not in BUILT_AXES)
 def _row(plan: Estimate) -> str:
     return (
         f"  {milliseconds(plan.step_s):>8}  MFU {plan.mfu:5.1%}  "
-        f"half network {milliseconds(half_network_s(plan)):>8}  "
         f"{gigabytes(plan.memory.total_bytes):>8}  {plan.run.layout}"
     )

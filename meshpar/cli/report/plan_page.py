@@ -7,10 +7,15 @@ from typing import TYPE_CHECKING
 
 from meshpar.cli.report.page import heading, page, paragraph, plot, table
 from meshpar.cli.report.plan_plot import plan_plot
-from meshpar.planner.cost.estimate import Estimate, gigabytes, milliseconds
+from meshpar.planner.cost.estimate import (
+    Estimate,
+    at_half_network_s,
+    gigabytes,
+    milliseconds,
+)
 from meshpar.planner.cost.in_words import estimate_in_words
 from meshpar.planner.search.search import SearchResult
-from meshpar.planner.search.sensitivity import half_network_s, sensitivities
+from meshpar.planner.search.sensitivity import sensitivities
 
 if TYPE_CHECKING:  # It needs jax, which the page does not.
     from meshpar.cli.confirm import Confirmed
@@ -73,7 +78,7 @@ def _plans(plans: Iterable[Estimate]) -> str:
                 str(plan.run.layout),
                 milliseconds(plan.step_s),
                 f"{plan.mfu:.1%}",
-                milliseconds(half_network_s(plan)),
+                milliseconds(at_half_network_s(plan)),
                 gigabytes(plan.memory.total_bytes),
                 milliseconds(plan.time.compute_s),
                 milliseconds(plan.time.bubble_s),

@@ -23,7 +23,6 @@ from meshpar.planner.search.candidates import FRONT_REACH, Findings, Leaf, settl
 from meshpar.planner.search.constraints import Constraints
 from meshpar.planner.search.refusals import layout_problems, whatever_the_mesh
 from meshpar.planner.search.rejection import Rejected, reason_of
-from meshpar.planner.search.sensitivity import half_network_s
 from meshpar.planner.search.space import (
     BUILT_AXES,
     choices_of,
@@ -70,10 +69,7 @@ class SearchResult:
     def as_json(self) -> dict[str, Any]:
         """What `meshpar plan --json` prints."""
         return {
-            "plans": [
-                {**plan.as_json(), "half_network_s": half_network_s(plan)}
-                for plan in self.plans
-            ],
+            "plans": [plan.as_json() for plan in self.plans],
             "front": [
                 {
                     "layout": str(plan.run.layout),

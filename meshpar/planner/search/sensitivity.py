@@ -68,18 +68,6 @@ def sensitivities(plan: Estimate) -> tuple[Sensitivity, ...]:
     return tuple(sorted(found, key=lambda change: change.step_s))
 
 
-def half_network_s(plan: Estimate) -> float:
-    """A step's time where the network has half its bandwidth, torus links included.
-
-    How much a plan leans on a network that may achieve less than its data sheet says.
-    """
-    device = plan.run.cluster.device
-    halved = {"network_bytes_per_s": device.network_bytes_per_s / 2}
-    if plan.run.cluster.torus:
-        halved["link_bytes_per_s"] = device.link_bytes_per_s / 2
-    return _step_s(plan, replace(device, **halved))
-
-
 def _step_s(plan: Estimate, device: Device) -> float:
     cluster = replace(plan.run.cluster, device=device)
     return estimate_run(replace(plan.run, cluster=cluster)).step_s
