@@ -149,7 +149,7 @@ def test_overlap_hides_reductions_and_gathers():
     ahead = of("fsdp=8,precision=bf16")
     behind = of(
         "fsdp=8,precision=bf16",
-        execution=dataclasses.replace(MESHPAR, gather_overlap=False),
+        execution=dataclasses.replace(MESHPAR, measured_overlap=False),
     )
     assert behind.time.exposed_s["fsdp"] > ahead.time.exposed_s.get("fsdp", 0.0)
 
@@ -176,8 +176,15 @@ def test_a_shared_head_spares_the_last_stage():
 
 
 def test_context_and_expert_traffic_is_counted_on_their_axes():
-    ring = of("context=8,precision=bf16", global_batch=8)
-    gather = of("context=8,attention=allgather,precision=bf16", global_batch=8)
+    beside = dataclasses.replace(MESHPAR, measured_overlap=False)
+    ring, gather = (
+        of(
+            f"context=8,attention={way},precision=bf16",
+            global_batch=8,
+            execution=beside,
+        )
+        for way in ("ring", "allgather")
+    )
     assert ring.time.exposed_s.get("context", 0) <= gather.time.exposed_s["context"]
     experts = of("expert=8,precision=bf16", preset="mixtral-8x7b", global_batch=8)
     assert experts.time.exposed_s["expert"] > 0

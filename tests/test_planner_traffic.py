@@ -28,7 +28,7 @@ from meshpar.planner.workload.activations import offloaded_bytes
 from meshpar.planner.workload.recomputation import recomputation
 from meshpar.planner.workload.shapes import SHAPES
 
-BARE = dataclasses.replace(MESHPAR, gather_overlap=False)
+BARE = dataclasses.replace(MESHPAR, measured_overlap=False)
 
 
 def of(layout, *, preset="llama3-8b", execution=BARE, seq=4096, global_batch=32):

@@ -21,4 +21,7 @@ def test_the_table_is_printed_and_the_picture_drawn(tmp_path, capsys):
     png = tmp_path / "validation.png"
     assert main(["--png", str(png)]) == 0
     assert png.read_bytes().startswith(b"\x89PNG")
-    assert "step time, A100 (Megatron-LM): 9 rows, mean" in capsys.readouterr().out
+    assert (
+        "step time, A100 (Narayanan et al. 2021): 5 rows, mean"
+        in capsys.readouterr().out
+    )

@@ -8,7 +8,8 @@ import pytest
 
 from meshpar import InputError
 from meshpar.models.presets import PRESETS, build
-from meshpar.planner.published.megatron import megatron_sc21_flops, published
+from meshpar.planner.published.measured import published
+from meshpar.planner.published.megatron import megatron_sc21_flops
 from meshpar.planner.workload.shapes import SHAPES, workload_of
 from meshpar.planner.workload.workload import Workload
 

@@ -99,8 +99,8 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
         "--execution",
         default=MESHPAR.name,
         metavar="NAME",
-        help=f"the program that runs it: {', '.join(EXECUTIONS)} "
-        "(default: %(default)s)",
+        help=f"the program that runs it: {', '.join(EXECUTIONS)}, "
+        "or a .toml file (default: %(default)s)",
     )
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object on stdout"

@@ -16,7 +16,12 @@ from meshpar.cli.plan_training import add_training_arguments, training_of
 from meshpar.cli.report.destination import PAGES, check_picture, output_file
 from meshpar.errors import InputError
 from meshpar.layout import MESH_AXES
-from meshpar.planner.cost.estimate import Estimate, gigabytes, milliseconds
+from meshpar.planner.cost.estimate import (
+    Estimate,
+    at_half_network_s,
+    gigabytes,
+    milliseconds,
+)
 from meshpar.planner.cost.in_words import estimate_in_words
 from meshpar.planner.machine.execution import execution_of
 from meshpar.planner.published import validate
@@ -261,6 +266,7 @@ _UNBUILT = tuple(axis for axis in MESH_AXES if axis not in BUILT_AXES)
 
 def _row(plan: Estimate) -> str:
     return (
-        f"  {milliseconds(plan.step_s):>8}  MFU {plan.mfu:5.1%}  "
+        f"  {milliseconds(plan.step_s):>8}  at half the network "
+        f"{milliseconds(at_half_network_s(plan)):>8}  MFU {plan.mfu:5.1%}  "
         f"{gigabytes(plan.memory.total_bytes):>8}  {plan.run.layout}"
     )

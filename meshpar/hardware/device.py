@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
 from meshpar.errors import InputError
+from meshpar.hardware.attention_kernels import Kernel, kernel_of
 from meshpar.hardware.efficiency import Efficiency, is_number
 from meshpar.hardware.plausible import check_plausible
 
 PLATFORMS = ("gpu", "tpu", "cpu")
 """What a device can be."""
 
-_NO_POSITIVE_NUMBERS = ("name", "peak_flops", "efficiency", "torus_dims", "platform")
+_NO_POSITIVE_NUMBERS = (
+    "name",
+    "peak_flops",
+    "efficiency",
+    "torus_dims",
+    "platform",
+    "attention_kernels",
+    "pod_devices",
+    "reserve",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +48,11 @@ class Device:
         efficiency: What is achieved.
         platform: `gpu`, `tpu` or `cpu`, as JAX calls it; it decides which kernels a
             program has there (`Run.fused_attention`).
+        attention_kernels: What fused attention kernels achieve, by name; of one that is
+            not among them `efficiency` says it.
+        reserve: Part of the memory that a program leaves to others: the driver, buffers
+            of collectives, and what its allocator does not get.
+        pod_devices: Most devices of one slice of a torus; 0 for no limit.
 
     Raises:
         InputError: An unknown platform, or a number that is not positive or that no
@@ -56,6 +71,9 @@ class Device:
     torus_dims: int = 0
     wraps: int = 16
     platform: str = "gpu"
+    attention_kernels: Mapping[str, Kernel] = field(default_factory=dict)
+    pod_devices: int = 0
+    reserve: float = 0.0
 
     def __post_init__(self) -> None:
         if self.platform not in PLATFORMS:
@@ -65,7 +83,8 @@ class Device:
             )
         if not isinstance(self.name, str):
             raise InputError(f"hardware name={self.name!r}: must be text, in quotes")
-        for count, least in (("domain_devices", 1), ("wraps", 1), ("torus_dims", 0)):
+        counts = {"domain_devices": 1, "wraps": 1, "torus_dims": 0, "pod_devices": 0}
+        for count, least in counts.items():
             value = getattr(self, count)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise InputError(
@@ -86,12 +105,27 @@ class Device:
                     "number"
                 )
             check_plausible(f"hardware {self.name!r}:", name, number)
+        kernels = {
+            name: kernel_of(self.name, name, value)
+            for name, value in self.attention_kernels.items()
+        }
+        object.__setattr__(self, "attention_kernels", kernels)
+        if not (is_number(self.reserve) and 0 <= self.reserve < 1):
+            raise InputError(
+                f"hardware {self.name!r}: reserve={self.reserve!r} must be at least 0 "
+                "and below 1, a part of memory_bytes"
+            )
         for dtype in ("bf16", "fp32"):
             if dtype not in self.peak_flops:
                 raise InputError(
                     f"hardware {self.name!r} has no peak_flops of {dtype}; give both "
                     "bf16 and fp32"
                 )
+
+    @property
+    def usable_bytes(self) -> float:
+        """What a program's arrays can take of its memory."""
+        return self.memory_bytes * (1 - self.reserve)
 
 
 class Known(NamedTuple):

@@ -32,6 +32,8 @@ class Efficiency:
         network_hop_s: Latency of one step between hosts.
         launch_s: Time that the host takes to launch a kernel.
         spread: Standard deviation of a device's step time, as a fraction of it.
+        collective_cores: Share of the device's cores that a collective takes from the
+            kernels beside it; 0 where engines of their own move the bytes.
 
     Raises:
         InputError: A fraction outside of 0 to 1, or a time that no device has.
@@ -47,6 +49,7 @@ class Efficiency:
     network_hop_s: float
     launch_s: float
     spread: float
+    collective_cores: float = 0.0
 
     def __post_init__(self) -> None:
         for one in fields(self):
@@ -67,6 +70,7 @@ class Efficiency:
             "network_hop_s",
             "launch_s",
             "spread",
+            "collective_cores",
         ):
             if not 0 <= getattr(self, name) < math.inf:
                 raise InputError(

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from meshpar.hardware.attention_kernels import (
+    AMPERE,
+    CUDNN_AMPERE,
+    CUDNN_HOPPER,
+    HOPPER,
+)
 from meshpar.hardware.device import Device, Known
 from meshpar.hardware.efficiency import Efficiency
 
@@ -15,14 +21,12 @@ from meshpar.hardware.efficiency import Efficiency
 #                    sheets round: of an H100's 80 GB, 80 GiB of chips, nvidia-smi shows
 #                    79.6 GiB and CUDA has 79.1. The H200's there is no card's report:
 #                    its data sheet's 141 as GiB. An H800's is taken to be an H100's.
-#   matmul           Fitted: A100 to one layer of Megatron-LM (Korthikanti et al. 2022,
-#                    table 4, ten times), H100 to three step times of the nanotron grid
-#                    (the rows that `meshpar plan --validate` marks; of the two numbers
-#                    fitted to them the other is nanotron's `host_s`).
-#   attention        FlashAttention-2, heads of 128: 50 to 73 % of an A100 (Dao 2023,
-#                    abstract), 35 % of an H100 (Shah et al. 2024, abstract).
-#   attention_head_dim
-#                    FlashAttention-2 with heads of 64 against 128 (Dao 2023, figure 4).
+#   matmul, launch_s Fitted: A100 to one layer of Megatron-LM (Korthikanti et al. 2022,
+#                    table 4, ten times), where 0.75 and 4 us do as well; H100 to step
+#                    times of the nanotron grid (the rows that `meshpar plan --validate`
+#                    marks; nanotron's `host_s` is fitted to them too).
+#   attention, attention_head_dim
+#                    `meshpar.hardware.attention_kernels`.
 #   memory           Taken: what streaming kernels achieve, norms and masks among them;
 #                    the layer times above fit as well with 0.8 as with 0.9.
 #   link_bytes_per_s, network_bytes_per_s
@@ -33,26 +37,46 @@ from meshpar.hardware.efficiency import Efficiency
 #   link             nccl-tests' bus bandwidth in a host: 235 of 300 GB/s (DGX A100),
 #                    360 of 450 GB/s (DGX H100, rings).
 #   network          Taken: the line rate less headers and imperfect routes.
-#   hop_s, network_hop_s, launch_s
-#                    Taken, microseconds by order of magnitude: a step of a collective,
-#                    and the time between two kernels (1.5 % of the layer times above).
+#   hop_s, network_hop_s
+#                    A step of a ring: 3.4 us over NVLink, 14 us over InfiniBand (NCCL,
+#                    `src/graph/tuning.cc`, `hwLat`, simple protocol), 20 us over EFA,
+#                    on which the nanotron grid ran (aws-ofi-nccl's tuner: 19.8).
+#                    Between many hosts these are what achieved bandwidth falls by.
+#   collective_cores NCCL's channels have a core each: 24 of 108 on a DGX A100 (NCCL's
+#                    log), 20 of 132 (DeepSeek-AI 2024, section 3.2.1).
 #   host_bytes_per_s Of the device, not achieved: PCIe x16, half of the data sheet's
 #                    both directions (gen 4 A100, gen 5 H100 to B200); GB200 a half of
 #                    its CPU's 450 GB/s NVLink-C2C.
 #   spread           Taken: equal devices differ by some tenths of a percent.
 _A100 = Efficiency(
-    matmul=0.75,
-    attention=0.71,  # 0.6 at heads of 128
-    attention_head_dim=24,
+    matmul=0.78,
+    attention=CUDNN_AMPERE.whole,
+    attention_head_dim=CUDNN_AMPERE.head_dim,
     memory=0.8,
     link=0.78,
     network=0.9,
-    hop_s=4e-6,
-    network_hop_s=12e-6,
-    launch_s=4e-6,
+    hop_s=3.4e-6,
+    network_hop_s=14e-6,
+    launch_s=12e-6,
     spread=0.003,
+    collective_cores=0.22,
 )
-_H100 = replace(_A100, matmul=0.66, attention=0.42, link=0.8)
+_H100 = replace(
+    _A100,
+    matmul=0.62,
+    attention=CUDNN_HOPPER.whole,
+    attention_head_dim=CUDNN_HOPPER.head_dim,
+    link=0.8,
+    network_hop_s=20e-6,
+    launch_s=2e-6,
+    collective_cores=0.15,
+)
+
+
+# JAX takes 75 % of a GPU's memory at start unless XLA_PYTHON_CLIENT_MEM_FRACTION says
+# otherwise (its documentation, "GPU memory allocation"). Taken: 0.92 of it, which
+# leaves 6.8 of an H100's 84.9 GB for the context, kernels and NCCL's buffers.
+_RESERVE = 0.08
 
 
 def _nvidia(
@@ -60,7 +84,6 @@ def _nvidia(
     kind: str,
     *,
     bf16: float,
-    fp8: float | None,
     memory_bytes: int,
     memory_bytes_per_s: float,
     link_bytes_per_s: float,
@@ -74,7 +97,7 @@ def _nvidia(
     # fp32 at JAX's default precision is TF32, half as fast.
     device = Device(
         name=name,
-        peak_flops={"bf16": bf16, "fp32": bf16 / 2, **({"fp8": fp8} if fp8 else {})},
+        peak_flops={"bf16": bf16, "fp32": bf16 / 2},
         memory_bytes=memory_bytes,
         memory_bytes_per_s=memory_bytes_per_s,
         domain_devices=domain_devices,
@@ -82,6 +105,8 @@ def _nvidia(
         network_bytes_per_s=network_bytes_per_s,
         host_bytes_per_s=host_bytes_per_s,
         efficiency=efficiency,
+        attention_kernels=AMPERE if efficiency is _A100 else HOPPER,
+        reserve=_RESERVE,
     )
     return Known(device, kind, other_name, target)
 
@@ -93,7 +118,6 @@ GPUS = (
         "a100-80gb",
         "A100",
         bf16=312e12,
-        fp8=None,
         memory_bytes=85_100_068_864,
         memory_bytes_per_s=2.039e12,
         link_bytes_per_s=300e9,
@@ -107,7 +131,6 @@ GPUS = (
         "a100-40gb",
         "A100",
         bf16=312e12,
-        fp8=None,
         memory_bytes=42_331_013_120,
         memory_bytes_per_s=1.555e12,
         link_bytes_per_s=300e9,
@@ -120,7 +143,6 @@ GPUS = (
         "h100-80gb",
         "H100",
         bf16=989.4e12,
-        fp8=1978.9e12,
         memory_bytes=84_942_979_072,
         memory_bytes_per_s=3.35e12,
         link_bytes_per_s=450e9,
@@ -133,7 +155,6 @@ GPUS = (
         "h800-80gb",
         "H800",
         bf16=989.4e12,
-        fp8=1978.9e12,
         memory_bytes=84_942_979_072,
         memory_bytes_per_s=3.35e12,
         link_bytes_per_s=200e9,
@@ -145,7 +166,6 @@ GPUS = (
         "h200-141gb",
         "H200",
         bf16=989.4e12,
-        fp8=1978.9e12,
         memory_bytes=151_397_597_184,
         memory_bytes_per_s=4.8e12,
         link_bytes_per_s=450e9,
@@ -159,7 +179,6 @@ GPUS = (
         "b200-180gb",
         "B200",
         bf16=2.25e15,
-        fp8=4.5e15,
         memory_bytes=191_514_411_008,
         memory_bytes_per_s=8e12,
         link_bytes_per_s=900e9,
@@ -172,7 +191,6 @@ GPUS = (
         "gb200-186gb",
         "GB200",
         bf16=2.5e15,
-        fp8=5e15,
         memory_bytes=197_897_748_480,
         memory_bytes_per_s=8e12,
         link_bytes_per_s=900e9,

@@ -15,11 +15,13 @@ from meshpar.hardware.efficiency import Efficiency
 #                    per chip over its 6 (v4, v5p) or 4 (v5e, v6e) ports. The network is
 #                    a host's NICs over its chips: 2 x 100 Gb/s over 8 (v5e), 4 x 200
 #                    over 8 (v6e); 200 Gb/s over 4 chips (v4, v5p).
+#   pod_devices      Most chips of one slice: a v4 pod 4096, a v5e or v6e pod 256, of a
+#                    v5p pod's 8960 a job has at most 6144 (the same pages).
 #   host_bytes_per_s "How to Scale Your Model" (Austin et al. 2025, chapter 2).
 #
-# TPUs run one compiled program: no launches. No published step times calibrate these:
-# taken, with the fractions of ICI and matmuls that "How to Scale Your Model" (Austin et
-# al. 2025) calls usual.
+# TPUs run one compiled program: no launches, and engines of their own move what
+# collectives send. No published step times calibrate these: taken, with the fractions
+# of ICI and matmuls that "How to Scale Your Model" (Austin et al. 2025) calls usual.
 _TPU = Efficiency(
     matmul=0.9,
     attention=0.6,
@@ -47,6 +49,7 @@ def _tpu(
     devices_per_host: int,
     torus_dims: int,
     wraps: int,
+    pod_devices: int,
 ) -> Known:
     # The MXU multiplies bf16; fp32 at JAX's default precision is one bf16 pass.
     device = Device(
@@ -60,6 +63,7 @@ def _tpu(
         host_bytes_per_s=host_bytes_per_s,
         torus_dims=torus_dims,
         wraps=wraps,
+        pod_devices=pod_devices,
         platform="tpu",
         efficiency=_TPU,
     )
@@ -79,6 +83,7 @@ TPUS = (
         devices_per_host=4,
         torus_dims=3,
         wraps=4,
+        pod_devices=4096,
     ),
     _tpu(
         "v5e",
@@ -92,6 +97,7 @@ TPUS = (
         devices_per_host=8,
         torus_dims=2,
         wraps=16,
+        pod_devices=256,
     ),
     _tpu(
         "v5p",
@@ -105,6 +111,7 @@ TPUS = (
         devices_per_host=4,
         torus_dims=3,
         wraps=4,
+        pod_devices=6144,
     ),
     _tpu(
         "v6e",
@@ -118,5 +125,6 @@ TPUS = (
         devices_per_host=8,
         torus_dims=2,
         wraps=16,
+        pod_devices=256,
     ),
 )

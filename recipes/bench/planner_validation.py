@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from meshpar.planner.published import validate
-from meshpar.planner.published.megatron import Measured
+from meshpar.planner.published.measured import Measured
 
 _QUANTITIES = {"step": "step time, s", "memory": "memory of a device, GB"}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from meshpar.hardware.attention_kernels import BACKWARD
 from meshpar.planner.cost.kernel_time import fused_attention_s, memory_s
 from meshpar.planner.cost.run import Run
 
@@ -20,7 +21,7 @@ def attention_forward_s(run: Run) -> float:
 def attention_backward_s(run: Run) -> float:
     """Gradients of queries, keys and values."""
     if run.fused_attention:
-        return _fused_s(run) * _BACKWARD_MATMULS
+        return _fused_s(run) * _BACKWARD_MATMULS / BACKWARD
     scores_s = memory_s(run, _scores(run) * _backward_score_bytes(run))
     return 2 * _matmuls_s(run) + scores_s
 

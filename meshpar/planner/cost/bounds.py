@@ -17,6 +17,7 @@ from meshpar.planner.cost.block_time import block_time
 from meshpar.planner.cost.memory import rank_memory
 from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.shared_costs import SharedCosts, shared_costs
+from meshpar.planner.cost.step_time import straggler_fraction
 from meshpar.planner.search.refusals import stage_blocks_of
 from meshpar.planner.search.space import MeshChoices, Variant, variant_of, with_variant
 from meshpar.planner.workload.activations import (
@@ -154,13 +155,17 @@ class Bounds:
         places = _places(layers, mesh.stage, variant.chunks, self._kinds)
         tick_s = self._head_s(mesh, variant)
         blocks = self._blocks_of(mesh, variant)
-        for (_, count), block, gather_s in zip(
-            self._kinds, blocks, shared.gather_s, strict=True
+        cores = self._like.cluster.device.efficiency.collective_cores
+        for (_, count), block, gather_s, bare_s in zip(
+            self._kinds, blocks, shared.gather_s, shared.bare_s, strict=True
         ):
             for way in (0, 1):
-                exposed_s = max(0.0, gather_s[way] - block.compute_s[way])
+                hidden_s = min(gather_s[way] - bare_s[way], block.compute_s[way])
+                exposed_s = gather_s[way] - hidden_s * (1 - cores)
                 tick_s += places * count / layers * (block.total_s[way] + exposed_s)
-        return ticks * tick_s + shared.once_s
+        # What is hidden takes cores, and all devices wait for the slowest.
+        slowest = 1 + straggler_fraction(self._like)
+        return (ticks * tick_s + shared.once_s) * slowest
 
     def _memory(
         self,
@@ -248,9 +253,12 @@ class Bounds:
             found.append(self._shared(mesh, variant))
         if len(found) == 1:
             return found[0]
-        state_bytes, once_s, gathers_s = zip(*found, strict=True)
-        least_s = tuple(tuple(map(min, *kind)) for kind in zip(*gathers_s, strict=True))
-        return SharedCosts(min(state_bytes), min(once_s), least_s)
+        state_bytes, once_s, gathers_s, bare_s = zip(*found, strict=True)
+        least_s, least_bare_s = (
+            tuple(tuple(map(min, *kind)) for kind in zip(*each, strict=True))
+            for each in (gathers_s, bare_s)
+        )
+        return SharedCosts(min(state_bytes), min(once_s), least_s, least_bare_s)
 
     def _shared(self, mesh: Layout, variant: Variant) -> SharedCosts:
         in_ticks = mesh.stage > 1 or variant.microbatches > 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from meshpar.errors import InputError
@@ -42,8 +42,14 @@ class Estimate:
     def mfu(self) -> float:
         """Model FLOPs over what all devices could do in that time."""
         run = self.run
-        flops = run.workload.model_flops(global_batch=run.global_batch, seq=run.seq)
-        return flops / (run.peak_flops * run.cluster.num_devices * self.step_s)
+        peak_flops = run.peak_flops * run.cluster.num_devices
+        return self.model_flops / (peak_flops * self.step_s)
+
+    @property
+    def model_flops(self) -> int:
+        """FLOPs of one step, nothing recomputed."""
+        run = self.run
+        return run.workload.model_flops(global_batch=run.global_batch, seq=run.seq)
 
     @property
     def tokens_per_s(self) -> float:
@@ -53,7 +59,7 @@ class Estimate:
     @property
     def fits(self) -> bool:
         """Whether the fullest device has room."""
-        return self.memory.total_bytes <= self.run.cluster.device.memory_bytes
+        return self.memory.total_bytes <= self.run.cluster.device.usable_bytes
 
     def as_json(self) -> dict[str, Any]:
         """What `meshpar estimate --json` prints."""
@@ -63,10 +69,12 @@ class Estimate:
             "step_s": self.step_s,
             "mfu": self.mfu,
             "tokens_per_s": self.tokens_per_s,
+            "half_network_step_s": at_half_network_s(self),
             "fits": self.fits,
             "memory": {
                 **self.memory.as_json(),
                 "capacity_bytes": round(self.run.cluster.device.memory_bytes),
+                "usable_bytes": round(self.run.cluster.device.usable_bytes),
             },
             "time": {
                 "compute_s": time.compute_s,
@@ -161,6 +169,21 @@ def estimate_run(run: Run) -> Estimate:
         time=step_time(run),
         collectives=sent_in_a_step(run),
     )
+
+
+def at_half_network_s(found: Estimate) -> float:
+    """Time of a step where devices of several hosts reach each other half as fast.
+
+    The links between hosts, or a torus: what other jobs, routes and many hosts cost
+    first, and what no data sheet says.
+    """
+    cluster = found.run.cluster
+    device = cluster.device
+    halved = replace(device, network_bytes_per_s=device.network_bytes_per_s / 2)
+    if device.torus_dims:
+        halved = replace(halved, link_bytes_per_s=device.link_bytes_per_s / 2)
+    slow = replace(cluster, device=halved)
+    return step_time(replace(found.run, cluster=slow)).step_s
 
 
 def gigabytes(num_bytes: float) -> str:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from meshpar.planner.cost.estimate import Estimate, gigabytes, milliseconds
+from meshpar.planner.cost.estimate import (
+    Estimate,
+    at_half_network_s,
+    gigabytes,
+    milliseconds,
+)
 
 _ONCE = "gradients are reduced once, behind the last backward"
 _WHY_EXPOSED = {
@@ -35,13 +40,15 @@ def _what(estimate: Estimate) -> list[str]:
 
 def _memory(estimate: Estimate) -> list[str]:
     memory, run = estimate.memory, estimate.run
-    capacity = run.cluster.device.memory_bytes
+    device = run.cluster.device
+    kept = device.memory_bytes - device.usable_bytes
+    reserve = f", {gigabytes(kept)} left in reserve" if kept else ""
     verdict = "fits" if estimate.fits else "does not fit"
     at_stage = f" at stage {memory.stage}" if run.layout.stage > 1 else ""
     flight = f"{memory.in_flight:g} microbatches in flight"
     return [
-        f"memory {gigabytes(memory.total_bytes)} of {gigabytes(capacity)}{at_stage}: "
-        f"{verdict}",
+        f"memory {gigabytes(memory.total_bytes)} of {gigabytes(device.memory_bytes)}"
+        f"{at_stage}: {verdict}{reserve}",
         f"  parameters {gigabytes(memory.parameter_bytes)}, gradients "
         f"{gigabytes(memory.gradient_bytes)}, optimizer "
         f"{gigabytes(memory.optimizer_bytes)}",
@@ -55,6 +62,7 @@ def _memory(estimate: Estimate) -> list[str]:
 
 def _time(estimate: Estimate) -> list[str]:
     time, step_s = estimate.time, estimate.step_s
+    slow = milliseconds(at_half_network_s(estimate))
     lines = [
         f"step {milliseconds(step_s)}, MFU {estimate.mfu:.1%}, "
         f"{estimate.tokens_per_s:,.0f} tokens/s",
@@ -62,6 +70,7 @@ def _time(estimate: Estimate) -> list[str]:
         f"{_share(time.bubble_s, step_s)}, optimizer "
         f"{_share(time.optimizer_s, step_s)}, slowest of all devices "
         f"{_share(time.straggler_s, step_s)}",
+        f"  at half the network's bandwidth {slow}",
     ]
     if time.host_s:
         lines.append(f"  waiting for the host {_share(time.host_s, step_s)}")

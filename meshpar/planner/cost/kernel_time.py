@@ -3,17 +3,35 @@
 from __future__ import annotations
 
 from meshpar.hardware import matmul_time
+from meshpar.hardware.attention_kernels import Kernel
 from meshpar.planner.cost.run import Run
 
 
 def matmul_s(
-    run: Run, rows: float, inner: float, columns: float, *, count: float = 1
+    run: Run,
+    rows: float,
+    inner: float,
+    columns: float,
+    *,
+    count: float = 1,
+    sum_bytes: float = 0,
 ) -> float:
-    """Time of `count` matmuls (rows, inner) x (inner, columns)."""
+    """Time of `count` matmuls (rows, inner) x (inner, columns).
+
+    Args:
+        run: Its device and precision.
+        rows: Of the first operand.
+        inner: Its columns, the other's rows.
+        columns: Of the other.
+        count: Of them.
+        sum_bytes: Of each value of a sum that the matmul adds its result to, which it
+            reads and writes instead of a result.
+    """
     flops = 2 * rows * inner * columns
-    values = rows * inner + inner * columns + rows * columns
+    num_bytes = (rows * inner + inner * columns) * run.dtype_bytes
+    num_bytes += rows * columns * (2 * sum_bytes or run.dtype_bytes)
     return count * matmul_time.matmul_s(
-        run.cluster.device, run.layout.precision, flops, values * run.dtype_bytes
+        run.cluster.device, run.layout.precision, flops, num_bytes
     )
 
 
@@ -28,12 +46,14 @@ def host_s(run: Run, num_bytes: float) -> float:
 
 
 def fused_attention_s(run: Run, flops: float, head_dim: float) -> float:
-    """Time of a fused attention kernel.
+    """Time of the forward of the execution's fused attention kernel.
 
-    Softmax costs as much as matmuls of `attention_head_dim`, whatever the head's size:
-
-        fraction = attention * head_dim / (head_dim + attention_head_dim)
+    Softmax costs as much as matmuls of the kernel's own `head_dim`, whatever the
+    head's size (`meshpar.hardware.attention_kernels`).
     """
-    achieved = run.cluster.device.efficiency
-    fraction = achieved.attention * head_dim / (head_dim + achieved.attention_head_dim)
+    device, name = run.cluster.device, run.execution.attention_kernel
+    achieved = device.efficiency
+    measured = Kernel(achieved.attention, achieved.attention_head_dim)
+    kernel = device.attention_kernels.get(name, measured)
+    fraction = kernel.whole * head_dim / (head_dim + kernel.head_dim)
     return flops / (run.peak_flops * fraction)

@@ -44,6 +44,7 @@ class Memory:
             their sum where they are one table; what of them is no `gradient_bytes`.
         stage: The rank that this is.
         in_flight: Microbatches that it holds.
+        reserve: What the allocator holds besides, as a fraction (`Execution.reserve`).
     """
 
     parameter_bytes: float
@@ -60,6 +61,7 @@ class Memory:
     ends_bytes: float
     stage: int
     in_flight: float
+    reserve: float = 0.0
 
     @property
     def other_bytes(self) -> float:
@@ -76,15 +78,24 @@ class Memory:
         return self.gradient_bytes + max(working, later)
 
     @property
+    def reserve_bytes(self) -> float:
+        """What the allocator holds besides all that is counted."""
+        kept = self.parameter_bytes + self.optimizer_bytes
+        return (kept + self.temporary_bytes) * self.reserve
+
+    @property
     def total_bytes(self) -> float:
         """All of it."""
-        return self.parameter_bytes + self.optimizer_bytes + self.temporary_bytes
+        kept = self.parameter_bytes + self.optimizer_bytes
+        return kept + self.temporary_bytes + self.reserve_bytes
 
     def as_json(self) -> dict[str, float]:
         """The parts and their sums."""
         parts = {name: round(value) for name, value in asdict(self).items()}
+        del parts["reserve"]
         return {
             **parts,
+            "reserve_bytes": round(self.reserve_bytes),
             "other_bytes": round(self.other_bytes),
             "temporary_bytes": round(self.temporary_bytes),
             "total_bytes": round(self.total_bytes),
@@ -139,7 +150,8 @@ def rank_memory(run: Run, rank: int, chunks_held: float) -> Memory:
     gradient = execution.gradient_bytes * shares["gradient"]
     if layout.zero == 3 and run.gathers_once:
         gradient = execution.gradient_bytes  # whole until the step's end
-    gradients = parameters * gradient
+    copies = execution.bucket_copy_bytes * shares["gradient"]
+    gradients = parameters * (gradient + copies)
     once = not execution.eager and not layout.runs_in_ticks
     weight_bytes, state_bytes = stored_bytes(run)
     states = parameters * state_bytes * shares["state"]
@@ -161,6 +173,7 @@ def rank_memory(run: Run, rank: int, chunks_held: float) -> Memory:
         ends_bytes=_ends_bytes(run, split=shares["gradient"] < 1) if once else 0.0,
         stage=rank,
         in_flight=in_flight,
+        reserve=execution.reserve,
     )
 
 

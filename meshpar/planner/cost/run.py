@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
+from meshpar.hardware.attention_kernels import KERNELS
 from meshpar.layout import BATCH_AXES, Layout
 from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.machine.execution import Execution
@@ -105,12 +106,13 @@ class Run:
     def fused_attention(self) -> bool:
         """Whether one kernel does attention and stores no scores.
 
-        Those there are, FlashAttention-2 and cuDNN's, take half precision on a GPU; our
-        models have `causal_attention` elsewhere, which stores the softmax.
+        Those there are take half precision, each on one platform; our models have
+        `causal_attention` elsewhere, which stores the softmax.
         """
         half = self.layout.precision == "bf16"
-        gpu = self.cluster.device.platform == "gpu"
-        return self.execution.fused_attention and half and gpu
+        there = KERNELS[self.execution.attention_kernel]
+        has_it = self.cluster.device.platform == there
+        return self.execution.fused_attention and half and has_it
 
     @property
     def drops(self) -> bool:
@@ -124,7 +126,8 @@ class Run:
     def link(self, *mesh_axes: str) -> Link:
         """What a collective over these mesh axes runs on."""
         if mesh_axes not in self._links:
-            self._links[mesh_axes] = self.cluster.link(self.layout, *mesh_axes)
+            link = self.cluster.link(self.layout, *mesh_axes)
+            self._links[mesh_axes] = _over_rails(link, self.execution.rails)
         return self._links[mesh_axes]
 
     def blocks_of_rank(self, rank: int) -> tuple[range, ...]:
@@ -149,3 +152,12 @@ class Run:
     def num_stages(self) -> int:
         """Chunks of all ranks."""
         return len(self.stage_blocks)
+
+
+def _over_rails(link: Link, rails: int) -> Link:
+    """The link of a collective that uses so many ports of a host; all of them at 0."""
+    if not rails or link.name != "network":
+        return link
+    return replace(
+        link, bytes_per_s=min(link.bytes_per_s, rails * link.port_bytes_per_s)
+    )

@@ -9,7 +9,7 @@ from meshpar.planner.cost.kernel_time import memory_s
 from meshpar.planner.cost.parameters import rank_parameters, stored_bytes, update_bytes
 from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.traffic import step_rows, weight_rows
-from meshpar.planner.cost.traffic_row import BLOCKS, LAST_BACKWARD
+from meshpar.planner.cost.traffic_row import BLOCKS, LAST_BACKWARD, NEXT_FORWARD
 from meshpar.planner.cost.traffic_time import exposed, row_s
 
 
@@ -21,6 +21,8 @@ class SharedCosts(NamedTuple):
     """Gradient reduction and optimizer, once a step."""
     gather_s: tuple[tuple[float, float], ...]
     """Of each kind of block, forward and backward."""
+    bare_s: tuple[tuple[float, float], ...]
+    """Of them, what no work hides however long it takes."""
 
 
 def shared_costs(run: Run, kinds: tuple[bool, ...]) -> SharedCosts:
@@ -41,8 +43,8 @@ def shared_costs(run: Run, kinds: tuple[bool, ...]) -> SharedCosts:
     )
     if whole and run.state_shards > 1:
         state += parameters * run.dtype_bytes
-    gathers_s = tuple(_gathers_s(run, moe) for moe in kinds)
-    return SharedCosts(state, _once_s(run), gathers_s)
+    gathers_s, bare_s = zip(*(_gathers_s(run, moe) for moe in kinds), strict=True)
+    return SharedCosts(state, _once_s(run), gathers_s, bare_s)
 
 
 def _once_s(run: Run) -> float:
@@ -51,13 +53,20 @@ def _once_s(run: Run) -> float:
     hidden = {BLOCKS: math.inf}
     if run.execution.reduction_overlap:
         hidden[LAST_BACKWARD] = math.inf
+    if run.execution.update_overlap:
+        hidden[NEXT_FORWARD] = math.inf
     moved = exposed(run, step_rows(run, ranks=(0,)), hidden)
     return memory_s(run, parameters * update_bytes(run)) + moved.total_s
 
 
-def _gathers_s(run: Run, moe: bool) -> tuple[float, float]:
-    """A layer's split weights gathered, and its gradients scattered."""
+def _gathers_s(run: Run, moe: bool) -> tuple[tuple[float, float], tuple[float, float]]:
+    """A layer's split weights gathered, and its gradients scattered; what is bare."""
     seconds = {"forward": 0.0, "backward": 0.0}
+    bare_s = dict(seconds)
     for row in weight_rows(run, moe=moe):
-        seconds[row.passes] += row_s(run, row)
-    return seconds["forward"], seconds["backward"]
+        seconds[row.passes] += (own_s := row_s(run, row))
+        bare_s[row.passes] += own_s * (1 - row.share)
+    return (seconds["forward"], seconds["backward"]), (
+        bare_s["forward"],
+        bare_s["backward"],
+    )

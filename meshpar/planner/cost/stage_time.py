@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from meshpar.planner.cost.block_time import BlockTime, accumulated_s, block_time
+from meshpar.planner.cost.block_time import (
+    BlockTime,
+    accumulated_s,
+    block_time,
+    weight_grad_s,
+)
 from meshpar.planner.cost.cost import Cost
 from meshpar.planner.cost.kernel_time import matmul_s, memory_s
 from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.traffic import end_rows, hop_rows, weight_rows
-from meshpar.planner.cost.traffic_row import LAYER, of_pass
+from meshpar.planner.cost.traffic_row import LAYER, MATMULS, of_pass
 from meshpar.planner.cost.traffic_time import exposed
 
 
@@ -35,7 +41,11 @@ def stage_times(run: Run) -> tuple[StageTime, ...]:
     gathered = {moe: _gathered(run, times[moe], moe=moe) for moe in times}
     ends = _Ends.of(run)
     hops = hop_rows(run) if not run.execution.hop_overlap else ()
-    up, down = (exposed(run, of_pass(hops, way)) for way in ("up", "down"))
+    waited = Cost(0.0, {"stage": run.execution.hop_wait_s} if hops else {})
+    beside = {MATMULS: math.inf}  # those of a whole tick
+    up, down = (
+        waited + exposed(run, of_pass(hops, way), beside) for way in ("up", "down")
+    )
     first_layer, stages = 0, []
     for stage, num_blocks in enumerate(run.stage_blocks):
         forward, backward = ends.of_stage(run, stage)
@@ -56,7 +66,8 @@ def _gathered(run: Run, time: BlockTime, *, moe: bool) -> StageTime:
     """
     rows, costs = weight_rows(run, moe=moe), []
     for passes, cost in (("forward", time.forward), ("backward", time.backward)):
-        beside = {LAYER: cost.compute_s} if run.execution.gather_overlap else {}
+        overlaps = run.execution.gather_overlap or run.execution.measured_overlap
+        beside = {LAYER: cost.compute_s} if overlaps else {}
         costs.append(cost + exposed(run, of_pass(rows, passes), beside))
     return StageTime(*costs)
 
@@ -124,6 +135,6 @@ def _head_s(run: Run, tokens: float) -> tuple[float, float]:
     # (read 4, write 4), the sum (read 4); back, the gradient (read 4, write 4),
     # converted (read 4, write 2).
     forward_s = logits_s + memory_s(run, 22 * tokens * vocab)
-    both_s = matmul_s(run, tokens, vocab, hidden) + matmul_s(run, hidden, tokens, vocab)
-    backward_s = both_s + memory_s(run, 14 * tokens * vocab)
-    return forward_s, backward_s + accumulated_s(run, _table(run))
+    both_s = matmul_s(run, tokens, vocab, hidden)
+    both_s += weight_grad_s(run, tokens, hidden, vocab)
+    return forward_s, both_s + memory_s(run, 14 * tokens * vocab)

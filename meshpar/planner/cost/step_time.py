@@ -17,7 +17,7 @@ from meshpar.planner.cost.pipeline_time import all_ticks_s, span_s
 from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.stage_time import StageTime, stage_times
 from meshpar.planner.cost.traffic import step_rows
-from meshpar.planner.cost.traffic_row import BLOCKS, LAST_BACKWARD
+from meshpar.planner.cost.traffic_row import BLOCKS, LAST_BACKWARD, NEXT_FORWARD
 from meshpar.planner.cost.traffic_time import exposed
 
 
@@ -114,6 +114,10 @@ def _once(run: Run, stages: tuple[StageTime, ...]) -> Cost:
     if run.execution.reduction_overlap:
         first = [stages[at] for at in run.stages_of_rank(0)]
         beside[LAST_BACKWARD] = sum(stage.backward.total_s for stage in first)
+    if run.execution.update_overlap:
+        beside[NEXT_FORWARD] = sum(
+            stages[at].forward.total_s for at in run.stages_of_rank(0)
+        )
     return exposed(run, step_rows(run, range(run.layout.stage)), beside)
 
 

@@ -26,10 +26,13 @@ from meshpar.planner.cost.traffic_row import (
     HALVES,
     LAST_BACKWARD,
     LAYER,
+    MATMULS,
+    NEXT_FORWARD,
     SECONDS,
     Row,
     Rows,
 )
+from meshpar.planner.machine.overlap import hidden_share
 from meshpar.planner.workload.recomputation import Again, recomputation
 
 _SUMS = "sums of the residual stream"
@@ -52,9 +55,14 @@ def block_rows(run: Run, *, moe: bool) -> Rows:
 def _tensor(run: Run, again: Again) -> Iterator[Row]:
     """Two sums of the residual stream, forward and backward."""
 
+    # In chunks around the ring all but the first can run beside a matmul.
+    ring = run.execution.tensor_ring
+    share = 1 - 1 / run.layout.tensor if ring else 1.0
+
     def row(kind: str, passes: str, times: int = 1, beside: str = "") -> Row:
         reason, stream = _OF_SEQUENCE[kind], run.residual_bytes
-        return Row(("tensor",), kind, stream, reason, passes, times, beside)
+        one = Row(("tensor",), kind, stream, reason, passes, times, beside)
+        return one._replace(share=share)
 
     if not run.layout.sequence_parallel:
         yield row("all-reduce", "forward", 2)
@@ -62,13 +70,15 @@ def _tensor(run: Run, again: Again) -> Iterator[Row]:
             yield row("all-reduce", "backward", beside=f"{half} weights")
         yield row("all-reduce", "backward", again.sums)
         return
-    yield row("all-gather", "forward", 2)
-    yield row("reduce-scatter", "forward", 2)
     for half in HALVES:
-        # The output's gradient is gathered before anything can start. The input is
-        # gathered again beside the matmul for its gradient, whose scatter runs beside
-        # the one for the weights.
-        yield row("all-gather", "backward")
+        beside = f"{half} outputs" if ring else ""
+        yield row("all-gather", "forward", beside=beside)
+        yield row("reduce-scatter", "forward", beside=beside)
+    for half in HALVES:
+        # The output's gradient is gathered before anything can start, but in chunks.
+        # The input is gathered again beside the matmul for its gradient, whose scatter
+        # runs beside the one for the weights.
+        yield row("all-gather", "backward", beside=f"{half} inputs" if ring else "")
         if not run.execution.keeps_gathered:
             yield row("all-gather", "backward", beside=f"{half} inputs")
         yield row("reduce-scatter", "backward", beside=f"{half} weights")
@@ -119,7 +129,10 @@ def weight_rows(run: Run, *, moe: bool) -> Rows:
     gathered, reduced = _split_bytes(run, parameters)
     gather = Row(axes, "all-gather", gathered, _PARAMETERS, "forward", beside=LAYER)
     scatter = Row(axes, "reduce-scatter", reduced, _OF_THEM, "backward", beside=LAYER)
-    return _there(run, [gather, gather._replace(passes="backward"), scatter])
+    again = recomputation(run, moe=moe)
+    twice = run.execution.gathers_again and again.up
+    back = gather._replace(passes="backward", times=2 if twice else 1)
+    return _there(run, [gather, back, scatter])
 
 
 _PARAMETERS, _OF_THEM = "parameters", "gradients of them"
@@ -224,7 +237,8 @@ def step_rows(run: Run, ranks: Iterable[int]) -> Rows:
     elif run.state_shards > 1:
         # ZeRO-1 and 2 gather what each device has updated.
         axes, updated = run.layout.split_axes, most * stored_bytes(run)[0]
-        rows.append(Row(axes, "all-gather", updated, "updated parameters", "once"))
+        gather = Row(axes, "all-gather", updated, "updated parameters", "once")
+        rows.append(gather._replace(beside=NEXT_FORWARD))
     return _there(run, rows)
 
 
@@ -289,5 +303,13 @@ def _there(run: Run, rows: Iterable[Row]) -> Rows:
     for row in rows:
         axes = tuple(axis for axis in row.mesh_axes if getattr(layout, axis) > 1)
         if axes and row.times:
-            found.append(row if axes == row.mesh_axes else row._replace(mesh_axes=axes))
+            found.append(_as_measured(run, row._replace(mesh_axes=axes)))
     return tuple(found)
+
+
+def _as_measured(run: Run, row: Row) -> Row:
+    """With the share that compiled programs hide, where the execution has those."""
+    if not run.execution.measured_overlap or row.passes == "once":
+        return row
+    share = hidden_share(run.cluster.device.platform, row.mesh_axes, row.kind)
+    return row._replace(beside=row.beside or MATMULS, share=share)

@@ -8,9 +8,10 @@ HALVES = ("attention", "mlp")
 """Of a block: the backward of each has matmuls for its `inputs` and its `weights`."""
 
 ATTENTION, ATTENTION_AGAIN, LAYER = "attention", "attention again", "layer"
-BLOCKS, LAST_BACKWARD = "blocks", "last backward"
+BLOCKS, LAST_BACKWARD, NEXT_FORWARD = "blocks", "last backward", "next forward"
+MATMULS = "matmuls"
 """Work that collectives run beside, where the execution overlaps them; and a half's
-`attention inputs`, `mlp weights`."""
+`attention outputs` (in the forward), `attention inputs`, `mlp weights`."""
 
 SECONDS, BYTES = "seconds", "bytes"
 """The sum that alone counts a row."""
@@ -28,6 +29,7 @@ class Row(NamedTuple):
         passes: What runs it: a forward, a backward, a head, a hop up or down; once.
         times: How often each of those does.
         beside: The work that it can run beside; empty where there is none.
+        share: Of its time, what can be hidden there at most.
         waits_on: The mesh axis that waiting for it counts for; its first when empty.
         members: Devices that take part, where not all of the mesh axes do.
         only: `SECONDS` or `BYTES`, where the other sum leaves it out.
@@ -43,6 +45,7 @@ class Row(NamedTuple):
     waits_on: str = ""
     members: int = 0
     only: str = ""
+    share: float = 1.0
 
 
 Rows = tuple[Row, ...]

@@ -18,8 +18,12 @@ def row_s(run: Run, row: Row) -> float:
     if row.only == BYTES:
         return 0.0
     link = run.link(*row.mesh_axes)
-    num_devices = members(run, row)
-    return row.times * collective_s(row.kind, row.payload_bytes, num_devices, link)
+    num_devices, count = members(run, row), 1
+    if row.passes == "once" and run.execution.bucket_bytes:
+        count = math.ceil(row.payload_bytes / run.execution.bucket_bytes)
+    payload_bytes = row.payload_bytes / count
+    seconds = collective_s(row.kind, payload_bytes, num_devices, link)
+    return row.times * count * seconds
 
 
 def members(run: Run, row: Row) -> int:
@@ -40,12 +44,14 @@ def exposed(
     """
     left = dict(beside)
     exposed_s: dict[str, float] = {}
+    slowed_s = 0.0
     for row in rows:
         seconds = row_s(run, row)
         if row.beside in left:
-            hidden_s = min(seconds, left[row.beside])
+            hidden_s = min(seconds * row.share, left[row.beside])
             left[row.beside] -= hidden_s
             seconds -= hidden_s
+            slowed_s += hidden_s * run.cluster.device.efficiency.collective_cores
         mesh_axis = row.waits_on or row.mesh_axes[0]
         exposed_s[mesh_axis] = exposed_s.get(mesh_axis, 0.0) + seconds
-    return Cost(0.0, exposed_s)
+    return Cost(slowed_s, exposed_s)

@@ -51,6 +51,13 @@ class Cluster:
                 f"torus {self._shape} has {len(self.torus)} dims, but "
                 f"{self.device.name} has {self.device.torus_dims}; give as many sizes"
             )
+        most = self.device.pod_devices
+        if self.torus and most and math.prod(self.torus) > most:
+            raise InputError(
+                f"torus {self._shape} has {math.prod(self.torus)} devices, but a slice "
+                f"of {self.device.name} has at most {most}; take several slices "
+                f"(--hosts {-(-math.prod(self.torus) // most)})"
+            )
         if not self.devices_per_host:
             size = math.prod(self.torus) if self.torus else self.device.domain_devices
             object.__setattr__(self, "devices_per_host", size)
@@ -170,9 +177,23 @@ class Cluster:
                 here = math.gcd(size, room)
                 left[dim], size = room // here, size // here
                 covered[dim] *= here if axis in mesh_axes else 1
-        # Joined ends need the whole dim of the slice.
         return tuple(
-            Span(size, 2 if size == whole and size >= self.device.wraps else 1)
+            Span(size, 2 if size == whole and self._wraps(whole) else 1)
             for size, whole in zip(covered, self.torus, strict=True)
             if size > 1
         )
+
+    def _wraps(self, size: int) -> bool:
+        """Whether the ends of a dim of the slice are joined.
+
+        Slices of three dims are built of cubes, whose faces optical switches join where
+        every dim is whole cubes; a pod of two dims has links around its edges, which
+        only a dim as long as the pod reaches.
+
+        Reference: Cloud TPU documentation, "TPU v4" and "TPU v5e" (read 2025); Austin
+        et al. 2025, "How to Scale Your Model", chapter 2.
+        """
+        wraps = self.device.wraps
+        if len(self.torus) == 3:
+            return all(each % wraps == 0 for each in self.torus)
+        return size % wraps == 0

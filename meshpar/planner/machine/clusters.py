@@ -179,7 +179,9 @@ def _checked(kind: type, values: dict[str, Any], path: str | Path, where: str) -
     lacking = [
         field.name
         for field in fields(kind)
-        if field.default is MISSING and field.name not in values
+        if field.default is MISSING
+        and field.default_factory is MISSING
+        and field.name not in values
     ]
     if lacking:
         raise InputError(

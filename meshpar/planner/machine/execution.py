@@ -1,102 +1,36 @@
-"""How a training program runs a layout: what it fuses, overlaps, shares and keeps.
+"""Training programs: ours, and those whose published runs the planner is held against.
 
-A property of the software, the same for all its runs: ours, and those whose published
-runs the planner is held against.
+`--execution` takes one by name, or a TOML file.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import tomllib
+from dataclasses import MISSING, fields, replace
+from pathlib import Path
 
 from meshpar.errors import InputError
 from meshpar.layout import nearest
+from meshpar.planner.machine.execution_fields import Execution
 
-
-@dataclass(frozen=True, kw_only=True)
-class Execution:
-    """One training program.
-
-    Args:
-        name: What `--execution` calls it.
-        fused_attention: Whether one kernel does attention without storing the scores,
-            and skips what a causal mask hides (FlashAttention), where there is one:
-            `Run.fused_attention`.
-        fused_activation: Whether one kernel does the MLP's bias, activation and gate.
-        dropout: Whether blocks drop values, whose masks are kept.
-        lock_step: Whether all pipeline ranks move together, tick by tick, those without
-            work too (`meshpar.parallel.pipeline`); otherwise each waits for its inputs.
-        shared_ends: Whether all pipeline ranks share embedding and head; otherwise the
-            first has the embedding and the last the head.
-        tensor_overlap: Whether the backward's collectives over `tensor` run beside the
-            matmuls for the weight gradients.
-        reduction_overlap: Whether gradients are reduced beside the last backward.
-        gather_overlap: Whether weights split over `fsdp` are gathered one layer ahead.
-        hop_overlap: Whether activations hop between stages beside computation.
-        hop_split: Whether a hop is split over `tensor` and gathered behind it.
-        fused_accumulation: Whether a weight gradient is added to its sum by the matmul
-            that makes it.
-        keeps_gathered: Whether what sequence parallelism gathers is kept for the
-            backward; otherwise it is gathered again.
-        weight_bytes: Of each parameter as it is stored for use.
-        gradient_bytes: Of each parameter's gradient sum.
-        reduction_bytes: Of each parameter in the reduction over `data`.
-        state_bytes: Of each parameter's optimizer state, and its master if it has one.
-        logit_bytes: Of each logit at the loss, all its copies together: fp32 logits and
-            their gradient (8); in Megatron-LM and nanotron 16-bit logits, the fp32
-            copy, its softmax, and a 16-bit gradient (12).
-        host_s: Work of the host between steps that no device work hides.
-        eager: Whether operations run one by one, as written; otherwise a compiler
-            fuses them, casts parameters for use, and leaves out what no result needs.
-    """
-
-    name: str
-    fused_attention: bool
-    fused_activation: bool
-    dropout: bool
-    lock_step: bool
-    shared_ends: bool
-    tensor_overlap: bool
-    reduction_overlap: bool
-    gather_overlap: bool
-    hop_overlap: bool
-    hop_split: bool
-    fused_accumulation: bool
-    keeps_gathered: bool
-    weight_bytes: int
-    gradient_bytes: int
-    reduction_bytes: int
-    state_bytes: int
-    logit_bytes: float
-    host_s: float
-    eager: bool
-
-    @property
-    def update_bytes(self) -> int:
-        """Of each parameter, what the update reads and writes.
-
-        The sum's norm reads it, Adam reads it and reads and writes its state. Compiled,
-        the parameter is read and written. Operation by operation, clipping reads and
-        writes the sum, the master is read to write the parameter, and the sum is set to
-        zero; one of 16 bits is first copied to fp32.
-        """
-        adam = 2 * 4 + 2 * self.state_bytes
-        if not self.eager:
-            return adam + 2 * self.weight_bytes
-        copied = 2 + 4 if self.gradient_bytes == 2 else 0
-        return adam + 2 * 4 + 4 + self.weight_bytes + self.gradient_bytes + copied
-
+# Megatron-LM waits for the whole device after a hop. Calibrated: Qi et al. 2024 profile
+# 0.60 ms for hops of 28 MB inside a host, whose bytes take 0.12 ms, and 0.38 ms for
+# those of 10 MB, one in eight of them between hosts, whose bytes take 0.09.
+_MEGATRON_HOP_S = 0.35e-3
 
 MESHPAR = Execution(
     name="meshpar",
-    fused_attention=True,  # cuDNN's, for half precision on a GPU
+    fused_attention=True,  # for half precision on a GPU
+    attention_kernel="cudnn",
     fused_activation=True,  # XLA fuses elementwise chains
     dropout=False,
     lock_step=True,
     shared_ends=True,
     tensor_overlap=False,
     reduction_overlap=False,  # one reduction after the loop
-    gather_overlap=True,  # XLA's latency-hiding scheduler moves gathers ahead
-    hop_overlap=False,  # the next tick reads it
+    gather_overlap=False,
+    measured_overlap=True,  # what XLA hides is read from what it compiles
+    hop_overlap=False,
     hop_split=False,
     fused_accumulation=True,
     keeps_gathered=False,
@@ -111,7 +45,7 @@ MESHPAR = Execution(
 """`make_train_step` of this library, with Adam."""
 
 MESHPAR_CPU = replace(
-    MESHPAR, name="meshpar-cpu", fused_attention=False, gather_overlap=False
+    MESHPAR, name="meshpar-cpu", fused_attention=False, measured_overlap=False
 )
 """The same on emulated devices: XLA:CPU has no fused attention, and does one thing
 after another (`meshpar.emulate`)."""
@@ -137,6 +71,7 @@ MEGATRON_2021 = Execution(
     logit_bytes=12,
     host_s=0.0,
     eager=True,
+    hop_wait_s=_MEGATRON_HOP_S,
 )
 """Megatron-LM of Narayanan et al. 2021 (section 4: fused kernels, scatter/gather)."""
 
@@ -161,17 +96,26 @@ MEGATRON_2022 = Execution(
     logit_bytes=12,
     host_s=0.0,
     eager=True,
+    hop_wait_s=_MEGATRON_HOP_S,
 )
 """Megatron-LM of Korthikanti et al. 2022 (section 4.2.2: collectives overlapped with
 weight gradients; 18 bytes a parameter)."""
 
 MEGATRON_2023 = replace(
-    MEGATRON_2022, name="megatron-2023", gradient_bytes=2, reduction_bytes=2
+    MEGATRON_2022,
+    name="megatron-2023",
+    gradient_bytes=2,
+    reduction_bytes=2,
+    reserve=0.055,  # calibrated: `published.forks.CALIBRATES_RESERVE`
 )
 """Megatron-LM in fp16, whose gradients are fp16 too, as Qi et al. 2024 ran it."""
 
 MEGATRON_2024 = replace(
-    MEGATRON_2023, name="megatron-2024", fused_attention=True, dropout=False
+    MEGATRON_2023,
+    name="megatron-2024",
+    fused_attention=True,
+    attention_kernel="flash-attention-2",
+    dropout=False,
 )
 """The same with FlashAttention-2 and no dropout, as Yeung et al. 2024 ran it."""
 
@@ -194,11 +138,65 @@ NANOTRON = Execution(
     reduction_bytes=4,
     state_bytes=12,
     logit_bytes=12,
-    host_s=0.08,  # calibrated: `published_others.CALIBRATES_HOST`
+    attention_kernel="flash-attention-2",
+    bucket_copy_bytes=2,  # DistributedDataParallel's, beside the sums in fp32
+    bucket_bytes=25 * 2**20,  # DistributedDataParallel's default
+    host_s=0.07,  # calibrated: `published.others.CALIBRATES_HOST`
     eager=True,
 )
 """nanotron of the "Ultra-Scale Playbook" (Tazi et al. 2025): eager PyTorch with
 FlashAttention-2, DistributedDataParallel and fp32 gradient accumulation."""
+
+MEGATRON_CORE = replace(
+    MEGATRON_2022,
+    name="megatron-core",
+    fused_attention=True,
+    attention_kernel="cudnn",
+    dropout=False,
+    tensor_ring=True,
+    reduction_overlap=True,
+    update_overlap=True,
+    hop_overlap=True,
+    hop_split=False,
+    bucket_bytes=160e6,
+    hop_wait_s=0.0,
+    reserve=MEGATRON_2023.reserve,
+    host_s=0.08,  # calibrated: `published.megatron_core.CALIBRATES_HOST`
+)
+"""Megatron-Core on Hopper: data, tensor and pipeline parallel overlapped, attention of
+Transformer Engine. The distributed optimizer is `zero=1` of a layout.
+
+Reference: Megatron Core's user guide, "Communication Overlap" (read 2025): reductions
+and gathers in buckets of 40 million parameters beside the backward and the forward
+(`DistributedDataParallelConfig`), tensor parallel collectives in chunks beside the
+matmuls that they feed, sends of interleaved stages beside computation.
+"""
+
+DEEPSPEED_ZERO3 = replace(
+    MEGATRON_2021,
+    name="deepspeed-zero3",
+    gradient_bytes=2,
+    reduction_bytes=2,
+    reduction_overlap=True,
+    gather_overlap=True,
+    gathers_again=True,
+    rails=1,  # calibrated: `published.zero3.CALIBRATES_RAILS`
+)
+"""DeepSpeed ZeRO-3 as Narayanan et al. 2021 ran it (section 5.2), with Megatron-LM's
+kernels: 16-bit parameters gathered for every use, a layer ahead (Rajbhandari et al.
+2021, "ZeRO-Infinity", section 6.2), for what is recomputed and for its backward too."""
+
+MAXTEXT = replace(
+    MESHPAR,
+    name="maxtext",
+    attention_kernel="splash",
+    tensor_overlap=True,
+    tensor_ring=True,
+    gather_overlap=True,
+    measured_overlap=False,
+)
+"""MaxText on TPUs: splash attention, and XLA's asynchronous collective fusion and
+collective matmul, whose options its recipes set."""
 
 EXECUTIONS = {
     execution.name: execution
@@ -210,17 +208,70 @@ EXECUTIONS = {
         MEGATRON_2023,
         MEGATRON_2024,
         NANOTRON,
+        MEGATRON_CORE,
+        DEEPSPEED_ZERO3,
+        MAXTEXT,
     )
 }
 """What `--execution` knows by name."""
 
 
 def execution_of(name: str) -> Execution:
-    """The execution of a name.
+    """The execution of a name, or of a TOML file (`load_execution`).
 
     Raises:
-        InputError: There is none.
+        InputError: There is none, or the file does not describe one.
     """
+    if name.endswith(".toml"):
+        return load_execution(name)
     if name not in EXECUTIONS:
-        raise InputError(f"no execution {name!r}; {nearest(name, EXECUTIONS)}")
+        raise InputError(
+            f"no execution {name!r}; {nearest(name, EXECUTIONS)}; or name a .toml file"
+        )
     return EXECUTIONS[name]
+
+
+def load_execution(path: str | Path) -> Execution:
+    """A program of one's own from a TOML file.
+
+    The file has fields of `Execution`, and may start from a known one with `like`:
+
+        like = "megatron-core"
+        tensor_ring = false
+        gradient_bytes = 2
+
+    Its name is the file's, unless it gives one.
+
+    Raises:
+        InputError: The file cannot be read, has a field that is none or a value that
+            cannot be, or lacks one without starting from a known execution.
+    """
+    try:
+        values = tomllib.loads(Path(path).read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise InputError(f"cannot read {str(path)!r} as TOML: {error}") from error
+    like = values.pop("like", None)
+    if like is not None and like not in EXECUTIONS:
+        raise InputError(
+            f"{str(path)!r}: no execution {like!r}; {nearest(str(like), EXECUTIONS)}"
+        )
+    known = {field.name for field in fields(Execution)}
+    for key in values:
+        if key not in known:
+            raise InputError(f"{str(path)!r}: no field {key!r}; {nearest(key, known)}")
+    base = {} if like is None else vars(EXECUTIONS[like])
+    merged = {**base, "name": Path(path).stem, **values}
+    lacking = [
+        field.name
+        for field in fields(Execution)
+        if field.default is MISSING and field.name not in merged
+    ]
+    if lacking:
+        raise InputError(
+            f"{str(path)!r}: give {', '.join(lacking)}, or start from a known "
+            'execution with like = "megatron-core"'
+        )
+    try:
+        return Execution(**merged)
+    except InputError as error:
+        raise InputError(f"{str(path)!r}: {error}") from error

@@ -6,65 +6,25 @@ in words are written out here.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cache
-from importlib.resources import files
 from typing import Any
 
 from meshpar.layout import Layout
 from meshpar.planner.cost.block_time import block_time
-from meshpar.planner.cost.estimate import Estimate, estimate
+from meshpar.planner.cost.estimate import Estimate
 from meshpar.planner.cost.run import Run
 from meshpar.planner.machine.clusters import cluster_of
-from meshpar.planner.machine.execution import (
-    MEGATRON_2021,
-    MEGATRON_2022,
-    Execution,
+from meshpar.planner.machine.execution import MEGATRON_2021, MEGATRON_2022
+from meshpar.planner.published.measured import (
+    GIB,
+    Measured,
+    estimate_published,
+    published,
 )
 from meshpar.planner.workload.shapes import SHAPES
-from meshpar.planner.workload.workload import Workload
 
-GIB = 2**30
 _BF16 = "precision=bf16"
 _FORMULA = "a formula, not measured"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measured:
-    """One published number and what the planner says.
-
-    Args:
-        source: Which publication.
-        name: Which run.
-        quantity: `step`, `memory`, or `layer` (one block's forward or backward).
-        unit: `s`, `ms` or `GB`.
-        measured: As published, or what follows from the published rate.
-        predicted: The planner's.
-        calibrates: Whether an efficiency constant was got from it.
-        apart: Why it is shown, but not counted; empty if it is counted.
-    """
-
-    source: str
-    name: str
-    quantity: str
-    unit: str
-    measured: float
-    predicted: float
-    calibrates: bool = False
-    apart: str = ""
-
-    @property
-    def error(self) -> float:
-        """Relative: above 0 if the planner says more."""
-        return self.predicted / self.measured - 1
-
-
-@cache
-def published() -> dict[str, Any]:
-    """The published numbers."""
-    return json.loads(files("meshpar.planner").joinpath("published.json").read_text())
 
 
 def megatron_sc21() -> Iterator[Measured]:
@@ -211,24 +171,3 @@ def korthikanti_layers() -> Iterator[Measured]:
                 predicted=cost.total_s * 1e3,
                 calibrates=True,
             )
-
-
-def estimate_published(
-    workload: Workload,
-    layout: Layout,
-    global_batch: int,
-    seq: int,
-    execution: Execution,
-    hardware: str = "a100-80gb",
-    stage_blocks: tuple[int, ...] | None = None,
-) -> Estimate:
-    """The estimate of a published run, on as many devices as its layout needs."""
-    return estimate(
-        workload,
-        cluster_of(hardware, devices=layout.num_devices),
-        layout,
-        global_batch=global_batch,
-        seq=seq,
-        execution=execution,
-        stage_blocks=stage_blocks,
-    )

@@ -168,7 +168,7 @@ def search(request: Request, *, num_plans: int = _NUM_PLANS) -> SearchResult:
 
 def capacity_bytes(cluster: Cluster, constraints: Constraints) -> float:
     """Memory of a device that a plan may fill."""
-    own = cluster.device.memory_bytes
+    own = cluster.device.usable_bytes
     return min(own, constraints.max_memory_bytes or own)
 
 

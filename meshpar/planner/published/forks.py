@@ -1,0 +1,166 @@
+"""Published runs of two forks of Megatron-LM, both about pipelines on A100s."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from meshpar.layout import Layout
+from meshpar.planner.cost.block_time import block_time
+from meshpar.planner.cost.run import Run
+from meshpar.planner.machine.clusters import cluster_of
+from meshpar.planner.machine.execution import MEGATRON_2023, MEGATRON_2024
+from meshpar.planner.published.measured import (
+    GIB,
+    Measured,
+    estimate_published,
+    published,
+)
+from meshpar.planner.workload.workload import Workload
+
+CALIBRATES_RESERVE = ("1F1B", "14.6B")
+"""The row of Qi et al. 2024 that fixes what Megatron-LM's allocator holds besides."""
+
+
+def zero_bubble_passes() -> Iterator[Measured]:
+    """One stage's forward and backward, profiled by Qi et al. 2024, of three layers.
+
+    They calibrate no efficiency; what Megatron-LM waits for a hop is from the column
+    of communication beside them.
+    """
+    data = published()["zero_bubble_2401_10241"]
+    for row in data["profile_and_bubble"]:
+        size, count = row["model"], row["m"]
+        model = data["models"][size]
+        run = Run(
+            workload=_gpt(size, model, vocab=51_200, seq=data["seq"]),
+            cluster=cluster_of("a100-80gb", devices=model["p"]),
+            layout=Layout(stage=model["p"], microbatches=count, precision="bf16"),
+            execution=MEGATRON_2023,
+            global_batch=count * model["mbs"],
+            seq=data["seq"],
+            stage_blocks=_one_less_at_ends(model, model["p"]),
+        )
+        time = block_time(run, moe=False)
+        for name, cost, milliseconds in (
+            ("forward", time.forward, row["TF"]),
+            ("backward for inputs", time.input_grad, row["TB"]),
+            ("backward for weights", time.weight_grad, row["TW"]),
+        ):
+            yield Measured(
+                source="Qi et al. 2024",
+                name=f"{size} stage, m={count}, {name}",
+                quantity="layer",
+                unit="ms",
+                measured=milliseconds,
+                predicted=cost.total_s * run.stage_blocks[1] * 1e3,
+            )
+
+
+def zero_bubble() -> Iterator[Measured]:
+    """Step times and memory of Qi et al. 2024, of the two schedules that exist here.
+
+    Embedding and head count as a layer each, so that the first and the last stage (or
+    chunk) have one layer less than the others. Memory is in units of 2^30 bytes:
+    Megatron-LM's `report_memory`, which the authors' fork has, divides by 1024 * 1024.
+    """
+    data = published()["zero_bubble_2401_10241"]
+    for column, (size, model) in enumerate(data["models"].items()):
+        workload = _gpt(size, model, vocab=51_200, seq=data["seq"])
+        for schedule in ("1F1B", "1F1B-I"):
+            chunks = (model["layers"] + 2) // model["p"] if schedule != "1F1B" else 1
+            rates = data["samples_per_gpu_s"][schedule][size]
+            for index, (count, rate) in enumerate(zip(model["m"], rates, strict=True)):
+                layout = Layout(
+                    stage=model["p"],
+                    microbatches=count,
+                    precision="bf16",
+                    **_interleaved(chunks),
+                )
+                batch = count * model["mbs"]
+                found = estimate_published(
+                    workload,
+                    layout,
+                    batch,
+                    data["seq"],
+                    MEGATRON_2023,
+                    stage_blocks=_one_less_at_ends(model, model["p"] * chunks),
+                )
+                yield Measured(
+                    source="Qi et al. 2024",
+                    name=f"{size} {layout}",
+                    quantity="step",
+                    unit="s",
+                    measured=batch / (rate * model["p"]),
+                    predicted=found.step_s,
+                )
+                if index == 0:
+                    yield Measured(
+                        source="Qi et al. 2024",
+                        name=f"{size} {layout}",
+                        quantity="memory",
+                        unit="GB",
+                        measured=data["memory_gb"][schedule][column] * GIB / 1e9,
+                        predicted=found.memory.total_bytes / 1e9,
+                        calibrates=(schedule, size) == CALIBRATES_RESERVE,
+                    )
+
+
+def _interleaved(chunks: int) -> dict[str, Any]:
+    return {"schedule": "interleaved_1f1b", "chunks": chunks} if chunks > 1 else {}
+
+
+def _one_less_at_ends(model: dict[str, Any], stages: int) -> tuple[int, ...]:
+    each = (model["layers"] + 2) // stages
+    return (each - 1, *[each] * (stages - 2), each - 1)
+
+
+def _gpt(name: str, model: dict[str, Any], *, vocab: int, seq: int) -> Workload:
+    sizes = {key: model[key] for key in ("layers", "hidden", "heads")}
+    return Workload(
+        name=name,
+        vocab=vocab,
+        seq=seq,
+        tied=True,
+        learned_positions=True,
+        layer_norm=True,
+        biases=True,
+        **sizes,
+    )
+
+
+def vocab_parallel() -> Iterator[Measured]:
+    """Step times (from MFU) and memory of the baseline of Yeung et al. 2024.
+
+    Memory is in units of 2^30 bytes, as in `zero_bubble`, whose authors' code it runs.
+    """
+    data = published()["vocab_parallel_2411_05288_table5_1f1b"]
+    for row in data["rows"]:
+        if row["method"] != "baseline":
+            continue
+        model = data["models"][str(row["gpus"])]
+        for column, words in enumerate(data["vocabs"]):
+            vocab = int(words.rstrip("k")) * 1024
+            workload = _gpt(f"vocab {words}", model, vocab=vocab, seq=row["seq"])
+            layout = Layout(stage=row["gpus"], microbatches=data["m"], precision="bf16")
+            batch = data["m"] * data["mbs"]
+            found = estimate_published(
+                workload, layout, batch, row["seq"], MEGATRON_2024
+            )
+            name = f"vocab {words}, {row['seq']} tokens, {layout}"
+            yield Measured(
+                source="Yeung et al. 2024",
+                name=name,
+                quantity="step",
+                unit="s",
+                measured=found.step_s * found.mfu / (row["mfu_pct"][column] / 100),
+                predicted=found.step_s,
+            )
+            yield Measured(
+                source="Yeung et al. 2024",
+                name=name,
+                quantity="memory",
+                unit="GB",
+                measured=row["peak_gb"][column] * GIB / 1e9,
+                predicted=found.memory.total_bytes / 1e9,
+            )

@@ -1,0 +1,112 @@
+"""The table of shares is made from the audit's reports, and is the one that stands."""
+
+import json
+
+import pytest
+
+from meshpar import InputError
+from meshpar.planner.machine import overlap as planned
+from recipes.bench import overlap
+
+
+def collective(axes, kind, wire_bytes, matmul_flops, executions=1):
+    return {
+        "mesh_axes": axes,
+        "kind": kind,
+        "wire_bytes": wire_bytes,
+        "matmul_flops": matmul_flops,
+        "executions": executions,
+    }
+
+
+def report(*collectives):
+    return {
+        "target": "gpu:h100:8x8",
+        "layout": "fsdp=64,precision=bf16",
+        "collectives": list(collectives),
+    }
+
+
+def test_a_share_is_of_the_bytes_that_have_a_matmul_beside_them():
+    found = overlap.rows_of(
+        report(
+            collective(["fsdp"], "all-gather", 1e9, 1, executions=3),
+            collective(["fsdp"], "all-gather", 1e9, 0),
+            collective(["fsdp"], "reduce-scatter", 2e9, 0),
+            collective(["fsdp"], "all-reduce", 8, 1),
+            collective(["data", "stage"], "all-reduce", 1e9, 1),
+            collective(None, "collective-permute", 1e9, 1),
+        ),
+        ["audit", "--layout", "fsdp=64,precision=bf16"],
+    )
+    assert [(row["kind"], row["share"], row["wire_bytes"]) for row in found] == [
+        ("all-gather", 0.75, 4_000_000_000),
+        ("reduce-scatter", 0.0, 2_000_000_000),
+    ]
+    assert {row["command"] for row in found} == {
+        "meshpar audit --layout fsdp=64,precision=bf16"
+    }
+
+
+def test_the_table_that_stands_is_of_the_cases_that_are_compiled():
+    rows = json.loads(overlap.FILE.read_text())["rows"]
+    commands = {
+        " ".join(["meshpar", *overlap.command_of(case, target)])
+        for target in overlap.TARGETS
+        for case in overlap.CASES
+    }
+    assert {row["command"] for row in rows} == commands
+    assert len(rows) == len(planned.hidden_shares())
+
+
+def test_rows_of_other_targets_stay(tmp_path, monkeypatch):
+    out = tmp_path / "overlap.json"
+    out.write_text(overlap.FILE.read_text())
+    gather = report(collective(["fsdp"], "all-gather", 1e9, 1))
+    monkeypatch.setattr(
+        overlap,
+        "_audited",
+        lambda case, target: (gather, overlap.command_of(case, target)),
+    )
+    assert overlap.main(["--target", "gpu", "--out", str(out)]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    before = json.loads(overlap.FILE.read_text())["rows"]
+    tpu = [row for row in before if row["platform"] == "tpu"]
+    assert [row for row in rows if row["platform"] == "tpu"] == tpu
+    assert sum(row["platform"] == "gpu" for row in rows) == len(overlap.CASES)
+    with pytest.raises(InputError, match="'cpu' is part of none of gpu:h100:8x8"):
+        overlap.main(["--target", "cpu"])
+
+
+def test_chunks_around_tensor_count_as_its_gathers_and_scatters(monkeypatch):
+    def row(kind, share, wire_bytes):
+        return planned.HiddenShare(
+            platform="tpu",
+            mesh_axis="tensor",
+            kind=kind,
+            share=share,
+            wire_bytes=wire_bytes,
+            target="tpu:v5p:4x4x4",
+            layout="",
+            command="",
+        )
+
+    table = (
+        row("all-gather", 0.0, 10),
+        row("collective-permute", 1.0, 30),
+        row("all-reduce", 0.5, 10),
+    )
+    monkeypatch.setattr(planned, "hidden_shares", lambda: table)
+    planned._shares.cache_clear()
+    try:
+        for kind, share in (
+            ("all-gather", 0.75),
+            ("reduce-scatter", 0.75),
+            ("all-reduce", 0.5),
+            ("all-to-all", 0.0),
+        ):
+            assert planned.hidden_share("tpu", ("tensor",), kind) == share
+        assert planned.hidden_share("gpu", ("tensor",), "all-gather") == 0.0
+        assert planned.hidden_share("tpu", ("tensor", "data"), "all-gather") == 0.0
+    finally:
+        planned._shares.cache_clear()

@@ -1,0 +1,331 @@
+"""Programs of one's own, kernels, rails and buckets: each number does what it says."""
+
+import dataclasses
+import math
+
+import pytest
+
+from meshpar import InputError
+from meshpar.cli.main import main
+from meshpar.hardware.attention_kernels import BACKWARD, KERNELS
+from meshpar.hardware.devices import DEVICES
+from meshpar.layout import Layout
+from meshpar.planner.cost.attention_time import (
+    attention_backward_s,
+    attention_forward_s,
+)
+from meshpar.planner.cost.estimate import at_half_network_s, estimate
+from meshpar.planner.cost.run import Run
+from meshpar.planner.cost.stage_time import stage_times
+from meshpar.planner.cost.traffic import step_rows
+from meshpar.planner.cost.traffic_row import Row
+from meshpar.planner.cost.traffic_time import exposed, row_s
+from meshpar.planner.machine.clusters import cluster_of, load_device
+from meshpar.planner.machine.collective_cost import all_reduce_s
+from meshpar.planner.machine.execution import (
+    EXECUTIONS,
+    MAXTEXT,
+    MEGATRON_2023,
+    MEGATRON_2024,
+    MEGATRON_CORE,
+    MESHPAR,
+    NANOTRON,
+    execution_of,
+    load_execution,
+)
+from meshpar.planner.machine.link import Link
+from meshpar.planner.machine.overlap import hidden_share, hidden_shares
+from meshpar.planner.workload.shapes import SHAPES
+
+
+def run_of(layout, *, execution=MESHPAR, hardware="h100-80gb", global_batch=None):
+    layout = Layout.parse(f"{layout},precision=bf16")
+    return Run(
+        workload=SHAPES["llama3-8b"],
+        cluster=cluster_of(hardware, devices=layout.num_devices),
+        layout=layout,
+        execution=execution,
+        global_batch=global_batch or layout.num_devices * layout.microbatches,
+        seq=4096,
+        stage_blocks=(32 // layout.stage,) * layout.stage,
+    )
+
+
+def toml(tmp_path, text):
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    return path
+
+
+def test_a_program_of_ones_own_starts_from_a_known_one(tmp_path):
+    path = toml(
+        tmp_path, 'like = "megatron-core"\ntensor_ring = false\nhost_s = 0.01\n'
+    )
+    expected = dataclasses.replace(
+        MEGATRON_CORE, name="mine", tensor_ring=False, host_s=0.01
+    )
+    assert load_execution(path) == execution_of(str(path)) == expected
+
+
+def test_a_program_may_give_every_field(tmp_path):
+    def written(value):
+        return str(value).lower() if isinstance(value, bool) else repr(value)
+
+    lines = [f"{name} = {written(value)}" for name, value in vars(NANOTRON).items()]
+    assert load_execution(toml(tmp_path, "\n".join(lines))) == NANOTRON
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("like = 'megatron'", "no execution 'megatron'; did you mean 'megatron-"),
+        (
+            "like = 'nanotron'\ntensor_rings = true",
+            "no field 'tensor_rings'; did you mean 'tensor_ring'",
+        ),
+        ("like = 'nanotron'\nweight_bytes = 9", "weight_bytes=9 .*least 1 .*most 8"),
+        ("like = 'nanotron'\nhost_s = -1.0", "host_s=-1.0 must be at least 0 and at"),
+        ("like = 'nanotron'\neager = 1", "eager=1 must be true or false"),
+        ("like = 'nanotron'\nrails = 1.5", "rails=1.5 must be a whole number"),
+        ("like = 'nanotron'\nhost_s = nan", "host_s=nan must be at least 0"),
+        (
+            "like = 'nanotron'\nattention_kernel = 'cuddn'",
+            "no attention_kernel 'cuddn'; did you mean 'cudnn'",
+        ),
+        ("name = 'mine'", "give fused_attention, .*start from a known execution"),
+        ("like =", "cannot read .* as TOML"),
+    ],
+)
+def test_a_program_that_cannot_be_is_refused(tmp_path, text, message):
+    with pytest.raises(InputError, match=message):
+        load_execution(toml(tmp_path, text))
+
+
+def test_estimate_takes_a_program_of_ones_own(tmp_path, capsys):
+    path = toml(tmp_path, 'like = "nanotron"\nhost_s = 2.0\n')
+    words = ["estimate", "--preset", "llama3-8b", "--hardware", "h100", "--seq", "4096"]
+    words += ["--layout", "fsdp=8,precision=bf16,remat=full"]
+    assert main([*words, "--global-batch", "8", "--execution", str(path)]) == 0
+    found = capsys.readouterr().out
+    assert "run as mine" in found and "waiting for the host 2 s" in found
+
+
+@pytest.mark.parametrize("head_dim, tflops", [(64, 284), (128, 319)])
+def test_a_kernel_takes_as_long_as_its_paper_says(head_dim, tflops):
+    """FlashAttention-2 on an H100, causal, 4,096 tokens (Shah et al. 2024, fig. 5)."""
+    run = run_of("data=1", execution=NANOTRON)
+    shape = dataclasses.replace(run.workload, head_dim=head_dim)
+    run = dataclasses.replace(run, workload=shape)
+    flops = run.tokens * shape.attention_flops(4096) / 2
+    forward_s = attention_forward_s(run)
+    assert flops / forward_s == pytest.approx(tflops * 1e12, rel=0.02)
+    assert attention_backward_s(run) == pytest.approx(2.5 * forward_s / BACKWARD)
+
+
+def test_faster_kernels_are_faster_and_run_where_they_exist():
+    seconds = [
+        attention_forward_s(
+            run_of(
+                "data=1",
+                execution=dataclasses.replace(NANOTRON, attention_kernel=kernel),
+            )
+        )
+        for kernel in ("flash-attention-2", "cudnn", "flash-attention-3")
+    ]
+    assert seconds == sorted(seconds, reverse=True) and seconds[0] > 1.5 * seconds[2]
+    on_tpu = run_of("fsdp=8", execution=MAXTEXT, hardware="tpu-v5p")
+    assert on_tpu.fused_attention
+    assert not dataclasses.replace(on_tpu, execution=NANOTRON).fused_attention
+    assert not run_of("data=1", execution=MAXTEXT).fused_attention
+    assert {execution.attention_kernel for execution in EXECUTIONS.values()} <= set(
+        KERNELS
+    )
+
+
+def test_a_device_of_ones_own_says_what_its_kernels_achieve(tmp_path):
+    text = 'like = "h100"\n[attention_kernels]\nflash-attention-2 = [0.5, 20]\n'
+    assert load_device(toml(tmp_path, text)).attention_kernels["flash-attention-2"] == (
+        0.5,
+        20,
+    )
+    for wrong, message in (
+        ("flash-attention-4 = [0.5, 20]", "did you mean 'flash-attention-"),
+        ("splash = [1.5, 20]", r"splash = \[1.5, 20\] must be two numbers"),
+        ("splash = 0.5", "splash = 0.5 must be two numbers"),
+    ):
+        with pytest.raises(InputError, match=message):
+            load_device(toml(tmp_path, text.replace(text.splitlines()[2], wrong)))
+
+
+def test_one_rail_is_as_fast_as_one_port():
+    one = dataclasses.replace(MESHPAR, rails=1)
+    every, single = (
+        run_of("fsdp=64", execution=execution).link("fsdp")
+        for execution in (MESHPAR, one)
+    )
+    assert single.bytes_per_s == single.port_bytes_per_s == 50e9 * 0.9
+    assert every.bytes_per_s == 450e9 * 0.8
+    host = run_of("fsdp=8", execution=one).link("fsdp")
+    assert host.bytes_per_s == 450e9 * 0.8
+
+
+def test_every_bucket_pays_for_the_way_around():
+    whole = run_of("data=64", execution=dataclasses.replace(NANOTRON, bucket_bytes=0))
+    buckets = dataclasses.replace(whole, execution=NANOTRON)
+    [row] = [row for row in step_rows(whole, (0,)) if row.kind == "all-reduce"]
+    count = math.ceil(row.payload_bytes / NANOTRON.bucket_bytes)
+    link = whole.link("data")
+    each_s = all_reduce_s(row.payload_bytes / count, 64, link)
+    assert row_s(buckets, row) == pytest.approx(count * each_s)
+    assert row_s(buckets, row) > 1.2 * row_s(whole, row)
+
+
+def test_trees_of_medium_size_achieve_less_than_rings():
+    slow = Link(name="network", bytes_per_s=50e9, hop_s=0.0, inner=1)
+    ring_s = 2 * 24e6 * 511 / 512 / 50e9
+    assert all_reduce_s(24e6, 512, slow) == pytest.approx(ring_s)
+    late = dataclasses.replace(slow, hop_s=14e-6)
+    tree_s = 2 * 24e6 / (50e9 * 0.92 * 0.7) + 2 * 9 * 14e-6
+    assert all_reduce_s(24e6, 512, late) == pytest.approx(tree_s)
+
+
+def test_more_hosts_lower_the_bandwidth_that_is_achieved():
+    """Of the same bytes on each device: steps of the ring take their time."""
+
+    def achieved(devices):
+        run = run_of(f"fsdp={devices}")
+        row = Row(("fsdp",), "all-gather", 436e6, "", "forward")
+        return 436e6 / row_s(run, row)
+
+    rates = [achieved(devices) for devices in (8, 64, 512, 2048)]
+    assert rates == sorted(rates, reverse=True)
+    assert rates[2] < 0.5 * rates[0]
+
+
+def test_a_collective_takes_cores_from_what_runs_beside_it():
+    run = run_of("tensor=8", execution=MEGATRON_2023)
+    row = Row(("tensor",), "all-reduce", 1e8, "", "backward", beside="work")
+    wire_s = row_s(run, row)
+    cost = exposed(run, (row,), {"work": 1.0})
+    assert cost.exposed_s == {"tensor": 0.0}
+    assert cost.compute_s == pytest.approx(0.15 * wire_s)
+
+
+def test_a_share_that_cannot_be_hidden_waits():
+    run = run_of("tensor=8", execution=MEGATRON_2023)
+    row = Row(("tensor",), "all-reduce", 1e8, "", "backward", beside="work", share=0.6)
+    cost = exposed(run, (row,), {"work": 1.0})
+    assert cost.exposed_s["tensor"] == pytest.approx(0.4 * row_s(run, row))
+
+
+def test_the_program_of_this_library_hides_what_compiled_programs_hide():
+    """A row for every axis; the times of a block follow from their shares."""
+    table = hidden_shares()
+    assert {row.platform for row in table} == {"gpu", "tpu"}
+    for platform in ("gpu", "tpu"):
+        axes = {row.mesh_axis for row in table if row.platform == platform}
+        assert {"fsdp", "tensor", "stage"} <= axes
+    assert all(0 <= row.share <= 1 and row.wire_bytes > 0 for row in table)
+    assert all(row.command.startswith("meshpar audit ") for row in table)
+    assert all(row.layout in row.command for row in table)
+    assert hidden_share("gpu", ("context",), "collective-permute") == 0.0
+    # Without a table gathers wait for their whole time.
+    bare = dataclasses.replace(MESHPAR, measured_overlap=False)
+    hidden = sum(
+        stage.forward.exposed_s["fsdp"]
+        for stage in stage_times(run_of("fsdp=64,remat=full"))
+    )
+    whole = sum(
+        stage.forward.exposed_s["fsdp"]
+        for stage in stage_times(run_of("fsdp=64,remat=full", execution=bare))
+    )
+    share = hidden_share("gpu", ("fsdp",), "all-gather")
+    assert hidden == pytest.approx((1 - share) * whole)
+
+
+def test_a_hop_of_megatron_waits_for_the_device():
+    late = stage_times(run_of("stage=4,microbatches=8", execution=MEGATRON_2024))
+    prompt = dataclasses.replace(MEGATRON_2024, hop_wait_s=0.0)
+    early = stage_times(run_of("stage=4,microbatches=8", execution=prompt))
+    for with_it, without in zip(late, early, strict=True):
+        more_s = with_it.forward.total_s - without.forward.total_s
+        assert more_s == pytest.approx(0.35e-3)
+
+
+def test_half_the_network_is_slower_and_every_estimate_says_it():
+    found = estimate(
+        SHAPES["llama3-8b"],
+        cluster_of("h100-80gb", devices=64),
+        "fsdp=64,remat=full,precision=bf16",
+        global_batch=64,
+        seq=4096,
+    )
+    slow_s = at_half_network_s(found)
+    assert slow_s == found.as_json()["half_network_step_s"] > found.step_s
+    inside = estimate(
+        SHAPES["llama3-8b"],
+        cluster_of("h100-80gb", devices=8),
+        "fsdp=8,remat=full,precision=bf16",
+        global_batch=8,
+        seq=4096,
+    )
+    assert at_half_network_s(inside) == inside.step_s
+
+
+def test_the_allocators_reserve_is_part_of_what_has_to_fit():
+    run = run_of("fsdp=8,zero=1,remat=full", execution=MEGATRON_CORE)
+    found = estimate(
+        run.workload,
+        run.cluster,
+        run.layout,
+        global_batch=8,
+        seq=4096,
+        execution=MEGATRON_CORE,
+    )
+    memory = found.memory
+    rest = memory.total_bytes - memory.reserve_bytes
+    assert memory.reserve_bytes == pytest.approx(0.055 * rest)
+    assert memory.as_json()["reserve_bytes"] == round(memory.reserve_bytes)
+
+
+def test_a_device_leaves_some_of_its_memory_to_others():
+    for device in DEVICES.values():
+        share = 0.92 if device.platform == "gpu" else 1.0
+        assert device.usable_bytes == pytest.approx(share * device.memory_bytes)
+    with pytest.raises(InputError, match="reserve=1 must be at least 0 and below 1"):
+        dataclasses.replace(DEVICES["h100-80gb"], reserve=1)
+
+
+@pytest.mark.parametrize(
+    "hardware, message",
+    [
+        ("tpu-v5e:16x32", "has 512 devices, but a slice of tpu-v5e has at most 256"),
+        ("tpu-v6e:32x16", "has at most 256; take several slices"),
+        ("tpu-v5p:16x24x24", "has 9216 devices, .* at most 6144"),
+    ],
+)
+def test_a_slice_is_no_larger_than_its_pod(hardware, message):
+    with pytest.raises(InputError, match=message):
+        cluster_of(hardware)
+
+
+@pytest.mark.parametrize(
+    "hardware, layout, links",
+    [
+        ("tpu-v5p:4x4x8", "fsdp=128", (2, 2, 2)),
+        # Of half a cube no face is joined.
+        ("tpu-v5p:2x4x4", "fsdp=32", (1, 1, 1)),
+        ("tpu-v5e:16x16", "fsdp=256", (2, 2)),
+        ("tpu-v5e:8x16", "fsdp=128", (1, 2)),
+        ("tpu-v5e:8x8", "fsdp=64", (1, 1)),
+    ],
+)
+def test_ends_are_joined_only_where_the_slice_has_those_links(hardware, layout, links):
+    link = cluster_of(hardware).link(Layout.parse(layout), "fsdp")
+    assert tuple(span.links for span in link.spans) == links
+
+
+def test_no_peak_is_offered_that_no_program_uses():
+    assert all(
+        set(device.peak_flops) == {"bf16", "fp32"} for device in DEVICES.values()
+    )
