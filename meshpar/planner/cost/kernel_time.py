@@ -49,7 +49,7 @@ def memory_s(run: Run, num_bytes: float) -> float:
 
 
 def host_s(run: Run, num_bytes: float) -> float:
-    """Time to move so many bytes to the host's memory, or from there, at `HOST_SHARE`."""
+    """Time to move so many bytes to the host's memory or back, at `HOST_SHARE`."""
     return num_bytes / (HOST_SHARE * run.cluster.device.host_bytes_per_s)
 
 
