@@ -137,8 +137,10 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(_report(found, costs, confirmed, measured)))
     else:
         lines = [*_text(found, costs), "", _how_to_run(args, found.plans[0])]
-        for one in (*confirmed, *([measured] if measured else [])):
+        for one in confirmed:
             lines += ["", *one.lines()]
+        if measured:
+            lines += ["", *measured.lines()]
         print("\n".join(lines))
     if args.html:  # last: what cannot be written loses nothing
         from meshpar.cli.report.plan_page import plan_page

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from typing import Literal, NamedTuple
 
@@ -17,6 +18,7 @@ from meshpar.planner.cost.block_time import block_time
 from meshpar.planner.cost.memory import rank_memory
 from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.shared_costs import SharedCosts, shared_costs
+from meshpar.planner.cost.stage_time import tick_overhead
 from meshpar.planner.cost.step_time import straggler_fraction
 from meshpar.planner.search.refusals import stage_blocks_of
 from meshpar.planner.search.space import MeshChoices, Variant, variant_of, with_variant
@@ -29,6 +31,9 @@ from meshpar.schedules import SCHEDULES
 from meshpar.schedules.stage_splits import stage_sizes
 
 _PLAIN = Layout()
+_ROUNDING = 1e-12
+"""Part of a time that two sums of the same parts may differ by."""
+
 _EVEN = (_PLAIN.schedule, 1, ())
 
 
@@ -71,6 +76,7 @@ class Bounds:
         self._kinds = tuple((kind, count) for kind, count in kinds if count)
         self._blocks: dict[tuple, tuple[_Block, ...]] = {}
         self._of_meshes: dict[tuple, SharedCosts] = {}
+        self._overheads: dict[tuple, float] = {}
 
     def run(self, mesh: Layout, variant: Variant) -> Run:
         """That layout as a run."""
@@ -153,7 +159,7 @@ class Bounds:
     ) -> float:
         layers = self._like.workload.layers
         places = _places(layers, mesh.stage, variant.chunks, self._kinds)
-        tick_s = self._head_s(mesh, variant)
+        tick_s = self._overhead_s(mesh, variant)
         blocks = self._blocks_of(mesh, variant)
         cores = self._like.cluster.device.efficiency.collective_cores
         for (_, count), block, gather_s, bare_s in zip(
@@ -165,7 +171,7 @@ class Bounds:
                 tick_s += places * count / layers * (block.total_s[way] + exposed_s)
         # What is hidden takes cores, and all devices wait for the slowest.
         slowest = 1 + straggler_fraction(self._like)
-        return (ticks * tick_s + shared.once_s) * slowest
+        return (ticks * tick_s + shared.once_s) * slowest * (1 - _ROUNDING)
 
     def _memory(
         self,
@@ -205,6 +211,27 @@ class Bounds:
         sizes = stage_sizes(layers, mesh.stage, chunks, splits)
         stages = SCHEDULES[schedule].stages_of(0, mesh.stage, chunks)
         return sum(sizes[stage] for stage in stages)
+
+    def _overhead_s(self, mesh: Layout, variant: Variant) -> float:
+        """Of a tick beside its blocks, whatever ZeRO adds to it."""
+        execution = self._like.execution
+        if not (execution.lock_step and execution.shared_ends):
+            return self._head_s(mesh, variant)
+        sizes = tuple(mesh.mesh_shape.values())
+        key = (sizes, variant.microbatches, variant.sequence_parallel)
+        if key not in self._overheads:
+            plain = Variant(*(getattr(_PLAIN, name) for name in Variant._fields))
+            run = self.run(
+                replace(mesh, zero_axes=()),
+                plain._replace(
+                    microbatches=variant.microbatches,
+                    sequence_parallel=variant.sequence_parallel,
+                    zero=1,
+                ),
+            )
+            found = tick_overhead(run)
+            self._overheads[key] = found.forward.total_s + found.backward.total_s
+        return self._overheads[key]
 
     def _head_s(self, mesh: Layout, variant: Variant) -> float:
         """Matmuls of the logits, of one tick."""

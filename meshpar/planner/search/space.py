@@ -42,7 +42,10 @@ class Variant(NamedTuple):
 
     def with_state(self, state: tuple[int, str, str, str]) -> Variant:
         """The same with one of `MeshChoices.states`."""
-        return self._make((*self[:4], *state, *self[8:]))
+        zero, gather, dtype, memory = state
+        return self._replace(
+            zero=zero, fsdp_gather=gather, param_dtype=dtype, optimizer_memory=memory
+        )
 
 
 def mesh_layouts(num_devices: int, constraints: Constraints) -> Iterator[Layout]:
@@ -113,13 +116,14 @@ class MeshChoices(NamedTuple):
         """Every way to run the mesh shape."""
         for part in map(self.with_microbatches, self.microbatches):
             (count,) = part.microbatches
-            for scheduled, state, sequence, remat in product(
+            for (name, chunks, splits), state, sequence, remat in product(
                 part._scheduled(count),
                 part.states,
                 part.sequence_parallel,
                 part.remats,
             ):
-                yield Variant(count, *scheduled, *state, sequence, remat)
+                how = (name, chunks, splits, *state)
+                yield Variant(count, *how, sequence, remat)
 
     def with_microbatches(self, count: int) -> MeshChoices:
         """The choices that so many leave."""
