@@ -302,3 +302,56 @@ def test_a_faster_network_helps_what_waits_for_it():
 def test_programs_of_others_are_planned_too(name):
     found = search(request(execution=EXECUTIONS[name]), num_plans=2)
     assert len(found.plans) == 2 or name == MESHPAR.name
+
+
+def test_named_residuals_are_kept_or_moved_where_that_is_faster():
+    only_fsdp = ["data=1,stage=1,tensor=1,microbatches=1"]
+    asked = request(
+        workload=SHAPES["llama3-70b"],
+        cluster=cluster_of("h100-80gb", devices=512),
+        global_batch=1024,
+        constraints=Constraints.of(keep=only_fsdp),
+    )
+    best = search(asked).plans[0]
+    assert best.run.layout.residual_names.offload
+    words = [
+        estimate(
+            asked.workload,
+            asked.cluster,
+            f"fsdp=512,remat={remat},precision=bf16",
+            global_batch=1024,
+            seq=8192,
+        )
+        for remat in ("none", "selective", "dots", "full")
+    ]
+    assert best.step_s < min(one.step_s for one in words if one.fits)
+
+
+def test_parameters_of_16_bits_are_tried_where_they_lie_whole():
+    def dtypes(**sizes):
+        mesh = Layout(precision="bf16", **sizes)
+        states = choices_of(request().run, mesh, Constraints()).states
+        return {state[:3] for state in states}
+
+    assert (1, "step", "bf16") in dtypes(data=8)
+    assert {dtype for *_, dtype in dtypes(fsdp=8)} == {"fp32"}
+
+
+def test_where_layers_do_not_divide_the_shorter_stages_may_come_first():
+    def splits(**changes):
+        mesh = Layout(precision="bf16", stage=5)
+        asked = request(cluster=cluster_of("h100-80gb", devices=5), **changes)
+        found = choices_of(asked.run, mesh, Constraints())
+        return {splits for _, chunks, splits in found.schedules if chunks == 1}
+
+    even, shorter_first = (), (6, 6, 6, 7, 7)
+    assert splits() == {even, shorter_first}
+    ends = splits(execution=EXECUTIONS["megatron-2022"]) - {even, shorter_first}
+    assert ends == {(6, 7, 7, 6, 6)}
+    assert splits(workload=MOE) == {even, "cost", (1, 1, 1, 1, 2)}
+
+
+def test_splits_can_be_kept():
+    kept = Constraints.of(keep=["stage=2,splits=14/18,schedule=1f1b,remat=full"])
+    for plan in search(request(constraints=kept), num_plans=3).plans:
+        assert plan.run.stage_blocks == (14, 18)
