@@ -14,6 +14,7 @@ from meshpar.planner.cost.step_time import step_time
 from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.machine.execution import EXECUTIONS, MESHPAR
 from meshpar.planner.search.constraints import Constraints
+from meshpar.planner.search.mesh_choices import choices_of
 from meshpar.planner.search.nearest_fit import nearest_fit
 from meshpar.planner.search.refusals import layout_problems
 from meshpar.planner.search.rejection import too_slow
@@ -22,7 +23,6 @@ from meshpar.planner.search.sensitivity import sensitivities
 from meshpar.planner.search.space import (
     BUILT_AXES,
     Variant,
-    choices_of,
     mesh_layouts,
 )
 from meshpar.planner.workload.shapes import SHAPES, workload_of

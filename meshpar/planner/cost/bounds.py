@@ -20,8 +20,9 @@ from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.shared_costs import SharedCosts, shared_costs
 from meshpar.planner.cost.stage_time import tick_overhead
 from meshpar.planner.cost.step_time import straggler_fraction
+from meshpar.planner.search.mesh_choices import MeshChoices
 from meshpar.planner.search.refusals import stage_blocks_of
-from meshpar.planner.search.space import MeshChoices, Variant, variant_of, with_variant
+from meshpar.planner.search.space import Variant, variant_of, with_variant
 from meshpar.planner.workload.activations import (
     everything_bytes,
     kept_bytes,

@@ -21,11 +21,11 @@ from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.machine.execution import MESHPAR, Execution
 from meshpar.planner.search.candidates import FRONT_REACH, Findings, Leaf, settle
 from meshpar.planner.search.constraints import Constraints
+from meshpar.planner.search.mesh_choices import choices_of
 from meshpar.planner.search.refusals import layout_problems, whatever_the_mesh
 from meshpar.planner.search.rejection import Rejected, reason_of
 from meshpar.planner.search.space import (
     BUILT_AXES,
-    choices_of,
     mesh_layouts,
 )
 from meshpar.planner.workload.workload import Workload
