@@ -14,6 +14,7 @@ from meshpar.planner.cost.attention_time import (
     attention_backward_s,
     attention_forward_s,
 )
+from meshpar.planner.cost.block_time import block_time
 from meshpar.planner.cost.estimate import at_half_network_s, estimate
 from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.stage_time import stage_times
@@ -250,6 +251,23 @@ def test_a_hop_of_megatron_waits_for_the_device():
     for with_it, without in zip(late, early, strict=True):
         more_s = with_it.forward.total_s - without.forward.total_s
         assert more_s == pytest.approx(0.35e-3)
+
+
+@pytest.mark.parametrize("remat, backward", [("none", 0), ("full", 24)])
+def test_python_launches_the_forward_and_what_is_computed_again(remat, backward):
+    slow, prompt = (
+        block_time(
+            run_of(
+                f"data=1,remat={remat}",
+                execution=dataclasses.replace(MEGATRON_2024, launch_s=launch_s),
+            ),
+            moe=False,
+        )
+        for launch_s in (1e-3, 0.0)
+    )
+    assert slow.forward.total_s - prompt.forward.total_s == pytest.approx(24e-3)
+    more_s = slow.backward.total_s - prompt.backward.total_s
+    assert more_s == pytest.approx(backward * 1e-3)
 
 
 def test_half_the_network_is_slower_and_every_estimate_says_it():

@@ -22,7 +22,8 @@ class Efficiency:
         matmul: Fraction of the peak that a matmul of infinite size achieves. A finite
             one takes the time of its operands' traffic besides, so that its fraction
             saturates with its arithmetic intensity.
-        attention: The same of a fused attention kernel whose heads are very large.
+        attention: The same of the fused attention kernel that this library runs there,
+            with very large heads; of others `Device.attention_kernels` says it.
         attention_head_dim: Head size at which such a kernel spends as long on softmax
             as on matmuls, so that it achieves half of `attention`.
         memory: Fraction of the memory's bandwidth that elementwise kernels achieve.
@@ -30,7 +31,7 @@ class Efficiency:
         network: Fraction of the network between hosts that they achieve.
         hop_s: Latency of one step of a collective in a host, or on a torus.
         network_hop_s: Latency of one step between hosts.
-        launch_s: Time that the host takes to launch a kernel.
+        launch_s: Time between the end of a kernel and the start of the next one.
         spread: Standard deviation of a device's step time, as a fraction of it.
         collective_cores: Share of the device's cores that a collective takes from the
             kernels beside it; 0 where engines of their own move the bytes.

@@ -21,10 +21,14 @@ from meshpar.hardware.efficiency import Efficiency
 #                    sheets round: of an H100's 80 GB, 80 GiB of chips, nvidia-smi shows
 #                    79.6 GiB and CUDA has 79.1. The H200's there is no card's report:
 #                    its data sheet's 141 as GiB. An H800's is taken to be an H100's.
-#   matmul, launch_s Fitted: A100 to one layer of Megatron-LM (Korthikanti et al. 2022,
-#                    table 4, ten times), where 0.75 and 4 us do as well; H100 to step
-#                    times of the nanotron grid (the rows that `meshpar plan --validate`
-#                    marks; nanotron's `host_s` is fitted to them too).
+#   matmul           Fitted: A100 to one layer of Megatron-LM (Korthikanti et al. 2022,
+#                    table 4, ten times), with what Python adds to a launch there
+#                    (`Execution.launch_s`); 0.75 without that fits this layer as well.
+#                    H100 to step times of the nanotron grid (the rows that
+#                    `meshpar plan --validate` marks).
+#   launch_s         The time between two kernels. A100: taken, by order of magnitude.
+#                    H100: fitted to the same rows as its matmuls, nanotron's `host_s`
+#                    too.
 #   attention, attention_head_dim
 #                    `meshpar.hardware.attention_kernels`.
 #   memory           Taken: what streaming kernels achieve, norms and masks among them;
@@ -57,7 +61,7 @@ _A100 = Efficiency(
     network=0.9,
     hop_s=3.4e-6,
     network_hop_s=14e-6,
-    launch_s=12e-6,
+    launch_s=4e-6,
     spread=0.003,
     collective_cores=0.22,
 )
@@ -68,7 +72,7 @@ _H100 = replace(
     attention_head_dim=CUDNN_HOPPER.head_dim,
     link=0.8,
     network_hop_s=20e-6,
-    launch_s=2e-6,
+    launch_s=1e-6,
     collective_cores=0.15,
 )
 

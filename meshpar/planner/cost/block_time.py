@@ -29,9 +29,6 @@ from meshpar.planner.workload.workload import Workload
 # Kernels of one block: matmuls, attention's, norms, elementwise; in the backward twice
 # the matmuls, and additions. Counted in Megatron-LM's layer.
 _FORWARD_KERNELS, _BACKWARD_KERNELS = 24, 48
-# Python launches an eager forward's kernels one by one; autograd's engine, in C++, the
-# backward's in about this part of the time (taken).
-_BY_AUTOGRAD = 1 / 3
 
 
 @dataclass(frozen=True)
@@ -75,10 +72,9 @@ def block_time(run: Run, *, moe: bool) -> BlockTime:
     moved_s = host_s(run, offloaded_bytes(run, moe=moe))
     forward += waiting(HOST, moved_s, hidden_s=forward.compute_s)
     input_grad += waiting(HOST, moved_s, hidden_s=backward_s)
-    back_kernels = _BACKWARD_KERNELS * (_BY_AUTOGRAD if run.execution.eager else 1.0)
     return BlockTime(
         forward=_launched(run, forward, _FORWARD_KERNELS),
-        input_grad=_launched(run, input_grad, back_kernels + again.kernels),
+        input_grad=_launched(run, input_grad, again.kernels, _BACKWARD_KERNELS),
         weight_grad=weight_grad,
     )
 
@@ -194,9 +190,14 @@ def _stacked_s(run: Run, moe: bool) -> float:
     return memory_s(run, 2 * copies * kept_bytes(run, moe=moe))
 
 
-def _launched(run: Run, cost: Cost, kernels: float) -> Cost:
-    """With the time in which one kernel has ended and the next has not begun."""
-    launched_s = kernels * run.cluster.device.efficiency.launch_s
+def _launched(run: Run, cost: Cost, forward: int, backward: int = 0) -> Cost:
+    """With the time in which one kernel has ended and the next has not begun.
+
+    A forward's kernels, a recomputed one's too, wait for Python besides; a backward's
+    are launched by autograd's engine, or all by a compiled program.
+    """
+    device_s = run.cluster.device.efficiency.launch_s
+    launched_s = (forward + backward) * device_s + forward * run.execution.launch_s
     return Cost(cost.compute_s + launched_s, cost.exposed_s)
 
 

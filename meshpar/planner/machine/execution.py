@@ -13,6 +13,9 @@ from meshpar.errors import InputError
 from meshpar.layout import nearest
 from meshpar.planner.machine.execution_fields import Execution
 
+# Calibrated with the A100's matmuls: one layer of Korthikanti et al. 2022, table 4.
+_MEGATRON_LAUNCH_S = 8e-6
+
 # Megatron-LM waits for the whole device after a hop. Calibrated: Qi et al. 2024 profile
 # 0.60 ms for hops of 28 MB inside a host, whose bytes take 0.12 ms, and 0.38 ms for
 # those of 10 MB, one in eight of them between hosts, whose bytes take 0.09.
@@ -72,6 +75,7 @@ MEGATRON_2021 = Execution(
     host_s=0.0,
     eager=True,
     hop_wait_s=_MEGATRON_HOP_S,
+    launch_s=_MEGATRON_LAUNCH_S,
 )
 """Megatron-LM of Narayanan et al. 2021 (section 4: fused kernels, scatter/gather)."""
 
@@ -97,6 +101,7 @@ MEGATRON_2022 = Execution(
     host_s=0.0,
     eager=True,
     hop_wait_s=_MEGATRON_HOP_S,
+    launch_s=_MEGATRON_LAUNCH_S,
 )
 """Megatron-LM of Korthikanti et al. 2022 (section 4.2.2: collectives overlapped with
 weight gradients; 18 bytes a parameter)."""

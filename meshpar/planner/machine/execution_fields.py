@@ -56,6 +56,8 @@ class Execution:
         logit_bytes: Of each logit at the loss, all its copies together: fp32 logits and
             their gradient (8); in Megatron-LM and nanotron 16-bit logits, the fp32
             copy, its softmax, and a 16-bit gradient (12).
+        launch_s: Of each kernel of a forward, what its launch takes from Python besides
+            what the device takes (`Efficiency.launch_s`).
         host_s: Work of the host between steps that no device work hides.
         hop_wait_s: Of each hop between stages, besides its bytes: what the host takes
             to wait for it and to start the device again.
@@ -90,6 +92,7 @@ class Execution:
     logit_bytes: float
     host_s: float
     eager: bool
+    launch_s: float = 0.0
     attention_kernel: str = "cudnn"
     tensor_ring: bool = False
     update_overlap: bool = False
@@ -130,6 +133,7 @@ _RANGES = {
     "state_bytes": (0, 32),
     "logit_bytes": (0, 64),
     "host_s": (0, 3600),
+    "launch_s": (0, 1),
     "hop_wait_s": (0, 1),
     "bucket_bytes": (0, math.inf),
     "reserve": (0, 1),
