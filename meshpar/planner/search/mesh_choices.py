@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 from meshpar.layout import BY_COST, STAGE_REMATS, Layout
 from meshpar.planner.cost.run import Run
 from meshpar.planner.search.constraints import Constraints
-from meshpar.planner.search.refusals import residual_names_of
+from meshpar.planner.search.refusals import residual_names_of, stage_blocks_of
 from meshpar.planner.search.space import Variant, chunk_counts, divisors
 from meshpar.schedules import SCHEDULES, step_refusal
 from meshpar.schedules.stage_splits import split_evenly
@@ -239,9 +239,10 @@ def _splits(like: Run, mesh: Layout) -> Iterator[tuple[int, ...] | Literal["cost
     workload, stages = like.workload, mesh.stage
     if stages > workload.layers:
         return
-    if workload.dense_layers:
-        yield BY_COST
     even = split_evenly(workload.layers, stages)
+    by_cost = replace(_PLAIN, stage=stages, splits=BY_COST)
+    if workload.dense_layers and stage_blocks_of(workload, by_cost) != even:
+        yield BY_COST
     longer = even.count(even[0])
     if longer == stages:
         return

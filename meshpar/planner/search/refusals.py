@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 from meshpar.errors import nearest
@@ -243,8 +244,13 @@ def stage_blocks_of(workload: Workload, layout: Layout) -> tuple[int, ...]:
     """
     if layout.splits != BY_COST:
         return stage_sizes(workload.layers, layout.stage, layout.chunks, layout.splits)
-    costs = [
+    costs = tuple(
         workload.active_block_parameters(moe=workload.is_moe(layer))
         for layer in range(workload.layers)
-    ]
-    return split_by_cost(costs, layout.stage * layout.chunks)
+    )
+    return _by_cost(costs, layout.stage * layout.chunks)
+
+
+@lru_cache(maxsize=256)
+def _by_cost(costs: tuple[int, ...], num_stages: int) -> tuple[int, ...]:
+    return split_by_cost(costs, num_stages)
