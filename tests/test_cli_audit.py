@@ -18,6 +18,8 @@ from meshpar.audit.memory import Buffer, MemoryUse
 from meshpar.audit.reasons import Explained
 from meshpar.audit.report import AuditReport
 from meshpar.audit.targets import TargetError
+from meshpar.cli.main import main
+from meshpar.cli.parsing import longest_seq
 from tests.test_audit_targets import needs_tpu_compiler
 from tests.test_cli import status_of
 
@@ -253,3 +255,24 @@ def test_a_step_too_large_for_its_target_ends_with_1(capsys):
     assert (report["layout"], report["fits"]) == ("data=4", False)
     assert report["memory"]["capacity_bytes"] == 63 << 28  # 15.75 GiB
     assert report["target"] == "tpu:v5e:2x2"
+
+
+@pytest.mark.parametrize(
+    "preset, model, seq",
+    [
+        ("tiny-gpt2", None, 256),
+        ("tiny-gpt2", "seq=128", 128),
+        ("llama3-8b", None, 1024),
+        (None, "layers=1,hidden=32,heads=2,vocab=64,seq=16", 16),
+        (None, "layers=1,hidden=32,heads=2,vocab=64", 1024),
+        (None, None, 1024),
+    ],
+)
+def test_a_model_is_compiled_for_sequences_that_it_takes(preset, model, seq):
+    assert longest_seq(preset, model, most=1024) == seq
+
+
+def test_the_size_seq_of_a_model_is_what_is_compiled(capsys):
+    sizes = "layers=1,hidden=32,heads=2,vocab=64,seq=16"
+    assert main(["audit", "--model", sizes, "--layout", "data=1"]) == 0
+    assert "compiled for" in capsys.readouterr().out

@@ -60,8 +60,16 @@ def test_where_the_extra_is_absent_one_line_says_how_to_get_it(
 def test_a_folder_is_no_file_to_write(tmp_path):
     folder = tmp_path / "folder.html"
     folder.mkdir()
-    with pytest.raises(InputError, match="cannot be written: name a file"):
-        destination.check_file("--html", str(folder))
+    with pytest.raises(InputError, match="--plot .* is a folder; name a file in it"):
+        destination.check_picture("--plot", str(folder), destination.PAGES)
+
+
+def test_asking_whether_a_file_can_be_written_leaves_no_trace(tmp_path):
+    old, new = tmp_path / "old.html", tmp_path / "new.html"
+    old.write_text("kept")
+    for path in (old, new):
+        assert destination.output_file(str(path)) == str(path)
+    assert old.read_text() == "kept" and not new.exists()
 
 
 @pytest.mark.parametrize("path", sources("meshpar", "recipes"))

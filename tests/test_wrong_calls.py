@@ -21,6 +21,23 @@ SCHEDULE = "schedule --schedule 1f1b --stages 4 --microbatches 8"
 LINT = "lint --preset tiny --layout data=2"
 AUDIT = "audit --preset tiny --layout data=2"
 
+# Name of a file -> what it changes of an H100, and what is told of it.
+DEVICE_FILES = {
+    name: (f'like = "h100-80gb"\n{words}', message)
+    for name, words, message in (
+        ("slow", "link_bytes_per_s = 1e-300", "link_bytes_per_s=1e-300: must be at le"),
+        ("fast", "network_bytes_per_s = 1e30", "network_bytes_per_s=1e+30: must be at"),
+        ("nan", "host_bytes_per_s = nan", "host_bytes_per_s=nan must be a positive"),
+        ("large", "memory_bytes = 1e300", "memory_bytes=1e+300: must be at least 1000"),
+        ("dims", "torus_dims = 9", "torus_dims=9: must be at least 0 and at most 6"),
+        ("joined", "domain_devices = 99999999", "domain_devices=1e+08: must be at lea"),
+        ("late", "[efficiency]\nlaunch_s = 1e6", "launch_s=1e+06: must be at least 0"),
+        ("far", "[efficiency]\nnetwork_hop_s = 60", "network_hop_s=60: must be at lea"),
+        ("lost", "[efficiency]\nmatmul = nan", "matmul=nan: must be above 0 and at mo"),
+        ("peak", "[peak_flops]\nbf16 = 1e40", "peak_flops bf16=1e+40: must be at lea"),
+    )
+}
+
 COMMANDS = [
     # Misspelt words, with the nearest.
     ("lnt", "invalid choice: 'lnt'; did you mean 'lint'"),
@@ -60,6 +77,33 @@ COMMANDS = [
     (f"{AUDIT},tensor=3", "does not divide over mesh axis 'tensor' of size 3; blocks."),
     ("fuzz --preset tiny --devices -1", "--devices: '-1' must be a whole number"),
     ("fuzz --preset tiny --seed -1", "--seed -1: must be at least 0"),
+    (f"{PLAN} --seq 99999999999999999999", "--seq: '99999999999999999999' must be a"),
+    (f"{PLAN} --seq 9999999999", "9999999999 tokens: give at most 1000000000 each"),
+    (f"{PLAN} --seq {'9' * 5000}", f"--seq: '{'9' * 40}...' must be a whole number"),
+    ("plan --model gpt2 --devices 8 --global-batch 8 --seq 4096", "seq=1024 learned"),
+    (f"{ESTIMATE} fsdp=8,microbatches={10**20}", "tokens: give at most 1000000000"),
+    (f"{ESTIMATE} fsdp={10**20}", "devices or hosts: give at most 1000000"),
+    ("plan --model llama3-8b --devices 735134400 --global-batch 8", "at most 1000000"),
+    ("show --model llama3-8b --layout fsdp=-1 --json", "give --devices N, or give the"),
+    (f"{ESTIMATE} fsdp=-1 --hosts 2", "'fsdp' is -1, so its size depends on the dev"),
+    (f"{SCHEDULE} --hop-ms nan", "'nan' must be milliseconds, 0 or more and at most"),
+    (
+        "schedule --schedule 1f1b --stages 1000000 --microbatches 1000000",
+        "1000000000000 forwards; give at most 1000000",
+    ),
+    (f"{PLAN} --tokens nan", "--tokens: 'nan' must be above 0, and finite"),
+    (f"{PLAN} --tokens 1e12 --price -2", "--price: '-2' must be above 0, and finite"),
+    (f"{PLAN} --tokens 1e12 --mtbf 0", "--mtbf: '0' must be above 0, and finite"),
+    (f"{PLAN} --price 2", "--price is of a whole training; give --tokens N"),
+    (f"{PLAN} --mtbf 24", "--mtbf is of a whole training; give --tokens N"),
+    (f"{PLAN} --tokens 1e12 --restart-s 9", "--restart-s matters where devices fail"),
+    (f"{PLAN} --tokens 1e12 --mtbf 1e-9", "the training never ends; give a longer"),
+    (f"{PLAN} --measure 0", "--measure: '0' must be a whole number of at least 1"),
+    # Residuals that no block names.
+    (f"{PLAN} --keep remat=save:nosuch", "no block names a residual 'nosuch'; known:"),
+    (f"{PLAN} --keep remat=offload:mlp_up", "'mlp_up'; did you mean 'mlp_gate_up'"),
+    (f"{PLAN} --layout remat=save:nosuch", "no block names a residual 'nosuch'; known"),
+    (f"{ESTIMATE} fsdp=8,remat=save:nosuch", "no block names a residual 'nosuch'; kn"),
     # What must be said, and what excludes itself.
     ("", "the following arguments are required: COMMAND"),
     ("plan --model llama3-8b --devices 8", "a plan depends on the batch; give --glob"),
@@ -74,6 +118,8 @@ COMMANDS = [
     # Files.
     (f"{PLAN} --html no/such.html", "--html: 'no/such.html': there is no folder 'no'"),
     (f"{PLAN} --html .", "--html: '.' is a folder; name a file in it"),
+    (f"{PLAN} --html /proc/no.html", "--html: '/proc/no.html' cannot be written (No s"),
+    ("show --preset tiny --layout data=2 --html no/such.html", "there is no folder"),
     (f"{SCHEDULE} --plot no/such.svg", "--plot: 'no/such.svg': there is no folder"),
     (f"{SCHEDULE} --plot x.pdf", "--plot 'x.pdf': no picture of that kind"),
     (f"{SCHEDULE} --trace no/such.json", "--trace: 'no/such.json': there is no folder"),
@@ -83,6 +129,10 @@ COMMANDS = [
     ("schedule --schedule bytes.csv", "schedule 'bytes.csv' is no text"),
     (f"{PLAN} --hardware missing.toml", "cannot read 'missing.toml' as TOML"),
     (f"{PLAN} --hardware wrong.toml", "cannot read 'wrong.toml' as TOML: Invalid"),
+    *(
+        (f"{PLAN} --hardware {name}.toml", message)
+        for name, (_, message) in DEVICE_FILES.items()
+    ),
     ("lint --model wrong.json --layout data=2", "cannot read 'wrong.json' as JSON"),
     ("lint --model-from own:none --layout data=2", "gives a NoneType, not a meshpar.M"),
     ("lint --model-from own:no --layout data=2", "module 'own' has no attribute 'no'"),
@@ -95,6 +145,8 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "bytes.csv").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "wrong.toml").write_text("x = [")
     (tmp_path / "wrong.json").write_text("{")
+    for name, (text, _) in DEVICE_FILES.items():
+        (tmp_path / f"{name}.toml").write_text(text)
     (tmp_path / "own.py").write_text("def none(**sizes):\n    pass\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)

@@ -17,6 +17,7 @@ from meshpar.cli.parsing import (
     add_model_arguments,
     import_function,
     layout_of,
+    longest_seq,
     model_of,
 )
 from meshpar.cli.report.destination import PAGES, check_picture
@@ -42,8 +43,9 @@ STATUSES = "0 done, 1 hazards, it does not fit, or --strict and surprises, 2 bad
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this subcommand's options."""
     add_model_arguments(parser)
-    add_layout_arguments(parser)
-    parser.set_defaults(seq=_SEQ)
+    add_layout_arguments(
+        parser, seq=None, seq_default=f"the model's own, at most {_SEQ}"
+    )
     add = parser.add_argument
     add(
         "--recipe",
@@ -174,14 +176,15 @@ def _step_of(
         max_grad_norm=1.0,
     )
     least = layout.batch_shards * layout.microbatches
-    return step, traced_batch(step.model, args.global_batch or least, args.seq)
+    seq = args.seq or longest_seq(args.preset, args.model, most=_SEQ)
+    return step, traced_batch(step.model, args.global_batch or least, seq)
 
 
 def _of_recipe(
     args: argparse.Namespace, layout: Layout, mesh: AbstractMesh | None
 ) -> tuple[TrainStep, Batch]:
-    chosen = (args.preset, args.model, args.global_batch)
-    if any(value is not None for value in chosen) or args.seq != _SEQ:
+    chosen = (args.preset, args.model, args.global_batch, args.seq)
+    if any(value is not None for value in chosen):
         raise InputError(
             f"--recipe {args.recipe!r} has its own model and batch; leave --preset, "
             "--model, --global-batch and --seq out"

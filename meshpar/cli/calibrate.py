@@ -7,7 +7,8 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from meshpar.cli.parsing import output_file, positive
+from meshpar.cli.parsing import positive
+from meshpar.cli.report.destination import output_file
 from meshpar.errors import InputError
 from meshpar.hardware.devices import DEVICES
 from meshpar.planner.machine.clusters import device_of

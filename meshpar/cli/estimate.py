@@ -23,6 +23,9 @@ from meshpar.planner.workload.shapes import workload_of
 from meshpar.planner.workload.workload import Workload
 from meshpar.train.layout_refusals import layout_refusals
 
+_MOST_DEVICES = 1_000_000
+"""Beyond any machine, and as many as a search can factor."""
+
 _PLANNED_AXES = ("context", "expert")
 
 
@@ -107,8 +110,6 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints the estimate; 0 if it fits, 1 if it does not."""
     layout = Layout.parse(args.layout)
-    if args.devices is None and ":" not in args.hardware:
-        check_sizes(layout)
     cluster = cluster_for(args, layout)
     workload, execution = workload_for(args), execution_of(args.execution)
     planned = _refused(layout.resolve(cluster.num_devices), execution)
@@ -161,7 +162,12 @@ def cluster_for(args: argparse.Namespace, layout: Layout | None = None) -> Clust
     """
     devices = args.devices
     if devices is None and layout is not None and ":" not in args.hardware:
+        check_sizes(layout)
         devices = layout.num_devices
+    if max(devices or 0, args.hosts or 0) > _MOST_DEVICES:
+        raise InputError(
+            f"{devices or args.hosts} devices or hosts: give at most {_MOST_DEVICES}"
+        )
     return cluster_of(args.hardware, devices=devices, hosts=args.hosts)
 
 

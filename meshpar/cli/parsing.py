@@ -27,6 +27,12 @@ _NO_SIZES = {
 }
 """Arguments of a builder that have an option of their own, and which."""
 
+_MOST = 10**12
+"""Of anything that an option counts: bytes of an array are the largest."""
+
+_SHOWN = 40
+"""Characters of a wrong value that its error quotes."""
+
 
 class OneLineParser(argparse.ArgumentParser):
     """Ends on bad input with one line on stderr and status 2; its help has defaults."""
@@ -87,8 +93,19 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that choose a layout and a batch."""
+def add_layout_arguments(
+    parser: argparse.ArgumentParser,
+    *,
+    seq: int | None = 128,
+    seq_default: str = "%(default)s",
+) -> None:
+    """Adds the options that choose a layout and a batch.
+
+    Args:
+        parser: What they are added to.
+        seq: Tokens of a sequence where none are given.
+        seq_default: The same in words.
+    """
     parser.add_argument(
         "--layout",
         metavar="LINE",
@@ -110,9 +127,9 @@ def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seq",
         type=positive,
-        default=128,
+        default=seq,
         metavar="N",
-        help="tokens of a sequence (default: %(default)s)",
+        help=f"tokens of a sequence (default: {seq_default})",
     )
 
 
@@ -120,24 +137,29 @@ def positive(text: str) -> int:
     """The whole number of an option that must be at least 1, as argparse's `type`.
 
     Raises:
-        argparse.ArgumentTypeError: It is no whole number, or below 1.
+        argparse.ArgumentTypeError: It is no whole number, below 1, or beyond any run.
     """
     try:
         number = int(text)
     except ValueError:
         number = 0
-    if number < 1:
+    if not 1 <= number <= _MOST:
         raise argparse.ArgumentTypeError(
-            f"{text!r} must be a whole number of at least 1"
+            f"{_shown(text)} must be a whole number of at least 1 and at most {_MOST}"
         )
     return number
+
+
+def _shown(text: str) -> str:
+    """What was given, short enough for a line."""
+    return repr(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}...")
 
 
 def not_negative(text: str) -> int:
     """The whole number of an option that may be 0, as argparse's `type`.
 
     Raises:
-        argparse.ArgumentTypeError: It is no whole number, or below 0.
+        argparse.ArgumentTypeError: It is no whole number, below 0, or beyond any run.
     """
     return 0 if text == "0" else positive(text)
 
@@ -155,23 +177,6 @@ def above_zero(text: str) -> float:
     if not 0 < number < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} must be above 0, and finite")
     return number
-
-
-def output_file(text: str) -> str:
-    """The path of a file to write, as argparse's `type`: told before the work.
-
-    Raises:
-        argparse.ArgumentTypeError: It is a folder, or its folder is not there.
-    """
-    path = Path(text)
-    if path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} is a folder; name a file in it")
-    if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(
-            f"{text!r}: there is no folder {str(path.parent)!r}; make it, or name "
-            "another"
-        )
-    return text
 
 
 def one_line(error: Exception) -> str:
@@ -240,6 +245,28 @@ def model_of(args: argparse.Namespace) -> Model:
             "meshpar.Model; name a function that returns one"
         )
     return model
+
+
+def longest_seq(preset: str | None, model: str | None, *, most: int) -> int:
+    """Tokens that a model of the options takes at a time, as far as they say it.
+
+    Args:
+        preset: The option.
+        model: The option.
+        most: What stands where the model takes more, or nobody says.
+
+    Example:
+        >>> longest_seq("tiny-gpt2", None, most=1024), longest_seq(None, None, most=64)
+        (256, 64)
+    """
+    from meshpar.planner.workload.shapes import SHAPES, workload_of
+
+    if model and Path(model).suffix == ".json":
+        return min(most, workload_of(model).seq)
+    sizes = parse_sizes(model) if model else {}
+    known = SHAPES[preset].seq if preset in SHAPES else most
+    own = sizes.get("seq", sizes.get("max_seq", known))
+    return min(most, own) if isinstance(own, int) and own > 0 else most
 
 
 def parse_sizes(text: str) -> dict[str, int | float | bool | str]:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshpar.cli.estimate import add_workload_arguments, cluster_for, workload_for
-from meshpar.cli.parsing import above_zero, output_file, positive
-from meshpar.cli.report.destination import PAGES, check_picture
+from meshpar.cli.measure import Measured, check_measurable, measure
+from meshpar.cli.parsing import above_zero, positive
+from meshpar.cli.plan_training import add_training_arguments, training_of
+from meshpar.cli.report.destination import PAGES, check_picture, output_file
 from meshpar.errors import InputError
 from meshpar.layout import MESH_AXES
 from meshpar.planner.cost.estimate import (
@@ -27,7 +30,11 @@ from meshpar.planner.search.nearest_fit import nearest_fit
 from meshpar.planner.search.search import Request, SearchResult, search
 from meshpar.planner.search.sensitivity import sensitivities
 from meshpar.planner.search.space import BUILT_AXES
+from meshpar.planner.search.training_cost import TrainingCost, training_cost
 from meshpar.planner.workload.shapes import PUBLISHED, SHAPES
+
+if TYPE_CHECKING:  # It needs jax.
+    from meshpar.cli.confirm import Confirmed
 
 _GIB = 1 << 30
 _SHOWN = 12
@@ -81,6 +88,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "predicted against compiled bytes",
     )
     add(
+        "--measure",
+        type=positive,
+        metavar="K",
+        help="run some steps of the first K on this machine's devices, or on virtual "
+        "ones where --hardware is a CPU's file; print predicted against measured, and "
+        "the efficiency that fits (default: nothing is run)",
+    )
+    add_training_arguments(parser)
+    add(
         "--html",
         type=output_file,
         metavar="FILE",
@@ -102,30 +118,55 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(validate.as_json(rows)) if args.json else validate.text(rows))
         return 0 if all(summary.met for summary in validate.summaries(rows)) else 1
     request = _request(args)
+    training = training_of(args)
+    if args.measure is not None:
+        check_measurable(request.cluster)
     found = search(request, num_plans=args.plans)
     if not found.plans:
         return _nothing_fits(args, request, found)
-    report: dict[str, Any] = found.as_json()
-    best = found.plans[0]
-    report["sensitivity"] = [change.as_json() for change in sensitivities(best)]
+    costs = [training_cost(plan, training) for plan in found.plans if training]
+    measured = None
+    if args.measure is not None:
+        measured = measure(args, found.plans[: args.measure])
     confirmed = []
     if args.confirm is not None:
         from meshpar.cli.confirm import confirm  # jax, which nothing else here needs
 
         confirmed = confirm(args, found.plans[: args.confirm])
-        report["confirmed"] = [one.as_json() for one in confirmed]
-    if args.html:
+    if args.json:
+        print(json.dumps(_report(found, costs, confirmed, measured)))
+    else:
+        lines = [*_text(found, costs), "", _how_to_run(args, found.plans[0])]
+        for one in confirmed:
+            lines += ["", *one.lines()]
+        if measured:
+            lines += ["", *measured.lines()]
+        print("\n".join(lines))
+    if args.html:  # last: what cannot be written loses nothing
         from meshpar.cli.report.plan_page import plan_page
 
-        Path(args.html).write_text(plan_page(found, confirmed), encoding="utf-8")
-    if args.json:
-        print(json.dumps(report))
-        return 0
-    lines = [*_text(found), "", _how_to_run(args, best)]
-    for one in confirmed:
-        lines += ["", *one.lines()]
-    print("\n".join(lines))
+        page = plan_page(found, confirmed, costs, measured)
+        Path(args.html).write_text(page, encoding="utf-8")
     return 0
+
+
+def _report(
+    found: SearchResult,
+    costs: Sequence[TrainingCost],
+    confirmed: Sequence[Confirmed],
+    measured: Measured | None,
+) -> dict[str, Any]:
+    """What `--json` prints."""
+    report: dict[str, Any] = found.as_json()
+    best = found.plans[0]
+    report["sensitivity"] = [change.as_json() for change in sensitivities(best)]
+    for plan, cost in zip(report["plans"], costs, strict=False):
+        plan["training"] = cost.as_json()
+    if confirmed:
+        report["confirmed"] = [one.as_json() for one in confirmed]
+    if measured is not None:
+        report.update(measured.as_json())
+    return report
 
 
 def _request(args: argparse.Namespace) -> Request:
@@ -166,8 +207,9 @@ def _nothing_fits(
     return 1
 
 
-def _text(found: SearchResult) -> list[str]:
+def _text(found: SearchResult, costs: Sequence[TrainingCost]) -> list[str]:
     best = found.plans[0]
+    training = ["", "the whole training, plan by plan:"] if costs else []
     return [
         f"{found.considered_count:,} layouts considered in {found.seconds:.1f} s, "
         f"{found.estimated_count:,} of them estimated; the others fall to bounds",
@@ -178,6 +220,8 @@ def _text(found: SearchResult) -> list[str]:
         "",
         "plans, fastest first:",
         *(_row(plan) for plan in found.plans),
+        *training,
+        *(f"  {cost.text}" for cost in costs),
         "",
         "smallest for their time:",
         *(_row(plan) for plan in found.front),

@@ -9,8 +9,13 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from meshpar.cli.parsing import output_file, positive
-from meshpar.cli.report.destination import PAGES, PICTURES, check_file, check_picture
+from meshpar.cli.parsing import positive
+from meshpar.cli.report.destination import (
+    PAGES,
+    PICTURES,
+    check_picture,
+    output_file,
+)
 from meshpar.errors import InputError
 from meshpar.schedules import (
     SCHEDULES,
@@ -33,6 +38,9 @@ from meshpar.schedules.render_trace import trace_events
 _PIPE_COLUMNS = 160
 _LONGEST_MS = 10**9
 
+
+_MOST_FORWARDS = 1_000_000
+"""As many as are simulated in some seconds."""
 
 EXAMPLE = "meshpar schedule --schedule 1f1b --stages 4 --microbatches 8"
 STATUSES = "0 done, 1 the schedule is wrong, 2 bad input"
@@ -99,8 +107,6 @@ def run(args: argparse.Namespace) -> int:
     """Prints the timeline; 1 if the schedule is wrong."""
     if args.plot:
         check_picture("--plot", args.plot, {**PICTURES, **PAGES})
-    if args.trace:
-        check_file("--trace", args.trace)
     schedule = _schedule_of(args)
     found = problems(schedule, max_in_flight=args.max_in_flight)
     if found:
@@ -132,6 +138,12 @@ def _schedule_of(args: argparse.Namespace) -> Schedule:
         raise InputError(
             f"--schedule {args.schedule}: how large? give --stages N and "
             "--microbatches N"
+        )
+    actions = args.stages * args.microbatches * (args.chunks or 1)
+    if actions > _MOST_FORWARDS:
+        raise InputError(
+            f"--stages {args.stages} of --microbatches {args.microbatches} are "
+            f"{actions} forwards; give at most {_MOST_FORWARDS}"
         )
     return make_schedule(args.schedule, args.stages, args.microbatches, args.chunks)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from meshpar.cli.estimate import add_arguments as add_estimate_arguments
 from meshpar.cli.estimate import cluster_for, workload_for
-from meshpar.cli.report.destination import PAGES, check_picture
+from meshpar.cli.report.destination import PAGES, check_picture, output_file
 from meshpar.errors import InputError
 from meshpar.layout import Layout
 from meshpar.planner.cost.estimate import Estimate, estimate
@@ -26,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_estimate_arguments(parser)
     parser.add_argument(
         "--html",
+        type=output_file,
         metavar="FILE",
         help="where the page goes, one file (default: no page; needs meshpar[plots])",
     )

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from meshpar.errors import InputError
 from meshpar.hardware.attention_kernels import Kernel, kernel_of
 from meshpar.hardware.efficiency import Efficiency, is_number
+from meshpar.hardware.plausible import check_plausible
 
 PLATFORMS = ("gpu", "tpu", "cpu")
 """What a device can be."""
@@ -54,7 +55,8 @@ class Device:
         pod_devices: Most devices of one slice of a torus; 0 for no limit.
 
     Raises:
-        InputError: An unknown platform, or a number that is not positive.
+        InputError: An unknown platform, or a number that is not positive or that no
+            device has.
     """
 
     name: str
@@ -89,6 +91,7 @@ class Device:
                     f"hardware {self.name!r}: {count}={value!r} must be a whole number "
                     f"of at least {least}"
                 )
+            check_plausible(f"hardware {self.name!r}:", count, value)
         numbers = {
             field.name: getattr(self, field.name)
             for field in fields(self)
@@ -101,6 +104,7 @@ class Device:
                     f"hardware {self.name!r}: {name}={number!r} must be a positive "
                     "number"
                 )
+            check_plausible(f"hardware {self.name!r}:", name, number)
         kernels = {
             name: kernel_of(self.name, name, value)
             for name, value in self.attention_kernels.items()

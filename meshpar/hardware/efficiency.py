@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, fields
 
 from meshpar.errors import InputError
+from meshpar.hardware.plausible import check_plausible
 
 
 def is_number(value: object) -> bool:
@@ -36,7 +37,7 @@ class Efficiency:
             kernels beside it; 0 where engines of their own move the bytes.
 
     Raises:
-        InputError: A fraction outside of 0 to 1, or a negative time.
+        InputError: A fraction outside of 0 to 1, or a time that no device has.
     """
 
     matmul: float
@@ -76,3 +77,4 @@ class Efficiency:
                 raise InputError(
                     f"efficiency {name}={getattr(self, name)}: must be 0 or more"
                 )
+            check_plausible("efficiency", name, getattr(self, name))

@@ -1,8 +1,8 @@
-"""Where a picture goes, checked before the work that it shows."""
+"""Where a file goes, checked before the work whose outcome it holds."""
 
 from __future__ import annotations
 
-import os
+import argparse
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +16,39 @@ PICTURES = {".png": "matplotlib", ".svg": "matplotlib"}
 """Suffix of a picture -> what draws it."""
 
 
+def output_file(text: str) -> str:
+    """The path of a file to write, as argparse's `type`: told before the work.
+
+    Raises:
+        argparse.ArgumentTypeError: It is a folder, its folder is not there, or nothing
+            can be written there.
+    """
+    if problem := file_problem(text):
+        raise argparse.ArgumentTypeError(problem)
+    return text
+
+
+def file_problem(text: str) -> str:
+    """Why no file can be written there, and a way out; empty where one can be."""
+    path = Path(text)
+    if path.is_dir():
+        return f"{text!r} is a folder; name a file in it"
+    if not path.parent.is_dir():
+        return (
+            f"{text!r}: there is no folder {str(path.parent)!r}; make it, or name "
+            "another"
+        )
+    was_there = path.exists()
+    try:
+        with path.open("ab"):  # What permissions say is not what a disk allows.
+            pass
+    except OSError as error:
+        return f"{text!r} cannot be written ({error.strerror}); name another file"
+    if not was_there:
+        path.unlink()
+    return ""
+
+
 def check_picture(option: str, path: str, drawn_by: Mapping[str, str]) -> None:
     """Passes a path that a picture can be written to.
 
@@ -25,7 +58,8 @@ def check_picture(option: str, path: str, drawn_by: Mapping[str, str]) -> None:
         drawn_by: Suffix -> the library that is needed for it.
 
     Raises:
-        InputError: Another suffix, no such folder, or the library is not installed.
+        InputError: Another suffix, no file can be written there, or the library is not
+            installed.
     """
     library = drawn_by.get(Path(path).suffix)
     if library is None:
@@ -33,27 +67,10 @@ def check_picture(option: str, path: str, drawn_by: Mapping[str, str]) -> None:
             f"{option} {path!r}: no picture of that kind; end it in "
             f"{' or '.join(drawn_by)}"
         )
-    check_file(option, path)
+    if problem := file_problem(path):
+        raise InputError(f"{option} {problem}")
     if find_spec(library) is None:
         raise InputError(
             f"{option} {path!r} is drawn by {library}, which is not installed: "
             "pip install 'meshpar[plots]'"
-        )
-
-
-def check_file(option: str, path: str) -> None:
-    """Passes a path that a file can be written to.
-
-    Raises:
-        InputError: Its folder is none, or it is a folder itself.
-    """
-    folder = Path(path).parent
-    if not folder.is_dir():
-        raise InputError(
-            f"{option} {path!r}: no folder {str(folder)!r}; make it first, or name "
-            "another"
-        )
-    if Path(path).is_dir() or not os.access(folder, os.W_OK):
-        raise InputError(
-            f"{option} {path!r} cannot be written: name a file in a folder of your own"
         )

@@ -9,24 +9,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from dataclasses import replace
+from itertools import product
+from typing import Literal, NamedTuple
 
-from meshpar.layout import STAGE_REMATS, Layout
+from meshpar.layout import BY_COST, STAGE_REMATS, Layout
 from meshpar.planner.cost.block_time import block_time
 from meshpar.planner.cost.memory import rank_memory
 from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.shared_costs import SharedCosts, shared_costs
+from meshpar.planner.cost.stage_time import tick_overhead
 from meshpar.planner.cost.step_time import straggler_fraction
+from meshpar.planner.search.mesh_choices import MeshChoices
 from meshpar.planner.search.refusals import stage_blocks_of
-from meshpar.planner.search.space import MeshChoices, Variant, variant_of, with_variant
+from meshpar.planner.search.space import Variant, variant_of, with_variant
 from meshpar.planner.workload.activations import (
     everything_bytes,
     kept_bytes,
     stage_input_bytes,
 )
 from meshpar.schedules import SCHEDULES
+from meshpar.schedules.stage_splits import stage_sizes
 
 _PLAIN = Layout()
+_ROUNDING = 1e-12
+"""Part of a time that two sums of the same parts may differ by."""
+
+_EVEN = (_PLAIN.schedule, 1, ())
 
 
 class Bound(NamedTuple):
@@ -68,6 +77,7 @@ class Bounds:
         self._kinds = tuple((kind, count) for kind, count in kinds if count)
         self._blocks: dict[tuple, tuple[_Block, ...]] = {}
         self._of_meshes: dict[tuple, SharedCosts] = {}
+        self._overheads: dict[tuple, float] = {}
 
     def run(self, mesh: Layout, variant: Variant) -> Run:
         """That layout as a run."""
@@ -92,12 +102,21 @@ class Bounds:
             return self.bound(mesh, next(choices.variants()))
         few, many = min(choices.microbatches), max(choices.microbatches)
         fast, small = choices.remats[0], choices.remats[-1]
-        chunks = max(chunks for _, chunks in choices.schedules)
-        state, ways = choices.states[0], choices.sequence_parallel
-        name = _PLAIN.schedule
-        plain = [Variant(few, name, 1, *state, seq, fast) for seq in ways]
-        least = [Variant(many, name, chunks, *state, seq, small) for seq in ways]
-        shared = self._least_shared(mesh, plain[0], choices.states)
+        chunks = max(chunks for _, chunks, _ in choices.schedules)
+        some = next(choices.variants())._replace(schedule=_PLAIN.schedule, splits=())
+        plain, least = (
+            [
+                some._replace(
+                    microbatches=count,
+                    chunks=each,
+                    remat=remat,
+                    sequence_parallel=sequence,
+                )
+                for sequence in choices.sequence_parallel
+            ]
+            for count, each, remat in ((few, 1, fast), (many, chunks, small))
+        )
+        shared = self._least_shared(mesh, plain[0], choices)
         ticks = float(few)
         if self._like.execution.lock_step:
             # Filling takes a tick of a chunk for every rank, and ticks are shortest
@@ -108,8 +127,10 @@ class Bounds:
         held = min(many, mesh.stage, *self._least_held(mesh, choices, many))
         # What one of them makes again, another may have kept.
         again = len(choices.remats) == 1
+        own = min(self._own_blocks(mesh, *one) for one in choices.schedules)
         memory = min(
-            self._memory(mesh, variant, shared, held, again=again) for variant in least
+            self._memory(mesh, variant, shared, held, own, again=again)
+            for variant in least
         )
         return Bound(step_s, memory)
 
@@ -120,9 +141,11 @@ class Bounds:
         ticks += mesh.stage - 1 if lock_step else 0
         held = held_microbatches(mesh.stage, variant, lock_step=lock_step)
         shared = self._shared(mesh, variant)
+        scheduled = variant.schedule, variant.chunks, variant.splits
+        own = self._own_blocks(mesh, *scheduled)
         return Bound(
             self._step_s(mesh, variant, shared, ticks),
-            self._memory(mesh, variant, shared, held),
+            self._memory(mesh, variant, shared, held, own),
         )
 
     def memory_bytes(self, run: Run) -> float:
@@ -137,7 +160,7 @@ class Bounds:
     ) -> float:
         layers = self._like.workload.layers
         places = _places(layers, mesh.stage, variant.chunks, self._kinds)
-        tick_s = self._head_s(mesh, variant)
+        tick_s = self._overhead_s(mesh, variant)
         blocks = self._blocks_of(mesh, variant)
         cores = self._like.cluster.device.efficiency.collective_cores
         for (_, count), block, gather_s, bare_s in zip(
@@ -149,7 +172,7 @@ class Bounds:
                 tick_s += places * count / layers * (block.total_s[way] + exposed_s)
         # What is hidden takes cores, and all devices wait for the slowest.
         slowest = 1 + straggler_fraction(self._like)
-        return (ticks * tick_s + shared.once_s) * slowest
+        return (ticks * tick_s + shared.once_s) * slowest * (1 - _ROUNDING)
 
     def _memory(
         self,
@@ -157,11 +180,11 @@ class Bounds:
         variant: Variant,
         shared: SharedCosts,
         held: float,
+        own: int,
         *,
         again: bool = True,
     ) -> float:
         blocks = self._blocks_of(mesh, variant)
-        own = self._like.workload.layers // mesh.stage
         if variant.remat in STAGE_REMATS:
             # The stage that is computed again; all its inputs wait as well.
             kept = min(block.inner_bytes for block in blocks) * own / variant.chunks
@@ -173,6 +196,43 @@ class Bounds:
         if self._like.execution.eager or variant.remat == "none" or not again:
             return total
         return total + min(block.again_bytes for block in blocks)
+
+    def _own_blocks(
+        self,
+        mesh: Layout,
+        schedule: str,
+        chunks: int,
+        splits: tuple[int, ...] | Literal["cost"],
+    ) -> int:
+        """Blocks of the first rank, at least."""
+        layers = self._like.workload.layers
+        if not any(splits) or splits == BY_COST:
+            # By cost, some other rank has as many if the first has fewer.
+            return layers // mesh.stage if not any(splits) else 1
+        sizes = stage_sizes(layers, mesh.stage, chunks, splits)
+        stages = SCHEDULES[schedule].stages_of(0, mesh.stage, chunks)
+        return sum(sizes[stage] for stage in stages)
+
+    def _overhead_s(self, mesh: Layout, variant: Variant) -> float:
+        """Of a tick beside its blocks, whatever ZeRO adds to it."""
+        execution = self._like.execution
+        if not (execution.lock_step and execution.shared_ends):
+            return self._head_s(mesh, variant)
+        sizes = tuple(mesh.mesh_shape.values())
+        key = (sizes, variant.microbatches, variant.sequence_parallel)
+        if key not in self._overheads:
+            plain = Variant(*(getattr(_PLAIN, name) for name in Variant._fields))
+            run = self.run(
+                replace(mesh, zero_axes=()),
+                plain._replace(
+                    microbatches=variant.microbatches,
+                    sequence_parallel=variant.sequence_parallel,
+                    zero=1,
+                ),
+            )
+            found = tick_overhead(run)
+            self._overheads[key] = found.forward.total_s + found.backward.total_s
+        return self._overheads[key]
 
     def _head_s(self, mesh: Layout, variant: Variant) -> float:
         """Matmuls of the logits, of one tick."""
@@ -203,19 +263,22 @@ class Bounds:
     ) -> Iterator[float]:
         """What the first rank holds of so many microbatches, by each schedule."""
         like = next(choices.variants())._replace(microbatches=microbatches)
-        for schedule, chunks in choices.schedules:
+        for schedule, chunks, _ in choices.schedules:
             variant = like._replace(schedule=schedule, chunks=chunks)
             lock_step = self._like.execution.lock_step
             yield held_microbatches(mesh.stage, variant, lock_step=lock_step)
 
     def _least_shared(
-        self, mesh: Layout, like: Variant, states: tuple[tuple[int, str], ...]
+        self, mesh: Layout, like: Variant, choices: MeshChoices
     ) -> SharedCosts:
-        """The least of each, whichever of the states it is of."""
-        found = [
-            self._shared(mesh, like._replace(zero=zero, fsdp_gather=gather))
-            for zero, gather in states
-        ]
+        """The least of each, whichever of the choices it is of."""
+        found = []
+        one_of_each_split = {one[2]: one for one in choices.schedules}
+        for state, scheduled in product(choices.states, one_of_each_split.values()):
+            name, chunks, splits = scheduled if any(scheduled[2]) else _EVEN
+            variant = like.with_state(state)
+            variant = variant._replace(schedule=name, chunks=chunks, splits=splits)
+            found.append(self._shared(mesh, variant))
         if len(found) == 1:
             return found[0]
         state_bytes, once_s, gathers_s, bare_s = zip(*found, strict=True)
@@ -229,9 +292,13 @@ class Bounds:
         in_ticks = mesh.stage > 1 or variant.microbatches > 1
         batch = (mesh.data, mesh.fsdp, mesh.stage)
         sizes = (*batch, mesh.context, mesh.expert, mesh.tensor)
-        key = (sizes, variant.zero, variant.fsdp_gather, in_ticks)
+        stored = (variant.param_dtype, variant.optimizer_memory, variant.splits)
+        key = (sizes, variant.zero, variant.fsdp_gather, in_ticks, stored)
         if key not in self._of_meshes:
-            run = self.run(mesh, variant._replace(schedule=_PLAIN.schedule, chunks=1))
+            plain = variant
+            if not any(variant.splits):
+                plain = variant._replace(schedule=_PLAIN.schedule, chunks=1)
+            run = self.run(mesh, plain)
             kinds = tuple(moe for moe, _ in self._kinds)
             self._of_meshes[key] = shared_costs(run, kinds)
         return self._of_meshes[key]

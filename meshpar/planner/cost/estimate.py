@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from meshpar.errors import InputError
-from meshpar.layout import Layout, nearest
+from meshpar.layout import Layout
 from meshpar.planner.cost.memory import Memory, memory_of
 from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.step_time import StepTime, step_time
@@ -14,11 +14,7 @@ from meshpar.planner.cost.traffic_bytes import Sent, sent_in_a_step
 from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.machine.execution import MESHPAR, Execution
 from meshpar.planner.search.refusals import layout_problems, stage_blocks_of
-from meshpar.planner.workload.recomputation import NAMED
 from meshpar.planner.workload.workload import Workload
-
-_MOST = 10**9
-"""Sequences, and tokens of one: beyond any run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,10 +138,6 @@ def estimate(
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
     layout = layout.resolve(cluster.num_devices)
     seq = seq or workload.seq
-    if max(seq, global_batch) > _MOST:
-        raise InputError(
-            f"global batch {global_batch} of {seq} tokens: give at most {_MOST} each"
-        )
     problems = layout_problems(
         workload,
         layout,
@@ -156,7 +148,6 @@ def estimate(
     )
     for problem in problems:
         raise InputError(f"layout {str(layout)!r}: {problem.message}")
-    _refuse_unknown_names(workload, layout, execution)
     return estimate_run(
         Run(
             workload=workload,
@@ -168,22 +159,6 @@ def estimate(
             stage_blocks=stage_blocks or stage_blocks_of(workload, layout),
         )
     )
-
-
-def _refuse_unknown_names(
-    workload: Workload, layout: Layout, execution: Execution
-) -> None:
-    names = layout.residual_names
-    if names is None or execution.eager or workload.traced:
-        return
-    other = "mlp_up" if workload.gated else "mlp_gate_up"
-    known = [name for name in NAMED if name != other]
-    for name in names.every:
-        if name not in known:
-            raise InputError(
-                f"remat={layout.remat}: no block names a residual {name!r}; "
-                f"{nearest(name, known)}"
-            )
 
 
 def estimate_run(run: Run) -> Estimate:

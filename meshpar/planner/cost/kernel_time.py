@@ -6,6 +6,14 @@ from meshpar.hardware import matmul_time
 from meshpar.hardware.attention_kernels import Kernel
 from meshpar.planner.cost.run import Run
 
+HOST_SHARE = 0.4
+"""Of the host link's data sheet, what a device achieves while its neighbours copy too.
+
+A copy alone reaches about 0.8 of PCIe (25 of 32 GB/s: NVIDIA's bandwidthTest on an
+A100), and two devices share a switch's link to their processor in a DGX A100. An
+assumption of ours, not measured.
+"""
+
 
 def matmul_s(
     run: Run,
@@ -41,8 +49,8 @@ def memory_s(run: Run, num_bytes: float) -> float:
 
 
 def host_s(run: Run, num_bytes: float) -> float:
-    """Time to move so many bytes to the host's memory, or from there."""
-    return num_bytes / run.cluster.device.host_bytes_per_s
+    """Time to move so many bytes to the host's memory or back, at `HOST_SHARE`."""
+    return num_bytes / (HOST_SHARE * run.cluster.device.host_bytes_per_s)
 
 
 def fused_attention_s(run: Run, flops: float, head_dim: float) -> float:

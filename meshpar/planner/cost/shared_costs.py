@@ -30,6 +30,8 @@ def shared_costs(run: Run, kinds: tuple[bool, ...]) -> SharedCosts:
     layout, parameters = run.layout, rank_parameters(run, 0)
     whole = layout.zero == 3 and run.gathers_once
     weight_bytes, state_bytes = stored_bytes(run)
+    if layout.optimizer_memory == "host":
+        state_bytes = 0
     gradient_bytes = run.execution.gradient_bytes
     state = sum(
         parameters * each / (run.state_shards if layout.zero >= level else 1)

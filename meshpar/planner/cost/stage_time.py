@@ -40,12 +40,7 @@ def stage_times(run: Run) -> tuple[StageTime, ...]:
     }
     gathered = {moe: _gathered(run, times[moe], moe=moe) for moe in times}
     ends = _Ends.of(run)
-    hops = hop_rows(run) if not run.execution.hop_overlap else ()
-    waited = Cost(0.0, {"stage": run.execution.hop_wait_s} if hops else {})
-    beside = {MATMULS: math.inf}  # those of a whole tick
-    up, down = (
-        waited + exposed(run, of_pass(hops, way), beside) for way in ("up", "down")
-    )
+    up, down = _hops(run)
     first_layer, stages = 0, []
     for stage, num_blocks in enumerate(run.stage_blocks):
         forward, backward = ends.of_stage(run, stage)
@@ -57,6 +52,27 @@ def stage_times(run: Run) -> tuple[StageTime, ...]:
         stages.append(StageTime(forward + up, backward + down))
         first_layer += num_blocks
     return tuple(stages)
+
+
+def tick_overhead(run: Run) -> StageTime:
+    """What a tick has beside its blocks, where all ranks do the same in every tick.
+
+    Its share of embedding and head, and the hops that no work hides.
+    """
+    up, down = _hops(run)
+    forward, backward = _Ends.of(run).of_stage(run, 0)
+    return StageTime(forward + up, backward + down)
+
+
+def _hops(run: Run) -> tuple[Cost, Cost]:
+    """An activation's to the next stage, and a gradient's to the one before."""
+    hops = hop_rows(run) if not run.execution.hop_overlap else ()
+    waited = Cost(0.0, {"stage": run.execution.hop_wait_s} if hops else {})
+    beside = {MATMULS: math.inf}  # those of a whole tick
+    up, down = (
+        waited + exposed(run, of_pass(hops, way), beside) for way in ("up", "down")
+    )
+    return up, down
 
 
 def _gathered(run: Run, time: BlockTime, *, moe: bool) -> StageTime:

@@ -13,8 +13,9 @@ from meshpar.planner.cost.bounds import Bound, Bounds
 from meshpar.planner.cost.estimate import Estimate, estimate_run
 from meshpar.planner.cost.memory import memory_of
 from meshpar.planner.cost.run import Run
+from meshpar.planner.search.mesh_choices import MeshChoices
 from meshpar.planner.search.rejection import Rejected
-from meshpar.planner.search.space import MeshChoices, Variant
+from meshpar.planner.search.space import Variant
 
 FRONT_REACH = 1.5
 """Times the fastest plan's step, beyond which less memory is not worth it."""

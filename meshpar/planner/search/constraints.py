@@ -39,11 +39,6 @@ class Constraints:
         refused = step_refusal(Layout(**self.kept).schedule)
         if refused is not None:
             raise InputError(refused)
-        if "splits" in self.kept:
-            raise InputError(
-                "a search splits the layers evenly, so that it cannot keep splits="
-                f"{self.kept['splits']}; ask `meshpar estimate` about that layout"
-            )
         for axis in MESH_AXES:
             if self.kept.get(axis) == -1:
                 raise InputError(

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
+from meshpar.errors import nearest
 from meshpar.layout import BY_COST, Layout
 from meshpar.planner.machine.execution import MESHPAR, Execution
+from meshpar.planner.workload.recomputation import NAMED
 from meshpar.planner.workload.workload import Workload
 from meshpar.schedules import size_refusals, step_refusal
 from meshpar.schedules.stage_splits import split_by_cost, split_problem, stage_sizes
 
 _PLAIN = Layout()
+
+_MOST = 10**9
+"""Sequences, and tokens of one: beyond any run."""
 
 
 class Problem(NamedTuple):
@@ -46,14 +52,11 @@ def layout_problems(
         stage_blocks: Blocks of every stage, where the layout cannot say it.
         execution: The program that runs it; ours splits evenly or not at all.
     """
-    if global_batch < 1 or seq < 1:
-        return [
-            Problem(
-                "global_batch",
-                f"global batch {global_batch} of {seq} tokens: give at least 1 each",
-            )
-        ]
+    batch = {"global_batch": global_batch, "seq": seq}
+    if any(_sizes(**batch)):
+        return [*_sizes(**batch)]
     return [
+        *whatever_the_mesh(workload, layout, execution, **batch),
         *_batch(layout, global_batch),
         *_tensor(workload, layout, seq),
         *_context(workload, layout, seq),
@@ -61,6 +64,61 @@ def layout_problems(
         *_stage(workload, layout, stage_blocks),
         *(() if execution.eager else _uneven(workload, layout)),
     ]
+
+
+def whatever_the_mesh(
+    workload: Workload,
+    layout: Layout,
+    execution: Execution,
+    *,
+    global_batch: int,
+    seq: int,
+) -> list[Problem]:
+    """Those of them that no mesh shape would mend."""
+    return [
+        *_sizes(global_batch, seq),
+        *_positions(workload, seq, execution),
+        *_residuals(workload, layout, execution),
+    ]
+
+
+def _sizes(global_batch: int, seq: int) -> Iterator[Problem]:
+    words = f"global batch {global_batch} of {seq} tokens: give at"
+    if global_batch < 1 or seq < 1:
+        yield Problem("global_batch", f"{words} least 1 each")
+    elif max(seq, global_batch) > _MOST:
+        yield Problem("global_batch", f"{words} most {_MOST} each")
+
+
+def _positions(workload: Workload, seq: int, execution: Execution) -> Iterator[Problem]:
+    if workload.learned_positions and seq > workload.seq and not execution.eager:
+        yield Problem(
+            "seq",
+            f"sequences of {seq} tokens, but {workload.name} has seq={workload.seq} "
+            "learned positions; shorten the sequences, or give the model more",
+        )
+
+
+def _residuals(
+    workload: Workload, layout: Layout, execution: Execution
+) -> Iterator[Problem]:
+    names = layout.residual_names
+    if names is None or execution.eager or workload.traced:
+        return
+    known = residual_names_of(workload)
+    for name in names.every:
+        if name not in known:
+            yield Problem(
+                "remat",
+                f"remat={layout.remat}: no block names a residual {name!r}; "
+                f"{nearest(name, known)}",
+            )
+
+
+def residual_names_of(workload: Workload) -> tuple[str, ...]:
+    """What its blocks name: gated ones have `mlp_gate_up`, others `mlp_up`."""
+    other = "mlp_up" if workload.gated else "mlp_gate_up"
+    return tuple(name for name in NAMED if name != other)
 
 
 def _batch(layout: Layout, global_batch: int) -> Iterator[Problem]:
@@ -186,8 +244,13 @@ def stage_blocks_of(workload: Workload, layout: Layout) -> tuple[int, ...]:
     """
     if layout.splits != BY_COST:
         return stage_sizes(workload.layers, layout.stage, layout.chunks, layout.splits)
-    costs = [
+    costs = tuple(
         workload.active_block_parameters(moe=workload.is_moe(layer))
         for layer in range(workload.layers)
-    ]
-    return split_by_cost(costs, layout.stage * layout.chunks)
+    )
+    return _by_cost(costs, layout.stage * layout.chunks)
+
+
+@lru_cache(maxsize=256)
+def _by_cost(costs: tuple[int, ...], num_stages: int) -> tuple[int, ...]:
+    return split_by_cost(costs, num_stages)

@@ -21,11 +21,11 @@ from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.machine.execution import MESHPAR, Execution
 from meshpar.planner.search.candidates import FRONT_REACH, Findings, Leaf, settle
 from meshpar.planner.search.constraints import Constraints
-from meshpar.planner.search.refusals import layout_problems
+from meshpar.planner.search.mesh_choices import choices_of
+from meshpar.planner.search.refusals import layout_problems, whatever_the_mesh
 from meshpar.planner.search.rejection import Rejected, reason_of
 from meshpar.planner.search.space import (
     BUILT_AXES,
-    choices_of,
     mesh_layouts,
 )
 from meshpar.planner.workload.workload import Workload
@@ -103,7 +103,8 @@ class Request:
         constraints: What may be chosen; everything that a step lays out by default.
 
     Raises:
-        InputError: A count below 1.
+        InputError: A count below 1 or beyond any run, more tokens than positions, or
+            residuals kept that no block names.
     """
 
     workload: Workload
@@ -116,6 +117,10 @@ class Request:
     def __post_init__(self) -> None:
         if self.global_batch < 1:
             raise InputError(f"global_batch={self.global_batch}: must be at least 1")
+        kept = Layout(remat=self.constraints.kept.get("remat", "none"))
+        batch = {"global_batch": self.global_batch, "seq": self.run.seq}
+        for problem in whatever_the_mesh(self.workload, kept, self.execution, **batch):
+            raise InputError(problem.message)
 
     @property
     def run(self) -> Run:
@@ -180,7 +185,7 @@ def possible_meshes(
     leaves, refused = [], []
     for order, mesh in enumerate(mesh_layouts(like.cluster.num_devices, constraints)):
         problems = layout_problems(like.workload, _plain(mesh), **size_and_program)
-        choices = choices_of(like.workload, mesh, constraints, **size)
+        choices = choices_of(like, mesh, constraints)
         if problems or not choices.num_variants:
             reason = problems[0].message if problems else _NO_VARIANT
             refused.append(Rejected(mesh, reason))
