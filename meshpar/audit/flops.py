@@ -21,6 +21,7 @@ from meshpar.audit.shapes import ArrayShape, arrays_of
 
 _NO_WORK = (
     *("Sharding", "TopK", "AllocateBuffer", "MoveToHost", "MoveToDevice"),
+    "PrepareAsyncCall",  # What a SparseCore is given before it starts.
     *("AssumeGatherIndicesInBound", "ConcatBitcast"),
 )
 _RAGGED_DOT_TABLES = "ragged-dot-metadata"

@@ -54,8 +54,8 @@ def _gpu(name: str, value: Value, why: str) -> CompilerOption:
 _OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload"
 
 
-def _tpu(name: str, value: Value, why: str) -> CompilerOption:
-    return CompilerOption(platform="tpu", name=name, value=value, why=why)
+def _tpu(name: str, value: Value, why: str, **where: bool) -> CompilerOption:
+    return CompilerOption(platform="tpu", name=name, value=value, why=why, **where)
 
 
 def _prefetching_gpu(name: str, value: Value, why: str) -> CompilerOption:
@@ -119,6 +119,13 @@ COMPILER_OPTIONS: tuple[CompilerOption, ...] = (
         "xla_gpu_enable_all_gather_combine_by_dim",
         False,
         "also those that are split along different dims",
+    ),
+    _tpu(
+        "xla_jf_spmd_threshold_for_windowed_einsum_mib",
+        1_000_000,
+        "no matmul is cut into hops around `tensor`, each over one link of a chip: a "
+        "gather takes all of them, and parts of the batch stand beside it",
+        if_sequence_parallel=True,
     ),
     _gpu(
         "xla_gpu_all_gather_combine_threshold_bytes",
