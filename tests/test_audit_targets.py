@@ -314,7 +314,8 @@ def test_a_step_on_tpus_has_no_surprise_and_a_reason_for_every_row(line):
     executions = {
         row.collective.executions for row in report.rows if row.collective.in_loop
     }
-    assert executions == {LAYERS}
+    # The last block stands outside the loop, which gathers for the next one.
+    assert executions == {LAYERS - 1}
 
 
 @needs_gpu_compiler

@@ -124,13 +124,8 @@ def may_end_early(program: Program, loop: Instruction) -> bool:
 
     Devices may differ in that value, as ranks of a pipeline do of which some are idle.
     """
-    return _test(program, loop).instruction.opcode == "and"
-
-
-def _test(program: Program, loop: Instruction) -> _Value:
-    """What gives the condition of a loop."""
-    condition = program.computation(_callee(loop, "condition"), used_by=loop)
-    return _origin(program, _Value(condition, condition.root))
+    tests = _tests(program, loop)
+    return len(tests) > 1 and _counter_and_limit(program, loop)[0] is not None
 
 
 def _callee(instruction: Instruction, name: str) -> str:
@@ -192,28 +187,37 @@ def _element(program: Program, value: _Value, index: int) -> int | None:
     return int(made.attribute(r"index=(\d+)") or 0)
 
 
+def _tests(program: Program, loop: Instruction) -> tuple[_Value, ...]:
+    """What has to hold for a loop to go on."""
+    condition = program.computation(_callee(loop, "condition"), used_by=loop)
+    test = _origin(program, _Value(condition, condition.root))
+    if test.instruction.opcode != "and":
+        return (test,)
+    return tuple(_origin(program, test.operand(program, index)) for index in (0, 1))
+
+
 def _counter_and_limit(
     program: Program, loop: Instruction
 ) -> tuple[int | None, int | None]:
-    test = _test(program, loop)
-    both = test.instruction.opcode == "and"
-    for one in (
-        (_origin(program, test.operand(program, at)) for at in (0, 1))
-        if both
-        else (test,)
-    ):
-        counter, limit = _below(program, one)
-        if limit is not None:
-            return counter, limit
-    return None, None
+    """Element of the loop's state and the constant that it is to be below.
+
+    Every test is of that element alone; neither is known of any other condition.
+    """
+    tests = _tests(program, loop)
+    counters = {_counter(program, test) for test in tests}
+    if len(counters) > 1 or None in counters:
+        return None, None
+    limits = [_constant(program, test, 1) for test in tests]
+    known = [limit for limit in limits if limit is not None]
+    return (counters.pop(), min(known)) if known else (None, None)
 
 
-def _below(program: Program, test: _Value) -> tuple[int | None, int | None]:
-    """Element of the loop's state and the constant that it is to be below."""
+def _counter(program: Program, test: _Value) -> int | None:
+    """Which element of the loop's state a test wants below something."""
     is_below = test.instruction.attribute(r"direction=(\w+)") == "LT"
     if test.instruction.opcode != "compare" or not is_below:
-        return None, None
-    return _element(program, test, 0), _constant(program, test, 1)
+        return None
+    return _element(program, test, 0)
 
 
 def _counts_up(program: Program, loop: Instruction, counter: int) -> bool:

@@ -55,7 +55,7 @@ DRAWS: dict[str, Draw] = {
     "zero": Draw((3, 3, 0, 1, 2), beside=BATCH_AXES[::-1]),
     "zero_axes": Draw(((), (), ("data",), ("fsdp",), BATCH_AXES), beside=("fsdp",)),
     "fsdp_gather": Draw(("step", "microbatch"), ("fsdp",), (("microbatches", 2),)),
-    "fsdp_prefetch": Draw(("auto", "on"), ("fsdp",), (("microbatches", 1),)),
+    "fsdp_prefetch": Draw(("auto", "on", "off"), ("fsdp",), (("microbatches", 1),)),
     "optimizer_memory": Draw(("device", "device", "host")),
     "sequence_parallel": Draw((False, True), beside=("tensor",)),
     "attention": Draw(("ring", "allgather", "ulysses"), beside=("context",)),
