@@ -108,7 +108,7 @@ def test_kinds_of_memory_add_up_to_the_whole(model, line):
     "more, words",
     [
         ([], "show draws a page; give --html FILE, or --json for its facts"),
-        (["--html", "no/such/page.html"], "no folder 'no/such'; make it first"),
+        (["--html", "no/such/page.html"], "there is no folder 'no/such'; make it"),
         (["--html", "page.png"], "'page.png': no picture of that kind; end it in .htm"),
         (["--json", "--layout", "data=2,context=2"], "context"),
         (["--json", "--layout", "data=2,tensr=2"], "did you mean 'tensor'"),

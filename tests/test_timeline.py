@@ -99,7 +99,7 @@ def test_the_page_has_a_row_for_each_mesh_axis_and_says_what_is_not_known():
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("/no/such/folder/audit.html", "no folder '/no/such/folder'; make it first"),
+        ("/no/such/folder/audit.html", "there is no folder '/no/such/folder'; make it"),
         ("audit.pdf", "no picture of that kind"),
     ],
 )
