@@ -311,5 +311,8 @@ def _as_measured(run: Run, row: Row) -> Row:
     """With the share that compiled programs hide, where the execution has those."""
     if not run.execution.measured_overlap or row.passes == "once":
         return row
-    share = hidden_share(run.cluster.device.platform, row.mesh_axes, row.kind)
+    sizes = run.layout.mesh_shape
+    at_work = [axis for axis, size in sizes.items() if size > 1]
+    platform = run.cluster.device.platform
+    share = hidden_share(platform, row.mesh_axes, row.kind, at_work)
     return row._replace(beside=row.beside or MATMULS, share=share)

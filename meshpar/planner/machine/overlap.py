@@ -9,10 +9,12 @@ mesh axes and kind of collective, with the command that measured it.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+
+from meshpar.layout import Layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,32 +49,62 @@ def hidden_shares() -> tuple[HiddenShare, ...]:
     return tuple(HiddenShare(**row) for row in json.loads(text)["rows"])
 
 
-def hidden_share(platform: str, mesh_axes: Sequence[str], kind: str) -> float:
+def hidden_share(
+    platform: str,
+    mesh_axes: Sequence[str],
+    kind: str,
+    at_work: Collection[str] = (),
+) -> float:
     """The share of such collectives that compiled programs hide.
 
-    Of all measured programs together, by bytes; the least of several mesh axes; 0 of
-    what was not measured. Permutes over `tensor` are its gathers and scatters in
-    chunks, so that they count as these, and these as all that go around the ring.
+    Of the measured programs with the same of `tensor` and `stage` at work, whose
+    collectives take turns with one another's; the least of any program where none has.
+    By bytes of those together; the least of several mesh axes; 0 of what was not
+    measured. Permutes over `tensor` are its gathers and scatters in chunks, so that
+    they count as these, and these as all that go around the ring.
+
+    Args:
+        platform: `gpu` or `tpu`.
+        mesh_axes: Over which the collective runs.
+        kind: As XLA calls it.
+        at_work: The layout's mesh axes of several devices.
 
     Example:
         >>> hidden_share("gpu", ("data",), "all-reduce")
         0.0
     """
-    return min(_shares().get((platform, axis, kind), 0.0) for axis in mesh_axes)
+    beside = frozenset(at_work).intersection(_TAKE_TURNS)
+    return min(_share(platform, axis, kind, beside) for axis in mesh_axes)
 
 
 @cache
-def _shares() -> dict[tuple[str, str, str], float]:
-    sums: dict[tuple[str, str, str], list[float]] = {}
+def _share(platform: str, axis: str, kind: str, beside: frozenset[str]) -> float:
+    found = _shares().get((platform, axis, kind), {})
+    return found.get(beside, min(found.values(), default=0.0))
+
+
+@cache
+def _shares() -> dict[tuple[str, str, str], dict[frozenset[str], float]]:
+    """Platform, mesh axis and kind -> what took turns with it -> share."""
+    sums: dict[tuple[str, str, str], dict[frozenset[str], list[float]]] = {}
     for row in hidden_shares():
+        sizes = Layout.of(row.layout).mesh_shape
+        beside = frozenset(axis for axis in _TAKE_TURNS if sizes[axis] > 1)
         kinds: tuple[str, ...] = (row.kind,)
         if row.mesh_axis == "tensor" and row.kind in _AROUND_TENSOR:
             kinds = _AROUND_TENSOR
         for kind in kinds:
-            found = sums.setdefault((row.platform, row.mesh_axis, kind), [0, 0])
+            of_kind = sums.setdefault((row.platform, row.mesh_axis, kind), {})
+            found = of_kind.setdefault(beside, [0, 0])
             found[0] += row.share * row.wire_bytes
             found[1] += row.wire_bytes
-    return {key: hidden / sent for key, (hidden, sent) in sums.items()}
+    return {
+        key: {beside: hidden / sent for beside, (hidden, sent) in of_kind.items()}
+        for key, of_kind in sums.items()
+    }
 
+
+_TAKE_TURNS = ("stage", "tensor")
+"""Mesh axes whose collectives stand in the way of others' between the same matmuls."""
 
 _AROUND_TENSOR = ("all-gather", "reduce-scatter", "collective-permute")
