@@ -1,5 +1,7 @@
 """Blocks in parts of the batch train the same model, and hide their communication."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -8,6 +10,7 @@ import pytest
 from meshpar import absent_mesh, audit, batch_shapes, make_train_step
 from meshpar.model import batch_parts
 from meshpar.model.batch_parts import num_parts_of
+from meshpar.model.parameter import is_parameter
 from meshpar.model.scope import Scope
 from meshpar.model.single import loss
 from meshpar.models.presets import build
@@ -24,6 +27,7 @@ from tests.test_train_step import (
     params_of,
     plain,
 )
+from tests.zoo.batch_statistics import BATCH_NORM
 
 
 @pytest.fixture
@@ -116,6 +120,25 @@ def test_a_block_that_sums_over_the_batch_is_not_taken_apart(parts_on_cpu):
             lambda p, x, s: (x, run(p, x, Scope())[1]), {}, x, scope
         )
     assert sums == {"rows": 4}
+
+
+def test_a_block_with_a_batch_norm_is_not_taken_apart(parts_on_cpu):
+    """Its statistics are of the batch; parts would have each its own, and their sum."""
+    model = BATCH_NORM.model(1)
+    group = model.groups[0]
+    scope = replace(
+        scope_on("cpu"), training=True, state=_ones(model.state[group.name])
+    )
+    x = jnp.ones((4, 8))
+    with jax.sharding.use_abstract_mesh(absent_mesh("tensor=8")):
+        assert num_parts_of(x, scope) == 4
+        group.run(_ones(model.parameters[group.name]), x, scope)
+    assert not parts_on_cpu
+
+
+def _ones(tree):
+    """One layer's arrays of those declared, all ones."""
+    return jax.tree.map(lambda one: jnp.ones(one.shape), tree, is_leaf=is_parameter)
 
 
 @needs_gpu_compiler

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from meshpar import InputError
 from meshpar.calibration.fit_plans import LINKS, WORK, fitted_efficiency, times_s
 from meshpar.cli import measure as measuring
 from meshpar.cli.main import main
@@ -116,6 +117,8 @@ def test_devices_that_are_not_here_are_told_before_the_search(capsys, monkeypatc
 def test_a_child_that_dies_says_its_last_words(monkeypatch):
     monkeypatch.setattr(measuring.sys, "executable", "false")
     assert "ended with status 1" in measuring._child({"ask": "devices"})["problem"]
+    with pytest.raises(InputError, match="no devices here: .*ended with status 1"):
+        measuring.check_measurable(cluster_of("h100-80gb"))
 
 
 @pytest.mark.slow

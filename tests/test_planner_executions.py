@@ -242,6 +242,9 @@ def test_the_program_of_this_library_hides_what_compiled_programs_hide():
     )
     share = hidden_share("gpu", ("fsdp",), "all-gather")
     assert hidden == pytest.approx((1 - share) * whole)
+    # So do those of a step that prefetches nothing.
+    off = stage_times(run_of("fsdp=64,remat=full,fsdp_prefetch=off"))
+    assert sum(stage.forward.exposed_s["fsdp"] for stage in off) == whole
 
 
 def test_a_hop_of_megatron_waits_for_the_device():

@@ -121,6 +121,8 @@ def check_measurable(cluster: Cluster) -> None:
     if wanted == "cpu":
         return
     here = _child({"ask": "devices"})
+    if "problem" in here:
+        raise InputError(f"--measure finds no devices here: {here['problem']}")
     if here.get("platform") != wanted or here["count"] < cluster.num_devices:
         raise InputError(
             f"--measure runs plans on the devices that are here, {here['count']} x "

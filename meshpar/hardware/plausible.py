@@ -22,6 +22,7 @@ PLAUSIBLE: dict[str, tuple[float, float]] = {
     "network_hop_s": (0, 1),
     "launch_s": (0, 1),
     "spread": (0, 1),
+    "collective_cores": (0, 1),
 }
 """Field of `Device` or `Efficiency` -> its least and its most, in its own unit."""
 

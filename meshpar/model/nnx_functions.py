@@ -244,6 +244,8 @@ class Functional:
         with nnx.use_eager_sharding(False):
             module = self._filled(params, scope.state)
             for _, norm in _norms(module):
+                if scope.batch_sums is not None:
+                    scope.batch_sums.append("nnx.BatchNorm")
                 # Flax hands the name on to JAX, which takes several.
                 norm.axis_name = cast(Any, scope.batch_axes or None)
             result = getattr(module, method)(*args)

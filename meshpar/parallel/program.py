@@ -42,10 +42,10 @@ Found = tuple[jax.Array, dict[str, jax.Array], Params, Params]
 class LocalProgram:
     """The functions of a model under a layout, to be called inside `jax.jit`.
 
-    Over the batch axes move: parameters to where they are used
-    (`Placement.gather_before_loop`, `Block`), gradients (`Block.backward`,
-    `Placement.reduce`), and one all-reduce of two fp32 scalars, of auxiliary losses and
-    of what the model's state is made of.
+    Over the batch axes move: parameters to where they are used (`Ends`,
+    `Placement.blocks_before_loop`, `Block.gather`), gradients (`Ends.scattered`,
+    `Block.scatter`, `Placement.reduce`), and one all-reduce of two fp32 scalars, of
+    auxiliary losses and of what the model's state is made of.
 
     Args:
         placement: The model on its mesh.

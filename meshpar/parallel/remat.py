@@ -25,7 +25,8 @@ def rematerialised(
 ) -> Callable[..., Any]:
     """`block` under a policy, as a function of (make_scope, params, x, known).
 
-    `known` is what `make_scope` makes a scope of.
+    `known` is what `make_scope` makes a scope of; `looped` says that a loop is around
+    it: without one, XLA is kept from merging what is recomputed with the forward.
 
     `none` keeps every residual. `full` keeps the block's input only. `selective` keeps
     besides what the block named with `Scope.save` (Korthikanti et al. 2022, section 5:

@@ -14,7 +14,7 @@ _MIN_WIDTH = 640
 
 def audit_page(report: AuditReport) -> str:
     """The file's text."""
-    parts = [paragraph(line) for line in _summary(report)]
+    parts = [paragraph(line) for line in (*_summary(report), *report.notes)]
     parts += [heading("Over time"), *_timelines(report)]
     parts += [heading("Hidden behind matmuls"), _overlap(report)]
     parts += [heading("Collectives"), _collectives(report)]

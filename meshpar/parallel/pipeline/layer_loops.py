@@ -18,12 +18,9 @@ from jax import lax
 
 from meshpar.model.contract import Stream
 from meshpar.model.sums import Sums
-from meshpar.parallel.block import Block, Known
-from meshpar.parallel.blocks import Stack
+from meshpar.parallel.block import Known
+from meshpar.parallel.blocks import BACKWARD, FORWARD, Stack, over_layers
 from meshpar.parallel.pipeline.stages import part
-
-# The names that `meshpar.parallel.blocks` gives to the two passes.
-_FORWARD, _BACKWARD = "jvp(blocks)", "transpose(jvp(blocks))"
 
 
 class Saved(NamedTuple):
@@ -57,7 +54,7 @@ def run_layers(
 
     zeros = _stacked(jax.eval_shape(lambda x: forward(x, 0)[1], x), stack)
     x, sums = _for_places(stack, num_layers, one, (x, zeros))
-    return x, _over_layers(stack.block, sums)
+    return x, over_layers(stack.block, sums)
 
 
 def keep_layers(
@@ -95,11 +92,11 @@ def keep_layers(
         return x, _put(sums, place, found), saved
 
     shapes = jax.eval_shape(lambda x: forward(x, 0)[0][1], x)
-    with jax.named_scope(_FORWARD):
+    with jax.named_scope(FORWARD):
         x, sums, saved = _for_places(
             stack, num_layers, one, (x, _stacked(shapes, stack), saved)
         )
-    return x, _over_layers(stack.block, sums), saved
+    return x, over_layers(stack.block, sums), saved
 
 
 def backward_layers(
@@ -128,7 +125,7 @@ def backward_layers(
         )
         return dx, add(totals, stack.block.scatter(gradients), place)
 
-    with jax.named_scope(_BACKWARD):
+    with jax.named_scope(BACKWARD):
         return _for_places(stack, num_layers, one, (dx, totals))
 
 
@@ -149,13 +146,6 @@ def _for_places(
         lambda carry: (carry[0] + 1, one(carry[1], carry[0])),
         (jnp.int32(0), carry),
     )[1]
-
-
-def _over_layers(block: Block, sums: Sums) -> Sums:
-    return {
-        name: jnp.sum(values) if name in block.group.auxiliary else values
-        for name, values in sums.items()
-    }
 
 
 def _stacked(sums: Any, stack: Stack) -> Any:

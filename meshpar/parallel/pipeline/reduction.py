@@ -7,6 +7,7 @@ takes the place of what it was made of.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,6 +24,8 @@ from meshpar.parallel.zero import gradient_after_loop, is_stored, reduce_scatter
 SLICE_BYTES = 2**28
 """The most that is reduced at once where gradients have more than one layer: large
 enough that no link's latency shows, small beside what the blocks themselves need."""
+
+_MOST_SMALLER = 4
 
 
 def reduce_in_slices(
@@ -97,18 +100,21 @@ def along_first_dim(reduced: Callable[[Any, Any], Any], stored: Any, tree: Any) 
 
 
 def num_slices(tree: Any) -> int:
-    """Equal slices along the first dim of `SLICE_BYTES` at most, as few as possible."""
+    """Equal slices along the first dim of `SLICE_BYTES` at most, as few as possible.
+
+    One where that takes more than `_MOST_SMALLER` times as many, as of a prime first
+    dim: a loop over slivers would wait for its collectives alone.
+    """
     leaves = jax.tree.leaves(tree)
     length = min((leaf.shape[0] for leaf in leaves), default=1)
     if any(leaf.shape[0] != length for leaf in leaves):
         return 1
     num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
-    fitting = (
-        number
-        for number in range(1, length + 1)
-        if length % number == 0 and num_bytes <= number * SLICE_BYTES
-    )
-    return next(fitting, max(length, 1))
+    least = max(math.ceil(num_bytes / SLICE_BYTES), 1)
+    if least >= length:
+        return max(length, 1)
+    most = min(length, _MOST_SMALLER * least)
+    return next((n for n in range(least, most + 1) if length % n == 0), 1)
 
 
 def _loop(

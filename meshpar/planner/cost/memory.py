@@ -269,7 +269,8 @@ def _late_gradient_bytes(run: Run, layers: list[int]) -> float:
     among those gathered.
     """
     split = run.state_shards > 1 and run.layout.zero >= 2
-    if not split or run.layout.fsdp_prefetch == "off":
+    late = run.execution.measured_overlap or run.layout.fsdp_prefetch == "on"
+    if not split or not late or run.layout.fsdp_prefetch == "off":
         return 0.0
     moe = bool(layers) and run.workload.is_moe(layers[-1])
     return block_parameters(run, moe=moe) * run.dtype_bytes

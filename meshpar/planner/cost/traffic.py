@@ -311,6 +311,9 @@ def _as_measured(run: Run, row: Row) -> Row:
     """With the share that compiled programs hide, where the execution has those."""
     if not run.execution.measured_overlap or row.passes == "once":
         return row
+    layout = run.layout
+    if row.beside == LAYER and (layout.runs_in_ticks or layout.fsdp_prefetch == "off"):
+        return row._replace(share=0.0)  # nothing is prefetched
     sizes = run.layout.mesh_shape
     at_work = [axis for axis, size in sizes.items() if size > 1]
     platform = run.cluster.device.platform
