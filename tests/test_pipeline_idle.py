@@ -74,7 +74,7 @@ def test_a_block_that_permutes_keeps_ranks_together_and_is_told():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         expected = gradients_of(block)
-    with pytest.warns(UserWarning, match="hold a ppermute over 'data', which must not"):
+    with pytest.warns(UserWarning, match="has a ppermute over 'data', which must not"):
         found = gradients_of(block_with_permute)
     assert_close(found, expected)
 
