@@ -15,7 +15,13 @@ from flax import nnx
 from meshpar import Blocks, Input, InputError, Model, Scope, from_nnx
 from meshpar.chunk_bytes import LOGITS_BYTES
 from meshpar.model.inputs import Batch
-from meshpar.models.field_types import check_dropout, check_field_types, check_sizes
+from meshpar.models.field_types import (
+    check_dropout,
+    check_field_types,
+    check_heads,
+    check_least_zero,
+    check_sizes,
+)
 from meshpar.models.inputs import all_below
 from meshpar.models.layers.attention import Attention, depth_scaled_std, normal
 from meshpar.models.layers.cross_attention import CrossAttention
@@ -81,19 +87,8 @@ class EncoderDecoderConfig:
     def __post_init__(self) -> None:
         check_field_types(self)
         check_sizes(self, *_SIZES, "max_seq")
-        if self.head_dim < 0:
-            raise InputError(
-                f"head_dim={self.head_dim}: must be at least 0; 0 is embed / heads"
-            )
-        if self.logits_bytes < 0:
-            raise InputError(
-                f"logits_bytes={self.logits_bytes}: must be at least 0; 0 is no limit"
-            )
-        if not self.head_dim and self.embed % self.heads:
-            raise InputError(
-                f"embed={self.embed} is not a multiple of heads={self.heads}; set "
-                "head_dim"
-            )
+        check_least_zero(self, head_dim="embed / heads", logits_bytes="no limit")
+        check_heads(self.embed, self.heads, self.head_dim)
         check_dropout(self.dropout)
 
     @property

@@ -10,7 +10,13 @@ from flax import nnx
 
 from meshpar import Input, InputError, Model, Scope, from_nnx
 from meshpar.model.inputs import Batch
-from meshpar.models.field_types import check_dropout, check_field_types, check_sizes
+from meshpar.models.field_types import (
+    check_dropout,
+    check_field_types,
+    check_heads,
+    check_least_zero,
+    check_sizes,
+)
 from meshpar.models.layers.attention import normal
 from meshpar.models.layers.layer_norm_block import RESIDUAL, LayerNormBlock
 from meshpar.models.layers.norm import LayerNorm
@@ -61,12 +67,8 @@ class ViTConfig:
     def __post_init__(self) -> None:
         check_field_types(self)
         check_sizes(self, *_SIZES)
-        if self.ffn < 0:
-            raise InputError(f"ffn={self.ffn}: must be at least 0; 0 is 4 * embed")
-        if self.embed % self.heads:
-            raise InputError(
-                f"embed={self.embed} is not a multiple of heads={self.heads}"
-            )
+        check_least_zero(self, ffn="4 * embed")
+        check_heads(self.embed, self.heads)
         if self.image % self.patch:
             raise InputError(
                 f"image={self.image} is not a multiple of patch={self.patch}; choose "

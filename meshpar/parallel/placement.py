@@ -83,6 +83,12 @@ class Placement:
         in_specs = (*of_state, BATCH, REPLICATED, REPLICATED)
         return self.on_shards(local, in_specs, out_specs)
 
+    @property
+    def found_specs(self) -> tuple[Any, Any, Any, Any]:
+        """Specs of loss, metrics, gradients and model state, as `on_state` gives."""
+        of_state = self.manual_model_state_specs
+        return REPLICATED, REPLICATED, self.manual_state_specs, of_state
+
     def scopes(self, *, training: bool) -> Scopes:
         """What makes the scopes of a model's functions."""
         return Scopes(

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from meshpar.audit.collectives import KINDS
-from meshpar.audit.report import AuditReport, audit, axes_text
+from meshpar.audit.program_report import AuditReport, axes_text
+from meshpar.audit.report import audit
 from meshpar.audit.subject import subject_of
 from meshpar.audit.tables import (
     as_text,
