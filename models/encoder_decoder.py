@@ -15,6 +15,7 @@ from flax import nnx
 from meshpar import Blocks, Input, InputError, Model, Scope, from_nnx
 from meshpar.chunk_bytes import LOGITS_BYTES
 from meshpar.model.inputs import Batch
+from meshpar.models.family import Family
 from meshpar.models.field_types import (
     check_dropout,
     check_field_types,
@@ -276,3 +277,24 @@ def _mlp(config: EncoderDecoderConfig, rngs: nnx.Rngs) -> GatedMLP | PlainMLP:
 
 def _out_std(config: EncoderDecoderConfig) -> float:
     return depth_scaled_std(config.init_std, config.layers)
+
+
+_T5 = {"head_dim": 64, "vocab": 32_128}
+
+ENCODER_DECODER = Family(
+    config=EncoderDecoderConfig,
+    build=encoder_decoder,
+    presets={
+        "tiny-t5": EncoderDecoderConfig(
+            encoder_layers=2, decoder_layers=2, embed=128, heads=8, ffn=512, vocab=256
+        ),
+        "t5-small": EncoderDecoderConfig(
+            encoder_layers=6, decoder_layers=6, embed=512, heads=8, ffn=2048, **_T5
+        ),
+        "t5-base": EncoderDecoderConfig(
+            encoder_layers=12, decoder_layers=12, embed=768, heads=12, ffn=3072, **_T5
+        ),
+    },
+)
+"""With the sizes of Raffel et al. 2020, section 3.7; this module says where it
+differs."""
