@@ -22,7 +22,7 @@ for _package in ("audit", "lint"):
     del globals()[_package]
 
 _HOMES = {
-    "AuditReport": "meshpar.audit.report",
+    "AuditReport": "meshpar.audit.program_report",
     "BATCH_AXES": "meshpar.layout",
     "BlockGroup": "meshpar.model.contract",
     "Blocks": "meshpar.model.nnx",
@@ -67,7 +67,8 @@ _HOMES = {
 """Public name -> the module that has it; `InputError` and `emulate` are here."""
 
 if TYPE_CHECKING:
-    from meshpar.audit.report import AuditReport, audit
+    from meshpar.audit.program_report import AuditReport
+    from meshpar.audit.report import audit
     from meshpar.layout import BATCH_AXES, MESH_AXES, Layout
     from meshpar.lint.lint import Finding, LintReport, lint
     from meshpar.mesh import UnusedDevicesWarning, absent_mesh, make_mesh

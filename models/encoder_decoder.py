@@ -15,7 +15,14 @@ from flax import nnx
 from meshpar import Blocks, Input, InputError, Model, Scope, from_nnx
 from meshpar.chunk_bytes import LOGITS_BYTES
 from meshpar.model.inputs import Batch
-from meshpar.models.field_types import check_dropout, check_field_types, check_sizes
+from meshpar.models.family import Family
+from meshpar.models.field_types import (
+    check_dropout,
+    check_field_types,
+    check_heads,
+    check_least_zero,
+    check_sizes,
+)
 from meshpar.models.inputs import all_below
 from meshpar.models.layers.attention import Attention, depth_scaled_std, normal
 from meshpar.models.layers.cross_attention import CrossAttention
@@ -81,19 +88,8 @@ class EncoderDecoderConfig:
     def __post_init__(self) -> None:
         check_field_types(self)
         check_sizes(self, *_SIZES, "max_seq")
-        if self.head_dim < 0:
-            raise InputError(
-                f"head_dim={self.head_dim}: must be at least 0; 0 is embed / heads"
-            )
-        if self.logits_bytes < 0:
-            raise InputError(
-                f"logits_bytes={self.logits_bytes}: must be at least 0; 0 is no limit"
-            )
-        if not self.head_dim and self.embed % self.heads:
-            raise InputError(
-                f"embed={self.embed} is not a multiple of heads={self.heads}; set "
-                "head_dim"
-            )
+        check_least_zero(self, head_dim="embed / heads", logits_bytes="no limit")
+        check_heads(self.embed, self.heads, self.head_dim)
         check_dropout(self.dropout)
 
     @property
@@ -281,3 +277,24 @@ def _mlp(config: EncoderDecoderConfig, rngs: nnx.Rngs) -> GatedMLP | PlainMLP:
 
 def _out_std(config: EncoderDecoderConfig) -> float:
     return depth_scaled_std(config.init_std, config.layers)
+
+
+_T5 = {"head_dim": 64, "vocab": 32_128}
+
+ENCODER_DECODER = Family(
+    config=EncoderDecoderConfig,
+    build=encoder_decoder,
+    presets={
+        "tiny-t5": EncoderDecoderConfig(
+            encoder_layers=2, decoder_layers=2, embed=128, heads=8, ffn=512, vocab=256
+        ),
+        "t5-small": EncoderDecoderConfig(
+            encoder_layers=6, decoder_layers=6, embed=512, heads=8, ffn=2048, **_T5
+        ),
+        "t5-base": EncoderDecoderConfig(
+            encoder_layers=12, decoder_layers=12, embed=768, heads=12, ffn=3072, **_T5
+        ),
+    },
+)
+"""With the sizes of Raffel et al. 2020, section 3.7; this module says where it
+differs."""

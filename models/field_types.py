@@ -37,6 +37,22 @@ def check_sizes(config: Any, *names: str) -> None:
             raise InputError(f"{name}={getattr(config, name)}: must be at least 1")
 
 
+def check_least_zero(config: Any, **meaning_of_zero: str) -> None:
+    """Whether those fields of a dataclass are at least 0, which means something.
+
+    Args:
+        config: The dataclass.
+        meaning_of_zero: Field -> what a 0 stands for.
+
+    Raises:
+        InputError: One is below.
+    """
+    for name, meaning in meaning_of_zero.items():
+        value = getattr(config, name)
+        if value < 0:
+            raise InputError(f"{name}={value}: must be at least 0; 0 is {meaning}")
+
+
 def check_dropout(dropout: float) -> None:
     """Whether that share of values can be dropped.
 
@@ -45,6 +61,22 @@ def check_dropout(dropout: float) -> None:
     """
     if not 0 <= dropout < 1:
         raise InputError(f"dropout={dropout}: must be at least 0 and below 1")
+
+
+def check_heads(embed: int, heads: int, head_dim: int | None = None) -> None:
+    """Whether heads have a size.
+
+    Args:
+        embed: Width of the residual stream.
+        heads: Attention heads.
+        head_dim: Size of a head, `embed / heads` when 0; None where it is always.
+
+    Raises:
+        InputError: They do not divide `embed`.
+    """
+    if not head_dim and embed % heads:
+        way_out = "" if head_dim is None else "; set head_dim"
+        raise InputError(f"embed={embed} is not a multiple of heads={heads}{way_out}")
 
 
 def _check(name: str, value: object, kind: type, words: str) -> None:

@@ -11,7 +11,13 @@ from flax import nnx
 from meshpar import InputError, Model, Scope, from_nnx
 from meshpar.chunk_bytes import LOGITS_BYTES
 from meshpar.model.inputs import Batch
-from meshpar.models.field_types import check_dropout, check_field_types, check_sizes
+from meshpar.models.field_types import (
+    check_dropout,
+    check_field_types,
+    check_heads,
+    check_least_zero,
+    check_sizes,
+)
 from meshpar.models.inputs import language_inputs
 from meshpar.models.layers.layer_norm_block import RESIDUAL, LayerNormBlock
 from meshpar.models.layers.norm import LayerNorm
@@ -57,16 +63,8 @@ class GPT2Config:
     def __post_init__(self) -> None:
         check_field_types(self)
         check_sizes(self, "layers", "embed", "heads", "vocab", "max_seq")
-        if self.ffn < 0:
-            raise InputError(f"ffn={self.ffn}: must be at least 0; 0 is 4 * embed")
-        if self.logits_bytes < 0:
-            raise InputError(
-                f"logits_bytes={self.logits_bytes}: must be at least 0; 0 is no limit"
-            )
-        if self.embed % self.heads:
-            raise InputError(
-                f"embed={self.embed} is not a multiple of heads={self.heads}"
-            )
+        check_least_zero(self, ffn="4 * embed", logits_bytes="no limit")
+        check_heads(self.embed, self.heads)
         check_dropout(self.dropout)
 
 

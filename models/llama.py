@@ -14,7 +14,12 @@ from flax import nnx
 from meshpar import InputError, Model, Scope, from_nnx
 from meshpar.chunk_bytes import LOGITS_BYTES
 from meshpar.model.inputs import Batch
-from meshpar.models.field_types import check_field_types, check_sizes
+from meshpar.models.field_types import (
+    check_field_types,
+    check_heads,
+    check_least_zero,
+    check_sizes,
+)
 from meshpar.models.inputs import language_inputs
 from meshpar.models.layers.attention import Attention, depth_scaled_std
 from meshpar.models.layers.mlp import GatedMLP
@@ -75,25 +80,14 @@ class LlamaConfig:
     def __post_init__(self) -> None:
         check_field_types(self)
         check_sizes(self, "layers", "embed", "heads", "kv_heads", "ffn", "vocab")
-        if self.head_dim < 0:
-            raise InputError(
-                f"head_dim={self.head_dim}: must be at least 0; 0 is embed / heads"
-            )
-        for name in ("max_seq", "logits_bytes"):
-            if getattr(self, name) < 0:
-                raise InputError(
-                    f"{name}={getattr(self, name)}: must be at least 0; 0 is no limit"
-                )
+        no_limit = dict(max_seq="no limit", logits_bytes="no limit")
+        check_least_zero(self, head_dim="embed / heads", **no_limit)
         if self.heads % self.kv_heads:
             raise InputError(
                 f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}; "
                 "every key/value head serves the same number of query heads"
             )
-        if not self.head_dim and self.embed % self.heads:
-            raise InputError(
-                f"embed={self.embed} is not a multiple of heads={self.heads}; set "
-                "head_dim"
-            )
+        check_heads(self.embed, self.heads, self.head_dim)
 
     @property
     def size_per_head(self) -> int:

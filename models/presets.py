@@ -6,18 +6,17 @@ Sizes are those of each model's released `config.json` (Hugging Face hub, 2024-2
 from __future__ import annotations
 
 from dataclasses import MISSING, fields, replace
-from typing import TypeAlias
+from typing import Any
 
 from meshpar import InputError, Model
 from meshpar.layout import nearest
 from meshpar.models.convert.hf_config import config_from_json
-from meshpar.models.encoder_decoder import EncoderDecoderConfig, encoder_decoder
+from meshpar.models.encoder_decoder import ENCODER_DECODER
+from meshpar.models.family import Family
 from meshpar.models.gpt2 import GPT2Config, gpt2
 from meshpar.models.layers.rope import RopeScaling
 from meshpar.models.llama import LlamaConfig, llama
-from meshpar.models.vit import ViTConfig, vit
-
-Config: TypeAlias = LlamaConfig | GPT2Config | ViTConfig | EncoderDecoderConfig
+from meshpar.models.vit import VIT
 
 _LLAMA3 = {"vocab": 128_256, "rope_theta": 500_000.0}
 _LLAMA31 = {**_LLAMA3, "rope_scaling": RopeScaling()}
@@ -110,35 +109,20 @@ PRESETS: dict[str, LlamaConfig | GPT2Config] = {
 }
 """Language models, which the planner and `recipes/pretrain.py` know."""
 
-_IMAGENET = {"image": 224, "patch": 16, "classes": 1000}
-_T5 = {"head_dim": 64, "vocab": 32_128}
+_FAMILIES = (
+    Family(config=LlamaConfig, build=llama),
+    Family(config=GPT2Config, build=gpt2),
+    VIT,
+    ENCODER_DECODER,
+)
+"""A new one is a file, with its presets, and a line here."""
 
-OTHER_PRESETS: dict[str, ViTConfig | EncoderDecoderConfig] = {
-    "tiny-vit": ViTConfig(
-        layers=4, embed=128, heads=8, image=32, patch=8, classes=10, pooling="mean"
-    ),
-    "vit-b16": ViTConfig(layers=12, embed=768, heads=12, **_IMAGENET),
-    "vit-l16": ViTConfig(layers=24, embed=1024, heads=16, **_IMAGENET),
-    "tiny-t5": EncoderDecoderConfig(
-        encoder_layers=2, decoder_layers=2, embed=128, heads=8, ffn=512, vocab=256
-    ),
-    "t5-small": EncoderDecoderConfig(
-        encoder_layers=6, decoder_layers=6, embed=512, heads=8, ffn=2048, **_T5
-    ),
-    "t5-base": EncoderDecoderConfig(
-        encoder_layers=12, decoder_layers=12, embed=768, heads=12, ffn=3072, **_T5
-    ),
+OTHER_PRESETS: dict[str, Any] = {
+    name: config for family in _FAMILIES for name, config in family.presets.items()
 }
-"""Models of other inputs, with the sizes of Dosovitskiy et al. 2021, table 1, and of
-Raffel et al. 2020, section 3.7; `meshpar.models.encoder_decoder` says where it
-differs."""
+"""Models of other inputs."""
 
-_BUILDERS = {
-    LlamaConfig: llama,
-    GPT2Config: gpt2,
-    ViTConfig: vit,
-    EncoderDecoderConfig: encoder_decoder,
-}
+_BUILDERS = {family.config: family.build for family in _FAMILIES}
 
 # What the command line calls the fields of a config.
 _FIELDS = {"hidden": "embed", "seq": "max_seq"}
@@ -169,8 +153,8 @@ def build(
 
 def configure(
     preset: str | None = None, *, config_json: str | None = None, **sizes: object
-) -> Config:
-    """The config that `build` makes a model of; arguments and errors are the same."""
+) -> Any:
+    """The family's config that `build` makes a model of; arguments and errors alike."""
     if preset is not None and config_json is not None:
         raise InputError(
             f"preset {preset!r} and {config_json!r} are both given; give one"

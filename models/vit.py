@@ -10,7 +10,14 @@ from flax import nnx
 
 from meshpar import Input, InputError, Model, Scope, from_nnx
 from meshpar.model.inputs import Batch
-from meshpar.models.field_types import check_dropout, check_field_types, check_sizes
+from meshpar.models.family import Family
+from meshpar.models.field_types import (
+    check_dropout,
+    check_field_types,
+    check_heads,
+    check_least_zero,
+    check_sizes,
+)
 from meshpar.models.layers.attention import normal
 from meshpar.models.layers.layer_norm_block import RESIDUAL, LayerNormBlock
 from meshpar.models.layers.norm import LayerNorm
@@ -61,12 +68,8 @@ class ViTConfig:
     def __post_init__(self) -> None:
         check_field_types(self)
         check_sizes(self, *_SIZES)
-        if self.ffn < 0:
-            raise InputError(f"ffn={self.ffn}: must be at least 0; 0 is 4 * embed")
-        if self.embed % self.heads:
-            raise InputError(
-                f"embed={self.embed} is not a multiple of heads={self.heads}"
-            )
+        check_least_zero(self, ffn="4 * embed")
+        check_heads(self.embed, self.heads)
         if self.image % self.patch:
             raise InputError(
                 f"image={self.image} is not a multiple of patch={self.patch}; choose "
@@ -181,3 +184,19 @@ def _patches(images_BHWC: jax.Array, patch: int) -> jax.Array:
 
 def _zeros(shape: tuple[int, ...], logical_axes: tuple[str | None, ...]) -> nnx.Param:
     return nnx.Param(jnp.zeros(shape), out_sharding=logical_axes)
+
+
+_IMAGENET = {"image": 224, "patch": 16, "classes": 1000}
+
+VIT = Family(
+    config=ViTConfig,
+    build=vit,
+    presets={
+        "tiny-vit": ViTConfig(
+            layers=4, embed=128, heads=8, image=32, patch=8, classes=10, pooling="mean"
+        ),
+        "vit-b16": ViTConfig(layers=12, embed=768, heads=12, **_IMAGENET),
+        "vit-l16": ViTConfig(layers=24, embed=1024, heads=16, **_IMAGENET),
+    },
+)
+"""With the sizes of Dosovitskiy et al. 2021, table 1."""

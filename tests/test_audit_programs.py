@@ -251,15 +251,28 @@ ENTRY %main (x.2: f32[64]) -> f32[64] {
 """
 
 
+def and_below(limit: int, element: int) -> str:
+    """The loop's test, and that an element of its state is below a limit."""
+    return (
+        f"and(%below, %less)\n"
+        f"  %less = pred[] compare(%j, %lower), direction=LT\n"
+        f"  %lower = s32[] constant({limit})\n"
+        f"  %j = s32[] get-tuple-element(%state.1), index={element}"
+    )
+
+
 @pytest.mark.parametrize(
     "old, new, executions, counted",
     [
         ("", "", 5, True),
+        ("bitcast(%below)", and_below(4, 0), 2, True),
+        ("bitcast(%below)", and_below(9, 0), 5, True),
         ("constant(7)", "constant(1)", 0, True),
         ("body=%body", 'body=%body, x={"known_trip_count":{"n":"4"}}', 4, True),
         ("add(%i, %step)", "add(%step, %i)", 5, True),
         # It may end early, counts in other steps, or starts or ends we know not where.
         ("bitcast(%below)", "and(%below, %more)", 1, False),
+        ("bitcast(%below)", and_below(4, 1), 1, False),
         ("constant(1)", "constant(3)", 1, False),
         ("%limit = s32[] constant(7)", "%limit = s32[] bitcast(%i.1)", 1, False),
         ("%start = s32[] constant(2)", "%start = s32[] rng()", 1, False),

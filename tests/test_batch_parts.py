@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec
 
 from meshpar import absent_mesh, audit, batch_shapes, make_train_step
 from meshpar.model import batch_parts
@@ -104,6 +106,7 @@ def test_parts_divide_the_examples_and_keep_their_tokens():
     assert parts(8, 2048, scope_on(rules=DATA_PARALLEL)) == 1
     assert parts(8, 2048, scope_on(rules=None)) == 1
     assert parts(8, 2048, scope_on(), mesh="fsdp=8") == 1
+    assert parts(8, 2048, scope_on(), mesh="context=4,tensor=2") == 2
 
 
 def test_a_block_that_sums_over_the_batch_is_not_taken_apart(parts_on_cpu):
@@ -120,6 +123,30 @@ def test_a_block_that_sums_over_the_batch_is_not_taken_apart(parts_on_cpu):
             lambda p, x, s: (x, run(p, x, Scope())[1]), {}, x, scope
         )
     assert sums == {"rows": 4}
+
+
+@pytest.mark.parametrize("collective", [lax.pmean, lax.all_gather])
+def test_a_block_with_a_collective_over_the_batch_is_not_taken_apart(
+    collective, parts_on_cpu
+):
+    """A user's own, which no `batch_sum` tells of: each part would have another."""
+
+    def run(params, stream, scope):
+        seen = collective(jnp.mean(stream), "data")
+        return stream - jnp.mean(seen), {}
+
+    mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    both = jax.shard_map(
+        lambda x: batch_parts.in_parts(run, {}, x, scope_on("cpu"))[0],
+        in_specs=PartitionSpec("data"),
+        out_specs=PartitionSpec("data"),
+        axis_names={"data"},
+        check_vma=False,
+    )
+    with jax.set_mesh(mesh):
+        x = jax.random.normal(jax.random.key(0), (8, 8, 2))
+        assert jnp.allclose(jax.jit(both)(x), x - jnp.mean(x), atol=1e-6)
+    assert not parts_on_cpu
 
 
 def test_a_block_with_a_batch_norm_is_not_taken_apart(parts_on_cpu):

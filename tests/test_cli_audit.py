@@ -20,6 +20,7 @@ from meshpar.audit.report import AuditReport
 from meshpar.audit.targets import TargetError
 from meshpar.cli.main import main
 from meshpar.cli.parsing import longest_seq
+from meshpar.cli.report.audit_page import audit_page
 from tests.test_audit_targets import needs_tpu_compiler
 from tests.test_cli import status_of
 
@@ -276,3 +277,9 @@ def test_the_size_seq_of_a_model_is_what_is_compiled(capsys):
     sizes = "layers=1,hidden=32,heads=2,vocab=64,seq=16"
     assert main(["audit", "--model", sizes, "--layout", "data=1"]) == 0
     assert "compiled for" in capsys.readouterr().out
+
+
+def test_the_page_has_what_a_step_does_otherwise():
+    note = "fsdp_prefetch: not where a step runs in ticks"
+    report = AuditReport(layout="fsdp=2", target="cpu", mesh_shape={}, notes=(note,))
+    assert f"<p>{note}</p>" in audit_page(report)

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = (
     ("meshpar.errors",),
     ("meshpar.chunk_bytes", "meshpar.key_values"),
-    ("meshpar.residual_names", "meshpar.schedules"),
+    ("meshpar.residual_names", "meshpar.collective_kinds", "meshpar.schedules"),
     (
         "meshpar.layout",
         "meshpar.hardware",

@@ -1,6 +1,7 @@
 """`meshpar plan --measure`: what runs, what is told of it, what efficiency fits."""
 
 import json
+import subprocess
 
 import pytest
 
@@ -119,6 +120,15 @@ def test_a_child_that_dies_says_its_last_words(monkeypatch):
     assert "ended with status 1" in measuring._child({"ask": "devices"})["problem"]
     with pytest.raises(InputError, match="no devices here: .*ended with status 1"):
         measuring.check_measurable(cluster_of("h100-80gb"))
+
+
+def test_a_child_that_does_not_end_is_a_problem(monkeypatch):
+    def never(command, *, timeout, **_):
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(measuring.subprocess, "run", never)
+    monkeypatch.setattr(measuring, "_TIMEOUT_S", 7)
+    assert measuring._child({"ask": "step"}) == {"problem": "did not end within 7 s"}
 
 
 @pytest.mark.slow

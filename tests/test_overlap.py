@@ -1,5 +1,7 @@
 """Which matmuls lie beside a collective is read from the scheduled program."""
 
+from types import SimpleNamespace
+
 import jax
 import optax
 import pytest
@@ -7,7 +9,12 @@ import pytest
 from meshpar import InputError, audit, batch_shapes, make_train_step
 from meshpar.audit.collectives import collectives_of
 from meshpar.audit.hlo import parse_program
-from meshpar.audit.overlap import cluster_of_target, overlap_totals, overlaps_of
+from meshpar.audit.overlap import (
+    cluster_of_target,
+    overlap_totals,
+    overlaps_of,
+    wire_s_of,
+)
 from meshpar.audit.reasons import Explained
 from meshpar.audit.report import AuditReport
 from meshpar.audit.target import Target
@@ -189,6 +196,21 @@ def test_what_a_sparse_core_moves_is_seen(lines, is_hidden):
     text = program(*(line.strip() for line in lines.strip().splitlines()))
     [overlap] = overlaps(text.replace("MATMUL", DOT) + moved)
     assert overlap.is_hidden is is_hidden
+
+
+def test_a_scatter_over_a_whole_slice_takes_a_scatters_time():
+    """A program says itself where XLA:TPU all-reduces; its scatters are scatters."""
+    cluster = cluster_of_target(Target.of("tpu:v5p:4x4x4"))
+    assert cluster.link_of({"fsdp": 64}, ("fsdp",)).scatters_whole
+    gather_s, scatter_s = (
+        wire_s_of(
+            SimpleNamespace(mesh_axes=("fsdp",), kind=kind, payload_bytes=10**9),
+            {"fsdp": 64},
+            cluster,
+        )
+        for kind in ("all-gather", "reduce-scatter")
+    )
+    assert scatter_s == gather_s
 
 
 def test_without_a_table_seconds_are_unknown():

@@ -56,6 +56,11 @@ def block_with_permute(weight, x):
     return x + jnp.tanh(x @ ((weight + around) / 2))
 
 
+def block_with_sum_over_ranks(weight, x):
+    """Nothing of it is left, but every rank has to take part."""
+    return x + jnp.tanh(x @ (weight + 0 * lax.psum(weight, "stage")))
+
+
 def head(scale, x, targets):
     return jnp.mean((scale * x - targets) ** 2)
 
@@ -70,12 +75,21 @@ def gradients_of(block):
     return value_and_grad(weights, np.float32(1.5), x, y)
 
 
-def test_a_block_that_permutes_keeps_ranks_together_and_is_told():
+@pytest.mark.parametrize(
+    ("together", "hindrance"),
+    [
+        (block_with_permute, "ppermute over 'data'"),
+        (block_with_sum_over_ranks, "psum over 'stage'"),
+    ],
+)
+def test_a_block_that_needs_all_ranks_keeps_them_together_and_is_told(
+    together, hindrance
+):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         expected = gradients_of(block)
-    with pytest.warns(UserWarning, match="hold a ppermute over 'data', which must not"):
-        found = gradients_of(block_with_permute)
+    with pytest.warns(UserWarning, match=f"has a {hindrance}, which must not"):
+        found = gradients_of(together)
     assert_close(found, expected)
 
 

@@ -3,11 +3,13 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec
 
 from meshpar import Layout, batch_shapes
 from meshpar.audit.collectives import collectives_of
 from meshpar.audit.hlo import parse_program
 from meshpar.parallel.pipeline import reduction
+from meshpar.parallel.zero import Stored
 from tests.pipelined import BATCH, SEQ, assert_equal_to_plain, model_of, step_of
 
 
@@ -17,7 +19,15 @@ def gradients_of(num_bytes, layers):
 
 @pytest.mark.parametrize(
     ("num_bytes", "layers", "number"),
-    [(1, 1, 1), (64, 8, 1), (65 * 8, 8, 8), (128, 8, 2), (192, 6, 3), (10**4, 5, 5)],
+    [
+        (1, 1, 1),
+        (64, 8, 1),
+        (65 * 8, 8, 8),
+        (128, 8, 2),
+        (192, 6, 3),
+        (10**4, 5, 5),
+        (37 * 8, 37, 1),
+    ],
 )
 def test_slices_are_as_few_as_keep_each_small(monkeypatch, num_bytes, layers, number):
     monkeypatch.setattr(reduction, "SLICE_BYTES", 64)
@@ -51,3 +61,28 @@ def test_each_slice_is_one_reduction_of_a_layer(monkeypatch):
     assert executions() == set()
     monkeypatch.setattr(reduction, "SLICE_BYTES", 1)
     assert executions() == {2}
+
+
+def test_what_is_scattered_along_the_layers_is_reduced_whole(monkeypatch):
+    monkeypatch.setattr(reduction, "SLICE_BYTES", 64)
+    sizes = []
+
+    def reduced(_, gradients):
+        sizes.append([len(x) for x in gradients])
+        return [2 * x for x in gradients]
+
+    def stored(state_spec):
+        whole = PartitionSpec(None)
+        return Stored(
+            spec=whole,
+            loop_spec=whole,
+            gradient_spec=whole,
+            state_spec=state_spec,
+            compute_dtype=jnp.float32,
+        )
+
+    layouts = [stored(PartitionSpec("fsdp")), stored(PartitionSpec(None))]
+    layers = jnp.arange(32, dtype=jnp.float32)
+    results = reduction.along_first_dim(reduced, layouts, [layers, layers])
+    assert all((x == 2 * layers).all() for x in results)
+    assert (sizes[0], sizes[-1]) == ([32], [8])

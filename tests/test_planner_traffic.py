@@ -312,3 +312,31 @@ def test_a_bound_sums_gradients_over_context_too(attention, zero):
     layout = found.run.layout
     bound = Bounds(found.run).bound(layout, variant_of(layout))
     assert 0.9 * found.step_s < bound.step_s <= found.step_s
+
+
+@pytest.mark.parametrize(
+    "layout, prefetches",
+    [
+        ("fsdp=8,precision=bf16", True),
+        ("fsdp=8,precision=bf16,fsdp_prefetch=off", False),
+        ("fsdp=4,stage=2,microbatches=4,fsdp_gather=microbatch,precision=bf16", False),
+    ],
+)
+def test_nothing_is_hidden_of_blocks_that_do_not_prefetch(layout, prefetches):
+    run = of(layout, execution=MESHPAR).run
+    shares = [row.share for row in weight_rows(run, moe=False)]
+    assert shares and all((share > 0) == prefetches for share in shares)
+
+
+@pytest.mark.parametrize(
+    "torus, layout, whole",
+    [("tpu-v5p:4x4x4", "fsdp=64", False), ("tpu-v5e:4x4", "fsdp=16", True)],
+)
+def test_our_step_scatters_over_a_torus_of_three_dims(torus, layout, whole):
+    def link(execution):
+        cluster = cluster_of(torus)
+        sizes = dict(global_batch=cluster.num_devices, seq=4096, execution=execution)
+        return estimate(SHAPES["llama3-8b"], cluster, layout, **sizes).run.link("fsdp")
+
+    assert link(BARE).scatters_whole
+    assert link(MESHPAR).scatters_whole == whole

@@ -33,6 +33,7 @@ DEVICE_FILES = {
         ("joined", "domain_devices = 99999999", "domain_devices=1e+08: must be at lea"),
         ("late", "[efficiency]\nlaunch_s = 1e6", "launch_s=1e+06: must be at least 0"),
         ("far", "[efficiency]\nnetwork_hop_s = 60", "network_hop_s=60: must be at lea"),
+        ("cores", "[efficiency]\ncollective_cores = 15", "collective_cores=15: must"),
         ("lost", "[efficiency]\nmatmul = nan", "matmul=nan: must be above 0 and at mo"),
         ("peak", "[peak_flops]\nbf16 = 1e40", "peak_flops bf16=1e+40: must be at lea"),
     )

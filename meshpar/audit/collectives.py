@@ -1,14 +1,6 @@
 """Every collective of a compiled program: its mesh axes, its bytes, how often it runs.
 
-Reference for bytes on the wire: ring algorithms (Chan et al. 2007, "Collective
-communication: theory, practice, and experience"); `n` devices in a group, each sends
-
-    all-reduce          2 (n-1)/n x the array
-    all-gather          (n-1)/n x the gathered array
-    reduce-scatter      (n-1)/n x the array before it is scattered
-    all-to-all          (n-1)/n x the array
-    ragged-all-to-all   at most (n-1)/n x the array that receives; sizes are data
-    collective-permute  the array; collective-broadcast the array
+What each kind sends of its array stands in `meshpar.collective_kinds`.
 """
 
 from __future__ import annotations
@@ -28,16 +20,8 @@ from meshpar.audit.hlo import Computation, HloError, Instruction, Program
 from meshpar.audit.loops import Place, places, wrapped_by
 from meshpar.audit.shapes import ArrayShape, Shape, arrays_of
 from meshpar.audit.users import Use, uses
+from meshpar.collective_kinds import KINDS
 
-KINDS = (
-    "all-reduce",
-    "all-gather",
-    "reduce-scatter",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
-    "collective-broadcast",
-)
 _NAMES_A_VALUE = re.compile(r"^[^/]+$|/jit$")
 """A path that names an argument, or a call, but not what its value is moved for."""
 
@@ -58,7 +42,7 @@ class Collective:
         dtype: Of the arrays, several with `+` between.
         dims: Of each array that arrives.
         payload_bytes: The whole array: gathered, or before it is scattered.
-        wire_bytes: What one device sends, by the formulas above.
+        wire_bytes: What one device sends (`CollectiveKind.sent`).
         executions: In one run of the program.
         counted: Whether the trip counts around it were known.
         is_async: Whether it has a start and a done.
@@ -266,6 +250,7 @@ def _row(site: _Site, at: list[Place], mesh_shape: Mapping[str, int]) -> Collect
     except ValueError as error:
         raise HloError(instruction.line, instruction.name, str(error)) from error
     op_path, source = site.origin()
+    share, of = KINDS[kind].sent(group_size)
     return Collective(
         kind=kind,
         mesh_axes=mesh_axes,
@@ -273,7 +258,7 @@ def _row(site: _Site, at: list[Place], mesh_shape: Mapping[str, int]) -> Collect
         dtype="+".join(dict.fromkeys(array.dtype for array in arrived)),
         dims=tuple(array.dims for array in arrived),
         payload_bytes=payload,
-        wire_bytes=_wire_bytes(kind, payload, group_size),
+        wire_bytes=payload * share // of,
         executions=sum(place.executions for place in at),
         counted=all(place.counted for place in at),
         is_async=site.is_async,
@@ -297,10 +282,3 @@ def _who(
     if groups is None:
         raise ValueError("no replica_groups")
     return mesh_axes_of_groups(groups, mesh_shape), max(map(len, groups))
-
-
-def _wire_bytes(kind: str, payload: int, group_size: int) -> int:
-    if kind.startswith("collective-"):
-        return payload
-    times = 2 if kind == "all-reduce" else 1
-    return times * payload * (group_size - 1) // group_size

@@ -13,10 +13,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from meshpar.audit.collectives import KINDS, Collective, callers_of
+from meshpar.audit.collectives import Collective, callers_of
 from meshpar.audit.hlo import Computation, Instruction, Program
 from meshpar.audit.target import Target
 from meshpar.audit.work import Matmuls, Work
+from meshpar.collective_kinds import KINDS
 from meshpar.hardware.devices import TARGETS
 from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.machine.collective_cost import collective_s

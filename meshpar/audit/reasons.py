@@ -25,19 +25,10 @@ from meshpar.audit.matmuls import (
 )
 from meshpar.audit.subject import Subject
 from meshpar.audit.users import names_no_need
+from meshpar.collective_kinds import WRITTEN_AS
 from meshpar.collectives import ASKED, ASKED_PREFIX
 from meshpar.layout import BATCH_AXES
 
-_WRITTEN = {
-    **dict.fromkeys(("psum", "psum2", "psum_invariant", "pmean"), "all-reduce"),
-    **dict.fromkeys(("pmax", "pmin"), "all-reduce"),
-    **dict.fromkeys(("all_gather", "all_gather_invariant"), "all-gather"),
-    **dict.fromkeys(("reduce_scatter", "psum_scatter"), "reduce-scatter"),
-    "all_to_all": "all-to-all",
-    "ragged_all_to_all": "ragged-all-to-all",
-    **dict.fromkeys(("ppermute", "pshuffle"), "collective-permute"),
-    "pbroadcast": "collective-broadcast",
-}
 _CONSTRAINTS = ("sharding_constraint", "device_put", "reshard", "shard_map")
 _SUMS = ("all-reduce", "reduce-scatter")
 
@@ -188,9 +179,9 @@ def _written(row: Collective) -> Reason | None:
     # GSPMD inserts no ragged ones, of which XLA:GPU drops the path.
     is_ragged = row.kind == "ragged-all-to-all"
     name = "ragged_all_to_all" if is_ragged else row.operation
-    if name not in _WRITTEN:
+    if name not in WRITTEN_AS:
         return None
-    kind = _WRITTEN[name]
+    kind = WRITTEN_AS[name]
     if row.kind == kind or _replaces(row, kind):
         return f"written in the program as {name}", True
     return None

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from jax.sharding import AbstractMesh
     from rich.console import Console
 
-    from meshpar.audit.report import AuditReport
+    from meshpar.audit.program_report import AuditReport
     from meshpar.train.step import Batch, TrainStep
 
 _SEQ = 1024

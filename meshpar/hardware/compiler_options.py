@@ -5,10 +5,10 @@ caller gives under the same name counts instead, and None leaves the name out:
 
     make_train_step(..., compiler_options={"xla_tpu_...": None})
 
-No row is here that changed nothing in a program compiled with it (docs/guides/audit.md
-has the shares of communication that they hide), and every compiler of a supported jax
-takes it (`tests/test_compiler_options.py`). CPUs have no rows: XLA:CPU starts no
-collective ahead.
+No row is here that changed nothing in a program compiled with it: programs for TPU v5p
+and for the H100, of which docs/guides/audit.md has the shares of communication that the
+rows hide. Of other generations nothing was compiled. CPUs have no rows: XLA:CPU starts
+no collective ahead.
 """
 
 from __future__ import annotations

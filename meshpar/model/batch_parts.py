@@ -17,6 +17,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from meshpar.layout import BATCH_AXES
+from meshpar.model.equations import collective_axes, equations
 from meshpar.model.inputs import Batch
 from meshpar.model.scope import Scope
 from meshpar.model.sums import Sums
@@ -64,6 +66,7 @@ def num_parts_of(stream: Any, scope: Scope) -> int:
 
     As many as the platform has use for, the examples divide into and leave each part
     its tokens, where the residual stream's sequence is split over mesh axes at work.
+    Of a stream whose sequence is also split over `context`, a device has its part.
     """
     if not _splits_sequence(scope):
         return 1
@@ -73,6 +76,7 @@ def num_parts_of(stream: Any, scope: Scope) -> int:
         return 1
     num_examples = examples.pop()
     tokens = max(math.prod(leaf.shape[:-1]) for leaf in leaves)
+    tokens //= auto_mesh_shape().get("context", 1)
     most = min(NUM_PARTS.get(scope.platform, 1), tokens // LEAST_TOKENS)
     divide = (parts for parts in range(most, 1, -1) if num_examples % parts == 0)
     return next(divide, 1)
@@ -88,11 +92,21 @@ def _splits_sequence(scope: Scope) -> bool:
 
 
 def _asks_for_whole_batch(run: Run, params: Any, stream: Any, scope: Scope) -> bool:
-    """Whether the block sums over the global batch, whose value no part has."""
+    """Whether the block needs other examples: no part has a sum over the batch.
+
+    By `Scope.batch_sum`, or by a collective of its own over a mesh axis that splits the
+    batch, of which every part would have another value.
+    """
     asked: list[str] = []
     seen = replace(scope, batch_sums=asked)
-    jax.eval_shape(lambda params, stream: run(params, stream, seen), params, stream)
-    return bool(asked)
+    traced = jax.make_jaxpr(lambda params, stream: run(params, stream, seen))(
+        params, stream
+    )
+    return bool(asked) or any(
+        axis in BATCH_AXES
+        for equation in equations(traced.jaxpr)
+        for axis in collective_axes(equation)
+    )
 
 
 def _scope_of(scope: Scope, at: int, num_parts: int) -> Scope:

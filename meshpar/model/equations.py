@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
@@ -20,3 +21,13 @@ def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
                 yield from equations(inner.jaxpr)
             elif isinstance(inner, Jaxpr):
                 yield from equations(inner)
+
+
+def collective_axes(equation: JaxprEqn) -> tuple[str, ...]:
+    """The manual mesh axes that an equation is a collective over; () for any other."""
+    if equation.primitive.name == "axis_index":
+        return ()
+    params: Mapping[str, Any] = equation.params
+    axes = params.get("axes", params.get("axis_name", ()))
+    axes = (axes,) if isinstance(axes, str) else axes
+    return tuple(axis for axis in axes if isinstance(axis, str))

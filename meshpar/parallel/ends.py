@@ -84,16 +84,15 @@ class Ends:
 
     def joined(self, early: Leaves, late: Leaves | None = None) -> Params:
         """The whole tree; zeros for what is missing, which nothing uses."""
-        of_head = (
-            late
-            if late is not None
-            else [
+        if late is None:
+            late = [
                 jnp.zeros(one.shape, one.dtype)
                 for one in jax.eval_shape(self.gather_late, self.late_shards)
             ]
+        parts = {False: iter(early), True: iter(late)}
+        return self.treedef.unflatten(
+            [next(parts[of_head]) for of_head in self.of_head]
         )
-        parts = {False: iter(early), True: iter(of_head)}
-        return self.treedef.unflatten([next(parts[late]) for late in self.of_head])
 
     def scatter_late(self, gradients: Params) -> Leaves:
         """Gradients of what the head alone uses, from the head's, as they are kept.
@@ -118,8 +117,8 @@ class Ends:
     def _chosen(self, leaves: list, of_head: bool) -> list:
         return [
             leaf
-            for leaf, late in zip(leaves, self.of_head, strict=True)
-            if late == of_head
+            for leaf, own in zip(leaves, self.of_head, strict=True)
+            if own == of_head
         ]
 
 

@@ -18,7 +18,6 @@ from meshpar.layout import BATCH_AXES, MANUAL_AXES, Layout
 from meshpar.model.contract import Model
 from meshpar.model.parameter import Params, is_parameter
 from meshpar.parallel.data import reduce_gradients
-from meshpar.parallel.mean_loss import scaled
 from meshpar.parallel.scopes import Scopes
 from meshpar.parallel.storage import state_spec, stored_parameters
 from meshpar.parallel.zero import (
@@ -83,6 +82,12 @@ class Placement:
         of_state = self.manual_specs, self.manual_model_state_specs
         in_specs = (*of_state, BATCH, REPLICATED, REPLICATED)
         return self.on_shards(local, in_specs, out_specs)
+
+    @property
+    def found_specs(self) -> tuple[Any, Any, Any, Any]:
+        """Specs of loss, metrics, gradients and model state, as `on_state` gives."""
+        of_state = self.manual_model_state_specs
+        return REPLICATED, REPLICATED, self.manual_state_specs, of_state
 
     def scopes(self, *, training: bool) -> Scopes:
         """What makes the scopes of a model's functions."""
@@ -176,8 +181,6 @@ class Placement:
         self,
         end_gradients: Params,
         group_gradients: list[Params],
-        *,
-        scale: jax.Array | None = None,
     ) -> Params:
         """Gradients summed over the batch axes and `stage`, laid out as states.
 
@@ -189,13 +192,10 @@ class Placement:
         Args:
             end_gradients: Of the ends, from `scatter_ends`.
             group_gradients: Of each group of blocks, as the loop adds them up.
-            scale: What the sums are multiplied by.
         """
         gradients = self.model.join(end_gradients, group_gradients)
         scattered = reduce_scatter(self.stored, gradients, gradient_after_loop)
         summed = reduce_gradients(self.stored, scattered, self.large(self.manual_axes))
-        if scale is not None:
-            summed = scaled(summed, scale, jnp.float32)
         return jax.tree.map(
             lambda stored, x: x.astype(stored.gradient_dtype),
             self.stored,

@@ -105,18 +105,10 @@ def run_backward(
     of_loss: jax.Array | float = 1.0,
     beside: Any = (),
 ) -> tuple[Stream, Any, Any]:
-    """As `meshpar.parallel.blocks.run_backward`.
+    """As `meshpar.parallel.blocks.run_backward`, after this module's `run_keeping`.
 
-    Args:
-        stack: As for `run_keeping`.
-        kept: What it kept.
-        dx: Gradient of its result.
-        known: What scopes are made of.
-        totals: Where gradients are added.
-        add: (totals, gradients of one layer's shards, place in the stack) -> totals.
-        of_loss: Gradient of the summed loss, auxiliary losses among it.
-        beside: Arrays that are communicated beside the last layer, and done before the
-            others begin.
+    `beside` are arrays that are communicated beside the last layer, and done before the
+    others begin.
 
     Returns:
         The gradient of its `x`, the totals, and `beside`.

@@ -76,37 +76,19 @@ class LocalProgram:
             pass_ = _Pass.of(placement, params, state, batch, *of, training=True)
             return pass_.loss_and_gradients()
 
-        of_gradients = placement.manual_state_specs
-        of_state = placement.manual_model_state_specs
-        out_specs = REPLICATED, REPLICATED, of_gradients, of_state
+        out_specs = placement.found_specs
         return placement.on_state(local, out_specs)(params, state, batch, step, seed)
 
-    def loss_sums(
-        self,
-        params: Params,
-        state: Params,
-        batch: Any,
-        step: jax.Array,
-        seed: jax.Array,
-    ) -> tuple[jax.Array, jax.Array]:
+    def loss_sums(self, *of: Any) -> tuple[jax.Array, jax.Array]:
         """Summed loss and summed weights over the global batch, not in training."""
 
         def local(*of: Any) -> tuple[jax.Array, jax.Array]:
             pass_ = _Pass.of(self.placement, *of, training=False)
             return self.placement.sum_losses(pass_.head(*pass_.hidden()))
 
-        return self.placement.on_state(local, (REPLICATED, REPLICATED))(
-            params, state, batch, step, seed
-        )
+        return self.placement.on_state(local, (REPLICATED, REPLICATED))(*of)
 
-    def logits(
-        self,
-        params: Params,
-        state: Params,
-        batch: Any,
-        step: jax.Array,
-        seed: jax.Array,
-    ) -> Any:
+    def logits(self, *of: Any) -> Any:
         """What the model's `logits` gives, each array with the example first."""
 
         def local(*of: Any) -> Any:
@@ -115,7 +97,7 @@ class LocalProgram:
             logits = cast(Callable[..., Any], self.placement.model.logits)
             return logits(*pass_.hidden(), pass_.outside)
 
-        return self.placement.on_state(local, BATCH)(params, state, batch, step, seed)
+        return self.placement.on_state(local, BATCH)(*of)
 
 
 @dataclass(frozen=True, kw_only=True)

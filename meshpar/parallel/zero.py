@@ -142,7 +142,7 @@ def reduce_scatter(stored: Any, gradients: Any, dims: Callable[[Stored], Dims]) 
     One reduce-scatter for each; those that are not split there are left for
     `data.reduce_gradients`. Arguments as for `gather`.
     """
-    if dims is not gradient_in_loop:  # to turn the gradients of all layers copies them
+    if dims is not gradient_in_loop:
         return _each(_scatter_one, stored, gradients, dims)
     return _scatter_layer(stored, gradients)
 
@@ -184,7 +184,10 @@ def _scatter_one(layout: Stored, gradient: jax.Array, moved: Dims) -> jax.Array:
 
 
 def _scatter_layer(stored: Any, gradients: Any) -> Any:
-    """One layer's gradients, those of XLA:TPU joined to few matrices."""
+    """One layer's gradients, each as a matrix whose rows are scattered.
+
+    With `Stored.scatter_columns` (XLA:TPU) those of as many rows are joined to one.
+    """
     layouts, treedef = jax.tree.flatten(stored, is_leaf=is_stored)
     leaves = treedef.flatten_up_to(gradients)
     joined: dict[tuple, list[int]] = {}
@@ -233,7 +236,11 @@ def _scatter_joined(layouts: list[Stored], leaves: list[jax.Array]) -> list[jax.
 
 
 def _scatter_rows(layout: Stored, gradient: jax.Array, moved: Dims) -> jax.Array:
-    """As a matrix whose rows are scattered, a form that XLA:TPU does not all-reduce."""
+    """One gradient as a matrix whose rows are scattered, on every platform.
+
+    XLA:TPU does not all-reduce this form. Gradients of all layers keep theirs
+    (`_scatter_one`): to turn them would copy them.
+    """
     x = gradient.astype(layout.sum_dtype)
     for dim, mesh_axes in moved:
         x = jnp.moveaxis(x, dim, 0)

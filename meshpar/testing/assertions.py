@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from meshpar.audit.collectives import KINDS
-from meshpar.audit.report import AuditReport, audit, axes_text
+from meshpar.audit.program_report import AuditReport, axes_text
+from meshpar.audit.report import audit
 from meshpar.audit.subject import subject_of
 from meshpar.audit.tables import (
     as_text,
@@ -17,6 +17,7 @@ from meshpar.audit.tables import (
     collective_table,
     overlap_table,
 )
+from meshpar.collective_kinds import KINDS
 from meshpar.errors import InputError, whole_number
 from meshpar.layout import nearest
 

@@ -20,6 +20,7 @@ from meshpar.rules.presets import default_rules
 from meshpar.rules.rules import Rules, check_rules
 from meshpar.train.refusals import refuse, refuse_schedule
 from meshpar.train.step import TrainStep
+from meshpar.train.step_options import StepOptions
 
 
 def make_train_step(
@@ -104,16 +105,18 @@ def make_train_step(
     check_rules(rules)
     refuse(layout, rules, mesh, gradient_dtype, max_grad_norm)
     return TrainStep(
-        model=model,
-        optimizer=optimizer,
-        layout=layout,
-        rules=rules,
-        mesh=mesh,
-        platform=platform_of(mesh),
-        max_grad_norm=max_grad_norm,
-        gradient_dtype=gradient_dtype,
-        compiler_options=compiler_options,
-        schedule=schedule,
+        StepOptions(
+            model=model,
+            optimizer=optimizer,
+            layout=layout,
+            rules=rules,
+            mesh=mesh,
+            platform=platform_of(mesh),
+            max_grad_norm=max_grad_norm,
+            gradient_dtype=gradient_dtype,
+            compiler_options=compiler_options,
+            schedule=schedule,
+        )
     )
 
 

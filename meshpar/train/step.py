@@ -2,55 +2,37 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
-from operator import attrgetter
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshpar.audit.subject import Subject
 from meshpar.errors import InputError
 from meshpar.hardware.compiler_options import compiler_options_for
-from meshpar.layout import BATCH_AXES, Layout
-from meshpar.mesh import absent_mesh
-from meshpar.model.contract import Model
-from meshpar.model.parameter import Params
-from meshpar.model.tracing import check_examples_first
+from meshpar.layout import BATCH_AXES
 from meshpar.parallel.pipeline.program import pipeline_of
-from meshpar.parallel.pipeline.schedule_choice import OwnSchedule
 from meshpar.parallel.pipeline.stages import in_layer_order
 from meshpar.parallel.placement import DTYPES, Placement
 from meshpar.parallel.prefetch_choice import prefetch_notes, prefetches
 from meshpar.parallel.program import LocalProgram
-from meshpar.rules.rules import Rules
-from meshpar.rules.sharding import born_sharded
 from meshpar.train.batch_placement import BatchPlacement
-from meshpar.train.constants import put_in, take_out
 from meshpar.train.gradient_program import GradientProgram
-from meshpar.train.layer_order import layer_orders
 from meshpar.train.optimizer.by_layer import by_layer
-from meshpar.train.state import (
-    TrainState,
-    check_not_donated,
-    initial_state,
-    state_shardings,
-    without_optimizer,
-)
-from meshpar.train.update import Update
-
-Batch = Mapping[str, Any]
-Metrics = dict[str, jax.Array]
+from meshpar.train.state import TrainState, check_not_donated, without_optimizer
+from meshpar.train.step_functions import Batch, Metrics, StepFunctions
+from meshpar.train.step_options import StepOptions
+from meshpar.train.step_programs import StepPrograms
 
 
 class TrainStep:
     """A compiled training step; make it with `make_train_step`.
 
     Attributes:
+        options: What it was made of.
         layout: What it lays out, its -1 resolved.
         rules: Logical axis -> mesh axes.
         mesh: The devices, or none of them (`absent_mesh`).
@@ -65,107 +47,57 @@ class TrainStep:
             `Checkpoints`.
     """
 
-    def __init__(
-        self,
-        *,
-        model: Model,
-        optimizer: optax.GradientTransformation,
-        layout: Layout,
-        rules: Rules,
-        mesh: Mesh | AbstractMesh,
-        platform: str,
-        max_grad_norm: float | None,
-        gradient_dtype: str,
-        compiler_options: Mapping[str, Any] | None,
-        schedule: OwnSchedule | None,
-    ) -> None:
-        self.model_as_given = model
+    def __init__(self, options: StepOptions) -> None:
+        self.options = options
+        model, layout = options.model, options.layout
+        self.model_as_given, self.layout = model, layout
+        self.rules, self.mesh = options.rules, options.mesh
+        self.platform = options.platform
+        self._devices_mesh = cast(Mesh, self.mesh)  # `jax.set_mesh` refuses any other
         pipeline = (
-            pipeline_of(model, layout, schedule) if layout.runs_in_ticks else None
+            pipeline_of(model, layout, options.schedule)
+            if layout.runs_in_ticks
+            else None
         )
         self.schedule = pipeline.schedule if pipeline else None
         self.layers_of_stages = pipeline.layers_of_stages if pipeline else None
-        model = pipeline.model if pipeline else model
-        self.model, self.layout, self.rules, self.mesh = model, layout, rules, mesh
-        self._devices_mesh = cast(Mesh, mesh)  # `jax.set_mesh` refuses any other
-        self.platform = platform
-        self._optimizer_as_given, self._max_grad_norm = optimizer, max_grad_norm
-        self._optimizer = by_layer(optimizer, model, layout)
-        self._gradient_dtype = gradient_dtype
+        self.model = pipeline.model if pipeline else model
+        optimizer = by_layer(options.optimizer, self.model, layout)
         placement = self.placement = Placement(
-            model=model,
+            model=self.model,
             layout=layout,
-            rules=rules,
-            mesh=mesh,
-            platform=platform,
-            gradient_dtype=DTYPES[gradient_dtype],
+            rules=self.rules,
+            mesh=self.mesh,
+            platform=self.platform,
+            gradient_dtype=DTYPES[options.gradient_dtype],
         )
-        self._program = (
-            pipeline.program(placement)
-            if pipeline
-            else LocalProgram(placement=placement)
-        )
-        apart = jax.eval_shape(lambda: self._first_state(jnp.uint32(0)))
-        self.state_shapes = put_in(model, apart)
-        self.layer_orders = put_in(model, layer_orders(model, apart))
-        at_rest, of_states, of_model = self._shardings()
-        self.shardings = put_in(
-            model,
-            state_shardings(
-                apart, at_rest, of_states, of_model, layout.optimizer_memory
-            ),
-        )
-        self._apply_gradients = Update(
+        functions = StepFunctions(
+            model_as_given=model,
             placement=placement,
-            optimizer=self._optimizer,
-            max_grad_norm=max_grad_norm,
-            of_states=of_states,
+            program=pipeline.program(placement)
+            if pipeline
+            else LocalProgram(placement=placement),
+            optimizer=optimizer,
+            max_grad_norm=options.max_grad_norm,
         )
-        self.batch_sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+        self.state_shapes = functions.state_shapes
+        self.layer_orders = functions.layer_orders
+        self.shardings = functions.shardings
+        self.batch_sharding = NamedSharding(self.mesh, PartitionSpec(BATCH_AXES))
         self._batches = BatchPlacement(
-            inputs=model.inputs or {}, layout=layout, sharding=self.batch_sharding
+            inputs=self.model.inputs or {}, layout=layout, sharding=self.batch_sharding
         )
-        self._options_as_given = compiler_options
         self.compiler_options = compiler_options_for(
-            platform,
-            compiler_options,
+            self.platform,
+            options.compiler_options,
             prefetching=prefetches(placement),
             sequence_parallel=layout.sequence_parallel and layout.tensor > 1,
         )
-        self._make_programs(of_states)
-
-    def _make_programs(self, of_states: Params) -> None:
-        """The step's functions under `jax.jit`; none is compiled before its first call.
-
-        Args:
-            of_states: Sharding of each parameter's gradient and optimizer state.
-        """
-        options = self.compiler_options or None
-        self._init = born_sharded(self._born, self.shardings, compiler_options=options)
-        jit = functools.partial(jax.jit, compiler_options=options)
-        metrics_sharding = NamedSharding(self.mesh, PartitionSpec())
-        self._update_layout: dict[str, Any] = dict(
-            in_shardings=(self.shardings, self.batch_sharding),
-            out_shardings=(self.shardings, metrics_sharding),
-            donate_argnums=0,
+        self._programs = StepPrograms(
+            functions=functions,
+            batch_sharding=self.batch_sharding,
+            compiler_options=self.compiler_options,
         )
-        self._step = jit(self._update, **self._update_layout)
-        given = (without_optimizer(self.shardings), self.batch_sharding)
-        self._gradients_layout: dict[str, Any] = dict(
-            in_shardings=given,
-            out_shardings=(metrics_sharding, metrics_sharding, of_states),
-        )
-        self._gradients = jit(self._loss_and_gradients, **self._gradients_layout)
-
-        def evaluated(program: Callable[..., Any], sharding: NamedSharding) -> Any:
-            return jit(
-                lambda state, batch: program(*self._given(state, batch)),
-                in_shardings=given,
-                out_shardings=sharding,
-            )
-
-        self._evaluate = evaluated(self._program.loss_sums, metrics_sharding)
-        self._logits = evaluated(self._program.logits, self.batch_sharding)
 
     def init(self, seed: int) -> TrainState:
         """The first state, a function of `seed` alone; arrays are born in shards.
@@ -179,7 +111,7 @@ class TrainStep:
         if not 0 <= seed < 2**32:
             raise InputError(f"seed={seed}: must be at least 0 and below {2**32}")
         with jax.set_mesh(self._devices_mesh):
-            return self._init(np.uint32(seed))
+            return self._programs.init(np.uint32(seed))
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """One optimizer step; `state` is donated and cannot be used again.
@@ -201,7 +133,7 @@ class TrainStep:
         """
         check_not_donated(state)
         with jax.set_mesh(self._devices_mesh):
-            return self._step(state, self.place(batch))
+            return self._programs.update(state, self.place(batch))
 
     def loss_and_gradients(
         self, state: TrainState, batch: Batch
@@ -219,7 +151,7 @@ class TrainStep:
             InputError: As for `__call__`.
         """
         with jax.set_mesh(self._devices_mesh):
-            loss, _, gradients = self._gradients(
+            loss, _, gradients = self._programs.gradients(
                 without_optimizer(state), self.place(batch)
             )
         return loss, gradients
@@ -248,7 +180,7 @@ class TrainStep:
             InputError: As for `__call__`.
         """
         with jax.set_mesh(self._devices_mesh):
-            return self._evaluate(without_optimizer(state), self.place(batch))
+            return self._programs.evaluate(without_optimizer(state), self.place(batch))
 
     def logits(self, state: TrainState, batch: Batch | jax.typing.ArrayLike) -> Any:
         """What the model's `logits` gives, such as fp32 (batch, seq, vocab).
@@ -266,12 +198,12 @@ class TrainStep:
             batch = {next(iter(self.model.known_inputs), ""): batch}
         with jax.set_mesh(self._devices_mesh):
             placed = self._batches.place(batch, 1, partly=True)
-            return self._logits(without_optimizer(state), placed)
+            return self._programs.logits(without_optimizer(state), placed)
 
     def compile(self, batch: Batch) -> jax.stages.Compiled:
         """The compiled step for a batch's shapes; arrays or `jax.ShapeDtypeStruct`s."""
         with jax.set_mesh(self._devices_mesh):
-            return self._step.lower(*self._argument_shapes(batch)).compile()
+            return self._programs.update.lower(*self._argument_shapes(batch)).compile()
 
     @property
     def gradient_program(self) -> GradientProgram:
@@ -291,14 +223,16 @@ class TrainStep:
             platform: Kind of the absent devices, or None for the step's own.
             gradients_only: Without the optimizer (`gradient_program`).
         """
-        step = self if platform is None else self._without_devices(platform)
+        step = self
+        if platform is not None:
+            step = TrainStep(self._for_absent(platform))
         # JAX does not trace a jit with options of its own inside another.
-        function = jax.jit(step._update, **step._update_layout)
+        programs = replace(step._programs, compiler_options={})
         state, batch = step._argument_shapes(arguments[-1])
         given: tuple[Any, ...] = (state, batch)
+        function = programs.update
         if gradients_only:
-            function = jax.jit(step._loss_and_gradients, **step._gradients_layout)
-            given = (without_optimizer(state), batch)
+            function, given = programs.gradients, (without_optimizer(state), batch)
         return Subject(
             function=function,
             arguments=given,
@@ -337,68 +271,13 @@ class TrainStep:
         """
         self._batches.check_examples(num_examples, name, microbatches)
 
-    def _without_devices(self, platform: str) -> TrainStep:
-        # Those given are for the mesh's own compiler; without devices that is this one.
-        is_absent = isinstance(self.mesh, AbstractMesh)
-        return TrainStep(
-            model=self.model_as_given,
-            optimizer=self._optimizer_as_given,
-            layout=self.layout,
-            rules=self.rules,
-            mesh=absent_mesh(self.layout),
-            platform=platform,
-            max_grad_norm=self._max_grad_norm,
-            gradient_dtype=self._gradient_dtype,
-            compiler_options=self._options_as_given if is_absent else None,
-            schedule=self.schedule if self.layout.stage > 1 else None,
-        )
+    def _for_absent(self, platform: str) -> StepOptions:
+        schedule = self.schedule if self.layout.stage > 1 else None
+        return replace(self.options.without_devices(platform), schedule=schedule)
 
     def _argument_shapes(self, batch: Batch) -> tuple[TrainState, Batch]:
         self._batches.check(batch)
         return self.state_shapes, batch_structs(batch)
-
-    def _update(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        check_examples_first(self.model_as_given, batch)
-        apart = take_out(self.model, state)
-        loss, more, gradients, model_state = self._program.loss_and_gradients(
-            apart.params, apart.model_state, batch, state.step, state.seed
-        )
-        apart, norm = self._apply_gradients(apart, loss, gradients, model_state)
-        state = put_in(self.model, apart)
-        metrics = {"loss": loss, "grad_norm": norm, **more}
-        return state, {**metrics, "skipped": state.skipped}
-
-    def _loss_and_gradients(self, state: TrainState, batch: Batch) -> tuple:
-        """Loss, more metrics and gradients."""
-        return self._program.loss_and_gradients(*self._given(state, batch))[:3]
-
-    def _given(self, state: TrainState, batch: Batch) -> tuple[Any, ...]:
-        """What a program takes."""
-        apart = take_out(self.model, state)
-        return apart.params, apart.model_state, batch, state.step, state.seed
-
-    def _first_state(self, seed: jax.Array, *, specs: Any = None) -> TrainState:
-        param_dtype = self.layout.param_dtype
-        return initial_state(self.model, self._optimizer, seed, param_dtype, specs)
-
-    def _born(self, seed: jax.Array) -> TrainState:
-        """The first state, each device making its own part."""
-        placement = self.placement
-        specs = placement.specs(attrgetter("state_spec")), placement.model_state_specs
-        return put_in(self.model, self._first_state(seed, specs=specs))
-
-    def _shardings(self) -> tuple[Params, Params, Params]:
-        """The sharding of every parameter at rest, of its states, of model state."""
-        at_rest, of_states = (
-            self.placement.specs(attrgetter(name)) for name in ("spec", "state_spec")
-        )
-        on_mesh = lambda spec: NamedSharding(self.mesh, spec)  # noqa: E731
-        is_spec = lambda node: isinstance(node, PartitionSpec)  # noqa: E731
-        of_model = self.placement.model_state_specs
-        return tuple(
-            jax.tree.map(on_mesh, specs, is_leaf=is_spec)
-            for specs in (at_rest, of_states, of_model)
-        )
 
 
 def batch_structs(batch: Batch) -> dict[str, jax.ShapeDtypeStruct]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import os
 import platform
@@ -45,3 +46,21 @@ def conditions(
             " ".join(f"{name}={size}" for name, size in sizes.items()) + f"; {runs}",
         )
     )
+
+
+def parsed(
+    parser: argparse.ArgumentParser, sizes: Mapping[str, int], runs: Mapping[str, int]
+) -> argparse.Namespace:
+    """The command's arguments, and those that are the model's sizes as `model`.
+
+    Args:
+        parser: With the benchmark's own options.
+        sizes: Of the model, with what they are by default; each becomes an option.
+        runs: Other numbers, alike.
+    """
+    for name, default in {**sizes, **runs}.items():
+        option = f"--{name.replace('_', '-')}"
+        parser.add_argument(option, type=int, default=default, help=f"({default})")
+    args = parser.parse_args()
+    args.model = {name: getattr(args, name) for name in sizes}
+    return args

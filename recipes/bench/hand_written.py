@@ -20,6 +20,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from meshpar.recipes.bench.plain_optimizer import state_shardings, updated
+
 _BATCH = ("data", "fsdp")
 _EPSILON = 1e-5
 _ROPE_THETA = 10_000.0
@@ -75,13 +77,7 @@ def hand_written(
     on_mesh = functools.partial(NamedSharding, mesh)
     optimizer = optax.chain(optax.clip_by_global_norm(max_grad_norm), optimizer)
     param_shardings = jax.tree.map(on_mesh, _STORED, is_leaf=_is_spec)
-    opt_shardings = optax.tree_utils.tree_map_params(
-        optimizer,
-        lambda _, sharding: sharding,
-        jax.eval_shape(optimizer.init, params),
-        param_shardings,
-        transform_non_params=lambda _: on_mesh(P()),
-    )
+    opt_shardings = state_shardings(optimizer, params, param_shardings, on_mesh(P()))
     step = jax.jit(
         functools.partial(_step, optimizer, mesh),
         in_shardings=(param_shardings, opt_shardings, on_mesh(P(_BATCH))),
@@ -105,9 +101,7 @@ def _step(
     batch: dict[str, jax.Array],
 ) -> tuple[Any, Any, dict[str, jax.Array]]:
     loss, gradients = jax.value_and_grad(_loss)(params, batch, mesh)
-    updates, opt_state = optimizer.update(gradients, opt_state, params)
-    metrics = {"loss": loss, "grad_norm": optax.global_norm(gradients)}
-    return optax.apply_updates(params, updates), opt_state, metrics
+    return updated(optimizer, params, opt_state, loss, gradients)
 
 
 def _loss(params: Any, batch: dict[str, jax.Array], mesh: Mesh) -> jax.Array:

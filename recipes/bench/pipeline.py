@@ -27,7 +27,7 @@ from rich.table import Table
 
 import meshpar
 from meshpar.models.presets import build
-from meshpar.recipes.bench.conditions import conditions, turn_ynn_off
+from meshpar.recipes.bench.conditions import conditions, parsed, turn_ynn_off
 from meshpar.recipes.bench.scan_pipeline import scan_pipeline
 
 NUM_STAGES = 4
@@ -101,12 +101,7 @@ def _arguments() -> argparse.Namespace:
     )
     sizes = dict(layers=8, embed=128, heads=4, kv_heads=4, ffn=384, vocab=256)
     runs = dict(microbatch=2, seq=64, rounds=5)
-    for name, default in {**sizes, **runs}.items():
-        option = f"--{name.replace('_', '-')}"
-        parser.add_argument(option, type=int, default=default, help=f"({default})")
-    args = parser.parse_args()
-    args.model = {name: getattr(args, name) for name in sizes}
-    return args
+    return parsed(parser, sizes, runs)
 
 
 def _contestants(

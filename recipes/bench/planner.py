@@ -33,7 +33,7 @@ from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.machine.clusters import device_of
 from meshpar.planner.machine.execution import MESHPAR_CPU
 from meshpar.planner.workload.shapes import workload_of
-from meshpar.recipes.bench.conditions import conditions, turn_ynn_off
+from meshpar.recipes.bench.conditions import conditions, parsed, turn_ynn_off
 
 LAYOUTS = (
     "data=8",
@@ -81,12 +81,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--hardware", metavar="FILE.toml", help="instead of measuring")
     sizes = dict(layers=8, hidden=128, heads=8, kv_heads=8, ffn=384, vocab=512)
     runs = dict(batch=16, seq=64, rounds=7)
-    for name, default in {**sizes, **runs}.items():
-        option = f"--{name.replace('_', '-')}"
-        parser.add_argument(option, type=int, default=default, help=f"({default})")
-    args = parser.parse_args()
-    args.model = {name: getattr(args, name) for name in sizes}
-    return args
+    return parsed(parser, sizes, runs)
 
 
 def _predicted(args: argparse.Namespace, device: Device, line: str) -> Estimate:

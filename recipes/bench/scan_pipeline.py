@@ -33,6 +33,7 @@ from meshpar.recipes.bench.hand_written import (
     rms_norm,
     rope_tables,
 )
+from meshpar.recipes.bench.plain_optimizer import state_shardings, updated
 
 _STAGE = "stage"
 
@@ -77,13 +78,7 @@ def scan_pipeline(
         name: jax.tree.map(lambda _, at=spec: on_mesh(at), params[name])
         for name, spec in specs.items()
     }
-    opt_shardings = optax.tree_utils.tree_map_params(
-        optimizer,
-        lambda _, sharding: sharding,
-        jax.eval_shape(optimizer.init, params),
-        param_shardings,
-        transform_non_params=lambda _: on_mesh(P()),
-    )
+    opt_shardings = state_shardings(optimizer, params, param_shardings, on_mesh(P()))
     loss = jax.shard_map(
         functools.partial(
             _loss, num_microbatches=num_microbatches, checkpoint=checkpoint
@@ -114,9 +109,7 @@ def _step(
     batch: dict[str, jax.Array],
 ) -> tuple[Any, Any, dict[str, jax.Array]]:
     value, gradients = jax.value_and_grad(loss)(params, batch)
-    updates, opt_state = optimizer.update(gradients, opt_state, params)
-    metrics = {"loss": value, "grad_norm": optax.global_norm(gradients)}
-    return optax.apply_updates(params, updates), opt_state, metrics
+    return updated(optimizer, params, opt_state, value, gradients)
 
 
 def _loss(

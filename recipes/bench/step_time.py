@@ -26,7 +26,7 @@ from rich.table import Table
 
 import meshpar
 from meshpar.models.presets import build
-from meshpar.recipes.bench.conditions import conditions, turn_ynn_off
+from meshpar.recipes.bench.conditions import conditions, parsed, turn_ynn_off
 from meshpar.recipes.bench.hand_written import hand_written
 from meshpar.recipes.bench.traffic import KINDS, collective_traffic
 
@@ -77,12 +77,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--layout", nargs="+", action="extend", metavar="L")
     sizes = dict(layers=4, embed=256, heads=8, kv_heads=4, ffn=768, vocab=256)
     runs = dict(batch=16, seq=128, runs=30, warmup=5, compiles=3)
-    for name, default in {**sizes, **runs}.items():
-        option = f"--{name.replace('_', '-')}"
-        parser.add_argument(option, type=int, default=default, help=f"({default})")
-    args = parser.parse_args()
-    args.model = {name: getattr(args, name) for name in sizes}
-    return args
+    return parsed(parser, sizes, runs)
 
 
 def _batch(args: argparse.Namespace) -> dict[str, np.ndarray]:

@@ -12,20 +12,20 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
 
-from meshpar.collectives import asked, on_parts
 from meshpar.parallel.block import where
 from meshpar.parallel.pipeline.buffers import read, write
 from meshpar.parallel.pipeline.ends import STAGE
+from meshpar.parallel.pipeline.hops import Hops, after
+from meshpar.parallel.pipeline.payloads import zeros_of
 from meshpar.parallel.pipeline.work import At, Payload, Results, Work
-from meshpar.rules.rules import spec_axes
 from meshpar.schedules import Phase, TickTable
 
 IDLE = 0.0
@@ -119,23 +119,23 @@ class Executor:
 
         def buffers(slots: tuple[int, ...]) -> Payload:
             zeros = jax.tree.map(lambda shape: buffer(slots, shape), work.payload)
-            return self._laid_out(zeros)
+            return self._hops.laid_out(zeros)
 
         work, table = self.work, self.table
         return _State(
             inputs=buffers(table.input_slots),
             gradients=buffers(table.gradient_slots),
-            downward=self._laid_out(_zeros(work.payload)) if keeps else (),
+            downward=self._hops.laid_out(zeros_of(work.payload)) if keeps else (),
             saved=jax.tree.map(
                 lambda shape: buffer(table.saved_slots, shape),
                 work.kept if keeps else (),
             ),
-            block_gradients=_zeros(work.gradients if keeps else ()),
-            end_gradients=_zeros(work.end_gradients if keeps else ()),
+            block_gradients=zeros_of(work.gradients if keeps else ()),
+            end_gradients=zeros_of(work.end_gradients if keeps else ()),
             input_gradients=jax.tree.map(jnp.zeros_like, work.inputs if keeps else ()),
-            loss_sums=_zeros(work.loss_sums),
-            auxiliary=_zeros(work.auxiliary),
-            statistics=_zeros(work.statistics),
+            loss_sums=zeros_of(work.loss_sums),
+            auxiliary=zeros_of(work.auxiliary),
+            statistics=zeros_of(work.statistics),
         )
 
     def _rows(self, start: int, stop: int) -> dict[str, Any]:
@@ -174,19 +174,24 @@ class Executor:
         if phase.has_forward:
             x = self._stage_input(state, row, own)
         if phase.has_backward and receives:
-            down = self._sent(
+            down = self._hops.sent(
                 state.downward, x, self.table.gradient_hops, "stage_backward"
             )
             state = self._received(state, "gradients", own["gradient_write"], down)
         if phase.has_forward:
             state, y = self._forward(state, own, x, keeps)
             if has_head:
-                state, dy = self._head(state, row, own, _after(y, down), keeps)
-            up = self._sent(y, dy, self.table.input_hops, "stage_forward")
+                state, dy = self._head(state, row, own, after(y, down), keeps)
+            up = self._hops.sent(y, dy, self.table.input_hops, "stage_forward")
             state = self._received(state, "inputs", own["input_write"], up)
         if phase.has_backward:
             state = self._backward(state, row, own, up)
         return state
+
+    @cached_property
+    def _hops(self) -> Hops:
+        num_ranks = self.table.forward_stage.shape[1]
+        return Hops(num_ranks=num_ranks, specs=self.work.specs)
 
     def _own_row(self, row: dict[str, jax.Array]) -> dict[str, jax.Array]:
         rank = lax.axis_index(STAGE)
@@ -224,7 +229,9 @@ class Executor:
             state = dataclasses.replace(
                 state,
                 end_gradients=_add(state.end_gradients, gradients, some),
-                gradients=self._laid_out(write(state.gradients, own["loss_write"], dy)),
+                gradients=self._hops.laid_out(
+                    write(state.gradients, own["loss_write"], dy)
+                ),
             )
         return state, dy
 
@@ -233,7 +240,7 @@ class Executor:
         embedded = self.work.embed(jnp.maximum(row["embedded"], 0))
         arrived = read(state.inputs, own["input_read"])
         x = where(own["forward_stage"] == 0, embedded, arrived)
-        return self._laid_out(_or_idle(own["forward_microbatch"] >= 0, x))
+        return self._hops.laid_out(_or_idle(own["forward_microbatch"] >= 0, x))
 
     def _backward(self, state: _State, row: dict, own: dict, up: Any) -> _State:
         work, at = self.work, _at_work(own, "backward")
@@ -242,13 +249,13 @@ class Executor:
             at,
             state.saved,
             own["saved_read"],
-            self._laid_out(dy),
+            self._hops.laid_out(dy),
             state.block_gradients,
         )
         at_start = (own["backward_stage"] == 0) & at.at_work
         embedded = row["embedded_back"]
         end_gradients, input_gradients = work.embed_gradient(
-            jnp.maximum(embedded, 0), _after(where(at_start, dx), up)
+            jnp.maximum(embedded, 0), after(where(at_start, dx), up)
         )
         total = _add(state.end_gradients, end_gradients, embedded >= 0)
         return dataclasses.replace(
@@ -259,13 +266,6 @@ class Executor:
             input_gradients=write(state.input_gradients, embedded, input_gradients),
         )
 
-    def _sent(
-        self, payload: Payload, before: Any, hops: tuple[int, ...], reason: str
-    ) -> list[Payload]:
-        """What arrives of a payload by each hop, once `before` is there."""
-        payload = _after(payload, before)
-        return [self._permute(payload, hop, reason) for hop in hops]
-
     def _received(
         self, state: _State, name: str, slots: jax.Array, arrived: list[Payload]
     ) -> _State:
@@ -273,49 +273,11 @@ class Executor:
         buffers = getattr(state, name)
         for slot, payload in zip(slots, arrived, strict=True):
             buffers = write(buffers, slot, payload)
-        return dataclasses.replace(state, **{name: self._laid_out(buffers)})
-
-    def _permute(self, payload: Payload, hop: int, reason: str) -> Payload:
-        num_ranks = self.table.forward_stage.shape[1]
-        pairs = [(rank, (rank + hop) % num_ranks) for rank in range(num_ranks)]
-
-        def local(x: jax.Array) -> jax.Array:
-            with asked(reason):
-                return lax.ppermute(x, STAGE, pairs)
-
-        def permute(spec: PartitionSpec, x: jax.Array) -> jax.Array:
-            axes = set(spec_axes(spec))
-            return on_parts(local, x, specs=(spec,), out_specs=spec, mesh_axes=axes)
-
-        return jax.tree.map(permute, self.work.specs, payload, is_leaf=_is_spec)
-
-    def _laid_out(self, payload: Payload) -> Payload:
-        def constrained(spec: PartitionSpec, x: jax.Array) -> jax.Array:
-            if not spec_axes(spec):
-                return x
-            leading = (None,) * (x.ndim - len(spec))
-            mesh = jax.sharding.get_abstract_mesh()
-            sharding = NamedSharding(mesh, PartitionSpec(*leading, *spec))
-            return lax.with_sharding_constraint(x, sharding)
-
-        return jax.tree.map(constrained, self.work.specs, payload, is_leaf=_is_spec)
-
-
-def _after(payload: Any, before: Any) -> Any:
-    """The payload, for use once `before` is there too."""
-    return payload if before is None else lax.optimization_barrier((payload, before))[0]
-
-
-def _is_spec(node: Any) -> bool:
-    return isinstance(node, PartitionSpec)
+        return dataclasses.replace(state, **{name: self._hops.laid_out(buffers)})
 
 
 def _or_idle(at_work: jax.Array, payload: Payload) -> Payload:
     return jax.tree.map(lambda x: jnp.where(at_work, x, IDLE), payload)
-
-
-def _zeros(shapes: Any) -> Any:
-    return jax.tree.map(lambda value: jnp.zeros(value.shape, value.dtype), shapes)
 
 
 def _at_work(own: dict[str, jax.Array], which: str) -> At:

@@ -15,13 +15,13 @@ do, and a GPU copies the loop's condition to its host in every iteration.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 
 from meshpar.layout import MANUAL_AXES
-from meshpar.model.equations import equations
+from meshpar.model.equations import collective_axes, equations
 from meshpar.parallel.block import Known
 from meshpar.parallel.blocks import Stack
 from meshpar.parallel.pipeline.ends import STAGE
@@ -72,8 +72,8 @@ def layers_hindrance(stack: Stack, x: Any, known: Known) -> str | None:
         return forward, block.scatter(gradients), dx
 
     for equation in equations(jax.make_jaxpr(one_layer)(x, x).jaxpr):
-        name, axes = equation.primitive.name, _mesh_axes(equation.params)
-        if name in _PERMUTES or (STAGE in axes and name != "axis_index"):
+        name, axes = equation.primitive.name, collective_axes(equation)
+        if name in _PERMUTES or STAGE in axes:
             return f"{name} over {' and '.join(map(repr, axes))}"
     return None
 
@@ -81,14 +81,8 @@ def layers_hindrance(stack: Stack, x: Any, known: Known) -> str | None:
 def tell(group: str, hindrance: str) -> None:
     """Warns that idle ranks compute on zeros because of what stands in the layers."""
     warnings.warn(
-        f"{group} of the pipeline hold a {hindrance}, which must not run on some ranks "
-        "alone: idle ranks compute on zeros, (stages - 1) ticks of each pass; move it "
-        "to embed or head to save them",
+        f"the pipeline's group {group!r} has a {hindrance}, which must not run on some "
+        "ranks alone, so idle ranks compute on zeros for (stages - 1) ticks of each "
+        "pass; move it to embed or head to save them",
         stacklevel=2,
     )
-
-
-def _mesh_axes(params: Mapping[str, Any]) -> Sequence[str]:
-    axes = params.get("axes", params.get("axis_name", ()))
-    axes = (axes,) if isinstance(axes, str) else axes
-    return tuple(axis for axis in axes if isinstance(axis, str))

@@ -22,7 +22,9 @@ from meshpar.model.parameter import Params
 from meshpar.parallel.block import Block, Known
 from meshpar.parallel.pipeline.ends import Shares
 from meshpar.parallel.pipeline.float_leaves import split_floats
-from meshpar.parallel.pipeline.rank_stages import Enter, RankStages
+from meshpar.parallel.pipeline.group_seams import Enter
+from meshpar.parallel.pipeline.rank_layers import RankLayers
+from meshpar.parallel.pipeline.rank_stages import RankStages
 from meshpar.parallel.pipeline.stages import Arrangement, part
 from meshpar.parallel.pipeline.work import At, Work
 from meshpar.parallel.remat import keeps_stage_input
@@ -140,7 +142,7 @@ class Microbatches:
             return outputs(self.weights, share, self._known(microbatch), shares)
 
         def head(microbatch: jax.Array, payload: Any) -> tuple:
-            share = shares.scatter(self._stages.stream(last, payload), "head_scatter")
+            share = self._head_share(payload)
             return made(microbatch, share), payload, None
 
         share = jax.tree.map(shares.share_shape, self._streams[last])
@@ -159,7 +161,7 @@ class Microbatches:
 
     def _work(self, head: Callable[..., tuple], sums: Any) -> Work:
         specs, stages = self._specs, self._stages
-        payload = stages.payload(0, self._streams[0], of=self._streams)
+        payload = stages.payloads.shapes
         idle = At(jnp.int32(0), jnp.int32(0), jnp.bool_(False))
         _, (auxiliary, statistics) = jax.eval_shape(
             lambda x: stages.run(idle, x), payload
@@ -173,7 +175,7 @@ class Microbatches:
             head=head,
             payload=payload,
             kept=stages.kept(payload),
-            specs=stages.payload(0, specs[0], of=specs),
+            specs=stages.payloads.of(0, specs[0], others=specs),
             gradients=self.gradients,
             end_gradients=self.end_gradients,
             loss_sums=sums,
@@ -201,13 +203,16 @@ class Microbatches:
     @property
     def _together(self) -> RankStages:
         """The stages of ranks that compute on zeros where they are idle."""
-        return RankStages(
+        layers = RankLayers(
             blocks=self.functions.blocks(self.arrangement),
-            enters=self.functions.enters(),
             params=self.params,
             states=self.states,
-            weights=self.weights,
             arrangement=self.arrangement,
+        )
+        return RankStages(
+            layers=layers,
+            enters=self.functions.enters(),
+            weights=self.weights,
             streams=self._streams,
             known=self._known,
             keeps_input=keeps_stage_input(self.functions.remat),
@@ -248,13 +253,13 @@ class Microbatches:
     def _embed(self, microbatch: jax.Array) -> Any:
         shares, known = self.embed_shares, self._known(microbatch)
         share = self.functions.embed(self.weights, known, shares)
-        return self._stages.payload(0, shares.gather(share, "embed_gather"))
+        return self._stages.payloads.of(0, shares.gather(share, "embed_gather"))
 
     def _embed_gradient(
         self, microbatch: jax.Array, of_payload: Any
     ) -> tuple[Params, Any]:
         shares, known = self.embed_shares, self._known(microbatch)
-        dx = self._stages.stream(0, of_payload)
+        dx = self._stages.payloads.stream(0, of_payload)
         dx = shares.scatter(dx, "embed_scatter")
         floats, filled = split_floats(self.functions.differentiated(known))
 
@@ -266,10 +271,14 @@ class Microbatches:
         gradients, of_inputs = shares.counted(vjp(dx))
         return self.functions.scatter_ends(gradients), of_inputs
 
+    def _head_share(self, payload: Any) -> Stream:
+        """This rank's share of the last group's stream."""
+        stream = self._stages.payloads.stream(len(self._streams) - 1, payload)
+        return self.head_shares.scatter(stream, "head_scatter")
+
     def _loss(self, microbatch: jax.Array, payload: Any) -> tuple:
         last, shares = len(self._streams) - 1, self.head_shares
-        share = shares.scatter(self._stages.stream(last, payload), "head_scatter")
-        known = self._known(microbatch)
+        share, known = self._head_share(payload), self._known(microbatch)
         sums, vjp = jax.vjp(
             lambda weights, share: self.functions.head(weights, share, known, shares),
             self.weights,
@@ -277,7 +286,7 @@ class Microbatches:
         )
         gradients, dy = vjp((jnp.ones(()), jnp.zeros(())))
         sums, gradients = shares.counted((sums, gradients))
-        dy = self._stages.payload(last, shares.gather(dy, "head_gather"))
+        dy = self._stages.payloads.of(last, shares.gather(dy, "head_gather"))
         return sums, dy, self.functions.scatter_ends(gradients)
 
 

@@ -13,9 +13,9 @@ from meshpar.model.parameter import Params
 from meshpar.model.scope import Scope
 from meshpar.parallel.block import Block, Known
 from meshpar.parallel.pipeline.ends import STAGE, Shares
+from meshpar.parallel.pipeline.group_seams import Enter
 from meshpar.parallel.pipeline.idle import mesh_hindrance
 from meshpar.parallel.pipeline.microbatches import parts_of
-from meshpar.parallel.pipeline.rank_stages import Enter
 from meshpar.parallel.pipeline.stages import Arrangement
 from meshpar.parallel.placement import Placement
 from meshpar.parallel.program import one_layer

@@ -51,14 +51,7 @@ class PipelineProgram:
     schedule: Schedule
     arrangement: Arrangement
 
-    def loss_and_gradients(
-        self,
-        params: Params,
-        state: Params,
-        batch: Any,
-        step: jax.Array,
-        seed: jax.Array,
-    ) -> Found:
+    def loss_and_gradients(self, *of: Any) -> Found:
         """Mean loss, more metrics, gradients laid out as the states, and model state.
 
         Arguments as for `LocalProgram.loss_and_gradients`.
@@ -84,10 +77,7 @@ class PipelineProgram:
             metrics = metrics_of(weight_sum, sums_by_name(auxiliary))
             return loss_sum * share, metrics, gradients, new_state
 
-        of_gradients = placement.manual_state_specs
-        of_state = placement.manual_model_state_specs
-        out_specs = REPLICATED, REPLICATED, of_gradients, of_state
-        return placement.on_state(local, out_specs)(params, state, batch, step, seed)
+        return placement.on_state(local, placement.found_specs)(*of)
 
     def loss_sums(self, *of: Any) -> tuple[jax.Array, jax.Array]:
         """Summed loss and summed weights over the global batch, not in training."""

@@ -49,15 +49,8 @@ def layers_of(blocks: Any) -> int:
     Raises:
         InputError: There are none, or not as many in each.
     """
-    shapes = {jnp.shape(leaf) for leaf in jax.tree.leaves(blocks)}
-    lengths = {shape[:1] for shape in shapes}
-    if len(lengths) != 1 or () in lengths:
-        shown = ", ".join(map(str, sorted(shapes))) or "no arrays"
-        raise InputError(
-            f"block_params have shapes {shown}; stack every parameter over the layers, "
-            "as many in each"
-        )
-    return lengths.pop()[0]
+    stacked = "stack every parameter over the layers, as many in each"
+    return _common_length("block_params", blocks, stacked)
 
 
 def check_parameters(*trees: Any) -> None:
@@ -208,15 +201,8 @@ def check_batch(inputs: Any, targets: Any, mesh: Mesh, num_microbatches: int) ->
         InputError: Arrays of several lengths, or of one that does not divide over the
             batch axes and the microbatches.
     """
-    shapes = {jnp.shape(leaf) for leaf in jax.tree.leaves((inputs, targets))}
-    lengths = {shape[:1] for shape in shapes}
-    if len(lengths) != 1 or () in lengths:
-        shown = ", ".join(map(str, sorted(shapes))) or "no arrays"
-        raise InputError(
-            f"inputs and targets have shapes {shown}; each has the example first, as "
-            "many in all"
-        )
-    num_examples = lengths.pop()[0]
+    rule = "each has the example first, as many in all"
+    num_examples = _common_length("inputs and targets", (inputs, targets), rule)
     axes = batch_axes(mesh)
     shards = math.prod(mesh.shape[axis] for axis in axes)
     if num_examples % (shards * num_microbatches):
@@ -226,3 +212,13 @@ def check_batch(inputs: Any, targets: Any, mesh: Mesh, num_microbatches: int) ->
             f"num_microbatches={num_microbatches}; pad with examples of weight 0, or "
             "take other microbatches"
         )
+
+
+def _common_length(name: str, tree: Any, rule: str) -> int:
+    """The size of the first dim of all arrays."""
+    shapes = {jnp.shape(leaf) for leaf in jax.tree.leaves(tree)}
+    lengths = {shape[:1] for shape in shapes}
+    if len(lengths) != 1 or () in lengths:
+        shown = ", ".join(map(str, sorted(shapes))) or "no arrays"
+        raise InputError(f"{name} have shapes {shown}; {rule}")
+    return lengths.pop()[0]

@@ -17,9 +17,9 @@ from meshpar.mesh import platform_of
 from meshpar.model.contract import BlockGroup, Stream
 from meshpar.parallel.block import Block, Known
 from meshpar.parallel.pipeline.ends import Shares
+from meshpar.parallel.pipeline.group_seams import Enter
 from meshpar.parallel.pipeline.idle import mesh_hindrance
 from meshpar.parallel.pipeline.microbatches import parts_of
-from meshpar.parallel.pipeline.rank_stages import Enter
 from meshpar.parallel.pipeline.stages import Arrangement
 from meshpar.parallel.pipeline.user_arguments import stream_specs_of
 from meshpar.parallel.zero import Stored, is_stored

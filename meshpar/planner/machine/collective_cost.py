@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 
+from meshpar.collective_kinds import KINDS
 from meshpar.planner.machine.link import Link
 
 
@@ -120,22 +121,22 @@ def collective_s(
     """Time of a collective by its kind, as `meshpar.audit` calls it.
 
     Args:
-        kind: As for `wire_bytes`; a ragged all-to-all takes at most an all-to-all's,
-            a broadcast a send's.
+        kind: One of `meshpar.collective_kinds.KINDS`; a ragged all-to-all takes at most
+            an all-to-all's, a broadcast a send's.
         payload_bytes: Of the whole array: output of a gather, input of a scatter.
         num_devices: Members of a group.
         link: What they communicate over.
     """
-    if kind in _SECONDS:
-        return _SECONDS[kind](payload_bytes, num_devices, link)
-    return send_s(payload_bytes, link)
+    seconds = _SECONDS.get(KINDS[kind].takes_as or kind)
+    if seconds is None:
+        return send_s(payload_bytes, link)
+    return seconds(payload_bytes, num_devices, link)
 
 
 _SECONDS = {
     "all-gather": all_gather_s,
     "all-reduce": all_reduce_s,
     "all-to-all": all_to_all_s,
-    "ragged-all-to-all": all_to_all_s,
     "reduce-scatter": reduce_scatter_s,
 }
 
@@ -144,16 +145,14 @@ def wire_bytes(kind: str, payload_bytes: float, num_devices: int) -> float:
     """Bytes that one device sends, as `meshpar.audit` counts them.
 
     Args:
-        kind: `all-gather`, `reduce-scatter`, `all-reduce`, `all-to-all`,
-            `collective-permute`.
+        kind: One of `meshpar.collective_kinds.KINDS`.
         payload_bytes: Of the whole array: output of a gather, input of a scatter.
         num_devices: Members of a group.
 
     Reference: nccl-tests, `doc/PERFORMANCE.md` (bus bandwidth over algorithm's).
     """
-    share = (num_devices - 1) / num_devices
-    factor = {"all-reduce": 2 * share, "collective-permute": 1.0}.get(kind, share)
-    return payload_bytes * (factor if num_devices > 1 else 0.0)
+    share, of = KINDS[kind].sent(num_devices)
+    return payload_bytes * (share / of if num_devices > 1 else 0.0)
 
 
 def _ring_latency_s(num_devices: int, link: Link) -> float:

@@ -1,0 +1,92 @@
+"""A payload: what passes between stages, the streams that cross from one to the next.
+
+Streams of the same shapes share a place; the ranks that read a place know which group's
+stream it holds. All ranks send the same shapes, zeros where they have no such stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from meshpar.model.contract import Stream
+from meshpar.parallel.pipeline.work import Payload
+
+
+@dataclass(frozen=True, kw_only=True)
+class Payloads:
+    """The payloads of one pipeline.
+
+    Args:
+        streams: Shapes of each group's stream.
+        crossing: The groups whose stream leaves a rank.
+    """
+
+    streams: Sequence[Any]
+    crossing: Collection[int]
+
+    @cached_property
+    def slots(self) -> tuple[int | None, ...]:
+        """Of each group, the place of its stream in a payload; None if in none."""
+        kinds: list[Any] = []
+        slots: list[int | None] = []
+        for group, stream in enumerate(self.streams):
+            if group not in self.crossing:
+                slots.append(None)
+                continue
+            kind = (
+                jax.tree.structure(stream),
+                [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(stream)],
+            )
+            if kind not in kinds:
+                kinds.append(kind)
+            slots.append(kinds.index(kind))
+        return tuple(slots)
+
+    def of(self, group: int, stream: Any, *, others: Any = None) -> Payload:
+        """A payload with a group's stream in its place, zeros elsewhere.
+
+        Args:
+            group: Whose stream.
+            stream: It.
+            others: What stands for the streams of all groups; zeros when absent.
+        """
+        found: list[Any] = [None] * (1 + max(at for at in self.slots if at is not None))
+        for at, slot in enumerate(self.slots):
+            if slot is not None and found[slot] is None:
+                empty = others is None
+                found[slot] = zeros_of(self.streams[at]) if empty else others[at]
+        own = self.slots[group]
+        if own is None:
+            raise ValueError(f"the stream of group {group} never leaves a rank")
+        found[own] = stream
+        return tuple(found)
+
+    @property
+    def shapes(self) -> Payload:
+        """The shapes of every payload."""
+        return self.of(0, self.streams[0], others=self.streams)
+
+    def stream(self, group: int, payload: Payload) -> Stream:
+        """A group's stream of a payload, zeros where it is in none."""
+        slot = self.slots[group]
+        return zeros_of(self.streams[group]) if slot is None else payload[slot]
+
+    def added(self, payload: Payload, group: int, stream: Stream) -> Payload:
+        """A payload with a group's stream added to what stands in its place."""
+        slot = self.slots[group]
+        if slot is None:
+            return payload
+        parts = list(payload)
+        parts[slot] = jax.tree.map(jnp.add, parts[slot], stream)
+        return tuple(parts)
+
+
+def zeros_of(shapes: Any) -> Any:
+    """Zeros of the shapes and dtypes of a tree."""
+    return jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), shapes)

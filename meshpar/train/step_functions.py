@@ -1,0 +1,137 @@
+"""What a training step computes: functions of global arrays, for `jax.jit` to trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from operator import attrgetter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from meshpar.model.contract import Model
+from meshpar.model.parameter import Params
+from meshpar.model.tracing import check_examples_first
+from meshpar.parallel.placement import Placement
+from meshpar.train.constants import put_in, take_out
+from meshpar.train.layer_order import layer_orders
+from meshpar.train.state import TrainState, initial_state, state_shardings
+from meshpar.train.update import Update
+
+Batch = Mapping[str, Any]
+Metrics = dict[str, jax.Array]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFunctions:
+    """The functions of one step, and the shapes and shardings of their state.
+
+    Args:
+        model_as_given: The model before it was arranged for its stages.
+        placement: Where every parameter, gradient and state lies.
+        program: What computes loss and gradients: `LocalProgram` or the pipeline's.
+        optimizer: What updates the stacked parameters (`optimizer.by_layer`).
+        max_grad_norm: Global norm that gradients are scaled down to; None for none.
+    """
+
+    model_as_given: Model
+    placement: Placement
+    program: Any
+    optimizer: optax.GradientTransformationExtraArgs
+    max_grad_norm: float | None
+
+    @property
+    def model(self) -> Model:
+        """As it is arranged for its stages."""
+        return self.placement.model
+
+    @cached_property
+    def state_shapes(self) -> TrainState:
+        """Shape and dtype of every array of the state."""
+        return put_in(self.model, self._shapes_apart)
+
+    @cached_property
+    def layer_orders(self) -> TrainState:
+        """Where the layers of every array of the state lie."""
+        return put_in(self.model, layer_orders(self.model, self._shapes_apart))
+
+    @cached_property
+    def shardings(self) -> TrainState:
+        """The sharding of every array of the state."""
+        at_rest = self._shardings_of(self.placement.specs(attrgetter("spec")))
+        of_model = self._shardings_of(self.placement.model_state_specs)
+        memory = self.placement.layout.optimizer_memory
+        return put_in(
+            self.model,
+            state_shardings(
+                self._shapes_apart, at_rest, self.of_states, of_model, memory
+            ),
+        )
+
+    @cached_property
+    def of_states(self) -> Params:
+        """The sharding of each parameter's gradient and optimizer state."""
+        return self._shardings_of(self.placement.specs(attrgetter("state_spec")))
+
+    def born(self, seed: jax.Array) -> TrainState:
+        """The first state, each device making its own part."""
+        placement = self.placement
+        specs = placement.specs(attrgetter("state_spec")), placement.model_state_specs
+        return put_in(self.model, self._first_state(seed, specs=specs))
+
+    def update(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        """The next state, and scalars."""
+        check_examples_first(self.model_as_given, batch)
+        apart = take_out(self.model, state)
+        loss, more, gradients, model_state = self.program.loss_and_gradients(
+            apart.params, apart.model_state, batch, state.step, state.seed
+        )
+        apart, norm = self._apply_gradients(apart, loss, gradients, model_state)
+        state = put_in(self.model, apart)
+        metrics = {"loss": loss, "grad_norm": norm, **more}
+        return state, {**metrics, "skipped": state.skipped}
+
+    def loss_and_gradients(self, state: TrainState, batch: Batch) -> tuple:
+        """Loss, more metrics and gradients."""
+        return self.program.loss_and_gradients(*self._given(state, batch))[:3]
+
+    def evaluated(self, state: TrainState, batch: Batch) -> Any:
+        """Summed loss and weights, without dropout and auxiliary losses."""
+        return self.program.loss_sums(*self._given(state, batch))
+
+    def logits(self, state: TrainState, batch: Batch) -> Any:
+        """What the model's `logits` gives."""
+        return self.program.logits(*self._given(state, batch))
+
+    @cached_property
+    def _shapes_apart(self) -> TrainState:
+        return jax.eval_shape(lambda: self._first_state(jnp.uint32(0)))
+
+    @cached_property
+    def _apply_gradients(self) -> Callable[..., tuple[TrainState, jax.Array]]:
+        return Update(
+            placement=self.placement,
+            optimizer=self.optimizer,
+            max_grad_norm=self.max_grad_norm,
+            of_states=self.of_states,
+        )
+
+    def _given(self, state: TrainState, batch: Batch) -> tuple[Any, ...]:
+        """What a program takes."""
+        apart = take_out(self.model, state)
+        return apart.params, apart.model_state, batch, state.step, state.seed
+
+    def _first_state(self, seed: jax.Array, *, specs: Any = None) -> TrainState:
+        param_dtype = self.placement.layout.param_dtype
+        return initial_state(self.model, self.optimizer, seed, param_dtype, specs)
+
+    def _shardings_of(self, specs: Any) -> Params:
+        return jax.tree.map(
+            lambda spec: NamedSharding(self.placement.mesh, spec),
+            specs,
+            is_leaf=lambda node: isinstance(node, PartitionSpec),
+        )

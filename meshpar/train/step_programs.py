@@ -1,0 +1,86 @@
+"""The programs of a training step: its functions under `jax.jit`, laid out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from meshpar.rules.sharding import born_sharded
+from meshpar.train.state import without_optimizer
+from meshpar.train.step_functions import StepFunctions
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPrograms:
+    """One program for each function; none is compiled before its first call.
+
+    Args:
+        functions: What they compute.
+        batch_sharding: How the arrays of a batch lie.
+        compiler_options: XLA's, of every program.
+    """
+
+    functions: StepFunctions
+    batch_sharding: NamedSharding
+    compiler_options: Mapping[str, Any]
+
+    @cached_property
+    def init(self) -> Callable[..., Any]:
+        """Seed -> the first state."""
+        functions, options = self.functions, self._options
+        return born_sharded(
+            functions.born, functions.shardings, compiler_options=options
+        )
+
+    @cached_property
+    def update(self) -> Any:
+        """(state, batch) -> the next state and metrics; the state is donated."""
+        shardings = self.functions.shardings
+        return jax.jit(
+            self.functions.update,
+            in_shardings=(shardings, self.batch_sharding),
+            out_shardings=(shardings, self._replicated),
+            donate_argnums=0,
+            compiler_options=self._options,
+        )
+
+    @cached_property
+    def gradients(self) -> Any:
+        """(state without the optimizer's, batch) -> loss, metrics, gradients."""
+        replicated = self._replicated
+        return self._of_parameters(
+            self.functions.loss_and_gradients,
+            (replicated, replicated, self.functions.of_states),
+        )
+
+    @cached_property
+    def evaluate(self) -> Any:
+        """The same -> summed loss and weights."""
+        return self._of_parameters(self.functions.evaluated, self._replicated)
+
+    @cached_property
+    def logits(self) -> Any:
+        """The same -> logits."""
+        return self._of_parameters(self.functions.logits, self.batch_sharding)
+
+    def _of_parameters(self, function: Callable[..., Any], out_shardings: Any) -> Any:
+        given = without_optimizer(self.functions.shardings), self.batch_sharding
+        return jax.jit(
+            function,
+            in_shardings=given,
+            out_shardings=out_shardings,
+            compiler_options=self._options,
+        )
+
+    @property
+    def _options(self) -> dict[str, Any] | None:
+        return dict(self.compiler_options) or None
+
+    @property
+    def _replicated(self) -> NamedSharding:
+        return NamedSharding(self.functions.placement.mesh, PartitionSpec())

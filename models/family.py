@@ -1,0 +1,24 @@
+"""A family of models: its config, what builds one, and its named shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from meshpar import Model
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """What `presets.build` knows of one family.
+
+    Args:
+        config: The dataclass of its sizes.
+        build: Config -> model.
+        presets: Name -> config.
+    """
+
+    config: type
+    build: Callable[[Any], Model]
+    presets: Mapping[str, Any] = field(default_factory=dict)
