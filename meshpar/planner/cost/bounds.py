@@ -13,6 +13,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Literal, NamedTuple
 
+from meshpar.hardware.batch_parts import num_parts
 from meshpar.layout import BY_COST, STAGE_REMATS, Layout
 from meshpar.planner.cost.block_time import block_time
 from meshpar.planner.cost.memory import rank_memory
@@ -53,7 +54,7 @@ class Bound(NamedTuple):
 class _Block(NamedTuple):
     """One block and one microbatch on one device, without what `fsdp` adds."""
 
-    compute_s: tuple[float, float]
+    spare_s: tuple[float, float]
     total_s: tuple[float, float]
     kept_bytes: float
     again_bytes: float
@@ -100,7 +101,7 @@ class Bounds:
         """
         if choices.num_variants == 1:
             return self.bound(mesh, next(choices.variants()))
-        few, many = min(choices.microbatches), max(choices.microbatches)
+        many = max(choices.microbatches)
         fast, small = choices.remats[0], choices.remats[-1]
         chunks = max(chunks for _, chunks, _ in choices.schedules)
         some = next(choices.variants())._replace(schedule=_PLAIN.schedule, splits=())
@@ -113,16 +114,27 @@ class Bounds:
                     sequence_parallel=sequence,
                 )
                 for sequence in choices.sequence_parallel
+                for count in counts
             ]
-            for count, each, remat in ((few, 1, fast), (many, chunks, small))
+            for counts, each, remat in (
+                (self._fewest(mesh, choices), 1, fast),
+                ((many,), chunks, small),
+            )
         )
+        # Filling takes a tick of a chunk for every rank, and ticks are shortest with
+        # most microbatches.
+        fills = (mesh.stage - 1) / chunks / many
+        ticks = 1.0 + fills if self._like.execution.lock_step else 1.0
         shared = self._least_shared(mesh, plain[0], choices)
-        ticks = float(few)
-        if self._like.execution.lock_step:
-            # Filling takes a tick of a chunk for every rank, and ticks are shortest
-            # with most microbatches.
-            ticks += (mesh.stage - 1) / chunks * few / many
-        step_s = min(self._step_s(mesh, variant, shared, ticks) for variant in plain)
+        step_s = min(
+            self._step_s(
+                mesh,
+                variant,
+                self._least_shared(mesh, variant, choices),
+                ticks * variant.microbatches,
+            )
+            for variant in plain
+        )
         # A microbatch's way to the last rank, unless a schedule says less.
         held = min(many, mesh.stage, *self._least_held(mesh, choices, many))
         # What one of them makes again, another may have kept.
@@ -133,6 +145,24 @@ class Bounds:
             for variant in least
         )
         return Bound(step_s, memory)
+
+    def _fewest(self, mesh: Layout, choices: MeshChoices) -> tuple[int, ...]:
+        """The fewest microbatches of each way to run a block.
+
+        In ticks, what one gathers once another gathers twice; in parts of the batch,
+        collectives hide that others show: one is no bound of the other.
+        """
+        like = self._like
+        ways: dict[tuple[bool, bool], int] = {}
+        for count in sorted(choices.microbatches):
+            in_ticks = like.execution.lock_step and count > 1
+            whole = like.execution.measured_overlap and mesh.tensor > 1
+            if whole and any(choices.sequence_parallel):
+                examples = self._examples(mesh, count)
+                tokens = examples * like.seq // mesh.context
+                whole = num_parts(like.cluster.device.platform, examples, tokens) == 1
+            ways.setdefault((in_ticks and mesh.stage == 1, whole), count)
+        return tuple(ways.values())
 
     def bound(self, mesh: Layout, variant: Variant) -> Bound:
         """The bound of one layout."""
@@ -167,7 +197,7 @@ class Bounds:
             self._kinds, blocks, shared.gather_s, shared.bare_s, strict=True
         ):
             for way in (0, 1):
-                hidden_s = min(gather_s[way] - bare_s[way], block.compute_s[way])
+                hidden_s = min(gather_s[way] - bare_s[way], block.spare_s[way])
                 exposed_s = gather_s[way] - hidden_s * (1 - cores)
                 tick_s += places * count / layers * (block.total_s[way] + exposed_s)
         # What is hidden takes cores, and all devices wait for the slowest.
@@ -243,15 +273,19 @@ class Bounds:
         return flops / peak / mesh.tensor / mesh.stage / variant.chunks
 
     def _tokens(self, mesh: Layout, variant: Variant) -> int:
-        like = self._like
-        replicas = mesh.data * mesh.fsdp * mesh.expert * variant.microbatches
-        return like.global_batch // replicas * like.seq // mesh.context
+        examples = self._examples(mesh, variant.microbatches)
+        return examples * self._like.seq // mesh.context
+
+    def _examples(self, mesh: Layout, microbatches: int) -> int:
+        replicas = mesh.data * mesh.fsdp * mesh.expert * microbatches
+        return self._like.global_batch // replicas
 
     def _blocks_of(self, mesh: Layout, variant: Variant) -> tuple[_Block, ...]:
         key = (
             *(mesh.tensor, mesh.expert, mesh.context, self._tokens(mesh, variant)),
             *(variant.sequence_parallel, variant.remat),
-            mesh.stage > 1 or variant.microbatches > 1,  # kept in slots
+            # Kept in slots; collectives that take turns with those of stages.
+            *(mesh.stage > 1 or variant.microbatches > 1, mesh.stage > 1),
         )
         if key not in self._blocks:
             run = self.run(mesh, variant)
@@ -293,7 +327,8 @@ class Bounds:
         batch = (mesh.data, mesh.fsdp, mesh.stage)
         sizes = (*batch, mesh.context, mesh.expert, mesh.tensor)
         stored = (variant.param_dtype, variant.optimizer_memory, variant.splits)
-        key = (sizes, variant.zero, variant.fsdp_gather, in_ticks, stored)
+        parts = variant.sequence_parallel  # that hide what moves weights less
+        key = (sizes, variant.zero, variant.fsdp_gather, in_ticks, stored, parts)
         if key not in self._of_meshes:
             plain = variant
             if not any(variant.splits):
@@ -332,7 +367,7 @@ def _block(run: Run, moe: bool) -> _Block:
     forward, backward = time.forward, time.backward
     inputs = stage_input_bytes(run)
     return _Block(
-        (forward.compute_s, backward.compute_s),
+        time.spare_s,
         (forward.total_s, backward.total_s),
         kept_bytes(run, moe=moe),
         again,

@@ -9,6 +9,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from meshpar.hardware.attention_kernels import KERNELS
+from meshpar.hardware.batch_parts import num_parts
 from meshpar.layout import BATCH_AXES, Layout
 from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.machine.execution import Execution
@@ -62,6 +63,14 @@ class Run:
     def tokens(self) -> int:
         """Tokens of one microbatch on one device."""
         return self.microbatch * self.seq // self.layout.context
+
+    @property
+    def num_parts(self) -> int:
+        """In how many parts a block of our models takes a microbatch."""
+        if not self.layout.sequence_parallel or self.layout.tensor == 1:
+            return 1
+        platform = self.cluster.device.platform
+        return num_parts(platform, self.microbatch, self.tokens)
 
     @property
     def state_shards(self) -> int:
