@@ -78,6 +78,7 @@ class Bounds:
         self._kinds = tuple((kind, count) for kind, count in kinds if count)
         self._blocks: dict[tuple, tuple[_Block, ...]] = {}
         self._of_meshes: dict[tuple, SharedCosts] = {}
+        self._least: dict[tuple, SharedCosts] = {}
         self._overheads: dict[tuple, float] = {}
 
     def run(self, mesh: Layout, variant: Variant) -> Run:
@@ -248,8 +249,9 @@ class Bounds:
         execution = self._like.execution
         if not (execution.lock_step and execution.shared_ends):
             return self._head_s(mesh, variant)
-        sizes = tuple(mesh.mesh_shape.values())
-        key = (sizes, variant.microbatches, variant.sequence_parallel)
+        # Links over `stage` and `tensor` do not depend on the axes outside.
+        inner = (mesh.stage, mesh.context, mesh.expert, mesh.tensor)
+        key = (inner, self._tokens(mesh, variant), variant.sequence_parallel)
         if key not in self._overheads:
             plain = Variant(*(getattr(_PLAIN, name) for name in Variant._fields))
             run = self.run(
@@ -285,7 +287,8 @@ class Bounds:
             *(mesh.tensor, mesh.expert, mesh.context, self._tokens(mesh, variant)),
             *(variant.sequence_parallel, variant.remat),
             # Kept in slots; collectives that take turns with those of stages.
-            *(mesh.stage > 1 or variant.microbatches > 1, mesh.stage > 1),
+            mesh.stage > 1 or variant.microbatches > 1,
+            mesh.stage > 1 and mesh.tensor > 1,
         )
         if key not in self._blocks:
             run = self.run(mesh, variant)
@@ -306,6 +309,15 @@ class Bounds:
         self, mesh: Layout, like: Variant, choices: MeshChoices
     ) -> SharedCosts:
         """The least of each, whichever of the choices it is of."""
+        ways = choices.states, choices.schedules
+        key = (_sizes(mesh), *self._shared_by(mesh, like), *ways)
+        if key not in self._least:
+            self._least[key] = self._least_of_states(mesh, like, choices)
+        return self._least[key]
+
+    def _least_of_states(
+        self, mesh: Layout, like: Variant, choices: MeshChoices
+    ) -> SharedCosts:
         found = []
         one_of_each_split = {one[2]: one for one in choices.schedules}
         for state, scheduled in product(choices.states, one_of_each_split.values()):
@@ -323,12 +335,9 @@ class Bounds:
         return SharedCosts(min(state_bytes), min(once_s), least_s, least_bare_s)
 
     def _shared(self, mesh: Layout, variant: Variant) -> SharedCosts:
-        in_ticks = mesh.stage > 1 or variant.microbatches > 1
-        batch = (mesh.data, mesh.fsdp, mesh.stage)
-        sizes = (*batch, mesh.context, mesh.expert, mesh.tensor)
         stored = (variant.param_dtype, variant.optimizer_memory, variant.splits)
-        parts = variant.sequence_parallel  # that hide what moves weights less
-        key = (sizes, variant.zero, variant.fsdp_gather, in_ticks, stored, parts)
+        ways = variant.zero, variant.fsdp_gather, stored
+        key = (_sizes(mesh), *self._shared_by(mesh, variant), *ways)
         if key not in self._of_meshes:
             plain = variant
             if not any(variant.splits):
@@ -337,6 +346,16 @@ class Bounds:
             kinds = tuple(moe for moe, _ in self._kinds)
             self._of_meshes[key] = shared_costs(run, kinds)
         return self._of_meshes[key]
+
+    def _shared_by(self, mesh: Layout, variant: Variant) -> tuple[bool, bool]:
+        """Whether it runs in ticks; else whether parts may hide what moves weights."""
+        in_ticks = mesh.stage > 1 or variant.microbatches > 1
+        return in_ticks, not in_ticks and variant.sequence_parallel
+
+
+def _sizes(mesh: Layout) -> tuple[int, ...]:
+    batch = (mesh.data, mesh.fsdp, mesh.stage)
+    return (*batch, mesh.context, mesh.expert, mesh.tensor)
 
 
 def held_microbatches(ranks: int, variant: Variant, *, lock_step: bool) -> float:

@@ -75,8 +75,8 @@ class Run:
     @property
     def state_shards(self) -> int:
         """Devices that ZeRO shares a parameter's states out over."""
-        sizes = self.layout.mesh_shape
-        return math.prod(sizes[axis] for axis in self.layout.split_axes)
+        layout = self.layout
+        return math.prod(getattr(layout, axis) for axis in layout.split_axes)
 
     @property
     def summed_axes(self) -> tuple[str, ...]:
@@ -127,6 +127,12 @@ class Run:
     def drops(self) -> bool:
         """Whether branches drop values: the model's own wish, or the program's."""
         return self.workload.dropout or self.execution.dropout
+
+    @cached_property
+    def axes_at_work(self) -> frozenset[str]:
+        """Mesh axes of several devices."""
+        sizes = self.layout.mesh_shape
+        return frozenset(axis for axis, size in sizes.items() if size > 1)
 
     @cached_property
     def _links(self) -> dict[tuple[str, ...], Link]:
