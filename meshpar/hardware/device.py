@@ -21,6 +21,7 @@ _NO_POSITIVE_NUMBERS = (
     "efficiency",
     "torus_dims",
     "platform",
+    "taken_from",
     "attention_kernels",
     "pod_devices",
     "reserve",

@@ -126,23 +126,19 @@ class Bounds:
         # most microbatches.
         fills = (mesh.stage - 1) / chunks / many
         ticks = 1.0 + fills if self._like.execution.lock_step else 1.0
-        shared = self._least_shared(mesh, plain[0], choices)
+        shared = [self._least_shared(mesh, variant, choices) for variant in plain]
         step_s = min(
-            self._step_s(
-                mesh,
-                variant,
-                self._least_shared(mesh, variant, choices),
-                ticks * variant.microbatches,
-            )
-            for variant in plain
+            self._step_s(mesh, variant, its, ticks * variant.microbatches)
+            for variant, its in zip(plain, shared, strict=True)
         )
+        state_bytes = min(its.state_bytes for its in shared)
         # A microbatch's way to the last rank, unless a schedule says less.
         held = min(many, mesh.stage, *self._least_held(mesh, choices, many))
         # What one of them makes again, another may have kept.
         again = len(choices.remats) == 1
         own = min(self._own_blocks(mesh, *one) for one in choices.schedules)
         memory = min(
-            self._memory(mesh, variant, shared, held, own, again=again)
+            self._memory(mesh, variant, state_bytes, held, own, again=again)
             for variant in least
         )
         return Bound(step_s, memory)
@@ -156,13 +152,12 @@ class Bounds:
         like = self._like
         ways: dict[tuple[bool, bool], int] = {}
         for count in sorted(choices.microbatches):
-            in_ticks = like.execution.lock_step and count > 1
             whole = like.execution.measured_overlap and mesh.tensor > 1
             if whole and any(choices.sequence_parallel):
                 examples = self._examples(mesh, count)
                 tokens = examples * like.seq // mesh.context
                 whole = num_parts(like.cluster.device.platform, examples, tokens) == 1
-            ways.setdefault((in_ticks and mesh.stage == 1, whole), count)
+            ways.setdefault((count > 1 and mesh.stage == 1, whole), count)
         return tuple(ways.values())
 
     def bound(self, mesh: Layout, variant: Variant) -> Bound:
@@ -176,7 +171,7 @@ class Bounds:
         own = self._own_blocks(mesh, *scheduled)
         return Bound(
             self._step_s(mesh, variant, shared, ticks),
-            self._memory(mesh, variant, shared, held, own),
+            self._memory(mesh, variant, shared.state_bytes, held, own),
         )
 
     def memory_bytes(self, run: Run) -> float:
@@ -209,7 +204,7 @@ class Bounds:
         self,
         mesh: Layout,
         variant: Variant,
-        shared: SharedCosts,
+        state_bytes: float,
         held: float,
         own: int,
         *,
@@ -222,7 +217,7 @@ class Bounds:
             kept += blocks[0].input_bytes * held
         else:
             kept = min(block.kept_bytes for block in blocks) * own * held
-        total = shared.state_bytes
+        total = state_bytes
         total += kept if again or variant.remat not in STAGE_REMATS else 0.0
         if self._like.execution.eager or variant.remat == "none" or not again:
             return total
