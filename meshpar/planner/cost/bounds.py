@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 from itertools import product
 from typing import Literal, NamedTuple
 
@@ -100,7 +101,7 @@ class Bounds:
         Fewest microbatches make the largest matmuls, and most of them keep least; what
         nothing recomputes is fastest, and what recomputes a stage smallest.
         """
-        if choices.num_variants == 1:
+        if choices.is_one:
             return self.bound(mesh, next(choices.variants()))
         many = max(choices.microbatches)
         fast, small = choices.remats[0], choices.remats[-1]
@@ -128,8 +129,9 @@ class Bounds:
         ticks = 1.0 + fills if self._like.execution.lock_step else 1.0
         shared = [self._least_shared(mesh, variant, choices) for variant in plain]
         step_s = min(
-            self._step_s(mesh, variant, its, ticks * variant.microbatches)
+            self._step_s(mesh, each, its, ticks * each.microbatches)
             for variant, its in zip(plain, shared, strict=True)
+            for each in _with_remats(variant, its, choices)
         )
         state_bytes = min(its.state_bytes for its in shared)
         # A microbatch's way to the last rank, unless a schedule says less.
@@ -213,8 +215,10 @@ class Bounds:
         blocks = self._blocks_of(mesh, variant)
         if variant.remat in STAGE_REMATS:
             # The stage that is computed again; all its inputs wait as well.
-            kept = min(block.inner_bytes for block in blocks) * own / variant.chunks
-            kept += blocks[0].input_bytes * held
+            kept = blocks[0].input_bytes * held
+            if not self._like.execution.eager:
+                inner = min(block.inner_bytes for block in blocks)
+                kept += inner * own / variant.chunks
         else:
             kept = min(block.kept_bytes for block in blocks) * own * held
         total = state_bytes
@@ -235,9 +239,7 @@ class Bounds:
         if not any(splits) or splits == BY_COST:
             # By cost, some other rank has as many if the first has fewer.
             return layers // mesh.stage if not any(splits) else 1
-        sizes = stage_sizes(layers, mesh.stage, chunks, splits)
-        stages = SCHEDULES[schedule].stages_of(0, mesh.stage, chunks)
-        return sum(sizes[stage] for stage in stages)
+        return _first_blocks(layers, mesh.stage, schedule, chunks, splits)
 
     def _overhead_s(self, mesh: Layout, variant: Variant) -> float:
         """Of a tick beside its blocks, whatever ZeRO adds to it."""
@@ -348,9 +350,30 @@ class Bounds:
         return in_ticks, not in_ticks and variant.sequence_parallel
 
 
+def _with_remats(
+    variant: Variant, shared: SharedCosts, choices: MeshChoices
+) -> Iterator[Variant]:
+    """The fastest policy; all, where computing more may hide more that moves weights.
+
+    What keeps more puts more on its stack, which a backward that waits for weights does
+    not win back.
+    """
+    yield variant
+    if shared.gather_s != shared.bare_s:
+        yield from (variant._replace(remat=remat) for remat in choices.remats[1:])
+
+
 def _sizes(mesh: Layout) -> tuple[int, ...]:
     batch = (mesh.data, mesh.fsdp, mesh.stage)
     return (*batch, mesh.context, mesh.expert, mesh.tensor)
+
+
+@lru_cache(maxsize=4096)
+def _first_blocks(
+    layers: int, ranks: int, schedule: str, chunks: int, splits: tuple[int, ...]
+) -> int:
+    sizes = stage_sizes(layers, ranks, chunks, splits)
+    return sum(sizes[at] for at in SCHEDULES[schedule].stages_of(0, ranks, chunks))
 
 
 def held_microbatches(ranks: int, variant: Variant, *, lock_step: bool) -> float:
@@ -358,10 +381,13 @@ def held_microbatches(ranks: int, variant: Variant, *, lock_step: bool) -> float
 
     Reference: Narayanan et al. 2021, section 2.2.
     """
-    count, chunks = variant.microbatches, variant.chunks
-    if ranks == 1:
-        return 1
-    forms = SCHEDULES[variant.schedule].closed_forms
+    how = variant.schedule, ranks, variant.microbatches, variant.chunks
+    return _held(*how, lock_step) if ranks > 1 else 1
+
+
+@lru_cache(maxsize=4096)
+def _held(schedule: str, ranks: int, count: int, chunks: int, lock_step: bool) -> float:
+    forms = SCHEDULES[schedule].closed_forms
     if forms is None:
         return 1 / chunks
     in_flight = forms.lock_step_in_flight if lock_step else forms.in_flight

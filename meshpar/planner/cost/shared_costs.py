@@ -56,8 +56,8 @@ def _once_s(run: Run) -> float:
         hidden[LAST_BACKWARD] = math.inf
     if run.execution.update_overlap:
         hidden[NEXT_FORWARD] = math.inf
-    moved = exposed(run, step_rows(run, ranks=(0,)), hidden)
-    return memory_s(run, parameters * update_bytes(run)) + moved.total_s
+    waits_s = exposed(run, step_rows(run, ranks=(0,)), hidden).exposed_s
+    return memory_s(run, parameters * update_bytes(run)) + sum(waits_s.values())
 
 
 def _gathers_s(run: Run, moe: bool) -> tuple[tuple[float, float], tuple[float, float]]:
