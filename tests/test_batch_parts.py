@@ -10,6 +10,7 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
 from meshpar import absent_mesh, audit, batch_shapes, make_train_step
+from meshpar.hardware import batch_parts as hardware
 from meshpar.model import batch_parts
 from meshpar.model.batch_parts import num_parts_of
 from meshpar.model.parameter import is_parameter
@@ -42,8 +43,8 @@ def parts_on_cpu(monkeypatch):
         taken.append(num_parts)
         return split(tree, at, num_parts)
 
-    monkeypatch.setitem(batch_parts.NUM_PARTS, "cpu", 4)
-    monkeypatch.setattr(batch_parts, "LEAST_TOKENS", 1)
+    monkeypatch.setitem(hardware.NUM_PARTS, "cpu", 4)
+    monkeypatch.setattr(hardware, "LEAST_TOKENS", 1)
     monkeypatch.setattr(batch_parts, "_part", seen)
     return taken
 

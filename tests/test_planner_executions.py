@@ -14,11 +14,12 @@ from meshpar.planner.cost.attention_time import (
     attention_backward_s,
     attention_forward_s,
 )
-from meshpar.planner.cost.block_time import block_time
+from meshpar.planner.cost.block_time import _matmuls_s, block_time
 from meshpar.planner.cost.estimate import at_half_network_s, estimate
+from meshpar.planner.cost.linears import attention_linears, mlp_linears
 from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.stage_time import stage_times
-from meshpar.planner.cost.traffic import step_rows
+from meshpar.planner.cost.traffic import block_rows, step_rows
 from meshpar.planner.cost.traffic_row import Row
 from meshpar.planner.cost.traffic_time import exposed, row_s
 from meshpar.planner.machine.clusters import cluster_of, load_device
@@ -36,6 +37,8 @@ from meshpar.planner.machine.execution import (
 )
 from meshpar.planner.machine.link import Link
 from meshpar.planner.machine.overlap import hidden_share, hidden_shares
+from meshpar.planner.search.constraints import Constraints
+from meshpar.planner.search.search import Request, search
 from meshpar.planner.workload.shapes import SHAPES
 
 
@@ -350,3 +353,53 @@ def test_no_peak_is_offered_that_no_program_uses():
     assert all(
         set(device.peak_flops) == {"bf16", "fp32"} for device in DEVICES.values()
     )
+
+
+@pytest.mark.parametrize("hardware", ["h100-80gb", "tpu v5p:4x4x4"])
+def test_all_traffic_together_hides_behind_no_more_than_the_matmuls(hardware):
+    """A slow network, so that what moves weights takes all that `tensor` leaves."""
+    run = run_of("fsdp=8,tensor=8,sequence_parallel=true", hardware=hardware)
+    device = dataclasses.replace(
+        run.cluster.device, network_bytes_per_s=1e8, link_bytes_per_s=1e9
+    )
+    slow = dataclasses.replace(run.cluster, device=device)
+    run = dataclasses.replace(run, cluster=slow)
+    matmuls_s = sum(
+        _matmuls_s(run, half.columns + half.rows)
+        for half in (attention_linears(run), mlp_linears(run, moe=False))
+    )
+    (stage,) = stage_times(run)
+    for cost, times in ((stage.forward, 1), (stage.backward, 2)):
+        hidden_s = cost.hidden_s / run.workload.layers
+        assert 0 < hidden_s <= times * matmuls_s * (1 + 1e-9)
+
+
+def test_a_block_in_no_parts_gets_the_shares_of_such_programs():
+    layout = "fsdp=8,tensor=8,sequence_parallel=true,remat=full"
+    several, one = (
+        run_of(layout, hardware="tpu v5p:4x4x4", global_batch=batch)
+        for batch in (32, 8)
+    )
+    assert (several.num_parts, one.num_parts) == (4, 1)
+    shares = [
+        {row.share for row in block_rows(run, moe=False) if row.kind == "all-gather"}
+        for run in (several, one)
+    ]
+    both = (("tensor",), "all-gather", ("fsdp", "tensor"))
+    assert shares == [
+        {hidden_share("tpu", *both, in_parts=True)},
+        {hidden_share("tpu", *both, in_parts=False)},
+    ]
+    assert min(shares[0]) > max(shares[1])
+
+
+def test_a_plan_says_whose_efficiency_it_takes():
+    for hardware, told in (("b200", True), ("h100-80gb", False)):
+        request = Request(
+            workload=SHAPES["llama3-8b"],
+            cluster=cluster_of(hardware, devices=8),
+            global_batch=8,
+            constraints=Constraints.of(keep=["fsdp=8", "remat=full"]),
+        )
+        notes = " ".join(search(request).notes)
+        assert ("taken to achieve what h100-80gb achieves" in notes) == told

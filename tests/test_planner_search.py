@@ -70,8 +70,14 @@ def all_runs(asked):
             seq=1024,
             constraints=Constraints.of(keep=["data=1"], planned=True),
         ),
+        request(
+            workload=MOE,
+            seq=1024,
+            execution=EXECUTIONS["maxtext"],
+            constraints=Constraints.of(forbid=["data"], planned=True),
+        ),
     ],
-    ids=["dense", "experts"],
+    ids=["dense", "experts", "overlapped"],
 )
 def test_bounds_are_below_the_estimate_of_every_layout(asked):
     bounds, count = Bounds(asked.run), 0

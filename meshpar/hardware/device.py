@@ -21,6 +21,7 @@ _NO_POSITIVE_NUMBERS = (
     "efficiency",
     "torus_dims",
     "platform",
+    "taken_from",
     "attention_kernels",
     "pod_devices",
     "reserve",
@@ -33,7 +34,7 @@ class Device:
 
     Args:
         name: What `--hardware` calls it.
-        peak_flops: Dense FLOP/s by dtype (`bf16`, `fp32`, `fp8`); `fp32` is what JAX's
+        peak_flops: Dense FLOP/s by dtype, `bf16` and `fp32`, which is what JAX's
             default matmul precision runs it as.
         memory_bytes: What a program can have of its memory.
         memory_bytes_per_s: That memory's bandwidth.
@@ -53,6 +54,8 @@ class Device:
         reserve: Part of the memory that a program leaves to others: the driver, buffers
             of collectives, and what its allocator does not get.
         pod_devices: Most devices of one slice of a torus; 0 for no limit.
+        taken_from: The device whose achieved fractions and attention kernels it is
+            taken to have, where no published times calibrate it; empty where some do.
 
     Raises:
         InputError: An unknown platform, or a number that is not positive or that no
@@ -74,6 +77,7 @@ class Device:
     attention_kernels: Mapping[str, Kernel] = field(default_factory=dict)
     pod_devices: int = 0
     reserve: float = 0.0
+    taken_from: str = ""
 
     def __post_init__(self) -> None:
         if self.platform not in PLATFORMS:

@@ -97,6 +97,7 @@ def _nvidia(
     domain_devices: int = 8,
     other_name: str = "",
     target: str = "",
+    taken_from: str = "",
 ) -> Known:
     # fp32 at JAX's default precision is TF32, half as fast.
     device = Device(
@@ -110,6 +111,7 @@ def _nvidia(
         host_bytes_per_s=host_bytes_per_s,
         efficiency=efficiency,
         attention_kernels=AMPERE if efficiency is _A100 else HOPPER,
+        taken_from=taken_from,
         reserve=_RESERVE,
     )
     return Known(device, kind, other_name, target)
@@ -178,7 +180,7 @@ GPUS = (
     ),
     # NVIDIA DGX B200 data sheet, 2025-02: 8 GPUs with 72 PFLOP/s fp8 with sparsity and
     # 64 TB/s together. No published step times calibrate Blackwell: it takes Hopper's
-    # fractions.
+    # fractions and attention kernels, as every plan for it says.
     _nvidia(
         "b200-180gb",
         "B200",
@@ -188,6 +190,7 @@ GPUS = (
         link_bytes_per_s=900e9,
         other_name="b200",
         target="gpu:b200",
+        taken_from="h100-80gb",
     ),
     # NVIDIA GB200 NVL72 data sheet, 2024-03: 72 GPUs with 360 PFLOP/s bf16 with
     # sparsity and 576 TB/s together, one NVLink domain of the B200's ports.
@@ -201,5 +204,6 @@ GPUS = (
         host_bytes_per_s=225e9,
         domain_devices=72,
         other_name="gb200",
+        taken_from="h100-80gb",
     ),
 )

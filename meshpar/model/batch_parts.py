@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from meshpar.hardware.batch_parts import num_parts
 from meshpar.layout import BATCH_AXES
 from meshpar.model.equations import collective_axes, equations
 from meshpar.model.inputs import Batch
@@ -26,15 +27,6 @@ from meshpar.rules.rules import auto_mesh_shape
 
 Run = Callable[[Any, Any, Scope], tuple[Any, Sums]]
 """(parameters, stream, scope) -> (stream, sums)."""
-
-NUM_PARTS = {"gpu": 4, "tpu": 4}
-"""Platform -> parts at most. At the ends of a block the first part's gather and the
-last's scatter stay exposed: of two parts a half, of four a quarter. XLA:CPU starts no
-collective ahead, so that there parts would be in vain."""
-
-LEAST_TOKENS = 2048
-"""Of a part. Below it the 7 hops of a gather over 8 H100 (24 us) take as long as its
-bytes do (2048 x 4096 in bf16: 42 us), and its matmuls no longer fill the device."""
 
 
 def in_parts(run: Run, params: Any, stream: Any, scope: Scope) -> tuple[Any, Sums]:
@@ -49,12 +41,12 @@ def in_parts(run: Run, params: Any, stream: Any, scope: Scope) -> tuple[Any, Sum
     Returns:
         The stream, and sums over all examples.
     """
-    num_parts = num_parts_of(stream, scope)
-    if num_parts == 1 or _asks_for_whole_batch(run, params, stream, scope):
+    parts = num_parts_of(stream, scope)
+    if parts == 1 or _asks_for_whole_batch(run, params, stream, scope):
         return run(params, stream, scope)
     found = [
-        run(params, _part(stream, at, num_parts), _scope_of(scope, at, num_parts))
-        for at in range(num_parts)
+        run(params, _part(stream, at, parts), _scope_of(scope, at, parts))
+        for at in range(parts)
     ]
     streams, sums = zip(*found, strict=True)
     joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), *streams)
@@ -76,10 +68,7 @@ def num_parts_of(stream: Any, scope: Scope) -> int:
         return 1
     num_examples = examples.pop()
     tokens = max(math.prod(leaf.shape[:-1]) for leaf in leaves)
-    tokens //= auto_mesh_shape().get("context", 1)
-    most = min(NUM_PARTS.get(scope.platform, 1), tokens // LEAST_TOKENS)
-    divide = (parts for parts in range(most, 1, -1) if num_examples % parts == 0)
-    return next(divide, 1)
+    return num_parts(scope.platform, num_examples, tokens)
 
 
 def _splits_sequence(scope: Scope) -> bool:

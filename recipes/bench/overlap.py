@@ -1,13 +1,13 @@
 """What compiled steps hide, as the table that the planner reads.
 
     python -m recipes.bench.overlap
-    python -m recipes.bench.overlap --target gpu
+    python -m recipes.bench.overlap --target gpu --layout data=
 
 compiles a step for each case on hardware that need not be there (the extra `aot` is
 needed), reads from each scheduled program which collectives have a matmul between their
 start and their done, prints the shares and writes `meshpar/planner/overlap.json`; rows
-of targets that were not asked for stay. A case takes half a minute for the GPUs and
-some minutes for the TPUs, on 2 cores.
+of targets and layouts that were not asked for stay. A case takes half a minute for the
+GPUs and up to some minutes for the TPUs, on 2 cores.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Iterable
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +31,10 @@ from rich.table import Table
 
 from meshpar.cli.main import main as meshpar_main
 from meshpar.errors import InputError
+from meshpar.hardware.batch_parts import num_parts
+from meshpar.layout import Layout
 
+SEQ = 4096
 TARGETS = ("gpu:h100:8x8", "tpu:v5p:4x4x4")
 FILE = Path(__file__).parents[2] / "meshpar" / "planner" / "overlap.json"
 
@@ -52,7 +56,11 @@ class Case(NamedTuple):
 CASES = (
     Case("llama3-8b", "fsdp=64,remat=full", 64),
     Case("llama3-8b", "fsdp=8,tensor=8,sequence_parallel=true,remat=full", 32),
+    # One example a device: no block is taken in parts of the batch.
+    Case("llama3-8b", "fsdp=8,tensor=8,sequence_parallel=true,remat=full", 8),
+    Case("llama3-8b", "data=8,tensor=8,sequence_parallel=true,remat=full", 32),
     Case("llama3-8b", "data=2,stage=4,tensor=8,microbatches=8,remat=full", 64),
+    Case("llama3-8b", "data=16,stage=4,microbatches=8,remat=full", 128),
 )
 
 
@@ -60,22 +68,38 @@ def main(argv: list[str] | None = None) -> int:
     """Compiles every case, prints the table and writes the file."""
     parser = argparse.ArgumentParser(prog="python -m recipes.bench.overlap")
     parser.add_argument("--target", default="", help="of these alone: gpu, tpu")
+    parser.add_argument("--layout", default="", help="layouts with this in them alone")
     parser.add_argument("--out", type=Path, default=FILE, help=f"({FILE})")
     args = parser.parse_args(argv)
     targets = [target for target in TARGETS if args.target in target]
     if not targets:
         known = ", ".join(TARGETS)
         raise InputError(f"--target {args.target!r} is part of none of {known}")
-    kept = [row for row in _written(args.out) if row["target"] not in targets]
-    rows = [*kept]
-    for target in targets:
-        for case in CASES:
-            rows += rows_of(*_audited(case, target))
+    cases = [case for case in CASES if args.layout in case.layout]
+    if not cases:
+        known = "; ".join(case.layout for case in CASES)
+        raise InputError(f"--layout {args.layout!r} is part of none of {known}")
+    rows = _rows(targets, cases, _written(args.out))
     print(_conditions())
     Console(width=150).print(table(rows))
     text = json.dumps({"conditions": _conditions(), "rows": rows}, indent=1)
     args.out.write_text(text + "\n")
     return 0
+
+
+def _rows(
+    targets: list[str], cases: list[Case], written: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Those of all targets and cases in their order, these targets' cases anew."""
+    rows = []
+    for target, case in product(TARGETS, CASES):
+        if target in targets and case in cases:
+            report, command = _audited(case, target)
+            rows += rows_of(report, command, num_parts=num_parts_of(case, target))
+        else:
+            command = _text(command_of(case, target))
+            rows += [row for row in written if row["command"] == command]
+    return rows
 
 
 def command_of(case: Case, target: str) -> list[str]:
@@ -88,12 +112,23 @@ def command_of(case: Case, target: str) -> list[str]:
             "--layout",
             f"{case.layout},precision=bf16",
         ),
-        *("--target", target, "--global-batch", str(case.batch), "--seq", "4096"),
+        *("--target", target, "--global-batch", str(case.batch), "--seq", str(SEQ)),
         *("--timeout", "1800", "--json"),
     ]
 
 
-def rows_of(report: dict[str, Any], command: list[str]) -> list[dict[str, Any]]:
+def num_parts_of(case: Case, target: str) -> int:
+    """In how many parts of the batch the case's blocks are taken."""
+    layout = Layout.of(case.layout)
+    if not layout.sequence_parallel:
+        return 1
+    examples = case.batch // (layout.data * layout.fsdp * layout.microbatches)
+    return num_parts(target.partition(":")[0], examples, examples * SEQ)
+
+
+def rows_of(
+    report: dict[str, Any], command: list[str], *, num_parts: int = 1
+) -> list[dict[str, Any]]:
     """A row for each mesh axis and kind of collective of an audit's report.
 
     Collectives over several mesh axes, and those of the loss's few numbers, are left
@@ -116,7 +151,8 @@ def rows_of(report: dict[str, Any], command: list[str]) -> list[dict[str, Any]]:
             "wire_bytes": round(sent),
             "target": report["target"],
             "layout": report["layout"],
-            "command": shlex.join(["meshpar", *command]),
+            "command": _text(command),
+            "num_parts": num_parts,
         }
         for (axis, kind), (sent, hidden) in sums.items()
         if sent > _FEW_BYTES
@@ -126,16 +162,25 @@ def rows_of(report: dict[str, Any], command: list[str]) -> list[dict[str, Any]]:
 _FEW_BYTES = 1e8
 
 
+def _text(command: list[str]) -> str:
+    return shlex.join(["meshpar", *command])
+
+
 def table(rows: Iterable[dict[str, Any]]) -> Table:
     """The rows for people."""
     found = Table(box=None, pad_edge=False)
     for heading in ("target", "layout", "mesh axis", "kind"):
         found.add_column(heading)
-    for heading in ("GB sent", "hidden"):
+    for heading in ("parts", "GB sent", "hidden"):
         found.add_column(heading, justify="right")
     for row in rows:
         words = (row["target"], row["layout"], row["mesh_axis"], row["kind"])
-        found.add_row(*words, f"{row['wire_bytes'] / 1e9:.1f}", f"{row['share']:.0%}")
+        numbers = (
+            str(row["num_parts"]),
+            f"{row['wire_bytes'] / 1e9:.1f}",
+            f"{row['share']:.0%}",
+        )
+        found.add_row(*words, *numbers)
     return found
 
 

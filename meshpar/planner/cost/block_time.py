@@ -18,6 +18,7 @@ from meshpar.planner.cost.traffic_row import (
     ATTENTION_AGAIN,
     HALVES,
     MATMULS,
+    Rows,
     of_pass,
 )
 from meshpar.planner.cost.traffic_time import exposed
@@ -39,11 +40,14 @@ class BlockTime:
         forward: F.
         input_grad: I, with what is recomputed before it.
         weight_grad: W, with adding it up.
+        spare_s: Of a forward's and of a backward's work, what hides none of their
+            collectives, and is left to hide those of weights.
     """
 
     forward: Cost
     input_grad: Cost
     weight_grad: Cost
+    spare_s: tuple[float, float]
 
     @property
     def backward(self) -> Cost:
@@ -55,28 +59,61 @@ def block_time(run: Run, *, moe: bool) -> BlockTime:
     """The costs of a block with or without routed experts."""
     halves = (attention_linears(run), mlp_linears(run, moe))
     again, rows = recomputation(run, moe=moe), block_rows(run, moe=moe)
-    elementwise_s, stacked_s = _elementwise_s(run, moe), _stacked_s(run, moe)
-    there_s, back_s = attention_forward_s(run), attention_backward_s(run)
-    forward = Cost(_linears_s(run, halves) + elementwise_s + there_s + stacked_s)
-    beside = {ATTENTION: there_s, MATMULS: _linears_s(run, halves)}
-    beside |= _beside_forward(run, halves)
-    forward += exposed(run, of_pass(rows, "forward"), beside)
-    again_s = _again_s(run, halves, again, elementwise_s, there_s)
-    input_grad = Cost(_input_grad_s(run, halves, moe) + back_s + again_s + stacked_s)
-    beside = {ATTENTION: back_s, ATTENTION_AGAIN: there_s * again.attention}
-    beside |= _beside_tensor(run, halves)
-    beside[MATMULS] = 2 * _linears_s(run, halves)
-    input_grad += exposed(run, of_pass(rows, "backward"), beside)
-    weight_grad = _weight_grad(run, halves, moe)
-    backward_s = input_grad.compute_s + weight_grad.compute_s
+    matmuls_s = _linears_s(run, halves)
+    back_matmuls_s = 2 * matmuls_s + _again_linears_s(run, halves, again)
+    forward = _forward(run, halves, rows, matmuls_s, moe)
+    input_grad = _input_grad(run, halves, rows, again, (matmuls_s, back_matmuls_s), moe)
+    weight_grad = _weight_grad(run, halves)
     moved_s = host_s(run, offloaded_bytes(run, moe=moe))
+    backward_s = input_grad.compute_s + weight_grad.compute_s
     forward += waiting(HOST, moved_s, hidden_s=forward.compute_s)
     input_grad += waiting(HOST, moved_s, hidden_s=backward_s)
+    forward = _launched(run, forward, _FORWARD_KERNELS)
+    input_grad = _launched(run, input_grad, again.kernels, _BACKWARD_KERNELS)
     return BlockTime(
-        forward=_launched(run, forward, _FORWARD_KERNELS),
-        input_grad=_launched(run, input_grad, again.kernels, _BACKWARD_KERNELS),
+        forward=forward,
+        input_grad=input_grad,
         weight_grad=weight_grad,
+        spare_s=(
+            _spare_s(run, forward, matmuls_s),
+            _spare_s(run, input_grad + weight_grad, back_matmuls_s),
+        ),
     )
+
+
+def _spare_s(run: Run, cost: Cost, matmuls_s: float) -> float:
+    """What is left to hide weights: of all work, or of matmuls where they were seen."""
+    beside_s = matmuls_s if run.execution.measured_overlap else cost.compute_s
+    return max(0.0, beside_s - cost.hidden_s)
+
+
+def _forward(
+    run: Run, halves: tuple[Linears, ...], rows: Rows, matmuls_s: float, moe: bool
+) -> Cost:
+    there_s = attention_forward_s(run)
+    beside = {ATTENTION: there_s, MATMULS: matmuls_s} | _beside_forward(run, halves)
+    computed_s = matmuls_s + _elementwise_s(run, moe) + there_s + _stacked_s(run, moe)
+    return Cost(computed_s) + exposed(run, of_pass(rows, "forward"), beside)
+
+
+def _input_grad(
+    run: Run,
+    halves: tuple[Linears, ...],
+    rows: Rows,
+    again: Again,
+    matmuls_s: tuple[float, float],
+    moe: bool,
+) -> Cost:
+    """I; `matmuls_s` are the forward's, and those of the whole backward."""
+    once_s, backward_s = matmuls_s
+    attention_s = attention_forward_s(run) * again.attention
+    back_s = attention_backward_s(run)
+    computed_s = backward_s - once_s + memory_s(run, _backward_bytes(run, moe))
+    computed_s += back_s + attention_s + again.elementwise * _elementwise_s(run, moe)
+    beside = {ATTENTION: back_s, ATTENTION_AGAIN: attention_s, MATMULS: backward_s}
+    beside |= _beside_tensor(run, halves)
+    waits = exposed(run, of_pass(rows, "backward"), beside)
+    return Cost(computed_s + _stacked_s(run, moe)) + waits
 
 
 def _linears_s(run: Run, halves: tuple[Linears, ...]) -> float:
@@ -94,21 +131,10 @@ def _elementwise_s(run: Run, moe: bool) -> float:
     return memory_s(run, _forward_bytes(run, moe))
 
 
-def _input_grad_s(run: Run, halves: tuple[Linears, ...], moe: bool) -> float:
-    """Without attention's."""
-    return _linears_s(run, halves) + memory_s(run, _backward_bytes(run, moe))
-
-
-def _again_s(
-    run: Run,
-    halves: tuple[Linears, ...],
-    again: Again,
-    elementwise_s: float,
-    attention_s: float,
-) -> float:
-    """What the backward computes again under the remat policy."""
+def _again_linears_s(run: Run, halves: tuple[Linears, ...], again: Again) -> float:
+    """Matmuls that the backward computes again under the remat policy."""
     attention, mlp = halves
-    linears_s = sum(
+    return sum(
         times * _matmuls_s(run, linears)
         for times, linears in (
             (again.qkv, attention.columns),
@@ -117,7 +143,6 @@ def _again_s(
             (again.down, mlp.rows),
         )
     )
-    return linears_s + again.elementwise * elementwise_s + again.attention * attention_s
 
 
 def _beside_forward(run: Run, halves: tuple[Linears, ...]) -> dict[str, float]:
@@ -147,7 +172,7 @@ def _beside_tensor(run: Run, halves: tuple[Linears, ...]) -> dict[str, float]:
     }
 
 
-def _weight_grad(run: Run, halves: tuple[Linears, ...], moe: bool) -> Cost:
+def _weight_grad(run: Run, halves: tuple[Linears, ...]) -> Cost:
     seconds = sum(
         weight_grad_s(run, rows, inner, columns, count=count)
         for half in halves
@@ -198,7 +223,7 @@ def _launched(run: Run, cost: Cost, forward: int, backward: int = 0) -> Cost:
     """
     device_s = run.cluster.device.efficiency.launch_s
     launched_s = (forward + backward) * device_s + forward * run.execution.launch_s
-    return Cost(cost.compute_s + launched_s, cost.exposed_s)
+    return Cost(cost.compute_s + launched_s, cost.exposed_s, cost.hidden_s)
 
 
 def _forward_bytes(run: Run, moe: bool) -> float:

@@ -10,9 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 from itertools import product
 from typing import Literal, NamedTuple
 
+from meshpar.hardware.batch_parts import num_parts
 from meshpar.layout import BY_COST, STAGE_REMATS, Layout
 from meshpar.planner.cost.block_time import block_time
 from meshpar.planner.cost.memory import rank_memory
@@ -53,7 +55,7 @@ class Bound(NamedTuple):
 class _Block(NamedTuple):
     """One block and one microbatch on one device, without what `fsdp` adds."""
 
-    compute_s: tuple[float, float]
+    spare_s: tuple[float, float]
     total_s: tuple[float, float]
     kept_bytes: float
     again_bytes: float
@@ -77,6 +79,7 @@ class Bounds:
         self._kinds = tuple((kind, count) for kind, count in kinds if count)
         self._blocks: dict[tuple, tuple[_Block, ...]] = {}
         self._of_meshes: dict[tuple, SharedCosts] = {}
+        self._least: dict[tuple, SharedCosts] = {}
         self._overheads: dict[tuple, float] = {}
 
     def run(self, mesh: Layout, variant: Variant) -> Run:
@@ -98,9 +101,9 @@ class Bounds:
         Fewest microbatches make the largest matmuls, and most of them keep least; what
         nothing recomputes is fastest, and what recomputes a stage smallest.
         """
-        if choices.num_variants == 1:
+        if choices.is_one:
             return self.bound(mesh, next(choices.variants()))
-        few, many = min(choices.microbatches), max(choices.microbatches)
+        many = max(choices.microbatches)
         fast, small = choices.remats[0], choices.remats[-1]
         chunks = max(chunks for _, chunks, _ in choices.schedules)
         some = next(choices.variants())._replace(schedule=_PLAIN.schedule, splits=())
@@ -113,26 +116,51 @@ class Bounds:
                     sequence_parallel=sequence,
                 )
                 for sequence in choices.sequence_parallel
+                for count in counts
             ]
-            for count, each, remat in ((few, 1, fast), (many, chunks, small))
+            for counts, each, remat in (
+                (self._fewest(mesh, choices), 1, fast),
+                ((many,), chunks, small),
+            )
         )
-        shared = self._least_shared(mesh, plain[0], choices)
-        ticks = float(few)
-        if self._like.execution.lock_step:
-            # Filling takes a tick of a chunk for every rank, and ticks are shortest
-            # with most microbatches.
-            ticks += (mesh.stage - 1) / chunks * few / many
-        step_s = min(self._step_s(mesh, variant, shared, ticks) for variant in plain)
+        # Filling takes a tick of a chunk for every rank, and ticks are shortest with
+        # most microbatches.
+        fills = (mesh.stage - 1) / chunks / many
+        ticks = 1.0 + fills if self._like.execution.lock_step else 1.0
+        shared = [self._least_shared(mesh, variant, choices) for variant in plain]
+        step_s = min(
+            self._step_s(mesh, each, its, ticks * each.microbatches)
+            for variant, its in zip(plain, shared, strict=True)
+            for each in _with_remats(variant, its, choices)
+        )
+        state_bytes = min(its.state_bytes for its in shared)
         # A microbatch's way to the last rank, unless a schedule says less.
         held = min(many, mesh.stage, *self._least_held(mesh, choices, many))
         # What one of them makes again, another may have kept.
         again = len(choices.remats) == 1
         own = min(self._own_blocks(mesh, *one) for one in choices.schedules)
         memory = min(
-            self._memory(mesh, variant, shared, held, own, again=again)
+            self._memory(mesh, variant, state_bytes, held, own, again=again)
             for variant in least
         )
         return Bound(step_s, memory)
+
+    def _fewest(self, mesh: Layout, choices: MeshChoices) -> tuple[int, ...]:
+        """The fewest microbatches of each way to run a block.
+
+        In ticks, what one gathers once another gathers twice; in parts of the batch,
+        collectives hide that others show: one is no bound of the other.
+        """
+        like = self._like
+        ways: dict[tuple[bool, bool], int] = {}
+        for count in sorted(choices.microbatches):
+            whole = like.execution.measured_overlap and mesh.tensor > 1
+            if whole and any(choices.sequence_parallel):
+                examples = self._examples(mesh, count)
+                tokens = examples * like.seq // mesh.context
+                whole = num_parts(like.cluster.device.platform, examples, tokens) == 1
+            ways.setdefault((count > 1 and mesh.stage == 1, whole), count)
+        return tuple(ways.values())
 
     def bound(self, mesh: Layout, variant: Variant) -> Bound:
         """The bound of one layout."""
@@ -145,7 +173,7 @@ class Bounds:
         own = self._own_blocks(mesh, *scheduled)
         return Bound(
             self._step_s(mesh, variant, shared, ticks),
-            self._memory(mesh, variant, shared, held, own),
+            self._memory(mesh, variant, shared.state_bytes, held, own),
         )
 
     def memory_bytes(self, run: Run) -> float:
@@ -167,7 +195,7 @@ class Bounds:
             self._kinds, blocks, shared.gather_s, shared.bare_s, strict=True
         ):
             for way in (0, 1):
-                hidden_s = min(gather_s[way] - bare_s[way], block.compute_s[way])
+                hidden_s = min(gather_s[way] - bare_s[way], block.spare_s[way])
                 exposed_s = gather_s[way] - hidden_s * (1 - cores)
                 tick_s += places * count / layers * (block.total_s[way] + exposed_s)
         # What is hidden takes cores, and all devices wait for the slowest.
@@ -178,7 +206,7 @@ class Bounds:
         self,
         mesh: Layout,
         variant: Variant,
-        shared: SharedCosts,
+        state_bytes: float,
         held: float,
         own: int,
         *,
@@ -187,11 +215,13 @@ class Bounds:
         blocks = self._blocks_of(mesh, variant)
         if variant.remat in STAGE_REMATS:
             # The stage that is computed again; all its inputs wait as well.
-            kept = min(block.inner_bytes for block in blocks) * own / variant.chunks
-            kept += blocks[0].input_bytes * held
+            kept = blocks[0].input_bytes * held
+            if not self._like.execution.eager:
+                inner = min(block.inner_bytes for block in blocks)
+                kept += inner * own / variant.chunks
         else:
             kept = min(block.kept_bytes for block in blocks) * own * held
-        total = shared.state_bytes
+        total = state_bytes
         total += kept if again or variant.remat not in STAGE_REMATS else 0.0
         if self._like.execution.eager or variant.remat == "none" or not again:
             return total
@@ -209,17 +239,16 @@ class Bounds:
         if not any(splits) or splits == BY_COST:
             # By cost, some other rank has as many if the first has fewer.
             return layers // mesh.stage if not any(splits) else 1
-        sizes = stage_sizes(layers, mesh.stage, chunks, splits)
-        stages = SCHEDULES[schedule].stages_of(0, mesh.stage, chunks)
-        return sum(sizes[stage] for stage in stages)
+        return _first_blocks(layers, mesh.stage, schedule, chunks, splits)
 
     def _overhead_s(self, mesh: Layout, variant: Variant) -> float:
         """Of a tick beside its blocks, whatever ZeRO adds to it."""
         execution = self._like.execution
         if not (execution.lock_step and execution.shared_ends):
             return self._head_s(mesh, variant)
-        sizes = tuple(mesh.mesh_shape.values())
-        key = (sizes, variant.microbatches, variant.sequence_parallel)
+        # Links over `stage` and `tensor` do not depend on the axes outside.
+        inner = (mesh.stage, mesh.context, mesh.expert, mesh.tensor)
+        key = (inner, self._tokens(mesh, variant), variant.sequence_parallel)
         if key not in self._overheads:
             plain = Variant(*(getattr(_PLAIN, name) for name in Variant._fields))
             run = self.run(
@@ -243,15 +272,20 @@ class Bounds:
         return flops / peak / mesh.tensor / mesh.stage / variant.chunks
 
     def _tokens(self, mesh: Layout, variant: Variant) -> int:
-        like = self._like
-        replicas = mesh.data * mesh.fsdp * mesh.expert * variant.microbatches
-        return like.global_batch // replicas * like.seq // mesh.context
+        examples = self._examples(mesh, variant.microbatches)
+        return examples * self._like.seq // mesh.context
+
+    def _examples(self, mesh: Layout, microbatches: int) -> int:
+        replicas = mesh.data * mesh.fsdp * mesh.expert * microbatches
+        return self._like.global_batch // replicas
 
     def _blocks_of(self, mesh: Layout, variant: Variant) -> tuple[_Block, ...]:
         key = (
             *(mesh.tensor, mesh.expert, mesh.context, self._tokens(mesh, variant)),
             *(variant.sequence_parallel, variant.remat),
-            mesh.stage > 1 or variant.microbatches > 1,  # kept in slots
+            # Kept in slots; collectives that take turns with those of stages.
+            mesh.stage > 1 or variant.microbatches > 1,
+            mesh.stage > 1 and mesh.tensor > 1,
         )
         if key not in self._blocks:
             run = self.run(mesh, variant)
@@ -272,6 +306,15 @@ class Bounds:
         self, mesh: Layout, like: Variant, choices: MeshChoices
     ) -> SharedCosts:
         """The least of each, whichever of the choices it is of."""
+        ways = choices.states, choices.schedules
+        key = (_sizes(mesh), *self._shared_by(mesh, like), *ways)
+        if key not in self._least:
+            self._least[key] = self._least_of_states(mesh, like, choices)
+        return self._least[key]
+
+    def _least_of_states(
+        self, mesh: Layout, like: Variant, choices: MeshChoices
+    ) -> SharedCosts:
         found = []
         one_of_each_split = {one[2]: one for one in choices.schedules}
         for state, scheduled in product(choices.states, one_of_each_split.values()):
@@ -289,11 +332,9 @@ class Bounds:
         return SharedCosts(min(state_bytes), min(once_s), least_s, least_bare_s)
 
     def _shared(self, mesh: Layout, variant: Variant) -> SharedCosts:
-        in_ticks = mesh.stage > 1 or variant.microbatches > 1
-        batch = (mesh.data, mesh.fsdp, mesh.stage)
-        sizes = (*batch, mesh.context, mesh.expert, mesh.tensor)
         stored = (variant.param_dtype, variant.optimizer_memory, variant.splits)
-        key = (sizes, variant.zero, variant.fsdp_gather, in_ticks, stored)
+        ways = variant.zero, variant.fsdp_gather, stored
+        key = (_sizes(mesh), *self._shared_by(mesh, variant), *ways)
         if key not in self._of_meshes:
             plain = variant
             if not any(variant.splits):
@@ -303,16 +344,50 @@ class Bounds:
             self._of_meshes[key] = shared_costs(run, kinds)
         return self._of_meshes[key]
 
+    def _shared_by(self, mesh: Layout, variant: Variant) -> tuple[bool, bool]:
+        """Whether it runs in ticks; else whether parts may hide what moves weights."""
+        in_ticks = mesh.stage > 1 or variant.microbatches > 1
+        return in_ticks, not in_ticks and variant.sequence_parallel
+
+
+def _with_remats(
+    variant: Variant, shared: SharedCosts, choices: MeshChoices
+) -> Iterator[Variant]:
+    """The fastest policy; all, where computing more may hide more that moves weights.
+
+    What keeps more puts more on its stack, which a backward that waits for weights does
+    not win back.
+    """
+    yield variant
+    if shared.gather_s != shared.bare_s:
+        yield from (variant._replace(remat=remat) for remat in choices.remats[1:])
+
+
+def _sizes(mesh: Layout) -> tuple[int, ...]:
+    batch = (mesh.data, mesh.fsdp, mesh.stage)
+    return (*batch, mesh.context, mesh.expert, mesh.tensor)
+
+
+@lru_cache(maxsize=4096)
+def _first_blocks(
+    layers: int, ranks: int, schedule: str, chunks: int, splits: tuple[int, ...]
+) -> int:
+    sizes = stage_sizes(layers, ranks, chunks, splits)
+    return sum(sizes[at] for at in SCHEDULES[schedule].stages_of(0, ranks, chunks))
+
 
 def held_microbatches(ranks: int, variant: Variant, *, lock_step: bool) -> float:
     """Microbatches that the first rank holds, at least: one chunk if no more is known.
 
     Reference: Narayanan et al. 2021, section 2.2.
     """
-    count, chunks = variant.microbatches, variant.chunks
-    if ranks == 1:
-        return 1
-    forms = SCHEDULES[variant.schedule].closed_forms
+    how = variant.schedule, ranks, variant.microbatches, variant.chunks
+    return _held(*how, lock_step) if ranks > 1 else 1
+
+
+@lru_cache(maxsize=4096)
+def _held(schedule: str, ranks: int, count: int, chunks: int, lock_step: bool) -> float:
+    forms = SCHEDULES[schedule].closed_forms
     if forms is None:
         return 1 / chunks
     in_flight = forms.lock_step_in_flight if lock_step else forms.in_flight
@@ -332,7 +407,7 @@ def _block(run: Run, moe: bool) -> _Block:
     forward, backward = time.forward, time.backward
     inputs = stage_input_bytes(run)
     return _Block(
-        (forward.compute_s, backward.compute_s),
+        time.spare_s,
         (forward.total_s, backward.total_s),
         kept_bytes(run, moe=moe),
         again,

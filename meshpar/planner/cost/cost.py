@@ -17,6 +17,7 @@ class Cost:
         compute_s: Computing.
         exposed_s: Waiting for a collective that nothing hides, by mesh axis; for the
             host's memory as `HOST`.
+        hidden_s: Of that computing, what already runs beside collectives.
 
     Example:
         >>> (Cost(1.0, {"tensor": 0.5}) * 2 + Cost(1.0)).total_s
@@ -25,6 +26,7 @@ class Cost:
 
     compute_s: float = 0.0
     exposed_s: Mapping[str, float] = field(default_factory=dict)
+    hidden_s: float = 0.0
 
     @property
     def total_s(self) -> float:
@@ -35,12 +37,15 @@ class Cost:
         exposed_s = dict(self.exposed_s)
         for mesh_axis, seconds in other.exposed_s.items():
             exposed_s[mesh_axis] = exposed_s.get(mesh_axis, 0.0) + seconds
-        return Cost(self.compute_s + other.compute_s, exposed_s)
+        return Cost(
+            self.compute_s + other.compute_s, exposed_s, self.hidden_s + other.hidden_s
+        )
 
     def __mul__(self, times: float) -> Cost:
         return Cost(
             self.compute_s * times,
             {mesh_axis: s * times for mesh_axis, s in self.exposed_s.items()},
+            self.hidden_s * times,
         )
 
 

@@ -157,7 +157,6 @@ def rank_memory(run: Run, rank: int, chunks_held: float) -> Memory:
     states = parameters * state_bytes * shares["state"]
     on_host = layout.optimizer_memory == "host"
     gathered = _gathered_bytes(run, rank)
-    ends = end_parameters(run, rank) * run.dtype_bytes
     return Memory(
         parameter_bytes=parameters * weight_bytes * shares["weight"],
         gradient_bytes=gradients,
@@ -168,7 +167,7 @@ def rank_memory(run: Run, rank: int, chunks_held: float) -> Memory:
         logit_bytes=_logit_bytes(run) if has_head else 0.0,
         late_bytes=gradients if once else 0.0,
         gathered_bytes=gathered,
-        idle_bytes=min(gathered, ends) if once else 0.0,
+        idle_bytes=_idle_bytes(run, rank, gathered),
         workspace_bytes=_workspace_bytes(run, rank, layers, kept),
         ends_bytes=_ends_bytes(run, split=shares["gradient"] < 1) if once else 0.0,
         stage=rank,
@@ -222,6 +221,35 @@ def _gathered_bytes(run: Run, rank: int) -> float:
     return ends + layers + shards
 
 
+def _idle_bytes(run: Run, rank: int, gathered: float) -> float:
+    """Those of them that are free again once the loss is made."""
+    if run.execution.eager or run.layout.runs_in_ticks:
+        return 0.0
+    return min(gathered, end_parameters(run, rank) * run.dtype_bytes)
+
+
+def least_working_bytes(run: Run, rank: int) -> float:
+    """What a rank's backward has besides, whatever its blocks compute again."""
+    gathered = _gathered_bytes(run, rank)
+    busy = gathered - _idle_bytes(run, rank, gathered)
+    if run.execution.eager or not run.layout.runs_in_ticks:
+        return busy
+    return busy + _tick_ends_bytes(run, rank)
+
+
+def _tick_ends_bytes(run: Run, rank: int) -> float:
+    """The ends' gradients in a tick: whole in their sums, and a table each besides.
+
+    Those tables are of this tick's head and of its embedding.
+    """
+    gradient_bytes = run.execution.gradient_bytes
+    ends = end_parameters(run, rank) * gradient_bytes
+    table = run.workload.vocab * run.workload.hidden / run.layout.tensor
+    split = run.layout.zero == 3 and not run.gathers_once
+    sums = ends * (1 - 1 / run.state_shards) if split else 0.0
+    return sums + 2 * table * gradient_bytes
+
+
 def _ends_bytes(run: Run, *, split: bool) -> float:
     """Tables of gradients, those that are part of the sums left out."""
     table = run.workload.vocab * run.workload.hidden / run.layout.tensor
@@ -244,9 +272,8 @@ def _workspace_bytes(run: Run, rank: int, layers: list[int], kept: float) -> flo
         inner = again if remat == "stage" else stage_input_bytes(run)
         again += inner * len(layers) / run.layout.chunks
     again += _scores_at_once(run)
-    ends = end_parameters(run, rank) * run.execution.gradient_bytes
-    table = run.workload.vocab * run.workload.hidden / run.layout.tensor
     if not run.layout.runs_in_ticks:
+        table = run.workload.vocab * run.workload.hidden / run.layout.tensor
         # The loss makes the gradient of the head's table at once: it is whole until the
         # blocks' backward is done, where ZeRO splits it then.
         split = run.state_shards > 1 and run.layout.zero == 3
@@ -254,12 +281,8 @@ def _workspace_bytes(run: Run, rank: int, layers: list[int], kept: float) -> flo
         late = _late_gradient_bytes(run, layers)
         # A head of its own has it scattered before the first of the others is late.
         return again + (whole + late if run.workload.tied else max(whole, late))
-    # What a tick's forward keeps before it has its slot; the ends' gradients, whole in
-    # their sums; of this tick's head and of its embedding a table each.
-    ticks = 2 * table * run.execution.gradient_bytes
-    split = run.layout.zero == 3 and not run.gathers_once
-    sums = ends * (1 - 1 / run.state_shards) if split else 0.0
-    return again + kept / run.layout.chunks + sums + ticks
+    # What a tick's forward keeps before it has its slot.
+    return again + kept / run.layout.chunks + _tick_ends_bytes(run, rank)
 
 
 def _late_gradient_bytes(run: Run, layers: list[int]) -> float:

@@ -29,10 +29,7 @@ def blocks_by_kind(run: Run, rank: int) -> Iterator[tuple[bool, int]]:
     """Whether blocks have routed experts, and how many of one rank's do or do not."""
     chunks = run.blocks_of_rank(rank)
     total = sum(map(len, chunks))
-    if not run.workload.experts:
-        moe = 0
-    else:
-        moe = sum(run.workload.is_moe(layer) for chunk in chunks for layer in chunk)
+    moe = sum(map(run.workload.moe_layers_of, chunks))
     return (
         (kind, count) for kind, count in ((False, total - moe), (True, moe)) if count
     )

@@ -9,6 +9,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from meshpar.hardware.attention_kernels import KERNELS
+from meshpar.hardware.batch_parts import num_parts
 from meshpar.layout import BATCH_AXES, Layout
 from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.machine.execution import Execution
@@ -64,10 +65,18 @@ class Run:
         return self.microbatch * self.seq // self.layout.context
 
     @property
+    def num_parts(self) -> int:
+        """In how many parts a block of our models takes a microbatch."""
+        if not self.layout.sequence_parallel or self.layout.tensor == 1:
+            return 1
+        platform = self.cluster.device.platform
+        return num_parts(platform, self.microbatch, self.tokens)
+
+    @property
     def state_shards(self) -> int:
         """Devices that ZeRO shares a parameter's states out over."""
-        sizes = self.layout.mesh_shape
-        return math.prod(sizes[axis] for axis in self.layout.split_axes)
+        layout = self.layout
+        return math.prod(getattr(layout, axis) for axis in layout.split_axes)
 
     @property
     def summed_axes(self) -> tuple[str, ...]:
@@ -118,6 +127,12 @@ class Run:
     def drops(self) -> bool:
         """Whether branches drop values: the model's own wish, or the program's."""
         return self.workload.dropout or self.execution.dropout
+
+    @cached_property
+    def axes_at_work(self) -> frozenset[str]:
+        """Mesh axes of several devices."""
+        sizes = self.layout.mesh_shape
+        return frozenset(axis for axis, size in sizes.items() if size > 1)
 
     @cached_property
     def _links(self) -> dict[tuple[str, ...], Link]:

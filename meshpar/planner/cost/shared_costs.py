@@ -6,6 +6,7 @@ import math
 from typing import NamedTuple
 
 from meshpar.planner.cost.kernel_time import memory_s
+from meshpar.planner.cost.memory import least_working_bytes
 from meshpar.planner.cost.parameters import rank_parameters, stored_bytes, update_bytes
 from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.traffic import step_rows, weight_rows
@@ -17,6 +18,7 @@ class SharedCosts(NamedTuple):
     """What all variants of a mesh shape share."""
 
     state_bytes: float
+    """Parameters and their states, and what its backward has of them besides."""
     once_s: float
     """Gradient reduction and optimizer, once a step."""
     gather_s: tuple[tuple[float, float], ...]
@@ -41,8 +43,7 @@ def shared_costs(run: Run, kinds: tuple[bool, ...]) -> SharedCosts:
             (state_bytes, 1),
         )
     )
-    if whole and run.state_shards > 1:
-        state += parameters * run.dtype_bytes
+    state += least_working_bytes(run, 0)
     gathers_s, bare_s = zip(*(_gathers_s(run, moe) for moe in kinds), strict=True)
     return SharedCosts(state, _once_s(run), gathers_s, bare_s)
 
@@ -55,8 +56,8 @@ def _once_s(run: Run) -> float:
         hidden[LAST_BACKWARD] = math.inf
     if run.execution.update_overlap:
         hidden[NEXT_FORWARD] = math.inf
-    moved = exposed(run, step_rows(run, ranks=(0,)), hidden)
-    return memory_s(run, parameters * update_bytes(run)) + moved.total_s
+    waits_s = exposed(run, step_rows(run, ranks=(0,)), hidden).exposed_s
+    return memory_s(run, parameters * update_bytes(run)) + sum(waits_s.values())
 
 
 def _gathers_s(run: Run, moe: bool) -> tuple[tuple[float, float], tuple[float, float]]:

@@ -78,14 +78,16 @@ def _hops(run: Run) -> tuple[Cost, Cost]:
 def _gathered(run: Run, time: BlockTime, *, moe: bool) -> StageTime:
     """A block's costs with those of its weights gathered and gradients scattered.
 
-    Each hides behind the work of the layer beside it, where the execution overlaps.
+    Each hides behind the work of the layer beside it, where the execution overlaps: as
+    far as that hides no collective of its own.
     """
-    rows, costs = weight_rows(run, moe=moe), []
-    for passes, cost in (("forward", time.forward), ("backward", time.backward)):
-        overlaps = run.execution.gather_overlap or run.execution.measured_overlap
-        beside = {LAYER: cost.compute_s} if overlaps else {}
-        costs.append(cost + exposed(run, of_pass(rows, passes), beside))
-    return StageTime(*costs)
+    rows = weight_rows(run, moe=moe)
+    overlaps = run.execution.gather_overlap or run.execution.measured_overlap
+    forward, backward = (
+        exposed(run, of_pass(rows, passes), {LAYER: spare_s} if overlaps else {})
+        for passes, spare_s in zip(("forward", "backward"), time.spare_s, strict=True)
+    )
+    return StageTime(time.forward + forward, time.backward + backward)
 
 
 @dataclass(frozen=True)

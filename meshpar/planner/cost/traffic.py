@@ -314,8 +314,8 @@ def _as_measured(run: Run, row: Row) -> Row:
     layout = run.layout
     if row.beside == LAYER and (layout.runs_in_ticks or layout.fsdp_prefetch == "off"):
         return row._replace(share=0.0)  # nothing is prefetched
-    sizes = run.layout.mesh_shape
-    at_work = [axis for axis, size in sizes.items() if size > 1]
+    at_work = run.axes_at_work
     platform = run.cluster.device.platform
-    share = hidden_share(platform, row.mesh_axes, row.kind, at_work)
+    in_parts = run.num_parts > 1
+    share = hidden_share(platform, row.mesh_axes, row.kind, at_work, in_parts=in_parts)
     return row._replace(beside=row.beside or MATMULS, share=share)

@@ -44,14 +44,15 @@ def exposed(
     """
     left = dict(beside)
     exposed_s: dict[str, float] = {}
-    slowed_s = 0.0
+    beside_s = 0.0
     for row in rows:
         seconds = row_s(run, row)
         if row.beside in left:
             hidden_s = min(seconds * row.share, left[row.beside])
             left[row.beside] -= hidden_s
             seconds -= hidden_s
-            slowed_s += hidden_s * run.cluster.device.efficiency.collective_cores
+            beside_s += hidden_s
         mesh_axis = row.waits_on or row.mesh_axes[0]
         exposed_s[mesh_axis] = exposed_s.get(mesh_axis, 0.0) + seconds
-    return Cost(slowed_s, exposed_s)
+    slowed_s = beside_s * run.cluster.device.efficiency.collective_cores
+    return Cost(slowed_s, exposed_s, beside_s)

@@ -79,9 +79,10 @@ def _tree_share(payload_bytes: float) -> float:
     return _TREE_SHARES[min(place, len(_TREE_SHARES) - 1)]
 
 
-# NCCL's for its simple protocol: 0.92, and for each power of two from 512 kB to
-# 128 MB this correction (of 8 MB it has 0.8; here more bytes never achieve less); below
-# it takes other protocols, whose latency counts alone.
+# NCCL's for its simple protocol: 0.92, and for each power of two from 512 KiB to
+# 128 MiB this correction: of so many bytes, up to twice as many. (Of 8 MiB NCCL has 0.8
+# and of 16 MiB 0.7; here more bytes never achieve less.) Fewer than 512 KiB achieve the
+# first here, where NCCL takes other protocols; more than 128 MiB the last.
 _TREE_FROM_BYTES = 2**19
 _TREE_SHARES = tuple(
     0.92 * share for share in (0.5, 0.5, 0.6, 0.7, 0.7, 0.7, 0.7, 0.8, 0.9)

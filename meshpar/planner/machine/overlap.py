@@ -29,6 +29,7 @@ class HiddenShare:
         wire_bytes: What one device of the measured program sends so, in a step.
         target: The machine that it was compiled for.
         layout: How the model lay there.
+        num_parts: Of the batch, in which its blocks took it (`hardware.batch_parts`).
         command: What measures it.
     """
 
@@ -40,6 +41,7 @@ class HiddenShare:
     target: str
     layout: str
     command: str
+    num_parts: int = 1
 
 
 @cache
@@ -54,11 +56,14 @@ def hidden_share(
     mesh_axes: Sequence[str],
     kind: str,
     at_work: Collection[str] = (),
+    *,
+    in_parts: bool = False,
 ) -> float:
     """The share of such collectives that compiled programs hide.
 
     Of the measured programs with the same of `tensor` and `stage` at work, whose
-    collectives take turns with one another's; the least of any program where none has.
+    collectives take turns with one another's, and blocks in parts of the batch or not;
+    the least of any program where none has.
     By bytes of those together; the least of several mesh axes; 0 of what was not
     measured. Permutes over `tensor` are its gathers and scatters in chunks, so that
     they count as these, and these as all that go around the ring.
@@ -68,28 +73,34 @@ def hidden_share(
         mesh_axes: Over which the collective runs.
         kind: As XLA calls it.
         at_work: The layout's mesh axes of several devices.
+        in_parts: Whether blocks take the batch in parts.
 
     Example:
         >>> hidden_share("gpu", ("data",), "all-reduce")
         0.0
     """
-    beside = frozenset(at_work).intersection(_TAKE_TURNS)
+    beside = frozenset(at_work).intersection(_TAKE_TURNS), in_parts
     return min(_share(platform, axis, kind, beside) for axis in mesh_axes)
 
 
+_Beside = tuple[frozenset[str], bool]
+"""Mesh axes that a collective takes turns with, and whether blocks are in parts."""
+
+
 @cache
-def _share(platform: str, axis: str, kind: str, beside: frozenset[str]) -> float:
+def _share(platform: str, axis: str, kind: str, beside: _Beside) -> float:
     found = _shares().get((platform, axis, kind), {})
     return found.get(beside, min(found.values(), default=0.0))
 
 
 @cache
-def _shares() -> dict[tuple[str, str, str], dict[frozenset[str], float]]:
+def _shares() -> dict[tuple[str, str, str], dict[_Beside, float]]:
     """Platform, mesh axis and kind -> what took turns with it -> share."""
-    sums: dict[tuple[str, str, str], dict[frozenset[str], list[float]]] = {}
+    sums: dict[tuple[str, str, str], dict[_Beside, list[float]]] = {}
     for row in hidden_shares():
         sizes = Layout.of(row.layout).mesh_shape
-        beside = frozenset(axis for axis in _TAKE_TURNS if sizes[axis] > 1)
+        turns = frozenset(axis for axis in _TAKE_TURNS if sizes[axis] > 1)
+        beside = turns, row.num_parts > 1
         kinds: tuple[str, ...] = (row.kind,)
         if row.mesh_axis == "tensor" and row.kind in _AROUND_TENSOR:
             kinds = _AROUND_TENSOR

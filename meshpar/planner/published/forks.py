@@ -25,8 +25,9 @@ CALIBRATES_RESERVE = ("1F1B", "14.6B")
 def zero_bubble_passes() -> Iterator[Measured]:
     """One stage's forward and backward, profiled by Qi et al. 2024, of three layers.
 
-    They calibrate no efficiency; what Megatron-LM waits for a hop is from the column
-    of communication beside them.
+    They calibrate no efficiency. What Megatron-LM waits for a hop (`hop_wait_s` of its
+    executions) is calibrated, on the column of communication beside them, which is
+    therefore no row here.
     """
     data = published()["zero_bubble_2401_10241"]
     for row in data["profile_and_bubble"]:
@@ -42,7 +43,7 @@ def zero_bubble_passes() -> Iterator[Measured]:
             stage_blocks=_one_less_at_ends(model, model["p"]),
         )
         time = block_time(run, moe=False)
-        for name, cost, milliseconds in (
+        for name, cost, measured_ms in (
             ("forward", time.forward, row["TF"]),
             ("backward for inputs", time.input_grad, row["TB"]),
             ("backward for weights", time.weight_grad, row["TW"]),
@@ -52,7 +53,7 @@ def zero_bubble_passes() -> Iterator[Measured]:
                 name=f"{size} stage, m={count}, {name}",
                 quantity="layer",
                 unit="ms",
-                measured=milliseconds,
+                measured=measured_ms,
                 predicted=cost.total_s * run.stage_blocks[1] * 1e3,
             )
 

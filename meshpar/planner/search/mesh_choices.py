@@ -55,6 +55,11 @@ class MeshChoices(NamedTuple):
             for count in self.microbatches
         )
 
+    @property
+    def is_one(self) -> bool:
+        """Whether nothing is left to choose."""
+        return max(map(len, self[1:])) == 1
+
     def variants(self) -> Iterator[Variant]:
         """Every way to run the mesh shape."""
         for part in map(self.with_microbatches, self.microbatches):
@@ -103,7 +108,7 @@ class MeshChoices(NamedTuple):
         for value in getattr(self, key):
             opened: dict[str, Any] = {key: (value,)}
             part = self._replace(**opened)
-            if len(part.microbatches) == 1:
+            if key == "microbatches":
                 part = part.with_microbatches(*part.microbatches)
             if part.num_variants:
                 yield part
@@ -132,7 +137,7 @@ def choices_of(like: Run, mesh: Layout, constraints: Constraints) -> MeshChoices
     splits = mesh.tensor > 1 and seq % (mesh.tensor * mesh.context) == 0
     compiled = not like.execution.eager
     has_host = compiled and like.cluster.device.platform != "cpu"
-    return MeshChoices(
+    choices = MeshChoices(
         ranks=mesh.stage,
         microbatches=tuple(count for count in counts if each % count == 0),
         schedules=tuple(_schedules(like, mesh, constraints)),
@@ -142,6 +147,9 @@ def choices_of(like: Run, mesh: Layout, constraints: Constraints) -> MeshChoices
         ),
         remats=constraints.choices("remat", _remats(like, mesh, has_host=has_host)),
     )
+    if len(choices.microbatches) == 1:
+        return choices.with_microbatches(*choices.microbatches)
+    return choices
 
 
 def _remats(like: Run, mesh: Layout, *, has_host: bool) -> tuple[str, ...]:

@@ -282,7 +282,13 @@ def _one_of_each(leaves: list[Leaf]) -> list[Leaf]:
 
 
 def _notes(request: Request) -> tuple[str, ...]:
-    notes = []
+    notes, device = [], request.cluster.device
+    if device.taken_from:
+        notes.append(
+            f"no published step times calibrate {device.name}: it is taken to achieve "
+            f"what {device.taken_from} achieves of its peaks, attention kernels "
+            "included, so that its times are a guess; meshpar calibrate measures"
+        )
     if request.constraints.planned:
         notes.append(
             "plans may use 'context' and 'expert', which make_train_step does not lay "

@@ -17,6 +17,7 @@ and 2 sbh more with dropout and `none`; other sizes as `block_activations` lists
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 _FP32_BYTES = 4
 _MASK_BYTES = 1
@@ -96,6 +97,7 @@ def block_activations(
     )
 
 
+@lru_cache(maxsize=4096)
 def block_activation_bytes(
     block: BlockShape,
     *,

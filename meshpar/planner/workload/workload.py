@@ -133,6 +133,12 @@ class Workload:
         """Whether that layer's MLP is routed."""
         return bool(self.experts) and layer >= self.dense_layers
 
+    def moe_layers_of(self, layers: range) -> int:
+        """How many of these consecutive layers are routed."""
+        if not self.experts:
+            return 0
+        return max(0, layers.stop - max(layers.start, self.dense_layers))
+
     @property
     def attention_matrix_parameters(self) -> int:
         """Parameters of the matrices of one layer's attention."""
