@@ -107,7 +107,6 @@ def test_parts_divide_the_examples_and_keep_their_tokens():
     assert parts(8, 2048, scope_on(rules=DATA_PARALLEL)) == 1
     assert parts(8, 2048, scope_on(rules=None)) == 1
     assert parts(8, 2048, scope_on(), mesh="fsdp=8") == 1
-    assert parts(8, 2048, scope_on(), mesh="context=4,tensor=2") == 2
 
 
 def test_a_block_that_sums_over_the_batch_is_not_taken_apart(parts_on_cpu):
