@@ -8,7 +8,7 @@ from numbers import Real
 from jax.sharding import AbstractMesh, Mesh
 
 from meshpar.errors import InputError
-from meshpar.layout import BATCH_AXES, Layout
+from meshpar.layout import BATCH_AXES, ZERO_AXES, Layout
 from meshpar.mesh import platform_of
 from meshpar.parallel.placement import DTYPES
 from meshpar.parallel.remat import HOST_MEMORY
@@ -90,17 +90,19 @@ def rule_refusals(rules: Rules, layout: Layout) -> Iterator[tuple[str, RuleError
             yield logical_axis, _stage_error(logical_axis)
     yield from _unused_zero_keys(rules, layout)
     batch = rules.table.get("batch", ())
-    if batch != BATCH_AXES:
+    if batch != BATCH_AXES and (layout.expert > 1 or batch != ZERO_AXES):
         yield (
             "batch",
             RuleError(
                 "unknown",
                 f"logical axis 'batch' is mapped to {batch or None}; the training step "
-                f"splits the batch over {BATCH_AXES}: map it to both (a mesh axis of "
+                f"splits the batch over {BATCH_AXES}: map it to all (a mesh axis of "
                 "size 1 costs nothing)",
             ),
         )
     for logical_axis, mesh_axes in rules.table.items():
+        if logical_axis == "experts" and mesh_axes == ("expert",):
+            continue
         for mesh_axis in mesh_axes:
             if logical_axis != "batch" and mesh_axis in BATCH_AXES:
                 yield logical_axis, _batch_axis_error(logical_axis, mesh_axis)
@@ -142,6 +144,7 @@ def batch_refusal(
     return (
         f"{what} has {num_examples} examples, which do not divide over "
         f"{layout.batch_shards} devices of data={layout.data},fsdp={layout.fsdp}"
+        f"{f',expert={layout.expert}' if layout.expert > 1 else ''}"
         f"{times if microbatches > 1 else ''}; pad with examples of weight 0, "
         "or change the global batch"
     )
