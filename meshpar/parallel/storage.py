@@ -134,9 +134,7 @@ def moved_because(
     """Why another dim is split over batch axes than a rule says; None if none is."""
     ruled = _ruled_dims(parameter, rules)
     split = [
-        dim
-        for dim, entry in enumerate(spec)
-        if set(entry_axes(entry)) & set(ZERO_AXES)
+        dim for dim, entry in enumerate(spec) if set(entry_axes(entry)) & set(ZERO_AXES)
     ]
     if not split or set(ruled) & set(split):
         return None

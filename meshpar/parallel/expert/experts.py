@@ -171,9 +171,7 @@ def _routed_forward(static: _Static, x, expert, weight, gate_up, down) -> tuple:
     def local(x, expert, weight, gate_up, down) -> tuple:
         total = static.first.num_experts * static.first.num_devices
         routes = routes_of(expert, total, static.first.num_devices)
-        y, kept = run(
-            static.first, x, weight, (gate_up, down), routes, expert, 0
-        )
+        y, kept = run(static.first, x, weight, (gate_up, down), routes, expert, 0)
 
         def more(sizes: Round, first: jax.Array, y: jax.Array) -> jax.Array:
             out, _ = run(sizes, x, weight, (gate_up, down), routes, expert, first)
@@ -199,9 +197,7 @@ def _routed_backward(static: _Static, found: tuple, dy: jax.Array) -> tuple:
         total = static.first.num_experts * static.first.num_devices
         routes = routes_of(expert, total, static.first.num_devices)
         choices, experts = expert.shape[1], (gate_up, down)
-        gradients = run_backward(
-            static.first, kept, dy, experts, routes, 0, choices
-        )
+        gradients = run_backward(static.first, kept, dy, experts, routes, 0, choices)
 
         def more(sizes: Round, first: jax.Array, gradients: tuple) -> tuple:
             _, again = run(sizes, x, weight, experts, routes, expert, first)
@@ -228,9 +224,7 @@ def _routed_backward(static: _Static, found: tuple, dy: jax.Array) -> tuple:
 _routed.defvjp(_routed_forward, _routed_backward)
 
 
-def _further(
-    static: _Static, routes: Any, more: Callable[..., Any], carry: Any
-) -> Any:
+def _further(static: _Static, routes: Any, more: Callable[..., Any], carry: Any) -> Any:
     """`carry` after as many further rounds as the fullest device needs.
 
     One all-reduce of a number over the devices that share the experts.
@@ -246,9 +240,7 @@ def _further(
         first, carry = state
         return first + sizes.room, more(sizes, static.first.room + first, carry)
 
-    return lax.while_loop(
-        lambda state: state[0] < left, one, (jnp.int32(0), carry)
-    )[1]
+    return lax.while_loop(lambda state: state[0] < left, one, (jnp.int32(0), carry))[1]
 
 
 def _sum_out(static: _Static, values: jax.Array) -> jax.Array:
