@@ -137,7 +137,7 @@ def _static(
         most = min(most, own * most_rows)
     fair = math.ceil(SPARE * tokens * choices / num_devices)
     room = min(most, _padded(fair)) if num_devices > 1 and most_rows is None else most
-    sizes = functools.partial(Round.of, axes, num_devices, own)
+    sizes = functools.partial(Round.of, axes, num_devices, own, scope.platform)
     return _Static(
         first=sizes(room),
         more=sizes(_padded(math.ceil(_MORE * room))) if room < most else None,

@@ -31,6 +31,7 @@ class Round:
         num_experts: Of one device.
         room: Rows to each device.
         tile: Rows of a tile.
+        platform: Kind of device.
     """
 
     mesh_axes: tuple[str, ...]
@@ -38,10 +39,16 @@ class Round:
     num_experts: int
     room: int
     tile: int
+    platform: str
 
     @classmethod
     def of(
-        cls, mesh_axes: tuple[str, ...], num_devices: int, num_experts: int, room: int
+        cls,
+        mesh_axes: tuple[str, ...],
+        num_devices: int,
+        num_experts: int,
+        platform: str,
+        room: int,
     ) -> Round:
         """A round whose tiles suit its rows."""
         return cls(
@@ -50,6 +57,7 @@ class Round:
             num_experts=num_experts,
             room=room,
             tile=tile_size(num_devices * room, num_experts),
+            platform=platform,
         )
 
 
@@ -138,7 +146,14 @@ def run_backward(
     if kept.order is not None:
         dy = dy[kept.order]
     dx, dweight, dgate_up, ddown = tiles_of_rows.backward(
-        kept.x, kept.weight, *experts, kept.tiles, static.tile, kept.both, dy
+        kept.x,
+        kept.weight,
+        *experts,
+        kept.tiles,
+        static.tile,
+        kept.both,
+        dy,
+        static.platform,
     )
     name = "expert_dispatch_gradient"
     at = slots(routes, first, static.room)

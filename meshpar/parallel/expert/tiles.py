@@ -9,7 +9,10 @@ number of tiles is a value of the data: the loop ends with the last one that is 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -125,12 +128,14 @@ def backward(
     tile: int,
     kept_RPF: jax.Array,
     dy_RD: jax.Array,
+    platform: str,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Gradients of `forward`: of `x`, `weight`, and in fp32 of `gate_up` and `down`.
 
     Gradients of the experts are added up where they stay. Each tile is two matmuls for
     each one of the forward.
     """
+    wide = functools.partial(_wide, platform=platform)
     num_rows, embed = x_RD.shape
     x, weight, both, dy = (
         _padded(array, tile) for array in (x_RD, weight_R, kept_RPF, dy_RD)
@@ -145,15 +150,9 @@ def backward(
             _swiglu, _rows(both, first, tile), _rows(weight, first, tile)
         )
         dacted = jnp.einsum("TD,FD->TF", dy_TD, down_EFD[expert])
-        more = jnp.einsum("TF,TD->FD", acted, dy_TD, preferred_element_type=jnp.float32)
-        ddown = ddown.at[expert].add(more)
+        ddown = ddown.at[expert].add(wide("TF,TD->FD", acted, dy_TD))
         dboth, dweight_T = pull(dacted)
-        more = jnp.einsum(
-            "TD,TPF->DPF",
-            _rows(x, first, tile),
-            dboth,
-            preferred_element_type=jnp.float32,
-        )
+        more = wide("TD,TPF->DPF", _rows(x, first, tile), dboth)
         dgate_up = dgate_up.at[expert].add(more)
         dx_TD = jnp.einsum("TPF,DPF->TD", dboth, gate_up_EDPF[expert])
         return _put(dx, dx_TD, first), _put(dweight, dweight_T, first), dgate_up, ddown
@@ -168,13 +167,22 @@ def backward(
     return dx[:num_rows], dweight[:num_rows], dgate_up, ddown
 
 
+def _wide(dims: str, one: jax.Array, other: jax.Array, *, platform: str) -> jax.Array:
+    """A product in fp32, of which XLA:CPU has none of narrower operands in a loop."""
+    if platform == "cpu":
+        one, other = one.astype(jnp.float32), other.astype(jnp.float32)
+    return jnp.einsum(dims, one, other, preferred_element_type=jnp.float32)
+
+
 def _swiglu(both_TPF: jax.Array, weight_T: jax.Array) -> jax.Array:
     both = both_TPF.astype(jnp.float32)
     acted = jax.nn.silu(both[:, 0]) * both[:, 1] * weight_T[:, None]
     return acted.astype(both_TPF.dtype)
 
 
-def _for_tiles(tiles: Tiles, one, carry: tuple) -> tuple:
+def _for_tiles(
+    tiles: Tiles, one: Callable[[jax.Array, Any], Any], carry: tuple
+) -> tuple:
     most = tiles.expert.shape[0]
 
     def goes_on(state: tuple) -> jax.Array:
