@@ -30,7 +30,7 @@ from meshpar.collectives import asked, sum_dtype
 from meshpar.errors import InputError
 from meshpar.model.scope import SAVED_PREFIX, Scope
 from meshpar.parallel.expert.rounds import Kept, Round, run, run_backward
-from meshpar.parallel.expert.routes import most_for_one, routes_of
+from meshpar.parallel.expert.routes import Routes, most_for_one, routes_of
 from meshpar.rules.rules import auto_mesh_shape, spec_axes
 
 SPARE = 1.25
@@ -63,6 +63,11 @@ class _Static:
     def mesh_axes(self) -> tuple[str, ...]:
         """Automatic mesh axes that split the experts' hidden values."""
         return tuple(dict.fromkeys(a for spec in self.split for a in spec_axes(spec)))
+
+    def routes_of(self, experts: jax.Array) -> Routes:
+        """The routes of a device's tokens, (tokens, choices)."""
+        num_devices = self.first.num_devices
+        return routes_of(experts, self.first.num_experts * num_devices, num_devices)
 
 
 def routed_mlp(
@@ -163,25 +168,21 @@ def _padded(rows: int) -> int:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _routed(static: _Static, x, expert, weight, gate_up, down) -> jax.Array:
-    return _routed_forward(static, x, expert, weight, gate_up, down)[0]
+def _routed(
+    static: _Static,
+    x_ND: jax.Array,
+    expert_NK: jax.Array,
+    weight_NK: jax.Array,
+    gate_up_EDPF: jax.Array,
+    down_EFD: jax.Array,
+) -> jax.Array:
+    arrays = x_ND, expert_NK, weight_NK, gate_up_EDPF, down_EFD
+    return _routed_forward(static, *arrays)[0]
 
 
-def _routed_forward(static: _Static, x, expert, weight, gate_up, down) -> tuple:
-    def local(x, expert, weight, gate_up, down) -> tuple:
-        total = static.first.num_experts * static.first.num_devices
-        routes = routes_of(expert, total, static.first.num_devices)
-        y, kept = run(static.first, x, weight, (gate_up, down), routes, expert, 0)
-
-        def more(sizes: Round, first: jax.Array, y: jax.Array) -> jax.Array:
-            out, _ = run(sizes, x, weight, (gate_up, down), routes, expert, first)
-            return y + out
-
-        y = _further(static, routes, more, y)
-        return _sum_out(static, y).astype(x.dtype), kept
-
-    arrays = x, expert, weight, gate_up, down
-    y, kept = _on_parts(static, local, arrays, _kept_specs(static))
+def _routed_forward(static: _Static, *arrays: jax.Array) -> tuple[jax.Array, tuple]:
+    local = functools.partial(_forward_on_part, static)
+    y, kept = _on_parts(static, local, arrays, (PartitionSpec(), _kept_specs(static)))
     kept = replace(
         kept,
         x=checkpoint_name(kept.x, SAVED_PREFIX + "experts_in"),
@@ -191,32 +192,13 @@ def _routed_forward(static: _Static, x, expert, weight, gate_up, down) -> tuple:
 
 
 def _routed_backward(static: _Static, found: tuple, dy: jax.Array) -> tuple:
-    (x, expert, weight, gate_up, down), kept = found
-
-    def local(x, expert, weight, gate_up, down, kept: Kept, dy) -> tuple:
-        total = static.first.num_experts * static.first.num_devices
-        routes = routes_of(expert, total, static.first.num_devices)
-        choices, experts = expert.shape[1], (gate_up, down)
-        gradients = run_backward(static.first, kept, dy, experts, routes, 0, choices)
-
-        def more(sizes: Round, first: jax.Array, gradients: tuple) -> tuple:
-            _, again = run(sizes, x, weight, experts, routes, expert, first)
-            found = run_backward(sizes, again, dy, experts, routes, first, choices)
-            return jax.tree.map(jnp.add, gradients, found)
-
-        dx, dweight, dgate_up, ddown = _further(static, routes, more, gradients)
-        dx, dweight = _sum_out(static, dx), _sum_out(static, dweight)
-        return (
-            dx.astype(x.dtype),
-            dweight.astype(weight.dtype),
-            dgate_up.astype(gate_up.dtype),
-            ddown.astype(down.dtype),
-        )
-
+    arrays, kept = found
     whole = PartitionSpec()
-    arrays = x, expert, weight, gate_up, down, kept, dy
     dx, dweight, dgate_up, ddown = _on_parts(
-        static, local, arrays, (whole, whole, *static.split)
+        static,
+        functools.partial(_backward_on_part, static),
+        (*arrays, kept, dy),
+        (whole, whole, *static.split),
     )
     return dx, None, dweight, dgate_up, ddown
 
@@ -224,7 +206,60 @@ def _routed_backward(static: _Static, found: tuple, dy: jax.Array) -> tuple:
 _routed.defvjp(_routed_forward, _routed_backward)
 
 
-def _further(static: _Static, routes: Any, more: Callable[..., Any], carry: Any) -> Any:
+def _forward_on_part(
+    static: _Static,
+    x: jax.Array,
+    expert: jax.Array,
+    weight: jax.Array,
+    gate_up: jax.Array,
+    down: jax.Array,
+) -> tuple[jax.Array, Kept]:
+    """The results, and what the first round keeps, of this part of the experts."""
+    routes, experts = static.routes_of(expert), (gate_up, down)
+    y, kept = run(static.first, x, weight, experts, routes, expert, 0)
+
+    def more(sizes: Round, first: jax.Array, y: jax.Array) -> jax.Array:
+        return y + run(sizes, x, weight, experts, routes, expert, first)[0]
+
+    y = _further(static, routes, more, y)
+    return _sum_out(static, y).astype(x.dtype), kept
+
+
+def _backward_on_part(
+    static: _Static,
+    x: jax.Array,
+    expert: jax.Array,
+    weight: jax.Array,
+    gate_up: jax.Array,
+    down: jax.Array,
+    kept: Kept,
+    dy: jax.Array,
+) -> tuple[jax.Array, ...]:
+    """Gradients of the tokens, their weights, and this part of the experts."""
+    routes, experts, choices = (
+        static.routes_of(expert),
+        (gate_up, down),
+        expert.shape[1],
+    )
+    gradients = run_backward(static.first, kept, dy, experts, routes, 0, choices)
+
+    def more(sizes: Round, first: jax.Array, gradients: tuple) -> tuple:
+        _, again = run(sizes, x, weight, experts, routes, expert, first)
+        found = run_backward(sizes, again, dy, experts, routes, first, choices)
+        return jax.tree.map(jnp.add, gradients, found)
+
+    dx, dweight, *of_experts = _further(static, routes, more, gradients)
+    found = _sum_out(static, dx), _sum_out(static, dweight), *of_experts
+    like = x, weight, gate_up, down
+    return tuple(
+        gradient.astype(array.dtype)
+        for gradient, array in zip(found, like, strict=True)
+    )
+
+
+def _further(
+    static: _Static, routes: Routes, more: Callable[..., Any], carry: Any
+) -> Any:
     """`carry` after as many further rounds as the fullest device needs.
 
     One all-reduce of a number over the devices that share the experts.
@@ -250,13 +285,12 @@ def _sum_out(static: _Static, values: jax.Array) -> jax.Array:
         return lax.psum(values.astype(static.wide), static.mesh_axes)
 
 
-def _kept_specs(static: _Static) -> tuple:
-    whole = PartitionSpec()
-    gate_up = static.split[0]
+def _kept_specs(static: _Static) -> Any:
+    whole, gate_up = PartitionSpec(), static.split[0]
     both = PartitionSpec(None, *gate_up[2:]) if len(gate_up) else whole
     order = whole if static.first.num_devices > 1 else None
-    kept: Any = Kept(x=whole, both=both, weight=whole, order=order, tiles=whole)
-    return whole, kept
+    make: Callable[..., Any] = Kept  # of specs in place of arrays
+    return make(x=whole, both=both, weight=whole, order=order, tiles=whole)
 
 
 def _on_parts(
@@ -266,12 +300,10 @@ def _on_parts(
     if not static.mesh_axes:
         return local(*arrays)
     whole = PartitionSpec()
-    in_specs = (whole, whole, whole, *static.split)
-    if len(arrays) > len(in_specs):
-        in_specs = (*in_specs, _kept_specs(static)[1], whole)
+    specs = (whole, whole, whole, *static.split, _kept_specs(static), whole)
     return jax.shard_map(
         local,
-        in_specs=in_specs,
+        in_specs=specs[: len(arrays)],
         out_specs=out_specs,
         axis_names=set(static.mesh_axes),
         check_vma=False,
