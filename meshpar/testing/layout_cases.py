@@ -212,6 +212,7 @@ def _draw_case(
     """
     model = pick(rng, choices.models)
     num_layers = sum(group.num_layers for group in choices.build(model).groups)
+    built = _suited(built, choices.build(model))
     split = draw_split_axes(rng, built, num_devices)
     for _ in range(_TRIES):
         layout = draw_layout(rng, built, num_devices, split, num_layers)
@@ -225,19 +226,19 @@ def _draw_case(
             mask=pick(rng, choices.masks),
             seed=int(rng.integers(1000)),
         )
-        refused = refusal(case, choices) or _unbounded(case, choices)
+        refused = refusal(case, choices)
         if refused is None:
             break
     return case, refused
 
 
-def _unbounded(case: Case, choices: Choices) -> str | None:
-    """Why no bound is known of a case; None if one is."""
-    parameters = choices.build(case.model).flat_parameters().values()
-    routes = any("experts" in one.logical_axes for one in parameters)
-    if case.layout.precision == "fp32" or not routes:
-        return None
-    return (
-        f"precision={case.layout.precision} rounds the scores of experts, so that "
-        "tokens near a tie go to others than in fp32"
-    )
+def _suited(built: dict[str, tuple], model: Model) -> dict[str, tuple]:
+    """The values of each field that mean something for a model, and have a bound.
+
+    bf16 rounds the scores of experts, so that tokens near a tie go to others than in
+    fp32, as far away as experts differ.
+    """
+    parameters = model.flat_parameters().values()
+    if any("experts" in one.logical_axes for one in parameters):
+        return {**built, "precision": ("fp32",), "param_dtype": ("fp32",)}
+    return {**built, "expert": (1,)}
