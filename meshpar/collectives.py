@@ -32,6 +32,12 @@ ASKED = {
         "reduce-scatter",
         "gradient from a head split by vocabulary, scattered along the sequence",
     ),
+    "expert_dispatch": ("all-to-all", "tokens to their experts"),
+    "expert_combine": ("all-to-all", "experts' results back to the tokens"),
+    "expert_combine_gradient": ("all-to-all", "gradients of results, to the experts"),
+    "expert_dispatch_gradient": ("all-to-all", "gradients of tokens, from the experts"),
+    "expert_rounds": ("all-reduce", "rounds that the fullest device needs"),
+    "expert_sum": ("all-reduce", "parts of split experts added up"),
     "token_sum": ("all-reduce", "loss and table's gradient over a split sequence"),
 }
 """What the library's own collectives are for: their kind, and words for the reason."""

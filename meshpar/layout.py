@@ -15,8 +15,11 @@ from meshpar.schedules import method_of
 MESH_AXES = ("data", "fsdp", "stage", "context", "expert", "tensor")
 """All mesh axes, outermost (slowest link) first."""
 
-BATCH_AXES = ("data", "fsdp")
-"""The mesh axes that split the batch."""
+ZERO_AXES = ("data", "fsdp")
+"""The mesh axes that ZeRO may split stored parameters and states over."""
+
+BATCH_AXES = (*ZERO_AXES, "expert")
+"""The mesh axes that split the batch; `expert` splits the experts besides."""
 
 MANUAL_AXES = (*BATCH_AXES, "stage")
 """The mesh axes over which collectives are written out; GSPMD has the others."""
@@ -57,7 +60,7 @@ class Layout:
         fsdp: Devices that split the batch and the stored parameters (ZeRO-3).
         stage: Pipeline stages.
         context: Devices that split the sequence in attention.
-        expert: Devices that split the experts.
+        expert: Devices that split the experts, and the batch everywhere else.
         tensor: Devices that split each matmul.
         microbatches: Parts that one global batch runs in, one after another.
         schedule: Order of the pipeline's work, by name (`meshpar.schedules.SCHEDULES`);
@@ -283,10 +286,10 @@ def _check_choice(name: str, value: object, choices: tuple) -> None:
 
 
 def _check_zero_axes(axes: tuple[str, ...]) -> None:
-    if axes not in ((), *((axis,) for axis in BATCH_AXES), BATCH_AXES):
+    if axes not in ((), *((axis,) for axis in ZERO_AXES), ZERO_AXES):
         raise InputError(
             f"zero_axes={_format_value(axes)}: must be one of "
-            f"{', '.join(BATCH_AXES)}, {'/'.join(BATCH_AXES)}"
+            f"{', '.join(ZERO_AXES)}, {'/'.join(ZERO_AXES)}"
         )
 
 

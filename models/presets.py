@@ -16,6 +16,7 @@ from meshpar.models.family import Family
 from meshpar.models.gpt2 import GPT2Config, gpt2
 from meshpar.models.layers.rope import RopeScaling
 from meshpar.models.llama import LlamaConfig, llama
+from meshpar.models.moe import MoEConfig, moe
 from meshpar.models.vit import VIT
 
 _LLAMA3 = {"vocab": 128_256, "rope_theta": 500_000.0}
@@ -29,12 +30,26 @@ _QWEN3 = {
     "qk_norm": True,
 }
 
-PRESETS: dict[str, LlamaConfig | GPT2Config] = {
+_TINY_MOE = MoEConfig(
+    layers=4,
+    embed=128,
+    heads=8,
+    kv_heads=4,
+    vocab=256,
+    experts=8,
+    top_k=2,
+    expert_ffn=192,
+    bias_rate=0.001,
+)
+
+PRESETS: dict[str, LlamaConfig | GPT2Config | MoEConfig] = {
     "test": LlamaConfig(
         layers=2, embed=32, heads=4, kv_heads=2, ffn=64, vocab=64, tied=True
     ),
     "tiny": LlamaConfig(layers=4, embed=128, heads=8, kv_heads=4, ffn=384, vocab=256),
     "tiny-8": LlamaConfig(layers=4, embed=128, heads=8, kv_heads=8, ffn=384, vocab=256),
+    "tiny-moe": _TINY_MOE,
+    "tiny-moe-capacity": replace(_TINY_MOE, capacity_factor=1.25, bias_rate=0.0),
     "tiny-gpt2": GPT2Config(layers=4, embed=128, heads=8, vocab=256, max_seq=256),
     "gpt2": GPT2Config(layers=12, embed=768, heads=12, vocab=50_257),
     "gpt2-medium": GPT2Config(layers=24, embed=1024, heads=16, vocab=50_257),
@@ -106,12 +121,63 @@ PRESETS: dict[str, LlamaConfig | GPT2Config] = {
     "llama3-405b": LlamaConfig(
         layers=126, embed=16_384, heads=128, kv_heads=8, ffn=53_248, **_LLAMA31
     ),
+    "mixtral-8x7b": MoEConfig(
+        layers=32,
+        embed=4096,
+        heads=32,
+        kv_heads=8,
+        vocab=32_000,
+        experts=8,
+        top_k=2,
+        expert_ffn=14_336,
+        rope_theta=1_000_000.0,
+        balance_coefficient=0.02,
+    ),
+    "qwen3-30b-a3b": MoEConfig(
+        layers=48,
+        embed=2048,
+        heads=32,
+        kv_heads=4,
+        experts=128,
+        top_k=8,
+        expert_ffn=768,
+        balance_coefficient=0.001,
+        **_QWEN3,
+    ),
+    # Router: DeepSeek-AI 2024, section 4.2 (bias 0.001, balance 0.0001, no z-loss).
+    "deepseek-v3": MoEConfig(
+        layers=61,
+        embed=7168,
+        heads=128,
+        vocab=129_280,
+        experts=256,
+        top_k=8,
+        expert_ffn=2048,
+        shared_experts=1,
+        dense_layers=3,
+        ffn=18_432,
+        score="sigmoid",
+        scale=2.5,
+        groups=8,
+        top_groups=4,
+        bias_rate=0.001,
+        balance_coefficient=0.0001,
+        z_coefficient=0.0,
+        q_lora_rank=1536,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        norm_epsilon=1e-6,
+        init_std=0.006,
+    ),
 }
 """Language models, which the planner and `recipes/pretrain.py` know."""
 
 _FAMILIES = (
     Family(config=LlamaConfig, build=llama),
     Family(config=GPT2Config, build=gpt2),
+    Family(config=MoEConfig, build=moe),
     VIT,
     ENCODER_DECODER,
 )
@@ -140,8 +206,8 @@ def build(
         config_json: Path of a `config.json`, instead of a preset.
         sizes: Fields of the config that differ; `hidden` is another word for `embed`,
             `seq` for `max_seq`. Without preset or file they are all of it:
-            `gated=true` is a Llama, otherwise a GPT-2 whose `ffn` is four times
-            `hidden` when absent.
+            `experts=8` is a decoder with routed experts, `gated=true` a Llama,
+            otherwise a GPT-2 whose `ffn` is four times `hidden` when absent.
 
     Raises:
         InputError: An unknown preset or field, sizes that do not fit together, or a
@@ -166,17 +232,20 @@ def configure(
     if preset is None and config_json is None:
         return _from_sizes(named)
     config = presets[preset] if preset is not None else config_from_json(config_json)
-    if isinstance(config, LlamaConfig | GPT2Config):
+    if isinstance(config, LlamaConfig | GPT2Config | MoEConfig):
         named = _without_fixed(type(config), named, named.get("heads", config.heads))
     _check_fields(type(config), named)
     return replace(config, **named)
 
 
-def _from_sizes(sizes: dict[str, object]) -> LlamaConfig | GPT2Config:
-    gated = sizes.get("gated", False)
+def _from_sizes(
+    sizes: dict[str, object],
+) -> LlamaConfig | GPT2Config | MoEConfig:
+    routed = "experts" in sizes
+    gated = sizes.get("gated", routed)
     if not isinstance(gated, bool):
         raise InputError(f"gated={gated!r}: must be true or false")
-    kind = LlamaConfig if gated else GPT2Config
+    kind: type = MoEConfig if routed else LlamaConfig if gated else GPT2Config
     if gated and "kv_heads" not in sizes and "heads" in sizes:
         sizes["kv_heads"] = sizes["heads"]
     # Absent heads are missing below, whatever kv_heads is.
@@ -199,11 +268,12 @@ def _without_fixed(
 ) -> dict[str, object]:
     """`sizes` without the words that only say what every model of the family is."""
     for name in ("experts", "top_k"):
-        if name in sizes:
+        if name in sizes and kind is not MoEConfig:
             raise InputError(
-                f"{name}={sizes[name]!r}: no family here has experts; leave {name} out"
+                f"{name}={sizes[name]!r}: {kind.__name__} has no experts; leave {name} "
+                "out, or choose a preset with experts"
             )
-    fixed = _fixed_of_llama() if kind is LlamaConfig else _fixed_of_gpt2(heads)
+    fixed = _fixed_of_gpt2(heads) if kind is GPT2Config else _fixed_of_llama()
     for name, (value, why, other) in fixed.items():
         if sizes.get(name, value) != value:
             raise InputError(
@@ -213,7 +283,13 @@ def _without_fixed(
 
 
 def _fixed_of_llama() -> dict[str, tuple[object, str, str]]:
-    return {"gated": (True, "the MLP of a Llama is gated", "choose a GPT-2 preset")}
+    return {
+        "gated": (
+            True,
+            "the MLP of a Llama is gated",
+            "choose a GPT-2 preset",
+        )
+    }
 
 
 def _fixed_of_gpt2(heads: object) -> dict[str, tuple[object, str, str]]:

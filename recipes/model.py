@@ -67,11 +67,9 @@ def _trainable(name: str) -> str:
             f"{', '.join(PRESETS)}"
         )
     if name in SHAPES and name not in PRESETS:
-        experts = SHAPES[name].experts
-        reason = f"a model with {experts} experts" if experts else "a published run's"
         raise InputError(
-            f"preset {name!r} is {reason}, which meshpar plan knows and no model here "
-            f"trains; choose one of {', '.join(PRESETS)}"
+            f"preset {name!r} is a published run's, which meshpar plan knows and no "
+            f"model here trains; choose one of {', '.join(PRESETS)}"
         )
     return name
 

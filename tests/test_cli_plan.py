@@ -83,10 +83,12 @@ def test_the_line_to_paste_says_which_model(capsys, model, words):
     assert f"{words} --global-batch 8 --seq 32 --emulate 0" in line
 
 
-def test_a_model_with_experts_has_no_line_to_paste(capsys):
+def test_a_model_with_experts_has_a_line_to_paste(capsys):
     words = ["--model", "mixtral-8x7b", "--devices", "64", "--seq", "4096"]
     assert main(["plan", *words, "--global-batch", "1024"]) == 0
-    assert "run it: not yet; no model here trains with exp" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    (line,) = (row for row in printed.splitlines() if row.startswith("run it: "))
+    assert "meshpar train --layout" in line and "--preset mixtral-8x7b" in line
 
 
 def test_a_published_runs_shape_has_no_line_to_paste(capsys):
@@ -95,10 +97,9 @@ def test_a_published_runs_shape_has_no_line_to_paste(capsys):
     assert "run it: not yet; a published run's shape" in capsys.readouterr().out
 
 
-def test_what_is_not_published_or_with_experts_is_a_preset_that_trains():
-    for name, workload in SHAPES.items():
-        trains = name not in PUBLISHED and not workload.experts
-        assert trains == (name in PRESETS), name
+def test_what_is_not_published_is_a_preset_that_trains():
+    for name in SHAPES:
+        assert (name not in PUBLISHED) == (name in PRESETS), name
 
 
 def test_what_is_kept_forbidden_and_limited_is_obeyed(capsys):
@@ -278,8 +279,7 @@ def test_large_machines_have_a_plan_within_memory(capsys, words):
     assert best["fits"] and 0.2 < best["mfu"] < 0.8
     assert best["memory"]["total_bytes"] <= best["memory"]["capacity_bytes"]
     notes = " ".join(report["notes"])
-    planned = words[0] in ("mixtral-8x7b", "deepseek-v3")
-    assert ("make_train_step does not lay out yet" in notes) == planned
+    assert "does not lay out" not in notes
 
 
 def test_the_vocabulary_of_a_file_is_changed_there():

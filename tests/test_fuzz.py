@@ -20,7 +20,16 @@ from meshpar.testing.shrink import simpler_cases
 
 CHOICES = Choices(models=MODELS, build=fuzz._build)
 
-BUILT = {"data", "fsdp", "stage", "tensor", "sequence_parallel", "remat", "precision"}
+BUILT = {
+    "data",
+    "fsdp",
+    "stage",
+    "expert",
+    "tensor",
+    "sequence_parallel",
+    "remat",
+    "precision",
+}
 BUILT |= {"microbatches", "schedule", "chunks", "splits"}
 BUILT |= {"fsdp_prefetch"}
 BUILT |= {"zero", "zero_axes", "fsdp_gather", "optimizer_memory", "param_dtype"}

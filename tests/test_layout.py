@@ -192,8 +192,8 @@ def test_an_open_mesh_axis_has_no_size_before_it_is_resolved():
 
 @pytest.mark.parametrize(
     "text, batch_shards, num_devices",
-    [("data=2,fsdp=2,tensor=2", 4, 8), ("stage=2,context=2", 1, 4), ("expert=3", 1, 3)],
+    [("data=2,fsdp=2,tensor=2", 4, 8), ("stage=2,context=2", 1, 4), ("expert=3", 3, 3)],
 )
-def test_only_data_and_fsdp_split_the_batch(text, batch_shards, num_devices):
+def test_only_data_fsdp_and_expert_split_the_batch(text, batch_shards, num_devices):
     layout = Layout.parse(text)
     assert (layout.batch_shards, layout.num_devices) == (batch_shards, num_devices)

@@ -298,9 +298,9 @@ def test_a_preset_has_the_published_number_of_parameters(preset, published):
         (
             "test",
             {"experts": 8},
-            "experts=8: no family here has experts; leave experts out",
+            "experts=8: LlamaConfig has no experts; leave experts out",
         ),
-        (None, {"gated": True, "top_k": 2}, "top_k=2: no family here has experts"),
+        (None, {"gated": True, "top_k": 2}, "top_k=2: LlamaConfig has no experts"),
     ],
 )
 def test_a_model_that_makes_no_sense_is_refused(preset, changes, match):

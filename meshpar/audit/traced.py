@@ -294,7 +294,11 @@ def _scan(
     outs = _walk(inner, given, region, walk)
     made = Value(maker=equation, line=walk.callers[-1])
     return [
-        replace(made, split=out.split and (frozenset(),) * count + out.split)
+        # Of a scalar that the iterations stack, the split is empty, and known.
+        replace(
+            made,
+            split=None if out.split is None else (frozenset(),) * count + out.split,
+        )
         for out, count in zip(outs, added, strict=True)
     ]
 

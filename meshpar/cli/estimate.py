@@ -26,7 +26,7 @@ from meshpar.train.layout_refusals import layout_refusals
 _MOST_DEVICES = 1_000_000
 """Beyond any machine, and as many as a search can factor."""
 
-_PLANNED_AXES = ("context", "expert")
+_PLANNED_AXES = ("context",)
 
 
 EXAMPLE = (
@@ -174,4 +174,4 @@ def cluster_for(args: argparse.Namespace, layout: Layout | None = None) -> Clust
 def _smallest_batch(layout: Layout, cluster: Cluster) -> int:
     """One sequence of every microbatch on every device."""
     layout = layout.resolve(cluster.num_devices)
-    return layout.batch_shards * layout.expert * layout.microbatches
+    return layout.batch_shards * layout.microbatches

@@ -76,8 +76,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--axes",
         choices=("built", "planned"),
-        help=f"mesh axes to use: {', '.join(BUILT_AXES)} (built), or all (planned; the "
-        "default for models with experts)",
+        default="built",
+        help=f"mesh axes to use: {', '.join(BUILT_AXES)} (built), or all (planned)",
     )
     add("--plans", type=positive, default=10, metavar="N", help="plans to print")
     add(
@@ -176,7 +176,6 @@ def _request(args: argparse.Namespace) -> Request:
         )
     workload = workload_for(args)
     limit = args.max_memory_gib
-    axes = args.axes or ("planned" if workload.experts else "built")
     return Request(
         workload=workload,
         cluster=cluster_for(args),
@@ -187,7 +186,7 @@ def _request(args: argparse.Namespace) -> Request:
             keep=[*args.keep, *([args.layout] if args.layout else [])],
             forbid=args.forbid,
             max_memory_bytes=None if limit is None else limit * _GIB,
-            planned=axes == "planned",
+            planned=args.axes == "planned",
         ),
     )
 
@@ -234,8 +233,6 @@ def _text(found: SearchResult, costs: Sequence[TrainingCost]) -> list[str]:
 def _how_to_run(args: argparse.Namespace, best: Estimate) -> str:
     """The command that trains under a plan, or why none does."""
     run = best.run
-    if run.workload.experts:
-        return "run it: not yet; no model here trains with experts"
     if PUBLISHED & {args.preset, args.model}:
         return "run it: not yet; a published run's shape is no preset; give its sizes"
     if args.vocab is not None and (args.model or "").endswith(".json"):

@@ -77,7 +77,8 @@ def dead_rules(
 def large_and_replicated(
     rows: list[ParameterRow], layout: Layout, large_bytes: int
 ) -> list[Finding]:
-    whole = ("data",) if layout.zero == 3 else BATCH_AXES
+    # Only routed experts can be split over `expert`.
+    whole = ("data", "expert") if layout.zero == 3 else BATCH_AXES
     splitting = [axis for axis in _axes_at_work(layout) if axis not in whole]
     if not splitting:
         return []

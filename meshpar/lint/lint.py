@@ -37,7 +37,11 @@ from meshpar.rules.table import (
     shadowed_message,
 )
 from meshpar.train.layout_refusals import layout_refusals
-from meshpar.train.refusals import batch_refusal, rule_refusals
+from meshpar.train.refusals import (
+    batch_refusal,
+    experts_refusal,
+    rule_refusals,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +112,7 @@ def lint(
     return LintReport(
         findings=(
             *_refused(layout, rules),
+            *_no_experts(model, layout),
             *_unknown_residuals(model, layout),
             *stage_findings,
             *batch_findings,
@@ -267,6 +272,13 @@ def _refused(layout: Layout, rules: Rules) -> list[Finding]:
             for logical_axis, error in rule_refusals(rules, layout)
         ),
     ]
+
+
+def _no_experts(model: Model, layout: Layout) -> list[Finding]:
+    message = experts_refusal(model, layout)
+    if message is None:
+        return []
+    return [Finding(kind="unsupported", path="expert", message=message)]
 
 
 def _unknown_residuals(model: Model, layout: Layout) -> list[Finding]:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from meshpar.layout import BATCH_AXES, Layout
+from meshpar.layout import ZERO_AXES, Layout
 from meshpar.model.contract import Model
 from meshpar.model.parameter import Parameter, is_parameter
 from meshpar.parallel.zero import Stored
@@ -73,7 +73,7 @@ def parameter_specs(
         RuleError: It cannot be laid out.
     """
     sizes = layout.mesh_shape
-    whole = _without_batch_axes(rules).spec(
+    whole = _without_zero_axes(rules).spec(
         parameter.stacked_axes,
         parameter.stacked_shape,
         mesh_shape=sizes,
@@ -102,7 +102,7 @@ def state_spec(
     Raises:
         RuleError: It cannot be laid out.
     """
-    return _without_batch_axes(rules).spec(
+    return _without_zero_axes(rules).spec(
         one.stacked_axes,
         one.stacked_shape,
         mesh_shape=layout.mesh_shape,
@@ -134,9 +134,7 @@ def moved_because(
     """Why another dim is split over batch axes than a rule says; None if none is."""
     ruled = _ruled_dims(parameter, rules)
     split = [
-        dim
-        for dim, entry in enumerate(spec)
-        if set(entry_axes(entry)) & set(BATCH_AXES)
+        dim for dim, entry in enumerate(spec) if set(entry_axes(entry)) & set(ZERO_AXES)
     ]
     if not split or set(ruled) & set(split):
         return None
@@ -148,10 +146,10 @@ def moved_because(
     return f"no rule maps one of its dims to {' or '.join(map(repr, axes))}, ZeRO does"
 
 
-def _without_batch_axes(rules: Rules) -> Rules:
+def _without_zero_axes(rules: Rules) -> Rules:
     stored = rules.stored
     table = {
-        logical_axis: tuple(axis for axis in mesh_axes if axis not in BATCH_AXES)
+        logical_axis: tuple(axis for axis in mesh_axes if axis not in ZERO_AXES)
         for logical_axis, mesh_axes in stored.table.items()
     }
     return replace(stored, table=table)
@@ -206,7 +204,7 @@ def _ruled_dims(parameter: Parameter, rules: Rules) -> list[int]:
     return [
         dim
         for dim, name in enumerate(parameter.stacked_axes)
-        if name is not None and set(table[name]) & set(BATCH_AXES)
+        if name is not None and set(table[name]) & set(ZERO_AXES)
     ]
 
 
@@ -216,7 +214,7 @@ def split_axes_of(layout: Layout, rules: Rules) -> tuple[str, ...]:
     if layout.zero == 3:  # a rule says over which axes, and whether at all
         stored = rules.stored.table
         mapped = {axis for name in stored if name != "batch" for axis in stored[name]}
-        chosen = tuple(axis for axis in BATCH_AXES if axis in mapped)
+        chosen = tuple(axis for axis in ZERO_AXES if axis in mapped)
     return tuple(axis for axis in chosen if layout.mesh_shape[axis] > 1)
 
 

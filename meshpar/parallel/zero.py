@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from meshpar.collectives import asked, on_parts
-from meshpar.layout import BATCH_AXES, MANUAL_AXES
+from meshpar.layout import MANUAL_AXES, ZERO_AXES
 from meshpar.rules.rules import entry_axes, spec_axes
 
 Dims = list[tuple[int, tuple[str, ...]]]
@@ -54,8 +54,8 @@ class Stored:
 
     @property
     def used_spec(self) -> PartitionSpec:
-        """The parameter whole over the batch axes, as matmuls take it."""
-        return without_batch_axes(self.spec)
+        """The parameter whole over the axes of ZeRO, as matmuls take it."""
+        return without_zero_axes(self.spec)
 
     @property
     def automatic_spec(self) -> PartitionSpec:
@@ -81,9 +81,9 @@ def manual_spec(spec: PartitionSpec) -> PartitionSpec:
     return _only(spec, MANUAL_AXES.__contains__)
 
 
-def without_batch_axes(spec: PartitionSpec) -> PartitionSpec:
-    """A layout, whole over the batch axes."""
-    return _only(spec, lambda axis: axis not in BATCH_AXES)
+def without_zero_axes(spec: PartitionSpec) -> PartitionSpec:
+    """A layout, whole over the axes of ZeRO; experts stay split over theirs."""
+    return _only(spec, lambda axis: axis not in ZERO_AXES)
 
 
 def before_loop(stored: Stored) -> Dims:
@@ -266,7 +266,7 @@ def _moved(split: PartitionSpec, whole: PartitionSpec) -> Dims:
         axes = tuple(
             axis
             for axis in entry_axes(entry)
-            if axis in BATCH_AXES and axis not in entry_axes(kept)
+            if axis in ZERO_AXES and axis not in entry_axes(kept)
         )
         if axes:
             moved.append((dim, axes))

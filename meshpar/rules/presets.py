@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from meshpar.layout import Layout
+from meshpar.layout import BATCH_AXES, Layout
 from meshpar.rules.rules import Rules
 
 _BATCH = Rules(
     {
-        "batch": ("data", "fsdp"),
+        "batch": BATCH_AXES,
         "seq": None,
         "residual_seq": None,
         "embed": None,
@@ -23,6 +23,7 @@ _BATCH = Rules(
         "mlp": None,
         "vocab": None,
         "layers": None,
+        "experts": "expert",
     }
 )
 

@@ -38,6 +38,10 @@ MODELS = tuple(
         "6,hidden=32,heads=4,vocab=64,max_seq=16,dropout=0.2",
     )
 ) + (
+    "--preset tiny-moe --model layers=4,embed=32,heads=4,kv_heads=2,vocab=64,"
+    "experts=8,expert_ffn=16,logits_bytes=3000",
+    "--preset tiny-moe-capacity --model layers=3,embed=32,heads=4,kv_heads=4,vocab=64,"
+    "experts=12,top_k=3,expert_ffn=24,shared_experts=1,dense_layers=1,ffn=64",
     "--preset tiny-vit --model layers=5,embed=48,heads=6,image=16,patch=4",
     "--preset tiny-vit --model layers=3,embed=32,heads=4,image=12,patch=4,"
     "pooling=class_token,dropout=0.1",
@@ -47,8 +51,8 @@ MODELS = tuple(
     "ffn=96,vocab=72,gated=true,dropout=0.1",
 )
 """Small models in the command line's words, for `meshpar.models.presets:build`: a tied
-and untied head, grouped heads, biases, norms, dropout, loss in chunks, images, an
-encoder with a decoder, and sizes that 3 or 5 divides."""
+and untied head, grouped heads, biases, norms, dropout, loss in chunks, experts with and
+without a capacity, images, an encoder with a decoder, and sizes that 3 or 5 divides."""
 
 SEQS = (8, 12, 16)
 LARGEST_BATCH = 16  # examples
@@ -208,6 +212,7 @@ def _draw_case(
     """
     model = pick(rng, choices.models)
     num_layers = sum(group.num_layers for group in choices.build(model).groups)
+    built = _suited(built, choices.build(model))
     split = draw_split_axes(rng, built, num_devices)
     for _ in range(_TRIES):
         layout = draw_layout(rng, built, num_devices, split, num_layers)
@@ -225,3 +230,15 @@ def _draw_case(
         if refused is None:
             break
     return case, refused
+
+
+def _suited(built: dict[str, tuple], model: Model) -> dict[str, tuple]:
+    """The values of each field that mean something for a model, and have a bound.
+
+    bf16 rounds the scores of experts, so that tokens near a tie go to others than in
+    fp32, as far away as experts differ.
+    """
+    parameters = model.flat_parameters().values()
+    if any("experts" in one.logical_axes for one in parameters):
+        return {**built, "precision": ("fp32",), "param_dtype": ("fp32",)}
+    return {**built, "expert": (1,)}

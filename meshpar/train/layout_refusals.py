@@ -20,9 +20,10 @@ _OPTION_OF = {
 def layout_refusals(layout: Layout) -> dict[str, str]:
     """Key of a layout -> why `make_train_step` refuses the value it has."""
     refusals = {
-        name: f"layout {str(layout)!r}: make_train_step lays out data, fsdp, stage and "
-        f"tensor; {name}={getattr(layout, name)} is not supported: set {name}=1"
-        for name in ("context", "expert")
+        name: f"layout {str(layout)!r}: make_train_step lays out data, fsdp, stage, "
+        f"expert and tensor; {name}={getattr(layout, name)} is not supported: set "
+        f"{name}=1"
+        for name in ("context",)
         if getattr(layout, name) != 1
     }
     for name, mesh_axis in _OPTION_OF.items():
@@ -57,7 +58,8 @@ def zero_refusals(layout: Layout) -> dict[str, str]:
     refusals = {}
     text, sizes = repr(str(layout)), layout.mesh_shape
     idle = [axis for axis in layout.zero_axes if sizes[axis] == 1]
-    if layout.zero in (1, 2) and layout.batch_shards == 1:
+    shards = layout.data * layout.fsdp
+    if layout.zero in (1, 2) and shards == 1:
         refusals["zero"] = (
             f"layout {text}: zero={layout.zero} shares nothing out while data=1 and "
             "fsdp=1; leave it out, or give one of them a size"
@@ -67,13 +69,13 @@ def zero_refusals(layout: Layout) -> dict[str, str]:
             f"layout {text}: zero_axes={'/'.join(layout.zero_axes)} changes nothing "
             f"while {'zero=0' if layout.zero == 0 else f'{idle[0]}=1'}; leave it out"
         )
-    gathers = layout.zero == 3 and layout.runs_in_ticks and layout.batch_shards > 1
+    gathers = layout.zero == 3 and layout.runs_in_ticks and shards > 1
     if layout.fsdp_gather != PLAIN.fsdp_gather and not gathers:
         refusals["fsdp_gather"] = (
             f"layout {text}: fsdp_gather={layout.fsdp_gather} changes nothing without "
             "zero=3, a size for 'fsdp', and stages or microbatches; leave it out"
         )
-    in_loop = layout.zero >= 2 and layout.batch_shards > 1 and not layout.runs_in_ticks
+    in_loop = layout.zero >= 2 and shards > 1 and not layout.runs_in_ticks
     if layout.fsdp_prefetch != PLAIN.fsdp_prefetch and not in_loop:
         refusals["fsdp_prefetch"] = (
             f"layout {text}: fsdp_prefetch={layout.fsdp_prefetch} changes nothing with "

@@ -18,7 +18,8 @@ from meshpar.parallel.pipeline.schedule_choice import OwnSchedule
 from meshpar.parallel.remat import check_residual_names
 from meshpar.rules.presets import default_rules
 from meshpar.rules.rules import Rules, check_rules
-from meshpar.train.refusals import refuse, refuse_schedule
+from meshpar.rules.table import RuleError
+from meshpar.train.refusals import experts_refusal, refuse, refuse_schedule
 from meshpar.train.step import TrainStep
 from meshpar.train.step_options import StepOptions
 
@@ -67,7 +68,8 @@ def make_train_step(
 
     Raises:
         RuleError: A parameter cannot be laid out, or a rule for activations uses `data`
-            or `fsdp` for anything but the batch.
+            or `fsdp` for anything but the batch, or the layout splits experts that the
+            model does not have.
         InputError: `model` or `optimizer` is something else, or the layout does not
             fit the devices, or asks for what is not built, or `max_grad_norm` is not
             positive, or the optimizer has large state of no parameter while the layout
@@ -104,6 +106,9 @@ def make_train_step(
     rules = default_rules(layout) if rules is None else rules
     check_rules(rules)
     refuse(layout, rules, mesh, gradient_dtype, max_grad_norm)
+    refused = experts_refusal(model, layout)
+    if refused is not None:
+        raise RuleError("dead", refused)
     return TrainStep(
         StepOptions(
             model=model,

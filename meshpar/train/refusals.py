@@ -8,8 +8,9 @@ from numbers import Real
 from jax.sharding import AbstractMesh, Mesh
 
 from meshpar.errors import InputError
-from meshpar.layout import BATCH_AXES, Layout
+from meshpar.layout import BATCH_AXES, ZERO_AXES, Layout
 from meshpar.mesh import platform_of
+from meshpar.model.contract import Model
 from meshpar.parallel.placement import DTYPES
 from meshpar.parallel.remat import HOST_MEMORY
 from meshpar.parallel.storage import split_axes_of
@@ -90,20 +91,36 @@ def rule_refusals(rules: Rules, layout: Layout) -> Iterator[tuple[str, RuleError
             yield logical_axis, _stage_error(logical_axis)
     yield from _unused_zero_keys(rules, layout)
     batch = rules.table.get("batch", ())
-    if batch != BATCH_AXES:
+    if batch != BATCH_AXES and (layout.expert > 1 or batch != ZERO_AXES):
         yield (
             "batch",
             RuleError(
                 "unknown",
                 f"logical axis 'batch' is mapped to {batch or None}; the training step "
-                f"splits the batch over {BATCH_AXES}: map it to both (a mesh axis of "
+                f"splits the batch over {BATCH_AXES}: map it to all (a mesh axis of "
                 "size 1 costs nothing)",
             ),
         )
+    splits = BATCH_AXES if layout.expert > 1 else ZERO_AXES
     for logical_axis, mesh_axes in rules.table.items():
+        if logical_axis == "experts" and mesh_axes == ("expert",):
+            continue
         for mesh_axis in mesh_axes:
-            if logical_axis != "batch" and mesh_axis in BATCH_AXES:
+            if logical_axis != "batch" and mesh_axis in splits:
                 yield logical_axis, _batch_axis_error(logical_axis, mesh_axis)
+
+
+def experts_refusal(model: Model, layout: Layout) -> str | None:
+    """Why a layout's `expert` does not suit a model; None if it does."""
+    if layout.expert == 1 or any(
+        "experts" in one.logical_axes for one in model.flat_parameters().values()
+    ):
+        return None
+    return (
+        f"layout {str(layout)!r}: expert={layout.expert} splits experts, but no "
+        "parameter of the model has the logical axis 'experts'; set expert=1, and give "
+        "'data' or 'fsdp' its devices"
+    )
 
 
 def refuse_schedule(layout: Layout) -> None:
@@ -142,6 +159,7 @@ def batch_refusal(
     return (
         f"{what} has {num_examples} examples, which do not divide over "
         f"{layout.batch_shards} devices of data={layout.data},fsdp={layout.fsdp}"
+        f"{f',expert={layout.expert}' if layout.expert > 1 else ''}"
         f"{times if microbatches > 1 else ''}; pad with examples of weight 0, "
         "or change the global batch"
     )
@@ -178,7 +196,7 @@ def _unused_zero_keys(rules: Rules, layout: Layout) -> Iterator[tuple[str, RuleE
 
 def _layers_error(mesh_axes: tuple[str, ...], layout: Layout) -> RuleError | None:
     at_work = tuple(axis for axis in mesh_axes if layout.mesh_shape[axis] > 1)
-    if set(mesh_axes) & set(BATCH_AXES) or set(at_work) - {"stage"}:
+    if set(mesh_axes) & set(ZERO_AXES) or set(at_work) - {"stage"}:
         return RuleError(
             "claimed_twice",
             f"logical axis 'layers' is mapped to {mesh_axes}, but every device runs "

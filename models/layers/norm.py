@@ -20,7 +20,7 @@ class RMSNorm(nnx.Module):
         *,
         epsilon: float,
         rngs: nnx.Rngs,
-        logical_axis: str = "embed",
+        logical_axis: str | None = "embed",
     ) -> None:
         self.epsilon = epsilon
         self.scale = _vector(nnx.initializers.ones, size, logical_axis, rngs)
@@ -66,7 +66,7 @@ def _layer_norm(
 
 
 def _vector(
-    initializer: nnx.Initializer, size: int, logical_axis: str, rngs: nnx.Rngs
+    initializer: nnx.Initializer, size: int, logical_axis: str | None, rngs: nnx.Rngs
 ) -> nnx.Param:
     value = initializer(rngs.params(), (size,), jnp.float32)
     return nnx.Param(value, out_sharding=(logical_axis,))

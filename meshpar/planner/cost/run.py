@@ -10,14 +10,14 @@ from itertools import accumulate
 
 from meshpar.hardware.attention_kernels import KERNELS
 from meshpar.hardware.batch_parts import num_parts
-from meshpar.layout import BATCH_AXES, Layout
+from meshpar.layout import ZERO_AXES, Layout
 from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.machine.execution import Execution
 from meshpar.planner.machine.link import Link
 from meshpar.planner.workload.workload import Workload
 from meshpar.schedules import SCHEDULES
 
-SUM_AXES = (*BATCH_AXES, "context")
+SUM_AXES = (*ZERO_AXES, "context")
 """The mesh axes whose devices have the same parameters and other tokens, so that the
 gradients of all parameters are summed over them.
 

@@ -8,7 +8,7 @@ so what is returned is what estimating all of them would give.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -183,7 +183,8 @@ def possible_meshes(
     size = {"global_batch": like.global_batch, "seq": like.seq}
     size_and_program: dict[str, Any] = {**size, "execution": like.execution}
     leaves, refused = [], []
-    for order, mesh in enumerate(mesh_layouts(like.cluster.num_devices, constraints)):
+    allowed = _without_idle_axes(constraints, like.workload)
+    for order, mesh in enumerate(mesh_layouts(like.cluster.num_devices, allowed)):
         problems = layout_problems(like.workload, _plain(mesh), **size_and_program)
         choices = choices_of(like, mesh, constraints)
         if problems or not choices.num_variants:
@@ -195,6 +196,13 @@ def possible_meshes(
     if not leaves and not refused:
         raise InputError(_no_mesh(like, constraints))
     return leaves, refused
+
+
+def _without_idle_axes(constraints: Constraints, workload: Workload) -> Constraints:
+    """Those of a workload, whose experts alone `expert` splits."""
+    if workload.experts or constraints.planned or "expert" in constraints.kept:
+        return constraints
+    return replace(constraints, forbidden=constraints.forbidden | {"expert"})
 
 
 def _plain(mesh: Layout) -> Layout:
@@ -291,13 +299,7 @@ def _notes(request: Request) -> tuple[str, ...]:
         )
     if request.constraints.planned:
         notes.append(
-            "plans may use 'context' and 'expert', which make_train_step does not lay "
-            f"out yet: those that can run have {', '.join(BUILT_AXES)} alone"
-        )
-    elif request.workload.experts:
-        notes.append(
-            f"{request.workload.name} has experts, but 'expert' is not among the mesh "
-            "axes that make_train_step lays out, so that all its devices have all "
-            "experts; --axes planned considers it"
+            "plans may use 'context', which make_train_step does not lay out yet: "
+            f"those that can run have {', '.join(BUILT_AXES)} alone"
         )
     return tuple(notes)

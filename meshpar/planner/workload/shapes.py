@@ -40,6 +40,10 @@ _SHAPES: dict[str, dict[str, Any]] = {
     "test": _llama(2, 32, 4, 2, 64, vocab=64, tied=True),
     "tiny": _llama(4, 128, 8, 4, 384, vocab=256),
     "tiny-8": _llama(4, 128, 8, 8, 384, vocab=256),
+    **dict.fromkeys(
+        ("tiny-moe", "tiny-moe-capacity"),
+        _llama(4, 128, 8, 4, 192, vocab=256, experts=8, top_k=2),
+    ),
     "tiny-gpt2": _gpt2(4, 128, 8, 256, seq=256),
     "gpt2": _gpt2(12, 768, 12, 50_257),
     "gpt2-medium": _gpt2(24, 1024, 16, 50_257),
@@ -56,6 +60,7 @@ _SHAPES: dict[str, dict[str, Any]] = {
     "llama3-8b": _llama(32, 4096, 32, 8, 14_336, vocab=128_256),
     "llama3-70b": _llama(80, 8192, 64, 8, 28_672, vocab=128_256),
     "llama3-405b": _llama(126, 16_384, 128, 8, 53_248, vocab=128_256),
+    "qwen3-30b-a3b": _llama(48, 2048, 32, 4, 768, experts=128, top_k=8, **_QWEN3),
     "mixtral-8x7b": _llama(32, 4096, 32, 8, 14_336, vocab=32_000, experts=8, top_k=2),
     # Without the multi-token prediction layer, which is not the main model's.
     "deepseek-v3": _llama(

@@ -1,0 +1,1 @@
+"""Expert parallelism: rows sent to their experts, multiplied in tiles, sent back."""

@@ -1,0 +1,310 @@
+"""Routed gated MLPs over a batch, experts split over mesh axes, no token lost.
+
+The first round has room for a quarter more rows than each device gets on average; what
+does not fit goes in further rounds, of a quarter of the room each, as many as the
+fullest device of all needs. All devices that share the experts run as many: the number
+is a maximum over them. Residuals are kept of the first round; the others, which few
+steps need, run again in the backward.
+
+Experts may be split along `mlp` too: each device multiplies its part of the hidden
+values, and one all-reduce of tokens * embed values adds up the results, one more the
+gradients of the tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from meshpar.collectives import asked, sum_dtype
+from meshpar.errors import InputError
+from meshpar.model.scope import SAVED_PREFIX, Scope
+from meshpar.parallel.expert.rounds import Kept, Round, run, run_backward
+from meshpar.parallel.expert.routes import Routes, most_for_one, routes_of
+from meshpar.rules.rules import auto_mesh_shape, spec_axes
+
+SPARE = 1.25
+"""Room of the first round over the rows that each device gets on average."""
+
+_MORE = 0.25
+"""Room of each further round over that of the first."""
+
+_MULTIPLE = 8
+"""Rows that a device gets are padded to a multiple of this."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Static:
+    """What is known of a call before it runs.
+
+    Args:
+        first: Sizes of the first round.
+        more: Sizes of each further one; None where none is ever needed.
+        split: How `gate_up` and `down` lie over automatic mesh axes.
+        wide: Dtype of sums over them.
+    """
+
+    first: Round
+    more: Round | None
+    split: tuple[PartitionSpec, PartitionSpec]
+    wide: Any
+
+    @property
+    def mesh_axes(self) -> tuple[str, ...]:
+        """Automatic mesh axes that split the experts' hidden values."""
+        return tuple(dict.fromkeys(a for spec in self.split for a in spec_axes(spec)))
+
+    def routes_of(self, experts: jax.Array) -> Routes:
+        """The routes of a device's tokens, (tokens, choices)."""
+        num_devices = self.first.num_devices
+        return routes_of(experts, self.first.num_experts * num_devices, num_devices)
+
+
+def routed_mlp(
+    x: Float[Array, "batch seq embed"],
+    experts: Int[Array, "batch seq choices"],
+    weights: Float[Array, "batch seq choices"],
+    gate_up: Float[Array, "experts embed 2 mlp"],
+    down: Float[Array, "experts mlp embed"],
+    scope: Scope,
+    *,
+    num_experts: int,
+    most_rows: int | None = None,
+) -> Float[Array, "batch seq embed"]:
+    """`sum_k weights_k * expert_k(x)`, `expert(x) = down(silu(gate(x)) * up(x))`.
+
+    Args:
+        x: This device's tokens, whole over `tensor`.
+        experts: int32, of each choice; `num_experts` for one that was dropped.
+        weights: fp32, of each choice.
+        gate_up: This device's experts, as the block is given them.
+        down: As `gate_up`.
+        scope: Where the function runs.
+        num_experts: Of all devices together.
+        most_rows: The most rows that one expert can get from this device, where the
+            router bounds them; no further round is needed then.
+
+    Raises:
+        InputError: The experts do not lie as the rules say.
+    """
+    batch, seq, choices = experts.shape
+    shapes = (gate_up.shape, down.shape)
+    static = _static(shapes, scope, num_experts, batch * seq, choices, most_rows)
+    y = _routed(
+        static,
+        x.reshape(batch * seq, -1),
+        experts.reshape(batch * seq, choices),
+        weights.reshape(batch * seq, choices),
+        gate_up,
+        down,
+    )
+    return y.reshape(x.shape)
+
+
+def expert_axes(scope: Scope) -> tuple[str, ...]:
+    """The mesh axes at work that split the experts of a scope."""
+    if scope.rules is None:
+        return ()
+    mapped = scope.rules.table.get("experts") or ()
+    return tuple(axis for axis in mapped if axis in scope.batch_axes)
+
+
+def _static(
+    shapes: tuple,
+    scope: Scope,
+    num_experts: int,
+    tokens: int,
+    choices: int,
+    most_rows: int | None,
+) -> _Static:
+    axes = expert_axes(scope)
+    num_devices = math.prod(lax.axis_size(axis) for axis in axes)
+    own = shapes[0][0]
+    if own * num_devices != num_experts:
+        raise InputError(
+            f"experts: {own} on each of {num_devices} devices, but the router has "
+            f"{num_experts}; give gate_up and down the logical axis 'experts', and map "
+            "it to 'expert'"
+        )
+    # A token goes to an expert once.
+    most = tokens * min(choices, own)
+    if most_rows is not None:
+        most = min(most, own * most_rows)
+    fair = math.ceil(SPARE * tokens * choices / num_devices)
+    room = min(most, _padded(fair)) if num_devices > 1 and most_rows is None else most
+    sizes = functools.partial(Round.of, axes, num_devices, own, scope.platform)
+    return _Static(
+        first=sizes(room),
+        more=sizes(_padded(math.ceil(_MORE * room))) if room < most else None,
+        split=_split(scope, shapes),
+        wide=sum_dtype(jnp.float32, scope.platform),
+    )
+
+
+def _split(scope: Scope, shapes: tuple) -> tuple[PartitionSpec, PartitionSpec]:
+    if scope.rules is None:
+        return PartitionSpec(), PartitionSpec()
+    rules, sizes = scope.rules, auto_mesh_shape()
+    whole = ("embed", None, "mlp"), ("mlp", "embed")
+    gate_up, down = (
+        rules.spec((None, *axes), shape, mesh_shape=sizes)
+        for axes, shape in zip(whole, shapes, strict=True)
+    )
+    return gate_up, down
+
+
+def _padded(rows: int) -> int:
+    return -(-rows // _MULTIPLE) * _MULTIPLE
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _routed(
+    static: _Static,
+    x_ND: jax.Array,
+    expert_NK: jax.Array,
+    weight_NK: jax.Array,
+    gate_up_EDPF: jax.Array,
+    down_EFD: jax.Array,
+) -> jax.Array:
+    arrays = x_ND, expert_NK, weight_NK, gate_up_EDPF, down_EFD
+    return _routed_forward(static, *arrays)[0]
+
+
+def _routed_forward(static: _Static, *arrays: jax.Array) -> tuple[jax.Array, tuple]:
+    local = functools.partial(_forward_on_part, static)
+    y, kept = _on_parts(static, local, arrays, (PartitionSpec(), _kept_specs(static)))
+    kept = replace(
+        kept,
+        x=checkpoint_name(kept.x, SAVED_PREFIX + "experts_in"),
+        both=checkpoint_name(kept.both, SAVED_PREFIX + "experts_gate_up"),
+    )
+    return y, (arrays, kept)
+
+
+def _routed_backward(static: _Static, found: tuple, dy: jax.Array) -> tuple:
+    arrays, kept = found
+    whole = PartitionSpec()
+    dx, dweight, dgate_up, ddown = _on_parts(
+        static,
+        functools.partial(_backward_on_part, static),
+        (*arrays, kept, dy),
+        (whole, whole, *static.split),
+    )
+    return dx, None, dweight, dgate_up, ddown
+
+
+_routed.defvjp(_routed_forward, _routed_backward)
+
+
+def _forward_on_part(
+    static: _Static,
+    x: jax.Array,
+    expert: jax.Array,
+    weight: jax.Array,
+    gate_up: jax.Array,
+    down: jax.Array,
+) -> tuple[jax.Array, Kept]:
+    """The results, and what the first round keeps, of this part of the experts."""
+    routes, experts = static.routes_of(expert), (gate_up, down)
+    y, kept = run(static.first, x, weight, experts, routes, expert, 0)
+
+    def more(sizes: Round, first: jax.Array, y: jax.Array) -> jax.Array:
+        return y + run(sizes, x, weight, experts, routes, expert, first)[0]
+
+    y = _further(static, routes, more, y)
+    return _sum_out(static, y).astype(x.dtype), kept
+
+
+def _backward_on_part(
+    static: _Static,
+    x: jax.Array,
+    expert: jax.Array,
+    weight: jax.Array,
+    gate_up: jax.Array,
+    down: jax.Array,
+    kept: Kept,
+    dy: jax.Array,
+) -> tuple[jax.Array, ...]:
+    """Gradients of the tokens, their weights, and this part of the experts."""
+    routes, experts, choices = (
+        static.routes_of(expert),
+        (gate_up, down),
+        expert.shape[1],
+    )
+    gradients = run_backward(static.first, kept, dy, experts, routes, 0, choices)
+
+    def more(sizes: Round, first: jax.Array, gradients: tuple) -> tuple:
+        _, again = run(sizes, x, weight, experts, routes, expert, first)
+        found = run_backward(sizes, again, dy, experts, routes, first, choices)
+        return jax.tree.map(jnp.add, gradients, found)
+
+    dx, dweight, *of_experts = _further(static, routes, more, gradients)
+    found = _sum_out(static, dx), _sum_out(static, dweight), *of_experts
+    like = x, weight, gate_up, down
+    return tuple(
+        gradient.astype(array.dtype)
+        for gradient, array in zip(found, like, strict=True)
+    )
+
+
+def _further(
+    static: _Static, routes: Routes, more: Callable[..., Any], carry: Any
+) -> Any:
+    """`carry` after as many further rounds as the fullest device needs.
+
+    One all-reduce of a number over the devices that share the experts.
+    """
+    sizes = static.more
+    if sizes is None:
+        return carry
+    left = most_for_one(routes) - static.first.room
+    with asked("expert_rounds"):
+        left = lax.pmax(left, sizes.mesh_axes)
+
+    def one(state: tuple) -> tuple:
+        first, carry = state
+        return first + sizes.room, more(sizes, static.first.room + first, carry)
+
+    return lax.while_loop(lambda state: state[0] < left, one, (jnp.int32(0), carry))[1]
+
+
+def _sum_out(static: _Static, values: jax.Array) -> jax.Array:
+    if not static.mesh_axes:
+        return values
+    with asked("expert_sum"):
+        return lax.psum(values.astype(static.wide), static.mesh_axes)
+
+
+def _kept_specs(static: _Static) -> Any:
+    whole, gate_up = PartitionSpec(), static.split[0]
+    both = PartitionSpec(None, *gate_up[2:]) if len(gate_up) else whole
+    order = whole if static.first.num_devices > 1 else None
+    make: Callable[..., Any] = Kept  # of specs in place of arrays
+    return make(x=whole, both=both, weight=whole, order=order, tiles=whole)
+
+
+def _on_parts(
+    static: _Static, local: Callable[..., Any], arrays: tuple, out_specs: Any
+) -> Any:
+    """`local` of this device's parts over the automatic mesh axes of the experts."""
+    if not static.mesh_axes:
+        return local(*arrays)
+    whole = PartitionSpec()
+    specs = (whole, whole, whole, *static.split, _kept_specs(static), whole)
+    return jax.shard_map(
+        local,
+        in_specs=specs[: len(arrays)],
+        out_specs=out_specs,
+        axis_names=set(static.mesh_axes),
+        check_vma=False,
+    )(*arrays)

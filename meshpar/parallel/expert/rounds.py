@@ -1,0 +1,193 @@
+"""One round of rows to their experts and back, forward and backward written out.
+
+Of `n` devices that share the experts each sends `room` rows to every other. A round of
+the forward is two all-to-alls of n * room * embed values (rows there, results back) and
+one of two fp32 numbers a row; one of the backward is two of n * room * embed values and
+one of a number a row. A device alone sends nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from meshpar.collectives import asked
+from meshpar.parallel.expert import tiles as tiles_of_rows
+from meshpar.parallel.expert.routes import Routes, sent, slots
+from meshpar.parallel.expert.tiles import Tiles, tile_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """What is static of a round.
+
+    Args:
+        mesh_axes: Those that share the experts; none if nothing is sent.
+        num_devices: Along them.
+        num_experts: Of one device.
+        room: Rows to each device.
+        tile: Rows of a tile.
+        platform: Kind of device.
+    """
+
+    mesh_axes: tuple[str, ...]
+    num_devices: int
+    num_experts: int
+    room: int
+    tile: int
+    platform: str
+
+    @classmethod
+    def of(
+        cls,
+        mesh_axes: tuple[str, ...],
+        num_devices: int,
+        num_experts: int,
+        platform: str,
+        room: int,
+    ) -> Round:
+        """A round whose tiles suit its rows."""
+        return cls(
+            mesh_axes=mesh_axes,
+            num_devices=num_devices,
+            num_experts=num_experts,
+            room=room,
+            tile=tile_size(num_devices * room, num_experts),
+            platform=platform,
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Kept:
+    """What the backward of a round needs.
+
+    Args:
+        x: Received rows in the order of their experts.
+        both: Their products with `gate_up`.
+        weight: fp32, of each.
+        order: The received row at each place; None where they came in that order.
+        tiles: Theirs.
+    """
+
+    x: jax.Array
+    both: jax.Array
+    weight: jax.Array
+    order: jax.Array | None
+    tiles: Tiles
+
+
+def run(
+    static: Round,
+    x_ND: jax.Array,
+    weight_NK: jax.Array,
+    experts: tuple[jax.Array, jax.Array],
+    routes: Routes,
+    expert_NK: jax.Array,
+    first: jax.Array | int,
+) -> tuple[jax.Array, Kept]:
+    """fp32 sums over the round's choices of `weight * expert(x)`, and what is kept.
+
+    Args:
+        static: Sizes.
+        x_ND: This device's tokens.
+        weight_NK: fp32, of each choice.
+        experts: `gate_up` and `down` of this device's experts.
+        routes: Of its tokens.
+        expert_NK: The expert of each choice.
+        first: How many rows went to each device in rounds before.
+    """
+    tokens, choices = expert_NK.shape
+    assignment, valid = sent(routes, first, static.room)
+    rows = _taken(x_ND, assignment // choices, valid)
+    weight = jnp.where(valid, weight_NK.reshape(-1)[assignment], 0.0)
+    own = expert_NK.reshape(-1)[assignment] % static.num_experts
+    own = jnp.where(valid, own, static.num_experts)
+    if static.num_devices > 1:
+        rows = _exchange(rows, static.mesh_axes, "expert_dispatch")
+        beside = jnp.stack([own.astype(jnp.float32), weight], axis=-1)
+        beside = _exchange(beside, static.mesh_axes, "expert_dispatch")
+        own, weight = beside[..., 0].astype(jnp.int32), beside[..., 1]
+    num_rows = static.num_devices * static.room
+    rows, weight, own = (_flat(array) for array in (rows, weight, own))
+    order = None
+    if static.num_devices > 1:
+        order = jnp.argsort(own, stable=True)
+        rows, weight = rows[order], weight[order]
+    counts = jnp.sum(own[:, None] == jnp.arange(static.num_experts), axis=0)
+    tiles = tiles_of_rows.cut(counts.astype(jnp.int32), num_rows, static.tile)
+    out, both = tiles_of_rows.forward(rows, weight, *experts, tiles, static.tile)
+    kept = Kept(x=rows, both=both, weight=weight, order=order, tiles=tiles)
+    back = _returned(static, out, order, "expert_combine")
+    found = _at_slots(back, slots(routes, first, static.room))
+    summed = found.reshape(tokens, choices, -1).astype(jnp.float32).sum(axis=1)
+    return summed, kept
+
+
+def run_backward(
+    static: Round,
+    kept: Kept,
+    dy_ND: jax.Array,
+    experts: tuple[jax.Array, jax.Array],
+    routes: Routes,
+    first: jax.Array | int,
+    choices: int,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Gradients of `run`, all in fp32: of `x`, `weight`, `gate_up` and `down`."""
+    assignment, valid = sent(routes, first, static.room)
+    dy = _taken(dy_ND, assignment // choices, valid)
+    if static.num_devices > 1:
+        dy = _exchange(dy, static.mesh_axes, "expert_combine_gradient")
+    dy = _flat(dy)
+    if kept.order is not None:
+        dy = dy[kept.order]
+    dx, dweight, dgate_up, ddown = tiles_of_rows.backward(
+        kept.x,
+        kept.weight,
+        *experts,
+        kept.tiles,
+        static.tile,
+        kept.both,
+        dy,
+        static.platform,
+    )
+    name = "expert_dispatch_gradient"
+    at = slots(routes, first, static.room)
+    dx = _at_slots(_returned(static, dx, kept.order, name), at)
+    dweight = _at_slots(_returned(static, dweight, kept.order, name), at)
+    tokens = dy_ND.shape[0]
+    dx = dx.reshape(tokens, choices, -1).astype(jnp.float32).sum(axis=1)
+    return dx, dweight.reshape(tokens, choices), dgate_up, ddown
+
+
+def _returned(
+    static: Round, rows: jax.Array, order: jax.Array | None, name: str
+) -> jax.Array:
+    """Rows in the order of their experts, back on the devices they came from."""
+    if order is None:
+        return rows
+    place = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)))
+    rows = rows[place].reshape(static.num_devices, static.room, *rows.shape[1:])
+    return _flat(_exchange(rows, static.mesh_axes, name))
+
+
+def _exchange(rows: jax.Array, mesh_axes: tuple[str, ...], name: str) -> jax.Array:
+    """Part `i` of dim 0 to device `i`, and the parts of all devices for this one."""
+    with asked(name):
+        return lax.all_to_all(rows, mesh_axes, split_axis=0, concat_axis=0, tiled=True)
+
+
+def _taken(rows: jax.Array, at: jax.Array, valid: jax.Array) -> jax.Array:
+    return jnp.where(valid[..., None], rows[at], 0)
+
+
+def _at_slots(rows: jax.Array, at: jax.Array) -> jax.Array:
+    return rows.at[at].get(mode="fill", fill_value=0)
+
+
+def _flat(array: jax.Array) -> Any:
+    return array.reshape(array.shape[0] * array.shape[1], *array.shape[2:])

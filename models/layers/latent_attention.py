@@ -1,0 +1,134 @@
+"""Multi-head latent attention: keys and values of a narrow latent (DeepSeek-AI 2024).
+
+As training computes it: the latent is expanded to keys and values of every head, and
+one rotary key serves all heads.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Float
+
+from meshpar import Scope
+from meshpar.models.layers.attention import attend, normal
+from meshpar.models.layers.norm import RMSNorm
+from meshpar.models.layers.recomputed import recomputed
+from meshpar.models.layers.rope import apply_rope
+from meshpar.parallel.column import column_parallel
+from meshpar.parallel.tensor import AnyArray
+
+_HEADS = ("batch", "seq", "heads", "head_dim")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentSizes:
+    """Sizes of latent attention.
+
+    Args:
+        q_rank: Of the latent of queries; 0 for none.
+        kv_rank: Of the latent of keys and values.
+        nope, rope: Of the parts of a query and a key without and with a position.
+        value: Of a value; no more than `nope + rope`.
+    """
+
+    q_rank: int
+    kv_rank: int
+    nope: int
+    rope: int
+    value: int
+
+
+class LatentAttention(nnx.Module):
+    """Causal self-attention of latents.
+
+    Args:
+        embed: Size of the stream.
+        heads: Of queries, keys and values.
+        sizes: The other sizes.
+        frequencies: Rotary frequencies of `sizes.rope`.
+        epsilon: Of the latents' norms.
+        init_std, out_std: Standard deviation of the projections, and of the last one.
+    """
+
+    def __init__(
+        self,
+        embed: int,
+        *,
+        heads: int,
+        sizes: LatentSizes,
+        frequencies: np.ndarray,
+        epsilon: float,
+        init_std: float,
+        out_std: float,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.sizes, self.frequencies = sizes, tuple(frequencies)
+        query = sizes.nope + sizes.rope
+        draw = functools.partial(normal, rngs=rngs)
+        norm = functools.partial(RMSNorm, epsilon=epsilon, rngs=rngs)
+        per_head = ("heads", "head_dim")
+        of_queries = sizes.q_rank or embed
+        if sizes.q_rank:
+            self.q_down = draw((embed, sizes.q_rank), init_std, ("embed", None))
+            self.q_norm = norm(sizes.q_rank, logical_axis=None)
+        axes = ("embed" if not sizes.q_rank else None, *per_head)
+        self.q = draw((of_queries, heads, query), init_std, axes)
+        wide = sizes.kv_rank + sizes.rope
+        self.kv_down = draw((embed, wide), init_std, ("embed", None))
+        self.kv_norm = norm(sizes.kv_rank, logical_axis=None)
+        self.kv = draw(
+            (sizes.kv_rank, heads, sizes.nope + sizes.value),
+            init_std,
+            (None, *per_head),
+        )
+        self.out = draw(
+            (heads, sizes.value, embed), out_std, ("heads", "head_dim", "embed")
+        )
+
+    def __call__(
+        self, x: Float[AnyArray, "batch seq embed"], scope: Scope
+    ) -> Float[AnyArray, "batch seq embed"]:
+        """(batch, seq, embed) -> (batch, seq, embed), before it is constrained."""
+        # B batch, T seq, D embed, R rank of a latent, N heads, H head_dim.
+        q, k, v = self._projected(x, scope)
+        # One kernel for all: values as long as keys, the rest zeros.
+        short = q.shape[-1] - v.shape[-1]
+        v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, short)))
+        mixed = attend(q, k, v, scope, causal=True)[..., : self.sizes.value]
+        return jnp.einsum("BTNH,NHD->BTD", mixed, self.out[...])
+
+    def _projected(
+        self, x: jax.Array, scope: Scope
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        sizes, latent = self.sizes, ("batch", "seq", None)
+        source = x
+        if sizes.q_rank:
+            down = column_parallel("BTD,DR->BTR", x, self.q_down[...], latent, scope)
+            source = self.q_norm(down)
+        q = column_parallel("BTR,RNH->BTNH", source, self.q[...], _HEADS, scope)
+        down = column_parallel("BTD,DR->BTR", x, self.kv_down[...], latent, scope)
+        shared = down[:, :, None, sizes.kv_rank :]
+        narrow = self.kv_norm(down[..., : sizes.kv_rank])
+        kv = column_parallel("BTR,RNH->BTNH", narrow, self.kv[...], _HEADS, scope)
+        k_nope, v = kv[..., : sizes.nope], kv[..., sizes.nope :]
+        rope = self._rope(x.shape[1], scope)
+        q = jnp.concatenate([q[..., : sizes.nope], rope(q[..., sizes.nope :])], -1)
+        whole = (*k_nope.shape[:3], sizes.rope)
+        k = jnp.concatenate([k_nope, jnp.broadcast_to(rope(shared), whole)], -1)
+        return (
+            scope.constrain(q, _HEADS),
+            scope.constrain(k, _HEADS),
+            scope.constrain(v, _HEADS),
+        )
+
+    def _rope(self, seq: int, scope: Scope) -> functools.partial:
+        positions = scope.batch.get("positions", jnp.arange(seq)[None])
+        frequencies = np.array(self.frequencies)
+        rotate = recomputed(functools.partial(apply_rope, frequencies=frequencies))
+        return functools.partial(rotate, positions=positions)

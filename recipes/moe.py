@@ -1,0 +1,131 @@
+"""Trains a model with experts on Shakespeare's plays and shows how even its load is.
+
+    python -m recipes.moe --layout data=2,expert=4 --preset tiny-moe --steps 150
+    python -m recipes.moe --preset tiny-moe-capacity --log-json load.jsonl \\
+        --png load.png
+
+On 8 virtual CPU devices. Each row has the step's loss, the share of all assignments
+that were dropped, and for each layer the load of every expert over its fair share. The
+picture (`pip install '.[plots]'`) has each expert's load over time, and the drop rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from meshpar import InputError, Layout, emulate
+
+Row = dict[str, Any]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the recipe; 0 done, 2 on bad input."""
+    args = _parser().parse_args(argv)
+    try:
+        layout = Layout.parse(args.layout)
+        emulate(layout.num_devices)
+        rows = []
+        for row in train(args.preset, layout, args.steps, args.global_batch, args.seq):
+            rows.append(row)
+            print(in_words(row), flush=True)
+    except InputError as error:
+        print(f"moe: {error}", file=sys.stderr)
+        return 2
+    if args.log_json is not None:
+        args.log_json.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if args.png is not None:
+        draw(rows, args.png)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m recipes.moe")
+    parser.add_argument("--layout", default="data=2,expert=4", metavar="LINE")
+    parser.add_argument("--preset", default="tiny-moe", metavar="NAME")
+    parser.add_argument("--steps", type=int, default=150, metavar="N")
+    parser.add_argument("--global-batch", type=int, default=16, help="sequences a step")
+    parser.add_argument("--seq", type=int, default=128, help="tokens of a sequence")
+    parser.add_argument("--log-json", type=Path, metavar="FILE", help="a row a step")
+    parser.add_argument(
+        "--png", type=Path, metavar="FILE", help="where the picture goes"
+    )
+    return parser
+
+
+def train(
+    preset: str, layout: Layout, num_steps: int, global_batch: int, seq: int
+) -> Iterator[Row]:
+    """Trains a preset with experts, one row a step.
+
+    Raises:
+        InputError: The preset has no experts, or the layout does not suit it.
+    """
+    import jax
+    import numpy as np
+    import optax
+
+    from meshpar import make_train_step
+    from meshpar.models.presets import build
+    from meshpar.recipes.texts import read_tokens
+
+    model = build(preset)
+    if "router" not in model.state.get("blocks", {}).get("mlp", {}):
+        raise InputError(f"preset {preset!r} has no experts; choose tiny-moe")
+    devices = jax.devices()[: layout.num_devices]
+    optimizer = optax.adamw(optax.warmup_cosine_decay_schedule(0, 3e-3, 20, num_steps))
+    step = make_train_step(model, optimizer, layout, devices=devices, max_grad_norm=1.0)
+    tokens = read_tokens((), seq).train
+    rng, state = np.random.default_rng(0), step.init(0)
+    for number in range(num_steps):
+        starts = rng.integers(0, len(tokens) - seq - 1, global_batch)
+        rows = tokens[starts[:, None] + np.arange(seq + 1)].astype(np.int32)
+        weights = np.ones((global_batch, seq), np.float32)
+        batch = dict(tokens=rows[:, :-1], targets=rows[:, 1:], weights=weights)
+        state, metrics = step(state, batch)
+        load = np.asarray(state.model_state["blocks"]["mlp"]["router"]["tokens"])
+        dropped = float(metrics["auxiliary.dropped"] * metrics["weight_sum"])
+        yield {
+            "step": number,
+            "loss": float(metrics["loss"]),
+            "dropped": dropped / float(load.sum()),
+            "load": (load / load.mean(axis=1, keepdims=True)).round(4).tolist(),
+        }
+
+
+def in_words(row: Row) -> str:
+    """A row in one line: its fullest and emptiest experts over their fair share."""
+    loads = [load for layer in row["load"] for load in layer]
+    return (
+        f"step {row['step']:4d}  loss {row['loss']:.4f}  load {min(loads):.2f} to "
+        f"{max(loads):.2f}  dropped {row['dropped']:.2%}"
+    )
+
+
+def draw(rows: Sequence[Row], png: Path) -> None:
+    """Each expert's load over time, one panel a layer, and the drop rate below."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        sys.exit("--png needs matplotlib: pip install '.[plots]'")
+    num_layers = len(rows[0]["load"])
+    figure = Figure(figsize=(7, 1.6 * (num_layers + 1)), layout="constrained")
+    *panels, last = figure.subplots(num_layers + 1, sharex=True)
+    steps = [row["step"] for row in rows]
+    for layer, axes in enumerate(panels):
+        axes.plot(steps, [row["load"][layer] for row in rows], linewidth=0.8)
+        axes.axhline(1.0, color="black", linewidth=0.5)
+        axes.set_ylabel(f"layer {layer}")
+    panels[0].set_title("load of each expert over its fair share")
+    last.plot(steps, [100 * row["dropped"] for row in rows], color="black")
+    last.set_ylabel("dropped, %")
+    last.set_xlabel("step")
+    figure.savefig(png, dpi=120)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""A decoder with routed experts in plain JAX: every expert multiplies every token.
+
+No module, scope or layer of meshpar: the parameters are read by name, and an expert
+that a token did not choose counts 0 times.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def loss(config, params, bias, batch):
+    """Mean loss with the auxiliary ones; assignments dropped; each layer's tokens."""
+    x = params["token_embed"][batch["tokens"]]
+    auxiliary, dropped, tokens = 0.0, 0, []
+    blocks = params["blocks"]
+    for layer in range(config.layers):
+        own = jax.tree.map(lambda value, at=layer: value[at], blocks)
+        x = x + _attention(config, own["attention"], _norm(x, own["attention_norm"]))
+        y, more, lost, used = _experts(
+            config, own["mlp"], bias[layer], _norm(x, own["mlp_norm"])
+        )
+        x, auxiliary, dropped = x + y, auxiliary + more, dropped + lost
+        tokens.append(used)
+    logits = _norm(x, params["final_norm"]) @ params["unembed"].T
+    picked = jnp.take_along_axis(
+        jax.nn.log_softmax(logits, -1), batch["targets"][..., None], -1
+    )[..., 0]
+    total = -(picked * batch["weights"]).sum() + auxiliary
+    return total / batch["weights"].sum(), (dropped, jnp.stack(tokens))
+
+
+def _norm(x, params):
+    return x * jax.lax.rsqrt((x**2).mean(-1, keepdims=True) + 1e-5) * params["scale"]
+
+
+def _attention(config, params, x):
+    size = config.embed // config.heads
+    group = config.heads // config.kv_heads
+    qkv = jnp.einsum("btd,dkgh->btkgh", x, params["qkv"])
+    q, k, v = qkv[..., :group, :], qkv[..., group, :], qkv[..., group + 1, :]
+    q, k = _rotated(q, size), _rotated(k[..., None, :], size)[..., 0, :]
+    scores = jnp.einsum("btkgh,bskh->bkgts", q, k) / np.sqrt(size)
+    seq = x.shape[1]
+    seen = np.tril(np.ones((seq, seq), bool))
+    shares = jax.nn.softmax(jnp.where(seen, scores, -1e30), -1)
+    mixed = jnp.einsum("bkgts,bskh->btkgh", shares, v)
+    mixed = mixed.reshape(*x.shape[:2], config.heads, size)
+    return jnp.einsum("btnh,nhd->btd", mixed, params["out"])
+
+
+def _rotated(x, size):
+    half = size // 2
+    angles = np.arange(x.shape[1])[:, None] / 10_000.0 ** (np.arange(half) / half)
+    cos, sin = np.cos(angles)[:, None, None], np.sin(angles)[:, None, None]
+    one, two = x[..., :half], x[..., half:]
+    return jnp.concatenate([one * cos - two * sin, two * cos + one * sin], -1)
+
+
+def _experts(config, params, bias, x):
+    logits = x @ params["router"]["scores"]
+    scores = (
+        jax.nn.sigmoid(logits) if config.score == "sigmoid" else jax.nn.softmax(logits)
+    )
+    ranked = jnp.argsort(-jax.lax.stop_gradient(_allowed(config, scores + bias)))
+    chosen = ranked[..., : config.top_k]
+    weights = jnp.take_along_axis(scores, chosen, -1)
+    if config.normalised:
+        weights = weights / weights.sum(-1, keepdims=True)
+    hits = jax.nn.one_hot(chosen, config.experts)  # batch, seq, choice, expert
+    kept = _kept(config, hits)
+    y = 0.0
+    for expert in range(config.experts):
+        gate, up = (x @ params["gate_up"][expert, :, part] for part in (0, 1))
+        out = (jax.nn.silu(gate) * up) @ params["down"][expert]
+        weight = (weights * hits[..., expert] * kept).sum(-1)
+        y = y + config.scale * weight[..., None] * out
+    if config.shared_experts:
+        gate, up = (x @ params["shared"]["gate_up"][:, part] for part in (0, 1))
+        y = y + (jax.nn.silu(gate) * up) @ params["shared"]["down"]
+    seq = x.shape[1]
+    used = hits.sum((1, 2)) / (seq * config.top_k)
+    mean = (scores / scores.sum(-1, keepdims=True)).mean(1)
+    balance = (used * mean).sum() * config.experts * seq
+    z = (jax.nn.logsumexp(logits, -1) ** 2).sum()
+    auxiliary = config.balance_coefficient * balance + config.z_coefficient * z
+    return y, auxiliary, (1 - kept).sum(), hits.sum((0, 1, 2))
+
+
+def _allowed(config, scores):
+    if config.groups == 1:
+        return scores
+    size = config.experts // config.groups
+    grouped = scores.reshape(*scores.shape[:-1], config.groups, size)
+    judged = jnp.sort(grouped, -1)[..., -2:].sum(-1)
+    worst = jnp.sort(judged, -1)[..., -config.top_groups, None]
+    return jnp.where((judged >= worst)[..., None], grouped, -1e30).reshape(scores.shape)
+
+
+def _kept(config, hits):
+    """1 where an assignment is within its expert's capacity, first choices first."""
+    if not config.capacity_factor:
+        return jnp.ones(hits.shape[:-1])
+    batch, seq, choices, experts = hits.shape
+    fair = config.capacity_factor * seq * choices / experts
+    in_order = hits.transpose(0, 2, 1, 3).reshape(batch, choices * seq, experts)
+    before = jnp.cumsum(in_order, 1) - in_order
+    kept = ((before * in_order).sum(-1) < np.ceil(fair)).astype(jnp.float32)
+    return kept.reshape(batch, choices, seq).transpose(0, 2, 1)

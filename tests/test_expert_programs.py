@@ -1,0 +1,184 @@
+"""Compiled programs of experts: what they multiply, and what they send."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from meshpar import Layout, Scope, default_rules, make_train_step
+from meshpar.audit.flops import instruction_flops
+from meshpar.audit.hlo import parse_program
+from meshpar.audit.loops import places
+from meshpar.audit.report import audit
+from meshpar.audit.subject import subject_of
+from meshpar.audit.target import Target
+from meshpar.audit.targets import compile_for
+from meshpar.layout import BATCH_AXES
+from meshpar.mesh import absent_mesh
+from meshpar.model.tracing import traced_batch
+from meshpar.models.presets import build
+from meshpar.parallel.expert import tiles
+from meshpar.parallel.expert.experts import SPARE, routed_mlp
+from tests.marks import slow
+from tests.test_audit_targets import needs_gpu_compiler, needs_tpu_compiler
+
+# FLOPs of experts at balanced load.
+
+EMBED, HIDDEN, EXPERTS, TOP_K, TOKENS = 512, 1024, 8, 2, 4096
+
+
+def program_of(line, target, dtype):
+    """The compiled experts and their gradients, `TOKENS` tokens on each device."""
+    layout = Layout.parse(line)
+    mesh = absent_mesh(layout)
+    axes = tuple(axis for axis in BATCH_AXES if mesh.shape[axis] > 1)
+    chosen = Target.parse(target)
+    scope = Scope(
+        rules=default_rules(layout), batch_axes=axes, platform=chosen.platform
+    )
+
+    def local(x, experts, weights, gate_up, down, dy):
+        y, vjp = jax.vjp(
+            lambda *of: routed_mlp(of[0], experts, *of[1:], scope, num_experts=EXPERTS),
+            *(x, weights, gate_up, down),
+        )
+        return y, *vjp(dy)
+
+    examples, split = P(BATCH_AXES), P("expert")
+    mapped = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(examples, examples, examples, split, split, examples),
+        out_specs=(examples, examples, examples, split, split),
+        axis_names=set(BATCH_AXES),
+        check_vma=False,
+    )
+    batch = layout.num_devices
+    array = jax.ShapeDtypeStruct
+    arguments = (
+        array((batch, TOKENS, EMBED), dtype),
+        array((batch, TOKENS, TOP_K), jnp.int32),
+        array((batch, TOKENS, TOP_K), jnp.float32),
+        array((EXPERTS, EMBED, 2, HIDDEN), dtype),
+        array((EXPERTS, HIDDEN, EMBED), dtype),
+        array((batch, TOKENS, EMBED), dtype),
+    )
+    subject = subject_of(mapped, arguments, mesh=mesh, platform=chosen.platform)
+    found = compile_for(chosen, subject, timeout_s=580, memory_bytes=16 << 30)
+    return parse_program(found.text)
+
+
+def first_round_flops(program):
+    """Of the loops over tiles that are counted, as if each ran as often as it can."""
+    total = 0
+    for name, at in places(program).items():
+        computation = program.computations[name]
+        times = sum(one.executions for one in at if one.in_loop and one.counted)
+        for instruction in computation.instructions:
+            total += times * (instruction_flops(program, computation, instruction) or 0)
+    return total
+
+
+@pytest.mark.parametrize(
+    "line, target, dtype",
+    [
+        ("expert=8", "cpu:virtual:8", jnp.float32),
+        slow("data=8", "cpu:virtual:8", jnp.float32),
+        pytest.param(
+            *("fsdp=8,expert=8", "gpu:h100:8x8", jnp.bfloat16),
+            marks=[pytest.mark.slow, needs_gpu_compiler],
+        ),
+        pytest.param(
+            *("fsdp=8,expert=8", "tpu:v5p:4x4x4", jnp.bfloat16),
+            marks=[pytest.mark.slow, needs_tpu_compiler],
+        ),
+    ],
+)
+def test_at_balanced_load_a_ninth_of_the_flops_or_less_is_in_vain(line, target, dtype):
+    program = program_of(line, target, dtype)
+    degree = Layout.parse(line).expert
+    own, rows = EXPERTS // degree, TOKENS * TOP_K
+    room = rows if degree == 1 else math.ceil(SPARE * rows / degree) * degree
+    tile = tiles.tile_size(room, own)
+    balanced = tiles.cut(jnp.full((own,), rows // own, jnp.int32), room, tile)
+    most = balanced.expert.shape[0]
+    executed = first_round_flops(program) / most * int(balanced.number)
+    ideal = 3 * 2 * rows * 3 * EMBED * HIDDEN
+    assert 1 <= executed / ideal <= 1.15
+
+
+# What a training step sends.
+
+LAYERS, BATCH, SEQ, WIDTH = 3, 8, 32, 16
+SIZES = dict(embed=WIDTH, heads=2, kv_heads=2, vocab=64, expert_ffn=24)
+
+
+@functools.cache
+def audited(line, preset):
+    layout = Layout.parse(line)
+    devices = jax.devices()[: layout.num_devices]
+    model = build(preset, layers=LAYERS, **SIZES)
+    step = make_train_step(model, optax.sgd(1.0), layout, devices=devices)
+    return audit(step, traced_batch(model, BATCH, SEQ))
+
+
+def room_of(line, preset):
+    """Rows that a device sends each other of those that share the experts."""
+    layout = Layout.parse(line)
+    examples = BATCH // layout.batch_shards
+    if preset == "tiny-moe-capacity":
+        return examples * math.ceil(1.25 * SEQ * 2 / 8) * 8 // layout.expert
+    fair = SPARE * examples * SEQ * 2 / layout.expert
+    return math.ceil(fair / 8) * 8
+
+
+@pytest.mark.parametrize(
+    "line, preset",
+    [
+        ("data=2,expert=4", "tiny-moe"),
+        slow("data=2,expert=4", "tiny-moe-capacity"),
+        slow("fsdp=2,expert=2,tensor=2", "tiny-moe"),
+        slow("expert=8", "tiny-moe-capacity"),
+    ],
+)
+def test_a_block_sends_the_bytes_of_its_rounds_and_nothing_is_unasked(line, preset):
+    """Of n devices each sends n - 1 others `room` rows: of embed values there and back.
+
+    And of a row its expert and weight there, the weight's gradient back.
+    """
+    report = audited(line, preset)
+    assert report.complaints() == []
+    sizes = Layout.parse(line)
+    sent = {}
+    for row in report.rows:
+        one = row.collective
+        if one.kind == "all-to-all" and one.counted:
+            assert one.mesh_axes == ("expert",)
+            bytes_of = sent.setdefault(row.reason, 0)
+            sent[row.reason] = bytes_of + one.wire_bytes * one.executions
+    rows = LAYERS * (sizes.expert - 1) * room_of(line, preset)
+    assert sent == {
+        "tokens to their experts": rows * (WIDTH + 2) * 4,
+        "experts' results back to the tokens": rows * WIDTH * 4,
+        "gradients of results, to the experts": rows * WIDTH * 4,
+        "gradients of tokens, from the experts": rows * (WIDTH + 1) * 4,
+    }
+
+
+def test_gradients_of_experts_are_not_reduced_over_their_own_mesh_axis():
+    reduced = {}
+    for row in audited("data=2,expert=4", "tiny-moe").rows:
+        if row.reason == "gradient reduction over the batch axes":
+            axes = row.collective.mesh_axes
+            reduced[axes] = reduced.get(axes, 0) + row.collective.payload_bytes
+    model = build("tiny-moe", layers=LAYERS, **SIZES)
+    values = {True: 0, False: 0}
+    for one in model.flat_parameters().values():
+        size = math.prod(one.stacked_shape)
+        values["experts" in one.logical_axes] += size
+    experts, others = values[True] // 4, values[False]
+    assert reduced == {("data",): experts * 4, ("data", "expert"): others * 4}

@@ -1,0 +1,250 @@
+"""Rows find their experts, in tiles and over devices, and no row is lost."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from meshpar import InputError, Layout, Scope, default_rules, make_mesh
+from meshpar.layout import BATCH_AXES
+from meshpar.models.layers.router import Router, RouterConfig
+from meshpar.parallel.expert import tiles
+from meshpar.parallel.expert.experts import routed_mlp
+from meshpar.parallel.expert.routes import most_for_one, routes_of, sent, slots
+from tests.marks import slow
+
+EXPERTS, TOP_K, EMBED, HIDDEN, BATCH, SEQ = 8, 2, 12, 8, 8, 8
+RNG = np.random.default_rng(0)
+GATE_UP = (RNG.normal(size=(EXPERTS, EMBED, 2, HIDDEN)) * 0.3).astype(np.float32)
+DOWN = (RNG.normal(size=(EXPERTS, HIDDEN, EMBED)) * 0.3).astype(np.float32)
+X = RNG.normal(size=(BATCH, SEQ, EMBED)).astype(np.float32)
+DY = RNG.normal(size=X.shape).astype(np.float32)
+WEIGHTS = RNG.uniform(size=(BATCH, SEQ, TOP_K)).astype(np.float32)
+
+
+def spread():
+    chosen = [RNG.permutation(EXPERTS)[:TOP_K] for _ in range(BATCH * SEQ)]
+    return np.array(chosen, np.int32).reshape(BATCH, SEQ, TOP_K)
+
+
+def dropped():
+    lost = RNG.uniform(size=(BATCH, SEQ, TOP_K)) < 0.4
+    return np.where(lost, EXPERTS, spread()).astype(np.int32)
+
+
+LOADS = {
+    "spread": spread(),
+    "all to two experts, none to the others": np.broadcast_to(
+        np.array([5, 4], np.int32), (BATCH, SEQ, TOP_K)
+    ),
+    "some dropped": dropped(),
+    "all dropped": np.full((BATCH, SEQ, TOP_K), EXPERTS, np.int32),
+}
+
+
+@jax.jit
+def plain(x, weights, gate_up, down, experts, dy):
+    """Every expert of every token, and the gradients."""
+
+    def run(x, weights, gate_up, down):
+        both = jnp.einsum("BTD,EDPF->BTEPF", x, gate_up)
+        out = jnp.einsum(
+            "BTEF,EFD->BTED", jax.nn.silu(both[..., 0, :]) * both[..., 1, :], down
+        )
+        hits = (experts[..., None] == jnp.arange(EXPERTS)) * weights[..., None]
+        return jnp.einsum("BTKE,BTED->BTD", hits, out)
+
+    y, vjp = jax.vjp(run, x, weights, gate_up, down)
+    return y, *vjp(dy)
+
+
+def routed(scope, x, weights, gate_up, down, experts, dy):
+    y, vjp = jax.vjp(
+        lambda *arrays: routed_mlp(
+            arrays[0], experts, *arrays[1:], scope, num_experts=EXPERTS
+        ),
+        *(x, weights, gate_up, down),
+    )
+    return y, *vjp(dy)
+
+
+@pytest.fixture(scope="module")
+def program():
+    """`program(line)`: routed experts and their gradients under a layout, compiled."""
+    known = {}
+
+    def compiled(line):
+        if line not in known:
+            known[line] = _compiled(line)
+        return known[line]
+
+    return compiled
+
+
+def _compiled(line):
+    layout = Layout.parse(line)
+    mesh = make_mesh(layout, jax.devices()[: layout.num_devices])
+    axes = tuple(axis for axis in BATCH_AXES if mesh.shape[axis] > 1)
+    scope = Scope(rules=default_rules(layout), batch_axes=axes)
+
+    def local(*arrays):
+        y, dx, dweights, *of_experts = routed(scope, *arrays)
+        # Whole over `expert` already: each device has its experts' own.
+        return y, dx, dweights, *jax.lax.psum(of_experts, ("data", "fsdp"))
+
+    examples, experts = P(BATCH_AXES), P("expert")
+    mapped = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(examples, examples, experts, experts, examples, examples),
+        out_specs=(examples, examples, examples, experts, experts),
+        axis_names=set(BATCH_AXES),
+        check_vma=False,
+    )
+
+    def run(*arrays):
+        with jax.set_mesh(mesh):
+            return jax.jit(mapped)(*arrays)
+
+    return run
+
+
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize(
+    "line",
+    [
+        "data=1",
+        "expert=4",
+        "data=2,expert=2,tensor=2",
+        slow("expert=2"),
+        slow("expert=8"),
+        slow("fsdp=2,expert=4"),
+    ],
+)
+def test_values_and_gradients_are_those_of_all_experts_of_all_tokens(
+    program, line, load
+):
+    arrays = X, WEIGHTS, GATE_UP, DOWN, LOADS[load], DY
+    for value, wanted in zip(program(line)(*arrays), plain(*arrays), strict=True):
+        np.testing.assert_allclose(value, wanted, rtol=0, atol=1e-5)
+
+
+def test_rounds_send_every_assignment_once_to_the_device_of_its_expert():
+    experts = jnp.asarray(LOADS["all to two experts, none to the others"][0])
+    routes, room = routes_of(experts, EXPERTS, 4), 3
+    assert most_for_one(routes) == SEQ * TOP_K
+    seen = []
+    for first in range(0, int(most_for_one(routes)), room):
+        assignment, valid = sent(routes, first, room)
+        at = np.asarray(slots(routes, first, room))
+        for device, row in zip(*np.nonzero(valid), strict=True):
+            number = int(assignment[device, row])
+            assert experts.reshape(-1)[number] // 2 == device
+            assert at[number] == device * room + row
+            seen.append(number)
+    assert sorted(seen) == list(range(SEQ * TOP_K))
+
+
+@pytest.mark.parametrize("counts", [(5, 0, 11, 16), (0, 0, 0, 0), (0, 0, 0, 32)])
+def test_tiles_cover_each_experts_rows_and_at_most_one_each_is_not_full(counts):
+    tile = 4
+    found = tiles.cut(jnp.array(counts, jnp.int32), 32, tile)
+    assert found.number == sum(math.ceil(count / tile) for count in counts)
+    rows = {expert: 0 for expert in range(len(counts))}
+    starts = np.cumsum((0, *counts))
+    for at in range(int(found.number)):
+        expert, own = int(found.expert[at]), min(int(found.rows[at]), tile)
+        assert found.first[at] == starts[expert] + rows[expert]
+        rows[expert] += own
+    assert tuple(rows.values()) == counts
+
+
+@pytest.mark.parametrize(
+    "rows, experts", [(65_536, 8), (32_768, 4), (4096, 8), (16_384, 32), (8192, 128)]
+)
+def test_tiles_that_are_not_full_are_an_eighth_of_the_work_at_most(rows, experts):
+    tile = tiles.tile_size(rows, experts)
+    assert experts * tile <= rows / 8 * 1.001
+
+
+# Routers.
+
+
+def chosen(config, logits):
+    """Experts, weights and sums of a router whose logits are given."""
+    with nnx.use_eager_sharding(False):
+        router = Router(logits.shape[-1], config, init_std=0.02, rngs=nnx.Rngs(0))
+    router.scores[...] = jnp.eye(logits.shape[-1])
+    return router, *router(jnp.asarray(logits, jnp.float32))
+
+
+def test_an_expert_takes_first_choices_first_then_earlier_tokens():
+    config = RouterConfig(experts=2, top_k=2, capacity_factor=0.5)
+    assert config.capacity(4) == 2
+    logits = np.array([[[2, 1], [1, 2], [2, 1], [2, 1]]])
+    _, experts, weights, sums = chosen(config, logits)
+    # Expert 0 is first of tokens 0, 2 and 3, expert 1 of token 1.
+    assert experts.tolist() == [[[0, 1], [1, 2], [0, 2], [2, 2]]]
+    assert sums["dropped"] == 4
+    assert (np.asarray(weights) == 0).tolist() == (np.asarray(experts) == 2).tolist()
+
+
+def test_a_bias_moves_the_choice_and_not_the_weights_and_goes_to_the_idle():
+    config = RouterConfig(experts=3, top_k=1, bias_rate=0.25, normalised=False)
+    logits = np.array([[[3.0, 2.0, 1.0]] * 3])
+    router, experts, _, sums = chosen(config, logits)
+    assert experts.ravel().tolist() == [0, 0, 0]
+    router.update(sums)
+    assert router.bias[...].tolist() == [-0.25, 0.25, 0.25]
+    assert router.tokens[...].tolist() == [3.0, 0.0, 0.0]
+    router.update(sums)
+    experts, weights, _ = router(jnp.asarray(logits, jnp.float32))
+    assert experts.ravel().tolist() == [1, 1, 1]
+    np.testing.assert_allclose(weights.ravel(), jax.nn.softmax(logits[0, 0])[1])
+
+
+def test_only_the_best_groups_are_chosen_from():
+    config = RouterConfig(experts=6, top_k=2, groups=3, top_groups=1, score="sigmoid")
+    # The best expert is alone in its group; the best two together are 2 and 3.
+    _, experts, weights, _ = chosen(config, np.array([[[5, -9, 3, 2, 1, 0]]]))
+    assert experts.tolist() == [[[2, 3]]]
+    assert weights.sum() == pytest.approx(1.0)
+
+
+def test_an_even_load_has_a_balance_loss_of_1_a_token():
+    config = RouterConfig(experts=4, top_k=1)
+    _, _, _, sums = chosen(config, np.eye(4)[None] * 1e-3)
+    assert sums["load_balance"] == pytest.approx(4.0, rel=1e-3)
+    assert sums["expert_tokens"].tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize(
+    "changes, match",
+    [
+        ({"top_k": 9}, "top_k=9 of experts=8, 8 of which a token may choose from"),
+        ({"groups": 3}, "experts=8 in groups=3"),
+        ({"groups": 4, "top_groups": 5}, "top_groups=5 of them"),
+        ({"groups": 4, "top_k": 4}, "top_k=4 of experts=8, 2 of which"),
+        ({"score": "relu"}, "score='relu': must be one of softmax, sigmoid"),
+        ({"capacity_factor": -1.0}, "capacity_factor=-1.0: must be at least 0"),
+    ],
+)
+def test_a_router_that_cannot_be_is_refused(changes, match):
+    with pytest.raises(InputError, match=match):
+        RouterConfig(**{"experts": 8, "top_k": 2, **changes})
+
+
+def test_experts_that_lie_otherwise_than_the_rules_say_are_refused():
+    with pytest.raises(
+        InputError, match="8 on each of 1 devices, but the router has 9"
+    ):
+        routed_mlp(
+            *(jnp.asarray(array) for array in (X, LOADS["spread"], WEIGHTS)),
+            *(jnp.asarray(array) for array in (GATE_UP, DOWN)),
+            Scope(),
+            num_experts=9,
+        )

@@ -1,0 +1,46 @@
+"""A run with experts goes on under another degree of `expert`."""
+
+import jax
+import numpy as np
+import optax
+
+from meshpar import Layout, make_train_step
+from meshpar.models.presets import build
+from meshpar.train.checkpoint import Checkpoints
+
+SIZES = dict(layers=2, embed=16, heads=2, kv_heads=2, vocab=32, expert_ffn=8)
+
+
+def step_of(line):
+    layout = Layout.parse(line)
+    devices = jax.devices()[: layout.num_devices]
+    return make_train_step(
+        build("tiny-moe", **SIZES), optax.adam(1e-2), layout, devices=devices
+    )
+
+
+def test_a_state_and_its_next_step_are_the_same_under_another_degree(tmp_path):
+    tokens = np.random.default_rng(0).integers(0, 32, (8, 9))
+    batch = dict(tokens=tokens[:, :-1], targets=tokens[:, 1:], weights=np.ones((8, 8)))
+    one, other = step_of("expert=8"), step_of("fsdp=2,expert=2")
+    state, _ = one(one.init(0), batch)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(state, {"layout": "expert=8"})
+    with Checkpoints(tmp_path) as checkpoints:
+        restored = checkpoints.restore(other.state_shapes, other.shardings)
+    for wanted, found in zip(
+        jax.tree.leaves(state), jax.tree.leaves(restored), strict=True
+    ):
+        np.testing.assert_array_equal(wanted, found)
+    after, metrics = one(state, batch)
+    again, found = other(restored, batch)
+    np.testing.assert_allclose(found["loss"], metrics["loss"], rtol=1e-5)
+    for wanted, found in zip(
+        jax.tree.leaves(after.params), jax.tree.leaves(again.params), strict=True
+    ):
+        scale = np.abs(wanted).max()
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 * scale)
+    np.testing.assert_array_equal(
+        after.model_state["blocks"]["mlp"]["router"]["bias"],
+        again.model_state["blocks"]["mlp"]["router"]["bias"],
+    )

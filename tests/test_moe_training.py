@@ -1,0 +1,141 @@
+"""Models with experts train as a plain program does, whatever splits the experts."""
+
+import functools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from meshpar import Layout, make_train_step
+from meshpar.model.values import initial_key
+from meshpar.models.moe import MoEConfig, RoutedBlock, moe
+from tests import moe_reference
+from tests.marks import slow
+
+SMALL = MoEConfig(
+    layers=2, embed=16, heads=4, kv_heads=2, vocab=32, experts=8, top_k=2, expert_ffn=8
+)
+CONFIGS = {
+    "dropless": replace(SMALL, bias_rate=0.01),
+    "capacity": replace(SMALL, capacity_factor=1.0),
+    "sigmoid in groups, shared": replace(
+        SMALL,
+        score="sigmoid",
+        groups=4,
+        top_groups=2,
+        shared_experts=1,
+        scale=2.5,
+        bias_rate=0.01,
+    ),
+    "all experts": replace(SMALL, experts=4, top_k=4),
+}
+STEPS, BATCH, SEQ = 3, 8, 8
+OPTIMIZER = optax.adamw(1e-2, eps=1e-4)
+LIMIT = 0.5  # of the gradients' norm: all three steps are clipped
+
+
+def batches():
+    rng = np.random.default_rng(0)
+    for _ in range(STEPS):
+        tokens = rng.integers(0, 32, (BATCH, SEQ + 1)).astype(np.int32)
+        weights = (rng.random((BATCH, SEQ)) < 0.8).astype(np.float32)
+        yield dict(tokens=tokens[:, :-1], targets=tokens[:, 1:], weights=weights)
+
+
+def initial_of(config):
+    """Values as Flax alone draws them, one block after another."""
+
+    @jax.jit
+    def drawn(key):
+        with nnx.use_eager_sharding(False):
+            block = RoutedBlock(config, nnx.Rngs(key))
+        return nnx.to_pure_dict(nnx.split(block, nnx.Param, ...)[1])
+
+    blocks = [drawn(initial_key(0, "blocks", layer)) for layer in range(config.layers)]
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks)
+
+
+@functools.cache
+def reference(name):
+    """Losses, norms and drops of the plain program, its parameters and biases."""
+    config = CONFIGS[name]
+    model = moe(config)
+    params = {**jax.jit(model.init)(0), "blocks": initial_of(config)}
+    optimizer = optax.chain(optax.clip_by_global_norm(LIMIT), OPTIMIZER)
+
+    @jax.jit
+    def step(params, opt_state, bias, batch):
+        (loss, (dropped, tokens)), gradients = jax.value_and_grad(
+            lambda params: moe_reference.loss(config, params, bias, batch), has_aux=True
+        )(params)
+        updates, opt_state = optimizer.update(gradients, opt_state, params)
+        norm = optax.tree.norm(gradients)
+        uneven = jnp.sign(tokens.mean(-1, keepdims=True) - tokens)
+        bias = bias + config.bias_rate * uneven
+        params = optax.apply_updates(params, updates)
+        return params, opt_state, bias, loss, norm, dropped
+
+    first, opt_state, rows = params, optimizer.init(params), []
+    bias = jnp.zeros((config.layers, config.experts))
+    for batch in batches():
+        params, opt_state, bias, *row = step(params, opt_state, bias, batch)
+        rows.append([float(value) for value in row])
+    return first, rows, params, bias
+
+
+def trained(name, line):
+    """The step's initial parameters, its metrics, and its state after the steps."""
+    layout = Layout.parse(line)
+    devices = jax.devices()[: layout.num_devices]
+    step = make_train_step(
+        moe(CONFIGS[name]), OPTIMIZER, layout, devices=devices, max_grad_norm=LIMIT
+    )
+    state = step.init(0)
+    first, rows = jax.device_get(state.params), []
+    for batch in batches():
+        state, metrics = step(state, batch)
+        rows.append({key: float(value) for key, value in metrics.items()})
+    return first, rows, jax.device_get((state.params, state.model_state))
+
+
+CASES = [
+    ("dropless", "expert=4"),
+    ("capacity", "data=2,expert=2"),
+    slow("dropless", "expert=8"),
+    slow("sigmoid in groups, shared", "expert=2,tensor=2"),
+    slow("all experts", "fsdp=2,expert=2"),
+    slow("capacity", "expert=8"),
+    slow("capacity", "stage=2,expert=2,tensor=2,microbatches=2"),
+    slow("dropless", "fsdp=2,expert=2,tensor=2,sequence_parallel=true,remat=full"),
+]
+
+
+@pytest.mark.parametrize("name, line", CASES)
+def test_steps_are_those_of_the_plain_program(name, line):
+    initial, rows, params, bias = reference(name)
+    first, found, states = trained(name, line)
+    jax.tree.map(np.testing.assert_array_equal, first, jax.device_get(initial))
+    for (loss, norm, dropped), row in zip(rows, found, strict=True):
+        assert row["loss"] == pytest.approx(loss, rel=1e-5)
+        assert row["grad_norm"] == pytest.approx(norm, rel=1e-5)
+        lost = row["auxiliary.dropped"] * row["weight_sum"]
+        assert lost == pytest.approx(dropped)
+    after, model_state = states
+
+    def close(value, wanted):
+        scale = np.abs(wanted).max()
+        np.testing.assert_allclose(value, wanted, rtol=0, atol=1e-5 * scale)
+
+    jax.tree.map(close, after, jax.device_get(params))
+    if CONFIGS[name].bias_rate:
+        found = model_state["blocks"]["mlp"]["router"]["bias"]
+        np.testing.assert_allclose(found, bias, rtol=1e-6)
+
+
+def test_drops_are_counted_where_experts_have_a_capacity_and_nowhere_else():
+    assert all(row[2] > 0 for row in reference("capacity")[1])
+    assert all(row[2] == 0 for row in reference("dropless")[1])
