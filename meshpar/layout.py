@@ -18,8 +18,12 @@ MESH_AXES = ("data", "fsdp", "stage", "context", "expert", "tensor")
 BATCH_AXES = ("data", "fsdp")
 """The mesh axes that split the batch."""
 
+TOKEN_AXES = (*BATCH_AXES, "context")
+"""The mesh axes that split the tokens of a batch."""
+
 MANUAL_AXES = (*BATCH_AXES, "stage")
-"""The mesh axes over which collectives are written out; GSPMD has the others."""
+"""The mesh axes that parameters are split over by hand; GSPMD has the others, but for
+`context`, over which no parameter is split."""
 
 STAGE_REMATS = ("stage", "stage_full")
 """What keeps nothing but the input of each pipeline stage."""

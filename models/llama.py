@@ -161,7 +161,7 @@ class LlamaEnds(nnx.Module):
     def embed(self, batch: Batch, scope: Scope) -> jax.Array:
         """Tokens (batch, seq) -> (batch, seq, embed)."""
         tokens = batch["tokens"]
-        seq = scope.full_seq or tokens.shape[1]
+        seq = scope.seq_length(tokens.shape[1])
         if 0 < self.max_seq < seq:
             raise InputError(
                 f"sequences of {seq} tokens, but the model has max_seq={self.max_seq}; "

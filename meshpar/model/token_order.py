@@ -9,7 +9,7 @@ section 3, for the imbalance; Llama team 2024, section 3.3.2, for the 2n chunks.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -27,6 +27,7 @@ class TokenOrder:
         num_ranks: Its size.
         method: How attention crosses it: `ring`, `allgather` or `ulysses`.
         zigzag: Whether each device has two chunks; else one, in natural order.
+        lengths: (tokens of a padded sequence, those before the padding) of each.
 
     Example:
         >>> order = TokenOrder(mesh_axis="context", num_ranks=2, zigzag=True)
@@ -38,6 +39,11 @@ class TokenOrder:
     num_ranks: int
     method: str = "ring"
     zigzag: bool = False
+    lengths: tuple[tuple[int, int], ...] = ()
+
+    def of_whole(self) -> TokenOrder:
+        """That of a device which has whole sequences, in their own order."""
+        return replace(self, num_ranks=1, method="ring", zigzag=False)
 
     @property
     def num_chunks(self) -> int:
@@ -47,6 +53,11 @@ class TokenOrder:
     def padded(self, num_tokens: int) -> int:
         """The least number of tokens that divides into chunks, from `num_tokens` on."""
         return math.ceil(num_tokens / self.num_chunks) * self.num_chunks
+
+    def length(self, num_tokens: int) -> int:
+        """Tokens of the sequence that has `num_tokens` on each device, but padding."""
+        whole = num_tokens * self.num_ranks
+        return dict(self.lengths).get(whole, whole)
 
     def rank(self) -> jax.Array:
         """This device's place along the mesh axis."""

@@ -20,9 +20,10 @@ _OPTION_OF = {
 def layout_refusals(layout: Layout) -> dict[str, str]:
     """Key of a layout -> why `make_train_step` refuses the value it has."""
     refusals = {
-        name: f"layout {str(layout)!r}: make_train_step lays out data, fsdp, stage and "
-        f"tensor; {name}={getattr(layout, name)} is not supported: set {name}=1"
-        for name in ("context", "expert")
+        name: f"layout {str(layout)!r}: make_train_step lays out data, fsdp, stage, "
+        f"context and tensor; {name}={getattr(layout, name)} is not supported: set "
+        f"{name}=1"
+        for name in ("expert",)
         if getattr(layout, name) != 1
     }
     for name, mesh_axis in _OPTION_OF.items():

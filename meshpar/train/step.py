@@ -27,6 +27,7 @@ from meshpar.parallel.pipeline.stages import in_layer_order
 from meshpar.parallel.placement import DTYPES, Placement
 from meshpar.parallel.prefetch_choice import prefetch_notes, prefetches
 from meshpar.parallel.program import LocalProgram
+from meshpar.parallel.sequence import check_sequences
 from meshpar.rules.rules import Rules
 from meshpar.rules.sharding import born_sharded
 from meshpar.train.batch_placement import BatchPlacement
@@ -123,7 +124,10 @@ class TrainStep:
         )
         self.batch_sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
         self._batches = BatchPlacement(
-            inputs=model.inputs or {}, layout=layout, sharding=self.batch_sharding
+            inputs=model.inputs or {},
+            check_sequences=functools.partial(check_sequences, model, layout),
+            layout=layout,
+            sharding=self.batch_sharding,
         )
         self._options_as_given = compiler_options
         self.compiler_options = compiler_options_for(

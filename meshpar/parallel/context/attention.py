@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from meshpar.chunk_bytes import LONGEST_SCORES
 from meshpar.collectives import asked
 from meshpar.errors import InputError
 from meshpar.model.token_order import TokenOrder
@@ -73,6 +74,30 @@ def shard_attention(
     return output if sinks is None else _with_sinks(output, lse, sinks)
 
 
+def blockwise(
+    q: jax.Array,
+    k: jax.Array,
+    order: TokenOrder | None,
+    mask: Mask,
+    *,
+    masked: bool,
+) -> bool:
+    """Whether attention is to run in tiles, which keeps no scores.
+
+    It does where devices share the sequence, where it is long, and under a mask that
+    the kernels for short ones do not know.
+
+    Args:
+        q: (batch, tokens, heads, head_dim).
+        k: (batch, keys, kv_heads, head_dim).
+        order: Of the tokens.
+        mask: Which keys a query sees by their places.
+        masked: Whether documents tell them apart.
+    """
+    long = max(q.shape[1], k.shape[1]) > LONGEST_SCORES
+    return order is not None or masked or mask.window is not None or long
+
+
 def _of_tokens(
     q: jax.Array,
     k: jax.Array,
@@ -121,7 +146,7 @@ def _by_heads(
         q_segments=whole(known.q_segments),
         k_segments=whole(known.k_segments),
     )
-    output, lse = _of_tokens(q, k, v, mask, None, here)
+    output, lse = _of_tokens(q, k, v, mask, order.of_whole(), here)
     if sinks is not None:
         own = lax.dynamic_slice_in_dim(sinks, known.rank * heads, heads)
         output = _with_sinks(output, lse, own)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +44,24 @@ class Hops:
     queries: int
     keys: int
     tiles: tuple[int, int]
+
+    def positions(self, rank: Any, *, of_keys: bool) -> Any:
+        """(tiles, tokens of one): where the tokens of a device stand, or `PADDING`.
+
+        Args:
+            rank: The device; NumPy's result for an int, JAX's for an array.
+            of_keys: Of its keys, else of its queries.
+        """
+        tokens = self.keys if of_keys else self.queries
+        tile = self.tiles[1 if of_keys else 0]
+        xp = np if isinstance(rank, int) else jnp
+        if self.order is None:
+            found, length = xp.arange(tokens, dtype=xp.int32), tokens
+        else:
+            found, length = self.order.positions(tokens, rank), self.order.length(tokens)
+        found = xp.where(found < length, found, PADDING)
+        padded = xp.pad(found, (0, -tokens % tile), constant_values=PADDING)
+        return padded.reshape(-1, tile)
 
     @property
     def num_ranks(self) -> int:
@@ -82,25 +101,10 @@ class Hops:
     def live(self, hop: int, rank: int) -> np.ndarray:
         """The tiles that a device needs at a hop, (pairs, 2)."""
         source = (rank - hop) % self.num_ranks
-        return self.mask.live_tiles(
-            self._positions(self.queries, rank, self.tiles[0]),
-            self._positions(self.keys, source, self.tiles[1]),
-            self.tiles,
-        )
+        return _live(self, rank, source)
 
     def _most(self, hop: int) -> int:
         return max(len(self.live(hop, rank)) for rank in range(self.num_ranks))
-
-    def _positions(self, tokens: int, rank: int, tile: int) -> np.ndarray:
-        found = positions_of(self.order, tokens, rank)
-        return np.pad(found, (0, -tokens % tile), constant_values=PADDING)
-
-
-def positions_of(order: TokenOrder | None, tokens: int, rank: int) -> np.ndarray:
-    """Where a device's tokens stand in the sequence."""
-    if order is None:
-        return np.arange(tokens, dtype=np.int32)
-    return order.positions(tokens, rank)
 
 
 def tile_size(tokens: int, rows: int, order: TokenOrder | None) -> int:
@@ -116,6 +120,12 @@ def tile_size(tokens: int, rows: int, order: TokenOrder | None) -> int:
     most = max(min(most, LARGEST_TILE, chunk), 1)
     divides = next(size for size in range(most, 0, -1) if chunk % size == 0)
     return divides if divides >= min(most, SMALLEST_TILE) else most
+
+
+@functools.lru_cache(maxsize=4096)
+def _live(hops: Hops, rank: int, source: int) -> np.ndarray:
+    queries = hops.positions(rank, of_keys=False)
+    return hops.mask.live_tiles(queries, hops.positions(source, of_keys=True))
 
 
 @functools.lru_cache(maxsize=64)

@@ -39,18 +39,14 @@ class Mask:
                 "or None for no limit"
             )
 
-    def live_tiles(
-        self, queries: np.ndarray, keys: np.ndarray, tiles: tuple[int, int]
-    ) -> np.ndarray:
+    def live_tiles(self, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
         """(query tile, key tile) of every tile with a pair that may see, (pairs, 2).
 
         Args:
-            queries: Positions; their number divides into tiles.
+            queries: Positions, (tiles, tokens of one).
             keys: As `queries`.
-            tiles: Queries and keys of a tile.
         """
-        q_min, q_max = _bounds(queries, tiles[0])
-        k_min, k_max = _bounds(keys, tiles[1])
+        (q_min, q_max), (k_min, k_max) = _bounds(queries), _bounds(keys)
         live = (k_max >= 0) & (q_max >= 0)[:, None]
         if self.causal and not self.prefix:
             live &= q_max[:, None] >= k_min
@@ -98,9 +94,8 @@ def seen(
     return found
 
 
-def _bounds(positions: np.ndarray, tile: int) -> tuple[np.ndarray, np.ndarray]:
+def _bounds(tiles: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Least and greatest position of each tile; -1 for one of padding alone."""
-    tiles = positions.reshape(-1, tile)
     far = np.iinfo(np.int32).max
     least = np.where(tiles == PADDING, far, tiles).min(axis=1)
     return least, tiles.max(axis=1)

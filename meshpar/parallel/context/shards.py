@@ -21,7 +21,7 @@ from jax import lax
 
 from meshpar.collectives import asked
 from meshpar.parallel.context.hops import Hops
-from meshpar.parallel.context.mask import PADDING, Marks
+from meshpar.parallel.context.mask import Marks
 from meshpar.parallel.context.tiles import Keys, Queries, Running, attend, gradients
 
 # Dims: B batch, T tokens of a device, N heads, K kv heads, G heads for each, H
@@ -253,7 +253,7 @@ def _met(hops: Hops, keys: tuple, hop: Any, known: Known) -> Keys:
     """The keys that the queries meet at a hop, and where they stand."""
     k, v, segments = keys
     source = (known.rank - hop) % hops.num_ranks
-    return Keys(k, v, Marks(_positions(hops, hops.keys, source, 1), segments))
+    return Keys(k, v, Marks(hops.positions(source, of_keys=True), segments))
 
 
 def _of_source(hops: Hops, whole: tuple, hop: Any, known: Known) -> tuple:
@@ -264,21 +264,7 @@ def _of_source(hops: Hops, whole: tuple, hop: Any, known: Known) -> tuple:
 def _queries(plan: Plan, q: jax.Array, known: Known) -> Queries:
     hops = plan.hops
     segments = _segment_tiles(known.q_segments, hops.tiles[0])
-    return Queries(
-        q, Marks(_positions(hops, hops.queries, known.rank, 0), segments)
-    )
-
-
-def _positions(hops: Hops, tokens: int, rank: jax.Array, which: int) -> jax.Array:
-    """(tiles, tokens of one) of a device."""
-    tile = hops.tiles[which]
-    found = (
-        jnp.arange(tokens, dtype=jnp.int32)
-        if hops.order is None
-        else hops.order.positions(tokens, rank)
-    )
-    padded = jnp.pad(found, (0, -tokens % tile), constant_values=PADDING)
-    return padded.reshape(-1, tile)
+    return Queries(q, Marks(hops.positions(known.rank, of_keys=False), segments))
 
 
 def _tiled_segments(hops: Hops, known: Known) -> jax.Array | None:

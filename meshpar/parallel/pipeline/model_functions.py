@@ -151,7 +151,7 @@ class ModelFunctions:
             axes = (*self.scopes.batch_axes, STAGE)
             own = {**known, "batch": share, "examples": examples}
             return self.scopes(own, batch_axes=axes)
-        share = {}
+        outside, share = self.scopes(known), {}
         for name, array in batch.items():
             dim = model.seq_dim(name) if array.ndim > 1 else None
             share[name] = (
@@ -159,6 +159,6 @@ class ModelFunctions:
             )
         return self.scopes(
             {**known, "batch": share},
-            token_positions=shares.positions(),
-            full_seq=shares.size,
+            token_positions=outside.positions(shares.size)[shares.positions()],
+            full_seq=outside.seq_length(shares.size),
         )
