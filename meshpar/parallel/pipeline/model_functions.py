@@ -44,7 +44,10 @@ class ModelFunctions:
 
     @property
     def keeps_together(self) -> str | None:
-        """By the layout's mesh."""
+        """By the layout's mesh, and its ring of keys and values."""
+        layout = self.placement.layout
+        if layout.context > 1 and layout.attention == "ring":
+            return "keys and values are permuted over 'context'"
         return mesh_hindrance(self.placement.mesh.shape, self.placement.platform)
 
     def embed(self, weights: Params, known: Known, shares: Shares | None) -> Stream:
