@@ -154,8 +154,8 @@ class Scope:
         """
         if self.order is not None:
             raise InputError(
-                f"scope.key({name!r}) is one for each example, but "
-                f"{self.order.num_ranks} devices share the tokens of an example; set "
+                f"scope.key({name!r}) is one for each example, but the devices of "
+                f"{self.order.mesh_axis} share the tokens of an example; set "
                 f"{self.order.mesh_axis}=1, or draw with scope.dropout"
             )
         if self.token_positions is not None:

@@ -27,6 +27,8 @@ class TokenOrder:
         num_ranks: Its size.
         method: How attention crosses it: `ring`, `allgather` or `ulysses`.
         zigzag: Whether each device has two chunks; else one, in natural order.
+        probe: Positions, where a function is traced only to find out what it does with
+            tokens: what communicates gives its first argument's shape then.
         lengths: (tokens of a padded sequence, those before the padding) of each.
 
     Example:
@@ -40,6 +42,7 @@ class TokenOrder:
     method: str = "ring"
     zigzag: bool = False
     lengths: tuple[tuple[int, int], ...] = ()
+    probe: Any = None
 
     def of_whole(self) -> TokenOrder:
         """That of a device which has whole sequences, in their own order."""
@@ -61,7 +64,12 @@ class TokenOrder:
 
     def rank(self) -> jax.Array:
         """This device's place along the mesh axis."""
-        return lax.axis_index(self.mesh_axis)
+        return jnp.int32(0) if self.probing else lax.axis_index(self.mesh_axis)
+
+    @property
+    def probing(self) -> bool:
+        """Whether nothing runs, and nothing is to be sent."""
+        return self.probe is not None
 
     def positions(self, num_tokens: int, rank: Any) -> Any:
         """Where in the sequence the tokens of a device stand: (num_tokens,) int32.
@@ -70,6 +78,8 @@ class TokenOrder:
             num_tokens: Of one device.
             rank: Its place; NumPy's result for an int, JAX's for an array.
         """
+        if self.probing:
+            return self.probe
         xp = np if isinstance(rank, int) else jnp
         size = num_tokens * self.num_ranks // self.num_chunks
         within = xp.arange(size, dtype=xp.int32)

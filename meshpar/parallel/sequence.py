@@ -18,10 +18,21 @@ from jax.sharding import PartitionSpec
 from meshpar.errors import InputError
 from meshpar.layout import BATCH_AXES, Layout
 from meshpar.model.contract import Model
+from meshpar.model.inputs import logical_sizes
 from meshpar.model.scope import Scope
+from meshpar.model.token_mixing import mixes_tokens
 from meshpar.model.token_order import TokenOrder
-from meshpar.model.tracing import traced_forward
+from meshpar.model.tracing import (
+    one_layer_shapes,
+    one_layer_state,
+    traced_batch,
+    traced_forward,
+    tracing,
+)
 from meshpar.parallel.placement import BATCH, Placement
+
+_TRACED_TOKENS = (16, 8, 4, 2)
+"""Of the sequences that a model is traced on: the first that it takes."""
 
 SEGMENTS = "segment_ids"
 """The input whose numbers tell documents apart; padding has one below 0."""
@@ -103,6 +114,57 @@ def tokens_at_hand(
         own[name] = array
     uneven = tuple((whole, size) for whole, size in lengths.items() if whole != size)
     return own, dataclasses.replace(order, lengths=uneven)
+
+
+def check_token_wise(model: Model) -> None:
+    """Refuses a model whose functions mix tokens otherwise than by attention.
+
+    They are traced, on no device, as the devices of a split sequence run them.
+
+    Raises:
+        InputError: No input has a sequence; or a function mixes tokens, or counts
+            places from the first token at hand.
+    """
+    sizes = [one for one in logical_sizes(model.known_inputs) if is_sequence(one)]
+    if not sizes:
+        raise InputError(
+            "context splits sequences, but no declared input has a dim of tokens "
+            "(logical axis 'seq', or one that ends with '_seq'); set context=1"
+        )
+    for num_tokens in _TRACED_TOKENS:
+        try:
+            found = _mixes(model, num_tokens)
+            break
+        except InputError:  # longer than the model takes, perhaps
+            if num_tokens == _TRACED_TOKENS[-1]:
+                raise
+    if found is not None:
+        raise InputError(
+            "context splits sequences, but a function of the model joins tokens "
+            f"otherwise than by meshpar's attention: {found}; set context=1"
+        )
+
+
+def _mixes(model: Model, num_tokens: int) -> str | None:
+    """The operation of a model that mixes tokens; None if none does."""
+    batch = traced_batch(model, 3, num_tokens)
+    positions = jax.ShapeDtypeStruct((num_tokens,), jnp.int32)
+
+    def forward(tokens: list, params: Any, state: Any) -> Any:
+        batch, positions = tokens
+        order = TokenOrder(mesh_axis="context", num_ranks=1, probe=positions)
+        once, *_ = traced_forward(model, batch, head=not model.per_token, order=order)
+        return once(params, state, batch)
+
+    def dim_of(name: str) -> int | None:
+        return next(iter(sequence_dims(model, name, batch[name])), None)
+
+    of_batch = {name: (shape, dim_of(name)) for name, shape in batch.items()}
+    params, state = one_layer_shapes(model), one_layer_state(model)
+    with tracing("the model cannot be traced for context"):
+        return mixes_tokens(
+            forward, num_tokens, [of_batch, (positions, 0)], params, state
+        )
 
 
 def _padded(array: jax.Array, dim: int, size: int, name: str) -> jax.Array:

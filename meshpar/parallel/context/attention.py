@@ -62,6 +62,8 @@ def shard_attention(
     Raises:
         InputError: A sliding window and a prefix at once.
     """
+    if order is not None and order.probing:
+        return jnp.broadcast_to(q[..., :1], (*q.shape[:3], v.shape[3]))
     if mask.window is not None and prefix is not None:
         raise InputError(
             f"window={mask.window} and a prefix at once: which of the prefix a window "
