@@ -77,7 +77,7 @@ def dead_rules(
 def large_and_replicated(
     rows: list[ParameterRow], layout: Layout, large_bytes: int
 ) -> list[Finding]:
-    whole = ("data",) if layout.zero == 3 else BATCH_AXES
+    whole = (*(("data",) if layout.zero == 3 else BATCH_AXES), "context")
     splitting = [axis for axis in _axes_at_work(layout) if axis not in whole]
     if not splitting:
         return []
@@ -114,7 +114,7 @@ def idle_mesh_axes(
             ),
         )
         for axis, size in _axes_at_work(layout).items()
-        if axis not in busy
+        if axis not in busy and axis != "context"  # which splits tokens by itself
     ]
 
 

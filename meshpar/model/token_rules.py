@@ -286,12 +286,26 @@ def _gather(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow
             strict=True,
         )
     )
-    if table.dim is not None and paired.get(table.dim, -1) != indices.dim:
+    if table.dim is not None and table.dim not in paired:
+        return [Flow(dim=_whole_window(equation, table.dim, indices))]
+    if table.dim is not None and paired[table.dim] != indices.dim:
         raise Mixed("gather from the tokens at hand")
     if indices.dim is None:
         return [Flow()]
     places = [dim for dim in range(rank) if dim not in numbers.offset_dims]
     return [Flow(dim=places[indices.dim])]
+
+
+def _whole_window(equation: JaxprEqn, dim: int, indices: Flow) -> int:
+    """Where a gather puts a dim of which it takes all."""
+    params, numbers = equation.params, equation.params["dimension_numbers"]
+    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    shape = equation.invars[0].aval.shape
+    picked = dim in gone or dim in numbers.start_index_map
+    if picked or params["slice_sizes"][dim] != shape[dim] or indices.has_tokens:
+        raise Mixed("gather from the tokens at hand")
+    kept = [d for d in range(len(shape)) if d not in gone]
+    return numbers.offset_dims[kept.index(dim)]
 
 
 def _made(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:

@@ -100,6 +100,17 @@ def rule_refusals(rules: Rules, layout: Layout) -> Iterator[tuple[str, RuleError
                 "size 1 costs nothing)",
             ),
         )
+    for logical_axis, mesh_axes in (*rules.table.items(), *rules.parameters.items()):
+        if "context" in mesh_axes and layout.context > 1:
+            yield (
+                logical_axis,
+                RuleError(
+                    "claimed_twice",
+                    f"mesh axis 'context' is claimed by {logical_axis!r}, but it splits "
+                    "the sequence of every array of tokens by itself; map "
+                    f"{logical_axis!r} elsewhere",
+                ),
+            )
     for logical_axis, mesh_axes in rules.table.items():
         for mesh_axis in mesh_axes:
             if logical_axis != "batch" and mesh_axis in BATCH_AXES:

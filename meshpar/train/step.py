@@ -27,7 +27,7 @@ from meshpar.parallel.pipeline.stages import in_layer_order
 from meshpar.parallel.placement import DTYPES, Placement
 from meshpar.parallel.prefetch_choice import prefetch_notes, prefetches
 from meshpar.parallel.program import LocalProgram
-from meshpar.parallel.sequence import check_sequences, check_token_wise
+from meshpar.parallel.sequence_checks import check_context, check_sequences
 from meshpar.rules.rules import Rules
 from meshpar.rules.sharding import born_sharded
 from meshpar.train.batch_placement import BatchPlacement
@@ -81,8 +81,7 @@ class TrainStep:
         schedule: OwnSchedule | None,
     ) -> None:
         self.model_as_given = model
-        if layout.context > 1:
-            check_token_wise(model)
+        check_context(model, layout, rules)
         pipeline = (
             pipeline_of(model, layout, schedule) if layout.runs_in_ticks else None
         )
