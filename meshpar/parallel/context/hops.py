@@ -90,8 +90,9 @@ class Hops:
         lists, index = _variants(self, hops)
         return jnp.asarray(lists)[jnp.asarray(index)[:, rank]]
 
-    def tiles_made(self, rank: int) -> int:
-        """Tiles of scores that a device makes, those that fill up among them."""
+    @property
+    def tiles_made(self) -> int:
+        """Tiles of scores that each device makes, those that fill up among them."""
         return sum(self._most(hop) for hop in self.needed)
 
     def tiles_needed(self, rank: int) -> int:
