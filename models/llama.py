@@ -45,6 +45,8 @@ class LlamaConfig:
         rope_scaling: Stretching for long contexts, if any.
         qkv_bias: Biases on queries, keys and values (Qwen2).
         qk_norm: RMSNorm on queries and keys (Qwen3).
+        window: A token attends to those less than so many places before it (Jiang et
+            al. 2023, Mistral); 0 is no limit.
         norm_epsilon: Added to the mean square.
         init_std: Standard deviation of the initial weights.
         logits_bytes: Most bytes of logits that a device holds at a time in the loss;
@@ -68,6 +70,7 @@ class LlamaConfig:
     rope_scaling: RopeScaling | None = None
     qkv_bias: bool = False
     qk_norm: bool = False
+    window: int = 0
     norm_epsilon: float = 1e-5
     init_std: float = 0.02
     logits_bytes: int = LOGITS_BYTES
@@ -79,7 +82,7 @@ class LlamaConfig:
             raise InputError(
                 f"head_dim={self.head_dim}: must be at least 0; 0 is embed / heads"
             )
-        for name in ("max_seq", "logits_bytes"):
+        for name in ("max_seq", "window", "logits_bytes"):
             if getattr(self, name) < 0:
                 raise InputError(
                     f"{name}={getattr(self, name)}: must be at least 0; 0 is no limit"
@@ -121,6 +124,7 @@ class LlamaBlock(nnx.Module):
             ),
             bias=config.qkv_bias,
             qk_norm_epsilon=epsilon if config.qk_norm else None,
+            window=config.window or None,
         )
         self.mlp_norm = RMSNorm(config.embed, epsilon=epsilon, rngs=rngs)
         self.mlp = GatedMLP(

@@ -15,7 +15,6 @@ from meshpar.model.token_order import TokenOrder
 from meshpar.parallel.context.attention import shard_attention
 from meshpar.parallel.context.hops import Hops
 from meshpar.parallel.context.mask import Mask
-from tests.marks import slow
 
 BATCH, HEADS, HEAD_DIM = 2, 8, 8
 BOUND = 2e-6
@@ -157,7 +156,7 @@ MASKS = {
 }
 
 
-@slow
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_heads", [1, 4, 8])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("kind", MASKS)
