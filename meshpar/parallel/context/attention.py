@@ -23,6 +23,11 @@ from meshpar.parallel.context.shards import Known, Plan, attention_of_shards
 from meshpar.parallel.context.ulysses import heads_here, tokens_here
 
 
+PART_BYTES = 4 * 2**20
+"""Keys and values that a device sends at once at least: over a link of 50 GB/s they
+take 84 us, many times its latency."""
+
+
 def shard_attention(
     q: jax.Array,
     k: jax.Array,
@@ -109,11 +114,7 @@ def _of_tokens(
     known: Known,
 ) -> tuple[jax.Array, jax.Array]:
     rows = q.shape[0] * q.shape[2]
-    parts, method = 1, "ring"
-    if order is not None and order.method == "allgather":
-        method, kv_heads = "allgather", k.shape[2]
-        enough = range(min(order.num_ranks, kv_heads), kv_heads + 1)
-        parts = next(num for num in enough if kv_heads % num == 0)
+    parts, method = _parts(k, order), "ring" if order is None else order.method
     plan = Plan(
         hops=Hops(
             mask=mask,
@@ -129,6 +130,22 @@ def _of_tokens(
         num_parts=parts,
     )
     return attention_of_shards(plan, q, k, v, known)
+
+
+def _parts(k: jax.Array, order: TokenOrder | None) -> int:
+    """Parts that the kv heads are taken in, so that what is moved takes little memory.
+
+    Gathered they are as many times larger as there are devices; on their way round a
+    ring there are two of them, and of their gradients.
+    """
+    kv_heads = k.shape[2]
+    if order is None or order.num_ranks == 1:
+        return 1
+    most = 2 * k.size * k.dtype.itemsize // PART_BYTES
+    if order.method == "allgather":
+        most = max(most, order.num_ranks)
+    few = range(1, min(max(most, 1), kv_heads) + 1)
+    return max(num for num in few if kv_heads % num == 0)
 
 
 def _by_heads(
