@@ -14,3 +14,6 @@ LONGEST_SCORES = 8192
 """Tokens of the longest sequence whose softmax is kept for the backward on one device;
 longer ones are attended to in tiles (`meshpar.parallel.context.tiles`), whose memory is
 linear in the sequence."""
+
+TILE_BYTES = 64 * 2**20
+"""Most bytes of a tile's fp32 scores, over all heads that a device takes at a time."""

@@ -14,11 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from meshpar.chunk_bytes import TILE_BYTES
 from meshpar.model.token_order import TokenOrder
 from meshpar.parallel.context.mask import PADDING, Mask
-
-TILE_BYTES = 64 * 2**20
-"""Most bytes of a tile's fp32 scores, over all heads of a device."""
 
 LARGEST_TILE = 1024
 """Queries or keys of a tile at most: at head_dim 128 a tile then does 4 x 128 x 1024

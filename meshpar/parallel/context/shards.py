@@ -90,8 +90,8 @@ def _forward(
     run = _gather_forward if _gathers(plan) else _ring_forward
 
     def part(arrays: tuple) -> tuple[jax.Array, jax.Array]:
-        q, k, v = arrays
-        return run(plan.hops, _queries(plan, q, known), k, v, known).result()
+        (q, k, v), here = _held(arrays, known)
+        return run(plan.hops, _queries(plan, q, here), k, v, here).result()
 
     tiled = _in_parts(plan, (_tiled(plan, q, k.shape[2]), *_keys(plan, k, v)))
     output, lse = _by_part(part, tiled)
@@ -108,11 +108,11 @@ def _backward(plan: Plan, kept: tuple, cotangents: tuple) -> tuple:
     kv_heads = k.shape[2]
 
     def part(arrays: tuple) -> tuple:
-        q, dy, lse, delta, k, v = arrays
-        queries = _queries(plan, q, known)._replace(
+        (q, dy, lse, delta, k, v), here = _held(arrays, known)
+        queries = _queries(plan, q, here)._replace(
             dy=dy, lse=lse[..., 0], delta=delta[..., 0]
         )
-        return run(plan.hops, queries, k, v, known)
+        return run(plan.hops, queries, k, v, here)
 
     of_queries = (q, dy, lse[..., None], delta[..., None])
     tiled = (*(_tiled(plan, x, kv_heads) for x in of_queries), *_keys(plan, k, v))
@@ -126,6 +126,15 @@ def _backward(plan: Plan, kept: tuple, cotangents: tuple) -> tuple:
 
 
 attention_of_shards.defvjp(_forward, _backward)
+
+
+def _held(arrays: tuple, known: Known) -> tuple[tuple, Known]:
+    """The same, of which none is known before the others are.
+
+    Masks follow from places alone: JAX would split off their part of a loop, and XLA
+    move it out of an outer one, and either keep those of all tiles.
+    """
+    return lax.optimization_barrier((arrays, known))
 
 
 def _gathers(plan: Plan) -> bool:
