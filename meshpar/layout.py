@@ -21,9 +21,8 @@ BATCH_AXES = ("data", "fsdp")
 TOKEN_AXES = (*BATCH_AXES, "context")
 """The mesh axes that split the tokens of a batch."""
 
-MANUAL_AXES = (*BATCH_AXES, "stage")
-"""The mesh axes that parameters are split over by hand; GSPMD has the others, but for
-`context`, over which no parameter is split."""
+MANUAL_AXES = (*BATCH_AXES, "stage", "context")
+"""The mesh axes over which collectives are written out; GSPMD has the others."""
 
 STAGE_REMATS = ("stage", "stage_full")
 """What keeps nothing but the input of each pipeline stage."""
@@ -73,7 +72,8 @@ class Layout:
         zero: ZeRO stage, what the devices of a split batch share out: 0 nothing,
             1 optimizer state, 2 gradients too, 3 parameters too. With microbatches 2
             reduce-scatters each one's gradients: so many times the traffic of 1.
-        zero_axes: The mesh axes that they are shared out over. When empty: `fsdp`
+        zero_axes: The mesh axes that they are shared out over, `context` among them if
+            it is to: its devices have the same parameters. When empty: `fsdp`
             (replicas across `data`: hybrid), or for `zero` 1 and 2 with `fsdp=1`,
             `data`.
         fsdp_gather: When split parameters are gathered, where a step runs in
@@ -287,10 +287,11 @@ def _check_choice(name: str, value: object, choices: tuple) -> None:
 
 
 def _check_zero_axes(axes: tuple[str, ...]) -> None:
-    if axes not in ((), *((axis,) for axis in BATCH_AXES), BATCH_AXES):
+    in_order = tuple(axis for axis in TOKEN_AXES if axis in axes)
+    if axes != in_order:
         raise InputError(
-            f"zero_axes={_format_value(axes)}: must be one of "
-            f"{', '.join(BATCH_AXES)}, {'/'.join(BATCH_AXES)}"
+            f"zero_axes={_format_value(axes)}: must be one or more of "
+            f"{', '.join(TOKEN_AXES)}, in this order, as {'/'.join(TOKEN_AXES)}"
         )
 
 

@@ -73,7 +73,9 @@ def numbers(seq, kv_heads):
     ]
 
 
-def worst(method, ranks, mask, kv_heads, *, packed=False, prefix=None, sinks=False):
+def worst(
+    method, ranks, mask, kv_heads, *, packed=False, prefix=None, sinks=False, whole=None
+):
     """The largest error of output and gradients, of the largest value of each."""
     seq = 32
     q, k, v, dy = numbers(seq, kv_heads)
@@ -100,6 +102,7 @@ def worst(method, ranks, mask, kv_heads, *, packed=False, prefix=None, sinks=Fal
                 k_segments=segments,
                 prefix=prefix,
                 sinks=sinks,
+                whole=whole,
             ),
             *(q, k, v, logits),
         )
@@ -146,6 +149,17 @@ FEW = [
 @pytest.mark.parametrize(("method", "ranks", "case"), FEW)
 def test_it_equals_a_dense_softmax(method, ranks, case):
     assert worst(method, ranks, **case) < BOUND
+
+
+def test_a_kernel_for_whole_sequences_is_taken_between_the_all_to_alls():
+    taken = []
+
+    def kernel(q, k, v):
+        taken.append(q.shape)
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+    assert worst("ulysses", 4, Mask(), 2, whole=kernel) < BOUND
+    assert set(taken) == {(BATCH, 32, HEADS // 4, HEAD_DIM)}
 
 
 MASKS = {

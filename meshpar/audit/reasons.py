@@ -26,7 +26,7 @@ from meshpar.audit.matmuls import (
 from meshpar.audit.subject import Subject
 from meshpar.audit.users import names_no_need
 from meshpar.collectives import ASKED, ASKED_PREFIX
-from meshpar.layout import BATCH_AXES
+from meshpar.layout import TOKEN_AXES
 
 _WRITTEN = {
     **dict.fromkeys(("psum", "psum2", "psum_invariant", "pmean"), "all-reduce"),
@@ -223,7 +223,7 @@ def _joined(row: Collective, subject: Subject) -> Reason | None:
         "reduce-scatter": ASKED["gradient_scatter"][1],
         "all-reduce": ASKED["gradient_reduction"][1],
     }
-    if set(row.mesh_axes) <= set(BATCH_AXES) and row.kind in words:
+    if set(row.mesh_axes) <= set(TOKEN_AXES) and row.kind in words:
         return f"{words[row.kind]}, joined", True
     return None
 

@@ -26,7 +26,7 @@ from meshpar.train.layout_refusals import layout_refusals
 _MOST_DEVICES = 1_000_000
 """Beyond any machine, and as many as a search can factor."""
 
-_PLANNED_AXES = ("context", "expert")
+_PLANNED_AXES = ("expert",)
 
 
 EXAMPLE = (

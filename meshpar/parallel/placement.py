@@ -225,8 +225,9 @@ class Placement:
     @property
     def manual_axes(self) -> tuple[str, ...]:
         """The mesh axes that `on_shards` makes manual."""
-        axes = MANUAL_AXES if self.layout.runs_in_ticks else BATCH_AXES
-        return (*axes, "context") if self.layout.context > 1 else axes
+        stage, context = self.layout.runs_in_ticks, self.layout.context > 1
+        absent = {"stage": not stage, "context": not context}
+        return tuple(axis for axis in MANUAL_AXES if not absent.get(axis, False))
 
     @property
     def compute_dtype(self) -> Any:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from meshpar.layout import BATCH_AXES, Layout
+from meshpar.layout import TOKEN_AXES, Layout
 from meshpar.model.contract import Model
 from meshpar.model.parameter import Parameter, is_parameter
 from meshpar.parallel.zero import Stored
@@ -136,7 +136,7 @@ def moved_because(
     split = [
         dim
         for dim, entry in enumerate(spec)
-        if set(entry_axes(entry)) & set(BATCH_AXES)
+        if set(entry_axes(entry)) & set(TOKEN_AXES)
     ]
     if not split or set(ruled) & set(split):
         return None
@@ -151,7 +151,7 @@ def moved_because(
 def _without_batch_axes(rules: Rules) -> Rules:
     stored = rules.stored
     table = {
-        logical_axis: tuple(axis for axis in mesh_axes if axis not in BATCH_AXES)
+        logical_axis: tuple(axis for axis in mesh_axes if axis not in TOKEN_AXES)
         for logical_axis, mesh_axes in stored.table.items()
     }
     return replace(stored, table=table)
@@ -206,7 +206,7 @@ def _ruled_dims(parameter: Parameter, rules: Rules) -> list[int]:
     return [
         dim
         for dim, name in enumerate(parameter.stacked_axes)
-        if name is not None and set(table[name]) & set(BATCH_AXES)
+        if name is not None and set(table[name]) & set(TOKEN_AXES)
     ]
 
 
@@ -216,7 +216,7 @@ def split_axes_of(layout: Layout, rules: Rules) -> tuple[str, ...]:
     if layout.zero == 3:  # a rule says over which axes, and whether at all
         stored = rules.stored.table
         mapped = {axis for name in stored if name != "batch" for axis in stored[name]}
-        chosen = tuple(axis for axis in BATCH_AXES if axis in mapped)
+        chosen = tuple(axis for axis in TOKEN_AXES if axis in mapped)
     return tuple(axis for axis in chosen if layout.mesh_shape[axis] > 1)
 
 

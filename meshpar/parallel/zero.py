@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from meshpar.collectives import asked, on_parts
-from meshpar.layout import BATCH_AXES, MANUAL_AXES
+from meshpar.layout import MANUAL_AXES, TOKEN_AXES
 from meshpar.rules.rules import entry_axes, spec_axes
 
 Dims = list[tuple[int, tuple[str, ...]]]
@@ -83,7 +83,7 @@ def manual_spec(spec: PartitionSpec) -> PartitionSpec:
 
 def without_batch_axes(spec: PartitionSpec) -> PartitionSpec:
     """A layout, whole over the batch axes."""
-    return _only(spec, lambda axis: axis not in BATCH_AXES)
+    return _only(spec, lambda axis: axis not in TOKEN_AXES)
 
 
 def before_loop(stored: Stored) -> Dims:
@@ -259,7 +259,7 @@ def _moved(split: PartitionSpec, whole: PartitionSpec) -> Dims:
         axes = tuple(
             axis
             for axis in entry_axes(entry)
-            if axis in BATCH_AXES and axis not in entry_axes(kept)
+            if axis in TOKEN_AXES and axis not in entry_axes(kept)
         )
         if axes:
             moved.append((dim, axes))

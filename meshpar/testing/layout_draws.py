@@ -53,7 +53,10 @@ DRAWS: dict[str, Draw] = {
     "splits": Draw(((), "cost"), beside=("stage",)),  # or sizes for the layers
     "execution": Draw(("uniform", "divergent"), beside=("stage",)),
     "zero": Draw((3, 3, 0, 1, 2), beside=BATCH_AXES[::-1]),
-    "zero_axes": Draw(((), (), ("data",), ("fsdp",), BATCH_AXES), beside=("fsdp",)),
+    "zero_axes": Draw(
+        ((), (), ("data",), ("fsdp",), BATCH_AXES, ("context",), ("fsdp", "context")),
+        beside=("fsdp",),
+    ),
     "fsdp_gather": Draw(("step", "microbatch"), ("fsdp",), (("microbatches", 2),)),
     "fsdp_prefetch": Draw(("auto", "on", "off"), ("fsdp",), (("microbatches", 1),)),
     "optimizer_memory": Draw(("device", "device", "host")),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from meshpar.layout import STAGE_REMATS, Layout
+import math
+
+from meshpar.layout import BATCH_AXES, STAGE_REMATS, Layout
 
 PLAIN = Layout()
 """What a layout is that says nothing."""
@@ -58,7 +60,7 @@ def zero_refusals(layout: Layout) -> dict[str, str]:
     refusals = {}
     text, sizes = repr(str(layout)), layout.mesh_shape
     idle = [axis for axis in layout.zero_axes if sizes[axis] == 1]
-    if layout.zero in (1, 2) and layout.batch_shards == 1:
+    if layout.zero in (1, 2) and layout.batch_shards == 1 and not layout.zero_axes:
         refusals["zero"] = (
             f"layout {text}: zero={layout.zero} shares nothing out while data=1 and "
             "fsdp=1; leave it out, or give one of them a size"
@@ -68,13 +70,14 @@ def zero_refusals(layout: Layout) -> dict[str, str]:
             f"layout {text}: zero_axes={'/'.join(layout.zero_axes)} changes nothing "
             f"while {'zero=0' if layout.zero == 0 else f'{idle[0]}=1'}; leave it out"
         )
-    gathers = layout.zero == 3 and layout.runs_in_ticks and layout.batch_shards > 1
+    shards = math.prod(sizes[axis] for axis in {*BATCH_AXES, *layout.zero_axes})
+    gathers = layout.zero == 3 and layout.runs_in_ticks and shards > 1
     if layout.fsdp_gather != PLAIN.fsdp_gather and not gathers:
         refusals["fsdp_gather"] = (
             f"layout {text}: fsdp_gather={layout.fsdp_gather} changes nothing without "
             "zero=3, a size for 'fsdp', and stages or microbatches; leave it out"
         )
-    in_loop = layout.zero >= 2 and layout.batch_shards > 1 and not layout.runs_in_ticks
+    in_loop = layout.zero >= 2 and shards > 1 and not layout.runs_in_ticks
     if layout.fsdp_prefetch != PLAIN.fsdp_prefetch and not in_loop:
         refusals["fsdp_prefetch"] = (
             f"layout {text}: fsdp_prefetch={layout.fsdp_prefetch} changes nothing with "

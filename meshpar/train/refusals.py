@@ -100,7 +100,7 @@ def rule_refusals(rules: Rules, layout: Layout) -> Iterator[tuple[str, RuleError
                 "size 1 costs nothing)",
             ),
         )
-    for logical_axis, mesh_axes in (*rules.table.items(), *rules.parameters.items()):
+    for logical_axis, mesh_axes in rules.table.items():
         if "context" in mesh_axes and layout.context > 1:
             yield (
                 logical_axis,
@@ -108,7 +108,8 @@ def rule_refusals(rules: Rules, layout: Layout) -> Iterator[tuple[str, RuleError
                     "claimed_twice",
                     f"mesh axis 'context' is claimed by {logical_axis!r}, but it splits "
                     "the sequence of every array of tokens by itself; map "
-                    f"{logical_axis!r} elsewhere",
+                    f"{logical_axis!r} elsewhere, or stored parameters alone by "
+                    f"Rules(..., parameters={{{logical_axis!r}: 'context'}})",
                 ),
             )
     for logical_axis, mesh_axes in rules.table.items():

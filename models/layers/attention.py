@@ -176,11 +176,15 @@ def attend(
         k, v = scope.constrain(k, _HEADS), scope.constrain(v, _HEADS)
     arrays, axes = (q, k, v), (_HEADS, kv_axes, kv_axes)
     mask = Mask(causal=causal, window=window)
-    if blockwise(q, k, scope.order, mask, masked=segments is not None):
+    plain = seen is None and segments is None and window is None
+    fused = _fused(q, scope, causal=causal) if plain else None
+    split = scope.order is not None
+    if split or not fused and blockwise(q, k, mask, masked=segments is not None):
         kernel, more = _blockwise(mask, scope, seen, segments, q.shape[:2])
+        kernel = functools.partial(kernel, whole=fused)
     else:
         more = {} if seen is None else {"seen": seen}
-        kernel = _kernel(q, scope, causal=causal, masked=seen is not None)
+        kernel = fused or (causal_attention if causal else full_attention)
     named = [(*_PER_TOKEN[: x.ndim],) for x in more.values()]
     mixed = scope.map_shards(
         lambda q, k, v, *of: kernel(q, k, v, **dict(zip(more, of, strict=True))),
@@ -210,15 +214,16 @@ def _blockwise(
     return functools.partial(shard_attention, mask=mask, order=scope.order), more
 
 
-def _kernel(
-    q: jax.Array, scope: Scope, *, causal: bool, masked: bool
-) -> Callable[..., jax.Array]:
+def _fused(
+    q: jax.Array, scope: Scope, *, causal: bool
+) -> Callable[..., jax.Array] | None:
+    """A kernel that does attention without a mask at once; None where none is there."""
     # cuDNN's fused attention takes half precision only, and never builds the scores.
     half = q.dtype in (jnp.bfloat16, jnp.float16)
     # Where the GPU is not there, tracing finds no cuDNN to ask: XLA's attention then.
     present = scope.platform == "gpu" and jax.default_backend() == "gpu"
-    if not (present and half) or masked:
-        return causal_attention if causal else full_attention
+    if not (present and half):
+        return None
     return functools.partial(
         jax.nn.dot_product_attention, is_causal=causal, implementation="cudnn"
     )

@@ -8,6 +8,7 @@ ring needs anyway, as it merges softmaxes by their log-sum-exp.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +41,7 @@ def shard_attention(
     k_segments: jax.Array | None = None,
     prefix: jax.Array | None = None,
     sinks: jax.Array | None = None,
+    whole: Callable[..., jax.Array] | None = None,
 ) -> jax.Array:
     """Attention of this device's queries to the keys of all devices.
 
@@ -59,6 +61,9 @@ def shard_attention(
         prefix: (batch,) int32: so many tokens of each example all its queries see.
         sinks: (heads,) of logits that take part in each softmax with a value of 0
             (OpenAI 2025, gpt-oss); None for none.
+        whole: Attention of (q, k, v) under the mask where a device has whole sequences,
+            as between the all-to-alls of `ulysses`; tiles when absent. It is for
+            sequences without padding, documents, prefix and sinks.
 
     Returns:
         (batch, tokens, heads, head_dim), the dtype of `v`; zeros where a query sees no
@@ -76,33 +81,25 @@ def shard_attention(
         )
     known = Known(jnp.asarray(rank, jnp.int32), q_segments, k_segments, prefix)
     if order is not None and order.method == "ulysses":
-        return _by_heads(q, k, v, mask, order, known, sinks)
+        return _by_heads(q, k, v, mask, order, known, sinks, whole)
     output, lse = _of_tokens(q, k, v, mask, order, known)
     return output if sinks is None else _with_sinks(output, lse, sinks)
 
 
-def blockwise(
-    q: jax.Array,
-    k: jax.Array,
-    order: TokenOrder | None,
-    mask: Mask,
-    *,
-    masked: bool,
-) -> bool:
-    """Whether attention is to run in tiles, which keeps no scores.
+def blockwise(q: jax.Array, k: jax.Array, mask: Mask, *, masked: bool) -> bool:
+    """Whether attention to whole sequences is to run in tiles, which keeps no scores.
 
-    It does where devices share the sequence, where it is long, and under a mask that
-    the kernels for short ones do not know.
+    It does where they are long, and under a mask that the forms for short ones do not
+    know.
 
     Args:
         q: (batch, tokens, heads, head_dim).
         k: (batch, keys, kv_heads, head_dim).
-        order: Of the tokens.
         mask: Which keys a query sees by their places.
         masked: Whether documents tell them apart.
     """
     long = max(q.shape[1], k.shape[1]) > LONGEST_SCORES
-    return order is not None or masked or mask.window is not None or long
+    return masked or mask.window is not None or long
 
 
 def _of_tokens(
@@ -156,9 +153,12 @@ def _by_heads(
     order: TokenOrder,
     known: Known,
     sinks: jax.Array | None,
+    kernel: Callable[..., jax.Array] | None,
 ) -> jax.Array:
     heads = q.shape[2] // order.num_ranks
     q, k, v = heads_here(q, k, v, order)
+    if kernel is not None and not order.lengths:
+        return tokens_here(kernel(q, k, v), order)
     whole = functools.partial(_whole_sequence, order=order)
     here = known._replace(
         rank=jnp.int32(0),

@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 
-from meshpar.layout import MANUAL_AXES, TOKEN_AXES
+from meshpar.layout import MANUAL_AXES
 from meshpar.model.equations import equations
 from meshpar.parallel.block import Known
 from meshpar.parallel.blocks import Stack
@@ -46,7 +46,7 @@ def mesh_hindrance(mesh_shape: Mapping[str, int], platform: str) -> str | None:
     automatic = [
         axis
         for axis, size in mesh_shape.items()
-        if size > 1 and axis not in (*MANUAL_AXES, *TOKEN_AXES)
+        if size > 1 and axis not in MANUAL_AXES
     ]
     if automatic:
         axes = " and ".join(map(repr, automatic))

@@ -89,6 +89,11 @@ def _tensor(run: Run, again: Again) -> Iterator[Row]:
     yield row("reduce-scatter", "backward", again.sums)
 
 
+def context_rows(run: Run) -> Iterator[Row]:
+    """What attention of one block sends over `context`, without remat."""
+    return _context(run, Again())
+
+
 def _context(run: Run, again: Again) -> Iterator[Row]:
     """What the layout's way to attend sends."""
     context, workload = run.layout.context, run.workload

@@ -21,6 +21,7 @@ from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.machine.execution import MESHPAR, Execution
 from meshpar.planner.search.candidates import FRONT_REACH, Findings, Leaf, settle
 from meshpar.planner.search.constraints import Constraints
+from meshpar.planner.search.context_method import why_method, with_method
 from meshpar.planner.search.mesh_choices import choices_of
 from meshpar.planner.search.refusals import layout_problems, whatever_the_mesh
 from meshpar.planner.search.rejection import Rejected, reason_of
@@ -184,6 +185,7 @@ def possible_meshes(
     size_and_program: dict[str, Any] = {**size, "execution": like.execution}
     leaves, refused = [], []
     for order, mesh in enumerate(mesh_layouts(like.cluster.num_devices, constraints)):
+        mesh = with_method(mesh, like, constraints)
         problems = layout_problems(like.workload, _plain(mesh), **size_and_program)
         choices = choices_of(like, mesh, constraints)
         if problems or not choices.num_variants:
@@ -242,8 +244,14 @@ def _result(
         estimated_count=len(findings.fitting),
         seconds=time.perf_counter() - started,
         capacity_bytes=findings.capacity_bytes,
-        notes=_notes(request),
+        notes=(*_notes(request), *_methods(plans)),
     )
+
+
+def _methods(plans: tuple[Estimate, ...]) -> tuple[str, ...]:
+    """Why the first plan crosses `context` as it does."""
+    found = why_method(plans[0].run.layout, plans[0].run) if plans else ""
+    return (found,) if found else ()
 
 
 def _sample(
@@ -285,8 +293,8 @@ def _notes(request: Request) -> tuple[str, ...]:
     notes = []
     if request.constraints.planned:
         notes.append(
-            "plans may use 'context' and 'expert', which make_train_step does not lay "
-            f"out yet: those that can run have {', '.join(BUILT_AXES)} alone"
+            "plans may use 'expert', which make_train_step does not lay out yet: those "
+            f"that can run have {', '.join(BUILT_AXES)} alone"
         )
     elif request.workload.experts:
         notes.append(

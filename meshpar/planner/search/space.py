@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 from meshpar.layout import MESH_AXES, Layout
 from meshpar.planner.search.constraints import Constraints
 
-BUILT_AXES = ("data", "fsdp", "stage", "tensor")
+BUILT_AXES = ("data", "fsdp", "stage", "context", "tensor")
 """The mesh axes that `make_train_step` lays out; the others are planned."""
 
 
