@@ -9,3 +9,11 @@ SCORE_BYTES = 256 * 2**20
 """Most bytes of attention's fp32 scores (`meshpar.models.layers.causal_attention`),
 while heads are many: the softmax and its gradient are arrays of that size beside the
 one kept."""
+
+LONGEST_SCORES = 8192
+"""Tokens of the longest sequence whose softmax is kept for the backward on one device;
+longer ones are attended to in tiles (`meshpar.parallel.context.tiles`), whose memory is
+linear in the sequence."""
+
+TILE_BYTES = 64 * 2**20
+"""Most bytes of a tile's fp32 scores, over all heads that a device takes at a time."""

@@ -38,6 +38,14 @@ ASKED = {
     "expert_dispatch_gradient": ("all-to-all", "gradients of tokens, from the experts"),
     "expert_rounds": ("all-reduce", "rounds that the fullest device needs"),
     "expert_sum": ("all-reduce", "parts of split experts added up"),
+    "context_ring": ("collective-permute", "keys and values along the ring"),
+    "context_ring_gradient": (
+        "collective-permute",
+        "gradients of keys and values along the ring",
+    ),
+    "context_gather": ("all-gather", "keys and values of the whole sequence"),
+    "context_scatter": ("reduce-scatter", "gradients of gathered keys and values"),
+    "context_heads": ("all-to-all", "a split sequence for split heads, or back"),
     "token_sum": ("all-reduce", "loss and table's gradient over a split sequence"),
 }
 """What the library's own collectives are for: their kind, and words for the reason."""

@@ -15,13 +15,16 @@ from meshpar.schedules import method_of
 MESH_AXES = ("data", "fsdp", "stage", "context", "expert", "tensor")
 """All mesh axes, outermost (slowest link) first."""
 
-ZERO_AXES = ("data", "fsdp")
-"""The mesh axes that ZeRO may split stored parameters and states over."""
-
-BATCH_AXES = (*ZERO_AXES, "expert")
+BATCH_AXES = ("data", "fsdp", "expert")
 """The mesh axes that split the batch; `expert` splits the experts besides."""
 
-MANUAL_AXES = (*BATCH_AXES, "stage")
+ZERO_AXES = ("data", "fsdp", "context")
+"""The mesh axes that ZeRO may split stored parameters and states over."""
+
+TOKEN_AXES = ("data", "fsdp", "context", "expert")
+"""The mesh axes that split the tokens of a batch."""
+
+MANUAL_AXES = (*BATCH_AXES, "stage", "context")
 """The mesh axes over which collectives are written out; GSPMD has the others."""
 
 STAGE_REMATS = ("stage", "stage_full")
@@ -72,7 +75,8 @@ class Layout:
         zero: ZeRO stage, what the devices of a split batch share out: 0 nothing,
             1 optimizer state, 2 gradients too, 3 parameters too. With microbatches 2
             reduce-scatters each one's gradients: so many times the traffic of 1.
-        zero_axes: The mesh axes that they are shared out over. When empty: `fsdp`
+        zero_axes: The mesh axes that they are shared out over, `context` among them if
+            it is to: its devices have the same parameters. When empty: `fsdp`
             (replicas across `data`: hybrid), or for `zero` 1 and 2 with `fsdp=1`,
             `data`.
         fsdp_gather: When split parameters are gathered, where a step runs in
@@ -286,10 +290,11 @@ def _check_choice(name: str, value: object, choices: tuple) -> None:
 
 
 def _check_zero_axes(axes: tuple[str, ...]) -> None:
-    if axes not in ((), *((axis,) for axis in ZERO_AXES), ZERO_AXES):
+    in_order = tuple(axis for axis in ZERO_AXES if axis in axes)
+    if axes != in_order:
         raise InputError(
-            f"zero_axes={_format_value(axes)}: must be one of "
-            f"{', '.join(ZERO_AXES)}, {'/'.join(ZERO_AXES)}"
+            f"zero_axes={_format_value(axes)}: must be one or more of "
+            f"{', '.join(ZERO_AXES)}, in this order, as {'/'.join(ZERO_AXES)}"
         )
 
 

@@ -211,9 +211,9 @@ class EncoderDecoderEnds(nnx.Module):
         self, tokens: jax.Array, positions: jax.Array, name: str, scope: Scope
     ) -> jax.Array:
         seq = tokens.shape[1]
-        if seq > self.max_seq:
+        if scope.seq_length(seq) > self.max_seq:
             raise InputError(
-                f"{name} sequences of {seq} tokens, but the model has "
+                f"{name} sequences of {scope.seq_length(seq)} tokens, but the model has "
                 f"max_seq={self.max_seq} learned positions; shorten the sequences or "
                 "raise max_seq"
             )

@@ -91,7 +91,7 @@ class GPT2Ends(nnx.Module):
     def embed(self, batch: Batch, scope: Scope) -> jax.Array:
         """Tokens (batch, seq) -> (batch, seq, embed)."""
         tokens = batch["tokens"]
-        seq = scope.full_seq or tokens.shape[1]
+        seq = scope.seq_length(tokens.shape[1])
         if seq > self.max_seq:
             raise InputError(
                 f"sequences of {seq} tokens, but the model has max_seq={self.max_seq} "

@@ -12,9 +12,11 @@ LANGUAGE = {
     "targets": Input(("batch", "seq"), "int"),
     "weights": Input(("batch", "seq"), "float", is_weight=True),
     "positions": Input(("batch", "seq"), "int", optional=True),
+    "segment_ids": Input(("batch", "seq"), "int", optional=True),
 }
-"""A language model's: each token, the one that follows it, how much that counts, and
-its position where it is not its place in the row."""
+"""A language model's: each token, the one that follows it, how much that counts, its
+position where it is not its place in the row, and the number of its document where a
+row has several: a token sees none of another, and none of a number below 0."""
 
 
 def language_inputs(vocab: int) -> Inputs:

@@ -50,6 +50,8 @@ class LlamaConfig:
         rope_scaling: Stretching for long contexts, if any.
         qkv_bias: Biases on queries, keys and values (Qwen2).
         qk_norm: RMSNorm on queries and keys (Qwen3).
+        window: A token attends to those less than so many places before it (Jiang et
+            al. 2023, Mistral); 0 is no limit.
         norm_epsilon: Added to the mean square.
         init_std: Standard deviation of the initial weights.
         logits_bytes: Most bytes of logits that a device holds at a time in the loss;
@@ -73,6 +75,7 @@ class LlamaConfig:
     rope_scaling: RopeScaling | None = None
     qkv_bias: bool = False
     qk_norm: bool = False
+    window: int = 0
     norm_epsilon: float = 1e-5
     init_std: float = 0.02
     logits_bytes: int = LOGITS_BYTES
@@ -80,7 +83,7 @@ class LlamaConfig:
     def __post_init__(self) -> None:
         check_field_types(self)
         check_sizes(self, "layers", "embed", "heads", "kv_heads", "ffn", "vocab")
-        no_limit = dict(max_seq="no limit", logits_bytes="no limit")
+        no_limit = dict.fromkeys(("max_seq", "window", "logits_bytes"), "no limit")
         check_least_zero(self, head_dim="embed / heads", **no_limit)
         if self.heads % self.kv_heads:
             raise InputError(
@@ -115,6 +118,7 @@ class LlamaBlock(nnx.Module):
             ),
             bias=config.qkv_bias,
             qk_norm_epsilon=epsilon if config.qk_norm else None,
+            window=config.window or None,
         )
         self.mlp_norm = RMSNorm(config.embed, epsilon=epsilon, rngs=rngs)
         self.mlp = GatedMLP(
@@ -155,7 +159,7 @@ class LlamaEnds(nnx.Module):
     def embed(self, batch: Batch, scope: Scope) -> jax.Array:
         """Tokens (batch, seq) -> (batch, seq, embed)."""
         tokens = batch["tokens"]
-        seq = scope.full_seq or tokens.shape[1]
+        seq = scope.seq_length(tokens.shape[1])
         if 0 < self.max_seq < seq:
             raise InputError(
                 f"sequences of {seq} tokens, but the model has max_seq={self.max_seq}; "

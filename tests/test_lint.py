@@ -255,7 +255,6 @@ def test_two_rules_are_told_in_the_words_of_the_rules(second):
 
 
 REFUSED = [
-    "context=2",
     "expert=2",
     "data=2,chunks=2",
     "tensor=2,zero=2",

@@ -21,7 +21,6 @@ from meshpar.planner.search.rejection import too_slow
 from meshpar.planner.search.search import Request, possible_meshes, search
 from meshpar.planner.search.sensitivity import sensitivities
 from meshpar.planner.search.space import (
-    BUILT_AXES,
     Variant,
     mesh_layouts,
 )
@@ -68,13 +67,13 @@ def all_runs(asked):
             workload=MOE,
             cluster=cluster_of("h100-80gb", devices=16),
             seq=1024,
-            constraints=Constraints.of(keep=["data=1"], planned=True),
+            constraints=Constraints.of(keep=["data=1"]),
         ),
         request(
             workload=MOE,
             seq=1024,
             execution=EXECUTIONS["maxtext"],
-            constraints=Constraints.of(forbid=["data"], planned=True),
+            constraints=Constraints.of(forbid=["data"]),
         ),
     ],
     ids=["dense", "experts", "overlapped"],
@@ -246,25 +245,15 @@ def test_sizes_that_do_not_divide_the_devices_are_refused():
         search(request(constraints=Constraints.of(keep=["tensor=3"])))
 
 
-def test_planned_axes_are_used_only_when_asked_for_and_the_result_says_so():
-    asked = request(workload=MOE, seq=1024)
-    built = search(asked)
-    assert "does not lay out" not in " ".join(built.notes)
-    for plan in built.plans:
-        assert plan.run.layout.context == 1
-    assert any(plan.run.layout.expert > 1 for plan in built.plans)
-    planned = search(
-        request(workload=MOE, seq=1024, constraints=Constraints(planned=True))
-    )
-    assert planned.considered_count > built.considered_count
-    assert "make_train_step does not lay out yet" in planned.notes[0]
-    assert set(BUILT_AXES) < set(Layout().mesh_shape)
+def test_expert_is_used_for_models_with_experts_alone():
+    found = search(request(workload=MOE, seq=1024))
+    assert any(plan.run.layout.expert > 1 for plan in found.plans)
+    assert all(plan.run.layout.expert == 1 for plan in search(request()).plans)
 
 
-def test_axes_called_built_are_those_that_the_step_takes():
+def test_every_mesh_axis_is_one_that_the_step_takes():
     for axis in Layout().mesh_shape:
-        refused = axis in layout_refusals(Layout(**{axis: 2}))
-        assert refused == (axis not in BUILT_AXES)
+        assert axis not in layout_refusals(Layout(**{axis: 2}))
 
 
 def test_where_nothing_fits_the_nearest_change_does():

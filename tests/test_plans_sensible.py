@@ -17,7 +17,6 @@ from meshpar.layout import MESH_AXES, STAGE_REMATS, Layout
 from meshpar.planner.cost.estimate import estimate
 from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.machine.execution import EXECUTIONS
-from meshpar.planner.search.constraints import Constraints
 from meshpar.planner.search.refusals import residual_names_of
 from meshpar.planner.search.search import Request, search
 from meshpar.planner.search.space import BUILT_AXES, divisors
@@ -86,7 +85,6 @@ def request_of(case, execution="meshpar"):
         cluster=cluster_of(case.hardware, devices=case.devices),
         global_batch=case.global_batch,
         seq=case.seq,
-        constraints=Constraints(planned=bool(workload.experts)),
     )
 
 

@@ -248,7 +248,6 @@ def test_logits_take_one_sequence_a_device_however_many_microbatches():
 @pytest.mark.parametrize(
     ("line", "match"),
     [
-        ("context=2", "context=2 is not supported: set context=1"),
         ("expert=2", "expert=2 splits experts, but no parameter of the model has"),
         ("zero=1,tensor=2", "zero=1 shares nothing out while data=1 and fsdp=1"),
         ("zero_axes=data,fsdp=2,zero=1", "zero_axes=data changes nothing while data=1"),

@@ -27,7 +27,7 @@ from meshpar.audit.subject import Subject
 from meshpar.audit.users import names_no_need
 from meshpar.collective_kinds import WRITTEN_AS
 from meshpar.collectives import ASKED, ASKED_PREFIX
-from meshpar.layout import BATCH_AXES
+from meshpar.layout import TOKEN_AXES
 
 _CONSTRAINTS = ("sharding_constraint", "device_put", "reshard", "shard_map")
 _SUMS = ("all-reduce", "reduce-scatter")
@@ -214,7 +214,7 @@ def _joined(row: Collective, subject: Subject) -> Reason | None:
         "reduce-scatter": ASKED["gradient_scatter"][1],
         "all-reduce": ASKED["gradient_reduction"][1],
     }
-    if set(row.mesh_axes) <= set(BATCH_AXES) and row.kind in words:
+    if set(row.mesh_axes) <= set(TOKEN_AXES) and row.kind in words:
         return f"{words[row.kind]}, joined", True
     return None
 

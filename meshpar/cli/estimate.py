@@ -26,9 +26,6 @@ from meshpar.train.layout_refusals import layout_refusals
 _MOST_DEVICES = 1_000_000
 """Beyond any machine, and as many as a search can factor."""
 
-_PLANNED_AXES = ("context",)
-
-
 EXAMPLE = (
     "meshpar estimate --model llama3-70b --seq 8192 --global-batch 64 "
     "--layout fsdp=8,tensor=8,remat=full,precision=bf16"
@@ -112,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
     layout = Layout.parse(args.layout)
     cluster = cluster_for(args, layout)
     workload, execution = workload_for(args), execution_of(args.execution)
-    planned = _refused(layout.resolve(cluster.num_devices), execution)
+    _check(layout.resolve(cluster.num_devices), execution)
     found = estimate(
         workload,
         cluster,
@@ -121,22 +118,16 @@ def run(args: argparse.Namespace) -> int:
         seq=args.seq,
         execution=execution,
     )
-    text = "\n".join([*estimate_in_words(found), *planned])
+    text = "\n".join(estimate_in_words(found))
     print(json.dumps(found.as_json()) if args.json else text)
     return 0 if found.fits else 1
 
 
-def _refused(layout: Layout, execution: Execution) -> list[str]:
-    """What `make_train_step` refuses of a layout whose mesh axes it has yet to build.
-
-    Raises:
-        InputError: It refuses something else.
-    """
+def _check(layout: Layout, execution: Execution) -> None:
+    """Raises an InputError of what `make_train_step` refuses of a layout."""
     refusals = {} if execution.eager else layout_refusals(layout)
-    planned = [refusals.pop(axis, "") for axis in _PLANNED_AXES]
     for message in refusals.values():
         raise InputError(message)
-    return [f"planned, and not yet built: {message}" for message in planned if message]
 
 
 def workload_for(args: argparse.Namespace) -> Workload:

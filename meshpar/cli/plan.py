@@ -29,7 +29,6 @@ from meshpar.planner.search.constraints import Constraints
 from meshpar.planner.search.nearest_fit import nearest_fit
 from meshpar.planner.search.search import Request, SearchResult, search
 from meshpar.planner.search.sensitivity import sensitivities
-from meshpar.planner.search.space import BUILT_AXES
 from meshpar.planner.search.training_cost import TrainingCost, training_cost
 from meshpar.planner.workload.shapes import PUBLISHED, SHAPES
 
@@ -77,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--axes",
         choices=("built", "planned"),
         default="built",
-        help=f"mesh axes to use: {', '.join(BUILT_AXES)} (built), or all (planned)",
+        help="mesh axes to use: all in both cases, as make_train_step lays out each",
     )
     add("--plans", type=positive, default=10, metavar="N", help="plans to print")
     add(
@@ -186,7 +185,6 @@ def _request(args: argparse.Namespace) -> Request:
             keep=[*args.keep, *([args.layout] if args.layout else [])],
             forbid=args.forbid,
             max_memory_bytes=None if limit is None else limit * _GIB,
-            planned=args.axes == "planned",
         ),
     )
 
@@ -239,9 +237,6 @@ def _how_to_run(args: argparse.Namespace, best: Estimate) -> str:
         return (
             "run it: not yet; a config.json has its own vocabulary; leave --vocab out"
         )
-    unbuilt = [axis for axis in _UNBUILT if getattr(run.layout, axis) != 1]
-    if unbuilt:
-        return f"run it: not yet; the step does not lay out {', '.join(unbuilt)}"
     real = run.cluster.device.platform != "cpu"
     words = ["--layout", str(run.layout), *_model_words(args)]
     words += ["--global-batch", str(run.global_batch), "--seq", str(run.seq)]
@@ -258,9 +253,6 @@ def _model_words(args: argparse.Namespace) -> list[str]:
         model = ",".join([*([model] if model else []), f"vocab={args.vocab}"])
     chosen = {"--preset": preset, "--model": model}
     return [word for pair in chosen.items() if pair[1] for word in pair]
-
-
-_UNBUILT = tuple(axis for axis in MESH_AXES if axis not in BUILT_AXES)
 
 
 def _row(plan: Estimate) -> str:

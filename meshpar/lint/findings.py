@@ -78,7 +78,8 @@ def large_and_replicated(
     rows: list[ParameterRow], layout: Layout, large_bytes: int
 ) -> list[Finding]:
     # Only routed experts can be split over `expert`.
-    whole = ("data", "expert") if layout.zero == 3 else BATCH_AXES
+    of_batch = ("data", "expert") if layout.zero == 3 else BATCH_AXES
+    whole = (*of_batch, "context")
     splitting = [axis for axis in _axes_at_work(layout) if axis not in whole]
     if not splitting:
         return []
@@ -115,7 +116,7 @@ def idle_mesh_axes(
             ),
         )
         for axis, size in _axes_at_work(layout).items()
-        if axis not in busy
+        if axis not in busy and axis != "context"  # which splits tokens by itself
     ]
 
 

@@ -21,6 +21,8 @@ from meshpar.model.activations import Activation, traced_activations
 from meshpar.model.contract import Model, check_model
 from meshpar.parallel.pipeline.program import arranged_for
 from meshpar.parallel.remat import check_residual_names
+from meshpar.parallel.sequence import token_order
+from meshpar.parallel.sequence_checks import context_problems
 from meshpar.parallel.storage import (
     moved_because,
     parameter_specs,
@@ -102,7 +104,9 @@ def lint(
     rows, row_findings = _parameter_rows(stored, sized, rules)
     unsplit, notes = _states(stored, sized, rules, large_bytes)
     examples, batch_findings = _examples(layout, global_batch)
-    activations, trace_findings = _activations(model, examples, seq)
+    order = token_order(layout)
+    here = seq if order is None else order.padded(seq) // order.num_ranks
+    activations, trace_findings = _activations(model, examples, here)
     axes, activation_findings = _axes_of_activations(activations, layout, rules)
     used_by_parameters = {name for row in rows for name in row.logical_axes}
     used = used_by_parameters | {
@@ -114,6 +118,10 @@ def lint(
             *_refused(layout, rules),
             *_no_experts(model, layout),
             *_unknown_residuals(model, layout),
+            *(
+                Finding(kind="unsupported", path="context", message=message)
+                for message in context_problems(model, layout, rules, seq)
+            ),
             *stage_findings,
             *batch_findings,
             *row_findings,

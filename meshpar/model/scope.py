@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 from meshpar.collectives import asked
 from meshpar.errors import InputError
 from meshpar.model.inputs import Batch
+from meshpar.model.token_order import TokenOrder
 from meshpar.rules.rules import LogicalAxes, Rules, auto_mesh_shape, spec_axes
 
 SAVED_PREFIX = "meshpar."
@@ -38,6 +39,8 @@ class Scope:
         token_positions: Positions in the sequence of the tokens at hand; None if they
             are the whole sequence.
         full_seq: Tokens of the whole sequence, where those at hand are a share of it.
+        order: Which tokens of each sequence are at hand, where its devices share it
+            out among them; None where they are whole.
         batch_axes: Manual mesh axes that split the examples of one microbatch.
         num_microbatches: Parts that the batch of a device is run in, one by one.
         platform: Kind of device the program is for: `cpu`, `gpu` or `tpu`.
@@ -53,6 +56,7 @@ class Scope:
     training: bool = False
     token_positions: jax.Array | None = None
     full_seq: int | None = None
+    order: TokenOrder | None = None
     batch_axes: tuple[str, ...] = ()
     num_microbatches: int = 1
     platform: str = "cpu"
@@ -119,9 +123,17 @@ class Scope:
 
     def positions(self, seq: int) -> jax.Array:
         """Positions in the sequence of the `seq` tokens at hand."""
-        if self.token_positions is None:
-            return jnp.arange(seq, dtype=jnp.int32)
-        return self.token_positions
+        if self.token_positions is not None:
+            return self.token_positions
+        if self.order is not None:
+            return self.order.positions(seq, self.order.rank())
+        return jnp.arange(seq, dtype=jnp.int32)
+
+    def seq_length(self, seq: int) -> int:
+        """Tokens of the whole sequence, of which `seq` are at hand."""
+        if self.full_seq is not None:
+            return self.full_seq
+        return seq if self.order is None else self.order.length(seq)
 
     def key(self, name: str) -> jax.Array:
         """A key for each example at hand: (examples,), for `jax.vmap` to draw with.
@@ -131,7 +143,7 @@ class Scope:
 
         Raises:
             InputError: There is nothing to derive from (`Scope(random=, examples=)`),
-                or the ranks of a pipeline share the tokens of an example here.
+                or devices share the tokens of an example here.
 
         Example:
             >>> import jax, jax.numpy as jnp
@@ -140,6 +152,12 @@ class Scope:
             >>> jax.vmap(draw)(scope.key("noise")).shape
             (4, 3)
         """
+        if self.order is not None:
+            raise InputError(
+                f"scope.key({name!r}) is one for each example, but the devices of "
+                f"{self.order.mesh_axis} share the tokens of an example; set "
+                f"{self.order.mesh_axis}=1, or draw with scope.dropout"
+            )
         if self.token_positions is not None:
             raise InputError(
                 f"scope.key({name!r}) is one for each example, but the ranks of a "
@@ -170,11 +188,17 @@ class Scope:
                 f"{len(keys)} examples here, one mask for each; put the example first"
             )
         shape = x.shape[1:]
-        if self.full_seq is not None:
-            shape = (self.full_seq, *shape[1:])
+        shared = self.token_positions is not None or self.order is not None
+        if shared and x.ndim < 3:
+            raise InputError(
+                f"scope.dropout({name!r}) is given shape {x.shape}, but devices share "
+                "the tokens of an example here: give it (examples, tokens, ...)"
+            )
+        if shared:
+            shape = (self.seq_length(x.shape[1]), *shape[1:])
         keep = jax.vmap(lambda k: jax.random.bernoulli(k, 1 - rate, shape))(keys)
-        if self.token_positions is not None:
-            keep = keep[:, self.token_positions]
+        if shared:
+            keep = keep[:, self.positions(x.shape[1])]
         return jnp.where(keep, x / (1 - rate), 0).astype(x.dtype)
 
     def batch_sum(self, x: jax.Array) -> jax.Array:
@@ -196,6 +220,12 @@ class Scope:
                 "scope.batch_sum needs the whole global batch at once, but it runs in "
                 f"microbatches={self.num_microbatches}; set microbatches=1, or "
                 "normalise with state that a step updates (BlockGroup.update_state)"
+            )
+        if self.order is not None:
+            raise InputError(
+                "scope.batch_sum adds up sums over examples, but "
+                f"{self.order.num_ranks} devices share the tokens of each; set "
+                f"{self.order.mesh_axis}=1"
             )
         if not self.batch_axes:
             return x

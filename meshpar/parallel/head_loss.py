@@ -67,6 +67,8 @@ def head_cross_entropy(
     Raises:
         InputError: `logits_bytes` is less than the logits of one token.
     """
+    if scope.order is not None and scope.order.probing:
+        return jnp.sum(x * weights[..., None]), jnp.sum(weights)
     split = _split_of(x, table, scope)
     logical_axes = _RESIDUAL if split.gathered else _WHOLE
     weights = weights.astype(jnp.float32)

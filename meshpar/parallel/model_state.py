@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from meshpar.collectives import asked
-from meshpar.layout import BATCH_AXES
+from meshpar.layout import TOKEN_AXES
 from meshpar.model.contract import Model
 from meshpar.model.parameter import Params
 from meshpar.model.sums import Sums
@@ -27,15 +27,15 @@ def summed_statistics(
 ) -> list[Sums]:
     """Of each group, what its state is made of, over the global batch.
 
-    One all-reduce over the batch axes, where there is any.
+    One all-reduce over the mesh axes that split tokens, where there is any.
     """
     found = [statistics_of(*of) for of in zip(stacks, sums, strict=True)]
     return sum_statistics(placement, found)
 
 
 def sum_statistics(placement: Placement, found: list[Sums]) -> list[Sums]:
-    """Sums of this device's examples -> of the global batch."""
-    axes = placement.large(BATCH_AXES)
+    """Sums of this device's tokens -> of the global batch."""
+    axes = placement.large(TOKEN_AXES)
     if not axes or not jax.tree.leaves(found):
         return found
     with asked("batch_sum"):

@@ -14,9 +14,10 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from meshpar.collectives import asked, sum_dtype
-from meshpar.layout import BATCH_AXES, MANUAL_AXES, Layout
+from meshpar.layout import BATCH_AXES, MANUAL_AXES, TOKEN_AXES, Layout
 from meshpar.model.contract import Model
 from meshpar.model.parameter import Params, is_parameter
+from meshpar.model.token_order import TokenOrder
 from meshpar.parallel.data import reduce_gradients
 from meshpar.parallel.scopes import Scopes
 from meshpar.parallel.storage import state_spec, stored_parameters
@@ -89,9 +90,15 @@ class Placement:
         of_state = self.manual_model_state_specs
         return REPLICATED, REPLICATED, self.manual_state_specs, of_state
 
-    def scopes(self, *, training: bool) -> Scopes:
-        """What makes the scopes of a model's functions."""
+    def scopes(self, *, training: bool, order: TokenOrder | None = None) -> Scopes:
+        """What makes the scopes of a model's functions.
+
+        Args:
+            training: Whether a training step runs.
+            order: Which tokens a device has; None where it has whole sequences.
+        """
         return Scopes(
+            order=order,
             rules=self.rules,
             platform=self.platform,
             batch_axes=self.large(BATCH_AXES),
@@ -203,8 +210,8 @@ class Placement:
             is_leaf=is_stored,
         )
 
-    def sum_losses(self, values: Any, mesh_axes: tuple[str, ...] = BATCH_AXES) -> Any:
-        """Loss and weights summed over the batch axes, or over more."""
+    def sum_losses(self, values: Any, mesh_axes: tuple[str, ...] = TOKEN_AXES) -> Any:
+        """Loss and weights summed over the mesh axes that split tokens, or over more."""
         axes = self.large(mesh_axes)
         if not axes:
             return values
@@ -218,7 +225,9 @@ class Placement:
     @property
     def manual_axes(self) -> tuple[str, ...]:
         """The mesh axes that `on_shards` makes manual."""
-        return MANUAL_AXES if self.layout.runs_in_ticks else BATCH_AXES
+        stage, context = self.layout.runs_in_ticks, self.layout.context > 1
+        absent = {"stage": not stage, "context": not context}
+        return tuple(axis for axis in MANUAL_AXES if not absent.get(axis, False))
 
     @property
     def compute_dtype(self) -> Any:

@@ -29,9 +29,10 @@ from meshpar.parallel.blocks import (
 from meshpar.parallel.ends import Ends
 from meshpar.parallel.mean_loss import metrics_of, random_key, safe_inverse
 from meshpar.parallel.model_state import summed_statistics, updated_state
-from meshpar.parallel.placement import BATCH, REPLICATED, Placement
+from meshpar.parallel.placement import REPLICATED, Placement
 from meshpar.parallel.prefetch_choice import prefetches
 from meshpar.parallel.scopes import Scopes
+from meshpar.parallel.sequence import outputs_in_order, tokens_at_hand
 from meshpar.parallel.zero import Stored, is_stored
 
 Found = tuple[jax.Array, dict[str, jax.Array], Params, Params]
@@ -92,12 +93,12 @@ class LocalProgram:
         """What the model's `logits` gives, each array with the example first."""
 
         def local(*of: Any) -> Any:
-            pass_ = _Pass.of(self.placement, *of, training=False)
+            pass_ = _Pass.of(self.placement, *of, training=False, natural=True)
             # `TrainStep.logits` refuses a model without.
             logits = cast(Callable[..., Any], self.placement.model.logits)
             return logits(*pass_.hidden(), pass_.outside)
 
-        return self.placement.on_state(local, BATCH)(*of)
+        return outputs_in_order(self.placement, local, of)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,11 +132,13 @@ class _Pass:
         seed: jax.Array,
         *,
         training: bool,
+        natural: bool = False,
     ) -> _Pass:
-        scopes = placement.scopes(training=training)
+        own, order = tokens_at_hand(placement, batch, natural=natural)
+        scopes = placement.scopes(training=training, order=order)
         model = placement.model
         known = {
-            "batch": dict(batch),
+            "batch": own,
             "examples": scopes.examples(batch),
             "random": random_key(seed, step),
         }

@@ -14,6 +14,7 @@ from meshpar.errors import InputError
 from meshpar.model.contract import Stream
 from meshpar.model.inputs import Batch
 from meshpar.model.scope import Scope
+from meshpar.model.token_order import TokenOrder
 from meshpar.parallel.tensor import shard_index
 from meshpar.rules.rules import Rules, auto_mesh_shape, spec_axes
 
@@ -30,6 +31,7 @@ class Scopes:
         batch_axes: Mesh axes of size above 1 that split the batch.
         num_microbatches: Parts that a device's share of the batch is run in.
         training: Whether a training step runs.
+        order: Which tokens this device has; None where it has whole sequences.
     """
 
     rules: Rules
@@ -37,6 +39,7 @@ class Scopes:
     batch_axes: tuple[str, ...]
     num_microbatches: int = 1
     training: bool = True
+    order: TokenOrder | None = None
 
     def __call__(self, known: Mapping[str, Any], **shared: Any) -> Scope:
         """The scope that `known` arrays make; `shared` has what ranks share."""
@@ -51,6 +54,7 @@ class Scopes:
             batch_axes=shared.pop("batch_axes", self.batch_axes),
             num_microbatches=self.num_microbatches,
             platform=self.platform,
+            order=self.order,
             **shared,
         )
 

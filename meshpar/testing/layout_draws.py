@@ -16,7 +16,7 @@ import numpy as np
 import optax
 
 from meshpar import MESH_AXES, Layout, Model, RuleError, make_train_step
-from meshpar.layout import STAGE_REMATS, ZERO_AXES
+from meshpar.layout import STAGE_REMATS
 from meshpar.schedules import SCHEDULES
 from meshpar.train.layout_refusals import layout_refusals
 
@@ -52,8 +52,14 @@ DRAWS: dict[str, Draw] = {
     "chunks": Draw((1, 2), beside=("stage",)),  # of a schedule that has them
     "splits": Draw(((), "cost"), beside=("stage",)),  # or sizes for the layers
     "execution": Draw(("uniform", "divergent"), beside=("stage",)),
-    "zero": Draw((3, 3, 0, 1, 2), beside=ZERO_AXES[::-1]),
-    "zero_axes": Draw(((), (), ("data",), ("fsdp",), ZERO_AXES), beside=("fsdp",)),
+    "zero": Draw((3, 3, 0, 1, 2), beside=("fsdp", "data")),
+    "zero_axes": Draw(
+        (
+            *((), (), ("data",), ("fsdp",), ("data", "fsdp")),
+            *(("context",), ("fsdp", "context")),
+        ),
+        beside=("fsdp",),
+    ),
     "fsdp_gather": Draw(("step", "microbatch"), ("fsdp",), (("microbatches", 2),)),
     "fsdp_prefetch": Draw(("auto", "on", "off"), ("fsdp",), (("microbatches", 1),)),
     "optimizer_memory": Draw(("device", "device", "host")),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,11 +22,13 @@ class BatchPlacement:
 
     Args:
         inputs: What the model declares.
+        check_sequences: Refuses sequences that cannot be split.
         layout: Whose batch axes and microbatches a batch divides over.
         sharding: How every array lies, the example first.
     """
 
     inputs: Mapping[str, Input]
+    check_sequences: Callable[[Mapping[str, Any]], None]
     layout: Layout
     sharding: NamedSharding
     _passed: set[tuple[Any, ...]] = field(default_factory=set, compare=False)
@@ -65,6 +67,7 @@ class BatchPlacement:
         if partly:
             inputs = {name: one for name, one in inputs.items() if name in batch}
         num_examples = check_batch(inputs, batch)
+        self.check_sequences(batch)
         self.check_examples(num_examples, next(iter(batch)), microbatches)
 
     def check_examples(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from meshpar.layout import STAGE_REMATS, Layout
 
 PLAIN = Layout()
@@ -19,13 +21,7 @@ _OPTION_OF = {
 
 def layout_refusals(layout: Layout) -> dict[str, str]:
     """Key of a layout -> why `make_train_step` refuses the value it has."""
-    refusals = {
-        name: f"layout {str(layout)!r}: make_train_step lays out data, fsdp, stage, "
-        f"expert and tensor; {name}={getattr(layout, name)} is not supported: set "
-        f"{name}=1"
-        for name in ("context",)
-        if getattr(layout, name) != 1
-    }
+    refusals = {}
     for name, mesh_axis in _OPTION_OF.items():
         value = getattr(layout, name)
         if value != getattr(PLAIN, name) and getattr(layout, mesh_axis) == 1:
@@ -59,7 +55,7 @@ def zero_refusals(layout: Layout) -> dict[str, str]:
     text, sizes = repr(str(layout)), layout.mesh_shape
     idle = [axis for axis in layout.zero_axes if sizes[axis] == 1]
     shards = layout.data * layout.fsdp
-    if layout.zero in (1, 2) and shards == 1:
+    if layout.zero in (1, 2) and shards == 1 and not layout.zero_axes:
         refusals["zero"] = (
             f"layout {text}: zero={layout.zero} shares nothing out while data=1 and "
             "fsdp=1; leave it out, or give one of them a size"
@@ -69,6 +65,7 @@ def zero_refusals(layout: Layout) -> dict[str, str]:
             f"layout {text}: zero_axes={'/'.join(layout.zero_axes)} changes nothing "
             f"while {'zero=0' if layout.zero == 0 else f'{idle[0]}=1'}; leave it out"
         )
+    shards = math.prod(sizes[axis] for axis in {"data", "fsdp", *layout.zero_axes})
     gathers = layout.zero == 3 and layout.runs_in_ticks and shards > 1
     if layout.fsdp_gather != PLAIN.fsdp_gather and not gathers:
         refusals["fsdp_gather"] = (

@@ -90,8 +90,8 @@ def rule_refusals(rules: Rules, layout: Layout) -> Iterator[tuple[str, RuleError
         if "stage" in mesh_axes and logical_axis != "layers" and layout.stage > 1:
             yield logical_axis, _stage_error(logical_axis)
     yield from _unused_zero_keys(rules, layout)
-    batch = rules.table.get("batch", ())
-    if batch != BATCH_AXES and (layout.expert > 1 or batch != ZERO_AXES):
+    batch, without_expert = rules.table.get("batch", ()), BATCH_AXES[:-1]
+    if batch != BATCH_AXES and (layout.expert > 1 or batch != without_expert):
         yield (
             "batch",
             RuleError(
@@ -101,8 +101,19 @@ def rule_refusals(rules: Rules, layout: Layout) -> Iterator[tuple[str, RuleError
                 "size 1 costs nothing)",
             ),
         )
-    splits = BATCH_AXES if layout.expert > 1 else ZERO_AXES
+    splits = BATCH_AXES if layout.expert > 1 else without_expert
     for logical_axis, mesh_axes in rules.table.items():
+        if "context" in mesh_axes and layout.context > 1:
+            yield (
+                logical_axis,
+                RuleError(
+                    "claimed_twice",
+                    f"mesh axis 'context' is claimed by {logical_axis!r}, but it "
+                    "splits the sequence of every array of tokens by itself; map "
+                    f"{logical_axis!r} elsewhere, or stored parameters alone by "
+                    f"Rules(..., parameters={{{logical_axis!r}: 'context'}})",
+                ),
+            )
         if logical_axis == "experts" and mesh_axes == ("expert",):
             continue
         for mesh_axis in mesh_axes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, cast
@@ -19,6 +20,7 @@ from meshpar.parallel.pipeline.stages import in_layer_order
 from meshpar.parallel.placement import DTYPES, Placement
 from meshpar.parallel.prefetch_choice import prefetch_notes, prefetches
 from meshpar.parallel.program import LocalProgram
+from meshpar.parallel.sequence_checks import check_context, check_sequences
 from meshpar.train.batch_placement import BatchPlacement
 from meshpar.train.gradient_program import GradientProgram
 from meshpar.train.optimizer.by_layer import by_layer
@@ -50,6 +52,7 @@ class TrainStep:
     def __init__(self, options: StepOptions) -> None:
         self.options = options
         model, layout = options.model, options.layout
+        check_context(model, layout, options.rules)
         self.model_as_given, self.layout = model, layout
         self.rules, self.mesh = options.rules, options.mesh
         self.platform = options.platform
@@ -85,7 +88,10 @@ class TrainStep:
         self.shardings = functions.shardings
         self.batch_sharding = NamedSharding(self.mesh, PartitionSpec(BATCH_AXES))
         self._batches = BatchPlacement(
-            inputs=self.model.inputs or {}, layout=layout, sharding=self.batch_sharding
+            inputs=self.model.inputs or {},
+            check_sequences=functools.partial(check_sequences, self.model, layout),
+            layout=layout,
+            sharding=self.batch_sharding,
         )
         self.compiler_options = compiler_options_for(
             self.platform,

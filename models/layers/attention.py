@@ -18,10 +18,13 @@ from meshpar.models.layers.norm import RMSNorm
 from meshpar.models.layers.recomputed import recomputed
 from meshpar.models.layers.rope import apply_rope
 from meshpar.parallel.column import column_parallel
+from meshpar.parallel.context.attention import blockwise, shard_attention
+from meshpar.parallel.context.mask import Mask
 from meshpar.parallel.tensor import AnyArray
 
 _HEADS = ("batch", "seq", "heads", "head_dim")
 _KV_HEADS = ("batch", "seq", "kv_heads", "head_dim")
+_PER_TOKEN = ("batch", "seq")
 
 
 class Attention(nnx.Module):
@@ -40,6 +43,7 @@ class Attention(nnx.Module):
         bias, out_bias: Whether the input and output projections have one.
         qk_norm_epsilon: RMS-normalise queries and keys with it; None for no norm.
         causal: Whether a token sees none that follow it.
+        window: A token sees those less than so many places away; None for no limit.
 
     Raises:
         InputError: `heads` is not a multiple of `kv_heads`.
@@ -60,13 +64,15 @@ class Attention(nnx.Module):
         out_bias: bool = False,
         qk_norm_epsilon: float | None = None,
         causal: bool = True,
+        window: int | None = None,
     ) -> None:
         if heads % kv_heads:
             raise InputError(
                 f"heads={heads} is not a multiple of kv_heads={kv_heads}; every "
                 "key/value head serves the same number of query heads"
             )
-        self.heads, self.group, self.causal = heads, heads // kv_heads, causal
+        self.heads, self.group = heads, heads // kv_heads
+        self.causal, self.window = causal, window
         self.frequencies = None if frequencies is None else tuple(frequencies)
         groups = (kv_heads, self.group + 2, head_dim)
         group_axes = ("kv_heads", None, "head_dim")
@@ -102,7 +108,16 @@ class Attention(nnx.Module):
             qkv_BTKGH = qkv_BTKGH + self.bias[...]
         qkv_BTKGH = scope.save(scope.constrain(qkv_BTKGH, axes), "attention_qkv")
         q, k, v = self._split(qkv_BTKGH, scope)
-        mixed = attend(q, k, v, scope, causal=self.causal, seen=seen)
+        mixed = attend(
+            q,
+            k,
+            v,
+            scope,
+            causal=self.causal,
+            window=self.window,
+            seen=seen,
+            segments=scope.batch.get("segment_ids"),
+        )
         out = jnp.einsum("BTNH,NHD->BTD", mixed, self.out[...])
         return out if self.out_bias is None else out + self.out_bias[...]
 
@@ -115,7 +130,7 @@ class Attention(nnx.Module):
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.frequencies is not None:
-            positions = scope.batch.get("positions", jnp.arange(seq)[None])
+            positions = scope.batch.get("positions", scope.positions(seq)[None])
             frequencies = np.array(self.frequencies)
             rope = recomputed(functools.partial(apply_rope, frequencies=frequencies))
             q, k = rope(q, positions), rope(k, positions)
@@ -133,9 +148,14 @@ def attend(
     scope: Scope,
     *,
     causal: bool,
+    window: int | None = None,
     seen: jax.Array | None = None,
+    segments: jax.Array | None = None,
 ) -> jax.Array:
     """Attention of every query to the keys, on the device that has its head.
+
+    Where devices share a sequence, it communicates as
+    `meshpar.parallel.context.attention.shard_attention`.
 
     Args:
         q: (batch, seq, heads, head_dim).
@@ -143,7 +163,10 @@ def attend(
         v: As `k`.
         scope: Where the function runs.
         causal: Whether a query sees no key that follows it.
+        window: A query sees keys less than so many places away; None for no limit.
         seen: (batch, keys), False for keys that no query sees; all when absent.
+        segments: (batch, seq), the number of each token's document, of queries and
+            keys alike: a query sees keys of its own, and none of a number below 0.
     """
     kv_axes = _KV_HEADS
     if not scope.same_layout(_HEADS, _KV_HEADS, q.shape, k.shape):
@@ -152,22 +175,55 @@ def attend(
         k, v = (jnp.repeat(part, group, axis=2) for part in (k, v))
         k, v = scope.constrain(k, _HEADS), scope.constrain(v, _HEADS)
     arrays, axes = (q, k, v), (_HEADS, kv_axes, kv_axes)
-    if seen is not None:
-        arrays, axes = (*arrays, seen), (*axes, ("batch", "seq"))
-    kernel = _kernel(q, scope, causal=causal, masked=seen is not None)
-    mixed = scope.map_shards(kernel, axes, _HEADS)(*arrays)
+    mask = Mask(causal=causal, window=window)
+    plain = seen is None and segments is None and window is None
+    fused = _fused(q, scope, causal=causal) if plain else None
+    split = scope.order is not None
+    if split or not fused and blockwise(q, k, mask, masked=segments is not None):
+        kernel, more = _blockwise(mask, scope, seen, segments, q.shape[:2])
+        kernel = functools.partial(kernel, whole=fused)
+    else:
+        more = {} if seen is None else {"seen": seen}
+        kernel = fused or (causal_attention if causal else full_attention)
+    named = [(*_PER_TOKEN[: x.ndim],) for x in more.values()]
+    mixed = scope.map_shards(
+        lambda q, k, v, *of: kernel(q, k, v, **dict(zip(more, of, strict=True))),
+        (*axes, *named),
+        _HEADS,
+    )(*arrays, *more.values())
     return scope.save(scope.constrain(mixed, _HEADS), "attention_mixed")
 
 
-def _kernel(
-    q: jax.Array, scope: Scope, *, causal: bool, masked: bool
-) -> Callable[..., jax.Array]:
+def _blockwise(
+    mask: Mask,
+    scope: Scope,
+    seen: jax.Array | None,
+    segments: jax.Array | None,
+    queries: tuple[int, ...],
+) -> tuple[Callable[..., jax.Array], dict[str, jax.Array]]:
+    """Attention in tiles, and the arrays that it takes beside queries and keys."""
+    more: dict[str, jax.Array] = {}
+    if scope.order is not None:
+        more["rank"] = scope.order.rank()
+    if segments is not None:
+        more |= {"q_segments": segments, "k_segments": segments}
+    if seen is not None:
+        here = more.get("k_segments", 0)
+        more["k_segments"] = jnp.where(seen.astype(bool), here, -1).astype(jnp.int32)
+        more.setdefault("q_segments", jnp.zeros(queries, jnp.int32))
+    return functools.partial(shard_attention, mask=mask, order=scope.order), more
+
+
+def _fused(
+    q: jax.Array, scope: Scope, *, causal: bool
+) -> Callable[..., jax.Array] | None:
+    """A kernel that does attention without a mask at once; None where none is there."""
     # cuDNN's fused attention takes half precision only, and never builds the scores.
     half = q.dtype in (jnp.bfloat16, jnp.float16)
     # Where the GPU is not there, tracing finds no cuDNN to ask: XLA's attention then.
     present = scope.platform == "gpu" and jax.default_backend() == "gpu"
-    if not (present and half) or masked:
-        return causal_attention if causal else full_attention
+    if not (present and half):
+        return None
     return functools.partial(
         jax.nn.dot_product_attention, is_causal=causal, implementation="cudnn"
     )

@@ -44,7 +44,10 @@ class ModelFunctions:
 
     @property
     def keeps_together(self) -> str | None:
-        """By the layout's mesh."""
+        """By the layout's mesh, and its ring of keys and values."""
+        layout = self.placement.layout
+        if layout.context > 1 and layout.attention == "ring":
+            return "keys and values are permuted over 'context'"
         return mesh_hindrance(self.placement.mesh.shape, self.placement.platform)
 
     def embed(self, weights: Params, known: Known, shares: Shares | None) -> Stream:
@@ -151,7 +154,7 @@ class ModelFunctions:
             axes = (*self.scopes.batch_axes, STAGE)
             own = {**known, "batch": share, "examples": examples}
             return self.scopes(own, batch_axes=axes)
-        share = {}
+        outside, share = self.scopes(known), {}
         for name, array in batch.items():
             dim = model.seq_dim(name) if array.ndim > 1 else None
             share[name] = (
@@ -159,6 +162,6 @@ class ModelFunctions:
             )
         return self.scopes(
             {**known, "batch": share},
-            token_positions=shares.positions(),
-            full_seq=shares.size,
+            token_positions=outside.positions(shares.size)[shares.positions()],
+            full_seq=outside.seq_length(shares.size),
         )

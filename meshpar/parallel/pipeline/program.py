@@ -14,7 +14,7 @@ from typing import Any, cast
 import jax
 
 from meshpar.errors import InputError
-from meshpar.layout import BY_COST, MANUAL_AXES, Layout
+from meshpar.layout import BY_COST, Layout
 from meshpar.model.contract import Model
 from meshpar.model.parameter import Params
 from meshpar.parallel.mean_loss import metrics_of, random_key, safe_inverse
@@ -31,8 +31,9 @@ from meshpar.parallel.pipeline.stages import (
     cut,
     merge,
 )
-from meshpar.parallel.placement import BATCH, REPLICATED, Placement
+from meshpar.parallel.placement import REPLICATED, Placement
 from meshpar.parallel.program import Found, sums_by_name
+from meshpar.parallel.sequence import outputs_in_order, tokens_at_hand
 from meshpar.schedules import Schedule, tick_table
 from meshpar.schedules.stage_splits import split_by_cost, stage_sizes
 
@@ -63,7 +64,7 @@ class PipelineProgram:
             microbatches = self._microbatches(*of, training=True)
             found = self._run(microbatches.work()).loss_and_gradients()
             (loss_sum, weight_sum), auxiliary = placement.sum_losses(
-                (found.loss_sums, found.auxiliary), MANUAL_AXES
+                (found.loss_sums, found.auxiliary), placement.manual_axes
             )
             for group, sums in zip(model.groups, auxiliary, strict=True):
                 loss_sum += group.weighted(sums)
@@ -85,7 +86,8 @@ class PipelineProgram:
 
         def local(*of: Any) -> tuple[jax.Array, jax.Array]:
             work = self._microbatches(*of, training=False).work()
-            return placement.sum_losses(self._run(work).loss_sums(), MANUAL_AXES)
+            sums = self._run(work).loss_sums()
+            return placement.sum_losses(sums, placement.manual_axes)
 
         return self.placement.on_state(local, (REPLICATED, REPLICATED))(*of)
 
@@ -94,12 +96,12 @@ class PipelineProgram:
         one = replace(self, schedule=self.schedule.of_one_microbatch())
 
         def local(*of: Any) -> Any:
-            microbatches = one._microbatches(*of, training=False)
+            microbatches = one._microbatches(*of, training=False, natural=True)
             functions = cast(ModelFunctions, microbatches.functions)
             work = microbatches.outputs_work(functions.outputs)
             return microbatches.head_shares.whole(one._run(work).loss_sums())
 
-        return self.placement.on_state(local, BATCH)(*of)
+        return outputs_in_order(self.placement, local, of)
 
     def _microbatches(
         self,
@@ -110,13 +112,15 @@ class PipelineProgram:
         seed: jax.Array,
         *,
         training: bool,
+        natural: bool = False,
     ) -> Microbatches:
         placement, chunks = self.placement, self.schedule.num_chunks
-        scopes = placement.scopes(training=training)
+        own, order = tokens_at_hand(placement, batch, natural=natural)
+        scopes = placement.scopes(training=training, order=order)
         weights, groups = placement.gather_before_loop(params)
         ends, shapes = placement.gradient_shapes(weights, groups)
         end_state, states = placement.model.split(state)
-        differs = {"batch": dict(batch), "examples": scopes.examples(batch)}
+        differs = {"batch": own, "examples": scopes.examples(batch)}
         return Microbatches(
             functions=ModelFunctions(
                 placement=placement, scopes=scopes, end_state=end_state

@@ -15,7 +15,8 @@ def attention_forward_s(run: Run) -> float:
     """Scores to mixed values of one microbatch."""
     if run.fused_attention:
         return _fused_s(run)
-    return _matmuls_s(run) + memory_s(run, _scores(run) * _forward_score_bytes(run))
+    scores_s = memory_s(run, _scores(run) * _forward_score_bytes(run))
+    return _made(run) * (_matmuls_s(run) + scores_s)
 
 
 def attention_backward_s(run: Run) -> float:
@@ -23,7 +24,15 @@ def attention_backward_s(run: Run) -> float:
     if run.fused_attention:
         return _fused_s(run) * _BACKWARD_MATMULS / BACKWARD
     scores_s = memory_s(run, _scores(run) * _backward_score_bytes(run))
+    if run.tiled_attention:  # the scores are made again
+        return _made(run) * (_BACKWARD_MATMULS * _matmuls_s(run) + scores_s)
     return 2 * _matmuls_s(run) + scores_s
+
+
+def _made(run: Run) -> float:
+    """The share of all scores that is made: tiles leave out those that a causal mask
+    hides."""
+    return 0.5 if run.tiled_attention else 1.0
 
 
 def _forward_score_bytes(run: Run) -> float:

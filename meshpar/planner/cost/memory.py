@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from meshpar.chunk_bytes import SCORE_BYTES
+from meshpar.chunk_bytes import SCORE_BYTES, TILE_BYTES
 from meshpar.layout import STAGE_REMATS
 from meshpar.planner.cost.parameters import (
     block_parameters,
@@ -306,6 +306,9 @@ def _scores_at_once(run: Run) -> float:
     """
     if run.fused_attention:
         return 0.0
+    if run.tiled_attention:
+        # Scores, softmax and the gradients of both, of a tile.
+        return 4 * TILE_BYTES
     whole = 4 * run.tokens * run.seq * run.workload.heads / run.layout.tensor
     # A key/value head's at least.
     kv_heads = max(1.0, run.workload.kv_heads / run.layout.tensor)

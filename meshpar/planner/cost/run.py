@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
+from meshpar.chunk_bytes import LONGEST_SCORES
 from meshpar.hardware.attention_kernels import KERNELS
 from meshpar.hardware.batch_parts import num_parts
 from meshpar.layout import ZERO_AXES, Layout
@@ -118,10 +119,25 @@ class Run:
         Those there are take half precision, each on one platform; our models have
         `causal_attention` elsewhere, which stores the softmax.
         """
+        if self.layout.context > 1 and self.layout.attention != "ulysses":
+            # Softmaxes of parts are merged, which our tiles do and no fused kernel.
+            return self.execution.eager and self.execution.fused_attention
         half = self.layout.precision == "bf16"
         there = KERNELS[self.execution.attention_kernel]
         has_it = self.cluster.device.platform == there
         return self.execution.fused_attention and half and has_it
+
+    @property
+    def tiled_attention(self) -> bool:
+        """Whether our own loop over tiles does attention (`parallel.context.tiles`)."""
+        split = self.layout.context > 1
+        needed = split or self.seq > LONGEST_SCORES
+        return needed and not self.execution.eager and not self.fused_attention
+
+    @property
+    def stores_softmax(self) -> bool:
+        """Whether the backward finds the softmax, not the log of its sums."""
+        return not (self.fused_attention or self.tiled_attention)
 
     @property
     def drops(self) -> bool:

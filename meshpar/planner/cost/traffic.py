@@ -35,6 +35,9 @@ from meshpar.planner.cost.traffic_row import (
 from meshpar.planner.machine.overlap import hidden_share
 from meshpar.planner.workload.recomputation import Again, recomputation
 
+_GRADIENT_BYTES = 4
+"""Of keys and values on their way: they are added up in fp32."""
+
 _SUMS = "sums of the residual stream"
 _OF_SEQUENCE = {
     "all-reduce": _SUMS,
@@ -86,28 +89,42 @@ def _tensor(run: Run, again: Again) -> Iterator[Row]:
     yield row("reduce-scatter", "backward", again.sums)
 
 
+def context_rows(run: Run) -> Iterator[Row]:
+    """What attention of one block sends over `context`, without remat."""
+    return _context(run, Again())
+
+
 def _context(run: Run, again: Again) -> Iterator[Row]:
     """What the layout's way to attend sends."""
     context, workload = run.layout.context, run.workload
     sizes = workload.query_dim + workload.value_dim
     head_bytes = run.tokens * sizes * run.dtype_bytes / run.layout.tensor
     keys_values, steps, beside = workload.kv_heads * head_bytes, 1, ("", "")
+    gradients = keys_values * _GRADIENT_BYTES / run.dtype_bytes
+    back: tuple[str, float, int] | None = None
     if run.layout.attention == "ring":
-        # One part moves while another is attended to; back, gradients move with it.
-        kind, payload, back = "collective-permute", keys_values, 2
+        # One part moves while another is attended to; back, gradients move with it,
+        # and once more, to where they belong.
+        kind, payload = "collective-permute", keys_values
         reason, steps = "keys and values around the ring", context - 1
-        beside = (ATTENTION, ATTENTION_AGAIN)
+        back, beside = (kind, gradients, context), (ATTENTION, ATTENTION_AGAIN)
     elif run.layout.attention == "allgather":
         # Back, they are gathered again, and their gradients scattered.
-        kind, payload, back = "all-gather", keys_values * context, 2
+        kind, payload = "all-gather", keys_values * context
         reason = "keys and values of the whole sequence"
+        back = "reduce-scatter", gradients * context, 1
     else:
         # Queries, keys and values there, mixed values back; gradients the other way.
-        kind, payload, back = "all-to-all", keys_values + workload.heads * head_bytes, 1
-        reason = "heads for sequence, and back"
+        # A key or value goes to every device that has one of its queries.
+        copies = max(1.0, context * run.layout.tensor / workload.kv_heads)
+        sent = copies * keys_values + workload.heads * head_bytes
+        kind, payload, reason = "all-to-all", sent, "heads for sequence, and back"
     one = Row(("context",), kind, payload, reason, "forward", steps, beside[0])
     yield one
-    yield one._replace(passes="backward", times=back * steps)
+    yield one._replace(passes="backward", beside="")
+    if back is not None:
+        kind, payload, times = back
+        yield Row(("context",), kind, payload, reason, "backward", times)
     times = again.attention * steps
     yield one._replace(passes="backward", times=times, beside=beside[1])
 

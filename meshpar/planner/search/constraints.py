@@ -19,7 +19,6 @@ class Constraints:
         kept: Key of a layout -> the value that it must have.
         forbidden: Mesh axes that must have size 1.
         max_memory_bytes: Of a device; all that it has when None.
-        planned: Whether to consider the mesh axes that no step lays out yet.
 
     Raises:
         InputError: A key or a value that no layout has, a schedule that no step runs,
@@ -33,7 +32,6 @@ class Constraints:
     kept: Mapping[str, Any] = field(default_factory=dict)
     forbidden: frozenset[str] = frozenset()
     max_memory_bytes: float | None = None
-    planned: bool = False
 
     def __post_init__(self) -> None:
         refused = step_refusal(Layout(**self.kept).schedule)
@@ -66,7 +64,6 @@ class Constraints:
         keep: list[str] | tuple[str, ...] = (),
         forbid: list[str] | tuple[str, ...] = (),
         max_memory_bytes: float | None = None,
-        planned: bool = False,
     ) -> Constraints:
         """Constraints in words: `keep` as lines of a layout, `forbid` as mesh axes.
 
@@ -86,7 +83,6 @@ class Constraints:
             kept=kept,
             forbidden=frozenset(forbid),
             max_memory_bytes=max_memory_bytes,
-            planned=planned,
         )
 
     def choices(self, key: str, values: tuple) -> tuple:

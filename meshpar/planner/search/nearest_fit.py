@@ -20,7 +20,6 @@ from meshpar.planner.search.search import (
     possible_meshes,
     search,
 )
-from meshpar.planner.search.space import BUILT_AXES
 
 _TRIED = 1000
 """Layouts, those of least bounds first, whose memory is found exactly."""
@@ -56,7 +55,7 @@ def nearest_fit(request: Request) -> tuple[str, tuple[Change, ...]]:
 
 
 def _changes(request: Request, smallest: Estimate | None) -> Iterator[Change]:
-    """Constraints given up one by one; planned axes; more devices, or larger ones."""
+    """Constraints given up one by one; more devices, or larger ones."""
     constraints = request.constraints
     for key, value in constraints.kept.items():
         kept = {name: kept for name, kept in constraints.kept.items() if name != key}
@@ -71,15 +70,6 @@ def _changes(request: Request, smallest: Estimate | None) -> Iterator[Change]:
         if fits is not None:
             size = getattr(fits.run.layout, axis)
             yield Change(f"fits with {axis}={size} allowed", fits.run.layout)
-    if not constraints.planned:
-        planned = replace(constraints, planned=True)
-        fits = _fitting(replace(request, constraints=planned))
-        if fits is not None:
-            yield Change(
-                f"fits with axes beyond {', '.join(BUILT_AXES)} (--axes planned), "
-                "which make_train_step does not lay out yet",
-                fits.run.layout,
-            )
     if constraints.max_memory_bytes is not None:
         fits = _fitting(
             replace(request, constraints=replace(constraints, max_memory_bytes=None))

@@ -21,11 +21,11 @@ from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.machine.execution import MESHPAR, Execution
 from meshpar.planner.search.candidates import FRONT_REACH, Findings, Leaf, settle
 from meshpar.planner.search.constraints import Constraints
+from meshpar.planner.search.context_method import why_method, with_method
 from meshpar.planner.search.mesh_choices import choices_of
 from meshpar.planner.search.refusals import layout_problems, whatever_the_mesh
 from meshpar.planner.search.rejection import Rejected, reason_of
 from meshpar.planner.search.space import (
-    BUILT_AXES,
     mesh_layouts,
 )
 from meshpar.planner.workload.workload import Workload
@@ -185,6 +185,7 @@ def possible_meshes(
     leaves, refused = [], []
     allowed = _without_idle_axes(constraints, like.workload)
     for order, mesh in enumerate(mesh_layouts(like.cluster.num_devices, allowed)):
+        mesh = with_method(mesh, like, allowed)
         problems = layout_problems(like.workload, _plain(mesh), **size_and_program)
         choices = choices_of(like, mesh, constraints)
         if problems or not choices.num_variants:
@@ -200,7 +201,7 @@ def possible_meshes(
 
 def _without_idle_axes(constraints: Constraints, workload: Workload) -> Constraints:
     """Those of a workload, whose experts alone `expert` splits."""
-    if workload.experts or constraints.planned or "expert" in constraints.kept:
+    if workload.experts or "expert" in constraints.kept:
         return constraints
     return replace(constraints, forbidden=constraints.forbidden | {"expert"})
 
@@ -250,8 +251,14 @@ def _result(
         estimated_count=len(findings.fitting),
         seconds=time.perf_counter() - started,
         capacity_bytes=findings.capacity_bytes,
-        notes=_notes(request),
+        notes=(*_notes(request), *_methods(plans)),
     )
+
+
+def _methods(plans: tuple[Estimate, ...]) -> tuple[str, ...]:
+    """Why the first plan crosses `context` as it does."""
+    found = why_method(plans[0].run.layout, plans[0].run) if plans else ""
+    return (found,) if found else ()
 
 
 def _sample(
@@ -296,10 +303,5 @@ def _notes(request: Request) -> tuple[str, ...]:
             f"no published step times calibrate {device.name}: it is taken to achieve "
             f"what {device.taken_from} achieves of its peaks, attention kernels "
             "included, so that its times are a guess; meshpar calibrate measures"
-        )
-    if request.constraints.planned:
-        notes.append(
-            "plans may use 'context', which make_train_step does not lay out yet: "
-            f"those that can run have {', '.join(BUILT_AXES)} alone"
         )
     return tuple(notes)

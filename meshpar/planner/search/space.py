@@ -11,9 +11,6 @@ from typing import Any, Literal, NamedTuple
 from meshpar.layout import MESH_AXES, Layout
 from meshpar.planner.search.constraints import Constraints
 
-BUILT_AXES = ("data", "fsdp", "stage", "expert", "tensor")
-"""The mesh axes that `make_train_step` lays out; the others are planned."""
-
 
 class Variant(NamedTuple):
     """One way to run a mesh shape."""
@@ -43,12 +40,7 @@ def mesh_layouts(num_devices: int, constraints: Constraints) -> Iterator[Layout]
     Each is a layout with what is kept and all else at its default, or at what keeps
     the search to one choice (`precision=bf16`).
     """
-    free = [
-        axis
-        for axis in MESH_AXES
-        if (constraints.planned or axis in BUILT_AXES or axis in constraints.kept)
-        and axis not in constraints.forbidden
-    ]
+    free = [axis for axis in MESH_AXES if axis not in constraints.forbidden]
     base = Layout(**{"precision": "bf16", **constraints.kept})
     for sizes in _factorizations(num_devices, free, constraints.kept):
         axes: dict[str, Any] = dict(zip(free, sizes, strict=True))

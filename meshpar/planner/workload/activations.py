@@ -78,7 +78,7 @@ def everything_bytes(run: Run, *, moe: bool) -> float:
 
 def scores_bytes(run: Run) -> float:
     """Softmax's output, and with dropout its mask and what it leaves."""
-    if run.fused_attention:
+    if not run.stores_softmax:
         return 0.0
     each = run.dtype_bytes * (2 if run.execution.dropout else 1)
     each += 1 if run.execution.dropout else 0
@@ -106,7 +106,7 @@ def _compiled_bytes(run: Run, remat: str, *, moe: bool) -> float:
         tensor=layout.tensor,
         sequence_parallel=layout.sequence_parallel,
         value_bytes=run.dtype_bytes,
-        fused_attention=run.fused_attention,
+        fused_attention=not run.stores_softmax,
     )
     if latent and remat != "full":
         usual = 3 * workload.heads * workload.value_dim

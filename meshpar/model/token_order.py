@@ -1,0 +1,121 @@
+"""Token order: which tokens of a sequence each device of a split sequence has.
+
+In zigzag order a sequence is cut into 2n chunks, of which device r of n has the two
+r and 2n-1-r: one early, one late, so that under a causal mask all devices have as many
+pairs of a query and a key it sees. Reference: Brandon et al. 2023 (striped attention),
+section 3, for the imbalance; Llama team 2024, section 3.3.2, for the 2n chunks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenOrder:
+    """The order in which the devices along a mesh axis have a sequence's tokens.
+
+    Args:
+        mesh_axis: The manual mesh axis that splits the sequence.
+        num_ranks: Its size.
+        method: How attention crosses it: `ring`, `allgather` or `ulysses`.
+        zigzag: Whether each device has two chunks; else one, in natural order.
+        probe: Positions, where a function is traced only to find out what it does with
+            tokens: what communicates gives its first argument's shape then.
+        lengths: (tokens of a padded sequence, those before the padding) of each.
+
+    Example:
+        >>> order = TokenOrder(mesh_axis="context", num_ranks=2, zigzag=True)
+        >>> [order.positions(4, rank).tolist() for rank in (0, 1)]
+        [[0, 1, 6, 7], [2, 3, 4, 5]]
+    """
+
+    mesh_axis: str
+    num_ranks: int
+    method: str = "ring"
+    zigzag: bool = False
+    lengths: tuple[tuple[int, int], ...] = ()
+    probe: Any = None
+
+    def of_whole(self) -> TokenOrder:
+        """That of a device which has whole sequences, in their own order."""
+        return replace(self, num_ranks=1, method="ring", zigzag=False)
+
+    @property
+    def num_chunks(self) -> int:
+        """Equal chunks that a sequence is cut into."""
+        return self.num_ranks * (2 if self.zigzag else 1)
+
+    def padded(self, num_tokens: int) -> int:
+        """The least number of tokens that divides into chunks, from `num_tokens` on."""
+        return math.ceil(num_tokens / self.num_chunks) * self.num_chunks
+
+    def length(self, num_tokens: int) -> int:
+        """Tokens of the sequence that has `num_tokens` on each device, but padding."""
+        whole = num_tokens * self.num_ranks
+        return dict(self.lengths).get(whole, whole)
+
+    def rank(self) -> jax.Array:
+        """This device's place along the mesh axis."""
+        return jnp.int32(0) if self.probing else lax.axis_index(self.mesh_axis)
+
+    @property
+    def probing(self) -> bool:
+        """Whether nothing runs, and nothing is to be sent."""
+        return self.probe is not None
+
+    def positions(self, num_tokens: int, rank: Any) -> Any:
+        """Where in the sequence the tokens of a device stand: (num_tokens,) int32.
+
+        Args:
+            num_tokens: Of one device.
+            rank: Its place; NumPy's result for an int, JAX's for an array.
+        """
+        if self.probing:
+            return self.probe
+        xp = np if isinstance(rank, int) else jnp
+        size = num_tokens * self.num_ranks // self.num_chunks
+        within = xp.arange(size, dtype=xp.int32)
+        return xp.concatenate([chunk * size + within for chunk in self._chunks(rank)])
+
+    def own(self, array: jax.Array, dim: int) -> jax.Array:
+        """This device's tokens of an array that has the whole sequence as `dim`.
+
+        Moves nothing. The sequence divides into the chunks.
+        """
+        size = array.shape[dim] // self.num_chunks
+        chunks = [
+            lax.dynamic_slice_in_dim(array, chunk * size, size, dim)
+            for chunk in self._chunks(self.rank())
+        ]
+        return jnp.concatenate(chunks, dim) if len(chunks) > 1 else chunks[0]
+
+    def natural(self, ranks: jax.Array, dim: int) -> jax.Array:
+        """The whole sequence in its own order, from what all devices have of it.
+
+        Args:
+            ranks: (ranks, ...), each device's array, as an all-gather stacks them.
+            dim: The dim of the tokens in one device's array.
+        """
+        order = np.argsort(
+            np.concatenate(
+                [
+                    self.positions(ranks.shape[dim + 1], rank)
+                    for rank in range(self.num_ranks)
+                ]
+            )
+        )
+        joined = jnp.moveaxis(ranks, 0, dim)
+        shape = ranks.shape[1:]
+        joined = joined.reshape(*shape[:dim], -1, *shape[dim + 1 :])
+        return jnp.take(joined, order, axis=dim) if self.zigzag else joined
+
+    def _chunks(self, rank: Any) -> tuple[Any, ...]:
+        return (rank, self.num_chunks - 1 - rank) if self.zigzag else (rank,)

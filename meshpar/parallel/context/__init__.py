@@ -1,0 +1,1 @@
+"""Context parallel: attention over a sequence that the devices share out."""

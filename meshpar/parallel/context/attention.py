@@ -1,0 +1,183 @@
+"""Attention wherever it runs: on one device, or over a sequence split over `context`.
+
+Memory is linear in the sequence on every path. A fused kernel is taken where one is at
+hand and does what is asked (`fused`); the blockwise form (`tiles`) elsewhere, which the
+ring needs anyway, as it merges softmaxes by their log-sum-exp.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from meshpar.chunk_bytes import LONGEST_SCORES
+from meshpar.collectives import asked
+from meshpar.errors import InputError
+from meshpar.model.token_order import TokenOrder
+from meshpar.parallel.context.hops import Hops, tile_size
+from meshpar.parallel.context.mask import Mask
+from meshpar.parallel.context.shards import Known, Plan, attention_of_shards
+from meshpar.parallel.context.ulysses import heads_here, tokens_here
+
+PART_BYTES = 4 * 2**20
+"""Keys and values that a device sends at once at least: over a link of 50 GB/s they
+take 84 us, many times its latency."""
+
+
+def shard_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    mask: Mask,
+    order: TokenOrder | None = None,
+    rank: jax.Array | int = 0,
+    q_segments: jax.Array | None = None,
+    k_segments: jax.Array | None = None,
+    prefix: jax.Array | None = None,
+    sinks: jax.Array | None = None,
+    whole: Callable[..., jax.Array] | None = None,
+) -> jax.Array:
+    """Attention of this device's queries to the keys of all devices.
+
+    Communicates as `attention_of_shards` for `ring` and `allgather`, and as
+    `ulysses.heads_here` and `tokens_here` for `ulysses`.
+
+    Args:
+        q: (batch, tokens, heads, head_dim).
+        k: (batch, keys, kv_heads, head_dim); each head serves as many queries' in turn.
+        v: As `k`.
+        mask: Which keys a query sees by their places.
+        order: How devices share the sequence; None where each has all of it.
+        rank: This device's place among them.
+        q_segments: (batch, tokens) int32: a query sees keys of its own number alone,
+            and none if that is below 0. None where all are one document.
+        k_segments: (batch, keys), alike.
+        prefix: (batch,) int32: so many tokens of each example all its queries see.
+        sinks: (heads,) of logits that take part in each softmax with a value of 0
+            (OpenAI 2025, gpt-oss); None for none.
+        whole: Attention of (q, k, v) under the mask where a device has whole sequences,
+            as between the all-to-alls of `ulysses`; tiles when absent. It is for
+            sequences without padding, documents, prefix and sinks.
+
+    Returns:
+        (batch, tokens, heads, head_dim), the dtype of `v`; zeros where a query sees no
+        key.
+
+    Raises:
+        InputError: A sliding window and a prefix at once.
+    """
+    if order is not None and order.probing:
+        return jnp.broadcast_to(q[..., :1], (*q.shape[:3], v.shape[3]))
+    if mask.window is not None and prefix is not None:
+        raise InputError(
+            f"window={mask.window} and a prefix at once: which of the prefix a window "
+            "leaves is not defined; leave one of them out"
+        )
+    known = Known(jnp.asarray(rank, jnp.int32), q_segments, k_segments, prefix)
+    if order is not None and order.method == "ulysses":
+        return _by_heads(q, k, v, mask, order, known, sinks, whole)
+    output, lse = _of_tokens(q, k, v, mask, order, known)
+    return output if sinks is None else _with_sinks(output, lse, sinks)
+
+
+def blockwise(q: jax.Array, k: jax.Array, mask: Mask, *, masked: bool) -> bool:
+    """Whether attention to whole sequences is to run in tiles, which keeps no scores.
+
+    It does where they are long, and under a mask that the forms for short ones do not
+    know.
+
+    Args:
+        q: (batch, tokens, heads, head_dim).
+        k: (batch, keys, kv_heads, head_dim).
+        mask: Which keys a query sees by their places.
+        masked: Whether documents tell them apart.
+    """
+    long = max(q.shape[1], k.shape[1]) > LONGEST_SCORES
+    return masked or mask.window is not None or long
+
+
+def _of_tokens(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: Mask,
+    order: TokenOrder | None,
+    known: Known,
+) -> tuple[jax.Array, jax.Array]:
+    rows = q.shape[0] * q.shape[2]
+    parts, method = _parts(k, order), "ring" if order is None else order.method
+    plan = Plan(
+        hops=Hops(
+            mask=mask,
+            order=order,
+            queries=q.shape[1],
+            keys=k.shape[1],
+            tiles=(
+                tile_size(q.shape[1], rows // parts, order),
+                tile_size(k.shape[1], rows // parts, order),
+            ),
+        ),
+        method=method,
+        num_parts=parts,
+    )
+    return attention_of_shards(plan, q, k, v, known)
+
+
+def _parts(k: jax.Array, order: TokenOrder | None) -> int:
+    """Parts that the kv heads are taken in, so that what is moved takes little memory.
+
+    Gathered they are as many times larger as there are devices; on their way round a
+    ring there are two of them, and of their gradients.
+    """
+    kv_heads = k.shape[2]
+    if order is None or order.num_ranks == 1:
+        return 1
+    most = 2 * k.size * k.dtype.itemsize // PART_BYTES
+    if order.method == "allgather":
+        most = max(most, order.num_ranks)
+    few = range(1, min(max(most, 1), kv_heads) + 1)
+    return max(num for num in few if kv_heads % num == 0)
+
+
+def _by_heads(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: Mask,
+    order: TokenOrder,
+    known: Known,
+    sinks: jax.Array | None,
+    kernel: Callable[..., jax.Array] | None,
+) -> jax.Array:
+    heads = q.shape[2] // order.num_ranks
+    q, k, v = heads_here(q, k, v, order)
+    if kernel is not None and not order.lengths:
+        return tokens_here(kernel(q, k, v), order)
+    whole = functools.partial(_whole_sequence, order=order)
+    here = known._replace(
+        rank=jnp.int32(0),
+        q_segments=whole(known.q_segments),
+        k_segments=whole(known.k_segments),
+    )
+    output, lse = _of_tokens(q, k, v, mask, order.of_whole(), here)
+    if sinks is not None:
+        own = lax.dynamic_slice_in_dim(sinks, known.rank * heads, heads)
+        output = _with_sinks(output, lse, own)
+    return tokens_here(output, order)
+
+
+def _whole_sequence(segments: jax.Array | None, order: TokenOrder) -> jax.Array | None:
+    if segments is None:
+        return None
+    with asked("context_gather"):
+        return lax.all_gather(segments, order.mesh_axis, axis=1, tiled=True)
+
+
+def _with_sinks(output: jax.Array, lse: jax.Array, sinks: jax.Array) -> jax.Array:
+    share = jax.nn.sigmoid(lse - sinks.astype(jnp.float32))
+    return (output.astype(jnp.float32) * share[..., None]).astype(output.dtype)

@@ -1,0 +1,348 @@
+"""Attention of this device's queries to the keys of all: ring, and gather by heads.
+
+*Ring*: keys and values go from device to device, while each meets the queries there;
+the backward sends them round once more, and their gradients with them, back to where
+they belong. *Gather*: a few heads' keys and values at a time are gathered whole. Either
+keeps its own inputs, output and log-sum-exp for the backward, and no scores.
+Reference: Liu et al. 2023 (ring attention), section 3; Llama team 2024, section 3.3.2
+(gathered keys and values).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from meshpar.collectives import asked
+from meshpar.parallel.context.hops import Hops
+from meshpar.parallel.context.mask import Marks
+from meshpar.parallel.context.tiles import Keys, Queries, Running, attend, gradients
+
+# Dims: B batch, T tokens of a device, N heads, K kv heads, G heads for each, H
+# head_dim, P tiles, S tokens of a tile, R devices along the mesh axis.
+
+
+class Known(NamedTuple):
+    """What a mask is made of beside positions.
+
+    Args:
+        rank: This device's place along the mesh axis.
+        q_segments: (batch, queries) int32, or None.
+        k_segments: (batch, keys) int32, or None.
+        prefix: (batch,) int32, or None.
+    """
+
+    rank: jax.Array
+    q_segments: jax.Array | None = None
+    k_segments: jax.Array | None = None
+    prefix: jax.Array | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How attention over the shards of a sequence is made.
+
+    Args:
+        hops: Whose keys the queries meet, and in which tiles.
+        method: `ring` or `allgather`; of no effect where a device has all tokens.
+        num_parts: Parts that the kv heads are gathered in, one after another.
+    """
+
+    hops: Hops
+    method: str = "ring"
+    num_parts: int = 1
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def attention_of_shards(
+    plan: Plan, q: jax.Array, k: jax.Array, v: jax.Array, known: Known
+) -> tuple[jax.Array, jax.Array]:
+    """Attention, and the log-sum-exp of its scores.
+
+    Over n devices, of K + V bytes on each: the ring sends (n-1) (K+V) forward, and
+    backward (n-1) (K+V) and n times the fp32 gradients of both; the gather receives
+    (n-1) (K+V) forward and backward, and reduce-scatters (n-1) times the fp32
+    gradients. Hops that no query needs, of a window, are left out of the ring.
+
+    Args:
+        plan: How.
+        q: (batch, tokens, heads, head_dim), this device's.
+        k: (batch, keys, kv_heads, head_dim).
+        v: As `k`.
+        known: Of the mask.
+
+    Returns:
+        (batch, tokens, heads, head_dim) in the dtype of `v`, zeros where a query sees
+        no key; fp32 (batch, tokens, heads).
+    """
+    return _forward(plan, q, k, v, known)[0]
+
+
+def _forward(
+    plan: Plan, q: jax.Array, k: jax.Array, v: jax.Array, known: Known
+) -> tuple[tuple[jax.Array, jax.Array], tuple]:
+    run = _gather_forward if _gathers(plan) else _ring_forward
+
+    def part(arrays: tuple) -> tuple[jax.Array, jax.Array]:
+        (q, k, v), here = _held(arrays, known)
+        return run(plan.hops, _queries(plan, q, here), k, v, here).result()
+
+    tiled = _in_parts(plan, (_tiled(plan, q, k.shape[2]), *_keys(plan, k, v)))
+    output, lse = _by_part(part, tiled)
+    output = _joined(plan, output, q.shape).astype(v.dtype)
+    lse = _joined(plan, lse[..., None], (*q.shape[:3], 1))[..., 0]
+    return (output, lse), (q, k, v, known, output, lse)
+
+
+def _backward(plan: Plan, kept: tuple, cotangents: tuple) -> tuple:
+    q, k, v, known, output, lse = kept
+    dy, dlse = cotangents
+    run = _gather_backward if _gathers(plan) else _ring_backward
+    delta = jnp.sum(dy.astype(jnp.float32) * output.astype(jnp.float32), -1) - dlse
+    kv_heads = k.shape[2]
+
+    def part(arrays: tuple) -> tuple:
+        (q, dy, lse, delta, k, v), here = _held(arrays, known)
+        queries = _queries(plan, q, here)._replace(
+            dy=dy, lse=lse[..., 0], delta=delta[..., 0]
+        )
+        return run(plan.hops, queries, k, v, here)
+
+    of_queries = (q, dy, lse[..., None], delta[..., None])
+    tiled = (*(_tiled(plan, x, kv_heads) for x in of_queries), *_keys(plan, k, v))
+    dq, (dk, dv) = _by_part(part, _in_parts(plan, tiled))
+    return (
+        _joined(plan, dq, q.shape).astype(q.dtype),
+        _joined(plan, dk[:, :, :, :, None], k.shape).astype(k.dtype),
+        _joined(plan, dv[:, :, :, :, None], v.shape).astype(v.dtype),
+        None,
+    )
+
+
+attention_of_shards.defvjp(_forward, _backward)
+
+
+def _held(arrays: tuple, known: Known) -> tuple[tuple, Known]:
+    """The same, of which none is known before the others are.
+
+    Masks follow from places alone: JAX would split off their part of a loop, and XLA
+    move it out of an outer one, and either keep those of all tiles.
+    """
+    return lax.optimization_barrier((arrays, known))
+
+
+def _gathers(plan: Plan) -> bool:
+    return plan.hops.num_ranks > 1 and plan.method == "allgather"
+
+
+def _ring_forward(
+    hops: Hops, queries: Queries, k: jax.Array, v: jax.Array, known: Known
+) -> Running:
+    def step(running: Running, keys: tuple, hop: Any, pairs: jax.Array) -> Running:
+        met = _met(hops, keys, hop, known)
+        return attend(hops.mask, running, queries, met, pairs, known.prefix)
+
+    running, keys = Running.of(queries.q), (k, v, _tiled_segments(hops, known))
+    if not hops.is_ring:
+        at = 0
+        for hop in hops.needed:
+            keys, at = _shift(hops, keys, hop - at), hop
+            running = step(running, keys, hop, hops.pairs((hop,), known.rank)[0])
+        return running
+    # The next keys are on their way while these are met.
+    later = _shift(hops, keys, 1)
+    running = step(running, keys, 0, hops.pairs((0,), known.rank)[0])
+    inner, last = hops.needed[1:-1], hops.needed[-1]
+
+    def body(carry: tuple, at: tuple) -> tuple[tuple, None]:
+        running, keys = carry
+        later = _shift(hops, keys, 1)
+        return (step(running, keys, *at), later), None
+
+    table = hops.pairs(inner, known.rank)
+    (running, keys), _ = lax.scan(
+        body, (running, later), (jnp.asarray(inner, jnp.int32), table)
+    )
+    return step(running, keys, last, hops.pairs((last,), known.rank)[0])
+
+
+def _ring_backward(
+    hops: Hops, queries: Queries, k: jax.Array, v: jax.Array, known: Known
+) -> tuple:
+    def step(dq: jax.Array, moved: tuple, hop: Any, pairs: jax.Array) -> tuple:
+        keys, of_keys = moved
+        met = _met(hops, keys, hop, known)
+        dq, of_keys = gradients(
+            hops.mask, dq, of_keys, queries, met, pairs, known.prefix
+        )
+        return dq, (keys, of_keys)
+
+    dq = jnp.zeros(queries.q.shape, jnp.float32)
+    of_keys = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
+    keys = k, v, _tiled_segments(hops, known)
+    if not hops.is_ring:
+        moved, at = (keys, of_keys), 0
+        for hop in hops.needed:
+            moved, at = _shift_both(hops, moved, hop - at), hop
+            dq, moved = step(dq, moved, hop, hops.pairs((hop,), known.rank)[0])
+        return dq, _shift(hops, moved[1], -at, "context_ring_gradient")
+    dq, moved = step(dq, (keys, of_keys), 0, hops.pairs((0,), known.rank)[0])
+    rest = hops.needed[1:]
+
+    def body(carry: tuple, at: tuple) -> tuple[tuple, None]:
+        dq, moved = carry
+        return step(dq, _shift_both(hops, moved, 1), *at), None
+
+    table = hops.pairs(rest, known.rank)
+    (dq, moved), _ = lax.scan(body, (dq, moved), (jnp.asarray(rest, jnp.int32), table))
+    return dq, _shift(hops, moved[1], 1, "context_ring_gradient")
+
+
+def _gather_forward(
+    hops: Hops, queries: Queries, k: jax.Array, v: jax.Array, known: Known
+) -> Running:
+    whole = _gather(hops, (k, v, _tiled_segments(hops, known)))
+
+    def step(running: Running, hop: Any, pairs: jax.Array) -> Running:
+        met = _met(hops, _of_source(hops, whole, hop, known), hop, known)
+        return attend(hops.mask, running, queries, met, pairs, known.prefix)
+
+    return _over_hops(hops, step, Running.of(queries.q), known)
+
+
+def _gather_backward(
+    hops: Hops, queries: Queries, k: jax.Array, v: jax.Array, known: Known
+) -> tuple:
+    whole = _gather(hops, (k, v, _tiled_segments(hops, known)))
+
+    def step(found: tuple, hop: Any, pairs: jax.Array) -> tuple:
+        dq, total = found
+        source = (known.rank - hop) % hops.num_ranks
+        of_keys = jax.tree.map(lambda x: x[source], total)
+        met = _met(hops, _of_source(hops, whole, hop, known), hop, known)
+        dq, of_keys = gradients(
+            hops.mask, dq, of_keys, queries, met, pairs, known.prefix
+        )
+        return dq, jax.tree.map(lambda x, y: x.at[source].set(y), total, of_keys)
+
+    dq = jnp.zeros(queries.q.shape, jnp.float32)
+    total = tuple(jnp.zeros(x.shape, jnp.float32) for x in whole[:2])
+    dq, total = _over_hops(hops, step, (dq, total), known)
+    assert hops.order is not None  # a mesh axis to scatter over
+    with asked("context_scatter"):
+        return dq, tuple(
+            lax.psum_scatter(x, hops.order.mesh_axis, scatter_dimension=0)
+            for x in total
+        )
+
+
+def _over_hops(hops: Hops, step: Callable[..., Any], state: Any, known: Known) -> Any:
+    """`step` at each hop; those after the first, all alike, in a loop."""
+    first, rest = hops.needed[:1], hops.needed[1:]
+    for hop in first:
+        state = step(state, hop, hops.pairs((hop,), known.rank)[0])
+    if not rest:
+        return state
+    table = hops.pairs(rest, known.rank)
+    at = jnp.asarray(rest, jnp.int32), table
+    return lax.scan(lambda state, at: (step(state, *at), None), state, at)[0]
+
+
+def _met(hops: Hops, keys: tuple, hop: Any, known: Known) -> Keys:
+    """The keys that the queries meet at a hop, and where they stand."""
+    k, v, segments = keys
+    source = (known.rank - hop) % hops.num_ranks
+    return Keys(k, v, Marks(hops.positions(source, of_keys=True), segments))
+
+
+def _of_source(hops: Hops, whole: tuple, hop: Any, known: Known) -> tuple:
+    source = (known.rank - hop) % hops.num_ranks
+    return jax.tree.map(lambda x: x[source], whole)
+
+
+def _queries(plan: Plan, q: jax.Array, known: Known) -> Queries:
+    hops = plan.hops
+    segments = _segment_tiles(known.q_segments, hops.tiles[0])
+    return Queries(q, Marks(hops.positions(known.rank, of_keys=False), segments))
+
+
+def _tiled_segments(hops: Hops, known: Known) -> jax.Array | None:
+    return _segment_tiles(known.k_segments, hops.tiles[1])
+
+
+def _segment_tiles(segments_BT: jax.Array | None, tile: int) -> jax.Array | None:
+    """-> PBS, padding in none."""
+    if segments_BT is None:
+        return None
+    batch, tokens = segments_BT.shape
+    padded = jnp.pad(segments_BT, ((0, 0), (0, -tokens % tile)), constant_values=-1)
+    return jnp.moveaxis(padded.reshape(batch, -1, tile), 1, 0)
+
+
+def _tiled(plan: Plan, x_BTNH: jax.Array, kv_heads: int, which: int = 0) -> jax.Array:
+    """-> PBKGSH, zeros where a tile has no token."""
+    batch, tokens, heads, head_dim = x_BTNH.shape
+    tile = plan.hops.tiles[which]
+    padded = jnp.pad(x_BTNH, ((0, 0), (0, -tokens % tile), (0, 0), (0, 0)))
+    parts = padded.reshape(batch, -1, tile, kv_heads, heads // kv_heads, head_dim)
+    return jnp.transpose(parts, (1, 0, 3, 4, 2, 5))
+
+
+def _keys(plan: Plan, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """-> PBKSH of each."""
+    return tuple(_tiled(plan, x, x.shape[2], 1).squeeze(3) for x in arrays)
+
+
+def _in_parts(plan: Plan, arrays: tuple) -> tuple:
+    """Tiles of all heads -> (parts, ...) of tiles of some, each."""
+
+    def cut(x: jax.Array) -> jax.Array:
+        shape = x.shape[:2], (plan.num_parts, -1), x.shape[3:]
+        return jnp.moveaxis(x.reshape(*shape[0], *shape[1], *shape[2]), 2, 0)
+
+    return tuple(map(cut, arrays))
+
+
+def _by_part(function: Callable[[tuple], Any], arrays: tuple) -> Any:
+    if len(arrays[0]) > 1:
+        return lax.map(function, arrays)
+    found = function(tuple(x[0] for x in arrays))
+    return jax.tree.map(lambda x: x[None], found)
+
+
+def _joined(plan: Plan, parts: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """(parts, P, B, K of one, G, S, H) -> BTNH of a shape, padding cut off."""
+    batch, tokens, heads, head_dim = shape
+    whole = jnp.transpose(parts, (2, 1, 5, 0, 3, 4, 6))
+    return whole.reshape(batch, -1, heads, head_dim)[:, :tokens]
+
+
+def _shift(hops: Hops, tree: Any, distance: int, reason: str = "context_ring") -> Any:
+    """What the device `distance` places before this one has."""
+    n = hops.num_ranks
+    if hops.order is None or distance % n == 0:
+        return tree
+    pairs = [(source, (source + distance) % n) for source in range(n)]
+    with asked(reason):
+        return lax.ppermute(tree, hops.order.mesh_axis, pairs)
+
+
+def _shift_both(hops: Hops, moved: tuple, distance: int) -> tuple:
+    keys, of_keys = moved
+    return (
+        _shift(hops, keys, distance),
+        _shift(hops, of_keys, distance, "context_ring_gradient"),
+    )
+
+
+def _gather(hops: Hops, tree: Any) -> Any:
+    """(ranks, ...) of all devices' arrays."""
+    assert hops.order is not None  # a mesh axis to gather over
+    with asked("context_gather"):
+        return jax.tree.map(lambda x: lax.all_gather(x, hops.order.mesh_axis), tree)

@@ -1,0 +1,195 @@
+"""Attention tile by tile: an online softmax that keeps no scores.
+
+    s = q k^T / sqrt(head_dim)     p = exp(s - lse)     lse = log(sum over keys exp(s))
+    y = p v                        ds = p (dy v^T - sum(dy y) + dlse)
+
+A loop over tiles of queries and keys carries each query's maximum, sum and output, so
+that memory is linear in the sequence. Tiles without a pair that sees are not in the
+loop. Reference: Milakov and Gimelshein 2018; Dao et al. 2022 (flash attention).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from meshpar.parallel.context.mask import Marks, Mask, seen
+
+UNSEEN = -1e30
+"""The log-sum-exp of no key: finite, so that nothing becomes NaN."""
+
+# Dims: P tiles, B batch, K kv heads, G queries for each, T queries of a tile, S keys of
+# a tile, H head_dim.
+
+
+class Running(NamedTuple):
+    """The softmax so far.
+
+    Args:
+        output: fp32 PBKGTH, not yet divided.
+        highest: fp32 PBKGT, the greatest score.
+        total: fp32 PBKGT, the sum of exp(score - highest).
+    """
+
+    output: jax.Array
+    highest: jax.Array
+    total: jax.Array
+
+    @classmethod
+    def of(cls, q_PBKGTH: jax.Array) -> Running:
+        """Before any key."""
+        rows = q_PBKGTH.shape[:-1]
+        return cls(
+            jnp.zeros(q_PBKGTH.shape, jnp.float32),
+            jnp.full(rows, UNSEEN, jnp.float32),
+            jnp.zeros(rows, jnp.float32),
+        )
+
+    def result(self) -> tuple[jax.Array, jax.Array]:
+        """Output PBKGTH and log-sum-exp PBKGT, fp32; zeros for a query without keys."""
+        some = self.total > 0
+        total = jnp.where(some, self.total, 1.0)
+        lse = jnp.where(some, self.highest + jnp.log(total), UNSEEN)
+        return self.output / total[..., None], lse
+
+
+class Queries(NamedTuple):
+    """Queries in tiles, and for the backward what is known of them."""
+
+    q: jax.Array
+    marks: Marks
+    dy: jax.Array | None = None
+    lse: jax.Array | None = None
+    delta: jax.Array | None = None
+
+
+class Keys(NamedTuple):
+    """Keys and values in tiles, PBKSH each."""
+
+    k: jax.Array
+    v: jax.Array
+    marks: Marks
+
+
+def attend(
+    mask: Mask,
+    running: Running,
+    queries: Queries,
+    keys: Keys,
+    pairs: jax.Array,
+    prefix: jax.Array | None,
+) -> Running:
+    """The softmax with more keys.
+
+    Args:
+        mask: What holds for all.
+        running: The softmax so far.
+        queries: In tiles.
+        keys: In tiles.
+        pairs: (n, 3): tile of queries, tile of keys, 1 where the pair counts.
+        prefix: As `mask.seen` takes it.
+    """
+
+    def body(running: Running, pair: jax.Array) -> tuple[Running, None]:
+        one, other, here = _at(queries, pair[0]), _at(keys, pair[1]), pair[2] > 0
+        before = _at(running, pair[0])
+        scores, visible = _scores(mask, one, other, prefix, here)
+        highest = jnp.maximum(before.highest, jnp.max(scores, axis=-1))
+        p = jnp.where(visible, jnp.exp(scores - highest[..., None]), 0.0)
+        kept = jnp.exp(before.highest - highest)
+        mixed = _dot("BKGTS,BKSH->BKGTH", p.astype(other.v.dtype), other.v)
+        after = Running(
+            before.output * kept[..., None] + mixed,
+            highest,
+            before.total * kept + jnp.sum(p, axis=-1),
+        )
+        return _put(running, after, pair[0]), None
+
+    return lax.scan(body, running, pairs)[0]
+
+
+def gradients(
+    mask: Mask,
+    of_queries: jax.Array,
+    of_keys: tuple[jax.Array, jax.Array],
+    queries: Queries,
+    keys: Keys,
+    pairs: jax.Array,
+    prefix: jax.Array | None,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """fp32 gradients of queries, and of keys and values, with those of more pairs.
+
+    Args:
+        mask: What holds for all.
+        of_queries: PBKGTH so far.
+        of_keys: PBKSH of keys and of values so far.
+        queries: In tiles, all of it known.
+        keys: In tiles.
+        pairs: As for `attend`.
+        prefix: As for `attend`.
+    """
+
+    def body(found: tuple, pair: jax.Array) -> tuple[tuple, None]:
+        dq, dk, dv = found
+        one, other, here = _at(queries, pair[0]), _at(keys, pair[1]), pair[2] > 0
+        scores, visible = _scores(mask, one, other, prefix, here)
+        p = jnp.where(visible, jnp.exp(scores - one.lse[..., None]), 0.0)
+        dp = _dot("BKGTH,BKSH->BKGTS", one.dy, other.v)
+        ds = p * (dp - one.delta[..., None]) * _scale(one.q)
+        ds = ds.astype(one.q.dtype)
+        more_dv = _dot("BKGTS,BKGTH->BKSH", p.astype(one.dy.dtype), one.dy)
+        more_dk = _dot("BKGTS,BKGTH->BKSH", ds, one.q)
+        more_dq = _dot("BKGTS,BKSH->BKGTH", ds, other.k)
+        return (
+            _add(dq, more_dq, pair[0]),
+            _add(dk, more_dk, pair[1]),
+            _add(dv, more_dv, pair[1]),
+        ), None
+
+    (dq, dk, dv), _ = lax.scan(body, (of_queries, *of_keys), pairs)
+    return dq, (dk, dv)
+
+
+def _scores(
+    mask: Mask,
+    queries: Queries,
+    keys: Keys,
+    prefix: jax.Array | None,
+    here: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """BKGTS of one tile, `UNSEEN` where the mask says so, and where it does not."""
+    visible = seen(mask, queries.marks, keys.marks, prefix) & here
+    visible_B11TS = visible[:, None, None]
+    scores = _dot("BKGTH,BKSH->BKGTS", queries.q, keys.k) * _scale(queries.q)
+    return jnp.where(visible_B11TS, scores, UNSEEN), visible_B11TS
+
+
+def _scale(q: jax.Array) -> float:
+    return 1 / math.sqrt(q.shape[-1])
+
+
+def _dot(dims: str, one: jax.Array, other: jax.Array) -> jax.Array:
+    return jnp.einsum(dims, one, other, preferred_element_type=jnp.float32)
+
+
+def _at(tree: tuple, place: jax.Array) -> tuple:
+    return jax.tree.map(
+        lambda x: lax.dynamic_index_in_dim(x, place, 0, keepdims=False), tree
+    )
+
+
+def _put(tree: tuple, values: tuple, place: jax.Array) -> tuple:
+    return jax.tree.map(
+        lambda x, value: lax.dynamic_update_index_in_dim(x, value, place, 0),
+        tree,
+        values,
+    )
+
+
+def _add(array: jax.Array, more: jax.Array, place: jax.Array) -> jax.Array:
+    before = lax.dynamic_index_in_dim(array, place, 0, keepdims=False)
+    return lax.dynamic_update_index_in_dim(array, before + more, place, 0)

@@ -1,0 +1,69 @@
+"""Ulysses: all-to-alls that trade a split sequence for split heads, and back.
+
+Between them each device has whole sequences of some heads, and attention there is that
+of one device. Reference: Jacobs et al. 2023 (DeepSpeed Ulysses), section 3.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from meshpar.collectives import asked
+from meshpar.errors import InputError
+from meshpar.model.token_order import TokenOrder
+
+
+def heads_here(
+    q: jax.Array, k: jax.Array, v: jax.Array, order: TokenOrder
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Some heads' queries, keys and values of the whole sequence.
+
+    One all-to-all each: of n devices a device sends (n-1)/n of what it has. Fewer kv
+    heads than devices are sent once to every device whose queries they serve.
+
+    Args:
+        q: (batch, tokens, heads, head_dim), this device's tokens.
+        k: (batch, tokens, kv_heads, head_dim).
+        v: As `k`.
+        order: Whose mesh axis is crossed; natural.
+
+    Raises:
+        InputError: The heads do not divide over the devices.
+    """
+    heads, kv_heads, n = q.shape[2], k.shape[2], order.num_ranks
+    if heads % n:
+        raise InputError(
+            f"attention=ulysses splits heads over context={n}, but a device has "
+            f"{heads} of them; take attention=ring or allgather, or a context that "
+            "divides the heads"
+        )
+    times = _copies(heads, kv_heads, n)
+    k, v = (jnp.repeat(x, times, axis=2) if times > 1 else x for x in (k, v))
+    with asked("context_heads"):
+        return tuple(  # type: ignore[return-value]
+            lax.all_to_all(x, order.mesh_axis, split_axis=2, concat_axis=1, tiled=True)
+            for x in (q, k, v)
+        )
+
+
+def tokens_here(y: jax.Array, order: TokenOrder) -> jax.Array:
+    """All heads of this device's tokens, from some heads of all: one all-to-all."""
+    with asked("context_heads"):
+        return lax.all_to_all(
+            y, order.mesh_axis, split_axis=1, concat_axis=2, tiled=True
+        )
+
+
+def _copies(heads: int, kv_heads: int, n: int) -> int:
+    """How often each kv head is repeated, so that they divide over n devices.
+
+    As seldom as lets each device's queries find theirs in order.
+    """
+    group = heads // kv_heads
+    return next(
+        times
+        for times in range(1, group + 1)
+        if group % times == 0 and kv_heads * times % n == 0
+    )

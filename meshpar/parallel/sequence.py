@@ -1,0 +1,171 @@
+"""A split sequence: the tokens of a batch that each device has, and outputs of them.
+
+A batch comes whole in its sequence; each device takes its own tokens of every array
+alike, in the layout's order, so that tokens, targets, weights and documents stay
+together and nothing is sent.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from meshpar.errors import InputError
+from meshpar.layout import BATCH_AXES, Layout
+from meshpar.model.contract import Model
+from meshpar.model.scope import Scope
+from meshpar.model.token_order import TokenOrder
+from meshpar.model.tracing import traced_forward
+from meshpar.parallel.placement import BATCH, Placement
+
+SEGMENTS = "segment_ids"
+"""The input whose numbers tell documents apart; padding has one below 0."""
+
+
+def token_order(layout: Layout) -> TokenOrder | None:
+    """The order in which a layout's devices have tokens; None for whole sequences.
+
+    Zigzag, which balances causal work, but for Ulysses, whose devices have whole
+    sequences while they attend.
+    """
+    if layout.context == 1:
+        return None
+    return TokenOrder(
+        mesh_axis="context",
+        num_ranks=layout.context,
+        method=layout.attention,
+        zigzag=layout.attention != "ulysses",
+    )
+
+
+def sequence_dims(model: Model, name: str, array: Any) -> tuple[int, ...]:
+    """The dims of an array of a batch that are split over `context`.
+
+    Those whose logical axis is `seq`, or ends with `_seq`.
+
+    Raises:
+        InputError: Nothing says what its dims are.
+    """
+    if name not in model.known_inputs:
+        if name in model.sequence_inputs:
+            return (1,)
+        if array.ndim < 2:
+            return ()
+        raise InputError(
+            f"context splits sequences, but nothing says which dim of batch[{name!r}] "
+            "has them; declare it in inputs=, as Input(('batch', 'seq')) if dim 1 does"
+        )
+    axes = model.known_inputs[name].logical_axes
+    return tuple(dim for dim, axis in enumerate(axes) if is_sequence(axis))
+
+
+def is_sequence(logical_axis: str | None) -> bool:
+    """Whether a logical axis of a batch's arrays is one of tokens.
+
+    Example:
+        >>> is_sequence("source_seq"), is_sequence("height")
+        (True, False)
+    """
+    return logical_axis is not None and (
+        logical_axis == "seq" or logical_axis.endswith("_seq")
+    )
+
+
+def tokens_at_hand(
+    placement: Placement, batch: Mapping[str, jax.Array], *, natural: bool = False
+) -> tuple[dict[str, jax.Array], TokenOrder | None]:
+    """This device's tokens of every array, and which those are.
+
+    Sequences that do not divide are padded with tokens of weight 0 that nobody sees.
+
+    Args:
+        placement: The model on its mesh.
+        batch: This device's examples, their sequences whole.
+        natural: Whether the order is that of the sequence, for outputs.
+    """
+    order = token_order(placement.layout)
+    if order is None:
+        return dict(batch), None
+    if natural:
+        order = dataclasses.replace(order, zigzag=False)
+    own, lengths = {}, {}
+    for name, array in batch.items():
+        dims = sequence_dims(placement.model, name, array)
+        for dim in dims:
+            size = array.shape[dim]
+            lengths[order.padded(size)] = size
+            array = order.own(_padded(array, dim, order.padded(size), name), dim)
+        own[name] = array
+    uneven = tuple((whole, size) for whole, size in lengths.items() if whole != size)
+    return own, dataclasses.replace(order, lengths=uneven)
+
+
+def _padded(array: jax.Array, dim: int, size: int, name: str) -> jax.Array:
+    missing = size - array.shape[dim]
+    if not missing:
+        return array
+    widths = [(0, 0)] * array.ndim
+    widths[dim] = (0, missing)
+    return jnp.pad(array, widths, constant_values=-1 if name == SEGMENTS else 0)
+
+
+def outputs_in_order(
+    placement: Placement, local: Callable[..., Any], given: tuple
+) -> Any:
+    """What `local` gives of this device's tokens, whole and in the sequence's order.
+
+    Moves nothing: the outputs stay split over `context` as they were made.
+
+    Args:
+        placement: The model on its mesh.
+        local: (params, model state, batch, step, seed) -> outputs of tokens in natural
+            order, inside `Placement.on_shards`.
+        given: Its arguments, global.
+    """
+    if placement.layout.context == 1:
+        return placement.on_state(local, BATCH)(*given)
+    batch = given[2]
+    whole = _output_shapes(placement, batch, 1)
+    split = _output_shapes(placement, batch, placement.layout.context)
+    specs = jax.tree.map(_split_dims, whole, split)
+    found = placement.on_state(local, specs)(*given)
+    return jax.tree.map(
+        lambda x, like: x[tuple(slice(size) for size in like.shape)], found, whole
+    )
+
+
+def _output_shapes(placement: Placement, batch: Any, parts: int) -> Any:
+    """Shapes of a model's outputs for a share of every sequence."""
+    model, order = placement.model, token_order(placement.layout)
+    order = dataclasses.replace(cast(TokenOrder, order), zigzag=False)
+
+    def share(name: str, array: jax.Array) -> jax.ShapeDtypeStruct:
+        dims = list(array.shape)
+        for dim in sequence_dims(model, name, array) if parts > 1 else ():
+            dims[dim] = order.padded(dims[dim]) // parts
+        return jax.ShapeDtypeStruct(tuple(dims), array.dtype)
+
+    shapes = {name: share(name, array) for name, array in batch.items()}
+    once, params, state, shapes = traced_forward(model, shapes)
+
+    def outputs(params: Any, state: Any, batch: Any) -> Any:
+        x = once(params, state, batch)
+        # `TrainStep.logits` refuses a model without.
+        logits = cast(Callable[..., Any], model.logits)
+        return logits(params[0], x, Scope(batch=batch, state=state[0]))
+
+    return jax.eval_shape(outputs, params, state, shapes)
+
+
+def _split_dims(whole: Any, split: Any) -> PartitionSpec:
+    entries: list[Any] = [
+        None if one == other else "context"
+        for one, other in zip(whole.shape, split.shape, strict=True)
+    ]
+    entries[0] = BATCH_AXES
+    return PartitionSpec(*entries)

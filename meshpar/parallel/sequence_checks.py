@@ -1,0 +1,158 @@
+"""Whether a model and a batch can be split along their sequences, before any runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from meshpar.errors import InputError
+from meshpar.layout import Layout
+from meshpar.model.contract import Model
+from meshpar.model.inputs import logical_sizes
+from meshpar.model.token_mixing import mixes_tokens
+from meshpar.model.token_order import TokenOrder
+from meshpar.model.tracing import (
+    one_layer_shapes,
+    one_layer_state,
+    traced_batch,
+    traced_forward,
+    tracing,
+)
+from meshpar.parallel.sequence import is_sequence, sequence_dims, token_order
+from meshpar.rules.rules import Rules
+
+_TRACED_TOKENS = (16, 8, 4, 2)
+"""Of the sequences that a model is traced on: the first that it takes."""
+
+
+def check_context(model: Model, layout: Layout, rules: Rules) -> None:
+    """Refuses a model that a layout cannot split along its sequences.
+
+    Raises:
+        InputError: A function mixes tokens, no input has any, or the heads do not
+            divide over what Ulysses splits them over.
+    """
+    if layout.context == 1:
+        return
+    if layout.attention == "ulysses":
+        _check_heads(model, layout, rules)
+    check_token_wise(model)
+
+
+def context_problems(
+    model: Model, layout: Layout, rules: Rules, seq: int
+) -> Iterator[str]:
+    """Why a model or its sequences of `seq` tokens do not suit a layout."""
+    if layout.context == 1:
+        return
+    try:
+        check_context(model, layout, rules)
+        check_sequences(model, layout, traced_batch(model, 1, seq))
+    except InputError as error:
+        yield str(error)
+
+
+def _check_heads(model: Model, layout: Layout, rules: Rules) -> None:
+    sizes = layout.mesh_shape
+    for path, parameter in model.flat_parameters().items():
+        for name, size in zip(parameter.logical_axes, parameter.shape, strict=True):
+            if name != "heads" or "heads" not in rules.table:
+                continue
+            split = math.prod(sizes[axis] for axis in rules.mesh_axes("heads"))
+            if size % (split * layout.context):
+                raise InputError(
+                    f"attention=ulysses splits heads over context={layout.context}"
+                    f"{f' x {split}' if split > 1 else ''}, which does not divide the "
+                    f"{size} of {path}; take attention=ring or allgather, or another "
+                    "context"
+                )
+
+
+def check_token_wise(model: Model) -> None:
+    """Refuses a model whose functions mix tokens otherwise than by attention.
+
+    They are traced, on no device, as the devices of a split sequence run them.
+
+    Raises:
+        InputError: No input has a sequence; or a function mixes tokens, or counts
+            places from the first token at hand.
+    """
+    sizes = [one for one in logical_sizes(model.known_inputs) if is_sequence(one)]
+    if not sizes:
+        raise InputError(
+            "context splits sequences, but no declared input has a dim of tokens "
+            "(logical axis 'seq', or one that ends with '_seq'); set context=1"
+        )
+    for num_tokens in _TRACED_TOKENS:
+        try:
+            found = _mixes(model, num_tokens)
+            break
+        except InputError:  # longer than the model takes, perhaps
+            if num_tokens == _TRACED_TOKENS[-1]:
+                raise
+    if found is not None:
+        raise InputError(
+            "context splits sequences, but a function of the model joins tokens "
+            f"otherwise than by meshpar's attention: {found}; set context=1"
+        )
+
+
+def _mixes(model: Model, num_tokens: int) -> str | None:
+    """The operation of a model that mixes tokens; None if none does."""
+    batch = traced_batch(model, 3, num_tokens)
+    positions = jax.ShapeDtypeStruct((num_tokens,), jnp.int32)
+
+    def forward(tokens: list, params: Any, state: Any) -> Any:
+        batch, positions = tokens
+        order = TokenOrder(mesh_axis="context", num_ranks=1, probe=positions)
+        once, *_ = traced_forward(model, batch, head=not model.per_token, order=order)
+        return once(params, state, batch)
+
+    def dim_of(name: str) -> int | None:
+        return next(iter(sequence_dims(model, name, batch[name])), None)
+
+    of_batch = {name: (shape, dim_of(name)) for name, shape in batch.items()}
+    params, state = one_layer_shapes(model), one_layer_state(model)
+    with tracing("the model cannot be traced for context"):
+        return mixes_tokens(
+            forward, num_tokens, [of_batch, (positions, 0)], params, state
+        )
+
+
+def check_sequences(model: Model, layout: Layout, batch: Mapping[str, Any]) -> None:
+    """Refuses a batch whose sequences a layout cannot split.
+
+    Raises:
+        InputError: They do not divide into its chunks, and cannot be padded.
+    """
+    order = token_order(layout)
+    for name, array in batch.items() if order is not None else ():
+        for dim in sequence_dims(model, name, array):
+            if array.shape[dim] % order.num_chunks:
+                _check_padded(model, order, name, dim, array.shape[dim])
+
+
+def _check_padded(
+    model: Model, order: TokenOrder, name: str, dim: int, size: int
+) -> None:
+    what = (
+        f"batch[{name!r}] has sequences of {size} tokens, which do not divide into the "
+        f"{order.num_chunks} chunks of {order.mesh_axis}={order.num_ranks}"
+    )
+    inputs = model.known_inputs
+    axis = inputs[name].logical_axes[dim] if name in inputs else None
+    if not any(one.is_weight and axis in one.logical_axes for one in inputs.values()):
+        raise InputError(
+            f"{what}, and no input weighs {axis!r}, so that padding would count; pad "
+            "the batch yourself"
+        )
+    for group in model.groups:
+        if group.auxiliary or group.update_state:
+            raise InputError(
+                f"{what}, and block group {group.name!r} sums over tokens, in which "
+                "padding would count; pad the batch yourself"
+            )

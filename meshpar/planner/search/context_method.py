@@ -1,0 +1,79 @@
+"""How attention crosses `context` in plans: the method that waits least.
+
+Ring and gather make scores in tiles of our own, as they merge softmaxes; after Ulysses'
+all-to-alls a device has whole sequences, which a fused kernel takes where there is one,
+but its heads must divide. What each takes follows from the rows of its traffic and the
+time of its attention; no other part of a step differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from meshpar.layout import Layout
+from meshpar.planner.cost.attention_time import (
+    attention_backward_s,
+    attention_forward_s,
+)
+from meshpar.planner.cost.run import Run
+from meshpar.planner.cost.traffic import context_rows
+from meshpar.planner.cost.traffic_time import row_s
+from meshpar.planner.search.constraints import Constraints
+from meshpar.planner.search.refusals import layout_problems
+
+METHODS = ("ring", "allgather", "ulysses")
+
+
+def with_method(mesh: Layout, like: Run, constraints: Constraints) -> Layout:
+    """The mesh with the method that takes least time; as it is where one is kept."""
+    if mesh.context == 1 or "attention" in constraints.kept:
+        return mesh
+    taken = dict(_seconds(mesh, like))
+    return replace(mesh, attention=min(taken, key=taken.__getitem__, default="ring"))
+
+
+def why_method(layout: Layout, like: Run) -> str:
+    """One line that holds the methods of a layout against each other.
+
+    Empty where nothing crosses `context`.
+    """
+    if layout.context == 1:
+        return ""
+    taken = dict(_seconds(layout, like))
+    words = ", ".join(f"{name} {taken[name] * 1e3:.2f} ms" for name in taken)
+    left = [name for name in METHODS if name not in taken]
+    if left:
+        words += f"; {' and '.join(left)}: the heads do not divide"
+    return (
+        f"attention={layout.attention} over context={layout.context}: attention and "
+        f"what it waits for, a block and step: {words}"
+    )
+
+
+def _seconds(mesh: Layout, like: Run) -> Iterator[tuple[str, float]]:
+    """Method -> what a block's attention and its exchange take, where it can be."""
+    sizes: dict[str, Any] = dict(mesh.mesh_shape)
+    for method in METHODS:
+        layout = Layout(**sizes, attention=method, precision=mesh.precision)
+        problems = layout_problems(
+            like.workload,
+            layout,
+            global_batch=like.global_batch,
+            seq=like.seq,
+            execution=like.execution,
+        )
+        if not any(problem.key == "attention" for problem in problems):
+            yield method, _block_s(replace(like, layout=layout))
+
+
+def _block_s(run: Run) -> float:
+    work_s = attention_forward_s(run), attention_backward_s(run)
+    total = sum(work_s)
+    for passes, own_s in zip(("forward", "backward"), work_s, strict=True):
+        rows = [row for row in context_rows(run) if row.passes == passes]
+        sent_s = sum(row_s(run, row) for row in rows)
+        hidden = own_s if all(row.beside for row in rows) else 0.0
+        total += max(0.0, sent_s - hidden)
+    return total

@@ -1,0 +1,253 @@
+"""Attention over a split sequence equals a dense softmax, in values and gradients."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+from meshpar import InputError
+from meshpar.model.token_order import TokenOrder
+from meshpar.parallel.context.attention import shard_attention
+from meshpar.parallel.context.hops import Hops
+from meshpar.parallel.context.mask import Mask
+
+BATCH, HEADS, HEAD_DIM = 2, 8, 8
+BOUND = 2e-6
+METHODS = ("ring", "allgather", "ulysses")
+SEQ = P(None, "context")
+
+
+def dense(q, k, v, mask, segments, prefix, sinks):
+    """Written out, with all scores at once."""
+    seq, keys = q.shape[1], k.shape[1]
+    k, v = (jnp.repeat(x, HEADS // x.shape[2], 2) for x in (k, v))
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(q.shape[-1])
+    i, j = np.arange(seq)[:, None], np.arange(keys)[None]
+    seen = np.broadcast_to(i >= j if mask.causal else True, (BATCH, seq, keys)).copy()
+    if mask.window is not None:
+        seen &= abs(i - j) < mask.window
+    if prefix is not None:
+        seen |= j < np.asarray(prefix)[:, None, None]
+    if segments is not None:
+        seen &= segments[:, :, None] == segments[:, None]
+        seen &= segments[:, None] >= 0
+    scores = jnp.where(seen[:, None], scores, -1e30)
+    if sinks is not None:
+        more = jnp.broadcast_to(sinks[None, :, None, None], (*scores.shape[:3], 1))
+        scores = jnp.concatenate([scores, more], -1)
+    p = jax.nn.softmax(scores, -1)[..., :keys]
+    p = jnp.where(seen.any(-1)[:, None, :, None], p, 0)
+    return jnp.einsum("bhqk,bkhd->bqhd", p, v)
+
+
+def documents(seq):
+    """Numbers of documents that cross every device's tokens; padding, and a whole
+    device of it."""
+    found = np.zeros((BATCH, seq), np.int32)
+    cuts = [0, seq // 6, seq // 3, 5 * seq // 8, seq]
+    for number, (start, end) in enumerate(itertools.pairwise(cuts)):
+        found[0, start:end] = number
+    found[0, cuts[-2] :] = -1
+    found[1, seq // 2 :] = 7
+    return found
+
+
+def order_of(method, ranks):
+    return TokenOrder(
+        mesh_axis="context", num_ranks=ranks, method=method, zigzag=method != "ulysses"
+    )
+
+
+@functools.cache
+def numbers(seq, kv_heads):
+    rng = np.random.default_rng(0)
+    sizes = (HEADS, kv_heads, kv_heads, HEADS)
+    return [
+        jnp.asarray(rng.normal(size=(BATCH, seq, heads, HEAD_DIM)), jnp.float32)
+        for heads in sizes
+    ]
+
+
+def worst(
+    method, ranks, mask, kv_heads, *, packed=False, prefix=None, sinks=False, whole=None
+):
+    """The largest error of output and gradients, of the largest value of each."""
+    seq = 32
+    q, k, v, dy = numbers(seq, kv_heads)
+    segments = documents(seq) if packed else None
+    prefix = None if prefix is None else jnp.asarray(prefix, jnp.int32)
+    logits = jnp.linspace(-1, 2, HEADS) if sinks else None
+    order = order_of(method, ranks)
+
+    def plain(q, k, v, sinks):
+        return dense(q, k, v, mask, segments, prefix, sinks)
+
+    def local(q, k, v, dy, segments, prefix, logits):
+        own = lambda x: None if x is None else order.own(x, 1)  # noqa: E731
+        q, k, v, dy, segments = map(own, (q, k, v, dy, segments))
+        found, vjp = jax.vjp(
+            lambda q, k, v, sinks: shard_attention(
+                q,
+                k,
+                v,
+                mask=mask,
+                order=order,
+                rank=order.rank(),
+                q_segments=segments,
+                k_segments=segments,
+                prefix=prefix,
+                sinks=sinks,
+                whole=whole,
+            ),
+            *(q, k, v, logits),
+        )
+        *gradients, of_sinks = vjp(dy)
+        return found, *gradients, jax.lax.psum(of_sinks, "context")
+
+    mesh = Mesh(
+        np.array(jax.devices()[:ranks]), ("context",), axis_types=(AxisType.Auto,)
+    )
+    split = jax.jit(
+        jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=(P(),) * 7,
+            out_specs=(SEQ, SEQ, SEQ, SEQ, P()),
+            check_vma=False,
+        )
+    )
+    found = split(q, k, v, dy, segments, prefix, logits)
+    wanted, vjp = jax.vjp(plain, q, k, v, logits)
+    wanted = (wanted, *vjp(dy))
+    places = np.concatenate(
+        [order.positions(seq // ranks, rank) for rank in range(ranks)]
+    )
+    errors = []
+    for got, want in zip(found, wanted, strict=True):
+        if got is None:
+            continue
+        got = got[:, np.argsort(places)] if got.ndim == 4 else got
+        assert np.isfinite(got).all()
+        errors.append(float(jnp.abs(got - want).max() / jnp.abs(want).max()))
+    return max(errors)
+
+
+FEW = [
+    ("ring", 4, dict(mask=Mask(), kv_heads=1, packed=True, sinks=True)),
+    ("ring", 8, dict(mask=Mask(window=5), kv_heads=2)),
+    ("ring", 2, dict(mask=Mask(causal=False), kv_heads=8, packed=True)),
+    ("allgather", 4, dict(mask=Mask(), kv_heads=4, packed=True)),
+    ("allgather", 2, dict(mask=Mask(causal=False, window=3), kv_heads=8)),
+    ("ulysses", 4, dict(mask=Mask(), kv_heads=2, packed=True, sinks=True)),
+    ("ring", 2, dict(mask=Mask(prefix=True), kv_heads=4, prefix=(3, 20))),
+]
+
+
+@pytest.mark.parametrize(("method", "ranks", "case"), FEW)
+def test_it_equals_a_dense_softmax(method, ranks, case):
+    assert worst(method, ranks, **case) < BOUND
+
+
+def test_a_kernel_for_whole_sequences_is_taken_between_the_all_to_alls():
+    taken = []
+
+    def kernel(q, k, v):
+        taken.append(q.shape)
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+    assert worst("ulysses", 4, Mask(), 2, whole=kernel) < BOUND
+    assert set(taken) == {(BATCH, 32, HEADS // 4, HEAD_DIM)}
+
+
+MASKS = {
+    "causal": Mask(),
+    "bidirectional": Mask(causal=False),
+    "windowed": Mask(window=5),
+    "wide_window": Mask(causal=False, window=9),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_heads", [1, 4, 8])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_equals_a_dense_softmax(method, ranks, kind, packed, kv_heads):
+    assert worst(method, ranks, MASKS[kind], kv_heads, packed=packed) < BOUND
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8, 16])
+@pytest.mark.parametrize("tiles_of_chunk", [4, 8])
+def test_zigzag_gives_every_device_the_same_causal_work(ranks, tiles_of_chunk):
+    tokens = 2 * tiles_of_chunk
+    hops = Hops(
+        mask=Mask(),
+        order=order_of("ring", ranks),
+        queries=tokens,
+        keys=tokens,
+        tiles=(1, 1),
+    )
+    needed = [hops.tiles_needed(rank) for rank in range(ranks)]
+    assert max(needed) <= 1.05 * sum(needed) / ranks
+    assert sum(needed) == ranks * tokens * (ranks * tokens + 1) // 2
+    made = hops.tiles_made
+    assert made <= 1.05 * sum(needed) / ranks
+
+
+def test_natural_order_would_leave_devices_idle():
+    order = TokenOrder(mesh_axis="context", num_ranks=4)
+    hops = Hops(mask=Mask(), order=order, queries=8, keys=8, tiles=(1, 1))
+    needed = [hops.tiles_needed(rank) for rank in range(4)]
+    assert max(needed) > 1.6 * sum(needed) / 4
+
+
+def test_a_window_leaves_hops_out():
+    order = order_of("ring", 8)
+    hops = Hops(mask=Mask(window=3), order=order, queries=8, keys=8, tiles=(1, 1))
+    assert hops.needed == (0, 1, 7)
+
+
+def test_a_prefix_and_a_window_are_refused():
+    q, k, v, _ = numbers(32, 8)
+    with pytest.raises(InputError, match="window=4 and a prefix at once"):
+        shard_attention(
+            q, k, v, mask=Mask(window=4), prefix=jnp.zeros(BATCH, jnp.int32)
+        )
+
+
+def test_a_window_below_one_is_refused():
+    with pytest.raises(InputError, match="window=0: must be at least 1"):
+        Mask(window=0)
+
+
+@pytest.mark.parametrize("seq", [37, 200])
+def test_sequences_that_no_tile_divides_are_padded(seq, monkeypatch):
+    monkeypatch.setattr("meshpar.parallel.context.hops.LARGEST_TILE", 16)
+    monkeypatch.setattr("meshpar.parallel.context.hops.SMALLEST_TILE", 16)
+    q, k, v, _ = numbers(seq, 4)
+    found = shard_attention(q, k, v, mask=Mask())
+    wanted = dense(q, k, v, Mask(), None, None, None)
+    np.testing.assert_allclose(found, wanted, atol=2e-6)
+
+
+def test_memory_of_the_tiles_is_linear_in_the_sequence():
+    """Values and gradients at 4 times the tokens take 4 times the bytes, not 16."""
+
+    def temp_bytes(seq):
+        shape = jax.ShapeDtypeStruct((1, seq, 4, 32), jnp.float32)
+
+        def loss(q, k, v):
+            return jnp.sum(shard_attention(q, k, v, mask=Mask()) ** 2)
+
+        gradients = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+        memory = gradients.lower(shape, shape, shape).compile().memory_analysis()
+        return memory.temp_size_in_bytes
+
+    tile = 4 * 4 * 1024 * 1024  # of scores, of 4 heads
+    assert temp_bytes(16384) - 3 * tile < 4.2 * temp_bytes(4096)

@@ -1,0 +1,215 @@
+"""Layouts that split the sequence train the model that one device trains."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from meshpar import InputError, Layout, RuleError, default_rules, lint, make_train_step
+from meshpar.models.llama import LlamaConfig, llama
+from meshpar.parallel.sequence_checks import check_token_wise
+from meshpar.schedules import SCHEDULES
+from meshpar.testing import check_layouts
+from tests.zoo.denoising import DENOISING
+from tests.zoo.sequence import SEQUENCE
+from tests.zoo.vision import VIT
+from tests.zoo.waves import WAVES
+
+VOCAB, SEQ = 32, 24
+CUTS = (0, 5, 12, 20)
+"""Where documents of the packed example begin, and padding after the last."""
+
+
+def model(kv_heads=2, window=0, layers=2):
+    return llama(
+        LlamaConfig(
+            layers=layers,
+            embed=32,
+            heads=8,
+            kv_heads=kv_heads,
+            ffn=32,
+            vocab=VOCAB,
+            window=window,
+        )
+    )
+
+
+def packed_batch(seq=SEQ):
+    """One example of documents and padding, one all padding, two of one document."""
+    rng = np.random.default_rng(0)
+    tokens, targets = rng.integers(0, VOCAB, (2, 4, seq), np.int32)
+    segments = np.zeros((4, seq), np.int32)
+    segments[0] = np.searchsorted(CUTS, np.arange(seq), side="right")
+    segments[0, CUTS[-1] :] = -1
+    segments[1] = -1
+    weights = (segments >= 0).astype(np.float32)
+    return dict(tokens=tokens, targets=targets, weights=weights, segment_ids=segments)
+
+
+def step_of(layout, **sizes):
+    layout = Layout.parse(layout)
+    devices = jax.devices()[: layout.num_devices]
+    return make_train_step(model(**sizes), optax.sgd(0.1), layout, devices=devices)
+
+
+FEW = [
+    "fsdp=2,context=2,tensor=2,sequence_parallel=true,attention=allgather,remat=full",
+    "stage=2,context=2,tensor=2,microbatches=2",
+]
+
+
+def test_a_layout_trains_as_one_device_does():
+    assert check_layouts(model(), packed_batch(), FEW).ok
+
+
+MATRIX = [
+    f"context={size},attention={method}"
+    for size in (2, 4, 8)
+    for method in ("ring", "allgather", "ulysses")
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_heads", [1, 4, 8])
+@pytest.mark.parametrize("window", [0, 5])
+@pytest.mark.parametrize("packed", [False, True])
+def test_every_method_trains_as_one_device_does(kv_heads, window, packed):
+    batch = packed_batch()
+    if not packed:
+        del batch["segment_ids"]
+    assert check_layouts(model(kv_heads, window), batch, MATRIX).ok
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["ring", "allgather", "ulysses"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_it_composes_with_every_schedule(schedule, method):
+    chunks = SCHEDULES[schedule].default_chunks
+    line = f"stage=2,context=2,schedule={schedule},chunks={chunks},microbatches=4"
+    batch = {name: np.concatenate([x, x]) for name, x in packed_batch().items()}
+    layouts = [f"{line},attention={method}"]
+    assert check_layouts(model(layers=4), batch, layouts).ok
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["none", "selective", "full", "dots"])
+@pytest.mark.parametrize(
+    "rest",
+    [
+        "data=2,context=2",
+        "fsdp=2,context=2,zero=2",
+        "data=2,context=2,zero=1",
+        "fsdp=2,context=2,tensor=2,precision=bf16",
+        "fsdp=2,context=2,microbatches=2,fsdp_gather=microbatch",
+        "context=4,tensor=2,sequence_parallel=true",
+    ],
+)
+def test_it_composes_with_the_rest(rest, remat):
+    assert check_layouts(model(), packed_batch(), [f"{rest},remat={remat}"]).ok
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seq", [9, 23])
+@pytest.mark.parametrize("layout", MATRIX)
+def test_sequences_that_do_not_divide_are_padded(layout, seq):
+    batch = {name: x[:, :seq] for name, x in packed_batch().items()}
+    assert check_layouts(model(), batch, [layout]).ok
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "context=4",
+        pytest.param("context=4,attention=allgather", marks=pytest.mark.slow),
+        pytest.param("context=4,attention=ulysses", marks=pytest.mark.slow),
+        pytest.param("context=2,stage=2,microbatches=1", marks=pytest.mark.slow),
+    ],
+)
+def test_a_token_changes_the_later_ones_of_its_document_alone(layout):
+    step = step_of(layout)
+    state, batch = step.init(0), packed_batch()
+    batch = {name: batch[name] for name in ("tokens", "segment_ids")}
+    before = np.asarray(step.logits(state, batch))
+    changed = batch["tokens"].copy()
+    at = CUTS[1] + 2  # in the second document
+    changed[0, at] = (changed[0, at] + 1) % VOCAB
+    after = np.asarray(step.logits(state, {**batch, "tokens": changed}))
+    moved = np.argwhere((before != after).any(-1)).tolist()
+    assert moved == [[0, place] for place in range(at, CUTS[2])]
+
+
+def test_packed_documents_have_the_loss_of_each_by_itself():
+    """By itself a document has no segments, and attention another code."""
+    step, alone = step_of("context=2"), step_of("data=1")
+    state, whole = step.init(0), alone.init(0)
+    batch = packed_batch()
+    found, counted = step.evaluate(state, batch)
+    assert counted == batch["weights"].sum()
+    total = 0.0
+    rows = [(0, slice(*pair)) for pair in zip(CUTS, CUTS[1:], strict=False)]
+    for row, places in [*rows, (2, slice(SEQ)), (3, slice(SEQ))]:
+        document = {name: batch[name][row : row + 1, places] for name in batch}
+        del document["segment_ids"]
+        total += float(alone.evaluate(whole, document)[0])
+    np.testing.assert_allclose(found, total, rtol=1e-5)
+
+
+def test_logits_are_in_the_order_of_the_sequence():
+    tokens = packed_batch(seq=22)["tokens"]  # 22 divides into no 4 chunks
+    wanted = step_of("data=1")
+    found = step_of("context=2")
+    np.testing.assert_allclose(
+        np.asarray(found.logits(found.init(0), tokens)),
+        np.asarray(wanted.logits(wanted.init(0), tokens)),
+        atol=2e-6,
+    )
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        (SEQUENCE, r"pad along the sequence \(.*zoo/sequence.py:\d+\); set context=1"),
+        (WAVES, r"a matmul along the sequence \(.*zoo/waves.py"),
+        (DENOISING, "the devices of context share the tokens of an example"),
+        (VIT, "no declared input has a dim of tokens"),
+    ],
+)
+def test_a_model_that_mixes_tokens_by_itself_is_refused_by_name(entry, message):
+    with pytest.raises(InputError, match=message):
+        check_token_wise(entry.model(2))
+
+
+def test_positions_counted_from_the_first_token_at_hand_are_refused():
+    made = model()
+
+    def embed(params, batch, scope):
+        x = made.embed(params, batch, scope)
+        return x + jax.numpy.arange(x.shape[1])[:, None] / 100
+
+    counted = type(made)(**{**vars(made), "embed": embed, "per_token": False})
+    with pytest.raises(InputError, match="take scope.positions"):
+        check_token_wise(counted)
+
+
+def test_heads_that_do_not_divide_are_refused_for_ulysses():
+    with pytest.raises(InputError, match="over context=8 x 2, which does not divide"):
+        refused = "context=8,tensor=2,attention=ulysses"
+        findings = lint(model(), refused, seq=32).findings
+        assert [finding.path for finding in findings] == ["context"]
+        raise InputError(findings[0].message)
+
+
+def test_a_rule_may_not_use_context():
+    rules = default_rules("context=2").with_rules(seq="context")
+    with pytest.raises(RuleError, match="'context' is claimed by 'seq'"):
+        make_train_step(
+            model(),
+            optax.sgd(0.1),
+            "context=2",
+            rules=rules,
+            devices=jax.devices()[:2],
+        )
+
+
+def test_a_layout_with_context_has_no_findings():
+    assert lint(model(), "context=2,tensor=2,fsdp=2", seq=32).findings == ()
