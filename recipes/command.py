@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from meshpar.distributed import leave
 from meshpar.errors import InputError
 from meshpar.recipes.config import RunConfig
 from meshpar.recipes.options import parse_arguments, program_words
@@ -26,7 +27,8 @@ def main(argv: Sequence[str] | None = None, command: str = "pretrain") -> int:
 
     Returns:
         0 done, 2 on bad input, 130 when stopped by Ctrl-C, 143 by SIGTERM: saved, but
-        for a second Ctrl-C, and one outside of the training loop.
+        for a second Ctrl-C, and one outside of the training loop. A process that ends
+        because another has ended has 75.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     config = None
@@ -45,10 +47,10 @@ def main(argv: Sequence[str] | None = None, command: str = "pretrain") -> int:
         return BAD_INPUT
     except (InputError, OSError) as error:
         print(f"{command}: {_one_line(error, config)}", file=sys.stderr)
-        return BAD_INPUT
+        return leave(BAD_INPUT)
     except KeyboardInterrupt:
         print(f"{command}: stopped at once, nothing more is saved", file=sys.stderr)
-        return INTERRUPTED + 2
+        return leave(INTERRUPTED + 2)
     return 0 if result.signal is None else INTERRUPTED + result.signal
 
 

@@ -17,9 +17,10 @@ ENVIRONMENT_VARIABLE = "MESHPAR_EMULATE"  # of meshpar.emulate, which imports ja
 
 _AT_LEAST_ONE = (
     *("steps", "global_batch", "seq", "save_every", "validate_every"),
-    *("stop_after", "decay_steps"),
+    *("stop_after", "decay_steps", "num_processes", "start_timeout", "heartbeat"),
 )
-_AT_LEAST_ZERO = ("seed", "sample_tokens", "bubble_rounds", "emulate")
+_AT_LEAST_ZERO = ("seed", "sample_tokens", "bubble_rounds", "emulate", "process_id")
+_OR_NONE = ("stop_after", "decay_steps", "num_processes", "process_id")
 
 
 def _num_virtual_devices() -> int:
@@ -44,7 +45,7 @@ class RunConfig:
             plays by default.
         out: Folder of the run; runs/ and the time by default.
         resume: Go on from the newest checkpoint of --out; what is not given is as it
-            was there.
+            was there. "auto" begins where there is none.
         log_json: File of metrics, a JSON object a line; OUT/metrics.jsonl by default.
         tensorboard: Folder to write TensorBoard's events to.
         global_batch: Sequences in a step.
@@ -58,7 +59,13 @@ class RunConfig:
         sample_tokens: Bytes to write at the end.
         bubble_rounds: Pairs of steps that time the pipeline's bubble at the end; 0
             leaves it out.
-        emulate: Virtual CPU devices; 0 uses the machine's own.
+        emulate: Virtual CPU devices of each process; 0 uses the machine's own.
+        coordinator: HOST:PORT of process 0, to join processes by hand; SLURM,
+            Kubernetes, Open MPI and TPU pods are found.
+        num_processes: How many are started.
+        process_id: Which this is, from 0.
+        start_timeout: Seconds in which all have to come.
+        heartbeat: Seconds of silence after which a process ends the others.
 
     Raises:
         InputError: A number is out of its range.
@@ -77,7 +84,7 @@ class RunConfig:
     dtype: Literal["fp32", "bf16"] | None = None
     text: tuple[Path, ...] = ()
     out: Path | None = None
-    resume: bool = False
+    resume: bool | Literal["auto"] = False
     log_json: Path | None = None
     tensorboard: Path | None = None
     global_batch: int = 32
@@ -90,6 +97,11 @@ class RunConfig:
     sample_tokens: int = 160
     bubble_rounds: int = 5
     emulate: int = field(default_factory=_num_virtual_devices)
+    coordinator: str | None = None
+    num_processes: int | None = None
+    process_id: int | None = None
+    start_timeout: int = 50
+    heartbeat: int = 30
 
     def __post_init__(self) -> None:
         if isinstance(self.text, str | Path):
@@ -106,12 +118,14 @@ class RunConfig:
             raise InputError(f"learning_rate={rate!r}: must be a positive number")
         if self.dtype not in (None, "fp32", "bf16"):
             raise InputError(f"dtype={self.dtype!r}: must be 'fp32' or 'bf16'")
+        if self.resume not in (False, True, "auto"):
+            raise InputError(f"resume={self.resume!r}: must be True, False or 'auto'")
         if self.resume and self.out is None:
             raise InputError("--resume needs the folder of the run: give --out DIR")
 
     def _check_whole(self, name: str, least: int) -> None:
         value = getattr(self, name)
-        if not (value is None and name in ("stop_after", "decay_steps")):
+        if not (value is None and name in _OR_NONE):
             whole_number(name, value, least)
 
     @property
@@ -143,6 +157,12 @@ class RunConfig:
             if value != default[name]
         }
 
+
+OF_ONE_START = (
+    *("out", "resume", "stop_after"),
+    *("coordinator", "num_processes", "process_id", "start_timeout", "heartbeat"),
+)
+"""Options of one start of a run, not of the run."""
 
 OPTIONS = tuple(one.name for one in fields(RunConfig))
 """The name of every option; the command line writes `-` for `_`."""
