@@ -18,9 +18,12 @@ ENVIRONMENT_VARIABLE = "MESHPAR_EMULATE"  # of meshpar.emulate, which imports ja
 _AT_LEAST_ONE = (
     *("steps", "global_batch", "seq", "save_every", "validate_every"),
     *("stop_after", "decay_steps", "num_processes", "start_timeout", "heartbeat"),
+    *("keep", "keep_every"),
 )
 _AT_LEAST_ZERO = ("seed", "sample_tokens", "bubble_rounds", "emulate", "process_id")
-_OR_NONE = ("stop_after", "decay_steps", "num_processes", "process_id")
+_OR_NONE = (
+    *("stop_after", "decay_steps", "keep_every", "num_processes", "process_id"),
+)
 
 
 def _num_virtual_devices() -> int:
@@ -54,6 +57,8 @@ class RunConfig:
             falls to a tenth of it along a cosine.
         decay_steps: Steps over which it does; --steps by default.
         save_every: Steps between checkpoints.
+        keep: How many of the newest stay.
+        keep_every: Those whose step divides by it stay, too.
         validate_every: Steps between looks at the validation text.
         stop_after: Save and stop after this step.
         sample_tokens: Bytes to write at the end.
@@ -92,6 +97,8 @@ class RunConfig:
     learning_rate: float = 3e-3
     decay_steps: int | None = None
     save_every: int = 200
+    keep: int = 2
+    keep_every: int | None = None
     validate_every: int = 100
     stop_after: int | None = None
     sample_tokens: int = 160

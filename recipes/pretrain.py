@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -51,7 +52,11 @@ from meshpar.recipes.rows import begin_rows, comes_again
 from meshpar.recipes.run import PROGRAM, Run, RunResult
 from meshpar.recipes.step import audited, make_step
 from meshpar.recipes.texts import BYTE_VOCAB, read_tokens
-from meshpar.train.checkpoint import Checkpoints
+from meshpar.train.checkpoint import (
+    CheckpointError,
+    Checkpoints,
+    DamagedCheckpointWarning,
+)
 from meshpar.train.data import TokenWindows, padded_batches, shuffled_batches
 from meshpar.train.interrupt import StopRequest
 from meshpar.train.metrics import cut_rows
@@ -103,7 +108,13 @@ def joined_run(
     step = make_step(config)
     step.check_batch(config.global_batch)
     folder = config.folder / "checkpoints"
-    with Checkpoints(folder, layer_orders=step.layer_orders) as checkpoints:
+    with Checkpoints(
+        folder,
+        keep=config.keep,
+        keep_every=config.keep_every,
+        layer_orders=step.layer_orders,
+        processes=processes,
+    ) as checkpoints:
         run = Run(
             config=config,
             step=step,
@@ -137,7 +148,7 @@ def started(run: Run) -> tuple[Run, TrainState]:
         InputError: A fresh run where there is a checkpoint or a metrics file already,
             or a resumed one that changes what may not change.
     """
-    config, step, checkpoints = run.config, run.step, run.checkpoints
+    config, step = run.config, run.step
     newest = newest_of_all(run)
     if newest is None and config.resume is not True:
         if run.processes.is_first:
@@ -148,10 +159,8 @@ def started(run: Run) -> tuple[Run, TrainState]:
             f"{str(config.out)!r} holds a run at step {newest}; add --resume to go on "
             "with it, or name another --out"
         )
-    before, now = checkpoints.run_of_latest(), run.description()
-    done = checkpoints.latest_step or 0
-    refuse_other(before, now, done)
-    state = checkpoints.restore(step.state_shapes, step.shardings)
+    before, state = restored(run)
+    done, now = int(state.step), run.description()
     run = replace(run, position=position_of(before, now, done))
     told = [*changes(before, now), *rate_change(config, before, done)]
     report.print_resumed(run.console, done, told, run.position)
@@ -159,6 +168,27 @@ def started(run: Run) -> tuple[Run, TrainState]:
     if run.processes.is_first:
         cut_rows(config.metrics_path, lambda row: comes_again(row, done, steps))
     return run, state
+
+
+def restored(run: Run) -> tuple[dict[str, Any], TrainState]:
+    """What the newest good checkpoint says of its run, and its state.
+
+    Raises:
+        InputError: There is none, or what it is of may not change so.
+    """
+    checkpoints, step = run.checkpoints, run.step
+    if checkpoints.newest_good() is not None:
+        for damaged, why in checkpoints.damaged.items():
+            report.print_damaged(run.console, damaged, why)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DamagedCheckpointWarning)  # It is printed.
+        while True:
+            before = checkpoints.run_of_latest()
+            done = checkpoints.step_read or 0
+            refuse_other(before, run.description(), done)
+            state = checkpoints.restore(step.state_shapes, step.shardings)
+            if checkpoints.step_read == done:  # Else what describes it is another.
+                return before, state
 
 
 def newest_of_all(run: Run) -> int | None:
@@ -215,10 +245,21 @@ def train(
                 report.print_look(progress.console, done, row, loss)
                 progress.update(task, description="training")
             if done % config.save_every == 0:
-                run.checkpoints.save(state, run.description(done))
+                save(run, state, done)
             if stop_requested(run.processes, stop):
                 break
     return state
+
+
+def save(run: Run, state: TrainState, done: int) -> None:
+    """Saves while the run goes on, which it does if that fails: it may not next time.
+
+    The one before stays until another is whole.
+    """
+    try:
+        run.checkpoints.save(state, run.description(done), wait=False)
+    except CheckpointError as error:
+        report.print_not_saved(run.console, error)
 
 
 def stop_requested(processes: Processes, stop: StopRequest) -> bool:

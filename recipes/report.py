@@ -42,6 +42,18 @@ def print_resumed(
     console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
 
 
+def print_damaged(console: Console, step: int, why: str) -> None:
+    """Says that a checkpoint was passed over."""
+    line = f"checkpoint of step {step} is damaged: {why}; the one before it is taken"
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def print_not_saved(console: Console, error: Exception) -> None:
+    """Says that a checkpoint is missing, and that the run goes on."""
+    line = f"{error}; the run goes on, and the checkpoint before stays"
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
 def print_stopped(console: Console, done: int, command: str) -> None:
     """How to go on: one line that a shell takes."""
     lines = f"stopped after step {done}; go on with\n  {command}"
