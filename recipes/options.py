@@ -116,7 +116,7 @@ def _with_values(words: Sequence[str]) -> list[str]:
         ['--resume', 'True', '--steps', '5']
     """
     told = []
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in zip(words, [*words, ""][1:], strict=True):
         if word == "--no-resume":
             told += ["--resume", "False"]
         else:
