@@ -18,9 +18,12 @@ ENVIRONMENT_VARIABLE = "MESHPAR_EMULATE"  # of meshpar.emulate, which imports ja
 _AT_LEAST_ONE = (
     *("steps", "global_batch", "seq", "save_every", "validate_every"),
     *("stop_after", "decay_steps", "num_processes", "start_timeout", "heartbeat"),
-    *("keep", "keep_every"),
+    *("keep", "keep_every", "rollback_steps"),
 )
-_AT_LEAST_ZERO = ("seed", "sample_tokens", "bubble_rounds", "emulate", "process_id")
+_AT_LEAST_ZERO = (
+    *("seed", "sample_tokens", "bubble_rounds", "emulate", "process_id"),
+    "hang_timeout",
+)
 _OR_NONE = (
     *("stop_after", "decay_steps", "keep_every", "num_processes", "process_id"),
 )
@@ -61,6 +64,14 @@ class RunConfig:
         keep_every: Those whose step divides by it stay, too.
         validate_every: Steps between looks at the validation text.
         stop_after: Save and stop after this step.
+        on_bad_step: What follows a loss or gradients that are not finite, which change
+            nothing: "skip" goes on unless ten come in a row, "rollback" goes back to
+            a checkpoint and on with the text after the bad step, "stop" ends.
+        spike: With rollback or stop: a loss above this many times the median of the
+            last 32 is bad too.
+        rollback_steps: Steps at least by which a rollback goes back.
+        hang_timeout: Seconds without a step after which all processes write their
+            stacks and end; 0 waits for ever.
         sample_tokens: Bytes to write at the end.
         bubble_rounds: Pairs of steps that time the pipeline's bubble at the end; 0
             leaves it out.
@@ -101,6 +112,10 @@ class RunConfig:
     keep_every: int | None = None
     validate_every: int = 100
     stop_after: int | None = None
+    on_bad_step: Literal["skip", "rollback", "stop"] = "skip"
+    spike: float | None = None
+    rollback_steps: int = 1
+    hang_timeout: int = 1800
     sample_tokens: int = 160
     bubble_rounds: int = 5
     emulate: int = field(default_factory=_num_virtual_devices)
@@ -125,6 +140,11 @@ class RunConfig:
             raise InputError(f"learning_rate={rate!r}: must be a positive number")
         if self.dtype not in (None, "fp32", "bf16"):
             raise InputError(f"dtype={self.dtype!r}: must be 'fp32' or 'bf16'")
+        if self.on_bad_step not in ("skip", "rollback", "stop"):
+            raise InputError(
+                f"on_bad_step={self.on_bad_step!r}: must be 'skip', 'rollback' or "
+                "'stop'"
+            )
         if self.resume not in (False, True, "auto"):
             raise InputError(f"resume={self.resume!r}: must be True, False or 'auto'")
         if self.resume and self.out is None:

@@ -29,8 +29,9 @@ Trains a language model on a text, under any layout.
 example:
   {command} --layout data=4,tensor=2 --text mine.txt --out runs/mine
 
-exit status: 0 done, 2 bad input, 130 or 143 saved and stopped by Ctrl-C or SIGTERM,
-75 ended because another process had: start all again with --resume auto"""
+exit status: 0 done, 1 stopped by a bad step, 2 bad input, 130 or 143 saved and stopped
+by Ctrl-C or SIGTERM, 75 ended because another process had: start all again with
+--resume auto"""
 
 
 @dataclass(frozen=True, kw_only=True)

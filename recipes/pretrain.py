@@ -48,19 +48,22 @@ from meshpar.recipes.resume import (
     rate_change,
     refuse_other,
 )
+from meshpar.recipes.rollback import rolled_back
 from meshpar.recipes.rows import begin_rows, comes_again
 from meshpar.recipes.run import PROGRAM, Run, RunResult
+from meshpar.recipes.save import told_if_not_saved
 from meshpar.recipes.step import audited, make_step
 from meshpar.recipes.texts import BYTE_VOCAB, read_tokens
 from meshpar.train.checkpoint import (
-    CheckpointError,
     Checkpoints,
     DamagedCheckpointWarning,
 )
 from meshpar.train.data import TokenWindows, padded_batches, shuffled_batches
+from meshpar.train.faults import BadStepError, StepWatch
 from meshpar.train.interrupt import StopRequest
 from meshpar.train.metrics import cut_rows
 from meshpar.train.sample import sample_tokens
+from meshpar.train.watchdog import Watchdog
 
 __all__ = ["RunConfig", "RunResult", "audited", "main", "make_step", "pretrain"]
 
@@ -136,7 +139,7 @@ def joined_run(
         done = run.position.step
         with metrics_log(processes, config, on_metrics, done) as log:
             with StopRequest() as stop:
-                state = train(run, state, log, stop)
+                run, state = trained(run, state, log, stop)
                 checkpoints.save(state, run.description(int(state.step)))
             return finish(run, state, log, stop)
 
@@ -153,7 +156,10 @@ def started(run: Run) -> tuple[Run, TrainState]:
     if newest is None and config.resume is not True:
         if run.processes.is_first:
             begin_rows(config)
-        return run, step.init(config.seed)
+        state = step.init(config.seed)
+        if config.on_bad_step == "rollback":  # The first step may be the bad one.
+            run.checkpoints.save(state, run.description())
+        return run, state
     if not config.resume:
         raise InputError(
             f"{str(config.out)!r} holds a run at step {newest}; add --resume to go on "
@@ -208,17 +214,40 @@ def newest_of_all(run: Run) -> int | None:
     return steps[0]
 
 
+def trained(
+    run: Run, state: TrainState, log: MetricsLog | NoLog, stop: StopRequest
+) -> tuple[Run, TrainState]:
+    """The run and its state after all steps, those before a rollback forgotten.
+
+    Raises:
+        BadStepError: A step was bad, and there is nothing to go back to.
+    """
+    while True:
+        try:
+            return run, train(run, state, log, stop)
+        except BadStepError as bad:
+            run, state = rolled_back(run, bad)
+
+
 def train(
     run: Run, state: TrainState, log: MetricsLog | NoLog, stop: StopRequest
 ) -> TrainState:
-    """Steps until `--steps`, or until a stop is requested."""
+    """Steps until `--steps`, or until a stop is requested.
+
+    Raises:
+        BadStepError: One after which the run cannot simply go on.
+    """
     config, first = run.config, run.position.step
     batch_of = batches_of(run)
     rate_of = jax.jit(learning_rate_of(config))
     use = Utilization(run.step, global_batch=config.global_batch, seq=config.seq)
     skipped = float(state.skipped)
     last = min(config.steps, config.stop_after or config.steps)
-    with report.progress_bar(run.console) as progress:
+    watch = StepWatch(config.on_bad_step, spike=config.spike)
+    with (
+        report.progress_bar(run.console) as progress,
+        Watchdog(config.hang_timeout, run.processes) as watchdog,
+    ):
         task = progress.add_task(
             "compiling", total=config.steps, completed=first, loss=0.0, rate=0.0
         )
@@ -229,6 +258,7 @@ def train(
             log.write(step=number, **row, **told)
             if row["skipped"] > skipped:
                 report.print_skipped(progress.console, number, row)
+            watch.check(number, loss=row["loss"], skipped=row["skipped"] > skipped)
             skipped = row["skipped"]
             progress.update(
                 task,
@@ -246,6 +276,7 @@ def train(
                 progress.update(task, description="training")
             if done % config.save_every == 0:
                 save(run, state, done)
+            watchdog.step_done()
             if stop_requested(run.processes, stop):
                 break
     return state
@@ -256,10 +287,8 @@ def save(run: Run, state: TrainState, done: int) -> None:
 
     The one before stays until another is whole.
     """
-    try:
+    with told_if_not_saved(run):
         run.checkpoints.save(state, run.description(done), wait=False)
-    except CheckpointError as error:
-        report.print_not_saved(run.console, error)
 
 
 def stop_requested(processes: Processes, stop: StopRequest) -> bool:

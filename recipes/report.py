@@ -19,6 +19,7 @@ from meshpar.recipes.config import RunConfig
 from meshpar.recipes.resume import Position
 from meshpar.recipes.texts import BYTE_VOCAB, Texts
 from meshpar.train.baselines import bigram_loss, unigram_loss
+from meshpar.train.faults import BadStepError
 
 
 def print_config(console: Console, config: RunConfig, saved_as: Path) -> None:
@@ -45,6 +46,14 @@ def print_resumed(
 def print_damaged(console: Console, step: int, why: str) -> None:
     """Says that a checkpoint was passed over."""
     line = f"checkpoint of step {step} is damaged: {why}; the one before it is taken"
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def print_rolled_back(
+    console: Console, bad: BadStepError, step: int, windows: int
+) -> None:
+    """Says from where a run goes on after a bad step."""
+    line = f"{bad}; back to step {step}, and on {windows:,} windows into the text"
     console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 

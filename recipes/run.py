@@ -32,6 +32,7 @@ class Run:
     position: Position = Position()
     program: Sequence[str] = PROGRAM
     processes: Processes = field(default_factory=Processes)
+    num_rollbacks: int = 0
 
     def description(self, done: int = 0) -> dict[str, Any]:
         """What a checkpoint says of its run once `done` steps are done."""

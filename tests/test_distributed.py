@@ -259,7 +259,7 @@ def test_what_each_gives_all_get_in_order(three):
 @pytest.mark.parametrize("dead", [0, 1])
 def test_a_process_that_dies_ends_the_others_with_one_line(dead, three, capsys):
     processes, ended = three
-    for lines in processes[dead]._roll.peers.values():
+    for lines in processes[dead]._peers.values():
         lines.close()
     alive = [one for one in processes if one.process_id != dead]
     errors = in_threads(*[lambda one=one: one.gather(0) for one in alive])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import sys
 import threading
 import time
@@ -56,11 +57,11 @@ class Processes:
         self._gone: set[int] = set()
         self._lost: str | None = None
         self._is_closed = threading.Event()
-        peers = roll.peers if roll else {}
-        self._heard = dict.fromkeys(peers, time.monotonic())
-        for process, lines in peers.items():
+        self._peers = roll.peers if roll else {}
+        self._heard = dict.fromkeys(self._peers, time.monotonic())
+        for process, lines in self._peers.items():
             self._start_thread(self._listen, process, lines)
-        if peers:
+        if self._peers:
             self._start_thread(self._beat)
 
     @property
@@ -92,7 +93,7 @@ class Processes:
             self._take(0, number, value)
         else:
             with contextlib.suppress(OSError):  # The listener tells why.
-                self._roll.peers[0].send(number=number, value=value)
+                self._peers[0].send(number=number, value=value)
         with self._changed:
             self._changed.wait_for(lambda: number in self._gathered or self._lost)
             if number not in self._gathered:
@@ -102,6 +103,26 @@ class Processes:
     def any(self, value: bool) -> bool:
         """Whether it is true of any process; each waits for all."""
         return any(self.gather(value))
+
+    def end_all(self, why: str, *, with_stacks: bool = False) -> None:
+        """Ends every process of the job with one line and status 75.
+
+        Args:
+            why: What this process says of itself.
+            with_stacks: Whether each writes the stacks of its threads before.
+        """
+        where = f" on {self.hosts[self.process_id]}" if self._roll else ""
+        what = f"process {self.process_id}{where}: {why}"
+        # From any other process it goes by way of process 0 to all.
+        self._tell(ended=what, with_stacks=with_stacks)
+        self._end_together(what, with_stacks)
+
+    def _end_together(self, what: str, with_stacks: bool) -> None:
+        if self._lost:
+            return
+        if with_stacks:
+            faulthandler.dump_traceback(file=2, all_threads=True)
+        self._lose(what, _GRACE_S)
 
     def close(self, reason: str | None = None) -> None:
         """Leaves the others: all at the same point, or for a `reason` that ends them.
@@ -114,7 +135,7 @@ class Processes:
             with contextlib.suppress(DistributedError):
                 self.gather("closing")
         self._is_closed.set()
-        for lines in self._roll.peers.values():
+        for lines in self._peers.values():
             with contextlib.suppress(OSError):
                 lines.send(left=reason)
         if reason is None and self._lost is None:
@@ -123,7 +144,7 @@ class Processes:
             jax.distributed.shutdown()
         else:
             self._linger()
-        for lines in self._roll.peers.values():
+        for lines in self._peers.values():
             lines.close()
         if self._roll.listener:
             self._roll.listener.close()
@@ -181,6 +202,10 @@ class Processes:
                 break
             if "left" in message:
                 self._left.add(process)
+            if "ended" in message:
+                if self.is_first:
+                    self._tell(**message)
+                self._end_together(message["ended"], message["with_stacks"])
             if "lost" in message:
                 self._lose(message["lost"], message["grace_s"])
             if "values" in message:
@@ -197,7 +222,6 @@ class Processes:
 
     def _take(self, process: int, number: int, value: Any) -> None:
         """Process 0 collects a value of each, and sends all to all."""
-        assert self._roll is not None
         with self._changed:
             given = self._given.setdefault(number, {})
             given[process] = value
@@ -210,8 +234,7 @@ class Processes:
         self._tell(number=number, values=values)
 
     def _tell(self, **message: Any) -> None:
-        assert self._roll is not None
-        for lines in self._roll.peers.values():
+        for lines in self._peers.values():
             with contextlib.suppress(OSError):
                 lines.send(**message)
 
@@ -243,8 +266,8 @@ class Processes:
 
     def _end_of(self, what: str) -> None:
         print(
-            f"meshpar: {what}; process {self.process_id} ends too: start all again, "
-            "with --resume auto to go on from the newest checkpoint",
+            f"meshpar: {what}; process {self.process_id} ends: start all again, with "
+            "--resume auto to go on from the newest checkpoint",
             file=sys.stderr,
             flush=True,
         )
@@ -254,7 +277,7 @@ class Processes:
     def _linger(self) -> None:
         if self._roll is not None and self.is_first:
             with self._changed:
-                everyone = set(self._roll.peers)
+                everyone = set(self._peers)
                 self._changed.wait_for(lambda: self._gone >= everyone, _LINGER_S)
 
     @staticmethod

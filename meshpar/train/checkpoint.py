@@ -130,6 +130,17 @@ class Checkpoints:
         if failed:
             raise failed
 
+    def forget_after(self, step: int) -> None:
+        """Deletes the checkpoints of later steps, which another run of them replaces.
+
+        Raises:
+            CheckpointError: What was being saved could not be written.
+        """
+        self.finish()
+        for later in self._manager.all_steps():
+            if later > step:
+                self._manager.delete(later)
+
     def finish(self) -> None:
         """Waits until what is being saved is written.
 
@@ -140,14 +151,17 @@ class Checkpoints:
         if failed:
             raise failed
 
-    def newest_good(self) -> int | None:
+    def newest_good(self, at_most: int | None = None) -> int | None:
         """Step of the newest checkpoint without damage, which is what is read then.
 
         Every file is read once and compared with its checksum. None where there is no
         checkpoint, or a damaged one alone: reading that says what is wrong.
+
+        Args:
+            at_most: Only up to this step.
         """
         for step in sorted(self._manager.all_steps(), reverse=True):
-            if step in self.damaged:
+            if step in self.damaged or (at_most is not None and step > at_most):
                 continue
             of = self._processes
             found = damage(
