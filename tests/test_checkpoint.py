@@ -21,6 +21,7 @@ from meshpar.train.checkpoint import (
     DamagedCheckpointWarning,
 )
 from meshpar.train.layer_order import model_order_structs
+from tests.marks import slow
 
 RUN = {"layout": "fsdp=4,tensor=2", "seed": 3, "text": "plays/hamlet.txt"}
 
@@ -117,6 +118,23 @@ PIPELINED = {
 }
 
 
+OTHERS = {
+    "data=1": "one device",
+    "fsdp=8": "all parameters split",
+    "data=4,zero=1": "optimizer state split",
+    "data=2,fsdp=2,zero=2,tensor=2": "and gradients",
+    "data=4,tensor=2,sequence_parallel=true": "the residual stream split too",
+    "data=2,fsdp=2,optimizer_memory=host": "optimizer state on the host",
+    "stage=4,microbatches=4": "a layer a stage",
+    "stage=2,chunks=2,microbatches=4,schedule=looped_bfs": "another order of chunks",
+    "fsdp=2,stage=2,chunks=2,microbatches=4,schedule=interleaved_1f1b": "two chunks",
+    "stage=3,microbatches=2,splits=2/1/1": "three devices",
+    "data=8,remat=full": "recomputed",
+    "tensor=2": "two devices",
+}
+"""Layouts that a checkpoint of `data=8` goes on under, and what is other there."""
+
+
 def four_layer_step(layout):
     layout = Layout.parse(layout)
     devices = jax.devices()[: layout.num_devices]
@@ -158,7 +176,7 @@ def trained_on_one_axis(tmp_path_factory):
     return folder, kept, trained(step, state, (2, 3))[1]
 
 
-@pytest.mark.parametrize("layout", PIPELINED)
+@pytest.mark.parametrize("layout", [*PIPELINED, *map(slow, OTHERS)])
 def test_a_run_goes_on_under_stages_and_back_with_the_same_losses(
     layout, trained_on_one_axis, tmp_path
 ):
