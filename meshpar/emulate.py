@@ -49,7 +49,8 @@ def emulate(num_devices: int) -> list[jax.Device]:
     """Makes JAX see `num_devices` virtual CPU devices, and returns them.
 
     Call it before the first JAX operation. Calling it again with the same number is
-    fine. Setting `MESHPAR_EMULATE=8` in the environment calls it on `import meshpar`.
+    fine. Setting `MESHPAR_EMULATE=8` in the environment does the same on `import
+    meshpar`. Of several processes each has so many.
 
     It adds to `XLA_FLAGS` what is not set there, and raises `PJRT_NPROC`, the size of
     XLA's thread pools, to 8 per device: without either, virtual devices hang.
@@ -64,6 +65,20 @@ def emulate(num_devices: int) -> list[jax.Device]:
     """
     import jax
 
+    prepare(num_devices)
+    devices = jax.local_devices()
+    if len(devices) != num_devices or devices[0].platform != "cpu":
+        raise AlreadyStartedError(_already_started(num_devices))
+    return devices
+
+
+def prepare(num_devices: int) -> None:
+    """What `emulate` sets, without starting JAX: another may have to start it.
+
+    Raises:
+        InputError: `num_devices` is not at least 1.
+        AlreadyStartedError: JAX has already started with other devices.
+    """
     whole = isinstance(num_devices, int) and not isinstance(num_devices, bool)
     if not whole or num_devices < 1:
         raise InputError(f"emulate({num_devices!r}): needs at least 1 device")
@@ -75,11 +90,7 @@ def emulate(num_devices: int) -> list[jax.Device]:
         num_cpu_devices() != num_devices
         or not environment.items() <= os.environ.items()
     ):
-        _start(num_devices, environment)
-    devices = jax.devices()
-    if len(devices) != num_devices or devices[0].platform != "cpu":
-        raise AlreadyStartedError(_already_started(num_devices))
-    return devices
+        _set(num_devices, environment)
 
 
 def num_cpu_devices() -> int:
@@ -91,7 +102,9 @@ def num_cpu_devices() -> int:
 
 
 def emulate_from_environment() -> None:
-    """Calls `emulate` with the number in `MESHPAR_EMULATE`, if that is set.
+    """Prepares as many devices as `MESHPAR_EMULATE` says, if that is set.
+
+    JAX is not started, so that `meshpar.distributed.start` can still join processes.
 
     Raises:
         InputError: The variable does not hold a whole number.
@@ -103,7 +116,7 @@ def emulate_from_environment() -> None:
         raise InputError(
             f"{ENVIRONMENT_VARIABLE}={text!r}: must be a number of devices, such as 8"
         )
-    emulate(int(text))
+    prepare(int(text))
 
 
 def _flags(given: list[str]) -> list[str]:
@@ -124,7 +137,7 @@ def _num_threads(num_devices: int) -> int:
     return max(usual, _THREADS_PER_DEVICE * num_devices)
 
 
-def _start(num_devices: int, environment: dict[str, str]) -> None:
+def _set(num_devices: int, environment: dict[str, str]) -> None:
     import jax
 
     try:
@@ -138,7 +151,7 @@ def _start(num_devices: int, environment: dict[str, str]) -> None:
 def _already_started(num_devices: int) -> str:
     import jax
 
-    devices = jax.devices()
+    devices = jax.local_devices()
     return (
         f"emulate({num_devices}): JAX has already started with {len(devices)} "
         f"{devices[0].platform} devices; call emulate before the first JAX operation, "

@@ -7,11 +7,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from meshpar.distributed import leave
 from meshpar.errors import InputError
 from meshpar.recipes.config import RunConfig
 from meshpar.recipes.options import parse_arguments, program_words
+from meshpar.train.faults import BadStepError
 
-BAD_INPUT = 2
+NO, BAD_INPUT = 1, 2
 _OF_EXTRA = ("grain", "orbax")
 INTERRUPTED = 128
 """And the number of the signal, as a shell has it: 130 after Ctrl-C, 143 on SIGTERM."""
@@ -25,8 +27,9 @@ def main(argv: Sequence[str] | None = None, command: str = "pretrain") -> int:
         command: What errors begin with.
 
     Returns:
-        0 done, 2 on bad input, 130 when stopped by Ctrl-C, 143 by SIGTERM: saved, but
-        for a second Ctrl-C, and one outside of the training loop.
+        0 done, 1 stopped by a bad step, 2 on bad input, 130 when stopped by Ctrl-C, 143
+        by SIGTERM: saved, but for a second Ctrl-C, and one outside of the training
+        loop. A process that ends because another has ended has 75.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     config = None
@@ -43,12 +46,15 @@ def main(argv: Sequence[str] | None = None, command: str = "pretrain") -> int:
         install = "pip install 'meshpar[train]'"
         print(f"{command}: training needs {name}: {install}", file=sys.stderr)
         return BAD_INPUT
+    except BadStepError as error:
+        print(f"{command}: {error}", file=sys.stderr)
+        return leave(NO)
     except (InputError, OSError) as error:
         print(f"{command}: {_one_line(error, config)}", file=sys.stderr)
-        return BAD_INPUT
+        return leave(BAD_INPUT)
     except KeyboardInterrupt:
         print(f"{command}: stopped at once, nothing more is saved", file=sys.stderr)
-        return INTERRUPTED + 2
+        return leave(INTERRUPTED + 2)
     return 0 if result.signal is None else INTERRUPTED + result.signal
 
 

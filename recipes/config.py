@@ -17,9 +17,16 @@ ENVIRONMENT_VARIABLE = "MESHPAR_EMULATE"  # of meshpar.emulate, which imports ja
 
 _AT_LEAST_ONE = (
     *("steps", "global_batch", "seq", "save_every", "validate_every"),
-    *("stop_after", "decay_steps"),
+    *("stop_after", "decay_steps", "num_processes", "start_timeout", "heartbeat"),
+    *("keep", "keep_every", "rollback_steps"),
 )
-_AT_LEAST_ZERO = ("seed", "sample_tokens", "bubble_rounds", "emulate")
+_AT_LEAST_ZERO = (
+    *("seed", "sample_tokens", "bubble_rounds", "emulate", "process_id"),
+    "hang_timeout",
+)
+_OR_NONE = (
+    *("stop_after", "decay_steps", "keep_every", "num_processes", "process_id"),
+)
 
 
 def _num_virtual_devices() -> int:
@@ -44,7 +51,7 @@ class RunConfig:
             plays by default.
         out: Folder of the run; runs/ and the time by default.
         resume: Go on from the newest checkpoint of --out; what is not given is as it
-            was there.
+            was there. "auto" begins where there is none.
         log_json: File of metrics, a JSON object a line; OUT/metrics.jsonl by default.
         tensorboard: Folder to write TensorBoard's events to.
         global_batch: Sequences in a step.
@@ -53,12 +60,28 @@ class RunConfig:
             falls to a tenth of it along a cosine.
         decay_steps: Steps over which it does; --steps by default.
         save_every: Steps between checkpoints.
+        keep: How many of the newest stay.
+        keep_every: Those whose step divides by it stay, too.
         validate_every: Steps between looks at the validation text.
         stop_after: Save and stop after this step.
+        on_bad_step: What follows a loss or gradients that are not finite, which change
+            nothing: "skip" goes on unless ten come in a row, "rollback" goes back to
+            a checkpoint and on with the text after the bad step, "stop" ends.
+        spike: With rollback or stop: a loss above this many times the median of the
+            last 32 is bad too.
+        rollback_steps: Steps at least by which a rollback goes back.
+        hang_timeout: Seconds without a step after which all processes write their
+            stacks and end; 0 waits for ever.
         sample_tokens: Bytes to write at the end.
         bubble_rounds: Pairs of steps that time the pipeline's bubble at the end; 0
             leaves it out.
-        emulate: Virtual CPU devices; 0 uses the machine's own.
+        emulate: Virtual CPU devices of each process; 0 uses the machine's own.
+        coordinator: HOST:PORT of process 0, to join processes by hand; SLURM,
+            Kubernetes, Open MPI and TPU pods are found.
+        num_processes: How many are started.
+        process_id: Which this is, from 0.
+        start_timeout: Seconds in which all have to come.
+        heartbeat: Seconds of silence after which a process ends the others.
 
     Raises:
         InputError: A number is out of its range.
@@ -77,7 +100,7 @@ class RunConfig:
     dtype: Literal["fp32", "bf16"] | None = None
     text: tuple[Path, ...] = ()
     out: Path | None = None
-    resume: bool = False
+    resume: bool | Literal["auto"] = False
     log_json: Path | None = None
     tensorboard: Path | None = None
     global_batch: int = 32
@@ -85,11 +108,22 @@ class RunConfig:
     learning_rate: float = 3e-3
     decay_steps: int | None = None
     save_every: int = 200
+    keep: int = 2
+    keep_every: int | None = None
     validate_every: int = 100
     stop_after: int | None = None
+    on_bad_step: Literal["skip", "rollback", "stop"] = "skip"
+    spike: float | None = None
+    rollback_steps: int = 1
+    hang_timeout: int = 1800
     sample_tokens: int = 160
     bubble_rounds: int = 5
     emulate: int = field(default_factory=_num_virtual_devices)
+    coordinator: str | None = None
+    num_processes: int | None = None
+    process_id: int | None = None
+    start_timeout: int = 50
+    heartbeat: int = 30
 
     def __post_init__(self) -> None:
         if isinstance(self.text, str | Path):
@@ -106,12 +140,19 @@ class RunConfig:
             raise InputError(f"learning_rate={rate!r}: must be a positive number")
         if self.dtype not in (None, "fp32", "bf16"):
             raise InputError(f"dtype={self.dtype!r}: must be 'fp32' or 'bf16'")
+        if self.on_bad_step not in ("skip", "rollback", "stop"):
+            raise InputError(
+                f"on_bad_step={self.on_bad_step!r}: must be 'skip', 'rollback' or "
+                "'stop'"
+            )
+        if self.resume not in (False, True, "auto"):
+            raise InputError(f"resume={self.resume!r}: must be True, False or 'auto'")
         if self.resume and self.out is None:
             raise InputError("--resume needs the folder of the run: give --out DIR")
 
     def _check_whole(self, name: str, least: int) -> None:
         value = getattr(self, name)
-        if not (value is None and name in ("stop_after", "decay_steps")):
+        if not (value is None and name in _OR_NONE):
             whole_number(name, value, least)
 
     @property
@@ -143,6 +184,12 @@ class RunConfig:
             if value != default[name]
         }
 
+
+OF_ONE_START = (
+    *("out", "resume", "stop_after"),
+    *("coordinator", "num_processes", "process_id", "start_timeout", "heartbeat"),
+)
+"""Options of one start of a run, not of the run."""
 
 OPTIONS = tuple(one.name for one in fields(RunConfig))
 """The name of every option; the command line writes `-` for `_`."""

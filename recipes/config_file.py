@@ -9,13 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from meshpar.errors import InputError, nearest
-from meshpar.recipes.config import OPTIONS, RunConfig
+from meshpar.recipes.config import OF_ONE_START, OPTIONS, RunConfig
 
 SAVED = "config.toml"
 """The file in a run's folder."""
-
-_NOT_SAVED = ("out", "resume", "stop_after")
-"""What is of one start of the run, not of the run."""
 
 
 def read_options(path: Path) -> list[str]:
@@ -47,8 +44,9 @@ def read_options(path: Path) -> list[str]:
 def save(config: RunConfig, folder: Path) -> Path:
     """Writes a run's configuration into its folder, and returns the file.
 
-    Folder, `resume` and `stop_after` are left out: with them a new run, or the next
-    start of this one, would not be the same. Paths are written in full.
+    Folder, `resume`, `stop_after` and what joins processes are left out: with them a
+    new run, or the next start of this one, would not be the same. Paths are written in
+    full.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / SAVED
@@ -73,7 +71,7 @@ def as_toml(config: RunConfig) -> str:
     values["text"] = [str(path.absolute()) for path in config.text]
     lines = ["# Read back by --config."]
     for name, value in values.items():
-        if name not in _NOT_SAVED:
+        if name not in OF_ONE_START:
             comment = "# " if value is None else ""
             text = '""' if value is None else json.dumps(value, ensure_ascii=False)
             lines.append(f"{comment}{name} = {text}")

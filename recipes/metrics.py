@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 
 from meshpar import InputError, TrainStep
 from meshpar.audit.block_trace import traced_workload
+from meshpar.distributed import Processes
 from meshpar.hardware.devices import device_of_kind
 from meshpar.recipes.config import RunConfig
 from meshpar.train.metrics import JsonLines
@@ -57,6 +59,25 @@ class MetricsLog:
         if self._events is not None:
             self._events.close()
         self._lines.__exit__(*error)
+
+
+class NoLog:
+    """In the place of a log where another process keeps it."""
+
+    def write(self, *, step: int, **row: float | None) -> None:
+        """Nothing."""
+
+
+@contextlib.contextmanager
+def metrics_log(
+    processes: Processes, config: RunConfig, on_metrics: OnMetrics | None, done: int
+) -> Iterator[MetricsLog | NoLog]:
+    """The log of process 0, open; no log for the others."""
+    if not processes.is_first:
+        yield NoLog()
+        return
+    with MetricsLog(config, on_metrics=on_metrics, done=done) as log:
+        yield log
 
 
 def _events_writer(config: RunConfig, done: int) -> Any:

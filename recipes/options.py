@@ -29,7 +29,9 @@ Trains a language model on a text, under any layout.
 example:
   {command} --layout data=4,tensor=2 --text mine.txt --out runs/mine
 
-exit status: 0 done, 2 bad input, 130 or 143 saved and stopped by Ctrl-C or SIGTERM"""
+exit status: 0 done, 1 stopped by a bad step, 2 bad input, 130 or 143 saved and stopped
+by Ctrl-C or SIGTERM, 75 ended because another process had: start all again with
+--resume auto"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +92,13 @@ def _below(words: list[str], path: Path, command: str) -> list[str]:
 
 def _not_resuming(words: Sequence[str]) -> list[str]:
     """Words that may lack the folder of the run, which another source may give."""
-    return [word for word in words if _option(word) not in ("--resume", "--no-resume")]
+    words = _with_values(words)
+    pairs = zip(["", *words], words, strict=False)
+    return [
+        word
+        for before, word in pairs
+        if _option(word) != "--resume" and before != "--resume"
+    ]
 
 
 def _without(words: Sequence[str], options: set[str]) -> list[str]:
@@ -101,6 +109,24 @@ def _option(word: str) -> str:
     return word.partition("=")[0]
 
 
+def _with_values(words: Sequence[str]) -> list[str]:
+    """The words, `--resume` with the value that it has where none is given.
+
+    Example:
+        >>> _with_values(["--resume", "--steps", "5"])
+        ['--resume', 'True', '--steps', '5']
+    """
+    told = []
+    for word, following in zip(words, [*words, ""][1:], strict=True):
+        if word == "--no-resume":
+            told += ["--resume", "False"]
+        else:
+            told.append(word)
+        if word == "--resume" and following not in ("auto", "True", "False"):
+            told.append("True")
+    return told
+
+
 def _parse(words: Sequence[str], command: str) -> CommandLine:
     output = io.StringIO()
     try:
@@ -109,7 +135,7 @@ def _parse(words: Sequence[str], command: str) -> CommandLine:
                 CommandLine,
                 prog=command,
                 description=_DESCRIPTION.format(command=command),
-                args=list(words),
+                args=_with_values(words),
                 return_unknown_args=True,
                 config=(tyro.conf.UseAppendAction,),
             )

@@ -16,21 +16,30 @@ from __future__ import annotations
 
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from rich.console import Console
 
-from meshpar import InputError, TrainState, TrainStep, emulate, lint
+from meshpar import InputError, TrainState, TrainStep, lint
 from meshpar.cli.lint import wide_console
+from meshpar.distributed import Processes
 from meshpar.recipes import config_file, report
 from meshpar.recipes.bubble import measured_bubble, predicted_bubble
 from meshpar.recipes.command import main
 from meshpar.recipes.config import RunConfig
-from meshpar.recipes.metrics import MetricsLog, OnMetrics, Utilization
+from meshpar.recipes.joined import agreed, join
+from meshpar.recipes.metrics import (
+    MetricsLog,
+    NoLog,
+    OnMetrics,
+    Utilization,
+    metrics_log,
+)
 from meshpar.recipes.model import learning_rate_of
 from meshpar.recipes.options import resuming_command
 from meshpar.recipes.resume import (
@@ -39,15 +48,22 @@ from meshpar.recipes.resume import (
     rate_change,
     refuse_other,
 )
-from meshpar.recipes.rows import comes_again, refuse_rows
+from meshpar.recipes.rollback import rolled_back
+from meshpar.recipes.rows import begin_rows, comes_again
 from meshpar.recipes.run import PROGRAM, Run, RunResult
+from meshpar.recipes.save import told_if_not_saved
 from meshpar.recipes.step import audited, make_step
 from meshpar.recipes.texts import BYTE_VOCAB, read_tokens
-from meshpar.train.checkpoint import Checkpoints
+from meshpar.train.checkpoint import (
+    Checkpoints,
+    DamagedCheckpointWarning,
+)
 from meshpar.train.data import TokenWindows, padded_batches, shuffled_batches
+from meshpar.train.faults import BadStepError, StepWatch
 from meshpar.train.interrupt import StopRequest
 from meshpar.train.metrics import cut_rows
 from meshpar.train.sample import sample_tokens
+from meshpar.train.watchdog import Watchdog
 
 __all__ = ["RunConfig", "RunResult", "audited", "main", "make_step", "pretrain"]
 
@@ -78,16 +94,30 @@ def pretrain(
     Raises:
         InputError: Something of the run cannot be.
     """
-    if config.emulate:
-        emulate(config.emulate)
-    if config.out is None:
-        config = replace(config, out=Path("runs") / time.strftime("%Y%m%d-%H%M%S"))
-    console = wide_console()
+    with join(config) as processes:
+        config = agreed(config, processes)
+        return joined_run(config, processes, on_metrics, program)
+
+
+def joined_run(
+    config: RunConfig,
+    processes: Processes,
+    on_metrics: OnMetrics | None,
+    program: Sequence[str],
+) -> RunResult:
+    """The run of one process among all; the first prints and writes for them."""
+    console = wide_console() if processes.is_first else Console(quiet=True)
     texts = read_tokens(config.text, config.seq)
     step = make_step(config)
     step.check_batch(config.global_batch)
     folder = config.folder / "checkpoints"
-    with Checkpoints(folder, layer_orders=step.layer_orders) as checkpoints:
+    with Checkpoints(
+        folder,
+        keep=config.keep,
+        keep_every=config.keep_every,
+        layer_orders=step.layer_orders,
+        processes=processes,
+    ) as checkpoints:
         run = Run(
             config=config,
             step=step,
@@ -95,19 +125,21 @@ def pretrain(
             checkpoints=checkpoints,
             console=console,
             program=program,
+            processes=processes,
         )
         run, state = started(run)
-        saved_as = config_file.save(config, config.folder)
-        report.print_config(console, config, saved_as)
+        if processes.is_first:
+            saved_as = config_file.save(config, config.folder)
+            report.print_config(console, config, saved_as)
         found = lint(
             step.model, step.layout, global_batch=config.global_batch, seq=config.seq
         )
         report.print_layout(console, step, found)
         report.print_bytes(console, step, state, texts)
         done = run.position.step
-        with MetricsLog(config, on_metrics=on_metrics, done=done) as log:
+        with metrics_log(processes, config, on_metrics, done) as log:
             with StopRequest() as stop:
-                state = train(run, state, log, stop)
+                run, state = trained(run, state, log, stop)
                 checkpoints.save(state, run.description(int(state.step)))
             return finish(run, state, log, stop)
 
@@ -119,38 +151,103 @@ def started(run: Run) -> tuple[Run, TrainState]:
         InputError: A fresh run where there is a checkpoint or a metrics file already,
             or a resumed one that changes what may not change.
     """
-    config, step, checkpoints = run.config, run.step, run.checkpoints
+    config, step = run.config, run.step
+    newest = newest_of_all(run)
+    if newest is None and config.resume is not True:
+        if run.processes.is_first:
+            begin_rows(config)
+        state = step.init(config.seed)
+        if config.on_bad_step == "rollback":  # The first step may be the bad one.
+            run.checkpoints.save(state, run.description())
+        return run, state
     if not config.resume:
-        if checkpoints.latest_step is not None:
-            raise InputError(
-                f"{str(config.out)!r} holds a run at step {checkpoints.latest_step}; "
-                "add --resume to go on with it, or name another --out"
-            )
-        refuse_rows(config.metrics_path)
-        return run, step.init(config.seed)
-    before, now = checkpoints.run_of_latest(), run.description()
-    done = checkpoints.latest_step or 0
-    refuse_other(before, now, done)
-    state = checkpoints.restore(step.state_shapes, step.shardings)
+        raise InputError(
+            f"{str(config.out)!r} holds a run at step {newest}; add --resume to go on "
+            "with it, or name another --out"
+        )
+    before, state = restored(run)
+    done, now = int(state.step), run.description()
     run = replace(run, position=position_of(before, now, done))
     told = [*changes(before, now), *rate_change(config, before, done)]
     report.print_resumed(run.console, done, told, run.position)
     steps = config.steps
-    cut_rows(config.metrics_path, lambda row: comes_again(row, done, steps))
+    if run.processes.is_first:
+        cut_rows(config.metrics_path, lambda row: comes_again(row, done, steps))
     return run, state
 
 
+def restored(run: Run) -> tuple[dict[str, Any], TrainState]:
+    """What the newest good checkpoint says of its run, and its state.
+
+    Raises:
+        InputError: There is none, or what it is of may not change so.
+    """
+    checkpoints, step = run.checkpoints, run.step
+    if checkpoints.newest_good() is not None:
+        for damaged, why in checkpoints.damaged.items():
+            report.print_damaged(run.console, damaged, why)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DamagedCheckpointWarning)  # It is printed.
+        while True:
+            before = checkpoints.run_of_latest()
+            done = checkpoints.step_read or 0
+            refuse_other(before, run.description(), done)
+            state = checkpoints.restore(step.state_shapes, step.shardings)
+            if checkpoints.step_read == done:  # Else what describes it is another.
+                return before, state
+
+
+def newest_of_all(run: Run) -> int | None:
+    """The step of the newest checkpoint, which every process sees.
+
+    Raises:
+        InputError: Some see another, or none.
+    """
+    steps = run.processes.gather(run.checkpoints.latest_step)
+    for process, step in enumerate(steps):
+        if step != steps[0]:
+            raise InputError(
+                f"in {str(run.config.out)!r} process {process} finds a checkpoint of "
+                f"step {step}, process 0 of step {steps[0]}; name a folder in --out "
+                "that all hosts share"
+            )
+    return steps[0]
+
+
+def trained(
+    run: Run, state: TrainState, log: MetricsLog | NoLog, stop: StopRequest
+) -> tuple[Run, TrainState]:
+    """The run and its state after all steps, those before a rollback forgotten.
+
+    Raises:
+        BadStepError: A step was bad, and there is nothing to go back to.
+    """
+    while True:
+        try:
+            return run, train(run, state, log, stop)
+        except BadStepError as bad:
+            run, state = rolled_back(run, bad)
+
+
 def train(
-    run: Run, state: TrainState, log: MetricsLog, stop: StopRequest
+    run: Run, state: TrainState, log: MetricsLog | NoLog, stop: StopRequest
 ) -> TrainState:
-    """Steps until `--steps`, or until a stop is requested."""
+    """Steps until `--steps`, or until a stop is requested.
+
+    Raises:
+        BadStepError: One after which the run cannot simply go on.
+    """
     config, first = run.config, run.position.step
     batch_of = batches_of(run)
     rate_of = jax.jit(learning_rate_of(config))
     use = Utilization(run.step, global_batch=config.global_batch, seq=config.seq)
     skipped = float(state.skipped)
     last = min(config.steps, config.stop_after or config.steps)
-    with report.progress_bar(run.console) as progress:
+    watch = StepWatch(config.on_bad_step, spike=config.spike)
+    with (
+        report.progress_bar(run.console) as progress,
+        Watchdog(config.hang_timeout, run.processes) as watchdog,
+    ):
         task = progress.add_task(
             "compiling", total=config.steps, completed=first, loss=0.0, rate=0.0
         )
@@ -161,6 +258,7 @@ def train(
             log.write(step=number, **row, **told)
             if row["skipped"] > skipped:
                 report.print_skipped(progress.console, number, row)
+            watch.check(number, loss=row["loss"], skipped=row["skipped"] > skipped)
             skipped = row["skipped"]
             progress.update(
                 task,
@@ -177,10 +275,28 @@ def train(
                 report.print_look(progress.console, done, row, loss)
                 progress.update(task, description="training")
             if done % config.save_every == 0:
-                run.checkpoints.save(state, run.description(done))
-            if stop.requested:
+                save(run, state, done)
+            watchdog.step_done()
+            if stop_requested(run.processes, stop):
                 break
     return state
+
+
+def save(run: Run, state: TrainState, done: int) -> None:
+    """Saves while the run goes on, which it does if that fails: it may not next time.
+
+    The one before stays until another is whole.
+    """
+    with told_if_not_saved(run):
+        run.checkpoints.save(state, run.description(done), wait=False)
+
+
+def stop_requested(processes: Processes, stop: StopRequest) -> bool:
+    """Whether any process is to stop: then all do, after the same step."""
+    signals = [one for one in processes.gather(stop.signal) if one is not None]
+    if signals and stop.signal is None:
+        stop.signal = signals[0]
+    return bool(signals)
 
 
 def batches_of(run: Run) -> Any:
@@ -191,6 +307,7 @@ def batches_of(run: Run) -> Any:
         global_batch=config.global_batch,
         seed=config.seed,
         skip=run.position.windows,
+        rows=run.step.rows_here(config.global_batch),
     )
 
 
@@ -199,10 +316,11 @@ def timed_step(
 ) -> tuple[TrainState, dict[str, float]]:
     """One step, and its row of metrics."""
     start = time.perf_counter()
-    state, metrics = step(state, batch)
+    placed = step.place(batch)
+    state, metrics = step(state, placed)
     row = {name: float(value) for name, value in metrics.items()}
     step_s = time.perf_counter() - start
-    tokens_per_s = batch["tokens"].size / step_s
+    tokens_per_s = placed["tokens"].size / step_s
     return state, {**row, "tokens_per_s": tokens_per_s, "step_s": step_s}
 
 
@@ -210,7 +328,9 @@ def validate(run: Run, state: TrainState, num_batches: int | None = None) -> flo
     """Mean loss per token over the validation text, or over its first batches."""
     windows = TokenWindows(run.texts.validation, run.config.seq)
     loss_sum = weight_sum = 0.0
-    for index, batch in enumerate(padded_batches(windows, run.config.global_batch)):
+    global_batch = run.config.global_batch
+    rows = run.step.rows_here(global_batch)
+    for index, batch in enumerate(padded_batches(windows, global_batch, rows)):
         if index == num_batches:
             break
         sums = run.step.evaluate(state, batch)
@@ -220,7 +340,7 @@ def validate(run: Run, state: TrainState, num_batches: int | None = None) -> flo
 
 
 def finish(
-    run: Run, state: TrainState, log: MetricsLog, stop: StopRequest
+    run: Run, state: TrainState, log: MetricsLog | NoLog, stop: StopRequest
 ) -> RunResult:
     """The results, or how to go on, and where everything is."""
     config, done, loss = run.config, int(state.step), None
@@ -233,7 +353,8 @@ def finish(
         report.print_sample(run.console, sample(run, state))
         if run.step.layout.stage > 1:
             print_bubble(run, state)
-    where = f"checkpoint in {run.checkpoints.directory}, metrics in {log.path}"
+    where = f"checkpoint in {run.checkpoints.directory}, metrics in "
+    where += str(config.metrics_path)
     run.console.print(where, soft_wrap=True, highlight=False, markup=False)
     return RunResult(
         steps_done=done,

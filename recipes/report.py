@@ -19,6 +19,7 @@ from meshpar.recipes.config import RunConfig
 from meshpar.recipes.resume import Position
 from meshpar.recipes.texts import BYTE_VOCAB, Texts
 from meshpar.train.baselines import bigram_loss, unigram_loss
+from meshpar.train.faults import BadStepError
 
 
 def print_config(console: Console, config: RunConfig, saved_as: Path) -> None:
@@ -40,6 +41,26 @@ def print_resumed(
     lines = [f"resumed after step {done}, {position.windows:,} windows into the text"]
     lines += [f"  changed: {change}" for change in changes]
     console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
+
+
+def print_damaged(console: Console, step: int, why: str) -> None:
+    """Says that a checkpoint was passed over."""
+    line = f"checkpoint of step {step} is damaged: {why}; the one before it is taken"
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def print_rolled_back(
+    console: Console, bad: BadStepError, step: int, windows: int
+) -> None:
+    """Says from where a run goes on after a bad step."""
+    line = f"{bad}; back to step {step}, and on {windows:,} windows into the text"
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def print_not_saved(console: Console, error: Exception) -> None:
+    """Says that a checkpoint is missing, and that the run goes on."""
+    line = f"{error}; the run goes on, and the checkpoint before stays"
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def print_stopped(console: Console, done: int, command: str) -> None:

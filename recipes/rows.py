@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from meshpar import InputError
+from meshpar.recipes.config import RunConfig
+from meshpar.train.metrics import cut_rows
 
 
 def refuse_rows(path: Path) -> None:
@@ -20,6 +22,21 @@ def refuse_rows(path: Path) -> None:
             f"{str(path)!r} holds {num_rows} rows of another run; delete it, or name "
             "another --out or --log-json"
         )
+
+
+def begin_rows(config: RunConfig) -> None:
+    """Leaves the file of a run that begins empty, or refuses it.
+
+    Where a run may be one that began before (`resume="auto"`) its rows are of a start
+    that ended before the first checkpoint.
+
+    Raises:
+        InputError: The file holds rows of another run.
+    """
+    if config.resume == "auto":
+        cut_rows(config.metrics_path, lambda row: True)
+    else:
+        refuse_rows(config.metrics_path)
 
 
 def comes_again(row: dict[str, Any], done: int, steps: int) -> bool:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from meshpar import TrainStep
-from meshpar.recipes.config import RunConfig
+from meshpar.distributed import Processes
+from meshpar.recipes.config import OF_ONE_START, RunConfig
 from meshpar.recipes.model import sizes_of
 from meshpar.recipes.resume import Position
 from meshpar.recipes.texts import Texts
@@ -30,11 +31,14 @@ class Run:
     console: Console
     position: Position = Position()
     program: Sequence[str] = PROGRAM
+    processes: Processes = field(default_factory=Processes)
+    num_rollbacks: int = 0
 
     def description(self, done: int = 0) -> dict[str, Any]:
         """What a checkpoint says of its run once `done` steps are done."""
+        values = self.config.values()
         return {
-            **self.config.values(),
+            **{name: values[name] for name in values if name not in OF_ONE_START},
             "model_sizes": sizes_of(self.config),
             "precision": self.step.layout.precision,
             "text": [str(path.resolve()) for path in self.config.text],

@@ -55,6 +55,14 @@ def devices_of(layout: Layout) -> list[jax.Device]:
         layout.resolve(len(devices))
         return devices
     needed = layout.num_devices
+    processes = jax.process_count()
+    if processes > 1 and needed != len(devices):
+        raise InputError(
+            f"layout {str(layout)!r} needs {needed} devices, but {processes} processes "
+            f"of {jax.local_device_count()} have {len(devices)}: every process needs "
+            "devices of the layout; change the layout, the number of processes, or "
+            "--emulate"
+        )
     if needed > len(devices):
         raise InputError(
             f"layout {str(layout)!r} needs {needed} devices, but there are "

@@ -15,8 +15,13 @@ import pytest
 from meshpar import Layout, TrainState, make_train_step
 from meshpar.models.presets import build
 from meshpar.rules.rules import spec_axes
-from meshpar.train.checkpoint import CheckpointError, Checkpoints
+from meshpar.train.checkpoint import (
+    CheckpointError,
+    Checkpoints,
+    DamagedCheckpointWarning,
+)
 from meshpar.train.layer_order import model_order_structs
+from tests.marks import slow
 
 RUN = {"layout": "fsdp=4,tensor=2", "seed": 3, "text": "plays/hamlet.txt"}
 
@@ -113,6 +118,23 @@ PIPELINED = {
 }
 
 
+OTHERS = {
+    "data=1": "one device",
+    "fsdp=8": "all parameters split",
+    "data=4,zero=1": "optimizer state split",
+    "data=2,fsdp=2,zero=2,tensor=2": "and gradients",
+    "data=4,tensor=2,sequence_parallel=true": "the residual stream split too",
+    "data=2,fsdp=2,optimizer_memory=host": "optimizer state on the host",
+    "stage=4,microbatches=4": "a layer a stage",
+    "stage=2,chunks=2,microbatches=4,schedule=looped_bfs": "another order of chunks",
+    "fsdp=2,stage=2,chunks=2,microbatches=4,schedule=interleaved_1f1b": "two chunks",
+    "stage=3,microbatches=2,splits=2/1/1": "three devices",
+    "data=8,remat=full": "recomputed",
+    "tensor=2": "two devices",
+}
+"""Layouts that a checkpoint of `data=8` goes on under, and what is other there."""
+
+
 def four_layer_step(layout):
     layout = Layout.parse(layout)
     devices = jax.devices()[: layout.num_devices]
@@ -154,7 +176,7 @@ def trained_on_one_axis(tmp_path_factory):
     return folder, kept, trained(step, state, (2, 3))[1]
 
 
-@pytest.mark.parametrize("layout", PIPELINED)
+@pytest.mark.parametrize("layout", [*PIPELINED, *map(slow, OTHERS)])
 def test_a_run_goes_on_under_stages_and_back_with_the_same_losses(
     layout, trained_on_one_axis, tmp_path
 ):
@@ -306,6 +328,87 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3"]
 
 
+def test_those_of_every_nth_step_are_kept_too(tmp_path):
+    with Checkpoints(tmp_path, keep=1, keep_every=2) as checkpoints:
+        for steps_done in (1, 2, 3, 4, 5):
+            checkpoints.save(small_state(steps_done), RUN)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "4", "5"]
+
+
+def test_what_is_saved_while_the_run_goes_on_is_the_state_of_its_step(tmp_path):
+    """Steps take the state's own memory: on CPUs, where the copy could be none."""
+    step = make_step("data=-1")
+    state = step.init(seed=0)
+    batch = {name: array[:, :8] for name, array in tokens_of(0).items()}
+    states = {}
+    with Checkpoints(tmp_path, keep=4) as checkpoints:
+        for _ in range(4):
+            state, _ = step(state, batch)
+            states[int(state.step)] = jax.tree.map(np.array, state)
+            checkpoints.save(state, RUN, wait=False)
+        state, _ = step(state, batch)
+    for steps_done, kept in states.items():
+        with Checkpoints(tmp_path) as checkpoints:
+            checkpoints._chosen = steps_done
+            restored = checkpoints.restore(step.state_shapes, step.shardings)
+        assert_bitwise_equal(restored, kept)
+
+
+def changed(path, damage):
+    data = path.read_bytes()
+    if damage == "truncated":
+        path.write_bytes(data[: len(data) // 2])
+    elif damage == "a bit flipped":
+        middle = len(data) // 2
+        path.write_bytes(data[:middle] + bytes([data[middle] ^ 4]) + data[middle + 1 :])
+    else:
+        path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        ("truncated", r"its file state/\S+ has [\d,]+ bytes, not [\d,]+"),
+        ("a bit flipped", r"its file state/\S+ has other bytes than were written"),
+        ("gone", r"its file state/\S+ cannot be read: No such file or directory"),
+    ],
+)
+def test_of_a_damaged_newest_the_one_before_is_read_and_one_line_says_so(
+    damage, told, tmp_path
+):
+    with Checkpoints(tmp_path) as checkpoints:
+        for steps_done in (3, 5):
+            checkpoints.save(small_state(steps_done), {"saved": steps_done})
+    files = [path for path in (tmp_path / "5" / "state").rglob("*") if path.is_file()]
+    changed(max(files, key=lambda path: path.stat().st_size), damage)
+    match = rf"checkpoint of step 5 in .* is damaged: {told}; that of step 3 is read"
+    with Checkpoints(tmp_path) as checkpoints:
+        with pytest.warns(DamagedCheckpointWarning, match=match):
+            assert checkpoints.run_of_latest() == {"saved": 3}
+        restored = restore_like(checkpoints, small_state(0))
+        assert_bitwise_equal(restored, small_state(3))
+        checkpoints.save(small_state(4), {"saved": 4})
+        checkpoints.save(small_state(5), {"saved": "again"})
+        assert checkpoints.run_of_latest() == {"saved": "again"}
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["4", "5", "damaged-5"]
+
+
+def test_one_without_checksums_that_cannot_be_read_is_passed_over_too(tmp_path):
+    with Checkpoints(tmp_path) as checkpoints:
+        for steps_done in (3, 5):
+            checkpoints.save(small_state(steps_done), {"saved": steps_done})
+    (tmp_path / "5" / "checksums.json").unlink()
+    for file in (tmp_path / "5" / "run").iterdir():
+        file.unlink()
+    match = "checkpoint of step 5 in .* is damaged: .*that of step 3 is read"
+    with (
+        Checkpoints(tmp_path) as checkpoints,
+        pytest.warns(DamagedCheckpointWarning, match=match),
+    ):
+        assert checkpoints.run_of_latest() == {"saved": 3}
+
+
 def test_saving_a_step_again_changes_nothing(tmp_path):
     with Checkpoints(tmp_path) as checkpoints:
         for attempt in (1, 2):
@@ -321,11 +424,23 @@ from tests.test_checkpoint import small_state
 with Checkpoints(sys.argv[1]) as checkpoints:
     checkpoints.save(small_state(1), {"disk": "has room"})
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, unlimited))
     try:
         checkpoints.save(small_state(2), {"disk": "is full"})
     except CheckpointError as error:
         print("refused:", error)
+    checkpoints.save(small_state(3), {"disk": "is still full"}, wait=False)
+    try:
+        checkpoints.save(small_state(4), {"disk": "is full for ever"}, wait=False)
+    except CheckpointError as error:
+        print("refused later:", error)
+    try:
+        checkpoints.finish()
+    except CheckpointError as error:
+        print("refused at last:", error)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (unlimited, unlimited))
+    checkpoints.save(small_state(5), {"disk": "has room again"})
 """
 
 
@@ -361,7 +476,12 @@ def test_a_full_disk_is_an_error_and_leaves_the_checkpoint_before(tmp_path):
     child = run_in_child(FILL_THE_DISK, tmp_path)
     assert "refused: checkpoint of step 2 not written to" in child.stdout, child.stderr
     assert "_SignalingThread" not in child.stderr and "OCDBT" not in child.stderr
+    for when, step in (("refused later", 3), ("refused at last", 4)):
+        assert f"{when}: checkpoint of step {step} not written to" in child.stdout
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "5"]
     with Checkpoints(tmp_path) as checkpoints:
-        assert checkpoints.latest_step == 1
+        assert checkpoints.latest_step == 5
+        assert checkpoints.run_of_latest() == {"disk": "has room again"}
+        checkpoints._chosen = 1
         assert checkpoints.run_of_latest() == {"disk": "has room"}
         assert_bitwise_equal(restore_like(checkpoints, small_state(0)), small_state(1))

@@ -19,7 +19,7 @@ LAYERS = (
         "meshpar.topology",
         "meshpar.emulate",
     ),
-    ("meshpar.collectives",),
+    ("meshpar.collectives", "meshpar.distributed"),
     ("meshpar.rules", "meshpar.mesh"),
     ("meshpar.model",),
     ("meshpar.parallel",),

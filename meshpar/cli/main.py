@@ -27,6 +27,7 @@ SUBCOMMANDS = (
     "audit",
     "fuzz",
     "train",
+    "inspect",
 )
 """Each is a module here, with `add_arguments`, `run`, and `EXAMPLE` and `STATUSES`.
 

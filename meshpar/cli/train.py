@@ -10,7 +10,10 @@ _RECIPE = "meshpar.recipes.command"
 """What trains: looked up when the command runs, as the library imports no recipe."""
 
 EXAMPLE = "meshpar train --text my_texts --layout data=2,fsdp=2,tensor=2 --steps 100"
-STATUSES = "0 done, 2 bad input, 130 saved and stopped by Ctrl-C, 143 by SIGTERM"
+STATUSES = (
+    "0 done, 1 stopped by a bad step, 2 bad input, 75 another process has ended, "
+    "130 saved and stopped by Ctrl-C, 143 by SIGTERM"
+)
 
 
 def main(argv: Sequence[str]) -> int:

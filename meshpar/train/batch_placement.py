@@ -1,13 +1,18 @@
-"""A batch checked against what the model declares, and put on the devices."""
+"""A batch checked against what the model declares, and put on the devices.
+
+Of several processes each gives the rows that its own devices hold, and no others.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
 from meshpar.errors import InputError
 from meshpar.layout import Layout
@@ -39,21 +44,39 @@ class BatchPlacement:
         microbatches: int | None = None,
         *,
         partly: bool = False,
+        global_batch: int | None = None,
     ) -> dict[str, jax.Array]:
         """The batch on the devices; as it is where it lies so.
 
         Args:
-            batch: Arrays by name.
+            batch: Arrays by name; of several processes the rows of this one.
             microbatches: Parts that it is cut into; the layout's when absent.
             partly: Whether it may be without arrays that are declared.
+            global_batch: Examples of all processes, where they are to be counted.
 
         Raises:
-            InputError: It is not as declared, or does not divide.
+            InputError: It is not as declared, does not divide, or has not as many rows
+                as this process's devices hold.
         """
         self._check_once(batch, microbatches, partly=partly)
         if all(map(self._is_placed, batch.values())):
             return dict(batch)
+        if global_batch is not None:
+            self._check_rows(batch, global_batch)
+        if self._is_shared:
+            return {name: self._joined(array) for name, array in batch.items()}
         return jax.device_put(dict(batch), self.sharding)
+
+    def rows_here(self, global_batch: int) -> np.ndarray:
+        """Numbers of the rows that this process's devices hold, in order.
+
+        Raises:
+            InputError: The global batch does not divide over the batch axes.
+        """
+        if global_batch % self.layout.batch_shards:
+            self.check_examples(global_batch, microbatches=1)
+        of_shard = np.arange(global_batch).reshape(self.layout.batch_shards, -1)
+        return of_shard[list(self._shards_here)].ravel()
 
     def check(
         self,
@@ -66,9 +89,10 @@ class BatchPlacement:
         inputs = self.inputs
         if partly:
             inputs = {name: one for name, one in inputs.items() if name in batch}
-        num_examples = check_batch(inputs, batch)
+        num_rows, name = check_batch(inputs, batch), next(iter(batch))
         self.check_sequences(batch)
-        self.check_examples(num_examples, next(iter(batch)), microbatches)
+        num_examples = self._num_examples(name, batch[name], num_rows)
+        self.check_examples(num_examples, name, microbatches)
 
     def check_examples(
         self, num_examples: int, name: str = "", microbatches: int | None = None
@@ -77,6 +101,69 @@ class BatchPlacement:
         refused = batch_refusal(self.layout, num_examples, name, microbatches)
         if refused is not None:
             raise InputError(refused)
+
+    @property
+    def _is_shared(self) -> bool:
+        """Whether other processes hold a part of each batch."""
+        mesh = self.sharding.mesh
+        return isinstance(mesh, Mesh) and not self.sharding.is_fully_addressable
+
+    @cached_property
+    def _shards_here(self) -> tuple[int, ...]:
+        """Which of the batch axes' parts lie on this process's devices."""
+        if not self._is_shared:
+            return tuple(range(self.layout.batch_shards))
+        places = self.sharding.addressable_devices_indices_map(
+            (self.layout.batch_shards,)
+        )
+        shards = {index[0].start or 0 for index in places.values() if index}
+        if not shards:
+            raise InputError(
+                f"no device of process {jax.process_index()} is in the mesh of layout "
+                f"{str(self.layout)!r}: lay it out over the devices of all processes"
+            )
+        return tuple(sorted(shards))
+
+    def _num_examples(self, name: str, array: Any, num_rows: int) -> int:
+        """Examples of the global batch that an array belongs to."""
+        is_whole = isinstance(array, jax.Array | jax.ShapeDtypeStruct)
+        if is_whole or not self._is_shared:
+            return num_rows
+        here, all_shards = len(self._shards_here), self.layout.batch_shards
+        if num_rows % here:
+            raise InputError(
+                f"batch[{name!r}] has {num_rows} rows on process "
+                f"{jax.process_index()} of {jax.process_count()}, whose devices hold "
+                f"{here} of the {all_shards} parts of data={self.layout.data},"
+                f"fsdp={self.layout.fsdp}: give it a multiple of {here} rows, "
+                f"{here}/{all_shards} of the global batch (step.rows_here)"
+            )
+        return num_rows // here * all_shards
+
+    def _check_rows(self, batch: Mapping[str, Any], global_batch: int) -> None:
+        num_rows, wanted = len(next(iter(batch.values()))), self.rows_here(global_batch)
+        if num_rows != len(wanted):
+            raise InputError(
+                f"batch[{next(iter(batch))!r}] has {num_rows} rows, but of a global "
+                f"batch of {global_batch} the devices of process "
+                f"{jax.process_index()} of {jax.process_count()} hold {len(wanted)}: "
+                "give those of step.rows_here(global_batch)"
+            )
+
+    def _joined(self, array: Any) -> jax.Array:
+        """The global array of which this process gives its rows."""
+        if isinstance(array, jax.Array) and not array.is_fully_addressable:
+            return jax.device_put(array, self.sharding)
+        rows = np.asarray(array, jax.dtypes.canonicalize_dtype(array.dtype))
+        parts = np.split(rows, len(self._shards_here))
+        length = len(parts[0])
+        shape = (length * self.layout.batch_shards, *rows.shape[1:])
+
+        def part(index: Any) -> np.ndarray:
+            shard = (index[0].start or 0) // max(length, 1)
+            return parts[self._shards_here.index(shard)]
+
+        return jax.make_array_from_callback(shape, self.sharding, part)
 
     def _is_placed(self, array: Any) -> bool:
         return isinstance(array, jax.Array) and array.sharding == self.sharding

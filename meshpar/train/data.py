@@ -55,7 +55,12 @@ class TokenWindows:
 
 
 def shuffled_batches(
-    windows: TokenWindows, *, global_batch: int, seed: int, skip: int = 0
+    windows: TokenWindows,
+    *,
+    global_batch: int,
+    seed: int,
+    skip: int = 0,
+    rows: Sequence[int] | None = None,
 ) -> Callable[[int], HostBatch]:
     """The global batch of any step: every window once an epoch, in an order of its own.
 
@@ -65,26 +70,43 @@ def shuffled_batches(
         seed: Of the order.
         skip: Windows before the first batch: what a run has trained on in batches of
             another size.
+        rows: Those of each batch that are read, a process's own; all when absent.
 
     Returns:
-        Step -> the windows' arrays, each (global_batch, seq). A step can be asked for
+        Step -> the windows' arrays, each (number of rows, seq). A step can be asked for
         in any order, so a resumed run continues with the very next batch.
     """
     # Grain shuffles epoch e with seed + e, so neighbouring seeds would share orders.
     spread = int(np.random.SeedSequence(seed).generate_state(1)[0])
     in_order = grain.MapDataset.source(windows).shuffle(seed=spread).repeat()
-    dataset = in_order[skip:].batch(global_batch)
-    return lambda step: dataset[step]
+    dataset = in_order[skip:]
+    rows = range(global_batch) if rows is None else rows
+    return lambda step: _stacked(
+        [dataset[step * global_batch + int(row)] for row in rows]
+    )
 
 
-def padded_batches(windows: TokenWindows, global_batch: int) -> Iterator[HostBatch]:
-    """All windows once and in order; the last batch is filled with weights of 0."""
+def padded_batches(
+    windows: TokenWindows, global_batch: int, rows: Sequence[int] | None = None
+) -> Iterator[HostBatch]:
+    """All windows once and in order; the last batch is filled with weights of 0.
+
+    Args:
+        windows: What to read.
+        global_batch: Windows in a batch.
+        rows: Those of each batch that are read, a process's own; all when absent.
+    """
+    blank = {key: np.zeros_like(value) for key, value in windows[0].items()}
+    rows = range(global_batch) if rows is None else rows
     for start in range(0, len(windows), global_batch):
-        stop = min(start + global_batch, len(windows))
-        rows = [windows[index] for index in range(start, stop)]
-        blank = {key: np.zeros_like(value) for key, value in rows[0].items()}
-        rows += [blank] * (global_batch - len(rows))
-        yield {key: np.stack([row[key] for row in rows]) for key in blank}
+        indices = [start + int(row) for row in rows]
+        yield _stacked(
+            [windows[one] if one < len(windows) else blank for one in indices]
+        )
+
+
+def _stacked(rows: Sequence[HostBatch]) -> HostBatch:
+    return {key: np.stack([row[key] for row in rows]) for key in rows[0]}
 
 
 def byte_tokens(text: str) -> np.ndarray:

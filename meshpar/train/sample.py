@@ -36,11 +36,14 @@ def sample_tokens(
     """
     generator = np.random.default_rng(seed)
     tokens = [int(token) for token in prompt]
+    num_rows = len(step.rows_here(step.layout.batch_shards))
     for _ in range(num_tokens):
         recent = tokens[-seq:]
-        window = np.zeros((step.layout.batch_shards, seq), np.int32)
+        window = np.zeros((num_rows, seq), np.int32)
         window[:, : len(recent)] = recent
-        logits = np.asarray(step.logits(state, window)[0, len(recent) - 1, :vocab])
+        # All rows are alike, so that each process can read those of its own devices.
+        here = step.logits(state, window).addressable_shards[0].data
+        logits = np.asarray(here[0, len(recent) - 1, :vocab])
         scaled = (logits - logits.max()).astype(np.float64) / temperature
         weights = np.exp(scaled)
         tokens.append(int(generator.choice(vocab, p=weights / weights.sum())))

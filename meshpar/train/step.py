@@ -125,13 +125,14 @@ class TrainStep:
         Args:
             state: From `init` or an earlier step.
             batch: The arrays that the model declares or reads, by name, each with the
-                example first.
+                example first; of several processes each gives its own rows.
 
         Returns:
-            The new state, and scalars. These are `loss` and `grad_norm` (before any
-            scaling) of the old parameters, `weight_sum`, the mean of each auxiliary
-            loss before its coefficient (`auxiliary.NAME`), and `skipped`, the steps so
-            far whose gradients were not finite and changed nothing.
+            The new state, and scalars that every process can read. These are `loss` and
+            `grad_norm` (before any scaling) of the old parameters, `weight_sum`, the
+            mean of each auxiliary loss before its coefficient (`auxiliary.NAME`), and
+            `skipped`, the steps so far whose gradients were not finite and changed
+            nothing.
 
         Raises:
             InputError: Shapes differ, or the global batch does not divide over the
@@ -257,15 +258,33 @@ class TrainStep:
         )
 
     def place(
-        self, batch: Batch, *, microbatches: int | None = None
+        self,
+        batch: Batch,
+        *,
+        microbatches: int | None = None,
+        global_batch: int | None = None,
     ) -> dict[str, jax.Array]:
         """The batch on the devices, split over the batch axes.
 
         Args:
-            batch: As `__call__` takes it.
+            batch: As `__call__` takes it; of several processes each gives its rows.
             microbatches: Parts that it is cut into; the layout's when absent.
+            global_batch: Rows of all processes together, so that those of this one are
+                counted.
+
+        Raises:
+            InputError: As for `__call__`, or this process has other rows than its
+                devices hold.
         """
-        return self._batches.place(batch, microbatches)
+        return self._batches.place(batch, microbatches, global_batch=global_batch)
+
+    def rows_here(self, global_batch: int) -> np.ndarray:
+        """Which rows of a global batch this process gives: all, where it is alone.
+
+        Raises:
+            InputError: The global batch does not divide over the batch axes.
+        """
+        return self._batches.rows_here(global_batch)
 
     def check_batch(
         self, num_examples: int, name: str = "", microbatches: int | None = None

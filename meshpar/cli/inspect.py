@@ -1,0 +1,69 @@
+"""Lists what is in a checkpoint: layout, step, options, place in the data, arrays."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from meshpar.cli.parsing import positive
+
+if TYPE_CHECKING:
+    from meshpar.train.checkpoint_contents import Contents
+
+EXAMPLE = "meshpar inspect runs/mine"
+STATUSES = "0 done, 1 it is damaged, 2 bad input"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds this subcommand's options."""
+    add = parser.add_argument
+    add(
+        "checkpoint",
+        metavar="CKPT",
+        help="the folder of a run (--out), of its checkpoints, or of one of them",
+    )
+    add("--step", type=positive, metavar="N", help="which (default: the newest)")
+    add("--json", action="store_true", help="print one JSON object on stdout")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Reads and prints; 1 where the files are not as they were written."""
+    from meshpar.train.checkpoint_contents import read_contents
+
+    found = read_contents(Path(args.checkpoint), args.step)
+    if args.json:
+        print(json.dumps(found.as_dict()))
+    else:
+        _print(found)
+    if found.damage:
+        print(f"step {found.step} is damaged: {found.damage}", file=sys.stderr)
+    return 1 if found.damage else 0
+
+
+def _print(found: Contents) -> None:
+    from rich.table import Table
+
+    from meshpar.cli.lint import wide_console
+
+    console = wide_console()
+
+    def say(line: str) -> None:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    steps = ", ".join(map(str, found.steps))
+    say(f"step {found.step} of {found.directory} (there are {steps})")
+    say(f"layout {found.layout}")
+    for name, values in (("config", found.config), ("data", found.data)):
+        told = [f"{key}={value}" for key, value in values.items() if value is not None]
+        say(f"{name} {', '.join(told)}")
+    table = Table(box=None, pad_edge=False)
+    for heading in ("array", "shape", "dtype", "bytes"):
+        table.add_column(heading, justify="right" if heading == "bytes" else "left")
+    for one in found.arrays:
+        shape = " ".join(map(str, one.shape))
+        table.add_row(one.path, shape, one.dtype, f"{one.bytes:,}")
+    table.add_row("all", "", "", f"{sum(one.bytes for one in found.arrays):,}")
+    console.print(table)

@@ -1,0 +1,191 @@
+"""Which process of which job this is, as its scheduler says."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from meshpar.distributed.errors import DistributedError
+from meshpar.errors import InputError, whole_number
+
+_PORTS = 2**12
+"""Ports at the upper end of all, which jobs share out by their numbers."""
+
+_POD_PORT = 8476
+"""On TPU pods, whose hosts run one job at a time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """A process's place in its job.
+
+    Args:
+        coordinator: HOST:PORT at which process 0 awaits the others.
+        num_processes: How many there are.
+        process_id: Which this is, from 0.
+        found_by: Who says so.
+        local_device: The only device of this host that is this process's; None where
+            all that it sees are.
+
+    Raises:
+        InputError: They contradict one another.
+    """
+
+    coordinator: str
+    num_processes: int
+    process_id: int
+    found_by: str = "the command line"
+    local_device: int | None = None
+
+    def __post_init__(self) -> None:
+        whole_number("num_processes", self.num_processes)
+        whole_number("process_id", self.process_id, 0)
+        if self.process_id >= self.num_processes:
+            raise InputError(
+                f"process_id={self.process_id} of num_processes={self.num_processes}: "
+                f"processes count from 0 to {self.num_processes - 1}"
+            )
+        host, _, port = self.coordinator.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise InputError(
+                f"coordinator {self.coordinator!r}: must be HOST:PORT of process 0, "
+                "such as host0:1234"
+            )
+
+    @property
+    def host(self) -> str:
+        """Of the coordinator."""
+        return self.coordinator.rpartition(":")[0].strip("[]")
+
+    @property
+    def port(self) -> int:
+        """Of the coordinator."""
+        return int(self.coordinator.rpartition(":")[2])
+
+
+def find_place(environment: Mapping[str, str] | None = None) -> Place | None:
+    """The place that SLURM, Open MPI or a TPU pod gives this process; None without.
+
+    Kubernetes tells it to those alone who ask its server, which JAX does in
+    `meshpar.distributed.start`.
+
+    Args:
+        environment: Variables; this process's own when absent.
+
+    Raises:
+        InputError: The variables contradict one another.
+
+    Example:
+        >>> find_place({"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"})
+    """
+    variables = os.environ if environment is None else environment
+    for find in (_slurm, _open_mpi, _tpu_pod):
+        place = find(variables)
+        if place is not None:
+            return place if place.num_processes > 1 else None
+    return None
+
+
+def _slurm(variables: Mapping[str, str]) -> Place | None:
+    """A task of `srun`: https://slurm.schedmd.com/srun.html, output environment.
+
+    The body of a batch script is none: SLURM_STEP_NODELIST is absent there.
+    """
+    names = ("JOB_ID", "STEP_NODELIST", "NTASKS", "PROCID", "LOCALID")
+    if any(f"SLURM_{name}" not in variables for name in names):
+        return None
+    job, nodes, tasks, task, local = (variables[f"SLURM_{name}"] for name in names)
+    per_node = variables.get("SLURM_STEP_TASKS_PER_NODE", "")
+    one_each = re.fullmatch(r"1(\(x\d+\))?", per_node) is not None
+    return Place(
+        coordinator=f"{first_node(nodes)}:{_port_of_job(job)}",
+        num_processes=_number("SLURM_NTASKS", tasks),
+        process_id=_number("SLURM_PROCID", task),
+        found_by=f"SLURM job {job}",
+        local_device=_own_device(variables, local, alone=one_each),
+    )
+
+
+def first_node(nodes: str) -> str:
+    """The first name of a SLURM node list.
+
+    Example:
+        >>> first_node("gpu[007-012,020],login1")
+        'gpu007'
+        >>> first_node("rack2-node1,rack2-node5")
+        'rack2-node1'
+    """
+    found = re.match(r"([^,\[]+)(?:\[([^,\-\]]+)[^\]]*\]([^,\[]*))?", nodes)
+    if not found:
+        raise DistributedError(f"SLURM_STEP_NODELIST={nodes!r} names no node")
+    return "".join(part or "" for part in found.groups())
+
+
+def _open_mpi(variables: Mapping[str, str]) -> Place | None:
+    """A process of `mpirun`, versions 4 and 5.
+
+    Version 4 says where it runs (orte_hnp_uri), version 5 which host runs rank 0
+    only to those of that host, so that the coordinator has to be given by hand.
+    """
+    size = variables.get("OMPI_COMM_WORLD_SIZE")
+    rank = variables.get("OMPI_COMM_WORLD_RANK")
+    if size is None or rank is None or _number("OMPI_COMM_WORLD_SIZE", size) == 1:
+        return None
+    uri = variables.get("OMPI_MCA_orte_hnp_uri", "")
+    found = re.match(r"(\d+)\..*?tcp6?://\[?([^,\]]+?)(?:[,\]]|:\d+$)", uri)
+    local_size = _number(
+        "OMPI_COMM_WORLD_LOCAL_SIZE", variables.get("OMPI_COMM_WORLD_LOCAL_SIZE", "0")
+    )
+    if found:
+        host, job = found[2], str(int(found[1]) // _PORTS)
+    elif local_size == int(size):
+        host, job = "localhost", variables.get("PMIX_NAMESPACE", "0")
+    else:
+        raise DistributedError(
+            f"Open MPI runs {size} processes on several hosts and does not say where "
+            "rank 0 is; give --coordinator HOST:PORT --num-processes "
+            f"{size} --process-id $OMPI_COMM_WORLD_RANK"
+        )
+    local = variables.get("OMPI_COMM_WORLD_LOCAL_RANK", "0")
+    return Place(
+        coordinator=f"{host}:{_port_of_job(job)}",
+        num_processes=int(size),
+        process_id=_number("OMPI_COMM_WORLD_RANK", rank),
+        found_by="Open MPI",
+        local_device=_own_device(variables, local, alone=local_size == 1),
+    )
+
+
+def _tpu_pod(variables: Mapping[str, str]) -> Place | None:
+    """A host of a pod slice that Kubernetes or a queued resource has set up."""
+    workers = variables.get("TPU_PROCESS_ADDRESSES") or variables.get(
+        "TPU_WORKER_HOSTNAMES", ""
+    )
+    worker, hosts = variables.get("TPU_WORKER_ID"), workers.split(",")
+    if worker is None or len(hosts) < 2 or "MEGASCALE_NUM_SLICES" in variables:
+        return None  # Of several slices JAX knows more.
+    return Place(
+        coordinator=f"{hosts[0].partition(':')[0]}:{_POD_PORT}",
+        num_processes=len(hosts),
+        process_id=_number("TPU_WORKER_ID", worker),
+        found_by="the TPU pod",
+    )
+
+
+def _own_device(variables: Mapping[str, str], local: str, *, alone: bool) -> int | None:
+    """One GPU a process, unless it has its host, or its GPU already, to itself."""
+    seen = variables.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
+    return None if alone or len(seen) < 2 else int(local)
+
+
+def _port_of_job(job: str) -> int:
+    number = int(job) if job.isdecimal() else sum(map(ord, job))
+    return 65536 - _PORTS + number % _PORTS
+
+
+def _number(name: str, text: str) -> int:
+    if not text.isdecimal():
+        raise DistributedError(f"{name}={text!r}: must be a whole number")
+    return int(text)

@@ -1,0 +1,62 @@
+"""Objects between two processes: a JSON line each, over one TCP connection."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+from typing import Any
+
+_LONGEST_BYTES = 1 << 26
+"""Of a line: what stands on the port may be anything."""
+
+
+class Lines:
+    """One end of a connection; any thread may send, one receives."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._sending = threading.Lock()
+        self._received = b""
+
+    def send(self, **message: Any) -> None:
+        """Sends one object.
+
+        Raises:
+            OSError: The other end is gone.
+        """
+        data = json.dumps(message).encode() + b"\n"
+        with self._sending:
+            self._connection.sendall(data)
+
+    def receive(self, timeout_s: float | None = None) -> dict[str, Any] | None:
+        """The next object; None where the other end has closed.
+
+        Raises:
+            TimeoutError: None came in that time.
+            OSError: The connection broke, or what comes is no such object.
+        """
+        self._connection.settimeout(timeout_s)
+        while b"\n" not in self._received:
+            data = self._connection.recv(1 << 16)
+            if not data:
+                return None
+            self._received += data
+            if len(self._received) > _LONGEST_BYTES:
+                raise ConnectionError("a line without an end")
+        line, _, self._received = self._received.partition(b"\n")
+        try:
+            message = json.loads(line)
+        except ValueError:
+            message = None
+        if not isinstance(message, dict):
+            raise ConnectionError(f"no message of meshpar: {line[:40]!r}")
+        return message
+
+    def close(self) -> None:
+        """Ends the connection; the other end receives None."""
+        with contextlib.suppress(OSError):  # It is gone already.
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()

@@ -1,0 +1,229 @@
+"""All processes of a job come together at process 0, or each is told who did not.
+
+JAX's own service ends a job that is not complete with a stack trace and no name, and
+two of them on one port take each other's processes. So process 0 calls the roll on the
+job's port first, and keeps that port, and the connections, for as long as the job runs;
+JAX's service gets a free port of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from meshpar.distributed.cluster import Place
+from meshpar.distributed.errors import DistributedError
+from meshpar.distributed.lines import Lines
+
+_RETRY_S = 0.2
+_GREETING_S = 5.0
+"""For a process that has connected to say which it is."""
+
+_PORT_S = 5.0
+"""For the job that had the port before to let it go."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roll:
+    """Who is there, and how to reach them.
+
+    Args:
+        hosts: The host of each process.
+        service: HOST:PORT for JAX's own service.
+        peers: The connection to each other process, process 0's only to all.
+        listener: What holds the port; process 0's.
+    """
+
+    hosts: tuple[str, ...]
+    service: str
+    peers: dict[int, Lines]
+    listener: socket.socket | None = None
+
+
+def call_roll(place: Place, *, job: str, timeout_s: float) -> Roll:
+    """Waits for all processes of a job.
+
+    Args:
+        place: Of this one.
+        job: What all processes of this job have in common and those of another not.
+        timeout_s: How long to wait.
+
+    Raises:
+        DistributedError: Not all came, the port is another's, or one does not belong.
+    """
+    deadline = time.monotonic() + timeout_s
+    if place.process_id:
+        return _answer(place, job, deadline, timeout_s)
+    return _call(place, job, deadline, timeout_s)
+
+
+def _call(place: Place, job: str, deadline: float, timeout_s: float) -> Roll:
+    listener = _listen(place)
+    hosts = {0: socket.gethostname()}
+    peers: dict[int, Lines] = {}
+    while len(hosts) < place.num_processes:
+        left_s = deadline - time.monotonic()
+        try:
+            if left_s <= 0:
+                raise TimeoutError
+            listener.settimeout(left_s)
+            lines = Lines(listener.accept()[0])
+        except TimeoutError:
+            refused = _missing(place, hosts, timeout_s)
+            for peer in peers.values():
+                _refuse(peer, refused)
+            listener.close()
+            raise DistributedError(refused) from None
+        _welcome(place, job, lines, hosts, peers)
+    service_port = free_port()
+    in_order = [hosts[process] for process in range(place.num_processes)]
+    for peer in peers.values():
+        with contextlib.suppress(OSError):  # Its end is noticed by who watches.
+            peer.send(hosts=in_order, service_port=service_port)
+    service = _address(place.host, service_port)
+    return Roll(hosts=tuple(in_order), service=service, peers=peers, listener=listener)
+
+
+def _listen(place: Place) -> socket.socket:
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    tried_until = time.monotonic() + _PORT_S
+    while True:
+        try:
+            return socket.create_server(
+                ("", place.port),
+                family=family,
+                dualstack_ipv6=both,
+                backlog=place.num_processes,
+            )
+        except OSError as error:
+            if time.monotonic() > tried_until:
+                raise DistributedError(
+                    f"port {place.port} of {socket.gethostname()} cannot be had "
+                    f"({error.strerror}): another job, or an earlier start of this "
+                    "one, has it; end that one, or give another port in --coordinator"
+                ) from error
+            time.sleep(_RETRY_S)
+
+
+def _welcome(
+    place: Place, job: str, lines: Lines, hosts: dict[int, str], peers: dict[int, Lines]
+) -> None:
+    """Takes the process that has connected, or tells it why not."""
+    try:
+        greeting = lines.receive(_GREETING_S)
+    except OSError:
+        greeting = None
+    if greeting is None or "process_id" not in greeting:
+        lines.close()  # Nobody of ours.
+        return
+    refused = refusal(place, job, greeting, hosts)
+    if refused:
+        _refuse(lines, refused)
+        return
+    hosts[greeting["process_id"]] = greeting["host"]
+    peers[greeting["process_id"]] = lines
+
+
+def _refuse(lines: Lines, refused: str) -> None:
+    with contextlib.suppress(OSError):
+        lines.send(refused=refused)
+    lines.close()
+
+
+def refusal(
+    place: Place, job: str, greeting: dict[str, Any], hosts: dict[int, str]
+) -> str | None:
+    """Why a process does not belong to the job of process 0; None where it does."""
+    process, number = greeting["process_id"], greeting["num_processes"]
+    who = f"process {process} on {greeting['host']}"
+    where = f"the job at {place.coordinator}"
+    if greeting["job"] != job:
+        return (
+            f"{who} is of another job than {where}: {greeting['job']!r}, not {job!r}; "
+            "give each job a port of its own in --coordinator"
+        )
+    if number != place.num_processes:
+        return (
+            f"{who} has num_processes={number}, but {where} has "
+            f"{place.num_processes}; start all with the same number"
+        )
+    if process in hosts:
+        return (
+            f"{who} comes to {where}, which has its process {process} on "
+            f"{hosts[process]} already; number them from 0 to {number - 1}, and give "
+            "each job a port of its own in --coordinator"
+        )
+    return None
+
+
+def _missing(place: Place, hosts: dict[int, str], timeout_s: float) -> str:
+    absent = [one for one in range(place.num_processes) if one not in hosts]
+    here = ", ".join(f"{one} on {hosts[one]}" for one in sorted(hosts))
+    return (
+        f"after {timeout_s:g} s process {_some(absent)} of {place.num_processes} "
+        f"({place.found_by}) has not come to {place.coordinator}; there are {here}; "
+        "start all within that time, or give a longer --start-timeout"
+    )
+
+
+def _some(numbers: list[int]) -> str:
+    more = f" and {len(numbers) - 8} more" if len(numbers) > 8 else ""
+    return ", ".join(map(str, numbers[:8])) + more
+
+
+def _answer(place: Place, job: str, deadline: float, timeout_s: float) -> Roll:
+    lines = _connect(place, job, deadline, timeout_s)
+    message: dict[str, Any] = {}
+    with contextlib.suppress(OSError):  # Nothing came, or the connection broke.
+        # Process 0 may have started when this one had waited for long.
+        message = lines.receive(timeout_s + _GREETING_S) or {}
+    if "hosts" in message:
+        service = _address(place.host, message["service_port"])
+        return Roll(hosts=tuple(message["hosts"]), service=service, peers={0: lines})
+    lines.close()
+    raise DistributedError(
+        message.get("refused")
+        or f"what answers at {place.coordinator} does not call the roll: it is no "
+        "process 0 of this job, or it has ended; see what it said, or give another "
+        "port in --coordinator"
+    )
+
+
+def _connect(place: Place, job: str, deadline: float, timeout_s: float) -> Lines:
+    while True:
+        try:
+            address = (place.host, place.port)
+            lines = Lines(socket.create_connection(address, timeout=_GREETING_S))
+            lines.send(
+                process_id=place.process_id,
+                num_processes=place.num_processes,
+                host=socket.gethostname(),
+                pid=os.getpid(),
+                job=job,
+            )
+            return lines
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise DistributedError(
+                    f"process {place.process_id} of {place.num_processes} "
+                    f"({place.found_by}) found no process 0 at {place.coordinator} in "
+                    f"{timeout_s:g} s: {error.strerror or error}; start it there, or "
+                    "correct --coordinator"
+                ) from error
+            time.sleep(_RETRY_S)
+
+
+def free_port() -> int:
+    """A port of this host that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

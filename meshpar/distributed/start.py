@@ -1,0 +1,173 @@
+"""Joins the processes of a job, before the first JAX operation of any."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Any, cast
+
+from meshpar.distributed.cluster import Place, find_place
+from meshpar.distributed.errors import DistributedError
+from meshpar.distributed.processes import Processes
+from meshpar.distributed.roll_call import Roll, call_roll, free_port
+from meshpar.emulate import prepare
+from meshpar.errors import InputError
+
+
+def start(
+    *,
+    coordinator: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    emulate: int | None = None,
+    job: str = "",
+    timeout_s: float = 50.0,
+    heartbeat_s: float = 30.0,
+) -> Processes:
+    """Joins the processes of this job; does nothing where this is the only one.
+
+    SLURM, Open MPI, TPU pods and Kubernetes are found by themselves. On CPUs each kind
+    of collective is then checked once with 4 MiB of whole numbers, as gloo has been
+    reported to return wrong ones.
+
+    Args:
+        coordinator: HOST:PORT of process 0, by hand; with `num_processes` and
+            `process_id`, or none of the three.
+        num_processes: How many are started.
+        process_id: Which of them this is.
+        emulate: Virtual CPU devices of each process; the machine's own when absent.
+        job: What the processes of this job have in common and those of another not.
+        timeout_s: How long to wait for all of them.
+        heartbeat_s: After how much silence one of them ends the others.
+
+    Raises:
+        InputError: Not all came in time, named by number; the port is another job's;
+            JAX has started already; or the three are not given together.
+        DistributedError: A collective returns wrong numbers.
+
+    Example:
+        >>> start().num_processes
+        1
+    """
+    if emulate:
+        prepare(emulate)
+    place = _place(coordinator, num_processes, process_id)
+    has_index = "JOB_COMPLETION_INDEX" in os.environ
+    if place is None and has_index and "KUBERNETES_SERVICE_HOST" in os.environ:
+        return _of_kubernetes(job, timeout_s, heartbeat_s)
+    if place is None or place.num_processes == 1:
+        return Processes()
+    roll = call_roll(place, job=job, timeout_s=timeout_s)
+    processes = Processes(place.process_id, roll, heartbeat_s=heartbeat_s)
+    with processes.told_of_errors():
+        _start_jax(place, roll, timeout_s, heartbeat_s)
+        _check_collectives(processes)
+    return processes
+
+
+def _place(
+    coordinator: str | None, num_processes: int | None, process_id: int | None
+) -> Place | None:
+    given = {
+        "coordinator": coordinator,
+        "num_processes": num_processes,
+        "process_id": process_id,
+    }
+    absent = [name for name, value in given.items() if value is None]
+    if len(absent) == len(given):
+        return find_place()
+    if coordinator is None or num_processes is None or process_id is None:
+        raise InputError(
+            f"{', '.join(absent)} must be given too: a process joins by hand with "
+            "coordinator, num_processes and process_id together"
+        )
+    return Place(
+        coordinator=coordinator, num_processes=num_processes, process_id=process_id
+    )
+
+
+def _start_jax(place: Place, roll: Roll, timeout_s: float, heartbeat_s: float) -> None:
+    import jax
+
+    _use_gloo()
+    try:
+        jax.distributed.initialize(
+            roll.service,
+            place.num_processes,
+            place.process_id,
+            local_device_ids=place.local_device,
+            cluster_detection_method="deactivate",
+            initialization_timeout=max(int(timeout_s), 1),
+            # Ours end the job first, with a line.
+            heartbeat_timeout_seconds=100 + int(2 * heartbeat_s),
+            shutdown_timeout_seconds=30,
+        )
+    except RuntimeError as error:
+        if "before any JAX" not in str(error):
+            raise
+        raise InputError(
+            "JAX has started already, alone; call meshpar.distributed.start before the "
+            "first JAX operation"
+        ) from error
+
+
+def _check_collectives(processes: Processes) -> None:
+    import jax
+
+    from meshpar.distributed.collectives_check import check_collectives
+
+    wrong = check_collectives() if jax.default_backend() == "cpu" else None
+    found = [one for one in processes.gather(wrong) if one]
+    if found:
+        raise DistributedError(found[0])
+
+
+def _of_kubernetes(job: str, timeout_s: float, heartbeat_s: float) -> Processes:
+    """The pods of an indexed Job or JobSet, which JAX asks Kubernetes for.
+
+    Once JAX has joined them, process 0 tells all where the roll is called.
+    """
+    import jax
+
+    _use_gloo()
+    try:
+        jax.distributed.initialize(initialization_timeout=max(int(timeout_s), 1))
+    except (ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise DistributedError(
+            f"JAX cannot ask Kubernetes for the pods of this Job ({reason}): pip "
+            "install 'jax[k8s]' and let the Job read pods, or give --coordinator "
+            "HOST:PORT --num-processes N --process-id $JOB_COMPLETION_INDEX"
+        ) from error
+    if jax.process_count() == 1:
+        return Processes()
+    place = Place(
+        coordinator=_meeting_point(),
+        num_processes=jax.process_count(),
+        process_id=jax.process_index(),
+        found_by="Kubernetes",
+    )
+    roll = call_roll(place, job=job, timeout_s=timeout_s)
+    processes = Processes(place.process_id, roll, heartbeat_s=heartbeat_s)
+    with processes.told_of_errors():
+        _check_collectives(processes)
+    return processes
+
+
+def _meeting_point() -> str:
+    """HOST:PORT that process 0 chooses, known to all."""
+    import numpy as np
+    from jax.experimental import multihost_utils
+
+    host = socket.gethostbyname(socket.gethostname())
+    text = f"{host}:{free_port()}".encode().ljust(64)
+    told = multihost_utils.broadcast_one_to_all(np.frombuffer(text, np.uint8))
+    return bytes(np.asarray(told)).decode().strip()
+
+
+def _use_gloo() -> None:
+    import jax
+
+    config = cast(Any, jax.config)  # JAX makes its options when it is imported.
+    if config.jax_cpu_collectives_implementation is None:
+        config.update("jax_cpu_collectives_implementation", "gloo")

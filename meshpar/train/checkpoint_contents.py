@@ -1,0 +1,148 @@
+"""What a checkpoint holds, read without its arrays and without a model."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+
+from meshpar.rules.sharding import path_name
+from meshpar.train.checkpoint_errors import CheckpointError, explained
+from meshpar.train.checksums import damage
+
+_DATA = ("data", "windows", "text", "seq", "global_batch")
+"""What a run's description says of where its data stand."""
+
+_NO_CONFIG = ("layout", "data", "windows")
+"""What of it is no option."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArrayFound:
+    """One array of a checkpoint.
+
+    Args:
+        path: Such as params.blocks.mlp.down.
+        shape: Global, layers first to last.
+        dtype: As stored.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def bytes(self) -> int:
+        """Of all its values."""
+        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """A checkpoint but for the values of its arrays.
+
+    Args:
+        directory: Of the run's checkpoints.
+        step: Steps done.
+        steps: Of all checkpoints there.
+        layout: That wrote it; None where nobody said.
+        config: Options of its run.
+        data: Where the run stood in its data.
+        arrays: All of them.
+        damage: What is wrong with its files; None where they are as written.
+    """
+
+    directory: str
+    step: int
+    steps: list[int]
+    layout: str | None
+    config: dict[str, Any]
+    data: dict[str, Any]
+    arrays: list[ArrayFound]
+    damage: str | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+
+def read_contents(path: Path, step: int | None = None) -> Contents:
+    """What is in a checkpoint.
+
+    Args:
+        path: The folder of a run, of its checkpoints, or of one of them.
+        step: Which; the newest when absent.
+
+    Raises:
+        CheckpointError: There is none, or it cannot be read.
+    """
+    directory, named = _found(Path(path))
+    steps = _steps(directory)
+    chosen = steps[-1] if step is None and named is None else step or named
+    if chosen not in steps:
+        raise CheckpointError(
+            f"no checkpoint of step {chosen} in {str(directory)!r}; there are "
+            f"{', '.join(map(str, steps))}"
+        )
+    options = ocp.CheckpointManagerOptions(read_only=True, create=False)
+    handlers = {
+        "state": ocp.StandardCheckpointHandler(),
+        "run": ocp.JsonCheckpointHandler(),
+    }
+    what = f"checkpoint of step {chosen} in {str(directory)!r} cannot be read"
+    with (
+        explained(directory, what),
+        ocp.CheckpointManager(
+            directory.absolute(), options=options, item_handlers=handlers
+        ) as manager,
+    ):
+        run = manager.restore(
+            chosen, args=ocp.args.Composite(run=ocp.args.JsonRestore())
+        )["run"]
+        state = manager.item_metadata(chosen)["state"]
+    tree = getattr(state, "tree", state)
+    return Contents(
+        directory=str(directory),
+        step=chosen,
+        steps=steps,
+        layout=run.get("layout"),
+        config={name: run[name] for name in run if name not in _NO_CONFIG},
+        data={name: run[name] for name in _DATA if name in run},
+        arrays=[
+            ArrayFound(
+                path=path_name(path), shape=tuple(leaf.shape), dtype=str(leaf.dtype)
+            )
+            for path, leaf in jax.tree.leaves_with_path(tree)
+        ],
+        damage=damage(directory / str(chosen)),
+    )
+
+
+def _found(path: Path) -> tuple[Path, int | None]:
+    """The folder of checkpoints, and the step that the path itself names."""
+    if not path.is_dir():
+        raise CheckpointError(
+            f"no folder {str(path)!r}; name a run's or a checkpoint's"
+        )
+    if path.name.isdecimal() and (path / "state").is_dir():
+        return path.parent, int(path.name)
+    for directory in (path / "checkpoints", path):
+        if directory.is_dir() and _steps(directory):
+            return directory, None
+    raise CheckpointError(
+        f"no checkpoint in {str(path)!r}; name the folder of a run (--out), of its "
+        "checkpoints, or of one of them"
+    )
+
+
+def _steps(directory: Path) -> list[int]:
+    return sorted(
+        int(path.name)
+        for path in directory.iterdir()
+        if path.name.isdecimal() and path.is_dir()
+    )

@@ -1,0 +1,50 @@
+"""What goes wrong with checkpoints, in one line."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from meshpar.errors import InputError
+
+
+class CheckpointError(InputError, RuntimeError):
+    """A checkpoint that could not be written or read."""
+
+
+class DamagedCheckpointWarning(UserWarning):
+    """A checkpoint that was passed over for the one before it."""
+
+
+@contextlib.contextmanager
+def explained(directory: Path, what: str) -> Iterator[None]:
+    """Whatever goes wrong inside as a `CheckpointError` that begins with `what`.
+
+    Args:
+        directory: Of the checkpoints, whose disk may be full.
+        what: Could not be done.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:  # Orbax and TensorStore raise kinds of their own.
+        raise CheckpointError(f"{what}: {reason_of(error, directory)}") from error
+
+
+def reason_of(error: Exception, directory: Path) -> str:
+    """The first telling line of an error, or that the disk is full where it is."""
+    text = str(error)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    # Orbax introduces what it found by a line of its own that ends in a colon.
+    telling = [line for line in lines if not line.endswith(":")] or lines
+    space = os.statvfs(directory)
+    free_bytes = space.f_bavail * space.f_frsize
+    if free_bytes < 1 << 20 or "No space left" in text:
+        return (
+            f"the disk is full: {free_bytes:,} free bytes are too few; free some or "
+            "name another"
+        )
+    return telling[0] if telling else type(error).__name__

@@ -1,0 +1,69 @@
+"""The processes of a run: joined, and started with the same options."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from meshpar import InputError, distributed, emulate
+from meshpar.distributed import Processes
+from meshpar.recipes.config import RunConfig
+
+_OWN = ("process_id",)
+"""Options that differ from process to process."""
+
+
+def join(config: RunConfig) -> Processes:
+    """Joins the processes that the options or the scheduler speak of, if any.
+
+    Raises:
+        InputError: They do not come together.
+    """
+    processes = distributed.start(
+        coordinator=config.coordinator,
+        num_processes=config.num_processes,
+        process_id=config.process_id,
+        emulate=config.emulate or None,
+        job=os.environ.get("SLURM_JOB_ID", ""),
+        timeout_s=config.start_timeout,
+        heartbeat_s=config.heartbeat,
+    )
+    if config.emulate and processes.num_processes == 1:
+        emulate(config.emulate)
+    return processes
+
+
+def agreed(config: RunConfig, processes: Processes) -> RunConfig:
+    """The options with the folder that process 0 has chosen where none is given.
+
+    Raises:
+        InputError: Another process has other options.
+    """
+    if config.out is None:
+        here = str(Path("runs") / time.strftime("%Y%m%d-%H%M%S"))
+        config = replace(config, out=Path(processes.gather(here)[0]))
+    refuse_different(processes.gather(config.values()))
+    return config
+
+
+def refuse_different(options: Sequence[Mapping[str, Any]]) -> None:
+    """Names the first option that two processes have not in common.
+
+    Args:
+        options: Of each process.
+
+    Raises:
+        InputError: There is one.
+    """
+    for process, other in enumerate(options):
+        for name, value in options[0].items():
+            if name not in _OWN and other[name] != value:
+                raise InputError(
+                    f"process {process} was started with {name}={other[name]!r}, "
+                    f"process 0 with {name}={value!r}: give all the same options but "
+                    "--process-id"
+                )

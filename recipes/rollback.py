@@ -1,0 +1,56 @@
+"""Back to an earlier checkpoint after a bad step, and on with the text after it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from meshpar import TrainState
+from meshpar.recipes import report
+from meshpar.recipes.resume import Position
+from meshpar.recipes.rows import comes_again
+from meshpar.recipes.run import Run
+from meshpar.recipes.save import told_if_not_saved
+from meshpar.train.faults import BadStepError
+from meshpar.train.metrics import cut_rows
+
+_MOST = 10
+"""Rollbacks of a run: what needs more of them is no accident."""
+
+
+def rolled_back(run: Run, bad: BadStepError) -> tuple[Run, TrainState]:
+    """The run where it goes on after a bad step.
+
+    Its state is of a checkpoint at least `rollback_steps` before the bad step; its text
+    goes on after the bad step's, so that what may have caused it does not come again.
+
+    Raises:
+        BadStepError: The policy is another, there is no checkpoint that early, or the
+            run has been rolled back too often.
+    """
+    config, checkpoints, step = run.config, run.checkpoints, run.step
+    if config.on_bad_step != "rollback":
+        newest = checkpoints.latest_step
+        raise BadStepError(
+            bad.step, f"{bad.why}; the newest checkpoint is of step {newest}"
+        ) from bad
+    if run.num_rollbacks == _MOST:
+        raise BadStepError(
+            bad.step, f"{bad.why}, after {_MOST} rollbacks; look for the cause"
+        ) from bad
+    with told_if_not_saved(run):
+        checkpoints.finish()
+    back = checkpoints.newest_good(at_most=bad.step + 1 - config.rollback_steps)
+    if back is None:
+        raise BadStepError(
+            bad.step,
+            f"{bad.why}, and there is no checkpoint {config.rollback_steps} steps "
+            "before it to go back to; give a smaller --save-every",
+        ) from bad
+    state = checkpoints.restore(step.state_shapes, step.shardings)
+    checkpoints.forget_after(back)
+    windows = run.position.after(bad.step + 1, config.global_batch)
+    if run.processes.is_first:
+        cut_rows(config.metrics_path, lambda row: comes_again(row, back, config.steps))
+    report.print_rolled_back(run.console, bad, back, windows)
+    position = Position(step=back, windows=windows)
+    return replace(run, position=position, num_rollbacks=run.num_rollbacks + 1), state

@@ -1,0 +1,91 @@
+"""Real processes that a test starts, and that never outlive it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+# What would tell a process that it is of a cluster, or give it other devices.
+_NOT_PASSED = ("SLURM_", "OMPI_", "PMIX_", "KUBERNETES_", "TPU_", "MESHPAR_", "JAX_")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What became of a process."""
+
+    status: int
+    output: str
+    error: str
+    wall_s: float
+
+
+def free_port() -> int:
+    """A port of this machine that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+def start(command: Sequence[str], **environment: str) -> subprocess.Popen:
+    """Starts Python with those words."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(_NOT_PASSED)
+    }
+    return subprocess.Popen(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env={
+            **kept,
+            "JAX_PLATFORMS": "cpu",
+            "TPU_SKIP_MDS_QUERY": "1",
+            "PYTHONPATH": str(ROOT),
+            **environment,
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def ends_of(children: Sequence[subprocess.Popen], timeout_s: float) -> list[Ended]:
+    """Waits for all; kills those that still run then, whose status is -9."""
+    started = time.monotonic()
+    ends = []
+    try:
+        for child in children:
+            left_s = max(started + timeout_s - time.monotonic(), 0.1)
+            try:
+                output, error = child.communicate(timeout=left_s)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                output, error = child.communicate()
+            wall_s = time.monotonic() - started
+            ends.append(Ended(child.returncode, output, error, wall_s))
+    finally:
+        for child in children:
+            if child.poll() is None:
+                child.kill()
+                child.wait()
+    return ends
+
+
+def joined(num_processes: int, port: int) -> list[list[str]]:
+    """The options by which each process joins."""
+    return [
+        [
+            *("--coordinator", f"localhost:{port}"),
+            *("--num-processes", str(num_processes)),
+            *("--process-id", str(process)),
+        ]
+        for process in range(num_processes)
+    ]

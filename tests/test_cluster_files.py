@@ -1,0 +1,112 @@
+"""The SLURM script and the JobSet manifest say what the command understands."""
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from meshpar import Layout
+from meshpar.recipes.options import parse_arguments
+
+CLUSTER = Path(__file__).parents[1] / "recipes" / "cluster"
+SCRIPT = (CLUSTER / "train.sbatch").read_text()
+MANIFEST = yaml.safe_load((CLUSTER / "jobset.yaml").read_text())
+
+# Of sbatch(1), those that the script uses: option -> what its value looks like.
+SBATCH = {
+    "job-name": r"[\w.-]+",
+    "nodes": r"\d+(-\d+)?",
+    "ntasks-per-node": r"\d+",
+    "gpus-per-node": r"(\w+:)?\d+",
+    "cpus-per-task": r"\d+",
+    "time": r"(\d+-)?\d+(:\d\d){0,2}",
+    "output": r"[\w%./-]+",
+    "open-mode": r"append|truncate",
+    "requeue": "",
+    "signal": r"([RB]{1,2}:)?[A-Z0-9]+(@\d+)?",
+}
+
+
+def test_every_line_for_sbatch_is_an_option_with_a_value_of_its_kind():
+    lines = re.findall(r"^#SBATCH (.*)$", SCRIPT, re.MULTILINE)
+    found = [re.fullmatch(r"--([a-z-]+)(?:=(\S+))?", line) for line in lines]
+    assert all(found), lines
+    for option in found:
+        assert re.fullmatch(SBATCH[option[1]], option[2] or ""), option[0]
+    body = SCRIPT.index("set -u")
+    assert SCRIPT.startswith("#!/bin/bash\n") and SCRIPT.rindex("#SBATCH") < body
+
+
+def test_the_script_is_bash():
+    checked = subprocess.run(
+        ["bash", "-n"], input=SCRIPT, capture_output=True, text=True
+    )
+    assert checked.returncode == 0, checked.stderr
+
+
+def words_of_script():
+    """What follows `meshpar train` in the script."""
+    command = re.search(r"meshpar train \\\n(.*?[^\\])\n", SCRIPT, re.DOTALL)[1]
+    return shlex.split(command.replace("\\\n", " "))
+
+
+def words_of_manifest():
+    """Arguments of the container, its variable as Kubernetes puts it in."""
+    (container,) = pod()["containers"]
+    assert container["command"] == ["meshpar", "train"]
+    return [word.replace("$(JOB_COMPLETION_INDEX)", "3") for word in container["args"]]
+
+
+def job():
+    (replicated,) = MANIFEST["spec"]["replicatedJobs"]
+    return replicated
+
+
+def pod():
+    return job()["template"]["spec"]["template"]["spec"]
+
+
+@pytest.mark.parametrize("words", [words_of_script, words_of_manifest])
+def test_the_command_understands_its_options(words):
+    config = parse_arguments(words())
+    assert config.resume == "auto" and config.emulate == 0
+    layout = Layout.parse(config.layout).resolve(32)
+    assert config.global_batch % layout.batch_shards == 0
+
+
+def test_the_script_is_queued_again_after_the_statuses_that_say_so():
+    cases = re.search(r"^ *([\d| ]+)\) scontrol requeue", SCRIPT, re.MULTILINE)[1]
+    assert cases.split(" | ") == ["143", "75"]
+
+
+def test_the_manifest_has_what_a_jobset_and_its_job_must_have():
+    assert MANIFEST["apiVersion"] == "jobset.x-k8s.io/v1alpha2"
+    assert MANIFEST["kind"] == "JobSet"
+    assert set(MANIFEST["spec"]) == {"failurePolicy", "network", "replicatedJobs"}
+    (rule,) = MANIFEST["spec"]["failurePolicy"]["rules"]
+    assert rule["onJobFailureReasons"] == ["PodFailurePolicy"]
+    spec = job()["template"]["spec"]
+    (policy,) = spec["podFailurePolicy"]["rules"]
+    assert policy["onExitCodes"]["values"] == [2]  # Of bad input.
+    assert spec["completionMode"] == "Indexed"
+    assert spec["backoffLimit"] == 0 and pod()["restartPolicy"] == "Never"
+    mounted = {one["name"] for one in pod()["containers"][0]["volumeMounts"]}
+    assert mounted == {one["name"] for one in pod()["volumes"]}
+    for name in (MANIFEST["metadata"]["name"], job()["name"]):
+        assert re.fullmatch(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?", name)  # RFC 1123
+
+
+def test_all_pods_look_for_pod_0_where_the_jobset_names_it():
+    config = parse_arguments(words_of_manifest())
+    spec, names = job()["template"]["spec"], MANIFEST["spec"]["network"]
+    assert config.num_processes == spec["completions"] == spec["parallelism"]
+    host, port = config.coordinator.split(":")
+    jobset, replicated = MANIFEST["metadata"]["name"], job()["name"]
+    assert host == f"{jobset}-{replicated}-0-0.{names['subdomain']}"
+    (container,) = pod()["containers"]
+    assert [int(port)] == [one["containerPort"] for one in container["ports"]]
+    (variable,) = container["env"]
+    assert variable["name"] == "JOB_COMPLETION_INDEX"

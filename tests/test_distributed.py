@@ -1,0 +1,299 @@
+"""A process's place is what its scheduler says; who does not come is named."""
+
+import threading
+import time
+
+import pytest
+
+from meshpar import InputError
+from meshpar.distributed import DistributedError, Place, Processes, find_place, start
+from meshpar.distributed.cluster import first_node
+from meshpar.distributed.collectives_check import check_collectives
+from meshpar.distributed.roll_call import call_roll
+from tests.multiprocess.children import free_port
+
+SLURM = {
+    "SLURM_JOB_ID": "5000",
+    "SLURM_STEP_NODELIST": "gpu[07-10]",
+    "SLURM_NTASKS": "4",
+    "SLURM_PROCID": "2",
+    "SLURM_LOCALID": "0",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x4)",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911",
+}
+POD = {"TPU_WORKER_ID": "1", "TPU_WORKER_HOSTNAMES": "t0.svc,t1.svc"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "coordinator", "of", "device"),
+    [
+        (SLURM, "gpu07:62344", (2, 4), None),
+        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}, "gpu07:62344", (2, 4), 0),
+        (OPEN_MPI, "10.96.0.1:62624", (3, 4), 1),
+        ({**OPEN_MPI, "CUDA_VISIBLE_DEVICES": "5"}, "10.96.0.1:62624", (3, 4), None),
+        (POD, "t0.svc:8476", (1, 2), None),
+    ],
+)
+def test_each_scheduler_says_which_process_this_is(variables, coordinator, of, device):
+    place = find_place(variables)
+    assert place.coordinator == coordinator
+    assert (place.process_id, place.num_processes) == of
+    assert place.local_device == device
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {},
+        {**SLURM, "SLURM_NTASKS": "1", "SLURM_PROCID": "0"},
+        {name: text for name, text in SLURM.items() if "STEP" not in name},
+        {**POD, "TPU_WORKER_HOSTNAMES": "localhost"},
+    ],
+)
+def test_a_process_alone_joins_nobody(variables):
+    assert find_place(variables) is None
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("a", "a"),
+        ("a-1,b", "a-1"),
+        ("n[001-015],m", "n001"),
+        ("n[001,007-015]-ib", "n001-ib"),
+    ],
+)
+def test_the_first_node_of_a_list_is_process_0s(nodes, first):
+    assert first_node(nodes) == first
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        (dict(coordinator="a:1"), "num_processes, process_id must be given too"),
+        (dict(coordinator="a", num_processes=2, process_id=0), "must be HOST:PORT"),
+        (dict(coordinator="a:1", num_processes=2, process_id=2), "count from 0 to 1"),
+        (dict(coordinator="a:1", num_processes=0, process_id=0), "num_processes=0"),
+    ],
+)
+def test_what_contradicts_itself_is_refused_before_anything_starts(options, match):
+    with pytest.raises(InputError, match=match):
+        start(**options)
+
+
+def test_open_mpi_5_on_several_hosts_needs_a_coordinator_by_hand():
+    variables = {**OPEN_MPI, "OMPI_MCA_orte_hnp_uri": ""}
+    with pytest.raises(DistributedError, match="--process-id .OMPI_COMM_WORLD_RANK"):
+        find_place(variables)
+    variables["OMPI_COMM_WORLD_LOCAL_SIZE"] = "4"
+    assert find_place(variables).host == "localhost"
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    """What takes seconds of waiting takes less."""
+    monkeypatch.setattr("meshpar.distributed.roll_call._PORT_S", 0.3)
+    monkeypatch.setattr("meshpar.distributed.processes._LINGER_S", 0.5)
+
+
+def rolls(*places, jobs=None, timeout_s=5.0):
+    """What each of several threads gets of the roll call: a roll, or the error."""
+    found = [None] * len(places)
+
+    def run(index):
+        try:
+            job = jobs[index] if jobs else ""
+            found[index] = call_roll(places[index], job=job, timeout_s=timeout_s)
+        except DistributedError as error:
+            found[index] = str(error)
+
+    threads = [threading.Thread(target=run, args=(one,)) for one in range(len(places))]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.1)
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def places_of(number, *processes):
+    port = free_port()
+    return [
+        Place(coordinator=f"localhost:{port}", num_processes=number, process_id=one)
+        for one in processes
+    ]
+
+
+def close(roll):
+    for lines in roll.peers.values():
+        lines.close()
+    if roll.listener:
+        roll.listener.close()
+
+
+def test_processes_that_all_come_know_one_another():
+    found = rolls(*places_of(3, 2, 0, 1))
+    assert len({roll.service for roll in found}) == 1
+    assert all(len(roll.hosts) == 3 for roll in found)
+    for roll in found:
+        close(roll)
+
+
+def test_every_process_that_is_there_names_the_one_that_is_not():
+    found = rolls(*places_of(4, 0, 1, 3), timeout_s=1)
+    assert len(set(found)) == 1
+    assert "after 1 s process 2 of 4 (the command line) has not come" in found[0]
+    assert "there are 0 on " in found[0] and ", 3 on " in found[0]
+
+
+def test_a_process_without_process_0_names_where_it_looked():
+    (found,) = rolls(*places_of(2, 1), timeout_s=0.5)
+    assert "process 1 of 2 (the command line) found no process 0 at localhost:" in found
+
+
+def test_two_jobs_on_one_port_are_one_line_and_the_first_goes_on():
+    port = free_port()
+    place = dict(coordinator=f"localhost:{port}", num_processes=2)
+    first, second, other, third = rolls(
+        Place(**place, process_id=0),
+        Place(**place, process_id=0),
+        Place(**place, process_id=1),
+        Place(**place, process_id=1),
+        jobs=["a", "b", "b", "a"],
+    )
+    assert f"port {port} of " in second and "cannot be had" in second
+    assert "is of another job than" in other and "'b', not 'a'" in other
+    assert first.hosts == third.hosts
+    close(third)
+    close(first)
+
+
+@pytest.mark.parametrize(
+    ("greeting", "match"),
+    [
+        (dict(num_processes=3, process_id=1), "has num_processes=3, but the job at"),
+        (dict(num_processes=2, process_id=0), "has its process 0 on "),
+    ],
+)
+def test_a_process_that_does_not_belong_is_told_why(greeting, match, monkeypatch):
+    port = free_port()
+    places = [
+        Place(coordinator=f"localhost:{port}", num_processes=2, process_id=0),
+        Place(coordinator=f"localhost:{port}", num_processes=3, process_id=1),
+    ]
+    if greeting["process_id"] == 0:
+        places[1] = Place(
+            coordinator=f"localhost:{port}", num_processes=2, process_id=1
+        )
+        send = "meshpar.distributed.roll_call.Lines.send"
+        plain = call_roll.__globals__["Lines"].send
+
+        def as_0(self, **message):
+            if "process_id" in message:
+                message["process_id"] = 0
+            plain(self, **message)
+
+        monkeypatch.setattr(send, as_0)
+    first, second = rolls(*places, timeout_s=1)
+    assert match in second
+    assert "process 1 of 2 " in first
+
+
+@pytest.fixture
+def three():
+    """The processes of a job of three, as three objects, and what ended each."""
+    ended = {}
+    rolled = rolls(*places_of(3, 0, 1, 2))
+    processes = [
+        Processes(
+            process,
+            rolled[process],
+            heartbeat_s=0.6,
+            end=lambda status, process=process: ended.setdefault(process, status),
+        )
+        for process in range(3)
+    ]
+    yield processes, ended
+    for roll in rolled:
+        close(roll)
+
+
+def in_threads(*calls):
+    found = [None] * len(calls)
+
+    def run(index):
+        try:
+            found[index] = calls[index]()
+        except DistributedError as error:
+            found[index] = error
+
+    threads = [threading.Thread(target=run, args=(one,)) for one in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=20)
+    return found
+
+
+def test_what_each_gives_all_get_in_order(three):
+    processes, ended = three
+    for turn in range(3):
+        calls = [
+            lambda one=one, turn=turn: one.gather([one.process_id, turn])
+            for one in processes
+        ]
+        found = in_threads(*calls)
+        assert found == [[[0, turn], [1, turn], [2, turn]]] * 3
+    assert in_threads(
+        *[lambda one=one: one.any(one.process_id == 2) for one in processes]
+    )
+    assert not ended
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_process_that_dies_ends_the_others_with_one_line(dead, three, capsys):
+    processes, ended = three
+    for lines in processes[dead]._peers.values():
+        lines.close()
+    alive = [one for one in processes if one.process_id != dead]
+    errors = in_threads(*[lambda one=one: one.gather(0) for one in alive])
+    assert all(isinstance(error, DistributedError) for error in errors)
+    deadline = time.monotonic() + 10
+    while len(ended.keys() - {dead}) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert {one.process_id: ended[one.process_id] for one in alive} == {
+        one.process_id: 75 for one in alive
+    }
+    assert f"process {dead} on " in capsys.readouterr().err
+
+
+def test_a_process_that_is_silent_is_lost(three):
+    processes, ended = three
+    processes[2]._is_closed.set()  # Its beat stops, and its connections stay.
+    deadline = time.monotonic() + 10
+    while {0, 1} - ended.keys() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert processes[1].lost.startswith("process 2 on ")
+    assert "was not heard of for" in processes[0].lost
+
+
+def test_collectives_between_all_devices_are_exact():
+    assert check_collectives() is None
+
+
+def test_a_wrong_collective_is_found(monkeypatch):
+    from meshpar.distributed import collectives_check
+
+    kinds = dict(collectives_check._KINDS)
+    collective, expected = kinds["reduce-scatter"]
+    kinds["reduce-scatter"] = lambda row: collective(row).at[5].add(1), expected
+    monkeypatch.setattr(collectives_check, "_KINDS", kinds)
+    found = check_collectives()
+    assert found.startswith("reduce-scatter of 4,194,304 bytes between 1 processes")
+    assert "returns 1 wrong numbers of 131,072" in found

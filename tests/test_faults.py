@@ -1,0 +1,181 @@
+"""Bad steps are skipped, rolled back or the end; what hangs ends with its stacks."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from meshpar import InputError
+from meshpar.recipes import pretrain
+from meshpar.recipes.config import RunConfig
+from meshpar.train.checkpoint import CheckpointError, Checkpoints
+from meshpar.train.faults import BadStepError, StepWatch
+from tests.conftest import rows
+
+SMALL = dict(preset="test", model="vocab=256", seq=16, global_batch=8, sample_tokens=1)
+
+
+def watched(watch, losses, first=0):
+    for step, loss in enumerate(losses, first):
+        watch.check(step, loss=loss, skipped=not np.isfinite(loss))
+
+
+def test_skipped_steps_go_on_unless_many_come_in_a_row():
+    watch = StepWatch("skip", patience=3)
+    watched(watch, [np.nan, np.nan, 2.0, np.inf, np.nan])
+    with pytest.raises(BadStepError, match="step 7: the 3th in a row"):
+        watched(watch, [np.nan], first=7)
+
+
+@pytest.mark.parametrize("policy", ["stop", "rollback"])
+def test_other_policies_end_at_the_first(policy):
+    with pytest.raises(BadStepError, match="step 1: loss nan or its gradients are not"):
+        watched(StepWatch(policy), [2.0, np.nan])
+
+
+def test_a_spike_is_above_the_usual_loss_and_does_not_become_usual():
+    watch = StepWatch("stop", spike=2.0)
+    watched(watch, [9.0, 1.0])  # Too few to know what is usual.
+    watched(watch, [2.0] * 6)
+    with pytest.raises(BadStepError, match="loss 5 is 2.5 times the usual 2"):
+        watched(watch, [5.0])
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        (dict(spike=0.5, policy="stop"), "spike=0.5: must be a finite number above 1"),
+        (dict(spike=2.0, policy="skip"), "spike=2 needs another on_bad_step than"),
+    ],
+)
+def test_what_would_do_nothing_is_refused(options, match):
+    with pytest.raises(InputError, match=match):
+        StepWatch(**options)
+
+
+@pytest.fixture
+def small(small_text, tmp_path):
+    def config(**options):
+        given = {"layout": "data=2", "text": small_text, "out": tmp_path / "run"}
+        return RunConfig(**{**SMALL, **given, **options})
+
+    return config
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """NaN in the weights of the batches that begin with these tokens, and all seen."""
+    first_tokens, seen = set(), []
+    plain = pretrain.timed_step
+
+    def timed_step(step, state, batch):
+        first = tuple(batch["tokens"][0])
+        seen.append(first)
+        if first in first_tokens or len(seen) in first_tokens:
+            first_tokens.add(first)
+            batch = {**batch, "weights": np.full_like(batch["weights"], np.nan)}
+        return plain(step, state, batch)
+
+    monkeypatch.setattr(pretrain, "timed_step", timed_step)
+    return first_tokens, seen
+
+
+def test_a_rollback_goes_back_and_on_with_the_text_after_the_bad_step(
+    small, poisoned, capsys
+):
+    first_tokens, seen = poisoned
+    first_tokens.add(4)  # The fourth batch, of step 3.
+    config = small(steps=6, save_every=2, on_bad_step="rollback")
+    result = pretrain.pretrain(config)
+    assert result.steps_done == 6
+    output = " ".join(capsys.readouterr().out.split())
+    assert (
+        "step 3: loss nan or its gradients are not finite; back to step 2, and on"
+        in (output)
+    )
+    assert "and on 32 windows into the text" in output
+    assert len(set(seen)) == len(seen) == 8
+    steps = rows(config.metrics_path, "step")
+    assert steps == [0, 1, 2, 3, 4, 5, 5]
+    assert rows(config.metrics_path, "skipped") == [0] * 6
+    with Checkpoints(config.folder / "checkpoints") as checkpoints:
+        assert checkpoints.run_of_latest()["windows"] == 8 * 8
+
+
+def test_stop_ends_with_status_1_and_leaves_the_checkpoint_before(
+    small, poisoned, capsys
+):
+    poisoned[0].add(4)
+    config = small(steps=6, save_every=2, on_bad_step="stop")
+    words = ["--text", str(config.text[0]), "--out", str(config.out)]
+    words += ["--preset", "test", "--model", "vocab=256", "--seq", "16", "--steps", "6"]
+    words += ["--global-batch", "8", "--layout", "data=2", "--save-every", "2"]
+    assert pretrain.main([*words, "--on-bad-step", "stop"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(
+        "pretrain: step 3: loss nan or its gradients are not finite"
+    )
+    assert "the newest checkpoint is of step 2" in error
+    assert len(error.splitlines()) == 1
+
+
+def test_a_checkpoint_that_cannot_be_written_does_not_end_the_run(
+    small, monkeypatch, capsys
+):
+    plain, failed = Checkpoints.save, []
+
+    def save(self, state, run, *, wait=True):
+        if int(state.step) == 2:
+            failed.append(2)
+            raise CheckpointError("checkpoint of step 2 not written to 'x': disk full")
+        plain(self, state, run, wait=wait)
+
+    monkeypatch.setattr(Checkpoints, "save", save)
+    config = small(steps=4, save_every=1)
+    assert pretrain.pretrain(config).steps_done == 4
+    output = " ".join(capsys.readouterr().out.split())
+    assert "disk full; the run goes on, and the checkpoint before stays" in output
+    assert failed == [2]
+    names = sorted(one.name for one in (config.folder / "checkpoints").iterdir())
+    assert names == ["3", "4"]
+
+
+def test_resume_auto_begins_where_there_is_no_checkpoint_and_passes_a_damaged_one_over(
+    small, capsys
+):
+    config = small(steps=3, save_every=1, stop_after=2, resume="auto")
+    config.folder.mkdir()
+    config.metrics_path.write_text('{"step": 0, "loss": 1.0}\n')
+    pretrain.pretrain(config)
+    whole = rows(config.metrics_path, "loss")
+    files = (config.folder / "checkpoints" / "2" / "state").rglob("*")
+    largest = max((f for f in files if f.is_file()), key=lambda f: f.stat().st_size)
+    largest.write_bytes(b"")
+    capsys.readouterr()
+    pretrain.pretrain(small(steps=3, resume="auto"))
+    output = " ".join(capsys.readouterr().out.split())
+    assert "checkpoint of step 2 is damaged: its file state/" in output
+    assert "resumed after step 1" in output
+    losses = rows(config.metrics_path, "loss")
+    np.testing.assert_allclose(losses[:2], whole, rtol=1e-6)
+    assert rows(config.metrics_path, "step") == [0, 1, 2, 2]
+
+
+HANG = """
+import time
+from meshpar.train.watchdog import Watchdog
+with Watchdog(0.2) as watchdog:
+    watchdog.step_done()
+    time.sleep(60)
+"""
+
+
+def test_a_process_whose_steps_do_not_end_writes_its_stacks_and_ends():
+    child = subprocess.run(
+        [sys.executable, "-c", HANG], capture_output=True, text=True, timeout=50
+    )
+    assert child.returncode == 75
+    assert "most recent call first" in child.stderr
+    assert '"<string>", line 6 in <module>' in child.stderr
+    assert "meshpar: process 0: no step has ended for 0.2 s" in child.stderr

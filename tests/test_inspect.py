@@ -1,0 +1,79 @@
+"""`meshpar inspect` lists what is in a checkpoint, and whether it is damaged."""
+
+import json
+
+import pytest
+
+from meshpar.cli.main import main
+from meshpar.recipes import pretrain
+from meshpar.recipes.config import RunConfig
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory, small_text):
+    """The folder of a run that has saved after steps 1 and 2."""
+    out = tmp_path_factory.mktemp("run")
+    options = dict(preset="test", model="vocab=256", seq=16, global_batch=8)
+    config = RunConfig(
+        **options, layout="fsdp=2", steps=2, text=small_text, out=out, save_every=1
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pretrain, "validate", lambda *args: 5.25)
+        patch.setattr(pretrain, "sample", lambda *args: pretrain.np.array([65]))
+        pretrain.pretrain(config)
+    return out
+
+
+def inspected(capsys, *words):
+    assert main(["inspect", *map(str, words), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_its_layout_step_options_data_and_arrays_are_listed(saved, capsys):
+    found = inspected(capsys, saved)
+    assert (found["layout"], found["step"], found["steps"]) == ("fsdp=2", 2, [1, 2])
+    assert (found["config"]["preset"], found["config"]["seed"]) == ("test", 0)
+    assert found["data"]["windows"] == 16 and "crc32" in found["data"]["data"]
+    arrays = {one["path"]: one for one in found["arrays"]}
+    assert arrays["params.token_embed"] == {
+        "path": "params.token_embed",
+        "shape": [256, 32],
+        "dtype": "float32",
+    }
+    assert {"step", "seed", "skipped"} <= arrays.keys()
+    assert found["damage"] is None
+
+
+def test_any_folder_on_the_way_and_any_step_will_do(saved, capsys):
+    newest = inspected(capsys, saved / "checkpoints")
+    assert newest == inspected(capsys, saved / "checkpoints" / "2")
+    assert inspected(capsys, saved, "--step", 1)["step"] == 1
+    assert main(["inspect", str(saved)]) == 0
+    output = capsys.readouterr().out
+    assert "layout fsdp=2" in output and "params.blocks.mlp.down" in output
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["no/such/folder"], "no folder 'no/such/folder'; name a run's"),
+        (["{}", "--step", "7"], "no checkpoint of step 7 in '{}/checkpoints'; there"),
+        (["{}/checkpoints/1/state"], "no checkpoint in '{}/checkpoints/1/state'; name"),
+    ],
+)
+def test_what_is_no_checkpoint_is_told_in_one_line(words, told, saved, capsys):
+    assert main(["inspect", *(word.format(saved) for word in words)]) == 2
+    error = capsys.readouterr().err
+    assert told.format(saved) in error and len(error.splitlines()) == 1
+
+
+def test_damage_is_told_and_is_status_1(saved, capsys):
+    files = (saved / "checkpoints" / "1" / "state").rglob("*")
+    largest = max(
+        (one for one in files if one.is_file()), key=lambda f: f.stat().st_size
+    )
+    largest.write_bytes(largest.read_bytes()[:-1])
+    assert main(["inspect", str(saved), "--step", "1", "--json"]) == 1
+    captured = capsys.readouterr()
+    assert "bytes, not" in json.loads(captured.out)["damage"]
+    assert captured.err.startswith("step 1 is damaged: its file state/")
