@@ -22,7 +22,7 @@ CHOICES = Choices(models=MODELS, build=fuzz._build)
 
 BUILT = {"data", "fsdp", "stage", "tensor", "sequence_parallel", "remat", "precision"}
 BUILT |= {"microbatches", "schedule", "chunks", "splits"}
-BUILT |= {"fsdp_prefetch"}
+BUILT |= {"fsdp_prefetch", "context", "attention"}
 BUILT |= {"zero", "zero_axes", "fsdp_gather", "optimizer_memory", "param_dtype"}
 """What the training step lays out: a new axis or option must be added here."""
 
