@@ -1,7 +1,7 @@
 """Train on documents packed into sequences that no device holds whole.
 
     python -m recipes.long_context
-    python -m recipes.long_context --layout context=4,tensor=2,attention=ulysses --steps 5
+    python -m recipes.long_context --layout context=4,tensor=2,attention=ulysses
 
 Scenes of Shakespeare's plays are documents: each row of a batch has several, and a
 token sees those of its own scene alone. Eight virtual CPU devices share each row of
@@ -36,7 +36,13 @@ def main() -> None:
     meshpar.emulate(8)
     model = llama(
         LlamaConfig(
-            layers=2, embed=64, heads=8, kv_heads=4, ffn=128, vocab=BYTE_VOCAB, tied=True
+            layers=2,
+            embed=64,
+            heads=8,
+            kv_heads=4,
+            ffn=128,
+            vocab=BYTE_VOCAB,
+            tied=True,
         )
     )
     step = meshpar.make_train_step(model, optax.adam(3e-3), args.layout)
@@ -67,9 +73,7 @@ def packed_batches(
         yield _stacked([_row(documents, seq, rng) for _ in range(rows)])
 
 
-def probe(
-    step: meshpar.TrainStep, state: meshpar.TrainState, batch: HostBatch
-) -> str:
+def probe(step: meshpar.TrainStep, state: meshpar.TrainState, batch: HostBatch) -> str:
     """Changes a token in the middle of the first document, and counts what follows.
 
     Raises:

@@ -109,7 +109,9 @@ def worst(
         *gradients, of_sinks = vjp(dy)
         return found, *gradients, jax.lax.psum(of_sinks, "context")
 
-    mesh = Mesh(np.array(jax.devices()[:ranks]), ("context",), axis_types=(AxisType.Auto,))
+    mesh = Mesh(
+        np.array(jax.devices()[:ranks]), ("context",), axis_types=(AxisType.Auto,)
+    )
     split = jax.jit(
         jax.shard_map(
             local,
@@ -214,7 +216,7 @@ def test_a_window_leaves_hops_out():
 def test_a_prefix_and_a_window_are_refused():
     q, k, v, _ = numbers(32, 8)
     with pytest.raises(InputError, match="window=4 and a prefix at once"):
-        shard_attention(q, k, v, mask=Mask(window=4), prefix=jnp.zeros(BATCH, jnp.int32))
+        shard_attention(q, k, v, mask=Mask(window=4), prefix=prefix)
 
 
 def test_a_window_below_one_is_refused():

@@ -43,9 +43,7 @@ def packed_batch(seq=SEQ):
     segments[0, CUTS[-1] :] = -1
     segments[1] = -1
     weights = (segments >= 0).astype(np.float32)
-    return dict(
-        tokens=tokens, targets=targets, weights=weights, segment_ids=segments
-    )
+    return dict(tokens=tokens, targets=targets, weights=weights, segment_ids=segments)
 
 
 def step_of(layout, **sizes):

@@ -106,7 +106,7 @@ def rule_refusals(rules: Rules, layout: Layout) -> Iterator[tuple[str, RuleError
                 logical_axis,
                 RuleError(
                     "claimed_twice",
-                    f"mesh axis 'context' is claimed by {logical_axis!r}, but it splits "
+                    f"mesh axis 'context' is claimed by {logical_axis!r}, but splits "
                     "the sequence of every array of tokens by itself; map "
                     f"{logical_axis!r} elsewhere, or stored parameters alone by "
                     f"Rules(..., parameters={{{logical_axis!r}: 'context'}})",

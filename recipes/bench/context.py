@@ -45,7 +45,9 @@ def main() -> None:
     arrays = _arrays(args)
     programs = {"one device": _one_device(), "hand-written gather": _by_hand(args)}
     programs |= {method: _method(method, args) for method in METHODS}
-    compiled = {name: jax.jit(run).lower(*arrays).compile() for name, run in programs.items()}
+    compiled = {
+        name: jax.jit(run).lower(*arrays).compile() for name, run in programs.items()
+    }
     _agree({name: jax.device_get(run(*arrays)) for name, run in compiled.items()})
     seconds: dict[str, list[float]] = {name: [] for name in compiled}
     for _ in range(args.runs + 1):
@@ -53,7 +55,11 @@ def main() -> None:
             start = time.perf_counter()
             jax.block_until_ready(run(*arrays))
             seconds[name].append(time.perf_counter() - start)
-    print(conditions("recipes.bench.context", args.context, args.sizes, f"{args.runs} runs"))
+    print(
+        conditions(
+            "recipes.bench.context", args.context, args.sizes, f"{args.runs} runs"
+        )
+    )
     Console(width=None if sys.stdout.isatty() else 100).print(_table(compiled, seconds))
 
 

@@ -23,7 +23,6 @@ from meshpar.parallel.context.mask import Mask
 from meshpar.parallel.context.shards import Known, Plan, attention_of_shards
 from meshpar.parallel.context.ulysses import heads_here, tokens_here
 
-
 PART_BYTES = 4 * 2**20
 """Keys and values that a device sends at once at least: over a link of 50 GB/s they
 take 84 us, many times its latency."""

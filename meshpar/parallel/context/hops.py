@@ -56,7 +56,10 @@ class Hops:
         if self.order is None:
             found, length = xp.arange(tokens, dtype=xp.int32), tokens
         else:
-            found, length = self.order.positions(tokens, rank), self.order.length(tokens)
+            found, length = (
+                self.order.positions(tokens, rank),
+                self.order.length(tokens),
+            )
         found = xp.where(found < length, found, PADDING)
         padded = xp.pad(found, (0, -tokens % tile), constant_values=PADDING)
         return padded.reshape(-1, tile)
@@ -132,7 +135,8 @@ def _variants(hops: Hops, chosen: tuple[int, ...]) -> tuple[np.ndarray, np.ndarr
     """The different lists of pairs, and which of them a (hop, rank) has."""
     most = max(hops._most(hop) for hop in chosen)
     lists: dict[bytes, int] = {}
-    arrays, index = [], np.zeros((len(chosen), hops.num_ranks), np.int32)
+    arrays: list[np.ndarray] = []
+    index = np.zeros((len(chosen), hops.num_ranks), np.int32)
     for row, hop in enumerate(chosen):
         for rank in range(hops.num_ranks):
             live = hops.live(hop, rank)
