@@ -210,10 +210,10 @@ class EncoderDecoderEnds(nnx.Module):
     def _embedded(
         self, tokens: jax.Array, positions: jax.Array, name: str, scope: Scope
     ) -> jax.Array:
-        seq = tokens.shape[1]
-        if scope.seq_length(seq) > self.max_seq:
+        seq, length = tokens.shape[1], scope.seq_length(tokens.shape[1])
+        if length > self.max_seq:
             raise InputError(
-                f"{name} sequences of {scope.seq_length(seq)} tokens, but the model has "
+                f"{name} sequences of {length} tokens, but the model has "
                 f"max_seq={self.max_seq} learned positions; shorten the sequences or "
                 "raise max_seq"
             )

@@ -215,10 +215,9 @@ def test_a_window_leaves_hops_out():
 
 def test_a_prefix_and_a_window_are_refused():
     q, k, v, _ = numbers(32, 8)
+    prefix = jnp.zeros(BATCH, jnp.int32)
     with pytest.raises(InputError, match="window=4 and a prefix at once"):
-        shard_attention(
-            q, k, v, mask=Mask(window=4), prefix=jnp.zeros(BATCH, jnp.int32)
-        )
+        shard_attention(q, k, v, mask=Mask(window=4), prefix=prefix)
 
 
 def test_a_window_below_one_is_refused():

@@ -31,7 +31,7 @@ BUILT = {
     "precision",
 }
 BUILT |= {"microbatches", "schedule", "chunks", "splits"}
-BUILT |= {"fsdp_prefetch"}
+BUILT |= {"fsdp_prefetch", "context", "attention"}
 BUILT |= {"zero", "zero_axes", "fsdp_gather", "optimizer_memory", "param_dtype"}
 """What the training step lays out: a new axis or option must be added here."""
 

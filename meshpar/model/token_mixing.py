@@ -155,7 +155,8 @@ def _inner(equation: JaxprEqn) -> Jaxpr | None:
 
 def _source(equation: JaxprEqn) -> str:
     traceback = equation.source_info.traceback
-    for frame in traceback.frames if traceback is not None else ():
+    frames: list[Any] = [] if traceback is None else list(traceback.frames)
+    for frame in frames:
         inside = ("/jax/", "/flax/", "/meshpar/model/", "<")
         if not any(part in frame.file_name for part in inside):
             return f"{frame.file_name}:{frame.line_num}"

@@ -56,6 +56,11 @@ class Flow:
         return replace(self, uniform=self.uniform & other.uniform)
 
 
+def shape_of(atom: Any) -> tuple[int, ...]:
+    """The shape of a variable or constant of a trace."""
+    return tuple(atom.aval.shape)
+
+
 Rule = Callable[[JaxprEqn, list[Flow], int], list[Flow]]
 
 _LINEAR = {
@@ -76,7 +81,7 @@ def elementwise(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[
         uniform = [
             flow.uniform
             for flow, x in zip(flows, equation.invars, strict=True)
-            if x.aval.shape
+            if shape_of(x)
         ]
         alike = frozenset.intersection(*uniform) if uniform else frozenset()
         return [Flow(uniform=alike) for _ in equation.outvars]
@@ -98,8 +103,8 @@ def elementwise(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[
 
 def _of_each_element(equation: JaxprEqn) -> bool:
     """Whether all shapes are alike, but for dims of 1 that are spread."""
-    [shape, *others] = [tuple(var.aval.shape) for var in equation.outvars]
-    given = [tuple(x.aval.shape) for x in equation.invars if x.aval.shape]
+    [shape, *others] = [shape_of(var) for var in equation.outvars]
+    given = [shape_of(x) for x in equation.invars if shape_of(x)]
     return all(other == shape for other in others) and all(
         len(one) == len(shape)
         and all(size in (1, full) for size, full in zip(one, shape, strict=True))
@@ -108,7 +113,7 @@ def _of_each_element(equation: JaxprEqn) -> bool:
 
 
 def _check_no_places(flow: Flow, x: Any, dim: int, num_tokens: int, name: str) -> None:
-    shape = x.aval.shape
+    shape = shape_of(x)
     places = len(shape) > dim and shape[dim] == num_tokens
     if places and not flow.has_tokens and dim not in flow.uniform:
         raise Mixed(
@@ -139,7 +144,7 @@ def _broadcast(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[F
         return [Flow(dim=places[flow.dim])]
     spread = {dim for dim in range(len(shape)) if dim not in places}
     for dim, place in enumerate(places):
-        if dim in flow.uniform or (x.aval.shape[dim] == 1 and shape[place] != 1):
+        if dim in flow.uniform or (shape_of(x)[dim] == 1 and shape[place] != 1):
             spread.add(place)
     return [Flow(uniform=frozenset(spread))]
 
@@ -150,8 +155,8 @@ def _transpose(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[F
 
 
 def _reshape(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
-    flow, before = flows[0], equation.invars[0].aval.shape
-    after = equation.outvars[0].aval.shape
+    flow, before = flows[0], shape_of(equation.invars[0])
+    after = shape_of(equation.outvars[0])
     if flow.total or not (flow.has_tokens or flow.uniform):
         return [Flow(total=flow.total)]
     found = {dim: _same_place(before, after, dim) for dim in range(len(before))}
@@ -175,7 +180,7 @@ def _same_place(before: tuple, after: tuple, dim: int) -> int | None:
 
 def _squeeze(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
     gone = equation.params["dimensions"]
-    kept = [d for d in range(equation.invars[0].aval.ndim) if d not in gone]
+    kept = [d for d in range(len(shape_of(equation.invars[0]))) if d not in gone]
     flow = replace(flows[0], uniform=flows[0].uniform & frozenset(kept))
     return [flow.moved(kept.index)]
 
@@ -191,7 +196,7 @@ def _reduce(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow
         if name != "reduce_sum":
             raise Mixed(f"{name} over the sequence")
         return [Flow(total=True)]
-    kept = [d for d in range(equation.invars[0].aval.ndim) if d not in axes]
+    kept = [d for d in range(len(shape_of(equation.invars[0]))) if d not in axes]
     flow = replace(flow, uniform=flow.uniform & frozenset(kept))
     return [flow.moved(kept.index)] * len(equation.outvars)
 
@@ -201,7 +206,7 @@ def _along(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]
     params, name = equation.params, equation.primitive.name
     given = params.get("axis", params.get("dimension", params.get("dimensions")))
     if name == "top_k":
-        given = equation.invars[0].aval.ndim - 1
+        given = len(shape_of(equation.invars[0])) - 1
     along = given if isinstance(given, tuple) else (given,)
     for flow in flows:
         if flow.total or flow.dim in along:
@@ -218,7 +223,7 @@ def _dot(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
         if all(flow.has_tokens for flow in flows):
             raise Mixed("dot_general of a sum over tokens")
         return [Flow(total=True)]
-    places = []
+    places: list[Any] = []
     for at, (flow, x) in enumerate(zip(flows, equation.invars, strict=True)):
         if flow.dim is None:
             continue
@@ -228,8 +233,8 @@ def _dot(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
             places.append(list(batched[at]).index(flow.dim))
         else:
             used = {*contracted[at], *batched[at]}
-            free = [d for d in range(x.aval.ndim) if d not in used]
-            first = equation.invars[0].aval.ndim - len(contracted[0])
+            free = [d for d in range(len(shape_of(x))) if d not in used]
+            first = len(shape_of(equation.invars[0])) - len(contracted[0])
             places.append(
                 (len(batched[0]) if at == 0 else first) + free.index(flow.dim)
             )
@@ -248,7 +253,7 @@ def _same_size(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[F
     """Of slices, pads and their like, which keep a dim only if they take all of it."""
     flow, name = flows[0], equation.primitive.name
     others = [one for one in flows[1:] if one.has_tokens]
-    before, after = (v.aval.shape for v in (equation.invars[0], equation.outvars[0]))
+    before, after = (shape_of(v) for v in (equation.invars[0], equation.outvars[0]))
     if flow.total or (others and name != "dynamic_update_slice"):
         raise Mixed(f"{name} with places from tokens" if others else f"{name} of a sum")
     if flow.dim is not None and before[flow.dim] != after[flow.dim]:
@@ -274,7 +279,7 @@ def _concatenate(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list
 def _gather(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
     table, indices = flows[:2]
     numbers = equation.params["dimension_numbers"]
-    rank = equation.outvars[0].aval.ndim
+    rank = len(shape_of(equation.outvars[0]))
     if table.total or indices.total:
         raise Mixed("gather by a sum over tokens")
     paired = dict(
@@ -298,7 +303,7 @@ def _whole_window(equation: JaxprEqn, dim: int, indices: Flow) -> int:
     """Where a gather puts a dim of which it takes all."""
     params, numbers = equation.params, equation.params["dimension_numbers"]
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-    shape = equation.invars[0].aval.shape
+    shape = shape_of(equation.invars[0])
     picked = dim in gone or dim in numbers.start_index_map
     if picked or params["slice_sizes"][dim] != shape[dim] or indices.has_tokens:
         raise Mixed("gather from the tokens at hand")

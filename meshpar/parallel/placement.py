@@ -211,7 +211,7 @@ class Placement:
         )
 
     def sum_losses(self, values: Any, mesh_axes: tuple[str, ...] = TOKEN_AXES) -> Any:
-        """Loss and weights summed over the mesh axes that split tokens, or over more."""
+        """Loss and weights summed over what splits tokens, or over more mesh axes."""
         axes = self.large(mesh_axes)
         if not axes:
             return values

@@ -130,7 +130,9 @@ def check_sequences(model: Model, layout: Layout, batch: Mapping[str, Any]) -> N
         InputError: They do not divide into its chunks, and cannot be padded.
     """
     order = token_order(layout)
-    for name, array in batch.items() if order is not None else ():
+    if order is None:
+        return
+    for name, array in batch.items():
         for dim in sequence_dims(model, name, array):
             if array.shape[dim] % order.num_chunks:
                 _check_padded(model, order, name, dim, array.shape[dim])

@@ -135,7 +135,8 @@ def _variants(hops: Hops, chosen: tuple[int, ...]) -> tuple[np.ndarray, np.ndarr
     """The different lists of pairs, and which of them a (hop, rank) has."""
     most = max(hops._most(hop) for hop in chosen)
     lists: dict[bytes, int] = {}
-    arrays, index = [], np.zeros((len(chosen), hops.num_ranks), np.int32)
+    arrays: list[np.ndarray] = []
+    index = np.zeros((len(chosen), hops.num_ranks), np.int32)
     for row, hop in enumerate(chosen):
         for rank in range(hops.num_ranks):
             live = hops.live(hop, rank)

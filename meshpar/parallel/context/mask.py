@@ -76,7 +76,8 @@ def seen(
 
     Args:
         mask: What holds for all.
-        queries, keys: Of a tile.
+        queries: Of a tile.
+        keys: Of a tile.
         prefix: (batch,) tokens that each example begins with, where `mask.prefix`.
     """
     q, k = queries.positions[:, None], keys.positions[None]

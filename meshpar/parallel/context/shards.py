@@ -13,16 +13,24 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from meshpar.collectives import asked
+from meshpar.model.token_order import TokenOrder
 from meshpar.parallel.context.hops import Hops
 from meshpar.parallel.context.mask import Marks
-from meshpar.parallel.context.tiles import Keys, Queries, Running, attend, gradients
+from meshpar.parallel.context.tiles import (
+    Backward,
+    Keys,
+    Queries,
+    Running,
+    attend,
+    gradients,
+)
 
 # Dims: B batch, T tokens of a device, N heads, K kv heads, G heads for each, H
 # head_dim, P tiles, S tokens of a tile, R devices along the mesh axis.
@@ -110,7 +118,7 @@ def _backward(plan: Plan, kept: tuple, cotangents: tuple) -> tuple:
     def part(arrays: tuple) -> tuple:
         (q, dy, lse, delta, k, v), here = _held(arrays, known)
         queries = _queries(plan, q, here)._replace(
-            dy=dy, lse=lse[..., 0], delta=delta[..., 0]
+            backward=Backward(dy, lse[..., 0], delta[..., 0])
         )
         return run(plan.hops, queries, k, v, here)
 
@@ -234,11 +242,9 @@ def _gather_backward(
     dq = jnp.zeros(queries.q.shape, jnp.float32)
     total = tuple(jnp.zeros(x.shape, jnp.float32) for x in whole[:2])
     dq, total = _over_hops(hops, step, (dq, total), known)
-    assert hops.order is not None  # a mesh axis to scatter over
     with asked("context_scatter"):
         return dq, tuple(
-            lax.psum_scatter(x, hops.order.mesh_axis, scatter_dimension=0)
-            for x in total
+            lax.psum_scatter(x, _mesh_axis(hops), scatter_dimension=0) for x in total
         )
 
 
@@ -343,6 +349,10 @@ def _shift_both(hops: Hops, moved: tuple, distance: int) -> tuple:
 
 def _gather(hops: Hops, tree: Any) -> Any:
     """(ranks, ...) of all devices' arrays."""
-    assert hops.order is not None  # a mesh axis to gather over
     with asked("context_gather"):
-        return jax.tree.map(lambda x: lax.all_gather(x, hops.order.mesh_axis), tree)
+        return jax.tree.map(lambda x: lax.all_gather(x, _mesh_axis(hops)), tree)
+
+
+def _mesh_axis(hops: Hops) -> str:
+    """Where the devices that share the sequence lie; nothing moves on one alone."""
+    return cast(TokenOrder, hops.order).mesh_axis

@@ -11,13 +11,15 @@ loop. Reference: Milakov and Gimelshein 2018; Dao et al. 2022 (flash attention).
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from meshpar.parallel.context.mask import Marks, Mask, seen
+
+_Tree = TypeVar("_Tree")
 
 UNSEEN = -1e30
 """The log-sum-exp of no key: finite, so that nothing becomes NaN."""
@@ -58,13 +60,25 @@ class Running(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """Queries in tiles, and for the backward what is known of them."""
+    """Queries in tiles, PBKGTH, and for the backward what is known of them."""
 
     q: jax.Array
     marks: Marks
-    dy: jax.Array | None = None
-    lse: jax.Array | None = None
-    delta: jax.Array | None = None
+    backward: Backward | None = None
+
+
+class Backward(NamedTuple):
+    """What the backward knows of queries in tiles.
+
+    Args:
+        dy: PBKGTH, the gradient of the output.
+        lse: fp32 PBKGT, the log-sum-exp of all scores.
+        delta: fp32 PBKGT, `sum(dy y) - dlse`.
+    """
+
+    dy: jax.Array
+    lse: jax.Array
+    delta: jax.Array
 
 
 class Keys(NamedTuple):
@@ -136,12 +150,13 @@ def gradients(
     def body(found: tuple, pair: jax.Array) -> tuple[tuple, None]:
         dq, dk, dv = found
         one, other, here = _at(queries, pair[0]), _at(keys, pair[1]), pair[2] > 0
+        dy, lse, delta = cast(Backward, one.backward)
         scores, visible = _scores(mask, one, other, prefix, here)
-        p = jnp.where(visible, jnp.exp(scores - one.lse[..., None]), 0.0)
-        dp = _dot("BKGTH,BKSH->BKGTS", one.dy, other.v)
-        ds = p * (dp - one.delta[..., None]) * _scale(one.q)
+        p = jnp.where(visible, jnp.exp(scores - lse[..., None]), 0.0)
+        dp = _dot("BKGTH,BKSH->BKGTS", dy, other.v)
+        ds = p * (dp - delta[..., None]) * _scale(one.q)
         ds = ds.astype(one.q.dtype)
-        more_dv = _dot("BKGTS,BKGTH->BKSH", p.astype(one.dy.dtype), one.dy)
+        more_dv = _dot("BKGTS,BKGTH->BKSH", p.astype(dy.dtype), dy)
         more_dk = _dot("BKGTS,BKGTH->BKSH", ds, one.q)
         more_dq = _dot("BKGTS,BKSH->BKGTH", ds, other.k)
         return (
@@ -176,13 +191,13 @@ def _dot(dims: str, one: jax.Array, other: jax.Array) -> jax.Array:
     return jnp.einsum(dims, one, other, preferred_element_type=jnp.float32)
 
 
-def _at(tree: tuple, place: jax.Array) -> tuple:
+def _at(tree: _Tree, place: jax.Array) -> _Tree:
     return jax.tree.map(
         lambda x: lax.dynamic_index_in_dim(x, place, 0, keepdims=False), tree
     )
 
 
-def _put(tree: tuple, values: tuple, place: jax.Array) -> tuple:
+def _put(tree: _Tree, values: _Tree, place: jax.Array) -> _Tree:
     return jax.tree.map(
         lambda x, value: lax.dynamic_update_index_in_dim(x, value, place, 0),
         tree,

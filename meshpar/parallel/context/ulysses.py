@@ -42,7 +42,7 @@ def heads_here(
     times = _copies(heads, kv_heads, n)
     k, v = (jnp.repeat(x, times, axis=2) if times > 1 else x for x in (k, v))
     with asked("context_heads"):
-        return tuple(  # type: ignore[return-value]
+        return tuple(
             lax.all_to_all(x, order.mesh_axis, split_axis=2, concat_axis=1, tiled=True)
             for x in (q, k, v)
         )

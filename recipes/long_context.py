@@ -1,0 +1,140 @@
+"""Train on documents packed into sequences that no device holds whole.
+
+    python -m recipes.long_context
+    python -m recipes.long_context --layout context=4,tensor=2,attention=ulysses
+
+Scenes of Shakespeare's plays are documents: each row of a batch has several, and a
+token sees those of its own scene alone. Eight virtual CPU devices share each row of
+8,192 bytes. Before it trains, the recipe changes one token and counts the outputs that
+change: exactly the later ones of its document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import time
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+import optax
+
+import meshpar
+from meshpar.models.llama import LlamaConfig, llama
+from meshpar.recipes.texts import BYTE_VOCAB, SHAKESPEARE
+from meshpar.train.data import HostBatch, byte_tokens, read_texts
+
+_SCENE = re.compile(r"(?=^SCENE |^Scene )", re.MULTILINE)
+_PADDING = -1
+
+
+def main() -> None:
+    """Packs, probes and trains."""
+    args = _arguments()
+    meshpar.emulate(8)
+    model = llama(
+        LlamaConfig(
+            layers=2,
+            embed=64,
+            heads=8,
+            kv_heads=4,
+            ffn=128,
+            vocab=BYTE_VOCAB,
+            tied=True,
+        )
+    )
+    step = meshpar.make_train_step(model, optax.adam(3e-3), args.layout)
+    state = step.init(args.seed)
+    batches = packed_batches(scenes(), args.seq, args.rows, args.seed)
+    first = next(batches)
+    print(f"{args.layout}: {described(first)}")
+    print(f"one token changed: {probe(step, state, first)}")
+    for number in range(args.steps):
+        start = time.perf_counter()
+        state, metrics = jax.block_until_ready(step(state, next(batches)))
+        seconds = time.perf_counter() - start
+        print(f"step {number}: loss {float(metrics['loss']):.4f}, {seconds:.2f} s")
+
+
+def scenes() -> list[np.ndarray]:
+    """The scenes of all plays, as bytes."""
+    texts = read_texts(SHAKESPEARE).values()
+    return [byte_tokens(scene) for text in texts for scene in _SCENE.split(text)]
+
+
+def packed_batches(
+    documents: list[np.ndarray], seq: int, rows: int, seed: int
+) -> Iterator[HostBatch]:
+    """Batches of whole documents, as many in a row as fit; longer ones are cut."""
+    rng = np.random.default_rng(seed)
+    while True:
+        yield _stacked([_row(documents, seq, rng) for _ in range(rows)])
+
+
+def probe(step: meshpar.TrainStep, state: meshpar.TrainState, batch: HostBatch) -> str:
+    """Changes a token in the middle of the first document, and counts what follows.
+
+    Raises:
+        SystemExit: Other outputs change than the later ones of that document.
+    """
+    given = {name: batch[name] for name in ("tokens", "segment_ids")}
+    (places,) = np.nonzero(batch["segment_ids"][0] == 0)
+    at = int(places[len(places) // 2])
+    changed = batch["tokens"].copy()
+    changed[0, at] ^= 1
+    before, after = (
+        np.asarray(step.logits(state, {**given, "tokens": tokens}))
+        for tokens in (batch["tokens"], changed)
+    )
+    moved = np.argwhere((before != after).any(-1))
+    wanted = [(0, place) for place in range(at, int(places[-1]) + 1)]
+    if [tuple(place) for place in moved] != wanted:
+        sys.exit(f"{len(moved)} outputs changed, not the {len(wanted)} that follow")
+    return f"the {len(moved)} later outputs of its document changed, no other"
+
+
+def described(batch: HostBatch) -> str:
+    """What a batch holds, in words."""
+    segments = batch["segment_ids"]
+    rows, seq = segments.shape
+    packed = sum(len(set(row[row >= 0])) for row in segments)
+    share = (segments >= 0).mean()
+    return f"{rows} rows of {seq} tokens, {packed} documents, {share:.0%} filled"
+
+
+def _row(documents: list[np.ndarray], seq: int, rng: np.random.Generator) -> HostBatch:
+    tokens, targets = np.zeros((2, seq), np.int32)
+    segments = np.full(seq, _PADDING, np.int32)
+    start, number = 0, 0
+    while start < seq - 1:
+        document = documents[rng.integers(len(documents))][: seq // 2]
+        length = min(len(document) - 1, seq - start)
+        if length > 0:
+            here = slice(start, start + length)
+            tokens[here], targets[here] = document[:length], document[1 : length + 1]
+            segments[here] = number
+            start, number = start + length, number + 1
+    return dict(
+        tokens=tokens,
+        targets=targets,
+        weights=(segments >= 0).astype(np.float32),
+        segment_ids=segments,
+    )
+
+
+def _stacked(rows: list[HostBatch]) -> HostBatch:
+    return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layout", default="context=8")
+    for name, default in dict(seq=8192, rows=1, steps=10, seed=0).items():
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"({default})")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
