@@ -74,7 +74,7 @@ def tracing_scope(batch: Any, state: Params, **fields: Any) -> Scope:
 
 
 def traced_forward(
-    model: Model, batch: Any, *, rules: Any = None, head: bool = False
+    model: Model, batch: Any, *, rules: Any = None, head: bool = False, **fields: Any
 ) -> tuple[Any, ...]:
     """A model's forward with one layer of each group, and the shapes it takes.
 
@@ -83,11 +83,12 @@ def traced_forward(
         batch: Shapes of a batch.
         rules: What stands in the scope; None outside any mesh.
         head: Whether the head is run too.
+        fields: Of the scope, besides.
     """
 
     def once(params: tuple, state: tuple, batch: Any) -> Any:
         (ends, layers), (of_ends, states) = params, state
-        outside = tracing_scope(batch, of_ends, rules=rules)
+        outside = tracing_scope(batch, of_ends, rules=rules, **fields)
         x = model.embed(ends, outside.batch, outside)
         for group, layer, of_layer in zip(model.groups, layers, states, strict=True):
             x = x if group.enter is None else group.enter(ends, x, outside)
