@@ -77,7 +77,9 @@ def train(
     if "router" not in model.state.get("blocks", {}).get("mlp", {}):
         raise InputError(f"preset {preset!r} has no experts; choose tiny-moe")
     devices = jax.devices()[: layout.num_devices]
-    optimizer = optax.adamw(optax.warmup_cosine_decay_schedule(0, 3e-3, 20, num_steps))
+    warmup = min(20, num_steps - 1)
+    rate = optax.warmup_cosine_decay_schedule(0.0, 3e-3, warmup, max(num_steps, 2))
+    optimizer = optax.adamw(rate)
     step = make_train_step(model, optimizer, layout, devices=devices, max_grad_norm=1.0)
     tokens = read_tokens((), seq).train
     rng, state = np.random.default_rng(0), step.init(0)

@@ -1,21 +1,24 @@
 """Rows find their experts, in tiles and over devices, and no row is lost."""
 
+import functools
 import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from meshpar import InputError, Layout, Scope, default_rules, make_mesh
+from meshpar import InputError, Layout, Scope, default_rules, make_mesh, make_train_step
 from meshpar.layout import BATCH_AXES
 from meshpar.models.layers.router import Router, RouterConfig
 from meshpar.parallel.expert import tiles
 from meshpar.parallel.expert.experts import routed_mlp
 from meshpar.parallel.expert.routes import most_for_one, routes_of, sent, slots
 from tests.marks import slow
+from tests.zoo.experts import SOFT_EXPERTS
 
 EXPERTS, TOP_K, EMBED, HIDDEN, BATCH, SEQ = 8, 2, 12, 8, 8, 8
 RNG = np.random.default_rng(0)
@@ -41,6 +44,12 @@ LOADS = {
     "all to two experts, none to the others": np.broadcast_to(
         np.array([5, 4], np.int32), (BATCH, SEQ, TOP_K)
     ),
+    # Over `data` groups of devices then need other numbers of rounds.
+    "half of the batch to two experts": np.where(
+        np.arange(BATCH)[:, None, None] < BATCH // 2,
+        np.array([1, 0], np.int32),
+        spread(),
+    ).astype(np.int32),
     "some dropped": dropped(),
     "all dropped": np.full((BATCH, SEQ, TOP_K), EXPERTS, np.int32),
 }
@@ -248,3 +257,15 @@ def test_experts_that_lie_otherwise_than_the_rules_say_are_refused():
             Scope(),
             num_experts=9,
         )
+
+
+def test_a_block_that_keeps_its_tokens_from_other_devices_experts_is_refused():
+    step = functools.partial(
+        make_train_step,
+        SOFT_EXPERTS.model(2),
+        optax.sgd(1.0),
+        "expert=2",
+        devices=jax.devices()[:2],
+    )
+    with pytest.raises(InputError, match="expert=2 splits experts, but no block sends"):
+        step()

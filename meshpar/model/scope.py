@@ -45,6 +45,7 @@ class Scope:
         num_microbatches: Parts that the batch of a device is run in, one by one.
         platform: Kind of device the program is for: `cpu`, `gpu` or `tpu`.
         batch_sums: Where `batch_sum` notes that it is called; None for nowhere.
+        exchanges: Where what sends tokens to their experts notes it; None for nowhere.
     """
 
     rules: Rules | None = None
@@ -61,6 +62,7 @@ class Scope:
     num_microbatches: int = 1
     platform: str = "cpu"
     batch_sums: list[str] | None = field(default=None, repr=False)
+    exchanges: list[str] | None = field(default=None, repr=False)
 
     def constrain(self, x: jax.Array, logical_axes: LogicalAxes) -> jax.Array:
         """`x` laid out by the rules (`Rules.constrain`); `x` itself outside a mesh."""

@@ -20,7 +20,6 @@ from meshpar.model.inputs import (
 )
 from meshpar.model.parameter import Params, is_parameter
 from meshpar.model.scope import Scope
-from meshpar.model.token_order import TokenOrder
 
 
 def batch_shapes(
@@ -75,12 +74,7 @@ def tracing_scope(batch: Any, state: Params, **fields: Any) -> Scope:
 
 
 def traced_forward(
-    model: Model,
-    batch: Any,
-    *,
-    rules: Any = None,
-    head: bool = False,
-    order: TokenOrder | None = None,
+    model: Model, batch: Any, *, rules: Any = None, head: bool = False, **fields: Any
 ) -> tuple[Any, ...]:
     """A model's forward with one layer of each group, and the shapes it takes.
 
@@ -89,12 +83,12 @@ def traced_forward(
         batch: Shapes of a batch.
         rules: What stands in the scope; None outside any mesh.
         head: Whether the head is run too.
-        order: What stands in the scope for a split sequence.
+        fields: Of the scope, besides.
     """
 
     def once(params: tuple, state: tuple, batch: Any) -> Any:
         (ends, layers), (of_ends, states) = params, state
-        outside = tracing_scope(batch, of_ends, rules=rules, order=order)
+        outside = tracing_scope(batch, of_ends, rules=rules, **fields)
         x = model.embed(ends, outside.batch, outside)
         for group, layer, of_layer in zip(model.groups, layers, states, strict=True):
             x = x if group.enter is None else group.enter(ends, x, outside)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from numbers import Real
 
+import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from meshpar.errors import InputError
 from meshpar.layout import BATCH_AXES, ZERO_AXES, Layout
 from meshpar.mesh import platform_of
 from meshpar.model.contract import Model
+from meshpar.model.tracing import traced_batch, traced_forward, tracing
 from meshpar.parallel.placement import DTYPES
 from meshpar.parallel.remat import HOST_MEMORY
 from meshpar.parallel.storage import split_axes_of
@@ -122,16 +124,36 @@ def rule_refusals(rules: Rules, layout: Layout) -> Iterator[tuple[str, RuleError
 
 
 def experts_refusal(model: Model, layout: Layout) -> str | None:
-    """Why a layout's `expert` does not suit a model; None if it does."""
-    if layout.expert == 1 or any(
-        "experts" in one.logical_axes for one in model.flat_parameters().values()
-    ):
+    """Why a layout's `expert` does not suit a model; None if it does.
+
+    Raises:
+        InputError: A model with experts cannot be traced on a batch of one token.
+    """
+    if layout.expert == 1:
         return None
-    return (
-        f"layout {str(layout)!r}: expert={layout.expert} splits experts, but no "
-        "parameter of the model has the logical axis 'experts'; set expert=1, and give "
-        "'data' or 'fsdp' its devices"
-    )
+    asked = f"layout {str(layout)!r}: expert={layout.expert} splits experts, but no "
+    parameters = model.flat_parameters().values()
+    if not any("experts" in one.logical_axes for one in parameters):
+        return (
+            f"{asked}parameter of the model has the logical axis 'experts'; set "
+            "expert=1, and give 'data' or 'fsdp' its devices"
+        )
+    if not _sends_tokens(model):
+        return (
+            f"{asked}block sends its tokens to them, so that each would see its "
+            "device's experts alone; call "
+            "meshpar.parallel.expert.experts.routed_mlp, or set expert=1"
+        )
+    return None
+
+
+def _sends_tokens(model: Model) -> bool:
+    """Whether a block sends tokens to their experts."""
+    seen: list[str] = []
+    with tracing("whether a block sends tokens to its experts cannot be found"):
+        once, *shapes = traced_forward(model, traced_batch(model, 1, 1), exchanges=seen)
+        jax.eval_shape(once, *shapes)
+    return bool(seen)
 
 
 def refuse_schedule(layout: Layout) -> None:

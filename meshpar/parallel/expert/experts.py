@@ -97,6 +97,8 @@ def routed_mlp(
     Raises:
         InputError: The experts do not lie as the rules say.
     """
+    if scope.exchanges is not None:
+        scope.exchanges.append("routed_mlp")
     batch, seq, choices = experts.shape
     shapes = (gate_up.shape, down.shape)
     static = _static(shapes, scope, num_experts, batch * seq, choices, most_rows)
