@@ -148,6 +148,12 @@ def print_look(
     )
 
 
+def print_waits(console: Console, done: int, line: str | None) -> None:
+    """Says who waits for data, where somebody does."""
+    if line:
+        console.print(f"step {done}: {line}", highlight=False, markup=False)
+
+
 def print_results(console: Console, loss: float, texts: Texts) -> None:
     """The validation loss beside two baselines of the same text."""
     pair = (texts.train, texts.validation, BYTE_VOCAB)
