@@ -63,6 +63,7 @@ from meshpar.train.data import TokenWindows, padded_batches, shuffled_batches
 from meshpar.train.faults import BadStepError, StepWatch
 from meshpar.train.interrupt import StopRequest
 from meshpar.train.metrics import cut_rows
+from meshpar.train.replay import replay
 from meshpar.train.sample import sample_tokens
 from meshpar.train.watchdog import Watchdog
 
@@ -258,6 +259,8 @@ def train(
             asked = time.perf_counter()
             batch = batch_of(number - first)
             data_s = time.perf_counter() - asked
+            if config.replay_every and number and number % config.replay_every == 0:
+                check_replay(run, state, batch, number)
             state, row = timed_step(run.step, state, batch)
             is_over, waited = after_step(run.processes, stop, data_s)
             told = {"learning_rate": learning_rate, **use.row(row["step_s"])}
@@ -288,6 +291,23 @@ def train(
             if is_over:
                 break
     return state
+
+
+def check_replay(
+    run: Run, state: TrainState, batch: dict[str, np.ndarray], number: int
+) -> None:
+    """Computes a step's gradients twice; other bits are a bad step.
+
+    Raises:
+        BadStepError: They differ, and `on_bad_step` is not to go on.
+    """
+    found = run.processes.gather(replay(run.step, state, batch))
+    told = next(filter(None, found), None)
+    if told is None:
+        return
+    if run.config.on_bad_step != "skip":
+        raise BadStepError(number, told)
+    report.print_replay(run.console, number, told)
 
 
 def save(run: Run, state: TrainState, done: int) -> None:
