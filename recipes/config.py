@@ -22,7 +22,7 @@ _AT_LEAST_ONE = (
 )
 _AT_LEAST_ZERO = (
     *("seed", "sample_tokens", "bubble_rounds", "emulate", "process_id"),
-    "hang_timeout",
+    *("hang_timeout", "replay_every"),
 )
 _OR_NONE = (
     *("stop_after", "decay_steps", "keep_every", "num_processes", "process_id"),
@@ -70,6 +70,8 @@ class RunConfig:
         spike: With rollback or stop: a loss above this many times the median of the
             last 32 is bad too.
         rollback_steps: Steps at least by which a rollback goes back.
+        replay_every: Steps between those whose gradients are computed twice and
+            compared bit by bit, which finds devices that miscalculate; 0 for none.
         hang_timeout: Seconds without a step after which all processes write their
             stacks and end; 0 waits for ever.
         sample_tokens: Bytes to write at the end.
@@ -115,6 +117,7 @@ class RunConfig:
     on_bad_step: Literal["skip", "rollback", "stop"] = "skip"
     spike: float | None = None
     rollback_steps: int = 1
+    replay_every: int = 0
     hang_timeout: int = 1800
     sample_tokens: int = 160
     bubble_rounds: int = 5

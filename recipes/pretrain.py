@@ -32,6 +32,7 @@ from meshpar.recipes import config_file, report
 from meshpar.recipes.bubble import measured_bubble, predicted_bubble
 from meshpar.recipes.command import main
 from meshpar.recipes.config import RunConfig
+from meshpar.recipes.data_waits import DataWaits
 from meshpar.recipes.joined import agreed, join
 from meshpar.recipes.metrics import (
     MetricsLog,
@@ -62,6 +63,7 @@ from meshpar.train.data import TokenWindows, padded_batches, shuffled_batches
 from meshpar.train.faults import BadStepError, StepWatch
 from meshpar.train.interrupt import StopRequest
 from meshpar.train.metrics import cut_rows
+from meshpar.train.replay import replay
 from meshpar.train.sample import sample_tokens
 from meshpar.train.watchdog import Watchdog
 
@@ -243,6 +245,7 @@ def train(
     use = Utilization(run.step, global_batch=config.global_batch, seq=config.seq)
     skipped = float(state.skipped)
     last = min(config.steps, config.stop_after or config.steps)
+    waits = DataWaits(hosts=run.processes.hosts)
     watch = StepWatch(config.on_bad_step, spike=config.spike)
     with (
         report.progress_bar(run.console) as progress,
@@ -253,8 +256,15 @@ def train(
         )
         for number in range(first, last):
             learning_rate = float(rate_of(number - skipped))
-            state, row = timed_step(run.step, state, batch_of(number - first))
+            asked = time.perf_counter()
+            batch = batch_of(number - first)
+            data_s = time.perf_counter() - asked
+            if config.replay_every and number and number % config.replay_every == 0:
+                check_replay(run, state, batch, number)
+            state, row = timed_step(run.step, state, batch)
+            is_over, waited = after_step(run.processes, stop, data_s)
             told = {"learning_rate": learning_rate, **use.row(row["step_s"])}
+            told["data_s"] = waits.note(row["step_s"], waited)
             log.write(step=number, **row, **told)
             if row["skipped"] > skipped:
                 report.print_skipped(progress.console, number, row)
@@ -273,13 +283,31 @@ def train(
                 loss = validate(run, state, QUICK_BATCHES)
                 log.write(step=number, validation_loss=loss)
                 report.print_look(progress.console, done, row, loss)
+                report.print_waits(progress.console, done, waits.line())
                 progress.update(task, description="training")
             if done % config.save_every == 0:
                 save(run, state, done)
             watchdog.step_done()
-            if stop_requested(run.processes, stop):
+            if is_over:
                 break
     return state
+
+
+def check_replay(
+    run: Run, state: TrainState, batch: dict[str, np.ndarray], number: int
+) -> None:
+    """Computes a step's gradients twice; other bits are a bad step.
+
+    Raises:
+        BadStepError: They differ, and `on_bad_step` is not to go on.
+    """
+    found = run.processes.gather(replay(run.step, state, batch))
+    told = next(filter(None, found), None)
+    if told is None:
+        return
+    if run.config.on_bad_step != "skip":
+        raise BadStepError(number, told)
+    report.print_replay(run.console, number, told)
 
 
 def save(run: Run, state: TrainState, done: int) -> None:
@@ -291,12 +319,21 @@ def save(run: Run, state: TrainState, done: int) -> None:
         run.checkpoints.save(state, run.description(done), wait=False)
 
 
-def stop_requested(processes: Processes, stop: StopRequest) -> bool:
-    """Whether any process is to stop: then all do, after the same step."""
-    signals = [one for one in processes.gather(stop.signal) if one is not None]
-    if signals and stop.signal is None:
-        stop.signal = signals[0]
-    return bool(signals)
+def after_step(
+    processes: Processes, stop: StopRequest, data_s: float
+) -> tuple[bool, list[float]]:
+    """Whether any process is to stop, so that all do, and how long each waited.
+
+    Args:
+        processes: Which tell one another.
+        stop: This one's.
+        data_s: For how long this one waited for its batch.
+    """
+    signals, waited = zip(*processes.gather([stop.signal, data_s]), strict=True)
+    noted = [one for one in signals if one is not None]
+    if noted and stop.signal is None:
+        stop.signal = noted[0]
+    return bool(noted), list(waited)
 
 
 def batches_of(run: Run) -> Any:

@@ -57,6 +57,12 @@ def print_rolled_back(
     console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
+def print_replay(console: Console, number: int, told: str) -> None:
+    """Says that a device miscalculates, and that the run goes on all the same."""
+    line = f"step {number}: {told}; the run goes on, as on_bad_step is skip"
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
 def print_not_saved(console: Console, error: Exception) -> None:
     """Says that a checkpoint is missing, and that the run goes on."""
     line = f"{error}; the run goes on, and the checkpoint before stays"
@@ -146,6 +152,12 @@ def print_look(
         f"step {done}: loss {row['loss']:.4f}, {row['tokens_per_s']:,.0f} tokens/s, "
         f"validation {validation_loss:.4f}"
     )
+
+
+def print_waits(console: Console, done: int, line: str | None) -> None:
+    """Says who waits for data, where somebody does."""
+    if line:
+        console.print(f"step {done}: {line}", highlight=False, markup=False)
 
 
 def print_results(console: Console, loss: float, texts: Texts) -> None:

@@ -273,6 +273,24 @@ def test_a_process_that_dies_ends_the_others_with_one_line(dead, three, capsys):
     assert f"process {dead} on " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("error", "status"), [(InputError("no such text"), 2), (OSError("broken"), 75)]
+)
+def test_a_process_that_fails_alone_ends_the_others_with_its_reason(
+    error, status, three, capsys
+):
+    processes, ended = three
+    with pytest.raises(type(error)), processes[1]:
+        raise error
+    deadline = time.monotonic() + 10
+    while {0, 2} - ended.keys() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert ended == {0: status, 2: status}
+    told = capsys.readouterr().err
+    assert told.count(f"process 1 on {processes[1].hosts[1]} has ended: {error}") == 2
+    assert ("--resume auto" in told) == (status == 75)
+
+
 def test_a_process_that_is_silent_is_lost(three):
     processes, ended = three
     processes[2]._is_closed.set()  # Its beat stops, and its connections stay.

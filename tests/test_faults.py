@@ -3,14 +3,19 @@
 import subprocess
 import sys
 
+import jax
 import numpy as np
+import optax
 import pytest
 
+import meshpar
 from meshpar import InputError
+from meshpar.models.presets import build
 from meshpar.recipes import pretrain
 from meshpar.recipes.config import RunConfig
 from meshpar.train.checkpoint import CheckpointError, Checkpoints
 from meshpar.train.faults import BadStepError, StepWatch
+from meshpar.train.replay import replay
 from tests.conftest import rows
 
 SMALL = dict(preset="test", model="vocab=256", seq=16, global_batch=8, sample_tokens=1)
@@ -160,6 +165,61 @@ def test_resume_auto_begins_where_there_is_no_checkpoint_and_passes_a_damaged_on
     losses = rows(config.metrics_path, "loss")
     np.testing.assert_allclose(losses[:2], whole, rtol=1e-6)
     assert rows(config.metrics_path, "step") == [0, 1, 2, 2]
+
+
+@pytest.fixture(scope="module")
+def half_split():
+    """A step, its state and a batch, of arrays that are split and that are not."""
+    step = meshpar.make_train_step(build("test"), optax.adam(1e-3), "data=4,tensor=2")
+    tokens = np.random.default_rng(0).integers(0, 64, (4, 9))
+    batch = dict(tokens=tokens[:, :-1], targets=tokens[:, 1:])
+    batch["weights"] = np.ones((4, 8), np.float32)
+    return step, step.init(0), batch
+
+
+def test_sound_devices_give_the_same_bits_twice(half_split):
+    assert replay(*half_split) is None
+
+
+def test_one_bit_on_one_device_is_found_there(half_split, monkeypatch):
+    step, state, batch = half_split
+    plain, calls = step.loss_and_gradients, []
+
+    def second_is_wrong(state, batch):
+        loss, gradients = plain(state, batch)
+        calls.append(loss)
+        if len(calls) == 2:
+            array = gradients["final_norm"]["scale"]
+            shards = [np.array(shard.data) for shard in array.addressable_shards]
+            shards[3].view(np.uint32)[5] ^= 1
+            placed = [
+                jax.device_put(values, shard.device)
+                for values, shard in zip(shards, array.addressable_shards, strict=True)
+            ]
+            gradients["final_norm"]["scale"] = jax.make_array_from_single_device_arrays(
+                array.shape, array.sharding, placed
+            )
+        return loss, gradients
+
+    monkeypatch.setattr(step, "loss_and_gradients", second_is_wrong)
+    device = step.mesh.devices.flat[3]
+    found = replay(step, state, batch)
+    assert found == (
+        f"computed twice, gradients.final_norm.scale is not the same on {device}"
+    )
+
+
+@pytest.mark.parametrize("policy", ["skip", "stop"])
+def test_a_replay_that_differs_is_a_bad_step(policy, small, monkeypatch, capsys):
+    found = iter([None, "computed twice, x is not the same on cpu:3", None])
+    monkeypatch.setattr(pretrain, "replay", lambda *args: next(found))
+    config = small(steps=5, replay_every=2, on_bad_step=policy)
+    if policy == "stop":
+        with pytest.raises(BadStepError, match="step 4: computed twice, x is not the"):
+            pretrain.pretrain(config)
+    else:
+        assert pretrain.pretrain(config).steps_done == 5
+        assert "step 4: computed twice, x is not the same" in capsys.readouterr().out
 
 
 HANG = """

@@ -26,7 +26,7 @@ SMALL = RunConfig(
 )
 KEYS = {
     *("step", "loss", "grad_norm", "tokens_per_s", "step_s", "skipped"),
-    *("learning_rate", "mfu", "memory_bytes", "host_memory_bytes"),
+    *("data_s", "learning_rate", "mfu", "memory_bytes", "host_memory_bytes"),
 }
 
 

@@ -20,6 +20,9 @@ from meshpar.errors import InputError
 _GRACE_S = 2.0
 """Between the news that another has failed and the end: this one may fail alike."""
 
+_BAD_INPUT = 2
+"""Status of what a new start would not mend."""
+
 _LINGER_S = 4.0
 """For others to end before process 0 does, whose end JAX tells by a stack trace."""
 
@@ -122,12 +125,16 @@ class Processes:
             return
         if with_stacks:
             faulthandler.dump_traceback(file=2, all_threads=True)
-        self._lose(what, _GRACE_S)
+        self._lose(what, grace_s=_GRACE_S)
 
-    def close(self, reason: str | None = None) -> None:
+    def close(self, reason: str | None = None, *, status: int = LOST) -> None:
         """Leaves the others: all at the same point, or for a `reason` that ends them.
 
         Without one JAX's own service is left too, which waits for all.
+
+        Args:
+            reason: What has gone wrong here.
+            status: Exit status of the others, that a new start may do better or not.
         """
         if self._roll is None or self._is_closed.is_set():
             return
@@ -137,7 +144,7 @@ class Processes:
         self._is_closed.set()
         for lines in self._peers.values():
             with contextlib.suppress(OSError):
-                lines.send(left=reason)
+                lines.send(left=reason, status=status)
         if reason is None and self._lost is None:
             import jax
 
@@ -177,8 +184,9 @@ class Processes:
             self._wait_for_news()
         if self._lost and not is_own:  # What this process fails of, in most cases.
             self._is_closed.set()
-            self._end_of(self._lost)
-        self.close(" ".join(str(error).split()) or type(error).__name__)
+            self._end_of(self._lost, LOST)
+        reason = " ".join(str(error).split()) or type(error).__name__
+        self.close(reason, status=_BAD_INPUT if is_own else LOST)
 
     def _wait_for_news(self) -> None:
         """A lost process breaks collectives at once, and is known a little later."""
@@ -188,7 +196,7 @@ class Processes:
 
     def _listen(self, process: int, lines: Lines) -> None:
         """Takes what one process sends until it leaves or is lost."""
-        why, grace_s = "has ended without a word: killed, or its machine is gone", 0.0
+        why, end = "has ended without a word: killed, or its machine is gone", {}
         while True:
             try:
                 message = lines.receive()
@@ -198,7 +206,8 @@ class Processes:
                 break
             self._heard[process] = time.monotonic()
             if message.get("left"):
-                why, grace_s = f"has ended: {message['left']}", _GRACE_S
+                why = f"has ended: {message['left']}"
+                end = {"grace_s": _GRACE_S, "status": message["status"]}
                 break
             if "left" in message:
                 self._left.add(process)
@@ -207,7 +216,7 @@ class Processes:
                     self._tell(**message)
                 self._end_together(message["ended"], message["with_stacks"])
             if "lost" in message:
-                self._lose(message["lost"], message["grace_s"])
+                self._lose(message["lost"], message["grace_s"], message["status"])
             if "values" in message:
                 with self._changed:
                     self._gathered[message["number"]] = message["values"]
@@ -218,7 +227,7 @@ class Processes:
             self._gone.add(process)
             self._changed.notify_all()
         if process not in self._left:
-            self._lose(f"process {process} on {self.hosts[process]} {why}", grace_s)
+            self._lose(f"process {process} on {self.hosts[process]} {why}", **end)
 
     def _take(self, process: int, number: int, value: Any) -> None:
         """Process 0 collects a value of each, and sends all to all."""
@@ -247,12 +256,11 @@ class Processes:
                 if process not in self._left and now - heard > self.heartbeat_s:
                     self._lose(
                         f"process {process} on {self.hosts[process]} was not heard of "
-                        f"for {now - heard:.0f} s",
-                        grace_s=0.0,
+                        f"for {now - heard:.0f} s"
                     )
                     return
 
-    def _lose(self, what: str, grace_s: float) -> None:
+    def _lose(self, what: str, grace_s: float = 0.0, status: int = LOST) -> None:
         """Tells all what is lost, and ends this process."""
         with self._changed:
             if self._lost or self._is_closed.is_set():
@@ -260,19 +268,18 @@ class Processes:
             self._lost = what
             self._changed.notify_all()
         if self.is_first:
-            self._tell(lost=what, grace_s=grace_s)
+            self._tell(lost=what, grace_s=grace_s, status=status)
         if not self._is_closed.wait(grace_s):
-            self._end_of(what)
+            self._end_of(what, status)
 
-    def _end_of(self, what: str) -> None:
-        print(
-            f"meshpar: {what}; process {self.process_id} ends: start all again, with "
-            "--resume auto to go on from the newest checkpoint",
-            file=sys.stderr,
-            flush=True,
-        )
+    def _end_of(self, what: str, status: int) -> None:
+        line = f"meshpar: {what}; process {self.process_id} ends"
+        if status == LOST:
+            line += ": start all again, with --resume auto to go on from the newest "
+            line += "checkpoint"
+        print(line, file=sys.stderr, flush=True)
         self._linger()
-        self._end(LOST)
+        self._end(status)
 
     def _linger(self) -> None:
         if self._roll is not None and self.is_first:
