@@ -1,4 +1,4 @@
-"""Killed at any moment or stalled, a run loses nothing that it had saved."""
+"""Killed at any moment, stalled or without its disk, a run loses nothing it saved."""
 
 import random
 import signal
