@@ -45,6 +45,8 @@ ASKED = {
     ),
     "context_gather": ("all-gather", "keys and values of the whole sequence"),
     "context_scatter": ("reduce-scatter", "gradients of gathered keys and values"),
+    "sequence_gather": ("all-gather", "choices of tokens, of the whole sequence"),
+    "sequence_sum": ("all-reduce", "counts over a split sequence"),
     "context_heads": ("all-to-all", "a split sequence for split heads, or back"),
     "token_sum": ("all-reduce", "loss and table's gradient over a split sequence"),
 }

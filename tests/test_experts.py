@@ -188,7 +188,7 @@ def chosen(config, logits):
     with nnx.use_eager_sharding(False):
         router = Router(logits.shape[-1], config, init_std=0.02, rngs=nnx.Rngs(0))
     router.scores[...] = jnp.eye(logits.shape[-1])
-    return router, *router(jnp.asarray(logits, jnp.float32))
+    return router, *router(jnp.asarray(logits, jnp.float32), Scope())
 
 
 def test_an_expert_takes_first_choices_first_then_earlier_tokens():
@@ -211,7 +211,7 @@ def test_a_bias_moves_the_choice_and_not_the_weights_and_goes_to_the_idle():
     assert router.bias[...].tolist() == [-0.25, 0.25, 0.25]
     assert router.tokens[...].tolist() == [3.0, 0.0, 0.0]
     router.update(sums)
-    experts, weights, _ = router(jnp.asarray(logits, jnp.float32))
+    experts, weights, _ = router(jnp.asarray(logits, jnp.float32), Scope())
     assert experts.ravel().tolist() == [1, 1, 1]
     np.testing.assert_allclose(weights.ravel(), jax.nn.softmax(logits[0, 0])[1])
 

@@ -105,6 +105,9 @@ def trained(name, line):
 CASES = [
     ("dropless", "expert=4"),
     ("capacity", "data=2,expert=2"),
+    ("capacity", "data=2,context=2,expert=2"),
+    slow("dropless", "stage=2,context=2,expert=2,microbatches=2"),
+    slow("dropless", "context=4,expert=2,attention=ulysses"),
     slow("dropless", "expert=8"),
     slow("sigmoid in groups, shared", "expert=2,tensor=2"),
     slow("all experts", "fsdp=2,expert=2"),

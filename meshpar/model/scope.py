@@ -234,6 +234,45 @@ class Scope:
         with asked("batch_sum"):
             return lax.psum(x, self.batch_axes)
 
+    def sequence_sum(self, x: jax.Array) -> jax.Array:
+        """`x` summed over the devices that share the tokens of each example.
+
+        One all-reduce of `x` over the mesh axis that splits sequences, and of its
+        gradient in the backward. What it gives is alike on all of them: what is linear
+        in a sum over the tokens at hand may be multiplied by it and stays a part.
+
+        Args:
+            x: A sum over the tokens at hand.
+        """
+        if self.order is None:
+            return x
+        if self.order.probing:
+            return jnp.zeros_like(x)
+        with asked("sequence_sum"):
+            return lax.psum(x, self.order.mesh_axis)
+
+    def over_sequence(
+        self, function: Callable[[jax.Array], jax.Array], x: jax.Array
+    ) -> jax.Array:
+        """`function` of whole sequences, and of its result the tokens at hand.
+
+        One all-gather of `x` over the mesh axis that splits sequences.
+
+        Args:
+            function: (batch, seq, ...) -> (batch, seq, ...), in the sequence's order.
+            x: (batch, tokens at hand, ...).
+        """
+        order = self.order
+        if order is None:
+            return function(x)
+        if order.probing:
+            y = function(jnp.zeros_like(x))
+            places = order.probe.reshape(1, -1, *(1,) * (y.ndim - 2))
+            return jnp.broadcast_to(places, y.shape).astype(y.dtype)
+        with asked("sequence_gather"):
+            ranks = lax.all_gather(x, order.mesh_axis)
+        return order.own(function(order.natural(ranks, 1)), 1)
+
     def at_layer(self, layer: jax.Array | int, state: Any = None) -> Scope:
         """This scope inside block `layer`, with that layer's state."""
         return replace(self, layer=layer, state={} if state is None else state)

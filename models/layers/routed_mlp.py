@@ -64,7 +64,7 @@ class RoutedMLP(nnx.Module):
         """(batch, seq, embed) -> the same, before it is constrained, and sums."""
         config = self.router.config
         whole = scope.constrain(x, _WHOLE)
-        experts, weights, sums = self.router(whole)
+        experts, weights, sums = self.router(whole, scope)
         y = routed_mlp(
             whole,
             experts,
@@ -73,13 +73,13 @@ class RoutedMLP(nnx.Module):
             self.down[...],
             scope,
             num_experts=config.experts,
-            most_rows=_most_rows(config, *x.shape[:2]),
+            most_rows=_most_rows(config, *x.shape[:2], scope),
         )
         if self.shared is not None:
             y = y + self.shared(x, scope)
         return y, sums
 
 
-def _most_rows(config: RouterConfig, batch: int, seq: int) -> int | None:
-    capacity = config.capacity(seq)
-    return None if capacity is None else batch * capacity
+def _most_rows(config: RouterConfig, batch: int, seq: int, scope: Scope) -> int | None:
+    capacity = config.capacity(scope.seq_length(seq))
+    return None if capacity is None else batch * min(capacity, seq)

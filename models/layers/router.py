@@ -6,6 +6,7 @@ its example's too. So no layout and no microbatch changes them.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Literal
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from meshpar import InputError
+from meshpar import InputError, Scope
 from meshpar.model.sums import Sums
 from meshpar.models.field_types import check_field_types, check_sizes
 
@@ -117,7 +118,7 @@ class Router(nnx.Module):
         self.bias = nnx.Variable(zeros) if config.bias_rate else None
         self.tokens = nnx.Variable(zeros)
 
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array, Sums]:
+    def __call__(self, x: jax.Array, scope: Scope) -> tuple[jax.Array, jax.Array, Sums]:
         """Tokens (batch, seq, embed) -> experts, weights, and sums.
 
         Returns:
@@ -137,8 +138,8 @@ class Router(nnx.Module):
         weights = jnp.take_along_axis(scores, experts, axis=-1)
         if config.normalised:
             weights = weights / jnp.maximum(weights.sum(-1, keepdims=True), 1e-20)
-        sums = _sums(logits, scores, experts, config)
-        kept = _within_capacity(experts, config)
+        sums = _sums(logits, scores, experts, config, scope)
+        kept = _kept(experts, config, scope)
         sums["dropped"] = jnp.sum(~kept, dtype=jnp.float32)
         experts = jnp.where(kept, experts, config.experts)
         return experts, jnp.where(kept, weights, 0.0) * config.scale, sums
@@ -179,7 +180,11 @@ def _of_best_groups(scores: jax.Array, config: RouterConfig) -> jax.Array:
 
 
 def _sums(
-    logits: jax.Array, scores: jax.Array, experts: jax.Array, config: RouterConfig
+    logits: jax.Array,
+    scores: jax.Array,
+    experts: jax.Array,
+    config: RouterConfig,
+    scope: Scope,
 ) -> Sums:
     """Auxiliary losses over the tokens, and each expert's tokens.
 
@@ -188,17 +193,26 @@ def _sums(
     al. 2022, equation 4, of each example as in DeepSeek-AI 2024, equation 17);
     `router_z` is the sum of `logsumexp(logits)^2` (Zoph et al. 2022, equation 5).
     """
-    seq = experts.shape[1]
+    seq = scope.seq_length(experts.shape[1])
     hits = experts[..., None] == jnp.arange(config.experts)
     tokens_BE = jnp.sum(hits, axis=(1, 2), dtype=jnp.float32)
     shares = scores / jnp.sum(scores, axis=-1, keepdims=True)
-    mean_BE = shares.mean(axis=1)
-    even = tokens_BE / (seq * config.top_k) * mean_BE * config.experts * seq
+    mean_BE = shares.sum(axis=1) / seq
+    of_sequence_BE = scope.sequence_sum(lax.stop_gradient(tokens_BE))
+    even = of_sequence_BE / (seq * config.top_k) * mean_BE * config.experts * seq
     return {
         "load_balance": jnp.sum(even),
         "router_z": jnp.sum(jax.nn.logsumexp(logits, axis=-1) ** 2),
         "expert_tokens": tokens_BE.sum(axis=0),
     }
+
+
+def _kept(experts: jax.Array, config: RouterConfig, scope: Scope) -> jax.Array:
+    """Whether each assignment is within its expert's capacity, if there is one."""
+    if config.capacity_factor == 0:
+        return jnp.ones(experts.shape, bool)
+    within = functools.partial(_within_capacity, config=config)
+    return scope.over_sequence(within, experts)
 
 
 def _within_capacity(experts: jax.Array, config: RouterConfig) -> jax.Array:
@@ -207,8 +221,6 @@ def _within_capacity(experts: jax.Array, config: RouterConfig) -> jax.Array:
     First choices of all tokens come before all second ones.
     """
     capacity = config.capacity(experts.shape[1])
-    if capacity is None:
-        return jnp.ones(experts.shape, bool)
 
     def of_example(experts_TK: jax.Array) -> jax.Array:
         flat = experts_TK.T.reshape(-1)
