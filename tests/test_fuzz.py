@@ -38,8 +38,8 @@ BUILT |= {"zero", "zero_axes", "fsdp_gather", "optimizer_memory", "param_dtype"}
 
 @pytest.fixture(scope="module")
 def drawn():
-    """Ninety cases; none is run."""
-    return draw_cases(90, 0, CHOICES, jax.devices())
+    """Many cases; none is run."""
+    return draw_cases(120, 0, CHOICES, jax.devices())
 
 
 def status_of(argv):

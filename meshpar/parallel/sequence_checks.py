@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -72,6 +73,7 @@ def _check_heads(model: Model, layout: Layout, rules: Rules) -> None:
                 )
 
 
+@functools.lru_cache(maxsize=32)
 def check_token_wise(model: Model) -> None:
     """Refuses a model whose functions mix tokens otherwise than by attention.
 

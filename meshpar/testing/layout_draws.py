@@ -54,13 +54,12 @@ DRAWS: dict[str, Draw] = {
     "execution": Draw(("uniform", "divergent"), beside=("stage",)),
     "zero": Draw((3, 3, 0, 1, 2), beside=("fsdp", "data")),
     "zero_axes": Draw(
-        (
-            *((), (), ("data",), ("fsdp",), ("data", "fsdp")),
-            *(("context",), ("fsdp", "context")),
-        ),
+        ((), (), (), ("data",), ("fsdp",), ("data", "fsdp"), ("context",)),
         beside=("fsdp",),
     ),
-    "fsdp_gather": Draw(("step", "microbatch"), ("fsdp",), (("microbatches", 2),)),
+    "fsdp_gather": Draw(
+        ("step", "microbatch", "microbatch"), ("fsdp",), (("microbatches", 2),)
+    ),
     "fsdp_prefetch": Draw(("auto", "on", "off"), ("fsdp",), (("microbatches", 1),)),
     "optimizer_memory": Draw(("device", "device", "host")),
     "sequence_parallel": Draw((False, True), beside=("tensor",)),
