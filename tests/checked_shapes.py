@@ -11,12 +11,14 @@ from jaxtyping import install_import_hook
 
 CHECKED = [
     "meshpar.parallel.column",
+    "meshpar.parallel.expert.experts",
     "meshpar.parallel.head_loss",
     "meshpar.parallel.norm",
     "meshpar.parallel.tensor",
     "meshpar.train.precision",
     "meshpar.models.layers.attention",
     "meshpar.models.layers.causal_attention",
+    "meshpar.models.layers.latent_attention",
     "meshpar.models.layers.mlp",
     "meshpar.models.layers.norm",
 ]

@@ -11,8 +11,10 @@ import pytest
 from flax import nnx
 
 from meshpar import Layout, make_train_step
+from meshpar.mesh import use_mesh
 from meshpar.model.values import initial_key
 from meshpar.models.moe import MoEConfig, RoutedBlock, moe
+from meshpar.train.layer_order import in_model_order
 from tests import moe_reference
 from tests.marks import slow
 
@@ -32,6 +34,7 @@ CONFIGS = {
         bias_rate=0.01,
     ),
     "all experts": replace(SMALL, experts=4, top_k=4),
+    "four layers": replace(SMALL, layers=4, bias_rate=0.01),
 }
 STEPS, BATCH, SEQ = 3, 8, 8
 OPTIMIZER = optax.adamw(1e-2, eps=1e-4)
@@ -95,11 +98,18 @@ def trained(name, line):
         moe(CONFIGS[name]), OPTIMIZER, layout, devices=devices, max_grad_norm=LIMIT
     )
     state = step.init(0)
-    first, rows = jax.device_get(state.params), []
+    first, rows = jax.device_get(in_order(step, state).params), []
     for batch in batches():
         state, metrics = step(state, batch)
         rows.append({key: float(value) for key, value in metrics.items()})
+    state = in_order(step, state)
     return first, rows, jax.device_get((state.params, state.model_state))
+
+
+def in_order(step, state):
+    """The state with its layers first to last, which stages store otherwise."""
+    with use_mesh(step.mesh):
+        return in_model_order(state, step.layer_orders)
 
 
 CASES = [
@@ -114,6 +124,11 @@ CASES = [
     slow("capacity", "expert=8"),
     slow("capacity", "stage=2,expert=2,tensor=2,microbatches=2"),
     slow("dropless", "fsdp=2,expert=2,tensor=2,sequence_parallel=true,remat=full"),
+    slow("four layers", "stage=2,expert=2,microbatches=4,schedule=gpipe"),
+    *(
+        slow("four layers", f"stage=2,chunks=2,expert=2,microbatches=4,schedule={name}")
+        for name in ("interleaved_1f1b", "looped_bfs")
+    ),
 ]
 
 
