@@ -61,6 +61,38 @@ def test_a_run_killed_again_and_again_has_the_losses_of_one_that_was_not(
     np.testing.assert_allclose(losses, uninterrupted, rtol=1e-5)
 
 
+POISONED = """
+import sys
+import numpy as np
+from meshpar.recipes import pretrain
+
+plain, calls = pretrain.timed_step, []
+
+def timed_step(step, state, batch):
+    calls.append(state)
+    if len(calls) == 4 and "1" == sys.argv[sys.argv.index("--process-id") + 1]:
+        batch = {**batch, "weights": np.full_like(batch["weights"], np.nan)}
+    return plain(step, state, batch)
+
+pretrain.timed_step = timed_step
+sys.exit(pretrain.main(sys.argv[1:]))
+"""
+
+
+def test_both_processes_go_back_after_a_nan_in_the_rows_of_one(small_text, tmp_path):
+    options = [*OPTIONS, "--layout", "data=2", "--steps", "6", "--save-every", "2"]
+    options += ["--on-bad-step", "rollback", "--emulate", "1", "--replay-every", "3"]
+    options += ["--text", str(small_text), "--out", str(tmp_path)]
+    children = [
+        start(["-c", POISONED, *options, *one]) for one in joined(2, free_port())
+    ]
+    ends = ends_of(children, timeout_s=200)
+    assert [end.status for end in ends] == [0, 0], ends
+    assert "back to step 2, and on 32 windows into the text" in ends[0].output
+    assert rows(tmp_path / "metrics.jsonl", "step") == [0, 1, 2, 3, 4, 5, 5]
+    assert rows(tmp_path / "metrics.jsonl", "skipped") == [0] * 6
+
+
 @pytest.mark.parametrize("stalled", [0, 1])
 def test_a_process_that_stalls_ends_the_other_within_the_heartbeat_and_5_s(
     stalled, small_text, tmp_path
