@@ -16,6 +16,7 @@ from meshpar.audit.jaxprs import array_shape, inner_jaxprs
 from meshpar.model.contract import Model
 from meshpar.model.parameter import Params, is_parameter
 from meshpar.model.scope import Scope
+from meshpar.model.token_order import TokenOrder
 from meshpar.model.tracing import (
     one_layer_shapes,
     one_layer_state,
@@ -33,7 +34,12 @@ _POLICIES = ("none", "selective", "dots", "full")
 
 
 def traced_workload(
-    model: Model, *, seq: int, precision: str = "bf16", name: str = "traced"
+    model: Model,
+    *,
+    seq: int,
+    precision: str = "bf16",
+    name: str = "traced",
+    order: TokenOrder | None = None,
 ) -> Workload:
     """The workload of a model, by tracing one block of each group.
 
@@ -48,6 +54,8 @@ def traced_workload(
         seq: Tokens of a sequence.
         precision: Arithmetic of the blocks.
         name: What reports call it.
+        order: As if the devices of another one shared the sequence, of one device:
+            attention then keeps no softmax. None for whole sequences.
 
     Example:
         >>> from meshpar.models.presets import build
@@ -61,7 +69,7 @@ def traced_workload(
     sizes = _sizes(model, hidden)
     vocab = sizes["vocab"]
     layers = sum(group.num_layers for group in model.groups)
-    groups = [_trace(model, at, x, seq) for at, x in enumerate(streams)]
+    groups = [_trace(model, at, x, seq, order) for at, x in enumerate(streams)]
     tables = _tables(model)
     ends, blocks = model.split(model.parameters)
     traced = TracedBlock(
@@ -130,7 +138,7 @@ class _Group:
     residual_bytes: dict[str, float]
 
 
-def _trace(model: Model, at: int, x: Any, seq: int) -> _Group:
+def _trace(model: Model, at: int, x: Any, seq: int, order: TokenOrder | None) -> _Group:
     group, dtype = model.groups[at], jax.tree.leaves(x)[0].dtype
     params = in_dtype(one_layer_shapes(model)[1][at], dtype)
     known = traced_batch(model, 1, seq), one_layer_state(model)[1][at]
@@ -153,20 +161,25 @@ def _trace(model: Model, at: int, x: Any, seq: int) -> _Group:
         linear * times,
         mixing * times,
         {
-            remat: times * _residual_bytes(block, remat, params, x, known)
+            remat: times * _residual_bytes(block, remat, params, x, known, order)
             for remat in _POLICIES
         },
     )
 
 
 def _residual_bytes(
-    block: Callable, remat: str, params: Any, x: Any, known: tuple
+    block: Callable,
+    remat: str,
+    params: Any,
+    x: Any,
+    known: tuple,
+    order: TokenOrder | None,
 ) -> float:
     """Of one forward, parameters left out; the block's input is among them."""
     call = rematerialised(block, remat)
 
     def make_scope(known: tuple) -> Scope:
-        return tracing_scope(*known, layer=0)
+        return tracing_scope(*known, layer=0, order=order)
 
     def kept(params: Any, x: Any, known: tuple) -> list[jax.Array]:
         def apply(params: Any, x: Any) -> Any:

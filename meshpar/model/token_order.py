@@ -64,7 +64,9 @@ class TokenOrder:
 
     def rank(self) -> jax.Array:
         """This device's place along the mesh axis."""
-        return jnp.int32(0) if self.probing else lax.axis_index(self.mesh_axis)
+        if self.probing or self.num_ranks == 1:
+            return jnp.int32(0)
+        return lax.axis_index(self.mesh_axis)
 
     @property
     def probing(self) -> bool:

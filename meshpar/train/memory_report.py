@@ -23,6 +23,7 @@ from meshpar.layout import STAGE_REMATS
 from meshpar.mesh import platform_of
 from meshpar.model.inputs import open_size
 from meshpar.model.parameter import is_parameter
+from meshpar.model.token_order import TokenOrder
 from meshpar.parallel.zero import Stored, is_stored
 from meshpar.planner.cost.memory import Memory, memory_of
 from meshpar.planner.cost.run import Run
@@ -230,7 +231,13 @@ def _planned(step: TrainStep, batch: Batch) -> Run:
     layout = step.layout
     global_batch = next(iter(batch.values())).shape[0]
     seq = open_size(step.model.known_inputs, batch)
-    workload = traced_workload(step.model_as_given, seq=seq, precision=layout.precision)
+    split = layout.context > 1
+    workload = traced_workload(
+        step.model_as_given,
+        seq=seq,
+        precision=layout.precision,
+        order=TokenOrder(mesh_axis="context", num_ranks=1) if split else None,
+    )
     held = tick_table(step.schedule).peak_in_flight if step.schedule else None
     return Run(
         workload=workload,
