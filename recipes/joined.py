@@ -12,6 +12,7 @@ from typing import Any
 from meshpar import InputError, distributed, emulate
 from meshpar.distributed import Processes
 from meshpar.recipes.config import RunConfig
+from meshpar.train.interrupt import StopRequest
 
 _OWN = ("process_id",)
 """Options that differ from process to process."""
@@ -67,3 +68,20 @@ def refuse_different(options: Sequence[Mapping[str, Any]]) -> None:
                     f"process 0 with {name}={value!r}: give all the same options but "
                     "--process-id"
                 )
+
+
+def after_step(
+    processes: Processes, stop: StopRequest, data_s: float
+) -> tuple[bool, list[float]]:
+    """Whether any process is to stop, so that all do, and how long each waited.
+
+    Args:
+        processes: Which tell one another.
+        stop: This one's.
+        data_s: For how long this one waited for its batch.
+    """
+    signals, waited = zip(*processes.gather([stop.signal, data_s]), strict=True)
+    noted = [one for one in signals if one is not None]
+    if noted and stop.signal is None:
+        stop.signal = noted[0]
+    return bool(noted), list(waited)

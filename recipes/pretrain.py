@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import sys
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,7 +24,7 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from meshpar import InputError, TrainState, TrainStep, lint
+from meshpar import TrainState, TrainStep, lint
 from meshpar.cli.lint import wide_console
 from meshpar.distributed import Processes
 from meshpar.recipes import config_file, report
@@ -33,7 +32,7 @@ from meshpar.recipes.bubble import measured_bubble, predicted_bubble
 from meshpar.recipes.command import main
 from meshpar.recipes.config import RunConfig
 from meshpar.recipes.data_waits import DataWaits
-from meshpar.recipes.joined import agreed, join
+from meshpar.recipes.joined import after_step, agreed, join
 from meshpar.recipes.metrics import (
     MetricsLog,
     NoLog,
@@ -43,26 +42,16 @@ from meshpar.recipes.metrics import (
 )
 from meshpar.recipes.model import learning_rate_of
 from meshpar.recipes.options import resuming_command
-from meshpar.recipes.resume import (
-    changes,
-    position_of,
-    rate_change,
-    refuse_other,
-)
 from meshpar.recipes.rollback import rolled_back
-from meshpar.recipes.rows import begin_rows, comes_again
 from meshpar.recipes.run import PROGRAM, Run, RunResult
 from meshpar.recipes.save import told_if_not_saved
+from meshpar.recipes.started import started
 from meshpar.recipes.step import audited, make_step
 from meshpar.recipes.texts import BYTE_VOCAB, read_tokens
-from meshpar.train.checkpoint import (
-    Checkpoints,
-    DamagedCheckpointWarning,
-)
+from meshpar.train.checkpoint import Checkpoints
 from meshpar.train.data import TokenWindows, padded_batches, shuffled_batches
 from meshpar.train.faults import BadStepError, StepWatch
 from meshpar.train.interrupt import StopRequest
-from meshpar.train.metrics import cut_rows
 from meshpar.train.replay import replay
 from meshpar.train.sample import sample_tokens
 from meshpar.train.watchdog import Watchdog
@@ -144,76 +133,6 @@ def joined_run(
                 run, state = trained(run, state, log, stop)
                 checkpoints.save(state, run.description(int(state.step)))
             return finish(run, state, log, stop)
-
-
-def started(run: Run) -> tuple[Run, TrainState]:
-    """The run where it goes on: the newest checkpoint's when resuming, else new.
-
-    Raises:
-        InputError: A fresh run where there is a checkpoint or a metrics file already,
-            or a resumed one that changes what may not change.
-    """
-    config, step = run.config, run.step
-    newest = newest_of_all(run)
-    if newest is None and config.resume is not True:
-        if run.processes.is_first:
-            begin_rows(config)
-        state = step.init(config.seed)
-        if config.on_bad_step == "rollback":  # The first step may be the bad one.
-            run.checkpoints.save(state, run.description())
-        return run, state
-    if not config.resume:
-        raise InputError(
-            f"{str(config.out)!r} holds a run at step {newest}; add --resume to go on "
-            "with it, or name another --out"
-        )
-    before, state = restored(run)
-    done, now = int(state.step), run.description()
-    run = replace(run, position=position_of(before, now, done))
-    told = [*changes(before, now), *rate_change(config, before, done)]
-    report.print_resumed(run.console, done, told, run.position)
-    steps = config.steps
-    if run.processes.is_first:
-        cut_rows(config.metrics_path, lambda row: comes_again(row, done, steps))
-    return run, state
-
-
-def restored(run: Run) -> tuple[dict[str, Any], TrainState]:
-    """What the newest good checkpoint says of its run, and its state.
-
-    Raises:
-        InputError: There is none, or what it is of may not change so.
-    """
-    checkpoints, step = run.checkpoints, run.step
-    if checkpoints.newest_good() is not None:
-        for damaged, why in checkpoints.damaged.items():
-            report.print_damaged(run.console, damaged, why)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DamagedCheckpointWarning)  # It is printed.
-        while True:
-            before = checkpoints.run_of_latest()
-            done = checkpoints.step_read or 0
-            refuse_other(before, run.description(), done)
-            state = checkpoints.restore(step.state_shapes, step.shardings)
-            if checkpoints.step_read == done:  # Else what describes it is another.
-                return before, state
-
-
-def newest_of_all(run: Run) -> int | None:
-    """The step of the newest checkpoint, which every process sees.
-
-    Raises:
-        InputError: Some see another, or none.
-    """
-    steps = run.processes.gather(run.checkpoints.latest_step)
-    for process, step in enumerate(steps):
-        if step != steps[0]:
-            raise InputError(
-                f"in {str(run.config.out)!r} process {process} finds a checkpoint of "
-                f"step {step}, process 0 of step {steps[0]}; name a folder in --out "
-                "that all hosts share"
-            )
-    return steps[0]
 
 
 def trained(
@@ -317,23 +236,6 @@ def save(run: Run, state: TrainState, done: int) -> None:
     """
     with told_if_not_saved(run):
         run.checkpoints.save(state, run.description(done), wait=False)
-
-
-def after_step(
-    processes: Processes, stop: StopRequest, data_s: float
-) -> tuple[bool, list[float]]:
-    """Whether any process is to stop, so that all do, and how long each waited.
-
-    Args:
-        processes: Which tell one another.
-        stop: This one's.
-        data_s: For how long this one waited for its batch.
-    """
-    signals, waited = zip(*processes.gather([stop.signal, data_s]), strict=True)
-    noted = [one for one in signals if one is not None]
-    if noted and stop.signal is None:
-        stop.signal = noted[0]
-    return bool(noted), list(waited)
 
 
 def batches_of(run: Run) -> Any:

@@ -1,0 +1,85 @@
+"""Where a run begins: at its first step, or at the newest checkpoint that is good."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from typing import Any
+
+from meshpar import InputError, TrainState
+from meshpar.recipes import report
+from meshpar.recipes.resume import changes, position_of, rate_change, refuse_other
+from meshpar.recipes.rows import begin_rows, comes_again
+from meshpar.recipes.run import Run
+from meshpar.train.checkpoint import DamagedCheckpointWarning
+from meshpar.train.metrics import cut_rows
+
+
+def started(run: Run) -> tuple[Run, TrainState]:
+    """The run where it goes on: the newest checkpoint's when resuming, else new.
+
+    Raises:
+        InputError: A fresh run where there is a checkpoint or a metrics file already,
+            or a resumed one that changes what may not change.
+    """
+    config, step = run.config, run.step
+    newest = newest_of_all(run)
+    if newest is None and config.resume is not True:
+        if run.processes.is_first:
+            begin_rows(config)
+        state = step.init(config.seed)
+        if config.on_bad_step == "rollback":  # The first step may be the bad one.
+            run.checkpoints.save(state, run.description())
+        return run, state
+    if not config.resume:
+        raise InputError(
+            f"{str(config.out)!r} holds a run at step {newest}; add --resume to go on "
+            "with it, or name another --out"
+        )
+    before, state = restored(run)
+    done, now = int(state.step), run.description()
+    run = replace(run, position=position_of(before, now, done))
+    told = [*changes(before, now), *rate_change(config, before, done)]
+    report.print_resumed(run.console, done, told, run.position)
+    steps = config.steps
+    if run.processes.is_first:
+        cut_rows(config.metrics_path, lambda row: comes_again(row, done, steps))
+    return run, state
+
+
+def restored(run: Run) -> tuple[dict[str, Any], TrainState]:
+    """What the newest good checkpoint says of its run, and its state.
+
+    Raises:
+        InputError: There is none, or what it is of may not change so.
+    """
+    checkpoints, step = run.checkpoints, run.step
+    if checkpoints.newest_good() is not None:
+        for damaged, why in checkpoints.damaged.items():
+            report.print_damaged(run.console, damaged, why)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DamagedCheckpointWarning)  # It is printed.
+        while True:
+            before = checkpoints.run_of_latest()
+            done = checkpoints.step_read or 0
+            refuse_other(before, run.description(), done)
+            state = checkpoints.restore(step.state_shapes, step.shardings)
+            if checkpoints.step_read == done:  # Else what describes it is another.
+                return before, state
+
+
+def newest_of_all(run: Run) -> int | None:
+    """The step of the newest checkpoint, which every process sees.
+
+    Raises:
+        InputError: Some see another, or none.
+    """
+    steps = run.processes.gather(run.checkpoints.latest_step)
+    for process, step in enumerate(steps):
+        if step != steps[0]:
+            raise InputError(
+                f"in {str(run.config.out)!r} process {process} finds a checkpoint of "
+                f"step {step}, process 0 of step {steps[0]}; name a folder in --out "
+                "that all hosts share"
+            )
+    return steps[0]
