@@ -11,6 +11,13 @@ from meshpar import BATCH_AXES, InputError, Layout, make_mesh
 from meshpar.train.batch_placement import BatchPlacement
 
 
+def unchecked(layout, sharding):
+    """Where batches lie, of a model that declares nothing."""
+    return BatchPlacement(
+        inputs={}, check_sequences=lambda _: None, layout=layout, sharding=sharding
+    )
+
+
 @pytest.fixture
 def placement_of(monkeypatch):
     """A placement as the second of two processes would have it, half of its devices."""
@@ -31,7 +38,7 @@ def placement_of(monkeypatch):
         )
         monkeypatch.setattr(jax, "process_count", lambda: 2)
         monkeypatch.setattr(jax, "process_index", lambda: 1)
-        return BatchPlacement(inputs={}, layout=layout, sharding=seen)
+        return unchecked(layout, seen)
 
     return placement
 
@@ -53,7 +60,7 @@ def test_a_process_gives_the_rows_of_its_devices(line, here, rows, placement_of)
 def test_a_process_alone_gives_all_rows():
     layout = Layout.parse("data=4,tensor=2")
     sharding = NamedSharding(make_mesh(layout), PartitionSpec(BATCH_AXES))
-    placement = BatchPlacement(inputs={}, layout=layout, sharding=sharding)
+    placement = unchecked(layout, sharding)
     assert placement.rows_here(8).tolist() == list(range(8))
     with pytest.raises(InputError, match="has 6 examples, which do not divide over 4"):
         placement.rows_here(6)
