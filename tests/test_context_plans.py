@@ -1,0 +1,60 @@
+"""Plans cross `context` by the method that waits least, and say so."""
+
+from dataclasses import replace
+
+import pytest
+
+from meshpar.layout import Layout
+from meshpar.planner.machine.clusters import cluster_of
+from meshpar.planner.search.constraints import Constraints
+from meshpar.planner.search.context_method import why_method, with_method
+from meshpar.planner.search.search import Request, search
+from meshpar.planner.workload.shapes import SHAPES
+
+LONG = dict(global_batch=1, seq=131072)
+
+
+def like(hardware="h100-80gb"):
+    cluster = cluster_of(hardware, devices=8)
+    return Request(workload=SHAPES["llama3-8b"], cluster=cluster, **LONG).run
+
+
+def method(mesh, run, **kept):
+    return with_method(Layout.parse(mesh), run, Constraints(kept=kept)).attention
+
+
+def test_whole_sequences_are_taken_for_a_fused_kernel():
+    assert method("context=8,precision=bf16", like()) == "ulysses"
+
+
+def test_heads_that_do_not_divide_go_round_a_ring():
+    run = like()
+    odd = replace(run, workload=replace(run.workload, heads=12, kv_heads=4))
+    assert method("context=8,precision=bf16", odd) == "ring"
+    assert "ulysses: the heads do not divide" in why_method(Layout(context=8), odd)
+
+
+def test_what_is_kept_stays():
+    kept = {"attention": "allgather"}
+    mesh = "context=8,precision=bf16,attention=allgather"
+    assert method(mesh, like(), **kept) == "allgather"
+
+
+@pytest.mark.parametrize("attention", ["ring", "ulysses"])
+def test_the_methods_are_held_against_each_other_in_one_line(attention):
+    line = why_method(Layout(context=8, precision="bf16", attention=attention), like())
+    assert line.startswith(f"attention={attention} over context=8")
+    assert all(f"{name} " in line for name in ("ring", "allgather", "ulysses"))
+
+
+def test_a_long_sequence_is_planned_over_context_and_the_plan_says_why():
+    cluster = cluster_of("h100-80gb", devices=8)
+    keep = Constraints(kept={"context": 8, "zero_axes": ("context",)})
+    found = search(
+        Request(
+            workload=SHAPES["llama3-8b"], cluster=cluster, constraints=keep, **LONG
+        ),
+        num_plans=1,
+    )
+    assert found.plans[0].run.layout.context == 8
+    assert found.notes[-1].startswith("attention=ulysses over context=8")
