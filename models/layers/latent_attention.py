@@ -24,6 +24,7 @@ from meshpar.parallel.column import column_parallel
 from meshpar.parallel.tensor import AnyArray
 
 _HEADS = ("batch", "seq", "heads", "head_dim")
+_LATENT = ("batch", "residual_seq", None)
 _ONE_HEAD = ("batch", "seq", None, None)
 
 
@@ -102,6 +103,7 @@ class LatentAttention(nnx.Module):
         short = q.shape[-1] - v.shape[-1]
         v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, short)))
         mixed = attend(q, k, v, scope, causal=True)[..., : self.sizes.value]
+        mixed = scope.constrain(mixed, _HEADS)
         return jnp.einsum("BTNH,NHD->BTD", mixed, self.out[...])
 
     def _projected(
@@ -112,8 +114,11 @@ class LatentAttention(nnx.Module):
             source = self.q_norm(_latent(x, self.q_down[...], scope))
         q = column_parallel("BTR,RNH->BTNH", source, self.q[...], _HEADS, scope)
         down = _latent(x, self.kv_down[...], scope)
-        shared = scope.constrain(down[:, :, None, sizes.kv_rank :], _ONE_HEAD)
-        narrow = self.kv_norm(down[..., : sizes.kv_rank])
+        # Both parts' gradients lie as the latent does.
+        shared = scope.constrain(down[..., sizes.kv_rank :], _LATENT)
+        shared = scope.constrain(shared[:, :, None], _ONE_HEAD)
+        narrow = scope.constrain(down[..., : sizes.kv_rank], _LATENT)
+        narrow = self.kv_norm(narrow)
         kv = column_parallel("BTR,RNH->BTNH", narrow, self.kv[...], _HEADS, scope)
         k_nope, v = kv[..., : sizes.nope], kv[..., sizes.nope :]
         rope = self._rope(x.shape[1], scope)
@@ -139,4 +144,4 @@ def _latent(x: jax.Array, weight: jax.Array, scope: Scope) -> jax.Array:
     They are fewer values than the stream, and are gathered in its place.
     """
     down = jnp.einsum("BTD,DR->BTR", x, weight)
-    return scope.constrain(down, ("batch", "residual_seq", None))
+    return scope.constrain(down, _LATENT)
