@@ -24,6 +24,8 @@ from meshpar.parallel.column import column_parallel
 from meshpar.parallel.tensor import AnyArray
 
 _HEADS = ("batch", "seq", "heads", "head_dim")
+_LATENT = ("batch", "residual_seq", None)
+_ONE_HEAD = ("batch", "seq", None, None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,20 +103,22 @@ class LatentAttention(nnx.Module):
         short = q.shape[-1] - v.shape[-1]
         v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, short)))
         mixed = attend(q, k, v, scope, causal=True)[..., : self.sizes.value]
+        mixed = scope.constrain(mixed, _HEADS)
         return jnp.einsum("BTNH,NHD->BTD", mixed, self.out[...])
 
     def _projected(
         self, x: jax.Array, scope: Scope
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        sizes, latent = self.sizes, ("batch", "seq", None)
-        source = x
+        sizes, source = self.sizes, x
         if sizes.q_rank:
-            down = column_parallel("BTD,DR->BTR", x, self.q_down[...], latent, scope)
-            source = self.q_norm(down)
+            source = self.q_norm(_latent(x, self.q_down[...], scope))
         q = column_parallel("BTR,RNH->BTNH", source, self.q[...], _HEADS, scope)
-        down = column_parallel("BTD,DR->BTR", x, self.kv_down[...], latent, scope)
-        shared = down[:, :, None, sizes.kv_rank :]
-        narrow = self.kv_norm(down[..., : sizes.kv_rank])
+        down = _latent(x, self.kv_down[...], scope)
+        # Both parts' gradients lie as the latent does.
+        shared = scope.constrain(down[..., sizes.kv_rank :], _LATENT)
+        shared = scope.constrain(shared[:, :, None], _ONE_HEAD)
+        narrow = scope.constrain(down[..., : sizes.kv_rank], _LATENT)
+        narrow = self.kv_norm(narrow)
         kv = column_parallel("BTR,RNH->BTNH", narrow, self.kv[...], _HEADS, scope)
         k_nope, v = kv[..., : sizes.nope], kv[..., sizes.nope :]
         rope = self._rope(x.shape[1], scope)
@@ -132,3 +136,12 @@ class LatentAttention(nnx.Module):
         frequencies = np.array(self.frequencies)
         rotate = recomputed(functools.partial(apply_rope, frequencies=frequencies))
         return functools.partial(rotate, positions=positions)
+
+
+def _latent(x: jax.Array, weight: jax.Array, scope: Scope) -> jax.Array:
+    """Of a stream that is split along its sequence, the latents of a device's tokens.
+
+    They are fewer values than the stream, and are gathered in its place.
+    """
+    down = jnp.einsum("BTD,DR->BTR", x, weight)
+    return scope.constrain(down, _LATENT)
