@@ -122,7 +122,7 @@ def test_each_option_reaches_the_lint(options, kinds, capsys):
 
 
 def test_rules_can_be_written_out_with_the_second_of_two_a_finding(capsys):
-    whole = DATA_PARALLEL.table.keys() - {"batch", "mlp"}
+    whole = DATA_PARALLEL.table.keys() - {"batch", "mlp", "experts"}
     pairs = ",".join(f"{name}=none" for name in whole)
     rules = f"batch=data+fsdp,{pairs},mlp=tensor,mlp=none"
     report = report_of([*TINY, "--layout", "data=2,tensor=2", "--rules", rules], capsys)
@@ -258,8 +258,12 @@ BAD_INPUT = [
     ([*LINT, "--model", f"layers=2,{SIZES},ffn=-1"], "ffn=-1: must be at least 0"),
     ([*LINT, "--model", f"layers=2,{SIZES},tied=false"], "tied=False: the head of a"),
     (
+        ["lint", "--preset", "tiny", "--layout", "data=8", "--model", "experts=8"],
+        "experts=8: LlamaConfig has no experts",
+    ),
+    (
         [*LINT, "--model", f"layers=2,{SIZES},experts=8"],
-        "experts=8: no family here has",
+        "no top_k, expert_ffn given, and no preset",
     ),
     ([*LINT, "--model", "config_json=3"], "'config_json' is no size; give --model"),
     ([*LINT, "--model", "preset=tiny"], "'preset' is no size; give --preset NAME"),
