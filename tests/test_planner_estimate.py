@@ -139,14 +139,6 @@ def test_what_the_step_refuses_is_not_estimated(capsys, layout, message):
         assert main([*arguments, "--execution", "nanotron"]) in (0, 1)
 
 
-def test_a_mesh_axis_that_is_only_planned_is_named_so(capsys):
-    arguments = ["estimate", "--preset", "mixtral-8x7b", "--layout"]
-    assert main([*arguments, "expert=8,precision=bf16"]) in (0, 1)
-    assert "not yet built: layout" in capsys.readouterr().out
-    assert main([*arguments, "fsdp=8,precision=bf16"]) in (0, 1)
-    assert "not yet built" not in capsys.readouterr().out
-
-
 def test_sizes_beyond_any_run_are_refused():
     one = cluster_of("h100-80gb", devices=1)
     with pytest.raises(InputError, match="give at most 1000000000 each"):

@@ -18,7 +18,7 @@ from meshpar.planner.machine.link import Link
 from meshpar.planner.workload.workload import Workload
 from meshpar.schedules import SCHEDULES
 
-SUM_AXES = (*ZERO_AXES, "context")
+SUM_AXES = ZERO_AXES
 """The mesh axes whose devices have the same parameters and other tokens, so that the
 gradients of all parameters are summed over them.
 
