@@ -62,7 +62,7 @@ class Layout:
         data: Replicas of the parameters; each takes a share of the batch.
         fsdp: Devices that split the batch and the stored parameters (ZeRO-3).
         stage: Pipeline stages.
-        context: Devices that split the sequence in attention.
+        context: Devices that split the sequence.
         expert: Devices that split the experts, and the batch everywhere else.
         tensor: Devices that split each matmul.
         microbatches: Parts that one global batch runs in, one after another.

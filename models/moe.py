@@ -171,6 +171,12 @@ def _check_heads(config: MoEConfig) -> None:
                 "least 1, and v_head_dim at most the sum of the others"
             )
         return
+    for name in ("q_lora_rank", *_LATENT):
+        if getattr(config, name):
+            raise InputError(
+                f"{name}={getattr(config, name)} is for latent attention, but "
+                "kv_lora_rank=0; give kv_lora_rank, or leave it out"
+            )
     if config.heads % config.kv_heads:
         raise InputError(
             f"heads={config.heads} is not a multiple of kv_heads={config.kv_heads}; "

@@ -220,6 +220,17 @@ def test_a_prefix_and_a_window_are_refused():
         shard_attention(q, k, v, mask=Mask(window=4), prefix=prefix)
 
 
+def test_a_prefix_or_documents_by_half_are_refused():
+    q, k, v, _ = numbers(32, 8)
+    prefix, segments = jnp.zeros(BATCH, jnp.int32), jnp.zeros((BATCH, 32), jnp.int32)
+    with pytest.raises(InputError, match=r"Mask\(prefix=False\) with prefix=an array"):
+        shard_attention(q, k, v, mask=Mask(), prefix=prefix)
+    with pytest.raises(InputError, match=r"Mask\(prefix=True\) with prefix=None"):
+        shard_attention(q, k, v, mask=Mask(prefix=True))
+    with pytest.raises(InputError, match="one is None and the other is not"):
+        shard_attention(q, k, v, mask=Mask(), q_segments=segments)
+
+
 def test_a_window_below_one_is_refused():
     with pytest.raises(InputError, match="window=0: must be at least 1"):
         Mask(window=0)

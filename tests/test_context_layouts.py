@@ -7,6 +7,8 @@ import pytest
 
 from meshpar import InputError, Layout, RuleError, default_rules, lint, make_train_step
 from meshpar.models.llama import LlamaConfig, llama
+from meshpar.models.moe import MoEConfig, moe
+from meshpar.models.presets import build
 from meshpar.parallel.sequence_checks import check_token_wise
 from meshpar.schedules import SCHEDULES
 from meshpar.testing import check_layouts
@@ -34,6 +36,16 @@ def model(kv_heads=2, window=0, layers=2):
     )
 
 
+def latent_model():
+    """Latent attention, as in DeepSeek-V3, and two experts, without their losses."""
+    latent = dict(qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4, kv_lora_rank=8)
+    free = dict(balance_coefficient=0.0, z_coefficient=0.0)
+    experts = dict(experts=2, top_k=1, expert_ffn=8)
+    return moe(
+        MoEConfig(layers=1, embed=16, heads=2, vocab=VOCAB, **latent, **free, **experts)
+    )
+
+
 def packed_batch(seq=SEQ):
     """One example of documents and padding, one all padding, two of one document."""
     rng = np.random.default_rng(0)
@@ -46,10 +58,10 @@ def packed_batch(seq=SEQ):
     return dict(tokens=tokens, targets=targets, weights=weights, segment_ids=segments)
 
 
-def step_of(layout, **sizes):
-    layout = Layout.parse(layout)
+def step_of(layout, made=None, **sizes):
+    layout, made = Layout.parse(layout), made or model(**sizes)
     devices = jax.devices()[: layout.num_devices]
-    return make_train_step(model(**sizes), optax.sgd(0.1), layout, devices=devices)
+    return make_train_step(made, optax.sgd(0.1), layout, devices=devices)
 
 
 FEW = [
@@ -138,9 +150,10 @@ def test_a_token_changes_the_later_ones_of_its_document_alone(layout):
     assert moved == [[0, place] for place in range(at, CUTS[2])]
 
 
-def test_packed_documents_have_the_loss_of_each_by_itself():
+@pytest.mark.parametrize("made", [model(), latent_model()], ids=["llama", "latent"])
+def test_packed_documents_have_the_loss_of_each_by_itself(made):
     """By itself a document has no segments, and attention another code."""
-    step, alone = step_of("context=2"), step_of("data=1")
+    step, alone = step_of("context=2", made), step_of("data=1", made)
     state, whole = step.init(0), alone.init(0)
     batch = packed_batch()
     found, counted = step.evaluate(state, batch)
@@ -209,6 +222,18 @@ def test_a_rule_may_not_use_context():
             rules=rules,
             devices=jax.devices()[:2],
         )
+
+
+def test_sequences_that_would_be_padded_alike_are_refused():
+    made = build("tiny-t5", embed=16, heads=2, ffn=16, vocab=VOCAB)
+    step = step_of("context=2,attention=ulysses", made)
+    tokens = np.zeros((2, 8), np.int32)
+    batch = dict(
+        source_tokens=tokens, target_tokens=tokens[:, :7], targets=tokens[:, :7]
+    )
+    batch["weights"] = np.ones((2, 7), np.float32)
+    with pytest.raises(InputError, match="of 7 tokens and .* of 8: padded for context"):
+        step.place(batch)
 
 
 def test_a_layout_with_context_has_no_findings():

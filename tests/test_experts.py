@@ -2,6 +2,7 @@
 
 import functools
 import math
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +12,18 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from meshpar import InputError, Layout, Scope, default_rules, make_mesh, make_train_step
+from meshpar import (
+    InputError,
+    Layout,
+    RuleError,
+    Scope,
+    default_rules,
+    make_mesh,
+    make_train_step,
+)
 from meshpar.layout import BATCH_AXES
 from meshpar.models.layers.router import Router, RouterConfig
+from meshpar.models.presets import build
 from meshpar.parallel.expert import tiles
 from meshpar.parallel.expert.experts import routed_mlp
 from meshpar.parallel.expert.routes import most_for_one, routes_of, sent, slots
@@ -269,3 +279,12 @@ def test_a_block_that_keeps_its_tokens_from_other_devices_experts_is_refused():
     )
     with pytest.raises(InputError, match="expert=2 splits experts, but no block sends"):
         step()
+
+
+def test_the_batch_and_experts_alone_may_be_split_over_expert():
+    rules = replace(default_rules("expert=2"), parameters={"mlp": ("expert",)})
+    model = build("tiny-moe", layers=1, embed=16, heads=2, kv_heads=2, expert_ffn=8)
+    with pytest.raises(RuleError, match="'mlp' is mapped to 'expert'"):
+        make_train_step(
+            model, optax.sgd(0.1), "expert=2", rules=rules, devices=jax.devices()[:2]
+        )

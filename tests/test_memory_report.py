@@ -81,6 +81,13 @@ def test_logits_are_as_many_as_the_models_head_makes_at_a_time():
     assert whole - chunk == 2 * (8 * 32 * 64 * 4 - 2**14)
 
 
+def test_experts_of_split_sequences_have_a_report():
+    small = dict(layers=1, embed=16, heads=2, vocab=32, experts=2, expert_ffn=8)
+    model = build("tiny-moe-capacity", kv_heads=2, **small)
+    report = report_of("context=2,expert=2", model)
+    assert sum(part.formula_bytes for part in report.parts) > 0
+
+
 def test_a_report_prints_every_part_and_is_plain_data():
     report = report_of("data=2,zero=2")
     text = str(report)

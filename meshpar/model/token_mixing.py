@@ -104,6 +104,8 @@ def _scan(follower: _Follower, equation: JaxprEqn, flows: list[Flow]) -> list[Fl
         Flow(dim=0) if over_tokens else flow.moved(lambda dim: dim + 1)
         for flow in found[carried:]
     ]
+    if over_tokens and any(flow.total for flow in found[carried:]):
+        raise Mixed("a sum over tokens beside each token")
     return [*carry, *ys]
 
 
@@ -125,8 +127,12 @@ def _while(follower: _Follower, equation: JaxprEqn, flows: list[Flow]) -> list[F
         found = follower.run(params["body_jaxpr"].jaxpr, [*consts, *carry])
         joined = [a.joined(b) for a, b in zip(carry, found, strict=True)]
         if joined == carry:
-            return carry
+            break
         carry = joined
+    ends = follower.run(params["cond_jaxpr"].jaxpr, [*flows[:before], *carry])
+    if any(flow.has_tokens for flow in ends):
+        raise Mixed("a loop that tokens end")
+    return carry
 
 
 def _cond(follower: _Follower, equation: JaxprEqn, flows: list[Flow]) -> list[Flow]:

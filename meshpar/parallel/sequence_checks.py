@@ -134,14 +134,29 @@ def check_sequences(model: Model, layout: Layout, batch: Mapping[str, Any]) -> N
     order = token_order(layout)
     if order is None:
         return
+    sizes: dict[int, tuple[str, int]] = {}
     for name, array in batch.items():
         for dim in sequence_dims(model, name, array):
-            if array.shape[dim] % order.num_chunks:
-                _check_padded(model, order, name, dim, array.shape[dim])
+            size = array.shape[dim]
+            if size % order.num_chunks:
+                _check_padded(model, order, batch, name, dim, size)
+            other, known = sizes.setdefault(order.padded(size), (name, size))
+            if known != size:
+                raise InputError(
+                    f"batch[{name!r}] has sequences of {size} tokens and "
+                    f"batch[{other!r}] of {known}: padded for {order.mesh_axis}="
+                    f"{order.num_ranks} both have {order.padded(size)}, and could not "
+                    "be told apart; pad one of them yourself"
+                )
 
 
 def _check_padded(
-    model: Model, order: TokenOrder, name: str, dim: int, size: int
+    model: Model,
+    order: TokenOrder,
+    batch: Mapping[str, Any],
+    name: str,
+    dim: int,
+    size: int,
 ) -> None:
     what = (
         f"batch[{name!r}] has sequences of {size} tokens, which do not divide into the "
@@ -149,9 +164,10 @@ def _check_padded(
     )
     inputs = model.known_inputs
     axis = inputs[name].logical_axes[dim] if name in inputs else None
-    if not any(one.is_weight and axis in one.logical_axes for one in inputs.values()):
+    weights = (inputs[given] for given in batch if given in inputs)
+    if not any(one.is_weight and axis in one.logical_axes for one in weights):
         raise InputError(
-            f"{what}, and no input weighs {axis!r}, so that padding would count; pad "
+            f"{what}, and no array weighs {axis!r}, so that padding would count; pad "
             "the batch yourself"
         )
     for group in model.groups:

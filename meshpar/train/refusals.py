@@ -91,8 +91,13 @@ def rule_refusals(rules: Rules, layout: Layout) -> Iterator[tuple[str, RuleError
     for logical_axis, mesh_axes in rules.stored.table.items():
         if "stage" in mesh_axes and logical_axis != "layers" and layout.stage > 1:
             yield logical_axis, _stage_error(logical_axis)
+    for logical_axis, mesh_axes in rules.stored.table.items():
+        shared = logical_axis in ("experts", "batch")
+        if "expert" in mesh_axes and not shared and layout.expert > 1:
+            yield logical_axis, _expert_error(logical_axis)
     yield from _unused_zero_keys(rules, layout)
-    batch, without_expert = rules.table.get("batch", ()), BATCH_AXES[:-1]
+    batch = rules.table.get("batch", ())
+    without_expert = tuple(axis for axis in BATCH_AXES if axis != "expert")
     if batch != BATCH_AXES and (layout.expert > 1 or batch != without_expert):
         yield (
             "batch",
@@ -254,7 +259,17 @@ def _stage_error(logical_axis: str) -> RuleError:
     )
 
 
+def _expert_error(logical_axis: str) -> RuleError:
+    return RuleError(
+        "claimed_twice",
+        f"logical axis {logical_axis!r} is mapped to 'expert', which splits the batch "
+        "and the experts; map 'experts' alone to it",
+    )
+
+
 def _batch_axis_error(logical_axis: str, mesh_axis: str) -> RuleError:
+    if mesh_axis == "expert":
+        return _expert_error(logical_axis)
     return RuleError(
         "claimed_twice",
         f"mesh axis {mesh_axis!r} is claimed by both 'batch' and {logical_axis!r} in "

@@ -178,8 +178,9 @@ def attend(
     mask = Mask(causal=causal, window=window)
     plain = seen is None and segments is None and window is None
     fused = _fused(q, scope, causal=causal) if plain else None
-    split = scope.order is not None
-    if split or not fused and blockwise(q, k, mask, masked=segments is not None):
+    split, masked = scope.order is not None, segments is not None
+    masked = masked or (causal and seen is not None)
+    if split or not fused and blockwise(q, k, mask, masked=masked):
         kernel, more = _blockwise(mask, scope, seen, segments, q.shape[:2])
         kernel = functools.partial(kernel, whole=fused)
     else:

@@ -55,11 +55,11 @@ def full_attention(
         q: (batch, seq, heads, head_dim).
         k: (batch, keys, kv_heads, head_dim).
         v: As `k`.
-        seen: (batch, keys), False for keys that no query sees. Where an example has
-            none at all, its queries see all alike.
+        seen: (batch, keys), False for keys that no query sees.
 
     Returns:
-        (batch, seq, heads, head_dim), the dtype of `v`.
+        (batch, seq, heads, head_dim), the dtype of `v`; zeros in examples without a key
+        to see.
     """
     return _attention(False, q, k, v, seen)
 
@@ -84,6 +84,9 @@ def _forward(
             seen = seen_BS[:, None, None, None].astype(bool)
             scores_BKGTS = jnp.where(seen, scores_BKGTS, _UNSEEN)
         softmax_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1).astype(v.dtype)
+        if seen_BS is not None:
+            some = seen.any(axis=-1, keepdims=True)
+            softmax_BKGTS = jnp.where(some, softmax_BKGTS, 0)
         return jnp.einsum("BKGTS,BKSH->BKGTH", softmax_BKGTS, v), softmax_BKGTS
 
     num = _num_parts(q, k)

@@ -102,7 +102,9 @@ class LatentAttention(nnx.Module):
         # One kernel for all: values as long as keys, the rest zeros.
         short = q.shape[-1] - v.shape[-1]
         v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, short)))
-        mixed = attend(q, k, v, scope, causal=True)[..., : self.sizes.value]
+        segments = scope.batch.get("segment_ids")
+        mixed = attend(q, k, v, scope, causal=True, segments=segments)
+        mixed = mixed[..., : self.sizes.value]
         mixed = scope.constrain(mixed, _HEADS)
         return jnp.einsum("BTNH,NHD->BTD", mixed, self.out[...])
 
@@ -132,7 +134,7 @@ class LatentAttention(nnx.Module):
         )
 
     def _rope(self, seq: int, scope: Scope) -> functools.partial:
-        positions = scope.batch.get("positions", jnp.arange(seq)[None])
+        positions = scope.batch.get("positions", scope.positions(seq)[None])
         frequencies = np.array(self.frequencies)
         rotate = recomputed(functools.partial(apply_rope, frequencies=frequencies))
         return functools.partial(rotate, positions=positions)

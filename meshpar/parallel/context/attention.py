@@ -69,7 +69,9 @@ def shard_attention(
         key.
 
     Raises:
-        InputError: A sliding window and a prefix at once.
+        InputError: A sliding window and a prefix at once, a prefix without
+            `Mask(prefix=True)` or the other way round, or documents of queries or keys
+            alone.
     """
     if order is not None and order.probing:
         return jnp.broadcast_to(q[..., :1], (*q.shape[:3], v.shape[3]))
@@ -77,6 +79,16 @@ def shard_attention(
         raise InputError(
             f"window={mask.window} and a prefix at once: which of the prefix a window "
             "leaves is not defined; leave one of them out"
+        )
+    if mask.prefix != (prefix is not None):
+        given = "None" if prefix is None else "an array"
+        raise InputError(
+            f"Mask(prefix={mask.prefix}) with prefix={given}: give both, or neither"
+        )
+    if (q_segments is None) != (k_segments is None):
+        raise InputError(
+            "q_segments and k_segments: one is None and the other is not; give both, "
+            "or neither"
         )
     known = Known(jnp.asarray(rank, jnp.int32), q_segments, k_segments, prefix)
     if order is not None and order.method == "ulysses":
