@@ -229,7 +229,7 @@ def test_sequences_that_would_be_padded_alike_are_refused():
     step = step_of("context=2,attention=ulysses", made)
     tokens = np.zeros((2, 8), np.int32)
     batch = dict(
-        source_tokens=tokens, target_tokens=tokens[:, :7], targets=tokens[:, :7]
+        source_tokens=tokens, target_tokens=tokens[:, :7], labels=tokens[:, :7]
     )
     batch["weights"] = np.ones((2, 7), np.float32)
     with pytest.raises(InputError, match="of 7 tokens and .* of 8: padded for context"):
