@@ -158,7 +158,6 @@ def test_ctrl_c_saves_and_ends_cleanly(tmp_path, small_text):
         (["--layout", "data=16"], "needs 16 devices, but there are 8"),
         (["--emulate", "0", "--layout", "data=9"], "or give --emulate 9 for virtual"),
         (["--preset", "tiny-vit"], "'tiny-vit' is no model of a text alone"),
-        (["--preset", "mixtral-8x7b"], "8 experts, which meshpar plan knows and no"),
         (["--preset", "megatron-1.7b"], "is a published run's, which meshpar plan"),
         (["--model", "layrs=2"], "LlamaConfig has no 'layrs'; did you mean 'layers'"),
         (["--model", "/no/config.json"], "are both given; give one"),
