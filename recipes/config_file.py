@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -46,11 +47,13 @@ def save(config: RunConfig, folder: Path) -> Path:
 
     Folder, `resume`, `stop_after` and what joins processes are left out: with them a
     new run, or the next start of this one, would not be the same. Paths are written in
-    full.
+    full. The file appears whole, or stays as it was.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / SAVED
-    path.write_text(as_toml(config), encoding="utf-8")
+    unfinished = folder / f"{SAVED}.unfinished"
+    unfinished.write_text(as_toml(config), encoding="utf-8")
+    os.replace(unfinished, path)
     return path
 
 

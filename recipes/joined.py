@@ -44,10 +44,10 @@ def agreed(config: RunConfig, processes: Processes) -> RunConfig:
     Raises:
         InputError: Another process has other options.
     """
+    refuse_different(processes.gather(config.values()))
     if config.out is None:
         here = str(Path("runs") / time.strftime("%Y%m%d-%H%M%S"))
         config = replace(config, out=Path(processes.gather(here)[0]))
-    refuse_different(processes.gather(config.values()))
     return config
 
 
@@ -62,9 +62,9 @@ def refuse_different(options: Sequence[Mapping[str, Any]]) -> None:
     """
     for process, other in enumerate(options):
         for name, value in options[0].items():
-            if name not in _OWN and other[name] != value:
+            if name not in _OWN and other.get(name) != value:
                 raise InputError(
-                    f"process {process} was started with {name}={other[name]!r}, "
+                    f"process {process} was started with {name}={other.get(name)!r}, "
                     f"process 0 with {name}={value!r}: give all the same options but "
                     "--process-id"
                 )
@@ -81,7 +81,16 @@ def after_step(
         data_s: For how long this one waited for its batch.
     """
     signals, waited = zip(*processes.gather([stop.signal, data_s]), strict=True)
+    return _noted(stop, signals), list(waited)
+
+
+def agreed_stop(processes: Processes, stop: StopRequest) -> bool:
+    """Whether any process is to stop, so that all do."""
+    return _noted(stop, processes.gather(stop.signal))
+
+
+def _noted(stop: StopRequest, signals: Sequence[int | None]) -> bool:
     noted = [one for one in signals if one is not None]
     if noted and stop.signal is None:
         stop.signal = noted[0]
-    return bool(noted), list(waited)
+    return bool(noted)

@@ -32,7 +32,7 @@ from meshpar.recipes.bubble import measured_bubble, predicted_bubble
 from meshpar.recipes.command import main
 from meshpar.recipes.config import RunConfig
 from meshpar.recipes.data_waits import DataWaits
-from meshpar.recipes.joined import after_step, agreed, join
+from meshpar.recipes.joined import after_step, agreed, agreed_stop, join
 from meshpar.recipes.metrics import (
     MetricsLog,
     NoLog,
@@ -131,7 +131,10 @@ def joined_run(
         with metrics_log(processes, config, on_metrics, done) as log:
             with StopRequest() as stop:
                 run, state = trained(run, state, log, stop)
+                with told_if_not_saved(run):
+                    checkpoints.finish()
                 checkpoints.save(state, run.description(int(state.step)))
+            agreed_stop(processes, stop)  # A signal may have come to some since.
             return finish(run, state, log, stop)
 
 

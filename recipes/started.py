@@ -54,9 +54,9 @@ def restored(run: Run) -> tuple[dict[str, Any], TrainState]:
         InputError: There is none, or what it is of may not change so.
     """
     checkpoints, step = run.checkpoints, run.step
+    told: set[int] = set()
     if checkpoints.newest_good() is not None:
-        for damaged, why in checkpoints.damaged.items():
-            report.print_damaged(run.console, damaged, why)
+        told = tell_damaged(run, told)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DamagedCheckpointWarning)  # It is printed.
         while True:
@@ -65,7 +65,16 @@ def restored(run: Run) -> tuple[dict[str, Any], TrainState]:
             refuse_other(before, run.description(), done)
             state = checkpoints.restore(step.state_shapes, step.shardings)
             if checkpoints.step_read == done:  # Else what describes it is another.
+                tell_damaged(run, told)  # Those that only reading has found.
                 return before, state
+
+
+def tell_damaged(run: Run, told: set[int]) -> set[int]:
+    """Prints the checkpoints passed over that are not told yet; all that are then."""
+    damaged = run.checkpoints.damaged
+    for step in sorted(damaged.keys() - told, reverse=True):
+        report.print_damaged(run.console, step, damaged[step])
+    return told | damaged.keys()
 
 
 def newest_of_all(run: Run) -> int | None:

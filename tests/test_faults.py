@@ -167,6 +167,21 @@ def test_resume_auto_begins_where_there_is_no_checkpoint_and_passes_a_damaged_on
     assert rows(config.metrics_path, "step") == [0, 1, 2, 2]
 
 
+def test_a_damaged_one_without_checksums_is_told_when_reading_finds_it(small, capsys):
+    config = small(steps=3, save_every=1, stop_after=2)
+    pretrain.pretrain(config)
+    folder = config.folder / "checkpoints" / "2"
+    (folder / "checksums.json").unlink()
+    for file in (folder / "state").rglob("*"):
+        if file.is_file():
+            file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    capsys.readouterr()
+    pretrain.pretrain(small(steps=3, resume=True))
+    output = " ".join(capsys.readouterr().out.split())
+    assert output.count("checkpoint of step 2 is damaged: ") == 1
+    assert "resumed after step 1" in output
+
+
 @pytest.fixture(scope="module")
 def half_split():
     """A step, its state and a batch, of arrays that are split and that are not."""

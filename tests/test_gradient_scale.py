@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 from meshpar import pipeline_value_and_grad
-from meshpar.parallel.placement import scaled
+from meshpar.parallel.mean_loss import scaled
 from tests.pipelined import BATCH, QUICK, SEQ, batch_of, model_of, step_of
 
 BETWEEN = 1 + 0.9 / 256

@@ -19,7 +19,7 @@ from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.machine.execution import EXECUTIONS
 from meshpar.planner.search.refusals import residual_names_of
 from meshpar.planner.search.search import Request, search
-from meshpar.planner.search.space import BUILT_AXES, divisors
+from meshpar.planner.search.space import divisors
 from meshpar.planner.workload.shapes import SHAPES
 from meshpar.schedules import SCHEDULES, step_refusal
 from meshpar.train.layout_refusals import layout_refusals
@@ -96,7 +96,7 @@ def best_of(name):
 def random_layout(draw, asked):
     """A layout of the whole space: any mesh, any value of any key."""
     workload, left = asked.workload, asked.cluster.num_devices
-    axes = MESH_AXES if workload.experts else BUILT_AXES
+    axes = [axis for axis in MESH_AXES if axis != "expert" or workload.experts]
     sizes = dict.fromkeys(MESH_AXES, 1)
     while left > 1:
         prime = divisors(left)[1]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,7 +21,7 @@ from meshpar.train.checkpoint_errors import (
     explained,
     reason_of,
 )
-from meshpar.train.checksums import damage
+from meshpar.train.checksums import damage, has_checksums
 from meshpar.train.layer_order import (
     LayerOrder,
     arranged,
@@ -117,18 +118,21 @@ class Checkpoints:
                 `save` or `finish`.
 
         Raises:
-            CheckpointError: It, or the one before it, could not be written, for example
-                on a full disk. Those that are there already stay.
+            CheckpointError: It could not be written, for example on a full disk, or,
+                unless it waits, the one before it could not: of that a save that waits
+                only warns. Those that are there already stay.
         """
-        failed, self._chosen = self._failure(), None
+        earlier, self._chosen = self._failure(), None
         step = int(state.step)
         self._move_damaged_aside()
         if step != self.latest_step:
             self._begin(step, state, run)
+        if not wait and earlier:
+            raise earlier
         if wait:
-            failed = self._failure() or failed
-        if failed:
-            raise failed
+            if earlier:
+                warnings.warn(str(earlier), stacklevel=2)
+            self.finish()
 
     def forget_after(self, step: int) -> None:
         """Deletes the checkpoints of later steps, which another run of them replaces.
@@ -227,6 +231,8 @@ class Checkpoints:
         error = saving.end()
         if error is None:
             return None
+        with contextlib.suppress(OSError):
+            self._manager.reload()  # It has forgotten those that are there.
         where = repr(str(self.directory))
         what = f"checkpoint of step {saving.step} not written to {where}"
         failure = CheckpointError(f"{what}: {reason_of(error, self.directory)}")
@@ -237,12 +243,16 @@ class Checkpoints:
         """So that a run that goes on from an earlier one can save those steps again."""
         if not self.damaged:
             return
+        told = None
         if self._processes.is_first:
-            for step in self.damaged:
-                with contextlib.suppress(OSError):
-                    folder = self.directory / str(step)
-                    folder.rename(self.directory / f"damaged-{step}")
-        self._processes.gather("moved")
+            try:
+                for step in self.damaged:
+                    _move_aside(self.directory / str(step))
+            except OSError as error:
+                told = f"damaged checkpoints not moved aside: {error}"
+        told = self._processes.gather(told)[0]
+        if told:
+            raise CheckpointError(told)
         self._manager.reload()
         self.damaged = {}
 
@@ -268,8 +278,11 @@ class Checkpoints:
     def _restore(self, check: Callable[[], None] | None = None, **items: Any) -> Any:
         """Of the newest checkpoint that can be read.
 
+        One whose files have the bytes that were written is no damaged one, whatever
+        goes wrong while it is read.
+
         Raises:
-            CheckpointError: There is none; of the newest.
+            CheckpointError: There is none; of the newest, or of one without damage.
         """
         first: CheckpointError | None = None
         while True:
@@ -286,6 +299,11 @@ class Checkpoints:
                 first = first or error
                 if self._processes.num_processes > 1:  # Others may have read theirs.
                     raise
+                if has_checksums(self.directory / str(step)):
+                    raise CheckpointError(
+                        f"{error}; its files are as they were written, so that it is "
+                        "not passed over"
+                    ) from error
                 self.damaged[step], self._chosen = str(error), None
 
     def _tell_damaged(self, step: int) -> None:
@@ -324,6 +342,20 @@ class Checkpoints:
         self._manager.close()
         if failed and error is None:
             raise failed
+
+
+def _move_aside(folder: Path) -> None:
+    """Renames a step's folder to `damaged-STEP`, or -2 and so on after that."""
+    if not folder.exists():
+        return
+    names = (f"damaged-{folder.name}{end}" for end in _endings())
+    free = (folder.with_name(name) for name in names)
+    folder.rename(next(path for path in free if not path.exists()))
+
+
+def _endings() -> Iterator[str]:
+    yield ""
+    yield from (f"-{number}" for number in itertools.count(2))
 
 
 def _shapes_by_path(tree: Any) -> dict[str, tuple[int, ...]]:

@@ -40,7 +40,10 @@ def reason_of(error: Exception, directory: Path) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     # Orbax introduces what it found by a line of its own that ends in a colon.
     telling = [line for line in lines if not line.endswith(":")] or lines
-    space = os.statvfs(directory)
+    try:
+        space = os.statvfs(directory)
+    except OSError as gone:
+        return f"no folder {str(directory)!r} any more: {gone.strerror}"
     free_bytes = space.f_bavail * space.f_frsize
     if free_bytes < 1 << 20 or "No space left" in text:
         return (

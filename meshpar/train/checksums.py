@@ -26,6 +26,11 @@ def write_checksums(folder: Path) -> None:
     os.replace(unfinished, folder / NAME)
 
 
+def has_checksums(folder: Path) -> bool:
+    """Whether what changes in a folder can be found."""
+    return (folder / NAME).is_file()
+
+
 def damage(folder: Path, *, part: int = 0, num_parts: int = 1) -> str | None:
     """What is not as it was written, one line; None where all is, or none was noted.
 

@@ -45,9 +45,13 @@ class Saving:
         """
         logging.getLogger("absl").addFilter(self._log)
         try:
-            self._manager.save(self.step, args=args)
+            saved = self._manager.save(self.step, args=args)
         except Exception as error:  # Orbax and TensorStore raise kinds of their own.
             self._error = error
+            return
+        if saved is False:
+            newest = self._manager.latest_step()
+            self._error = RuntimeError(f"skipped, as there is one of step {newest}")
             return
         if seals:
             self._sealer = threading.Thread(target=self._seal, daemon=True)
