@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from meshpar.distributed import leave
+from meshpar.distributed import leave, status_of
 from meshpar.errors import InputError
 from meshpar.recipes.config import RunConfig
 from meshpar.recipes.options import parse_arguments, program_words
@@ -29,7 +29,8 @@ def main(argv: Sequence[str] | None = None, command: str = "pretrain") -> int:
     Returns:
         0 done, 1 stopped by a bad step, 2 on bad input, 130 when stopped by Ctrl-C, 143
         by SIGTERM: saved, but for a second Ctrl-C, and one outside of the training
-        loop. A process that ends because another has ended has 75.
+        loop. 75 where a new start may mend it: another process has ended or not come,
+        or the system has failed (`OSError`) at other than a wrong path or a full disk.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     config = None
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None, command: str = "pretrain") -> int:
         return leave(NO)
     except (InputError, OSError) as error:
         print(f"{command}: {_one_line(error, config)}", file=sys.stderr)
-        return leave(BAD_INPUT)
+        return leave(status_of(error))
     except KeyboardInterrupt:
         print(f"{command}: stopped at once, nothing more is saved", file=sys.stderr)
         return leave(INTERRUPTED + 2)

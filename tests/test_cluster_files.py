@@ -77,9 +77,30 @@ def test_the_command_understands_its_options(words):
     assert config.global_batch % layout.batch_shards == 0
 
 
-def test_the_script_is_queued_again_after_the_statuses_that_say_so():
-    cases = re.search(r"^ *([\d| ]+)\) scontrol requeue", SCRIPT, re.MULTILINE)[1]
-    assert cases.split(" | ") == ["143", "75"]
+@pytest.mark.parametrize(
+    ("status", "is_queued"),
+    [(0, False), (1, False), (2, False)]
+    + [(one, True) for one in (75, 134, 137, 139, 143)],
+)
+def test_the_script_is_queued_again_after_all_that_may_pass(status, is_queued):
+    commands = f"""
+        srun() {{ return {status}; }}
+        scontrol() {{ echo "$@"; }}
+    """
+    ended = subprocess.run(
+        ["bash"],
+        input=commands + SCRIPT,
+        env={"OUT": "run", "TEXT": "text", "SLURM_JOB_ID": "7"},
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == status, ended.stderr
+    assert ended.stdout == "requeue 7\n" * is_queued
+
+
+def test_srun_leaves_processes_the_time_to_end_with_their_own_status():
+    words = shlex.split(re.search(r"^srun (.*) \\\n", SCRIPT, re.MULTILINE)[1])
+    assert words == ["--kill-on-bad-exit=0", "--wait=120"]
 
 
 def test_the_manifest_has_what_a_jobset_and_its_job_must_have():

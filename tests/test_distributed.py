@@ -1,5 +1,6 @@
 """A process's place is what its scheduler says; who does not come is named."""
 
+import errno
 import threading
 import time
 
@@ -9,7 +10,9 @@ from meshpar import InputError
 from meshpar.distributed import DistributedError, Place, Processes, find_place, start
 from meshpar.distributed.cluster import first_node
 from meshpar.distributed.collectives_check import check_collectives
+from meshpar.distributed.errors import status_of
 from meshpar.distributed.roll_call import call_roll
+from meshpar.recipes.command import main
 from tests.multiprocess.children import free_port
 
 SLURM = {
@@ -102,7 +105,36 @@ def impatient(monkeypatch):
     monkeypatch.setattr("meshpar.distributed.processes._LINGER_S", 0.5)
 
 
-def rolls(*places, jobs=None, timeout_s=5.0):
+def caused(error, cause):
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (InputError("no such preset"), 2),
+        (DistributedError("not come"), 75),
+        (DistributedError("another number", status=2), 2),
+        (FileNotFoundError(errno.ENOENT, "no such file"), 2),
+        (OSError(errno.ESTALE, "stale file handle"), 75),
+        (caused(InputError("cannot read"), OSError(errno.EIO, "broken")), 75),
+        (caused(InputError("cannot read"), OSError(errno.EACCES, "denied")), 2),
+        (RuntimeError("a collective broke"), 75),
+    ],
+)
+def test_what_may_pass_ends_with_another_status_than_bad_input(error, status):
+    assert status_of(error) == status
+
+
+def test_the_command_ends_with_the_status_of_its_error(capsys):
+    by_hand = ["--num-processes", "2", "--process-id", "1", "--start-timeout", "1"]
+    coordinator = ["--coordinator", f"localhost:{free_port()}"]
+    assert main(["--emulate", "0", *coordinator, *by_hand]) == 75
+    assert "found no process 0" in capsys.readouterr().err
+
+
+def rolls(*places, jobs=None, timeout_s=5.0, statuses=None):
     """What each of several threads gets of the roll call: a roll, or the error."""
     found = [None] * len(places)
 
@@ -112,6 +144,8 @@ def rolls(*places, jobs=None, timeout_s=5.0):
             found[index] = call_roll(places[index], job=job, timeout_s=timeout_s)
         except DistributedError as error:
             found[index] = str(error)
+            if statuses is not None:
+                statuses[index] = error.status
 
     threads = [threading.Thread(target=run, args=(one,)) for one in range(len(places))]
     for thread in threads:
@@ -146,7 +180,9 @@ def test_processes_that_all_come_know_one_another():
 
 
 def test_every_process_that_is_there_names_the_one_that_is_not():
-    found = rolls(*places_of(4, 0, 1, 3), timeout_s=1)
+    statuses = {}
+    found = rolls(*places_of(4, 0, 1, 3), timeout_s=1, statuses=statuses)
+    assert statuses == {0: 75, 1: 75, 2: 75}
     assert len(set(found)) == 1
     assert "after 1 s process 2 of 4 (the command line) has not come" in found[0]
     assert "there are 0 on " in found[0] and ", 3 on " in found[0]
@@ -160,13 +196,16 @@ def test_a_process_without_process_0_names_where_it_looked():
 def test_two_jobs_on_one_port_are_one_line_and_the_first_goes_on():
     port = free_port()
     place = dict(coordinator=f"localhost:{port}", num_processes=2)
+    statuses = {}
     first, second, other, third = rolls(
         Place(**place, process_id=0),
         Place(**place, process_id=0),
         Place(**place, process_id=1),
         Place(**place, process_id=1),
         jobs=["a", "b", "b", "a"],
+        statuses=statuses,
     )
+    assert statuses == {1: 2, 2: 2}
     assert f"port {port} of " in second and "cannot be had" in second
     assert "is of another job than" in other and "'b', not 'a'" in other
     assert first.hosts == third.hosts
@@ -200,7 +239,9 @@ def test_a_process_that_does_not_belong_is_told_why(greeting, match, monkeypatch
             plain(self, **message)
 
         monkeypatch.setattr(send, as_0)
-    first, second = rolls(*places, timeout_s=1)
+    statuses = {}
+    first, second = rolls(*places, timeout_s=1, statuses=statuses)
+    assert statuses == {0: 75, 1: 2}
     assert match in second
     assert "process 1 of 2 " in first
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshpar.distributed.cluster import Place, find_place
-from meshpar.distributed.errors import LOST, DistributedError
+from meshpar.distributed.errors import LOST, DistributedError, status_of
 from meshpar.distributed.leave import leave
 from meshpar.distributed.processes import Processes
 from meshpar.distributed.start import start
@@ -16,4 +16,5 @@ __all__ = [
     "find_place",
     "leave",
     "start",
+    "status_of",
 ]

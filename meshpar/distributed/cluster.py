@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from meshpar.distributed.errors import DistributedError
+from meshpar.distributed.errors import BAD_INPUT, DistributedError
 from meshpar.errors import InputError, whole_number
 
 _PORTS = 2**12
@@ -119,7 +119,9 @@ def first_node(nodes: str) -> str:
     """
     found = re.match(r"([^,\[]+)(?:\[([^,\-\]]+)[^\]]*\]([^,\[]*))?", nodes)
     if not found:
-        raise DistributedError(f"SLURM_STEP_NODELIST={nodes!r} names no node")
+        raise DistributedError(
+            f"SLURM_STEP_NODELIST={nodes!r} names no node", status=BAD_INPUT
+        )
     return "".join(part or "" for part in found.groups())
 
 
@@ -146,7 +148,8 @@ def _open_mpi(variables: Mapping[str, str]) -> Place | None:
         raise DistributedError(
             f"Open MPI runs {size} processes on several hosts and does not say where "
             "rank 0 is; give --coordinator HOST:PORT --num-processes "
-            f"{size} --process-id $OMPI_COMM_WORLD_RANK"
+            f"{size} --process-id $OMPI_COMM_WORLD_RANK",
+            status=BAD_INPUT,
         )
     local = variables.get("OMPI_COMM_WORLD_LOCAL_RANK", "0")
     return Place(
@@ -187,5 +190,7 @@ def _port_of_job(job: str) -> int:
 
 def _number(name: str, text: str) -> int:
     if not text.isdecimal():
-        raise DistributedError(f"{name}={text!r}: must be a whole number")
+        raise DistributedError(
+            f"{name}={text!r}: must be a whole number", status=BAD_INPUT
+        )
     return int(text)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshpar.distributed.cluster import Place
-from meshpar.distributed.errors import DistributedError
+from meshpar.distributed.errors import BAD_INPUT, LOST, DistributedError
 from meshpar.distributed.lines import Lines
 
 _RETRY_S = 0.2
@@ -75,7 +75,7 @@ def _call(place: Place, job: str, deadline: float, timeout_s: float) -> Roll:
         except TimeoutError:
             refused = _missing(place, hosts, timeout_s)
             for peer in peers.values():
-                _refuse(peer, refused)
+                _refuse(peer, refused, LOST)
             listener.close()
             raise DistributedError(refused) from None
         _welcome(place, job, lines, hosts, peers)
@@ -105,7 +105,8 @@ def _listen(place: Place) -> socket.socket:
                 raise DistributedError(
                     f"port {place.port} of {socket.gethostname()} cannot be had "
                     f"({error.strerror}): another job, or an earlier start of this "
-                    "one, has it; end that one, or give another port in --coordinator"
+                    "one, has it; end that one, or give another port in --coordinator",
+                    status=BAD_INPUT,
                 ) from error
             time.sleep(_RETRY_S)
 
@@ -123,15 +124,15 @@ def _welcome(
         return
     refused = refusal(place, job, greeting, hosts)
     if refused:
-        _refuse(lines, refused)
+        _refuse(lines, refused, BAD_INPUT)
         return
     hosts[greeting["process_id"]] = greeting["host"]
     peers[greeting["process_id"]] = lines
 
 
-def _refuse(lines: Lines, refused: str) -> None:
+def _refuse(lines: Lines, refused: str, status: int) -> None:
     with contextlib.suppress(OSError):
-        lines.send(refused=refused)
+        lines.send(refused=refused, status=status)
     lines.close()
 
 
@@ -190,7 +191,8 @@ def _answer(place: Place, job: str, deadline: float, timeout_s: float) -> Roll:
         message.get("refused")
         or f"what answers at {place.coordinator} does not call the roll: it is no "
         "process 0 of this job, or it has ended; see what it said, or give another "
-        "port in --coordinator"
+        "port in --coordinator",
+        status=BAD_INPUT if message.get("status") == BAD_INPUT else LOST,
     )
 
 

@@ -7,7 +7,7 @@ import socket
 from typing import Any, cast
 
 from meshpar.distributed.cluster import Place, find_place
-from meshpar.distributed.errors import DistributedError
+from meshpar.distributed.errors import BAD_INPUT, LOST, DistributedError
 from meshpar.distributed.processes import Processes
 from meshpar.distributed.roll_call import Roll, call_roll, free_port
 from meshpar.emulate import prepare
@@ -119,7 +119,7 @@ def _check_collectives(processes: Processes) -> None:
     wrong = check_collectives() if jax.default_backend() == "cpu" else None
     found = [one for one in processes.gather(wrong) if one]
     if found:
-        raise DistributedError(found[0])
+        raise DistributedError(found[0], status=BAD_INPUT)
 
 
 def _of_kubernetes(job: str, timeout_s: float, heartbeat_s: float) -> Processes:
@@ -137,7 +137,8 @@ def _of_kubernetes(job: str, timeout_s: float, heartbeat_s: float) -> Processes:
         raise DistributedError(
             f"JAX cannot ask Kubernetes for the pods of this Job ({reason}): pip "
             "install 'jax[k8s]' and let the Job read pods, or give --coordinator "
-            "HOST:PORT --num-processes N --process-id $JOB_COMPLETION_INDEX"
+            "HOST:PORT --num-processes N --process-id $JOB_COMPLETION_INDEX",
+            status=BAD_INPUT if isinstance(error, ValueError) else LOST,
         ) from error
     if jax.process_count() == 1:
         return Processes()
