@@ -14,7 +14,10 @@ from meshpar.train.batch_placement import BatchPlacement
 def unchecked(layout, sharding):
     """Where batches lie, of a model that declares nothing."""
     return BatchPlacement(
-        inputs={}, check_sequences=lambda _: None, layout=layout, sharding=sharding
+        inputs={},
+        check_sequences=lambda batch, partly: None,
+        layout=layout,
+        sharding=sharding,
     )
 
 

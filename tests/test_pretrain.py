@@ -190,7 +190,6 @@ def test_bad_input_ends_with_one_line_and_status_2(
     [
         (dict(model="layers=2"), "no embed, heads, vocab given, and no preset"),
         (dict(model="/no/config.json"), "/no/config.json"),
-        (dict(model="deepseek-v3"), "a model with 256 experts, which meshpar plan"),
         (dict(model="tinny"), "no preset 'tinny'; did you mean 'tiny'"),
     ],
 )

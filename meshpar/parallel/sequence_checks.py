@@ -125,8 +125,16 @@ def _mixes(model: Model, num_tokens: int) -> str | None:
         )
 
 
-def check_sequences(model: Model, layout: Layout, batch: Mapping[str, Any]) -> None:
+def check_sequences(
+    model: Model, layout: Layout, batch: Mapping[str, Any], *, partly: bool = False
+) -> None:
     """Refuses a batch whose sequences a layout cannot split.
+
+    Args:
+        model: The model.
+        layout: Whose `context` splits them.
+        batch: Arrays, or their shapes.
+        partly: Whether it is for outputs alone, of which padding is cut off.
 
     Raises:
         InputError: They do not divide into its chunks, and cannot be padded.
@@ -138,7 +146,7 @@ def check_sequences(model: Model, layout: Layout, batch: Mapping[str, Any]) -> N
     for name, array in batch.items():
         for dim in sequence_dims(model, name, array):
             size = array.shape[dim]
-            if size % order.num_chunks:
+            if size % order.num_chunks and not partly:
                 _check_padded(model, order, batch, name, dim, size)
             other, known = sizes.setdefault(order.padded(size), (name, size))
             if known != size:

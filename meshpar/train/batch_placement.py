@@ -27,13 +27,14 @@ class BatchPlacement:
 
     Args:
         inputs: What the model declares.
-        check_sequences: Refuses sequences that cannot be split.
+        check_sequences: Refuses sequences of a batch, whole or `partly`, that cannot be
+            split.
         layout: Whose batch axes and microbatches a batch divides over.
         sharding: How every array lies, the example first.
     """
 
     inputs: Mapping[str, Input]
-    check_sequences: Callable[[Mapping[str, Any]], None]
+    check_sequences: Callable[..., None]
     layout: Layout
     sharding: NamedSharding
     _passed: set[tuple[Any, ...]] = field(default_factory=set, compare=False)
@@ -90,7 +91,7 @@ class BatchPlacement:
         if partly:
             inputs = {name: one for name, one in inputs.items() if name in batch}
         num_rows, name = check_batch(inputs, batch), next(iter(batch))
-        self.check_sequences(batch)
+        self.check_sequences(batch, partly=partly)
         num_examples = self._num_examples(name, batch[name], num_rows)
         self.check_examples(num_examples, name, microbatches)
 
