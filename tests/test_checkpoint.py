@@ -1,6 +1,7 @@
 """A checkpoint holds the same values under any layout, or says what is wrong."""
 
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from meshpar.train.checkpoint import (
     Checkpoints,
     DamagedCheckpointWarning,
 )
+from meshpar.train.checkpoint_errors import reason_of
 from meshpar.train.layer_order import model_order_structs
 from tests.marks import slow
 
@@ -452,6 +454,11 @@ def test_a_save_that_is_written_is_no_error_of_the_one_before(tmp_path, monkeypa
         with pytest.warns(UserWarning, match=match):
             checkpoints.save(small_state(3), RUN)
         assert checkpoints.latest_step == 3
+
+
+def test_a_folder_that_is_gone_is_told_as_the_reason(tmp_path):
+    told = reason_of(OSError("no such thing"), tmp_path / "gone")
+    assert told == f"no folder {str(tmp_path / 'gone')!r} any more: " + os.strerror(2)
 
 
 def test_a_save_that_orbax_skips_is_an_error(tmp_path, monkeypatch):

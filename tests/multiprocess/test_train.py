@@ -8,8 +8,9 @@ import pytest
 
 from meshpar import InputError
 from meshpar.recipes.config import RunConfig
-from meshpar.recipes.joined import refuse_different
+from meshpar.recipes.joined import agreed, agreed_stop, refuse_different
 from meshpar.recipes.pretrain import pretrain
+from meshpar.train.interrupt import StopRequest
 from tests.conftest import rows
 from tests.marks import slow
 from tests.multiprocess.children import (
@@ -155,6 +156,31 @@ def test_a_process_that_is_killed_ends_the_other_which_says_so(dead, long_run):
     after = rows(log, "step")
     assert after == list(range(20))
     assert len(steps) >= 7
+
+
+class Gathered:
+    """Stands in for the processes: what another gathers is given."""
+
+    def __init__(self, *of_other):
+        self.of_other = list(of_other)
+
+    def gather(self, value):
+        return [value, self.of_other.pop(0)]
+
+
+def test_a_folder_given_to_one_process_only_is_told_with_both_values(tmp_path):
+    other = RunConfig(out=tmp_path).values()
+    with pytest.raises(InputError, match="process 1 was started with out='.*out=None"):
+        agreed(RunConfig(), Gathered(other))
+    with pytest.raises(InputError, match="process 1 was started with seq=None"):
+        refuse_different([{"seq": 16}, {}])
+
+
+def test_a_signal_that_came_late_to_one_process_stops_all():
+    here, none = StopRequest(), StopRequest()
+    assert agreed_stop(Gathered(signal.SIGTERM), here)
+    assert here.signal == signal.SIGTERM
+    assert not agreed_stop(Gathered(None), none) and not none.requested
 
 
 def test_options_that_differ_are_named_with_both_values():
