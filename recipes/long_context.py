@@ -15,7 +15,7 @@ import argparse
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
@@ -28,11 +28,27 @@ from meshpar.train.data import HostBatch, byte_tokens, read_texts
 
 _SCENE = re.compile(r"(?=^SCENE |^Scene )", re.MULTILINE)
 _PADDING = -1
+_LEAST_SEQ = 4
+"""Half of it is the longest document, which needs a token and the next."""
 
 
-def main() -> None:
-    """Packs, probes and trains."""
-    args = _arguments()
+def main(argv: Sequence[str] | None = None) -> int:
+    """Packs, probes and trains; 0 done, 2 on bad input."""
+    args = _arguments(argv)
+    try:
+        run(args)
+    except meshpar.InputError as error:
+        print(f"long_context: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def run(args: argparse.Namespace) -> None:
+    """Packs, probes and trains.
+
+    Raises:
+        InputError: The layout, or what it splits, cannot be.
+    """
     meshpar.emulate(8)
     model = llama(
         LlamaConfig(
@@ -128,13 +144,18 @@ def _stacked(rows: list[HostBatch]) -> HostBatch:
     return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
 
-def _arguments() -> argparse.Namespace:
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layout", default="context=8")
     for name, default in dict(seq=8192, rows=1, steps=10, seed=0).items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"({default})")
-    return parser.parse_args()
+    args = parser.parse_args(argv)
+    least = dict(seq=_LEAST_SEQ, rows=1, steps=0, seed=0)
+    for name, number in least.items():
+        if getattr(args, name) < number:
+            parser.error(f"--{name} {getattr(args, name)}: give {number} or more")
+    return args
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

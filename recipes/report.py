@@ -49,6 +49,12 @@ def print_damaged(console: Console, step: int, why: str) -> None:
     console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
+def print_renamed(console: Console, path: Path, name: Path) -> None:
+    """Says where the metrics of a start without a checkpoint are."""
+    line = f"no checkpoint to go on from: the metrics in {path} are kept as {name}"
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
 def print_rolled_back(
     console: Console, bad: BadStepError, step: int, windows: int
 ) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from meshpar import InputError
+from meshpar.recipes import report
 from meshpar.recipes.config import RunConfig
-from meshpar.train.metrics import cut_rows
 
 
 def refuse_rows(path: Path) -> None:
@@ -24,8 +26,8 @@ def refuse_rows(path: Path) -> None:
         )
 
 
-def begin_rows(config: RunConfig) -> None:
-    """Leaves the file of a run that begins empty, or refuses it.
+def begin_rows(config: RunConfig, console: Console) -> None:
+    """Renames the file of a run that began before to FILE.before, or refuses it.
 
     Where a run may be one that began before (`resume="auto"`) its rows are of a start
     that ended before the first checkpoint.
@@ -34,7 +36,9 @@ def begin_rows(config: RunConfig) -> None:
         InputError: The file holds rows of another run.
     """
     if config.resume == "auto":
-        cut_rows(config.metrics_path, lambda row: True)
+        path = config.metrics_path
+        if path.is_file() and path.stat().st_size:
+            report.print_renamed(console, path, path.replace(f"{path}.before"))
     else:
         refuse_rows(config.metrics_path)
 

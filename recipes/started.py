@@ -26,7 +26,7 @@ def started(run: Run) -> tuple[Run, TrainState]:
     newest = newest_of_all(run)
     if newest is None and config.resume is not True:
         if run.processes.is_first:
-            begin_rows(config)
+            begin_rows(config, run.console)
         state = step.init(config.seed)
         if config.on_bad_step == "rollback":  # The first step may be the bad one.
             run.checkpoints.save(state, run.description())

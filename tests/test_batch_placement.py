@@ -79,6 +79,8 @@ def test_rows_that_do_not_divide_over_its_devices_are_told_with_how_many(placeme
     with pytest.raises(InputError, match=match):
         placement_of("data=8").check({"x": np.zeros((3, 2))})
     placement_of("data=8").check({"x": np.zeros((8, 2))})
+    with pytest.raises(InputError, match="the 8 parts of data=2,fsdp=1,expert=4: "):
+        placement_of("data=2,expert=4").check({"x": np.zeros((3, 2))})
 
 
 def test_a_process_without_a_device_in_the_mesh_is_told(placement_of):

@@ -1,6 +1,7 @@
 """A checkpoint holds the same values under any layout, or says what is wrong."""
 
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from meshpar.train.checkpoint import (
     Checkpoints,
     DamagedCheckpointWarning,
 )
+from meshpar.train.checkpoint_errors import reason_of
 from meshpar.train.layer_order import model_order_structs
 from tests.marks import slow
 
@@ -256,7 +258,7 @@ def test_the_reason_of_an_error_is_its_first_line_that_tells_one(
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(small_state(5), RUN)
         monkeypatch.setattr(checkpoints._manager, "restore", fail)
-        with pytest.raises(CheckpointError, match=f"be read: {re.escape(reason)}$"):
+        with pytest.raises(CheckpointError, match=f"be read: {re.escape(reason)}; its"):
             checkpoints.run_of_latest()
 
 
@@ -407,6 +409,63 @@ def test_one_without_checksums_that_cannot_be_read_is_passed_over_too(tmp_path):
         pytest.warns(DamagedCheckpointWarning, match=match),
     ):
         assert checkpoints.run_of_latest() == {"saved": 3}
+
+
+def test_one_whose_files_are_as_written_is_not_passed_over(tmp_path, monkeypatch):
+    with Checkpoints(tmp_path) as checkpoints:
+        for steps_done in (3, 5):
+            checkpoints.save(small_state(steps_done), {"saved": steps_done})
+    with Checkpoints(tmp_path) as checkpoints:
+
+        def fail(*_, **__):
+            raise MemoryError("no memory left")
+
+        monkeypatch.setattr(checkpoints._manager, "restore", fail)
+        match = "step 5 .* cannot be read: no memory left; its files are as they were"
+        with pytest.raises(CheckpointError, match=match):
+            checkpoints.run_of_latest()
+        assert not checkpoints.damaged
+
+
+def test_what_is_damaged_again_gets_a_name_of_its_own(tmp_path):
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(small_state(3), {"saved": 3})
+    for _ in range(2):
+        with Checkpoints(tmp_path) as checkpoints:
+            checkpoints.save(small_state(5), {"saved": 5})
+        (tmp_path / "5" / "checksums.json").write_text("cut")
+        with Checkpoints(tmp_path) as checkpoints:
+            assert checkpoints.newest_good() in (3, 4)
+            checkpoints.save(small_state(4), {"saved": 4})
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["4", "damaged-5", "damaged-5-2"]
+
+
+def test_a_save_that_is_written_is_no_error_of_the_one_before(tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise OSError("disk trouble")
+
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(small_state(1), RUN)
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoints._manager, "save", fail)
+            checkpoints.save(small_state(2), RUN, wait=False)
+        match = "checkpoint of step 2 not written to .*disk trouble"
+        with pytest.warns(UserWarning, match=match):
+            checkpoints.save(small_state(3), RUN)
+        assert checkpoints.latest_step == 3
+
+
+def test_a_folder_that_is_gone_is_told_as_the_reason(tmp_path):
+    told = reason_of(OSError("no such thing"), tmp_path / "gone")
+    assert told == f"no folder {str(tmp_path / 'gone')!r} any more: " + os.strerror(2)
+
+
+def test_a_save_that_orbax_skips_is_an_error(tmp_path, monkeypatch):
+    with Checkpoints(tmp_path) as checkpoints:
+        monkeypatch.setattr(checkpoints._manager, "save", lambda *_, **__: False)
+        with pytest.raises(CheckpointError, match="step 1 not written to .*skipped"):
+            checkpoints.save(small_state(1), RUN)
 
 
 def test_saving_a_step_again_changes_nothing(tmp_path):

@@ -153,6 +153,9 @@ def test_resume_auto_begins_where_there_is_no_checkpoint_and_passes_a_damaged_on
     config.folder.mkdir()
     config.metrics_path.write_text('{"step": 0, "loss": 1.0}\n')
     pretrain.pretrain(config)
+    kept = config.metrics_path.with_name(f"{config.metrics_path.name}.before")
+    assert kept.read_text() == '{"step": 0, "loss": 1.0}\n'
+    assert f"are kept as {kept}" in capsys.readouterr().out.replace("\n", " ")
     whole = rows(config.metrics_path, "loss")
     files = (config.folder / "checkpoints" / "2" / "state").rglob("*")
     largest = max((f for f in files if f.is_file()), key=lambda f: f.stat().st_size)

@@ -117,6 +117,19 @@ def test_the_file_of_a_run_is_read_back(tmp_path):
     assert as_toml(found) == path.read_text()
 
 
+def test_a_file_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypatch):
+    def cut_off(path, text, **_):
+        path.write_bytes(text[:9].encode())
+        raise OSError("disk full")
+
+    before = save(RunConfig(steps=3), tmp_path).read_text()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", cut_off)
+        with pytest.raises(OSError, match="disk full"):
+            save(RunConfig(steps=4), tmp_path)
+    assert (tmp_path / SAVED).read_text() == before
+
+
 def test_the_command_that_resumes_a_run_gives_the_same_run():
     words = shlex.split(resuming_command(EVERY, ["python", "-m", "recipes.pretrain"]))
     assert words[:3] == ["python", "-m", "recipes.pretrain"]

@@ -132,11 +132,13 @@ class BatchPlacement:
             return num_rows
         here, all_shards = len(self._shards_here), self.layout.batch_shards
         if num_rows % here:
+            layout = self.layout
+            experts = f",expert={layout.expert}" if layout.expert > 1 else ""
             raise InputError(
                 f"batch[{name!r}] has {num_rows} rows on process "
                 f"{jax.process_index()} of {jax.process_count()}, whose devices hold "
-                f"{here} of the {all_shards} parts of data={self.layout.data},"
-                f"fsdp={self.layout.fsdp}: give it a multiple of {here} rows, "
+                f"{here} of the {all_shards} parts of data={layout.data},"
+                f"fsdp={layout.fsdp}{experts}: give it a multiple of {here} rows, "
                 f"{here}/{all_shards} of the global batch (step.rows_here)"
             )
         return num_rows // here * all_shards

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -127,11 +127,11 @@ class Checkpoints:
         self._move_damaged_aside()
         if step != self.latest_step:
             self._begin(step, state, run)
-        if not wait and earlier:
+        if earlier and not wait:
             raise earlier
+        if earlier:
+            warnings.warn(str(earlier), stacklevel=2)
         if wait:
-            if earlier:
-                warnings.warn(str(earlier), stacklevel=2)
             self.finish()
 
     def forget_after(self, step: int) -> None:
@@ -348,14 +348,9 @@ def _move_aside(folder: Path) -> None:
     """Renames a step's folder to `damaged-STEP`, or -2 and so on after that."""
     if not folder.exists():
         return
-    names = (f"damaged-{folder.name}{end}" for end in _endings())
-    free = (folder.with_name(name) for name in names)
-    folder.rename(next(path for path in free if not path.exists()))
-
-
-def _endings() -> Iterator[str]:
-    yield ""
-    yield from (f"-{number}" for number in itertools.count(2))
+    aside = folder.with_name(f"damaged-{folder.name}")
+    others = (aside.with_name(f"{aside.name}-{n}") for n in itertools.count(2))
+    folder.rename(next(p for p in itertools.chain([aside], others) if not p.exists()))
 
 
 def _shapes_by_path(tree: Any) -> dict[str, tuple[int, ...]]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,6 +58,24 @@ def start(command: Sequence[str], **environment: str) -> subprocess.Popen:
     )
 
 
+@contextlib.contextmanager
+def killed_if_raised(children: Sequence[subprocess.Popen]) -> Iterator[None]:
+    """Kills the children where what is waited for inside does not come."""
+    try:
+        yield
+    except BaseException:
+        kill(children)
+        raise
+
+
+def kill(children: Sequence[subprocess.Popen]) -> None:
+    """Ends those that still run, stopped ones too."""
+    for child in children:
+        if child.poll() is None:
+            child.kill()
+            child.wait()
+
+
 def ends_of(children: Sequence[subprocess.Popen], timeout_s: float) -> list[Ended]:
     """Waits for all; kills those that still run then, whose status is -9."""
     started = time.monotonic()
@@ -72,10 +91,7 @@ def ends_of(children: Sequence[subprocess.Popen], timeout_s: float) -> list[Ende
             wall_s = time.monotonic() - started
             ends.append(Ended(child.returncode, output, error, wall_s))
     finally:
-        for child in children:
-            if child.poll() is None:
-                child.kill()
-                child.wait()
+        kill(children)
     return ends
 
 

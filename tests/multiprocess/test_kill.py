@@ -10,7 +10,13 @@ import pytest
 from meshpar.recipes.config import RunConfig
 from meshpar.recipes.pretrain import pretrain
 from tests.conftest import rows
-from tests.multiprocess.children import ends_of, free_port, joined, start
+from tests.multiprocess.children import (
+    ends_of,
+    free_port,
+    joined,
+    killed_if_raised,
+    start,
+)
 from tests.multiprocess.test_train import MODEL, OPTIONS, wait_for_steps
 
 pytestmark = pytest.mark.slow
@@ -49,9 +55,10 @@ def test_a_run_killed_again_and_again_has_the_losses_of_one_that_was_not(
         before = saved_step(tmp_path)
         child = train("--emulate", "2", text=small_text, out=tmp_path)
         deadline = time.monotonic() + 120
-        while saved_step(tmp_path) <= before and time.monotonic() < deadline:
-            time.sleep(0.02)
-        time.sleep(moments.uniform(0, 0.4))
+        with killed_if_raised([child]):
+            while saved_step(tmp_path) <= before and time.monotonic() < deadline:
+                time.sleep(0.02)
+            time.sleep(moments.uniform(0, 0.4))
         child.kill()
         ends_of([child], timeout_s=10)
         assert saved_step(tmp_path) > before or before == STEPS
@@ -101,9 +108,10 @@ def test_a_process_that_stalls_ends_the_other_within_the_heartbeat_and_5_s(
         train("--emulate", "1", "--heartbeat", "6", *one, text=small_text, out=tmp_path)
         for one in joined(2, free_port())
     ]
-    wait_for_steps(tmp_path / "metrics.jsonl", 3)
-    children[stalled].send_signal(signal.SIGSTOP)
-    (end,) = ends_of([children[1 - stalled]], timeout_s=60)
+    with killed_if_raised(children):
+        wait_for_steps(tmp_path / "metrics.jsonl", 3)
+        children[stalled].send_signal(signal.SIGSTOP)
+        (end,) = ends_of([children[1 - stalled]], timeout_s=60)
     children[stalled].kill()
     ends_of([children[stalled]], timeout_s=10)
     assert end.status == 75, end.error[-2000:]
