@@ -1,5 +1,6 @@
 """A process's place is what its scheduler says; who does not come is named."""
 
+import contextlib
 import errno
 import threading
 import time
@@ -330,6 +331,35 @@ def test_a_process_that_fails_alone_ends_the_others_with_its_reason(
     told = capsys.readouterr().err
     assert told.count(f"process 1 on {processes[1].hosts[1]} has ended: {error}") == 2
     assert ("--resume auto" in told) == (status == 75)
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (InputError("no such text"), 2),
+        (FileNotFoundError(errno.ENOENT, "no such file"), 2),
+        (OSError(errno.EIO, "broken"), 75),
+    ],
+)
+@pytest.mark.parametrize("failing", [0, 1])
+def test_those_that_wait_in_gather_end_with_the_status_of_the_one_that_fails(
+    failing, error, status, three
+):
+    processes, ended = three
+
+    def gathers(process):
+        with process:
+            process.gather(0)
+
+    def fails():
+        time.sleep(0.3)  # The others wait by then.
+        with contextlib.suppress(type(error)), processes[failing]:
+            raise error
+
+    others = [one for one in processes if one.process_id != failing]
+    found = in_threads(fails, *[lambda one=one: gathers(one) for one in others])
+    assert [one.status for one in found[1:]] == [status] * 2
+    assert ended == {one.process_id: status for one in others}
 
 
 def test_a_process_that_is_silent_is_lost(three):
