@@ -2,6 +2,8 @@
 
 import contextlib
 import errno
+import json
+import socket
 import threading
 import time
 
@@ -12,6 +14,7 @@ from meshpar.distributed import DistributedError, Place, Processes, find_place, 
 from meshpar.distributed.cluster import first_node
 from meshpar.distributed.collectives_check import check_collectives
 from meshpar.distributed.errors import status_of
+from meshpar.distributed.lines import Lines
 from meshpar.distributed.roll_call import call_roll
 from meshpar.recipes.command import main
 from tests.multiprocess.children import free_port
@@ -212,6 +215,102 @@ def test_two_jobs_on_one_port_are_one_line_and_the_first_goes_on():
     assert first.hosts == third.hosts
     close(third)
     close(first)
+
+
+GREETING = dict(process_id=1, num_processes=2, host="elsewhere", job="")
+
+
+@pytest.mark.parametrize(
+    "greeting",
+    [
+        b"",  # Silent.
+        b"GET / HTTP/1.1\r\n",
+        b"[" * 5000 + b"\n",
+        b"x" * 100_000,
+        b"[1]\n",
+        b'{"process_id": 1}\n',
+        *(
+            json.dumps({**GREETING, **wrong}).encode() + b"\n"
+            for wrong in (
+                dict(process_id="1"),
+                dict(process_id=True),
+                dict(process_id=1.0),
+                dict(process_id=-1),
+                dict(process_id=2),
+                dict(process_id=[1]),
+                dict(num_processes=None),
+                dict(num_processes=1e400),
+                dict(host=5),
+                dict(job={}),
+            )
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_strangers_on_the_port_do_not_hold_up_the_roll(greeting):
+    places = places_of(2, 0, 1)
+    found = []
+    calls = [
+        threading.Thread(
+            target=lambda one=one: found.append(call_roll(one, job="", timeout_s=30))
+        )
+        for one in places
+    ]
+    calls[0].start()
+    strangers = [connected(places[0]) for _ in range(3)]
+    for stranger in strangers:
+        with contextlib.suppress(OSError):
+            stranger.sendall(greeting)
+    strangers[2].setsockopt(
+        socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0" + b"\0" * 4
+    )
+    strangers[2].close()  # By a reset.
+    start_s = time.monotonic()
+    calls[1].start()
+    for call in calls:
+        call.join()
+    assert time.monotonic() - start_s < 4.5  # A silent one is heard for 5 s.
+    assert len(found) == 2
+    for stranger in strangers:
+        stranger.close()
+    for roll in found:
+        close(roll)
+
+
+def connected(place):
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            return socket.create_connection((place.host, place.port), timeout=5)
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.02)
+
+
+def test_a_line_has_one_deadline_as_a_whole():
+    here, there = tcp_pair()
+    is_over = threading.Event()
+
+    def drip():
+        with contextlib.suppress(OSError):
+            while not is_over.wait(0.05):
+                there.sendall(b"x")
+
+    thread = threading.Thread(target=drip)
+    thread.start()
+    with pytest.raises(TimeoutError):
+        Lines(here).receive(0.5)
+    is_over.set()
+    thread.join()
+    here.close()
+    there.close()
+
+
+def tcp_pair():
+    with socket.create_server(("localhost", 0)) as server:
+        there = socket.create_connection(server.getsockname())
+        return server.accept()[0], there
 
 
 @pytest.mark.parametrize(
