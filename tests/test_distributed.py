@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import json
+import re
 import socket
 import threading
 import time
@@ -92,6 +93,21 @@ def test_the_first_node_of_a_list_is_process_0s(nodes, first):
 def test_what_contradicts_itself_is_refused_before_anything_starts(options, match):
     with pytest.raises(InputError, match=match):
         start(**options)
+
+
+@pytest.mark.parametrize(
+    ("variables", "name"),
+    [
+        (
+            {**SLURM, "SLURM_LOCALID": "a", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"},
+            "SLURM_LOCALID",
+        ),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK": ""}, "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ],
+)
+def test_a_variable_that_is_no_number_is_named(variables, name):
+    with pytest.raises(InputError, match=f"{name}='a?': must be a whole number"):
+        find_place(variables)
 
 
 def test_open_mpi_5_on_several_hosts_needs_a_coordinator_by_hand():
@@ -247,7 +263,8 @@ GREETING = dict(process_id=1, num_processes=2, host="elsewhere", job="")
     ],
 )
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
-def test_strangers_on_the_port_do_not_hold_up_the_roll(greeting):
+def test_strangers_on_the_port_do_not_hold_up_the_roll(greeting, monkeypatch):
+    monkeypatch.setattr("meshpar.distributed.roll_call._GREETING_S", 60.0)
     places = places_of(2, 0, 1)
     found = []
     calls = [
@@ -265,11 +282,9 @@ def test_strangers_on_the_port_do_not_hold_up_the_roll(greeting):
         socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0" + b"\0" * 4
     )
     strangers[2].close()  # By a reset.
-    start_s = time.monotonic()
     calls[1].start()
     for call in calls:
         call.join()
-    assert time.monotonic() - start_s < 4.5  # A silent one is heard for 5 s.
     assert len(found) == 2
     for stranger in strangers:
         stranger.close()
@@ -347,7 +362,7 @@ def test_a_process_that_does_not_belong_is_told_why(greeting, match, monkeypatch
 
 
 @pytest.fixture
-def three():
+def three(request):
     """The processes of a job of three, as three objects, and what ended each."""
     ended = {}
     rolled = rolls(*places_of(3, 0, 1, 2))
@@ -355,7 +370,7 @@ def three():
         Processes(
             process,
             rolled[process],
-            heartbeat_s=0.6,
+            heartbeat_s=getattr(request, "param", 5.0),
             end=lambda status, process=process: ended.setdefault(process, status),
         )
         for process in range(3)
@@ -391,9 +406,6 @@ def test_what_each_gives_all_get_in_order(three):
         ]
         found = in_threads(*calls)
         assert found == [[[0, turn], [1, turn], [2, turn]]] * 3
-    assert in_threads(
-        *[lambda one=one: one.any(one.process_id == 2) for one in processes]
-    )
     assert not ended
 
 
@@ -461,14 +473,17 @@ def test_those_that_wait_in_gather_end_with_the_status_of_the_one_that_fails(
     assert ended == {one.process_id: status for one in others}
 
 
-def test_a_process_that_is_silent_is_lost(three):
+@pytest.mark.parametrize("three", [2.0], indirect=True)
+def test_a_process_that_is_silent_is_lost(three, capsys):
     processes, ended = three
     processes[2]._is_closed.set()  # Its beat stops, and its connections stay.
     deadline = time.monotonic() + 10
     while {0, 1} - ended.keys() and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert processes[1].lost.startswith("process 2 on ")
-    assert "was not heard of for" in processes[0].lost
+    assert ended == {0: 75, 1: 75}
+    told = capsys.readouterr().err
+    assert re.search(r"process 2 on \S+ was not heard of for .*; process 0 ends", told)
+    assert re.search(r"process 2 on \S+ was not heard of for .*; process 1 ends", told)
 
 
 def test_collectives_between_all_devices_are_exact():

@@ -70,11 +70,6 @@ class Processes:
         """Whether this is process 0, which prints and writes for all."""
         return self.process_id == 0
 
-    @property
-    def lost(self) -> str | None:
-        """What ends this job; None while all is well."""
-        return self._lost
-
     def gather(self, value: Any) -> list[Any]:
         """The values of all processes in order; each waits for all.
 
@@ -100,10 +95,6 @@ class Processes:
             if number not in self._gathered:
                 raise DistributedError(self._lost or "", status=self._lost_status)
             return self._gathered.pop(number)
-
-    def any(self, value: bool) -> bool:
-        """Whether it is true of any process; each waits for all."""
-        return any(self.gather(value))
 
     def end_all(self, why: str, *, with_stacks: bool = False) -> None:
         """Ends every process of the job with one line and status 75.
