@@ -1,6 +1,10 @@
 """A process's place is what its scheduler says; who does not come is named."""
 
+import contextlib
 import errno
+import json
+import re
+import socket
 import threading
 import time
 
@@ -11,6 +15,7 @@ from meshpar.distributed import DistributedError, Place, Processes, find_place, 
 from meshpar.distributed.cluster import first_node
 from meshpar.distributed.collectives_check import check_collectives
 from meshpar.distributed.errors import status_of
+from meshpar.distributed.lines import Lines
 from meshpar.distributed.roll_call import call_roll
 from meshpar.recipes.command import main
 from tests.multiprocess.children import free_port
@@ -88,6 +93,21 @@ def test_the_first_node_of_a_list_is_process_0s(nodes, first):
 def test_what_contradicts_itself_is_refused_before_anything_starts(options, match):
     with pytest.raises(InputError, match=match):
         start(**options)
+
+
+@pytest.mark.parametrize(
+    ("variables", "name"),
+    [
+        (
+            {**SLURM, "SLURM_LOCALID": "a", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"},
+            "SLURM_LOCALID",
+        ),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK": ""}, "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ],
+)
+def test_a_variable_that_is_no_number_is_named(variables, name):
+    with pytest.raises(InputError, match=f"{name}='a?': must be a whole number"):
+        find_place(variables)
 
 
 def test_open_mpi_5_on_several_hosts_needs_a_coordinator_by_hand():
@@ -213,6 +233,101 @@ def test_two_jobs_on_one_port_are_one_line_and_the_first_goes_on():
     close(first)
 
 
+GREETING = dict(process_id=1, num_processes=2, host="elsewhere", job="")
+
+
+@pytest.mark.parametrize(
+    "greeting",
+    [
+        b"",  # Silent.
+        b"GET / HTTP/1.1\r\n",
+        b"[" * 5000 + b"\n",
+        b"x" * 100_000,
+        b"[1]\n",
+        b'{"process_id": 1}\n',
+        *(
+            json.dumps({**GREETING, **wrong}).encode() + b"\n"
+            for wrong in (
+                dict(process_id="1"),
+                dict(process_id=True),
+                dict(process_id=1.0),
+                dict(process_id=-1),
+                dict(process_id=2),
+                dict(process_id=[1]),
+                dict(num_processes=None),
+                dict(num_processes=1e400),
+                dict(host=5),
+                dict(job={}),
+            )
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_strangers_on_the_port_do_not_hold_up_the_roll(greeting, monkeypatch):
+    monkeypatch.setattr("meshpar.distributed.roll_call._GREETING_S", 60.0)
+    places = places_of(2, 0, 1)
+    found = []
+    calls = [
+        threading.Thread(
+            target=lambda one=one: found.append(call_roll(one, job="", timeout_s=30))
+        )
+        for one in places
+    ]
+    calls[0].start()
+    strangers = [connected(places[0]) for _ in range(3)]
+    for stranger in strangers:
+        with contextlib.suppress(OSError):
+            stranger.sendall(greeting)
+    strangers[2].setsockopt(
+        socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0" + b"\0" * 4
+    )
+    strangers[2].close()  # By a reset.
+    calls[1].start()
+    for call in calls:
+        call.join()
+    assert len(found) == 2
+    for stranger in strangers:
+        stranger.close()
+    for roll in found:
+        close(roll)
+
+
+def connected(place):
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            return socket.create_connection((place.host, place.port), timeout=5)
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.02)
+
+
+def test_a_line_has_one_deadline_as_a_whole():
+    here, there = tcp_pair()
+    is_over = threading.Event()
+
+    def drip():
+        with contextlib.suppress(OSError):
+            while not is_over.wait(0.05):
+                there.sendall(b"x")
+
+    thread = threading.Thread(target=drip)
+    thread.start()
+    with pytest.raises(TimeoutError):
+        Lines(here).receive(0.5)
+    is_over.set()
+    thread.join()
+    here.close()
+    there.close()
+
+
+def tcp_pair():
+    with socket.create_server(("localhost", 0)) as server:
+        there = socket.create_connection(server.getsockname())
+        return server.accept()[0], there
+
+
 @pytest.mark.parametrize(
     ("greeting", "match"),
     [
@@ -247,7 +362,7 @@ def test_a_process_that_does_not_belong_is_told_why(greeting, match, monkeypatch
 
 
 @pytest.fixture
-def three():
+def three(request):
     """The processes of a job of three, as three objects, and what ended each."""
     ended = {}
     rolled = rolls(*places_of(3, 0, 1, 2))
@@ -255,7 +370,7 @@ def three():
         Processes(
             process,
             rolled[process],
-            heartbeat_s=0.6,
+            heartbeat_s=getattr(request, "param", 5.0),
             end=lambda status, process=process: ended.setdefault(process, status),
         )
         for process in range(3)
@@ -291,9 +406,6 @@ def test_what_each_gives_all_get_in_order(three):
         ]
         found = in_threads(*calls)
         assert found == [[[0, turn], [1, turn], [2, turn]]] * 3
-    assert in_threads(
-        *[lambda one=one: one.any(one.process_id == 2) for one in processes]
-    )
     assert not ended
 
 
@@ -332,14 +444,46 @@ def test_a_process_that_fails_alone_ends_the_others_with_its_reason(
     assert ("--resume auto" in told) == (status == 75)
 
 
-def test_a_process_that_is_silent_is_lost(three):
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (InputError("no such text"), 2),
+        (FileNotFoundError(errno.ENOENT, "no such file"), 2),
+        (OSError(errno.EIO, "broken"), 75),
+    ],
+)
+@pytest.mark.parametrize("failing", [0, 1])
+def test_those_that_wait_in_gather_end_with_the_status_of_the_one_that_fails(
+    failing, error, status, three
+):
+    processes, ended = three
+
+    def gathers(process):
+        with process:
+            process.gather(0)
+
+    def fails():
+        time.sleep(0.3)  # The others wait by then.
+        with contextlib.suppress(type(error)), processes[failing]:
+            raise error
+
+    others = [one for one in processes if one.process_id != failing]
+    found = in_threads(fails, *[lambda one=one: gathers(one) for one in others])
+    assert [one.status for one in found[1:]] == [status] * 2
+    assert ended == {one.process_id: status for one in others}
+
+
+@pytest.mark.parametrize("three", [2.0], indirect=True)
+def test_a_process_that_is_silent_is_lost(three, capsys):
     processes, ended = three
     processes[2]._is_closed.set()  # Its beat stops, and its connections stay.
     deadline = time.monotonic() + 10
     while {0, 1} - ended.keys() and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert processes[1].lost.startswith("process 2 on ")
-    assert "was not heard of for" in processes[0].lost
+    assert ended == {0: 75, 1: 75}
+    told = capsys.readouterr().err
+    assert re.search(r"process 2 on \S+ was not heard of for .*; process 0 ends", told)
+    assert re.search(r"process 2 on \S+ was not heard of for .*; process 1 ends", told)
 
 
 def test_collectives_between_all_devices_are_exact():

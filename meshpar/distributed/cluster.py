@@ -93,10 +93,10 @@ def _slurm(variables: Mapping[str, str]) -> Place | None:
 
     The body of a batch script is none: SLURM_STEP_NODELIST is absent there.
     """
-    names = ("JOB_ID", "STEP_NODELIST", "NTASKS", "PROCID", "LOCALID")
-    if any(f"SLURM_{name}" not in variables for name in names):
+    names = ("JOB_ID", "STEP_NODELIST", "NTASKS", "PROCID")
+    if any(f"SLURM_{name}" not in variables for name in (*names, "LOCALID")):
         return None
-    job, nodes, tasks, task, local = (variables[f"SLURM_{name}"] for name in names)
+    job, nodes, tasks, task = (variables[f"SLURM_{name}"] for name in names)
     per_node = variables.get("SLURM_STEP_TASKS_PER_NODE", "")
     one_each = re.fullmatch(r"1(\(x\d+\))?", per_node) is not None
     return Place(
@@ -104,7 +104,7 @@ def _slurm(variables: Mapping[str, str]) -> Place | None:
         num_processes=_number("SLURM_NTASKS", tasks),
         process_id=_number("SLURM_PROCID", task),
         found_by=f"SLURM job {job}",
-        local_device=_own_device(variables, local, alone=one_each),
+        local_device=_own_device(variables, "SLURM_LOCALID", alone=one_each),
     )
 
 
@@ -151,13 +151,13 @@ def _open_mpi(variables: Mapping[str, str]) -> Place | None:
             f"{size} --process-id $OMPI_COMM_WORLD_RANK",
             status=BAD_INPUT,
         )
-    local = variables.get("OMPI_COMM_WORLD_LOCAL_RANK", "0")
+    local, alone = "OMPI_COMM_WORLD_LOCAL_RANK", local_size == 1
     return Place(
         coordinator=f"{host}:{_port_of_job(job)}",
         num_processes=int(size),
         process_id=_number("OMPI_COMM_WORLD_RANK", rank),
         found_by="Open MPI",
-        local_device=_own_device(variables, local, alone=local_size == 1),
+        local_device=_own_device(variables, local, alone=alone),
     )
 
 
@@ -177,10 +177,13 @@ def _tpu_pod(variables: Mapping[str, str]) -> Place | None:
     )
 
 
-def _own_device(variables: Mapping[str, str], local: str, *, alone: bool) -> int | None:
-    """One GPU a process, unless it has its host, or its GPU already, to itself."""
+def _own_device(variables: Mapping[str, str], name: str, *, alone: bool) -> int | None:
+    """One GPU a process, unless it has its host, or its GPU already, to itself.
+
+    `name` is of the variable that numbers the processes of a host.
+    """
     seen = variables.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
-    return None if alone or len(seen) < 2 else int(local)
+    return None if alone or len(seen) < 2 else _number(name, variables.get(name, "0"))
 
 
 def _port_of_job(job: str) -> int:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import socket
 import threading
+import time
 from typing import Any
 
 _LONGEST_BYTES = 1 << 26
@@ -31,25 +32,33 @@ class Lines:
         with self._sending:
             self._connection.sendall(data)
 
-    def receive(self, timeout_s: float | None = None) -> dict[str, Any] | None:
+    def receive(
+        self, timeout_s: float | None = None, longest_bytes: int = _LONGEST_BYTES
+    ) -> dict[str, Any] | None:
         """The next object; None where the other end has closed.
+
+        Args:
+            timeout_s: For the whole of it.
+            longest_bytes: Of its line.
 
         Raises:
             TimeoutError: None came in that time.
             OSError: The connection broke, or what comes is no such object.
         """
-        self._connection.settimeout(timeout_s)
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while b"\n" not in self._received:
+            if len(self._received) > longest_bytes:
+                raise ConnectionError("a line without an end")
+            self._connection.settimeout(_left_s(deadline))
             data = self._connection.recv(1 << 16)
             if not data:
                 return None
             self._received += data
-            if len(self._received) > _LONGEST_BYTES:
-                raise ConnectionError("a line without an end")
+        self._connection.settimeout(timeout_s)  # Of what is sent next, too.
         line, _, self._received = self._received.partition(b"\n")
         try:
-            message = json.loads(line)
-        except ValueError:
+            message = json.loads(line) if len(line) <= longest_bytes else None
+        except (ValueError, RecursionError):
             message = None
         if not isinstance(message, dict):
             raise ConnectionError(f"no message of meshpar: {line[:40]!r}")
@@ -60,3 +69,12 @@ class Lines:
         with contextlib.suppress(OSError):  # It is gone already.
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
+
+
+def _left_s(deadline: float | None) -> float | None:
+    if deadline is None:
+        return None
+    left_s = deadline - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError
+    return left_s

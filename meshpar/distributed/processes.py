@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
-from meshpar.distributed.errors import LOST, DistributedError
+from meshpar.distributed.errors import LOST, DistributedError, status_of
 from meshpar.distributed.leave import end_now
 from meshpar.distributed.lines import Lines
 from meshpar.distributed.roll_call import Roll
@@ -19,9 +19,6 @@ from meshpar.errors import InputError
 
 _GRACE_S = 2.0
 """Between the news that another has failed and the end: this one may fail alike."""
-
-_BAD_INPUT = 2
-"""Status of what a new start would not mend."""
 
 _LINGER_S = 4.0
 """For others to end before process 0 does, whose end JAX tells by a stack trace."""
@@ -59,6 +56,7 @@ class Processes:
         self._left: set[int] = set()
         self._gone: set[int] = set()
         self._lost: str | None = None
+        self._lost_status = LOST
         self._is_closed = threading.Event()
         self._peers = roll.peers if roll else {}
         self._heard = dict.fromkeys(self._peers, time.monotonic())
@@ -71,11 +69,6 @@ class Processes:
     def is_first(self) -> bool:
         """Whether this is process 0, which prints and writes for all."""
         return self.process_id == 0
-
-    @property
-    def lost(self) -> str | None:
-        """What ends this job; None while all is well."""
-        return self._lost
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all processes in order; each waits for all.
@@ -100,12 +93,8 @@ class Processes:
         with self._changed:
             self._changed.wait_for(lambda: number in self._gathered or self._lost)
             if number not in self._gathered:
-                raise DistributedError(self._lost)
+                raise DistributedError(self._lost or "", status=self._lost_status)
             return self._gathered.pop(number)
-
-    def any(self, value: bool) -> bool:
-        """Whether it is true of any process; each waits for all."""
-        return any(self.gather(value))
 
     def end_all(self, why: str, *, with_stacks: bool = False) -> None:
         """Ends every process of the job with one line and status 75.
@@ -184,9 +173,9 @@ class Processes:
             self._wait_for_news()
         if self._lost and not is_own:  # What this process fails of, in most cases.
             self._is_closed.set()
-            self._end_of(self._lost, LOST)
+            self._end_of(self._lost, self._lost_status)
         reason = " ".join(str(error).split()) or type(error).__name__
-        self.close(reason, status=_BAD_INPUT if is_own else LOST)
+        self.close(reason, status=status_of(error))
 
     def _wait_for_news(self) -> None:
         """A lost process breaks collectives at once, and is known a little later."""
@@ -265,7 +254,7 @@ class Processes:
         with self._changed:
             if self._lost or self._is_closed.is_set():
                 return
-            self._lost = what
+            self._lost, self._lost_status = what, status
             self._changed.notify_all()
         if self.is_first:
             self._tell(lost=what, grace_s=grace_s, status=status)

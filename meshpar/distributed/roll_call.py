@@ -9,11 +9,12 @@ JAX's service gets a free port of its own.
 from __future__ import annotations
 
 import contextlib
-import os
+import queue
 import socket
+import threading
 import time
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, cast
 
 from meshpar.distributed.cluster import Place
 from meshpar.distributed.errors import BAD_INPUT, LOST, DistributedError
@@ -22,6 +23,9 @@ from meshpar.distributed.lines import Lines
 _RETRY_S = 0.2
 _GREETING_S = 5.0
 """For a process that has connected to say which it is."""
+
+_GREETING_BYTES = 1 << 13
+_POLL_S = 0.05
 
 _PORT_S = 5.0
 """For the job that had the port before to let it go."""
@@ -42,6 +46,27 @@ class Roll:
     service: str
     peers: dict[int, Lines]
     listener: socket.socket | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Greeting:
+    """What a process says of itself when it comes."""
+
+    process_id: int
+    num_processes: int
+    host: str
+    job: str
+
+    @classmethod
+    def of(cls, message: dict[str, Any]) -> Greeting | None:
+        """The greeting in a message; None where there is none that makes sense."""
+        values = {one.name: message.get(one.name) for one in fields(cls)}
+        process, number = values["process_id"], values["num_processes"]
+        if type(process) is not int or type(number) is not int:  # True is an int too.
+            return None
+        if not all(isinstance(values[name], str) for name in ("host", "job")):
+            return None
+        return cls(**cast(Any, values)) if 0 <= process < number else None
 
 
 def call_roll(place: Place, *, job: str, timeout_s: float) -> Roll:
@@ -65,20 +90,17 @@ def _call(place: Place, job: str, deadline: float, timeout_s: float) -> Roll:
     listener = _listen(place)
     hosts = {0: socket.gethostname()}
     peers: dict[int, Lines] = {}
+    came: queue.SimpleQueue[tuple[Lines, Greeting]] = queue.SimpleQueue()
     while len(hosts) < place.num_processes:
-        left_s = deadline - time.monotonic()
-        try:
-            if left_s <= 0:
-                raise TimeoutError
-            listener.settimeout(left_s)
-            lines = Lines(listener.accept()[0])
-        except TimeoutError:
+        if time.monotonic() > deadline:
             refused = _missing(place, hosts, timeout_s)
             for peer in peers.values():
                 _refuse(peer, refused, LOST)
             listener.close()
-            raise DistributedError(refused) from None
-        _welcome(place, job, lines, hosts, peers)
+            raise DistributedError(refused)
+        _accept(listener, came)
+        while not came.empty():
+            _welcome(place, job, *came.get(), hosts, peers)
     service_port = free_port()
     in_order = [hosts[process] for process in range(place.num_processes)]
     for peer in peers.values():
@@ -111,23 +133,50 @@ def _listen(place: Place) -> socket.socket:
             time.sleep(_RETRY_S)
 
 
+def _accept(
+    listener: socket.socket, came: queue.SimpleQueue[tuple[Lines, Greeting]]
+) -> None:
+    """Leaves one that connects to a thread: whoever is silent holds up nobody."""
+    listener.settimeout(_POLL_S)
+    try:
+        connection = listener.accept()[0]
+    except TimeoutError:
+        return
+    except OSError:  # It was gone at once, or there are too many.
+        time.sleep(_POLL_S)
+        return
+    threading.Thread(target=_hear, args=(connection, came), daemon=True).start()
+
+
+def _hear(
+    connection: socket.socket, came: queue.SimpleQueue[tuple[Lines, Greeting]]
+) -> None:
+    """Puts who has connected into the queue, unless it is nobody of ours."""
+    connection.settimeout(_GREETING_S)
+    with contextlib.suppress(OSError):
+        lines = Lines(connection)
+        greeting = Greeting.of(lines.receive(_GREETING_S, _GREETING_BYTES) or {})
+        if greeting is not None:
+            came.put((lines, greeting))
+            return
+    connection.close()
+
+
 def _welcome(
-    place: Place, job: str, lines: Lines, hosts: dict[int, str], peers: dict[int, Lines]
+    place: Place,
+    job: str,
+    lines: Lines,
+    greeting: Greeting,
+    hosts: dict[int, str],
+    peers: dict[int, Lines],
 ) -> None:
     """Takes the process that has connected, or tells it why not."""
-    try:
-        greeting = lines.receive(_GREETING_S)
-    except OSError:
-        greeting = None
-    if greeting is None or "process_id" not in greeting:
-        lines.close()  # Nobody of ours.
-        return
     refused = refusal(place, job, greeting, hosts)
     if refused:
         _refuse(lines, refused, BAD_INPUT)
         return
-    hosts[greeting["process_id"]] = greeting["host"]
-    peers[greeting["process_id"]] = lines
+    hosts[greeting.process_id] = greeting.host
+    peers[greeting.process_id] = lines
 
 
 def _refuse(lines: Lines, refused: str, status: int) -> None:
@@ -137,15 +186,15 @@ def _refuse(lines: Lines, refused: str, status: int) -> None:
 
 
 def refusal(
-    place: Place, job: str, greeting: dict[str, Any], hosts: dict[int, str]
+    place: Place, job: str, greeting: Greeting, hosts: dict[int, str]
 ) -> str | None:
     """Why a process does not belong to the job of process 0; None where it does."""
-    process, number = greeting["process_id"], greeting["num_processes"]
-    who = f"process {process} on {greeting['host']}"
+    process, number = greeting.process_id, greeting.num_processes
+    who = f"process {process} on {greeting.host}"
     where = f"the job at {place.coordinator}"
-    if greeting["job"] != job:
+    if greeting.job != job:
         return (
-            f"{who} is of another job than {where}: {greeting['job']!r}, not {job!r}; "
+            f"{who} is of another job than {where}: {greeting.job!r}, not {job!r}; "
             "give each job a port of its own in --coordinator"
         )
     if number != place.num_processes:
@@ -183,17 +232,25 @@ def _answer(place: Place, job: str, deadline: float, timeout_s: float) -> Roll:
     with contextlib.suppress(OSError):  # Nothing came, or the connection broke.
         # Process 0 may have started when this one had waited for long.
         message = lines.receive(timeout_s + _GREETING_S) or {}
-    if "hosts" in message:
+    if _is_roll(message, place.num_processes):
         service = _address(place.host, message["service_port"])
         return Roll(hosts=tuple(message["hosts"]), service=service, peers={0: lines})
     lines.close()
     raise DistributedError(
-        message.get("refused")
-        or f"what answers at {place.coordinator} does not call the roll: it is no "
+        refused
+        if isinstance(refused := message.get("refused"), str)
+        else f"what answers at {place.coordinator} does not call the roll: it is no "
         "process 0 of this job, or it has ended; see what it said, or give another "
         "port in --coordinator",
         status=BAD_INPUT if message.get("status") == BAD_INPUT else LOST,
     )
+
+
+def _is_roll(message: dict[str, Any], number: int) -> bool:
+    hosts, port = message.get("hosts"), message.get("service_port")
+    if type(port) is not int or not 0 < port < 65536 or not isinstance(hosts, list):
+        return False
+    return len(hosts) == number and all(isinstance(one, str) for one in hosts)
 
 
 def _connect(place: Place, job: str, deadline: float, timeout_s: float) -> Lines:
@@ -205,7 +262,6 @@ def _connect(place: Place, job: str, deadline: float, timeout_s: float) -> Lines
                 process_id=place.process_id,
                 num_processes=place.num_processes,
                 host=socket.gethostname(),
-                pid=os.getpid(),
                 job=job,
             )
             return lines
