@@ -70,6 +70,8 @@ class Run:
         """In how many parts a block of our models takes a microbatch."""
         if not self.layout.sequence_parallel or self.layout.tensor == 1:
             return 1
+        if self.workload.experts and self.layout.expert > 1:
+            return 1  # a block that sends tokens over a batch axis is taken whole
         platform = self.cluster.device.platform
         return num_parts(platform, self.microbatch, self.tokens)
 
