@@ -112,7 +112,7 @@ def test_kinds_of_memory_add_up_to_the_whole(model, line):
         (["--html", "page.png"], "'page.png': no picture of that kind; end it in .htm"),
         (["--json", "--layout", "data=2,expert=2"], "expert"),
         (["--json", "--layout", "data=2,tensr=2"], "did you mean 'tensor'"),
-        (["--json", "--preset", "mixtral-8x9b"], "no preset 'mixtral-8x9b'"),
+        (["--json", "--preset", "megatron-3.6b"], "no preset 'megatron-3.6b'"),
         (["--json", "--devices", "16"], "needs 4 devices, but there are 16"),
     ],
 )
