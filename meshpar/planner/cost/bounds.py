@@ -7,16 +7,20 @@ schedule's replay, workspace); it never exceeds the estimate.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import lru_cache
 from itertools import product
 from typing import Literal, NamedTuple
 
 from meshpar.hardware.batch_parts import num_parts
 from meshpar.layout import BY_COST, STAGE_REMATS, Layout
-from meshpar.planner.cost.block_time import block_time
+from meshpar.planner.cost.bound_blocks import (
+    BoundBlock,
+    bound_block,
+    first_blocks,
+    held_microbatches,
+    places,
+)
 from meshpar.planner.cost.memory import rank_memory
 from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.shared_costs import SharedCosts, shared_costs
@@ -25,13 +29,6 @@ from meshpar.planner.cost.step_time import straggler_fraction
 from meshpar.planner.search.mesh_choices import MeshChoices
 from meshpar.planner.search.refusals import stage_blocks_of
 from meshpar.planner.search.space import Variant, variant_of, with_variant
-from meshpar.planner.workload.activations import (
-    everything_bytes,
-    kept_bytes,
-    stage_input_bytes,
-)
-from meshpar.schedules import SCHEDULES
-from meshpar.schedules.stage_splits import stage_sizes
 
 _PLAIN = Layout()
 _ROUNDING = 1e-12
@@ -52,18 +49,6 @@ class Bound(NamedTuple):
     memory_bytes: float
 
 
-class _Block(NamedTuple):
-    """One block and one microbatch on one device, without what `fsdp` adds."""
-
-    spare_s: tuple[float, float]
-    total_s: tuple[float, float]
-    kept_bytes: float
-    again_bytes: float
-    input_bytes: float
-    inner_bytes: float
-    """What it keeps while its stage is computed again."""
-
-
 class Bounds:
     """Bounds of the layouts of one workload, cluster and batch; it remembers blocks.
 
@@ -77,7 +62,7 @@ class Bounds:
         moe = workload.moe_layers
         kinds = ((False, workload.layers - moe), (True, moe))
         self._kinds = tuple((kind, count) for kind, count in kinds if count)
-        self._blocks: dict[tuple, tuple[_Block, ...]] = {}
+        self._blocks: dict[tuple, tuple[BoundBlock, ...]] = {}
         self._of_meshes: dict[tuple, SharedCosts] = {}
         self._least: dict[tuple, SharedCosts] = {}
         self._overheads: dict[tuple, float] = {}
@@ -187,7 +172,7 @@ class Bounds:
         self, mesh: Layout, variant: Variant, shared: SharedCosts, ticks: float
     ) -> float:
         layers = self._like.workload.layers
-        places = _places(layers, mesh.stage, variant.chunks, self._kinds)
+        longest = places(layers, mesh.stage, variant.chunks, self._kinds)
         tick_s = self._overhead_s(mesh, variant)
         blocks = self._blocks_of(mesh, variant)
         cores = self._like.cluster.device.efficiency.collective_cores
@@ -197,7 +182,7 @@ class Bounds:
             for way in (0, 1):
                 hidden_s = min(gather_s[way] - bare_s[way], block.spare_s[way])
                 exposed_s = gather_s[way] - hidden_s * (1 - cores)
-                tick_s += places * count / layers * (block.total_s[way] + exposed_s)
+                tick_s += longest * count / layers * (block.total_s[way] + exposed_s)
         # What is hidden takes cores, and all devices wait for the slowest.
         slowest = 1 + straggler_fraction(self._like)
         return (ticks * tick_s + shared.once_s) * slowest * (1 - _ROUNDING)
@@ -239,7 +224,7 @@ class Bounds:
         if not any(splits) or splits == BY_COST:
             # By cost, some other rank has as many if the first has fewer.
             return layers // mesh.stage if not any(splits) else 1
-        return _first_blocks(layers, mesh.stage, schedule, chunks, splits)
+        return first_blocks(layers, mesh.stage, schedule, chunks, splits)
 
     def _overhead_s(self, mesh: Layout, variant: Variant) -> float:
         """Of a tick beside its blocks, whatever ZeRO adds to it."""
@@ -279,7 +264,7 @@ class Bounds:
         replicas = mesh.data * mesh.fsdp * mesh.expert * microbatches
         return self._like.global_batch // replicas
 
-    def _blocks_of(self, mesh: Layout, variant: Variant) -> tuple[_Block, ...]:
+    def _blocks_of(self, mesh: Layout, variant: Variant) -> tuple[BoundBlock, ...]:
         key = (
             *(mesh.tensor, mesh.expert, mesh.context, self._tokens(mesh, variant)),
             *(variant.sequence_parallel, variant.remat),
@@ -289,7 +274,7 @@ class Bounds:
         )
         if key not in self._blocks:
             run = self.run(mesh, variant)
-            self._blocks[key] = tuple(_block(run, moe) for moe, _ in self._kinds)
+            self._blocks[key] = tuple(bound_block(run, moe) for moe, _ in self._kinds)
         return self._blocks[key]
 
     def _least_held(
@@ -366,51 +351,3 @@ def _with_remats(
 def _sizes(mesh: Layout) -> tuple[int, ...]:
     batch = (mesh.data, mesh.fsdp, mesh.stage)
     return (*batch, mesh.context, mesh.expert, mesh.tensor)
-
-
-@lru_cache(maxsize=4096)
-def _first_blocks(
-    layers: int, ranks: int, schedule: str, chunks: int, splits: tuple[int, ...]
-) -> int:
-    sizes = stage_sizes(layers, ranks, chunks, splits)
-    return sum(sizes[at] for at in SCHEDULES[schedule].stages_of(0, ranks, chunks))
-
-
-def held_microbatches(ranks: int, variant: Variant, *, lock_step: bool) -> float:
-    """Microbatches that the first rank holds, at least: one chunk if no more is known.
-
-    Reference: Narayanan et al. 2021, section 2.2.
-    """
-    how = variant.schedule, ranks, variant.microbatches, variant.chunks
-    return _held(*how, lock_step) if ranks > 1 else 1
-
-
-@lru_cache(maxsize=4096)
-def _held(schedule: str, ranks: int, count: int, chunks: int, lock_step: bool) -> float:
-    forms = SCHEDULES[schedule].closed_forms
-    if forms is None:
-        return 1 / chunks
-    in_flight = forms.lock_step_in_flight if lock_step else forms.in_flight
-    return in_flight(ranks, count, chunks)[0] / chunks
-
-
-def _places(
-    layers: int, ranks: int, chunks: int, kinds: tuple[tuple[bool, int], ...]
-) -> float:
-    """Blocks of the longest stage, or their mean where blocks are of two kinds."""
-    mean = layers / (ranks * chunks)
-    return math.ceil(mean) if len(kinds) == 1 else mean
-
-
-def _block(run: Run, moe: bool) -> _Block:
-    time, again = block_time(run, moe=moe), everything_bytes(run, moe=moe)
-    forward, backward = time.forward, time.backward
-    inputs = stage_input_bytes(run)
-    return _Block(
-        time.spare_s,
-        (forward.total_s, backward.total_s),
-        kept_bytes(run, moe=moe),
-        again,
-        inputs,
-        again if run.layout.remat == "stage" else inputs,
-    )
