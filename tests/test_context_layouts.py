@@ -1,11 +1,14 @@
 """Layouts that split the sequence train the model that one device trains."""
 
+import re
+
 import jax
 import numpy as np
 import optax
 import pytest
 
 from meshpar import InputError, Layout, RuleError, default_rules, lint, make_train_step
+from meshpar.model.token_mixing import mixes_tokens
 from meshpar.models.llama import LlamaConfig, llama
 from meshpar.models.moe import MoEConfig, moe
 from meshpar.models.presets import build
@@ -202,6 +205,28 @@ def test_positions_counted_from_the_first_token_at_hand_are_refused():
     counted = type(made)(**{**vars(made), "embed": embed, "per_token": False})
     with pytest.raises(InputError, match="take scope.positions"):
         check_token_wise(counted)
+
+
+def until_a_token(x):
+    return jax.lax.while_loop(lambda x: x.max() < 5, lambda x: x + 1, x)
+
+
+def with_all_beside_each(x):
+    total = x.sum(1)
+    return jax.lax.map(lambda one: one + total, x.swapaxes(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (until_a_token, "over the sequence|a loop that tokens end"),
+        (with_all_beside_each, "of a sum over tokens|beside each token"),
+    ],
+)
+def test_loops_that_join_tokens_are_found(function, message):
+    x = jax.ShapeDtypeStruct((3, 8, 4), np.float32)
+    found = mixes_tokens(lambda tokens: function(*tokens), 8, [(x, 1)])
+    assert re.search(message, found)
 
 
 def test_heads_that_do_not_divide_are_refused_for_ulysses():

@@ -288,3 +288,9 @@ def test_the_batch_and_experts_alone_may_be_split_over_expert():
         make_train_step(
             model, optax.sgd(0.1), "expert=2", rules=rules, devices=jax.devices()[:2]
         )
+
+
+def test_sizes_of_latent_attention_without_a_latent_are_refused():
+    sizes = dict(layers=1, embed=16, heads=2, kv_heads=2, expert_ffn=8)
+    with pytest.raises(InputError, match="q_lora_rank=4 is for latent attention"):
+        build("tiny-moe", **sizes, q_lora_rank=4)

@@ -20,7 +20,8 @@ from meshpar.errors import InputError
 from meshpar.model.token_order import TokenOrder
 from meshpar.parallel.context.hops import Hops, tile_size
 from meshpar.parallel.context.mask import Mask
-from meshpar.parallel.context.shards import Known, Plan, attention_of_shards
+from meshpar.parallel.context.shards import attention_of_shards
+from meshpar.parallel.context.tiling import Known, Plan
 from meshpar.parallel.context.ulysses import heads_here, tokens_here
 
 PART_BYTES = 4 * 2**20

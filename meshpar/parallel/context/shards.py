@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -31,40 +30,17 @@ from meshpar.parallel.context.tiles import (
     attend,
     gradients,
 )
+from meshpar.parallel.context.tiling import (
+    Known,
+    Plan,
+    in_parts,
+    joined,
+    segment_tiles,
+    tiled,
+    tiled_keys,
+)
 
-# Dims: B batch, T tokens of a device, N heads, K kv heads, G heads for each, H
-# head_dim, P tiles, S tokens of a tile, R devices along the mesh axis.
-
-
-class Known(NamedTuple):
-    """What a mask is made of beside positions.
-
-    Args:
-        rank: This device's place along the mesh axis.
-        q_segments: (batch, queries) int32, or None.
-        k_segments: (batch, keys) int32, or None.
-        prefix: (batch,) int32, or None.
-    """
-
-    rank: jax.Array
-    q_segments: jax.Array | None = None
-    k_segments: jax.Array | None = None
-    prefix: jax.Array | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """How attention over the shards of a sequence is made.
-
-    Args:
-        hops: Whose keys the queries meet, and in which tiles.
-        method: `ring` or `allgather`; of no effect where a device has all tokens.
-        num_parts: Parts that the kv heads are gathered in, one after another.
-    """
-
-    hops: Hops
-    method: str = "ring"
-    num_parts: int = 1
+# Dims: as in `tiling`.
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -101,10 +77,10 @@ def _forward(
         (q, k, v), here = _held(arrays, known)
         return run(plan.hops, _queries(plan, q, here), k, v, here).result()
 
-    tiled = _in_parts(plan, (_tiled(plan, q, k.shape[2]), *_keys(plan, k, v)))
-    output, lse = _by_part(part, tiled)
-    output = _joined(plan, output, q.shape).astype(v.dtype)
-    lse = _joined(plan, lse[..., None], (*q.shape[:3], 1))[..., 0]
+    cut = in_parts(plan, (tiled(plan, q, k.shape[2]), *tiled_keys(plan, k, v)))
+    output, lse = _by_part(part, cut)
+    output = joined(plan, output, q.shape).astype(v.dtype)
+    lse = joined(plan, lse[..., None], (*q.shape[:3], 1))[..., 0]
     return (output, lse), (q, k, v, known, output, lse)
 
 
@@ -123,12 +99,12 @@ def _backward(plan: Plan, kept: tuple, cotangents: tuple) -> tuple:
         return run(plan.hops, queries, k, v, here)
 
     of_queries = (q, dy, lse[..., None], delta[..., None])
-    tiled = (*(_tiled(plan, x, kv_heads) for x in of_queries), *_keys(plan, k, v))
-    dq, (dk, dv) = _by_part(part, _in_parts(plan, tiled))
+    cut = (*(tiled(plan, x, kv_heads) for x in of_queries), *tiled_keys(plan, k, v))
+    dq, (dk, dv) = _by_part(part, in_parts(plan, cut))
     return (
-        _joined(plan, dq, q.shape).astype(q.dtype),
-        _joined(plan, dk[:, :, :, :, None], k.shape).astype(k.dtype),
-        _joined(plan, dv[:, :, :, :, None], v.shape).astype(v.dtype),
+        joined(plan, dq, q.shape).astype(q.dtype),
+        joined(plan, dk[:, :, :, :, None], k.shape).astype(k.dtype),
+        joined(plan, dv[:, :, :, :, None], v.shape).astype(v.dtype),
         None,
     )
 
@@ -274,45 +250,12 @@ def _of_source(hops: Hops, whole: tuple, hop: Any, known: Known) -> tuple:
 
 def _queries(plan: Plan, q: jax.Array, known: Known) -> Queries:
     hops = plan.hops
-    segments = _segment_tiles(known.q_segments, hops.tiles[0])
+    segments = segment_tiles(known.q_segments, hops.tiles[0])
     return Queries(q, Marks(hops.positions(known.rank, of_keys=False), segments))
 
 
 def _tiled_segments(hops: Hops, known: Known) -> jax.Array | None:
-    return _segment_tiles(known.k_segments, hops.tiles[1])
-
-
-def _segment_tiles(segments_BT: jax.Array | None, tile: int) -> jax.Array | None:
-    """-> PBS, padding in none."""
-    if segments_BT is None:
-        return None
-    batch, tokens = segments_BT.shape
-    padded = jnp.pad(segments_BT, ((0, 0), (0, -tokens % tile)), constant_values=-1)
-    return jnp.moveaxis(padded.reshape(batch, -1, tile), 1, 0)
-
-
-def _tiled(plan: Plan, x_BTNH: jax.Array, kv_heads: int, which: int = 0) -> jax.Array:
-    """-> PBKGSH, zeros where a tile has no token."""
-    batch, tokens, heads, head_dim = x_BTNH.shape
-    tile = plan.hops.tiles[which]
-    padded = jnp.pad(x_BTNH, ((0, 0), (0, -tokens % tile), (0, 0), (0, 0)))
-    parts = padded.reshape(batch, -1, tile, kv_heads, heads // kv_heads, head_dim)
-    return jnp.transpose(parts, (1, 0, 3, 4, 2, 5))
-
-
-def _keys(plan: Plan, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """-> PBKSH of each."""
-    return tuple(_tiled(plan, x, x.shape[2], 1).squeeze(3) for x in arrays)
-
-
-def _in_parts(plan: Plan, arrays: tuple) -> tuple:
-    """Tiles of all heads -> (parts, ...) of tiles of some, each."""
-
-    def cut(x: jax.Array) -> jax.Array:
-        shape = x.shape[:2], (plan.num_parts, -1), x.shape[3:]
-        return jnp.moveaxis(x.reshape(*shape[0], *shape[1], *shape[2]), 2, 0)
-
-    return tuple(map(cut, arrays))
+    return segment_tiles(known.k_segments, hops.tiles[1])
 
 
 def _by_part(function: Callable[[tuple], Any], arrays: tuple) -> Any:
@@ -320,13 +263,6 @@ def _by_part(function: Callable[[tuple], Any], arrays: tuple) -> Any:
         return lax.map(function, arrays)
     found = function(tuple(x[0] for x in arrays))
     return jax.tree.map(lambda x: x[None], found)
-
-
-def _joined(plan: Plan, parts: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """(parts, P, B, K of one, G, S, H) -> BTNH of a shape, padding cut off."""
-    batch, tokens, heads, head_dim = shape
-    whole = jnp.transpose(parts, (2, 1, 5, 0, 3, 4, 6))
-    return whole.reshape(batch, -1, heads, head_dim)[:, :tokens]
 
 
 def _shift(hops: Hops, tree: Any, distance: int, reason: str = "context_ring") -> Any:
