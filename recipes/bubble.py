@@ -20,13 +20,15 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
 
 from meshpar import TrainState, TrainStep
 from meshpar.model.inputs import Batch
+from meshpar.recipes.run import Run
+from meshpar.recipes.step import make_step
 from meshpar.schedules import (
     Schedule,
     StageTimes,
@@ -54,6 +56,19 @@ class Bubble:
     def fraction(self) -> float:
         """The part of the step that is not useful."""
         return 1 - self.useful_s / self.step_s
+
+
+def of_run(run: Run, state: TrainState, batch: Batch) -> tuple[float, Bubble | None]:
+    """The predicted bubble and the measured one, if it is; uses `state` up."""
+    config, step = run.config, run.step
+    predicted = predicted_bubble(step.schedule, step.layers_of_stages)
+    # A schedule of one's own has none of twice the microbatches to compare with.
+    if not config.bubble_rounds or config.schedule is not None:
+        return predicted, None
+    line = str(replace(step.layout, microbatches=2 * step.layout.microbatches))
+    twice = make_step(replace(config, layout=line))
+    found = measured_bubble(step, twice, state, batch, config.bubble_rounds)
+    return predicted, found
 
 
 def predicted_bubble(schedule: Schedule, stage_layers: Sequence[int]) -> float:

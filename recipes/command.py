@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -32,6 +33,7 @@ def main(argv: Sequence[str] | None = None, command: str = "pretrain") -> int:
         loop. 75 where a new start may mend it: another process has ended or not come,
         or the system has failed (`OSError`) at other than a wrong path or a full disk.
     """
+    began = time.perf_counter()
     argv = sys.argv[1:] if argv is None else list(argv)
     config = None
     try:
@@ -39,7 +41,7 @@ def main(argv: Sequence[str] | None = None, command: str = "pretrain") -> int:
         from meshpar.recipes.pretrain import pretrain  # and with it jax
 
         program = program_words(argv, default=("meshpar", "train"))
-        result = pretrain(config, program=program)
+        result = pretrain(config, program=program, began=began)
     except ModuleNotFoundError as error:
         name = (error.name or "").partition(".")[0]
         if name not in _OF_EXTRA:

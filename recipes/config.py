@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from meshpar.errors import InputError, whole_number
+from meshpar.train.faults import check_spike
 
 LAYOUT = "data=2,stage=2,tensor=2,microbatches=4"
 PRESET = "tiny"
@@ -22,7 +23,7 @@ _AT_LEAST_ONE = (
 )
 _AT_LEAST_ZERO = (
     *("seed", "sample_tokens", "bubble_rounds", "emulate", "process_id"),
-    *("hang_timeout", "replay_every"),
+    *("hang_timeout", "replay_every", "profile"),
 )
 _OR_NONE = (
     *("stop_after", "decay_steps", "keep_every", "num_processes", "process_id"),
@@ -72,8 +73,13 @@ class RunConfig:
         rollback_steps: Steps at least by which a rollback goes back.
         replay_every: Steps between those whose gradients are computed twice and
             compared bit by bit, which finds devices that miscalculate; 0 for none.
-        hang_timeout: Seconds without a step after which all processes write their
-            stacks and end; 0 waits for ever.
+        hang_timeout: Seconds that a step, a save or another phase may take before all
+            processes write their stacks and end, four times that where programs are
+            compiled; 0 waits for ever.
+        on_low_memory: What follows where the run needs more memory than there is, by
+            arithmetic: "stop" before any parameter is built, "warn" goes on.
+        profile: Steps to trace into OUT/profile, for XProf and Perfetto: those after
+            the second of this start.
         sample_tokens: Bytes to write at the end.
         bubble_rounds: Pairs of steps that time the pipeline's bubble at the end; 0
             leaves it out.
@@ -119,6 +125,8 @@ class RunConfig:
     rollback_steps: int = 1
     replay_every: int = 0
     hang_timeout: int = 1800
+    on_low_memory: Literal["stop", "warn"] = "stop"
+    profile: int = 0
     sample_tokens: int = 160
     bubble_rounds: int = 5
     emulate: int = field(default_factory=_num_virtual_devices)
@@ -148,6 +156,11 @@ class RunConfig:
                 f"on_bad_step={self.on_bad_step!r}: must be 'skip', 'rollback' or "
                 "'stop'"
             )
+        if self.on_low_memory not in ("stop", "warn"):
+            raise InputError(
+                f"on_low_memory={self.on_low_memory!r}: must be 'stop' or 'warn'"
+            )
+        check_spike(self.on_bad_step, self.spike)
         if self.resume not in (False, True, "auto"):
             raise InputError(f"resume={self.resume!r}: must be True, False or 'auto'")
         if self.resume and self.out is None:
@@ -189,7 +202,7 @@ class RunConfig:
 
 
 OF_ONE_START = (
-    *("out", "resume", "stop_after"),
+    *("out", "resume", "stop_after", "profile"),
     *("coordinator", "num_processes", "process_id", "start_timeout", "heartbeat"),
 )
 """Options of one start of a run, not of the run."""

@@ -186,7 +186,7 @@ def resuming_command(config: RunConfig, program: Sequence[str]) -> str:
         >>> resuming_command(run, ["meshpar", "train"])
         "meshpar train --steps 9 --text 'my text.txt' --out runs/a --resume"
     """
-    options = replace(config, resume=False, stop_after=None).changed()
+    options = replace(config, resume=False, stop_after=None, profile=0).changed()
     if ENVIRONMENT_VARIABLE in os.environ or config.emulate != NUM_VIRTUAL_DEVICES:
         options["emulate"] = config.emulate
     words = list(program)

@@ -17,7 +17,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -28,10 +27,12 @@ from meshpar import TrainState, TrainStep, lint
 from meshpar.cli.lint import wide_console
 from meshpar.distributed import Processes
 from meshpar.recipes import config_file, report
-from meshpar.recipes.bubble import measured_bubble, predicted_bubble
+from meshpar.recipes.bubble import of_run as bubble_of_run
 from meshpar.recipes.command import main
 from meshpar.recipes.config import RunConfig
-from meshpar.recipes.data_waits import DataWaits
+from meshpar.recipes.fits import check_memory
+from meshpar.recipes.goodput import Goodput
+from meshpar.recipes.host_times import HostTimes
 from meshpar.recipes.joined import after_step, agreed, agreed_stop, join
 from meshpar.recipes.metrics import (
     MetricsLog,
@@ -42,6 +43,9 @@ from meshpar.recipes.metrics import (
 )
 from meshpar.recipes.model import learning_rate_of
 from meshpar.recipes.options import resuming_command
+from meshpar.recipes.phases import Phases
+from meshpar.recipes.profile import Profile
+from meshpar.recipes.replayed import check_replay
 from meshpar.recipes.rollback import rolled_back
 from meshpar.recipes.run import PROGRAM, Run, RunResult
 from meshpar.recipes.save import told_if_not_saved
@@ -52,7 +56,6 @@ from meshpar.train.checkpoint import Checkpoints
 from meshpar.train.data import TokenWindows, padded_batches, shuffled_batches
 from meshpar.train.faults import BadStepError, StepWatch
 from meshpar.train.interrupt import StopRequest
-from meshpar.train.replay import replay
 from meshpar.train.sample import sample_tokens
 from meshpar.train.watchdog import Watchdog
 
@@ -66,6 +69,7 @@ def pretrain(
     *,
     on_metrics: OnMetrics | None = None,
     program: Sequence[str] = PROGRAM,
+    began: float | None = None,
 ) -> RunResult:
     """Trains, validates, samples and saves.
 
@@ -81,18 +85,23 @@ def pretrain(
                 pretrain(config, on_metrics=wandb.log)
 
         program: The words that resume it, but for its options; printed when it stops.
+        began: When its time began, by `time.perf_counter`; now when absent.
 
     Raises:
         InputError: Something of the run cannot be.
     """
+    began = time.perf_counter() if began is None else began
     with join(config) as processes:
         config = agreed(config, processes)
-        return joined_run(config, processes, on_metrics, program)
+        with Watchdog(config.hang_timeout, processes) as watchdog:
+            phases = Phases(watchdog, began)
+            return joined_run(config, processes, phases, on_metrics, program)
 
 
 def joined_run(
     config: RunConfig,
     processes: Processes,
+    phases: Phases,
     on_metrics: OnMetrics | None,
     program: Sequence[str],
 ) -> RunResult:
@@ -101,6 +110,7 @@ def joined_run(
     texts = read_tokens(config.text, config.seq)
     step = make_step(config)
     step.check_batch(config.global_batch)
+    check_memory(config, step, processes, console)
     folder = config.folder / "checkpoints"
     with Checkpoints(
         folder,
@@ -117,7 +127,11 @@ def joined_run(
             console=console,
             program=program,
             processes=processes,
+            phases=phases,
+            goodput=Goodput(phases, config.folder if processes.is_first else None),
+            watch=StepWatch(config.on_bad_step, spike=config.spike),
         )
+        phases.begin("restoring")
         run, state = started(run)
         if processes.is_first:
             saved_as = config_file.save(config, config.folder)
@@ -131,9 +145,11 @@ def joined_run(
         with metrics_log(processes, config, on_metrics, done) as log:
             with StopRequest() as stop:
                 run, state = trained(run, state, log, stop)
+                phases.begin("saving")
                 with told_if_not_saved(run):
                     checkpoints.finish()
                 checkpoints.save(state, run.description(int(state.step)))
+            phases.begin("end")
             agreed_stop(processes, stop)  # A signal may have come to some since.
             return finish(run, state, log, stop)
 
@@ -161,17 +177,19 @@ def train(
     Raises:
         BadStepError: One after which the run cannot simply go on.
     """
-    config, first = run.config, run.position.step
+    config, phases, first = run.config, run.phases, run.position.step
+    phases.begin("compiling")
+    run.goodput.begin(first)
     batch_of = batches_of(run)
     rate_of = jax.jit(learning_rate_of(config))
     use = Utilization(run.step, global_batch=config.global_batch, seq=config.seq)
     skipped = float(state.skipped)
     last = min(config.steps, config.stop_after or config.steps)
-    waits = DataWaits(hosts=run.processes.hosts)
-    watch = StepWatch(config.on_bad_step, spike=config.spike)
+    times = HostTimes(run)
+    traces = config.folder / "profile"
     with (
         report.progress_bar(run.console) as progress,
-        Watchdog(config.hang_timeout, run.processes) as watchdog,
+        Profile(config.profile, first=first, folder=traces, console=run.console) as one,
     ):
         task = progress.add_task(
             "compiling", total=config.steps, completed=first, loss=0.0, rate=0.0
@@ -179,18 +197,19 @@ def train(
         for number in range(first, last):
             learning_rate = float(rate_of(number - skipped))
             asked = time.perf_counter()
-            batch = batch_of(number - first)
+            with phases.during("data"):
+                batch = batch_of(number - first)
             data_s = time.perf_counter() - asked
-            if config.replay_every and number and number % config.replay_every == 0:
-                check_replay(run, state, batch, number)
-            state, row = timed_step(run.step, state, batch)
+            check_replay(run, state, batch, number)
+            with one.step(number):
+                state, row = timed_step(run.step, state, batch)
             is_over, waited = after_step(run.processes, stop, data_s)
             told = {"learning_rate": learning_rate, **use.row(row["step_s"])}
-            told["data_s"] = waits.note(row["step_s"], waited)
+            told["data_s"] = times.note(row["step_s"], waited)
             log.write(step=number, **row, **told)
             if row["skipped"] > skipped:
                 report.print_skipped(progress.console, number, row)
-            watch.check(number, loss=row["loss"], skipped=row["skipped"] > skipped)
+            run.watch.check(number, loss=row["loss"], skipped=row["skipped"] > skipped)
             skipped = row["skipped"]
             progress.update(
                 task,
@@ -202,34 +221,19 @@ def train(
             done = number + 1
             if done % config.validate_every == 0 and done < config.steps:
                 progress.update(task, description="validating")
-                loss = validate(run, state, QUICK_BATCHES)
-                log.write(step=number, validation_loss=loss)
+                with phases.during("validating"):
+                    loss = validate(run, state, QUICK_BATCHES)
+                share = run.goodput.note(done)
+                log.write(step=number, validation_loss=loss, goodput=share)
                 report.print_look(progress.console, done, row, loss)
-                report.print_waits(progress.console, done, waits.line())
+                times.look(progress.console, done)
                 progress.update(task, description="training")
             if done % config.save_every == 0:
                 save(run, state, done)
-            watchdog.step_done()
+            phases.begin("step")
             if is_over:
                 break
     return state
-
-
-def check_replay(
-    run: Run, state: TrainState, batch: dict[str, np.ndarray], number: int
-) -> None:
-    """Computes a step's gradients twice; other bits are a bad step.
-
-    Raises:
-        BadStepError: They differ, and `on_bad_step` is not to go on.
-    """
-    found = run.processes.gather(replay(run.step, state, batch))
-    told = next(filter(None, found), None)
-    if told is None:
-        return
-    if run.config.on_bad_step != "skip":
-        raise BadStepError(number, told)
-    report.print_replay(run.console, number, told)
 
 
 def save(run: Run, state: TrainState, done: int) -> None:
@@ -237,8 +241,9 @@ def save(run: Run, state: TrainState, done: int) -> None:
 
     The one before stays until another is whole.
     """
-    with told_if_not_saved(run):
+    with run.phases.during("saving"), told_if_not_saved(run):
         run.checkpoints.save(state, run.description(done), wait=False)
+    run.goodput.note(done)
 
 
 def batches_of(run: Run) -> Any:
@@ -290,11 +295,16 @@ def finish(
         report.print_stopped(run.console, done, resuming_command(config, run.program))
     else:
         loss = validate(run, state)
-        log.write(step=done - 1, validation_loss=loss)
+        share = run.goodput.note(done)
+        log.write(step=done - 1, validation_loss=loss, goodput=share)
         report.print_results(run.console, loss, run.texts)
         report.print_sample(run.console, sample(run, state))
         if run.step.layout.stage > 1:
-            print_bubble(run, state)
+            report.print_bubble(
+                run.console, run.step, *bubble_of_run(run, state, batches_of(run)(0))
+            )
+    run.goodput.note(done)
+    report.print_goodput(run.console, run.goodput.line())
     where = f"checkpoint in {run.checkpoints.directory}, metrics in "
     where += str(config.metrics_path)
     run.console.print(where, soft_wrap=True, highlight=False, markup=False)
@@ -304,20 +314,6 @@ def finish(
         signal=stop.signal,
         folder=config.folder,
     )
-
-
-def print_bubble(run: Run, state: TrainState) -> None:
-    """The predicted bubble and the measured one; uses `state` up."""
-    config, step = run.config, run.step
-    predicted = predicted_bubble(step.schedule, step.layers_of_stages)
-    measured = None
-    # A schedule of one's own has none of twice the microbatches to compare with.
-    if config.bubble_rounds and config.schedule is None:
-        line = str(replace(step.layout, microbatches=2 * step.layout.microbatches))
-        twice = make_step(replace(config, layout=line))
-        batch = batches_of(run)(0)
-        measured = measured_bubble(step, twice, state, batch, config.bubble_rounds)
-    report.print_bubble(run.console, step, predicted, measured)
 
 
 def sample(run: Run, state: TrainState) -> np.ndarray:

@@ -101,7 +101,7 @@ def print_bytes(
     console: Console, step: TrainStep, state: TrainState, texts: Texts
 ) -> None:
     """Bytes of the state on a device, expected and found, and of the texts."""
-    expected, actual = state_bytes(step, state)
+    expected, actual = expected_bytes(step), actual_bytes(step, state)
     console.print(
         f"state per device: {expected:,} bytes expected, {actual:,} actual; "
         f"text: {len(texts.train):,} bytes to train on, {len(texts.validation):,} held "
@@ -110,9 +110,9 @@ def print_bytes(
     )
 
 
-def state_bytes(step: TrainStep, state: TrainState) -> tuple[int, int]:
-    """Bytes of the state on the first device: by the shardings, and as found there."""
-    expected = sum(
+def expected_bytes(step: TrainStep) -> int:
+    """Bytes of the state on a device, by the shardings."""
+    return sum(
         int(np.prod(sharding.shard_shape(shape.shape))) * shape.dtype.itemsize
         for shape, sharding in zip(
             jax.tree.leaves(step.state_shapes),
@@ -120,14 +120,17 @@ def state_bytes(step: TrainStep, state: TrainState) -> tuple[int, int]:
             strict=True,
         )
     )
+
+
+def actual_bytes(step: TrainStep, state: TrainState) -> int:
+    """Bytes of the state as found on the first device."""
     device = step.mesh.devices.flat[0]
-    actual = sum(
+    return sum(
         shard.data.nbytes
         for array in jax.tree.leaves(state)
         for shard in array.addressable_shards
         if shard.device == device
     )
-    return expected, actual
 
 
 def progress_bar(console: Console) -> Progress:
@@ -139,6 +142,11 @@ def progress_bar(console: Console) -> Progress:
         TimeRemainingColumn(),
         console=console,
     )
+
+
+def print_warning(console: Console, line: str) -> None:
+    """A line that the run goes on after."""
+    console.print(f"warning: {line}", highlight=False, markup=False, soft_wrap=True)
 
 
 def print_skipped(console: Console, number: int, row: dict[str, float]) -> None:
@@ -164,6 +172,21 @@ def print_waits(console: Console, done: int, line: str | None) -> None:
     """Says who waits for data, where somebody does."""
     if line:
         console.print(f"step {done}: {line}", highlight=False, markup=False)
+
+
+def print_goodput(console: Console, line: str) -> None:
+    """Says where the time of the run went."""
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def print_profiled(console: Console, steps: range, folder: Path) -> None:
+    """Says where the trace of some steps is."""
+    line = (
+        f"trace of steps {steps[0]} to {steps[-1]} in {folder}: `tensorboard --logdir "
+        f"{folder}` with the XProf plugin, or its perfetto_trace.json.gz at "
+        "https://ui.perfetto.dev"
+    )
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def print_results(console: Console, loss: float, texts: Texts) -> None:

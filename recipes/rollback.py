@@ -7,11 +7,10 @@ from dataclasses import replace
 from meshpar import TrainState
 from meshpar.recipes import report
 from meshpar.recipes.resume import Position
-from meshpar.recipes.rows import comes_again
+from meshpar.recipes.rows import cut_rows_after
 from meshpar.recipes.run import Run
 from meshpar.recipes.save import told_if_not_saved
 from meshpar.train.faults import BadStepError
-from meshpar.train.metrics import cut_rows
 
 _MOST = 10
 """Rollbacks of a run: what needs more of them is no accident."""
@@ -46,11 +45,11 @@ def rolled_back(run: Run, bad: BadStepError) -> tuple[Run, TrainState]:
             f"{bad.why}, and there is no checkpoint {config.rollback_steps} steps "
             "before it to go back to; give a smaller --save-every",
         ) from bad
+    run.phases.begin("restoring")
     state = checkpoints.restore(step.state_shapes, step.shardings)
     checkpoints.forget_after(back)
     windows = run.position.after(bad.step + 1, config.global_batch)
-    if run.processes.is_first:
-        cut_rows(config.metrics_path, lambda row: comes_again(row, back, config.steps))
+    cut_rows_after(run, back, done=bad.step + 1)
     report.print_rolled_back(run.console, bad, back, windows)
     position = Position(step=back, windows=windows)
     return replace(run, position=position, num_rollbacks=run.num_rollbacks + 1), state

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ from rich.console import Console
 from meshpar import InputError
 from meshpar.recipes import report
 from meshpar.recipes.config import RunConfig
+from meshpar.recipes.run import Run
+from meshpar.train.metrics import cut_rows
 
 
 def refuse_rows(path: Path) -> None:
@@ -41,6 +44,29 @@ def begin_rows(config: RunConfig, console: Console) -> None:
             report.print_renamed(console, path, path.replace(f"{path}.before"))
     else:
         refuse_rows(config.metrics_path)
+
+
+def cut_rows_after(run: Run, back: int, done: int | None = None) -> None:
+    """Cuts the rows of steps that come again, whose time was for nothing.
+
+    Args:
+        run: Of the metrics.
+        back: Steps that count.
+        done: Steps that this start has done; none when absent.
+
+    Raises:
+        InputError: The file holds something else; nothing is cut.
+    """
+    if not run.processes.is_first:
+        return
+    path, steps = run.config.metrics_path, run.config.steps
+    cut: list[dict[str, Any]] = []
+    if path.is_file():
+        lines = path.read_bytes().splitlines(keepends=True)
+        rows = [json.loads(line) for line in lines if line.endswith(b"}\n")]
+        cut = [row for row in rows if row["step"] >= back]
+    cut_rows(path, lambda row: comes_again(row, back, steps))
+    run.goodput.lose(cut, done)
 
 
 def comes_again(row: dict[str, Any], done: int, steps: int) -> bool:

@@ -12,10 +12,13 @@ from rich.console import Console
 from meshpar import TrainStep
 from meshpar.distributed import Processes
 from meshpar.recipes.config import OF_ONE_START, RunConfig
+from meshpar.recipes.goodput import Goodput
 from meshpar.recipes.model import sizes_of
+from meshpar.recipes.phases import Phases
 from meshpar.recipes.resume import Position
 from meshpar.recipes.texts import Texts
 from meshpar.train.checkpoint import Checkpoints
+from meshpar.train.faults import StepWatch
 
 PROGRAM = ("meshpar", "train")
 
@@ -33,6 +36,9 @@ class Run:
     program: Sequence[str] = PROGRAM
     processes: Processes = field(default_factory=Processes)
     num_rollbacks: int = 0
+    phases: Phases = field(default_factory=Phases)
+    goodput: Goodput = field(default_factory=lambda: Goodput(Phases()))
+    watch: StepWatch = field(default_factory=lambda: StepWatch("skip"))
 
     def description(self, done: int = 0) -> dict[str, Any]:
         """What a checkpoint says of its run once `done` steps are done."""

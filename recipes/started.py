@@ -9,10 +9,9 @@ from typing import Any
 from meshpar import InputError, TrainState
 from meshpar.recipes import report
 from meshpar.recipes.resume import changes, position_of, rate_change, refuse_other
-from meshpar.recipes.rows import begin_rows, comes_again
+from meshpar.recipes.rows import begin_rows, cut_rows_after
 from meshpar.recipes.run import Run
 from meshpar.train.checkpoint import DamagedCheckpointWarning
-from meshpar.train.metrics import cut_rows
 
 
 def started(run: Run) -> tuple[Run, TrainState]:
@@ -41,9 +40,7 @@ def started(run: Run) -> tuple[Run, TrainState]:
     run = replace(run, position=position_of(before, now, done))
     told = [*changes(before, now), *rate_change(config, before, done)]
     report.print_resumed(run.console, done, told, run.position)
-    steps = config.steps
-    if run.processes.is_first:
-        cut_rows(config.metrics_path, lambda row: comes_again(row, done, steps))
+    cut_rows_after(run, done)
     return run, state
 
 

@@ -78,11 +78,14 @@ def test_the_command_understands_its_options(words):
 
 
 @pytest.mark.parametrize(
-    ("status", "is_queued"),
-    [(0, False), (1, False), (2, False)]
-    + [(one, True) for one in (75, 134, 137, 139, 143)],
+    ("status", "restarts", "is_queued"),
+    [(0, "0", False), (1, "0", False), (2, "0", False)]
+    + [(one, "0", True) for one in (75, 134, 137, 139, 143)]
+    + [(75, "99", True), (75, "100", False)],
 )
-def test_the_script_is_queued_again_after_all_that_may_pass(status, is_queued):
+def test_the_script_is_queued_again_after_all_that_may_pass_but_not_for_ever(
+    status, restarts, is_queued
+):
     commands = f"""
         srun() {{ return {status}; }}
         scontrol() {{ echo "$@"; }}
@@ -90,7 +93,10 @@ def test_the_script_is_queued_again_after_all_that_may_pass(status, is_queued):
     ended = subprocess.run(
         ["bash"],
         input=commands + SCRIPT,
-        env={"OUT": "run", "TEXT": "text", "SLURM_JOB_ID": "7"},
+        env={
+            **{"OUT": "run", "TEXT": "text", "SLURM_JOB_ID": "7"},
+            "SLURM_RESTART_COUNT": restarts,
+        },
         capture_output=True,
         text=True,
     )

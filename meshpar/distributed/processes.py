@@ -20,6 +20,9 @@ from meshpar.errors import InputError
 _GRACE_S = 2.0
 """Between the news that another has failed and the end: this one may fail alike."""
 
+_MOST_BETWEEN_S = 1.0
+"""Between two beats, and between two looks for those of the others."""
+
 _LINGER_S = 4.0
 """For others to end before process 0 does, whose end JAX tells by a stack trace."""
 
@@ -55,6 +58,7 @@ class Processes:
         self._number = 0
         self._left: set[int] = set()
         self._gone: set[int] = set()
+        self._silent: set[int] = set()
         self._lost: str | None = None
         self._lost_status = LOST
         self._is_closed = threading.Event()
@@ -238,11 +242,13 @@ class Processes:
 
     def _beat(self) -> None:
         """Says that this process lives, and notes who has not for too long."""
-        while not self._is_closed.wait(self.heartbeat_s / 4):
+        between_s = min(self.heartbeat_s / 4, _MOST_BETWEEN_S)
+        while not self._is_closed.wait(between_s):
             self._tell(alive=True)
             now = time.monotonic()
             for process, heard in self._heard.items():
                 if process not in self._left and now - heard > self.heartbeat_s:
+                    self._silent.add(process)
                     self._lose(
                         f"process {process} on {self.hosts[process]} was not heard of "
                         f"for {now - heard:.0f} s"
@@ -273,7 +279,7 @@ class Processes:
     def _linger(self) -> None:
         if self._roll is not None and self.is_first:
             with self._changed:
-                everyone = set(self._peers)
+                everyone = set(self._peers) - self._silent  # Who is stuck stays so.
                 self._changed.wait_for(lambda: self._gone >= everyone, _LINGER_S)
 
     @staticmethod

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+import threading
+from collections.abc import Iterator
 from typing import Any, cast
 
 from meshpar.distributed.cluster import Place, find_place
@@ -59,10 +62,23 @@ def start(
         return Processes()
     roll = call_roll(place, job=job, timeout_s=timeout_s)
     processes = Processes(place.process_id, roll, heartbeat_s=heartbeat_s)
-    with processes.told_of_errors():
+    with processes.told_of_errors(), _ended_after(2 * timeout_s, processes):
         _start_jax(place, roll, timeout_s, heartbeat_s)
         _check_collectives(processes)
     return processes
+
+
+@contextlib.contextmanager
+def _ended_after(limit_s: float, processes: Processes) -> Iterator[None]:
+    """Ends all processes, with their stacks, where what is inside does not end."""
+    what = f"JAX's start and a first collective of each kind took over {limit_s:g} s"
+    timer = threading.Timer(limit_s, lambda: processes.end_all(what, with_stacks=True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _place(
@@ -150,7 +166,7 @@ def _of_kubernetes(job: str, timeout_s: float, heartbeat_s: float) -> Processes:
     )
     roll = call_roll(place, job=job, timeout_s=timeout_s)
     processes = Processes(place.process_id, roll, heartbeat_s=heartbeat_s)
-    with processes.told_of_errors():
+    with processes.told_of_errors(), _ended_after(2 * timeout_s, processes):
         _check_collectives(processes)
     return processes
 

@@ -32,6 +32,21 @@ class BadStepError(InputError):
         self.step, self.why = step, why
 
 
+def check_spike(policy: Policy, spike: float | None) -> None:
+    """Refuses a `spike` that is no limit, or that nothing would follow.
+
+    Raises:
+        InputError: It is not above 1, or the policy is to go on.
+    """
+    if spike is not None and not 1 < spike < math.inf:
+        raise InputError(f"spike={spike!r}: must be a finite number above 1")
+    if spike is not None and policy == "skip":
+        raise InputError(
+            f"spike={spike:g} needs another on_bad_step than 'skip': a loss is known "
+            "once its step is done; choose 'rollback' or 'stop'"
+        )
+
+
 class StepWatch:
     """Says which steps are bad, and ends what the policy does not let go on.
 
@@ -61,13 +76,7 @@ class StepWatch:
     def __init__(
         self, policy: Policy, *, spike: float | None = None, patience: int = 10
     ) -> None:
-        if spike is not None and not 1 < spike < math.inf:
-            raise InputError(f"spike={spike!r}: must be a finite number above 1")
-        if spike is not None and policy == "skip":
-            raise InputError(
-                f"spike={spike:g} needs another on_bad_step than 'skip': a loss is "
-                "known once its step is done; choose 'rollback' or 'stop'"
-            )
+        check_spike(policy, spike)
         self._policy, self._spike, self._patience = policy, spike, patience
         self._losses: deque[float] = deque(maxlen=_REMEMBERED)
         self._in_a_row = 0

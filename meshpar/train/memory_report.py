@@ -138,6 +138,23 @@ def memory_report(
     )
 
 
+def estimated_bytes(step: TrainStep, batch: Batch) -> tuple[float, float]:
+    """The states and the most of the temporaries of a device, by arithmetic alone.
+
+    Nothing is compiled: the formulas of `memory_report`.
+
+    Args:
+        step: From `make_train_step`; on an `absent_mesh` too.
+        batch: Arrays or their shapes.
+    """
+    gradient_bytes = _gradient_bytes(step)
+    memory = memory_of(_planned(step, batch))
+    late_bytes = gradient_bytes if memory.late_bytes else 0
+    memory = replace(memory, gradient_bytes=gradient_bytes, late_bytes=late_bytes)
+    parts = [part for part in _states(step) if part.memory == "device"]
+    return sum(part.formula_bytes for part in parts), memory.temporary_bytes
+
+
 def _states(step: TrainStep) -> list[Part]:
     """Parameters, master copy and optimizer state: formula and arguments."""
     shapes, shardings = step.state_shapes, step.shardings

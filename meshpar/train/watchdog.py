@@ -1,4 +1,4 @@
-"""Ends a process whose steps no longer end, once it has said where it stands."""
+"""Ends a process that no longer gets on, once it has said where it stands."""
 
 from __future__ import annotations
 
@@ -8,31 +8,48 @@ from types import TracebackType
 
 from meshpar.distributed import Processes
 
-_FIRST = 4
-"""Times the limit that the first step has, which compiles."""
+STEP = "step"
+"""The phase that comes back again and again."""
+
+_OF_COMPILING = 4
+"""Times the limit that a phase has in which a program is compiled."""
 
 
 class Watchdog:
-    """While active, a limit on the time from one step's end to the next one's.
+    """While active, a limit on the time that each phase of a run takes.
 
-    Beyond it every process of the job writes the stacks of its threads to standard
-    error, and all end with status 75 (`meshpar.distributed.LOST`): a collective that
-    hangs does so for ever.
+    A phase is over when the next one begins, or a step ends. Beyond the limit every
+    process of the job writes the stacks of its threads to standard error, and all end
+    with status 75 (`meshpar.distributed.LOST`): a collective that hangs does so for
+    ever.
 
     Args:
-        limit_s: Seconds; 0 for none. Until the first step has ended, four times that.
+        limit_s: Seconds; 0 for none. While something is compiled, four times that.
         processes: Of this job.
+        phase: The first.
     """
 
-    def __init__(self, limit_s: float, processes: Processes | None = None) -> None:
+    def __init__(
+        self, limit_s: float, processes: Processes | None = None, phase: str = STEP
+    ) -> None:
         self._limit_s = limit_s
         self._processes = processes or Processes()
-        self._until = time.monotonic() + _FIRST * limit_s
         self._is_over = threading.Event()
+        self._now = (phase, _OF_COMPILING * limit_s, time.monotonic())
+
+    def phase(self, name: str, *, compiles: bool = False) -> None:
+        """What begins now, with time of its own.
+
+        Args:
+            name: As the line at its end is to call it, such as `saving`.
+            compiles: Whether it may compile programs.
+        """
+        limit_s = self._limit_s * (_OF_COMPILING if compiles else 1)
+        self._now = (name, limit_s, time.monotonic())
 
     def step_done(self) -> None:
         """A step has ended; the next one has its time from now on."""
-        self._until = time.monotonic() + self._limit_s
+        self.phase(STEP)
 
     def __enter__(self) -> Watchdog:
         if self._limit_s:
@@ -49,8 +66,8 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._is_over.wait(min(self._limit_s / 4, 1.0)):
-            if time.monotonic() > self._until:
-                self._processes.end_all(
-                    f"no step has ended for {self._limit_s:g} s", with_stacks=True
-                )
+            name, limit_s, since = self._now
+            if time.monotonic() > since + limit_s:
+                what = "no step has ended" if name == STEP else f"{name} has not ended"
+                self._processes.end_all(f"{what} for {limit_s:g} s", with_stacks=True)
                 return

@@ -1,0 +1,101 @@
+"""Whether a run fits into the memory that there is, before any of it is taken."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import jax
+from rich.console import Console
+
+from meshpar import InputError, TrainStep, batch_shapes
+from meshpar.distributed import Processes
+from meshpar.hardware.devices import device_of_kind
+from meshpar.recipes import report
+from meshpar.recipes.config import RunConfig
+from meshpar.train.memory_report import estimated_bytes
+
+_SMALL = 0.01
+"""Of the memory: states below it, of a batch of few tokens, are not looked into."""
+
+_FEW_TOKENS = 8192
+
+
+def check_memory(
+    config: RunConfig, step: TrainStep, processes: Processes, console: Console
+) -> None:
+    """Compares what a step takes by arithmetic with the memory of this process.
+
+    Virtual CPU devices share their host's memory, as do several processes there.
+
+    Raises:
+        InputError: It takes more, and `on_low_memory` is to stop.
+    """
+    here = [d for d in step.mesh.devices.flat if d.process_index == jax.process_index()]
+    on_host = processes.hosts.count(processes.hosts[processes.process_id])
+    sharing = len(here) * on_host if here[0].platform == "cpu" else 1
+    there_bytes = _memory_bytes(here[0])
+    if there_bytes is None or _is_small(config, step, there_bytes / sharing):
+        return
+    batch = batch_shapes(config.global_batch, config.seq)
+    states_bytes, temporary_bytes = estimated_bytes(step, batch)
+    device_bytes = states_bytes + temporary_bytes
+    if device_bytes * sharing <= there_bytes:
+        return
+    gb, there_gb = device_bytes / 1e9, there_bytes / 1e9
+    needs = f"needs about {gb:,.1f} GB"
+    has = f"has {there_gb:,.1f} GB"
+    if sharing > 1 or here[0].platform == "cpu":
+        needs = f"needs about {gb * sharing:,.1f} GB for {sharing} CPU devices"
+        has = f"this host has {there_gb:,.1f} GB free"
+    line = (
+        f"layout {str(step.layout)!r} {needs} ({states_bytes / 1e9:,.1f} GB of states "
+        f"and {temporary_bytes / 1e9:,.1f} GB of temporaries each), but {has}; choose "
+        "a smaller --preset, --global-batch or --seq, a layout over more devices "
+        "(meshpar plan finds one) or remat=full, or go on with --on-low-memory warn"
+    )
+    if config.on_low_memory == "stop":
+        raise InputError(line)
+    report.print_warning(console, line)
+
+
+def _is_small(config: RunConfig, step: TrainStep, there_bytes: float) -> bool:
+    is_short = config.global_batch * config.seq <= _FEW_TOKENS
+    return is_short and report.expected_bytes(step) < _SMALL * there_bytes
+
+
+def _memory_bytes(device: jax.Device) -> float | None:
+    """What a program can have; None where nobody says."""
+    if device.platform == "cpu":
+        return host_memory_bytes()
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    known = device_of_kind(device.device_kind)
+    return limit or (known and known.memory_bytes)
+
+
+def host_memory_bytes(root: Path = Path("/")) -> float | None:
+    """Free bytes of this host, or of the control group that this process is in.
+
+    Args:
+        root: Of the file system that says so: `/proc/meminfo` and, of control groups of
+            version 2 and 1, `sys/fs/cgroup`.
+    """
+    found = []
+    meminfo = root / "proc/meminfo"
+    if meminfo.exists():
+        pairs = (line.split(":") for line in meminfo.read_text().splitlines())
+        values = {name: rest.split()[0] for name, rest in pairs}
+        found.append(1024.0 * int(values["MemAvailable"]))  # proc(5): in kB
+    else:
+        pages = os.sysconf("SC_PHYS_PAGES")
+        found.append(float(pages * os.sysconf("SC_PAGE_SIZE")))
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        group = root / "sys/fs/cgroup"
+        if (group / limit).exists() and (group / used).exists():
+            text = (group / limit).read_text().strip()
+            if text.isdecimal():  # "max" is no limit.
+                found.append(float(int(text) - int((group / used).read_text())))
+    return min(found)

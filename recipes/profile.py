@@ -1,0 +1,63 @@
+"""A trace of some steps, for XProf (TensorBoard) and Perfetto."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+
+from meshpar.recipes import report
+
+_UNTRACED = 2
+"""Steps before: the first compiles, and the second may still allocate."""
+
+
+class Profile:
+    """Traces steps, each under its number.
+
+    Every process writes its own trace: `plugins/profile/TIME/HOST.xplane.pb`, which
+    XProf reads, and `perfetto_trace.json.gz` for https://ui.perfetto.dev.
+
+    Args:
+        num_steps: How many; 0 for none.
+        first: The first step of this start.
+        folder: Where the trace goes.
+        console: Which is told.
+    """
+
+    def __init__(
+        self, num_steps: int, *, first: int, folder: Path, console: Console
+    ) -> None:
+        self._traced = range(first + _UNTRACED, first + _UNTRACED + num_steps)
+        self._folder, self._console = folder, console
+        self._is_on = False
+
+    @contextlib.contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Around one step."""
+        if number not in self._traced:
+            yield
+            return
+        if not self._is_on:
+            jax.profiler.start_trace(str(self._folder), create_perfetto_trace=True)
+            self._is_on = True
+        with jax.profiler.StepTraceAnnotation("train", step_num=number):
+            yield
+        if number == self._traced[-1]:
+            self._stop()
+
+    def _stop(self) -> None:
+        self._is_on = False
+        jax.profiler.stop_trace()
+        report.print_profiled(self._console, self._traced, self._folder)
+
+    def __enter__(self) -> Profile:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._is_on:
+            self._stop()
