@@ -47,6 +47,7 @@ from meshpar.recipes.phases import Phases
 from meshpar.recipes.profile import Profile
 from meshpar.recipes.replayed import check_replay
 from meshpar.recipes.rollback import rolled_back
+from meshpar.recipes.rows import check_files
 from meshpar.recipes.run import PROGRAM, Run, RunResult
 from meshpar.recipes.save import told_if_not_saved
 from meshpar.recipes.started import started
@@ -106,6 +107,8 @@ def joined_run(
     program: Sequence[str],
 ) -> RunResult:
     """The run of one process among all; the first prints and writes for them."""
+    if processes.is_first:
+        check_files(config)
     console = wide_console() if processes.is_first else Console(quiet=True)
     texts = read_tokens(config.text, config.seq)
     step = make_step(config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,28 @@ def refuse_rows(path: Path) -> None:
         raise InputError(
             f"{str(path)!r} holds {num_rows} rows of another run; delete it, or name "
             "another --out or --log-json"
+        )
+
+
+def check_files(config: RunConfig) -> None:
+    """Refuses, before any work, metrics that could not be written after it.
+
+    Raises:
+        InputError: The file of metrics cannot be, or TensorBoard is not installed.
+    """
+    path = config.log_json
+    try:
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.open("ab").close()
+    except OSError as error:
+        raise InputError(
+            f"metrics cannot be written to {str(path)!r}: {error.strerror}; name "
+            "another file in --log-json"
+        ) from error
+    if config.tensorboard and importlib.util.find_spec("tensorboardX") is None:
+        raise InputError(
+            "--tensorboard needs tensorboardX: pip install 'meshpar[tensorboard]'"
         )
 
 

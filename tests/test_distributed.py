@@ -188,6 +188,8 @@ def close(roll):
     for lines in roll.peers.values():
         lines.close()
     if roll.listener:
+        with contextlib.suppress(OSError):
+            roll.listener.shutdown(socket.SHUT_RDWR)
         roll.listener.close()
 
 
@@ -231,6 +233,25 @@ def test_two_jobs_on_one_port_are_one_line_and_the_first_goes_on():
     assert first.hosts == third.hosts
     close(third)
     close(first)
+
+
+@pytest.mark.parametrize(
+    ("job", "status", "words"),
+    [
+        ("a", 75, "whose 2 processes are all there; start it again once they have"),
+        ("b", 2, "is of another job than the job at localhost:"),
+    ],
+)
+def test_who_comes_when_all_are_there_is_told_at_once(job, status, words):
+    first, second = places_of(2, 0, 1)
+    statuses = {}
+    here = rolls(first, second)
+    began = time.monotonic()
+    (told,) = rolls(second, jobs=[job], timeout_s=60, statuses=statuses)
+    assert words in told and statuses == {0: status}
+    assert time.monotonic() - began < 30  # Not by its timeout.
+    for roll in here:
+        close(roll)
 
 
 GREETING = dict(process_id=1, num_processes=2, host="elsewhere", job="")

@@ -11,7 +11,7 @@ import pytest
 import meshpar
 from meshpar import InputError
 from meshpar.models.presets import build
-from meshpar.recipes import pretrain
+from meshpar.recipes import pretrain, replayed
 from meshpar.recipes.config import RunConfig
 from meshpar.train.checkpoint import CheckpointError, Checkpoints
 from meshpar.train.faults import BadStepError, StepWatch
@@ -230,7 +230,7 @@ def test_one_bit_on_one_device_is_found_there(half_split, monkeypatch):
 @pytest.mark.parametrize("policy", ["skip", "stop"])
 def test_a_replay_that_differs_is_a_bad_step(policy, small, monkeypatch, capsys):
     found = iter([None, "computed twice, x is not the same on cpu:3", None])
-    monkeypatch.setattr(pretrain, "replay", lambda *args: next(found))
+    monkeypatch.setattr(replayed, "replay", lambda *args: next(found))
     config = small(steps=5, replay_every=2, on_bad_step=policy)
     if policy == "stop":
         with pytest.raises(BadStepError, match="step 4: computed twice, x is not the"):

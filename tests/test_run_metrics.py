@@ -61,7 +61,8 @@ def test_every_step_has_a_row_with_all_keys_and_the_function_gets_them_too(done)
     assert [json.loads(line) for line in lines] == seen
     assert [row["step"] for row in seen] == [0, 1, 2, 3, 3]
     assert all(set(row) >= KEYS for row in seen[:4])
-    assert set(seen[4]) == {"step", "validation_loss"}
+    assert set(seen[4]) == {"step", "validation_loss", "goodput"}
+    assert 0 < seen[4]["goodput"] < 1
     rates = rows(folder / "metrics.jsonl", "learning_rate")
     rate_of = learning_rate_of(SMALL)
     assert rates == pytest.approx([float(rate_of(step)) for step in range(4)])

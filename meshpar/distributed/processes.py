@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import socket
 import sys
 import threading
 import time
@@ -147,6 +148,8 @@ class Processes:
         for lines in self._peers.values():
             lines.close()
         if self._roll.listener:
+            with contextlib.suppress(OSError):
+                self._roll.listener.shutdown(socket.SHUT_RDWR)  # Ends who accepts.
             self._roll.listener.close()
 
     @contextlib.contextmanager

@@ -107,7 +107,42 @@ def _call(place: Place, job: str, deadline: float, timeout_s: float) -> Roll:
         with contextlib.suppress(OSError):  # Its end is noticed by who watches.
             peer.send(hosts=in_order, service_port=service_port)
     service = _address(place.host, service_port)
+    late = threading.Thread(
+        target=_refuse_late, args=(place, job, listener), daemon=True
+    )
+    late.start()
     return Roll(hosts=tuple(in_order), service=service, peers=peers, listener=listener)
+
+
+def _refuse_late(place: Place, job: str, listener: socket.socket) -> None:
+    """Tells those that come once all are there, until the listener is closed.
+
+    One of this job has been started again alone, before the others have ended.
+    """
+    came: queue.SimpleQueue[tuple[Lines, Greeting]] = queue.SimpleQueue()
+    listener.settimeout(None)
+    while True:
+        try:
+            connection = listener.accept()[0]
+        except OSError:
+            return
+        _hear(connection, came)
+        while not came.empty():
+            lines, greeting = came.get()
+            status = LOST if greeting.job == job else BAD_INPUT
+            _refuse(lines, late_refusal(place, job, greeting), status)
+
+
+def late_refusal(place: Place, job: str, greeting: Greeting) -> str:
+    """Why a process comes too late to the job of process 0."""
+    if greeting.job != job:
+        return refusal(place, job, greeting, {}) or ""
+    return (
+        f"process {greeting.process_id} on {greeting.host} comes to the job at "
+        f"{place.coordinator}, whose {place.num_processes} processes are all there; "
+        "start it again once they have ended, or, where it is of another job, give "
+        "each job a port of its own in --coordinator"
+    )
 
 
 def _listen(place: Place) -> socket.socket:

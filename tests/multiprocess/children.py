@@ -8,14 +8,17 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 
 # What would tell a process that it is of a cluster, or give it other devices.
 _NOT_PASSED = ("SLURM_", "OMPI_", "PMIX_", "KUBERNETES_", "TPU_", "MESHPAR_", "JAX_")
+
+PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
 
 
 @dataclass(frozen=True)
@@ -35,8 +38,16 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def start(command: Sequence[str], **environment: str) -> subprocess.Popen:
-    """Starts Python with those words."""
+def start(
+    command: Sequence[str], *, streams: Mapping[str, Any] = PIPES, **environment: str
+) -> subprocess.Popen:
+    """Starts Python with those words.
+
+    Args:
+        command: The words.
+        streams: Where `stdout` and `stderr` go.
+        environment: Variables beside this process's own.
+    """
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -52,9 +63,8 @@ def start(command: Sequence[str], **environment: str) -> subprocess.Popen:
             "PYTHONPATH": str(ROOT),
             **environment,
         },
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
         text=True,
+        **streams,
     )
 
 
