@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from meshpar import TrainState, TrainStep, lint
+from meshpar import TrainState
 from meshpar.cli.lint import wide_console
 from meshpar.distributed import Processes
 from meshpar.recipes import config_file, report
@@ -49,9 +49,9 @@ from meshpar.recipes.replayed import check_replay
 from meshpar.recipes.rollback import rolled_back
 from meshpar.recipes.rows import check_files
 from meshpar.recipes.run import PROGRAM, Run, RunResult
-from meshpar.recipes.save import told_if_not_saved
+from meshpar.recipes.save import save, told_if_not_saved
 from meshpar.recipes.started import started
-from meshpar.recipes.step import audited, make_step
+from meshpar.recipes.step import audited, make_step, timed_step
 from meshpar.recipes.texts import BYTE_VOCAB, read_tokens
 from meshpar.train.checkpoint import Checkpoints
 from meshpar.train.data import TokenWindows, padded_batches, shuffled_batches
@@ -139,13 +139,9 @@ def joined_run(
         if processes.is_first:
             saved_as = config_file.save(config, config.folder)
             report.print_config(console, config, saved_as)
-        found = lint(
-            step.model, step.layout, global_batch=config.global_batch, seq=config.seq
-        )
-        report.print_layout(console, step, found)
+        report.print_layout(console, step, config)
         report.print_bytes(console, step, state, texts)
-        done = run.position.step
-        with metrics_log(processes, config, on_metrics, done) as log:
+        with metrics_log(processes, config, on_metrics, run.position.step) as log:
             with StopRequest() as stop:
                 run, state = trained(run, state, log, stop)
                 phases.begin("saving")
@@ -189,14 +185,11 @@ def train(
     skipped = float(state.skipped)
     last = min(config.steps, config.stop_after or config.steps)
     times = HostTimes(run)
-    traces = config.folder / "profile"
     with (
         report.progress_bar(run.console) as progress,
-        Profile(config.profile, first=first, folder=traces, console=run.console) as one,
+        Profile(config, first=first, console=run.console) as profile,
     ):
-        task = progress.add_task(
-            "compiling", total=config.steps, completed=first, loss=0.0, rate=0.0
-        )
+        task = report.compiling(progress, config.steps, first)
         for number in range(first, last):
             learning_rate = float(rate_of(number - skipped))
             asked = time.perf_counter()
@@ -204,7 +197,7 @@ def train(
                 batch = batch_of(number - first)
             data_s = time.perf_counter() - asked
             check_replay(run, state, batch, number)
-            with one.step(number):
+            with profile.step(number):
                 state, row = timed_step(run.step, state, batch)
             is_over, waited = after_step(run.processes, stop, data_s)
             told = {"learning_rate": learning_rate, **use.row(row["step_s"])}
@@ -214,13 +207,8 @@ def train(
                 report.print_skipped(progress.console, number, row)
             run.watch.check(number, loss=row["loss"], skipped=row["skipped"] > skipped)
             skipped = row["skipped"]
-            progress.update(
-                task,
-                advance=1,
-                description="training",
-                loss=row["loss"],
-                rate=row["tokens_per_s"],
-            )
+            told = {"loss": row["loss"], "rate": row["tokens_per_s"]}
+            progress.update(task, advance=1, description="training", **told)
             done = number + 1
             if done % config.validate_every == 0 and done < config.steps:
                 progress.update(task, description="validating")
@@ -239,16 +227,6 @@ def train(
     return state
 
 
-def save(run: Run, state: TrainState, done: int) -> None:
-    """Saves while the run goes on, which it does if that fails: it may not next time.
-
-    The one before stays until another is whole.
-    """
-    with run.phases.during("saving"), told_if_not_saved(run):
-        run.checkpoints.save(state, run.description(done), wait=False)
-    run.goodput.note(done)
-
-
 def batches_of(run: Run) -> Any:
     """The batch of each step after the run's first, by its number from there."""
     config = run.config
@@ -259,19 +237,6 @@ def batches_of(run: Run) -> Any:
         skip=run.position.windows,
         rows=run.step.rows_here(config.global_batch),
     )
-
-
-def timed_step(
-    step: TrainStep, state: TrainState, batch: dict[str, np.ndarray]
-) -> tuple[TrainState, dict[str, float]]:
-    """One step, and its row of metrics."""
-    start = time.perf_counter()
-    placed = step.place(batch)
-    state, metrics = step(state, placed)
-    row = {name: float(value) for name, value in metrics.items()}
-    step_s = time.perf_counter() - start
-    tokens_per_s = placed["tokens"].size / step_s
-    return state, {**row, "tokens_per_s": tokens_per_s, "step_s": step_s}
 
 
 def validate(run: Run, state: TrainState, num_batches: int | None = None) -> float:
@@ -308,9 +273,7 @@ def finish(
             )
     run.goodput.note(done)
     report.print_goodput(run.console, run.goodput.line())
-    where = f"checkpoint in {run.checkpoints.directory}, metrics in "
-    where += str(config.metrics_path)
-    run.console.print(where, soft_wrap=True, highlight=False, markup=False)
+    report.print_where(run.console, run.checkpoints.directory, config.metrics_path)
     return RunResult(
         steps_done=done,
         validation_loss=loss,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
 from rich.console import Console
 
 from meshpar.recipes import report
+from meshpar.recipes.config import RunConfig
 
 _UNTRACED = 2
 """Steps before: the first compiles, and the second may still allocate."""
@@ -23,17 +23,14 @@ class Profile:
     XProf reads, and `perfetto_trace.json.gz` for https://ui.perfetto.dev.
 
     Args:
-        num_steps: How many; 0 for none.
+        config: How many, `profile`, and the folder of the run.
         first: The first step of this start.
-        folder: Where the trace goes.
         console: Which is told.
     """
 
-    def __init__(
-        self, num_steps: int, *, first: int, folder: Path, console: Console
-    ) -> None:
-        self._traced = range(first + _UNTRACED, first + _UNTRACED + num_steps)
-        self._folder, self._console = folder, console
+    def __init__(self, config: RunConfig, *, first: int, console: Console) -> None:
+        self._traced = range(first + _UNTRACED, first + _UNTRACED + config.profile)
+        self._folder, self._console = config.folder / "profile", console
         self._is_on = False
 
     @contextlib.contextmanager

@@ -9,10 +9,16 @@ import numpy as np
 from rich.columns import Columns
 from rich.console import Console
 from rich.padding import Padding
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.text import Text
 
-from meshpar import LintReport, TrainState, TrainStep
+from meshpar import TrainState, TrainStep, lint
 from meshpar.cli.lint import parameter_table
 from meshpar.recipes.bubble import Bubble
 from meshpar.recipes.config import RunConfig
@@ -81,8 +87,10 @@ def print_stopped(console: Console, done: int, command: str) -> None:
     console.print(lines, highlight=False, markup=False, soft_wrap=True)
 
 
-def print_layout(console: Console, step: TrainStep, report: LintReport) -> None:
-    """The layout, every parameter, and what the lint found."""
+def print_layout(console: Console, step: TrainStep, config: RunConfig) -> None:
+    """The layout, every parameter, and what the lint finds."""
+    sizes = {"global_batch": config.global_batch, "seq": config.seq}
+    found = lint(step.model, step.layout, **sizes)
     device, number = step.mesh.devices.flat[0], step.mesh.size
     there = jax.device_count()
     which = f"{number}" if number == there else f"the first {number} of {there}"
@@ -91,8 +99,8 @@ def print_layout(console: Console, step: TrainStep, report: LintReport) -> None:
         f"{step.model.num_parameters:,} parameters",
         highlight=False,
     )
-    console.print(parameter_table(report.parameters))
-    for finding in report.findings:
+    console.print(parameter_table(found.parameters))
+    for finding in found.findings:
         line = f"{finding.kind}: {finding.message}"
         console.print(line, highlight=False, markup=False)
 
@@ -142,6 +150,19 @@ def progress_bar(console: Console) -> Progress:
         TimeRemainingColumn(),
         console=console,
     )
+
+
+def compiling(progress: Progress, steps: int, done: int) -> TaskID:
+    """The bar's task, before the first step has ended."""
+    return progress.add_task(
+        "compiling", total=steps, completed=done, loss=0.0, rate=0.0
+    )
+
+
+def print_where(console: Console, checkpoints: Path, metrics: Path) -> None:
+    """Says where everything is."""
+    where = f"checkpoint in {checkpoints}, metrics in {metrics}"
+    console.print(where, soft_wrap=True, highlight=False, markup=False)
 
 
 def print_warning(console: Console, line: str) -> None:

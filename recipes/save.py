@@ -5,9 +5,23 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+from meshpar import TrainState
 from meshpar.recipes import report
 from meshpar.recipes.run import Run
 from meshpar.train.checkpoint import CheckpointError
+
+
+def save(run: Run, state: TrainState, done: int) -> None:
+    """Saves while the run goes on; the checkpoint before stays until this one is whole.
+
+    Args:
+        run: The state's.
+        state: After `done` steps.
+        done: Steps done.
+    """
+    with run.phases.during("saving"), told_if_not_saved(run):
+        run.checkpoints.save(state, run.description(done), wait=False)
+    run.goodput.note(done)
 
 
 @contextlib.contextmanager

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh
 
 from meshpar import (
     MESH_AXES,
     InputError,
     Layout,
+    TrainState,
     TrainStep,
     batch_shapes,
     make_train_step,
@@ -70,3 +73,16 @@ def devices_of(layout: Layout) -> list[jax.Device]:
             f"{needed}, or give --emulate {needed} for virtual CPU devices"
         )
     return devices[:needed]
+
+
+def timed_step(
+    step: TrainStep, state: TrainState, batch: dict[str, np.ndarray]
+) -> tuple[TrainState, dict[str, float]]:
+    """One step, and its row of metrics."""
+    start = time.perf_counter()
+    placed = step.place(batch)
+    state, metrics = step(state, placed)
+    row = {name: float(value) for name, value in metrics.items()}
+    step_s = time.perf_counter() - start
+    tokens_per_s = placed["tokens"].size / step_s
+    return state, {**row, "tokens_per_s": tokens_per_s, "step_s": step_s}

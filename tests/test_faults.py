@@ -1,21 +1,30 @@
 """Bad steps are skipped, rolled back or the end; what hangs ends with its stacks."""
 
+import json
 import subprocess
 import sys
+import threading
+from dataclasses import replace
 
 import jax
 import numpy as np
 import optax
 import pytest
+from rich.console import Console
 
 import meshpar
 from meshpar import InputError
+from meshpar.distributed import Processes
 from meshpar.models.presets import build
-from meshpar.recipes import pretrain, replayed
+from meshpar.recipes import fits, pretrain, replayed
 from meshpar.recipes.config import RunConfig
+from meshpar.recipes.goodput import Goodput
+from meshpar.recipes.phases import Phases
 from meshpar.train.checkpoint import CheckpointError, Checkpoints
 from meshpar.train.faults import BadStepError, StepWatch
+from meshpar.train.memory_report import estimated_bytes
 from meshpar.train.replay import replay
+from meshpar.train.watchdog import Watchdog
 from tests.conftest import rows
 
 SMALL = dict(preset="test", model="vocab=256", seq=16, global_batch=8, sample_tokens=1)
@@ -101,11 +110,32 @@ def test_a_rollback_goes_back_and_on_with_the_text_after_the_bad_step(
     )
     assert "and on 32 windows into the text" in output
     assert len(set(seen)) == len(seen) == 8
+    ledger = json.loads((config.folder / "goodput.json").read_text())
+    assert (ledger["starts"], ledger["firsts"]) == (1, [0, 2])
+    assert 0 < ledger["lost_s"] == ledger["undone_s"] < ledger["spent_s"]["step"]
     steps = rows(config.metrics_path, "step")
     assert steps == [0, 1, 2, 3, 4, 5, 5]
     assert rows(config.metrics_path, "skipped") == [0] * 6
     with Checkpoints(config.folder / "checkpoints") as checkpoints:
         assert checkpoints.run_of_latest()["windows"] == 8 * 8
+
+
+def test_a_rollback_does_not_forget_what_loss_is_usual(small, monkeypatch, capsys):
+    calls = []
+
+    def timed_step(step, state, batch):
+        calls.append(50.0 if len(calls) in (9, 11) else 2.0)
+        row = {"loss": calls[-1], "tokens_per_s": 1.0, "step_s": 1.0, "skipped": 0.0}
+        return replace(state, step=state.step + 1), row
+
+    monkeypatch.setattr(pretrain, "timed_step", timed_step)
+    monkeypatch.setattr(pretrain, "validate", lambda *args: 5.25)
+    monkeypatch.setattr(pretrain, "sample", lambda *args: np.array([65]))
+    config = small(steps=12, save_every=4, on_bad_step="rollback", spike=3.0)
+    assert pretrain.pretrain(config).steps_done == 12
+    output = " ".join(capsys.readouterr().out.split())
+    assert output.count("is 25 times the usual 2; back to step 8") == 2
+    assert calls.count(50.0) == 2
 
 
 def test_stop_ends_with_status_1_and_leaves_the_checkpoint_before(
@@ -257,3 +287,103 @@ def test_a_process_whose_steps_do_not_end_writes_its_stacks_and_ends():
     assert "most recent call first" in child.stderr
     assert '"<string>", line 6 in <module>' in child.stderr
     assert "meshpar: process 0: no step has ended for 0.2 s" in child.stderr
+
+
+class Ending:
+    """Stands in for the processes of a job: what ends them is noted."""
+
+    def __init__(self):
+        self.why = threading.Event(), []
+
+    def end_all(self, why, *, with_stacks):
+        self.why[1].append((why, with_stacks))
+        self.why[0].set()
+
+
+@pytest.mark.parametrize("phase", ["saving", "restoring", "validating", "end"])
+def test_every_phase_of_a_run_has_its_limit(phase):
+    processes = Ending()
+    with Watchdog(0.1, processes, "starting") as watchdog:
+        phases = Phases(watchdog)
+        phases.begin("step")
+        with phases.during("data"):
+            pass
+        phases.begin(phase)
+        assert processes.why[0].wait(20)
+    ((why, with_stacks),) = processes.why[1]
+    limit = "0.1" if phase == "saving" else "0.4"  # The others may compile.
+    assert why.endswith(f"has not ended for {limit} s") and with_stacks
+    assert phase in why or phase in ("restoring", "end")
+    assert {"starting", "step", "data", phase} <= phases.spent_s().keys()
+
+
+def test_a_phase_that_ends_is_followed_by_the_one_before():
+    phases = Phases()
+    phases.begin("step")
+    with pytest.raises(ZeroDivisionError), phases.during("saving"):
+        assert phases.now == "saving"
+        raise ZeroDivisionError
+    assert phases.now == "step"
+
+
+def test_the_next_start_goes_on_with_the_ledger_of_the_one_before(tmp_path):
+    first = Goodput(Phases(), tmp_path)
+    first.begin(0)
+    first.note(4)
+    second = Goodput(Phases(), tmp_path)
+    second.begin(3)
+    rows_cut = [{"step": one, "step_s": 0.5} for one in (0, 3, 4)]
+    second.lose([*rows_cut, {"step": 3, "validation_loss": 1.0}])
+    assert 0 <= second.note(5) <= 1
+    ledger = json.loads((tmp_path / "goodput.json").read_text())
+    assert (ledger["starts"], ledger["firsts"]) == (2, [0, 3])
+    # Steps 0 and 3 compiled; of step 4 nothing had been written.
+    assert (ledger["lost_s"], ledger["undone_s"]) == (0.5, 0.0)
+    assert "in 2 starts; seconds of the rest: lost 0.5" in second.line()
+
+
+VERSION_1 = ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")
+MEMINFO = "MemTotal: 900 kB\nMemAvailable:  800 kB\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "free_bytes"),
+    [
+        ({}, 800 * 1024),
+        ({"memory.max": "max\n", "memory.current": "5"}, 800 * 1024),
+        ({"memory.max": "9000\n", "memory.current": "2000\n"}, 7000),
+        (
+            {
+                "memory/memory.limit_in_bytes": "600",
+                "memory/memory.usage_in_bytes": "9",
+            },
+            591,
+        ),
+    ],
+)
+def test_a_control_group_may_have_less_memory_than_its_host(
+    files, free_bytes, tmp_path
+):
+    for name, text in {"../../../proc/meminfo": MEMINFO, **files}.items():
+        path = tmp_path / "sys" / "fs" / "cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.resolve().parent.mkdir(parents=True, exist_ok=True)
+        path.resolve().write_text(text)
+    assert fits.host_memory_bytes(tmp_path) == free_bytes
+
+
+def test_a_run_that_does_not_fit_is_told_with_both_numbers(monkeypatch, capsys):
+    console = Console(width=500)
+    config = RunConfig(**SMALL, layout="data=2")
+    step = pretrain.make_step(config)
+    states, temporary = estimated_bytes(step, meshpar.batch_shapes(8, 16))
+    needed = 2 * (states + temporary)
+    monkeypatch.setattr(fits, "_memory_bytes", lambda device: needed)
+    fits.check_memory(config, step, Processes(), console)
+    monkeypatch.setattr(fits, "_memory_bytes", lambda device: needed - 1)
+    match = r"needs about 0.0 GB for 2 CPU devices .* but this host has 0.0 GB free"
+    with pytest.raises(InputError, match=match):
+        fits.check_memory(config, step, Processes(), console)
+    config = replace(config, on_low_memory="warn")
+    fits.check_memory(config, step, Processes(), console)
+    assert "warning: layout 'data=2' needs about" in capsys.readouterr().out

@@ -174,6 +174,10 @@ def test_ctrl_c_saves_and_ends_cleanly(tmp_path, small_text):
         (["--emulate", "-1"], "emulate=-1: must be a whole number of at least 0"),
         (["--resume"], "no checkpoint in"),
         (["--seq", "100000"], "too few for one window"),
+        (["--schedule", "/no/orders.csv"], "/no/orders.csv"),
+        (["--log-json", "/dev/null/rows"], "metrics cannot be written to '/dev/null"),
+        (["--out", "/dev/null/run"], "cannot make the checkpoint folder '/dev/null"),
+        (["--preset", "mixtral-8x7b", "--layout", "data=8"], "GB for 8 CPU devices"),
     ],
 )
 def test_bad_input_ends_with_one_line_and_status_2(

@@ -23,7 +23,8 @@ RECIPES = Path(__file__).parents[1] / "recipes"
 
 
 @pytest.mark.parametrize(
-    "module", ["config", "config_file", "options", "resume", "texts"]
+    "module",
+    ["config", "config_file", "data_waits", "goodput", "options", "resume", "texts"],
 )
 def test_the_examples_of_the_recipe_hold(module):
     module = importlib.import_module(f"meshpar.recipes.{module}")
@@ -184,6 +185,10 @@ def test_a_run_is_resumed_by_the_words_that_started_it(
         (["--learning-rate", "nan"], "learning_rate=nan: must be a positive number"),
         (["--sample-tokens", "-1"], "sample_tokens=-1: must be a whole number of at"),
         (["--resume"], "--resume needs the folder of the run: give --out DIR"),
+        (["--spike", "3"], "spike=3 needs another on_bad_step than 'skip'"),
+        (["--spike", "0.5"], "spike=0.5: must be a finite number above 1"),
+        (["--on-low-memory", "go"], "invalid choice 'go' for argument"),
+        (["--profile", "-1"], "profile=-1: must be a whole number of at least 0"),
         (["--config", "/no/run.toml"], "cannot read '/no/run.toml': No such file"),
         (["--config", "/no/run.ini"], "'/no/run.ini' is no .toml, .yaml or .yml file"),
     ],

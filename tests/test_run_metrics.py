@@ -5,6 +5,7 @@ import struct
 import sys
 from dataclasses import replace
 
+import jax
 import pytest
 
 from meshpar.hardware.devices import DEVICES
@@ -51,6 +52,7 @@ def done(tmp_path_factory, small_text):
     folder = tmp_path_factory.mktemp("run")
     seen = []
     config = replace(SMALL, out=folder, text=(small_text,), tensorboard=folder / "tb")
+    config = replace(config, profile=1)
     pretrain.pretrain(config, on_metrics=seen.append)
     return folder, folder / "tb", seen
 
@@ -67,6 +69,19 @@ def test_every_step_has_a_row_with_all_keys_and_the_function_gets_them_too(done)
     rate_of = learning_rate_of(SMALL)
     assert rates == pytest.approx([float(rate_of(step)) for step in range(4)])
     assert rates[0] == 0 and max(rates) == pytest.approx(3e-3)
+
+
+def test_the_trace_names_the_step_that_was_asked_for(done):
+    (found,) = (done[0] / "profile").rglob("*.xplane.pb")
+    steps = [
+        dict(event.stats)["step_num"]
+        for plane in jax.profiler.ProfileData.from_file(str(found)).planes
+        for line in plane.lines
+        for event in line.events
+        if event.name == "train"
+    ]
+    assert steps == [2]
+    assert list((done[0] / "profile").rglob("perfetto_trace.json.gz"))
 
 
 def test_what_a_cpu_does_not_tell_is_null_and_the_host_memory_is_bytes(done):

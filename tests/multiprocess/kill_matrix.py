@@ -315,7 +315,7 @@ def hang(setting: Setting) -> Row:
         said = [child.said() for child in children]
     assert all("most recent call first" in one for one in said), said
     assert any(f"has ended for {HANG_S} s" in one for one in said), said
-    assert '"<string>", line 12 in timed_step' in said[1], said[1]
+    assert '"<string>", line 13 in timed_step' in said[1], said[1]
     saved = newest(setting.out)
     resumed, recovered_s = gone_on(setting, after=saved)
     return Row(
