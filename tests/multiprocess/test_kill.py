@@ -3,7 +3,9 @@
 import pytest
 
 from tests.marks import slow
-from tests.multiprocess.kill_matrix import CASES, Setting, sigkill, table_of, whole_run
+from tests.multiprocess.kill_cases import CASES, sigkill
+from tests.multiprocess.kill_matrix import table_of
+from tests.multiprocess.runs import Setting, whole_run
 
 
 @pytest.fixture(scope="module")
@@ -21,5 +23,5 @@ def test_a_run_goes_on_or_stops_with_a_reason(name, losses, small_text, tmp_path
 def test_a_run_killed_while_it_saves_goes_on_from_the_checkpoint_before(
     losses, small_text, tmp_path
 ):
-    row = sigkill(Setting(small_text, losses, tmp_path), num_kills=1)
+    row = sigkill(Setting(small_text, losses, tmp_path), num_runs=1, num_kills=1)
     assert row.resumed == row.newest >= 1
