@@ -17,6 +17,7 @@ from meshpar.distributed.collectives_check import check_collectives
 from meshpar.distributed.errors import status_of
 from meshpar.distributed.lines import Lines
 from meshpar.distributed.roll_call import call_roll
+from meshpar.distributed.start import _ended_after
 from meshpar.recipes.command import main
 from tests.multiprocess.children import free_port
 
@@ -245,7 +246,7 @@ def test_two_jobs_on_one_port_are_one_line_and_the_first_goes_on():
 def test_who_comes_when_all_are_there_is_told_at_once(job, status, words):
     first, second = places_of(2, 0, 1)
     statuses = {}
-    here = rolls(first, second)
+    here = rolls(first, second, jobs=["a", "a"])
     began = time.monotonic()
     (told,) = rolls(second, jobs=[job], timeout_s=60, statuses=statuses)
     assert words in told and statuses == {0: status}
@@ -505,6 +506,23 @@ def test_a_process_that_is_silent_is_lost(three, capsys):
     told = capsys.readouterr().err
     assert re.search(r"process 2 on \S+ was not heard of for .*; process 0 ends", told)
     assert re.search(r"process 2 on \S+ was not heard of for .*; process 1 ends", told)
+
+
+def test_a_start_of_jax_that_does_not_end_ends_all_with_their_stacks():
+    ended, told = threading.Event(), []
+
+    class Ending:
+        def end_all(self, why, *, with_stacks):
+            told.append((why, with_stacks))
+            ended.set()
+
+    with _ended_after(0.05, Ending()):
+        assert ended.wait(20)
+    ((why, with_stacks),) = told
+    assert why.endswith("took over 0.05 s") and with_stacks
+    with _ended_after(60.0, Ending()):
+        pass
+    assert len(told) == 1
 
 
 def test_collectives_between_all_devices_are_exact():
