@@ -45,7 +45,11 @@ def main() -> int:
 
         def row_of(name: str) -> Row:
             (root / name).mkdir()
-            row = CASES[name](Setting(text, losses, root / name))
+            try:
+                row = CASES[name](Setting(text, losses, root / name))
+            except BaseException as error:
+                print(f"{name}: {error!r}", file=sys.stderr, flush=True)
+                raise
             print(f"{name}: {row}", file=sys.stderr, flush=True)
             if args.rows:
                 with args.rows.open("a") as file:

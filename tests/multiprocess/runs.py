@@ -137,8 +137,9 @@ def newest(out: Path) -> int:
 
 
 def is_saving(out: Path) -> bool:
-    """Whether a checkpoint is being written."""
-    return any((out / "checkpoints").glob("*.orbax-checkpoint-tmp*"))
+    """Whether a checkpoint is being written, or was when the run was killed."""
+    begun = (out / "checkpoints").glob("*.orbax-checkpoint-tmp*")
+    return any(int(path.name.split(".")[0]) > newest(out) for path in begun)
 
 
 def wait(what: Callable[[], bool], children: Sequence[Child]) -> float:
