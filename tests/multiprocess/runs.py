@@ -137,7 +137,7 @@ def newest(out: Path) -> int:
 
 
 def is_saving(out: Path) -> bool:
-    """Whether a checkpoint is being written, or was when the run was killed."""
+    """Whether one newer than all that have their name is being written."""
     begun = (out / "checkpoints").glob("*.orbax-checkpoint-tmp*")
     return any(int(path.name.split(".")[0]) > newest(out) for path in begun)
 
