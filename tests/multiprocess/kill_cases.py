@@ -253,7 +253,9 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(data)
 
 
-def data_file(setting: Setting, harm: Callable[[Path], None], says: str) -> Row:
+def data_file(
+    setting: Setting, harm: Callable[[Path], None], what: str, says: str
+) -> Row:
     """The text cannot be read when the run is started again, and then can."""
     own = Setting(setting.folder / "own.txt", setting.losses, setting.folder)
     shutil.copy(setting.text, own.text)
@@ -269,7 +271,14 @@ def data_file(setting: Setting, harm: Callable[[Path], None], says: str) -> Row:
     own.text.write_bytes(whole)
     resumed, recovered_s = gone_on(own, after=6)
     ended = "status 2 and one line; as before once it is there again"
-    return Row(f"data file: {says}", ended, 6, resumed, detected_s, recovered_s)
+    return Row(
+        f"the data file {what} before a start",
+        ended,
+        6,
+        resumed,
+        detected_s,
+        recovered_s,
+    )
 
 
 def break_a_line(path: Path) -> None:
@@ -342,8 +351,10 @@ CASES: dict[str, Callable[[Setting], Row]] = {
     "truncated": lambda one: damaged(one, cut_short, "with a file cut to half"),
     "bit-flipped": lambda one: damaged(one, flip_a_bit, "with one bit flipped"),
     "file-missing": lambda one: damaged(one, Path.unlink, "without one of its files"),
-    "data-vanished": lambda one: data_file(one, Path.unlink, "no text at"),
-    "data-broken": lambda one: data_file(one, break_a_line, "is not UTF-8 text: byte"),
+    "data-vanished": lambda one: data_file(one, Path.unlink, "vanishes", "no text at"),
+    "data-broken": lambda one: data_file(
+        one, break_a_line, "gets a line that is no UTF-8", "is not UTF-8 text: byte"
+    ),
     "nan-stop": nan_stops,
     "nan-rollback": nan_rolls_back,
 }

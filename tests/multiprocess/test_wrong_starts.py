@@ -1,11 +1,15 @@
 """Several processes started wrongly: one clear line of who can tell, all end soon."""
 
-import time
-
 import pytest
 
-from tests.multiprocess.children import ends_of, free_port, joined, start
-from tests.multiprocess.test_train import OPTIONS
+from tests.multiprocess.children import (
+    ends_of,
+    free_port,
+    joined,
+    killed_if_raised,
+    start,
+)
+from tests.multiprocess.test_train import OPTIONS, wait_for_steps
 
 pytestmark = pytest.mark.slow
 
@@ -49,27 +53,23 @@ def test_three_of_four_name_the_one_that_did_not_come(options):
 
 def test_a_second_job_on_the_port_is_told_and_the_first_goes_on(options, tmp_path):
     hands = joined(2, free_port())
-    first = started(hands, [*options, "--steps", "200", "--save-every", "100"])
-    deadline = time.monotonic() + 120
-    log = tmp_path / "run" / "metrics.jsonl"
-    while not log.exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    other = [*options, "--out", str(tmp_path / "other")]
-    coordinator, follower = ends_of(started(hands, other), timeout_s=60)
-    assert "cannot be had" in one_line(coordinator, 2)
-    assert "whose 2 processes are all there" in one_line(follower, 75)
-    assert [end.status for end in ends_of(first, timeout_s=200)] == [0, 0]
+    first = started(hands, [*options, "--steps", "100000"])
+    with killed_if_raised(first):
+        wait_for_steps(tmp_path / "run" / "metrics.jsonl", 1)
+        other = [*options, "--out", str(tmp_path / "other")]
+        coordinator, follower = ends_of(started(hands, other), timeout_s=60)
+        assert "cannot be had" in one_line(coordinator, 2)
+        assert "whose 2 processes are all there" in one_line(follower, 75)
+        first[0].terminate()
+    assert [end.status for end in ends_of(first, timeout_s=100)] == [143, 143]
 
 
 def test_a_text_that_one_host_lacks_is_told_by_that_one(options, small_text):
-    relative = ["-c", ELSEWHERE]
-    options = [*options, "--out", "/tmp/nothing-is-written-there"]
     options[options.index("--text") + 1] = str(small_text.relative_to("/"))
-    children = started(joined(2, free_port()), options, relative)
+    children = started(joined(2, free_port()), options, ["-c", ELSEWHERE])
     first, second = ends_of(children, timeout_s=60)
-    told = [one_line(end, 2) for end in (first, second)]
-    assert any("no text at" in line for line in told), told
-    assert any("has ended: no text at" in line for line in told), told
+    assert "no text at" in one_line(first, 2)
+    assert "process 0 on " in one_line(second, 2) and "no text at" in second.error
 
 
 @pytest.mark.parametrize(
