@@ -31,7 +31,8 @@ def check_memory(
     Raises:
         InputError: It takes more, and `on_low_memory` is to stop.
     """
-    here = [d for d in step.mesh.devices.flat if d.process_index == jax.process_index()]
+    devices = step.mesh.devices.flat
+    here = [one for one in devices if one.process_index == jax.process_index()]
     on_host = processes.hosts.count(processes.hosts[processes.process_id])
     sharing = len(here) * on_host if here[0].platform == "cpu" else 1
     there_bytes = _memory_bytes(here[0])
@@ -39,24 +40,25 @@ def check_memory(
         return
     batch = batch_shapes(config.global_batch, config.seq)
     states_bytes, temporary_bytes = estimated_bytes(step, batch)
-    device_bytes = states_bytes + temporary_bytes
-    if device_bytes * sharing <= there_bytes:
+    needed_bytes = sharing * (states_bytes + temporary_bytes)
+    if needed_bytes <= there_bytes:
         return
-    gb, there_gb = device_bytes / 1e9, there_bytes / 1e9
-    needs = f"needs about {gb:,.1f} GB"
-    has = f"has {there_gb:,.1f} GB"
-    if sharing > 1 or here[0].platform == "cpu":
-        needs = f"needs about {gb * sharing:,.1f} GB for {sharing} CPU devices"
-        has = f"this host has {there_gb:,.1f} GB free"
+    of = f"{sharing} CPU devices" if here[0].platform == "cpu" else "a device"
+    where = "this host has free" if here[0].platform == "cpu" else "it has"
     line = (
-        f"layout {str(step.layout)!r} {needs} ({states_bytes / 1e9:,.1f} GB of states "
-        f"and {temporary_bytes / 1e9:,.1f} GB of temporaries each), but {has}; choose "
-        "a smaller --preset, --global-batch or --seq, a layout over more devices "
-        "(meshpar plan finds one) or remat=full, or go on with --on-low-memory warn"
+        f"layout {str(step.layout)!r} needs about {_gb(needed_bytes)} for {of} "
+        f"({_gb(states_bytes)} of states and {_gb(temporary_bytes)} of temporaries "
+        f"each), but {where} {_gb(there_bytes)}; choose a smaller --preset, "
+        "--global-batch or --seq, a layout over more devices (meshpar plan finds one) "
+        "or remat=full, or go on with --on-low-memory warn"
     )
     if config.on_low_memory == "stop":
         raise InputError(line)
     report.print_warning(console, line)
+
+
+def _gb(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:,.1f} GB"
 
 
 def _is_small(config: RunConfig, step: TrainStep, there_bytes: float) -> bool:

@@ -381,7 +381,7 @@ def test_a_run_that_does_not_fit_is_told_with_both_numbers(monkeypatch, capsys):
     monkeypatch.setattr(fits, "_memory_bytes", lambda device: needed)
     fits.check_memory(config, step, Processes(), console)
     monkeypatch.setattr(fits, "_memory_bytes", lambda device: needed - 1)
-    match = r"needs about 0.0 GB for 2 CPU devices .* but this host has 0.0 GB free"
+    match = r"needs about 0.0 GB for 2 CPU devices .* but this host has free 0.0 GB"
     with pytest.raises(InputError, match=match):
         fits.check_memory(config, step, Processes(), console)
     config = replace(config, on_low_memory="warn")

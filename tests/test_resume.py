@@ -35,11 +35,13 @@ def test_more_steps_on_another_layout_have_the_losses_of_an_uninterrupted_run(
     """With the same learning rates: those of `decay_steps`, not of `steps`."""
     whole = pretrain.pretrain(small(steps=7, out=tmp_path / "whole"))
     part = pretrain.pretrain(small(steps=3, decay_steps=7))
+    times_s = rows(part.folder / "metrics.jsonl", "step_s")
     options = dict(steps=7, decay_steps=7, resume=True)
     rest = pretrain.pretrain(small(layout="fsdp=2,tensor=2", **options))
     assert (part.steps_done, rest.steps_done, rest.signal) == (3, 7, None)
     losses = [rows(end.folder / "metrics.jsonl", "loss") for end in (whole, rest)]
     assert len(losses[0]) == len(losses[1]) == 7
+    assert rows(part.folder / "metrics.jsonl", "step_s")[:3] == times_s  # Not again.
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-6)
     assert rest.validation_loss == pytest.approx(whole.validation_loss, rel=1e-6)
 

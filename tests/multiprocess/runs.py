@@ -175,6 +175,7 @@ def gone_on(setting: Setting, *, after: int, says: str = "") -> tuple[int, float
         says: What it must print.
     """
     steps, began = after + 4, time.time()
+    kept = rows_of(setting.log)[:after]
 
     def is_on() -> bool:
         rows = rows_of(setting.log)
@@ -188,6 +189,7 @@ def gone_on(setting: Setting, *, after: int, says: str = "") -> tuple[int, float
     assert resumed_after(said) == after, said
     assert says in said, said
     same_losses(setting, steps)
+    assert rows_of(setting.log)[:after] == kept  # Their times too: not done again.
     return after, recovered_s
 
 

@@ -66,6 +66,7 @@ def test_two_processes_have_the_losses_of_one_which_goes_on_from_their_checkpoin
     losses, validation_loss = one_process
     log = tmp_path / "metrics.jsonl"
     np.testing.assert_allclose(rows(log, "loss"), losses[:3], rtol=1e-5)
+    times_s = rows(log, "step_s")
     config = RunConfig(
         **MODEL,
         layout="data=2",
@@ -78,6 +79,7 @@ def test_two_processes_have_the_losses_of_one_which_goes_on_from_their_checkpoin
     result = pretrain(config)
     np.testing.assert_allclose(rows(log, "loss"), losses, rtol=1e-5)
     assert result.validation_loss == pytest.approx(validation_loss, rel=1e-5)
+    assert rows(log, "step_s")[:3] == times_s  # Those steps were not done again.
 
 
 @pytest.mark.parametrize(
@@ -96,9 +98,11 @@ def test_processes_train_as_one_and_resume_with_others(
     losses, validation_loss = one_process
     common = ["--steps", str(STEPS), "--out", str(tmp_path), "--text", str(small_text)]
     train(number, devices, *common, "--layout", layout, "--stop-after", "3")
+    log = tmp_path / "metrics.jsonl"
+    times_s = rows(log, "step_s")
     other = [*common, "--layout", "data=2,tensor=2", "--resume", "auto"]
     train(2, 2, *other)
-    log = tmp_path / "metrics.jsonl"
+    assert rows(log, "step_s")[:3] == times_s and len(times_s) == 3
     np.testing.assert_allclose(rows(log, "loss"), losses, rtol=1e-5)
     assert rows(log, "validation_loss")[-1] == pytest.approx(validation_loss, rel=1e-5)
 
