@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -83,13 +85,19 @@ def cut_rows_after(run: Run, back: int, done: int | None = None) -> None:
     if not run.processes.is_first:
         return
     path, steps = run.config.metrics_path, run.config.steps
-    cut: list[dict[str, Any]] = []
-    if path.is_file():
-        lines = path.read_bytes().splitlines(keepends=True)
-        rows = [json.loads(line) for line in lines if line.endswith(b"}\n")]
-        cut = [row for row in rows if row["step"] >= back]
+    before = path.read_bytes() if path.is_file() else b""
     cut_rows(path, lambda row: comes_again(row, back, steps))
-    run.goodput.lose(cut, done)
+    kept_bytes = path.stat().st_size if path.is_file() else 0
+    run.goodput.lose(_rows_in(before[kept_bytes:]), done)
+
+
+def _rows_in(data: bytes) -> Iterator[dict[str, Any]]:
+    """The rows of steps in it; what is none was left by a crash, and is cut as well."""
+    for line in data.splitlines():
+        with contextlib.suppress(ValueError):
+            row = json.loads(line)
+            if isinstance(row, dict) and "step" in row:
+                yield row
 
 
 def comes_again(row: dict[str, Any], done: int, steps: int) -> bool:
