@@ -52,6 +52,11 @@ from meshpar.train.checkpoint import Checkpoints
 from meshpar.train.data import TokenWindows, padded_batches, shuffled_batches
 from meshpar.train.faults import BadStepError, StepWatch
 from meshpar.train.interrupt import StopRequest
+from meshpar.train.local_steps.metrics import (
+    num_replicas_here,
+    of_processes,
+    of_replicas_here,
+)
 from meshpar.train.replay import replay
 from meshpar.train.sample import sample_tokens
 from meshpar.train.watchdog import Watchdog
@@ -165,7 +170,7 @@ def train(
     batch_of = batches_of(run)
     rate_of = jax.jit(learning_rate_of(config))
     use = Utilization(run.step, global_batch=config.global_batch, seq=config.seq)
-    skipped = float(state.skipped)
+    skipped = skipped_in(run, state)
     last = min(config.steps, config.stop_after or config.steps)
     waits = DataWaits(hosts=run.processes.hosts)
     watch = StepWatch(config.on_bad_step, spike=config.spike)
@@ -184,6 +189,7 @@ def train(
             if config.replay_every and number and number % config.replay_every == 0:
                 check_replay(run, state, batch, number)
             state, row = timed_step(run.step, state, batch)
+            row = of_all_replicas(run, state, row)
             is_over, waited = after_step(run.processes, stop, data_s)
             told = {"learning_rate": learning_rate, **use.row(row["step_s"])}
             told["data_s"] = waits.note(row["step_s"], waited)
@@ -264,6 +270,27 @@ def timed_step(
     step_s = time.perf_counter() - start
     tokens_per_s = placed["tokens"].size / step_s
     return state, {**row, "tokens_per_s": tokens_per_s, "step_s": step_s}
+
+
+def of_all_replicas(
+    run: Run, state: TrainState, row: dict[str, float]
+) -> dict[str, float]:
+    """A row of metrics, of the replicas of local steps that others hold too."""
+    processes = run.processes
+    if not run.step.is_local or processes.num_processes == 1:
+        return row
+    here = num_replicas_here(state.skipped)
+    rows, numbers = zip(*processes.gather((row, here)), strict=True)
+    return of_processes(rows, numbers, run.step.layout.data)
+
+
+def skipped_in(run: Run, state: TrainState) -> float:
+    """Steps that changed nothing, of all replicas."""
+    if not run.step.is_local:
+        return float(state.skipped)
+    here = of_replicas_here({"skipped": state.skipped})
+    row = {name: float(value) for name, value in here.items()}
+    return of_all_replicas(run, state, row)["skipped"]
 
 
 def validate(run: Run, state: TrainState, num_batches: int | None = None) -> float:

@@ -58,6 +58,8 @@ class Placement:
             the devices are absent.
         platform: Kind of device: `cpu`, `gpu` or `tpu`.
         gradient_dtype: In which gradients are added up over microbatches and devices.
+        apart: Mesh axes along which each device trains a replica of its own: nothing is
+            summed over them (`meshpar.train.local_steps`).
     """
 
     model: Model
@@ -66,6 +68,7 @@ class Placement:
     mesh: Mesh | AbstractMesh
     platform: str
     gradient_dtype: Any = jnp.float32
+    apart: tuple[str, ...] = ()
 
     def on_shards(self, local: Callable, in_specs: Any, out_specs: Any) -> Callable:
         """`local` of this device's part over the manual mesh axes."""
@@ -84,11 +87,29 @@ class Placement:
         in_specs = (*of_state, BATCH, REPLICATED, REPLICATED)
         return self.on_shards(local, in_specs, out_specs)
 
-    @property
-    def found_specs(self) -> tuple[Any, Any, Any, Any]:
-        """Specs of loss, metrics, gradients and model state, as `on_state` gives."""
-        of_state = self.manual_model_state_specs
-        return REPLICATED, REPLICATED, self.manual_state_specs, of_state
+    def on_training_state(self, local: Callable) -> Callable:
+        """`local` as in `on_state`, giving loss, metrics, gradients and model state.
+
+        Of replicas apart each has a leading dim of all of them, but the model's state.
+        """
+        of_model = self.manual_model_state_specs
+        found = REPLICATED, REPLICATED, self.manual_state_specs
+        if not self.apart:
+            return self.on_state(local, (*found, of_model))
+
+        def of_replica(params: Params, *others: Any) -> tuple:
+            *of_its_own, state = local(jax.tree.map(lambda x: x[0], params), *others)
+            return *jax.tree.map(lambda x: x[None], of_its_own), state
+
+        params, *out_specs = map(self.of_replicas, (self.manual_specs, *found))
+        in_specs = params, of_model, BATCH, REPLICATED, REPLICATED
+        return self.on_shards(of_replica, in_specs, (*out_specs, of_model))
+
+    def of_replicas(self, specs: Any) -> Any:
+        """Specs of arrays with a leading dim of all replicas apart."""
+        return jax.tree.map(
+            lambda spec: PartitionSpec(self.apart, *spec), specs, is_leaf=_is_spec
+        )
 
     def scopes(self, *, training: bool, order: TokenOrder | None = None) -> Scopes:
         """What makes the scopes of a model's functions.
@@ -102,6 +123,7 @@ class Placement:
             rules=self.rules,
             platform=self.platform,
             batch_axes=self.large(BATCH_AXES),
+            replica_axes=self.apart,
             num_microbatches=self.layout.microbatches,
             training=training,
         )
@@ -219,8 +241,12 @@ class Placement:
             return lax.psum(values, axes)
 
     def large(self, mesh_axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Those of some mesh axes whose size is above 1."""
-        return tuple(axis for axis in mesh_axes if self.mesh.shape[axis] > 1)
+        """Those of some mesh axes whose size is above 1, without `apart`."""
+        return tuple(
+            axis
+            for axis in mesh_axes
+            if self.mesh.shape[axis] > 1 and axis not in self.apart
+        )
 
     @property
     def manual_axes(self) -> tuple[str, ...]:
@@ -272,7 +298,7 @@ class Placement:
         return jax.tree.map(
             manual_spec,
             self.model_state_specs,
-            is_leaf=lambda node: isinstance(node, PartitionSpec),
+            is_leaf=_is_spec,
         )
 
     def specs(self, of: Callable[[Stored], PartitionSpec]) -> Any:
@@ -289,3 +315,7 @@ class Placement:
 
     def _degree(self, mesh_axes: tuple[str, ...]) -> int:
         return math.prod(self.mesh.shape[axis] for axis in mesh_axes)
+
+
+def _is_spec(node: Any) -> bool:
+    return isinstance(node, PartitionSpec)

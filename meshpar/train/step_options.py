@@ -31,6 +31,7 @@ class StepOptions:
         gradient_dtype: `fp32` or `bf16`.
         compiler_options: XLA's, over those of the platform.
         schedule: The pipeline's, instead of the layout's.
+        outer_optimizer: Of local steps; None without them.
     """
 
     model: Model
@@ -43,6 +44,7 @@ class StepOptions:
     gradient_dtype: str = "fp32"
     compiler_options: Mapping[str, Any] | None = None
     schedule: OwnSchedule | None = None
+    outer_optimizer: optax.GradientTransformation | None = None
 
     def without_devices(self, platform: str) -> StepOptions:
         """The same for absent devices of another platform.
