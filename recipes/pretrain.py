@@ -131,6 +131,8 @@ def joined_run(
             step.model, step.layout, global_batch=config.global_batch, seq=config.seq
         )
         report.print_layout(console, step, found)
+        if processes.is_first:
+            report.print_slow_links(console, step, config)
         report.print_bytes(console, step, state, texts)
         done = run.position.step
         with metrics_log(processes, config, on_metrics, done) as log:

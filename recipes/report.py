@@ -12,7 +12,7 @@ from rich.padding import Padding
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from meshpar import LintReport, TrainState, TrainStep
+from meshpar import LintReport, TrainState, TrainStep, batch_shapes
 from meshpar.cli.lint import parameter_table
 from meshpar.recipes.bubble import Bubble
 from meshpar.recipes.config import RunConfig
@@ -20,6 +20,7 @@ from meshpar.recipes.resume import Position
 from meshpar.recipes.texts import BYTE_VOCAB, Texts
 from meshpar.train.baselines import bigram_loss, unigram_loss
 from meshpar.train.faults import BadStepError
+from meshpar.train.slow_links import slow_links
 
 
 def print_config(console: Console, config: RunConfig, saved_as: Path) -> None:
@@ -95,6 +96,13 @@ def print_layout(console: Console, step: TrainStep, report: LintReport) -> None:
     for finding in report.findings:
         line = f"{finding.kind}: {finding.message}"
         console.print(line, highlight=False, markup=False)
+
+
+def print_slow_links(console: Console, step: TrainStep, config: RunConfig) -> None:
+    """The mesh axes that lie on a slower link than they could, with the cure."""
+    batch = batch_shapes(config.global_batch, config.seq)
+    for one in slow_links(step, batch):
+        console.print(str(one), highlight=False, markup=False, soft_wrap=True)
 
 
 def print_bytes(

@@ -75,7 +75,9 @@ def refuse_other_replicas(before: Description, now: Description) -> None:
     Raises:
         InputError: Each has an optimizer state of its own, which others lack.
     """
-    had, has = (_replicas(one["layout"]) for one in (before, now) if "layout" in one)
+    if "layout" not in before:
+        return
+    had, has = _replicas(before["layout"]), _replicas(now["layout"])
     if had != has:
         raise InputError(
             f"the checkpoint has the states of {had} replicas (layout "

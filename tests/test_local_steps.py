@@ -255,7 +255,7 @@ def test_other_replicas_cannot_go_on_from_a_checkpoint(tmp_path):
     with Checkpoints(tmp_path, layer_orders=step.layer_orders) as checkpoints:
         checkpoints.save(step.init(seed=0), {})
         other = step_of("data=4,sync_every=2")
-        with pytest.raises(CheckpointError, match=r"shape \(2, 32, 16\) there and \(4"):
+        with pytest.raises(CheckpointError, match="the states of 2 replicas, but the .* has 4"):
             checkpoints.restore(other.state_shapes, other.shardings)
 
 
