@@ -86,7 +86,9 @@ def full_order(order: Sequence[str] | str | None, sizes: Mapping[str, int]) -> t
     names = tuple(order.split(",")) if isinstance(order, str) else tuple(order)
     for name in names:
         if name not in MESH_AXES:
-            raise InputError(f"order: no mesh axis {name!r}; {nearest(name, MESH_AXES)}")
+            raise InputError(
+                f"order: no mesh axis {name!r}; {nearest(name, MESH_AXES)}"
+            )
         if names.count(name) > 1:
             raise InputError(f"order {','.join(names)}: {name!r} is there twice")
     missing = [axis for axis in MESH_AXES if sizes[axis] > 1 and axis not in names]
@@ -139,7 +141,8 @@ def slow_axes(
     if topology.hosts == 1 or not sent:
         return ()
     now = _speeds(topology, hosts, sent)
-    best, speeds, best_s = MESH_AXES, now, math.inf
+    best: tuple[str, ...] = MESH_AXES
+    speeds, best_s = now, math.inf
     for order in _orders(sizes):
         found = _speeds(topology, in_order(row, sizes, order), sent)
         if (total_s := _seconds(found, sent)) < best_s:

@@ -28,9 +28,7 @@ def audited(
     return make_step(config, mesh), batch_shapes(config.global_batch, config.seq)
 
 
-def make_step(
-    config: RunConfig, mesh: Mesh | AbstractMesh | None = None
-) -> TrainStep:
+def make_step(config: RunConfig, mesh: Mesh | AbstractMesh | None = None) -> TrainStep:
     """The compiled step of a run, on real devices or on a mesh without any."""
     layout = Layout.parse(config.layout)
     if config.dtype:

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +13,13 @@ import pytest
 from meshpar import Layout, Model, Parameter, lint, make_train_step
 from meshpar.audit.report import audit
 from meshpar.model.contract import BlockGroup
+from meshpar.models.moe import MoEConfig, moe
+from meshpar.models.presets import build
+from meshpar.testing.batches import random_batch
 from meshpar.testing.quick_compile import quick_compile_options
 from meshpar.train.checkpoint import CheckpointError, Checkpoints
 from meshpar.train.local_steps.outer_optimizer import nesterov
+from meshpar.train.local_steps.state import outer_of
 
 EMBED, MLP, VOCAB, LAYERS = 16, 32, 32, 3
 BATCH, SEQ, REPLICAS, EVERY = 8, 4, 2, 2
@@ -168,7 +173,8 @@ def test_replicas_train_as_by_hand_and_average_after_every_interval(line):
 @pytest.mark.parametrize("line", LINES)
 def test_nothing_crosses_data_but_the_parameters_once_an_interval(line):
     step = step_of(line)
-    rows = [row.collective for row in audit(step, batch_of(0)).rows]
+    report = audit(step, batch_of(0))
+    rows = [row.collective for row in report.rows]
     assert not [row for row in rows if row.mesh_axes is None or "data" in row.mesh_axes]
     (row,) = [
         row
@@ -181,6 +187,7 @@ def test_nothing_crosses_data_but_the_parameters_once_an_interval(line):
     assert found.executions == 1
     split = layout.fsdp * layout.tensor
     blocks = 2 * EMBED * MLP // split * math.ceil(LAYERS / layout.stage)
+    assert f"another all-reduces {found.payload_bytes:,} bytes" in report.notes[-1]
     assert found.payload_bytes == 4 * (VOCAB * EMBED // split + blocks)
 
 
@@ -255,7 +262,9 @@ def test_other_replicas_cannot_go_on_from_a_checkpoint(tmp_path):
     with Checkpoints(tmp_path, layer_orders=step.layer_orders) as checkpoints:
         checkpoints.save(step.init(seed=0), {})
         other = step_of("data=4,sync_every=2")
-        with pytest.raises(CheckpointError, match="the states of 2 replicas, but the .* has 4"):
+        with pytest.raises(
+            CheckpointError, match="the states of 2 replicas, but the .* has 4"
+        ):
             checkpoints.restore(other.state_shapes, other.shardings)
 
 
@@ -285,3 +294,71 @@ def test_an_outer_optimizer_without_local_steps_is_refused():
         step.sync(step.init(seed=0))
     with pytest.raises(ValueError, match="sync_every=1 and averages nothing"):
         audit(step.sync_program, batch_of(0))
+
+
+def curve(model, line):
+    """Losses of two intervals, and the common parameters."""
+    layout = Layout.parse(f"{line},sync_every=2")
+    devices = jax.devices()[: layout.num_devices]
+    options = {"max_grad_norm": MAX_NORM, "compiler_options": QUICK}
+    step = make_train_step(model, INNER, layout, devices=devices, **options)
+    batch, losses = random_batch(model, BATCH, 16, seed=0), []
+    state = step.init(seed=0)
+    for _ in range(4):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    return losses, step.in_layer_order(step.parameters(state))
+
+
+EXPERTS = MoEConfig(
+    layers=2, embed=16, heads=4, kv_heads=2, vocab=32, experts=4, top_k=2, expert_ffn=8
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("make", "line"),
+    [
+        (lambda: moe(EXPERTS), "data=2,expert=2"),
+        (lambda: build("test"), "data=2,context=2"),
+        (lambda: build("test"), "data=2,fsdp=2,zero=1"),
+        (lambda: build("test"), "data=2,fsdp=2,microbatches=2,fsdp_gather=microbatch"),
+        (
+            lambda: build(
+                layers=2, hidden=32, heads=4, vocab=64, max_seq=16, dropout=0.2
+            ),
+            "data=2,stage=2,microbatches=2",
+        ),
+    ],
+)
+def test_what_a_replica_is_split_over_changes_nothing(make, line):
+    model = make()
+    losses, parameters = curve(model, line)
+    wanted_losses, wanted = curve(model, "data=2")
+    np.testing.assert_allclose(losses, wanted_losses, rtol=1e-5)
+    assert_close(parameters, wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("param_dtype", ["bf16", "bf16_stochastic"])
+def test_parameters_of_16_bits_start_an_interval_from_the_common_ones(param_dtype):
+    line = f"data=2,precision=bf16,param_dtype={param_dtype},sync_every=2"
+    step = step_of(line)
+    state, losses = trained(step, step.init(seed=0), 0, 2 * EVERY)
+    np.testing.assert_allclose(losses, by_hand(2 * EVERY)[1], rtol=0.05)
+    common = outer_of(state).start
+    for array, start in zip(
+        jax.tree.leaves(state.params), jax.tree.leaves(common), strict=True
+    ):
+        one, other = np.asarray(array, np.float32)
+        assert array.dtype == jnp.bfloat16 and start.dtype == jnp.float32
+        assert np.array_equal(one, other)
+        np.testing.assert_allclose(one, start, rtol=2**-7)
+
+
+def test_a_model_with_statistics_of_the_batch_is_refused():
+    model = moe(replace(EXPERTS, bias_rate=0.01))
+    with pytest.raises(ValueError, match="the model keeps blocks beside its param"):
+        make_train_step(model, INNER, "data=2,sync_every=2", devices=jax.devices()[:2])
+    found = lint(model, "data=2,sync_every=2").findings
+    assert "sync_every" in {finding.path for finding in found}

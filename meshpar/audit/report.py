@@ -216,8 +216,7 @@ def _slow_axes(
     for row in rows:
         sent[row.mesh_axes or ()] += row.wire_bytes * row.executions
     if cluster is None:
-        is_there = isinstance(mesh, jax.sharding.Mesh)
-        return slow_axes_of(mesh, sent) if is_there else ()
+        return slow_axes_of(mesh, sent) if isinstance(mesh, jax.sharding.Mesh) else ()
     if cluster.torus:
         return ()  # One slice has no slower link.
     topology = Topology(
@@ -227,4 +226,3 @@ def _slow_axes(
         network_bytes_per_s=cluster.device.network_bytes_per_s,
     )
     return slow_axes(topology, dict(mesh.shape), sent)
-

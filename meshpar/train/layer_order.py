@@ -132,7 +132,7 @@ def _in_model_order(
 def _divisible(
     sharding: NamedSharding, shape: tuple[int, ...], of_layers: int
 ) -> NamedSharding:
-    """The sharding, what splits the dim of layers moved to a dim that divides if they do not.
+    """The sharding, what splits the layers moved to a dim that divides if they do not.
 
     4 layers in 3 stages lie in 6 places, which three ranks can share; the layers cannot
     be shared, but the values of each layer can.

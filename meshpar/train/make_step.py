@@ -72,6 +72,11 @@ def make_train_step(
             or a CSV file with one row a rank.
         layer_costs: What each layer costs, in any unit, for `splits=cost`; the model's
             own (`BlockGroup.costs`) or its matmul FLOPs when absent.
+        outer_optimizer: With local steps (`sync_every`), an optax optimizer of the
+            parameters that all replicas have in common; it gets start less the mean
+            of the replicas as its gradient, each layer by itself as `optimizer`, and
+            no loss (`value` is NaN). SGD of rate 0.7 with Nesterov momentum 0.9 when
+            absent (`meshpar.train.local_steps`).
 
     Raises:
         RuleError: A parameter cannot be laid out, or a rule for activations uses `data`

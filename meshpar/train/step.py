@@ -19,21 +19,16 @@ from meshpar.parallel.pipeline.program import pipeline_of
 from meshpar.parallel.pipeline.stages import in_layer_order
 from meshpar.parallel.placement import DTYPES, Placement
 from meshpar.parallel.prefetch_choice import prefetch_notes, prefetches
-from meshpar.parallel.program import LocalProgram
 from meshpar.parallel.sequence_checks import check_context, check_sequences
 from meshpar.train.batch_placement import BatchPlacement
+from meshpar.train.chosen_programs import chosen_programs
 from meshpar.train.gradient_program import GradientProgram
-from meshpar.train.local_steps.functions import LocalStepFunctions
 from meshpar.train.local_steps.metrics import of_replicas_here
-from meshpar.train.local_steps.programs import LocalStepPrograms
-from meshpar.train.local_steps.state import REPLICA_AXES
 from meshpar.train.local_steps.step_count import StepCount
-from meshpar.train.local_steps.sync_program import SyncProgram
-from meshpar.train.optimizer.by_layer import by_layer
-from meshpar.train.state import TrainState, check_not_donated, without_optimizer
-from meshpar.train.step_functions import Batch, Metrics, StepFunctions
+from meshpar.train.local_steps.sync_program import SyncProgram, sync_notes
+from meshpar.train.state import TrainState, check_not_donated
+from meshpar.train.step_functions import Batch, Metrics
 from meshpar.train.step_options import StepOptions
-from meshpar.train.step_programs import StepPrograms
 
 
 class TrainStep:
@@ -71,7 +66,6 @@ class TrainStep:
         self.schedule = pipeline.schedule if pipeline else None
         self.layers_of_stages = pipeline.layers_of_stages if pipeline else None
         self.model = pipeline.model if pipeline else model
-        optimizer = by_layer(options.optimizer, self.model, layout)
         placement = self.placement = Placement(
             model=self.model,
             layout=layout,
@@ -80,31 +74,7 @@ class TrainStep:
             platform=self.platform,
             gradient_dtype=DTYPES[options.gradient_dtype],
         )
-
-        def functions_of(placement: Placement) -> StepFunctions:
-            return StepFunctions(
-                model_as_given=model,
-                placement=placement,
-                program=pipeline.program(placement)
-                if pipeline
-                else LocalProgram(placement=placement),
-                optimizer=optimizer,
-                max_grad_norm=options.max_grad_norm,
-            )
-
-        functions: Any = functions_of(placement)
-        programs: Any = StepPrograms
-        if options.outer_optimizer is not None:
-            functions = LocalStepFunctions(
-                replica=functions_of(replace(placement, apart=REPLICA_AXES)),
-                whole=functions,
-                outer_optimizer=by_layer(options.outer_optimizer, self.model, layout),
-            )
-            programs = LocalStepPrograms
         self._counted = StepCount()
-        self.state_shapes = functions.state_shapes
-        self.layer_orders = functions.layer_orders
-        self.shardings = functions.shardings
         self.batch_sharding = NamedSharding(self.mesh, PartitionSpec(BATCH_AXES))
         self._batches = BatchPlacement(
             inputs=self.model.inputs or {},
@@ -118,11 +88,17 @@ class TrainStep:
             prefetching=prefetches(placement),
             sequence_parallel=layout.sequence_parallel and layout.tensor > 1,
         )
-        self._programs = programs(
-            functions=functions,
+        self._programs: Any = chosen_programs(
+            options,
+            placement,
+            pipeline,
             batch_sharding=self.batch_sharding,
             compiler_options=self.compiler_options,
         )
+        functions = self._programs.functions
+        self.state_shapes = functions.state_shapes
+        self.layer_orders = functions.layer_orders
+        self.shardings = functions.shardings
 
     def init(self, seed: int) -> TrainState:
         """The first state, a function of `seed` alone; arrays are born in shards.
@@ -308,9 +284,12 @@ class TrainStep:
         given: tuple[Any, ...] = (state, batch)
         function = programs.update
         if gradients_only:
-            function, given = programs.gradients, (step._shapes_to_use, batch)
+            function, given = programs.gradients, (programs.shapes_to_use, batch)
+        notes = prefetch_notes(step.placement)
         if sync_only:
             function, given = programs.sync, (state,)
+        elif self.is_local and not gradients_only:
+            notes = (*notes, *sync_notes(programs.functions, self.layout))
         return Subject(
             function=function,
             arguments=given,
@@ -322,7 +301,7 @@ class TrainStep:
             },
             layout=self.layout,
             compiler_options=step.compiler_options,
-            notes=prefetch_notes(step.placement),
+            notes=notes,
             sequence_axes=self.rules.mesh_axes("residual_seq")
             if "residual_seq" in self.rules.table
             else (),
@@ -369,16 +348,8 @@ class TrainStep:
 
     def _to_use(self, state: TrainState) -> TrainState:
         """What the programs that update nothing take."""
-        if not self.is_local:
-            return without_optimizer(state)
         with jax.set_mesh(self._devices_mesh):
-            return self._programs.agreed(state)
-
-    @property
-    def _shapes_to_use(self) -> TrainState:
-        functions = self._programs.functions
-        whole = functions.whole if self.is_local else functions
-        return without_optimizer(whole.state_shapes)
+            return self._programs.to_use(state)
 
     def _for_absent(self, platform: str) -> StepOptions:
         schedule = self.schedule if self.layout.stage > 1 else None

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshpar.rules.sharding import born_sharded
 from meshpar.train.local_steps.functions import LocalStepFunctions
 from meshpar.train.local_steps.state import REPLICA_AXES
-from meshpar.train.state import without_optimizer
+from meshpar.train.state import TrainState, without_optimizer
 from meshpar.train.step_programs import StepPrograms
 
 
@@ -91,6 +91,15 @@ class LocalStepPrograms:
         """The same -> logits."""
         return self._whole.logits
 
+    def to_use(self, state: TrainState) -> TrainState:
+        """What the programs that update nothing take: the common parameters."""
+        return self.agreed(state)
+
+    @property
+    def shapes_to_use(self) -> TrainState:
+        """Shape and dtype of that."""
+        return self._whole.shapes_to_use
+
     @cached_property
     def _whole(self) -> StepPrograms:
         return StepPrograms(
@@ -102,5 +111,3 @@ class LocalStepPrograms:
     @property
     def _options(self) -> dict[str, Any] | None:
         return dict(self.compiler_options) or None
-
-
