@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -109,5 +109,7 @@ def lifted_order(order: LayerOrder) -> LayerOrder:
     return dataclasses.replace(order, dim=order.dim + 1)
 
 
-MAPPED = TrainState(step=None, seed=None, skipped=0, params=0, opt_state=0)
+MAPPED: TrainState[int | None] = TrainState(
+    step=None, seed=None, skipped=0, params=cast(Any, 0), opt_state=0
+)
 """The leading dims of `of_replicas`, as `jax.vmap` takes them."""
