@@ -14,6 +14,8 @@ ASKED = {
     "parameter_gather": ("all-gather", "FSDP gather of parameters before their use"),
     "gradient_scatter": ("reduce-scatter", "FSDP reduce-scatter of gradients"),
     "gradient_reduction": ("all-reduce", "gradient reduction over the batch axes"),
+    "host_scatter": ("reduce-scatter", "gradients summed inside a host, a share each"),
+    "host_gather": ("all-gather", "summed gradients, of the host's shares"),
     "outer_gradient": ("all-reduce", "outer gradient, averaged over the replicas"),
     "optimizer": ("any", "an optimizer that needs more than its own shard"),
     "loss_sum": ("all-reduce", "loss and weights summed over the global batch"),

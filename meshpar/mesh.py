@@ -83,13 +83,17 @@ def slow_axes_of(mesh: Mesh, sent: Sent) -> tuple[SlowAxis, ...]:
     devices = list(mesh.devices.flat)
     if len(set(Counter(map(domain_of, devices)).values())) != 1:
         return ()  # Hosts of several sizes have no order that suits all.
-    hosts = np.array([domain_of(device) for device in devices])
     return slow_axes(
         Topology.from_devices(devices),
         dict(mesh.shape),
         sent,
-        hosts=hosts.reshape(mesh.devices.shape),
+        hosts=np.array(hosts_of(mesh)).reshape(mesh.devices.shape),
     )
+
+
+def hosts_of(mesh: Mesh) -> tuple[int, ...]:
+    """The host, or domain of a fast link, of each device of a mesh, row by row."""
+    return tuple(domain_of(device) for device in mesh.devices.flat)
 
 
 def _checked(devices: Any) -> list[jax.Device]:

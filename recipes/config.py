@@ -60,6 +60,8 @@ class RunConfig:
         outer_optimizer: What takes that average further: "nesterov", "sgd" or "adam".
         outer_learning_rate: Its.
         outer_momentum: Its, and Adam's first one; sgd has none.
+        gradient_reduction: "by_host" sums gradients inside each host first, on CPUs of
+            several processes; GPUs and TPUs do so by themselves.
         mesh_order: Mesh axes from the slowest link to the fastest, such as
             stage,data,fsdp; the layout's own by default.
         global_batch: Sequences in a step.
@@ -117,6 +119,7 @@ class RunConfig:
     outer_optimizer: Literal["nesterov", "sgd", "adam"] = "nesterov"
     outer_learning_rate: float = 0.7
     outer_momentum: float = 0.9
+    gradient_reduction: Literal["flat", "by_host"] = "flat"
     mesh_order: str | None = None
     global_batch: int = 32
     seq: int = 128

@@ -45,6 +45,7 @@ def make_step(config: RunConfig, mesh: Mesh | AbstractMesh | None = None) -> Tra
         mesh=mesh,
         max_grad_norm=1.0,
         schedule=config.schedule,
+        gradient_reduction=config.gradient_reduction,
         outer_optimizer=outer_optimizer_of(config) if layout.sync_every > 1 else None,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
@@ -18,6 +20,7 @@ from meshpar.layout import BATCH_AXES, MANUAL_AXES, TOKEN_AXES, Layout
 from meshpar.model.contract import Model
 from meshpar.model.parameter import Params, is_parameter
 from meshpar.model.token_order import TokenOrder
+from meshpar.parallel.by_host import sum_by_host
 from meshpar.parallel.data import reduce_gradients
 from meshpar.parallel.scopes import Scopes
 from meshpar.parallel.storage import state_spec, stored_parameters
@@ -60,6 +63,8 @@ class Placement:
         gradient_dtype: In which gradients are added up over microbatches and devices.
         apart: Mesh axes along which each device trains a replica of its own: nothing is
             summed over them (`meshpar.train.local_steps`).
+        hosts: The host of each device of the mesh, row by row, where gradients are
+            summed inside hosts first (`meshpar.parallel.by_host`).
     """
 
     model: Model
@@ -69,6 +74,7 @@ class Placement:
     platform: str
     gradient_dtype: Any = jnp.float32
     apart: tuple[str, ...] = ()
+    hosts: tuple[int, ...] | None = None
 
     def on_shards(self, local: Callable, in_specs: Any, out_specs: Any) -> Callable:
         """`local` of this device's part over the manual mesh axes."""
@@ -224,13 +230,22 @@ class Placement:
         """
         gradients = self.model.join(end_gradients, group_gradients)
         scattered = reduce_scatter(self.stored, gradients, gradient_after_loop)
-        summed = reduce_gradients(self.stored, scattered, self.large(self.manual_axes))
+        axes = self.large(self.manual_axes)
+        summed = reduce_gradients(self.stored, scattered, axes, **self.sum_options)
         return jax.tree.map(
             lambda stored, x: x.astype(stored.gradient_dtype),
             self.stored,
             summed,
             is_leaf=is_stored,
         )
+
+    @property
+    def sum_options(self) -> dict[str, Any]:
+        """How `reduce_gradients` sums what it does not scatter."""
+        if self.hosts is None:
+            return {}
+        hosts = np.array(self.hosts).reshape(list(self.mesh.shape.values()))
+        return {"sum_over": functools.partial(sum_by_host, hosts)}
 
     def sum_losses(self, values: Any, mesh_axes: tuple[str, ...] = TOKEN_AXES) -> Any:
         """Loss and weights summed over what splits tokens, or over more mesh axes."""

@@ -24,6 +24,7 @@ from meshpar.train.refusals import (
     experts_refusal,
     local_steps_refusal,
     refuse,
+    refuse_by_host,
     refuse_schedule,
 )
 from meshpar.train.step import TrainStep
@@ -44,6 +45,7 @@ def make_train_step(
     schedule: OwnSchedule | None = None,
     layer_costs: Sequence[float] | None = None,
     outer_optimizer: optax.GradientTransformation | None = None,
+    gradient_reduction: Literal["flat", "by_host"] = "flat",
 ) -> TrainStep:
     """A training step of `model` laid out as `layout` says.
 
@@ -77,6 +79,9 @@ def make_train_step(
             of the replicas as its gradient, each layer by itself as `optimizer`, and
             no loss (`value` is NaN). SGD of rate 0.7 with Nesterov momentum 0.9 when
             absent (`meshpar.train.local_steps`).
+        gradient_reduction: On CPUs of several processes `by_host` sums gradients inside
+            each host, then across, which sends less between hosts and more in all
+            (`meshpar.parallel.by_host`); GPUs and TPUs do so by themselves.
 
     Raises:
         RuleError: A parameter cannot be laid out, or a rule for activations uses `data`
@@ -122,6 +127,7 @@ def make_train_step(
     if refused is not None:
         raise RuleError("dead", refused)
     outer_optimizer = outer_optimizer_of(layout, outer_optimizer)
+    refuse_by_host(gradient_reduction, layout, mesh)
     refused = local_steps_refusal(model, layout)
     if refused is not None:
         raise InputError(refused)
@@ -138,6 +144,7 @@ def make_train_step(
             compiler_options=compiler_options,
             schedule=schedule,
             outer_optimizer=outer_optimizer,
+            gradient_reduction=gradient_reduction,
         )
     )
 

@@ -15,6 +15,7 @@ from meshpar.audit.subject import Subject
 from meshpar.errors import InputError
 from meshpar.hardware.compiler_options import compiler_options_for
 from meshpar.layout import BATCH_AXES
+from meshpar.mesh import hosts_of
 from meshpar.parallel.pipeline.program import pipeline_of
 from meshpar.parallel.pipeline.stages import in_layer_order
 from meshpar.parallel.placement import DTYPES, Placement
@@ -73,6 +74,9 @@ class TrainStep:
             mesh=self.mesh,
             platform=self.platform,
             gradient_dtype=DTYPES[options.gradient_dtype],
+            hosts=hosts_of(self._devices_mesh)
+            if options.gradient_reduction == "by_host"
+            else None,
         )
         self._counted = StepCount()
         self.batch_sharding = NamedSharding(self.mesh, PartitionSpec(BATCH_AXES))
