@@ -20,11 +20,11 @@ from meshpar.rules.presets import default_rules
 from meshpar.rules.rules import Rules, check_rules
 from meshpar.rules.table import RuleError
 from meshpar.train.local_steps.outer_optimizer import nesterov
+from meshpar.train.reduction_refusal import refuse_by_host
 from meshpar.train.refusals import (
     experts_refusal,
     local_steps_refusal,
     refuse,
-    refuse_by_host,
     refuse_schedule,
 )
 from meshpar.train.step import TrainStep

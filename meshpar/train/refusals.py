@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from numbers import Real
 
 import jax
-import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from meshpar.errors import InputError
 from meshpar.layout import BATCH_AXES, ZERO_AXES, Layout
-from meshpar.mesh import hosts_of, platform_of
+from meshpar.mesh import platform_of
 from meshpar.model.contract import Model
 from meshpar.model.tracing import traced_batch, traced_forward, tracing
-from meshpar.parallel.by_host import host_groups
 from meshpar.parallel.placement import DTYPES
 from meshpar.parallel.remat import HOST_MEMORY
 from meshpar.parallel.storage import split_axes_of
@@ -61,39 +58,6 @@ def refuse(
         )
     for _, error in rule_refusals(rules, layout):
         raise error
-
-
-def refuse_by_host(
-    gradient_reduction: str, layout: Layout, mesh: Mesh | AbstractMesh
-) -> None:
-    """Refuses sums by host where they are not to be had, or nothing would change.
-
-    Raises:
-        InputError: They are asked for there.
-    """
-    if gradient_reduction == "flat":
-        return
-    asked = f"gradient_reduction={gradient_reduction!r}"
-    if gradient_reduction != "by_host":
-        raise InputError(f"{asked}: must be 'flat' or 'by_host'")
-    if not isinstance(mesh, Mesh) or platform_of(mesh) != "cpu":
-        raise InputError(
-            f"{asked} is for CPUs that are there: GPUs and TPUs sum inside a host "
-            "first by themselves; leave it out"
-        )
-    hosts = np.array(hosts_of(mesh)).reshape(mesh.devices.shape)
-    over = [axis for axis in BATCH_AXES if layout.mesh_shape[axis] > 1]
-    sums = [
-        axes
-        for number in range(1, len(over) + 1)
-        for axes in itertools.combinations(over, number)
-    ]
-    if all(host_groups(hosts, axes) is None for axes in sums):
-        raise InputError(
-            f"layout {str(layout)!r}: {asked} changes nothing, as no sum of gradients "
-            "goes over several devices of each of several hosts (there are "
-            f"{len(set(hosts.flat))} here); leave it out"
-        )
 
 
 def _check_host_memory(layout: Layout, mesh: Mesh) -> None:
