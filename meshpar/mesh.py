@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from meshpar.errors import InputError
 from meshpar.layout import MESH_AXES, Layout
 from meshpar.mesh_order import Sent, SlowAxis, full_order, in_order, slow_axes
-from meshpar.topology import Topology, domain_of
+from meshpar.topology import Topology, domains_of
 
 _ALL_AUTO = (AxisType.Auto,) * len(MESH_AXES)
 
@@ -81,7 +81,7 @@ def slow_axes_of(mesh: Mesh, sent: Sent) -> tuple[SlowAxis, ...]:
         sent: Mesh axes of collectives -> bytes that a device sends for them in a step.
     """
     devices = list(mesh.devices.flat)
-    if len(set(Counter(map(domain_of, devices)).values())) != 1:
+    if len(set(Counter(domains_of(devices)).values())) != 1:
         return ()  # Hosts of several sizes have no order that suits all.
     return slow_axes(
         Topology.from_devices(devices),
@@ -93,7 +93,7 @@ def slow_axes_of(mesh: Mesh, sent: Sent) -> tuple[SlowAxis, ...]:
 
 def hosts_of(mesh: Mesh) -> tuple[int, ...]:
     """The host, or domain of a fast link, of each device of a mesh, row by row."""
-    return tuple(domain_of(device) for device in mesh.devices.flat)
+    return tuple(domains_of(list(mesh.devices.flat)))
 
 
 def _checked(devices: Any) -> list[jax.Device]:
@@ -157,15 +157,17 @@ def _arrange(devices: list[jax.Device], shape: tuple[int, ...]) -> np.ndarray:
     """The devices in an array of that shape, neighbours along its last dims."""
     if devices[0].platform == "tpu":
         return _along_torus(devices, shape)
-    neighbours = sorted(
-        devices,
-        key=lambda device: (domain_of(device), device.process_index, device.id),
+    placed = sorted(
+        zip(domains_of(devices), devices, strict=True),
+        key=lambda pair: (pair[0], pair[1].process_index, pair[1].id),
     )
-    return np.array(neighbours).reshape(shape)
+    neighbours = np.empty(len(devices), object)
+    neighbours[:] = [device for _, device in placed]
+    return neighbours.reshape(shape)
 
 
 def _along_torus(devices: list[jax.Device], shape: tuple[int, ...]) -> np.ndarray:
-    slices = len(set(map(domain_of, devices)))
+    slices = len(set(domains_of(devices)))
     of_slices, inside = _outermost(shape, slices)
     if slices == 1 or math.prod(of_slices) != slices:
         return mesh_utils.create_device_mesh(

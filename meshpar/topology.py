@@ -65,7 +65,8 @@ class Topology:
         Raises:
             InputError: No devices, or hosts with different numbers of them.
         """
-        per_host = Counter(map(domain_of, devices))
+        domains = domains_of(devices)
+        per_host = Counter(domains)
         if len(set(per_host.values())) != 1:
             raise InputError(
                 f"hosts hold {dict(per_host)} devices (host: count); every host must "
@@ -74,7 +75,7 @@ class Topology:
         speeds = _link_speeds(devices[0].device_kind)
         return cls(
             hosts=len(per_host),
-            devices_per_host=per_host[domain_of(devices[0])],
+            devices_per_host=per_host[domains[0]],
             host_bytes_per_s=speeds[0],
             network_bytes_per_s=speeds[1],
         )
@@ -130,15 +131,37 @@ class Topology:
         )
 
 
-def domain_of(device: Any) -> int:
-    """The number of the fast link's domain that a device is in.
+def domains_of(devices: Sequence[Any]) -> list[int]:
+    """The domain of a fast link that each device is in, by number.
 
-    JAX numbers slices of TPUs, and hosts of GPUs or racks that NVLink joins
-    (`slice_index`); other processes are hosts each.
+    JAX numbers slices of TPUs where there are several, and hosts of GPUs or racks that
+    NVLink joins (`slice_index`). None at all, or one for more GPUs than NVLink joins of
+    their kind, as absent ones have, tells nothing: then processes are hosts.
     """
+    slices = [_slice_of(device) for device in devices]
+    sizes = Counter(slices)
+    keys = [
+        (number, device.process_index if _is_too_large(sizes[number], device) else 0)
+        for number, device in zip(slices, devices, strict=True)
+    ]
+    numbers = {key: number for number, key in enumerate(sorted(set(keys)))}
+    return [numbers[key] for key in keys]
+
+
+def _slice_of(device: Any) -> int:
+    platform = getattr(device, "platform", "")
     found = getattr(device, "slice_index", None)
-    joins = getattr(device, "platform", "") in ("tpu", "gpu")
-    return found if joins and found is not None else device.process_index
+    if platform in ("tpu", "gpu") and found is not None:
+        return found
+    return 0 if platform == "tpu" else device.process_index
+
+
+def _is_too_large(num_devices: int, device: Any) -> bool:
+    """Whether no link joins so many GPUs of that kind."""
+    known = device_of_kind(getattr(device, "device_kind", ""))
+    if getattr(device, "platform", "") != "gpu" or known is None:
+        return False
+    return num_devices > known.domain_devices
 
 
 def _link_speeds(device_kind: str) -> tuple[float, float] | tuple[None, None]:

@@ -1,5 +1,10 @@
 """Devices lie in the order of their links, and an axis on a slow one is named."""
 
+import importlib.util
+import json
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import jax
@@ -10,7 +15,7 @@ from meshpar import MESH_AXES, Layout, Topology, TopologyWarning, make_mesh
 from meshpar.audit.report import _slow_axes
 from meshpar.mesh import _arrange, slow_axes_of
 from meshpar.mesh_order import full_order, in_order, slow_axes
-from meshpar.topology import domain_of
+from meshpar.topology import domains_of
 
 H100 = "NVIDIA H100 80GB HBM3"
 GB = 1e9
@@ -53,7 +58,7 @@ def slices(number):
 
 
 def domains(mesh_devices):
-    return np.vectorize(domain_of)(mesh_devices)
+    return np.array(domains_of(list(mesh_devices.flat))).reshape(mesh_devices.shape)
 
 
 def test_gpus_that_nvlink_joins_are_neighbours_whatever_their_processes():
@@ -90,7 +95,60 @@ def test_processes_without_slices_are_hosts():
         SimpleNamespace(id=n, process_index=n // 4, platform="cpu", slice_index=0)
         for n in range(8)
     ]
-    assert [domain_of(device) for device in devices] == [0] * 4 + [1] * 4
+    assert domains_of(devices) == [0] * 4 + [1] * 4
+
+
+def test_more_gpus_than_nvlink_joins_are_hosts_by_process():
+    # So JAX numbers absent ones: one slice of two hosts.
+    devices = [gpu(n, process=n // 8, domain=0) for n in range(16)]
+    assert domains_of(devices) == [0] * 8 + [1] * 8
+    one_each = [gpu(n, process=n, domain=n // 8) for n in range(16)]
+    assert domains_of(one_each) == [0] * 8 + [1] * 8
+
+
+def test_tpus_without_a_slices_number_are_one_slice():
+    devices = slices(1)
+    for device in devices:
+        del device.slice_index
+    assert Topology.from_devices(devices).hosts == 1
+    found = _arrange(devices, (2, 2))
+    assert {device.id for device in found.flat} == {0, 1, 2, 3}
+
+
+ABSENT = """
+import json
+import numpy as np
+from meshpar.audit.child import _devices
+from meshpar.audit.target import Target
+from meshpar.mesh import hosts_of, make_mesh
+
+found = {}
+cases = {"tpu:v5p:2x2x2": "data=2,tensor=4", "gpu:h100:2x8": "data=2,tensor=8"}
+for target, layout in cases.items():
+    mesh = make_mesh(layout, _devices(Target.parse(target)))
+    found[target] = [list(hosts_of(mesh)), [list(d.coords) for d in mesh.devices.flat]]
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not all(map(importlib.util.find_spec, ("libtpu", "flatbuffers"))),
+    reason="needs the extra aot",
+)
+def test_absent_devices_lie_by_torus_and_host():
+    environment = {**os.environ, "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    command = [sys.executable, "-W", "ignore", "-c", ABSENT]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    found = json.loads(ended.stdout.splitlines()[-1])
+    hosts, coords = found["tpu:v5p:2x2x2"]
+    assert set(hosts) == {0}
+    # Each group of `tensor` is a face of the cube.
+    for face in np.array(coords).reshape(2, 4, 3):
+        assert any(len(set(face[:, dim])) == 1 for dim in range(3))
+    hosts, _ = found["gpu:h100:2x8"]
+    assert hosts == [0] * 8 + [1] * 8
 
 
 def test_an_order_puts_its_last_axis_on_neighbours():

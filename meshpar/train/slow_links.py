@@ -6,10 +6,9 @@ from collections import Counter
 
 from jax.sharding import Mesh
 
-from meshpar.mesh import slow_axes_of
+from meshpar.mesh import hosts_of, slow_axes_of
 from meshpar.mesh_order import SlowAxis
 from meshpar.planner.cost.traffic_bytes import sent_in_a_step
-from meshpar.topology import domain_of
 from meshpar.train.memory_report import planned_run
 from meshpar.train.step import Batch, TrainStep
 
@@ -24,7 +23,7 @@ def slow_links(step: TrainStep, batch: Batch) -> tuple[SlowAxis, ...]:
         batch: Arrays or their shapes.
     """
     mesh = step.mesh
-    if not isinstance(mesh, Mesh) or len(set(map(domain_of, mesh.devices.flat))) == 1:
+    if not isinstance(mesh, Mesh) or len(set(hosts_of(mesh))) == 1:
         return ()
     sent: Counter[tuple[str, ...]] = Counter()
     for one in sent_in_a_step(planned_run(step, batch)):
