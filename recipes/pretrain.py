@@ -46,7 +46,7 @@ from meshpar.recipes.rollback import rolled_back
 from meshpar.recipes.run import PROGRAM, Run, RunResult
 from meshpar.recipes.save import told_if_not_saved
 from meshpar.recipes.started import started
-from meshpar.recipes.step import audited, make_step
+from meshpar.recipes.step import audited, check_intervals, make_step
 from meshpar.recipes.texts import BYTE_VOCAB, read_tokens
 from meshpar.train.checkpoint import Checkpoints
 from meshpar.train.data import TokenWindows, padded_batches, shuffled_batches
@@ -105,6 +105,7 @@ def joined_run(
     console = wide_console() if processes.is_first else Console(quiet=True)
     texts = read_tokens(config.text, config.seq)
     step = make_step(config)
+    check_intervals(config, step.layout)
     step.check_batch(config.global_batch)
     folder = config.folder / "checkpoints"
     with Checkpoints(

@@ -35,7 +35,6 @@ def make_step(config: RunConfig, mesh: Mesh | AbstractMesh | None = None) -> Tra
         layout = replace(layout, precision=config.dtype)
     if config.sync_every:
         layout = replace(layout, sync_every=config.sync_every)
-    check_intervals(config, layout)
     if mesh is None:
         mesh = make_mesh(layout, devices_of(layout), order=config.mesh_order)
     return make_train_step(
