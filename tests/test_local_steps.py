@@ -356,9 +356,18 @@ def test_parameters_of_16_bits_start_an_interval_from_the_common_ones(param_dtyp
         np.testing.assert_allclose(one, start, rtol=2**-7)
 
 
-def test_a_model_with_statistics_of_the_batch_is_refused():
+@pytest.mark.slow
+def test_a_models_state_is_each_replicas_own_and_averaged_with_the_parameters():
     model = moe(replace(EXPERTS, bias_rate=0.01))
-    with pytest.raises(ValueError, match="the model keeps blocks beside its param"):
-        make_train_step(model, INNER, "data=2,sync_every=2", devices=jax.devices()[:2])
-    found = lint(model, "data=2,sync_every=2").findings
-    assert "sync_every" in {finding.path for finding in found}
+    layout = Layout.parse("data=2,expert=2,sync_every=2")
+    devices, options = jax.devices()[:4], {"compiler_options": QUICK}
+    step = make_train_step(model, INNER, layout, devices=devices, **options)
+    batch, state = random_batch(model, BATCH, 16, seed=0), step.init(seed=0)
+    state, _ = step(state, batch)
+    within = jax.tree.leaves(jax.device_get(state.model_state))
+    assert any(not np.array_equal(*array) for array in within)
+    state, _ = step(state, batch)
+    behind = jax.tree.leaves(jax.device_get(state.model_state))
+    assert all(np.array_equal(*array) for array in behind)
+    assert any(array.any() for array in behind)
+    step.evaluate(state, batch)

@@ -42,7 +42,6 @@ from meshpar.train.layout_refusals import layout_refusals
 from meshpar.train.refusals import (
     batch_refusal,
     experts_refusal,
-    local_steps_refusal,
     rule_refusals,
 )
 
@@ -117,7 +116,7 @@ def lint(
     return LintReport(
         findings=(
             *_refused(layout, rules),
-            *_unsuited(model, layout),
+            *_no_experts(model, layout),
             *_unknown_residuals(model, layout),
             *(
                 Finding(kind="unsupported", path="context", message=message)
@@ -283,16 +282,11 @@ def _refused(layout: Layout, rules: Rules) -> list[Finding]:
     ]
 
 
-def _unsuited(model: Model, layout: Layout) -> list[Finding]:
-    messages = {
-        "expert": experts_refusal(model, layout),
-        "sync_every": local_steps_refusal(model, layout),
-    }
-    return [
-        Finding(kind="unsupported", path=key, message=message)
-        for key, message in messages.items()
-        if message is not None
-    ]
+def _no_experts(model: Model, layout: Layout) -> list[Finding]:
+    message = experts_refusal(model, layout)
+    if message is None:
+        return []
+    return [Finding(kind="unsupported", path="expert", message=message)]
 
 
 def _unknown_residuals(model: Model, layout: Layout) -> list[Finding]:

@@ -96,20 +96,28 @@ class Placement:
     def on_training_state(self, local: Callable) -> Callable:
         """`local` as in `on_state`, giving loss, metrics, gradients and model state.
 
-        Of replicas apart each has a leading dim of all of them, but the model's state.
+        Of replicas apart all of these have a leading dim of all of them, and so have
+        the parameters and the state that it takes.
         """
-        of_model = self.manual_model_state_specs
-        found = REPLICATED, REPLICATED, self.manual_state_specs
+        found = self.found_specs
         if not self.apart:
-            return self.on_state(local, (*found, of_model))
+            return self.on_state(local, found)
 
-        def of_replica(params: Params, *others: Any) -> tuple:
-            *of_its_own, state = local(jax.tree.map(lambda x: x[0], params), *others)
-            return *jax.tree.map(lambda x: x[None], of_its_own), state
+        def of_replica(params: Params, state: Params, *others: Any) -> Any:
+            own = jax.tree.map(lambda x: x[0], (params, state))
+            return jax.tree.map(lambda x: x[None], local(*own, *others))
 
-        params, *out_specs = map(self.of_replicas, (self.manual_specs, *found))
-        in_specs = params, of_model, BATCH, REPLICATED, REPLICATED
-        return self.on_shards(of_replica, in_specs, (*out_specs, of_model))
+        params, state, *out_specs = map(
+            self.of_replicas, (self.manual_specs, self.manual_model_state_specs, *found)
+        )
+        in_specs = params, state, BATCH, REPLICATED, REPLICATED
+        return self.on_shards(of_replica, in_specs, tuple(out_specs))
+
+    @property
+    def found_specs(self) -> tuple[Any, Any, Any, Any]:
+        """Specs of loss, metrics, gradients and model state, as `on_state` gives."""
+        of_state = self.manual_model_state_specs
+        return REPLICATED, REPLICATED, self.manual_state_specs, of_state
 
     def of_replicas(self, specs: Any) -> Any:
         """Specs of arrays with a leading dim of all replicas apart."""

@@ -23,7 +23,6 @@ from meshpar.train.local_steps.outer_optimizer import nesterov
 from meshpar.train.reduction_refusal import refuse_by_host
 from meshpar.train.refusals import (
     experts_refusal,
-    local_steps_refusal,
     refuse,
     refuse_schedule,
 )
@@ -128,9 +127,6 @@ def make_train_step(
         raise RuleError("dead", refused)
     outer_optimizer = outer_optimizer_of(layout, outer_optimizer)
     refuse_by_host(gradient_reduction, layout, mesh)
-    refused = local_steps_refusal(model, layout)
-    if refused is not None:
-        raise InputError(refused)
     return TrainStep(
         StepOptions(
             model=model,

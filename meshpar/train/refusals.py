@@ -153,17 +153,6 @@ def experts_refusal(model: Model, layout: Layout) -> str | None:
     return None
 
 
-def local_steps_refusal(model: Model, layout: Layout) -> str | None:
-    """Why a layout's `sync_every` does not suit a model; None if it does."""
-    if layout.sync_every == 1 or not model.state:
-        return None
-    return (
-        f"layout {str(layout)!r}: the model keeps {', '.join(model.state)} beside its "
-        "parameters, of the global batch; replicas that see their own share alone "
-        "would each keep another, which no outer optimizer averages: set sync_every=1"
-    )
-
-
 def _sends_tokens(model: Model) -> bool:
     """Whether a block sends tokens to their experts."""
     seen: list[str] = []

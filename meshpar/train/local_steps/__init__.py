@@ -10,6 +10,7 @@ Then all take the step of an outer optimizer from where they started together, `
 
 which is one all-reduce of the parameters in fp32 in H steps, instead of one of the
 gradients in each. All replicas go on from `start`; their optimizer states stay theirs.
+A model's own state, of each replica's share of the batch, is averaged too.
 
 With H = 1 a layout is plain data parallel, whose gradients are averaged before the
 optimizer sees them, and there is no outer optimizer: the program is the same one. (The

@@ -120,14 +120,17 @@ class LocalStepFunctions:
         Nothing crosses `REPLICA_AXES`.
         """
         apart = take_out(self.model, state)
-        loss, more, gradients, _ = self.replica.program.loss_and_gradients(
+        loss, more, gradients, found = self.replica.program.loss_and_gradients(
             apart.params, apart.model_state, batch, state.step, state.seed
         )
-        own, norm = self._on_replicas(self._apply_gradients, (MAPPED, 0, 0))(
-            of_replicas(apart), loss, gradients
-        )
+        own, norm = jax.vmap(
+            self.replica.apply_gradients,
+            in_axes=(MAPPED, 0, 0, 0),
+            out_axes=(MAPPED, 0),
+            spmd_axis_name=REPLICA_AXES,
+        )(of_replicas(apart), loss, gradients, found)
         common = outer_of(apart)
-        apart = joined(own, common.start, common.outer, apart.model_state)
+        apart = joined(own, common.start, common.outer)
         metrics = {"loss": loss, "grad_norm": norm, **more}
         return put_in(self.model, apart), {**metrics, "skipped": own.skipped}
 
@@ -135,12 +138,12 @@ class LocalStepFunctions:
         """The state after the outer optimizer's step.
 
         Communicates over `REPLICA_AXES`: one all-reduce of this device's part of all
-        parameters in fp32.
+        parameters in fp32, and of the model's state, which is averaged.
         """
         apart = take_out(self.model, state)
         own, common = of_replicas(apart), outer_of(apart)
         values = master_values(own.params, own.opt_state)
-        gradients = self._outer_gradients(common.start, values)
+        gradients, model_state = self._averaged(common.start, values, own.model_state)
         with asked("optimizer"):
             # No loss is known here to all replicas.
             updates, outer = self.outer_optimizer.update(
@@ -151,54 +154,62 @@ class LocalStepFunctions:
             optax.apply_updates(common.start, updates),
             self.of_states,
         )
-        own = self._restarted(own, start)
-        apart = joined(own, start, outer, apart.model_state)
+        own = self._restarted(own, start, model_state)
+        apart = joined(own, start, outer)
         return put_in(self.model, apart)
 
     def agreed(self, state: TrainState) -> TrainState:
-        """The common parameters as a state of `whole`, without an optimizer's."""
+        """The common parameters as a state of `whole`, without an optimizer's.
+
+        The model's state is the mean of the replicas' as they are.
+        """
         apart = take_out(self.model, state)
         params = self.whole.at_rest(apart, outer_of(apart).start)
         skipped = jnp.zeros((), jnp.int32)
-        apart = dataclasses.replace(apart, params=params, skipped=skipped)
+        apart = dataclasses.replace(
+            apart,
+            params=params,
+            skipped=skipped,
+            model_state=jax.tree.map(_mean, apart.model_state),
+        )
         return without_optimizer(put_in(self.model, apart))
 
-    def _apply_gradients(
-        self, state: TrainState, loss: jax.Array, gradients: Any
-    ) -> tuple[TrainState, jax.Array]:
-        return self.replica.apply_gradients(state, loss, gradients, {})
+    def _averaged(self, start: Any, values: Any, model_state: Any) -> tuple[Any, Any]:
+        """`start` less the mean of all replicas' values, laid out as states.
 
-    def _outer_gradients(self, start: Any, values: Any) -> Any:
-        """`start` less the mean of all replicas' values, laid out as states."""
+        And the mean of each floating-point array of the model's state; others stay.
+        """
         placement = self.placement
 
-        def local(start: Any, values: Any) -> Any:
+        def local(start: Any, values: Any, state: Any) -> tuple[Any, Any]:
             moved = jax.tree.map(lambda old, new: old - new[0], start, values)
+            arrays, treedef = jax.tree.flatten(state)
+            at = [place for place, one in enumerate(arrays) if _is_real(one)]
+            beside = [arrays[place].astype(jnp.float32) for place in at]
             with asked("outer_gradient"):
-                summed = lax.psum(moved, REPLICA_AXES)
-            return jax.tree.map(lambda total: total / self.num_replicas, summed)
+                summed = lax.psum((moved, beside), REPLICA_AXES)
+            means, of_state = jax.tree.map(lambda x: x / self.num_replicas, summed)
+            for place, mean in zip(at, of_state, strict=True):
+                arrays[place] = mean.astype(arrays[place].dtype)
+            return means, treedef.unflatten(arrays)
 
         specs = placement.manual_state_specs
-        in_specs = specs, placement.of_replicas(specs)
-        return placement.on_shards(local, in_specs, specs)(start, values)
+        of_state = placement.of_replicas(placement.manual_model_state_specs)
+        in_specs = specs, placement.of_replicas(specs), of_state
+        averaged = placement.on_shards(local, in_specs, (specs, of_state))
+        return averaged(start, values, model_state)
 
-    def _restarted(self, own: TrainState, start: Any) -> TrainState:
+    def _restarted(self, own: TrainState, start: Any, model_state: Any) -> TrainState:
         """Every replica at the common parameters."""
         lift = repeated(self.num_replicas)
         opt_state = own.opt_state
         if isinstance(opt_state, Mastered):
             opt_state = Mastered(jax.tree.map(lift, start), opt_state.inner)
-        params = self.replica.at_rest(own, start)
         return dataclasses.replace(
-            own, params=jax.tree.map(lift, params), opt_state=opt_state
-        )
-
-    def _on_replicas(self, function: Callable[..., Any], mapped: Any) -> Any:
-        return jax.vmap(
-            function,
-            in_axes=mapped,
-            out_axes=(MAPPED, 0),
-            spmd_axis_name=REPLICA_AXES,
+            own,
+            params=jax.tree.map(lift, self.replica.at_rest(own, start)),
+            opt_state=opt_state,
+            model_state=model_state,
         )
 
     def _start(self, state: TrainState) -> Any:
@@ -209,10 +220,8 @@ class LocalStepFunctions:
         self, state: TrainState, lift: Callable[[Any], Any], start: Any, outer: Any
     ) -> TrainState:
         """A replica's state, or a tree like it, lifted, with what is common beside."""
-        apart = take_out(self.model, state)
-        bare = dataclasses.replace(apart, model_state={})
-        own = lifted(bare, lift)
-        return put_in(self.model, joined(own, start, outer, apart.model_state))
+        own = lifted(take_out(self.model, state), lift)
+        return put_in(self.model, joined(own, start, outer))
 
     @cached_property
     def _apart_shapes(self) -> TrainState:
@@ -224,3 +233,14 @@ class LocalStepFunctions:
             return self.outer_optimizer.init(self._start(shapes))
 
         return jax.eval_shape(outer, self._apart_shapes)
+
+
+def _is_real(array: jax.Array) -> bool:
+    return jnp.issubdtype(array.dtype, jnp.floating)
+
+
+def _mean(array: jax.Array) -> jax.Array:
+    """Of all replicas; the first one's where it counts."""
+    if not _is_real(array):
+        return array[0]
+    return jnp.mean(array.astype(jnp.float32), 0).astype(array.dtype)

@@ -1,8 +1,8 @@
 """The state of replicas that train by themselves, and what they have in common.
 
 Arrays that differ from replica to replica have a leading dim of all replicas, split
-over `data`. A state of one replica is lifted to one of all; the number of steps, the
-seed and parameters that are never trained are the same for all.
+over `data`. A state of one replica is lifted to one of all; the number of steps and the
+seed are the same for all.
 """
 
 from __future__ import annotations
@@ -55,31 +55,27 @@ def outer_of(state: TrainState) -> WithOuter:
 def of_replicas(state: TrainState) -> TrainState:
     """What the replicas have each of their own, without what is in common."""
     inner = with_inner_state(state.opt_state, outer_of(state).inner)
-    return dataclasses.replace(state, opt_state=inner, model_state={})
+    return dataclasses.replace(state, opt_state=inner)
 
 
-def joined(own: TrainState, start: Any, outer: Any, model_state: Any) -> TrainState:
+def joined(own: TrainState, start: Any, outer: Any) -> TrainState:
     """Undoes `of_replicas`.
 
     Args:
         own: What the replicas have each of their own.
         start: Parameters in common.
         outer: The outer optimizer's state.
-        model_state: The model's own.
     """
     common = WithOuter(inner_state(own.opt_state), start, outer)
-    return dataclasses.replace(
-        own,
-        opt_state=with_inner_state(own.opt_state, common),
-        model_state=model_state,
-    )
+    opt_state = with_inner_state(own.opt_state, common)
+    return dataclasses.replace(own, opt_state=opt_state)
 
 
 def lifted(state: TrainState, lift: Callable[[Any], Any]) -> TrainState:
     """A state of one replica, or a tree like it, each array of its own lifted.
 
     Args:
-        state: Without the model's state.
+        state: What one has of its own.
         lift: Array -> an array, or what stands for it, with a dim of all replicas.
     """
     return dataclasses.replace(
@@ -87,6 +83,7 @@ def lifted(state: TrainState, lift: Callable[[Any], Any]) -> TrainState:
         skipped=lift(state.skipped),
         params=jax.tree.map(lift, state.params),
         opt_state=jax.tree.map(lift, state.opt_state),
+        model_state=jax.tree.map(lift, state.model_state),
     )
 
 
@@ -110,6 +107,11 @@ def lifted_order(order: LayerOrder) -> LayerOrder:
 
 
 MAPPED: TrainState[int | None] = TrainState(
-    step=None, seed=None, skipped=0, params=cast(Any, 0), opt_state=0
+    step=None,
+    seed=None,
+    skipped=0,
+    params=cast(Any, 0),
+    opt_state=0,
+    model_state=0,
 )
 """The leading dims of `of_replicas`, as `jax.vmap` takes them."""
