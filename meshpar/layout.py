@@ -48,7 +48,7 @@ _CHOICES = {
     "precision": ("fp32", "bf16"),
     "param_dtype": ("fp32", "bf16", "bf16_stochastic"),
 }
-_COUNTS = (*MESH_AXES, "microbatches", "chunks")
+_COUNTS = (*MESH_AXES, "microbatches", "chunks", "sync_every")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +102,9 @@ class Layout:
         param_dtype: How parameters are stored between steps; beside those of bf16 the
             optimizer state holds an fp32 master copy, which is what it updates;
             `bf16_stochastic` has no copy, and rounds updated parameters at random.
+        sync_every: Steps that each part of `data` does by itself before the parts
+            average their parameters (`meshpar.train.local_steps`); with 1 they average
+            the gradients of every step, which is data parallel.
 
     Raises:
         InputError: A value outside its range or choices, or two axes of -1.
@@ -135,6 +138,7 @@ class Layout:
     remat: str = "none"
     precision: str = "fp32"
     param_dtype: str = "fp32"
+    sync_every: int = 1
 
     def __post_init__(self) -> None:
         for name in _COUNTS:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -15,7 +16,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from meshpar.errors import InputError
 from meshpar.layout import MESH_AXES, Layout
-from meshpar.topology import Topology
+from meshpar.mesh_order import Sent, SlowAxis, full_order, in_order, slow_axes
+from meshpar.topology import Topology, domains_of
 
 _ALL_AUTO = (AxisType.Auto,) * len(MESH_AXES)
 
@@ -29,17 +31,21 @@ def make_mesh(
     devices: Sequence[jax.Device] | None = None,
     *,
     topology: Topology | None = None,
+    order: Sequence[str] | str | None = None,
 ) -> Mesh:
     """A mesh of all six axes, `tensor` innermost on the fastest link.
 
-    TPUs follow the torus (`mesh_utils.create_device_mesh`); other devices are taken
-    host by host in order of their ids. Every mesh axis is `Auto`.
+    TPUs follow the torus of each slice, slice by slice
+    (`mesh_utils.create_hybrid_device_mesh`); GPUs are taken by NVLink domain, and other
+    devices host by host, in order of their ids. Every mesh axis is `Auto`.
 
     Args:
         layout: Sizes of the mesh axes, or a layout's text; a -1 absorbs what the
             devices leave.
         devices: Devices to use; JAX's by default, as many as the layout needs.
         topology: Hosts and links; read from the devices by default.
+        order: Mesh axes, outermost first, the last on neighbouring devices, where
+            another than `MESH_AXES` suits what they send (`meshpar.mesh_order`).
 
     Raises:
         InputError: The layout needs another number of devices, or the topology
@@ -59,9 +65,35 @@ def make_mesh(
             f"{topology.num_devices} devices, but there are {len(devices)}; declare "
             "the topology of the devices that are used"
         )
-    topology.warn_if_tensor_crosses_hosts(layout)
-    shape = tuple(layout.mesh_shape.values())
-    return Mesh(_arrange(devices, shape), MESH_AXES, axis_types=_ALL_AUTO)
+    sizes = layout.mesh_shape
+    axes = full_order(order, sizes)
+    topology.warn_if_tensor_crosses_hosts(layout, axes)
+    arranged = _arrange(devices, tuple(sizes[axis] for axis in axes))
+    placed = in_order(arranged, sizes, axes)
+    return Mesh(placed, MESH_AXES, axis_types=_ALL_AUTO)
+
+
+def slow_axes_of(mesh: Mesh, sent: Sent) -> tuple[SlowAxis, ...]:
+    """The axes of a mesh that another order puts on a faster link, the worst first.
+
+    Args:
+        mesh: From `make_mesh`, or of any devices.
+        sent: Mesh axes of collectives -> bytes that a device sends for them in a step.
+    """
+    devices = list(mesh.devices.flat)
+    if len(set(Counter(domains_of(devices)).values())) != 1:
+        return ()  # Hosts of several sizes have no order that suits all.
+    return slow_axes(
+        Topology.from_devices(devices),
+        dict(mesh.shape),
+        sent,
+        hosts=np.array(hosts_of(mesh)).reshape(mesh.devices.shape),
+    )
+
+
+def hosts_of(mesh: Mesh) -> tuple[int, ...]:
+    """The host, or domain of a fast link, of each device of a mesh, row by row."""
+    return tuple(domains_of(list(mesh.devices.flat)))
 
 
 def _checked(devices: Any) -> list[jax.Device]:
@@ -122,9 +154,42 @@ def platform_of(mesh: Mesh | AbstractMesh) -> str:
 
 
 def _arrange(devices: list[jax.Device], shape: tuple[int, ...]) -> np.ndarray:
+    """The devices in an array of that shape, neighbours along its last dims."""
     if devices[0].platform == "tpu":
+        return _along_torus(devices, shape)
+    placed = sorted(
+        zip(domains_of(devices), devices, strict=True),
+        key=lambda pair: (pair[0], pair[1].process_index, pair[1].id),
+    )
+    neighbours = np.empty(len(devices), object)
+    neighbours[:] = [device for _, device in placed]
+    return neighbours.reshape(shape)
+
+
+def _along_torus(devices: list[jax.Device], shape: tuple[int, ...]) -> np.ndarray:
+    slices = len(set(domains_of(devices)))
+    of_slices, inside = _outermost(shape, slices)
+    if slices == 1 or math.prod(of_slices) != slices:
         return mesh_utils.create_device_mesh(
             shape, devices, allow_split_physical_axes=True
         )
-    in_order = sorted(devices, key=lambda device: (device.process_index, device.id))
-    return np.array(in_order).reshape(shape)
+    return mesh_utils.create_hybrid_device_mesh(
+        inside, of_slices, devices, allow_split_physical_axes=True
+    )
+
+
+def _outermost(
+    shape: tuple[int, ...], number: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """A shape's factors whose product is `number`, of its first dims; the others.
+
+    Example:
+        >>> _outermost((2, 4, 1, 8), 4)
+        ((2, 2, 1, 1), (1, 2, 1, 8))
+    """
+    taken = []
+    for size in shape:
+        taken.append(math.gcd(size, number))
+        number //= taken[-1]
+    left = (size // here for size, here in zip(shape, taken, strict=True))
+    return tuple(taken), tuple(left)

@@ -7,7 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 
@@ -65,7 +65,8 @@ class Topology:
         Raises:
             InputError: No devices, or hosts with different numbers of them.
         """
-        per_host = Counter(device.process_index for device in devices)
+        domains = domains_of(devices)
+        per_host = Counter(domains)
         if len(set(per_host.values())) != 1:
             raise InputError(
                 f"hosts hold {dict(per_host)} devices (host: count); every host must "
@@ -74,7 +75,7 @@ class Topology:
         speeds = _link_speeds(devices[0].device_kind)
         return cls(
             hosts=len(per_host),
-            devices_per_host=per_host[devices[0].process_index],
+            devices_per_host=per_host[domains[0]],
             host_bytes_per_s=speeds[0],
             network_bytes_per_s=speeds[1],
         )
@@ -84,24 +85,32 @@ class Topology:
         """Devices on all hosts."""
         return self.hosts * self.devices_per_host
 
-    def links(self, layout: Layout) -> dict[str, Crossing]:
+    def links(
+        self, layout: Layout, order: Sequence[str] = MESH_AXES
+    ) -> dict[str, Crossing]:
         """The slowest link that each mesh axis crosses; `none` where its size is 1.
 
-        Device order is row-major over the mesh axes, `tensor` innermost, so the groups
-        of a mesh axis lie in aligned spans of (its size x all sizes inside it) devices.
+        Devices are row-major over the mesh axes, so the groups of a mesh axis lie in
+        aligned spans of (its size x all sizes inside it) devices.
+
+        Args:
+            layout: Sizes of the mesh axes.
+            order: Of all mesh axes, outermost first (`make_mesh`).
         """
         links: dict[str, Crossing] = {}
         sizes = layout.mesh_shape
-        for position, mesh_axis in enumerate(MESH_AXES):
-            span = math.prod(sizes[inner] for inner in MESH_AXES[position:])
+        for position, mesh_axis in enumerate(order):
+            span = math.prod(sizes[inner] for inner in order[position:])
             in_one_host = self.hosts == 1 or self.devices_per_host % span == 0
             crosses: Crossing = "host" if in_one_host else "network"
             links[mesh_axis] = "none" if sizes[mesh_axis] == 1 else crosses
         return links
 
-    def warn_if_tensor_crosses_hosts(self, layout: Layout) -> None:
+    def warn_if_tensor_crosses_hosts(
+        self, layout: Layout, order: Sequence[str] = MESH_AXES
+    ) -> None:
         """Warns, with the cost, when `tensor` does not fit inside a host."""
-        if self.links(layout)["tensor"] != "network":
+        if self.links(layout, order)["tensor"] != "network":
             return
         warnings.warn(
             f"mesh axis 'tensor' of size {layout.tensor} crosses hosts of "
@@ -120,6 +129,39 @@ class Topology:
             f"{every_block} run at {self.network_bytes_per_s / 1e9:g} GB/s instead of "
             f"{self.host_bytes_per_s / 1e9:g} GB/s, {ratio:.3g} times slower"
         )
+
+
+def domains_of(devices: Sequence[Any]) -> list[int]:
+    """The domain of a fast link that each device is in, by number.
+
+    JAX numbers slices of TPUs where there are several, and hosts of GPUs or racks that
+    NVLink joins (`slice_index`). None at all, or one for more GPUs than NVLink joins of
+    their kind, as absent ones have, tells nothing: then processes are hosts.
+    """
+    slices = [_slice_of(device) for device in devices]
+    sizes = Counter(slices)
+    keys = [
+        (number, device.process_index if _is_too_large(sizes[number], device) else 0)
+        for number, device in zip(slices, devices, strict=True)
+    ]
+    numbers = {key: number for number, key in enumerate(sorted(set(keys)))}
+    return [numbers[key] for key in keys]
+
+
+def _slice_of(device: Any) -> int:
+    platform = getattr(device, "platform", "")
+    found = getattr(device, "slice_index", None)
+    if platform in ("tpu", "gpu") and found is not None:
+        return found
+    return 0 if platform == "tpu" else device.process_index
+
+
+def _is_too_large(num_devices: int, device: Any) -> bool:
+    """Whether no link joins so many GPUs of that kind."""
+    known = device_of_kind(getattr(device, "device_kind", ""))
+    if getattr(device, "platform", "") != "gpu" or known is None:
+        return False
+    return num_devices > known.domain_devices
 
 
 def _link_speeds(device_kind: str) -> tuple[float, float] | tuple[None, None]:

@@ -19,7 +19,7 @@ ENVIRONMENT_VARIABLE = "MESHPAR_EMULATE"  # of meshpar.emulate, which imports ja
 _AT_LEAST_ONE = (
     *("steps", "global_batch", "seq", "save_every", "validate_every"),
     *("stop_after", "decay_steps", "num_processes", "start_timeout", "heartbeat"),
-    *("keep", "keep_every", "rollback_steps"),
+    *("keep", "keep_every", "rollback_steps", "sync_every"),
 )
 _AT_LEAST_ZERO = (
     *("seed", "sample_tokens", "bubble_rounds", "emulate", "process_id"),
@@ -27,6 +27,7 @@ _AT_LEAST_ZERO = (
 )
 _OR_NONE = (
     *("stop_after", "decay_steps", "keep_every", "num_processes", "process_id"),
+    "sync_every",
 )
 
 
@@ -55,6 +56,15 @@ class RunConfig:
             was there. "auto" begins where there is none.
         log_json: File of metrics, a JSON object a line; OUT/metrics.jsonl by default.
         tensorboard: Folder to write TensorBoard's events to.
+        sync_every: Steps that each part of the layout's `data` does by itself before
+            all average their parameters, for slow links; the layout's by default.
+        outer_optimizer: What takes that average further: "nesterov", "sgd" or "adam".
+        outer_learning_rate: Its.
+        outer_momentum: Its, and Adam's first one; sgd has none.
+        gradient_reduction: "by_host" sums gradients inside each host first, on CPUs of
+            several processes; GPUs and TPUs do so by themselves.
+        mesh_order: Mesh axes from the slowest link to the fastest, such as
+            stage,data,fsdp; the layout's own by default.
         global_batch: Sequences in a step.
         seq: Tokens of a sequence.
         learning_rate: Its peak: it rises to it over a tenth of --decay-steps, and
@@ -111,6 +121,12 @@ class RunConfig:
     resume: bool | Literal["auto"] = False
     log_json: Path | None = None
     tensorboard: Path | None = None
+    sync_every: int | None = None
+    outer_optimizer: Literal["nesterov", "sgd", "adam"] = "nesterov"
+    outer_learning_rate: float = 0.7
+    outer_momentum: float = 0.9
+    gradient_reduction: Literal["flat", "by_host"] = "flat"
+    mesh_order: str | None = None
     global_batch: int = 32
     seq: int = 128
     learning_rate: float = 3e-3
@@ -149,6 +165,18 @@ class RunConfig:
         rate = self.learning_rate
         if not (isinstance(rate, int | float) and 0 < rate < math.inf):
             raise InputError(f"learning_rate={rate!r}: must be a positive number")
+        rate, momentum = self.outer_learning_rate, self.outer_momentum
+        if not (isinstance(rate, int | float) and 0 < rate < math.inf):
+            raise InputError(f"outer_learning_rate={rate!r}: must be a positive number")
+        if not (isinstance(momentum, int | float) and 0 <= momentum < 1):
+            raise InputError(
+                f"outer_momentum={momentum!r}: must be at least 0 and below 1"
+            )
+        if self.outer_optimizer not in ("nesterov", "sgd", "adam"):
+            raise InputError(
+                f"outer_optimizer={self.outer_optimizer!r}: must be 'nesterov', 'sgd' "
+                "or 'adam'"
+            )
         if self.dtype not in (None, "fp32", "bf16"):
             raise InputError(f"dtype={self.dtype!r}: must be 'fp32' or 'bf16'")
         if self.on_bad_step not in ("skip", "rollback", "stop"):

@@ -14,6 +14,7 @@ from meshpar.models.presets import OTHER_PRESETS, PRESETS, build, configure
 from meshpar.planner.workload.shapes import SHAPES
 from meshpar.recipes.config import PRESET, RunConfig
 from meshpar.recipes.texts import BYTE_VOCAB
+from meshpar.train.local_steps.outer_optimizer import nesterov
 
 
 def model_of(config: RunConfig) -> Model:
@@ -96,3 +97,13 @@ def learning_rate_of(config: RunConfig) -> optax.Schedule:
 def optimizer_of(config: RunConfig) -> optax.GradientTransformation:
     """AdamW with that learning rate."""
     return optax.adamw(learning_rate_of(config), b2=0.95, weight_decay=0.1)
+
+
+def outer_optimizer_of(config: RunConfig) -> optax.GradientTransformation:
+    """What averages of local steps are taken further by."""
+    rate, momentum = config.outer_learning_rate, config.outer_momentum
+    if config.outer_optimizer == "adam":
+        return optax.adam(rate, b1=momentum)
+    if config.outer_optimizer == "sgd":
+        return optax.sgd(rate)
+    return nesterov(rate, momentum)

@@ -46,12 +46,13 @@ from meshpar.recipes.options import resuming_command
 from meshpar.recipes.phases import Phases
 from meshpar.recipes.profile import Profile
 from meshpar.recipes.replayed import check_replay
+from meshpar.recipes.replicas import of_all_replicas, skipped_in
 from meshpar.recipes.rollback import rolled_back
 from meshpar.recipes.rows import check_files
 from meshpar.recipes.run import PROGRAM, Run, RunResult
 from meshpar.recipes.save import save, told_if_not_saved
 from meshpar.recipes.started import started
-from meshpar.recipes.step import audited, make_step, timed_step
+from meshpar.recipes.step import audited, check_intervals, make_step, timed_step
 from meshpar.recipes.texts import BYTE_VOCAB, read_tokens
 from meshpar.train.checkpoint import Checkpoints
 from meshpar.train.data import TokenWindows, padded_batches, shuffled_batches
@@ -112,6 +113,7 @@ def joined_run(
     console = wide_console() if processes.is_first else Console(quiet=True)
     texts = read_tokens(config.text, config.seq)
     step = make_step(config)
+    check_intervals(config, step.layout)
     step.check_batch(config.global_batch)
     check_memory(config, step, processes, console)
     folder = config.folder / "checkpoints"
@@ -140,6 +142,8 @@ def joined_run(
             saved_as = config_file.save(config, config.folder)
             report.print_config(console, config, saved_as)
         report.print_layout(console, step, config)
+        if processes.is_first:
+            report.print_slow_links(console, step, config)
         report.print_bytes(console, step, state, texts)
         with metrics_log(processes, config, on_metrics, run.position.step) as log:
             with StopRequest() as stop:
@@ -182,7 +186,7 @@ def train(
     batch_of = batches_of(run)
     rate_of = jax.jit(learning_rate_of(config))
     use = Utilization(run.step, global_batch=config.global_batch, seq=config.seq)
-    skipped = float(state.skipped)
+    skipped = skipped_in(run, state)
     last = min(config.steps, config.stop_after or config.steps)
     times = HostTimes(run)
     with (
@@ -199,6 +203,7 @@ def train(
             check_replay(run, state, batch, number)
             with profile.step(number):
                 state, row = timed_step(run.step, state, batch)
+            row = of_all_replicas(run, state, row)
             is_over, waited = after_step(run.processes, stop, data_s)
             told = {"learning_rate": learning_rate, **use.row(row["step_s"])}
             told["data_s"] = times.note(row["step_s"], waited)

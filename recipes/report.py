@@ -18,7 +18,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from meshpar import TrainState, TrainStep, lint
+from meshpar import TrainState, TrainStep, batch_shapes, lint
 from meshpar.cli.lint import parameter_table
 from meshpar.recipes.bubble import Bubble
 from meshpar.recipes.config import RunConfig
@@ -26,6 +26,7 @@ from meshpar.recipes.resume import Position
 from meshpar.recipes.texts import BYTE_VOCAB, Texts
 from meshpar.train.baselines import bigram_loss, unigram_loss
 from meshpar.train.faults import BadStepError
+from meshpar.train.slow_links import slow_links
 
 
 def print_config(console: Console, config: RunConfig, saved_as: Path) -> None:
@@ -103,6 +104,13 @@ def print_layout(console: Console, step: TrainStep, config: RunConfig) -> None:
     for finding in found.findings:
         line = f"{finding.kind}: {finding.message}"
         console.print(line, highlight=False, markup=False)
+
+
+def print_slow_links(console: Console, step: TrainStep, config: RunConfig) -> None:
+    """The mesh axes that lie on a slower link than they could, with the cure."""
+    batch = batch_shapes(config.global_batch, config.seq)
+    for one in slow_links(step, batch):
+        console.print(str(one), highlight=False, markup=False, soft_wrap=True)
 
 
 def print_bytes(

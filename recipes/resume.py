@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from meshpar import InputError
+from meshpar import InputError, Layout
 from meshpar.recipes.config import RunConfig
 from meshpar.recipes.model import learning_rate_of
 
@@ -55,6 +55,7 @@ def refuse_other(before: Description, now: Description, done: int) -> None:
                 "its parameters are of that model; give the same model, or start "
                 "another run"
             )
+    refuse_other_replicas(before, now)
     if before.get("seed", now["seed"]) != now["seed"]:
         raise InputError(
             f"the checkpoint was made with seed={before['seed']}, not {now['seed']}: "
@@ -66,6 +67,30 @@ def refuse_other(before: Description, now: Description, done: int) -> None:
             f"the checkpoint is at step {done}, beyond steps={now['steps']}; give at "
             f"least --steps {done}"
         )
+
+
+def refuse_other_replicas(before: Description, now: Description) -> None:
+    """Refuses another number of replicas that train by themselves.
+
+    Raises:
+        InputError: Each has an optimizer state of its own, which others lack.
+    """
+    if "layout" not in before:
+        return
+    had, has = _replicas(before["layout"]), _replicas(now["layout"])
+    if had != has:
+        raise InputError(
+            f"the checkpoint has the states of {had} replicas (layout "
+            f"{before['layout']}), but layout {now['layout']} has {has}: keep 'data' "
+            "and whether there are local steps (sync_every above 1); all else may "
+            "change"
+        )
+
+
+def _replicas(line: str) -> int:
+    """States of the optimizer that a layout has."""
+    layout = Layout.parse(line)
+    return layout.data if layout.sync_every > 1 else 1
 
 
 def changes(before: Description, now: Description) -> list[str]:

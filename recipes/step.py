@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, Mesh
 
 from meshpar import (
     MESH_AXES,
@@ -16,10 +16,11 @@ from meshpar import (
     TrainState,
     TrainStep,
     batch_shapes,
+    make_mesh,
     make_train_step,
 )
 from meshpar.recipes.config import RunConfig
-from meshpar.recipes.model import model_of, optimizer_of
+from meshpar.recipes.model import model_of, optimizer_of, outer_optimizer_of
 
 
 def audited(
@@ -30,21 +31,46 @@ def audited(
     return make_step(config, mesh), batch_shapes(config.global_batch, config.seq)
 
 
-def make_step(config: RunConfig, mesh: AbstractMesh | None = None) -> TrainStep:
+def make_step(config: RunConfig, mesh: Mesh | AbstractMesh | None = None) -> TrainStep:
     """The compiled step of a run, on real devices or on a mesh without any."""
     layout = Layout.parse(config.layout)
     if config.dtype:
         layout = replace(layout, precision=config.dtype)
-    model = model_of(config)
+    if config.sync_every:
+        layout = replace(layout, sync_every=config.sync_every)
+    if mesh is None:
+        mesh = make_mesh(layout, devices_of(layout), order=config.mesh_order)
     return make_train_step(
-        model,
+        model_of(config),
         optimizer_of(config),
         layout,
-        devices=None if mesh else devices_of(layout),
         mesh=mesh,
         max_grad_norm=1.0,
         schedule=config.schedule,
+        gradient_reduction=config.gradient_reduction,
+        outer_optimizer=outer_optimizer_of(config) if layout.sync_every > 1 else None,
     )
+
+
+def check_intervals(config: RunConfig, layout: Layout) -> None:
+    """Refuses local steps that no average would follow, and options of none.
+
+    Raises:
+        InputError: There are such.
+    """
+    every, steps = layout.sync_every, config.steps
+    if steps % every:
+        near = max(steps - steps % every, every)
+        raise InputError(
+            f"--steps {steps} is no multiple of sync_every={every}: the last "
+            f"{steps % every} would be in no average; give --steps {near}"
+        )
+    given = [name for name in config.changed() if name.startswith("outer_")]
+    if every == 1 and given:
+        raise InputError(
+            f"--{given[0].replace('_', '-')} is given, but sync_every=1 has no outer "
+            "optimizer; leave it out, or give --sync-every 2 or more"
+        )
 
 
 def devices_of(layout: Layout) -> list[jax.Device]:

@@ -109,6 +109,147 @@ def test_srun_leaves_processes_the_time_to_end_with_their_own_status():
     assert words == ["--kill-on-bad-exit=0", "--wait=120"]
 
 
+INT_OR_TEXT = (int, str)
+QUANTITIES = {...: INT_OR_TEXT}
+VOLUME_MOUNT = {"name!": str, "mountPath!": str, "readOnly": bool, "subPath": str}
+CONTAINER = {
+    "name!": str,
+    "image!": str,
+    "command": [str],
+    "args": [str],
+    "env": [
+        {"name!": str, "value": str, "valueFrom": {"fieldRef": {"fieldPath!": str}}}
+    ],
+    "ports": [{"containerPort!": int, "name": str, "protocol": str}],
+    "resources": {"limits": QUANTITIES, "requests": QUANTITIES},
+    "volumeMounts": [VOLUME_MOUNT],
+    "workingDir": str,
+}
+POD = {
+    "containers!": [CONTAINER],
+    "restartPolicy!": ("Never", "OnFailure"),
+    "terminationGracePeriodSeconds": int,
+    "nodeSelector": {...: str},
+    "serviceAccountName": str,
+    "volumes": [
+        {
+            "name!": str,
+            "persistentVolumeClaim": {"claimName!": str, "readOnly": bool},
+            "emptyDir": {"medium": str, "sizeLimit": INT_OR_TEXT},
+        }
+    ],
+}
+EXIT_CODES = {
+    "containerName": str,
+    "operator!": ("In", "NotIn"),
+    "values!": [int],
+}
+JOB = {
+    "completionMode": ("Indexed", "NonIndexed"),
+    "completions": int,
+    "parallelism": int,
+    "backoffLimit": int,
+    "activeDeadlineSeconds": int,
+    "podFailurePolicy": {
+        "rules!": [
+            {
+                "action!": ("FailJob", "FailIndex", "Ignore", "Count"),
+                "onExitCodes": EXIT_CODES,
+            }
+        ]
+    },
+    "template!": {"metadata": {...: object}, "spec!": POD},
+}
+JOBSET = {
+    "apiVersion!": ("jobset.x-k8s.io/v1alpha2",),
+    "kind!": ("JobSet",),
+    "metadata!": {"name!": str, "namespace": str, "labels": {...: str}},
+    "spec!": {
+        "failurePolicy": {
+            "maxRestarts": int,
+            "rules": [
+                {
+                    "name": str,
+                    "action!": (
+                        "FailJobSet",
+                        "RestartJobSet",
+                        "RestartJobSetAndIgnoreMaxRestarts",
+                    ),
+                    "onJobFailureReasons": [str],
+                    "targetReplicatedJobs": [str],
+                }
+            ],
+        },
+        "network": {
+            "enableDNSHostnames": bool,
+            "subdomain": str,
+            "publishNotReadyAddresses": bool,
+        },
+        "replicatedJobs!": [
+            {
+                "name!": str,
+                "replicas": int,
+                "template!": {"metadata": {...: object}, "spec!": JOB},
+            }
+        ],
+        "suspend": bool,
+        "ttlSecondsAfterFinished": int,
+    },
+}
+"""Fields and kinds of values of the JobSet API (v1alpha2) and of what it is made of in
+Kubernetes' API reference (batch/v1 Job, core/v1 Pod), as far as a training needs them;
+`!` marks those that must be there, `...` any name."""
+
+
+def problems(value, schema, path=""):
+    """What of a manifest its schema does not know, or lacks."""
+    if isinstance(schema, dict):
+        if not isinstance(value, dict):
+            return [f"{path} is no mapping"]
+        kinds = {str(name).rstrip("!"): kind for name, kind in schema.items()}
+        missing = {name[:-1] for name in schema if str(name)[-1] == "!"} - set(value)
+        found = [f"{path} lacks {name}" for name in sorted(missing)]
+        for name, inner in value.items():
+            kind = kinds.get(name, schema.get(...))
+            here = f"{path}.{name}"
+            found += problems(inner, kind, here) if kind else [f"no field {here}"]
+        return found
+    if isinstance(schema, list):
+        if not isinstance(value, list):
+            return [f"{path} is no list"]
+        each = [problems(one, schema[0], f"{path}[{n}]") for n, one in enumerate(value)]
+        return [problem for found in each for problem in found]
+    if isinstance(schema, tuple) and isinstance(schema[0], str):
+        return [] if value in schema else [f"{path}={value!r}: none of {schema}"]
+    if schema is object:
+        return []
+    # To Python a bool is a number.
+    right = isinstance(value, schema) and isinstance(value, bool) == (schema is bool)
+    return [] if right else [f"{path}={value!r}: not {schema}"]
+
+
+def test_the_manifest_has_no_field_or_value_that_its_schema_does_not_know():
+    assert problems(MANIFEST, JOBSET) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        ("backoffLimit: 0", "backOffLimit: 0", "no field .*backOffLimit"),
+        ("completions: 4", "completions: four", "completions='four': not"),
+        ("restartPolicy: Never", "restartPolicy: Always", "restartPolicy='Always'"),
+        ("claimName: data", "claim: data", "lacks claimName"),
+        ("action: FailJobSet", "action: FailJob", "rules.0..action='FailJob'"),
+        ("enableDNSHostnames: true", "enableDNSHostnames: 1", "Hostnames=1: not"),
+    ],
+)
+def test_the_schema_finds_a_slip(old, new, problem):
+    text = (CLUSTER / "jobset.yaml").read_text()
+    assert text.count(old) == 1
+    found = problems(yaml.safe_load(text.replace(old, new)), JOBSET)
+    assert any(re.search(problem, one) for one in found), found
+
+
 def test_the_manifest_has_what_a_jobset_and_its_job_must_have():
     assert MANIFEST["apiVersion"] == "jobset.x-k8s.io/v1alpha2"
     assert MANIFEST["kind"] == "JobSet"

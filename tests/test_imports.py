@@ -20,7 +20,7 @@ LAYERS = (
         "meshpar.emulate",
     ),
     ("meshpar.collectives", "meshpar.distributed"),
-    ("meshpar.rules", "meshpar.mesh"),
+    ("meshpar.rules", "meshpar.mesh", "meshpar.mesh_order"),
     ("meshpar.model",),
     ("meshpar.parallel",),
     ("meshpar.planner", "meshpar.audit", "meshpar.train", "meshpar.lint"),

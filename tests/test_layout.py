@@ -23,7 +23,7 @@ choices = {
     "param_dtype": ("fp32", "bf16", "bf16_stochastic"),
 }
 values = {
-    **{key: counts for key in (*MESH_AXES, "microbatches", "chunks")},
+    **{key: counts for key in (*MESH_AXES, "microbatches", "chunks", "sync_every")},
     "splits": st.lists(counts, max_size=5).map(tuple),
     **{key: st.sampled_from(known) for key, known in choices.items()},
 }

@@ -45,6 +45,7 @@ LAYOUTS = [
     "fsdp=2,tensor=2,precision=bf16,param_dtype=bf16",
     "stage=2,microbatches=4,remat=full",
     "data=2,remat=full,optimizer_memory=host",
+    "data=2,tensor=2,remat=full,sync_every=4",
 ]
 
 

@@ -341,3 +341,20 @@ def test_our_step_scatters_over_a_torus_of_three_dims(torus, layout, whole):
 
     assert link(BARE).scatters_whole
     assert link(MESHPAR).scatters_whole == whole
+
+
+@pytest.mark.parametrize("every", [2, 8, 64])
+@pytest.mark.parametrize(
+    "layout", ["data=4", "data=4,fsdp=2,tensor=2", "data=2,zero=1,fsdp=2"]
+)
+def test_local_steps_send_over_data_the_parameters_once_an_interval(layout, every):
+    found = of(f"{layout},sync_every={every},precision=bf16")
+    (row,) = [one for one in found.collectives if "data" in one.mesh_axes]
+    assert row.mesh_axes == ("data",) and row.kind == "all-reduce"
+    data = found.run.layout.data
+    parameters = rank_parameters(found.run, 0) / found.run.state_shards
+    each = 2 * 4 * parameters * (data - 1) / data
+    assert row.wire_bytes == pytest.approx(each / every)
+    plain = of(f"{layout},precision=bf16")
+    more = found.memory.optimizer_bytes - plain.memory.optimizer_bytes
+    assert more == pytest.approx(8 * parameters)

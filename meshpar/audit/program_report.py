@@ -13,6 +13,7 @@ from meshpar.audit.overlap import Overlap, OverlapTotal, overlap_totals
 from meshpar.audit.reasons import Explained
 from meshpar.audit.targets import TargetError
 from meshpar.audit.timeline import BlockTimeline
+from meshpar.mesh_order import SlowAxis
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,7 @@ class AuditReport:
         problem: Why there is no compiled program; empty if there is one.
         too_large: Whether the problem is that it does not fit.
         notes: What a step does otherwise than its layout may suggest, a line each.
+        slow_axes: Mesh axes that another order puts on a faster link.
         compile_s: Seconds that lowering and compiling took.
     """
 
@@ -55,6 +57,7 @@ class AuditReport:
     problem: str = ""
     too_large: bool = False
     notes: tuple[str, ...] = ()
+    slow_axes: tuple[SlowAxis, ...] = ()
     compile_s: float = 0.0
 
     @property
@@ -126,6 +129,7 @@ class AuditReport:
             "fits": self.fits,
             "problem": self.problem,
             "notes": list(self.notes),
+            "slow_axes": [one.to_json() for one in self.slow_axes],
             "memory": {**memory, "capacity_bytes": self.capacity_bytes},
             "flops": self.flops,
             "uncounted": [asdict(call) for call in self.uncounted],

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +27,11 @@ from meshpar.audit.targets import CompiledProgram, TargetError, compile_for
 from meshpar.audit.timeline import BlockTimeline, timelines_of
 from meshpar.audit.traced import operations
 from meshpar.errors import InputError
+from meshpar.layout import MESH_AXES
+from meshpar.mesh import slow_axes_of
+from meshpar.mesh_order import SlowAxis, slow_axes
 from meshpar.planner.machine.cluster import Cluster
+from meshpar.topology import Topology
 
 
 def audit(
@@ -108,7 +113,8 @@ def audit(
         evidence=Evidence.of(traced, subject.mesh_shape),
         expected=expected,
     )
-    return _read(compiled, known, hazards, explained, cluster_of_target(chosen))
+    cluster = cluster_of_target(chosen)
+    return _read(compiled, known, hazards, explained, subject.mesh, cluster)
 
 
 def _with_options(subject: Subject, given: Mapping[str, Any] | None) -> Subject:
@@ -172,6 +178,7 @@ def _read(
     known: dict[str, Any],
     hazards: list[Hazard],
     explained: Callable[[Collective], Explained],
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
     cluster: Cluster | None,
 ) -> AuditReport:
     program = parse_program(compiled.text)
@@ -190,4 +197,32 @@ def _read(
         timelines=timelines,
         buffers=largest_buffers(program),
         hazards=(*hazards, *compiled_hazards(rows)),
+        slow_axes=_slow_axes(rows, mesh, cluster),
     )
+
+
+def _slow_axes(
+    rows: Sequence[Collective],
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
+    cluster: Cluster | None,
+) -> tuple[SlowAxis, ...]:
+    """Of a mesh of our own six axes: those that lie on a slower link than they could.
+
+    Compared by what each sends; what matmuls hide of it counts too.
+    """
+    if tuple(mesh.axis_names) != MESH_AXES:
+        return ()
+    sent: Counter[tuple[str, ...]] = Counter()
+    for row in rows:
+        sent[row.mesh_axes or ()] += row.wire_bytes * row.executions
+    if cluster is None:
+        return slow_axes_of(mesh, sent) if isinstance(mesh, jax.sharding.Mesh) else ()
+    if cluster.torus:
+        return ()  # One slice has no slower link.
+    topology = Topology(
+        hosts=cluster.hosts,
+        devices_per_host=cluster.devices_per_host,
+        host_bytes_per_s=cluster.device.link_bytes_per_s,
+        network_bytes_per_s=cluster.device.network_bytes_per_s,
+    )
+    return slow_axes(topology, dict(mesh.shape), sent)

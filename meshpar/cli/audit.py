@@ -226,7 +226,8 @@ def _print(report: AuditReport, console: Console) -> None:
         console.print(overlap_table(report))
         console.print(buffer_table(report))
         _print_memory(report, console)
-    for line in (*report.notes, *report.complaints()):
+    slow = map(str, report.slow_axes)
+    for line in (*report.notes, *slow, *report.complaints()):
         console.print(line, highlight=False, markup=False)
 
 

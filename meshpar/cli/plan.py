@@ -67,6 +67,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"a mesh axis to leave at size 1: {', '.join(MESH_AXES)}; may be repeated",
     )
     add(
+        "--sync-every",
+        type=positive,
+        metavar="H",
+        help="the same as --keep sync_every=H: replicas over 'data' average their "
+        "parameters after every H steps, for slow links between sites",
+    )
+    add(
         "--max-memory-gib",
         type=above_zero,
         metavar="G",
@@ -182,11 +189,18 @@ def _request(args: argparse.Namespace) -> Request:
         seq=args.seq or workload.seq,
         execution=execution_of(args.execution),
         constraints=Constraints.of(
-            keep=[*args.keep, *([args.layout] if args.layout else [])],
+            keep=_kept(args),
             forbid=args.forbid,
             max_memory_bytes=None if limit is None else limit * _GIB,
         ),
     )
+
+
+def _kept(args: argparse.Namespace) -> list[str]:
+    """What every layout must have, as lines of a layout."""
+    every = args.sync_every
+    by_options = [args.layout, None if every is None else f"sync_every={every}"]
+    return [*args.keep, *(line for line in by_options if line)]
 
 
 def _nothing_fits(

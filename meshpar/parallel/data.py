@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,8 +12,23 @@ from meshpar.collectives import asked
 from meshpar.parallel.zero import is_stored
 from meshpar.rules.rules import spec_axes
 
+Arrays = list[jax.Array]
+SumOver = Callable[[Arrays, tuple[str, ...]], Arrays]
+"""(this device's arrays, mesh axes) -> their sums over those, on every device."""
 
-def reduce_gradients(stored: Any, gradients: Any, mesh_axes: tuple[str, ...]) -> Any:
+
+def all_together(arrays: Arrays, mesh_axes: tuple[str, ...]) -> Arrays:
+    """One all-reduce of all arrays."""
+    with asked("gradient_reduction"):
+        return lax.psum(arrays, mesh_axes)
+
+
+def reduce_gradients(
+    stored: Any,
+    gradients: Any,
+    mesh_axes: tuple[str, ...],
+    sum_over: SumOver = all_together,
+) -> Any:
     """Sums each gradient over the mesh axes that it has not been reduced over yet.
 
     States that are whole on all devices: one all-reduce of all their gradients. Those
@@ -24,6 +40,7 @@ def reduce_gradients(stored: Any, gradients: Any, mesh_axes: tuple[str, ...]) ->
         gradients: The same tree of gradients, this device's, reduce-scattered where
             their states are split.
         mesh_axes: Mesh axes of size above 1 that split the batch, and `stage`.
+        sum_over: What sums them; `by_host` in more than one collective.
     """
     layouts, treedef = jax.tree.flatten(stored, is_leaf=is_stored)
     leaves = treedef.flatten_up_to(gradients)
@@ -34,8 +51,7 @@ def reduce_gradients(stored: Any, gradients: Any, mesh_axes: tuple[str, ...]) ->
     for axes in sorted(set(remaining) - {()}):
         at = [index for index, wanted in enumerate(remaining) if wanted == axes]
         parts = [leaves[index].astype(layouts[index].sum_dtype) for index in at]
-        with asked("gradient_reduction"):
-            summed = lax.psum(parts, axes)
+        summed = sum_over(parts, axes)
         for index, leaf in zip(at, summed, strict=True):
             leaves[index] = leaf
     return treedef.unflatten(leaves)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -16,7 +17,11 @@ from meshpar.rules.rules import spec_axes
 
 
 def global_norm(
-    tree: Any, shardings: Any, mesh: Mesh | AbstractMesh
+    tree: Any,
+    shardings: Any,
+    mesh: Mesh | AbstractMesh,
+    *,
+    apart: tuple[str, ...] = (),
 ) -> Float[Array, ""]:
     """`sqrt(sum of squares)` over all arrays: one all-reduce of a single number.
 
@@ -26,7 +31,9 @@ def global_norm(
         tree: Global arrays.
         shardings: The same tree of `NamedSharding`s on `mesh`.
         mesh: The mesh; all its axes are automatic here.
+        apart: Mesh axes that `jax.vmap` maps over: what lies there has its own norm.
     """
+    sizes = {axis: size for axis, size in mesh.shape.items() if axis not in apart}
     specs = jax.tree.map(
         lambda sharding: sharding.spec,
         shardings,
@@ -35,13 +42,13 @@ def global_norm(
 
     def local(tree: Any) -> jax.Array:
         parts = jax.tree.map(
-            lambda spec, x: _squares(x) / _copies(spec, mesh),
+            lambda spec, x: _squares(x) / _copies(spec, sizes),
             specs,
             tree,
             is_leaf=lambda node: isinstance(node, PartitionSpec),
         )
         with asked("gradient_norm"):
-            return lax.psum(sum(jax.tree.leaves(parts)), mesh.axis_names)
+            return lax.psum(sum(jax.tree.leaves(parts)), tuple(sizes))
 
     squares = jax.shard_map(
         local,
@@ -58,6 +65,6 @@ def _squares(x: jax.Array) -> jax.Array:
     return jnp.sum(jnp.square(jnp.abs(wide) if jnp.iscomplexobj(wide) else wide))
 
 
-def _copies(spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> int:
+def _copies(spec: PartitionSpec, sizes: Mapping[str, int]) -> int:
     used = spec_axes(spec)
-    return math.prod(size for axis, size in mesh.shape.items() if axis not in used)
+    return math.prod(size for axis, size in sizes.items() if axis not in used)

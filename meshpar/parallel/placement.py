@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
@@ -18,6 +20,7 @@ from meshpar.layout import BATCH_AXES, MANUAL_AXES, TOKEN_AXES, Layout
 from meshpar.model.contract import Model
 from meshpar.model.parameter import Params, is_parameter
 from meshpar.model.token_order import TokenOrder
+from meshpar.parallel.by_host import sum_by_host
 from meshpar.parallel.data import reduce_gradients
 from meshpar.parallel.scopes import Scopes
 from meshpar.parallel.storage import state_spec, stored_parameters
@@ -58,6 +61,10 @@ class Placement:
             the devices are absent.
         platform: Kind of device: `cpu`, `gpu` or `tpu`.
         gradient_dtype: In which gradients are added up over microbatches and devices.
+        apart: Mesh axes along which each device trains a replica of its own: nothing is
+            summed over them (`meshpar.train.local_steps`).
+        hosts: The host of each device of the mesh, row by row, where gradients are
+            summed inside hosts first (`meshpar.parallel.by_host`).
     """
 
     model: Model
@@ -66,6 +73,8 @@ class Placement:
     mesh: Mesh | AbstractMesh
     platform: str
     gradient_dtype: Any = jnp.float32
+    apart: tuple[str, ...] = ()
+    hosts: tuple[int, ...] | None = None
 
     def on_shards(self, local: Callable, in_specs: Any, out_specs: Any) -> Callable:
         """`local` of this device's part over the manual mesh axes."""
@@ -84,11 +93,37 @@ class Placement:
         in_specs = (*of_state, BATCH, REPLICATED, REPLICATED)
         return self.on_shards(local, in_specs, out_specs)
 
+    def on_training_state(self, local: Callable) -> Callable:
+        """`local` as in `on_state`, giving loss, metrics, gradients and model state.
+
+        Of replicas apart all of these have a leading dim of all of them, and so have
+        the parameters and the state that it takes.
+        """
+        found = self.found_specs
+        if not self.apart:
+            return self.on_state(local, found)
+
+        def of_replica(params: Params, state: Params, *others: Any) -> Any:
+            own = jax.tree.map(lambda x: x[0], (params, state))
+            return jax.tree.map(lambda x: x[None], local(*own, *others))
+
+        params, state, *out_specs = map(
+            self.of_replicas, (self.manual_specs, self.manual_model_state_specs, *found)
+        )
+        in_specs = params, state, BATCH, REPLICATED, REPLICATED
+        return self.on_shards(of_replica, in_specs, tuple(out_specs))
+
     @property
     def found_specs(self) -> tuple[Any, Any, Any, Any]:
         """Specs of loss, metrics, gradients and model state, as `on_state` gives."""
         of_state = self.manual_model_state_specs
         return REPLICATED, REPLICATED, self.manual_state_specs, of_state
+
+    def of_replicas(self, specs: Any) -> Any:
+        """Specs of arrays with a leading dim of all replicas apart."""
+        return jax.tree.map(
+            lambda spec: PartitionSpec(self.apart, *spec), specs, is_leaf=_is_spec
+        )
 
     def scopes(self, *, training: bool, order: TokenOrder | None = None) -> Scopes:
         """What makes the scopes of a model's functions.
@@ -102,6 +137,7 @@ class Placement:
             rules=self.rules,
             platform=self.platform,
             batch_axes=self.large(BATCH_AXES),
+            replica_axes=self.apart,
             num_microbatches=self.layout.microbatches,
             training=training,
         )
@@ -202,13 +238,22 @@ class Placement:
         """
         gradients = self.model.join(end_gradients, group_gradients)
         scattered = reduce_scatter(self.stored, gradients, gradient_after_loop)
-        summed = reduce_gradients(self.stored, scattered, self.large(self.manual_axes))
+        axes = self.large(self.manual_axes)
+        summed = reduce_gradients(self.stored, scattered, axes, **self.sum_options)
         return jax.tree.map(
             lambda stored, x: x.astype(stored.gradient_dtype),
             self.stored,
             summed,
             is_leaf=is_stored,
         )
+
+    @property
+    def sum_options(self) -> dict[str, Any]:
+        """How `reduce_gradients` sums what it does not scatter."""
+        if self.hosts is None:
+            return {}
+        hosts = np.array(self.hosts).reshape(list(self.mesh.shape.values()))
+        return {"sum_over": functools.partial(sum_by_host, hosts)}
 
     def sum_losses(self, values: Any, mesh_axes: tuple[str, ...] = TOKEN_AXES) -> Any:
         """Loss and weights summed over what splits tokens, or over more mesh axes."""
@@ -219,8 +264,12 @@ class Placement:
             return lax.psum(values, axes)
 
     def large(self, mesh_axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Those of some mesh axes whose size is above 1."""
-        return tuple(axis for axis in mesh_axes if self.mesh.shape[axis] > 1)
+        """Those of some mesh axes whose size is above 1, without `apart`."""
+        return tuple(
+            axis
+            for axis in mesh_axes
+            if self.mesh.shape[axis] > 1 and axis not in self.apart
+        )
 
     @property
     def manual_axes(self) -> tuple[str, ...]:
@@ -272,7 +321,7 @@ class Placement:
         return jax.tree.map(
             manual_spec,
             self.model_state_specs,
-            is_leaf=lambda node: isinstance(node, PartitionSpec),
+            is_leaf=_is_spec,
         )
 
     def specs(self, of: Callable[[Stored], PartitionSpec]) -> Any:
@@ -289,3 +338,7 @@ class Placement:
 
     def _degree(self, mesh_axes: tuple[str, ...]) -> int:
         return math.prod(self.mesh.shape[axis] for axis in mesh_axes)
+
+
+def _is_spec(node: Any) -> bool:
+    return isinstance(node, PartitionSpec)

@@ -77,8 +77,8 @@ class LocalProgram:
             pass_ = _Pass.of(placement, params, state, batch, *of, training=True)
             return pass_.loss_and_gradients()
 
-        out_specs = placement.found_specs
-        return placement.on_state(local, out_specs)(params, state, batch, step, seed)
+        found = placement.on_training_state(local)
+        return found(params, state, batch, step, seed)
 
     def loss_sums(self, *of: Any) -> tuple[jax.Array, jax.Array]:
         """Summed loss and summed weights over the global batch, not in training."""

@@ -29,6 +29,7 @@ class Scopes:
         rules: Logical axis -> mesh axes.
         platform: Kind of device.
         batch_axes: Mesh axes of size above 1 that split the batch.
+        replica_axes: Mesh axes outside them that do too, for a replica each.
         num_microbatches: Parts that a device's share of the batch is run in.
         training: Whether a training step runs.
         order: Which tokens this device has; None where it has whole sequences.
@@ -40,6 +41,7 @@ class Scopes:
     num_microbatches: int = 1
     training: bool = True
     order: TokenOrder | None = None
+    replica_axes: tuple[str, ...] = ()
 
     def __call__(self, known: Mapping[str, Any], **shared: Any) -> Scope:
         """The scope that `known` arrays make; `shared` has what ranks share."""
@@ -61,7 +63,7 @@ class Scopes:
     def examples(self, batch: Any) -> jax.Array:
         """The index in the global batch of each of this device's examples, uint32."""
         rows = jax.tree.leaves(batch)[0].shape[0]
-        first = shard_index(self.batch_axes) * rows
+        first = shard_index((*self.replica_axes, *self.batch_axes)) * rows
         return (first + jnp.arange(rows)).astype(jnp.uint32)
 
 

@@ -74,6 +74,7 @@ DRAWS: dict[str, Draw] = {
     "param_dtype": Draw(
         ("fp32", "bf16", "bf16_stochastic"), given=(("precision", "bf16"),)
     ),
+    "sync_every": Draw((1,)),  # local steps train otherwise than one device does
 }
 
 

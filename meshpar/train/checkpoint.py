@@ -259,6 +259,16 @@ class Checkpoints:
     def _check_shapes(self, shapes: TrainState) -> None:
         stored = self._stored_shapes()
         for path, wanted in _shapes_by_path(shapes).items():
+            if path == "skipped" and stored.get(path, wanted) != wanted:
+                had, has = (
+                    shape[0] if shape else 1 for shape in (stored[path], wanted)
+                )
+                raise CheckpointError(
+                    f"checkpoint of step {self._chosen} in {str(self.directory)!r} has "
+                    f"the states of {had} replicas, but the layout has {has}: each has "
+                    "an optimizer state of its own; keep 'data' and whether there are "
+                    "local steps (sync_every above 1)"
+                )
             if stored.get(path, wanted) != wanted:
                 raise CheckpointError(
                     f"checkpoint of step {self._chosen} in {str(self.directory)!r} "

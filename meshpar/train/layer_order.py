@@ -31,9 +31,11 @@ class LayerOrder:
     Args:
         places: The layer at each place of the leading dim, -1 for a place without one;
             None for an array that has no layers or has them first to last.
+        dim: The dim that they are places of.
     """
 
     places: tuple[int, ...] | None = None
+    dim: int = 0
 
     @property
     def num_layers(self) -> int:
@@ -84,7 +86,7 @@ def in_model_order(state: TrainState, orders: TrainState) -> TrainState:
         if order.places is None:
             return array
         struct = _in_model_order(array, cast(NamedSharding, array.sharding), order)
-        return _layers_at(order.place_of_layer, struct.sharding)(array)
+        return _layers_at(order.place_of_layer, struct.sharding, order.dim)(array)
 
     return jax.tree.map(put_back, state, orders)
 
@@ -99,7 +101,7 @@ def arranged(
     ) -> jax.Array:
         if order.places is None:
             return array
-        return _layers_at(order.places, sharding)(array)
+        return _layers_at(order.places, sharding, order.dim)(array)
 
     return jax.tree.map(arrange, state, orders, shardings)
 
@@ -122,12 +124,14 @@ def _in_model_order(
 ) -> jax.ShapeDtypeStruct:
     shape = array.shape
     if order.places is not None:
-        shape = (order.num_layers, *shape[1:])
-        sharding = _divisible(sharding, shape)
+        shape = (*shape[: order.dim], order.num_layers, *shape[order.dim + 1 :])
+        sharding = _divisible(sharding, shape, order.dim)
     return jax.ShapeDtypeStruct(shape, array.dtype, sharding=sharding)
 
 
-def _divisible(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
+def _divisible(
+    sharding: NamedSharding, shape: tuple[int, ...], of_layers: int
+) -> NamedSharding:
     """The sharding, what splits the layers moved to a dim that divides if they do not.
 
     4 layers in 3 stages lie in 6 places, which three ranks can share; the layers cannot
@@ -142,11 +146,11 @@ def _divisible(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding
     def divides(dim: int, axes: tuple[str, ...]) -> bool:
         return shape[dim] % math.prod(mesh.shape[axis] for axis in axes) == 0
 
-    layers = dims[0]
-    if divides(0, layers):
+    layers = dims[of_layers]
+    if divides(of_layers, layers):
         return sharding
-    dims[0] = ()
-    for dim in range(1, len(shape)):
+    dims[of_layers] = ()
+    for dim in range(of_layers + 1, len(shape)):
         if divides(dim, dims[dim] + layers):
             dims[dim] += layers
             break
@@ -159,9 +163,9 @@ def _divisible(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding
 
 @functools.lru_cache
 def _layers_at(
-    indices: tuple[int, ...], sharding: NamedSharding
+    indices: tuple[int, ...], sharding: NamedSharding, dim: int
 ) -> Callable[[jax.Array], jax.Array]:
-    """An array -> its rows at those indices, zeros where an index is negative.
+    """An array -> what lies at those indices of a dim, zeros where one is negative.
 
     An array in the host's memory goes through the device's, one at a time.
     """
@@ -169,7 +173,7 @@ def _layers_at(
     def layers_at(array: jax.Array) -> jax.Array:
         if sharding.memory_kind == HOST_MEMORY:
             array = jax.device_put(array, jax.memory.Space.Device)
-        return array.at[np.array(indices)].get(
+        return array.at[(*(slice(None),) * dim, np.array(indices))].get(
             mode="fill", fill_value=0, wrap_negative_indices=False
         )
 

@@ -46,7 +46,12 @@ def layout_refusals(layout: Layout) -> dict[str, str]:
             "microbatches wait in slots on the device; write remat=save:..., or set "
             "stage=1 and microbatches=1"
         )
-    return {**refusals, **zero_refusals(layout), **_precision_refusals(layout)}
+    return {
+        **refusals,
+        **zero_refusals(layout),
+        **_precision_refusals(layout),
+        **_local_steps_refusals(layout),
+    }
 
 
 def zero_refusals(layout: Layout) -> dict[str, str]:
@@ -90,3 +95,28 @@ def _precision_refusals(layout: Layout) -> dict[str, str]:
         "rounds parameters that precision=fp32 computes with; set precision=bf16, or "
         "leave it out"
     }
+
+
+def _local_steps_refusals(layout: Layout) -> dict[str, str]:
+    """Why there cannot be local steps over `data`."""
+    if layout.sync_every == 1:
+        return {}
+    asked = f"layout {str(layout)!r}: sync_every={layout.sync_every}"
+    refused = None
+    if layout.data == 1:
+        refused = (
+            f"{asked} averages replicas over 'data', but data=1 has one alone; leave "
+            "it out, or give 'data' a size"
+        )
+    elif layout.zero > 0 and "data" in layout.split_axes:
+        refused = (
+            f"{asked} gives each part of 'data' a replica with optimizer state of its "
+            f"own, but zero={layout.zero} shares states out over 'data'; share them "
+            "over 'fsdp' (zero_axes=fsdp), or set sync_every=1"
+        )
+    elif layout.optimizer_memory == "host":
+        refused = (
+            f"{asked} is not supported with optimizer_memory=host; leave one of them "
+            "out"
+        )
+    return {} if refused is None else {"sync_every": refused}

@@ -19,7 +19,13 @@ from meshpar.parallel.remat import check_residual_names
 from meshpar.rules.presets import default_rules
 from meshpar.rules.rules import Rules, check_rules
 from meshpar.rules.table import RuleError
-from meshpar.train.refusals import experts_refusal, refuse, refuse_schedule
+from meshpar.train.local_steps.outer_optimizer import nesterov
+from meshpar.train.reduction_refusal import refuse_by_host
+from meshpar.train.refusals import (
+    experts_refusal,
+    refuse,
+    refuse_schedule,
+)
 from meshpar.train.step import TrainStep
 from meshpar.train.step_options import StepOptions
 
@@ -37,6 +43,8 @@ def make_train_step(
     compiler_options: Mapping[str, Any] | None = None,
     schedule: OwnSchedule | None = None,
     layer_costs: Sequence[float] | None = None,
+    outer_optimizer: optax.GradientTransformation | None = None,
+    gradient_reduction: Literal["flat", "by_host"] = "flat",
 ) -> TrainStep:
     """A training step of `model` laid out as `layout` says.
 
@@ -65,6 +73,14 @@ def make_train_step(
             or a CSV file with one row a rank.
         layer_costs: What each layer costs, in any unit, for `splits=cost`; the model's
             own (`BlockGroup.costs`) or its matmul FLOPs when absent.
+        outer_optimizer: With local steps (`sync_every`), an optax optimizer of the
+            parameters that all replicas have in common; it gets start less the mean
+            of the replicas as its gradient, each layer by itself as `optimizer`, and
+            no loss (`value` is NaN). SGD of rate 0.7 with Nesterov momentum 0.9 when
+            absent (`meshpar.train.local_steps`).
+        gradient_reduction: On CPUs of several processes `by_host` sums gradients inside
+            each host, then across, which sends less between hosts and more in all
+            (`meshpar.parallel.by_host`); GPUs and TPUs do so by themselves.
 
     Raises:
         RuleError: A parameter cannot be laid out, or a rule for activations uses `data`
@@ -109,6 +125,8 @@ def make_train_step(
     refused = experts_refusal(model, layout)
     if refused is not None:
         raise RuleError("dead", refused)
+    outer_optimizer = outer_optimizer_of(layout, outer_optimizer)
+    refuse_by_host(gradient_reduction, layout, mesh)
     return TrainStep(
         StepOptions(
             model=model,
@@ -121,13 +139,36 @@ def make_train_step(
             gradient_dtype=gradient_dtype,
             compiler_options=compiler_options,
             schedule=schedule,
+            outer_optimizer=outer_optimizer,
+            gradient_reduction=gradient_reduction,
         )
     )
 
 
-def _check_optimizer(optimizer: Any) -> None:
+def _check_optimizer(optimizer: Any, name: str = "optimizer") -> None:
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
         raise InputError(
-            f"optimizer is {optimizer!r}; give an optax optimizer, such as "
+            f"{name} is {optimizer!r}; give an optax optimizer, such as "
             "optax.adamw(1e-3)"
         )
+
+
+def outer_optimizer_of(
+    layout: Layout, outer_optimizer: optax.GradientTransformation | None
+) -> optax.GradientTransformation | None:
+    """The outer optimizer of a layout's local steps; None without any.
+
+    Raises:
+        InputError: One is given, but the layout has no local steps.
+    """
+    if outer_optimizer is not None:
+        _check_optimizer(outer_optimizer, "outer_optimizer")
+    if layout.sync_every > 1:
+        return outer_optimizer or nesterov()
+    if outer_optimizer is not None:
+        raise InputError(
+            f"layout {str(layout)!r} has sync_every=1: it averages the gradients of "
+            "every step, and no outer optimizer runs; leave outer_optimizer out, or "
+            "set sync_every to 2 or more"
+        )
+    return None

@@ -32,6 +32,7 @@ from meshpar.planner.machine.execution import MESHPAR
 from meshpar.planner.workload.activations import kept_bytes, stage_input_bytes
 from meshpar.rules.rules import spec_axes
 from meshpar.schedules import tick_table
+from meshpar.train.local_steps.state import WithOuter
 from meshpar.train.precision import Mastered, inner_state
 from meshpar.train.step import Batch, TrainStep
 
@@ -125,7 +126,7 @@ def memory_report(
         InputError: As for `meshpar.audit`.
     """
     report = audit(step, batch, target=target)
-    run, gradient_bytes = _planned(step, batch), _gradient_bytes(step)
+    run, gradient_bytes = planned_run(step, batch), _gradient_bytes(step)
     memory = memory_of(run)
     late_bytes = gradient_bytes if memory.late_bytes else 0
     memory = replace(memory, gradient_bytes=gradient_bytes, late_bytes=late_bytes)
@@ -170,7 +171,12 @@ def _states(step: TrainStep) -> list[Part]:
 
     value_bytes = jax.tree.leaves(shapes.params)[0].dtype.itemsize
     inner, inner_shardings = map(inner_state, (shapes.opt_state, shardings.opt_state))
-    per_value = _values_per_parameter(inner, sum(sizes))
+    common = None
+    if isinstance(inner, WithOuter):
+        common = (inner, inner_shardings)
+        inner, inner_shardings = inner.inner, inner_shardings.inner
+    replicas = step.layout.data if common else 1
+    per_value = _values_per_parameter(inner, sum(sizes) * replicas)
     parts = [
         Part(
             name="parameters",
@@ -188,6 +194,18 @@ def _states(step: TrainStep) -> list[Part]:
             memory=step.layout.optimizer_memory,
         ),
     ]
+    if common:
+        found, more = zip(*((one.start, one.outer) for one in common), strict=True)
+        beside = _values_per_parameter(more[0], sum(sizes))
+        of_each = by_formula(lambda stored: stored.state_spec, 4)
+        parts.append(
+            Part(
+                name="outer optimizer",
+                formula_bytes=round(of_each * (1 + beside)),
+                compiled_bytes=_local_bytes(*found) + _local_bytes(*more),
+                how=f"the common parameters and {beside:.3g} values for each, fp32",
+            )
+        )
     if isinstance(shapes.opt_state, Mastered):
         parts.append(
             Part(
@@ -243,7 +261,7 @@ def _temporaries(step: TrainStep, run: Run, memory: Memory) -> list[Part]:
     ]
 
 
-def _planned(step: TrainStep, batch: Batch) -> Run:
+def planned_run(step: TrainStep, batch: Batch) -> Run:
     """The planner's view of the step's own model and layout."""
     layout = step.layout
     global_batch = next(iter(batch.values())).shape[0]

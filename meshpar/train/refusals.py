@@ -96,6 +96,7 @@ def rule_refusals(rules: Rules, layout: Layout) -> Iterator[tuple[str, RuleError
         if "expert" in mesh_axes and not shared and layout.expert > 1:
             yield logical_axis, _expert_error(logical_axis)
     yield from _unused_zero_keys(rules, layout)
+    yield from _split_replicas(rules, layout)
     batch = rules.table.get("batch", ())
     without_expert = tuple(axis for axis in BATCH_AXES if axis != "expert")
     if batch != BATCH_AXES and (layout.expert > 1 or batch != without_expert):
@@ -228,6 +229,23 @@ def _unused_zero_keys(rules: Rules, layout: Layout) -> Iterator[tuple[str, RuleE
                     "dead",
                     f"layout {text}: {key}={value} changes nothing, as the rules split "
                     "no stored parameter; leave it out, or give 'fsdp' a size",
+                ),
+            )
+
+
+def _split_replicas(rules: Rules, layout: Layout) -> Iterator[tuple[str, RuleError]]:
+    """Local steps of replicas that have no parameters of their own."""
+    for logical_axis, mesh_axes in rules.stored.table.items():
+        shares = layout.sync_every > 1 and logical_axis != "batch"
+        if shares and "data" in mesh_axes:
+            yield (
+                logical_axis,
+                RuleError(
+                    "claimed_twice",
+                    f"layout {str(layout)!r}: stored parameters are split over 'data' "
+                    f"along {logical_axis!r}, but sync_every={layout.sync_every} has a "
+                    "replica of them there each; split them over 'fsdp', or set "
+                    "sync_every=1",
                 ),
             )
 

@@ -15,19 +15,21 @@ from meshpar.audit.subject import Subject
 from meshpar.errors import InputError
 from meshpar.hardware.compiler_options import compiler_options_for
 from meshpar.layout import BATCH_AXES
+from meshpar.mesh import hosts_of
 from meshpar.parallel.pipeline.program import pipeline_of
 from meshpar.parallel.pipeline.stages import in_layer_order
 from meshpar.parallel.placement import DTYPES, Placement
 from meshpar.parallel.prefetch_choice import prefetch_notes, prefetches
-from meshpar.parallel.program import LocalProgram
 from meshpar.parallel.sequence_checks import check_context, check_sequences
 from meshpar.train.batch_placement import BatchPlacement
+from meshpar.train.chosen_programs import chosen_programs
 from meshpar.train.gradient_program import GradientProgram
-from meshpar.train.optimizer.by_layer import by_layer
-from meshpar.train.state import TrainState, check_not_donated, without_optimizer
-from meshpar.train.step_functions import Batch, Metrics, StepFunctions
+from meshpar.train.local_steps.metrics import of_replicas_here
+from meshpar.train.local_steps.step_count import StepCount
+from meshpar.train.local_steps.sync_program import SyncProgram, sync_notes
+from meshpar.train.state import TrainState, check_not_donated
+from meshpar.train.step_functions import Batch, Metrics
 from meshpar.train.step_options import StepOptions
-from meshpar.train.step_programs import StepPrograms
 
 
 class TrainStep:
@@ -65,7 +67,6 @@ class TrainStep:
         self.schedule = pipeline.schedule if pipeline else None
         self.layers_of_stages = pipeline.layers_of_stages if pipeline else None
         self.model = pipeline.model if pipeline else model
-        optimizer = by_layer(options.optimizer, self.model, layout)
         placement = self.placement = Placement(
             model=self.model,
             layout=layout,
@@ -73,19 +74,11 @@ class TrainStep:
             mesh=self.mesh,
             platform=self.platform,
             gradient_dtype=DTYPES[options.gradient_dtype],
+            hosts=hosts_of(self._devices_mesh)
+            if options.gradient_reduction == "by_host"
+            else None,
         )
-        functions = StepFunctions(
-            model_as_given=model,
-            placement=placement,
-            program=pipeline.program(placement)
-            if pipeline
-            else LocalProgram(placement=placement),
-            optimizer=optimizer,
-            max_grad_norm=options.max_grad_norm,
-        )
-        self.state_shapes = functions.state_shapes
-        self.layer_orders = functions.layer_orders
-        self.shardings = functions.shardings
+        self._counted = StepCount()
         self.batch_sharding = NamedSharding(self.mesh, PartitionSpec(BATCH_AXES))
         self._batches = BatchPlacement(
             inputs=self.model.inputs or {},
@@ -99,11 +92,17 @@ class TrainStep:
             prefetching=prefetches(placement),
             sequence_parallel=layout.sequence_parallel and layout.tensor > 1,
         )
-        self._programs = StepPrograms(
-            functions=functions,
+        self._programs: Any = chosen_programs(
+            options,
+            placement,
+            pipeline,
             batch_sharding=self.batch_sharding,
             compiler_options=self.compiler_options,
         )
+        functions = self._programs.functions
+        self.state_shapes = functions.state_shapes
+        self.layer_orders = functions.layer_orders
+        self.shardings = functions.shardings
 
     def init(self, seed: int) -> TrainState:
         """The first state, a function of `seed` alone; arrays are born in shards.
@@ -122,6 +121,9 @@ class TrainStep:
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """One optimizer step; `state` is donated and cannot be used again.
 
+        With local steps (`sync_every`) it is one of each replica, and after the last of
+        an interval the outer optimizer's.
+
         Args:
             state: From `init` or an earlier step.
             batch: The arrays that the model declares or reads, by name, each with the
@@ -132,7 +134,9 @@ class TrainStep:
             `grad_norm` (before any scaling) of the old parameters, `weight_sum`, the
             mean of each auxiliary loss before its coefficient (`auxiliary.NAME`), and
             `skipped`, the steps so far whose gradients were not finite and changed
-            nothing.
+            nothing. With local steps they are means over the replicas that this process
+            holds devices of, `weight_sum` and `skipped` sums
+            (`meshpar.train.local_steps.metrics`).
 
         Raises:
             InputError: Shapes differ, or the global batch does not divide over the
@@ -140,7 +144,44 @@ class TrainStep:
         """
         check_not_donated(state)
         with jax.set_mesh(self._devices_mesh):
-            return self._programs.update(state, self.place(batch))
+            if not self.is_local:
+                return self._programs.update(state, self.place(batch))
+            done = self._counted.of(state) + 1
+            state, metrics = self._programs.update(state, self.place(batch))
+            if done % self.layout.sync_every == 0:
+                state = self._programs.sync(state)
+            self._counted.note(state, done)
+        return state, of_replicas_here(metrics)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether replicas train by themselves between averages (`sync_every`)."""
+        return self.options.outer_optimizer is not None
+
+    def sync(self, state: TrainState) -> TrainState:
+        """The outer optimizer's step now, wherever in its interval the state is.
+
+        Args:
+            state: From `init` or a step; it is donated.
+
+        Raises:
+            InputError: The layout has no local steps, or the state is gone.
+        """
+        if not self.is_local:
+            raise InputError(
+                f"layout {str(self.layout)!r} has sync_every=1: there are no replicas "
+                "to average; set it to 2 or more"
+            )
+        check_not_donated(state)
+        with jax.set_mesh(self._devices_mesh):
+            return self._programs.sync(state)
+
+    def parameters(self, state: TrainState) -> Any:
+        """The parameters: the state's, or those that its replicas last had in common.
+
+        Laid out as between steps, in the model's shapes (`in_layer_order`).
+        """
+        return self._to_use(state).params
 
     def loss_and_gradients(
         self, state: TrainState, batch: Batch
@@ -148,7 +189,8 @@ class TrainStep:
         """The loss of a batch and its gradients, in the step's `gradient_dtype`.
 
         What a step would apply, before any scaling, laid out as the optimizer's state:
-        for research code, and for comparing layouts.
+        for research code, and for comparing layouts. As in `evaluate` and `logits`
+        the parameters are `parameters(state)`.
 
         Args:
             state: From `init` or a step; it is not donated.
@@ -159,7 +201,7 @@ class TrainStep:
         """
         with jax.set_mesh(self._devices_mesh):
             loss, _, gradients = self._programs.gradients(
-                without_optimizer(state), self.place(batch)
+                self._to_use(state), self.place(batch)
             )
         return loss, gradients
 
@@ -187,7 +229,7 @@ class TrainStep:
             InputError: As for `__call__`.
         """
         with jax.set_mesh(self._devices_mesh):
-            return self._programs.evaluate(without_optimizer(state), self.place(batch))
+            return self._programs.evaluate(self._to_use(state), self.place(batch))
 
     def logits(self, state: TrainState, batch: Batch | jax.typing.ArrayLike) -> Any:
         """What the model's `logits` gives, such as fp32 (batch, seq, vocab).
@@ -205,7 +247,7 @@ class TrainStep:
             batch = {next(iter(self.model.known_inputs), ""): batch}
         with jax.set_mesh(self._devices_mesh):
             placed = self._batches.place(batch, 1, partly=True)
-            return self._programs.logits(without_optimizer(state), placed)
+            return self._programs.logits(self._to_use(state), placed)
 
     def compile(self, batch: Batch) -> jax.stages.Compiled:
         """The compiled step for a batch's shapes; arrays or `jax.ShapeDtypeStruct`s."""
@@ -217,11 +259,17 @@ class TrainStep:
         """Loss and gradients alone, for `meshpar.audit`."""
         return GradientProgram(self)
 
+    @property
+    def sync_program(self) -> SyncProgram:
+        """The average of local steps alone, for `meshpar.audit`."""
+        return SyncProgram(self)
+
     def audit_subject(
         self,
         *arguments: Any,
         platform: str | None = None,
         gradients_only: bool = False,
+        sync_only: bool = False,
     ) -> Subject:
         """What `meshpar.audit` compiles and explains; see there.
 
@@ -229,6 +277,7 @@ class TrainStep:
             arguments: A batch, or a state and a batch; arrays or their shapes.
             platform: Kind of the absent devices, or None for the step's own.
             gradients_only: Without the optimizer (`gradient_program`).
+            sync_only: What ends an interval of local steps (`sync_program`).
         """
         step = self
         if platform is not None:
@@ -239,7 +288,12 @@ class TrainStep:
         given: tuple[Any, ...] = (state, batch)
         function = programs.update
         if gradients_only:
-            function, given = programs.gradients, (without_optimizer(state), batch)
+            function, given = programs.gradients, (programs.shapes_to_use, batch)
+        notes = prefetch_notes(step.placement)
+        if sync_only:
+            function, given = programs.sync, (state,)
+        elif self.is_local and not gradients_only:
+            notes = (*notes, *sync_notes(programs.functions, self.layout))
         return Subject(
             function=function,
             arguments=given,
@@ -251,7 +305,7 @@ class TrainStep:
             },
             layout=self.layout,
             compiler_options=step.compiler_options,
-            notes=prefetch_notes(step.placement),
+            notes=notes,
             sequence_axes=self.rules.mesh_axes("residual_seq")
             if "residual_seq" in self.rules.table
             else (),
@@ -295,6 +349,11 @@ class TrainStep:
             InputError: It does not; both numbers are in the message.
         """
         self._batches.check_examples(num_examples, name, microbatches)
+
+    def _to_use(self, state: TrainState) -> TrainState:
+        """What the programs that update nothing take."""
+        with jax.set_mesh(self._devices_mesh):
+            return self._programs.to_use(state)
 
     def _for_absent(self, platform: str) -> StepOptions:
         schedule = self.schedule if self.layout.stage > 1 else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
@@ -90,7 +90,7 @@ class StepFunctions:
         loss, more, gradients, model_state = self.program.loss_and_gradients(
             apart.params, apart.model_state, batch, state.step, state.seed
         )
-        apart, norm = self._apply_gradients(apart, loss, gradients, model_state)
+        apart, norm = self.apply_gradients(apart, loss, gradients, model_state)
         state = put_in(self.model, apart)
         metrics = {"loss": loss, "grad_norm": norm, **more}
         return state, {**metrics, "skipped": state.skipped}
@@ -112,13 +112,18 @@ class StepFunctions:
         return jax.eval_shape(lambda: self._first_state(jnp.uint32(0)))
 
     @cached_property
-    def _apply_gradients(self) -> Callable[..., tuple[TrainState, jax.Array]]:
+    def apply_gradients(self) -> Update:
+        """(state, loss, gradients, model state) -> the next state, and their norm."""
         return Update(
             placement=self.placement,
             optimizer=self.optimizer,
             max_grad_norm=self.max_grad_norm,
             of_states=self.of_states,
         )
+
+    def at_rest(self, state: TrainState, values: Params) -> Params:
+        """fp32 values as parameters lie between steps (`Update.at_rest`)."""
+        return self.apply_gradients.at_rest(state, values)
 
     def _given(self, state: TrainState, batch: Batch) -> tuple[Any, ...]:
         """What a program takes."""

@@ -31,6 +31,8 @@ class StepOptions:
         gradient_dtype: `fp32` or `bf16`.
         compiler_options: XLA's, over those of the platform.
         schedule: The pipeline's, instead of the layout's.
+        outer_optimizer: Of local steps; None without them.
+        gradient_reduction: `flat` or `by_host`.
     """
 
     model: Model
@@ -43,6 +45,8 @@ class StepOptions:
     gradient_dtype: str = "fp32"
     compiler_options: Mapping[str, Any] | None = None
     schedule: OwnSchedule | None = None
+    outer_optimizer: optax.GradientTransformation | None = None
+    gradient_reduction: str = "flat"
 
     def without_devices(self, platform: str) -> StepOptions:
         """The same for absent devices of another platform.
@@ -56,4 +60,5 @@ class StepOptions:
             mesh=absent_mesh(self.layout),
             platform=platform,
             compiler_options=self.compiler_options if is_absent else None,
+            gradient_reduction="flat",  # of hosts that are not there
         )

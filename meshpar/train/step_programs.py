@@ -11,7 +11,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.rules.sharding import born_sharded
-from meshpar.train.state import without_optimizer
+from meshpar.train.state import TrainState, without_optimizer
 from meshpar.train.step_functions import StepFunctions
 
 
@@ -67,6 +67,15 @@ class StepPrograms:
     def logits(self) -> Any:
         """The same -> logits."""
         return self._of_parameters(self.functions.logits, self.batch_sharding)
+
+    def to_use(self, state: TrainState) -> TrainState:
+        """What the programs that update nothing take."""
+        return without_optimizer(state)
+
+    @property
+    def shapes_to_use(self) -> TrainState:
+        """Shape and dtype of that."""
+        return without_optimizer(self.functions.state_shapes)
 
     def _of_parameters(self, function: Callable[..., Any], out_shardings: Any) -> Any:
         given = without_optimizer(self.functions.shardings), self.batch_sharding

@@ -52,7 +52,10 @@ class Update:
         Where loss or norm is not finite, parameters and optimizer state stay as they
         are and `skipped` counts one more.
         """
-        norm = global_norm(gradients, self.of_states, self.placement.mesh)
+        placement = self.placement
+        norm = global_norm(
+            gradients, self.of_states, placement.mesh, apart=placement.apart
+        )
         state = self._on_device(state)
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)
         if self.max_grad_norm is not None:
@@ -71,11 +74,29 @@ class Update:
             state,
             step=state.step + 1,
             skipped=state.skipped + jnp.where(finite, 0, 1),
-            params=self._at_rest(state, jax.tree.map(keep, new_values, values)),
+            params=self.at_rest(state, jax.tree.map(keep, new_values, values)),
             opt_state=jax.tree.map(keep, new_opt_state, state.opt_state),
             model_state=jax.tree.map(keep, model_state, state.model_state),
         )
         return new_state, norm
+
+    def at_rest(self, state: TrainState, values: Any) -> Any:
+        """Values of parameters as they lie between steps, rounded if they are to be.
+
+        Args:
+            state: Its seed and step are what random rounding derives from.
+            values: fp32, laid out as states.
+        """
+        placement = self.placement
+        key = jax.random.fold_in(jax.random.key(state.seed), jnp.uint32(_ROUNDING))
+        return placement.at_rest(
+            stored(
+                values,
+                placement.layout.param_dtype,
+                placement.model,
+                jax.random.fold_in(key, state.step),
+            )
+        )
 
     def _on_device(self, state: TrainState) -> TrainState:
         if self.placement.layout.optimizer_memory == "device":
@@ -93,15 +114,3 @@ class Update:
             )
         values = optax.apply_updates(values, updates)
         return values, with_inner(opt_state, values, inner)
-
-    def _at_rest(self, state: TrainState, values: Any) -> Any:
-        placement = self.placement
-        key = jax.random.fold_in(jax.random.key(state.seed), jnp.uint32(_ROUNDING))
-        return placement.at_rest(
-            stored(
-                values,
-                placement.layout.param_dtype,
-                placement.model,
-                jax.random.fold_in(key, state.step),
-            )
-        )

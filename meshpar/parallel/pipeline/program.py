@@ -78,7 +78,7 @@ class PipelineProgram:
             metrics = metrics_of(weight_sum, sums_by_name(auxiliary))
             return loss_sum * share, metrics, gradients, new_state
 
-        return placement.on_state(local, placement.found_specs)(*of)
+        return placement.on_training_state(local)(*of)
 
     def loss_sums(self, *of: Any) -> tuple[jax.Array, jax.Array]:
         """Summed loss and summed weights over the global batch, not in training."""

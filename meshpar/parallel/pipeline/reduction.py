@@ -45,7 +45,10 @@ def reduce_in_slices(
     mesh_axes = placement.large(placement.manual_axes)
 
     def reduced(stored: Any, gradients: Any) -> Any:
-        return _typed(stored, reduced_and_scaled(stored, gradients, mesh_axes, scale))
+        summed = reduced_and_scaled(
+            stored, gradients, mesh_axes, scale, **placement.sum_options
+        )
+        return _typed(stored, summed)
 
     of_ends, of_groups = placement.model.split(placement.stored)
     if all(num_slices(gradients) == 1 for gradients in group_gradients):
@@ -59,14 +62,18 @@ def reduce_in_slices(
 
 
 def reduced_and_scaled(
-    stored: Any, gradients: Any, mesh_axes: tuple[str, ...], scale: jax.Array
+    stored: Any,
+    gradients: Any,
+    mesh_axes: tuple[str, ...],
+    scale: jax.Array,
+    **how: Any,
 ) -> Any:
     """Gradients summed over mesh axes, laid out as their states, and scaled in fp32.
 
-    Communicates as `Placement.reduce`.
+    Communicates as `Placement.reduce`; `how` is as of `reduce_gradients`.
     """
     scattered = reduce_scatter(stored, gradients, gradient_after_loop)
-    summed = reduce_gradients(stored, scattered, mesh_axes)
+    summed = reduce_gradients(stored, scattered, mesh_axes, **how)
     return scaled(summed, scale, jnp.float32)
 
 

@@ -11,6 +11,7 @@ from meshpar.planner.cost.parameters import (
     blocks_by_kind,
     end_parameters,
     ends_of_rank,
+    outer_bytes,
     rank_parameters,
     stored_bytes,
 )
@@ -30,7 +31,8 @@ class Memory:
     Args:
         parameter_bytes: Parameters as stored for use.
         gradient_bytes: Gradients summed over microbatches, and copies of them.
-        optimizer_bytes: Masters and the optimizer's state, between updates.
+        optimizer_bytes: Masters and the optimizer's state, between updates; with local
+            steps the outer optimizer's too.
         fetched_bytes: The same during the update, when the host's memory has them.
         activation_bytes: What forwards keep for their backwards.
         boundary_bytes: Of them, what arrives from other stages.
@@ -154,7 +156,7 @@ def rank_memory(run: Run, rank: int, chunks_held: float) -> Memory:
     gradients = parameters * (gradient + copies)
     once = not execution.eager and not layout.runs_in_ticks
     weight_bytes, state_bytes = stored_bytes(run)
-    states = parameters * state_bytes * shares["state"]
+    states = parameters * (state_bytes + outer_bytes(run)) * shares["state"]
     on_host = layout.optimizer_memory == "host"
     gathered = _gathered_bytes(run, rank)
     return Memory(

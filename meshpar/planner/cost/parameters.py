@@ -80,6 +80,14 @@ def stored_bytes(run: Run) -> tuple[int, int]:
     return 2, execution.state_bytes + master
 
 
+def outer_bytes(run: Run) -> int:
+    """Of each parameter, what local steps keep besides: the common one and a momentum.
+
+    In fp32, laid out as the optimizer's state.
+    """
+    return 8 if run.layout.sync_every > 1 else 0
+
+
 def update_bytes(run: Run) -> int:
     """Of each parameter, what the update reads and writes as it is stored.
 

@@ -83,9 +83,13 @@ class Run:
 
     @property
     def summed_axes(self) -> tuple[str, ...]:
-        """The mesh axes that all gradients are summed over whole, behind ZeRO's."""
+        """The mesh axes that all gradients are summed over whole, behind ZeRO's.
+
+        Not `data` with local steps, whose replicas average their parameters.
+        """
         split = self.layout.split_axes if self.state_shards > 1 else ()
-        return tuple(axis for axis in SUM_AXES if axis not in split)
+        apart = ("data",) if self.layout.sync_every > 1 else ()
+        return tuple(axis for axis in SUM_AXES if axis not in (*split, *apart))
 
     @property
     def gathers_once(self) -> bool:

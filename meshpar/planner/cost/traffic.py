@@ -249,6 +249,7 @@ def step_rows(run: Run, ranks: Iterable[int]) -> Rows:
     )
     ends = max(end_parameters(run, rank) for rank in ranks)
     rows = [*_reductions(run, most, dense, ends), *_both_tables(run)]
+    rows += _outer_gradients(run, most)
     if run.state_shards > 1 and run.layout.zero == 3:
         rows += _gathered_once(run, most, ends)
     elif run.state_shards > 1:
@@ -284,6 +285,14 @@ def _reductions(
         yield partial._replace(waits_on="stage")
     own = parameters - ends if shared else parameters
     yield row(others, own / split, "gradients")
+
+
+def _outer_gradients(run: Run, parameters: float) -> Iterator[Row]:
+    """Of local steps: parameters in fp32 once an interval, a step's share of them."""
+    layout = run.layout
+    if layout.sync_every > 1:
+        payload = 4 * parameters / run.state_shards / layout.sync_every
+        yield Row(("data",), "all-reduce", payload, "outer gradients", "once")
 
 
 def _both_tables(run: Run) -> Iterator[Row]:

@@ -191,8 +191,9 @@ def _states(
         levels: tuple[int, ...] = (mesh.zero,)
     elif mesh.fsdp > 1:
         levels = (3, 2, 1) if mesh.data > 1 else (3,)
-    else:
-        levels = (3, 2, 1) if mesh.data > 1 else (_PLAIN.zero,)
+    else:  # Replicas that train by themselves share nothing out.
+        shares = mesh.data > 1 and mesh.sync_every == 1
+        levels = (3, 2, 1) if shares else (_PLAIN.zero,)
     for zero in levels:
         splits = math.prod(
             mesh.mesh_shape[axis] for axis in replace(mesh, zero=zero).split_axes

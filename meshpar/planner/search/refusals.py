@@ -58,6 +58,7 @@ def layout_problems(
     return [
         *whatever_the_mesh(workload, layout, execution, **batch),
         *_batch(layout, global_batch),
+        *_local_steps(layout),
         *_tensor(workload, layout, seq),
         *_context(workload, layout, seq),
         *_expert(workload, layout),
@@ -130,6 +131,15 @@ def _batch(layout: Layout, global_batch: int) -> Iterator[Problem]:
             f"{global_batch} sequences do not divide over data={layout.data} x fsdp="
             f"{layout.fsdp} x expert={layout.expert} x microbatches="
             f"{layout.microbatches} = {parts}; change the global batch or one of them",
+        )
+
+
+def _local_steps(layout: Layout) -> Iterator[Problem]:
+    if layout.sync_every > 1 and layout.data == 1:
+        yield Problem(
+            "sync_every",
+            f"sync_every={layout.sync_every} averages replicas over 'data', but "
+            "data=1; give 'data' a size",
         )
 
 

@@ -210,7 +210,8 @@ def _plain(mesh: Layout) -> Layout:
     """The mesh alone: how it is run is not its fault."""
     sizes: dict[str, Any] = dict(mesh.mesh_shape)
     attention, zero, zero_axes = mesh.attention, mesh.zero, mesh.zero_axes
-    return Layout(**sizes, attention=attention, zero=zero, zero_axes=zero_axes)
+    how: dict[str, Any] = dict(attention=attention, zero=zero, zero_axes=zero_axes)
+    return Layout(**sizes, **how, sync_every=mesh.sync_every)
 
 
 def _no_mesh(like: Run, constraints: Constraints) -> str:

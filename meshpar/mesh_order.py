@@ -1,0 +1,203 @@
+"""The order in which mesh axes lie over the hosts, and which of them it slows down.
+
+Devices of a host are neighbours, so the innermost axes of the order lie inside hosts.
+A collective whose group leaves a host runs at the speed of the network, times the
+group's devices of one host, whose ports all carry a share of it (NCCL's channels).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from meshpar.errors import InputError, nearest
+from meshpar.layout import MESH_AXES
+from meshpar.topology import Topology
+
+Sent = Mapping[tuple[str, ...], float]
+"""Mesh axes of collectives -> bytes that a device sends for them in a step."""
+
+_GAIN = 0.95
+"""An order is worth a word that leaves this part of the time at most."""
+
+_UNKNOWN = (9.0, 1.0)
+"""A host's link and the network where neither is known: as of an H100's host."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlowAxis:
+    """A mesh axis on a slower link than another order would give it.
+
+    Args:
+        mesh_axes: It, or several whose devices take part together.
+        sent_bytes: By a device in a step.
+        bytes_per_s: Of the link that it lies on; None where that is not known.
+        could_bytes_per_s: Of the one it could lie on.
+        order: The order that does so, outermost first.
+        kept_s: Part of the time of all axes' traffic that is left under that order.
+    """
+
+    mesh_axes: tuple[str, ...]
+    sent_bytes: float
+    bytes_per_s: float | None
+    could_bytes_per_s: float | None
+    order: tuple[str, ...]
+    kept_s: float
+
+    def __str__(self) -> str:
+        axes, order = "+".join(self.mesh_axes), ",".join(self.order)
+        between, inside = "between hosts", "inside one"
+        if self.bytes_per_s and self.could_bytes_per_s:
+            between += f" at {self.bytes_per_s / 1e9:g} GB/s"
+            inside = f"at {self.could_bytes_per_s / 1e9:g} GB/s"
+        return (
+            f"mesh axis '{axes}' sends {self.sent_bytes / 1e6:,.1f} MB a step {between}"
+            f"; it could {inside}: in the order {order} (make_mesh(order=), "
+            f"--mesh-order) all traffic takes {self.kept_s:.0%} of the time"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+
+def full_order(order: Sequence[str] | str | None, sizes: Mapping[str, int]) -> tuple:
+    """An order of all mesh axes, those of size 1 that it leaves out put first.
+
+    Args:
+        order: Outermost first, or its text (`stage,data,tensor`); None for
+            `MESH_AXES`.
+        sizes: Of each mesh axis.
+
+    Raises:
+        InputError: An axis that is none, is there twice, or is missing.
+
+    Example:
+        >>> full_order("stage,fsdp", {**dict.fromkeys(MESH_AXES, 1), "fsdp": 8})[-2:]
+        ('stage', 'fsdp')
+    """
+    if order is None:
+        return MESH_AXES
+    names = tuple(order.split(",")) if isinstance(order, str) else tuple(order)
+    for name in names:
+        if name not in MESH_AXES:
+            raise InputError(
+                f"order: no mesh axis {name!r}; {nearest(name, MESH_AXES)}"
+            )
+        if names.count(name) > 1:
+            raise InputError(f"order {','.join(names)}: {name!r} is there twice")
+    missing = [axis for axis in MESH_AXES if sizes[axis] > 1 and axis not in names]
+    if missing:
+        raise InputError(
+            f"order {','.join(names)} leaves out {', '.join(map(repr, missing))} of "
+            "more than one device; name all such mesh axes, outermost first"
+        )
+    return (*(axis for axis in MESH_AXES if axis not in names), *names)
+
+
+def in_order(
+    values: np.ndarray, sizes: Mapping[str, int], order: Sequence[str]
+) -> np.ndarray:
+    """Values in a row, put on the mesh in an order of its axes.
+
+    Args:
+        values: One for each device; the last axis of `order` takes neighbours.
+        sizes: Of each mesh axis.
+        order: Of all mesh axes.
+
+    Returns:
+        An array with a dim for each of `MESH_AXES`.
+    """
+    placed = values.reshape([sizes[axis] for axis in order])
+    return placed.transpose([list(order).index(axis) for axis in MESH_AXES])
+
+
+def slow_axes(
+    topology: Topology,
+    sizes: Mapping[str, int],
+    sent: Sent,
+    *,
+    hosts: np.ndarray | None = None,
+) -> tuple[SlowAxis, ...]:
+    """The mesh axes that another order puts on a faster link, the worst first.
+
+    None where no order makes all traffic together faster.
+
+    Args:
+        topology: The hosts and their links.
+        sizes: Of each mesh axis.
+        sent: What they send.
+        hosts: The host of each device of the mesh; of `make_mesh` when absent.
+    """
+    row = np.arange(topology.num_devices) // topology.devices_per_host
+    hosts = in_order(row, sizes, MESH_AXES) if hosts is None else hosts
+    sent = {_at_work(axes, sizes): number for axes, number in sent.items()}
+    sent = {axes: number for axes, number in sent.items() if axes and number}
+    if topology.hosts == 1 or not sent:
+        return ()
+    now = _speeds(topology, hosts, sent)
+    best: tuple[str, ...] = MESH_AXES
+    speeds, best_s = now, math.inf
+    for order in _orders(sizes):
+        found = _speeds(topology, in_order(row, sizes, order), sent)
+        if (total_s := _seconds(found, sent)) < best_s:
+            best, speeds, best_s = order, found, total_s
+    kept = best_s / _seconds(now, sent)
+    if kept > _GAIN:
+        return ()
+    known = topology.host_bytes_per_s and topology.network_bytes_per_s
+    slow = [
+        SlowAxis(
+            mesh_axes=axes,
+            sent_bytes=sent[axes],
+            bytes_per_s=now[axes] if known else None,
+            could_bytes_per_s=speeds[axes] if known else None,
+            order=tuple(axis for axis in best if sizes[axis] > 1),
+            kept_s=kept,
+        )
+        for axes in sent
+        if speeds[axes] > now[axes]
+    ]
+    return tuple(sorted(slow, key=lambda one: -_saved_s(one, now, speeds)))
+
+
+def _saved_s(one: SlowAxis, now: Mapping, then: Mapping) -> float:
+    axes = one.mesh_axes
+    return one.sent_bytes * (1 / now[axes] - 1 / then[axes])
+
+
+def _at_work(axes: Sequence[str], sizes: Mapping[str, int]) -> tuple[str, ...]:
+    return tuple(axis for axis in MESH_AXES if axis in axes and sizes[axis] > 1)
+
+
+def _orders(sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
+    """Every order of the axes at work; meshpar's own is the first."""
+    at_work = [axis for axis in MESH_AXES if sizes[axis] > 1]
+    idle = [axis for axis in MESH_AXES if sizes[axis] == 1]
+    return [(*idle, *order) for order in itertools.permutations(at_work)]
+
+
+def _seconds(speeds: Mapping[tuple[str, ...], float], sent: Sent) -> float:
+    return sum(number / speeds[axes] for axes, number in sent.items())
+
+
+def _speeds(
+    topology: Topology, hosts: np.ndarray, sent: Sent
+) -> dict[tuple[str, ...], float]:
+    """Bytes/s of each device in collectives over these mesh axes."""
+    host, network = topology.host_bytes_per_s, topology.network_bytes_per_s
+    inside, between = (host, network) if host and network else _UNKNOWN
+    speeds = {}
+    for axes in sent:
+        dims = [MESH_AXES.index(axis) for axis in axes]
+        groups = np.moveaxis(hosts, dims, range(-len(dims), 0))
+        groups = groups.reshape(-1, math.prod(groups.shape[-len(dims) :]))
+        most_hosts = max(len(set(group)) for group in groups.tolist())
+        here = groups.shape[1] / most_hosts
+        speeds[axes] = inside if most_hosts == 1 else min(between * here, inside)
+    return speeds

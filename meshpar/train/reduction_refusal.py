@@ -1,0 +1,46 @@
+"""Where gradients cannot be summed by host, or nothing would change."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+
+from meshpar.errors import InputError
+from meshpar.layout import BATCH_AXES, Layout
+from meshpar.mesh import hosts_of, platform_of
+from meshpar.parallel.by_host import host_groups
+
+
+def refuse_by_host(
+    gradient_reduction: str, layout: Layout, mesh: Mesh | AbstractMesh
+) -> None:
+    """Refuses sums by host where they are not to be had, or nothing would change.
+
+    Raises:
+        InputError: They are asked for there.
+    """
+    if gradient_reduction == "flat":
+        return
+    asked = f"gradient_reduction={gradient_reduction!r}"
+    if gradient_reduction != "by_host":
+        raise InputError(f"{asked}: must be 'flat' or 'by_host'")
+    if not isinstance(mesh, Mesh) or platform_of(mesh) != "cpu":
+        raise InputError(
+            f"{asked} is for CPUs that are there: GPUs and TPUs sum inside a host "
+            "first by themselves; leave it out"
+        )
+    hosts = np.array(hosts_of(mesh)).reshape(mesh.devices.shape)
+    over = [axis for axis in BATCH_AXES if layout.mesh_shape[axis] > 1]
+    sums = [
+        axes
+        for number in range(1, len(over) + 1)
+        for axes in itertools.combinations(over, number)
+    ]
+    if all(host_groups(hosts, axes) is None for axes in sums):
+        raise InputError(
+            f"layout {str(layout)!r}: {asked} changes nothing, as no sum of gradients "
+            "goes over several devices of each of several hosts (there are "
+            f"{len(set(hosts.flat))} here); leave it out"
+        )

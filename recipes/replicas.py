@@ -1,0 +1,32 @@
+"""Metrics of a run's replicas, where each takes local steps of its own."""
+
+from __future__ import annotations
+
+from meshpar import TrainState
+from meshpar.recipes.run import Run
+from meshpar.train.local_steps.metrics import (
+    num_replicas_here,
+    of_processes,
+    of_replicas_here,
+)
+
+
+def of_all_replicas(
+    run: Run, state: TrainState, row: dict[str, float]
+) -> dict[str, float]:
+    """A row of metrics, of the replicas of local steps that others hold too."""
+    processes = run.processes
+    if not run.step.is_local or processes.num_processes == 1:
+        return row
+    here = num_replicas_here(state.skipped)
+    rows, numbers = zip(*processes.gather((row, here)), strict=True)
+    return of_processes(rows, numbers, run.step.layout.data)
+
+
+def skipped_in(run: Run, state: TrainState) -> float:
+    """Steps that changed nothing, of all replicas."""
+    if not run.step.is_local:
+        return float(state.skipped)
+    here = of_replicas_here({"skipped": state.skipped})
+    row = {name: float(value) for name, value in here.items()}
+    return of_all_replicas(run, state, row)["skipped"]

@@ -1,0 +1,167 @@
+"""A run with local steps: its options, its metrics, and where it goes on."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from meshpar import Layout
+from meshpar.cli.main import main
+from meshpar.planner.search.refusals import layout_problems
+from meshpar.planner.workload.shapes import SHAPES
+from meshpar.recipes.config import RunConfig
+from meshpar.recipes.model import outer_optimizer_of
+from meshpar.recipes.options import parse_arguments
+from meshpar.recipes.pretrain import pretrain
+from meshpar.recipes.resume import refuse_other_replicas
+from meshpar.recipes.step import check_intervals, make_step
+from meshpar.train.local_steps.metrics import of_processes
+from tests.conftest import rows
+from tests.multiprocess.test_train import train
+
+MODEL = dict(preset="test", model="vocab=256", seq=16, global_batch=8)
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory, small_text):
+    """The folder of a run of two intervals, and its validation loss."""
+    out = tmp_path_factory.mktemp("local")
+    config = RunConfig(
+        **MODEL,
+        layout="data=2",
+        sync_every=2,
+        steps=STEPS,
+        text=small_text,
+        out=out,
+        sample_tokens=0,
+    )
+    return out, pretrain(config).validation_loss
+
+
+def test_a_run_stopped_within_an_interval_goes_on_on_another_layout(
+    uninterrupted, small_text, tmp_path
+):
+    whole, validation_loss = uninterrupted
+    options = {**MODEL, "steps": STEPS, "text": small_text, "out": tmp_path}
+    options.update(sample_tokens=0, sync_every=2)
+    pretrain(RunConfig(**options, layout="data=2", stop_after=3))
+    rest = pretrain(RunConfig(**options, layout="data=2,fsdp=2", resume=True))
+    found = rows(tmp_path / "metrics.jsonl", "loss")
+    wanted = rows(whole / "metrics.jsonl", "loss")
+    assert len(found) == STEPS
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    assert rest.validation_loss == pytest.approx(validation_loss, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_two_processes_have_the_losses_of_one(uninterrupted, small_text, tmp_path):
+    whole, validation_loss = uninterrupted
+    options = ["--layout", "data=2,fsdp=2", "--sync-every", "2"]
+    options += ["--model", "vocab=256", "--steps", str(STEPS), "--text"]
+    train(2, 2, *options, str(small_text), "--out", str(tmp_path))
+    log = tmp_path / "metrics.jsonl"
+    wanted = rows(whole / "metrics.jsonl", "loss")
+    np.testing.assert_allclose(rows(log, "loss"), wanted, rtol=1e-5)
+    (found,) = rows(log, "validation_loss")
+    assert found == pytest.approx(validation_loss, rel=1e-5)
+
+
+def test_the_rows_of_processes_count_each_replica_once():
+    # Replicas 0 and 1 on two processes each.
+    losses = [{"loss": loss, "weight_sum": 8.0} for loss in (1.0, 1.0, 3.0, 3.0)]
+    assert of_processes(losses, [1, 1, 1, 1], 2) == {"loss": 2.0, "weight_sum": 16.0}
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        (["--sync-every", "0"], "sync_every=0: must be a whole number of at least 1"),
+        (["--outer-learning-rate", "0"], "outer_learning_rate=0.*positive"),
+        (["--outer-momentum", "1"], "outer_momentum=1.*at least 0 and below 1"),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused(words, match):
+    with pytest.raises(ValueError, match=match):
+        parse_arguments(words)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        (
+            dict(sync_every=4, steps=10),
+            "--steps 10 is no multiple of sync_every=4: the last 2 .* give --steps 8",
+        ),
+        (
+            dict(outer_momentum=0.5, steps=10),
+            "--outer-momentum is given, but sync_every=1 has no outer optimizer",
+        ),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(options, match):
+    config = RunConfig(layout="data=2", **options)
+    with pytest.raises(ValueError, match=match):
+        check_intervals(config, Layout(data=2, sync_every=config.sync_every or 1))
+
+
+@pytest.mark.parametrize("name", ["nesterov", "sgd", "adam"])
+def test_every_outer_optimizer_moves_against_its_gradient(name):
+    config = RunConfig(outer_optimizer=name, outer_learning_rate=0.5)
+    optimizer = outer_optimizer_of(config)
+    updates, _ = optimizer.update(jnp.float32(2), optimizer.init(jnp.float32(1)))
+    # 0.5 x 2; Nesterov adds 0.9 of it ahead; Adam's first step is its rate.
+    assert float(updates) == pytest.approx(
+        {"nesterov": -1.9, "sgd": -1.0}.get(name, -0.5), rel=1e-4
+    )
+
+
+def test_the_options_make_the_step():
+    config = RunConfig(
+        **MODEL,
+        layout="data=2,tensor=2",
+        sync_every=5,
+        steps=5,
+        mesh_order="tensor,data",
+    )
+    step = make_step(config)
+    assert str(step.layout) == "data=2,tensor=2,sync_every=5" and step.is_local
+    ids = [device.id for device in step.mesh.devices.flat]
+    assert ids == [0, 2, 1, 3]
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "allowed"),
+    [
+        ("data=2,sync_every=4", "data=2,fsdp=2,sync_every=8", True),
+        ("data=4", "data=2,tensor=2", True),
+        ("data=2,sync_every=4", "data=4,sync_every=4", False),
+        ("data=2,sync_every=4", "data=2", False),
+        ("data=2", "data=2,sync_every=4", False),
+    ],
+)
+def test_a_checkpoint_is_of_as_many_replicas(before, now, allowed):
+    pair = {"layout": before}, {"layout": now}
+    if allowed:
+        refuse_other_replicas(*pair)
+        return
+    with pytest.raises(ValueError, match="the checkpoint has the states of"):
+        refuse_other_replicas(*pair)
+
+
+def test_a_plan_of_local_steps_has_replicas_in_every_layout(capsys):
+    words = ["plan", "--model", "llama3-8b", "--hardware", "h100-80gb", "--devices"]
+    words += ["16", "--global-batch", "32", "--seq", "4096", "--plans", "3"]
+    assert main([*words, "--sync-every", "8"]) == 0
+    text = capsys.readouterr().out
+    plans = text.partition("plans, fastest first:\n")[2].splitlines()[:3]
+    for line in plans:
+        layout = Layout.parse(line.split()[-1])
+        assert layout.sync_every == 8 and layout.data > 1
+        assert "data" not in layout.split_axes or layout.zero == 0
+
+
+def test_one_replica_is_a_problem_to_the_planner():
+    size = {"global_batch": 32, "seq": 4096}
+    layout = Layout(fsdp=16, sync_every=8)
+    (problem,) = layout_problems(SHAPES["llama3-8b"], layout, **size)
+    assert problem.key == "sync_every" and "data=1" in problem.message
