@@ -63,7 +63,8 @@ def shard_attention(
             (OpenAI 2025, gpt-oss); None for none.
         whole: Attention of (q, k, v) under the mask where a device has whole sequences,
             as between the all-to-alls of `ulysses`; tiles when absent. It is for
-            sequences without padding, documents, prefix and sinks.
+            sequences without padding, prefix and sinks; where there are documents it
+            takes (batch, tokens) of their numbers too.
 
     Returns:
         (batch, tokens, heads, head_dim), the dtype of `v`; zeros where a query sees no
@@ -169,9 +170,11 @@ def _by_heads(
 ) -> jax.Array:
     heads = q.shape[2] // order.num_ranks
     q, k, v = heads_here(q, k, v, order)
-    if kernel is not None and not order.lengths:
-        return tokens_here(kernel(q, k, v), order)
     whole = functools.partial(_whole_sequence, order=order)
+    if kernel is not None and not order.lengths:
+        segments = whole(known.q_segments)
+        more = () if segments is None else (segments,)
+        return tokens_here(kernel(q, k, v, *more), order)
     here = known._replace(
         rank=jnp.int32(0),
         q_segments=whole(known.q_segments),
