@@ -11,8 +11,8 @@ from dataclasses import dataclass
 SPLASH_LANES = 128
 """Splash attention takes sequences of whole tiles, whose rows are a TPU's lanes."""
 
-SPLASH_HEAD_DIM = 64
-"""And heads whose size is a multiple of this; others are compiled for no TPU here."""
+SPLASH_HEAD_DIM = 8
+"""And heads whose size is a multiple of this: 8 to 256 were compiled for a v5e."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,11 +107,11 @@ def attention_choice(asked: AttentionAsked) -> AttentionChoice:
 
     Example:
         >>> asked = AttentionAsked(
-        ...     platform="tpu", half=True, queries=8192, keys=8192, head_dim=96
+        ...     platform="tpu", half=True, queries=8192, keys=8192, head_dim=100
         ... )
         >>> attention_choice(asked).words
-        'attention runs without splash: it takes heads of a multiple of 64 values, \
-not 96'
+        'attention runs without splash: it takes heads of a multiple of 8 values, \
+not 100'
     """
     wanted = {"gpu": "cudnn", "tpu": "splash"}.get(asked.platform, "")
     if not wanted:

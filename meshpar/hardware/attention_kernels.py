@@ -63,7 +63,7 @@ KERNELS = {
 """Name of each kernel -> the platform that has it."""
 
 OWN_KERNEL = "own"
-"""Of an execution: what this library takes there (`meshpar.hardware.attention_choice`)."""
+"""Of an execution: what this library takes (`meshpar.hardware.attention_choice`)."""
 
 MATMULS_OF_BACKWARD = 2.5
 """For each of the forward's: five to its two (Dao 2023, section 3.1)."""
