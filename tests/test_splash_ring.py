@@ -45,7 +45,8 @@ def errors(ranks, *, causal, documents, num_parts=1):
     def local(*arrays):
         q, k, v, dy = (order.own(x, 1) for x in arrays)
         own = None if segments is None else order.own(jnp.asarray(segments), 1)
-        y, vjp = jax.vjp(lambda q, k, v: splash_ring(q, k, v, own, ring=ring), q, k, v)
+        options = {"rank": order.rank(), "ring": ring}
+        y, vjp = jax.vjp(lambda *x: splash_ring(*x, own, **options), q, k, v)
         return tuple(jax.lax.all_gather(x, "context") for x in (y, *vjp(dy)))
 
     mesh = Mesh(

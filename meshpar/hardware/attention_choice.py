@@ -25,11 +25,13 @@ class AttentionAsked:
         queries, keys: Tokens of a whole sequence.
         head_dim: Of a query and a key.
         method: How attention crosses `context`; empty where sequences lie whole.
+        chunks: Equal parts that a sequence is cut into, whose tiles are their own.
         documents: Whether several share a sequence, told apart by their numbers.
         window: Whether a query sees keys up to some distance alone.
         hidden: Whether no query sees some keys, of other reasons than documents.
         padded: Whether sequences are padded so that devices can share them.
         absent: Whether the device is not there to be asked what it has.
+        probing: Whether nothing runs, and a trace is made to look at alone.
         idle_axis: A mesh axis that splits neither examples nor heads; empty for none.
     """
 
@@ -39,11 +41,13 @@ class AttentionAsked:
     keys: int
     head_dim: int
     method: str = ""
+    chunks: int = 1
     documents: bool = False
     window: bool = False
     hidden: bool = False
     padded: bool = False
     absent: bool = False
+    probing: bool = False
     idle_axis: str = ""
 
 
@@ -53,12 +57,14 @@ class AttentionChoice:
 
     Args:
         kernel: Of `attention_kernels.KERNELS`; empty for our own forms.
+        method: How attention with it crosses `context`; empty where nothing does.
         wanted: The kernel of that platform; empty where it has none.
         obstacle: Why it is not taken: a key of `OBSTACLES`; empty where it is.
         value: What the obstacle is about.
     """
 
     kernel: str = ""
+    method: str = ""
     wanted: str = ""
     obstacle: str = ""
     value: str = ""
@@ -86,14 +92,13 @@ class AttentionChoice:
 OBSTACLES = {
     "dtype": "the kernel takes bf16; set precision=bf16",
     "method": "attention={value} merges softmaxes of parts, which our tiles do; "
-    "attention=ulysses takes the kernel",
+    "attention=ulysses takes the kernel, on TPUs attention=ring too",
     "documents": "it takes no packed documents; tiles do",
     "window": "it takes no sliding window here; tiles do",
     "hidden": "it takes no keys that all queries leave out",
     "padding": "sequences are padded to divide over context",
     "absent": "no such device is here to be asked for it",
-    "length": f"it takes sequences of a multiple of {SPLASH_LANES} tokens, not "
-    "{value}",
+    "length": f"it takes a multiple of {SPLASH_LANES} tokens at a time, not {{value}}",
     "head_dim": f"it takes heads of a multiple of {SPLASH_HEAD_DIM} values, not "
     "{value}",
     "mesh_axis": "mesh axis {value!r} splits neither the batch nor the heads, and a "
@@ -114,7 +119,7 @@ def attention_choice(asked: AttentionAsked) -> AttentionChoice:
 not 100'
     """
     wanted = {"gpu": "cudnn", "tpu": "splash"}.get(asked.platform, "")
-    if not wanted:
+    if not wanted or asked.probing:
         return AttentionChoice()
     limits = _cudnn_limits(asked) if wanted == "cudnn" else _splash_limits(asked)
     found = {**_limits(asked), **limits}
@@ -123,7 +128,7 @@ not 100'
             # True stands for an obstacle that says all by itself.
             about = "" if value is True else str(value)
             return AttentionChoice(wanted=wanted, obstacle=obstacle, value=about)
-    return AttentionChoice(kernel=wanted, wanted=wanted)
+    return AttentionChoice(kernel=wanted, wanted=wanted, method=asked.method)
 
 
 def words_of_scope(path: str) -> str:
@@ -139,10 +144,10 @@ def words_of_scope(path: str) -> str:
 
 
 def _limits(asked: AttentionAsked) -> dict[str, str | bool]:
-    merges = asked.method in ("ring", "allgather")
+    tiles = ("allgather",) if asked.platform == "tpu" else ("ring", "allgather")
     return {
         "dtype": not asked.half,
-        "method": merges and asked.method,
+        "method": asked.method in tiles and asked.method,
         "hidden": asked.hidden,
         "padding": asked.padded,
     }
@@ -157,10 +162,11 @@ def _cudnn_limits(asked: AttentionAsked) -> dict[str, str | bool]:
 
 
 def _splash_limits(asked: AttentionAsked) -> dict[str, str | bool]:
-    lengths = (asked.queries, asked.keys)
-    odd = next((length for length in lengths if length % SPLASH_LANES), 0)
+    lengths = (asked.queries / asked.chunks, asked.keys / asked.chunks)
+    odd = [f"{length:g}" for length in lengths if length % SPLASH_LANES]
     return {
-        "length": str(odd) if odd else False,
-        "head_dim": str(asked.head_dim) if asked.head_dim % SPLASH_HEAD_DIM else False,
+        "window": asked.window and asked.method == "ring",
+        "length": bool(odd) and odd[0],
+        "head_dim": asked.head_dim % SPLASH_HEAD_DIM != 0 and str(asked.head_dim),
         "mesh_axis": asked.idle_axis,
     }

@@ -23,7 +23,11 @@ from meshpar.models.layers.norm import RMSNorm
 from meshpar.models.layers.recomputed import recomputed
 from meshpar.models.layers.rope import apply_rope
 from meshpar.parallel.column import column_parallel
-from meshpar.parallel.context.attention import blockwise, shard_attention
+from meshpar.parallel.context.attention import (
+    blockwise,
+    kernel_ring,
+    shard_attention,
+)
 from meshpar.parallel.context.mask import Mask
 from meshpar.parallel.context.splash import splash_attention
 from meshpar.parallel.tensor import AnyArray
@@ -186,7 +190,10 @@ def attend(
     choice = attention_choice(_asked(q, k, mask, scope, hidden=hidden, packed=packed))
     fused = _fused(choice, mask)
     masked = packed or (causal and hidden)
-    if scope.order is not None or not fused and blockwise(q, k, mask, masked=masked):
+    if fused and choice.method == "ring":
+        kernel = functools.partial(kernel_ring, mask=mask, order=scope.order)
+        more = {"rank": scope.order.rank()} | ({"segments": segments} if packed else {})
+    elif scope.order is not None or not fused and blockwise(q, k, mask, masked=masked):
         kernel, more = _blockwise(mask, scope, seen, segments, q.shape[:2])
         kernel = functools.partial(kernel, whole=fused)
     elif fused:
@@ -232,6 +239,7 @@ def _asked(
     """What a fused kernel would have to do here."""
     order = scope.order
     ranks = 1 if order is None else order.num_ranks
+    method = "" if order is None or ranks == 1 else order.method
     halves = (jnp.bfloat16,) if scope.platform == "tpu" else (jnp.bfloat16, jnp.float16)
     return AttentionAsked(
         platform=scope.platform,
@@ -239,13 +247,15 @@ def _asked(
         queries=q.shape[1] * ranks,
         keys=k.shape[1] * ranks,
         head_dim=q.shape[-1],
-        method="" if order is None else order.method,
+        method=method,
+        chunks=order.num_chunks if order is not None and method == "ring" else 1,
         documents=packed,
         window=mask.window is not None,
         hidden=hidden,
         padded=bool(order is not None and order.lengths),
         # Where the GPU is not there, tracing finds no cuDNN to ask.
         absent=scope.platform == "gpu" and jax.default_backend() != "gpu",
+        probing=order is not None and order.probing,
         idle_axis=next(iter(scope.idle_axes(_HEADS, q.shape)), ""),
     )
 

@@ -21,6 +21,7 @@ from meshpar.model.token_order import TokenOrder
 from meshpar.parallel.context.hops import Hops, tile_size
 from meshpar.parallel.context.mask import Mask
 from meshpar.parallel.context.shards import attention_of_shards
+from meshpar.parallel.context.splash_ring import Ring, splash_ring
 from meshpar.parallel.context.tiling import Known, Plan
 from meshpar.parallel.context.ulysses import heads_here, tokens_here
 
@@ -97,6 +98,21 @@ def shard_attention(
         return _by_heads(q, k, v, mask, order, known, sinks, whole)
     output, lse = _of_tokens(q, k, v, mask, order, known)
     return output if sinks is None else _with_sinks(output, lse, sinks)
+
+
+def kernel_ring(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    mask: Mask,
+    order: TokenOrder,
+    rank: jax.Array,
+    segments: jax.Array | None = None,
+) -> jax.Array:
+    """`shard_attention` by a ring whose tiles a TPU's kernel makes (`splash_ring`)."""
+    ring = Ring(order=order, causal=mask.causal, num_parts=_parts(k, order))
+    return splash_ring(q, k, v, segments, rank=rank, ring=ring)
 
 
 def blockwise(q: jax.Array, k: jax.Array, mask: Mask, *, masked: bool) -> bool:

@@ -52,6 +52,7 @@ def splash_ring(
     v: jax.Array,
     segments: jax.Array | None = None,
     *,
+    rank: jax.Array,
     ring: Ring,
 ) -> jax.Array:
     """Attention of this device's queries to the keys of all devices.
@@ -64,6 +65,7 @@ def splash_ring(
         k: (batch, tokens, kv_heads, head_dim).
         v: As `k`.
         segments: As `splash_attention` takes them.
+        rank: This device's place along the ring.
         ring: How.
 
     Returns:
@@ -71,7 +73,6 @@ def splash_ring(
         segment below 0.
     """
     arrays = (_in_parts(ring, x) for x in (scaled(q), k, v))
-    rank = ring.order.rank()
     mixed = _by_part(lambda part: _attend(ring, *part, rank, segments), tuple(arrays))
     # (parts, B, N of one, T, H) -> BTNH
     mixed = jnp.transpose(mixed, (1, 3, 0, 2, 4)).reshape(q.shape)

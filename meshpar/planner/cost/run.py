@@ -140,6 +140,8 @@ class Run:
                     keys=self.seq,
                     head_dim=self.workload.query_dim,
                     method=method,
+                    # Zigzag order (`meshpar.parallel.sequence`).
+                    chunks=2 * self.layout.context if method == "ring" else 1,
                 )
             )
         if method in ("ring", "allgather"):
