@@ -112,9 +112,9 @@ class Splash:
     ) -> tuple[Any, AbstractContextManager]:
         """The kernel, and the scope that says what it makes."""
         lengths, heads = (q.shape[2], k.shape[2]), q.shape[1]
-        blocks = tuple(block_size(length, q.shape[-1]) for length in lengths)
+        queries, keys = (block_size(length, q.shape[-1]) for length in lengths)
         options = (self.mask, self.interpret, residuals)
-        kernel, pairs = _kernel(lengths, blocks, heads, *options)
+        kernel, pairs = _kernel(lengths, (queries, keys), heads, *options)
         scope = scope_of(q.shape[0] * pairs, q.shape[-1], v.shape[-1])
         return kernel, jax.named_scope(scope)
 
@@ -135,7 +135,7 @@ def _mapped(
     always: bool = False,
 ) -> Any:
     """`function` of each example, its documents last where there are any."""
-    if queries.segments is None:
+    if queries.segments is None or keys.segments is None:
         more = (None,) if always else ()
         axes = (0,) * len(arrays) + (None,) * len(more)
         return jax.vmap(function, in_axes=axes)(*arrays, *more)
@@ -145,8 +145,8 @@ def _mapped(
 
 @functools.lru_cache(maxsize=64)
 def _kernel(
-    lengths: tuple[int, ...],
-    blocks: tuple[int, ...],
+    lengths: tuple[int, int],
+    blocks: tuple[int, int],
     heads: int,
     mask: Mask,
     interpret: bool,
@@ -178,7 +178,7 @@ def _kernel(
     return kernel, heads * _tiles(kernel, lengths, blocks) * block_q * block_kv
 
 
-def _tiles(kernel: Any, lengths: tuple[int, ...], blocks: tuple[int, ...]) -> int:
+def _tiles(kernel: Any, lengths: tuple[int, int], blocks: tuple[int, int]) -> int:
     """Tiles of a head that the kernel makes; those it skips are 0 in its table."""
     table = kernel.fwd_mask_info.block_mask
     if table is None:
@@ -186,7 +186,7 @@ def _tiles(kernel: Any, lengths: tuple[int, ...], blocks: tuple[int, ...]) -> in
     return int(np.count_nonzero(table)) // len(table)
 
 
-def _mask(mask: Mask, shape: tuple[int, ...]) -> Any:
+def _mask(mask: Mask, shape: tuple[int, int]) -> Any:
     if mask.window is not None:
         before = mask.window - 1
         after = 0 if mask.causal else before
