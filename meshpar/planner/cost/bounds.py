@@ -7,6 +7,7 @@ schedule's replay, workspace); it never exceeds the estimate.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
@@ -18,6 +19,7 @@ from meshpar.planner.cost.bound_blocks import (
     BoundBlock,
     bound_block,
     first_blocks,
+    held_by,
     held_microbatches,
     places,
 )
@@ -66,6 +68,7 @@ class Bounds:
         self._of_meshes: dict[tuple, SharedCosts] = {}
         self._least: dict[tuple, SharedCosts] = {}
         self._overheads: dict[tuple, float] = {}
+        self._slowest = 1 + straggler_fraction(run)
 
     def run(self, mesh: Layout, variant: Variant) -> Run:
         """That layout as a run."""
@@ -114,9 +117,14 @@ class Bounds:
         ticks = 1.0 + fills if self._like.execution.lock_step else 1.0
         shared = [self._least_shared(mesh, variant, choices) for variant in plain]
         step_s = min(
-            self._step_s(mesh, each, its, ticks * each.microbatches)
+            self._step_s(
+                mesh,
+                variant,
+                its,
+                ticks * variant.microbatches,
+                remats=_remats_to_try(its, choices),
+            )
             for variant, its in zip(plain, shared, strict=True)
-            for each in _with_remats(variant, its, choices)
         )
         state_bytes = min(its.state_bytes for its in shared)
         # A microbatch's way to the last rank, unless a schedule says less.
@@ -157,7 +165,7 @@ class Bounds:
         scheduled = variant.schedule, variant.chunks, variant.splits
         own = self._own_blocks(mesh, *scheduled)
         return Bound(
-            self._step_s(mesh, variant, shared, ticks),
+            self._step_s(mesh, variant, shared, ticks, remats=(variant.remat,)),
             self._memory(mesh, variant, shared.state_bytes, held, own),
         )
 
@@ -169,23 +177,38 @@ class Bounds:
         return rank_memory(run, 0, held * layout.chunks).total_bytes
 
     def _step_s(
-        self, mesh: Layout, variant: Variant, shared: SharedCosts, ticks: float
+        self,
+        mesh: Layout,
+        variant: Variant,
+        shared: SharedCosts,
+        ticks: float,
+        *,
+        remats: tuple[str, ...],
     ) -> float:
+        """With the fastest of some policies."""
         layers = self._like.workload.layers
         longest = places(layers, mesh.stage, variant.chunks, self._kinds)
-        tick_s = self._overhead_s(mesh, variant)
-        blocks = self._blocks_of(mesh, variant)
+        overhead_s = self._overhead_s(mesh, variant)
         cores = self._like.cluster.device.efficiency.collective_cores
-        for (_, count), block, gather_s, bare_s in zip(
-            self._kinds, blocks, shared.gather_s, shared.bare_s, strict=True
-        ):
-            for way in (0, 1):
-                hidden_s = min(gather_s[way] - bare_s[way], block.spare_s[way])
-                exposed_s = gather_s[way] - hidden_s * (1 - cores)
-                tick_s += longest * count / layers * (block.total_s[way] + exposed_s)
+        key, fastest_s = self._block_key(mesh, variant), math.inf
+        for remat in remats:
+            tick_s = overhead_s
+            for (_, count), block, gather_s, bare_s in zip(
+                self._kinds,
+                self._blocks_of(mesh, variant, remat, key),
+                shared.gather_s,
+                shared.bare_s,
+                strict=True,
+            ):
+                for way in (0, 1):
+                    hidden_s = min(gather_s[way] - bare_s[way], block.spare_s[way])
+                    exposed_s = gather_s[way] - hidden_s * (1 - cores)
+                    tick_s += (
+                        longest * count / layers * (block.total_s[way] + exposed_s)
+                    )
+            fastest_s = min(fastest_s, tick_s)
         # What is hidden takes cores, and all devices wait for the slowest.
-        slowest = 1 + straggler_fraction(self._like)
-        return (ticks * tick_s + shared.once_s) * slowest * (1 - _ROUNDING)
+        return (ticks * fastest_s + shared.once_s) * self._slowest * (1 - _ROUNDING)
 
     def _memory(
         self,
@@ -197,7 +220,8 @@ class Bounds:
         *,
         again: bool = True,
     ) -> float:
-        blocks = self._blocks_of(mesh, variant)
+        key = self._block_key(mesh, variant)
+        blocks = self._blocks_of(mesh, variant, variant.remat, key)
         if variant.remat in STAGE_REMATS:
             # The stage that is computed again; all its inputs wait as well.
             kept = blocks[0].input_bytes * held
@@ -264,28 +288,34 @@ class Bounds:
         replicas = mesh.data * mesh.fsdp * mesh.expert * microbatches
         return self._like.global_batch // replicas
 
-    def _blocks_of(self, mesh: Layout, variant: Variant) -> tuple[BoundBlock, ...]:
-        key = (
+    def _block_key(self, mesh: Layout, variant: Variant) -> tuple:
+        """All that a block's cost depends on but the policy of its remat."""
+        return (
             *(mesh.tensor, mesh.expert, mesh.context, self._tokens(mesh, variant)),
-            *(variant.sequence_parallel, variant.remat),
+            variant.sequence_parallel,
             # Kept in slots; collectives that take turns with those of stages.
             mesh.stage > 1 or variant.microbatches > 1,
             mesh.stage > 1 and mesh.tensor > 1,
         )
-        if key not in self._blocks:
-            run = self.run(mesh, variant)
-            self._blocks[key] = tuple(bound_block(run, moe) for moe, _ in self._kinds)
-        return self._blocks[key]
+
+    def _blocks_of(
+        self, mesh: Layout, variant: Variant, remat: str, key: tuple
+    ) -> tuple[BoundBlock, ...]:
+        found = self._blocks.get((key, remat))
+        if found is None:
+            run = self.run(mesh, variant._replace(remat=remat))
+            found = tuple(bound_block(run, moe) for moe, _ in self._kinds)
+            self._blocks[key, remat] = found
+        return found
 
     def _least_held(
         self, mesh: Layout, choices: MeshChoices, microbatches: int
     ) -> Iterator[float]:
         """What the first rank holds of so many microbatches, by each schedule."""
-        like = next(choices.variants())._replace(microbatches=microbatches)
+        lock_step = self._like.execution.lock_step
         for schedule, chunks, _ in choices.schedules:
-            variant = like._replace(schedule=schedule, chunks=chunks)
-            lock_step = self._like.execution.lock_step
-            yield held_microbatches(mesh.stage, variant, lock_step=lock_step)
+            how = schedule, mesh.stage, microbatches, chunks
+            yield held_by(*how, lock_step) if mesh.stage > 1 else 1
 
     def _least_shared(
         self, mesh: Layout, like: Variant, choices: MeshChoices
@@ -335,17 +365,14 @@ class Bounds:
         return in_ticks, not in_ticks and variant.sequence_parallel
 
 
-def _with_remats(
-    variant: Variant, shared: SharedCosts, choices: MeshChoices
-) -> Iterator[Variant]:
+def _remats_to_try(shared: SharedCosts, choices: MeshChoices) -> tuple[str, ...]:
     """The fastest policy; all, where computing more may hide more that moves weights.
 
     What keeps more puts more on its stack, which a backward that waits for weights does
     not win back.
     """
-    yield variant
-    if shared.gather_s != shared.bare_s:
-        yield from (variant._replace(remat=remat) for remat in choices.remats[1:])
+    hides = shared.gather_s != shared.bare_s
+    return choices.remats if hides else choices.remats[:1]
 
 
 def _sizes(mesh: Layout) -> tuple[int, ...]:
