@@ -16,8 +16,10 @@ from typing import Literal, NamedTuple
 from meshpar.hardware.batch_parts import num_parts
 from meshpar.layout import BY_COST, STAGE_REMATS, Layout
 from meshpar.planner.cost.bound_blocks import (
-    BoundBlock,
-    bound_block,
+    BoundMemory,
+    BoundTime,
+    bound_memory,
+    bound_time,
     first_blocks,
     held_by,
     held_microbatches,
@@ -56,15 +58,17 @@ class Bounds:
 
     Args:
         run: Any run of them: its workload, cluster, execution and batch count.
+        capacity_bytes: Of what needs more than this, no time is found: 0 is its bound.
     """
 
-    def __init__(self, run: Run) -> None:
-        self._like = run
+    def __init__(self, run: Run, capacity_bytes: float = math.inf) -> None:
+        self._like, self._capacity_bytes = run, capacity_bytes
         workload = run.workload
         moe = workload.moe_layers
         kinds = ((False, workload.layers - moe), (True, moe))
         self._kinds = tuple((kind, count) for kind, count in kinds if count)
-        self._blocks: dict[tuple, tuple[BoundBlock, ...]] = {}
+        self._times: dict[tuple, tuple[BoundTime, ...]] = {}
+        self._memories: dict[tuple, tuple[BoundMemory, ...]] = {}
         self._of_meshes: dict[tuple, SharedCosts] = {}
         self._least: dict[tuple, SharedCosts] = {}
         self._overheads: dict[tuple, float] = {}
@@ -111,21 +115,7 @@ class Bounds:
                 ((many,), chunks, small),
             )
         )
-        # Filling takes a tick of a chunk for every rank, and ticks are shortest with
-        # most microbatches.
-        fills = (mesh.stage - 1) / chunks / many
-        ticks = 1.0 + fills if self._like.execution.lock_step else 1.0
         shared = [self._least_shared(mesh, variant, choices) for variant in plain]
-        step_s = min(
-            self._step_s(
-                mesh,
-                variant,
-                its,
-                ticks * variant.microbatches,
-                remats=_remats_to_try(its, choices),
-            )
-            for variant, its in zip(plain, shared, strict=True)
-        )
         state_bytes = min(its.state_bytes for its in shared)
         # A microbatch's way to the last rank, unless a schedule says less.
         held = min(many, mesh.stage, *self._least_held(mesh, choices, many))
@@ -135,6 +125,22 @@ class Bounds:
         memory = min(
             self._memory(mesh, variant, state_bytes, held, own, again=again)
             for variant in least
+        )
+        if memory > self._capacity_bytes:
+            return Bound(0.0, memory)
+        # Filling takes a tick of a chunk for every rank, and ticks are shortest with
+        # most microbatches.
+        fills = (mesh.stage - 1) / chunks / many
+        ticks = 1.0 + fills if self._like.execution.lock_step else 1.0
+        step_s = min(
+            self._step_s(
+                mesh,
+                variant,
+                its,
+                ticks * variant.microbatches,
+                remats=_remats_to_try(its, choices),
+            )
+            for variant, its in zip(plain, shared, strict=True)
         )
         return Bound(step_s, memory)
 
@@ -164,10 +170,11 @@ class Bounds:
         shared = self._shared(mesh, variant)
         scheduled = variant.schedule, variant.chunks, variant.splits
         own = self._own_blocks(mesh, *scheduled)
-        return Bound(
-            self._step_s(mesh, variant, shared, ticks, remats=(variant.remat,)),
-            self._memory(mesh, variant, shared.state_bytes, held, own),
-        )
+        memory = self._memory(mesh, variant, shared.state_bytes, held, own)
+        if memory > self._capacity_bytes:
+            return Bound(0.0, memory)
+        remats = (variant.remat,)
+        return Bound(self._step_s(mesh, variant, shared, ticks, remats=remats), memory)
 
     def memory_bytes(self, run: Run) -> float:
         """A closer bound of a run's memory: all of its first rank's."""
@@ -195,7 +202,7 @@ class Bounds:
             tick_s = overhead_s
             for (_, count), block, gather_s, bare_s in zip(
                 self._kinds,
-                self._blocks_of(mesh, variant, remat, key),
+                self._times_of(mesh, variant, remat, key),
                 shared.gather_s,
                 shared.bare_s,
                 strict=True,
@@ -221,7 +228,7 @@ class Bounds:
         again: bool = True,
     ) -> float:
         key = self._block_key(mesh, variant)
-        blocks = self._blocks_of(mesh, variant, variant.remat, key)
+        blocks = self._memories_of(mesh, variant, key)
         if variant.remat in STAGE_REMATS:
             # The stage that is computed again; all its inputs wait as well.
             kept = blocks[0].input_bytes * held
@@ -298,14 +305,24 @@ class Bounds:
             mesh.stage > 1 and mesh.tensor > 1,
         )
 
-    def _blocks_of(
+    def _times_of(
         self, mesh: Layout, variant: Variant, remat: str, key: tuple
-    ) -> tuple[BoundBlock, ...]:
-        found = self._blocks.get((key, remat))
+    ) -> tuple[BoundTime, ...]:
+        found = self._times.get((key, remat))
         if found is None:
             run = self.run(mesh, variant._replace(remat=remat))
-            found = tuple(bound_block(run, moe) for moe, _ in self._kinds)
-            self._blocks[key, remat] = found
+            found = tuple(bound_time(run, moe) for moe, _ in self._kinds)
+            self._times[key, remat] = found
+        return found
+
+    def _memories_of(
+        self, mesh: Layout, variant: Variant, key: tuple
+    ) -> tuple[BoundMemory, ...]:
+        found = self._memories.get((key, variant.remat))
+        if found is None:
+            run = self.run(mesh, variant)
+            found = tuple(bound_memory(run, moe) for moe, _ in self._kinds)
+            self._memories[key, variant.remat] = found
         return found
 
     def _least_held(

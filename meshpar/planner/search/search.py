@@ -155,11 +155,9 @@ def search(request: Request, *, num_plans: int = _NUM_PLANS) -> SearchResult:
     started = time.perf_counter()
     if num_plans < 1:
         raise InputError(f"num_plans={num_plans}: must be at least 1")
-    findings = Findings(
-        capacity_bytes=capacity_bytes(request.cluster, request.constraints),
-        num_plans=num_plans,
-    )
-    bounds = Bounds(request.run)
+    capacity = capacity_bytes(request.cluster, request.constraints)
+    findings = Findings(capacity_bytes=capacity, num_plans=num_plans)
+    bounds = Bounds(request.run, capacity)
     leaves, refused = possible_meshes(request, bounds)
     findings.refused += refused
     settle(leaves, bounds, findings)
@@ -267,7 +265,7 @@ def _sample(
     plans: tuple[Estimate, ...],
     others: list[Estimate],
 ) -> tuple[Rejected, ...]:
-    """Those that would have been fastest, of every kind of reason."""
+    """Of every kind of reason those that were nearest to a plan: fastest, smallest."""
     slowest = plans[-1] if plans else None
     near = [found.run for found in others[:_SAMPLE]]
     for leaves in (findings.too_large, findings.too_slow):
@@ -286,12 +284,15 @@ def _sample(
 
 
 def _one_of_each(leaves: list[Leaf]) -> list[Leaf]:
-    """The one of the lowest bound of every split of the model."""
+    """The one of the lowest bound of every split of the model.
+
+    Of those too large by their bound nothing else is known: the smallest.
+    """
     best: dict[tuple[int, ...], Leaf] = {}
     for leaf in leaves:
         mesh = leaf.mesh
         key = (mesh.stage, mesh.context, mesh.expert, mesh.tensor)
-        if key not in best or leaf.bound.step_s < best[key].bound.step_s:
+        if key not in best or leaf.bound < best[key].bound:
             best[key] = leaf
     return list(best.values())
 
