@@ -74,6 +74,10 @@ class Bounds:
         self._overheads: dict[tuple, float] = {}
         self._slowest = 1 + straggler_fraction(run)
 
+    def anew(self) -> Bounds:
+        """Those of the same layouts, with the time of all."""
+        return Bounds(self._like)
+
     def run(self, mesh: Layout, variant: Variant) -> Run:
         """That layout as a run."""
         like, layout = self._like, with_variant(mesh, variant)

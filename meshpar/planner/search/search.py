@@ -265,10 +265,10 @@ def _sample(
     plans: tuple[Estimate, ...],
     others: list[Estimate],
 ) -> tuple[Rejected, ...]:
-    """Of every kind of reason those that were nearest to a plan: fastest, smallest."""
+    """Those that would have been fastest, of every kind of reason."""
     slowest = plans[-1] if plans else None
     near = [found.run for found in others[:_SAMPLE]]
-    for leaves in (findings.too_large, findings.too_slow):
+    for leaves in (_timed(findings.too_large, bounds.anew()), findings.too_slow):
         near += [
             bounds.run(leaf.mesh, leaf.some_variant)
             for leaf in sorted(_one_of_each(leaves), key=lambda leaf: leaf[:2])[
@@ -283,16 +283,29 @@ def _sample(
     return (*reasons, *islice(first_of.values(), _SAMPLE))
 
 
-def _one_of_each(leaves: list[Leaf]) -> list[Leaf]:
-    """The one of the lowest bound of every split of the model.
+def _timed(leaves: list[Leaf], bounds: Bounds) -> list[Leaf]:
+    """Of every mesh shape the first, which keeps most and is fastest, with its time.
 
-    Of those too large by their bound nothing else is known: the smallest.
+    The search has found none of what is too large.
     """
+    first: dict[int, Leaf] = {}
+    for leaf in leaves:
+        known = first.setdefault(leaf.order[0], leaf)
+        if leaf.order < known.order:
+            first[leaf.order[0]] = leaf
+    return [
+        leaf._replace(bound=bounds.bound(leaf.mesh, leaf.some_variant))
+        for leaf in first.values()
+    ]
+
+
+def _one_of_each(leaves: list[Leaf]) -> list[Leaf]:
+    """The one of the lowest bound of every split of the model."""
     best: dict[tuple[int, ...], Leaf] = {}
     for leaf in leaves:
         mesh = leaf.mesh
         key = (mesh.stage, mesh.context, mesh.expert, mesh.tensor)
-        if key not in best or leaf.bound < best[key].bound:
+        if key not in best or leaf.bound.step_s < best[key].bound.step_s:
             best[key] = leaf
     return list(best.values())
 
