@@ -7,7 +7,12 @@ import pytest
 
 from meshpar import InputError
 from meshpar.cli.main import main
-from meshpar.hardware.attention_kernels import BACKWARD, KERNELS
+from meshpar.hardware.attention_kernels import (
+    BACKWARD,
+    KERNELS,
+    OWN_KERNEL,
+    backward_in_forwards,
+)
 from meshpar.hardware.devices import DEVICES
 from meshpar.layout import Layout
 from meshpar.planner.cost.attention_time import (
@@ -126,6 +131,13 @@ def test_a_kernel_takes_as_long_as_its_paper_says(head_dim, tflops):
     assert attention_backward_s(run) == pytest.approx(2.5 * forward_s / BACKWARD)
 
 
+def test_splash_makes_scores_again_in_two_kernels_of_seven_matmuls():
+    run = run_of("fsdp=8", hardware="tpu-v5p")
+    assert run.attention.kernel == "splash"
+    assert attention_backward_s(run) == pytest.approx(3.5 * attention_forward_s(run))
+    assert backward_in_forwards("cudnn") == pytest.approx(2.5 / BACKWARD)
+
+
 def test_faster_kernels_are_faster_and_run_where_they_exist():
     seconds = [
         attention_forward_s(
@@ -141,9 +153,8 @@ def test_faster_kernels_are_faster_and_run_where_they_exist():
     assert on_tpu.fused_attention
     assert not dataclasses.replace(on_tpu, execution=NANOTRON).fused_attention
     assert not run_of("data=1", execution=MAXTEXT).fused_attention
-    assert {execution.attention_kernel for execution in EXECUTIONS.values()} <= set(
-        KERNELS
-    )
+    kernels = {execution.attention_kernel for execution in EXECUTIONS.values()}
+    assert kernels <= {*KERNELS, OWN_KERNEL}
 
 
 def test_a_device_of_ones_own_says_what_its_kernels_achieve(tmp_path):

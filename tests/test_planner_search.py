@@ -98,7 +98,7 @@ def opened(choices, variant):
     yield choices
     while choices.num_variants > 1:
         choices = next(
-            part for part in choices.parts() if variant in tuple(part.variants())
+            part for part, _ in choices.parts() if variant in tuple(part.variants())
         )
         yield choices
 

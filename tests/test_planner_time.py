@@ -211,12 +211,11 @@ def test_more_devices_wait_longer_for_the_slowest():
     [
         ("h100-80gb", "bf16", True),
         ("h100-80gb", "fp32", False),
-        ("tpu-v5p", "bf16", False),
+        ("tpu-v5p", "bf16", True),
+        ("tpu-v5p", "fp32", False),
     ],
 )
-def test_attention_is_one_kernel_for_half_precision_on_a_gpu_only(
-    hardware, precision, fused
-):
+def test_attention_is_one_kernel_for_half_precision_only(hardware, precision, fused):
     layout, options = f"fsdp=16,precision={precision}", {"hardware": hardware}
     found = of(layout, global_batch=16, **options)
     without = dataclasses.replace(MESHPAR, fused_attention=False)

@@ -2,7 +2,8 @@
 
 A multiply and an add are two. Elementwise work is left out, as in model FLOPs. Of a
 kernel (a Pallas kernel, or XLA:TPU's own of `ragged_dot`) the text shows no matmul: it
-counts by the cost estimate that it carries, or is named as not counted.
+counts by the cost estimate that it carries, or by the path that our program gives it
+(`meshpar.hardware.splash_flops`), or is named as not counted.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ import numpy as np
 from meshpar.audit.hlo import Computation, HloError, Instruction, Program
 from meshpar.audit.loops import places
 from meshpar.audit.shapes import ArrayShape, arrays_of
+from meshpar.hardware.splash_flops import splash_flops
 
 _NO_WORK = (
     *("Sharding", "TopK", "AllocateBuffer", "MoveToHost", "MoveToDevice"),
     "PrepareAsyncCall",  # What a SparseCore is given before it starts.
-    *("AssumeGatherIndicesInBound", "ConcatBitcast"),
+    *("AssumeGatherIndicesInBound", "ConcatBitcast", "AsyncCollective"),
 )
 _RAGGED_DOT_TABLES = "ragged-dot-metadata"
 """XLA:TPU's kernel of whole numbers before the one that multiplies."""
@@ -154,6 +156,10 @@ def _call_flops(
         return 0
     if instruction.name.startswith(_RAGGED_DOT_TABLES):
         return 0
+    # What the program says of its own call, of tiles left out too, comes first.
+    made = splash_flops(instruction.op_path)
+    if made is not None:
+        return made
     text = instruction.attributes
     estimate = _ESTIMATE.search(text)
     if estimate:

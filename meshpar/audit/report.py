@@ -25,7 +25,7 @@ from meshpar.audit.subject import Subject, subject_of
 from meshpar.audit.target import Target
 from meshpar.audit.targets import CompiledProgram, TargetError, compile_for
 from meshpar.audit.timeline import BlockTimeline, timelines_of
-from meshpar.audit.traced import operations
+from meshpar.audit.traced import fallbacks, operations
 from meshpar.errors import InputError
 from meshpar.layout import MESH_AXES
 from meshpar.mesh import slow_axes_of
@@ -88,6 +88,7 @@ def audit(
     start = time.perf_counter()
     flat = subject.flat()
     traced = operations(flat.jaxpr, flat.in_shardings, flat.weights)
+    known["notes"] += fallbacks(traced)
     hazards = traced_hazards(traced, subject.platform)
     fatal = any(hazard.fatal for hazard in hazards)
     try:

@@ -23,6 +23,7 @@ from meshpar.audit.split_rules import (
     split_by,
     split_of,
 )
+from meshpar.hardware.attention_choice import words_of_scope
 
 _LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<")
 
@@ -104,6 +105,12 @@ def operations(
     return found
 
 
+def fallbacks(traced: Sequence[Operation]) -> tuple[str, ...]:
+    """A sentence for each attention that runs in another form than it might."""
+    paths = {str(operation.equation.source_info.name_stack) for operation in traced}
+    return tuple(sorted({words for path in paths if (words := words_of_scope(path))}))
+
+
 def shape_of(atom: Any) -> tuple[int, ...] | None:
     """Shape of an array; None of what is none, such as a token."""
     return getattr(atom.aval, "shape", None)
@@ -150,6 +157,8 @@ def _results(
         return _shard_map(equation, operands, region, walk)
     if name == "scan":
         return _scan(equation, operands, region, walk)
+    if name == "pallas_call":  # of blocks in a device's memory, not of its arrays
+        return [Value(maker=equation, line=walk.callers[-1])] * len(equation.outvars)
     if name == "while":
         first = params["cond_nconsts"]
         return _walk(_only(params["body_jaxpr"]), operands[first:], region, walk)

@@ -151,8 +151,9 @@ def compiled(model: Model, target: Target, plan: Estimate) -> Confirmed:
     that is then what is predicted too, so that the two are of one program.
     """
     layout, run = plan.run.layout, plan.run
-    unfused = replace(run.execution, fused_attention=False)
-    plan = estimate_run(replace(run, execution=unfused))
+    if target.platform == "gpu":
+        unfused = replace(run.execution, fused_attention=False)
+        plan = estimate_run(replace(run, execution=unfused))
     names: dict[str, Any] = {"layout": str(layout), "target": str(target)}
     for refusal in layout_refusals(layout).values():
         return Confirmed(**names, problem=refusal)

@@ -4,8 +4,8 @@ A kernel's softmax takes as long as matmuls of `head_dim` would, so that of the 
 
     share = whole * size / (size + head_dim)
 
-is achieved with heads of some size, half of all scores being masked; a backward
-achieves `BACKWARD` of it.
+is achieved with heads of some size, half of all scores being masked; for a backward
+see `backward_in_forwards`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from meshpar.errors import InputError
 from meshpar.hardware.efficiency import is_number
+from meshpar.hardware.splash_flops import BACKWARD_MATMULS
 from meshpar.layout import nearest
 
 
@@ -61,11 +62,29 @@ KERNELS = {
 }
 """Name of each kernel -> the platform that has it."""
 
+OWN_KERNEL = "own"
+"""Of an execution: what this library takes (`meshpar.hardware.attention_choice`)."""
+
+MATMULS_OF_BACKWARD = 2.5
+"""For each of the forward's: five to its two (Dao 2023, section 3.1)."""
+
 BACKWARD = 0.84
 """Of a forward's FLOP/s, what a backward's achieve: 310 of 368 TFLOP/s
 (FlashAttention-2), 499 of 609 (cuDNN), 542 of 638 (FlashAttention-3), with heads of 128
 and 4,096 tokens on an H100 (Shah et al. 2024, figures 5 and 6); 63 of 73 % of an A100's
 peak (Dao 2023, section 4.1)."""
+
+
+def backward_in_forwards(kernel: str) -> float:
+    """How many times the forward's time a kernel's backward takes.
+
+    Splash attention's is two kernels of seven matmuls and two softmaxes, which are
+    taken to run as the forward's two and one do.
+    """
+    if kernel == "splash":
+        return BACKWARD_MATMULS
+    return MATMULS_OF_BACKWARD / BACKWARD
+
 
 # 50 to 73 % of an A100 (Dao 2023, abstract); heads of 64 against 128: its figure 4.
 AMPERE = {"flash-attention-2": Kernel(0.71, 24)}

@@ -17,7 +17,13 @@ from meshpar.collectives import asked
 from meshpar.errors import InputError
 from meshpar.model.inputs import Batch
 from meshpar.model.token_order import TokenOrder
-from meshpar.rules.rules import LogicalAxes, Rules, auto_mesh_shape, spec_axes
+from meshpar.rules.rules import (
+    LogicalAxes,
+    Rules,
+    auto_mesh_shape,
+    single_auto_axes,
+    spec_axes,
+)
 
 SAVED_PREFIX = "meshpar."
 """Begins the name of every residual that a block asked to keep."""
@@ -73,6 +79,8 @@ class Scope:
         function: Callable[..., jax.Array],
         in_axes: Sequence[LogicalAxes],
         out_axes: LogicalAxes,
+        *,
+        whole_mesh: bool = False,
     ) -> Callable[..., jax.Array]:
         """`function` of this device's shards, for work that needs no other shard.
 
@@ -80,6 +88,8 @@ class Scope:
             function: Takes and returns arrays; sees local shapes.
             in_axes: Logical axes of each argument.
             out_axes: Logical axes of the result.
+            whole_mesh: Whether mesh axes of one device are made manual too, as a kernel
+                needs that XLA cannot split.
         """
         if self.rules is None:
             return function
@@ -89,6 +99,7 @@ class Scope:
             layouts = zip(in_axes, arrays, strict=True)
             specs = tuple(_spec(rules, axes, array.shape) for axes, array in layouts)
             used = {axis for spec in specs for axis in spec_axes(spec)}
+            used |= set(single_auto_axes()) if whole_mesh else set()
             if not used:
                 return function(*arrays)
             out_shape = jax.eval_shape(function, *arrays).shape
@@ -114,6 +125,16 @@ class Scope:
             return True
         one = _spec(self.rules, one_axes, one_shape)
         return one == _spec(self.rules, other_axes, other_shape)
+
+    def idle_axes(
+        self, logical_axes: LogicalAxes, shape: Sequence[int]
+    ) -> tuple[str, ...]:
+        """Mesh axes of several devices, left to XLA, that do not split an array."""
+        if self.rules is None:
+            return ()
+        split = set(spec_axes(_spec(self.rules, logical_axes, shape)))
+        sizes = auto_mesh_shape().items()
+        return tuple(axis for axis, size in sizes if size > 1 and axis not in split)
 
     def save(self, x: jax.Array, name: str) -> jax.Array:
         """`x`, named: `remat=selective` keeps it instead of recomputing it.

@@ -258,6 +258,18 @@ def auto_mesh_shape() -> dict[str, int]:
     }
 
 
+def single_auto_axes() -> tuple[str, ...]:
+    """Mesh axes of one device that are left to GSPMD here."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return tuple(
+        axis
+        for axis, size, kind in zip(
+            mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True
+        )
+        if kind == AxisType.Auto and size == 1
+    )
+
+
 def _check_rank(
     logical_axes: LogicalAxes, shape: Sequence[int] | None, path: str | None
 ) -> None:

@@ -266,24 +266,28 @@ def planned_run(step: TrainStep, batch: Batch) -> Run:
     layout = step.layout
     global_batch = next(iter(batch.values())).shape[0]
     seq = open_size(step.model.known_inputs, batch)
-    split = layout.context > 1
-    workload = traced_workload(
-        step.model_as_given,
-        seq=seq,
-        precision=layout.precision,
-        order=TokenOrder(mesh_axis="context", num_ranks=1) if split else None,
-    )
     held = tick_table(step.schedule).peak_in_flight if step.schedule else None
-    return Run(
-        workload=workload,
-        cluster=_cluster(step),
-        layout=layout,
-        execution=MESHPAR,
-        global_batch=global_batch,
-        seq=seq,
-        stage_blocks=step.layers_of_stages or (workload.layers,),
-        chunks_held=held,
-    )
+
+    def run_of(order: TokenOrder | None) -> Run:
+        workload = traced_workload(
+            step.model_as_given, seq=seq, precision=layout.precision, order=order
+        )
+        return Run(
+            workload=workload,
+            cluster=_cluster(step),
+            layout=layout,
+            execution=MESHPAR,
+            global_batch=global_batch,
+            seq=seq,
+            stage_blocks=step.layers_of_stages or (workload.layers,),
+            chunks_held=held,
+        )
+
+    whole = run_of(None)
+    if layout.context == 1 and not whole.fused_attention:
+        return whole
+    # Tiles and a fused kernel alike keep no softmax.
+    return run_of(TokenOrder(mesh_axis="context", num_ranks=1))
 
 
 def _cluster(step: TrainStep) -> Cluster:

@@ -13,13 +13,23 @@ from flax import nnx
 from jaxtyping import Float
 
 from meshpar import InputError, Scope
+from meshpar.hardware.attention_choice import (
+    AttentionAsked,
+    AttentionChoice,
+    attention_choice,
+)
 from meshpar.models.layers.causal_attention import causal_attention, full_attention
 from meshpar.models.layers.norm import RMSNorm
 from meshpar.models.layers.recomputed import recomputed
 from meshpar.models.layers.rope import apply_rope
 from meshpar.parallel.column import column_parallel
-from meshpar.parallel.context.attention import blockwise, shard_attention
+from meshpar.parallel.context.attention import (
+    blockwise,
+    kernel_ring,
+    shard_attention,
+)
 from meshpar.parallel.context.mask import Mask
+from meshpar.parallel.context.splash import splash_attention
 from meshpar.parallel.tensor import AnyArray
 
 _HEADS = ("batch", "seq", "heads", "head_dim")
@@ -176,22 +186,30 @@ def attend(
         k, v = scope.constrain(k, _HEADS), scope.constrain(v, _HEADS)
     arrays, axes = (q, k, v), (_HEADS, kv_axes, kv_axes)
     mask = Mask(causal=causal, window=window)
-    plain = seen is None and segments is None and window is None
-    fused = _fused(q, scope, causal=causal) if plain else None
-    split, masked = scope.order is not None, segments is not None
-    masked = masked or (causal and seen is not None)
-    if split or not fused and blockwise(q, k, mask, masked=masked):
+    hidden, packed = seen is not None, segments is not None
+    choice = attention_choice(_asked(q, k, mask, scope, hidden=hidden, packed=packed))
+    fused = _fused(choice, mask)
+    masked = packed or (causal and hidden)
+    if fused and choice.method == "ring":
+        kernel = functools.partial(kernel_ring, mask=mask, order=scope.order)
+        more = {"rank": scope.order.rank()} | ({"segments": segments} if packed else {})
+    elif scope.order is not None or not fused and blockwise(q, k, mask, masked=masked):
         kernel, more = _blockwise(mask, scope, seen, segments, q.shape[:2])
         kernel = functools.partial(kernel, whole=fused)
+    elif fused:
+        kernel, more = fused, {"segments": segments} if packed else {}
     else:
+        kernel = causal_attention if causal else full_attention
         more = {} if seen is None else {"seen": seen}
-        kernel = fused or (causal_attention if causal else full_attention)
     named = [(*_PER_TOKEN[: x.ndim],) for x in more.values()]
-    mixed = scope.map_shards(
+    mapped = scope.map_shards(
         lambda q, k, v, *of: kernel(q, k, v, **dict(zip(more, of, strict=True))),
         (*axes, *named),
         _HEADS,
-    )(*arrays, *more.values())
+        whole_mesh=choice.kernel == "splash",
+    )
+    with jax.named_scope(choice.scope_name or "attention"):
+        mixed = mapped(*arrays, *more.values())
     return scope.save(scope.constrain(mixed, _HEADS), "attention_mixed")
 
 
@@ -215,19 +233,42 @@ def _blockwise(
     return functools.partial(shard_attention, mask=mask, order=scope.order), more
 
 
-def _fused(
-    q: jax.Array, scope: Scope, *, causal: bool
-) -> Callable[..., jax.Array] | None:
-    """A kernel that does attention without a mask at once; None where none is there."""
-    # cuDNN's fused attention takes half precision only, and never builds the scores.
-    half = q.dtype in (jnp.bfloat16, jnp.float16)
-    # Where the GPU is not there, tracing finds no cuDNN to ask: XLA's attention then.
-    present = scope.platform == "gpu" and jax.default_backend() == "gpu"
-    if not (present and half):
-        return None
-    return functools.partial(
-        jax.nn.dot_product_attention, is_causal=causal, implementation="cudnn"
+def _asked(
+    q: jax.Array, k: jax.Array, mask: Mask, scope: Scope, *, hidden: bool, packed: bool
+) -> AttentionAsked:
+    """What a fused kernel would have to do here."""
+    order = scope.order
+    ranks = 1 if order is None else order.num_ranks
+    method = "" if order is None or ranks == 1 else order.method
+    halves = (jnp.bfloat16,) if scope.platform == "tpu" else (jnp.bfloat16, jnp.float16)
+    return AttentionAsked(
+        platform=scope.platform,
+        half=q.dtype in halves,
+        queries=q.shape[1] * ranks,
+        keys=k.shape[1] * ranks,
+        head_dim=q.shape[-1],
+        method=method,
+        chunks=order.num_chunks if order is not None and method == "ring" else 1,
+        documents=packed,
+        window=mask.window is not None,
+        hidden=hidden,
+        padded=bool(order is not None and order.lengths),
+        # Where the GPU is not there, tracing finds no cuDNN to ask.
+        absent=scope.platform == "gpu" and jax.default_backend() != "gpu",
+        probing=order is not None and order.probing,
+        idle_axis=next(iter(scope.idle_axes(_HEADS, q.shape)), ""),
     )
+
+
+def _fused(choice: AttentionChoice, mask: Mask) -> Callable[..., jax.Array] | None:
+    """The chosen kernel, which never keeps the scores; None where there is none."""
+    if choice.kernel == "splash":
+        return functools.partial(splash_attention, mask=mask)
+    if choice.kernel == "cudnn":
+        return functools.partial(
+            jax.nn.dot_product_attention, is_causal=mask.causal, implementation="cudnn"
+        )
+    return None
 
 
 def depth_scaled_std(init_std: float, num_layers: int) -> float:

@@ -21,6 +21,7 @@ from meshpar.model.token_order import TokenOrder
 from meshpar.parallel.context.hops import Hops, tile_size
 from meshpar.parallel.context.mask import Mask
 from meshpar.parallel.context.shards import attention_of_shards
+from meshpar.parallel.context.splash_ring import Ring, splash_ring
 from meshpar.parallel.context.tiling import Known, Plan
 from meshpar.parallel.context.ulysses import heads_here, tokens_here
 
@@ -63,7 +64,8 @@ def shard_attention(
             (OpenAI 2025, gpt-oss); None for none.
         whole: Attention of (q, k, v) under the mask where a device has whole sequences,
             as between the all-to-alls of `ulysses`; tiles when absent. It is for
-            sequences without padding, documents, prefix and sinks.
+            sequences without padding, prefix and sinks; where there are documents it
+            takes (batch, tokens) of their numbers too.
 
     Returns:
         (batch, tokens, heads, head_dim), the dtype of `v`; zeros where a query sees no
@@ -96,6 +98,21 @@ def shard_attention(
         return _by_heads(q, k, v, mask, order, known, sinks, whole)
     output, lse = _of_tokens(q, k, v, mask, order, known)
     return output if sinks is None else _with_sinks(output, lse, sinks)
+
+
+def kernel_ring(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    mask: Mask,
+    order: TokenOrder,
+    rank: jax.Array,
+    segments: jax.Array | None = None,
+) -> jax.Array:
+    """`shard_attention` by a ring whose tiles a TPU's kernel makes (`splash_ring`)."""
+    ring = Ring(order=order, causal=mask.causal, num_parts=_parts(k, order))
+    return splash_ring(q, k, v, segments, rank=rank, ring=ring)
 
 
 def blockwise(q: jax.Array, k: jax.Array, mask: Mask, *, masked: bool) -> bool:
@@ -169,9 +186,11 @@ def _by_heads(
 ) -> jax.Array:
     heads = q.shape[2] // order.num_ranks
     q, k, v = heads_here(q, k, v, order)
-    if kernel is not None and not order.lengths:
-        return tokens_here(kernel(q, k, v), order)
     whole = functools.partial(_whole_sequence, order=order)
+    if kernel is not None and not order.lengths:
+        segments = whole(known.q_segments)
+        more = () if segments is None else (segments,)
+        return tokens_here(kernel(q, k, v, *more), order)
     here = known._replace(
         rank=jnp.int32(0),
         q_segments=whole(known.q_segments),

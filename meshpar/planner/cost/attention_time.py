@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from meshpar.hardware.attention_kernels import BACKWARD
+from meshpar.hardware.attention_kernels import (
+    MATMULS_OF_BACKWARD,
+    backward_in_forwards,
+)
 from meshpar.planner.cost.kernel_time import fused_attention_s, memory_s
 from meshpar.planner.cost.run import Run
 
-# The backward's five matmuls over the forward's two (Dao 2023, section 3.1).
-_BACKWARD_MATMULS = 2.5
 _FP32_BYTES = 4
 
 
@@ -22,10 +23,10 @@ def attention_forward_s(run: Run) -> float:
 def attention_backward_s(run: Run) -> float:
     """Gradients of queries, keys and values."""
     if run.fused_attention:
-        return _fused_s(run) * _BACKWARD_MATMULS / BACKWARD
+        return _fused_s(run) * backward_in_forwards(run.attention.kernel)
     scores_s = memory_s(run, _scores(run) * _backward_score_bytes(run))
     if run.tiled_attention:  # the scores are made again
-        return _made(run) * (_BACKWARD_MATMULS * _matmuls_s(run) + scores_s)
+        return _made(run) * (MATMULS_OF_BACKWARD * _matmuls_s(run) + scores_s)
     return 2 * _matmuls_s(run) + scores_s
 
 

@@ -18,11 +18,16 @@ from meshpar.schedules import SCHEDULES
 from meshpar.schedules.stage_splits import stage_sizes
 
 
-class BoundBlock(NamedTuple):
+class BoundTime(NamedTuple):
     """One block and one microbatch on one device, without what `fsdp` adds."""
 
     spare_s: tuple[float, float]
     total_s: tuple[float, float]
+
+
+class BoundMemory(NamedTuple):
+    """What such a block keeps."""
+
     kept_bytes: float
     again_bytes: float
     input_bytes: float
@@ -45,11 +50,14 @@ def held_microbatches(ranks: int, variant: Variant, *, lock_step: bool) -> float
     Reference: Narayanan et al. 2021, section 2.2.
     """
     how = variant.schedule, ranks, variant.microbatches, variant.chunks
-    return _held(*how, lock_step) if ranks > 1 else 1
+    return held_by(*how, lock_step) if ranks > 1 else 1
 
 
 @lru_cache(maxsize=4096)
-def _held(schedule: str, ranks: int, count: int, chunks: int, lock_step: bool) -> float:
+def held_by(
+    schedule: str, ranks: int, count: int, chunks: int, lock_step: bool
+) -> float:
+    """`held_microbatches` of a pipeline, by a schedule's name."""
     forms = SCHEDULES[schedule].closed_forms
     if forms is None:
         return 1 / chunks
@@ -65,16 +73,14 @@ def places(
     return math.ceil(mean) if len(kinds) == 1 else mean
 
 
-def bound_block(run: Run, moe: bool) -> BoundBlock:
-    """The block of a run, with or without routed experts."""
-    time, again = block_time(run, moe=moe), everything_bytes(run, moe=moe)
-    forward, backward = time.forward, time.backward
-    inputs = stage_input_bytes(run)
-    return BoundBlock(
-        time.spare_s,
-        (forward.total_s, backward.total_s),
-        kept_bytes(run, moe=moe),
-        again,
-        inputs,
-        again if run.layout.remat == "stage" else inputs,
-    )
+def bound_time(run: Run, moe: bool) -> BoundTime:
+    """Of the block of a run, with or without routed experts."""
+    time = block_time(run, moe=moe)
+    return BoundTime(time.spare_s, (time.forward.total_s, time.backward.total_s))
+
+
+def bound_memory(run: Run, moe: bool) -> BoundMemory:
+    """Of the block of a run, with or without routed experts."""
+    again, inputs = everything_bytes(run, moe=moe), stage_input_bytes(run)
+    inner = again if run.layout.remat == "stage" else inputs
+    return BoundMemory(kept_bytes(run, moe=moe), again, inputs, inner)

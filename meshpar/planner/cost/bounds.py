@@ -7,6 +7,7 @@ schedule's replay, workspace); it never exceeds the estimate.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
@@ -15,9 +16,12 @@ from typing import Literal, NamedTuple
 from meshpar.hardware.batch_parts import num_parts
 from meshpar.layout import BY_COST, STAGE_REMATS, Layout
 from meshpar.planner.cost.bound_blocks import (
-    BoundBlock,
-    bound_block,
+    BoundMemory,
+    BoundTime,
+    bound_memory,
+    bound_time,
     first_blocks,
+    held_by,
     held_microbatches,
     places,
 )
@@ -54,18 +58,25 @@ class Bounds:
 
     Args:
         run: Any run of them: its workload, cluster, execution and batch count.
+        capacity_bytes: Of what needs more than this, no time is found: 0 is its bound.
     """
 
-    def __init__(self, run: Run) -> None:
-        self._like = run
+    def __init__(self, run: Run, capacity_bytes: float = math.inf) -> None:
+        self._like, self._capacity_bytes = run, capacity_bytes
         workload = run.workload
         moe = workload.moe_layers
         kinds = ((False, workload.layers - moe), (True, moe))
         self._kinds = tuple((kind, count) for kind, count in kinds if count)
-        self._blocks: dict[tuple, tuple[BoundBlock, ...]] = {}
+        self._times: dict[tuple, tuple[BoundTime, ...]] = {}
+        self._memories: dict[tuple, tuple[BoundMemory, ...]] = {}
         self._of_meshes: dict[tuple, SharedCosts] = {}
         self._least: dict[tuple, SharedCosts] = {}
         self._overheads: dict[tuple, float] = {}
+        self._slowest = 1 + straggler_fraction(run)
+
+    def anew(self) -> Bounds:
+        """Those of the same layouts, with the time of all."""
+        return Bounds(self._like)
 
     def run(self, mesh: Layout, variant: Variant) -> Run:
         """That layout as a run."""
@@ -108,16 +119,7 @@ class Bounds:
                 ((many,), chunks, small),
             )
         )
-        # Filling takes a tick of a chunk for every rank, and ticks are shortest with
-        # most microbatches.
-        fills = (mesh.stage - 1) / chunks / many
-        ticks = 1.0 + fills if self._like.execution.lock_step else 1.0
         shared = [self._least_shared(mesh, variant, choices) for variant in plain]
-        step_s = min(
-            self._step_s(mesh, each, its, ticks * each.microbatches)
-            for variant, its in zip(plain, shared, strict=True)
-            for each in _with_remats(variant, its, choices)
-        )
         state_bytes = min(its.state_bytes for its in shared)
         # A microbatch's way to the last rank, unless a schedule says less.
         held = min(many, mesh.stage, *self._least_held(mesh, choices, many))
@@ -127,6 +129,22 @@ class Bounds:
         memory = min(
             self._memory(mesh, variant, state_bytes, held, own, again=again)
             for variant in least
+        )
+        if memory > self._capacity_bytes:
+            return Bound(0.0, memory)
+        # Filling takes a tick of a chunk for every rank, and ticks are shortest with
+        # most microbatches.
+        fills = (mesh.stage - 1) / chunks / many
+        ticks = 1.0 + fills if self._like.execution.lock_step else 1.0
+        step_s = min(
+            self._step_s(
+                mesh,
+                variant,
+                its,
+                ticks * variant.microbatches,
+                remats=_remats_to_try(its, choices),
+            )
+            for variant, its in zip(plain, shared, strict=True)
         )
         return Bound(step_s, memory)
 
@@ -156,10 +174,11 @@ class Bounds:
         shared = self._shared(mesh, variant)
         scheduled = variant.schedule, variant.chunks, variant.splits
         own = self._own_blocks(mesh, *scheduled)
-        return Bound(
-            self._step_s(mesh, variant, shared, ticks),
-            self._memory(mesh, variant, shared.state_bytes, held, own),
-        )
+        memory = self._memory(mesh, variant, shared.state_bytes, held, own)
+        if memory > self._capacity_bytes:
+            return Bound(0.0, memory)
+        remats = (variant.remat,)
+        return Bound(self._step_s(mesh, variant, shared, ticks, remats=remats), memory)
 
     def memory_bytes(self, run: Run) -> float:
         """A closer bound of a run's memory: all of its first rank's."""
@@ -169,23 +188,38 @@ class Bounds:
         return rank_memory(run, 0, held * layout.chunks).total_bytes
 
     def _step_s(
-        self, mesh: Layout, variant: Variant, shared: SharedCosts, ticks: float
+        self,
+        mesh: Layout,
+        variant: Variant,
+        shared: SharedCosts,
+        ticks: float,
+        *,
+        remats: tuple[str, ...],
     ) -> float:
+        """With the fastest of some policies."""
         layers = self._like.workload.layers
         longest = places(layers, mesh.stage, variant.chunks, self._kinds)
-        tick_s = self._overhead_s(mesh, variant)
-        blocks = self._blocks_of(mesh, variant)
+        overhead_s = self._overhead_s(mesh, variant)
         cores = self._like.cluster.device.efficiency.collective_cores
-        for (_, count), block, gather_s, bare_s in zip(
-            self._kinds, blocks, shared.gather_s, shared.bare_s, strict=True
-        ):
-            for way in (0, 1):
-                hidden_s = min(gather_s[way] - bare_s[way], block.spare_s[way])
-                exposed_s = gather_s[way] - hidden_s * (1 - cores)
-                tick_s += longest * count / layers * (block.total_s[way] + exposed_s)
+        key, fastest_s = self._block_key(mesh, variant), math.inf
+        for remat in remats:
+            tick_s = overhead_s
+            for (_, count), block, gather_s, bare_s in zip(
+                self._kinds,
+                self._times_of(mesh, variant, remat, key),
+                shared.gather_s,
+                shared.bare_s,
+                strict=True,
+            ):
+                for way in (0, 1):
+                    hidden_s = min(gather_s[way] - bare_s[way], block.spare_s[way])
+                    exposed_s = gather_s[way] - hidden_s * (1 - cores)
+                    tick_s += (
+                        longest * count / layers * (block.total_s[way] + exposed_s)
+                    )
+            fastest_s = min(fastest_s, tick_s)
         # What is hidden takes cores, and all devices wait for the slowest.
-        slowest = 1 + straggler_fraction(self._like)
-        return (ticks * tick_s + shared.once_s) * slowest * (1 - _ROUNDING)
+        return (ticks * fastest_s + shared.once_s) * self._slowest * (1 - _ROUNDING)
 
     def _memory(
         self,
@@ -197,7 +231,8 @@ class Bounds:
         *,
         again: bool = True,
     ) -> float:
-        blocks = self._blocks_of(mesh, variant)
+        key = self._block_key(mesh, variant)
+        blocks = self._memories_of(mesh, variant, key)
         if variant.remat in STAGE_REMATS:
             # The stage that is computed again; all its inputs wait as well.
             kept = blocks[0].input_bytes * held
@@ -264,28 +299,44 @@ class Bounds:
         replicas = mesh.data * mesh.fsdp * mesh.expert * microbatches
         return self._like.global_batch // replicas
 
-    def _blocks_of(self, mesh: Layout, variant: Variant) -> tuple[BoundBlock, ...]:
-        key = (
+    def _block_key(self, mesh: Layout, variant: Variant) -> tuple:
+        """All that a block's cost depends on but the policy of its remat."""
+        return (
             *(mesh.tensor, mesh.expert, mesh.context, self._tokens(mesh, variant)),
-            *(variant.sequence_parallel, variant.remat),
+            variant.sequence_parallel,
             # Kept in slots; collectives that take turns with those of stages.
             mesh.stage > 1 or variant.microbatches > 1,
             mesh.stage > 1 and mesh.tensor > 1,
         )
-        if key not in self._blocks:
+
+    def _times_of(
+        self, mesh: Layout, variant: Variant, remat: str, key: tuple
+    ) -> tuple[BoundTime, ...]:
+        found = self._times.get((key, remat))
+        if found is None:
+            run = self.run(mesh, variant._replace(remat=remat))
+            found = tuple(bound_time(run, moe) for moe, _ in self._kinds)
+            self._times[key, remat] = found
+        return found
+
+    def _memories_of(
+        self, mesh: Layout, variant: Variant, key: tuple
+    ) -> tuple[BoundMemory, ...]:
+        found = self._memories.get((key, variant.remat))
+        if found is None:
             run = self.run(mesh, variant)
-            self._blocks[key] = tuple(bound_block(run, moe) for moe, _ in self._kinds)
-        return self._blocks[key]
+            found = tuple(bound_memory(run, moe) for moe, _ in self._kinds)
+            self._memories[key, variant.remat] = found
+        return found
 
     def _least_held(
         self, mesh: Layout, choices: MeshChoices, microbatches: int
     ) -> Iterator[float]:
         """What the first rank holds of so many microbatches, by each schedule."""
-        like = next(choices.variants())._replace(microbatches=microbatches)
+        lock_step = self._like.execution.lock_step
         for schedule, chunks, _ in choices.schedules:
-            variant = like._replace(schedule=schedule, chunks=chunks)
-            lock_step = self._like.execution.lock_step
-            yield held_microbatches(mesh.stage, variant, lock_step=lock_step)
+            how = schedule, mesh.stage, microbatches, chunks
+            yield held_by(*how, lock_step) if mesh.stage > 1 else 1
 
     def _least_shared(
         self, mesh: Layout, like: Variant, choices: MeshChoices
@@ -335,17 +386,14 @@ class Bounds:
         return in_ticks, not in_ticks and variant.sequence_parallel
 
 
-def _with_remats(
-    variant: Variant, shared: SharedCosts, choices: MeshChoices
-) -> Iterator[Variant]:
+def _remats_to_try(shared: SharedCosts, choices: MeshChoices) -> tuple[str, ...]:
     """The fastest policy; all, where computing more may hide more that moves weights.
 
     What keeps more puts more on its stack, which a backward that waits for weights does
     not win back.
     """
-    yield variant
-    if shared.gather_s != shared.bare_s:
-        yield from (variant._replace(remat=remat) for remat in choices.remats[1:])
+    hides = shared.gather_s != shared.bare_s
+    return choices.remats if hides else choices.remats[:1]
 
 
 def _sizes(mesh: Layout) -> tuple[int, ...]:

@@ -71,6 +71,7 @@ class Estimate:
             "tokens_per_s": self.tokens_per_s,
             "half_network_step_s": at_half_network_s(self),
             "fits": self.fits,
+            "attention": self.run.attention.words,
             "memory": {
                 **self.memory.as_json(),
                 "capacity_bytes": round(self.run.cluster.device.memory_bytes),

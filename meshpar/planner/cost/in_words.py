@@ -35,6 +35,7 @@ def _what(estimate: Estimate) -> list[str]:
         f"{run.execution.name}",
         f"layout {run.layout}: {run.global_batch} sequences of {run.seq} tokens, "
         f"{each} on a device",
+        *filter(None, (run.attention.words,)),
     ]
 
 

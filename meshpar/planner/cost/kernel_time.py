@@ -59,7 +59,7 @@ def fused_attention_s(run: Run, flops: float, head_dim: float) -> float:
     Softmax costs as much as matmuls of the kernel's own `head_dim`, whatever the
     head's size (`meshpar.hardware.attention_kernels`).
     """
-    device, name = run.cluster.device, run.execution.attention_kernel
+    device, name = run.cluster.device, run.attention.kernel
     achieved = device.efficiency
     measured = Kernel(achieved.attention, achieved.attention_head_dim)
     kernel = device.attention_kernels.get(name, measured)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from meshpar.chunk_bytes import SCORE_BYTES, TILE_BYTES
+from meshpar.hardware.attention_choice import SPLASH_LANES
 from meshpar.layout import STAGE_REMATS
 from meshpar.planner.cost.parameters import (
     block_parameters,
@@ -304,8 +305,13 @@ def _late_gradient_bytes(run: Run, layers: list[int]) -> float:
 def _scores_at_once(run: Run) -> float:
     """Gradients of some heads' scores in fp32, and cast for the next matmul.
 
-    As XLA:GPU and XLA:TPU compile `meshpar.models.layers.causal_attention`.
+    As XLA:GPU and XLA:TPU compile `meshpar.models.layers.causal_attention`. Kernels
+    make none.
     """
+    if run.attention.kernel == "splash":
+        # Its kernel writes each fp32 log-sum-exp once for every lane.
+        rows = run.tokens * run.workload.heads / run.layout.tensor
+        return rows * SPLASH_LANES * 4
     if run.fused_attention:
         return 0.0
     if run.tiled_attention:

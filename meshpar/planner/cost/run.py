@@ -9,7 +9,12 @@ from functools import cached_property
 from itertools import accumulate
 
 from meshpar.chunk_bytes import LONGEST_SCORES
-from meshpar.hardware.attention_kernels import KERNELS
+from meshpar.hardware.attention_choice import (
+    AttentionAsked,
+    AttentionChoice,
+    attention_choice,
+)
+from meshpar.hardware.attention_kernels import KERNELS, OWN_KERNEL
 from meshpar.hardware.batch_parts import num_parts
 from meshpar.layout import ZERO_AXES, Layout
 from meshpar.planner.machine.cluster import Cluster
@@ -118,20 +123,42 @@ class Run:
         """Of one device, in the precision of the blocks."""
         return self.cluster.device.peak_flops[self.layout.precision]
 
+    @cached_property
+    def attention(self) -> AttentionChoice:
+        """The kernel that does attention and stores no scores, or why none does.
+
+        Our program takes one by `attention_choice`, as the models do; of others it is
+        their own, on its platform.
+        """
+        platform, kernel = self.cluster.device.platform, self.execution.attention_kernel
+        split = self.layout.context > 1
+        method = self.layout.attention if split else ""
+        if not self.execution.fused_attention:
+            return AttentionChoice()
+        if kernel == OWN_KERNEL:
+            return attention_choice(
+                AttentionAsked(
+                    platform=platform,
+                    half=self.layout.precision == "bf16",
+                    queries=self.seq,
+                    keys=self.seq,
+                    head_dim=self.workload.query_dim,
+                    method=method,
+                    # Zigzag order (`meshpar.parallel.sequence`).
+                    chunks=2 * self.layout.context if method == "ring" else 1,
+                )
+            )
+        if method in ("ring", "allgather"):
+            # Softmaxes of parts are merged, which our tiles do and no fused kernel.
+            taken = self.execution.eager
+        else:
+            taken = self.layout.precision == "bf16" and KERNELS[kernel] == platform
+        return AttentionChoice(kernel=kernel if taken else "")
+
     @property
     def fused_attention(self) -> bool:
-        """Whether one kernel does attention and stores no scores.
-
-        Those there are take half precision, each on one platform; our models have
-        `causal_attention` elsewhere, which stores the softmax.
-        """
-        if self.layout.context > 1 and self.layout.attention != "ulysses":
-            # Softmaxes of parts are merged, which our tiles do and no fused kernel.
-            return self.execution.eager and self.execution.fused_attention
-        half = self.layout.precision == "bf16"
-        there = KERNELS[self.execution.attention_kernel]
-        has_it = self.cluster.device.platform == there
-        return self.execution.fused_attention and half and has_it
+        """Whether one kernel does attention and stores no scores."""
+        return bool(self.attention.kernel)
 
     @property
     def tiled_attention(self) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import MISSING, fields, replace
 from pathlib import Path
 
 from meshpar.errors import InputError
+from meshpar.hardware.attention_kernels import OWN_KERNEL
 from meshpar.layout import nearest
 from meshpar.planner.machine.execution_fields import Execution
 
@@ -23,8 +24,8 @@ _MEGATRON_HOP_S = 0.35e-3
 
 MESHPAR = Execution(
     name="meshpar",
-    fused_attention=True,  # for half precision on a GPU
-    attention_kernel="cudnn",
+    fused_attention=True,  # for half precision: cuDNN on GPUs, splash on TPUs
+    attention_kernel=OWN_KERNEL,
     fused_activation=True,  # XLA fuses elementwise chains
     dropout=False,
     lock_step=True,

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, fields
 
 from meshpar.errors import InputError
-from meshpar.hardware.attention_kernels import KERNELS
+from meshpar.hardware.attention_kernels import KERNELS, OWN_KERNEL
 from meshpar.hardware.efficiency import is_number
 from meshpar.layout import nearest
 
@@ -22,8 +22,9 @@ class Execution:
         name: What `--execution` calls it.
         fused_attention: Whether one kernel does attention without storing the scores,
             and skips what a causal mask hides (FlashAttention), where there is one:
-            `Run.fused_attention`.
-        attention_kernel: Which one: a name of `meshpar.hardware.attention_kernels`.
+            `Run.attention`.
+        attention_kernel: Which one: a name of `meshpar.hardware.attention_kernels`, or
+            `own` for what this library takes on the device.
         fused_activation: Whether one kernel does the MLP's bias, activation and gate.
         dropout: Whether blocks drop values, whose masks are kept.
         lock_step: Whether all pipeline ranks move together, tick by tick, those without
@@ -154,10 +155,11 @@ def _check(name: object, field: str, kind: str, value: object) -> None:
     is_kind, words = _KINDS[kind]
     if not is_kind(value):
         raise InputError(f"execution {name!r}: {field}={value!r} must be {words}")
-    if field == "attention_kernel" and value not in KERNELS:
+    kernels = (*KERNELS, OWN_KERNEL)
+    if field == "attention_kernel" and value not in kernels:
         raise InputError(
             f"execution {name!r}: no attention_kernel {value!r}; "
-            f"{nearest(str(value), KERNELS)}"
+            f"{nearest(str(value), kernels)}"
         )
     if field in _RANGES:
         least, most = _RANGES[field]

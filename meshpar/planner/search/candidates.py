@@ -46,9 +46,9 @@ class Leaf(NamedTuple):
     def parts(self, bounds: Bounds) -> Iterator[Leaf]:
         """The same layouts apart."""
         mesh = self.mesh
-        for index, choices in enumerate(self.choices.parts()):
+        for index, (choices, number) in enumerate(self.choices.parts()):
             bound, order = bounds.of_choices(mesh, choices), (*self.order, index)
-            yield Leaf(bound, order, mesh, choices, choices.num_variants)
+            yield Leaf(bound, order, mesh, choices, number)
 
 
 @dataclass(kw_only=True)

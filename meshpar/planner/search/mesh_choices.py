@@ -102,16 +102,17 @@ class MeshChoices(NamedTuple):
             if self.ranks == 1 or _exists(name, self.ranks, count, chunks):
                 yield name, chunks, splits
 
-    def parts(self) -> Iterator[MeshChoices]:
-        """The same choices apart, by the first of them that is open."""
+    def parts(self) -> Iterator[tuple[MeshChoices, int]]:
+        """The same choices apart, by the first that is open, and how many each is."""
         key = next(key for key in _OPENED if len(getattr(self, key)) > 1)
         for value in getattr(self, key):
             opened: dict[str, Any] = {key: (value,)}
             part = self._replace(**opened)
             if key == "microbatches":
                 part = part.with_microbatches(*part.microbatches)
-            if part.num_variants:
-                yield part
+            number = part.num_variants
+            if number:
+                yield part, number
 
 
 # Those that bounds tell most of come first.

@@ -155,11 +155,9 @@ def search(request: Request, *, num_plans: int = _NUM_PLANS) -> SearchResult:
     started = time.perf_counter()
     if num_plans < 1:
         raise InputError(f"num_plans={num_plans}: must be at least 1")
-    findings = Findings(
-        capacity_bytes=capacity_bytes(request.cluster, request.constraints),
-        num_plans=num_plans,
-    )
-    bounds = Bounds(request.run)
+    capacity = capacity_bytes(request.cluster, request.constraints)
+    findings = Findings(capacity_bytes=capacity, num_plans=num_plans)
+    bounds = Bounds(request.run, capacity)
     leaves, refused = possible_meshes(request, bounds)
     findings.refused += refused
     settle(leaves, bounds, findings)
@@ -271,7 +269,7 @@ def _sample(
     """Those that would have been fastest, of every kind of reason."""
     slowest = plans[-1] if plans else None
     near = [found.run for found in others[:_SAMPLE]]
-    for leaves in (findings.too_large, findings.too_slow):
+    for leaves in (_timed(findings.too_large, bounds.anew()), findings.too_slow):
         near += [
             bounds.run(leaf.mesh, leaf.some_variant)
             for leaf in sorted(_one_of_each(leaves), key=lambda leaf: leaf[:2])[
@@ -284,6 +282,22 @@ def _sample(
     ]
     first_of = {refused.reason.split()[0]: refused for refused in findings.refused}
     return (*reasons, *islice(first_of.values(), _SAMPLE))
+
+
+def _timed(leaves: list[Leaf], bounds: Bounds) -> list[Leaf]:
+    """Of every mesh shape the first, which keeps most and is fastest, with its time.
+
+    The search has found none of what is too large.
+    """
+    first: dict[int, Leaf] = {}
+    for leaf in leaves:
+        known = first.setdefault(leaf.order[0], leaf)
+        if leaf.order < known.order:
+            first[leaf.order[0]] = leaf
+    return [
+        leaf._replace(bound=bounds.bound(leaf.mesh, leaf.some_variant))
+        for leaf in first.values()
+    ]
 
 
 def _one_of_each(leaves: list[Leaf]) -> list[Leaf]:

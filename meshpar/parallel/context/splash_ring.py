@@ -1,0 +1,251 @@
+"""Ring attention whose tiles are splash attention's: a TPU kernel at every hop.
+
+In zigzag order a device has an early and a late chunk. Under a causal mask its late
+queries see all early keys of another device, and either its early queries those too,
+or its late ones the late keys: two chunks' full scores at each hop but the first,
+whichever the devices, so that one kernel with a mask that is known serves all.
+Softmaxes are merged by their log-sum-exp; the backward sends keys, values and their
+gradients round once more, and gives the kernel the log-sum-exp of all scores.
+Reference: Liu et al. 2023 (ring attention), section 3.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from meshpar.collectives import asked
+from meshpar.model.token_order import TokenOrder
+from meshpar.parallel.context.mask import Mask
+from meshpar.parallel.context.splash import scaled, without_padding
+from meshpar.parallel.context.splash_kernel import Side, Splash
+
+# Dims: B batch, N heads, K kv heads, T tokens of a device, H head_dim, C two chunks.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ring:
+    """How a ring goes.
+
+    Args:
+        order: Of the tokens, zigzag where the mask is causal.
+        causal: Whether a query sees no key that follows it.
+        num_parts: Parts that the kv heads are taken in, one after another.
+        interpret: Whether to run the kernel as JAX operations, where there is no TPU.
+    """
+
+    order: TokenOrder
+    causal: bool
+    num_parts: int = 1
+    interpret: bool = False
+
+
+def splash_ring(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array | None = None,
+    *,
+    rank: jax.Array,
+    ring: Ring,
+) -> jax.Array:
+    """Attention of this device's queries to the keys of all devices.
+
+    Over n devices, of K + V bytes on each, it sends (n-1) (K+V) forward, and backward
+    (n-1) (K+V) and n times the fp32 gradients of both.
+
+    Args:
+        q: (batch, tokens, heads, head_dim), this device's.
+        k: (batch, tokens, kv_heads, head_dim).
+        v: As `k`.
+        segments: As `splash_attention` takes them.
+        rank: This device's place along the ring.
+        ring: How.
+
+    Returns:
+        (batch, tokens, heads, head_dim), the dtype of `q`; zeros for a query of a
+        segment below 0.
+    """
+    arrays = (_in_parts(ring, x) for x in (scaled(q), k, v))
+    mixed = _by_part(lambda part: _attend(ring, *part, rank, segments), tuple(arrays))
+    # (parts, B, N of one, T, H) -> BTNH
+    mixed = jnp.transpose(mixed, (1, 3, 0, 2, 4)).reshape(q.shape)
+    return without_padding(mixed, segments)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(
+    ring: Ring,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    rank: jax.Array,
+    segments: jax.Array | None,
+) -> jax.Array:
+    """BNTH of some heads."""
+    return _forward(ring, q, k, v, rank, segments)[0]
+
+
+def _forward(
+    ring: Ring,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    rank: jax.Array,
+    segments: jax.Array | None,
+) -> tuple[jax.Array, tuple]:
+    queries, keys = Side((q,), segments), Side((k, v), segments)
+    # The next keys are on their way while these are met.
+    later = _shift(ring, keys)
+    found = _kernel(ring, first=True).forward(queries, keys)
+    state = found[0].astype(jnp.float32), found[1]
+
+    def meet(state: tuple, keys: Side, hop: Any) -> tuple:
+        earlier = (rank - hop) % ring.order.num_ranks < rank
+        there, here = _pair(ring, queries, keys, earlier)
+        return _merged(ring, state, _kernel(ring).forward(there, here), earlier)
+
+    def body(carry: tuple, hop: Any) -> tuple[tuple, None]:
+        state, keys = carry
+        later = _shift(ring, keys)
+        return (meet(state, keys, hop), later), None
+
+    last = ring.order.num_ranks - 1
+    (state, later), _ = _scan(body, (state, later), range(1, last))
+    output, lse = meet(state, later, last)
+    output = output.astype(q.dtype)
+    return output, (q, k, v, rank, segments, output, lse)
+
+
+def _backward(ring: Ring, kept: tuple, dy: jax.Array) -> tuple:
+    q, k, v, rank, segments, output, lse = kept
+    queries, keys = Side((q, output, lse, dy), segments), Side((k, v), segments)
+    dq, *of_keys = _kernel(ring, first=True).backward(queries, keys)
+    wide = functools.partial(jax.tree.map, lambda x: x.astype(jnp.float32))
+
+    def body(carry: tuple, hop: Any) -> tuple[tuple, None]:
+        dq, moved = carry
+        keys, of_keys = _shift(ring, moved[0]), _shift_gradients(ring, moved[1])
+        earlier = (rank - hop) % ring.order.num_ranks < rank
+        there, here = _pair(ring, queries, keys, earlier)
+        more, *more_of_keys = _kernel(ring).backward(there, here)
+        dq = _added(ring, dq, more, earlier, of_keys=False)
+        of_keys = tuple(
+            _added(ring, *both, earlier, of_keys=True)
+            for both in zip(of_keys, more_of_keys, strict=True)
+        )
+        return (dq, (keys, of_keys)), None
+
+    carry = wide(dq), (keys, wide(tuple(of_keys)))
+    (dq, moved), _ = _scan(body, carry, range(1, ring.order.num_ranks))
+    dk, dv = _shift_gradients(ring, moved[1])
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None, None
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _kernel(ring: Ring, *, first: bool = False) -> Splash:
+    """The kernel of the first hop, or that of the others."""
+    mask = Mask(causal=ring.causal and first)
+    return Splash(mask=mask, interpret=ring.interpret)
+
+
+def _pair(ring: Ring, queries: Side, keys: Side, earlier: Any) -> tuple[Side, Side]:
+    """What meets at a hop: (2 batch, heads, chunk, ...) of two chunks each.
+
+    The late queries and the early keys; and the early of both, or the late of both.
+    """
+    if not ring.causal:
+        return queries, keys
+
+    def late_and_same(x: jax.Array, dim: int) -> jax.Array:
+        early, late = jnp.split(x, 2, dim)
+        return jnp.concatenate([late, jnp.where(earlier, early, late)])
+
+    def early_and_same(x: jax.Array, dim: int) -> jax.Array:
+        early, late = jnp.split(x, 2, dim)
+        return jnp.concatenate([early, jnp.where(earlier, early, late)])
+
+    return _cut(queries, late_and_same), _cut(keys, early_and_same)
+
+
+def _cut(side: Side, cut: Callable[[jax.Array, int], jax.Array]) -> Side:
+    segments = None if side.segments is None else cut(side.segments, 1)
+    return Side(tuple(cut(x, 2) for x in side.arrays), segments)
+
+
+def _merged(ring: Ring, state: tuple, found: tuple, earlier: Any) -> tuple:
+    """Outputs and log-sum-exp with those of more keys."""
+    if not ring.causal:
+        return _both(state, found)
+    early, late = zip(*(jnp.split(x, 2, 2) for x in state), strict=True)
+    of_late, of_same = zip(*(jnp.split(x, 2) for x in found), strict=True)
+    late = _both(late, of_late)
+    same = _both(_where(earlier, early, late), of_same)
+    early, late = _where(earlier, same, early), _where(earlier, late, same)
+    return tuple(jnp.concatenate(x, 2) for x in zip(early, late, strict=True))
+
+
+def _both(one: tuple, other: tuple) -> tuple:
+    lse = jnp.logaddexp(one[1], other[1])
+    kept, added = (jnp.exp(x - lse)[..., None] for x in (one[1], other[1]))
+    return one[0] * kept + other[0] * added, lse
+
+
+def _added(
+    ring: Ring, total: jax.Array, more: jax.Array, earlier: Any, *, of_keys: bool
+) -> jax.Array:
+    """A device's fp32 gradients with those of a hop's chunks."""
+    if not ring.causal:
+        return total + more
+    one, same = jnp.split(more.astype(jnp.float32), 2)
+    early, late = jnp.where(earlier, same, 0), jnp.where(earlier, 0, same)
+    early, late = (early + one, late) if of_keys else (early, late + one)
+    return total + jnp.concatenate([early, late], 2)
+
+
+def _where(condition: Any, one: tuple, other: tuple) -> tuple:
+    return jax.tree.map(lambda x, y: jnp.where(condition, x, y), one, other)
+
+
+def _scan(body: Callable, carry: tuple, hops: range) -> tuple:
+    if not hops:
+        return carry, None
+    return lax.scan(body, carry, jnp.asarray(list(hops), jnp.int32))
+
+
+def _shift(ring: Ring, tree: Any) -> Any:
+    """What the device before this one has."""
+    with asked("context_ring"):
+        return _from_before(ring, tree)
+
+
+def _shift_gradients(ring: Ring, tree: Any) -> Any:
+    with asked("context_ring_gradient"):
+        return _from_before(ring, tree)
+
+
+def _from_before(ring: Ring, tree: Any) -> Any:
+    n = ring.order.num_ranks
+    pairs = [(source, (source + 1) % n) for source in range(n)]
+    return lax.ppermute(tree, ring.order.mesh_axis, pairs)
+
+
+def _in_parts(ring: Ring, x_BTNH: jax.Array) -> jax.Array:
+    """-> (parts, B, heads of one, T, H)."""
+    batch, tokens, _, head_dim = x_BTNH.shape
+    cut = x_BTNH.reshape(batch, tokens, ring.num_parts, -1, head_dim)
+    return jnp.transpose(cut, (2, 0, 3, 1, 4))
+
+
+def _by_part(function: Callable[[tuple], jax.Array], arrays: tuple) -> jax.Array:
+    if len(arrays[0]) > 1:
+        return lax.map(function, arrays)
+    return function(tuple(x[0] for x in arrays))[None]

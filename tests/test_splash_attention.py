@@ -1,0 +1,103 @@
+"""Splash attention equals a dense softmax; compiled for absent TPUs it is one kernel.
+
+On CPUs its kernel is interpreted. fp32, of the largest value of each array.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from meshpar.parallel.context.mask import Mask
+from meshpar.parallel.context.splash import splash_attention
+
+BATCH, SEQ, HEADS, BOUND = 2, 384, 4, 1e-5
+CAUSAL = Mask()
+
+
+@pytest.fixture(autouse=True)
+def many_tiles(monkeypatch):
+    """Three by three of them."""
+    monkeypatch.setattr("meshpar.parallel.context.splash_kernel.LARGEST_BLOCK", 128)
+
+
+def dense(q, k, v, segments, mask):
+    """Written out, with all scores at once."""
+    queries, keys, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
+    k, v = (jnp.repeat(x, group, 2) for x in (k, v))
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(q.shape[-1])
+    i, j = np.arange(queries)[:, None], np.arange(keys)[None]
+    seen = np.broadcast_to(i >= j if mask.causal else True, (len(q), queries, keys))
+    if mask.window is not None:
+        seen = seen & (abs(i - j) < mask.window)
+    if segments is not None:
+        seen = seen & (segments[:, :, None] == segments[:, None])
+        seen = seen & (segments[:, None] >= 0)
+    p = jax.nn.softmax(jnp.where(seen[:, None], scores, -1e30), -1)
+    p = jnp.where(seen.any(-1)[:, None, :, None], p, 0)
+    return jnp.einsum("bhqk,bkhd->bqhd", p, v)
+
+
+def packed():
+    """Documents that end inside of tiles, and padding at the end of one example."""
+    found = np.zeros((BATCH, SEQ), np.int32)
+    found[0, 100:] = 1
+    found[0, 140:300] = 2
+    found[0, 300:] = -1
+    found[1, 256:] = 5
+    return found
+
+
+def arrays(kv_heads, head_dim, keys=SEQ):
+    rng = np.random.default_rng(0)
+    shapes = (SEQ, HEADS), (keys, kv_heads), (keys, kv_heads), (SEQ, HEADS)
+    return [
+        jnp.asarray(rng.normal(size=(BATCH, *shape, head_dim)), jnp.float32)
+        for shape in shapes
+    ]
+
+
+def errors(mask, kv_heads, head_dim=64, *, segments=None, keys=SEQ):
+    """Of the output and the three gradients."""
+    *inputs, dy = arrays(kv_heads, head_dim, keys)
+
+    def value_and_gradients(attend):
+        def run(*inputs):
+            y, vjp = jax.vjp(attend, *inputs)
+            return y, *vjp(dy)
+
+        return jax.jit(run)(*inputs)
+
+    found = value_and_gradients(
+        lambda q, k, v: splash_attention(q, k, v, segments, mask=mask, interpret=True)
+    )
+    wanted = value_and_gradients(lambda q, k, v: dense(q, k, v, segments, mask))
+    return [
+        float(jnp.abs(one - other).max() / jnp.abs(other).max())
+        for one, other in zip(found, wanted, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    "mask, kv_heads",
+    [
+        (CAUSAL, 4),
+        (CAUSAL, 1),
+        (Mask(causal=False), 2),
+        (Mask(window=100), 2),
+        (Mask(window=70, causal=False), 2),
+    ],
+)
+def test_the_kernel_equals_a_dense_softmax(mask, kv_heads):
+    assert max(errors(mask, kv_heads)) < BOUND
+
+
+@pytest.mark.parametrize("mask", [CAUSAL, Mask(window=50), Mask(causal=False)])
+def test_documents_see_themselves_alone_and_padding_nothing(mask):
+    assert max(errors(mask, 2, segments=packed())) < BOUND
+
+
+def test_there_may_be_other_keys_than_queries():
+    assert max(errors(Mask(causal=False), 2, keys=256)) < BOUND
