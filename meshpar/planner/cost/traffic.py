@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from meshpar.expert_rooms import ROUTE_BYTES, WEIGHT_BYTES, first_room
 from meshpar.planner.cost.parameters import (
     block_parameters,
     end_parameters,
@@ -130,12 +131,35 @@ def _context(run: Run, again: Again) -> Iterator[Row]:
 
 
 def _expert(run: Run, again: Again) -> Iterator[Row]:
-    """Tokens sent to their experts and back."""
-    routed = run.residual_bytes * run.workload.top_k / run.layout.tensor
-    reason = "tokens to their experts"
-    one = Row(("expert",), "all-to-all", routed, reason, "forward", 2)
-    yield one
-    yield one._replace(passes="backward", times=2 * (1 + again.exchanges))
+    """Tokens sent to their experts and back.
+
+    A program that knows its loads sends what there is, each device of `tensor` its
+    part; compiled, rooms that are filled or not, of all values (`expert_rooms`).
+    """
+    workload, tokens = run.workload, run.tokens
+    if run.execution.eager:
+        there = run.residual_bytes * workload.top_k / run.layout.tensor
+        results = back = there
+    else:
+        devices = run.layout.expert
+        own = workload.experts // devices
+        rows = devices * first_room(tokens, workload.top_k, own, devices)
+        results = rows * workload.hidden * run.dtype_bytes
+        there, back = results + rows * ROUTE_BYTES, results + rows * WEIGHT_BYTES
+
+    def row(payload: float, passes: str, reason: str, times: int = 1) -> Row:
+        return Row(("expert",), "all-to-all", payload, reason, passes, times)
+
+    yield row(there, "forward", _THERE)
+    yield row(results, "forward", _BACK)
+    yield row(results, "backward", _THERE)
+    yield row(back, "backward", _BACK)
+    yield row(there, "backward", _THERE, again.exchanges)
+    if run.execution.eager:
+        yield row(results, "backward", _BACK, again.exchanges)
+
+
+_THERE, _BACK = "tokens to their experts", "and back from their experts"
 
 
 def weight_rows(run: Run, *, moe: bool) -> Rows:
