@@ -53,9 +53,10 @@ def stored_parameters(
         specs = parameter_specs(path_name(path), parameter, layout, rules)
         # Complex numbers have no half precision.
         own = None if jnp.issubdtype(parameter.dtype, jnp.floating) else parameter.dtype
+        used = jnp.float32 if parameter.in_full else compute_dtype
         return Stored(
             **specs,
-            compute_dtype=own or compute_dtype,
+            compute_dtype=own or used,
             gradient_dtype=own or gradient_dtype,
             sum_dtype=own or sum_dtype,
             scatter_columns=scatter_columns,

@@ -32,7 +32,8 @@ from meshpar.errors import InputError
 from meshpar.model.scope import SAVED_PREFIX, Scope
 from meshpar.parallel.expert.rounds import Kept, Round, run, run_backward
 from meshpar.parallel.expert.routes import Routes, most_for_one, routes_of
-from meshpar.rules.rules import auto_mesh_shape, spec_axes
+from meshpar.parallel.tensor import refuse_split_embed
+from meshpar.rules.rules import auto_mesh_shape, entry_axes, spec_axes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +88,8 @@ def routed_mlp(
             router bounds them; no further round is needed then.
 
     Raises:
-        InputError: The experts do not lie as the rules say.
+        InputError: The experts do not lie as the rules say, or those split `embed`
+            over a mesh axis of GSPMD.
     """
     if scope.exchanges is not None:
         scope.exchanges.append("routed_mlp")
@@ -152,6 +154,7 @@ def _split(scope: Scope, shapes: tuple) -> tuple[PartitionSpec, PartitionSpec]:
         rules.spec((None, *axes), shape, mesh_shape=sizes)
         for axes, shape in zip(whole, shapes, strict=True)
     )
+    refuse_split_embed(entry_axes(gate_up[1]), "experts multiply tokens")
     return gate_up, down
 
 
