@@ -21,6 +21,7 @@ from typing import Any
 from meshpar import InputError, Layout, emulate
 from meshpar.cli.parsing import positive
 from meshpar.cli.report.destination import check_picture, output_file
+from meshpar.layout import MESH_AXES
 
 Row = dict[str, Any]
 
@@ -30,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         layout = Layout.parse(args.layout)
-        if -1 in layout.mesh_shape.values():
+        if any(getattr(layout, axis) == -1 for axis in MESH_AXES):
             raise InputError(f"layout {args.layout!r}: give every mesh axis a size")
         if args.png is not None:
             check_picture("--png", args.png, {".png": "matplotlib"})

@@ -37,7 +37,7 @@ def test_a_preset_without_experts_is_refused_in_one_line(capsys):
         ("--log-json nowhere/load.jsonl", "there is no folder 'nowhere'"),
         ("--png load.gif", "--png 'load.gif': no picture of that kind"),
         ("--layout data=-1,expert=4", "give every mesh axis a size"),
-        ("--layout data=2 --global-batch 3", "3 examples, which do not divide over 2"),
+        ("--global-batch 3", "3 examples, which do not divide over 8 devices"),
     ],
 )
 def test_bad_options_are_refused_in_one_line_before_training(words, match, capsys):

@@ -142,6 +142,14 @@ CASES = [
     ("capacity", "data=2,expert=2"),
     ("capacity", "data=2,context=2,expert=2"),
     ("like DeepSeek-V3", "expert=2,tensor=2"),
+    ("dropless", "fsdp=2,expert=2,zero_axes=fsdp/expert"),
+    slow("dropless", "expert=4,zero=1,zero_axes=expert"),
+    slow("dropless", "data=2,expert=2,tensor=2,zero=2,zero_axes=data/expert"),
+    slow(
+        "dropless",
+        "fsdp=2,stage=2,expert=2,microbatches=2,zero_axes=fsdp/expert,"
+        "fsdp_gather=microbatch",
+    ),
     slow("like DeepSeek-V3", "fsdp=2,stage=2,expert=2,microbatches=2,remat=full"),
     slow("like DeepSeek-V3", "context=2,expert=2,tensor=2,sequence_parallel=true"),
     slow("dropless", "stage=2,context=2,expert=2,microbatches=2"),

@@ -139,3 +139,20 @@ def test_bytes_of_experts_are_those_of_the_compiled_step(layout):
     key = ("expert",), "all-to-all"
     ours = planned("tiny-moe", layout)[key]
     assert ours == pytest.approx(audited("tiny-moe", layout, first=True)[key], rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "fsdp=2,expert=4,zero_axes=fsdp/expert",
+        "data=2,expert=4,zero=1,zero_axes=expert",
+    ],
+)
+def test_bytes_of_what_is_shared_out_over_experts_are_those_of_the_step(layout):
+    ours, theirs = planned("tiny-moe", layout), audited("tiny-moe", layout, first=True)
+    for key in ours.keys() | theirs.keys():
+        if key[1] in ("all-gather", "reduce-scatter"):
+            assert ours.get(key, 0) == pytest.approx(
+                theirs.get(key, 0), rel=0.02, abs=SCALARS
+            ), key
