@@ -168,7 +168,7 @@ def weight_rows(run: Run, *, moe: bool) -> Rows:
         return ()
     again, rows = recomputation(run, moe=moe), []
     twice = run.execution.gathers_again and again.up
-    routed = run.workload.expert_parameters(moe=moe)
+    routed: float = run.workload.expert_parameters(moe=moe)
     routed /= run.layout.expert * run.layout.tensor
     for axes, values in _by_axes(run, block_parameters(run, moe=moe), routed):
         gathered, reduced = _split_bytes(run, values)
