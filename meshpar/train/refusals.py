@@ -234,7 +234,7 @@ def _unused_zero_keys(rules: Rules, layout: Layout) -> Iterator[tuple[str, RuleE
 
 def _layers_error(mesh_axes: tuple[str, ...], layout: Layout) -> RuleError | None:
     at_work = tuple(axis for axis in mesh_axes if layout.mesh_shape[axis] > 1)
-    if set(mesh_axes) & set(ZERO_AXES) or set(at_work) - {"stage"}:
+    if set(mesh_axes) & (set(ZERO_AXES) - {"expert"}) or set(at_work) - {"stage"}:
         return RuleError(
             "claimed_twice",
             f"logical axis 'layers' is mapped to {mesh_axes}, but every device runs "
