@@ -32,7 +32,7 @@ _MULTIPLE = 8
 """Rows that a device gets are padded to a multiple of this."""
 
 
-def most_rows(
+def most_room(
     tokens: int, choices: int, experts: int, most_of_one: int | None = None
 ) -> int:
     """The most rows that a device can send another.
@@ -59,17 +59,17 @@ def first_room(
     All that can be, where nothing is sent or routers bound it; then no round follows.
 
     Args:
-        tokens: As for `most_rows`.
+        tokens: As for `most_room`.
         choices: Likewise.
         experts: Likewise.
         num_devices: Devices that share the experts.
-        most_of_one: As for `most_rows`.
+        most_of_one: As for `most_room`.
 
     Example:
         >>> first_room(4096, 2, 1, num_devices=8)
         1280
     """
-    most = most_rows(tokens, choices, experts, most_of_one)
+    most = most_room(tokens, choices, experts, most_of_one)
     if num_devices == 1 or most_of_one is not None:
         return most
     fair = math.ceil(SPARE * tokens * choices / num_devices)

@@ -26,9 +26,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from meshpar import expert_rooms
 from meshpar.collectives import asked, sum_dtype
 from meshpar.errors import InputError
+from meshpar.expert_rooms import first_room, further_room, most_room
 from meshpar.model.scope import SAVED_PREFIX, Scope
 from meshpar.parallel.expert.rounds import Kept, Round, run, run_backward
 from meshpar.parallel.expert.routes import Routes, most_for_one, routes_of
@@ -134,12 +134,12 @@ def _static(
             f"{num_experts}; give gate_up and down the logical axis 'experts', and map "
             "it to 'expert'"
         )
-    most = expert_rooms.most_rows(tokens, choices, own, most_rows)
-    room = expert_rooms.first_room(tokens, choices, own, num_devices, most_rows)
+    most = most_room(tokens, choices, own, most_rows)
+    room = first_room(tokens, choices, own, num_devices, most_rows)
     sizes = functools.partial(Round.of, axes, num_devices, own, scope.platform)
     return _Static(
         first=sizes(room),
-        more=sizes(expert_rooms.further_room(room)) if room < most else None,
+        more=sizes(further_room(room)) if room < most else None,
         split=_split(scope, shapes),
         wide=sum_dtype(jnp.float32, scope.platform),
     )
