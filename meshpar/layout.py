@@ -18,8 +18,9 @@ MESH_AXES = ("data", "fsdp", "stage", "context", "expert", "tensor")
 BATCH_AXES = ("data", "fsdp", "expert")
 """The mesh axes that split the batch; `expert` splits the experts besides."""
 
-ZERO_AXES = ("data", "fsdp", "context")
-"""The mesh axes that ZeRO may split stored parameters and states over."""
+ZERO_AXES = ("data", "fsdp", "context", "expert")
+"""The mesh axes that ZeRO may split stored parameters and states over; experts are
+split over `expert` already, what is no expert may be."""
 
 TOKEN_AXES = ("data", "fsdp", "context", "expert")
 """The mesh axes that split the tokens of a batch."""
@@ -75,8 +76,9 @@ class Layout:
         zero: ZeRO stage, what the devices of a split batch share out: 0 nothing,
             1 optimizer state, 2 gradients too, 3 parameters too. With microbatches 2
             reduce-scatters each one's gradients: so many times the traffic of 1.
-        zero_axes: The mesh axes that they are shared out over, `context` among them if
-            it is to: its devices have the same parameters. When empty: `fsdp`
+        zero_axes: The mesh axes that they are shared out over, `context` and `expert`
+            among them if they are to: their devices have the same parameters, but for
+            the experts. When empty: `fsdp`
             (replicas across `data`: hybrid), or for `zero` 1 and 2 with `fsdp=1`,
             `data`.
         fsdp_gather: When split parameters are gathered, where a step runs in

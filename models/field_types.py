@@ -79,6 +79,19 @@ def check_heads(embed: int, heads: int, head_dim: int | None = None) -> None:
         raise InputError(f"embed={embed} is not a multiple of heads={heads}{way_out}")
 
 
+def check_kv_heads(heads: int, kv_heads: int) -> None:
+    """Whether key and value heads serve as many query heads each.
+
+    Raises:
+        InputError: They do not.
+    """
+    if heads % kv_heads:
+        raise InputError(
+            f"heads={heads} is not a multiple of kv_heads={kv_heads}; every key/value "
+            "head serves the same number of query heads"
+        )
+
+
 def _check(name: str, value: object, kind: type, words: str) -> None:
     is_bool = isinstance(value, bool)
     if not isinstance(value, kind) or is_bool != (kind is bool):

@@ -17,6 +17,7 @@ from meshpar.model.inputs import Batch
 from meshpar.models.field_types import (
     check_field_types,
     check_heads,
+    check_kv_heads,
     check_least_zero,
     check_sizes,
 )
@@ -85,11 +86,7 @@ class LlamaConfig:
         check_sizes(self, "layers", "embed", "heads", "kv_heads", "ffn", "vocab")
         no_limit = dict.fromkeys(("max_seq", "window", "logits_bytes"), "no limit")
         check_least_zero(self, head_dim="embed / heads", **no_limit)
-        if self.heads % self.kv_heads:
-            raise InputError(
-                f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}; "
-                "every key/value head serves the same number of query heads"
-            )
+        check_kv_heads(self.heads, self.kv_heads)
         check_heads(self.embed, self.heads, self.head_dim)
 
     @property

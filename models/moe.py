@@ -17,7 +17,13 @@ from flax import nnx
 from meshpar import Blocks, InputError, Model, Scope, from_nnx
 from meshpar.chunk_bytes import LOGITS_BYTES
 from meshpar.model.sums import Sums
-from meshpar.models.field_types import check_field_types, check_sizes
+from meshpar.models.field_types import (
+    check_field_types,
+    check_heads,
+    check_kv_heads,
+    check_least_zero,
+    check_sizes,
+)
 from meshpar.models.inputs import language_inputs
 from meshpar.models.layers.attention import Attention, depth_scaled_std
 from meshpar.models.layers.latent_attention import LatentAttention, LatentSizes
@@ -37,7 +43,7 @@ class MoEConfig:
         layers: Number of blocks.
         embed: Width of the residual stream.
         heads: Attention heads.
-        kv_heads: Key and value heads; `heads` when 0.
+        kv_heads: Key and value heads; `heads` when 0. Latent attention has none.
         vocab: Number of tokens.
         experts, top_k: Routed experts of a layer, and how many a token goes to.
         expert_ffn: Hidden size of an expert.
@@ -104,11 +110,9 @@ class MoEConfig:
     def __post_init__(self) -> None:
         check_field_types(self)
         check_sizes(self, "layers", "embed", "heads", "vocab", "expert_ffn")
-        if not self.kv_heads:
+        check_least_zero(self, **_MEANING_OF_ZERO)
+        if not self.kv_heads and not self.kv_lora_rank:
             object.__setattr__(self, "kv_heads", self.heads)
-        for name in _NOT_NEGATIVE:
-            if getattr(self, name) < 0:
-                raise InputError(f"{name}={getattr(self, name)}: must be at least 0")
         _check_layers(self)
         _check_heads(self)
         _ = self.router  # refuses what cannot be routed
@@ -142,11 +146,15 @@ _OF_ROUTER = (
     *("capacity_factor", "bias_rate"),
 )
 _LATENT = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-_NOT_NEGATIVE = (
-    *("shared_experts", "dense_layers", "ffn", "head_dim", "max_seq", "logits_bytes"),
-    *("q_lora_rank", "kv_lora_rank", *_LATENT, "kv_heads"),
-    *("balance_coefficient", "z_coefficient"),
-)
+_NO_LATENT = dict.fromkeys(("q_lora_rank", "kv_lora_rank", *_LATENT), "no latent")
+_MEANING_OF_ZERO = {
+    **dict.fromkeys(("shared_experts", "dense_layers", "ffn"), "none"),
+    **dict.fromkeys(("max_seq", "logits_bytes"), "no limit"),
+    **dict.fromkeys(("balance_coefficient", "z_coefficient"), "no such loss"),
+    **_NO_LATENT,
+    "head_dim": "embed / heads",
+    "kv_heads": "heads",
+}
 
 
 def _check_layers(config: MoEConfig) -> None:
@@ -163,13 +171,7 @@ def _check_layers(config: MoEConfig) -> None:
 
 def _check_heads(config: MoEConfig) -> None:
     if config.kv_lora_rank:
-        sizes = {name: getattr(config, name) for name in _LATENT}
-        query = config.qk_nope_head_dim + config.qk_rope_head_dim
-        if 0 in sizes.values() or config.v_head_dim > query:
-            raise InputError(
-                f"kv_lora_rank={config.kv_lora_rank} with {sizes}: each must be at "
-                "least 1, and v_head_dim at most the sum of the others"
-            )
+        _check_latent(config)
         return
     for name in ("q_lora_rank", *_LATENT):
         if getattr(config, name):
@@ -177,16 +179,33 @@ def _check_heads(config: MoEConfig) -> None:
                 f"{name}={getattr(config, name)} is for latent attention, but "
                 "kv_lora_rank=0; give kv_lora_rank, or leave it out"
             )
-    if config.heads % config.kv_heads:
+    check_kv_heads(config.heads, config.kv_heads)
+    check_heads(config.embed, config.heads, config.head_dim)
+
+
+def _check_latent(config: MoEConfig) -> None:
+    sizes = {name: getattr(config, name) for name in _LATENT}
+    query = config.qk_nope_head_dim + config.qk_rope_head_dim
+    if 0 in sizes.values() or config.v_head_dim > query:
         raise InputError(
-            f"heads={config.heads} is not a multiple of kv_heads={config.kv_heads}; "
-            "every key/value head serves the same number of query heads"
+            f"kv_lora_rank={config.kv_lora_rank} with {sizes}: each must be at "
+            "least 1, and v_head_dim at most the sum of the others"
         )
-    if not config.head_dim and config.embed % config.heads:
+    if config.qk_rope_head_dim % 2:
         raise InputError(
-            f"embed={config.embed} is not a multiple of heads={config.heads}; set "
-            "head_dim"
+            f"qk_rope_head_dim={config.qk_rope_head_dim}: must be even, as pairs of "
+            "values are rotated"
         )
+    unused = {"head_dim": 0, "qk_norm": False}
+    if config.kv_heads != config.heads:
+        unused["kv_heads"] = 0
+    for name, default in unused.items():
+        if getattr(config, name) != default:
+            raise InputError(
+                f"{name}={getattr(config, name)} with kv_lora_rank="
+                f"{config.kv_lora_rank}: latent attention has none; leave {name} out, "
+                "or kv_lora_rank"
+            )
 
 
 class MoEBlock(nnx.Module):

@@ -144,6 +144,17 @@ PRESETS: dict[str, LlamaConfig | GPT2Config | MoEConfig] = {
         balance_coefficient=0.001,
         **_QWEN3,
     ),
+    "qwen3-235b-a22b": MoEConfig(
+        layers=94,
+        embed=4096,
+        heads=64,
+        kv_heads=4,
+        experts=128,
+        top_k=8,
+        expert_ffn=1536,
+        balance_coefficient=0.001,
+        **_QWEN3,
+    ),
     # Router: DeepSeek-AI 2024, section 4.2 (bias 0.001, balance 0.0001, no z-loss).
     "deepseek-v3": MoEConfig(
         layers=61,

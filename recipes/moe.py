@@ -19,6 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from meshpar import InputError, Layout, emulate
+from meshpar.cli.parsing import positive
+from meshpar.cli.report.destination import check_picture, output_file
+from meshpar.layout import MESH_AXES
 
 Row = dict[str, Any]
 
@@ -28,6 +31,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         layout = Layout.parse(args.layout)
+        if any(getattr(layout, axis) == -1 for axis in MESH_AXES):
+            raise InputError(f"layout {args.layout!r}: give every mesh axis a size")
+        if args.png is not None:
+            check_picture("--png", args.png, {".png": "matplotlib"})
         emulate(layout.num_devices)
         rows = []
         for row in train(args.preset, layout, args.steps, args.global_batch, args.seq):
@@ -37,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"moe: {error}", file=sys.stderr)
         return 2
     if args.log_json is not None:
-        args.log_json.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        Path(args.log_json).write_text("".join(json.dumps(row) + "\n" for row in rows))
     if args.png is not None:
         draw(rows, args.png)
     return 0
@@ -47,13 +54,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m recipes.moe")
     parser.add_argument("--layout", default="data=2,expert=4", metavar="LINE")
     parser.add_argument("--preset", default="tiny-moe", metavar="NAME")
-    parser.add_argument("--steps", type=int, default=150, metavar="N")
-    parser.add_argument("--global-batch", type=int, default=16, help="sequences a step")
-    parser.add_argument("--seq", type=int, default=128, help="tokens of a sequence")
-    parser.add_argument("--log-json", type=Path, metavar="FILE", help="a row a step")
-    parser.add_argument(
-        "--png", type=Path, metavar="FILE", help="where the picture goes"
-    )
+    add = parser.add_argument
+    add("--steps", type=positive, default=150, metavar="N")
+    add("--global-batch", type=positive, default=16, help="sequences a step")
+    add("--seq", type=positive, default=128, help="tokens of a sequence")
+    add("--log-json", type=output_file, metavar="FILE", help="a row a step")
+    add("--png", metavar="FILE", help="where the picture goes")
     return parser
 
 
@@ -81,6 +87,7 @@ def train(
     rate = optax.warmup_cosine_decay_schedule(0.0, 3e-3, warmup, max(num_steps, 2))
     optimizer = optax.adamw(rate)
     step = make_train_step(model, optimizer, layout, devices=devices, max_grad_norm=1.0)
+    step.check_batch(global_batch)
     tokens = read_tokens((), seq).train
     rng, state = np.random.default_rng(0), step.init(0)
     for number in range(num_steps):
@@ -108,12 +115,10 @@ def in_words(row: Row) -> str:
     )
 
 
-def draw(rows: Sequence[Row], png: Path) -> None:
+def draw(rows: Sequence[Row], png: str) -> None:
     """Each expert's load over time, one panel a layer, and the drop rate below."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        sys.exit("--png needs matplotlib: pip install '.[plots]'")
+    from matplotlib.figure import Figure
+
     num_layers = len(rows[0]["load"])
     figure = Figure(figsize=(7, 1.6 * (num_layers + 1)), layout="constrained")
     *panels, last = figure.subplots(num_layers + 1, sharex=True)

@@ -13,10 +13,14 @@ def loss(config, params, bias, batch):
     """Mean loss with the auxiliary ones; assignments dropped; each layer's tokens."""
     x = params["token_embed"][batch["tokens"]]
     auxiliary, dropped, tokens = 0.0, 0, []
-    blocks = params["blocks"]
-    for layer in range(config.layers):
-        own = jax.tree.map(lambda value, at=layer: value[at], blocks)
-        x = x + _attention(config, own["attention"], _norm(x, own["attention_norm"]))
+    attend = _latent_attention if config.kv_lora_rank else _attention
+    for layer in range(config.dense_layers):
+        own = jax.tree.map(lambda value, at=layer: value[at], params["dense_blocks"])
+        x = x + attend(config, own["attention"], _norm(x, own["attention_norm"]))
+        x = x + _mlp(own["mlp"], _norm(x, own["mlp_norm"]))
+    for layer in range(config.layers - config.dense_layers):
+        own = jax.tree.map(lambda value, at=layer: value[at], params["blocks"])
+        x = x + attend(config, own["attention"], _norm(x, own["attention_norm"]))
         y, more, lost, used = _experts(
             config, own["mlp"], bias[layer], _norm(x, own["mlp_norm"])
         )
@@ -32,6 +36,31 @@ def loss(config, params, bias, batch):
 
 def _norm(x, params):
     return x * jax.lax.rsqrt((x**2).mean(-1, keepdims=True) + 1e-5) * params["scale"]
+
+
+def _mlp(params, x):
+    gate, up = (x @ params["gate_up"][:, part] for part in (0, 1))
+    return (jax.nn.silu(gate) * up) @ params["down"]
+
+
+def _latent_attention(config, params, x):
+    """DeepSeek-AI 2024, equations 1 to 11: a rotary key for all heads, no cache."""
+    nope, rope = config.qk_nope_head_dim, config.qk_rope_head_dim
+    rank, source = config.kv_lora_rank, x
+    if config.q_lora_rank:
+        source = _norm(x @ params["q_down"], params["q_norm"])
+    q = jnp.einsum("btr,rnh->btnh", source, params["q"])
+    down = x @ params["kv_down"]
+    latent, shared = _norm(down[..., :rank], params["kv_norm"]), down[..., rank:]
+    kv = jnp.einsum("btr,rnh->btnh", latent, params["kv"])
+    q_rotated = _rotated(q[..., None, nope:], rope)[..., 0, :]
+    k_rotated = _rotated(shared[:, :, None, None], rope)[:, :, 0, 0]
+    scores = jnp.einsum("btnh,bsnh->bnts", q[..., :nope], kv[..., :nope])
+    scores = scores + jnp.einsum("btnh,bsh->bnts", q_rotated, k_rotated)
+    seen = np.tril(np.ones((x.shape[1], x.shape[1]), bool))
+    scores = jnp.where(seen, scores / np.sqrt(nope + rope), -1e30)
+    mixed = jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores, -1), kv[..., nope:])
+    return jnp.einsum("btnh,nhd->btd", mixed, params["out"])
 
 
 def _attention(config, params, x):
@@ -76,8 +105,7 @@ def _experts(config, params, bias, x):
         weight = (weights * hits[..., expert] * kept).sum(-1)
         y = y + config.scale * weight[..., None] * out
     if config.shared_experts:
-        gate, up = (x @ params["shared"]["gate_up"][:, part] for part in (0, 1))
-        y = y + (jax.nn.silu(gate) * up) @ params["shared"]["down"]
+        y = y + _mlp(params["shared"], x)
     seq = x.shape[1]
     used = hits.sum((1, 2)) / (seq * config.top_k)
     mean = (scores / scores.sum(-1, keepdims=True)).mean(1)

@@ -22,11 +22,14 @@ from meshpar import (
     make_train_step,
 )
 from meshpar.layout import BATCH_AXES
+from meshpar.mesh import use_mesh
+from meshpar.model.tracing import traced_batch
 from meshpar.models.layers.router import Router, RouterConfig
-from meshpar.models.presets import build
+from meshpar.models.presets import build, configure
 from meshpar.parallel.expert import tiles
 from meshpar.parallel.expert.experts import routed_mlp
 from meshpar.parallel.expert.routes import most_for_one, routes_of, sent, slots
+from meshpar.parallel.tensor import vocab_lookup
 from tests.marks import slow
 from tests.zoo.experts import SOFT_EXPERTS
 
@@ -193,12 +196,12 @@ def test_tiles_that_are_not_full_are_an_eighth_of_the_work_at_most(rows, experts
 # Routers.
 
 
-def chosen(config, logits):
+def chosen(config, logits, **batch):
     """Experts, weights and sums of a router whose logits are given."""
     with nnx.use_eager_sharding(False):
         router = Router(logits.shape[-1], config, init_std=0.02, rngs=nnx.Rngs(0))
     router.scores[...] = jnp.eye(logits.shape[-1])
-    return router, *router(jnp.asarray(logits, jnp.float32), Scope())
+    return router, *router(jnp.asarray(logits, jnp.float32), Scope(batch=batch))
 
 
 def test_an_expert_takes_first_choices_first_then_earlier_tokens():
@@ -241,6 +244,29 @@ def test_an_even_load_has_a_balance_loss_of_1_a_token():
     assert sums["expert_tokens"].tolist() == [1.0] * 4
 
 
+def test_padding_goes_to_no_expert_and_counts_nowhere():
+    config = RouterConfig(experts=4, top_k=2)
+    logits = RNG.normal(size=(2, 6, 4))
+    segments = np.array([[0, -1, 0, 1, -1, 1], [-1] * 6])
+    _, experts, weights, sums = chosen(config, logits, segment_ids=segments)
+    real = segments >= 0
+    _, wanted, shares, alone = chosen(config, logits[:1, real[0]])
+    np.testing.assert_array_equal(experts[0, real[0]], wanted[0])
+    np.testing.assert_allclose(weights[0, real[0]], shares[0], rtol=1e-6)
+    assert (np.asarray(experts)[~real] == 4).all() and not weights[~real].any()
+    for name, value in alone.items():
+        np.testing.assert_allclose(sums[name], value, rtol=1e-6, err_msg=name)
+
+
+def test_padding_takes_no_place_of_an_expert():
+    config = RouterConfig(experts=2, top_k=1, capacity_factor=1.0)
+    logits = np.broadcast_to([2.0, 1.0], (1, 4, 2))
+    segments = np.array([[-1, -1, 0, 0]])
+    _, experts, _, sums = chosen(config, logits, segment_ids=segments)
+    assert experts.tolist() == [[[2], [2], [0], [0]]]
+    assert sums["dropped"] == 0
+
+
 @pytest.mark.parametrize(
     "changes, match",
     [
@@ -249,7 +275,10 @@ def test_an_even_load_has_a_balance_loss_of_1_a_token():
         ({"groups": 4, "top_groups": 5}, "top_groups=5 of them"),
         ({"groups": 4, "top_k": 4}, "top_k=4 of experts=8, 2 of which"),
         ({"score": "relu"}, "score='relu': must be one of softmax, sigmoid"),
-        ({"capacity_factor": -1.0}, "capacity_factor=-1.0: must be at least 0"),
+        (
+            {"capacity_factor": -1.0},
+            "capacity_factor=-1.0: must be at least 0; 0 is no limit",
+        ),
     ],
 )
 def test_a_router_that_cannot_be_is_refused(changes, match):
@@ -294,3 +323,69 @@ def test_sizes_of_latent_attention_without_a_latent_are_refused():
     sizes = dict(layers=1, embed=16, heads=2, kv_heads=2, expert_ffn=8)
     with pytest.raises(InputError, match="q_lora_rank=4 is for latent attention"):
         build("tiny-moe", **sizes, q_lora_rank=4)
+
+
+@pytest.mark.parametrize(
+    "changes, match",
+    [
+        ({"qk_norm": True}, "qk_norm=True with kv_lora_rank=512: latent attention has"),
+        ({"head_dim": 64}, "head_dim=64 with kv_lora_rank=512: latent attention has"),
+        ({"kv_heads": 8}, "kv_heads=8 with kv_lora_rank=512: latent attention has"),
+        (
+            {"qk_rope_head_dim": 63, "v_head_dim": 8},
+            "qk_rope_head_dim=63: must be even",
+        ),
+    ],
+)
+def test_what_latent_attention_would_leave_unused_is_refused(changes, match):
+    with pytest.raises(InputError, match=match):
+        configure("deepseek-v3", **changes)
+    assert configure("deepseek-v3", heads=8).latent is not None
+
+
+def test_rules_that_split_a_tokens_values_are_refused_in_one_line():
+    rules = default_rules("tensor=2").with_rules(
+        embed="tensor", mlp=None, heads=None, kv_heads=None, vocab=None
+    )
+    scope = Scope(rules=rules)
+    mesh = make_mesh("tensor=2", jax.devices()[:2])
+    arrays = X, LOADS["spread"], WEIGHTS, GATE_UP, DOWN
+    with (
+        use_mesh(mesh),
+        pytest.raises(InputError, match="'embed' is mapped to tensor, but experts"),
+    ):
+        jax.eval_shape(
+            lambda *arrays: routed_mlp(*arrays, scope, num_experts=EXPERTS), *arrays
+        )
+    with use_mesh(mesh), pytest.raises(InputError, match="embedding rows are looked"):
+        jax.eval_shape(
+            lambda table, tokens: vocab_lookup(table, tokens, scope),
+            jnp.zeros((16, 8)),
+            jnp.zeros((2, 4), jnp.int32),
+        )
+
+
+@pytest.mark.parametrize("param_dtype", ["fp32", "bf16", "bf16_stochastic"])
+def test_a_routers_weights_stay_in_fp32_under_bf16(param_dtype):
+    seen = []
+    model = build("tiny-moe", layers=1, embed=16, heads=2, kv_heads=2, expert_ffn=8)
+    [group] = model.groups
+
+    def block(params, x, scope):
+        seen.append(jax.tree.map(lambda value: value.dtype, params["mlp"]))
+        return group.block(params, x, scope)
+
+    model = replace(model, groups=(replace(group, block=block),))
+    step = make_train_step(
+        model,
+        optax.sgd(0.1),
+        Layout(precision="bf16", param_dtype=param_dtype),
+        devices=jax.devices()[:1],
+    )
+    params = step.state_shapes.params["blocks"]["mlp"]
+    subject = step.audit_subject(traced_batch(model, 1, 8), gradients_only=True)
+    with use_mesh(step.mesh):
+        jax.eval_shape(subject.function, *subject.arguments)
+    assert params["router"]["scores"].dtype == seen[-1]["router"]["scores"] == "float32"
+    assert params["down"].dtype == ("float32" if param_dtype == "fp32" else "bfloat16")
+    assert seen[-1]["down"] == "bfloat16"

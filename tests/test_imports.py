@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 # matching name counts. `meshpar` alone is the public API, which those above it use.
 LAYERS = (
     ("meshpar.errors",),
-    ("meshpar.chunk_bytes", "meshpar.key_values"),
+    ("meshpar.chunk_bytes", "meshpar.expert_rooms", "meshpar.key_values"),
     ("meshpar.residual_names", "meshpar.collective_kinds", "meshpar.schedules"),
     (
         "meshpar.layout",

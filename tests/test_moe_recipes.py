@@ -30,6 +30,26 @@ def test_a_preset_without_experts_is_refused_in_one_line(capsys):
     assert "preset 'test' has no experts" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "words, match",
+    [
+        ("--steps 0", "must be a whole number of at least 1"),
+        ("--log-json nowhere/load.jsonl", "there is no folder 'nowhere'"),
+        ("--png load.gif", "--png 'load.gif': no picture of that kind"),
+        ("--layout data=-1,expert=4", "give every mesh axis a size"),
+        ("--global-batch 3", "3 examples, which do not divide over 8 devices"),
+    ],
+)
+def test_bad_options_are_refused_in_one_line_before_training(words, match, capsys):
+    try:
+        status = moe.main(["--preset", "tiny-moe", *words.split()])
+    except SystemExit as ending:
+        status = ending.code
+    said = capsys.readouterr()
+    assert status == 2 and said.out == ""
+    assert match in said.err.strip().splitlines()[-1]
+
+
 @pytest.mark.slow
 def test_every_program_of_the_bench_has_the_gradients_of_one_device(capsys):
     words = "--tokens 128 --embed 16 --hidden 16 --rounds 1"

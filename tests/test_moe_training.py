@@ -13,7 +13,7 @@ from flax import nnx
 from meshpar import Layout, make_train_step
 from meshpar.mesh import use_mesh
 from meshpar.model.values import initial_key
-from meshpar.models.moe import MoEConfig, RoutedBlock, moe
+from meshpar.models.moe import DenseBlock, MoEConfig, RoutedBlock, moe
 from meshpar.train.layer_order import in_model_order
 from tests import moe_reference
 from tests.marks import slow
@@ -32,6 +32,24 @@ CONFIGS = {
         shared_experts=1,
         scale=2.5,
         bias_rate=0.01,
+    ),
+    "like DeepSeek-V3": replace(
+        SMALL,
+        layers=3,
+        kv_heads=0,
+        dense_layers=1,
+        ffn=24,
+        score="sigmoid",
+        groups=4,
+        top_groups=2,
+        shared_experts=1,
+        scale=2.5,
+        bias_rate=0.01,
+        q_lora_rank=8,
+        kv_lora_rank=6,
+        qk_nope_head_dim=4,
+        qk_rope_head_dim=4,
+        v_head_dim=6,
     ),
     "all experts": replace(SMALL, experts=4, top_k=4),
     "four layers": replace(SMALL, layers=4, bias_rate=0.01),
@@ -52,14 +70,21 @@ def batches():
 def initial_of(config):
     """Values as Flax alone draws them, one block after another."""
 
-    @jax.jit
-    def drawn(key):
-        with nnx.use_eager_sharding(False):
-            block = RoutedBlock(config, nnx.Rngs(key))
-        return nnx.to_pure_dict(nnx.split(block, nnx.Param, ...)[1])
+    def group(name, kind, layers):
+        @jax.jit
+        def drawn(key):
+            with nnx.use_eager_sharding(False):
+                block = kind(config, nnx.Rngs(key))
+            return nnx.to_pure_dict(nnx.split(block, nnx.Param, ...)[1])
 
-    blocks = [drawn(initial_key(0, "blocks", layer)) for layer in range(config.layers)]
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks)
+        blocks = [drawn(initial_key(0, name, layer)) for layer in range(layers)]
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks)
+
+    dense = config.dense_layers
+    found = {"blocks": group("blocks", RoutedBlock, config.layers - dense)}
+    if dense:
+        found["dense_blocks"] = group("dense_blocks", DenseBlock, dense)
+    return found
 
 
 @functools.cache
@@ -67,7 +92,7 @@ def reference(name):
     """Losses, norms and drops of the plain program, its parameters and biases."""
     config = CONFIGS[name]
     model = moe(config)
-    params = {**jax.jit(model.init)(0), "blocks": initial_of(config)}
+    params = {**jax.jit(model.init)(0), **initial_of(config)}
     optimizer = optax.chain(optax.clip_by_global_norm(LIMIT), OPTIMIZER)
 
     @jax.jit
@@ -83,7 +108,7 @@ def reference(name):
         return params, opt_state, bias, loss, norm, dropped
 
     first, opt_state, rows = params, optimizer.init(params), []
-    bias = jnp.zeros((config.layers, config.experts))
+    bias = jnp.zeros((config.layers - config.dense_layers, config.experts))
     for batch in batches():
         params, opt_state, bias, *row = step(params, opt_state, bias, batch)
         rows.append([float(value) for value in row])
@@ -116,6 +141,17 @@ CASES = [
     ("dropless", "expert=4"),
     ("capacity", "data=2,expert=2"),
     ("capacity", "data=2,context=2,expert=2"),
+    ("like DeepSeek-V3", "expert=2,tensor=2"),
+    ("dropless", "fsdp=2,expert=2,zero_axes=fsdp/expert"),
+    slow("dropless", "expert=4,zero=1,zero_axes=expert"),
+    slow("dropless", "data=2,expert=2,tensor=2,zero=2,zero_axes=data/expert"),
+    slow(
+        "dropless",
+        "fsdp=2,stage=2,expert=2,microbatches=2,zero_axes=fsdp/expert,"
+        "fsdp_gather=microbatch",
+    ),
+    slow("like DeepSeek-V3", "fsdp=2,stage=2,expert=2,microbatches=2,remat=full"),
+    slow("like DeepSeek-V3", "context=2,expert=2,tensor=2,sequence_parallel=true"),
     slow("dropless", "stage=2,context=2,expert=2,microbatches=2"),
     slow("dropless", "context=4,expert=2,attention=ulysses"),
     slow("dropless", "expert=8"),

@@ -75,6 +75,7 @@ def test_what_is_scattered_along_the_layers_is_reduced_whole(monkeypatch):
         whole = PartitionSpec(None)
         return Stored(
             spec=whole,
+            used_spec=whole,
             loop_spec=whole,
             gradient_spec=whole,
             state_spec=state_spec,

@@ -15,12 +15,17 @@ from meshpar.planner.workload.shapes import SHAPES
 BATCH, SEQ = 16, 64
 
 
-def audited(preset, layout):
-    """Bytes that a device of the compiled step sends, by mesh axes and kind."""
+def audited(preset, layout, *, first=False):
+    """Bytes that a device of the compiled step sends, by mesh axes and kind.
+
+    With `first` without loops that may not run.
+    """
     step = make_train_step(build(preset), optax.adam(1e-3), layout)
     found = {}
     for row in audit(step, batch_shapes(BATCH, SEQ)).rows:
         collective = row.collective
+        if first and not collective.counted:
+            continue
         key = (collective.mesh_axes, collective.kind)
         sent = collective.wire_bytes * collective.executions
         found[key] = found.get(key, 0) + sent
@@ -113,3 +118,41 @@ def test_bytes_of_sequence_parallelism_are_those_of_the_compiled_step(layout):
         assert ours.get(key, 0) == pytest.approx(
             theirs.get(key, 0), rel=0.02, abs=SCALARS
         ), key
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "data=2,expert=4",
+        *(
+            pytest.param(layout, marks=pytest.mark.slow)
+            for layout in (
+                "data=2,expert=4,remat=full",
+                "expert=4,tensor=2,remat=dots",
+                "expert=8,remat=save:experts_in",
+            )
+        ),
+    ],
+)
+def test_bytes_of_experts_are_those_of_the_compiled_step(layout):
+    """Of first rounds: how many follow is a value of the data."""
+    key = ("expert",), "all-to-all"
+    ours = planned("tiny-moe", layout)[key]
+    assert ours == pytest.approx(audited("tiny-moe", layout, first=True)[key], rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "fsdp=2,expert=4,zero_axes=fsdp/expert",
+        "data=2,expert=4,zero=1,zero_axes=expert",
+    ],
+)
+def test_bytes_of_what_is_shared_out_over_experts_are_those_of_the_step(layout):
+    ours, theirs = planned("tiny-moe", layout), audited("tiny-moe", layout, first=True)
+    for key in ours.keys() | theirs.keys():
+        if key[1] in ("all-gather", "reduce-scatter"):
+            assert ours.get(key, 0) == pytest.approx(
+                theirs.get(key, 0), rel=0.02, abs=SCALARS
+            ), key

@@ -215,6 +215,16 @@ def test_experts_are_split_over_their_axis_and_dense_parts_are_not():
     assert saved == 8 * experts * 7 / 8
 
 
+def test_what_is_no_expert_may_be_shared_out_over_the_experts_axis():
+    line = "expert=8,precision=bf16,zero=1"
+    alone = of(f"{line},zero_axes=expert", preset="mixtral-8x7b", global_batch=8)
+    workload = SHAPES["mixtral-8x7b"]
+    experts = workload.layers * workload.expert_parameters(moe=True)
+    dense = workload.num_parameters - experts
+    # Adam's two moments; an expert's lie with it already.
+    assert alone.optimizer_bytes == pytest.approx(8 * (dense + experts) / 8)
+
+
 def test_masks_of_dropout_are_kept():
     gpt2 = SHAPES["gpt2-xl"]
     kept = [

@@ -1,5 +1,6 @@
 """Step times: limits that hold whatever the constants are."""
 
+import collections
 import dataclasses
 
 import pytest
@@ -188,16 +189,17 @@ def test_context_and_expert_traffic_is_counted_on_their_axes():
     assert ring.time.exposed_s.get("context", 0) <= gather.time.exposed_s["context"]
     experts = of("expert=8,precision=bf16", preset="mixtral-8x7b", global_batch=8)
     assert experts.time.exposed_s["expert"] > 0
-    sent = {
-        collective.kind: collective.wire_bytes for collective in experts.collectives
-    }
+    sent = collections.Counter()
+    for collective in experts.collectives:
+        sent[collective.kind] += collective.wire_bytes
     workload = SHAPES["mixtral-8x7b"]
     routed = workload.layers * workload.expert_parameters(moe=True)
     dense = workload.num_parameters - routed
     assert sent["all-reduce"] == 4 * dense * 2 * 7 / 8
-    # Two of a token's eight choices, there and back, forward and backward.
-    each = 4096 * 2 * 4096 * 2 * 7 / 8
-    assert sent["all-to-all"] == 32 * 4 * each
+    # Two of a token's eight choices and a quarter more, there and back, forward and
+    # backward; with each its expert and weight, and back the weight's gradient.
+    rows = 1.25 * 4096 * 2 * 7 / 8
+    assert sent["all-to-all"] == 32 * rows * (4 * 4096 * 2 + 8 + 4)
 
 
 def test_more_devices_wait_longer_for_the_slowest():

@@ -134,7 +134,7 @@ def test_what_attention_repeats_sends_keys_and_values_again():
     assert full == pytest.approx((7 + 7 + 2 * 8 + 7) / (7 + 7 + 2 * 8) * none)
 
 
-@pytest.mark.parametrize("remat", ["none", "full", "save:mlp_gate_up"])
+@pytest.mark.parametrize("remat", ["none", "full", "save:experts_gate_up"])
 def test_experts_are_exposed_for_as_long_as_their_bytes_take(remat):
     layout = f"expert=8,precision=bf16,remat={remat}"
     found = of(layout, preset="mixtral-8x7b", global_batch=8)

@@ -92,6 +92,7 @@ def test_gradients_joined_to_one_padded_matrix_keep_their_values():
         spec = P(*axes)
         return Stored(
             spec=spec,
+            used_spec=P(*(None for _ in axes)),
             loop_spec=spec,
             gradient_spec=spec,
             state_spec=spec,

@@ -83,7 +83,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--axes",
         choices=("built", "planned"),
         default="built",
-        help="mesh axes to use: all in both cases, as make_train_step lays out each",
+        help="mesh axes to use: both mean all of them, since make_train_step lays out "
+        "each",
     )
     add("--plans", type=positive, default=10, metavar="N", help="plans to print")
     add(

@@ -225,6 +225,7 @@ class Functional:
                     dtype=leaf.value.dtype,
                     logical_axes=axes,
                     num_layers=num_layers,
+                    in_full=_in_full(leaf.template),
                 )
                 insert(tree, leaf.path, parameter)
         return tree
@@ -312,6 +313,11 @@ def _leaf(path: tuple, leaf: Any, shape: Any, what: str) -> _Leaf:
         return _Leaf(path, template, "state", shape)
     role = "param" if jnp.issubdtype(shape.dtype, jnp.inexact) else "constant"
     return _Leaf(path, template, role, shape)
+
+
+def _in_full(template: nnx.Variable | None) -> bool:
+    """Whether a variable was made with `in_full=True` (`Parameter`)."""
+    return template is not None and bool(template.get_metadata().get("in_full", False))
 
 
 def _value(leaf: Any) -> Any:

@@ -29,6 +29,8 @@ class Parameter:
             blocks.
         layer_order: The layer at each place of that dim, -1 for a place without one;
             first to last when absent.
+        in_full: Whether it is stored and used in fp32, whatever the layout's
+            `param_dtype` and `precision`.
     """
 
     shape: tuple[int, ...]
@@ -37,6 +39,7 @@ class Parameter:
     initial: Callable[[jax.Array], jax.Array] | None = None
     num_layers: int | None = None
     layer_order: tuple[int, ...] | None = None
+    in_full: bool = False
 
     @property
     def places(self) -> tuple[int, ...]:

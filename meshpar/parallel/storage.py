@@ -53,9 +53,10 @@ def stored_parameters(
         specs = parameter_specs(path_name(path), parameter, layout, rules)
         # Complex numbers have no half precision.
         own = None if jnp.issubdtype(parameter.dtype, jnp.floating) else parameter.dtype
+        used = jnp.float32 if parameter.in_full else compute_dtype
         return Stored(
             **specs,
-            compute_dtype=own or compute_dtype,
+            compute_dtype=own or used,
             gradient_dtype=own or gradient_dtype,
             sum_dtype=own or sum_dtype,
             scatter_columns=scatter_columns,
@@ -86,6 +87,7 @@ def parameter_specs(
     layerwise = layout.zero == 3 and not once
     return {
         "spec": split if layout.zero == 3 else whole,
+        "used_spec": whole,
         "loop_spec": split if layerwise and parameter.num_layers else whole,
         "gradient_spec": split
         if layerwise or (layout.zero == 2 and by_layer)
@@ -134,7 +136,9 @@ def moved_because(
     """Why another dim is split over batch axes than a rule says; None if none is."""
     ruled = _ruled_dims(parameter, rules)
     split = [
-        dim for dim, entry in enumerate(spec) if set(entry_axes(entry)) & set(ZERO_AXES)
+        dim
+        for dim, entry in enumerate(spec)
+        if zero_axes_in(parameter.stacked_axes[dim], entry_axes(entry))
     ]
     if not split or set(ruled) & set(split):
         return None
@@ -149,10 +153,20 @@ def moved_because(
 def _without_zero_axes(rules: Rules) -> Rules:
     stored = rules.stored
     table = {
-        logical_axis: tuple(axis for axis in mesh_axes if axis not in ZERO_AXES)
+        logical_axis: tuple(
+            axis
+            for axis in mesh_axes
+            if axis not in zero_axes_in(logical_axis, mesh_axes)
+        )
         for logical_axis, mesh_axes in stored.table.items()
     }
     return replace(stored, table=table)
+
+
+def zero_axes_in(logical_axis: str | None, mesh_axes: Sequence[str]) -> tuple[str, ...]:
+    """Those of a dim's mesh axes that ZeRO shares out; experts have `expert` to use."""
+    used = ("expert",) if logical_axis == "experts" else ()
+    return tuple(axis for axis in mesh_axes if axis in ZERO_AXES and axis not in used)
 
 
 def _split(
@@ -204,7 +218,7 @@ def _ruled_dims(parameter: Parameter, rules: Rules) -> list[int]:
     return [
         dim
         for dim, name in enumerate(parameter.stacked_axes)
-        if name is not None and set(table[name]) & set(ZERO_AXES)
+        if name is not None and zero_axes_in(name, table[name])
     ]
 
 
@@ -213,7 +227,12 @@ def split_axes_of(layout: Layout, rules: Rules) -> tuple[str, ...]:
     chosen = layout.split_axes
     if layout.zero == 3:  # a rule says over which axes, and whether at all
         stored = rules.stored.table
-        mapped = {axis for name in stored if name != "batch" for axis in stored[name]}
+        mapped = {
+            axis
+            for name, axes in stored.items()
+            if name != "batch"
+            for axis in zero_axes_in(name, axes)
+        }
         chosen = tuple(axis for axis in ZERO_AXES if axis in mapped)
     return tuple(axis for axis in chosen if layout.mesh_shape[axis] > 1)
 

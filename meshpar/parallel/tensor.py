@@ -21,8 +21,9 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int32, Integer, Shaped
 
 from meshpar.collectives import asked, sum_dtype
+from meshpar.errors import InputError
 from meshpar.model.scope import Scope
-from meshpar.rules.rules import auto_mesh_shape, spec_axes
+from meshpar.rules.rules import auto_mesh_shape, entry_axes, spec_axes
 
 AnyArray = Array | np.ndarray
 """An array, which outside of a program may be NumPy's."""
@@ -46,12 +47,34 @@ def vocab_lookup(
 
     Returns:
         (batch, seq, embed); NaN for a token outside the vocabulary, on every layout.
+
+    Raises:
+        InputError: The rules split `embed` over a mesh axis of GSPMD.
     """
     spec = PartitionSpec(None, None)
     if scope.rules is not None:
         sizes = auto_mesh_shape()
         spec = scope.rules.spec(("vocab", "embed"), table.shape, mesh_shape=sizes)
+        refuse_split_embed(entry_axes(spec[1]), "embedding rows are looked up")
     return _lookup(table, tokens, spec, sum_dtype(table.dtype, scope.platform))
+
+
+def refuse_split_embed(mesh_axes: tuple[str, ...], where: str) -> None:
+    """Refuses rules that split a token's values where each device needs all of them.
+
+    Args:
+        mesh_axes: Those that the rules split `embed` over.
+        where: What the values are whole for.
+
+    Raises:
+        InputError: There are any.
+    """
+    if mesh_axes:
+        raise InputError(
+            f"logical axis 'embed' is mapped to {'/'.join(mesh_axes)}, but {where} "
+            "whole, all values of a token on each device; map 'embed' to None, and "
+            "'mlp' and 'heads' to it"
+        )
 
 
 def cross_entropy(

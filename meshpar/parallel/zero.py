@@ -32,6 +32,8 @@ class Stored:
 
     Args:
         spec: The parameter at rest.
+        used_spec: The parameter whole over the axes of ZeRO, as matmuls take it;
+            experts stay split over theirs.
         loop_spec: The parameter while a step's blocks run, gathered layer by layer
             from there; whole outside the blocks.
         gradient_spec: Its gradient while they run, as it is added up.
@@ -44,6 +46,7 @@ class Stored:
     """
 
     spec: PartitionSpec
+    used_spec: PartitionSpec
     loop_spec: PartitionSpec
     gradient_spec: PartitionSpec
     state_spec: PartitionSpec
@@ -51,11 +54,6 @@ class Stored:
     gradient_dtype: Any = jnp.float32
     sum_dtype: Any = jnp.float32
     scatter_columns: int = 1
-
-    @property
-    def used_spec(self) -> PartitionSpec:
-        """The parameter whole over the axes of ZeRO, as matmuls take it."""
-        return without_zero_axes(self.spec)
 
     @property
     def automatic_spec(self) -> PartitionSpec:
@@ -69,7 +67,7 @@ class Stored:
 
     def without_layers(self) -> Stored:
         """The same of one layer, its leading dim gone."""
-        names = ("spec", "loop_spec", "gradient_spec", "state_spec")
+        names = ("spec", "used_spec", "loop_spec", "gradient_spec", "state_spec")
         specs: dict[str, Any] = {
             name: PartitionSpec(*getattr(self, name)[1:]) for name in names
         }
@@ -79,11 +77,6 @@ class Stored:
 def manual_spec(spec: PartitionSpec) -> PartitionSpec:
     """The part of a layout that `jax.shard_map` over the manual axes splits."""
     return _only(spec, MANUAL_AXES.__contains__)
-
-
-def without_zero_axes(spec: PartitionSpec) -> PartitionSpec:
-    """A layout, whole over the axes of ZeRO; experts stay split over theirs."""
-    return _only(spec, lambda axis: axis not in ZERO_AXES)
 
 
 def before_loop(stored: Stored) -> Dims:

@@ -88,9 +88,12 @@ def stored(
             is_leaf=is_parameter,
         )
     dtype = PARAM_DTYPES[param_dtype]
-    return jax.tree.map(
-        lambda value: value if jnp.iscomplexobj(value) else value.astype(dtype), values
-    )
+
+    def nearest(parameter: Parameter, value: jax.Array) -> jax.Array:
+        whole = parameter.in_full or jnp.iscomplexobj(value)
+        return value if whole else value.astype(dtype)
+
+    return jax.tree.map(nearest, model.parameters, values, is_leaf=is_parameter)
 
 
 def stochastic_round(
@@ -108,7 +111,7 @@ def stochastic_round(
 
 
 def _rounded(value: jax.Array, keys: jax.Array, parameter: Parameter) -> jax.Array:
-    if jnp.iscomplexobj(value):
+    if parameter.in_full or jnp.iscomplexobj(value):
         return value
     if parameter.num_layers is None:
         return stochastic_round(value, keys)

@@ -92,7 +92,7 @@ def rule_refusals(rules: Rules, layout: Layout) -> Iterator[tuple[str, RuleError
         if "stage" in mesh_axes and logical_axis != "layers" and layout.stage > 1:
             yield logical_axis, _stage_error(logical_axis)
     for logical_axis, mesh_axes in rules.stored.table.items():
-        shared = logical_axis in ("experts", "batch")
+        shared = logical_axis in ("experts", "batch") or "expert" in layout.split_axes
         if "expert" in mesh_axes and not shared and layout.expert > 1:
             yield logical_axis, _expert_error(logical_axis)
     yield from _unused_zero_keys(rules, layout)
@@ -252,7 +252,7 @@ def _split_replicas(rules: Rules, layout: Layout) -> Iterator[tuple[str, RuleErr
 
 def _layers_error(mesh_axes: tuple[str, ...], layout: Layout) -> RuleError | None:
     at_work = tuple(axis for axis in mesh_axes if layout.mesh_shape[axis] > 1)
-    if set(mesh_axes) & set(ZERO_AXES) or set(at_work) - {"stage"}:
+    if set(mesh_axes) & (set(ZERO_AXES) - {"expert"}) or set(at_work) - {"stage"}:
         return RuleError(
             "claimed_twice",
             f"logical axis 'layers' is mapped to {mesh_axes}, but every device runs "

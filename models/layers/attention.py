@@ -12,12 +12,13 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Float
 
-from meshpar import InputError, Scope
+from meshpar import Scope
 from meshpar.hardware.attention_choice import (
     AttentionAsked,
     AttentionChoice,
     attention_choice,
 )
+from meshpar.models.field_types import check_kv_heads
 from meshpar.models.layers.causal_attention import causal_attention, full_attention
 from meshpar.models.layers.norm import RMSNorm
 from meshpar.models.layers.recomputed import recomputed
@@ -76,11 +77,7 @@ class Attention(nnx.Module):
         causal: bool = True,
         window: int | None = None,
     ) -> None:
-        if heads % kv_heads:
-            raise InputError(
-                f"heads={heads} is not a multiple of kv_heads={kv_heads}; every "
-                "key/value head serves the same number of query heads"
-            )
+        check_kv_heads(heads, kv_heads)
         self.heads, self.group = heads, heads // kv_heads
         self.causal, self.window = causal, window
         self.frequencies = None if frequencies is None else tuple(frequencies)

@@ -18,7 +18,7 @@ from jax import lax
 
 from meshpar import InputError, Scope
 from meshpar.model.sums import Sums
-from meshpar.models.field_types import check_field_types, check_sizes
+from meshpar.models.field_types import check_field_types, check_least_zero, check_sizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +63,7 @@ class RouterConfig:
         check_sizes(self, "experts", "top_k", "groups", "top_groups")
         if self.score not in ("softmax", "sigmoid"):
             raise InputError(f"score={self.score!r}: must be one of softmax, sigmoid")
-        for name in ("capacity_factor", "bias_rate"):
-            if getattr(self, name) < 0:
-                raise InputError(f"{name}={getattr(self, name)}: must be at least 0")
+        check_least_zero(self, capacity_factor="no limit", bias_rate="no bias")
         if self.experts % self.groups or self.top_groups > self.groups:
             raise InputError(
                 f"experts={self.experts} in groups={self.groups}, "
@@ -113,6 +111,7 @@ class Router(nnx.Module):
         self.scores = nnx.Param(
             draw(rngs.params(), (embed, config.experts), jnp.float32),
             out_sharding=("embed", None),
+            in_full=True,
         )
         zeros = jnp.zeros((config.experts,), jnp.float32)
         self.bias = nnx.Variable(zeros) if config.bias_rate else None
@@ -120,6 +119,9 @@ class Router(nnx.Module):
 
     def __call__(self, x: jax.Array, scope: Scope) -> tuple[jax.Array, jax.Array, Sums]:
         """Tokens (batch, seq, embed) -> experts, weights, and sums.
+
+        Tokens of a `segment_ids` below 0 are padding: they go to no expert, and count
+        nowhere.
 
         Returns:
             int32 (batch, seq, top_k), `config.experts` where dropped; fp32 weights
@@ -138,9 +140,12 @@ class Router(nnx.Module):
         weights = jnp.take_along_axis(scores, experts, axis=-1)
         if config.normalised:
             weights = weights / jnp.maximum(weights.sum(-1, keepdims=True), 1e-20)
-        sums = _sums(logits, scores, experts, config, scope)
-        kept = _kept(experts, config, scope)
-        sums["dropped"] = jnp.sum(~kept, dtype=jnp.float32)
+        real = _real(scope, experts.shape[:2])
+        experts = jnp.where(real[..., None], experts, config.experts)
+        sums = _sums(logits, scores, experts, real, config, scope)
+        kept = _kept(experts, config, scope) & real[..., None]
+        lost = jnp.sum(~kept, dtype=jnp.float32)
+        sums["dropped"] = lost - config.top_k * jnp.sum(~real, dtype=jnp.float32)
         experts = jnp.where(kept, experts, config.experts)
         return experts, jnp.where(kept, weights, 0.0) * config.scale, sums
 
@@ -179,30 +184,40 @@ def _of_best_groups(scores: jax.Array, config: RouterConfig) -> jax.Array:
     return jnp.where(allowed[..., None], grouped, -jnp.inf).reshape(scores.shape)
 
 
+def _real(scope: Scope, tokens: tuple[int, ...]) -> jax.Array:
+    """(batch, seq), False for padding, if a batch says what that is."""
+    segments = scope.batch.get("segment_ids")
+    return jnp.ones(tokens, bool) if segments is None else segments >= 0
+
+
 def _sums(
     logits: jax.Array,
     scores: jax.Array,
     experts: jax.Array,
+    real: jax.Array,
     config: RouterConfig,
     scope: Scope,
 ) -> Sums:
     """Auxiliary losses over the tokens, and each expert's tokens.
 
-    `load_balance` of an example is `seq * experts * sum_e f_e P_e` with the share f of
-    assignments and the mean share P of the scores, `seq` where they are even (Fedus et
-    al. 2022, equation 4, of each example as in DeepSeek-AI 2024, equation 17);
-    `router_z` is the sum of `logsumexp(logits)^2` (Zoph et al. 2022, equation 5).
+    `load_balance` of an example is `n * experts * sum_e f_e P_e` with its n tokens,
+    the share f of assignments and the mean share P of the scores, n where they are
+    even (Fedus et al. 2022, equation 4, of each example as in DeepSeek-AI 2024,
+    equation 17); `router_z` is the sum of `logsumexp(logits)^2` (Zoph et al. 2022,
+    equation 5).
     """
-    seq = scope.seq_length(experts.shape[1])
     hits = experts[..., None] == jnp.arange(config.experts)
     tokens_BE = jnp.sum(hits, axis=(1, 2), dtype=jnp.float32)
     shares = scores / jnp.sum(scores, axis=-1, keepdims=True)
-    mean_BE = shares.sum(axis=1) / seq
+    shares_BE = jnp.sum(shares * real[..., None], axis=1)
     of_sequence_BE = scope.sequence_sum(lax.stop_gradient(tokens_BE))
-    even = of_sequence_BE / (seq * config.top_k) * mean_BE * config.experts * seq
+    # A token has top_k assignments: their sum is top_k * n.
+    assigned_B1 = jnp.maximum(of_sequence_BE.sum(-1, keepdims=True), 1.0)
+    even = config.experts * of_sequence_BE / assigned_B1 * shares_BE
+    squares = jax.nn.logsumexp(logits, axis=-1) ** 2
     return {
         "load_balance": jnp.sum(even),
-        "router_z": jnp.sum(jax.nn.logsumexp(logits, axis=-1) ** 2),
+        "router_z": jnp.sum(jnp.where(real, squares, 0.0)),
         "expert_tokens": tokens_BE.sum(axis=0),
     }
 

@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from meshpar import Layout, Scope, default_rules, emulate, make_mesh
+from meshpar.cli.parsing import positive
 
 EXPERTS, TOP_K = 8, 2
 
@@ -30,12 +31,19 @@ EXPERTS, TOP_K = 8, 2
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints a table."""
     parser = argparse.ArgumentParser(prog="python -m recipes.bench.moe")
-    parser.add_argument("--devices", type=int, default=8, help="virtual CPU devices")
-    parser.add_argument("--tokens", type=int, default=2048, help="of all devices")
-    parser.add_argument("--embed", type=int, default=256)
-    parser.add_argument("--hidden", type=int, default=512, help="of an expert")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--devices", type=positive, default=8, help="virtual CPU devices"
+    )
+    parser.add_argument("--tokens", type=positive, default=2048, help="in all")
+    parser.add_argument("--embed", type=positive, default=256)
+    parser.add_argument("--hidden", type=positive, default=512, help="of an expert")
+    parser.add_argument("--rounds", type=positive, default=5)
     args = parser.parse_args(argv)
+    if args.tokens % EXPERTS:
+        parser.error(
+            f"--tokens {args.tokens}: must be a multiple of {EXPERTS}, as many for "
+            "each device and expert"
+        )
     emulate(args.devices)
     arrays = _arrays(args.tokens, args.embed, args.hidden)
     degrees = [n for n in (1, 2, 4, 8) if n <= args.devices]

@@ -28,19 +28,12 @@ from jaxtyping import Array, Float, Int
 
 from meshpar.collectives import asked, sum_dtype
 from meshpar.errors import InputError
+from meshpar.expert_rooms import first_room, further_room, most_room
 from meshpar.model.scope import SAVED_PREFIX, Scope
 from meshpar.parallel.expert.rounds import Kept, Round, run, run_backward
 from meshpar.parallel.expert.routes import Routes, most_for_one, routes_of
-from meshpar.rules.rules import auto_mesh_shape, spec_axes
-
-SPARE = 1.25
-"""Room of the first round over the rows that each device gets on average."""
-
-_MORE = 0.25
-"""Room of each further round over that of the first."""
-
-_MULTIPLE = 8
-"""Rows that a device gets are padded to a multiple of this."""
+from meshpar.parallel.tensor import refuse_split_embed
+from meshpar.rules.rules import auto_mesh_shape, entry_axes, spec_axes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +88,8 @@ def routed_mlp(
             router bounds them; no further round is needed then.
 
     Raises:
-        InputError: The experts do not lie as the rules say.
+        InputError: The experts do not lie as the rules say, or those split `embed`
+            over a mesh axis of GSPMD.
     """
     if scope.exchanges is not None:
         scope.exchanges.append("routed_mlp")
@@ -140,16 +134,12 @@ def _static(
             f"{num_experts}; give gate_up and down the logical axis 'experts', and map "
             "it to 'expert'"
         )
-    # A token goes to an expert once.
-    most = tokens * min(choices, own)
-    if most_rows is not None:
-        most = min(most, own * most_rows)
-    fair = math.ceil(SPARE * tokens * choices / num_devices)
-    room = min(most, _padded(fair)) if num_devices > 1 and most_rows is None else most
+    most = most_room(tokens, choices, own, most_rows)
+    room = first_room(tokens, choices, own, num_devices, most_rows)
     sizes = functools.partial(Round.of, axes, num_devices, own, scope.platform)
     return _Static(
         first=sizes(room),
-        more=sizes(_padded(math.ceil(_MORE * room))) if room < most else None,
+        more=sizes(further_room(room)) if room < most else None,
         split=_split(scope, shapes),
         wide=sum_dtype(jnp.float32, scope.platform),
     )
@@ -164,11 +154,8 @@ def _split(scope: Scope, shapes: tuple) -> tuple[PartitionSpec, PartitionSpec]:
         rules.spec((None, *axes), shape, mesh_shape=sizes)
         for axes, shape in zip(whole, shapes, strict=True)
     )
+    refuse_split_embed(entry_axes(gate_up[1]), "experts multiply tokens")
     return gate_up, down
-
-
-def _padded(rows: int) -> int:
-    return -(-rows // _MULTIPLE) * _MULTIPLE
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

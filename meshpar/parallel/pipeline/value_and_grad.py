@@ -281,6 +281,7 @@ def _stored(tree: Any, manual: tuple, automatic: Any) -> Any:
         wide = jnp.promote_types(value.dtype, jnp.float32)
         return Stored(
             spec=everywhere,
+            used_spec=everywhere,
             loop_spec=everywhere,
             gradient_spec=everywhere,
             state_spec=everywhere,

@@ -31,6 +31,11 @@ from meshpar.planner.workload.workload import Workload
 # the matmuls, and additions. Counted in Megatron-LM's layer.
 _FORWARD_KERNELS, _BACKWARD_KERNELS = 24, 48
 
+# Kernels that routing adds to a forward, counted in Megatron-Core's layer (its router,
+# two losses and token dispatcher): logits, scores, top-k and their weights, 4; losses,
+# 2; counts and their exchange, 2; rows in order by device and by expert, and back, 4.
+_ROUTING_KERNELS = 12
+
 
 @dataclass(frozen=True)
 class BlockTime:
@@ -68,8 +73,10 @@ def block_time(run: Run, *, moe: bool) -> BlockTime:
     backward_s = input_grad.compute_s + weight_grad.compute_s
     forward += waiting(HOST, moved_s, hidden_s=forward.compute_s)
     input_grad += waiting(HOST, moved_s, hidden_s=backward_s)
-    forward = _launched(run, forward, _FORWARD_KERNELS)
-    input_grad = _launched(run, input_grad, again.kernels, _BACKWARD_KERNELS)
+    routed = _routed_kernels(run, moe)
+    forward = _launched(run, forward, _FORWARD_KERNELS + routed)
+    backward_kernels = _BACKWARD_KERNELS + 2 * routed
+    input_grad = _launched(run, input_grad, again.kernels, backward_kernels)
     return BlockTime(
         forward=forward,
         input_grad=input_grad,
@@ -226,6 +233,17 @@ def _launched(run: Run, cost: Cost, forward: int, backward: int = 0) -> Cost:
     return Cost(cost.compute_s + launched_s, cost.exposed_s, cost.hidden_s)
 
 
+def _routed_kernels(run: Run, moe: bool) -> int:
+    """Kernels that experts add to a forward: run eagerly, two matmuls of each.
+
+    Transformer Engine's grouped matmuls are a kernel an expert. A compiled program's
+    loop over tiles is not counted.
+    """
+    if not (moe and run.execution.eager):
+        return 0
+    return _ROUTING_KERNELS + 2 * (run.workload.experts // run.layout.expert - 1)
+
+
 def _forward_bytes(run: Run, moe: bool) -> float:
     """Bytes that the forward's elementwise kernels read and write."""
     workload, execution = run.workload, run.execution
@@ -277,7 +295,12 @@ def _activation_reads(workload: Workload, execution: Execution, moe: bool) -> fl
 
 
 def _routed_bytes(run: Run, moe: bool) -> float:
-    """Bytes of one token put in the order of experts, and back (read, write)."""
+    """Bytes of one token put in the order of experts, and back (read, write).
+
+    Where devices share the experts twice: by device, and received rows by expert.
+    """
     if not moe:
         return 0.0
-    return 4 * run.workload.top_k * run.workload.hidden * run.dtype_bytes
+    orders = 2 if run.layout.expert > 1 else 1
+    each = run.workload.top_k * run.workload.hidden * run.dtype_bytes
+    return 4 * orders * each

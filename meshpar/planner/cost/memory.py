@@ -14,6 +14,7 @@ from meshpar.planner.cost.parameters import (
     ends_of_rank,
     outer_bytes,
     rank_parameters,
+    shared_out,
     stored_bytes,
 )
 from meshpar.planner.cost.pipeline_time import in_flight, lock_step
@@ -137,8 +138,9 @@ def rank_memory(run: Run, rank: int, chunks_held: float) -> Memory:
     """The memory of one rank that holds so many microbatches times chunks."""
     execution, layout = run.execution, run.layout
     parameters = rank_parameters(run, rank)
+    share = shared_out(run, rank) / parameters
     shares = {
-        name: 1 / run.state_shards if layout.zero >= level else 1.0
+        name: share if layout.zero >= level else 1.0
         for name, level in (("state", 1), ("gradient", 2), ("weight", 3))
     }
     in_flight = chunks_held / layout.chunks
@@ -220,7 +222,10 @@ def _gathered_bytes(run: Run, rank: int) -> float:
     ends = end_parameters(run, rank) * run.dtype_bytes
     moe = run.workload.is_moe(run.workload.layers)
     layers = 2 * block_parameters(run, moe=moe) * run.dtype_bytes
-    shards = (whole - ends) / run.state_shards if split and cast else 0.0
+    own = end_parameters(run, rank) / run.state_shards
+    shards = 0.0
+    if split and cast:
+        shards = (shared_out(run, rank) - own) * run.dtype_bytes
     return ends + layers + shards
 
 

@@ -45,6 +45,16 @@ def routed_parameters(run: Run, rank: int) -> float:
     return routed / layout.expert / layout.tensor
 
 
+def shared_out(run: Run, rank: int) -> float:
+    """This device's share of a rank's parameters, as ZeRO splits them.
+
+    Those of experts lie over `expert` already.
+    """
+    routed = routed_parameters(run, rank)
+    others = rank_parameters(run, rank) - routed
+    return others / run.state_shards + routed / run.routed_shards
+
+
 def end_parameters(run: Run, rank: int) -> float:
     """Of embedding and head, as far as this rank has them."""
     workload, tensor = run.workload, run.layout.tensor

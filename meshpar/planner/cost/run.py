@@ -23,7 +23,7 @@ from meshpar.planner.machine.link import Link
 from meshpar.planner.workload.workload import Workload
 from meshpar.schedules import SCHEDULES
 
-SUM_AXES = ZERO_AXES
+SUM_AXES = tuple(axis for axis in ZERO_AXES if axis != "expert")
 """The mesh axes whose devices have the same parameters and other tokens, so that the
 gradients of all parameters are summed over them.
 
@@ -82,9 +82,19 @@ class Run:
 
     @property
     def state_shards(self) -> int:
-        """Devices that ZeRO shares a parameter's states out over."""
+        """Devices that ZeRO shares the states of what is no expert out over."""
         layout = self.layout
         return math.prod(getattr(layout, axis) for axis in layout.split_axes)
+
+    @property
+    def routed_axes(self) -> tuple[str, ...]:
+        """The mesh axes of ZeRO that share out the states of experts too."""
+        return tuple(axis for axis in self.layout.split_axes if axis != "expert")
+
+    @property
+    def routed_shards(self) -> int:
+        """Devices along them."""
+        return math.prod(getattr(self.layout, axis) for axis in self.routed_axes)
 
     @property
     def summed_axes(self) -> tuple[str, ...]:

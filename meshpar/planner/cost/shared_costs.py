@@ -7,7 +7,12 @@ from typing import NamedTuple
 
 from meshpar.planner.cost.kernel_time import memory_s
 from meshpar.planner.cost.memory import least_working_bytes
-from meshpar.planner.cost.parameters import rank_parameters, stored_bytes, update_bytes
+from meshpar.planner.cost.parameters import (
+    rank_parameters,
+    shared_out,
+    stored_bytes,
+    update_bytes,
+)
 from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.traffic import step_rows, weight_rows
 from meshpar.planner.cost.traffic_row import BLOCKS, LAST_BACKWARD, NEXT_FORWARD
@@ -30,13 +35,14 @@ class SharedCosts(NamedTuple):
 def shared_costs(run: Run, kinds: tuple[bool, ...]) -> SharedCosts:
     """Those of a run; `kinds` says of each kind of block whether it has experts."""
     layout, parameters = run.layout, rank_parameters(run, 0)
+    own = shared_out(run, 0)
     whole = layout.zero == 3 and run.gathers_once
     weight_bytes, state_bytes = stored_bytes(run)
     if layout.optimizer_memory == "host":
         state_bytes = 0
     gradient_bytes = run.execution.gradient_bytes
     state = sum(
-        parameters * each / (run.state_shards if layout.zero >= level else 1)
+        each * (own if layout.zero >= level else parameters)
         for each, level in (
             (weight_bytes, 3),
             (gradient_bytes, 4 if whole else 2),
@@ -50,7 +56,7 @@ def shared_costs(run: Run, kinds: tuple[bool, ...]) -> SharedCosts:
 
 def _once_s(run: Run) -> float:
     """The update, and what is moved once that no work hides."""
-    parameters = rank_parameters(run, 0) / run.state_shards
+    parameters = shared_out(run, 0)
     hidden = {BLOCKS: math.inf}
     if run.execution.reduction_overlap:
         hidden[LAST_BACKWARD] = math.inf

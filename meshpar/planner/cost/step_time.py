@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from meshpar.planner.cost.cost import HOST, Cost
 from meshpar.planner.cost.kernel_time import host_s, memory_s
 from meshpar.planner.cost.parameters import (
-    rank_parameters,
+    shared_out,
     stored_bytes,
     update_bytes,
 )
@@ -123,7 +123,7 @@ def _once(run: Run, stages: tuple[StageTime, ...]) -> Cost:
 
 def _optimizer_s(run: Run, rank: int) -> float:
     """The update, and its state from the host's memory and back."""
-    own = rank_parameters(run, rank) / run.state_shards
+    own = shared_out(run, rank)
     seconds = memory_s(run, own * update_bytes(run))
     if run.layout.optimizer_memory == "device":
         return seconds

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from meshpar.expert_rooms import ROUTE_BYTES, WEIGHT_BYTES, first_room
 from meshpar.planner.cost.parameters import (
     block_parameters,
     end_parameters,
@@ -130,26 +131,65 @@ def _context(run: Run, again: Again) -> Iterator[Row]:
 
 
 def _expert(run: Run, again: Again) -> Iterator[Row]:
-    """Tokens sent to their experts and back."""
-    routed = run.residual_bytes * run.workload.top_k / run.layout.tensor
-    reason = "tokens to their experts"
-    one = Row(("expert",), "all-to-all", routed, reason, "forward", 2)
-    yield one
-    yield one._replace(passes="backward", times=2 * (1 + again.exchanges))
+    """Tokens sent to their experts and back.
+
+    A program that knows its loads sends what there is, each device of `tensor` its
+    part; compiled, rooms that are filled or not, of all values (`expert_rooms`).
+    """
+    workload, tokens = run.workload, run.tokens
+    if run.execution.eager:
+        there = run.residual_bytes * workload.top_k / run.layout.tensor
+        results = back = there
+    else:
+        devices = run.layout.expert
+        own = workload.experts // devices
+        rows = devices * first_room(tokens, workload.top_k, own, devices)
+        results = rows * workload.hidden * run.dtype_bytes
+        there, back = results + rows * ROUTE_BYTES, results + rows * WEIGHT_BYTES
+
+    def row(payload: float, passes: str, reason: str, times: int = 1) -> Row:
+        return Row(("expert",), "all-to-all", payload, reason, passes, times)
+
+    yield row(there, "forward", _THERE)
+    yield row(results, "forward", _BACK)
+    yield row(results, "backward", _THERE)
+    yield row(back, "backward", _BACK)
+    yield row(there, "backward", _THERE, again.exchanges)
+    if run.execution.eager:
+        yield row(results, "backward", _BACK, again.exchanges)
+
+
+_THERE, _BACK = "tokens to their experts", "and back from their experts"
 
 
 def weight_rows(run: Run, *, moe: bool) -> Rows:
     """Of one block's weights, where each use gathers them (ZeRO-3)."""
     if run.state_shards == 1 or run.layout.zero < 3 or run.gathers_once:
         return ()
-    parameters, axes = block_parameters(run, moe=moe), run.layout.split_axes
-    gathered, reduced = _split_bytes(run, parameters)
-    gather = Row(axes, "all-gather", gathered, _PARAMETERS, "forward", beside=LAYER)
-    scatter = Row(axes, "reduce-scatter", reduced, _OF_THEM, "backward", beside=LAYER)
-    again = recomputation(run, moe=moe)
+    again, rows = recomputation(run, moe=moe), []
     twice = run.execution.gathers_again and again.up
-    back = gather._replace(passes="backward", times=2 if twice else 1)
-    return _there(run, [gather, back, scatter])
+    routed: float = run.workload.expert_parameters(moe=moe)
+    routed /= run.layout.expert * run.layout.tensor
+    for axes, values in _by_axes(run, block_parameters(run, moe=moe), routed):
+        gathered, reduced = _split_bytes(run, values)
+        gather = Row(axes, "all-gather", gathered, _PARAMETERS, "forward", beside=LAYER)
+        back = gather._replace(passes="backward", times=2 if twice else 1)
+        scatter = Row(axes, "reduce-scatter", reduced, _OF_THEM, "backward")
+        rows += [gather, back, scatter._replace(beside=LAYER)]
+    return _there(run, rows)
+
+
+def _by_axes(
+    run: Run, parameters: float, routed: float
+) -> list[tuple[tuple[str, ...], float]]:
+    """Parameters by the mesh axes that ZeRO shares them out over.
+
+    The experts' are apart where `expert` is among those: they lie over it already.
+    """
+    axes = run.layout.split_axes
+    if axes == run.routed_axes:
+        return [(axes, parameters)]
+    return [(axes, parameters - routed), (run.routed_axes, routed)]
 
 
 _PARAMETERS, _OF_THEM = "parameters", "gradients of them"
@@ -251,12 +291,13 @@ def step_rows(run: Run, ranks: Iterable[int]) -> Rows:
     rows = [*_reductions(run, most, dense, ends), *_both_tables(run)]
     rows += _outer_gradients(run, most)
     if run.state_shards > 1 and run.layout.zero == 3:
-        rows += _gathered_once(run, most, ends)
+        rows += _gathered_once(run, most, ends, most - dense)
     elif run.state_shards > 1:
         # ZeRO-1 and 2 gather what each device has updated.
-        axes, updated = run.layout.split_axes, most * stored_bytes(run)[0]
-        gather = Row(axes, "all-gather", updated, "updated parameters", "once")
-        rows.append(gather._replace(beside=NEXT_FORWARD))
+        for axes, values in _by_axes(run, most, most - dense):
+            updated = values * stored_bytes(run)[0]
+            gather = Row(axes, "all-gather", updated, "updated parameters", "once")
+            rows.append(gather._replace(beside=NEXT_FORWARD))
     return _there(run, rows)
 
 
@@ -273,18 +314,21 @@ def _reductions(
 
     if split > 1 and layout.zero < 3:
         # ZeRO-1 and 2 need their own share of the sums only.
-        whole = row(layout.split_axes, parameters, "gradients")
-        yield whole._replace(kind="reduce-scatter")
-    # Devices of `expert` have the same dense parameters, and other examples.
-    yield row(("expert",), dense / split, "gradients of what is no expert")
+        for axes, values in _by_axes(run, parameters, parameters - dense):
+            whole = row(axes, values, "gradients")
+            yield whole._replace(kind="reduce-scatter")
+    if "expert" not in layout.split_axes:
+        # Devices of `expert` have the same dense parameters, and other examples.
+        yield row(("expert",), dense / split, "gradients of what is no expert")
     shared = run.execution.shared_ends and layout.stage > 1
     if shared:
         # The ranks have a share of the tokens each, so their sums are partial.
         reason = "gradients of embedding and head"
         partial = row((*others, "stage"), ends / split, reason)
         yield partial._replace(waits_on="stage")
-    own = parameters - ends if shared else parameters
-    yield row(others, own / split, "gradients")
+    own = (dense - ends if shared else dense) / split
+    own += (parameters - dense) / run.routed_shards
+    yield row(others, own, "gradients")
 
 
 def _outer_gradients(run: Run, parameters: float) -> Iterator[Row]:
@@ -305,19 +349,22 @@ def _both_tables(run: Run) -> Iterator[Row]:
         yield pair._replace(members=2, only=SECONDS)
 
 
-def _gathered_once(run: Run, parameters: float, ends: float) -> Iterator[Row]:
+def _gathered_once(
+    run: Run, parameters: float, ends: float, routed: float
+) -> Iterator[Row]:
     """What ZeRO-3 gathers and scatters once a step: all parameters, or the ends'.
 
     A head of its own can move beside the blocks.
     """
-    layout, head = run.layout, 0.0
+    layout, head, experts = run.layout, 0.0, 0.0
     if run.gathers_once:
-        ends = parameters
+        ends, experts = parameters, routed
     elif run.execution.gather_overlap and layout.stage == 1:
         head = run.workload.head_parameters / layout.tensor
-    for values, beside in ((ends - head, ""), (head, BLOCKS)):
+    parts = [(*part, "") for part in _by_axes(run, ends - head, experts)]
+    for split, values, beside in (*parts, (layout.split_axes, head, BLOCKS)):
         gathered, reduced = _split_bytes(run, values)
-        axes = layout.split_axes if values else ()
+        axes = split if values else ()
         yield Row(axes, "all-gather", gathered, _PARAMETERS, "once", beside=beside)
         if not scatters_ends_each_tick(run):
             yield Row(axes, "reduce-scatter", reduced, _OF_THEM, "once", beside=beside)

@@ -178,6 +178,13 @@ and gathers in buckets of 40 million parameters beside the backward and the forw
 matmuls that they feed, sends of interleaved stages beside computation.
 """
 
+MEGATRON_BRIDGE = replace(
+    MEGATRON_CORE, name="megatron-bridge", gradient_bytes=2, reduction_bytes=2
+)
+"""Megatron Bridge's recipes for performance: Megatron-Core with gradients kept and
+summed in 16 bits (`grad_reduce_in_fp32=False`), tokens sent to their experts by an
+all-to-all that no work hides (`moe_a2a_overlap=False`)."""
+
 DEEPSPEED_ZERO3 = replace(
     MEGATRON_2021,
     name="deepspeed-zero3",
@@ -215,6 +222,7 @@ EXECUTIONS = {
         MEGATRON_2024,
         NANOTRON,
         MEGATRON_CORE,
+        MEGATRON_BRIDGE,
         DEEPSPEED_ZERO3,
         MAXTEXT,
     )

@@ -24,6 +24,7 @@ from meshpar.planner.published.megatron import (
     korthikanti_steps,
     megatron_sc21,
 )
+from meshpar.planner.published.megatron_bridge import megatron_bridge
 from meshpar.planner.published.megatron_core import megatron_core
 from meshpar.planner.published.zero3 import deepspeed_zero3, maxtext
 from meshpar.planner.workload.workload import Workload
@@ -108,6 +109,7 @@ SOURCES: tuple[Callable[[], Iterator[Measured]], ...] = (
     korthikanti_steps,
     nanotron,
     megatron_core,
+    megatron_bridge,
     deepspeed_zero3,
     maxtext,
     zero_bubble_passes,

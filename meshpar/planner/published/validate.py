@@ -67,6 +67,12 @@ _GOALS = (
     ),
     _Goal("step time, TPU (MaxText)", ("MaxText README",), 0.10),
     _Goal(
+        "step time, experts on GB200 and H100 (Megatron Bridge)",
+        ("Megatron Bridge 25.11",),
+        None,
+        0.20,
+    ),
+    _Goal(
         "step time, A100 (forks of Megatron-LM), no target",
         ("Qi et al. 2024", "Yeung et al. 2024"),
         None,

@@ -23,6 +23,9 @@ _WORDS = ("none", "selective", "dots")
 _SPARED = ("attention_qkv", "attention_out", "mlp_up", "mlp_gate_up")
 """The named residuals that a matmul makes (`planner.workload.recomputation`)."""
 
+_SPARED_OF_ROUTED = ("attention_qkv", "attention_out", "experts_gate_up")
+"""The same of blocks with routed experts; a shared expert's matmuls are small."""
+
 
 class MeshChoices(NamedTuple):
     """What a mesh shape leaves to choose.
@@ -163,7 +166,8 @@ def _remats(like: Run, mesh: Layout, *, has_host: bool) -> tuple[str, ...]:
     if like.execution.eager or like.workload.traced:
         return (*_WORDS, "full", *stage)
     known = residual_names_of(like.workload)
-    spared = [name for name in _SPARED if name in known]
+    makers = _SPARED_OF_ROUTED if like.workload.experts else _SPARED
+    spared = [name for name in makers if name in known]
     ways = ("", "save", "offload") if has_host and mesh.stage == 1 else ("", "save")
     named = []
     for chosen in product(ways, repeat=len(spared)):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from meshpar.errors import nearest
 from meshpar.layout import BY_COST, Layout
 from meshpar.planner.machine.execution import MESHPAR, Execution
-from meshpar.planner.workload.recomputation import NAMED
+from meshpar.planner.workload.recomputation import NAMED, OF_EXPERTS
 from meshpar.planner.workload.workload import Workload
 from meshpar.schedules import size_refusals, step_refusal
 from meshpar.schedules.stage_splits import split_by_cost, split_problem, stage_sizes
@@ -117,9 +117,15 @@ def _residuals(
 
 
 def residual_names_of(workload: Workload) -> tuple[str, ...]:
-    """What its blocks name: gated ones have `mlp_gate_up`, others `mlp_up`."""
-    other = "mlp_up" if workload.gated else "mlp_gate_up"
-    return tuple(name for name in NAMED if name != other)
+    """What its blocks name: gated ones have `mlp_gate_up`, others `mlp_up`.
+
+    Routed ones have their experts' names, and an MLP's only of shared experts.
+    """
+    without = {"mlp_up" if workload.gated else "mlp_gate_up"}
+    if workload.experts and not (workload.shared_experts or workload.dense_layers):
+        without |= {"mlp_up", "mlp_gate_up", "mlp_hidden"}
+    own = OF_EXPERTS if workload.experts else ()
+    return tuple(name for name in (*NAMED, *own) if name not in without)
 
 
 def _batch(layout: Layout, global_batch: int) -> Iterator[Problem]:

@@ -102,7 +102,7 @@ def _compiled_bytes(run: Run, remat: str, *, moe: bool) -> float:
         shape,
         batch=1,
         seq=run.seq,
-        remat=remat,
+        remat=_of_routed(remat) if moe else remat,
         tensor=layout.tensor,
         sequence_parallel=layout.sequence_parallel,
         value_bytes=run.dtype_bytes,
@@ -112,8 +112,19 @@ def _compiled_bytes(run: Run, remat: str, *, moe: bool) -> float:
         usual = 3 * workload.heads * workload.value_dim
         more = (_projections(run) - usual) * run.dtype_bytes / layout.tensor
         kept += run.seq * more
-    routed = _router_bytes(run, moe) if remat != "full" else 0.0
+    keeps_rows = remat in ("none", "selective") or "experts_in" in remat
+    routed = _router_bytes(run, moe) if keeps_rows else 0.0
     return kept * run.tokens / run.seq + routed
+
+
+def _of_routed(remat: str) -> str:
+    """A policy by the names of an MLP of the experts' size.
+
+    Matmuls in a loop over tiles are none that `dots` keeps.
+    """
+    if remat == "dots":
+        return "save:attention_qkv/attention_out"
+    return remat.replace("mlp_", "shared_").replace("experts_gate_up", "mlp_gate_up")
 
 
 def _traced_bytes(run: Run, traced: TracedBlock, remat: str) -> float:

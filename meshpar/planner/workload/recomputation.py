@@ -75,7 +75,7 @@ def kept_names(run: Run) -> tuple[str, ...]:
         return names.every
     if run.layout.remat == "dots":  # what matmuls with weights give
         return ("attention_qkv", "attention_out", "mlp_up", "mlp_gate_up")
-    return NAMED if run.layout.remat == "selective" else ()
+    return (*NAMED, *OF_EXPERTS) if run.layout.remat == "selective" else ()
 
 
 NAMED = (
@@ -91,6 +91,10 @@ NAMED = (
 """The residuals that blocks name with `Scope.save`; gated ones have no `mlp_up`, others
 no `mlp_gate_up`."""
 
+OF_EXPERTS = ("experts_in", "experts_gate_up")
+"""Those of routed experts: the rows that a device received, and what they become. They
+are made in a loop over tiles, none of whose matmuls `dots` keeps."""
+
 
 def _named(run: Run, kept: tuple[str, ...], moe: bool) -> Again:
     """All that these names do not spare.
@@ -99,7 +103,9 @@ def _named(run: Run, kept: tuple[str, ...], moe: bool) -> Again:
     weights' gradients anyway, which serves here too: equal collectives merge.
     """
     qkv, out = int("attention_qkv" not in kept), int("attention_out" not in kept)
-    up = int(not {"mlp_up", "mlp_gate_up"} & set(kept))
+    tiled = moe and not run.execution.eager
+    wide = {"experts_gate_up"} if tiled else {"mlp_up", "mlp_gate_up"}
+    up = int(not wide & set(kept))
     return Again(
         qkv=qkv,
         attention=1,
@@ -108,5 +114,5 @@ def _named(run: Run, kept: tuple[str, ...], moe: bool) -> Again:
         down=int(moe) * up,
         elementwise=1,
         sums=out,
-        exchanges=int(moe) * up,
+        exchanges=int("experts_in" not in kept) if tiled else int(moe) * up,
     )

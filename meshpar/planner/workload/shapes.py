@@ -61,6 +61,7 @@ _SHAPES: dict[str, dict[str, Any]] = {
     "llama3-70b": _llama(80, 8192, 64, 8, 28_672, vocab=128_256),
     "llama3-405b": _llama(126, 16_384, 128, 8, 53_248, vocab=128_256),
     "qwen3-30b-a3b": _llama(48, 2048, 32, 4, 768, experts=128, top_k=8, **_QWEN3),
+    "qwen3-235b-a22b": _llama(94, 4096, 64, 4, 1536, experts=128, top_k=8, **_QWEN3),
     "mixtral-8x7b": _llama(32, 4096, 32, 8, 14_336, vocab=32_000, experts=8, top_k=2),
     # Without the multi-token prediction layer, which is not the main model's.
     "deepseek-v3": _llama(
@@ -84,6 +85,20 @@ _SHAPES: dict[str, dict[str, Any]] = {
 }
 
 _PUBLISHED: dict[str, dict[str, Any]] = {
+    # OpenAI 2025, "gpt-oss-120b & gpt-oss-20b Model Card", and its config.json; with
+    # attention to all tokens in every layer, and no sinks.
+    "gpt-oss-120b": _llama(
+        36,
+        2880,
+        64,
+        8,
+        2880,
+        vocab=201_088,
+        head_dim=64,
+        experts=128,
+        top_k=4,
+        biases=True,
+    ),
     "gpt3-175b": _megatron(96, 12_288, 96),
     "megatron-1.7b": _megatron(24, 2304, 24),
     "megatron-3.6b": _megatron(30, 3072, 32),
