@@ -55,6 +55,7 @@ class Scopes:
             num_microbatches=self.num_microbatches,
             platform=self.platform,
             order=self.order,
+            cache=known.get("cache"),
             **shared,
         )
 

@@ -13,6 +13,7 @@ from flax import nnx
 from jaxtyping import Float
 
 from meshpar import InputError, Scope
+from meshpar.model.token_cache import refuse_uncached
 from meshpar.models.layers.causal_attention import causal_attention, full_attention
 from meshpar.models.layers.norm import RMSNorm
 from meshpar.models.layers.recomputed import recomputed
@@ -168,6 +169,10 @@ def attend(
         segments: (batch, seq), the number of each token's document, of queries and
             keys alike: a query sees keys of its own, and none of a number below 0.
     """
+    if scope.cache is not None:
+        refuse_uncached(causal, seen=seen, segments=segments)
+        scale = 1 / math.sqrt(q.shape[-1])
+        return scope.cache.attend(q, k, v, scope, window=window, scale=scale)
     kv_axes = _KV_HEADS
     if not scope.same_layout(_HEADS, _KV_HEADS, q.shape, k.shape):
         # A device's queries need their own keys and values at hand: one each.
