@@ -96,10 +96,10 @@ class CachePlan:
             one.logical_axes, one.shape, mesh_shape=self.layout.mesh_shape
         )
         return jax.ShapeDtypeStruct(
-            (places, pages, self.page_size, *one.shape),
+            (places, pages, self.page_size, math.prod(one.shape)),
             one.dtype,
             sharding=NamedSharding(
-                mesh, PartitionSpec(stage, PAGE_AXES, None, *of_token)
+                mesh, PartitionSpec(stage, PAGE_AXES, None, of_token[0])
             ),
         )
 

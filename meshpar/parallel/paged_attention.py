@@ -74,7 +74,7 @@ def written(
     """The pool with the new tokens' values in it.
 
     Args:
-        pool: (layers, P, O, K, H).
+        pool: (layers, P, O, K x H).
         new: (B, T, K, H).
         place: The layer, int32 scalar.
         owners: As `Pages.physical` takes them.
@@ -88,7 +88,8 @@ def written(
     outside = pool.shape[1]
     physical = jnp.where(physical >= 0, physical, outside)
     offset = positions % pages.page_size
-    return pool.at[place, physical, offset].set(new.astype(pool.dtype), mode="drop")
+    flat = new.reshape(*new.shape[:2], -1).astype(pool.dtype)
+    return pool.at[place, physical, offset].set(flat, mode="drop")
 
 
 def paged_attention(
@@ -124,7 +125,7 @@ def paged_attention(
         (B, T, N, value_size), the dtype of `q`.
     """
     batch, new, heads, head_dim = q.shape
-    kv_heads = keys.shape[3]
+    kv_heads = keys.shape[-1] // head_dim
     q_BTKGH = q.reshape(batch, new, kv_heads, heads // kv_heads, head_dim)
     most = pages.ring or owners.shape[1]
     at_a_time = min(max(1, _TOKENS_AT_A_TIME // pages.page_size), most)
@@ -172,10 +173,11 @@ def _met(
     """The online softmax after some more pages."""
     keys, values, place, owners, pages, value_size = given
     physical = jnp.maximum(pages.physical(owners, local), 0)
-    k_BSKH = _read(keys, place, physical)
+    kv_heads = q_BTKGH.shape[2]
+    k_BSKH = _read(keys, place, physical, kv_heads)
     v_BSKH = k_BSKH[..., :value_size]
     if values is not None:
-        v_BSKH = _read(values, place, physical)
+        v_BSKH = _read(values, place, physical, kv_heads)
     whole = local * pages.num_ranks + pages.rank
     at = whole[..., None] * pages.page_size + jnp.arange(pages.page_size)
     at = jnp.where(local[..., None] >= 0, at, jnp.iinfo(jnp.int32).max)
@@ -202,10 +204,12 @@ def _met(
     return higher, total, mixed * shrunk[..., None] + more
 
 
-def _read(pool: jax.Array, place: jax.Array, physical: jax.Array) -> jax.Array:
+def _read(
+    pool: jax.Array, place: jax.Array, physical: jax.Array, kv_heads: int
+) -> jax.Array:
     """-> (B, S, K, H): the pages of one layer, one after another."""
     found = pool[place, physical]
-    return found.reshape(found.shape[0], -1, *found.shape[3:])
+    return found.reshape(found.shape[0], -1, kv_heads, found.shape[-1] // kv_heads)
 
 
 def _over_ranks(found: tuple, pages: Pages) -> tuple[jax.Array, jax.Array]:

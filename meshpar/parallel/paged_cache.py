@@ -18,7 +18,9 @@ from meshpar.rules.rules import auto_mesh_shape
 _QUERIES = ("batch", "seq", "heads", "head_dim")
 
 Pools = dict[str, jax.Array]
-"""Name of a `CachedArray` -> (layers, pages, tokens of a page, heads, size)."""
+"""Name of a `CachedArray` -> (layers, pages, tokens of a page, heads x size).
+
+Heads and their sizes are one dim, of which TPUs pad no part."""
 
 
 class Rows(NamedTuple):
@@ -91,8 +93,8 @@ class PagedCache:
             if new is not None:
                 self._write(name, new, owners, pages, scope)
         whole = (None, None)
-        heads = self.pools[names[0]].shape[3]
-        pool = (None, None, None, *cached_axes(heads))
+        heads = kept_heads(k.shape[2], _head_shards(scope))
+        pool = (None, None, None, cached_axes(heads)[0])
         given = [self.pools[name] for name in names if name in self.pools]
         size = value_size if v is None else v.shape[-1]
 
@@ -123,7 +125,7 @@ class PagedCache:
         copies = kept_heads(new.shape[2], _head_shards(scope)) // new.shape[2]
         new = jnp.repeat(new, copies, axis=2) if copies > 1 else new
         of_token = cached_axes(new.shape[2])
-        axes = (None, None, None, *of_token), (None, None, *of_token)
+        axes = (None, None, None, of_token[0]), (None, None, *of_token)
         whole = (None, None)
         new = scope.constrain(new, axes[1])
         self.pools[name] = scope.map_shards(
