@@ -9,7 +9,7 @@ the stream of each microbatch, once a tick, and the last stage's output to all.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, cast
 
@@ -20,9 +20,10 @@ from jax.sharding import PartitionSpec
 
 from meshpar.collectives import asked, sum_dtype
 from meshpar.generation.cache_plan import PAGE_AXES, CachePlan
+from meshpar.generation.layer_by_layer import layer_specs, of_place
 from meshpar.model.contract import Stream
 from meshpar.model.inputs import Batch
-from meshpar.model.parameter import Params
+from meshpar.model.parameter import Params, is_parameter
 from meshpar.parallel.block import Block, where
 from meshpar.parallel.blocks import Stack
 from meshpar.parallel.paged_cache import PagedCache, Pools, Rows
@@ -42,11 +43,13 @@ class Forward:
         placement: The model on its mesh, arranged for its stages.
         plan: What is kept of its tokens.
         arrangement: Which layers every rank has; None without stages.
+        unrolled: Whether there is no loop over layers (`layer_by_layer`).
     """
 
     placement: Placement
     plan: CachePlan
     arrangement: Arrangement | None = None
+    unrolled: bool = True
 
     def __call__(
         self,
@@ -59,7 +62,7 @@ class Forward:
         """Logits after the last new token of each example, and what is kept now.
 
         Args:
-            params: At rest.
+            params: At rest; if unrolled, from `layer_by_layer`.
             state: The model's own.
             pools: What is kept of each group.
             tokens: (batch, new tokens) int32, split over the batch axes.
@@ -78,7 +81,14 @@ class Forward:
             x = jax.tree.map(lambda one: _last(one, pass_.rows.counts), x)
             return pass_.logits(x)[:, 0], pools
 
-        given = placement.manual_specs, placement.manual_model_state_specs
+        specs = placement.manual_specs
+        if self.unrolled:
+            model, ranks = placement.model, placement.layout.stage
+            structs = jax.tree.map(
+                lambda one: one.struct, model.parameters, is_leaf=is_parameter
+            )
+            specs = layer_specs(model, specs, structs, ranks)
+        given = specs, placement.manual_model_state_specs
         run = placement.on_shards(
             local, (*given, pool_specs, BATCH, BATCH), (BATCH, pool_specs)
         )
@@ -220,7 +230,14 @@ class _Pass:
             return (where(layer >= 0, y, x), cache.pools), None
 
         places = jnp.arange(len(stack.layers), dtype=jnp.int32)
-        return lax.scan(body, (x, pools), (stack.xs, places))[0]
+        if not self.forward.unrolled:
+            return lax.scan(body, (x, pools), (stack.xs, places))[0]
+        carry = x, pools
+        for place in range(len(places)):
+            state, layer = part((stack.state, stack.layers), place)
+            xs = of_place(stack.shards, place), state, layer
+            carry, _ = body(carry, (xs, places[place]))
+        return carry
 
     def _cache(
         self, at: int, pools: Pools, place: jax.Array, rows: Rows, batch: Batch
@@ -252,7 +269,7 @@ class _Pass:
     def _stacks(self) -> list[Stack]:
         """The layers of each group that this device has."""
         placement, placed = self.forward.placement, self.forward.arrangement
-        model = placement.model
+        model, unrolled = placement.model, self.forward.unrolled
         _, stored = model.split(placement.stored)
         blocks = [
             Block(
@@ -266,11 +283,15 @@ class _Pass:
         if placed is not None:
             layers = RankLayers(
                 blocks=blocks,
-                params=cut(self.groups, 1),
+                params=[()] * len(blocks) if unrolled else cut(self.groups, 1),
                 states=cut(self.states[1], 1),
                 arrangement=placed,
             )
-            return [layers.stack(at, jnp.int32(0)) for at in range(len(blocks))]
+            stacks = [layers.stack(at, jnp.int32(0)) for at in range(len(blocks))]
+            if unrolled:
+                given = zip(stacks, self.groups, strict=True)
+                return [replace(stack, shards=shards) for stack, shards in given]
+            return stacks
         return [
             Stack(
                 block=block,

@@ -56,7 +56,10 @@ def generate(
         layout: How the model lies while it generates.
         from_layout: How the parameters lie now.
         max_tokens: Most tokens to add to each.
-        temperature, top_k, top_p, min_p: As in `Sampling`.
+        temperature: Logits are divided by it; 0 takes the likeliest token.
+        top_k: As in `Sampling`, and so the next two.
+        top_p: Of the likeliest tokens with so much probability.
+        min_p: Of those so likely, beside the likeliest.
         seed: Of the first prompt; the next ones follow on it.
         stop: Texts before which a completion ends.
         stop_tokens: Tokens after which it ends; they are left out.
@@ -143,11 +146,9 @@ def placed(
             "the TrainState, which has both"
         )
     source = Lying(model=arranged_for(model, Layout.of(from_layout)))
-    target = Lying(
-        model=programs.placement.model, shardings=programs.parameter_shardings
-    )
+    target = Lying(model=programs.placement.model, shardings=programs.stacked_shardings)
     dtype = programs.plan.layout.param_dtype
-    new_params = moved(params, source, target, dtype=dtype)
+    new_params = programs.at_rest(moved(params, source, target, dtype=dtype))
     source, target = _of_state(source), _of_state(target, programs.state_shardings)
     return new_params, moved(state, source, target)
 

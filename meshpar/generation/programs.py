@@ -20,6 +20,7 @@ from meshpar.audit.subject import Subject
 from meshpar.errors import InputError, whole_number
 from meshpar.generation.cache_plan import CachePlan, cached_arrays, check_has_cache
 from meshpar.generation.forward import Forward
+from meshpar.generation.layer_by_layer import layer_by_layer, layer_specs
 from meshpar.generation.sampling import Draws, Sampling, drawn
 from meshpar.layout import MESH_AXES, Layout
 from meshpar.mesh import absent_mesh, make_mesh, platform_of
@@ -67,12 +68,14 @@ class Programs:
         placement: Where parameters lie.
         plan: Where what is kept of tokens lies.
         pipeline: The stages, if there are any.
+        unrolled: Whether programs have no loop over layers.
         notes: What a user should know of how it lies.
     """
 
     placement: Placement
     plan: CachePlan
     pipeline: Pipeline | None = None
+    unrolled: bool = True
     notes: tuple[str, ...] = ()
 
     @classmethod
@@ -86,6 +89,7 @@ class Programs:
         page_size: int = 16,
         num_pages: int | None = None,
         chunk: int = 128,
+        unrolled: bool = True,
         rules: Rules | None = None,
         mesh: Mesh | AbstractMesh | None = None,
         devices: Sequence[jax.Device] | None = None,
@@ -100,6 +104,8 @@ class Programs:
             page_size: Tokens of a page of the cache.
             num_pages: Pages of a device; enough for all examples when absent.
             chunk: Tokens of a prompt that one program takes.
+            unrolled: Without a loop over layers, which would copy each one's weights;
+                a program then takes the longer to compile the more layers there are.
             rules: Logical axis -> mesh axes; the layout's preset when absent.
             mesh: The devices, or none of them (`absent_mesh`).
             devices: Instead of a mesh.
@@ -133,6 +139,7 @@ class Programs:
                 placement, pipeline, slots, max_seq, page_size, num_pages, chunk
             ),
             pipeline=pipeline,
+            unrolled=unrolled,
             notes=notes,
         )
 
@@ -149,9 +156,31 @@ class Programs:
         return layout.batch_shards * min(layout.microbatches, here)
 
     @cached_property
-    def parameter_shardings(self) -> Any:
-        """The sharding of every parameter at rest."""
+    def stacked_shardings(self) -> Any:
+        """The sharding of every parameter, layers stacked."""
         return self._sharded(self.placement.specs(lambda stored: stored.spec))
+
+    @cached_property
+    def parameter_shardings(self) -> Any:
+        """The sharding of every parameter at rest, as `at_rest` has them."""
+        specs = self.placement.specs(lambda stored: stored.spec)
+        if not self.unrolled:
+            return self._sharded(specs)
+        model = self.placement.model
+        ranks = self.plan.layout.stage
+        return self._sharded(layer_specs(model, specs, self._stacked_structs, ranks))
+
+    @cached_property
+    def at_rest(self) -> Any:
+        """Stacked parameters -> what the programs take."""
+        if not self.unrolled:
+            return lambda params: params
+        model, ranks = self.placement.model, self.plan.layout.stage
+
+        def cut(params: Any) -> Any:
+            return layer_by_layer(model, params, ranks)
+
+        return jax.jit(cut, out_shardings=self.parameter_shardings)
 
     @cached_property
     def state_shardings(self) -> Any:
@@ -184,9 +213,7 @@ class Programs:
         """
         return self._advances[random, truncated, with_logits]
 
-    def audit_subject(
-        self, *arguments: Any, platform: str | None = None
-    ) -> Subject:
+    def audit_subject(self, *arguments: Any, platform: str | None = None) -> Subject:
         """What `meshpar.audit(programs, "decode", target=...)` compiles and explains.
 
         Args:
@@ -224,10 +251,10 @@ class Programs:
         )
 
     def _argument_shapes(self, rows: int, num_tokens: int) -> tuple[Any, ...]:
-        model, dtype = self.placement.model, self.plan.layout.param_dtype
-        params = jax.tree.map(
-            lambda one: stored_shape(one, dtype), model.parameters, is_leaf=is_parameter
-        )
+        model, params = self.placement.model, self._stacked_structs
+        if self.unrolled:
+            ranks = self.plan.layout.stage
+            params = jax.eval_shape(lambda x: layer_by_layer(model, x, ranks), params)
         state = jax.tree.map(lambda one: one.struct, model.state, is_leaf=is_parameter)
         ints = jax.ShapeDtypeStruct((rows,), jnp.int32)
         tables = jax.ShapeDtypeStruct((rows, self.plan.table_pages), jnp.int32)
@@ -266,12 +293,22 @@ class Programs:
         found = drawn(logits, draws, positions, random=random, truncated=truncated)
         return (*found, logits, pools) if with_logits else (*found, pools)
 
+    @property
+    def _stacked_structs(self) -> Any:
+        dtype = self.plan.layout.param_dtype
+        return jax.tree.map(
+            lambda one: stored_shape(one, dtype),
+            self.placement.model.parameters,
+            is_leaf=is_parameter,
+        )
+
     @cached_property
     def _forward(self) -> Forward:
         return Forward(
             placement=self.placement,
             plan=self.plan,
             arrangement=None if self.pipeline is None else self.pipeline.arrangement,
+            unrolled=self.unrolled,
         )
 
     def _jitted(self, function: Any, num_results: int) -> Any:

@@ -164,6 +164,7 @@ def _compared(
     for token in engine.run():
         new[token.request].append(token.token)
     longest = max(len(prompt) for _, prompt in prompts) + num_tokens
+    longest = -(-longest // 8) * 8  # What splits sequences splits them evenly.
     shards = step.layout.batch_shards
     window = np.zeros((-(-len(prompts) // shards) * shards, longest), np.int32)
     for row, (number, (_, prompt)) in enumerate(zip(numbers, prompts, strict=True)):
