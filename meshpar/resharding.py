@@ -1,4 +1,9 @@
-"""Parameters from one layout to another, on the same devices or on others."""
+"""Parameters from one layout to another, on the same devices or on others.
+
+Array by array, and of stacked arrays layer by layer, each gone where it was as soon as
+it is where it is to be; those that become smaller first, so that both layouts together
+are never held.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from meshpar.errors import InputError
 from meshpar.layout import Layout
@@ -19,6 +24,7 @@ from meshpar.model.contract import Model, check_model
 from meshpar.model.parameter import Parameter, Params, flat
 from meshpar.parallel.pipeline.program import arranged_for
 from meshpar.parallel.placement import PARAM_DTYPES, Placement
+from meshpar.resharding_bytes import NOTHING, MovedBytes, moved_bytes
 from meshpar.rules.presets import default_rules
 from meshpar.rules.rules import Rules
 from meshpar.rules.sharding import path_name
@@ -30,8 +36,8 @@ class Lying:
 
     Args:
         model: Arranged for the layout's stages.
-        shardings: Tree of the sharding of each parameter; None where they are whole on
-            a device or the host.
+        shardings: Tree of the sharding of each parameter; None where they lie as they
+            happen to.
     """
 
     model: Model
@@ -47,7 +53,19 @@ class Lying:
         mesh: Mesh | None = None,
         devices: Sequence[jax.Device] | None = None,
     ) -> Lying:
-        """As a training step lays them out."""
+        """As a training step lays them out.
+
+        Args:
+            model: As given.
+            layout: The layout.
+            rules: Logical axis -> mesh axes; the layout's preset when absent.
+            mesh: The devices.
+            devices: Instead of a mesh; JAX's by default.
+
+        Raises:
+            InputError: The layout does not fit model or devices.
+            RuleError: A parameter cannot be laid out.
+        """
         layout = Layout.of(layout)
         mesh = make_mesh(layout, devices) if mesh is None else mesh
         layout = layout.resolve(mesh.size)
@@ -68,35 +86,199 @@ class Lying:
         return cls(model=arranged, shardings=shardings)
 
 
-def moved(
-    params: Params, source: Lying, target: Lying, *, dtype: str | None = None
+def reshard(
+    params: Params,
+    from_layout: Layout | str,
+    to_layout: Layout | str,
+    *,
+    model: Model,
+    rules: Rules | None = None,
+    devices: Sequence[jax.Device] | None = None,
+    donate: bool = True,
 ) -> Params:
-    """The parameters as another layout has them, layer by layer.
+    """Parameters as another layout has them.
 
     Args:
-        params: Arrays as `source` has them; they stay.
+        params: As `from_layout` has them, such as `state.params`.
+        from_layout: How they lie.
+        to_layout: How they are to lie.
+        model: Whose they are.
+        rules: Of the new layout; its preset when absent.
+        devices: Of the new layout; JAX's by default.
+        donate: Whether each array's memory is given up once it is moved: `params`
+            cannot be used again.
+
+    Raises:
+        InputError: They are not the model's, or do not lie so.
+        RuleError: A parameter cannot be laid out.
+
+    Example:
+        >>> from meshpar.models.presets import build
+        >>> model = build("test")
+        >>> moved = reshard(model.init(0), Layout(), "tensor=2", model=model)
+        >>> moved["blocks"]["mlp"]["down"].sharding.spec
+        PartitionSpec(None, 'tensor', None)
+    """
+    check_model(model)
+    source = Lying(model=arranged_for(model, Layout.of(from_layout)))
+    target = Lying.of(model, to_layout, rules=rules, devices=devices)
+    return moved(params, source, target, donate=donate)
+
+
+def reshard_bytes(params: Params, source: Lying, target: Lying) -> MovedBytes:
+    """What `moved` sends at least, by mesh axis and link: what devices lack.
+
+    Args:
+        params: Arrays on a mesh, as `source` has them.
+        source: How they lie.
+        target: How they are to lie.
+    """
+    found = NOTHING
+    for one in _moves(params, source, target, None):
+        sharding = one.array.sharding
+        if not isinstance(sharding, NamedSharding):
+            raise InputError(
+                f"{one.path} lies on one device by itself; lay it out on a mesh first"
+            )
+        found += moved_bytes(
+            one.wanted.stacked_shape,
+            one.array.dtype.itemsize,
+            sharding,
+            one.sharding,
+            one.places,
+        )
+    return found
+
+
+def moved(
+    params: Params,
+    source: Lying,
+    target: Lying,
+    *,
+    dtype: str | None = None,
+    donate: bool = False,
+) -> Params:
+    """The parameters as another layout has them.
+
+    Args:
+        params: Arrays as `source` has them, JAX's or NumPy's.
         source: How they lie.
         target: How they are to lie.
         dtype: A `Layout.param_dtype` that numbers of half and full precision are
             rounded to; as they are when absent.
+        donate: Whether each array is given up once it is moved.
 
     Raises:
         InputError: They are not the parameters of the model.
     """
-    of_source, of_target = flat(source.model.parameters), flat(target.model.parameters)
-    _check(params, of_source)
-    shardings = dict(
-        (path_name(path), sharding)
-        for path, sharding in jax.tree.leaves_with_path(target.shardings)
-    )
+    found: dict[str, jax.Array] = {}
+    for one in sorted(_moves(params, source, target, dtype), key=_growth):
+        found[one.path] = jax.block_until_ready(one.done())
+        if donate and isinstance(one.array, jax.Array):
+            one.array.delete()
+    return jax.tree.map_with_path(lambda path, _: found[path_name(path)], params)
 
-    def move(path: tuple, array: Any) -> jax.Array:
-        name = path_name(path)
-        given, wanted = of_source[name], of_target[name]
-        to = _dtype(array.dtype, dtype)
-        return _moved(array, given, wanted, shardings[name], to)
 
-    return jax.tree.map_with_path(move, params)
+@dataclass(frozen=True, kw_only=True)
+class _Move:
+    """One array on its way."""
+
+    path: str
+    array: Any
+    given: Parameter
+    wanted: Parameter
+    sharding: NamedSharding
+    dtype: Any
+
+    @property
+    def places(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        if self.given.places == self.wanted.places:
+            return None
+        return self.given.places, self.wanted.places
+
+    def done(self) -> jax.Array:
+        if not isinstance(self.array, jax.Array):
+            return self._from_host()
+        if self.given.num_layers is None:
+            # A copy, as what shares memory with an array is gone with it.
+            same = _devices(self.array.sharding) == _devices(self.sharding)
+            copied = _copied(self.dtype, self.sharding if same else None)(self.array)
+            return copied if same else jax.device_put(copied, self.sharding)
+        return self._layer_by_layer()
+
+    def _from_host(self) -> jax.Array:
+        values = np.asarray(self.array)
+        if self.places is not None:
+            rows = np.zeros(self.wanted.stacked_shape, values.dtype)
+            for to, at in self._rows():
+                rows[to] = values[at]
+            values = rows
+        return jax.device_put(values.astype(self.dtype), self.sharding)
+
+    def _layer_by_layer(self) -> jax.Array:
+        of_layer = NamedSharding(
+            self.sharding.mesh, PartitionSpec(*self.sharding.spec[1:])
+        )
+        shape, array = self.wanted.stacked_shape, self.array
+        result = _zeros(shape, self.dtype, self.sharding)()
+        same = _devices(array.sharding) == _devices(self.sharding)
+        for to, at in self._rows():
+            if same:
+                put = _put_from(self.sharding, of_layer)
+                result = put(result, array, np.int32(to), np.int32(at))
+            else:
+                one = jax.device_put(_layer(array, np.int32(at)), of_layer)
+                result = _put(self.sharding)(result, one, np.int32(to))
+        return result
+
+    def _rows(self) -> list[tuple[int, int]]:
+        """(place wanted, place given) of each layer."""
+        before = self.given.places
+        wanted = enumerate(self.wanted.places)
+        return [(to, before.index(layer)) for to, layer in wanted if layer >= 0]
+
+
+def _devices(sharding: Sharding) -> tuple[jax.Device, ...]:
+    """In the order that a program of that sharding numbers them."""
+    if isinstance(sharding, NamedSharding):
+        return tuple(np.ravel(np.asarray(sharding.mesh.devices)).tolist())
+    return tuple(sharding.device_set)
+
+
+def _growth(one: _Move) -> float:
+    """Bytes of a device that the array takes more than it did."""
+    after = one.sharding.shard_shape(one.wanted.stacked_shape)
+    before = one.given.stacked_shape
+    if isinstance(one.array, jax.Array):
+        before = one.array.sharding.shard_shape(one.array.shape)
+    sizes = np.prod(after, dtype=float), np.prod(before, dtype=float)
+    return float(sizes[0] - sizes[1])
+
+
+def _moves(
+    params: Params, source: Lying, target: Lying, dtype: str | None
+) -> list[_Move]:
+    given, wanted = flat(source.model.parameters), flat(target.model.parameters)
+    _check(params, given)
+    shardings = _by_path(target.shardings)
+    return [
+        _Move(
+            path=name,
+            array=array,
+            given=given[name],
+            wanted=wanted[name],
+            sharding=shardings[name],
+            dtype=_dtype(array.dtype, dtype),
+        )
+        for name, array in (
+            (path_name(path), array)
+            for path, array in jax.tree.leaves_with_path(params)
+        )
+    ]
+
+
+def _by_path(tree: Any) -> dict[str, Any]:
+    return {path_name(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
 
 
 def _dtype(dtype: Any, wanted: str | None) -> Any:
@@ -106,82 +288,58 @@ def _dtype(dtype: Any, wanted: str | None) -> Any:
 
 
 def _check(params: Params, known: dict[str, Parameter]) -> None:
-    check = {path_name(path): one for path, one in jax.tree.leaves_with_path(params)}
-    for path in sorted(known.keys() - check.keys()):
+    there = _by_path(params)
+    for path in sorted(known.keys() - there.keys()):
         raise InputError(
             f"parameter {path} of the model is missing; there are "
-            f"{', '.join(sorted(check)) or 'none'}"
+            f"{', '.join(sorted(there)) or 'none'}"
         )
-    for path in sorted(check.keys() - known.keys()):
+    for path in sorted(there.keys() - known.keys()):
         raise InputError(f"{path} is no parameter of the model; leave it out")
-    for path, one in check.items():
-        if tuple(one.shape) != known[path].stacked_shape:
+    for path, one in there.items():
+        wanted = known[path].stacked_shape
+        if tuple(one.shape) != wanted:
             raise InputError(
-                f"parameter {path} has shape {tuple(one.shape)}, but under its layout "
-                f"it has {known[path].stacked_shape}; say which layout it lies in"
+                f"parameter {path} has shape {tuple(one.shape)}, but in the layout "
+                f"that is said to be its own it has {wanted}; say which layout it "
+                "lies in"
             )
 
 
-def _moved(
-    array: Any, given: Parameter, wanted: Parameter, sharding: NamedSharding, dtype: Any
-) -> jax.Array:
-    indices = _indices(given, wanted)
-    if indices is None:
-        return _on(array, sharding, dtype)
-    if not isinstance(array, jax.Array):
-        rows = np.asarray(array)
-        found = np.zeros((len(indices), *rows.shape[1:]), rows.dtype)
-        here = np.array(indices) >= 0
-        found[here] = rows[np.array(indices)[here]]
-        return _on(found, sharding, dtype)
-    if array.sharding.device_set == sharding.device_set:
-        return _rows_at(indices, sharding, dtype)(array)
-    own = _free(array.sharding)
-    return _on(_rows_at(indices, own, array.dtype)(array), sharding, dtype)
-
-
-def _free(sharding: Any) -> Any:
-    """A sharding whose first dim is not split, since its size changes."""
-    if not isinstance(sharding, NamedSharding):
-        return sharding
-    return NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec[1:]))
-
-
-def _on(array: Any, sharding: NamedSharding, dtype: Any) -> jax.Array:
-    return jax.device_put(array.astype(dtype), sharding, may_alias=False)
-
-
-def _indices(given: Parameter, wanted: Parameter) -> tuple[int, ...] | None:
-    """For each place wanted the place given, -1 for none; None if they are alike."""
-    if given.places == wanted.places:
-        return None
-    return tuple(
-        given.places.index(layer) if layer >= 0 else -1 for layer in wanted.places
-    )
+@functools.lru_cache
+def _zeros(
+    shape: tuple[int, ...], dtype: Any, sharding: Sharding
+) -> Callable[[], jax.Array]:
+    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
 
 
 @functools.lru_cache
-def _rows_at(
-    indices: tuple[int, ...], sharding: Any, dtype: Any
-) -> Callable[[jax.Array], jax.Array]:
-    def rows_at(array: jax.Array) -> jax.Array:
-        found = array.at[np.array(indices)].get(
-            mode="fill", fill_value=0, wrap_negative_indices=False
-        )
-        return found.astype(dtype)
-
-    return jax.jit(rows_at, out_shardings=sharding)
+def _copied(dtype: Any, sharding: Sharding | None) -> Any:
+    return jax.jit(lambda x: jnp.copy(x.astype(dtype)), out_shardings=sharding)
 
 
-def reshard(
-    params: Params,
-    from_layout: Layout | str,
-    to_layout: Layout | str,
-    *,
-    model: Model,
-    devices: Sequence[jax.Device] | None = None,
-) -> Params:
-    """Parameters of one layout, laid out by another."""
-    check_model(model)
-    source = Lying(model=arranged_for(model, Layout.of(from_layout)))
-    return moved(params, source, Lying.of(model, to_layout, devices=devices))
+@functools.lru_cache
+def _put_from(sharding: NamedSharding, of_layer: NamedSharding) -> Any:
+    """(array, other array, place, place in the other) -> the array with that layer."""
+
+    def put(array: Any, other: Any, to: Any, at: Any) -> jax.Array:
+        one = jax.lax.dynamic_index_in_dim(other, at, keepdims=False)
+        one = jax.lax.with_sharding_constraint(one.astype(array.dtype), of_layer)
+        return array.at[to].set(one)
+
+    return jax.jit(put, out_shardings=sharding, donate_argnums=0)
+
+
+@functools.lru_cache
+def _put(sharding: NamedSharding) -> Any:
+    """(array, one layer, place) -> the array with it."""
+
+    def put(array: Any, one: Any, to: Any) -> jax.Array:
+        return array.at[to].set(one.astype(array.dtype))
+
+    return jax.jit(put, out_shardings=sharding, donate_argnums=0)
+
+
+@jax.jit
+def _layer(array: jax.Array, at: Any) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(array, at, keepdims=False)
