@@ -213,7 +213,11 @@ def build(
         InputError: An unknown preset or field, sizes that do not fit together, or a
             value that the family does not have, such as `tied=false` for a GPT-2.
     """
-    config = configure(preset, config_json=config_json, **sizes)
+    return build_config(configure(preset, config_json=config_json, **sizes))
+
+
+def build_config(config: Any) -> Model:
+    """The model of a config of any family."""
     return _BUILDERS[type(config)](config)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -31,6 +32,16 @@ class RopeScaling:
 
     def __post_init__(self) -> None:
         check_field_types(self)
+
+    def to_json(self) -> dict[str, Any]:
+        """As a `config.json` of theirs has it."""
+        return {
+            "rope_type": "llama3",
+            "factor": self.factor,
+            "low_freq_factor": self.low_factor,
+            "high_freq_factor": self.high_factor,
+            "original_max_position_embeddings": self.original_seq,
+        }
 
 
 def rope_frequencies(

@@ -1,0 +1,81 @@
+"""Weights of others as ours, each device reading its part.
+
+    weights = read_weights("SmolLM2-135M")
+    step = make_train_step(weights.model, optimizer, layout)
+    state = step.init(params=weights.params, model_state=weights.model_state)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshpar import InputError, Model
+from meshpar.models.convert.assembled import assembled
+from meshpar.models.convert.families import table_of
+from meshpar.models.convert.hf_config import config_from_json
+from meshpar.models.convert.safetensors_folder import SafetensorsFolder
+from meshpar.models.convert.source import Source
+from meshpar.models.presets import build_config
+
+CONFIG = "config.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """A model of others, nothing of it read yet.
+
+    Args:
+        config: Ours.
+        model: Of that config.
+        params: Tree of parameters, as `TrainStep.init` takes it.
+        model_state: The same of what it has of the model's state.
+        source: Its tensors; counts the bytes that are read.
+    """
+
+    config: Any
+    model: Model
+    params: dict[str, Any]
+    model_state: dict[str, Any]
+    source: Source
+
+
+def read_config(path: str | Path) -> Any:
+    """Our config of a model of theirs.
+
+    Args:
+        path: A folder with a `config.json`.
+
+    Raises:
+        InputError: There is none, or it is of a model that we have not.
+    """
+    path = Path(path)
+    if not (path / CONFIG).is_file():
+        raise InputError(
+            f"no {CONFIG} in {str(path)!r}; name a folder as transformers writes it"
+        )
+    return config_from_json(path / CONFIG)
+
+
+def read_weights(path: str | Path, config: Any = None) -> Weights:
+    """The weights of a folder, to be read where they are needed.
+
+    Args:
+        path: A folder with a `config.json` and safetensors.
+        config: Ours, where it is another than `read_config(path)`, such as one with
+            dropout.
+
+    Raises:
+        InputError: Something is missing, or of another model than the config says.
+    """
+    config = read_config(path) if config is None else config
+    model, source = build_config(config), SafetensorsFolder(path)
+    params, model_state = assembled(model, table_of(config), source)
+    return Weights(
+        config=config,
+        model=model,
+        params=params,
+        model_state=model_state,
+        source=source,
+    )
