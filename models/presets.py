@@ -13,6 +13,7 @@ from meshpar.layout import nearest
 from meshpar.models.convert.hf_config import config_from_json
 from meshpar.models.encoder_decoder import ENCODER_DECODER
 from meshpar.models.family import Family
+from meshpar.models.gemma3 import GEMMA3
 from meshpar.models.gpt2 import GPT2Config, gpt2
 from meshpar.models.layers.rope import RopeScaling
 from meshpar.models.llama import LlamaConfig, llama
@@ -178,6 +179,7 @@ _FAMILIES = (
     Family(config=LlamaConfig, build=llama),
     Family(config=GPT2Config, build=gpt2),
     Family(config=MoEConfig, build=moe),
+    GEMMA3,
     VIT,
     ENCODER_DECODER,
 )

@@ -63,7 +63,7 @@ class Assembled:
 
 
 def assembled(
-    model: Model, table: Sequence[Row], source: Source
+    model: Model, table: Sequence[Row], source: Source, *, skipped: str = ""
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Parameters and state of a model in the tensors of a source, nothing read yet.
 
@@ -71,6 +71,7 @@ def assembled(
         model: As its family builds it, not arranged for stages.
         table: Of its family.
         source: The tensors.
+        skipped: What begins the names of those that the model has no place for.
 
     Returns:
         Two trees of `Assembled`, like the model's parameters and a part of its state.
@@ -87,7 +88,11 @@ def assembled(
     if missing:
         raise InputError(f"the table of the family has no row for {min(missing)}")
     trees: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
-    unread = {name for name in source.names if not name.endswith(UNREAD)}
+    unread = {
+        name
+        for name in source.names
+        if not (name.endswith(UNREAD) or skipped and name.startswith(skipped))
+    }
     for path, rows in by_path.items():
         of_state = rows[0].of_state
         array = _assembled(_declared(model, path, of_state), rows, source, unread)

@@ -8,8 +8,11 @@ from typing import Any
 
 from meshpar import InputError
 from meshpar.models.convert.row import Row
-from meshpar.models.convert.tables import llama
+from meshpar.models.convert.tables import deepseek, gemma3, gpt2, llama, moe
+from meshpar.models.gemma3 import Gemma3Config
+from meshpar.models.gpt2 import GPT2Config
 from meshpar.models.llama import LlamaConfig
+from meshpar.models.moe import MoEConfig
 
 
 @dataclass(frozen=True)
@@ -19,14 +22,22 @@ class Convertible:
     Args:
         table: Config -> rows.
         to_json: Config -> what its `config.json` says.
+        prefix: Of their names, which some files leave out.
+        skipped: Config -> what begins the names of tensors that ours has not; none
+            where that is empty.
     """
 
     table: Callable[[Any], Sequence[Row]]
     to_json: Callable[[Any], dict[str, Any]]
+    prefix: str = ""
+    skipped: Callable[[Any], str] = lambda config: ""
 
 
 _FAMILIES: dict[type, Convertible] = {
     LlamaConfig: Convertible(llama.table, llama.to_json),
+    GPT2Config: Convertible(gpt2.table, gpt2.to_json, prefix=gpt2.PREFIX),
+    MoEConfig: Convertible(moe.table, moe.to_json, skipped=deepseek.skipped),
+    Gemma3Config: Convertible(gemma3.table, gemma3.to_json),
 }
 
 
@@ -36,7 +47,7 @@ def table_of(config: Any) -> Sequence[Row]:
     Raises:
         InputError: There is no table for such a config.
     """
-    return _of(config).table(config)
+    return family_of(config).table(config)
 
 
 def json_of(config: Any) -> dict[str, Any]:
@@ -45,10 +56,15 @@ def json_of(config: Any) -> dict[str, Any]:
     Raises:
         InputError: No model of theirs is like it.
     """
-    return _of(config).to_json(config)
+    return family_of(config).to_json(config)
 
 
-def _of(config: Any) -> Convertible:
+def family_of(config: Any) -> Convertible:
+    """How a config's family is read and written.
+
+    Raises:
+        InputError: It is not.
+    """
     if type(config) not in _FAMILIES:
         known = ", ".join(kind.__name__ for kind in _FAMILIES)
         raise InputError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -34,6 +34,7 @@ class Row:
         sizes: Of letters that share a dim of ours.
         order: Letter -> their index of each of our indices along it, by its size.
         first_layer: Their number of our layer 0.
+        stride: Layers of theirs from one of ours to the next.
         of_state: Whether it is of the model's state, and no parameter.
         optional: Whether a file may lack it.
     """
@@ -44,6 +45,7 @@ class Row:
     sizes: Mapping[str, int] = field(default_factory=dict)
     order: Mapping[str, Callable[[int], np.ndarray]] = field(default_factory=dict)
     first_layer: int = 0
+    stride: int = 1
     of_state: bool = False
     optional: bool = False
 
@@ -51,6 +53,10 @@ class Row:
     def path(self) -> str:
         """Of our parameter."""
         return self.ours.partition("[")[0]
+
+    def numbered(self, first_layer: int, stride: int) -> Row:
+        """The row, where their layers have other numbers than ours."""
+        return replace(self, first_layer=first_layer, stride=stride)
 
 
 @dataclass(frozen=True)
@@ -180,9 +186,8 @@ class Fitted:
         return values
 
     def _name(self, layer: int, expert: int) -> str:
-        return self.row.theirs.format(
-            layer=layer + self.row.first_layer, expert=expert
-        )
+        number = self.row.first_layer + layer * self.row.stride
+        return self.row.theirs.format(layer=number, expert=expert)
 
     def _size(self, group: Sequence[str]) -> int:
         return math.prod(self._sizes[letter] for letter in group)

@@ -13,10 +13,10 @@ from typing import Any
 
 from meshpar import InputError, Model
 from meshpar.models.convert.assembled import assembled
-from meshpar.models.convert.families import table_of
+from meshpar.models.convert.families import family_of
 from meshpar.models.convert.hf_config import config_from_json
 from meshpar.models.convert.safetensors_folder import SafetensorsFolder
-from meshpar.models.convert.source import Source
+from meshpar.models.convert.source import Source, with_prefix
 from meshpar.models.presets import build_config
 
 CONFIG = "config.json"
@@ -70,8 +70,11 @@ def read_weights(path: str | Path, config: Any = None) -> Weights:
         InputError: Something is missing, or of another model than the config says.
     """
     config = read_config(path) if config is None else config
-    model, source = build_config(config), SafetensorsFolder(path)
-    params, model_state = assembled(model, table_of(config), source)
+    model, family = build_config(config), family_of(config)
+    source = with_prefix(SafetensorsFolder(path), family.prefix)
+    params, model_state = assembled(
+        model, family.table(config), source, skipped=family.skipped(config)
+    )
     return Weights(
         config=config,
         model=model,

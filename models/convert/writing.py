@@ -142,11 +142,16 @@ def _tensors(
     arrays: Sequence[_Array], trees: Mapping[str, Any], dtype: Any
 ) -> Iterator[tuple[str, np.ndarray]]:
     for array in arrays:
-        value = trees[array.path]
-        ours = np.asarray(value[...] if array.layer is None else value[array.layer])
+        ours = _layer(trees[array.path], array.layer)
         for row in array.rows:
             for name, theirs in row.write(ours, array.layer or 0):
                 yield name, theirs.astype(dtype)
+
+
+def _layer(value: Any, layer: int | None) -> np.ndarray:
+    if layer is None:
+        return np.asarray(value[...])
+    return np.asarray(value[slice(layer, layer + 1)])[0]
 
 
 def _files(folder: Path, count: int) -> list[Path]:
