@@ -175,7 +175,7 @@ PRESETS: dict[str, LlamaConfig | GPT2Config | MoEConfig] = {
 }
 """Language models, which the planner and `recipes/pretrain.py` know."""
 
-_FAMILIES = (
+FAMILIES = (
     Family(config=LlamaConfig, build=llama),
     Family(config=GPT2Config, build=gpt2),
     Family(config=MoEConfig, build=moe),
@@ -186,11 +186,11 @@ _FAMILIES = (
 """A new one is a file, with its presets, and a line here."""
 
 OTHER_PRESETS: dict[str, Any] = {
-    name: config for family in _FAMILIES for name, config in family.presets.items()
+    name: config for family in FAMILIES for name, config in family.presets.items()
 }
 """Models of other inputs."""
 
-_BUILDERS = {family.config: family.build for family in _FAMILIES}
+_BUILDERS = {family.config: family.build for family in FAMILIES}
 
 # What the command line calls the fields of a config.
 _FIELDS = {"hidden": "embed", "seq": "max_seq"}
