@@ -24,7 +24,7 @@ def started(run: Run) -> tuple[Run, TrainState]:
         InputError: A fresh run where there is a checkpoint or a metrics file already,
             or a resumed one that changes what may not change.
     """
-    config, step = run.config, run.step
+    config = run.config
     newest = newest_of_all(run)
     if newest is None and config.resume is not True:
         if run.processes.is_first:

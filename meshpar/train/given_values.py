@@ -84,7 +84,7 @@ def _placed(
         spans = zip(index, parameter.stacked_shape, strict=True)
         key = tuple(one.indices(size)[:2] for one, size in spans)
         if key not in read:
-            read[key] = _part(value, key, parameter)
+            read[key] = values_at(value, key, parameter)
         return read[key]
 
     return jax.make_array_from_callback(
@@ -92,8 +92,14 @@ def _placed(
     )
 
 
-def _part(value: Any, spans: tuple, parameter: Parameter) -> np.ndarray:
-    """What one device holds; zeros at places without a layer."""
+def values_at(value: Any, spans: tuple, parameter: Parameter) -> np.ndarray:
+    """A part of a parameter as it lies; zeros at places without a layer.
+
+    Args:
+        value: Of the whole, layers first to last.
+        spans: First index and the one after the last, dim by dim.
+        parameter: Whose value it is, arranged for its stages.
+    """
     slices = tuple(slice(*span) for span in spans)
     if parameter.layer_order is None:
         return np.asarray(value[slices], parameter.dtype)

@@ -87,9 +87,7 @@ def initial_state(
 
 def _with_given(drawn: Params, given: Params) -> Params:
     """A tree with given values in the place of those at the same paths."""
-    known = {
-        path_name(path): value for path, value in jax.tree.leaves_with_path(given)
-    }
+    known = {path_name(path): value for path, value in jax.tree.leaves_with_path(given)}
     return jax.tree.map_with_path(
         lambda path, value: (
             known[path_name(path)].astype(value.dtype)

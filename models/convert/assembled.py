@@ -100,7 +100,7 @@ def assembled(
             insert(trees[of_state], tuple(path.split(".")), array)
     if unread:
         raise InputError(
-            f"{source.where!r} has {min(unread)!r}, and {len(unread) - 1} others, which "
+            f"{source.where!r} has {min(unread)!r} and {len(unread) - 1} others that "
             "the model has no place for; the config beside it is of another model"
         )
     return trees

@@ -33,6 +33,7 @@ class Row:
             right alone is the number in the name.
         sizes: Of letters that share a dim of ours.
         order: Letter -> their index of each of our indices along it, by its size.
+        plus: What ours is more than theirs.
         first_layer: Their number of our layer 0.
         stride: Layers of theirs from one of ours to the next.
         of_state: Whether it is of the model's state, and no parameter.
@@ -44,6 +45,7 @@ class Row:
     how: str = ""
     sizes: Mapping[str, int] = field(default_factory=dict)
     order: Mapping[str, Callable[[int], np.ndarray]] = field(default_factory=dict)
+    plus: float = 0.0
     first_layer: int = 0
     stride: int = 1
     of_state: bool = False
@@ -123,6 +125,8 @@ class Fitted:
             after.append(slice(*cut))
         values = self._to_ours(self._theirs(tensor, layer, spans), spans)
         values = values[tuple(after)]
+        if self.row.plus:
+            values = values + np.float32(self.row.plus)
         sizes = [stop - start for start, stop in common]
         where = tuple(
             slice(start - first, stop - first)
@@ -138,6 +142,8 @@ class Fitted:
             layer: Its number.
         """
         values = ours[self._indices]
+        if self.row.plus:
+            values = values - np.float32(self.row.plus)
         for dim, group in enumerate(self._right):
             for order in map(self.row.order.get, group):
                 if order is not None:
@@ -225,7 +231,10 @@ class Fitted:
         """Of every letter; a number is its own."""
         found = dict(self.row.sizes)
         for group in (*self._left, *self._right):
-            found |= {letter: int(letter) for letter in group if letter.isdecimal()}
+            numbers = {letter: letter.partition("@")[0] for letter in group}
+            found |= {
+                one: int(size) for one, size in numbers.items() if size.isdecimal()
+            }
         spans = [
             span for span, kept in zip(self.spans, self._is_kept, strict=True) if kept
         ]
@@ -238,14 +247,17 @@ class Fitted:
 
 
 def _groups(side: str) -> list[tuple[str, ...]]:
-    """The letters of every dim.
+    """The letters of every dim; each 1 is a letter of its own.
 
     Example:
-        >>> _groups("(K H) D")
-        [('K', 'H'), ('D',)]
+        >>> _groups("(K H) 1 D")
+        [('K', 'H'), ('1@1',), ('D',)]
     """
     found = _GROUP.findall(side)
-    return [tuple(many.split()) if many else (one,) for many, one in found]
+    groups = [tuple(many.split()) if many else (one,) for many, one in found]
+    return [
+        (f"1@{at}",) if group == ("1",) else group for at, group in enumerate(groups)
+    ]
 
 
 def _index(text: str, size: int) -> int | slice:
@@ -273,9 +285,7 @@ def _runs(
         >>> list(_runs("PN", {"P": 2, "N": 4}, {"P": (0, 2), "N": (1, 3)}))
         [(1, 3), (5, 7)]
     """
-    partial = [
-        at for at, one in enumerate(group) if spans[one] != (0, sizes[one])
-    ]
+    partial = [at for at, one in enumerate(group) if spans[one] != (0, sizes[one])]
     if not partial:
         yield 0, math.prod(sizes[one] for one in group)
         return
@@ -302,7 +312,5 @@ def _read_runs(
     at = len(chosen)
     if at == len(runs):
         return tensor(name, chosen)
-    parts = [
-        _read_runs(tensor, name, runs, (*chosen, slice(*run))) for run in runs[at]
-    ]
+    parts = [_read_runs(tensor, name, runs, (*chosen, slice(*run))) for run in runs[at]]
     return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=at)

@@ -35,7 +35,9 @@ class SafetensorsFolder:
         self._open: dict[Path, Any] = {}
         self._files = _files(Path(path))
         self._file_of = {
-            name: file for file in self._files for name in self._opened(file).keys()
+            name: file
+            for file in self._files
+            for name in list(self._opened(file).keys())
         }
 
     @property

@@ -28,6 +28,10 @@ TOKENIZER_FILES = (
     *("tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json"),
     *("chat_template.jinja", "generation_config.json", "preprocessor_config.json"),
 )
+_NOT_OURS = (
+    *("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"),
+    *("id2label", "label2id"),
+)
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,8 @@ def write_weights(
         params: Nested dict of all parameters, layers first to last.
         model_state: The same of the model's state.
         dtype: Of what is written: `fp32`, `bf16` or `fp16`, rounded to nearest.
-        like: A folder whose tokenizer files are copied.
+        like: A folder whose tokenizer files are copied, and of whose `config.json`
+            the longest sequence and special tokens are kept.
         shard_bytes: Most bytes of tensors in a file.
 
     Returns:
@@ -72,7 +77,8 @@ def write_weights(
     if dtype not in DTYPES:
         raise InputError(f"dtype={dtype!r}: must be one of {', '.join(DTYPES)}")
     folder = Path(folder)
-    described = {**json_of(config), "dtype": _THEIR_NAMES[dtype]}
+    described = {**json_of(config), **_kept(like, json_of(config)["model_type"])}
+    described |= {name: _THEIR_NAMES[dtype] for name in ("dtype", "torch_dtype")}
     if (folder / "config.json").exists():
         raise InputError(f"{str(folder)!r} holds a model already; name another folder")
     folder.mkdir(parents=True, exist_ok=True)
@@ -94,6 +100,17 @@ def write_weights(
     # Last, so that a folder with a config is whole.
     (folder / "config.json").write_text(json.dumps(described, indent=2) + "\n")
     return files
+
+
+def _kept(like: str | Path | None, kind: str) -> dict[str, Any]:
+    """What a config says that is no part of ours."""
+    file = None if like is None else Path(like) / "config.json"
+    if file is None or not file.is_file():
+        return {}
+    said = json.loads(file.read_text())
+    if said.get("model_type") != kind:
+        return {}
+    return {name: said[name] for name in _NOT_OURS if said.get(name) is not None}
 
 
 def copy_tokenizer(like: str | Path, folder: str | Path) -> list[str]:
@@ -119,8 +136,7 @@ def _shards(
         num_layers = _num_layers(model, path, rows[0].row.of_state)
         for layer in range(num_layers or 1):
             bytes_here = item_bytes * sum(
-                len(list(row.names(layer))) * math.prod(row.their_shape)
-                for row in rows
+                len(list(row.names(layer))) * math.prod(row.their_shape) for row in rows
             )
             if shards[-1] and used + bytes_here > shard_bytes:
                 shards.append([])

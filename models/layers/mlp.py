@@ -67,7 +67,9 @@ class GatedMLP(nnx.Module):
         axes = ("batch", "seq", None, "mlp")
         both_BTPF = column_parallel("BTD,DPF->BTPF", x, self.gate_up[...], axes, scope)
         both_BTPF = scope.save(both_BTPF, "mlp_gate_up")
-        hidden_BTF = scope.constrain(recomputed(_gated, self.activation)(both_BTPF), _HIDDEN)
+        hidden_BTF = scope.constrain(
+            recomputed(_gated, self.activation)(both_BTPF), _HIDDEN
+        )
         hidden_BTF = scope.save(hidden_BTF, "mlp_hidden")
         return jnp.einsum("BTF,FD->BTD", hidden_BTF, self.down[...])
 
@@ -120,7 +122,9 @@ class PlainMLP(nnx.Module):
         if self.up_bias is not None:
             up_BTF = up_BTF + self.up_bias[...]
         up_BTF = scope.save(scope.constrain(up_BTF, _HIDDEN), "mlp_up")
-        hidden_BTF = scope.constrain(recomputed(_activated, self.activation)(up_BTF), _HIDDEN)
+        hidden_BTF = scope.constrain(
+            recomputed(_activated, self.activation)(up_BTF), _HIDDEN
+        )
         hidden_BTF = scope.save(hidden_BTF, "mlp_hidden")
         down_BTD = jnp.einsum("BTF,FD->BTD", hidden_BTF, self.down[...])
         return down_BTD if self.down_bias is None else down_BTD + self.down_bias[...]

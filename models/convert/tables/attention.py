@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from meshpar.models.convert.row import Row
 
-# K kv heads, G queries for each, H head_dim, D embed. A group of ours holds its queries,
-# its key and its value.
+# K kv heads, G queries for each, H head_dim, D embed. A group of ours holds its
+# queries, its key and its value.
 
 
 def attention(theirs: str, ours: str, *, bias: bool, norm: bool) -> tuple[Row, ...]:
@@ -18,7 +18,9 @@ def attention(theirs: str, ours: str, *, bias: bool, norm: bool) -> tuple[Row, .
         norm: Whether queries and keys are normalised.
     """
     rows = (
-        Row(f"{theirs}.q_proj.weight", f"{ours}.qkv[:, :, :-2]", "(K G H) D -> D K G H"),
+        Row(
+            f"{theirs}.q_proj.weight", f"{ours}.qkv[:, :, :-2]", "(K G H) D -> D K G H"
+        ),
         Row(f"{theirs}.k_proj.weight", f"{ours}.qkv[:, :, -2]", "(K H) D -> D K H"),
         Row(f"{theirs}.v_proj.weight", f"{ours}.qkv[:, :, -1]", "(K H) D -> D K H"),
         Row(f"{theirs}.o_proj.weight", f"{ours}.out", "D (N H) -> N H D"),

@@ -69,12 +69,14 @@ def decoder_sizes(config: Any) -> dict[str, Any]:
     scaling = config.rope_scaling
     rope = {"rope_type": "default"} if scaling is None else scaling.to_json()
     theta = float(config.rope_theta)
+    head_dim = {"head_dim": config.size_per_head}
     return {
         "num_hidden_layers": config.layers,
         "hidden_size": config.embed,
         "num_attention_heads": config.heads,
         "num_key_value_heads": config.kv_heads,
-        "head_dim": config.size_per_head,
+        # Qwen3 takes 128 where a config is silent, the others embed / heads.
+        **(head_dim if config.head_dim or config.qk_norm else {}),
         "vocab_size": config.vocab,
         "max_position_embeddings": config.max_seq or _positions(scaling),
         "tie_word_embeddings": config.tied,
@@ -84,8 +86,6 @@ def decoder_sizes(config: Any) -> dict[str, Any]:
         "rope_scaling": None if scaling is None else rope,
         "rope_parameters": {**rope, "rope_theta": theta},
         "initializer_range": config.init_std,
-        "dtype": "float32",
-        "torch_dtype": "float32",
     }
 
 

@@ -81,7 +81,9 @@ def from_json(values: Mapping[str, Any]) -> ViTConfig:
         channels=values.get("num_channels", 3),
         classes=values.get("num_labels", len(labels) or 2),
         ffn=values["intermediate_size"],
-        activation="gelu" if values.get("hidden_act", "gelu") == "gelu" else "gelu_tanh",
+        activation="gelu"
+        if values.get("hidden_act", "gelu") == "gelu"
+        else "gelu_tanh",
         norm_epsilon=values.get("layer_norm_eps", 1e-12),
     )
 
