@@ -28,6 +28,7 @@ SUBCOMMANDS = (
     "fuzz",
     "train",
     "inspect",
+    "export",
 )
 """Each is a module here, with `add_arguments`, `run`, and `EXAMPLE` and `STATUSES`.
 

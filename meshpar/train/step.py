@@ -22,6 +22,8 @@ from meshpar.parallel.prefetch_choice import prefetch_notes, prefetches
 from meshpar.parallel.program import LocalProgram
 from meshpar.parallel.sequence_checks import check_context, check_sequences
 from meshpar.train.batch_placement import BatchPlacement
+from meshpar.train.constants import take_out
+from meshpar.train.given_values import placed_values
 from meshpar.train.gradient_program import GradientProgram
 from meshpar.train.optimizer.by_layer import by_layer
 from meshpar.train.state import TrainState, check_not_donated, without_optimizer
@@ -105,19 +107,39 @@ class TrainStep:
             compiler_options=self.compiler_options,
         )
 
-    def init(self, seed: int) -> TrainState:
-        """The first state, a function of `seed` alone; arrays are born in shards.
+    def init(
+        self,
+        seed: int = 0,
+        *,
+        params: Mapping[str, Any] | None = None,
+        model_state: Mapping[str, Any] | None = None,
+    ) -> TrainState:
+        """The first state, a function of `seed` and what is given; born in shards.
+
+        Args:
+            seed: What drawn values and all random numbers derive from.
+            params: Nested dict of all parameters, layers first to last, in place of
+                drawn ones: arrays, or what has a shape and NumPy's indexing, of which
+                only the parts that this process's devices hold are read.
+            model_state: The same of the model's state, or of a part of it.
 
         Raises:
-            InputError: `seed` is no whole number from 0 to 2**32 - 1.
+            InputError: `seed` is no whole number from 0 to 2**32 - 1, or what is given
+                is not of this model.
         """
         whole = isinstance(seed, int | np.integer) and not isinstance(seed, bool)
         if not whole:
             raise InputError(f"seed={seed!r}: must be a whole number below {2**32}")
         if not 0 <= seed < 2**32:
             raise InputError(f"seed={seed}: must be at least 0 and below {2**32}")
+        if params is None and model_state is not None:
+            raise InputError("model_state= without params=; give both, or neither")
         with jax.set_mesh(self._devices_mesh):
-            return self._programs.init(np.uint32(seed))
+            if params is None:
+                return self._programs.init(np.uint32(seed))
+            return self._programs.init_from(
+                np.uint32(seed), *self._placed(params, model_state or {})
+            )
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """One optimizer step; `state` is donated and cannot be used again.
@@ -295,6 +317,18 @@ class TrainStep:
             InputError: It does not; both numbers are in the message.
         """
         self._batches.check_examples(num_examples, name, microbatches)
+
+    def _placed(self, params: Mapping, model_state: Mapping) -> tuple[Any, Any]:
+        """Given values, each device's part of them on it."""
+        model = self.model
+        shardings = take_out(model, self.shardings)
+        given = take_out(
+            model, replace(shardings, params=params, model_state=model_state)
+        )
+        state = placed_values(
+            given.model_state, model.state, shardings.model_state, partly=True
+        )
+        return placed_values(given.params, model.parameters, shardings.params), state
 
     def _for_absent(self, platform: str) -> StepOptions:
         schedule = self.schedule if self.layout.stage > 1 else None

@@ -45,6 +45,8 @@ class Attention(nnx.Module):
         qk_norm_epsilon: RMS-normalise queries and keys with it; None for no norm.
         causal: Whether a token sees none that follow it.
         window: A token sees those less than so many places away; None for no limit.
+        qk_norm_around_one: Whether those norms' parameters are `scale - 1`.
+        score_scale: What scores are multiplied by; `head_dim ** -0.5` when None.
 
     Raises:
         InputError: `heads` is not a multiple of `kv_heads`.
@@ -66,6 +68,8 @@ class Attention(nnx.Module):
         qk_norm_epsilon: float | None = None,
         causal: bool = True,
         window: int | None = None,
+        qk_norm_around_one: bool = False,
+        score_scale: float | None = None,
     ) -> None:
         if heads % kv_heads:
             raise InputError(
@@ -74,6 +78,10 @@ class Attention(nnx.Module):
             )
         self.heads, self.group = heads, heads // kv_heads
         self.causal, self.window = causal, window
+        # Scores are divided by the root of the head's size: the rest is the queries'.
+        self.query_factor = (
+            None if score_scale is None else score_scale * math.sqrt(head_dim)
+        )
         self.frequencies = None if frequencies is None else tuple(frequencies)
         groups = (kv_heads, self.group + 2, head_dim)
         group_axes = ("kv_heads", None, "head_dim")
@@ -84,7 +92,12 @@ class Attention(nnx.Module):
         )
         self.bias = _zeros(groups, group_axes) if bias else None
         self.out_bias = _zeros((embed,), ("embed",)) if out_bias else None
-        norm = functools.partial(RMSNorm, rngs=rngs, logical_axis="head_dim")
+        norm = functools.partial(
+            RMSNorm,
+            rngs=rngs,
+            logical_axis="head_dim",
+            around_one=qk_norm_around_one,
+        )
         normed = qk_norm_epsilon is not None
         self.q_norm = norm(head_dim, epsilon=qk_norm_epsilon) if normed else None
         self.k_norm = norm(head_dim, epsilon=qk_norm_epsilon) if normed else None
@@ -135,6 +148,8 @@ class Attention(nnx.Module):
             frequencies = np.array(self.frequencies)
             rope = recomputed(functools.partial(apply_rope, frequencies=frequencies))
             q, k = rope(q, positions), rope(k, positions)
+        if self.query_factor not in (None, 1.0):
+            q = q * self.query_factor
         return (
             scope.constrain(q, _HEADS),
             scope.constrain(k, _KV_HEADS),

@@ -57,6 +57,8 @@ class LatentAttention(nnx.Module):
         sizes: The other sizes.
         frequencies: Rotary frequencies of `sizes.rope`.
         epsilon: Of the latents' norms.
+        amplitude: Of the rotated parts of queries and keys (`YarnScaling`).
+        score_factor: What scores are multiplied by beside `(nope + rope) ** -0.5`.
         init_std, out_std: Standard deviation of the projections, and of the last one.
     """
 
@@ -71,8 +73,11 @@ class LatentAttention(nnx.Module):
         init_std: float,
         out_std: float,
         rngs: nnx.Rngs,
+        amplitude: float = 1.0,
+        score_factor: float = 1.0,
     ) -> None:
         self.sizes, self.frequencies = sizes, tuple(frequencies)
+        self.amplitude, self.score_factor = amplitude, score_factor
         query = sizes.nope + sizes.rope
         draw = functools.partial(normal, rngs=rngs)
         norm = functools.partial(RMSNorm, epsilon=epsilon, rngs=rngs)
@@ -161,9 +166,14 @@ class LatentAttention(nnx.Module):
         kv = column_parallel("BTR,RNH->BTNH", narrow, self.kv[...], _HEADS, scope)
         k_nope, v = kv[..., : sizes.nope], kv[..., sizes.nope :]
         rope = self._rope(x.shape[1], scope)
-        q = jnp.concatenate([q[..., : sizes.nope], rope(q[..., sizes.nope :])], -1)
+        q_rope, k_rope = rope(q[..., sizes.nope :]), rope(shared)
+        if self.amplitude != 1.0:
+            q_rope, k_rope = q_rope * self.amplitude, k_rope * self.amplitude
+        q = jnp.concatenate([q[..., : sizes.nope], q_rope], -1)
+        if self.score_factor != 1.0:
+            q = q * self.score_factor
         whole = (*k_nope.shape[:3], sizes.rope)
-        k = jnp.concatenate([k_nope, jnp.broadcast_to(rope(shared), whole)], -1)
+        k = jnp.concatenate([k_nope, jnp.broadcast_to(k_rope, whole)], -1)
         return (
             scope.constrain(q, _HEADS),
             scope.constrain(k, _HEADS),
