@@ -161,7 +161,8 @@ def moved(
     """The parameters as another layout has them.
 
     Args:
-        params: Arrays as `source` has them, JAX's or NumPy's.
+        params: Arrays as `source` has them: JAX's, NumPy's, or anything with a shape of
+            which parts can be asked for, as of `meshpar.models.convert`.
         source: How they lie.
         target: How they are to lie.
         dtype: A `Layout.param_dtype` that numbers of half and full precision are
@@ -207,13 +208,27 @@ class _Move:
         return self._layer_by_layer()
 
     def _from_host(self) -> jax.Array:
-        values = np.asarray(self.array)
-        if self.places is not None:
-            rows = np.zeros(self.wanted.stacked_shape, values.dtype)
-            for to, at in self._rows():
-                rows[to] = values[at]
-            values = rows
-        return jax.device_put(values.astype(self.dtype), self.sharding)
+        shape = self.wanted.stacked_shape
+        return jax.make_array_from_callback(shape, self.sharding, self._part)
+
+    def _part(self, index: tuple[slice, ...]) -> np.ndarray:
+        """What a device is to have, of which only that is read."""
+        if self.places is None:
+            return np.asarray(self.array[index]).astype(self.dtype)
+        before, after = self.places
+        rows = [
+            np.asarray(self.array[(slice(at, at + 1), *index[1:])])
+            for at in (before.index(layer) for layer in after[index[0]] if layer >= 0)
+        ]
+        found = iter(rows)
+        empty = np.zeros_like(rows[0]) if rows else np.zeros(self._shape_of(index))
+        parts = [next(found) if layer >= 0 else empty for layer in after[index[0]]]
+        return np.concatenate(parts).astype(self.dtype)
+
+    def _shape_of(self, index: tuple[slice, ...]) -> tuple[int, ...]:
+        """Of one layer of a part."""
+        parts = zip(index[1:], self.wanted.shape, strict=True)
+        return (1, *(len(range(*part.indices(size))) for part, size in parts))
 
     def _layer_by_layer(self) -> jax.Array:
         of_layer = NamedSharding(
@@ -268,7 +283,7 @@ def _moves(
             given=given[name],
             wanted=wanted[name],
             sharding=shardings[name],
-            dtype=_dtype(array.dtype, dtype),
+            dtype=_dtype(getattr(array, "dtype", given[name].dtype), dtype),
         )
         for name, array in (
             (path_name(path), array)

@@ -27,6 +27,7 @@ SUBCOMMANDS = (
     "audit",
     "fuzz",
     "train",
+    "generate",
     "inspect",
     "export",
 )

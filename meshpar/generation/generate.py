@@ -64,7 +64,7 @@ def generate(
         stop: Texts before which a completion ends.
         stop_tokens: Tokens after which it ends; they are left out.
         tokenizer: With `encode` and `decode`, as of the `tokenizers` package.
-        slots: Prompts that run at once; all of them, up to 32, when absent.
+        slots: Prompts that run at once; `slots_for` them when absent.
         page_size: Tokens of a page of the cache.
         num_pages: Pages of a device; enough for all slots when absent.
         chunk: Tokens of a prompt that one program takes.
@@ -89,24 +89,19 @@ def generate(
         raise InputError(
             f"prompts={prompts!r}: give a list of texts or of lists of tokens"
         )
-    requests = [
-        Request(
-            tokens=_tokens(prompt, tokenizer),
-            max_tokens=max_tokens,
-            sampling=dataclasses.replace(sampling, seed=(seed + at) % 2**32),
-            stop_tokens=frozenset(stop_tokens),
-            stop=tuple(stop),
-        )
-        for at, prompt in enumerate(prompts)
-    ]
-    if stop and tokenizer is None:
-        raise InputError(f"stop={stop!r} are texts, but there is no tokenizer=")
+    requests = requests_of(
+        prompts,
+        tokenizer,
+        max_tokens=max_tokens,
+        sampling=sampling,
+        stop=tuple(stop),
+        stop_tokens=tuple(stop_tokens),
+    )
     layout = Layout.of(layout)
-    shards = abs(layout.batch_shards)
     programs = Programs.of(
         model,
         layout,
-        slots=slots or -(-min(len(requests), 32) // shards) * shards,
+        slots=slots or slots_for(len(requests), layout),
         max_seq=max(len(one.tokens) for one in requests) + max_tokens,
         page_size=page_size,
         num_pages=num_pages,
@@ -122,8 +117,53 @@ def generate(
     ]
 
 
+def requests_of(
+    prompts: Sequence[Prompt],
+    tokenizer: Any,
+    *,
+    max_tokens: int,
+    sampling: Sampling,
+    stop: tuple[str, ...] = (),
+    stop_tokens: tuple[int, ...] = (),
+) -> list[Request]:
+    """A request for each prompt, the seeds of the next ones following on the first's.
+
+    Raises:
+        InputError: A prompt has no tokens, or there are texts but no tokenizer.
+    """
+    if stop and tokenizer is None:
+        raise InputError(f"stop={list(stop)} are texts, but there is no tokenizer=")
+    return [
+        Request(
+            tokens=_tokens(prompt, tokenizer),
+            max_tokens=max_tokens,
+            sampling=dataclasses.replace(sampling, seed=(sampling.seed + at) % 2**32),
+            stop_tokens=frozenset(stop_tokens),
+            stop=stop,
+        )
+        for at, prompt in enumerate(prompts)
+    ]
+
+
+def slots_for(num_prompts: int, layout: Layout) -> int:
+    """Prompts that run at once: all, up to 32 on each device that shares the batch.
+
+    Example:
+        >>> slots_for(5, Layout(data=2)), slots_for(100, Layout(data=2))
+        (6, 64)
+    """
+    shards = abs(layout.batch_shards)
+    each = -(-num_prompts // shards)
+    of_stages = layout.microbatches if layout.stage > 1 else 1
+    return shards * min(max(each, of_stages), 32)
+
+
 def placed(
-    programs: Programs, model: Model, params: Any, from_layout: Layout | str = PLAIN
+    programs: Programs,
+    model: Model,
+    params: Any,
+    from_layout: Layout | str = PLAIN,
+    model_state: Any = None,
 ) -> tuple[Any, Any]:
     """Parameters and state of a model as its programs take them.
 
@@ -132,18 +172,19 @@ def placed(
         model: As given.
         params: As `from_layout` has them, or a `TrainState`.
         from_layout: How they lie now.
+        model_state: The model's own state, where `params` are without and it has some.
 
     Raises:
         InputError: They are not the model's.
     """
-    state: Any = {}
+    state: Any = model_state or {}
     if isinstance(params, TrainState):
         apart = take_out(model, params)
         params, state = apart.params, apart.model_state
-    elif jax.tree.leaves(model.state):
+    elif jax.tree.leaves(model.state) and not state:
         raise InputError(
             "the model has state that is no parameter, such as a router's bias; give "
-            "the TrainState, which has both"
+            "the TrainState, which has both, or model_state="
         )
     source = Lying(model=arranged_for(model, Layout.of(from_layout)))
     target = Lying(model=programs.placement.model, shardings=programs.stacked_shardings)

@@ -129,15 +129,16 @@ class LatentAttention(nnx.Module):
         rope = self._rope(x.shape[1], scope)
         k_RNH, v_RNH = jnp.split(self.kv[...], [sizes.nope], axis=-1)
         of_latent = jnp.einsum("BTNH,RNH->BTNR", q[..., : sizes.nope], k_RNH)
-        q = jnp.concatenate([of_latent, rope(q[..., sizes.nope :])], -1)
-        k = jnp.concatenate([narrow[:, :, None], rope(shared)], -1)
+        amplitude = self.amplitude
+        q = jnp.concatenate([of_latent, amplitude * rope(q[..., sizes.nope :])], -1)
+        k = jnp.concatenate([narrow[:, :, None], amplitude * rope(shared)], -1)
         mixed_BTNR = scope.cache.attend(
             scope.constrain(q, _HEADS),
             k,
             None,
             scope,
             window=None,
-            scale=1 / math.sqrt(sizes.nope + sizes.rope),
+            scale=self.score_factor / math.sqrt(sizes.nope + sizes.rope),
             value_size=sizes.kv_rank,
         )
         mixed = jnp.einsum("BTNR,RNH->BTNH", mixed_BTNR, v_RNH)
