@@ -1,4 +1,4 @@
-"""GGUF files as llama.cpp writes them, read beside the safetensors of the same model."""
+"""GGUF files as llama.cpp writes them, beside safetensors of the same model."""
 
 import numpy as np
 import pytest
