@@ -67,6 +67,7 @@ def test_a_run_starts_from_weights_and_is_exported(tmp_path, capsys):
     import json
 
     import transformers
+
     from meshpar.cli.main import main
 
     folder = write_model(tmp_path / "theirs", "qwen3")

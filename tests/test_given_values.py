@@ -1,4 +1,4 @@
-"""A run starts from given values: each device asks for its part, whatever holds them."""
+"""A run starts from given values; each device asks for its part of them alone."""
 
 import jax
 import jax.numpy as jnp
