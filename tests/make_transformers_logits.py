@@ -57,6 +57,8 @@ def automatic(family: str) -> type:
 
     if family == "vit":
         return transformers.AutoModelForImageClassification
+    if family == "t5":
+        return transformers.AutoModelForSeq2SeqLM
     return transformers.AutoModelForCausalLM
 
 
@@ -73,6 +75,10 @@ def logits_of(folder: Path, family: str) -> np.ndarray:
         if family == "vit":
             images = torch.tensor(given["images"]).permute(0, 3, 1, 2)
             return model.eval()(images).logits.numpy()
+        if family == "t5":
+            both = [torch.tensor(one).long() for one in given.values()]
+            called = model.eval()(input_ids=both[0], decoder_input_ids=both[1])
+            return called.logits.numpy()
         tokens = torch.tensor(given["tokens"]).long()
         return model.eval()(tokens).logits.float().numpy()
 

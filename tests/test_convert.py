@@ -117,7 +117,7 @@ def by_path(tree, above=""):
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3", "gemma3"])
 def test_every_stage_split_gets_the_same_values(family, folders):
     weights = read_weights(folders[family])
-    step = step_of(weights.model, "stage=2,tensor=4,microbatches=2")
+    step = step_of(weights.model, "data=2,stage=2,tensor=2,microbatches=2")
     state = step.init(params=weights.params, model_state=weights.model_state)
     found = by_path(step.in_layer_order(jax.tree.map(np.asarray, state.params)))
     for path, leaf in by_path(weights.params).items():
@@ -191,6 +191,7 @@ def test_a_missing_an_unknown_and_a_misshapen_tensor_are_named(folders, tmp_path
         ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers=1 is not what"),
         ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=False is not"),
         ("deepseek_v3", {"quantization_config": {}}, "quantization_config={} is not"),
+        ("t5", {"feed_forward_proj": "gated-silu"}, "feed_forward_proj='gated-silu'"),
         ("vit", {"qkv_bias": False}, "qkv_bias=False is not what models/vit.py"),
         ("vit", {"hidden_act": "relu"}, "hidden_act='relu' is not what"),
     ],
@@ -238,12 +239,15 @@ def test_a_checkpoint_is_exported(folders, tmp_path, capsys):
 def test_what_no_model_of_theirs_has_is_not_exported(tmp_path):
     from dataclasses import replace
 
-    from meshpar.models.presets import PRESETS
+    from meshpar.models.presets import PRESETS, configure
 
     windowed = replace(PRESETS["test"], window=4)
     with pytest.raises(InputError, match="window=4: none of llama, qwen2 and qwen3"):
         write_weights(tmp_path, windowed, {})
     with pytest.raises(InputError, match="bias_rate=0.001: neither mixtral nor qwen3"):
         write_weights(tmp_path, PRESETS["tiny-moe"], {})
+    tiny_t5 = configure("tiny-t5", scaled_scores=False, activation="relu")
+    with pytest.raises(InputError, match="mlp_bias=True: t5 has False"):
+        write_weights(tmp_path, tiny_t5, {})
     with pytest.raises(InputError, match="no 'token_embed' is given"):
         write_weights(tmp_path, PRESETS["test"], {})

@@ -1,4 +1,6 @@
-"""GGUF files as llama.cpp writes them, read beside the safetensors of the same model."""
+"""GGUF files as llama.cpp writes them, beside safetensors of the same model."""
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -102,7 +104,7 @@ def test_gguf_gives_the_same_values_as_safetensors(family, tensors_of, tmp_path)
     given = wanted.config if family == "gemma3" else None
     found = read_weights(path, given)
     if given is None:
-        assert found.config == wanted.config
+        assert found.config == replace(wanted.config, head_dim=0)
     for name, leaf in by_path(wanted.params).items():
         values = by_path(found.params)[name][...]
         tolerance = 2e-7 if family == "gemma3" and "norm" in name else 0

@@ -63,6 +63,37 @@ def test_every_layout_has_their_logits_and_so_has_what_is_written(family, tmp_pa
     assert config_of_sizes(asdict(weights.config)) == weights.config
 
 
+def test_a_run_starts_from_weights_and_is_exported(tmp_path, capsys):
+    import json
+
+    import transformers
+
+    from meshpar.cli.main import main
+
+    folder = write_model(tmp_path / "theirs", "qwen3")
+    said = json.loads((folder / "config.json").read_text())
+    made = transformers.AutoConfig.for_model(**{**said, "vocab_size": 256})
+    model = transformers.AutoModelForCausalLM.from_config(made)
+    model.save_pretrained(folder)
+    text = tmp_path / "text.txt"
+    text.write_text("to be or not to be, that is the question\n" * 40)
+    words = ["train", "--from", str(folder), "--out", str(tmp_path / "run")]
+    words += ["--layout", "data=2,stage=2,tensor=2,microbatches=2", "--text", str(text)]
+    words += ["--steps", "1", "--seq", "16", "--global-batch", "8"]
+    words += ["--sample-tokens", "1", "--bubble-rounds", "0"]
+    assert main(words) == 0
+    assert "bytes read by this process" in capsys.readouterr().out
+    to = tmp_path / "again"
+    assert main(["export", str(tmp_path / "run"), "--to", str(to)]) == 0
+    again, info = transformers.AutoModelForCausalLM.from_pretrained(
+        to, output_loading_info=True
+    )
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    # One step of Adam moves every value by at most its rate, and weight decay.
+    pairs = zip(model.state_dict().values(), again.state_dict().values(), strict=True)
+    assert all(float((one - other).abs().max()) < 0.01 for one, other in pairs)
+
+
 def real(variable):
     path = os.environ.get(variable)
     if not path:

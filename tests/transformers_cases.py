@@ -101,6 +101,18 @@ CONFIGS = {
         "vocab_size": VOCAB,
         "n_positions": 16,
     },
+    "t5": {
+        "model_type": "t5",
+        "num_layers": 2,
+        "num_decoder_layers": 2,
+        "d_model": 16,
+        "d_kv": 4,
+        "num_heads": 4,
+        "d_ff": 24,
+        "vocab_size": VOCAB,
+        "relative_attention_num_buckets": 8,
+        "relative_attention_max_distance": 6,
+    },
     "vit": {
         "model_type": "vit",
         "num_hidden_layers": 2,
@@ -142,4 +154,8 @@ def write_model(folder: Path, family: str) -> Path:
 
 def inputs_of(family: str) -> dict[str, np.ndarray]:
     """What both models are given."""
-    return {"images": IMAGES} if family == "vit" else {"tokens": TOKENS}
+    if family == "vit":
+        return {"images": IMAGES}
+    if family == "t5":
+        return {"source_tokens": TOKENS[:, ::-1].copy(), "target_tokens": TOKENS}
+    return {"tokens": TOKENS}

@@ -7,6 +7,7 @@ token of every example that may run.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -31,6 +32,12 @@ from meshpar.parallel.pipeline.program import Pipeline, pipeline_of
 from meshpar.parallel.placement import DTYPES, PARAM_DTYPES, Placement
 from meshpar.rules.presets import default_rules
 from meshpar.rules.rules import Rules, check_rules
+
+_WHOLE = {
+    "heads": "heads do not divide over {}: attention is whole on each device",
+    "kv_heads": "key/value heads do not divide over {}: their weights are whole on "
+    "each device, which keeps copies of the heads of its own queries",
+}
 
 PLAIN = Layout()
 """One device."""
@@ -123,7 +130,7 @@ class Programs:
         layout = generation_layout(layout.resolve(mesh.size))
         rules = default_rules(layout) if rules is None else rules
         check_rules(rules)
-        rules, notes = _with_whole_key_heads(model, layout, rules)
+        rules, notes = _with_whole_heads(model, layout, rules)
         pipeline = pipeline_of(model, layout) if layout.stage > 1 else None
         arranged = model if pipeline is None else pipeline.model
         placement = Placement(
@@ -380,24 +387,25 @@ def _plan(
     return replace(plan, num_pages=pages)
 
 
-def _with_whole_key_heads(
+def _with_whole_heads(
     model: Model, layout: Layout, rules: Rules
 ) -> tuple[Rules, tuple[str, ...]]:
-    """Rules under which fewer key heads than devices are whole on each; and a note."""
-    sizes = layout.mesh_shape
-    shards = 1
-    for mesh_axis in rules.table.get("kv_heads", ()):
-        shards *= sizes[mesh_axis]
-    found = {
-        size
-        for one in model.flat_parameters().values()
-        for name, size in zip(one.logical_axes, one.shape, strict=True)
-        if name == "kv_heads" and size % shards
-    }
-    if not found:
-        return rules, ()
-    axes = " x ".join(rules.table["kv_heads"])
-    return rules.with_rules(kv_heads=None), (
-        f"{min(found)} key/value heads do not divide over {axes}={shards}: their "
-        f"weights are whole on each device, and each keeps copies of its own heads",
-    )
+    """Rules under which heads that do not divide are whole on each device; and notes.
+
+    A training step refuses them; whoever generates has the model that there is.
+    """
+    notes = []
+    for name, words in _WHOLE.items():
+        mesh_axes = rules.table.get(name, ())
+        shards = math.prod(layout.mesh_shape[axis] for axis in mesh_axes)
+        uneven = {
+            size
+            for one in model.flat_parameters().values()
+            for axis, size in zip(one.logical_axes, one.shape, strict=True)
+            if axis == name and size % shards
+        }
+        if uneven:
+            rules = rules.with_rules(**{name: None})
+            axes = " x ".join(mesh_axes)
+            notes.append(f"{min(uneven)} {words.format(f'{axes}={shards}')}")
+    return rules, tuple(notes)

@@ -13,8 +13,12 @@ from meshpar.models.convert.row import Fitted, Row, Span
 from meshpar.models.convert.source import Source
 from meshpar.rules.sharding import insert
 
-UNREAD = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
-"""Ends of the names of tensors that are no weights: older files hold them."""
+UNREAD = (
+    *("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias"),
+    *("encoder.embed_tokens.weight", "decoder.embed_tokens.weight"),
+)
+"""Ends of the names of tensors that older files hold, and that are no weights or are
+there twice."""
 
 
 @dataclass(frozen=True, kw_only=True)

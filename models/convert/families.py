@@ -8,7 +8,8 @@ from typing import Any
 
 from meshpar import InputError
 from meshpar.models.convert.row import Row
-from meshpar.models.convert.tables import deepseek, gemma3, gpt2, llama, moe, vit
+from meshpar.models.convert.tables import deepseek, gemma3, gpt2, llama, moe, t5, vit
+from meshpar.models.encoder_decoder import EncoderDecoderConfig
 from meshpar.models.gemma3 import Gemma3Config
 from meshpar.models.gpt2 import GPT2Config
 from meshpar.models.llama import LlamaConfig
@@ -39,6 +40,7 @@ _FAMILIES: dict[type, Convertible] = {
     GPT2Config: Convertible(gpt2.table, gpt2.to_json, prefix=gpt2.PREFIX),
     MoEConfig: Convertible(moe.table, moe.to_json, skipped=deepseek.skipped),
     Gemma3Config: Convertible(gemma3.table, gemma3.to_json),
+    EncoderDecoderConfig: Convertible(t5.table, t5.to_json),
     ViTConfig: Convertible(vit.table, vit.to_json),
 }
 

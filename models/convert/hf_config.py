@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from meshpar import InputError
-from meshpar.models.convert.tables import deepseek, gemma3, moe, vit
+from meshpar.models.convert.tables import deepseek, gemma3, moe, t5, vit
 from meshpar.models.gpt2 import GPT2Config
 from meshpar.models.layers.rope import RopeScaling
 from meshpar.models.llama import LlamaConfig
@@ -54,6 +54,7 @@ _COMPUTED = {
     **moe.COMPUTED,
     "deepseek_v3": deepseek.COMPUTED,
     "gemma3_text": gemma3.COMPUTED,
+    "t5": t5.COMPUTED,
     "vit": vit.COMPUTED,
 }
 _FILES = {
@@ -62,6 +63,7 @@ _FILES = {
     "qwen3_moe": "models/moe.py",
     "deepseek_v3": "models/moe.py",
     "gemma3_text": "models/gemma3.py",
+    "t5": "models/encoder_decoder.py",
     "vit": "models/vit.py",
 }
 
@@ -116,6 +118,8 @@ def _config(values: dict[str, Any], kind: str) -> Any:
         return _gpt2(values)
     if kind == "gemma3_text":
         return gemma3.from_json(values)
+    if kind == "t5":
+        return t5.from_json(values)
     if kind == "vit":
         return vit.from_json(values)
     rope = _rope(values)

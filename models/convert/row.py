@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -108,7 +109,6 @@ class Fitted:
         common = [(max(a[0], b[0]), min(a[1], b[1])) for a, b in pairs]
         if any(start >= stop for start, stop in common):
             return None
-        # Where their letters are cut: an order, and what shares a dim, are read whole.
         cuts = [
             (start - first, stop - first)
             for (start, stop), (first, _), kept in zip(
@@ -119,12 +119,13 @@ class Fitted:
         spans = {letter: (0, size) for letter, size in self._sizes.items()}
         after = []
         for group, cut in zip(self._right, cuts, strict=True):
-            if len(group) == 1 and group[0] not in self.row.order:
-                spans[group[0]] = cut
-                cut = (0, cut[1] - cut[0])
-            after.append(slice(*cut))
+            taken: Any = slice(*cut)  # What shares a dim is read whole.
+            if len(group) == 1:
+                spans[group[0]], taken = self._span(group[0], cut)
+            after.append(taken)
         values = self._to_ours(self._theirs(tensor, layer, spans), spans)
-        values = values[tuple(after)]
+        for dim, taken in enumerate(after):
+            values = values[(slice(None),) * dim + (taken,)]
         if self.row.plus:
             values = values + np.float32(self.row.plus)
         sizes = [stop - start for start, stop in common]
@@ -162,6 +163,15 @@ class Fitted:
             theirs = np.ascontiguousarray(one.reshape(self.their_shape))
             yield self._name(layer, expert), theirs
 
+    def _span(self, letter: str, cut: Span) -> tuple[Span, Any]:
+        """What of theirs holds a part of a dim of ours, and which of that it is."""
+        order = self.row.order.get(letter)
+        if order is None:
+            return cut, slice(None)
+        indices = order(self._sizes[letter])[slice(*cut)]
+        first, last = int(indices.min()), int(indices.max())
+        return (first, last + 1), indices - first
+
     def _theirs(
         self, tensor: Reader, layer: int, spans: Mapping[str, Span]
     ) -> np.ndarray:
@@ -182,14 +192,9 @@ class Fitted:
         extra = [letter for letter in flat if letter not in right]  # of size 1
         values = values.transpose([flat.index(letter) for letter in right + extra])
         lengths = {letter: stop - start for letter, (start, stop) in spans.items()}
-        values = values.reshape(
+        return values.reshape(
             [math.prod(lengths[letter] for letter in group) for group in self._right]
         )
-        for dim, group in enumerate(self._right):
-            for order in map(self.row.order.get, group):
-                if order is not None:
-                    values = np.take(values, order(values.shape[dim]), axis=dim)
-        return values
 
     def _name(self, layer: int, expert: int) -> str:
         number = self.row.first_layer + layer * self.row.stride

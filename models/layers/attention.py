@@ -14,6 +14,7 @@ from jaxtyping import Float
 
 from meshpar import InputError, Scope
 from meshpar.model.token_cache import refuse_uncached
+from meshpar.models.layers.biased_attention import attend_with_bias
 from meshpar.models.layers.causal_attention import causal_attention, full_attention
 from meshpar.models.layers.norm import RMSNorm
 from meshpar.models.layers.recomputed import recomputed
@@ -47,6 +48,7 @@ class Attention(nnx.Module):
         window: A token sees those less than so many places away; None for no limit.
         qk_norm_around_one: Whether those norms' parameters are `scale - 1`.
         score_scale: What scores are multiplied by; `head_dim ** -0.5` when None.
+        bias_distance: Of `attend_with_bias`, where a bias table is given.
 
     Raises:
         InputError: `heads` is not a multiple of `kv_heads`.
@@ -70,6 +72,7 @@ class Attention(nnx.Module):
         window: int | None = None,
         qk_norm_around_one: bool = False,
         score_scale: float | None = None,
+        bias_distance: int = 128,
     ) -> None:
         if heads % kv_heads:
             raise InputError(
@@ -78,6 +81,7 @@ class Attention(nnx.Module):
             )
         self.heads, self.group = heads, heads // kv_heads
         self.causal, self.window = causal, window
+        self.bias_distance = bias_distance
         # Scores are divided by the root of the head's size: the rest is the queries'.
         self.query_factor = (
             None if score_scale is None else score_scale * math.sqrt(head_dim)
@@ -107,6 +111,7 @@ class Attention(nnx.Module):
         x: Float[AnyArray, "batch seq embed"],
         scope: Scope,
         seen: jax.Array | None = None,
+        bias: jax.Array | None = None,
     ) -> Float[AnyArray, "batch seq embed"]:
         """(batch, seq, embed) -> (batch, seq, embed), before it is constrained.
 
@@ -114,6 +119,7 @@ class Attention(nnx.Module):
             x: The normed residual stream.
             scope: Where the function runs.
             seen: (batch, seq), False for tokens that none attends to; all when absent.
+            bias: (batch, buckets, heads), a table for `attend_with_bias`.
         """
         # B batch, T seq, D embed, K kv heads, G queries per kv head + 2, H head_dim.
         axes = ("batch", "seq", "kv_heads", None, "head_dim")
@@ -122,16 +128,28 @@ class Attention(nnx.Module):
             qkv_BTKGH = qkv_BTKGH + self.bias[...]
         qkv_BTKGH = scope.save(scope.constrain(qkv_BTKGH, axes), "attention_qkv")
         q, k, v = self._split(qkv_BTKGH, scope)
-        mixed = attend(
-            q,
-            k,
-            v,
-            scope,
-            causal=self.causal,
-            window=self.window,
-            seen=seen,
-            segments=scope.batch.get("segment_ids"),
-        )
+        if bias is None:
+            mixed = attend(
+                q,
+                k,
+                v,
+                scope,
+                causal=self.causal,
+                window=self.window,
+                seen=seen,
+                segments=scope.batch.get("segment_ids"),
+            )
+        else:
+            mixed = attend_with_bias(
+                q,
+                k,
+                v,
+                scope,
+                table=bias,
+                causal=self.causal,
+                distance=self.bias_distance,
+                seen=seen,
+            )
         out = jnp.einsum("BTNH,NHD->BTD", mixed, self.out[...])
         return out if self.out_bias is None else out + self.out_bias[...]
 
