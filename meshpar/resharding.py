@@ -211,7 +211,7 @@ class _Move:
         shape = self.wanted.stacked_shape
         return jax.make_array_from_callback(shape, self.sharding, self._part)
 
-    def _part(self, index: tuple[slice, ...]) -> np.ndarray:
+    def _part(self, index: Any) -> np.ndarray:
         """What a device is to have, of which only that is read."""
         if self.places is None:
             return np.asarray(self.array[index]).astype(self.dtype)

@@ -100,14 +100,14 @@ def read_tokenizer(path: Path) -> Tokenizer:
     Raises:
         InputError: It is not there, or is none, or the package is not installed.
     """
+    if not path.is_file():
+        raise InputError(f"no tokenizer {str(path)!r}; name a tokenizer.json")
     try:
         from tokenizers import Tokenizer as Theirs
     except ModuleNotFoundError as error:
         raise InputError(
             f"{str(path)!r} needs tokenizers: pip install 'meshpar[convert]'"
         ) from error
-    if not path.is_file():
-        raise InputError(f"no tokenizer {str(path)!r}; name a tokenizer.json")
     try:
         return Theirs.from_file(str(path))
     except Exception as error:  # It raises nothing narrower.

@@ -239,10 +239,10 @@ class Engine:
     def _taken(
         self,
         rows: Iterable[Running | None],
-        counts: np.ndarray,
+        counts: Any,
         tokens: np.ndarray,
         logprobs: np.ndarray,
-        logits: np.ndarray | None = None,
+        logits: Any = None,
     ) -> Iterator[Token]:
         for at, (running, count, token, logprob) in enumerate(
             zip(rows, counts, tokens.tolist(), logprobs.tolist(), strict=True)

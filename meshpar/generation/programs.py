@@ -278,9 +278,12 @@ class Programs:
 
     @cached_property
     def _advances(self) -> dict[tuple[bool, bool, bool], Any]:
+        either = False, True
         return {
-            flags: self._jitted(partial(self._advanced, *flags), 3 + flags[2])
-            for flags in itertools.product((False, True), repeat=3)
+            (random, truncated, logits): self._jitted(
+                partial(self._advanced, random, truncated, logits), 3 + logits
+            )
+            for random, truncated, logits in itertools.product(either, either, either)
         }
 
     def _advanced(

@@ -13,7 +13,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -70,11 +70,11 @@ class Sampling:
 class Draws(NamedTuple):
     """`Sampling` of every example, each (batch,)."""
 
-    temperature: jax.Array
-    top_k: jax.Array
-    top_p: jax.Array
-    min_p: jax.Array
-    seed: jax.Array
+    temperature: Any
+    top_k: Any
+    top_p: Any
+    min_p: Any
+    seed: Any
 
     @classmethod
     def of(cls, rows: Sequence[Sampling]) -> Draws:

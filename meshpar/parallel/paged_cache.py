@@ -17,7 +17,7 @@ from meshpar.rules.rules import auto_mesh_shape
 
 _QUERIES = ("batch", "seq", "heads", "head_dim")
 
-Pools = dict[str, jax.Array]
+Pools = dict[str, Any]
 """Name of a `CachedArray` -> (layers, pages, tokens of a page, heads x size).
 
 Heads and their sizes are one dim, of which TPUs pad no part."""
@@ -33,10 +33,10 @@ class Rows(NamedTuple):
         counts: (batch,) int32, tokens that are new; 0 for an example that rests.
     """
 
-    tables: jax.Array
-    slots: jax.Array
-    starts: jax.Array
-    counts: jax.Array
+    tables: Any
+    slots: Any
+    starts: Any
+    counts: Any
 
     def positions(self, num_tokens: int) -> jax.Array:
         """(batch, tokens), the place of each new token in its sequence; -1 for none."""
@@ -96,7 +96,8 @@ class PagedCache:
         heads = kept_heads(k.shape[2], _head_shards(scope))
         pool = (None, None, None, cached_axes(heads)[0])
         given = [self.pools[name] for name in names if name in self.pools]
-        size = value_size if v is None else v.shape[-1]
+        size = k.shape[-1] if value_size is None else value_size
+        size = size if v is None else v.shape[-1]
 
         def local(q: jax.Array, place: jax.Array, *of: jax.Array) -> jax.Array:
             owners, positions, keys, *values = of

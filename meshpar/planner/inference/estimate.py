@@ -194,7 +194,7 @@ class InferenceEstimate:
         """Bytes of one request on a device."""
         workload, layout = self.workload, self.layout
         if workload.kv_lora_rank:
-            values = workload.kv_lora_rank + workload.qk_rope_head_dim
+            values = float(workload.kv_lora_rank + workload.qk_rope_head_dim)
         else:
             heads = max(1.0, workload.kv_heads / layout.tensor)
             values = heads * (workload.query_dim + workload.value_dim)
@@ -221,8 +221,8 @@ class InferenceEstimate:
         }
 
     def _communication_s(self, tokens: int) -> dict[str, float]:
-        layout, stream = self.layout, tokens * self.workload.hidden
-        stream *= self._compute_bytes
+        layout = self.layout
+        stream = tokens * self.workload.hidden * self._compute_bytes
         found = {}
         if layout.tensor > 1:
             link = self.cluster.link(layout, "tensor")
