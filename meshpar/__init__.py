@@ -63,7 +63,7 @@ _HOMES = {
     "memory_report": "meshpar.train.memory_report",
     "nnx_shardings": "meshpar.rules.sharding",
     "pipeline_value_and_grad": "meshpar.parallel.pipeline.value_and_grad",
-    "reshard": "meshpar.resharding",
+    "reshard": "meshpar.parallel.resharding",
     "tree_shardings": "meshpar.rules.sharding",
 }
 """Public name -> the module that has it; `InputError` and `emulate` are here."""
@@ -83,7 +83,7 @@ if TYPE_CHECKING:
     from meshpar.model.tracing import batch_shapes
     from meshpar.model.values import initial_key
     from meshpar.parallel.pipeline.value_and_grad import pipeline_value_and_grad
-    from meshpar.resharding import reshard
+    from meshpar.parallel.resharding import reshard
     from meshpar.rules.presets import (
         DATA_PARALLEL,
         FSDP,

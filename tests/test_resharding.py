@@ -9,7 +9,7 @@ import meshpar
 from meshpar import InputError, Layout, make_train_step
 from meshpar.models.presets import build
 from meshpar.parallel.pipeline.stages import in_layer_order
-from meshpar.resharding import Lying, reshard_bytes
+from meshpar.parallel.resharding import Lying, reshard_bytes
 from tests.marks import slow
 
 MODEL = build("tiny-8")

@@ -16,7 +16,7 @@ from meshpar.generation.sampling import Sampling
 from meshpar.layout import Layout
 from meshpar.model.contract import Model
 from meshpar.parallel.pipeline.program import arranged_for
-from meshpar.resharding import Lying, moved
+from meshpar.parallel.resharding import Lying, moved
 from meshpar.rules.rules import Rules
 from meshpar.train.constants import take_out
 from meshpar.train.state import TrainState

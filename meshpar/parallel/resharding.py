@@ -24,7 +24,7 @@ from meshpar.model.contract import Model, check_model
 from meshpar.model.parameter import Parameter, Params, flat
 from meshpar.parallel.pipeline.program import arranged_for
 from meshpar.parallel.placement import PARAM_DTYPES, Placement
-from meshpar.resharding_bytes import NOTHING, MovedBytes, moved_bytes
+from meshpar.parallel.resharding_bytes import NOTHING, MovedBytes, moved_bytes
 from meshpar.rules.presets import default_rules
 from meshpar.rules.rules import Rules
 from meshpar.rules.sharding import path_name
