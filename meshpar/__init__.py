@@ -55,6 +55,7 @@ _HOMES = {
     "born_sharded": "meshpar.rules.sharding",
     "default_rules": "meshpar.rules.presets",
     "from_nnx": "meshpar.model.nnx",
+    "generate": "meshpar.generation.generate",
     "initial_key": "meshpar.model.values",
     "lint": "meshpar.lint.lint",
     "make_mesh": "meshpar.mesh",
@@ -62,6 +63,7 @@ _HOMES = {
     "memory_report": "meshpar.train.memory_report",
     "nnx_shardings": "meshpar.rules.sharding",
     "pipeline_value_and_grad": "meshpar.parallel.pipeline.value_and_grad",
+    "reshard": "meshpar.parallel.resharding",
     "tree_shardings": "meshpar.rules.sharding",
 }
 """Public name -> the module that has it; `InputError` and `emulate` are here."""
@@ -69,6 +71,7 @@ _HOMES = {
 if TYPE_CHECKING:
     from meshpar.audit.program_report import AuditReport
     from meshpar.audit.report import audit
+    from meshpar.generation.generate import generate
     from meshpar.layout import BATCH_AXES, MESH_AXES, Layout
     from meshpar.lint.lint import Finding, LintReport, lint
     from meshpar.mesh import UnusedDevicesWarning, absent_mesh, make_mesh
@@ -80,6 +83,7 @@ if TYPE_CHECKING:
     from meshpar.model.tracing import batch_shapes
     from meshpar.model.values import initial_key
     from meshpar.parallel.pipeline.value_and_grad import pipeline_value_and_grad
+    from meshpar.parallel.resharding import reshard
     from meshpar.rules.presets import (
         DATA_PARALLEL,
         FSDP,
@@ -167,6 +171,7 @@ __all__ = [
     "default_rules",
     "emulate",
     "from_nnx",
+    "generate",
     "initial_key",
     "lint",
     "make_mesh",
@@ -174,5 +179,6 @@ __all__ = [
     "memory_report",
     "nnx_shardings",
     "pipeline_value_and_grad",
+    "reshard",
     "tree_shardings",
 ]

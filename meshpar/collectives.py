@@ -51,6 +51,8 @@ ASKED = {
     "sequence_gather": ("all-gather", "choices of tokens, of the whole sequence"),
     "sequence_sum": ("all-reduce", "counts over a split sequence"),
     "context_heads": ("all-to-all", "a split sequence for split heads, or back"),
+    "cache_softmax": ("all-reduce", "softmax over a sequence whose cache is split"),
+    "last_stage": ("all-reduce", "the last stage's output, to every rank"),
     "token_sum": ("all-reduce", "loss and table's gradient over a split sequence"),
 }
 """What the library's own collectives are for: their kind, and words for the reason."""

@@ -1,8 +1,9 @@
 """An encoder-decoder in the manner of T5 (Raffel et al. 2020).
 
 As there: RMSNorm before every branch, one table for both embeddings and the head, no
-biases in attention. Unlike there: positions are learned vectors added to the embedding,
-not a bias of the scores, and scores are scaled, so that fused attention fits.
+biases in attention. Unlike there, unless options say so: positions are learned vectors
+added to the embedding, not a bias of the scores, and scores are scaled, so that fused
+attention fits.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from meshpar import Blocks, Input, InputError, Model, Scope, from_nnx
@@ -26,12 +28,13 @@ from meshpar.models.field_types import (
 from meshpar.models.inputs import all_below
 from meshpar.models.layers.attention import Attention, depth_scaled_std, normal
 from meshpar.models.layers.cross_attention import CrossAttention
-from meshpar.models.layers.mlp import GatedMLP, PlainMLP
+from meshpar.models.layers.mlp import ACTIVATIONS, Activation, GatedMLP, PlainMLP
 from meshpar.models.layers.norm import RMSNorm
 from meshpar.parallel.head_loss import head_cross_entropy
 from meshpar.parallel.tensor import vocab_lookup
 
 _RESIDUAL = ("batch", "residual_seq", "embed")
+_BIAS = "bias"
 _SIZES = ("encoder_layers", "decoder_layers", "embed", "heads", "ffn", "vocab")
 
 INPUTS = {
@@ -60,6 +63,14 @@ class EncoderDecoderConfig:
         head_dim: Size of a head; `embed / heads` when 0.
         max_seq: Longest source and longest target, the number of learned positions.
         gated: Whether the MLPs are gated (SwiGLU); otherwise GELU with biases.
+        activation: Of the MLPs in place of those.
+        mlp_bias: Whether MLPs that are not gated have biases.
+        relative_buckets: Size of T5's table of biases of the scores, in place of
+            learned positions; 0 for those.
+        relative_distance: From where on all are in its last bucket.
+        scaled_scores: Whether scores are divided by the root of a head's size.
+        tied: Whether the head is the embedding table.
+        scaled_head: Whether what it reads is divided by the root of `embed`.
         dropout: Share of values dropped after the embeddings and each branch.
         norm_epsilon: Added to the mean square.
         init_std: Standard deviation of the initial weights.
@@ -80,6 +91,13 @@ class EncoderDecoderConfig:
     head_dim: int = 0
     max_seq: int = 512
     gated: bool = False
+    activation: Activation | None = None
+    mlp_bias: bool = True
+    relative_buckets: int = 0
+    relative_distance: int = 128
+    scaled_scores: bool = True
+    tied: bool = True
+    scaled_head: bool = False
     dropout: float = 0.0
     norm_epsilon: float = 1e-6
     init_std: float = 0.02
@@ -89,6 +107,13 @@ class EncoderDecoderConfig:
         check_field_types(self)
         check_sizes(self, *_SIZES, "max_seq")
         check_least_zero(self, head_dim="embed / heads", logits_bytes="no limit")
+        check_least_zero(self, relative_buckets="learned positions")
+        if self.activation not in (None, *ACTIVATIONS):
+            raise InputError(
+                f"activation={self.activation!r}: must be one of "
+                f"{', '.join(ACTIVATIONS)}"
+            )
+        _check_buckets(self)
         check_heads(self.embed, self.heads, self.head_dim)
         check_dropout(self.dropout)
 
@@ -101,6 +126,15 @@ class EncoderDecoderConfig:
     def size_per_head(self) -> int:
         """Size of a head."""
         return self.head_dim or self.embed // self.heads
+
+
+def _check_buckets(config: EncoderDecoderConfig) -> None:
+    buckets, distance = config.relative_buckets, config.relative_distance
+    if buckets and (buckets % 4 or distance <= buckets // 2):
+        raise InputError(
+            f"relative_buckets={buckets}, relative_distance={distance}: buckets must "
+            "divide by 4, and the distance be above half of them"
+        )
 
 
 class EncoderBlock(nnx.Module):
@@ -119,11 +153,13 @@ class EncoderBlock(nnx.Module):
         """Encoded source (batch, source_seq, embed) -> the same."""
         x, seen = stream["encoded"], scope.batch.get("source_mask")
         normed = scope.constrain(self.attention_norm(x), _RESIDUAL)
-        branch = scope.constrain(self.attention(normed, scope, seen), _RESIDUAL)
+        bias = stream.get(_BIAS)
+        branch = scope.constrain(self.attention(normed, scope, seen, bias), _RESIDUAL)
         x = x + scope.dropout(branch, self.dropout, "attention")
         normed = scope.constrain(self.mlp_norm(x), _RESIDUAL)
         branch = scope.constrain(self.mlp(normed, scope), _RESIDUAL)
-        return {"encoded": x + scope.dropout(branch, self.dropout, "mlp")}
+        encoded = x + scope.dropout(branch, self.dropout, "mlp")
+        return {**stream, "encoded": encoded}
 
 
 class DecoderBlock(nnx.Module):
@@ -141,6 +177,7 @@ class DecoderBlock(nnx.Module):
             init_std=config.init_std,
             out_std=_out_std(config),
             rngs=rngs,
+            score_scale=None if config.scaled_scores else 1.0,
         )
         self.mlp_norm = _norm(config, rngs)
         self.mlp = _mlp(config, rngs)
@@ -152,7 +189,8 @@ class DecoderBlock(nnx.Module):
         x, encoded = stream["decoded"], stream["encoded"]
         seen = scope.batch.get("source_mask")
         normed = scope.constrain(self.attention_norm(x), _RESIDUAL)
-        branch = scope.constrain(self.attention(normed, scope), _RESIDUAL)
+        bias = stream.get(_BIAS)
+        branch = scope.constrain(self.attention(normed, scope, None, bias), _RESIDUAL)
         x = x + scope.dropout(branch, self.dropout, "attention")
         normed = scope.constrain(self.cross_norm(x), _RESIDUAL)
         branch = scope.constrain(self.cross(normed, encoded, scope, seen), _RESIDUAL)
@@ -160,72 +198,103 @@ class DecoderBlock(nnx.Module):
         normed = scope.constrain(self.mlp_norm(x), _RESIDUAL)
         branch = scope.constrain(self.mlp(normed, scope), _RESIDUAL)
         decoded = x + scope.dropout(branch, self.dropout, "mlp")
-        return {"encoded": encoded, "decoded": decoded}
+        return {**stream, "decoded": decoded}
 
 
 class EncoderDecoderEnds(nnx.Module):
     """Embeddings of source and target, final norms and tied head."""
 
     def __init__(self, config: EncoderDecoderConfig, rngs: nnx.Rngs) -> None:
-        self.dropout, self.max_seq = config.dropout, config.max_seq
+        self.dropout = config.dropout
+        self.max_seq = 0 if config.relative_buckets else config.max_seq
+        self.head_factor = config.embed**-0.5 if config.scaled_head else None
         self.logits_bytes = config.logits_bytes
         embed, std = config.embed, config.init_std
         positions = (config.max_seq, embed), std, (None, "embed")
         self.token_embed = normal(
             (config.vocab, embed), std, ("vocab", "embed"), rngs=rngs
         )
-        self.source_positions = normal(*positions, rngs=rngs)
-        self.target_positions = normal(*positions, rngs=rngs)
+        learned = not config.relative_buckets
+        self.source_positions = normal(*positions, rngs=rngs) if learned else None
+        self.target_positions = normal(*positions, rngs=rngs) if learned else None
+        table = (config.relative_buckets, config.heads), std, (None, "heads")
+        self.source_bias = None if learned else normal(*table, rngs=rngs)
+        self.target_bias = None if learned else normal(*table, rngs=rngs)
         self.encoder_norm = _norm(config, rngs)
         self.decoder_norm = _norm(config, rngs)
+        shape, axes = (config.vocab, embed), ("vocab", "embed")
+        self.unembed = None if config.tied else normal(shape, std, axes, rngs=rngs)
 
     def embed(self, batch: Batch, scope: Scope) -> dict[str, jax.Array]:
         """Source tokens (batch, source_seq) -> the encoder's stream."""
-        tokens, positions = batch["source_tokens"], self.source_positions[...]
-        return {"encoded": self._embedded(tokens, positions, "source", scope)}
+        tokens = batch["source_tokens"]
+        x = self._embedded(tokens, self.source_positions, "source", scope)
+        return {"encoded": x, **_bias_of_each(self.source_bias, tokens)}
 
     def decode(
         self, stream: dict[str, jax.Array], scope: Scope
     ) -> dict[str, jax.Array]:
         """The encoder's stream -> the decoder's, which holds both."""
-        tokens, positions = scope.batch["target_tokens"], self.target_positions[...]
+        tokens = scope.batch["target_tokens"]
         return {
             "encoded": scope.constrain(self.encoder_norm(stream["encoded"]), _RESIDUAL),
-            "decoded": self._embedded(tokens, positions, "target", scope),
+            "decoded": self._embedded(tokens, self.target_positions, "target", scope),
+            **_bias_of_each(self.target_bias, tokens),
         }
+
+    def logits(self, stream: dict[str, jax.Array], scope: Scope) -> jax.Array:
+        """The decoder's stream -> fp32 (batch, seq, vocab)."""
+        logits = jnp.einsum(
+            "BTD,VD->BTV",
+            scope.constrain(self._read(stream), ("batch", "seq", "embed")),
+            self._table(),
+            preferred_element_type=jnp.float32,
+        )
+        return scope.constrain(logits, ("batch", "seq", "vocab"))
 
     def head(
         self, stream: dict[str, jax.Array], batch: Batch, scope: Scope
     ) -> tuple[jax.Array, jax.Array]:
         """Summed loss and summed weights of the target's tokens."""
         return head_cross_entropy(
-            self.decoder_norm(stream["decoded"]),
-            self.token_embed[...],
+            self._read(stream),
+            self._table(),
             batch["labels"],
             batch["weights"],
             scope,
             logits_bytes=self.logits_bytes,
         )
 
+    def _read(self, stream: dict[str, jax.Array]) -> jax.Array:
+        """What the head reads."""
+        normed = self.decoder_norm(stream["decoded"])
+        return normed if self.head_factor is None else normed * self.head_factor
+
+    def _table(self) -> jax.Array:
+        return (self.token_embed if self.unembed is None else self.unembed)[...]
+
     def _embedded(
-        self, tokens: jax.Array, positions: jax.Array, name: str, scope: Scope
+        self, tokens: jax.Array, positions: nnx.Param | None, name: str, scope: Scope
     ) -> jax.Array:
         seq, length = tokens.shape[1], scope.seq_length(tokens.shape[1])
-        if length > self.max_seq:
+        if 0 < self.max_seq < length:
             raise InputError(
                 f"{name} sequences of {length} tokens, but the model has "
                 f"max_seq={self.max_seq} learned positions; shorten the sequences or "
                 "raise max_seq"
             )
         x = vocab_lookup(self.token_embed[...], tokens, scope)
-        # Indexed and not cut, which GSPMD would shift where the sequence is split.
-        x = x + positions[scope.positions(seq)]
+        if positions is not None:
+            # Indexed, not cut, which GSPMD would shift where the sequence is split.
+            x = x + positions[...][scope.positions(seq)]
         return scope.dropout(scope.constrain(x, _RESIDUAL), self.dropout, name)
 
 
 def encoder_decoder(config: EncoderDecoderConfig) -> Model:
     """The model of a config, under meshpar's contract."""
     encoded = {"encoded": _RESIDUAL}
+    if config.relative_buckets:
+        encoded[_BIAS] = ("batch", None, "heads")
     return from_nnx(
         ends=lambda rngs: EncoderDecoderEnds(config, rngs),
         groups={
@@ -245,6 +314,14 @@ def encoder_decoder(config: EncoderDecoderConfig) -> Model:
     )
 
 
+def _bias_of_each(table: nnx.Param | None, tokens: jax.Array) -> dict[str, jax.Array]:
+    """The table beside every example, so that it flows with the stream."""
+    if table is None:
+        return {}
+    shape = (tokens.shape[0], *table[...].shape)
+    return {_BIAS: jnp.broadcast_to(table[...], shape)}
+
+
 def _norm(config: EncoderDecoderConfig, rngs: nnx.Rngs) -> RMSNorm:
     return RMSNorm(config.embed, epsilon=config.norm_epsilon, rngs=rngs)
 
@@ -261,18 +338,20 @@ def _attention(
         out_std=_out_std(config),
         rngs=rngs,
         causal=causal,
+        score_scale=None if config.scaled_scores else 1.0,
+        bias_distance=config.relative_distance,
     )
 
 
 def _mlp(config: EncoderDecoderConfig, rngs: nnx.Rngs) -> GatedMLP | PlainMLP:
-    kind = GatedMLP if config.gated else PlainMLP
-    return kind(
-        config.embed,
-        config.ffn,
-        init_std=config.init_std,
-        out_std=_out_std(config),
-        rngs=rngs,
-    )
+    stds = {"init_std": config.init_std, "out_std": _out_std(config)}
+    sizes = config.embed, config.ffn
+    if config.gated:
+        activation = config.activation or "silu"
+        return GatedMLP(*sizes, rngs=rngs, activation=activation, **stds)
+    activation = config.activation or "gelu_tanh"
+    bias = config.mlp_bias
+    return PlainMLP(*sizes, rngs=rngs, activation=activation, bias=bias, **stds)
 
 
 def _out_std(config: EncoderDecoderConfig) -> float:

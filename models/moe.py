@@ -2,8 +2,7 @@
 
 A Llama's blocks with a `RoutedMLP` in place of the MLP; the first `dense_layers` have a
 plain one, and with `kv_lora_rank` attention is of latents. Settings of it are in
-`meshpar.models.presets`. Of DeepSeek-V3 the multi-token prediction is left out, and
-YaRN, which its pre-training at 4,096 tokens does not use.
+`meshpar.models.presets`. Of DeepSeek-V3 the multi-token prediction is left out.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from meshpar.models.layers.attention import Attention, depth_scaled_std
 from meshpar.models.layers.latent_attention import LatentAttention, LatentSizes
 from meshpar.models.layers.mlp import GatedMLP
 from meshpar.models.layers.norm import RMSNorm
-from meshpar.models.layers.rope import RopeScaling, rope_frequencies
+from meshpar.models.layers.rope import RopeScaling, YarnScaling, rope_frequencies
 from meshpar.models.layers.routed_mlp import RoutedMLP
 from meshpar.models.layers.router import RouterConfig
 from meshpar.models.llama import RESIDUAL, LlamaEnds
@@ -60,7 +59,8 @@ class MoEConfig:
         max_seq: Longest sequence, no limit when 0; it has no other effect.
         tied: Whether the head reuses the embedding table.
         rope_theta: Base of the rotary wavelengths.
-        rope_scaling: Stretching for long contexts, if any.
+        rope_scaling: Stretching for long contexts, if any; `YarnScaling` is for latent
+            attention.
         qk_norm: RMSNorm on queries and keys (Qwen3).
         norm_epsilon: Added to the mean square.
         init_std: Standard deviation of the initial weights.
@@ -101,7 +101,7 @@ class MoEConfig:
     max_seq: int = 0
     tied: bool = False
     rope_theta: float = 10_000.0
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: RopeScaling | YarnScaling | None = None
     qk_norm: bool = False
     norm_epsilon: float = 1e-5
     init_std: float = 0.02
@@ -173,6 +173,11 @@ def _check_heads(config: MoEConfig) -> None:
     if config.kv_lora_rank:
         _check_latent(config)
         return
+    if isinstance(config.rope_scaling, YarnScaling):
+        raise InputError(
+            f"rope_scaling={config.rope_scaling} is for latent attention, but "
+            "kv_lora_rank=0; give kv_lora_rank, or another scaling"
+        )
     for name in ("q_lora_rank", *_LATENT):
         if getattr(config, name):
             raise InputError(
@@ -283,12 +288,16 @@ def _attention(config: MoEConfig, rngs: nnx.Rngs, stds: dict[str, float]) -> nnx
     frequencies = rope_frequencies(size, config.rope_theta, config.rope_scaling)
     epsilon = config.norm_epsilon
     if latent is not None:
+        scaling = config.rope_scaling
+        is_yarn = isinstance(scaling, YarnScaling)
         return LatentAttention(
             config.embed,
             heads=config.heads,
             sizes=latent,
             frequencies=frequencies,
             epsilon=epsilon,
+            amplitude=scaling.amplitude if is_yarn else 1.0,
+            score_factor=scaling.score_factor if is_yarn else 1.0,
             rngs=rngs,
             **stds,
         )

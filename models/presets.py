@@ -13,6 +13,7 @@ from meshpar.layout import nearest
 from meshpar.models.convert.hf_config import config_from_json
 from meshpar.models.encoder_decoder import ENCODER_DECODER
 from meshpar.models.family import Family
+from meshpar.models.gemma3 import GEMMA3
 from meshpar.models.gpt2 import GPT2Config, gpt2
 from meshpar.models.layers.rope import RopeScaling
 from meshpar.models.llama import LlamaConfig, llama
@@ -185,21 +186,22 @@ PRESETS: dict[str, LlamaConfig | GPT2Config | MoEConfig] = {
 }
 """Language models, which the planner and `recipes/pretrain.py` know."""
 
-_FAMILIES = (
+FAMILIES = (
     Family(config=LlamaConfig, build=llama),
     Family(config=GPT2Config, build=gpt2),
     Family(config=MoEConfig, build=moe),
+    GEMMA3,
     VIT,
     ENCODER_DECODER,
 )
 """A new one is a file, with its presets, and a line here."""
 
 OTHER_PRESETS: dict[str, Any] = {
-    name: config for family in _FAMILIES for name, config in family.presets.items()
+    name: config for family in FAMILIES for name, config in family.presets.items()
 }
 """Models of other inputs."""
 
-_BUILDERS = {family.config: family.build for family in _FAMILIES}
+_BUILDERS = {family.config: family.build for family in FAMILIES}
 
 # What the command line calls the fields of a config.
 _FIELDS = {"hidden": "embed", "seq": "max_seq"}
@@ -224,7 +226,11 @@ def build(
         InputError: An unknown preset or field, sizes that do not fit together, or a
             value that the family does not have, such as `tied=false` for a GPT-2.
     """
-    config = configure(preset, config_json=config_json, **sizes)
+    return build_config(configure(preset, config_json=config_json, **sizes))
+
+
+def build_config(config: Any) -> Model:
+    """The model of a config of any family."""
     return _BUILDERS[type(config)](config)
 
 

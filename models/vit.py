@@ -20,11 +20,13 @@ from meshpar.models.field_types import (
 )
 from meshpar.models.layers.attention import normal
 from meshpar.models.layers.layer_norm_block import RESIDUAL, LayerNormBlock
+from meshpar.models.layers.mlp import Activation
 from meshpar.models.layers.norm import LayerNorm
 from meshpar.parallel.tensor import cross_entropy
 
 _SIZES = ("layers", "embed", "heads", "image", "patch", "channels", "classes")
 _POOLINGS = ("class_token", "mean")
+_ACTIVATIONS = ("gelu_tanh", "gelu")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +44,7 @@ class ViTConfig:
         ffn: Hidden size of the MLP; `4 * embed` when 0.
         pooling: What the head reads: `class_token`, one more token than patches, or
             `mean`, of all of them. Under `sequence_parallel` their number divides.
+        activation: Of the MLPs: GELU by tanh (`gelu_tanh`), or exact (`gelu`).
         dropout: Share of values dropped after the embedding and each branch.
         norm_epsilon: Added to the variance.
         init_std: Standard deviation of the initial weights.
@@ -61,6 +64,7 @@ class ViTConfig:
     channels: int = 3
     ffn: int = 0
     pooling: str = "class_token"
+    activation: Activation = "gelu_tanh"
     dropout: float = 0.0
     norm_epsilon: float = 1e-6
     init_std: float = 0.02
@@ -78,6 +82,11 @@ class ViTConfig:
         if self.pooling not in _POOLINGS:
             raise InputError(
                 f"pooling={self.pooling!r}: must be one of {', '.join(_POOLINGS)}"
+            )
+        if self.activation not in _ACTIVATIONS:
+            raise InputError(
+                f"activation={self.activation!r}: must be one of "
+                f"{', '.join(_ACTIVATIONS)}"
             )
         check_dropout(self.dropout)
 
@@ -167,7 +176,9 @@ def vit(config: ViTConfig) -> Model:
     """The model of a config, under meshpar's contract."""
     return from_nnx(
         ends=lambda rngs: ViTEnds(config, rngs),
-        block=lambda rngs: LayerNormBlock(config, rngs, causal=False),
+        block=lambda rngs: LayerNormBlock(
+            config, rngs, causal=False, activation=config.activation
+        ),
         num_layers=config.layers,
         inputs=config.inputs,
     )

@@ -6,7 +6,9 @@ import math
 import os
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from tyro.conf import arg
 
 from meshpar.errors import InputError, whole_number
 from meshpar.train.faults import check_spike
@@ -46,6 +48,8 @@ class RunConfig:
         preset: A model by name; "tiny" where --model gives no other.
         model: What differs from the preset, such as layers=2,hidden=64; without one,
             all sizes of a model; or the path of a Hugging Face config.json.
+        from_weights: Also --from: a folder of a Hugging Face model, whose config is
+            the model's unless another is given, and whose weights it starts from.
         steps: Optimizer steps in all.
         seed: Of initial values, order of the text, and samples.
         dtype: Arithmetic of the blocks; the layout's by default.
@@ -113,6 +117,7 @@ class RunConfig:
     schedule: Path | None = None
     preset: str | None = None
     model: str | None = None
+    from_weights: Annotated[Path | None, arg(aliases=("--from",))] = None
     steps: int = 150
     seed: int = 0
     dtype: Literal["fp32", "bf16"] | None = None
@@ -156,7 +161,7 @@ class RunConfig:
         if isinstance(self.text, str | Path):
             object.__setattr__(self, "text", (self.text,))
         object.__setattr__(self, "text", tuple(Path(path) for path in self.text))
-        for name in ("schedule", "out", "log_json", "tensorboard"):
+        for name in ("schedule", "from_weights", "out", "log_json", "tensorboard"):
             if (path := getattr(self, name)) is not None:
                 object.__setattr__(self, name, Path(path))
         for least, names in ((1, _AT_LEAST_ONE), (0, _AT_LEAST_ZERO)):

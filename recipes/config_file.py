@@ -65,7 +65,7 @@ def as_toml(config: RunConfig) -> str:
         steps = 5
     """
     values = config.values()
-    for name in ("schedule", "log_json", "tensorboard"):
+    for name in ("schedule", "from_weights", "log_json", "tensorboard"):
         if values[name] is not None:
             values[name] = str(Path(values[name]).absolute())
     model = values["model"]

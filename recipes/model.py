@@ -10,7 +10,13 @@ import optax
 
 from meshpar import InputError, Model
 from meshpar.cli.parsing import parse_sizes
-from meshpar.models.presets import OTHER_PRESETS, PRESETS, build, configure
+from meshpar.models.convert.weights import read_config
+from meshpar.models.presets import (
+    OTHER_PRESETS,
+    PRESETS,
+    build_config,
+    configure,
+)
 from meshpar.planner.workload.shapes import SHAPES
 from meshpar.recipes.config import PRESET, RunConfig
 from meshpar.recipes.texts import BYTE_VOCAB
@@ -24,8 +30,8 @@ def model_of(config: RunConfig) -> Model:
         InputError: There is none of that name or those sizes, or it is no language
             model with a token for every byte.
     """
-    model = build(**_chosen(config))
-    vocab = sizes_of(config)["vocab"]
+    chosen = config_of(config)
+    model, vocab = build_config(chosen), chosen.vocab
     if vocab < BYTE_VOCAB:
         raise InputError(
             f"{_name(config)} has a vocabulary of {vocab}, but bytes need "
@@ -36,7 +42,15 @@ def model_of(config: RunConfig) -> Model:
 
 def sizes_of(config: RunConfig) -> dict[str, Any]:
     """What the model of a run is, as plain values."""
-    return dataclasses.asdict(configure(**_chosen(config)))
+    return dataclasses.asdict(config_of(config))
+
+
+def config_of(config: RunConfig) -> Any:
+    """The config of a run's model: that of the weights, unless another is given."""
+    named = config.preset is not None or config.model is not None
+    if config.from_weights is not None and not named:
+        return read_config(config.from_weights)
+    return configure(**_chosen(config))
 
 
 def _chosen(config: RunConfig) -> dict[str, Any]:
@@ -76,6 +90,8 @@ def _trainable(name: str) -> str:
 
 
 def _name(config: RunConfig) -> str:
+    if config.model is None and config.preset is None and config.from_weights:
+        return f"the model in {str(config.from_weights)!r}"
     if config.model is None:
         return f"preset {config.preset or PRESET!r}"
     return f"model {config.model!r}"

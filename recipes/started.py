@@ -7,7 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from meshpar import InputError, TrainState
+from meshpar.models.convert.weights import read_weights
 from meshpar.recipes import report
+from meshpar.recipes.model import config_of
 from meshpar.recipes.resume import changes, position_of, rate_change, refuse_other
 from meshpar.recipes.rows import begin_rows, cut_rows_after
 from meshpar.recipes.run import Run
@@ -21,12 +23,12 @@ def started(run: Run) -> tuple[Run, TrainState]:
         InputError: A fresh run where there is a checkpoint or a metrics file already,
             or a resumed one that changes what may not change.
     """
-    config, step = run.config, run.step
+    config = run.config
     newest = newest_of_all(run)
     if newest is None and config.resume is not True:
         if run.processes.is_first:
             begin_rows(config, run.console)
-        state = step.init(config.seed)
+        state = first_state(run)
         if config.on_bad_step == "rollback":  # The first step may be the bad one.
             run.checkpoints.save(state, run.description())
         return run, state
@@ -42,6 +44,25 @@ def started(run: Run) -> tuple[Run, TrainState]:
     report.print_resumed(run.console, done, told, run.position)
     cut_rows_after(run, done)
     return run, state
+
+
+def first_state(run: Run) -> TrainState:
+    """Drawn from the seed, or of the weights that the run is to start from."""
+    config, step = run.config, run.step
+    if config.from_weights is None:
+        return step.init(config.seed)
+    weights = read_weights(config.from_weights, config_of(config))
+    state = step.init(
+        config.seed, params=weights.params, model_state=weights.model_state
+    )
+    read = f"{weights.source.bytes_read:,} bytes read by this process"
+    run.console.print(
+        f"weights from {weights.source.where}, {read}",
+        soft_wrap=True,
+        highlight=False,
+        markup=False,
+    )
+    return state
 
 
 def restored(run: Run) -> tuple[dict[str, Any], TrainState]:

@@ -11,6 +11,7 @@ from meshpar.hardware.devices import DEVICES
 from meshpar.layout import Layout
 from meshpar.planner.cost.estimate import estimate
 from meshpar.planner.cost.in_words import estimate_in_words
+from meshpar.planner.inference.estimate import estimate_inference, in_words
 from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.machine.execution import (
@@ -40,6 +41,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="LINE",
         required=True,
         help="fsdp=8,stage=2,tensor=8,... (required)",
+    )
+    parser.add_argument(
+        "--slots",
+        type=positive,
+        metavar="N",
+        help="of generation instead of training: requests that run at once, each of "
+        "--seq tokens",
+    )
+    parser.add_argument(
+        "--prompt",
+        type=positive,
+        metavar="N",
+        help="with --slots: tokens of a prompt (default: half of --seq)",
     )
     add_workload_arguments(parser)
 
@@ -108,6 +122,10 @@ def run(args: argparse.Namespace) -> int:
     """Prints the estimate; 0 if it fits, 1 if it does not."""
     layout = Layout.parse(args.layout)
     cluster = cluster_for(args, layout)
+    if args.slots is not None:
+        return _of_generation(args, layout, cluster)
+    if args.prompt is not None:
+        raise InputError("--prompt is of generation; give --slots too, or leave it out")
     workload, execution = workload_for(args), execution_of(args.execution)
     _check(layout.resolve(cluster.num_devices), execution)
     found = estimate(
@@ -119,6 +137,21 @@ def run(args: argparse.Namespace) -> int:
         execution=execution,
     )
     text = "\n".join(estimate_in_words(found))
+    print(json.dumps(found.as_json()) if args.json else text)
+    return 0 if found.fits else 1
+
+
+def _of_generation(args: argparse.Namespace, layout: Layout, cluster: Cluster) -> int:
+    workload = workload_for(args)
+    found = estimate_inference(
+        workload,
+        cluster,
+        layout,
+        slots=args.slots,
+        seq=args.seq or workload.seq,
+        prompt=args.prompt or 0,
+    )
+    text = "\n".join(in_words(found))
     print(json.dumps(found.as_json()) if args.json else text)
     return 0 if found.fits else 1
 

@@ -27,7 +27,9 @@ SUBCOMMANDS = (
     "audit",
     "fuzz",
     "train",
+    "generate",
     "inspect",
+    "export",
 )
 """Each is a module here, with `add_arguments`, `run`, and `EXAMPLE` and `STATUSES`.
 

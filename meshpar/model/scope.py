@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 from meshpar.collectives import asked
 from meshpar.errors import InputError
 from meshpar.model.inputs import Batch
+from meshpar.model.token_cache import TokenCache
 from meshpar.model.token_order import TokenOrder
 from meshpar.rules.rules import (
     LogicalAxes,
@@ -52,6 +53,7 @@ class Scope:
         platform: Kind of device the program is for: `cpu`, `gpu` or `tpu`.
         batch_sums: Where `batch_sum` notes that it is called; None for nowhere.
         exchanges: Where what sends tokens to their experts notes it; None for nowhere.
+        cache: What answers for the tokens gone by while a model generates; else None.
     """
 
     rules: Rules | None = None
@@ -69,6 +71,7 @@ class Scope:
     platform: str = "cpu"
     batch_sums: list[str] | None = field(default=None, repr=False)
     exchanges: list[str] | None = field(default=None, repr=False)
+    cache: TokenCache | None = field(default=None, repr=False)
 
     def constrain(self, x: jax.Array, logical_axes: LogicalAxes) -> jax.Array:
         """`x` laid out by the rules (`Rules.constrain`); `x` itself outside a mesh."""
@@ -145,7 +148,12 @@ class Scope:
         return checkpoint_name(x, SAVED_PREFIX + name)
 
     def positions(self, seq: int) -> jax.Array:
-        """Positions in the sequence of the `seq` tokens at hand."""
+        """Positions in the sequence of the `seq` tokens at hand: (seq,).
+
+        While a model generates every example has its own: (batch, seq).
+        """
+        if self.cache is not None:
+            return jnp.maximum(self.cache.positions, 0)
         if self.token_positions is not None:
             return self.token_positions
         if self.order is not None:
@@ -154,6 +162,8 @@ class Scope:
 
     def seq_length(self, seq: int) -> int:
         """Tokens of the whole sequence, of which `seq` are at hand."""
+        if self.cache is not None:
+            return self.cache.max_seq
         if self.full_seq is not None:
             return self.full_seq
         return seq if self.order is None else self.order.length(seq)

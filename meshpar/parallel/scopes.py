@@ -57,6 +57,7 @@ class Scopes:
             num_microbatches=self.num_microbatches,
             platform=self.platform,
             order=self.order,
+            cache=known.get("cache"),
             **shared,
         )
 

@@ -10,6 +10,7 @@ _HOMES = {
     "assert_overlapped": "meshpar.testing.assertions",
     "assert_peak_bytes": "meshpar.testing.assertions",
     "assert_replicated_bytes_below": "meshpar.testing.assertions",
+    "check_generation": "meshpar.testing.generation",
     "check_layouts": "meshpar.testing.equivalence",
 }
 

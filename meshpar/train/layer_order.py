@@ -106,6 +106,13 @@ def arranged(
     return jax.tree.map(arrange, state, orders, shardings)
 
 
+def laid_out(array: jax.Array, order: LayerOrder, sharding: NamedSharding) -> jax.Array:
+    """A copy of an array with its layers first to last, every layer at its place."""
+    if order.places is None:
+        return jax.device_put(array, sharding, may_alias=False)
+    return _layers_at(order.places, sharding)(array)
+
+
 def model_order_structs(
     shapes: TrainState, shardings: TrainState, orders: TrainState
 ) -> TrainState:

@@ -149,7 +149,7 @@ def estimated_bytes(step: TrainStep, batch: Batch) -> tuple[float, float]:
         batch: Arrays or their shapes.
     """
     gradient_bytes = _gradient_bytes(step)
-    memory = memory_of(_planned(step, batch))
+    memory = memory_of(planned_run(step, batch))
     late_bytes = gradient_bytes if memory.late_bytes else 0
     memory = replace(memory, gradient_bytes=gradient_bytes, late_bytes=late_bytes)
     parts = [part for part in _states(step) if part.memory == "device"]

@@ -57,13 +57,23 @@ def initial_state(
     seed: jax.Array,
     param_dtype: str = "fp32",
     specs: Specs | None = None,
+    given: tuple[Params, Params] = ({}, {}),
 ) -> TrainState:
     """The state before the first step.
 
     Updates are made in fp32, so that is what optimizer state and master copy start in,
     whatever the dtype of a model's initial values.
+
+    Args:
+        model: The model, arranged for its stages.
+        optimizer: What updates it.
+        seed: Of the run.
+        param_dtype: As in `Layout`.
+        specs: How parameters and state lie over the mesh that is set.
+        given: Parameters and state in place of those that would be drawn.
     """
-    params, model_state = initial_values(model, seed, specs)
+    drawn = initial_values(model, seed, specs)
+    params, model_state = map(_with_given, drawn, given)
     values = jax.tree.map(in_full, params)
     return TrainState(
         step=jnp.zeros((), jnp.int32),
@@ -72,6 +82,19 @@ def initial_state(
         params=stored(values, param_dtype, model),
         opt_state=initial_optimizer_state(optimizer, values, param_dtype),
         model_state=model_state,
+    )
+
+
+def _with_given(drawn: Params, given: Params) -> Params:
+    """A tree with given values in the place of those at the same paths."""
+    known = {path_name(path): value for path, value in jax.tree.leaves_with_path(given)}
+    return jax.tree.map_with_path(
+        lambda path, value: (
+            known[path_name(path)].astype(value.dtype)
+            if path_name(path) in known
+            else value
+        ),
+        drawn,
     )
 
 

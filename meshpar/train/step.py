@@ -23,6 +23,8 @@ from meshpar.parallel.prefetch_choice import prefetch_notes, prefetches
 from meshpar.parallel.sequence_checks import check_context, check_sequences
 from meshpar.train.batch_placement import BatchPlacement
 from meshpar.train.chosen_programs import chosen_programs
+from meshpar.train.constants import take_out
+from meshpar.train.given_values import placed_values
 from meshpar.train.gradient_program import GradientProgram
 from meshpar.train.local_steps.metrics import of_replicas_here
 from meshpar.train.local_steps.step_count import StepCount
@@ -104,19 +106,45 @@ class TrainStep:
         self.layer_orders = functions.layer_orders
         self.shardings = functions.shardings
 
-    def init(self, seed: int) -> TrainState:
-        """The first state, a function of `seed` alone; arrays are born in shards.
+    def init(
+        self,
+        seed: int = 0,
+        *,
+        params: Mapping[str, Any] | None = None,
+        model_state: Mapping[str, Any] | None = None,
+    ) -> TrainState:
+        """The first state, a function of `seed` and what is given; born in shards.
+
+        Args:
+            seed: What drawn values and all random numbers derive from.
+            params: Nested dict of all parameters, layers first to last, in place of
+                drawn ones: arrays, or what has a shape and NumPy's indexing, of which
+                only the parts that this process's devices hold are read.
+            model_state: The same of the model's state, or of a part of it.
 
         Raises:
-            InputError: `seed` is no whole number from 0 to 2**32 - 1.
+            InputError: `seed` is no whole number from 0 to 2**32 - 1, or what is given
+                is not of this model.
         """
         whole = isinstance(seed, int | np.integer) and not isinstance(seed, bool)
         if not whole:
             raise InputError(f"seed={seed!r}: must be a whole number below {2**32}")
         if not 0 <= seed < 2**32:
             raise InputError(f"seed={seed}: must be at least 0 and below {2**32}")
+        if params is None and model_state is not None:
+            raise InputError("model_state= without params=; give both, or neither")
+        if params is not None and self.is_local:
+            raise InputError(
+                f"params= with sync_every={self.layout.sync_every}: replicas of local "
+                "steps start from drawn values only; train without local steps first, "
+                "or resume such a run"
+            )
         with jax.set_mesh(self._devices_mesh):
-            return self._programs.init(np.uint32(seed))
+            if params is None:
+                return self._programs.init(np.uint32(seed))
+            return self._programs.init_from(
+                np.uint32(seed), *self._placed(params, model_state or {})
+            )
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """One optimizer step; `state` is donated and cannot be used again.
@@ -354,6 +382,18 @@ class TrainStep:
         """What the programs that update nothing take."""
         with jax.set_mesh(self._devices_mesh):
             return self._programs.to_use(state)
+
+    def _placed(self, params: Mapping, model_state: Mapping) -> tuple[Any, Any]:
+        """Given values, each device's part of them on it."""
+        model = self.model
+        shardings = take_out(model, self.shardings)
+        given = take_out(
+            model, replace(shardings, params=params, model_state=model_state)
+        )
+        state = placed_values(
+            given.model_state, model.state, shardings.model_state, partly=True
+        )
+        return placed_values(given.params, model.parameters, shardings.params), state
 
     def _for_absent(self, platform: str) -> StepOptions:
         schedule = self.schedule if self.layout.stage > 1 else None

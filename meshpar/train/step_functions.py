@@ -83,6 +83,16 @@ class StepFunctions:
         specs = placement.specs(attrgetter("state_spec")), placement.model_state_specs
         return put_in(self.model, self._first_state(seed, specs=specs))
 
+    def born_from(
+        self, seed: jax.Array, params: Params, model_state: Params
+    ) -> TrainState:
+        """The first state, of given parameters and, where it is given, state."""
+        placement = self.placement
+        specs = placement.specs(attrgetter("state_spec")), placement.model_state_specs
+        given = params, model_state
+        state = self._first_state(seed, specs=specs, given=given)
+        return put_in(self.model, state)
+
     def update(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """The next state, and scalars."""
         check_examples_first(self.model_as_given, batch)
@@ -130,9 +140,9 @@ class StepFunctions:
         apart = take_out(self.model, state)
         return apart.params, apart.model_state, batch, state.step, state.seed
 
-    def _first_state(self, seed: jax.Array, *, specs: Any = None) -> TrainState:
+    def _first_state(self, seed: jax.Array, **more: Any) -> TrainState:
         param_dtype = self.placement.layout.param_dtype
-        return initial_state(self.model, self.optimizer, seed, param_dtype, specs)
+        return initial_state(self.model, self.optimizer, seed, param_dtype, **more)
 
     def _shardings_of(self, specs: Any) -> Params:
         return jax.tree.map(

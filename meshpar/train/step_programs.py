@@ -38,6 +38,16 @@ class StepPrograms:
         )
 
     @cached_property
+    def init_from(self) -> Callable[..., Any]:
+        """(seed, parameters, state) -> the first state; those given are donated."""
+        return jax.jit(
+            self.functions.born_from,
+            out_shardings=self.functions.shardings,
+            donate_argnums=(1, 2),
+            compiler_options=self._options,
+        )
+
+    @cached_property
     def update(self) -> Any:
         """(state, batch) -> the next state and metrics; the state is donated."""
         shardings = self.functions.shardings

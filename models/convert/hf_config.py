@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from meshpar import InputError
+from meshpar.models.convert.tables import deepseek, gemma3, moe, t5, vit
 from meshpar.models.gpt2 import GPT2Config
 from meshpar.models.layers.rope import RopeScaling
 from meshpar.models.llama import LlamaConfig
+
+_MOE_THETA = {"mixtral": 1_000_000.0, "qwen3_moe": 10_000.0}
 
 _LLAMA_LIKE = {
     "hidden_act": ("silu", "swish"),
@@ -48,10 +51,24 @@ _COMPUTED = {
         "tie_word_embeddings": (True,),
         "quantization_config": (None,),
     },
+    **moe.COMPUTED,
+    "deepseek_v3": deepseek.COMPUTED,
+    "gemma3_text": gemma3.COMPUTED,
+    "t5": t5.COMPUTED,
+    "vit": vit.COMPUTED,
+}
+_FILES = {
+    "gpt2": "models/gpt2.py",
+    "mixtral": "models/moe.py",
+    "qwen3_moe": "models/moe.py",
+    "deepseek_v3": "models/moe.py",
+    "gemma3_text": "models/gemma3.py",
+    "t5": "models/encoder_decoder.py",
+    "vit": "models/vit.py",
 }
 
 
-def config_from_json(path: str | Path) -> LlamaConfig | GPT2Config:
+def config_from_json(path: str | Path) -> Any:
     """The config of a model's released `config.json`.
 
     Dropout is not read: it belongs to the training, not to the model.
@@ -72,7 +89,7 @@ def config_from_json(path: str | Path) -> LlamaConfig | GPT2Config:
     given = _without_nulls(values)
     try:
         _check_computed(given, kind)
-        return _gpt2(given) if kind == "gpt2" else _llama(given, kind)
+        return _config(given, kind)
     except KeyError as error:
         raise InputError(f"{str(path)!r} does not give {error}") from error
     except InputError as error:
@@ -84,16 +101,35 @@ def _without_nulls(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_computed(values: dict[str, Any], kind: str) -> None:
-    file = "models/gpt2.py" if kind == "gpt2" else "models/llama.py"
+    file = _FILES.get(kind, "models/llama.py")
     for name, computed in _COMPUTED[kind].items():
         given = values.get(name, computed[0])
         for value in given if isinstance(given, list) else [given]:
-            if value not in computed:
+            if value not in computed and given not in computed:
                 raise InputError(
                     f"{name}={value!r} is not what {file} computes, which is {name}="
                     f"{' or '.join(map(repr, computed))}; take another config, or "
                     "change a copy of that file"
                 )
+
+
+def _config(values: dict[str, Any], kind: str) -> Any:
+    if kind == "gpt2":
+        return _gpt2(values)
+    if kind == "gemma3_text":
+        return gemma3.from_json(values)
+    if kind == "t5":
+        return t5.from_json(values)
+    if kind == "vit":
+        return vit.from_json(values)
+    rope = _rope(values)
+    if kind == "deepseek_v3":
+        return deepseek.from_json(values, rope)
+    if kind in moe.COMPUTED:
+        theta = rope.get("rope_theta", values.get("rope_theta", _MOE_THETA[kind]))
+        chosen = {"rope_theta": theta, "rope_scaling": _rope_scaling(rope)}
+        return moe.from_json(values, kind, chosen)
+    return _llama(values, kind)
 
 
 def _gpt2(values: dict[str, Any]) -> GPT2Config:

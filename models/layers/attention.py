@@ -18,7 +18,9 @@ from meshpar.hardware.attention_choice import (
     AttentionChoice,
     attention_choice,
 )
+from meshpar.model.token_cache import refuse_uncached
 from meshpar.models.field_types import check_kv_heads
+from meshpar.models.layers.biased_attention import attend_with_bias
 from meshpar.models.layers.causal_attention import causal_attention, full_attention
 from meshpar.models.layers.norm import RMSNorm
 from meshpar.models.layers.recomputed import recomputed
@@ -55,6 +57,9 @@ class Attention(nnx.Module):
         qk_norm_epsilon: RMS-normalise queries and keys with it; None for no norm.
         causal: Whether a token sees none that follow it.
         window: A token sees those less than so many places away; None for no limit.
+        qk_norm_around_one: Whether those norms' parameters are `scale - 1`.
+        score_scale: What scores are multiplied by; `head_dim ** -0.5` when None.
+        bias_distance: Of `attend_with_bias`, where a bias table is given.
 
     Raises:
         InputError: `heads` is not a multiple of `kv_heads`.
@@ -76,10 +81,18 @@ class Attention(nnx.Module):
         qk_norm_epsilon: float | None = None,
         causal: bool = True,
         window: int | None = None,
+        qk_norm_around_one: bool = False,
+        score_scale: float | None = None,
+        bias_distance: int = 128,
     ) -> None:
         check_kv_heads(heads, kv_heads)
         self.heads, self.group = heads, heads // kv_heads
         self.causal, self.window = causal, window
+        self.bias_distance = bias_distance
+        # Scores are divided by the root of the head's size: the rest is the queries'.
+        self.query_factor = (
+            None if score_scale is None else score_scale * math.sqrt(head_dim)
+        )
         self.frequencies = None if frequencies is None else tuple(frequencies)
         groups = (kv_heads, self.group + 2, head_dim)
         group_axes = ("kv_heads", None, "head_dim")
@@ -90,7 +103,12 @@ class Attention(nnx.Module):
         )
         self.bias = _zeros(groups, group_axes) if bias else None
         self.out_bias = _zeros((embed,), ("embed",)) if out_bias else None
-        norm = functools.partial(RMSNorm, rngs=rngs, logical_axis="head_dim")
+        norm = functools.partial(
+            RMSNorm,
+            rngs=rngs,
+            logical_axis="head_dim",
+            around_one=qk_norm_around_one,
+        )
         normed = qk_norm_epsilon is not None
         self.q_norm = norm(head_dim, epsilon=qk_norm_epsilon) if normed else None
         self.k_norm = norm(head_dim, epsilon=qk_norm_epsilon) if normed else None
@@ -100,6 +118,7 @@ class Attention(nnx.Module):
         x: Float[AnyArray, "batch seq embed"],
         scope: Scope,
         seen: jax.Array | None = None,
+        bias: jax.Array | None = None,
     ) -> Float[AnyArray, "batch seq embed"]:
         """(batch, seq, embed) -> (batch, seq, embed), before it is constrained.
 
@@ -107,6 +126,7 @@ class Attention(nnx.Module):
             x: The normed residual stream.
             scope: Where the function runs.
             seen: (batch, seq), False for tokens that none attends to; all when absent.
+            bias: (batch, buckets, heads), a table for `attend_with_bias`.
         """
         # B batch, T seq, D embed, K kv heads, G queries per kv head + 2, H head_dim.
         axes = ("batch", "seq", "kv_heads", None, "head_dim")
@@ -115,16 +135,28 @@ class Attention(nnx.Module):
             qkv_BTKGH = qkv_BTKGH + self.bias[...]
         qkv_BTKGH = scope.save(scope.constrain(qkv_BTKGH, axes), "attention_qkv")
         q, k, v = self._split(qkv_BTKGH, scope)
-        mixed = attend(
-            q,
-            k,
-            v,
-            scope,
-            causal=self.causal,
-            window=self.window,
-            seen=seen,
-            segments=scope.batch.get("segment_ids"),
-        )
+        if bias is None:
+            mixed = attend(
+                q,
+                k,
+                v,
+                scope,
+                causal=self.causal,
+                window=self.window,
+                seen=seen,
+                segments=scope.batch.get("segment_ids"),
+            )
+        else:
+            mixed = attend_with_bias(
+                q,
+                k,
+                v,
+                scope,
+                table=bias,
+                causal=self.causal,
+                distance=self.bias_distance,
+                seen=seen,
+            )
         out = jnp.einsum("BTNH,NHD->BTD", mixed, self.out[...])
         return out if self.out_bias is None else out + self.out_bias[...]
 
@@ -141,6 +173,8 @@ class Attention(nnx.Module):
             frequencies = np.array(self.frequencies)
             rope = recomputed(functools.partial(apply_rope, frequencies=frequencies))
             q, k = rope(q, positions), rope(k, positions)
+        if self.query_factor not in (None, 1.0):
+            q = q * self.query_factor
         return (
             scope.constrain(q, _HEADS),
             scope.constrain(k, _KV_HEADS),
@@ -175,6 +209,10 @@ def attend(
         segments: (batch, seq), the number of each token's document, of queries and
             keys alike: a query sees keys of its own, and none of a number below 0.
     """
+    if scope.cache is not None:
+        refuse_uncached(causal, seen=seen, segments=segments)
+        scale = 1 / math.sqrt(q.shape[-1])
+        return scope.cache.attend(q, k, v, scope, window=window, scale=scale)
     kv_axes = _KV_HEADS
     if not scope.same_layout(_HEADS, _KV_HEADS, q.shape, k.shape):
         # A device's queries need their own keys and values at hand: one each.

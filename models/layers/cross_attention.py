@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -19,6 +21,7 @@ class CrossAttention(nnx.Module):
         heads: Of queries, keys and values.
         head_dim: Size of a head.
         init_std, out_std: Standard deviation of the input and output projections.
+        score_scale: What scores are multiplied by; `head_dim ** -0.5` when None.
     """
 
     def __init__(
@@ -30,7 +33,11 @@ class CrossAttention(nnx.Module):
         init_std: float,
         out_std: float,
         rngs: nnx.Rngs,
+        score_scale: float | None = None,
     ) -> None:
+        self.query_factor = (
+            None if score_scale is None else score_scale * math.sqrt(head_dim)
+        )
         self.q = normal(
             (embed, heads, head_dim),
             init_std,
@@ -67,6 +74,8 @@ class CrossAttention(nnx.Module):
         pairs = ("batch", "seq", "heads", None, "head_dim")
         q = column_parallel("BTD,DNH->BTNH", x, self.q[...], heads, scope)
         q = scope.save(q, "cross_q")
+        if self.query_factor not in (None, 1.0):
+            q = q * self.query_factor
         kv_BSNPH = column_parallel("BSD,DNPH->BSNPH", other, self.kv[...], pairs, scope)
         kv_BSNPH = scope.save(kv_BSNPH, "cross_kv")
         k, v = (scope.constrain(kv_BSNPH[:, :, :, at], heads) for at in (0, 1))

@@ -7,6 +7,7 @@ one rotary key serves all heads.
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 
 import jax
@@ -16,6 +17,7 @@ from flax import nnx
 from jaxtyping import Float
 
 from meshpar import Scope
+from meshpar.model.token_cache import refuse_uncached
 from meshpar.models.layers.attention import attend, normal
 from meshpar.models.layers.norm import RMSNorm
 from meshpar.models.layers.recomputed import recomputed
@@ -55,6 +57,8 @@ class LatentAttention(nnx.Module):
         sizes: The other sizes.
         frequencies: Rotary frequencies of `sizes.rope`.
         epsilon: Of the latents' norms.
+        amplitude: Of the rotated parts of queries and keys (`YarnScaling`).
+        score_factor: What scores are multiplied by beside `(nope + rope) ** -0.5`.
         init_std, out_std: Standard deviation of the projections, and of the last one.
     """
 
@@ -69,8 +73,11 @@ class LatentAttention(nnx.Module):
         init_std: float,
         out_std: float,
         rngs: nnx.Rngs,
+        amplitude: float = 1.0,
+        score_factor: float = 1.0,
     ) -> None:
         self.sizes, self.frequencies = sizes, tuple(frequencies)
+        self.amplitude, self.score_factor = amplitude, score_factor
         query = sizes.nope + sizes.rope
         draw = functools.partial(normal, rngs=rngs)
         norm = functools.partial(RMSNorm, epsilon=epsilon, rngs=rngs)
@@ -98,6 +105,8 @@ class LatentAttention(nnx.Module):
     ) -> Float[AnyArray, "batch seq embed"]:
         """(batch, seq, embed) -> (batch, seq, embed), before it is constrained."""
         # B batch, T seq, D embed, R rank of a latent, N heads, H head_dim.
+        if scope.cache is not None:
+            return self._cached(x, scope)
         q, k, v = self._projected(x, scope)
         # One kernel for all: values as long as keys, the rest zeros.
         short = q.shape[-1] - v.shape[-1]
@@ -108,9 +117,37 @@ class LatentAttention(nnx.Module):
         mixed = scope.constrain(mixed, _HEADS)
         return jnp.einsum("BTNH,NHD->BTD", mixed, self.out[...])
 
-    def _projected(
+    def _cached(self, x: jax.Array, scope: Scope) -> jax.Array:
+        """Attention to cached latents, which are one key and value for all heads.
+
+        What expands a latent is multiplied into the queries and the results instead
+        (DeepSeek-AI 2024, section 2.1.2).
+        """
+        refuse_uncached(True, segments=scope.batch.get("segment_ids"))
+        sizes = self.sizes
+        q, narrow, shared = self._latents(x, scope)
+        rope = self._rope(x.shape[1], scope)
+        k_RNH, v_RNH = jnp.split(self.kv[...], [sizes.nope], axis=-1)
+        of_latent = jnp.einsum("BTNH,RNH->BTNR", q[..., : sizes.nope], k_RNH)
+        amplitude = self.amplitude
+        q = jnp.concatenate([of_latent, amplitude * rope(q[..., sizes.nope :])], -1)
+        k = jnp.concatenate([narrow[:, :, None], amplitude * rope(shared)], -1)
+        mixed_BTNR = scope.cache.attend(
+            scope.constrain(q, _HEADS),
+            k,
+            None,
+            scope,
+            window=None,
+            scale=self.score_factor / math.sqrt(sizes.nope + sizes.rope),
+            value_size=sizes.kv_rank,
+        )
+        mixed = jnp.einsum("BTNR,RNH->BTNH", mixed_BTNR, v_RNH)
+        return jnp.einsum("BTNH,NHD->BTD", mixed, self.out[...])
+
+    def _latents(
         self, x: jax.Array, scope: Scope
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries, the normed latent, and the key that all heads share."""
         sizes, source = self.sizes, x
         if sizes.q_rank:
             source = self.q_norm(_latent(x, self.q_down[...], scope))
@@ -120,13 +157,24 @@ class LatentAttention(nnx.Module):
         shared = scope.constrain(down[..., sizes.kv_rank :], _LATENT)
         shared = scope.constrain(shared[:, :, None], _ONE_HEAD)
         narrow = scope.constrain(down[..., : sizes.kv_rank], _LATENT)
-        narrow = self.kv_norm(narrow)
+        return q, self.kv_norm(narrow), shared
+
+    def _projected(
+        self, x: jax.Array, scope: Scope
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        sizes = self.sizes
+        q, narrow, shared = self._latents(x, scope)
         kv = column_parallel("BTR,RNH->BTNH", narrow, self.kv[...], _HEADS, scope)
         k_nope, v = kv[..., : sizes.nope], kv[..., sizes.nope :]
         rope = self._rope(x.shape[1], scope)
-        q = jnp.concatenate([q[..., : sizes.nope], rope(q[..., sizes.nope :])], -1)
+        q_rope, k_rope = rope(q[..., sizes.nope :]), rope(shared)
+        if self.amplitude != 1.0:
+            q_rope, k_rope = q_rope * self.amplitude, k_rope * self.amplitude
+        q = jnp.concatenate([q[..., : sizes.nope], q_rope], -1)
+        if self.score_factor != 1.0:
+            q = q * self.score_factor
         whole = (*k_nope.shape[:3], sizes.rope)
-        k = jnp.concatenate([k_nope, jnp.broadcast_to(rope(shared), whole)], -1)
+        k = jnp.concatenate([k_nope, jnp.broadcast_to(k_rope, whole)], -1)
         return (
             scope.constrain(q, _HEADS),
             scope.constrain(k, _HEADS),

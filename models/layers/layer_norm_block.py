@@ -10,7 +10,7 @@ from flax import nnx
 
 from meshpar import Scope
 from meshpar.models.layers.attention import Attention, depth_scaled_std
-from meshpar.models.layers.mlp import PlainMLP
+from meshpar.models.layers.mlp import Activation, PlainMLP
 from meshpar.models.layers.norm import LayerNorm
 
 RESIDUAL = ("batch", "residual_seq", "embed")
@@ -43,9 +43,17 @@ class LayerNormBlock(nnx.Module):
     Args:
         shape: A config.
         causal: Whether a token sees none that follow it.
+        activation: Of the MLP.
     """
 
-    def __init__(self, shape: BlockShape, rngs: nnx.Rngs, *, causal: bool) -> None:
+    def __init__(
+        self,
+        shape: BlockShape,
+        rngs: nnx.Rngs,
+        *,
+        causal: bool,
+        activation: Activation = "gelu_tanh",
+    ) -> None:
         embed, std = shape.embed, shape.init_std
         out_std = depth_scaled_std(std, shape.layers)
         norm = functools.partial(LayerNorm, epsilon=shape.norm_epsilon, rngs=rngs)
@@ -65,7 +73,12 @@ class LayerNormBlock(nnx.Module):
         )
         self.mlp_norm = norm(embed)
         self.mlp = PlainMLP(
-            embed, shape.ffn or 4 * embed, init_std=std, out_std=out_std, rngs=rngs
+            embed,
+            shape.ffn or 4 * embed,
+            init_std=std,
+            out_std=out_std,
+            rngs=rngs,
+            activation=activation,
         )
 
     def __call__(self, x: jax.Array, scope: Scope) -> jax.Array:

@@ -1,6 +1,9 @@
-"""The two MLPs: gated (SwiGLU) and plain (GELU)."""
+"""The two MLPs: gated (SwiGLU, GeGLU) and plain (GELU)."""
 
 from __future__ import annotations
+
+import functools
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +19,24 @@ from meshpar.parallel.tensor import AnyArray
 # otherwise GSPMD may gather the weight in the backward where it is the smaller one.
 _HIDDEN = ("batch", "seq", "mlp")
 
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu"]
+ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "relu": jax.nn.relu,
+}
+
 
 class GatedMLP(nnx.Module):
-    """`down(silu(gate(x)) * up(x))` (Shazeer 2020); gate and up are one matmul."""
+    """`down(silu(gate(x)) * up(x))` (Shazeer 2020); gate and up are one matmul.
+
+    Args:
+        embed, hidden: Sizes.
+        init_std, out_std: Standard deviation of the initial weights, and of those of
+            the output.
+        activation: In place of `silu`.
+    """
 
     def __init__(
         self,
@@ -28,8 +46,10 @@ class GatedMLP(nnx.Module):
         init_std: float,
         out_std: float,
         rngs: nnx.Rngs,
+        activation: Activation = "silu",
     ) -> None:
         draw = nnx.initializers.normal
+        self.activation = activation
         self.gate_up = nnx.Param(
             draw(init_std)(rngs.params(), (embed, 2, hidden), jnp.float32),
             out_sharding=("embed", None, "mlp"),
@@ -47,13 +67,23 @@ class GatedMLP(nnx.Module):
         axes = ("batch", "seq", None, "mlp")
         both_BTPF = column_parallel("BTD,DPF->BTPF", x, self.gate_up[...], axes, scope)
         both_BTPF = scope.save(both_BTPF, "mlp_gate_up")
-        hidden_BTF = scope.constrain(recomputed(_swiglu)(both_BTPF), _HIDDEN)
+        hidden_BTF = scope.constrain(
+            recomputed(_gated, self.activation)(both_BTPF), _HIDDEN
+        )
         hidden_BTF = scope.save(hidden_BTF, "mlp_hidden")
         return jnp.einsum("BTF,FD->BTD", hidden_BTF, self.down[...])
 
 
 class PlainMLP(nnx.Module):
-    """`down(gelu(up(x)))` with biases, GELU by tanh as GPT-2 has it."""
+    """`down(gelu(up(x)))` with biases.
+
+    Args:
+        embed, hidden: Sizes.
+        init_std, out_std: Standard deviation of the initial weights, and of those of
+            the output.
+        activation: GELU by tanh as GPT-2 has it, or another.
+        bias: Whether there are biases.
+    """
 
     def __init__(
         self,
@@ -63,18 +93,25 @@ class PlainMLP(nnx.Module):
         init_std: float,
         out_std: float,
         rngs: nnx.Rngs,
+        activation: Activation = "gelu_tanh",
+        bias: bool = True,
     ) -> None:
         draw = nnx.initializers.normal
+        self.activation = activation
         self.up = nnx.Param(
             draw(init_std)(rngs.params(), (embed, hidden), jnp.float32),
             out_sharding=("embed", "mlp"),
         )
-        self.up_bias = nnx.Param(jnp.zeros((hidden,)), out_sharding=("mlp",))
+        self.up_bias = (
+            nnx.Param(jnp.zeros((hidden,)), out_sharding=("mlp",)) if bias else None
+        )
         self.down = nnx.Param(
             draw(out_std)(rngs.params(), (hidden, embed), jnp.float32),
             out_sharding=("mlp", "embed"),
         )
-        self.down_bias = nnx.Param(jnp.zeros((embed,)), out_sharding=("embed",))
+        self.down_bias = (
+            nnx.Param(jnp.zeros((embed,)), out_sharding=("embed",)) if bias else None
+        )
 
     def __call__(
         self, x: Float[AnyArray, "batch seq embed"], scope: Scope
@@ -82,18 +119,20 @@ class PlainMLP(nnx.Module):
         """(batch, seq, embed) -> (batch, seq, embed), before it is constrained."""
         # B batch, T seq, D embed, F mlp.
         up_BTF = column_parallel("BTD,DF->BTF", x, self.up[...], _HIDDEN, scope)
-        up_BTF = up_BTF + self.up_bias[...]
+        if self.up_bias is not None:
+            up_BTF = up_BTF + self.up_bias[...]
         up_BTF = scope.save(scope.constrain(up_BTF, _HIDDEN), "mlp_up")
-        hidden_BTF = scope.constrain(recomputed(_gelu)(up_BTF), _HIDDEN)
-        hidden_BTF = scope.save(hidden_BTF, "mlp_hidden")
-        return (
-            jnp.einsum("BTF,FD->BTD", hidden_BTF, self.down[...]) + self.down_bias[...]
+        hidden_BTF = scope.constrain(
+            recomputed(_activated, self.activation)(up_BTF), _HIDDEN
         )
+        hidden_BTF = scope.save(hidden_BTF, "mlp_hidden")
+        down_BTD = jnp.einsum("BTF,FD->BTD", hidden_BTF, self.down[...])
+        return down_BTD if self.down_bias is None else down_BTD + self.down_bias[...]
 
 
-def _swiglu(both_BTPF: jax.Array) -> jax.Array:
-    return jax.nn.silu(both_BTPF[:, :, 0]) * both_BTPF[:, :, 1]
+def _gated(activation: str, both_BTPF: jax.Array) -> jax.Array:
+    return ACTIVATIONS[activation](both_BTPF[:, :, 0]) * both_BTPF[:, :, 1]
 
 
-def _gelu(up_BTF: jax.Array) -> jax.Array:
-    return jax.nn.gelu(up_BTF, approximate=True)
+def _activated(activation: str, up_BTF: jax.Array) -> jax.Array:
+    return ACTIVATIONS[activation](up_BTF)

@@ -12,7 +12,14 @@ from meshpar.parallel.tensor import AnyArray
 
 
 class RMSNorm(nnx.Module):
-    """`x / rms(x) * scale` (Zhang and Sennrich 2019)."""
+    """`x / rms(x) * scale` (Zhang and Sennrich 2019).
+
+    Args:
+        size: Of the dim.
+        epsilon: Added to the mean square.
+        logical_axis: Of the dim.
+        around_one: Whether the parameter is `scale - 1`, which starts at 0 (Gemma).
+    """
 
     def __init__(
         self,
@@ -21,15 +28,18 @@ class RMSNorm(nnx.Module):
         epsilon: float,
         rngs: nnx.Rngs,
         logical_axis: str | None = "embed",
+        around_one: bool = False,
     ) -> None:
-        self.epsilon = epsilon
-        self.scale = _vector(nnx.initializers.ones, size, logical_axis, rngs)
+        self.epsilon, self.around_one = epsilon, around_one
+        start = nnx.initializers.zeros if around_one else nnx.initializers.ones
+        self.scale = _vector(start, size, logical_axis, rngs)
 
     def __call__(
         self, x: Float[AnyArray, "*dims size"]
     ) -> Float[AnyArray, "*dims size"]:
         """(..., size) -> (..., size), the input's dtype."""
-        return recomputed(_rms_norm, self.epsilon)(x, self.scale[...])
+        norm = _rms_norm_around_one if self.around_one else _rms_norm
+        return recomputed(norm, self.epsilon)(x, self.scale[...])
 
 
 class LayerNorm(nnx.Module):
@@ -52,6 +62,10 @@ def _rms_norm(epsilon: float, x: jax.Array, scale: jax.Array) -> jax.Array:
     mean_square = jnp.mean(values * values, axis=-1, keepdims=True)
     normed = values * jax.lax.rsqrt(mean_square + epsilon)
     return (normed * scale.astype(jnp.float32)).astype(x.dtype)
+
+
+def _rms_norm_around_one(epsilon: float, x: jax.Array, scale: jax.Array) -> jax.Array:
+    return _rms_norm(epsilon, x, 1.0 + scale.astype(jnp.float32))
 
 
 def _layer_norm(

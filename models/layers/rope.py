@@ -1,9 +1,10 @@
-"""Rotary position embedding (Su et al. 2021), with Llama 3.1's long-context scaling."""
+"""Rotary position embedding (Su et al. 2021), with two scalings for long contexts."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -32,14 +33,72 @@ class RopeScaling:
     def __post_init__(self) -> None:
         check_field_types(self)
 
+    def to_json(self) -> dict[str, Any]:
+        """As a `config.json` of theirs has it."""
+        return {
+            "rope_type": "llama3",
+            "factor": self.factor,
+            "low_freq_factor": self.low_factor,
+            "high_freq_factor": self.high_factor,
+            "original_max_position_embeddings": self.original_seq,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class YarnScaling:
+    """YaRN (Peng et al. 2023): frequencies stretched, and scores sharpened.
+
+    Pairs of dims that turn more than `beta_fast` times in `original_seq` positions are
+    kept, those that turn less than `beta_slow` times stretched by `factor`, and those
+    between interpolated.
+
+    Args:
+        factor: What the context is longer by.
+        original_seq: Positions of the training before.
+        beta_fast, beta_slow: Turns.
+        amplitude: Of the rotated parts of queries and keys.
+        score_factor: What all scores are multiplied by.
+
+    Raises:
+        InputError: A value that is no number.
+    """
+
+    factor: float
+    original_seq: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    amplitude: float = 1.0
+    score_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_field_types(self)
+
+    def stretched(
+        self, frequencies: Float[np.ndarray, " pairs"], theta: float
+    ) -> Float[np.ndarray, " pairs"]:
+        """The frequencies of longer contexts; bounds are whole pairs, as theirs."""
+        size = 2 * len(frequencies)
+
+        def pair_of(turns: float) -> float:
+            wavelength = self.original_seq / (turns * 2 * math.pi)
+            return size * math.log(wavelength) / (2 * math.log(theta))
+
+        low = max(math.floor(pair_of(self.beta_fast)), 0)
+        high = min(math.ceil(pair_of(self.beta_slow)), size - 1)
+        ramp = (np.arange(len(frequencies)) - low) / max(high - low, 0.001)
+        kept = 1 - np.clip(ramp, 0.0, 1.0)
+        return frequencies * (kept + (1 - kept) / self.factor)
+
 
 def rope_frequencies(
-    head_dim: int, theta: float, scaling: RopeScaling | None = None
+    head_dim: int, theta: float, scaling: RopeScaling | YarnScaling | None = None
 ) -> Float[np.ndarray, " {head_dim}//2"]:
     """Radians per position of each pair of dims, (head_dim / 2,)."""
     frequencies = theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if scaling is None:
         return frequencies
+    if isinstance(scaling, YarnScaling):
+        return scaling.stretched(frequencies, theta)
     wavelengths = 2 * math.pi / frequencies
     turns = scaling.original_seq / wavelengths
     kept = (turns - scaling.low_factor) / (scaling.high_factor - scaling.low_factor)

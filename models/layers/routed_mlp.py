@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 from flax import nnx
 
-from meshpar import Scope
+from meshpar import InputError, Scope
 from meshpar.model.sums import Sums
 from meshpar.models.layers.attention import normal
 from meshpar.models.layers.mlp import GatedMLP
@@ -82,4 +82,10 @@ class RoutedMLP(nnx.Module):
 
 def _most_rows(config: RouterConfig, batch: int, seq: int, scope: Scope) -> int | None:
     capacity = config.capacity(scope.seq_length(seq))
+    if capacity is not None and scope.cache is not None:
+        raise InputError(
+            f"capacity_factor={config.capacity_factor} drops tokens by what follows "
+            "them in their sequence, so that none can be generated one by one; build "
+            "the model with capacity_factor=0, which drops none"
+        )
     return None if capacity is None else batch * min(capacity, seq)

@@ -1,0 +1,55 @@
+"""Writes a checkpoint as safetensors that transformers loads."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from meshpar.cli.parsing import import_function, positive
+
+_EXPORT = "meshpar.models.convert.export:export"
+"""What writes: looked up when the command runs, as the library imports no model."""
+
+EXAMPLE = "meshpar export runs/mine --to mine-hf"
+STATUSES = "0 done, 2 bad input"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds this subcommand's options."""
+    add = parser.add_argument
+    add(
+        "checkpoint",
+        metavar="CKPT",
+        help="the folder of a run (--out), of its checkpoints, or of one of them",
+    )
+    add("--to", required=True, metavar="DIR", help="folder to write; made when absent")
+    add("--step", type=positive, metavar="N", help="which (default: the newest)")
+    add(
+        "--dtype",
+        choices=("fp32", "bf16", "fp16"),
+        default="fp32",
+        help="of what is written (default: %(default)s)",
+    )
+    add(
+        "--like",
+        metavar="DIR",
+        help="folder whose tokenizer files are copied (default: what the run started "
+        "from with --from)",
+    )
+    add("--json", action="store_true", help="print one JSON object on stdout")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Writes, and prints what was written."""
+    export = import_function(_EXPORT, "export")
+    found = export(
+        args.checkpoint, args.to, step=args.step, dtype=args.dtype, like=args.like
+    )
+    if args.json:
+        print(json.dumps(found))
+    else:
+        print(
+            f"step {found['step']} as {found['dtype']} in {found['folder']}: "
+            f"{found['bytes']:,} bytes, {', '.join(found['files'])}"
+        )
+    return 0

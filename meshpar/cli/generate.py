@@ -1,0 +1,156 @@
+"""Generates text from a checkpoint, a Hugging Face folder or a GGUF file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from meshpar.cli.parsing import above_zero, import_function, not_negative, positive
+from meshpar.errors import InputError
+from meshpar.layout import Layout
+
+_LOAD = "meshpar.recipes.loaded:load"
+"""What reads a model: looked up when the command runs."""
+
+EXAMPLE = "meshpar generate --from runs/mine --layout tensor=2 --prompt 'To be'"
+STATUSES = "0 done, 2 bad input"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds this subcommand's options."""
+    add = parser.add_argument
+    add(
+        "--from",
+        dest="source",
+        required=True,
+        metavar="CKPT|DIR|FILE.gguf",
+        help="a run's folder, one with config.json and safetensors, or a GGUF file",
+    )
+    add("--step", type=positive, metavar="N", help="of a run (default: the newest)")
+    add("--layout", default="data=1", metavar="LINE", help="(default: %(default)s)")
+    add("--prompt", action="append", metavar="TEXT", help="may be given several times")
+    add(
+        "--prompts",
+        metavar="FILE",
+        help="one a line; - is standard input, as without --prompt and --prompts",
+    )
+    add("--tokenizer", metavar="FILE", help="tokenizer.json in place of its own")
+    add("--max-tokens", type=positive, default=64, metavar="N", help="(%(default)s)")
+    add(
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="0 takes the likeliest token (default: %(default)s)",
+    )
+    add("--top-k", type=not_negative, default=0, metavar="N", help="0 is no limit")
+    add("--top-p", type=above_zero, default=1.0, metavar="P", help="(%(default)s)")
+    add("--min-p", type=float, default=0.0, metavar="P", help="(%(default)s)")
+    add("--seed", type=not_negative, default=0, metavar="N", help="(%(default)s)")
+    add("--stop", action="append", metavar="TEXT", help="where a text ends")
+    add("--slots", type=positive, metavar="N", help="prompts that run at once")
+    add("--json", action="store_true", help="print one JSON array on stdout")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Generates and prints; a single prompt's text as it comes."""
+    layout = Layout.parse(args.layout)
+    prompts = _prompts(args)
+    from meshpar.emulate import emulate, num_cpu_devices
+
+    if num_cpu_devices() < layout.num_devices:
+        emulate(layout.num_devices)
+    loaded = import_function(_LOAD, "load")(
+        args.source, step=args.step, tokenizer=args.tokenizer
+    )
+    found = _generated(args, layout, loaded, prompts)
+    if args.json:
+        print(json.dumps(found))
+    elif len(prompts) > 1:
+        for one in found:
+            print(f"{one['prompt']}{one['text']}")
+    return 0
+
+
+def _generated(
+    args: argparse.Namespace, layout: Layout, loaded: Any, prompts: list[str]
+) -> list[dict[str, Any]]:
+    import jax
+
+    from meshpar.generation.engine import Engine
+    from meshpar.generation.generate import placed, requests_of, slots_for
+    from meshpar.generation.programs import Programs
+    from meshpar.generation.sampling import Sampling
+
+    requests = requests_of(
+        prompts,
+        loaded.tokenizer,
+        max_tokens=args.max_tokens,
+        sampling=Sampling(
+            temperature=args.temperature,
+            top_k=args.top_k,
+            top_p=args.top_p,
+            min_p=args.min_p,
+            seed=args.seed,
+        ),
+        stop=tuple(args.stop or ()),
+        stop_tokens=loaded.stop_tokens,
+    )
+    programs = Programs.of(
+        loaded.model,
+        layout,
+        slots=args.slots or slots_for(len(requests), layout),
+        max_seq=max(len(one.tokens) for one in requests) + args.max_tokens,
+        devices=jax.devices()[: layout.num_devices],
+    )
+    for note in programs.notes:
+        print(f"note: {note}", file=sys.stderr)
+    values = placed(
+        programs, loaded.model, loaded.params, model_state=loaded.model_state
+    )
+    engine = Engine(programs, *values, loaded.tokenizer.decode)
+    return _run(engine, prompts, requests, streams=len(prompts) == 1 and not args.json)
+
+
+def _run(
+    engine: Any, prompts: list[str], requests: Any, *, streams: bool
+) -> list[dict[str, Any]]:
+    for request in requests:
+        engine.submit(request)
+    found: list[dict[str, Any]] = [
+        {"prompt": prompt, "text": "", "tokens": [], "logprobs": []}
+        for prompt in prompts
+    ]
+    shown = ""
+    if streams:
+        print(prompts[0], end="", flush=True)
+    for token in engine.run():
+        one = found[token.request]
+        if token.token >= 0:
+            one["tokens"].append(token.token)
+            one["logprobs"].append(token.logprob)
+        one["text"] = engine.text_of(token.request)
+        if streams:
+            # Bytes that are no text yet may become some with the next token.
+            ready = (
+                one["text"].rstrip("\ufffd") if token.finish is None else one["text"]
+            )
+            print(ready[len(shown) :], end="", flush=True)
+            shown = ready
+    if streams:
+        print()
+    return found
+
+
+def _prompts(args: argparse.Namespace) -> list[str]:
+    prompts = list(args.prompt or ())
+    if args.prompts not in (None, "-"):
+        prompts += Path(args.prompts).read_text().splitlines()
+    elif args.prompts == "-" or not prompts:
+        prompts += sys.stdin.read().splitlines()
+    if not prompts:
+        raise InputError("no prompt; give --prompt TEXT, or lines in --prompts FILE")
+    return prompts

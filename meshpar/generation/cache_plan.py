@@ -1,0 +1,202 @@
+"""What a model keeps of its tokens under a layout: which arrays, where, how large."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from meshpar.errors import InputError
+from meshpar.layout import BATCH_AXES, Layout
+from meshpar.model.contract import Model
+from meshpar.model.inputs import Batch
+from meshpar.model.scope import Scope
+from meshpar.model.token_cache import CachedArray, DeclaredCache
+from meshpar.model.tracing import one_layer_shapes, one_layer_state, tracing
+from meshpar.parallel.paged_cache import Pools
+from meshpar.rules.rules import Rules
+
+PAGE_AXES = (*BATCH_AXES, "context")
+"""Mesh axes that split the pages: each device has those of its examples' tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CachePlan:
+    """The pools of every group of blocks.
+
+    Args:
+        groups: What a layer of each group keeps of a token.
+        places: Places for layers in each group's pools, over all stages.
+        slots: Examples that may run at once, over all devices.
+        max_seq: Tokens that each may have.
+        page_size: Tokens of a page.
+        num_pages: Pages of a device, for what has no window.
+        chunk: Most new tokens of an example in one program.
+        layout: Which devices there are.
+        rules: Logical axis -> mesh axes.
+    """
+
+    groups: tuple[tuple[CachedArray, ...], ...]
+    places: tuple[int, ...]
+    slots: int
+    max_seq: int
+    page_size: int
+    num_pages: int
+    chunk: int
+    layout: Layout
+    rules: Rules
+
+    @property
+    def table_pages(self) -> int:
+        """Pages of one example on a device, at most."""
+        return -(-self.max_seq // (self.page_size * self.layout.context))
+
+    @property
+    def rings(self) -> tuple[dict[str, int], ...]:
+        """Of each group: name of what has a window -> pages of an example."""
+        return tuple(
+            {one.name: self._ring(one.window) for one in group if self._is_ring(one)}
+            for group in self.groups
+        )
+
+    def shapes(self, mesh: Mesh) -> list[Pools]:
+        """Shape, dtype and sharding of every pool."""
+        return [
+            {one.name: self._pool(one, places, mesh) for one in group}
+            for group, places in zip(self.groups, self.places, strict=True)
+        ]
+
+    def bytes_per_device(self) -> int:
+        """Bytes of all pools on a device.
+
+        layers of a stage x pages x tokens of a page x heads of a device x size x bytes,
+        of keys and of values.
+        """
+        total = 0
+        for group, places in zip(self.groups, self.places, strict=True):
+            for one in group:
+                values = math.prod(one.shape) // self._head_shards(one)
+                tokens = self._pages(one) * self.page_size
+                of_layer = tokens * values * jnp.dtype(one.dtype).itemsize
+                total += of_layer * (places // self.layout.stage)
+        return total
+
+    def _pool(self, one: CachedArray, places: int, mesh: Mesh) -> jax.ShapeDtypeStruct:
+        pages = self._pages(one) * math.prod(
+            self.layout.mesh_shape[axis] for axis in PAGE_AXES
+        )
+        stage = "stage" if self.layout.runs_in_ticks else None
+        of_token = self.rules.spec(
+            one.logical_axes, one.shape, mesh_shape=self.layout.mesh_shape
+        )
+        return jax.ShapeDtypeStruct(
+            (places, pages, self.page_size, math.prod(one.shape)),
+            one.dtype,
+            sharding=NamedSharding(
+                mesh, PartitionSpec(stage, PAGE_AXES, None, of_token[0])
+            ),
+        )
+
+    def _head_shards(self, one: CachedArray) -> int:
+        sizes = self.layout.mesh_shape
+        spec = self.rules.spec(one.logical_axes, one.shape, mesh_shape=sizes)
+        return math.prod(
+            sizes[axis]
+            for entry in spec
+            for axis in ((entry,) if isinstance(entry, str) else entry or ())
+        )
+
+    def _pages(self, one: CachedArray) -> int:
+        """Of a device."""
+        if not self._is_ring(one):
+            return self.num_pages
+        return self._ring(one.window) * (self.slots // self.layout.batch_shards)
+
+    def _is_ring(self, one: CachedArray) -> bool:
+        return one.window is not None and self._ring(one.window) < self.table_pages
+
+    def _ring(self, window: int | None) -> int:
+        """Pages of an example on a device: a window's, and those being written."""
+        tokens = (window or 0) + self.chunk
+        return -(-tokens // (self.page_size * self.layout.context)) + 1
+
+
+def cached_arrays(
+    model: Model, layout: Layout, rules: Rules, max_seq: int, dtype: Any
+) -> tuple[tuple[CachedArray, ...], ...]:
+    """What one layer of each group keeps, found by tracing its block on no device.
+
+    Args:
+        model: The model.
+        layout: Whose sizes split heads.
+        rules: Logical axis -> mesh axes.
+        max_seq: Tokens that a sequence may have.
+        dtype: In which blocks compute.
+
+    Raises:
+        InputError: A function cannot run token by token.
+    """
+    sizes = layout.mesh_shape
+    shards = math.prod(sizes[axis] for axis in rules.mesh_axes("heads"))
+    with tracing("the model cannot generate", "it must run on batch['tokens'] alone"):
+        return _traced(model, shards, max_seq, jnp.dtype(dtype))
+
+
+@functools.lru_cache(maxsize=32)
+def _traced(
+    model: Model, head_shards: int, max_seq: int, dtype: Any
+) -> tuple[tuple[CachedArray, ...], ...]:
+    found: list[tuple[CachedArray, ...]] = []
+
+    def forward(params: tuple, state: tuple, tokens: jax.Array) -> Any:
+        (ends, layers), (of_ends, states) = params, state
+        positions = jnp.zeros(tokens.shape, jnp.int32)
+        batch = Batch(tokens=tokens, positions=positions)
+        outside = Scope(
+            batch=batch,
+            state=of_ends,
+            cache=DeclaredCache(max_seq, positions, head_shards),
+        )
+        x = model.embed(ends, batch, outside)
+        for group, layer, of_layer in zip(model.groups, layers, states, strict=True):
+            if group.enter is not None:
+                raise InputError(
+                    f"block group {group.name!r} makes its stream from another's, as "
+                    "an encoder and a decoder; generation knows one stream of tokens"
+                )
+            cache = DeclaredCache(max_seq, positions, head_shards)
+            scope = Scope(batch=batch, state=of_layer, layer=0, cache=cache)
+            x, _ = group.run(layer, x, scope)
+            found.append(tuple(cache.arrays))
+        return x
+
+    params, state = (one_layer_shapes(model), one_layer_state(model))
+    in_use = jax.tree.map(lambda one: _in_dtype(one, dtype), params)
+    jax.eval_shape(forward, in_use, state, jax.ShapeDtypeStruct((2, 1), jnp.int32))
+    return tuple(found)
+
+
+def _in_dtype(struct: jax.ShapeDtypeStruct, dtype: Any) -> jax.ShapeDtypeStruct:
+    if not jnp.issubdtype(struct.dtype, jnp.floating):
+        return struct
+    return jax.ShapeDtypeStruct(struct.shape, dtype)
+
+
+def check_has_cache(groups: Mapping | tuple) -> None:
+    """Refuses a model none of whose blocks keeps anything.
+
+    Raises:
+        InputError: It has no attention of meshpar's.
+    """
+    if not any(groups):
+        raise InputError(
+            "no block of the model attends through meshpar's attention, so there is "
+            "nothing to keep of earlier tokens; call "
+            "meshpar.models.layers.attention.attend in its blocks"
+        )

@@ -1,0 +1,289 @@
+"""Continuous batching: requests join and leave between any two tokens.
+
+A slot of the batch is given to the next request as soon as another ends (Yu et al.
+2022, "Orca", section 3). Prompts are taken in chunks; a request whose next token finds
+no page left waits, and begins anew from its own tokens.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshpar.errors import InputError
+from meshpar.generation.pages import PageBook
+from meshpar.generation.programs import Programs
+from meshpar.generation.requests import Request, Running
+from meshpar.generation.sampling import Draws, Sampling
+from meshpar.parallel.paged_cache import Rows
+
+_LEAST_CHUNK = 16
+_IDLE = Sampling()
+
+
+@dataclass(frozen=True)
+class Token:
+    """A new token of a request.
+
+    Args:
+        request: Its number, in the order of `Engine.submit`.
+        token: The token; -1 where the request ended without another.
+        logprob: Its log-probability.
+        finish: Why the request ended with it; None while it goes on.
+    """
+
+    request: int
+    token: int
+    logprob: float
+    finish: str | None
+
+
+class Engine:
+    """Requests that share a model, its parameters and one cache.
+
+    Args:
+        programs: The model under a layout.
+        params: Placed as `programs.parameter_shardings` says.
+        state: The model's own state, placed alike.
+        decode: Tokens -> text, for texts to stop at.
+        keep_logits: Whether to keep the logits that each token was drawn from.
+
+    Attributes:
+        logits: Number of a request -> fp32 (vocab,) of each new token, where kept.
+    """
+
+    def __init__(
+        self,
+        programs: Programs,
+        params: Any,
+        state: Any,
+        decode: Callable[[Sequence[int]], str] | None = None,
+        keep_logits: bool = False,
+    ) -> None:
+        self.programs, self._decode = programs, decode
+        self._keep_logits = keep_logits
+        self.logits: dict[int, list[np.ndarray]] = {}
+        self._params, self._state = params, state
+        plan, layout = programs.plan, programs.plan.layout
+        self._shards = layout.batch_shards
+        self._slots_of_shard = plan.slots // self._shards
+        tokens_per_page = plan.page_size * layout.context
+        self._books = [
+            PageBook(plan.num_pages, tokens_per_page) for _ in range(self._shards)
+        ]
+        self._waiting: deque[Running] = deque()
+        self._running: dict[int, Running] = {}
+        self._texts: dict[int, str] = {}
+        self._count = 0
+        with jax.set_mesh(programs.mesh):
+            self._pools = programs.empty_pools()
+
+    def submit(self, request: Request) -> int:
+        """The request's number; it begins when there is room.
+
+        Raises:
+            InputError: It can never have room.
+        """
+        plan = self.programs.plan
+        most = len(request.tokens) + request.max_tokens
+        if most > plan.max_seq:
+            raise InputError(
+                f"a prompt of {len(request.tokens)} tokens and max_tokens="
+                f"{request.max_tokens} make {most}, but max_seq={plan.max_seq}; "
+                "shorten it, or raise max_seq"
+            )
+        if self._books[0].needed(most) > plan.num_pages:
+            raise InputError(
+                f"{most} tokens need {self._books[0].needed(most)} pages, but a device "
+                f"has num_pages={plan.num_pages}; raise it"
+            )
+        running = Running(self._count, request, self._decode)
+        self._count += 1
+        self._waiting.append(running)
+        return running.number
+
+    def text_of(self, number: int) -> str:
+        """The text of a request's new tokens so far, without a tokenizer empty."""
+        return self._texts.get(number, "")
+
+    def update(self, params: Any, state: Any = None) -> None:
+        """Other parameters from the next token on; what was kept is made anew."""
+        self._params = params
+        self._state = self._state if state is None else state
+        for running in sorted(self._running.values(), key=_age, reverse=True):
+            self._put_back(running)
+
+    def run(self) -> Iterator[Token]:
+        """New tokens, as they come, until no request is left."""
+        while self._waiting or self._running:
+            yield from self.step()
+
+    def step(self) -> list[Token]:
+        """The tokens of one program: a chunk of prompts if there are, or one of each.
+
+        Raises:
+            InputError: The model's logits are NaN.
+        """
+        self._admit()
+        prompts = [one for one in self._running.values() if _unwritten(one) > 1]
+        return self._prefill(prompts) if prompts else self._decode_all()
+
+    def _admit(self) -> None:
+        while self._waiting:
+            found = self._room(self._waiting[0])
+            if found is None:
+                return
+            running = self._waiting.popleft()
+            running.slot, book = found, self._books[found // self._slots_of_shard]
+            running.pages = book.grow([], running.num_tokens)
+            self._running[found] = running
+
+    def _room(self, running: Running) -> int | None:
+        """A free slot on the devices that have most pages left; None if none fits."""
+        free = [
+            slot
+            for slot in range(self.programs.plan.slots)
+            if slot not in self._running
+            and self._book(slot).fits([], running.num_tokens + 1)
+        ]
+        return max(free, key=lambda slot: self._book(slot).num_free, default=None)
+
+    def _book(self, slot: int) -> PageBook:
+        return self._books[slot // self._slots_of_shard]
+
+    def _prefill(self, prompts: list[Running]) -> list[Token]:
+        num = self.programs.rows_of_prefill
+        of_shard = num // self._shards
+        rows: list[Running | None] = [None] * num
+        for shard in range(self._shards):
+            own = [one for one in prompts if one.slot // self._slots_of_shard == shard]
+            for at, running in enumerate(sorted(own, key=_age)[:of_shard]):
+                rows[shard * of_shard + at] = running
+        longest = max(_unwritten(one) for one in rows if one is not None)
+        return self._advance(rows, min(self.programs.plan.chunk, _rounded(longest)))
+
+    def _decode_all(self) -> list[Token]:
+        for running in sorted(self._running.values(), key=_age):
+            self._make_room(running)
+        slots = range(self.programs.plan.slots)
+        if not self._running:
+            return []
+        return self._advance([self._running.get(slot) for slot in slots], 1)
+
+    def _make_room(self, running: Running) -> None:
+        """Pages for the token that is to be written, the youngest giving way."""
+        if running.slot < 0:
+            return
+        book, shard = self._book(running.slot), running.slot // self._slots_of_shard
+        while not book.fits(running.pages, running.num_tokens):
+            youngest = max(
+                (
+                    one
+                    for one in self._running.values()
+                    if one.slot // self._slots_of_shard == shard
+                ),
+                key=_age,
+            )
+            self._put_back(youngest)
+            if youngest is running:
+                return
+        running.pages = book.grow(running.pages, running.num_tokens)
+
+    def _put_back(self, running: Running) -> None:
+        self._leave(running)
+        running.written = 0
+        self._waiting.appendleft(running)
+
+    def _leave(self, running: Running) -> None:
+        self._book(running.slot).release(running.pages)
+        del self._running[running.slot]
+        running.slot, running.pages = -1, []
+
+    def _advance(self, rows: list[Running | None], num_tokens: int) -> list[Token]:
+        given = [_IDLE if one is None else one.request.sampling for one in rows]
+        tokens, of_rows = self._arrays(rows, num_tokens)
+        programs = self.programs
+        with jax.set_mesh(programs.mesh):
+            program = programs.advance(
+                random=any(one.temperature > 0 for one in given),
+                truncated=any(one.temperature > 0 and one.truncates for one in given),
+                with_logits=self._keep_logits,
+            )
+            *found, self._pools = program(
+                self._params, self._state, self._pools, tokens, of_rows, Draws.of(given)
+            )
+        return list(self._taken(rows, of_rows.counts, *map(np.asarray, found)))
+
+    def _arrays(
+        self, rows: list[Running | None], num_tokens: int
+    ) -> tuple[np.ndarray, Rows]:
+        tokens = np.zeros((len(rows), num_tokens), np.int32)
+        tables = np.zeros((len(rows), self.programs.plan.table_pages), np.int32)
+        slots, starts, counts = np.zeros((3, len(rows)), np.int32)
+        for at, running in enumerate(rows):
+            if running is None:
+                continue
+            count = min(num_tokens, _unwritten(running))
+            starts[at], counts[at] = running.written, count
+            slots[at] = running.slot % self._slots_of_shard
+            new = running.tokens[running.written : running.written + count]
+            tokens[at, :count] = new
+            tables[at, : len(running.pages)] = running.pages
+        return tokens, Rows(tables, slots, starts, counts)
+
+    def _taken(
+        self,
+        rows: Iterable[Running | None],
+        counts: Any,
+        tokens: np.ndarray,
+        logprobs: np.ndarray,
+        logits: Any = None,
+    ) -> Iterator[Token]:
+        for at, (running, count, token, logprob) in enumerate(
+            zip(rows, counts, tokens.tolist(), logprobs.tolist(), strict=True)
+        ):
+            if running is None:
+                continue
+            running.written += int(count)
+            if _unwritten(running):
+                continue
+            if not np.isfinite(logprob):
+                raise InputError(
+                    f"the model's logits are NaN or infinite after token "
+                    f"{running.num_tokens} of request {running.number}; are its "
+                    "parameters those of the model?"
+                )
+            if logits is not None:
+                self.logits.setdefault(running.number, []).append(logits[at])
+            yield self._added(running, token, logprob)
+
+    def _added(self, running: Running, token: int, logprob: float) -> Token:
+        known = len(running.new)
+        running.add(token, logprob)
+        self._texts[running.number] = running.text
+        if running.finish is not None:
+            self._leave(running)
+        shown = token if len(running.new) > known else -1
+        return Token(running.number, shown, logprob, running.finish)
+
+
+def _unwritten(running: Running) -> int:
+    """Tokens that are not in the cache yet: one, while it generates."""
+    return running.num_tokens - running.written
+
+
+def _age(running: Running) -> int:
+    return running.number
+
+
+def _rounded(num_tokens: int) -> int:
+    """A few sizes for all prompts, so that few programs are compiled."""
+    size = _LEAST_CHUNK
+    while size < num_tokens:
+        size *= 2
+    return size

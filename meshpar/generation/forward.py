@@ -1,0 +1,327 @@
+"""New tokens through a model that keeps what came before, per device.
+
+One `jax.shard_map`, manual over the batch axes, `stage` and `context`, as a training
+step's; GSPMD partitions over the other mesh axes. Over the batch axes move parameters
+that are stored split; over `context` what `parallel.paged_attention` says; over `stage`
+the stream of each microbatch, once a tick, and the last stage's output to all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from meshpar.collectives import asked, sum_dtype
+from meshpar.generation.cache_plan import PAGE_AXES, CachePlan
+from meshpar.generation.layer_by_layer import layer_specs, of_place
+from meshpar.model.contract import Stream
+from meshpar.model.inputs import Batch
+from meshpar.model.parameter import Params, is_parameter
+from meshpar.parallel.block import Block, where
+from meshpar.parallel.blocks import Stack
+from meshpar.parallel.paged_cache import PagedCache, Pools, Rows
+from meshpar.parallel.pipeline.ends import STAGE
+from meshpar.parallel.pipeline.rank_layers import RankLayers
+from meshpar.parallel.pipeline.stages import Arrangement, cut, merge, part
+from meshpar.parallel.placement import BATCH, Placement
+from meshpar.parallel.program import one_layer
+from meshpar.parallel.scopes import Scopes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forward:
+    """A model's function of new tokens, to be called inside `jax.jit`.
+
+    Args:
+        placement: The model on its mesh, arranged for its stages.
+        plan: What is kept of its tokens.
+        arrangement: Which layers every rank has; None without stages.
+        unrolled: Whether there is no loop over layers (`layer_by_layer`).
+    """
+
+    placement: Placement
+    plan: CachePlan
+    arrangement: Arrangement | None = None
+    unrolled: bool = True
+
+    def __call__(
+        self,
+        params: Params,
+        state: Params,
+        pools: list[Pools],
+        tokens: jax.Array,
+        rows: Rows,
+    ) -> tuple[jax.Array, list[Pools]]:
+        """Logits after the last new token of each example, and what is kept now.
+
+        Args:
+            params: At rest; if unrolled, from `layer_by_layer`.
+            state: The model's own.
+            pools: What is kept of each group.
+            tokens: (batch, new tokens) int32, split over the batch axes.
+            rows: Where they belong, alike.
+
+        Returns:
+            fp32 (batch, vocab), and the pools.
+        """
+        placement, pool_specs = self.placement, self._pool_specs
+
+        def local(
+            params: Params, state: Params, pools: list[Pools], *of: Any
+        ) -> tuple[jax.Array, list[Pools]]:
+            pass_ = _Pass.of(self, params, state, *of)
+            x, pools = pass_.run(pools)
+            x = jax.tree.map(lambda one: _last(one, pass_.rows.counts), x)
+            return pass_.logits(x)[:, 0], pools
+
+        specs = placement.manual_specs
+        if self.unrolled:
+            model, ranks = placement.model, placement.layout.stage
+            structs = jax.tree.map(
+                lambda one: one.struct, model.parameters, is_leaf=is_parameter
+            )
+            specs = layer_specs(model, specs, structs, ranks)
+        given = specs, placement.manual_model_state_specs
+        run = placement.on_shards(
+            local, (*given, pool_specs, BATCH, BATCH), (BATCH, pool_specs)
+        )
+        return run(params, state, pools, tokens, rows)
+
+    @property
+    def _pool_specs(self) -> list[dict[str, PartitionSpec]]:
+        axes = self.placement.manual_axes
+        stage = STAGE if STAGE in axes else None
+        pages = tuple(axis for axis in PAGE_AXES if axis in axes)
+        spec = PartitionSpec(stage, pages)
+        return [{one.name: spec for one in group} for group in self.plan.groups]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Pass:
+    """This device's part of one pass."""
+
+    forward: Forward
+    weights: Params
+    groups: list[Params]
+    states: tuple[Params, list[Params]]
+    tokens: jax.Array
+    rows: Rows
+
+    @classmethod
+    def of(
+        cls,
+        forward: Forward,
+        params: Params,
+        state: Params,
+        tokens: jax.Array,
+        rows: Rows,
+    ) -> _Pass:
+        placement = forward.placement
+        weights, groups = placement.gather_before_loop(params)
+        return cls(
+            forward=forward,
+            weights=weights,
+            groups=groups,
+            states=placement.model.split(state),
+            tokens=tokens,
+            rows=rows,
+        )
+
+    def run(self, pools: list[Pools]) -> tuple[Stream, list[Pools]]:
+        """The last block's output, and what is kept."""
+        if self.forward.arrangement is not None:
+            return self._ticks(pools)
+        x = self._embedded(self.tokens, self.rows)
+        return self._through(x, pools, self.tokens, self.rows)
+
+    def logits(self, x: Stream) -> jax.Array:
+        model = self.forward.placement.model
+        logits = cast(Callable[..., Any], model.logits)
+        return logits(self.weights, x, self._scope(self.tokens, self.rows))
+
+    def _ticks(self, pools: list[Pools]) -> tuple[Stream, list[Pools]]:
+        """Microbatches through the ranks, one tick behind one another."""
+        layout = self.forward.placement.layout
+        num, num_ranks = self._num_microbatches, layout.stage
+        rank = lax.axis_index(STAGE)
+        tokens, rows = cut((self.tokens, self.rows), num)
+        first = jax.eval_shape(self._embedded, *part((tokens, rows), 0))
+        x = jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), first)
+        found = jax.tree.map(lambda one: jnp.zeros((num, *one.shape), one.dtype), first)
+
+        def tick(at: jax.Array, carry: tuple) -> tuple:
+            x, found, pools = carry
+            own = at - rank
+            here = (own >= 0) & (own < num)
+            mine, of_rows = part((tokens, rows), jnp.clip(own, 0, num - 1))
+            of_rows = of_rows._replace(counts=jnp.where(here, of_rows.counts, 0))
+            x = where(rank == 0, self._embedded(mine, of_rows), x)
+            x, pools = self._through(x, pools, mine, of_rows)
+            last = here & (rank == num_ranks - 1)
+            found = _put(found, x, jnp.clip(own, 0, num - 1), last)
+            return self._sent(x), found, pools
+
+        ticks = num + num_ranks - 1
+        _, found, pools = lax.fori_loop(0, ticks, tick, (x, found, pools))
+        return self._to_all(merge(found)), pools
+
+    @property
+    def _num_microbatches(self) -> int:
+        """As many as the layout asks for, and the examples here divide into."""
+        wanted, here = self.forward.placement.layout.microbatches, len(self.tokens)
+        return next(num for num in range(min(wanted, here), 0, -1) if here % num == 0)
+
+    def _sent(self, x: Stream) -> Stream:
+        size = self.forward.placement.layout.stage
+        pairs = [(rank, rank + 1) for rank in range(size - 1)]
+        with asked("stage_forward"):
+            return jax.tree.map(lambda one: lax.ppermute(one, STAGE, pairs), x)
+
+    def _to_all(self, found: Stream) -> Stream:
+        """The last rank's, on every rank: the others have zeros."""
+        platform = self.forward.placement.platform
+
+        def summed(one: jax.Array) -> jax.Array:
+            wide = sum_dtype(one.dtype, platform)
+            return lax.psum(one.astype(wide), STAGE).astype(one.dtype)
+
+        with asked("last_stage"):
+            return jax.tree.map(summed, found)
+
+    def _embedded(self, tokens: jax.Array, rows: Rows) -> Stream:
+        scope = self._scope(tokens, rows)
+        return self.forward.placement.model.embed(self.weights, scope.batch, scope)
+
+    def _through(
+        self, x: Stream, pools: list[Pools], tokens: jax.Array, rows: Rows
+    ) -> tuple[Stream, list[Pools]]:
+        """`x` after this device's blocks, and what they keep."""
+        batch, kept = _batch(tokens, rows), []
+        for at, stack in enumerate(self._stacks):
+            x, of_group = self._through_group(at, stack, x, pools[at], batch, rows)
+            kept.append(of_group)
+        return x, kept
+
+    def _through_group(
+        self,
+        at: int,
+        stack: Stack,
+        x: Stream,
+        pools: Pools,
+        batch: Batch,
+        rows: Rows,
+    ) -> tuple[Stream, Pools]:
+        def body(carry: tuple, xs: tuple) -> tuple[tuple, None]:
+            x, pools = carry
+            (shard, state, layer), place = xs
+            here = rows._replace(counts=jnp.where(layer >= 0, rows.counts, 0))
+            cache = self._cache(at, pools, place, here, batch)
+            known = {"batch": batch, "state": state, "layer": layer, "cache": cache}
+            scope = self._scopes({**known, "examples": None, "random": None})
+            weights = stack.block.gather(shard)
+            y, _ = stack.block.group.run(weights, x, scope)
+            return (where(layer >= 0, y, x), cache.pools), None
+
+        places = jnp.arange(len(stack.layers), dtype=jnp.int32)
+        if not self.forward.unrolled:
+            return lax.scan(body, (x, pools), (stack.xs, places))[0]
+        carry = x, pools
+        for place in range(len(places)):
+            state, layer = part((stack.state, stack.layers), place)
+            xs = of_place(stack.shards, place), state, layer
+            carry, _ = body(carry, (xs, places[place]))
+        return carry
+
+    def _cache(
+        self, at: int, pools: Pools, place: jax.Array, rows: Rows, batch: Batch
+    ) -> PagedCache:
+        plan = self.forward.plan
+        return PagedCache(
+            pools=dict(pools),
+            place=place,
+            rows=rows,
+            positions=rows.positions(batch["tokens"].shape[1]),
+            max_seq=plan.max_seq,
+            page_size=plan.page_size,
+            rings=plan.rings[at],
+            num_ranks=plan.layout.context,
+        )
+
+    def _scope(self, tokens: jax.Array, rows: Rows) -> Any:
+        """The scope outside the blocks."""
+        batch = _batch(tokens, rows)
+        cache = self._cache(0, {}, jnp.int32(0), rows, batch)
+        known = {"batch": batch, "state": self.states[0], "cache": cache}
+        return self._scopes({**known, "examples": None, "random": None})
+
+    @cached_property
+    def _scopes(self) -> Scopes:
+        return self.forward.placement.scopes(training=False)
+
+    @cached_property
+    def _stacks(self) -> list[Stack]:
+        """The layers of each group that this device has."""
+        placement, placed = self.forward.placement, self.forward.arrangement
+        model, unrolled = placement.model, self.forward.unrolled
+        _, stored = model.split(placement.stored)
+        blocks = [
+            Block(
+                group,
+                stored=one_layer(stored[at]),
+                remat="none",
+                make_scope=self._scopes,
+            )
+            for at, group in enumerate(model.groups)
+        ]
+        if placed is not None:
+            layers = RankLayers(
+                blocks=blocks,
+                params=[()] * len(blocks) if unrolled else cut(self.groups, 1),
+                states=cut(self.states[1], 1),
+                arrangement=placed,
+            )
+            stacks = [layers.stack(at, jnp.int32(0)) for at in range(len(blocks))]
+            if unrolled:
+                given = zip(stacks, self.groups, strict=True)
+                return [replace(stack, shards=shards) for stack, shards in given]
+            return stacks
+        return [
+            Stack(
+                block=block,
+                shards=self.groups[at],
+                state=self.states[1][at],
+                layers=first + jnp.arange(block.group.num_layers, dtype=jnp.int32),
+            )
+            for at, (block, first) in enumerate(
+                zip(blocks, model.first_layers, strict=True)
+            )
+        ]
+
+
+def _batch(tokens: jax.Array, rows: Rows) -> Batch:
+    positions = jnp.maximum(rows.positions(tokens.shape[1]), 0)
+    return Batch(tokens=tokens, positions=positions)
+
+
+def _last(x: jax.Array, counts: jax.Array) -> jax.Array:
+    """(batch, tokens, ...) -> (batch, 1, ...), each example's last new token."""
+    at = jnp.maximum(counts - 1, 0).reshape(-1, 1, *(1,) * (x.ndim - 2))
+    return jnp.take_along_axis(x, at, axis=1)
+
+
+def _put(buffer: Stream, x: Stream, at: jax.Array, here: jax.Array) -> Stream:
+    """The buffer with `x` in one of its places, if it is to be there."""
+    return jax.tree.map(
+        lambda all_of, one: all_of.at[jnp.where(here, at, len(all_of))].set(
+            one, mode="drop"
+        ),
+        buffer,
+        x,
+    )

@@ -1,0 +1,227 @@
+"""`meshpar.generate`: prompts in, completions out, under any layout."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from meshpar.errors import InputError
+from meshpar.generation.engine import Engine
+from meshpar.generation.programs import PLAIN, Programs
+from meshpar.generation.requests import Completion, Request
+from meshpar.generation.sampling import Sampling
+from meshpar.layout import Layout
+from meshpar.model.contract import Model
+from meshpar.parallel.pipeline.program import arranged_for
+from meshpar.parallel.resharding import Lying, moved
+from meshpar.rules.rules import Rules
+from meshpar.train.constants import take_out
+from meshpar.train.state import TrainState
+
+Prompt = str | Sequence[int]
+
+
+def generate(
+    model: Model,
+    params: Any,
+    prompts: Sequence[Prompt],
+    *,
+    layout: Layout | str = PLAIN,
+    from_layout: Layout | str = PLAIN,
+    max_tokens: int = 64,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    seed: int = 0,
+    stop: Sequence[str] = (),
+    stop_tokens: Sequence[int] = (),
+    tokenizer: Any = None,
+    slots: int | None = None,
+    page_size: int = 16,
+    num_pages: int | None = None,
+    chunk: int = 128,
+    rules: Rules | None = None,
+    devices: Sequence[jax.Device] | None = None,
+) -> list[Completion]:
+    """What a model adds to each prompt.
+
+    Args:
+        model: It attends through `meshpar.models.layers.attention.attend`.
+        params: Its parameters as `from_layout` has them, or a `TrainState`.
+        prompts: Tokens, or texts for the tokenizer.
+        layout: How the model lies while it generates.
+        from_layout: How the parameters lie now.
+        max_tokens: Most tokens to add to each.
+        temperature: Logits are divided by it; 0 takes the likeliest token.
+        top_k: As in `Sampling`, and so the next two.
+        top_p: Of the likeliest tokens with so much probability.
+        min_p: Of those so likely, beside the likeliest.
+        seed: Of the first prompt; the next ones follow on it.
+        stop: Texts before which a completion ends.
+        stop_tokens: Tokens after which it ends; they are left out.
+        tokenizer: With `encode` and `decode`, as of the `tokenizers` package.
+        slots: Prompts that run at once; `slots_for` them when absent.
+        page_size: Tokens of a page of the cache.
+        num_pages: Pages of a device; enough for all slots when absent.
+        chunk: Tokens of a prompt that one program takes.
+        rules: Logical axis -> mesh axes; the layout's preset when absent.
+        devices: Devices to use; JAX's by default.
+
+    Raises:
+        InputError: The model cannot generate, a prompt has no tokens, or numbers are
+            out of their ranges.
+
+    Example:
+        >>> from meshpar.models.presets import build
+        >>> model = build("test")
+        >>> found = generate(model, model.init(0), [[1, 2, 3]], max_tokens=2)
+        >>> len(found[0].tokens), found[0].finish
+        (2, 'length')
+    """
+    sampling = Sampling(
+        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
+    )
+    if isinstance(prompts, str) or not prompts:
+        raise InputError(
+            f"prompts={prompts!r}: give a list of texts or of lists of tokens"
+        )
+    requests = requests_of(
+        prompts,
+        tokenizer,
+        max_tokens=max_tokens,
+        sampling=sampling,
+        stop=tuple(stop),
+        stop_tokens=tuple(stop_tokens),
+    )
+    layout = Layout.of(layout)
+    programs = Programs.of(
+        model,
+        layout,
+        slots=slots or slots_for(len(requests), layout),
+        max_seq=max(len(one.tokens) for one in requests) + max_tokens,
+        page_size=page_size,
+        num_pages=num_pages,
+        chunk=chunk,
+        rules=rules,
+        devices=devices,
+    )
+    decode = None if tokenizer is None else tokenizer.decode
+    engine = Engine(programs, *placed(programs, model, params, from_layout), decode)
+    return [
+        Completion(prompt=prompt, **one)
+        for prompt, one in zip(prompts, _completed(engine, requests), strict=True)
+    ]
+
+
+def requests_of(
+    prompts: Sequence[Prompt],
+    tokenizer: Any,
+    *,
+    max_tokens: int,
+    sampling: Sampling,
+    stop: tuple[str, ...] = (),
+    stop_tokens: tuple[int, ...] = (),
+) -> list[Request]:
+    """A request for each prompt, the seeds of the next ones following on the first's.
+
+    Raises:
+        InputError: A prompt has no tokens, or there are texts but no tokenizer.
+    """
+    if stop and tokenizer is None:
+        raise InputError(f"stop={list(stop)} are texts, but there is no tokenizer=")
+    return [
+        Request(
+            tokens=_tokens(prompt, tokenizer),
+            max_tokens=max_tokens,
+            sampling=dataclasses.replace(sampling, seed=(sampling.seed + at) % 2**32),
+            stop_tokens=frozenset(stop_tokens),
+            stop=stop,
+        )
+        for at, prompt in enumerate(prompts)
+    ]
+
+
+def slots_for(num_prompts: int, layout: Layout) -> int:
+    """Prompts that run at once: all, up to 32 on each device that shares the batch.
+
+    Example:
+        >>> slots_for(5, Layout(data=2)), slots_for(100, Layout(data=2))
+        (6, 64)
+    """
+    shards = abs(layout.batch_shards)
+    each = -(-num_prompts // shards)
+    of_stages = layout.microbatches if layout.stage > 1 else 1
+    return shards * min(max(each, of_stages), 32)
+
+
+def placed(
+    programs: Programs,
+    model: Model,
+    params: Any,
+    from_layout: Layout | str = PLAIN,
+    model_state: Any = None,
+) -> tuple[Any, Any]:
+    """Parameters and state of a model as its programs take them.
+
+    Args:
+        programs: Of the model.
+        model: As given.
+        params: As `from_layout` has them, or a `TrainState`.
+        from_layout: How they lie now.
+        model_state: The model's own state, where `params` are without and it has some.
+
+    Raises:
+        InputError: They are not the model's.
+    """
+    state: Any = model_state or {}
+    if isinstance(params, TrainState):
+        apart = take_out(model, params)
+        params, state = apart.params, apart.model_state
+    elif jax.tree.leaves(model.state) and not state:
+        raise InputError(
+            "the model has state that is no parameter, such as a router's bias; give "
+            "the TrainState, which has both, or model_state="
+        )
+    source = Lying(model=arranged_for(model, Layout.of(from_layout)))
+    target = Lying(model=programs.placement.model, shardings=programs.stacked_shardings)
+    dtype = programs.plan.layout.param_dtype
+    new_params = programs.at_rest(moved(params, source, target, dtype=dtype))
+    source, target = _of_state(source), _of_state(target, programs.state_shardings)
+    return new_params, moved(state, source, target)
+
+
+def _of_state(lying: Lying, shardings: Any = None) -> Lying:
+    model = dataclasses.replace(lying.model, parameters=lying.model.state, groups=())
+    return Lying(model=model, shardings=shardings)
+
+
+def _tokens(prompt: Prompt, tokenizer: Any) -> tuple[int, ...]:
+    if not isinstance(prompt, str):
+        return tuple(prompt)
+    if tokenizer is None:
+        raise InputError(
+            f"prompt {prompt[:40]!r} is a text, but there is no tokenizer=; give one, "
+            "or tokens"
+        )
+    found = tokenizer.encode(prompt)
+    return tuple(getattr(found, "ids", found))
+
+
+def _completed(engine: Engine, requests: Sequence[Request]) -> list[dict[str, Any]]:
+    for request in requests:
+        engine.submit(request)
+    found: list[dict[str, Any]] = [
+        {"text": "", "tokens": [], "logprobs": [], "finish": ""} for _ in requests
+    ]
+    for token in engine.run():
+        one = found[token.request]
+        if token.token >= 0:
+            one["tokens"].append(token.token)
+            one["logprobs"].append(token.logprob)
+        one["finish"] = token.finish or ""
+        one["text"] = engine.text_of(token.request)
+    return found

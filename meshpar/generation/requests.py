@@ -1,0 +1,113 @@
+"""What is asked for, and what comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from meshpar.errors import InputError, whole_number
+from meshpar.generation.sampling import Sampling
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """Tokens to go on from.
+
+    Args:
+        tokens: The prompt, at least one.
+        max_tokens: Most tokens to add.
+        sampling: How they are chosen.
+        stop_tokens: Tokens after which it ends; they are not part of the result.
+        stop: Texts before which it ends.
+
+    Raises:
+        InputError: No tokens, or numbers that are none.
+    """
+
+    tokens: tuple[int, ...]
+    max_tokens: int = 64
+    sampling: Sampling = field(default_factory=Sampling)
+    stop_tokens: frozenset[int] = frozenset()
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tokens", tuple(map(int, self.tokens)))
+        object.__setattr__(self, "stop_tokens", frozenset(self.stop_tokens))
+        if not self.tokens:
+            raise InputError("a prompt has no tokens; give at least one, such as BOS")
+        whole_number("max_tokens", self.max_tokens)
+        if isinstance(self.stop, str) or any(not one for one in self.stop):
+            raise InputError(
+                f"stop={self.stop!r}: give a list of texts, none of them empty"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """What was generated of one request.
+
+    Args:
+        prompt: As given, text or tokens.
+        text: The new tokens' text; empty without a tokenizer.
+        tokens: The new tokens.
+        logprobs: The log-probability of each under the model's own distribution.
+        finish: Why it ended: `stop`, or `length`.
+    """
+
+    prompt: Any
+    text: str
+    tokens: list[int]
+    logprobs: list[float]
+    finish: str
+
+
+@dataclass
+class Running:
+    """A request on its way.
+
+    Args:
+        number: In the order in which requests came.
+        request: What was asked for.
+        decode: Tokens -> text, where there is a tokenizer.
+    """
+
+    number: int
+    request: Request
+    decode: Callable[[Sequence[int]], str] | None = None
+    new: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
+    written: int = 0
+    slot: int = -1
+    text: str = ""
+    finish: str | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt and new tokens."""
+        return [*self.request.tokens, *self.new]
+
+    @property
+    def num_tokens(self) -> int:
+        """How many those are."""
+        return len(self.request.tokens) + len(self.new)
+
+    def add(self, token: int, logprob: float) -> None:
+        """One more token; ends the request where that is its last."""
+        if token in self.request.stop_tokens:
+            self.finish = "stop"
+            return
+        self.new.append(token)
+        self.logprobs.append(logprob)
+        if self.decode is not None:
+            self._stop_at_text()
+        if self.finish is None and len(self.new) == self.request.max_tokens:
+            self.finish = "length"
+
+    def _stop_at_text(self) -> None:
+        self.text = self.decode(self.new) if self.decode else ""
+        found = [self.text.find(one) for one in self.request.stop if one in self.text]
+        if found:
+            self.text = self.text[: min(found)]
+            self.finish = "stop"

@@ -1,0 +1,185 @@
+"""The next token of each example, drawn where the logits lie.
+
+No vocabulary is gathered.
+
+With the vocabulary split over devices, what they exchange is a few scalars an example:
+maxima, sums, and counts. The largest perturbed logit is a draw from the softmax (Gumbel
+1954), and the thresholds of top-k and top-p are found bit by bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from meshpar.errors import InputError, whole_number
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How a request's tokens are chosen, in the order of the arguments.
+
+    Args:
+        temperature: Logits are divided by it; 0 takes the likeliest token.
+        top_k: Of the likeliest so many; 0 for all.
+        top_p: Of the fewest likeliest whose probabilities add up to this (Holtzman et
+            al. 2020); 1 for all.
+        min_p: Of those at least so likely as this times the likeliest (Nguyen et al.
+            2024); 0 for all.
+        seed: All draws are a function of it and of the token's place alone.
+
+    Raises:
+        InputError: A number out of its range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < math.inf:
+            raise InputError(
+                f"temperature={self.temperature}: must be at least 0, which takes the "
+                "likeliest token, and finite"
+            )
+        for name, least in (("top_k", 0), ("seed", 0)):
+            whole_number(name, getattr(self, name), least=least)
+        if self.seed >= 2**32:
+            raise InputError(f"seed={self.seed}: must be below {2**32}")
+        if not 0 < self.top_p <= 1:
+            raise InputError(f"top_p={self.top_p}: must be above 0 and at most 1")
+        if not 0 <= self.min_p <= 1:
+            raise InputError(f"min_p={self.min_p}: must be from 0 to 1")
+
+    @property
+    def truncates(self) -> bool:
+        """Whether unlikely tokens are left out."""
+        return bool(self.top_k) or self.top_p < 1 or self.min_p > 0
+
+
+class Draws(NamedTuple):
+    """`Sampling` of every example, each (batch,)."""
+
+    temperature: Any
+    top_k: Any
+    top_p: Any
+    min_p: Any
+    seed: Any
+
+    @classmethod
+    def of(cls, rows: Sequence[Sampling]) -> Draws:
+        """Arrays of some examples' choices."""
+        dtypes = (np.float32, np.int32, np.float32, np.float32, np.uint32)
+        names = [field.name for field in dataclasses.fields(Sampling)]
+        return cls(
+            *(
+                np.array([getattr(row, name) for row in rows], dtype)
+                for name, dtype in zip(names, dtypes, strict=True)
+            )
+        )
+
+
+def drawn(
+    logits: jax.Array,
+    draws: Draws,
+    positions: jax.Array,
+    *,
+    random: bool = True,
+    truncated: bool = True,
+) -> tuple[jax.Array, jax.Array]:
+    """The next token of each example, and its log-probability.
+
+    Args:
+        logits: fp32 (batch, vocab).
+        draws: How each is chosen.
+        positions: (batch,), the place of the new token in its sequence.
+        random: Whether an example may have a temperature above 0.
+        truncated: Whether one may leave unlikely tokens out.
+
+    Returns:
+        int32 (batch,), the size of the vocabulary where logits are NaN; and fp32
+        (batch,), of the model's own distribution, whatever the temperature.
+    """
+    scores = logits
+    if random:
+        cool = draws.temperature <= 0
+        heat = jnp.where(cool, 1.0, draws.temperature)[:, None]
+        scaled = logits / heat
+        if truncated:
+            scaled = jnp.where(_kept(scaled, draws), scaled, -jnp.inf)
+        noise = jax.vmap(_noise, (0, 0, None))(draws.seed, positions, logits.shape[1])
+        scores = jnp.where(cool[:, None], logits, scaled + noise)
+    tokens = _place_of_largest(scores)
+    return tokens, log_probability(logits, tokens)
+
+
+def log_probability(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Of each token under the softmax of its logits.
+
+    Args:
+        logits: (..., vocab).
+        tokens: (...) int32.
+    """
+    highest = jnp.max(logits, axis=-1, keepdims=True)
+    shifted = logits - highest
+    at = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+    own = jnp.sum(jnp.where(at == tokens[..., None], shifted, 0), axis=-1)
+    return own - jnp.log(jnp.sum(jnp.exp(shifted), axis=-1))
+
+
+def _noise(seed: jax.Array, position: jax.Array, vocab: int) -> jax.Array:
+    key = jax.random.fold_in(jax.random.key(seed), position)
+    return jax.random.gumbel(key, (vocab,), jnp.float32)
+
+
+def _place_of_largest(scores: jax.Array) -> jax.Array:
+    # Not argmax, for which GSPMD gathers the vocabulary.
+    vocab = scores.shape[-1]
+    highest = jnp.max(scores, axis=-1, keepdims=True)
+    at = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
+    return jnp.min(jnp.where(scores == highest, at, vocab), axis=-1)
+
+
+def _kept(scaled: jax.Array, draws: Draws) -> jax.Array:
+    """Which tokens may be drawn: (batch, vocab)."""
+    order = _ordered(scaled)
+    vocab = scaled.shape[1]
+    wanted = jnp.where(draws.top_k > 0, jnp.minimum(draws.top_k, vocab), vocab)
+    kept = order >= _threshold(order, jnp.ones_like(scaled), wanted.astype(jnp.float32))
+    highest = jnp.max(scaled, axis=1, keepdims=True)
+    weights = jnp.where(kept, jnp.exp(scaled - highest), 0)
+    share = draws.top_p * jnp.sum(weights, axis=1)
+    some = draws.top_p[:, None] < 1
+    kept &= (order >= _threshold(order, weights, share)) | ~some
+    least = jnp.where(draws.min_p > 0, jnp.log(draws.min_p), -jnp.inf)[:, None]
+    return kept & (scaled - highest >= least)
+
+
+def _ordered(x: jax.Array) -> jax.Array:
+    """uint32 in the order of the fp32 values."""
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    sign = jnp.uint32(1 << 31)
+    return jnp.where(bits & sign, ~bits, bits | sign)
+
+
+def _threshold(order: jax.Array, weights: jax.Array, least: jax.Array) -> jax.Array:
+    """(batch, 1): the largest t with `least` of the weights at and above it."""
+
+    def body(step: jax.Array, found: jax.Array) -> jax.Array:
+        bit = jnp.uint32(1) << (31 - step).astype(jnp.uint32)
+        tried = found | bit
+        above = jnp.sum(jnp.where(order >= tried[:, None], weights, 0), axis=1)
+        return jnp.where(above >= least, tried, found)
+
+    start = jnp.zeros(order.shape[:1], jnp.uint32)
+    return lax.fori_loop(0, 32, body, start)[:, None]

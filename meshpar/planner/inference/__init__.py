@@ -1,0 +1,1 @@
+"""What generation takes under a layout: memory, time of prefill and decode."""

@@ -1,0 +1,316 @@
+"""Generation by the roofline: weights and cache are read once for each token.
+
+    decode = max(bytes / memory bandwidth, FLOPs / peak) + communication
+    prefill = hypot of the same two (`meshpar.hardware.matmul_time`) + communication
+
+Reference: Pope et al. 2022, "Efficiently scaling transformer inference", section 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from meshpar.errors import InputError, whole_number
+from meshpar.hardware import matmul_time
+from meshpar.layout import Layout
+from meshpar.planner.machine.cluster import Cluster
+from meshpar.planner.machine.collective_cost import all_gather_s, all_reduce_s
+from meshpar.planner.workload.workload import Workload
+
+_BYTES = {"fp32": 4, "bf16": 2, "bf16_stochastic": 2}
+_LOGIT_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferenceEstimate:
+    """What generating takes on one cluster.
+
+    Args:
+        workload, cluster, layout: What, where, how.
+        slots: Requests that run at once.
+        seq: Tokens that each may have.
+        prompt: Tokens of a prompt.
+    """
+
+    workload: Workload
+    cluster: Cluster
+    layout: Layout
+    slots: int
+    seq: int
+    prompt: int
+
+    def __post_init__(self) -> None:
+        for name in ("slots", "seq", "prompt"):
+            whole_number(name, getattr(self, name))
+        if self.prompt > self.seq:
+            raise InputError(
+                f"prompt={self.prompt} tokens are more than seq={self.seq}; raise seq"
+            )
+        shards = self.layout.batch_shards
+        if self.slots % shards:
+            raise InputError(
+                f"slots={self.slots} do not divide over the {shards} devices that "
+                f"share the batch of layout {str(self.layout)!r}; give a multiple"
+            )
+
+    @property
+    def rows(self) -> int:
+        """Requests of a device."""
+        return self.slots // self.layout.batch_shards
+
+    @property
+    def parameter_bytes(self) -> float:
+        """At rest on a device."""
+        split = self.layout.fsdp if self.layout.zero == 3 else 1
+        return self._computed_parameters * _BYTES[self.layout.param_dtype] / split
+
+    @property
+    def cache_bytes(self) -> float:
+        """Of all slots, full, on a device.
+
+        Two arrays of kv heads, or one latent, for each token and layer:
+        rows x seq x layers x values x bytes; copies where `tensor` outnumbers heads.
+        """
+        return self._cache_of(self.seq) * self.rows
+
+    @property
+    def other_bytes(self) -> float:
+        """Logits and the stream of the larger program, and gathered weights."""
+        tokens = max(self.rows, min(self.prompt, 128))
+        stream = tokens * self.workload.hidden * self._compute_bytes * 8
+        logits = self.rows * self.workload.vocab / self.layout.tensor * _LOGIT_BYTES
+        layer = self._layer_parameters * self._compute_bytes
+        return stream + logits + (2 * layer if self.layout.fsdp > 1 else 0)
+
+    @property
+    def total_bytes(self) -> float:
+        """All of these."""
+        return self.parameter_bytes + self.cache_bytes + self.other_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether a device has as many."""
+        return self.total_bytes <= self.cluster.device.usable_bytes
+
+    @property
+    def decode_s(self) -> float:
+        """One token of every slot, each having as many tokens as it may."""
+        return self._step_s(1, self.seq, self.rows)
+
+    @property
+    def prefill_s(self) -> float:
+        """One prompt on each device that shares the batch."""
+        return self._step_s(self.prompt, self.prompt / 2, 1)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all slots together."""
+        return self.slots / self.decode_s
+
+    @property
+    def bound(self) -> str:
+        """What the time of a decode step goes to most."""
+        parts = self._parts(1, self.seq, self.rows)
+        return max(parts, key=lambda name: parts[name])
+
+    def with_slots(self, slots: int) -> InferenceEstimate:
+        """The same with another number of requests at once."""
+        return InferenceEstimate(
+            workload=self.workload,
+            cluster=self.cluster,
+            layout=self.layout,
+            slots=slots,
+            seq=self.seq,
+            prompt=self.prompt,
+        )
+
+    def table(self) -> list[InferenceEstimate]:
+        """Numbers of slots from one a device on, doubled, as far as they fit."""
+        found, slots = [], self.layout.batch_shards
+        while (one := self.with_slots(slots)).fits and slots <= 1 << 20:
+            found.append(one)
+            slots *= 2
+        return found
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values; bytes are of a device."""
+        return {
+            "layout": str(self.layout),
+            "slots": self.slots,
+            "seq": self.seq,
+            "prompt": self.prompt,
+            "fits": self.fits,
+            "memory": {
+                "parameter_bytes": round(self.parameter_bytes),
+                "cache_bytes": round(self.cache_bytes),
+                "other_bytes": round(self.other_bytes),
+                "total_bytes": round(self.total_bytes),
+            },
+            "decode_s": self.decode_s,
+            "prefill_s": self.prefill_s,
+            "tokens_per_s": self.tokens_per_s,
+            "bound": self.bound,
+            "roofline": self._parts(1, self.seq, self.rows),
+            "by_slots": [
+                {
+                    "slots": one.slots,
+                    "decode_s": one.decode_s,
+                    "tokens_per_s": one.tokens_per_s,
+                }
+                for one in self.table()
+            ],
+        }
+
+    @property
+    def _compute_bytes(self) -> int:
+        return _BYTES[self.layout.precision]
+
+    @property
+    def _layers(self) -> int:
+        return -(-self.workload.layers // self.layout.stage)
+
+    @property
+    def _layer_parameters(self) -> float:
+        """Of one layer on average, on a device that has it whole over `fsdp`."""
+        workload, layout = self.workload, self.layout
+        total = 0.0
+        for moe, count in (
+            (False, workload.layers - workload.moe_layers),
+            (True, workload.moe_layers),
+        ):
+            experts = workload.expert_parameters(moe=moe)
+            others = workload.block_parameters(moe=moe) - experts
+            total += count * (others + experts / layout.expert) / layout.tensor
+        return total / workload.layers
+
+    @property
+    def _computed_parameters(self) -> float:
+        ends = self.workload.embedding_parameters + self.workload.head_parameters
+        return self._layers * self._layer_parameters + ends / self.layout.tensor
+
+    def _cache_of(self, tokens: float) -> float:
+        """Bytes of one request on a device."""
+        workload, layout = self.workload, self.layout
+        if workload.kv_lora_rank:
+            values = float(workload.kv_lora_rank + workload.qk_rope_head_dim)
+        else:
+            heads = max(1.0, workload.kv_heads / layout.tensor)
+            values = heads * (workload.query_dim + workload.value_dim)
+        per_token = self._layers * values * self._compute_bytes
+        return tokens / layout.context * per_token
+
+    def _parts(self, new: int, seen: float, rows: int) -> dict[str, float]:
+        """Seconds of reading, of arithmetic and of each mesh axis."""
+        workload, layout, device = self.workload, self.layout, self.cluster.device
+        read = self._computed_parameters * self._compute_bytes
+        read *= min(layout.microbatches, rows)
+        read += self._cache_of(seen) * rows
+        tokens = rows * new
+        share = layout.tensor * layout.stage
+        flops = 2 * workload.active_parameters * tokens / share
+        flops += (
+            workload.layers * workload.attention_flops(round(seen)) * tokens / share
+        )
+        peak = device.peak_flops[layout.precision] * device.efficiency.matmul
+        return {
+            "memory": matmul_time.memory_s(device, read),
+            "compute": flops / peak,
+            **self._communication_s(tokens),
+        }
+
+    def _communication_s(self, tokens: int) -> dict[str, float]:
+        layout = self.layout
+        stream = tokens * self.workload.hidden * self._compute_bytes
+        found = {}
+        if layout.tensor > 1:
+            link = self.cluster.link(layout, "tensor")
+            one = all_reduce_s(stream, layout.tensor, link)
+            found["tensor"] = 2 * self._layers * one
+        if layout.fsdp > 1 and layout.zero == 3:
+            link = self.cluster.link(layout, "fsdp")
+            whole = self._computed_parameters * self._compute_bytes
+            found["fsdp"] = all_gather_s(whole, layout.fsdp, link)
+        if layout.context > 1:
+            link = self.cluster.link(layout, "context")
+            wide = 4 * tokens * self.workload.heads * (self.workload.value_dim + 1)
+            one = all_reduce_s(wide / layout.tensor, layout.context, link)
+            found["context"] = self._layers * one
+        if layout.stage > 1:
+            link = self.cluster.link(layout, "stage")
+            hops = layout.microbatches + layout.stage - 1
+            of_one = stream / layout.microbatches
+            found["stage"] = hops * (of_one / link.bytes_per_s + link.hop_s)
+        return found
+
+    def _step_s(self, new: int, seen: float, rows: int) -> float:
+        parts = self._parts(new, seen, rows)
+        memory, compute = parts.pop("memory"), parts.pop("compute")
+        of_stage = max(memory, compute) if new == 1 else (memory**2 + compute**2) ** 0.5
+        micro = min(self.layout.microbatches, rows)
+        ticks = (micro + self.layout.stage - 1) / micro
+        return of_stage * ticks + sum(parts.values())
+
+
+def estimate_inference(
+    workload: Workload,
+    cluster: Cluster,
+    layout: Layout | str,
+    *,
+    slots: int,
+    seq: int,
+    prompt: int = 0,
+) -> InferenceEstimate:
+    """What generating takes.
+
+    Args:
+        workload: The model's shape.
+        cluster: The devices.
+        layout: How the model lies on them.
+        slots: Requests that run at once.
+        seq: Tokens that each may have.
+        prompt: Tokens of a prompt; half of `seq` when 0.
+
+    Raises:
+        InputError: Sizes that do not fit together.
+    """
+    layout = Layout.of(layout).resolve(cluster.num_devices)
+    return InferenceEstimate(
+        workload=workload,
+        cluster=cluster,
+        layout=layout,
+        slots=slots,
+        seq=seq,
+        prompt=prompt or max(1, seq // 2),
+    )
+
+
+def in_words(found: InferenceEstimate) -> Sequence[str]:
+    """Lines for people."""
+    device = found.cluster.device
+    gigabytes = [
+        f"{name} {value / 1e9:.2f} GB"
+        for name, value in (
+            ("parameters", found.parameter_bytes),
+            ("cache", found.cache_bytes),
+            ("other", found.other_bytes),
+        )
+    ]
+    rows = [
+        f"  {one.slots:>7} slots {1e3 * one.decode_s:9.2f} ms a token "
+        f"{one.tokens_per_s:12,.0f} tokens/s"
+        for one in found.table()
+    ]
+    return [
+        f"{found.workload.name} on {found.cluster.text}, layout {found.layout}: "
+        f"{found.slots} slots of {found.seq} tokens",
+        f"memory {found.total_bytes / 1e9:.2f} of {device.memory_bytes / 1e9:.2f} GB: "
+        f"{'fits' if found.fits else 'does not fit'}",
+        f"  {', '.join(gigabytes)}",
+        f"decode {1e3 * found.decode_s:.2f} ms a token, bound by {found.bound}; "
+        f"{found.tokens_per_s:,.0f} tokens/s",
+        f"prefill {1e3 * found.prefill_s:.1f} ms for {found.prompt} tokens",
+        "against the number of slots, all of them full:",
+        *rows,
+    ]

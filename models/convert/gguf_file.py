@@ -1,0 +1,66 @@
+"""A GGUF file: tensors that may be quantized, and what it says of its model."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshpar import InputError
+
+
+class GGUFFile:
+    """Tensors of a GGUF file, made numbers by the `gguf` package as they are read.
+
+    Rows are read without the others; of a row all is.
+
+    Args:
+        path: The file.
+
+    Raises:
+        InputError: It cannot be read.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.where = str(path)
+        self.bytes_read = 0
+        self._gguf = _library()
+        try:
+            self._reader = self._gguf.GGUFReader(path)
+        except (OSError, ValueError) as error:
+            raise InputError(f"cannot read {str(path)!r}: {error}") from error
+        self._tensors = {one.name: one for one in self._reader.tensors}
+
+    @property
+    def names(self) -> Collection[str]:
+        """Of all tensors."""
+        return self._tensors.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of one tensor, as NumPy has it."""
+        return tuple(int(size) for size in reversed(self._tensors[name].shape))
+
+    def read(self, name: str, part: tuple[slice, ...]) -> np.ndarray:
+        """fp32 values of a part of one tensor, a slice for each dim."""
+        tensor = self._tensors[name]
+        rows = tensor.data[part[0]]
+        self.bytes_read += rows.nbytes
+        values = self._gguf.dequantize(rows, tensor.tensor_type)
+        return values[(slice(None), *part[1:])]
+
+    def said(self, key: str, default: Any = None) -> Any:
+        """What the file says of its model."""
+        field = self._reader.get_field(key)
+        return default if field is None else field.contents()
+
+
+def _library() -> Any:
+    try:
+        import gguf
+    except ModuleNotFoundError as error:
+        raise InputError(
+            "reading GGUF needs gguf: pip install 'meshpar[convert]'"
+        ) from error
+    return gguf

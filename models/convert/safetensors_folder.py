@@ -1,0 +1,112 @@
+"""Safetensors files: a folder of them with an index, or one alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshpar import InputError
+
+WHOLE = "model.safetensors"
+INDEX = f"{WHOLE}.index.json"
+_DTYPES = ("F32", "BF16", "F16", "F64")
+
+
+class SafetensorsFolder:
+    """Tensors of a folder as `transformers` writes it.
+
+    A part is read without the rest of its tensor.
+
+    Args:
+        path: The folder, or one file.
+
+    Raises:
+        InputError: There is no such file, its index names one that is not there, or
+            what is there is no safetensors.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.where = str(path)
+        self.bytes_read = 0
+        self._open: dict[Path, Any] = {}
+        self._files = _files(Path(path))
+        self._file_of = {
+            name: file
+            for file in self._files
+            for name in list(self._opened(file).keys())
+        }
+
+    @property
+    def names(self) -> Collection[str]:
+        """Of all tensors."""
+        return self._file_of.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of one tensor.
+
+        Raises:
+            InputError: It is of a dtype that is no number of a weight, such as fp8.
+        """
+        found = self._slice(name)
+        if found.get_dtype() not in _DTYPES:
+            raise InputError(
+                f"{name} in {self.where!r} is of dtype {found.get_dtype()}; known: "
+                f"{', '.join(_DTYPES)}: take a copy that is not quantized"
+            )
+        return tuple(found.get_shape())
+
+    def read(self, name: str, part: tuple[slice, ...]) -> np.ndarray:
+        """The values of a part of one tensor, a slice for each dim."""
+        found = self._slice(name)
+        # No dim to slice: a scalar.
+        values = np.asarray(found[part] if part else found[...])
+        self.bytes_read += values.nbytes
+        return values
+
+    def _slice(self, name: str) -> Any:
+        return self._opened(self._file_of[name]).get_slice(name)
+
+    def _opened(self, file: Path) -> Any:
+        if file not in self._open:
+            safetensors = _library()
+            try:
+                self._open[file] = safetensors.safe_open(file, framework="numpy")
+            except (OSError, safetensors.SafetensorError) as error:
+                raise InputError(f"cannot read {str(file)!r}: {error}") from error
+        return self._open[file]
+
+
+def _library() -> Any:
+    try:
+        import safetensors
+    except ModuleNotFoundError as error:
+        raise InputError(
+            "reading safetensors needs safetensors: pip install 'meshpar[convert]'"
+        ) from error
+    return safetensors
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    index = path / INDEX
+    if not index.is_file():
+        if (path / WHOLE).is_file():
+            return [path / WHOLE]
+        raise InputError(
+            f"no {WHOLE} and no {INDEX} in {str(path)!r}; name a folder that holds one"
+        )
+    try:
+        named = set(json.loads(index.read_text())["weight_map"].values())
+    except (json.JSONDecodeError, KeyError, AttributeError) as error:
+        raise InputError(f"{str(index)!r} has no weight_map: {error}") from error
+    for name in named:
+        if not (path / name).is_file():
+            raise InputError(
+                f"{str(index)!r} names {name!r}, which is not there; fetch it, too"
+            )
+    return [path / name for name in sorted(named)]

@@ -1,0 +1,48 @@
+"""Our config from the plain values that a checkpoint keeps of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from meshpar import InputError
+from meshpar.models.layers.rope import RopeScaling, YarnScaling
+from meshpar.models.presets import FAMILIES
+
+
+def config_of_sizes(sizes: Mapping[str, Any]) -> Any:
+    """The config whose fields those are.
+
+    Fields that it has got since then keep their defaults.
+
+    Raises:
+        InputError: No family has such fields.
+
+    Example:
+        >>> from dataclasses import asdict
+        >>> from meshpar.models.presets import PRESETS
+        >>> config_of_sizes(asdict(PRESETS["tiny-gpt2"])).layers
+        4
+    """
+    kinds = [family.config for family in FAMILIES if _takes(family.config, sizes)]
+    if not kinds:
+        raise InputError(
+            f"no family of models has exactly {', '.join(sorted(sizes)) or 'no sizes'}"
+        )
+    # A field that another family has not tells more than those that both have.
+    kind = min(kinds, key=lambda one: len(fields(one)))
+    values = dict(sizes)
+    scaling = values.get("rope_scaling")
+    if isinstance(scaling, Mapping):
+        scaled = YarnScaling if "beta_fast" in scaling else RopeScaling
+        values["rope_scaling"] = scaled(**scaling)
+    return kind(**values)
+
+
+def _takes(kind: type, sizes: Mapping[str, Any]) -> bool:
+    known = {field.name: field for field in fields(kind)}
+    needed = {
+        name for name, field in known.items() if field.default is field.default_factory
+    }
+    return sizes.keys() <= known.keys() and needed <= sizes.keys()

@@ -1,0 +1,97 @@
+"""Weights of others as ours, each device reading its part.
+
+weights = read_weights("SmolLM2-135M")
+step = make_train_step(weights.model, optimizer, layout)
+state = step.init(params=weights.params, model_state=weights.model_state)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshpar import InputError, Model
+from meshpar.models.convert.assembled import assembled
+from meshpar.models.convert.families import family_of
+from meshpar.models.convert.gguf_file import GGUFFile
+from meshpar.models.convert.hf_config import config_from_json
+from meshpar.models.convert.safetensors_folder import SafetensorsFolder
+from meshpar.models.convert.source import Source, with_prefix
+from meshpar.models.convert.tables.gguf import gguf_config, gguf_table
+from meshpar.models.presets import build_config
+
+CONFIG, GGUF = "config.json", ".gguf"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """A model of others, nothing of it read yet.
+
+    Args:
+        config: Ours.
+        model: Of that config.
+        params: Tree of parameters, as `TrainStep.init` takes it.
+        model_state: The same of what it has of the model's state.
+        source: Its tensors; counts the bytes that are read.
+    """
+
+    config: Any
+    model: Model
+    params: dict[str, Any]
+    model_state: dict[str, Any]
+    source: Source
+
+
+def read_config(path: str | Path) -> Any:
+    """Our config of a model of theirs.
+
+    Args:
+        path: A folder with a `config.json`, or a `.gguf` file.
+
+    Raises:
+        InputError: There is none, or it is of a model that we have not.
+    """
+    path = Path(path)
+    if path.suffix == GGUF:
+        return gguf_config(GGUFFile(path))
+    if not (path / CONFIG).is_file():
+        raise InputError(
+            f"no {CONFIG} in {str(path)!r}; name a folder as transformers writes it, "
+            "or a .gguf file"
+        )
+    return config_from_json(path / CONFIG)
+
+
+def read_weights(path: str | Path, config: Any = None) -> Weights:
+    """The weights of a folder, to be read where they are needed.
+
+    Args:
+        path: A folder with a `config.json` and safetensors, or a `.gguf` file, whose
+            quantized values are made numbers as they are read.
+        config: Ours, where it is another than `read_config(path)`, such as one with
+            dropout.
+
+    Raises:
+        InputError: Something is missing, or of another model than the config says.
+    """
+    config = read_config(path) if config is None else config
+    model, family = build_config(config), family_of(config)
+    table, source = family.table(config), _source(path)
+    if isinstance(source, GGUFFile):
+        table = gguf_table(config, table)
+    source = with_prefix(source, family.prefix)
+    params, model_state = assembled(
+        model, table, source, skipped=family.skipped(config)
+    )
+    return Weights(
+        config=config,
+        model=model,
+        params=params,
+        model_state=model_state,
+        source=source,
+    )
+
+
+def _source(path: str | Path) -> Source:
+    return GGUFFile(path) if Path(path).suffix == GGUF else SafetensorsFolder(path)

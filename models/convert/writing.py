@@ -1,0 +1,200 @@
+"""Our weights as a folder that `transformers` loads."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from meshpar import InputError
+from meshpar.models.convert.assembled import fitted
+from meshpar.models.convert.families import json_of, table_of
+from meshpar.models.convert.row import Fitted
+from meshpar.models.convert.safetensors_folder import INDEX, WHOLE
+from meshpar.models.presets import build_config
+
+DTYPES = {"fp32": np.float32, "bf16": ml_dtypes.bfloat16, "fp16": np.float16}
+_THEIR_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+SHARD_BYTES = 5 * 10**9
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json"),
+    *("chat_template.jinja", "generation_config.json", "preprocessor_config.json"),
+)
+_NOT_OURS = (
+    *("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"),
+    *("id2label", "label2id"),
+)
+
+
+@dataclass(frozen=True)
+class _Array:
+    """One of our arrays in one layer, and the tensors that hold it."""
+
+    path: str
+    rows: tuple[Fitted, ...]
+    layer: int | None
+
+
+def write_weights(
+    folder: str | Path,
+    config: Any,
+    params: Mapping[str, Any],
+    model_state: Mapping[str, Any] | None = None,
+    *,
+    dtype: str = "fp32",
+    like: str | Path | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> list[Path]:
+    """Writes safetensors, their index where there are several, and a `config.json`.
+
+    One array of ours and one file of theirs are in memory at a time.
+
+    Args:
+        folder: Where; made when absent.
+        config: Ours.
+        params: Nested dict of all parameters, layers first to last.
+        model_state: The same of the model's state.
+        dtype: Of what is written: `fp32`, `bf16` or `fp16`, rounded to nearest.
+        like: A folder whose tokenizer files are copied, and of whose `config.json`
+            the longest sequence and special tokens are kept.
+        shard_bytes: Most bytes of tensors in a file.
+
+    Returns:
+        The files of tensors.
+
+    Raises:
+        InputError: No model of theirs is like ours, there is no such dtype, a tensor
+            has no place in it, or the folder holds a model already.
+    """
+    if dtype not in DTYPES:
+        raise InputError(f"dtype={dtype!r}: must be one of {', '.join(DTYPES)}")
+    folder = Path(folder)
+    described = {**json_of(config), **_kept(like, json_of(config)["model_type"])}
+    described |= {name: _THEIR_NAMES[dtype] for name in ("dtype", "torch_dtype")}
+    if (folder / "config.json").exists():
+        raise InputError(f"{str(folder)!r} holds a model already; name another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    trees = {**_by_path(params), **_by_path(model_state or {})}
+    shards = _shards(config, trees, np.dtype(DTYPES[dtype]).itemsize, shard_bytes)
+    files = _files(folder, len(shards))
+    place: dict[str, str] = {}
+    total = 0
+    for file, arrays in zip(files, shards, strict=True):
+        tensors = dict(_tensors(arrays, trees, DTYPES[dtype]))
+        _save(tensors, file)
+        place |= dict.fromkeys(tensors, file.name)
+        total += sum(tensor.nbytes for tensor in tensors.values())
+    if len(files) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": place}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    if like is not None:
+        copy_tokenizer(like, folder)
+    # Last, so that a folder with a config is whole.
+    (folder / "config.json").write_text(json.dumps(described, indent=2) + "\n")
+    return files
+
+
+def _kept(like: str | Path | None, kind: str) -> dict[str, Any]:
+    """What a config says that is no part of ours."""
+    file = None if like is None else Path(like) / "config.json"
+    if file is None or not file.is_file():
+        return {}
+    said = json.loads(file.read_text())
+    if said.get("model_type") != kind:
+        return {}
+    return {name: said[name] for name in _NOT_OURS if said.get(name) is not None}
+
+
+def copy_tokenizer(like: str | Path, folder: str | Path) -> list[str]:
+    """Copies the files of a tokenizer that are there, and returns their names."""
+    found = [name for name in TOKENIZER_FILES if (Path(like) / name).is_file()]
+    for name in found:
+        shutil.copyfile(Path(like) / name, Path(folder) / name)
+    return found
+
+
+def _shards(
+    config: Any, trees: Mapping[str, Any], item_bytes: int, shard_bytes: int
+) -> list[list[_Array]]:
+    """The arrays of each file."""
+    model = build_config(config)
+    shards: list[list[_Array]] = [[]]
+    used = 0
+    for path, rows in fitted(table_of(config), model).items():
+        if path not in trees:
+            if all(row.row.optional for row in rows):
+                continue
+            raise InputError(f"no {path!r} is given, which {config!r} has")
+        num_layers = _num_layers(model, path, rows[0].row.of_state)
+        for layer in range(num_layers or 1):
+            bytes_here = item_bytes * sum(
+                len(list(row.names(layer))) * math.prod(row.their_shape) for row in rows
+            )
+            if shards[-1] and used + bytes_here > shard_bytes:
+                shards.append([])
+                used = 0
+            at = layer if num_layers else None
+            shards[-1].append(_Array(path, tuple(rows), at))
+            used += bytes_here
+    return shards
+
+
+def _num_layers(model: Any, path: str, of_state: bool) -> int | None:
+    tree = model.state if of_state else model.parameters
+    for key in path.split("."):
+        tree = tree[key]
+    return tree.num_layers
+
+
+def _tensors(
+    arrays: Sequence[_Array], trees: Mapping[str, Any], dtype: Any
+) -> Iterator[tuple[str, np.ndarray]]:
+    for array in arrays:
+        ours = _layer(trees[array.path], array.layer)
+        for row in array.rows:
+            for name, theirs in row.write(ours, array.layer or 0):
+                yield name, theirs.astype(dtype)
+
+
+def _layer(value: Any, layer: int | None) -> np.ndarray:
+    if layer is None:
+        return np.asarray(value[...])
+    return np.asarray(value[slice(layer, layer + 1)])[0]
+
+
+def _files(folder: Path, count: int) -> list[Path]:
+    if count == 1:
+        return [folder / WHOLE]
+    return [
+        folder / f"model-{number:05}-of-{count:05}.safetensors"
+        for number in range(1, count + 1)
+    ]
+
+
+def _save(tensors: Mapping[str, np.ndarray], file: Path) -> None:
+    try:
+        from safetensors.numpy import save_file
+    except ModuleNotFoundError as error:
+        raise InputError(
+            "writing safetensors needs safetensors: pip install 'meshpar[convert]'"
+        ) from error
+    save_file(dict(tensors), file, metadata={"format": "pt"})
+
+
+def _by_path(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        path = f"{above}{key}"
+        if isinstance(value, Mapping):
+            found |= _by_path(value, f"{path}.")
+        else:
+            found[path] = value
+    return found

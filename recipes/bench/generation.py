@@ -1,0 +1,157 @@
+"""Time of a generated token: ours, a hand-written JAX loop, and transformers.
+
+    python -m recipes.bench.generation
+    python -m recipes.bench.generation --batch 16
+
+One model of SmolLM2-135M's sizes with random weights in fp32 on one CPU device. The
+hand-written loop is a Llama of plain JAX with a contiguous cache; where torch and
+transformers are installed, `LlamaForCausalLM` with its own cache runs too. All must
+choose the same tokens; then they run in turns, each for so many tokens. A last line
+says how much of ours is not the program's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+import meshpar
+from meshpar.generation.engine import Engine
+from meshpar.generation.generate import placed
+from meshpar.generation.programs import Programs
+from meshpar.generation.requests import Request
+from meshpar.models.llama import LlamaConfig
+from meshpar.models.presets import PRESETS, build
+from meshpar.recipes.bench.conditions import conditions, turn_ynn_off
+from meshpar.recipes.bench.generation_contestants import (
+    by_hand,
+    transformers_loop,
+)
+
+Loop = Callable[[int], tuple[np.ndarray, float]]
+"""Number of tokens -> (batch, tokens), and the seconds of a token after the first."""
+
+
+def main() -> None:
+    """Measures every way and prints one table."""
+    args = _arguments()
+    turn_ynn_off()
+    meshpar.emulate(1)
+    config = PRESETS[args.preset]
+    if not isinstance(config, LlamaConfig):
+        raise SystemExit(f"--preset {args.preset}: give one of the Llama family")
+    model = build(args.preset)
+    params = jax.jit(model.init)(0)
+    prompts = np.random.default_rng(0).integers(
+        config.vocab, size=(args.batch, args.prompt)
+    )
+    loops: dict[str, Loop] = {
+        "meshpar": _ours(model, params, prompts, args),
+        "hand-written": by_hand(config, params, prompts, args.tokens),
+    }
+    if importlib.util.find_spec("transformers"):
+        loops["transformers"] = transformers_loop(config, params, prompts)
+    seconds: dict[str, list[float]] = {name: [] for name in loops}
+    tokens: dict[str, np.ndarray] = {}
+    for run in range(args.runs + 1):
+        for name, loop in loops.items():
+            tokens[name], each = loop(args.tokens)
+            if run:  # The first one compiles.
+                seconds[name].append(each)
+    for name, found in tokens.items():
+        if (found != tokens["meshpar"]).any():
+            raise SystemExit(f"{name} chooses other tokens than meshpar")
+    sizes = {"batch": args.batch, "prompt": args.prompt, "tokens": args.tokens}
+    print(conditions("recipes.bench.generation", 1, sizes, f"{args.runs} runs"))
+    table = Table("way", "ms a token, median", "least", "beside hand-written")
+    base = statistics.median(seconds["hand-written"])
+    for name, values in seconds.items():
+        middle = statistics.median(values)
+        table.add_row(
+            name,
+            f"{1e3 * middle:.2f}",
+            f"{1e3 * min(values):.2f}",
+            f"{middle / base:.3f}",
+        )
+    Console().print(table)
+    print(f"a step beside its program alone: {_host_ms(model, params, args):.2f} ms")
+
+
+def _ours(model: Any, params: Any, prompts: np.ndarray, args: Any) -> Loop:
+    engine = _engine(model, params, args, len(prompts))
+
+    def loop(num: int) -> tuple[np.ndarray, float]:
+        for prompt in prompts.tolist():
+            engine.submit(Request(tokens=prompt, max_tokens=num))
+        found: dict[int, list[int]] = {}
+        starts = []
+        while len(starts) < len(prompts) + num:
+            starts.append(time.perf_counter())
+            fresh = engine.step()
+            if not fresh:
+                break
+            for token in fresh:
+                found.setdefault(token.request, []).append(token.token)
+        # The last steps give one token of each request.
+        each = (starts[-1] - starts[len(prompts)]) / (len(starts) - 1 - len(prompts))
+        rows = [found[number] for number in sorted(found)]
+        return np.array(rows), each
+
+    return loop
+
+
+def _engine(model: Any, params: Any, args: Any, slots: int) -> Engine:
+    programs = Programs.of(
+        model,
+        slots=slots,
+        max_seq=args.prompt + args.tokens,
+        page_size=64,
+        devices=jax.devices()[:1],
+    )
+    return Engine(programs, *placed(programs, model, params))
+
+
+def _host_ms(model: Any, params: Any, args: Any) -> float:
+    """A step less its program alone, medians of as many."""
+    engine = _engine(model, params, args, args.batch)
+    for _ in range(args.batch):
+        engine.submit(Request(tokens=[1], max_tokens=args.tokens))
+    engine.step()
+    alone, whole = [], []
+    programs = engine.programs
+    compiled = programs.advance(random=False, truncated=False)
+
+    def timed(*given: Any) -> Any:
+        start = time.perf_counter()
+        found = jax.block_until_ready(compiled(*given))
+        alone.append(time.perf_counter() - start)
+        return found
+
+    programs._advances[False, False, False] = timed
+    while True:
+        start = time.perf_counter()
+        if not engine.step():
+            break
+        whole.append(time.perf_counter() - start)
+    return 1e3 * (statistics.median(whole) - statistics.median(alone))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--preset", default="smollm2-135m", help="(%(default)s)")
+    for name, default in (("batch", 1), ("prompt", 16), ("tokens", 32), ("runs", 3)):
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"({default})")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

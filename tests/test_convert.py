@@ -1,0 +1,253 @@
+"""Weights of others: logits as theirs, round trips, and what is read."""
+
+import json
+import math
+import re
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from meshpar import InputError, make_train_step
+from meshpar.cli.main import main
+from meshpar.models.convert.families import json_of
+from meshpar.models.convert.hf_config import config_from_json
+from meshpar.models.convert.safetensors_folder import SafetensorsFolder
+from meshpar.models.convert.weights import read_config, read_weights
+from meshpar.models.convert.writing import write_weights
+from meshpar.train.checkpoint import Checkpoints
+from meshpar.train.given_values import values_at
+from tests.transformers_cases import CONFIGS, inputs_of, stored, write_model
+
+pytest.importorskip("safetensors")
+
+FAMILIES = tuple(CONFIGS)
+LAYOUTS = (
+    "data=8",
+    "tensor=2,fsdp=4",
+    "data=2,stage=2,tensor=2,microbatches=2",
+    "fsdp=4,stage=2,microbatches=2",
+)
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory):
+    """Family -> a folder of its tiny model."""
+    above = tmp_path_factory.mktemp("theirs")
+    return {family: write_model(above / family, family) for family in FAMILIES}
+
+
+def step_of(model, layout, count=8):
+    return make_train_step(model, optax.sgd(0.1), layout, devices=jax.devices()[:count])
+
+
+def leaves(tree):
+    return jax.tree.leaves(tree, is_leaf=lambda node: not isinstance(node, dict))
+
+
+def altered(folder, to, **values):
+    """A copy of a folder, its config other in those values."""
+    to.mkdir()
+    for file in folder.iterdir():
+        (to / file.name).write_bytes(file.read_bytes())
+    said = json.loads((to / "config.json").read_text())
+    (to / "config.json").write_text(json.dumps({**said, **values}))
+    return to
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_transformers(family, folders):
+    weights = read_weights(folders[family])
+    step = step_of(weights.model, "fsdp=2,tensor=2", 4)
+    state = step.init(params=weights.params, model_state=weights.model_state)
+    logits = np.asarray(step.logits(state, inputs_of(family)))
+    kept = logits if family == "vit" else logits[:, -3:]
+    wanted = np.array(stored(family)["logits"]).reshape(kept.shape)
+    np.testing.assert_allclose(kept, wanted, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_round_trip_gives_the_same_bytes(family, folders, tmp_path):
+    weights = read_weights(folders[family])
+    write_weights(tmp_path, weights.config, weights.params, weights.model_state)
+    before, after = SafetensorsFolder(folders[family]), SafetensorsFolder(tmp_path)
+    assert set(before.names) == set(after.names)
+    for name in before.names:
+        whole = tuple(slice(None) for _ in before.shape(name))
+        assert before.read(name, whole).tobytes() == after.read(name, whole).tobytes()
+    assert read_config(tmp_path) == weights.config
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_device_reads_its_share_and_no_more(family, layout, folders):
+    weights = read_weights(folders[family])
+    step = step_of(weights.model, layout)
+    whole = {path: leaf[...] for path, leaf in by_path(weights.params).items()}
+    shardings = by_path(step.shardings.params)
+    for device in (jax.devices()[0], jax.devices()[5]):
+        read_before, share = weights.source.bytes_read, 0
+        for path, parameter in step.model.flat_parameters().items():
+            places = shardings[path].devices_indices_map(parameter.stacked_shape)
+            spans = zip(places[device], parameter.stacked_shape, strict=True)
+            spans = tuple(part.indices(size)[:2] for part, size in spans)
+            leaf = by_path(weights.params)[path]
+            values = values_at(leaf, spans, parameter)
+            np.testing.assert_array_equal(
+                values, values_at(whole[path], spans, parameter)
+            )
+            layers = parameter.places[slice(*spans[0])]
+            filled = len([one for one in layers if one >= 0]) if layers else 1
+            share += 4 * math.prod(values.shape) * filled // (len(layers) or 1)
+        read = weights.source.bytes_read - read_before
+        assert share <= read <= 1.2 * share
+
+
+def by_path(tree, above=""):
+    found = {}
+    for key, value in tree.items():
+        path = f"{above}{key}"
+        found |= (
+            by_path(value, f"{path}.") if isinstance(value, dict) else {path: value}
+        )
+    return found
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "gemma3"])
+def test_every_stage_split_gets_the_same_values(family, folders):
+    weights = read_weights(folders[family])
+    step = step_of(weights.model, "data=2,stage=2,tensor=2,microbatches=2")
+    state = step.init(params=weights.params, model_state=weights.model_state)
+    found = by_path(step.in_layer_order(jax.tree.map(np.asarray, state.params)))
+    for path, leaf in by_path(weights.params).items():
+        np.testing.assert_array_equal(found[path], leaf[...])
+
+
+def test_several_files_have_an_index_that_is_read(folders, tmp_path):
+    weights = read_weights(folders["llama"])
+    files = write_weights(tmp_path, weights.config, weights.params, shard_bytes=4000)
+    assert len(files) > 2
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == set(weights.source.names)
+    again = read_weights(tmp_path)
+    for one, other in zip(leaves(again.params), leaves(weights.params), strict=True):
+        np.testing.assert_array_equal(one[...], other[...])
+    files[1].unlink()
+    with pytest.raises(InputError, match="names 'model-00002.* which is not there"):
+        read_weights(tmp_path)
+
+
+@pytest.mark.parametrize("dtype, digits", [("bf16", 8), ("fp16", 11)])
+def test_what_is_stored_in_fewer_bits_is_read_as_fp32(dtype, digits, folders, tmp_path):
+    weights = read_weights(folders["qwen2"])
+    write_weights(tmp_path, weights.config, weights.params, dtype=dtype)
+    again = read_weights(tmp_path)
+    for one, other in zip(leaves(again.params), leaves(weights.params), strict=True):
+        values, exact = one[...], other[...]
+        assert values.dtype == np.float32
+        assert (np.abs(values - exact) <= np.abs(exact) * 2.0**-digits).all()
+        assert (values != exact).any()
+
+
+def test_names_may_leave_their_prefix_out(folders, tmp_path):
+    from safetensors.numpy import load_file, save_file
+
+    tensors = load_file(folders["gpt2"] / "model.safetensors")
+    short = {name.removeprefix("transformer."): one for name, one in tensors.items()}
+    short["h.0.attn.bias"] = np.zeros((1, 1, 16, 16), np.float32)  # a mask
+    copy = altered(folders["gpt2"], tmp_path / "short")
+    save_file(short, copy / "model.safetensors")
+    params = by_path(read_weights(copy).params)
+    wanted = tensors["transformer.wpe.weight"]
+    np.testing.assert_array_equal(params["position_embed"][...], wanted)
+
+
+def test_a_missing_an_unknown_and_a_misshapen_tensor_are_named(folders, tmp_path):
+    with pytest.raises(InputError, match=r"has shape \(32, 16\), but the model needs"):
+        read_weights(altered(folders["llama"], tmp_path / "a", vocab_size=33))
+    with pytest.raises(InputError, match="has no 'lm_head.weight', which unembed is"):
+        untied = {"tie_word_embeddings": False}
+        read_weights(altered(folders["smollm2"], tmp_path / "b", **untied))
+    with pytest.raises(InputError, match="has 'model.layers.1.* no place for"):
+        read_weights(altered(folders["llama"], tmp_path / "c", num_hidden_layers=1))
+    with pytest.raises(InputError, match="no model.safetensors and no"):
+        SafetensorsFolder(tmp_path)
+    with pytest.raises(InputError, match="no config.json in"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "family, values, message",
+    [
+        ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
+        ("gemma3", {"layer_types": ["full_attention", "x"]}, "layer_types="),
+        (
+            "gemma3",
+            {"attention_bias": True},
+            "attention_bias=True is not what models/g",
+        ),
+        ("mixtral", {"sliding_window": 4096}, "sliding_window=4096 is not what"),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers=1 is not what"),
+        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=False is not"),
+        ("deepseek_v3", {"quantization_config": {}}, "quantization_config={} is not"),
+        ("t5", {"feed_forward_proj": "gated-silu"}, "feed_forward_proj='gated-silu'"),
+        ("vit", {"qkv_bias": False}, "qkv_bias=False is not what models/vit.py"),
+        ("vit", {"hidden_act": "relu"}, "hidden_act='relu' is not what"),
+    ],
+)
+def test_what_ours_would_not_compute_is_named(
+    family, values, message, folders, tmp_path
+):
+    with pytest.raises(InputError, match=re.escape(message)):
+        read_config(altered(folders[family], tmp_path / "other", **values))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_config_comes_back_from_its_json(family, folders, tmp_path):
+    config = read_config(folders[family])
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json_of(config)))
+    assert config_from_json(path) == config
+
+
+def test_a_checkpoint_is_exported(folders, tmp_path, capsys):
+    weights = read_weights(folders["llama"])
+    (folders["llama"] / "tokenizer.json").write_text("{}")
+    step = step_of(weights.model, "stage=2,tensor=2,microbatches=2", 4)
+    state = step.init(params=weights.params)
+    from dataclasses import asdict
+
+    said = {"model_sizes": asdict(weights.config), "layout": str(step.layout)}
+    said["from_weights"] = str(folders["llama"])
+    orders = step.layer_orders
+    with Checkpoints(tmp_path / "run" / "checkpoints", layer_orders=orders) as saved:
+        saved.save(state, said)
+    words = ["export", str(tmp_path / "run"), "--to", str(tmp_path / "theirs")]
+    assert main([*words, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["files"] == ["config.json", "model.safetensors", "tokenizer.json"]
+    before = (folders["llama"] / "model.safetensors").read_bytes()
+    found = read_weights(tmp_path / "theirs")
+    assert len(before) > told["bytes"] // 2
+    for one, other in zip(leaves(found.params), leaves(weights.params), strict=True):
+        np.testing.assert_array_equal(one[...], other[...])
+    assert main(words) == 2
+    assert "holds a model already" in capsys.readouterr().err
+
+
+def test_what_no_model_of_theirs_has_is_not_exported(tmp_path):
+    from dataclasses import replace
+
+    from meshpar.models.presets import PRESETS, configure
+
+    windowed = replace(PRESETS["test"], window=4)
+    with pytest.raises(InputError, match="window=4: none of llama, qwen2 and qwen3"):
+        write_weights(tmp_path, windowed, {})
+    with pytest.raises(InputError, match="bias_rate=0.001: neither mixtral nor qwen3"):
+        write_weights(tmp_path, PRESETS["tiny-moe"], {})
+    tiny_t5 = configure("tiny-t5", scaled_scores=False, activation="relu")
+    with pytest.raises(InputError, match="mlp_bias=True: t5 has False"):
+        write_weights(tmp_path, tiny_t5, {})
+    with pytest.raises(InputError, match="no 'token_embed' is given"):
+        write_weights(tmp_path, PRESETS["test"], {})

@@ -1,0 +1,363 @@
+"""A model generates what the trainer computes, whatever the layout and the company."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import meshpar
+from meshpar import InputError, Layout, make_train_step
+from meshpar.generation.engine import Engine
+from meshpar.generation.generate import placed
+from meshpar.generation.programs import Programs, generation_layout
+from meshpar.generation.requests import Request
+from meshpar.generation.sampling import Draws, Sampling, drawn
+from meshpar.models.presets import build
+from meshpar.testing import check_generation
+from tests.marks import slow
+
+ONE = Layout()
+PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10] * 3, [11], [3, 1, 2]]
+NEW = 5
+
+
+@functools.cache
+def trained(name, **sizes):
+    """A model, and a step and a state of it on one device."""
+    model = build(name, **sizes)
+    step = make_train_step(model, optax.sgd(0.1), ONE, devices=jax.devices()[:1])
+    return model, step, step.init(0)
+
+
+def recomputed(step, state, prompts, num_tokens):
+    """Likeliest tokens and their log-probabilities, the whole text for each token."""
+    longest = max(map(len, prompts)) + num_tokens
+    window = np.zeros((len(prompts), longest), np.int32)
+    for row, prompt in zip(window, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    logprobs = np.zeros((len(prompts), num_tokens))
+    for new in range(num_tokens):
+        known = np.asarray(jax.nn.log_softmax(step.logits(state, window)))
+        for at, prompt in enumerate(prompts):
+            here = known[at, len(prompt) + new - 1]
+            window[at, len(prompt) + new] = here.argmax()
+            logprobs[at, new] = here.max()
+    ends = [slice(len(prompt), len(prompt) + num_tokens) for prompt in prompts]
+    return [row[end].tolist() for row, end in zip(window, ends, strict=True)], logprobs
+
+
+def generated(model, state, layout, *, prompts=PROMPTS, num_tokens=NEW, **options):
+    layout = Layout.of(layout)
+    return meshpar.generate(
+        model,
+        state,
+        prompts,
+        layout=layout,
+        max_tokens=num_tokens,
+        chunk=16,
+        page_size=4,
+        devices=jax.devices()[: layout.num_devices],
+        **options,
+    )
+
+
+def check(found, tokens, logprobs):
+    assert [one.tokens for one in found] == tokens
+    np.testing.assert_allclose([one.logprobs for one in found], logprobs, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def known():
+    _, step, state = trained("test")
+    return recomputed(step, state, PROMPTS, NEW)
+
+
+FAST = ["data=1", "data=2,tensor=2", "stage=2,microbatches=2,context=2"]
+SLOW = [
+    "fsdp=2",
+    "tensor=4",
+    "context=4",
+    "stage=2,tensor=2,data=2,microbatches=2",
+    "fsdp=2,context=2,tensor=2",
+]
+
+
+@pytest.mark.parametrize("layout", [*FAST, *(slow(one) for one in SLOW)])
+def test_tokens_and_probabilities_are_those_of_the_whole_text(layout, known):
+    model, _, state = trained("test")
+    check(generated(model, state, layout), *known)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "layout"),
+    [
+        ("test", (("window", 5),), "tensor=2"),
+        slow("tiny-gpt2", (), "data=2"),
+        slow("tiny-moe", (), "expert=2,tensor=2"),
+    ],
+)
+def test_kinds_of_blocks_generate(name, sizes, layout):
+    model, step, state = trained(name, **dict(sizes))
+    known = recomputed(step, state, PROMPTS, NEW)
+    check(generated(model, state, layout), *known)
+
+
+def test_windows_keep_no_more_than_a_window():
+    model, _, _ = trained("test", window=5)
+    whole, _, _ = trained("test")
+    options = {"slots": 2, "max_seq": 256, "page_size": 4, "chunk": 8}
+    kept, of_whole = (
+        Programs.of(one, ONE, devices=jax.devices()[:1], **options).plan
+        for one in (model, whole)
+    )
+    # 5 tokens of the window and 8 of a chunk begin in any place of a page.
+    assert kept.bytes_per_device() * 64 == of_whole.bytes_per_device() * 5
+
+
+def engine_of(layout=ONE, **options):
+    model, _, state = trained("test")
+    options = {"slots": 2, "max_seq": 32, "page_size": 4, "chunk": 16, **options}
+    layout = Layout.of(layout)
+    devices = jax.devices()[: layout.num_devices]
+    programs = Programs.of(model, layout, devices=devices, **options)
+    return Engine(programs, *placed(programs, model, state))
+
+
+def run(engine, requests):
+    numbers = [engine.submit(request) for request in requests]
+    found = {number: [] for number in numbers}
+    for token in engine.run():
+        if token.token >= 0:
+            found[token.request].append((token.token, token.logprob))
+    return [found[number] for number in numbers]
+
+
+REQUESTS = [
+    Request(
+        tokens=prompt,
+        max_tokens=length,
+        sampling=Sampling(temperature=heat, top_k=top_k, top_p=top_p, seed=seed),
+    )
+    for seed, (prompt, length, heat, top_k, top_p) in enumerate(
+        [
+            (PROMPTS[0], 9, 1.0, 0, 1.0),
+            (PROMPTS[1], 3, 0.7, 5, 1.0),
+            (PROMPTS[2], 12, 0.0, 0, 1.0),
+            (PROMPTS[3], 6, 1.3, 0, 0.8),
+            (PROMPTS[0], 4, 1.0, 0, 1.0),
+        ]
+    )
+]
+
+
+@pytest.fixture(scope="module")
+def alone():
+    engine = engine_of()
+    return [run(engine, [request])[0] for request in REQUESTS]
+
+
+def test_a_request_has_the_tokens_that_it_has_alone(alone):
+    together = run(engine_of(), REQUESTS)
+    for one, other in zip(together, alone, strict=True):
+        assert [token for token, _ in one] == [token for token, _ in other]
+        np.testing.assert_allclose(
+            *([p for _, p in x] for x in (one, other)), atol=1e-5
+        )
+    first, fifth = (tuple(zip(*alone[at], strict=True))[0] for at in (0, 4))
+    assert first[:4] != fifth, "another seed draws other tokens"
+
+
+@pytest.mark.parametrize(("num_pages", "waits"), [(5, False), (4, True)])
+def test_a_request_that_finds_no_page_waits_and_goes_on(alone, num_pages, waits):
+    """Two requests that run at once come to need 3 pages and 2."""
+    engine = engine_of(num_pages=num_pages)
+    begun = []
+    put_back = engine._put_back
+    engine._put_back = lambda one: (begun.append(one.number), put_back(one))
+    together = run(engine, [REQUESTS[0], REQUESTS[2]])
+    assert bool(begun) == waits
+    for one, other in zip(together, (alone[0], alone[2]), strict=True):
+        assert [token for token, _ in one] == [token for token, _ in other]
+
+
+def test_other_parameters_leave_nothing_of_the_old_ones():
+    model, step, state = trained("test")
+    other = step.init(1)
+    engine = engine_of()
+    number = engine.submit(Request(tokens=PROMPTS[0], max_tokens=6))
+    found = [token.token for _ in range(3) for token in engine.step()]
+    engine.update(*placed(engine.programs, model, other))
+    found += [token.token for token in engine.run() if token.request == number]
+    tokens, _ = recomputed(step, other, [PROMPTS[0] + found[:3]], 3)
+    assert found[3:] == tokens[0]
+
+
+def test_a_request_ends_at_a_token_and_at_a_text():
+    class Letters:
+        def encode(self, text):
+            return [ord(letter) - 64 for letter in text]
+
+        def decode(self, tokens):
+            return "".join(chr(64 + token) for token in tokens)
+
+    model, _, state = trained("test")
+    whole = generated(model, state, ONE, prompts=["ABC"], tokenizer=Letters())[0]
+    assert whole.finish == "length"
+    assert whole.text == Letters().decode(whole.tokens)
+    stop = whole.text[2:4]
+    found = generated(
+        model, state, ONE, prompts=["ABC"], tokenizer=Letters(), stop=[stop]
+    )[0]
+    assert found.finish == "stop"
+    assert found.text == whole.text[: whole.text.index(stop)]
+    at = whole.tokens.index(whole.tokens[3])
+    found = generated(
+        model, state, ONE, prompts=[[1, 2, 3]], stop_tokens=[whole.tokens[3]]
+    )[0]
+    assert (found.finish, found.tokens) == ("stop", whole.tokens[:at])
+
+
+LOGITS = np.random.default_rng(0).normal(size=(40,)).astype(np.float32) * 2
+
+
+def kept_by_numpy(sampling):
+    """Which tokens may be drawn, by sorting."""
+    scaled = LOGITS / sampling.temperature
+    order = np.argsort(-scaled)
+    kept = np.ones(len(LOGITS), bool)
+    if sampling.top_k:
+        kept[order[sampling.top_k :]] = False
+    chances = np.exp(scaled - scaled.max()) * kept
+    chances /= chances.sum()
+    before = np.cumsum(chances[order]) - chances[order]
+    kept[order[before >= sampling.top_p]] = False
+    return kept & (chances >= sampling.min_p * chances.max())
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=0.7, top_k=5),
+        Sampling(temperature=1.5, top_p=0.6),
+        Sampling(temperature=1.0, min_p=0.2),
+        Sampling(temperature=1.2, top_k=12, top_p=0.9, min_p=0.05),
+        Sampling(temperature=1.0),
+    ],
+    ids=str,
+)
+def test_draws_are_of_the_distribution_that_is_asked_for(sampling):
+    num = 4000
+    rows = [dataclasses.replace(sampling, seed=seed) for seed in range(num)]
+    logits = jnp.broadcast_to(LOGITS, (num, len(LOGITS)))
+    tokens, logprobs = jax.jit(drawn)(logits, Draws.of(rows), jnp.zeros(num, int))
+    kept = kept_by_numpy(sampling)
+    chances = np.exp(LOGITS / sampling.temperature) * kept
+    chances /= chances.sum()
+    found = np.bincount(np.asarray(tokens), minlength=len(LOGITS)) / num
+    assert not found[~kept].any()
+    np.testing.assert_allclose(found, chances, atol=4 / np.sqrt(num) / 2)
+    np.testing.assert_allclose(
+        logprobs, np.asarray(jax.nn.log_softmax(LOGITS))[tokens], atol=1e-5
+    )
+
+
+@pytest.fixture(scope="module")
+def decode():
+    layout = Layout(tensor=2, data=2)
+    programs = Programs.of(
+        build("tiny"), layout, slots=4, max_seq=64, devices=jax.devices()[:4]
+    )
+    return programs, meshpar.audit(programs, "decode")
+
+
+def test_a_decode_step_sends_two_activations_a_layer_and_scalars(decode):
+    programs, report = decode
+    layers, rows, embed = 4, 2, 128
+    large = [
+        (row.collective.kind, row.collective.executions)
+        for row in report.rows
+        if row.collective.payload_bytes >= 4 * rows * embed
+    ]
+    # Attention's and the MLP's of each layer, and the embedding's rows.
+    assert large == [("all-reduce", 1)] * (2 * layers + 1)
+    assert not [row for row in report.rows if row.surprise]
+    assert not report.hazards
+
+
+def test_the_cache_has_the_bytes_of_its_formula_and_is_written_in_place(decode):
+    programs, report = decode
+    layers, tokens, kv_heads, size, arrays = 4, 2 * 64, 2, 16, 2
+    of_formula = layers * tokens * kv_heads * size * arrays * 4
+    assert programs.plan.bytes_per_device() == of_formula
+    assert report.memory.alias_bytes == of_formula
+    more = Programs.of(
+        build("tiny"),
+        Layout(tensor=2, data=2),
+        slots=4,
+        max_seq=64,
+        num_pages=400,
+        devices=jax.devices()[:4],
+    )
+    larger = meshpar.audit(more, "decode").memory
+    assert larger.alias_bytes == of_formula * 400 // 8
+    assert larger.temp_bytes <= report.memory.temp_bytes + 1024
+
+
+def test_fewer_key_heads_than_devices_are_copied_and_it_says_so(known):
+    model, _, state = trained("test")
+    check(generated(model, state, "tensor=4"), *known)
+    programs = Programs.of(
+        model, "tensor=4", slots=1, max_seq=32, devices=jax.devices()[:4]
+    )
+    assert programs.notes[0].startswith("2 key/value heads do not divide over tensor=4")
+
+
+def test_what_is_for_training_alone_is_left_out_of_a_layout():
+    text = "data=2,stage=2,microbatches=4,schedule=gpipe,remat=full"
+    assert str(generation_layout(text)) == (
+        "data=2,stage=2,microbatches=4,fsdp_gather=microbatch"
+    )
+
+
+def programs_of(name):
+    return Programs.of(build(name), ONE, slots=1, max_seq=8, devices=jax.devices()[:1])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: engine_of(slots=3, layout="data=2"), "slots=3 examples do not divide"),
+        (lambda: programs_of("tiny-vit"), "tokens"),
+        (
+            lambda: programs_of("tiny-moe-capacity"),
+            "capacity_factor=1.25 drops tokens",
+        ),
+        (
+            lambda: engine_of().submit(Request(tokens=[1] * 30, max_tokens=3)),
+            "make 33, but max_seq=32",
+        ),
+        (
+            lambda: engine_of(num_pages=2).submit(Request(tokens=[1] * 9)),
+            "max_tokens=64 make 73",
+        ),
+        (lambda: Request(tokens=[]), "a prompt has no tokens"),
+        (lambda: Sampling(temperature=-1), "temperature=-1"),
+        (lambda: Sampling(top_p=0), "top_p=0"),
+        (lambda: Sampling(seed=-1), "seed=-1"),
+        (lambda: meshpar.generate(build("test"), {}, "abc"), "list of texts"),
+        (lambda: meshpar.generate(build("test"), {}, ["abc"]), "no tokenizer="),
+        (lambda: generated(build("test"), {}, ONE), "is missing"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(make, message):
+    with pytest.raises(InputError, match=message):
+        make()
+
+
+@pytest.mark.slow
+def test_random_pairs_of_layouts_agree():
+    assert len(check_generation(build("tiny"), num=10, num_tokens=3)) == 10

@@ -1,0 +1,78 @@
+"""What the planner says of generation: bytes by formula, time by the roofline."""
+
+import json
+
+import jax
+import pytest
+
+from meshpar import InputError, Layout
+from meshpar.cli.main import main
+from meshpar.generation.programs import Programs
+from meshpar.models.presets import build
+from meshpar.planner.inference.estimate import estimate_inference
+from meshpar.planner.machine.clusters import cluster_of
+from meshpar.planner.workload.shapes import workload_of
+
+BF16 = "precision=bf16,param_dtype=bf16"
+
+
+def estimated(model="llama3-70b", layout=f"tensor=8,{BF16}", **sizes):
+    sizes = {"slots": 32, "seq": 8192, **sizes}
+    layout = Layout.parse(layout)
+    cluster = cluster_of("h100-80gb", devices=layout.num_devices)
+    return estimate_inference(workload_of(model), cluster, layout, **sizes)
+
+
+def test_a_decode_step_takes_as_long_as_its_bytes():
+    found = estimated()
+    device = found.cluster.device
+    # 80 layers x 2 x 1 head of 128 x 2 bytes x 8192 tokens x 32 requests.
+    assert found.cache_bytes == 80 * 2 * 128 * 2 * 8192 * 32
+    assert found.parameter_bytes == pytest.approx(2 * 70.55e9 / 8, rel=1e-3)
+    read = found.parameter_bytes + found.cache_bytes
+    memory_s = read / (device.memory_bytes_per_s * device.efficiency.memory)
+    parts = found.as_json()["roofline"]
+    assert parts["memory"] == pytest.approx(memory_s, rel=1e-6)
+    assert parts["compute"] < memory_s
+    assert found.bound == "memory"
+    assert found.decode_s == pytest.approx(memory_s + parts["tensor"])
+
+
+def test_more_slots_give_more_tokens_until_they_do_not_fit():
+    table = estimated().table()
+    rates = [one.tokens_per_s for one in table]
+    assert rates == sorted(rates)
+    assert table[-1].fits
+    assert not table[-1].with_slots(2 * table[-1].slots).fits
+
+
+@pytest.mark.parametrize("layout", ["tensor=2", "data=2", "context=2"])
+def test_the_cache_is_the_program_s(layout):
+    layout = Layout.parse(layout)
+    cluster = cluster_of("h100-80gb", devices=2)
+    words = "layers=4,hidden=128,heads=8,kv_heads=4,ffn=384,vocab=256,gated=true"
+    found = estimate_inference(workload_of(words), cluster, layout, slots=4, seq=64)
+    programs = Programs.of(
+        build("tiny"), layout, slots=4, max_seq=64, devices=jax.devices()[:2]
+    )
+    assert found.cache_bytes == programs.plan.bytes_per_device()
+
+
+def test_sizes_that_do_not_fit_together_are_refused():
+    with pytest.raises(InputError, match="slots=3 do not divide over the 2 devices"):
+        estimated(layout=f"data=2,{BF16}", slots=3)
+    with pytest.raises(InputError, match="prompt=99 tokens are more than seq=8"):
+        estimated(seq=8, prompt=99)
+
+
+def test_the_command_answers_for_generation(capsys):
+    words = ["estimate", "--preset", "llama3-70b", "--seq", "8192", "--slots", "32"]
+    assert main([*words, "--layout", f"tensor=8,{BF16}", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["memory"]["total_bytes"] == round(estimated().total_bytes)
+    assert found["by_slots"][0]["slots"] == 1
+    assert main([*words, "--layout", "tensor=2"]) == 1
+    assert "does not fit" in capsys.readouterr().out
+    words = ["estimate", "--preset", "llama3-8b", "--layout", "data=1", "--prompt", "3"]
+    assert main(words) == 2
+    assert "give --slots too" in capsys.readouterr().err

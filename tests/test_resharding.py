@@ -1,0 +1,97 @@
+"""Parameters go from any layout to any other, bit by bit, sending what devices lack."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import meshpar
+from meshpar import InputError, Layout, make_train_step
+from meshpar.models.presets import build
+from meshpar.parallel.pipeline.stages import in_layer_order
+from meshpar.parallel.resharding import Lying, reshard_bytes
+from tests.marks import slow
+
+MODEL = build("tiny-8")
+FAST = [
+    ("tensor=2", "tensor=8"),
+    ("stage=3,microbatches=3", "fsdp=4,tensor=2"),
+    ("stage=2,microbatches=2,schedule=interleaved_1f1b,chunks=2", "stage=4"),
+]
+SLOW = [
+    ("stage=4,microbatches=4", "tensor=8"),
+    ("fsdp=8", "tensor=8"),
+    ("data=2,fsdp=2,tensor=2", "stage=2,tensor=4"),
+    ("context=2,tensor=2", "fsdp=2,stage=3"),
+]
+
+
+def devices_of(layout):
+    return jax.devices()[: Layout.of(layout).num_devices]
+
+
+def state_of(model, layout, seed=0):
+    devices = devices_of(layout)
+    step = make_train_step(model, optax.sgd(1.0), layout, devices=devices)
+    return step, step.init(seed)
+
+
+def check(model, one, other, devices=None):
+    step, state = state_of(model, one)
+    wanted = step.in_layer_order(state.params)
+    found = meshpar.reshard(
+        state.params, one, other, model=model, devices=devices or devices_of(other)
+    )
+    assert all(array.is_deleted() for array in jax.tree.leaves(state.params))
+    target = Lying.of(model, other, devices=devices or devices_of(other))
+    lying = jax.tree.map(lambda array: array.sharding, found)
+    assert lying == target.shardings
+    jax.tree.map(
+        np.testing.assert_array_equal, in_layer_order(target.model, found), wanted
+    )
+
+
+@pytest.mark.parametrize(("one", "other"), [*FAST, *(slow(*pair) for pair in SLOW)])
+def test_every_value_arrives(one, other):
+    check(MODEL, one, other)
+
+
+def test_every_value_arrives_on_other_devices():
+    check(MODEL, "tensor=4", "fsdp=2,tensor=2", devices=jax.devices()[4:])
+
+
+@pytest.mark.slow
+def test_experts_arrive():
+    check(build("tiny-moe"), "expert=4", "expert=2,tensor=2")
+
+
+def bytes_of(one, other):
+    _, state = state_of(MODEL, one)
+    source = Lying.of(MODEL, one, devices=devices_of(one))
+    target = Lying.of(MODEL, other, devices=devices_of(other))
+    return reshard_bytes(state.params, source, target)
+
+
+def test_what_devices_lack_is_counted():
+    split = 4 * sum(
+        np.prod(parameter.stacked_shape)
+        for path, parameter in MODEL.flat_parameters().items()
+        if "norm" not in path
+    )
+    whole = 4 * MODEL.num_parameters
+    assert bytes_of("data=2", "data=4").total == 2 * whole, "two devices have nothing"
+    assert bytes_of("data=8", "tensor=8").total == 0
+    # Each of 4 devices has a quarter of what is split, and lacks the rest.
+    gathered = bytes_of("tensor=4", "data=4")
+    assert gathered.by_axis == {"tensor": 3 * split}
+    assert gathered.by_link == {"host": 3 * split}
+    # The halves of tensor=2 that each device has hold what it is to have in 4 of 8.
+    assert bytes_of("data=4,tensor=2", "tensor=8").total == split // 2
+
+
+def test_parameters_of_another_layout_are_refused():
+    _, state = state_of(MODEL, "stage=3,microbatches=3")
+    with pytest.raises(InputError, match="say which layout it lies in"):
+        meshpar.reshard(
+            state.params, "data=2", "tensor=2", model=MODEL, devices=jax.devices()[:2]
+        )
