@@ -75,11 +75,13 @@ def _forward(
 
     def part(arrays: tuple) -> tuple[jax.Array, jax.Array]:
         (q, k, v), here = _held(arrays, known)
-        return run(plan.hops, _queries(plan, q, here), k, v, here).result()
+        found = run(plan.hops, _queries(plan, q, here), k, v, here)
+        output, lse = found.result()
+        return output.astype(v.dtype), lse
 
     cut = in_parts(plan, (tiled(plan, q, k.shape[2]), *tiled_keys(plan, k, v)))
     output, lse = _by_part(part, cut)
-    output = joined(plan, output, q.shape).astype(v.dtype)
+    output = joined(plan, output, q.shape)
     lse = joined(plan, lse[..., None], (*q.shape[:3], 1))[..., 0]
     return (output, lse), (q, k, v, known, output, lse)
 
@@ -96,15 +98,18 @@ def _backward(plan: Plan, kept: tuple, cotangents: tuple) -> tuple:
         queries = _queries(plan, q, here)._replace(
             backward=Backward(dy, lse[..., 0], delta[..., 0])
         )
-        return run(plan.hops, queries, k, v, here)
+        dq, of_keys = run(plan.hops, queries, k, v, here)
+        # What all parts leave is in the dtype of the arrays, a half of fp32's.
+        dk, dv = (x.astype(k.dtype) for x in of_keys)
+        return dq.astype(q.dtype), (dk, dv)
 
     of_queries = (q, dy, lse[..., None], delta[..., None])
     cut = (*(tiled(plan, x, kv_heads) for x in of_queries), *tiled_keys(plan, k, v))
     dq, (dk, dv) = _by_part(part, in_parts(plan, cut))
     return (
-        joined(plan, dq, q.shape).astype(q.dtype),
-        joined(plan, dk[:, :, :, :, None], k.shape).astype(k.dtype),
-        joined(plan, dv[:, :, :, :, None], v.shape).astype(v.dtype),
+        joined(plan, dq, q.shape),
+        joined(plan, dk[:, :, :, :, None], k.shape),
+        joined(plan, dv[:, :, :, :, None], v.shape),
         None,
     )
 
