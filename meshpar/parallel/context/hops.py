@@ -91,15 +91,6 @@ class Hops:
         lists, index = _variants(self, hops)
         return jnp.asarray(lists)[jnp.asarray(index)[:, rank]]
 
-    @property
-    def tiles_made(self) -> int:
-        """Tiles of scores that each device makes, those that fill up among them."""
-        return sum(self._most(hop) for hop in self.needed)
-
-    def tiles_needed(self, rank: int) -> int:
-        """Tiles of scores of a device that have a pair which sees."""
-        return sum(len(self.live(hop, rank)) for hop in self.needed)
-
     def live(self, hop: int, rank: int) -> np.ndarray:
         """The tiles that a device needs at a hop, (pairs, 2)."""
         source = (rank - hop) % self.num_ranks
