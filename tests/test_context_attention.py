@@ -10,15 +10,22 @@ import pytest
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from meshpar import InputError
+from meshpar import InputError, Layout
 from meshpar.model.token_order import TokenOrder
 from meshpar.parallel.context.attention import shard_attention
 from meshpar.parallel.context.hops import Hops
 from meshpar.parallel.context.mask import Mask
+from meshpar.parallel.sequence import token_order
 
 BATCH, HEADS, HEAD_DIM = 2, 8, 8
 BOUND = 2e-6
 METHODS = ("ring", "allgather", "ulysses")
+BOTH = [
+    ("ulysses:2+ring:2", 4),
+    ("ulysses:2+allgather:2", 4),
+    ("ulysses:2+ring:4", 8),
+    ("ulysses:4+ring:2", 8),
+]
 SEQ = P(None, "context")
 
 
@@ -58,9 +65,7 @@ def documents(seq):
 
 
 def order_of(method, ranks):
-    return TokenOrder(
-        mesh_axis="context", num_ranks=ranks, method=method, zigzag=method != "ulysses"
-    )
+    return token_order(Layout(context=ranks, attention=method))
 
 
 @functools.cache
@@ -145,6 +150,8 @@ FEW = [
     ("allgather", 2, dict(mask=Mask(causal=False, window=3), kv_heads=8)),
     ("ulysses", 4, dict(mask=Mask(), kv_heads=2, packed=True, sinks=True)),
     ("ring", 2, dict(mask=Mask(prefix=True), kv_heads=4, prefix=(3, 20))),
+    ("ulysses:2+ring:2", 4, dict(mask=Mask(), kv_heads=1, packed=True, sinks=True)),
+    ("ulysses:4+ring:2", 8, dict(mask=Mask(), kv_heads=2, packed=True)),
 ]
 
 
@@ -176,10 +183,21 @@ MASKS = {
 @pytest.mark.parametrize("kv_heads", [1, 4, 8])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("kind", MASKS)
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "ranks"), [*itertools.product(METHODS, (2, 4, 8)), *BOTH]
+)
 def test_every_method_equals_a_dense_softmax(method, ranks, kind, packed, kv_heads):
     assert worst(method, ranks, MASKS[kind], kv_heads, packed=packed) < BOUND
+
+
+def test_groups_share_out_their_two_chunks():
+    """Four chunks of 4: group 0 has the first and the last, and so on."""
+    order = order_of("ulysses:2+ring:2", 4)
+    places = [order.positions(4, rank).tolist() for rank in range(4)]
+    assert places == [[0, 1, 2, 3], [12, 13, 14, 15], [4, 5, 6, 7], [8, 9, 10, 11]]
+    across = order.of_groups()
+    assert across.positions(8, 0).tolist() == places[0] + places[1]
+    assert across.hop(1) == [(0, 2), (2, 0), (1, 3), (3, 1)]
 
 
 def tiles_needed(hops, rank):

@@ -40,7 +40,7 @@ def check_context(model: Model, layout: Layout, rules: Rules) -> None:
     """
     if layout.context == 1:
         return
-    if layout.attention == "ulysses":
+    if layout.attention_method.heads > 1:
         _check_heads(model, layout, rules)
     check_token_wise(model)
 
@@ -59,15 +59,16 @@ def context_problems(
 
 
 def _check_heads(model: Model, layout: Layout, rules: Rules) -> None:
-    sizes = layout.mesh_shape
+    sizes, trading = layout.mesh_shape, layout.attention_method.heads
     for path, parameter in model.flat_parameters().items():
         for name, size in zip(parameter.logical_axes, parameter.shape, strict=True):
             if name != "heads" or "heads" not in rules.table:
                 continue
             split = math.prod(sizes[axis] for axis in rules.mesh_axes("heads"))
-            if size % (split * layout.context):
+            if size % (split * trading):
                 raise InputError(
-                    f"attention=ulysses splits heads over context={layout.context}"
+                    f"attention={layout.attention} splits heads over "
+                    f"{'context=' if trading == layout.context else ''}{trading}"
                     f"{f' x {split}' if split > 1 else ''}, which does not divide the "
                     f"{size} of {path}; take attention=ring or allgather, or another "
                     "context"

@@ -45,8 +45,9 @@ def shard_attention(
 ) -> jax.Array:
     """Attention of this device's queries to the keys of all devices.
 
-    Communicates as `attention_of_shards` for `ring` and `allgather`, and as
-    `ulysses.heads_here` and `tokens_here` for `ulysses`.
+    Communicates as `attention_of_shards` for `ring` and `allgather`, as
+    `ulysses.heads_here` and `tokens_here` for `ulysses`, and where groups of devices
+    trade heads and share the sequence, as both.
 
     Args:
         q: (batch, tokens, heads, head_dim).
@@ -92,7 +93,7 @@ def shard_attention(
             "or neither"
         )
     known = Known(jnp.asarray(rank, jnp.int32), q_segments, k_segments, prefix)
-    if order is not None and order.method == "ulysses":
+    if order is not None and order.num_trading > 1:
         return _by_heads(q, k, v, mask, order, known, sinks, whole)
     output, lse = _of_tokens(q, k, v, mask, order, known)
     return output if sinks is None else _with_sinks(output, lse, sinks)
@@ -167,28 +168,36 @@ def _by_heads(
     sinks: jax.Array | None,
     kernel: Callable[..., jax.Array] | None,
 ) -> jax.Array:
-    heads = q.shape[2] // order.num_ranks
+    heads, groups = q.shape[2] // order.num_trading, order.of_groups()
     q, k, v = heads_here(q, k, v, order)
-    if kernel is not None and not order.lengths:
+    if kernel is not None and groups.num_ranks == 1 and not order.lengths:
         return tokens_here(kernel(q, k, v), order)
-    whole = functools.partial(_whole_sequence, order=order)
+    whole = functools.partial(_of_group, order=order)
     here = known._replace(
-        rank=jnp.int32(0),
+        rank=known.rank // order.num_trading,
         q_segments=whole(known.q_segments),
         k_segments=whole(known.k_segments),
     )
-    output, lse = _of_tokens(q, k, v, mask, order.of_whole(), here)
+    output, lse = _of_tokens(q, k, v, mask, groups, here)
     if sinks is not None:
-        own = lax.dynamic_slice_in_dim(sinks, known.rank * heads, heads)
+        first = known.rank % order.num_trading * heads
+        own = lax.dynamic_slice_in_dim(sinks, first, heads)
         output = _with_sinks(output, lse, own)
     return tokens_here(output, order)
 
 
-def _whole_sequence(segments: jax.Array | None, order: TokenOrder) -> jax.Array | None:
+def _of_group(segments: jax.Array | None, order: TokenOrder) -> jax.Array | None:
+    """Those of all tokens that a group has."""
     if segments is None:
         return None
     with asked("context_gather"):
-        return lax.all_gather(segments, order.mesh_axis, axis=1, tiled=True)
+        return lax.all_gather(
+            segments,
+            order.mesh_axis,
+            axis=1,
+            tiled=True,
+            axis_index_groups=order.trading(),
+        )
 
 
 def _with_sinks(output: jax.Array, lse: jax.Array, sinks: jax.Array) -> jax.Array:

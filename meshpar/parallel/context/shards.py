@@ -225,7 +225,7 @@ def _gather_backward(
     dq, total = _over_hops(hops, step, (dq, total), known)
     with asked("context_scatter"):
         return dq, tuple(
-            lax.psum_scatter(x, _mesh_axis(hops), scatter_dimension=0) for x in total
+            lax.psum_scatter(x, **_members(hops), scatter_dimension=0) for x in total
         )
 
 
@@ -272,12 +272,10 @@ def _by_part(function: Callable[[tuple], Any], arrays: tuple) -> Any:
 
 def _shift(hops: Hops, tree: Any, distance: int, reason: str = "context_ring") -> Any:
     """What the device `distance` places before this one has."""
-    n = hops.num_ranks
-    if hops.order is None or distance % n == 0:
+    if hops.order is None or distance % hops.num_ranks == 0:
         return tree
-    pairs = [(source, (source + distance) % n) for source in range(n)]
     with asked(reason):
-        return lax.ppermute(tree, hops.order.mesh_axis, pairs)
+        return lax.ppermute(tree, hops.order.mesh_axis, hops.order.hop(distance))
 
 
 def _shift_both(hops: Hops, moved: tuple, distance: int) -> tuple:
@@ -291,9 +289,10 @@ def _shift_both(hops: Hops, moved: tuple, distance: int) -> tuple:
 def _gather(hops: Hops, tree: Any) -> Any:
     """(ranks, ...) of all devices' arrays."""
     with asked("context_gather"):
-        return jax.tree.map(lambda x: lax.all_gather(x, _mesh_axis(hops)), tree)
+        return jax.tree.map(lambda x: lax.all_gather(x, **_members(hops)), tree)
 
 
-def _mesh_axis(hops: Hops) -> str:
+def _members(hops: Hops) -> dict[str, Any]:
     """Where the devices that share the sequence lie; nothing moves on one alone."""
-    return cast(TokenOrder, hops.order).mesh_axis
+    order = cast(TokenOrder, hops.order)
+    return {"axis_name": order.mesh_axis, "axis_index_groups": order.sharing()}

@@ -121,7 +121,7 @@ class Run:
         Those there are take half precision, each on one platform; our models have
         `causal_attention` elsewhere, which stores the softmax.
         """
-        if self.layout.context > 1 and self.layout.attention != "ulysses":
+        if self.layout.attention_method.groups > 1:
             # Softmaxes of parts are merged, which our tiles do and no fused kernel.
             return self.execution.eager and self.execution.fused_attention
         half = self.layout.precision == "bf16"
@@ -166,6 +166,22 @@ class Run:
                 link = replace(link, scatters_whole=False)
             self._links[mesh_axes] = _over_rails(link, self.execution.rails)
         return self._links[mesh_axes]
+
+    def link_within(self, mesh_axis: str, inner: int, part: str) -> Link:
+        """That of groups along a mesh axis, or of one device of each.
+
+        Args:
+            mesh_axis: The mesh axis.
+            inner: Devices of a group, next to each other.
+            part: `inner` for those of a group, `outer` for one of each.
+        """
+        shape: dict[str, int] = {}
+        for axis, size in self.layout.mesh_shape.items():
+            if axis == mesh_axis:
+                shape |= {"outer": size // inner, "inner": inner}
+            else:
+                shape[axis] = size
+        return _over_rails(self.cluster.link_of(shape, (part,)), self.execution.rails)
 
     def blocks_of_rank(self, rank: int) -> tuple[range, ...]:
         """Layers of each chunk of one rank."""

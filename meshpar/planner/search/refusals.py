@@ -188,14 +188,15 @@ def _context(workload: Workload, layout: Layout, seq: int) -> Iterator[Problem]:
     context = layout.context
     if seq % context:
         yield Problem("context", f"{seq} tokens do not divide over context={context}")
-    if layout.attention == "ulysses" and context > 1:
-        heads = workload.heads // layout.tensor
-        if heads % context:
-            yield Problem(
-                "attention",
-                f"attention=ulysses splits the {heads} heads of a device, which do "
-                f"not divide over context={context}; take attention=ring",
-            )
+    trading = layout.attention_method.heads
+    heads = workload.heads // layout.tensor
+    if heads % trading:
+        over = f"context={context}" if trading == context else f"{trading} devices"
+        yield Problem(
+            "attention",
+            f"attention={layout.attention} splits the {heads} heads of a device, which "
+            f"do not divide over {over}; take attention=ring",
+        )
 
 
 def _expert(workload: Workload, layout: Layout) -> Iterator[Problem]:
