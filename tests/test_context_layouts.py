@@ -72,6 +72,7 @@ def step_of(layout, made=None, **sizes):
 FEW = [
     "fsdp=2,context=2,tensor=2,sequence_parallel=true,attention=allgather,remat=full",
     "stage=2,context=2,tensor=2,microbatches=2",
+    "context=4,attention=ulysses:2+ring:2",
 ]
 
 
@@ -83,6 +84,10 @@ MATRIX = [
     f"context={size},attention={method}"
     for size in (2, 4, 8)
     for method in ("ring", "allgather", "ulysses")
+] + [
+    "context=4,attention=ulysses:2+ring:2",
+    "context=8,attention=ulysses:2+ring:4",
+    "context=8,attention=ulysses:4+ring:2",
 ]
 
 
