@@ -263,8 +263,8 @@ def test_a_window_below_one_is_refused():
 
 @pytest.mark.parametrize("seq", [37, 200])
 def test_sequences_that_no_tile_divides_are_padded(seq, monkeypatch):
-    monkeypatch.setattr("meshpar.parallel.context.hops.LARGEST_TILE", 16)
-    monkeypatch.setattr("meshpar.parallel.context.hops.SMALLEST_TILE", 16)
+    monkeypatch.setattr("meshpar.attention_tiles.LARGEST_TILE", 16)
+    monkeypatch.setattr("meshpar.attention_tiles.SMALLEST_TILE", 16)
     q, k, v, _ = numbers(seq, 4)
     found = shard_attention(q, k, v, mask=Mask())
     wanted = dense(q, k, v, Mask(), None, None, None)

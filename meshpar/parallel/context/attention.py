@@ -14,19 +14,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from meshpar.attention_tiles import head_parts, tile_tokens
 from meshpar.chunk_bytes import LONGEST_SCORES
 from meshpar.collectives import asked
 from meshpar.errors import InputError
 from meshpar.model.token_order import TokenOrder
-from meshpar.parallel.context.hops import Hops, tile_size
+from meshpar.parallel.context.hops import Hops
 from meshpar.parallel.context.mask import Mask
 from meshpar.parallel.context.shards import attention_of_shards
 from meshpar.parallel.context.tiling import Known, Plan
 from meshpar.parallel.context.ulysses import heads_here, tokens_here
-
-PART_BYTES = 4 * 2**20
-"""Keys and values that a device sends at once at least: over a link of 50 GB/s they
-take 84 us, many times its latency."""
 
 
 def shard_attention(
@@ -123,8 +120,13 @@ def _of_tokens(
     order: TokenOrder | None,
     known: Known,
 ) -> tuple[jax.Array, jax.Array]:
-    rows = q.shape[0] * q.shape[2]
-    parts, method = _parts(k, order), "ring" if order is None else order.method
+    num_ranks, method = 1, "ring"
+    if order is not None:
+        num_ranks, method = order.num_ranks, order.method
+    key_bytes = k.size * k.dtype.itemsize
+    parts = head_parts(k.shape[2], key_bytes, num_ranks, method)
+    rows = q.shape[0] * q.shape[2] // parts
+    zigzag = order is not None and order.zigzag
     plan = Plan(
         hops=Hops(
             mask=mask,
@@ -132,30 +134,14 @@ def _of_tokens(
             queries=q.shape[1],
             keys=k.shape[1],
             tiles=(
-                tile_size(q.shape[1], rows // parts, order),
-                tile_size(k.shape[1], rows // parts, order),
+                tile_tokens(q.shape[1], rows, zigzag=zigzag),
+                tile_tokens(k.shape[1], rows, zigzag=zigzag),
             ),
         ),
         method=method,
         num_parts=parts,
     )
     return attention_of_shards(plan, q, k, v, known)
-
-
-def _parts(k: jax.Array, order: TokenOrder | None) -> int:
-    """Parts that the kv heads are taken in, so that what is moved takes little memory.
-
-    Gathered they are as many times larger as there are devices; on their way round a
-    ring there are two of them, and of their gradients.
-    """
-    kv_heads = k.shape[2]
-    if order is None or order.num_ranks == 1:
-        return 1
-    most = 2 * k.size * k.dtype.itemsize // PART_BYTES
-    if order.method == "allgather":
-        most = max(most, order.num_ranks)
-    few = range(1, min(max(most, 1), kv_heads) + 1)
-    return max(num for num in few if kv_heads % num == 0)
 
 
 def _by_heads(
