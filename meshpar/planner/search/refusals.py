@@ -12,6 +12,7 @@ from meshpar.layout import BY_COST, Layout
 from meshpar.planner.machine.execution import MESHPAR, Execution
 from meshpar.planner.workload.recomputation import NAMED
 from meshpar.planner.workload.workload import Workload
+from meshpar.residual_names import BLOCK_INPUT
 from meshpar.schedules import size_refusals, step_refusal
 from meshpar.schedules.stage_splits import split_by_cost, split_problem, stage_sizes
 
@@ -107,7 +108,7 @@ def _residuals(
         return
     known = residual_names_of(workload)
     for name in names.every:
-        if name not in known:
+        if name not in (BLOCK_INPUT, *known):
             yield Problem(
                 "remat",
                 f"remat={layout.remat}: no block names a residual {name!r}; "

@@ -14,6 +14,7 @@ from meshpar.planner.workload.block_activations import (
     block_activation_bytes,
 )
 from meshpar.planner.workload.traced_block import TracedBlock
+from meshpar.residual_names import BLOCK_INPUT
 
 
 def kept_bytes(run: Run, *, moe: bool) -> float:
@@ -43,7 +44,9 @@ def offloaded_bytes(run: Run, *, moe: bool) -> float:
     if names is None or not names.offload:
         return 0.0
     saved = _compiled_bytes(run, "save:" + "/".join(names.offload), moe=moe)
-    return max(0.0, saved - _compiled_bytes(run, "full", moe=moe))
+    inside = max(0.0, saved - _compiled_bytes(run, "full", moe=moe))
+    whole = stage_input_bytes(run) if BLOCK_INPUT in names.offload else 0.0
+    return inside + whole
 
 
 def everything_bytes(run: Run, *, moe: bool) -> float:
