@@ -45,7 +45,8 @@ def heads_here(
     times = _copies(heads, kv_heads, n)
     k, v = (jnp.repeat(x, times, axis=2) if times > 1 else x for x in (k, v))
     with asked("context_heads"):
-        return tuple(_trade(x, order, split_axis=2, concat_axis=1) for x in (q, k, v))
+        q, k, v = (_trade(x, order, split_axis=2, concat_axis=1) for x in (q, k, v))
+        return q, k, v
 
 
 def tokens_here(y: jax.Array, order: TokenOrder) -> jax.Array:
