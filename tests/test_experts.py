@@ -22,11 +22,13 @@ from meshpar import (
     make_train_step,
 )
 from meshpar.layout import BATCH_AXES
+from meshpar.model.contract import BlockGroup
 from meshpar.models.layers.router import Router, RouterConfig
 from meshpar.models.presets import build
 from meshpar.parallel.expert import tiles
 from meshpar.parallel.expert.experts import routed_mlp
 from meshpar.parallel.expert.routes import most_for_one, routes_of, sent, slots
+from meshpar.train.refusals import experts_refusal
 from tests.marks import slow
 from tests.zoo.experts import SOFT_EXPERTS
 
@@ -277,7 +279,7 @@ def test_a_block_that_keeps_its_tokens_from_other_devices_experts_is_refused():
         "expert=2",
         devices=jax.devices()[:2],
     )
-    with pytest.raises(InputError, match="expert=2 splits experts, but no block sends"):
+    with pytest.raises(InputError, match="but block group 'blocks' sends no tokens"):
         step()
 
 
@@ -294,3 +296,14 @@ def test_sizes_of_latent_attention_without_a_latent_are_refused():
     sizes = dict(layers=1, embed=16, heads=2, kv_heads=2, expert_ffn=8)
     with pytest.raises(InputError, match="q_lora_rank=4 is for latent attention"):
         build("tiny-moe", **sizes, q_lora_rank=4)
+
+
+def test_a_group_that_sends_its_experts_nothing_is_named():
+    model = build("tiny-moe", layers=1, hidden=16, heads=2, kv_heads=2, vocab=32)
+    [group] = model.groups
+    silent = BlockGroup(name="silent", num_layers=1, block=lambda params, x, scope: x)
+    parameters = {**model.parameters, "silent": model.parameters[group.name]}
+    both = replace(model, parameters=parameters, groups=(group, silent))
+    assert experts_refusal(model, Layout(expert=2)) is None
+    found = experts_refusal(both, Layout(expert=2))
+    assert "block group 'silent' sends no tokens to its experts" in found
