@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from meshpar.planner.cost.block_time import block_time
+from meshpar.planner.cost.block_workspace import in_chunks_bytes
 from meshpar.planner.cost.run import Run
 from meshpar.planner.search.space import Variant
 from meshpar.planner.workload.activations import (
@@ -67,7 +68,8 @@ def places(
 
 def bound_block(run: Run, moe: bool) -> BoundBlock:
     """The block of a run, with or without routed experts."""
-    time, again = block_time(run, moe=moe), everything_bytes(run, moe=moe)
+    time = block_time(run, moe=moe)
+    again = everything_bytes(run, moe=moe) - in_chunks_bytes(run, moe=moe)
     forward, backward = time.forward, time.backward
     inputs = stage_input_bytes(run)
     return BoundBlock(
