@@ -90,6 +90,7 @@ class PlainMLP(nnx.Module):
         self, x: Float[AnyArray, "batch seq embed"], scope: Scope
     ) -> Float[AnyArray, "batch seq embed"]:
         """(batch, seq, embed) -> (batch, seq, embed), before it is constrained."""
+
         # B batch, T seq, D embed, F mlp.
         def of_tokens(weights: tuple, x: jax.Array) -> jax.Array:
             up, up_bias, down, down_bias = weights
