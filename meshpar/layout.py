@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final, Literal
 
+from meshpar.attention_method import ONE_WORD, AttentionMethod, has_degrees
 from meshpar.errors import InputError, nearest, whole_number
 from meshpar.key_values import key_values
 from meshpar.residual_names import ResidualNames, is_named
@@ -44,7 +45,7 @@ _CHOICES = {
     "fsdp_prefetch": ("auto", "on", "off"),
     "optimizer_memory": ("device", "host"),
     "sequence_parallel": (False, True),
-    "attention": ("ring", "allgather", "ulysses"),
+    "attention": ONE_WORD,
     "remat": REMATS,
     "precision": ("fp32", "bf16"),
     "param_dtype": ("fp32", "bf16", "bf16_stochastic"),
@@ -91,7 +92,9 @@ class Layout:
         optimizer_memory: Where optimizer state and master copy lie between updates: the
             `host`'s memory costs moving them there and back in every step.
         sequence_parallel: Split the residual stream's sequence over `tensor`.
-        attention: How attention crosses `context`.
+        attention: How attention crosses `context`; `ulysses:4+ring:2` trades tokens
+            for heads between 4 devices next to each other, as those of a host, and
+            sends keys and values around 2 such groups.
         remat: What the backward recomputes instead of keeping: nothing, each block
             but what it named (`selective`), its matmuls (`dots`) or its input
             (`full`), or the whole stage but its input: once (`stage`), then keeping
@@ -146,8 +149,11 @@ class Layout:
         for name in _COUNTS:
             _check_count(name, getattr(self, name))
         for name, choices in _CHOICES.items():
-            if name != "remat" or self.residual_names is None:
-                _check_choice(name, getattr(self, name), choices)
+            value = getattr(self, name)
+            if name == "attention" and has_degrees(value):
+                self._check_degrees()
+            elif name != "remat" or self.residual_names is None:
+                _check_choice(name, value, choices)
         method_of(self.schedule)
         for size in () if self.splits == BY_COST else self.splits:
             _check_count("splits", size)
@@ -228,6 +234,15 @@ class Layout:
         if isinstance(self.remat, str) and is_named(self.remat):
             return ResidualNames.parse(self.remat)
         return None
+
+    @property
+    def attention_method(self) -> AttentionMethod:
+        """How attention crosses `context`."""
+        return AttentionMethod.of(self.attention, self.context)
+
+    def _check_degrees(self) -> None:
+        if self.context != -1:
+            AttentionMethod.of(self.attention, self.context)
 
     @property
     def num_devices(self) -> int:

@@ -3,6 +3,7 @@
 remat=save:attention_out/mlp_up
 remat=offload:attention_qkv
 remat=save:mlp_up+offload:attention_qkv/attention_out
+remat=offload:block_input
 """
 
 from __future__ import annotations
@@ -11,6 +12,10 @@ import re
 from dataclasses import dataclass
 
 from meshpar.errors import InputError
+
+BLOCK_INPUT = "block_input"
+"""The stream that a block takes, which every policy keeps: named so, it can be moved to
+the host's memory."""
 
 _WAYS = ("save", "offload")
 _FORM = "write for example save:mlp_up/attention_out or save:mlp_up+offload:mlp_hidden"

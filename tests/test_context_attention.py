@@ -10,15 +10,22 @@ import pytest
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from meshpar import InputError
+from meshpar import InputError, Layout
 from meshpar.model.token_order import TokenOrder
 from meshpar.parallel.context.attention import shard_attention
 from meshpar.parallel.context.hops import Hops
 from meshpar.parallel.context.mask import Mask
+from meshpar.parallel.sequence import token_order
 
 BATCH, HEADS, HEAD_DIM = 2, 8, 8
 BOUND = 2e-6
 METHODS = ("ring", "allgather", "ulysses")
+BOTH = [
+    ("ulysses:2+ring:2", 4),
+    ("ulysses:2+allgather:2", 4),
+    ("ulysses:2+ring:4", 8),
+    ("ulysses:4+ring:2", 8),
+]
 SEQ = P(None, "context")
 
 
@@ -58,9 +65,7 @@ def documents(seq):
 
 
 def order_of(method, ranks):
-    return TokenOrder(
-        mesh_axis="context", num_ranks=ranks, method=method, zigzag=method != "ulysses"
-    )
+    return token_order(Layout(context=ranks, attention=method))
 
 
 @functools.cache
@@ -145,6 +150,8 @@ FEW = [
     ("allgather", 2, dict(mask=Mask(causal=False, window=3), kv_heads=8)),
     ("ulysses", 4, dict(mask=Mask(), kv_heads=2, packed=True, sinks=True)),
     ("ring", 2, dict(mask=Mask(prefix=True), kv_heads=4, prefix=(3, 20))),
+    ("ulysses:2+ring:2", 4, dict(mask=Mask(), kv_heads=1, packed=True, sinks=True)),
+    ("ulysses:4+ring:2", 8, dict(mask=Mask(), kv_heads=2, packed=True)),
 ]
 
 
@@ -176,10 +183,26 @@ MASKS = {
 @pytest.mark.parametrize("kv_heads", [1, 4, 8])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("kind", MASKS)
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "ranks"), [*itertools.product(METHODS, (2, 4, 8)), *BOTH]
+)
 def test_every_method_equals_a_dense_softmax(method, ranks, kind, packed, kv_heads):
     assert worst(method, ranks, MASKS[kind], kv_heads, packed=packed) < BOUND
+
+
+def test_groups_share_out_their_two_chunks():
+    """Four chunks of 4: group 0 has the first and the last, and so on."""
+    order = order_of("ulysses:2+ring:2", 4)
+    places = [order.positions(4, rank).tolist() for rank in range(4)]
+    assert places == [[0, 1, 2, 3], [12, 13, 14, 15], [4, 5, 6, 7], [8, 9, 10, 11]]
+    across = order.of_groups()
+    assert across.positions(8, 0).tolist() == places[0] + places[1]
+    assert across.hop(1) == [(0, 2), (2, 0), (1, 3), (3, 1)]
+
+
+def tiles_needed(hops, rank):
+    """Tiles of scores of a device that have a pair which sees."""
+    return sum(len(hops.live(hop, rank)) for hop in hops.needed)
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8, 16])
@@ -193,17 +216,19 @@ def test_zigzag_gives_every_device_the_same_causal_work(ranks, tiles_of_chunk):
         keys=tokens,
         tiles=(1, 1),
     )
-    needed = [hops.tiles_needed(rank) for rank in range(ranks)]
+    needed = [tiles_needed(hops, rank) for rank in range(ranks)]
     assert max(needed) <= 1.05 * sum(needed) / ranks
     assert sum(needed) == ranks * tokens * (ranks * tokens + 1) // 2
-    made = hops.tiles_made
+    made = sum(
+        max(len(hops.live(hop, rank)) for rank in range(ranks)) for hop in hops.needed
+    )
     assert made <= 1.05 * sum(needed) / ranks
 
 
 def test_natural_order_would_leave_devices_idle():
     order = TokenOrder(mesh_axis="context", num_ranks=4)
     hops = Hops(mask=Mask(), order=order, queries=8, keys=8, tiles=(1, 1))
-    needed = [hops.tiles_needed(rank) for rank in range(4)]
+    needed = [tiles_needed(hops, rank) for rank in range(4)]
     assert max(needed) > 1.6 * sum(needed) / 4
 
 
@@ -238,8 +263,8 @@ def test_a_window_below_one_is_refused():
 
 @pytest.mark.parametrize("seq", [37, 200])
 def test_sequences_that_no_tile_divides_are_padded(seq, monkeypatch):
-    monkeypatch.setattr("meshpar.parallel.context.hops.LARGEST_TILE", 16)
-    monkeypatch.setattr("meshpar.parallel.context.hops.SMALLEST_TILE", 16)
+    monkeypatch.setattr("meshpar.attention_tiles.LARGEST_TILE", 16)
+    monkeypatch.setattr("meshpar.attention_tiles.SMALLEST_TILE", 16)
     q, k, v, _ = numbers(seq, 4)
     found = shard_attention(q, k, v, mask=Mask())
     wanted = dense(q, k, v, Mask(), None, None, None)

@@ -1,6 +1,8 @@
 """Layouts that split the sequence train the model that one device trains."""
 
+import functools
 import re
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -70,6 +72,7 @@ def step_of(layout, made=None, **sizes):
 FEW = [
     "fsdp=2,context=2,tensor=2,sequence_parallel=true,attention=allgather,remat=full",
     "stage=2,context=2,tensor=2,microbatches=2",
+    "context=4,attention=ulysses:2+ring:2",
 ]
 
 
@@ -81,6 +84,10 @@ MATRIX = [
     f"context={size},attention={method}"
     for size in (2, 4, 8)
     for method in ("ring", "allgather", "ulysses")
+] + [
+    "context=4,attention=ulysses:2+ring:2",
+    "context=8,attention=ulysses:2+ring:4",
+    "context=8,attention=ulysses:4+ring:2",
 ]
 
 
@@ -205,6 +212,87 @@ def test_positions_counted_from_the_first_token_at_hand_are_refused():
     counted = type(made)(**{**vars(made), "embed": embed, "per_token": False})
     with pytest.raises(InputError, match="take scope.positions"):
         check_token_wise(counted)
+
+
+def by_the_mean(made, params, x, batch, scope):
+    """A mean over the tokens at hand."""
+    loss, weight = made.head(params, x, batch, scope)
+    return loss / x.shape[1], weight
+
+
+def by_the_norm(made, params, x, batch, scope):
+    """A term without tokens."""
+    loss, weight = made.head(params, x, batch, scope)
+    return loss + jax.numpy.sum(params["token_embed"] ** 2), weight
+
+
+def by_examples(made, params, x, batch, scope):
+    """A weight without tokens."""
+    return made.head(params, x, batch, scope)[0], jax.numpy.float32(x.shape[0])
+
+
+def by_ones(made, params, x, batch, scope):
+    """A count of tokens, of nothing that devices share."""
+    ones = jax.numpy.ones(x.shape[:2])
+    return made.head(params, x, batch, scope)[0], jax.numpy.sum(ones)
+
+
+def with_head(head):
+    made = model()
+    head = functools.partial(head, made)
+    return type(made)(**{**vars(made), "head": head})
+
+
+@pytest.mark.parametrize(
+    ("head", "message"),
+    [
+        (by_the_mean, r"by how many are at hand; take scope.seq_length"),
+        (by_the_norm, "a sum over tokens and what each device has alike"),
+        (by_examples, "a sum that has no tokens in it"),
+        (by_ones, "a sum that has no tokens in it"),
+    ],
+)
+def test_what_each_device_would_count_once_is_refused_by_name(head, message):
+    with pytest.raises(InputError, match=message):
+        check_token_wise(with_head(head))
+
+
+def test_sums_of_tokens_by_the_length_of_the_sequence_are_taken():
+    def head(made, params, x, batch, scope):
+        loss, weight = made.head(params, x, batch, scope)
+        return 0.0 + loss / scope.seq_length(x.shape[1]), weight
+
+    check_token_wise(with_head(head))
+
+
+def test_inputs_that_a_batch_may_have_are_traced_too():
+    made = model()
+
+    def embed(params, batch, scope):
+        x = made.embed(params, batch, scope)
+        if "segment_ids" in batch:
+            x = x + jax.numpy.cumsum(batch["segment_ids"], axis=1)[..., None]
+        return x
+
+    with pytest.raises(InputError, match="cumsum along the sequence"):
+        check_token_wise(type(made)(**{**vars(made), "embed": embed}))
+
+
+def test_sequences_of_one_length_can_be_split():
+    made = model()
+    inputs = {name: replace(x, shape=(None, SEQ)) for name, x in made.inputs.items()}
+    check_token_wise(type(made)(**{**vars(made), "inputs": inputs}))
+
+
+def test_dropout_of_an_array_without_tokens_is_refused():
+    made = model()
+
+    def embed(params, batch, scope):
+        x = made.embed(params, batch, scope)
+        return x + scope.dropout(x[:, :1].repeat(5, 1), 0.5, "few")[:, :1]
+
+    with pytest.raises(InputError, match="scope.dropout.*of which 2 are at hand"):
+        check_token_wise(type(made)(**{**vars(made), "embed": embed}))
 
 
 def until_a_token(x):

@@ -57,6 +57,33 @@ def test_eight_times_the_tokens_on_eight_devices_take_little_more(target, method
 
 
 @pytest.mark.slow
+@needs_gpu_compiler
+@pytest.mark.parametrize("packed", [False, True])
+def test_qwen3_8b_at_1048576_tokens_fits_eight_h100(packed):
+    """Arguments and temporaries; 56.2 GB is what TRL 1.13 publishes for it."""
+    big = llama(
+        LlamaConfig(
+            layers=36,
+            embed=4096,
+            heads=32,
+            kv_heads=8,
+            head_dim=128,
+            ffn=12288,
+            vocab=151936,
+            qk_norm=True,
+        )
+    )
+    layout = "context=8,zero_axes=context,remat=offload:block_input,precision=bf16"
+    step = make_train_step(big, optax.adamw(1e-4), layout, mesh=absent_mesh(layout))
+    shapes = batch_shapes(big, 1, seq=1048576)
+    if packed:
+        shapes["segment_ids"] = jax.ShapeDtypeStruct((1, 1048576), "int32")
+    report = audit(step, shapes, target="gpu:h100:1x8")
+    assert not report.hazards and not any(row.surprise for row in report.rows)
+    assert report.compiled_memory.peak_bytes < 56.2e9
+
+
+@pytest.mark.slow
 @needs_tpu_compiler
 def test_llama_3_8b_at_262144_tokens_fits_a_v5p():
     big = llama(

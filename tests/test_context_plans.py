@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 
 from meshpar.layout import Layout
+from meshpar.planner.cost.context_traffic import context_rows
+from meshpar.planner.cost.traffic_time import link_of
 from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.search.constraints import Constraints
 from meshpar.planner.search.context_method import why_method, with_method
@@ -14,8 +16,8 @@ from meshpar.planner.workload.shapes import SHAPES
 LONG = dict(global_batch=1, seq=131072)
 
 
-def like(hardware="h100-80gb"):
-    cluster = cluster_of(hardware, devices=8)
+def like(hardware="h100-80gb", devices=8):
+    cluster = cluster_of(hardware, devices=devices)
     return Request(workload=SHAPES["llama3-8b"], cluster=cluster, **LONG).run
 
 
@@ -32,6 +34,27 @@ def test_heads_that_do_not_divide_go_round_a_ring():
     odd = replace(run, workload=replace(run.workload, heads=12, kv_heads=4))
     assert method("context=8,precision=bf16", odd) == "ring"
     assert "ulysses: the heads do not divide" in why_method(Layout(context=8), odd)
+
+
+def test_heads_of_a_host_are_traded_inside_it_and_keys_go_around_the_hosts():
+    run = like(devices=16)
+    few = replace(run, workload=replace(run.workload, heads=8, kv_heads=8))
+    mesh = "context=16,precision=bf16"
+    assert method(mesh, few) == "ulysses:8+ring:2"
+    line = why_method(Layout.parse(f"{mesh},attention=ulysses:8+ring:2"), few)
+    assert line.startswith("attention=ulysses:8+ring:2 over context=16")
+    assert line.endswith("ulysses: the heads do not divide")
+
+
+def test_both_degrees_send_inside_a_host_and_across():
+    layout = Layout.parse("context=16,precision=bf16,attention=ulysses:8+ring:2")
+    run = replace(like(devices=16), layout=layout)
+    rows = [row for row in context_rows(run) if row.passes == "forward"]
+    links = [link_of(run, row) for row in rows]
+    assert [row.kind for row in rows] == ["all-to-all", "collective-permute"]
+    assert [row.members for row in rows] == [8, 2]
+    assert [link.name for link in links] == ["host", "network"]
+    assert links[1].inner == 1
 
 
 def test_what_is_kept_stays():

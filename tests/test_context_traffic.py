@@ -72,3 +72,13 @@ def test_ulysses_trades_heads_for_tokens_there_and_back(ranks, copies):
     found = moved(f"context={ranks},attention=ulysses")
     one_way = (2 * QUERIES + copies * BOTH) * RANKS // ranks
     assert found[words("context_heads")] == LAYERS * 2 * one_way
+
+
+@pytest.mark.slow
+def test_both_degrees_trade_heads_in_groups_and_send_them_around_the_ring():
+    """Two devices trade; then a device has twice the tokens of half of the heads, and
+    one hop reaches the other group."""
+    found = moved(f"context={RANKS},attention=ulysses:2+ring:2")
+    assert found[words("context_heads")] == LAYERS * 2 * (2 * QUERIES + BOTH)
+    assert found[words("context_ring")] == LAYERS * 2 * BOTH
+    assert found[words("context_ring_gradient")] == LAYERS * 2 * BOTH

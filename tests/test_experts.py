@@ -23,6 +23,7 @@ from meshpar import (
 )
 from meshpar.layout import BATCH_AXES
 from meshpar.mesh import use_mesh
+from meshpar.model.contract import BlockGroup
 from meshpar.model.tracing import traced_batch
 from meshpar.models.layers.router import Router, RouterConfig
 from meshpar.models.presets import build, configure
@@ -30,6 +31,7 @@ from meshpar.parallel.expert import tiles
 from meshpar.parallel.expert.experts import routed_mlp
 from meshpar.parallel.expert.routes import most_for_one, routes_of, sent, slots
 from meshpar.parallel.tensor import vocab_lookup
+from meshpar.train.refusals import experts_refusal
 from tests.marks import slow
 from tests.zoo.experts import SOFT_EXPERTS
 
@@ -306,7 +308,7 @@ def test_a_block_that_keeps_its_tokens_from_other_devices_experts_is_refused():
         "expert=2",
         devices=jax.devices()[:2],
     )
-    with pytest.raises(InputError, match="expert=2 splits experts, but no block sends"):
+    with pytest.raises(InputError, match="but block group 'blocks' sends no tokens"):
         step()
 
 
@@ -389,3 +391,14 @@ def test_a_routers_weights_stay_in_fp32_under_bf16(param_dtype):
     assert params["router"]["scores"].dtype == seen[-1]["router"]["scores"] == "float32"
     assert params["down"].dtype == ("float32" if param_dtype == "fp32" else "bfloat16")
     assert seen[-1]["down"] == "bfloat16"
+
+
+def test_a_group_that_sends_its_experts_nothing_is_named():
+    model = build("tiny-moe", layers=1, hidden=16, heads=2, kv_heads=2, vocab=32)
+    [group] = model.groups
+    silent = BlockGroup(name="silent", num_layers=1, block=lambda params, x, scope: x)
+    parameters = {**model.parameters, "silent": model.parameters[group.name]}
+    both = replace(model, parameters=parameters, groups=(group, silent))
+    assert experts_refusal(model, Layout(expert=2)) is None
+    found = experts_refusal(both, Layout(expert=2))
+    assert "block group 'silent' sends no tokens to its experts" in found

@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = (
     ("meshpar.errors",),
     ("meshpar.chunk_bytes", "meshpar.expert_rooms", "meshpar.key_values"),
+    ("meshpar.attention_method", "meshpar.attention_tiles"),
     ("meshpar.residual_names", "meshpar.collective_kinds", "meshpar.schedules"),
     (
         "meshpar.layout",

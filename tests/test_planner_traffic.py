@@ -25,7 +25,7 @@ from meshpar.planner.machine.clusters import cluster_of, device_of
 from meshpar.planner.machine.collective_cost import wire_bytes
 from meshpar.planner.machine.execution import MEGATRON_2023, MESHPAR
 from meshpar.planner.search.space import variant_of
-from meshpar.planner.workload.activations import offloaded_bytes
+from meshpar.planner.workload.activations import kept_bytes, offloaded_bytes
 from meshpar.planner.workload.recomputation import recomputation
 from meshpar.planner.workload.shapes import SHAPES
 
@@ -219,6 +219,13 @@ def test_offloaded_residuals_wait_for_the_host_where_no_work_hides_them():
     there_and_back_s = 2 * offloaded_bytes(run, moe=False) / (HOST_SHARE * 1e9)
     assert 0.8 * there_and_back_s < slow_s < there_and_back_s
     assert host_s(1e15)[1] == 0.0
+
+
+def test_a_block_s_input_on_the_host_is_no_activation():
+    run = of("precision=bf16,remat=offload:block_input", global_batch=4).run
+    assert kept_bytes(run, moe=False) == 0
+    full = of("precision=bf16,remat=full", global_batch=4).run
+    assert offloaded_bytes(run, moe=False) == kept_bytes(full, moe=False) > 0
 
 
 def test_optimizer_state_on_the_host_is_moved_twice_and_is_there_for_the_update_only():

@@ -204,6 +204,26 @@ def test_a_named_residual_is_kept_where_it_is_asked_for(remat):
     jax.tree.map(np.testing.assert_allclose, gradients, vjp(jnp.ones((2, 3))))
 
 
+def test_a_block_s_input_is_moved_to_the_host_and_nothing_else_is_kept():
+    remat = "offload:block_input"
+    run = functools.partial(rematerialised(two_matmuls, remat), lambda _: Scope())
+    weight, x = jnp.arange(12.0).reshape(3, 4) / 7, jnp.ones((2, 3))
+
+    def forward(weight, x):
+        value, residuals = vjp_without(
+            lambda weight, x: run(weight, x, {}), (weight, x), weight
+        )
+        (kept,) = residuals.kept
+        assert kept.shape == x.shape
+        assert jax.typeof(kept).memory_space != jax.typeof(x).memory_space
+        return value, restore_vjp(residuals, weight)(jnp.ones((2, 3)))
+
+    value, gradients = jax.jit(forward)(weight, x)
+    wanted, vjp = jax.vjp(lambda weight, x: two_matmuls(weight, x, Scope()), weight, x)
+    np.testing.assert_allclose(value, wanted, rtol=1e-6)
+    jax.tree.map(np.testing.assert_allclose, gradients, vjp(jnp.ones((2, 3))))
+
+
 @pytest.mark.parametrize(
     "target",
     [

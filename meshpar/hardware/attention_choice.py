@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from meshpar.attention_method import has_degrees
+
 SPLASH_LANES = 128
 """Splash attention takes sequences of whole tiles, whose rows are a TPU's lanes."""
 
@@ -147,7 +149,7 @@ def _limits(asked: AttentionAsked) -> dict[str, str | bool]:
     tiles = ("allgather",) if asked.platform == "tpu" else ("ring", "allgather")
     return {
         "dtype": not asked.half,
-        "method": asked.method in tiles and asked.method,
+        "method": (asked.method in tiles or has_degrees(asked.method)) and asked.method,
         "hidden": asked.hidden,
         "padding": asked.padded,
     }

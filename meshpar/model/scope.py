@@ -51,6 +51,8 @@ class Scope:
         batch_axes: Manual mesh axes that split the examples of one microbatch.
         num_microbatches: Parts that the batch of a device is run in, one by one.
         platform: Kind of device the program is for: `cpu`, `gpu` or `tpu`.
+        recomputed: Whether the backward runs the function again, of which little more
+            than its input is kept.
         batch_sums: Where `batch_sum` notes that it is called; None for nowhere.
         exchanges: Where what sends tokens to their experts notes it; None for nowhere.
         cache: What answers for the tokens gone by while a model generates; else None.
@@ -69,6 +71,7 @@ class Scope:
     batch_axes: tuple[str, ...] = ()
     num_microbatches: int = 1
     platform: str = "cpu"
+    recomputed: bool = False
     batch_sums: list[str] | None = field(default=None, repr=False)
     exchanges: list[str] | None = field(default=None, repr=False)
     cache: TokenCache | None = field(default=None, repr=False)
@@ -227,6 +230,8 @@ class Scope:
                 f"scope.dropout({name!r}) is given shape {x.shape}, but devices share "
                 "the tokens of an example here: give it (examples, tokens, ...)"
             )
+        if self.order is not None and self.order.probing:
+            self._check_tokens(x, name)
         if shared:
             shape = (self.seq_length(x.shape[1]), *shape[1:])
         keep = jax.vmap(lambda k: jax.random.bernoulli(k, 1 - rate, shape))(keys)
@@ -278,7 +283,7 @@ class Scope:
         if self.order is None:
             return x
         if self.order.probing:
-            return jnp.zeros_like(x)
+            return jnp.ones_like(x)
         if self.order.num_ranks == 1:
             return x
         with asked("sequence_sum"):
@@ -309,6 +314,16 @@ class Scope:
     def at_layer(self, layer: jax.Array | int, state: Any = None) -> Scope:
         """This scope inside block `layer`, with that layer's state."""
         return replace(self, layer=layer, state={} if state is None else state)
+
+    def _check_tokens(self, x: jax.Array, name: str) -> None:
+        """Refuses an array whose second dim is not the tokens at hand, in a probe."""
+        tokens = len(self.positions(0))
+        if x.shape[1] != tokens:
+            raise InputError(
+                f"scope.dropout({name!r}) is given shape {x.shape}, but devices share "
+                f"the tokens of an example here, of which {tokens} are at hand: give "
+                "it (examples, tokens, ...)"
+            )
 
     def _keys(self, name: str) -> jax.Array:
         if self.random is None or self.examples is None:

@@ -14,9 +14,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from meshpar.model.token_rules import RULES, Flow, Mixed, elementwise
+from meshpar.model.token_counts import Twins
+from meshpar.model.token_dims import DIM_RULES
+from meshpar.model.token_flow import Flow, Mixed
+from meshpar.model.token_rules import RULES, elementwise
 
 
 @dataclass(frozen=True)
@@ -25,9 +29,11 @@ class _Follower:
 
     Args:
         num_tokens: Size of the dims of tokens.
+        twins: Its operations beside those with fewer tokens.
     """
 
     num_tokens: int
+    twins: Twins
     flows: dict[Any, Flow] = field(default_factory=dict)
 
     def run(self, jaxpr: Jaxpr, given: Sequence[Flow]) -> list[Flow]:
@@ -42,28 +48,46 @@ class _Follower:
 
     def _of(self, atom: Any) -> Flow:
         if hasattr(atom, "val"):
-            return Flow(uniform=frozenset(range(getattr(atom.val, "ndim", 0))))
+            dims = frozenset(range(getattr(atom.val, "ndim", 0)))
+            return Flow(uniform=dims, value=_number(atom.val))
         return self.flows.get(atom, Flow())
 
     def _through(self, equation: JaxprEqn, flows: list[Flow]) -> list[Flow]:
         name = equation.primitive.name
         try:
-            if name in RULES:
-                return RULES[name](equation, flows, self.num_tokens)
             if name in _LOOPS:
                 return _LOOPS[name](self, equation, flows)
             inner = _inner(equation)
             if inner is not None and len(inner.invars) == len(flows):
                 return self.run(inner, flows)
-            return elementwise(equation, flows, self.num_tokens)
+            has_tokens = any(flow.has_tokens for flow in flows)
+            if has_tokens and name not in DIM_RULES:
+                self._check_counts(equation, flows)
+            rule = RULES.get(name, elementwise)
+            found = rule(equation, flows, self.num_tokens)
+            if has_tokens:
+                return found
+            return self.twins.without_tokens(equation, flows, found)
         except Mixed as found:
             if found.where:
                 raise
             raise Mixed(str(found), _source(equation)) from None
 
+    def _check_counts(self, equation: JaxprEqn, flows: list[Flow]) -> None:
+        if self.twins.counts(equation, flows):
+            raise Mixed(
+                f"{equation.primitive.name} of tokens by how many are at hand; take "
+                "scope.seq_length(seq), or sums alone"
+            )
+
 
 def mixes_tokens(
-    function: Callable[..., Any], num_tokens: int, tokens: Any, *others: Any
+    function: Callable[..., Any],
+    num_tokens: int,
+    tokens: Any,
+    *others: Any,
+    fewer: tuple[Callable[..., Any], Any] | None = None,
+    sums: bool = False,
 ) -> str | None:
     """The first operation that joins different tokens, and its place; None if none.
 
@@ -74,18 +98,35 @@ def mixes_tokens(
         num_tokens: How many there are.
         tokens: Tree of (shape, dim of the tokens or None).
         others: Trees of shapes of arrays that have none.
+        fewer: `function` and `tokens` with fewer of the sequence's at hand: so it is
+            found out what depends on their number, such as a mean.
+        sums: Whether all results are sums over tokens, which devices add up.
     """
+    program, dims = _traced(function, tokens, others)
+    given = [Flow(dim=dim) for dim in dims]
+    given += [Flow()] * (len(program.jaxpr.invars) - len(dims))
+    try:
+        _Follower(num_tokens, Twins(program.jaxpr, None)).run(program.jaxpr, given)
+        if fewer is None and not sums:
+            return None
+        other = None if fewer is None else _traced(*fewer, others)[0].jaxpr
+        follower = _Follower(num_tokens, Twins(program.jaxpr, other))
+        found = follower.run(program.jaxpr, given)
+        if sums and not all(flow.total or flow.zero for flow in found):
+            raise Mixed("a sum that has no tokens in it, which each device would add")
+    except Mixed as mixed:
+        return f"{mixed} ({mixed.where})" if mixed.where else str(mixed)
+    return None
+
+
+def _traced(
+    function: Callable[..., Any], tokens: Any, others: tuple
+) -> tuple[ClosedJaxpr, list[int | None]]:
+    """The program, and the dims of tokens of its first arguments."""
     is_pair = lambda node: isinstance(node, tuple)  # noqa: E731
     pairs, treedef = jax.tree.flatten(tokens, is_leaf=is_pair)
     shapes = treedef.unflatten([shape for shape, _ in pairs])
-    program = jax.make_jaxpr(function)(shapes, *others)
-    given = [Flow(dim=dim) for _, dim in pairs]
-    given += [Flow()] * (len(program.jaxpr.invars) - len(pairs))
-    try:
-        _Follower(num_tokens).run(program.jaxpr, given)
-    except Mixed as found:
-        return f"{found} ({found.where})" if found.where else str(found)
-    return None
+    return jax.make_jaxpr(function)(shapes, *others), [dim for _, dim in pairs]
 
 
 def _scan(follower: _Follower, equation: JaxprEqn, flows: list[Flow]) -> list[Flow]:
@@ -148,6 +189,13 @@ def _cond(follower: _Follower, equation: JaxprEqn, flows: list[Flow]) -> list[Fl
 
 
 _LOOPS = {"scan": _scan, "while": _while, "cond": _cond}
+
+
+def _number(constant: Any) -> Any:
+    """A constant's one value; None if it has several, or is no number."""
+    if isinstance(constant, np.generic | np.ndarray):
+        return constant.item() if constant.ndim == 0 else None
+    return constant if isinstance(constant, int | float) else None
 
 
 def _inner(equation: JaxprEqn) -> Jaxpr | None:

@@ -27,6 +27,10 @@ class TokenOrder:
         num_ranks: Its size.
         method: How attention crosses it: `ring`, `allgather` or `ulysses`.
         zigzag: Whether each device has two chunks; else one, in natural order.
+        heads: Devices next to each other that split the heads while they attend, and
+            have their group's tokens then; by `ulysses` all do. The groups lie in that
+            order, and the tokens of one are shared out among its devices.
+        stride: Places along the mesh axis from one device to the next.
         probe: Positions, where a function is traced only to find out what it does with
             tokens: what communicates gives its first argument's shape then.
         lengths: (tokens of a padded sequence, those before the padding) of each.
@@ -41,12 +45,64 @@ class TokenOrder:
     num_ranks: int
     method: str = "ring"
     zigzag: bool = False
+    heads: int = 1
+    stride: int = 1
     lengths: tuple[tuple[int, int], ...] = ()
     probe: Any = None
 
-    def of_whole(self) -> TokenOrder:
-        """That of a device which has whole sequences, in their own order."""
-        return replace(self, num_ranks=1, method="ring", zigzag=False)
+    @property
+    def num_trading(self) -> int:
+        """Devices of a group that split the heads while they attend."""
+        return self.num_ranks if self.method == "ulysses" else self.heads
+
+    @property
+    def text(self) -> str:
+        """How attention crosses the mesh axis, as a layout says it."""
+        if self.heads == 1:
+            return self.method
+        groups = self.num_ranks // self.heads
+        return f"ulysses:{self.heads}+{self.method}:{groups}"
+
+    def of_groups(self) -> TokenOrder:
+        """That of the groups, each of which has its tokens whole."""
+        size = self.num_trading
+        alone = self.method == "ulysses"
+        return replace(
+            self,
+            num_ranks=self.num_ranks // size,
+            method="ring" if alone else self.method,
+            zigzag=self.zigzag and not alone,
+            heads=1,
+            stride=size,
+        )
+
+    def trading(self) -> list[list[int]] | None:
+        """Places along the mesh axis of each group's devices; None where it is one."""
+        size = self.num_trading
+        if size == self.num_ranks:
+            return None
+        return [
+            list(range(first, first + size)) for first in range(0, self.num_ranks, size)
+        ]
+
+    def sharing(self) -> list[list[int]] | None:
+        """Places of the devices that share a sequence; None for all of the mesh axis.
+
+        One of each group, that has the same heads of other tokens.
+        """
+        if self.stride == 1:
+            return None
+        whole = self.num_ranks * self.stride
+        return [list(range(first, whole, self.stride)) for first in range(self.stride)]
+
+    def hop(self, distance: int) -> list[tuple[int, int]]:
+        """(source, target) along the mesh axis of what goes so many devices further."""
+        groups = self.sharing() or [list(range(self.num_ranks))]
+        return [
+            (source, group[(at + distance) % len(group)])
+            for group in groups
+            for at, source in enumerate(group)
+        ]
 
     @property
     def num_chunks(self) -> int:
@@ -120,4 +176,15 @@ class TokenOrder:
         return jnp.take(joined, order, axis=dim) if self.zigzag else joined
 
     def _chunks(self, rank: Any) -> tuple[Any, ...]:
-        return (rank, self.num_chunks - 1 - rank) if self.zigzag else (rank,)
+        if not self.zigzag:
+            return (rank,)
+        # A group's two chunks are cut into two for each of its devices.
+        size = self.heads
+        group, place = rank // size, rank % size
+        last = self.num_chunks // size - 1 - group
+
+        def chunk(at: Any) -> Any:
+            second = at // size
+            return (group + second * (last - group)) * size + at - second * size
+
+        return chunk(2 * place), chunk(2 * place + 1)

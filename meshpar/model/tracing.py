@@ -82,18 +82,21 @@ def traced_forward(
         model: The model.
         batch: Shapes of a batch.
         rules: What stands in the scope; None outside any mesh.
-        head: Whether the head is run too.
+        head: Whether the head is run too: its sums, and each group's.
         fields: Of the scope, besides.
     """
 
     def once(params: tuple, state: tuple, batch: Any) -> Any:
         (ends, layers), (of_ends, states) = params, state
         outside = tracing_scope(batch, of_ends, rules=rules, **fields)
-        x = model.embed(ends, outside.batch, outside)
+        x, of_groups = model.embed(ends, outside.batch, outside), []
         for group, layer, of_layer in zip(model.groups, layers, states, strict=True):
             x = x if group.enter is None else group.enter(ends, x, outside)
-            x, _ = group.run(layer, x, outside.at_layer(0, of_layer))
-        return model.loss_sums(ends, x, outside.batch, outside) if head else x
+            x, sums = group.run(layer, x, outside.at_layer(0, of_layer))
+            of_groups.append(sums)
+        if not head:
+            return x
+        return model.loss_sums(ends, x, outside.batch, outside), of_groups
 
     return once, one_layer_shapes(model), one_layer_state(model), batch
 

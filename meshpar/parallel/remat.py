@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
 from meshpar.errors import InputError
 from meshpar.layout import STAGE_REMATS, nearest
@@ -14,7 +16,7 @@ from meshpar.model.contract import Model
 from meshpar.model.equations import equations
 from meshpar.model.scope import SAVED_PREFIX, Scope
 from meshpar.model.tracing import traced_batch, traced_forward, tracing
-from meshpar.residual_names import ResidualNames, is_named
+from meshpar.residual_names import BLOCK_INPUT, ResidualNames, is_named
 
 HOST_MEMORY = "pinned_host"
 """JAX's name for memory of the host that devices read and write by themselves."""
@@ -32,13 +34,18 @@ def rematerialised(
     besides what the block named with `Scope.save` (Korthikanti et al. 2022, section 5:
     all but the inside of attention), `dots` the output of every matmul without batch
     dims. `save:a/b` keeps the residuals of those names, `offload:c` moves them to the
-    host's memory and back. `stage` and `stage_full` are `none` and `full` of a block:
-    what keeps a stage's input alone runs its loop again.
+    host's memory and back; the block's input is one of them, `block_input`. `stage` and
+    `stage_full` are `none` and `full` of a block: what keeps a stage's input alone runs
+    its loop again.
     """
     remat = {"stage": "none", "stage_full": "full"}.get(remat, remat)
 
     def call(make_scope: Callable, params: Any, x: Any, known: Any) -> Any:
-        return block(params, x, make_scope(known))
+        scope = make_scope(known)
+        # A user's own loop may have scopes of its own.
+        if isinstance(scope, Scope) and (remat == "full" or is_named(remat)):
+            scope = replace(scope, recomputed=True)
+        return block(params, _named_input(x, remat), scope)
 
     if remat == "none":
         return call
@@ -46,6 +53,13 @@ def rematerialised(
     return jax.checkpoint(
         call, policy=_policy(remat), prevent_cse=not looped, static_argnums=(0,)
     )
+
+
+def _named_input(x: Any, remat: str) -> Any:
+    """The stream under its name, where a policy speaks of it."""
+    if not is_named(remat) or BLOCK_INPUT not in ResidualNames.parse(remat).every:
+        return x
+    return jax.tree.map(lambda x: checkpoint_name(x, SAVED_PREFIX + BLOCK_INPUT), x)
 
 
 def check_residual_names(model: Model, remat: str) -> None:
@@ -83,7 +97,7 @@ def refuse_unknown(remat: str, known: Sequence[str]) -> None:
         InputError: They are not.
     """
     for name in ResidualNames.parse(remat).every:
-        if name not in known:
+        if name not in (BLOCK_INPUT, *known):
             raise InputError(
                 f"remat={remat}: no block names a residual {name!r} with Scope.save; "
                 f"{nearest(name, known)}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 from meshpar.errors import InputError
 from meshpar.layout import Layout
 from meshpar.model.contract import Model
-from meshpar.model.inputs import logical_sizes
+from meshpar.model.inputs import BATCH_DIM, logical_sizes, shapes_of
 from meshpar.model.token_mixing import mixes_tokens
 from meshpar.model.token_order import TokenOrder
 from meshpar.model.tracing import (
@@ -39,7 +40,7 @@ def check_context(model: Model, layout: Layout, rules: Rules) -> None:
     """
     if layout.context == 1:
         return
-    if layout.attention == "ulysses":
+    if layout.attention_method.heads > 1:
         _check_heads(model, layout, rules)
     check_token_wise(model)
 
@@ -58,15 +59,16 @@ def context_problems(
 
 
 def _check_heads(model: Model, layout: Layout, rules: Rules) -> None:
-    sizes = layout.mesh_shape
+    sizes, trading = layout.mesh_shape, layout.attention_method.heads
     for path, parameter in model.flat_parameters().items():
         for name, size in zip(parameter.logical_axes, parameter.shape, strict=True):
             if name != "heads" or "heads" not in rules.table:
                 continue
             split = math.prod(sizes[axis] for axis in rules.mesh_axes("heads"))
-            if size % (split * layout.context):
+            if size % (split * trading):
                 raise InputError(
-                    f"attention=ulysses splits heads over context={layout.context}"
+                    f"attention={layout.attention} splits heads over "
+                    f"{'context=' if trading == layout.context else ''}{trading}"
                     f"{f' x {split}' if split > 1 else ''}, which does not divide the "
                     f"{size} of {path}; take attention=ring or allgather, or another "
                     "context"
@@ -77,24 +79,26 @@ def _check_heads(model: Model, layout: Layout, rules: Rules) -> None:
 def check_token_wise(model: Model) -> None:
     """Refuses a model whose functions mix tokens otherwise than by attention.
 
-    They are traced, on no device, as the devices of a split sequence run them.
+    They are traced, on no device, as the devices of a split sequence run them: with the
+    inputs that a batch needs, and with those that it may have.
 
     Raises:
-        InputError: No input has a sequence; or a function mixes tokens, or counts
-            places from the first token at hand.
+        InputError: No input has a sequence; or a function mixes tokens, counts places
+            from the first token at hand, or makes another sum than one over tokens.
     """
-    sizes = [one for one in logical_sizes(model.known_inputs) if is_sequence(one)]
-    if not sizes:
+    fixed = _fixed_tokens(model)
+    if fixed is None and not _open_sequences(model):
         raise InputError(
             "context splits sequences, but no declared input has a dim of tokens "
             "(logical axis 'seq', or one that ends with '_seq'); set context=1"
         )
-    for num_tokens in _TRACED_TOKENS:
+    sizes = _TRACED_TOKENS if fixed is None else (fixed,)
+    for num_tokens in sizes:
         try:
-            found = _mixes(model, num_tokens)
+            found = _mixes(model, num_tokens, ()) or _mixes_given_all(model, num_tokens)
             break
         except InputError:  # longer than the model takes, perhaps
-            if num_tokens == _TRACED_TOKENS[-1]:
+            if num_tokens == sizes[-1]:
                 raise
     if found is not None:
         raise InputError(
@@ -103,26 +107,107 @@ def check_token_wise(model: Model) -> None:
         )
 
 
-def _mixes(model: Model, num_tokens: int) -> str | None:
-    """The operation of a model that mixes tokens; None if none does."""
-    batch = traced_batch(model, 3, num_tokens)
-    positions = jax.ShapeDtypeStruct((num_tokens,), jnp.int32)
+def _open_sequences(model: Model) -> bool:
+    return any(is_sequence(name) for name in logical_sizes(model.known_inputs))
 
-    def forward(tokens: list, params: Any, state: Any) -> Any:
-        batch, positions = tokens
-        order = TokenOrder(mesh_axis="context", num_ranks=1, probe=positions)
-        once, *_ = traced_forward(model, batch, head=not model.per_token, order=order)
-        return once(params, state, batch)
 
-    def dim_of(name: str) -> int | None:
-        return next(iter(sequence_dims(model, name, batch[name])), None)
+def _fixed_tokens(model: Model) -> int | None:
+    """Tokens of every batch's sequences, where the inputs say so."""
+    sizes = {
+        size
+        for one in model.known_inputs.values()
+        for name, size in zip(one.logical_axes, one.sizes, strict=True)
+        if is_sequence(name) and size is not None
+    }
+    return max(sizes, default=None)
 
-    of_batch = {name: (shape, dim_of(name)) for name, shape in batch.items()}
+
+def _mixes_given_all(model: Model, num_tokens: int) -> str | None:
+    inputs = model.known_inputs
+    optional = tuple(name for name, one in inputs.items() if one.optional)
+    return _mixes(model, num_tokens, optional) if optional else None
+
+
+def _mixes(model: Model, num_tokens: int, optional: tuple[str, ...]) -> str | None:
+    """The operation of a model that mixes tokens; None if none does.
+
+    Args:
+        model: The model.
+        num_tokens: Of the sequences that it is traced on.
+        optional: The optional inputs that a batch has.
+    """
+    whole = _Hand.of(model, num_tokens, num_tokens, optional)
+    share = _Hand.of(model, num_tokens, max(num_tokens // 2, 1), optional)
     params, state = one_layer_shapes(model), one_layer_state(model)
     with tracing("the model cannot be traced for context"):
         return mixes_tokens(
-            forward, num_tokens, [of_batch, (positions, 0)], params, state
+            whole.forward,
+            num_tokens,
+            whole.tokens,
+            params,
+            state,
+            fewer=(share.forward, share.tokens),
+            sums=True,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Hand:
+    """A model on the tokens that one device has of each sequence.
+
+    Args:
+        model: The model.
+        order: In which a probe has them.
+        batch: Name -> (shape, dim of its tokens or None).
+        positions: Of the tokens.
+    """
+
+    model: Model
+    order: TokenOrder
+    batch: dict[str, tuple[jax.ShapeDtypeStruct, int | None]]
+    positions: jax.ShapeDtypeStruct
+
+    @classmethod
+    def of(
+        cls, model: Model, seq: int, num_tokens: int, optional: tuple[str, ...]
+    ) -> _Hand:
+        """So many tokens of sequences of `seq`."""
+        inputs = {
+            name: replace(one, optional=False)
+            for name, one in model.known_inputs.items()
+            if not one.optional or name in optional
+        }
+        sizes = dict.fromkeys(logical_sizes(inputs), num_tokens)
+        batch = {}
+        for name, shape in shapes_of(inputs, {**sizes, BATCH_DIM: 3}).items():
+            dims = sequence_dims(model, name, shape)
+            given = tuple(
+                num_tokens if dim in dims else size
+                for dim, size in enumerate(shape.shape)
+            )
+            array = jax.ShapeDtypeStruct(given, shape.dtype)
+            batch[name] = array, next(iter(dims), None)
+        return cls(
+            model=model,
+            order=TokenOrder(
+                mesh_axis="context", num_ranks=1, lengths=((num_tokens, seq),)
+            ),
+            batch=batch,
+            positions=jax.ShapeDtypeStruct((num_tokens,), jnp.int32),
+        )
+
+    @property
+    def tokens(self) -> list:
+        """What `forward` is given first, with the dims of tokens."""
+        return [self.batch, (self.positions, 0)]
+
+    def forward(self, tokens: list, params: Any, state: Any) -> Any:
+        """The sums of the model."""
+        batch, positions = tokens
+        order = replace(self.order, probe=positions)
+        shapes = {name: shape for name, (shape, _) in self.batch.items()}
+        once, *_ = traced_forward(self.model, shapes, head=True, order=order)
+        return once(params, state, batch)
 
 
 def check_sequences(

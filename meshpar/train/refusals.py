@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from numbers import Real
+from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
@@ -11,7 +13,8 @@ from jax.sharding import AbstractMesh, Mesh
 from meshpar.errors import InputError
 from meshpar.layout import BATCH_AXES, ZERO_AXES, Layout
 from meshpar.mesh import platform_of
-from meshpar.model.contract import Model
+from meshpar.model.contract import BlockGroup, Model
+from meshpar.model.parameter import flat
 from meshpar.model.tracing import traced_batch, traced_forward, tracing
 from meshpar.parallel.placement import DTYPES
 from meshpar.parallel.remat import HOST_MEMORY
@@ -137,29 +140,48 @@ def experts_refusal(model: Model, layout: Layout) -> str | None:
     """
     if layout.expert == 1:
         return None
-    asked = f"layout {str(layout)!r}: expert={layout.expert} splits experts, but no "
+    asked = f"layout {str(layout)!r}: expert={layout.expert} splits experts, but"
     parameters = model.flat_parameters().values()
     if not any("experts" in one.logical_axes for one in parameters):
         return (
-            f"{asked}parameter of the model has the logical axis 'experts'; set "
+            f"{asked} no parameter of the model has the logical axis 'experts'; set "
             "expert=1, and give 'data' or 'fsdp' its devices"
         )
-    if not _sends_tokens(model):
+    silent = _sends_no_tokens(model)
+    if silent is not None:
         return (
-            f"{asked}block sends its tokens to them, so that each would see its "
-            "device's experts alone; call "
+            f"{asked} block group {silent!r} sends no tokens to its experts, so that "
+            "each would see its device's experts alone; call "
             "meshpar.parallel.expert.experts.routed_mlp, or set expert=1"
         )
     return None
 
 
-def _sends_tokens(model: Model) -> bool:
-    """Whether a block sends tokens to their experts."""
-    seen: list[str] = []
+def _sends_no_tokens(model: Model) -> str | None:
+    """The first group of blocks with experts that sends them no tokens, if any."""
+    sent: list[str] = []
+    sends: dict[str, bool] = {}
+
+    def noted(group: BlockGroup) -> BlockGroup:
+        def block(params: Any, x: Any, scope: Any) -> Any:
+            before = len(sent)
+            found = group.block(params, x, scope)
+            sends[group.name] = len(sent) > before
+            return found
+
+        return replace(group, block=block)
+
+    watched = replace(model, groups=tuple(map(noted, model.groups)))
     with tracing("whether a block sends tokens to its experts cannot be found"):
-        once, *shapes = traced_forward(model, traced_batch(model, 1, 1), exchanges=seen)
+        batch = traced_batch(model, 1, 1)
+        once, *shapes = traced_forward(watched, batch, exchanges=sent)
         jax.eval_shape(once, *shapes)
-    return bool(seen)
+    for group in model.groups:
+        own = flat(model.parameters[group.name]).values()
+        has_experts = any("experts" in one.logical_axes for one in own)
+        if has_experts and not sends[group.name]:
+            return group.name
+    return None
 
 
 def refuse_schedule(layout: Layout) -> None:

@@ -274,7 +274,7 @@ def _asked(
     """What a fused kernel would have to do here."""
     order = scope.order
     ranks = 1 if order is None else order.num_ranks
-    method = "" if order is None or ranks == 1 else order.method
+    method = "" if order is None or ranks == 1 else order.text
     halves = (jnp.bfloat16,) if scope.platform == "tpu" else (jnp.bfloat16, jnp.float16)
     return AttentionAsked(
         platform=scope.platform,

@@ -14,6 +14,7 @@ from meshpar import Scope
 from meshpar.models.layers.recomputed import recomputed
 from meshpar.parallel.column import column_parallel
 from meshpar.parallel.tensor import AnyArray
+from meshpar.parallel.token_chunks import in_token_chunks
 
 # Both operands of the contraction over `mlp` are constrained, the hidden values too:
 # otherwise GSPMD may gather the weight in the backward where it is the smaller one.
@@ -65,13 +66,22 @@ class GatedMLP(nnx.Module):
         """(batch, seq, embed) -> (batch, seq, embed), before it is constrained."""
         # B batch, T seq, D embed, P gate and up, F mlp.
         axes = ("batch", "seq", None, "mlp")
-        both_BTPF = column_parallel("BTD,DPF->BTPF", x, self.gate_up[...], axes, scope)
-        both_BTPF = scope.save(both_BTPF, "mlp_gate_up")
-        hidden_BTF = scope.constrain(
-            recomputed(_gated, self.activation)(both_BTPF), _HIDDEN
+
+        def of_tokens(weights: tuple, x: jax.Array) -> jax.Array:
+            gate_up, down = weights
+            both_BTPF = column_parallel("BTD,DPF->BTPF", x, gate_up, axes, scope)
+            both_BTPF = scope.save(both_BTPF, "mlp_gate_up")
+            hidden_BTF = scope.constrain(
+                recomputed(_gated, self.activation)(both_BTPF), _HIDDEN
+            )
+            hidden_BTF = scope.save(hidden_BTF, "mlp_hidden")
+            return jnp.einsum("BTF,FD->BTD", hidden_BTF, down)
+
+        weights = self.gate_up[...], self.down[...]
+        widest = (*x.shape[:2], *weights[0].shape[1:])
+        return in_token_chunks(
+            of_tokens, weights, x, scope, widest=widest, widest_axes=axes
         )
-        hidden_BTF = scope.save(hidden_BTF, "mlp_hidden")
-        return jnp.einsum("BTF,FD->BTD", hidden_BTF, self.down[...])
 
 
 class PlainMLP(nnx.Module):
@@ -117,17 +127,26 @@ class PlainMLP(nnx.Module):
         self, x: Float[AnyArray, "batch seq embed"], scope: Scope
     ) -> Float[AnyArray, "batch seq embed"]:
         """(batch, seq, embed) -> (batch, seq, embed), before it is constrained."""
+
         # B batch, T seq, D embed, F mlp.
-        up_BTF = column_parallel("BTD,DF->BTF", x, self.up[...], _HIDDEN, scope)
-        if self.up_bias is not None:
-            up_BTF = up_BTF + self.up_bias[...]
-        up_BTF = scope.save(scope.constrain(up_BTF, _HIDDEN), "mlp_up")
-        hidden_BTF = scope.constrain(
-            recomputed(_activated, self.activation)(up_BTF), _HIDDEN
+        def of_tokens(weights: tuple, x: jax.Array) -> jax.Array:
+            up, up_bias, down, down_bias = weights
+            up_BTF = column_parallel("BTD,DF->BTF", x, up, _HIDDEN, scope)
+            up_BTF = up_BTF if up_bias is None else up_BTF + up_bias
+            up_BTF = scope.save(scope.constrain(up_BTF, _HIDDEN), "mlp_up")
+            hidden_BTF = scope.constrain(
+                recomputed(_activated, self.activation)(up_BTF), _HIDDEN
+            )
+            hidden_BTF = scope.save(hidden_BTF, "mlp_hidden")
+            down_BTD = jnp.einsum("BTF,FD->BTD", hidden_BTF, down)
+            return down_BTD if down_bias is None else down_BTD + down_bias
+
+        parameters = self.up, self.up_bias, self.down, self.down_bias
+        weights = tuple(None if one is None else one[...] for one in parameters)
+        widest = (*x.shape[:2], self.up.shape[1])
+        return in_token_chunks(
+            of_tokens, weights, x, scope, widest=widest, widest_axes=_HIDDEN
         )
-        hidden_BTF = scope.save(hidden_BTF, "mlp_hidden")
-        down_BTD = jnp.einsum("BTF,FD->BTD", hidden_BTF, self.down[...])
-        return down_BTD if self.down_bias is None else down_BTD + self.down_bias[...]
 
 
 def _gated(activation: str, both_BTPF: jax.Array) -> jax.Array:

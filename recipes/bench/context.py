@@ -4,10 +4,11 @@
     python -m recipes.bench.context --seq 16384 --context 8
 
 Values and gradients of causal attention with grouped heads, on emulated CPU devices:
-ring, gather and Ulysses beside one device, and beside a hand-written `shard_map` that
-gathers keys and values and builds all scores of its queries. All must agree in values
-and gradients; then they run in turns. The same work is done on the same cores by all,
-but for the scores that a causal mask hides, which the hand-written one makes.
+ring, gather, Ulysses, and both degrees at once beside one device, and beside a
+hand-written `shard_map` that gathers keys and values and builds all scores of its
+queries. All must agree in values and gradients; then they run in turns. The same work
+is done on the same cores by all, but for the scores that a causal mask hides, which the
+hand-written one makes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import argparse
 import statistics
 import sys
 import time
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -31,9 +32,11 @@ import meshpar
 from meshpar.model.token_order import TokenOrder
 from meshpar.parallel.context.attention import shard_attention
 from meshpar.parallel.context.mask import Mask
+from meshpar.parallel.sequence import token_order
 from meshpar.recipes.bench.conditions import conditions, turn_ynn_off
 
 METHODS = ("ring", "allgather", "ulysses")
+"""And where `--context` is even and above 2, Ulysses in pairs and a ring across."""
 _TOLERANCE = 1e-5
 
 
@@ -44,7 +47,7 @@ def main() -> None:
     meshpar.emulate(8)
     arrays = _arrays(args)
     programs = {"one device": _one_device(), "hand-written gather": _by_hand(args)}
-    programs |= {method: _method(method, args) for method in METHODS}
+    programs |= {method: _method(method, args) for method in _methods(args)}
     compiled = {
         name: jax.jit(run).lower(*arrays).compile() for name, run in programs.items()
     }
@@ -63,17 +66,18 @@ def main() -> None:
     Console(width=None if sys.stdout.isatty() else 100).print(_table(compiled, seconds))
 
 
+def _methods(args: argparse.Namespace) -> tuple[str, ...]:
+    pairs, odd = divmod(args.context, 2)
+    return METHODS if odd or pairs < 2 else (*METHODS, f"ulysses:2+ring:{pairs}")
+
+
 def _one_device() -> Any:
     return _gradients(lambda q, k, v: shard_attention(q, k, v, mask=Mask()))
 
 
 def _method(method: str, args: argparse.Namespace) -> Any:
-    order = TokenOrder(
-        mesh_axis="context",
-        num_ranks=args.context,
-        method=method,
-        zigzag=method != "ulysses",
-    )
+    layout = meshpar.Layout(context=args.context, attention=method)
+    order = cast(TokenOrder, token_order(layout))
 
     def local(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         return shard_attention(q, k, v, mask=Mask(), order=order, rank=order.rank())

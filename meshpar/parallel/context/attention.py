@@ -14,20 +14,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from meshpar.attention_tiles import head_parts, tile_tokens
 from meshpar.chunk_bytes import LONGEST_SCORES
 from meshpar.collectives import asked
 from meshpar.errors import InputError
 from meshpar.model.token_order import TokenOrder
-from meshpar.parallel.context.hops import Hops, tile_size
+from meshpar.parallel.context.hops import Hops
 from meshpar.parallel.context.mask import Mask
 from meshpar.parallel.context.shards import attention_of_shards
 from meshpar.parallel.context.splash_ring import Ring, splash_ring
 from meshpar.parallel.context.tiling import Known, Plan
 from meshpar.parallel.context.ulysses import heads_here, tokens_here
-
-PART_BYTES = 4 * 2**20
-"""Keys and values that a device sends at once at least: over a link of 50 GB/s they
-take 84 us, many times its latency."""
 
 
 def shard_attention(
@@ -46,8 +43,9 @@ def shard_attention(
 ) -> jax.Array:
     """Attention of this device's queries to the keys of all devices.
 
-    Communicates as `attention_of_shards` for `ring` and `allgather`, and as
-    `ulysses.heads_here` and `tokens_here` for `ulysses`.
+    Communicates as `attention_of_shards` for `ring` and `allgather`, as
+    `ulysses.heads_here` and `tokens_here` for `ulysses`, and where groups of devices
+    trade heads and share the sequence, as both.
 
     Args:
         q: (batch, tokens, heads, head_dim).
@@ -94,7 +92,7 @@ def shard_attention(
             "or neither"
         )
     known = Known(jnp.asarray(rank, jnp.int32), q_segments, k_segments, prefix)
-    if order is not None and order.method == "ulysses":
+    if order is not None and order.num_trading > 1:
         return _by_heads(q, k, v, mask, order, known, sinks, whole)
     output, lse = _of_tokens(q, k, v, mask, order, known)
     return output if sinks is None else _with_sinks(output, lse, sinks)
@@ -111,7 +109,9 @@ def kernel_ring(
     segments: jax.Array | None = None,
 ) -> jax.Array:
     """`shard_attention` by a ring whose tiles a TPU's kernel makes (`splash_ring`)."""
-    ring = Ring(order=order, causal=mask.causal, num_parts=_parts(k, order))
+    key_bytes = k.size * k.dtype.itemsize
+    parts = head_parts(k.shape[2], key_bytes, order.num_ranks, order.method)
+    ring = Ring(order=order, causal=mask.causal, num_parts=parts)
     return splash_ring(q, k, v, segments, rank=rank, ring=ring)
 
 
@@ -139,8 +139,13 @@ def _of_tokens(
     order: TokenOrder | None,
     known: Known,
 ) -> tuple[jax.Array, jax.Array]:
-    rows = q.shape[0] * q.shape[2]
-    parts, method = _parts(k, order), "ring" if order is None else order.method
+    num_ranks, method = 1, "ring"
+    if order is not None:
+        num_ranks, method = order.num_ranks, order.method
+    key_bytes = k.size * k.dtype.itemsize
+    parts = head_parts(k.shape[2], key_bytes, num_ranks, method)
+    rows = q.shape[0] * q.shape[2] // parts
+    zigzag = order is not None and order.zigzag
     plan = Plan(
         hops=Hops(
             mask=mask,
@@ -148,30 +153,14 @@ def _of_tokens(
             queries=q.shape[1],
             keys=k.shape[1],
             tiles=(
-                tile_size(q.shape[1], rows // parts, order),
-                tile_size(k.shape[1], rows // parts, order),
+                tile_tokens(q.shape[1], rows, zigzag=zigzag),
+                tile_tokens(k.shape[1], rows, zigzag=zigzag),
             ),
         ),
         method=method,
         num_parts=parts,
     )
     return attention_of_shards(plan, q, k, v, known)
-
-
-def _parts(k: jax.Array, order: TokenOrder | None) -> int:
-    """Parts that the kv heads are taken in, so that what is moved takes little memory.
-
-    Gathered they are as many times larger as there are devices; on their way round a
-    ring there are two of them, and of their gradients.
-    """
-    kv_heads = k.shape[2]
-    if order is None or order.num_ranks == 1:
-        return 1
-    most = 2 * k.size * k.dtype.itemsize // PART_BYTES
-    if order.method == "allgather":
-        most = max(most, order.num_ranks)
-    few = range(1, min(max(most, 1), kv_heads) + 1)
-    return max(num for num in few if kv_heads % num == 0)
 
 
 def _by_heads(
@@ -184,30 +173,38 @@ def _by_heads(
     sinks: jax.Array | None,
     kernel: Callable[..., jax.Array] | None,
 ) -> jax.Array:
-    heads = q.shape[2] // order.num_ranks
+    heads, groups = q.shape[2] // order.num_trading, order.of_groups()
     q, k, v = heads_here(q, k, v, order)
-    whole = functools.partial(_whole_sequence, order=order)
-    if kernel is not None and not order.lengths:
+    whole = functools.partial(_of_group, order=order)
+    if kernel is not None and groups.num_ranks == 1 and not order.lengths:
         segments = whole(known.q_segments)
         more = () if segments is None else (segments,)
         return tokens_here(kernel(q, k, v, *more), order)
     here = known._replace(
-        rank=jnp.int32(0),
+        rank=known.rank // order.num_trading,
         q_segments=whole(known.q_segments),
         k_segments=whole(known.k_segments),
     )
-    output, lse = _of_tokens(q, k, v, mask, order.of_whole(), here)
+    output, lse = _of_tokens(q, k, v, mask, groups, here)
     if sinks is not None:
-        own = lax.dynamic_slice_in_dim(sinks, known.rank * heads, heads)
+        first = known.rank % order.num_trading * heads
+        own = lax.dynamic_slice_in_dim(sinks, first, heads)
         output = _with_sinks(output, lse, own)
     return tokens_here(output, order)
 
 
-def _whole_sequence(segments: jax.Array | None, order: TokenOrder) -> jax.Array | None:
+def _of_group(segments: jax.Array | None, order: TokenOrder) -> jax.Array | None:
+    """Those of all tokens that a group has."""
     if segments is None:
         return None
     with asked("context_gather"):
-        return lax.all_gather(segments, order.mesh_axis, axis=1, tiled=True)
+        return lax.all_gather(
+            segments,
+            order.mesh_axis,
+            axis=1,
+            tiled=True,
+            axis_index_groups=order.trading(),
+        )
 
 
 def _with_sinks(output: jax.Array, lse: jax.Array, sinks: jax.Array) -> jax.Array:

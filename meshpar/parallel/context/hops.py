@@ -14,16 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshpar.chunk_bytes import TILE_BYTES
 from meshpar.model.token_order import TokenOrder
 from meshpar.parallel.context.mask import PADDING, Mask
-
-LARGEST_TILE = 1024
-"""Queries or keys of a tile at most: at head_dim 128 a tile then does 4 x 128 x 1024
-FLOPs for each score's row of 512 KiB, enough to be bound by arithmetic."""
-
-SMALLEST_TILE = 128
-"""Sequences are padded rather than cut into smaller tiles than this."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,15 +83,6 @@ class Hops:
         lists, index = _variants(self, hops)
         return jnp.asarray(lists)[jnp.asarray(index)[:, rank]]
 
-    @property
-    def tiles_made(self) -> int:
-        """Tiles of scores that each device makes, those that fill up among them."""
-        return sum(self._most(hop) for hop in self.needed)
-
-    def tiles_needed(self, rank: int) -> int:
-        """Tiles of scores of a device that have a pair which sees."""
-        return sum(len(self.live(hop, rank)) for hop in self.needed)
-
     def live(self, hop: int, rank: int) -> np.ndarray:
         """The tiles that a device needs at a hop, (pairs, 2)."""
         source = (rank - hop) % self.num_ranks
@@ -107,21 +90,6 @@ class Hops:
 
     def _most(self, hop: int) -> int:
         return max(len(self.live(hop, rank)) for rank in range(self.num_ranks))
-
-
-def tile_size(tokens: int, rows: int, order: TokenOrder | None) -> int:
-    """Tokens of a tile: they divide a device's chunks where that costs little.
-
-    Args:
-        tokens: Of a device.
-        rows: Examples times heads of a device.
-        order: Of the tokens.
-    """
-    chunk = tokens // 2 if order is not None and order.zigzag else tokens
-    most = int((TILE_BYTES / 4 / max(rows, 1)) ** 0.5)
-    most = max(min(most, LARGEST_TILE, chunk), 1)
-    divides = next(size for size in range(most, 0, -1) if chunk % size == 0)
-    return divides if divides >= min(most, SMALLEST_TILE) else most
 
 
 @functools.lru_cache(maxsize=4096)

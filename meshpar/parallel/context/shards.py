@@ -75,11 +75,13 @@ def _forward(
 
     def part(arrays: tuple) -> tuple[jax.Array, jax.Array]:
         (q, k, v), here = _held(arrays, known)
-        return run(plan.hops, _queries(plan, q, here), k, v, here).result()
+        found = run(plan.hops, _queries(plan, q, here), k, v, here)
+        output, lse = found.result()
+        return output.astype(v.dtype), lse
 
     cut = in_parts(plan, (tiled(plan, q, k.shape[2]), *tiled_keys(plan, k, v)))
     output, lse = _by_part(part, cut)
-    output = joined(plan, output, q.shape).astype(v.dtype)
+    output = joined(plan, output, q.shape)
     lse = joined(plan, lse[..., None], (*q.shape[:3], 1))[..., 0]
     return (output, lse), (q, k, v, known, output, lse)
 
@@ -96,15 +98,18 @@ def _backward(plan: Plan, kept: tuple, cotangents: tuple) -> tuple:
         queries = _queries(plan, q, here)._replace(
             backward=Backward(dy, lse[..., 0], delta[..., 0])
         )
-        return run(plan.hops, queries, k, v, here)
+        dq, of_keys = run(plan.hops, queries, k, v, here)
+        # What all parts leave is in the dtype of the arrays, a half of fp32's.
+        dk, dv = (x.astype(k.dtype) for x in of_keys)
+        return dq.astype(q.dtype), (dk, dv)
 
     of_queries = (q, dy, lse[..., None], delta[..., None])
     cut = (*(tiled(plan, x, kv_heads) for x in of_queries), *tiled_keys(plan, k, v))
     dq, (dk, dv) = _by_part(part, in_parts(plan, cut))
     return (
-        joined(plan, dq, q.shape).astype(q.dtype),
-        joined(plan, dk[:, :, :, :, None], k.shape).astype(k.dtype),
-        joined(plan, dv[:, :, :, :, None], v.shape).astype(v.dtype),
+        joined(plan, dq, q.shape),
+        joined(plan, dk[:, :, :, :, None], k.shape),
+        joined(plan, dv[:, :, :, :, None], v.shape),
         None,
     )
 
@@ -220,7 +225,7 @@ def _gather_backward(
     dq, total = _over_hops(hops, step, (dq, total), known)
     with asked("context_scatter"):
         return dq, tuple(
-            lax.psum_scatter(x, _mesh_axis(hops), scatter_dimension=0) for x in total
+            lax.psum_scatter(x, **_members(hops), scatter_dimension=0) for x in total
         )
 
 
@@ -267,12 +272,10 @@ def _by_part(function: Callable[[tuple], Any], arrays: tuple) -> Any:
 
 def _shift(hops: Hops, tree: Any, distance: int, reason: str = "context_ring") -> Any:
     """What the device `distance` places before this one has."""
-    n = hops.num_ranks
-    if hops.order is None or distance % n == 0:
+    if hops.order is None or distance % hops.num_ranks == 0:
         return tree
-    pairs = [(source, (source + distance) % n) for source in range(n)]
     with asked(reason):
-        return lax.ppermute(tree, hops.order.mesh_axis, pairs)
+        return lax.ppermute(tree, hops.order.mesh_axis, hops.order.hop(distance))
 
 
 def _shift_both(hops: Hops, moved: tuple, distance: int) -> tuple:
@@ -286,9 +289,10 @@ def _shift_both(hops: Hops, moved: tuple, distance: int) -> tuple:
 def _gather(hops: Hops, tree: Any) -> Any:
     """(ranks, ...) of all devices' arrays."""
     with asked("context_gather"):
-        return jax.tree.map(lambda x: lax.all_gather(x, _mesh_axis(hops)), tree)
+        return jax.tree.map(lambda x: lax.all_gather(x, **_members(hops)), tree)
 
 
-def _mesh_axis(hops: Hops) -> str:
+def _members(hops: Hops) -> dict[str, Any]:
     """Where the devices that share the sequence lie; nothing moves on one alone."""
-    return cast(TokenOrder, hops.order).mesh_axis
+    order = cast(TokenOrder, hops.order)
+    return {"axis_name": order.mesh_axis, "axis_index_groups": order.sharing()}

@@ -46,7 +46,8 @@ class ModelFunctions:
     def keeps_together(self) -> str | None:
         """By the layout's mesh, and its ring of keys and values."""
         layout = self.placement.layout
-        if layout.context > 1 and layout.attention == "ring":
+        how = layout.attention_method
+        if how.groups > 1 and how.across == "ring":
             return "keys and values are permuted over 'context'"
         return mesh_hindrance(self.placement.mesh.shape, self.placement.platform)
 

@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from meshpar.planner.cost.block_time import block_time
+from meshpar.planner.cost.block_workspace import in_chunks_bytes
 from meshpar.planner.cost.run import Run
 from meshpar.planner.search.space import Variant
 from meshpar.planner.workload.activations import (
@@ -81,6 +82,7 @@ def bound_time(run: Run, moe: bool) -> BoundTime:
 
 def bound_memory(run: Run, moe: bool) -> BoundMemory:
     """Of the block of a run, with or without routed experts."""
-    again, inputs = everything_bytes(run, moe=moe), stage_input_bytes(run)
+    again = everything_bytes(run, moe=moe) - in_chunks_bytes(run, moe=moe)
+    inputs = stage_input_bytes(run)
     inner = again if run.layout.remat == "stage" else inputs
     return BoundMemory(kept_bytes(run, moe=moe), again, inputs, inner)

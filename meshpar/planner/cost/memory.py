@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from meshpar.chunk_bytes import SCORE_BYTES, TILE_BYTES
-from meshpar.hardware.attention_choice import SPLASH_LANES
 from meshpar.layout import STAGE_REMATS
+from meshpar.planner.cost.block_workspace import in_chunks_bytes, scores_at_once
 from meshpar.planner.cost.parameters import (
     block_parameters,
     blocks_by_kind,
@@ -270,7 +269,7 @@ def _ends_bytes(run: Run, *, split: bool) -> float:
 def _workspace_bytes(run: Run, rank: int, layers: list[int], kept: float) -> float:
     """One block's own residuals where the backward computes them again, and copies."""
     moe = bool(layers) and run.workload.is_moe(layers[-1])
-    again = everything_bytes(run, moe=moe)
+    again = everything_bytes(run, moe=moe) - in_chunks_bytes(run, moe=moe)
     remat = run.layout.remat
     if run.execution.eager:
         return again if remat == "full" else 0.0
@@ -279,7 +278,7 @@ def _workspace_bytes(run: Run, rank: int, layers: list[int], kept: float) -> flo
     if remat in STAGE_REMATS:
         inner = again if remat == "stage" else stage_input_bytes(run)
         again += inner * len(layers) / run.layout.chunks
-    again += _scores_at_once(run)
+    again += scores_at_once(run)
     if not run.layout.runs_in_ticks:
         table = run.workload.vocab * run.workload.hidden / run.layout.tensor
         # The loss makes the gradient of the head's table at once: it is whole until the
@@ -305,25 +304,3 @@ def _late_gradient_bytes(run: Run, layers: list[int]) -> float:
         return 0.0
     moe = bool(layers) and run.workload.is_moe(layers[-1])
     return block_parameters(run, moe=moe) * run.dtype_bytes
-
-
-def _scores_at_once(run: Run) -> float:
-    """Gradients of some heads' scores in fp32, and cast for the next matmul.
-
-    As XLA:GPU and XLA:TPU compile `meshpar.models.layers.causal_attention`. Kernels
-    make none.
-    """
-    if run.attention.kernel == "splash":
-        # Its kernel writes each fp32 log-sum-exp once for every lane.
-        rows = run.tokens * run.workload.heads / run.layout.tensor
-        return rows * SPLASH_LANES * 4
-    if run.fused_attention:
-        return 0.0
-    if run.tiled_attention:
-        # Scores, softmax and the gradients of both, of a tile.
-        return 4 * TILE_BYTES
-    whole = 4 * run.tokens * run.seq * run.workload.heads / run.layout.tensor
-    # A key/value head's at least.
-    kv_heads = max(1.0, run.workload.kv_heads / run.layout.tensor)
-    widths = (4 + run.dtype_bytes) / 4
-    return widths * max(min(whole, SCORE_BYTES), whole / kv_heads)

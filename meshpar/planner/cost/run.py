@@ -158,7 +158,7 @@ class Run:
                     chunks=2 * self.layout.context if method == "ring" else 1,
                 )
             )
-        if method in ("ring", "allgather"):
+        if self.layout.attention_method.groups > 1:
             # Softmaxes of parts are merged, which our tiles do and no fused kernel.
             taken = self.execution.eager
         else:
@@ -207,6 +207,22 @@ class Run:
                 link = replace(link, scatters_whole=False)
             self._links[mesh_axes] = _over_rails(link, self.execution.rails)
         return self._links[mesh_axes]
+
+    def link_within(self, mesh_axis: str, inner: int, part: str) -> Link:
+        """That of groups along a mesh axis, or of one device of each.
+
+        Args:
+            mesh_axis: The mesh axis.
+            inner: Devices of a group, next to each other.
+            part: `inner` for those of a group, `outer` for one of each.
+        """
+        shape: dict[str, int] = {}
+        for axis, size in self.layout.mesh_shape.items():
+            if axis == mesh_axis:
+                shape |= {"outer": size // inner, "inner": inner}
+            else:
+                shape[axis] = size
+        return _over_rails(self.cluster.link_of(shape, (part,)), self.execution.rails)
 
     def blocks_of_rank(self, rank: int) -> tuple[range, ...]:
         """Layers of each chunk of one rank."""

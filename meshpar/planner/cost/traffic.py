@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from meshpar.expert_rooms import ROUTE_BYTES, WEIGHT_BYTES, first_room
+from meshpar.planner.cost.context_traffic import context_rows
 from meshpar.planner.cost.parameters import (
     block_parameters,
     end_parameters,
@@ -20,8 +21,6 @@ from meshpar.planner.cost.parameters import (
 )
 from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.traffic_row import (
-    ATTENTION,
-    ATTENTION_AGAIN,
     BLOCKS,
     BYTES,
     HALVES,
@@ -36,9 +35,6 @@ from meshpar.planner.cost.traffic_row import (
 from meshpar.planner.machine.overlap import hidden_share
 from meshpar.planner.workload.recomputation import Again, recomputation
 
-_GRADIENT_BYTES = 4
-"""Of keys and values on their way: they are added up in fp32."""
-
 _SUMS = "sums of the residual stream"
 _OF_SEQUENCE = {
     "all-reduce": _SUMS,
@@ -50,7 +46,7 @@ _OF_SEQUENCE = {
 def block_rows(run: Run, *, moe: bool) -> Rows:
     """Of one block and microbatch, its weights left out."""
     again = recomputation(run, moe=moe)
-    rows = [*_tensor(run, again), *_context(run, again)]
+    rows = [*_tensor(run, again), *context_rows(run, again)]
     if moe:
         rows += _expert(run, again)
     return _there(run, rows)
@@ -88,46 +84,6 @@ def _tensor(run: Run, again: Again) -> Iterator[Row]:
         yield row("reduce-scatter", "backward", beside=f"{half} weights")
     yield row("all-gather", "backward", again.gathers)
     yield row("reduce-scatter", "backward", again.sums)
-
-
-def context_rows(run: Run) -> Iterator[Row]:
-    """What attention of one block sends over `context`, without remat."""
-    return _context(run, Again())
-
-
-def _context(run: Run, again: Again) -> Iterator[Row]:
-    """What the layout's way to attend sends."""
-    context, workload = run.layout.context, run.workload
-    sizes = workload.query_dim + workload.value_dim
-    head_bytes = run.tokens * sizes * run.dtype_bytes / run.layout.tensor
-    keys_values, steps, beside = workload.kv_heads * head_bytes, 1, ("", "")
-    gradients = keys_values * _GRADIENT_BYTES / run.dtype_bytes
-    back: tuple[str, float, int] | None = None
-    if run.layout.attention == "ring":
-        # One part moves while another is attended to; back, gradients move with it,
-        # and once more, to where they belong.
-        kind, payload = "collective-permute", keys_values
-        reason, steps = "keys and values around the ring", context - 1
-        back, beside = (kind, gradients, context), (ATTENTION, ATTENTION_AGAIN)
-    elif run.layout.attention == "allgather":
-        # Back, they are gathered again, and their gradients scattered.
-        kind, payload = "all-gather", keys_values * context
-        reason = "keys and values of the whole sequence"
-        back = "reduce-scatter", gradients * context, 1
-    else:
-        # Queries, keys and values there, mixed values back; gradients the other way.
-        # A key or value goes to every device that has one of its queries.
-        copies = max(1.0, context * run.layout.tensor / workload.kv_heads)
-        sent = copies * keys_values + workload.heads * head_bytes
-        kind, payload, reason = "all-to-all", sent, "heads for sequence, and back"
-    one = Row(("context",), kind, payload, reason, "forward", steps, beside[0])
-    yield one
-    yield one._replace(passes="backward", beside="")
-    if back is not None:
-        kind, payload, times = back
-        yield Row(("context",), kind, payload, reason, "backward", times)
-    times = again.attention * steps
-    yield one._replace(passes="backward", times=times, beside=beside[1])
 
 
 def _expert(run: Run, again: Again) -> Iterator[Row]:

@@ -15,7 +15,7 @@ from meshpar.planner.cost.traffic import (
     weight_rows,
 )
 from meshpar.planner.cost.traffic_row import SECONDS, Row
-from meshpar.planner.cost.traffic_time import members
+from meshpar.planner.cost.traffic_time import link_of, members
 from meshpar.planner.machine.collective_cost import wire_bytes
 
 
@@ -54,7 +54,7 @@ def sent_in_a_step(run: Run) -> tuple[Sent, ...]:
     passes = _passes(run)
     sent: dict[tuple, float] = {}
     for row, blocks in _every_row(run, passes):
-        link = run.link(*row.mesh_axes)
+        link = link_of(run, row)
         as_sum = row.kind == "reduce-scatter" and link.scatters_whole
         kind = "all-reduce" if as_sum else row.kind
         each = wire_bytes(kind, row.payload_bytes, members(run, row))

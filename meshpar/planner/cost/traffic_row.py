@@ -32,6 +32,8 @@ class Row(NamedTuple):
         share: Of its time, what can be hidden there at most.
         waits_on: The mesh axis that waiting for it counts for; its first when empty.
         members: Devices that take part, where not all of the mesh axes do.
+        part: `inner` where devices next to each other take part alone, `outer` where
+            one of each such group does; all of the mesh axes where empty.
         only: `SECONDS` or `BYTES`, where the other sum leaves it out.
     """
 
@@ -44,6 +46,7 @@ class Row(NamedTuple):
     beside: str = ""
     waits_on: str = ""
     members: int = 0
+    part: str = ""
     only: str = ""
     share: float = 1.0
 

@@ -9,6 +9,7 @@ from meshpar.planner.cost.cost import Cost
 from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.traffic_row import BYTES, Row
 from meshpar.planner.machine.collective_cost import collective_s
+from meshpar.planner.machine.link import Link
 
 _NOTHING: Mapping[str, float] = {}
 
@@ -17,13 +18,23 @@ def row_s(run: Run, row: Row) -> float:
     """Time that a row takes in each of its passes; 0 where only bytes count."""
     if row.only == BYTES:
         return 0.0
-    link = run.link(*row.mesh_axes)
+    link = link_of(run, row)
     num_devices, count = members(run, row), 1
     if row.passes == "once" and run.execution.bucket_bytes:
         count = math.ceil(row.payload_bytes / run.execution.bucket_bytes)
     payload_bytes = row.payload_bytes / count
     seconds = collective_s(row.kind, payload_bytes, num_devices, link)
     return row.times * count * seconds
+
+
+def link_of(run: Run, row: Row) -> Link:
+    """What it runs on."""
+    if not row.part:
+        return run.link(*row.mesh_axes)
+    [mesh_axis] = row.mesh_axes
+    size = getattr(run.layout, mesh_axis)
+    inner = row.members if row.part == "inner" else size // row.members
+    return run.link_within(mesh_axis, inner, row.part)
 
 
 def members(run: Run, row: Row) -> int:

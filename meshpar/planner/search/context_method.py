@@ -2,8 +2,9 @@
 
 Ring and gather make scores in tiles of our own, as they merge softmaxes; after Ulysses'
 all-to-alls a device has whole sequences, which a fused kernel takes where there is one,
-but its heads must divide. What each takes follows from the rows of its traffic and the
-time of its attention; no other part of a step differs.
+but its heads must divide. Where `context` is larger than a host, both degrees are tried
+too: all-to-alls inside hosts, and a ring across. What each takes follows from the rows
+of its traffic and the time of its attention; no other part of a step differs.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from meshpar.planner.cost.attention_time import (
     attention_backward_s,
     attention_forward_s,
 )
+from meshpar.planner.cost.context_traffic import context_rows
 from meshpar.planner.cost.run import Run
-from meshpar.planner.cost.traffic import context_rows
 from meshpar.planner.cost.traffic_time import row_s
 from meshpar.planner.search.constraints import Constraints
 from meshpar.planner.search.refusals import layout_problems
@@ -43,7 +44,7 @@ def why_method(layout: Layout, like: Run) -> str:
         return ""
     taken = dict(_seconds(layout, like))
     words = ", ".join(f"{name} {taken[name] * 1e3:.2f} ms" for name in taken)
-    left = [name for name in METHODS if name not in taken]
+    left = [name for name in _methods(layout, like) if name not in taken]
     if left:
         words += f"; {' and '.join(left)}: the heads do not divide"
     return (
@@ -55,7 +56,7 @@ def why_method(layout: Layout, like: Run) -> str:
 def _seconds(mesh: Layout, like: Run) -> Iterator[tuple[str, float]]:
     """Method -> what a block's attention and its exchange take, where it can be."""
     sizes: dict[str, Any] = dict(mesh.mesh_shape)
-    for method in METHODS:
+    for method in _methods(mesh, like):
         layout = Layout(**sizes, attention=method, precision=mesh.precision)
         problems = layout_problems(
             like.workload,
@@ -68,12 +69,20 @@ def _seconds(mesh: Layout, like: Run) -> Iterator[tuple[str, float]]:
             yield method, _block_s(replace(like, layout=layout))
 
 
+def _methods(mesh: Layout, like: Run) -> tuple[str, ...]:
+    """Those that a mesh may take: both degrees where hosts cut `context` evenly."""
+    here, context = like.cluster.link(mesh, "context").inner, mesh.context
+    if here in (1, context) or context % here:
+        return METHODS
+    return (*METHODS, f"ulysses:{here}+ring:{context // here}")
+
+
 def _block_s(run: Run) -> float:
     work_s = attention_forward_s(run), attention_backward_s(run)
     total = sum(work_s)
     for passes, own_s in zip(("forward", "backward"), work_s, strict=True):
         rows = [row for row in context_rows(run) if row.passes == passes]
-        sent_s = sum(row_s(run, row) for row in rows)
-        hidden = own_s if all(row.beside for row in rows) else 0.0
-        total += max(0.0, sent_s - hidden)
+        total += sum(row_s(run, row) for row in rows if not row.beside)
+        beside_s = sum(row_s(run, row) for row in rows if row.beside)
+        total += max(0.0, beside_s - own_s)
     return total

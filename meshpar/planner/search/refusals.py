@@ -12,6 +12,7 @@ from meshpar.layout import BY_COST, Layout
 from meshpar.planner.machine.execution import MESHPAR, Execution
 from meshpar.planner.workload.recomputation import NAMED, OF_EXPERTS
 from meshpar.planner.workload.workload import Workload
+from meshpar.residual_names import BLOCK_INPUT
 from meshpar.schedules import size_refusals, step_refusal
 from meshpar.schedules.stage_splits import split_by_cost, split_problem, stage_sizes
 
@@ -108,7 +109,7 @@ def _residuals(
         return
     known = residual_names_of(workload)
     for name in names.every:
-        if name not in known:
+        if name not in (BLOCK_INPUT, *known):
             yield Problem(
                 "remat",
                 f"remat={layout.remat}: no block names a residual {name!r}; "
@@ -204,14 +205,15 @@ def _context(workload: Workload, layout: Layout, seq: int) -> Iterator[Problem]:
     context = layout.context
     if seq % context:
         yield Problem("context", f"{seq} tokens do not divide over context={context}")
-    if layout.attention == "ulysses" and context > 1:
-        heads = workload.heads // layout.tensor
-        if heads % context:
-            yield Problem(
-                "attention",
-                f"attention=ulysses splits the {heads} heads of a device, which do "
-                f"not divide over context={context}; take attention=ring",
-            )
+    trading = layout.attention_method.heads
+    heads = workload.heads // layout.tensor
+    if heads % trading:
+        over = f"context={context}" if trading == context else f"{trading} devices"
+        yield Problem(
+            "attention",
+            f"attention={layout.attention} splits the {heads} heads of a device, which "
+            f"do not divide over {over}; take attention=ring",
+        )
 
 
 def _expert(workload: Workload, layout: Layout) -> Iterator[Problem]:

@@ -14,6 +14,7 @@ from meshpar.planner.workload.block_activations import (
     block_activation_bytes,
 )
 from meshpar.planner.workload.traced_block import TracedBlock
+from meshpar.residual_names import BLOCK_INPUT
 
 
 def kept_bytes(run: Run, *, moe: bool) -> float:
@@ -32,7 +33,7 @@ def kept_bytes(run: Run, *, moe: bool) -> float:
         return everything_bytes(run, moe=moe)
     if remat == "selective":
         return everything_bytes(run, moe=moe) - scores_bytes(run)
-    kept = _projections(run) + _gate_up(run, moe)
+    kept = _projections(run) + gate_up_values(run, moe)
     each = kept * run.dtype_bytes / run.layout.tensor
     return run.tokens * each + 2 * stage_input_bytes(run)
 
@@ -43,7 +44,9 @@ def offloaded_bytes(run: Run, *, moe: bool) -> float:
     if names is None or not names.offload:
         return 0.0
     saved = _compiled_bytes(run, "save:" + "/".join(names.offload), moe=moe)
-    return max(0.0, saved - _compiled_bytes(run, "full", moe=moe))
+    inside = max(0.0, saved - _compiled_bytes(run, "full", moe=moe))
+    whole = stage_input_bytes(run) if BLOCK_INPUT in names.offload else 0.0
+    return inside + whole
 
 
 def everything_bytes(run: Run, *, moe: bool) -> float:
@@ -64,7 +67,7 @@ def everything_bytes(run: Run, *, moe: bool) -> float:
     # Input and output of two norms; masks of dropout have a byte a value.
     stream: float = 4 * values * workload.hidden
     stream += 2 * workload.hidden if run.execution.dropout else 0
-    inside = (_projections(run) + _mixed(run) + _mlp(run, moe)) * values
+    inside = (_projections(run) + _mixed(run) + mlp_values(run, moe)) * values
     inside += 4 * workload.heads if run.fused_attention else 0  # log-sums
     tokens = run.tokens
     if run.execution.keeps_gathered:
@@ -162,16 +165,17 @@ def _active_ffn(run: Run, moe: bool) -> int:
     return workload.expert_ffn * (workload.top_k + workload.shared_experts)
 
 
-def _gate_up(run: Run, moe: bool) -> float:
+def gate_up_values(run: Run, moe: bool) -> float:
+    """Of one token, what the first matmul of an MLP makes."""
     return _active_ffn(run, moe) * (2 if run.workload.gated else 1)
 
 
-def _mlp(run: Run, moe: bool) -> float:
+def mlp_values(run: Run, moe: bool) -> float:
     """Input and output of the activation; a gate's own output where not fused."""
     hidden = 1.0
     if run.workload.gated and not run.execution.fused_activation:
         hidden = 2.0
-    return _gate_up(run, moe) + hidden * _active_ffn(run, moe)
+    return gate_up_values(run, moe) + hidden * _active_ffn(run, moe)
 
 
 def _router_bytes(run: Run, moe: bool) -> float:

@@ -19,6 +19,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from meshpar.residual_names import BLOCK_INPUT, ResidualNames, is_named
+
 _FP32_BYTES = 4
 _MASK_BYTES = 1
 
@@ -145,11 +147,13 @@ def block_activation_bytes(
 
 
 def _is_kept(name: str, remat: str) -> bool:
-    if name == "x" or remat == "none":
+    named = ResidualNames.parse(remat) if is_named(remat) else ResidualNames()
+    if name == "x":
+        return BLOCK_INPUT not in named.offload
+    if remat == "none":
         return True
     if remat == "selective":
         return name not in ("scores", "masks")
     if remat == "dots":  # what matmuls with weights give
         return name in ("attention_qkv", "attention_out", "mlp_up", "mlp_gate_up")
-    saved = dict(part.partition(":")[::2] for part in remat.split("+")).get("save", "")
-    return name in saved.split("/")
+    return name in named.save

@@ -1,0 +1,158 @@
+"""Operations that move, cut or join dims: where they put that of the tokens."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from jax.extend.core import JaxprEqn
+
+from meshpar.model.token_flow import Flow, Mixed, Rule, check_no_places, shape_of
+
+
+def _broadcast(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
+    flow, [x, *_] = flows[0], equation.invars
+    places = equation.params["broadcast_dimensions"]
+    shape = equation.params["shape"]
+    if flow.total:
+        return [flow]
+    if flow.dim is not None:
+        return [Flow(dim=places[flow.dim])]
+    spread = {dim for dim in range(len(shape)) if dim not in places}
+    for dim, place in enumerate(places):
+        if dim in flow.uniform or (shape_of(x)[dim] == 1 and shape[place] != 1):
+            spread.add(place)
+    return [Flow(uniform=frozenset(spread))]
+
+
+def _transpose(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
+    order = list(equation.params["permutation"])
+    return [flows[0].moved(order.index)]
+
+
+def _reshape(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
+    flow, before = flows[0], shape_of(equation.invars[0])
+    after = shape_of(equation.outvars[0])
+    if flow.total or not (flow.has_tokens or flow.uniform):
+        return [Flow(total=flow.total)]
+    found = {dim: _same_place(before, after, dim) for dim in range(len(before))}
+    if flow.dim is not None:
+        place = found[flow.dim]
+        if place is None:
+            raise Mixed("a reshape that merges or cuts the sequence")
+        return [Flow(dim=place)]
+    kept = (found[dim] for dim in flow.uniform)
+    return [Flow(uniform=frozenset(dim for dim in kept if dim is not None))]
+
+
+def _same_place(before: tuple, after: tuple, dim: int) -> int | None:
+    """Where a reshape leaves a dim whole, or None."""
+    above = math.prod(before[:dim])
+    for place, size in enumerate(after):
+        if size == before[dim] and math.prod(after[:place]) == above:
+            return place
+    return None
+
+
+def _squeeze(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
+    gone = equation.params["dimensions"]
+    kept = [d for d in range(len(shape_of(equation.invars[0]))) if d not in gone]
+    flow = replace(flows[0], uniform=flows[0].uniform & frozenset(kept))
+    return [flow.moved(kept.index)]
+
+
+def _along(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
+    """Of an operation along one dim that keeps the others."""
+    params, name = equation.params, equation.primitive.name
+    given = params.get("axis", params.get("dimension", params.get("dimensions")))
+    if name == "top_k":
+        given = len(shape_of(equation.invars[0])) - 1
+    along = given if isinstance(given, tuple) else (given,)
+    for flow in flows:
+        if flow.total or flow.dim in along:
+            raise Mixed(f"{name} along the sequence")
+    dims = {flow.dim for flow in flows if flow.dim is not None}
+    if len(dims) > 1:
+        raise Mixed(f"{name} of every token with every token")
+    return [Flow(dim=dims.pop() if dims else None)] * len(equation.outvars)
+
+
+def _same_size(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
+    """Of slices, pads and their like, which keep a dim only if they take all of it."""
+    flow, name = flows[0], equation.primitive.name
+    others = [one for one in flows[1:] if one.has_tokens]
+    before, after = (shape_of(v) for v in (equation.invars[0], equation.outvars[0]))
+    if flow.total or (others and name != "dynamic_update_slice"):
+        raise Mixed(f"{name} with places from tokens" if others else f"{name} of a sum")
+    if flow.dim is not None and before[flow.dim] != after[flow.dim]:
+        raise Mixed(f"{name} along the sequence")
+    if flow.dim is None and others:
+        return [others[0]]
+    return [Flow(dim=flow.dim)] * len(equation.outvars)
+
+
+def _concatenate(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
+    along = equation.params["dimension"]
+    dims = {flow.dim for flow in flows if flow.dim is not None}
+    if any(flow.total for flow in flows) or along in dims or len(dims) > 1:
+        raise Mixed("concatenate along the sequence")
+    if not dims:
+        return [Flow()]
+    [dim] = dims
+    for flow, x in zip(flows, equation.invars, strict=True):
+        check_no_places(flow, x, dim, num_tokens, "concatenate")
+    return [Flow(dim=dim)]
+
+
+def _gather(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
+    table, indices = flows[:2]
+    numbers = equation.params["dimension_numbers"]
+    rank = len(shape_of(equation.outvars[0]))
+    if table.total or indices.total:
+        raise Mixed("gather by a sum over tokens")
+    paired = dict(
+        zip(
+            numbers.operand_batching_dims,
+            numbers.start_indices_batching_dims,
+            strict=True,
+        )
+    )
+    if table.dim is not None and table.dim not in paired:
+        return [Flow(dim=_whole_window(equation, table.dim, indices))]
+    if table.dim is not None and paired[table.dim] != indices.dim:
+        raise Mixed("gather from the tokens at hand")
+    if indices.dim is None:
+        return [Flow()]
+    places = [dim for dim in range(rank) if dim not in numbers.offset_dims]
+    return [Flow(dim=places[indices.dim])]
+
+
+def _whole_window(equation: JaxprEqn, dim: int, indices: Flow) -> int:
+    """Where a gather puts a dim of which it takes all."""
+    params, numbers = equation.params, equation.params["dimension_numbers"]
+    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    shape = shape_of(equation.invars[0])
+    picked = dim in gone or dim in numbers.start_index_map
+    if picked or params["slice_sizes"][dim] != shape[dim] or indices.has_tokens:
+        raise Mixed("gather from the tokens at hand")
+    kept = [d for d in range(len(shape)) if d not in gone]
+    return numbers.offset_dims[kept.index(dim)]
+
+
+def _made(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
+    return [Flow() for _ in equation.outvars]
+
+
+DIM_RULES: dict[str, Rule] = {
+    "broadcast_in_dim": _broadcast,
+    "transpose": _transpose,
+    "reshape": _reshape,
+    "squeeze": _squeeze,
+    "concatenate": _concatenate,
+    "gather": _gather,
+    "iota": _made,
+    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin"), _along),
+    **dict.fromkeys(("cumlogsumexp", "sort", "rev", "top_k", "split"), _along),
+    **dict.fromkeys(("slice", "dynamic_slice", "pad"), _same_size),
+    "dynamic_update_slice": _same_size,
+}

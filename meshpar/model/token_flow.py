@@ -1,0 +1,97 @@
+"""How an array has tokens: what is followed through a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jax.extend.core import JaxprEqn
+
+
+class Mixed(Exception):
+    """An operation joins different tokens.
+
+    Args:
+        what: The operation, in words.
+        where: Its line; empty where that is not known yet.
+    """
+
+    def __init__(self, what: str, where: str = "") -> None:
+        super().__init__(what)
+        self.where = where
+
+
+@dataclass(frozen=True)
+class Flow:
+    """How an array has tokens.
+
+    Args:
+        dim: The dim of the tokens, or None.
+        total: Whether it is a sum over tokens, of which each device has a part.
+        uniform: Where it has no tokens: the dims along which its values are all alike.
+        value: Where it has no tokens: what all its values are, if that is known.
+        counted: Where it has no tokens: whether they depend on how many are at hand.
+    """
+
+    dim: int | None = None
+    total: bool = False
+    uniform: frozenset[int] = frozenset()
+    value: Any = None
+    counted: bool = False
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether its values differ between the devices that share a sequence."""
+        return self.dim is not None or self.total
+
+    @property
+    def zero(self) -> bool:
+        """Whether it is known to be 0 everywhere."""
+        return self.value is not None and self.value == 0
+
+    def moved(self, place: Callable[[int], int]) -> Flow:
+        """The same with dims elsewhere."""
+        dim = None if self.dim is None else place(self.dim)
+        return replace(self, dim=dim, uniform=frozenset(map(place, self.uniform)))
+
+    def joined(self, other: Flow) -> Flow:
+        """What holds for either."""
+        if self.has_tokens != other.has_tokens:
+            return self if self.has_tokens else other
+        if (self.dim, self.total) != (other.dim, other.total):
+            raise Mixed("tokens in different dims of a loop or branch")
+        return replace(
+            self,
+            uniform=self.uniform & other.uniform,
+            value=self.value if self.value == other.value else None,
+            counted=self.counted or other.counted,
+        )
+
+
+def check_no_places(flow: Flow, x: Any, dim: int, num_tokens: int, name: str) -> None:
+    """Refuses an array without tokens that has one value for each at hand.
+
+    Args:
+        flow: Of the array.
+        x: The array.
+        dim: Of the tokens that it meets.
+        num_tokens: How many are at hand.
+        name: What they meet in.
+    """
+    shape = shape_of(x)
+    places = len(shape) > dim and shape[dim] == num_tokens
+    if places and not flow.has_tokens and dim not in flow.uniform:
+        raise Mixed(
+            f"{name} of tokens and an array of places counted from the first at hand; "
+            "take scope.positions(seq)"
+        )
+
+
+def shape_of(atom: Any) -> tuple[int, ...]:
+    """The shape of a variable or constant of a trace."""
+    return tuple(atom.aval.shape)
+
+
+Rule = Callable[[JaxprEqn, list[Flow], int], list[Flow]]
+"""(operation, flows of what it is given, tokens at hand) -> flows of its results."""
