@@ -16,6 +16,7 @@ import pytest
 from meshpar import Layout, TrainState, make_train_step
 from meshpar.models.presets import build
 from meshpar.rules.rules import spec_axes
+from meshpar.train import checkpoint
 from meshpar.train.checkpoint import (
     CheckpointError,
     Checkpoints,
@@ -257,7 +258,7 @@ def test_the_reason_of_an_error_is_its_first_line_that_tells_one(
 
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(small_state(5), RUN)
-        monkeypatch.setattr(checkpoints._manager, "restore", fail)
+        monkeypatch.setattr(checkpoint, "read_run", fail)
         with pytest.raises(CheckpointError, match=f"be read: {re.escape(reason)}; its"):
             checkpoints.run_of_latest()
 
@@ -351,7 +352,7 @@ def test_what_is_saved_while_the_run_goes_on_is_the_state_of_its_step(tmp_path):
         state, _ = step(state, batch)
     for steps_done, kept in states.items():
         with Checkpoints(tmp_path) as checkpoints:
-            checkpoints._chosen = steps_done
+            assert checkpoints.newest_good(at_most=steps_done) == steps_done
             restored = checkpoints.restore(step.state_shapes, step.shardings)
         assert_bitwise_equal(restored, kept)
 
@@ -420,7 +421,7 @@ def test_one_whose_files_are_as_written_is_not_passed_over(tmp_path, monkeypatch
         def fail(*_, **__):
             raise MemoryError("no memory left")
 
-        monkeypatch.setattr(checkpoints._manager, "restore", fail)
+        monkeypatch.setattr(checkpoint, "read_run", fail)
         match = "step 5 .* cannot be read: no memory left; its files are as they were"
         with pytest.raises(CheckpointError, match=match):
             checkpoints.run_of_latest()
@@ -541,6 +542,6 @@ def test_a_full_disk_is_an_error_and_leaves_the_checkpoint_before(tmp_path):
     with Checkpoints(tmp_path) as checkpoints:
         assert checkpoints.latest_step == 5
         assert checkpoints.run_of_latest() == {"disk": "has room again"}
-        checkpoints._chosen = 1
+        assert checkpoints.newest_good(at_most=1) == 1
         assert checkpoints.run_of_latest() == {"disk": "has room"}
         assert_bitwise_equal(restore_like(checkpoints, small_state(0)), small_state(1))

@@ -89,21 +89,6 @@ def in_model_order(state: TrainState, orders: TrainState) -> TrainState:
     return jax.tree.map(put_back, state, orders)
 
 
-def arranged(
-    state: TrainState, orders: TrainState, shardings: TrainState
-) -> TrainState:
-    """Undoes `in_model_order`: every layer at its place, zeros where there is none."""
-
-    def arrange(
-        array: jax.Array, order: LayerOrder, sharding: NamedSharding
-    ) -> jax.Array:
-        if order.places is None:
-            return array
-        return _layers_at(order.places, sharding)(array)
-
-    return jax.tree.map(arrange, state, orders, shardings)
-
-
 def model_order_structs(
     shapes: TrainState, shardings: TrainState, orders: TrainState
 ) -> TrainState:
