@@ -32,6 +32,7 @@ from meshpar.recipes.bubble import measured_bubble, predicted_bubble
 from meshpar.recipes.command import main
 from meshpar.recipes.config import RunConfig
 from meshpar.recipes.data_waits import DataWaits
+from meshpar.recipes.elastic import fitted
 from meshpar.recipes.joined import after_step, agreed, agreed_stop, join
 from meshpar.recipes.metrics import (
     MetricsLog,
@@ -99,8 +100,10 @@ def joined_run(
     """The run of one process among all; the first prints and writes for them."""
     console = wide_console() if processes.is_first else Console(quiet=True)
     texts = read_tokens(config.text, config.seq)
-    step = make_step(config)
+    line, told = fitted(config, jax.device_count(), processes.num_processes)
+    step = make_step(replace(config, layout=line))
     step.check_batch(config.global_batch)
+    report.print_fitted(console, told)
     folder = config.folder / "checkpoints"
     with Checkpoints(
         folder,

@@ -116,15 +116,17 @@ def blocks_of(box: Box, chunk: Shape, most: int) -> Iterator[Box]:
         >>> list(blocks_of(((0, 4), (2, 6)), chunk=(1, 4), most=6))
         [((0, 1), (2, 6)), ((1, 2), (2, 6)), ((2, 3), (2, 6)), ((3, 4), (2, 6))]
     """
-    steps = []
+    cuts = []
     size = math.prod(stop - start for start, stop in box)
     for (start, stop), step in zip(box, chunk, strict=True):
         extent = stop - start
-        # As many chunks as fit, once inner dims are whole; at least one.
+        # As many chunks as fit, inner dims being whole so far; at least one.
         fit = max(most * extent // max(size, 1) // step, 1) * step
-        steps.append(fit if size > most else max(extent, 1))
-        size = size * min(steps[-1], extent) // max(extent, 1)
-    cuts = (_cut(*bounds, step) for bounds, step in zip(box, steps, strict=True))
+        if size <= most or fit >= extent:
+            cuts.append([(start, stop)])
+        else:
+            cuts.append(_cut(start, stop, fit))
+            size = size * fit // extent
     return itertools.product(*cuts)
 
 
