@@ -141,7 +141,9 @@ def case_of(
             seq=choices.seq or DEFAULT_SEQ,
             mask=mask,
             seed=seed,
-            resume_as=resume_as and _fitting(Layout.of(resume_as), len(devices)),
+            resume_as=None
+            if resume_as is None
+            else _fitting(Layout.of(resume_as), len(devices)),
         )
     refused = refusal(case, choices)
     if refused is not None:

@@ -114,7 +114,7 @@ class Case:
                 seq=int(options.pop("--seq")),
                 mask=options.pop("--mask"),
                 seed=int(options.pop("--seed")),
-                resume_as=resume_as and Layout.parse(resume_as),
+                resume_as=None if resume_as is None else Layout.parse(resume_as),
                 model=shlex.join(word for pair in options.items() for word in pair),
             )
         except KeyError as error:

@@ -13,7 +13,6 @@ import orbax.checkpoint as ocp
 from meshpar.distributed import Processes
 from meshpar.train.checksums import write_checksums
 from meshpar.train.folders import remove_parts
-from meshpar.train.heap import give_back
 
 _LOOK_S = 0.05
 """Between looks whether it is there."""
@@ -80,7 +79,7 @@ class Saving:
         return self._error
 
     def _seal(self) -> None:
-        """Writes the checksums once the folder has got its name, and tidies up."""
+        """Writes the checksums once the folder has got its name."""
         while not self._folder.is_dir():
             if self._is_over.wait(_LOOK_S) and not self._folder.is_dir():
                 return
@@ -90,7 +89,6 @@ class Saving:
                 part=self._processes.process_id,
                 num_parts=self._processes.num_processes,
             )
-        give_back()  # What Orbax's threads have copied and compressed.
 
     def _remove_parts(self) -> None:
         """What is left of it would fill the disk for those that follow."""

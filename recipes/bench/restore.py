@@ -14,10 +14,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import jax
@@ -48,17 +49,19 @@ def main(argv: list[str] | None = None) -> int:
     if args.folder is not None:
         print(json.dumps(_save(args) if args.layout is None else _restore(args)))
         return 0
+    environment = dict(os.environ)  # Which the processes start from, too.
+    emulate(NUM_DEVICES)
     sizes = {"devices": NUM_DEVICES}
     print(conditions("recipes.bench.restore", NUM_DEVICES, sizes, "each once"))
     with tempfile.TemporaryDirectory() as folder:
-        ((state_mb,),) = _children(args, folder, None, 1)
+        ((state_mb,),) = _children(args, folder, None, 1, environment)
         print(f"{state_mb:,.0f} MB saved under {SAVED}; MB of each process:")
         print("processes, layout: share, read to check, read to restore, memory")
         for number in (1, 2):
             for layout in LAYOUTS:
                 if Layout.parse(layout).num_devices == NUM_DEVICES or number == 1:
                     for share, checked, read, rose in _children(
-                        args, folder, layout, number
+                        args, folder, layout, number, environment
                     ):
                         print(
                             f"{number}, {layout}: {share:,.0f}, {checked:,.0f}, "
@@ -84,7 +87,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _children(
-    args: argparse.Namespace, folder: str, layout: str | None, number: int
+    args: argparse.Namespace,
+    folder: str,
+    layout: str | None,
+    number: int,
+    environment: Mapping[str, str],
 ) -> list[list[float]]:
     """What each of so many new processes prints."""
     command = [sys.executable, "-m", "recipes.bench.restore", "--folder", folder]
@@ -93,7 +100,10 @@ def _children(
     command += ["--number", str(number), "--port", str(free_port())]
     children = [
         subprocess.Popen(
-            [*command, "--process", str(process)], stdout=subprocess.PIPE, text=True
+            [*command, "--process", str(process)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
         )
         for process in range(number)
     ]
