@@ -457,6 +457,33 @@ def test_a_save_that_is_written_is_no_error_of_the_one_before(tmp_path, monkeypa
         assert checkpoints.latest_step == 3
 
 
+def test_a_last_save_that_fails_is_told_beside_the_error_that_ends_the_run(
+    tmp_path, monkeypatch
+):
+    def fail(*_, **__):
+        raise OSError("disk trouble")
+
+    match = "checkpoint of step 2 not written to .*disk trouble"
+    with (
+        pytest.warns(UserWarning, match=match),
+        pytest.raises(ValueError, match="the loop"),
+        Checkpoints(tmp_path) as checkpoints,
+    ):
+        monkeypatch.setattr(checkpoints._manager, "save", fail)
+        checkpoints.save(small_state(2), RUN, wait=False)
+        raise ValueError("something else in the loop")
+
+
+def test_what_a_killed_run_has_left_half_written_is_deleted_by_the_next(tmp_path):
+    parts = tmp_path / "4.orbax-checkpoint-tmp"
+    parts.mkdir()
+    (parts / "half").write_bytes(b"written")
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.latest_step is None and parts.exists()
+        checkpoints.save(small_state(5), RUN)
+    assert [path.name for path in tmp_path.iterdir()] == ["5"]
+
+
 def test_a_folder_that_is_gone_is_told_as_the_reason(tmp_path):
     told = reason_of(OSError("no such thing"), tmp_path / "gone")
     assert told == f"no folder {str(tmp_path / 'gone')!r} any more: " + os.strerror(2)

@@ -1,8 +1,9 @@
 """Stacked arrays of a state in the model's own order of layers, whatever the stages.
 
 A pipeline stacks layers rank by rank, with empty places where stages are of uneven
-size. What every layout can read has them first to last. Both ways are a gather, array
-by array, whose result stays split over the mesh; what lies in order is not touched.
+size. What every layout can read has them first to last: a gather, array by array, whose
+result stays split over the mesh; what lies in order is not touched. Whoever reads it
+puts each layer at its place (`stored_arrays`).
 """
 
 from __future__ import annotations
