@@ -17,6 +17,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -30,6 +31,7 @@ from meshpar.recipes import config_file, report
 from meshpar.recipes.bubble import of_run as bubble_of_run
 from meshpar.recipes.command import main
 from meshpar.recipes.config import RunConfig
+from meshpar.recipes.elastic import fitted
 from meshpar.recipes.fits import check_memory
 from meshpar.recipes.goodput import Goodput
 from meshpar.recipes.host_times import HostTimes
@@ -112,9 +114,11 @@ def joined_run(
         check_files(config)
     console = wide_console() if processes.is_first else Console(quiet=True)
     texts = read_tokens(config.text, config.seq)
-    step = make_step(config)
+    line, told = fitted(config, jax.device_count(), processes.num_processes)
+    step = make_step(replace(config, layout=line))
     check_intervals(config, step.layout)
     step.check_batch(config.global_batch)
+    report.print_fitted(console, told)
     check_memory(config, step, processes, console)
     folder = config.folder / "checkpoints"
     with Checkpoints(

@@ -50,6 +50,12 @@ def print_resumed(
     console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
 
 
+def print_fitted(console: Console, told: str) -> None:
+    """Says how the layout changes with the number of devices, if it does."""
+    if told:
+        console.print(told, highlight=False, markup=False, soft_wrap=True)
+
+
 def print_damaged(console: Console, step: int, why: str) -> None:
     """Says that a checkpoint was passed over."""
     line = f"checkpoint of step {step} is damaged: {why}; the one before it is taken"

@@ -126,11 +126,19 @@ def position_of(before: Description, now: Description, done: int) -> Position:
     return Position(step=done, windows=windows)
 
 
-def rate_change(config: RunConfig, before: Description, done: int) -> list[str]:
+def rate_change(
+    config: RunConfig, before: Description, done: int, skipped: int = 0
+) -> list[str]:
     """How the learning rate of the next step differs from the earlier run's, if so.
 
     Its curve is over `decay_steps`, which are `steps` unless they are given: more steps
     stretch it, and the run goes on where the new curve is by then.
+
+    Args:
+        config: Of this start.
+        before: What the checkpoint says of its run.
+        done: Steps done.
+        skipped: Of them those that changed nothing, which the curve does not count.
 
     Example:
         >>> before = {"steps": 20, "decay_steps": None, "learning_rate": 0.01}
@@ -142,7 +150,9 @@ def rate_change(config: RunConfig, before: Description, done: int) -> list[str]:
     if not known <= before.keys():
         return []
     earlier = replace(config, **{name: before[name] for name in known})
-    then, now = (float(learning_rate_of(one)(done)) for one in (earlier, config))
+    then, now = (
+        float(learning_rate_of(one)(done - skipped)) for one in (earlier, config)
+    )
     if then == now:
         return []
     told = f"learning rate of step {done} {then:.3g} -> {now:.3g}"

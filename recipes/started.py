@@ -40,7 +40,8 @@ def started(run: Run) -> tuple[Run, TrainState]:
     before, state = restored(run)
     done, now = int(state.step), run.description()
     run = replace(run, position=position_of(before, now, done))
-    told = [*changes(before, now), *rate_change(config, before, done)]
+    rates = rate_change(config, before, done, skipped=int(state.skipped))
+    told = [*changes(before, now), *rates]
     report.print_resumed(run.console, done, told, run.position)
     cut_rows_after(run, done)
     return run, state

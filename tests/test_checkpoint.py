@@ -16,6 +16,7 @@ import pytest
 from meshpar import Layout, TrainState, make_train_step
 from meshpar.models.presets import build
 from meshpar.rules.rules import spec_axes
+from meshpar.train import checkpoint
 from meshpar.train.checkpoint import (
     CheckpointError,
     Checkpoints,
@@ -257,7 +258,7 @@ def test_the_reason_of_an_error_is_its_first_line_that_tells_one(
 
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(small_state(5), RUN)
-        monkeypatch.setattr(checkpoints._manager, "restore", fail)
+        monkeypatch.setattr(checkpoint, "read_run", fail)
         with pytest.raises(CheckpointError, match=f"be read: {re.escape(reason)}; its"):
             checkpoints.run_of_latest()
 
@@ -351,7 +352,7 @@ def test_what_is_saved_while_the_run_goes_on_is_the_state_of_its_step(tmp_path):
         state, _ = step(state, batch)
     for steps_done, kept in states.items():
         with Checkpoints(tmp_path) as checkpoints:
-            checkpoints._chosen = steps_done
+            assert checkpoints.newest_good(at_most=steps_done) == steps_done
             restored = checkpoints.restore(step.state_shapes, step.shardings)
         assert_bitwise_equal(restored, kept)
 
@@ -420,7 +421,7 @@ def test_one_whose_files_are_as_written_is_not_passed_over(tmp_path, monkeypatch
         def fail(*_, **__):
             raise MemoryError("no memory left")
 
-        monkeypatch.setattr(checkpoints._manager, "restore", fail)
+        monkeypatch.setattr(checkpoint, "read_run", fail)
         match = "step 5 .* cannot be read: no memory left; its files are as they were"
         with pytest.raises(CheckpointError, match=match):
             checkpoints.run_of_latest()
@@ -454,6 +455,33 @@ def test_a_save_that_is_written_is_no_error_of_the_one_before(tmp_path, monkeypa
         with pytest.warns(UserWarning, match=match):
             checkpoints.save(small_state(3), RUN)
         assert checkpoints.latest_step == 3
+
+
+def test_a_last_save_that_fails_is_told_beside_the_error_that_ends_the_run(
+    tmp_path, monkeypatch
+):
+    def fail(*_, **__):
+        raise OSError("disk trouble")
+
+    match = "checkpoint of step 2 not written to .*disk trouble"
+    with (
+        pytest.warns(UserWarning, match=match),
+        pytest.raises(ValueError, match="the loop"),
+        Checkpoints(tmp_path) as checkpoints,
+    ):
+        monkeypatch.setattr(checkpoints._manager, "save", fail)
+        checkpoints.save(small_state(2), RUN, wait=False)
+        raise ValueError("something else in the loop")
+
+
+def test_what_a_killed_run_has_left_half_written_is_deleted_by_the_next(tmp_path):
+    parts = tmp_path / "4.orbax-checkpoint-tmp"
+    parts.mkdir()
+    (parts / "half").write_bytes(b"written")
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.latest_step is None and parts.exists()
+        checkpoints.save(small_state(5), RUN)
+    assert [path.name for path in tmp_path.iterdir()] == ["5"]
 
 
 def test_a_folder_that_is_gone_is_told_as_the_reason(tmp_path):
@@ -541,6 +569,6 @@ def test_a_full_disk_is_an_error_and_leaves_the_checkpoint_before(tmp_path):
     with Checkpoints(tmp_path) as checkpoints:
         assert checkpoints.latest_step == 5
         assert checkpoints.run_of_latest() == {"disk": "has room again"}
-        checkpoints._chosen = 1
+        assert checkpoints.newest_good(at_most=1) == 1
         assert checkpoints.run_of_latest() == {"disk": "has room"}
         assert_bitwise_equal(restore_like(checkpoints, small_state(0)), small_state(1))

@@ -1,5 +1,6 @@
 """`meshpar fuzz`: what it draws and prints, and a planted error found and shrunk."""
 
+import dataclasses
 import json
 import re
 from dataclasses import fields
@@ -13,6 +14,7 @@ from meshpar.cli.main import _parser, main
 from meshpar.layout import _CHOICES, BY_COST
 from meshpar.parallel import placement
 from meshpar.schedules import SCHEDULES
+from meshpar.testing import equivalence, shrink
 from meshpar.testing.layout_cases import MODELS, Case, Choices, draw_cases, refusal
 from meshpar.testing.layout_draws import DRAWS
 from meshpar.testing.masks import MASKS
@@ -101,6 +103,15 @@ def test_what_is_drawn_depends_on_the_seed_alone(drawn):
     assert not set(other) & set(again)
 
 
+def test_every_fourth_case_goes_on_under_another_layout(drawn):
+    resuming = [case for case in drawn if case.resume_as is not None]
+    assert len(drawn) // 5 < len(resuming) <= len(drawn) // 4
+    kept = [(case.layout.param_dtype, case.resume_as.param_dtype) for case in resuming]
+    assert all(one == other for one, other in kept)
+    differ = [case.layout.mesh_shape != case.resume_as.mesh_shape for case in resuming]
+    assert sum(differ) > len(resuming) // 2
+
+
 def test_a_drawn_case_is_valid_and_new(drawn):
     assert len(set(drawn)) == len(drawn)
     assert all(refusal(case, CHOICES) is None for case in drawn[:5])
@@ -140,6 +151,27 @@ def test_drawn_layouts_agree_and_the_status_is_0(capsys):
     first = report["cases"][0]["worst"][0]
     assert set(first) == {"quantity", "path", "error", "bound"}
     assert captured.err.count("] meshpar fuzz --") == 2
+
+
+def test_what_goes_on_under_another_layout_agrees_or_the_checkpoint_is_wrong(
+    monkeypatch, capsys
+):
+    words = ["fuzz", "--model", "layers=2,hidden=16,heads=2,vocab=32", "--seq", "4"]
+    words += ["--layout", "stage=2,microbatches=2", "--resume-as", "fsdp=2"]
+    assert status_of(words) == 0
+    plain = equivalence.resumed
+
+    def forgets(step, later, state):
+        state = plain(step, later, state)
+        zeros = jax.tree.map(jax.numpy.zeros_like, state.opt_state)
+        return dataclasses.replace(state, opt_state=zeros)
+
+    monkeypatch.setattr(equivalence, "resumed", forgets)
+    monkeypatch.setattr(shrink, "MAX_TRIES", 0)
+    assert status_of(words) == 1
+    assert "parameters" in capsys.readouterr().out
+    assert status_of(["fuzz", "--resume-as", "fsdp=2"]) == 2
+    assert "--resume-as goes on from a --layout" in capsys.readouterr().err
 
 
 def test_a_missing_reduction_is_found_and_shrunk_to_two_replicas(monkeypatch, capsys):

@@ -7,6 +7,8 @@ import pytest
 from meshpar.cli.main import main
 from meshpar.recipes import pretrain
 from meshpar.recipes.config import RunConfig
+from meshpar.train.checkpoint import Checkpoints
+from tests.test_checkpoint import small_state
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +53,15 @@ def test_any_folder_on_the_way_and_any_step_will_do(saved, capsys):
     assert main(["inspect", str(saved)]) == 0
     output = capsys.readouterr().out
     assert "layout fsdp=2" in output and "params.blocks.mlp.down" in output
+
+
+def test_a_checkpoint_before_the_first_step_can_be_asked_for(tmp_path, capsys):
+    with Checkpoints(tmp_path) as checkpoints:
+        for steps_done in (0, 1):
+            checkpoints.save(small_state(steps_done), {"layout": "data=1"})
+    assert inspected(capsys, tmp_path, "--step", 0)["step"] == 0
+    assert inspected(capsys, tmp_path / "0")["step"] == 0
+    assert inspected(capsys, tmp_path)["step"] == 1
 
 
 @pytest.mark.parametrize(

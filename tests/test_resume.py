@@ -12,7 +12,13 @@ from meshpar import InputError
 from meshpar.recipes import pretrain
 from meshpar.recipes.config import RunConfig
 from meshpar.recipes.options import parse_arguments
-from meshpar.recipes.resume import Position, changes, position_of, refuse_other
+from meshpar.recipes.resume import (
+    Position,
+    changes,
+    position_of,
+    rate_change,
+    refuse_other,
+)
 from tests.conftest import rows
 
 SMALL = dict(preset="test", model="vocab=256", seq=16, global_batch=8, sample_tokens=1)
@@ -127,6 +133,15 @@ def test_a_signal_saves_and_ends_with_its_status_and_a_command_that_goes_on(
     assert hint[:2] == ["meshpar", "train"] and "a run" in hint[hint.index("--out") + 1]
     assert pretrain.main(hint[2:]) == 0
     assert rows(small().metrics_path, "step") == [0, 1, 2, 3, 3]
+
+
+def test_steps_that_were_skipped_do_not_move_the_learning_rate():
+    before = {"steps": 20, "decay_steps": None, "learning_rate": 0.01}
+    config = RunConfig(steps=40, learning_rate=0.01)
+    (told,) = rate_change(config, before, done=12, skipped=2)
+    (of_ten,) = rate_change(config, before, done=10)
+    assert told.partition(" 0.0")[2] == of_ten.partition(" 0.0")[2]
+    assert told != rate_change(config, before, done=12)[0]
 
 
 def test_a_checkpoint_of_an_earlier_version_says_less():

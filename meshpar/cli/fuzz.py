@@ -51,6 +51,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="check this layout, and draw none; may be repeated",
     )
     add(
+        "--resume-as",
+        metavar="LINE",
+        help="with --layout: go on under this one after a step, from a checkpoint",
+    )
+    add(
         "--global-batch",
         type=positive,
         metavar="N",
@@ -115,10 +120,13 @@ def _cases(
     from meshpar.testing.layout_cases import draw_cases
 
     if not args.layout:
+        if args.resume_as:
+            raise InputError("--resume-as goes on from a --layout: give both, or none")
         return draw_cases(args.num, args.seed, choices, devices)
     mask, seed = args.mask or "full", args.seed
     return [
-        case_of(line, choices, devices, mask=mask, seed=seed) for line in args.layout
+        case_of(line, choices, devices, mask=mask, seed=seed, resume_as=args.resume_as)
+        for line in args.layout
     ]
 
 

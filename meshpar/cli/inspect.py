@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshpar.cli.parsing import positive
+from meshpar.cli.parsing import not_negative
 
 if TYPE_CHECKING:
     from meshpar.train.checkpoint_contents import Contents
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="CKPT",
         help="the folder of a run (--out), of its checkpoints, or of one of them",
     )
-    add("--step", type=positive, metavar="N", help="which (default: the newest)")
+    add("--step", type=not_negative, metavar="N", help="which (default: the newest)")
     add("--json", action="store_true", help="print one JSON object on stdout")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -36,6 +37,7 @@ from meshpar.testing.reference import (
     single_device,
 )
 from meshpar.testing.report import Report, Result
+from meshpar.testing.resumption import resumed
 from meshpar.testing.shrink import shrink
 from meshpar.train.constants import take_out
 
@@ -117,6 +119,7 @@ def case_of(
     *,
     mask: str = "full",
     seed: int = 0,
+    resume_as: Layout | str | None = None,
 ) -> Case:
     """The case of one given layout, on the first of the models, or of a case's line.
 
@@ -138,6 +141,9 @@ def case_of(
             seq=choices.seq or DEFAULT_SEQ,
             mask=mask,
             seed=seed,
+            resume_as=None
+            if resume_as is None
+            else _fitting(Layout.of(resume_as), len(devices)),
         )
     refused = refusal(case, choices)
     if refused is not None:
@@ -207,7 +213,11 @@ def _compare(
     options = _options(model, devices)
     reference = single_device(model, batches, case.seed, options)
     step = _make_step(case, choices, devices, reference.learning_rate)
-    found, unequal = _laid_out(step, batches, case.seed)
+    later = step
+    if case.resume_as is not None:
+        other = replace(case, layout=case.resume_as)
+        later = _make_step(other, choices, devices, reference.learning_rate)
+    found, unequal = _laid_out(step, later, batches, case.seed)
     chains = None
     if case.layout.precision == "bf16":
         chains = bf16_chains(model, batch, sum_parts=case.layout.tensor)
@@ -244,15 +254,18 @@ def _options(model: Model, devices: Sequence[jax.Device]) -> dict[str, Any]:
 
 
 def _laid_out(
-    step: TrainStep, batches: Sequence[Arrays], seed: int
+    step: TrainStep, later: TrainStep, batches: Sequence[Arrays], seed: int
 ) -> tuple[Values, list[Deviation]]:
+    """What training gives, from the second step on as `later` lays it out."""
     state = step.init(seed)
     initial = _trained(step, state)[0]
     state, metrics = step(state, batches[0])
     gradients = step.in_layer_order(gradients_in(state.opt_state))
+    if later is not step:
+        state = resumed(step, later, state)
     for batch in batches[1:]:
-        state, _ = step(state, batch)
-    parameters, model_state = _trained(step, state)
+        state, _ = later(state, batch)
+    parameters, model_state = _trained(later, state)
     found = Values(
         initial=initial,
         state=model_state,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
@@ -56,6 +56,7 @@ without a capacity, images, an encoder with a decoder, and sizes that 3 or 5 div
 
 SEQS = (8, 12, 16)
 LARGEST_BATCH = 16  # examples
+_RESUMING = 4
 _TRIES = 20  # sizes for one choice of mesh axes to split
 COSTS_ONLY = ("dead", "idle", "replicated")
 """Findings of the lint that cost time or memory and change no number."""
@@ -73,6 +74,7 @@ class Case:
         seq: Tokens of an example.
         mask: Which tokens count (`masks.MASKS`).
         seed: Of initial values, dropout and the batch.
+        resume_as: What the run goes on under after its first step, from a checkpoint.
 
     Raises:
         InputError: There is no such mask.
@@ -84,6 +86,7 @@ class Case:
     seq: int
     mask: str = "full"
     seed: int = 0
+    resume_as: Layout | None = None
 
     def __post_init__(self) -> None:
         if self.mask not in MASKS:
@@ -103,6 +106,7 @@ class Case:
         """
         words = shlex.split(text)
         options = dict(zip(words[::2], words[1::2], strict=False))
+        resume_as = options.pop("--resume-as", None)
         try:
             return cls(
                 layout=Layout.parse(options.pop("--layout")),
@@ -110,6 +114,7 @@ class Case:
                 seq=int(options.pop("--seq")),
                 mask=options.pop("--mask"),
                 seed=int(options.pop("--seed")),
+                resume_as=None if resume_as is None else Layout.parse(resume_as),
                 model=shlex.join(word for pair in options.items() for word in pair),
             )
         except KeyError as error:
@@ -118,9 +123,10 @@ class Case:
             ) from error
 
     def __str__(self) -> str:
+        resume = f" --resume-as {self.resume_as}" if self.resume_as else ""
         return (
             f"{self.model} --layout {self.layout} --global-batch {self.global_batch} "
-            f"--seq {self.seq} --mask {self.mask} --seed {self.seed}"
+            f"--seq {self.seq} --mask {self.mask} --seed {self.seed}{resume}"
         ).strip()
 
     @property
@@ -128,7 +134,8 @@ class Case:
         """What repeats the comparison: a shell command, or a call for an object."""
         if not self.model:
             return f'check_layouts(model, ..., layouts=["{self}"])'
-        devices = self.layout.num_devices
+        layouts = [one for one in (self.layout, self.resume_as) if one]
+        devices = max(one.num_devices for one in layouts)
         more = f" --devices {devices}" if devices > DEFAULT_DEVICES else ""
         return f"meshpar fuzz {self}{more}"
 
@@ -158,15 +165,19 @@ def draw_cases(
 ) -> list[Case]:
     """`num` different valid cases, a function of the arguments alone.
 
+    Every `_RESUMING`-th goes on under another layout after its first step.
+
     Raises:
         InputError: So many cannot be found; the last refusal is in the message.
     """
     whole_number("num", num)
-    rng = np.random.default_rng(seed)
+    rng, of_others = np.random.default_rng(seed), np.random.default_rng([seed, 1])
     built = built_values(choices.build(choices.models[0]), devices)
     cases: dict[Case, None] = {}
     for _ in range(20 * num):
         case, refused = _draw_case(rng, built, len(devices), choices)
+        if refused is None and len(cases) % _RESUMING == _RESUMING - 1:
+            case = _resuming(case, of_others, built, len(devices), choices)
         if refused is None:
             cases[case] = None
         if len(cases) == num:
@@ -179,6 +190,10 @@ def draw_cases(
 
 def refusal(case: Case, choices: Choices) -> str | None:
     """Why the library does not take a case; None if it does."""
+    if case.resume_as is not None:
+        whole = replace(case, resume_as=None)
+        later = replace(whole, layout=case.resume_as)
+        return refusal(whole, choices) or refusal(later, choices)
     model = choices.build(case.model)
     try:
         rules = choices.rules or default_rules(case.layout)
@@ -230,6 +245,27 @@ def _draw_case(
         if refused is None:
             break
     return case, refused
+
+
+def _resuming(
+    case: Case,
+    rng: np.random.Generator,
+    built: dict[str, tuple],
+    num_devices: int,
+    choices: Choices,
+) -> Case:
+    """The case going on under another layout, where one of a few draws suits it."""
+    model = choices.build(case.model)
+    num_layers = sum(group.num_layers for group in model.groups)
+    built = _suited(built, model)
+    same = {name: getattr(case.layout, name) for name in ("precision", "param_dtype")}
+    for _ in range(_TRIES):
+        split = draw_split_axes(rng, built, num_devices)
+        layout = draw_layout(rng, built, num_devices, split, num_layers)
+        other = replace(case, resume_as=replace(layout, **same))
+        if refusal(other, choices) is None:
+            return other
+    return case
 
 
 def _suited(built: dict[str, tuple], model: Model) -> dict[str, tuple]:

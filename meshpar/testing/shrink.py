@@ -43,6 +43,10 @@ def shrink(failed: Result, run: Callable[[Case], Result], choices: Choices) -> R
 
 def simpler_cases(case: Case, choices: Choices) -> Iterator[Case]:
     """Cases one step simpler, the largest steps first; valid or not."""
+    if case.resume_as is not None:
+        yield replace(case, resume_as=None)
+        for layout in _simpler_layouts(case.resume_as):
+            yield replace(case, resume_as=layout)
     for layout in _simpler_layouts(case.layout):
         yield replace(case, layout=layout)
     if case.mask != "full":

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,23 +12,19 @@ import jax
 import orbax.checkpoint as ocp
 
 from meshpar.distributed import Processes
-from meshpar.rules.sharding import path_name
+from meshpar.train.checkpoint_choice import Choice
 from meshpar.train.checkpoint_errors import (
     CheckpointError,
     DamagedCheckpointWarning,
     explained,
     reason_of,
 )
-from meshpar.train.checksums import damage, has_checksums
-from meshpar.train.layer_order import (
-    LayerOrder,
-    arranged,
-    in_model_order,
-    model_order_structs,
-)
+from meshpar.train.folders import read_run, remove_parts
+from meshpar.train.layer_order import LayerOrder, in_model_order, model_order_structs
 from meshpar.train.portable import portable, unported
 from meshpar.train.saving import Saving
 from meshpar.train.state import TrainState
+from meshpar.train.stored_arrays import handler, read, save_args, shapes_by_path
 
 __all__ = ["CheckpointError", "Checkpoints", "DamagedCheckpointWarning"]
 
@@ -56,7 +50,6 @@ class Checkpoints:
 
     Attributes:
         directory: Where they lie.
-        damaged: Step -> what is wrong with the checkpoints that were passed over.
     """
 
     def __init__(
@@ -72,11 +65,9 @@ class Checkpoints:
             max_to_keep=keep, keep_period=keep_every, enable_async_checkpointing=True
         )
         self.directory = Path(directory).absolute()
-        self.damaged: dict[int, str] = {}
-        self._chosen: int | None = None
-        self._told: set[int] = set()
         self._processes = processes or Processes()
         self._saving: Saving | None = None
+        self._has_saved = False
         self._layer_orders = layer_orders
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -85,7 +76,7 @@ class Checkpoints:
                 options=options,
                 # Named here, so that the shapes in a checkpoint can be asked for.
                 item_handlers={
-                    "state": ocp.StandardCheckpointHandler(),
+                    "state": handler(),
                     "run": ocp.JsonCheckpointHandler(),
                 },
             )
@@ -94,6 +85,7 @@ class Checkpoints:
                 f"cannot make the checkpoint folder {str(directory)!r}: "
                 f"{error.strerror}"
             ) from error
+        self._choice = Choice(self._manager, self.directory, self._processes)
 
     @property
     def latest_step(self) -> int | None:
@@ -103,7 +95,12 @@ class Checkpoints:
     @property
     def step_read(self) -> int | None:
         """Step of the checkpoint that `run_of_latest` or `restore` has read."""
-        return self._chosen
+        return self._choice.step
+
+    @property
+    def damaged(self) -> dict[int, str]:
+        """Step -> what is wrong with the checkpoints that were passed over."""
+        return self._choice.damaged
 
     def save(
         self, state: TrainState, run: dict[str, Any], *, wait: bool = True
@@ -122,9 +119,9 @@ class Checkpoints:
                 unless it waits, the one before it could not: of that a save that waits
                 only warns. Those that are there already stay.
         """
-        earlier, self._chosen = self._failure(), None
+        earlier, self._choice.step = self._failure(), None
         step = int(state.step)
-        self._move_damaged_aside()
+        self._choice.move_damaged_aside()
         if step != self.latest_step:
             self._begin(step, state, run)
         if earlier and not wait:
@@ -164,21 +161,7 @@ class Checkpoints:
         Args:
             at_most: Only up to this step.
         """
-        for step in sorted(self._manager.all_steps(), reverse=True):
-            if step in self.damaged or (at_most is not None and step > at_most):
-                continue
-            of = self._processes
-            found = damage(
-                self.directory / str(step),
-                part=of.process_id,
-                num_parts=of.num_processes,
-            )
-            told = [one for one in of.gather(found) if one]
-            if not told:
-                self._chosen = step
-                return step
-            self.damaged[step] = told[0]
-        return None
+        return self._choice.newest_good(at_most)
 
     def run_of_latest(self) -> dict[str, Any]:
         """What described the run at the newest checkpoint.
@@ -186,7 +169,7 @@ class Checkpoints:
         Raises:
             CheckpointError: There is none, or it cannot be read.
         """
-        return self._restore(run=ocp.args.JsonRestore())["run"]
+        return self._choice.read(read_run)
 
     def restore(self, shapes: TrainState, shardings: TrainState) -> TrainState:
         """The newest state, laid out as `shardings` say, whatever layout wrote it.
@@ -200,12 +183,21 @@ class Checkpoints:
                 model: a global shape differs.
         """
         orders = portable(self._orders_beside(shapes))
-        wanted = model_order_structs(portable(shapes), portable(shardings), orders)
-        stored = self._restore(
-            lambda: self._check_shapes(wanted), state=ocp.args.StandardRestore(wanted)
-        )["state"]
-        with explained(self.directory, self._unreadable(self._chosen)):
-            state = arranged(stored, orders, portable(shardings))
+        to = portable(shapes), portable(shardings)
+        in_order = model_order_structs(*to, orders)
+        structs = jax.tree.map(
+            lambda order, lying, stored: stored if order.dim else lying,
+            orders,
+            jax.tree.map(_struct, *to),
+            in_order,
+        )
+        places = jax.tree.map(lambda one: None if one.dim else one.places, orders)
+        state = self._choice.read(
+            lambda folder: read(folder / "state", structs, places),
+            check=lambda step: self._check_shapes(step, in_order),
+        )
+        state = arranged_within(state, orders, to[1])
+        with explained(self.directory, self._choice.unreadable(self.step_read)):
             return unported(state, shapes, shardings)
 
     def _orders_beside(self, state: TrainState) -> TrainState:
@@ -215,13 +207,14 @@ class Checkpoints:
 
     def _begin(self, step: int, state: TrainState, run: dict[str, Any]) -> None:
         """Starts to save; what goes wrong is for `_failure` to tell."""
+        if self._processes.is_first and not self._has_saved:
+            remove_parts(self.directory)  # Of runs that were killed while they saved.
+        self._has_saved = True
         orders = portable(self._orders_beside(state))
         stored = in_model_order(portable(state), orders)
-        args = ocp.args.Composite(
-            state=ocp.args.StandardSave(stored), run=ocp.args.JsonSave(run)
-        )
-        self._saving = Saving(self._manager, self.directory, step)
-        self._saving.begin(args, seals=self._processes.is_first)
+        args = ocp.args.Composite(state=save_args(stored), run=ocp.args.JsonSave(run))
+        self._saving = Saving(self._manager, self.directory, step, self._processes)
+        self._saving.begin(args)
 
     def _failure(self) -> CheckpointError | None:
         """Waits for what is being saved; what it failed of, if it did."""
@@ -239,105 +232,32 @@ class Checkpoints:
         failure.__cause__ = error
         return failure
 
-    def _move_damaged_aside(self) -> None:
-        """So that a run that goes on from an earlier one can save those steps again."""
-        if not self.damaged:
-            return
-        told = None
-        if self._processes.is_first:
-            try:
-                for step in self.damaged:
-                    _move_aside(self.directory / str(step))
-            except OSError as error:
-                told = f"damaged checkpoints not moved aside: {error}"
-        told = self._processes.gather(told)[0]
-        if told:
-            raise CheckpointError(told)
-        self._manager.reload()
-        self.damaged = {}
-
-    def _check_shapes(self, shapes: TrainState) -> None:
-        stored = self._stored_shapes()
-        for path, wanted in _shapes_by_path(shapes).items():
-            if path == "skipped" and stored.get(path, wanted) != wanted:
-                had, has = (
-                    shape[0] if shape else 1 for shape in (stored[path], wanted)
-                )
+    def _check_shapes(self, step: int, wanted: TrainState) -> None:
+        there = self._stored_shapes(step)
+        for path, here in shapes_by_path(wanted).items():
+            if path == "skipped" and there.get(path, here) != here:
+                had, has = (shape[0] if shape else 1 for shape in (there[path], here))
                 raise CheckpointError(
-                    f"checkpoint of step {self._chosen} in {str(self.directory)!r} has "
+                    f"checkpoint of step {step} in {str(self.directory)!r} has "
                     f"the states of {had} replicas, but the layout has {has}: each has "
                     "an optimizer state of its own; keep 'data' and whether there are "
                     "local steps (sync_every above 1)"
                 )
-            if stored.get(path, wanted) != wanted:
+            if there.get(path, here) != here:
                 raise CheckpointError(
-                    f"checkpoint of step {self._chosen} in {str(self.directory)!r} "
-                    f"is of another model: {path} has shape {stored[path]} there and "
-                    f"{wanted} here; build the model with the sizes it was saved with, "
-                    "or start without resuming"
+                    f"checkpoint of step {step} in {str(self.directory)!r} is of "
+                    f"another model: {path} has shape {there[path]} there and {here} "
+                    "here; build the model with the sizes it was saved with, or start "
+                    "without resuming"
                 )
 
-    def _stored_shapes(self) -> dict[str, tuple[int, ...]]:
-        """By path; empty where it cannot be told, which is for `_restore` to report."""
+    def _stored_shapes(self, step: int) -> dict[str, tuple[int, ...]]:
+        """By path; empty where it cannot be told, which is for reading to report."""
         try:
-            metadata = self._manager.item_metadata(self._chosen)["state"]
-            return _shapes_by_path(getattr(metadata, "tree", metadata))
+            metadata = self._manager.item_metadata(step)["state"]
+            return shapes_by_path(getattr(metadata, "tree", metadata))
         except Exception:  # Orbax raises kinds of its own, and has None for absent.
             return {}
-
-    def _restore(self, check: Callable[[], None] | None = None, **items: Any) -> Any:
-        """Of the newest checkpoint that can be read.
-
-        One whose files have the bytes that were written is no damaged one, whatever
-        goes wrong while it is read.
-
-        Raises:
-            CheckpointError: There is none; of the newest, or of one without damage.
-        """
-        first: CheckpointError | None = None
-        while True:
-            step = self.newest_good() if self._chosen is None else self._chosen
-            if step is None:
-                raise first or CheckpointError(self._absent())
-            self._tell_damaged(step)
-            if check:
-                check()
-            try:
-                with explained(self.directory, self._unreadable(step)):
-                    return self._manager.restore(step, args=ocp.args.Composite(**items))
-            except CheckpointError as error:
-                first = first or error
-                if self._processes.num_processes > 1:  # Others may have read theirs.
-                    raise
-                if has_checksums(self.directory / str(step)):
-                    raise CheckpointError(
-                        f"{error}; its files are as they were written, so that it is "
-                        "not passed over"
-                    ) from error
-                self.damaged[step], self._chosen = str(error), None
-
-    def _tell_damaged(self, step: int) -> None:
-        for other, why in self.damaged.items():
-            if other not in self._told:
-                self._told.add(other)
-                warnings.warn(
-                    f"checkpoint of step {other} in {str(self.directory)!r} is "
-                    f"damaged: {why}; that of step {step} is read in its place",
-                    DamagedCheckpointWarning,
-                    stacklevel=4,
-                )
-
-    def _absent(self) -> str:
-        if self.damaged:
-            step = max(self.damaged)
-            return f"{self._unreadable(step)}: {self.damaged[step]}"
-        return (
-            f"no checkpoint in {str(self.directory)!r}; start without resuming, or "
-            "name the folder of an earlier run"
-        )
-
-    def _unreadable(self, step: int | None) -> str:
-        return f"checkpoint of step {step} in {str(self.directory)!r} cannot be read"
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -352,19 +272,9 @@ class Checkpoints:
         self._manager.close()
         if failed and error is None:
             raise failed
+        if failed:  # The other error goes on; this one is not to be lost beside it.
+            warnings.warn(str(failed), stacklevel=2)
 
 
-def _move_aside(folder: Path) -> None:
-    """Renames a step's folder to `damaged-STEP`, or -2 and so on after that."""
-    if not folder.exists():
-        return
-    aside = folder.with_name(f"damaged-{folder.name}")
-    others = (aside.with_name(f"{aside.name}-{n}") for n in itertools.count(2))
-    folder.rename(next(p for p in itertools.chain([aside], others) if not p.exists()))
-
-
-def _shapes_by_path(tree: Any) -> dict[str, tuple[int, ...]]:
-    return {
-        path_name(path): tuple(leaf.shape)
-        for path, leaf in jax.tree.leaves_with_path(tree)
-    }
+def _struct(shape: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)

@@ -82,8 +82,8 @@ def read_contents(path: Path, step: int | None = None) -> Contents:
         CheckpointError: There is none, or it cannot be read.
     """
     directory, named = _found(Path(path))
-    steps = _steps(directory)
-    chosen = steps[-1] if step is None and named is None else step or named
+    steps = steps_of(directory)
+    chosen = next(one for one in (step, named, steps[-1]) if one is not None)
     if chosen not in steps:
         raise CheckpointError(
             f"no checkpoint of step {chosen} in {str(directory)!r}; there are "
@@ -132,7 +132,7 @@ def _found(path: Path) -> tuple[Path, int | None]:
     if path.name.isdecimal() and (path / "state").is_dir():
         return path.parent, int(path.name)
     for directory in (path / "checkpoints", path):
-        if directory.is_dir() and _steps(directory):
+        if directory.is_dir() and steps_of(directory):
             return directory, None
     raise CheckpointError(
         f"no checkpoint in {str(path)!r}; name the folder of a run (--out), of its "
@@ -140,7 +140,8 @@ def _found(path: Path) -> tuple[Path, int | None]:
     )
 
 
-def _steps(directory: Path) -> list[int]:
+def steps_of(directory: Path) -> list[int]:
+    """Of the checkpoints of a folder, in order."""
     return sorted(
         int(path.name)
         for path in directory.iterdir()

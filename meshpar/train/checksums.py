@@ -1,34 +1,80 @@
-"""Checksums of a folder's files, by which one finds what a disk has changed since."""
+"""Checksums of a folder's files, by which one finds what a disk has changed since.
+
+Files are cut into pieces, so that threads and processes share large ones too. Each of
+several processes notes its pieces in a file of its own: none waits for another.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import zlib
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 NAME = "checksums.json"
 _CHUNK_BYTES = 1 << 22
+_PIECE_BYTES = 1 << 26
+_THREADS = 4  # zlib lets the others run.
 
 
-def write_checksums(folder: Path) -> None:
-    """Writes size and CRC-32 of every file below a folder into `NAME` there.
+@dataclass(frozen=True, order=True, kw_only=True)
+class Piece:
+    """Consecutive bytes of a file.
 
-    The file appears at once and whole, or not at all.
+    Args:
+        name: Of the file, within the folder.
+        size: Bytes of the whole file.
+        start: Of the piece, in bytes.
+        length: Of the piece, in bytes.
     """
-    sums = {
-        str(path.relative_to(folder)): [path.stat().st_size, _crc32(path)]
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name != NAME
-    }
-    unfinished = folder / f"{NAME}.unfinished"
-    unfinished.write_text(json.dumps(sums), encoding="utf-8")
-    os.replace(unfinished, folder / NAME)
+
+    name: str
+    size: int
+    start: int
+    length: int
+
+    def crc32(self, folder: Path) -> int:
+        """Of its bytes, as many as there are."""
+        crc, left = 0, self.length
+        with (folder / self.name).open("rb") as file:
+            file.seek(self.start)
+            while left and (chunk := file.read(min(left, _CHUNK_BYTES))):
+                crc, left = zlib.crc32(chunk, crc), left - len(chunk)
+        return crc
+
+
+def write_checksums(folder: Path, *, part: int = 0, num_parts: int = 1) -> None:
+    """Notes sizes and CRC-32s of the files below a folder in a file there.
+
+    It appears at once and whole, or not at all.
+
+    Args:
+        folder: Whose files will not change.
+        part: Which share of the pieces is noted.
+        num_parts: Among how many writers they are shared.
+    """
+    pieces = _share(_pieces_of(folder), part, num_parts)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        crcs = list(pool.map(lambda piece: piece.crc32(folder), pieces))
+    noted = [
+        [piece.name, piece.size, piece.start, piece.length, crc]
+        for piece, crc in zip(pieces, crcs, strict=True)
+    ]
+    path = folder / _name_of(part, num_parts)
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    unfinished.write_text(json.dumps(noted), encoding="utf-8")
+    os.replace(unfinished, path)
 
 
 def has_checksums(folder: Path) -> bool:
-    """Whether what changes in a folder can be found."""
-    return (folder / NAME).is_file()
+    """Whether what changes in a folder can be found: all of its pieces are noted."""
+    paths = _noted_in(folder)
+    if any(path.name == NAME for path in paths):
+        return True
+    return bool(paths) and len(paths) == int(paths[0].stem.rpartition("-")[2])
 
 
 def damage(folder: Path, *, part: int = 0, num_parts: int = 1) -> str | None:
@@ -36,40 +82,65 @@ def damage(folder: Path, *, part: int = 0, num_parts: int = 1) -> str | None:
 
     Args:
         folder: Of `write_checksums`.
-        part: Which files are read: every `num_parts`-th from this one on.
-        num_parts: Among how many readers they are shared.
+        part: Which share of the pieces is read.
+        num_parts: Among how many readers they are shared, whoever has noted them.
     """
-    try:
-        sums = json.loads((folder / NAME).read_text(encoding="utf-8"))
-        noted = sorted(
-            (str(name), int(size), int(crc)) for name, (size, crc) in sums.items()
-        )
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, TypeError, AttributeError):
-        return f"its file {NAME} cannot be read"
-    for name, size, crc in noted[part::num_parts]:
-        told = _damage_of(folder / name, size, crc)
-        if told:
-            return f"its file {name} {told}"
-    return None
+    crcs: dict[Piece, int] = {}
+    for path in _noted_in(folder):
+        try:
+            crcs.update(_read(path))
+        except (OSError, ValueError, TypeError, AttributeError):
+            return f"its file {path.name} cannot be read"
+    pieces = _share(crcs, part, num_parts)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        told = pool.map(lambda one: _damage_of(folder, one, crcs[one]), pieces)
+        return next(filter(None, told), None)
 
 
-def _damage_of(path: Path, size: int, crc: int) -> str | None:
+def _damage_of(folder: Path, piece: Piece, crc: int) -> str | None:
     try:
-        found = path.stat().st_size
-        if found != size:
-            return f"has {found:,} bytes, not {size:,}"
-        if _crc32(path) != crc:
-            return "has other bytes than were written"
+        found = (folder / piece.name).stat().st_size
+        if found != piece.size:
+            return f"its file {piece.name} has {found:,} bytes, not {piece.size:,}"
+        if piece.crc32(folder) != crc:
+            return f"its file {piece.name} has other bytes than were written"
     except OSError as error:
-        return f"cannot be read: {error.strerror}"
+        return f"its file {piece.name} cannot be read: {error.strerror}"
     return None
 
 
-def _crc32(path: Path) -> int:
-    crc = 0
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            crc = zlib.crc32(chunk, crc)
-    return crc
+def _pieces_of(folder: Path) -> Iterator[Piece]:
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.name.startswith(Path(NAME).stem):
+            size = path.stat().st_size
+            for start in range(0, max(size, 1), _PIECE_BYTES):
+                yield Piece(
+                    name=str(path.relative_to(folder)),
+                    size=size,
+                    start=start,
+                    length=min(_PIECE_BYTES, size - start),
+                )
+
+
+def _share(pieces: Iterable[Piece], part: int, num_parts: int) -> list[Piece]:
+    """Every `num_parts`-th from `part` on, the longest first."""
+    return sorted(pieces, key=lambda piece: (-piece.length, piece))[part::num_parts]
+
+
+def _name_of(part: int, num_parts: int) -> str:
+    name = Path(NAME)
+    return NAME if num_parts == 1 else f"{name.stem}-{part}-of-{num_parts}{name.suffix}"
+
+
+def _noted_in(folder: Path) -> list[Path]:
+    return sorted(folder.glob(f"{Path(NAME).stem}*{Path(NAME).suffix}"))
+
+
+def _read(path: Path) -> dict[Piece, int]:
+    noted = json.loads(path.read_text(encoding="utf-8"))
+    if isinstance(noted, dict):  # Of an earlier version: one piece a file.
+        noted = [[name, size, 0, size, crc] for name, (size, crc) in noted.items()]
+    return {
+        Piece(name=str(name), size=int(size), start=int(start), length=int(length)): crc
+        for name, size, start, length, crc in noted
+    }

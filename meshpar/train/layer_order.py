@@ -1,8 +1,9 @@
 """Stacked arrays of a state in the model's own order of layers, whatever the stages.
 
 A pipeline stacks layers rank by rank, with empty places where stages are of uneven
-size. What every layout can read has them first to last. Both ways are a gather, array
-by array, whose result stays split over the mesh; what lies in order is not touched.
+size. What every layout can read has them first to last: a gather, array by array, whose
+result stays split over the mesh; what lies in order is not touched. Whoever reads it
+puts each layer at its place (`stored_arrays`).
 """
 
 from __future__ import annotations
@@ -91,15 +92,18 @@ def in_model_order(state: TrainState, orders: TrainState) -> TrainState:
     return jax.tree.map(put_back, state, orders)
 
 
-def arranged(
+def arranged_within(
     state: TrainState, orders: TrainState, shardings: TrainState
 ) -> TrainState:
-    """Undoes `in_model_order`: every layer at its place, zeros where there is none."""
+    """Undoes `in_model_order` where the layers are not the first dim.
+
+    Those of the first dim are read to their places.
+    """
 
     def arrange(
         array: jax.Array, order: LayerOrder, sharding: NamedSharding
     ) -> jax.Array:
-        if order.places is None:
+        if order.places is None or not order.dim:
             return array
         return _layers_at(order.places, sharding, order.dim)(array)
 
@@ -110,7 +114,7 @@ def laid_out(array: jax.Array, order: LayerOrder, sharding: NamedSharding) -> ja
     """A copy of an array with its layers first to last, every layer at its place."""
     if order.places is None:
         return jax.device_put(array, sharding, may_alias=False)
-    return _layers_at(order.places, sharding)(array)
+    return _layers_at(order.places, sharding, order.dim)(array)
 
 
 def model_order_structs(

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import shutil
 import threading
 from pathlib import Path
 from typing import Any
 
 import orbax.checkpoint as ocp
 
+from meshpar.distributed import Processes
 from meshpar.train.checksums import write_checksums
+from meshpar.train.folders import remove_parts
 
 _LOOK_S = 0.05
 """Between looks whether it is there."""
@@ -24,24 +25,29 @@ class Saving:
         manager: Orbax's, which writes it.
         directory: Where it lies in a folder of its step.
         step: Of its state.
+        processes: Of the run; each notes checksums of its share of the files.
     """
 
     def __init__(
-        self, manager: ocp.CheckpointManager, directory: Path, step: int
+        self,
+        manager: ocp.CheckpointManager,
+        directory: Path,
+        step: int,
+        processes: Processes,
     ) -> None:
         self.step = step
+        self._processes = processes
         self._manager, self._folder = manager, directory / str(step)
         self._error: Exception | None = None
         self._is_over = threading.Event()
         self._sealer: threading.Thread | None = None
         self._log = _Withheld()
 
-    def begin(self, args: Any, *, seals: bool) -> None:
+    def begin(self, args: Any) -> None:
         """Returns once the arrays are copied; errors are for `end` to return.
 
         Args:
             args: What Orbax saves.
-            seals: Whether this process writes the checksums.
         """
         logging.getLogger("absl").addFilter(self._log)
         try:
@@ -53,9 +59,8 @@ class Saving:
             newest = self._manager.latest_step()
             self._error = RuntimeError(f"skipped, as there is one of step {newest}")
             return
-        if seals:
-            self._sealer = threading.Thread(target=self._seal, daemon=True)
-            self._sealer.start()
+        self._sealer = threading.Thread(target=self._seal, daemon=True)
+        self._sealer.start()
 
     def end(self) -> Exception | None:
         """Waits until all is written; what went wrong, if something did."""
@@ -79,12 +84,15 @@ class Saving:
             if self._is_over.wait(_LOOK_S) and not self._folder.is_dir():
                 return
         with contextlib.suppress(OSError):  # It is as good as one without checksums.
-            write_checksums(self._folder)
+            write_checksums(
+                self._folder,
+                part=self._processes.process_id,
+                num_parts=self._processes.num_processes,
+            )
 
     def _remove_parts(self) -> None:
         """What is left of it would fill the disk for those that follow."""
-        for path in self._folder.parent.glob(f"{self.step}.orbax-checkpoint-tmp*"):
-            shutil.rmtree(path, ignore_errors=True)
+        remove_parts(self._folder.parent, str(self.step))
 
 
 class _Withheld(logging.Filter):

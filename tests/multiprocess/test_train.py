@@ -107,6 +107,177 @@ def test_processes_train_as_one_and_resume_with_others(
     assert rows(log, "validation_loss")[-1] == pytest.approx(validation_loss, rel=1e-5)
 
 
+SEVERAL = """
+import sys
+from dataclasses import replace
+import numpy as np
+from meshpar.recipes import pretrain
+from meshpar.recipes.joined import join
+from meshpar.recipes.options import parse_arguments
+
+pretrain.validate = lambda *args: 5.25
+pretrain.sample = lambda *args: np.array([65])
+lines, options = sys.argv[1].split(), sys.argv[2:]
+config = parse_arguments(options)
+with join(config) as processes:
+    for line in lines:
+        of_line = replace(config, layout=line, out=config.out / line)
+        pretrain.joined_run(of_line, processes, None, ("meshpar", "train"))
+"""
+
+
+def losses_of_layouts(number, devices, lines, options, out, timeout_s=500):
+    """Layout -> losses, all of one start of the processes."""
+    command = ["-c", SEVERAL, " ".join(lines), *options, "--emulate", str(devices)]
+    command += ["--out", str(out), "--steps", str(STEPS)]
+    children = [start([*command, *one]) for one in joined(number, free_port())]
+    for end in ends_of(children, timeout_s):
+        assert end.status == 0, end.error[-3000:]
+    return {line: rows(out / line / "metrics.jsonl", "loss") for line in lines}
+
+
+EXPERTS = "layers=2,embed=32,heads=4,kv_heads=2,vocab=256,experts=8,expert_ffn=16"
+
+
+@pytest.fixture(scope="module")
+def one_process_with_experts(tmp_path_factory, small_text):
+    """The losses of a model with experts, of this process."""
+    out = tmp_path_factory.mktemp("experts")
+    model = {**MODEL, "preset": "tiny-moe", "model": EXPERTS}
+    config = RunConfig(
+        **model, layout="data=2", steps=STEPS, text=small_text, out=out, sample_tokens=0
+    )
+    pretrain(config)
+    return rows(out / "metrics.jsonl", "loss")
+
+
+@pytest.mark.parametrize(
+    ("number", "devices", "lines"),
+    [
+        (2, 2, ["context=2,fsdp=2"]),
+        slow(
+            2,
+            4,
+            [
+                "data=2,context=4",
+                "stage=2,context=2,fsdp=2,microbatches=2",
+                "context=2,tensor=4,attention=allgather",
+            ],
+        ),
+        slow(4, 2, ["context=4,fsdp=2,zero=2", "context=2,data=4,attention=ulysses"]),
+    ],
+)
+def test_processes_split_sequences_as_one_does(
+    number, devices, lines, one_process, small_text, tmp_path
+):
+    options = [*OPTIONS, "--text", str(small_text)]
+    found = losses_of_layouts(number, devices, lines, options, tmp_path)
+    for line, losses in found.items():
+        np.testing.assert_allclose(losses, one_process[0], rtol=1e-5, err_msg=line)
+
+
+@pytest.mark.parametrize(
+    ("number", "devices", "lines"),
+    [
+        (2, 2, ["expert=4"]),
+        slow(2, 4, ["expert=8", "fsdp=2,expert=4", "stage=2,expert=4,microbatches=2"]),
+        slow(4, 2, ["expert=8", "expert=4,tensor=2"]),
+    ],
+)
+def test_processes_split_experts_as_one_does(
+    number, devices, lines, one_process_with_experts, small_text, tmp_path
+):
+    options = [*OPTIONS, "--text", str(small_text), "--preset", "tiny-moe"]
+    options += ["--model", EXPERTS]
+    found = losses_of_layouts(number, devices, lines, options, tmp_path)
+    for line, losses in found.items():
+        np.testing.assert_allclose(
+            losses, one_process_with_experts, rtol=1e-5, err_msg=line
+        )
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_fewer_and_with_more_processes_and_says_how(
+    one_process, small_text, tmp_path
+):
+    """The same options each time: the devices that there are take the batch."""
+    losses, _ = one_process
+    options = ["--steps", str(STEPS), "--out", str(tmp_path), "--resume", "auto"]
+    options += ["--layout", "data=-1,tensor=2", "--text", str(small_text)]
+    train(4, 2, *options, "--stop-after", "2")
+    first, _ = train(2, 2, *options, "--stop-after", "4")
+    told = "4 devices instead of 8: layout data=4,tensor=2 -> data=2,tensor=2,"
+    assert told + "microbatches=2; the global batch stays 8 sequences" in first.output
+    first, *_ = train(4, 2, *options)
+    assert "8 devices instead of 4: layout " in first.output
+    found = rows(tmp_path / "metrics.jsonl", "loss")
+    np.testing.assert_allclose(found, losses, rtol=1e-5)
+
+
+FALL_BACK = """
+import sys, warnings
+from pathlib import Path
+import jax, numpy as np
+import meshpar
+from meshpar.train.checkpoint import Checkpoints
+from tests.test_checkpoint import RUN, small_state
+
+number, port, folder = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+by_hand = dict(coordinator="localhost:" + port, num_processes=2, process_id=number)
+warnings.simplefilter("always")
+with meshpar.distributed.start(emulate=1, timeout_s=100, **by_hand) as processes:
+    with Checkpoints(folder, processes=processes) as checkpoints:
+        mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+        split = jax.NamedSharding(mesh, jax.P("data"))
+        whole = jax.NamedSharding(mesh, jax.P())
+
+        def state_of(step):
+            state = small_state(step)
+            return jax.tree.map(
+                lambda x: jax.make_array_from_callback(
+                    x.shape, split if x.ndim else whole, lambda i: np.asarray(x)[i]
+                ),
+                state,
+            )
+
+        for step in (3, 5):
+            checkpoints.save(state_of(step), {"saved": step})
+    processes.gather("saved")
+    if number == 0:
+        noted = sorted(path.name for path in (folder / "5").glob("checksums*"))
+        print("noted", noted, flush=True)
+        for path in (folder / "5").glob("checksums*"):
+            path.unlink()
+    processes.gather("unsealed")
+    if number == 1:  # What only one of them will fail to read.
+        read = Path.read_text
+        Path.read_text = lambda path, *a, **k: (
+            "" if path.parent.parent.name == "5" else read(path, *a, **k)
+        )
+    with Checkpoints(folder, processes=processes) as checkpoints:
+        run = checkpoints.run_of_latest()
+        state = state_of(0)
+        shapes = jax.eval_shape(lambda: state)
+        shardings = jax.tree.map(lambda x: x.sharding, state)
+        step = int(checkpoints.restore(shapes, shardings).step)
+        print("read", run, step, sorted(checkpoints.damaged), flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_what_one_process_cannot_read_all_pass_over(tmp_path):
+    port = str(free_port())
+    commands = [
+        ["-c", FALL_BACK, str(number), port, str(tmp_path)] for number in (0, 1)
+    ]
+    ends = ends_of([start(command) for command in commands], timeout_s=200)
+    for end in ends:
+        assert end.status == 0, end.error[-3000:]
+        assert "read {'saved': 3} 3 [5]" in end.output
+    noted = "['checksums-0-of-2.json', 'checksums-1-of-2.json']"
+    assert f"noted {noted}" in ends[0].output
+
+
 def wait_for_steps(log, number, timeout_s=120):
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:

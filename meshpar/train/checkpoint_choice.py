@@ -1,0 +1,153 @@
+"""Which checkpoint is read: the newest that every process can read."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import orbax.checkpoint as ocp
+
+from meshpar.distributed import Processes
+from meshpar.train.checkpoint_errors import (
+    CheckpointError,
+    DamagedCheckpointWarning,
+    explained,
+)
+from meshpar.train.checksums import damage, has_checksums
+from meshpar.train.folders import move_aside
+
+
+class Choice:
+    """The checkpoint that is read, once it is chosen, and those passed over for it.
+
+    Args:
+        manager: Orbax's, which knows what there is.
+        directory: Where they lie, each in a folder of its step.
+        processes: Of the run; they share out what is checked, and choose the same.
+
+    Attributes:
+        step: Of the chosen one; None before, and when another has been saved since.
+        damaged: Step -> what is wrong with the checkpoints that were passed over.
+    """
+
+    def __init__(
+        self, manager: ocp.CheckpointManager, directory: Path, processes: Processes
+    ) -> None:
+        self.step: int | None = None
+        self.damaged: dict[int, str] = {}
+        self._told: set[int] = set()
+        self._manager, self._directory = manager, directory
+        self._processes = processes
+
+    def newest_good(self, at_most: int | None = None) -> int | None:
+        """Chooses the newest checkpoint without damage; see `Checkpoints`."""
+        for step in sorted(self._manager.all_steps(), reverse=True):
+            if step in self.damaged or (at_most is not None and step > at_most):
+                continue
+            of = self._processes
+            found = damage(
+                self._directory / str(step),
+                part=of.process_id,
+                num_parts=of.num_processes,
+            )
+            told = next(filter(None, of.gather(found)), None)
+            if told is None:
+                self.step = step
+                return step
+            self.damaged[step] = told
+        return None
+
+    def read(
+        self,
+        reader: Callable[[Path], Any],
+        check: Callable[[int], None] = lambda step: None,
+    ) -> Any:
+        """What a reader finds in the newest checkpoint that all processes can read.
+
+        One whose files have the bytes that were written is no damaged one, whatever
+        goes wrong while it is read.
+
+        Args:
+            reader: Folder of a checkpoint -> what it has of it; waits for no process.
+            check: Refuses the checkpoint of a step.
+
+        Raises:
+            CheckpointError: There is none; of the newest, or of one without damage.
+        """
+        first: CheckpointError | None = None
+        while True:
+            step = self.newest_good() if self.step is None else self.step
+            if step is None:
+                raise first or CheckpointError(self._absent())
+            self._tell_damaged(step)
+            check(step)
+            folder, found = self._directory / str(step), None
+            here: CheckpointError | None = None
+            try:
+                with explained(self._directory, self.unreadable(step)):
+                    found = reader(folder)
+            except CheckpointError as one:
+                here = one
+            error = self._of_any_process(here)
+            if error is None:
+                return found
+            first = first or error
+            if has_checksums(folder):
+                raise CheckpointError(
+                    f"{error}; its files are as they were written, so that it is not "
+                    "passed over"
+                ) from error
+            self.damaged[step], self.step = str(error), None
+
+    def move_damaged_aside(self) -> None:
+        """So that a run that goes on from an earlier one can save those steps again.
+
+        Raises:
+            CheckpointError: They cannot be renamed.
+        """
+        if not self.damaged:
+            return
+        told = None
+        if self._processes.is_first:
+            try:
+                for step in self.damaged:
+                    move_aside(self._directory / str(step))
+            except OSError as error:
+                told = f"damaged checkpoints not moved aside: {error}"
+        told = self._processes.gather(told)[0]
+        if told:
+            raise CheckpointError(told)
+        self._manager.reload()
+        self.damaged = {}
+
+    def unreadable(self, step: int | None) -> str:
+        """The beginning of an error."""
+        return f"checkpoint of step {step} in {str(self._directory)!r} cannot be read"
+
+    def _of_any_process(self, error: CheckpointError | None) -> CheckpointError | None:
+        """This process's error, or another's: what one cannot read none does."""
+        told = self._processes.gather(None if error is None else str(error))
+        other = next(filter(None, told), None)
+        return error or (None if other is None else CheckpointError(other))
+
+    def _tell_damaged(self, step: int) -> None:
+        for other, why in self.damaged.items():
+            if other not in self._told:
+                self._told.add(other)
+                warnings.warn(
+                    f"checkpoint of step {other} in {str(self._directory)!r} is "
+                    f"damaged: {why}; that of step {step} is read in its place",
+                    DamagedCheckpointWarning,
+                    stacklevel=4,
+                )
+
+    def _absent(self) -> str:
+        if self.damaged:
+            step = max(self.damaged)
+            return f"{self.unreadable(step)}: {self.damaged[step]}"
+        return (
+            f"no checkpoint in {str(self._directory)!r}; start without resuming, or "
+            "name the folder of an earlier run"
+        )

@@ -1,0 +1,274 @@
+"""Arrays on the disk: written in small chunks, and read within a host's memory.
+
+Who reads a part of a chunk reads all of it. So a host reads what its devices need of an
+array together, in blocks that no other of its blocks shares a chunk with, and cuts them
+into shards itself. Beside the shards it holds one block, and where devices have
+memory of their own, or shards that do not suit them, one array's shards twice.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import tensorstore
+from jax.sharding import NamedSharding, SingleDeviceSharding
+
+from meshpar.rules.sharding import path_name
+from meshpar.train.heap import give_back
+
+Shape = tuple[int, ...]
+Box = tuple[tuple[int, int], ...]
+"""Begin and end in each dim."""
+Index = tuple[int | slice, ...]
+
+_CHUNK_BYTES = 1 << 21
+"""Of an array's chunks at most; TensorStore reads well from 1 MiB on."""
+
+_SLICE_BYTES = 1 << 24
+"""Replicas share what they write from this size on: each shape costs a compile."""
+
+_ALIGNMENT = 64  # bytes
+
+_BLOCK_SHARE = 0.03
+"""Of what a host reads, what it reads at once."""
+
+_BLOCK_BYTES = (1 << 23, 1 << 30)
+"""But at least and at most."""
+
+
+def handler() -> ocp.PyTreeCheckpointHandler:
+    """What Orbax writes a tree of arrays with."""
+    of_arrays = ocp.type_handlers.ArrayHandler(
+        min_slice_bytes_for_replica_parallel=_SLICE_BYTES
+    )
+    return ocp.PyTreeCheckpointHandler(
+        type_handler_registry=ocp.type_handlers.create_type_handler_registry(
+            (jax.Array, of_arrays)
+        )
+    )
+
+
+def save_args(tree: Any) -> ocp.args.PyTreeSave:
+    """What Orbax is given to write a tree of arrays."""
+    in_chunks = ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES)
+    return ocp.args.PyTreeSave(tree, jax.tree.map(lambda _: in_chunks, tree))
+
+
+def stored(folder: Path) -> dict[str, Any]:
+    """Path -> what is known of every array of a folder: name, shape, dtype, chunks."""
+    metadata = handler().metadata(folder)
+    tree = getattr(metadata, "tree", metadata)
+    return {path_name(path): one for path, one in jax.tree.leaves_with_path(tree)}
+
+
+def read(folder: Path, structs: Any, places: Any) -> Any:
+    """The arrays of a folder; no process waits for another.
+
+    Args:
+        folder: Of a tree that Orbax has written, layers first to last.
+        structs: A tree of `jax.ShapeDtypeStruct` with shardings.
+        places: For each the layer at each place of its leading dim, -1 for a place that
+            becomes zeros; None where they are as stored.
+
+    Raises:
+        ValueError: It has an array more, or one less.
+    """
+    there = stored(folder)
+    wanted = shapes_by_path(structs)
+    for paths, what in (
+        (wanted.keys() - there.keys(), "lacks"),
+        (there.keys() - wanted.keys(), "has, unlike the model,"),
+    ):
+        if paths:
+            raise ValueError(f"it {what} {min(paths)} ({len(paths)} such arrays)")
+    all_bytes = sum(map(_bytes_here, jax.tree.leaves(structs)))
+    least, most = _BLOCK_BYTES
+    block_bytes = min(max(int(_BLOCK_SHARE * all_bytes), least), most)
+    kvstore = {"driver": "ocdbt", "base": folder.absolute().as_uri()}
+
+    def read_one(
+        path: tuple, struct: jax.ShapeDtypeStruct, order: Sequence[int] | None
+    ) -> jax.Array:
+        found = there[path_name(path)]
+        spec = {"driver": "zarr", "kvstore": {**kvstore, "path": f"{found.name}/"}}
+        source = tensorstore.open(spec, read=True).result()
+        chunk = found.storage.chunk_shape if found.storage else None
+        most = block_bytes // struct.dtype.itemsize
+        blocks = _Blocks(tuple(chunk or source.shape), order, most)
+        array = _read_array(source, struct, blocks)
+        give_back()
+        return array
+
+    return jax.tree.map_with_path(read_one, structs, places)
+
+
+def blocks_of(box: Box, chunk: Shape, most: int) -> Iterator[Box]:
+    """A box cut between chunks, outer dims first, into blocks of `most` values.
+
+    A block of one chunk may be larger, and a box smaller than one stays whole.
+
+    Example:
+        >>> list(blocks_of(((0, 4), (2, 6)), chunk=(1, 4), most=6))
+        [((0, 1), (2, 6)), ((1, 2), (2, 6)), ((2, 3), (2, 6)), ((3, 4), (2, 6))]
+    """
+    cuts = []
+    size = math.prod(stop - start for start, stop in box)
+    for (start, stop), step in zip(box, chunk, strict=True):
+        extent = stop - start
+        # As many chunks as fit, inner dims being whole so far; at least one.
+        fit = max(most * extent // max(size, 1) // step, 1) * step
+        if size <= most or fit >= extent:
+            cuts.append([(start, stop)])
+        else:
+            cuts.append(_cut(start, stop, fit))
+            size = size * fit // extent
+    return itertools.product(*cuts)
+
+
+def shapes_by_path(tree: Any) -> dict[str, Shape]:
+    """Path -> global shape of every array, or of what stands for it."""
+    return {
+        path_name(path): tuple(leaf.shape)
+        for path, leaf in jax.tree.leaves_with_path(tree)
+    }
+
+
+def _read_array(
+    source: Any, struct: jax.ShapeDtypeStruct, blocks: _Blocks
+) -> jax.Array:
+    sharding = cast(NamedSharding, struct.sharding)
+    devices = _devices_by_box(struct)
+    parts = {
+        box: _zeros([stop - start for start, stop in box], struct.dtype)
+        for box in devices
+    }
+    for block in blocks.of_host(list(devices)):
+        values = source[tuple(slice(*bounds) for bounds in block)].read().result()
+        for box, part in parts.items():
+            for here, there in blocks.common(box, block):
+                part[here] = values[there]
+    shards = []
+    for box, on in devices.items():
+        part = parts.pop(box)
+        for device in on:
+            to = SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+            shards.append(jax.device_put(part, to))
+        jax.block_until_ready(shards)  # So that the part is freed before the next.
+    return jax.make_array_from_single_device_arrays(struct.shape, sharding, shards)
+
+
+def _zeros(shape: Sequence[int], dtype: Any) -> np.ndarray:
+    """Zeros that begin where a device that is the host itself takes them as they are.
+
+    XLA:CPU copies what is not aligned to 64 bytes.
+    """
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    raw = np.zeros(size + _ALIGNMENT, np.uint8)
+    first = -raw.ctypes.data % _ALIGNMENT
+    return raw[first : first + size].view(dtype).reshape(shape)
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """How a host reads one array.
+
+    Args:
+        chunk: Shape of its chunks.
+        places: The layer at each place; None where they lie as stored.
+        most: Values of a block.
+    """
+
+    chunk: Shape
+    places: Sequence[int] | None
+    most: int
+
+    def of_host(self, boxes: list[Box]) -> Iterator[Box]:
+        """Blocks of what is stored for all boxes, what lies between them left out."""
+        if not boxes:
+            return
+        ranges = [_joined(set(bounds)) for bounds in zip(*boxes, strict=True)]
+        if self.places is not None:
+            there = {
+                self.places[place]
+                for start, stop in ranges[0]
+                for place in range(start, stop)
+            }
+            ranges[0] = _joined((layer, layer + 1) for layer in there - {-1})
+        for box in itertools.product(*ranges):
+            yield from blocks_of(box, self.chunk, self.most)
+
+    def common(self, box: Box, block: Box) -> Iterator[tuple[Index, Index]]:
+        """Where a box's values lie in it and in the block, if it has some of them."""
+        layers = None
+        if self.places is not None:
+            (start, stop), (first, last) = box[0], block[0]
+            layers = [
+                (place - start, self.places[place] - first)
+                for place in range(start, stop)
+                if first <= self.places[place] < last
+            ]
+            box, block = box[1:], block[1:]
+        common = [
+            (max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, block, strict=True)
+        ]
+        if any(start >= stop for start, stop in common):
+            return
+        here, there = _from(common, box), _from(common, block)
+        if layers is None:
+            yield here, there
+            return
+        for place, layer in layers:
+            yield (place, *here), (layer, *there)
+
+
+def _joined(bounds: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ranges in order, those that touch made one."""
+    joined: list[tuple[int, int]] = []
+    for start, stop in sorted(bounds):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(stop, joined[-1][1])
+        else:
+            joined.append((start, stop))
+    return joined
+
+
+def _devices_by_box(struct: jax.ShapeDtypeStruct) -> dict[Box, list[jax.Device]]:
+    """This host's devices by the part of an array that they hold."""
+    sharding = cast(NamedSharding, struct.sharding)
+    devices: dict[Box, list[jax.Device]] = {}
+    here = sharding.addressable_devices_indices_map(struct.shape)
+    for device, index in here.items():
+        sizes = zip(index or (), struct.shape, strict=True)
+        box = tuple(part.indices(size)[:2] for part, size in sizes)
+        devices.setdefault(box, []).append(device)
+    return devices
+
+
+def _bytes_here(struct: jax.ShapeDtypeStruct) -> int:
+    values = sum(
+        math.prod(stop - start for start, stop in box)
+        for box in _devices_by_box(struct)
+    )
+    return values * struct.dtype.itemsize
+
+
+def _cut(start: int, stop: int, step: int) -> list[tuple[int, int]]:
+    """A range cut at multiples of a step."""
+    bounds = [start, *range(start // step * step + step, stop, step), stop]
+    return list(itertools.pairwise(bounds))
+
+
+def _from(box: Sequence[tuple[int, int]], within: Box) -> tuple[slice, ...]:
+    """Where a box lies within another."""
+    return tuple(
+        slice(start - first, stop - first)
+        for (start, stop), (first, _) in zip(box, within, strict=True)
+    )

@@ -1,0 +1,133 @@
+"""A run that goes on with other devices than before: the same batches, cut otherwise.
+
+The global batch stays, and so does the order of the data. The axes that split the batch
+take the devices that are there, and microbatches change so that a device still holds no
+more examples at once than before.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from meshpar import InputError, Layout
+from meshpar.layout import BATCH_AXES, MESH_AXES
+from meshpar.recipes.config import RunConfig
+from meshpar.train.checkpoint_contents import steps_of
+from meshpar.train.folders import read_run
+
+
+def fitted(config: RunConfig, num_devices: int, num_processes: int) -> tuple[str, str]:
+    """The layout of a resumed run on the devices that are there, and a line of it.
+
+    A layout that is given with other sizes than the earlier one's is left as it is:
+    what is fitted is the earlier one's, and one with a mesh axis of -1.
+
+    Args:
+        config: Of the run.
+        num_devices: That are there.
+        num_processes: Whose they are; of one process some devices may stay idle.
+
+    Returns:
+        The layout's line, and what is to be told; empty where nothing changes.
+
+    Raises:
+        InputError: The global batch or the layout cannot be shared out so.
+    """
+    wanted, before = Layout.parse(config.layout), _layout_before(config)
+    if before is None:
+        return config.layout, ""
+    is_open = any(getattr(wanted, mesh_axis) == -1 for mesh_axis in MESH_AXES)
+    enough = num_devices >= before.num_devices and num_processes == 1
+    if not is_open and (wanted.mesh_shape != before.mesh_shape or enough):
+        return config.layout, ""
+    layout = wanted.resolve(num_devices) if is_open else shared(wanted, num_devices)
+    if layout.num_devices == before.num_devices:
+        return config.layout, ""
+    layout = recut(layout, before, config.global_batch)
+    each = config.global_batch // (layout.batch_shards * layout.microbatches)
+    told = (
+        f"{layout.num_devices} devices instead of {before.num_devices}: layout "
+        f"{before} -> {layout}; the global batch stays {config.global_batch} sequences "
+        f"in the same order, {each} on a device at once"
+    )
+    return str(layout), told
+
+
+def shared(layout: Layout, num_devices: int) -> Layout:
+    """The layout on so many devices, which only the batch's axes notice.
+
+    Example:
+        >>> str(shared(Layout.parse("data=2,fsdp=4,tensor=2"), 8))
+        'fsdp=4,tensor=2'
+
+    Raises:
+        InputError: The other axes do not divide them.
+    """
+    of_model = math.prod(
+        size for axis, size in layout.mesh_shape.items() if axis not in BATCH_AXES
+    )
+    of_batch, rest = divmod(num_devices, of_model * layout.expert)
+    if rest or not of_batch:
+        raise InputError(
+            f"layout {str(layout)!r} needs a multiple of {of_model * layout.expert} "
+            f"devices whatever data and fsdp are, but there are {num_devices}; give a "
+            "--layout for them"
+        )
+    fsdp = math.gcd(layout.fsdp, of_batch)
+    return replace(layout, data=of_batch // fsdp, fsdp=fsdp)
+
+
+def recut(layout: Layout, before: Layout, global_batch: int) -> Layout:
+    """The layout with the fewest microbatches that are no larger than before.
+
+    Args:
+        layout: On the devices that are there.
+        before: Whose microbatches fitted into a device.
+        global_batch: Sequences of a step.
+
+    Example:
+        >>> one, before = Layout.parse("data=1"), Layout.parse("data=4")
+        >>> str(recut(one, before, global_batch=16))
+        'data=1,microbatches=4'
+
+    Raises:
+        InputError: The batch does not divide over the layout's devices.
+    """
+    of_device, rest = divmod(global_batch, layout.batch_shards)
+    if rest:
+        raise InputError(
+            f"the global batch of {global_batch} sequences does not divide over "
+            f"{layout.batch_shards} devices of data={layout.data},fsdp={layout.fsdp}"
+            f"{f',expert={layout.expert}' if layout.expert > 1 else ''}; start with "
+            "another number of devices, or give --layout or --global-batch"
+        )
+    at_once = global_batch // (before.batch_shards * before.microbatches)
+    # Interleaved schedules take whole rounds of microbatches.
+    step = layout.stage if before.microbatches % layout.stage == 0 else 1
+    for number in range(step, of_device + 1, step):
+        if of_device % number == 0 and of_device // number <= max(at_once, 1):
+            return replace(layout, microbatches=number)
+    return replace(layout, microbatches=before.microbatches)
+
+
+def _layout_before(config: RunConfig) -> Layout | None:
+    """That wrote the newest checkpoint; None where nobody can tell."""
+    description = _description(config.folder / "checkpoints")
+    line = description.get("layout")
+    if not config.resume or not isinstance(line, str):
+        return None
+    return Layout.parse(line)
+
+
+def _description(directory: Path) -> dict[str, Any]:
+    """What the newest checkpoint says of its run; nothing where it cannot be read.
+
+    Whether it is damaged is not asked: what resumes says that.
+    """
+    try:
+        return read_run(directory / str(steps_of(directory)[-1]))
+    except (OSError, ValueError, IndexError):
+        return {}

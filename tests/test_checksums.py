@@ -1,0 +1,55 @@
+"""Checksums find what has changed, whoever has noted them and whoever reads them."""
+
+import json
+import zlib
+
+import pytest
+
+from meshpar.train import checksums
+from meshpar.train.checksums import damage, has_checksums, write_checksums
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Files of 0 to 25 bytes, in pieces of 10."""
+    monkeypatch.setattr(checksums, "_PIECE_BYTES", 10)
+    (tmp_path / "below").mkdir()
+    for name, size in (("a", 25), ("below/b", 10), ("c", 0)):
+        (tmp_path / name).write_bytes(bytes(range(size)))
+    return tmp_path
+
+
+@pytest.mark.parametrize("writers", [1, 2, 3])
+@pytest.mark.parametrize("readers", [1, 2, 5])
+def test_every_byte_is_noted_once_and_read_once(writers, readers, folder):
+    for part in range(writers):
+        assert not has_checksums(folder)
+        write_checksums(folder, part=part, num_parts=writers)
+    assert has_checksums(folder)
+    file = folder / "a"
+    for place in (0, 9, 10, 24):
+        data = bytearray(range(25))
+        data[place] ^= 1
+        file.write_bytes(data)
+        told = [damage(folder, part=k, num_parts=readers) for k in range(readers)]
+        assert list(filter(None, told)) == [
+            "its file a has other bytes than were written"
+        ]
+    file.write_bytes(bytes(range(25)))
+    assert not any(damage(folder, part=k, num_parts=readers) for k in range(readers))
+
+
+def test_of_several_writers_what_one_has_noted_is_compared(folder):
+    write_checksums(folder, part=1, num_parts=2)
+    assert not has_checksums(folder) and damage(folder) is None
+    noted = json.loads((folder / "checksums-1-of-2.json").read_text())
+    (folder / noted[0][0]).write_bytes(b"short")
+    assert "5 bytes, not" in damage(folder)
+
+
+def test_checksums_of_whole_files_are_read_too(folder):
+    sums = {"a": [25, zlib.crc32(bytes(range(25)))]}
+    (folder / "checksums.json").write_text(json.dumps(sums))
+    assert has_checksums(folder) and damage(folder) is None
+    (folder / "a").write_bytes(bytes(25))
+    assert damage(folder) == "its file a has other bytes than were written"
