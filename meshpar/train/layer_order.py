@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -107,8 +108,10 @@ def arranged(
 def laid_out(array: jax.Array, order: LayerOrder, sharding: NamedSharding) -> jax.Array:
     """A copy of an array with its layers first to last, every layer at its place."""
     if order.places is None:
-        return jax.device_put(array, sharding, may_alias=False)
-    return _layers_at(order.places, sharding)(array)
+        # Never the same buffers: what is made here is donated.
+        return _copied(sharding)(jax.device_put(array, sharding))
+    spread = jax.device_put(array, _divisible(sharding, array.shape))
+    return _layers_at(order.places, sharding)(spread)
 
 
 def model_order_structs(
@@ -162,6 +165,11 @@ def _divisible(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding
         PartitionSpec(*(axes or None for axes in dims)),
         memory_kind=sharding.memory_kind,
     )
+
+
+@functools.lru_cache
+def _copied(sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+    return jax.jit(jnp.copy, out_shardings=sharding)
 
 
 @functools.lru_cache
