@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from tyro.conf import arg
+import tyro
 
 from meshpar.errors import InputError, whole_number
 from meshpar.train.faults import check_spike
@@ -48,11 +48,11 @@ class RunConfig:
         preset: A model by name; "tiny" where --model gives no other.
         model: What differs from the preset, such as layers=2,hidden=64; without one,
             all sizes of a model; or the path of a Hugging Face config.json.
-        from_weights: Also --from: a folder of a Hugging Face model, whose config is
-            the model's unless another is given, and whose weights it starts from.
         steps: Optimizer steps in all.
         seed: Of initial values, order of the text, and samples.
         dtype: Arithmetic of the blocks; the layout's by default.
+        from_weights: Also --from: a folder of a Hugging Face model, whose config is
+            the model's unless another is given, and whose weights it starts from.
         text: A file, or a folder of .txt files; give it again for more. Shakespeare's
             plays by default.
         out: Folder of the run; runs/ and the time by default.
@@ -117,10 +117,10 @@ class RunConfig:
     schedule: Path | None = None
     preset: str | None = None
     model: str | None = None
-    from_weights: Annotated[Path | None, arg(aliases=("--from",))] = None
     steps: int = 150
     seed: int = 0
     dtype: Literal["fp32", "bf16"] | None = None
+    from_weights: Annotated[Path | None, tyro.conf.arg(aliases=("--from",))] = None
     text: tuple[Path, ...] = ()
     out: Path | None = None
     resume: bool | Literal["auto"] = False

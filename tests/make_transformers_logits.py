@@ -41,7 +41,7 @@ def case(family: str) -> dict:
             shapes = {
                 one: tensors.get_slice(one).get_shape() for one in list(tensors.keys())
             }
-        values = {one: values_of(one, shape) for one, shape in shapes.items()}
+        values = {one: values_of(family, one, shape) for one, shape in shapes.items()}
         save_file(values, file, metadata={"format": "pt"})
         logits = logits_of(folder, family)
         said = json.loads((folder / "config.json").read_text())

@@ -295,7 +295,10 @@ def test_bad_input_is_one_line_on_stderr_and_status_2(argv, message, capsys):
 @pytest.mark.parametrize(
     "text, message",
     [
-        ('{"model_type": "mamba"}', "has model_type 'mamba'; known: gpt2, llama"),
+        (
+            '{"model_type": "mamba"}',
+            "has model_type 'mamba'; known: deepseek_v3, gemma3_text, gpt2, llama",
+        ),
         ("{", "as JSON: Expecting property name"),
     ],
 )

@@ -30,7 +30,7 @@ def steps():
 
     return {
         "one": step("data=1", 1),
-        "uneven": step("stage=2,microbatches=2,param_dtype=bf16", 2),
+        "uneven": step("stage=2,microbatches=2,precision=bf16,param_dtype=bf16", 2),
     }
 
 
@@ -49,7 +49,9 @@ def test_values_go_to_uneven_stages_and_come_back(kind, steps, values):
     # The master copy has all bits, what is stored is rounded, and moments start at 0.
     found = step.in_layer_order(jax.tree.map(np.asarray, state.opt_state.master))
     jax.tree.map(np.testing.assert_array_equal, found, values)
-    assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.bfloat16}
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {
+        jnp.dtype(jnp.bfloat16)
+    }
     assert not any(np.any(x) for x in jax.tree.leaves(state.opt_state.inner[0].mu))
     if kind == "asked":
         for leaf in jax.tree.leaves(given):

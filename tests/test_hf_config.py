@@ -201,8 +201,11 @@ NOT_COMPUTED = [
 ]
 
 BAD_CONFIGS = [
-    ({**LLAMA, "model_type": "mamba"}, "has model_type 'mamba'; known: gpt2, llama"),
-    ([LLAMA], "has model_type None; known: gpt2, llama"),
+    (
+        {**LLAMA, "model_type": "mamba"},
+        "has model_type 'mamba'; known: deepseek_v3, gemma3_text, gpt2, llama",
+    ),
+    ([LLAMA], "has model_type None; known: deepseek_v3, gemma3_text, gpt2, llama"),
     ({"model_type": "gpt2", "n_layer": 2}, "does not give 'n_embd'"),
     (
         {name: value for name, value in LLAMA.items() if name != "vocab_size"},

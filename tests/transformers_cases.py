@@ -127,11 +127,14 @@ CONFIGS = {
 """What a `config.json` of each says."""
 
 
-def values_of(name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """A tensor's fp32 values: normal, of deviation 0.3, norms' around 1."""
+def values_of(family: str, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """A tensor's fp32 values: normal, of deviation 0.3, norms' around 1.
+
+    Those of Gemma 3 are around 0: they are what a scale is more than 1.
+    """
     seed = zlib.crc32(name.encode())
     values = 0.3 * np.random.default_rng(seed).normal(size=shape)
-    is_norm = "norm" in name or ".ln_" in name
+    is_norm = family != "gemma3" and ("norm" in name or ".ln_" in name)
     return (values + (is_norm and name.endswith("weight"))).astype(np.float32)
 
 
@@ -145,7 +148,8 @@ def write_model(folder: Path, family: str) -> Path:
     from safetensors.numpy import save_file
 
     case = stored(family)
-    tensors = {name: values_of(name, shape) for name, shape in case["shapes"].items()}
+    shapes = case["shapes"].items()
+    tensors = {name: values_of(family, name, shape) for name, shape in shapes}
     folder.mkdir(parents=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(case["config"]))

@@ -22,7 +22,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="CKPT",
         help="the folder of a run (--out), of its checkpoints, or of one of them",
     )
-    add("--to", required=True, metavar="DIR", help="folder to write; made when absent")
+    add(
+        "--to",
+        required=True,
+        metavar="DIR",
+        help="folder to write; made when absent (required)",
+    )
     add("--step", type=positive, metavar="N", help="which (default: the newest)")
     add(
         "--dtype",

@@ -20,7 +20,12 @@ from meshpar.train.checkpoint_errors import (
     reason_of,
 )
 from meshpar.train.folders import read_run, remove_parts
-from meshpar.train.layer_order import LayerOrder, in_model_order, model_order_structs
+from meshpar.train.layer_order import (
+    LayerOrder,
+    arranged_within,
+    in_model_order,
+    model_order_structs,
+)
 from meshpar.train.portable import portable, unported
 from meshpar.train.saving import Saving
 from meshpar.train.state import TrainState

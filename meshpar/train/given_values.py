@@ -80,8 +80,8 @@ def _placed(
         return laid_out(value, order, sharding)
     read: dict[tuple, np.ndarray] = {}
 
-    def part(index: tuple[slice, ...]) -> np.ndarray:
-        spans = zip(index, parameter.stacked_shape, strict=True)
+    def part(index: tuple[slice, ...] | None) -> np.ndarray:
+        spans = zip(index or (), parameter.stacked_shape, strict=True)
         key = tuple(one.indices(size)[:2] for one, size in spans)
         if key not in read:
             read[key] = values_at(value, key, parameter)

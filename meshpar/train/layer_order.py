@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -113,8 +114,10 @@ def arranged_within(
 def laid_out(array: jax.Array, order: LayerOrder, sharding: NamedSharding) -> jax.Array:
     """A copy of an array with its layers first to last, every layer at its place."""
     if order.places is None:
-        return jax.device_put(array, sharding, may_alias=False)
-    return _layers_at(order.places, sharding, order.dim)(array)
+        # Never the same buffers: what is made here is donated.
+        return _copied(sharding)(jax.device_put(array, sharding))
+    spread = jax.device_put(array, _divisible(sharding, array.shape, order.dim))
+    return _layers_at(order.places, sharding, order.dim)(spread)
 
 
 def model_order_structs(
@@ -170,6 +173,11 @@ def _divisible(
         PartitionSpec(*(axes or None for axes in dims)),
         memory_kind=sharding.memory_kind,
     )
+
+
+@functools.lru_cache
+def _copied(sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+    return jax.jit(jnp.copy, out_shardings=sharding)
 
 
 @functools.lru_cache

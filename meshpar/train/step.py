@@ -388,7 +388,7 @@ class TrainStep:
         model = self.model
         shardings = take_out(model, self.shardings)
         given = take_out(
-            model, replace(shardings, params=params, model_state=model_state)
+            model, replace(shardings, params=dict(params), model_state=model_state)
         )
         state = placed_values(
             given.model_state, model.state, shardings.model_state, partly=True

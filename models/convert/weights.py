@@ -53,7 +53,7 @@ def read_config(path: str | Path) -> Any:
         InputError: There is none, or it is of a model that we have not.
     """
     path = Path(path)
-    if path.suffix == GGUF:
+    if _is_gguf(path):
         return gguf_config(GGUFFile(path))
     if not (path / CONFIG).is_file():
         raise InputError(
@@ -75,9 +75,13 @@ def read_weights(path: str | Path, config: Any = None) -> Weights:
     Raises:
         InputError: Something is missing, or of another model than the config says.
     """
-    config = read_config(path) if config is None else config
+    source: Source = GGUFFile(path) if _is_gguf(path) else SafetensorsFolder(path)
+    if config is None:
+        # Not opened twice: its tokens alone take seconds.
+        is_gguf = isinstance(source, GGUFFile)
+        config = gguf_config(source) if is_gguf else read_config(path)
     model, family = build_config(config), family_of(config)
-    table, source = family.table(config), _source(path)
+    table = family.table(config)
     if isinstance(source, GGUFFile):
         table = gguf_table(config, table)
     source = with_prefix(source, family.prefix)
@@ -93,5 +97,5 @@ def read_weights(path: str | Path, config: Any = None) -> Weights:
     )
 
 
-def _source(path: str | Path) -> Source:
-    return GGUFFile(path) if Path(path).suffix == GGUF else SafetensorsFolder(path)
+def _is_gguf(path: str | Path) -> bool:
+    return Path(path).suffix == GGUF
