@@ -22,7 +22,7 @@ LAYERS = (
     ("meshpar.collectives", "meshpar.distributed"),
     ("meshpar.rules", "meshpar.mesh"),
     ("meshpar.model",),
-    ("meshpar.parallel",),
+    ("meshpar.parallel", "meshpar.data"),
     ("meshpar.planner", "meshpar.audit", "meshpar.train", "meshpar.lint"),
     ("meshpar.calibration",),
     ("meshpar",),
