@@ -1,9 +1,9 @@
 """Megatron-LM's indexed datasets: tokens in NAME.bin, lengths in NAME.idx.
 
-The index (Megatron Core, `datasets/indexed_dataset.py`): `MMIDIDX\\0\\0`, version 1 in 8
-bytes, a code of the tokens' type in one, the number of sequences in 8, the number of
-documents + 1 in 8; then each sequence's length in 4 bytes, its first byte in 8, and the
-first sequence of each document in 8. Little-endian.
+The index (Megatron Core, `datasets/indexed_dataset.py`): `MMIDIDX` and two zeros,
+version 1 in 8 bytes, a code of the tokens' type in one, the number of sequences in 8,
+the number of documents + 1 in 8; then each sequence's length in 4 bytes, its first byte
+in 8, and the first sequence of each document in 8. Little-endian.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def read_megatron(path: Path) -> TokenFile:
     if not np.array_equal(pointers, starts[:-1] * dtype.itemsize):
         at = int(np.argmax(pointers != starts[:-1] * dtype.itemsize))
         raise DataError(
-            f"{str(index)!r}: sequence {at} begins at byte {pointers[at]} of the tokens, "
-            f"not where the one before ends, {starts[at] * dtype.itemsize}; merge the "
-            "files anew, one after another"
+            f"{str(index)!r}: sequence {at} begins at byte {pointers[at]} of the "
+            f"tokens, not where the one before ends, {starts[at] * dtype.itemsize}; "
+            "merge the files anew, one after another"
         )
     file_bytes, needed = file_size(tokens), int(starts[-1]) * dtype.itemsize
     if file_bytes < needed:

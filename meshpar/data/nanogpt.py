@@ -1,7 +1,7 @@
 """Flat files of tokens, NAME.bin alone: nanoGPT's, and llm.c's with a header.
 
-nanoGPT (`data/openwebtext/prepare.py`) writes uint16 and nothing else, a document's last
-token being the end of text. llm.c (`dev/data/data_common.py`), and with it
+nanoGPT (`data/openwebtext/prepare.py`) writes uint16 and nothing else, a document's
+last token being the end of text. llm.c (`dev/data/data_common.py`), and with it
 modded-nanogpt, begins with 256 int32: 20240520, 1 and the number of uint16 tokens, or
 20240801, 7 and the number of uint32 tokens; a document's *first* token is the end of
 text there.

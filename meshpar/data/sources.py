@@ -57,7 +57,8 @@ class DataSource:
             )
         if self.format is not None and self.format not in FORMATS:
             raise DataError(
-                f"format={self.format} of {self.path!r}; {nearest(self.format, FORMATS)}"
+                f"format={self.format} of {self.path!r}; "
+                + nearest(self.format, FORMATS)
             )
 
     @classmethod
@@ -115,9 +116,9 @@ class DataSource:
             found = [Path(one) for one in glob.glob(self.path, recursive=True)]
             found = [one for one in found if one.is_file()]
             wrong = f"no file matches {self.path!r}; give a path or another pattern"
-        files = sorted(
-            one for one in found if _suffix(one) != ".idx" or len(found) == 1
-        )
+        if len(found) > 1:  # Of a pair one is enough.
+            found = [one for one in found if _suffix(one) != ".idx"]
+        files = sorted(found)
         if not files:
             raise DataError(wrong)
         return [(file, self._format_of(file)) for file in files]

@@ -129,9 +129,9 @@ class TokenStream:
         if most >= self.vocab or least < 0:
             wrong = int(np.argmax((tokens >= self.vocab) | (tokens < 0)))
             raise DataError(
-                f"{str(file.path)!r}: token {start + wrong} is {tokens[wrong]}, but the "
-                f"model's vocabulary is {self.vocab}; give the model of these tokens, or "
-                f"one of --model vocab={max(int(most), 0) + 1} or more"
+                f"{str(file.path)!r}: token {start + wrong} is {tokens[wrong]}, but "
+                f"the model's vocabulary is {self.vocab}; give the model of these "
+                f"tokens, or --model vocab={max(int(most), 0) + 1} or more"
             )
         return tokens.astype(np.int32)
 

@@ -86,8 +86,8 @@ class FileTokenizer:
                 f"number of one below {self.vocab}"
             )
         raise DataError(
-            f"{str(self._path)!r} has none of {', '.join(_ENDS_OF_TEXT)}; name the token "
-            "that ends a document: --eos TOKEN"
+            f"{str(self._path)!r} has none of {', '.join(_ENDS_OF_TEXT)}; name the "
+            "token that ends a document: --eos TOKEN"
         )
 
 
