@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from meshpar.data.sources import DataSource
 from meshpar.errors import InputError, whole_number
 
 LAYOUT = "data=2,stage=2,tensor=2,microbatches=4"
@@ -27,6 +28,10 @@ _AT_LEAST_ZERO = (
 _OR_NONE = (
     *("stop_after", "decay_steps", "keep_every", "num_processes", "process_id"),
 )
+
+
+PATHS = ("schedule", "out", "log_json", "tensorboard", "tokenizer", "data_cache")
+"""Options that are a path."""
 
 
 def _num_virtual_devices() -> int:
@@ -49,6 +54,19 @@ class RunConfig:
         dtype: Arithmetic of the blocks; the layout's by default.
         text: A file, or a folder of .txt files; give it again for more. Shakespeare's
             plays by default.
+        data: In place of text: a file, a folder or a pattern of text, JSON lines,
+            Parquet, or tokens of Megatron or nanoGPT; or of a mixture
+            path=web/*.jsonl,weight=0.7,field=text, and again for each source.
+        validation_data: To validate on, alike; by default a tenth of each source, at
+            most a million tokens.
+        tokenizer: A tokenizer.json, of the package tokenizers; bytes by default.
+        eos: The token that ends a document, of the tokenizer; without one the number
+            of that of files of tokens. By default the tokenizer's.
+        pack: Whole documents side by side in a row, where each sees itself alone, and
+            not windows across them.
+        on_bad_line: What follows a broken line of JSON or a row of Parquet without
+            text: "stop", or "skip", which counts them.
+        data_cache: Folder for the tokens of texts, made once; OUT/tokens by default.
         out: Folder of the run; runs/ and the time by default.
         resume: Go on from the newest checkpoint of --out; what is not given is as it
             was there. "auto" begins where there is none.
@@ -101,6 +119,13 @@ class RunConfig:
     seed: int = 0
     dtype: Literal["fp32", "bf16"] | None = None
     text: tuple[Path, ...] = ()
+    data: tuple[str, ...] = ()
+    validation_data: tuple[str, ...] = ()
+    tokenizer: Path | None = None
+    eos: str | None = None
+    pack: bool = False
+    on_bad_line: Literal["stop", "skip"] = "stop"
+    data_cache: Path | None = None
     out: Path | None = None
     resume: bool | Literal["auto"] = False
     log_json: Path | None = None
@@ -132,9 +157,10 @@ class RunConfig:
         if isinstance(self.text, str | Path):
             object.__setattr__(self, "text", (self.text,))
         object.__setattr__(self, "text", tuple(Path(path) for path in self.text))
-        for name in ("schedule", "out", "log_json", "tensorboard"):
+        for name in PATHS:
             if (path := getattr(self, name)) is not None:
                 object.__setattr__(self, name, Path(path))
+        self._check_data()
         for least, names in ((1, _AT_LEAST_ONE), (0, _AT_LEAST_ZERO)):
             for name in names:
                 self._check_whole(name, least)
@@ -152,6 +178,28 @@ class RunConfig:
             raise InputError(f"resume={self.resume!r}: must be True, False or 'auto'")
         if self.resume and self.out is None:
             raise InputError("--resume needs the folder of the run: give --out DIR")
+
+    def _check_data(self) -> None:
+        for name in ("data", "validation_data"):
+            value = getattr(self, name)
+            texts = (value,) if isinstance(value, str | Path) else value
+            object.__setattr__(self, name, tuple(map(str, texts)))
+        if self.text and self.data:
+            raise InputError(
+                f"text {str(self.text[0])!r} and data {self.data[0]!r} are both given; "
+                "give one of them: data reads text files, too"
+            )
+        for name in ("validation_data", "tokenizer", "eos", "pack", "data_cache"):
+            if getattr(self, name) and not self.data:
+                raise InputError(
+                    f"{name}={getattr(self, name)} goes with data: give --data PATH"
+                )
+        if self.on_bad_line not in ("stop", "skip"):
+            raise InputError(
+                f"on_bad_line={self.on_bad_line!r}: must be 'stop' or 'skip'"
+            )
+        for text in (*self.data, *self.validation_data):
+            DataSource.parse(text)
 
     def _check_whole(self, name: str, least: int) -> None:
         value = getattr(self, name)

@@ -26,11 +26,13 @@ from rich.console import Console
 
 from meshpar import TrainState, TrainStep, lint
 from meshpar.cli.lint import wide_console
+from meshpar.data.device_batches import device_batches
 from meshpar.distributed import Processes
 from meshpar.recipes import config_file, report
 from meshpar.recipes.bubble import measured_bubble, predicted_bubble
 from meshpar.recipes.command import main
 from meshpar.recipes.config import RunConfig
+from meshpar.recipes.corpus import corpus_of
 from meshpar.recipes.data_waits import DataWaits
 from meshpar.recipes.joined import after_step, agreed, agreed_stop, join
 from meshpar.recipes.metrics import (
@@ -47,9 +49,8 @@ from meshpar.recipes.run import PROGRAM, Run, RunResult
 from meshpar.recipes.save import told_if_not_saved
 from meshpar.recipes.started import started
 from meshpar.recipes.step import audited, make_step
-from meshpar.recipes.texts import BYTE_VOCAB, read_tokens
 from meshpar.train.checkpoint import Checkpoints
-from meshpar.train.data import TokenWindows, padded_batches, shuffled_batches
+from meshpar.train.data import ordered_batches, padded_batches
 from meshpar.train.faults import BadStepError, StepWatch
 from meshpar.train.interrupt import StopRequest
 from meshpar.train.replay import replay
@@ -98,7 +99,7 @@ def joined_run(
 ) -> RunResult:
     """The run of one process among all; the first prints and writes for them."""
     console = wide_console() if processes.is_first else Console(quiet=True)
-    texts = read_tokens(config.text, config.seq)
+    texts = corpus_of(config, processes, console.print)
     step = make_step(config)
     step.check_batch(config.global_batch)
     folder = config.folder / "checkpoints"
@@ -162,7 +163,6 @@ def train(
         BadStepError: One after which the run cannot simply go on.
     """
     config, first = run.config, run.position.step
-    batch_of = batches_of(run)
     rate_of = jax.jit(learning_rate_of(config))
     use = Utilization(run.step, global_batch=config.global_batch, seq=config.seq)
     skipped = float(state.skipped)
@@ -172,6 +172,9 @@ def train(
     with (
         report.progress_bar(run.console) as progress,
         Watchdog(config.hang_timeout, run.processes) as watchdog,
+        device_batches(
+            batches_of(run), run.step.place, num_steps=max(last - first, 0)
+        ) as batches,
     ):
         task = progress.add_task(
             "compiling", total=config.steps, completed=first, loss=0.0, rate=0.0
@@ -179,7 +182,7 @@ def train(
         for number in range(first, last):
             learning_rate = float(rate_of(number - skipped))
             asked = time.perf_counter()
-            batch = batch_of(number - first)
+            batch = next(batches)
             data_s = time.perf_counter() - asked
             if config.replay_every and number and number % config.replay_every == 0:
                 check_replay(run, state, batch, number)
@@ -244,10 +247,9 @@ def save(run: Run, state: TrainState, done: int) -> None:
 def batches_of(run: Run) -> Any:
     """The batch of each step after the run's first, by its number from there."""
     config = run.config
-    return shuffled_batches(
-        TokenWindows(run.texts.train, config.seq),
+    return ordered_batches(
+        run.texts.order(config.seed),
         global_batch=config.global_batch,
-        seed=config.seed,
         skip=run.position.windows,
         rows=run.step.rows_here(config.global_batch),
     )
@@ -268,7 +270,7 @@ def timed_step(
 
 def validate(run: Run, state: TrainState, num_batches: int | None = None) -> float:
     """Mean loss per token over the validation text, or over its first batches."""
-    windows = TokenWindows(run.texts.validation, run.config.seq)
+    windows = run.texts.validation
     loss_sum = weight_sum = 0.0
     global_batch = run.config.global_batch
     rows = run.step.rows_here(global_batch)
@@ -292,7 +294,7 @@ def finish(
         loss = validate(run, state)
         log.write(step=done - 1, validation_loss=loss)
         report.print_results(run.console, loss, run.texts)
-        report.print_sample(run.console, sample(run, state))
+        report.print_sample(run.console, run.texts, sample(run, state))
         if run.step.layout.stage > 1:
             print_bubble(run, state)
     where = f"checkpoint in {run.checkpoints.directory}, metrics in "
@@ -321,14 +323,14 @@ def print_bubble(run: Run, state: TrainState) -> None:
 
 
 def sample(run: Run, state: TrainState) -> np.ndarray:
-    """Bytes that follow the first of the validation text."""
+    """Tokens that follow the first of the validation text."""
     return sample_tokens(
         run.step,
         state,
-        run.texts.validation[:32],
+        run.texts.prompt,
         num_tokens=run.config.sample_tokens,
         seq=run.config.seq,
-        vocab=BYTE_VOCAB,
+        vocab=run.texts.vocab,
         seed=run.config.seed,
     )
 

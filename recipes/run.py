@@ -12,9 +12,9 @@ from rich.console import Console
 from meshpar import TrainStep
 from meshpar.distributed import Processes
 from meshpar.recipes.config import OF_ONE_START, RunConfig
+from meshpar.recipes.corpus import Corpus
 from meshpar.recipes.model import sizes_of
 from meshpar.recipes.resume import Position
-from meshpar.recipes.texts import Texts
 from meshpar.train.checkpoint import Checkpoints
 
 PROGRAM = ("meshpar", "train")
@@ -26,7 +26,7 @@ class Run:
 
     config: RunConfig
     step: TrainStep
-    texts: Texts
+    texts: Corpus
     checkpoints: Checkpoints
     console: Console
     position: Position = Position()
@@ -42,6 +42,7 @@ class Run:
             "model_sizes": sizes_of(self.config),
             "precision": self.step.layout.precision,
             "text": [str(path.resolve()) for path in self.config.text],
+            "sources": values["data"],
             "data": self.texts.fingerprint,
             "windows": self.position.after(done, self.config.global_batch),
             "layout": str(self.step.layout),

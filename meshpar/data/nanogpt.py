@@ -37,7 +37,7 @@ def read_nanogpt(path: Path, eos: int | None = None) -> TokenFile:
     magic = int(head[0]) if len(head) == 3 else 0
     has_header = magic in _WITH_HEADER and file_bytes >= _HEADER_BYTES
     if has_header:
-        dtype, num_tokens = _headed(path, *map(int, head), file_bytes)
+        dtype, num_tokens = _headed(path, magic, head[1:], file_bytes)
     else:
         dtype, num_tokens = np.dtype("<u2"), file_bytes // 2
         if file_bytes % 2:
@@ -68,8 +68,9 @@ def read_nanogpt(path: Path, eos: int | None = None) -> TokenFile:
 
 
 def _headed(
-    path: Path, magic: int, version: int, num_tokens: int, file_bytes: int
+    path: Path, magic: int, rest: np.ndarray, file_bytes: int
 ) -> tuple[np.dtype, int]:
+    version, num_tokens = map(int, rest)
     known, text = _WITH_HEADER[magic]
     if version != known:
         raise DataError(

@@ -60,7 +60,7 @@ def packed(bounds: np.ndarray, seq: int) -> Packing:
     Example:
         >>> rows = packed(np.array([0, 2, 5, 9]), seq=5)
         >>> rows.starts, rows.lengths, rows.row_bounds
-        (array([5, 2, 0]), array([4, 3, 2]), array([0, 1, 3]))
+        (array([5, 0, 2]), array([4, 2, 3]), array([0, 1, 3]))
     """
     lengths = np.diff(bounds)
     counts = -(-lengths // seq)

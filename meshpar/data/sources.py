@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -25,6 +25,7 @@ _SUFFIXES = {
     ".idx": "megatron",
 }
 FORMATS = ("text", "jsonl", "parquet", "megatron", "nanogpt")
+OF_TOKENS = {"megatron", "nanogpt"}
 _KEYS = ("path", "weight", "field", "format")
 _EXAMPLE = "path=web/*.jsonl,weight=0.7,field=text"
 _HAS_KEYS = re.compile(rf"(?:{'|'.join(_KEYS)})\s*=|.*,\s*path\s*=")
@@ -98,6 +99,10 @@ class DataSource:
         if given.keys() == {"path"}:
             return self.path
         return ",".join(f"{key}={value}" for key, value in given.items())
+
+    def absolute(self) -> DataSource:
+        """The same from any folder."""
+        return replace(self, path=str(Path(self.path).absolute()))
 
     def files(self) -> list[tuple[Path, str]]:
         """Every file and its format, in order of name.

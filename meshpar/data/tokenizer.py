@@ -37,6 +37,17 @@ class ByteTokenizer:
         return bytes(np.asarray(tokens).astype(np.uint8)).decode(errors="replace")
 
 
+class TokenNumbers:
+    """In the place of a tokenizer where files of tokens come without one."""
+
+    name = "token numbers"
+    unit = "token"
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The numbers."""
+        return " ".join(str(int(token)) for token in tokens)
+
+
 class FileTokenizer:
     """A tokenizer.json, as Hugging Face's `tokenizers` writes it.
 
