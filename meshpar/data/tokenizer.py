@@ -86,11 +86,13 @@ class FileTokenizer:
 
     def _end(self, eos: str | None) -> int:
         asked = (eos,) if eos else (*_configured(self._path), *_ENDS_OF_TEXT)
+        if eos and eos.isdecimal():
+            asked = ()
+            if int(eos) < self.vocab:
+                return int(eos)
         for text in asked:
             if (token := self._tokenizer.token_to_id(text)) is not None:
                 return int(token)
-        if eos and eos.isdecimal() and int(eos) < self.vocab:
-            return int(eos)
         if eos:
             raise DataError(
                 f"{str(self._path)!r} has no token {eos!r}; give --eos the text or the "
