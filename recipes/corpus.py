@@ -161,8 +161,8 @@ def _opened(
     if cache.tokenizer.vocab > vocab:
         raise DataError(
             f"{str(path)!r} is read as {cache.tokenizer.name}, of which there are "
-            f"{cache.tokenizer.vocab}, but the model has a vocabulary of {vocab}; add "
-            f"--model vocab={cache.tokenizer.vocab}"
+            f"{cache.tokenizer.vocab}, but the model has a vocabulary of {vocab}; give "
+            f"a model that has {cache.tokenizer.vocab} or more"
         )
     return cache.tokens_of(path, format, source.field)
 

@@ -160,9 +160,9 @@ def test_what_is_held_out_is_the_end_in_whole_documents_where_they_are_short(tmp
     stream = TokenStream.of([file], vocab=9)
     train, held_out = stream.split(2)
     assert (train.num_tokens, held_out.num_tokens) == (20, 2)
-    train, held_out = stream.split(8)  # No document ends near there.
-    assert (train.num_tokens, held_out.num_tokens) == (14, 8)
-    assert held_out.bounds.tolist() == [14, 18, 20, 22]
+    train, held_out = stream.split(9)  # No document ends near there.
+    assert (train.num_tokens, held_out.num_tokens) == (13, 9)
+    assert held_out.bounds.tolist() == [13, 18, 20, 22]
 
 
 # What is wrong with a file is one line with its name, the place and a way out.

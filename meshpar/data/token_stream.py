@@ -130,8 +130,9 @@ class TokenStream:
             wrong = int(np.argmax((tokens >= self.vocab) | (tokens < 0)))
             raise DataError(
                 f"{str(file.path)!r}: token {start + wrong} is {tokens[wrong]}, but "
-                f"the model's vocabulary is {self.vocab}; give the model of these "
-                f"tokens, or --model vocab={max(int(most), 0) + 1} or more"
+                f"the model's vocabulary is {self.vocab}; give a model that has "
+                f"{max(int(most), 0) + 1} or more, such as by --preset and --model "
+                "vocab=N"
             )
         return tokens.astype(np.int32)
 
