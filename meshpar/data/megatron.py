@@ -8,6 +8,7 @@ in 8, and the first sequence of each document in 8. Little-endian.
 
 from __future__ import annotations
 
+import secrets
 import struct
 from pathlib import Path
 from types import TracebackType
@@ -102,7 +103,8 @@ def _parsed(
 class MegatronWriter:
     """Writes documents as NAME.bin and NAME.idx, each one sequence.
 
-    Both files appear when the writer is left without an error, the index last.
+    Both files appear when the writer is left without an error, the index last; of two
+    writers of the same files the later one's stay.
 
     Args:
         path: NAME.bin.
@@ -113,7 +115,7 @@ class MegatronWriter:
         self.path, self.dtype = path, np.dtype(dtype)
         self._code = _CODES[self.dtype]
         self._lengths: list[int] = []
-        self._unfinished = path.with_suffix(".bin.unfinished")
+        self._unfinished = path.with_suffix(f".{secrets.token_hex(4)}.unfinished")
 
     def add(self, tokens: np.ndarray) -> None:
         """Adds one document."""
@@ -141,7 +143,7 @@ class MegatronWriter:
         count = len(lengths)
         header = _HEADER.pack(_MAGIC, 1, self._code, count, count + 1)
         arrays = lengths, pointers.astype("<i8"), np.arange(count + 1, dtype="<i8")
-        index = self.path.with_suffix(".idx.unfinished")
+        index = self._unfinished.with_suffix(".idx-unfinished")
         index.write_bytes(header + b"".join(array.tobytes() for array in arrays))
         self._unfinished.replace(self.path)
         index.replace(self.path.with_suffix(".idx"))
