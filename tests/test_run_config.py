@@ -242,7 +242,7 @@ def test_what_the_extra_brings_is_named_with_it_where_it_is_missing(
     monkeypatch, capsys
 ):
     monkeypatch.setitem(sys.modules, "grain", None)
-    for module in ("meshpar.recipes.pretrain", "meshpar.train.data"):
+    for module in ("meshpar.recipes.pretrain", "meshpar.data.device_batches"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     assert main(["--steps", "1"]) == 2
     assert capsys.readouterr().err == (
