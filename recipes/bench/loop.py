@@ -5,21 +5,23 @@
 The recipe's own loop trains on Shakespeare's plays: JSON lines of paragraphs, tokens of
 a BPE that is trained first, packed; every step is logged, and a checkpoint is saved in
 each round. In turn with it the same compiled step runs alone, on one batch that lies on
-the devices, its metrics read after each step. The loop's time has all that it does, the
-end of its checkpoint's writing too.
+the devices, its metrics read after each step. A round of the loop has all that it does,
+its start and the end of its checkpoint's writing too; beside it stands the median time
+from one logged row to the next, in which those are not.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -49,7 +51,9 @@ def main(argv: list[str] | None = None) -> int:
     args = _arguments(argv)
     emulate(8)
     with tempfile.TemporaryDirectory() as folder:
-        loop_s, bare_s, data_s = measured(_config(args, Path(folder)), args)
+        rounds = measured(_config(args, Path(folder)), args)
+    loop_s = [one.loop_s for one in rounds]
+    bare_s = [one.bare_s for one in rounds]
     shares = [bare / loop for bare, loop in zip(bare_s, loop_s, strict=True)]
     sizes = {name: getattr(args, name) for name in ("steps", "rounds", "vocab")}
     sizes |= {"global_batch": args.global_batch, "seq": args.seq}
@@ -58,7 +62,11 @@ def main(argv: list[str] | None = None) -> int:
     for name, times in (("step alone", bare_s), ("in the loop", loop_s)):
         each = ", ".join(f"{one:.4f}" for one in times)
         print(f"{name} {statistics.median(times):.4f} s (rounds: {each})")
-    print(f"waited for data {data_s:.5f} s a step")
+    between_s, data_s = (
+        statistics.median(value for one in rounds for value in values(one))
+        for values in (lambda one: one.between_s, lambda one: one.data_s)
+    )
+    print(f"from row to row {between_s:.4f} s, of that waited for data {data_s:.5f} s")
     print(
         f"the loop keeps {statistics.median(shares):.1%} of the throughput (rounds: "
         f"{', '.join(f'{one:.1%}' for one in shares)})"
@@ -66,12 +74,19 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def measured(
-    config: RunConfig, args: argparse.Namespace
-) -> tuple[list[float], list[float], float]:
-    """Seconds of a step in each round: in the loop, alone; and the median data wait."""
-    waits: list[float] = []
-    loop_s, bare_s = [], []
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """Seconds of a step in the loop and alone; between rows, and waited for data."""
+
+    loop_s: float
+    bare_s: float
+    between_s: list[float]
+    data_s: list[float]
+
+
+def measured(config: RunConfig, args: argparse.Namespace) -> list[Round]:
+    """Every round but the first, which compiles."""
+    rounds = []
     with _started(config) as run:
         state, position = run.step.init(config.seed), Position()
         batch = run.step.place(batches_of(run)(0))
@@ -83,20 +98,28 @@ def measured(
                 position=position,
                 config=replace(config, steps=end, save_every=end),
             )
-            seconds, state = _loop(here, state, waits.append)
+            rows: list[tuple[float, float]] = []
+            seconds, state = _loop(here, state, rows)
             position = Position(end, position.after(end, config.global_batch))
             alone, state = _alone(run, state, batch, steps)
             state = replace(state, step=_counted(state, end))
-            loop_s.append(seconds / steps)
-            bare_s.append(alone / steps)
-    return loop_s[1:], bare_s[1:], statistics.median(waits[3:])
+            ends, waited = zip(*rows, strict=True)
+            rounds.append(
+                Round(
+                    loop_s=seconds / steps,
+                    bare_s=alone / steps,
+                    between_s=[two - one for one, two in itertools.pairwise(ends)],
+                    data_s=list(waited[1:]),
+                )
+            )
+    return rounds[1:]
 
 
 def _loop(
-    run: Run, state: TrainState, waited: Callable[[float], None]
+    run: Run, state: TrainState, rows: list[tuple[float, float]]
 ) -> tuple[float, TrainState]:
     def on_metrics(row: dict[str, float]) -> None:
-        waited(row["data_s"])
+        rows.append((time.perf_counter(), row["data_s"]))
 
     start = time.perf_counter()
     done = run.position.step
@@ -174,7 +197,7 @@ def _train_bpe(texts: list[str], vocab: int) -> Tokenizer:
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m recipes.bench.loop")
     parser.add_argument("--layout", default="data=2,fsdp=2,tensor=2")
-    sizes = dict(steps=50, rounds=5, vocab=2048, global_batch=32, seq=128)
+    sizes = dict(steps=200, rounds=3, vocab=2048, global_batch=16, seq=128)
     for name, default in sizes.items():
         option = f"--{name.replace('_', '-')}"
         parser.add_argument(option, type=int, default=default, help=f"({default})")
