@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from meshpar import TrainStep
+from meshpar.data.sources import DataSource
 from meshpar.distributed import Processes
 from meshpar.recipes.config import OF_ONE_START, RunConfig
 from meshpar.recipes.corpus import Corpus
@@ -42,11 +43,18 @@ class Run:
             "model_sizes": sizes_of(self.config),
             "precision": self.step.layout.precision,
             "text": [str(path.resolve()) for path in self.config.text],
-            "sources": values["data"],
+            **_from_any_folder(self.config),
             "data": self.texts.fingerprint,
             "windows": self.position.after(done, self.config.global_batch),
             "layout": str(self.step.layout),
         }
+
+
+def _from_any_folder(config: RunConfig) -> dict[str, Any]:
+    """Where the data and their tokenizer are."""
+    sources = [str(DataSource.parse(text).absolute()) for text in config.data]
+    tokenizer = config.tokenizer and str(config.tokenizer.absolute())
+    return {"sources": sources, "tokenizer": tokenizer}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from meshpar.recipes.config_file import as_toml, read_options
 from meshpar.recipes.corpus import corpus_of
 from meshpar.recipes.model import model_of, sizes_of
 from meshpar.recipes.options import parse_arguments
+from meshpar.recipes.run import _from_any_folder
 from tests.bpe import write_bpe
 from tests.conftest import rows
 from tests.marks import slow
@@ -117,6 +118,15 @@ def test_a_model_that_nobody_sized_has_the_vocabulary_of_the_tokenizer(data, tmp
 # Options.
 
 
+def test_a_checkpoint_says_where_its_data_are_from_any_folder(data, monkeypatch):
+    monkeypatch.chdir(data)
+    here, full = (
+        RunConfig(data=f"path={folder}a.jsonl,weight=1", tokenizer=f"{folder}tok.json")
+        for folder in ("", f"{data}/")
+    )
+    assert _from_any_folder(here) == _from_any_folder(full)
+
+
 def test_what_a_shell_makes_of_a_pattern_and_tables_of_a_file_are_sources(tmp_path):
     words = ["--data", "a.txt", "b.txt", "--pack", "--steps", "3"]
     assert parse_arguments(words).data == ("a.txt", "b.txt")
@@ -168,6 +178,7 @@ def test_a_packed_mixture_goes_on_under_another_layout_with_the_same_losses(
     np.testing.assert_allclose(losses, uninterrupted, rtol=1e-5)
     output = capsys.readouterr().out
     assert "resumed after step 3, 24 windows into the text" in output
+    assert "changed: sources" not in output and "changed: tokenizer" not in output
     assert "nats per token" in output and "75.0% of the rows from" in output
 
 
