@@ -210,9 +210,8 @@ def test_two_processes_read_their_rows_of_a_mixture_and_one_goes_on(
     children = [start([*command, *one]) for one in joined(2, free_port())]
     for end in ends_of(children, timeout_s=300):
         assert end.status == 0, end.error[-3000:]
-    assert (
-        pretrain.main(["--out", str(tmp_path), "--resume", "--layout", "data=2"]) == 0
-    )
+    alone = ["--out", str(tmp_path), "--resume", "--layout", "data=2", "--emulate", "8"]
+    assert pretrain.main(alone) == 0
     losses = rows(tmp_path / "metrics.jsonl", "loss")
     np.testing.assert_allclose(losses, uninterrupted, rtol=1e-5)
 
