@@ -177,7 +177,7 @@ def _config(args: argparse.Namespace, folder: Path) -> RunConfig:
         global_batch=args.global_batch,
         seq=args.seq,
         decay_steps=10_000,
-        validate_every=10_000_000,  # A look at the validation text is no part of a step.
+        validate_every=10_000_000,  # Looks at the validation text are no step's.
     )
 
 
