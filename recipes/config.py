@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from meshpar.data.sources import DataSource
 from meshpar.errors import InputError, whole_number
 from meshpar.train.faults import check_spike
 
@@ -31,6 +32,13 @@ _OR_NONE = (
     *("stop_after", "decay_steps", "keep_every", "num_processes", "process_id"),
     "sync_every",
 )
+
+
+PATHS = (
+    *("schedule", "from_weights", "out", "log_json", "tensorboard"),
+    *("tokenizer", "data_cache"),
+)
+"""Options that are a path."""
 
 
 def _num_virtual_devices() -> int:
@@ -55,6 +63,19 @@ class RunConfig:
             the model's unless another is given, and whose weights it starts from.
         text: A file, or a folder of .txt files; give it again for more. Shakespeare's
             plays by default.
+        data: In place of text: a file, a folder or a pattern of text, JSON lines,
+            Parquet, or tokens of Megatron or nanoGPT; or of a mixture
+            path=web/*.jsonl,weight=0.7,field=text, and again for each source.
+        validation_data: To validate on, alike; by default a tenth of each source, at
+            most a million tokens.
+        tokenizer: A tokenizer.json, of the package tokenizers; bytes by default.
+        eos: The token that ends a document, of the tokenizer; without one the number
+            of that of files of tokens. By default the tokenizer's.
+        pack: Whole documents side by side in a row, where each sees itself alone, and
+            not windows across them.
+        on_bad_line: What follows a broken line of JSON or a row of Parquet without
+            text: "stop", or "skip", which counts them.
+        data_cache: Folder for the tokens of texts, made once; OUT/tokens by default.
         out: Folder of the run; runs/ and the time by default.
         resume: Go on from the newest checkpoint of --out; what is not given is as it
             was there. "auto" begins where there is none.
@@ -122,6 +143,13 @@ class RunConfig:
     dtype: Literal["fp32", "bf16"] | None = None
     from_weights: Annotated[Path | None, tyro.conf.arg(aliases=("--from",))] = None
     text: tuple[Path, ...] = ()
+    data: tuple[str, ...] = ()
+    validation_data: tuple[str, ...] = ()
+    tokenizer: Path | None = None
+    eos: str | None = None
+    pack: bool = False
+    on_bad_line: Literal["stop", "skip"] = "stop"
+    data_cache: Path | None = None
     out: Path | None = None
     resume: bool | Literal["auto"] = False
     log_json: Path | None = None
@@ -161,9 +189,10 @@ class RunConfig:
         if isinstance(self.text, str | Path):
             object.__setattr__(self, "text", (self.text,))
         object.__setattr__(self, "text", tuple(Path(path) for path in self.text))
-        for name in ("schedule", "from_weights", "out", "log_json", "tensorboard"):
+        for name in PATHS:
             if (path := getattr(self, name)) is not None:
                 object.__setattr__(self, name, Path(path))
+        self._check_data()
         for least, names in ((1, _AT_LEAST_ONE), (0, _AT_LEAST_ZERO)):
             for name in names:
                 self._check_whole(name, least)
@@ -198,6 +227,28 @@ class RunConfig:
             raise InputError(f"resume={self.resume!r}: must be True, False or 'auto'")
         if self.resume and self.out is None:
             raise InputError("--resume needs the folder of the run: give --out DIR")
+
+    def _check_data(self) -> None:
+        for name in ("data", "validation_data"):
+            value = getattr(self, name)
+            texts = (value,) if isinstance(value, str | Path) else value
+            object.__setattr__(self, name, tuple(map(str, texts)))
+        if self.text and self.data:
+            raise InputError(
+                f"text {str(self.text[0])!r} and data {self.data[0]!r} are both given; "
+                "give one of them: data reads text files, too"
+            )
+        for name in ("validation_data", "tokenizer", "eos", "pack", "data_cache"):
+            if getattr(self, name) and not self.data:
+                raise InputError(
+                    f"{name}={getattr(self, name)} goes with data: give --data PATH"
+                )
+        if self.on_bad_line not in ("stop", "skip"):
+            raise InputError(
+                f"on_bad_line={self.on_bad_line!r}: must be 'stop' or 'skip'"
+            )
+        for text in (*self.data, *self.validation_data):
+            DataSource.parse(text)
 
     def _check_whole(self, name: str, least: int) -> None:
         value = getattr(self, name)

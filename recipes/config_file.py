@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from meshpar.data.sources import DataSource
 from meshpar.errors import InputError, nearest
-from meshpar.recipes.config import OF_ONE_START, OPTIONS, RunConfig
+from meshpar.recipes.config import OF_ONE_START, OPTIONS, PATHS, RunConfig
 
 SAVED = "config.toml"
 """The file in a run's folder."""
@@ -33,6 +34,8 @@ def read_options(path: Path) -> list[str]:
             raise InputError(f"{str(path)!r}: no key {key!r}; {nearest(name, OPTIONS)}")
         option = f"--{name.replace('_', '-')}"
         for one in value if isinstance(value, list) else [value]:
+            if isinstance(one, Mapping) and name in ("data", "validation_data"):
+                one = ",".join(f"{key}={value}" for key, value in one.items())
             if isinstance(one, Mapping | list):
                 raise InputError(
                     f"{str(path)!r}: {key} is {one!r}; give a text, a number, true or "
@@ -65,13 +68,16 @@ def as_toml(config: RunConfig) -> str:
         steps = 5
     """
     values = config.values()
-    for name in ("schedule", "from_weights", "log_json", "tensorboard"):
-        if values[name] is not None:
+    for name in PATHS:
+        if name != "out" and values[name] is not None:
             values[name] = str(Path(values[name]).absolute())
     model = values["model"]
     if model is not None and model.endswith(".json"):
         values["model"] = str(Path(model).absolute())
     values["text"] = [str(path.absolute()) for path in config.text]
+    for name in ("data", "validation_data"):
+        sources = map(DataSource.parse, getattr(config, name))
+        values[name] = [str(source.absolute()) for source in sources]
     lines = ["# Read back by --config."]
     for name, value in values.items():
         if name not in OF_ONE_START:

@@ -19,7 +19,7 @@ from meshpar.models.presets import (
 )
 from meshpar.planner.workload.shapes import SHAPES
 from meshpar.recipes.config import PRESET, RunConfig
-from meshpar.recipes.texts import BYTE_VOCAB
+from meshpar.recipes.tokenizer import vocab_needed, vocab_of_default
 from meshpar.train.local_steps.outer_optimizer import nesterov
 
 
@@ -28,14 +28,16 @@ def model_of(config: RunConfig) -> Model:
 
     Raises:
         InputError: There is none of that name or those sizes, or it is no language
-            model with a token for every byte.
+            model with a token for every byte, or of its tokenizer.
     """
     chosen = config_of(config)
     model, vocab = build_config(chosen), chosen.vocab
-    if vocab < BYTE_VOCAB:
+    needed = vocab_needed(config)
+    if vocab < needed:
+        what = "bytes need" if config.tokenizer is None else f"{config.tokenizer} needs"
         raise InputError(
-            f"{_name(config)} has a vocabulary of {vocab}, but bytes need "
-            f"{BYTE_VOCAB}; choose a larger preset, or add --model vocab={BYTE_VOCAB}"
+            f"{_name(config)} has a vocabulary of {vocab}, but {what} "
+            f"{needed}; choose a larger preset, or add --model vocab={needed}"
         )
     return model
 
@@ -57,17 +59,25 @@ def _chosen(config: RunConfig) -> dict[str, Any]:
     """What `meshpar.models.presets.build` takes."""
     preset, model = config.preset, config.model
     if model is None:
-        return {"preset": _trainable(preset or PRESET)}
+        chosen = {"preset": _trainable(preset or PRESET)}
+        return chosen if preset else _with_vocab(config, chosen)
     if Path(model).suffix == ".json":
         return {"preset": preset, "config_json": model}
     if "=" in model:
-        return {"preset": preset and _trainable(preset), **parse_sizes(model)}
+        chosen = {"preset": preset and _trainable(preset), **parse_sizes(model)}
+        return chosen if preset else _with_vocab(config, chosen)
     if preset is not None:
         raise InputError(
             f"preset {preset!r} and model {model!r} are both given; give one, or "
             "--model sizes such as layers=2"
         )
     return {"preset": _trainable(model)}
+
+
+def _with_vocab(config: RunConfig, chosen: dict[str, Any]) -> dict[str, Any]:
+    """With the tokenizer's vocabulary where no other is asked for."""
+    vocab = vocab_of_default(config)
+    return chosen if vocab is None else {"vocab": vocab, **chosen}
 
 
 def _trainable(name: str) -> str:

@@ -34,6 +34,10 @@ by Ctrl-C or SIGTERM, 75 ended because another process had: start all again with
 --resume auto"""
 
 
+_SEVERAL = {"--text", "--data", "--validation-data"}
+"""Options that may be given again, and are then all meant."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class CommandLine:
     """What a command line says: the options of a run, or where to find them.
@@ -87,7 +91,7 @@ def _below(words: list[str], path: Path, command: str) -> list[str]:
         _parse(_not_resuming(found), command)
     except InputError as error:
         raise InputError(f"{str(path)!r}: {error}") from None
-    return _without(found, {_option(word) for word in words} & {"--text"})
+    return _without(found, {_option(word) for word in words} & _SEVERAL)
 
 
 def _not_resuming(words: Sequence[str]) -> list[str]:
@@ -112,15 +116,21 @@ def _option(word: str) -> str:
 def _with_values(words: Sequence[str]) -> list[str]:
     """The words, `--resume` with the value that it has where none is given.
 
+    What a shell makes of a pattern after `--data` are several values of it.
+
     Example:
         >>> _with_values(["--resume", "--steps", "5"])
         ['--resume', 'True', '--steps', '5']
+        >>> _with_values(["--data", "a.txt", "b.txt"])
+        ['--data', 'a.txt', '--data', 'b.txt']
     """
-    told = []
+    told: list[str] = []
     for word, following in zip(words, [*words, ""][1:], strict=True):
         if word == "--no-resume":
             told += ["--resume", "False"]
         else:
+            if told[-2:-1] and told[-2] in _SEVERAL and not word.startswith("-"):
+                told.append(told[-2])
             told.append(word)
         if word == "--resume" and following not in ("auto", "True", "False"):
             told.append("True")

@@ -26,11 +26,13 @@ from rich.console import Console
 
 from meshpar import TrainState
 from meshpar.cli.lint import wide_console
+from meshpar.data.device_batches import device_batches
 from meshpar.distributed import Processes
 from meshpar.recipes import config_file, report
 from meshpar.recipes.bubble import of_run as bubble_of_run
 from meshpar.recipes.command import main
 from meshpar.recipes.config import RunConfig
+from meshpar.recipes.corpus import corpus_of
 from meshpar.recipes.elastic import fitted
 from meshpar.recipes.fits import check_memory
 from meshpar.recipes.goodput import Goodput
@@ -55,9 +57,8 @@ from meshpar.recipes.run import PROGRAM, Run, RunResult
 from meshpar.recipes.save import save, told_if_not_saved
 from meshpar.recipes.started import started
 from meshpar.recipes.step import audited, check_intervals, make_step, timed_step
-from meshpar.recipes.texts import BYTE_VOCAB, read_tokens
 from meshpar.train.checkpoint import Checkpoints
-from meshpar.train.data import TokenWindows, padded_batches, shuffled_batches
+from meshpar.train.data import ordered_batches, padded_batches
 from meshpar.train.faults import BadStepError, StepWatch
 from meshpar.train.interrupt import StopRequest
 from meshpar.train.sample import sample_tokens
@@ -113,7 +114,7 @@ def joined_run(
     if processes.is_first:
         check_files(config)
     console = wide_console() if processes.is_first else Console(quiet=True)
-    texts = read_tokens(config.text, config.seq)
+    texts = corpus_of(config, processes, console.print)
     line, told = fitted(config, jax.device_count(), processes.num_processes)
     step = make_step(replace(config, layout=line))
     check_intervals(config, step.layout)
@@ -187,7 +188,6 @@ def train(
     config, phases, first = run.config, run.phases, run.position.step
     phases.begin("compiling")
     run.goodput.begin(first)
-    batch_of = batches_of(run)
     rate_of = jax.jit(learning_rate_of(config))
     use = Utilization(run.step, global_batch=config.global_batch, seq=config.seq)
     skipped = skipped_in(run, state)
@@ -196,13 +196,16 @@ def train(
     with (
         report.progress_bar(run.console) as progress,
         Profile(config, first=first, console=run.console) as profile,
+        device_batches(
+            batches_of(run), run.step.place, num_steps=max(last - first, 0)
+        ) as batches,
     ):
         task = report.compiling(progress, config.steps, first)
         for number in range(first, last):
             learning_rate = float(rate_of(number - skipped))
             asked = time.perf_counter()
             with phases.during("data"):
-                batch = batch_of(number - first)
+                batch = next(batches)
             data_s = time.perf_counter() - asked
             check_replay(run, state, batch, number)
             with profile.step(number):
@@ -239,10 +242,9 @@ def train(
 def batches_of(run: Run) -> Any:
     """The batch of each step after the run's first, by its number from there."""
     config = run.config
-    return shuffled_batches(
-        TokenWindows(run.texts.train, config.seq),
+    return ordered_batches(
+        run.texts.order(config.seed),
         global_batch=config.global_batch,
-        seed=config.seed,
         skip=run.position.windows,
         rows=run.step.rows_here(config.global_batch),
     )
@@ -250,7 +252,7 @@ def batches_of(run: Run) -> Any:
 
 def validate(run: Run, state: TrainState, num_batches: int | None = None) -> float:
     """Mean loss per token over the validation text, or over its first batches."""
-    windows = TokenWindows(run.texts.validation, run.config.seq)
+    windows = run.texts.validation
     loss_sum = weight_sum = 0.0
     global_batch = run.config.global_batch
     rows = run.step.rows_here(global_batch)
@@ -275,7 +277,7 @@ def finish(
         share = run.goodput.note(done)
         log.write(step=done - 1, validation_loss=loss, goodput=share)
         report.print_results(run.console, loss, run.texts)
-        report.print_sample(run.console, sample(run, state))
+        report.print_sample(run.console, run.texts, sample(run, state))
         if run.step.layout.stage > 1:
             report.print_bubble(
                 run.console, run.step, *bubble_of_run(run, state, batches_of(run)(0))
@@ -292,14 +294,14 @@ def finish(
 
 
 def sample(run: Run, state: TrainState) -> np.ndarray:
-    """Bytes that follow the first of the validation text."""
+    """Tokens that follow the first of the validation text."""
     return sample_tokens(
         run.step,
         state,
-        run.texts.validation[:32],
+        run.texts.prompt,
         num_tokens=run.config.sample_tokens,
         seq=run.config.seq,
-        vocab=BYTE_VOCAB,
+        vocab=run.texts.vocab,
         seed=run.config.seed,
     )
 

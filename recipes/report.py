@@ -22,11 +22,14 @@ from meshpar import TrainState, TrainStep, batch_shapes, lint
 from meshpar.cli.lint import parameter_table
 from meshpar.recipes.bubble import Bubble
 from meshpar.recipes.config import RunConfig
+from meshpar.recipes.corpus import Corpus
 from meshpar.recipes.resume import Position
-from meshpar.recipes.texts import BYTE_VOCAB, Texts
 from meshpar.train.baselines import bigram_loss, unigram_loss
 from meshpar.train.faults import BadStepError
 from meshpar.train.slow_links import slow_links
+
+_MOST_OF_BIGRAM = 1024
+"""The vocabulary, whose square it counts."""
 
 
 def print_config(console: Console, config: RunConfig, saved_as: Path) -> None:
@@ -120,15 +123,15 @@ def print_slow_links(console: Console, step: TrainStep, config: RunConfig) -> No
 
 
 def print_bytes(
-    console: Console, step: TrainStep, state: TrainState, texts: Texts
+    console: Console, step: TrainStep, state: TrainState, texts: Corpus
 ) -> None:
-    """Bytes of the state on a device, expected and found, and of the texts."""
+    """Bytes of the state on a device, expected and found, and what data there are."""
     expected, actual = expected_bytes(step), actual_bytes(step, state)
     console.print(
         f"state per device: {expected:,} bytes expected, {actual:,} actual; "
-        f"text: {len(texts.train):,} bytes to train on, {len(texts.validation):,} held "
-        "out",
+        + "\n".join(texts.lines),
         highlight=False,
+        markup=False,
     )
 
 
@@ -224,19 +227,19 @@ def print_profiled(console: Console, steps: range, folder: Path) -> None:
     console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def print_results(console: Console, loss: float, texts: Texts) -> None:
-    """The validation loss beside two baselines of the same text."""
-    pair = (texts.train, texts.validation, BYTE_VOCAB)
-    console.print(
-        f"validation loss {loss:.4f} nats per byte; "
-        f"unigram {unigram_loss(*pair):.4f}, bigram {bigram_loss(*pair):.4f}",
-        highlight=False,
-    )
+def print_results(console: Console, loss: float, texts: Corpus) -> None:
+    """The validation loss beside baselines of the same text, where it is one."""
+    line = f"validation loss {loss:.4f} nats per {texts.tokenizer.unit}"
+    if texts.counted is not None:
+        line += f"; unigram {unigram_loss(*texts.counted, texts.vocab):.4f}"
+        if texts.vocab <= _MOST_OF_BIGRAM:
+            line += f", bigram {bigram_loss(*texts.counted, texts.vocab):.4f}"
+    console.print(line, highlight=False)
 
 
-def print_sample(console: Console, tokens: np.ndarray) -> None:
-    """Sampled bytes as text."""
-    text = bytes(tokens.astype(np.uint8)).decode(errors="replace")
+def print_sample(console: Console, texts: Corpus, tokens: np.ndarray) -> None:
+    """Sampled tokens as text."""
+    text = texts.tokenizer.decode(tokens)
     console.print("sample:", text, sep="\n", highlight=False, markup=False)
 
 

@@ -15,7 +15,7 @@ Description = Mapping[str, Any]
 
 _TOLD = (
     *("layout", "precision", "steps", "decay_steps", "global_batch", "seq"),
-    *("learning_rate", "text", "schedule"),
+    *("learning_rate", "text", "sources", "tokenizer", "pack", "schedule"),
 )
 
 

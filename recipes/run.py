@@ -10,13 +10,14 @@ from typing import Any
 from rich.console import Console
 
 from meshpar import TrainStep
+from meshpar.data.sources import DataSource
 from meshpar.distributed import Processes
 from meshpar.recipes.config import OF_ONE_START, RunConfig
+from meshpar.recipes.corpus import Corpus
 from meshpar.recipes.goodput import Goodput
 from meshpar.recipes.model import sizes_of
 from meshpar.recipes.phases import Phases
 from meshpar.recipes.resume import Position
-from meshpar.recipes.texts import Texts
 from meshpar.train.checkpoint import Checkpoints
 from meshpar.train.faults import StepWatch
 
@@ -29,7 +30,7 @@ class Run:
 
     config: RunConfig
     step: TrainStep
-    texts: Texts
+    texts: Corpus
     checkpoints: Checkpoints
     console: Console
     position: Position = Position()
@@ -48,10 +49,18 @@ class Run:
             "model_sizes": sizes_of(self.config),
             "precision": self.step.layout.precision,
             "text": [str(path.resolve()) for path in self.config.text],
+            **_from_any_folder(self.config),
             "data": self.texts.fingerprint,
             "windows": self.position.after(done, self.config.global_batch),
             "layout": str(self.step.layout),
         }
+
+
+def _from_any_folder(config: RunConfig) -> dict[str, Any]:
+    """Where the data and their tokenizer are."""
+    sources = [str(DataSource.parse(text).absolute()) for text in config.data]
+    tokenizer = config.tokenizer and str(config.tokenizer.absolute())
+    return {"sources": sources, "tokenizer": tokenizer}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -144,7 +144,7 @@ def test_training_without_its_extra_says_how_to_install_it(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "grain", None)
     for name in ("pretrain", "command"):
         monkeypatch.delitem(sys.modules, f"meshpar.recipes.{name}", raising=False)
-    monkeypatch.delitem(sys.modules, "meshpar.train.data", raising=False)
+    monkeypatch.delitem(sys.modules, "meshpar.data.device_batches", raising=False)
     assert main(["train", "--steps", "1"]) == 2
     told = capsys.readouterr().err
     assert told.count("\n") == 1

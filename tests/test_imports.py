@@ -23,7 +23,7 @@ LAYERS = (
     ("meshpar.collectives", "meshpar.distributed"),
     ("meshpar.rules", "meshpar.mesh", "meshpar.mesh_order"),
     ("meshpar.model",),
-    ("meshpar.parallel",),
+    ("meshpar.parallel", "meshpar.data"),
     ("meshpar.planner", "meshpar.audit", "meshpar.train", "meshpar.lint"),
     ("meshpar.calibration",),
     ("meshpar",),

@@ -42,7 +42,7 @@ def test_reading_the_options_imports_no_jax():
             for name in [getattr(node, "module", None) or node.names[0].name]
         }
         light = {"meshpar.distributed", "meshpar.errors", "meshpar.train.faults"}
-        light.add("tyro")
+        light |= {"meshpar.data.sources", "tyro"}
         ours = {f"meshpar.recipes.{name}" for name in ("config", "config_file")}
         ours.add("meshpar.recipes.options")
         assert all(
@@ -247,7 +247,7 @@ def test_what_the_extra_brings_is_named_with_it_where_it_is_missing(
     monkeypatch, capsys
 ):
     monkeypatch.setitem(sys.modules, "grain", None)
-    for module in ("meshpar.recipes.pretrain", "meshpar.train.data"):
+    for module in ("meshpar.recipes.pretrain", "meshpar.data.device_batches"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     assert main(["--steps", "1"]) == 2
     assert capsys.readouterr().err == (

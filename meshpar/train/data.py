@@ -4,18 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-import grain
 import numpy as np
 
-from meshpar.errors import InputError
+from meshpar.data.errors import DataError
+from meshpar.data.mixture import mixed
+from meshpar.data.text import read_text
 from meshpar.model.inputs import default_inputs
 
+__all__ = [
+    "DataError",
+    "HostBatch",
+    "TokenWindows",
+    "byte_tokens",
+    "ordered_batches",
+    "padded_batches",
+    "read_texts",
+    "shuffled_batches",
+]
+
 HostBatch = dict[str, np.ndarray]
-
-
-class DataError(InputError):
-    """A text that cannot be trained on."""
 
 
 class TokenWindows:
@@ -76,23 +85,42 @@ def shuffled_batches(
         Step -> the windows' arrays, each (number of rows, seq). A step can be asked for
         in any order, so a resumed run continues with the very next batch.
     """
-    # Grain shuffles epoch e with seed + e, so neighbouring seeds would share orders.
-    spread = int(np.random.SeedSequence(seed).generate_state(1)[0])
-    in_order = grain.MapDataset.source(windows).shuffle(seed=spread).repeat()
-    dataset = in_order[skip:]
+    order = mixed([windows], seed=seed)
+    return ordered_batches(order, global_batch=global_batch, skip=skip, rows=rows)
+
+
+def ordered_batches(
+    order: Any,
+    *,
+    global_batch: int,
+    skip: int = 0,
+    rows: Sequence[int] | None = None,
+) -> Callable[[int], HostBatch]:
+    """The global batch of any step, of rows that come in an endless order.
+
+    Args:
+        order: Number -> row, such as `meshpar.data.mixture.mixed` returns.
+        global_batch: Rows in a batch.
+        skip: Rows before the first batch.
+        rows: Those of each batch that are read, a process's own; all when absent.
+
+    Returns:
+        Step -> the rows' arrays. A step can be asked for in any order: where a run
+        stands in its data is one number, the rows it has trained on.
+    """
     rows = range(global_batch) if rows is None else rows
     return lambda step: _stacked(
-        [dataset[step * global_batch + int(row)] for row in rows]
+        [order[skip + step * global_batch + int(row)] for row in rows]
     )
 
 
 def padded_batches(
-    windows: TokenWindows, global_batch: int, rows: Sequence[int] | None = None
+    windows: Any, global_batch: int, rows: Sequence[int] | None = None
 ) -> Iterator[HostBatch]:
     """All windows once and in order; the last batch is filled with weights of 0.
 
     Args:
-        windows: What to read.
+        windows: Rows by number, such as `TokenWindows`.
         global_batch: Windows in a batch.
         rows: Those of each batch that are read, a process's own; all when absent.
     """
@@ -127,24 +155,4 @@ def read_texts(path: Path) -> dict[str, str]:
     files = sorted(path.glob("*.txt")) if path.is_dir() else [path]
     if not files:
         raise DataError(f"the folder {str(path)!r} holds no .txt file")
-    return {file.stem: _read(file) for file in files}
-
-
-def _read(file: Path) -> str:
-    try:
-        text = file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{str(file)!r} is not UTF-8 text: byte {error.start} is "
-            f"{error.object[error.start]:#04x}; convert it, or choose a text file"
-        ) from error
-    except OSError as error:
-        raise DataError(f"cannot read {str(file)!r}: {error.strerror}") from error
-    if "\0" in text:
-        raise DataError(
-            f"{str(file)!r} is binary: character {text.index(chr(0))} is NUL; choose a "
-            "text file"
-        )
-    if not text.strip():
-        raise DataError(f"{str(file)!r} is empty; choose a file with text in it")
-    return text
+    return {file.stem: read_text(file) for file in files}

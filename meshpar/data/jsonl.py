@@ -1,0 +1,80 @@
+"""JSON lines: an object a line, its document in one field. Also with gzip."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from meshpar.data.errors import DataError
+from meshpar.data.skipped import Skipped
+
+_TYPES = {str: "text", dict: "an object", list: "a list", bool: "true or false"}
+
+
+def jsonl_documents(path: Path, field: str, skipped: Skipped) -> Iterator[str]:
+    """The documents of a file, in order; lines of white space alone are none.
+
+    Args:
+        path: Ends in .gz where it is compressed.
+        field: The key of the text.
+        skipped: Takes broken lines, or refuses them.
+
+    Raises:
+        DataError: The file cannot be read, or a line is broken.
+    """
+    try:
+        with _opened(path) as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    found = _document(line, field)
+                    if found.wrong is None:
+                        yield found.text
+                    else:
+                        skipped.take(f"{str(path)!r}, line {number}: {found.wrong}")
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise DataError(
+            f"cannot read {str(path)!r}: {reason}; copy it again"
+        ) from error
+
+
+class _Document:
+    def __init__(self, text: str = "", wrong: str | None = None) -> None:
+        self.text, self.wrong = text, wrong
+
+
+def _document(line: bytes, field: str) -> _Document:
+    try:
+        found = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        return _Document(
+            wrong=f"not UTF-8 text: byte {error.start} of the line is "
+            f"{line[error.start]:#04x}"
+        )
+    except (ValueError, RecursionError) as error:
+        return _Document(wrong=f"no JSON: {error}")
+    if not isinstance(found, dict):
+        return _Document(wrong=f"no JSON object, but {_kind(found)}")
+    if field not in found:
+        keys = ", ".join(map(repr, found)) or "none"
+        return _Document(wrong=f"no field {field!r}; it has {keys}: name one by field=")
+    if not isinstance(found[field], str):
+        return _Document(
+            wrong=f"field {field!r} is {_kind(found[field])}, no text; name another by "
+            "field="
+        )
+    return _Document(found[field])
+
+
+def _kind(value: object) -> str:
+    return _TYPES.get(type(value), "null" if value is None else "a number")
+
+
+def _opened(path: Path) -> BinaryIO:
+    if path.suffix == ".gz":
+        return cast(BinaryIO, gzip.open(path, "rb"))
+    return open(path, "rb")

@@ -1,0 +1,40 @@
+"""Broken lines: a stop at the first, or a count of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshpar.data.errors import DataError
+
+
+@dataclass(kw_only=True)
+class Skipped:
+    """Takes broken lines and rows, or refuses them.
+
+    Args:
+        policy: "stop" or "skip".
+    """
+
+    policy: str = "stop"
+    count: int = 0
+    first: str = ""
+
+    def take(self, what: str) -> None:
+        """Counts one.
+
+        Args:
+            what: The file, the line, and what is wrong with it.
+
+        Raises:
+            DataError: None is to be skipped.
+
+        Example:
+            >>> skipped = Skipped(policy="skip")
+            >>> skipped.take("'a.jsonl', line 3: no JSON")
+            >>> skipped.count, skipped.first
+            (1, "'a.jsonl', line 3: no JSON")
+        """
+        if self.policy == "stop":
+            raise DataError(f"{what}; mend it, or --on-bad-line skip")
+        self.first = self.first or what
+        self.count += 1

@@ -1,0 +1,184 @@
+"""What data are where: a path, its weight in a mixture, its format and field."""
+
+from __future__ import annotations
+
+import glob
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from pathlib import Path
+
+from meshpar.data.errors import DataError
+from meshpar.errors import nearest
+from meshpar.key_values import key_values
+
+_SUFFIXES = {
+    ".txt": "text",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "jsonl",
+    ".jsonl.gz": "jsonl",
+    ".json.gz": "jsonl",
+    ".parquet": "parquet",
+    ".bin": "tokens",
+    ".idx": "megatron",
+}
+FORMATS = ("text", "jsonl", "parquet", "megatron", "nanogpt")
+OF_TOKENS = {"megatron", "nanogpt"}
+_KEYS = ("path", "weight", "field", "format")
+_EXAMPLE = "path=web/*.jsonl,weight=0.7,field=text"
+_HAS_KEYS = re.compile(rf"(?:{'|'.join(_KEYS)})\s*=|.*,\s*path\s*=")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSource:
+    """One source of a mixture, or all of the data.
+
+    Args:
+        path: A file, a folder, or a pattern such as `web/*.jsonl`.
+        weight: Its share of all rows, beside the others' weights; None without any.
+        field: The field or column of the text.
+        format: Of every file; by the name of each when absent.
+
+    Raises:
+        DataError: The weight is not positive, or there is no such format.
+    """
+
+    path: str
+    weight: Fraction | None = None
+    field: str = "text"
+    format: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.weight is not None and self.weight <= 0:
+            raise DataError(
+                f"weight={self.weight} of {self.path!r}: must be a positive number; "
+                "leave out what is to have no share"
+            )
+        if self.format is not None and self.format not in FORMATS:
+            raise DataError(
+                f"format={self.format} of {self.path!r}; "
+                + nearest(self.format, FORMATS)
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> DataSource:
+        """A path, or keys with their values.
+
+        Raises:
+            DataError: A key or a value is not to be had.
+
+        Example:
+            >>> DataSource.parse("path=web/*.jsonl,weight=0.7").weight
+            Fraction(7, 10)
+            >>> DataSource.parse("my texts/a.txt").path
+            'my texts/a.txt'
+        """
+        if not _HAS_KEYS.match(text):
+            return cls(path=text)
+        values = key_values(text, noun="data", example=_EXAMPLE)
+        for key in values:
+            if key not in _KEYS:
+                raise DataError(f"data {text!r}: no key {key!r}; {nearest(key, _KEYS)}")
+        if "path" not in values:
+            raise DataError(
+                f"data {text!r} names no path; write for example {_EXAMPLE}"
+            )
+        weight = values.pop("weight", None)
+        return cls(**values, weight=None if weight is None else _weight(text, weight))
+
+    def __str__(self) -> str:
+        values = {
+            "path": self.path,
+            "weight": None if self.weight is None else _decimal(self.weight),
+            "field": None if self.field == "text" else self.field,
+            "format": self.format,
+        }
+        given = {key: value for key, value in values.items() if value is not None}
+        if given.keys() == {"path"}:
+            return self.path
+        return ",".join(f"{key}={value}" for key, value in given.items())
+
+    def absolute(self) -> DataSource:
+        """The same from any folder."""
+        return replace(self, path=str(Path(self.path).absolute()))
+
+    def files(self) -> list[tuple[Path, str]]:
+        """Every file and its format, in order of name.
+
+        Raises:
+            DataError: There is none, or one is of no known format.
+        """
+        path = Path(self.path)
+        if path.is_dir():
+            found = [one for one in path.rglob("*") if _suffix(one) and one.is_file()]
+            wrong = f"the folder {self.path!r} holds no file of {_known()}"
+        elif path.exists() or not glob.has_magic(self.path):
+            found = [path]
+            wrong = ""
+        else:
+            found = [Path(one) for one in glob.glob(self.path, recursive=True)]
+            found = [one for one in found if one.is_file()]
+            wrong = f"no file matches {self.path!r}; give a path or another pattern"
+        if len(found) > 1:  # Of a pair one is enough.
+            found = [one for one in found if _suffix(one) != ".idx"]
+        files = sorted(found)
+        if not files:
+            raise DataError(wrong)
+        return [(file, self._format_of(file)) for file in files]
+
+    def _format_of(self, file: Path) -> str:
+        if not file.exists():
+            raise DataError(f"no data at {str(file)!r}; give a file, folder or pattern")
+        if self.format is not None:
+            return self.format
+        suffix = _suffix(file)
+        if suffix is None:
+            raise DataError(
+                f"{str(file)!r} is none of {_known()}; say which it is: "
+                f"path={file},format={'|'.join(FORMATS)}"
+            )
+        if suffix == ".bin":
+            return "megatron" if file.with_suffix(".idx").exists() else "nanogpt"
+        return _SUFFIXES[suffix]
+
+
+def check_weights(sources: Sequence[DataSource]) -> None:
+    """Refuses weights of some sources and none of others.
+
+    Raises:
+        DataError: Of the first without one.
+    """
+    without = [source for source in sources if source.weight is None]
+    if without and len(without) < len(sources):
+        raise DataError(
+            f"data {without[0].path!r} has no weight, but others have: give each one, "
+            f"such as path={without[0].path},weight=1, or none"
+        )
+
+
+def _weight(text: str, weight: str) -> Fraction:
+    try:
+        return Fraction(weight)
+    except (ValueError, ZeroDivisionError) as error:
+        raise DataError(
+            f"data {text!r}: weight={weight} is no number; write for example {_EXAMPLE}"
+        ) from error
+
+
+def _decimal(weight: Fraction) -> str:
+    as_float = f"{float(weight):.12g}"
+    return as_float if Fraction(as_float) == weight else str(weight)
+
+
+def _suffix(path: Path) -> str | None:
+    """The known end of a file's name; None for others, and for hidden ones."""
+    if path.name.startswith("."):
+        return None
+    ends = ("".join(path.suffixes[-2:]), path.suffix)
+    return next((end for end in ends if end in _SUFFIXES), None)
+
+
+def _known() -> str:
+    return ", ".join(_SUFFIXES)

@@ -1,0 +1,42 @@
+"""Text files: a document each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from meshpar.data.errors import DataError
+
+
+def text_documents(path: Path) -> Iterator[str]:
+    """The text of a file, as its only document.
+
+    Raises:
+        DataError: It cannot be read, is empty, or is not UTF-8 text.
+    """
+    yield read_text(path)
+
+
+def read_text(file: Path) -> str:
+    """The text of a file.
+
+    Raises:
+        DataError: It cannot be read, is empty, or is not UTF-8 text.
+    """
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{str(file)!r} is not UTF-8 text: byte {error.start} is "
+            f"{error.object[error.start]:#04x}; convert it, or choose a text file"
+        ) from error
+    except OSError as error:
+        raise DataError(f"cannot read {str(file)!r}: {error.strerror}") from error
+    if "\0" in text:
+        raise DataError(
+            f"{str(file)!r} is binary: character {text.index(chr(0))} is NUL; choose a "
+            "text file"
+        )
+    if not text.strip():
+        raise DataError(f"{str(file)!r} is empty; choose a file with text in it")
+    return text

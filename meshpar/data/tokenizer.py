@@ -1,0 +1,161 @@
+"""Text into tokens and back: bytes, or a tokenizer.json of the `tokenizers` package."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshpar.data.errors import DataError
+
+_ENDS_OF_TEXT = (
+    *("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end▁of▁sentence|>"),
+    *("<|im_end|>", "[SEP]"),
+)
+"""What well-known tokenizers end a document with, tried in order."""
+
+
+class ByteTokenizer:
+    """The UTF-8 bytes of a text; a NUL ends a document."""
+
+    vocab = 256
+    eos = 0
+    name = "bytes"
+    unit = "byte"
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """The tokens of each text, without an end."""
+        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Their text; what is no UTF-8 is replaced."""
+        return bytes(np.asarray(tokens).astype(np.uint8)).decode(errors="replace")
+
+
+class TokenNumbers:
+    """In the place of a tokenizer where files of tokens come without one."""
+
+    name = "token numbers"
+    unit = "token"
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The numbers."""
+        return " ".join(str(int(token)) for token in tokens)
+
+
+class FileTokenizer:
+    """A tokenizer.json, as Hugging Face's `tokenizers` writes it.
+
+    Args:
+        path: The file.
+        eos: Text or number of the token that ends a document; of a
+            tokenizer_config.json beside it, or a well-known one, when absent.
+
+    Raises:
+        DataError: The package is not installed, the file is no tokenizer, or it has no
+            such token.
+    """
+
+    unit = "token"
+
+    def __init__(self, path: Path, eos: str | None = None) -> None:
+        self._path = path
+        content = _content(path)
+        self.name = f"{path.name} {zlib.crc32(content):08x}"
+        self._tokenizer = _parsed(path, content)
+        self.eos = self._end(eos)
+
+    @cached_property
+    def vocab(self) -> int:
+        """One more than the highest number of a token."""
+        return max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """The tokens of each text, without special ones around it."""
+        found = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        return [np.array(one.ids, np.int32) for one in found]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Their text, special tokens left out."""
+        return str(self._tokenizer.decode([int(token) for token in tokens]))
+
+    def _end(self, eos: str | None) -> int:
+        asked = (eos,) if eos else (*_configured(self._path), *_ENDS_OF_TEXT)
+        if eos and eos.isdecimal():
+            asked = ()
+            if int(eos) < self.vocab:
+                return int(eos)
+        for text in asked:
+            if (token := self._tokenizer.token_to_id(text)) is not None:
+                return int(token)
+        if eos:
+            raise DataError(
+                f"{str(self._path)!r} has no token {eos!r}; give --eos the text or the "
+                f"number of one below {self.vocab}"
+            )
+        raise DataError(
+            f"{str(self._path)!r} has none of {', '.join(_ENDS_OF_TEXT)}; name the "
+            "token that ends a document: --eos TOKEN"
+        )
+
+
+def read_tokenizer(
+    path: Path | None, eos: str | None = None
+) -> ByteTokenizer | FileTokenizer:
+    """The tokenizer of a file, or of bytes without one.
+
+    Raises:
+        DataError: The file cannot be had.
+    """
+    return ByteTokenizer() if path is None else FileTokenizer(path, eos)
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(
+            f"cannot read the tokenizer {str(path)!r}: {error.strerror}; name a "
+            "tokenizer.json"
+        ) from error
+
+
+def _parsed(path: Path, content: bytes) -> Any:
+    try:
+        from tokenizers import Tokenizer
+    except ModuleNotFoundError as error:
+        raise DataError(
+            f"{str(path)!r} needs the package tokenizers: pip install "
+            "'meshpar[tokenizers]'"
+        ) from error
+    try:
+        return Tokenizer.from_buffer(content)
+    except Exception as error:  # The package raises no narrower one.
+        reason = " ".join(str(error).split())
+        raise DataError(
+            f"{str(path)!r} is no tokenizer.json: {reason}; name the file that "
+            "tokenizers' save() writes"
+        ) from error
+
+
+def _configured(path: Path) -> list[str]:
+    """The end of text that a tokenizer_config.json beside the file names."""
+    beside = path.with_name("tokenizer_config.json")
+    if not beside.is_file():
+        return []
+    try:
+        found = json.loads(beside.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"cannot read {str(beside)!r}, which may name the token that ends a "
+            f"document: {error}; mend it, or name the token: --eos TOKEN"
+        ) from error
+    token = found.get("eos_token") if isinstance(found, dict) else None
+    if isinstance(token, dict):
+        token = token.get("content")
+    return [token] if isinstance(token, str) else []

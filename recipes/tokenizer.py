@@ -1,0 +1,45 @@
+"""The tokenizer of a run, and the vocabulary that its model needs."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+
+from meshpar.data.tokenizer import ByteTokenizer, FileTokenizer, read_tokenizer
+from meshpar.recipes.config import RunConfig
+from meshpar.recipes.texts import BYTE_VOCAB
+
+_MULTIPLE = 128
+"""Vocabularies are divided over mesh axes; GPT-2's 50,257 by none of them."""
+
+
+def tokenizer_of(config: RunConfig) -> ByteTokenizer | FileTokenizer:
+    """The tokenizer of a run, read once.
+
+    Raises:
+        DataError: The file cannot be had.
+    """
+    return _read(config.tokenizer, config.eos)
+
+
+def vocab_needed(config: RunConfig) -> int:
+    """Tokens that the model of a run has to know, as far as options tell.
+
+    Files of tokens are looked into when they are opened.
+    """
+    if config.tokenizer is not None:
+        return tokenizer_of(config).vocab
+    return 1 if config.data else BYTE_VOCAB
+
+
+def vocab_of_default(config: RunConfig) -> int | None:
+    """The vocabulary of a model that nobody gave one; None is the preset's own."""
+    if config.tokenizer is None:
+        return None
+    return -(-tokenizer_of(config).vocab // _MULTIPLE) * _MULTIPLE
+
+
+@lru_cache(maxsize=4)
+def _read(path: Path | None, eos: str | None) -> ByteTokenizer | FileTokenizer:
+    # Without a tokenizer `eos` is the number of a token in files of tokens.
+    return read_tokenizer(path, eos)

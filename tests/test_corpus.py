@@ -1,0 +1,251 @@
+"""A run trains on data of every kind, goes on anywhere, and tells bad ones."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from meshpar import InputError
+from meshpar.data.megatron import MegatronWriter
+from meshpar.distributed import Processes
+from meshpar.recipes import pretrain
+from meshpar.recipes.config import RunConfig
+from meshpar.recipes.config_file import as_toml, read_options
+from meshpar.recipes.corpus import corpus_of
+from meshpar.recipes.model import model_of, sizes_of
+from meshpar.recipes.options import parse_arguments
+from meshpar.recipes.run import _from_any_folder
+from tests.bpe import write_bpe
+from tests.conftest import rows
+from tests.marks import slow
+from tests.multiprocess.children import ends_of, free_port, joined, start
+
+SEQ, BATCH = 16, 8
+MODEL = "vocab=384"
+QUICK = f"--preset test --model {MODEL} --seq {SEQ} --global-batch {BATCH}"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory, small_text):
+    """Scenes as JSON lines, tokens of Megatron, flat tokens, and a tokenizer."""
+    folder = tmp_path_factory.mktemp("data")
+    scenes = [part for part in small_text.read_text().split("\n\n") if part.strip()]
+    for name, texts in (("a", scenes[:60]), ("b", scenes[60:])):
+        lines = [json.dumps({"text": text}) for text in texts]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    write_bpe(folder / "tok.json", scenes)
+    rng = np.random.default_rng(0)
+    with MegatronWriter(folder / "m.bin", np.dtype("<u2")) as writer:
+        for length in rng.integers(1, 60, 40):
+            writer.add(rng.integers(0, 200, length))
+    (folder / "flat.bin").write_bytes(rng.integers(0, 200, 900).astype("<u2").tobytes())
+    return folder
+
+
+def config_of(data, out, *specs, **options):
+    return RunConfig(
+        data=tuple(str(spec).format(data) for spec in specs),
+        out=out,
+        preset="test",
+        model=MODEL,
+        seq=SEQ,
+        global_batch=BATCH,
+        **options,
+    )
+
+
+def made(config):
+    return corpus_of(config, Processes(), lambda line: None)
+
+
+MIXTURE = ("path={}/a.jsonl,weight=0.75", "path={}/b.jsonl,weight=0.25")
+
+
+def test_what_is_held_out_is_not_trained_on_and_nothing_else_is_missing(data, tmp_path):
+    corpus = made(config_of(data, tmp_path, "{}/*.jsonl", pack=True))
+    counts = [
+        sum(int((rows_[n]["segment_ids"] >= 0).sum()) for n in range(len(rows_)))
+        for rows_ in (corpus.train[0], corpus.validation)
+    ]
+    texts = [
+        json.loads(line)["text"]
+        for name in "ab"
+        for line in (data / f"{name}.jsonl").read_text().splitlines()
+    ]
+    assert sum(counts) == sum(len(text.encode()) + 1 for text in texts)
+    assert counts[1] == pytest.approx(sum(counts) / 10, rel=0.5)
+    assert "packed: " in corpus.lines[1] and "are cut" in corpus.lines[1]
+
+
+def test_other_data_have_another_fingerprint_and_the_same_the_same(data, tmp_path):
+    configs = [
+        config_of(data, tmp_path / "0", "{}/a.jsonl"),
+        config_of(data, tmp_path / "1", "{}/b.jsonl"),
+        config_of(data, tmp_path / "2", "{}/a.jsonl", pack=True),
+        config_of(data, tmp_path / "3", "{}/a.jsonl", tokenizer=data / "tok.json"),
+        config_of(
+            data, tmp_path / "4", "{}/a.jsonl", validation_data=f"{data}/b.jsonl"
+        ),
+        config_of(data, tmp_path / "5", *MIXTURE),
+        config_of(data, tmp_path / "6", *MIXTURE[:1], "path={}/b.jsonl,weight=0.5"),
+    ]
+    found = [made(config).fingerprint for config in configs]
+    assert len(set(found)) == len(found)
+    again = config_of(data, tmp_path / "again", "{}/a.jsonl")
+    assert made(again).fingerprint == found[0]
+
+
+def test_tokens_of_files_are_trained_on_as_they_are(data, tmp_path):
+    corpus = made(config_of(data, tmp_path, "{}/flat.bin"))
+    tokens = np.fromfile(data / "flat.bin", "<u2")
+    first = corpus.train[0][0]
+    np.testing.assert_array_equal(first["tokens"], tokens[:SEQ])
+    np.testing.assert_array_equal(first["targets"], tokens[1 : SEQ + 1])
+    assert corpus.tokenizer.decode(first["tokens"][:2]) == f"{tokens[0]} {tokens[1]}"
+
+
+def test_a_model_that_nobody_sized_has_the_vocabulary_of_the_tokenizer(data, tmp_path):
+    given = dict(data=f"{data}/a.jsonl", tokenizer=data / "tok.json", out=tmp_path)
+    assert sizes_of(RunConfig(**given))["vocab"] == 384  # 300, up to a multiple of 128
+    named = RunConfig(**given, preset="tiny")
+    match = r"preset 'tiny' has a vocabulary of 256, but .*tok\.json needs 300; choose"
+    with pytest.raises(InputError, match=match):
+        model_of(named)
+
+
+# Options.
+
+
+def test_a_checkpoint_says_where_its_data_are_from_any_folder(data, monkeypatch):
+    monkeypatch.chdir(data)
+    here, full = (
+        RunConfig(data=f"path={folder}a.jsonl,weight=1", tokenizer=f"{folder}tok.json")
+        for folder in ("", f"{data}/")
+    )
+    assert _from_any_folder(here) == _from_any_folder(full)
+
+
+def test_what_a_shell_makes_of_a_pattern_and_tables_of_a_file_are_sources(tmp_path):
+    words = ["--data", "a.txt", "b.txt", "--pack", "--steps", "3"]
+    assert parse_arguments(words).data == ("a.txt", "b.txt")
+    path = tmp_path / "run.toml"
+    path.write_text(
+        '[[data]]\npath = "a.txt"\nweight = 0.7\n[[data]]\npath = "b.txt"\n'
+    )
+    assert read_options(path) == ["--data=path=a.txt,weight=0.7", "--data=path=b.txt"]
+    given = parse_arguments(["--config", str(path), "--data", "c.txt"])
+    assert given.data == ("c.txt",), "the command line wins"
+
+
+def test_sources_are_saved_as_they_are_found_from_any_folder(tmp_path):
+    saved = tmp_path / "config.toml"
+    config = RunConfig(data=("path=a.txt,weight=2", "path=/b/*.txt,weight=1"))
+    saved.write_text(as_toml(config))
+    read = parse_arguments(["--config", str(saved)]).data
+    here = str(Path.cwd() / "a.txt")
+    assert read == (f"path={here},weight=2", "path=/b/*.txt,weight=1")
+
+
+# Training.
+
+
+def trained(data, out, *options):
+    words = ["--data", f"path={data}/a.jsonl,weight=0.75"]
+    words += ["--data", f"path={data}/b.jsonl,weight=0.25", "--pack"]
+    words += ["--tokenizer", str(data / "tok.json"), "--out", str(out)]
+    words += ["--sample-tokens", "2"]
+    assert pretrain.main([*QUICK.split(), *words, *options, "--steps", "6"]) == 0
+    return rows(out / "metrics.jsonl", "loss")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(data, tmp_path_factory):
+    return trained(data, tmp_path_factory.mktemp("whole"), "--layout", "data=2")
+
+
+def test_a_packed_mixture_goes_on_under_another_layout_with_the_same_losses(
+    data, uninterrupted, tmp_path, capsys
+):
+    options = ("--layout", "data=2", "--stop-after", "3")
+    assert len(trained(data, tmp_path, *options)) == 3
+    capsys.readouterr()
+    assert (
+        pretrain.main(["--out", str(tmp_path), "--resume", "--layout", "fsdp=4"]) == 0
+    )
+    losses = rows(tmp_path / "metrics.jsonl", "loss")
+    np.testing.assert_allclose(losses, uninterrupted, rtol=1e-5)
+    output = capsys.readouterr().out
+    assert "resumed after step 3, 24 windows into the text" in output
+    assert "changed: sources" not in output and "changed: tokenizer" not in output
+    assert "nats per token" in output and "75.0% of the rows from" in output
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        slow("data=2,stage=2,tensor=2,microbatches=2"),
+        slow("context=2,tensor=2"),
+    ],
+)
+def test_a_packed_mixture_trains_alike_under_every_layout(
+    layout, data, uninterrupted, tmp_path
+):
+    options = ("--layout", layout, "--bubble-rounds", "0")
+    losses = trained(data, tmp_path, *options)
+    np.testing.assert_allclose(losses, uninterrupted, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_two_processes_read_their_rows_of_a_mixture_and_one_goes_on(
+    data, uninterrupted, tmp_path
+):
+    words = [*QUICK.split(), "--layout", "fsdp=2,tensor=2", "--steps", "6"]
+    words += ["--stop-after", "3", "--start-timeout", "200", "--emulate", "2", "--pack"]
+    for text in MIXTURE:
+        words += ["--data", text.format(data)]
+    words += ["--tokenizer", str(data / "tok.json"), "--out", str(tmp_path)]
+    command = ["-m", "meshpar", "train", *words]
+    children = [start([*command, *one]) for one in joined(2, free_port())]
+    for end in ends_of(children, timeout_s=300):
+        assert end.status == 0, end.error[-3000:]
+    alone = ["--out", str(tmp_path), "--resume", "--layout", "data=2", "--emulate", "8"]
+    assert pretrain.main(alone) == 0
+    losses = rows(tmp_path / "metrics.jsonl", "loss")
+    np.testing.assert_allclose(losses, uninterrupted, rtol=1e-5)
+
+
+# Bad input, in one line.
+
+WRONG = [
+    ("--data {}/absent.jsonl", r"no data at '.*absent\.jsonl'; give a file"),
+    ("--data {}/a.jsonl --text {}/a.jsonl", "are both given; give one of them"),
+    ("--pack", "pack=True goes with data: give --data PATH"),
+    ("--tokenizer {}/tok.json", r"tok\.json goes with data: give --data PATH"),
+    ("--data path={}/a.jsonl,weight=0", "must be a positive number; leave out"),
+    ("--data path={}/a.jsonl,field=body", "line 1: no field 'body'; it has 'text'"),
+    ("--data {}/a.jsonl --seq 9000", "are too few for one row of 9000 and its succ"),
+    ("--data {}/a.jsonl --tokenizer {}/absent", "cannot read the tokenizer '"),
+    ("--data {}/a.jsonl --tokenizer {}/a.jsonl", r"a\.jsonl' is no tokenizer\.json"),
+    (
+        "--data {}/a.jsonl --tokenizer {}/tok.json --preset tiny",
+        r"of which there are 300, but the model has a vocabulary of 256; give a model",
+    ),
+    (
+        "--data {}/flat.bin --preset tiny --model vocab=128",
+        r"flat\.bin': token \d+ is 1\d\d, but",
+    ),
+    ("--data {}/flat.bin --pack", "does not say where its documents end, as --pack"),
+    ("--data {}/a.jsonl --on-bad-line mend", "on-bad-line"),
+]
+
+
+@pytest.mark.parametrize("words, match", WRONG)
+def test_bad_data_are_told_in_one_line_before_anything_is_compiled(
+    words, match, data, tmp_path, capsys
+):
+    words = [word.format(data) for word in words.split()]
+    assert pretrain.main(["--out", str(tmp_path), "--seq", "16", *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(match, line), line

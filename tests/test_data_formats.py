@@ -1,0 +1,371 @@
+"""Every format gives back the tokens that went in, and tells what is wrong."""
+
+import gzip
+import json
+import struct
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from meshpar.data.errors import DataError
+from meshpar.data.megatron import MegatronWriter, read_megatron
+from meshpar.data.nanogpt import read_nanogpt
+from meshpar.data.sources import DataSource, check_weights
+from meshpar.data.token_cache import TokenCache
+from meshpar.data.token_stream import TokenStream
+from meshpar.data.tokenizer import ByteTokenizer, FileTokenizer
+from tests.bpe import write_bpe
+
+TEXTS = ["To be, or not to be.", "Ω and λ,\nin two lines", "x"]
+
+
+def documents(file):
+    """The tokens of each document of a file."""
+    return [
+        file.read(start, stop).tolist()
+        for start, stop in zip(file.bounds[:-1], file.bounds[1:], strict=True)
+    ]
+
+
+def write_pair(path, texts, dtype="<u2"):
+    with MegatronWriter(path, np.dtype(dtype)) as writer:
+        for tokens in texts:
+            writer.add(np.array(tokens))
+    return path
+
+
+def write_texts(folder, format, texts):
+    """A file of texts, and what finds them in it."""
+    path = folder / f"a.{format}"
+    lines = "".join(json.dumps({"n": 1, "text": text}) + "\n" for text in texts)
+    if format == "parquet":
+        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path)
+    elif format == "jsonl.gz":
+        path.write_bytes(gzip.compress(lines.encode()))
+    else:
+        path.write_text(lines if format == "jsonl" else texts[0])
+    return path
+
+
+def cached(folder, path, *, tokenizer=None, field="text", **options):
+    cache = TokenCache(
+        folder=folder / "tokens", tokenizer=tokenizer or ByteTokenizer(), **options
+    )
+    ((file, format),) = DataSource(path=str(path)).files()
+    return cache.tokens_of(file, format, field)
+
+
+# Tokens out are tokens in.
+
+
+@pytest.mark.parametrize("format", ["txt", "jsonl", "jsonl.gz", "parquet"])
+def test_a_file_of_texts_gives_their_bytes_each_with_an_end(format, tmp_path):
+    path = write_texts(tmp_path, format, TEXTS)
+    wanted = TEXTS[:1] if format == "txt" else TEXTS
+    found = documents(cached(tmp_path, path))
+    assert found == [[*text.encode(), 0] for text in wanted]
+
+
+def test_a_tokenizers_file_gives_its_tokens_each_with_its_end(tmp_path):
+    tokenizer = FileTokenizer(write_bpe(tmp_path / "tok.json", TEXTS))
+    found = documents(
+        cached(tmp_path, write_texts(tmp_path, "jsonl", TEXTS), tokenizer=tokenizer)
+    )
+    assert [one[-1] for one in found] == [tokenizer.eos] * len(TEXTS)
+    assert [tokenizer.decode(one[:-1]) for one in found] == TEXTS
+    assert max(map(max, found)) < tokenizer.vocab
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    st.lists(
+        arrays.arrays(np.int64, st.integers(0, 9), elements=st.integers(0, 250)),
+        min_size=1,
+        max_size=6,
+    ),
+    st.sampled_from(["<u1", "<u2", "<i4"]),
+)
+def test_a_megatron_pair_gives_the_documents_written(tmp_path_factory, texts, dtype):
+    path = tmp_path_factory.mktemp("pair") / "a.bin"
+    file = read_megatron(write_pair(path, texts, dtype).with_suffix(".idx"))
+    assert documents(file) == [text.tolist() for text in texts]
+
+
+def test_documents_of_several_sequences_are_read_as_megatron_means_them(tmp_path):
+    """By the format's own words: three sequences, the first two of one document."""
+    (tmp_path / "a.bin").write_bytes(np.arange(6, dtype="<i4").tobytes())
+    header = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 4, 3, 3)
+    lengths, pointers, bounds = [2, 1, 3], [0, 8, 12], [0, 2, 3]
+    (tmp_path / "a.idx").write_bytes(
+        header
+        + struct.pack("<3i", *lengths)
+        + struct.pack("<3q", *pointers)
+        + struct.pack("<3q", *bounds)
+    )
+    assert documents(read_megatron(tmp_path / "a.bin")) == [[0, 1, 2], [3, 4, 5]]
+
+
+def header_of(magic, version, num_tokens):
+    head = np.zeros(256, "<i4")
+    head[:3] = magic, version, num_tokens
+    return head.tobytes()
+
+
+FLAT = [
+    (b"", "<u2", [[1, 2, 9], [3, 9], [4]]),
+    (header_of(20240520, 1, 6), "<u2", [[1, 2], [9, 3], [9, 4]]),
+    (header_of(20240801, 7, 6), "<u4", [[1, 2], [9, 3], [9, 4]]),
+]
+
+
+@pytest.mark.parametrize("header, dtype, wanted", FLAT)
+def test_a_flat_file_is_one_document_or_cut_at_its_ends(
+    header, dtype, wanted, tmp_path
+):
+    tokens = [1, 2, 9, 3, 9, 4]
+    path = tmp_path / "train.bin"
+    path.write_bytes(header + np.array(tokens, dtype).tobytes())
+    assert documents(read_nanogpt(path)) == [tokens]
+    assert documents(read_nanogpt(path, eos=9)) == wanted
+
+
+def test_texts_are_tokenized_once_and_anew_once_they_change(tmp_path):
+    path = write_texts(tmp_path, "jsonl", TEXTS)
+    first, again = cached(tmp_path, path), cached(tmp_path, path)
+    assert first.path == again.path
+    path.write_text(json.dumps({"text": "other"}) + "\n")
+    other = cached(tmp_path, path)
+    assert other.path != first.path and documents(other) == [[*b"other", 0]]
+
+
+def test_files_one_after_another_are_one_stream_of_documents(tmp_path):
+    files = [
+        read_megatron(write_pair(tmp_path / f"{name}.bin", texts))
+        for name, texts in (("a", [[1, 2], [3]]), ("b", [[4, 5, 6]]))
+    ]
+    stream = TokenStream.of(files, vocab=7)
+    assert stream.bounds.tolist() == [0, 2, 3, 6]
+    for start in range(6):
+        for stop in range(start, 7):
+            assert stream.read(start, stop).tolist() == [*range(1, 7)][start:stop]
+
+
+def test_what_is_held_out_is_the_end_in_whole_documents_where_they_are_short(tmp_path):
+    file = read_megatron(write_pair(tmp_path / "a.bin", [[1] * 18, [2] * 2, [3] * 2]))
+    stream = TokenStream.of([file], vocab=9)
+    train, held_out = stream.split(2)
+    assert (train.num_tokens, held_out.num_tokens) == (20, 2)
+    train, held_out = stream.split(9)  # No document ends near there.
+    assert (train.num_tokens, held_out.num_tokens) == (13, 9)
+    assert held_out.bounds.tolist() == [13, 18, 20, 22]
+
+
+# What is wrong with a file is one line with its name, the place and a way out.
+
+
+LINES = [
+    (b'{"text": "tw', r"line 2: no JSON: .*; mend it, or --on-bad-line skip"),
+    (b'{"body": "x"}', r"line 2: no field 'text'; it has 'body': name one by field="),
+    (b"[1]", "line 2: no JSON object, but a list"),
+    (b'{"text": null}', "line 2: field 'text' is null, no text"),
+    (b'{"text": 4}', "line 2: field 'text' is a number, no text"),
+    (b'{"text": "caf\xe9"}', "line 2: not UTF-8 text: byte 13 of the line is 0xe9"),
+]
+
+
+@pytest.mark.parametrize("line, match", LINES)
+def test_a_broken_line_is_told_or_skipped_and_counted(line, match, tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "one"}\n' + line + b'\n{"text": "two"}\n')
+    with pytest.raises(DataError, match=rf"a\.jsonl', {match}"):
+        cached(tmp_path, path)
+    assert not [*(tmp_path / "tokens").iterdir()]
+    told = []
+    file = cached(tmp_path, path, on_bad_line="skip", told=told.append)
+    assert documents(file) == [[*b"one", 0], [*b"two", 0]]
+    assert told[0].startswith("skipped 1 lines, the first: '") and "line 2" in told[0]
+
+
+def test_a_compressed_file_cut_off_and_one_without_a_document_are_told(tmp_path):
+    path = write_texts(tmp_path, "jsonl.gz", TEXTS)
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(DataError, match=r"cannot read '.*a\.jsonl\.gz': .*copy it"):
+        cached(tmp_path, path)
+    (tmp_path / "b.jsonl").write_text("\n")
+    with pytest.raises(DataError, match=r"b\.jsonl' holds no document; leave it out"):
+        cached(tmp_path, tmp_path / "b.jsonl")
+
+
+def test_a_parquet_file_that_is_none_or_has_no_such_text_is_told(tmp_path):
+    path = write_texts(tmp_path, "parquet", ["one", None])
+    with pytest.raises(DataError, match=r"a\.parquet', row 2: 'text' is null; mend"):
+        cached(tmp_path, path)
+    with pytest.raises(DataError, match="no column 'body'; it has 'text': name one"):
+        cached(tmp_path, path, field="body")
+    pyarrow.parquet.write_table(pyarrow.table({"text": [1]}), path)
+    with pytest.raises(DataError, match="column 'text' is of int64, no text"):
+        cached(tmp_path, path)
+    path.write_bytes(b"PAR1")
+    with pytest.raises(DataError, match=r"cannot read '.*a\.parquet' as Parquet: "):
+        cached(tmp_path, path)
+
+
+def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    (tmp_path / "a.parquet").write_bytes(b"")
+    with pytest.raises(DataError, match=r"needs pyarrow: pip install 'meshpar\[parqu"):
+        cached(tmp_path, tmp_path / "a.parquet")
+
+
+INDEX = [
+    (lambda index: index[:20], "is no index of Megatron"),
+    (lambda index: b"x" + index[1:], "is no index of Megatron"),
+    (lambda index: index[:-1], r"has 81 bytes, but 2 sequences .* need 82: it is cut"),
+    (lambda index: index[:9] + b"\2" + index[10:], "has version 2; only version 1"),
+    (lambda index: index[:17] + b"\7" + index[18:], r"type 7 \(float32\), which are"),
+    (lambda index: index[:42] + b"\1" + index[43:], "sequence 0 begins at byte 1 of"),
+    (lambda index: index[:-8] + b"\3" + index[-7:], "documents do not go in order"),
+]
+
+
+@pytest.mark.parametrize("spoil, match", INDEX)
+def test_an_index_of_megatron_that_is_broken_is_told(spoil, match, tmp_path):
+    path = write_pair(tmp_path / "a.bin", [[1, 2], [3]])
+    index = path.with_suffix(".idx")
+    index.write_bytes(spoil(index.read_bytes()))
+    with pytest.raises(DataError, match=rf"a\.idx'.*{match}"):
+        read_megatron(path)
+
+
+def test_a_file_of_tokens_that_is_cut_off_or_missing_is_told(tmp_path):
+    path = write_pair(tmp_path / "a.bin", [[1, 2], [3]])
+    path.write_bytes(path.read_bytes()[:-2])
+    with pytest.raises(DataError, match=r"a\.bin' has 4 bytes, .* 3 tokens .*, 6: it"):
+        read_megatron(path)
+    path.unlink()
+    with pytest.raises(DataError, match=r"cannot read '.*a\.bin': No such file"):
+        read_megatron(path)
+    flat = tmp_path / "flat.bin"
+    flat.write_bytes(b"abc")
+    with pytest.raises(DataError, match="3 bytes, which are no whole number of uint16"):
+        read_nanogpt(flat)
+    flat.write_bytes(header_of(20240520, 1, 9) + b"ab")
+    with pytest.raises(DataError, match="header speaks of 9 tokens, 1042 bytes: it is"):
+        read_nanogpt(flat)
+    flat.write_bytes(b"")
+    with pytest.raises(DataError, match="holds no token"):
+        read_nanogpt(flat)
+
+
+def test_a_file_that_vanishes_or_changes_while_it_is_read_is_told(tmp_path):
+    stream = TokenStream.of(
+        [read_megatron(write_pair(tmp_path / "a.bin", [[1, 2], [3]]))], vocab=4
+    )
+    assert stream.read(1, 3).tolist() == [2, 3]
+    (tmp_path / "a.bin").write_bytes(b"ab")
+    with pytest.raises(DataError, match=r"a\.bin' has changed: 2 bytes, 6 when"):
+        stream.read(0, 1)
+    (tmp_path / "a.bin").unlink()
+    with pytest.raises(DataError, match=r"cannot read '.*a\.bin' any more: No such"):
+        stream.read(0, 1)
+
+
+@pytest.mark.parametrize("dtype, wrong", [("<u2", 300), ("<i4", -1)])
+def test_a_token_outside_the_vocabulary_is_told_with_its_place(dtype, wrong, tmp_path):
+    file = read_megatron(write_pair(tmp_path / "a.bin", [[1, 2], [3, wrong]], dtype))
+    stream = TokenStream.of([file], vocab=256)
+    match = rf"a\.bin': token 3 is {wrong}, but the model's vocabulary is 256; give"
+    for read in (stream.check_vocab, lambda: stream.read(2, 4)):
+        with pytest.raises(DataError, match=match):
+            read()
+
+
+def test_a_tokenizer_that_is_none_or_ends_no_document_is_told(tmp_path):
+    with pytest.raises(DataError, match=r"cannot read the tokenizer '.*absent\.json'"):
+        FileTokenizer(tmp_path / "absent.json")
+    (tmp_path / "a.json").write_text("{}")
+    with pytest.raises(DataError, match=r"a\.json' is no tokenizer\.json: "):
+        FileTokenizer(tmp_path / "a.json")
+    path = write_bpe(tmp_path / "b.json", TEXTS, eos="<stop>")
+    with pytest.raises(DataError, match=r"has none of <\|endoftext\|>, .*--eos TOKEN"):
+        FileTokenizer(path)
+    with pytest.raises(
+        DataError, match="has no token '<halt>'; give --eos the text or"
+    ):
+        FileTokenizer(path, eos="<halt>")
+    stop = FileTokenizer(path, eos="<stop>").eos
+    assert FileTokenizer(path, eos="7").eos == 7  # Not the digit's token.
+    with pytest.raises(DataError, match="has no token '999'; give --eos the text or"):
+        FileTokenizer(path, eos="999")
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<stop>"}')
+    assert FileTokenizer(path).eos == stop
+
+
+# Where data are.
+
+
+def test_a_folder_a_pattern_and_a_file_are_found_in_order(tmp_path):
+    for name in ("b.txt", "a.jsonl", "notes.md", ".hidden.txt"):
+        (tmp_path / name).write_text("x")
+    write_pair(tmp_path / "c.bin", [[1]])
+    (tmp_path / "d.bin").write_bytes(b"ab")
+    found = [
+        (path.name, format) for path, format in DataSource(path=str(tmp_path)).files()
+    ]
+    wanted = [("a.jsonl", "jsonl"), ("b.txt", "text")]
+    assert found == [*wanted, ("c.bin", "megatron"), ("d.bin", "nanogpt")]
+    ((path, _),) = DataSource(path=str(tmp_path / "*.txt")).files()
+    assert path.name == "b.txt"
+    assert DataSource(path=str(tmp_path / "notes.md"), format="text").files()
+
+
+PLACES = [
+    ("absent.txt", r"no data at '.*absent\.txt'; give a file, folder or pattern"),
+    ("absent/*.txt", r"no file matches '.*absent/\*\.txt'; give a path"),
+    ("empty", r"the folder '.*empty' holds no file of \.txt, \.jsonl"),
+    ("notes.md", r"notes\.md' is none of .*; say which it is: path=.*,format=text\|"),
+]
+
+
+@pytest.mark.parametrize("name, match", PLACES)
+def test_a_place_without_data_is_told(name, match, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "notes.md").write_text("x")
+    with pytest.raises(DataError, match=match):
+        DataSource.parse(str(tmp_path / name)).files()
+
+
+WRITTEN = [
+    ("path=a.txt,weight=0", "weight=0 of 'a.txt': must be a positive number; leave"),
+    ("path=a.txt,weight=-0.5", "weight=-1/2 of 'a.txt': must be a positive number"),
+    ("path=a.txt,weight=much", "weight=much is no number; write for example path="),
+    ("path=a.txt,weihgt=1", "no key 'weihgt'; did you mean 'weight'"),
+    ("weight=1,field=a", "names no path; write for example path="),
+    ("path=a.txt,format=csv", "format=csv of 'a.txt'; known: jsonl, megatron"),
+]
+
+
+@pytest.mark.parametrize("text, match", WRITTEN)
+def test_a_source_that_is_written_wrong_is_told(text, match):
+    with pytest.raises(DataError, match=match):
+        DataSource.parse(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["a.txt", "path=a.txt,weight=0.7", "path=b,weight=1/3,field=x,format=jsonl"]
+)
+def test_a_source_is_printed_as_it_is_parsed(text):
+    assert str(DataSource.parse(text)) == text
+
+
+def test_weights_of_some_sources_only_are_refused():
+    sources = [DataSource.parse("path=a.txt,weight=1"), DataSource.parse("b.txt")]
+    with pytest.raises(
+        DataError, match=r"data 'b\.txt' has no weight, but others have"
+    ):
+        check_weights(sources)
