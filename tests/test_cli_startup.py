@@ -104,6 +104,8 @@ ALONE = {
     "html": "nothing is written",
     "trace": "nothing is written",
     "confirm": "nothing is compiled",
+    "resume-as": "every fourth drawn case goes on elsewhere",
+    "sync-every": "every step is of all replicas",
 }
 """Options that take a value and mean nothing where they are left out."""
 

@@ -37,23 +37,28 @@ STATUSES = "0 it fits, 1 it does not, 2 bad input"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this subcommand's options."""
     parser.add_argument(
-        "--layout",
-        metavar="LINE",
-        required=True,
-        help="fsdp=8,stage=2,tensor=8,... (required)",
-    )
-    parser.add_argument(
         "--slots",
         type=positive,
         metavar="N",
         help="of generation instead of training: requests that run at once, each of "
-        "--seq tokens",
+        "--seq tokens (default: training)",
     )
     parser.add_argument(
         "--prompt",
         type=positive,
         metavar="N",
         help="with --slots: tokens of a prompt (default: half of --seq)",
+    )
+    add_layout_and_workload(parser)
+
+
+def add_layout_and_workload(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that choose a layout, a model, a machine and a batch."""
+    parser.add_argument(
+        "--layout",
+        metavar="LINE",
+        required=True,
+        help="fsdp=8,stage=2,tensor=8,... (required)",
     )
     add_workload_arguments(parser)
 

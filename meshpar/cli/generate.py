@@ -27,18 +27,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="source",
         required=True,
         metavar="CKPT|DIR|FILE.gguf",
-        help="a run's folder, one with config.json and safetensors, or a GGUF file",
+        help="a run's folder, one with config.json and safetensors, or a GGUF file "
+        "(required)",
     )
     add("--step", type=positive, metavar="N", help="of a run (default: the newest)")
     add("--layout", default="data=1", metavar="LINE", help="(default: %(default)s)")
-    add("--prompt", action="append", metavar="TEXT", help="may be given several times")
+    add(
+        "--prompt",
+        action="append",
+        metavar="TEXT",
+        help="may be given several times (default: the lines of --prompts)",
+    )
     add(
         "--prompts",
         metavar="FILE",
-        help="one a line; - is standard input, as without --prompt and --prompts",
+        help="one a line; - is standard input (default: that, without --prompt)",
     )
-    add("--tokenizer", metavar="FILE", help="tokenizer.json in place of its own")
-    add("--max-tokens", type=positive, default=64, metavar="N", help="(%(default)s)")
+    add("--tokenizer", metavar="FILE", help="a tokenizer.json (default: its own)")
+    add(
+        "--max-tokens",
+        type=positive,
+        default=64,
+        metavar="N",
+        help="(default: %(default)s)",
+    )
     add(
         "--temperature",
         type=float,
@@ -46,12 +58,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="T",
         help="0 takes the likeliest token (default: %(default)s)",
     )
-    add("--top-k", type=not_negative, default=0, metavar="N", help="0 is no limit")
-    add("--top-p", type=above_zero, default=1.0, metavar="P", help="(%(default)s)")
-    add("--min-p", type=float, default=0.0, metavar="P", help="(%(default)s)")
-    add("--seed", type=not_negative, default=0, metavar="N", help="(%(default)s)")
-    add("--stop", action="append", metavar="TEXT", help="where a text ends")
-    add("--slots", type=positive, metavar="N", help="prompts that run at once")
+    add(
+        "--top-k",
+        type=not_negative,
+        default=0,
+        metavar="N",
+        help="0 is no limit (default: %(default)s)",
+    )
+    add(
+        "--top-p",
+        type=above_zero,
+        default=1.0,
+        metavar="P",
+        help="(default: %(default)s)",
+    )
+    add("--min-p", type=float, default=0.0, metavar="P", help="(default: %(default)s)")
+    add(
+        "--seed",
+        type=not_negative,
+        default=0,
+        metavar="N",
+        help="(default: %(default)s)",
+    )
+    add(
+        "--stop",
+        action="append",
+        metavar="TEXT",
+        help="where a text ends (default: nowhere)",
+    )
+    add(
+        "--slots",
+        type=positive,
+        metavar="N",
+        help="prompts that run at once (default: all, up to 32 a device)",
+    )
     add("--json", action="store_true", help="print one JSON array on stdout")
 
 

@@ -6,8 +6,11 @@ import argparse
 import json
 from pathlib import Path
 
-from meshpar.cli.estimate import add_arguments as add_estimate_arguments
-from meshpar.cli.estimate import cluster_for, workload_for
+from meshpar.cli.estimate import (
+    add_layout_and_workload,
+    cluster_for,
+    workload_for,
+)
 from meshpar.cli.report.destination import PAGES, check_picture, output_file
 from meshpar.errors import InputError
 from meshpar.layout import Layout
@@ -23,7 +26,7 @@ STATUSES = "0 done, 2 bad input"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this subcommand's options."""
-    add_estimate_arguments(parser)
+    add_layout_and_workload(parser)
     parser.add_argument(
         "--html",
         type=output_file,
