@@ -84,7 +84,7 @@ def poisoned(monkeypatch):
     plain = pretrain.timed_step
 
     def timed_step(step, state, batch):
-        first = tuple(batch["tokens"][0])
+        first = tuple(np.asarray(batch["tokens"])[0].tolist())
         seen.append(first)
         if first in first_tokens or len(seen) in first_tokens:
             first_tokens.add(first)

@@ -144,8 +144,8 @@ class Router(nnx.Module):
         experts = jnp.where(real[..., None], experts, config.experts)
         sums = _sums(logits, scores, experts, real, config, scope)
         kept = _kept(experts, config, scope) & real[..., None]
-        lost = jnp.sum(~kept, dtype=jnp.float32)
-        sums["dropped"] = lost - config.top_k * jnp.sum(~real, dtype=jnp.float32)
+        lost = real[..., None] & ~kept
+        sums["dropped"] = jnp.sum(lost, dtype=jnp.float32)
         experts = jnp.where(kept, experts, config.experts)
         return experts, jnp.where(kept, weights, 0.0) * config.scale, sums
 
