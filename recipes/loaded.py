@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from meshpar import InputError, Model
+from meshpar.data.tokenizer import ByteTokenizer, FileTokenizer, read_tokenizer
 from meshpar.models.convert.stored_config import config_of_sizes
 from meshpar.models.convert.weights import read_weights
 from meshpar.models.presets import build_config
@@ -26,21 +27,31 @@ class Tokenizer(Protocol):
         """Their text."""
 
 
-class Bytes:
-    """A token for every byte, as `meshpar train` has it without a tokenizer.
+@dataclass(frozen=True)
+class OfRun:
+    """What a run's data were made with, for one text at a time.
+
+    Args:
+        tokenizer: It.
 
     Example:
-        >>> Bytes().decode(Bytes().encode("to be"))
+        >>> OfRun(ByteTokenizer()).decode(OfRun(ByteTokenizer()).encode("to be"))
         'to be'
     """
 
+    tokenizer: ByteTokenizer | FileTokenizer
+
     def encode(self, text: str) -> list[int]:
-        """Its bytes."""
-        return list(text.encode())
+        """Its tokens, without special ones around it."""
+        return self.tokenizer.encode([text])[0].tolist()
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Bytes that are no text become a replacement character."""
-        return bytes(token for token in tokens if token < 256).decode(errors="replace")
+        """Their text."""
+        return self.tokenizer.decode([token for token in tokens if token < self._vocab])
+
+    @property
+    def _vocab(self) -> int:
+        return self.tokenizer.vocab
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +90,6 @@ def load(
     path = Path(path)
     if not path.exists():
         raise InputError(f"no {str(path)!r}; name a run's folder, or a model's")
-    own = None if tokenizer is None else read_tokenizer(Path(tokenizer))
     if path.suffix == ".gguf" or (path / "config.json").is_file():
         if step is not None:
             raise InputError(f"{str(path)!r} is no checkpoint: leave step={step} out")
@@ -88,33 +98,27 @@ def load(
             model=weights.model,
             params=weights.params,
             model_state=weights.model_state,
-            tokenizer=own or _their_tokenizer(path),
+            tokenizer=_their_tokenizer(path)
+            if tokenizer is None
+            else _own_tokenizer(Path(tokenizer)),
             stop_tokens=_stop_tokens(path),
         )
-    return _checkpoint(path, step, own)
+    return _checkpoint(path, step, None if tokenizer is None else Path(tokenizer))
 
 
-def read_tokenizer(path: Path) -> Tokenizer:
-    """A file of the `tokenizers` package.
+def _own_tokenizer(path: Path) -> Tokenizer:
+    """A `tokenizer.json` with the special tokens that it puts around a text.
 
     Raises:
         InputError: It is not there, or is none, or the package is not installed.
     """
-    if not path.is_file():
-        raise InputError(f"no tokenizer {str(path)!r}; name a tokenizer.json")
-    try:
-        from tokenizers import Tokenizer as Theirs
-    except ModuleNotFoundError as error:
-        raise InputError(
-            f"{str(path)!r} needs tokenizers: pip install 'meshpar[convert]'"
-        ) from error
-    try:
-        return Theirs.from_file(str(path))
-    except Exception as error:  # It raises nothing narrower.
-        raise InputError(f"{str(path)!r} is no tokenizer: {error}") from error
+    read_tokenizer(path, "0")  # It says what is wrong; no end is asked for here.
+    from tokenizers import Tokenizer as Theirs
+
+    return Theirs.from_file(str(path))
 
 
-def _checkpoint(path: Path, step: int | None, own: Tokenizer | None) -> Loaded:
+def _checkpoint(path: Path, step: int | None, tokenizer: Path | None) -> Loaded:
     from meshpar.train.checkpoint_arrays import read_arrays
 
     contents, arrays = read_arrays(path, step)
@@ -125,13 +129,16 @@ def _checkpoint(path: Path, step: int | None, own: Tokenizer | None) -> Loaded:
             "not say what its model is; generate with meshpar.generate"
         )
     named = contents.config.get("tokenizer")
-    if own is None and named:
-        own = read_tokenizer(Path(named))
+    if tokenizer is None and named:
+        tokenizer = Path(named)
+    eos = contents.config.get("eos") if tokenizer else None
+    found = read_tokenizer(tokenizer, eos)
     return Loaded(
         model=build_config(config_of_sizes(sizes)),
         params=arrays["params"],
         model_state=arrays.get("model_state", {}),
-        tokenizer=own or Bytes(),
+        tokenizer=OfRun(found),
+        stop_tokens=(found.eos,),
     )
 
 
@@ -141,7 +148,7 @@ def _their_tokenizer(path: Path) -> Tokenizer:
         from meshpar.models.convert.gguf_tokenizer import gguf_tokenizer
 
         return gguf_tokenizer(GGUFFile(path))
-    return read_tokenizer(path / _TOKENIZER)
+    return _own_tokenizer(path / _TOKENIZER)
 
 
 def _stop_tokens(path: Path) -> tuple[int, ...]:

@@ -6,9 +6,9 @@ import json
 import pytest
 
 from meshpar.cli.main import main
+from meshpar.data.tokenizer import ByteTokenizer
 from meshpar.recipes import pretrain
 from meshpar.recipes.config import RunConfig
-from meshpar.recipes.loaded import Bytes
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def test_a_checkpoint_goes_on_with_every_prompt(run, capsys, monkeypatch):
     assert [one["prompt"] for one in found] == ["To be", "or"]
     for one in found:
         assert len(one["tokens"]) == len(one["logprobs"]) == 3
-        assert one["text"] == Bytes().decode(one["tokens"])
+        assert one["text"] == ByteTokenizer().decode(one["tokens"])
         assert all(logprob < 0 for logprob in one["logprobs"])
     monkeypatch.setattr("sys.stdin", io.StringIO("To be\nor\n"))
     assert generated(capsys, *words) == found
@@ -69,7 +69,7 @@ def test_the_text_of_one_prompt_is_printed(run, capsys):
     [
         (["--from", "nowhere"], "no 'nowhere'"),
         (["--from", "{run}", "--step", "9"], "no checkpoint of step 9"),
-        (["--from", "{run}", "--tokenizer", "none.json"], "no tokenizer 'none.json'"),
+        (["--from", "{run}", "--tokenizer", "none.json"], "none.json"),
         (["--from", "{run}", "--top-p", "2"], "top_p=2.0"),
         (["--from", "{run}", "--prompts", "none.txt"], "none.txt"),
         (["--from", "{run}", "--layout", "data=0"], "data=0"),

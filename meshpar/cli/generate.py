@@ -10,7 +10,7 @@ from typing import Any
 
 from meshpar.cli.parsing import above_zero, import_function, not_negative, positive
 from meshpar.errors import InputError
-from meshpar.layout import Layout
+from meshpar.layout import MESH_AXES, Layout
 
 _LOAD = "meshpar.recipes.loaded:load"
 """What reads a model: looked up when the command runs."""
@@ -92,6 +92,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="prompts that run at once (default: all, up to 32 a device)",
     )
+    add(
+        "--emulate",
+        type=not_negative,
+        metavar="N",
+        help="so many virtual CPU devices, 0 for the devices that there are, such as "
+        "GPUs (default: as many as the layout needs)",
+    )
     add("--json", action="store_true", help="print one JSON array on stdout")
 
 
@@ -99,10 +106,7 @@ def run(args: argparse.Namespace) -> int:
     """Generates and prints; a single prompt's text as it comes."""
     layout = Layout.parse(args.layout)
     prompts = _prompts(args)
-    from meshpar.emulate import emulate, num_cpu_devices
-
-    if num_cpu_devices() < layout.num_devices:
-        emulate(layout.num_devices)
+    _emulate(args.emulate, layout)
     loaded = import_function(_LOAD, "load")(
         args.source, step=args.step, tokenizer=args.tokenizer
     )
@@ -115,6 +119,18 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _emulate(asked: int | None, layout: Layout) -> None:
+    """Virtual devices as asked for, or as the layout needs; none for 0."""
+    from meshpar.emulate import DEFAULT_DEVICES, emulate, num_cpu_devices
+
+    if asked is None:
+        open_size = -1 in (getattr(layout, axis) for axis in MESH_AXES)
+        asked = DEFAULT_DEVICES if open_size else layout.num_devices
+        asked = max(asked, num_cpu_devices())
+    if asked:
+        emulate(asked)
+
+
 def _generated(
     args: argparse.Namespace, layout: Layout, loaded: Any, prompts: list[str]
 ) -> list[dict[str, Any]]:
@@ -125,6 +141,8 @@ def _generated(
     from meshpar.generation.programs import Programs
     from meshpar.generation.sampling import Sampling
 
+    devices = jax.devices()
+    layout = layout.resolve(_num_devices(layout, len(devices)))
     requests = requests_of(
         prompts,
         loaded.tokenizer,
@@ -144,7 +162,7 @@ def _generated(
         layout,
         slots=args.slots or slots_for(len(requests), layout),
         max_seq=max(len(one.tokens) for one in requests) + args.max_tokens,
-        devices=jax.devices()[: layout.num_devices],
+        devices=devices[: layout.num_devices],
     )
     for note in programs.notes:
         print(f"note: {note}", file=sys.stderr)
@@ -153,6 +171,12 @@ def _generated(
     )
     engine = Engine(programs, *values, loaded.tokenizer.decode)
     return _run(engine, prompts, requests, streams=len(prompts) == 1 and not args.json)
+
+
+def _num_devices(layout: Layout, there: int) -> int:
+    """Of the devices, all for a -1, else as many as the layout needs."""
+    sizes = [getattr(layout, axis) for axis in MESH_AXES]
+    return there if -1 in sizes else layout.num_devices
 
 
 def _run(
@@ -183,6 +207,17 @@ def _run(
     if streams:
         print()
     return found
+
+
+def _surely_shown(text: str, stops: tuple[str, ...]) -> str:
+    """The text without an end that may be the beginning of a text to stop at."""
+    tails = (
+        size
+        for stop in stops
+        for size in range(len(stop) - 1, 0, -1)
+        if text.endswith(stop[:size])
+    )
+    return text[: len(text) - max(tails, default=0)]
 
 
 def _prompts(args: argparse.Namespace) -> list[str]:

@@ -89,6 +89,7 @@ class Engine:
         Raises:
             InputError: It can never have room.
         """
+        self._check_tokens(request)
         plan = self.programs.plan
         most = len(request.tokens) + request.max_tokens
         if most > plan.max_seq:
@@ -110,6 +111,16 @@ class Engine:
     def text_of(self, number: int) -> str:
         """The text of a request's new tokens so far, without a tokenizer empty."""
         return self._texts.get(number, "")
+
+    def _check_tokens(self, request: Request) -> None:
+        known = self.programs.placement.model.known_inputs.get("tokens")
+        below = None if known is None else known.below
+        for token in request.tokens:
+            if token < 0 or (below is not None and token >= below):
+                raise InputError(
+                    f"a prompt has token {token}, but the model's are from 0 to below "
+                    f"{below or 2**31}; is the tokenizer the model's own?"
+                )
 
     def update(self, params: Any, state: Any = None) -> None:
         """Other parameters from the next token on; what was kept is made anew."""
@@ -244,6 +255,7 @@ class Engine:
         logprobs: np.ndarray,
         logits: Any = None,
     ) -> Iterator[Token]:
+        bad: Running | None = None
         for at, (running, count, token, logprob) in enumerate(
             zip(rows, counts, tokens.tolist(), logprobs.tolist(), strict=True)
         ):
@@ -253,14 +265,19 @@ class Engine:
             if _unwritten(running):
                 continue
             if not np.isfinite(logprob):
-                raise InputError(
-                    f"the model's logits are NaN or infinite after token "
-                    f"{running.num_tokens} of request {running.number}; are its "
-                    "parameters those of the model?"
-                )
+                running.finish = "error"
+                self._leave(running)
+                bad = bad or running
+                continue
             if logits is not None:
                 self.logits.setdefault(running.number, []).append(logits[at])
             yield self._added(running, token, logprob)
+        if bad is not None:
+            raise InputError(
+                f"the model's logits are NaN or infinite after token {bad.num_tokens} "
+                f"of request {bad.number}, which ends; are its parameters those of "
+                "the model?"
+            )
 
     def _added(self, running: Running, token: int, logprob: float) -> Token:
         known = len(running.new)

@@ -13,11 +13,12 @@ from meshpar.generation.engine import Engine
 from meshpar.generation.programs import PLAIN, Programs
 from meshpar.generation.requests import Completion, Request
 from meshpar.generation.sampling import Sampling
-from meshpar.layout import Layout
+from meshpar.layout import MESH_AXES, Layout
 from meshpar.model.contract import Model
 from meshpar.parallel.pipeline.program import arranged_for
 from meshpar.parallel.resharding import Lying, moved
 from meshpar.rules.rules import Rules
+from meshpar.rules.sharding import path_name
 from meshpar.train.constants import take_out
 from meshpar.train.state import TrainState
 
@@ -29,6 +30,7 @@ def generate(
     params: Any,
     prompts: Sequence[Prompt],
     *,
+    model_state: Any = None,
     layout: Layout | str = PLAIN,
     from_layout: Layout | str = PLAIN,
     max_tokens: int = 64,
@@ -53,6 +55,8 @@ def generate(
         model: It attends through `meshpar.models.layers.attention.attend`.
         params: Its parameters as `from_layout` has them, or a `TrainState`.
         prompts: Tokens, or texts for the tokenizer.
+        model_state: The model's own state, where `params` come without and it has some;
+            what is missing in it begins as the model declares.
         layout: How the model lies while it generates.
         from_layout: How the parameters lie now.
         max_tokens: Most tokens to add to each.
@@ -85,10 +89,12 @@ def generate(
     sampling = Sampling(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
     )
-    if isinstance(prompts, str) or not prompts:
+    if isinstance(prompts, str) or len(prompts) == 0:
         raise InputError(
             f"prompts={prompts!r}: give a list of texts or of lists of tokens"
         )
+    devices = jax.devices() if devices is None else list(devices)
+    layout = _resolved(Layout.of(layout), len(devices))
     requests = requests_of(
         prompts,
         tokenizer,
@@ -97,7 +103,6 @@ def generate(
         stop=tuple(stop),
         stop_tokens=tuple(stop_tokens),
     )
-    layout = Layout.of(layout)
     programs = Programs.of(
         model,
         layout,
@@ -110,7 +115,8 @@ def generate(
         devices=devices,
     )
     decode = None if tokenizer is None else tokenizer.decode
-    engine = Engine(programs, *placed(programs, model, params, from_layout), decode)
+    values = placed(programs, model, params, from_layout, model_state)
+    engine = Engine(programs, *values, decode)
     return [
         Completion(prompt=prompt, **one)
         for prompt, one in zip(prompts, _completed(engine, requests), strict=True)
@@ -152,7 +158,7 @@ def slots_for(num_prompts: int, layout: Layout) -> int:
         >>> slots_for(5, Layout(data=2)), slots_for(100, Layout(data=2))
         (6, 64)
     """
-    shards = abs(layout.batch_shards)
+    shards = layout.batch_shards
     each = -(-num_prompts // shards)
     of_stages = layout.microbatches if layout.stage > 1 else 1
     return shards * min(max(each, of_stages), 32)
@@ -172,16 +178,18 @@ def placed(
         model: As given.
         params: As `from_layout` has them, or a `TrainState`.
         from_layout: How they lie now.
-        model_state: The model's own state, where `params` are without and it has some.
+        model_state: The model's own state, layers first to last, where `params` are
+            without and it has some; what is missing begins as the model declares.
 
     Raises:
-        InputError: They are not the model's.
+        InputError: They are not the model's, or lie otherwise than they are said to.
     """
-    state: Any = model_state or {}
+    state: Any = None
+    _check_lying(params, Layout.of(from_layout))
     if isinstance(params, TrainState):
         apart = take_out(model, params)
         params, state = apart.params, apart.model_state
-    elif jax.tree.leaves(model.state) and not state:
+    elif jax.tree.leaves(model.state) and model_state is None:
         raise InputError(
             "the model has state that is no parameter, such as a router's bias; give "
             "the TrainState, which has both, or model_state="
@@ -190,8 +198,31 @@ def placed(
     target = Lying(model=programs.placement.model, shardings=programs.stacked_shardings)
     dtype = programs.plan.layout.param_dtype
     new_params = programs.at_rest(moved(params, source, target, dtype=dtype))
+    if state is None:
+        return new_params, programs.first_state(model_state or {})
     source, target = _of_state(source), _of_state(target, programs.state_shardings)
     return new_params, moved(state, source, target)
+
+
+def _check_lying(params: Any, layout: Layout) -> None:
+    """Refuses stages that nobody speaks of: their layers may lie in another order."""
+    if layout.stage > 1:
+        return
+    for path, array in jax.tree.leaves_with_path(getattr(params, "params", params)):
+        mesh = getattr(getattr(array, "sharding", None), "mesh", None)
+        if mesh is not None and mesh.shape.get("stage", 1) > 1:
+            raise InputError(
+                f"parameter {path_name(path)} lies on {mesh.shape['stage']} stages, "
+                "which may have the layers in another order; say from_layout=, such as "
+                "step.layout"
+            )
+
+
+def _resolved(layout: Layout, num_devices: int) -> Layout:
+    """The layout, a -1 in it replaced by what the devices leave."""
+    if -1 in (getattr(layout, axis) for axis in MESH_AXES):
+        return layout.resolve(num_devices)
+    return layout
 
 
 def _of_state(lying: Lying, shardings: Any = None) -> Lying:
@@ -201,7 +232,12 @@ def _of_state(lying: Lying, shardings: Any = None) -> Lying:
 
 def _tokens(prompt: Prompt, tokenizer: Any) -> tuple[int, ...]:
     if not isinstance(prompt, str):
-        return tuple(prompt)
+        try:
+            return tuple(int(token) for token in prompt)
+        except (TypeError, ValueError) as error:
+            raise InputError(
+                f"prompt {prompt!r} is no text and no list of tokens"
+            ) from error
     if tokenizer is None:
         raise InputError(
             f"prompt {prompt[:40]!r} is a text, but there is no tokenizer=; give one, "

@@ -27,11 +27,19 @@ def layer_by_layer(model: Model, params: Params, num_ranks: int) -> Params:
         The same tree, each array of a group a tuple of arrays (ranks, ...).
     """
 
-    def cut(array: jax.Array) -> tuple[jax.Array, ...]:
-        of_ranks = array.reshape(num_ranks, -1, *array.shape[1:])
-        return tuple(of_ranks[:, place] for place in range(of_ranks.shape[1]))
+    names = [group.name for group in model.groups]
+    return {
+        name: jax.tree.map(lambda x: layers_apart(x, num_ranks), tree)
+        if name in names
+        else tree
+        for name, tree in params.items()
+    }
 
-    return _of_groups(model, params, cut)
+
+def layers_apart(stack: jax.Array, num_ranks: int) -> tuple[jax.Array, ...]:
+    """(ranks x places, ...) -> an array (ranks, ...) for each place."""
+    of_ranks = stack.reshape(num_ranks, -1, *stack.shape[1:])
+    return tuple(of_ranks[:, place] for place in range(of_ranks.shape[1]))
 
 
 def layer_specs(model: Model, specs: Any, params: Params, num_ranks: int) -> Any:
@@ -63,14 +71,6 @@ def of_place(tree: Any, place: int) -> Any:
     return jax.tree.map(
         lambda arrays: arrays[place][0], tree, is_leaf=lambda x: isinstance(x, tuple)
     )
-
-
-def _of_groups(model: Model, params: Params, cut: Any) -> Params:
-    names = [group.name for group in model.groups]
-    return {
-        name: jax.tree.map(cut, tree) if name in names else tree
-        for name, tree in params.items()
-    }
 
 
 def _is_spec(node: object) -> bool:

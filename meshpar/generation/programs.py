@@ -21,17 +21,24 @@ from meshpar.audit.subject import Subject
 from meshpar.errors import InputError, whole_number
 from meshpar.generation.cache_plan import CachePlan, cached_arrays, check_has_cache
 from meshpar.generation.forward import Forward
-from meshpar.generation.layer_by_layer import layer_by_layer, layer_specs
+from meshpar.generation.layer_by_layer import (
+    layer_by_layer,
+    layer_specs,
+    layers_apart,
+)
 from meshpar.generation.sampling import Draws, Sampling, drawn
 from meshpar.layout import MESH_AXES, Layout
 from meshpar.mesh import absent_mesh, make_mesh, platform_of
 from meshpar.model.contract import Model, check_model
 from meshpar.model.parameter import Parameter, is_parameter
+from meshpar.model.values import initial_values
 from meshpar.parallel.paged_cache import Pools, Rows
 from meshpar.parallel.pipeline.program import Pipeline, pipeline_of
 from meshpar.parallel.placement import DTYPES, PARAM_DTYPES, Placement
 from meshpar.rules.presets import default_rules
 from meshpar.rules.rules import Rules, check_rules
+from meshpar.rules.sharding import path_name
+from meshpar.train.given_values import placed_values
 
 _WHOLE = {
     "heads": "heads do not divide over {}: attention is whole on each device",
@@ -179,15 +186,43 @@ class Programs:
 
     @cached_property
     def at_rest(self) -> Any:
-        """Stacked parameters -> what the programs take."""
+        """Stacked parameters -> what the programs take; the stacks are given up."""
         if not self.unrolled:
             return lambda params: params
         model, ranks = self.placement.model, self.plan.layout.stage
 
-        def cut(params: Any) -> Any:
-            return layer_by_layer(model, params, ranks)
+        groups = [group.name for group in model.groups]
+        shardings = self.parameter_shardings
 
-        return jax.jit(cut, out_shardings=self.parameter_shardings)
+        def cut(params: Any) -> Any:
+            return {
+                name: jax.tree.map(
+                    lambda stack, own: _apart(stack, own, ranks),
+                    tree,
+                    shardings[name],
+                    is_leaf=lambda node: isinstance(node, tuple),
+                )
+                if name in groups
+                else tree
+                for name, tree in params.items()
+            }
+
+        return cut
+
+    def first_state(self, given: Any) -> Any:
+        """The model's state as it begins, but for what is given, layers in order."""
+        model, shardings = self.placement.model, self.state_shardings
+
+        def born() -> Any:
+            return initial_values(model, jnp.uint32(0))[1]
+
+        with jax.set_mesh(self.mesh):
+            state = jax.jit(born, out_shardings=shardings)()
+        placed = placed_values(given, model.state, shardings, partly=True)
+        known = {path_name(path): x for path, x in jax.tree.leaves_with_path(placed)}
+        return jax.tree.map_with_path(
+            lambda path, drawn: known.get(path_name(path), drawn), state
+        )
 
     @cached_property
     def state_shardings(self) -> Any:
@@ -341,10 +376,23 @@ class Programs:
         )
 
 
+def _apart(
+    stack: jax.Array, shardings: tuple[NamedSharding, ...], num_ranks: int
+) -> tuple[jax.Array, ...]:
+    """The layers of one stack, which is gone then: two are never whole at once."""
+    found = jax.block_until_ready(
+        jax.jit(lambda x: layers_apart(x, num_ranks), out_shardings=tuple(shardings))(
+            stack
+        )
+    )
+    stack.delete()
+    return found
+
+
 def stored_shape(parameter: Parameter, param_dtype: str) -> jax.ShapeDtypeStruct:
     """Of a parameter at rest."""
     dtype = parameter.dtype
-    if jnp.issubdtype(dtype, jnp.floating):
+    if jnp.issubdtype(dtype, jnp.floating) and not parameter.in_full:
         dtype = PARAM_DTYPES[param_dtype]
     return jax.ShapeDtypeStruct(parameter.stacked_shape, dtype)
 

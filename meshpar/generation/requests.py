@@ -106,8 +106,17 @@ class Running:
             self.finish = "length"
 
     def _stop_at_text(self) -> None:
-        self.text = self.decode(self.new) if self.decode else ""
+        self.text = self._decoded()
         found = [self.text.find(one) for one in self.request.stop if one in self.text]
         if found:
             self.text = self.text[: min(found)]
             self.finish = "stop"
+
+    def _decoded(self) -> str:
+        """The new tokens' text, as it follows the prompt's: with its first space."""
+        if self.decode is None:
+            return ""
+        prompt, whole = self.decode(self.request.tokens), self.decode(self.tokens)
+        if whole.startswith(prompt):
+            return whole[len(prompt) :]
+        return self.decode(self.new)

@@ -185,6 +185,8 @@ def _met(
     seen = ahead >= 0
     if pages.window is not None:
         seen &= ahead < pages.window
+    # What nobody sees may be anything, a NaN that an earlier owner left too.
+    v_BSKH = jnp.where(seen.any(axis=1)[..., None, None], v_BSKH, 0)
     seen = seen[:, None, None]
     scores = jnp.einsum(
         "BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32

@@ -283,7 +283,7 @@ def _moves(
             given=given[name],
             wanted=wanted[name],
             sharding=shardings[name],
-            dtype=_dtype(getattr(array, "dtype", given[name].dtype), dtype),
+            dtype=_dtype(array, given[name], dtype),
         )
         for name, array in (
             (path_name(path), array)
@@ -296,10 +296,11 @@ def _by_path(tree: Any) -> dict[str, Any]:
     return {path_name(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
 
 
-def _dtype(dtype: Any, wanted: str | None) -> Any:
+def _dtype(array: Any, parameter: Parameter, wanted: str | None) -> Any:
+    dtype = getattr(array, "dtype", parameter.dtype)
     if wanted is None or not jnp.issubdtype(dtype, jnp.floating):
         return dtype
-    return PARAM_DTYPES[wanted]
+    return jnp.float32 if parameter.in_full else PARAM_DTYPES[wanted]
 
 
 def _check(params: Params, known: dict[str, Parameter]) -> None:
