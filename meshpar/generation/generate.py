@@ -82,7 +82,9 @@ def generate(
     Example:
         >>> from meshpar.models.presets import build
         >>> model = build("test")
-        >>> found = generate(model, model.init(0), [[1, 2, 3]], max_tokens=2)
+        >>> one = jax.devices()[:1]
+        >>> prompts = [[1, 2, 3]]
+        >>> found = generate(model, model.init(0), prompts, max_tokens=2, devices=one)
         >>> len(found[0].tokens), found[0].finish
         (2, 'length')
     """

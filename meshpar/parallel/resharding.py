@@ -115,9 +115,11 @@ def reshard(
     Example:
         >>> from meshpar.models.presets import build
         >>> model = build("test")
-        >>> moved = reshard(model.init(0), Layout(), "tensor=2", model=model)
-        >>> moved["blocks"]["mlp"]["down"].sharding.spec
-        PartitionSpec(None, 'tensor', None)
+        >>> two = jax.devices()[:2]
+        >>> params = model.init(0)
+        >>> moved = reshard(params, "data=1", "tensor=2", model=model, devices=two)
+        >>> tuple(moved["blocks"]["mlp"]["down"].sharding.spec)
+        (None, 'tensor', None)
     """
     check_model(model)
     source = Lying(model=arranged_for(model, Layout.of(from_layout)))

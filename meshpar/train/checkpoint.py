@@ -230,6 +230,8 @@ class Checkpoints:
         if error is None:
             return None
         with contextlib.suppress(OSError):
+            if self._processes.is_first:
+                remove_parts(self.directory)
             self._manager.reload()  # It has forgotten those that are there.
         where = repr(str(self.directory))
         what = f"checkpoint of step {saving.step} not written to {where}"
