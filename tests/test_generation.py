@@ -13,7 +13,8 @@ import meshpar
 from meshpar import InputError, Layout, make_train_step
 from meshpar.generation.engine import Engine
 from meshpar.generation.generate import placed
-from meshpar.generation.programs import Programs, generation_layout
+from meshpar.generation.layouts import generation_layout
+from meshpar.generation.programs import Programs
 from meshpar.generation.requests import Request
 from meshpar.generation.sampling import Draws, Sampling, drawn
 from meshpar.models.presets import build

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshpar.errors import InputError
+from meshpar.errors import InputError, whole_number
 from meshpar.layout import BATCH_AXES, Layout
 from meshpar.model.contract import Model
 from meshpar.model.inputs import Batch
@@ -20,6 +19,8 @@ from meshpar.model.scope import Scope
 from meshpar.model.token_cache import CachedArray, DeclaredCache
 from meshpar.model.tracing import one_layer_shapes, one_layer_state, tracing
 from meshpar.parallel.paged_cache import Pools
+from meshpar.parallel.pipeline.program import Pipeline
+from meshpar.parallel.placement import DTYPES, Placement
 from meshpar.rules.rules import Rules
 
 PAGE_AXES = (*BATCH_AXES, "context")
@@ -127,6 +128,61 @@ class CachePlan:
         return -(-tokens // (self.page_size * self.layout.context)) + 1
 
 
+def plan_of(
+    placement: Placement,
+    pipeline: Pipeline | None,
+    slots: int,
+    max_seq: int,
+    page_size: int,
+    num_pages: int | None,
+    chunk: int,
+) -> CachePlan:
+    """The pools of a model on its mesh.
+
+    Args:
+        placement: The model, arranged for its stages.
+        pipeline: The stages, if there are any.
+        slots: Examples that may run at once, over all devices.
+        max_seq: Tokens that each may have.
+        page_size: Tokens of a page.
+        num_pages: Pages of a device; enough for all slots when absent.
+        chunk: Most new tokens of an example in one program.
+
+    Raises:
+        InputError: The model keeps nothing, or the sizes do not fit.
+    """
+    layout, rules = placement.layout, placement.rules
+    sizes = {"slots": slots, "max_seq": max_seq, "page_size": page_size, "chunk": chunk}
+    for name, value in sizes.items():
+        whole_number(name, value)
+    if slots % layout.batch_shards:
+        raise InputError(
+            f"slots={slots} examples do not divide over the {layout.batch_shards} "
+            f"devices that share the batch of layout {str(layout)!r}; give a multiple"
+        )
+    dtype = DTYPES[layout.precision]
+    groups = cached_arrays(placement.model, layout, rules, max_seq, dtype)
+    _check_has_cache(groups)
+    if pipeline is None:
+        places = [group.num_layers for group in placement.model.groups]
+    else:
+        places = [table.size for table in pipeline.arrangement.layers]
+    plan = CachePlan(
+        groups=groups,
+        places=tuple(places),
+        slots=slots,
+        max_seq=max_seq,
+        page_size=page_size,
+        num_pages=0,
+        chunk=min(chunk, max_seq),
+        layout=layout,
+        rules=rules,
+    )
+    enough = plan.table_pages * slots // layout.batch_shards
+    pages = enough if num_pages is None else whole_number("num_pages", num_pages)
+    return replace(plan, num_pages=pages)
+
+
 def cached_arrays(
     model: Model, layout: Layout, rules: Rules, max_seq: int, dtype: Any
 ) -> tuple[tuple[CachedArray, ...], ...]:
@@ -188,7 +244,7 @@ def _in_dtype(struct: jax.ShapeDtypeStruct, dtype: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(struct.shape, dtype)
 
 
-def check_has_cache(groups: Mapping | tuple) -> None:
+def _check_has_cache(groups: tuple) -> None:
     """Refuses a model none of whose blocks keeps anything.
 
     Raises:

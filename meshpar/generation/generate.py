@@ -10,7 +10,8 @@ import jax
 
 from meshpar.errors import InputError
 from meshpar.generation.engine import Engine
-from meshpar.generation.programs import PLAIN, Programs
+from meshpar.generation.layouts import PLAIN
+from meshpar.generation.programs import Programs
 from meshpar.generation.requests import Completion, Request
 from meshpar.generation.sampling import Sampling
 from meshpar.layout import MESH_AXES, Layout

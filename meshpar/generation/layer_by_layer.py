@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.model.contract import Model
 from meshpar.model.parameter import Params
@@ -75,3 +75,22 @@ def of_place(tree: Any, place: int) -> Any:
 
 def _is_spec(node: object) -> bool:
     return isinstance(node, PartitionSpec)
+
+
+def given_up(
+    stack: jax.Array, shardings: tuple[NamedSharding, ...], num_ranks: int
+) -> tuple[jax.Array, ...]:
+    """The layers of one stack, which is gone then: two are never whole at once.
+
+    Args:
+        stack: As `layers_apart` takes it.
+        shardings: Of each layer's array.
+        num_ranks: Of the pipeline; 1 without.
+    """
+    found = jax.block_until_ready(
+        jax.jit(lambda x: layers_apart(x, num_ranks), out_shardings=tuple(shardings))(
+            stack
+        )
+    )
+    stack.delete()
+    return found

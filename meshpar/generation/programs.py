@@ -7,7 +7,6 @@ token of every example that may run.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -18,60 +17,24 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from meshpar.audit.subject import Subject
-from meshpar.errors import InputError, whole_number
-from meshpar.generation.cache_plan import CachePlan, cached_arrays, check_has_cache
+from meshpar.errors import InputError
+from meshpar.generation.cache_plan import CachePlan, plan_of
 from meshpar.generation.forward import Forward
-from meshpar.generation.layer_by_layer import (
-    layer_by_layer,
-    layer_specs,
-    layers_apart,
-)
+from meshpar.generation.layer_by_layer import given_up, layer_by_layer, layer_specs
+from meshpar.generation.layouts import PLAIN, generation_layout, with_whole_heads
 from meshpar.generation.sampling import Draws, Sampling, drawn
-from meshpar.layout import MESH_AXES, Layout
+from meshpar.layout import Layout
 from meshpar.mesh import absent_mesh, make_mesh, platform_of
 from meshpar.model.contract import Model, check_model
 from meshpar.model.parameter import Parameter, is_parameter
 from meshpar.model.values import initial_values
 from meshpar.parallel.paged_cache import Pools, Rows
 from meshpar.parallel.pipeline.program import Pipeline, pipeline_of
-from meshpar.parallel.placement import DTYPES, PARAM_DTYPES, Placement
+from meshpar.parallel.placement import PARAM_DTYPES, Placement
 from meshpar.rules.presets import default_rules
 from meshpar.rules.rules import Rules, check_rules
 from meshpar.rules.sharding import path_name
 from meshpar.train.given_values import placed_values
-
-_WHOLE = {
-    "heads": "heads do not divide over {}: attention is whole on each device",
-    "kv_heads": "key/value heads do not divide over {}: their weights are whole on "
-    "each device, which keeps copies of the heads of its own queries",
-}
-
-PLAIN = Layout()
-"""One device."""
-
-_KEPT = (*MESH_AXES, "splits", "zero", "zero_axes", "precision", "param_dtype")
-
-
-def generation_layout(layout: Layout | str) -> Layout:
-    """The part of a layout that generation knows; what is for training alone is left.
-
-    Sizes of mesh axes, uneven stages, microbatches of stages, what `fsdp` stores split
-    and dtypes stay.
-
-    Example:
-        >>> str(generation_layout("data=2,tensor=2,sequence_parallel=true,remat=full"))
-        'data=2,tensor=2'
-    """
-    layout = Layout.of(layout)
-    kept = {name: getattr(layout, name) for name in _KEPT}
-    if layout.stage > 1:
-        # Layer by layer: a rank would hold all of its layers whole.
-        kept |= {"microbatches": layout.microbatches, "fsdp_gather": "microbatch"}
-    if layout.param_dtype != "fp32":
-        kept["param_dtype"] = "bf16"
-    if layout.chunks > 1:
-        kept["splits"] = ()
-    return Layout(**kept)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +100,7 @@ class Programs:
         layout = generation_layout(layout.resolve(mesh.size))
         rules = default_rules(layout) if rules is None else rules
         check_rules(rules)
-        rules, notes = _with_whole_heads(model, layout, rules)
+        rules, notes = with_whole_heads(model, layout, rules)
         pipeline = pipeline_of(model, layout) if layout.stage > 1 else None
         arranged = model if pipeline is None else pipeline.model
         placement = Placement(
@@ -149,7 +112,7 @@ class Programs:
         )
         return cls(
             placement=placement,
-            plan=_plan(
+            plan=plan_of(
                 placement, pipeline, slots, max_seq, page_size, num_pages, chunk
             ),
             pipeline=pipeline,
@@ -197,7 +160,7 @@ class Programs:
         def cut(params: Any) -> Any:
             return {
                 name: jax.tree.map(
-                    lambda stack, own: _apart(stack, own, ranks),
+                    lambda stack, own: given_up(stack, own, ranks),
                     tree,
                     shardings[name],
                     is_leaf=lambda node: isinstance(node, tuple),
@@ -376,87 +339,9 @@ class Programs:
         )
 
 
-def _apart(
-    stack: jax.Array, shardings: tuple[NamedSharding, ...], num_ranks: int
-) -> tuple[jax.Array, ...]:
-    """The layers of one stack, which is gone then: two are never whole at once."""
-    found = jax.block_until_ready(
-        jax.jit(lambda x: layers_apart(x, num_ranks), out_shardings=tuple(shardings))(
-            stack
-        )
-    )
-    stack.delete()
-    return found
-
-
 def stored_shape(parameter: Parameter, param_dtype: str) -> jax.ShapeDtypeStruct:
     """Of a parameter at rest."""
     dtype = parameter.dtype
     if jnp.issubdtype(dtype, jnp.floating) and not parameter.in_full:
         dtype = PARAM_DTYPES[param_dtype]
     return jax.ShapeDtypeStruct(parameter.stacked_shape, dtype)
-
-
-def _plan(
-    placement: Placement,
-    pipeline: Pipeline | None,
-    slots: int,
-    max_seq: int,
-    page_size: int,
-    num_pages: int | None,
-    chunk: int,
-) -> CachePlan:
-    layout, rules = placement.layout, placement.rules
-    sizes = {"slots": slots, "max_seq": max_seq, "page_size": page_size, "chunk": chunk}
-    for name, value in sizes.items():
-        whole_number(name, value)
-    if slots % layout.batch_shards:
-        raise InputError(
-            f"slots={slots} examples do not divide over the {layout.batch_shards} "
-            f"devices that share the batch of layout {str(layout)!r}; give a multiple"
-        )
-    dtype = DTYPES[layout.precision]
-    groups = cached_arrays(placement.model, layout, rules, max_seq, dtype)
-    check_has_cache(groups)
-    if pipeline is None:
-        places = [group.num_layers for group in placement.model.groups]
-    else:
-        places = [table.size for table in pipeline.arrangement.layers]
-    plan = CachePlan(
-        groups=groups,
-        places=tuple(places),
-        slots=slots,
-        max_seq=max_seq,
-        page_size=page_size,
-        num_pages=0,
-        chunk=min(chunk, max_seq),
-        layout=layout,
-        rules=rules,
-    )
-    enough = plan.table_pages * slots // layout.batch_shards
-    pages = enough if num_pages is None else whole_number("num_pages", num_pages)
-    return replace(plan, num_pages=pages)
-
-
-def _with_whole_heads(
-    model: Model, layout: Layout, rules: Rules
-) -> tuple[Rules, tuple[str, ...]]:
-    """Rules under which heads that do not divide are whole on each device; and notes.
-
-    A training step refuses them; whoever generates has the model that there is.
-    """
-    notes = []
-    for name, words in _WHOLE.items():
-        mesh_axes = rules.table.get(name, ())
-        shards = math.prod(layout.mesh_shape[axis] for axis in mesh_axes)
-        uneven = {
-            size
-            for one in model.flat_parameters().values()
-            for axis, size in zip(one.logical_axes, one.shape, strict=True)
-            if axis == name and size % shards
-        }
-        if uneven:
-            rules = rules.with_rules(**{name: None})
-            axes = " x ".join(mesh_axes)
-            notes.append(f"{min(uneven)} {words.format(f'{axes}={shards}')}")
-    return rules, tuple(notes)

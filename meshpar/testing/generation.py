@@ -12,7 +12,8 @@ import optax
 from meshpar import Layout, Model, TrainState, TrainStep, make_train_step
 from meshpar.generation.engine import Engine
 from meshpar.generation.generate import placed
-from meshpar.generation.programs import Programs, generation_layout
+from meshpar.generation.layouts import generation_layout
+from meshpar.generation.programs import Programs
 from meshpar.generation.requests import Request
 from meshpar.model.contract import check_model
 from meshpar.testing.batches import random_batch
