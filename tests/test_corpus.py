@@ -226,6 +226,7 @@ WRONG = [
     ("--data path={}/a.jsonl,weight=0", "must be a positive number; leave out"),
     ("--data path={}/a.jsonl,field=body", "line 1: no field 'body'; it has 'text'"),
     ("--data {}/a.jsonl --seq 9000", "are too few for one row of 9000 and its succ"),
+    ("--data {}/a.jsonl --seq 9000 --pack", "are too few for one row of 9000 and"),
     ("--data {}/a.jsonl --tokenizer {}/absent", "cannot read the tokenizer '"),
     ("--data {}/a.jsonl --tokenizer {}/a.jsonl", r"a\.jsonl' is no tokenizer\.json"),
     (

@@ -274,7 +274,7 @@ HANG = """
 import time
 from meshpar.train.watchdog import Watchdog
 with Watchdog(0.2) as watchdog:
-    watchdog.step_done()
+    watchdog.phase("step")
     time.sleep(60)
 """
 
@@ -303,7 +303,7 @@ class Ending:
 @pytest.mark.parametrize("phase", ["saving", "restoring", "validating", "end"])
 def test_every_phase_of_a_run_has_its_limit(phase):
     processes = Ending()
-    with Watchdog(0.1, processes, "starting") as watchdog:
+    with Watchdog(0.1, processes) as watchdog:
         phases = Phases(watchdog)
         phases.begin("step")
         with phases.during("data"):
@@ -315,6 +315,14 @@ def test_every_phase_of_a_run_has_its_limit(phase):
     assert why.endswith(f"has not ended for {limit} s") and with_stacks
     assert phase in why or phase in ("restoring", "end")
     assert {"starting", "step", "data", phase} <= phases.spent_s().keys()
+
+
+def test_the_start_of_a_run_has_its_limit():
+    processes = Ending()
+    with Watchdog(0.1, processes) as watchdog:
+        Phases(watchdog)
+        assert processes.why[0].wait(20)
+    assert processes.why[1] == [("the start has not ended for 0.4 s", True)]
 
 
 def test_a_phase_that_ends_is_followed_by_the_one_before():
@@ -358,6 +366,22 @@ MEMINFO = "MemTotal: 900 kB\nMemAvailable:  800 kB\n"
                 "memory/memory.usage_in_bytes": "9",
             },
             591,
+        ),
+        (
+            {
+                "memory.max": "9000",
+                "memory.current": "8000",
+                "memory.stat": "anon 7\ninactive_file 3000\nactive_file 5\n",
+            },
+            4000,
+        ),
+        (
+            {
+                "memory/memory.limit_in_bytes": "900",
+                "memory/memory.usage_in_bytes": "800",
+                "memory/memory.stat": "inactive_file 1\ntotal_inactive_file 300\n",
+            },
+            400,
         ),
     ],
 )
