@@ -41,10 +41,11 @@ def fitted(config: RunConfig, num_devices: int, num_processes: int) -> tuple[str
     if lines is None:
         return config.layout, ""
     before, asked = lines
-    is_open = any(getattr(wanted, mesh_axis) == -1 for mesh_axis in MESH_AXES)
+    is_open = _is_open(wanted)
     if not is_open:
+        named = before if _is_open(asked) else asked
         enough = num_devices >= wanted.num_devices and num_processes == 1
-        if wanted.mesh_shape != asked.mesh_shape or enough:
+        if wanted.mesh_shape != named.mesh_shape or enough:
             return config.layout, ""
     layout = wanted.resolve(num_devices) if is_open else shared(wanted, num_devices)
     if layout.num_devices == before.num_devices:
@@ -116,6 +117,11 @@ def recut(layout: Layout, before: Layout, global_batch: int) -> Layout:
         if of_device % number == 0 and of_device // number <= max(at_once, 1):
             return replace(layout, microbatches=number)
     return replace(layout, microbatches=before.microbatches)
+
+
+def _is_open(layout: Layout) -> bool:
+    """Whether an axis takes the devices that there are."""
+    return any(getattr(layout, mesh_axis) == -1 for mesh_axis in MESH_AXES)
 
 
 def _layouts_before(config: RunConfig) -> tuple[Layout, Layout] | None:

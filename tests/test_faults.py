@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -20,6 +21,7 @@ from meshpar.recipes import fits, pretrain, replayed
 from meshpar.recipes.config import RunConfig
 from meshpar.recipes.goodput import Goodput
 from meshpar.recipes.phases import Phases
+from meshpar.recipes.rollback import rolled_back
 from meshpar.train.checkpoint import CheckpointError, Checkpoints
 from meshpar.train.faults import BadStepError, StepWatch
 from meshpar.train.memory_report import estimated_bytes
@@ -118,6 +120,34 @@ def test_a_rollback_goes_back_and_on_with_the_text_after_the_bad_step(
     assert rows(config.metrics_path, "skipped") == [0] * 6
     with Checkpoints(config.folder / "checkpoints") as checkpoints:
         assert checkpoints.run_of_latest()["windows"] == 8 * 8
+
+
+def test_a_rollback_refuses_a_later_checkpoint_than_the_bad_step():
+    """The one chosen could not be read, and the newest was read instead."""
+    began = []
+
+    class Unreadable:
+        step_read = 6
+
+        def finish(self):
+            began.append("finish")
+
+        def newest_good(self, at_most):
+            return at_most
+
+        def restore(self, shapes, shardings):
+            return None
+
+    run = SimpleNamespace(
+        config=RunConfig(on_bad_step="rollback", rollback_steps=2),
+        checkpoints=Unreadable(),
+        step=SimpleNamespace(state_shapes=None, shardings=None),
+        num_rollbacks=0,
+        phases=SimpleNamespace(begin=began.append),
+    )
+    with pytest.raises(BadStepError, match="no checkpoint 2 steps before it to go"):
+        rolled_back(run, BadStepError(5, "loss 9 is 4 times the usual 2"))
+    assert began == ["restoring", "finish"]
 
 
 def test_a_rollback_does_not_forget_what_loss_is_usual(small, monkeypatch, capsys):

@@ -76,8 +76,8 @@ def _encodable(text: str, field: str) -> _Document:
     except UnicodeEncodeError as error:
         code = ord(text[error.start])
         return _Document(
-            wrong=f"field {field!r} is no text: character {error.start} is \\u{code:04x}, "
-            "half of a pair"
+            wrong=f"field {field!r} is no text: character {error.start} is "
+            f"\\u{code:04x}, half of a pair"
         )
     return _Document(text)
 
