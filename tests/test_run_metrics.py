@@ -14,11 +14,12 @@ from rich.console import Console
 
 from meshpar.hardware.devices import DEVICES
 from meshpar.planner.workload.shapes import SHAPES
-from meshpar.recipes import host_times, metrics, pretrain
+from meshpar.recipes import host_times, metrics, pretrain, report
 from meshpar.recipes.config import RunConfig
 from meshpar.recipes.model import learning_rate_of
 from meshpar.recipes.pretrain import make_step
 from meshpar.recipes.profile import Profile
+from meshpar.recipes.rows import cut_rows_after
 from tests.conftest import rows
 
 SMALL = RunConfig(
@@ -207,3 +208,21 @@ def test_processes_write_traces_into_folders_of_their_own(monkeypatch, tmp_path)
         with Profile(config, first=0, console=console) as profile, profile.step(2):
             pass
     assert folders == [f"{tmp_path}/profile/process{n}" for n in (0, 1)]
+
+
+def test_a_resumed_run_cuts_the_times_of_processes_as_its_other_rows(tmp_path):
+    for path in (tmp_path / host_times.NAME, tmp_path / "metrics.jsonl"):
+        path.write_text("".join(f'{{"step": {step}}}\n' for step in range(6)))
+    run = SimpleNamespace(
+        config=replace(SMALL, out=tmp_path, steps=9),
+        processes=SimpleNamespace(is_first=True),
+        goodput=SimpleNamespace(lose=lambda rows, done: list(rows)),
+    )
+    cut_rows_after(run, 4)
+    for name in (host_times.NAME, "metrics.jsonl"):
+        assert rows(tmp_path / name, "step") == [0, 1, 2, 3]
+
+
+def test_a_line_that_names_a_file_is_printed_as_it_is(capsys):
+    report.print_line(Console(width=20), "tokenized [b].txt and [/b].txt in 2 s")
+    assert capsys.readouterr().out == "tokenized [b].txt and [/b].txt in 2 s\n"
