@@ -18,7 +18,7 @@ from meshpar.data.megatron import read_megatron
 from meshpar.data.mixture import mixed
 from meshpar.data.nanogpt import read_nanogpt
 from meshpar.data.packing import packed
-from meshpar.data.row_sources import PackedRows, StreamRows
+from meshpar.data.row_sources import PackedRows, StreamRows, check_row
 from meshpar.data.sources import OF_TOKENS, DataSource, check_weights
 from meshpar.data.token_cache import TokenCache
 from meshpar.data.token_file import TokenFile
@@ -72,7 +72,10 @@ class Corpus:
 
 
 def corpus_of(
-    config: RunConfig, processes: Processes, told: Callable[[str], None]
+    config: RunConfig,
+    processes: Processes,
+    told: Callable[[str], None],
+    on_file: Callable[[], None] = lambda: None,
 ) -> Corpus:
     """What a run trains on: `data`, or `text`.
 
@@ -82,12 +85,13 @@ def corpus_of(
         config: The run's, its folder decided.
         processes: Which have to find the same.
         told: Takes lines on what takes long.
+        on_file: Called, on all processes, before a file is opened or tokenized.
 
     Raises:
         InputError: Data are missing or broken, or other ones on another process.
     """
     if config.data:
-        made = _of_data(config, _files_of_all(config, processes, told))
+        made = _of_data(config, _files_of_all(config, processes, told, on_file))
     else:
         made = _of_texts(read_tokens(config.text, config.seq), config)
     found = processes.gather(made.fingerprint)
@@ -119,22 +123,37 @@ Files = list[tuple[DataSource, list[TokenFile]]]
 
 
 def _files_of_all(
-    config: RunConfig, processes: Processes, told: Callable[[str], None]
+    config: RunConfig,
+    processes: Processes,
+    told: Callable[[str], None],
+    on_file: Callable[[], None],
 ) -> Files:
     """The files of tokens, those of texts made by the first process."""
     wrong, files = None, None
+
+    def is_at_a_file() -> bool:
+        """The others wait for as long as the first gets on."""
+        on_file()
+        return bool(processes.gather(True)[0])
+
     if processes.is_first:
         try:
-            files = _files(config, told)
+            files = _files(config, told, is_at_a_file)
         except DataError as error:
             wrong = str(error)
+        processes.gather(False)
+    else:
+        while is_at_a_file():
+            pass
     wrong = processes.gather(wrong)[0]
     if wrong is not None:
         raise DataError(wrong)
-    return _files(config, told) if files is None else files
+    return _files(config, told, on_file) if files is None else files
 
 
-def _files(config: RunConfig, told: Callable[[str], None]) -> Files:
+def _files(
+    config: RunConfig, told: Callable[[str], None], on_file: Callable[[], Any]
+) -> Files:
     cache = TokenCache(
         folder=config.data_cache or config.folder / "tokens",
         tokenizer=tokenizer_of(config),
@@ -144,10 +163,20 @@ def _files(config: RunConfig, told: Callable[[str], None]) -> Files:
     sources = [DataSource.parse(text) for text in config.data]
     check_weights(sources)
     held_out = [DataSource.parse(text) for text in config.validation_data]
-    return [
-        (source, [_opened(*one, source, cache, config) for one in source.files()])
-        for source in [*sources, *held_out]
-    ]
+    files: Files = []
+    for source in [*sources, *held_out]:
+        opened = []
+        for one in source.files(_no_data(config)):
+            on_file()
+            opened.append(_opened(*one, source, cache, config))
+        files.append((source, opened))
+    return files
+
+
+def _no_data(config: RunConfig) -> list[Path]:
+    """What a folder of data may hold that is none of them."""
+    paths = config.folder, config.data_cache, config.tokenizer
+    return [path for path in paths if path is not None]
 
 
 def _opened(
@@ -186,6 +215,7 @@ def _of_data(config: RunConfig, files: Files) -> Corpus:
     streams = [TokenStream.of(found, vocab) for found in _merged(files[:number])]
     others = [TokenStream.of(found, vocab) for found in _merged(files[number:])]
     for stream in (*streams, *others):
+        check_row(stream, config.seq)
         stream.check_vocab()
     train = streams
     if not others:
@@ -212,7 +242,9 @@ def _of_data(config: RunConfig, files: Files) -> Corpus:
 def _read_by(config: RunConfig, vocab: int) -> dict[str, Any]:
     """The tokenizer, and the vocabulary that is in use."""
     formats = {
-        format for text in config.data for _, format in DataSource.parse(text).files()
+        format
+        for text in config.data
+        for _, format in DataSource.parse(text).files(_no_data(config))
     }
     if formats & OF_TOKENS:
         known = tokenizer_of(config) if config.tokenizer else TokenNumbers()
@@ -234,10 +266,11 @@ def _num_held_out(stream: TokenStream, seq: int) -> int:
 
 def _rows(stream: TokenStream, config: RunConfig) -> tuple[Rows, str | None]:
     """The rows of one source, and what is to be told of them."""
-    windows = StreamRows(stream, config.seq)
     if not config.pack:
-        return windows, None
+        return StreamRows(stream, config.seq), None
     packing = packed(stream.bounds, config.seq)
+    if not packing.num_rows:
+        check_row(stream, config.seq)
     return PackedRows(stream, packing), (
         f"packed: {stream.num_documents:,} documents in {packing.num_rows:,} rows, "
         f"{packing.filled:.1%} filled; {packing.num_cut:,} were longer than "

@@ -22,8 +22,9 @@ from meshpar.train.folders import read_run
 def fitted(config: RunConfig, num_devices: int, num_processes: int) -> tuple[str, str]:
     """The layout of a resumed run on the devices that are there, and a line of it.
 
-    A layout that is given with other sizes than the earlier one's is left as it is:
-    what is fitted is the earlier one's, and one with a mesh axis of -1.
+    A layout that is given with other sizes than were asked for before is left as it is:
+    what is fitted is the earlier one's, and one with a mesh axis of -1. On as many
+    devices as before the microbatches stay as they were cut then.
 
     Args:
         config: Of the run.
@@ -36,16 +37,21 @@ def fitted(config: RunConfig, num_devices: int, num_processes: int) -> tuple[str
     Raises:
         InputError: The global batch or the layout cannot be shared out so.
     """
-    wanted, before = Layout.parse(config.layout), _layout_before(config)
-    if before is None:
+    wanted, lines = Layout.parse(config.layout), _layouts_before(config)
+    if lines is None:
         return config.layout, ""
-    is_open = any(getattr(wanted, mesh_axis) == -1 for mesh_axis in MESH_AXES)
-    enough = num_devices >= before.num_devices and num_processes == 1
-    if not is_open and (wanted.mesh_shape != before.mesh_shape or enough):
-        return config.layout, ""
+    before, asked = lines
+    is_open = _is_open(wanted)
+    if not is_open:
+        named = before if _is_open(asked) else asked
+        enough = num_devices >= wanted.num_devices and num_processes == 1
+        if wanted.mesh_shape != named.mesh_shape or enough:
+            return config.layout, ""
     layout = wanted.resolve(num_devices) if is_open else shared(wanted, num_devices)
     if layout.num_devices == before.num_devices:
-        return config.layout, ""
+        if wanted.microbatches == asked.microbatches:
+            layout = replace(layout, microbatches=before.microbatches)
+        return str(layout), ""
     layout = recut(layout, before, config.global_batch)
     each = config.global_batch // (layout.batch_shards * layout.microbatches)
     told = (
@@ -113,13 +119,21 @@ def recut(layout: Layout, before: Layout, global_batch: int) -> Layout:
     return replace(layout, microbatches=before.microbatches)
 
 
-def _layout_before(config: RunConfig) -> Layout | None:
-    """That wrote the newest checkpoint; None where nobody can tell."""
+def _is_open(layout: Layout) -> bool:
+    """Whether an axis takes the devices that there are."""
+    return any(getattr(layout, mesh_axis) == -1 for mesh_axis in MESH_AXES)
+
+
+def _layouts_before(config: RunConfig) -> tuple[Layout, Layout] | None:
+    """That wrote the newest checkpoint, and that was asked for; None: nobody can tell.
+
+    Older checkpoints say only the first.
+    """
     description = _description(config.folder / "checkpoints")
     line = description.get("layout")
     if not config.resume or not isinstance(line, str):
         return None
-    return Layout.parse(line)
+    return Layout.parse(line), Layout.parse(description.get("layout_asked", line))
 
 
 def _description(directory: Path) -> dict[str, Any]:

@@ -91,13 +91,27 @@ def host_memory_bytes(root: Path = Path("/")) -> float | None:
     else:
         pages = os.sysconf("SC_PHYS_PAGES")
         found.append(float(pages * os.sysconf("SC_PAGE_SIZE")))
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    group = root / "sys/fs/cgroup"
+    for limit, used, stat, name in (
+        ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+        (
+            "memory/memory.limit_in_bytes",
+            "memory/memory.usage_in_bytes",
+            "memory/memory.stat",
+            "total_inactive_file",
+        ),
     ):
-        group = root / "sys/fs/cgroup"
         if (group / limit).exists() and (group / used).exists():
             text = (group / limit).read_text().strip()
             if text.isdecimal():  # "max" is no limit.
-                found.append(float(int(text) - int((group / used).read_text())))
+                in_use = int((group / used).read_text()) - _given_up(group / stat, name)
+                found.append(float(int(text) - in_use))
     return min(found)
+
+
+def _given_up(stat: Path, name: str) -> int:
+    """Bytes in use that the kernel gives up first: files that were read long ago."""
+    if not stat.exists():
+        return 0
+    pairs = (line.split() for line in stat.read_text().splitlines())
+    return next((int(value) for key, value in pairs if key == name), 0)

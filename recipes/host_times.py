@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import jax
 from rich.console import Console
@@ -54,13 +57,18 @@ class HostTimes:
         for line in slow_ones([one[2] for one in told], processes.hosts):
             report.print_waits(console, done, line)
         if processes.num_processes > 1:
-            self._write(done, told)
+            try:
+                self._write(done, told)
+            except OSError as error:
+                line = f"times of processes are not written: {error}; the run goes on"
+                report.print_line(console, line)
 
     def _write(
         self, done: int, told: Sequence[tuple[float, float, list[float]]]
     ) -> None:
-        hosts = self._run.processes.hosts
-        with JsonLines(self._run.config.folder / NAME) as rows:
+        hosts, path = self._run.processes.hosts, self._run.config.folder / NAME
+        kept_bytes = path.stat().st_size if path.exists() else 0
+        with _cut_if_raised(path, kept_bytes), JsonLines(path) as rows:
             for process, (step_s, data_s, probes_s) in enumerate(told):
                 times = {"step_s": step_s, "data_s": data_s, "probe_s": max(probes_s)}
                 rows.write(step=done - 1, process=process, host=hosts[process], **times)
@@ -71,3 +79,14 @@ class HostTimes:
         here = [one for one in devices if one.process_index == jax.process_index()]
         is_alone = self._run.processes.num_processes == 1
         return [] if is_alone and here[0].platform == "cpu" else here
+
+
+@contextlib.contextmanager
+def _cut_if_raised(path: Path, kept_bytes: int) -> Iterator[None]:
+    """Leaves no half of a row, which nobody could read."""
+    try:
+        yield
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.truncate(path, kept_bytes)
+        raise

@@ -47,6 +47,7 @@ class Phases:
         self._watchdog = watchdog or Watchdog(0)
         self._since = time.perf_counter() if began is None else began
         self._spent: defaultdict[str, float] = defaultdict(float)
+        self.begin("starting")
 
     def begin(self, phase: Phase) -> None:
         """Ends the phase before."""

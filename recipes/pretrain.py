@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -50,7 +51,7 @@ from meshpar.recipes.options import resuming_command
 from meshpar.recipes.phases import Phases
 from meshpar.recipes.profile import Profile
 from meshpar.recipes.replayed import check_replay
-from meshpar.recipes.replicas import of_all_replicas, skipped_in
+from meshpar.recipes.replicas import num_replicas, of_all_replicas, skipped_in
 from meshpar.recipes.rollback import rolled_back
 from meshpar.recipes.rows import check_files
 from meshpar.recipes.run import PROGRAM, Run, RunResult
@@ -114,7 +115,12 @@ def joined_run(
     if processes.is_first:
         check_files(config)
     console = wide_console() if processes.is_first else Console(quiet=True)
-    texts = corpus_of(config, processes, console.print)
+    texts = corpus_of(
+        config,
+        processes,
+        partial(report.print_line, console),
+        on_file=partial(phases.begin, "starting"),
+    )
     line, told = fitted(config, jax.device_count(), processes.num_processes)
     step = make_step(replace(config, layout=line))
     check_intervals(config, step.layout)
@@ -202,7 +208,7 @@ def train(
     ):
         task = report.compiling(progress, config.steps, first)
         for number in range(first, last):
-            learning_rate = float(rate_of(number - skipped))
+            learning_rate = float(rate_of(number - skipped / num_replicas(run)))
             asked = time.perf_counter()
             with phases.during("data"):
                 batch = next(batches)

@@ -20,7 +20,8 @@ class Profile:
     """Traces steps, each under its number.
 
     Every process writes its own trace: `plugins/profile/TIME/HOST.xplane.pb`, which
-    XProf reads, and `perfetto_trace.json.gz` for https://ui.perfetto.dev.
+    XProf reads, and `perfetto_trace.json.gz` for https://ui.perfetto.dev. Of several
+    processes, which may share a host, each has a folder of its own.
 
     Args:
         config: How many, `profile`, and the folder of the run.
@@ -31,6 +32,8 @@ class Profile:
     def __init__(self, config: RunConfig, *, first: int, console: Console) -> None:
         self._traced = range(first + _UNTRACED, first + _UNTRACED + config.profile)
         self._folder, self._console = config.folder / "profile", console
+        if jax.process_count() > 1:
+            self._folder /= f"process{jax.process_index()}"
         self._is_on = False
 
     @contextlib.contextmanager
@@ -55,6 +58,13 @@ class Profile:
     def __enter__(self) -> Profile:
         return self
 
-    def __exit__(self, *error: Any) -> None:
-        if self._is_on:
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
+        if not self._is_on:
+            return
+        try:
             self._stop()
+        except Exception as failed:
+            if kind is None:
+                raise
+            # What ended the run is not to be lost behind it.
+            report.print_warning(self._console, f"no trace is written: {failed}")

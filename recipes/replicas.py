@@ -23,6 +23,11 @@ def of_all_replicas(
     return of_processes(rows, numbers, run.step.layout.data)
 
 
+def num_replicas(run: Run) -> int:
+    """Replicas that each have a number of skipped steps."""
+    return run.step.layout.data if run.step.is_local else 1
+
+
 def skipped_in(run: Run, state: TrainState) -> float:
     """Steps that changed nothing, of all replicas."""
     if not run.step.is_local:

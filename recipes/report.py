@@ -53,6 +53,11 @@ def print_resumed(
     console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
 
 
+def print_line(console: Console, line: str) -> None:
+    """A line as it is, which may name a file like [b].txt."""
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
 def print_fitted(console: Console, told: str) -> None:
     """Says how the layout changes with the number of devices, if it does."""
     if told:

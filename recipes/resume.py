@@ -127,7 +127,7 @@ def position_of(before: Description, now: Description, done: int) -> Position:
 
 
 def rate_change(
-    config: RunConfig, before: Description, done: int, skipped: int = 0
+    config: RunConfig, before: Description, done: int, skipped: float = 0
 ) -> list[str]:
     """How the learning rate of the next step differs from the earlier run's, if so.
 
@@ -138,7 +138,8 @@ def rate_change(
         config: Of this start.
         before: What the checkpoint says of its run.
         done: Steps done.
-        skipped: Of them those that changed nothing, which the curve does not count.
+        skipped: Of them those that changed nothing, which the curve does not count;
+            the mean of replicas that skip each for itself.
 
     Example:
         >>> before = {"steps": 20, "decay_steps": None, "learning_rate": 0.01}

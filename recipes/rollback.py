@@ -36,20 +36,27 @@ def rolled_back(run: Run, bad: BadStepError) -> tuple[Run, TrainState]:
         raise BadStepError(
             bad.step, f"{bad.why}, after {_MOST} rollbacks; look for the cause"
         ) from bad
+    run.phases.begin("restoring")
     with told_if_not_saved(run):
         checkpoints.finish()
-    back = checkpoints.newest_good(at_most=bad.step + 1 - config.rollback_steps)
-    if back is None:
-        raise BadStepError(
-            bad.step,
-            f"{bad.why}, and there is no checkpoint {config.rollback_steps} steps "
-            "before it to go back to; give a smaller --save-every",
-        ) from bad
-    run.phases.begin("restoring")
+    most = bad.step + 1 - config.rollback_steps
+    if checkpoints.newest_good(at_most=most) is None:
+        raise _none_to_go_back_to(bad, config.rollback_steps) from bad
     state = checkpoints.restore(step.state_shapes, step.shardings)
+    back = checkpoints.step_read
+    if back is None or back > most:  # What was chosen could not be read.
+        raise _none_to_go_back_to(bad, config.rollback_steps) from bad
     checkpoints.forget_after(back)
     windows = run.position.after(bad.step + 1, config.global_batch)
     cut_rows_after(run, back, done=bad.step + 1)
     report.print_rolled_back(run.console, bad, back, windows)
     position = Position(step=back, windows=windows)
     return replace(run, position=position, num_rollbacks=run.num_rollbacks + 1), state
+
+
+def _none_to_go_back_to(bad: BadStepError, rollback_steps: int) -> BadStepError:
+    return BadStepError(
+        bad.step,
+        f"{bad.why}, and there is no checkpoint {rollback_steps} steps before it to go "
+        "back to; give a smaller --save-every",
+    )

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from meshpar import InputError
-from meshpar.recipes import report
+from meshpar.recipes import host_times, report
 from meshpar.recipes.config import RunConfig
 from meshpar.recipes.run import Run
 from meshpar.train.metrics import cut_rows
@@ -87,6 +87,7 @@ def cut_rows_after(run: Run, back: int, done: int | None = None) -> None:
     path, steps = run.config.metrics_path, run.config.steps
     before = path.read_bytes() if path.is_file() else b""
     cut_rows(path, lambda row: comes_again(row, back, steps))
+    cut_rows(run.config.folder / host_times.NAME, lambda row: row["step"] >= back)
     kept_bytes = path.stat().st_size if path.is_file() else 0
     run.goodput.lose(_rows_in(before[kept_bytes:]), done)
 

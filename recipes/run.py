@@ -53,6 +53,7 @@ class Run:
             "data": self.texts.fingerprint,
             "windows": self.position.after(done, self.config.global_batch),
             "layout": str(self.step.layout),
+            "layout_asked": self.config.layout,
         }
 
 

@@ -10,7 +10,7 @@ from meshpar import InputError, TrainState
 from meshpar.models.convert.weights import read_weights
 from meshpar.recipes import report
 from meshpar.recipes.model import config_of
-from meshpar.recipes.replicas import skipped_in
+from meshpar.recipes.replicas import num_replicas, skipped_in
 from meshpar.recipes.resume import changes, position_of, rate_change, refuse_other
 from meshpar.recipes.rows import begin_rows, cut_rows_after
 from meshpar.recipes.run import Run
@@ -41,7 +41,8 @@ def started(run: Run) -> tuple[Run, TrainState]:
     before, state = restored(run)
     done, now = int(state.step), run.description()
     run = replace(run, position=position_of(before, now, done))
-    rates = rate_change(config, before, done, skipped=int(skipped_in(run, state)))
+    skipped = skipped_in(run, state) / num_replicas(run)
+    rates = rate_change(config, before, done, skipped=skipped)
     told = [*changes(before, now), *rates]
     report.print_resumed(run.console, done, told, run.position)
     cut_rows_after(run, done)

@@ -142,6 +142,8 @@ def test_by_host_is_refused_where_it_changes_nothing(two_hosts):
         ValueError, match=r"changes nothing, as no sum .* \(there are 2"
     ):
         step_of("data=2,tensor=4", gradient_reduction="by_host")
+    with pytest.raises(ValueError, match="changes nothing"):  # Each by itself.
+        step_of("data=8,sync_every=2", gradient_reduction="by_host")
 
 
 def test_by_host_is_refused_in_one_process():

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -95,6 +96,25 @@ def test_other_data_have_another_fingerprint_and_the_same_the_same(data, tmp_pat
     assert len(set(found)) == len(found)
     again = config_of(data, tmp_path / "again", "{}/a.jsonl")
     assert made(again).fingerprint == found[0]
+
+
+def test_a_folder_of_data_that_holds_the_run_is_the_same_when_it_goes_on(
+    data, tmp_path
+):
+    for name in ("a.jsonl", "b.jsonl"):
+        shutil.copy(data / name, tmp_path / f"[{name[0]}].jsonl")
+    shutil.copy(data / "tok.json", tmp_path)
+    tokenizer = tmp_path / "tok.json"
+    config = config_of(tmp_path, tmp_path / "run", "{}", tokenizer=tokenizer)
+    files = []
+
+    def corpus():
+        return corpus_of(config, Processes(), print, on_file=lambda: files.append(1))
+
+    first = corpus().fingerprint
+    assert list((tmp_path / "run" / "tokens").glob("*.bin"))
+    assert corpus().fingerprint == first
+    assert len(files) == 4
 
 
 def test_tokens_of_files_are_trained_on_as_they_are(data, tmp_path):
@@ -226,6 +246,7 @@ WRONG = [
     ("--data path={}/a.jsonl,weight=0", "must be a positive number; leave out"),
     ("--data path={}/a.jsonl,field=body", "line 1: no field 'body'; it has 'text'"),
     ("--data {}/a.jsonl --seq 9000", "are too few for one row of 9000 and its succ"),
+    ("--data {}/a.jsonl --seq 9000 --pack", "are too few for one row of 9000 and"),
     ("--data {}/a.jsonl --tokenizer {}/absent", "cannot read the tokenizer '"),
     ("--data {}/a.jsonl --tokenizer {}/a.jsonl", r"a\.jsonl' is no tokenizer\.json"),
     (

@@ -174,6 +174,10 @@ LINES = [
     (b"[1]", "line 2: no JSON object, but a list"),
     (b'{"text": null}', "line 2: field 'text' is null, no text"),
     (b'{"text": 4}', "line 2: field 'text' is a number, no text"),
+    (
+        b'{"text": "a\\ud83d!"}',
+        r"line 2: field 'text' is no text: character 1 is \\ud83d, half of a pair",
+    ),
     (b'{"text": "caf\xe9"}', "line 2: not UTF-8 text: byte 13 of the line is 0xe9"),
 ]
 
@@ -322,6 +326,31 @@ def test_a_folder_a_pattern_and_a_file_are_found_in_order(tmp_path):
     ((path, _),) = DataSource(path=str(tmp_path / "*.txt")).files()
     assert path.name == "b.txt"
     assert DataSource(path=str(tmp_path / "notes.md"), format="text").files()
+
+
+def test_a_folder_leaves_out_the_run_that_lies_in_it(tmp_path):
+    inside = tmp_path / "run" / "tokens"
+    inside.mkdir(parents=True)
+    for path in (tmp_path / "a.txt", tmp_path / "tok.json", inside / "b.txt"):
+        path.write_text("x")
+    others = [tmp_path / "run", tmp_path / "tok.json"]
+    found = DataSource(path=str(tmp_path)).files(others)
+    assert [path.name for path, _ in found] == ["a.txt"]
+    ((path, _),) = DataSource(path=str(inside)).files(others)  # The data themselves.
+    assert path.name == "b.txt"
+
+
+def test_what_a_killed_writer_left_is_removed_and_what_another_writes_stays(tmp_path):
+    names = ("a.0.unfinished", "a.0.idx-unfinished", "ab.0.unfinished")
+    for name in names:
+        (tmp_path / name).write_bytes(b"left")
+    with MegatronWriter(tmp_path / "a.bin", np.dtype("<u2")) as first:
+        first.add(np.array([1]))
+        with MegatronWriter(tmp_path / "a.bin", np.dtype("<u2")) as second:
+            second.add(np.array([2]))
+    assert read_megatron(tmp_path / "a.bin").read(0, 1).tolist() == [1]
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == ["a.bin", "a.idx", "ab.0.unfinished"]
 
 
 PLACES = [

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -20,6 +21,7 @@ from meshpar.recipes import fits, pretrain, replayed
 from meshpar.recipes.config import RunConfig
 from meshpar.recipes.goodput import Goodput
 from meshpar.recipes.phases import Phases
+from meshpar.recipes.rollback import rolled_back
 from meshpar.train.checkpoint import CheckpointError, Checkpoints
 from meshpar.train.faults import BadStepError, StepWatch
 from meshpar.train.memory_report import estimated_bytes
@@ -118,6 +120,34 @@ def test_a_rollback_goes_back_and_on_with_the_text_after_the_bad_step(
     assert rows(config.metrics_path, "skipped") == [0] * 6
     with Checkpoints(config.folder / "checkpoints") as checkpoints:
         assert checkpoints.run_of_latest()["windows"] == 8 * 8
+
+
+def test_a_rollback_refuses_a_later_checkpoint_than_the_bad_step():
+    """The one chosen could not be read, and the newest was read instead."""
+    began = []
+
+    class Unreadable:
+        step_read = 6
+
+        def finish(self):
+            began.append("finish")
+
+        def newest_good(self, at_most):
+            return at_most
+
+        def restore(self, shapes, shardings):
+            return None
+
+    run = SimpleNamespace(
+        config=RunConfig(on_bad_step="rollback", rollback_steps=2),
+        checkpoints=Unreadable(),
+        step=SimpleNamespace(state_shapes=None, shardings=None),
+        num_rollbacks=0,
+        phases=SimpleNamespace(begin=began.append),
+    )
+    with pytest.raises(BadStepError, match="no checkpoint 2 steps before it to go"):
+        rolled_back(run, BadStepError(5, "loss 9 is 4 times the usual 2"))
+    assert began == ["restoring", "finish"]
 
 
 def test_a_rollback_does_not_forget_what_loss_is_usual(small, monkeypatch, capsys):
@@ -274,7 +304,7 @@ HANG = """
 import time
 from meshpar.train.watchdog import Watchdog
 with Watchdog(0.2) as watchdog:
-    watchdog.step_done()
+    watchdog.phase("step")
     time.sleep(60)
 """
 
@@ -303,7 +333,7 @@ class Ending:
 @pytest.mark.parametrize("phase", ["saving", "restoring", "validating", "end"])
 def test_every_phase_of_a_run_has_its_limit(phase):
     processes = Ending()
-    with Watchdog(0.1, processes, "starting") as watchdog:
+    with Watchdog(0.1, processes) as watchdog:
         phases = Phases(watchdog)
         phases.begin("step")
         with phases.during("data"):
@@ -315,6 +345,14 @@ def test_every_phase_of_a_run_has_its_limit(phase):
     assert why.endswith(f"has not ended for {limit} s") and with_stacks
     assert phase in why or phase in ("restoring", "end")
     assert {"starting", "step", "data", phase} <= phases.spent_s().keys()
+
+
+def test_the_start_of_a_run_has_its_limit():
+    processes = Ending()
+    with Watchdog(0.1, processes) as watchdog:
+        Phases(watchdog)
+        assert processes.why[0].wait(20)
+    assert processes.why[1] == [("the start has not ended for 0.4 s", True)]
 
 
 def test_a_phase_that_ends_is_followed_by_the_one_before():
@@ -358,6 +396,22 @@ MEMINFO = "MemTotal: 900 kB\nMemAvailable:  800 kB\n"
                 "memory/memory.usage_in_bytes": "9",
             },
             591,
+        ),
+        (
+            {
+                "memory.max": "9000",
+                "memory.current": "8000",
+                "memory.stat": "anon 7\ninactive_file 3000\nactive_file 5\n",
+            },
+            4000,
+        ),
+        (
+            {
+                "memory/memory.limit_in_bytes": "900",
+                "memory/memory.usage_in_bytes": "800",
+                "memory/memory.stat": "inactive_file 1\ntotal_inactive_file 300\n",
+            },
+            400,
         ),
     ],
 )

@@ -1,5 +1,7 @@
 """A run with local steps: its options, its metrics, and where it goes on."""
 
+import sys
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ from meshpar.cli.main import main
 from meshpar.planner.search.refusals import layout_problems
 from meshpar.planner.workload.shapes import SHAPES
 from meshpar.recipes.config import RunConfig
-from meshpar.recipes.model import outer_optimizer_of
+from meshpar.recipes.model import learning_rate_of, outer_optimizer_of
 from meshpar.recipes.options import parse_arguments
 from meshpar.recipes.pretrain import pretrain
 from meshpar.recipes.resume import refuse_other_replicas
@@ -51,6 +53,20 @@ def test_a_run_stopped_within_an_interval_goes_on_on_another_layout(
     assert len(found) == STEPS
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
     assert rest.validation_loss == pytest.approx(validation_loss, rel=1e-5)
+
+
+def test_the_learning_rate_lags_by_the_steps_that_a_replica_skips_on_average(
+    small_text, tmp_path, monkeypatch
+):
+    options = {**MODEL, "steps": 20, "text": small_text, "out": tmp_path}
+    options.update(sample_tokens=0, sync_every=2, layout="data=2")
+    run_module = sys.modules[pretrain.__module__]
+    pretrain(RunConfig(**options, stop_after=2))
+    monkeypatch.setattr(run_module, "skipped_in", lambda run, state: 1.0)
+    config = RunConfig(**options, stop_after=3, resume=True)
+    pretrain(config)
+    rate = rows(tmp_path / "metrics.jsonl", "learning_rate")[2]
+    assert rate == pytest.approx(float(learning_rate_of(config)(2 - 1 / 2)))
 
 
 @pytest.mark.slow

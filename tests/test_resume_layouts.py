@@ -1,6 +1,8 @@
 """A run goes on under any other layout: the same data, and the same losses."""
 
 import shutil
+from dataclasses import replace
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -153,6 +155,23 @@ def test_a_batch_that_the_devices_cannot_share_is_told_with_both_numbers():
     match = "needs a multiple of 4 devices whatever data and fsdp are, but there are 6"
     with pytest.raises(InputError, match=match):
         elastic.shared(Layout.parse("data=2,stage=2,tensor=2,microbatches=2"), 6)
+
+
+@pytest.mark.parametrize("asked", ["data=8", "data=-1"])
+def test_a_second_restart_on_fewer_devices_is_cut_as_the_first(asked, monkeypatch):
+    config = RunConfig(layout=asked, resume=True, out=Path("run"), global_batch=16)
+    before = {"layout": "data=8", "layout_asked": asked}
+    monkeypatch.setattr(elastic, "_description", lambda folder: before)
+    first, told = elastic.fitted(config, 4, 1)
+    assert first == "data=4,microbatches=2" and "4 devices instead of 8" in told
+    before["layout"] = first
+    assert elastic.fitted(config, 4, 1) == (first, "")
+    whole = elastic.fitted(config, 8, 2)[0]
+    assert whole == "data=8"
+    other = replace(config, layout=f"{asked},microbatches=4")
+    assert "microbatches=2" not in elastic.fitted(other, 4, 1)[0]
+    named = replace(config, layout="fsdp=4")
+    assert elastic.fitted(named, 4, 1) == ("fsdp=4", "")
 
 
 def test_a_run_goes_on_with_half_the_devices_and_says_how(

@@ -1,19 +1,25 @@
 """The metrics of a run: in JSON lines, in TensorBoard's events, in a function."""
 
+import errno
 import json
 import struct
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
+import numpy as np
 import pytest
+from rich.console import Console
 
 from meshpar.hardware.devices import DEVICES
 from meshpar.planner.workload.shapes import SHAPES
-from meshpar.recipes import metrics, pretrain
+from meshpar.recipes import host_times, metrics, pretrain, report
 from meshpar.recipes.config import RunConfig
 from meshpar.recipes.model import learning_rate_of
 from meshpar.recipes.pretrain import make_step
+from meshpar.recipes.profile import Profile
+from meshpar.recipes.rows import cut_rows_after
 from tests.conftest import rows
 
 SMALL = RunConfig(
@@ -135,3 +141,88 @@ def test_memory_is_of_the_fullest_device():
     devices = [Device({"peak_bytes_in_use": bytes_}) for bytes_ in (5, 9, 7)]
     assert metrics._device_bytes([*devices, Device(None)]) == 9
     assert metrics._device_bytes([Device(None)]) is None
+
+
+def test_a_full_disk_under_the_times_of_processes_does_not_end_the_run(
+    monkeypatch, tmp_path, capsys
+):
+    path = tmp_path / host_times.NAME
+    before = '{"step": 1, "process": 0}\n'
+    path.write_text(before)
+
+    def write(self, **row):
+        with path.open("a") as file:
+            file.write('{"step": ')
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(host_times.JsonLines, "write", write)
+    monkeypatch.setattr(host_times, "probe_s", lambda devices: [0.1])
+    run = SimpleNamespace(
+        config=replace(SMALL, out=tmp_path),
+        step=SimpleNamespace(mesh=SimpleNamespace(devices=np.array(jax.devices()))),
+        processes=SimpleNamespace(
+            num_processes=2,
+            process_id=0,
+            is_first=True,
+            hosts=["[a]", "[b]"],
+            gather=lambda value: [value, value],
+        ),
+    )
+    times = host_times.HostTimes(run)
+    times.note(1.0, [0.0, 0.0])
+    times.look(Console(width=500), 4)
+    assert "No space left on device" in capsys.readouterr().out
+    assert path.read_text() == before
+
+
+def test_what_ends_a_run_is_not_lost_behind_a_trace_that_fails(
+    monkeypatch, tmp_path, capsys
+):
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda *args, **options: None)
+
+    def fail():
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(jax.profiler, "stop_trace", fail)
+    config = replace(SMALL, profile=2, out=tmp_path)
+    with (
+        pytest.raises(ZeroDivisionError),
+        Profile(config, first=0, console=Console(width=500)) as profile,
+        profile.step(2),
+    ):
+        raise ZeroDivisionError
+    assert "no trace is written: [Errno 28]" in capsys.readouterr().out
+
+
+def test_processes_write_traces_into_folders_of_their_own(monkeypatch, tmp_path):
+    folders = []
+    monkeypatch.setattr(
+        jax.profiler, "start_trace", lambda folder, **options: folders.append(folder)
+    )
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: None)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    config = replace(SMALL, profile=1, out=tmp_path)
+    for process in (0, 1):
+        monkeypatch.setattr(jax, "process_index", lambda number=process: number)
+        console = Console(quiet=True)
+        with Profile(config, first=0, console=console) as profile, profile.step(2):
+            pass
+    assert folders == [f"{tmp_path}/profile/process{n}" for n in (0, 1)]
+
+
+def test_a_resumed_run_cuts_the_times_of_processes_as_its_other_rows(tmp_path):
+    for path in (tmp_path / host_times.NAME, tmp_path / "metrics.jsonl"):
+        path.write_text("".join(f'{{"step": {step}}}\n' for step in range(6)))
+    run = SimpleNamespace(
+        config=replace(SMALL, out=tmp_path, steps=9),
+        processes=SimpleNamespace(is_first=True),
+        goodput=SimpleNamespace(lose=lambda rows, done: list(rows)),
+    )
+    cut_rows_after(run, 4)
+    for name in (host_times.NAME, "metrics.jsonl"):
+        assert rows(tmp_path / name, "step") == [0, 1, 2, 3]
+
+
+def test_a_line_that_names_a_file_is_printed_as_it_is(capsys):
+    report.print_line(Console(width=20), "tokenized [b].txt and [/b].txt in 2 s")
+    assert capsys.readouterr().out == "tokenized [b].txt and [/b].txt in 2 s\n"

@@ -67,7 +67,19 @@ def _document(line: bytes, field: str) -> _Document:
             wrong=f"field {field!r} is {_kind(found[field])}, no text; name another by "
             "field="
         )
-    return _Document(found[field])
+    return _encodable(found[field], field)
+
+
+def _encodable(text: str, field: str) -> _Document:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        code = ord(text[error.start])
+        return _Document(
+            wrong=f"field {field!r} is no text: character {error.start} is "
+            f"\\u{code:04x}, half of a pair"
+        )
+    return _Document(text)
 
 
 def _kind(value: object) -> str:

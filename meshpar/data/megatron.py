@@ -8,10 +8,14 @@ in 8, and the first sequence of each document in 8. Little-endian.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import glob
 import secrets
 import struct
 from pathlib import Path
 from types import TracebackType
+from typing import BinaryIO
 
 import numpy as np
 
@@ -124,8 +128,19 @@ class MegatronWriter:
 
     def __enter__(self) -> MegatronWriter:
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._remove_left()
         self._file = open(self._unfinished, "wb")  # noqa: SIM115
+        _is_locked(self._file)  # Until it is closed, or this process killed.
         return self
+
+    def _remove_left(self) -> None:
+        """What writers of the same files left that were killed."""
+        pattern = f"{glob.escape(self.path.stem)}.*.unfinished"
+        for left in self.path.parent.glob(pattern):
+            with contextlib.suppress(OSError), open(left, "rb") as file:
+                if _is_locked(file):
+                    left.unlink()
+                    left.with_suffix(".idx-unfinished").unlink(missing_ok=True)
 
     def __exit__(
         self,
@@ -133,10 +148,14 @@ class MegatronWriter:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._file.close()
+        with self._file:
+            self._file.flush()
+            if error is None:
+                self._finish()
         if error is not None:
             self._unfinished.unlink(missing_ok=True)
-            return
+
+    def _finish(self) -> None:
         lengths = np.array(self._lengths, "<i4")
         ends = np.cumsum(lengths, dtype="<i8") * self.dtype.itemsize
         pointers = ends - lengths.astype("<i8") * self.dtype.itemsize
@@ -147,3 +166,12 @@ class MegatronWriter:
         index.write_bytes(header + b"".join(array.tobytes() for array in arrays))
         self._unfinished.replace(self.path)
         index.replace(self.path.with_suffix(".idx"))
+
+
+def _is_locked(file: BinaryIO) -> bool:
+    """Whether this process holds the file now, which none other does."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True

@@ -15,6 +15,20 @@ _PADDING = -1
 """The number of the document of a place without a token."""
 
 
+def check_row(stream: TokenStream, seq: int) -> None:
+    """Refuses what has no row.
+
+    Raises:
+        DataError: There are too few tokens for one.
+    """
+    if stream.num_tokens < seq + 1:
+        names = ", ".join(str(file.path) for file in stream.files[:3])
+        raise DataError(
+            f"{stream.num_tokens} tokens of {names} are too few for one row of "
+            f"{seq} and its successor; give more data or a smaller --seq"
+        )
+
+
 class StreamRows:
     """Windows of `seq` tokens and their successors, across the ends of documents.
 
@@ -27,12 +41,7 @@ class StreamRows:
     """
 
     def __init__(self, stream: TokenStream, seq: int) -> None:
-        if stream.num_tokens < seq + 1:
-            names = ", ".join(str(file.path) for file in stream.files[:3])
-            raise DataError(
-                f"{stream.num_tokens} tokens of {names} are too few for one row of "
-                f"{seq} and its successor; give more data or a smaller --seq"
-            )
+        check_row(stream, seq)
         self._stream, self._seq = stream, seq
 
     def __len__(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -104,8 +104,11 @@ class DataSource:
         """The same from any folder."""
         return replace(self, path=str(Path(self.path).absolute()))
 
-    def files(self) -> list[tuple[Path, str]]:
+    def files(self, leave_out: Collection[Path] = ()) -> list[tuple[Path, str]]:
         """Every file and its format, in order of name.
+
+        Args:
+            leave_out: Files, and folders, that are no data though a folder holds them.
 
         Raises:
             DataError: There is none, or one is of no known format.
@@ -113,6 +116,7 @@ class DataSource:
         path = Path(self.path)
         if path.is_dir():
             found = [one for one in path.rglob("*") if _suffix(one) and one.is_file()]
+            found = _without(found, leave_out, path)
             wrong = f"the folder {self.path!r} holds no file of {_known()}"
         elif path.exists() or not glob.has_magic(self.path):
             found = [path]
@@ -170,6 +174,22 @@ def _weight(text: str, weight: str) -> Fraction:
 def _decimal(weight: Fraction) -> str:
     as_float = f"{float(weight):.12g}"
     return as_float if Fraction(as_float) == weight else str(weight)
+
+
+def _without(
+    found: list[Path], leave_out: Collection[Path], folder: Path
+) -> list[Path]:
+    """What lies at or below none of those that are inside the folder."""
+    whole = folder.resolve()
+    others = [one.resolve() for one in leave_out]
+    inside = [one for one in others if one != whole and one.is_relative_to(whole)]
+    if not inside:
+        return found
+    return [one for one in found if not _is_below(one.resolve(), inside)]
+
+
+def _is_below(path: Path, others: Collection[Path]) -> bool:
+    return any(path.is_relative_to(other) for other in others)
 
 
 def _suffix(path: Path) -> str | None:

@@ -32,7 +32,13 @@ def refuse_by_host(
             "first by themselves; leave it out"
         )
     hosts = np.array(hosts_of(mesh)).reshape(mesh.devices.shape)
-    over = [axis for axis in BATCH_AXES if layout.mesh_shape[axis] > 1]
+    # Under local steps nothing is summed over `data`.
+    is_local = layout.sync_every > 1
+    over = [
+        axis
+        for axis in BATCH_AXES
+        if layout.mesh_shape[axis] > 1 and not (is_local and axis == "data")
+    ]
     sums = [
         axes
         for number in range(1, len(over) + 1)

@@ -18,7 +18,7 @@ _OF_COMPILING = 4
 class Watchdog:
     """While active, a limit on the time that each phase of a run takes.
 
-    A phase is over when the next one begins, or a step ends. Beyond the limit every
+    A phase is over when the next one begins. Beyond the limit every
     process of the job writes the stacks of its threads to standard error, and all end
     with status 75 (`meshpar.distributed.LOST`): a collective that hangs does so for
     ever.
@@ -26,16 +26,13 @@ class Watchdog:
     Args:
         limit_s: Seconds; 0 for none. While something is compiled, four times that.
         processes: Of this job.
-        phase: The first.
     """
 
-    def __init__(
-        self, limit_s: float, processes: Processes | None = None, phase: str = STEP
-    ) -> None:
+    def __init__(self, limit_s: float, processes: Processes | None = None) -> None:
         self._limit_s = limit_s
         self._processes = processes or Processes()
         self._is_over = threading.Event()
-        self._now = (phase, _OF_COMPILING * limit_s, time.monotonic())
+        self._now = (STEP, _OF_COMPILING * limit_s, time.monotonic())
 
     def phase(self, name: str, *, compiles: bool = False) -> None:
         """What begins now, with time of its own.
@@ -46,10 +43,6 @@ class Watchdog:
         """
         limit_s = self._limit_s * (_OF_COMPILING if compiles else 1)
         self._now = (name, limit_s, time.monotonic())
-
-    def step_done(self) -> None:
-        """A step has ended; the next one has its time from now on."""
-        self.phase(STEP)
 
     def __enter__(self) -> Watchdog:
         if self._limit_s:

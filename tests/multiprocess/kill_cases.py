@@ -18,7 +18,6 @@ from pathlib import Path
 import numpy as np
 
 from tests.multiprocess.runs import (
-    NAN,
     Setting,
     gone_on,
     is_saving,
@@ -288,7 +287,7 @@ def break_a_line(path: Path) -> None:
 
 def nan_stops(setting: Setting) -> Row:
     """A NaN in the batch of step 5, with `--on-bad-step stop`."""
-    words = patched(fault=NAN)
+    words = patched(nan=True)
     with running(setting, "--on-bad-step", "stop", words=words) as (child,):
         wait(lambda: len(rows_of(setting.log)) >= 5, [])
         detected_s = child.ended(1)
@@ -302,7 +301,7 @@ def nan_stops(setting: Setting) -> Row:
 
 def nan_rolls_back(setting: Setting) -> Row:
     """A NaN in the rows of one of two, with `--on-bad-step rollback`."""
-    words = patched(fault=NAN + "; pretrain.timed_step = plain")
+    words = patched(nan=True)
     options = ["--on-bad-step", "rollback", "--stop-after", "8"]
     with running(setting, *options, num_processes=2, words=words) as children:
         for child in children:

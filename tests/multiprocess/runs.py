@@ -40,18 +40,36 @@ def timed_step(step, state, batch):
         {fault}
     return plain(step, state, batch)
 
+def batches_of(run):
+    def batch_of(number):
+        batch = plain_batches(run)(number)
+        is_first_time = run.position.step + number == 5 and not run.num_rollbacks
+        if {nan} and is_last and is_first_time:
+            batch = {**batch, "weights": np.full_like(batch["weights"], np.nan)}
+        return batch
+    return batch_of
+
+plain_batches, pretrain.batches_of = pretrain.batches_of, batches_of
 pretrain.timed_step = timed_step
 if is_last:
     {once}
 sys.exit(pretrain.main(sys.argv[1:]))
 """
-NAN = 'batch = {**batch, "weights": np.full_like(batch["weights"], np.nan)}'
 PLAIN = ("-m", "meshpar", "train")
 
 
-def patched(*, fault: str = "pass", once: str = "pass") -> tuple[str, str]:
-    """Words that start a run whose last process does something before step 5."""
-    return "-c", PATCHED.replace("{fault}", fault).replace("{once}", once)
+def patched(
+    *, fault: str = "pass", once: str = "pass", nan: bool = False
+) -> tuple[str, str]:
+    """Words that start a run whose last process does something before step 5.
+
+    Args:
+        fault: What it does then.
+        once: What it does when it starts.
+        nan: Whether its rows of that step have a NaN.
+    """
+    text = PATCHED.replace("{fault}", fault).replace("{once}", once)
+    return "-c", text.replace("{nan}", str(nan))
 
 
 @dataclass(frozen=True)

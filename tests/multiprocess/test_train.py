@@ -114,6 +114,7 @@ import numpy as np
 from meshpar.recipes import pretrain
 from meshpar.recipes.joined import join
 from meshpar.recipes.options import parse_arguments
+from meshpar.recipes.phases import Phases
 
 pretrain.validate = lambda *args: 5.25
 pretrain.sample = lambda *args: np.array([65])
@@ -122,7 +123,7 @@ config = parse_arguments(options)
 with join(config) as processes:
     for line in lines:
         of_line = replace(config, layout=line, out=config.out / line)
-        pretrain.joined_run(of_line, processes, None, ("meshpar", "train"))
+        pretrain.joined_run(of_line, processes, Phases(), None, ("meshpar", "train"))
 """
 
 
