@@ -21,6 +21,7 @@ from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.workload.shapes import SHAPES
 
 TPU = AttentionAsked(platform="tpu", half=True, queries=256, keys=256, head_dim=128)
+A100, H100 = ({"platform": "gpu", "capability": one} for one in (8.0, 9.0))
 
 
 @pytest.mark.parametrize(
@@ -33,6 +34,8 @@ TPU = AttentionAsked(platform="tpu", half=True, queries=256, keys=256, head_dim=
         ({"method": "ring", "chunks": 2}, "", "one kernel (splash)"),
         ({"method": "ring", "chunks": 4}, "length", "128 tokens at a time, not 64"),
         ({"method": "ring", "window": True}, "window", "no sliding window"),
+        ({"method": "ring", "chunks": 2, "in_order": True}, "order", "own order"),
+        ({"method": "ulysses", "in_order": True}, "", "one kernel (splash)"),
         ({"method": "allgather"}, "method", "attention=allgather merges softmaxes"),
         ({"method": "ring", "platform": "gpu"}, "method", "attention=ring merges"),
         ({"keys": 200}, "length", "a multiple of 128 tokens at a time, not 200"),
@@ -43,6 +46,12 @@ TPU = AttentionAsked(platform="tpu", half=True, queries=256, keys=256, head_dim=
         ({"platform": "gpu"}, "", "one kernel (cudnn)"),
         ({"platform": "gpu", "documents": True}, "documents", "without cudnn: it"),
         ({"platform": "gpu", "window": True}, "window", "no sliding window"),
+        ({"platform": "gpu", "head_dim": 100}, "head_dim", "cudnn: it takes heads of a"),
+        ({"platform": "gpu", "head_dim": 256}, "large_heads", "9.0 on, not 256"),
+        ({**A100, "head_dim": 192}, "large_heads", "heads of up to 128 values"),
+        ({**H100, "head_dim": 256}, "", "one kernel (cudnn)"),
+        ({**H100, "head_dim": 264}, "large_heads", "not 264"),
+        ({"head_dim": 256}, "", "one kernel (splash)"),
         ({"platform": "gpu", "absent": True}, "absent", "no such device is here"),
         ({"platform": "cpu"}, "", ""),
     ],
