@@ -304,17 +304,47 @@ def with_all_beside_each(x):
     return jax.lax.map(lambda one: one + total, x.swapaxes(0, 1))
 
 
+def from_one(x):
+    return jax.lax.fori_loop(0, 3, lambda _, total: total + x.sum(), 1.0)
+
+
+def from_zero(x):
+    return jax.lax.fori_loop(0, 3, lambda _, total: total + x.sum(), 0.0)
+
+
+def of_either(x):
+    many = jax.numpy.ones(()) > 2
+    return jax.lax.cond(many, lambda x: x.sum(), lambda x: 7.0, x)
+
+
+def from_how_many(x):
+    first = jax.numpy.full(x.shape, float(x.shape[1]))
+    return jax.lax.fori_loop(0, 3, lambda _, y: x + y, first).sum()
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
         (until_a_token, "over the sequence|a loop that tokens end"),
         (with_all_beside_each, "of a sum over tokens|beside each token"),
+        (from_one, "each device has alike, which would count once"),
+        (of_either, "each device has alike, which would count once"),
     ],
 )
 def test_loops_that_join_tokens_are_found(function, message):
     x = jax.ShapeDtypeStruct((3, 8, 4), np.float32)
     found = mixes_tokens(lambda tokens: function(*tokens), 8, [(x, 1)])
     assert re.search(message, found)
+
+
+def test_a_loop_that_starts_at_how_many_tokens_are_at_hand_is_found():
+    few, many = (jax.ShapeDtypeStruct((3, size, 4), np.float32) for size in (4, 8))
+
+    def found(function):
+        return mixes_tokens(function, 8, (many, 1), fewer=(function, (few, 1)))
+
+    assert re.search("how many are at hand", found(from_how_many))
+    assert found(from_zero) is None
 
 
 def test_heads_that_do_not_divide_are_refused_for_ulysses():
