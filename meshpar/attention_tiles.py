@@ -70,8 +70,8 @@ def copies_of_heads(heads: int, kv_heads: int, num_devices: int) -> int:
         num_devices: That trade tokens for heads.
 
     Example:
-        >>> copies_of_heads(12, 4, 6), copies_of_heads(8, 4, 4), copies_of_heads(8, 1, 4)
-        (3, 1, 4)
+        >>> copies_of_heads(12, 4, 6), copies_of_heads(8, 4, 4)
+        (3, 1)
     """
     group = heads // kv_heads
     return next(
