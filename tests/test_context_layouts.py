@@ -11,9 +11,11 @@ import pytest
 
 from meshpar import InputError, Layout, RuleError, default_rules, lint, make_train_step
 from meshpar.model.token_mixing import mixes_tokens
+from meshpar.model.token_order import TokenOrder
 from meshpar.models.llama import LlamaConfig, llama
 from meshpar.models.moe import MoEConfig, moe
 from meshpar.models.presets import build
+from meshpar.parallel.context.ulysses import heads_here
 from meshpar.parallel.sequence_checks import check_token_wise
 from meshpar.schedules import SCHEDULES
 from meshpar.testing import check_layouts
@@ -353,6 +355,14 @@ def test_heads_that_do_not_divide_are_refused_for_ulysses():
         findings = lint(model(), refused, seq=32).findings
         assert [finding.path for finding in findings] == ["context"]
         raise InputError(findings[0].message)
+
+
+def test_heads_that_are_traded_are_refused_with_the_methods_degrees():
+    order = TokenOrder(mesh_axis="context", num_ranks=8, heads=4)
+    q, k, v = (jax.numpy.zeros((1, 4, heads, 4)) for heads in (6, 2, 2))
+    message = r"attention=ulysses:4\+ring:2 splits heads over 4 devices, .* has 6 of"
+    with pytest.raises(InputError, match=message):
+        heads_here(q, k, v, order)
 
 
 def test_a_rule_may_not_use_context():
