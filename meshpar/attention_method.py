@@ -33,7 +33,7 @@ class AttentionMethod:
 
     @classmethod
     def of(cls, attention: str, context: int) -> AttentionMethod:
-        """That of a layout.
+        """That of a layout, whose `context` may be open: -1.
 
         Raises:
             InputError: The text is not of that form, or its degrees do not multiply to
@@ -53,15 +53,15 @@ class AttentionMethod:
         if parts is None:
             raise InputError(
                 f"attention={attention}: must be one of {', '.join(ONE_WORD)}, or both "
-                "degrees: ulysses:4+ring:2"
+                "degrees, each at least 2: ulysses:4+ring:2"
             )
         heads, groups = int(parts[1]), int(parts[3])
         if min(heads, groups) < 2:
             raise InputError(
-                f"attention={attention}: a degree of 1 is none; write "
+                f"attention={attention}: degrees are at least 2; write "
                 f"{parts[2] if heads < 2 else 'ulysses'}"
             )
-        if heads * groups != context:
+        if context not in (-1, heads * groups):
             raise InputError(
                 f"attention={attention} is for context={heads * groups}, but context="
                 f"{context}; change one of them"

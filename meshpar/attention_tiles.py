@@ -57,3 +57,25 @@ def head_parts(kv_heads: int, key_bytes: float, num_devices: int, method: str) -
         most = max(most, num_devices)
     few = range(1, min(max(most, 1), kv_heads) + 1)
     return max(num for num in few if kv_heads % num == 0)
+
+
+def copies_of_heads(heads: int, kv_heads: int, num_devices: int) -> int:
+    """How often each kv head is sent, so that they divide over devices that trade.
+
+    As seldom as lets each device's queries find theirs in order.
+
+    Args:
+        heads: Of a device, that divide over the devices.
+        kv_heads: Of a device, that divide the heads.
+        num_devices: That trade tokens for heads.
+
+    Example:
+        >>> copies_of_heads(12, 4, 6), copies_of_heads(8, 4, 4)
+        (3, 1)
+    """
+    group = heads // kv_heads
+    return next(
+        times
+        for times in range(1, group + 1)
+        if group % times == 0 and kv_heads * times % num_devices == 0
+    )

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final, Literal
 
-from meshpar.attention_method import ONE_WORD, AttentionMethod, has_degrees
+from meshpar.attention_method import ONE_WORD, AttentionMethod
 from meshpar.errors import InputError, nearest, whole_number
 from meshpar.key_values import key_values
 from meshpar.residual_names import ResidualNames, is_named
@@ -150,8 +150,8 @@ class Layout:
             _check_count(name, getattr(self, name))
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
-            if name == "attention" and has_degrees(value):
-                self._check_degrees()
+            if name == "attention" and isinstance(value, str):
+                AttentionMethod.of(value, self.context)
             elif name != "remat" or self.residual_names is None:
                 _check_choice(name, value, choices)
         method_of(self.schedule)
@@ -239,10 +239,6 @@ class Layout:
     def attention_method(self) -> AttentionMethod:
         """How attention crosses `context`."""
         return AttentionMethod.of(self.attention, self.context)
-
-    def _check_degrees(self) -> None:
-        if self.context != -1:
-            AttentionMethod.of(self.attention, self.context)
 
     @property
     def num_devices(self) -> int:

@@ -6,21 +6,27 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
-from meshpar import Scope
+from meshpar import Layout, Scope, make_train_step
 from meshpar.hardware.attention_choice import (
     OBSTACLES,
     AttentionAsked,
     attention_choice,
     words_of_scope,
 )
+from meshpar.mesh import absent_mesh, use_mesh
+from meshpar.model.tracing import batch_shapes
 from meshpar.models.layers.attention import attend
+from meshpar.models.llama import LlamaConfig, llama
 from meshpar.planner.cost.estimate import estimate
 from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.workload.shapes import SHAPES
+from meshpar.train.step import TrainStep
 
 TPU = AttentionAsked(platform="tpu", half=True, queries=256, keys=256, head_dim=128)
+A100, H100 = ({"platform": "gpu", "capability": one} for one in (8.0, 9.0))
 
 
 @pytest.mark.parametrize(
@@ -33,6 +39,8 @@ TPU = AttentionAsked(platform="tpu", half=True, queries=256, keys=256, head_dim=
         ({"method": "ring", "chunks": 2}, "", "one kernel (splash)"),
         ({"method": "ring", "chunks": 4}, "length", "128 tokens at a time, not 64"),
         ({"method": "ring", "window": True}, "window", "no sliding window"),
+        ({"method": "ring", "chunks": 2, "in_order": True}, "order", "own order"),
+        ({"method": "ulysses", "in_order": True}, "", "one kernel (splash)"),
         ({"method": "allgather"}, "method", "attention=allgather merges softmaxes"),
         ({"method": "ring", "platform": "gpu"}, "method", "attention=ring merges"),
         ({"keys": 200}, "length", "a multiple of 128 tokens at a time, not 200"),
@@ -43,6 +51,16 @@ TPU = AttentionAsked(platform="tpu", half=True, queries=256, keys=256, head_dim=
         ({"platform": "gpu"}, "", "one kernel (cudnn)"),
         ({"platform": "gpu", "documents": True}, "documents", "without cudnn: it"),
         ({"platform": "gpu", "window": True}, "window", "no sliding window"),
+        (
+            {"platform": "gpu", "head_dim": 100},
+            "head_dim",
+            "cudnn: it takes heads of a",
+        ),
+        ({"platform": "gpu", "head_dim": 256}, "large_heads", "9.0 on, not 256"),
+        ({**A100, "head_dim": 192}, "large_heads", "heads of up to 128 values"),
+        ({**H100, "head_dim": 256}, "", "one kernel (cudnn)"),
+        ({**H100, "head_dim": 264}, "large_heads", "not 264"),
+        ({"head_dim": 256}, "", "one kernel (splash)"),
         ({"platform": "gpu", "absent": True}, "absent", "no such device is here"),
         ({"platform": "cpu"}, "", ""),
     ],
@@ -89,6 +107,26 @@ def test_the_planner_counts_the_kernel_that_the_program_takes(head_dim, seq, pre
     assert taken == ((head_dim, seq, precision) == (64, 256, "bf16"))
     assert found.as_json()["attention"] == found.run.attention.words
     assert found.run.attention.words
+
+
+def test_logits_under_a_ring_run_in_tiles_where_training_runs_the_kernel():
+    """They have tokens in the sequence's own order, and the kernels' ring zigzag."""
+    sizes = dict(layers=1, embed=64, heads=1, kv_heads=1, ffn=64, vocab=64)
+    layout = Layout.parse("context=2,precision=bf16")
+    step = make_train_step(
+        llama(LlamaConfig(**sizes)), optax.sgd(0.1), layout, mesh=absent_mesh(layout)
+    )
+    step = TrainStep(step.options.without_devices("tpu"))
+    programs = dataclasses.replace(step._programs, compiler_options={})
+    batch = batch_shapes(step.model, 2, seq=512)
+
+    def has_kernel(program, batch):
+        with use_mesh(step.mesh):
+            traced = jax.make_jaxpr(program)(programs.shapes_to_use, batch)
+        return "pallas_call" in str(traced)
+
+    assert has_kernel(programs.gradients, batch)
+    assert not has_kernel(programs.logits, {"tokens": batch["tokens"]})
 
 
 def test_packed_documents_and_windows_take_the_kernel_too():

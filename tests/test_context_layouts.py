@@ -11,9 +11,11 @@ import pytest
 
 from meshpar import InputError, Layout, RuleError, default_rules, lint, make_train_step
 from meshpar.model.token_mixing import mixes_tokens
+from meshpar.model.token_order import TokenOrder
 from meshpar.models.llama import LlamaConfig, llama
 from meshpar.models.moe import MoEConfig, moe
 from meshpar.models.presets import build
+from meshpar.parallel.context.ulysses import heads_here
 from meshpar.parallel.sequence_checks import check_token_wise
 from meshpar.schedules import SCHEDULES
 from meshpar.testing import check_layouts
@@ -304,11 +306,31 @@ def with_all_beside_each(x):
     return jax.lax.map(lambda one: one + total, x.swapaxes(0, 1))
 
 
+def from_one(x):
+    return jax.lax.fori_loop(0, 3, lambda _, total: total + x.sum(), 1.0)
+
+
+def from_zero(x):
+    return jax.lax.fori_loop(0, 3, lambda _, total: total + x.sum(), 0.0)
+
+
+def of_either(x):
+    many = jax.numpy.ones(()) > 2
+    return jax.lax.cond(many, lambda x: x.sum(), lambda x: 7.0, x)
+
+
+def from_how_many(x):
+    first = jax.numpy.full(x.shape, float(x.shape[1]))
+    return jax.lax.fori_loop(0, 3, lambda _, y: x + y, first).sum()
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
         (until_a_token, "over the sequence|a loop that tokens end"),
         (with_all_beside_each, "of a sum over tokens|beside each token"),
+        (from_one, "each device has alike, which would count once"),
+        (of_either, "each device has alike, which would count once"),
     ],
 )
 def test_loops_that_join_tokens_are_found(function, message):
@@ -317,12 +339,30 @@ def test_loops_that_join_tokens_are_found(function, message):
     assert re.search(message, found)
 
 
+def test_a_loop_that_starts_at_how_many_tokens_are_at_hand_is_found():
+    few, many = (jax.ShapeDtypeStruct((3, size, 4), np.float32) for size in (4, 8))
+
+    def found(function):
+        return mixes_tokens(function, 8, (many, 1), fewer=(function, (few, 1)))
+
+    assert re.search("how many are at hand", found(from_how_many))
+    assert found(from_zero) is None
+
+
 def test_heads_that_do_not_divide_are_refused_for_ulysses():
     with pytest.raises(InputError, match="over context=8 x 2, which does not divide"):
         refused = "context=8,tensor=2,attention=ulysses"
         findings = lint(model(), refused, seq=32).findings
         assert [finding.path for finding in findings] == ["context"]
         raise InputError(findings[0].message)
+
+
+def test_heads_that_are_traded_are_refused_with_the_methods_degrees():
+    order = TokenOrder(mesh_axis="context", num_ranks=8, heads=4)
+    q, k, v = (jax.numpy.zeros((1, 4, heads, 4)) for heads in (6, 2, 2))
+    message = r"attention=ulysses:4\+ring:2 splits heads over 4 devices, .* has 6 of"
+    with pytest.raises(InputError, match=message):
+        heads_here(q, k, v, order)
 
 
 def test_a_rule_may_not_use_context():

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from meshpar.layout import Layout
+from meshpar.planner.cost.block_workspace import in_chunks_bytes
 from meshpar.planner.cost.context_traffic import context_rows
 from meshpar.planner.cost.traffic_time import link_of
 from meshpar.planner.machine.clusters import cluster_of
@@ -81,3 +82,30 @@ def test_a_long_sequence_is_planned_over_context_and_the_plan_says_why():
     )
     assert found.plans[0].run.layout.context == 8
     assert found.notes[-1].startswith("attention=ulysses over context=8")
+
+
+@pytest.mark.parametrize("kv_heads, tensor, sent", [(4, 1, 12), (8, 1, 8), (1, 2, 12)])
+def test_kv_heads_are_sent_as_often_as_lets_them_divide(kv_heads, tensor, sent):
+    """Of 24 heads over 4 or 6 devices that trade, a device's."""
+    trading = 6 if kv_heads == 4 else 4
+    layout = Layout.parse(
+        f"context={trading},tensor={tensor},attention=ulysses,precision=bf16"
+    )
+    run = replace(like(devices=trading * tensor), layout=layout)
+    run = replace(run, workload=replace(run.workload, heads=24, kv_heads=kv_heads))
+    (row, *_) = context_rows(run)
+    head_bytes = run.tokens * 2 * run.workload.head_dim * run.dtype_bytes
+    assert row.payload_bytes == (24 / tensor + sent) * head_bytes
+
+
+def test_chunks_of_an_mlp_are_counted_with_their_weights_in_fp32():
+    def spared(layout):
+        run = replace(like(), seq=2**17, layout=Layout.parse(layout))
+        return in_chunks_bytes(run, moe=False)
+
+    for precision in ("bf16", "fp32"):
+        line = f"precision={precision}"
+        whole = spared(f"{line},remat=full")
+        assert whole == spared(f"{line},remat=stage_full") > 0 == spared(line)
+    narrow, wide = (spared(f"precision={one},remat=full") for one in ("bf16", "fp32"))
+    assert narrow < wide / 2  # half the bytes of tokens, less the weights' copies

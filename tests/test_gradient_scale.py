@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 from meshpar import pipeline_value_and_grad
+from meshpar.parallel.context.splash import over_root
 from meshpar.parallel.mean_loss import scaled
 from tests.pipelined import BATCH, QUICK, SEQ, batch_of, model_of, step_of
 
@@ -79,3 +80,11 @@ def test_a_users_bf16_gradients_are_scaled_in_fp32():
     gradient = jax.jit(jax.grad(outer), compiler_options=QUICK)
     once, more = gradient(weights, 1.0), gradient(weights, BETWEEN)
     assert abs(bias(more, BETWEEN * np.float64(once))) < BOUND
+
+
+def test_scores_are_scaled_in_fp32_too():
+    """The root of 1/200 lies between two numbers of bf16."""
+    q = jnp.asarray(np.linspace(1, 2, 200), jnp.bfloat16)[None]
+    wanted = (np.asarray(q, np.float64) / 200**0.5).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(over_root(q), wanted)
+    assert (np.asarray(q * jnp.asarray(200**-0.5, q.dtype)) != wanted).any()

@@ -114,10 +114,11 @@ ABSORBS = (
         ("sequence_parallel=yes", "sequence_parallel=yes: must be one of false, true"),
         ("sequence_parallel=1", "sequence_parallel=1: must be one of false, true"),
         ("remat=all", "remat=all: must be one of none, selective, full, dots"),
-        ("attention=flash", "attention=flash: must be one of ring, allgather, ulysses"),
+        ("attention=flash", "allgather, ulysses, or both degrees, each at least 2"),
+        ("context=-1,attention=rnig", "attention=rnig: must be one of ring, allgather"),
         ("context=8,attention=ulysses:4", "must be one of .* ulysses:4.ring:2"),
         ("context=8,attention=ulysses:2+ring:2", "is for context=4, but context=8"),
-        ("context=4,attention=ulysses:4+ring:1", "a degree of 1 is none; write uly"),
+        ("context=4,attention=ulysses:4+ring:1", "degrees are at least 2; write uly"),
         ("execution=both", "execution=both: must be one of uniform, divergent"),
         ("precision=fp16", "precision=fp16: must be one of fp32, bf16"),
         (

@@ -9,7 +9,11 @@ from meshpar.planner.cost.block_time import block_time
 from meshpar.planner.cost.bounds import Bounds
 from meshpar.planner.cost.estimate import estimate
 from meshpar.planner.cost.kernel_time import HOST_SHARE
-from meshpar.planner.cost.parameters import rank_parameters, update_bytes
+from meshpar.planner.cost.parameters import (
+    rank_parameters,
+    routed_parameters,
+    update_bytes,
+)
 from meshpar.planner.cost.pipeline_time import lock_step
 from meshpar.planner.cost.traffic import (
     block_rows,
@@ -365,3 +369,14 @@ def test_local_steps_send_over_data_the_parameters_once_an_interval(layout, ever
     plain = of(f"{layout},precision=bf16")
     more = found.memory.optimizer_bytes - plain.memory.optimizer_bytes
     assert more == pytest.approx(8 * parameters)
+
+
+def test_local_steps_send_experts_as_zero_shares_them_out():
+    """They lie over `expert` already, so that `fsdp` alone shares them out."""
+    layout = "data=2,fsdp=2,expert=4,zero_axes=fsdp/expert,sync_every=8"
+    found = of(f"{layout},precision=bf16", preset="mixtral-8x7b")
+    (row,) = [one for one in found.collectives if one.reason == "outer gradients"]
+    routed = routed_parameters(found.run, 0)
+    dense = rank_parameters(found.run, 0) - routed
+    each = 2 * 4 * (dense / 8 + routed / 2) / 2
+    assert row.wire_bytes == pytest.approx(each / 8)

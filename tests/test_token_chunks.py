@@ -71,7 +71,7 @@ def test_chunks_of_tokens_train_as_whole_sequences_do(few_bytes, model, line):
 
 @pytest.mark.slow
 def test_chunks_send_the_bytes_of_whole_sequences(monkeypatch):
-    sent = []
+    sent, runs = [], []
     for room in (2**30, 10_000):
         monkeypatch.setattr(chunk_bytes, "HIDDEN_BYTES", room)
         layout = Layout.parse("context=2,tensor=2,remat=full")
@@ -81,4 +81,8 @@ def test_chunks_send_the_bytes_of_whole_sequences(monkeypatch):
         assert not report.hazards and not any(row.surprise for row in report.rows)
         rows = report.to_json()["collectives"]
         sent.append(sum(row["payload_bytes"] * row["executions"] for row in rows))
+        runs.append(
+            sum(row["executions"] for row in rows if row["kind"] == "all-reduce")
+        )
     assert sent[1] == sent[0]
+    assert runs[1] > runs[0]

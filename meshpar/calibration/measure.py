@@ -211,6 +211,7 @@ def _measured(
         domain_devices=len(devices),
         link_bytes_per_s=speed,
         network_bytes_per_s=speed,
+        compute_capability=float(getattr(devices[0], "compute_capability", 0)),
         efficiency=Efficiency(
             matmul=1.0,
             attention=attention,

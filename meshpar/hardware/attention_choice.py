@@ -13,8 +13,13 @@ from meshpar.attention_method import has_degrees
 SPLASH_LANES = 128
 """Splash attention takes sequences of whole tiles, whose rows are a TPU's lanes."""
 
-SPLASH_HEAD_DIM = 8
-"""And heads whose size is a multiple of this: 8 to 256 were compiled for a v5e."""
+HEAD_DIM_MULTIPLE = 8
+"""Both kernels take heads whose size is a multiple of this: of splash attention 8 to
+256 were compiled for a v5e; of cuDNN's `jax.nn.dot_product_attention` refuses others
+(jax 0.10.2)."""
+
+CUDNN_HEAD_DIM, HOPPER_HEAD_DIM = 128, 256
+"""The largest heads that it gives cuDNN, before and from compute capability 9.0 on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,12 +32,14 @@ class AttentionAsked:
         queries, keys: Tokens of a whole sequence.
         head_dim: Of a query and a key.
         method: How attention crosses `context`; empty where sequences lie whole.
+        in_order: Whether devices have causal sequences in their own order: no zigzag.
         chunks: Equal parts that a sequence is cut into, whose tiles are their own.
         documents: Whether several share a sequence, told apart by their numbers.
         window: Whether a query sees keys up to some distance alone.
         hidden: Whether no query sees some keys, of other reasons than documents.
         padded: Whether sequences are padded so that devices can share them.
         absent: Whether the device is not there to be asked what it has.
+        capability: Compute capability of a GPU; 0 where that is not known.
         probing: Whether nothing runs, and a trace is made to look at alone.
         idle_axis: A mesh axis that splits neither examples nor heads; empty for none.
     """
@@ -43,12 +50,14 @@ class AttentionAsked:
     keys: int
     head_dim: int
     method: str = ""
+    in_order: bool = False
     chunks: int = 1
     documents: bool = False
     window: bool = False
     hidden: bool = False
     padded: bool = False
     absent: bool = False
+    capability: float = 0.0
     probing: bool = False
     idle_axis: str = ""
 
@@ -95,14 +104,17 @@ OBSTACLES = {
     "dtype": "the kernel takes bf16; set precision=bf16",
     "method": "attention={value} merges softmaxes of parts, which our tiles do; "
     "attention=ulysses takes the kernel, on TPUs attention=ring too",
+    "order": "a ring in the sequence's own order runs in tiles",
     "documents": "it takes no packed documents; tiles do",
     "window": "it takes no sliding window here; tiles do",
     "hidden": "it takes no keys that all queries leave out",
     "padding": "sequences are padded to divide over context",
     "absent": "no such device is here to be asked for it",
     "length": f"it takes a multiple of {SPLASH_LANES} tokens at a time, not {{value}}",
-    "head_dim": f"it takes heads of a multiple of {SPLASH_HEAD_DIM} values, not "
+    "head_dim": f"it takes heads of a multiple of {HEAD_DIM_MULTIPLE} values, not "
     "{value}",
+    "large_heads": f"it takes heads of up to {CUDNN_HEAD_DIM} values, of up to "
+    f"{HOPPER_HEAD_DIM} from compute capability 9.0 on, not {{value}}",
     "mesh_axis": "mesh axis {value!r} splits neither the batch nor the heads, and a "
     "kernel is not split by XLA",
 }
@@ -150,16 +162,20 @@ def _limits(asked: AttentionAsked) -> dict[str, str | bool]:
     return {
         "dtype": not asked.half,
         "method": (asked.method in tiles or has_degrees(asked.method)) and asked.method,
+        "order": asked.method == "ring" and asked.in_order,
         "hidden": asked.hidden,
         "padding": asked.padded,
     }
 
 
 def _cudnn_limits(asked: AttentionAsked) -> dict[str, str | bool]:
+    largest = HOPPER_HEAD_DIM if asked.capability >= 9 else CUDNN_HEAD_DIM
     return {
         "documents": asked.documents,
         "window": asked.window,
         "absent": asked.absent,
+        **_odd_heads(asked),
+        "large_heads": asked.head_dim > largest and str(asked.head_dim),
     }
 
 
@@ -169,6 +185,11 @@ def _splash_limits(asked: AttentionAsked) -> dict[str, str | bool]:
     return {
         "window": asked.window and asked.method == "ring",
         "length": bool(odd) and odd[0],
-        "head_dim": asked.head_dim % SPLASH_HEAD_DIM != 0 and str(asked.head_dim),
+        **_odd_heads(asked),
         "mesh_axis": asked.idle_axis,
     }
+
+
+def _odd_heads(asked: AttentionAsked) -> dict[str, str | bool]:
+    odd = asked.head_dim % HEAD_DIM_MULTIPLE
+    return {"head_dim": odd != 0 and str(asked.head_dim)}

@@ -25,6 +25,7 @@ _NO_POSITIVE_NUMBERS = (
     "attention_kernels",
     "pod_devices",
     "reserve",
+    "compute_capability",
 )
 
 
@@ -54,6 +55,8 @@ class Device:
         reserve: Part of the memory that a program leaves to others: the driver, buffers
             of collectives, and what its allocator does not get.
         pod_devices: Most devices of one slice of a torus; 0 for no limit.
+        compute_capability: Of a GPU, which decides what its kernels take; 0 where that
+            is not known.
         taken_from: The device whose achieved fractions and attention kernels it is
             taken to have, where no published times calibrate it; empty where some do.
 
@@ -77,6 +80,7 @@ class Device:
     attention_kernels: Mapping[str, Kernel] = field(default_factory=dict)
     pod_devices: int = 0
     reserve: float = 0.0
+    compute_capability: float = 0.0
     taken_from: str = ""
 
     def __post_init__(self) -> None:
@@ -118,6 +122,12 @@ class Device:
             raise InputError(
                 f"hardware {self.name!r}: reserve={self.reserve!r} must be at least 0 "
                 "and below 1, a part of memory_bytes"
+            )
+        capability = self.compute_capability
+        if not (is_number(capability) and 0 <= capability < math.inf):
+            raise InputError(
+                f"hardware {self.name!r}: compute_capability={capability!r} must be a "
+                "number of at least 0"
             )
         for dtype in ("bf16", "fp32"):
             if dtype not in self.peak_flops:

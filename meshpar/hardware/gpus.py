@@ -51,6 +51,8 @@ from meshpar.hardware.efficiency import Efficiency
 #   host_bytes_per_s Of the device, not achieved: PCIe x16, half of the data sheet's
 #                    both directions (gen 4 A100, gen 5 H100 to B200); GB200 a half of
 #                    its CPU's 450 GB/s NVLink-C2C.
+#   compute_capability
+#                    NVIDIA's table of CUDA GPUs (2025): 8.0, 9.0, 10.0.
 #   spread           Taken: equal devices differ by some tenths of a percent.
 _A100 = Efficiency(
     matmul=0.78,
@@ -98,6 +100,7 @@ def _nvidia(
     other_name: str = "",
     target: str = "",
     taken_from: str = "",
+    compute_capability: float = 9.0,
 ) -> Known:
     # fp32 at JAX's default precision is TF32, half as fast.
     device = Device(
@@ -113,6 +116,7 @@ def _nvidia(
         attention_kernels=AMPERE if efficiency is _A100 else HOPPER,
         taken_from=taken_from,
         reserve=_RESERVE,
+        compute_capability=compute_capability,
     )
     return Known(device, kind, other_name, target)
 
@@ -130,6 +134,7 @@ GPUS = (
         network_bytes_per_s=25e9,
         host_bytes_per_s=32e9,
         efficiency=_A100,
+        compute_capability=8.0,
         other_name="a100",
         target="gpu:a100",
     ),
@@ -143,6 +148,7 @@ GPUS = (
         network_bytes_per_s=25e9,
         host_bytes_per_s=32e9,
         efficiency=_A100,
+        compute_capability=8.0,
     ),
     # NVIDIA H100 data sheet, 2023-03 (SXM; half of the numbers with sparsity).
     _nvidia(
@@ -191,6 +197,7 @@ GPUS = (
         other_name="b200",
         target="gpu:b200",
         taken_from="h100-80gb",
+        compute_capability=10.0,
     ),
     # NVIDIA GB200 NVL72 data sheet, 2024-03: 72 GPUs with 360 PFLOP/s bf16 with
     # sparsity and 576 TB/s together, one NVLink domain of the B200's ports.
@@ -205,5 +212,6 @@ GPUS = (
         domain_devices=72,
         other_name="gb200",
         taken_from="h100-80gb",
+        compute_capability=10.0,
     ),
 )

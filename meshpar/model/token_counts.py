@@ -70,7 +70,7 @@ def _value(name: str, given: list[Flow]) -> Any:
         return given[0].value
     if name == "not" and isinstance(given[0].value, bool):
         return not given[0].value
-    gone = name == "mul" and any(zeros)
+    gone = name in ("mul", "and") and any(zeros)
     return 0 if gone or (name in _ALSO_ZERO and all(zeros)) else None
 
 

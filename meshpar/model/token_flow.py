@@ -55,10 +55,32 @@ class Flow:
         dim = None if self.dim is None else place(self.dim)
         return replace(self, dim=dim, uniform=frozenset(map(place, self.uniform)))
 
+    def check_beside(self, some: Flow) -> None:
+        """Refuses values without tokens where `some` has them in a loop or branch."""
+        if self.zero:
+            return
+        if some.total:
+            raise Mixed(
+                "a loop or branch that gives a sum over tokens or what each device has "
+                "alike, which would count once for each; start it at 0"
+            )
+        if self.counted:
+            raise Mixed(
+                "a loop or branch that gives tokens or how many are at hand; take "
+                "scope.seq_length(seq)"
+            )
+
     def joined(self, other: Flow) -> Flow:
-        """What holds for either."""
+        """What holds for either.
+
+        Raises:
+            Mixed: They have tokens in different dims; or one has tokens, and the other
+                what each device would count.
+        """
         if self.has_tokens != other.has_tokens:
-            return self if self.has_tokens else other
+            some, none = (self, other) if self.has_tokens else (other, self)
+            none.check_beside(some)
+            return some
         if (self.dim, self.total) != (other.dim, other.total):
             raise Mixed("tokens in different dims of a loop or branch")
         return replace(

@@ -30,7 +30,7 @@ def safe_inverse(weight_sum: jax.Array) -> jax.Array:
     return jnp.where(some, 1 / jnp.where(some, weight_sum, 1), 0.0)
 
 
-def scaled(tree: Any, scale: jax.Array, dtype: Any = None) -> Any:
+def scaled(tree: Any, scale: jax.Array | float, dtype: Any = None) -> Any:
     """Every array times an fp32 `scale`, rounded once.
 
     A scale rounded to an array's own few bits would move all its values one way.
@@ -40,7 +40,7 @@ def scaled(tree: Any, scale: jax.Array, dtype: Any = None) -> Any:
         scale: A scalar.
         dtype: Of the result where it is of real numbers; its own when absent.
     """
-    wide = scale.astype(jnp.float32)
+    wide = jnp.asarray(scale, jnp.float32)
 
     def of(x: jax.Array) -> jax.Array:
         real = jnp.issubdtype(x.dtype, jnp.floating)

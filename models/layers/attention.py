@@ -33,6 +33,7 @@ from meshpar.parallel.context.attention import (
 )
 from meshpar.parallel.context.mask import Mask
 from meshpar.parallel.context.splash import splash_attention
+from meshpar.parallel.mean_loss import scaled
 from meshpar.parallel.tensor import AnyArray
 
 _HEADS = ("batch", "seq", "heads", "head_dim")
@@ -174,7 +175,7 @@ class Attention(nnx.Module):
             rope = recomputed(functools.partial(apply_rope, frequencies=frequencies))
             q, k = rope(q, positions), rope(k, positions)
         if self.query_factor not in (None, 1.0):
-            q = q * self.query_factor
+            q = scaled(q, self.query_factor)
         return (
             scope.constrain(q, _HEADS),
             scope.constrain(k, _KV_HEADS),
@@ -283,6 +284,7 @@ def _asked(
         keys=k.shape[1] * ranks,
         head_dim=q.shape[-1],
         method=method,
+        in_order=mask.causal and order is not None and not order.zigzag,
         chunks=order.num_chunks if order is not None and method == "ring" else 1,
         documents=packed,
         window=mask.window is not None,
@@ -291,8 +293,16 @@ def _asked(
         # Where the GPU is not there, tracing finds no cuDNN to ask.
         absent=scope.platform == "gpu" and jax.default_backend() != "gpu",
         probing=order is not None and order.probing,
+        capability=_capability(scope.platform),
         idle_axis=next(iter(scope.idle_axes(_HEADS, q.shape)), ""),
     )
+
+
+def _capability(platform: str) -> float:
+    """Of the GPU that is here; 0 where there is none to ask."""
+    if platform != "gpu" or jax.default_backend() != "gpu":
+        return 0.0
+    return float(getattr(jax.devices()[0], "compute_capability", 0))
 
 
 def _fused(choice: AttentionChoice, mask: Mask) -> Callable[..., jax.Array] | None:

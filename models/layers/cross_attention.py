@@ -11,6 +11,7 @@ from flax import nnx
 from meshpar import Scope
 from meshpar.models.layers.attention import attend, normal
 from meshpar.parallel.column import column_parallel
+from meshpar.parallel.mean_loss import scaled
 
 
 class CrossAttention(nnx.Module):
@@ -75,7 +76,7 @@ class CrossAttention(nnx.Module):
         q = column_parallel("BTD,DNH->BTNH", x, self.q[...], heads, scope)
         q = scope.save(q, "cross_q")
         if self.query_factor not in (None, 1.0):
-            q = q * self.query_factor
+            q = scaled(q, self.query_factor)
         kv_BSNPH = column_parallel("BSD,DNPH->BSNPH", other, self.kv[...], pairs, scope)
         kv_BSNPH = scope.save(kv_BSNPH, "cross_kv")
         k, v = (scope.constrain(kv_BSNPH[:, :, :, at], heads) for at in (0, 1))

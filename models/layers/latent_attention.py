@@ -23,6 +23,7 @@ from meshpar.models.layers.norm import RMSNorm
 from meshpar.models.layers.recomputed import recomputed
 from meshpar.models.layers.rope import apply_rope
 from meshpar.parallel.column import column_parallel
+from meshpar.parallel.mean_loss import scaled
 from meshpar.parallel.tensor import AnyArray
 
 _HEADS = ("batch", "seq", "heads", "head_dim")
@@ -129,9 +130,9 @@ class LatentAttention(nnx.Module):
         rope = self._rope(x.shape[1], scope)
         k_RNH, v_RNH = jnp.split(self.kv[...], [sizes.nope], axis=-1)
         of_latent = jnp.einsum("BTNH,RNH->BTNR", q[..., : sizes.nope], k_RNH)
-        amplitude = self.amplitude
-        q = jnp.concatenate([of_latent, amplitude * rope(q[..., sizes.nope :])], -1)
-        k = jnp.concatenate([narrow[:, :, None], amplitude * rope(shared)], -1)
+        q_rope, k_rope = self._rotated(q, shared, rope)
+        q = jnp.concatenate([of_latent, q_rope], -1)
+        k = jnp.concatenate([narrow[:, :, None], k_rope], -1)
         mixed_BTNR = scope.cache.attend(
             scope.constrain(q, _HEADS),
             k,
@@ -167,12 +168,10 @@ class LatentAttention(nnx.Module):
         kv = column_parallel("BTR,RNH->BTNH", narrow, self.kv[...], _HEADS, scope)
         k_nope, v = kv[..., : sizes.nope], kv[..., sizes.nope :]
         rope = self._rope(x.shape[1], scope)
-        q_rope, k_rope = rope(q[..., sizes.nope :]), rope(shared)
-        if self.amplitude != 1.0:
-            q_rope, k_rope = q_rope * self.amplitude, k_rope * self.amplitude
+        q_rope, k_rope = self._rotated(q, shared, rope)
         q = jnp.concatenate([q[..., : sizes.nope], q_rope], -1)
         if self.score_factor != 1.0:
-            q = q * self.score_factor
+            q = scaled(q, self.score_factor)
         whole = (*k_nope.shape[:3], sizes.rope)
         k = jnp.concatenate([k_nope, jnp.broadcast_to(k_rope, whole)], -1)
         return (
@@ -180,6 +179,13 @@ class LatentAttention(nnx.Module):
             scope.constrain(k, _HEADS),
             scope.constrain(v, _HEADS),
         )
+
+    def _rotated(
+        self, q: jax.Array, shared: jax.Array, rope: functools.partial
+    ) -> tuple[jax.Array, jax.Array]:
+        """The parts of queries and of the shared key that have a position."""
+        parts = rope(q[..., self.sizes.nope :]), rope(shared)
+        return parts if self.amplitude == 1.0 else scaled(parts, self.amplitude)
 
     def _rope(self, seq: int, scope: Scope) -> functools.partial:
         positions = scope.batch.get("positions", scope.positions(seq)[None])

@@ -143,9 +143,10 @@ class Router(nnx.Module):
         real = _real(scope, experts.shape[:2])
         experts = jnp.where(real[..., None], experts, config.experts)
         sums = _sums(logits, scores, experts, real, config, scope)
-        kept = _kept(experts, config, scope) & real[..., None]
-        lost = real[..., None] & ~kept
+        within = _kept(experts, config, scope)
+        lost = real[..., None] & ~within
         sums["dropped"] = jnp.sum(lost, dtype=jnp.float32)
+        kept = real[..., None] & within
         experts = jnp.where(kept, experts, config.experts)
         return experts, jnp.where(kept, weights, 0.0) * config.scale, sums
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from meshpar.parallel.context.mask import Mask
 from meshpar.parallel.context.splash_kernel import Side, Splash
+from meshpar.parallel.mean_loss import scaled
 
 
 def splash_attention(
@@ -39,16 +40,16 @@ def splash_attention(
         (batch, queries, heads, head_dim), the dtype of `q`; zeros for a query of a
         segment below 0.
     """
-    heads_first = (jnp.swapaxes(x, 1, 2) for x in (scaled(q), k, v))
+    heads_first = (jnp.swapaxes(x, 1, 2) for x in (over_root(q), k, v))
     q_BNTH, *keys = heads_first
     kernel = Splash(mask=mask, interpret=interpret)
     mixed = kernel(Side((q_BNTH,), segments), Side(tuple(keys), segments))
     return without_padding(jnp.swapaxes(mixed, 1, 2), segments)
 
 
-def scaled(q: jax.Array) -> jax.Array:
+def over_root(q: jax.Array) -> jax.Array:
     """Queries over the root of their size, as the kernel wants them."""
-    return q * jnp.asarray(q.shape[-1] ** -0.5, q.dtype)
+    return scaled(q, q.shape[-1] ** -0.5)
 
 
 def without_padding(mixed_BTNH: jax.Array, segments: jax.Array | None) -> jax.Array:

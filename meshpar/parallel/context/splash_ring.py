@@ -21,9 +21,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshpar.collectives import asked
+from meshpar.errors import InputError
 from meshpar.model.token_order import TokenOrder
 from meshpar.parallel.context.mask import Mask
-from meshpar.parallel.context.splash import scaled, without_padding
+from meshpar.parallel.context.splash import over_root, without_padding
 from meshpar.parallel.context.splash_kernel import Side, Splash
 
 # Dims: B batch, N heads, K kv heads, T tokens of a device, H head_dim, C two chunks.
@@ -38,12 +39,22 @@ class Ring:
         causal: Whether a query sees no key that follows it.
         num_parts: Parts that the kv heads are taken in, one after another.
         interpret: Whether to run the kernel as JAX operations, where there is no TPU.
+
+    Raises:
+        InputError: The mask is causal, and the order not zigzag.
     """
 
     order: TokenOrder
     causal: bool
     num_parts: int = 1
     interpret: bool = False
+
+    def __post_init__(self) -> None:
+        if self.causal and not self.order.zigzag:
+            raise InputError(
+                "a causal ring of splash kernels takes zigzag order, but the devices "
+                "have the sequence in its own; take attention in tiles"
+            )
 
 
 def splash_ring(
@@ -72,7 +83,7 @@ def splash_ring(
         (batch, tokens, heads, head_dim), the dtype of `q`; zeros for a query of a
         segment below 0.
     """
-    arrays = (_in_parts(ring, x) for x in (scaled(q), k, v))
+    arrays = (_in_parts(ring, x) for x in (over_root(q), k, v))
     mixed = _by_part(lambda part: _attend(ring, *part, rank, segments), tuple(arrays))
     # (parts, B, N of one, T, H) -> BTNH
     mixed = jnp.transpose(mixed, (1, 3, 0, 2, 4)).reshape(q.shape)

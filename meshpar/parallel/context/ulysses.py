@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from meshpar.attention_tiles import copies_of_heads
 from meshpar.collectives import asked
 from meshpar.errors import InputError
 from meshpar.model.token_order import TokenOrder
@@ -38,11 +39,11 @@ def heads_here(
     heads, kv_heads, n = q.shape[2], k.shape[2], order.num_trading
     if heads % n:
         raise InputError(
-            f"attention=ulysses splits heads over context={n}, but a device has "
+            f"attention={order.text} splits heads over {n} devices, but each has "
             f"{heads} of them; take attention=ring or allgather, or as many devices as "
             "divide the heads"
         )
-    times = _copies(heads, kv_heads, n)
+    times = copies_of_heads(heads, kv_heads, n)
     k, v = (jnp.repeat(x, times, axis=2) if times > 1 else x for x in (k, v))
     with asked("context_heads"):
         q, k, v = (_trade(x, order, split_axis=2, concat_axis=1) for x in (q, k, v))
@@ -58,17 +59,4 @@ def tokens_here(y: jax.Array, order: TokenOrder) -> jax.Array:
 def _trade(x: jax.Array, order: TokenOrder, **axes: int) -> jax.Array:
     return lax.all_to_all(
         x, order.mesh_axis, **axes, tiled=True, axis_index_groups=order.trading()
-    )
-
-
-def _copies(heads: int, kv_heads: int, n: int) -> int:
-    """How often each kv head is repeated, so that they divide over n devices.
-
-    As seldom as lets each device's queries find theirs in order.
-    """
-    group = heads // kv_heads
-    return next(
-        times
-        for times in range(1, group + 1)
-        if group % times == 0 and kv_heads * times % n == 0
     )

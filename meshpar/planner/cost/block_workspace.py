@@ -15,15 +15,21 @@ def in_chunks_bytes(run: Run, *, moe: bool) -> float:
     """Of an MLP's hidden values, those that are not there at once.
 
     Where the backward makes them again, it makes a chunk of tokens at a time
-    (`meshpar.parallel.token_chunks`).
+    (`meshpar.parallel.token_chunks`). Less the weights, which several chunks read in
+    fp32.
     """
-    recomputed = run.layout.remat == "full" or run.layout.residual_names is not None
+    named = run.layout.residual_names is not None
+    recomputed = run.layout.remat in ("full", "stage_full") or named
     ours = not run.execution.eager and not moe
     if not (recomputed and ours) or run.layout.sequence_parallel:
         return 0.0
     each = run.tokens * run.dtype_bytes / run.layout.tensor
     chunks = -(-each * gate_up_values(run, moe) // HIDDEN_BYTES)
-    return each * mlp_values(run, moe) * (1 - 1 / max(chunks, 1))
+    if chunks <= 1:
+        return 0.0
+    weights = run.workload.mlp_matrix_parameters(run.workload.ffn) / run.layout.tensor
+    copies = _FP32_BYTES * weights if run.dtype_bytes < _FP32_BYTES else 0.0
+    return each * mlp_values(run, moe) * (1 - 1 / chunks) - copies
 
 
 def scores_at_once(run: Run) -> float:

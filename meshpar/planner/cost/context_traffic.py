@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from meshpar.attention_tiles import copies_of_heads
 from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.traffic_row import ATTENTION, ATTENTION_AGAIN, Row
 from meshpar.planner.workload.recomputation import Again
@@ -25,14 +26,22 @@ def context_rows(run: Run, again: Again | None = None) -> Iterator[Row]:
     head_bytes = run.tokens * sizes * run.dtype_bytes / tensor
     keys_values = workload.kv_heads * head_bytes
     if how.heads > 1:
-        # A key or value goes to every device that has one of its queries.
-        keys_values *= max(1.0, how.heads * tensor / workload.kv_heads)
+        keys_values = _kv_heads_sent(run) * head_bytes * tensor
         sent = keys_values + workload.heads * head_bytes
         one = _row(run, "all-to-all", sent, "heads for sequence, and back", "inner")
         # Queries, keys and values there, mixed values back; gradients the other way.
         yield from _each_pass(one, again.attention)
     if how.heads == 1 or how.groups > 1:
         yield from _between_groups(run, keys_values, again)
+
+
+def _kv_heads_sent(run: Run) -> int:
+    """Of a device, to those that it trades with; all that a query has where odd."""
+    workload, layout = run.workload, run.layout
+    heads, kv_heads = (n // layout.tensor for n in (workload.heads, workload.kv_heads))
+    if workload.kv_heads % layout.tensor or heads % layout.attention_method.heads:
+        return heads
+    return kv_heads * copies_of_heads(heads, kv_heads, layout.attention_method.heads)
 
 
 def _between_groups(run: Run, keys_values: float, again: Again) -> Iterator[Row]:

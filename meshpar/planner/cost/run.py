@@ -154,6 +154,7 @@ class Run:
                     keys=self.seq,
                     head_dim=self.workload.query_dim,
                     method=method,
+                    capability=self.cluster.device.compute_capability,
                     # Zigzag order (`meshpar.parallel.sequence`).
                     chunks=2 * self.layout.context if method == "ring" else 1,
                 )

@@ -245,7 +245,7 @@ def step_rows(run: Run, ranks: Iterable[int]) -> Rows:
     )
     ends = max(end_parameters(run, rank) for rank in ranks)
     rows = [*_reductions(run, most, dense, ends), *_both_tables(run)]
-    rows += _outer_gradients(run, most)
+    rows += _outer_gradients(run, dense, most - dense)
     if run.state_shards > 1 and run.layout.zero == 3:
         rows += _gathered_once(run, most, ends, most - dense)
     elif run.state_shards > 1:
@@ -287,11 +287,12 @@ def _reductions(
     yield row(others, own, "gradients")
 
 
-def _outer_gradients(run: Run, parameters: float) -> Iterator[Row]:
+def _outer_gradients(run: Run, dense: float, routed: float) -> Iterator[Row]:
     """Of local steps: parameters in fp32 once an interval, a step's share of them."""
     layout = run.layout
     if layout.sync_every > 1:
-        payload = 4 * parameters / run.state_shards / layout.sync_every
+        shard = dense / run.state_shards + routed / run.routed_shards
+        payload = 4 * shard / layout.sync_every
         yield Row(("data",), "all-reduce", payload, "outer gradients", "once")
 
 
