@@ -107,7 +107,7 @@ def test_tokens_and_probabilities_are_those_of_the_whole_text(layout, known):
         slow("tiny-moe", (), "expert=2,tensor=2"),
         ("tiny-gemma3", (("layers", 3), ("window", 4)), "tensor=2"),
         slow("tiny-gemma3", (("window", 4),), "context=2"),
-        ("tiny-moe", LATENT, "data=1"),
+        slow("tiny-moe", LATENT, "data=1"),
         slow("tiny-moe", LATENT, "expert=2,context=2"),
     ],
 )
