@@ -251,3 +251,39 @@ def test_what_no_model_of_theirs_has_is_not_exported(tmp_path):
         write_weights(tmp_path, tiny_t5, {})
     with pytest.raises(InputError, match="no 'token_embed' is given"):
         write_weights(tmp_path, PRESETS["test"], {})
+
+
+def test_an_array_without_a_place_in_their_files_is_refused(folders, tmp_path):
+    weights = read_weights(folders["llama"])
+    mixer = {"blocks": {"mixer": {"A": np.zeros(2)}}}
+    given = dict(weights.params), {}
+    given[0]["lora"] = {"A": np.zeros(2)}
+    lost = r"blocks\.mixer\.A, lora\.A: given, but no file of a LlamaConfig"
+    with pytest.raises(InputError, match=lost):
+        write_weights(tmp_path / "new", weights.config, given[0], mixer)
+    assert not (tmp_path / "new").exists()
+    counted = {"blocks": {"mlp": {"router": {"tokens": np.zeros((2, 4))}}}}
+    assert write_weights(tmp_path / "new", weights.config, weights.params, counted)
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda like: None, "there is no such folder"),
+        (lambda like: like.write_text("{}"), "there is no such folder"),
+        (lambda like: config_in(like, "{"), "config.json' as JSON: Expecting"),
+        (lambda like: config_in(like, "[1]"), "holds no JSON object"),
+    ],
+)
+def test_a_like_that_cannot_be_read_is_refused(make, match, folders, tmp_path):
+    weights = read_weights(folders["llama"])
+    like = tmp_path / "typo"
+    make(like)
+    with pytest.raises(InputError, match=match):
+        write_weights(tmp_path / "new", weights.config, weights.params, like=like)
+    assert not (tmp_path / "new").exists()
+
+
+def config_in(folder, text):
+    folder.mkdir()
+    (folder / "config.json").write_text(text)

@@ -146,6 +146,14 @@ def test_another_architecture_and_scaled_positions_are_refused(tmp_path, tensors
         read_config(tmp_path / "c.gguf")
 
 
+def test_layers_that_would_all_see_a_window_are_refused(tensors_of, tmp_path):
+    _, tensors = tensors_of("gemma3")
+    path = tmp_path / "model.gguf"
+    write_gguf(path, "gemma3", tensors, **{**SAID, "block_count": 5})
+    with pytest.raises(InputError, match="5 layers, of which only each 6th sees all"):
+        read_config(path)
+
+
 def test_a_chat_template_that_refuses_is_one_line():
     template = "{{ raise_exception('no system message') }}"
     with pytest.raises(InputError, match="refuses the messages: no system message"):

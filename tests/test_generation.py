@@ -77,6 +77,13 @@ def known():
     return recomputed(step, state, PROMPTS, NEW)
 
 
+LATENT = (
+    *(("layers", 2), ("dense_layers", 1), ("ffn", 64), ("shared_experts", 1)),
+    *(("kv_heads", 0), ("q_lora_rank", 8), ("kv_lora_rank", 8)),
+    *(("qk_nope_head_dim", 8), ("qk_rope_head_dim", 4), ("v_head_dim", 8)),
+)
+"""As DeepSeek-V3."""
+
 FAST = ["data=1", "data=2,tensor=2", "stage=2,microbatches=2,context=2"]
 SLOW = [
     "fsdp=2",
@@ -99,6 +106,10 @@ def test_tokens_and_probabilities_are_those_of_the_whole_text(layout, known):
         ("test", (("window", 5),), "tensor=2"),
         slow("tiny-gpt2", (), "data=2"),
         slow("tiny-moe", (), "expert=2,tensor=2"),
+        ("tiny-gemma3", (("layers", 3), ("window", 4)), "tensor=2"),
+        slow("tiny-gemma3", (("window", 4),), "context=2"),
+        slow("tiny-moe", LATENT, "data=1"),
+        slow("tiny-moe", LATENT, "expert=2,context=2"),
     ],
 )
 def test_kinds_of_blocks_generate(name, sizes, layout):
@@ -117,6 +128,42 @@ def test_windows_keep_no_more_than_a_window():
     )
     # 5 tokens of the window and 8 of a chunk begin in any place of a page.
     assert kept.bytes_per_device() * 64 == of_whole.bytes_per_device() * 5
+
+
+@pytest.mark.parametrize("layout", ["data=1", slow("tensor=2,context=2")])
+def test_pages_of_a_window_are_written_again_and_again(layout):
+    """The window's 5 tokens and a chunk's 4 are in 4 pages, of which text has 7."""
+    model, step, state = trained("test", window=5)
+    layout, new, prompts = Layout.of(layout), 22, PROMPTS[::2]
+    devices = jax.devices()[: layout.num_devices]
+    programs = Programs.of(
+        model,
+        layout,
+        slots=2,
+        max_seq=40,
+        page_size=4,
+        chunk=4,
+        num_pages=9 // layout.context,
+        devices=devices,
+    )
+    assert any(programs.plan.rings)
+    engine = Engine(programs, *placed(programs, model, state))
+    begun = noted_put_backs(engine)
+    found = run(engine, [Request(tokens=one, max_tokens=new) for one in prompts])
+    assert begun, "two texts of 25 tokens need 14 pages"
+    tokens, logprobs = recomputed(step, state, prompts, new)
+    assert [[token for token, _ in one] for one in found] == tokens
+    np.testing.assert_allclose(
+        [[logprob for _, logprob in one] for one in found], logprobs, atol=1e-5
+    )
+
+
+def noted_put_backs(engine):
+    """The numbers of the requests that will have to begin anew, as they do."""
+    begun = []
+    put_back = engine._put_back
+    engine._put_back = lambda one: (begun.append(one.number), put_back(one))
+    return begun
 
 
 def engine_of(layout=ONE, **options):
@@ -176,9 +223,7 @@ def test_a_request_has_the_tokens_that_it_has_alone(alone):
 def test_a_request_that_finds_no_page_waits_and_goes_on(alone, num_pages, waits):
     """Two requests that run at once come to need 3 pages and 2."""
     engine = engine_of(num_pages=num_pages)
-    begun = []
-    put_back = engine._put_back
-    engine._put_back = lambda one: (begun.append(one.number), put_back(one))
+    begun = noted_put_backs(engine)
     together = run(engine, [REQUESTS[0], REQUESTS[2]])
     assert bool(begun) == waits
     for one, other in zip(together, (alone[0], alone[2]), strict=True):
@@ -362,3 +407,26 @@ def test_what_cannot_be_is_refused_in_one_line(make, message):
 @pytest.mark.slow
 def test_random_pairs_of_layouts_agree():
     assert len(check_generation(build("tiny"), num=10, num_tokens=3)) == 10
+
+
+BF16_BOUND = 0.05
+"""Of a log-probability: 2**-8 relative in logits of a few units."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["data=1", "expert=2,tensor=2"])
+def test_bf16_generates_what_bf16_trains(layout):
+    layout = Layout.parse(f"{layout},precision=bf16,param_dtype=bf16")
+    check_generation(build("tiny-moe"), [(layout, layout)], bound=BF16_BOUND)
+
+
+def test_routers_of_a_bf16_layout_stay_in_fp32():
+    model = build("tiny-moe", layers=1)
+    layout = Layout.parse("precision=bf16,param_dtype=bf16")
+    step = make_train_step(model, optax.sgd(0.1), layout, devices=jax.devices()[:1])
+    state = step.init(0)
+    programs = Programs.of(model, layout, slots=1, max_seq=8, devices=jax.devices()[:1])
+    params, _ = placed(programs, model, state, layout)
+    flat = jax.tree.leaves_with_path(params)
+    routers = [one for path, one in flat if "scores" in jax.tree_util.keystr(path)]
+    assert routers and all(one.dtype == jnp.float32 for one in routers)

@@ -200,6 +200,15 @@ NOT_COMPUTED = [
     ({**GPT2, "add_cross_attention": True}, "add_cross_attention=True is not what"),
 ]
 
+GEMMA3 = {
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+    "vocab_size": 256,
+}
+
 BAD_CONFIGS = [
     (
         {**LLAMA, "model_type": "mamba"},
@@ -228,6 +237,7 @@ BAD_CONFIGS = [
         "rope_scaling of type None",
     ),
     ({**GPT2, "n_embd": None}, "does not give 'n_embd'"),
+    (GEMMA3, "4 layers, of which only each 6th sees all tokens: all of them see a"),
     *NOT_COMPUTED,
     ("{", "as JSON: Expecting property name"),
 ]

@@ -1,6 +1,7 @@
 """What the planner says of generation: bytes by formula, time by the roofline."""
 
 import json
+import math
 
 import jax
 import pytest
@@ -46,16 +47,58 @@ def test_more_slots_give_more_tokens_until_they_do_not_fit():
     assert not table[-1].with_slots(2 * table[-1].slots).fits
 
 
-@pytest.mark.parametrize("layout", ["tensor=2", "data=2", "context=2"])
-def test_the_cache_is_the_program_s(layout):
+@pytest.mark.parametrize(
+    ("layout", "heads", "kv_heads"),
+    [
+        ("tensor=2", 8, 4),
+        ("data=2", 8, 4),
+        ("context=2", 8, 4),
+        ("tensor=4", 8, 2),
+        ("tensor=4", 12, 6),
+        ("tensor=4", 6, 3),
+        ("tensor=4", 4, 1),
+    ],
+)
+def test_the_cache_and_the_weights_are_the_program_s(layout, heads, kv_heads):
     layout = Layout.parse(layout)
-    cluster = cluster_of("h100-80gb", devices=2)
-    words = "layers=4,hidden=128,heads=8,kv_heads=4,ffn=384,vocab=256,gated=true"
-    found = estimate_inference(workload_of(words), cluster, layout, slots=4, seq=64)
-    programs = Programs.of(
-        build("tiny"), layout, slots=4, max_seq=64, devices=jax.devices()[:2]
-    )
+    cluster = cluster_of("h100-80gb", devices=layout.num_devices)
+    words = f"layers=4,hidden=128,heads={heads},kv_heads={kv_heads},head_dim=16,ffn=384"
+    workload = workload_of(f"{words},vocab=256,gated=true")
+    found = estimate_inference(workload, cluster, layout, slots=4, seq=64)
+    model = build("tiny", heads=heads, kv_heads=kv_heads, head_dim=16)
+    devices = jax.devices()[: layout.num_devices]
+    programs = Programs.of(model, layout, slots=4, max_seq=64, devices=devices)
     assert found.cache_bytes == programs.plan.bytes_per_device()
+    arrays, shardings = (
+        jax.tree.leaves(tree)
+        for tree in (programs._stacked_structs, programs.stacked_shardings)
+    )
+    held = sum(
+        4 * math.prod(sharding.shard_shape(array.shape))
+        for array, sharding in zip(arrays, shardings, strict=True)
+    )
+    # Norms are whole on each device; the estimate splits all but attention.
+    assert found.parameter_bytes == pytest.approx(held, rel=0.01)
+
+
+def test_microbatches_are_of_stages_alone():
+    plain, cut = (
+        estimated(layout=f"tensor=8,{more}{BF16}").as_json()["roofline"]
+        for more in ("", "microbatches=4,")
+    )
+    assert cut == plain
+    few, many = (
+        estimated(layout=f"stage=8,microbatches={number},{BF16}", slots=4)
+        for number in (4, 64)
+    )
+    # 4 requests make no more than 4 microbatches.
+    assert many.decode_s == few.decode_s
+    assert many.prefill_s == few.prefill_s
+    one = estimated(layout=f"stage=8,{BF16}", slots=4)
+    read = few.as_json()["roofline"]["memory"] - one.as_json()["roofline"]["memory"]
+    device = one.cluster.device
+    speed = device.memory_bytes_per_s * device.efficiency.memory
+    assert read == pytest.approx(3 * one.parameter_bytes / speed)
 
 
 def test_sizes_that_do_not_fit_together_are_refused():

@@ -2,12 +2,16 @@
 
 import sys
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
-from meshpar import Layout
+from meshpar import Layout, make_train_step
 from meshpar.cli.main import main
+from meshpar.models.convert.export import export
+from meshpar.models.presets import build
 from meshpar.planner.search.refusals import layout_problems
 from meshpar.planner.workload.shapes import SHAPES
 from meshpar.recipes.config import RunConfig
@@ -16,6 +20,9 @@ from meshpar.recipes.options import parse_arguments
 from meshpar.recipes.pretrain import pretrain
 from meshpar.recipes.resume import refuse_other_replicas
 from meshpar.recipes.step import check_intervals, make_step
+from meshpar.testing.batches import random_batch
+from meshpar.train.checkpoint import Checkpoints
+from meshpar.train.checkpoint_arrays import read_arrays
 from meshpar.train.local_steps.metrics import of_processes
 from tests.conftest import rows
 from tests.multiprocess.test_train import train
@@ -67,6 +74,51 @@ def test_the_learning_rate_lags_by_the_steps_that_a_replica_skips_on_average(
     pretrain(config)
     rate = rows(tmp_path / "metrics.jsonl", "learning_rate")[2]
     assert rate == pytest.approx(float(learning_rate_of(config)(2 - 1 / 2)))
+
+
+def test_a_checkpoint_within_an_interval_is_read_where_replicas_agreed(
+    small_text, tmp_path
+):
+    options = {**MODEL, "steps": STEPS, "text": small_text, "out": tmp_path}
+    options.update(sample_tokens=0, sync_every=2, layout="data=2,precision=bf16")
+    config = RunConfig(**options, stop_after=3)
+    pretrain(config)
+    step = make_step(config)
+    with Checkpoints(
+        tmp_path / "checkpoints", layer_orders=step.layer_orders
+    ) as checkpoints:
+        state = checkpoints.restore(step.state_shapes, step.shardings)
+    wanted = step.in_layer_order(step.parameters(state))
+    _, tree = read_arrays(tmp_path)
+    shapes = jax.tree.map(lambda one: one.shape, wanted)
+    assert jax.tree.map(lambda one: one.shape, tree["params"]) == shapes
+    found = jax.tree.map(lambda one: one[...], tree["params"])
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    drifted = jax.tree.map(lambda one: np.asarray(one)[0], state.params)
+    assert (drifted["token_embed"] != found["token_embed"]).any()
+    told = export(tmp_path, tmp_path / "theirs")
+    assert told["step"] == 3
+
+
+def test_states_of_replicas_are_read_as_their_mean(tmp_path):
+    model = build("tiny-moe", layers=1, dense_layers=0)
+    devices = jax.devices()[:2]
+    layout = "data=2,sync_every=4,precision=bf16,param_dtype=bf16"
+    step = make_train_step(model, optax.sgd(0.1), layout, devices=devices)
+    state = step.init(0)
+    for seed in range(2):
+        state, _ = step(state, random_batch(model, 4, 8, seed=seed))
+    with Checkpoints(tmp_path, layer_orders=step.layer_orders) as checkpoints:
+        checkpoints.save(state, {"layout": str(step.layout)})
+    _, tree = read_arrays(tmp_path)
+    for name in ("bias", "tokens"):
+        of_replicas = np.asarray(state.model_state["blocks"]["mlp"]["router"][name])
+        found = tree["model_state"]["blocks"]["mlp"]["router"][name]
+        assert found.shape == of_replicas.shape[1:]
+        np.testing.assert_allclose(found[...], of_replicas.mean(0))
+    wanted = step.in_layer_order(step.parameters(state))["token_embed"]
+    embed = tree["params"]["token_embed"][...].astype(wanted.dtype)
+    np.testing.assert_array_equal(embed, wanted)
 
 
 @pytest.mark.slow

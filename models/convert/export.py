@@ -31,7 +31,8 @@ def export(
 
     Raises:
         CheckpointError: There is no such checkpoint, or it cannot be read.
-        InputError: It says nothing of its model, or no model of theirs is like it.
+        InputError: It says nothing of its model, no model of theirs is like it, or
+            `like` is no folder.
     """
     contents, arrays = read_arrays(Path(checkpoint), step)
     sizes = contents.config.get("model_sizes")

@@ -16,6 +16,10 @@ from meshpar.models.llama import LlamaConfig
 from meshpar.models.moe import MoEConfig
 from meshpar.models.vit import ViTConfig
 
+RUN_ONLY = ("router.tokens",)
+"""Ends of the paths of state that a run counts with, and that no file of weights
+holds."""
+
 
 @dataclass(frozen=True)
 class Convertible:

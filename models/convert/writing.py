@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import numpy as np
 
 from meshpar import InputError
 from meshpar.models.convert.assembled import fitted
-from meshpar.models.convert.families import json_of, table_of
+from meshpar.models.convert.families import RUN_ONLY, json_of, table_of
 from meshpar.models.convert.row import Fitted
 from meshpar.models.convert.safetensors_folder import INDEX, WHOLE
 from meshpar.models.presets import build_config
@@ -71,8 +71,9 @@ def write_weights(
         The files of tensors.
 
     Raises:
-        InputError: No model of theirs is like ours, there is no such dtype, a tensor
-            has no place in it, or the folder holds a model already.
+        InputError: No model of theirs is like ours, there is no such dtype, an array
+            has no place in it, the folder holds a model already, or `like` is no
+            folder or has a config that cannot be read.
     """
     if dtype not in DTYPES:
         raise InputError(f"dtype={dtype!r}: must be one of {', '.join(DTYPES)}")
@@ -81,9 +82,9 @@ def write_weights(
     described |= {name: _THEIR_NAMES[dtype] for name in ("dtype", "torch_dtype")}
     if (folder / "config.json").exists():
         raise InputError(f"{str(folder)!r} holds a model already; name another folder")
-    folder.mkdir(parents=True, exist_ok=True)
     trees = {**_by_path(params), **_by_path(model_state or {})}
     shards = _shards(config, trees, np.dtype(DTYPES[dtype]).itemsize, shard_bytes)
+    folder.mkdir(parents=True, exist_ok=True)
     files = _files(folder, len(shards))
     place: dict[str, str] = {}
     total = 0
@@ -104,10 +105,22 @@ def write_weights(
 
 def _kept(like: str | Path | None, kind: str) -> dict[str, Any]:
     """What a config says that is no part of ours."""
-    file = None if like is None else Path(like) / "config.json"
-    if file is None or not file.is_file():
+    if like is None:
         return {}
-    said = json.loads(file.read_text())
+    if not Path(like).is_dir():
+        raise InputError(
+            f"like={str(like)!r}: there is no such folder; name one with the files of "
+            "a tokenizer, or leave it out"
+        )
+    file = Path(like) / "config.json"
+    if not file.is_file():
+        return {}
+    try:
+        said = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot read {str(file)!r} as JSON: {error}") from error
+    if not isinstance(said, dict):
+        raise InputError(f"{str(file)!r} holds no JSON object, but {said!r}")
     if said.get("model_type") != kind:
         return {}
     return {name: said[name] for name in _NOT_OURS if said.get(name) is not None}
@@ -126,9 +139,11 @@ def _shards(
 ) -> list[list[_Array]]:
     """The arrays of each file."""
     model = build_config(config)
+    placed = fitted(table_of(config), model)
+    _check_placed(config, placed, trees)
     shards: list[list[_Array]] = [[]]
     used = 0
-    for path, rows in fitted(table_of(config), model).items():
+    for path, rows in placed.items():
         if path not in trees:
             if all(row.row.optional for row in rows):
                 continue
@@ -145,6 +160,18 @@ def _shards(
             shards[-1].append(_Array(path, tuple(rows), at))
             used += bytes_here
     return shards
+
+
+def _check_placed(config: Any, placed: Iterable[str], given: Iterable[str]) -> None:
+    lost = sorted(
+        path for path in set(given) - set(placed) if not path.endswith(RUN_ONLY)
+    )
+    if lost:
+        raise InputError(
+            f"{', '.join(lost)}: given, but no file of a {type(config).__name__} with "
+            "these sizes has a place for it; leave it out, or give the config of the "
+            "model that has it"
+        )
 
 
 def _num_layers(model: Any, path: str, of_state: bool) -> int | None:

@@ -3,11 +3,15 @@
     decode = max(bytes / memory bandwidth, FLOPs / peak) + communication
     prefill = hypot of the same two (`meshpar.hardware.matmul_time`) + communication
 
+Windows are not modelled: a layer that has one is counted as if it kept and read all
+tokens, so memory and time are upper bounds then.
+
 Reference: Pope et al. 2022, "Efficiently scaling transformer inference", section 2.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -71,7 +75,8 @@ class InferenceEstimate:
         """Of all slots, full, on a device.
 
         Two arrays of kv heads, or one latent, for each token and layer:
-        rows x seq x layers x values x bytes; copies where `tensor` outnumbers heads.
+        rows x seq x layers x values x bytes; heads that do not divide over `tensor`
+        are copied (`meshpar.model.token_cache.kept_heads`).
         """
         return self._cache_of(self.seq) * self.rows
 
@@ -181,9 +186,31 @@ class InferenceEstimate:
             (True, workload.moe_layers),
         ):
             experts = workload.expert_parameters(moe=moe)
-            others = workload.block_parameters(moe=moe) - experts
-            total += count * (others + experts / layout.expert) / layout.tensor
+            others = workload.block_parameters(moe=moe) - experts - self._whole
+            split = (others + experts / layout.expert) / layout.tensor
+            total += count * (split + self._whole)
         return total / workload.layers
+
+    @property
+    def _heads_divide(self) -> bool:
+        """Whether each device has an equal part of the queries' heads."""
+        return self.workload.heads % self.layout.tensor == 0
+
+    @property
+    def _whole(self) -> int:
+        """Parameters of a layer's attention that each device of `tensor` has whole.
+
+        All where heads do not divide, those before attention where key heads do not.
+        """
+        workload = self.workload
+        if workload.traced:
+            return 0
+        if not self._heads_divide:
+            return workload.attention_matrix_parameters
+        if workload.kv_lora_rank or workload.kv_heads % self.layout.tensor == 0:
+            return 0
+        heads = workload.heads + 2 * workload.kv_heads
+        return workload.hidden * heads * workload.head_dim
 
     @property
     def _computed_parameters(self) -> float:
@@ -196,31 +223,42 @@ class InferenceEstimate:
         if workload.kv_lora_rank:
             values = float(workload.kv_lora_rank + workload.qk_rope_head_dim)
         else:
-            heads = max(1.0, workload.kv_heads / layout.tensor)
-            values = heads * (workload.query_dim + workload.value_dim)
+            values = self._kept_heads * (workload.query_dim + workload.value_dim)
         per_token = self._layers * values * self._compute_bytes
         return tokens / layout.context * per_token
+
+    @property
+    def _kept_heads(self) -> int:
+        """Key heads of which a device keeps tokens; jax is not imported for its own."""
+        kv_heads, shards = self.workload.kv_heads, self.layout.tensor
+        if kv_heads == 1 or not self._heads_divide:
+            return kv_heads
+        return math.lcm(kv_heads, shards) // shards
+
+    def _microbatches(self, rows: int) -> int:
+        """Parts that a step is cut into: stages alone cut it."""
+        return min(self.layout.microbatches, rows) if self.layout.stage > 1 else 1
 
     def _parts(self, new: int, seen: float, rows: int) -> dict[str, float]:
         """Seconds of reading, of arithmetic and of each mesh axis."""
         workload, layout, device = self.workload, self.layout, self.cluster.device
         read = self._computed_parameters * self._compute_bytes
-        read *= min(layout.microbatches, rows)
+        read *= self._microbatches(rows)
         read += self._cache_of(seen) * rows
         tokens = rows * new
-        share = layout.tensor * layout.stage
-        flops = 2 * workload.active_parameters * tokens / share
-        flops += (
-            workload.layers * workload.attention_flops(round(seen)) * tokens / share
-        )
+        whole = workload.layers * self._whole
+        met = (workload.active_parameters - whole) / layout.tensor + whole
+        scores = workload.layers * workload.attention_flops(round(seen))
+        scores /= layout.tensor if self._heads_divide else 1
+        flops = (2 * met + scores) * tokens / layout.stage
         peak = device.peak_flops[layout.precision] * device.efficiency.matmul
         return {
             "memory": matmul_time.memory_s(device, read),
             "compute": flops / peak,
-            **self._communication_s(tokens),
+            **self._communication_s(tokens, self._microbatches(rows)),
         }
 
-    def _communication_s(self, tokens: int) -> dict[str, float]:
+    def _communication_s(self, tokens: int, microbatches: int) -> dict[str, float]:
         layout = self.layout
         stream = tokens * self.workload.hidden * self._compute_bytes
         found = {}
@@ -239,8 +277,8 @@ class InferenceEstimate:
             found["context"] = self._layers * one
         if layout.stage > 1:
             link = self.cluster.link(layout, "stage")
-            hops = layout.microbatches + layout.stage - 1
-            of_one = stream / layout.microbatches
+            hops = microbatches + layout.stage - 1
+            of_one = stream / microbatches
             found["stage"] = hops * (of_one / link.bytes_per_s + link.hop_s)
         return found
 
@@ -248,8 +286,8 @@ class InferenceEstimate:
         parts = self._parts(new, seen, rows)
         memory, compute = parts.pop("memory"), parts.pop("compute")
         of_stage = max(memory, compute) if new == 1 else (memory**2 + compute**2) ** 0.5
-        micro = min(self.layout.microbatches, rows)
-        ticks = (micro + self.layout.stage - 1) / micro
+        microbatches = self._microbatches(rows)
+        ticks = (microbatches + self.layout.stage - 1) / microbatches
         return of_stage * ticks + sum(parts.values())
 
 

@@ -110,7 +110,7 @@ def _period(values: Mapping[str, Any], layers: int) -> int:
     pattern = values.get("sliding_window_pattern", 6)
     types = values.get("layer_types")
     if types is None:
-        return min(pattern, layers)
+        return whole_period(pattern, layers)
     period = types.index(_GLOBAL) + 1 if _GLOBAL in types else 0
     if not period or types != _types(layers, period):
         raise InputError(
@@ -118,6 +118,21 @@ def _period(values: Mapping[str, Any], layers: int) -> int:
             "after as many that see a window; take another model"
         )
     return period
+
+
+def whole_period(pattern: int, layers: int) -> int:
+    """The period of so many layers.
+
+    Raises:
+        InputError: They are less than one: theirs would all see a window.
+    """
+    if layers < pattern:
+        raise InputError(
+            f"{layers} layers, of which only each {pattern}th sees all tokens: all of "
+            "them see a window, and ours has no such model; take one of at least "
+            f"{pattern} layers"
+        )
+    return pattern
 
 
 def _types(layers: int, period: int) -> list[str]:

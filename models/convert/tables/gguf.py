@@ -13,6 +13,7 @@ from typing import Any
 from meshpar import InputError
 from meshpar.models.convert.gguf_file import GGUFFile
 from meshpar.models.convert.row import Row
+from meshpar.models.convert.tables.gemma3 import whole_period
 from meshpar.models.gemma3 import Gemma3Config
 from meshpar.models.llama import LlamaConfig
 
@@ -129,6 +130,7 @@ def _gemma3(file: GGUFFile) -> Gemma3Config:
         **same,
         head_dim=file.said("gemma3.attention.key_length", 256),
         window=file.said("gemma3.attention.sliding_window", 512),
-        period=min(6, same["layers"]),
+        # A file does not say it: llama.cpp has one period for all of them.
+        period=whole_period(6, same["layers"]),
         rope_theta=file.said("gemma3.rope.freq_base", 1_000_000.0),
     )
