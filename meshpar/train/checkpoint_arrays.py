@@ -99,7 +99,8 @@ def _model_arrays(
 ) -> Iterator[tuple[tuple[str, ...], StoredArray]]:
     """Parameters and state of the model, and where in the tree each is."""
     shapes = {tuple(one.path.split(".")): one.shape for one in contents.arrays}
-    is_local = bool(contents.layout) and Layout.parse(contents.layout).sync_every > 1
+    layout = contents.layout
+    is_local = layout is not None and Layout.parse(layout).sync_every > 1
     start = _start(contents, shapes) if is_local else ()
     for keys, shape in shapes.items():
         if keys[0] == "model_state" and is_local:

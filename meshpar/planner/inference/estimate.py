@@ -248,8 +248,8 @@ class InferenceEstimate:
         tokens = rows * new
         whole = workload.layers * self._whole
         met = (workload.active_parameters - whole) / layout.tensor + whole
-        scores = workload.layers * workload.attention_flops(round(seen))
-        scores /= layout.tensor if self._heads_divide else 1
+        shares = layout.tensor if self._heads_divide else 1
+        scores = workload.layers * workload.attention_flops(round(seen)) / shares
         flops = (2 * met + scores) * tokens / layout.stage
         peak = device.peak_flops[layout.precision] * device.efficiency.matmul
         return {
