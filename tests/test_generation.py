@@ -430,3 +430,18 @@ def test_routers_of_a_bf16_layout_stay_in_fp32():
     flat = jax.tree.leaves_with_path(params)
     routers = [one for path, one in flat if "scores" in jax.tree_util.keystr(path)]
     assert routers and all(one.dtype == jnp.float32 for one in routers)
+
+
+def test_a_model_that_looks_at_the_token_before_is_refused():
+    model = build("test")
+    [group] = model.groups
+
+    def block(params, x, scope):
+        before = jnp.pad(x[:, :-1], ((0, 0), (1, 0), (0, 0)))
+        return group.block(params, x + before, scope)
+
+    shifted = dataclasses.replace(
+        model, groups=(dataclasses.replace(group, block=block),)
+    )
+    with pytest.raises(InputError, match="cannot generate token by token"):
+        Programs.of(shifted, ONE, slots=1, max_seq=8, devices=jax.devices()[:1])

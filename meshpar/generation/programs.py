@@ -31,6 +31,7 @@ from meshpar.model.values import initial_values
 from meshpar.parallel.paged_cache import Pools, Rows
 from meshpar.parallel.pipeline.program import Pipeline, pipeline_of
 from meshpar.parallel.placement import PARAM_DTYPES, Placement
+from meshpar.parallel.sequence_checks import tokens_joined
 from meshpar.rules.presets import default_rules
 from meshpar.rules.rules import Rules, check_rules
 from meshpar.rules.sharding import path_name
@@ -110,11 +111,11 @@ class Programs:
             mesh=mesh,
             platform=platform_of(mesh),
         )
+        plan = plan_of(placement, pipeline, slots, max_seq, page_size, num_pages, chunk)
+        _check_token_by_token(model)
         return cls(
             placement=placement,
-            plan=plan_of(
-                placement, pipeline, slots, max_seq, page_size, num_pages, chunk
-            ),
+            plan=plan,
             pipeline=pipeline,
             unrolled=unrolled,
             notes=notes,
@@ -336,6 +337,16 @@ class Programs:
             lambda spec: NamedSharding(self.mesh, spec),
             specs,
             is_leaf=lambda node: isinstance(node, PartitionSpec),
+        )
+
+
+def _check_token_by_token(model: Model) -> None:
+    """Refuses a model to which a token by itself is not what it is among others."""
+    found = tokens_joined(model)
+    if found is not None:
+        raise InputError(
+            "this model cannot generate token by token: a function joins tokens "
+            f"otherwise than by meshpar's attention: {found}"
         )
 
 

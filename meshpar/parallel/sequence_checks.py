@@ -75,36 +75,45 @@ def _check_heads(model: Model, layout: Layout, rules: Rules) -> None:
                 )
 
 
-@functools.lru_cache(maxsize=32)
 def check_token_wise(model: Model) -> None:
     """Refuses a model whose functions mix tokens otherwise than by attention.
-
-    They are traced, on no device, as the devices of a split sequence run them: with the
-    inputs that a batch needs, and with those that it may have.
 
     Raises:
         InputError: No input has a sequence; or a function mixes tokens, counts places
             from the first token at hand, or makes another sum than one over tokens.
     """
-    fixed = _fixed_tokens(model)
-    if fixed is None and not _open_sequences(model):
+    if _fixed_tokens(model) is None and not _open_sequences(model):
         raise InputError(
             "context splits sequences, but no declared input has a dim of tokens "
             "(logical axis 'seq', or one that ends with '_seq'); set context=1"
         )
-    sizes = _TRACED_TOKENS if fixed is None else (fixed,)
-    for num_tokens in sizes:
-        try:
-            found = _mixes(model, num_tokens, ()) or _mixes_given_all(model, num_tokens)
-            break
-        except InputError:  # longer than the model takes, perhaps
-            if num_tokens == sizes[-1]:
-                raise
+    found = tokens_joined(model)
     if found is not None:
         raise InputError(
             "context splits sequences, but a function of the model joins tokens "
             f"otherwise than by meshpar's attention: {found}; set context=1"
         )
+
+
+@functools.lru_cache(maxsize=32)
+def tokens_joined(model: Model) -> str | None:
+    """Where a model joins tokens otherwise than by attention; None if nowhere.
+
+    Its functions are traced, on no device, as the devices of a split sequence run them:
+    with the inputs that a batch needs, and with those that it may have.
+
+    Raises:
+        InputError: They cannot be traced.
+    """
+    fixed = _fixed_tokens(model)
+    sizes = _TRACED_TOKENS if fixed is None else (fixed,)
+    for num_tokens in sizes:
+        try:
+            return _mixes(model, num_tokens, ()) or _mixes_given_all(model, num_tokens)
+        except InputError:  # longer than the model takes, perhaps
+            if num_tokens == sizes[-1]:
+                raise
+    return None
 
 
 def _open_sequences(model: Model) -> bool:
