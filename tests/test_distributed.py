@@ -16,7 +16,7 @@ from meshpar.distributed.cluster import first_node
 from meshpar.distributed.collectives_check import check_collectives
 from meshpar.distributed.errors import status_of
 from meshpar.distributed.lines import Lines
-from meshpar.distributed.roll_call import call_roll
+from meshpar.distributed.roll_call import _refuse_late, call_roll
 from meshpar.distributed.start import _ended_after
 from meshpar.recipes.command import main
 from tests.multiprocess.children import free_port
@@ -539,3 +539,9 @@ def test_a_wrong_collective_is_found(monkeypatch):
     found = check_collectives()
     assert found.startswith("reduce-scatter of 4,194,304 bytes between 1 processes")
     assert "returns 1 wrong numbers of 131,072" in found
+
+
+def test_a_listener_that_is_closed_at_once_ends_who_listens():
+    listener = socket.socket()
+    listener.close()
+    _refuse_late(places_of(2, 0)[0], "", listener)

@@ -120,11 +120,11 @@ def _refuse_late(place: Place, job: str, listener: socket.socket) -> None:
     One of this job has been started again alone, before the others have ended.
     """
     came: queue.SimpleQueue[tuple[Lines, Greeting]] = queue.SimpleQueue()
-    listener.settimeout(None)
     while True:
         try:
+            listener.settimeout(None)
             connection = listener.accept()[0]
-        except OSError:
+        except OSError:  # It is closed, perhaps before the first of these lines.
             return
         _hear(connection, came)
         while not came.empty():
