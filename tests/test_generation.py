@@ -84,9 +84,8 @@ LATENT = (
 )
 """As DeepSeek-V3."""
 
-FAST = ["data=1", "data=2,tensor=2", "stage=2,microbatches=2,context=2"]
+FAST = ["data=1", "fsdp=2", "data=2,tensor=2", "stage=2,microbatches=2,context=2"]
 SLOW = [
-    "fsdp=2",
     "tensor=4",
     "context=4",
     "stage=2,tensor=2,data=2,microbatches=2",

@@ -33,6 +33,7 @@ from meshpar.parallel.pipeline.stages import Arrangement, cut, merge, part
 from meshpar.parallel.placement import BATCH, Placement
 from meshpar.parallel.program import one_layer
 from meshpar.parallel.scopes import Scopes
+from meshpar.parallel.zero import before_loop, gather
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,10 +125,11 @@ class _Pass:
         rows: Rows,
     ) -> _Pass:
         placement = forward.placement
-        weights, groups = placement.gather_before_loop(params)
+        ends, groups = placement.model.split(params)
+        stored, _ = placement.model.split(placement.stored)
         return cls(
             forward=forward,
-            weights=weights,
+            weights=gather(stored, ends, before_loop),
             groups=groups,
             states=placement.model.split(state),
             tokens=tokens,
