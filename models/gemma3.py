@@ -10,12 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from meshpar import Blocks, InputError, Model, Scope, from_nnx
 from meshpar.chunk_bytes import LOGITS_BYTES
-from meshpar.model.inputs import Batch
 from meshpar.models.family import Family
 from meshpar.models.field_types import (
     check_field_types,
@@ -28,11 +26,7 @@ from meshpar.models.layers.attention import Attention, depth_scaled_std
 from meshpar.models.layers.mlp import GatedMLP
 from meshpar.models.layers.norm import RMSNorm
 from meshpar.models.layers.rope import rope_frequencies
-from meshpar.parallel.head_loss import head_cross_entropy
-from meshpar.parallel.tensor import vocab_lookup
-
-RESIDUAL = ("batch", "residual_seq", "embed")
-WHOLE = ("batch", "seq", "embed")
+from meshpar.models.llama import RESIDUAL, LlamaEnds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,57 +175,6 @@ class Gemma3Block(nnx.Module):
         return x
 
 
-class Gemma3Ends(nnx.Module):
-    """Token embedding, scaled by the root of its size, final norm and tied head."""
-
-    def __init__(self, config: Gemma3Config, rngs: nnx.Rngs) -> None:
-        draw = nnx.initializers.normal(config.init_std)
-        self.max_seq, self.scale = config.max_seq, config.embed**0.5
-        self.logits_bytes = config.logits_bytes
-        self.token_embed = nnx.Param(
-            draw(rngs.params(), (config.vocab, config.embed)),
-            out_sharding=("vocab", "embed"),
-        )
-        self.final_norm = _norm(config, rngs)
-
-    def embed(self, batch: Batch, scope: Scope) -> jax.Array:
-        """Tokens (batch, seq) -> (batch, seq, embed)."""
-        tokens = batch["tokens"]
-        seq = scope.seq_length(tokens.shape[1])
-        if 0 < self.max_seq < seq:
-            raise InputError(
-                f"sequences of {seq} tokens, but the model has max_seq={self.max_seq}; "
-                "shorten the sequences or raise max_seq"
-            )
-        x = vocab_lookup(self.token_embed[...], tokens, scope)
-        # In the dtype of the stream, as theirs: in bf16 the root is rounded.
-        return scope.constrain(x * jnp.asarray(self.scale, x.dtype), RESIDUAL)
-
-    def logits(self, x: jax.Array, scope: Scope) -> jax.Array:
-        """(batch, seq, embed) -> fp32 (batch, seq, vocab)."""
-        normed = scope.constrain(self.final_norm(x), WHOLE)
-        logits = jnp.einsum(
-            "BTD,VD->BTV",
-            normed,
-            self.token_embed[...],
-            preferred_element_type=jnp.float32,
-        )
-        return scope.constrain(logits, ("batch", "seq", "vocab"))
-
-    def head(
-        self, x: jax.Array, batch: Batch, scope: Scope
-    ) -> tuple[jax.Array, jax.Array]:
-        """Summed loss and summed weights of the tokens."""
-        return head_cross_entropy(
-            self.final_norm(x),
-            self.token_embed[...],
-            batch["targets"],
-            batch["weights"],
-            scope,
-            logits_bytes=self.logits_bytes,
-        )
-
-
 def gemma3(config: Gemma3Config) -> Model:
     """The model of a config, under meshpar's contract."""
     groups = {
@@ -246,7 +189,9 @@ def gemma3(config: Gemma3Config) -> Model:
             num_layers=1,
         )
     return from_nnx(
-        ends=lambda rngs: Gemma3Ends(config, rngs),
+        ends=lambda rngs: LlamaEnds(
+            config, rngs, tied=True, embed_scale=config.embed**0.5, around_one=True
+        ),
         groups=groups,
         inputs=language_inputs(config.vocab),
         per_token=True,

@@ -6,6 +6,7 @@ Llama 2 and 3, Qwen2, Qwen3 and SmolLM2 are settings of it (`meshpar.models.pres
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -138,19 +139,37 @@ class LlamaBlock(nnx.Module):
 
 
 class LlamaEnds(nnx.Module):
-    """Token embedding, final norm and head."""
+    """Token embedding, final norm and head.
 
-    def __init__(self, config: LlamaConfig, rngs: nnx.Rngs) -> None:
+    Args:
+        config: With vocab, embed, max_seq, norm_epsilon, init_std and logits_bytes.
+        tied: Whether the head reuses the embedding table.
+        embed_scale: What embeddings are multiplied by (Gemma).
+        around_one: As in `RMSNorm`.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        rngs: nnx.Rngs,
+        *,
+        tied: bool,
+        embed_scale: float = 1.0,
+        around_one: bool = False,
+    ) -> None:
         shape, axes = (config.vocab, config.embed), ("vocab", "embed")
         draw = nnx.initializers.normal(config.init_std)
         self.max_seq = config.max_seq
-        self.logits_bytes = config.logits_bytes
+        self.logits_bytes, self.embed_scale = config.logits_bytes, embed_scale
         self.token_embed = nnx.Param(draw(rngs.params(), shape), out_sharding=axes)
-        self.final_norm = RMSNorm(config.embed, epsilon=config.norm_epsilon, rngs=rngs)
+        self.final_norm = RMSNorm(
+            config.embed,
+            epsilon=config.norm_epsilon,
+            rngs=rngs,
+            around_one=around_one,
+        )
         self.unembed = (
-            None
-            if config.tied
-            else nnx.Param(draw(rngs.params(), shape), out_sharding=axes)
+            None if tied else nnx.Param(draw(rngs.params(), shape), out_sharding=axes)
         )
 
     def embed(self, batch: Batch, scope: Scope) -> jax.Array:
@@ -163,6 +182,9 @@ class LlamaEnds(nnx.Module):
                 "shorten the sequences or raise max_seq"
             )
         x = vocab_lookup(self.token_embed[...], tokens, scope)
+        if self.embed_scale != 1.0:
+            # In the dtype of the stream, as Gemma's: in bf16 the root is rounded.
+            x = x * jnp.asarray(self.embed_scale, x.dtype)
         return scope.constrain(x, RESIDUAL)
 
     def logits(self, x: jax.Array, scope: Scope) -> jax.Array:
@@ -193,7 +215,7 @@ class LlamaEnds(nnx.Module):
 def llama(config: LlamaConfig) -> Model:
     """The model of a config, under meshpar's contract."""
     return from_nnx(
-        ends=lambda rngs: LlamaEnds(config, rngs),
+        ends=lambda rngs: LlamaEnds(config, rngs, tied=config.tied),
         block=lambda rngs: LlamaBlock(config, rngs),
         num_layers=config.layers,
         inputs=language_inputs(config.vocab),

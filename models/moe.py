@@ -331,7 +331,7 @@ def moe(config: MoEConfig) -> Model:
         )
         groups = {"dense_blocks": dense, "blocks": routed}
     return from_nnx(
-        ends=lambda rngs: LlamaEnds(config, rngs),
+        ends=lambda rngs: LlamaEnds(config, rngs, tied=config.tied),
         groups=groups,
         inputs=language_inputs(config.vocab),
         per_token=True,

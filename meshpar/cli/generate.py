@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,16 @@ _LOAD = "meshpar.recipes.loaded:load"
 
 EXAMPLE = "meshpar generate --from runs/mine --layout tensor=2 --prompt 'To be'"
 STATUSES = "0 done, 2 bad input"
+
+_NUMBERS: tuple[tuple[str, Callable[[str], Any], float, str, str], ...] = (
+    ("--max-tokens", positive, 64, "N", "most tokens to add"),
+    ("--temperature", float, 0.0, "T", "0 takes the likeliest token"),
+    ("--top-k", not_negative, 0, "N", "of the likeliest so many; 0 is no limit"),
+    ("--top-p", above_zero, 1.0, "P", "of the likeliest with so much probability"),
+    ("--min-p", float, 0.0, "P", "of those so likely beside the likeliest"),
+    ("--seed", not_negative, 0, "N", "of the first prompt's draws"),
+)
+"""Options that are a number: type, default, and words."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,42 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="one a line; - is standard input (default: that, without --prompt)",
     )
     add("--tokenizer", metavar="FILE", help="a tokenizer.json (default: its own)")
-    add(
-        "--max-tokens",
-        type=positive,
-        default=64,
-        metavar="N",
-        help="(default: %(default)s)",
-    )
-    add(
-        "--temperature",
-        type=float,
-        default=0.0,
-        metavar="T",
-        help="0 takes the likeliest token (default: %(default)s)",
-    )
-    add(
-        "--top-k",
-        type=not_negative,
-        default=0,
-        metavar="N",
-        help="0 is no limit (default: %(default)s)",
-    )
-    add(
-        "--top-p",
-        type=above_zero,
-        default=1.0,
-        metavar="P",
-        help="(default: %(default)s)",
-    )
-    add("--min-p", type=float, default=0.0, metavar="P", help="(default: %(default)s)")
-    add(
-        "--seed",
-        type=not_negative,
-        default=0,
-        metavar="N",
-        help="(default: %(default)s)",
-    )
+    for option, kind, default, metavar, words in _NUMBERS:
+        what = f"{words} (default: %(default)s)".strip()
+        add(option, type=kind, default=default, metavar=metavar, help=what)
     add(
         "--stop",
         action="append",
