@@ -6,26 +6,22 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import grain
 import numpy as np
 
 from meshpar import InputError
-from meshpar.data.errors import DataError
-from meshpar.data.megatron import read_megatron
 from meshpar.data.mixture import mixed
-from meshpar.data.nanogpt import read_nanogpt
 from meshpar.data.packing import packed
 from meshpar.data.row_sources import PackedRows, StreamRows, check_row
-from meshpar.data.sources import OF_TOKENS, DataSource, check_weights
-from meshpar.data.token_cache import TokenCache
+from meshpar.data.sources import OF_TOKENS, DataSource
 from meshpar.data.token_file import TokenFile
 from meshpar.data.token_stream import TokenStream
 from meshpar.data.tokenizer import ByteTokenizer, FileTokenizer, TokenNumbers
 from meshpar.distributed import Processes
 from meshpar.recipes.config import RunConfig
+from meshpar.recipes.corpus_files import Files, files_of_all, not_data
 from meshpar.recipes.model import sizes_of
 from meshpar.recipes.texts import BYTE_VOCAB, HELD_OUT_SHARE, Texts, read_tokens
 from meshpar.recipes.tokenizer import tokenizer_of
@@ -91,7 +87,7 @@ def corpus_of(
         InputError: Data are missing or broken, or other ones on another process.
     """
     if config.data:
-        made = _of_data(config, _files_of_all(config, processes, told, on_file))
+        made = _of_data(config, files_of_all(config, processes, told, on_file))
     else:
         made = _of_texts(read_tokens(config.text, config.seq), config)
     found = processes.gather(made.fingerprint)
@@ -116,98 +112,6 @@ def _of_texts(texts: Texts, config: RunConfig) -> Corpus:
         counted=(texts.train, texts.validation),
         prompt=texts.validation[:32],
     )
-
-
-Files = list[tuple[DataSource, list[TokenFile]]]
-"""The files of each source."""
-
-
-def _files_of_all(
-    config: RunConfig,
-    processes: Processes,
-    told: Callable[[str], None],
-    on_file: Callable[[], None],
-) -> Files:
-    """The files of tokens, those of texts made by the first process."""
-    wrong, files = None, None
-
-    def is_at_a_file() -> bool:
-        """The others wait for as long as the first gets on."""
-        on_file()
-        return bool(processes.gather(True)[0])
-
-    if processes.is_first:
-        try:
-            files = _files(config, told, is_at_a_file)
-        except DataError as error:
-            wrong = str(error)
-        processes.gather(False)
-    else:
-        while is_at_a_file():
-            pass
-    wrong = processes.gather(wrong)[0]
-    if wrong is not None:
-        raise DataError(wrong)
-    return _files(config, told, on_file) if files is None else files
-
-
-def _files(
-    config: RunConfig, told: Callable[[str], None], on_file: Callable[[], Any]
-) -> Files:
-    cache = TokenCache(
-        folder=config.data_cache or config.folder / "tokens",
-        tokenizer=tokenizer_of(config),
-        on_bad_line=config.on_bad_line,
-        told=told,
-    )
-    sources = [DataSource.parse(text) for text in config.data]
-    check_weights(sources)
-    held_out = [DataSource.parse(text) for text in config.validation_data]
-    files: Files = []
-    for source in [*sources, *held_out]:
-        opened = []
-        for one in source.files(_no_data(config)):
-            on_file()
-            opened.append(_opened(*one, source, cache, config))
-        files.append((source, opened))
-    return files
-
-
-def _no_data(config: RunConfig) -> list[Path]:
-    """What a folder of data may hold that is none of them."""
-    paths = config.folder, config.data_cache, config.tokenizer
-    return [path for path in paths if path is not None]
-
-
-def _opened(
-    path: Path, format: str, source: DataSource, cache: TokenCache, config: RunConfig
-) -> TokenFile:
-    if format == "megatron":
-        return read_megatron(path)
-    if format == "nanogpt":
-        return read_nanogpt(path, _end_of_document(path, config))
-    vocab = sizes_of(config)["vocab"]
-    if cache.tokenizer.vocab > vocab:
-        raise DataError(
-            f"{str(path)!r} is read as {cache.tokenizer.name}, of which there are "
-            f"{cache.tokenizer.vocab}, but the model has a vocabulary of {vocab}; give "
-            f"a model that has {cache.tokenizer.vocab} or more"
-        )
-    return cache.tokens_of(path, format, source.field)
-
-
-def _end_of_document(path: Path, config: RunConfig) -> int | None:
-    """What documents of a flat file are cut at, where they are to be packed."""
-    if not config.pack:
-        return None
-    if config.tokenizer is not None:
-        return tokenizer_of(config).eos
-    if config.eos is None or not config.eos.isdecimal():
-        raise DataError(
-            f"{str(path)!r} does not say where its documents end, as --pack needs; "
-            "give the number of the token that ends them, such as --eos 50256"
-        )
-    return int(config.eos)
 
 
 def _of_data(config: RunConfig, files: Files) -> Corpus:
@@ -244,7 +148,7 @@ def _read_by(config: RunConfig, vocab: int) -> dict[str, Any]:
     formats = {
         format
         for text in config.data
-        for _, format in DataSource.parse(text).files(_no_data(config))
+        for _, format in DataSource.parse(text).files(not_data(config))
     }
     if formats & OF_TOKENS:
         known = tokenizer_of(config) if config.tokenizer else TokenNumbers()
@@ -282,11 +186,19 @@ def _fingerprint(
     config: RunConfig, streams: Sequence[TokenStream], files: Files
 ) -> str:
     parts = [stream.fingerprint for stream in streams]
-    parts += [str(source.weight) for source, _ in files]
-    parts += [tokenizer_of(config).name, str(config.pack)]
+    number = len(config.data)
+    for of_one_kind in (files[:number], files[number:]):
+        parts += _shares([source.weight for source, _ in of_one_kind])
+    parts += [tokenizer_of(config).identity, str(config.pack)]
     parts += [str(bool(config.validation_data))]
     total = sum(stream.num_tokens for stream in streams)
     return f"{total} tokens, crc32 {zlib.crc32('|'.join(parts).encode()):08x}"
+
+
+def _shares(weights: Sequence[Fraction | None]) -> list[str]:
+    """Of each source of a mixture, whatever its weights add up to."""
+    total = sum(filter(None, weights))
+    return [str(None if one is None else one / total) for one in weights]
 
 
 def _lines(

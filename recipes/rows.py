@@ -32,12 +32,29 @@ def refuse_rows(path: Path) -> None:
         )
 
 
-def check_files(config: RunConfig) -> None:
-    """Refuses, before any work, metrics that could not be written after it.
+def refuse_another_run(config: RunConfig, step: int) -> None:
+    """Keeps the checkpoints of two runs apart.
 
     Raises:
-        InputError: The file of metrics cannot be, or TensorBoard is not installed.
+        InputError: Always; `step` is that of the newest checkpoint there.
     """
+    raise InputError(
+        f"{str(config.out)!r} holds a run at step {step}; add --resume to go on "
+        "with it, or name another --out"
+    )
+
+
+def check_files(config: RunConfig) -> None:
+    """Refuses, before any work, a folder that is taken, and metrics without a place.
+
+    Raises:
+        InputError: There is a run that this one does not resume, the file of metrics
+            cannot be, or TensorBoard is not installed.
+    """
+    names = [path.name for path in (config.folder / "checkpoints").glob("*")]
+    steps = [int(name) for name in names if name.isdecimal()]
+    if steps and not config.resume:
+        refuse_another_run(config, max(steps))
     path = config.log_json
     try:
         if path is not None:

@@ -12,7 +12,7 @@ from meshpar.recipes import report
 from meshpar.recipes.model import config_of
 from meshpar.recipes.replicas import num_replicas, skipped_in
 from meshpar.recipes.resume import changes, position_of, rate_change, refuse_other
-from meshpar.recipes.rows import begin_rows, cut_rows_after
+from meshpar.recipes.rows import begin_rows, cut_rows_after, refuse_another_run
 from meshpar.recipes.run import Run
 from meshpar.train.checkpoint import DamagedCheckpointWarning
 
@@ -34,10 +34,7 @@ def started(run: Run) -> tuple[Run, TrainState]:
             run.checkpoints.save(state, run.description())
         return run, state
     if not config.resume:
-        raise InputError(
-            f"{str(config.out)!r} holds a run at step {newest}; add --resume to go on "
-            "with it, or name another --out"
-        )
+        refuse_another_run(config, newest)
     before, state = restored(run)
     done, now = int(state.step), run.description()
     run = replace(run, position=position_of(before, now, done))

@@ -96,6 +96,20 @@ def test_other_data_have_another_fingerprint_and_the_same_the_same(data, tmp_pat
     assert len(set(found)) == len(found)
     again = config_of(data, tmp_path / "again", "{}/a.jsonl")
     assert made(again).fingerprint == found[0]
+    shutil.copy(data / "tok.json", tmp_path / "other.json")
+    named = config_of(data, tmp_path, "{}/a.jsonl", tokenizer=tmp_path / "other.json")
+    assert made(named).fingerprint == found[3]
+    words = "path={}/a.jsonl,weight=3", "path={}/b.jsonl,weight=1"
+    assert made(config_of(data, tmp_path, *words)).fingerprint == found[5]
+
+
+def test_a_long_file_says_that_it_gets_on(data, tmp_path, monkeypatch):
+    monkeypatch.setattr("meshpar.data.token_cache._GETS_ON_S", 0.0)
+    said = []
+    config = config_of(data, tmp_path, "{}/a.jsonl")
+    corpus_of(config, Processes(), print, on_file=lambda: said.append(1))
+    corpus_of(config, Processes(), print, on_file=lambda: said.append(2))
+    assert said == [1, 1, 2]
 
 
 def test_a_folder_of_data_that_holds_the_run_is_the_same_when_it_goes_on(
@@ -259,6 +273,8 @@ WRONG = [
     ),
     ("--data {}/flat.bin --pack", "does not say where its documents end, as --pack"),
     ("--data {}/a.jsonl --on-bad-line mend", "on-bad-line"),
+    ("--data {}/a.jsonl --eos 3", "read as bytes, .* but --eos 3 is given; leave it"),
+    ("--data {} --out {}", "is both --data and --out; give the run a folder of its"),
 ]
 
 

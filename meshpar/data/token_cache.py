@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -24,6 +25,8 @@ from meshpar.data.tokenizer import ByteTokenizer, FileTokenizer
 _TEXTS_AT_ONCE = 512  # for the tokenizer's threads
 _TOLD_S = 1.0
 """A file that takes less to tokenize is not told of."""
+_GETS_ON_S = 10.0
+"""Between calls that say that a long file gets on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +41,14 @@ class TokenCache:
         tokenizer: Of all texts.
         on_bad_line: "stop" or "skip".
         told: Takes a line on what took long, or was left out.
+        gets_on: Called now and then while a long file is tokenized.
     """
 
     folder: Path
     tokenizer: ByteTokenizer | FileTokenizer
     on_bad_line: str = "stop"
     told: Callable[[str], None] = field(default=print)
+    gets_on: Callable[[], Any] = field(default=lambda: None)
 
     def tokens_of(self, path: Path, format: str, field: str) -> TokenFile:
         """The tokens of a file of texts, each document with an end; made once.
@@ -60,12 +65,13 @@ class TokenCache:
         """The .bin that holds, or will hold, the tokens of a file."""
         size, changed = file_size(path), path.stat().st_mtime_ns
         of = [str(path.resolve()), size, changed, format, field]
-        by = [self.tokenizer.name, self.tokenizer.eos, self.on_bad_line]
+        by = [self.tokenizer.identity, self.tokenizer.eos, self.on_bad_line]
         key = hashlib.sha256(json.dumps(of + by).encode()).hexdigest()[:16]
         return self.folder / f"{path.name.partition('.')[0]}-{key}.bin"
 
     def _tokenize(self, path: Path, format: str, field: str, kept: Path) -> None:
         start, skipped = time.perf_counter(), Skipped(policy=self.on_bad_line)
+        said = start
         texts = _documents(path, format, field, skipped)
         end = np.array([self.tokenizer.eos], np.int32)
         num_documents = num_tokens = 0
@@ -75,6 +81,9 @@ class TokenCache:
                     writer.add(np.concatenate([tokens, end]))
                     num_documents += 1
                     num_tokens += len(tokens) + 1
+                if time.perf_counter() - said > _GETS_ON_S:
+                    self.gets_on()
+                    said = time.perf_counter()
             if not num_documents:
                 raise DataError(f"{str(path)!r} holds no document; leave it out")
         seconds = time.perf_counter() - start

@@ -25,7 +25,7 @@ class ByteTokenizer:
 
     vocab = 256
     eos = 0
-    name = "bytes"
+    name = identity = "bytes"
     unit = "byte"
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -66,7 +66,8 @@ class FileTokenizer:
     def __init__(self, path: Path, eos: str | None = None) -> None:
         self._path = path
         content = _content(path)
-        self.name = f"{path.name} {zlib.crc32(content):08x}"
+        self.identity = f"crc32 {zlib.crc32(content):08x}"
+        self.name = f"{path.name} {self.identity}"
         self._tokenizer = _parsed(path, content)
         self.eos = self._end(eos)
 

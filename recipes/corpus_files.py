@@ -1,0 +1,131 @@
+"""The files of tokens that a run's data are, texts tokenized on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from meshpar.data.errors import DataError
+from meshpar.data.megatron import read_megatron
+from meshpar.data.nanogpt import read_nanogpt
+from meshpar.data.sources import DataSource, check_weights
+from meshpar.data.token_cache import TokenCache
+from meshpar.data.token_file import TokenFile
+from meshpar.distributed import Processes
+from meshpar.recipes.config import RunConfig
+from meshpar.recipes.model import sizes_of
+from meshpar.recipes.tokenizer import tokenizer_of
+
+Files = list[tuple[DataSource, list[TokenFile]]]
+"""The files of each source."""
+
+
+def files_of_all(
+    config: RunConfig,
+    processes: Processes,
+    told: Callable[[str], None],
+    on_file: Callable[[], None],
+) -> Files:
+    """The files of tokens, those of texts made by the first process.
+
+    Args:
+        config: The run's, its folder decided.
+        processes: Which share the folder.
+        told: Takes lines on what takes long.
+        on_file: Called, on all processes, before a file is opened, and while it is
+            tokenized.
+
+    Raises:
+        DataError: Data are missing or broken.
+    """
+    wrong, files = None, None
+
+    def is_at_a_file() -> bool:
+        """The others wait for as long as the first gets on."""
+        on_file()
+        return bool(processes.gather(True)[0])
+
+    if processes.is_first:
+        try:
+            files = _files(config, told, is_at_a_file)
+        except DataError as error:
+            wrong = str(error)
+        processes.gather(False)
+    else:
+        while is_at_a_file():
+            pass
+    wrong = processes.gather(wrong)[0]
+    if wrong is not None:
+        raise DataError(wrong)
+    return _files(config, told, on_file) if files is None else files
+
+
+def _files(
+    config: RunConfig, told: Callable[[str], None], on_file: Callable[[], Any]
+) -> Files:
+    cache = TokenCache(
+        folder=config.data_cache or config.folder / "tokens",
+        tokenizer=tokenizer_of(config),
+        on_bad_line=config.on_bad_line,
+        told=told,
+        gets_on=on_file,
+    )
+    sources = [DataSource.parse(text) for text in config.data]
+    check_weights(sources)
+    held_out = [DataSource.parse(text) for text in config.validation_data]
+    files: Files = []
+    for source in [*sources, *held_out]:
+        if Path(source.path).resolve() == config.folder.resolve():
+            raise DataError(
+                f"{source.path!r} is both --data and --out; give the run a folder of "
+                "its own, which may lie in that of the data"
+            )
+        opened = []
+        for one in source.files(not_data(config)):
+            on_file()
+            opened.append(_opened(*one, source, cache, config))
+        files.append((source, opened))
+    return files
+
+
+def not_data(config: RunConfig) -> list[Path]:
+    """What a folder of data may hold that is none of them."""
+    paths = config.folder, config.data_cache, config.tokenizer
+    return [path for path in paths if path is not None]
+
+
+def _opened(
+    path: Path, format: str, source: DataSource, cache: TokenCache, config: RunConfig
+) -> TokenFile:
+    if format == "megatron":
+        return read_megatron(path)
+    if format == "nanogpt":
+        return read_nanogpt(path, _end_of_document(path, config))
+    if config.eos is not None and config.tokenizer is None:
+        raise DataError(
+            f"{str(path)!r} is read as bytes, whose documents end with a NUL, but "
+            f"--eos {config.eos} is given; leave it out, or give a --tokenizer"
+        )
+    vocab = sizes_of(config)["vocab"]
+    if cache.tokenizer.vocab > vocab:
+        raise DataError(
+            f"{str(path)!r} is read as {cache.tokenizer.name}, of which there are "
+            f"{cache.tokenizer.vocab}, but the model has a vocabulary of {vocab}; give "
+            f"a model that has {cache.tokenizer.vocab} or more"
+        )
+    return cache.tokens_of(path, format, source.field)
+
+
+def _end_of_document(path: Path, config: RunConfig) -> int | None:
+    """What documents of a flat file are cut at, where they are to be packed."""
+    if not config.pack:
+        return None
+    if config.tokenizer is not None:
+        return tokenizer_of(config).eos
+    if config.eos is None or not config.eos.isdecimal():
+        raise DataError(
+            f"{str(path)!r} does not say where its documents end, as --pack needs; "
+            "give the number of the token that ends them, such as --eos 50256"
+        )
+    return int(config.eos)
