@@ -162,7 +162,7 @@ def one_process_with_experts(tmp_path_factory, small_text):
             [
                 "data=2,context=4",
                 "stage=2,context=2,fsdp=2,microbatches=2",
-                "context=2,tensor=4,attention=allgather",
+                "context=4,tensor=2,attention=allgather",
             ],
         ),
         slow(4, 2, ["context=4,fsdp=2,zero=2", "context=2,data=4,attention=ulysses"]),
