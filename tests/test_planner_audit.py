@@ -123,13 +123,14 @@ def test_bytes_of_sequence_parallelism_are_those_of_the_compiled_step(layout):
 @pytest.mark.parametrize(
     "layout",
     [
-        "data=2,expert=4",
+        "expert=8,remat=save:experts_in",
         *(
             pytest.param(layout, marks=pytest.mark.slow)
             for layout in (
+                "data=2,expert=4",
                 "data=2,expert=4,remat=full",
                 "expert=4,tensor=2,remat=dots",
-                "expert=8,remat=save:experts_in",
+                "expert=4,tensor=2,remat=save:experts_in",
             )
         ),
     ],

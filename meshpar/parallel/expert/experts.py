@@ -16,20 +16,19 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from meshpar.collectives import asked, sum_dtype
 from meshpar.errors import InputError
 from meshpar.expert_rooms import first_room, further_room, most_room
-from meshpar.model.scope import SAVED_PREFIX, Scope
+from meshpar.model.scope import Scope
 from meshpar.parallel.expert.rounds import Kept, Round, run, run_backward
 from meshpar.parallel.expert.routes import Routes, most_for_one, routes_of
 from meshpar.parallel.tensor import refuse_split_embed
@@ -174,11 +173,6 @@ def _routed(
 def _routed_forward(static: _Static, *arrays: jax.Array) -> tuple[jax.Array, tuple]:
     local = functools.partial(_forward_on_part, static)
     y, kept = _on_parts(static, local, arrays, (PartitionSpec(), _kept_specs(static)))
-    kept = replace(
-        kept,
-        x=checkpoint_name(kept.x, SAVED_PREFIX + "experts_in"),
-        both=checkpoint_name(kept.both, SAVED_PREFIX + "experts_gate_up"),
-    )
     return y, (arrays, kept)
 
 

@@ -14,8 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from meshpar.collectives import asked
+from meshpar.model.scope import SAVED_PREFIX
 from meshpar.parallel.expert import tiles as tiles_of_rows
 from meshpar.parallel.expert.routes import Routes, sent, slots
 from meshpar.parallel.expert.tiles import Tiles, tile_size
@@ -118,9 +120,12 @@ def run(
     if static.num_devices > 1:
         order = jnp.argsort(own, stable=True)
         rows, weight = rows[order], weight[order]
+    # Before it is used, or who keeps it would have it sent again for the products.
+    rows = checkpoint_name(rows, SAVED_PREFIX + "experts_in")
     counts = jnp.sum(own[:, None] == jnp.arange(static.num_experts), axis=0)
     tiles = tiles_of_rows.cut(counts.astype(jnp.int32), num_rows, static.tile)
     out, both = tiles_of_rows.forward(rows, weight, *experts, tiles, static.tile)
+    both = checkpoint_name(both, SAVED_PREFIX + "experts_gate_up")
     kept = Kept(x=rows, both=both, weight=weight, order=order, tiles=tiles)
     back = _returned(static, out, order, "expert_combine")
     found = _at_slots(back, slots(routes, first, static.room))
