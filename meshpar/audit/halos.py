@@ -7,6 +7,7 @@ convolution is held against that width: its bytes are the width times the other 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -42,7 +43,11 @@ def _fits(dims: tuple[int, ...], convolution: Operation, evidence: Evidence) -> 
 def _halos(
     convolution: Operation, mesh_shape: dict[str, int]
 ) -> Iterator[tuple[int, ...]]:
-    """Local shapes that halos of an operand may have."""
+    """Local shapes that halos of an operand may have.
+
+    Dims are exchanged one after another, so that one along another dim may bring along
+    the halos that are there.
+    """
     equation = convolution.equation
     numbers, reach = equation.params["dimension_numbers"], _reach(equation)
     for side, spec in ((0, numbers.lhs_spec), (1, numbers.rhs_spec)):
@@ -51,9 +56,17 @@ def _halos(
         if split is None:
             continue
         here = local_shape(shape, split, mesh_shape)
-        for dim, width in zip(spec[2:], reach, strict=True):
-            for places in range(1, width + 1) if split[dim] else ():
-                yield (*here[:dim], places, *here[dim + 1 :])
+        widths = dict(zip(spec[2:], reach, strict=True))
+        for along in (dim for dim in widths if split[dim]):
+            sizes = [
+                range(1, widths[dim] + 1)
+                if dim == along
+                else range(size, size + (widths[dim] if split[dim] else 0) + 1)
+                if dim in widths
+                else (size,)
+                for dim, size in enumerate(here)
+            ]
+            yield from itertools.product(*sizes)
 
 
 def _reach(equation: Any) -> tuple[int, ...]:

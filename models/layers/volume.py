@@ -63,6 +63,9 @@ class Conv(nnx.Module):
 class Upsample(nnx.Module):
     """A transposed convolution: every voxel becomes a cube of two by two by two.
 
+    Cubes do not overlap, so it is a matmul: of a transposed convolution GSPMD gathers
+    the whole volume.
+
     Args:
         channels: Of its input and of its result.
         rngs: He-normal first weights come from it.
@@ -77,9 +80,9 @@ class Upsample(nnx.Module):
     ) -> Float[AnyArray, "batch twice_deep twice_high twice_wide outer"]:
         """-> sides of twice as many voxels; sends nothing."""
         kernel = self.kernel[...].astype(x.dtype)
-        y = lax.conv_transpose(
-            x, kernel, (2, 2, 2), "VALID", dimension_numbers=_DIMS
-        )
+        cubes = jnp.einsum("ndhwc,ijkco->ndihjwko", x, kernel)
+        batch, *sides = x.shape[:-1]
+        y = cubes.reshape(batch, *(2 * side for side in sides), kernel.shape[-1])
         return scope.constrain(y + self.bias[...].astype(y.dtype), VOLUME)
 
 
