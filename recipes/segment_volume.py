@@ -117,8 +117,8 @@ def run(args: argparse.Namespace, layout: Layout) -> None:
         f"{shape} voxels, padded to {' x '.join(map(str, task.sizes))}; {layout}\n"
         f"held out: Dice of the best band of intensities {baseline:.4f}"
     )
-    rows = []
-    for row, found in train(task, args, layout):
+    rows, found = [], task.threshold
+    for row, found in train(task, args, layout):  # noqa: B007
         rows.append(row)
         print(in_words(row), flush=True)
     print(

@@ -8,7 +8,8 @@ convolution is held against that width: its bytes are the width times the other 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from meshpar.audit.collectives import Collective
@@ -16,6 +17,7 @@ from meshpar.audit.constraints import local_shape, sizes_of
 from meshpar.audit.evidence import Evidence
 from meshpar.audit.jaxprs import array_shape
 from meshpar.audit.traced import Operation
+from meshpar.planner.workload.space import Exchange
 
 CONVOLUTION = "conv_general_dilated"
 
@@ -30,6 +32,38 @@ def halo_of(row: Collective, evidence: Evidence) -> str | None:
             return None
     reach = max((max(_reach(one.equation)) for one in convolutions), default=0)
     return f"halo of a convolution, {reach} places wide at most"
+
+
+def exchanges(
+    operations: Iterable[Operation], mesh_shape: dict[str, int]
+) -> tuple[Exchange, ...]:
+    """The halos of every convolution of a trace, forward and backward.
+
+    Args:
+        operations: Of a traced step (`traced.operations`).
+        mesh_shape: Size of each mesh axis.
+    """
+    return tuple(
+        _exchange(operation, mesh_shape)
+        for operation in operations
+        if operation.name == CONVOLUTION and operation.operands[0].split
+    )
+
+
+def _exchange(convolution: Operation, mesh_shape: dict[str, int]) -> Exchange:
+    """Of the left operand: dims one after another, the second with the first's halo."""
+    equation, split = convolution.equation, convolution.operands[0].split or ()
+    shape, spec = array_shape(equation.invars[0]), equation.params["dimension_numbers"]
+    here = list(local_shape(shape, split, mesh_shape))
+    value_bytes = equation.invars[0].aval.dtype.itemsize
+    sent = 0
+    for dim, places in zip(spec.lhs_spec[2:], _reach(equation), strict=True):
+        if split[dim] and places:
+            sent += places * math.prod(here) // here[dim] * value_bytes
+            here[dim] += places
+    return Exchange(
+        sent_bytes=sent, operand_bytes=math.prod(here) * value_bytes if sent else 0
+    )
 
 
 def _fits(dims: tuple[int, ...], convolution: Operation, evidence: Evidence) -> bool:

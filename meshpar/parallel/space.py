@@ -34,6 +34,12 @@ def space_axes(model: Model, rules: Rules) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
+def has_space(model: Model) -> bool:
+    """Whether a model reads volumes: what it computes grows with their places."""
+    inputs = (model.inputs or {}).values()
+    return any("depth" in one.logical_axes for one in inputs)
+
+
 def space_degree(model: Model, layout: Layout, rules: Rules) -> int:
     """Devices that share the space of one example."""
     sizes = layout.mesh_shape

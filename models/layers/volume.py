@@ -6,7 +6,9 @@ half a kernel's width between neighbours and adds up what sums over space.
 
 from __future__ import annotations
 
+import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -53,10 +55,7 @@ class Conv(nnx.Module):
         self, x: Float[AnyArray, "batch depth height width inner"], scope: Scope
     ) -> Float[AnyArray, "batch fewer_deep fewer_high fewer_wide outer"]:
         """-> the sides over `stride`; sends halos of `kernel // 2` voxels."""
-        kernel = self.kernel[...].astype(x.dtype)
-        y = lax.conv_general_dilated(
-            x, kernel, (self.stride,) * 3, "SAME", dimension_numbers=_DIMS
-        )
+        y = _convolved(x, self.kernel[...].astype(x.dtype), self.stride)
         return scope.constrain(y + self.bias[...].astype(y.dtype), VOLUME)
 
 
@@ -127,6 +126,36 @@ class BatchNorm(nnx.Module):
     ) -> Float[AnyArray, "batch *space channels"]:
         """One all-reduce of two means of each channel over what splits the batch."""
         return self.norm(x, use_running_average=not training).astype(x.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _convolved(x: jax.Array, kernel: jax.Array, stride: int) -> jax.Array:
+    return _plain(x, kernel, stride)
+
+
+def _plain(x: jax.Array, kernel: jax.Array, stride: int) -> jax.Array:
+    strides = (stride,) * 3
+    return lax.conv_general_dilated(x, kernel, strides, "SAME", dimension_numbers=_DIMS)
+
+
+def _convolved_forward(x: jax.Array, kernel: jax.Array, stride: int) -> Any:
+    return _plain(x, kernel, stride), (x, kernel)
+
+
+def _convolved_backward(stride: int, kept: Any, dy: jax.Array) -> Any:
+    """The kernel's gradient before the input's, in this order.
+
+    Both copy what they convolve, halos around it. Left to itself XLA keeps such copies
+    from the forward, and puts the kernels' gradients off, of which each keeps a `dy`.
+    """
+    (x, kernel), dy = lax.optimization_barrier((kept, dy))
+    _, to_kernel = jax.vjp(lambda kernel: _plain(x, kernel, stride), kernel)
+    of_kernel, dy = lax.optimization_barrier((*to_kernel(dy), dy))
+    _, to_x = jax.vjp(lambda x: _plain(x, kernel, stride), x)
+    return *to_x(dy), of_kernel
+
+
+_convolved.defvjp(_convolved_forward, _convolved_backward)
 
 
 def _group_norm(
