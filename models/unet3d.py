@@ -270,9 +270,7 @@ UNET3D = Family(
         "tiny-unet3d": UNet3DConfig(
             depth=16, height=16, width=16, classes=3, levels=2, base=8
         ),
-        "unet3d-512": UNet3DConfig(
-            depth=512, height=512, width=512, classes=4, levels=6, base=16
-        ),
+        "unet3d-512": UNet3DConfig(depth=512, height=512, width=512, classes=4, base=8),
     },
 )
 """The larger one with the widths of Isensee et al. 2021 (nnU-Net), of whole scans."""

@@ -19,7 +19,7 @@ class _Traced(Protocol):
 
 
 def traced_space(step: _Traced, batch: Mapping[str, Any]) -> SpaceWorkload:
-    """What a step holds and sends, by tracing it on its batch and on one twice as large.
+    """What a step holds and sends, by tracing it on its batch and on one of twice that.
 
     Nothing is compiled. What grows with the batch is of volumes, what does not is not.
 
