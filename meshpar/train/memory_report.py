@@ -17,13 +17,16 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.audit.block_trace import traced_workload
+from meshpar.audit.memory import MemoryUse
 from meshpar.audit.report import audit
+from meshpar.audit.space_trace import traced_space
 from meshpar.hardware.devices import DEVICES
 from meshpar.layout import STAGE_REMATS
 from meshpar.mesh import platform_of
 from meshpar.model.inputs import open_size
 from meshpar.model.parameter import is_parameter
 from meshpar.model.token_order import TokenOrder
+from meshpar.parallel.space import has_space, space_degree
 from meshpar.parallel.zero import Stored, is_stored
 from meshpar.planner.cost.memory import Memory, memory_of
 from meshpar.planner.cost.run import Run
@@ -34,7 +37,7 @@ from meshpar.rules.rules import spec_axes
 from meshpar.schedules import tick_table
 from meshpar.train.local_steps.state import WithOuter
 from meshpar.train.precision import Mastered, inner_state
-from meshpar.train.step import Batch, TrainStep
+from meshpar.train.step import Batch, TrainStep, batch_structs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +129,8 @@ def memory_report(
         InputError: As for `meshpar.audit`.
     """
     report = audit(step, batch, target=target)
+    if has_space(step.model_as_given):
+        return _of_space(step, batch, report.compiled_memory)
     run, gradient_bytes = planned_run(step, batch), _gradient_bytes(step)
     memory = memory_of(run)
     late_bytes = gradient_bytes if memory.late_bytes else 0
@@ -148,12 +153,52 @@ def estimated_bytes(step: TrainStep, batch: Batch) -> tuple[float, float]:
         step: From `make_train_step`; on an `absent_mesh` too.
         batch: Arrays or their shapes.
     """
+    parts = [part for part in _states(step) if part.memory == "device"]
+    if has_space(step.model_as_given):
+        parts.append(_batch_part(step, batch))
+        at_once = traced_space(step, batch).temporary_bytes(_space_degree(step))
+        return sum(part.formula_bytes for part in parts), at_once
     gradient_bytes = _gradient_bytes(step)
     memory = memory_of(planned_run(step, batch))
     late_bytes = gradient_bytes if memory.late_bytes else 0
     memory = replace(memory, gradient_bytes=gradient_bytes, late_bytes=late_bytes)
-    parts = [part for part in _states(step) if part.memory == "device"]
     return sum(part.formula_bytes for part in parts), memory.temporary_bytes
+
+
+def _of_space(step: TrainStep, batch: Batch, compiled: MemoryUse) -> MemoryReport:
+    """Of a model of volumes, whose arrays are counted in a trace of the whole step."""
+    found, degree = traced_space(step, batch), _space_degree(step)
+    rest = "gradients, and parameters as they are used"
+    parts = (
+        ("volumes", found.activation_bytes(degree), f"over {degree} devices"),
+        ("halos", found.padded_bytes, "the largest array with its halos, convolved"),
+        ("the rest", found.other_bytes, rest),
+    )
+    temporaries = (
+        Part(name=name, formula_bytes=round(size), compiled_bytes=None, how=how)
+        for name, size, how in parts
+    )
+    return MemoryReport(
+        layout=str(step.layout),
+        parts=(*_states(step), _batch_part(step, batch), *temporaries),
+        at_once_bytes=round(found.temporary_bytes(degree)),
+        temp_bytes=compiled.temp_bytes,
+        peak_bytes=compiled.peak_bytes,
+    )
+
+
+def _batch_part(step: TrainStep, batch: Batch) -> Part:
+    shapes = batch_structs(batch)
+    lie = {
+        name: step.placement.batch_sharding(name, one) for name, one in batch.items()
+    }
+    size = _local_bytes(shapes, lie)
+    how = "examples over the batch axes, volumes in parts"
+    return Part(name="batch", formula_bytes=size, compiled_bytes=size, how=how)
+
+
+def _space_degree(step: TrainStep) -> int:
+    return space_degree(step.model_as_given, step.layout, step.rules)
 
 
 def _states(step: TrainStep) -> list[Part]:

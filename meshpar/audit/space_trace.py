@@ -1,0 +1,51 @@
+"""A step on volumes as a workload of the planner: traced, and its arrays counted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import jax
+
+from meshpar.audit.halos import exchanges
+from meshpar.audit.live_bytes import most_live
+from meshpar.audit.subject import FlatFunction, Subject
+from meshpar.audit.traced import operations
+from meshpar.planner.workload.space import SpaceWorkload
+
+
+class _Traced(Protocol):
+    def audit_subject(self, *arguments: Any) -> Subject: ...
+
+
+def traced_space(step: _Traced, batch: Mapping[str, Any]) -> SpaceWorkload:
+    """What a step holds and sends, by tracing it on its batch and on one of twice that.
+
+    Nothing is compiled. What grows with the batch is of volumes, what does not is not.
+
+    Args:
+        step: From `make_train_step`; on an `absent_mesh` too.
+        batch: Arrays or their shapes, the example first.
+    """
+    subject, once = _flat(step, batch, 1)
+    _, twice = _flat(step, batch, 2)
+    least, most = (most_live(one.jaxpr).total_bytes for one in (once, twice))
+    traced = operations(once.jaxpr, once.in_shardings, once.weights)
+    return SpaceWorkload(
+        volume_bytes=most - least,
+        other_bytes=max(0, 2 * least - most),
+        exchanges=exchanges(traced, subject.mesh_shape),
+    )
+
+
+def _flat(
+    step: _Traced, batch: Mapping[str, Any], times: int
+) -> tuple[Subject, FlatFunction]:
+    shapes = {
+        name: jax.ShapeDtypeStruct(
+            (times * array.shape[0], *array.shape[1:]), array.dtype
+        )
+        for name, array in batch.items()
+    }
+    subject = step.audit_subject(shapes)
+    return subject, subject.flat()

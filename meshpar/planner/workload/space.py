@@ -1,0 +1,56 @@
+"""A model of volumes as the planner sees it: arrays of space, halos, and the rest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """The halos of one convolution, on one device.
+
+    Args:
+        sent_bytes: To its neighbours, along all split dims together.
+        operand_bytes: Of what it convolves, the halos around it; 0 without any.
+    """
+
+    sent_bytes: int
+    operand_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpaceWorkload:
+    """What a step on volumes holds at once at its fullest, one device for all of space.
+
+    Args:
+        volume_bytes: Of arrays that grow with the examples of a device.
+        other_bytes: Of all others: gradients, and parameters as they are used.
+        exchanges: Of each convolution, forward and backward.
+    """
+
+    volume_bytes: int
+    other_bytes: int
+    exchanges: tuple[Exchange, ...] = ()
+
+    @property
+    def halo_bytes(self) -> int:
+        """Sent to neighbours in a step by one device."""
+        return sum(one.sent_bytes for one in self.exchanges)
+
+    def activation_bytes(self, degree: int) -> float:
+        """Of arrays of volumes, where so many devices share an example's space.
+
+        Example:
+            >>> SpaceWorkload(volume_bytes=800, other_bytes=10).activation_bytes(8)
+            100.0
+        """
+        return self.volume_bytes / degree
+
+    @property
+    def padded_bytes(self) -> int:
+        """The largest array with halos around it: a copy, while it is convolved."""
+        return max((one.operand_bytes for one in self.exchanges), default=0)
+
+    def temporary_bytes(self, degree: int) -> float:
+        """The most that is there at once beside what is kept between steps."""
+        return self.activation_bytes(degree) + self.padded_bytes + self.other_bytes

@@ -1,0 +1,135 @@
+"""The segmentation recipe: what it reads, what it compares with, what it refuses."""
+
+import importlib.util
+
+import numpy as np
+import pytest
+
+from meshpar import InputError, Layout
+from recipes import segment_volume
+from recipes.volumes import (
+    Scan,
+    best_band,
+    coarser,
+    dice,
+    padded,
+    padded_sizes,
+    read_scan,
+    template,
+)
+
+
+def scan(shape=(9, 12, 10), seed=0):
+    """A ball of intensity about 2 in a noise about 1."""
+    places = np.indices(shape) - np.reshape(shape, (3, 1, 1, 1)) / 2
+    truth = np.sqrt((places**2).sum(axis=0)) < min(shape) / 3
+    noise = np.random.default_rng(seed).normal(0, 0.2, shape)
+    return Scan((1 + truth + noise).astype(np.float32), truth, np.eye(4))
+
+
+def test_the_best_band_is_the_best_of_all_pairs_of_intensities():
+    one = scan()
+    low, high = best_band(one.image, one.truth)
+    found = dice((one.image >= low) & (one.image < high), one.truth)
+    edges = np.linspace(one.image.min(), one.image.max(), 40)
+    others = [
+        dice((one.image >= start) & (one.image < end), one.truth)
+        for start in edges
+        for end in edges[edges > start]
+    ]
+    assert found >= max(others) - 0.01
+    assert found > 0.9
+
+
+def test_dice_of_nothing_found_is_none_and_of_two_empty_sets_all():
+    truth = np.array([True, False])
+    assert dice(np.zeros(2, bool), truth) == 0
+    assert dice(np.zeros(2, bool), np.zeros(2, bool)) == 1
+
+
+def test_a_padded_scan_has_its_voxels_first_and_nothing_behind_them():
+    one = scan()
+    sizes = padded_sizes(one.image.shape, 4)
+    assert sizes == (12, 12, 12)
+    whole = padded(one.image, sizes)
+    np.testing.assert_array_equal(whole[:9, :12, :10], one.image)
+    assert not whole[9:].any() and not whole[:, :, 10:].any()
+
+
+def test_a_coarser_scan_has_the_means_of_cubes():
+    one = coarser(scan(), 3)
+    assert one.image.shape == (3, 4, 3)
+    assert one.image[1, 2, 1] == pytest.approx(
+        scan().image[3:6, 6:9, 3:6].mean(), rel=1e-6
+    )
+    assert one.affine[0, 0] == 3
+
+
+def test_the_held_out_part_does_not_count_in_the_loss_and_padding_neither():
+    task = segment_volume.task_of(scan(), 2, Layout(context=2, tensor=2))
+    batch = task.batch
+    assert task.sizes == (12, 12, 10)
+    assert batch["images"].shape == (1, 12, 12, 10, 1)
+    assert batch["weights"].sum() == 9 * 8 * 10
+    assert not batch["weights"][:, :, 8:].any() and not batch["weights"][:, 9:].any()
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--layout", "context=-1"], "give every mesh axis a size"),
+        (["--image", "a.nii"], "give --image and --truth both"),
+        (["--png", "slices.txt"], "png"),
+    ],
+)
+def test_bad_options_are_one_line_and_status_2(capsys, words, message):
+    assert segment_volume.main(words) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("segment_volume: ") and error.count("\n") == 1
+    assert message in error
+
+
+def test_a_missing_template_names_the_extra(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"pip install 'meshpar\[volumes\]'"):
+        template()
+
+
+def test_files_of_different_spaces_are_refused(tmp_path):
+    nibabel = pytest.importorskip("nibabel")
+    paths = []
+    for name, shape in (("image", (4, 4, 4)), ("truth", (4, 4, 5)), ("flat", (4, 4))):
+        paths.append(tmp_path / f"{name}.nii.gz")
+        nibabel.save(
+            nibabel.Nifti1Image(np.ones(shape, np.float32), np.eye(4)), paths[-1]
+        )
+    with pytest.raises(InputError, match=r"\(4, 4, 5\), but .* has \(4, 4, 4\)"):
+        read_scan(*paths[:2])
+    with pytest.raises(InputError, match="2 dims; give a volume of 3"):
+        read_scan(paths[2], paths[2])
+    with pytest.raises(InputError, match="absent"):
+        read_scan(tmp_path / "absent.nii.gz", paths[1])
+
+
+@pytest.mark.slow
+def test_the_recipe_learns_a_scan_of_ones_own_and_writes_what_it_found(
+    tmp_path, capsys
+):
+    nibabel = pytest.importorskip("nibabel")
+    one = scan((22, 24, 20))
+    for name, values in (("image", one.image), ("truth", one.truth)):
+        image = nibabel.Nifti1Image(values.astype(np.float32), one.affine)
+        nibabel.save(image, tmp_path / f"{name}.nii.gz")
+    out, png = tmp_path / "found.nii.gz", tmp_path / "slices.png"
+    files = [
+        "--image",
+        f"{tmp_path}/image.nii.gz",
+        "--truth",
+        f"{tmp_path}/truth.nii.gz",
+    ]
+    made = ["--out", str(out), "--png", str(png)]
+    assert segment_volume.main([*files, *made, "--steps", "40", "--levels", "2"]) == 0
+    assert "a whole volume takes" in capsys.readouterr().out
+    found = np.asarray(nibabel.load(out).dataobj) > 0
+    assert dice(found, one.truth) > 0.9
+    assert png.stat().st_size > 1000

@@ -1,0 +1,183 @@
+"""Space split over mesh axes: where volumes lie, what is refused, what is sent."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from meshpar import (
+    InputError,
+    Layout,
+    RuleError,
+    audit,
+    default_rules,
+    lint,
+    make_mesh,
+    make_train_step,
+)
+from meshpar.audit.collectives import Collective
+from meshpar.audit.evidence import Evidence
+from meshpar.audit.halos import halo_of
+from meshpar.audit.traced import operations
+from meshpar.models.presets import build
+from meshpar.models.unet3d import UNet3DConfig
+
+BEAMS = {"depth": "context", "height": "tensor"}
+SMALL = {"depth": 8, "height": 8, "width": 4, "base": 4, "groups": 2}
+
+
+def step_of(layout, rules=None, **sizes):
+    layout = Layout.parse(layout)
+    return make_train_step(
+        build("tiny-unet3d", **{**SMALL, **sizes}),
+        optax.sgd(0.1),
+        layout,
+        rules=default_rules(layout).with_rules(**(rules or {})),
+        devices=jax.devices()[: layout.num_devices],
+    )
+
+
+def test_a_volume_lies_in_parts_on_its_devices():
+    step = step_of("data=2,context=2,tensor=2", BEAMS)
+    batch = {
+        "images": np.zeros((2, 8, 8, 4, 1), np.float32),
+        "labels": np.zeros((2, 8, 8, 4), np.int32),
+    }
+    placed = step.place(batch)
+    assert placed["images"].sharding.shard_shape((2, 8, 8, 4, 1)) == (1, 4, 4, 4, 1)
+    assert placed["labels"].sharding.shard_shape((2, 8, 8, 4)) == (1, 4, 4, 4)
+    assert step.place(placed)["images"] is placed["images"]
+
+
+def test_without_a_rule_of_its_own_the_depth_is_shared_by_all():
+    step = step_of("context=2,tensor=2")
+    placed = step.place({"images": np.zeros((1, 8, 8, 4, 1), np.float32)} | labels())
+    assert placed["images"].sharding.shard_shape((1, 8, 8, 4, 1)) == (1, 2, 8, 4, 1)
+
+
+def labels():
+    return {"labels": np.zeros((1, 8, 8, 4), np.int32)}
+
+
+@pytest.mark.parametrize(
+    "layout, words",
+    [
+        ("stage=2,tensor=2,microbatches=2", "tensor=2 splits space, and stage=2"),
+        ("data=2,tensor=2,sync_every=2", "sync_every=2 trains replicas"),
+        ("fsdp=2,context=2,zero_axes=context", "leave it out of zero_axes"),
+    ],
+)
+def test_what_cannot_stand_beside_split_space_is_refused_by_name(layout, words):
+    with pytest.raises(InputError, match=words):
+        step_of(layout)
+    found = lint(build("tiny-unet3d", **SMALL), layout, global_batch=4).findings
+    assert any(words in one.message for one in found if one.path == "space")
+
+
+def test_a_dim_of_space_that_does_not_divide_is_refused_with_both_numbers():
+    batch = {"images": np.zeros((1, 6, 8, 4, 1), np.float32)}
+    batch["labels"] = np.zeros((1, 6, 8, 4), np.int32)
+    step = step_of("tensor=4", depth=6)
+    with pytest.raises(RuleError, match="'depth' has size 6, .* of size 4"):
+        step.place(batch)
+    findings = lint(build("tiny-unet3d", **SMALL), "tensor=8").findings
+    assert any("size 4" in one.message for one in findings)  # of the coarser level
+
+
+def test_levels_that_do_not_halve_a_volume_are_refused_with_a_way_out():
+    with pytest.raises(InputError, match="depth=197 .* of 4.* pad volumes to 200"):
+        UNet3DConfig(depth=197, height=200, width=200, classes=2, levels=3)
+
+
+@pytest.mark.parametrize("layout", ["context=4", "fsdp=2,context=2,tensor=2"])
+def test_lint_has_nothing_to_say_of_split_volumes(layout):
+    assert lint(build("tiny-unet3d", **SMALL), layout).findings == ()
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return make_mesh("context=2,tensor=2", jax.devices()[:4])
+
+
+def convolved(stride=1, dilation=1, kernel=3):
+    def total(x, weight):
+        y = jax.lax.conv_general_dilated(
+            x,
+            weight,
+            (stride,) * 3,
+            "SAME",
+            rhs_dilation=(dilation,) * 3,
+            dimension_numbers=("NDHWC", "DHWIO", "NDHWC"),
+        )
+        return jnp.sum(jnp.tanh(y))
+
+    return jax.value_and_grad(total, (0, 1)), (kernel,) * 3 + (4, 5)
+
+
+@pytest.mark.parametrize(
+    "options, widest",
+    [({}, 1), ({"dilation": 2}, 2), ({"stride": 2, "kernel": 2}, 0)],
+    ids=["plain", "dilated", "strided"],
+)
+def test_a_convolution_sends_halos_of_its_width_and_sums_its_kernel(
+    mesh, options, widest
+):
+    """Of parts of 8 x 4: no permute has more places along a split dim."""
+    function, kernel = convolved(**options)
+    split = NamedSharding(mesh, PartitionSpec(None, "context", "tensor"))
+    whole = NamedSharding(mesh, PartitionSpec())
+    given = (
+        jax.ShapeDtypeStruct((1, 16, 8, 6, 4), jnp.float32, sharding=split),
+        jax.ShapeDtypeStruct(kernel, jnp.float32, sharding=whole),
+    )
+    report = audit(jax.jit(function, out_shardings=(whole, (split, whole))), *given)
+    assert not [row for row in report.rows if row.surprise]
+    permutes = [one for one in report.rows if "halo" in one.reason]
+    assert bool(permutes) == bool(widest)
+    for one in permutes:
+        [dims] = one.collective.dims
+        assert one.collective.kind == "collective-permute"
+        along = 1 if one.collective.mesh_axes == ("context",) else 2
+        assert dims[along] <= widest
+        assert one.collective.payload_bytes == 4 * np.prod(dims)
+    kinds = {row.collective.kind for row in report.rows}
+    assert kinds <= {"collective-permute", "all-reduce"}
+
+
+def test_what_is_wider_than_a_window_reaches_is_no_halo(mesh):
+    function, kernel = convolved()
+    split = NamedSharding(mesh, PartitionSpec(None, "context", "tensor"))
+    given = (
+        jax.ShapeDtypeStruct((1, 16, 8, 6, 4), jnp.float32),
+        jax.ShapeDtypeStruct(kernel, jnp.float32),
+    )
+    traced = operations(jax.jit(function).trace(*given).jaxpr, (split, None))
+    evidence = Evidence.of(traced, dict(mesh.shape))
+    [forward, *_] = evidence.named("conv_general_dilated", "")
+    row = Collective(
+        kind="collective-permute",
+        mesh_axes=("context",),
+        group_size=2,
+        dtype="f32",
+        dims=((1, 1, 4, 6, 4),),
+        payload_bytes=384,
+        wire_bytes=384,
+        executions=1,
+        counted=True,
+        is_async=False,
+        in_branch=False,
+        in_loop=False,
+        op_path="jit(f)/conv_general_dilated",
+        source=forward.source,
+        uses=(),
+        line=1,
+    )
+    assert halo_of(row, evidence) is not None
+    for dims in ((1, 8, 4, 6, 4), (1, 3, 4, 6, 4), (1, 1, 4, 6, 3), (1, 1, 12, 6, 4)):
+        assert halo_of(replace(row, dims=(dims,)), evidence) is None, dims
+    for other in ("all-gather", "all-to-all"):
+        assert halo_of(replace(row, kind=other), evidence) is None
