@@ -10,6 +10,7 @@ from typing import Any
 
 from meshpar import InputError, Model
 from meshpar.layout import nearest
+from meshpar.models.afno import AFNO
 from meshpar.models.convert.hf_config import config_from_json
 from meshpar.models.encoder_decoder import ENCODER_DECODER
 from meshpar.models.family import Family
@@ -192,6 +193,7 @@ FAMILIES = (
     Family(config=MoEConfig, build=moe),
     GEMMA3,
     VIT,
+    AFNO,
     ENCODER_DECODER,
 )
 """A new one is a file, with its presets, and a line here."""
