@@ -19,6 +19,7 @@ from meshpar.models.gpt2 import GPT2Config, gpt2
 from meshpar.models.layers.rope import RopeScaling
 from meshpar.models.llama import LlamaConfig, llama
 from meshpar.models.moe import MoEConfig, moe
+from meshpar.models.unet3d import UNET3D
 from meshpar.models.vit import VIT
 
 _LLAMA3 = {"vocab": 128_256, "rope_theta": 500_000.0}
@@ -195,6 +196,7 @@ FAMILIES = (
     VIT,
     AFNO,
     ENCODER_DECODER,
+    UNET3D,
 )
 """A new one is a file, with its presets, and a line here."""
 

@@ -88,7 +88,12 @@ def plain(name, layers):
 
 def laid_out(name, layout, layers):
     """The same run under a layout."""
-    entry, layout = ZOO[name], Layout.parse(layout)
+    return trained(ZOO[name], layout, layers)
+
+
+def trained(entry, layout, layers):
+    """That of an entry."""
+    layout = Layout.parse(layout)
     step = make_train_step(
         entry.model(layers),
         optimizer(),

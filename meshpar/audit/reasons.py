@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from meshpar.audit.collectives import Collective
 from meshpar.audit.constraints import is_asked_for
 from meshpar.audit.evidence import Evidence
+from meshpar.audit.halos import halo_of
 from meshpar.audit.matmuls import (
     MATMUL,
     gathers_for_table,
@@ -137,6 +138,7 @@ def _of_its_name(row: Collective, subject: Subject, evidence: Evidence) -> Reaso
     return (
         _sequence_gathered(row, subject, evidence)
         or _partial_sums(row, subject, evidence)
+        or _halo(row, evidence)
         or _constrained(row, evidence)
         or _unasked(row, evidence)
     )
@@ -256,6 +258,11 @@ def _sum_of_matmul(
     if row.kind == "reduce-scatter" and _is_over_sequence(row, subject):
         words += ", scattered along the sequence"
     return words, True
+
+
+def _halo(row: Collective, evidence: Evidence) -> Reason | None:
+    words = halo_of(row, evidence)
+    return None if words is None else (words, True)
 
 
 def _constrained(row: Collective, evidence: Evidence) -> Reason | None:

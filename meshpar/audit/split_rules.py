@@ -191,8 +191,30 @@ def _concatenate(
     )
 
 
+def _convolution(
+    equation: JaxprEqn, operands: tuple[Split | None, ...]
+) -> Split | None:
+    """Space as the left operand's, where the result is not as small as a kernel."""
+    if operands[0] is None:
+        return None
+    numbers = equation.params["dimension_numbers"]
+    kernel, result = (
+        array_shape(atom) for atom in (equation.invars[1], equation.outvars[0])
+    )
+    split = [_WHOLE] * len(result)
+    split[numbers.out_spec[0]] = operands[0][numbers.lhs_spec[0]]
+    if operands[1] is not None:
+        split[numbers.out_spec[1]] = operands[1][numbers.rhs_spec[0]]
+    for out, left, right in zip(
+        numbers.out_spec[2:], numbers.lhs_spec[2:], numbers.rhs_spec[2:], strict=True
+    ):
+        split[out] = operands[0][left] if kernel[right] <= result[out] else _WHOLE
+    return tuple(split)
+
+
 RULES: dict[str, Callable[..., Split | None]] = {
     "dot_general": _dot_general,
+    "conv_general_dilated": _convolution,
     "transpose": _transpose,
     "broadcast_in_dim": _broadcast,
     **dict.fromkeys(("slice", "dynamic_slice", "pad"), _slice),

@@ -23,6 +23,7 @@ from meshpar.parallel.pipeline.program import arranged_for
 from meshpar.parallel.remat import check_residual_names
 from meshpar.parallel.sequence import token_order
 from meshpar.parallel.sequence_checks import context_problems
+from meshpar.parallel.space import space_problems, splits_tokens
 from meshpar.parallel.storage import (
     moved_because,
     parameter_specs,
@@ -104,7 +105,8 @@ def lint(
     rows, row_findings = _parameter_rows(stored, sized, rules)
     unsplit, notes = _states(stored, sized, rules, large_bytes)
     examples, batch_findings = _examples(layout, global_batch)
-    order = token_order(layout)
+    splits = splits_tokens(model, layout, rules)
+    order = token_order(layout) if splits else None
     here = seq if order is None else order.padded(seq) // order.num_ranks
     activations, trace_findings = _activations(model, examples, here)
     axes, activation_findings = _axes_of_activations(activations, layout, rules)
@@ -121,6 +123,10 @@ def lint(
             *(
                 Finding(kind="unsupported", path="context", message=message)
                 for message in context_problems(model, layout, rules, seq)
+            ),
+            *(
+                Finding(kind="unsupported", path="space", message=message)
+                for message in space_problems(model, layout, rules)
             ),
             *stage_findings,
             *batch_findings,

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from meshpar.collectives import asked, sum_dtype
 from meshpar.layout import BATCH_AXES, MANUAL_AXES, TOKEN_AXES, Layout
@@ -23,6 +23,7 @@ from meshpar.model.token_order import TokenOrder
 from meshpar.parallel.by_host import sum_by_host
 from meshpar.parallel.data import reduce_gradients
 from meshpar.parallel.scopes import Scopes
+from meshpar.parallel.space import input_spec, space_degree, splits_tokens
 from meshpar.parallel.storage import state_spec, stored_parameters
 from meshpar.parallel.zero import (
     Stored,
@@ -264,17 +265,42 @@ class Placement:
             return lax.psum(values, axes)
 
     def large(self, mesh_axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Those of some mesh axes whose size is above 1, without `apart`."""
+        """Those of some mesh axes whose size is above 1, without `apart`.
+
+        Without `context` too where it splits space: GSPMD adds up over it.
+        """
+        absent = self.apart if self.splits_tokens else (*self.apart, "context")
         return tuple(
             axis
             for axis in mesh_axes
-            if self.mesh.shape[axis] > 1 and axis not in self.apart
+            if self.mesh.shape[axis] > 1 and axis not in absent
         )
+
+    def batch_sharding(self, name: str, array: Any) -> NamedSharding:
+        """How an array of a batch lies: its examples split, and its space.
+
+        Raises:
+            RuleError: A dim of space does not divide.
+        """
+        declared = (self.model.inputs or {}).get(name)
+        sizes = self.layout.mesh_shape
+        spec = input_spec(name, declared, array, self.rules, sizes)
+        return NamedSharding(self.mesh, spec)
+
+    @property
+    def splits_space(self) -> bool:
+        """Whether several devices share the space of an example."""
+        return space_degree(self.model, self.layout, self.rules) > 1
+
+    @property
+    def splits_tokens(self) -> bool:
+        """Whether `context` splits sequences, each device its own tokens."""
+        return splits_tokens(self.model, self.layout, self.rules)
 
     @property
     def manual_axes(self) -> tuple[str, ...]:
         """The mesh axes that `on_shards` makes manual."""
-        stage, context = self.layout.runs_in_ticks, self.layout.context > 1
+        stage, context = self.layout.runs_in_ticks, self.splits_tokens
         absent = {"stage": not stage, "context": not context}
         return tuple(axis for axis in MANUAL_AXES if not absent.get(axis, False))
 

@@ -92,7 +92,7 @@ def tokens_at_hand(
         natural: Whether the order is that of the sequence, for outputs.
     """
     order = token_order(placement.layout)
-    if order is None:
+    if order is None or not placement.splits_tokens:
         return dict(batch), None
     if natural:
         order = dataclasses.replace(order, zigzag=False)
@@ -130,7 +130,7 @@ def outputs_in_order(
             order, inside `Placement.on_shards`.
         given: Its arguments, global.
     """
-    if placement.layout.context == 1:
+    if not placement.splits_tokens:
         return placement.on_state(local, BATCH)(*given)
     batch = given[2]
     whole = _output_shapes(placement, batch, 1)

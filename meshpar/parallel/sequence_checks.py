@@ -24,6 +24,7 @@ from meshpar.model.tracing import (
     traced_forward,
     tracing,
 )
+from meshpar.parallel.space import splits_tokens
 from meshpar.parallel.sequence import is_sequence, sequence_dims, token_order
 from meshpar.rules.rules import Rules
 
@@ -38,7 +39,7 @@ def check_context(model: Model, layout: Layout, rules: Rules) -> None:
         InputError: A function mixes tokens, no input has any, or the heads do not
             divide over what Ulysses splits them over.
     """
-    if layout.context == 1:
+    if not splits_tokens(model, layout, rules):
         return
     if layout.attention_method.heads > 1:
         _check_heads(model, layout, rules)
@@ -49,11 +50,11 @@ def context_problems(
     model: Model, layout: Layout, rules: Rules, seq: int
 ) -> Iterator[str]:
     """Why a model or its sequences of `seq` tokens do not suit a layout."""
-    if layout.context == 1:
+    if not splits_tokens(model, layout, rules):
         return
     try:
         check_context(model, layout, rules)
-        check_sequences(model, layout, traced_batch(model, 1, seq))
+        check_sequences(model, layout, rules, traced_batch(model, 1, seq))
     except InputError as error:
         yield str(error)
 
@@ -220,13 +221,19 @@ class _Hand:
 
 
 def check_sequences(
-    model: Model, layout: Layout, batch: Mapping[str, Any], *, partly: bool = False
+    model: Model,
+    layout: Layout,
+    rules: Rules,
+    batch: Mapping[str, Any],
+    *,
+    partly: bool = False,
 ) -> None:
     """Refuses a batch whose sequences a layout cannot split.
 
     Args:
         model: The model.
         layout: Whose `context` splits them.
+        rules: Which may let it split space instead.
         batch: Arrays, or their shapes.
         partly: Whether it is for outputs alone, of which padding is cut off.
 
@@ -234,7 +241,7 @@ def check_sequences(
         InputError: They do not divide into its chunks, and cannot be padded.
     """
     order = token_order(layout)
-    if order is None:
+    if order is None or not splits_tokens(model, layout, rules):
         return
     sizes: dict[int, tuple[str, int]] = {}
     for name, array in batch.items():

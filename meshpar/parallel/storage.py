@@ -22,6 +22,7 @@ from meshpar.model.parameter import Parameter, is_parameter
 from meshpar.parallel.zero import Stored
 from meshpar.rules.rules import Rules, entry_axes, spec_axes
 from meshpar.rules.sharding import path_name
+from meshpar.rules.spatial import SPATIAL
 
 
 def stored_parameters(
@@ -230,7 +231,7 @@ def split_axes_of(layout: Layout, rules: Rules) -> tuple[str, ...]:
         mapped = {
             axis
             for name, axes in stored.items()
-            if name != "batch"
+            if name not in ("batch", *SPATIAL)
             for axis in zero_axes_in(name, axes)
         }
         chosen = tuple(axis for axis in ZERO_AXES if axis in mapped)

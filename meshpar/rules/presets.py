@@ -1,7 +1,8 @@
 """The usual rules by name: data parallel, FSDP, tensor and sequence parallel.
 
 `residual_seq` is the sequence dim of the residual stream between the attention and MLP,
-`seq` the one inside them.
+`seq` the one inside them. Volumes are split along `depth`, over all devices that share
+an example; `with_rules(depth="context", height="tensor")` cuts them along two dims.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ _BATCH = Rules(
         "vocab": None,
         "layers": None,
         "experts": "expert",
+        "depth": ("context", "tensor"),
+        "height": None,
+        "width": None,
     }
 )
 

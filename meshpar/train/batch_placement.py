@@ -30,13 +30,16 @@ class BatchPlacement:
         check_sequences: Refuses sequences of a batch, whole or `partly`, that cannot be
             split.
         layout: Whose batch axes and microbatches a batch divides over.
-        sharding: How every array lies, the example first.
+        sharding: How examples lie.
+        sharding_of: (name, global array or its shape) -> how it lies, where that is
+            not for all arrays alike.
     """
 
     inputs: Mapping[str, Input]
     check_sequences: Callable[..., None]
     layout: Layout
     sharding: NamedSharding
+    sharding_of: Callable[[str, Any], NamedSharding] | None = None
     _passed: set[tuple[Any, ...]] = field(default_factory=set, compare=False)
 
     def place(
@@ -60,13 +63,14 @@ class BatchPlacement:
                 as this process's devices hold.
         """
         self._check_once(batch, microbatches, partly=partly)
-        if all(map(self._is_placed, batch.values())):
+        if all(self._is_placed(name, array) for name, array in batch.items()):
             return dict(batch)
         if global_batch is not None:
             self._check_rows(batch, global_batch)
         if self._is_shared:
-            return {name: self._joined(array) for name, array in batch.items()}
-        return jax.device_put(dict(batch), self.sharding)
+            return {name: self._joined(name, array) for name, array in batch.items()}
+        lie = {name: self._sharding(name, array) for name, array in batch.items()}
+        return jax.device_put(dict(batch), lie)
 
     def rows_here(self, global_batch: int) -> np.ndarray:
         """Numbers of the rows that this process's devices hold, in order.
@@ -153,10 +157,10 @@ class BatchPlacement:
                 "give those of step.rows_here(global_batch)"
             )
 
-    def _joined(self, array: Any) -> jax.Array:
+    def _joined(self, name: str, array: Any) -> jax.Array:
         """The global array of which this process gives its rows."""
         if isinstance(array, jax.Array) and not array.is_fully_addressable:
-            return jax.device_put(array, self.sharding)
+            return jax.device_put(array, self._sharding(name, array))
         rows = np.asarray(array, jax.dtypes.canonicalize_dtype(array.dtype))
         parts = np.split(rows, len(self._shards_here))
         length = len(parts[0])
@@ -164,12 +168,20 @@ class BatchPlacement:
 
         def part(index: Any) -> np.ndarray:
             shard = (index[0].start or 0) // max(length, 1)
-            return parts[self._shards_here.index(shard)]
+            return parts[self._shards_here.index(shard)][(slice(None), *index[1:])]
 
-        return jax.make_array_from_callback(shape, self.sharding, part)
+        whole = jax.ShapeDtypeStruct(shape, rows.dtype)
+        return jax.make_array_from_callback(shape, self._sharding(name, whole), part)
 
-    def _is_placed(self, array: Any) -> bool:
-        return isinstance(array, jax.Array) and array.sharding == self.sharding
+    def _sharding(self, name: str, array: Any) -> NamedSharding:
+        if self.sharding_of is None:
+            return self.sharding
+        return self.sharding_of(name, array)
+
+    def _is_placed(self, name: str, array: Any) -> bool:
+        if not isinstance(array, jax.Array):
+            return False
+        return array.sharding == self._sharding(name, array)
 
     def _check_once(
         self, batch: Mapping[str, Any], microbatches: int | None, *, partly: bool

@@ -20,6 +20,7 @@ from meshpar.parallel.placement import DTYPES
 from meshpar.parallel.remat import HOST_MEMORY
 from meshpar.parallel.storage import split_axes_of
 from meshpar.rules.rules import Rules
+from meshpar.rules.spatial import SPATIAL
 from meshpar.rules.table import RuleError
 from meshpar.train.layout_refusals import PLAIN, layout_refusals, zero_refusals
 
@@ -114,7 +115,8 @@ def rule_refusals(rules: Rules, layout: Layout) -> Iterator[tuple[str, RuleError
         )
     splits = BATCH_AXES if layout.expert > 1 else without_expert
     for logical_axis, mesh_axes in rules.table.items():
-        if "context" in mesh_axes and layout.context > 1:
+        in_space = logical_axis in SPATIAL
+        if "context" in mesh_axes and layout.context > 1 and not in_space:
             yield (
                 logical_axis,
                 RuleError(

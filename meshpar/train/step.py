@@ -21,6 +21,7 @@ from meshpar.parallel.pipeline.stages import in_layer_order
 from meshpar.parallel.placement import DTYPES, Placement
 from meshpar.parallel.prefetch_choice import prefetch_notes, prefetches
 from meshpar.parallel.sequence_checks import check_context, check_sequences
+from meshpar.parallel.space import check_space
 from meshpar.train.batch_placement import BatchPlacement
 from meshpar.train.chosen_programs import chosen_programs
 from meshpar.train.constants import take_out
@@ -56,6 +57,7 @@ class TrainStep:
     def __init__(self, options: StepOptions) -> None:
         self.options = options
         model, layout = options.model, options.layout
+        check_space(model, layout, options.rules)
         check_context(model, layout, options.rules)
         self.model_as_given, self.layout = model, layout
         self.rules, self.mesh = options.rules, options.mesh
@@ -84,9 +86,12 @@ class TrainStep:
         self.batch_sharding = NamedSharding(self.mesh, PartitionSpec(BATCH_AXES))
         self._batches = BatchPlacement(
             inputs=self.model.inputs or {},
-            check_sequences=functools.partial(check_sequences, self.model, layout),
+            check_sequences=functools.partial(
+                check_sequences, self.model, layout, self.rules
+            ),
             layout=layout,
             sharding=self.batch_sharding,
+            sharding_of=placement.batch_sharding if placement.splits_space else None,
         )
         self.compiler_options = compiler_options_for(
             self.platform,

@@ -11,6 +11,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.rules.sharding import born_sharded
+from meshpar.train.batch_program import BatchProgram
 from meshpar.train.state import TrainState, without_optimizer
 from meshpar.train.step_functions import StepFunctions
 
@@ -21,7 +22,7 @@ class StepPrograms:
 
     Args:
         functions: What they compute.
-        batch_sharding: How the arrays of a batch lie.
+        batch_sharding: How the arrays of a batch lie that have no split space.
         compiler_options: XLA's, of every program.
     """
 
@@ -51,13 +52,17 @@ class StepPrograms:
     def update(self) -> Any:
         """(state, batch) -> the next state and metrics; the state is donated."""
         shardings = self.functions.shardings
-        return jax.jit(
-            self.functions.update,
-            in_shardings=(shardings, self.batch_sharding),
-            out_shardings=(shardings, self._replicated),
-            donate_argnums=0,
-            compiler_options=self._options,
-        )
+
+        def program(batch: Any) -> Any:
+            return jax.jit(
+                self.functions.update,
+                in_shardings=(shardings, batch),
+                out_shardings=(shardings, self._replicated),
+                donate_argnums=0,
+                compiler_options=self._options,
+            )
+
+        return self._of_batch(program)
 
     @cached_property
     def gradients(self) -> Any:
@@ -76,7 +81,11 @@ class StepPrograms:
     @cached_property
     def logits(self) -> Any:
         """The same -> logits."""
-        return self._of_parameters(self.functions.logits, self.batch_sharding)
+        # Of volumes the model says how they lie; nothing gathers them.
+        split = self.functions.placement.splits_space
+        return self._of_parameters(
+            self.functions.logits, None if split else self.batch_sharding
+        )
 
     def to_use(self, state: TrainState) -> TrainState:
         """What the programs that update nothing take."""
@@ -88,13 +97,23 @@ class StepPrograms:
         return without_optimizer(self.functions.state_shapes)
 
     def _of_parameters(self, function: Callable[..., Any], out_shardings: Any) -> Any:
-        given = without_optimizer(self.functions.shardings), self.batch_sharding
-        return jax.jit(
-            function,
-            in_shardings=given,
-            out_shardings=out_shardings,
-            compiler_options=self._options,
-        )
+        state = without_optimizer(self.functions.shardings)
+
+        def program(batch: Any) -> Any:
+            return jax.jit(
+                function,
+                in_shardings=(state, batch),
+                out_shardings=out_shardings,
+                compiler_options=self._options,
+            )
+
+        return self._of_batch(program)
+
+    def _of_batch(self, program: Callable[[Any], Any]) -> Any:
+        placement = self.functions.placement
+        if not placement.splits_space:
+            return program(self.batch_sharding)
+        return BatchProgram(program, placement.batch_sharding)
 
     @property
     def _options(self) -> dict[str, Any] | None:

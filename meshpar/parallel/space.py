@@ -1,0 +1,107 @@
+"""Space: dims of images and volumes that rules split over mesh axes left to GSPMD.
+
+A model names them `depth`, `height` and `width`. Of a convolution over a split dim
+GSPMD sends each device the rows next to its own (the halo), forward and backward, and
+adds up the gradient of the kernel; nothing is gathered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from meshpar.errors import InputError
+from meshpar.layout import BATCH_AXES, Layout
+from meshpar.model.contract import Model
+from meshpar.model.inputs import Input
+from meshpar.rules.rules import Rules, spec_axes
+from meshpar.rules.spatial import SPATIAL
+
+
+def space_axes(model: Model, rules: Rules) -> tuple[str, ...]:
+    """The mesh axes that rules split the space of a model's inputs over."""
+    inputs = (model.inputs or {}).values()
+    named = {name for one in inputs for name in one.logical_axes}
+    found = (
+        mesh_axis
+        for name in SPATIAL
+        if name in named and name in rules.table
+        for mesh_axis in rules.mesh_axes(name)
+    )
+    return tuple(dict.fromkeys(found))
+
+
+def space_degree(model: Model, layout: Layout, rules: Rules) -> int:
+    """Devices that share the space of one example."""
+    sizes = layout.mesh_shape
+    return math.prod(sizes[axis] for axis in space_axes(model, rules))
+
+
+def splits_tokens(model: Model, layout: Layout, rules: Rules) -> bool:
+    """Whether `context` splits sequences: it does where it does not split space."""
+    return layout.context > 1 and "context" not in space_axes(model, rules)
+
+
+def space_problems(model: Model, layout: Layout, rules: Rules) -> Iterator[str]:
+    """Why a layout cannot split the space of a model's inputs."""
+    axes, sizes = space_axes(model, rules), layout.mesh_shape
+    at_work = [axis for axis in axes if sizes[axis] > 1]
+    if not at_work:
+        return
+    split = " and ".join(f"{axis}={sizes[axis]}" for axis in at_work)
+    asked = f"layout {str(layout)!r}: {split} split{'s' * (len(at_work) == 1)} space"
+    if layout.stage > 1:
+        yield (
+            f"{asked}, and stage={layout.stage} the layers, but devices that share a "
+            "volume exchange halos in every layer, which must not run on some stages "
+            f"alone; set stage=1, or {' and '.join(f'{one}=1' for one in at_work)}"
+        )
+    if layout.sync_every > 1:
+        yield (
+            f"{asked}, but sync_every={layout.sync_every} trains replicas that hold "
+            "whole examples; set sync_every=1"
+        )
+    if "context" in at_work and "context" in layout.zero_axes:
+        yield (
+            f"{asked}, so that zero_axes={'/'.join(layout.zero_axes)} cannot split "
+            "states over 'context' too; leave it out of zero_axes"
+        )
+
+
+def check_space(model: Model, layout: Layout, rules: Rules) -> None:
+    """Refuses a layout that cannot split the space of a model's inputs.
+
+    Raises:
+        InputError: It has what cannot stand beside.
+    """
+    for message in space_problems(model, layout, rules):
+        raise InputError(message)
+
+
+def input_spec(
+    name: str, declared: Input | None, array: Any, rules: Rules, sizes: Mapping
+) -> PartitionSpec:
+    """How an array of a batch lies: its examples split, and its space.
+
+    Args:
+        name: Of the array.
+        declared: What the model says of it; None where it says nothing.
+        array: It or its shape.
+        rules: Logical axis -> mesh axes.
+        sizes: Size of each mesh axis.
+
+    Raises:
+        RuleError: A dim of space does not divide.
+    """
+    whole = PartitionSpec(BATCH_AXES)
+    if declared is None or len(array.shape) != len(declared.logical_axes):
+        return whole
+    axes = tuple(
+        axis if axis in SPATIAL and axis in rules.table else None
+        for axis in declared.logical_axes
+    )
+    spec = rules.spec(axes, array.shape, mesh_shape=sizes, path=f"batch[{name!r}]")
+    return PartitionSpec(BATCH_AXES, *spec[1:]) if spec_axes(spec) else whole

@@ -1,0 +1,39 @@
+"""A jitted function of a batch whose arrays lie each in its own way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+Make = Callable[[Any], Any]
+"""How a batch lies -> the jitted function."""
+
+
+class BatchProgram:
+    """`jax.jit` of (state, batch), one for each set of arrays that a batch may have.
+
+    Args:
+        make: How a batch lies, a tree of shardings beside it -> the function.
+        sharding_of: (name, array or its shape) -> its sharding.
+    """
+
+    def __init__(self, make: Make, sharding_of: Callable[[str, Any], Any]) -> None:
+        self._make, self._sharding_of = make, sharding_of
+        self._made: dict[tuple, Any] = {}
+
+    def __call__(self, state: Any, batch: Mapping[str, Any]) -> Any:
+        """What the function gives."""
+        return self._program(batch)(state, batch)
+
+    def lower(self, state: Any, batch: Mapping[str, Any]) -> jax.stages.Lowered:
+        """As of what `jax.jit` returns."""
+        return self._program(batch).lower(state, batch)
+
+    def _program(self, batch: Mapping[str, Any]) -> Any:
+        lie = {name: self._sharding_of(name, array) for name, array in batch.items()}
+        key = tuple(lie.items())
+        if key not in self._made:
+            self._made[key] = self._make(lie)
+        return self._made[key]

@@ -1,0 +1,146 @@
+"""Volumes for segmentation: the MNI152 template, NIfTI files, padding and Dice."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from meshpar import InputError
+
+_TEMPLATE = "mni_icbm152_{}_tal_nlin_sym_09a_converted.nii.gz"
+_BINS = 256
+
+
+@dataclass(frozen=True)
+class Scan:
+    """A volume and what its voxels are.
+
+    Args:
+        image: float32 (depth, height, width).
+        truth: bool, alike: whether a voxel is of the sought tissue.
+        affine: (4, 4), from voxels to millimetres.
+    """
+
+    image: np.ndarray
+    truth: np.ndarray
+    affine: np.ndarray
+
+
+def template() -> Scan:
+    """T1 image and grey matter of MNI152 (Fonov et al. 2011), 197 x 233 x 189 at 1 mm.
+
+    Read from the files that an installed nilearn carries; nothing is downloaded.
+
+    Raises:
+        InputError: nilearn or nibabel is not installed.
+    """
+    found = importlib.util.find_spec("nilearn")
+    if found is None or found.origin is None:
+        raise InputError(
+            "the MNI152 template comes with nilearn, which is not installed: "
+            "pip install 'meshpar[volumes]', or give --image and --truth"
+        )
+    data = Path(found.origin).parent / "datasets" / "data"
+    return read_scan(data / _TEMPLATE.format("t1"), data / _TEMPLATE.format("gm"))
+
+
+def read_scan(image: str | Path, truth: str | Path) -> Scan:
+    """Two NIfTI files of one shape; truth is what exceeds half of its largest value.
+
+    Raises:
+        InputError: nibabel is not installed, a file is no volume, or shapes differ.
+    """
+    values, affine = _read(image)
+    labels, _ = _read(truth)
+    if labels.shape != values.shape:
+        raise InputError(
+            f"{truth} has shape {labels.shape}, but {image} has {values.shape}; give "
+            "two files of one space"
+        )
+    if not labels.max() > 0:
+        raise InputError(f"{truth} marks no voxel: its largest value is {labels.max()}")
+    return Scan(values, labels > 0.5 * labels.max(), affine)
+
+
+def _read(path: str | Path) -> tuple[np.ndarray, np.ndarray]:
+    try:
+        import nibabel
+    except ModuleNotFoundError:
+        raise InputError(
+            f"reading {path} needs nibabel: pip install 'meshpar[volumes]'"
+        ) from None
+    try:
+        found = nibabel.load(path)
+        values = np.asarray(found.dataobj, np.float32)
+    except (OSError, nibabel.filebasedimages.ImageFileError) as error:
+        raise InputError(f"{path}: {error}") from error
+    if values.ndim != 3:
+        raise InputError(f"{path} has {values.ndim} dims; give a volume of 3")
+    return values, np.asarray(found.affine)
+
+
+def coarser(scan: Scan, factor: int) -> Scan:
+    """Means of cubes of `factor` voxels a side; what does not fill one is cut off."""
+    if factor == 1:
+        return scan
+
+    def means(values: np.ndarray) -> np.ndarray:
+        sizes = [size // factor for size in values.shape]
+        cut = values[tuple(slice(size * factor) for size in sizes)]
+        cubes = cut.reshape([n for size in sizes for n in (size, factor)])
+        return cubes.mean(axis=(1, 3, 5), dtype=np.float32)
+
+    truth = means(scan.truth.astype(np.float32)) > 0.5
+    scaled = scan.affine @ np.diag([factor] * 3 + [1.0])
+    return Scan(means(scan.image), truth, scaled)
+
+
+def padded_sizes(sizes: tuple[int, ...], multiple: int) -> tuple[int, ...]:
+    """Each size rounded up to a multiple.
+
+    Example:
+        >>> padded_sizes((197, 233, 189), 8)
+        (200, 240, 192)
+    """
+    return tuple(-(-size // multiple) * multiple for size in sizes)
+
+
+def padded(values: np.ndarray, sizes: tuple[int, ...]) -> np.ndarray:
+    """Zeros behind the last voxel of each dim, up to `sizes`."""
+    missing = zip(values.shape, sizes, strict=True)
+    return np.pad(values, [(0, size - here) for here, size in missing])
+
+
+def dice(found: np.ndarray, truth: np.ndarray) -> float:
+    """Twice what two sets of voxels share, over the sum of their sizes (Dice 1945).
+
+    Example:
+        >>> dice(np.array([1, 1, 0], bool), np.array([1, 0, 0], bool))
+        0.6666666666666666
+    """
+    sizes = int(found.sum()) + int(truth.sum())
+    return 2 * int((found & truth).sum()) / sizes if sizes else 1.0
+
+
+def best_band(image: np.ndarray, truth: np.ndarray) -> tuple[float, float]:
+    """The intensities from which to which a threshold has the best Dice.
+
+    Of all pairs of 256 steps of intensity.
+
+    Args:
+        image: Intensities of voxels.
+        truth: Whether each is of the sought tissue.
+    """
+    edges = np.linspace(float(image.min()), float(image.max()), _BINS + 1)
+    inside, outside = (
+        np.concatenate([[0], np.cumsum(np.histogram(image[mask], edges)[0])])
+        for mask in (truth, ~truth)
+    )
+    hits = inside[None, :] - inside[:, None]
+    wrong = outside[None, :] - outside[:, None]
+    scores = 2 * hits / np.maximum(hits + wrong + inside[-1], 1)
+    low, high = np.unravel_index(np.argmax(np.triu(scores)), scores.shape)
+    return float(edges[low]), float(edges[high])
