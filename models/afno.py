@@ -2,7 +2,8 @@
 
 Reference: Pathak et al. 2022 (FourCastNet), section 2; Guibas et al. 2022 (AFNO). Here
 the grid closes in itself along longitude for its convolutions too, the state's change
-is predicted instead of the state, and nothing has positions but a learned embedding.
+is predicted instead of the state, and only latitudes have an embedding: what tells
+longitudes apart, such as land, is a field like others.
 """
 
 from __future__ import annotations
@@ -149,7 +150,7 @@ class AFNOBlock(nnx.Module):
 
 
 class AFNOEnds(nnx.Module):
-    """Convolution, patches and positions; and back to fields, as a change of theirs."""
+    """Convolution, patches and latitudes; and back to fields, as a change of theirs."""
 
     def __init__(self, config: AFNOConfig, rngs: nnx.Rngs) -> None:
         embed, channels, std = config.embed, config.channels, config.init_std
@@ -160,8 +161,8 @@ class AFNOEnds(nnx.Module):
             (pixels * 2 * channels, embed), std, (None, "embed"), rngs=rngs
         )
         self.patch_bias = _zeros((embed,), ("embed",))
-        self.position_embed = normal(
-            (*config.grid, embed), std, ("height", "width", "embed"), rngs=rngs
+        self.latitude_embed = normal(
+            (config.grid[0], embed), std, (None, "embed"), rngs=rngs
         )
         self.final_norm = LayerNorm(embed, epsilon=config.norm_epsilon, rngs=rngs)
         self.unpatch = normal(
@@ -177,8 +178,11 @@ class AFNOEnds(nnx.Module):
         both = jnp.concatenate([fields, jax.nn.gelu(smooth)], axis=-1)
         patches = scope.constrain(_patches(both, self.patch), _FIELDS)
         x = jnp.einsum("BHWP,PD->BHWD", patches, self.patch_embed[...])
-        x = x + self.patch_bias[...] + self.position_embed[...]
-        return scope.constrain(x, GRID)
+        # A matmul, whose gradient GSPMD sums up where the latitudes are split.
+        rows = jnp.eye(x.shape[1], dtype=x.dtype)
+        rows = scope.constrain(rows, ("height", None))
+        latitudes = jnp.einsum("HR,RD->HD", rows, self.latitude_embed[...])
+        return scope.constrain(x + self.patch_bias[...] + latitudes[:, None], GRID)
 
     def logits(self, x: jax.Array, scope: Scope) -> jax.Array:
         """The predicted change, fp32 (batch, height, width, channels)."""
@@ -236,7 +240,7 @@ AFNO = Family(
     presets={
         "tiny-afno": AFNOConfig(layers=4, embed=64, height=32, width=64, patch=4),
         # Pathak et al. 2022, section 2.1 and appendix: ERA5 at a quarter of a degree.
-        "fourcastnet": AFNOConfig(
+        "afno-quarter-degree": AFNOConfig(
             layers=12,
             embed=768,
             height=720,
@@ -247,4 +251,4 @@ AFNO = Family(
         ),
     },
 )
-"""The second with FourCastNet's published sizes."""
+"""The second with the sizes of FourCastNet."""

@@ -19,6 +19,7 @@ from meshpar.models.gpt2 import GPT2Config, gpt2
 from meshpar.models.layers.rope import RopeScaling
 from meshpar.models.llama import LlamaConfig, llama
 from meshpar.models.moe import MoEConfig, moe
+from meshpar.models.pair import PAIR
 from meshpar.models.unet3d import UNET3D
 from meshpar.models.vit import VIT
 
@@ -195,6 +196,7 @@ FAMILIES = (
     GEMMA3,
     VIT,
     AFNO,
+    PAIR,
     ENCODER_DECODER,
     UNET3D,
 )

@@ -84,9 +84,7 @@ class UNet3DConfig:
         check_sizes(self, *_SIZES, "groups")
         check_least_zero(self, most="no limit")
         if self.norm not in _NORMS:
-            raise InputError(
-                f"norm={self.norm!r}: must be one of {', '.join(_NORMS)}"
-            )
+            raise InputError(f"norm={self.norm!r}: must be one of {', '.join(_NORMS)}")
         for name in ("depth", "height", "width"):
             size = getattr(self, name)
             if size % self.shrinks:
@@ -258,9 +256,7 @@ def _name(level: int) -> str:
     return f"level{level}"
 
 
-def _norm(
-    config: UNet3DConfig, channels: int, rngs: nnx.Rngs
-) -> GroupNorm | BatchNorm:
+def _norm(config: UNet3DConfig, channels: int, rngs: nnx.Rngs) -> GroupNorm | BatchNorm:
     epsilon = config.norm_epsilon
     if config.norm == "batch":
         return BatchNorm(channels, epsilon=epsilon, rngs=rngs)

@@ -64,9 +64,10 @@ class GroupNorm(nnx.Module):
         cut = cut - jnp.mean(cut, axis=2, keepdims=True)
         cut = cut / jnp.sqrt(jnp.mean(cut**2, axis=2, keepdims=True) + 1e-5)
         scale, bias = self.scale[...], self.bias[...]
-        return cut.reshape(x.shape) * scale[:, None, None, None] + bias[
-            :, None, None, None
-        ]
+        return (
+            cut.reshape(x.shape) * scale[:, None, None, None]
+            + bias[:, None, None, None]
+        )
 
 
 class BatchNorm(nnx.Module):
