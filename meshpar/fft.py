@@ -18,8 +18,9 @@ Reference: Pekurovsky 2012 (P3DFFT), section 2, on pencils and transposed output
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,9 +30,12 @@ from meshpar.model.scope import Scope
 from meshpar.parallel.moves import Move, Split, degree, on_split, split_of
 from meshpar.rules.rules import LogicalAxes
 
-__all__ = ["fftn", "ifftn", "irfftn", "moves_of", "rfftn"]
+__all__ = ["fftn", "filtered", "ifftn", "irfftn", "moves_of", "rfftn"]
 
 NORMS = ("backward", "ortho", "forward")
+
+Steps = tuple[Move | int, ...]
+"""What is done in order: moves, and dims to transform."""
 
 
 def fftn(
@@ -51,8 +55,8 @@ def fftn(
         over: Those of the dims to transform.
         scope: Whose rules split them; one without rules runs on one device.
         norm: `backward`, `ortho` or `forward`, as of `jnp.fft`.
-        transposed: Leave the frequencies split as the last transform has them, which
-            saves the moves back; give it to `ifftn` too.
+        transposed: Leave the dims of `over` split as the last transform has them,
+            which saves moves back; give it to `ifftn` too.
 
     Returns:
         complex64, shaped as `x`.
@@ -142,6 +146,50 @@ def irfftn(
     return plan.real(y.shape[dims[-1]]).inverse(y)
 
 
+def filtered(
+    x: jax.Array,
+    function: Callable[[Any, jax.Array], jax.Array],
+    weights: Any,
+    logical_axes: LogicalAxes,
+    over: Sequence[str],
+    scope: Scope,
+    *,
+    modes: int | None = None,
+    norm: str = "backward",
+) -> jax.Array:
+    """`irfftn(function(weights, rfftn(x)))`, each frequency by itself.
+
+    The frequencies are transformed back from where the last transform has them, so that
+    a split dim takes one all-to-all there and one back. Weights are whole on every
+    device; their gradients are summed over the mesh axes that split `x`.
+
+    Args:
+        x: Real.
+        function: (weights, some of the frequencies) -> alike; the other dims are whole
+            unless the rules split them.
+        weights: Tree of arrays.
+        logical_axes: As for `rfftn`, and so what follows.
+        over: The dims.
+        scope: Whose rules split them.
+        modes: Frequencies of the last dim that are kept.
+        norm: As for `fftn`.
+
+    Returns:
+        Shaped and split as `x`, fp32.
+    """
+    plan = _Plan.of(x.shape, logical_axes, over, scope, norm, transposed=True)
+    plan = plan.real(modes)
+    leaves, tree = jax.tree.flatten(weights)
+    steps, _ = plan.steps
+
+    def local(x: jax.Array, *leaves: jax.Array) -> jax.Array:
+        y = function(tree.unflatten(leaves), plan.to_frequencies(x, steps))
+        return plan.from_frequencies(y, steps)
+
+    splits = (plan.split, *(((),) * leaf.ndim for leaf in leaves))
+    return on_split(local, _wide(x), *leaves, splits=splits, out_split=plan.split)
+
+
 def moves_of(
     shape: Sequence[int],
     logical_axes: LogicalAxes,
@@ -229,30 +277,40 @@ class _Plan:
         return replace(self, modes=modes)
 
     def forward(self, x: jax.Array) -> jax.Array:
+        """Frequencies of an array."""
         steps, split = self.steps
 
         def local(x: jax.Array) -> jax.Array:
-            for step in steps:
-                x = step(x, "fft") if isinstance(step, Move) else self._to(x, step)
-            return x
+            return self.to_frequencies(x, steps)
 
         return on_split(local, _wide(x), splits=(self.split,), out_split=split)
 
     def inverse(self, y: jax.Array) -> jax.Array:
+        """The array of frequencies."""
         steps, split = self.steps
 
         def local(y: jax.Array) -> jax.Array:
-            for step in reversed(steps):
-                if isinstance(step, Move):
-                    y = step.undone(y, "fft")
-                else:
-                    y = self._from(y, step)
-            return y
+            return self.from_frequencies(y, steps)
 
         return on_split(local, _wide(y), splits=(split,), out_split=self.split)
 
+    def to_frequencies(self, x: jax.Array, steps: Steps) -> jax.Array:
+        """Of this device's part, by the plan's steps."""
+        for step in steps:
+            x = step(x, "fft") if isinstance(step, Move) else self._to(x, step)
+        return x
+
+    def from_frequencies(self, y: jax.Array, steps: Steps) -> jax.Array:
+        """Undoes `to_frequencies`."""
+        for step in reversed(steps):
+            if isinstance(step, Move):
+                y = step.undone(y, "fft")
+                continue
+            y = self._from(y, step)
+        return y
+
     @property
-    def steps(self) -> tuple[tuple[Move | int, ...], Split]:
+    def steps(self) -> tuple[Steps, Split]:
         """Moves, and dims to transform, in order; and how the result is split."""
         steps: list[Move | int] = []
         out: list[Move] = []  # those not undone yet, last one first to be
@@ -272,8 +330,8 @@ class _Plan:
                 steps.append(out[-1])
                 split = out[-1].after(split)
             steps.append(dim)
-        if not self.transposed:
-            take_back(tuple(range(len(self.shape))))
+        kept = self.dims if self.transposed else ()
+        take_back(tuple(dim for dim in range(len(self.shape)) if dim not in kept))
         return tuple(steps), split
 
     def _move(self, dim: int, split: Split) -> Move:

@@ -137,13 +137,16 @@ class PairEnds(nnx.Module):
         """Tokens (batch, residues) -> (batch, rows, columns, embed)."""
         # Matmuls, as GSPMD splits no gather by indices that lie split.
         residues = jax.nn.one_hot(batch["tokens"], self.vocab, dtype=jnp.float32)
+        residues = scope.constrain(residues, ("batch", None, None))
         rows = scope.constrain(residues, ("batch", "pair_rows", None))
         columns = scope.constrain(residues, ("batch", "pair_columns", None))
         left = jnp.einsum("BIV,VD->BID", rows, self.left[...])
         right = jnp.einsum("BJV,VD->BJD", columns, self.right[...])
-        places = jnp.arange(residues.shape[1])
-        apart = jnp.clip(places[:, None] - places, -self.reach, self.reach) + self.reach
-        known = jax.nn.one_hot(apart, 2 * self.reach + 1, dtype=jnp.float32)
+        square = 2 * residues.shape[1:2]
+        apart = jax.lax.broadcasted_iota(jnp.int32, square, 0)
+        apart -= jax.lax.broadcasted_iota(jnp.int32, square, 1)
+        bins = jnp.clip(apart, -self.reach, self.reach) + self.reach
+        known = jax.nn.one_hot(bins, 2 * self.reach + 1, dtype=jnp.float32)
         known = scope.constrain(known, ("pair_rows", "pair_columns", None))
         offsets = jnp.einsum("IJR,RD->IJD", known, self.offsets[...])
         z = left[:, :, None] + right[:, None] + offsets

@@ -24,8 +24,8 @@ from meshpar.model.tracing import (
     traced_forward,
     tracing,
 )
-from meshpar.parallel.space import splits_tokens
 from meshpar.parallel.sequence import is_sequence, sequence_dims, token_order
+from meshpar.parallel.space import splits_tokens
 from meshpar.rules.rules import Rules
 
 _TRACED_TOKENS = (16, 8, 4, 2)

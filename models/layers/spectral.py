@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -16,9 +19,8 @@ GRID = ("batch", "height", "width", "embed")
 class SpectralMixing(nnx.Module):
     """`irfft2(shrink(mlp(rfft2(x))))`: one MLP for all frequencies, complex.
 
-    Its two weights are block-diagonal over channels. Of the transform the frequencies
-    stay where it leaves them, as the MLP is of each alone, so that a split grid takes
-    one all-to-all for each split dim in each direction.
+    Its two weights are block-diagonal over channels; `meshpar.fft.filtered` says what
+    is sent for a grid that devices share.
 
     Args:
         embed: Channels.
@@ -49,23 +51,30 @@ class SpectralMixing(nnx.Module):
 
     def __call__(self, x: jax.Array, scope: Scope) -> jax.Array:
         """(batch, height, width, embed) -> alike, in fp32 between."""
-        over = GRID[1:3]
-        options = {"norm": "ortho", "transposed": True}
-        y = fft.rfftn(x, GRID, over, scope, modes=self.modes, **options)
-        hidden = _in_blocks(y, self.up[...], self.up_bias[...])
-        hidden = jax.lax.complex(jax.nn.relu(hidden.real), jax.nn.relu(hidden.imag))
-        y = _in_blocks(hidden, self.down[...], self.down_bias[...])
-        y = jax.lax.complex(self._shrunk(y.real), self._shrunk(y.imag))
-        back = fft.irfftn(y, GRID, over, scope, size=x.shape[2], **options)
-        return back.astype(x.dtype)
+        names = "up", "up_bias", "down", "down_bias"
+        weights = tuple(getattr(self, name)[...] for name in names)
+        mix = functools.partial(_mixed, self.threshold)
+        options: dict[str, Any] = {"modes": self.modes, "norm": "ortho"}
+        y = fft.filtered(x, mix, weights, GRID, GRID[1:3], scope, **options)
+        return y.astype(x.dtype)
 
-    def _shrunk(self, x: jax.Array) -> jax.Array:
-        return jnp.sign(x) * jax.nn.relu(jnp.abs(x) - self.threshold)
+
+def _mixed(threshold: float, weights: tuple, y: jax.Array) -> jax.Array:
+    """Complex (..., embed), mixed by a block-diagonal MLP of two layers."""
+    up, up_bias, down, down_bias = (
+        jax.lax.complex(*weight.astype(jnp.float32)) for weight in weights
+    )
+    hidden = _in_blocks(y, up, up_bias)
+    hidden = jax.lax.complex(jax.nn.relu(hidden.real), jax.nn.relu(hidden.imag))
+    y = _in_blocks(hidden, down, down_bias)
+    return jax.lax.complex(_shrunk(y.real, threshold), _shrunk(y.imag, threshold))
 
 
 def _in_blocks(y: jax.Array, weight: jax.Array, bias: jax.Array) -> jax.Array:
-    """Complex (..., embed) times a block-diagonal weight."""
-    wide, shift = (jax.lax.complex(*one.astype(jnp.float32)) for one in (weight, bias))
-    cut = y.reshape(*y.shape[:-1], *wide.shape[:2])
-    found = jnp.einsum("...bi,bio->...bo", cut, wide) + shift
+    cut = y.reshape(*y.shape[:-1], *weight.shape[:2])
+    found = jnp.einsum("...bi,bio->...bo", cut, weight) + bias
     return found.reshape(y.shape)
+
+
+def _shrunk(x: jax.Array, threshold: float) -> jax.Array:
+    return jnp.sign(x) * jax.nn.relu(jnp.abs(x) - threshold)

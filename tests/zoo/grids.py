@@ -10,7 +10,7 @@ from tests.zoo.entry import Entry
 from tests.zoo.plain import normal
 
 EMBED, HEIGHT, WIDTH, PATCH, CHANNELS = 8, 8, 16, 2, 2
-BLOCKS, FFN, MODES, THRESHOLD, STD = 2, 16, 4, 0.01, 0.3
+BLOCKS, FFN, MODES, THRESHOLD, STD = 2, 16, 4, 0.01, 0.25
 ROWS, COLUMNS = HEIGHT // PATCH, WIDTH // PATCH
 
 

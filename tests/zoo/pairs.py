@@ -11,7 +11,7 @@ from tests.zoo.language import weighted
 from tests.zoo.plain import normal
 
 EMBED, RESIDUES, HEADS, HEAD_DIM, HIDDEN, FFN = 8, 16, 2, 4, 8, 16
-VOCAB, BINS, REACH, STD, EPSILON = 6, 5, 3, 0.3, 1e-5
+VOCAB, BINS, REACH, STD, EPSILON = 6, 5, 3, 0.25, 1e-5
 
 
 def layer_norm(size, rngs):
