@@ -5,8 +5,8 @@
     python -m recipes.forecast --layout data=8
 
 The data are a simulation that the recipe makes first (`recipes/shallow_water.py`): a
-jet and waves on a band from 25 to 75 degrees north, 32 x 64 cells, twelve members to
-learn from and four to be judged by. The model (`meshpar.models.afno`) learns the state
+jet and waves on a band from 25 to 75 degrees north, 32 x 64 cells, nine members to
+learn from and three to be judged by. The model (`meshpar.models.afno`) learns the state
 half a day later. By default two of eight virtual CPU devices share the batch, and four
 of them each example: its latitudes over `context`, its longitudes over `tensor`.
 Printed are what the simulation conserves, the loss, and the error of forecasts up to
@@ -33,7 +33,7 @@ from meshpar.layout import MESH_AXES
 from meshpar.recipes.shallow_water import Band, State, balanced
 
 BAND = Band(height=32, width=64)
-MEMBERS, JUDGED = 16, 4
+MEMBERS, JUDGED = 12, 3
 STEP_S, LEAD_STEPS, LEADS = 720.0, 60, 13
 """Seconds of a step, steps of half a day, and half days of a member."""
 
@@ -260,11 +260,11 @@ def _parser() -> argparse.ArgumentParser:
     axes = ", ".join(MESH_AXES)
     layout = "data=2,context=2,tensor=2"
     add("--layout", default=layout, metavar="LINE", help=f"sizes of {axes}")
-    add("--steps", type=positive, default=300, metavar="N")
-    add("--every", type=positive, default=50, help="steps from one score to the next")
+    add("--steps", type=positive, default=240, metavar="N")
+    add("--every", type=positive, default=60, help="steps from one score to the next")
     add("--global-batch", type=positive, default=16)
-    add("--layers", type=positive, default=3, help="of the model")
-    add("--embed", type=positive, default=48, help="width of the model")
+    add("--layers", type=positive, default=2, help="of the model")
+    add("--embed", type=positive, default=32, help="width of the model")
     add("--rate", type=float, default=3e-3, help="highest learning rate")
     add("--seed", type=int, default=0)
     add("--log-json", type=output_file, metavar="FILE", help="a row for each score")
