@@ -167,7 +167,7 @@ def filtered(
         x: Real.
         function: (weights, some of the frequencies) -> alike; the other dims are whole
             unless the rules split them.
-        weights: Tree of arrays.
+        weights: Tree of arrays, which the function gets in fp32 where they are narrower.
         logical_axes: As for `rfftn`, and so what follows.
         over: The dims.
         scope: Whose rules split them.
@@ -179,7 +179,7 @@ def filtered(
     """
     plan = _Plan.of(x.shape, logical_axes, over, scope, norm, transposed=True)
     plan = plan.real(modes)
-    leaves, tree = jax.tree.flatten(weights)
+    leaves, tree = jax.tree.flatten(jax.tree.map(_wide, weights))
     steps, _ = plan.steps
 
     def local(x: jax.Array, *leaves: jax.Array) -> jax.Array:

@@ -32,7 +32,7 @@ from meshpar.models.layers.triangles import (
 from meshpar.parallel.tensor import cross_entropy
 
 _SIZES = (
-    *("layers", "embed", "heads", "head_dim", "hidden", "residues", "vocab"),
+    *("layers", "embed", "heads", "head_dim", "channels", "residues", "vocab"),
     *("bins", "reach"),
 )
 _PAIR = ("batch", "pair_rows", "pair_columns")
@@ -47,8 +47,7 @@ class PairConfig:
         embed: Width of a pair's vector.
         residues: Of a sequence; rows and columns of its pairs.
         heads, head_dim: Of triangle attention.
-        hidden: Channels of triangle products, which the devices that share the pairs
-            divide.
+        channels: Of triangle products, which the devices that share the pairs divide.
         ffn: Hidden size of the transition; `4 * embed` when 0.
         vocab: Kinds of residues.
         bins: Of a distance.
@@ -66,7 +65,7 @@ class PairConfig:
     residues: int
     heads: int = 4
     head_dim: int = 32
-    hidden: int = 128
+    channels: int = 128
     ffn: int = 0
     vocab: int = 21
     bins: int = 64
@@ -102,9 +101,9 @@ class PairBlock(nnx.Module):
             "rngs": rngs,
         }
         heads: dict[str, Any] = {"heads": config.heads, "head_dim": config.head_dim}
-        hidden = config.hidden
-        self.outgoing = TriangleProduct(embed, hidden, outgoing=True, **options)
-        self.incoming = TriangleProduct(embed, hidden, outgoing=False, **options)
+        channels = config.channels
+        self.outgoing = TriangleProduct(embed, channels, outgoing=True, **options)
+        self.incoming = TriangleProduct(embed, channels, outgoing=False, **options)
         self.starting = TriangleAttention(embed, line="row", **heads, **options)
         self.ending = TriangleAttention(embed, line="column", **heads, **options)
         self.transition = Transition(embed, config.ffn or 4 * embed, **options)
@@ -190,7 +189,7 @@ PAIR = Family(
     build=pair,
     presets={
         "tiny-pair": PairConfig(
-            layers=2, embed=32, residues=32, heads=4, head_dim=8, hidden=32, bins=16
+            layers=2, embed=32, residues=32, heads=4, head_dim=8, channels=32, bins=16
         ),
         "evoformer-pair": PairConfig(layers=48, embed=128, residues=256),
     },

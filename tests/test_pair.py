@@ -20,7 +20,11 @@ from meshpar import (
     make_train_step,
 )
 from meshpar.models.presets import build, configure
-from meshpar.parallel.pairs import triangle_product, whole_lines
+from meshpar.parallel.pairs import (
+    triangle_attention,
+    triangle_product,
+    whole_lines,
+)
 from tests.marks import slow
 from tests.test_zoo import BOUND, compare, trained
 from tests.zoo import pairs
@@ -112,7 +116,7 @@ def test_sizes_that_do_not_divide_are_refused(size, channels, split, match):
     [
         ({"layers": 0}, "layers=0: must be at least 1"),
         ({"ffn": -1}, "ffn=-1: must be at least 0; 0 is 4 \\* embed"),
-        ({"hidden": 1.5}, "hidden=1.5: must be a whole number"),
+        ({"channels": 1.5}, "channels=1.5: must be a whole number"),
     ],
 )
 def test_a_shape_that_makes_no_sense_is_refused(changes, match):
@@ -128,8 +132,6 @@ def test_a_preset_is_clean_under_the_rules_of_a_layout(preset):
 
 def test_attention_in_turns_is_attention_at_once():
     """More devices than a head has values: the bias comes in several turns."""
-    from meshpar.parallel.pairs import triangle_attention
-
     rng = np.random.default_rng(0)
     split = {"pair_rows": ("context", "tensor"), "pair_columns": None, "batch": None}
     q, k, v = rng.normal(size=(3, 1, 16, 16, 2, 2)).astype(np.float32)

@@ -3,7 +3,7 @@
 Each device sends its outermost rows to its neighbours, in a ring along a periodic dim;
 beyond the ends of another dim are zeros. Written out because GSPMD makes several
 permutes of odd widths of a periodic padding, and sums up a kernel's gradient twice on a
-mesh with an idle axis (jax 0.10.2, `test_a_periodic_convolution_...`).
+mesh with an idle axis (jax 0.10.2, `tests/test_grid_convolution.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshpar.collectives import asked
+from meshpar.collectives import asked, sum_dtype
 from meshpar.errors import InputError
 from meshpar.model.scope import Scope
 from meshpar.parallel.moves import degree, on_split, split_of
@@ -59,10 +59,13 @@ def grid_convolution(
             x = _with_halo(x, dim, size // 2, split[dim], closes=dim in closed)
         letters = "DHW"[-len(window) :]
         layout = f"N{letters}C", f"{letters}IO", f"N{letters}C"
+        kernel = kernel.astype(x.dtype)
         return lax.conv_general_dilated(
             x, kernel, (1,) * len(window), "VALID", dimension_numbers=layout
         )
 
+    # In which the region's end sums up its gradient.
+    kernel = kernel.astype(sum_dtype(kernel.dtype, scope.platform))
     whole = ((),) * kernel.ndim
     return on_split(local, x, kernel, splits=(split, whole), out_split=split)
 

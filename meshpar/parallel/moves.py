@@ -109,10 +109,13 @@ def on_split(
     used = {axis for split in splits for axes in split for axis in axes}
     if not used:
         return function(*arrays)
-    return jax.shard_map(
+    mapped = jax.shard_map(
         function,
         in_specs=tuple(map(spec_of, splits)),
         out_specs=spec_of(out_split),
         axis_names=used,
         check_vma=False,
-    )(*arrays)
+    )
+    # JAX runs a region that is manual over some mesh axes inside `jit` alone.
+    traced = any(isinstance(array, jax.core.Tracer) for array in arrays)
+    return mapped(*arrays) if traced else jax.jit(mapped)(*arrays)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshpar.collectives import asked
+from meshpar.collectives import asked, sum_dtype
 from meshpar.errors import InputError
 from meshpar.model.scope import Scope
 from meshpar.parallel.moves import Move, Split, degree, on_split, split_of
@@ -136,6 +136,8 @@ def triangle_attention(
         turned = _attended(*(x.swapaxes(ROWS, COLUMNS) for x in arrays), mesh_axes)
         return turned.swapaxes(ROWS, COLUMNS)
 
+    # In which the gathers' gradients are added up.
+    bias = bias.astype(sum_dtype(bias.dtype, scope.platform))
     of_heads = (*lines, ())
     splits = (of_heads, of_heads, of_heads, lines)
     return on_split(local, q, k, v, bias, splits=splits, out_split=of_heads)

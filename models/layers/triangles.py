@@ -29,7 +29,7 @@ class TriangleProduct(nnx.Module):
 
     Args:
         embed: Width of a pair's vector.
-        hidden: Channels of the product, which all devices that share the pairs divide.
+        channels: Of the product, which all devices that share the pairs divide.
         outgoing: Whether along rows, else along columns.
         epsilon: Of the norms.
         init_std, out_std: Standard deviation of the initial weights, and of those of
@@ -39,7 +39,7 @@ class TriangleProduct(nnx.Module):
     def __init__(
         self,
         embed: int,
-        hidden: int,
+        channels: int,
         *,
         outgoing: bool,
         epsilon: float,
@@ -51,11 +51,11 @@ class TriangleProduct(nnx.Module):
         self.norm = LayerNorm(embed, epsilon=epsilon, rngs=rngs)
         # Left and right, each with its gate.
         self.sides = normal(
-            (embed, 4, hidden), init_std, ("embed", None, None), rngs=rngs
+            (embed, 4, channels), init_std, ("embed", None, None), rngs=rngs
         )
-        self.sides_bias = _gates_open((4, hidden), (2, 3))
-        self.product_norm = LayerNorm(hidden, epsilon=epsilon, rngs=rngs)
-        self.out = normal((hidden, embed), out_std, (None, "embed"), rngs=rngs)
+        self.sides_bias = _gates_open((4, channels), (2, 3))
+        self.product_norm = LayerNorm(channels, epsilon=epsilon, rngs=rngs)
+        self.out = normal((channels, embed), out_std, (None, "embed"), rngs=rngs)
         self.gate = normal((embed, embed), init_std, ("embed", None), rngs=rngs)
         self.gate_bias = _gates_open((embed,), ())
 

@@ -138,7 +138,7 @@ def entry(**rules):
                 residues=RESIDUES,
                 heads=HEADS,
                 head_dim=HEAD_DIM,
-                hidden=HIDDEN,
+                channels=HIDDEN,
                 ffn=FFN,
                 vocab=VOCAB,
                 bins=BINS,
