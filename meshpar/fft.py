@@ -167,7 +167,7 @@ def filtered(
         x: Real.
         function: (weights, some of the frequencies) -> alike; the other dims are whole
             unless the rules split them.
-        weights: Tree of arrays, which the function gets in fp32 where they are narrower.
+        weights: Tree of arrays; the function gets narrow ones in fp32.
         logical_axes: As for `rfftn`, and so what follows.
         over: The dims.
         scope: Whose rules split them.

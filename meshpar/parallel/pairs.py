@@ -130,11 +130,11 @@ def triangle_attention(
     lines = split if move is None else move.after(split)
     mesh_axes = lines[ROWS if line == "row" else COLUMNS]
 
-    def local(*arrays: jax.Array) -> jax.Array:
+    def local(q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array) -> jax.Array:
         if line == "row":
-            return _attended(*arrays, mesh_axes)
-        turned = _attended(*(x.swapaxes(ROWS, COLUMNS) for x in arrays), mesh_axes)
-        return turned.swapaxes(ROWS, COLUMNS)
+            return _attended(q, k, v, bias, mesh_axes)
+        q, k, v, bias = (x.swapaxes(ROWS, COLUMNS) for x in (q, k, v, bias))
+        return _attended(q, k, v, bias, mesh_axes).swapaxes(ROWS, COLUMNS)
 
     # In which the gathers' gradients are added up.
     bias = bias.astype(sum_dtype(bias.dtype, scope.platform))
@@ -248,7 +248,8 @@ def _by_lines(
 
     @jax.checkpoint
     def some(given: tuple[jax.Array, ...]) -> jax.Array:
-        return _softmax_attention(*given, bias_bJNh)
+        q, k, v = given
+        return _softmax_attention(q, k, v, bias_bJNh)
 
     return _mapped_over_lines(some, (q_bnJhd, k, v), rows // at_once)
 
