@@ -5,10 +5,10 @@
     python -m recipes.forecast --layout data=8
 
 The data are a simulation that the recipe makes first (`recipes/shallow_water.py`): a
-jet and waves on a band from 25 to 75 degrees north, 32 x 64 cells, nine members to
-learn from and three to be judged by. The model (`meshpar.models.afno`) learns the state
-half a day later. By default two of eight virtual CPU devices share the batch, and four
-of them each example: its latitudes over `context`, its longitudes over `tensor`.
+jet and waves on a band from 25 to 75 degrees north, 32 x 64 cells, twelve members to
+learn from and eight to be judged by. The model (`meshpar.models.afno`) learns the state
+half a day later. By default eight virtual CPU devices split the batch in two, and four
+of them share each example: its latitudes over `context`, its longitudes over `tensor`.
 Printed are what the simulation conserves, the loss, and the error of forecasts up to
 two days beside that of persistence, which says that nothing changes.
 """
@@ -33,7 +33,7 @@ from meshpar.layout import MESH_AXES
 from meshpar.recipes.shallow_water import Band, State, balanced
 
 BAND = Band(height=32, width=64)
-MEMBERS, JUDGED = 12, 3
+MEMBERS, JUDGED = 20, 8
 STEP_S, LEAD_STEPS, LEADS = 720.0, 60, 13
 """Seconds of a step, steps of half a day, and half days of a member."""
 
@@ -169,6 +169,7 @@ def train(
         max_grad_norm=1.0,
     )
     step.check_batch(args.global_batch)
+    step.check_batch(JUDGED)
     rng, state = np.random.default_rng(args.seed), step.init(args.seed)
     began = time.perf_counter()
     for number in range(1, args.steps + 1):
@@ -260,8 +261,8 @@ def _parser() -> argparse.ArgumentParser:
     axes = ", ".join(MESH_AXES)
     layout = "data=2,context=2,tensor=2"
     add("--layout", default=layout, metavar="LINE", help=f"sizes of {axes}")
-    add("--steps", type=positive, default=240, metavar="N")
-    add("--every", type=positive, default=60, help="steps from one score to the next")
+    add("--steps", type=positive, default=200, metavar="N")
+    add("--every", type=positive, default=100, help="steps from one score to the next")
     add("--global-batch", type=positive, default=16)
     add("--layers", type=positive, default=2, help="of the model")
     add("--embed", type=positive, default=32, help="width of the model")
