@@ -53,6 +53,10 @@ ASKED = {
     "context_heads": ("all-to-all", "a split sequence for split heads, or back"),
     "cache_softmax": ("all-reduce", "softmax over a sequence whose cache is split"),
     "last_stage": ("all-reduce", "the last stage's output, to every rank"),
+    "fft": ("all-to-all", "asked by fft: a split dim made whole, or back"),
+    "triangle": ("all-to-all", "asked by a triangle: pairs split otherwise, or back"),
+    "triangle_bias": ("all-gather", "asked by a triangle: some of all pairs' bias"),
+    "grid_halo": ("collective-permute", "asked by a convolution: halo of the grid"),
     "token_sum": ("all-reduce", "loss and table's gradient over a split sequence"),
 }
 """What the library's own collectives are for: their kind, and words for the reason."""

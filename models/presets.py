@@ -10,6 +10,7 @@ from typing import Any
 
 from meshpar import InputError, Model
 from meshpar.layout import nearest
+from meshpar.models.afno import AFNO
 from meshpar.models.convert.hf_config import config_from_json
 from meshpar.models.encoder_decoder import ENCODER_DECODER
 from meshpar.models.family import Family
@@ -18,6 +19,7 @@ from meshpar.models.gpt2 import GPT2Config, gpt2
 from meshpar.models.layers.rope import RopeScaling
 from meshpar.models.llama import LlamaConfig, llama
 from meshpar.models.moe import MoEConfig, moe
+from meshpar.models.pair import PAIR
 from meshpar.models.unet3d import UNET3D
 from meshpar.models.vit import VIT
 
@@ -193,6 +195,8 @@ FAMILIES = (
     Family(config=MoEConfig, build=moe),
     GEMMA3,
     VIT,
+    AFNO,
+    PAIR,
     ENCODER_DECODER,
     UNET3D,
 )

@@ -179,6 +179,7 @@ ENTRY %main (x: f32[64]) -> f32[64] {
         ("mesh['a'=4,'b'=2] {'b'}", ("tensor",)),
         ("mesh['a'=2,'b'=2,'c'=2] {'a','c'}", ("data", "tensor")),
         ("mesh['a'=2,'b'=4] {'a'}", ("data",)),
+        ("mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'b'}", ("data",)),
     ],
 )
 def test_groups_in_every_form_give_their_mesh_axes(groups, mesh_axes):

@@ -15,7 +15,8 @@ Groups = tuple[tuple[int, ...], ...]
 _NUMBERS = r"[\d, ]*"
 _LISTED = re.compile(rf"replica_groups=\{{((?:\{{{_NUMBERS}\}},?\s*)*)\}}")
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
-_MESH = re.compile(r"replica_groups=@?mesh\[([^\]]*)\] \{([^}]*)\}")
+_ORDER = r"(?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))?"
+_MESH = re.compile(rf"replica_groups=@?mesh\[([^\]]*)\]{_ORDER} \{{([^}}]*)\}}")
 _PAIRS = re.compile(rf"source_target_pairs=\{{((?:\{{{_NUMBERS}\}},?\s*)*)\}}")
 
 
@@ -23,7 +24,8 @@ def parse_groups(attributes: str, num_devices: int) -> Groups | None:
     """The groups of a collective; None if its attributes have none.
 
     All four forms: `{{0,1},{2,3}}`, `{}` (everyone), `[2,2]<=[4]` with or without a
-    transpose, and `mesh['a'=2,'b'=2] {'b'}`.
+    transpose, and `mesh['a'=2,'b'=2] {'b'}`, whose devices may be in another order:
+    `mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}`.
 
     Raises:
         ValueError: A list that is cut short, sizes that do not agree, or a device
@@ -120,7 +122,9 @@ def _iota(shape: str, source: str, order: str | None) -> Groups:
     return tuple(tuple(row) for row in ids.reshape(rows[0], -1).tolist())
 
 
-def _mesh(sizes_text: str, axes_text: str) -> Groups:
+def _mesh(
+    sizes_text: str, shape: str | None, order: str | None, axes_text: str
+) -> Groups:
     sizes = {
         name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", sizes_text)
     }
@@ -128,7 +132,12 @@ def _mesh(sizes_text: str, axes_text: str) -> Groups:
     unknown = [name for name in names if name not in sizes]
     if unknown or not sizes:
         raise ValueError(f"no mesh axis {unknown} in [{sizes_text}]")
-    ids = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
+    ids = np.arange(math.prod(sizes.values()))
+    if shape:
+        ids = ids.reshape(list(map(int, shape.split(","))))
+    if order:
+        ids = ids.transpose(list(map(int, order.split(","))))
+    ids = ids.reshape(tuple(sizes.values()))
     dims = [list(sizes).index(name) for name in names]
     moved = np.moveaxis(ids, dims, range(-len(dims), 0))
     size = math.prod(sizes[name] for name in names)

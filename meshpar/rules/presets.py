@@ -28,6 +28,8 @@ _BATCH = Rules(
         "depth": ("context", "tensor"),
         "height": None,
         "width": None,
+        "pair_rows": "context",
+        "pair_columns": "tensor",
     }
 )
 

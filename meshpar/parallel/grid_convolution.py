@@ -1,0 +1,103 @@
+"""Convolutions on grids that close in themselves, such as longitudes round the Earth.
+
+Each device sends its outermost rows to its neighbours, in a ring along a periodic dim;
+beyond the ends of another dim are zeros. Written out because GSPMD makes several
+permutes of odd widths of a periodic padding, and sums up a kernel's gradient twice on a
+mesh with an idle axis (jax 0.10.2, `tests/test_grid_convolution.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from meshpar.collectives import asked, sum_dtype
+from meshpar.errors import InputError
+from meshpar.model.scope import Scope
+from meshpar.parallel.moves import degree, on_split, split_of
+from meshpar.rules.rules import LogicalAxes
+
+
+def grid_convolution(
+    x: jax.Array,
+    kernel: jax.Array,
+    logical_axes: LogicalAxes,
+    periodic: Sequence[str],
+    scope: Scope,
+) -> jax.Array:
+    """A convolution of stride 1 that keeps the grid's sizes.
+
+    Two permutes for each split dim, of half a window times the rest of this device's
+    part, and as many in the backward; the kernel's gradient is summed over the mesh
+    axes that split the grid.
+
+    Args:
+        x: (batch, *grid, channels).
+        kernel: (*window, channels, features), whose window is odd in each dim.
+        logical_axes: Of `x`; its channels are whole.
+        periodic: Those of the grid's dims that close in themselves.
+        scope: Whose rules split the grid.
+
+    Returns:
+        (batch, *grid, features), split as `x`.
+
+    Raises:
+        InputError: A window that is even, or longer than a device's part reaches.
+        RuleError: A dim does not divide over the devices that split it.
+    """
+    split = split_of(scope, logical_axes, x.shape)
+    window = kernel.shape[:-2]
+    for dim, size in enumerate(window, start=1):
+        _check(logical_axes[dim], size, x.shape[dim] // degree(split[dim]))
+    closed = {logical_axes.index(name) for name in periodic}
+
+    def local(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        for dim, size in enumerate(window, start=1):
+            x = _with_halo(x, dim, size // 2, split[dim], closes=dim in closed)
+        letters = "DHW"[-len(window) :]
+        layout = f"N{letters}C", f"{letters}IO", f"N{letters}C"
+        kernel = kernel.astype(x.dtype)
+        return lax.conv_general_dilated(
+            x, kernel, (1,) * len(window), "VALID", dimension_numbers=layout
+        )
+
+    # In which the region's end sums up its gradient.
+    kernel = kernel.astype(sum_dtype(kernel.dtype, scope.platform))
+    whole = ((),) * kernel.ndim
+    return on_split(local, x, kernel, splits=(split, whole), out_split=split)
+
+
+def _check(name: str | None, size: int, part: int) -> None:
+    if size % 2 == 0:
+        raise InputError(
+            f"a window of {size} along {name!r}: give an odd one, which has a middle"
+        )
+    if size // 2 > part:
+        raise InputError(
+            f"a window of {size} along {name!r} reaches {size // 2} places, but a "
+            f"device has {part}: split {name!r} over fewer devices"
+        )
+
+
+def _with_halo(
+    x: jax.Array, dim: int, width: int, mesh_axes: tuple[str, ...], *, closes: bool
+) -> jax.Array:
+    """A device's part with `width` more places before and after it along a dim."""
+    if width == 0:
+        return x
+    first = lax.slice_in_dim(x, 0, width, axis=dim)
+    last = lax.slice_in_dim(x, x.shape[dim] - width, x.shape[dim], axis=dim)
+    if not mesh_axes:
+        zeros = jnp.zeros_like(first)
+        before, after = (last, first) if closes else (zeros, zeros)
+        return jnp.concatenate([before, x, after], axis=dim)
+    n = lax.axis_size(mesh_axes)
+    onward = [(rank, (rank + 1) % n) for rank in range(n if closes else n - 1)]
+    with asked("grid_halo"):
+        # Where nobody sends, zeros arrive: those beyond the end.
+        before = lax.ppermute(last, mesh_axes, onward)
+        after = lax.ppermute(first, mesh_axes, [(to, of) for of, to in onward])
+    return jnp.concatenate([before, x, after], axis=dim)

@@ -1,0 +1,121 @@
+"""Moves: a split dim is made whole by an all-to-all that splits another one instead.
+
+What needs a whole dim, such as a Fourier transform or a sum over it, then runs on the
+part of another dim that each device has. No device ever holds more than its share.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import jax
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from meshpar.collectives import asked
+from meshpar.model.scope import Scope
+from meshpar.rules.rules import LogicalAxes, auto_mesh_shape, entry_axes
+
+Split = tuple[tuple[str, ...], ...]
+"""The mesh axes of each dim of an array, outermost first; empty for a whole dim."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Move:
+    """One all-to-all inside a `shard_map` that is manual over its mesh axes.
+
+    Of n devices each sends (n-1)/n of what it has.
+
+    Args:
+        mesh_axes: What split `source`, and then splits `target` below what does.
+        source: The dim that becomes whole over them.
+        target: The dim that is split instead.
+    """
+
+    mesh_axes: tuple[str, ...]
+    source: int
+    target: int
+
+    def __call__(self, x: jax.Array, reason: str) -> jax.Array:
+        """`x`, this device's part, after the move.
+
+        Args:
+            x: Its part before.
+            reason: A name in `meshpar.collectives.ASKED`.
+        """
+        with asked(reason):
+            return lax.all_to_all(
+                x,
+                self.mesh_axes,
+                split_axis=self.target,
+                concat_axis=self.source,
+                tiled=True,
+            )
+
+    @property
+    def undone(self) -> Move:
+        """The move back."""
+        return Move(mesh_axes=self.mesh_axes, source=self.target, target=self.source)
+
+    def after(self, split: Split) -> Split:
+        """How an array is split after it."""
+        dims = list(split)
+        kept = len(dims[self.source]) - len(self.mesh_axes)
+        dims[self.source] = dims[self.source][:kept]
+        dims[self.target] += self.mesh_axes
+        return tuple(dims)
+
+
+def split_of(scope: Scope, logical_axes: LogicalAxes, shape: Sequence[int]) -> Split:
+    """How the rules of a scope split an array over the mesh axes of GSPMD.
+
+    Raises:
+        RuleError: As for `Rules.spec`.
+    """
+    if scope.rules is None:
+        return ((),) * len(shape)
+    sizes = auto_mesh_shape()
+    spec = scope.rules.spec(logical_axes, shape, mesh_shape=sizes)
+    return tuple(entry_axes(entry) for entry in spec)
+
+
+def degree(mesh_axes: Sequence[str]) -> int:
+    """Devices along some mesh axes of GSPMD; 1 where those are manual."""
+    sizes = auto_mesh_shape()
+    return math.prod(sizes[axis] for axis in mesh_axes)
+
+
+def spec_of(split: Split) -> PartitionSpec:
+    """The `PartitionSpec` of an array that is split so."""
+    return PartitionSpec(*(axes or None for axes in split))
+
+
+def on_split(
+    function: Callable[..., jax.Array],
+    *arrays: jax.Array,
+    splits: Sequence[Split],
+    out_split: Split,
+) -> jax.Array:
+    """`function` of this device's parts of arrays; plain call if none is split.
+
+    Args:
+        function: Takes and returns parts.
+        arrays: Its arguments.
+        splits: How each lies.
+        out_split: How its result does.
+    """
+    used = {axis for split in splits for axes in split for axis in axes}
+    if not used:
+        return function(*arrays)
+    mapped = jax.shard_map(
+        function,
+        in_specs=tuple(map(spec_of, splits)),
+        out_specs=spec_of(out_split),
+        axis_names=used,
+        check_vma=False,
+    )
+    # JAX runs a region that is manual over some mesh axes inside `jit` alone.
+    traced = any(isinstance(array, jax.core.Tracer) for array in arrays)
+    return mapped(*arrays) if traced else jax.jit(mapped)(*arrays)

@@ -1,0 +1,283 @@
+"""Triangles of pairs: products and attention along the rows or columns of a split grid.
+
+A pair representation has a vector for every two of N residues. P devices share it along
+rows, columns or both, and what needs whole rows takes them for some of the columns,
+channels or rows by all-to-alls (`moves`): a device never holds more than a multiple of
+its N^2 / P pairs.
+Reference: Jumper et al. 2021 (AlphaFold 2), supplement, algorithms 11 to 14.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from meshpar.collectives import asked, sum_dtype
+from meshpar.errors import InputError
+from meshpar.model.scope import Scope
+from meshpar.parallel.moves import Move, Split, degree, on_split, split_of
+
+PAIRS = ("batch", "pair_rows", "pair_columns", None)
+"""Logical axes of a pair representation."""
+
+ROWS, COLUMNS, CHANNELS = 1, 2, 3
+
+Line = Literal["row", "column"]
+"""What attention goes along: around the starting node rows, the ending one columns."""
+
+
+def triangle_product(
+    left: jax.Array, right: jax.Array, scope: Scope, *, outgoing: bool
+) -> jax.Array:
+    """Each pair's sum over the third node of a triangle, channel by channel.
+
+        outgoing: out_ij = sum_k left_ik right_jk    (algorithm 11)
+        incoming: out_ij = sum_k left_ki right_kj    (algorithm 12)
+
+    While it is made the channels are split instead of the pairs: one all-to-all for
+    each mesh axis and array, and for the result, 3 N^2 channels / P values sent by each
+    device and as many in the backward. Gathering rows would take sqrt(P) times that.
+
+    Args:
+        left: (batch, rows, columns, channels), laid out as `PAIRS`.
+        right: As `left`.
+        scope: Whose rules split the pairs.
+        outgoing: Which of the two.
+
+    Returns:
+        As `left`.
+
+    Raises:
+        InputError: The channels do not divide over all devices that share the pairs.
+        RuleError: Rows or columns do not divide over theirs.
+    """
+    split = split_of(scope, PAIRS, left.shape)
+    moves = [
+        Move(mesh_axes=split[dim], source=dim, target=CHANNELS)
+        for dim in (ROWS, COLUMNS)
+        if split[dim]
+    ]
+    _check_channels(left.shape[CHANNELS], split)
+    subscripts = "bikc,bjkc->bijc" if outgoing else "bkic,bkjc->bijc"
+
+    def local(left: jax.Array, right: jax.Array) -> jax.Array:
+        for move in moves:
+            left, right = move(left, "triangle"), move(right, "triangle")
+        out = jnp.einsum(subscripts, left, right)
+        for move in reversed(moves):
+            out = move.undone(out, "triangle")
+        return out
+
+    return on_split(local, left, right, splits=(split, split), out_split=split)
+
+
+def whole_lines(z: jax.Array, scope: Scope, line: Line) -> jax.Array:
+    """Pairs of which each device has whole rows, or columns: one all-to-all.
+
+    Args:
+        z: (batch, rows, columns, channels), laid out as `PAIRS`.
+        scope: Whose rules split the pairs.
+        line: What is to be whole.
+
+    Raises:
+        InputError: Those that are not do not divide over all devices.
+        RuleError: Rows or columns do not divide over theirs.
+    """
+    split = split_of(scope, PAIRS, z.shape)
+    return _moved(z, split, _whole(split, line, z.shape), back=False)
+
+
+def shared_lines(z: jax.Array, scope: Scope, line: Line) -> jax.Array:
+    """Undoes `whole_lines`."""
+    split = split_of(scope, PAIRS, z.shape)
+    return _moved(z, split, _whole(split, line, z.shape), back=True)
+
+
+def triangle_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    bias: jax.Array,
+    scope: Scope,
+    line: Line,
+) -> jax.Array:
+    """Attention along rows or columns, with a bias from the triangle's third side.
+
+        row:    out_ij = sum_k softmax_k(q_ij k_ik / sqrt(d) + bias_jk) v_ik
+        column: out_ij = sum_k softmax_k(q_ij k_kj / sqrt(d) + bias_ki) v_kj
+
+    A device has whole lines, and gathers the bias of some queries of all lines at a
+    time, N^2 heads values in all, which the backward does again and scatters back.
+    Scores are made of some lines and queries at a time, and again in the backward.
+
+    Args:
+        q: (batch, rows, columns, heads, head_dim), laid out as `whole_lines` gives.
+        k: As `q`, and so `v`.
+        v: Values.
+        bias: (batch, rows, columns, heads).
+        scope: Whose rules split the pairs.
+        line: What attention goes along.
+
+    Returns:
+        As `q`.
+    """
+    split = split_of(scope, PAIRS, bias.shape)
+    move = _whole(split, line, bias.shape)
+    lines = split if move is None else move.after(split)
+    mesh_axes = lines[ROWS if line == "row" else COLUMNS]
+
+    def local(q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array) -> jax.Array:
+        if line == "row":
+            return _attended(q, k, v, bias, mesh_axes)
+        q, k, v, bias = (x.swapaxes(ROWS, COLUMNS) for x in (q, k, v, bias))
+        return _attended(q, k, v, bias, mesh_axes).swapaxes(ROWS, COLUMNS)
+
+    # In which the gathers' gradients are added up.
+    bias = bias.astype(sum_dtype(bias.dtype, scope.platform))
+    of_heads = (*lines, ())
+    splits = (of_heads, of_heads, of_heads, lines)
+    return on_split(local, q, k, v, bias, splits=splits, out_split=of_heads)
+
+
+def _check_channels(channels: int, split: Split) -> None:
+    mesh_axes = split[ROWS] + split[COLUMNS]
+    devices = degree(mesh_axes)
+    if channels % devices:
+        raise InputError(
+            f"a triangle product splits its {channels} channels over the {devices} "
+            f"devices of {' x '.join(mesh_axes)} that share the pairs, which does not "
+            "divide them; choose channels that do, or map 'pair_rows' or "
+            "'pair_columns' to fewer"
+        )
+
+
+def _whole(split: Split, line: Line, shape: tuple[int, ...]) -> Move | None:
+    """The move that makes rows or columns whole; None if they are."""
+    source, target = (COLUMNS, ROWS) if line == "row" else (ROWS, COLUMNS)
+    if not split[source]:
+        return None
+    mesh_axes = split[target] + split[source]
+    if shape[target] % degree(mesh_axes):
+        name = PAIRS[target]
+        raise InputError(
+            f"triangle attention shares its {shape[target]} {line}s over the "
+            f"{degree(mesh_axes)} devices of {' x '.join(mesh_axes)}, which does not "
+            f"divide them; pad {name!r}, or map it or {PAIRS[source]!r} to fewer"
+        )
+    return Move(mesh_axes=split[source], source=source, target=target)
+
+
+def _moved(z: jax.Array, split: Split, move: Move | None, *, back: bool) -> jax.Array:
+    if move is None:
+        return z
+    given, wanted = split, move.after(split)
+    if back:
+        move, given, wanted = move.undone, wanted, given
+
+    def local(z: jax.Array) -> jax.Array:
+        return move(z, "triangle")
+
+    return on_split(local, z, splits=(given,), out_split=wanted)
+
+
+def _attended(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    bias: jax.Array,
+    mesh_axes: tuple[str, ...],
+) -> jax.Array:
+    """Attention along this device's rows.
+
+    Args:
+        q: (batch, own rows, columns, heads, head_dim), and so `k` and `v`.
+        k: Keys.
+        v: Values.
+        bias: (batch, own rows, columns, heads).
+        mesh_axes: That split the rows.
+    """
+    # b batch, g devices, t turns, s queries of a device in a turn, N columns.
+    batch, rows, size, heads, dim = q.shape
+    devices = lax.axis_size(mesh_axes) if mesh_axes else 1
+    turns = _turns(rows, size, dim)
+    queries = q.reshape(batch, rows, devices, turns, -1, heads, dim)
+    queries = jnp.moveaxis(queries, 3, 0).reshape(turns, batch, rows, -1, heads, dim)
+    biases = jnp.moveaxis(bias.reshape(batch, turns, -1, size, heads), 1, 0)
+
+    @jax.checkpoint
+    def turn(q_bnJhd: jax.Array, bias_bsNh: jax.Array) -> jax.Array:
+        of_all = _of_all_devices(bias_bsNh, mesh_axes)
+        return _by_lines(q_bnJhd, k, v, of_all)
+
+    out = lax.map(lambda of_turn: turn(*of_turn), (queries, biases))
+    out = out.reshape(turns, batch, rows, devices, -1, heads, dim)
+    return jnp.moveaxis(out, 0, 3).reshape(q.shape)
+
+
+def _turns(rows: int, size: int, dim: int) -> int:
+    """How often bias is gathered, so that what is there is no more than the queries."""
+    return next(
+        turns
+        for turns in range(1, rows + 1)
+        if rows % turns == 0 and (size <= rows * dim * turns or turns == rows)
+    )
+
+
+def _of_all_devices(bias_bsNh: jax.Array, mesh_axes: tuple[str, ...]) -> jax.Array:
+    """(batch, queries of all devices, columns, heads): one all-gather."""
+    if not mesh_axes:
+        return bias_bsNh
+    with asked("triangle_bias"):
+        return lax.all_gather(bias_bsNh, mesh_axes, axis=1, tiled=True)
+
+
+def _by_lines(
+    q_bnJhd: jax.Array, k: jax.Array, v: jax.Array, bias_bJNh: jax.Array
+) -> jax.Array:
+    """Some queries of each line, as many lines at a time as leave scores small."""
+    _, rows, queries, _, dim = q_bnJhd.shape
+    at_once = max(
+        lines
+        for lines in range(1, rows + 1)
+        if rows % lines == 0 and (lines * queries <= rows * dim or lines == 1)
+    )
+
+    @jax.checkpoint
+    def some(given: tuple[jax.Array, ...]) -> jax.Array:
+        q, k, v = given
+        return _softmax_attention(q, k, v, bias_bJNh)
+
+    return _mapped_over_lines(some, (q_bnJhd, k, v), rows // at_once)
+
+
+def _mapped_over_lines(
+    function: Callable[[tuple[jax.Array, ...]], jax.Array],
+    arrays: tuple[jax.Array, ...],
+    parts: int,
+) -> jax.Array:
+    """`function` of some lines at a time: dim 1 of each array."""
+    if parts == 1:
+        return function(arrays)
+
+    def cut(x: jax.Array) -> jax.Array:
+        return jnp.moveaxis(x.reshape(x.shape[0], parts, -1, *x.shape[2:]), 1, 0)
+
+    out = lax.map(function, tuple(map(cut, arrays)))
+    out = jnp.moveaxis(out, 0, 1)
+    return out.reshape(out.shape[0], -1, *out.shape[3:])
+
+
+def _softmax_attention(
+    q_bnJhd: jax.Array, k_bnNhd: jax.Array, v_bnNhd: jax.Array, bias_bJNh: jax.Array
+) -> jax.Array:
+    scores = jnp.einsum(
+        "bnjhd,bnkhd->bnhjk", q_bnJhd, k_bnNhd, preferred_element_type=jnp.float32
+    )
+    bias = jnp.moveaxis(bias_bJNh.astype(jnp.float32), -1, 1)[:, None]
+    scaled = scores * q_bnJhd.shape[-1] ** -0.5 + bias
+    shares = jax.nn.softmax(scaled, axis=-1).astype(v_bnNhd.dtype)
+    return jnp.einsum("bnhjk,bnkhd->bnjhd", shares, v_bnNhd)

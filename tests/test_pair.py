@@ -1,0 +1,146 @@
+"""Pairs that devices share train as whole ones, in memory that goes with N^2 / P."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from meshpar import (
+    InputError,
+    Layout,
+    Rules,
+    Scope,
+    audit,
+    default_rules,
+    lint,
+    make_mesh,
+    make_train_step,
+)
+from meshpar.models.presets import build, configure
+from meshpar.parallel.pairs import (
+    triangle_attention,
+    triangle_product,
+    whole_lines,
+)
+from tests.marks import slow
+from tests.test_zoo import BOUND, compare, trained
+from tests.zoo import pairs
+from tests.zoo.plain import train
+
+ENTRIES = {
+    "both": pairs.BOTH,
+    "whole": pairs.WHOLE,
+    "rows_over_two": pairs.ROWS_OVER_TWO,
+}
+LAYERS = 2
+
+
+@functools.cache
+def plain(layers):
+    entry = pairs.BOTH
+    return train(entry.ends, entry.groups(layers), entry.batch(), entry.loss)
+
+
+@pytest.mark.parametrize(
+    "name, layout",
+    [
+        ("both", "data=2,context=2,tensor=2"),
+        slow("both", "context=2,tensor=4,remat=full"),
+        slow("both", "tensor=8"),
+        slow("both", "fsdp=2,context=4"),
+        slow("both", "fsdp=2,context=2,tensor=2,remat=selective"),
+        slow("rows_over_two", "data=2,context=2,tensor=2,microbatches=2"),
+        slow("whole", "data=8"),
+        slow("whole", "fsdp=8"),
+        slow("whole", "data=2,stage=2,microbatches=4"),
+        slow("whole", "fsdp=2,stage=2,tensor=2,microbatches=4,schedule=zero_bubble_h1"),
+    ],
+)
+def test_a_model_of_pairs_trains_as_plain_flax_and_optax_train_it(name, layout):
+    deviations = compare(trained(ENTRIES[name], layout, LAYERS), plain(LAYERS))
+    assert not {what: error for what, error in deviations.items() if not error <= BOUND}
+
+
+def audited(entry, layout, target=None):
+    layout = Layout.parse(layout)
+    step = make_train_step(
+        entry.model(LAYERS),
+        optax.adamw(1e-3),
+        layout,
+        rules=default_rules(layout).with_rules(**entry.rules),
+        devices=jax.devices()[: layout.num_devices],
+    )
+    return audit(step, entry.batch(), target=target)
+
+
+def test_a_step_gathers_some_of_the_bias_at_a_time_and_no_pairs():
+    report = audited(pairs.BOTH, "data=2,context=2,tensor=2")
+    assert not report.surprises
+    gathered = [row for row in report.rows if row.collective.kind == "all-gather"]
+    assert {row.reason for row in gathered} == {
+        "asked by a triangle: some of all pairs' bias"
+    }
+    own_pairs = 4 * pairs.RESIDUES**2 // 4 * pairs.EMBED
+    bytes_of_pairs = own_pairs * len(pairs.batch()["tokens"]) // 2
+    assert all(row.collective.payload_bytes <= bytes_of_pairs for row in gathered)
+
+
+@pytest.mark.parametrize(
+    "size, channels, split, match",
+    [
+        (8, 6, {"pair_columns": "tensor"}, "splits its 6 channels over the 4 devices"),
+        (
+            4,
+            8,
+            {"pair_rows": "context", "pair_columns": "tensor"},
+            "shares its 4 rows over the 8 devices of context x tensor",
+        ),
+    ],
+)
+def test_sizes_that_do_not_divide_are_refused(size, channels, split, match):
+    rules = Rules({"batch": None, "pair_rows": None, "pair_columns": None, **split})
+    z, scope = jnp.ones((1, size, size, channels)), Scope(rules=rules)
+    with (
+        jax.set_mesh(make_mesh(Layout(context=2, tensor=4))),
+        pytest.raises(InputError, match=match),
+    ):
+        triangle_product(z, z, scope, outgoing=True)
+        whole_lines(z, scope, "row")
+
+
+@pytest.mark.parametrize(
+    "changes, match",
+    [
+        ({"layers": 0}, "layers=0: must be at least 1"),
+        ({"ffn": -1}, "ffn=-1: must be at least 0; 0 is 4 \\* embed"),
+        ({"channels": 1.5}, "channels=1.5: must be a whole number"),
+    ],
+)
+def test_a_shape_that_makes_no_sense_is_refused(changes, match):
+    with pytest.raises(InputError, match=match):
+        configure("tiny-pair", **changes)
+
+
+@pytest.mark.parametrize("preset", ["tiny-pair", "evoformer-pair"])
+def test_a_preset_is_clean_under_the_rules_of_a_layout(preset):
+    found = lint(build(preset), Layout.parse("fsdp=2,context=2,tensor=2"))
+    assert found.findings == ()
+
+
+def test_attention_in_turns_is_attention_at_once():
+    """More devices than a head has values: the bias comes in several turns."""
+    rng = np.random.default_rng(0)
+    split = {"pair_rows": ("context", "tensor"), "pair_columns": None, "batch": None}
+    q, k, v = rng.normal(size=(3, 1, 16, 16, 2, 2)).astype(np.float32)
+    bias = rng.normal(size=(1, 16, 16, 2)).astype(np.float32)
+    scores = np.einsum("bijhd,bikhd->bijkh", q, k) / 2**0.5 + bias[:, None]
+    wanted = jnp.einsum("bijkh,bikhd->bijhd", jax.nn.softmax(scores, axis=3), v)
+    with jax.set_mesh(make_mesh(Layout(context=2, tensor=4))):
+        scope = Scope(rules=Rules(split))
+        found = jax.jit(
+            lambda *arrays: triangle_attention(*arrays, scope, "row"),
+        )(q, k, v, bias)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
