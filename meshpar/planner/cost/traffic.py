@@ -191,6 +191,8 @@ def _scattered_ends(run: Run) -> Iterator[Row]:
 
 def _vocabulary(run: Run, ranks: int) -> Iterator[Row]:
     """Over `tensor` each device has some of the vocabulary."""
+    if run.workload.modulations:
+        return  # of patches it has all
     share, tokens = run.residual_bytes / ranks, run.tokens / ranks
     split = run.layout.sequence_parallel
     one = Row(("tensor",), "all-reduce", share, _SUMS, "forward")

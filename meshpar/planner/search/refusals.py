@@ -185,6 +185,8 @@ def _uneven(workload: Workload, layout: Layout) -> Iterator[Problem]:
     sizes = {"kv_heads": workload.kv_heads, "vocab": workload.vocab}
     if workload.kv_lora_rank:
         sizes.pop("kv_heads")  # latent attention has as many as heads
+    if workload.modulations:
+        sizes.pop("vocab")  # a patch's numbers, which are whole everywhere
     for name, size in sizes.items():
         if size % layout.tensor:
             yield Problem(

@@ -99,7 +99,7 @@ are made in a loop over tiles, none of whose matmuls `dots` keeps."""
 def _named(run: Run, kept: tuple[str, ...], moe: bool) -> Again:
     """All that these names do not spare.
 
-    No gradient needs the MLP's output, but a router's. The sequence is gathered for the
+    No gradient needs the MLP's output, but a router's and that of a gate on it. The sequence is gathered for the
     weights' gradients anyway, which serves here too: equal collectives merge.
     """
     qkv, out = int("attention_qkv" not in kept), int("attention_out" not in kept)
@@ -111,7 +111,7 @@ def _named(run: Run, kept: tuple[str, ...], moe: bool) -> Again:
         attention=1,
         out=out,
         up=up,
-        down=int(moe) * up,
+        down=1 if run.workload.modulations else int(moe) * up,
         elementwise=1,
         sums=out,
         exchanges=int("experts_in" not in kept) if tiled else int(moe) * up,
