@@ -239,8 +239,11 @@ class DiTEnds(nnx.Module):
         """Summed squared error of the velocity, and summed weights of its values."""
         error = self.logits(stream, scope) - self._targets(batch, scope)
         weights = batch.get("weights", jnp.ones(len(error), jnp.float32))
-        weights = weights.astype(jnp.float32)[:, None, None]
-        return jnp.sum(weights * error**2), jnp.sum(weights * jnp.ones_like(error))
+        # A 1 for each token at hand: devices that share an example add them up.
+        here = (scope.positions(error.shape[1]) >= 0).astype(jnp.float32)
+        weights_BT = weights.astype(jnp.float32)[:, None] * here
+        loss_sum = jnp.sum(weights_BT[:, :, None] * error**2)
+        return loss_sum, jnp.sum(weights_BT) * error.shape[-1]
 
     def _targets(self, batch: Batch, scope: Scope) -> jax.Array:
         if "targets" in batch:
