@@ -36,13 +36,14 @@ def counts(curve):
 def test_what_is_lost_adds_up_to_the_efficiency(batch):
     curve = scaling_curve(request(), batch)
     assert counts(curve) == [1, 2, 4, 8, 16]
-    first = curve.points[0]
-    assert first.efficiency == 1 and not any(first.lost.values())
-    for point in curve.points:
+    rates = [
+        point.global_batch / point.plan.step_s / point.num_devices
+        for point in curve.points
+    ]
+    for point, rate in zip(curve.points, rates, strict=True):
         assert sum(point.lost.values()) == pytest.approx(1 - point.efficiency)
-        rate = point.global_batch / point.plan.step_s / point.num_devices
-        before = first.global_batch / first.plan.step_s
-        assert point.efficiency == pytest.approx(rate / before)
+        assert point.efficiency == pytest.approx(rate / max(rates))
+    assert curve.best.efficiency == 1 and not any(curve.best.lost.values())
 
 
 def test_weak_scaling_keeps_the_sequences_of_a_device_and_loses_less():
@@ -65,15 +66,13 @@ def test_a_slow_network_bends_the_curve_where_hosts_begin_and_says_so():
     assert bend.why.startswith("over the network, gradients are reduced once")
 
 
-def test_what_does_not_fit_on_few_devices_is_compared_on_those_where_it_does():
+def test_devices_that_are_too_few_are_a_row_and_compared_with_none():
     curve = scaling_curve(request("llama3-8b", devices=16, global_batch=16))
-    (one, two, *others) = curve.points
+    one, *others = curve.points
     assert one.plan is None and "nothing fits in" in one.problem
-    base = next(point for point in curve.points if point.plan)
-    assert base.efficiency == 1 and base in (two, *others)
-    assert f"what one of {base.num_devices}" in curve_in_words(curve)[-1] or (
-        curve.bend is None
-    )
+    assert one not in curve.fitting and curve.best in others
+    table = curve_in_words(curve)
+    assert "nothing fits in" in table[1] and str(curve.best.num_devices) in table[-1]
 
 
 def test_a_constraint_that_few_devices_cannot_meet_is_a_row_and_no_end():

@@ -1,13 +1,14 @@
 """Scaling curve: how much of a device's work is left as devices are added, and why.
 
 On every number of devices the fastest plan is taken. With d the devices' seconds that a
-sequence costs, `step_s * devices / global_batch`, and d0 those on the fewest devices
-that it fits on,
+sequence costs, `step_s * devices / global_batch`, and d0 the least of them on any
+number,
 
     efficiency = d0 / d
 
-The parts of a step add up to it, so what each of them has grown by, over d, adds up to
-`1 - efficiency`: that says why the curve bends.
+The parts of a step add up to it, so what each of them takes more than there, over d,
+adds up to `1 - efficiency`: that says why. Few devices may lose to what their memory
+asks for; where more devices lose, the curve bends.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Point:
         global_batch: Sequences in a step.
         plan: The plan; None where nothing fits.
         problem: Why none does.
-        efficiency: Sequences a second and device, over those on the fewest devices.
+        efficiency: Sequences a second and device, over those where they are most.
         lost: Part of the step -> the share of devices' time that it takes more of;
             these add up to `1 - efficiency`.
     """
@@ -118,10 +119,17 @@ class Curve:
         return tuple(point for point in self.points if point.plan is not None)
 
     @property
+    def best(self) -> Point | None:
+        """That of them which the others are compared with; None without any."""
+        return max(self.fitting, key=lambda point: point.efficiency, default=None)
+
+    @property
     def bend(self) -> Point | None:
-        """The first of them below `BEND`; None where the curve does not bend."""
-        below = (point for point in self.fitting if point.efficiency < BEND)
-        return next(below, None)
+        """The first with more devices below `BEND`; None where no curve bends."""
+        if self.best is None:
+            return None
+        more = self.fitting[self.fitting.index(self.best) + 1 :]
+        return next((point for point in more if point.efficiency < BEND), None)
 
     def as_json(self) -> dict[str, Any]:
         """What `meshpar plan --curve --json` prints as `curve`."""
@@ -173,9 +181,11 @@ def scaling_curve(request: Request, batch: str = "strong") -> Curve:
             if left or not sequences:
                 continue
         found.append(_planned(replace(request, cluster=cluster), sequences))
-    base = next((point for point in found if point.plan is not None), None)
-    points = (_compared(point, base) if base else point for point in found)
-    return Curve(batch=batch, points=tuple(points))
+    fitting = [point for point in found if point.plan is not None]
+    if fitting:
+        base = min(fitting, key=lambda point: sum(_parts(point).values()))
+        found = [_compared(point, base) for point in found]
+    return Curve(batch=batch, points=tuple(found))
 
 
 def curve_in_words(curve: Curve) -> list[str]:
@@ -199,14 +209,17 @@ def curve_in_words(curve: Curve) -> list[str]:
 
 def bend_in_words(curve: Curve) -> str:
     """Where and why the curve bends."""
-    if not curve.fitting:
+    best, bend = curve.best, curve.bend
+    if best is None:
         return "nothing fits on any of these"
-    first, bend = curve.fitting[0], curve.bend
     if bend is None:
-        return f"no bend: at least {BEND:.0%} of a device's work is left everywhere"
+        return (
+            f"no bend: beyond {best.num_devices:,} devices, where each does most, at "
+            f"least {BEND:.0%} of it is left"
+        )
     return (
         f"bends at {bend.num_devices:,} devices: each does {bend.efficiency:.1%} of "
-        f"what one of {first.num_devices:,} does; {bend.lost[bend.most_lost]:.1%} of "
+        f"what one of {best.num_devices:,} does; {bend.lost[bend.most_lost]:.1%} of "
         f"the time is more {bend.most_lost}: {bend.why}"
     )
 
@@ -250,7 +263,7 @@ def _planned(request: Request, sequences: int) -> Point:
 
 
 def _compared(point: Point, base: Point) -> Point:
-    """A point beside the one on the fewest devices."""
+    """A point beside the one that costs least."""
     if point.plan is None:
         return point
     before, now = _parts(base), _parts(point)
