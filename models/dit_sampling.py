@@ -147,7 +147,9 @@ def _laid_out(step: TrainStep, array: np.ndarray | jax.Array) -> jax.Array:
 def _checked(labels: np.ndarray, config: DiTConfig) -> np.ndarray:
     labels = np.asarray(labels, np.int32)
     if labels.ndim != 1 or not labels.size:
-        raise InputError(f"labels have shape {labels.shape}; give at least one in a row")
+        raise InputError(
+            f"labels have shape {labels.shape}; give at least one in a row"
+        )
     if labels.min() < 0 or labels.max() > config.classes:
         raise InputError(
             f"labels are from {labels.min()} to {labels.max()}, but the model has "

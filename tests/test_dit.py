@@ -101,9 +101,7 @@ def test_patches_are_cut_row_by_row_and_put_back():
     images = jax.random.normal(jax.random.key(0), (2, 6, 6, 3))
     patches = to_patches(images, 2)
     assert patches.shape == (2, 9, 12)
-    np.testing.assert_array_equal(
-        patches[1, 5].reshape(2, 2, 3), images[1, 2:4, 4:6]
-    )
+    np.testing.assert_array_equal(patches[1, 5].reshape(2, 2, 3), images[1, 2:4, 4:6])
     np.testing.assert_array_equal(to_images(patches, 2), images)
 
 

@@ -146,9 +146,7 @@ ALL = [
 ]
 
 
-@pytest.mark.parametrize(
-    "layout", [FEW, "context=2,attention=ring", *map(slow, ALL)]
-)
+@pytest.mark.parametrize("layout", [FEW, "context=2,attention=ring", *map(slow, ALL)])
 def test_samples_are_those_of_one_device(layout):
     check(layout, "euler", 3.0, "flow")
 

@@ -80,7 +80,9 @@ class Point:
         axis = self.most_lost.removeprefix("exposed on ")
         if axis in _WHY:
             return _WHY[axis]
-        return f"over the {self.plan.run.link(axis).name}, {why_exposed(self.plan, axis)}"
+        return (
+            f"over the {self.plan.run.link(axis).name}, {why_exposed(self.plan, axis)}"
+        )
 
     def as_json(self) -> dict[str, Any]:
         """One of the `points` of `meshpar plan --curve --json`."""

@@ -31,7 +31,9 @@ def zeros(*shape):
 
 def waves(values, size):
     """Cosines, then sines, at frequencies from 1 down to almost 1 / 10000."""
-    frequencies = jnp.asarray([10_000 ** (-at / (size // 2)) for at in range(size // 2)])
+    frequencies = jnp.asarray(
+        [10_000 ** (-at / (size // 2)) for at in range(size // 2)]
+    )
     angles = jnp.outer(values.astype(jnp.float32), frequencies)
     return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=1)
 
@@ -113,7 +115,9 @@ class Ends(nnx.Module):
 
     def start(self, patches):
         places = np.arange(TOKENS)
-        halves = [waves(jnp.asarray(one), EMBED // 2) for one in divmod(places, COLUMNS)]
+        halves = [
+            waves(jnp.asarray(one), EMBED // 2) for one in divmod(places, COLUMNS)
+        ]
         x = patches @ self.patch_embed[...] + self.patch_bias[...]
         return x + jnp.concatenate(halves, axis=1)
 

@@ -1,4 +1,4 @@
-"""A scaling curve as a picture, and as a page: what is left, and what takes the rest."""
+"""A scaling curve as a picture and as a page: what is left, what takes the rest."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def write_curve_picture(name: str, curve: Curve, path: str | Path) -> None:
         axes.bar(labels, shares, bottom=bottoms, label=part, color=color, width=0.8)
         bottoms = [one + share for one, share in zip(bottoms, shares, strict=True)]
     axes.axhline(BEND, color="#444444", linewidth=1, linestyle="--")
-    axes.set_title(_title(name, curve), loc="left", fontsize=11)
-    axes.set(ylabel="share of devices' time", xlabel="devices", ylim=(0, 1.02))
-    figure.legend(loc="outside right upper", frameon=False, fontsize=9)
+    figure.suptitle(_title(name, curve), x=0.01, ha="left", fontsize=11)
+    axes.set(ylabel="share of devices' time", xlabel="devices", ylim=(0, 1))
+    figure.legend(loc="outside right center", frameon=False, fontsize=9)
     with matplotlib.rc_context({"svg.fonttype": "none"}):  # text stays text
         figure.savefig(path, dpi=100)
 
@@ -78,16 +78,22 @@ def _figure(curve: Curve) -> Figure:
 def _bars(curve: Curve) -> list[tuple[str, list[float]]]:
     """Efficiency, then each part that takes more anywhere: shares of every point.
 
-    What a part takes less is no bar: such a point's bars reach above the rest.
+    What a part takes less shortens the bars of those that take more.
     """
     points = curve.fitting
     parts = dict.fromkeys(name for point in points for name in point.lost)
     bars = [(_LEFT, [min(1.0, point.efficiency) for point in points])]
     for part in parts:
-        shares = [max(0.0, point.lost.get(part, 0.0)) for point in points]
+        shares = [_share(point, part) for point in points]
         if max(shares) >= 0.001:
             bars.append((f"more {part}", shares))
     return bars
+
+
+def _share(point: Point, part: str) -> float:
+    more = sum(share for share in point.lost.values() if share > 0)
+    lost = max(0.0, point.lost.get(part, 0.0))
+    return lost * (1 - point.efficiency) / more if more else 0.0
 
 
 def _labels(curve: Curve) -> list[str]:
