@@ -150,7 +150,7 @@ def judged_loss(
     config: DiTConfig,
     batch: int,
 ) -> str:
-    """The loss of images held out, beside the least of what is predicted from nothing."""
+    """The loss of images held out, beside the least of a prediction from nothing."""
     patches = np.asarray(to_patches(data.other_images, config.patch))
     loss, weight = 0.0, 0.0
     for start in range(0, len(patches) - batch + 1, batch):
@@ -161,9 +161,10 @@ def judged_loss(
         loss, weight = loss + float(found[0]), weight + float(found[1])
     if not weight:
         return f"loss: only {len(patches)} images are held out, less than --batch"
+    constant = loss_of_mean(data, config)
     return (
-        f"loss {loss / weight:.4f} on images held out; {loss_of_mean(data, config):.4f} "
-        "is that of predicting the mean"
+        f"loss {loss / weight:.4f} on images held out; {constant:.4f} is that of "
+        "predicting the mean"
     )
 
 

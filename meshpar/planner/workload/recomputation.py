@@ -99,8 +99,9 @@ are made in a loop over tiles, none of whose matmuls `dots` keeps."""
 def _named(run: Run, kept: tuple[str, ...], moe: bool) -> Again:
     """All that these names do not spare.
 
-    No gradient needs the MLP's output, but a router's and that of a gate on it. The sequence is gathered for the
-    weights' gradients anyway, which serves here too: equal collectives merge.
+    No gradient needs the MLP's output, but a router's and that of a gate on it. The
+    sequence is gathered for the weights' gradients anyway, which serves here too: equal
+    collectives merge.
     """
     qkv, out = int("attention_qkv" not in kept), int("attention_out" not in kept)
     tiled = moe and not run.execution.eager
