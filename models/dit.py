@@ -7,12 +7,10 @@ from 0 (clean) to 1 (noise), and initial weights are normal.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from meshpar import Input, InputError, Model, Scope, from_nnx
@@ -30,6 +28,7 @@ from meshpar.models.layers.attention import Attention, normal
 from meshpar.models.layers.layer_norm_block import RESIDUAL
 from meshpar.models.layers.mlp import PlainMLP
 from meshpar.models.layers.noise_path import PATHS, NoisePath
+from meshpar.models.layers.sinusoids import sinusoids
 
 _SIZES = ("layers", "embed", "heads", "image", "patch", "channels", "classes")
 _CONDITION = ("batch", "embed")
@@ -37,7 +36,6 @@ _TIME_SCALE = 1000.0
 """Times as the published model counts them, in steps."""
 _FREQUENCIES = 256
 """Values of a time's sinusoids (Peebles and Xie 2023, section 3.2)."""
-_PERIOD = 10_000.0
 
 Stream = dict[str, jax.Array]
 
@@ -258,7 +256,7 @@ class DiTEnds(nnx.Module):
 
     def _time(self, times: jax.Array) -> jax.Array:
         """(batch,) -> (batch, embed)."""
-        waves = _sinusoids(_TIME_SCALE * times.astype(jnp.float32), _FREQUENCIES)
+        waves = sinusoids(_TIME_SCALE * times.astype(jnp.float32), _FREQUENCIES)
         hidden = waves.astype(self.time_in[...].dtype) @ self.time_in[...]
         hidden = jax.nn.silu(hidden + self.time_in_bias[...])
         return hidden @ self.time_out[...] + self.time_out_bias[...]
@@ -283,29 +281,6 @@ def dit(config: DiTConfig) -> Model:
     )
 
 
-def to_patches(images: jax.Array, patch: int) -> jax.Array:
-    """(batch, height, width, channels) -> (batch, patches, values), row by row.
-
-    Example:
-        >>> to_patches(jnp.arange(16.0).reshape(1, 4, 4, 1), 2)[0, 1].tolist()
-        [2.0, 3.0, 6.0, 7.0]
-    """
-    batch, height, width, channels = images.shape
-    rows, columns = height // patch, width // patch
-    cut = images.reshape(batch, rows, patch, columns, patch, channels)
-    cut = cut.transpose(0, 1, 3, 2, 4, 5)
-    return cut.reshape(batch, rows * columns, patch * patch * channels)
-
-
-def to_images(patches: jax.Array, patch: int) -> jax.Array:
-    """Undoes `to_patches` of square images."""
-    batch, tokens, values = patches.shape
-    columns, channels = math.isqrt(tokens), values // patch**2
-    cut = patches.reshape(batch, columns, columns, patch, patch, channels)
-    cut = cut.transpose(0, 1, 3, 2, 4, 5)
-    return cut.reshape(batch, columns * patch, columns * patch, channels)
-
-
 def _drawn(patches: jax.Array, scope: Scope) -> tuple[jax.Array, jax.Array]:
     """Noise of each patch, and time of each example: alike in embedding and head."""
     return scope.normal(patches.shape, "noise"), scope.uniform("time")
@@ -313,16 +288,8 @@ def _drawn(patches: jax.Array, scope: Scope) -> tuple[jax.Array, jax.Array]:
 
 def _places(positions: jax.Array, columns: int, embed: int) -> jax.Array:
     """(tokens,) -> (tokens, embed): sinusoids of row and column, half each."""
-    rows = _sinusoids(positions // columns, embed // 2)
-    return jnp.concatenate([rows, _sinusoids(positions % columns, embed // 2)], axis=-1)
-
-
-def _sinusoids(values: jax.Array, size: int) -> jax.Array:
-    """(n,) -> fp32 (n, size): cosines, then sines (Vaswani et al. 2017, 3.5)."""
-    # In double precision, once: an error of 1e-7 is one of 1e-4 at an angle of 1000.
-    frequencies = np.float32(_PERIOD ** -(np.arange(size // 2) / (size // 2)))
-    angles = values.astype(jnp.float32)[:, None] * frequencies
-    return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
+    rows = sinusoids(positions // columns, embed // 2)
+    return jnp.concatenate([rows, sinusoids(positions % columns, embed // 2)], axis=-1)
 
 
 def _zeros(shape: tuple[int, ...], logical_axes: tuple[str | None, ...]) -> nnx.Param:

@@ -14,7 +14,8 @@ import numpy as np
 
 from meshpar import InputError, TrainState, TrainStep
 from meshpar.errors import nearest, whole_number
-from meshpar.models.dit import DiTConfig, to_images
+from meshpar.models.dit import DiTConfig
+from meshpar.models.layers.patches import to_images
 
 Velocity = Callable[[jax.Array, float], jax.Array]
 """(values, time) -> how fast they change with the time."""

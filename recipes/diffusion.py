@@ -22,9 +22,10 @@ import numpy as np
 import optax
 
 import meshpar
-from meshpar.models.dit import DiTConfig, dit, to_patches
+from meshpar.models.dit import DiTConfig, dit
 from meshpar.models.dit_sampling import METHODS, sample
 from meshpar.models.layers.noise_path import PATHS
+from meshpar.models.layers.patches import to_patches
 from meshpar.recipes.labelled_images import LabelledImages, labelled_images
 
 if TYPE_CHECKING:

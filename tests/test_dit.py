@@ -11,7 +11,7 @@ import pytest
 from meshpar import InputError, Layout, Scope, lint, make_train_step
 from meshpar.audit.block_trace import traced_workload
 from meshpar.model.single import forward, loss
-from meshpar.models.dit import to_images, to_patches
+from meshpar.models.layers.patches import to_images, to_patches
 from meshpar.models.presets import build, configure
 from meshpar.planner.cost.estimate import estimate
 from meshpar.planner.machine.clusters import cluster_of
