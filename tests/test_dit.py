@@ -198,5 +198,22 @@ def test_a_patch_is_not_split_and_all_patches_see_each_other():
     assert two > 1.2 * one
 
 
+def test_noise_is_of_the_tokens_at_hand():
+    known = dict(random=jax.random.key(0), examples=jnp.arange(2))
+    whole = Scope(**known).normal((2, 6, 3), "noise")
+    places = jnp.array([4, 1])
+    share = Scope(**known, token_positions=places, full_seq=6)
+    np.testing.assert_array_equal(share.normal((2, 2, 3), "noise"), whole[:, places])
+    assert share.uniform("time").tolist() == Scope(**known).uniform("time").tolist()
+    assert not np.array_equal(whole, Scope(**known).normal((2, 6, 3), "other"))
+
+
+@pytest.mark.parametrize("shape", [(3, 6), (2,)])
+def test_noise_of_other_examples_is_refused(shape):
+    scope = Scope(random=jax.random.key(0), examples=jnp.arange(2))
+    with pytest.raises(InputError, match="there are 2 examples here; ask for"):
+        scope.normal(shape, "noise")
+
+
 def test_a_config_of_the_zoo_is_that_of_its_model():
     assert DIT.model(4).num_layers == config(4).layers
