@@ -14,6 +14,7 @@ from meshpar.model.single import forward, loss
 from meshpar.models.layers.patches import to_images, to_patches
 from meshpar.models.presets import build, configure
 from meshpar.planner.cost.estimate import estimate
+from meshpar.planner.inference.estimate import estimate_inference
 from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.machine.execution import MESHPAR
 from meshpar.planner.search.refusals import layout_problems
@@ -196,6 +197,14 @@ def test_a_patch_is_not_split_and_all_patches_see_each_other():
         for workload in (causal, known)
     )
     assert two > 1.2 * one
+
+
+def test_an_image_has_the_patches_that_it_has_and_no_next_token():
+    known, cluster = DIT_SHAPES["dit-xl2"], cluster_of("h100-80gb", devices=1)
+    with pytest.raises(InputError, match="sequences of 512 tokens, but the images of"):
+        estimate(known, cluster, "data=1", global_batch=1, seq=512)
+    with pytest.raises(InputError, match="dit-xl2 makes no token after another"):
+        estimate_inference(known, cluster, "data=1", slots=1, seq=256)
 
 
 def test_noise_is_of_the_tokens_at_hand():

@@ -99,6 +99,12 @@ def _positions(workload: Workload, seq: int, execution: Execution) -> Iterator[P
             f"sequences of {seq} tokens, but {workload.name} has seq={workload.seq} "
             "learned positions; shorten the sequences, or give the model more",
         )
+    if workload.modulations and seq != workload.seq:
+        yield Problem(
+            "seq",
+            f"sequences of {seq} tokens, but the images of {workload.name} have "
+            f"{workload.seq} patches each; leave seq out",
+        )
 
 
 def _residuals(

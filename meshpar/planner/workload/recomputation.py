@@ -107,13 +107,14 @@ def _named(run: Run, kept: tuple[str, ...], moe: bool) -> Again:
     tiled = moe and not run.execution.eager
     wide = {"experts_gate_up"} if tiled else {"mlp_up", "mlp_gate_up"}
     up = int(not wide & set(kept))
+    gated = int(run.workload.modulations > 0)
     return Again(
         qkv=qkv,
         attention=1,
         out=out,
         up=up,
-        down=1 if run.workload.modulations else int(moe) * up,
+        down=gated or int(moe) * up,
         elementwise=1,
-        sums=out,
+        sums=out + gated,
         exchanges=int("experts_in" not in kept) if tiled else int(moe) * up,
     )
