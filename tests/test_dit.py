@@ -51,6 +51,7 @@ def test_v_prediction_trains_as_plain_flax_does(layout, monkeypatch):
     test_zoo.check("dit_v", layout, 4)
 
 
+@pytest.mark.slow
 def test_v_prediction_has_the_plain_loss():
     params = jax.jit(model(2, "v").init)(3)
     scope = Scope(

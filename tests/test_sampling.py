@@ -152,7 +152,7 @@ def test_samples_are_those_of_one_device(layout):
 
 
 @pytest.mark.parametrize(
-    "method, guidance, prediction", [("heun", 1.0, "flow"), ("euler", 3.0, "v")]
+    "method, guidance, prediction", [("heun", 1.0, "flow"), slow("euler", 3.0, "v")]
 )
 def test_every_method_and_path_samples_so(method, guidance, prediction):
     check("data=1", method, guidance, prediction)
