@@ -12,6 +12,7 @@ from meshpar import InputError, Model
 from meshpar.layout import nearest
 from meshpar.models.afno import AFNO
 from meshpar.models.convert.hf_config import config_from_json
+from meshpar.models.dit import DIT
 from meshpar.models.encoder_decoder import ENCODER_DECODER
 from meshpar.models.family import Family
 from meshpar.models.gemma3 import GEMMA3
@@ -199,6 +200,7 @@ FAMILIES = (
     PAIR,
     ENCODER_DECODER,
     UNET3D,
+    DIT,
 )
 """A new one is a file, with its presets, and a line here."""
 

@@ -22,6 +22,7 @@ from meshpar.models.layers.attention import normal
 from meshpar.models.layers.layer_norm_block import RESIDUAL, LayerNormBlock
 from meshpar.models.layers.mlp import Activation
 from meshpar.models.layers.norm import LayerNorm
+from meshpar.models.layers.patches import to_patches
 from meshpar.parallel.tensor import cross_entropy
 
 _SIZES = ("layers", "embed", "heads", "image", "patch", "channels", "classes")
@@ -138,7 +139,7 @@ class ViTEnds(nnx.Module):
     def embed(self, batch: Batch, scope: Scope) -> jax.Array:
         """Images (batch, height, width, channels) -> (batch, tokens, embed)."""
         table = self.patch_embed[...]
-        patches = _patches(batch["images"].astype(table.dtype), self.patch)
+        patches = to_patches(batch["images"].astype(table.dtype), self.patch)
         x = jnp.einsum("BTP,PD->BTD", patches, table) + self.patch_bias[...]
         if self.class_token is not None:
             first = jnp.broadcast_to(self.class_token[...], (len(x), 1, x.shape[-1]))
@@ -182,15 +183,6 @@ def vit(config: ViTConfig) -> Model:
         num_layers=config.layers,
         inputs=config.inputs,
     )
-
-
-def _patches(images_BHWC: jax.Array, patch: int) -> jax.Array:
-    """-> (batch, patches, pixels and channels of one), row by row."""
-    batch, height, width, channels = images_BHWC.shape
-    rows, columns = height // patch, width // patch
-    cut = images_BHWC.reshape(batch, rows, patch, columns, patch, channels)
-    cut = cut.transpose(0, 1, 3, 2, 4, 5)
-    return cut.reshape(batch, rows * columns, patch * patch * channels)
 
 
 def _zeros(shape: tuple[int, ...], logical_axes: tuple[str | None, ...]) -> nnx.Param:

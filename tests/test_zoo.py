@@ -13,6 +13,7 @@ from tests.marks import slow
 from tests.schedule_cases import NAMES
 from tests.zoo.batch_statistics import BATCH_NORM, RUNNING_MEAN
 from tests.zoo.denoising import DENOISING
+from tests.zoo.diffusion import DIT
 from tests.zoo.experts import SOFT_EXPERTS, TWO_GROUPS
 from tests.zoo.language import GPT2, LLAMA
 from tests.zoo.plain import MAX_NORM, SEED, STEPS, Run, optimizer, train
@@ -36,6 +37,7 @@ ZOO = {
     "waves": WAVES,
     "vectors": VECTORS,
     "images": IMAGES,
+    "dit": DIT,
 }
 
 BOUND = 1e-5

@@ -22,7 +22,7 @@ from meshpar.model.contract import Model
 from meshpar.model.tracing import traced_batch
 from meshpar.planner.cost.estimate import Estimate, estimate_run
 from meshpar.planner.machine.cluster import Cluster
-from meshpar.planner.workload.shapes import SHAPES
+from meshpar.planner.workload.shapes import OTHER_SHAPES, SHAPES
 from meshpar.train.layout_refusals import layout_refusals
 from meshpar.train.make_step import make_train_step
 
@@ -131,7 +131,7 @@ def chosen_model(args: argparse.Namespace) -> Model:
         InputError: The planner knows its sizes, but there is no such model to build.
     """
     preset, sizes = args.preset, args.model
-    if sizes in SHAPES:
+    if sizes in SHAPES or sizes in OTHER_SHAPES:
         preset, sizes = sizes, None
     if args.vocab is not None and (sizes or "").endswith(".json"):
         raise InputError(

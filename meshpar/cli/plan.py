@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from meshpar.cli.estimate import add_workload_arguments, cluster_for, workload_for
 from meshpar.cli.measure import Measured, check_measurable, measure
 from meshpar.cli.parsing import above_zero, positive
+from meshpar.cli.plan_curve import add_curve_arguments, check_curve, run_curve
 from meshpar.cli.plan_training import add_training_arguments, training_of
 from meshpar.cli.report.destination import PAGES, check_picture, output_file
 from meshpar.errors import InputError
@@ -30,7 +31,7 @@ from meshpar.planner.search.nearest_fit import nearest_fit
 from meshpar.planner.search.search import Request, SearchResult, search
 from meshpar.planner.search.sensitivity import sensitivities
 from meshpar.planner.search.training_cost import TrainingCost, training_cost
-from meshpar.planner.workload.shapes import PUBLISHED, SHAPES
+from meshpar.planner.workload.shapes import OTHER_SHAPES, PUBLISHED, SHAPES
 
 if TYPE_CHECKING:  # It needs jax.
     from meshpar.cli.confirm import Confirmed
@@ -103,6 +104,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "the efficiency that fits (default: nothing is run)",
     )
     add_training_arguments(parser)
+    add_curve_arguments(parser)
     add(
         "--html",
         type=output_file,
@@ -124,7 +126,10 @@ def run(args: argparse.Namespace) -> int:
         rows = validate.rows()
         print(json.dumps(validate.as_json(rows)) if args.json else validate.text(rows))
         return 0 if all(summary.met for summary in validate.summaries(rows)) else 1
+    check_curve(args)
     request = _request(args)
+    if args.curve is not None:
+        return run_curve(args, request)
     training = training_of(args)
     if args.measure is not None:
         check_measurable(request.cluster)
@@ -246,6 +251,11 @@ def _text(found: SearchResult, costs: Sequence[TrainingCost]) -> list[str]:
 def _how_to_run(args: argparse.Namespace, best: Estimate) -> str:
     """The command that trains under a plan, or why none does."""
     run = best.run
+    if OTHER_SHAPES.keys() & {args.preset, args.model}:
+        return (
+            "run it: from Python, meshpar.make_train_step(model, optimizer, "
+            f"{str(run.layout)!r}); meshpar train reads text"
+        )
     if PUBLISHED & {args.preset, args.model}:
         return "run it: not yet; a published run's shape is no preset; give its sizes"
     if args.vocab is not None and (args.model or "").endswith(".json"):

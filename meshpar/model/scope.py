@@ -202,6 +202,41 @@ class Scope:
             )
         return self._keys(name)
 
+    def uniform(self, name: str) -> jax.Array:
+        """A number from 0 to below 1 of each example at hand: fp32 (examples,).
+
+        A function of (seed, step, layer, `name`, example) alone; devices that share the
+        tokens of an example draw the same.
+
+        Raises:
+            InputError: As `key`, where there is nothing to derive from.
+        """
+        return jax.vmap(jax.random.uniform)(self._keys(name))
+
+    def normal(self, shape: tuple[int, ...], name: str) -> jax.Array:
+        """Standard normal numbers of each token at hand: fp32 of that shape.
+
+        A function of (seed, step, layer, `name`, example, token) alone: where devices
+        share the tokens of an example, each draws all of them and takes its own.
+
+        Args:
+            shape: (examples, tokens at hand, ...).
+            name: Of the place, another one for each in a function.
+
+        Raises:
+            InputError: Another number of examples, or nothing to derive from.
+        """
+        keys = self._keys(name)
+        if len(shape) < 2 or shape[0] != len(keys):
+            raise InputError(
+                f"scope.normal({name!r}) is asked for shape {shape}, but there are "
+                f"{len(keys)} examples here; ask for (examples, tokens, ...)"
+            )
+        whole = (self.seq_length(shape[1]), *shape[2:])
+        drawn = jax.vmap(lambda key: jax.random.normal(key, whole))(keys)
+        shared = self.token_positions is not None or self.order is not None
+        return drawn[:, self.positions(shape[1])] if shared else drawn
+
     def dropout(self, x: jax.Array, rate: float, name: str) -> jax.Array:
         """`x` with a share `rate` of its values zeroed and the rest scaled up.
 

@@ -27,7 +27,7 @@ from meshpar.cli.confirm import Confirmed, compiled, target_of
 from meshpar.models.presets import build
 from meshpar.planner.cost.estimate import estimate
 from meshpar.planner.machine.clusters import cluster_of
-from meshpar.planner.workload.shapes import SHAPES
+from meshpar.planner.workload.shapes import workload_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,9 +49,11 @@ class Case:
     seq: int = 4096
 
 
-def _cases(preset: str, hardware: str, batch: int, *layouts: str) -> list[Case]:
+def _cases(
+    preset: str, hardware: str, batch: int, *layouts: str, seq: int = 4096
+) -> list[Case]:
     return [
-        Case(preset=preset, hardware=hardware, layout=layout, batch=batch)
+        Case(preset=preset, hardware=hardware, layout=layout, batch=batch, seq=seq)
         for layout in layouts
     ]
 
@@ -92,6 +94,15 @@ CASES = [
     ),
     *_cases("llama3-8b", "tpu-v6e:4x4", 32, "fsdp=16,remat=full"),
     *_cases("llama3-8b", "tpu-v5e:4x8", 32, "fsdp=32,remat=full"),
+    *_cases(
+        "dit-12b",
+        "h100-80gb",
+        8,
+        "fsdp=8,remat=full",
+        "fsdp=4,tensor=2,sequence_parallel=true,remat=full",
+        seq=16_384,
+    ),
+    *_cases("dit-12b", "tpu-v5p:2x2x2", 8, "fsdp=8,remat=full", seq=16_384),
 ]
 
 
@@ -128,7 +139,7 @@ def confirmed(case: Case) -> Confirmed:
     if ":" not in case.hardware:
         devices = 8 if "tensor=8" not in case.layout else 64
     plan = estimate(
-        SHAPES[case.preset],
+        workload_of(case.preset),
         cluster_of(case.hardware, devices=devices),
         layout,
         global_batch=case.batch,

@@ -33,7 +33,7 @@ def attention_backward_s(run: Run) -> float:
 def _made(run: Run) -> float:
     """The share of all scores that is made: tiles leave out those that a causal mask
     hides."""
-    return 0.5 if run.tiled_attention else 1.0
+    return 0.5 if run.tiled_attention and run.workload.causal else 1.0
 
 
 def _forward_score_bytes(run: Run) -> float:
@@ -75,5 +75,6 @@ def _matmuls_s(run: Run) -> float:
 
 def _fused_s(run: Run) -> float:
     """A causal mask hides half of the scores, which the kernel skips."""
+    hidden = 2 if run.workload.causal else 1
     head_dim = (run.workload.query_dim + run.workload.value_dim) / 2
-    return fused_attention_s(run, _flops(run) / 2, head_dim)
+    return fused_attention_s(run, _flops(run) / hidden, head_dim)

@@ -25,6 +25,14 @@ def estimate_in_words(estimate: Estimate) -> list[str]:
     return [*_what(estimate), *_memory(estimate), *_time(estimate), *_links(estimate)]
 
 
+def why_exposed(estimate: Estimate, mesh_axis: str) -> str:
+    """What a plan waits for on a mesh axis."""
+    layer_by_layer = estimate.run.layout.zero == 3 and not estimate.run.gathers_once
+    if mesh_axis == "fsdp" and not layer_by_layer:
+        return _ONCE
+    return _WHY_EXPOSED[mesh_axis]
+
+
 def _what(estimate: Estimate) -> list[str]:
     run = estimate.run
     number, count = run.workload.num_parameters, run.layout.microbatches
@@ -75,11 +83,9 @@ def _time(estimate: Estimate) -> list[str]:
     ]
     if time.host_s:
         lines.append(f"  waiting for the host {_share(time.host_s, step_s)}")
-    layer_by_layer = estimate.run.layout.zero == 3 and not estimate.run.gathers_once
     for mesh_axis, seconds in time.exposed_s.items():
         link = estimate.run.link(mesh_axis).name
-        why = _WHY_EXPOSED[mesh_axis]
-        why = why if layer_by_layer or mesh_axis != "fsdp" else _ONCE
+        why = why_exposed(estimate, mesh_axis)
         lines.append(
             f"  exposed on {mesh_axis} ({link}) {_share(seconds, step_s)}: {why}"
         )

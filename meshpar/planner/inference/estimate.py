@@ -311,8 +311,13 @@ def estimate_inference(
         prompt: Tokens of a prompt; half of `seq` when 0.
 
     Raises:
-        InputError: Sizes that do not fit together.
+        InputError: Sizes that do not fit together, or a model of no next tokens.
     """
+    if not workload.causal:
+        raise InputError(
+            f"{workload.name} makes no token after another, its tokens see those that "
+            "follow: there is no generation to estimate"
+        )
     layout = Layout.of(layout).resolve(cluster.num_devices)
     return InferenceEstimate(
         workload=workload,

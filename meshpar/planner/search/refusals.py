@@ -99,6 +99,12 @@ def _positions(workload: Workload, seq: int, execution: Execution) -> Iterator[P
             f"sequences of {seq} tokens, but {workload.name} has seq={workload.seq} "
             "learned positions; shorten the sequences, or give the model more",
         )
+    if workload.modulations and seq != workload.seq:
+        yield Problem(
+            "seq",
+            f"sequences of {seq} tokens, but the images of {workload.name} have "
+            f"{workload.seq} patches each; leave seq out",
+        )
 
 
 def _residuals(
@@ -185,6 +191,8 @@ def _uneven(workload: Workload, layout: Layout) -> Iterator[Problem]:
     sizes = {"kv_heads": workload.kv_heads, "vocab": workload.vocab}
     if workload.kv_lora_rank:
         sizes.pop("kv_heads")  # latent attention has as many as heads
+    if workload.modulations:
+        sizes.pop("vocab")  # a patch's numbers, which are whole everywhere
     for name, size in sizes.items():
         if size % layout.tensor:
             yield Problem(

@@ -115,6 +115,10 @@ def _compiled_bytes(run: Run, remat: str, *, moe: bool) -> float:
         usual = 3 * workload.heads * workload.value_dim
         more = (_projections(run) - usual) * run.dtype_bytes / layout.tensor
         kept += run.seq * more
+    if workload.modulations:
+        # Gates need the outputs of both branches, of which one is counted.
+        gated = {"none": 2, "dots": 1}.get(remat, 0) * workload.hidden
+        kept += run.seq * gated * run.dtype_bytes * run.residual_share
     keeps_rows = remat in ("none", "selective") or "experts_in" in remat
     routed = _router_bytes(run, moe) if keeps_rows else 0.0
     return kept * run.tokens / run.seq + routed

@@ -99,20 +99,22 @@ are made in a loop over tiles, none of whose matmuls `dots` keeps."""
 def _named(run: Run, kept: tuple[str, ...], moe: bool) -> Again:
     """All that these names do not spare.
 
-    No gradient needs the MLP's output, but a router's. The sequence is gathered for the
-    weights' gradients anyway, which serves here too: equal collectives merge.
+    No gradient needs the MLP's output, but a router's and that of a gate on it. The
+    sequence is gathered for the weights' gradients anyway, which serves here too: equal
+    collectives merge.
     """
     qkv, out = int("attention_qkv" not in kept), int("attention_out" not in kept)
     tiled = moe and not run.execution.eager
     wide = {"experts_gate_up"} if tiled else {"mlp_up", "mlp_gate_up"}
     up = int(not wide & set(kept))
+    gated = int(run.workload.modulations > 0)
     return Again(
         qkv=qkv,
         attention=1,
         out=out,
         up=up,
-        down=int(moe) * up,
+        down=gated or int(moe) * up,
         elementwise=1,
-        sums=out,
+        sums=out + gated,
         exchanges=int("experts_in" not in kept) if tiled else int(moe) * up,
     )

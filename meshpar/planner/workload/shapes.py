@@ -9,6 +9,7 @@ from typing import Any
 from meshpar.errors import InputError
 from meshpar.key_values import key_values
 from meshpar.layout import nearest
+from meshpar.planner.workload.dit_workload import DIT_SHAPES
 from meshpar.planner.workload.hf_workload import GPT2, LLAMA, workload_from_json
 from meshpar.planner.workload.workload import Workload
 
@@ -125,12 +126,17 @@ SHAPES = {
 PUBLISHED = frozenset(_PUBLISHED)
 """Names of published runs, which are no preset."""
 
+OTHER_SHAPES = DIT_SHAPES
+"""Workloads of other inputs than text, by the name of their preset."""
+
+_BY_NAME = {**SHAPES, **OTHER_SHAPES}
+
 
 def workload_of(model: str, *, words: str | None = None) -> Workload:
     """The workload of a name, of a `config.json`, or of `key=value` words.
 
     Args:
-        model: A name in `SHAPES`, a path that ends in .json, or
+        model: A name in `SHAPES` or `OTHER_SHAPES`, a path that ends in .json, or
             `layers=4,hidden=256,heads=8,vocab=256`; `ffn` is `4 * hidden` when absent.
         words: What differs from it, in words.
 
@@ -145,11 +151,11 @@ def workload_of(model: str, *, words: str | None = None) -> Workload:
         workload = workload_from_json(model)
     elif "=" in model:
         workload = _from_words(model)
-    elif model in SHAPES:
-        workload = SHAPES[model]
+    elif model in _BY_NAME:
+        workload = _BY_NAME[model]
     else:
         raise InputError(
-            f"no model {model!r}; {nearest(model, SHAPES)}; or give the path of a "
+            f"no model {model!r}; {nearest(model, _BY_NAME)}; or give the path of a "
             "config.json, or sizes such as layers=4,hidden=256,heads=8,vocab=256"
         )
     return workload if words is None else _changed(workload, words)

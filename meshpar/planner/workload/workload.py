@@ -17,7 +17,7 @@ _MLA = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A decoder-only transformer's shape.
+    """A transformer's shape: of a decoder's, unless fields say otherwise.
 
     Args:
         name: What reports call it.
@@ -48,6 +48,11 @@ class Workload:
         qk_nope_head_dim: Dims of a query and key of MLA without positions.
         qk_rope_head_dim: Its rotated dims.
         v_head_dim: Dims of its values.
+        causal: Whether a token sees none that follow it.
+        modulations: Vectors of `hidden` values that scale, shift and gate a block, 6 of
+            a Diffusion Transformer, from a matrix that each example meets once. Tokens
+            are patches then, of `vocab` numbers each, which no devices share out.
+        other_end_parameters: Outside the blocks, beside embedding and head.
         logits_bytes: Most bytes of fp32 logits that its head makes at a time; 0 for
             those of all tokens of a microbatch.
         traced: A block of one's own (`meshpar.audit.block_trace`), whose parameters,
@@ -91,6 +96,9 @@ class Workload:
     qk_nope_head_dim: int = 0
     qk_rope_head_dim: int = 0
     v_head_dim: int = 0
+    causal: bool = True
+    modulations: int = 0
+    other_end_parameters: int = 0
     logits_bytes: int = LOGITS_BYTES
     traced: TracedBlock | None = None
 
@@ -168,7 +176,11 @@ class Workload:
             experts = self.experts + self.shared_experts
             mlp = experts * self.mlp_matrix_parameters(self.expert_ffn)
             mlp += self.hidden * self.experts
-        return self.attention_matrix_parameters + mlp
+        return self.attention_matrix_parameters + mlp + self._modulation_parameters
+
+    @property
+    def _modulation_parameters(self) -> int:
+        return self.modulations * self.hidden**2
 
     def expert_parameters(self, *, moe: bool) -> int:
         """Those of them that expert parallelism splits: the routed experts'."""
@@ -179,7 +191,7 @@ class Workload:
         if self.traced:
             return round(self.traced.linear_flops / 2)
         if not moe:
-            return self.block_matrix_parameters(moe=False)
+            return self.block_matrix_parameters(moe=False) - self._modulation_parameters
         experts = self.top_k + self.shared_experts
         routed = experts * self.mlp_matrix_parameters(self.expert_ffn)
         return self.attention_matrix_parameters + routed + self.hidden * self.experts
@@ -189,6 +201,8 @@ class Workload:
         if self.traced:
             return 0
         norms = 2 * self.hidden * (2 if self.layer_norm else 1)
+        if self.modulations:  # the norms have none, the vectors' matrix has a bias
+            norms = self.modulations * self.hidden
         if self.qk_norm:
             norms += 2 * self.query_dim
         if self.kv_lora_rank:
@@ -220,10 +234,13 @@ class Workload:
 
     @property
     def final_norm_parameters(self) -> int:
-        """Parameters of the norm before the head."""
+        """Parameters of the norm before the head, and others outside the blocks."""
         if self.traced:
             return self.traced.other_end_parameters
-        return self.hidden * (2 if self.layer_norm else 1)
+        if self.modulations:
+            return self.other_end_parameters
+        norm = self.hidden * (2 if self.layer_norm else 1)
+        return norm + self.other_end_parameters
 
     @property
     def num_parameters(self) -> int:

@@ -1,0 +1,72 @@
+"""`meshpar plan --curve`: how far a model scales on a machine, and why no further."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from meshpar.cli.report.destination import PICTURES, check_picture, output_file
+from meshpar.errors import InputError
+from meshpar.planner.curve import BATCHES, curve_in_words, scaling_curve
+from meshpar.planner.search.search import Request
+
+_OF_PLANS = ("measure", "confirm", "tokens")
+
+
+def add_curve_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options."""
+    add = parser.add_argument
+    add(
+        "--curve",
+        nargs="?",
+        choices=BATCHES,
+        const=BATCHES[0],
+        help="instead: the efficiency of the fastest plan on the devices, on half of "
+        "them, and so on, where it bends and why; strong keeps the batch, weak as many "
+        "sequences a device (default: no curve; strong where no word follows)",
+    )
+    add(
+        "--plot",
+        type=output_file,
+        metavar="FILE",
+        help="with --curve: draw it into a .png or .svg (needs meshpar[plots])",
+    )
+
+
+def check_curve(args: argparse.Namespace) -> None:
+    """Refuses options that do not go together.
+
+    Raises:
+        InputError: An option of plans with `--curve`, or `--plot` without it.
+    """
+    if args.curve is None:
+        if args.plot is not None:
+            raise InputError("--plot draws a curve; give --curve too, or --html")
+        return
+    for name in _OF_PLANS:
+        if getattr(args, name) is not None:
+            raise InputError(
+                f"--{name} is of plans, which --curve does not list; leave one out"
+            )
+    if args.plot is not None:
+        check_picture("--plot", args.plot, PICTURES)
+
+
+def run_curve(args: argparse.Namespace, request: Request) -> int:
+    """Prints the curve; 0 if anything fits, 1 if nothing does."""
+    curve = scaling_curve(request, args.curve)
+    if args.json:
+        print(json.dumps({"curve": curve.as_json()}))
+    else:
+        print("\n".join(curve_in_words(curve)))
+    if curve.fitting and args.html:
+        from meshpar.cli.report.curve_plot import curve_page
+
+        page = curve_page(request.workload.name, curve)
+        Path(args.html).write_text(page, encoding="utf-8")
+    if curve.fitting and args.plot:
+        from meshpar.cli.report.curve_plot import write_curve_picture
+
+        write_curve_picture(request.workload.name, curve, args.plot)
+    return 0 if curve.fitting else 1

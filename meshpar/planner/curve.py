@@ -1,0 +1,294 @@
+"""Scaling curve: how much of a device's work is left as devices are added, and why.
+
+On every number of devices the fastest plan is taken. With d the devices' seconds that a
+sequence costs, `step_s * devices / global_batch`, and d0 the least of them on any
+number,
+
+    efficiency = d0 / d
+
+The parts of a step add up to it, so what each of them takes more than there, over d,
+adds up to `1 - efficiency`: that says why. Few devices may lose to what their memory
+asks for; where more devices lose, the curve bends.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from meshpar.errors import InputError
+from meshpar.planner.cost.estimate import Estimate, gigabytes
+from meshpar.planner.cost.in_words import why_exposed
+from meshpar.planner.machine.cluster import Cluster
+from meshpar.planner.search.search import Request, search
+
+BATCHES = ("strong", "weak")
+"""The same batch on all devices, or the same part of it on each."""
+
+BEND = 0.9
+"""Efficiency below which a curve has bent: a tenth of the devices is lost."""
+
+_COMPUTE = "computing"
+_WHY = {
+    _COMPUTE: "matmuls are smaller, or more is computed again",
+    "bubble": "stages have fewer microbatches to wait with",
+    "optimizer": "fewer devices share out the states, or each updates as many",
+    "stragglers": "more devices wait for the slowest of all",
+    "host": "what is moved to the host, and between steps, does not shrink",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """The fastest plan on some devices.
+
+    Args:
+        cluster: The devices.
+        global_batch: Sequences in a step.
+        plan: The plan; None where nothing fits.
+        problem: Why none does.
+        efficiency: Sequences a second and device, over those where they are most.
+        lost: Part of the step -> the share of devices' time that it takes more of;
+            these add up to `1 - efficiency`.
+    """
+
+    cluster: Cluster
+    global_batch: int
+    plan: Estimate | None = None
+    problem: str = ""
+    efficiency: float = 0.0
+    lost: Mapping[str, float]
+
+    @property
+    def num_devices(self) -> int:
+        """How many there are."""
+        return self.cluster.num_devices
+
+    @property
+    def most_lost(self) -> str:
+        """The part of a step that loses most; empty where none does."""
+        worst = max(self.lost, key=self.lost.__getitem__, default="")
+        return worst if worst and self.lost[worst] > 0 else ""
+
+    @property
+    def why(self) -> str:
+        """What stands behind that part."""
+        if self.plan is None or not self.most_lost:
+            return ""
+        axis = self.most_lost.removeprefix("exposed on ")
+        if axis in _WHY:
+            return _WHY[axis]
+        return (
+            f"over the {self.plan.run.link(axis).name}, {why_exposed(self.plan, axis)}"
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """One of the `points` of `meshpar plan --curve --json`."""
+        plan = self.plan
+        found = {"devices": self.num_devices, "global_batch": self.global_batch}
+        if plan is None:
+            return {**found, "fits": False, "problem": self.problem}
+        return {
+            **found,
+            "fits": True,
+            "layout": str(plan.run.layout),
+            "step_s": plan.step_s,
+            "sequences_per_s": self.global_batch / plan.step_s,
+            "mfu": plan.mfu,
+            "total_bytes": round(plan.memory.total_bytes),
+            "efficiency": self.efficiency,
+            "lost": dict(self.lost),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """Points from the fewest devices to the most.
+
+    Args:
+        batch: `strong` or `weak`.
+        points: One for each number of devices.
+    """
+
+    batch: str
+    points: tuple[Point, ...]
+
+    @property
+    def fitting(self) -> tuple[Point, ...]:
+        """Those with a plan."""
+        return tuple(point for point in self.points if point.plan is not None)
+
+    @property
+    def best(self) -> Point | None:
+        """That of them which the others are compared with; None without any."""
+        return max(self.fitting, key=lambda point: point.efficiency, default=None)
+
+    @property
+    def bend(self) -> Point | None:
+        """The first with more devices below `BEND`; None where no curve bends."""
+        if self.best is None:
+            return None
+        more = self.fitting[self.fitting.index(self.best) + 1 :]
+        return next((point for point in more if point.efficiency < BEND), None)
+
+    def as_json(self) -> dict[str, Any]:
+        """What `meshpar plan --curve --json` prints as `curve`."""
+        bend = self.bend
+        return {
+            "batch": self.batch,
+            "points": [point.as_json() for point in self.points],
+            "bend": bend
+            and {
+                "devices": bend.num_devices,
+                "efficiency": bend.efficiency,
+                "most_lost": bend.most_lost,
+                "lost": bend.lost[bend.most_lost],
+                "why": bend.why,
+            },
+        }
+
+
+def scaling_curve(request: Request, batch: str = "strong") -> Curve:
+    """The curve up to a request's devices, their number halved again and again.
+
+    Args:
+        request: Model, machine, batch and constraints on the most devices.
+        batch: `strong` for the request's batch everywhere, `weak` for as many sequences
+            a device, down to where that is none.
+
+    Raises:
+        InputError: There is no such kind of batch.
+
+    Example:
+        >>> from meshpar.planner.machine.clusters import cluster_of
+        >>> from meshpar.planner.workload.shapes import workload_of
+        >>> request = Request(
+        ...     workload=workload_of("dit-b2"),
+        ...     cluster=cluster_of("h100-80gb", devices=2),
+        ...     global_batch=64,
+        ... )
+        >>> [point.num_devices for point in scaling_curve(request).points]
+        [1, 2]
+    """
+    if batch not in BATCHES:
+        raise InputError(f"batch={batch!r}: must be one of {', '.join(BATCHES)}")
+    most = request.cluster.num_devices
+    found: list[Point] = []
+    for cluster in reversed(list(_halves(request.cluster))):
+        sequences = request.global_batch
+        if batch == "weak":
+            sequences, left = divmod(sequences * cluster.num_devices, most)
+            if left or not sequences:
+                continue
+        found.append(_planned(replace(request, cluster=cluster), sequences))
+    fitting = [point for point in found if point.plan is not None]
+    if fitting:
+        base = min(fitting, key=lambda point: sum(_parts(point).values()))
+        found = [_compared(point, base) for point in found]
+    return Curve(batch=batch, points=tuple(found))
+
+
+def curve_in_words(curve: Curve) -> list[str]:
+    """Lines for people: a table, then where and why it bends."""
+    lines = [
+        f"{'devices':>8} {'batch':>7} {'sequences/s':>12} {'efficiency':>11}  "
+        "most of what is lost, and the layout"
+    ]
+    for point in curve.points:
+        counts = f"{point.num_devices:>8,} {point.global_batch:>7,}"
+        if point.plan is None:
+            lines.append(f"{counts} {'':>12} {'':>11}  {point.problem}")
+            continue
+        rate = point.global_batch / point.plan.step_s
+        lines.append(
+            f"{counts} {rate:>12,.4g} {point.efficiency:>11.1%}  "
+            f"{_lost_in_words(point)}{point.plan.run.layout}"
+        )
+    return [*lines, bend_in_words(curve)]
+
+
+def bend_in_words(curve: Curve) -> str:
+    """Where and why the curve bends."""
+    best, bend = curve.best, curve.bend
+    if best is None:
+        return "nothing fits on any of these"
+    if bend is None:
+        return (
+            f"no bend: beyond {best.num_devices:,} devices, where each does most, at "
+            f"least {BEND:.0%} of it is left"
+        )
+    return (
+        f"bends at {bend.num_devices:,} devices: each does {bend.efficiency:.1%} of "
+        f"what one of {best.num_devices:,} does; {bend.lost[bend.most_lost]:.1%} of "
+        f"the time is more {bend.most_lost}: {bend.why}"
+    )
+
+
+def _lost_in_words(point: Point) -> str:
+    worst = point.most_lost
+    return f"{point.lost[worst]:.1%} {worst}; " if worst else ""
+
+
+def _halves(cluster: Cluster) -> Iterator[Cluster]:
+    """The cluster, half of it, and so on: whole hosts and slices as long as it goes."""
+    yield cluster
+    if cluster.hosts > 1:
+        hosts = cluster.hosts // 2 if cluster.hosts % 2 == 0 else 1
+        yield from _halves(replace(cluster, hosts=hosts))
+    elif cluster.torus:
+        at = max(range(len(cluster.torus)), key=lambda at: cluster.torus[at])
+        if cluster.torus[at] % 2 == 0:
+            sizes = [*cluster.torus]
+            sizes[at] //= 2
+            torus = tuple(sorted(sizes))
+            yield from _halves(
+                replace(cluster, torus=torus, devices_per_host=math.prod(torus))
+            )
+    elif cluster.devices_per_host % 2 == 0:
+        each = cluster.devices_per_host // 2
+        yield from _halves(replace(cluster, devices_per_host=each))
+
+
+def _planned(request: Request, sequences: int) -> Point:
+    """The fastest plan, or why there is none: that is part of the answer."""
+    here: dict[str, Any] = {"cluster": request.cluster, "global_batch": sequences}
+    try:
+        found = search(replace(request, global_batch=sequences), num_plans=1)
+    except InputError as error:
+        return Point(**here, problem=str(error), lost={})
+    if not found.plans:
+        capacity = gigabytes(found.capacity_bytes)
+        return Point(**here, problem=f"nothing fits in {capacity}", lost={})
+    return Point(**here, plan=found.plans[0], lost={})
+
+
+def _compared(point: Point, base: Point) -> Point:
+    """A point beside the one that costs least."""
+    if point.plan is None:
+        return point
+    before, now = _parts(base), _parts(point)
+    total = sum(now.values())
+    lost = {
+        name: (now.get(name, 0.0) - before.get(name, 0.0)) / total
+        for name in {**before, **now}
+    }
+    return replace(point, efficiency=sum(before.values()) / total, lost=lost)
+
+
+def _parts(point: Point) -> dict[str, float]:
+    """Devices' seconds that a sequence costs, by part of the step."""
+    if point.plan is None:
+        return {}
+    time = point.plan.time
+    parts = {
+        _COMPUTE: time.compute_s,
+        "bubble": time.bubble_s,
+        **{f"exposed on {axis}": s for axis, s in time.exposed_s.items()},
+        "optimizer": time.optimizer_s,
+        "stragglers": time.straggler_s,
+        "host": time.host_s,
+    }
+    each = point.num_devices / point.global_batch
+    return {name: seconds * each for name, seconds in parts.items()}

@@ -1,0 +1,253 @@
+"""Train a Diffusion Transformer on small images, under any layout, and judge samples.
+
+    python -m recipes.diffusion
+    python -m recipes.diffusion --layout data=2,stage=2,microbatches=2
+    python -m recipes.diffusion --data fashion-mnist/ --steps 3000
+
+Scikit-learn's digits (1,797 of 8 x 8), 16 patches each, on two virtual CPU devices. It
+prints the loss beside that of predicting the mean, and how many samples a classifier of
+real digits takes for what was asked for; a picture has samples of every class.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import optax
+
+import meshpar
+from meshpar.models.dit import DiTConfig, dit
+from meshpar.models.dit_sampling import METHODS, sample
+from meshpar.models.layers.noise_path import PATHS
+from meshpar.models.layers.patches import to_patches
+from meshpar.recipes.labelled_images import LabelledImages, labelled_images
+
+if TYPE_CHECKING:
+    from meshpar.train.data import HostBatch
+
+_MOST_TOKENS = 64
+"""Patches of an image: the smallest patch of 2, 4, 8 ... that makes no more."""
+_EACH_CLASS = 10
+"""Samples of it that are judged."""
+_CLASSIFIED = 5000
+"""Real images that the classifier learns from, at most."""
+_CLIPPED = 1.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Trains, samples and judges; 0 done, 2 on bad input."""
+    args = _arguments(argv)
+    try:
+        run(args)
+    except (meshpar.InputError, ModuleNotFoundError) as error:
+        hint = "" if isinstance(error, meshpar.InputError) else _INSTALL
+        print(f"diffusion: {error}{hint}", file=sys.stderr)
+        return 2
+    return 0
+
+
+_INSTALL = "; pip install 'meshpar[images]'"
+
+
+def run(args: argparse.Namespace) -> None:
+    """Trains, samples and judges.
+
+    Raises:
+        InputError: The layout, or what it splits, cannot be.
+    """
+    began = time.perf_counter()
+    layout = meshpar.Layout.parse(args.layout)
+    meshpar.emulate(layout.num_devices)
+    data = labelled_images(args.data, args.size)
+    config = config_of(args, data)
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, args.learning_rate, max(1, args.steps // 20), max(2, args.steps)
+    )
+    step = meshpar.make_train_step(
+        dit(config), optax.adam(schedule), layout, max_grad_norm=_CLIPPED
+    )
+    state = train(step, step.init(args.seed), data, config, args)
+    print(judged_loss(step, state, data, config, args.batch))
+    labels = np.repeat(np.arange(len(data.names)), _EACH_CLASS)
+    samples = np.asarray(
+        sample(
+            config,
+            step,
+            state,
+            padded(labels, layout.batch_shards, config.classes),
+            num_steps=args.sampling_steps,
+            method=args.method,
+            guidance=args.guidance,
+            seed=args.seed,
+        )
+    )[: len(labels)]
+    print(judged_samples(samples, labels, data))
+    args.out.mkdir(parents=True, exist_ok=True)
+    picture = args.out / "samples.png"
+    draw(samples.reshape(len(data.names), _EACH_CLASS, *samples.shape[1:]), picture)
+    print(f"{picture}: rows of each class; {time.perf_counter() - began:.0f} s in all")
+
+
+def config_of(args: argparse.Namespace, data: LabelledImages) -> DiTConfig:
+    """A model for images of that size."""
+    size, channels = data.images.shape[2:]
+    patch = 2
+    while (size // patch) ** 2 > _MOST_TOKENS:
+        patch *= 2
+    return DiTConfig(
+        layers=args.layers,
+        embed=args.embed,
+        heads=args.heads,
+        image=size,
+        patch=patch,
+        channels=channels,
+        classes=len(data.names),
+        prediction=args.prediction,
+    )
+
+
+def train(
+    step: meshpar.TrainStep,
+    state: meshpar.TrainState,
+    data: LabelledImages,
+    config: DiTConfig,
+    args: argparse.Namespace,
+) -> meshpar.TrainState:
+    """The state after all steps; prints the loss of some."""
+    total = 0.0
+    every = max(1, args.steps // 10)
+    for number, batch in zip(
+        range(1, args.steps + 1), batches(data, config, args), strict=False
+    ):
+        state, metrics = step(state, batch)
+        total += float(metrics["loss"])
+        if number % every == 0:
+            print(f"step {number}: loss {total / every:.4f}", flush=True)
+            total = 0.0
+    return state
+
+
+def batches(
+    data: LabelledImages, config: DiTConfig, args: argparse.Namespace
+) -> Iterator[HostBatch]:
+    """Batches of images drawn at random."""
+    rng = np.random.default_rng(args.seed)
+    patches = np.asarray(to_patches(data.images, config.patch))
+    while True:
+        rows = rng.integers(len(patches), size=args.batch)
+        yield {"patches": patches[rows], "labels": data.labels[rows]}
+
+
+def judged_loss(
+    step: meshpar.TrainStep,
+    state: meshpar.TrainState,
+    data: LabelledImages,
+    config: DiTConfig,
+    batch: int,
+) -> str:
+    """The loss of images held out, beside the least of a prediction from nothing."""
+    patches = np.asarray(to_patches(data.other_images, config.patch))
+    loss, weight = 0.0, 0.0
+    for start in range(0, len(patches) - batch + 1, batch):
+        rows = slice(start, start + batch)
+        found = step.evaluate(
+            state, {"patches": patches[rows], "labels": data.other_labels[rows]}
+        )
+        loss, weight = loss + float(found[0]), weight + float(found[1])
+    if not weight:
+        return f"loss: only {len(patches)} images are held out, less than --batch"
+    constant = loss_of_mean(data, config)
+    return (
+        f"loss {loss / weight:.4f} on images held out; {constant:.4f} is that of "
+        "predicting the mean"
+    )
+
+
+def loss_of_mean(data: LabelledImages, config: DiTConfig) -> float:
+    """The variance of the target, `a clean + b noise`, over times, noise and images.
+
+        E[b^2] + E[a^2] E[clean^2] - E[a]^2 E[clean]^2
+
+    with a and b functions of the time, and means of each pixel.
+    """
+    times = (np.arange(1000, dtype=np.float32) + 0.5) / 1000
+    a, b = (
+        np.asarray(slope(times))
+        for slope in (config.path.clean_slope, config.path.noise_slope)
+    )
+    square, mean = np.mean(data.images**2, axis=0), np.mean(data.images, axis=0)
+    each = np.mean(b**2) + np.mean(a**2) * square - np.mean(a) ** 2 * mean**2
+    return float(np.mean(each))
+
+
+def judged_samples(
+    samples: np.ndarray, labels: np.ndarray, data: LabelledImages
+) -> str:
+    """How many samples, and real images, a classifier takes for their class."""
+    if len(data.names) < 2:
+        return "one class: nothing to tell apart"
+    from sklearn.svm import SVC
+
+    def flat(images: np.ndarray) -> np.ndarray:
+        return images.reshape(len(images), -1)
+
+    classifier = SVC().fit(flat(data.images[:_CLASSIFIED]), data.labels[:_CLASSIFIED])
+    real = classifier.score(flat(data.other_images), data.other_labels)
+    found = classifier.score(flat(samples), labels)
+    return (
+        f"a classifier takes {found:.1%} of the samples for what was asked for, "
+        f"{real:.1%} of real images held out; chance is {1 / len(data.names):.1%}"
+    )
+
+
+def padded(labels: np.ndarray, shards: int, none: int) -> np.ndarray:
+    """Labels, and of no class as many more as divide over the batch axes."""
+    return np.pad(labels, (0, -len(labels) % shards), constant_values=none)
+
+
+def draw(grid: np.ndarray, path: Path) -> None:
+    """Writes (rows, columns, height, width, channels) as one picture."""
+    from matplotlib.image import imsave
+
+    rows, columns, height, width, channels = grid.shape
+    framed = np.pad(grid, ((0, 0), (0, 0), (1, 1), (1, 1), (0, 0)), constant_values=-1)
+    whole = framed.transpose(0, 2, 1, 3, 4).reshape(
+        rows * (height + 2), columns * (width + 2), channels
+    )
+    colours = np.repeat(whole, 3 // channels, axis=-1)
+    larger = max(1, 480 // len(whole))
+    shown = np.kron(np.clip((colours + 1) / 2, 0, 1), np.ones((larger, larger, 1)))
+    imsave(path, shown)
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--data", help="a folder of IDX files or of images (scikit-learn's digits)")
+    add("--size", type=int, default=32, help="of a folder's images (32)")
+    add("--layout", default="data=2", help="(data=2)")
+    sizes = dict(steps=1000, batch=128, layers=4, embed=64, heads=4, seed=0)
+    for name, default in {**sizes, "sampling_steps": 25}.items():
+        option = f"--{name.replace('_', '-')}"
+        add(option, type=int, default=default, help=f"({default})")
+    add("--learning-rate", type=float, default=3e-3, help="(3e-3)")
+    add("--prediction", choices=PATHS, default="flow", help="(flow)")
+    add("--method", choices=METHODS, default="heun", help="of sampling (heun)")
+    add("--guidance", type=float, default=2.0, help="1 for none (2)")
+    add("--out", type=Path, default=Path("runs/diffusion"), help="(runs/diffusion)")
+    args = parser.parse_args(argv)
+    for name in (*sizes, "size", "sampling_steps"):
+        least = 0 if name == "seed" else 1
+        if getattr(args, name) < least:
+            parser.error(f"--{name} {getattr(args, name)}: give {least} or more")
+    return args
+
+
+if __name__ == "__main__":
+    sys.exit(main())
