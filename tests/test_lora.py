@@ -25,7 +25,7 @@ LAYOUTS = [
 ]
 SLOW = [
     "fsdp=4,zero=3,tensor=2,remat=full",
-    "stage=2,tensor=2,context=2,microbatches=4,schedule=zero_bubble_h1",
+    "stage=2,tensor=2,context=2,microbatches=4,schedule=interleaved_1f1b,chunks=2",
     "tensor=2,sequence_parallel=true",
     "data=8",
 ]
@@ -154,9 +154,7 @@ def test_nothing_is_kept_of_what_is_frozen():
     assert moments <= 2 * few + 8
     before = jax.tree.map(np.asarray, state.model_state)
     first = float(step.evaluate(state, batches()[0])[0])
-    plain = make_train_step(
-        MODEL, optax.sgd(1.0), "data=1", devices=jax.devices()[:1]
-    )
+    plain = make_train_step(MODEL, optax.sgd(1.0), "data=1", devices=jax.devices()[:1])
     as_it_was = plain.evaluate(plain.init(params=base()), batches()[0])[0]
     assert first == pytest.approx(float(as_it_was), rel=1e-6), "B is zero at first"
     state, _ = step(state, batches()[0])

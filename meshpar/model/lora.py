@@ -229,7 +229,11 @@ class Matrix:
             "b": Parameter(
                 shape=out_shape,
                 dtype=jnp.float32,
-                logical_axes=(*one.logical_axes[batch], None, *one.logical_axes[first:]),
+                logical_axes=(
+                    *one.logical_axes[batch],
+                    None,
+                    *one.logical_axes[first:],
+                ),
                 initial=lambda key: jnp.zeros(out_shape, jnp.float32),
                 num_layers=one.num_layers,
             ),

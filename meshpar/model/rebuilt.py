@@ -123,9 +123,7 @@ def _group(group: BlockGroup, rebuild: Rebuild) -> BlockGroup:
         new = update(own, sums) if update else own
         return {**new, FROZEN: kept} if kept else new
 
-    return replace(
-        group, block=block, update_state=None if update is None else updated
-    )
+    return replace(group, block=block, update_state=None if update is None else updated)
 
 
 def _build(model: Model, frozen: Params) -> dict[str, Any]:

@@ -135,9 +135,9 @@ class TrainStep:
         given = params is not None or bool(model_state)
         if given and self.is_local:
             raise InputError(
-                f"given values with sync_every={self.layout.sync_every}: replicas of local "
-                "steps start from drawn values only; train without local steps first, "
-                "or resume such a run"
+                f"given values with sync_every={self.layout.sync_every}: replicas of "
+                "local steps start from drawn values only; train without local steps "
+                "first, or resume such a run"
             )
         with jax.set_mesh(self._devices_mesh):
             if not given:
@@ -383,9 +383,7 @@ class TrainStep:
         with jax.set_mesh(self._devices_mesh):
             return self._programs.to_use(state)
 
-    def _placed(
-        self, params: Mapping | None, model_state: Mapping
-    ) -> tuple[Any, Any]:
+    def _placed(self, params: Mapping | None, model_state: Mapping) -> tuple[Any, Any]:
         """Given values, each device's part of them on it."""
         model = self.model
         shardings = take_out(model, self.shardings)
