@@ -137,8 +137,16 @@ class ArrayMove:
         return self._from_host(there)
 
     def _from_host(self, array: Any) -> jax.Array:
-        part = functools.partial(self._part, array)
         shape = self.wanted.stacked_shape
+        read: dict[tuple, np.ndarray] = {}
+
+        def part(index: tuple[slice, ...]) -> np.ndarray:
+            spans = zip(index, shape, strict=True)
+            key = tuple(one.indices(size)[:2] for one, size in spans)
+            if key not in read:  # Several devices may have the same part.
+                read[key] = self._part(array, index)
+            return read[key]
+
         return jax.make_array_from_callback(shape, self.sharding, part)
 
     def _part(self, array: Any, index: Any) -> np.ndarray:
