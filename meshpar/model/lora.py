@@ -24,13 +24,12 @@ import numpy as np
 
 from meshpar.errors import InputError, nearest, whole_number
 from meshpar.model.contract import Model
+from meshpar.model.matrix import Matrix
 from meshpar.model.parameter import Parameter, Params, flat
 from meshpar.model.rebuilt import rebuilt, with_frozen, without_frozen
 from meshpar.rules.sharding import insert
 
 TARGETS = ("attention", "mlp")
-_STREAM = "embed"
-"""The logical axis that a matrix leads from or to."""
 _DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 
 
@@ -91,7 +90,7 @@ class LoRA:
         factored = self.matrices(model)
         parameters: Params = {group.name: {} for group in model.groups}
         for path, matrix in factored.items():
-            for name, factor in matrix.factors(self.rank).items():
+            for name, factor in _factors(matrix, self.rank).items():
                 insert(parameters, (*path.split("."), name), factor)
         frozen = jax.tree.map(self._frozen, model.parameters, is_leaf=_is_parameter)
         return rebuilt(model, parameters, self._rebuild(factored), frozen=frozen)
@@ -175,90 +174,6 @@ class LoRA:
         return rebuild
 
 
-@dataclass(frozen=True, kw_only=True)
-class Matrix:
-    """A parameter as a matrix from some of its dims to the others.
-
-    Args:
-        parameter: It.
-        num_batch: Leading dims that each have a matrix of their own: experts.
-        num_inputs: Dims after those that are inputs; what is left are outputs.
-    """
-
-    parameter: Parameter
-    num_batch: int
-    num_inputs: int
-
-    @classmethod
-    def of(cls, parameter: Parameter) -> Matrix | None:
-        """The matrix that leads from the residual stream or to it; None if it is none.
-
-        What is used in fp32 whatever the layout, such as a router, stays as it is.
-        """
-        axes = parameter.logical_axes
-        num_batch = int(bool(axes) and axes[0] == "experts")
-        own = axes[num_batch:]
-        if len(own) < 2 or parameter.in_full:
-            return None
-        if own[0] == _STREAM:
-            return cls(parameter=parameter, num_batch=num_batch, num_inputs=1)
-        if own[-1] == _STREAM:
-            inputs = len(own) - 1
-            return cls(parameter=parameter, num_batch=num_batch, num_inputs=inputs)
-        return None
-
-    def factors(self, rank: int) -> dict[str, Parameter]:
-        """A and B: the parameter's dims, and one of the rank."""
-        one, first = self.parameter, self.num_batch + self.num_inputs
-        batch = slice(0, self.num_batch)
-        fan_in = math.prod(one.shape[self.num_batch : first])
-
-        def random(key: jax.Array) -> jax.Array:
-            return jax.random.normal(key, shape, jnp.float32) / math.sqrt(fan_in)
-
-        shape = (*one.shape[:first], rank)
-        out_shape = (*one.shape[batch], rank, *one.shape[first:])
-        return {
-            "a": Parameter(
-                shape=shape,
-                dtype=jnp.float32,
-                logical_axes=(*one.logical_axes[:first], None),
-                initial=random,
-                num_layers=one.num_layers,
-            ),
-            "b": Parameter(
-                shape=out_shape,
-                dtype=jnp.float32,
-                logical_axes=(
-                    *one.logical_axes[batch],
-                    None,
-                    *one.logical_axes[first:],
-                ),
-                initial=lambda key: jnp.zeros(out_shape, jnp.float32),
-                num_layers=one.num_layers,
-            ),
-        }
-
-    def product(self, a: Any, b: Any) -> jax.Array:
-        """A B in fp32, in the parameter's shape."""
-        return jnp.einsum(self.formula(), a, b, preferred_element_type=jnp.float32)
-
-    def formula(self, batch: str = "") -> str:
-        """Of `einsum`, with dims before those of the parameter.
-
-        Example:
-            >>> one = Parameter(
-            ...     shape=(4, 8, 32), dtype=float, logical_axes=("heads", None, "embed")
-            ... )
-            >>> Matrix.of(one).formula()
-            'abz,zc->abc'
-        """
-        dims = "abcdefgh"[: len(self.parameter.shape)]
-        first = self.num_batch + self.num_inputs
-        shared, inputs = dims[: self.num_batch], dims[:first]
-        return f"{batch}{inputs}z,{batch}{shared}z{dims[first:]}->{batch}{dims}"
-
-
 @dataclass(frozen=True)
 class Merged:
     """A stacked parameter with its product, of which any part can be read.
@@ -297,6 +212,39 @@ class Merged:
         weight = np.asarray(self.weight[index or slice(None)], np.float32)
         part = product[(slice(None), *index[1:])]
         return weight + np.float32(self.lora.scale) * part
+
+
+def _factors(matrix: Matrix, rank: int) -> dict[str, Parameter]:
+    """A and B: the parameter's dims, and one of the rank."""
+    one, first = matrix.parameter, matrix.num_batch + matrix.num_inputs
+    batch = slice(0, matrix.num_batch)
+    fan_in = math.prod(one.shape[matrix.num_batch : first])
+
+    def random(key: jax.Array) -> jax.Array:
+        return jax.random.normal(key, shape, jnp.float32) / math.sqrt(fan_in)
+
+    shape = (*one.shape[:first], rank)
+    out_shape = (*one.shape[batch], rank, *one.shape[first:])
+    return {
+        "a": Parameter(
+            shape=shape,
+            dtype=jnp.float32,
+            logical_axes=(*one.logical_axes[:first], None),
+            initial=random,
+            num_layers=one.num_layers,
+        ),
+        "b": Parameter(
+            shape=out_shape,
+            dtype=jnp.float32,
+            logical_axes=(
+                *one.logical_axes[batch],
+                None,
+                *one.logical_axes[first:],
+            ),
+            initial=lambda key: jnp.zeros(out_shape, jnp.float32),
+            num_layers=one.num_layers,
+        ),
+    }
 
 
 def _matches(target: str, path: str) -> bool:

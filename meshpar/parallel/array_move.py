@@ -140,8 +140,8 @@ class ArrayMove:
         shape = self.wanted.stacked_shape
         read: dict[tuple, np.ndarray] = {}
 
-        def part(index: tuple[slice, ...]) -> np.ndarray:
-            spans = zip(index, shape, strict=True)
+        def part(index: tuple[slice, ...] | None) -> np.ndarray:
+            spans = zip(index or (), shape, strict=True)
             key = tuple(one.indices(size)[:2] for one, size in spans)
             if key not in read:  # Several devices may have the same part.
                 read[key] = self._part(array, index)
