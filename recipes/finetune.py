@@ -64,6 +64,7 @@ class FinetuneConfig:
         learning_rate: Its peak, after a tenth of the steps; 1e-3 with LoRA and 5e-5
             without by default. It falls to 0 along a cosine.
         validation_rows: Held-out rows that are looked at before and after.
+        validate_every: Steps between looks at them on the way.
         seed: Of the order of rows, and of what LoRA begins with.
         resume: Go on from the checkpoint in --out.
         emulate: Virtual CPU devices; 0 uses the machine's own, -1 as many as the
@@ -86,12 +87,16 @@ class FinetuneConfig:
     seq: int = 128
     learning_rate: float | None = None
     validation_rows: int = 16
+    validate_every: int = 20
     seed: int = 0
     resume: bool = False
     emulate: int = -1
 
     def __post_init__(self) -> None:
-        for name in ("steps", "global_batch", "seq", "validation_rows"):
+        for name in (
+            *("steps", "global_batch", "seq"),
+            *("validation_rows", "validate_every"),
+        ):
             whole_number(name, getattr(self, name))
         for name in ("rank", "seed"):
             whole_number(name, getattr(self, name), 0)
@@ -161,10 +166,8 @@ def finetune(config: FinetuneConfig) -> Finetuned:
         state = first_state(config, loaded, step, checkpoints)
         _print_sizes(step, state)
         before = validate(config, step, state, held_out)
-        print(f"step {int(state.step)}: validation loss {before:.4f}")
-        state = trained(config, step, state, train)
+        state = trained(config, step, state, train, held_out)
         after = validate(config, step, state, held_out)
-        print(f"step {int(state.step)}: validation loss {after:.4f}")
         checkpoints.save(state, description)
     print(f"saved in {config.out}; meshpar export {config.out} --to FOLDER")
     return Finetuned(before=before, after=after, folder=config.out)
@@ -235,10 +238,14 @@ def first_state(
 
 
 def trained(
-    config: FinetuneConfig, step: TrainStep, state: TrainState, rows: Any
+    config: FinetuneConfig,
+    step: TrainStep,
+    state: TrainState,
+    train: Any,
+    held_out: Any,
 ) -> TrainState:
     """The state after the steps that are left, each on rows of its own number."""
-    order = mixed([rows], seed=config.seed)
+    order = mixed([train], seed=config.seed)
     batches = ordered_batches(order, global_batch=config.global_batch)
     for number in range(int(state.step), config.steps):
         start = time.perf_counter()
@@ -246,6 +253,9 @@ def trained(
         loss = float(metrics["loss"])
         seconds = time.perf_counter() - start
         print(f"step {number + 1}: loss {loss:.4f}, {seconds:.2f} s", flush=True)
+        done = number + 1
+        if done % config.validate_every == 0 and done < config.steps:
+            validate(config, step, state, held_out)
     return state
 
 
@@ -260,7 +270,9 @@ def validate(
     ):
         loss, weight = step.evaluate(state, batch)
         loss_sum, weight_sum = loss_sum + float(loss), weight_sum + float(weight)
-    return loss_sum / max(weight_sum, 1.0)
+    mean = loss_sum / max(weight_sum, 1.0)
+    print(f"step {int(state.step)}: validation loss {mean:.4f}", flush=True)
+    return mean
 
 
 def described(
