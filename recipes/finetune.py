@@ -6,7 +6,7 @@
 
 `--from` is a folder as transformers writes it, a GGUF file or a run's folder. The text
 is twelve of Shakespeare's plays by default, with two held out; `--rank 0` trains every
-weight. Figures of a measured run stand in recipes/README.md.
+weight.
 """
 
 from __future__ import annotations
