@@ -17,8 +17,10 @@ class Family:
         config: The dataclass of its sizes.
         build: Config -> model.
         presets: Name -> config.
+        of_text: Whether its models learn from a text alone.
     """
 
     config: type
     build: Callable[[Any], Model]
     presets: Mapping[str, Any] = field(default_factory=dict)
+    of_text: bool = False

@@ -207,6 +207,7 @@ def _norm(config: Gemma3Config, rngs: nnx.Rngs) -> RMSNorm:
 GEMMA3 = Family(
     config=Gemma3Config,
     build=gemma3,
+    of_text=True,
     presets={
         "tiny-gemma3": Gemma3Config(
             layers=5,

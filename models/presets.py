@@ -188,7 +188,7 @@ PRESETS: dict[str, LlamaConfig | GPT2Config | MoEConfig] = {
         init_std=0.006,
     ),
 }
-"""Language models, which the planner and `recipes/pretrain.py` know."""
+"""Language models, of which the planner has shapes."""
 
 FAMILIES = (
     Family(config=LlamaConfig, build=llama),
@@ -207,7 +207,13 @@ FAMILIES = (
 OTHER_PRESETS: dict[str, Any] = {
     name: config for family in FAMILIES for name, config in family.presets.items()
 }
-"""Models of other inputs."""
+"""Those that the planner has no shapes of."""
+
+TEXT_PRESETS = (
+    *PRESETS,
+    *(name for family in FAMILIES if family.of_text for name in family.presets),
+)
+"""Models that learn from a text alone."""
 
 _BUILDERS = {family.config: family.build for family in FAMILIES}
 

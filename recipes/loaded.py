@@ -10,9 +10,7 @@ from typing import Any, Protocol
 
 from meshpar import InputError, Model
 from meshpar.data.tokenizer import ByteTokenizer, FileTokenizer, read_tokenizer
-from meshpar.models.convert.stored_config import config_of_sizes
 from meshpar.models.convert.weights import read_weights
-from meshpar.models.presets import build_config
 
 _TOKENIZER = "tokenizer.json"
 
@@ -60,17 +58,21 @@ class Loaded:
 
     Args:
         model: It.
+        config: Of it.
         params: Tree of what parts can be read of.
         model_state: The same of what is no parameter.
         tokenizer: Its own.
         stop_tokens: Tokens that end a text.
+        tokenizer_file: Of a run, where its tokenizer is; None for bytes.
     """
 
     model: Model
+    config: Any
     params: Any
     model_state: Any
     tokenizer: Tokenizer
     stop_tokens: tuple[int, ...] = ()
+    tokenizer_file: Path | None = None
 
 
 def load(
@@ -96,6 +98,7 @@ def load(
         weights = read_weights(path)
         return Loaded(
             model=weights.model,
+            config=weights.config,
             params=weights.params,
             model_state=weights.model_state,
             tokenizer=_their_tokenizer(path)
@@ -119,26 +122,23 @@ def _own_tokenizer(path: Path) -> Tokenizer:
 
 
 def _checkpoint(path: Path, step: int | None, tokenizer: Path | None) -> Loaded:
-    from meshpar.train.checkpoint_arrays import read_arrays
+    from meshpar.models.convert.run import read_checkpoint
 
-    contents, arrays = read_arrays(path, step)
-    sizes = contents.config.get("model_sizes")
-    if not sizes:
-        raise InputError(
-            f"the checkpoint of step {contents.step} in {contents.directory!r} does "
-            "not say what its model is; generate with meshpar.generate"
-        )
+    found = read_checkpoint(path, step, instead="generate with meshpar.generate")
+    contents = found.contents
     named = contents.config.get("tokenizer")
     if tokenizer is None and named:
         tokenizer = Path(named)
     eos = contents.config.get("eos") if tokenizer else None
-    found = read_tokenizer(tokenizer, eos)
+    tokens = read_tokenizer(tokenizer, eos)
     return Loaded(
-        model=build_config(config_of_sizes(sizes)),
-        params=arrays["params"],
-        model_state=arrays.get("model_state", {}),
-        tokenizer=OfRun(found),
-        stop_tokens=(found.eos,),
+        model=found.model,
+        config=found.config,
+        params=found.params,
+        model_state=found.model_state,
+        tokenizer=OfRun(tokens),
+        stop_tokens=(tokens.eos,),
+        tokenizer_file=tokenizer,
     )
 
 

@@ -14,6 +14,7 @@ from meshpar.models.convert.weights import read_config
 from meshpar.models.presets import (
     OTHER_PRESETS,
     PRESETS,
+    TEXT_PRESETS,
     build_config,
     configure,
 )
@@ -86,10 +87,10 @@ def _trainable(name: str) -> str:
     Raises:
         InputError: It is of a model with other inputs, or only the planner knows it.
     """
-    if name in OTHER_PRESETS:
+    if name in OTHER_PRESETS and name not in TEXT_PRESETS:
         raise InputError(
             f"preset {name!r} is no model of a text alone; choose one of "
-            f"{', '.join(PRESETS)}"
+            f"{', '.join(TEXT_PRESETS)}"
         )
     if name in SHAPES and name not in PRESETS:
         raise InputError(

@@ -48,7 +48,7 @@ def read_tokens(paths: Sequence[Path], seq: int) -> Texts:
     Raises:
         DataError: One is no text, or they are too short for a window of `seq` tokens.
     """
-    parts = [_split(read_texts(path)) for path in paths or (SHAKESPEARE,)]
+    parts = [split_texts(read_texts(path)) for path in paths or (SHAKESPEARE,)]
     train, validation = ("\n".join(texts) for texts in zip(*parts, strict=True))
     split = Texts(byte_tokens(train), byte_tokens(validation))
     for tokens in (split.train, split.validation):
@@ -56,7 +56,8 @@ def read_tokens(paths: Sequence[Path], seq: int) -> Texts:
     return split
 
 
-def _split(texts: dict[str, str]) -> tuple[str, str]:
+def split_texts(texts: dict[str, str]) -> tuple[str, str]:
+    """Of a folder's texts, those to train on and those held out; of one, its end."""
     if len(texts) == 1:
         (text,) = texts.values()
         cut = int(len(text) * (1 - HELD_OUT_SHARE))

@@ -134,7 +134,10 @@ def test_real_weights_have_the_logits_of_transformers(variable, tmp_path):
     )
     with torch.no_grad():
         wanted = model.eval()(torch.tensor(tokens).long()).logits.numpy()
-    # SmolLM2's first token: fp32 itself is 1.6e-4 off there in ours and 0.4e-4 in
-    # theirs, measured beside fp64.
+    # SmolLM2's first token has a massive activation (Sun et al. 2024): from layer 12 to
+    # 28 one channel of the residual stream is 22,500, where fp32's steps are 0.002. So
+    # any order of a sum shows in its logits: beside fp64 they are 0.9e-4 off with every
+    # operation in fp32, 0.2e-4 with the MLP's output matmul alone in fp64, 1.2e-4 with
+    # its input matmul alone; ours are 1.6e-4 off, theirs 0.4e-4. Neither is at fault.
     np.testing.assert_allclose(found[:, 1:], wanted[:, 1:], atol=1e-4, rtol=0)
     np.testing.assert_allclose(found[:, 0], wanted[:, 0], atol=3e-4, rtol=0)

@@ -3,12 +3,17 @@
 import io
 import json
 
+import jax
 import pytest
 
 from meshpar.cli.main import main
 from meshpar.data.tokenizer import ByteTokenizer
+from meshpar.generation.generate import placed
+from meshpar.generation.programs import Programs
 from meshpar.recipes import pretrain
 from meshpar.recipes.config import RunConfig
+from meshpar.recipes.loaded import load
+from meshpar.train.checkpoint_arrays import StoredArray
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +67,24 @@ def test_the_text_of_one_prompt_is_printed(run, capsys):
     assert first.startswith("To be")
     assert main([*words, "--temperature", "1", "--seed", "3"]) == 0
     assert capsys.readouterr().out == first
+
+
+def test_each_part_of_a_checkpoint_is_read_once(run, monkeypatch):
+    asked, read = [], StoredArray.__getitem__
+
+    def counted(self, index):
+        asked.append((self.path, read(self, index)))
+        return asked[-1][1]
+
+    monkeypatch.setattr(StoredArray, "__getitem__", counted)
+    loaded = load(run)
+    programs = Programs.of(
+        loaded.model, "tensor=2", slots=1, max_seq=8, devices=jax.devices()[:2]
+    )
+    placed(programs, loaded.model, loaded.params, model_state=loaded.model_state)
+    assert sum(part.size for _, part in asked) == loaded.model.num_parameters
+    down = [part.shape for path, part in asked if path[-1] == "down"]
+    assert down == [(2, 32, 32)] * 2, "of 64 rows each device has half"
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,11 @@ import pytest
 
 import meshpar
 from meshpar import InputError, Layout, make_train_step
+from meshpar.model.parameter import is_parameter
 from meshpar.models.presets import build
 from meshpar.parallel.pipeline.stages import in_layer_order
-from meshpar.parallel.resharding import Lying, reshard_bytes
+from meshpar.parallel.resharding import Lying, moved, reshard_bytes, reshard_memory
+from meshpar.testing.layout_cases import Choices, draw_cases
 from tests.marks import slow
 
 MODEL = build("tiny-8")
@@ -54,6 +56,56 @@ def check(model, one, other, devices=None):
 @pytest.mark.parametrize(("one", "other"), [*FAST, *(slow(*pair) for pair in SLOW)])
 def test_every_value_arrives(one, other):
     check(MODEL, one, other)
+
+
+def drawn(num, model, seed):
+    """Pairs of random layouts of up to 8 devices."""
+    choices = Choices(models=("",), build=lambda _: model)
+    found = [one.layout for one in draw_cases(2 * num, seed, choices, jax.devices())]
+    return list(zip(found[::2], found[1::2], strict=True))
+
+
+def check_moved(model, one, other):
+    """Every bit arrives, and no device holds more than was promised."""
+    rng = np.random.default_rng(0)
+    values = jax.tree.map(
+        lambda x: rng.standard_normal(x.stacked_shape).astype(np.float32),
+        model.parameters,
+        is_leaf=is_parameter,
+    )
+    source = Lying.of(model, one, devices=devices_of(one))
+    target = Lying.of(model, other, devices=devices_of(other))
+    params = moved(values, Lying(model=model), source)
+    memory = reshard_memory(params, source, target)
+    assert memory.peak <= memory.limit, (str(one), str(other), memory)
+    found = moved(params, source, target, donate=True)
+    assert all(array.is_deleted() for array in jax.tree.leaves(params))
+    lying = jax.tree.map(lambda array: array.sharding, found)
+    assert lying == target.shardings
+    jax.tree.map(
+        np.testing.assert_array_equal, in_layer_order(target.model, found), values
+    )
+    return memory
+
+
+def test_no_device_holds_more_than_one_layer_above_the_larger_layout():
+    memory = check_moved(MODEL, "fsdp=2", "tensor=2")
+    assert memory.before < memory.after < 1.1 * memory.before
+    assert memory.by_host > memory.after / 2, "these are as large as they were"
+    assert memory.layer < memory.after / 4
+
+
+@pytest.mark.slow
+def test_twenty_random_pairs_arrive_within_that_room():
+    named = [
+        (MODEL, "tensor=2", "tensor=8"),
+        (MODEL, "stage=4,microbatches=4", "tensor=8"),
+        (build("tiny-moe"), "expert=4", "expert=2"),
+        (build("tiny-moe"), "expert=2,tensor=2", "expert=8"),
+    ]
+    random = [(MODEL, *pair) for pair in drawn(16, MODEL, seed=5)]
+    for case in (*named, *random):
+        check_moved(*case)
 
 
 def test_every_value_arrives_on_other_devices():

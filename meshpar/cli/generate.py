@@ -54,6 +54,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="one a line; - is standard input (default: that, without --prompt)",
     )
+    add(
+        "--weights",
+        choices=("int8", "fp8"),
+        help="8 bits for the matrices of the blocks (default: as the layout says)",
+    )
     add("--tokenizer", metavar="FILE", help="a tokenizer.json (default: its own)")
     for option, kind, default, metavar, words in _NUMBERS:
         what = f"{words} (default: %(default)s)".strip()
@@ -117,6 +122,7 @@ def _generated(
     from meshpar.generation.engine import Engine
     from meshpar.generation.generate import placed, requests_of, slots_for
     from meshpar.generation.programs import Programs
+    from meshpar.generation.quantized import with_weights
     from meshpar.generation.sampling import Sampling
 
     devices = jax.devices()
@@ -135,8 +141,11 @@ def _generated(
         stop=tuple(args.stop or ()),
         stop_tokens=loaded.stop_tokens,
     )
+    model, params = loaded.model, loaded.params
+    if args.weights is not None:
+        model, params = with_weights(model, params, args.weights, layout, devices)
     programs = Programs.of(
-        loaded.model,
+        model,
         layout,
         slots=args.slots or slots_for(len(requests), layout),
         max_seq=max(len(one.tokens) for one in requests) + args.max_tokens,
@@ -144,9 +153,7 @@ def _generated(
     )
     for note in programs.notes:
         print(f"note: {note}", file=sys.stderr)
-    values = placed(
-        programs, loaded.model, loaded.params, model_state=loaded.model_state
-    )
+    values = placed(programs, model, params, model_state=loaded.model_state)
     engine = Engine(programs, *values, loaded.tokenizer.decode)
     return _run(engine, prompts, requests, streams=len(prompts) == 1 and not args.json)
 

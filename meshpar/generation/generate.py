@@ -12,6 +12,7 @@ from meshpar.errors import InputError
 from meshpar.generation.engine import Engine
 from meshpar.generation.layouts import PLAIN
 from meshpar.generation.programs import Programs
+from meshpar.generation.quantized import with_weights
 from meshpar.generation.requests import Completion, Request
 from meshpar.generation.sampling import Sampling
 from meshpar.layout import MESH_AXES, Layout
@@ -34,6 +35,7 @@ def generate(
     model_state: Any = None,
     layout: Layout | str = PLAIN,
     from_layout: Layout | str = PLAIN,
+    weights: str | None = None,
     max_tokens: int = 64,
     temperature: float = 0.0,
     top_k: int = 0,
@@ -60,6 +62,8 @@ def generate(
             what is missing in it begins as the model declares.
         layout: How the model lies while it generates.
         from_layout: How the parameters lie now.
+        weights: `int8` or `fp8` keeps the matrices of the blocks in 8 bits (by qwix,
+            `meshpar.generation.quantized`); as the layout says when absent.
         max_tokens: Most tokens to add to each.
         temperature: Logits are divided by it; 0 takes the likeliest token.
         top_k: As in `Sampling`, and so the next two.
@@ -106,6 +110,8 @@ def generate(
         stop=tuple(stop),
         stop_tokens=tuple(stop_tokens),
     )
+    if weights is not None:
+        model, params = with_weights(model, params, weights, layout, devices)
     programs = Programs.of(
         model,
         layout,

@@ -1,30 +1,30 @@
 """Parameters from one layout to another, on the same devices or on others.
 
 Array by array, and of stacked arrays layer by layer, each gone where it was as soon as
-it is where it is to be; those that become smaller first, so that both layouts together
-are never held.
+it is where it is to be. What has no room beside all others (`resharding_order`) goes by
+way of the host's memory.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshpar.errors import InputError
 from meshpar.layout import Layout
 from meshpar.mesh import make_mesh, platform_of
 from meshpar.model.contract import Model, check_model
 from meshpar.model.parameter import Parameter, Params, flat
+from meshpar.parallel.array_move import ArrayMove
 from meshpar.parallel.pipeline.program import arranged_for
 from meshpar.parallel.placement import PARAM_DTYPES, Placement
 from meshpar.parallel.resharding_bytes import NOTHING, MovedBytes, moved_bytes
+from meshpar.parallel.resharding_order import MovingMemory, ordered
 from meshpar.rules.presets import default_rules
 from meshpar.rules.rules import Rules
 from meshpar.rules.sharding import path_name
@@ -95,6 +95,7 @@ def reshard(
     rules: Rules | None = None,
     devices: Sequence[jax.Device] | None = None,
     donate: bool = True,
+    by_host: bool = True,
 ) -> Params:
     """Parameters as another layout has them.
 
@@ -107,6 +108,10 @@ def reshard(
         devices: Of the new layout; JAX's by default.
         donate: Whether each array's memory is given up once it is moved: `params`
             cannot be used again.
+        by_host: Whether an array that has no room beside all others, so that the peak
+            would be more than one layer above the larger of the two layouts, goes by
+            way of the host's memory. Without, it lies in both for a while. Of several
+            processes it always does.
 
     Raises:
         InputError: They are not the model's, or do not lie so.
@@ -124,7 +129,7 @@ def reshard(
     check_model(model)
     source = Lying(model=arranged_for(model, Layout.of(from_layout)))
     target = Lying.of(model, to_layout, rules=rules, devices=devices)
-    return moved(params, source, target, donate=donate)
+    return moved(params, source, target, donate=donate, by_host=by_host)
 
 
 def reshard_bytes(params: Params, source: Lying, target: Lying) -> MovedBytes:
@@ -152,6 +157,20 @@ def reshard_bytes(params: Params, source: Lying, target: Lying) -> MovedBytes:
     return found
 
 
+def reshard_memory(
+    params: Params, source: Lying, target: Lying, *, by_host: bool = True
+) -> MovingMemory:
+    """What `reshard` takes of a device's memory, from its compiled programs.
+
+    Args:
+        params: Arrays as `source` has them.
+        source: How they lie.
+        target: How they are to lie.
+        by_host: As in `reshard`.
+    """
+    return ordered(_moves(params, source, target, None), by_host=by_host).memory
+
+
 def moved(
     params: Params,
     source: Lying,
@@ -159,6 +178,7 @@ def moved(
     *,
     dtype: str | None = None,
     donate: bool = False,
+    by_host: bool = True,
 ) -> Params:
     """The parameters as another layout has them.
 
@@ -170,116 +190,33 @@ def moved(
         dtype: A `Layout.param_dtype` that numbers of half and full precision are
             rounded to; as they are when absent.
         donate: Whether each array is given up once it is moved.
+        by_host: As in `reshard`, where they are given up.
 
     Raises:
         InputError: They are not the parameters of the model.
     """
     found: dict[str, jax.Array] = {}
-    for one in sorted(_moves(params, source, target, dtype), key=_growth):
-        found[one.path] = jax.block_until_ready(one.done())
-        if donate and isinstance(one.array, jax.Array):
-            one.array.delete()
+    moves = _moves(params, source, target, dtype)
+    if not donate:
+        for one in moves:
+            found[one.path] = jax.block_until_ready(one.done())
+    else:
+        for one, parks in ordered(moves, by_host=by_host).steps:
+            moved_ = one.parked() if parks else one.done()
+            found[one.path] = jax.block_until_ready(moved_)
+            if isinstance(one.array, jax.Array):
+                one.array.delete()
     return jax.tree.map_with_path(lambda path, _: found[path_name(path)], params)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Move:
-    """One array on its way."""
-
-    path: str
-    array: Any
-    given: Parameter
-    wanted: Parameter
-    sharding: NamedSharding
-    dtype: Any
-
-    @property
-    def places(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        if self.given.places == self.wanted.places:
-            return None
-        return self.given.places, self.wanted.places
-
-    def done(self) -> jax.Array:
-        if not isinstance(self.array, jax.Array):
-            return self._from_host()
-        if self.given.num_layers is None:
-            # A copy, as what shares memory with an array is gone with it.
-            same = _devices(self.array.sharding) == _devices(self.sharding)
-            copied = _copied(self.dtype, self.sharding if same else None)(self.array)
-            return copied if same else jax.device_put(copied, self.sharding)
-        return self._layer_by_layer()
-
-    def _from_host(self) -> jax.Array:
-        shape = self.wanted.stacked_shape
-        return jax.make_array_from_callback(shape, self.sharding, self._part)
-
-    def _part(self, index: Any) -> np.ndarray:
-        """What a device is to have, of which only that is read."""
-        if self.places is None:
-            return np.asarray(self.array[index]).astype(self.dtype)
-        before, after = self.places
-        rows = [
-            np.asarray(self.array[(slice(at, at + 1), *index[1:])])
-            for at in (before.index(layer) for layer in after[index[0]] if layer >= 0)
-        ]
-        found = iter(rows)
-        empty = np.zeros_like(rows[0]) if rows else np.zeros(self._shape_of(index))
-        parts = [next(found) if layer >= 0 else empty for layer in after[index[0]]]
-        return np.concatenate(parts).astype(self.dtype)
-
-    def _shape_of(self, index: tuple[slice, ...]) -> tuple[int, ...]:
-        """Of one layer of a part."""
-        parts = zip(index[1:], self.wanted.shape, strict=True)
-        return (1, *(len(range(*part.indices(size))) for part, size in parts))
-
-    def _layer_by_layer(self) -> jax.Array:
-        of_layer = NamedSharding(
-            self.sharding.mesh, PartitionSpec(*self.sharding.spec[1:])
-        )
-        shape, array = self.wanted.stacked_shape, self.array
-        result = _zeros(shape, self.dtype, self.sharding)()
-        same = _devices(array.sharding) == _devices(self.sharding)
-        for to, at in self._rows():
-            if same:
-                put = _put_from(self.sharding, of_layer)
-                result = put(result, array, np.int32(to), np.int32(at))
-            else:
-                one = jax.device_put(_layer(array, np.int32(at)), of_layer)
-                result = _put(self.sharding)(result, one, np.int32(to))
-        return result
-
-    def _rows(self) -> list[tuple[int, int]]:
-        """(place wanted, place given) of each layer."""
-        before = self.given.places
-        wanted = enumerate(self.wanted.places)
-        return [(to, before.index(layer)) for to, layer in wanted if layer >= 0]
-
-
-def _devices(sharding: Sharding) -> tuple[jax.Device, ...]:
-    """In the order that a program of that sharding numbers them."""
-    if isinstance(sharding, NamedSharding):
-        return tuple(np.ravel(np.asarray(sharding.mesh.devices)).tolist())
-    return tuple(sharding.device_set)
-
-
-def _growth(one: _Move) -> float:
-    """Bytes of a device that the array takes more than it did."""
-    after = one.sharding.shard_shape(one.wanted.stacked_shape)
-    before = one.given.stacked_shape
-    if isinstance(one.array, jax.Array):
-        before = one.array.sharding.shard_shape(one.array.shape)
-    sizes = np.prod(after, dtype=float), np.prod(before, dtype=float)
-    return float(sizes[0] - sizes[1])
 
 
 def _moves(
     params: Params, source: Lying, target: Lying, dtype: str | None
-) -> list[_Move]:
+) -> list[ArrayMove]:
     given, wanted = flat(source.model.parameters), flat(target.model.parameters)
     _check(params, given)
     shardings = _by_path(target.shardings)
     return [
-        _Move(
+        ArrayMove(
             path=name,
             array=array,
             given=given[name],
@@ -322,42 +259,3 @@ def _check(params: Params, known: dict[str, Parameter]) -> None:
                 f"that is said to be its own it has {wanted}; say which layout it "
                 "lies in"
             )
-
-
-@functools.lru_cache
-def _zeros(
-    shape: tuple[int, ...], dtype: Any, sharding: Sharding
-) -> Callable[[], jax.Array]:
-    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
-
-
-@functools.lru_cache
-def _copied(dtype: Any, sharding: Sharding | None) -> Any:
-    return jax.jit(lambda x: jnp.copy(x.astype(dtype)), out_shardings=sharding)
-
-
-@functools.lru_cache
-def _put_from(sharding: NamedSharding, of_layer: NamedSharding) -> Any:
-    """(array, other array, place, place in the other) -> the array with that layer."""
-
-    def put(array: Any, other: Any, to: Any, at: Any) -> jax.Array:
-        one = jax.lax.dynamic_index_in_dim(other, at, keepdims=False)
-        one = jax.lax.with_sharding_constraint(one.astype(array.dtype), of_layer)
-        return array.at[to].set(one)
-
-    return jax.jit(put, out_shardings=sharding, donate_argnums=0)
-
-
-@functools.lru_cache
-def _put(sharding: NamedSharding) -> Any:
-    """(array, one layer, place) -> the array with it."""
-
-    def put(array: Any, one: Any, to: Any) -> jax.Array:
-        return array.at[to].set(one.astype(array.dtype))
-
-    return jax.jit(put, out_shardings=sharding, donate_argnums=0)
-
-
-@jax.jit
-def _layer(array: jax.Array, at: Any) -> jax.Array:
-    return jax.lax.dynamic_index_in_dim(array, at, keepdims=False)

@@ -83,7 +83,7 @@ def check_generation(
         InputError: A layout is refused, or none can be drawn.
     """
     check_model(model)
-    drawn = _drawn(model, num, seed) if pairs is None else pairs
+    drawn = draw_pairs(model, num, seed) if pairs is None else pairs
     found = [
         _checked(model, Layout.of(one), Layout.of(two), num_tokens, seed + at, bound)
         for at, (one, two) in enumerate(drawn)
@@ -100,8 +100,8 @@ def check_generation(
     return found
 
 
-def _drawn(model: Model, num: int, seed: int) -> list[tuple[Layout, Layout]]:
-    """Random valid layouts in fp32, in pairs."""
+def draw_pairs(model: Model, num: int, seed: int = 0) -> list[tuple[Layout, Layout]]:
+    """Random valid layouts in fp32, in pairs: to train under, and to generate under."""
     choices = Choices(models=("",), build=lambda _: model)
     layouts = [
         replace(case.layout, precision="fp32", param_dtype="fp32")

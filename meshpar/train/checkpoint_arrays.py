@@ -1,31 +1,32 @@
-"""The arrays of a checkpoint on the host, one at a time."""
+"""The arrays of a checkpoint on the host, each read part by part."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 
 from meshpar.layout import Layout
 from meshpar.rules.sharding import insert
 from meshpar.train.checkpoint_contents import Contents, read_contents
 from meshpar.train.checkpoint_errors import CheckpointError, explained
+from meshpar.train.stored_arrays import opened
 
 
 @dataclass(frozen=True)
 class StoredArray:
-    """One array of a checkpoint; the last that was read stays in memory, no other.
+    """One array of a checkpoint, of which any part can be read.
 
     Args:
         folder: Of the checkpoint's state.
         path: Of the array, such as `("params", "blocks", "mlp", "down")`.
         shape: Global, layers first to last.
-        last: What was read last, shared by all arrays.
         of_replicas: Whether the file has one of each replica of local steps, of which
             this is the mean, or the first one's where it counts.
     """
@@ -33,32 +34,31 @@ class StoredArray:
     folder: Path
     path: tuple[str, ...]
     shape: tuple[int, ...]
-    last: dict[tuple[str, ...], np.ndarray] = field(repr=False, compare=False)
     of_replicas: bool = False
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        """A part, as NumPy's."""
-        if self.path not in self.last:
-            self.last.clear()
-            self.last[self.path] = self._read()
-        return self.last[self.path][index]
+        """A part, as NumPy's: a slice for each of the first dims.
 
-    def _read(self) -> np.ndarray:
-        item: dict[str, Any] = {}
-        wanted: dict[str, Any] = {}
-        insert(item, self.path, np.zeros(()))
-        insert(wanted, self.path, ocp.RestoreArgs(restore_type=np.ndarray))
+        No chunk of the file is read that has nothing of it.
+        """
+        index = index if isinstance(index, tuple) else (index,)
+        index = tuple(one for one in index if one is not Ellipsis)
+        parts = zip(index, self.shape, strict=False)
+        spans = [slice(*one.indices(size)[:2]) for one, size in parts]
+        if self.of_replicas:
+            spans = [slice(None), *spans]
+        with self._explained():
+            found = np.asarray(self._source[tuple(spans)].read().result())
+        return _mean(found) if self.of_replicas else found
+
+    @cached_property
+    def _source(self) -> Any:
+        with self._explained():
+            return opened(self.folder, ".".join(self.path))
+
+    def _explained(self) -> AbstractContextManager[None]:
         what = f"{'.'.join(self.path)} in {str(self.folder)!r} cannot be read"
-        with explained(self.folder, what):
-            found: Any = ocp.PyTreeCheckpointHandler().restore(
-                self.folder,
-                args=ocp.args.PyTreeRestore(
-                    item=item, restore_args=wanted, partial_restore=True
-                ),
-            )
-        for key in self.path:
-            found = found[key]
-        return _mean(np.asarray(found)) if self.of_replicas else np.asarray(found)
+        return explained(self.folder, what)
 
 
 def _mean(array: np.ndarray) -> np.ndarray:
@@ -87,15 +87,14 @@ def read_arrays(path: Path, step: int | None = None) -> tuple[Contents, dict[str
             f"{contents.damage}"
         )
     folder = (Path(contents.directory) / str(contents.step) / "state").absolute()
-    last: dict[tuple[str, ...], np.ndarray] = {}
     tree: dict[str, Any] = {}
-    for place, array in _model_arrays(contents, folder, last):
+    for place, array in _model_arrays(contents, folder):
         insert(tree, place, array)
     return contents, tree
 
 
 def _model_arrays(
-    contents: Contents, folder: Path, last: dict[tuple[str, ...], np.ndarray]
+    contents: Contents, folder: Path
 ) -> Iterator[tuple[tuple[str, ...], StoredArray]]:
     """Parameters and state of the model, and where in the tree each is."""
     shapes = {tuple(one.path.split(".")): one.shape for one in contents.arrays}
@@ -104,12 +103,12 @@ def _model_arrays(
     start = _start(contents, shapes) if is_local else ()
     for keys, shape in shapes.items():
         if keys[0] == "model_state" and is_local:
-            yield keys, StoredArray(folder, keys, shape[1:], last, of_replicas=True)
+            yield keys, StoredArray(folder, keys, shape[1:], of_replicas=True)
         elif keys[0] == "model_state" or keys[0] == "params" and not is_local:
-            yield keys, StoredArray(folder, keys, shape, last)
+            yield keys, StoredArray(folder, keys, shape)
         elif is_local and keys[: len(start)] == start:
             place = ("params", *keys[len(start) :])
-            yield place, StoredArray(folder, keys, shape, last)
+            yield place, StoredArray(folder, keys, shape)
 
 
 def _start(contents: Contents, paths: Collection[tuple[str, ...]]) -> tuple[str, ...]:

@@ -125,7 +125,8 @@ class TrainStep:
             params: Nested dict of all parameters, layers first to last, in place of
                 drawn ones: arrays, or what has a shape and NumPy's indexing, of which
                 only the parts that this process's devices hold are read.
-            model_state: The same of the model's state, or of a part of it.
+            model_state: The same of the model's state, or of a part of it; alone, the
+                parameters are drawn.
 
         Raises:
             InputError: `seed` is no whole number from 0 to 2**32 - 1, or what is given
@@ -136,16 +137,15 @@ class TrainStep:
             raise InputError(f"seed={seed!r}: must be a whole number below {2**32}")
         if not 0 <= seed < 2**32:
             raise InputError(f"seed={seed}: must be at least 0 and below {2**32}")
-        if params is None and model_state is not None:
-            raise InputError("model_state= without params=; give both, or neither")
-        if params is not None and self.is_local:
+        given = params is not None or bool(model_state)
+        if given and self.is_local:
             raise InputError(
-                f"params= with sync_every={self.layout.sync_every}: replicas of local "
-                "steps start from drawn values only; train without local steps first, "
-                "or resume such a run"
+                f"given values with sync_every={self.layout.sync_every}: replicas of "
+                "local steps start from drawn values only; train without local steps "
+                "first, or resume such a run"
             )
         with jax.set_mesh(self._devices_mesh):
-            if params is None:
+            if not given:
                 return self._programs.init(np.uint32(seed))
             return self._programs.init_from(
                 np.uint32(seed), *self._placed(params, model_state or {})
@@ -388,17 +388,21 @@ class TrainStep:
         with jax.set_mesh(self._devices_mesh):
             return self._programs.to_use(state)
 
-    def _placed(self, params: Mapping, model_state: Mapping) -> tuple[Any, Any]:
+    def _placed(self, params: Mapping | None, model_state: Mapping) -> tuple[Any, Any]:
         """Given values, each device's part of them on it."""
         model = self.model
         shardings = take_out(model, self.shardings)
+        values = dict(params or {})
         given = take_out(
-            model, replace(shardings, params=dict(params), model_state=model_state)
+            model, replace(shardings, params=values, model_state=model_state)
         )
         state = placed_values(
             given.model_state, model.state, shardings.model_state, partly=True
         )
-        return placed_values(given.params, model.parameters, shardings.params), state
+        drawn = params is None
+        return placed_values(
+            given.params, model.parameters, shardings.params, partly=drawn
+        ), state
 
     def _for_absent(self, platform: str) -> StepOptions:
         schedule = self.schedule if self.layout.stage > 1 else None

@@ -69,6 +69,13 @@ def stored(folder: Path) -> dict[str, Any]:
     return {path_name(path): one for path, one in jax.tree.leaves_with_path(tree)}
 
 
+def opened(folder: Path, name: str) -> Any:
+    """One array of a folder, nothing of it read yet (`tensorstore.TensorStore`)."""
+    kvstore = {"driver": "ocdbt", "base": folder.absolute().as_uri()}
+    spec = {"driver": "zarr", "kvstore": {**kvstore, "path": f"{name}/"}}
+    return tensorstore.open(spec, read=True).result()
+
+
 def read(folder: Path, structs: Any, places: Any) -> Any:
     """The arrays of a folder; no process waits for another.
 
@@ -92,14 +99,12 @@ def read(folder: Path, structs: Any, places: Any) -> Any:
     all_bytes = sum(map(_bytes_here, jax.tree.leaves(structs)))
     least, most = _BLOCK_BYTES
     block_bytes = min(max(int(_BLOCK_SHARE * all_bytes), least), most)
-    kvstore = {"driver": "ocdbt", "base": folder.absolute().as_uri()}
 
     def read_one(
         path: tuple, struct: jax.ShapeDtypeStruct, order: Sequence[int] | None
     ) -> jax.Array:
         found = there[path_name(path)]
-        spec = {"driver": "zarr", "kvstore": {**kvstore, "path": f"{found.name}/"}}
-        source = tensorstore.open(spec, read=True).result()
+        source = opened(folder, found.name)
         chunk = found.storage.chunk_shape if found.storage else None
         most = block_bytes // struct.dtype.itemsize
         blocks = _Blocks(tuple(chunk or source.shape), order, most)

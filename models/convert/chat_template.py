@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from meshpar import InputError
@@ -50,3 +53,76 @@ def render_chat(
         )
     except TemplateError as error:
         raise InputError(f"the chat template refuses the messages: {error}") from error
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A model's own template, and what it calls its special tokens.
+
+    Args:
+        text: Jinja.
+        tokens: Such as `bos_token` -> its text.
+    """
+
+    text: str
+    tokens: Mapping[str, str] = field(default_factory=dict)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The text of a conversation, as `render_chat` makes it."""
+        return render_chat(
+            self.text,
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            **self.tokens,
+        )
+
+
+def read_template(path: str | Path) -> ChatTemplate:
+    """The template of a model's folder or GGUF file.
+
+    Raises:
+        InputError: It has none.
+    """
+    path = Path(path)
+    found = _of_gguf(path) if path.suffix == ".gguf" else _of_folder(path)
+    if not found.text:
+        raise InputError(
+            f"{str(path)!r} has no chat template; take a model that was trained on "
+            "conversations, or train on text"
+        )
+    return found
+
+
+def _of_gguf(path: Path) -> ChatTemplate:
+    from meshpar.models.convert.gguf_file import GGUFFile
+
+    file = GGUFFile(path)
+    words = file.said("tokenizer.ggml.tokens", [])
+    numbers = {
+        f"{name}_token": file.said(f"tokenizer.ggml.{name}_token_id")
+        for name in ("bos", "eos")
+    }
+    tokens = {key: words[at] for key, at in numbers.items() if at is not None}
+    return ChatTemplate(file.said("tokenizer.chat_template", ""), tokens)
+
+
+def _of_folder(path: Path) -> ChatTemplate:
+    said: dict[str, Any] = {}
+    config, alone = path / "tokenizer_config.json", path / "chat_template.jinja"
+    if config.is_file():
+        said = json.loads(config.read_text(encoding="utf-8"))
+    text = said.get("chat_template") or ""
+    if alone.is_file():
+        text = alone.read_text(encoding="utf-8")
+    tokens = {key: said.get(key) for key in ("bos_token", "eos_token")}
+    words = {
+        key: one["content"] if isinstance(one, dict) else one
+        for key, one in tokens.items()
+        if one
+    }
+    return ChatTemplate(text if isinstance(text, str) else "", words)

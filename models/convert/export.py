@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
-from meshpar import InputError
-from meshpar.models.convert.stored_config import config_of_sizes
+from meshpar.models.convert.run import read_checkpoint
 from meshpar.models.convert.writing import write_weights
-from meshpar.train.checkpoint_arrays import read_arrays
 
 
 def export(
@@ -27,32 +26,31 @@ def export(
         step: Which checkpoint; the newest when absent.
         dtype: Of what is written: `fp32`, `bf16` or `fp16`.
         like: A folder whose tokenizer files are copied; the one that the run started
-            from when absent.
+            from when absent, or else the tokenizer of its data.
 
     Raises:
         CheckpointError: There is no such checkpoint, or it cannot be read.
         InputError: It says nothing of its model, no model of theirs is like it, or
             `like` is no folder.
     """
-    contents, arrays = read_arrays(Path(checkpoint), step)
-    sizes = contents.config.get("model_sizes")
-    if not sizes:
-        raise InputError(
-            f"the checkpoint of step {contents.step} in {contents.directory!r} does "
-            "not say what its model is; write it with meshpar.models.convert.writing"
-        )
-    config = config_of_sizes(sizes)
+    found = read_checkpoint(
+        checkpoint, step, instead="write it with meshpar.models.convert.writing"
+    )
+    contents = found.contents
     if like is None and contents.config.get("from_weights"):
         started = Path(contents.config["from_weights"])
         like = started if started.is_dir() else None
     files = write_weights(
         to,
-        config,
-        arrays["params"],
-        arrays.get("model_state"),
+        found.config,
+        found.params,
+        found.model_state,
         dtype=dtype,
         like=like,
     )
+    tokenizer = contents.config.get("tokenizer")
+    if like is None and tokenizer and Path(tokenizer).is_file():
+        shutil.copyfile(tokenizer, Path(to) / "tokenizer.json")
     return {
         "folder": str(to),
         "step": contents.step,

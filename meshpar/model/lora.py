@@ -1,0 +1,271 @@
+"""LoRA: a frozen model whose matrices change by products of two thin ones.
+
+    W + alpha / rank * A B,    A (inputs, rank), B (rank, outputs)
+
+A begins at random and B at zero, so that the model begins as it was. The sum is made
+layer by layer as the model runs, so every layout, schedule and kernel of the model
+works as it is; the backward computes the gradient of the whole sum, as full training
+does, and keeps that of A and B. The frozen weights are state (`Model.state`): without
+gradient and optimizer state, laid out by the rules, whole over the batch axes.
+
+Reference: Hu et al. 2021, section 4.1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from meshpar.errors import InputError, nearest, whole_number
+from meshpar.model.contract import Model
+from meshpar.model.matrix import Matrix
+from meshpar.model.parameter import Parameter, Params, flat
+from meshpar.model.rebuilt import rebuilt, with_frozen, without_frozen
+from meshpar.rules.sharding import insert
+
+TARGETS = ("attention", "mlp")
+_DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoRA:
+    """Which matrices of the blocks change, and by how much room.
+
+    Args:
+        rank: Columns of A and rows of B.
+        alpha: The product is multiplied by `alpha / rank`.
+        targets: Parts of paths, such as `attention`, `mlp.down` or
+            `blocks.attention.qkv`: of what they match, each matrix that leads from the
+            residual stream or to it. Of routed experts, each has its own A and B.
+        frozen_dtype: What the frozen weights are stored and used in: `bf16` for a
+            layout with `precision=bf16`.
+
+    Raises:
+        InputError: A number is out of its range, or there is no target.
+
+    Example:
+        >>> from meshpar.models.presets import build
+        >>> model = LoRA(rank=4, targets=("attention.out",)).model(build("test"))
+        >>> {path: one.shape for path, one in model.flat_parameters().items()}
+        {'blocks.attention.out.a': (4, 8, 4), 'blocks.attention.out.b': (4, 32)}
+    """
+
+    rank: int = 8
+    alpha: float = 16.0
+    targets: tuple[str, ...] = TARGETS
+    frozen_dtype: Literal["fp32", "bf16"] = "fp32"
+
+    def __post_init__(self) -> None:
+        whole_number("rank", self.rank)
+        object.__setattr__(self, "targets", tuple(self.targets))
+        if not (isinstance(self.alpha, int | float) and 0 < self.alpha < math.inf):
+            raise InputError(f"alpha={self.alpha!r}: must be a positive number")
+        if not self.targets:
+            raise InputError(f"targets=(): name parts of paths, such as {TARGETS}")
+        if self.frozen_dtype not in _DTYPES:
+            raise InputError(
+                f"frozen_dtype={self.frozen_dtype!r}: must be 'fp32' or 'bf16'"
+            )
+
+    @property
+    def scale(self) -> float:
+        """What the product of A and B is multiplied by."""
+        return self.alpha / self.rank
+
+    def model(self, model: Model) -> Model:
+        """The model whose parameters are A and B, and whose state has the given one's.
+
+        Args:
+            model: As its family builds it.
+
+        Raises:
+            InputError: A target matches nothing that can change.
+        """
+        factored = self.matrices(model)
+        parameters: Params = {group.name: {} for group in model.groups}
+        for path, matrix in factored.items():
+            for name, factor in _factors(matrix, self.rank).items():
+                insert(parameters, (*path.split("."), name), factor)
+        frozen = jax.tree.map(self._frozen, model.parameters, is_leaf=_is_parameter)
+        return rebuilt(model, parameters, self._rebuild(factored), frozen=frozen)
+
+    def matrices(self, model: Model) -> dict[str, Matrix]:
+        """Path -> each matrix that changes.
+
+        Raises:
+            InputError: A target matches nothing that can change.
+        """
+        names = {group.name for group in model.groups}
+        known = {
+            path: matrix
+            for path, one in flat(model.parameters).items()
+            if path.split(".")[0] in names and (matrix := Matrix.of(one))
+        }
+        found: dict[str, Matrix] = {}
+        for target in self.targets:
+            here = {path: known[path] for path in known if _matches(target, path)}
+            if not here:
+                parts = sorted({part for path in known for part in path.split(".")[1:]})
+                raise InputError(
+                    f"target {target!r} matches no matrix of the blocks; "
+                    f"{nearest(target, [*parts, *known])}"
+                )
+            found |= here
+        return {path: found[path] for path in known if path in found}
+
+    def state(self, model: Model, params: Params, state: Params | None = None) -> Any:
+        """Values of the given model as state of the new one, for `TrainStep.init`.
+
+        Args:
+            model: As given.
+            params: Its parameters: arrays, or what has a shape and can be indexed.
+            state: Its own state, where there are values of some.
+        """
+        names = [group.name for group in model.groups]
+        return with_frozen(names, state or {}, params)
+
+    def merged(
+        self, model: Model, params: Params, state: Params
+    ) -> tuple[Params, Params]:
+        """Parameters and state of the given model, each matrix with its product.
+
+        Args:
+            model: As given.
+            params: A and B, layers first to last: arrays, or what can be indexed.
+            state: Of the new model, alike.
+
+        Returns:
+            Two trees like the given model's; what changes is a `Merged`.
+        """
+        own, frozen = without_frozen([group.name for group in model.groups], state)
+        for path, matrix in self.matrices(model).items():
+            keys = path.split(".")
+            factors = _at(params, keys)
+            one = Merged(_at(frozen, keys), factors["a"], factors["b"], matrix, self)
+            frozen = _with(frozen, keys, one)
+        return frozen, own
+
+    def _frozen(self, parameter: Parameter) -> Parameter:
+        if parameter.in_full or not jnp.issubdtype(parameter.dtype, jnp.floating):
+            return parameter
+        return replace(parameter, dtype=_DTYPES[self.frozen_dtype])
+
+    def _rebuild(self, factored: Mapping[str, Matrix]) -> Callable:
+        scale = self.scale
+
+        def rebuild(name: str, params: Params, frozen: Params) -> Params:
+            for path, matrix in factored.items():
+                first, *keys = path.split(".")
+                if first == name:
+                    own = _at(params, keys)
+                    weight = _at(frozen, keys)
+                    product = matrix.product(own["a"], own["b"])
+                    sum_ = weight.astype(jnp.float32) + scale * product
+                    # What the layout computes in, as A and B are given.
+                    frozen = _with(frozen, keys, sum_.astype(own["a"].dtype))
+            return frozen
+
+        return rebuild
+
+
+@dataclass(frozen=True)
+class Merged:
+    """A stacked parameter with its product, of which any part can be read.
+
+    Args:
+        weight: Frozen, (layers, ...).
+        a, b: Its factors, (layers, ...).
+        matrix: What they are of.
+        lora: Of which it is.
+    """
+
+    weight: Any
+    a: Any
+    b: Any
+    matrix: Matrix
+    lora: LoRA
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(layers, ...)."""
+        return tuple(self.weight.shape)
+
+    @property
+    def dtype(self) -> Any:
+        """Of what is read."""
+        return np.dtype(np.float32)
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        """A part, as NumPy's: slices of the first dims."""
+        index = index if isinstance(index, tuple) else (index,)
+        if index and index[0] is Ellipsis:
+            index = ()
+        layers = index[0] if index else slice(None)
+        factors = (np.asarray(one[layers], np.float32) for one in (self.a, self.b))
+        product = np.einsum(self.matrix.formula("l"), *factors)
+        weight = np.asarray(self.weight[index or slice(None)], np.float32)
+        part = product[(slice(None), *index[1:])]
+        return weight + np.float32(self.lora.scale) * part
+
+
+def _factors(matrix: Matrix, rank: int) -> dict[str, Parameter]:
+    """A and B: the parameter's dims, and one of the rank."""
+    one, first = matrix.parameter, matrix.num_batch + matrix.num_inputs
+    batch = slice(0, matrix.num_batch)
+    fan_in = math.prod(one.shape[matrix.num_batch : first])
+
+    def random(key: jax.Array) -> jax.Array:
+        return jax.random.normal(key, shape, jnp.float32) / math.sqrt(fan_in)
+
+    shape = (*one.shape[:first], rank)
+    out_shape = (*one.shape[batch], rank, *one.shape[first:])
+    return {
+        "a": Parameter(
+            shape=shape,
+            dtype=jnp.float32,
+            logical_axes=(*one.logical_axes[:first], None),
+            initial=random,
+            num_layers=one.num_layers,
+        ),
+        "b": Parameter(
+            shape=out_shape,
+            dtype=jnp.float32,
+            logical_axes=(
+                *one.logical_axes[batch],
+                None,
+                *one.logical_axes[first:],
+            ),
+            initial=lambda key: jnp.zeros(out_shape, jnp.float32),
+            num_layers=one.num_layers,
+        ),
+    }
+
+
+def _matches(target: str, path: str) -> bool:
+    wanted, keys = target.split("."), path.split(".")
+    starts = range(len(keys) - len(wanted) + 1)
+    return any(keys[at : at + len(wanted)] == wanted for at in starts)
+
+
+def _at(tree: Any, keys: list[str]) -> Any:
+    for key in keys:
+        tree = tree[key]
+    return tree
+
+
+def _with(tree: Any, keys: list[str], value: Any) -> Any:
+    """The tree with another value at a place."""
+    if not keys:
+        return value
+    first, *rest = keys
+    return {**tree, first: _with(tree[first], rest, value)}
+
+
+def _is_parameter(node: object) -> bool:
+    return isinstance(node, Parameter)

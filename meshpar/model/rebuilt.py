@@ -1,0 +1,146 @@
+"""A model over other parameters, of which the given one's are made as it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from meshpar.model.contract import BlockGroup, Model, Stream
+from meshpar.model.parameter import Params
+from meshpar.model.scope import Scope
+from meshpar.model.sums import Sums
+from meshpar.model.values import ENDS
+
+FROZEN = "frozen"
+"""In the state of a group, and of the ends, what holds the arrays that stay as they
+are."""
+
+Rebuild = Callable[[str, Params, Params], Params]
+"""(group's name or `ends`, its parameters, what is frozen of it) -> those of the given
+model, of one layer."""
+
+
+def rebuilt(
+    model: Model,
+    parameters: Params,
+    rebuild: Rebuild,
+    *,
+    frozen: Params | None = None,
+) -> Model:
+    """The same functions over other parameters, and over state that stays as it is.
+
+    Args:
+        model: As given, not arranged for stages.
+        parameters: Tree of `Parameter` in place of the model's, groups under their
+            names; each is drawn by its own `initial`.
+        rebuild: Makes the model's own of them, layer by layer.
+        frozen: Tree of `Parameter` that no gradient reaches, laid out by the rules: a
+            part of the new model's state, under `frozen`.
+    """
+    names = [group.name for group in model.groups]
+    frozen = frozen or {}
+
+    def ends_of(params: Params, scope: Scope) -> tuple[Params, Scope]:
+        own, kept = _apart(scope.state)
+        return rebuild(ENDS, params, kept), replace(scope, state=own)
+
+    def embed(params: Params, batch: Mapping, scope: Scope) -> Stream:
+        params, scope = ends_of(params, scope)
+        return model.embed(params, batch, scope)
+
+    def head(params: Params, x: Stream, batch: Mapping, scope: Scope) -> Any:
+        params, scope = ends_of(params, scope)
+        return model.head(params, x, batch, scope)
+
+    def logits(params: Params, x: Stream, scope: Scope) -> Any:
+        params, scope = ends_of(params, scope)
+        return model.logits(params, x, scope) if model.logits else None
+
+    def group_of(group: BlockGroup) -> BlockGroup:
+        enter = group.enter
+
+        def entered(params: Params, x: Stream, scope: Scope) -> Stream:
+            params, scope = ends_of(params, scope)
+            return enter(params, x, scope) if enter else x
+
+        return replace(
+            _group(group, rebuild), enter=entered if enter is not None else None
+        )
+
+    return replace(
+        model,
+        parameters=parameters,
+        embed=embed,
+        groups=tuple(map(group_of, model.groups)),
+        head=head,
+        logits=None if model.logits is None else logits,
+        state=with_frozen(names, model.state, frozen),
+        build=_build(model, frozen),
+        modules={},
+    )
+
+
+def with_frozen(names: list[str], state: Params, frozen: Params) -> Params:
+    """A model's state with what is frozen in it, of any kind of leaf.
+
+    Args:
+        names: Of the groups.
+        state: Of the model as given.
+        frozen: Like its parameters.
+    """
+    found = dict(state)
+    for name in names:
+        if name in frozen:
+            found[name] = {**state.get(name, {}), FROZEN: frozen[name]}
+    ends = {key: value for key, value in frozen.items() if key not in names}
+    return {**found, FROZEN: ends} if ends else found
+
+
+def without_frozen(names: list[str], state: Params) -> tuple[Params, Params]:
+    """Undoes `with_frozen`: the model's own state, and what is frozen."""
+    own, frozen = _apart(state)
+    for name in names:
+        if name in own:
+            of_group, kept = _apart(own.pop(name))
+            frozen = {**frozen, name: kept} if kept else frozen
+            own = {**own, name: of_group} if of_group else own
+    return own, frozen
+
+
+def _group(group: BlockGroup, rebuild: Rebuild) -> BlockGroup:
+    def block(params: Params, x: Stream, scope: Scope) -> Any:
+        own, kept = _apart(scope.state)
+        params = rebuild(group.name, params, kept)
+        return group.block(params, x, replace(scope, state=own))
+
+    update = group.update_state
+
+    def updated(state: Params, sums: Sums) -> Params:
+        own, kept = _apart(state)
+        new = update(own, sums) if update else own
+        return {**new, FROZEN: kept} if kept else new
+
+    return replace(group, block=block, update_state=None if update is None else updated)
+
+
+def _build(model: Model, frozen: Params) -> dict[str, Any]:
+    """What builds a module gives its parameters as state, if they are frozen."""
+
+    def built(name: str, build: Callable) -> Callable[[jax.Array], Any]:
+        kept = frozen.get(name) if name != ENDS else frozen
+
+        def of_key(key: jax.Array) -> tuple[Params, Params]:
+            params, state = build(key)
+            return {}, {**state, FROZEN: params} if kept else state
+
+        return of_key
+
+    return {name: built(name, build) for name, build in model.build.items()}
+
+
+def _apart(state: Params) -> tuple[Params, Params]:
+    own = {key: value for key, value in state.items() if key != FROZEN}
+    return own, state.get(FROZEN, {})

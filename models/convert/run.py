@@ -1,0 +1,70 @@
+"""The model of a checkpoint, low-rank changes merged into it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshpar import InputError, Model
+from meshpar.model.lora import LoRA
+from meshpar.models.convert.stored_config import config_of_sizes
+from meshpar.models.presets import build_config
+from meshpar.train.checkpoint_arrays import read_arrays
+from meshpar.train.checkpoint_contents import Contents
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfCheckpoint:
+    """A model and its values, none of them read yet.
+
+    Args:
+        contents: Of the checkpoint.
+        config: Of the model.
+        model: Of that config.
+        params: Its parameters, layers first to last; of a run with LoRA each matrix
+            with its product.
+        model_state: The same of its state.
+    """
+
+    contents: Contents
+    config: Any
+    model: Model
+    params: Any
+    model_state: Any
+
+
+def read_checkpoint(
+    path: str | Path, step: int | None, *, instead: str
+) -> OfCheckpoint:
+    """What a run has trained.
+
+    Args:
+        path: The folder of a run, of its checkpoints, or of one of them.
+        step: Which; the newest when absent.
+        instead: What one may do where it does not say what its model is.
+
+    Raises:
+        CheckpointError: There is none, or its files are not as they were written.
+        InputError: It does not say what its model is.
+    """
+    contents, arrays = read_arrays(Path(path), step)
+    sizes = contents.config.get("model_sizes")
+    if not sizes:
+        raise InputError(
+            f"the checkpoint of step {contents.step} in {contents.directory!r} does "
+            f"not say what its model is; {instead}"
+        )
+    config = config_of_sizes(sizes)
+    model = build_config(config)
+    params, state = arrays["params"], arrays.get("model_state", {})
+    if contents.config.get("lora"):
+        lora = LoRA(**contents.config["lora"])
+        params, state = lora.merged(model, params, state)
+    return OfCheckpoint(
+        contents=contents,
+        config=config,
+        model=model,
+        params=params,
+        model_state=state,
+    )

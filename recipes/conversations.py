@@ -1,0 +1,115 @@
+"""Conversations as rows to train on: only what the assistant says counts.
+
+A file has a JSON object a line, with `messages`: a list of objects with `role` and
+`content`. The text of each is what the model's own chat template makes of it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshpar.data.errors import DataError
+from meshpar.models.convert.chat_template import ChatTemplate
+from meshpar.train.data import HostBatch
+
+Messages = Sequence[Mapping[str, str]]
+
+
+def read_conversations(path: Path) -> list[Messages]:
+    """The conversations of a file, in order.
+
+    Raises:
+        DataError: It cannot be read, or a line holds none.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read {str(path)!r}: {error}") from error
+    found = [
+        _messages(line, f"{str(path)!r}, line {number}")
+        for number, line in enumerate(lines, 1)
+        if line.strip()
+    ]
+    if len(found) < 2:
+        raise DataError(
+            f"{str(path)!r} has {len(found)} conversations; give 2 or more, of which "
+            "some are held out"
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class ConversationRows:
+    """A row for each conversation, cut or filled to `seq` tokens.
+
+    Args:
+        conversations: Their messages.
+        template: Of the model.
+        encode: Text -> tokens, without special ones around them.
+        seq: Tokens of a row.
+    """
+
+    conversations: Sequence[Messages]
+    template: ChatTemplate
+    encode: Any
+    seq: int
+
+    def __len__(self) -> int:
+        return len(self.conversations)
+
+    def __getitem__(self, index: int) -> HostBatch:
+        """Tokens, successors and weights, (seq,) each."""
+        tokens, said = self._tokens(self.conversations[int(index)])
+        tokens, said = tokens[: self.seq + 1], said[: self.seq + 1]
+        missing = (0, self.seq + 1 - len(tokens))
+        padded = np.pad(np.array(tokens, np.int32), missing)
+        counts = np.pad(np.array(said, np.float32), missing)
+        return {"tokens": padded[:-1], "targets": padded[1:], "weights": counts[1:]}
+
+    def _tokens(self, messages: Messages) -> tuple[list[int], list[bool]]:
+        """All tokens, and which of them the assistant says."""
+        tokens = self.encode(self._text(messages, asks=False))
+        said = [False] * len(tokens)
+        for at, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = self.encode(self._text(messages[:at], asks=True))
+            until = self.encode(self._text(messages[: at + 1], asks=False))
+            if tokens[: len(before)] != before or tokens[: len(until)] != until:
+                raise DataError(
+                    f"message {at} of {messages[:1]}: the chat template gives a "
+                    "conversation another text once it goes on, so that what the "
+                    "assistant says cannot be told apart; give rows of text instead"
+                )
+            said[len(before) : len(until)] = [True] * (len(until) - len(before))
+        return tokens, said
+
+    def _text(self, messages: Messages, *, asks: bool) -> str:
+        return self.template.render(messages, add_generation_prompt=asks)
+
+
+def _messages(line: str, where: str) -> Messages:
+    try:
+        found = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{where}: no JSON: {error}") from error
+    messages = found.get("messages") if isinstance(found, dict) else None
+    if not (isinstance(messages, list) and messages and all(map(_is_one, messages))):
+        raise DataError(
+            f"{where}: no 'messages', a list of objects with 'role' and 'content'"
+        )
+    if not any(one["role"] == "assistant" for one in messages):
+        raise DataError(f"{where}: the assistant says nothing; leave the line out")
+    return messages
+
+
+def _is_one(message: Any) -> bool:
+    return isinstance(message, dict) and all(
+        isinstance(message.get(key), str) for key in ("role", "content")
+    )

@@ -1,0 +1,315 @@
+"""Fine-tune a model of others on a text or on conversations, all of it or by LoRA.
+
+    python -m recipes.finetune --from SmolLM2-135M-Instruct.Q4_1.gguf --out runs/tuned
+    python -m recipes.finetune --from my_model --chat mine.jsonl --layout tensor=2
+    meshpar export runs/tuned --to tuned-hf
+
+`--from` is a folder as transformers writes it, a GGUF file or a run's folder. The text
+is twelve of Shakespeare's plays by default, with two held out; `--rank 0` trains every
+weight.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import numpy as np
+import optax
+import tyro
+
+from meshpar import InputError, Layout, TrainState, TrainStep, emulate, make_train_step
+from meshpar.data.mixture import mixed
+from meshpar.emulate import num_cpu_devices
+from meshpar.errors import whole_number
+from meshpar.model.lora import TARGETS, LoRA
+from meshpar.models.convert.chat_template import read_template
+from meshpar.recipes.conversations import ConversationRows, read_conversations
+from meshpar.recipes.loaded import Loaded, OfRun, load
+from meshpar.recipes.texts import SHAKESPEARE, split_texts
+from meshpar.train.checkpoint import Checkpoints
+from meshpar.train.data import (
+    TokenWindows,
+    ordered_batches,
+    padded_batches,
+    read_texts,
+)
+
+HELD_OUT = 10  # one conversation of so many
+LORA_RATE, FULL_RATE = 1e-3, 5e-5
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneConfig:
+    """A run of the recipe.
+
+    Args:
+        from_weights: Also --from: the folder of a model, a GGUF file, or a run.
+        out: Folder of the run.
+        text: A file, or a folder of .txt files; Shakespeare's plays by default.
+        chat: JSON lines of conversations, in place of text.
+        layout: The layout's line.
+        rank: Of LoRA's matrices; 0 trains every weight.
+        alpha: Their product is multiplied by alpha / rank.
+        targets: Which matrices change: parts of their paths.
+        steps: Optimizer steps in all.
+        global_batch: Rows of a step.
+        seq: Tokens of a row.
+        learning_rate: Its peak, after a tenth of the steps; 1e-3 with LoRA and 5e-5
+            without by default. It falls to 0 along a cosine.
+        validation_rows: Held-out rows that are looked at before and after.
+        validate_every: Steps between looks at them on the way.
+        seed: Of the order of rows, and of what LoRA begins with.
+        resume: Go on from the checkpoint in --out.
+        emulate: Virtual CPU devices; 0 uses the machine's own, -1 as many as the
+            layout needs.
+
+    Raises:
+        InputError: A number is out of its range.
+    """
+
+    from_weights: Annotated[Path, tyro.conf.arg(aliases=("--from",))]
+    out: Path = Path("runs/finetuned")
+    text: tuple[Path, ...] = ()
+    chat: Path | None = None
+    layout: str = "data=1"
+    rank: int = 8
+    alpha: float = 16.0
+    targets: tuple[str, ...] = TARGETS
+    steps: int = 40
+    global_batch: int = 8
+    seq: int = 128
+    learning_rate: float | None = None
+    validation_rows: int = 16
+    validate_every: int = 20
+    seed: int = 0
+    resume: bool = False
+    emulate: int = -1
+
+    def __post_init__(self) -> None:
+        for name in (
+            *("steps", "global_batch", "seq"),
+            *("validation_rows", "validate_every"),
+        ):
+            whole_number(name, getattr(self, name))
+        for name in ("rank", "seed"):
+            whole_number(name, getattr(self, name), 0)
+        if self.text and self.chat:
+            raise InputError(
+                f"text {str(self.text[0])!r} and chat {str(self.chat)!r} are both "
+                "given; give one of them"
+            )
+
+    @property
+    def lora(self) -> LoRA | None:
+        """What changes of the model; None where all of it does."""
+        if self.rank == 0:
+            return None
+        precision: Any = Layout.parse(self.layout).precision
+        return LoRA(
+            rank=self.rank,
+            alpha=self.alpha,
+            targets=self.targets,
+            frozen_dtype=precision,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finetuned:
+    """How a run ended.
+
+    Args:
+        before, after: Mean loss per token of held-out rows.
+        folder: Where its checkpoint is.
+    """
+
+    before: float
+    after: float
+    folder: Path
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the recipe; 0 done, 2 on bad input."""
+    config: Any = None
+    try:
+        config = tyro.cli(FinetuneConfig, args=argv, description=__doc__)
+        finetune(config)
+    except InputError as error:
+        print(f"finetune: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def finetune(config: FinetuneConfig) -> Finetuned:
+    """Trains, validates before and after, and saves.
+
+    Raises:
+        InputError: Something of the run cannot be.
+    """
+    layout = Layout.parse(config.layout)
+    if config.emulate:
+        needed = max(layout.num_devices, num_cpu_devices())
+        emulate(needed if config.emulate < 0 else config.emulate)
+    loaded = load(config.from_weights)
+    train, held_out = rows_of(config, loaded)
+    step = step_of(config, loaded)
+    description = described(config, loaded, step)
+    with Checkpoints(
+        config.out / "checkpoints", layer_orders=step.layer_orders
+    ) as checkpoints:
+        state = first_state(config, loaded, step, checkpoints)
+        _print_sizes(step, state)
+        before = validate(config, step, state, held_out)
+        state = trained(config, step, state, train, held_out)
+        after = validate(config, step, state, held_out)
+        checkpoints.save(state, description)
+    print(f"saved in {config.out}; meshpar export {config.out} --to FOLDER")
+    return Finetuned(before=before, after=after, folder=config.out)
+
+
+def rows_of(config: FinetuneConfig, loaded: Loaded) -> tuple[Any, Any]:
+    """Rows to train on, and rows that are held out."""
+
+    def encode(text: str) -> list[int]:
+        if isinstance(loaded.tokenizer, OfRun):
+            return loaded.tokenizer.encode(text)
+        return loaded.tokenizer.encode(text, add_special_tokens=False).ids
+
+    if config.chat is None:
+        paths = config.text or (SHAKESPEARE,)
+        pairs = [split_texts(read_texts(path)) for path in paths]
+        texts = ["\n".join(parts) for parts in zip(*pairs, strict=True)]
+        train, held_out = (
+            TokenWindows(np.array(encode(text), np.int32), config.seq) for text in texts
+        )
+        return train, held_out
+    template = read_template(config.from_weights)
+    chats = read_conversations(config.chat)
+    kept = [chat for at, chat in enumerate(chats) if (at + 1) % HELD_OUT]
+    held = chats[HELD_OUT - 1 :: HELD_OUT] or [kept.pop()]
+    train, held_out = (
+        ConversationRows(part, template, encode, config.seq) for part in (kept, held)
+    )
+    return train, held_out
+
+
+def step_of(config: FinetuneConfig, loaded: Loaded) -> TrainStep:
+    """The compiled step: of LoRA's matrices, or of every weight."""
+    lora, layout = config.lora, Layout.parse(config.layout)
+    rate = config.learning_rate or (LORA_RATE if lora else FULL_RATE)
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, rate, max(config.steps // 10, 1), max(config.steps, 2)
+    )
+    return make_train_step(
+        lora.model(loaded.model) if lora else loaded.model,
+        optax.adamw(schedule),
+        layout,
+        devices=jax.devices()[: layout.num_devices],
+        max_grad_norm=1.0,
+    )
+
+
+def first_state(
+    config: FinetuneConfig, loaded: Loaded, step: TrainStep, checkpoints: Checkpoints
+) -> TrainState:
+    """The model as it is in its files, or as the run left it.
+
+    Raises:
+        InputError: There is a checkpoint, and nobody said what to do with it.
+    """
+    if checkpoints.latest_step is not None:
+        if not config.resume:
+            raise InputError(
+                f"{str(config.out)!r} holds a run at step {checkpoints.latest_step}; "
+                "add --resume to go on with it, or name another --out"
+            )
+        return checkpoints.restore(step.state_shapes, step.shardings)
+    if config.lora is None:
+        values, state = loaded.params, loaded.model_state
+        return step.init(config.seed, params=values, model_state=state)
+    state = config.lora.state(loaded.model, loaded.params, loaded.model_state)
+    return step.init(config.seed, model_state=state)
+
+
+def trained(
+    config: FinetuneConfig,
+    step: TrainStep,
+    state: TrainState,
+    train: Any,
+    held_out: Any,
+) -> TrainState:
+    """The state after the steps that are left, each on rows of its own number."""
+    order = mixed([train], seed=config.seed)
+    batches = ordered_batches(order, global_batch=config.global_batch)
+    for number in range(int(state.step), config.steps):
+        start = time.perf_counter()
+        state, metrics = step(state, batches(number))
+        loss = float(metrics["loss"])
+        seconds = time.perf_counter() - start
+        print(f"step {number + 1}: loss {loss:.4f}, {seconds:.2f} s", flush=True)
+        done = number + 1
+        if done % config.validate_every == 0 and done < config.steps:
+            validate(config, step, state, held_out)
+    return state
+
+
+def validate(
+    config: FinetuneConfig, step: TrainStep, state: TrainState, rows: Any
+) -> float:
+    """Mean loss per token that counts, over the first of held-out rows."""
+    loss_sum = weight_sum = 0.0
+    num = -(-min(config.validation_rows, len(rows)) // config.global_batch)
+    for _, batch in zip(
+        range(num), padded_batches(rows, config.global_batch), strict=False
+    ):
+        loss, weight = step.evaluate(state, batch)
+        loss_sum, weight_sum = loss_sum + float(loss), weight_sum + float(weight)
+    mean = loss_sum / max(weight_sum, 1.0)
+    print(f"step {int(state.step)}: validation loss {mean:.4f}", flush=True)
+    return mean
+
+
+def described(
+    config: FinetuneConfig, loaded: Loaded, step: TrainStep
+) -> dict[str, Any]:
+    """What the checkpoint says of its run; `meshpar export` and `generate` read it."""
+    lora = config.lora
+    said = {
+        "from_weights": str(config.from_weights.absolute()),
+        "model_sizes": dataclasses.asdict(loaded.config),
+        "lora": None if lora is None else dataclasses.asdict(lora),
+        "layout": str(step.layout),
+        "seed": config.seed,
+        "steps": config.steps,
+        "global_batch": config.global_batch,
+        "seq": config.seq,
+    }
+    if loaded.tokenizer_file is not None:
+        said["tokenizer"] = str(loaded.tokenizer_file.absolute())
+    elif not isinstance(loaded.tokenizer, OfRun):
+        file = config.out / "tokenizer.json"
+        config.out.mkdir(parents=True, exist_ok=True)
+        tokenizer: Any = loaded.tokenizer
+        tokenizer.save(str(file))
+        said["tokenizer"] = str(file.absolute())
+    if loaded.stop_tokens:
+        said["eos"] = str(loaded.stop_tokens[0])
+    return said
+
+
+def _print_sizes(step: TrainStep, state: TrainState) -> None:
+    trained_, frozen = (
+        sum(x.size for x in jax.tree.leaves(tree))
+        for tree in (state.params, state.model_state)
+    )
+    print(f"{step.layout}: {trained_:,} values to train, {frozen:,} that stay")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,181 @@
+"""Fine-tuning lowers the loss of a model of others, and what it writes is merged."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from meshpar import InputError, make_train_step
+from meshpar.cli.main import main as command
+from meshpar.data.errors import DataError
+from meshpar.models.convert.chat_template import ChatTemplate, read_template
+from meshpar.models.convert.weights import read_weights
+from meshpar.models.convert.writing import write_weights
+from meshpar.models.presets import build_config, configure
+from meshpar.recipes.conversations import ConversationRows, read_conversations
+from meshpar.recipes.finetune import FinetuneConfig, finetune, main
+from meshpar.recipes.loaded import load
+from meshpar.train.checkpoint_arrays import read_arrays
+from tests.bpe import write_bpe
+
+pytest.importorskip("safetensors")
+pytest.importorskip("tokenizers")
+optax = pytest.importorskip("optax")
+
+TEMPLATE = (
+    "{% for one in messages %}<{{ one.role }}>{{ one.content }}{{ eos_token }}"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+SAID = [
+    {"role": "user", "content": "Who is there"},
+    {"role": "assistant", "content": "Nay answer me"},
+    {"role": "user", "content": "Long live the king"},
+    {"role": "assistant", "content": "Barnardo"},
+]
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory, small_text):
+    """A folder as transformers writes it, of random values."""
+    like = tmp_path_factory.mktemp("like")
+    write_bpe(like / "tokenizer.json", [small_text.read_text()])
+    (like / "tokenizer_config.json").write_text(
+        json.dumps({"chat_template": TEMPLATE, "eos_token": "<|endoftext|>"})
+    )
+    folder = tmp_path_factory.mktemp("theirs") / "model"
+    config = configure("test", vocab=300)
+    write_weights(folder, config, build_config(config).init(0), like=like)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(theirs, small_text, tmp_path_factory):
+    """A folder, and how its run ended."""
+    return finetune(
+        FinetuneConfig(
+            from_weights=theirs,
+            out=tmp_path_factory.mktemp("runs") / "run",
+            text=(small_text,),
+            layout="data=2,tensor=2",
+            rank=4,
+            steps=12,
+            seq=32,
+            global_batch=4,
+            validation_rows=4,
+            learning_rate=0.03,
+        )
+    )
+
+
+def test_the_loss_of_text_held_out_falls(run):
+    assert run.before == pytest.approx(np.log(300), rel=0.05)
+    assert run.after < run.before - 0.1
+
+
+def test_what_is_exported_is_merged(run, theirs, tmp_path):
+    assert command(["export", str(run.folder), "--to", str(tmp_path / "to")]) == 0
+    before, after = read_weights(theirs), read_weights(tmp_path / "to")
+    _, arrays = read_arrays(run.folder)
+    down = arrays["params"]["blocks"]["mlp"]["down"]
+    a, b = down["a"][...], down["b"][...]
+    assert a.shape == (2, 64, 4) and b.shape == (2, 4, 32) and np.abs(b).max() > 0
+    wanted = before.params["blocks"]["mlp"]["down"][...] + 16 / 4 * a @ b
+    found = after.params["blocks"]["mlp"]["down"][...]
+    np.testing.assert_allclose(found, wanted, atol=1e-6)
+    for path in ("token_embed", "final_norm.scale"):
+        one, other = before.params, after.params
+        for key in path.split("."):
+            one, other = one[key], other[key]
+        np.testing.assert_array_equal(one[...], other[...])
+    assert (tmp_path / "to" / "tokenizer.json").read_bytes()
+
+
+def test_a_run_generates_from_what_is_merged(run, theirs):
+    loaded = load(run.folder)
+    step = make_train_step(
+        loaded.model, optax.sgd(1.0), "data=1", devices=jax.devices()[:1]
+    )
+    tokens = np.arange(12).reshape(1, 12)
+    found = step.logits(step.init(params=loaded.params), tokens)
+    plain = step.logits(step.init(params=load(theirs).params), tokens)
+    assert np.abs(found - plain).max() > 1e-3
+    assert loaded.tokenizer.decode(loaded.tokenizer.encode("To be")) == "To be"
+
+
+def test_another_run_does_not_take_its_place(run, theirs, small_text, capsys):
+    words = ["--from", str(theirs), "--out", str(run.folder), "--rank", "4"]
+    words += ["--text", str(small_text), "--layout", "data=2,tensor=2", "--seq", "32"]
+    assert main(words) == 2
+    assert "holds a run at step 12; add --resume" in capsys.readouterr().err
+
+
+def test_only_what_the_assistant_says_counts(theirs):
+    tokenizer = load(theirs).tokenizer
+    rows = ConversationRows(
+        [SAID],
+        read_template(theirs),
+        lambda text: tokenizer.encode(text, add_special_tokens=False).ids,
+        seq=200,
+    )
+    row = rows[0]
+    assert row["tokens"].shape == row["weights"].shape == (200,)
+    counted = tokenizer.decode(
+        row["targets"][row["weights"] > 0], skip_special_tokens=False
+    )
+    assert counted == "Nay answer me<|endoftext|>Barnardo<|endoftext|>"
+
+
+def test_a_template_that_changes_what_was_said_is_refused():
+    growing = ChatTemplate("{{ messages | length }}{{ messages[0].content }}")
+    rows = ConversationRows([SAID], growing, lambda text: list(text.encode()), seq=9)
+    with pytest.raises(DataError, match="another text once it goes on"):
+        rows[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{}\n", "line 1: no 'messages'"),
+        ("no JSON\n", "line 1: no JSON"),
+        (json.dumps({"messages": SAID[:1]}), "the assistant says nothing"),
+        (json.dumps({"messages": SAID}), "has 1 conversations; give 2 or more"),
+    ],
+)
+def test_a_broken_file_of_conversations_is_named(tmp_path, text, said):
+    file = tmp_path / "chats.jsonl"
+    file.write_text(text)
+    with pytest.raises(DataError, match=said):
+        read_conversations(file)
+
+
+def test_options_that_cannot_be_are_named(theirs, tmp_path):
+    with pytest.raises(InputError, match="are both given"):
+        FinetuneConfig(from_weights=theirs, text=(tmp_path,), chat=tmp_path)
+    with pytest.raises(InputError, match="rank"):
+        FinetuneConfig(from_weights=theirs, rank=-1)
+
+
+def test_a_model_without_a_template_is_named(tmp_path):
+    with pytest.raises(InputError, match="has no chat template"):
+        read_template(tmp_path)
+
+
+@pytest.mark.slow
+def test_all_weights_learn_conversations(theirs, tmp_path):
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text("\n".join([json.dumps({"messages": SAID})] * 20))
+    found = finetune(
+        FinetuneConfig(
+            from_weights=theirs,
+            out=tmp_path / "run",
+            chat=chats,
+            layout="fsdp=2,stage=2,microbatches=2",
+            rank=0,
+            steps=8,
+            seq=64,
+            global_batch=4,
+            learning_rate=1e-2,
+        )
+    )
+    assert found.after < found.before / 2
