@@ -21,6 +21,7 @@ ASKED = {
     "loss_sum": ("all-reduce", "loss and weights summed over the global batch"),
     "batch_sum": ("all-reduce", "statistics of the global batch"),
     "gradient_norm": ("all-reduce", "global norm of the gradients"),
+    "input_gradient": ("all-reduce", "gradient of an input, from the ranks' shares"),
     "stage_forward": ("collective-permute", "activations to the next stage"),
     "stage_backward": ("collective-permute", "gradients to the stage before"),
     "embed_gather": ("all-gather", "embedding shared by the ranks, to the first stage"),
@@ -53,6 +54,13 @@ ASKED = {
     "context_heads": ("all-to-all", "a split sequence for split heads, or back"),
     "cache_softmax": ("all-reduce", "softmax over a sequence whose cache is split"),
     "last_stage": ("all-reduce", "the last stage's output, to every rank"),
+    "table_ids": ("any", "ids to the devices that hold their rows"),
+    "table_rows": ("all-to-all", "rows back to the devices that look them up"),
+    "table_row_gradients": ("all-to-all", "rows' gradients, to the holders"),
+    "table_rounds": ("all-reduce", "how much of the ids goes in a round"),
+    "table_replicas": ("all-gather", "ids and gradients of replicated tables' rows"),
+    "table_norms": ("all-reduce", "squares of gradients split by columns"),
+    "table_batch_gather": ("all-gather", "looked up rows, over the axes beside batch"),
     "token_sum": ("all-reduce", "loss and table's gradient over a split sequence"),
 }
 """What the library's own collectives are for: their kind, and words for the reason."""

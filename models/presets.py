@@ -11,6 +11,7 @@ from typing import Any
 from meshpar import InputError, Model
 from meshpar.layout import nearest
 from meshpar.models.convert.hf_config import config_from_json
+from meshpar.models.dlrm import DLRM
 from meshpar.models.encoder_decoder import ENCODER_DECODER
 from meshpar.models.family import Family
 from meshpar.models.gemma3 import GEMMA3
@@ -193,6 +194,7 @@ FAMILIES = (
     GEMMA3,
     VIT,
     ENCODER_DECODER,
+    DLRM,
 )
 """A new one is a file, with its presets, and a line here."""
 
