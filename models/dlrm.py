@@ -189,6 +189,7 @@ class DLRMEnds(nnx.Module):
 
     def logits(self, x: jax.Array, scope: Scope) -> jax.Array:
         """(batch, top width) -> fp32 (batch,), the log of the odds of a click."""
+        x = scope.constrain(x, _VECTORS)
         for dense in self.tail:
             x = jax.nn.relu(dense(x))
         return self.click(x)[:, 0].astype(jnp.float32)

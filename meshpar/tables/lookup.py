@@ -24,6 +24,7 @@ from meshpar.tables.stores import SPREAD, Store
 from meshpar.tables.table import ABSENT
 
 ROWS = "rows"
+_GATHERED = {"columns": "table_ids_gather", "replicated": "table_replicas"}
 Arrays = Mapping[str, jax.Array]
 
 
@@ -158,7 +159,7 @@ class LocalTables:
             return self._exchange(store, ids).looked_up(rows, codes)
         if store.kind == "replicated" or not self.shares.mesh_axes:
             return rows.at[codes].get(mode="fill", fill_value=0)
-        with asked("table_ids"):
+        with asked("table_ids_gather"):
             everyones = lax.all_gather(codes, self.shares.mesh_axes)
         parts = rows.at[everyones].get(mode="fill", fill_value=0)
         with asked("table_rows"):
@@ -180,8 +181,7 @@ class LocalTables:
             exchange = self._exchange(store, ids)
             return exchange.gradients_sent(codes, gradients, state, update)
         if axes:
-            name = "table_replicas" if store.kind == "replicated" else "table_ids"
-            with asked(name):
+            with asked(_GATHERED[store.kind]):
                 codes = lax.all_gather(codes, axes, tiled=True)
             gradients = self._columns(store, gradients)
         return update(state, codes, gradients)
