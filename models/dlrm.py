@@ -66,7 +66,9 @@ class DLRMConfig:
             widths = tuple(getattr(self, name))
             object.__setattr__(self, name, widths)
             if not all(isinstance(width, int) and width > 0 for width in widths):
-                raise InputError(f"{name}={widths}: each must be a whole number above 0")
+                raise InputError(
+                    f"{name}={widths}: each must be a whole number above 0"
+                )
         if self.bottom[-1:] != (self.dim,):
             raise InputError(
                 f"bottom={self.bottom} does not end in dim={self.dim}: its output "

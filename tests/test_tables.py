@@ -28,7 +28,9 @@ TABLES = (
     Table(name="day", rows=7, dim=16, bag=2),
 )
 FEATURES = {
-    feature: (table.name, table.pooling) for table in TABLES for feature in table.features
+    feature: (table.name, table.pooling)
+    for table in TABLES
+    for feature in table.features
 }
 MIXED = dict(zip([table.name for table in TABLES], KINDS, strict=True))
 SIZES = dict(features=5, bottom=(8, 16), top_width=16)

@@ -9,7 +9,8 @@ import jax
 import numpy as np
 
 from meshpar.errors import InputError
-from meshpar.tables.stores import Member, Store
+from meshpar.tables.ids import positions
+from meshpar.tables.stores import SPREAD, Member, Store
 
 HostTables = dict[str, dict[str, np.ndarray]]
 
@@ -60,6 +61,41 @@ def stored_tables(
                 whole[places] = values
             found[store.name][name] = jax.device_put(whole, sharding)
     return found
+
+
+def rows_looked_up(stores: Sequence[Store], batch: Mapping[str, Any]) -> np.ndarray:
+    """Rows that each device looks up for a batch, (devices,).
+
+    Of each share of the examples every id counts once; of a store that is split by
+    columns a device looks up its part of each row, which counts as that part.
+
+    Args:
+        stores: What holds the tables.
+        batch: Ids of the global batch, on the host.
+    """
+    num_devices = stores[0].num_devices
+    found = np.zeros(num_devices)
+    for store in stores:
+        codes = _codes(store, batch)
+        for device, own in enumerate(np.array_split(codes, num_devices)):
+            distinct = np.unique(own[own < store.num_codes])
+            if store.kind == SPREAD:
+                found += np.bincount(distinct // store.rows, minlength=num_devices)
+            elif store.kind == "columns":
+                found += len(distinct) / num_devices
+            else:
+                found[device] += len(distinct)
+    return found
+
+
+def _codes(store: Store, batch: Mapping[str, Any]) -> np.ndarray:
+    """(examples, ids of a store's features)."""
+    codes, _ = positions(store, batch)
+    shapes = [np.shape(batch[feature]) for feature, _ in store.features]
+    ends = np.cumsum([examples * bag for examples, bag in shapes])[:-1]
+    parts = np.split(np.asarray(codes), ends)
+    pairs = zip(parts, shapes, strict=True)
+    return np.concatenate([part.reshape(shape) for part, shape in pairs], axis=1)
 
 
 def _fetched(array: Any) -> np.ndarray:

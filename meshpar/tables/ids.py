@@ -74,8 +74,8 @@ def _check_array(table: Table, feature: str, batch: Mapping[str, Any]) -> None:
     shape = np.shape(batch[feature])
     if len(shape) != 2 or shape[1] != table.bag:
         raise InputError(
-            f"batch[{feature!r}] has shape {shape}, but table {table.name!r} takes bags "
-            f"of {table.bag} ids: give it (examples, {table.bag}), {ABSENT} for none"
+            f"batch[{feature!r}] has shape {shape}, but table {table.name!r} takes "
+            f"bags of {table.bag}: give it (examples, {table.bag}), {ABSENT} for none"
         )
 
 
@@ -92,7 +92,9 @@ def positions(
         weight = jnp.where(absent, 0.0, weight)
         if table.pooling == "mean":
             total = jnp.sum(weight, axis=1, keepdims=True)
-            weight = jnp.where(total == 0, 0.0, weight / jnp.where(total == 0, 1, total))
+            weight = jnp.where(
+                total == 0, 0.0, weight / jnp.where(total == 0, 1, total)
+            )
         codes.append(jnp.where(absent, store.num_codes, store.codes(member, rows)))
         weights.append(jnp.where(outside, jnp.nan, weight))
     flat = [jnp.concatenate([one.ravel() for one in many]) for many in (codes, weights)]

@@ -222,10 +222,10 @@ class LocalTables:
             count=count,
             mean_square=self._mean_square(store),
         )
-        new = {ROWS: new, **slots}
+        written = {ROWS: new, **slots}
         return {
             name: array.at[rows].set(
-                new[name], mode="drop", unique_indices=True, indices_are_sorted=True
+                written[name], mode="drop", unique_indices=True, indices_are_sorted=True
             )
             for name, array in state.items()
         }
@@ -246,9 +246,7 @@ class LocalTables:
         return Exchange.of(store, self.shares.mesh_axes, examples, len(ids.codes))
 
 
-def _pooled(
-    store: Store, batch: Arrays, weighted: jax.Array
-) -> dict[str, jax.Array]:
+def _pooled(store: Store, batch: Arrays, weighted: jax.Array) -> dict[str, jax.Array]:
     """Feature -> (examples, dim): sums over its bags of weighted rows of positions."""
     found, at = {}, 0
     for feature, _ in store.features:

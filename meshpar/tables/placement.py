@@ -1,7 +1,7 @@
 """Which device holds what of each table: chosen, or as asked; and every device's load.
 
     replicated   rows that all devices of a step may look up anyway
-    row_wise     more bytes than an even share of all tables: no one device could
+    row_wise     a twentieth of a device's even share of all bytes, or more
     table_wise   all others, the heaviest first, each on the device that has least
 
 A device's load is the larger of its shares of all bytes and of all lookups.
@@ -27,6 +27,9 @@ from meshpar.tables.table import (
 
 SMALL_BYTES = 2**20
 """Tables up to this are replicated: about what a step sends of one anyway."""
+
+ROW_WISE_SHARE = 0.05
+"""Of an even share of all bytes: so much a whole table may make a device fuller."""
 
 AUTO = "auto"
 
@@ -152,9 +155,7 @@ def placements_of(
     devices = _spread(tables, kinds, num_devices, row_bytes)
     return Placements(
         placed=tuple(
-            Placed(
-                table=table, kind=kinds[table.name], device=devices.get(table.name)
-            )
+            Placed(table=table, kind=kinds[table.name], device=devices.get(table.name))
             for table in tables
         ),
         num_devices=num_devices,
@@ -180,7 +181,8 @@ def _asked(tables: Sequence[Table], asked: str | Mapping[str, str]) -> dict[str,
 def _kind(num_bytes: float, total: float, num_devices: int) -> str:
     if num_bytes <= SMALL_BYTES:
         return REPLICATED
-    return ROW_WISE if num_bytes > total / num_devices / 2 else TABLE_WISE
+    share = total / num_devices
+    return ROW_WISE if num_bytes > ROW_WISE_SHARE * share else TABLE_WISE
 
 
 def _check_columns(

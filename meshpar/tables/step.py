@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import numpy as np
@@ -13,15 +14,24 @@ from jax.sharding import Mesh
 from meshpar.audit.subject import Subject
 from meshpar.errors import InputError
 from meshpar.rules.sharding import born_sharded
-from meshpar.tables.host import host_tables
+from meshpar.tables.host import host_tables, rows_looked_up
 from meshpar.tables.ids import check_ids
 from meshpar.tables.placement import Placements
-from meshpar.tables.programs import TABLES, TableFunctions, joined
+from meshpar.tables.portable import (
+    portable,
+    portable_orders,
+    portable_shapes,
+    portable_shardings,
+    stored,
+)
+from meshpar.tables.programs import TABLES, TableFunctions
 from meshpar.tables.tables import EmbeddingTables
 from meshpar.train.batch_placement import BatchPlacement
-from meshpar.train.layer_order import LayerOrder
 from meshpar.train.state import TrainState, check_not_donated, without_optimizer
 from meshpar.train.step import TrainStep, batch_structs
+
+if TYPE_CHECKING:
+    from meshpar.train.checkpoint import Checkpoints
 
 Batch = Mapping[str, Any]
 
@@ -112,14 +122,6 @@ class TableStep:
         """Shape and dtype of every array of the state."""
         return self.functions.state_shapes
 
-    @property
-    def layer_orders(self) -> TrainState:
-        """Where the layers of every array of the state lie, for `Checkpoints`."""
-        of_tables = jax.tree.map(
-            lambda _: LayerOrder(), self.state_shapes.model_state[TABLES]
-        )
-        return joined(self.dense.layer_orders, of_tables)
-
     def init(self, seed: int = 0) -> TrainState:
         """The first state, a function of `seed`; born in shards.
 
@@ -173,6 +175,43 @@ class TableStep:
     def host_tables(self, state: TrainState) -> dict[str, dict[str, np.ndarray]]:
         """Table -> its `rows`, and its optimizer's state of each, whole on the host."""
         return host_tables(self.functions.stores, state.model_state[TABLES])
+
+    def rows_looked_up(self, batch: Batch) -> np.ndarray:
+        """Rows that each device looks up for a batch on the host, (devices,)."""
+        check_ids(self.tables.tables, batch)
+        return rows_looked_up(self.functions.stores, batch)
+
+    def checkpoints(self, directory: Path, **options: Any) -> Checkpoints:
+        """Checkpoints that any layout and placement of the same tables resumes.
+
+        `save(step.portable(state), run)` writes one; `step.restored(checkpoints)` reads
+        the newest. All tables pass through the host's memory.
+
+        Args:
+            directory: Where they lie.
+            options: As of `meshpar.train.checkpoint.Checkpoints`.
+        """
+        from meshpar.train.checkpoint import Checkpoints  # Orbax, which takes a while
+
+        orders = portable_orders(self.functions)
+        return Checkpoints(directory, layer_orders=orders, **options)
+
+    def portable(self, state: TrainState) -> TrainState:
+        """The state with tables as no placement has them (`meshpar.tables.portable`).
+
+        Raises:
+            InputError: Other processes hold a part of the tables.
+        """
+        return portable(self.functions, state)
+
+    def restored(self, checkpoints: Checkpoints) -> TrainState:
+        """The newest state of `checkpoints`, laid out for this step.
+
+        Raises:
+            CheckpointError: There is none, or it is of another model or other tables.
+        """
+        to = portable_shapes(self.functions), portable_shardings(self.functions)
+        return stored(self.functions, checkpoints.restore(*to))
 
     def compile(self, batch: Batch) -> jax.stages.Compiled:
         """The compiled step for a batch's shapes; arrays or `jax.ShapeDtypeStruct`s."""

@@ -93,7 +93,9 @@ class Store:
         """Values of a row that a device has."""
         return self.dim // (self.num_devices if self.kind == "columns" else 1)
 
-    def spec(self, mesh_axes: tuple[str, ...], *, of_row: bool = False) -> PartitionSpec:
+    def spec(
+        self, mesh_axes: tuple[str, ...], *, of_row: bool = False
+    ) -> PartitionSpec:
         """How an array of a vector, or a number, a row lies over the mesh."""
         if self.kind == SPREAD:
             return PartitionSpec(mesh_axes)
