@@ -64,6 +64,12 @@ def model_optimizer():
     return optax.adamw(3e-3, eps=1e-3)
 
 
+@functools.cache
+def made(layout, optimizer, layers):
+    """A step of mixed placements, compiled once."""
+    return step_of(layout, optimizer, MIXED, top_layers=layers)
+
+
 def step_of(layout, optimizer, placement, preset="tiny-dlrm", **sizes):
     layout = Layout.parse(layout)
     dense = make_train_step(
@@ -126,7 +132,7 @@ def check_equal(step, optimizer, layers):
     ],
 )
 def test_tables_of_every_placement_train_as_dense_ones(optimizer, layout):
-    check_equal(step_of(layout, optimizer, MIXED, top_layers=2), optimizer, 2)
+    check_equal(made(layout, optimizer, 2), optimizer, 2)
 
 
 @pytest.mark.slow
@@ -149,3 +155,38 @@ def test_tables_train_beside_the_stages_of_a_pipeline(layout, layers):
     optimizer = "RowwiseAdagrad"
     step = step_of(layout, optimizer, MIXED, top_layers=layers)
     check_equal(step, optimizer, layers)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_goes_on_under_another_placement_and_layout(tmp_path):
+    """As if it had never stopped, on as many devices and on fewer."""
+    first = made("data=2,fsdp=2,tensor=2", "LazyAdam", 2)
+    state = first.init(3)
+    for batch in batches()[:2]:
+        state, _ = first(state, batch)
+    with first.checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(first.portable(state), {})
+    state, metrics = first(state, batches()[2])
+    for layout, placement in (("fsdp=8", "row_wise"), ("data=1", "replicated")):
+        then = step_of(layout, "LazyAdam", placement, top_layers=2)
+        with then.checkpoints(tmp_path) as checkpoints:
+            found, again = then(then.restored(checkpoints), batches()[2])
+        np.testing.assert_allclose(again["loss"], metrics["loss"], rtol=1e-6)
+        tables = then.host_tables(found)
+        for name, table in first.host_tables(state).items():
+            for kind, values in table.items():
+                np.testing.assert_allclose(tables[name][kind], values, atol=1e-6)
+
+
+def test_a_step_that_is_not_finite_leaves_the_tables_as_they_are():
+    step = made("data=2,fsdp=2,tensor=2", "RowwiseAdagrad", 2)
+    state = step.init(3)
+    before = step.host_tables(state)
+    outside = step.place(batches()[0])
+    # An id outside of its table, on a device, where nobody has looked at it.
+    outside["user"] = outside["user"].at[0].set(57)
+    state, metrics = step(state, outside)
+    assert np.isnan(metrics["loss"]) and metrics["skipped"] == 1
+    for name, table in step.host_tables(state).items():
+        for kind, values in table.items():
+            np.testing.assert_array_equal(values, before[name][kind])

@@ -17,6 +17,7 @@ from tests.zoo.experts import SOFT_EXPERTS, TWO_GROUPS
 from tests.zoo.language import GPT2, LLAMA
 from tests.zoo.plain import MAX_NORM, SEED, STEPS, Run, optimizer, train
 from tests.zoo.ranks import IMAGES, VECTORS
+from tests.zoo.recommendation import DLRM
 from tests.zoo.sequence import SEQUENCE
 from tests.zoo.translation import ENCODER_DECODER
 from tests.zoo.vision import VIT
@@ -36,6 +37,7 @@ ZOO = {
     "waves": WAVES,
     "vectors": VECTORS,
     "images": IMAGES,
+    "dlrm": DLRM,
 }
 
 BOUND = 1e-5

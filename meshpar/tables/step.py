@@ -16,6 +16,7 @@ from meshpar.errors import InputError
 from meshpar.rules.sharding import born_sharded
 from meshpar.tables.host import host_tables, rows_looked_up
 from meshpar.tables.ids import check_ids
+from meshpar.tables.memory import TableMemory, predicted_memory
 from meshpar.tables.placement import Placements
 from meshpar.tables.portable import (
     portable,
@@ -218,6 +219,14 @@ class TableStep:
         with self._mesh_set():
             shapes = self.state_shapes, batch_structs(batch)
             return self._update.lower(*shapes).compile()
+
+    def predicted_memory(self, batch: Batch) -> TableMemory:
+        """Bytes of a device by arithmetic, nothing compiled (`meshpar.tables.memory`).
+
+        Args:
+            batch: Of the global batch; arrays or their shapes.
+        """
+        return predicted_memory(self.functions, batch)
 
     def audit_subject(self, *arguments: Any, platform: str | None = None) -> Subject:
         """What `meshpar.audit` compiles and explains; see there.
