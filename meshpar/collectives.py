@@ -55,7 +55,10 @@ ASKED = {
     "cache_softmax": ("all-reduce", "softmax over a sequence whose cache is split"),
     "last_stage": ("all-reduce", "the last stage's output, to every rank"),
     "table_ids": ("all-to-all", "ids to the devices that hold their rows"),
-    "table_ids_gather": ("all-gather", "ids to all devices, of tables split by columns"),
+    "table_ids_gather": (
+        "all-gather",
+        "ids to all devices, of tables split by columns",
+    ),
     "table_rows": ("all-to-all", "rows back to the devices that look them up"),
     "table_row_gradients": ("all-to-all", "rows' gradients, to the holders"),
     "table_rounds": ("all-reduce", "how much of the ids goes in a round"),

@@ -36,9 +36,7 @@ from meshpar.parallel.scopes import Scopes
 from meshpar.parallel.sequence import outputs_in_order, tokens_at_hand
 from meshpar.parallel.zero import Stored, is_stored
 
-Found = tuple[
-    jax.Array, dict[str, jax.Array], Params, Params, dict[str, jax.Array]
-]
+Found = tuple[jax.Array, dict[str, jax.Array], Params, Params, dict[str, jax.Array]]
 """Mean loss, more metrics, gradients as the optimizer has them, model state, and
 gradients of the inputs that have one."""
 

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshpar.model.parameter import Params
 from meshpar.collectives import asked
+from meshpar.model.parameter import Params
 from meshpar.parallel.data import reduce_gradients
 from meshpar.parallel.mean_loss import scaled
 from meshpar.parallel.pipeline.ends import STAGE
