@@ -45,7 +45,7 @@ def test_a_shape_that_makes_no_sense_is_refused(changes, match):
 
 
 def test_the_benchmarks_model_has_as_many_parameters_as_its_widths_say():
-    """MLPerf Training 3.0: 512-256-128, three crosses of rank 512, 1024-1024-512-256-1."""
+    """MLPerf Training 3.0: 512-256-128, 3 crosses of rank 512, 1024-1024-512-256-1."""
     widths = [(13, 512), (512, 256), (256, 128), (27 * 128, 1024), (1024, 1024)]
     widths += [(1024, 512), (512, 256), (256, 1)]
     dense = sum((below + 1) * above for below, above in widths)

@@ -56,7 +56,8 @@ class PipelineProgram:
     def loss_and_gradients(self, *of: Any) -> Found:
         """Mean loss, more metrics, gradients laid out as the states, model state.
 
-        And the gradient of each input that has one. Arguments as for `LocalProgram.loss_and_gradients`.
+        And the gradient of each input that has one. Arguments as for
+        `LocalProgram.loss_and_gradients`.
         """
         placement = self.placement
         model = placement.model
