@@ -68,7 +68,7 @@ def test_movielens_is_read_where_it_lies(tmp_path, monkeypatch):
     "words, match",
     [
         ("--layout data=-1", "give every mesh axis a size"),
-        ("--layout data=4,context=2", "leave sync_every and context out"),
+        ("--layout data=8,sync_every=2", "leave sync_every and context out"),
         ("--global-batch 3 --layout data=8", "3 examples, which do not divide over 8"),
     ],
 )
