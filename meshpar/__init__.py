@@ -54,6 +54,7 @@ _HOMES = {
     "batch_shapes": "meshpar.model.tracing",
     "born_sharded": "meshpar.rules.sharding",
     "default_rules": "meshpar.rules.presets",
+    "embedding_tables": "meshpar.tables.tables",
     "from_nnx": "meshpar.model.nnx",
     "generate": "meshpar.generation.generate",
     "initial_key": "meshpar.model.values",
@@ -97,6 +98,7 @@ if TYPE_CHECKING:
     from meshpar.rules.rules import Rules
     from meshpar.rules.sharding import born_sharded, nnx_shardings, tree_shardings
     from meshpar.rules.table import RuleError
+    from meshpar.tables.tables import embedding_tables
     from meshpar.topology import Topology, TopologyWarning
     from meshpar.train.make_step import make_train_step
     from meshpar.train.memory_report import MemoryReport, memory_report
@@ -169,6 +171,7 @@ __all__ = [
     "batch_shapes",
     "born_sharded",
     "default_rules",
+    "embedding_tables",
     "emulate",
     "from_nnx",
     "generate",

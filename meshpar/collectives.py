@@ -21,6 +21,7 @@ ASKED = {
     "loss_sum": ("all-reduce", "loss and weights summed over the global batch"),
     "batch_sum": ("all-reduce", "statistics of the global batch"),
     "gradient_norm": ("all-reduce", "global norm of the gradients"),
+    "input_gradient": ("all-reduce", "gradient of an input, from the ranks' shares"),
     "stage_forward": ("collective-permute", "activations to the next stage"),
     "stage_backward": ("collective-permute", "gradients to the stage before"),
     "embed_gather": ("all-gather", "embedding shared by the ranks, to the first stage"),
@@ -57,6 +58,17 @@ ASKED = {
     "triangle": ("all-to-all", "asked by a triangle: pairs split otherwise, or back"),
     "triangle_bias": ("all-gather", "asked by a triangle: some of all pairs' bias"),
     "grid_halo": ("collective-permute", "asked by a convolution: halo of the grid"),
+    "table_ids": ("all-to-all", "ids to the devices that hold their rows"),
+    "table_ids_gather": (
+        "all-gather",
+        "ids to all devices, of tables split by columns",
+    ),
+    "table_rows": ("all-to-all", "rows back to the devices that look them up"),
+    "table_row_gradients": ("all-to-all", "rows' gradients, to the holders"),
+    "table_rounds": ("all-reduce", "how much of the ids goes in a round"),
+    "table_replicas": ("all-gather", "ids and gradients of replicated tables' rows"),
+    "table_norms": ("all-reduce", "squares of gradients split by columns"),
+    "table_batch_gather": ("all-gather", "looked up rows, over the axes beside batch"),
     "token_sum": ("all-reduce", "loss and table's gradient over a split sequence"),
 }
 """What the library's own collectives are for: their kind, and words for the reason."""

@@ -13,6 +13,7 @@ from meshpar.layout import nearest
 from meshpar.models.afno import AFNO
 from meshpar.models.convert.hf_config import config_from_json
 from meshpar.models.dit import DIT
+from meshpar.models.dlrm import DLRM
 from meshpar.models.encoder_decoder import ENCODER_DECODER
 from meshpar.models.family import Family
 from meshpar.models.gemma3 import GEMMA3
@@ -201,6 +202,7 @@ FAMILIES = (
     ENCODER_DECODER,
     UNET3D,
     DIT,
+    DLRM,
 )
 """A new one is a file, with its presets, and a line here."""
 

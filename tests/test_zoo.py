@@ -18,6 +18,7 @@ from tests.zoo.experts import SOFT_EXPERTS, TWO_GROUPS
 from tests.zoo.language import GPT2, LLAMA
 from tests.zoo.plain import MAX_NORM, SEED, STEPS, Run, optimizer, train
 from tests.zoo.ranks import IMAGES, VECTORS
+from tests.zoo.recommendation import DLRM
 from tests.zoo.sequence import SEQUENCE
 from tests.zoo.translation import ENCODER_DECODER
 from tests.zoo.vision import VIT
@@ -38,6 +39,7 @@ ZOO = {
     "vectors": VECTORS,
     "images": IMAGES,
     "dit": DIT,
+    "dlrm": DLRM,
 }
 
 BOUND = 1e-5

@@ -55,10 +55,12 @@ class Input:
         below: Integers are from 0 to below this; not known when absent. Checked where
             the array is NumPy's; one on a device is not fetched for it.
         is_weight: Whether it says how much each of its elements counts in the loss.
+        has_gradient: Whether the step finds the loss's gradient of it, as of rows that
+            were looked up outside the model (`meshpar.tables`). `embed` alone reads it.
 
     Raises:
         InputError: The example does not come first, there is no such kind, or not a
-            size for each dim.
+            size for each dim, or a gradient is asked of what is not `float`.
 
     Example:
         >>> Input(("batch", "seq"), "int").dim("seq")
@@ -71,6 +73,7 @@ class Input:
     shape: tuple[int | None, ...] | None = None
     below: int | None = None
     is_weight: bool = False
+    has_gradient: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.logical_axes, tuple | list):
@@ -91,6 +94,11 @@ class Input:
                 f"no kind {self.kind!r} of numbers; {nearest(self.kind, _DTYPES)}"
             )
 
+        if self.has_gradient and self.kind != "float":
+            raise InputError(
+                f"an input of kind {self.kind!r} has no gradient; make it 'float', or "
+                "leave has_gradient out"
+            )
         if self.shape is not None and len(self.shape) != len(self.logical_axes):
             raise InputError(
                 f"an input's shape {self.shape} has {len(self.shape)} sizes for the "
@@ -158,6 +166,13 @@ def default_inputs() -> Inputs:
         return getattr(importlib.import_module(module), name)
     except ModuleNotFoundError:
         return {}
+
+
+def apart(inputs: Inputs | None, batch: Mapping[str, Any]) -> tuple[dict, dict]:
+    """The arrays of a batch that have no gradient, and those that have one."""
+    names = {name for name, one in (inputs or {}).items() if one.has_gradient}
+    without = {name: array for name, array in batch.items() if name not in names}
+    return without, {name: batch[name] for name in batch if name in names}
 
 
 def logical_sizes(inputs: Inputs) -> tuple[str, ...]:

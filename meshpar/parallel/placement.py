@@ -95,7 +95,7 @@ class Placement:
         return self.on_shards(local, in_specs, out_specs)
 
     def on_training_state(self, local: Callable) -> Callable:
-        """`local` as in `on_state`, giving loss, metrics, gradients and model state.
+        """`local` as in `on_state`, giving what `found_specs` lists.
 
         Of replicas apart all of these have a leading dim of all of them, and so have
         the parameters and the state that it takes.
@@ -115,10 +115,10 @@ class Placement:
         return self.on_shards(of_replica, in_specs, tuple(out_specs))
 
     @property
-    def found_specs(self) -> tuple[Any, Any, Any, Any]:
-        """Specs of loss, metrics, gradients and model state, as `on_state` gives."""
+    def found_specs(self) -> tuple[Any, ...]:
+        """Specs of loss, metrics, gradients, model state and inputs' gradients."""
         of_state = self.manual_model_state_specs
-        return REPLICATED, REPLICATED, self.manual_state_specs, of_state
+        return REPLICATED, REPLICATED, self.manual_state_specs, of_state, BATCH
 
     def of_replicas(self, specs: Any) -> Any:
         """Specs of arrays with a leading dim of all replicas apart."""

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from meshpar.model.contract import BlockGroup, Stream
+from meshpar.model.inputs import apart
 from meshpar.model.parameter import Params
 from meshpar.model.sums import Sums
 from meshpar.parallel import prefetch
@@ -35,8 +36,9 @@ from meshpar.parallel.scopes import Scopes
 from meshpar.parallel.sequence import outputs_in_order, tokens_at_hand
 from meshpar.parallel.zero import Stored, is_stored
 
-Found = tuple[jax.Array, dict[str, jax.Array], Params, Params]
-"""Mean loss, more metrics, gradients as the optimizer has them, model state."""
+Found = tuple[jax.Array, dict[str, jax.Array], Params, Params, dict[str, jax.Array]]
+"""Mean loss, more metrics, gradients as the optimizer has them, model state, and
+gradients of the inputs that have one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +64,9 @@ class LocalProgram:
         step: jax.Array,
         seed: jax.Array,
     ) -> Found:
-        """Mean loss, more metrics, gradients laid out as the states, and model state.
+        """Mean loss, more metrics, gradients laid out as the states, model state.
+
+        And the gradient of each input that has one, split as the batch.
 
         Args:
             params: At rest, global.
@@ -111,7 +115,8 @@ class _Pass:
         ends: The ends' parameters.
         groups: The blocks' parameters as the loop takes them.
         state: The model's state.
-        known: What scopes are made of.
+        known: What scopes are made of, the batch without what has a gradient.
+        inputs: The arrays of the batch that have one.
     """
 
     placement: Placement
@@ -120,6 +125,7 @@ class _Pass:
     groups: list[Params]
     state: Params
     known: Known
+    inputs: dict[str, jax.Array]
 
     @classmethod
     def of(
@@ -137,21 +143,23 @@ class _Pass:
         own, order = tokens_at_hand(placement, batch, natural=natural)
         scopes = placement.scopes(training=training, order=order)
         model = placement.model
+        own, inputs = apart(model.inputs, own)
         known = {
             "batch": own,
             "examples": scopes.examples(batch),
             "random": random_key(seed, step),
         }
-        outside = scopes({**known, "state": model.split(state)[0]})
+        whole = {**known, "batch": {**own, **inputs}, "state": model.split(state)[0]}
+        outside = scopes(whole)
 
         def embed(weights: Params) -> Stream:
             return model.embed(weights, outside.batch, outside)
 
-        apart = prefetches(placement) and not any(group.enter for group in model.groups)
+        late = prefetches(placement) and not any(group.enter for group in model.groups)
         ends = Ends.of(
             model.split(placement.stored)[0],
             model.split(params)[0],
-            embed if apart else None,
+            embed if late else None,
         )
         return cls(
             placement=placement,
@@ -160,6 +168,7 @@ class _Pass:
             groups=placement.blocks_before_loop(params),
             state=state,
             known=known,
+            inputs=inputs,
         )
 
     def loss_and_gradients(self) -> Found:
@@ -182,18 +191,18 @@ class _Pass:
                 stack, residuals, dx, self.known, zeros, share, beside
             )
             more, *dx_of = vjp(dx)
-            dx = dx_of[0] if dx_of else None
+            dx = dx_of[0]
             ends = jax.tree.map(jnp.add, ends, more)
             blocks.insert(0, total)
         gradients = placement.reduce(self.ends.scattered(ends, beside), blocks)
         statistics = summed_statistics(placement, stacks, sums)
         state = updated_state(placement.model, self.state, statistics)
         metrics = metrics_of(weight_sum, sums_by_name(auxiliary))
-        return loss_sum * share, metrics, gradients, state
+        return loss_sum * share, metrics, gradients, state, dx
 
     def hidden(self) -> tuple[Params, Stream]:
         """The ends' parameters for use, and the last block's output."""
-        x, beside = None, self.ends.late_shards
+        x, beside = self.inputs, self.ends.late_shards
         early = self.ends.gather_early()
         weights = self.ends.joined(early)
         for at, (group, stack) in enumerate(self._stacks()):
@@ -215,15 +224,12 @@ class _Pass:
         return self.scopes({**self.known, "state": ends})
 
     def _forward(self) -> tuple:
-        x, vjps, stacks, sums, kept, checked = None, [], [], [], [], []
+        x, vjps, stacks, sums, kept, checked = self.inputs, [], [], [], [], []
         early, beside = self.ends.gather_early(), self.ends.late_shards
         weights = self.ends.joined(early)
         for at, (group, stack) in enumerate(self._stacks()):
             entered = self._entered(at, group)
-            given = (weights,) if at == 0 else (weights, x)
-            x, vjp = jax.vjp(
-                lambda weights, x=None, run=entered: run(weights, x), *given
-            )
+            x, vjp = jax.vjp(entered, weights, x)
             checked.append((stack, x))
             x, of_group, residuals, beside = _run_keeping(stack, x, self.known, beside)
             vjps.append(vjp)
@@ -235,15 +241,24 @@ class _Pass:
         return weights, x, vjps, stacks, sums, kept
 
     def _entered(self, at: int, group: BlockGroup) -> Callable[..., Stream]:
-        """(ends' parameters, stream of the group before) -> this group's stream."""
+        """(ends' parameters, stream of the group before) -> this group's stream.
+
+        Before the first group are the inputs that have a gradient.
+        """
         outside = self.outside
         if at == 0:
-            model = self.placement.model
-            return lambda weights, _: model.embed(weights, outside.batch, outside)
+            return self._embed
         enter = group.enter
         if enter is None:
             return lambda _, x: x
         return lambda weights, x: enter(weights, x, outside)
+
+    def _embed(self, weights: Params, inputs: dict[str, jax.Array]) -> Stream:
+        model = self.placement.model
+        ends, _ = model.split(self.state)
+        batch = {**self.known["batch"], **inputs}
+        scope = self.scopes({**self.known, "batch": batch, "state": ends})
+        return model.embed(weights, scope.batch, scope)
 
     def _stacks(self) -> list[tuple[BlockGroup, Stack]]:
         """Each group of blocks, and its layers."""

@@ -31,7 +31,7 @@ from meshpar.train.local_steps.metrics import of_replicas_here
 from meshpar.train.local_steps.step_count import StepCount
 from meshpar.train.local_steps.sync_program import SyncProgram, sync_notes
 from meshpar.train.state import TrainState, check_not_donated
-from meshpar.train.step_functions import Batch, Metrics
+from meshpar.train.step_functions import Batch, Metrics, StepFunctions
 from meshpar.train.step_options import StepOptions
 
 
@@ -288,6 +288,15 @@ class TrainStep:
             return self._programs.update.lower(*self._argument_shapes(batch)).compile()
 
     @property
+    def functions(self) -> StepFunctions:
+        """What the step computes, for programs that hold more than a model."""
+        return self._programs.functions
+
+    def for_absent(self, platform: str) -> TrainStep:
+        """The same step for absent devices of another platform."""
+        return TrainStep(self._for_absent(platform))
+
+    @property
     def gradient_program(self) -> GradientProgram:
         """Loss and gradients alone, for `meshpar.audit`."""
         return GradientProgram(self)
@@ -314,7 +323,7 @@ class TrainStep:
         """
         step = self
         if platform is not None:
-            step = TrainStep(self._for_absent(platform))
+            step = self.for_absent(platform)
         # JAX does not trace a jit with options of its own inside another.
         programs = replace(step._programs, compiler_options={})
         state, batch = step._argument_shapes(arguments[-1])

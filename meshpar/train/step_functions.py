@@ -95,15 +95,21 @@ class StepFunctions:
 
     def update(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """The next state, and scalars."""
+        return self.update_and_inputs(state, batch)[:2]
+
+    def update_and_inputs(
+        self, state: TrainState, batch: Batch
+    ) -> tuple[TrainState, Metrics, Batch]:
+        """`update`, and the gradient of each input that has one."""
         check_examples_first(self.model_as_given, batch)
         apart = take_out(self.model, state)
-        loss, more, gradients, model_state = self.program.loss_and_gradients(
+        loss, more, gradients, model_state, of_inputs = self.program.loss_and_gradients(
             apart.params, apart.model_state, batch, state.step, state.seed
         )
         apart, norm = self.apply_gradients(apart, loss, gradients, model_state)
         state = put_in(self.model, apart)
         metrics = {"loss": loss, "grad_norm": norm, **more}
-        return state, {**metrics, "skipped": state.skipped}
+        return state, {**metrics, "skipped": state.skipped}, of_inputs
 
     def loss_and_gradients(self, state: TrainState, batch: Batch) -> tuple:
         """Loss, more metrics and gradients."""

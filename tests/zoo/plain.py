@@ -113,7 +113,7 @@ def by_path(state):
     for path, leaf in nnx.to_flat_state(state):
         value = np.asarray(leaf.get_value())
         if path[0] == "ends":
-            found[".".join(path[1:])] = value
+            found[".".join(map(str, path[1:]))] = value
         else:
             group, _, *rest = path
             layers.setdefault(".".join([group, *rest]), []).append(value)

@@ -9,6 +9,7 @@ from typing import Any, cast
 import jax
 
 from meshpar.model.contract import BlockGroup, Stream
+from meshpar.model.inputs import apart
 from meshpar.model.parameter import Params
 from meshpar.model.scope import Scope
 from meshpar.parallel.block import Block, Known
@@ -60,7 +61,7 @@ class ModelFunctions:
         self, weights: Params, stream: Stream, known: Known, shares: Shares
     ) -> tuple[jax.Array, jax.Array]:
         """`Model.head` of a share."""
-        scope = self._scope(known, shares)
+        scope = self._scope(self._without_inputs(known), shares)
         return self.placement.model.loss_sums(weights, stream, scope.batch, scope)
 
     def outputs(
@@ -69,6 +70,7 @@ class ModelFunctions:
         """`Model.logits` of a share."""
         # `TrainStep.logits` refuses a model without.
         logits = cast(Callable[..., Any], self.placement.model.logits)
+        known = self._without_inputs(known)
         return logits(weights, stream, self._scope(known, shares))
 
     def blocks(self, arrangement: Arrangement) -> Sequence[Block]:
@@ -80,7 +82,7 @@ class ModelFunctions:
                 group,
                 stored=one_layer(stored[at]),
                 remat=self.remat,
-                make_scope=self.scopes,
+                make_scope=lambda known: self.scopes(self._without_inputs(known)),
                 padded=arrangement.padded(at),
             )
             for at, group in enumerate(model.groups)
@@ -121,12 +123,12 @@ class ModelFunctions:
         )
 
     def differentiated(self, known: Known) -> Any:
-        """A batch has no gradient."""
-        return ()
+        """The inputs that have a gradient."""
+        return apart(self.placement.model.inputs, known["batch"])[1]
 
     def with_differentiated(self, known: Known, part: Any) -> Known:
-        """The microbatch as it is."""
-        return known
+        """A microbatch with other values of them."""
+        return {**known, "batch": {**known["batch"], **part}}
 
     def scatter_ends(self, gradients: Params) -> Params:
         """As ZeRO adds them up."""
@@ -137,8 +139,13 @@ class ModelFunctions:
         if enter is None:
             return None
         return lambda weights, stream, known: enter(
-            weights, stream, self._scope(known, None)
+            weights, stream, self._scope(self._without_inputs(known), None)
         )
+
+    def _without_inputs(self, known: Known) -> Known:
+        """What all but `embed` see."""
+        batch, _ = apart(self.placement.model.inputs, known["batch"])
+        return {**known, "batch": batch}
 
     def _scope(self, known: Known, shares: Shares | None) -> Scope:
         """The scope outside the blocks, of this rank's share."""

@@ -16,6 +16,7 @@ import jax
 from meshpar.errors import InputError
 from meshpar.layout import BY_COST, Layout
 from meshpar.model.contract import Model
+from meshpar.model.inputs import apart
 from meshpar.model.parameter import Params
 from meshpar.parallel.mean_loss import metrics_of, random_key, safe_inverse
 from meshpar.parallel.model_state import sum_statistics, updated_state
@@ -23,7 +24,7 @@ from meshpar.parallel.pipeline.executor import Executor, Work
 from meshpar.parallel.pipeline.layer_costs import layer_costs
 from meshpar.parallel.pipeline.microbatches import Microbatches
 from meshpar.parallel.pipeline.model_functions import ModelFunctions
-from meshpar.parallel.pipeline.reduction import reduce_in_slices
+from meshpar.parallel.pipeline.reduction import reduce_in_slices, summed_inputs
 from meshpar.parallel.pipeline.schedule_choice import OwnSchedule, chosen_schedule
 from meshpar.parallel.pipeline.stages import (
     Arrangement,
@@ -53,9 +54,10 @@ class PipelineProgram:
     arrangement: Arrangement
 
     def loss_and_gradients(self, *of: Any) -> Found:
-        """Mean loss, more metrics, gradients laid out as the states, and model state.
+        """Mean loss, more metrics, gradients laid out as the states, model state.
 
-        Arguments as for `LocalProgram.loss_and_gradients`.
+        And the gradient of each input that has one. Arguments as for
+        `LocalProgram.loss_and_gradients`.
         """
         placement = self.placement
         model = placement.model
@@ -76,7 +78,10 @@ class PipelineProgram:
             )
             new_state = updated_state(model, of[1], statistics)
             metrics = metrics_of(weight_sum, sums_by_name(auxiliary))
-            return loss_sum * share, metrics, gradients, new_state
+            names = sorted(apart(model.inputs, of[2])[1])
+            of_inputs = merge(dict(zip(names, found.input_gradients, strict=True)))
+            of_inputs = summed_inputs(placement, of_inputs, share)
+            return loss_sum * share, metrics, gradients, new_state, of_inputs
 
         return placement.on_training_state(local)(*of)
 

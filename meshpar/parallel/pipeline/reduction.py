@@ -15,9 +15,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from meshpar.collectives import asked
 from meshpar.model.parameter import Params
 from meshpar.parallel.data import reduce_gradients
 from meshpar.parallel.mean_loss import scaled
+from meshpar.parallel.pipeline.ends import STAGE
 from meshpar.parallel.placement import Placement
 from meshpar.parallel.zero import gradient_after_loop, is_stored, reduce_scatter
 
@@ -75,6 +77,20 @@ def reduced_and_scaled(
     scattered = reduce_scatter(stored, gradients, gradient_after_loop)
     summed = reduce_gradients(stored, scattered, mesh_axes, **how)
     return scaled(summed, scale, jnp.float32)
+
+
+def summed_inputs(
+    placement: Placement, gradients: dict[str, jax.Array], scale: jax.Array
+) -> dict[str, jax.Array]:
+    """The inputs' gradients, scaled, of the shares that the ranks of `stage` have.
+
+    One all-reduce over `stage` of fp32, as many values as the inputs have on a device.
+    """
+    mesh_axes = placement.large((STAGE,))
+    if mesh_axes and gradients:
+        with asked("input_gradient"):
+            gradients = lax.psum(gradients, mesh_axes)
+    return scaled(gradients, scale, jnp.float32)
 
 
 def along_first_dim(reduced: Callable[[Any, Any], Any], stored: Any, tree: Any) -> Any:

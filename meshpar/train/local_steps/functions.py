@@ -120,7 +120,7 @@ class LocalStepFunctions:
         Nothing crosses `REPLICA_AXES`.
         """
         apart = take_out(self.model, state)
-        loss, more, gradients, found = self.replica.program.loss_and_gradients(
+        loss, more, gradients, found, _ = self.replica.program.loss_and_gradients(
             apart.params, apart.model_state, batch, state.step, state.seed
         )
         own, norm = jax.vmap(

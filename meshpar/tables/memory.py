@@ -1,0 +1,173 @@
+"""Memory of a step with tables by arithmetic, before anything is compiled.
+
+On a device, with `d` values a row, `u` different ids of its examples, `E` rows that it
+exchanges in a round (devices times room) and `v` arrays of a value for each value of a
+row (the rows, and an optimizer's moments), all in fp32:
+
+    states      the model's, and the tables' rows with their optimizer state
+    ids         16 bytes for each of its ids, from the lookup to the update
+    looking up  u d + 2 E d: rows found, asked for and come back
+    updating    u d + (3 + v) E d: gradients summed up, sent, received and summed over
+                devices, and old values
+    model       residuals of its backward for the examples in flight, its gradients
+
+and of the last three the largest, for they follow one another; the inputs' gradients
+lie beside the last. Which of a phase's arrays XLA keeps at once was read from programs
+compiled for H100s (jax 0.10.2, 2026-11-22).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from meshpar.model.contract import Model
+from meshpar.model.scope import Scope
+from meshpar.model.single import loss
+from meshpar.tables.exchange import Exchange
+from meshpar.tables.programs import TableFunctions, parts
+from meshpar.tables.stores import SPREAD, Store
+from meshpar.tables.tables import EmbeddingTables
+
+_VALUE_BYTES, _ID_BYTES = 4, 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableMemory:
+    """Bytes of one device.
+
+    Args:
+        model_bytes: The model's parameters and optimizer state.
+        table_bytes: The tables' rows and optimizer state.
+        batch_bytes: This device's part of a batch.
+        temp_bytes: The most of all that comes and goes.
+    """
+
+    model_bytes: int
+    table_bytes: int
+    batch_bytes: int
+    temp_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """All of them."""
+        states = self.model_bytes + self.table_bytes
+        return states + self.batch_bytes + self.temp_bytes
+
+
+def predicted_memory(
+    functions: TableFunctions, batch: Mapping[str, Any]
+) -> TableMemory:
+    """What a step takes on the fullest device.
+
+    Args:
+        functions: Of the step.
+        batch: Arrays of a global batch, or their shapes.
+    """
+    layout = functions.dense.placement.layout
+    dense, tables = parts(functions.state_shapes)
+    of_dense, of_tables = parts(functions.shardings)
+    own = {
+        name: jax.ShapeDtypeStruct(
+            (array.shape[0] // layout.batch_shards, *array.shape[1:]), array.dtype
+        )
+        for name, array in batch.items()
+    }
+    return TableMemory(
+        model_bytes=_local_bytes(dense, of_dense),
+        table_bytes=_local_bytes(tables, of_tables),
+        batch_bytes=sum(map(_bytes, own.values())),
+        temp_bytes=_temp_bytes(
+            functions, own, _local_bytes(dense.params, of_dense.params)
+        ),
+    )
+
+
+def _temp_bytes(
+    functions: TableFunctions, batch: Mapping[str, Any], param_bytes: int
+) -> int:
+    layout, mesh = functions.dense.placement.layout, functions.mesh
+    examples = _examples(batch)
+    beside = mesh.size // layout.batch_shards
+    own = -(-examples // beside)
+    phases = [_phases(store, functions.tables, own) for store in functions.stores]
+    ids = sum(_ID_BYTES * own * _lookups(store) for store in functions.stores)
+    rows = {
+        name: _row_shape(functions.tables, name) for name in functions.tables.outputs
+    }
+    of_inputs = sum(
+        _VALUE_BYTES * examples * math.prod(shape) for shape in rows.values()
+    )
+    in_flight = min(layout.stage, layout.microbatches) / layout.microbatches
+    kept = in_flight * _residual_bytes(functions.dense.model_as_given, batch, rows)
+    model = of_inputs + kept + param_bytes
+    most = [max(found[at] for found in phases) for at in (0, 1)]
+    return int(ids + max(most[0] + of_inputs, most[1] + of_inputs + param_bytes, model))
+
+
+def _phases(store: Store, tables: EmbeddingTables, examples: int) -> tuple[int, int]:
+    """Bytes of looking up in one store, and of updating it."""
+    positions = examples * _lookups(store)
+    distinct = min(positions, store.num_codes)
+    slots = tables.optimizer.slots.values()
+    of_value = 1 + sum(not slot.of_row for slot in slots)
+    if store.kind == SPREAD:
+        exchange = Exchange.of(store, ("all",), examples, distinct)
+        exchanged, width = store.num_devices * exchange.room, store.dim
+    else:
+        exchanged, width = store.num_devices * distinct, store.local_dim
+    row, part = _VALUE_BYTES * store.dim, _VALUE_BYTES * width
+    at_position = positions * row
+    look_up = distinct * row + max(2 * exchanged * part, at_position)
+    return look_up, distinct * row + (3 + of_value) * exchanged * part
+
+
+def _residual_bytes(
+    model: Model, batch: Mapping[str, Any], rows: Mapping[str, tuple[int, ...]]
+) -> int:
+    """What the backward of the model needs of its forward, parameters left out."""
+    examples = _examples(batch)
+    known = {name: batch[name] for name in model.known_inputs if name in batch}
+    known |= {
+        name: jax.ShapeDtypeStruct((examples, *shape), jnp.float32)
+        for name, shape in rows.items()
+    }
+    params = jax.eval_shape(model.init, 0)
+
+    def kept(params: Any, batch: Any) -> Any:
+        return jax.vjp(lambda p: loss(model, p, batch, Scope()), params)[1]
+
+    shapes = jax.tree.leaves(jax.eval_shape(kept, params, known))
+    own = {(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(params)}
+    return sum(_bytes(one) for one in shapes if (one.shape, one.dtype) not in own)
+
+
+def _row_shape(tables: EmbeddingTables, output: str) -> tuple[int, int]:
+    dims = {table.into: table.dim for table in tables.tables}
+    return len(tables.outputs[output]), dims[output]
+
+
+def _lookups(store: Store) -> int:
+    return sum(member.table.lookups for member in store.members)
+
+
+def _local_bytes(shapes: Any, shardings: Any) -> int:
+    pairs = zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings), strict=True)
+    return sum(
+        math.prod(sharding.shard_shape(one.shape)) * one.dtype.itemsize
+        for one, sharding in pairs
+    )
+
+
+def _bytes(one: Any) -> int:
+    return math.prod(one.shape) * one.dtype.itemsize
+
+
+def _examples(batch: Mapping[str, Any]) -> int:
+    """Examples of a batch."""
+    return next(iter(batch.values())).shape[0]

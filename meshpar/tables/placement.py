@@ -1,0 +1,241 @@
+"""Which device holds what of each table: chosen, or as asked; and every device's load.
+
+    replicated   rows that all devices of a step may look up anyway
+    row_wise     a twentieth of a device's even share of all bytes, or more
+    table_wise   all others, the heaviest first, each on the device that has least
+
+A device's load is the larger of its shares of all bytes and of all lookups.
+Reference: the greedy partitioner of Mudigere et al. 2022 ("Software-Hardware
+Co-design for Fast and Scalable Training of Deep Learning Recommendation Models"), 4.1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from meshpar.errors import InputError
+from meshpar.tables.table import (
+    COLUMN_WISE,
+    REPLICATED,
+    ROW_WISE,
+    TABLE_WISE,
+    Table,
+    check_kind,
+)
+
+SMALL_BYTES = 2**20
+"""Tables up to this are replicated: about what a step sends of one anyway."""
+
+ROW_WISE_SHARE = 0.05
+"""Of an even share of all bytes: so much a whole table may make a device fuller."""
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placed:
+    """Where a table lies.
+
+    Args:
+        table: It.
+        kind: One of `KINDS`.
+        device: Which device has it, where it is `table_wise`.
+    """
+
+    table: Table
+    kind: str
+    device: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """What one device has to hold and to do.
+
+    Args:
+        table_bytes: Rows and their optimizer state.
+        lookups: Rows that it looks up for an example of the global batch, on average,
+            every id counted; one of a part of each row counts as that part.
+    """
+
+    table_bytes: float
+    lookups: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placements:
+    """Where all tables lie.
+
+    Args:
+        placed: Of each table.
+        num_devices: Of all.
+        row_bytes: Table -> bytes of a row, its optimizer state included.
+    """
+
+    placed: tuple[Placed, ...]
+    num_devices: int
+    row_bytes: Mapping[str, float]
+
+    @property
+    def loads(self) -> tuple[Load, ...]:
+        """Of each device."""
+        found = [[0.0, 0.0] for _ in range(self.num_devices)]
+        for one in self.placed:
+            num_bytes = self.row_bytes[one.table.name] * one.table.rows
+            for device, of_device in enumerate(found):
+                share = _share(one, device, self.num_devices)
+                whole = one.kind == REPLICATED
+                of_device[0] += num_bytes * (1.0 if whole else share)
+                of_device[1] += one.table.lookups * share
+        return tuple(Load(table_bytes=size, lookups=times) for size, times in found)
+
+    @property
+    def imbalance(self) -> Load:
+        """The fullest device over the mean: 1 is even."""
+        return Load(
+            table_bytes=_over_mean([load.table_bytes for load in self.loads]),
+            lookups=_over_mean([load.lookups for load in self.loads]),
+        )
+
+    def __str__(self) -> str:
+        """A line for each table, one for each device, and how uneven they are."""
+        lines = [
+            f"table {one.table.name}: {one.table.rows:,} x {one.table.dim}, "
+            f"{one.table.rows * self.row_bytes[one.table.name] / 1e6:,.1f} MB, "
+            + (f"{one.kind} on {one.device}" if one.kind == TABLE_WISE else one.kind)
+            for one in self.placed
+        ]
+        lines += [
+            f"device {device}: {load.table_bytes / 1e6:,.1f} MB, "
+            f"{load.lookups:.2f} lookups an example"
+            for device, load in enumerate(self.loads)
+        ]
+        uneven = self.imbalance
+        return "\n".join(
+            [
+                *lines,
+                f"fullest over mean: {uneven.table_bytes:.2f} of the bytes, "
+                f"{uneven.lookups:.2f} of the lookups",
+            ]
+        )
+
+
+def placements_of(
+    tables: Sequence[Table],
+    num_devices: int,
+    row_bytes: Mapping[str, float],
+    asked: str | Mapping[str, str] = AUTO,
+) -> Placements:
+    """Where all tables lie.
+
+    Args:
+        tables: All of them.
+        num_devices: Of the mesh.
+        row_bytes: Table -> bytes of a row, its optimizer state included.
+        asked: A kind for all tables, one for each that is not chosen, or `auto`.
+
+    Raises:
+        InputError: There is no such table or kind, or columns do not divide.
+
+    Example:
+        >>> tables = [Table(name="user", rows=10**7, dim=64),
+        ...           Table(name="day", rows=7, dim=64)]
+        >>> found = placements_of(tables, 8, {"user": 260, "day": 260})
+        >>> [one.kind for one in found.placed]
+        ['row_wise', 'replicated']
+    """
+    kinds = _asked(tables, asked)
+    total = sum(table.rows * row_bytes[table.name] for table in tables)
+    for table in tables:
+        if kinds.get(table.name, AUTO) == AUTO:
+            num_bytes = table.rows * row_bytes[table.name]
+            kinds[table.name] = _kind(num_bytes, total, num_devices)
+    _check_columns(tables, kinds, num_devices)
+    devices = _spread(tables, kinds, num_devices, row_bytes)
+    return Placements(
+        placed=tuple(
+            Placed(table=table, kind=kinds[table.name], device=devices.get(table.name))
+            for table in tables
+        ),
+        num_devices=num_devices,
+        row_bytes=dict(row_bytes),
+    )
+
+
+def _asked(tables: Sequence[Table], asked: str | Mapping[str, str]) -> dict[str, str]:
+    names = [table.name for table in tables]
+    if isinstance(asked, str):
+        asked = dict.fromkeys(names, asked)
+    for name, kind in asked.items():
+        if name not in names:
+            raise InputError(
+                f"a placement is given for table {name!r}, but there are "
+                f"{', '.join(names)}; name one of them"
+            )
+        if kind != AUTO:
+            check_kind(kind, name)
+    return dict(asked)
+
+
+def _kind(num_bytes: float, total: float, num_devices: int) -> str:
+    if num_bytes <= SMALL_BYTES:
+        return REPLICATED
+    share = total / num_devices
+    return ROW_WISE if num_bytes > ROW_WISE_SHARE * share else TABLE_WISE
+
+
+def _check_columns(
+    tables: Sequence[Table], kinds: Mapping[str, str], num_devices: int
+) -> None:
+    for table in tables:
+        if kinds[table.name] == COLUMN_WISE and table.dim % num_devices:
+            raise InputError(
+                f"table {table.name!r} has dim={table.dim}, which does not divide over "
+                f"{num_devices} devices column by column; make it a multiple, or place "
+                f"the table {ROW_WISE}"
+            )
+
+
+def _spread(
+    tables: Sequence[Table],
+    kinds: Mapping[str, str],
+    num_devices: int,
+    row_bytes: Mapping[str, float],
+) -> dict[str, int]:
+    """Table -> its device, the heaviest table first, to the one that has least."""
+    own = [table for table in tables if kinds[table.name] == TABLE_WISE]
+    all_bytes = sum(table.rows * row_bytes[table.name] for table in own) or 1
+    all_lookups = sum(table.lookups for table in own) or 1
+
+    def shares(table: Table) -> tuple[float, float]:
+        num_bytes = table.rows * row_bytes[table.name]
+        return num_bytes / all_bytes, table.lookups / all_lookups
+
+    taken = [(0.0, 0.0)] * num_devices
+    found = {}
+    for table in sorted(own, key=lambda table: (-max(shares(table)), table.name)):
+        of_bytes, of_lookups = shares(table)
+
+        def after(
+            device: int, more: tuple[float, float] = (of_bytes, of_lookups)
+        ) -> tuple[float, float]:
+            both = [a + b for a, b in zip(taken[device], more, strict=True)]
+            return max(both), sum(both)
+
+        best = min(range(num_devices), key=after)
+        found[table.name] = best
+        taken[best] = (taken[best][0] + of_bytes, taken[best][1] + of_lookups)
+    return found
+
+
+def _share(one: Placed, device: int, num_devices: int) -> float:
+    """The part of a table's lookups that a device does."""
+    if one.kind == TABLE_WISE:
+        return float(one.device == device)
+    return 1 / num_devices
+
+
+def _over_mean(values: Sequence[float]) -> float:
+    mean = math.fsum(values) / len(values)
+    return max(values) / mean if mean else 1.0

@@ -1,0 +1,294 @@
+"""A training step with embedding tables: theirs and the model's in one program."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from meshpar.audit.subject import Subject
+from meshpar.errors import InputError
+from meshpar.rules.sharding import born_sharded
+from meshpar.tables.host import host_tables, rows_looked_up
+from meshpar.tables.ids import check_ids
+from meshpar.tables.memory import TableMemory, predicted_memory
+from meshpar.tables.placement import Placements
+from meshpar.tables.portable import (
+    portable,
+    portable_orders,
+    portable_shapes,
+    portable_shardings,
+    stored,
+)
+from meshpar.tables.programs import TABLES, TableFunctions
+from meshpar.tables.tables import EmbeddingTables
+from meshpar.train.batch_placement import BatchPlacement
+from meshpar.train.state import TrainState, check_not_donated, without_optimizer
+from meshpar.train.step import TrainStep, batch_structs
+
+if TYPE_CHECKING:
+    from meshpar.train.checkpoint import Checkpoints
+
+Batch = Mapping[str, Any]
+
+
+def with_tables(step: TrainStep, tables: EmbeddingTables) -> TableStep:
+    """The training step of a model whose inputs are looked up in tables.
+
+    One compiled program looks rows up by all-to-all, runs the model's forward and
+    backward under its layout, stages included, sends the rows' gradients back and
+    updates the touched rows in place. Nothing of the size of a table moves, or is
+    allocated. `max_grad_norm` and `grad_norm` are of the model's own parameters.
+
+    Args:
+        step: Of a model that declares what is looked up as an input with a gradient.
+        tables: The tables.
+
+    Raises:
+        InputError: The model does not take what is looked up, the layout has local
+            steps or splits sequences over `context`, or a placement does not fit.
+
+    Example:
+        >>> import jax.numpy as jnp, numpy as np, optax
+        >>> from meshpar import embedding_tables, make_train_step
+        >>> from meshpar.models.presets import build
+        >>> from meshpar.tables import SGD, Table, with_tables
+        >>> tables = embedding_tables(
+        ...     [Table(name=f"id{at}", rows=100, dim=16) for at in range(6)], SGD(0.1))
+        >>> dense = make_train_step(build("tiny-dlrm"), optax.adam(1e-3), "data=-1")
+        >>> step = with_tables(dense, tables)
+        >>> batch = {f"id{at}": np.zeros((8, 1), np.int32) for at in range(6)}
+        >>> batch |= {"numbers": np.ones((8, 4)), "clicks": np.ones(8)}
+        >>> state, metrics = step(step.init(0), batch)
+    """
+    if step.is_local or step.layout.context > 1:
+        raise InputError(
+            f"layout {str(step.layout)!r}: tables are updated once a step, and have no "
+            "sequence to split; leave sync_every and context out"
+        )
+    tables.check_model(step.model.known_inputs)
+    return TableStep(step, tables)
+
+
+class TableStep:
+    """A training step with tables; see `with_tables`.
+
+    Its state is a `TrainState` whose `model_state` holds the tables too.
+
+    Args:
+        step: Of the model.
+        tables: The tables.
+
+    Attributes:
+        dense: The model's own step.
+        tables: The tables.
+        layout: That of the model.
+        mesh: That of the model.
+    """
+
+    def __init__(self, step: TrainStep, tables: EmbeddingTables) -> None:
+        self.dense, self.tables = step, tables
+        self.layout, self.mesh = step.layout, step.mesh
+        self.functions = TableFunctions(dense=step.functions, tables=tables)
+        looked_up = tables.outputs
+        inputs = {
+            name: one
+            for name, one in step.model.known_inputs.items()
+            if name not in looked_up
+        }
+        self._batches = BatchPlacement(
+            inputs={**inputs, **tables.inputs},
+            check_sequences=lambda batch, partly: None,
+            layout=step.layout,
+            sharding=step.batch_sharding,
+        )
+
+    @property
+    def placements(self) -> Placements:
+        """Where every table lies, and every device's load; `print` it."""
+        return self.tables.placements(self.mesh.size)
+
+    @property
+    def shardings(self) -> TrainState:
+        """The sharding of every array of the state."""
+        return self.functions.shardings
+
+    @property
+    def state_shapes(self) -> TrainState:
+        """Shape and dtype of every array of the state."""
+        return self.functions.state_shapes
+
+    def init(self, seed: int = 0) -> TrainState:
+        """The first state, a function of `seed`; born in shards.
+
+        A table's first values are the same under any layout and placement.
+        """
+        with self._mesh_set():
+            return self._init(np.uint32(seed))
+
+    def __call__(
+        self, state: TrainState, batch: Batch
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        """One step of model and tables; `state` is donated and cannot be used again.
+
+        Args:
+            state: From `init` or an earlier step.
+            batch: The model's arrays, and each feature's ids, (examples, bag); of
+                several processes each gives its own rows.
+
+        Returns:
+            The new state, and scalars as a `TrainStep` returns.
+
+        Raises:
+            InputError: Shapes differ, an id is outside of its table, or the global
+                batch does not divide over the batch axes.
+        """
+        check_not_donated(state)
+        with self._mesh_set():
+            return self._update(state, self.place(batch))
+
+    def evaluate(self, state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        """Summed loss and weights of a batch."""
+        with self._mesh_set():
+            return self._evaluate(without_optimizer(state), self.place(batch, 1))
+
+    def logits(self, state: TrainState, batch: Batch) -> Any:
+        """What the model's `logits` gives; the batch is whole, labels included."""
+        with self._mesh_set():
+            return self._logits(without_optimizer(state), self.place(batch, 1))
+
+    def place(
+        self, batch: Batch, microbatches: int | None = None
+    ) -> dict[str, jax.Array]:
+        """The batch on the devices, split over the batch axes.
+
+        Raises:
+            InputError: As for `__call__`.
+        """
+        check_ids(self.tables.tables, batch)
+        return self._batches.place(batch, microbatches)
+
+    def host_tables(self, state: TrainState) -> dict[str, dict[str, np.ndarray]]:
+        """Table -> its `rows`, and its optimizer's state of each, whole on the host."""
+        return host_tables(self.functions.stores, state.model_state[TABLES])
+
+    def rows_looked_up(self, batch: Batch) -> np.ndarray:
+        """Rows that each device looks up for a batch on the host, (devices,)."""
+        check_ids(self.tables.tables, batch)
+        return rows_looked_up(self.functions.stores, batch)
+
+    def checkpoints(self, directory: Path, **options: Any) -> Checkpoints:
+        """Checkpoints that any layout and placement of the same tables resumes.
+
+        `save(step.portable(state), run)` writes one; `step.restored(checkpoints)` reads
+        the newest. All tables pass through the host's memory.
+
+        Args:
+            directory: Where they lie.
+            options: As of `meshpar.train.checkpoint.Checkpoints`.
+        """
+        from meshpar.train.checkpoint import Checkpoints  # Orbax, which takes a while
+
+        orders = portable_orders(self.functions)
+        return Checkpoints(directory, layer_orders=orders, **options)
+
+    def portable(self, state: TrainState) -> TrainState:
+        """The state with tables as no placement has them (`meshpar.tables.portable`).
+
+        Raises:
+            InputError: Other processes hold a part of the tables.
+        """
+        return portable(self.functions, state)
+
+    def restored(self, checkpoints: Checkpoints) -> TrainState:
+        """The newest state of `checkpoints`, laid out for this step.
+
+        Raises:
+            CheckpointError: There is none, or it is of another model or other tables.
+        """
+        to = portable_shapes(self.functions), portable_shardings(self.functions)
+        return stored(self.functions, checkpoints.restore(*to))
+
+    def compile(self, batch: Batch) -> jax.stages.Compiled:
+        """The compiled step for a batch's shapes; arrays or `jax.ShapeDtypeStruct`s."""
+        with self._mesh_set():
+            shapes = self.state_shapes, batch_structs(batch)
+            return self._update.lower(*shapes).compile()
+
+    def predicted_memory(self, batch: Batch) -> TableMemory:
+        """Bytes of a device by arithmetic, nothing compiled (`meshpar.tables.memory`).
+
+        Args:
+            batch: Of the global batch; arrays or their shapes.
+        """
+        return predicted_memory(self.functions, batch)
+
+    def audit_subject(self, *arguments: Any, platform: str | None = None) -> Subject:
+        """What `meshpar.audit` compiles and explains; see there.
+
+        Args:
+            arguments: A batch, or a state and a batch; arrays or their shapes.
+            platform: Kind of the absent devices, or None for the step's own.
+        """
+        step = self
+        if platform is not None:
+            step = TableStep(self.dense.for_absent(platform), self.tables)
+        of_dense = step.dense.model.flat_parameters()
+        return Subject(
+            function=step.jitted(),
+            arguments=(step.state_shapes, batch_structs(arguments[-1])),
+            mesh=step.mesh,
+            platform=step.dense.platform,
+            weights={path: one.shape for path, one in of_dense.items()},
+            layout=step.layout,
+            compiler_options=step.dense.compiler_options,
+        )
+
+    def jitted(self, compiler_options: Mapping[str, Any] | None = None) -> Any:
+        """(state, batch) -> the next state and metrics; the state is donated."""
+        shardings = self.shardings
+        return jax.jit(
+            self.functions.update,
+            in_shardings=(shardings, self.dense.batch_sharding),
+            out_shardings=(shardings, shardings.step),
+            donate_argnums=0,
+            compiler_options=dict(compiler_options or {}) or None,
+        )
+
+    @cached_property
+    def _update(self) -> Any:
+        return self.jitted(self.dense.compiler_options)
+
+    @cached_property
+    def _init(self) -> Any:
+        options = dict(self.dense.compiler_options) or None
+        return born_sharded(
+            self.functions.born, self.shardings, compiler_options=options
+        )
+
+    @cached_property
+    def _evaluate(self) -> Any:
+        return self._of_state(self.functions.evaluated, self.shardings.step)
+
+    @cached_property
+    def _logits(self) -> Any:
+        return self._of_state(self.functions.logits, self.dense.batch_sharding)
+
+    def _of_state(self, function: Any, out_shardings: Any) -> Any:
+        return jax.jit(
+            function,
+            in_shardings=(
+                without_optimizer(self.shardings),
+                self.dense.batch_sharding,
+            ),
+            out_shardings=out_shardings,
+            compiler_options=dict(self.dense.compiler_options) or None,
+        )
+
+    def _mesh_set(self) -> Any:
+        return jax.set_mesh(cast(Mesh, self.mesh))

@@ -1,0 +1,194 @@
+"""The arrays that hold all tables: those of one width, and alike in placement, in one.
+
+A *store* is one array of rows, of which each table has a run. `spread` stores hold
+`row_wise` and `table_wise` tables: every device has `rows_per_device` rows, and *code*
+`device * rows_per_device + local row` names any. In `columns` stores every device has
+all rows, a part of each; in `replicated` ones whole rows; there the code is the row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeVar
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from meshpar.errors import InputError
+from meshpar.tables.placement import Placed, Placements
+from meshpar.tables.table import (
+    COLUMN_WISE,
+    MOST_ROWS,
+    REPLICATED,
+    ROW_WISE,
+    TABLE_WISE,
+    Table,
+)
+
+SPREAD = "spread"
+Rows = TypeVar("Rows", jax.Array, np.ndarray)
+_STORE = {
+    ROW_WISE: SPREAD,
+    TABLE_WISE: SPREAD,
+    COLUMN_WISE: "columns",
+    REPLICATED: "replicated",
+}
+ALIGNMENT = 8
+"""Rows of a device come in multiples of this, as TPUs tile them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """A table in a store.
+
+    Args:
+        table: It.
+        place: Its number among all tables, from which its first values derive.
+        first: Local row at which its run begins.
+        device: The device that has it; None where all have.
+    """
+
+    table: Table
+    place: int
+    first: int
+    device: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Store:
+    """One array of rows.
+
+    Args:
+        name: What it is called in the state.
+        kind: `spread`, `columns` or `replicated`.
+        dim: Values of a row.
+        rows: Of a device.
+        members: The tables in it.
+        num_devices: Of the mesh.
+    """
+
+    name: str
+    kind: str
+    dim: int
+    rows: int
+    members: tuple[Member, ...]
+    num_devices: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Global."""
+        whole = self.rows * (self.num_devices if self.kind == SPREAD else 1)
+        return whole, self.dim
+
+    @property
+    def num_codes(self) -> int:
+        """Codes of rows are below this, which itself stands for none."""
+        return self.shape[0]
+
+    @property
+    def local_dim(self) -> int:
+        """Values of a row that a device has."""
+        return self.dim // (self.num_devices if self.kind == "columns" else 1)
+
+    def spec(
+        self, mesh_axes: tuple[str, ...], *, of_row: bool = False
+    ) -> PartitionSpec:
+        """How an array of a vector, or a number, a row lies over the mesh."""
+        if self.kind == SPREAD:
+            return PartitionSpec(mesh_axes)
+        if self.kind == "columns" and not of_row:
+            return PartitionSpec(None, mesh_axes)
+        return PartitionSpec()
+
+    def codes(self, member: Member, rows: Rows) -> Rows:
+        """The codes of rows of a table; of the store's arrays, where they are."""
+        if self.kind != SPREAD:
+            return member.first + rows
+        if member.device is not None:
+            return member.device * self.rows + member.first + rows
+        owner, local = rows % self.num_devices, rows // self.num_devices
+        return owner * self.rows + member.first + local
+
+    def rows_at(
+        self, member: Member, device: jax.Array | int, at: jax.Array
+    ) -> jax.Array:
+        """The table's rows at those places of its run on a device."""
+        if self.kind == SPREAD and member.device is None:
+            return at * self.num_devices + device
+        return at
+
+    def run_length(self, member: Member) -> int:
+        """Rows of a table's run on a device that has some."""
+        return run_length(member.table, self.kind, member.device, self.num_devices)
+
+    @cached_property
+    def features(self) -> tuple[tuple[str, Member], ...]:
+        """What looks up in it, in order."""
+        return tuple(
+            (feature, member)
+            for member in self.members
+            for feature in member.table.features
+        )
+
+
+def stores_of(placements: Placements) -> tuple[Store, ...]:
+    """The stores that hold all tables.
+
+    Raises:
+        InputError: One has more rows than int32 counts.
+    """
+    grouped: dict[tuple[str, int], list[tuple[int, Placed]]] = {}
+    for place, one in enumerate(placements.placed):
+        key = _STORE[one.kind], one.table.dim
+        grouped.setdefault(key, []).append((place, one))
+    return tuple(
+        _store(kind, dim, found, placements.num_devices)
+        for (kind, dim), found in sorted(grouped.items())
+    )
+
+
+def _store(
+    kind: str, dim: int, placed: Sequence[tuple[int, Placed]], num_devices: int
+) -> Store:
+    everywhere = [one for one in placed if one[1].device is None]
+    members, first = [], 0
+    for place, one in everywhere:
+        member = Member(table=one.table, place=place, first=first)
+        members.append(member)
+        first += run_length(one.table, kind, None, num_devices)
+    filled = [first] * num_devices
+    for place, one in placed:
+        if one.device is not None:
+            members.append(
+                Member(
+                    table=one.table,
+                    place=place,
+                    first=filled[one.device],
+                    device=one.device,
+                )
+            )
+            filled[one.device] += one.table.rows
+    rows = -(-max(filled) // ALIGNMENT) * ALIGNMENT
+    store = Store(
+        name=f"{kind}_{dim}",
+        kind=kind,
+        dim=dim,
+        rows=rows,
+        members=tuple(sorted(members, key=lambda member: member.place)),
+        num_devices=num_devices,
+    )
+    if store.num_codes > MOST_ROWS // 2:
+        raise InputError(
+            f"the tables of {dim} values have {store.num_codes:,} rows together, but "
+            f"int32 codes count to {MOST_ROWS // 2:,}; hash ids to fewer rows"
+        )
+    return store
+
+
+def run_length(table: Table, kind: str, device: int | None, num_devices: int) -> int:
+    """Rows that each device has of a table, or the only one that has it."""
+    shared = kind == SPREAD and device is None
+    return -(-table.rows // num_devices) if shared else table.rows

@@ -1,0 +1,117 @@
+"""A table of rows that ids choose, and how it may lie over devices."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from meshpar.errors import InputError, nearest, whole_number
+
+ROW_WISE, COLUMN_WISE = "row_wise", "column_wise"
+TABLE_WISE, REPLICATED = "table_wise", "replicated"
+KINDS = (ROW_WISE, COLUMN_WISE, TABLE_WISE, REPLICATED)
+"""Row `id` on device `id mod devices`; a part of every row on each; whole on one
+device; whole on every one."""
+
+POOLINGS = ("sum", "mean")
+ABSENT = -1
+"""The id that fills a bag up: nothing is looked up."""
+
+MOST_ROWS = 2**31 - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """A table of `rows` vectors, whose rows the ids of one feature or more choose.
+
+    A batch has under each feature's name int32 ids (batch, bag), -1 where a bag has
+    fewer, and where it has `NAME_weights` of the same shape, what each counts.
+
+    Args:
+        name: What it is called.
+        rows: How many.
+        dim: Values of a row.
+        features: Arrays of a batch that look up in it; the one of its name when empty.
+        bag: Most ids that an example has of a feature.
+        pooling: `sum` of weight times row over a bag, or that over the sum of weights,
+            `mean`; zeros for an empty bag.
+        hashed: Whether any int32 id is hashed to a row; else ids are rows' numbers.
+        bucket: The row that ids outside of 0 to `rows - 1` mean; they are an error when
+            absent.
+        scale: First values are uniform within plus and minus this; `1 / sqrt(rows)`
+            when 0 (Naumov et al. 2019).
+        into: Name of the model's input, (batch, features, dim), that all tables of that
+            name are looked up into, feature by feature.
+
+    Raises:
+        InputError: A size below 1, more rows than int32 can count, no such pooling, a
+            bucket outside the table, or one of a table that hashes.
+    """
+
+    name: str
+    rows: int
+    dim: int
+    features: tuple[str, ...] = ()
+    bag: int = 1
+    pooling: str = "sum"
+    hashed: bool = False
+    bucket: int | None = None
+    scale: float = 0.0
+    into: str = "embedded"
+
+    def __post_init__(self) -> None:
+        for field in ("rows", "dim", "bag"):
+            whole_number(f"table {self.name!r} has {field}", getattr(self, field))
+        if self.rows > MOST_ROWS:
+            raise InputError(
+                f"table {self.name!r} has rows={self.rows}, but int32 ids count to "
+                f"{MOST_ROWS}; hash the ids to fewer rows (hashed=True)"
+            )
+        if self.pooling not in POOLINGS:
+            raise InputError(
+                f"table {self.name!r} has no pooling {self.pooling!r}; "
+                f"{nearest(self.pooling, POOLINGS)}"
+            )
+        object.__setattr__(self, "features", tuple(self.features) or (self.name,))
+        self._check_bucket()
+
+    def _check_bucket(self) -> None:
+        if self.bucket is None:
+            return
+        if self.hashed:
+            raise InputError(
+                f"table {self.name!r} hashes its ids, so that none is outside; leave "
+                f"bucket={self.bucket} or hashed=True out"
+            )
+        if not 0 <= self.bucket < self.rows:
+            raise InputError(
+                f"table {self.name!r} has bucket={self.bucket}, which is no row of "
+                f"0 to {self.rows - 1}; name one of them, or give it a row more"
+            )
+
+    @property
+    def first_values_within(self) -> float:
+        """First values are within plus and minus this."""
+        return self.scale or 1 / math.sqrt(self.rows)
+
+    @property
+    def lookups(self) -> int:
+        """Most rows that an example looks up."""
+        return self.bag * len(self.features)
+
+
+def weights_of(feature: str) -> str:
+    """Name of the array with the weights of a feature's ids."""
+    return f"{feature}_weights"
+
+
+def check_kind(kind: str, table: str) -> None:
+    """Refuses what is no placement.
+
+    Raises:
+        InputError: There is none of that name.
+    """
+    if kind not in KINDS:
+        raise InputError(
+            f"table {table!r} has no placement {kind!r}; {nearest(kind, KINDS)}"
+        )

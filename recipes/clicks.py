@@ -1,0 +1,209 @@
+"""Clicks to learn from: drawn with a known truth, or MovieLens-100k's ratings."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshpar import InputError
+
+NUMBERS, MOST_GENRES = 4, 6
+HELD_OUT = 0.1
+"""Share of the examples that are not trained on."""
+
+_RATED_WELL = 4.0
+_MOVIELENS = "dataset_example/ml-100k"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clicks:
+    """Examples of one set.
+
+    Args:
+        ids: Feature -> (examples, bag), -1 where a bag has fewer.
+        numbers: (examples, 4).
+        clicks: 0 or 1 of each.
+        truth: The odds' logarithm that each was drawn with; None where nobody knows.
+        rows: Feature -> how many ids it has.
+    """
+
+    ids: dict[str, np.ndarray]
+    numbers: np.ndarray
+    clicks: np.ndarray
+    truth: np.ndarray | None
+    rows: dict[str, int]
+
+    def __len__(self) -> int:
+        return len(self.clicks)
+
+    def part(self, at: np.ndarray) -> Clicks:
+        """Those examples."""
+        return Clicks(
+            ids={name: ids[at] for name, ids in self.ids.items()},
+            numbers=self.numbers[at],
+            clicks=self.clicks[at],
+            truth=None if self.truth is None else self.truth[at],
+            rows=self.rows,
+        )
+
+    def batch(self, at: np.ndarray) -> dict[str, np.ndarray]:
+        """Those examples, as a step with tables takes them."""
+        return {
+            **{name: ids[at].astype(np.int32) for name, ids in self.ids.items()},
+            "numbers": self.numbers[at].astype(np.float32),
+            "clicks": self.clicks[at].astype(np.float32),
+        }
+
+
+def drawn(
+    num_examples: int = 200_000, users: int = 3000, items: int = 2000, seed: int = 0
+) -> Clicks:
+    """Zipf-distributed items and users, whose tastes say how likely a click is.
+
+        log odds = 1.5 * <taste of user, kind of item> + item's own + 0.5 * number 0 - 1
+
+    with tastes and kinds of 4 values, and a bag of the item's genres beside.
+    """
+    rng = np.random.default_rng(seed)
+    user = _zipf(rng, users, num_examples, 0.6)
+    item = _zipf(rng, items, num_examples, 0.9)
+    genre_kinds = rng.normal(size=(20, 4))
+    genres = rng.integers(0, 20, (items, 3))
+    kinds = 0.6 * genre_kinds[genres].mean(axis=1) + 0.4 * rng.normal(size=(items, 4))
+    tastes, own = rng.normal(size=(users, 4)), 0.7 * rng.normal(size=items)
+    numbers = rng.normal(size=(num_examples, NUMBERS))
+    liked = 1.5 * np.einsum("nk,nk->n", tastes[user], kinds[item])
+    truth = liked + own[item] + 0.5 * numbers[:, 0] - 1
+    return Clicks(
+        ids={"user": user[:, None], "item": item[:, None], "genre": genres[item]},
+        numbers=numbers,
+        clicks=rng.random(num_examples) < 1 / (1 + np.exp(-truth)),
+        truth=truth,
+        rows={"user": users, "item": items, "genre": 20},
+    )
+
+
+def movielens(seed: int = 0) -> Clicks:
+    """MovieLens-100k as `recbole` brings it: is a film rated with 4 stars or more?
+
+    Reference: Harper and Konstan 2015; the files are read where they lie, and not
+    distributed here.
+
+    Raises:
+        InputError: `recbole` is not installed.
+    """
+    folder = _folder()
+    ratings = _columns(folder / "ml-100k.inter")
+    of_item, of_user = (
+        {row[0]: row for row in zip(*_columns(folder / name).values(), strict=True)}
+        for name in ("ml-100k.item", "ml-100k.user")
+    )
+    users, items = (_numbered(ratings[name]) for name in ("user_id", "item_id"))
+    words = {word for row in of_item.values() for word in row[3].split()}
+    genres = {word: at for at, word in enumerate(sorted(words))}
+    jobs = _numbered([row[3] for row in of_user.values()])
+    order = np.random.default_rng(seed).permutation(len(ratings["user_id"]))
+    user, item = (np.asarray(ratings[name])[order] for name in ("user_id", "item_id"))
+    of_film = {name: _genres(row[3], genres) for name, row in of_item.items()}
+    return Clicks(
+        ids={
+            "user": _ids(user, users.__getitem__),
+            "item": _ids(item, items.__getitem__),
+            "genre": np.asarray([of_film[one] for one in item]),
+            "occupation": _ids(user, lambda one: jobs[of_user[one][3]]),
+        },
+        numbers=np.asarray(
+            [
+                _about(of_user[one], of_item[other])
+                for one, other in zip(user, item, strict=True)
+            ]
+        ),
+        clicks=np.asarray(ratings["rating"], float)[order] >= _RATED_WELL,
+        truth=None,
+        rows={
+            "user": len(users),
+            "item": len(items),
+            "genre": len(genres),
+            "occupation": len(jobs),
+        },
+    )
+
+
+def split(clicks: Clicks) -> tuple[Clicks, Clicks]:
+    """What is trained on, and what is held out: the last, of examples in any order."""
+    first = int(len(clicks) * (1 - HELD_OUT))
+    every = np.arange(len(clicks))
+    return clicks.part(every[:first]), clicks.part(every[first:])
+
+
+def popularity(train: Clicks, test: Clicks) -> np.ndarray:
+    """How often each held out example's item was clicked in training.
+
+    Of few examples it is drawn to the mean, as ten more of those would.
+    """
+    item, clicks = train.ids["item"][:, 0], train.clicks.astype(float)
+    times = np.bincount(item, minlength=train.rows["item"])
+    total = np.bincount(item, clicks, minlength=train.rows["item"])
+    return ((total + 10 * clicks.mean()) / (times + 10))[test.ids["item"][:, 0]]
+
+
+def auc(scores: np.ndarray, clicks: np.ndarray) -> float:
+    """How likely a click scores above none: area under the ROC curve; ties are half.
+
+    Example:
+        >>> auc(np.asarray([0.1, 0.4, 0.35, 0.8]), np.asarray([0, 0, 1, 1]))
+        0.75
+    """
+    _, place, times = np.unique(scores, return_inverse=True, return_counts=True)
+    rank = (np.cumsum(times) - (times - 1) / 2)[place]
+    good = np.asarray(clicks, bool)
+    many, others = good.sum(), (~good).sum()
+    return float((rank[good].sum() - many * (many + 1) / 2) / (many * others))
+
+
+def _zipf(rng: np.random.Generator, size: int, many: int, power: float) -> np.ndarray:
+    """Ids whose number n comes up as often as n ** -power says."""
+    share = np.arange(1, size + 1) ** -power
+    return rng.choice(size, many, p=share / share.sum())
+
+
+def _folder() -> Path:
+    found = importlib.util.find_spec("recbole")
+    if found is None or found.origin is None:
+        raise InputError(
+            "--data movielens is read from the package recbole, which is not "
+            "installed: pip install recbole --no-deps"
+        )
+    return Path(found.origin).parent / _MOVIELENS
+
+
+def _columns(path: Path) -> dict[str, list[str]]:
+    """Columns by name of a file of tab-separated values, `name:type` at the top."""
+    head, *lines = path.read_text(encoding="utf-8").splitlines()
+    names = [name.partition(":")[0] for name in head.split("\t")]
+    columns = zip(*(line.split("\t") for line in lines), strict=True)
+    return dict(zip(names, map(list, columns), strict=True))
+
+
+def _numbered(words: list[str]) -> dict[str, int]:
+    return {word: at for at, word in enumerate(sorted(set(words)))}
+
+
+def _ids(words: np.ndarray, number: Callable[[Any], int]) -> np.ndarray:
+    return np.asarray([[number(word)] for word in words])
+
+
+def _genres(text: str, known: dict[str, int]) -> list[int]:
+    found = [known[word] for word in text.split()][:MOST_GENRES]
+    return found + [-1] * (MOST_GENRES - len(found))
+
+
+def _about(user: tuple[str, ...], item: tuple[str, ...]) -> list[float]:
+    """Age, gender and year, each around 0; and 1."""
+    year = float(item[2]) if item[2].isdigit() else 1990.0
+    return [(float(user[1]) - 33) / 12, float(user[2] == "F"), (year - 1990) / 12, 1.0]

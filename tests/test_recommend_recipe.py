@@ -1,0 +1,101 @@
+"""The programs about recommendation run, and show what they say."""
+
+import json
+
+import numpy as np
+import pytest
+
+from meshpar.recipes import clicks, recommend
+from meshpar.recipes.bench import tables as bench
+
+
+def test_auc_is_the_share_of_pairs_in_the_right_order():
+    rng = np.random.default_rng(0)
+    scores, good = rng.integers(0, 9, 60), rng.integers(0, 2, 60)
+    pairs = [
+        (one > other) + 0.5 * (one == other)
+        for one in scores[good == 1]
+        for other in scores[good == 0]
+    ]
+    assert clicks.auc(scores, good) == pytest.approx(np.mean(pairs))
+
+
+def test_drawn_clicks_are_as_likely_as_their_truth_says():
+    found = clicks.drawn(num_examples=20_000)
+    odds = 1 / (1 + np.exp(-found.truth))
+    for low in (0.1, 0.4, 0.7):
+        among = (odds > low) & (odds < low + 0.2)
+        sigma = 0.5 / np.sqrt(among.sum())
+        assert abs(found.clicks[among].mean() - odds[among].mean()) < 4 * sigma
+
+
+def test_movielens_is_read_where_it_lies(tmp_path, monkeypatch):
+    files = {
+        "inter": "user_id:token\titem_id:token\trating:float\ttimestamp:float\n"
+        "1\t7\t5\t881250949\n2\t7\t2\t881250950\n2\t9\t4\t881250951\n",
+        "item": "item_id:token\tmovie_title:token_seq\trelease_year:token\t"
+        "class:token_seq\n7\tA\t1995\tComedy Drama\n9\tB\tV\tDrama\n",
+        "user": "user_id:token\tage:token\tgender:token\toccupation:token\t"
+        "zip_code:token\n1\t33\tM\twriter\t1\n2\t45\tF\tother\t2\n",
+    }
+    for ending, text in files.items():
+        (tmp_path / f"ml-100k.{ending}").write_text(text)
+    monkeypatch.setattr(clicks, "_folder", lambda: tmp_path)
+    found = clicks.movielens()
+    assert found.rows == {"user": 2, "item": 2, "genre": 2, "occupation": 2}
+    rows = sorted(
+        (int(user), int(item), genre, bool(click), numbers)
+        for (user,), (item,), genre, click, numbers in zip(
+            found.ids["user"],
+            found.ids["item"],
+            found.ids["genre"].tolist(),
+            found.clicks,
+            found.numbers.tolist(),
+            strict=True,
+        )
+    )
+    both, drama = [0, 1, -1, -1, -1, -1], [1, -1, -1, -1, -1, -1]
+    assert [row[:4] for row in rows] == [
+        (0, 0, both, True),
+        (1, 0, both, False),
+        (1, 1, drama, True),
+    ]
+    assert rows[0][4] == pytest.approx([0, 0, 5 / 12, 1])
+    assert rows[2][4] == pytest.approx([1, 1, 0, 1])
+
+
+@pytest.mark.parametrize(
+    "words, match",
+    [
+        ("--layout data=-1", "give every mesh axis a size"),
+        ("--layout data=8,sync_every=2", "leave sync_every and context out"),
+        ("--global-batch 3 --layout data=8", "3 examples, which do not divide over 8"),
+    ],
+)
+def test_bad_options_are_refused_in_one_line(words, match, capsys, monkeypatch):
+    monkeypatch.setitem(recommend.DATA, "drawn", lambda: clicks.drawn(2000))
+    assert recommend.main(words.split()) == 2
+    error = capsys.readouterr().err.strip()
+    assert match in error and "\n" not in error
+
+
+def test_movielens_without_its_package_is_one_line(capsys, monkeypatch):
+    monkeypatch.setattr(clicks.importlib.util, "find_spec", lambda name: None)
+    assert recommend.main(["--data", "movielens"]) == 2
+    assert "pip install recbole --no-deps" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_recipe_learns_more_than_popularity(tmp_path):
+    log = tmp_path / "rows.jsonl"
+    words = f"--steps 250 --layout data=4,stage=2,microbatches=2 --log-json {log}"
+    assert recommend.main(words.split()) == 0
+    last = json.loads(log.read_text().splitlines()[-1])
+    assert last["popularity_auc"] + 0.03 < last["auc"] < last["truth_auc"]
+
+
+@pytest.mark.slow
+def test_both_ways_of_the_bench_have_one_loss(capsys):
+    assert bench.main(["--rows", "500", "--examples", "64", "--rounds", "2"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert float(last.split("at most ")[1].split()[0]) < 1e-6
