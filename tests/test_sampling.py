@@ -162,7 +162,7 @@ def test_every_method_and_path_samples_so(method, guidance, prediction):
     "changes, match",
     [
         ({"method": "hoin"}, "no method 'hoin'; did you mean 'heun'"),
-        ({"num_steps": 0}, "num_steps=0: must be at least 1"),
+        ({"num_steps": 0}, "num_steps=0: must be a whole number of at least 1"),
         ({"labels": [0, 6]}, "labels are from 0 to 6, but the model has classes=5"),
         ({"labels": 3}, r"labels have shape \(\); give at least one"),
     ],
