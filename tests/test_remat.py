@@ -232,13 +232,14 @@ def test_a_block_s_input_is_moved_to_the_host_and_nothing_else_is_kept():
     ],
 )
 def test_an_accelerators_memory_is_less_by_what_moves_to_the_host(target):
-    model = build(layers=4, hidden=256, heads=2, vocab=256, max_seq=256)
+    # Large beside a TPU's own memory (VMEM, 128 MiB), which small arrays go to.
+    model = build(layers=16, hidden=256, heads=2, vocab=256, max_seq=256)
     used = {}
     for way in ("save", "offload"):
         layout = Layout.parse(f"data=2,tensor=2,remat={way}:mlp_up")
         step = make_train_step(model, optax.sgd(1.0), layout, mesh=absent_mesh(layout))
-        report = audit(step, batch_shapes(32, 256), target=target)
+        report = audit(step, batch_shapes(64, 256), target=target)
         assert not report.problem
         used[way] = report.memory.peak_bytes
-    kept = 4 * 32 // 2 * 256 * 4 * 256 // 2 * 4  # layers, batch, seq, mlp, fp32
+    kept = 16 * 64 // 2 * 256 * 4 * 256 // 2 * 4  # layers, batch, seq, mlp, fp32
     assert used["save"] - used["offload"] == pytest.approx(kept, rel=0.3)
