@@ -15,7 +15,7 @@ from typing import Any
 from meshpar.audit.collectives import Collective
 from meshpar.audit.constraints import local_shape, sizes_of
 from meshpar.audit.evidence import Evidence
-from meshpar.audit.jaxprs import array_shape
+from meshpar.audit.jaxprs import array_dtype, array_shape
 from meshpar.audit.traced import Operation
 from meshpar.planner.workload.space import Exchange
 
@@ -55,15 +55,13 @@ def _exchange(convolution: Operation, mesh_shape: dict[str, int]) -> Exchange:
     equation, split = convolution.equation, convolution.operands[0].split or ()
     shape, spec = array_shape(equation.invars[0]), equation.params["dimension_numbers"]
     here = list(local_shape(shape, split, mesh_shape))
-    value_bytes = equation.invars[0].aval.dtype.itemsize
+    value_bytes = array_dtype(equation.invars[0]).itemsize
     sent = 0
     for dim, places in zip(spec.lhs_spec[2:], _reach(equation), strict=True):
         if split[dim] and places:
             sent += places * math.prod(here) // here[dim] * value_bytes
             here[dim] += places
-    return Exchange(
-        sent_bytes=sent, operand_bytes=math.prod(here) * value_bytes if sent else 0
-    )
+    return Exchange(sent_bytes=sent)
 
 
 def _fits(dims: tuple[int, ...], convolution: Operation, evidence: Evidence) -> bool:
