@@ -104,19 +104,23 @@ def _halos(
 def _reach(equation: Any) -> tuple[int, ...]:
     """Places over the edge of a part that a convolution reads, along each dim.
 
-    Of the gradient of a kernel, the window is as large as space itself, and the result
-    as a kernel: its reach is that of the result.
+    Windows side by side read none. Of the gradient of a kernel, the window is as large
+    as space itself, and the result as a kernel: its reach is that of the result.
     """
     numbers, params = equation.params["dimension_numbers"], equation.params
     window = [array_shape(equation.invars[1])[dim] for dim in numbers.rhs_spec[2:]]
     result = [array_shape(equation.outvars[0])[dim] for dim in numbers.out_spec[2:]]
-    return tuple(
-        (width - 1) * dilation if width <= size else (size - 1) * stride
-        for width, size, dilation, stride in zip(
+    places = [
+        ((width - 1) * dilation - (stride - 1)) // spread
+        if width <= size
+        else (size - 1) * stride - (dilation - 1)
+        for width, size, dilation, stride, spread in zip(
             window,
             result,
             params["rhs_dilation"],
             params["window_strides"],
+            params["lhs_dilation"],
             strict=True,
         )
-    )
+    ]
+    return tuple(max(0, one) for one in places)
