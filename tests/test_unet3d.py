@@ -37,8 +37,6 @@ def of(name):
         slow("slabs", "tensor=4,fsdp=2,remat=full", 1),
         slow("slabs", "data=4,tensor=2,microbatches=2", 1),
         slow("slabs", "fsdp=8", 1),
-        slow("slabs", "data=2,stage=2,microbatches=2", 2),
-        slow("slabs", "fsdp=2,stage=3,microbatches=4,schedule=zero_bubble_h1", 1),
         slow("beams", "context=2,tensor=4,remat=dots", 1),
         slow("beams", "data=2,fsdp=2,tensor=2,zero=2", 1),
         slow("crossed", "data=2,context=2,tensor=2", 1),

@@ -15,7 +15,7 @@ from typing import Any
 from meshpar.audit.collectives import Collective
 from meshpar.audit.constraints import local_shape, sizes_of
 from meshpar.audit.evidence import Evidence
-from meshpar.audit.jaxprs import array_shape
+from meshpar.audit.jaxprs import array_dtype, array_shape
 from meshpar.audit.traced import Operation
 from meshpar.planner.workload.space import Exchange
 
@@ -55,15 +55,13 @@ def _exchange(convolution: Operation, mesh_shape: dict[str, int]) -> Exchange:
     equation, split = convolution.equation, convolution.operands[0].split or ()
     shape, spec = array_shape(equation.invars[0]), equation.params["dimension_numbers"]
     here = list(local_shape(shape, split, mesh_shape))
-    value_bytes = equation.invars[0].aval.dtype.itemsize
+    value_bytes = array_dtype(equation.invars[0]).itemsize
     sent = 0
     for dim, places in zip(spec.lhs_spec[2:], _reach(equation), strict=True):
         if split[dim] and places:
             sent += places * math.prod(here) // here[dim] * value_bytes
             here[dim] += places
-    return Exchange(
-        sent_bytes=sent, operand_bytes=math.prod(here) * value_bytes if sent else 0
-    )
+    return Exchange(sent_bytes=sent)
 
 
 def _fits(dims: tuple[int, ...], convolution: Operation, evidence: Evidence) -> bool:
@@ -106,19 +104,23 @@ def _halos(
 def _reach(equation: Any) -> tuple[int, ...]:
     """Places over the edge of a part that a convolution reads, along each dim.
 
-    Of the gradient of a kernel, the window is as large as space itself, and the result
-    as a kernel: its reach is that of the result.
+    Windows side by side read none. Of the gradient of a kernel, the window is as large
+    as space itself, and the result as a kernel: its reach is that of the result.
     """
     numbers, params = equation.params["dimension_numbers"], equation.params
     window = [array_shape(equation.invars[1])[dim] for dim in numbers.rhs_spec[2:]]
     result = [array_shape(equation.outvars[0])[dim] for dim in numbers.out_spec[2:]]
-    return tuple(
-        (width - 1) * dilation if width <= size else (size - 1) * stride
-        for width, size, dilation, stride in zip(
+    places = [
+        ((width - 1) * dilation - (stride - 1)) // spread
+        if width <= size
+        else (size - 1) * stride - (dilation - 1)
+        for width, size, dilation, stride, spread in zip(
             window,
             result,
             params["rhs_dilation"],
             params["window_strides"],
+            params["lhs_dilation"],
             strict=True,
         )
-    )
+    ]
+    return tuple(max(0, one) for one in places)

@@ -27,7 +27,7 @@ _FUSED = frozenset(
         *("pow", "integer_pow", "sqrt", "rsqrt", "select_n", "clamp", "is_finite"),
         *("eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "xor", "iota"),
         *("convert_element_type", "broadcast_in_dim", "transpose", "rev", "pad"),
-        *("slice", "dynamic_slice", "concatenate", "add_any", "optimization_barrier"),
+        *("slice", "dynamic_slice", "concatenate", "add_any"),
         *("stop_gradient", "device_put", "name", "dynamic_update_slice"),
     )
 )
@@ -108,6 +108,10 @@ def _places(
             read.update(work.operands)
     places: dict[int, tuple[int, ...]] = dict.fromkeys(given, ())
     for work in flat.works:
+        if work.name == "optimization_barrier":
+            for operand, result in zip(work.operands, work.results, strict=True):
+                places[result] = places.get(operand, ())
+            continue
         sources = [one for name in work.operands for one in places.get(name, ())]
         fused = work.name in _FUSED and not read & set(work.results)
         alike = work.name in _LAYS_OUT and len(set(sources)) == 1

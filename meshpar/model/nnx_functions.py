@@ -169,7 +169,8 @@ class Functional:
         # Every device has them whole: as many shares add up to one.
         share = 1.0 / math.prod(map(lax.axis_size, scope.batch_axes))
         sums = {_STATISTICS + path: value * share for path, value in assigned.items()}
-        if isinstance(result, tuple) and len(result) == 2:
+        pair = isinstance(result, tuple) and len(result) == 2
+        if pair and isinstance(result[1], dict):  # else a stream of two arrays
             return result[0], {**result[1], **sums}
         return result, sums
 

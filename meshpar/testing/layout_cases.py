@@ -49,13 +49,10 @@ MODELS = tuple(
     "ffn=64,vocab=64,logits_bytes=2000",
     "--preset tiny-t5 --model encoder_layers=2,decoder_layers=4,embed=48,heads=6,"
     "ffn=96,vocab=72,gated=true,dropout=0.1",
-    "--preset tiny-unet3d --model depth=8,height=4,width=4,base=4,groups=2",
-    "--preset tiny-unet3d --model depth=24,height=4,width=4,base=3,norm=batch",
 )
 """Small models in the command line's words, for `meshpar.models.presets:build`: a tied
 and untied head, grouped heads, biases, norms, dropout, loss in chunks, experts with and
-without a capacity, images, an encoder with a decoder, volumes with norms of an example
-and of the batch, and sizes that 3 or 5 divides."""
+without a capacity, images, an encoder with a decoder, and sizes that 3 or 5 divides."""
 
 SEQS = (8, 12, 16)
 LARGEST_BATCH = 16  # examples

@@ -171,7 +171,7 @@ def _of_space(step: TrainStep, batch: Batch, compiled: MemoryUse) -> MemoryRepor
     rest = "gradients, and parameters as they are used"
     parts = (
         ("volumes", found.activation_bytes(degree), f"over {degree} devices"),
-        ("halos", found.padded_bytes, "the largest array with its halos, convolved"),
+        ("halos", found.received_bytes, "of one convolution, the largest"),
         ("the rest", found.other_bytes, rest),
     )
     temporaries = (

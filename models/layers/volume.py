@@ -149,9 +149,9 @@ def _convolved_backward(stride: int, kept: Any, dy: jax.Array) -> Any:
     from the forward, and puts the kernels' gradients off, of which each keeps a `dy`.
     """
     (x, kernel), dy = lax.optimization_barrier((kept, dy))
-    _, to_kernel = jax.vjp(lambda kernel: _plain(x, kernel, stride), kernel)
+    to_kernel = jax.linear_transpose(lambda one: _plain(x, one, stride), kernel)
     of_kernel, dy = lax.optimization_barrier((*to_kernel(dy), dy))
-    _, to_x = jax.vjp(lambda x: _plain(x, kernel, stride), x)
+    to_x = jax.linear_transpose(lambda one: _plain(one, kernel, stride), x)
     return *to_x(dy), of_kernel
 
 

@@ -11,11 +11,9 @@ class Exchange:
 
     Args:
         sent_bytes: To its neighbours, along all split dims together.
-        operand_bytes: Of what it convolves, the halos around it; 0 without any.
     """
 
     sent_bytes: int
-    operand_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,10 +45,10 @@ class SpaceWorkload:
         return self.volume_bytes / degree
 
     @property
-    def padded_bytes(self) -> int:
-        """The largest array with halos around it: a copy, while it is convolved."""
-        return max((one.operand_bytes for one in self.exchanges), default=0)
+    def received_bytes(self) -> int:
+        """The halos of one convolution, the largest: they are there while it runs."""
+        return max((one.sent_bytes for one in self.exchanges), default=0)
 
     def temporary_bytes(self, degree: int) -> float:
         """The most that is there at once beside what is kept between steps."""
-        return self.activation_bytes(degree) + self.padded_bytes + self.other_bytes
+        return self.activation_bytes(degree) + self.received_bytes + self.other_bytes
