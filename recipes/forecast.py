@@ -10,7 +10,8 @@ learn from and eight to be judged by. The model (`meshpar.models.afno`) learns t
 half a day later. By default eight virtual CPU devices split the batch in two, and four
 of them share each example: its latitudes over `context`, its longitudes over `tensor`.
 Printed are what the simulation conserves, the loss, and the error of forecasts up to
-two days beside that of persistence, which says that nothing changes.
+two days beside that of persistence, which says that nothing changes: after half a day
+0.164 and 0.191 of the fields' spread, for 31 s of CPU time (2026-11-22).
 """
 
 from __future__ import annotations

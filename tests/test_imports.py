@@ -24,6 +24,7 @@ LAYERS = (
     ("meshpar.rules", "meshpar.mesh", "meshpar.mesh_order"),
     ("meshpar.model",),
     ("meshpar.parallel", "meshpar.data"),
+    ("meshpar.fft",),
     ("meshpar.planner", "meshpar.audit", "meshpar.train", "meshpar.lint"),
     ("meshpar.calibration",),
     ("meshpar",),
