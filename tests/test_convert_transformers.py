@@ -139,5 +139,6 @@ def test_real_weights_have_the_logits_of_transformers(variable, tmp_path):
     # any order of a sum shows in its logits: beside fp64 they are 0.9e-4 off with every
     # operation in fp32, 0.2e-4 with the MLP's output matmul alone in fp64, 1.2e-4 with
     # its input matmul alone; ours are 1.6e-4 off, theirs 0.4e-4. Neither is at fault.
-    np.testing.assert_allclose(found[:, 1:], wanted[:, 1:], atol=1e-4, rtol=0)
+    # Gemma's logits are up to 36 large, of which 1.1e-4 is 29 steps of fp32.
+    np.testing.assert_allclose(found[:, 1:], wanted[:, 1:], atol=1e-4, rtol=1e-6)
     np.testing.assert_allclose(found[:, 0], wanted[:, 0], atol=3e-4, rtol=0)
