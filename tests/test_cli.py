@@ -9,6 +9,7 @@ import pytest
 
 from meshpar import DATA_PARALLEL
 from meshpar.cli.main import main
+from meshpar.rules.spatial import SPATIAL
 
 LINT = ["lint", "--layout", "data=2"]
 TINY = ["lint", "--preset", "tiny"]
@@ -122,7 +123,7 @@ def test_each_option_reaches_the_lint(options, kinds, capsys):
 
 
 def test_rules_can_be_written_out_with_the_second_of_two_a_finding(capsys):
-    whole = DATA_PARALLEL.table.keys() - {"batch", "mlp", "experts"}
+    whole = DATA_PARALLEL.table.keys() - {"batch", "mlp", "experts", *SPATIAL}
     pairs = ",".join(f"{name}=none" for name in whole)
     rules = f"batch=data+fsdp,{pairs},mlp=tensor,mlp=none"
     report = report_of([*TINY, "--layout", "data=2,tensor=2", "--rules", rules], capsys)

@@ -102,6 +102,7 @@ ALONE = {
     "keep": "there is none",
     "forbid": "there is none",
     "html": "nothing is written",
+    "plot": "nothing is drawn",
     "trace": "nothing is written",
     "confirm": "nothing is compiled",
     "resume-as": "every fourth drawn case goes on elsewhere",
