@@ -96,6 +96,6 @@ def test_the_recipe_learns_more_than_popularity(tmp_path):
 
 @pytest.mark.slow
 def test_both_ways_of_the_bench_have_one_loss(capsys):
-    assert bench.main(["--rows", "500", "--examples", "64", "--rounds", "2"]) == 0
+    assert bench.main(["--rows", "512", "--examples", "64", "--rounds", "2"]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert float(last.split("at most ")[1].split()[0]) < 1e-6
