@@ -5,11 +5,11 @@
     python -m recipes.recommend --data movielens
 
 On 8 virtual CPU devices. Users, items and genres are drawn with a known truth, or read
-from MovieLens-100k (`pip install recbole --no-deps`). Tables are split by rows, though
-so small that `--placement auto` would give every device all of them. It prints where every table lies
-and each device's load, as planned and as counted in a batch, then the loss, and at the
-end the AUC of the held out examples: of the model, of the items' popularity, and of the
-truth, where that is known, which no model can pass.
+from MovieLens-100k (`pip install recbole --no-deps`). Tables are split by rows; they
+are so small that `--placement auto` would give every device all of them. It prints
+where every table lies and each device's load, as planned and as counted in a batch,
+then the loss, and at the end the AUC of the held out examples: of the model, of the
+items' popularity, and of the truth, where that is known, which no model can pass.
 """
 
 from __future__ import annotations

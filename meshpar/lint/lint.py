@@ -120,6 +120,7 @@ def lint(
         findings=(
             *_refused(layout, rules),
             *_no_experts(model, layout),
+            *_split_gradients(model, layout),
             *_unknown_residuals(model, layout),
             *(
                 Finding(kind="unsupported", path="context", message=message)

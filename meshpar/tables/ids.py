@@ -79,12 +79,12 @@ def _check_array(table: Table, feature: str, batch: Mapping[str, Any]) -> None:
             f"batch[{feature!r}] has shape {shape}, but table {table.name!r} takes "
             f"bags of {table.bag}: give it (examples, {table.bag}), {ABSENT} for none"
         )
-    dtype = getattr(batch[feature], "dtype", None)
-    on_device = isinstance(batch[feature], jax.Array)
-    if on_device and dtype.kind in "iu" and not np.can_cast(dtype, np.int32):
+    ids = batch[feature]
+    on_device = isinstance(ids, jax.Array) and jnp.issubdtype(ids.dtype, jnp.integer)
+    if on_device and not np.can_cast(ids.dtype, np.int32):
         raise InputError(
-            f"batch[{feature!r}] is on a device as {dtype}, but ids are int32; convert "
-            "it with .astype(numpy.int32) once they are below 2147483648"
+            f"batch[{feature!r}] is on a device as {ids.dtype}, but ids are int32; "
+            "convert it with .astype(numpy.int32) once they are below 2147483648"
         )
 
 

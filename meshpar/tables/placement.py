@@ -57,7 +57,7 @@ class Load:
     """What one device has to hold and to do.
 
     Args:
-        table_bytes: Rows and their optimizer state, places that no table fills included.
+        table_bytes: Rows and their optimizer state, empty places included.
         lookups: Rows that it looks up for an example of the global batch, on average,
             every id counted; one of a part of each row counts as that part.
     """

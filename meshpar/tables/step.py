@@ -12,7 +12,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from meshpar.audit.subject import Subject
-from meshpar.errors import InputError
 from meshpar.rules.sharding import born_sharded
 from meshpar.tables.host import host_tables, rows_looked_up
 from meshpar.tables.ids import check_ids

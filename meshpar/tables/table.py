@@ -48,7 +48,8 @@ class Table:
 
     Raises:
         InputError: A size below 1, more rows than int32 can count, more than 65,536
-            values of a row, no such pooling, a bucket outside the table, or one of a table that hashes.
+            values of a row, no such pooling, a bucket outside the table, or one of a
+            table that hashes.
     """
 
     name: str
