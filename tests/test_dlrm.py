@@ -111,8 +111,7 @@ def test_residuals_of_a_parameters_shape_are_counted_too():
         }
         return _residual_bytes(model, batch, {"embedded": (1, 16)})
 
-    assert kept(16) * 2 == pytest.approx(kept(32), abs=64)
-    assert kept(32) * 2 == pytest.approx(kept(64), abs=64)
+    assert kept(32) - kept(16) == kept(48) - kept(32) > 0
 
 
 @needs_aot
