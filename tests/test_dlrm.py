@@ -20,6 +20,7 @@ from meshpar import (
 from meshpar.model.inputs import MissingInputError
 from meshpar.models.presets import build, configure
 from meshpar.tables import RowwiseAdagrad, Table, with_tables
+from meshpar.tables.memory import _residual_bytes
 
 needs_aot = pytest.mark.skipif(
     not (
@@ -99,6 +100,20 @@ def step_of(layout, rows, examples, bag):
     return step, batch
 
 
+def test_residuals_of_a_parameters_shape_are_counted_too():
+    """Of 16 examples as of any number: bytes grow evenly with them."""
+    model = build("tiny-dlrm", features=1, bottom=(16, 16))
+
+    def kept(examples):
+        batch = {
+            "numbers": jax.ShapeDtypeStruct((examples, 4), np.float32),
+            "clicks": jax.ShapeDtypeStruct((examples,), np.float32),
+        }
+        return _residual_bytes(model, batch, {"embedded": (1, 16)})
+
+    assert kept(32) - kept(16) == kept(48) - kept(32) > 0
+
+
 @needs_aot
 @pytest.mark.slow
 def test_memory_is_within_a_tenth_of_the_program_compiled_for_gpus():
@@ -108,3 +123,4 @@ def test_memory_is_within_a_tenth_of_the_program_compiled_for_gpus():
     assert predicted.total_bytes == pytest.approx(compiled.peak_bytes, rel=0.1)
     states = predicted.model_bytes + predicted.table_bytes
     assert compiled.alias_bytes == pytest.approx(states, rel=1e-3)
+    assert predicted.temp_bytes == pytest.approx(compiled.temp_bytes, rel=0.1)

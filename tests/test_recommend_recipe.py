@@ -69,6 +69,7 @@ def test_movielens_is_read_where_it_lies(tmp_path, monkeypatch):
     [
         ("--layout data=-1", "give every mesh axis a size"),
         ("--layout data=8,sync_every=2", "leave sync_every and context out"),
+        ("--global-batch 4096 --layout data=8", "more than the 1800 examples to train"),
         ("--global-batch 3 --layout data=8", "3 examples, which do not divide over 8"),
     ],
 )
@@ -94,8 +95,14 @@ def test_the_recipe_learns_more_than_popularity(tmp_path):
     assert last["popularity_auc"] + 0.03 < last["auc"] < last["truth_auc"]
 
 
+def test_the_bench_refuses_rows_that_do_not_divide(capsys):
+    with pytest.raises(SystemExit):
+        bench.main(["--rows", "500"])
+    assert "do not divide over --devices 8" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_both_ways_of_the_bench_have_one_loss(capsys):
-    assert bench.main(["--rows", "500", "--examples", "64", "--rounds", "2"]) == 0
+    assert bench.main(["--rows", "512", "--examples", "64", "--rounds", "2"]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert float(last.split("at most ")[1].split()[0]) < 1e-6

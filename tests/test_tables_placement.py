@@ -2,19 +2,21 @@
 
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar import (
     Input,
     InputError,
     Layout,
     embedding_tables,
+    lint,
     make_mesh,
     make_train_step,
 )
@@ -22,7 +24,10 @@ from meshpar.models.presets import build
 from meshpar.tables import SGD, LazyAdam, RowwiseAdagrad, Table, with_tables
 from meshpar.tables.exchange import Exchange
 from meshpar.tables.ids import check_ids, hashed, positions, unique
+from meshpar.tables.lookup import LocalTables, Shares
+from meshpar.tables.optimizers import Slot
 from meshpar.tables.placement import placements_of
+from meshpar.tables.programs import TableFunctions
 from meshpar.tables.stores import stores_of
 from meshpar.tables.table import COLUMN_WISE, KINDS, REPLICATED, ROW_WISE, TABLE_WISE
 
@@ -37,6 +42,7 @@ def table(**options):
         ({"rows": 0}, "table 'film' has rows=0"),
         ({"rows": 2**31}, "rows=2147483648, but int32 ids count to 2147483647; hash"),
         ({"pooling": "max"}, "no pooling 'max'; .*known: mean, sum"),
+        ({"dim": 2**16 + 1}, "dim=65537, but a row has at most 65536 values; split"),
         ({"bucket": 100}, "bucket=100, which is no row of 0 to 99; name one"),
         ({"bucket": 3, "hashed": True}, "hashes its ids, so that none is outside"),
     ],
@@ -56,8 +62,25 @@ def test_any_other_optimizer_is_refused(optimizer):
 
 
 @pytest.mark.parametrize(
+    "make, match",
+    [
+        (lambda: SGD(-0.1), "rate=-0.1: must be a finite number of at least 0"),
+        (lambda: RowwiseAdagrad(0.1, epsilon=-1), "epsilon=-1: must be"),
+        (lambda: LazyAdam(0.1, b2=1.0), "b2=1.0: must be .* at least 0 and below 1"),
+    ],
+)
+def test_an_optimizer_that_makes_no_sense_is_refused(make, match):
+    with pytest.raises(InputError, match=match):
+        make()
+
+
+@pytest.mark.parametrize(
     "tables, match",
     [
+        (
+            [table(), table(name="film_weights")],
+            "'film_weights' has the name of the weights of feature 'film'",
+        ),
         ([], "give at least 1 table"),
         ([table(), table()], "2 tables have the name 'film'; rename all but one"),
         ([table(), table(name="x", features=("film",))], "2 features have the name"),
@@ -100,12 +123,48 @@ def test_chosen_placements_are_even_in_bytes_and_lookups():
     kinds = {one.table.rows: one.kind for one in found.placed}
     assert kinds[4 * 10**7] == ROW_WISE and kinds[3] == REPLICATED
     assert kinds[39060] == TABLE_WISE
-    spread = sum(load.table_bytes for load in found.loads)
-    twice = sum(
-        7 * 516 * one.table.rows for one in found.placed if one.kind == REPLICATED
-    )
-    assert spread == pytest.approx(516 * sum(rows) + twice)
     assert sum(load.lookups for load in found.loads) == pytest.approx(sum(bags))
+
+
+@pytest.mark.parametrize("optimizer", [SGD(0.1), RowwiseAdagrad(0.1), LazyAdam(0.1)])
+def test_a_load_is_what_a_device_holds(optimizer):
+    """Of one kind alone, and of all together; tables of one device fill it on all."""
+    tables = [table(name=f"t{at}", rows=rows) for at, rows in enumerate((130, 8, 99))]
+    tables.append(table(name="t3", rows=50, dim=8, into="narrow"))
+    mixed = {"t0": TABLE_WISE, "t1": COLUMN_WISE, "t2": REPLICATED, "t3": ROW_WISE}
+    mesh = make_mesh(Layout(data=4), jax.devices()[:4])
+    for placement in (*KINDS, mixed):
+        made = embedding_tables(tables, optimizer, placement=placement)
+        dense = SimpleNamespace(placement=SimpleNamespace(mesh=mesh))
+        functions = TableFunctions(dense=dense, tables=made)
+        held = 0
+        for store in functions.stores:
+            slots = {"rows": Slot(of_row=False), **optimizer.slots}
+            for name, slot in slots.items():
+                shape = store.shape[:1] if slot.of_row else store.shape
+                spec = NamedSharding(mesh, functions.specs[store.name][name])
+                held += 4 * math.prod(spec.shard_shape(shape))
+        loads = made.placements(4).loads
+        assert [load.table_bytes for load in loads] == [held] * 4
+
+
+def test_a_table_on_one_device_shows_as_uneven():
+    made = embedding_tables([table(rows=800)], SGD(0.1), placement=TABLE_WISE)
+    assert made.placements(8).imbalance.table_bytes == 8
+    assert "8.00 of the bytes that tables fill" in str(made.placements(8))
+
+
+def test_tables_of_each_width_are_spread_by_themselves():
+    """The fullest device of a width sets what all hold of it."""
+    tables = [table(name=f"wide{at}", rows=1000, dim=64) for at in range(4)]
+    tables += [table(name=f"thin{at}", rows=9000, into="thin") for at in range(4)]
+    made = embedding_tables(tables, SGD(0.1), placement=TABLE_WISE)
+    assert made.placements(4).imbalance.table_bytes == pytest.approx(1, rel=1e-3)
+    # One large table fills a device in bytes, and another width's go there too.
+    tables = [table(name="thin", rows=10**5, into="thin"), *tables[:4]]
+    made = embedding_tables(tables, SGD(0.1), placement=TABLE_WISE)
+    wide = [one.device for one in made.placements(4).placed if one.table.dim == 64]
+    assert sorted(wide) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -130,6 +189,28 @@ def test_an_id_outside_of_its_table_is_an_error_on_the_host():
     check_ids((table(),), batch_of([[99], [-1]]))
     check_ids((table(bucket=0),), batch_of([[100], [-2]]))
     check_ids((table(hashed=True),), batch_of([[2**31 - 1], [-2]]))
+
+
+@pytest.mark.parametrize("more", [{"hashed": True}, {"bucket": 3}])
+def test_ids_past_int32_are_refused_before_they_are_cut(more):
+    batch = {"film": np.asarray([[2**32 + 5], [1]])}
+    with pytest.raises(InputError, match="has id 4294967301, but ids are int32"):
+        check_ids((table(**more),), batch)
+    with pytest.raises(InputError, match="on a device as uint32, but ids are int32"):
+        check_ids((table(**more),), {"film": jnp.zeros((2, 1), jnp.uint32)})
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.int16])
+def test_narrow_ids_name_the_rows_that_wide_ones_do(dtype):
+    """On the last of 8 devices codes are past what the dtype counts to."""
+    one = table(rows=8 * 2**13)
+    (store,) = stores_of(placements_of([one], 8, {"film": 64}, ROW_WISE))
+    ids = np.asarray([[7], [127], [0]])
+    codes, _ = positions(store, {"film": jnp.asarray(ids, dtype)})
+    np.testing.assert_array_equal(codes, store.codes(store.members[0], ids[:, 0]))
+    shares = Shares(mesh_axes=(), beside=(), sizes={})
+    local = LocalTables(stores=(), shares=shares, optimizer=SGD(0.1), outputs={})
+    assert local._own({"film": jnp.asarray(ids, dtype)})["film"].dtype == jnp.int32
 
 
 def test_ids_of_another_shape_and_missing_ids_are_refused():
@@ -230,10 +311,83 @@ def test_a_model_that_does_not_take_the_rows_is_refused(inputs, match):
         with_tables(dense_step(), elsewhere)
 
 
-def test_layouts_that_tables_cannot_train_under_are_refused():
-    with pytest.raises(InputError, match="leave sync_every and context out"):
-        step = dense_step("data=8,sync_every=2")
-        with_tables(step, embedding_tables([table()], SGD(0.1)))
+@pytest.mark.parametrize("layout", ["data=8,sync_every=2", "data=4,context=2"])
+def test_an_input_with_a_gradient_is_refused_where_it_would_be_split(layout):
+    with pytest.raises(InputError, match="input 'embedded'.* leave sync_every and con"):
+        dense_step(layout)
+    found = lint(build("tiny-dlrm", features=1), Layout.parse(layout)).findings
+    assert any("leave sync_every and context out" in one.message for one in found)
+
+
+def test_a_placement_that_cannot_be_is_refused_with_the_step():
+    made = embedding_tables([table(dim=12)], SGD(0.1), placement=COLUMN_WISE)
+    model = build("tiny-dlrm", features=1, dim=12, bottom=(12,))
+    with pytest.raises(InputError, match="dim=12, which does not divide over 8"):
+        with_tables(make_train_step(model, optax.sgd(0.1), "data=8"), made)
+
+
+def test_a_feature_named_as_an_input_of_the_model_is_refused():
+    made = embedding_tables([table(features=("numbers",))], SGD(0.1))
+    with pytest.raises(InputError, match="batch\\['numbers'\\] would be both an input"):
+        with_tables(dense_step(), made)
+
+
+def dense_batch(examples):
+    return {
+        "numbers": np.zeros((examples, 4), np.float32),
+        "clicks": np.zeros(examples, np.float32),
+    }
+
+
+def test_a_batch_and_a_seed_are_checked_as_a_model_alone_checks_them():
+    step = with_tables(
+        dense_step("data=4,stage=2,microbatches=2"),
+        embedding_tables([table()], SGD(0.1)),
+    )
+    batch = {**dense_batch(4), "film": np.zeros((4, 1), np.int32)}
+    with pytest.raises(InputError, match="4 examples, which do not divide"):
+        step.evaluate(step.state_shapes, batch)
+    with pytest.raises(InputError, match="seed=-1: must be at least 0"):
+        step.init(-1)
+    np.testing.assert_array_equal(step.rows_here(8), np.arange(8))
+
+
+def test_rows_looked_up_are_counted_where_the_step_looks_them_up():
+    """Three examples of each half of the batch, one a device, the fourth without."""
+    made = embedding_tables([table()], SGD(0.1), placement=REPLICATED)
+    step = with_tables(dense_step("data=2,tensor=4"), made)
+    batch = {**dense_batch(6), "film": np.arange(6, dtype=np.int32)[:, None]}
+    assert step.rows_looked_up(batch).tolist() == [1, 1, 1, 0, 1, 1, 1, 0]
+
+
+def test_whole_numbers_have_no_gradient():
+    batch = {**dense_batch(8), "embedded": np.zeros((8, 1, 16), np.int32)}
+    with pytest.raises(InputError, match="dtype int32, but .* with a gradient"):
+        dense_step().place(batch)
+
+
+def test_a_gradient_of_an_input_that_is_not_finite_skips_the_step():
+    """The loss and every parameter's gradient are finite: a root's is not at 0."""
+    model = build("tiny-dlrm", features=1, bottom=(16,), top_width=8, top_layers=1)
+
+    def embed(params, batch, scope):
+        root = jnp.sqrt(batch["embedded"])
+        return model.embed(params, {**batch, "embedded": root}, scope)
+
+    step = make_train_step(
+        dataclasses.replace(model, embed=embed),
+        optax.sgd(0.1),
+        "data=2",
+        devices=jax.devices()[:2],
+    )
+    batch = {**dense_batch(4), "embedded": np.zeros((4, 1, 16), np.float32)}
+    batch["numbers"] += 1
+    state = step.init(0)
+    before = jax.device_get(state.params)
+    state, metrics = step(state, batch)
+    assert np.isfinite(metrics["loss"]) and np.isfinite(metrics["grad_norm"])
+    assert metrics["skipped"] == 1
+    jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(state.params))
 
 
 def test_an_input_with_a_gradient_is_real():

@@ -43,6 +43,7 @@ from meshpar.train.layout_refusals import layout_refusals
 from meshpar.train.refusals import (
     batch_refusal,
     experts_refusal,
+    inputs_refusal,
     rule_refusals,
 )
 
@@ -119,6 +120,7 @@ def lint(
         findings=(
             *_refused(layout, rules),
             *_no_experts(model, layout),
+            *_split_gradients(model, layout),
             *_unknown_residuals(model, layout),
             *(
                 Finding(kind="unsupported", path="context", message=message)
@@ -293,6 +295,13 @@ def _no_experts(model: Model, layout: Layout) -> list[Finding]:
     if message is None:
         return []
     return [Finding(kind="unsupported", path="expert", message=message)]
+
+
+def _split_gradients(model: Model, layout: Layout) -> list[Finding]:
+    message = inputs_refusal(model, layout)
+    if message is None:
+        return []
+    return [Finding(kind="unsupported", path="inputs", message=message)]
 
 
 def _unknown_residuals(model: Model, layout: Layout) -> list[Finding]:

@@ -115,6 +115,13 @@ def _check_array(name: str, array: Any, declared: Input | None) -> None:
             f"of kind {declared.kind!r}; convert it with .astype(numpy."
             f"{jnp.dtype(declared.dtype).name})"
         )
+    is_real = jnp.issubdtype(array.dtype, jnp.floating)
+    if declared.has_gradient and not is_real:
+        raise InputError(
+            f"batch[{name!r}] has dtype {array.dtype}, but the model declares it with "
+            "a gradient, which only real numbers have; convert it with "
+            ".astype(numpy.float32)"
+        )
 
 
 def _check_below(name: str, array: np.ndarray, below: int) -> None:

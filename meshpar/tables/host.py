@@ -10,6 +10,7 @@ import numpy as np
 
 from meshpar.errors import InputError
 from meshpar.tables.ids import positions
+from meshpar.tables.lookup import Shares
 from meshpar.tables.stores import SPREAD, Member, Store
 
 HostTables = dict[str, dict[str, np.ndarray]]
@@ -63,7 +64,9 @@ def stored_tables(
     return found
 
 
-def rows_looked_up(stores: Sequence[Store], batch: Mapping[str, Any]) -> np.ndarray:
+def rows_looked_up(
+    stores: Sequence[Store], shares: Shares, batch: Mapping[str, Any]
+) -> np.ndarray:
     """Rows that each device looks up for a batch, (devices,).
 
     Of each share of the examples every id counts once; of a store that is split by
@@ -71,13 +74,15 @@ def rows_looked_up(stores: Sequence[Store], batch: Mapping[str, Any]) -> np.ndar
 
     Args:
         stores: What holds the tables.
+        shares: How devices share the batch.
         batch: Ids of the global batch, on the host.
     """
     num_devices = stores[0].num_devices
     found = np.zeros(num_devices)
     for store in stores:
         codes = _codes(store, batch)
-        for device, own in enumerate(np.array_split(codes, num_devices)):
+        for device, at in enumerate(shares.of_devices(len(codes))):
+            own = codes[at]
             distinct = np.unique(own[own < store.num_codes])
             if store.kind == SPREAD:
                 found += np.bincount(distinct // store.rows, minlength=num_devices)

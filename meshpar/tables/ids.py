@@ -17,7 +17,7 @@ from jax import lax
 
 from meshpar.errors import InputError
 from meshpar.tables.stores import Store
-from meshpar.tables.table import ABSENT, Table, weights_of
+from meshpar.tables.table import ABSENT, MOST_ROWS, Table, weights_of
 
 
 @jax.tree_util.register_dataclass
@@ -45,17 +45,19 @@ def check_ids(tables: tuple[Table, ...], batch: Mapping[str, Any]) -> None:
     on one makes its vector NaN, so that the step is skipped, and counted as such.
 
     Raises:
-        InputError: An id is outside, or an array of ids is missing, or is none.
+        InputError: An id is outside, or past int32 in any table, or an array of ids is
+            missing, or is none.
     """
     for table in tables:
         for feature in table.features:
             _check_array(table, feature, batch)
             ids = batch[feature]
-            if table.hashed or table.bucket is not None:
-                continue
             if not isinstance(ids, np.ndarray) or not ids.size:
                 continue
             low, high = int(ids.min()), int(ids.max())
+            if table.hashed or table.bucket is not None:
+                _check_int32(feature, low, high)
+                continue
             if low < ABSENT or high >= table.rows:
                 wrong = low if low < ABSENT else high
                 raise InputError(
@@ -77,6 +79,22 @@ def _check_array(table: Table, feature: str, batch: Mapping[str, Any]) -> None:
             f"batch[{feature!r}] has shape {shape}, but table {table.name!r} takes "
             f"bags of {table.bag}: give it (examples, {table.bag}), {ABSENT} for none"
         )
+    ids = batch[feature]
+    on_device = isinstance(ids, jax.Array) and jnp.issubdtype(ids.dtype, jnp.integer)
+    if on_device and not np.can_cast(ids.dtype, np.int32):
+        raise InputError(
+            f"batch[{feature!r}] is on a device as {ids.dtype}, but ids are int32; "
+            "convert it with .astype(numpy.int32) once they are below 2147483648"
+        )
+
+
+def _check_int32(feature: str, low: int, high: int) -> None:
+    """Refuses what a table would otherwise take as another id, cut to 32 bits."""
+    if low < -MOST_ROWS - 1 or high > MOST_ROWS:
+        raise InputError(
+            f"batch[{feature!r}] has id {high if high > MOST_ROWS else low}, but ids "
+            f"are int32, {-MOST_ROWS - 1} to {MOST_ROWS}; take them modulo 2**31 first"
+        )
 
 
 def positions(
@@ -85,7 +103,8 @@ def positions(
     """The code and the weight of every id of a store's features, feature by feature."""
     codes, weights = [], []
     for feature, member in store.features:
-        table, ids = member.table, batch[feature]
+        # Narrow ids would wrap where codes are computed.
+        table, ids = member.table, batch[feature].astype(jnp.int32)
         rows, absent, outside = _rows(table, ids)
         given = batch.get(weights_of(feature))
         weight = jnp.ones(ids.shape) if given is None else given.astype(jnp.float32)

@@ -82,7 +82,8 @@ def values(
     member: Member, seed: jax.Array, rows: jax.Array, columns: jax.Array
 ) -> jax.Array:
     """fp32 (rows, columns): first values of those; zeros of rows past the table's."""
-    key = jax.random.key_data(jax.random.fold_in(jax.random.key(seed), _SALT))
+    key = jax.random.key(seed, impl="threefry2x32")
+    key = jax.random.key_data(jax.random.fold_in(key, _SALT))
     shape = len(rows), len(columns)
     column = jnp.uint32(member.place << 16) + columns.astype(jnp.uint32)
     counters = [

@@ -14,9 +14,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from meshpar.collectives import asked
+from meshpar.layout import BATCH_AXES
 from meshpar.tables.exchange import Exchange
 from meshpar.tables.ids import Unique, positions, summed, summed_runs, unique
 from meshpar.tables.optimizers import TableOptimizer
@@ -57,6 +59,26 @@ class Shares:
         filled = jnp.pad(array, pads, constant_values=fill)
         at = lax.axis_index(self.beside) * size
         return lax.dynamic_slice_in_dim(filled, at, size)
+
+    def of_devices(self, examples: int) -> list[np.ndarray]:
+        """Which examples of a global batch `own` gives each device, by its number."""
+        found = []
+        for place in np.ndindex(*(self.sizes[axis] for axis in self.mesh_axes)):
+            at = dict(zip(self.mesh_axes, place, strict=True))
+            split = tuple(axis for axis in BATCH_AXES if axis in at)
+            length = examples // math.prod(self.sizes[axis] for axis in split)
+            size = -(-length // self.num_beside)
+            part, own = self._number(split, at) * length, self._number(self.beside, at)
+            ends = (min(one * size, length) for one in (own, own + 1))
+            found.append(np.arange(*(part + end for end in ends)))
+        return found
+
+    def _number(self, axes: tuple[str, ...], at: Mapping[str, int]) -> int:
+        """Of a device along some mesh axes, the first of them the slowest."""
+        number = 0
+        for axis in axes:
+            number = number * self.sizes[axis] + at[axis]
+        return number
 
     def together(self, own: jax.Array, examples: int) -> jax.Array:
         """All of the part's examples, of what each device has for its own."""
@@ -145,12 +167,13 @@ class LocalTables:
         return found
 
     def _own(self, batch: Arrays) -> dict[str, jax.Array]:
-        return {
-            name: self.shares.own(
-                array, ABSENT if jnp.issubdtype(array.dtype, jnp.integer) else 0
-            )
-            for name, array in batch.items()
-        }
+        found = {}
+        for name, array in batch.items():
+            if jnp.issubdtype(array.dtype, jnp.integer):  # may be unsigned, or narrow
+                found[name] = self.shares.own(array.astype(jnp.int32), ABSENT)
+            else:
+                found[name] = self.shares.own(array, 0)
+        return found
 
     def _rows(self, store: Store, rows: jax.Array, ids: Unique) -> jax.Array:
         """(codes, dim): the row of each, zeros for none."""

@@ -25,6 +25,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Var
 
 from meshpar.model.contract import Model
 from meshpar.model.scope import Scope
@@ -142,9 +143,11 @@ def _residual_bytes(
     def kept(params: Any, batch: Any) -> Any:
         return jax.vjp(lambda p: loss(model, p, batch, Scope()), params)[1]
 
-    shapes = jax.tree.leaves(jax.eval_shape(kept, params, known))
-    own = {(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(params)}
-    return sum(_bytes(one) for one in shapes if (one.shape, one.dtype) not in own)
+    traced = jax.make_jaxpr(kept)(params, known).jaxpr
+    # A parameter that is kept lies there anyway, and nothing is kept twice.
+    own = set(traced.invars[: len(jax.tree.leaves(params))])
+    residuals = {one for one in traced.outvars if isinstance(one, Var)} - own
+    return sum(_bytes(one.aval) for one in residuals)
 
 
 def _row_shape(tables: EmbeddingTables, output: str) -> tuple[int, int]:

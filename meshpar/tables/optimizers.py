@@ -7,8 +7,10 @@ costs what its batch does; which dense optimizer that equals, each says.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Protocol
 
 import jax
@@ -72,6 +74,9 @@ class SGD:
 
     rate: Rate
 
+    def __post_init__(self) -> None:
+        _check_rate(self.rate)
+
     @property
     def slots(self) -> Mapping[str, Slot]:
         """None."""
@@ -101,6 +106,11 @@ class RowwiseAdagrad:
     rate: Rate
     epsilon: float = 1e-8
     first: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_rate(self.rate)
+        _check_number("epsilon", self.epsilon)
+        _check_number("first", self.first)
 
     @property
     def slots(self) -> Mapping[str, Slot]:
@@ -135,6 +145,12 @@ class LazyAdam:
     b2: float = 0.999
     epsilon: float = 1e-8
 
+    def __post_init__(self) -> None:
+        _check_rate(self.rate)
+        _check_number("epsilon", self.epsilon)
+        for name in ("b1", "b2"):
+            _check_number(name, getattr(self, name), below=1.0)
+
     @property
     def slots(self) -> Mapping[str, Slot]:
         """Both moments, a number a value."""
@@ -167,6 +183,19 @@ def check_optimizer(optimizer: Any) -> None:
         raise InputError(
             f"tables cannot be updated by {type(optimizer).__name__}: only touched "
             f"rows are, in place; give one of {names}"
+        )
+
+
+def _check_rate(rate: Rate) -> None:
+    if not callable(rate):
+        _check_number("rate", rate)
+
+
+def _check_number(name: str, value: float, below: float = math.inf) -> None:
+    if not (isinstance(value, Real) and 0 <= value < below):
+        under = "" if below == math.inf else f" and below {below:g}"
+        raise InputError(
+            f"{name}={value!r}: must be a finite number of at least 0{under}"
         )
 
 

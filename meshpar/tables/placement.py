@@ -4,7 +4,10 @@
     row_wise     a twentieth of a device's even share of all bytes, or more
     table_wise   all others, the heaviest first, each on the device that has least
 
-A device's load is the larger of its shares of all bytes and of all lookups.
+A device's load is the larger of its shares of the bytes of one `dim` and of all
+lookups. Tables of one `dim` share an array, of which every device holds as many rows as
+the fullest one needs.
+
 Reference: the greedy partitioner of Mudigere et al. 2022 ("Software-Hardware
 Co-design for Fast and Scalable Training of Deep Learning Recommendation Models"), 4.1.
 """
@@ -54,7 +57,7 @@ class Load:
     """What one device has to hold and to do.
 
     Args:
-        table_bytes: Rows and their optimizer state.
+        table_bytes: Rows and their optimizer state, empty places included.
         lookups: Rows that it looks up for an example of the global batch, on average,
             every id counted; one of a part of each row counts as that part.
     """
@@ -71,32 +74,72 @@ class Placements:
         placed: Of each table.
         num_devices: Of all.
         row_bytes: Table -> bytes of a row, its optimizer state included.
+        whole_bytes: Of those, what a device has whole where it has a part of the row.
     """
 
     placed: tuple[Placed, ...]
     num_devices: int
     row_bytes: Mapping[str, float]
+    whole_bytes: float = 0.0
 
     @property
     def loads(self) -> tuple[Load, ...]:
-        """Of each device."""
-        found = [[0.0, 0.0] for _ in range(self.num_devices)]
-        for one in self.placed:
-            num_bytes = self.row_bytes[one.table.name] * one.table.rows
-            for device, of_device in enumerate(found):
-                share = _share(one, device, self.num_devices)
-                whole = one.kind == REPLICATED
-                of_device[0] += num_bytes * (1.0 if whole else share)
-                of_device[1] += one.table.lookups * share
-        return tuple(Load(table_bytes=size, lookups=times) for size, times in found)
+        """Of each device.
+
+        Raises:
+            InputError: Tables of one `dim` have more rows than int32 counts.
+        """
+        num_bytes = self._bytes_of_device
+        return tuple(
+            Load(
+                table_bytes=num_bytes,
+                lookups=math.fsum(
+                    one.table.lookups * _share(one, device, self.num_devices)
+                    for one in self.placed
+                ),
+            )
+            for device in range(self.num_devices)
+        )
 
     @property
     def imbalance(self) -> Load:
-        """The fullest device over the mean: 1 is even."""
-        return Load(
-            table_bytes=_over_mean([load.table_bytes for load in self.loads]),
-            lookups=_over_mean([load.lookups for load in self.loads]),
+        """How uneven it is: 1 is even.
+
+        Bytes of a device over the mean of those that tables fill; most lookups over
+        their mean.
+        """
+        filled = math.fsum(
+            one.table.rows * self._row_bytes_of(one) for one in self.placed
         )
+        lookups = [load.lookups for load in self.loads]
+        return Load(
+            table_bytes=self._bytes_of_device * self.num_devices / filled,
+            lookups=max(lookups) * len(lookups) / math.fsum(lookups),
+        )
+
+    @property
+    def _bytes_of_device(self) -> float:
+        """Of its part of every store."""
+        from meshpar.tables.stores import COLUMNS, stores_of  # which places members
+
+        total = 0.0
+        for store in stores_of(self):
+            row = self.row_bytes[store.members[0].table.name]
+            if store.kind == COLUMNS:
+                row = self._part_bytes(row)
+            total += store.rows * row
+        return total
+
+    def _row_bytes_of(self, one: Placed) -> float:
+        """Bytes of a row over all devices."""
+        row = self.row_bytes[one.table.name]
+        if one.kind == COLUMN_WISE:
+            row = self._part_bytes(row)
+        return row * (self.num_devices if one.kind in (COLUMN_WISE, REPLICATED) else 1)
+
+    def _part_bytes(self, row_bytes: float) -> float:
+        """Bytes of a device's part of a row that is split by columns."""
+        return self.whole_bytes + (row_bytes - self.whole_bytes) / self.num_devices
 
     def __str__(self) -> str:
         """A line for each table, one for each device, and how uneven they are."""
@@ -115,8 +158,8 @@ class Placements:
         return "\n".join(
             [
                 *lines,
-                f"fullest over mean: {uneven.table_bytes:.2f} of the bytes, "
-                f"{uneven.lookups:.2f} of the lookups",
+                f"fullest over mean: {uneven.table_bytes:.2f} of the bytes that tables "
+                f"fill, {uneven.lookups:.2f} of the lookups",
             ]
         )
 
@@ -126,6 +169,7 @@ def placements_of(
     num_devices: int,
     row_bytes: Mapping[str, float],
     asked: str | Mapping[str, str] = AUTO,
+    whole_bytes: float = 0.0,
 ) -> Placements:
     """Where all tables lie.
 
@@ -134,6 +178,7 @@ def placements_of(
         num_devices: Of the mesh.
         row_bytes: Table -> bytes of a row, its optimizer state included.
         asked: A kind for all tables, one for each that is not chosen, or `auto`.
+        whole_bytes: Of a row's bytes, the state that is a number a row.
 
     Raises:
         InputError: There is no such table or kind, or columns do not divide.
@@ -160,6 +205,7 @@ def placements_of(
         ),
         num_devices=num_devices,
         row_bytes=dict(row_bytes),
+        whole_bytes=whole_bytes,
     )
 
 
@@ -203,29 +249,34 @@ def _spread(
     num_devices: int,
     row_bytes: Mapping[str, float],
 ) -> dict[str, int]:
-    """Table -> its device, the heaviest table first, to the one that has least."""
+    """Table -> its device, the heaviest table first, to the one that has least.
+
+    Bytes are counted within each `dim`: the fullest device sets the rows of all there.
+    """
     own = [table for table in tables if kinds[table.name] == TABLE_WISE]
-    all_bytes = sum(table.rows * row_bytes[table.name] for table in own) or 1
+    dims = {table.dim for table in own}
+    bytes_of = dict.fromkeys(dims, 0.0)
+    for table in own:
+        bytes_of[table.dim] += table.rows * row_bytes[table.name]
     all_lookups = sum(table.lookups for table in own) or 1
 
     def shares(table: Table) -> tuple[float, float]:
         num_bytes = table.rows * row_bytes[table.name]
-        return num_bytes / all_bytes, table.lookups / all_lookups
+        return num_bytes / bytes_of[table.dim], table.lookups / all_lookups
 
-    taken = [(0.0, 0.0)] * num_devices
+    filled = {dim: [0.0] * num_devices for dim in dims}
+    asked = [0.0] * num_devices
     found = {}
     for table in sorted(own, key=lambda table: (-max(shares(table)), table.name)):
         of_bytes, of_lookups = shares(table)
-
-        def after(
-            device: int, more: tuple[float, float] = (of_bytes, of_lookups)
-        ) -> tuple[float, float]:
-            both = [a + b for a, b in zip(taken[device], more, strict=True)]
-            return max(both), sum(both)
-
-        best = min(range(num_devices), key=after)
+        loads = [
+            (one + of_bytes, other + of_lookups)
+            for one, other in zip(filled[table.dim], asked, strict=True)
+        ]
+        after = [(max(load), sum(load)) for load in loads]
+        best = min(range(num_devices), key=after.__getitem__)
         found[table.name] = best
-        taken[best] = (taken[best][0] + of_bytes, taken[best][1] + of_lookups)
+        filled[table.dim][best], asked[best] = loads[best]
     return found
 
 
@@ -234,8 +285,3 @@ def _share(one: Placed, device: int, num_devices: int) -> float:
     if one.kind == TABLE_WISE:
         return float(one.device == device)
     return 1 / num_devices
-
-
-def _over_mean(values: Sequence[float]) -> float:
-    mean = math.fsum(values) / len(values)
-    return max(values) / mean if mean else 1.0

@@ -78,7 +78,7 @@ class TableFunctions:
     @cached_property
     def specs(self) -> Tables:
         """How the tables' arrays lie."""
-        axes = self._shares.mesh_axes
+        axes = self.shares.mesh_axes
         slots = self.tables.optimizer.slots
         return {
             store.name: {"rows": store.spec(axes)}
@@ -93,7 +93,7 @@ class TableFunctions:
         """The first state, each device making its own part."""
 
         def local(seed: jax.Array) -> Tables:
-            axes = self._shares.mesh_axes
+            axes = self.shares.mesh_axes
             device = lax.axis_index(axes) if axes else 0
             return {
                 store.name: first_arrays(store, self.tables.optimizer, seed, device)
@@ -106,7 +106,8 @@ class TableFunctions:
     def update(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """The next state, and scalars.
 
-        A step whose loss or gradients are not finite leaves the tables as they are too.
+        A step whose loss or gradients, those of what is looked up among them, are not
+        finite leaves model and tables as they are.
         """
         dense, tables = parts(state)
         of_model, ids = self._split(batch)
@@ -161,13 +162,14 @@ class TableFunctions:
     def _local(self) -> LocalTables:
         return LocalTables(
             stores=self.stores,
-            shares=self._shares,
+            shares=self.shares,
             optimizer=self.tables.optimizer,
             outputs=self.tables.outputs,
         )
 
     @cached_property
-    def _shares(self) -> Shares:
+    def shares(self) -> Shares:
+        """How the devices share a batch."""
         sizes = dict(self.mesh.shape)
         axes = tuple(axis for axis in MESH_AXES if sizes[axis] > 1)
         beside = tuple(axis for axis in axes if axis not in BATCH_AXES)
@@ -175,7 +177,7 @@ class TableFunctions:
 
     @property
     def _kept_spec(self) -> PartitionSpec:
-        return PartitionSpec(self._shares.mesh_axes)
+        return PartitionSpec(self.shares.mesh_axes)
 
     def _on_shards(self, local: Any, in_specs: Any, out_specs: Any) -> Any:
         return jax.shard_map(

@@ -12,7 +12,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from meshpar.audit.subject import Subject
-from meshpar.errors import InputError
 from meshpar.rules.sharding import born_sharded
 from meshpar.tables.host import host_tables, rows_looked_up
 from meshpar.tables.ids import check_ids
@@ -29,7 +28,7 @@ from meshpar.tables.programs import TABLES, TableFunctions
 from meshpar.tables.tables import EmbeddingTables
 from meshpar.train.batch_placement import BatchPlacement
 from meshpar.train.state import TrainState, check_not_donated, without_optimizer
-from meshpar.train.step import TrainStep, batch_structs
+from meshpar.train.step import TrainStep, batch_structs, check_seed
 
 if TYPE_CHECKING:
     from meshpar.train.checkpoint import Checkpoints
@@ -50,8 +49,8 @@ def with_tables(step: TrainStep, tables: EmbeddingTables) -> TableStep:
         tables: The tables.
 
     Raises:
-        InputError: The model does not take what is looked up, the layout has local
-            steps or splits sequences over `context`, or a placement does not fit.
+        InputError: The model does not take what is looked up, or a placement does not
+            fit.
 
     Example:
         >>> import jax.numpy as jnp, numpy as np, optax
@@ -66,11 +65,6 @@ def with_tables(step: TrainStep, tables: EmbeddingTables) -> TableStep:
         >>> batch |= {"numbers": np.ones((8, 4)), "clicks": np.ones(8)}
         >>> state, metrics = step(step.init(0), batch)
     """
-    if step.is_local or step.layout.context > 1:
-        raise InputError(
-            f"layout {str(step.layout)!r}: tables are updated once a step, and have no "
-            "sequence to split; leave sync_every and context out"
-        )
     tables.check_model(step.model.known_inputs)
     return TableStep(step, tables)
 
@@ -95,6 +89,7 @@ class TableStep:
         self.dense, self.tables = step, tables
         self.layout, self.mesh = step.layout, step.mesh
         self.functions = TableFunctions(dense=step.functions, tables=tables)
+        _ = self.functions.stores  # A placement that cannot be is refused here.
         looked_up = tables.outputs
         inputs = {
             name: one
@@ -127,7 +122,11 @@ class TableStep:
         """The first state, a function of `seed`; born in shards.
 
         A table's first values are the same under any layout and placement.
+
+        Raises:
+            InputError: `seed` is no whole number from 0 to 2**32 - 1.
         """
+        check_seed(seed)
         with self._mesh_set():
             return self._init(np.uint32(seed))
 
@@ -153,9 +152,9 @@ class TableStep:
             return self._update(state, self.place(batch))
 
     def evaluate(self, state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        """Summed loss and weights of a batch."""
+        """Summed loss and weights of a batch, which `__call__` takes too."""
         with self._mesh_set():
-            return self._evaluate(without_optimizer(state), self.place(batch, 1))
+            return self._evaluate(without_optimizer(state), self.place(batch))
 
     def logits(self, state: TrainState, batch: Batch) -> Any:
         """What the model's `logits` gives; the batch is whole, labels included."""
@@ -163,15 +162,33 @@ class TableStep:
             return self._logits(without_optimizer(state), self.place(batch, 1))
 
     def place(
-        self, batch: Batch, microbatches: int | None = None
+        self,
+        batch: Batch,
+        microbatches: int | None = None,
+        *,
+        global_batch: int | None = None,
     ) -> dict[str, jax.Array]:
         """The batch on the devices, split over the batch axes.
+
+        Args:
+            batch: As `__call__` takes it; of several processes each gives its rows.
+            microbatches: Parts that it is cut into; the layout's when absent.
+            global_batch: Rows of all processes together, so that those of this one are
+                counted.
 
         Raises:
             InputError: As for `__call__`.
         """
         check_ids(self.tables.tables, batch)
-        return self._batches.place(batch, microbatches)
+        return self._batches.place(batch, microbatches, global_batch=global_batch)
+
+    def rows_here(self, global_batch: int) -> np.ndarray:
+        """Which rows of a global batch this process gives: all, where it is alone.
+
+        Raises:
+            InputError: The global batch does not divide over the batch axes.
+        """
+        return self._batches.rows_here(global_batch)
 
     def host_tables(self, state: TrainState) -> dict[str, dict[str, np.ndarray]]:
         """Table -> its `rows`, and its optimizer's state of each, whole on the host."""
@@ -180,7 +197,7 @@ class TableStep:
     def rows_looked_up(self, batch: Batch) -> np.ndarray:
         """Rows that each device looks up for a batch on the host, (devices,)."""
         check_ids(self.tables.tables, batch)
-        return rows_looked_up(self.functions.stores, batch)
+        return rows_looked_up(self.functions.stores, self.functions.shares, batch)
 
     def checkpoints(self, directory: Path, **options: Any) -> Checkpoints:
         """Checkpoints that any layout and placement of the same tables resumes.

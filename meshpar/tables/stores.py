@@ -28,12 +28,12 @@ from meshpar.tables.table import (
     Table,
 )
 
-SPREAD = "spread"
+SPREAD, COLUMNS = "spread", "columns"
 Rows = TypeVar("Rows", jax.Array, np.ndarray)
 _STORE = {
     ROW_WISE: SPREAD,
     TABLE_WISE: SPREAD,
-    COLUMN_WISE: "columns",
+    COLUMN_WISE: COLUMNS,
     REPLICATED: "replicated",
 }
 ALIGNMENT = 8
@@ -91,7 +91,7 @@ class Store:
     @property
     def local_dim(self) -> int:
         """Values of a row that a device has."""
-        return self.dim // (self.num_devices if self.kind == "columns" else 1)
+        return self.dim // (self.num_devices if self.kind == COLUMNS else 1)
 
     def spec(
         self, mesh_axes: tuple[str, ...], *, of_row: bool = False
@@ -99,7 +99,7 @@ class Store:
         """How an array of a vector, or a number, a row lies over the mesh."""
         if self.kind == SPREAD:
             return PartitionSpec(mesh_axes)
-        if self.kind == "columns" and not of_row:
+        if self.kind == COLUMNS and not of_row:
             return PartitionSpec(None, mesh_axes)
         return PartitionSpec()
 

@@ -18,6 +18,8 @@ ABSENT = -1
 """The id that fills a bag up: nothing is looked up."""
 
 MOST_ROWS = 2**31 - 1
+MOST_COLUMNS = 2**16
+"""First values are drawn by row and column; a column's number has 16 bits there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +37,8 @@ class Table:
         bag: Most ids that an example has of a feature.
         pooling: `sum` of weight times row over a bag, or that over the sum of weights,
             `mean`; zeros for an empty bag.
-        hashed: Whether any int32 id is hashed to a row; else ids are rows' numbers.
+        hashed: Whether any int32 id but -1, which is none here too, is hashed to a
+            row; else ids are rows' numbers.
         bucket: The row that ids outside of 0 to `rows - 1` mean; they are an error when
             absent.
         scale: First values are uniform within plus and minus this; `1 / sqrt(rows)`
@@ -44,8 +47,9 @@ class Table:
             name are looked up into, feature by feature.
 
     Raises:
-        InputError: A size below 1, more rows than int32 can count, no such pooling, a
-            bucket outside the table, or one of a table that hashes.
+        InputError: A size below 1, more rows than int32 can count, more than 65,536
+            values of a row, no such pooling, a bucket outside the table, or one of a
+            table that hashes.
     """
 
     name: str
@@ -66,6 +70,11 @@ class Table:
             raise InputError(
                 f"table {self.name!r} has rows={self.rows}, but int32 ids count to "
                 f"{MOST_ROWS}; hash the ids to fewer rows (hashed=True)"
+            )
+        if self.dim > MOST_COLUMNS:
+            raise InputError(
+                f"table {self.name!r} has dim={self.dim}, but a row has at most "
+                f"{MOST_COLUMNS} values; split it into several tables"
             )
         if self.pooling not in POOLINGS:
             raise InputError(

@@ -53,7 +53,14 @@ class EmbeddingTables:
             InputError: As for `embedding_tables`.
         """
         bytes_of = {table.name: self.row_bytes(table) for table in self.tables}
-        return placements_of(self.tables, num_devices, bytes_of, self.placement)
+        slots = self.optimizer.slots.values()
+        return placements_of(
+            self.tables,
+            num_devices,
+            bytes_of,
+            self.placement,
+            whole_bytes=_VALUE_BYTES * sum(slot.of_row for slot in slots),
+        )
 
     def row_bytes(self, table: Table) -> int:
         """Bytes of a row and its optimizer state."""
@@ -65,8 +72,15 @@ class EmbeddingTables:
         """Refuses a model that does not take what is looked up.
 
         Raises:
-            InputError: An input is missing, has no gradient, or is of another shape.
+            InputError: An input is missing, has no gradient, or is of another shape, or
+                has the name of an array that the tables take.
         """
+        for name in self.inputs:
+            if name in inputs:
+                raise InputError(
+                    f"batch[{name!r}] would be both an input of the model and ids or "
+                    "weights of a table; rename the feature, Table(features=...)"
+                )
         dims = {table.into: table.dim for table in self.tables}
         for name, features in self.outputs.items():
             shape = (None, len(features), dims[name])
@@ -102,7 +116,8 @@ def embedding_tables(
             bytes and lookups are even (`meshpar.tables.placement`).
 
     Raises:
-        InputError: No table, two of one name or feature, tables of different `dim` that
+        InputError: No table, two of one name or feature, a feature named as another
+            one's weights, tables of different `dim` that
             are looked up into one input, or any other optimizer.
 
     Example:
@@ -115,7 +130,7 @@ def embedding_tables(
         device 1: 3.4 MB, 0.25 lookups an example
         device 2: 3.4 MB, 0.25 lookups an example
         device 3: 3.4 MB, 0.25 lookups an example
-        fullest over mean: 1.00 of the bytes, 1.00 of the lookups
+        fullest over mean: 1.00 of the bytes that tables fill, 1.00 of the lookups
     """
     check_optimizer(optimizer)
     tables = tuple(tables)
@@ -124,6 +139,12 @@ def embedding_tables(
     _check_names([table.name for table in tables], "tables have the name")
     features = [name for table in tables for name in table.features]
     _check_names(features, "features have the name")
+    for name in features:
+        if weights_of(name) in features:
+            raise InputError(
+                f"feature {weights_of(name)!r} has the name of the weights of feature "
+                f"{name!r}; rename one of them"
+            )
     dims: dict[str, int] = {}
     for table in tables:
         if dims.setdefault(table.into, table.dim) != table.dim:

@@ -23,6 +23,7 @@ from meshpar.train.local_steps.outer_optimizer import nesterov
 from meshpar.train.reduction_refusal import refuse_by_host
 from meshpar.train.refusals import (
     experts_refusal,
+    inputs_refusal,
     refuse,
     refuse_schedule,
 )
@@ -90,7 +91,9 @@ def make_train_step(
             fit the devices, or asks for what is not built, or `max_grad_norm` is not
             positive, or the optimizer has large state of no parameter while the layout
             splits states, or what it does to each layer cannot be told
-            (`optax.flatten`, noise), or `schedule` is wrong (who waits for what, which
+            (`optax.flatten`, noise), or the layout
+            splits or averages what an input with a gradient needs whole (`context`,
+            `sync_every`), or `schedule` is wrong (who waits for what, which
             work is missing or doubled) or made for other sizes.
 
     Example:
@@ -125,6 +128,9 @@ def make_train_step(
     refused = experts_refusal(model, layout)
     if refused is not None:
         raise RuleError("dead", refused)
+    refused = inputs_refusal(model, layout)
+    if refused is not None:
+        raise InputError(refused)
     outer_optimizer = outer_optimizer_of(layout, outer_optimizer)
     refuse_by_host(gradient_reduction, layout, mesh)
     return TrainStep(

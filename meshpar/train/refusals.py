@@ -134,6 +134,18 @@ def rule_refusals(rules: Rules, layout: Layout) -> Iterator[tuple[str, RuleError
                 yield logical_axis, _batch_axis_error(logical_axis, mesh_axis)
 
 
+def inputs_refusal(model: Model, layout: Layout) -> str | None:
+    """Why a layout does not suit an input that has a gradient; None if it does."""
+    names = [name for name, one in model.known_inputs.items() if one.has_gradient]
+    if not names or (layout.sync_every == 1 and layout.context == 1):
+        return None
+    return (
+        f"layout {str(layout)!r}: the gradient of input {names[0]!r} is found once a "
+        f"step and for whole sequences, but sync_every={layout.sync_every} and "
+        f"context={layout.context}; leave sync_every and context out"
+    )
+
+
 def experts_refusal(model: Model, layout: Layout) -> str | None:
     """Why a layout's `expert` does not suit a model; None if it does.
 

@@ -132,11 +132,7 @@ class TrainStep:
             InputError: `seed` is no whole number from 0 to 2**32 - 1, or what is given
                 is not of this model.
         """
-        whole = isinstance(seed, int | np.integer) and not isinstance(seed, bool)
-        if not whole:
-            raise InputError(f"seed={seed!r}: must be a whole number below {2**32}")
-        if not 0 <= seed < 2**32:
-            raise InputError(f"seed={seed}: must be at least 0 and below {2**32}")
+        check_seed(seed)
         given = params is not None or bool(model_state)
         if given and self.is_local:
             raise InputError(
@@ -420,6 +416,19 @@ class TrainStep:
     def _argument_shapes(self, batch: Batch) -> tuple[TrainState, Batch]:
         self._batches.check(batch)
         return self.state_shapes, batch_structs(batch)
+
+
+def check_seed(seed: int) -> None:
+    """Refuses what no first state derives from.
+
+    Raises:
+        InputError: `seed` is no whole number from 0 to 2**32 - 1.
+    """
+    whole = isinstance(seed, int | np.integer) and not isinstance(seed, bool)
+    if not whole:
+        raise InputError(f"seed={seed!r}: must be a whole number below {2**32}")
+    if not 0 <= seed < 2**32:
+        raise InputError(f"seed={seed}: must be at least 0 and below {2**32}")
 
 
 def batch_structs(batch: Batch) -> dict[str, jax.ShapeDtypeStruct]:

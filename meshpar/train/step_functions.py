@@ -13,9 +13,11 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from meshpar.layout import BATCH_AXES
 from meshpar.model.contract import Model
 from meshpar.model.parameter import Params
 from meshpar.model.tracing import check_examples_first
+from meshpar.parallel.norm import global_norm
 from meshpar.parallel.placement import Placement
 from meshpar.train.constants import put_in, take_out
 from meshpar.train.layer_order import layer_orders
@@ -106,7 +108,9 @@ class StepFunctions:
         loss, more, gradients, model_state, of_inputs = self.program.loss_and_gradients(
             apart.params, apart.model_state, batch, state.step, state.seed
         )
-        apart, norm = self.apply_gradients(apart, loss, gradients, model_state)
+        apart, norm = self.apply_gradients(
+            apart, loss, gradients, model_state, finite=self._all_finite(of_inputs)
+        )
         state = put_in(self.model, apart)
         metrics = {"loss": loss, "grad_norm": norm, **more}
         return state, {**metrics, "skipped": state.skipped}, of_inputs
@@ -140,6 +144,14 @@ class StepFunctions:
     def at_rest(self, state: TrainState, values: Params) -> Params:
         """fp32 values as parameters lie between steps (`Update.at_rest`)."""
         return self.apply_gradients.at_rest(state, values)
+
+    def _all_finite(self, of_inputs: Batch) -> jax.Array | bool:
+        """Whether the inputs' gradients are: one all-reduce of a number, if any."""
+        if not of_inputs:
+            return True
+        mesh = self.placement.mesh
+        lie = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+        return jnp.isfinite(global_norm(of_inputs, dict.fromkeys(of_inputs, lie), mesh))
 
     def _given(self, state: TrainState, batch: Batch) -> tuple[Any, ...]:
         """What a program takes."""

@@ -45,19 +45,25 @@ class Update:
     of_states: Any
 
     def __call__(
-        self, state: TrainState, loss: jax.Array, gradients: Any, model_state: Any
+        self,
+        state: TrainState,
+        loss: jax.Array,
+        gradients: Any,
+        model_state: Any,
+        *,
+        finite: jax.Array | bool = True,
     ) -> tuple[TrainState, jax.Array]:
         """The next state, and the global norm of the gradients before any scaling.
 
-        Where loss or norm is not finite, parameters and optimizer state stay as they
-        are and `skipped` counts one more.
+        Where loss or norm is not finite, or `finite` says so of something else,
+        parameters and optimizer state stay as they are and `skipped` counts one more.
         """
         placement = self.placement
         norm = global_norm(
             gradients, self.of_states, placement.mesh, apart=placement.apart
         )
         state = self._on_device(state)
-        finite = jnp.isfinite(norm) & jnp.isfinite(loss)
+        finite = jnp.isfinite(norm) & jnp.isfinite(loss) & finite
         if self.max_grad_norm is not None:
             scale = jnp.minimum(1.0, self.max_grad_norm / (norm + 1e-6))
             gradients = scaled(gradients, scale, jnp.float32)

@@ -54,6 +54,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--examples", type=positive, default=1024, help="of a step")
     parser.add_argument("--rounds", type=positive, default=5)
     args = parser.parse_args(argv)
+    if args.rows % args.devices:
+        parser.error(
+            f"--rows {args.rows} do not divide over --devices {args.devices}, as the "
+            f"dense tables' must; give a multiple of {args.devices}"
+        )
     emulate(args.devices)
     step, batches = _step(args), [_batch(args, at) for at in range(args.rounds + 1)]
     print(step.placements)
