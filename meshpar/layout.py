@@ -265,6 +265,15 @@ class Layout:
         hybrid = self.zero == 3 or self.mesh_shape["fsdp"] > 1
         return ("fsdp",) if hybrid else ("data",)
 
+    def check_sizes(self) -> None:
+        """Refuses a mesh axis of -1, where nobody says how many devices there are.
+
+        Raises:
+            InputError: There is one.
+        """
+        if any(getattr(self, axis) == -1 for axis in MESH_AXES):
+            raise InputError(f"layout {str(self)!r}: give every mesh axis a size")
+
     def resolve(self, num_devices: int) -> Layout:
         """This layout on exactly `num_devices`, its -1 replaced by what is left.
 

@@ -23,7 +23,7 @@ from meshpar.models.field_types import (
     check_least_zero,
     check_sizes,
 )
-from meshpar.models.layers.adaptive_norm import Modulation, adaptive_norm
+from meshpar.models.layers.adaptive_norm import Modulation, adaptive_norm, gated_sum
 from meshpar.models.layers.attention import Attention, normal
 from meshpar.models.layers.layer_norm_block import RESIDUAL
 from meshpar.models.layers.mlp import PlainMLP
@@ -170,12 +170,12 @@ class DiTBlock(nnx.Module):
         normed = adaptive_norm(x, shift, scale, epsilon=self.epsilon)
         normed = scope.save(scope.constrain(normed, RESIDUAL), "attention_normed")
         branch = scope.constrain(self.attention(normed, scope), RESIDUAL)
-        x = x + gate * scope.save(branch, "attention_out")
+        x = gated_sum(x, gate, scope.save(branch, "attention_out"))
         shift, scale, gate = vectors[3:]
         normed = adaptive_norm(x, shift, scale, epsilon=self.epsilon)
         normed = scope.save(scope.constrain(normed, RESIDUAL), "mlp_normed")
         branch = scope.constrain(self.mlp(normed, scope), RESIDUAL)
-        return {"x": x + gate * branch, "condition": condition}
+        return {"x": gated_sum(x, gate, branch), "condition": condition}
 
 
 class DiTEnds(nnx.Module):

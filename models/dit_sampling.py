@@ -62,6 +62,7 @@ def sample(
         raise InputError(f"no method {method!r}; {nearest(method, METHODS)}")
     whole_number("num_steps", num_steps)
     labels = _checked(labels, config)
+    step.check_batch(len(labels), "labels", 1)
     velocity = _velocity(config, step, state, labels, guidance)
     x = _noise(config, step, len(labels), seed)
     return to_images(integrate(velocity, x, num_steps, advance), config.patch)

@@ -209,7 +209,7 @@ FAMILIES = (
 OTHER_PRESETS: dict[str, Any] = {
     name: config for family in FAMILIES for name, config in family.presets.items()
 }
-"""Those that the planner has no shapes of."""
+"""Those of families with a config of their own, of text or not."""
 
 TEXT_PRESETS = (
     *PRESETS,

@@ -64,6 +64,7 @@ def run(args: argparse.Namespace) -> None:
     """
     began = time.perf_counter()
     layout = meshpar.Layout.parse(args.layout)
+    layout.check_sizes()
     meshpar.emulate(layout.num_devices)
     data = labelled_images(args.data, args.size)
     config = config_of(args, data)
@@ -155,14 +156,13 @@ def judged_loss(
     """The loss of images held out, beside the least of a prediction from nothing."""
     patches = np.asarray(to_patches(data.other_images, config.patch))
     loss, weight = 0.0, 0.0
-    for start in range(0, len(patches) - batch + 1, batch):
-        rows = slice(start, start + batch)
-        found = step.evaluate(
-            state, {"patches": patches[rows], "labels": data.other_labels[rows]}
-        )
+    for start in range(0, len(patches), batch):
+        rows = np.arange(start, start + batch)
+        weights = np.float32(rows < len(patches))
+        rows = rows % len(patches)
+        given = {"patches": patches[rows], "labels": data.other_labels[rows]}
+        found = step.evaluate(state, {**given, "weights": weights})
         loss, weight = loss + float(found[0]), weight + float(found[1])
-    if not weight:
-        return f"loss: only {len(patches)} images are held out, less than --batch"
     constant = loss_of_mean(data, config)
     return (
         f"loss {loss / weight:.4f} on images held out; {constant:.4f} is that of "

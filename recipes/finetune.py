@@ -12,6 +12,7 @@ weight.
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 import time
 from collections.abc import Sequence
@@ -34,6 +35,7 @@ from meshpar.recipes.conversations import ConversationRows, read_conversations
 from meshpar.recipes.loaded import Loaded, OfRun, load
 from meshpar.recipes.texts import SHAKESPEARE, split_texts
 from meshpar.train.checkpoint import Checkpoints
+from meshpar.train.checkpoint_contents import read_contents
 from meshpar.train.data import (
     TokenWindows,
     ordered_batches,
@@ -42,6 +44,8 @@ from meshpar.train.data import (
 )
 
 HELD_OUT = 10  # one conversation of so many
+_KEPT = ("from_weights", "model_sizes", "lora", "seed")
+"""What a run that goes on has as before."""
 LORA_RATE, FULL_RATE = 1e-3, 5e-5
 
 
@@ -153,6 +157,7 @@ def finetune(config: FinetuneConfig) -> Finetuned:
         InputError: Something of the run cannot be.
     """
     layout = Layout.parse(config.layout)
+    layout.check_sizes()
     if config.emulate:
         needed = max(layout.num_devices, num_cpu_devices())
         emulate(needed if config.emulate < 0 else config.emulate)
@@ -163,7 +168,9 @@ def finetune(config: FinetuneConfig) -> Finetuned:
     with Checkpoints(
         config.out / "checkpoints", layer_orders=step.layer_orders
     ) as checkpoints:
+        refuse_other_run(config, description, checkpoints)
         state = first_state(config, loaded, step, checkpoints)
+        keep_tokenizer(config, loaded)
         _print_sizes(step, state)
         before = validate(config, step, state, held_out)
         state = trained(config, step, state, train, held_out)
@@ -215,20 +222,41 @@ def step_of(config: FinetuneConfig, loaded: Loaded) -> TrainStep:
     )
 
 
+def refuse_other_run(
+    config: FinetuneConfig, now: dict[str, Any], checkpoints: Checkpoints
+) -> None:
+    """Refuses what is not the run that is in the folder.
+
+    Args:
+        config: Of this start.
+        now: What its checkpoint would say.
+        checkpoints: Of the folder.
+
+    Raises:
+        InputError: There is a checkpoint, and nobody said what to do with it, or its
+            run had another model, LoRA or seed.
+    """
+    if checkpoints.latest_step is None:
+        return
+    if not config.resume:
+        raise InputError(
+            f"{str(config.out)!r} holds a run at step {checkpoints.latest_step}; "
+            "add --resume to go on with it, or name another --out"
+        )
+    before, now = read_contents(config.out).config, json.loads(json.dumps(now))
+    for name in _KEPT:
+        if name in before and before[name] != now[name]:
+            raise InputError(
+                f"the checkpoint was made with {name}={before[name]}, not {now[name]}: "
+                "give the same, or name another --out"
+            )
+
+
 def first_state(
     config: FinetuneConfig, loaded: Loaded, step: TrainStep, checkpoints: Checkpoints
 ) -> TrainState:
-    """The model as it is in its files, or as the run left it.
-
-    Raises:
-        InputError: There is a checkpoint, and nobody said what to do with it.
-    """
+    """The model as it is in its files, or as the run left it."""
     if checkpoints.latest_step is not None:
-        if not config.resume:
-            raise InputError(
-                f"{str(config.out)!r} holds a run at step {checkpoints.latest_step}; "
-                "add --resume to go on with it, or name another --out"
-            )
         return checkpoints.restore(step.state_shapes, step.shardings)
     if config.lora is None:
         values, state = loaded.params, loaded.model_state
@@ -293,14 +321,19 @@ def described(
     if loaded.tokenizer_file is not None:
         said["tokenizer"] = str(loaded.tokenizer_file.absolute())
     elif not isinstance(loaded.tokenizer, OfRun):
-        file = config.out / "tokenizer.json"
-        config.out.mkdir(parents=True, exist_ok=True)
-        tokenizer: Any = loaded.tokenizer
-        tokenizer.save(str(file))
-        said["tokenizer"] = str(file.absolute())
+        said["tokenizer"] = str((config.out / "tokenizer.json").absolute())
     if loaded.stop_tokens:
         said["eos"] = str(loaded.stop_tokens[0])
+        said["stop_tokens"] = list(loaded.stop_tokens)
     return said
+
+
+def keep_tokenizer(config: FinetuneConfig, loaded: Loaded) -> None:
+    """Writes a model's own tokenizer beside the run; a run's is where it was."""
+    if loaded.tokenizer_file is None and not isinstance(loaded.tokenizer, OfRun):
+        config.out.mkdir(parents=True, exist_ok=True)
+        tokenizer: Any = loaded.tokenizer
+        tokenizer.save(str(config.out / "tokenizer.json"))
 
 
 def _print_sizes(step: TrainStep, state: TrainState) -> None:

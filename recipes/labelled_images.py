@@ -125,13 +125,20 @@ def _of_folder(
     """Images below folders named as their labels, in colour."""
     from PIL import Image
 
-    names = sorted(path.name for path in folder.iterdir() if path.is_dir())
+    names = sorted(
+        path.name
+        for path in folder.iterdir()
+        if path.is_dir() and not path.name.startswith(".")
+    )
     found: list[tuple[np.ndarray, int]] = []
     for label, name in enumerate(names or ["."]):
         for path in sorted((folder / name).iterdir()):
             if path.suffix.lower() in _SUFFIXES:
-                with Image.open(path) as image:
-                    pixels = np.asarray(image.convert("RGB").resize((size, size)))
+                try:
+                    with Image.open(path) as image:
+                        pixels = np.asarray(image.convert("RGB").resize((size, size)))
+                except OSError as error:
+                    raise InputError(f"{path} cannot be read: {error}") from error
                 found.append((np.float32(pixels) / 127.5 - 1, label))
     if len(found) < 2 * _HELD_OUT:
         raise InputError(

@@ -131,13 +131,14 @@ def _checkpoint(path: Path, step: int | None, tokenizer: Path | None) -> Loaded:
         tokenizer = Path(named)
     eos = contents.config.get("eos") if tokenizer else None
     tokens = read_tokenizer(tokenizer, eos)
+    ends = contents.config.get("stop_tokens") if eos is not None else None
     return Loaded(
         model=found.model,
         config=found.config,
         params=found.params,
         model_state=found.model_state,
         tokenizer=OfRun(tokens),
-        stop_tokens=(tokens.eos,),
+        stop_tokens=tuple(ends or (tokens.eos,)),
         tokenizer_file=tokenizer,
     )
 

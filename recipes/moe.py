@@ -21,7 +21,6 @@ from typing import Any
 from meshpar import InputError, Layout, emulate
 from meshpar.cli.parsing import positive
 from meshpar.cli.report.destination import check_picture, output_file
-from meshpar.layout import MESH_AXES
 
 Row = dict[str, Any]
 
@@ -31,8 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         layout = Layout.parse(args.layout)
-        if any(getattr(layout, axis) == -1 for axis in MESH_AXES):
-            raise InputError(f"layout {args.layout!r}: give every mesh axis a size")
+        layout.check_sizes()
         if args.png is not None:
             check_picture("--png", args.png, {".png": "matplotlib"})
         emulate(layout.num_devices)

@@ -27,7 +27,6 @@ import numpy as np
 from meshpar import InputError, Layout, embedding_tables, emulate, make_train_step
 from meshpar.cli.parsing import positive
 from meshpar.cli.report.destination import output_file
-from meshpar.layout import MESH_AXES
 from meshpar.recipes.clicks import (
     NUMBERS,
     Clicks,
@@ -50,8 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         layout = Layout.parse(args.layout)
-        if any(getattr(layout, axis) == -1 for axis in MESH_AXES):
-            raise InputError(f"layout {args.layout!r}: give every mesh axis a size")
+        layout.check_sizes()
         emulate(layout.num_devices)
         rows = []
         for row in train(args, layout, *split(DATA[args.data]())):

@@ -28,7 +28,6 @@ import numpy as np
 from meshpar import InputError, Layout, emulate
 from meshpar.cli.parsing import positive
 from meshpar.cli.report.destination import check_picture, output_file
-from meshpar.layout import MESH_AXES
 from meshpar.recipes.volumes import (
     Scan,
     best_band,
@@ -89,8 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         layout = Layout.parse(args.layout)
-        if any(getattr(layout, axis) == -1 for axis in MESH_AXES):
-            raise InputError(f"layout {args.layout!r}: give every mesh axis a size")
+        layout.check_sizes()
         if (args.image is None) != (args.truth is None):
             raise InputError("give --image and --truth both, or neither")
         if args.png is not None:

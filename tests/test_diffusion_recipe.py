@@ -53,6 +53,18 @@ def test_a_folder_has_the_images_of_each_label(tmp_path):
     assert (reds == np.float32([1, -1, -1])).all()
 
 
+def test_an_image_that_is_broken_is_named_and_hidden_folders_are_left_out(tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    for name in ("a", ".cache"):
+        (tmp_path / name).mkdir()
+    for number in range(12):
+        image.new("RGB", (4, 4)).save(tmp_path / "a" / f"{number}.png")
+    assert labelled_images(str(tmp_path), 4).names == ("a",)
+    (tmp_path / "a" / "x.png").write_bytes(b"no picture")
+    with pytest.raises(InputError, match="x.png cannot be read"):
+        labelled_images(str(tmp_path), 4)
+
+
 def test_the_digits_are_read_without_a_folder():
     pytest.importorskip("sklearn")
     found = labelled_images(None, 32)
@@ -123,6 +135,11 @@ def test_it_trains_samples_and_judges(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "is that of predicting the mean" in printed and "chance is 10.0%" in printed
     assert (tmp_path / "samples.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_layout_without_sizes_is_refused(capsys):
+    assert main(["--layout", "data=-1"]) == 2
+    assert "give every mesh axis a size" in capsys.readouterr().err
 
 
 def test_what_cannot_be_is_told_in_one_line(capsys):

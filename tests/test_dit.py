@@ -29,7 +29,7 @@ SMALL = dict(layers=2, embed=16, heads=4)
 @pytest.mark.parametrize(
     "layout",
     [
-        "context=2,attention=ring",
+        slow("context=2,attention=ring"),
         slow("context=8,attention=ring"),
         slow("context=4,attention=allgather"),
         slow("data=2,context=4,attention=ulysses"),

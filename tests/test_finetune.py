@@ -1,6 +1,7 @@
 """Fine-tuning lowers the loss of a model of others, and what it writes is merged."""
 
 import json
+import shutil
 
 import jax
 import numpy as np
@@ -108,6 +109,34 @@ def test_another_run_does_not_take_its_place(run, theirs, small_text, capsys):
     words += ["--text", str(small_text), "--layout", "data=2,tensor=2", "--seq", "32"]
     assert main(words) == 2
     assert "holds a run at step 12; add --resume" in capsys.readouterr().err
+
+
+def test_a_refused_start_leaves_the_tokenizer_as_it_was(run, theirs, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(theirs, other)
+    write_bpe(other / "tokenizer.json", ["of other words entirely"])
+    before = (run.folder / "tokenizer.json").read_bytes()
+    assert main(["--from", str(other), "--out", str(run.folder)]) == 2
+    assert (run.folder / "tokenizer.json").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--rank", "2"], "was made with lora="),
+        (["--rank", "4", "--seed", "1"], "was made with seed=0, not 1"),
+    ],
+)
+def test_another_run_is_not_gone_on_with(words, said, run, theirs, small_text, capsys):
+    given = ["--from", str(theirs), "--out", str(run.folder), "--resume", *words]
+    given += ["--text", str(small_text), "--layout", "data=2,tensor=2", "--seq", "32"]
+    assert main(given) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_layout_without_sizes_is_refused(theirs, capsys):
+    assert main(["--from", str(theirs), "--layout", "data=-1"]) == 2
+    assert "give every mesh axis a size" in capsys.readouterr().err
 
 
 def test_only_what_the_assistant_says_counts(theirs):

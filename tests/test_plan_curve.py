@@ -123,13 +123,17 @@ def test_json_has_points_and_the_bend(capsys):
 def test_what_fits_nowhere_ends_with_1(capsys):
     words = ["plan", "--model", "llama3-405b", "--devices", "2", "--global-batch", "2"]
     assert main([*words, "--curve"]) == 1
-    assert "nothing fits on any of these" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "nothing fits on any of these" in printed.out
+    assert "nothing fits on any of these; give more --devices" in printed.err
 
 
 @pytest.mark.parametrize(
     "words, match",
     [
         (["--curve", "--tokens", "1e9"], "--tokens is of plans, which --curve does"),
+        (["--curve", "--checkpoint-s", "9"], "--checkpoint-s is of plans, which"),
+        (["--curve", "--plans", "3"], "--plans is of plans, which"),
         (["--plot", "{folder}/x.png"], "--plot draws a curve; give --curve too"),
         (["--curve", "--plot", "{folder}/x.pdf"], "no picture of that kind"),
     ],

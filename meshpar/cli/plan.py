@@ -37,6 +37,7 @@ if TYPE_CHECKING:  # It needs jax.
     from meshpar.cli.confirm import Confirmed
 
 _GIB = 1 << 30
+_PLANS = 10
 _SHOWN = 12
 """Rejected layouts that people see; --json has more."""
 
@@ -87,7 +88,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="mesh axes to use: both mean all of them, since make_train_step lays out "
         "each",
     )
-    add("--plans", type=positive, default=10, metavar="N", help="plans to print")
+    add(
+        "--plans",
+        type=positive,
+        metavar="N",
+        help=f"plans to print (default: {_PLANS})",
+    )
     add(
         "--confirm",
         type=positive,
@@ -133,7 +139,7 @@ def run(args: argparse.Namespace) -> int:
     training = training_of(args)
     if args.measure is not None:
         check_measurable(request.cluster)
-    found = search(request, num_plans=args.plans)
+    found = search(request, num_plans=args.plans or _PLANS)
     if not found.plans:
         return _nothing_fits(args, request, found)
     costs = [training_cost(plan, training) for plan in found.plans if training]

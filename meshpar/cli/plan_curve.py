@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 from meshpar.cli.report.destination import PICTURES, check_picture, output_file
 from meshpar.errors import InputError
-from meshpar.planner.curve import BATCHES, curve_in_words, scaling_curve
+from meshpar.planner.curve import BATCHES, bend_in_words, curve_in_words, scaling_curve
 from meshpar.planner.search.search import Request
 
-_OF_PLANS = ("measure", "confirm", "tokens")
+_OF_PLANS = (
+    *("measure", "confirm", "plans"),
+    *("tokens", "price", "mtbf", "checkpoint_s", "restart_s"),
+)
 
 
 def add_curve_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +51,8 @@ def check_curve(args: argparse.Namespace) -> None:
     for name in _OF_PLANS:
         if getattr(args, name) is not None:
             raise InputError(
-                f"--{name} is of plans, which --curve does not list; leave one out"
+                f"--{name.replace('_', '-')} is of plans, which --curve does not list; "
+                "leave one out"
             )
     if args.plot is not None:
         check_picture("--plot", args.plot, PICTURES)
@@ -60,6 +65,11 @@ def run_curve(args: argparse.Namespace, request: Request) -> int:
         print(json.dumps({"curve": curve.as_json()}))
     else:
         print("\n".join(curve_in_words(curve)))
+    if not curve.fitting:
+        print(
+            f"meshpar plan: {bend_in_words(curve)}; give more --devices",
+            file=sys.stderr,
+        )
     if curve.fitting and args.html:
         from meshpar.cli.report.curve_plot import curve_page
 

@@ -14,7 +14,7 @@ Reference: Hu et al. 2021, section 4.1.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -43,8 +43,9 @@ class LoRA:
         targets: Parts of paths, such as `attention`, `mlp.down` or
             `blocks.attention.qkv`: of what they match, each matrix that leads from the
             residual stream or to it. Of routed experts, each has its own A and B.
-        frozen_dtype: What the frozen weights are stored and used in: `bf16` for a
-            layout with `precision=bf16`.
+        frozen_dtype: What the frozen weights are stored in, and those outside the
+            blocks used in: `bf16` for a layout with `precision=bf16`. Blocks use theirs
+            in the layout's precision.
 
     Raises:
         InputError: A number is out of its range, or there is no target.
@@ -93,7 +94,7 @@ class LoRA:
             for name, factor in _factors(matrix, self.rank).items():
                 insert(parameters, (*path.split("."), name), factor)
         frozen = jax.tree.map(self._frozen, model.parameters, is_leaf=_is_parameter)
-        return rebuilt(model, parameters, self._rebuild(factored), frozen=frozen)
+        return rebuilt(model, parameters, self._rebuild(model, factored), frozen=frozen)
 
     def matrices(self, model: Model) -> dict[str, Matrix]:
         """Path -> each matrix that changes.
@@ -156,15 +157,17 @@ class LoRA:
             return parameter
         return replace(parameter, dtype=_DTYPES[self.frozen_dtype])
 
-    def _rebuild(self, factored: Mapping[str, Matrix]) -> Callable:
-        scale = self.scale
+    def _rebuild(self, model: Model, factored: Mapping[str, Matrix]) -> Callable:
+        scale, kept = self.scale, model.parameters
 
         def rebuild(name: str, params: Params, frozen: Params) -> Params:
+            as_stored = frozen
+            frozen = _in_dtype_of(params, frozen, kept.get(name))
             for path, matrix in factored.items():
                 first, *keys = path.split(".")
                 if first == name:
                     own = _at(params, keys)
-                    weight = _at(frozen, keys)
+                    weight = _at(as_stored, keys)
                     product = matrix.product(own["a"], own["b"])
                     sum_ = weight.astype(jnp.float32) + scale * product
                     # What the layout computes in, as A and B are given.
@@ -206,12 +209,22 @@ class Merged:
         index = index if isinstance(index, tuple) else (index,)
         if index and index[0] is Ellipsis:
             index = ()
-        layers = index[0] if index else slice(None)
-        factors = (np.asarray(one[layers], np.float32) for one in (self.a, self.b))
-        product = np.einsum(self.matrix.formula("l"), *factors)
-        weight = np.asarray(self.weight[index or slice(None)], np.float32)
-        part = product[(slice(None), *index[1:])]
-        return weight + np.float32(self.lora.scale) * part
+        index = (*index, *(slice(None) for _ in self.shape[len(index) :]))
+        weight = np.asarray(self.weight[index], np.float32)
+        a, b = self._factors_of(index)
+        product = np.einsum(self.matrix.formula("l"), a, b)
+        return weight + np.float32(self.lora.scale) * product
+
+    def _factors_of(self, index: tuple[slice, ...]) -> Iterator[np.ndarray]:
+        """What the part is a product of: of A its inputs, of B its outputs."""
+        num_batch = self.matrix.num_batch + 1  # and layers
+        first = num_batch + self.matrix.num_inputs
+        whole = slice(None)
+        for one, own in (
+            (self.a, (*index[:first], whole)),
+            (self.b, (*index[:num_batch], whole, *index[first:])),
+        ):
+            yield np.asarray(one[own], np.float32)
 
 
 def _factors(matrix: Matrix, rank: int) -> dict[str, Parameter]:
@@ -245,6 +258,25 @@ def _factors(matrix: Matrix, rank: int) -> dict[str, Parameter]:
             num_layers=one.num_layers,
         ),
     }
+
+
+def _in_dtype_of(params: Params, frozen: Params, known: Any) -> Params:
+    """Frozen weights in the dtype that A and B are given in, if there are any.
+
+    Args:
+        params: A and B of a group's layer; nothing outside the blocks.
+        frozen: What stays as it is there.
+        known: `Parameter` of each: what is used in full stays in fp32.
+    """
+    given = jax.tree.leaves(params)
+    if not given:
+        return frozen
+
+    def cast(one: Parameter, value: jax.Array) -> jax.Array:
+        floating = jnp.issubdtype(value.dtype, jnp.floating)
+        return value.astype(given[0].dtype) if floating and not one.in_full else value
+
+    return jax.tree.map(cast, known, frozen, is_leaf=_is_parameter)
 
 
 def _matches(target: str, path: str) -> bool:

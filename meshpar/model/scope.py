@@ -224,8 +224,14 @@ class Scope:
             name: Of the place, another one for each in a function.
 
         Raises:
-            InputError: Another number of examples, or nothing to derive from.
+            InputError: Another number of examples, nothing to derive from, or the model
+                generates token by token, each example at a place of its own.
         """
+        if self.cache is not None:
+            raise InputError(
+                f"scope.normal({name!r}) draws for whole sequences, but the model "
+                "generates token by token here; draw in training alone"
+            )
         keys = self._keys(name)
         if len(shape) < 2 or shape[0] != len(keys):
             raise InputError(

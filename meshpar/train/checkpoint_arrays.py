@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from meshpar.layout import Layout
 from meshpar.rules.sharding import insert
 from meshpar.train.checkpoint_contents import Contents, read_contents
 from meshpar.train.checkpoint_errors import CheckpointError, explained
-from meshpar.train.stored_arrays import opened
+from meshpar.train.stored_arrays import chunk_cache, opened
 
 
 @dataclass(frozen=True)
@@ -29,17 +29,20 @@ class StoredArray:
         shape: Global, layers first to last.
         of_replicas: Whether the file has one of each replica of local steps, of which
             this is the mean, or the first one's where it counts.
+        cache: Keeps chunks that were read; None for none.
     """
 
     folder: Path
     path: tuple[str, ...]
     shape: tuple[int, ...]
     of_replicas: bool = False
+    cache: Any = field(default=None, compare=False, repr=False)
 
     def __getitem__(self, index: Any) -> np.ndarray:
         """A part, as NumPy's: a slice for each of the first dims.
 
-        No chunk of the file is read that has nothing of it.
+        No chunk of the file is read that has nothing of it, and none again that the
+        cache has.
         """
         index = index if isinstance(index, tuple) else (index,)
         index = tuple(one for one in index if one is not Ellipsis)
@@ -54,7 +57,7 @@ class StoredArray:
     @cached_property
     def _source(self) -> Any:
         with self._explained():
-            return opened(self.folder, ".".join(self.path))
+            return opened(self.folder, ".".join(self.path), self.cache)
 
     def _explained(self) -> AbstractContextManager[None]:
         what = f"{'.'.join(self.path)} in {str(self.folder)!r} cannot be read"
@@ -97,18 +100,19 @@ def _model_arrays(
     contents: Contents, folder: Path
 ) -> Iterator[tuple[tuple[str, ...], StoredArray]]:
     """Parameters and state of the model, and where in the tree each is."""
+    cache = chunk_cache()
     shapes = {tuple(one.path.split(".")): one.shape for one in contents.arrays}
     layout = contents.layout
     is_local = layout is not None and Layout.parse(layout).sync_every > 1
     start = _start(contents, shapes) if is_local else ()
     for keys, shape in shapes.items():
         if keys[0] == "model_state" and is_local:
-            yield keys, StoredArray(folder, keys, shape[1:], of_replicas=True)
+            yield keys, StoredArray(folder, keys, shape[1:], True, cache)
         elif keys[0] == "model_state" or keys[0] == "params" and not is_local:
-            yield keys, StoredArray(folder, keys, shape)
+            yield keys, StoredArray(folder, keys, shape, cache=cache)
         elif is_local and keys[: len(start)] == start:
             place = ("params", *keys[len(start) :])
-            yield place, StoredArray(folder, keys, shape)
+            yield place, StoredArray(folder, keys, shape, cache=cache)
 
 
 def _start(contents: Contents, paths: Collection[tuple[str, ...]]) -> tuple[str, ...]:

@@ -37,6 +37,9 @@ _SLICE_BYTES = 1 << 24
 
 _ALIGNMENT = 64  # bytes
 
+_CACHE_BYTES = 1 << 30
+"""A stacked matrix in fp32 of a model of about a billion parameters."""
+
 _BLOCK_SHARE = 0.03
 """Of what a host reads, what it reads at once."""
 
@@ -69,11 +72,27 @@ def stored(folder: Path) -> dict[str, Any]:
     return {path_name(path): one for path, one in jax.tree.leaves_with_path(tree)}
 
 
-def opened(folder: Path, name: str) -> Any:
-    """One array of a folder, nothing of it read yet (`tensorstore.TensorStore`)."""
+def opened(folder: Path, name: str, cache: tensorstore.Context | None = None) -> Any:
+    """One array of a folder, nothing of it read yet (`tensorstore.TensorStore`).
+
+    Args:
+        folder: Of a tree that Orbax has written.
+        name: Of the array.
+        cache: Keeps chunks that were read (`chunk_cache`); without, none is kept.
+    """
     kvstore = {"driver": "ocdbt", "base": folder.absolute().as_uri()}
     spec = {"driver": "zarr", "kvstore": {**kvstore, "path": f"{name}/"}}
-    return tensorstore.open(spec, read=True).result()
+    return tensorstore.open(spec, read=True, context=cache).result()
+
+
+def chunk_cache() -> tensorstore.Context:
+    """Keeps the chunks read last, 1 GiB of them at most, as long as it is used.
+
+    A chunk may have something of every layer, so who reads an array layer by layer
+    reads it once where it is no larger than that, and anew for each layer otherwise.
+    """
+    pool = {"total_bytes_limit": _CACHE_BYTES}
+    return tensorstore.Context({"cache_pool": pool})
 
 
 def read(folder: Path, structs: Any, places: Any) -> Any:

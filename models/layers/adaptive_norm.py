@@ -61,6 +61,17 @@ def adaptive_norm(
     return recomputed(functools.partial(_adaptive_norm, epsilon))(x, shift, scale)
 
 
+def gated_sum(x: jax.Array, gate: jax.Array, branch: jax.Array) -> jax.Array:
+    """`x + gate * branch` in fp32, rounded once: bf16 would round the product too.
+
+    Args:
+        x: (batch, tokens, embed).
+        gate: (batch, 1, embed), as of `Modulation`.
+        branch: Like `x`.
+    """
+    return recomputed(_gated_sum)(x, gate, branch)
+
+
 def _adaptive_norm(
     epsilon: float, x: jax.Array, shift: jax.Array, scale: jax.Array
 ) -> jax.Array:
@@ -70,3 +81,8 @@ def _adaptive_norm(
     normed = values * jax.lax.rsqrt(variance + epsilon)
     scaled = normed * (1 + scale.astype(jnp.float32))
     return (scaled + shift.astype(jnp.float32)).astype(x.dtype)
+
+
+def _gated_sum(x: jax.Array, gate: jax.Array, branch: jax.Array) -> jax.Array:
+    product = gate.astype(jnp.float32) * branch.astype(jnp.float32)
+    return (x.astype(jnp.float32) + product).astype(x.dtype)
