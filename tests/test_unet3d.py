@@ -13,6 +13,7 @@ ENTRIES = {
     "slabs": volumes.SLABS,
     "beams": volumes.BEAMS,
     "crossed": volumes.CROSSED,
+    "idle": volumes.IDLE,
     "batch_norm": volumes.BATCH_NORMED,
 }
 
@@ -31,7 +32,9 @@ def of(name):
 @pytest.mark.parametrize(
     "name, layout, layers",
     [
-        ("beams", "data=2,context=2,tensor=2", 1),
+        slow("beams", "data=2,context=2,tensor=2", 1),
+        slow("idle", "data=2,context=2,tensor=2", 1),
+        slow("idle", "context=2,tensor=2,remat=full", 1),
         slow("slabs", "context=4", 2),
         slow("slabs", "fsdp=2,context=2,tensor=2", 1),
         slow("slabs", "tensor=4,fsdp=2,remat=full", 1),
