@@ -74,6 +74,7 @@ def labels():
         ("stage=2,tensor=2,microbatches=2", "tensor=2 splits space, and stage=2"),
         ("data=2,tensor=2,sync_every=2", "sync_every=2 trains replicas"),
         ("fsdp=2,context=2,zero_axes=context", "leave it out of zero_axes"),
+        ("context=2,attention=allgather", "attention=allgather has no sequence"),
     ],
 )
 def test_what_cannot_stand_beside_split_space_is_refused_by_name(layout, words):
