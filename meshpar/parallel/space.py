@@ -84,7 +84,7 @@ def space_problems(model: Model, layout: Layout, rules: Rules) -> Iterator[str]:
             "leave it out"
         )
     named = {name for one in model.known_inputs.values() for name in one.logical_axes}
-    sequences = sorted(name for name in named if f"_{name}".endswith("_seq"))
+    sequences = sorted(str(name) for name in named if f"_{name}".endswith("_seq"))
     if sequences:
         yield (
             f"{asked}, so that it cannot split {sequences[0]!r} of other inputs too; "
