@@ -84,6 +84,11 @@ def test_what_cannot_stand_beside_split_space_is_refused_by_name(layout, words):
     assert any(words in one.message for one in found if one.path == "space")
 
 
+def test_tensor_before_context_is_refused():
+    with pytest.raises(InputError, match="let context split the earlier dim"):
+        step_of("data=2,context=2,tensor=2", {"depth": "tensor", "width": "context"})
+
+
 def test_a_dim_of_space_that_does_not_divide_is_refused_with_both_numbers():
     batch = {"images": np.zeros((1, 6, 8, 4, 1), np.float32)}
     batch["labels"] = np.zeros((1, 6, 8, 4), np.int32)

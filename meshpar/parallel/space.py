@@ -73,6 +73,12 @@ def space_problems(model: Model, layout: Layout, rules: Rules) -> Iterator[str]:
         )
     if "context" not in at_work:
         return
+    volume = has_space(model) and "tensor" in at_work
+    if volume and axes.index("tensor") < axes.index("context"):
+        yield (
+            f"{asked}, tensor an earlier dim than context, of which XLA gives wrong "
+            "gradients (jax 0.10.2); let context split the earlier dim"
+        )
     if "context" in split_axes_of(layout, rules):
         yield (
             f"{asked}, so that states cannot be split over 'context' too; leave it "
