@@ -58,6 +58,7 @@ ASKED = {
     "triangle": ("all-to-all", "asked by a triangle: pairs split otherwise, or back"),
     "triangle_bias": ("all-gather", "asked by a triangle: some of all pairs' bias"),
     "grid_halo": ("collective-permute", "asked by a convolution: halo of the grid"),
+    "kernel_gradient": ("all-reduce", "gradient of a kernel, over split space"),
     "table_ids": ("all-to-all", "ids to the devices that hold their rows"),
     "table_ids_gather": (
         "all-gather",

@@ -53,10 +53,12 @@ class UNet3DConfig:
         most: Channels that no level exceeds; no limit when 0.
         blocks: Residual blocks at each level, on the way down and on the way up.
         norm: `group`, of each example, or `batch`, of all together.
-        groups: Channel groups of the group norm.
+        groups: Channel groups of the group norm; of a level whose channels they do not
+            divide, the greatest common divisor of both. Unused by `norm=batch`.
         instances: Whether the head also gives, of every voxel that has not class 0, how
             far from it the middle of its object is.
-        offset_weight: What a voxel of distance counts in the loss beside a nat.
+        offset_weight: What a voxel of distance counts in the loss beside a nat; unused
+            without `instances`.
         norm_epsilon: Added to the variance.
 
     Raises:
@@ -273,4 +275,4 @@ UNET3D = Family(
         "unet3d-512": UNet3DConfig(depth=512, height=512, width=512, classes=4, base=8),
     },
 )
-"""The larger one with the widths of Isensee et al. 2021 (nnU-Net), of whole scans."""
+"""The larger one is of whole scans, its levels 8 to 64 channels wide."""

@@ -93,6 +93,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise InputError("give --image and --truth both, or neither")
         if args.png is not None:
             check_picture("--png", args.png, {".png": "matplotlib"})
+        if args.out is not None and not args.out.endswith((".nii", ".nii.gz")):
+            raise InputError(f"--out {args.out!r}: end it in .nii or .nii.gz")
         emulate(layout.num_devices)
         run(args, layout)
     except InputError as error:
@@ -174,6 +176,8 @@ def train(
         max_grad_norm=1.0,
     )
     batch, state = step.place(task.batch), step.init(args.seed)
+    images = {"images": batch["images"]}
+    jax.block_until_ready(step.logits(state, images))  # compiled before it is timed
     began = time.perf_counter()
     for number in range(1, args.steps + 1):
         state, metrics = step(state, batch)
@@ -182,7 +186,7 @@ def train(
             continue
         seconds = time.perf_counter() - began
         asked = time.perf_counter()
-        logits = jax.block_until_ready(step.logits(state, {"images": batch["images"]}))
+        logits = jax.block_until_ready(step.logits(state, images))
         inference_s = time.perf_counter() - asked
         found = _within(np.argmax(np.asarray(logits[0]), axis=-1) == 1, task)
         score = task.dice(found)

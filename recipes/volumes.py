@@ -86,6 +86,11 @@ def coarser(scan: Scan, factor: int) -> Scan:
     """Means of cubes of `factor` voxels a side; what does not fill one is cut off."""
     if factor == 1:
         return scan
+    if factor > min(scan.image.shape):
+        raise InputError(
+            f"cubes of {factor} voxels a side do not fit in {scan.image.shape}; take "
+            f"{min(scan.image.shape)} at most"
+        )
 
     def means(values: np.ndarray) -> np.ndarray:
         sizes = [size // factor for size in values.shape]
@@ -134,6 +139,8 @@ def best_band(image: np.ndarray, truth: np.ndarray) -> tuple[float, float]:
         image: Intensities of voxels.
         truth: Whether each is of the sought tissue.
     """
+    if not image.size:
+        raise InputError("no voxel to choose a band of intensities on: larger scans do")
     edges = np.linspace(float(image.min()), float(image.max()), _BINS + 1)
     inside, outside = (
         np.concatenate([[0], np.cumsum(np.histogram(image[mask], edges)[0])])

@@ -1,4 +1,4 @@
-"""Pairs that devices share train as whole ones, in memory that goes with N^2 / P."""
+"""Pairs that devices share train as whole ones, and are never gathered."""
 
 import functools
 

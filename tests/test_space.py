@@ -7,12 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar import (
     InputError,
     Layout,
     RuleError,
+    Rules,
+    Scope,
     audit,
     default_rules,
     lint,
@@ -23,10 +26,12 @@ from meshpar.audit.collectives import Collective
 from meshpar.audit.evidence import Evidence
 from meshpar.audit.halos import halo_of
 from meshpar.audit.traced import operations
+from meshpar.models.layers.volume import VOLUME, Conv
 from meshpar.models.presets import build
 from meshpar.models.unet3d import UNet3DConfig
 
 BEAMS = {"depth": "context", "height": "tensor"}
+NOT_SPLIT = ("batch", "height", "width")
 SMALL = {"depth": 8, "height": 8, "width": 4, "base": 4, "groups": 2}
 
 
@@ -69,6 +74,7 @@ def labels():
         ("stage=2,tensor=2,microbatches=2", "tensor=2 splits space, and stage=2"),
         ("data=2,tensor=2,sync_every=2", "sync_every=2 trains replicas"),
         ("fsdp=2,context=2,zero_axes=context", "leave it out of zero_axes"),
+        ("context=2,attention=allgather", "attention=allgather has no sequence"),
     ],
 )
 def test_what_cannot_stand_beside_split_space_is_refused_by_name(layout, words):
@@ -76,6 +82,11 @@ def test_what_cannot_stand_beside_split_space_is_refused_by_name(layout, words):
         step_of(layout)
     found = lint(build("tiny-unet3d", **SMALL), layout, global_batch=4).findings
     assert any(words in one.message for one in found if one.path == "space")
+
+
+def test_tensor_before_context_is_refused():
+    with pytest.raises(InputError, match="let context split the earlier dim"):
+        step_of("data=2,context=2,tensor=2", {"depth": "tensor", "width": "context"})
 
 
 def test_a_dim_of_space_that_does_not_divide_is_refused_with_both_numbers():
@@ -101,6 +112,58 @@ def test_lint_has_nothing_to_say_of_split_volumes(layout):
 @pytest.fixture(scope="module")
 def mesh():
     return make_mesh("context=2,tensor=2", jax.devices()[:4])
+
+
+@pytest.mark.parametrize(
+    "rules, kernel, stride",
+    [
+        ({"depth": "context"}, 3, 1),  # `tensor` is idle
+        ({"depth": "context"}, 2, 2),
+        ({"depth": "tensor", "width": "context"}, 3, 1),  # one place of width each
+    ],
+)
+def test_gradients_of_a_convolution_are_those_of_one_device(
+    mesh, rules, kernel, stride
+):
+    table = {"batch": None, "depth": None, "height": None, "width": None}
+    scope = Scope(rules=Rules(table | rules))
+    with nnx.use_eager_sharding(False):
+        layer = Conv((4, 4), kernel=kernel, stride=stride, rngs=nnx.Rngs(0))
+    graph, weights = nnx.split(layer)
+    x = np.random.default_rng(0).normal(size=(2, 4, 4, 2, 4)).astype(np.float32)
+
+    def total(weights, x, scope=scope):
+        y = nnx.merge(graph, weights)(scope.constrain(x, VOLUME), scope)
+        return jnp.sum(jnp.tanh(y) ** 2)
+
+    def plainly(weights, x):
+        """Padded by hand, and no rule of `Conv`'s for its gradient."""
+        before = (kernel - stride) // 2
+        y = jax.lax.conv_general_dilated(
+            x,
+            weights["kernel"][...],
+            (stride,) * 3,
+            [(before, kernel - stride - before)] * 3,
+            dimension_numbers=("NDHWC", "DHWIO", "NDHWC"),
+        )
+        return jnp.sum(jnp.tanh(y + weights["bias"][...]) ** 2)
+
+    want, of_plain = jax.jit(jax.value_and_grad(plainly, (0, 1)))(weights, x)
+    with jax.set_mesh(mesh):
+        split = jax.device_put(x, scope.rules.sharding(mesh, VOLUME, x.shape))
+        found, of_split = jax.jit(jax.value_and_grad(total, (0, 1)))(weights, split)
+    np.testing.assert_allclose(found, want, rtol=1e-5)
+    for one, other in zip(*map(jax.tree.leaves, (of_split, of_plain)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_a_window_wider_than_a_part_is_refused_beside_an_idle_axis(mesh):
+    scope = Scope(rules=Rules({"depth": "context"} | dict.fromkeys(NOT_SPLIT)))
+    with nnx.use_eager_sharding(False):
+        layer = Conv((1, 1), kernel=5, rngs=nnx.Rngs(0))
+    match = "window of 5 along 'depth' reaches 2 places, but a device has 1"
+    with jax.set_mesh(mesh), pytest.raises(InputError, match=match):
+        layer(jnp.ones((1, 2, 4, 4, 1)), scope)
 
 
 def convolved(stride=1, dilation=1, kernel=3):

@@ -12,7 +12,7 @@ from tests.zoo.plain import train
 ENTRIES = {
     "slabs": volumes.SLABS,
     "beams": volumes.BEAMS,
-    "crossed": volumes.CROSSED,
+    "idle": volumes.IDLE,
     "batch_norm": volumes.BATCH_NORMED,
 }
 
@@ -31,7 +31,9 @@ def of(name):
 @pytest.mark.parametrize(
     "name, layout, layers",
     [
-        ("beams", "data=2,context=2,tensor=2", 1),
+        slow("beams", "data=2,context=2,tensor=2", 1),
+        slow("idle", "data=2,context=2,tensor=2", 1),
+        slow("idle", "context=2,tensor=2,remat=full", 1),
         slow("slabs", "context=4", 2),
         slow("slabs", "fsdp=2,context=2,tensor=2", 1),
         slow("slabs", "tensor=4,fsdp=2,remat=full", 1),
@@ -39,8 +41,6 @@ def of(name):
         slow("slabs", "fsdp=8", 1),
         slow("beams", "context=2,tensor=4,remat=dots", 1),
         slow("beams", "data=2,fsdp=2,tensor=2,zero=2", 1),
-        slow("crossed", "data=2,context=2,tensor=2", 1),
-        slow("crossed", "context=2,tensor=4,microbatches=2", 1),
         slow("batch_norm", "data=2,context=2,tensor=2", 1),
         slow("batch_norm", "fsdp=2,tensor=4", 1),
     ],

@@ -56,7 +56,8 @@ def grid_convolution(
 
     def local(x: jax.Array, kernel: jax.Array) -> jax.Array:
         for dim, size in enumerate(window, start=1):
-            x = _with_halo(x, dim, size // 2, split[dim], closes=dim in closed)
+            halo = size // 2, size // 2
+            x = with_halo(x, dim, halo, split[dim], closes=dim in closed)
         letters = "DHW"[-len(window) :]
         layout = f"N{letters}C", f"{letters}IO", f"N{letters}C"
         kernel = kernel.astype(x.dtype)
@@ -82,22 +83,36 @@ def _check(name: str | None, size: int, part: int) -> None:
         )
 
 
-def _with_halo(
-    x: jax.Array, dim: int, width: int, mesh_axes: tuple[str, ...], *, closes: bool
+def with_halo(
+    x: jax.Array,
+    dim: int,
+    halo: tuple[int, int],
+    mesh_axes: tuple[str, ...],
+    *,
+    closes: bool = False,
 ) -> jax.Array:
-    """A device's part with `width` more places before and after it along a dim."""
-    if width == 0:
-        return x
-    first = lax.slice_in_dim(x, 0, width, axis=dim)
-    last = lax.slice_in_dim(x, x.shape[dim] - width, x.shape[dim], axis=dim)
-    if not mesh_axes:
-        zeros = jnp.zeros_like(first)
-        before, after = (last, first) if closes else (zeros, zeros)
-        return jnp.concatenate([before, x, after], axis=dim)
-    n = lax.axis_size(mesh_axes)
-    onward = [(rank, (rank + 1) % n) for rank in range(n if closes else n - 1)]
-    with asked("grid_halo"):
-        # Where nobody sends, zeros arrive: those beyond the end.
-        before = lax.ppermute(last, mesh_axes, onward)
-        after = lax.ppermute(first, mesh_axes, [(to, of) for of, to in onward])
-    return jnp.concatenate([before, x, after], axis=dim)
+    """A device's part with the places next to it along a dim: two permutes at most.
+
+    Args:
+        x: Its part, inside a `shard_map` that is manual over `mesh_axes`.
+        dim: Along which it grows.
+        halo: Places before it and after it.
+        mesh_axes: What splits the dim; none for a whole one.
+        closes: Whether the last part is next to the first; else zeros lie beyond both.
+    """
+    before, after = halo
+    first = lax.slice_in_dim(x, 0, after, axis=dim)
+    last = lax.slice_in_dim(x, x.shape[dim] - before, x.shape[dim], axis=dim)
+    if mesh_axes:
+        n = lax.axis_size(mesh_axes)
+        onward = [(rank, (rank + 1) % n) for rank in range(n if closes else n - 1)]
+        with asked("grid_halo"):
+            # Where nobody sends, zeros arrive: those beyond the end.
+            if before:
+                last = lax.ppermute(last, mesh_axes, onward)
+            if after:
+                back = [(to, of) for of, to in onward]
+                first = lax.ppermute(first, mesh_axes, back)
+    elif not closes:
+        first, last = jnp.zeros_like(first), jnp.zeros_like(last)
+    return jnp.concatenate([last, x, first], axis=dim) if before or after else x

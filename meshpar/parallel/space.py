@@ -17,6 +17,7 @@ from meshpar.errors import InputError
 from meshpar.layout import BATCH_AXES, Layout
 from meshpar.model.contract import Model
 from meshpar.model.inputs import Input
+from meshpar.parallel.storage import split_axes_of
 from meshpar.rules.rules import Rules, spec_axes
 from meshpar.rules.spatial import SPATIAL
 
@@ -70,10 +71,30 @@ def space_problems(model: Model, layout: Layout, rules: Rules) -> Iterator[str]:
             f"{asked}, but sync_every={layout.sync_every} trains replicas that hold "
             "whole examples; set sync_every=1"
         )
-    if "context" in at_work and "context" in layout.zero_axes:
+    if "context" not in at_work:
+        return
+    volume = has_space(model) and "tensor" in at_work
+    if volume and axes.index("tensor") < axes.index("context"):
         yield (
-            f"{asked}, so that zero_axes={'/'.join(layout.zero_axes)} cannot split "
-            "states over 'context' too; leave it out of zero_axes"
+            f"{asked}, tensor an earlier dim than context, of which XLA gives wrong "
+            "gradients (jax 0.10.2); let context split the earlier dim"
+        )
+    if "context" in split_axes_of(layout, rules):
+        yield (
+            f"{asked}, so that states cannot be split over 'context' too; leave it "
+            "out of zero_axes and of the rules of parameters"
+        )
+    if layout.attention != Layout().attention:
+        yield (
+            f"{asked}, so that attention={layout.attention} has no sequence to split; "
+            "leave it out"
+        )
+    named = {name for one in model.known_inputs.values() for name in one.logical_axes}
+    sequences = sorted(str(name) for name in named if f"_{name}".endswith("_seq"))
+    if sequences:
+        yield (
+            f"{asked}, so that it cannot split {sequences[0]!r} of other inputs too; "
+            "map the dims of space to other mesh axes, or set context=1"
         )
 
 

@@ -33,7 +33,7 @@ class BatchProgram:
 
     def _program(self, batch: Mapping[str, Any]) -> Any:
         lie = {name: self._sharding_of(name, array) for name, array in batch.items()}
-        key = tuple(lie.items())
+        key = tuple(sorted(lie.items(), key=lambda item: item[0]))
         if key not in self._made:
             self._made[key] = self._make(lie)
         return self._made[key]

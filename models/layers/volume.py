@@ -19,6 +19,12 @@ from jaxtyping import Float
 from meshpar import Scope
 from meshpar.models.layers.attention import normal
 from meshpar.models.layers.recomputed import recomputed
+from meshpar.parallel.convolution_gradients import (
+    input_gradient,
+    kernel_gradient,
+    split_by_hand,
+)
+from meshpar.parallel.moves import Split
 from meshpar.parallel.tensor import AnyArray
 
 VOLUME = ("batch", "depth", "height", "width", None)
@@ -55,7 +61,9 @@ class Conv(nnx.Module):
         self, x: Float[AnyArray, "batch depth height width inner"], scope: Scope
     ) -> Float[AnyArray, "batch fewer_deep fewer_high fewer_wide outer"]:
         """-> the sides over `stride`; sends halos of `kernel // 2` voxels."""
-        y = _convolved(x, self.kernel[...].astype(x.dtype), self.stride)
+        kernel = self.kernel[...].astype(x.dtype)
+        by_hand = split_by_hand(scope, VOLUME, x, kernel)
+        y = _convolved(x, kernel, self.stride, by_hand)
         return scope.constrain(y + self.bias[...].astype(y.dtype), VOLUME)
 
 
@@ -128,8 +136,10 @@ class BatchNorm(nnx.Module):
         return self.norm(x, use_running_average=not training).astype(x.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _convolved(x: jax.Array, kernel: jax.Array, stride: int) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _convolved(
+    x: jax.Array, kernel: jax.Array, stride: int, by_hand: Split | None
+) -> jax.Array:
     return _plain(x, kernel, stride)
 
 
@@ -138,21 +148,40 @@ def _plain(x: jax.Array, kernel: jax.Array, stride: int) -> jax.Array:
     return lax.conv_general_dilated(x, kernel, strides, "SAME", dimension_numbers=_DIMS)
 
 
-def _convolved_forward(x: jax.Array, kernel: jax.Array, stride: int) -> Any:
+def _convolved_forward(
+    x: jax.Array, kernel: jax.Array, stride: int, by_hand: Split | None
+) -> Any:
     return _plain(x, kernel, stride), (x, kernel)
 
 
-def _convolved_backward(stride: int, kept: Any, dy: jax.Array) -> Any:
+def _convolved_backward(
+    stride: int, by_hand: Split | None, kept: Any, dy: jax.Array
+) -> Any:
     """The kernel's gradient before the input's, in this order.
 
     Both copy what they convolve, halos around it. Left to itself XLA keeps such copies
     from the forward, and puts the kernels' gradients off, of which each keeps a `dy`.
     """
     (x, kernel), dy = lax.optimization_barrier((kept, dy))
-    to_kernel = jax.linear_transpose(lambda one: _plain(x, one, stride), kernel)
-    of_kernel, dy = lax.optimization_barrier((*to_kernel(dy), dy))
-    to_x = jax.linear_transpose(lambda one: _plain(one, kernel, stride), x)
-    return *to_x(dy), of_kernel
+    of_kernel = _of_kernel(x, dy, kernel, stride, by_hand)
+    of_kernel, dy = lax.optimization_barrier((of_kernel, dy))
+    return _of_input(x, dy, kernel, stride, by_hand), of_kernel
+
+
+def _of_kernel(
+    x: jax.Array, dy: jax.Array, kernel: jax.Array, stride: int, by_hand: Split | None
+) -> jax.Array:
+    if by_hand is not None:
+        return kernel_gradient(x, dy, kernel, stride, by_hand)
+    return jax.linear_transpose(lambda one: _plain(x, one, stride), kernel)(dy)[0]
+
+
+def _of_input(
+    x: jax.Array, dy: jax.Array, kernel: jax.Array, stride: int, by_hand: Split | None
+) -> jax.Array:
+    if by_hand is not None:
+        return input_gradient(x, dy, kernel, stride, by_hand)
+    return jax.linear_transpose(lambda one: _plain(one, kernel, stride), x)(dy)[0]
 
 
 _convolved.defvjp(_convolved_forward, _convolved_backward)

@@ -158,5 +158,7 @@ def entry(name, norm, **rules):
 
 SLABS = entry("group", GroupNorm)
 BEAMS = entry("group", GroupNorm, depth="context", height="tensor")
-CROSSED = entry("group", GroupNorm, depth="tensor", width="context")
+IDLE = entry("group", GroupNorm, depth="context")
+"""Whose `tensor` splits nothing."""
+
 BATCH_NORMED = entry("batch", BatchNorm, depth="context", height="tensor")

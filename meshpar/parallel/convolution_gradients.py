@@ -1,0 +1,134 @@
+"""The gradients of a convolution over split space, by halos sent by hand.
+
+GSPMD gets two of them wrong without a word (jax 0.10.2, `tests/test_space.py`):
+
+- a kernel's, on a mesh with an axis left to it that splits nothing of the input (an
+  idle one): too large by that axis' size;
+- an input's, where a window of 3 reads a dim of 2 that is split over 2 devices: twice
+  too large.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from meshpar.collectives import asked
+from meshpar.errors import InputError
+from meshpar.model.scope import Scope
+from meshpar.parallel.grid_convolution import with_halo
+from meshpar.parallel.moves import Split, degree, on_split, split_of
+from meshpar.rules.rules import LogicalAxes
+
+_DIMS = ("NDHWC", "DHWIO", "NDHWC")
+
+
+def split_by_hand(
+    scope: Scope, logical_axes: LogicalAxes, x: jax.Array, kernel: jax.Array
+) -> Split | None:
+    """How a convolution's input lies, where GSPMD's gradients may be wrong; else None.
+
+    That is beside an idle mesh axis, and where a device's part is smaller than a window
+    of several places.
+
+    Args:
+        scope: Whose rules split the input.
+        logical_axes: Of the input.
+        x: (batch, depth, height, width, channels).
+        kernel: (*window, channels, features).
+
+    Raises:
+        InputError: There, a window reaches over the whole part of a device.
+    """
+    split = split_of(scope, logical_axes, x.shape)
+    parts = [size // degree(axes) for size, axes in zip(x.shape, split, strict=True)]
+    dims = [dim for dim in (1, 2, 3) if split[dim]]
+    small = any(parts[dim] < kernel.shape[dim - 1] > 1 for dim in dims)
+    if not dims or not (small or scope.idle_axes(logical_axes, x.shape)):
+        return None
+    for dim in dims:
+        size = kernel.shape[dim - 1]
+        if size // 2 > parts[dim]:
+            raise InputError(
+                f"a window of {size} along {logical_axes[dim]!r} reaches {size // 2} "
+                f"places, but a device has {parts[dim]}: split {logical_axes[dim]!r} "
+                "over fewer devices"
+            )
+    return split
+
+
+def kernel_gradient(
+    x: jax.Array, dy: jax.Array, kernel: jax.Array, stride: int, split: Split
+) -> jax.Array:
+    """The gradient of the kernel of a 3-D convolution padded as `SAME`.
+
+    Two permutes at most for each split dim, and one fp32 all-reduce of the kernel over
+    the mesh axes that split the input.
+
+    Args:
+        x: (batch, depth, height, width, channels), the convolution's input.
+        dy: (batch, *sides over `stride`, features), its result's gradient.
+        kernel: (*window, channels, features), for its shape and dtype.
+        stride: Along each dim; it divides the sides of a device's part.
+        split: How `x` and `dy` lie.
+    """
+    pads = _pads(x.shape, kernel.shape, stride)
+    shape = jax.ShapeDtypeStruct(kernel.shape, kernel.dtype)
+    used = tuple(dict.fromkeys(axis for axes in split for axis in axes))
+
+    def local(x: jax.Array, dy: jax.Array) -> jax.Array:
+        x = _with_halos(x, pads, split)
+        transposed = jax.linear_transpose(lambda one: _valid(x, one, stride), shape)
+        (found,) = transposed(dy)
+        with asked("kernel_gradient"):
+            return lax.psum(found.astype(jnp.float32), used)
+
+    whole = ((),) * kernel.ndim
+    found = on_split(local, x, dy, splits=(split, split), out_split=whole)
+    return found.astype(kernel.dtype)
+
+
+def input_gradient(
+    x: jax.Array, dy: jax.Array, kernel: jax.Array, stride: int, split: Split
+) -> jax.Array:
+    """The gradient of its input: the halos' gradients go back to their owners.
+
+    Args:
+        x: As for `kernel_gradient`, for its shape and dtype, and so what follows.
+        dy: Its result's gradient.
+        kernel: Whole on each device.
+        stride: Along each dim.
+        split: How `x` and `dy` lie.
+    """
+    pads = _pads(x.shape, kernel.shape, stride)
+    here = [size // degree(axes) for size, axes in zip(x.shape, split, strict=True)]
+    part = jax.ShapeDtypeStruct(tuple(here), x.dtype)
+
+    def local(dy: jax.Array, kernel: jax.Array) -> jax.Array:
+        def convolved(x: jax.Array) -> jax.Array:
+            return _valid(_with_halos(x, pads, split), kernel, stride)
+
+        return jax.linear_transpose(convolved, part)(dy)[0]
+
+    whole = ((),) * kernel.ndim
+    return on_split(local, dy, kernel, splits=(split, whole), out_split=split)
+
+
+def _valid(x: jax.Array, kernel: jax.Array, stride: int) -> jax.Array:
+    strides = (stride,) * 3
+    return lax.conv_general_dilated(
+        x, kernel, strides, "VALID", dimension_numbers=_DIMS
+    )
+
+
+def _pads(
+    shape: tuple[int, ...], kernel: tuple[int, ...], stride: int
+) -> list[tuple[int, int]]:
+    return lax.padtype_to_pads(shape[1:4], kernel[:3], (stride,) * 3, "SAME")
+
+
+def _with_halos(x: jax.Array, pads: list[tuple[int, int]], split: Split) -> jax.Array:
+    for dim, pad in enumerate(pads, start=1):
+        x = with_halo(x, dim, pad, split[dim])
+    return x
