@@ -13,16 +13,19 @@ asked for (100 %); a picture has samples of every class.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import jax
 import numpy as np
 import optax
 
 import meshpar
+from meshpar.emulate import num_cpu_devices
 from meshpar.models.dit import DiTConfig, dit
 from meshpar.models.dit_sampling import METHODS, sample
 from meshpar.models.layers.noise_path import PATHS
@@ -65,14 +68,23 @@ def run(args: argparse.Namespace) -> None:
     began = time.perf_counter()
     layout = meshpar.Layout.parse(args.layout)
     layout.check_sizes()
-    meshpar.emulate(layout.num_devices)
+    if args.emulate:
+        needed = max(layout.num_devices, num_cpu_devices())
+        meshpar.emulate(needed if args.emulate < 0 else args.emulate)
+    for name in ("sklearn", "matplotlib"):
+        if importlib.util.find_spec(name) is None:
+            raise ModuleNotFoundError(f"No module named {name!r}")
     data = labelled_images(args.data, args.size)
     config = config_of(args, data)
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, args.learning_rate, max(1, args.steps // 20), max(2, args.steps)
     )
     step = meshpar.make_train_step(
-        dit(config), optax.adam(schedule), layout, max_grad_norm=_CLIPPED
+        dit(config),
+        optax.adam(schedule),
+        layout,
+        max_grad_norm=_CLIPPED,
+        devices=jax.devices()[: layout.num_devices],
     )
     state = train(step, step.init(args.seed), data, config, args)
     print(judged_loss(step, state, data, config, args.batch))
@@ -233,6 +245,12 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--data", help="a folder of IDX files or of images (scikit-learn's digits)")
     add("--size", type=int, default=32, help="of a folder's images (32)")
     add("--layout", default="data=2", help="(data=2)")
+    add(
+        "--emulate",
+        type=int,
+        default=-1,
+        help="virtual CPU devices; 0 uses the machine's own (as many as needed)",
+    )
     sizes = dict(steps=1000, batch=128, layers=4, embed=64, heads=4, seed=0)
     for name, default in {**sizes, "sampling_steps": 25}.items():
         option = f"--{name.replace('_', '-')}"
