@@ -262,17 +262,18 @@ class _Plan:
         modes = there if modes is None else modes
         if not 1 <= modes <= there:
             raise InputError(
-                f"modes={modes} of {name!r} of size {size}: a real transform has "
-                f"1 to {there}"
+                f"{modes} frequencies (modes) of {name!r} of size {size}: a real "
+                f"transform has 1 to {there}; give other modes, or another size"
             )
         mesh_axes = self.split[self.dims[-1]]
         devices = degree(mesh_axes)
         if modes % devices:
-            below = modes - modes % devices
+            below = modes - modes % devices or devices
+            fewer = f"give modes={below}, " if below <= there else "give "
             raise InputError(
                 f"{name!r} of size {size} has {modes} frequencies in a real transform, "
                 f"which do not divide over {'/'.join(mesh_axes)} of size {devices}; "
-                f"give modes={below or devices}, another last dim, or take fftn"
+                f"{fewer}another last dim, or take fftn"
             )
         return replace(self, modes=modes)
 

@@ -5,6 +5,9 @@ triangle products, triangle attention and a transition refine it; the head reads
 each the bin of the two residues' distance (a distogram). Pairs are shared by devices
 along rows, columns or both, so that a device's memory goes with N^2 / P.
 
+Unlike there the head reads z_ij as it is, not z_ij + z_ji, and only projections to
+gates, sides and hidden values have a bias.
+
 Reference: Jumper et al. 2021, supplement, algorithms 4, 6 and 11 to 15, section 1.9.8.
 """
 

@@ -1,6 +1,6 @@
 """Weights in 8 bits, made numbers again layer by layer as they are used.
 
-    W ~ values * scale,    scale of each output: largest |W| of its inputs / 127.5
+    W ~ values * scale,    scale of each output, int8: largest |W| of its inputs / 127.5
 
 Of every matrix of the blocks that leads from the residual stream or to it; embedding,
 norms, routers and biases stay as they are. By qwix (github.com/google/qwix).
