@@ -5,7 +5,7 @@
 
 The same small DLRM, the same Zipf-distributed ids and first values, row-wise Adagrad in
 both: with `meshpar.tables`, and as GSPMD makes it of tables that are parameters, split
-by rows over all devices, whose gradients are as large as they. Programs run in turn;
+by rows over all devices, whose gradients are as large as they. One runs after the other;
 medians of the rounds; and how far the losses of a step are apart at most. Virtual CPU
 devices share the cores: times say how much work a method does, and nothing of a
 network; beside other programs only the CPU time does.
@@ -118,14 +118,18 @@ def _batch(args: argparse.Namespace, number: int) -> dict[str, Any]:
 def _run(
     contestants: Mapping[str, Contestant], batches: Sequence[Batch]
 ) -> tuple[dict[str, list[tuple[float, float]]], dict[str, list[float]]]:
-    """Seconds, CPU seconds and loss of every step of each, in turn."""
+    """Seconds, CPU seconds and loss of every step, one contestant after the other.
+
+    In turn, each would pay for the other's temporary memory, which goes back to the
+    machine after a step's results are there.
+    """
     import jax
 
     states = {name: one.state for name, one in contestants.items()}
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in contestants}
     losses: dict[str, list[float]] = {name: [] for name in contestants}
-    for batch in batches:
-        for name, one in contestants.items():
+    for name, one in contestants.items():
+        for batch in batches:
             began, worked = time.perf_counter(), time.process_time()
             states[name], loss = one.step(states[name], batch)
             losses[name].append(float(loss))
