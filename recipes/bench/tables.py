@@ -6,9 +6,9 @@
 The same small DLRM, the same Zipf-distributed ids and first values, row-wise Adagrad in
 both: with `meshpar.tables`, and as GSPMD makes it of tables that are parameters, split
 by rows over all devices, whose gradients are as large as they. One runs after the
-other; medians of the rounds; and how far the losses of a step are apart at most. Virtual
-CPU devices share the cores: times say how much work a method does, and nothing of a
-network; beside other programs only the CPU time does.
+other; medians of the rounds; and how far the losses of a step are apart at most.
+Virtual CPU devices share the cores: times say how much work a method does, and nothing
+of a network; beside other programs only the CPU time does.
 """
 
 from __future__ import annotations
