@@ -262,8 +262,8 @@ def _parser() -> argparse.ArgumentParser:
     axes = ", ".join(MESH_AXES)
     layout = "data=2,context=2,tensor=2"
     add("--layout", default=layout, metavar="LINE", help=f"sizes of {axes}")
-    add("--steps", type=positive, default=200, metavar="N")
-    add("--every", type=positive, default=100, help="steps from one score to the next")
+    add("--steps", type=positive, default=1500, metavar="N")
+    add("--every", type=positive, default=300, help="steps from one score to the next")
     add("--global-batch", type=positive, default=16)
     add("--layers", type=positive, default=2, help="of the model")
     add("--embed", type=positive, default=32, help="width of the model")

@@ -3,7 +3,8 @@
     python -m recipes.bench.save
 
 Saves a state again and again, in turn until it is written and only until it is copied,
-and prints the median time of both calls and of what the second writes meanwhile.
+and prints the median time of both calls and of what the second writes meanwhile, for
+states of several sizes: what blocks is about the same for all of them.
 """
 
 from __future__ import annotations
@@ -25,28 +26,37 @@ from meshpar.models.presets import build
 from meshpar.recipes.bench.conditions import conditions
 from meshpar.train.checkpoint import Checkpoints
 
+_MODELS = ["layers=8,hidden=512", "layers=8,hidden=1024", "layers=16,hidden=1024"]
+
 
 def main(argv: list[str] | None = None) -> int:
-    """Prints the three times and the share."""
+    """Prints the three times and the share for each size."""
     parser = argparse.ArgumentParser(prog="python -m recipes.bench.save")
     parser.add_argument("--preset", default="tiny")
-    parser.add_argument("--model", default="layers=8,hidden=512", help="what differs")
+    parser.add_argument("--model", nargs="+", default=_MODELS, help="what differs")
     parser.add_argument("--layout", default="fsdp=8")
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args(argv)
     emulate(8)
+    sizes, runs = {"rounds": args.rounds}, "medians, after one of each"
+    print(conditions("recipes.bench.save", jax.device_count(), sizes, runs))
+    for model in args.model:
+        _print_measured(args, model)
+    return 0
+
+
+def _print_measured(args: argparse.Namespace, model: str) -> None:
     step = make_train_step(
-        build(args.preset, **parse_sizes(args.model)), optax.adamw(1e-3), args.layout
+        build(args.preset, **parse_sizes(model)), optax.adamw(1e-3), args.layout
     )
     state = step.init(seed=0)
     state_bytes = sum(array.nbytes for array in jax.tree.leaves(state))
     whole_s, copied_s, after_s = measured(step.layer_orders, state, args.rounds)
-    sizes = {"state_bytes": state_bytes, "rounds": args.rounds}
-    runs = "medians, after one of each"
-    print(conditions("recipes.bench.save", jax.device_count(), sizes, runs))
-    print(f"until it is written {whole_s:.3f} s; until it is copied {copied_s:.3f} s")
-    print(f"({copied_s / whole_s:.1%}), and {after_s:.3f} s beside the run after that")
-    return 0
+    print(
+        f"{model}, {state_bytes / 1e6:.0f} MB: until it is written {whole_s:.3f} s; "
+        f"until it is copied {copied_s:.3f} s ({copied_s / whole_s:.1%}), "
+        f"and {after_s:.3f} s beside the run after that"
+    )
 
 
 def measured(
