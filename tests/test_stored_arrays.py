@@ -10,7 +10,7 @@ import pytest
 import tensorstore
 
 from meshpar import Layout, make_mesh
-from meshpar.train import stored_arrays
+from meshpar.train import chunks, stored_arrays
 from meshpar.train.stored_arrays import blocks_of, handler, read, save_args
 
 SHAPE = (6, 8, 12)
@@ -22,17 +22,25 @@ def mesh():
     return make_mesh(Layout.parse("data=2,fsdp=2,tensor=2"))
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory, mesh):
-    """An array that was split over two dims, in chunks of 64 values."""
+def args_of_orbax(tree):
+    args = ocp.SaveArgs(chunk_byte_size=256)
+    return ocp.args.PyTreeSave(tree, jax.tree.map(lambda _: args, tree))
+
+
+@pytest.fixture(scope="module", params=[save_args, args_of_orbax])
+def folder(request, tmp_path_factory, mesh):
+    """An array that was split over two dims, in chunks of 64 values, ours or Orbax's.
+
+    Checkpoints have had Orbax's chunks.
+    """
     path = tmp_path_factory.mktemp("stored") / "state"
     sharding = jax.NamedSharding(mesh, jax.P("data", None, "tensor"))
     tree = {"a": jax.device_put(VALUES, sharding), "n": np.float32(7)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stored_arrays, "_CHUNK_BYTES", 256)
+        patch.setattr(chunks, "_CHUNK_BYTES", (64, 256))
         tree["n"] = jax.device_put(tree["n"], jax.NamedSharding(mesh, jax.P()))
         with ocp.Checkpointer(handler()) as writer:
-            writer.save(path, args=save_args(tree))
+            writer.save(path, args=request.param(tree))
     return path
 
 

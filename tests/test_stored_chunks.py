@@ -1,12 +1,21 @@
-"""What is read layer by layer is read from the disk once."""
+"""Who reads a part of an array reads little else from the disk."""
 
+import math
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+import pytest
 import tensorstore
 
+from meshpar import Layout, make_mesh
 from meshpar.train import stored_arrays
 from meshpar.train.checkpoint_arrays import StoredArray
+from meshpar.train.chunks import chunk_shape
+
+SHAPE = (4, 512, 512)
+VALUES = np.random.default_rng(0).standard_normal(SHAPE).astype(np.float32)
 
 
 def bytes_read():
@@ -16,15 +25,83 @@ def bytes_read():
     return sum(value["value"] for metric in found for value in metric["values"])
 
 
-def test_layers_that_share_chunks_are_read_once(tmp_path):
-    rng = np.random.default_rng(0)
-    array = rng.standard_normal((8, 512, 512)).astype(np.float32)
-    saved = stored_arrays.save_args({"w": jnp.asarray(array)})
-    ocp.Checkpointer(stored_arrays.handler()).save(tmp_path / "state", args=saved)
-    cache = stored_arrays.chunk_cache()
-    stored = StoredArray(tmp_path / "state", ("w",), array.shape, cache=cache)
+def saved(folder, array, args):
+    with ocp.Checkpointer(stored_arrays.handler()) as writer:
+        writer.save(folder, args=args({"w": array}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """An array that was saved split over its last dim."""
+    mesh = make_mesh(Layout.parse("data=2,tensor=4"))
+    array = jax.device_put(VALUES, jax.NamedSharding(mesh, jax.P(None, None, "tensor")))
+    path = tmp_path_factory.mktemp("stored") / "state"
+    return saved(path, array, stored_arrays.save_args)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        np.s_[:2],
+        np.s_[1:2],
+        np.s_[:, 256:],
+        np.s_[:, 128:256],
+        np.s_[:, :, :256],
+        np.s_[2:, :256, 256:],
+    ],
+)
+def test_a_host_reads_its_share_whatever_dims_are_split(part, folder):
+    stored = StoredArray(folder, ("w",), SHAPE)
+    stored[0:1, 0:1]  # Opened, so that what it says of itself is not counted.
     before = bytes_read()
-    for layer in range(8):
+    np.testing.assert_array_equal(stored[part], VALUES[part])
+    share = VALUES[part].nbytes  # Compressed to nine tenths.
+    assert 0.8 * share < bytes_read() - before < 1.1 * share
+
+
+def test_layers_that_share_chunks_are_read_once(tmp_path):
+    def of_orbax(tree):
+        args = ocp.SaveArgs(chunk_byte_size=1 << 20)
+        return ocp.args.PyTreeSave(tree, jax.tree.map(lambda _: args, tree))
+
+    saved(tmp_path / "state", jnp.asarray(VALUES), of_orbax)
+    cache = stored_arrays.chunk_cache()
+    stored = StoredArray(tmp_path / "state", ("w",), SHAPE, cache=cache)
+    before = bytes_read()
+    for layer in range(len(VALUES)):
         part = slice(layer, layer + 1)
-        np.testing.assert_array_equal(stored[part], array[part])
-    assert 0.5 * array.nbytes < bytes_read() - before < 1.2 * array.nbytes
+        np.testing.assert_array_equal(stored[part], VALUES[part])
+    assert 0.8 * VALUES.nbytes < bytes_read() - before < 1.1 * VALUES.nbytes
+
+
+@pytest.mark.parametrize("itemsize", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("shape", "part"),
+    [
+        ((), ()),
+        ((7,), (7,)),
+        ((0, 4), (0, 4)),
+        ((16, 768), (8, 768)),
+        ((50257, 768), (50257, 96)),
+        ((65537, 64), (65537, 64)),
+        ((32, 4096, 11008), (8, 512, 11008)),
+        ((80, 8192, 8, 10, 128), (20, 8192, 2, 10, 128)),
+        ((3, 3, 3, 48, 96), (3, 3, 3, 48, 48)),
+    ],
+)
+def test_chunks_divide_what_a_device_writes_and_are_of_a_good_size(
+    shape, part, itemsize
+):
+    chunk = chunk_shape(shape, part, itemsize)
+    assert all(
+        size >= 1 and whole % size == 0 for size, whole in zip(chunk, part, strict=True)
+    )
+    num_bytes, whole_bytes = (math.prod(one) * itemsize for one in (chunk, part))
+    assert num_bytes >= min(1 << 16, whole_bytes)
+    assert num_bytes <= 1 << 20 or 65537 in chunk
+
+
+@pytest.mark.parametrize("part", [(32, 4096, 16384), (32, 4096, 2048), (4, 512, 16384)])
+def test_dims_are_cut_alike_whichever_the_layout_splits(part):
+    assert chunk_shape((32, 4096, 16384), part, 4) == (1, 256, 1024)

@@ -22,15 +22,13 @@ import tensorstore
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from meshpar.rules.sharding import path_name
+from meshpar.train.chunks import chunk_bytes
 from meshpar.train.heap import give_back
 
 Shape = tuple[int, ...]
 Box = tuple[tuple[int, int], ...]
 """Begin and end in each dim."""
 Index = tuple[int | slice, ...]
-
-_CHUNK_BYTES = 1 << 21
-"""Of an array's chunks at most; TensorStore reads well from 1 MiB on."""
 
 _SLICE_BYTES = 1 << 24
 """Replicas share what they write from this size on: each shape costs a compile."""
@@ -61,7 +59,7 @@ def handler() -> ocp.PyTreeCheckpointHandler:
 
 def save_args(tree: Any) -> ocp.args.PyTreeSave:
     """What Orbax is given to write a tree of arrays."""
-    in_chunks = ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES)
+    in_chunks = ocp.SaveArgs(chunk_byte_size=chunk_bytes())
     return ocp.args.PyTreeSave(tree, jax.tree.map(lambda _: in_chunks, tree))
 
 
