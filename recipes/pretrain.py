@@ -61,6 +61,7 @@ from meshpar.recipes.step import audited, check_intervals, make_step, timed_step
 from meshpar.train.checkpoint import Checkpoints
 from meshpar.train.data import ordered_batches, padded_batches
 from meshpar.train.faults import BadStepError, StepWatch
+from meshpar.train.heap import share_heaps
 from meshpar.train.interrupt import StopRequest
 from meshpar.train.sample import sample_tokens
 from meshpar.train.watchdog import Watchdog
@@ -97,6 +98,7 @@ def pretrain(
         InputError: Something of the run cannot be.
     """
     began = time.perf_counter() if began is None else began
+    share_heaps()
     with join(config) as processes:
         config = agreed(config, processes)
         with Watchdog(config.hang_timeout, processes) as watchdog:

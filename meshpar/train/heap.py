@@ -1,10 +1,22 @@
-"""The C library's heap, which keeps what is freed for the thread that had it."""
+"""The C library's heaps, which keep what is freed for the thread that had it."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+
+# `mallopt`'s parameters (glibc's malloc.h): when the free end of a heap goes back to
+# the machine, what is mapped by itself, how many heaps there are at most.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
+
+_AT_FIRST = 1 << 17
+"""The bytes of a free end that glibc begins with."""
+
+_TRIM_AT_LAST, _MMAP_AT_LAST = 1 << 26, 1 << 25
+"""What they rise to, as large blocks are freed (mallopt(3))."""
 
 
 def give_back() -> None:
@@ -12,12 +24,45 @@ def give_back() -> None:
 
     What many threads read, write and compress for a moment would stay with each.
     """
-    _trim()(0)
+    _function("malloc_trim")(0)
+
+
+@contextlib.contextmanager
+def returned_early() -> Iterator[None]:
+    """Meanwhile the free end of each thread's heap goes back at once (glibc).
+
+    Once blocks of 32 MiB have been freed, glibc keeps 64 MiB of each heap, of which
+    `give_back` returns none but of the first. 344 MB restored by 8 threads' heaps took
+    393 MB, and 363 MB so.
+    """
+    told = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"} & os.environ.keys()
+    if told:
+        yield
+        return
+    mallopt = _function("mallopt")
+    mallopt(_TRIM_THRESHOLD, _AT_FIRST)
+    mallopt(_MMAP_THRESHOLD, _MMAP_AT_LAST)  # Once either is set neither rises.
+    try:
+        yield
+    finally:
+        mallopt(_TRIM_THRESHOLD, _TRIM_AT_LAST)
+
+
+def share_heaps() -> None:
+    """From now on threads share as many heaps as there are cores (glibc).
+
+    By itself glibc makes eight for each core. Every save starts threads, and each heap
+    that one of them comes to fragments anew. It looks at the number once, when more
+    than eight are there, so that it is to be said before there are threads.
+    """
+    if "MALLOC_ARENA_MAX" not in os.environ:
+        _function("mallopt")(_ARENA_MAX, max(os.cpu_count() or 1, 2))
 
 
 @functools.cache
-def _trim() -> Callable[[int], int]:
+def _function(name: str) -> Callable[..., int]:
+    """Of the C library; one that does nothing where it has none of that name."""
     try:
-        return ctypes.CDLL(None).malloc_trim
+        return getattr(ctypes.CDLL(None), name)
     except (OSError, AttributeError):
-        return lambda pad: 0
+        return lambda *arguments: 0

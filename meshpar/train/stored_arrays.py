@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from meshpar.rules.sharding import path_name
 from meshpar.train.chunks import chunk_bytes
-from meshpar.train.heap import give_back
+from meshpar.train.heap import give_back, returned_early
 
 Shape = tuple[int, ...]
 Box = tuple[tuple[int, int], ...]
@@ -38,10 +38,10 @@ _ALIGNMENT = 64  # bytes
 _CACHE_BYTES = 1 << 30
 """A stacked matrix in fp32 of a model of about a billion parameters."""
 
-_BLOCK_SHARE = 0.03
-"""Of what a host reads, what it reads at once."""
+_BLOCK_SHARE = 0.01
+"""Of what a host reads, what it reads at once: there as read, decompressed and put."""
 
-_BLOCK_BYTES = (1 << 23, 1 << 30)
+_BLOCK_BYTES = (1 << 22, 1 << 28)
 """But at least and at most."""
 
 
@@ -129,7 +129,8 @@ def read(folder: Path, structs: Any, places: Any) -> Any:
         give_back()
         return array
 
-    return jax.tree.map_with_path(read_one, structs, places)
+    with returned_early():
+        return jax.tree.map_with_path(read_one, structs, places)
 
 
 def blocks_of(box: Box, chunk: Shape, most: int) -> Iterator[Box]:
