@@ -55,10 +55,12 @@ def main(argv: list[str] | None = None) -> int:
     print(conditions("recipes.bench.restore", NUM_DEVICES, sizes, "each once"))
     with tempfile.TemporaryDirectory() as folder:
         ((state_mb,),) = _children(args, folder, None, 1, environment)
-        print(f"{state_mb:,.0f} MB saved under {SAVED}; MB of each process:")
+        print(
+            f"{state_mb:,.0f} MB saved under {SAVED}; MB of each process:", flush=True
+        )
         print("processes, layout: share, read to check, read to restore, memory")
-        for number in (1, 2):
-            for layout in LAYOUTS:
+        for number in args.processes:
+            for layout in args.layouts:
                 if Layout.parse(layout).num_devices == NUM_DEVICES or number == 1:
                     for share, checked, read, rose in _children(
                         args, folder, layout, number, environment
@@ -66,7 +68,8 @@ def main(argv: list[str] | None = None) -> int:
                         print(
                             f"{number}, {layout}: {share:,.0f}, {checked:,.0f}, "
                             f"{read:,.0f} ({read / share:.2f}), "
-                            f"{rose:,.0f} ({rose / share:.2f})"
+                            f"{rose:,.0f} ({rose / share:.2f})",
+                            flush=True,
                         )
     return 0
 
@@ -79,6 +82,8 @@ def _parser() -> argparse.ArgumentParser:
         default="layers=8,hidden=768,heads=12,kv_heads=12,ffn=2048",
         help="what differs",
     )
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--layouts", nargs="+", default=LAYOUTS)
     for name in ("--folder", "--layout"):
         parser.add_argument(name, help=argparse.SUPPRESS)
     for name in ("--process", "--number", "--port"):
