@@ -24,7 +24,8 @@ from meshpar.planner.cost.estimate import at_half_network_s, estimate
 from meshpar.planner.cost.linears import attention_linears, mlp_linears
 from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.stage_time import stage_times
-from meshpar.planner.cost.traffic import block_rows, step_rows
+from meshpar.planner.cost.step_traffic import step_rows
+from meshpar.planner.cost.traffic import block_rows
 from meshpar.planner.cost.traffic_row import Row
 from meshpar.planner.cost.traffic_time import exposed, row_s
 from meshpar.planner.machine.clusters import cluster_of, load_device

@@ -15,13 +15,8 @@ from meshpar.planner.cost.parameters import (
     update_bytes,
 )
 from meshpar.planner.cost.pipeline_time import lock_step
-from meshpar.planner.cost.traffic import (
-    block_rows,
-    end_rows,
-    hop_rows,
-    step_rows,
-    weight_rows,
-)
+from meshpar.planner.cost.step_traffic import step_rows
+from meshpar.planner.cost.traffic import block_rows, end_rows, hop_rows, weight_rows
 from meshpar.planner.cost.traffic_row import LAST_BACKWARD, LAYER
 from meshpar.planner.cost.traffic_time import exposed, members, row_s
 from meshpar.planner.machine.cluster import Cluster

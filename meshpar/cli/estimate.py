@@ -11,7 +11,8 @@ from meshpar.hardware.devices import DEVICES
 from meshpar.layout import Layout
 from meshpar.planner.cost.estimate import estimate
 from meshpar.planner.cost.in_words import estimate_in_words
-from meshpar.planner.inference.estimate import estimate_inference, in_words
+from meshpar.planner.inference.estimate import estimate_inference
+from meshpar.planner.inference.in_words import in_words
 from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.machine.execution import (

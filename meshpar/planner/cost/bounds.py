@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
 from typing import Literal, NamedTuple
 
 from meshpar.hardware.batch_parts import num_parts
@@ -27,7 +26,8 @@ from meshpar.planner.cost.bound_blocks import (
 )
 from meshpar.planner.cost.memory import rank_memory
 from meshpar.planner.cost.run import Run
-from meshpar.planner.cost.shared_costs import SharedCosts, shared_costs
+from meshpar.planner.cost.shared_bounds import SharedBounds
+from meshpar.planner.cost.shared_costs import SharedCosts
 from meshpar.planner.cost.stage_time import tick_overhead
 from meshpar.planner.cost.step_time import straggler_fraction
 from meshpar.planner.search.mesh_choices import MeshChoices
@@ -37,8 +37,6 @@ from meshpar.planner.search.space import Variant, variant_of, with_variant
 _PLAIN = Layout()
 _ROUNDING = 1e-12
 """Part of a time that two sums of the same parts may differ by."""
-
-_EVEN = (_PLAIN.schedule, 1, ())
 
 
 class Bound(NamedTuple):
@@ -69,8 +67,7 @@ class Bounds:
         self._kinds = tuple((kind, count) for kind, count in kinds if count)
         self._times: dict[tuple, tuple[BoundTime, ...]] = {}
         self._memories: dict[tuple, tuple[BoundMemory, ...]] = {}
-        self._of_meshes: dict[tuple, SharedCosts] = {}
-        self._least: dict[tuple, SharedCosts] = {}
+        self._shared = SharedBounds(self.run, tuple(moe for moe, _ in self._kinds))
         self._overheads: dict[tuple, float] = {}
         self._slowest = 1 + straggler_fraction(run)
 
@@ -119,7 +116,7 @@ class Bounds:
                 ((many,), chunks, small),
             )
         )
-        shared = [self._least_shared(mesh, variant, choices) for variant in plain]
+        shared = [self._shared.least(mesh, variant, choices) for variant in plain]
         state_bytes = min(its.state_bytes for its in shared)
         # A microbatch's way to the last rank, unless a schedule says less.
         held = min(many, mesh.stage, *self._least_held(mesh, choices, many))
@@ -171,7 +168,7 @@ class Bounds:
         ticks = variant.microbatches * variant.chunks
         ticks += mesh.stage - 1 if lock_step else 0
         held = held_microbatches(mesh.stage, variant, lock_step=lock_step)
-        shared = self._shared(mesh, variant)
+        shared = self._shared.of(mesh, variant)
         scheduled = variant.schedule, variant.chunks, variant.splits
         own = self._own_blocks(mesh, *scheduled)
         memory = self._memory(mesh, variant, shared.state_bytes, held, own)
@@ -338,53 +335,6 @@ class Bounds:
             how = schedule, mesh.stage, microbatches, chunks
             yield held_by(*how, lock_step) if mesh.stage > 1 else 1
 
-    def _least_shared(
-        self, mesh: Layout, like: Variant, choices: MeshChoices
-    ) -> SharedCosts:
-        """The least of each, whichever of the choices it is of."""
-        ways = choices.states, choices.schedules
-        key = (_sizes(mesh), *self._shared_by(mesh, like), *ways)
-        if key not in self._least:
-            self._least[key] = self._least_of_states(mesh, like, choices)
-        return self._least[key]
-
-    def _least_of_states(
-        self, mesh: Layout, like: Variant, choices: MeshChoices
-    ) -> SharedCosts:
-        found = []
-        one_of_each_split = {one[2]: one for one in choices.schedules}
-        for state, scheduled in product(choices.states, one_of_each_split.values()):
-            name, chunks, splits = scheduled if any(scheduled[2]) else _EVEN
-            variant = like.with_state(state)
-            variant = variant._replace(schedule=name, chunks=chunks, splits=splits)
-            found.append(self._shared(mesh, variant))
-        if len(found) == 1:
-            return found[0]
-        state_bytes, once_s, gathers_s, bare_s = zip(*found, strict=True)
-        least_s, least_bare_s = (
-            tuple(tuple(map(min, *kind)) for kind in zip(*each, strict=True))
-            for each in (gathers_s, bare_s)
-        )
-        return SharedCosts(min(state_bytes), min(once_s), least_s, least_bare_s)
-
-    def _shared(self, mesh: Layout, variant: Variant) -> SharedCosts:
-        stored = (variant.param_dtype, variant.optimizer_memory, variant.splits)
-        ways = variant.zero, variant.fsdp_gather, stored
-        key = (_sizes(mesh), *self._shared_by(mesh, variant), *ways)
-        if key not in self._of_meshes:
-            plain = variant
-            if not any(variant.splits):
-                plain = variant._replace(schedule=_PLAIN.schedule, chunks=1)
-            run = self.run(mesh, plain)
-            kinds = tuple(moe for moe, _ in self._kinds)
-            self._of_meshes[key] = shared_costs(run, kinds)
-        return self._of_meshes[key]
-
-    def _shared_by(self, mesh: Layout, variant: Variant) -> tuple[bool, bool]:
-        """Whether it runs in ticks; else whether parts may hide what moves weights."""
-        in_ticks = mesh.stage > 1 or variant.microbatches > 1
-        return in_ticks, not in_ticks and variant.sequence_parallel
-
 
 def _remats_to_try(shared: SharedCosts, choices: MeshChoices) -> tuple[str, ...]:
     """The fastest policy; all, where computing more may hide more that moves weights.
@@ -394,8 +344,3 @@ def _remats_to_try(shared: SharedCosts, choices: MeshChoices) -> tuple[str, ...]
     """
     hides = shared.gather_s != shared.bare_s
     return choices.remats if hides else choices.remats[:1]
-
-
-def _sizes(mesh: Layout) -> tuple[int, ...]:
-    batch = (mesh.data, mesh.fsdp, mesh.stage)
-    return (*batch, mesh.context, mesh.expert, mesh.tensor)

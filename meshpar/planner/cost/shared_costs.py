@@ -14,7 +14,8 @@ from meshpar.planner.cost.parameters import (
     update_bytes,
 )
 from meshpar.planner.cost.run import Run
-from meshpar.planner.cost.traffic import step_rows, weight_rows
+from meshpar.planner.cost.step_traffic import step_rows
+from meshpar.planner.cost.traffic import weight_rows
 from meshpar.planner.cost.traffic_row import BLOCKS, LAST_BACKWARD, NEXT_FORWARD
 from meshpar.planner.cost.traffic_time import exposed, row_s
 

@@ -16,7 +16,7 @@ from meshpar.planner.cost.parameters import (
 from meshpar.planner.cost.pipeline_time import all_ticks_s, span_s
 from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.stage_time import StageTime, stage_times
-from meshpar.planner.cost.traffic import step_rows
+from meshpar.planner.cost.step_traffic import step_rows
 from meshpar.planner.cost.traffic_row import BLOCKS, LAST_BACKWARD, NEXT_FORWARD
 from meshpar.planner.cost.traffic_time import exposed
 

@@ -1,8 +1,8 @@
 """Traffic: every collective of a step as a row; its seconds and bytes are sums of rows.
 
 A row belongs to what runs it: a block, a tick's embedding and head, a hop, the step's
-end. `traffic_time` adds up what waits for them, `traffic_bytes` what they send, and
-`shared_costs` what a layout waits for at least.
+end (`step_traffic`). `traffic_time` adds up what waits for them, `traffic_bytes` what
+they send, and `shared_costs` what a layout waits for at least.
 """
 
 from __future__ import annotations
@@ -13,21 +13,13 @@ from meshpar.expert_rooms import ROUTE_BYTES, WEIGHT_BYTES, first_room
 from meshpar.planner.cost.context_traffic import context_rows
 from meshpar.planner.cost.parameters import (
     block_parameters,
-    end_parameters,
-    ends_of_rank,
-    rank_parameters,
-    routed_parameters,
-    stored_bytes,
 )
 from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.traffic_row import (
-    BLOCKS,
     BYTES,
     HALVES,
-    LAST_BACKWARD,
     LAYER,
     MATMULS,
-    NEXT_FORWARD,
     SECONDS,
     Row,
     Rows,
@@ -49,7 +41,7 @@ def block_rows(run: Run, *, moe: bool) -> Rows:
     rows = [*_tensor(run, again), *context_rows(run, again)]
     if moe:
         rows += _expert(run, again)
-    return _there(run, rows)
+    return between_devices(run, rows)
 
 
 def _tensor(run: Run, again: Again) -> Iterator[Row]:
@@ -130,16 +122,16 @@ def weight_rows(run: Run, *, moe: bool) -> Rows:
     twice = run.execution.gathers_again and again.up
     routed: float = run.workload.expert_parameters(moe=moe)
     routed /= run.layout.expert * run.layout.tensor
-    for axes, values in _by_axes(run, block_parameters(run, moe=moe), routed):
-        gathered, reduced = _split_bytes(run, values)
-        gather = Row(axes, "all-gather", gathered, _PARAMETERS, "forward", beside=LAYER)
+    for axes, values in by_axes(run, block_parameters(run, moe=moe), routed):
+        gathered, reduced = split_bytes(run, values)
+        gather = Row(axes, "all-gather", gathered, PARAMETERS, "forward", beside=LAYER)
         back = gather._replace(passes="backward", times=2 if twice else 1)
-        scatter = Row(axes, "reduce-scatter", reduced, _OF_THEM, "backward")
+        scatter = Row(axes, "reduce-scatter", reduced, OF_THEM, "backward")
         rows += [gather, back, scatter._replace(beside=LAYER)]
-    return _there(run, rows)
+    return between_devices(run, rows)
 
 
-def _by_axes(
+def by_axes(
     run: Run, parameters: float, routed: float
 ) -> list[tuple[tuple[str, ...], float]]:
     """Parameters by the mesh axes that ZeRO shares them out over.
@@ -152,10 +144,10 @@ def _by_axes(
     return [(axes, parameters - routed), (run.routed_axes, routed)]
 
 
-_PARAMETERS, _OF_THEM = "parameters", "gradients of them"
+PARAMETERS, OF_THEM = "parameters", "gradients of them"
 
 
-def _split_bytes(run: Run, parameters: float) -> tuple[float, float]:
+def split_bytes(run: Run, parameters: float) -> tuple[float, float]:
     """Of split parameters whole, for use; and of their gradients."""
     return parameters * run.dtype_bytes, parameters * run.execution.reduction_bytes
 
@@ -177,7 +169,7 @@ def end_rows(run: Run) -> Rows:
         rows += [scatter, scatter._replace(passes="backward")]
     if scatters_ends_each_tick(run):
         rows += _scattered_ends(run)
-    return _there(run, rows)
+    return between_devices(run, rows)
 
 
 def _scattered_ends(run: Run) -> Iterator[Row]:
@@ -189,8 +181,8 @@ def _scattered_ends(run: Run) -> Iterator[Row]:
     for values, passes in ((head, "head"), (embedding, "backward")):
         own = values / run.layout.tensor
         own += workload.final_norm_parameters if passes == "head" else 0
-        reduced = _split_bytes(run, own)[1]
-        yield Row(axes, "reduce-scatter", reduced, _OF_THEM, passes)
+        reduced = split_bytes(run, own)[1]
+        yield Row(axes, "reduce-scatter", reduced, OF_THEM, passes)
 
 
 def _vocabulary(run: Run, ranks: int) -> Iterator[Row]:
@@ -239,102 +231,11 @@ def hop_rows(run: Run) -> Rows:
         part = up._replace(payload_bytes=own / tensor, only=SECONDS)
         gather = Row(("tensor",), "all-gather", own, reason, "up", only=SECONDS)
         rows = [up._replace(only=BYTES), part, gather._replace(waits_on="stage")]
-    return _there(run, [*rows, *(row._replace(passes="down") for row in rows)])
+    return between_devices(run, [*rows, *(row._replace(passes="down") for row in rows)])
 
 
-def step_rows(run: Run, ranks: Iterable[int]) -> Rows:
-    """Of the step's end, on those of these ranks that have most parameters."""
-    ranks = tuple(ranks)
-    most = max(rank_parameters(run, rank) for rank in ranks)
-    dense = max(
-        rank_parameters(run, rank) - routed_parameters(run, rank) for rank in ranks
-    )
-    ends = max(end_parameters(run, rank) for rank in ranks)
-    rows = [*_reductions(run, most, dense, ends), *_both_tables(run)]
-    rows += _outer_gradients(run, dense, most - dense)
-    if run.state_shards > 1 and run.layout.zero == 3:
-        rows += _gathered_once(run, most, ends, most - dense)
-    elif run.state_shards > 1:
-        # ZeRO-1 and 2 gather what each device has updated.
-        for axes, values in _by_axes(run, most, most - dense):
-            updated = values * stored_bytes(run)[0]
-            gather = Row(axes, "all-gather", updated, "updated parameters", "once")
-            rows.append(gather._replace(beside=NEXT_FORWARD))
-    return _there(run, rows)
-
-
-def _reductions(
-    run: Run, parameters: float, dense: float, ends: float
-) -> Iterator[Row]:
-    """Gradients over the mesh axes whose devices have other tokens."""
-    layout, each = run.layout, run.execution.reduction_bytes
-    split, others = run.state_shards, run.summed_axes
-
-    def row(axes: tuple[str, ...], values: float, reason: str) -> Row:
-        payload = values * each
-        return Row(axes, "all-reduce", payload, reason, "once", beside=LAST_BACKWARD)
-
-    if split > 1 and layout.zero < 3:
-        # ZeRO-1 and 2 need their own share of the sums only.
-        for axes, values in _by_axes(run, parameters, parameters - dense):
-            whole = row(axes, values, "gradients")
-            yield whole._replace(kind="reduce-scatter")
-    if "expert" not in layout.split_axes:
-        # Devices of `expert` have the same dense parameters, and other examples.
-        yield row(("expert",), dense / split, "gradients of what is no expert")
-    shared = run.execution.shared_ends and layout.stage > 1
-    if shared:
-        # The ranks have a share of the tokens each, so their sums are partial.
-        reason = "gradients of embedding and head"
-        partial = row((*others, "stage"), ends / split, reason)
-        yield partial._replace(waits_on="stage")
-    own = (dense - ends if shared else dense) / split
-    own += (parameters - dense) / run.routed_shards
-    yield row(others, own, "gradients")
-
-
-def _outer_gradients(run: Run, dense: float, routed: float) -> Iterator[Row]:
-    """Of local steps: parameters in fp32 once an interval, a step's share of them."""
-    layout = run.layout
-    if layout.sync_every > 1:
-        shard = dense / run.state_shards + routed / run.routed_shards
-        payload = 4 * shard / layout.sync_every
-        yield Row(("data",), "all-reduce", payload, "outer gradients", "once")
-
-
-def _both_tables(run: Run) -> Iterator[Row]:
-    """Of a tied table that the first and the last rank have each: two devices' sum."""
-    workload, on_one_rank = run.workload, ends_of_rank(run, 0) == (True, True)
-    if workload.tied and not on_one_rank:
-        table = workload.vocab * workload.hidden / run.layout.tensor
-        reduced, reason = table * run.execution.reduction_bytes, "gradients of tables"
-        pair = Row(("stage",), "all-reduce", reduced, reason, "once")
-        yield pair._replace(members=2, only=SECONDS)
-
-
-def _gathered_once(
-    run: Run, parameters: float, ends: float, routed: float
-) -> Iterator[Row]:
-    """What ZeRO-3 gathers and scatters once a step: all parameters, or the ends'.
-
-    A head of its own can move beside the blocks.
-    """
-    layout, head, experts = run.layout, 0.0, 0.0
-    if run.gathers_once:
-        ends, experts = parameters, routed
-    elif run.execution.gather_overlap and layout.stage == 1:
-        head = run.workload.head_parameters / layout.tensor
-    parts = [(*part, "") for part in _by_axes(run, ends - head, experts)]
-    for split, values, beside in (*parts, (layout.split_axes, head, BLOCKS)):
-        gathered, reduced = _split_bytes(run, values)
-        axes = split if values else ()
-        yield Row(axes, "all-gather", gathered, _PARAMETERS, "once", beside=beside)
-        if not scatters_ends_each_tick(run):
-            yield Row(axes, "reduce-scatter", reduced, _OF_THEM, "once", beside=beside)
-
-
-def _there(run: Run, rows: Iterable[Row]) -> Rows:
-    """Those between several devices, over the mesh axes that have several."""
+def between_devices(run: Run, rows: Iterable[Row]) -> Rows:
+    """The rows over mesh axes of several devices, as the execution hides them."""
     layout, found = run.layout, []
     for row in rows:
         axes = tuple(axis for axis in row.mesh_axes if getattr(layout, axis) > 1)

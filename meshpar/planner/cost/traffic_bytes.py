@@ -7,13 +7,8 @@ from typing import NamedTuple
 
 from meshpar.planner.cost.pipeline_time import lock_step
 from meshpar.planner.cost.run import Run
-from meshpar.planner.cost.traffic import (
-    block_rows,
-    end_rows,
-    hop_rows,
-    step_rows,
-    weight_rows,
-)
+from meshpar.planner.cost.step_traffic import step_rows
+from meshpar.planner.cost.traffic import block_rows, end_rows, hop_rows, weight_rows
 from meshpar.planner.cost.traffic_row import SECONDS, Row
 from meshpar.planner.cost.traffic_time import link_of, members
 from meshpar.planner.machine.collective_cost import wire_bytes
