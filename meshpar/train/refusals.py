@@ -1,8 +1,7 @@
-"""What the training step refuses of a layout and its rules, for the lint to say too."""
+"""What the training step refuses of a layout and a model, for the lint to say too."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from numbers import Real
 from typing import Any
@@ -11,18 +10,16 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from meshpar.errors import InputError
-from meshpar.layout import BATCH_AXES, ZERO_AXES, Layout
+from meshpar.layout import Layout
 from meshpar.mesh import platform_of
 from meshpar.model.contract import BlockGroup, Model
 from meshpar.model.parameter import flat
 from meshpar.model.tracing import traced_batch, traced_forward, tracing
 from meshpar.parallel.placement import DTYPES
 from meshpar.parallel.remat import HOST_MEMORY
-from meshpar.parallel.storage import split_axes_of
 from meshpar.rules.rules import Rules
-from meshpar.rules.spatial import SPATIAL
-from meshpar.rules.table import RuleError
-from meshpar.train.layout_refusals import PLAIN, layout_refusals, zero_refusals
+from meshpar.train.layout_refusals import PLAIN, layout_refusals
+from meshpar.train.rule_refusals import rule_refusals
 
 
 def refuse(
@@ -84,54 +81,6 @@ def offload_refusal(layout: Layout, platform: str) -> str | None:
         f"layout {str(layout)!r}: a CPU's memory is the host's own, so remat=offload "
         f"would move nothing; write remat=save:{'/'.join(names.every)}"
     )
-
-
-def rule_refusals(rules: Rules, layout: Layout) -> Iterator[tuple[str, RuleError]]:
-    """Each logical axis whose rule `make_train_step` refuses, with the error."""
-    if "layers" in rules.stored.table:
-        error = _layers_error(rules.stored.table["layers"], layout)
-        if error is not None:
-            yield "layers", error
-    for logical_axis, mesh_axes in rules.stored.table.items():
-        if "stage" in mesh_axes and logical_axis != "layers" and layout.stage > 1:
-            yield logical_axis, _stage_error(logical_axis)
-    for logical_axis, mesh_axes in rules.stored.table.items():
-        shared = logical_axis in ("experts", "batch") or "expert" in layout.split_axes
-        if "expert" in mesh_axes and not shared and layout.expert > 1:
-            yield logical_axis, _expert_error(logical_axis)
-    yield from _unused_zero_keys(rules, layout)
-    yield from _split_replicas(rules, layout)
-    batch = rules.table.get("batch", ())
-    without_expert = tuple(axis for axis in BATCH_AXES if axis != "expert")
-    if batch != BATCH_AXES and (layout.expert > 1 or batch != without_expert):
-        yield (
-            "batch",
-            RuleError(
-                "unknown",
-                f"logical axis 'batch' is mapped to {batch or None}; the training step "
-                f"splits the batch over {BATCH_AXES}: map it to all (a mesh axis of "
-                "size 1 costs nothing)",
-            ),
-        )
-    splits = BATCH_AXES if layout.expert > 1 else without_expert
-    for logical_axis, mesh_axes in rules.table.items():
-        in_space = logical_axis in SPATIAL
-        if "context" in mesh_axes and layout.context > 1 and not in_space:
-            yield (
-                logical_axis,
-                RuleError(
-                    "claimed_twice",
-                    f"mesh axis 'context' is claimed by {logical_axis!r}, but it "
-                    "splits the sequence of every array of tokens by itself; map "
-                    f"{logical_axis!r} elsewhere, or stored parameters alone by "
-                    f"Rules(..., parameters={{{logical_axis!r}: 'context'}})",
-                ),
-            )
-        if logical_axis == "experts" and mesh_axes == ("expert",):
-            continue
-        for mesh_axis in mesh_axes:
-            if logical_axis != "batch" and mesh_axis in splits:
-                yield logical_axis, _batch_axis_error(logical_axis, mesh_axis)
 
 
 def inputs_refusal(model: Model, layout: Layout) -> str | None:
@@ -237,96 +186,4 @@ def batch_refusal(
         f"{f',expert={layout.expert}' if layout.expert > 1 else ''}"
         f"{times if microbatches > 1 else ''}; pad with examples of weight 0, "
         "or change the global batch"
-    )
-
-
-def _unused_zero_keys(rules: Rules, layout: Layout) -> Iterator[tuple[str, RuleError]]:
-    """Keys of ZeRO that the rules for stored parameters leave without effect."""
-    if layout.zero != 3 or "zero_axes" in zero_refusals(layout):
-        return
-    split, text = split_axes_of(layout, rules), repr(str(layout))
-    if layout.zero_axes and set(split) != set(layout.zero_axes):
-        yield (
-            "zero_axes",
-            RuleError(
-                "dead",
-                f"layout {text}: the rules split stored parameters over "
-                f"{'/'.join(split) or 'nothing'}, not over "
-                f"zero_axes={'/'.join(layout.zero_axes)}; leave the key out, or map a "
-                "logical axis to them in Rules(..., parameters=...)",
-            ),
-        )
-    for key in ("fsdp_gather", "fsdp_prefetch"):
-        value = getattr(layout, key)
-        if value != getattr(PLAIN, key) and not split:
-            yield (
-                key,
-                RuleError(
-                    "dead",
-                    f"layout {text}: {key}={value} changes nothing, as the rules split "
-                    "no stored parameter; leave it out, or give 'fsdp' a size",
-                ),
-            )
-
-
-def _split_replicas(rules: Rules, layout: Layout) -> Iterator[tuple[str, RuleError]]:
-    """Local steps of replicas that have no parameters of their own."""
-    for logical_axis, mesh_axes in rules.stored.table.items():
-        shares = layout.sync_every > 1 and logical_axis != "batch"
-        if shares and "data" in mesh_axes:
-            yield (
-                logical_axis,
-                RuleError(
-                    "claimed_twice",
-                    f"layout {str(layout)!r}: stored parameters are split over 'data' "
-                    f"along {logical_axis!r}, but sync_every={layout.sync_every} has a "
-                    "replica of them there each; split them over 'fsdp', or set "
-                    "sync_every=1",
-                ),
-            )
-
-
-def _layers_error(mesh_axes: tuple[str, ...], layout: Layout) -> RuleError | None:
-    at_work = tuple(axis for axis in mesh_axes if layout.mesh_shape[axis] > 1)
-    if set(mesh_axes) & (set(ZERO_AXES) - {"expert"}) or set(at_work) - {"stage"}:
-        return RuleError(
-            "claimed_twice",
-            f"logical axis 'layers' is mapped to {mesh_axes}, but every device runs "
-            "every layer of its stage: map another dim of the parameters, such as "
-            "'embed', and 'layers' to 'stage' or nothing",
-        )
-    if layout.stage > 1 and not at_work:
-        return RuleError(
-            "unknown",
-            f"logical axis 'layers' is mapped to {mesh_axes or None}, but "
-            f"stage={layout.stage} splits the layers: pass "
-            "Rules(..., parameters={'layers': 'stage'}), or set stage=1",
-        )
-    return None
-
-
-def _stage_error(logical_axis: str) -> RuleError:
-    return RuleError(
-        "claimed_twice",
-        f"logical axis {logical_axis!r} is mapped to 'stage', which splits the layers; "
-        "map 'layers' alone to it",
-    )
-
-
-def _expert_error(logical_axis: str) -> RuleError:
-    return RuleError(
-        "claimed_twice",
-        f"logical axis {logical_axis!r} is mapped to 'expert', which splits the batch "
-        "and the experts; map 'experts' alone to it",
-    )
-
-
-def _batch_axis_error(logical_axis: str, mesh_axis: str) -> RuleError:
-    if mesh_axis == "expert":
-        return _expert_error(logical_axis)
-    return RuleError(
-        "claimed_twice",
-        f"mesh axis {mesh_axis!r} is claimed by both 'batch' and {logical_axis!r} in "
-        f"activations; if {logical_axis!r} is meant for stored parameters, pass "
-        f"Rules(..., parameters={{{logical_axis!r}: {mesh_axis!r}}})",
     )
