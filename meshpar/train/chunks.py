@@ -96,11 +96,15 @@ def _let_orbax_ask() -> None:
         return
 
     @functools.wraps(theirs)
-    def choose(
-        shape: Shape, part: Shape, dtype: Any, num_bytes: int | None, **options: Any
+    def choose(  # Its arguments have Orbax's names.
+        global_shape: Shape,
+        write_shape: Shape,
+        dtype: Any,
+        target_byte_size: int | None,
+        **options: Any,
     ) -> Shape:
-        if isinstance(num_bytes, ChunkBytes):
-            return chunk_shape(shape, part, dtype.itemsize)
-        return theirs(shape, part, dtype, num_bytes, **options)
+        if isinstance(target_byte_size, ChunkBytes):
+            return chunk_shape(global_shape, write_shape, dtype.itemsize)
+        return theirs(global_shape, write_shape, dtype, target_byte_size, **options)
 
     subchunking.choose_chunk_shape = choose

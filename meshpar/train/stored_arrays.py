@@ -86,8 +86,9 @@ def opened(folder: Path, name: str, cache: tensorstore.Context | None = None) ->
 def chunk_cache() -> tensorstore.Context:
     """Keeps the chunks read last, 1 GiB of them at most, as long as it is used.
 
-    A chunk may have something of every layer, so who reads an array layer by layer
-    reads it once where it is no larger than that, and anew for each layer otherwise.
+    Chunks that Orbax alone has cut may have something of every layer: who reads such an
+    array layer by layer reads it once where it is no larger than that, and anew for
+    each layer otherwise.
     """
     pool = {"total_bytes_limit": _CACHE_BYTES}
     return tensorstore.Context({"cache_pool": pool})
