@@ -26,6 +26,7 @@ libc.malloc_info(0, file)
 libc.fclose(file)
 """
 
+
 def num_heaps(first, told_in, **environment):
     usual = {name: value for name, value in os.environ.items() if "MALLOC" not in name}
     subprocess.run(
