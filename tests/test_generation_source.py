@@ -14,6 +14,7 @@ from meshpar.generation.generate import placed
 from meshpar.generation.programs import Programs
 from meshpar.generation.requests import Request
 from meshpar.models.presets import build
+from meshpar.testing import check_generation
 from tests.marks import slow
 
 SOURCES = [[3, 1, 4, 1, 5], [9], [2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3], [8, 4]]
@@ -150,6 +151,7 @@ def test_what_is_kept_of_a_source_has_the_bytes_of_its_formula():
             lambda: Programs.of(build("test"), slots=1, max_seq=8, max_source=4),
             "max_source=4, but the model has no encoder",
         ),
+        (lambda: check_generation(trained(LEARNED)[0]), "prompts of one text"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(make, message):
