@@ -29,10 +29,14 @@ T5 = (
 """As the first T5: distances beyond the last bucket's are among those below."""
 
 
+def single():
+    return jax.devices()[:1]
+
+
 @functools.cache
 def trained(sizes):
     model = build("tiny-t5", **dict(sizes))
-    step = make_train_step(model, optax.sgd(0.1), "data=1", devices=jax.devices()[:1])
+    step = make_train_step(model, optax.sgd(0.1), "data=1", devices=single())
     return model, step, step.init(0)
 
 
@@ -67,8 +71,8 @@ def generated(sizes, layout, **options):
 @pytest.mark.parametrize(
     ("sizes", "layout"),
     [
-        (LEARNED, "data=2"),
         (T5, "tensor=2"),
+        slow(LEARNED, "data=2"),
         slow(T5, "data=1"),
         slow(T5, "data=2"),
         slow(T5, "fsdp=2"),
@@ -88,7 +92,6 @@ def test_tokens_and_probabilities_are_those_of_the_whole_texts(sizes, layout):
 def test_requests_that_share_slots_and_pages_have_the_tokens_that_they_have_alone():
     """Two slots for four sources, too few pages, and other weights on the way."""
     model, step, state = trained(T5)
-    one = jax.devices()[:1]
     programs = Programs.of(
         model,
         slots=2,
@@ -97,7 +100,7 @@ def test_requests_that_share_slots_and_pages_have_the_tokens_that_they_have_alon
         page_size=2,
         num_pages=4,
         chunk=4,
-        devices=one,
+        devices=single(),
     )
     engine = Engine(programs, *placed(programs, model, step.init(1)))
     requests = [Request(tokens=[0], source=one, max_tokens=NEW) for one in SOURCES]
@@ -148,7 +151,9 @@ def test_what_is_kept_of_a_source_has_the_bytes_of_its_formula():
             "the model has no encoder",
         ),
         (
-            lambda: Programs.of(build("test"), slots=1, max_seq=8, max_source=4),
+            lambda: Programs.of(
+                build("test"), slots=1, max_seq=8, max_source=4, devices=single()
+            ),
             "max_source=4, but the model has no encoder",
         ),
         (lambda: check_generation(trained(LEARNED)[0]), "prompts of one text"),
@@ -162,6 +167,5 @@ def test_what_cannot_be_is_refused_in_one_line(make, message):
 @functools.cache
 def engine():
     model, _, state = trained(LEARNED)
-    one = jax.devices()[:1]
-    programs = Programs.of(model, slots=1, max_seq=8, max_source=8, devices=one)
+    programs = Programs.of(model, slots=1, max_seq=8, max_source=8, devices=single())
     return Engine(programs, *placed(programs, model, state))
