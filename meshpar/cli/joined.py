@@ -29,8 +29,18 @@ def add_joined_arguments(parser: argparse.ArgumentParser) -> None:
         help="of process 0, to join processes by hand with the next two (default: as "
         "SLURM, Kubernetes, Open MPI or a TPU pod says)",
     )
-    add("--num-processes", type=positive, metavar="N", help="how many are started")
-    add("--process-id", type=int, metavar="I", help="which this is, from 0")
+    add(
+        "--num-processes",
+        type=positive,
+        metavar="N",
+        help="how many are started (default: likewise)",
+    )
+    add(
+        "--process-id",
+        type=int,
+        metavar="I",
+        help="which this is, from 0 (default: likewise)",
+    )
     add(
         "--start-timeout",
         type=positive,
