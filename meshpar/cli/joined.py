@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from meshpar.cli.parsing import import_function, one_line, positive
@@ -74,25 +75,42 @@ def run_joined(
     Raises:
         InputError: Of the only process; of several, each says so and ends.
     """
+    alone = num_processes_of(args) == 1
+    told = contextlib.nullcontext() if alone else _only_ours_on_stdout()
     try:
-        with start(
-            coordinator=args.coordinator,
-            num_processes=args.num_processes,
-            process_id=args.process_id,
-            emulate=devices or None,
-            job=os.environ.get("SLURM_JOB_ID", ""),
-            timeout_s=args.start_timeout,
-        ) as processes:
+        with (
+            told,
+            start(
+                coordinator=args.coordinator,
+                num_processes=args.num_processes,
+                process_id=args.process_id,
+                emulate=devices or None,
+                job=os.environ.get("SLURM_JOB_ID", ""),
+                timeout_s=args.start_timeout,
+            ) as processes,
+        ):
             if processes.num_processes > 1:
                 _refuse_different(args, processes)
             elif devices:
                 emulate(devices)
             return run(processes)
     except (InputError, OSError) as error:
-        if num_processes_of(args) == 1:
+        if alone:
             raise
         print(f"meshpar {args.subcommand}: {one_line(error)}", file=sys.stderr)
         return leave(status_of(error))
+
+
+@contextlib.contextmanager
+def _only_ours_on_stdout() -> Iterator[None]:
+    """What gloo prints of its connections goes to stderr, where it breaks no JSON."""
+    with os.fdopen(os.dup(1), "w") as ours, contextlib.redirect_stdout(ours):
+        os.dup2(2, 1)
+        try:
+            yield
+        finally:
+            ours.flush()
+            os.dup2(ours.fileno(), 1)
 
 
 def _refuse_different(args: argparse.Namespace, processes: Processes) -> None:
