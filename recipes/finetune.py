@@ -15,10 +15,10 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import jax
 import numpy as np
@@ -33,6 +33,7 @@ from meshpar.model.lora import TARGETS, LoRA
 from meshpar.models.convert.chat_template import read_template
 from meshpar.recipes.conversations import ConversationRows, read_conversations
 from meshpar.recipes.loaded import Loaded, OfRun, load
+from meshpar.recipes.options import with_values
 from meshpar.recipes.texts import SHAKESPEARE, split_texts
 from meshpar.train.checkpoint import Checkpoints
 from meshpar.train.checkpoint_contents import read_contents
@@ -69,8 +70,10 @@ class FinetuneConfig:
             without by default. It falls to 0 along a cosine.
         validation_rows: Held-out rows that are looked at before and after.
         validate_every: Steps between looks at them on the way.
+        save_every: Steps between checkpoints; the newest two are kept.
         seed: Of the order of rows, and of what LoRA begins with.
-        resume: Go on from the checkpoint in --out.
+        resume: Go on from the newest checkpoint in --out; with True or `auto` (alike)
+            begin where there is none.
         emulate: Virtual CPU devices; 0 uses the machine's own, -1 as many as the
             layout needs.
 
@@ -92,14 +95,15 @@ class FinetuneConfig:
     learning_rate: float | None = None
     validation_rows: int = 16
     validate_every: int = 20
+    save_every: int = 200
     seed: int = 0
-    resume: bool = False
+    resume: bool | Literal["auto"] = False
     emulate: int = -1
 
     def __post_init__(self) -> None:
         for name in (
             *("steps", "global_batch", "seq"),
-            *("validation_rows", "validate_every"),
+            *("validation_rows", "validate_every", "save_every"),
         ):
             whole_number(name, getattr(self, name))
         for name in ("rank", "seed"):
@@ -142,7 +146,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the recipe; 0 done, 2 on bad input."""
     config: Any = None
     try:
-        config = tyro.cli(FinetuneConfig, args=argv, description=__doc__)
+        words = with_values(sys.argv[1:] if argv is None else argv)
+        config = tyro.cli(FinetuneConfig, args=words, description=__doc__)
         finetune(config)
     except InputError as error:
         print(f"finetune: {error}", file=sys.stderr)
@@ -173,7 +178,14 @@ def finetune(config: FinetuneConfig) -> Finetuned:
         keep_tokenizer(config, loaded)
         _print_sizes(step, state)
         before = validate(config, step, state, held_out)
-        state = trained(config, step, state, train, held_out)
+        state = trained(
+            config,
+            step,
+            state,
+            train,
+            held_out,
+            save=lambda state: checkpoints.save(state, description, wait=False),
+        )
         after = validate(config, step, state, held_out)
         checkpoints.save(state, description)
     print(f"saved in {config.out}; meshpar export {config.out} --to FOLDER")
@@ -271,6 +283,8 @@ def trained(
     state: TrainState,
     train: Any,
     held_out: Any,
+    *,
+    save: Callable[[TrainState], None],
 ) -> TrainState:
     """The state after the steps that are left, each on rows of its own number."""
     order = mixed([train], seed=config.seed)
@@ -284,6 +298,8 @@ def trained(
         done = number + 1
         if done % config.validate_every == 0 and done < config.steps:
             validate(config, step, state, held_out)
+        if done % config.save_every == 0 and done < config.steps:
+            save(state)
     return state
 
 
@@ -292,10 +308,8 @@ def validate(
 ) -> float:
     """Mean loss per token that counts, over the first of held-out rows."""
     loss_sum = weight_sum = 0.0
-    num = -(-min(config.validation_rows, len(rows)) // config.global_batch)
-    for _, batch in zip(
-        range(num), padded_batches(rows, config.global_batch), strict=False
-    ):
+    first = [rows[at] for at in range(min(config.validation_rows, len(rows)))]
+    for batch in padded_batches(first, config.global_batch):
         loss, weight = step.evaluate(state, batch)
         loss_sum, weight_sum = loss_sum + float(loss), weight_sum + float(weight)
     mean = loss_sum / max(weight_sum, 1.0)

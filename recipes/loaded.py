@@ -63,6 +63,7 @@ class Loaded:
         model_state: The same of what is no parameter.
         tokenizer: Its own.
         stop_tokens: Tokens that end a text.
+        start_tokens: What its decoder begins with, where the files say so.
         tokenizer_file: Of a run, where its tokenizer is; None for bytes.
     """
 
@@ -72,6 +73,7 @@ class Loaded:
     model_state: Any
     tokenizer: Tokenizer
     stop_tokens: tuple[int, ...] = ()
+    start_tokens: tuple[int, ...] | None = None
     tokenizer_file: Path | None = None
 
 
@@ -105,6 +107,7 @@ def load(
             if tokenizer is None
             else _own_tokenizer(Path(tokenizer)),
             stop_tokens=_stop_tokens(path),
+            start_tokens=_start_tokens(path),
         )
     return _checkpoint(path, step, None if tokenizer is None else Path(tokenizer))
 
@@ -159,10 +162,20 @@ def _stop_tokens(path: Path) -> tuple[int, ...]:
 
         end = GGUFFile(path).said("tokenizer.ggml.eos_token_id")
         return () if end is None else (int(end),)
-    for name in ("generation_config.json", "config.json"):
-        file = path / name
+    return _said(path, "eos_token_id") or ()
+
+
+def _start_tokens(path: Path) -> tuple[int, ...] | None:
+    """What a model's files say its decoder begins with."""
+    return None if path.suffix == ".gguf" else _said(path, "decoder_start_token_id")
+
+
+def _said(folder: Path, name: str) -> tuple[int, ...] | None:
+    """Tokens that a folder's settings name; None where they do not."""
+    for setting in ("generation_config.json", "config.json"):
+        file = folder / setting
         if file.is_file():
-            found = json.loads(file.read_text()).get("eos_token_id")
+            found = json.loads(file.read_text()).get(name)
             if found is not None:
                 return tuple(found) if isinstance(found, list) else (int(found),)
-    return ()
+    return None

@@ -96,7 +96,7 @@ def _below(words: list[str], path: Path, command: str) -> list[str]:
 
 def _not_resuming(words: Sequence[str]) -> list[str]:
     """Words that may lack the folder of the run, which another source may give."""
-    words = _with_values(words)
+    words = with_values(words)
     pairs = zip(["", *words], words, strict=False)
     return [
         word
@@ -113,15 +113,15 @@ def _option(word: str) -> str:
     return word.partition("=")[0]
 
 
-def _with_values(words: Sequence[str]) -> list[str]:
+def with_values(words: Sequence[str]) -> list[str]:
     """The words, `--resume` with the value that it has where none is given.
 
     What a shell makes of a pattern after `--data` are several values of it.
 
     Example:
-        >>> _with_values(["--resume", "--steps", "5"])
+        >>> with_values(["--resume", "--steps", "5"])
         ['--resume', 'True', '--steps', '5']
-        >>> _with_values(["--data", "a.txt", "b.txt"])
+        >>> with_values(["--data", "a.txt", "b.txt"])
         ['--data', 'a.txt', '--data', 'b.txt']
     """
     told: list[str] = []
@@ -145,7 +145,7 @@ def _parse(words: Sequence[str], command: str) -> CommandLine:
                 CommandLine,
                 prog=command,
                 description=_DESCRIPTION.format(command=command),
-                args=_with_values(words),
+                args=with_values(words),
                 return_unknown_args=True,
                 config=(tyro.conf.UseAppendAction,),
             )

@@ -11,6 +11,7 @@ import pytest
 
 from meshpar import InputError, make_train_step
 from meshpar.cli.main import main
+from meshpar.models.convert import writing
 from meshpar.models.convert.families import json_of
 from meshpar.models.convert.hf_config import config_from_json
 from meshpar.models.convert.safetensors_folder import SafetensorsFolder
@@ -287,3 +288,22 @@ def test_a_like_that_cannot_be_read_is_refused(make, match, folders, tmp_path):
 def config_in(folder, text):
     folder.mkdir()
     (folder / "config.json").write_text(text)
+
+
+def test_layers_are_read_as_many_at_once_as_memory_has_room_for(monkeypatch):
+    monkeypatch.setattr(writing, "_BLOCK_VALUES", 20)  # of 6 values each
+    values, reads = np.arange(48).reshape(8, 2, 3), []
+
+    class Stored:
+        shape = values.shape
+
+        def __getitem__(self, index):
+            reads.append(index)
+            return values[index]
+
+    block, stored_ = writing._Block(), (Stored(), Stored())
+    for one in stored_:
+        for layer in range(8):
+            np.testing.assert_array_equal(block.layer(one, layer), values[layer])
+    assert len(reads) == 2 * 3
+    np.testing.assert_array_equal(block.layer(stored_[0], None), values)

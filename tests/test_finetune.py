@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -15,9 +16,10 @@ from meshpar.models.convert.weights import read_weights
 from meshpar.models.convert.writing import write_weights
 from meshpar.models.presets import build_config, configure
 from meshpar.recipes.conversations import ConversationRows, read_conversations
-from meshpar.recipes.finetune import FinetuneConfig, finetune, main
+from meshpar.recipes.finetune import FinetuneConfig, finetune, main, validate
 from meshpar.recipes.loaded import load
 from meshpar.train.checkpoint_arrays import read_arrays
+from meshpar.train.data import TokenWindows
 from tests.bpe import write_bpe
 
 pytest.importorskip("safetensors")
@@ -28,6 +30,7 @@ TEMPLATE = (
     "{% for one in messages %}<{{ one.role }}>{{ one.content }}{{ eos_token }}"
     "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+ENDS = [0, 7]
 SAID = [
     {"role": "user", "content": "Who is there"},
     {"role": "assistant", "content": "Nay answer me"},
@@ -44,6 +47,7 @@ def theirs(tmp_path_factory, small_text):
     (like / "tokenizer_config.json").write_text(
         json.dumps({"chat_template": TEMPLATE, "eos_token": "<|endoftext|>"})
     )
+    (like / "generation_config.json").write_text(json.dumps({"eos_token_id": ENDS}))
     folder = tmp_path_factory.mktemp("theirs") / "model"
     config = configure("test", vocab=300)
     write_weights(folder, config, build_config(config).init(0), like=like)
@@ -63,7 +67,8 @@ def run(theirs, small_text, tmp_path_factory):
             steps=12,
             seq=32,
             global_batch=4,
-            validation_rows=4,
+            validation_rows=3,
+            save_every=8,
             learning_rate=0.03,
         )
     )
@@ -72,6 +77,50 @@ def run(theirs, small_text, tmp_path_factory):
 def test_the_loss_of_text_held_out_falls(run):
     assert run.before == pytest.approx(np.log(300), rel=0.05)
     assert run.after < run.before - 0.1
+
+
+def test_it_saves_on_the_way(run):
+    folders = (run.folder / "checkpoints").iterdir()
+    assert {one.name for one in folders if one.is_dir()} == {"8", "12"}
+
+
+def test_what_ends_a_text_is_kept(run, theirs):
+    assert load(theirs).stop_tokens == load(run.folder).stop_tokens == tuple(ENDS)
+
+
+@pytest.mark.parametrize("num", [3, 4, 9])
+def test_so_many_held_out_rows_are_looked_at_as_are_asked_for(theirs, num):
+    seen = []
+
+    class Step:
+        @staticmethod
+        def evaluate(state, batch):
+            seen.append(batch["weights"].sum())
+            return 2 * seen[-1], seen[-1]
+
+    config = FinetuneConfig(from_weights=theirs, validation_rows=num, global_batch=4)
+    rows = TokenWindows(np.arange(101, dtype=np.int32), 10)
+    state = SimpleNamespace(step=0)
+    assert validate(config, Step, state, rows) == 2.0
+    assert sum(seen) == 10 * num
+
+
+@pytest.mark.slow
+def test_a_run_that_was_cut_off_goes_on(run, theirs, small_text, tmp_path):
+    """From the checkpoint of step 8, to the same weights after step 12."""
+    out = tmp_path / "run"
+    shutil.copytree(run.folder, out)
+    shutil.rmtree(out / "checkpoints" / "12")
+    words = ["--from", str(theirs), "--out", str(out), "--resume", "auto"]
+    words += ["--text", str(small_text), "--layout", "data=2,tensor=2", "--seq", "32"]
+    words += ["--rank", "4", "--steps", "12", "--global-batch", "4"]
+    assert main([*words, "--validation-rows", "3", "--learning-rate", "0.03"]) == 0
+    (_, found), (_, wanted) = (read_arrays(folder) for folder in (out, run.folder))
+    jax.tree.map(
+        lambda one, other: np.testing.assert_array_equal(one[...], other[...]),
+        found["params"],
+        wanted["params"],
+    )
 
 
 def test_what_is_exported_is_merged(run, theirs, tmp_path):

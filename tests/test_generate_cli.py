@@ -6,14 +6,18 @@ import json
 import jax
 import pytest
 
+from meshpar.cli.generate import _surely_shown
 from meshpar.cli.main import main
 from meshpar.data.tokenizer import ByteTokenizer
-from meshpar.generation.generate import placed
+from meshpar.generation.generate import generate, placed
 from meshpar.generation.programs import Programs
+from meshpar.models.convert.writing import write_weights
+from meshpar.models.presets import build_config, configure
 from meshpar.recipes import pretrain
 from meshpar.recipes.config import RunConfig
 from meshpar.recipes.loaded import load
 from meshpar.train.checkpoint_arrays import StoredArray
+from tests.bpe import write_bpe
 
 
 @pytest.fixture(scope="module")
@@ -104,3 +108,46 @@ def test_bad_input_is_one_line(run, capsys, words, message):
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+T5 = dict(
+    **dict(embed=16, heads=4, ffn=32, init_std=0.3, scaled_head=True),
+    **dict(relative_buckets=8, relative_distance=6, scaled_scores=False),
+    **dict(activation="relu", mlp_bias=False),
+)
+"""As the first T5."""
+
+
+@pytest.mark.slow
+def test_an_encoder_decoder_of_others_writes_about_the_prompt(tmp_path, capsys):
+    pytest.importorskip("safetensors")
+    pytest.importorskip("tokenizers")
+    folder = tmp_path / "theirs"
+    like = tmp_path / "like"
+    like.mkdir()
+    write_bpe(like / "tokenizer.json", ["to be or not to be"])
+    (like / "generation_config.json").write_text(
+        json.dumps({"decoder_start_token_id": 3, "eos_token_id": 299})
+    )
+    config = configure("tiny-t5", vocab=300, **T5)
+    model = build_config(config)
+    write_weights(folder, config, model.init(0), like=like)
+    words = ("--from", folder, "--layout", "tensor=2", "--max-tokens", 3)
+    found = generated(capsys, *words, "--prompt", "to be", "--prompt", "or")
+    prompts = [load(folder).tokenizer.encode(one).ids for one in ("to be", "or")]
+    wanted = generate(
+        model,
+        model.init(0),
+        prompts,
+        start_tokens=[3],
+        stop_tokens=[299],
+        max_tokens=3,
+        devices=jax.devices()[:1],
+    )
+    assert [one["tokens"] for one in found] == [one.tokens for one in wanted]
+
+
+def test_a_stream_holds_back_what_may_become_a_text_to_stop_at():
+    assert _surely_shown("To be, or n", ("not", "or not")) == "To be, "
+    assert _surely_shown("To be, or no!", ("not",)) == "To be, or no!"
+    assert _surely_shown("caf\ufffd", ()) == "caf"

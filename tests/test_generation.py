@@ -17,6 +17,8 @@ from meshpar.generation.layouts import generation_layout
 from meshpar.generation.programs import Programs
 from meshpar.generation.requests import Request
 from meshpar.generation.sampling import Draws, Sampling, drawn
+from meshpar.model.scope import Scope
+from meshpar.model.token_cache import DeclaredCache
 from meshpar.models.presets import build
 from meshpar.testing import check_generation
 from meshpar.testing.generation import draw_pairs
@@ -434,6 +436,13 @@ def test_routers_of_a_bf16_layout_stay_in_fp32():
     flat = jax.tree.leaves_with_path(params)
     routers = [one for path, one in flat if "scores" in jax.tree_util.keystr(path)]
     assert routers and all(one.dtype == jnp.float32 for one in routers)
+
+
+def test_noise_of_whole_sequences_is_refused_token_by_token():
+    cache = DeclaredCache(max_seq=8, positions=jnp.zeros((2, 1), jnp.int32))
+    scope = Scope(cache=cache, random=jax.random.key(0), examples=jnp.arange(2))
+    with pytest.raises(InputError, match="generates token by token here"):
+        scope.normal((2, 1, 4), "noise")
 
 
 def test_a_model_that_looks_at_the_token_before_is_refused():

@@ -1,7 +1,7 @@
 """LoRA under any layout takes the steps of a plain program that adds thin products."""
 
 import functools
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import jax
 import jax.numpy as jnp
@@ -141,6 +141,34 @@ def test_steps_are_those_of_the_plain_program(line):
         close(step.in_layer_order(slopes), gradients)
         state, _ = step(state, batch)
     close(step.in_layer_order(state.params), last)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", ["data=2,tensor=2", "fsdp=2,remat=full"])
+def test_half_precision_is_near_the_plain_program(line):
+    """Of gated blocks, frozen and used in bf16: 8 bits of each product."""
+    layout = Layout.of(f"{line},precision=bf16")
+    shape = replace(SHAPE, frozen_dtype="bf16")
+    step = make_train_step(
+        shape.model(MODEL),
+        optax.sgd(RATE),
+        layout,
+        devices=jax.devices()[: layout.num_devices],
+    )
+    state = step.init(params=factors(), model_state=shape.state(MODEL, base()))
+    frozen = jax.tree.leaves(state.model_state)
+    assert {one.dtype for one in frozen} == {jnp.dtype(jnp.bfloat16)}
+    assert {one.dtype for one in jax.tree.leaves(state.params)} == {jnp.dtype("f4")}
+    ((loss, gradients), *_), _ = plain_steps()
+    found, slopes = step.loss_and_gradients(state, batches()[0])
+    assert float(found) == pytest.approx(loss, rel=0.01)
+
+    def check(one, other):
+        assert one.dtype == jnp.float32
+        off = np.linalg.norm(np.asarray(one) - other) / np.linalg.norm(other)
+        assert off < 0.05, off
+
+    jax.tree.map(check, step.in_layer_order(slopes), gradients)
 
 
 def test_nothing_is_kept_of_what_is_frozen():

@@ -174,3 +174,10 @@ def test_what_makes_no_sense_is_refused(changes, match):
     step, state = laid_out("data=1")
     with pytest.raises(InputError, match=match):
         sample(config(LAYERS), step, state, **given)
+
+
+def test_examples_that_do_not_divide_are_refused():
+    devices = jax.devices()[:2]
+    step = make_train_step(DIT.model(1), optax.sgd(0.1), "data=2", devices=devices)
+    with pytest.raises(InputError, match="labels.*3.*divide over.*2"):
+        sample(config(1), step, None, labels=[0, 1, 2])

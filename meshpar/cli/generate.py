@@ -9,7 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from meshpar.cli.joined import add_joined_arguments, num_processes_of, run_joined
 from meshpar.cli.parsing import above_zero, import_function, not_negative, positive
+from meshpar.distributed import Processes
 from meshpar.errors import InputError
 from meshpar.layout import MESH_AXES, Layout
 
@@ -79,21 +81,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--emulate",
         type=not_negative,
         metavar="N",
-        help="so many virtual CPU devices, 0 for the devices that there are, such as "
-        "GPUs (default: as many as the layout needs)",
+        help="so many virtual CPU devices a process, 0 for the devices that there are, "
+        "such as GPUs (default: as many as the layout needs)",
     )
+    add_joined_arguments(parser)
     add("--json", action="store_true", help="print one JSON array on stdout")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Generates and prints; a single prompt's text as it comes."""
+    """Generates and prints; a single prompt's text as it comes.
+
+    Of several processes the first reads the prompts and prints.
+    """
     layout = Layout.parse(args.layout)
-    prompts = _prompts(args)
-    _emulate(args.emulate, layout)
+    devices = _num_emulated(args.emulate, layout, num_processes_of(args))
+    return run_joined(args, devices, lambda processes: _run(args, layout, processes))
+
+
+def _run(args: argparse.Namespace, layout: Layout, processes: Processes) -> int:
+    prompts = processes.gather(_prompts(args) if processes.is_first else None)[0]
     loaded = import_function(_LOAD, "load")(
         args.source, step=args.step, tokenizer=args.tokenizer
     )
-    found = _generated(args, layout, loaded, prompts)
+    found = _generated(args, layout, loaded, prompts, prints=processes.is_first)
+    if not processes.is_first:
+        return 0
     if args.json:
         print(json.dumps(found))
     elif len(prompts) > 1:
@@ -102,31 +114,42 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _emulate(asked: int | None, layout: Layout) -> None:
-    """Virtual devices as asked for, or as the layout needs; none for 0."""
-    from meshpar.emulate import DEFAULT_DEVICES, emulate, num_cpu_devices
+def _num_emulated(asked: int | None, layout: Layout, num_processes: int) -> int:
+    """Virtual devices of each process: as asked for, or what the layout needs; or 0."""
+    from meshpar.emulate import DEFAULT_DEVICES, num_cpu_devices
 
-    if asked is None:
-        open_size = -1 in (getattr(layout, axis) for axis in MESH_AXES)
-        asked = DEFAULT_DEVICES if open_size else layout.num_devices
-        asked = max(asked, num_cpu_devices())
-    if asked:
-        emulate(asked)
+    if asked is not None:
+        return asked
+    open_size = -1 in (getattr(layout, axis) for axis in MESH_AXES)
+    needed = DEFAULT_DEVICES if open_size else layout.num_devices
+    if needed % num_processes:
+        raise InputError(
+            f"layout {str(layout)!r} needs {needed} devices, which do not divide over "
+            f"{num_processes} processes; give a layout of a multiple"
+        )
+    return max(needed // num_processes, num_cpu_devices())
 
 
 def _generated(
-    args: argparse.Namespace, layout: Layout, loaded: Any, prompts: list[str]
+    args: argparse.Namespace,
+    layout: Layout,
+    loaded: Any,
+    prompts: list[str],
+    *,
+    prints: bool,
 ) -> list[dict[str, Any]]:
     import jax
 
     from meshpar.generation.engine import Engine
-    from meshpar.generation.generate import placed, requests_of, slots_for
+    from meshpar.generation.generate import placed, requests_of, slots_for, start_of
     from meshpar.generation.programs import Programs
     from meshpar.generation.quantized import with_weights
     from meshpar.generation.sampling import Sampling
+    from meshpar.generation.texts import reads_source
 
     devices = jax.devices()
     layout = layout.resolve(_num_devices(layout, len(devices)))
+    start = loaded.start_tokens if reads_source(loaded.model) else None
     requests = requests_of(
         prompts,
         loaded.tokenizer,
@@ -140,6 +163,7 @@ def _generated(
         ),
         stop=tuple(args.stop or ()),
         stop_tokens=loaded.stop_tokens,
+        start_tokens=start_of(loaded.model, start),
     )
     model, params = loaded.model, loaded.params
     if args.weights is not None:
@@ -149,13 +173,15 @@ def _generated(
         layout,
         slots=args.slots or slots_for(len(requests), layout),
         max_seq=max(len(one.tokens) for one in requests) + args.max_tokens,
+        max_source=max(len(one.source) for one in requests),
         devices=devices[: layout.num_devices],
     )
-    for note in programs.notes:
+    for note in programs.notes if prints else ():
         print(f"note: {note}", file=sys.stderr)
     values = placed(programs, model, params, model_state=loaded.model_state)
     engine = Engine(programs, *values, loaded.tokenizer.decode)
-    return _run(engine, prompts, requests, streams=len(prompts) == 1 and not args.json)
+    streams = prints and len(prompts) == 1 and not args.json
+    return _completed(engine, prompts, requests, streams=streams)
 
 
 def _num_devices(layout: Layout, there: int) -> int:
@@ -164,7 +190,7 @@ def _num_devices(layout: Layout, there: int) -> int:
     return there if -1 in sizes else layout.num_devices
 
 
-def _run(
+def _completed(
     engine: Any, prompts: list[str], requests: Any, *, streams: bool
 ) -> list[dict[str, Any]]:
     for request in requests:
@@ -183,10 +209,9 @@ def _run(
             one["logprobs"].append(token.logprob)
         one["text"] = engine.text_of(token.request)
         if streams:
-            # Bytes that are no text yet may become some with the next token.
-            ready = (
-                one["text"].rstrip("\ufffd") if token.finish is None else one["text"]
-            )
+            ready = one["text"]
+            if token.finish is None:
+                ready = _surely_shown(ready, requests[0].stop)
             print(ready[len(shown) :], end="", flush=True)
             shown = ready
     if streams:
@@ -195,7 +220,15 @@ def _run(
 
 
 def _surely_shown(text: str, stops: tuple[str, ...]) -> str:
-    """The text without an end that may be the beginning of a text to stop at."""
+    r"""The text without an end that may come to be another with the next token.
+
+    Such as bytes that are no text yet, and the beginning of a text to stop at.
+
+    Example:
+        >>> _surely_shown("To be, or n", stops=("not",)), _surely_shown("a\ufffd", ())
+        ('To be, or ', 'a')
+    """
+    text = text.rstrip("\ufffd")
     tails = (
         size
         for stop in stops

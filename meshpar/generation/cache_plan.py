@@ -12,13 +12,19 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshpar.errors import InputError, whole_number
+from meshpar.generation.texts import (
+    batch_of_source,
+    batch_of_tokens,
+    decoder_at,
+    reads_source,
+)
 from meshpar.layout import BATCH_AXES, Layout
 from meshpar.model.contract import Model
 from meshpar.model.inputs import Batch
 from meshpar.model.scope import Scope
 from meshpar.model.token_cache import CachedArray, DeclaredCache
 from meshpar.model.tracing import one_layer_shapes, one_layer_state, tracing
-from meshpar.parallel.paged_cache import Pools
+from meshpar.parallel.paged_cache import Pools, Source
 from meshpar.parallel.pipeline.program import Pipeline
 from meshpar.parallel.placement import DTYPES, Placement
 from meshpar.rules.rules import Rules
@@ -39,6 +45,7 @@ class CachePlan:
         page_size: Tokens of a page.
         num_pages: Pages of a device, for what has no window.
         chunk: Most new tokens of an example in one program.
+        max_source: Tokens that the source of each may have; 0 of a model without.
         layout: Which devices there are.
         rules: Logical axis -> mesh axes.
     """
@@ -52,6 +59,7 @@ class CachePlan:
     chunk: int
     layout: Layout
     rules: Rules
+    max_source: int = 0
 
     @property
     def table_pages(self) -> int:
@@ -60,9 +68,9 @@ class CachePlan:
 
     @property
     def rings(self) -> tuple[dict[str, int], ...]:
-        """Of each group: name of what has a window -> pages of an example."""
+        """Of each group: name of what has no table -> pages of an example."""
         return tuple(
-            {one.name: self._ring(one.window) for one in group if self._is_ring(one)}
+            {one.name: self._ring(one) for one in group if self._is_ring(one)}
             for group in self.groups
         )
 
@@ -117,14 +125,21 @@ class CachePlan:
         """Of a device."""
         if not self._is_ring(one):
             return self.num_pages
-        return self._ring(one.window) * (self.slots // self.layout.batch_shards)
+        return self._ring(one) * (self.slots // self.layout.batch_shards)
 
     def _is_ring(self, one: CachedArray) -> bool:
-        return one.window is not None and self._ring(one.window) < self.table_pages
+        if one.of_source:
+            return True
+        return one.window is not None and self._ring(one) < self.table_pages
 
-    def _ring(self, window: int | None) -> int:
-        """Pages of an example on a device: a window's, and those being written."""
-        tokens = (window or 0) + self.chunk
+    def _ring(self, one: CachedArray) -> int:
+        """Pages of an example on a device: its source's.
+
+        Or a window's, and those being written.
+        """
+        if one.of_source:
+            return -(-self.max_source // self.page_size)
+        tokens = (one.window or 0) + self.chunk
         return -(-tokens // (self.page_size * self.layout.context)) + 1
 
 
@@ -136,6 +151,7 @@ def plan_of(
     page_size: int,
     num_pages: int | None,
     chunk: int,
+    max_source: int = 0,
 ) -> CachePlan:
     """The pools of a model on its mesh.
 
@@ -147,6 +163,7 @@ def plan_of(
         page_size: Tokens of a page.
         num_pages: Pages of a device; enough for all slots when absent.
         chunk: Most new tokens of an example in one program.
+        max_source: Tokens that the source of each may have.
 
     Raises:
         InputError: The model keeps nothing, or the sizes do not fit.
@@ -155,6 +172,7 @@ def plan_of(
     sizes = {"slots": slots, "max_seq": max_seq, "page_size": page_size, "chunk": chunk}
     for name, value in sizes.items():
         whole_number(name, value)
+    check_source(placement.model, layout, max_source)
     if slots % layout.batch_shards:
         raise InputError(
             f"slots={slots} examples do not divide over the {layout.batch_shards} "
@@ -177,10 +195,34 @@ def plan_of(
         chunk=min(chunk, max_seq),
         layout=layout,
         rules=rules,
+        max_source=max_source,
     )
     enough = plan.table_pages * slots // layout.batch_shards
     pages = enough if num_pages is None else whole_number("num_pages", num_pages)
     return replace(plan, num_pages=pages)
+
+
+def check_source(model: Model, layout: Layout, max_source: int) -> None:
+    """Refuses sizes and layouts that a model with an encoder has not.
+
+    Raises:
+        InputError: There is room for sources that no block reads, or none for those
+            that are read; or a mesh axis splits layers or sequences of both.
+    """
+    whole_number("max_source", max_source, least=0)
+    if reads_source(model) != bool(max_source):
+        which = "reads" if reads_source(model) else "has no encoder to read"
+        raise InputError(
+            f"max_source={max_source}, but the model {which} a source; give "
+            f"{'the tokens of the longest' if reads_source(model) else '0'}"
+        )
+    for axis in ("stage", "context") if max_source else ():
+        size = layout.mesh_shape[axis]
+        if size > 1:
+            raise InputError(
+                f"{axis}={size}: a model with an encoder and a decoder generates with "
+                f"both whole along layers and sequences; set {axis}=1"
+            )
 
 
 def cached_arrays(
@@ -200,7 +242,8 @@ def cached_arrays(
     """
     sizes = layout.mesh_shape
     shards = math.prod(sizes[axis] for axis in rules.mesh_axes("heads"))
-    with tracing("the model cannot generate", "it must run on batch['tokens'] alone"):
+    names = "tokens" if not reads_source(model) else "source_tokens and target_tokens"
+    with tracing("the model cannot generate", f"its batch has {names} alone"):
         return _traced(model, shards, max_seq, jnp.dtype(dtype))
 
 
@@ -210,24 +253,28 @@ def _traced(
 ) -> tuple[tuple[CachedArray, ...], ...]:
     found: list[tuple[CachedArray, ...]] = []
 
+    first = decoder_at(model)
+
     def forward(params: tuple, state: tuple, tokens: jax.Array) -> Any:
         (ends, layers), (of_ends, states) = params, state
-        positions = jnp.zeros(tokens.shape, jnp.int32)
-        batch = Batch(tokens=tokens, positions=positions)
-        outside = Scope(
-            batch=batch,
-            state=of_ends,
-            cache=DeclaredCache(max_seq, positions, head_shards),
-        )
-        x = model.embed(ends, batch, outside)
-        for group, layer, of_layer in zip(model.groups, layers, states, strict=True):
-            if group.enter is not None:
-                raise InputError(
-                    f"block group {group.name!r} makes its stream from another's, as "
-                    "an encoder and a decoder; generation knows one stream of tokens"
-                )
+        positions, counts = jnp.zeros(tokens.shape, jnp.int32), tokens[:, 0]
+        batch = batch_of_tokens(model, tokens, positions)
+
+        def scope_of(at: int, **known: Any) -> tuple[Scope, DeclaredCache]:
+            """Inside group `at`; an encoder's blocks have no cache."""
             cache = DeclaredCache(max_seq, positions, head_shards)
-            scope = Scope(batch=batch, state=of_layer, layer=0, cache=cache)
+            if at < first:
+                source = batch_of_source(Source(tokens, counts, counts))
+                return Scope(batch=source, **known), cache
+            return Scope(batch=batch, cache=cache, **known), cache
+
+        outside, _ = scope_of(0, state=of_ends)
+        x = model.embed(ends, Batch(outside.batch), outside)
+        groups = zip(model.groups, layers, states, strict=True)
+        for at, (group, layer, of_layer) in enumerate(groups):
+            if group.enter is not None:
+                x = group.enter(ends, x, scope_of(at, state=of_ends)[0])
+            scope, cache = scope_of(at, state=of_layer, layer=0)
             x, _ = group.run(layer, x, scope)
             found.append(tuple(cache.arrays))
         return x

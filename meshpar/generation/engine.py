@@ -16,13 +16,14 @@ import jax
 import numpy as np
 
 from meshpar.errors import InputError
+from meshpar.generation.agreement import Agreement, digest
+from meshpar.generation.given_rows import given_rows, rounded
 from meshpar.generation.pages import PageBook
 from meshpar.generation.programs import Programs
+from meshpar.generation.request_checks import check_request
 from meshpar.generation.requests import Request, Running
 from meshpar.generation.sampling import Draws, Sampling
-from meshpar.parallel.paged_cache import Rows
 
-_LEAST_CHUNK = 16
 _IDLE = Sampling()
 
 
@@ -80,6 +81,7 @@ class Engine:
         self._running: dict[int, Running] = {}
         self._texts: dict[int, str] = {}
         self._count = 0
+        self._submitted, self._agreement = 0, Agreement(programs.mesh)
         with jax.set_mesh(programs.mesh):
             self._pools = programs.empty_pools()
 
@@ -89,38 +91,17 @@ class Engine:
         Raises:
             InputError: It can never have room.
         """
-        self._check_tokens(request)
-        plan = self.programs.plan
-        most = len(request.tokens) + request.max_tokens
-        if most > plan.max_seq:
-            raise InputError(
-                f"a prompt of {len(request.tokens)} tokens and max_tokens="
-                f"{request.max_tokens} make {most}, but max_seq={plan.max_seq}; "
-                "shorten it, or raise max_seq"
-            )
-        if self._books[0].needed(most) > plan.num_pages:
-            raise InputError(
-                f"{most} tokens need {self._books[0].needed(most)} pages, but a device "
-                f"has num_pages={plan.num_pages}; raise it"
-            )
+        model, plan = self.programs.placement.model, self.programs.plan
+        check_request(request, model, plan, self._books[0])
         running = Running(self._count, request, self._decode)
         self._count += 1
+        self._submitted = digest(self._submitted, *request.key)
         self._waiting.append(running)
         return running.number
 
     def text_of(self, number: int) -> str:
         """The text of a request's new tokens so far, without a tokenizer empty."""
         return self._texts.get(number, "")
-
-    def _check_tokens(self, request: Request) -> None:
-        known = self.programs.placement.model.known_inputs.get("tokens")
-        below = None if known is None else known.below
-        for token in request.tokens:
-            if token < 0 or (below is not None and token >= below):
-                raise InputError(
-                    f"a prompt has token {token}, but the model's are from 0 to below "
-                    f"{below or 2**31}; is the tokenizer the model's own?"
-                )
 
     def update(self, params: Any, state: Any = None) -> None:
         """Other parameters from the next token on; what was kept is made anew."""
@@ -131,6 +112,7 @@ class Engine:
 
     def run(self) -> Iterator[Token]:
         """New tokens, as they come, until no request is left."""
+        self._agree()
         while self._waiting or self._running:
             yield from self.step()
 
@@ -138,11 +120,20 @@ class Engine:
         """The tokens of one program: a chunk of prompts if there are, or one of each.
 
         Raises:
-            InputError: The model's logits are NaN.
+            InputError: The model's logits are NaN, or another process of the mesh has
+                other requests.
         """
+        self._agree()
         self._admit()
-        prompts = [one for one in self._running.values() if _unwritten(one) > 1]
+        prompts = [one for one in self._running.values() if one.is_prompt]
         return self._prefill(prompts) if prompts else self._decode_all()
+
+    def _agree(self) -> None:
+        """Refuses to go on where another process is at something else."""
+        if not self._agreement.is_shared:
+            return
+        known = [(one.number, one.num_tokens) for one in self._running.values()]
+        self._agreement.check(digest(self._submitted, known, len(self._waiting)))
 
     def _admit(self) -> None:
         while self._waiting:
@@ -175,8 +166,8 @@ class Engine:
             own = [one for one in prompts if one.slot // self._slots_of_shard == shard]
             for at, running in enumerate(sorted(own, key=_age)[:of_shard]):
                 rows[shard * of_shard + at] = running
-        longest = max(_unwritten(one) for one in rows if one is not None)
-        return self._advance(rows, min(self.programs.plan.chunk, _rounded(longest)))
+        longest = max(one.num_unwritten for one in rows if one is not None)
+        return self._advance(rows, min(self.programs.plan.chunk, rounded(longest)))
 
     def _decode_all(self) -> list[Token]:
         for running in sorted(self._running.values(), key=_age):
@@ -207,7 +198,7 @@ class Engine:
 
     def _put_back(self, running: Running) -> None:
         self._leave(running)
-        running.written = 0
+        running.written, running.has_read = 0, False
         self._waiting.appendleft(running)
 
     def _leave(self, running: Running) -> None:
@@ -217,8 +208,8 @@ class Engine:
 
     def _advance(self, rows: list[Running | None], num_tokens: int) -> list[Token]:
         given = [_IDLE if one is None else one.request.sampling for one in rows]
-        tokens, of_rows = self._arrays(rows, num_tokens)
         programs = self.programs
+        tokens, of_rows = given_rows(programs.plan, rows, num_tokens)
         with jax.set_mesh(programs.mesh):
             program = programs.advance(
                 random=any(one.temperature > 0 for one in given),
@@ -229,23 +220,6 @@ class Engine:
                 self._params, self._state, self._pools, tokens, of_rows, Draws.of(given)
             )
         return list(self._taken(rows, of_rows.counts, *map(np.asarray, found)))
-
-    def _arrays(
-        self, rows: list[Running | None], num_tokens: int
-    ) -> tuple[np.ndarray, Rows]:
-        tokens = np.zeros((len(rows), num_tokens), np.int32)
-        tables = np.zeros((len(rows), self.programs.plan.table_pages), np.int32)
-        slots, starts, counts = np.zeros((3, len(rows)), np.int32)
-        for at, running in enumerate(rows):
-            if running is None:
-                continue
-            count = min(num_tokens, _unwritten(running))
-            starts[at], counts[at] = running.written, count
-            slots[at] = running.slot % self._slots_of_shard
-            new = running.tokens[running.written : running.written + count]
-            tokens[at, :count] = new
-            tables[at, : len(running.pages)] = running.pages
-        return tokens, Rows(tables, slots, starts, counts)
 
     def _taken(
         self,
@@ -261,8 +235,8 @@ class Engine:
         ):
             if running is None:
                 continue
-            running.written += int(count)
-            if _unwritten(running):
+            running.written, running.has_read = running.written + int(count), True
+            if running.num_unwritten:
                 continue
             if not np.isfinite(logprob):
                 running.finish = "error"
@@ -289,18 +263,5 @@ class Engine:
         return Token(running.number, shown, logprob, running.finish)
 
 
-def _unwritten(running: Running) -> int:
-    """Tokens that are not in the cache yet: one, while it generates."""
-    return running.num_tokens - running.written
-
-
 def _age(running: Running) -> int:
     return running.number
-
-
-def _rounded(num_tokens: int) -> int:
-    """A few sizes for all prompts, so that few programs are compiled."""
-    size = _LEAST_CHUNK
-    while size < num_tokens:
-        size *= 2
-    return size

@@ -9,7 +9,7 @@ the stream of each microbatch, once a tick, and the last stage's output to all.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
 
@@ -21,17 +21,22 @@ from jax.sharding import PartitionSpec
 from meshpar.collectives import asked, sum_dtype
 from meshpar.generation.cache_plan import PAGE_AXES, CachePlan
 from meshpar.generation.layer_by_layer import layer_specs, of_place
+from meshpar.generation.stacks import stacks_of
+from meshpar.generation.texts import (
+    batch_of_source,
+    batch_of_tokens,
+    decoder_at,
+    reads_source,
+)
 from meshpar.model.contract import Stream
 from meshpar.model.inputs import Batch
 from meshpar.model.parameter import Params, is_parameter
-from meshpar.parallel.block import Block, where
+from meshpar.parallel.block import where
 from meshpar.parallel.blocks import Stack
-from meshpar.parallel.paged_cache import PagedCache, Pools, Rows
+from meshpar.parallel.paged_cache import PagedCache, Pools, Rows, Source
 from meshpar.parallel.pipeline.ends import STAGE
-from meshpar.parallel.pipeline.rank_layers import RankLayers
 from meshpar.parallel.pipeline.stages import Arrangement, cut, merge, part
 from meshpar.parallel.placement import BATCH, Placement
-from meshpar.parallel.program import one_layer
 from meshpar.parallel.scopes import Scopes
 from meshpar.parallel.zero import before_loop, gather
 
@@ -79,8 +84,7 @@ class Forward:
         ) -> tuple[jax.Array, list[Pools]]:
             pass_ = _Pass.of(self, params, state, *of)
             x, pools = pass_.run(pools)
-            x = jax.tree.map(lambda one: _last(one, pass_.rows.counts), x)
-            return pass_.logits(x)[:, 0], pools
+            return pass_.logits(pass_.last_of(x))[:, 0], pools
 
         specs = placement.manual_specs
         if self.unrolled:
@@ -143,6 +147,18 @@ class _Pass:
         x = self._embedded(self.tokens, self.rows)
         return self._through(x, pools, self.tokens, self.rows)
 
+    def last_of(self, x: Stream) -> Stream:
+        """Each example's last new token alone."""
+        model, num_tokens = self.forward.placement.model, self.tokens.shape[1]
+
+        def last(one: jax.Array) -> jax.Array:
+            # A decoder's stream has what it reads too, which no logits are made of.
+            if reads_source(model) and one.shape[1] != num_tokens:
+                return one
+            return _last(one, self.rows.counts)
+
+        return jax.tree.map(last, x)
+
     def logits(self, x: Stream) -> jax.Array:
         model = self.forward.placement.model
         logits = cast(Callable[..., Any], model.logits)
@@ -198,18 +214,45 @@ class _Pass:
             return jax.tree.map(summed, found)
 
     def _embedded(self, tokens: jax.Array, rows: Rows) -> Stream:
+        """The first group's stream."""
         scope = self._scope(tokens, rows)
+        if rows.source is not None:
+            scope = self._scope_of_source(rows.source)
         return self.forward.placement.model.embed(self.weights, scope.batch, scope)
 
     def _through(
         self, x: Stream, pools: list[Pools], tokens: jax.Array, rows: Rows
     ) -> tuple[Stream, list[Pools]]:
         """`x` after this device's blocks, and what they keep."""
-        batch, kept = _batch(tokens, rows), []
-        for at, stack in enumerate(self._stacks):
-            x, of_group = self._through_group(at, stack, x, pools[at], batch, rows)
+        model = self.forward.placement.model
+        batch, kept, first = self._batch(tokens, rows), [], decoder_at(model)
+        for at, (group, stack) in enumerate(
+            zip(model.groups, self._stacks, strict=True)
+        ):
+            if group.enter is not None:
+                x = group.enter(self.weights, x, self._scope(tokens, rows))
+            if at < first:
+                x, of_group = self._encoded(stack, x, rows), pools[at]
+            else:
+                x, of_group = self._through_group(at, stack, x, pools[at], batch, rows)
             kept.append(of_group)
         return x, kept
+
+    def _encoded(self, stack: Stack, x: Stream, rows: Rows) -> Stream:
+        """`x` after an encoder's blocks, none of which keeps anything."""
+        source = cast(Source, rows.source)
+        if not source.tokens.shape[1]:
+            return x
+        batch = batch_of_source(source)
+
+        def body(x: Stream, xs: tuple) -> tuple[Stream, None]:
+            shard, state, layer = xs
+            known = {"batch": batch, "state": state, "layer": layer}
+            scope = self._scopes({**known, "examples": None, "random": None})
+            weights = stack.block.gather(shard)
+            return stack.block.group.run(weights, x, scope)[0], None
+
+        return self._over_layers(stack, body, x)
 
     def _through_group(
         self,
@@ -232,13 +275,24 @@ class _Pass:
             return (where(layer >= 0, y, x), cache.pools), None
 
         places = jnp.arange(len(stack.layers), dtype=jnp.int32)
+        return self._over_layers(stack, body, (x, pools), places)
+
+    def _over_layers(self, stack: Stack, body: Any, carry: Any, *beside: Any) -> Any:
+        """What `body` carries through all layers of a stack.
+
+        Args:
+            stack: The layers.
+            body: As of `lax.scan`, of a layer's parameters, state and number.
+            carry: What it begins with.
+            beside: Arrays with a row for each layer, given to `body` too.
+        """
         if not self.forward.unrolled:
-            return lax.scan(body, (x, pools), (stack.xs, places))[0]
-        carry = x, pools
-        for place in range(len(places)):
+            xs = (stack.xs, *beside) if beside else stack.xs
+            return lax.scan(body, carry, xs)[0]
+        for place in range(len(stack.layers)):
             state, layer = part((stack.state, stack.layers), place)
             xs = of_place(stack.shards, place), state, layer
-            carry, _ = body(carry, (xs, places[place]))
+            carry, _ = body(carry, (xs, *part(beside, place)) if beside else xs)
         return carry
 
     def _cache(
@@ -249,7 +303,7 @@ class _Pass:
             pools=dict(pools),
             place=place,
             rows=rows,
-            positions=rows.positions(batch["tokens"].shape[1]),
+            positions=rows.positions(batch["positions"].shape[1]),
             max_seq=plan.max_seq,
             page_size=plan.page_size,
             rings=plan.rings[at],
@@ -258,10 +312,19 @@ class _Pass:
 
     def _scope(self, tokens: jax.Array, rows: Rows) -> Any:
         """The scope outside the blocks."""
-        batch = _batch(tokens, rows)
+        batch = self._batch(tokens, rows)
         cache = self._cache(0, {}, jnp.int32(0), rows, batch)
         known = {"batch": batch, "state": self.states[0], "cache": cache}
         return self._scopes({**known, "examples": None, "random": None})
+
+    def _scope_of_source(self, source: Source) -> Any:
+        """The scope of an encoder outside the blocks."""
+        known = {"batch": batch_of_source(source), "state": self.states[0]}
+        return self._scopes({**known, "examples": None, "random": None})
+
+    def _batch(self, tokens: jax.Array, rows: Rows) -> Batch:
+        positions = jnp.maximum(rows.positions(tokens.shape[1]), 0)
+        return batch_of_tokens(self.forward.placement.model, tokens, positions)
 
     @cached_property
     def _scopes(self) -> Scopes:
@@ -270,46 +333,15 @@ class _Pass:
     @cached_property
     def _stacks(self) -> list[Stack]:
         """The layers of each group that this device has."""
-        placement, placed = self.forward.placement, self.forward.arrangement
-        model, unrolled = placement.model, self.forward.unrolled
-        _, stored = model.split(placement.stored)
-        blocks = [
-            Block(
-                group,
-                stored=one_layer(stored[at]),
-                remat="none",
-                make_scope=self._scopes,
-            )
-            for at, group in enumerate(model.groups)
-        ]
-        if placed is not None:
-            layers = RankLayers(
-                blocks=blocks,
-                params=[()] * len(blocks) if unrolled else cut(self.groups, 1),
-                states=cut(self.states[1], 1),
-                arrangement=placed,
-            )
-            stacks = [layers.stack(at, jnp.int32(0)) for at in range(len(blocks))]
-            if unrolled:
-                given = zip(stacks, self.groups, strict=True)
-                return [replace(stack, shards=shards) for stack, shards in given]
-            return stacks
-        return [
-            Stack(
-                block=block,
-                shards=self.groups[at],
-                state=self.states[1][at],
-                layers=first + jnp.arange(block.group.num_layers, dtype=jnp.int32),
-            )
-            for at, (block, first) in enumerate(
-                zip(blocks, model.first_layers, strict=True)
-            )
-        ]
-
-
-def _batch(tokens: jax.Array, rows: Rows) -> Batch:
-    positions = jnp.maximum(rows.positions(tokens.shape[1]), 0)
-    return Batch(tokens=tokens, positions=positions)
+        forward = self.forward
+        return stacks_of(
+            forward.placement,
+            forward.arrangement,
+            self.groups,
+            self.states[1],
+            self._scopes,
+            unrolled=forward.unrolled,
+        )
 
 
 def _last(x: jax.Array, counts: jax.Array) -> jax.Array:

@@ -15,6 +15,7 @@ from meshpar.generation.programs import Programs
 from meshpar.generation.quantized import with_weights
 from meshpar.generation.requests import Completion, Request
 from meshpar.generation.sampling import Sampling
+from meshpar.generation.texts import DECODER_START, reads_source
 from meshpar.layout import MESH_AXES, Layout
 from meshpar.model.contract import Model
 from meshpar.parallel.pipeline.program import arranged_for
@@ -44,6 +45,7 @@ def generate(
     seed: int = 0,
     stop: Sequence[str] = (),
     stop_tokens: Sequence[int] = (),
+    start_tokens: Sequence[int] | None = None,
     tokenizer: Any = None,
     slots: int | None = None,
     page_size: int = 16,
@@ -72,6 +74,8 @@ def generate(
         seed: Of the first prompt; the next ones follow on it.
         stop: Texts before which a completion ends.
         stop_tokens: Tokens after which it ends; they are left out.
+        start_tokens: What a decoder begins with, of a model whose encoder reads the
+            prompts; T5's 0 when absent.
         tokenizer: With `encode` and `decode`, as of the `tokenizers` package.
         slots: Prompts that run at once; `slots_for` them when absent.
         page_size: Tokens of a page of the cache.
@@ -109,6 +113,7 @@ def generate(
         sampling=sampling,
         stop=tuple(stop),
         stop_tokens=tuple(stop_tokens),
+        start_tokens=start_of(model, start_tokens),
     )
     if weights is not None:
         model, params = with_weights(model, params, weights, layout, devices)
@@ -117,6 +122,7 @@ def generate(
         layout,
         slots=slots or slots_for(len(requests), layout),
         max_seq=max(len(one.tokens) for one in requests) + max_tokens,
+        max_source=max(len(one.source) for one in requests),
         page_size=page_size,
         num_pages=num_pages,
         chunk=chunk,
@@ -140,24 +146,50 @@ def requests_of(
     sampling: Sampling,
     stop: tuple[str, ...] = (),
     stop_tokens: tuple[int, ...] = (),
+    start_tokens: tuple[int, ...] = (),
 ) -> list[Request]:
     """A request for each prompt, the seeds of the next ones following on the first's.
+
+    Where a decoder begins with `start_tokens`, the prompts are what its encoder reads.
 
     Raises:
         InputError: A prompt has no tokens, or there are texts but no tokenizer.
     """
     if stop and tokenizer is None:
         raise InputError(f"stop={list(stop)} are texts, but there is no tokenizer=")
+    texts = [_tokens(prompt, tokenizer) for prompt in prompts]
+    if start_tokens and not all(texts):
+        raise InputError("a prompt has no tokens; give at least one, such as the end")
     return [
         Request(
-            tokens=_tokens(prompt, tokenizer),
+            tokens=start_tokens or text,
+            source=text if start_tokens else (),
             max_tokens=max_tokens,
             sampling=dataclasses.replace(sampling, seed=(sampling.seed + at) % 2**32),
             stop_tokens=frozenset(stop_tokens),
             stop=stop,
         )
-        for at, prompt in enumerate(prompts)
+        for at, text in enumerate(texts)
     ]
+
+
+def start_of(model: Model, given: Sequence[int] | None) -> tuple[int, ...]:
+    """What a model's decoder begins with; nothing where it has no encoder.
+
+    Raises:
+        InputError: It has none, but something is given, or the other way round.
+    """
+    if not reads_source(model):
+        if given:
+            raise InputError(
+                f"start_tokens={list(given)}, but the model has no encoder: it goes on "
+                "with the prompts themselves; leave them out"
+            )
+        return ()
+    found = (DECODER_START,) if given is None else tuple(given)
+    if not found:
+        raise InputError("start_tokens=[]: a decoder begins with at least one token")
+    return found
 
 
 def slots_for(num_prompts: int, layout: Layout) -> int:

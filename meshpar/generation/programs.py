@@ -18,6 +18,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from meshpar.audit.subject import Subject
 from meshpar.errors import InputError
+from meshpar.generation.agreement import check_takes_part
 from meshpar.generation.cache_plan import CachePlan, plan_of
 from meshpar.generation.forward import Forward
 from meshpar.generation.layer_by_layer import given_up, layer_by_layer, layer_specs
@@ -28,7 +29,7 @@ from meshpar.mesh import absent_mesh, make_mesh, platform_of
 from meshpar.model.contract import Model, check_model
 from meshpar.model.parameter import Parameter, is_parameter
 from meshpar.model.values import initial_values
-from meshpar.parallel.paged_cache import Pools, Rows
+from meshpar.parallel.paged_cache import Pools, Rows, Source
 from meshpar.parallel.pipeline.program import Pipeline, pipeline_of
 from meshpar.parallel.placement import PARAM_DTYPES, Placement
 from meshpar.parallel.sequence_checks import tokens_joined
@@ -67,6 +68,7 @@ class Programs:
         page_size: int = 16,
         num_pages: int | None = None,
         chunk: int = 128,
+        max_source: int = 0,
         unrolled: bool = True,
         rules: Rules | None = None,
         mesh: Mesh | AbstractMesh | None = None,
@@ -82,6 +84,8 @@ class Programs:
             page_size: Tokens of a page of the cache.
             num_pages: Pages of a device; enough for all examples when absent.
             chunk: Tokens of a prompt that one program takes.
+            max_source: Tokens that the source of each may have, of a model with an
+                encoder.
             unrolled: Without a loop over layers, which would copy each one's weights;
                 a program then takes the longer to compile the more layers there are.
             rules: Logical axis -> mesh axes; the layout's preset when absent.
@@ -98,6 +102,7 @@ class Programs:
         layout = Layout.of(layout)
         if mesh is None:
             mesh = make_mesh(layout, devices)
+        check_takes_part(mesh)
         layout = generation_layout(layout.resolve(mesh.size))
         rules = default_rules(layout) if rules is None else rules
         check_rules(rules)
@@ -111,7 +116,8 @@ class Programs:
             mesh=mesh,
             platform=platform_of(mesh),
         )
-        plan = plan_of(placement, pipeline, slots, max_seq, page_size, num_pages, chunk)
+        sizes = slots, max_seq, page_size, num_pages, chunk, max_source
+        plan = plan_of(placement, pipeline, *sizes)
         _check_token_by_token(model)
         return cls(
             placement=placement,
@@ -231,8 +237,8 @@ class Programs:
             InputError: Another word.
         """
         shapes = {
-            "decode": (self.plan.slots, 1),
-            "prefill": (self.rows_of_prefill, self.plan.chunk),
+            "decode": (self.plan.slots, 1, 0),
+            "prefill": (self.rows_of_prefill, self.plan.chunk, self.plan.max_source),
         }
         if arguments[-1] not in shapes:
             raise InputError(
@@ -256,7 +262,9 @@ class Programs:
             notes=self.notes,
         )
 
-    def _argument_shapes(self, rows: int, num_tokens: int) -> tuple[Any, ...]:
+    def _argument_shapes(
+        self, rows: int, num_tokens: int, num_source: int
+    ) -> tuple[Any, ...]:
         model, params = self.placement.model, self._stacked_structs
         if self.unrolled:
             ranks = self.plan.layout.stage
@@ -265,13 +273,17 @@ class Programs:
         ints = jax.ShapeDtypeStruct((rows,), jnp.int32)
         tables = jax.ShapeDtypeStruct((rows, self.plan.table_pages), jnp.int32)
         tokens = jax.ShapeDtypeStruct((rows, num_tokens), jnp.int32)
+        source = None
+        if self.plan.max_source:
+            read = jax.ShapeDtypeStruct((rows, num_source), jnp.int32)
+            source = Source(read, ints, ints)
         draws = Draws.of([Sampling()] * rows)
         return (
             params,
             state,
             self.plan.shapes(self.mesh),
             tokens,
-            Rows(tables, ints, ints, ints),
+            Rows(tables, ints, ints, ints, source),
             jax.eval_shape(lambda: jax.tree.map(jnp.asarray, draws)),
         )
 
@@ -342,7 +354,7 @@ class Programs:
 
 def _check_token_by_token(model: Model) -> None:
     """Refuses a model to which a token by itself is not what it is among others."""
-    found = tokens_joined(model)
+    found = tokens_joined(model, cached=True)
     if found is not None:
         raise InputError(
             "this model cannot generate token by token: a function joins tokens "

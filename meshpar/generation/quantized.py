@@ -67,15 +67,27 @@ def with_weights(
         devices: Of that layout.
 
     Raises:
-        InputError: There is no such kind, or not on these devices.
+        InputError: There is no such kind, or not on these devices; or other processes
+            have parts of the values.
     """
     check_weights(kind, devices)
+    _check_whole(params)
     over = quantized(model, kind, DTYPES[layout.precision])
     if not isinstance(params, TrainState):
         return over, quantize(model, params, kind)
     apart = take_out(model, params)
     values = quantize(model, apart.params, kind)
     return over, put_in(over, replace(apart, params=values))
+
+
+def _check_whole(params: Any) -> None:
+    for path, one in jax.tree.leaves_with_path(getattr(params, "params", params)):
+        if isinstance(one, jax.Array) and not one.is_fully_addressable:
+            raise InputError(
+                "weights= of 8 bits are made from whole values, but parameter "
+                f"{path_name(path)} lies on {len(one.sharding.device_set)} devices of "
+                "several processes; give those of a file, or leave weights= out"
+            )
 
 
 def quantized(model: Model, kind: str, dtype: Any) -> Model:

@@ -15,11 +15,13 @@ class Request:
     """Tokens to go on from.
 
     Args:
-        tokens: The prompt, at least one.
+        tokens: The prompt, at least one; what a decoder begins with, where there is a
+            source.
         max_tokens: Most tokens to add.
         sampling: How they are chosen.
         stop_tokens: Tokens after which it ends; they are not part of the result.
         stop: Texts before which it ends.
+        source: What an encoder reads, of a model that has one.
 
     Raises:
         InputError: No tokens, or numbers that are none.
@@ -30,9 +32,11 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     stop_tokens: frozenset[int] = frozenset()
     stop: tuple[str, ...] = ()
+    source: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tokens", tuple(map(int, self.tokens)))
+        object.__setattr__(self, "source", tuple(map(int, self.source)))
         object.__setattr__(self, "stop_tokens", frozenset(self.stop_tokens))
         if not self.tokens:
             raise InputError("a prompt has no tokens; give at least one, such as BOS")
@@ -41,6 +45,14 @@ class Request:
             raise InputError(
                 f"stop={self.stop!r}: give a list of texts, none of them empty"
             )
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Plain values, alike for two requests alone that are."""
+        return (
+            *(self.tokens, self.source, self.max_tokens, self.sampling),
+            *(self.stop, sorted(self.stop_tokens)),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +91,7 @@ class Running:
     logprobs: list[float] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     written: int = 0
+    has_read: bool = False
     slot: int = -1
     text: str = ""
     finish: str | None = None
@@ -87,6 +100,21 @@ class Running:
     def tokens(self) -> list[int]:
         """Prompt and new tokens."""
         return [*self.request.tokens, *self.new]
+
+    @property
+    def unread(self) -> tuple[int, ...]:
+        """Its source, until an encoder has read it."""
+        return () if self.has_read else self.request.source
+
+    @property
+    def num_unwritten(self) -> int:
+        """Tokens that are not in the cache yet: one, while it generates."""
+        return self.num_tokens - self.written
+
+    @property
+    def is_prompt(self) -> bool:
+        """Whether more than the newest token is to be taken in."""
+        return self.num_unwritten > 1 or bool(self.unread)
 
     @property
     def num_tokens(self) -> int:

@@ -18,6 +18,9 @@ from meshpar.errors import InputError
 
 LogicalAxes = tuple[str | None, ...]
 
+SOURCE_KEYS, SOURCE_VALUES = "source_keys", "source_values"
+"""What is kept of the tokens of a source."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class CachedArray:
@@ -29,6 +32,7 @@ class CachedArray:
         dtype: Of its values.
         logical_axes: A name, or None, for each dim of `shape`.
         window: Tokens after which it may be forgotten; None for never.
+        of_source: Whether those tokens are the source's, that a decoder reads.
     """
 
     name: str
@@ -36,6 +40,7 @@ class CachedArray:
     dtype: Any
     logical_axes: LogicalAxes
     window: int | None = None
+    of_source: bool = False
 
 
 class TokenCache(Protocol):
@@ -59,6 +64,7 @@ class TokenCache(Protocol):
         window: int | None,
         scale: float,
         value_size: int | None = None,
+        bias: jax.Array | None = None,
     ) -> jax.Array:
         """Causal attention of the new tokens to all of their sequences so far.
 
@@ -71,9 +77,26 @@ class TokenCache(Protocol):
             window: A query sees keys less than so many places before it.
             scale: Scores are multiplied by it.
             value_size: Size of a value where `v` is None.
+            bias: (max_seq, heads), added to the scores of keys so many places before.
 
         Returns:
             (batch, new tokens, heads, size of a value).
+        """
+
+    def attend_to_source(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, scope: Any, *, scale: float
+    ) -> jax.Array:
+        """Attention of the new tokens to all of the source, which is read once.
+
+        Args:
+            q: (batch, new tokens, heads, head_dim).
+            k: (batch, source tokens, heads, head_dim), none once they are kept.
+            v: As `k`.
+            scope: Where the function runs.
+            scale: Scores are multiplied by it.
+
+        Returns:
+            (batch, new tokens, heads, head_dim).
         """
 
 
@@ -103,10 +126,30 @@ class DeclaredCache:
         window: int | None,
         scale: float,
         value_size: int | None = None,
+        bias: jax.Array | None = None,
     ) -> jax.Array:
         """Zeros of the result's shape."""
         given = {"keys": k} if v is None else {"keys": k, "values": v}
-        asked = sum(one.name.startswith("keys") for one in self.arrays)
+        self._note(given, window)
+        size = value_size if v is None else v.shape[-1]
+        return jnp.broadcast_to(q[..., :1], (*q.shape[:-1], size)) * 0
+
+    def attend_to_source(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, scope: Any, *, scale: float
+    ) -> jax.Array:
+        """Zeros of the result's shape."""
+        self._note({SOURCE_KEYS: k, SOURCE_VALUES: v}, None, of_source=True)
+        return q * 0
+
+    def _note(
+        self,
+        given: dict[str, jax.Array],
+        window: int | None,
+        *,
+        of_source: bool = False,
+    ) -> None:
+        first = next(iter(given))
+        asked = sum(one.name.startswith(first) for one in self.arrays)
         for name, array in given.items():
             heads = kept_heads(array.shape[2], self.head_shards)
             one = CachedArray(
@@ -115,10 +158,9 @@ class DeclaredCache:
                 dtype=array.dtype,
                 logical_axes=cached_axes(heads),
                 window=window,
+                of_source=of_source,
             )
             self.arrays.append(one)
-        size = value_size if v is None else v.shape[-1]
-        return jnp.broadcast_to(q[..., :1], (*q.shape[:-1], size)) * 0
 
 
 def array_name(name: str, asked: int) -> str:

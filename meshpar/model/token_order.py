@@ -34,6 +34,7 @@ class TokenOrder:
         probe: Positions, where a function is traced only to find out what it does with
             tokens: what communicates gives its first argument's shape then.
         lengths: (tokens of a padded sequence, those before the padding) of each.
+        cached: Of a probe, whether attention is what a cache answers token by token.
 
     Example:
         >>> order = TokenOrder(mesh_axis="context", num_ranks=2, zigzag=True)
@@ -49,6 +50,7 @@ class TokenOrder:
     stride: int = 1
     lengths: tuple[tuple[int, int], ...] = ()
     probe: Any = None
+    cached: bool = False
 
     @property
     def num_trading(self) -> int:

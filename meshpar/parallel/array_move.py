@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from meshpar.errors import InputError
 from meshpar.model.parameter import Parameter
 from meshpar.parallel.parked import Parked
 
@@ -98,12 +99,39 @@ class ArrayMove:
         return here and self.sharding.is_fully_addressable
 
     @property
+    def is_of_each(self) -> bool:
+        """Whether each process has all of it now, and will have a part of it.
+
+        Each then reads its own part, and none sends any.
+        """
+        here = isinstance(self.array, jax.Array) and self.array.is_fully_addressable
+        return here and not self.sharding.is_fully_addressable
+
+    def check(self) -> None:
+        """Refuses what would have to go from one process's devices to another's alone.
+
+        Raises:
+            InputError: It would.
+        """
+        if not isinstance(self.array, jax.Array) or self.is_of_each:
+            return
+        before, after = self.array.sharding, self.sharding
+        here = before.is_fully_addressable and after.is_fully_addressable
+        if not here and before.device_set != after.device_set:
+            raise InputError(
+                f"parameter {self.path} lies on {len(before.device_set)} devices of "
+                f"several processes and is to lie on {len(after.device_set)} others; "
+                "of several processes give the new layout the same devices, or save a "
+                "checkpoint and restore it there"
+            )
+
+    @property
     def extra_bytes(self) -> int:
         """Of a device, while its programs run, beside it before and after.
 
         As the compiler says; the most of any of its programs, and a layer under way.
         """
-        if not isinstance(self.array, jax.Array):
+        if not isinstance(self.array, jax.Array) or self.is_of_each:
             return 0
         sizes = self.bytes
         if self.stays:
@@ -121,6 +149,8 @@ class ArrayMove:
         """The array as it is to lie; as it lies it stays."""
         if not isinstance(self.array, jax.Array):
             return self._from_host(self.array)
+        if self.is_of_each:
+            return self._from_host(Parked(self.array))
         if self.given.num_layers is not None:
             return self._layer_by_layer()
         # A copy, as what shares memory with an array is gone with it.

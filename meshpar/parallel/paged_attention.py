@@ -103,6 +103,7 @@ def paged_attention(
     pages: Pages,
     scale: float,
     value_size: int,
+    bias: jax.Array | None = None,
 ) -> jax.Array:
     """Causal attention to everything written at and before each query's position.
 
@@ -120,6 +121,8 @@ def paged_attention(
         pages: Where keys lie.
         scale: Scores are multiplied by it.
         value_size: Size of a value.
+        bias: (distances, N), added to the scores of keys so many places before; the
+            last of them for all that are farther.
 
     Returns:
         (B, T, N, value_size), the dtype of `q`.
@@ -133,7 +136,7 @@ def paged_attention(
     last = jnp.max(positions, axis=1) // pages.page_size
     mine = (last - pages.rank) // pages.num_ranks  # the last of this device's pages
     trips = jnp.max(-(-(mine - first + 1) // at_a_time), initial=0)
-    given = keys, values, place, owners, pages, value_size
+    given = keys, values, place, owners, pages, value_size, bias
 
     def body(step: jax.Array, found: tuple) -> tuple:
         local = first[:, None] + step * at_a_time + jnp.arange(at_a_time)
@@ -171,7 +174,7 @@ def _met(
     scale: float,
 ) -> tuple:
     """The online softmax after some more pages."""
-    keys, values, place, owners, pages, value_size = given
+    keys, values, place, owners, pages, value_size, bias = given
     physical = jnp.maximum(pages.physical(owners, local), 0)
     kv_heads = q_BTKGH.shape[2]
     k_BSKH = _read(keys, place, physical, kv_heads)
@@ -191,7 +194,10 @@ def _met(
     scores = jnp.einsum(
         "BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32
     )
-    scores = jnp.where(seen, scores * scale, _UNSEEN)
+    scores = scores * scale
+    if bias is not None:
+        scores = scores + _by_distance(bias, ahead, kv_heads)
+    scores = jnp.where(seen, scores, _UNSEEN)
     highest, total, mixed = found
     higher = jnp.maximum(highest, jnp.max(scores, axis=-1))
     weights = jnp.where(seen, jnp.exp(scores - higher[..., None]), 0)
@@ -204,6 +210,13 @@ def _met(
     )
     total = total * shrunk + jnp.sum(weights, axis=-1)
     return higher, total, mixed * shrunk[..., None] + more
+
+
+def _by_distance(bias: jax.Array, ahead: jax.Array, kv_heads: int) -> jax.Array:
+    """(distances, N), (B, T, S) -> (B, K, G, T, S)."""
+    found = bias.astype(jnp.float32)[jnp.clip(ahead, 0, bias.shape[0] - 1)]
+    found_BTSKG = found.reshape(*ahead.shape, kv_heads, -1)
+    return jnp.transpose(found_BTSKG, (0, 3, 4, 1, 2))
 
 
 def _read(

@@ -11,7 +11,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from meshpar.model.token_cache import array_name, cached_axes, kept_heads
+from meshpar.model.token_cache import (
+    SOURCE_KEYS,
+    SOURCE_VALUES,
+    array_name,
+    cached_axes,
+    kept_heads,
+)
 from meshpar.parallel.paged_attention import Pages, paged_attention, written
 from meshpar.rules.rules import auto_mesh_shape
 
@@ -23,6 +29,27 @@ Pools = dict[str, Any]
 Heads and their sizes are one dim, of which TPUs pad no part."""
 
 
+class Source(NamedTuple):
+    """The texts that a decoder reads, each once.
+
+    Args:
+        tokens: (batch, source tokens) int32, read in this program; no columns where
+            none is.
+        counts: (batch,) int32, how many of a row are.
+        lengths: (batch,) int32, tokens of each example's source, read now or before.
+    """
+
+    tokens: Any
+    counts: Any
+    lengths: Any
+
+    @property
+    def positions(self) -> jax.Array:
+        """(batch, source tokens), the place of each; -1 for none."""
+        at = jnp.arange(self.tokens.shape[1], dtype=jnp.int32)
+        return jnp.where(at < self.counts[:, None], at, -1)
+
+
 class Rows(NamedTuple):
     """The examples that a program is given, and where their tokens lie.
 
@@ -31,12 +58,14 @@ class Rows(NamedTuple):
         slots: (batch,) int32, the place of each among those that may run at once.
         starts: (batch,) int32, tokens that are there already.
         counts: (batch,) int32, tokens that are new; 0 for an example that rests.
+        source: What they are about, of a model with an encoder.
     """
 
     tables: Any
     slots: Any
     starts: Any
     counts: Any
+    source: Source | None = None
 
     def positions(self, num_tokens: int) -> jax.Array:
         """(batch, tokens), the place of each new token in its sequence; -1 for none."""
@@ -70,6 +99,7 @@ class PagedCache:
     rings: Mapping[str, int] = field(default_factory=dict)
     num_ranks: int = 1
     _asked: int = field(default=0, init=False)
+    _asked_of_source: int = field(default=0, init=False)
 
     def attend(
         self,
@@ -81,26 +111,60 @@ class PagedCache:
         window: int | None,
         scale: float,
         value_size: int | None = None,
+        bias: jax.Array | None = None,
     ) -> jax.Array:
         """As `TokenCache.attend`; writes the new keys and values first."""
         names = [array_name(name, self._asked) for name in ("keys", "values")]
         self._asked += 1
-        pages = self._pages(names[0], window)
-        owners = self.rows.tables
-        if pages.ring is not None:
-            owners = (self.rows.slots * pages.ring)[:, None]
+        here = self._pages(names[0], window)
         for name, new in zip(names, (k, v), strict=True):
             if new is not None:
-                self._write(name, new, owners, pages, scope)
-        whole = (None, None)
+                self._write(name, new, self.positions, here, scope)
         heads = kept_heads(k.shape[2], _head_shards(scope))
-        pool = (None, None, None, cached_axes(heads)[0])
-        given = [self.pools[name] for name in names if name in self.pools]
         size = k.shape[-1] if value_size is None else value_size
         size = size if v is None else v.shape[-1]
+        kept = [name for name in names if name in self.pools]
+        asked = q, self.positions, bias
+        return self._met(asked, kept, here, scope, heads=heads, scale=scale, size=size)
+
+    def attend_to_source(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, scope: Any, *, scale: float
+    ) -> jax.Array:
+        """As `TokenCache.attend_to_source`; writes what is given of it first."""
+        given = {SOURCE_KEYS: k, SOURCE_VALUES: v}
+        names = [array_name(name, self._asked_of_source) for name in given]
+        self._asked_of_source += 1
+        here, source = self._pages(names[0], None), self.rows.source
+        assert source is not None  # It is made wherever a plan has room for one.
+        for name, new in zip(names, given.values(), strict=True):
+            if new.shape[1]:
+                self._write(name, new, source.positions, here, scope)
+        # Every token is as far as the source's last one, and so sees all of it.
+        last = jnp.where(self.positions >= 0, source.lengths[:, None] - 1, -1)
+        heads, size = kept_heads(k.shape[2], _head_shards(scope)), v.shape[-1]
+        asked = q, last, None
+        return self._met(asked, names, here, scope, heads=heads, scale=scale, size=size)
+
+    def _met(
+        self,
+        asked: tuple[jax.Array, jax.Array, jax.Array | None],
+        names: list[str],
+        pages: Pages,
+        scope: Any,
+        *,
+        heads: int,
+        scale: float,
+        size: int,
+    ) -> jax.Array:
+        """Attention of queries, at their positions and with their bias, to pools."""
+        q, positions, bias = asked
+        whole, more = (None, None), () if bias is None else (bias,)
+        pool = (None, None, None, cached_axes(heads)[0])
+        given = [self.pools[name] for name in names]
 
         def local(q: jax.Array, place: jax.Array, *of: jax.Array) -> jax.Array:
-            owners, positions, keys, *values = of
+            owners, positions, *pools = of
+            keys, *values = pools[: len(given)]
             return paged_attention(
                 q,
                 keys,
@@ -111,16 +175,25 @@ class PagedCache:
                 pages=pages,
                 scale=scale,
                 value_size=size,
+                bias=pools[-1] if more else None,
             )
 
         axes = (_QUERIES, (), whole, whole, *(pool for _ in given))
+        axes += tuple((None, "heads") for _ in more)
+        owners = self._owners(pages)
         mixed = scope.map_shards(local, axes, _QUERIES)(
-            scope.constrain(q, _QUERIES), self.place, owners, self.positions, *given
+            scope.constrain(q, _QUERIES), self.place, owners, positions, *given, *more
         )
         return scope.constrain(mixed, _QUERIES)
 
+    def _owners(self, pages: Pages) -> jax.Array:
+        """As `Pages.physical` takes them."""
+        if pages.ring is None:
+            return self.rows.tables
+        return (self.rows.slots * pages.ring)[:, None]
+
     def _write(
-        self, name: str, new: jax.Array, owners: jax.Array, pages: Pages, scope: Any
+        self, name: str, new: jax.Array, positions: jax.Array, pages: Pages, scope: Any
     ) -> None:
         pool = self.pools[name]
         copies = kept_heads(new.shape[2], _head_shards(scope)) // new.shape[2]
@@ -131,7 +204,7 @@ class PagedCache:
         new = scope.constrain(new, axes[1])
         self.pools[name] = scope.map_shards(
             functools.partial(written, pages=pages), (*axes, (), whole, whole), axes[0]
-        )(pool, new, self.place, owners, self.positions)
+        )(pool, new, self.place, self._owners(pages), positions)
 
     def _pages(self, name: str, window: int | None) -> Pages:
         return Pages(

@@ -114,7 +114,8 @@ def reshard(
             processes it always does.
 
     Raises:
-        InputError: They are not the model's, or do not lie so.
+        InputError: They are not the model's, or do not lie so; or they are to go from
+            some of several processes' devices to others.
         RuleError: A parameter cannot be laid out.
 
     Example:
@@ -215,7 +216,7 @@ def _moves(
     given, wanted = flat(source.model.parameters), flat(target.model.parameters)
     _check(params, given)
     shardings = _by_path(target.shardings)
-    return [
+    moves = [
         ArrayMove(
             path=name,
             array=array,
@@ -229,6 +230,9 @@ def _moves(
             for path, array in jax.tree.leaves_with_path(params)
         )
     ]
+    for one in moves:
+        one.check()
+    return moves
 
 
 def _by_path(tree: Any) -> dict[str, Any]:

@@ -68,10 +68,7 @@ def ordered(moves: Sequence[ArrayMove], *, by_host: bool = True) -> Order:
     sizes = [one.bytes for one in moves]
     before = sum(size.before for size in sizes)
     after = sum(size.after for size in sizes)
-    layer = max(
-        sum(size.layer_before for size in sizes),
-        sum(size.layer_after for size in sizes),
-    )
+    layer = _layer_bytes(sizes)
     limit = max(before, after) + layer
     held = peak = before
     of_host = 0

@@ -97,11 +97,15 @@ def check_token_wise(model: Model) -> None:
 
 
 @functools.lru_cache(maxsize=32)
-def tokens_joined(model: Model) -> str | None:
+def tokens_joined(model: Model, *, cached: bool = False) -> str | None:
     """Where a model joins tokens otherwise than by attention; None if nowhere.
 
     Its functions are traced, on no device, as the devices of a split sequence run them:
     with the inputs that a batch needs, and with those that it may have.
+
+    Args:
+        model: The model.
+        cached: Whether attention is what a cache answers, not what devices share.
 
     Raises:
         InputError: They cannot be traced.
@@ -110,7 +114,9 @@ def tokens_joined(model: Model) -> str | None:
     sizes = _TRACED_TOKENS if fixed is None else (fixed,)
     for num_tokens in sizes:
         try:
-            return _mixes(model, num_tokens, ()) or _mixes_given_all(model, num_tokens)
+            return _mixes(model, num_tokens, (), cached) or _mixes_given_all(
+                model, num_tokens, cached
+            )
         except InputError:  # longer than the model takes, perhaps
             if num_tokens == sizes[-1]:
                 raise
@@ -132,22 +138,25 @@ def _fixed_tokens(model: Model) -> int | None:
     return max(sizes, default=None)
 
 
-def _mixes_given_all(model: Model, num_tokens: int) -> str | None:
+def _mixes_given_all(model: Model, num_tokens: int, cached: bool) -> str | None:
     inputs = model.known_inputs
     optional = tuple(name for name, one in inputs.items() if one.optional)
-    return _mixes(model, num_tokens, optional) if optional else None
+    return _mixes(model, num_tokens, optional, cached) if optional else None
 
 
-def _mixes(model: Model, num_tokens: int, optional: tuple[str, ...]) -> str | None:
+def _mixes(
+    model: Model, num_tokens: int, optional: tuple[str, ...], cached: bool
+) -> str | None:
     """The operation of a model that mixes tokens; None if none does.
 
     Args:
         model: The model.
         num_tokens: Of the sequences that it is traced on.
         optional: The optional inputs that a batch has.
+        cached: As in `tokens_joined`.
     """
-    whole = _Hand.of(model, num_tokens, num_tokens, optional)
-    share = _Hand.of(model, num_tokens, max(num_tokens // 2, 1), optional)
+    whole = _Hand.of(model, num_tokens, num_tokens, optional, cached)
+    share = _Hand.of(model, num_tokens, max(num_tokens // 2, 1), optional, cached)
     params, state = one_layer_shapes(model), one_layer_state(model)
     with tracing("the model cannot be traced for context"):
         return mixes_tokens(
@@ -179,7 +188,12 @@ class _Hand:
 
     @classmethod
     def of(
-        cls, model: Model, seq: int, num_tokens: int, optional: tuple[str, ...]
+        cls,
+        model: Model,
+        seq: int,
+        num_tokens: int,
+        optional: tuple[str, ...],
+        cached: bool,
     ) -> _Hand:
         """So many tokens of sequences of `seq`."""
         inputs = {
@@ -200,7 +214,10 @@ class _Hand:
         return cls(
             model=model,
             order=TokenOrder(
-                mesh_axis="context", num_ranks=1, lengths=((num_tokens, seq),)
+                mesh_axis="context",
+                num_ranks=1,
+                lengths=((num_tokens, seq),),
+                cached=cached,
             ),
             batch=batch,
             positions=jax.ShapeDtypeStruct((num_tokens,), jnp.int32),

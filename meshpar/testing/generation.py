@@ -9,12 +9,13 @@ import jax
 import numpy as np
 import optax
 
-from meshpar import Layout, Model, TrainState, TrainStep, make_train_step
+from meshpar import InputError, Layout, Model, TrainState, TrainStep, make_train_step
 from meshpar.generation.engine import Engine, Token
 from meshpar.generation.generate import placed
 from meshpar.generation.layouts import generation_layout
 from meshpar.generation.programs import Programs
 from meshpar.generation.requests import Request
+from meshpar.generation.texts import reads_source
 from meshpar.model.contract import check_model
 from meshpar.testing.batches import random_batch
 from meshpar.testing.layout_cases import Choices, draw_cases
@@ -80,9 +81,15 @@ def check_generation(
 
     Raises:
         AssertionError: A pair differs; all that do are named.
-        InputError: A layout is refused, or none can be drawn.
+        InputError: A layout is refused, or none can be drawn; or the model has an
+            encoder.
     """
     check_model(model)
+    if reads_source(model):
+        raise InputError(
+            "check_generation draws prompts of one text, but the decoder here reads "
+            "another; compare meshpar.generate with TrainStep.logits"
+        )
     drawn = draw_pairs(model, num, seed) if pairs is None else pairs
     found = [
         _checked(model, Layout.of(one), Layout.of(two), num_tokens, seed + at, bound)

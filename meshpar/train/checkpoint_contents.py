@@ -89,22 +89,12 @@ def read_contents(path: Path, step: int | None = None) -> Contents:
             f"no checkpoint of step {chosen} in {str(directory)!r}; there are "
             f"{', '.join(map(str, steps))}"
         )
-    options = ocp.CheckpointManagerOptions(read_only=True, create=False)
-    handlers = {
-        "state": ocp.StandardCheckpointHandler(),
-        "run": ocp.JsonCheckpointHandler(),
-    }
+    folder = directory.absolute() / str(chosen)
     what = f"checkpoint of step {chosen} in {str(directory)!r} cannot be read"
-    with (
-        explained(directory, what),
-        ocp.CheckpointManager(
-            directory.absolute(), options=options, item_handlers=handlers
-        ) as manager,
-    ):
-        run = manager.restore(
-            chosen, args=ocp.args.Composite(run=ocp.args.JsonRestore())
-        )["run"]
-        state = manager.item_metadata(chosen)["state"]
+    with explained(directory, what):
+        # Not by a manager, which logs warnings of what it cannot write here.
+        run = ocp.JsonCheckpointHandler().restore(folder / "run")
+        state = ocp.StandardCheckpointHandler().metadata(folder / "state")
     tree = getattr(state, "tree", state)
     return Contents(
         directory=str(directory),

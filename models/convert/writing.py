@@ -23,6 +23,8 @@ from meshpar.models.presets import build_config
 DTYPES = {"fp32": np.float32, "bf16": ml_dtypes.bfloat16, "fp16": np.float16}
 _THEIR_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 SHARD_BYTES = 5 * 10**9
+_BLOCK_VALUES = 1 << 28
+"""Of an array in blocks, what is read of it at once: 1 GiB in fp32."""
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
     *("tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json"),
@@ -184,17 +186,36 @@ def _num_layers(model: Any, path: str, of_state: bool) -> int | None:
 def _tensors(
     arrays: Sequence[_Array], trees: Mapping[str, Any], dtype: Any
 ) -> Iterator[tuple[str, np.ndarray]]:
+    last = _Block()
     for array in arrays:
-        ours = _layer(trees[array.path], array.layer)
+        ours = last.layer(trees[array.path], array.layer)
         for row in array.rows:
             for name, theirs in row.write(ours, array.layer or 0):
                 yield name, theirs.astype(dtype)
 
 
-def _layer(value: Any, layer: int | None) -> np.ndarray:
-    if layer is None:
-        return np.asarray(value[...])
-    return np.asarray(value[slice(layer, layer + 1)])[0]
+@dataclass
+class _Block:
+    """The layers of an array that were read last, as many as make 1 GiB.
+
+    A part of a checkpoint's file may hold values of all layers, and is read anew for
+    each block, so not one by one.
+    """
+
+    value: Any = None
+    first: int = 0
+    layers: Any = ()
+
+    def layer(self, value: Any, layer: int | None) -> np.ndarray:
+        """One layer of an array, or an array that has none."""
+        if layer is None:
+            return np.asarray(value[...])
+        if value is not self.value or layer - self.first not in range(len(self.layers)):
+            num = max(1, _BLOCK_VALUES // math.prod(value.shape[1:]))
+            self.layers = ()  # Given up before there is another.
+            self.layers = np.asarray(value[slice(layer, layer + num)])
+            self.value, self.first = value, layer
+        return self.layers[layer - self.first]
 
 
 def _files(folder: Path, count: int) -> list[Path]:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshpar import InputError, Scope
+from meshpar.model.token_cache import refuse_uncached
 from meshpar.models.layers.recomputed import recomputed
 
 _UNSEEN = -1e30
@@ -45,7 +46,8 @@ def attend_with_bias(
         seen: (batch, keys), False for keys that no query sees; all when absent.
 
     Raises:
-        InputError: Devices share the tokens of a sequence, or the model generates.
+        InputError: Devices share the tokens of a sequence, or a model generates whose
+            tokens see those that follow.
     """
     if scope.order is not None and not scope.order.probing:
         raise InputError(
@@ -53,10 +55,15 @@ def attend_with_bias(
             f"devices of {scope.order.mesh_axis} share each; set "
             f"{scope.order.mesh_axis}=1"
         )
+    if scope.order is not None and scope.order.cached:
+        return jnp.broadcast_to(q[..., :1], v.shape)
     if scope.cache is not None:
-        raise InputError(
-            "this model generates no tokens: its attention has a bias by distance, "
-            "which the cache of keys and values does not know"
+        refuse_uncached(causal, seen=seen)
+        far = np.arange(scope.cache.max_seq)
+        buckets = bucket_of(-far, table.shape[1], distance=distance, causal=True)
+        scale = 1 / math.sqrt(q.shape[-1])
+        return scope.cache.attend(
+            q, k, v, scope, window=None, scale=scale, bias=table[0][buckets]
         )
     heads = ("batch", "seq", "heads", "head_dim")
     if seen is None:
@@ -86,6 +93,13 @@ def relative_buckets(
         [3, 2, 1, 0]
     """
     ahead = np.arange(seq) - np.arange(seq)[:, None]
+    return bucket_of(ahead, num_buckets, distance=distance, causal=causal)
+
+
+def bucket_of(
+    ahead: np.ndarray, num_buckets: int, *, distance: int, causal: bool
+) -> np.ndarray:
+    """The bucket of keys so many places ahead of their queries, as above."""
     first = np.zeros_like(ahead)
     if not causal:
         num_buckets //= 2

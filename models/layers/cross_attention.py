@@ -66,9 +66,11 @@ class CrossAttention(nnx.Module):
 
         Args:
             x: The normed stream that asks.
-            other: (batch, keys, embed), the one that is read.
+            other: (batch, keys, embed), the one that is read; no keys where a cache has
+                them.
             scope: Where the function runs.
-            seen: (batch, keys), False for what is not read; all is when absent.
+            seen: (batch, keys), False for what is not read; all is when absent. A
+                cache knows by itself.
         """
         # B batch, T seq, S keys, D embed, N heads, P key and value, H head_dim.
         heads = ("batch", "seq", "heads", "head_dim")
@@ -80,5 +82,9 @@ class CrossAttention(nnx.Module):
         kv_BSNPH = column_parallel("BSD,DNPH->BSNPH", other, self.kv[...], pairs, scope)
         kv_BSNPH = scope.save(kv_BSNPH, "cross_kv")
         k, v = (scope.constrain(kv_BSNPH[:, :, :, at], heads) for at in (0, 1))
-        mixed = attend(q, k, v, scope, causal=False, seen=seen)
+        if scope.cache is not None:
+            scale = 1 / math.sqrt(q.shape[-1])
+            mixed = scope.cache.attend_to_source(q, k, v, scope, scale=scale)
+        else:
+            mixed = attend(q, k, v, scope, causal=False, seen=seen)
         return jnp.einsum("BTNH,NHD->BTD", mixed, self.out[...])

@@ -2,12 +2,14 @@
 
     python -m recipes.bench.generation
     python -m recipes.bench.generation --batch 16
+    python -m recipes.bench.generation --weights bf16 int8
 
 One model of SmolLM2-135M's sizes with random weights in fp32 on one CPU device. The
 hand-written loop is a Llama of plain JAX with a contiguous cache; where torch and
 transformers are installed, `LlamaForCausalLM` with its own cache runs too. All must
-choose the same tokens; then they run in turns, each for so many tokens. A last line
-says how much of ours is not the program's own.
+choose the same tokens; then they run in turns, each for so many tokens. Of ours with
+weights of fewer bits (`--weights`) the tokens may be others. A last line says how much
+of ours is not the program's own.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ import meshpar
 from meshpar.generation.engine import Engine
 from meshpar.generation.generate import placed
 from meshpar.generation.programs import Programs
+from meshpar.generation.quantized import with_weights
 from meshpar.generation.requests import Request
+from meshpar.layout import Layout
 from meshpar.models.llama import LlamaConfig
 from meshpar.models.presets import PRESETS, build
 from meshpar.recipes.bench.conditions import conditions, turn_ynn_off
@@ -60,6 +64,9 @@ def main() -> None:
     }
     if importlib.util.find_spec("transformers"):
         loops["transformers"] = transformers_loop(config, params, prompts)
+    alike = tuple(loops)
+    for kind in args.weights:
+        loops[f"meshpar, {kind}"] = _ours(model, params, prompts, args, kind)
     seconds: dict[str, list[float]] = {name: [] for name in loops}
     tokens: dict[str, np.ndarray] = {}
     for run in range(args.runs + 1):
@@ -67,8 +74,8 @@ def main() -> None:
             tokens[name], each = loop(args.tokens)
             if run:  # The first one compiles.
                 seconds[name].append(each)
-    for name, found in tokens.items():
-        if (found != tokens["meshpar"]).any():
+    for name in alike:
+        if (tokens[name] != tokens["meshpar"]).any():
             raise SystemExit(f"{name} chooses other tokens than meshpar")
     sizes = {"batch": args.batch, "prompt": args.prompt, "tokens": args.tokens}
     print(conditions("recipes.bench.generation", 1, sizes, f"{args.runs} runs"))
@@ -86,8 +93,10 @@ def main() -> None:
     print(f"a step beside its program alone: {_host_ms(model, params, args):.2f} ms")
 
 
-def _ours(model: Any, params: Any, prompts: np.ndarray, args: Any) -> Loop:
-    engine = _engine(model, params, args, len(prompts))
+def _ours(
+    model: Any, params: Any, prompts: np.ndarray, args: Any, kind: str = "fp32"
+) -> Loop:
+    engine = _engine(model, params, args, len(prompts), kind)
 
     def loop(num: int) -> tuple[np.ndarray, float]:
         for prompt in prompts.tolist():
@@ -109,13 +118,21 @@ def _ours(model: Any, params: Any, prompts: np.ndarray, args: Any) -> Loop:
     return loop
 
 
-def _engine(model: Any, params: Any, args: Any, slots: int) -> Engine:
+def _engine(
+    model: Any, params: Any, args: Any, slots: int, kind: str = "fp32"
+) -> Engine:
+    layout, devices = Layout(), jax.devices()[:1]
+    if kind == "bf16":
+        layout = Layout(precision="bf16", param_dtype="bf16")
+    elif kind == "int8":
+        model, params = with_weights(model, params, kind, layout, devices)
     programs = Programs.of(
         model,
+        layout,
         slots=slots,
         max_seq=args.prompt + args.tokens,
         page_size=64,
-        devices=jax.devices()[:1],
+        devices=devices,
     )
     return Engine(programs, *placed(programs, model, params))
 
@@ -150,6 +167,13 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--preset", default="smollm2-135m", help="(%(default)s)")
     for name, default in (("batch", 1), ("prompt", 16), ("tokens", 32), ("runs", 3)):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"({default})")
+    parser.add_argument(
+        "--weights",
+        nargs="*",
+        choices=("bf16", "int8"),
+        default=(),
+        help="of ours besides: computed with in bf16, or kept in int8 (none)",
+    )
     return parser.parse_args()
 
 
