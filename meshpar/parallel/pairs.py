@@ -107,7 +107,7 @@ def triangle_attention(
     scope: Scope,
     line: Line,
 ) -> jax.Array:
-    """Gated attention along rows or columns, with a bias from the triangle's third side.
+    """Gated attention along lines, with a bias from the triangle's third side.
 
         row:    out_ij = g_ij sum_k softmax_k(q_ij k_ik / sqrt(d) + bias_jk) v_ik
         column: out_ij = g_ij sum_k softmax_k(q_ij k_kj / sqrt(d) + bias_ki) v_kj
