@@ -25,6 +25,9 @@ from meshpar.rules.rules import entry_axes, spec_axes
 Dims = list[tuple[int, tuple[str, ...]]]
 """Dims of an array, each with the batch axes that it is split over."""
 
+_JOINED_VALUES = 2**29
+"""Most of a gradient that is joined with others for a scatter: 2 GiB in fp32."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
@@ -179,7 +182,8 @@ def _scatter_one(layout: Stored, gradient: jax.Array, moved: Dims) -> jax.Array:
 def _scatter_layer(stored: Any, gradients: Any) -> Any:
     """One layer's gradients, each as a matrix whose rows are scattered.
 
-    With `Stored.scatter_columns` (XLA:TPU) those of as many rows are joined to one.
+    With `Stored.scatter_columns` (XLA:TPU) those of as many rows are joined to one,
+    but for a vocabulary's tables, which would be held twice more.
     """
     layouts, treedef = jax.tree.flatten(stored, is_leaf=is_stored)
     leaves = treedef.flatten_up_to(gradients)
@@ -188,7 +192,8 @@ def _scatter_layer(stored: Any, gradients: Any) -> Any:
         moved = gradient_in_loop(layout)
         if layout.scatter_columns > 1 and len(moved) == 1 and not layout.automatic_axes:
             [(dim, mesh_axes)] = moved
-            key = x.shape[dim], mesh_axes, jnp.dtype(layout.sum_dtype)
+            alone = at if x.size > _JOINED_VALUES else None
+            key = x.shape[dim], mesh_axes, jnp.dtype(layout.sum_dtype), alone
             joined.setdefault(key, []).append(at)
         else:
             [leaves[at]] = _each(_scatter_rows, [layout], [x], gradient_in_loop)
@@ -214,7 +219,7 @@ def _scatter_joined(layouts: list[Stored], leaves: list[jax.Array]) -> list[jax.
         for layout, x, (dim, _) in zip(layouts, leaves, dims, strict=True)
     ]
     matrices = [x.reshape(len(x), -1) for x in turned]
-    whole = jnp.concatenate(matrices, axis=1)
+    whole = jnp.concatenate(matrices, axis=1) if len(matrices) > 1 else matrices[0]
     columns = whole.shape[1]
     if columns > layouts[0].scatter_columns:
         whole = jnp.pad(whole, ((0, 0), (0, -columns % layouts[0].scatter_columns)))
