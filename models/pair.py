@@ -115,7 +115,7 @@ class PairBlock(nnx.Module):
         """(batch, rows, columns, embed) -> (batch, rows, columns, embed)."""
         for name in ("outgoing", "incoming", "starting", "ending", "transition"):
             branch = scope.constrain(getattr(self, name)(z, scope), PAIR_STREAM)
-            z = z + scope.save(branch, f"{name}_out")
+            z = scope.constrain(z + scope.save(branch, f"{name}_out"), PAIR_STREAM)
         return z
 
 

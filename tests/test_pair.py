@@ -134,13 +134,15 @@ def test_attention_in_turns_is_attention_at_once():
     """More devices than a head has values: the bias comes in several turns."""
     rng = np.random.default_rng(0)
     split = {"pair_rows": ("context", "tensor"), "pair_columns": None, "batch": None}
-    q, k, v = rng.normal(size=(3, 1, 16, 16, 2, 2)).astype(np.float32)
+    q, k, v, gate = rng.normal(size=(4, 1, 16, 16, 2, 2)).astype(np.float32)
+    gate_bias = rng.normal(size=(2, 2)).astype(np.float32)
     bias = rng.normal(size=(1, 16, 16, 2)).astype(np.float32)
     scores = np.einsum("bijhd,bikhd->bijkh", q, k) / 2**0.5 + bias[:, None]
     wanted = jnp.einsum("bijkh,bikhd->bijhd", jax.nn.softmax(scores, axis=3), v)
+    wanted = wanted * jax.nn.sigmoid(gate + gate_bias)
     with jax.set_mesh(make_mesh(Layout(context=2, tensor=4))):
         scope = Scope(rules=Rules(split))
         found = jax.jit(
             lambda *arrays: triangle_attention(*arrays, scope, "row"),
-        )(q, k, v, bias)
+        )(q, k, v, gate, gate_bias, bias)
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)

@@ -18,6 +18,7 @@ from meshpar import (
     make_train_step,
 )
 from meshpar.models.presets import build
+from meshpar.parallel import zero
 from meshpar.parallel.prefetch_choice import prefetch_notes
 from meshpar.parallel.zero import Stored, gradient_in_loop, reduce_scatter
 from meshpar.testing import assert_overlapped
@@ -87,7 +88,13 @@ def test_a_key_without_effect_is_refused(line):
         step_of(model_of(2), f"{line},fsdp_prefetch=on")
 
 
-def test_gradients_joined_to_one_padded_matrix_keep_their_values():
+@pytest.mark.parametrize("most, scatters", [(2**29, 2), (100, 3)])
+def test_gradients_joined_to_one_padded_matrix_keep_their_values(
+    most, scatters, monkeypatch
+):
+    """The first, of 120 values, is alone where 100 are the most."""
+    monkeypatch.setattr(zero, "_JOINED_VALUES", most)
+
     def stored(*axes):
         spec = P(*axes)
         return Stored(
@@ -115,6 +122,8 @@ def test_gradients_joined_to_one_padded_matrix_keep_their_values():
         out_specs=[layout.gradient_spec for layout in layouts[:-1]] + [P("fsdp")],
         check_vma=False,
     )
+    text = str(jax.make_jaxpr(scatter)(*found))
+    assert text.count(" reduce_scatter[") == scatters
     *scattered, own = jax.jit(scatter)(*found)
     for x, wanted in zip(scattered, found, strict=False):
         np.testing.assert_allclose(x, wanted.sum(0), rtol=1e-5, atol=1e-6)

@@ -101,14 +101,19 @@ def triangle_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
+    gate: jax.Array,
+    gate_bias: jax.Array,
     bias: jax.Array,
     scope: Scope,
     line: Line,
 ) -> jax.Array:
-    """Attention along rows or columns, with a bias from the triangle's third side.
+    """Gated attention along lines, with a bias from the triangle's third side.
 
-        row:    out_ij = sum_k softmax_k(q_ij k_ik / sqrt(d) + bias_jk) v_ik
-        column: out_ij = sum_k softmax_k(q_ij k_kj / sqrt(d) + bias_ki) v_kj
+        row:    out_ij = g_ij sum_k softmax_k(q_ij k_ik / sqrt(d) + bias_jk) v_ik
+        column: out_ij = g_ij sum_k softmax_k(q_ij k_kj / sqrt(d) + bias_ki) v_kj
+        g_ij = sigmoid(gate_ij + gate_bias)
+
+    The gate is here, as XLA:TPU would split its heads and move it there and back.
 
     A device has whole lines, and gathers the bias of some queries of all lines at a
     time, N^2 heads values in all, which the backward does again and scatters back.
@@ -118,6 +123,8 @@ def triangle_attention(
         q: (batch, rows, columns, heads, head_dim), laid out as `whole_lines` gives.
         k: As `q`, and so `v`.
         v: Values.
+        gate: As `q`.
+        gate_bias: (heads, head_dim).
         bias: (batch, rows, columns, heads).
         scope: Whose rules split the pairs.
         line: What attention goes along.
@@ -130,17 +137,21 @@ def triangle_attention(
     lines = split if move is None else move.after(split)
     mesh_axes = lines[ROWS if line == "row" else COLUMNS]
 
-    def local(q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array) -> jax.Array:
-        if line == "row":
-            return _attended(q, k, v, bias, mesh_axes)
-        q, k, v, bias = (x.swapaxes(ROWS, COLUMNS) for x in (q, k, v, bias))
-        return _attended(q, k, v, bias, mesh_axes).swapaxes(ROWS, COLUMNS)
+    def local(gate_bias: jax.Array, bias: jax.Array, *qkvg: jax.Array) -> jax.Array:
+        q, k, v, gate = (
+            x if line == "row" else x.swapaxes(ROWS, COLUMNS) for x in qkvg
+        )
+        bias = bias if line == "row" else bias.swapaxes(ROWS, COLUMNS)
+        out = _attended(q, k, v, bias, mesh_axes)
+        out = jax.nn.sigmoid(gate + gate_bias) * out
+        return out if line == "row" else out.swapaxes(ROWS, COLUMNS)
 
     # In which the gathers' gradients are added up.
     bias = bias.astype(sum_dtype(bias.dtype, scope.platform))
     of_heads = (*lines, ())
-    splits = (of_heads, of_heads, of_heads, lines)
-    return on_split(local, q, k, v, bias, splits=splits, out_split=of_heads)
+    splits = (((), ()), lines, *4 * (of_heads,))
+    given = (gate_bias, bias, q, k, v, gate)
+    return on_split(local, *given, splits=splits, out_split=of_heads)
 
 
 def _check_channels(channels: int, split: Split) -> None:

@@ -8,6 +8,7 @@ Reference: Rajbhandari et al. 2020, sections 5 and 7; Zhao et al. 2023.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,6 +25,10 @@ from meshpar.rules.rules import entry_axes, spec_axes
 
 Dims = list[tuple[int, tuple[str, ...]]]
 """Dims of an array, each with the batch axes that it is split over."""
+
+_JOINED_VALUES = 2**28
+"""Most of gradients that are joined for one scatter, which holds them three times more:
+1 GiB in fp32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,20 +184,24 @@ def _scatter_one(layout: Stored, gradient: jax.Array, moved: Dims) -> jax.Array:
 def _scatter_layer(stored: Any, gradients: Any) -> Any:
     """One layer's gradients, each as a matrix whose rows are scattered.
 
-    With `Stored.scatter_columns` (XLA:TPU) those of as many rows are joined to one.
+    With `Stored.scatter_columns` (XLA:TPU) those of as many rows are joined to one, up
+    to a size: a vocabulary's tables stay alone.
     """
     layouts, treedef = jax.tree.flatten(stored, is_leaf=is_stored)
     leaves = treedef.flatten_up_to(gradients)
-    joined: dict[tuple, list[int]] = {}
+    joined: dict[tuple, list[list[int]]] = {}
     for at, (layout, x) in enumerate(zip(layouts, leaves, strict=True)):
         moved = gradient_in_loop(layout)
         if layout.scatter_columns > 1 and len(moved) == 1 and not layout.automatic_axes:
             [(dim, mesh_axes)] = moved
             key = x.shape[dim], mesh_axes, jnp.dtype(layout.sum_dtype)
-            joined.setdefault(key, []).append(at)
+            groups = joined.setdefault(key, [[]])
+            if sum(leaves[one].size for one in groups[-1]) + x.size > _JOINED_VALUES:
+                groups.append([])
+            groups[-1].append(at)
         else:
             [leaves[at]] = _each(_scatter_rows, [layout], [x], gradient_in_loop)
-    for members in joined.values():
+    for members in filter(None, itertools.chain.from_iterable(joined.values())):
         parts = _scatter_joined(
             [layouts[at] for at in members], [leaves[at] for at in members]
         )
@@ -214,7 +223,7 @@ def _scatter_joined(layouts: list[Stored], leaves: list[jax.Array]) -> list[jax.
         for layout, x, (dim, _) in zip(layouts, leaves, dims, strict=True)
     ]
     matrices = [x.reshape(len(x), -1) for x in turned]
-    whole = jnp.concatenate(matrices, axis=1)
+    whole = jnp.concatenate(matrices, axis=1) if len(matrices) > 1 else matrices[0]
     columns = whole.shape[1]
     if columns > layouts[0].scatter_columns:
         whole = jnp.pad(whole, ((0, 0), (0, -columns % layouts[0].scatter_columns)))

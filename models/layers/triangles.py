@@ -13,6 +13,7 @@ from meshpar import Scope
 from meshpar.models.layers.attention import normal
 from meshpar.models.layers.norm import LayerNorm
 from meshpar.parallel.pairs import (
+    PAIRS,
     Line,
     shared_lines,
     triangle_attention,
@@ -63,13 +64,14 @@ class TriangleProduct(nnx.Module):
         """(batch, rows, columns, embed) -> alike, before it is constrained."""
         normed = scope.constrain(self.norm(z), PAIR_STREAM)
         sides = jnp.einsum("BIJD,DSC->BIJSC", normed, self.sides[...])
-        sides = sides + self.sides_bias[...]
+        sides = scope.constrain(sides + self.sides_bias[...], (*PAIRS, None))
         both = sides[..., :2, :] * jax.nn.sigmoid(sides[..., 2:, :])
         left, right = both[..., 0, :], both[..., 1, :]
         product = triangle_product(left, right, scope, outgoing=self.outgoing)
         out = jnp.einsum("BIJC,CD->BIJD", self.product_norm(product), self.out[...])
         gate = jnp.einsum("BIJD,DE->BIJE", normed, self.gate[...])
-        return jax.nn.sigmoid(gate + self.gate_bias[...]) * out
+        gate = scope.constrain(gate + self.gate_bias[...], PAIR_STREAM)
+        return jax.nn.sigmoid(gate) * scope.constrain(out, PAIR_STREAM)
 
 
 class TriangleAttention(nnx.Module):
@@ -117,8 +119,7 @@ class TriangleAttention(nnx.Module):
         lines = whole_lines(normed, scope, self.line)
         qkvg = jnp.einsum("BIJD,DSHE->SBIJHE", lines, self.qkvg[...])
         bias = jnp.einsum("BIJD,DH->BIJH", lines, self.bias[...])
-        mixed = triangle_attention(*qkvg[:3], bias, scope, self.line)
-        gated = jax.nn.sigmoid(qkvg[3] + self.gate_bias[...]) * mixed
+        gated = triangle_attention(*qkvg, self.gate_bias[...], bias, scope, self.line)
         out = jnp.einsum("BIJHE,HED->BIJD", gated, self.out[...])
         return shared_lines(out, scope, self.line)
 
