@@ -157,7 +157,8 @@ def draw_cases(
     """
     whole_number("num", num)
     rng, of_others = np.random.default_rng(seed), np.random.default_rng([seed, 1])
-    built = built_values(choices.build(choices.models[0]), devices)
+    first = choices.models[0]
+    built = built_values(choices.build(first), devices, choices.changes(first))
     cases: dict[Case, None] = {}
     for _ in range(20 * num):
         case, refused = _draw_case(rng, built, len(devices), choices)
