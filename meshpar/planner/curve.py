@@ -82,8 +82,10 @@ class Point:
         if axis in _WHY:
             return _WHY[axis]
         plan = self.plan
-        known = isinstance(plan, Estimate)
-        why = why_exposed(plan, axis) if known else plan.why_exposed(axis)
+        if isinstance(plan, Estimate):
+            why = why_exposed(plan, axis)
+        else:
+            why = plan.why_exposed(axis)
         return f"over the {plan.run.link(axis).name}, {why}"
 
     @property

@@ -262,7 +262,13 @@ def volume_runs(request: VolumeRequest) -> Iterator[VolumeRun]:
             if not _is_allowed(request.constraints, sizes):
                 continue
             remat = request.constraints.kept.get("remat", "none")
-            layout = Layout(**sizes, precision=work.precision, remat=remat)
+            layout = Layout(
+                data=data,
+                context=context,
+                tensor=tensor,
+                precision=work.precision,
+                remat=remat,
+            )
             at_work = [axis for axis in ("context", "tensor") if sizes[axis] > 1]
             axes = [*at_work, "", ""][:2]
             yield VolumeRun(
