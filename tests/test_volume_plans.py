@@ -13,7 +13,7 @@ from meshpar.audit.volume_trace import traced_volume
 from meshpar.cli.main import main
 from meshpar.model.inputs import shapes_of
 from meshpar.models.presets import build
-from meshpar.planner.cost.volume_time import VolumeRun, exposed, halo_bytes
+from meshpar.planner.cost.volume_time import exposed, halo_bytes
 from meshpar.planner.curve import BEND, curve_in_words, scaling_curve
 from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.search.constraints import Constraints
@@ -21,6 +21,7 @@ from meshpar.planner.search.volume_plans import VolumeRequest
 from meshpar.planner.workload.space import SpaceWorkload
 from meshpar.planner.workload.volume import Kernel, VolumeWorkload
 from meshpar.train.memory_report import estimated_bytes
+from tests.marks import slow
 
 PLANE = 64 * 64
 WINDOW = Kernel(
@@ -33,7 +34,7 @@ MADE = VolumeWorkload(
     kernels=(WINDOW, WINDOW, Kernel(flops=1e9, num_bytes=1e6)),
     summed_bytes=1e9,
     num_sums=5,
-    at_once=SpaceWorkload(volume_bytes=8 * 10**9, other_bytes=10**6),
+    at_once=SpaceWorkload(volume_bytes=4 * 10**9, other_bytes=10**6),
     batch_bytes=10**6,
     least_sizes=(8, 8, 8),
 )
@@ -65,16 +66,6 @@ def step_of(layout, **rules):
     return step, shapes_of(model.inputs, {"batch": 1})
 
 
-def run_of(layout, workload, mesh_axes, devices):
-    return VolumeRun(
-        workload=workload,
-        cluster=cluster_of("h100-80gb", devices=devices),
-        layout=layout,
-        mesh_axes=mesh_axes,
-        global_batch=1,
-    )
-
-
 # Halos and memory.
 
 
@@ -100,26 +91,28 @@ def test_a_second_split_dim_sends_the_halo_of_the_first_too():
     assert 'with_rules(depth="context", height="tensor")' in plan.how_to_run
 
 
+BY_HAND = 4 * 2 * 8 * 8 * 16 * 4
+"""Of the coarse level's four gradients: two places of each device are less than a
+window, so that their halos are sent by hand and are none of the trace's."""
+
+
 @pytest.mark.parametrize(
-    "layout, rules, mesh_axes",
+    "layout, rules, by_hand",
     [
-        ("context=4", {}, ("context", "", "")),
         (
             "context=2,tensor=2",
             {"depth": "context", "height": "tensor"},
-            ("context", "tensor", ""),
+            0,
         ),
+        slow("context=4", {}, BY_HAND),
     ],
 )
-def test_halos_and_memory_are_those_of_the_traced_step(layout, rules, mesh_axes):
+def test_halos_and_memory_are_those_of_the_traced_step(layout, rules, by_hand):
     step, batch = step_of(layout, **rules)
-    traced = traced_space(step, batch)
     plan, _ = request(4, tiny(), **step.layout.mesh_shape).of_layout()
-    run = dataclasses.replace(plan.run, mesh_axes=mesh_axes)
-    # Gradients of kernels read the input's halo too; sizes are those of the trace.
-    assert halo_bytes(run) == pytest.approx(traced.halo_bytes, rel=0.35)
+    assert halo_bytes(plan.run) == traced_space(step, batch).halo_bytes + by_hand
     states, at_once = estimated_bytes(step, batch)
-    assert plan.memory.total_bytes == pytest.approx(states + at_once, rel=0.05)
+    assert plan.memory.total_bytes == pytest.approx(states + at_once, rel=1e-3)
 
 
 def test_devices_that_share_a_volume_hold_their_part_of_it():
@@ -144,9 +137,9 @@ def test_plans_divide_the_batch_and_the_coarsest_level():
 
 def test_what_does_not_fit_is_no_plan():
     asked = request(8)
-    small = dataclasses.replace(asked, constraints=Constraints(max_memory_bytes=2.1e9))
+    small = dataclasses.replace(asked, constraints=Constraints(max_memory_bytes=0.6e9))
     assert {plan.run.sharing for plan in small.plans()} == {8}
-    tiny_room = Constraints(max_memory_bytes=1e9)
+    tiny_room = Constraints(max_memory_bytes=0.5e9)
     assert not dataclasses.replace(asked, constraints=tiny_room).plans()
 
 
@@ -172,7 +165,7 @@ def test_one_volume_over_many_hosts_bends_for_its_halos():
 
 @pytest.mark.parametrize("kept", [{"stage": 2}, {"fsdp": 2}, {"microbatches": 2}])
 def test_what_volumes_are_not_planned_over_is_refused(kept):
-    with pytest.raises(InputError, match=f"{next(iter(kept))}.* is kept, but plans"):
+    with pytest.raises(InputError, match=f"{next(iter(kept))}=2 is kept, but plans"):
         request(8, **kept)
 
 
@@ -181,8 +174,8 @@ def test_what_volumes_are_not_planned_over_is_refused(kept):
 
 def test_the_command_plans_a_volume_and_draws_its_curve(tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    words = ["plan", "--preset", "tiny-unet3d", "--devices", "4"]
-    words += ["--global-batch", "4"]
+    words = ["plan", "--preset", "tiny-unet3d", "--model", "levels=1"]
+    words += ["--devices", "4", "--global-batch", "4"]
     assert main([*words, "--json"]) == 0
     best = json.loads(capsys.readouterr().out)["plans"][0]
     assert best["memory"].keys() >= {"activation_bytes", "halo_bytes", "total_bytes"}
@@ -195,8 +188,8 @@ def test_the_command_plans_a_volume_and_draws_its_curve(tmp_path, capsys):
 
 
 def test_an_estimate_of_a_layout_speaks_of_volumes(capsys):
-    words = ["estimate", "--preset", "tiny-unet3d", "--layout", "context=2,tensor=2"]
-    assert main(words) == 0
+    words = ["estimate", "--preset", "tiny-unet3d", "--model", "levels=1"]
+    assert main([*words, "--layout", "context=2,tensor=2"]) == 0
     printed = capsys.readouterr().out
     assert "1 volume on 4 devices together" in printed and "halos" in printed
     assert "token" not in printed and "sequence" not in printed

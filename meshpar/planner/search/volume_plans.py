@@ -158,18 +158,7 @@ class VolumeRequest:
     constraints: Constraints = Constraints()
 
     def __post_init__(self) -> None:
-        for key in self.constraints.kept:
-            if key not in _KEPT:
-                raise InputError(
-                    f"{key} is kept, but plans of volumes have {', '.join(_KEPT)} "
-                    "alone; leave it out"
-                )
-        for axis in MESH_AXES:
-            if axis not in _SPLIT and self.constraints.kept.get(axis, 1) > 1:
-                raise InputError(
-                    f"{axis}={self.constraints.kept[axis]} is kept, but plans of "
-                    f"volumes split {', '.join(_SPLIT)} alone; replicas are data="
-                )
+        check_kept(self.constraints)
 
     @property
     def noun(self) -> str:
@@ -242,6 +231,25 @@ def _volumes(count: int) -> str:
 
 def _parts(plan: VolumePlan) -> list[str]:
     return [part for part in plan.run.rules.split(",") if part]
+
+
+def check_kept(constraints: Constraints) -> None:
+    """Refuses what a plan of volumes does not choose among.
+
+    Raises:
+        InputError: A key or a mesh axis is kept that it does not know.
+    """
+    for key, value in constraints.kept.items():
+        if key not in _KEPT:
+            raise InputError(
+                f"{key}={value} is kept, but plans of volumes have "
+                f"{', '.join(_KEPT)} alone; leave it out"
+            )
+        if key in MESH_AXES and key not in _SPLIT and value > 1:
+            raise InputError(
+                f"{key}={value} is kept, but plans of volumes split "
+                f"{', '.join(_SPLIT)} alone; leave it out, data= gives replicas"
+            )
 
 
 def volume_runs(request: VolumeRequest) -> Iterator[VolumeRun]:
