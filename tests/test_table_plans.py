@@ -13,7 +13,8 @@ from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.search.constraints import Constraints
 from meshpar.tables import Table
 from meshpar.tables.exchange import LEAST_ROOM, SLACK
-from meshpar.tables.plan import TableRequest, TableTraffic
+from meshpar.tables.plan_request import TableRequest
+from meshpar.tables.traffic import TableTraffic
 
 DIM, FEATURES = 16, 6
 

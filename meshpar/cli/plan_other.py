@@ -149,7 +149,7 @@ def _request(
         )
         return VolumeRequest(workload=workload, **shared)
     if any(one.has_gradient for one in (model.inputs or {}).values()):
-        from meshpar.tables.plan import TableRequest
+        from meshpar.tables.plan_request import TableRequest
 
         tables = _tables(args, name, model)
         return TableRequest(name=name, model=model, tables=tables, **shared)

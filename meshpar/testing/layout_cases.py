@@ -17,7 +17,8 @@ from meshpar.emulate import DEFAULT_DEVICES
 from meshpar.errors import InputError, whole_number
 from meshpar.layout import nearest
 from meshpar.parallel.pipeline.program import arranged_for
-from meshpar.parallel.space import has_space
+from meshpar.parallel.sequence_checks import context_problems
+from meshpar.parallel.space import has_space, space_problems
 from meshpar.parallel.storage import parameter_specs
 from meshpar.rules.table import MeshAxes
 from meshpar.testing.layout_draws import (
@@ -187,6 +188,10 @@ def refusal(case: Case, choices: Choices) -> str | None:
         stored = arranged_for(model, case.layout)
         for path, parameter in stored.flat_parameters().items():
             parameter_specs(path, parameter, case.layout, rules)
+        for message in space_problems(model, case.layout, rules):
+            return message
+        for message in context_problems(model, case.layout, rules, case.seq):
+            return message
         report = lint(
             model,
             case.layout,
