@@ -12,12 +12,13 @@ from meshpar.audit.space_trace import traced_space
 from meshpar.audit.volume_trace import traced_volume
 from meshpar.cli.main import main
 from meshpar.model.inputs import shapes_of
-from meshpar.models.presets import build
+from meshpar.models.presets import OTHER_PRESETS, build
 from meshpar.planner.cost.volume_time import exposed, halo_bytes
 from meshpar.planner.curve import BEND, curve_in_words, scaling_curve
 from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.search.constraints import Constraints
 from meshpar.planner.search.volume_plans import VolumeRequest
+from meshpar.planner.workload.shapes import OTHER_SHAPES, TRACED
 from meshpar.planner.workload.space import SpaceWorkload
 from meshpar.planner.workload.volume import Kernel, VolumeWorkload
 from meshpar.train.memory_report import estimated_bytes
@@ -170,6 +171,10 @@ def test_what_volumes_are_not_planned_over_is_refused(kept):
 
 
 # The commands.
+
+
+def test_every_preset_has_a_workload_or_is_traced():
+    assert OTHER_PRESETS.keys() - OTHER_SHAPES.keys() == TRACED
 
 
 def test_the_command_plans_a_volume_and_draws_its_curve(tmp_path, capsys):

@@ -16,7 +16,7 @@ from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.machine.execution import MESHPAR
 from meshpar.planner.other_plan import OtherPlan, OtherRequest
 from meshpar.planner.search.constraints import Constraints
-from meshpar.planner.workload.shapes import OTHER_SHAPES, SHAPES
+from meshpar.planner.workload.shapes import TRACED
 
 if TYPE_CHECKING:  # It needs jax.
     from meshpar.model.contract import Model
@@ -106,12 +106,7 @@ def run_estimate(args: argparse.Namespace, request: OtherRequest) -> int:
 def _preset(args: argparse.Namespace) -> str | None:
     """The preset that is no transformer's; None of all else."""
     name = args.preset or args.model
-    if not name or "=" in name or name.endswith(".json"):
-        return None
-    if name in SHAPES or name in OTHER_SHAPES:
-        return None
-    presets = importlib.import_module(MODEL_FROM.partition(":")[0])
-    return name if name in presets.OTHER_PRESETS else None
+    return name if name in TRACED else None
 
 
 def _check(args: argparse.Namespace, name: str) -> None:
