@@ -167,7 +167,8 @@ def workload_of(model: str, *, words: str | None = None) -> Workload:
     else:
         raise InputError(
             f"no model {model!r}; {nearest(model, {*_BY_NAME, *TRACED})}; or give the "
-            "path of a config.json, or sizes such as layers=4,hidden=256,heads=8,vocab=256"
+            "path of a config.json, or sizes such as "
+            "layers=4,hidden=256,heads=8,vocab=256"
         )
     return workload if words is None else _changed(workload, words)
 
