@@ -5,6 +5,7 @@ Whether a layout suits a model and a batch is asked of the library (`lint`).
 
 from __future__ import annotations
 
+import itertools
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -151,6 +152,7 @@ def draw_cases(
 ) -> list[Case]:
     """`num` different valid cases, a function of the arguments alone.
 
+    Models take turns, so that as many cases as there are models have each of them.
     Every `_RESUMING`-th goes on under another layout after its first step.
 
     Raises:
@@ -161,8 +163,9 @@ def draw_cases(
     first = choices.models[0]
     built = built_values(choices.build(first), devices, choices.changes(first))
     cases: dict[Case, None] = {}
-    for _ in range(20 * num):
-        case, refused = _draw_case(rng, built, len(devices), choices)
+    turns = [choices.models[at] for at in rng.permutation(len(choices.models))]
+    for model in itertools.islice(itertools.cycle(turns), 20 * num):
+        case, refused = _draw_case(rng, model, built, len(devices), choices)
         if refused is None and len(cases) % _RESUMING == _RESUMING - 1:
             case = _resuming(case, of_others, built, len(devices), choices)
         if refused is None:
@@ -207,16 +210,16 @@ def refusal(case: Case, choices: Choices) -> str | None:
 
 def _draw_case(
     rng: np.random.Generator,
+    model: str,
     built: dict[str, tuple],
     num_devices: int,
     choices: Choices,
 ) -> tuple[Case, str | None]:
-    """A case, and why it is refused if it is.
+    """A case of a model, and why it is refused if it is.
 
-    Which model and which mesh axes to split is drawn once, so that those which rarely
-    suit each other are not rare for it.
+    Which mesh axes to split is drawn once, so that those which rarely suit the model
+    are not rare for it.
     """
-    model = pick(rng, choices.models)
     num_layers = sum(group.num_layers for group in choices.build(model).groups)
     built = _suited(built, choices.build(model))
     split = draw_split_axes(rng, built, num_devices)
