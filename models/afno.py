@@ -250,5 +250,14 @@ AFNO = Family(
             blocks=8,
         ),
     },
+    fuzzed=(
+        "--preset tiny-afno --model layers=5,embed=12,height=6,width=10,patch=2,"
+        "channels=2,blocks=3,init_std=0.25",
+        "--preset tiny-afno --model layers=2,embed=8,height=16,width=16,patch=2,"
+        "blocks=2,modes=4,ffn=16,init_std=0.25 --with-rules height=context",
+        "--preset tiny-afno --model layers=2,embed=8,height=8,width=16,patch=2,"
+        "blocks=2,modes=4,ffn=16,init_std=0.25 "
+        "--with-rules height=context,width=tensor,mlp=none",
+    ),
 )
 """The second with the sizes of FourCastNet."""

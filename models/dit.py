@@ -314,5 +314,10 @@ DIT = Family(
             layers=32, embed=4608, heads=36, image=256, patch=2, classes=1000
         ),
     },
+    fuzzed=(
+        "--preset tiny-dit --model layers=4,embed=32,heads=4,modulation_std=0.1",
+        "--preset tiny-dit --model layers=3,embed=48,heads=6,image=12,prediction=v,"
+        "modulation_std=0.1",
+    ),
 )
 """With the sizes of Peebles and Xie 2023, table 1; `dit-12b` is larger than any."""

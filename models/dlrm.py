@@ -274,5 +274,10 @@ DLRM = Family(
             tail=(512, 256),
         ),
     },
+    fuzzed=(
+        "--preset tiny-dlrm --model top_layers=4",
+        "--preset tiny-dlrm-cross --model cross_layers=3,cross_rank=12,top_width=24,"
+        "top_layers=3",
+    ),
 )
 """`dlrm-v2` has the sizes of MLPerf Training 3.0's recommendation benchmark."""

@@ -374,6 +374,12 @@ ENCODER_DECODER = Family(
             encoder_layers=12, decoder_layers=12, embed=768, heads=12, ffn=3072, **_T5
         ),
     },
+    fuzzed=(
+        "--preset tiny-t5 --model encoder_layers=3,decoder_layers=2,embed=32,heads=4,"
+        "ffn=64,vocab=64,logits_bytes=2000",
+        "--preset tiny-t5 --model encoder_layers=2,decoder_layers=4,embed=48,heads=6,"
+        "ffn=96,vocab=72,gated=true,dropout=0.1",
+    ),
 )
 """With the sizes of Raffel et al. 2020, section 3.7; this module says where it
 differs."""

@@ -18,9 +18,12 @@ class Family:
         build: Config -> model.
         presets: Name -> config.
         of_text: Whether its models learn from a text alone.
+        fuzzed: Small ones that `meshpar fuzz` draws, in the words of its options: sizes
+            that exercise the family's branches, and rules of its own.
     """
 
     config: type
     build: Callable[[Any], Model]
     presets: Mapping[str, Any] = field(default_factory=dict)
     of_text: bool = False
+    fuzzed: tuple[str, ...] = ()

@@ -11,6 +11,7 @@ from flax import nnx
 from meshpar import InputError, Model, Scope, from_nnx
 from meshpar.chunk_bytes import LOGITS_BYTES
 from meshpar.model.inputs import Batch
+from meshpar.models.family import Family
 from meshpar.models.field_types import (
     check_dropout,
     check_field_types,
@@ -136,3 +137,11 @@ def gpt2(config: GPT2Config) -> Model:
         inputs=language_inputs(config.vocab),
         per_token=True,
     )
+
+
+GPT2 = Family(
+    config=GPT2Config,
+    build=gpt2,
+    fuzzed=("--model layers=6,hidden=32,heads=4,vocab=64,max_seq=16,dropout=0.2",),
+)
+"""Its presets stand in `models/presets.py`."""

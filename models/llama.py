@@ -15,6 +15,7 @@ from flax import nnx
 from meshpar import InputError, Model, Scope, from_nnx
 from meshpar.chunk_bytes import LOGITS_BYTES
 from meshpar.model.inputs import Batch
+from meshpar.models.family import Family
 from meshpar.models.field_types import (
     check_field_types,
     check_heads,
@@ -221,3 +222,20 @@ def llama(config: LlamaConfig) -> Model:
         inputs=language_inputs(config.vocab),
         per_token=True,
     )
+
+
+LLAMA = Family(
+    config=LlamaConfig,
+    build=llama,
+    fuzzed=(
+        "--model layers=4,gated=true,hidden=32,heads=4,kv_heads=2,ffn=64,vocab=64,"
+        "tied=true,logits_bytes=3000",
+        "--model layers=1,gated=true,hidden=32,heads=8,kv_heads=8,ffn=64,vocab=64,"
+        "tied=false",
+        "--model layers=5,gated=true,hidden=48,heads=6,kv_heads=3,ffn=96,vocab=72,"
+        "qk_norm=true,logits_bytes=2000",
+        "--model layers=3,gated=true,hidden=40,heads=5,kv_heads=5,ffn=60,vocab=70,"
+        "qkv_bias=true",
+    ),
+)
+"""Its presets stand in `models/presets.py`."""

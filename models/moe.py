@@ -16,6 +16,7 @@ from flax import nnx
 from meshpar import Blocks, InputError, Model, Scope, from_nnx
 from meshpar.chunk_bytes import LOGITS_BYTES
 from meshpar.model.sums import Sums
+from meshpar.models.family import Family
 from meshpar.models.field_types import (
     check_field_types,
     check_heads,
@@ -336,3 +337,17 @@ def moe(config: MoEConfig) -> Model:
         inputs=language_inputs(config.vocab),
         per_token=True,
     )
+
+
+MOE = Family(
+    config=MoEConfig,
+    build=moe,
+    fuzzed=(
+        "--preset tiny-moe --model layers=4,embed=32,heads=4,kv_heads=2,vocab=64,"
+        "experts=8,expert_ffn=16,logits_bytes=3000",
+        "--preset tiny-moe-capacity --model layers=3,embed=32,heads=4,kv_heads=4,"
+        "vocab=64,experts=12,top_k=3,expert_ffn=24,shared_experts=1,dense_layers=1,"
+        "ffn=64",
+    ),
+)
+"""Its presets stand in `models/presets.py`."""

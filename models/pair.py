@@ -196,5 +196,13 @@ PAIR = Family(
         ),
         "evoformer-pair": PairConfig(layers=48, embed=128, residues=256),
     },
+    fuzzed=(
+        "--preset tiny-pair --model layers=2,embed=8,residues=8,heads=2,head_dim=4,"
+        "channels=8,ffn=16,bins=5,init_std=0.25",
+        "--preset tiny-pair --model layers=3,embed=12,residues=12,heads=3,head_dim=4,"
+        "channels=12,ffn=24,bins=6,init_std=0.25 "
+        "--with-rules pair_rows=tensor,pair_columns=context",
+    ),
 )
-"""The second with the sizes of AlphaFold 2's pair stack (Jumper et al. 2021)."""
+"""The second with the sizes of AlphaFold 2's pair stack (Jumper et al. 2021). Those
+fuzzed start wider: norms of small values magnify roundings beyond the bound."""

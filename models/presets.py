@@ -15,12 +15,11 @@ from meshpar.models.convert.hf_config import config_from_json
 from meshpar.models.dit import DIT
 from meshpar.models.dlrm import DLRM
 from meshpar.models.encoder_decoder import ENCODER_DECODER
-from meshpar.models.family import Family
 from meshpar.models.gemma3 import GEMMA3
-from meshpar.models.gpt2 import GPT2Config, gpt2
+from meshpar.models.gpt2 import GPT2, GPT2Config
 from meshpar.models.layers.rope import RopeScaling
-from meshpar.models.llama import LlamaConfig, llama
-from meshpar.models.moe import MoEConfig, moe
+from meshpar.models.llama import LLAMA, LlamaConfig
+from meshpar.models.moe import MOE, MoEConfig
 from meshpar.models.pair import PAIR
 from meshpar.models.unet3d import UNET3D
 from meshpar.models.vit import VIT
@@ -192,9 +191,9 @@ PRESETS: dict[str, LlamaConfig | GPT2Config | MoEConfig] = {
 """Language models, of which the planner has shapes."""
 
 FAMILIES = (
-    Family(config=LlamaConfig, build=llama),
-    Family(config=GPT2Config, build=gpt2),
-    Family(config=MoEConfig, build=moe),
+    LLAMA,
+    GPT2,
+    MOE,
     GEMMA3,
     VIT,
     AFNO,
@@ -205,6 +204,9 @@ FAMILIES = (
     DLRM,
 )
 """A new one is a file, with its presets, and a line here."""
+
+FUZZED = tuple(text for family in FAMILIES for text in family.fuzzed)
+"""What `meshpar fuzz` draws models from."""
 
 OTHER_PRESETS: dict[str, Any] = {
     name: config for family in FAMILIES for name, config in family.presets.items()

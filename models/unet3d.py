@@ -274,5 +274,13 @@ UNET3D = Family(
         ),
         "unet3d-512": UNet3DConfig(depth=512, height=512, width=512, classes=4, base=8),
     },
+    fuzzed=(
+        "--preset tiny-unet3d --model depth=8,height=8,width=4,base=4,groups=2,"
+        "instances=true",
+        "--preset tiny-unet3d --model depth=12,height=4,width=4,base=4,groups=2,"
+        "blocks=2",
+        "--preset tiny-unet3d --model depth=8,height=12,width=4,base=4,groups=2 "
+        "--with-rules depth=context,height=tensor",
+    ),
 )
 """The larger one is of whole scans, its levels 8 to 64 channels wide."""

@@ -201,5 +201,10 @@ VIT = Family(
         "vit-b16": ViTConfig(layers=12, embed=768, heads=12, **_IMAGENET),
         "vit-l16": ViTConfig(layers=24, embed=1024, heads=16, **_IMAGENET),
     },
+    fuzzed=(
+        "--preset tiny-vit --model layers=5,embed=48,heads=6,image=16,patch=4",
+        "--preset tiny-vit --model layers=3,embed=32,heads=4,image=12,patch=4,"
+        "pooling=class_token,dropout=0.1",
+    ),
 )
 """With the sizes of Dosovitskiy et al. 2021, table 1."""

@@ -15,12 +15,13 @@ from meshpar.layout import _CHOICES, BY_COST
 from meshpar.parallel import placement
 from meshpar.schedules import SCHEDULES
 from meshpar.testing import equivalence, shrink
-from meshpar.testing.layout_cases import MODELS, Case, Choices, draw_cases, refusal
+from meshpar.testing.layout_cases import Case, Choices, draw_cases, refusal
 from meshpar.testing.layout_draws import DRAWS
 from meshpar.testing.masks import MASKS
 from meshpar.testing.shrink import simpler_cases
 
-CHOICES = Choices(models=MODELS, build=fuzz._build)
+MODELS = fuzz.fuzzed_models()
+CHOICES = Choices(models=MODELS, build=fuzz._build, changes=fuzz._changes)
 
 BUILT = {
     "data",

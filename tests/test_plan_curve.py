@@ -97,12 +97,18 @@ def test_a_torus_is_halved_along_its_longest_side():
     ]
 
 
+FEW = ["plan", "--preset", "dit-b2", "--devices", "16", "--global-batch", "32"]
+"""Images, 2 on each of 16 devices: the curve bends."""
+
+
 def test_the_command_prints_a_table_and_where_it_bends(capsys):
-    assert main([*WORDS, "--curve", "--forbid", "stage"]) == 0
+    assert main([*FEW, "--curve", "--forbid", "stage"]) == 0
     head, *rows, last = capsys.readouterr().out.splitlines()
     assert head.split()[:4] == ["devices", "batch", "sequences/s", "efficiency"]
     assert [row.split()[0] for row in rows] == ["1", "2", "4", "8", "16"]
-    assert last.startswith(("bends at ", "no bend: "))
+    assert last.startswith("bends at 4 devices: each does ")
+    assert float(rows[1].split()[3].rstrip("%")) >= 100 * BEND
+    assert float(rows[2].split()[3].rstrip("%")) < 100 * BEND
 
 
 def test_json_has_points_and_the_bend(capsys):
@@ -114,10 +120,10 @@ def test_json_has_points_and_the_bend(capsys):
         *("devices", "global_batch", "fits", "layout", "step_s", "sequences_per_s"),
         *("mfu", "total_bytes", "efficiency", "lost"),
     }
-    if curve["bend"]:
-        assert curve["bend"].keys() == {
-            *("devices", "efficiency", "most_lost", "lost", "why")
-        }
+    assert curve["examples"] == "sequences"
+    bend = curve["bend"]
+    assert bend.keys() == {"devices", "efficiency", "most_lost", "lost", "why"}
+    assert bend["devices"] == 16 and bend["efficiency"] < BEND
 
 
 def test_what_fits_nowhere_ends_with_1(capsys):

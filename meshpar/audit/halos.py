@@ -30,7 +30,7 @@ def halo_of(row: Collective, evidence: Evidence) -> str | None:
     for dims in row.dims:
         if not any(_fits(dims, one, evidence) for one in convolutions):
             return None
-    reach = max((max(_reach(one.equation)) for one in convolutions), default=0)
+    reach = max((max(reach_of(one.equation)) for one in convolutions), default=0)
     return f"halo of a convolution, {reach} places wide at most"
 
 
@@ -57,7 +57,7 @@ def _exchange(convolution: Operation, mesh_shape: dict[str, int]) -> Exchange:
     here = list(local_shape(shape, split, mesh_shape))
     value_bytes = array_dtype(equation.invars[0]).itemsize
     sent = 0
-    for dim, places in zip(spec.lhs_spec[2:], _reach(equation), strict=True):
+    for dim, places in zip(spec.lhs_spec[2:], reach_of(equation), strict=True):
         if split[dim] and places:
             sent += places * math.prod(here) // here[dim] * value_bytes
             here[dim] += places
@@ -81,7 +81,7 @@ def _halos(
     the halos that are there.
     """
     equation = convolution.equation
-    numbers, reach = equation.params["dimension_numbers"], _reach(equation)
+    numbers, reach = equation.params["dimension_numbers"], reach_of(equation)
     for side, spec in ((0, numbers.lhs_spec), (1, numbers.rhs_spec)):
         split = convolution.operands[side].split
         shape = array_shape(equation.invars[side])
@@ -101,7 +101,7 @@ def _halos(
             yield from itertools.product(*sizes)
 
 
-def _reach(equation: Any) -> tuple[int, ...]:
+def reach_of(equation: Any) -> tuple[int, ...]:
     """Places over the edge of a part that a convolution reads, along each dim.
 
     Windows side by side read none. Of the gradient of a kernel, the window is as large

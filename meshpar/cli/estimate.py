@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import fields
 
 from meshpar.cli.parsing import check_sizes, positive
+from meshpar.cli.plan_other import is_other, other_request, run_estimate
 from meshpar.errors import InputError
 from meshpar.hardware.devices import DEVICES
 from meshpar.layout import Layout
@@ -21,6 +23,7 @@ from meshpar.planner.machine.execution import (
     Execution,
     execution_of,
 )
+from meshpar.planner.search.constraints import Constraints
 from meshpar.planner.workload.shapes import workload_of
 from meshpar.planner.workload.workload import Workload
 from meshpar.train.layout_refusals import layout_refusals
@@ -132,19 +135,35 @@ def run(args: argparse.Namespace) -> int:
         return _of_generation(args, layout, cluster)
     if args.prompt is not None:
         raise InputError("--prompt is of generation; give --slots too, or leave it out")
+    batch = args.global_batch or _smallest_batch(layout, cluster)
+    if is_other(args):
+        kept = _kept(layout.resolve(cluster.num_devices))
+        return run_estimate(args, other_request(args, cluster, kept, batch))
     workload, execution = workload_for(args), execution_of(args.execution)
     _check(layout.resolve(cluster.num_devices), execution)
     found = estimate(
         workload,
         cluster,
         layout,
-        global_batch=args.global_batch or _smallest_batch(layout, cluster),
+        global_batch=batch,
         seq=args.seq,
         execution=execution,
     )
     text = "\n".join(estimate_in_words(found))
     print(json.dumps(found.as_json()) if args.json else text)
     return 0 if found.fits else 1
+
+
+def _kept(layout: Layout) -> Constraints:
+    """All that a layout says, as what a search must keep."""
+    said = {
+        field.name: getattr(layout, field.name)
+        for field in fields(Layout)
+        if getattr(layout, field.name) != getattr(Layout(), field.name)
+    }
+    return Constraints(
+        kept={**layout.mesh_shape, "precision": layout.precision, **said}
+    )
 
 
 def _of_generation(args: argparse.Namespace, layout: Layout, cluster: Cluster) -> int:

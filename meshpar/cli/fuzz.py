@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib
 import itertools
 import json
 import math
@@ -13,7 +14,9 @@ import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from meshpar.cli.lint import rule_pairs
 from meshpar.cli.parsing import (
+    MODEL_FROM,
     OneLineParser,
     add_model_arguments,
     model_of,
@@ -38,7 +41,7 @@ STATUSES = "0 all layouts agree, 1 one differs, 2 bad input"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this subcommand's options."""
-    add_model_arguments(parser)
+    _add_model_arguments(parser)
     add = parser.add_argument
     add("--num", type=positive, default=8, metavar="N", help="layouts to draw")
     add(
@@ -80,6 +83,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="virtual CPU devices; 0: real ones (default: %(default)s)",
     )
     add("--json", action="store_true", help="print one JSON object")
+
+
+def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_arguments(parser)
+    parser.add_argument(
+        "--with-rules",
+        metavar="RULES",
+        help="rules that differ from the layout's, depth=context,height=tensor or "
+        "mlp=none (default: those that it asks for)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -136,6 +149,7 @@ def _choices(args: argparse.Namespace) -> Choices:
     return Choices(
         models=_model_texts(args),
         build=_build,
+        changes=_changes,
         global_batch=args.global_batch,
         seq=args.seq,
         masks=tuple(MASKS) if args.mask is None else (args.mask,),
@@ -144,8 +158,6 @@ def _choices(args: argparse.Namespace) -> Choices:
 
 def _model_texts(args: argparse.Namespace) -> tuple[str, ...]:
     """The options that choose a model, as given; several models where none are."""
-    from meshpar.testing.layout_cases import MODELS
-
     words: list[str] = []
     default = _model_parser().get_default("model_from")
     if args.model_from != default:
@@ -154,17 +166,36 @@ def _model_texts(args: argparse.Namespace) -> tuple[str, ...]:
         words += ["--preset", args.preset]
     if args.model:
         words += ["--model", args.model]
-    return (shlex.join(words),) if words else MODELS
+    rules = ["--with-rules", args.with_rules] if args.with_rules else []
+    models = (shlex.join(words),) if words else fuzzed_models()
+    return tuple(" ".join([text, *rules]) for text in models)
+
+
+def fuzzed_models() -> tuple[str, ...]:
+    """What models are drawn from where none is chosen: as the presets' families say."""
+    presets = importlib.import_module(MODEL_FROM.partition(":")[0])
+    return tuple(presets.FUZZED)
 
 
 @functools.cache
 def _build(text: str) -> Model:
-    return model_of(_model_parser().parse_args(shlex.split(text)))
+    return model_of(_model_options(text))
+
+
+def _changes(text: str) -> dict[str, tuple[str, ...]]:
+    """Rules of a model's own, `()` for replicated."""
+    rules = _model_options(text).with_rules
+    pairs = rule_pairs(rules, "--with-rules") if rules else []
+    return {logical_axis: mesh_axes or () for logical_axis, mesh_axes in pairs}
+
+
+def _model_options(text: str) -> argparse.Namespace:
+    return _model_parser().parse_args(shlex.split(text))
 
 
 def _model_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(prog="meshpar fuzz")
-    add_model_arguments(parser)
+    _add_model_arguments(parser)
     return parser
 
 

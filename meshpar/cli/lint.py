@@ -98,9 +98,22 @@ def parse_rules(text: str) -> Rules | list[tuple[str, tuple[str, ...] | None]]:
         if text not in PRESETS:
             raise InputError(f"no rules {text!r}; {nearest(text, PRESETS)}")
         return PRESETS[text]
+    return rule_pairs(text, "--rules")
+
+
+def rule_pairs(text: str, noun: str) -> list[tuple[str, tuple[str, ...] | None]]:
+    """Logical axes and their mesh axes, as `batch=data+fsdp,embed=none` has them.
+
+    Args:
+        text: What was written.
+        noun: The option.
+
+    Raises:
+        InputError: A part is no such pair.
+    """
     pairs = key_value_pairs(
         text,
-        noun="--rules",
+        noun=noun,
         form="name=mesh axis",
         way_out="write none for replicated, + between several mesh axes",
     )

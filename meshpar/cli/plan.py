@@ -13,6 +13,12 @@ from meshpar.cli.estimate import add_workload_arguments, cluster_for, workload_f
 from meshpar.cli.measure import Measured, check_measurable, measure
 from meshpar.cli.parsing import above_zero, positive
 from meshpar.cli.plan_curve import add_curve_arguments, check_curve, run_curve
+from meshpar.cli.plan_other import (
+    add_table_arguments,
+    is_other,
+    other_request,
+    run_other,
+)
 from meshpar.cli.plan_training import add_training_arguments, training_of
 from meshpar.cli.report.destination import PAGES, check_picture, output_file
 from meshpar.errors import InputError
@@ -25,6 +31,7 @@ from meshpar.planner.cost.estimate import (
 )
 from meshpar.planner.cost.in_words import estimate_in_words
 from meshpar.planner.machine.execution import execution_of
+from meshpar.planner.other_plan import OtherRequest
 from meshpar.planner.published import validate
 from meshpar.planner.search.constraints import Constraints
 from meshpar.planner.search.nearest_fit import nearest_fit
@@ -111,6 +118,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_training_arguments(parser)
     add_curve_arguments(parser)
+    add_table_arguments(parser)
     add(
         "--html",
         type=output_file,
@@ -133,9 +141,11 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(validate.as_json(rows)) if args.json else validate.text(rows))
         return 0 if all(summary.met for summary in validate.summaries(rows)) else 1
     check_curve(args)
-    request = _request(args)
+    request = _any_request(args)
     if args.curve is not None:
         return run_curve(args, request)
+    if not isinstance(request, Request):
+        return run_other(args, request)
     training = training_of(args)
     if args.measure is not None:
         check_measurable(request.cluster)
@@ -187,24 +197,39 @@ def _report(
     return report
 
 
-def _request(args: argparse.Namespace) -> Request:
+def _any_request(args: argparse.Namespace) -> Request | OtherRequest:
+    """What is planned: a transformer, or another model."""
+    _check_batch(args)
+    if not is_other(args):
+        return _request(args)
+    return other_request(args, cluster_for(args), _constraints(args), args.global_batch)
+
+
+def _check_batch(args: argparse.Namespace) -> None:
     if args.global_batch is None:
         raise InputError(
             "a plan depends on the batch; give --global-batch N, in sequences of --seq"
         )
+
+
+def _request(args: argparse.Namespace) -> Request:
     workload = workload_for(args)
-    limit = args.max_memory_gib
     return Request(
         workload=workload,
         cluster=cluster_for(args),
         global_batch=args.global_batch,
         seq=args.seq or workload.seq,
         execution=execution_of(args.execution),
-        constraints=Constraints.of(
-            keep=_kept(args),
-            forbid=args.forbid,
-            max_memory_bytes=None if limit is None else limit * _GIB,
-        ),
+        constraints=_constraints(args),
+    )
+
+
+def _constraints(args: argparse.Namespace) -> Constraints:
+    limit = args.max_memory_gib
+    return Constraints.of(
+        keep=_kept(args),
+        forbid=args.forbid,
+        max_memory_bytes=None if limit is None else limit * _GIB,
     )
 
 

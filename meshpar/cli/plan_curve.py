@@ -10,6 +10,7 @@ from pathlib import Path
 from meshpar.cli.report.destination import PICTURES, check_picture, output_file
 from meshpar.errors import InputError
 from meshpar.planner.curve import BATCHES, bend_in_words, curve_in_words, scaling_curve
+from meshpar.planner.other_plan import OtherRequest
 from meshpar.planner.search.search import Request
 
 _OF_PLANS = (
@@ -28,7 +29,7 @@ def add_curve_arguments(parser: argparse.ArgumentParser) -> None:
         const=BATCHES[0],
         help="instead: the efficiency of the fastest plan on the devices, on half of "
         "them, and so on, where it bends and why; strong keeps the batch, weak as many "
-        "sequences a device (default: no curve; strong where no word follows)",
+        "examples a device (default: no curve; strong where no word follows)",
     )
     add(
         "--plot",
@@ -58,8 +59,9 @@ def check_curve(args: argparse.Namespace) -> None:
         check_picture("--plot", args.plot, PICTURES)
 
 
-def run_curve(args: argparse.Namespace, request: Request) -> int:
+def run_curve(args: argparse.Namespace, request: Request | OtherRequest) -> int:
     """Prints the curve; 0 if anything fits, 1 if nothing does."""
+    name = request.workload.name if isinstance(request, Request) else request.name
     curve = scaling_curve(request, args.curve)
     if args.json:
         print(json.dumps({"curve": curve.as_json()}))
@@ -73,10 +75,10 @@ def run_curve(args: argparse.Namespace, request: Request) -> int:
     if curve.fitting and args.html:
         from meshpar.cli.report.curve_plot import curve_page
 
-        page = curve_page(request.workload.name, curve)
+        page = curve_page(name, curve)
         Path(args.html).write_text(page, encoding="utf-8")
     if curve.fitting and args.plot:
         from meshpar.cli.report.curve_plot import write_curve_picture
 
-        write_curve_picture(request.workload.name, curve, args.plot)
+        write_curve_picture(name, curve, args.plot)
     return 0 if curve.fitting else 1

@@ -11,6 +11,7 @@ from meshpar.cli.estimate import (
     cluster_for,
     workload_for,
 )
+from meshpar.cli.plan_other import is_other
 from meshpar.cli.report.destination import PAGES, check_picture, output_file
 from meshpar.errors import InputError
 from meshpar.layout import Layout
@@ -69,6 +70,12 @@ def _estimated(args: argparse.Namespace) -> Estimate:
     """
     from meshpar.train.refusals import layout_refusals
 
+    if is_other(args):
+        name = args.preset or args.model
+        raise InputError(
+            f"show draws transformers, which {name} is not; meshpar estimate says what "
+            "a layout of volumes or tables takes, meshpar audit what it sends"
+        )
     layout = Layout.parse(args.layout)
     cluster = cluster_for(args, layout)
     layout = layout.resolve(cluster.num_devices)

@@ -22,6 +22,7 @@ from meshpar.errors import InputError
 from meshpar.planner.cost.estimate import Estimate, gigabytes
 from meshpar.planner.cost.in_words import why_exposed
 from meshpar.planner.machine.cluster import Cluster
+from meshpar.planner.other_plan import OtherPlan, OtherRequest
 from meshpar.planner.search.search import Request, search
 
 BATCHES = ("strong", "weak")
@@ -46,17 +47,17 @@ class Point:
 
     Args:
         cluster: The devices.
-        global_batch: Sequences in a step.
+        global_batch: Examples in a step.
         plan: The plan; None where nothing fits.
         problem: Why none does.
-        efficiency: Sequences a second and device, over those where they are most.
+        efficiency: Examples a second and device, over those where they are most.
         lost: Part of the step -> the share of devices' time that it takes more of;
             these add up to `1 - efficiency`.
     """
 
     cluster: Cluster
     global_batch: int
-    plan: Estimate | None = None
+    plan: Estimate | OtherPlan | None = None
     problem: str = ""
     efficiency: float = 0.0
     lost: Mapping[str, float]
@@ -80,9 +81,21 @@ class Point:
         axis = self.most_lost.removeprefix("exposed on ")
         if axis in _WHY:
             return _WHY[axis]
-        return (
-            f"over the {self.plan.run.link(axis).name}, {why_exposed(self.plan, axis)}"
-        )
+        plan = self.plan
+        if isinstance(plan, Estimate):
+            why = why_exposed(plan, axis)
+        else:
+            why = plan.why_exposed(axis)
+        return f"over the {plan.run.link(axis).name}, {why}"
+
+    @property
+    def layout_in_words(self) -> str:
+        """The plan's layout, and what else its step is given; empty without a plan."""
+        if self.plan is None:
+            return ""
+        if isinstance(self.plan, Estimate):
+            return str(self.plan.run.layout)
+        return self.plan.layout_in_words
 
     def as_json(self) -> dict[str, Any]:
         """One of the `points` of `meshpar plan --curve --json`."""
@@ -93,7 +106,7 @@ class Point:
         return {
             **found,
             "fits": True,
-            "layout": str(plan.run.layout),
+            "layout": self.layout_in_words,
             "step_s": plan.step_s,
             "sequences_per_s": self.global_batch / plan.step_s,
             "mfu": plan.mfu,
@@ -110,10 +123,12 @@ class Curve:
     Args:
         batch: `strong` or `weak`.
         points: One for each number of devices.
+        noun: What examples are called.
     """
 
     batch: str
     points: tuple[Point, ...]
+    noun: str = "sequences"
 
     @property
     def fitting(self) -> tuple[Point, ...]:
@@ -138,6 +153,7 @@ class Curve:
         bend = self.bend
         return {
             "batch": self.batch,
+            "examples": self.noun,
             "points": [point.as_json() for point in self.points],
             "bend": bend
             and {
@@ -150,12 +166,12 @@ class Curve:
         }
 
 
-def scaling_curve(request: Request, batch: str = "strong") -> Curve:
+def scaling_curve(request: Request | OtherRequest, batch: str = "strong") -> Curve:
     """The curve up to a request's devices, their number halved again and again.
 
     Args:
         request: Model, machine, batch and constraints on the most devices.
-        batch: `strong` for the request's batch everywhere, `weak` for as many sequences
+        batch: `strong` for the request's batch everywhere, `weak` for as many examples
             a device, down to where that is none.
 
     Raises:
@@ -177,23 +193,24 @@ def scaling_curve(request: Request, batch: str = "strong") -> Curve:
     most = request.cluster.num_devices
     found: list[Point] = []
     for cluster in reversed(list(_halves(request.cluster))):
-        sequences = request.global_batch
+        examples = request.global_batch
         if batch == "weak":
-            sequences, left = divmod(sequences * cluster.num_devices, most)
-            if left or not sequences:
+            examples, left = divmod(examples * cluster.num_devices, most)
+            if left or not examples:
                 continue
-        found.append(_planned(replace(request, cluster=cluster), sequences))
+        found.append(_planned(request, cluster, examples))
     fitting = [point for point in found if point.plan is not None]
     if fitting:
         base = min(fitting, key=lambda point: sum(_parts(point).values()))
         found = [_compared(point, base) for point in found]
-    return Curve(batch=batch, points=tuple(found))
+    noun = "sequences" if isinstance(request, Request) else request.noun
+    return Curve(batch=batch, points=tuple(found), noun=noun)
 
 
 def curve_in_words(curve: Curve) -> list[str]:
     """Lines for people: a table, then where and why it bends."""
     lines = [
-        f"{'devices':>8} {'batch':>7} {'sequences/s':>12} {'efficiency':>11}  "
+        f"{'devices':>8} {'batch':>7} {curve.noun + '/s':>12} {'efficiency':>11}  "
         "most of what is lost, and the layout"
     ]
     for point in curve.points:
@@ -204,7 +221,7 @@ def curve_in_words(curve: Curve) -> list[str]:
         rate = point.global_batch / point.plan.step_s
         lines.append(
             f"{counts} {rate:>12,.4g} {point.efficiency:>11.1%}  "
-            f"{_lost_in_words(point)}{point.plan.run.layout}"
+            f"{_lost_in_words(point)}{point.layout_in_words}"
         )
     return [*lines, bend_in_words(curve)]
 
@@ -251,17 +268,28 @@ def _halves(cluster: Cluster) -> Iterator[Cluster]:
         yield from _halves(replace(cluster, devices_per_host=each))
 
 
-def _planned(request: Request, sequences: int) -> Point:
+def _planned(request: Request | OtherRequest, cluster: Cluster, examples: int) -> Point:
     """The fastest plan, or why there is none: that is part of the answer."""
-    here: dict[str, Any] = {"cluster": request.cluster, "global_batch": sequences}
+    here: dict[str, Any] = {"cluster": cluster, "global_batch": examples}
     try:
-        found = search(replace(request, global_batch=sequences), num_plans=1)
+        plan, capacity = _fastest(request, cluster, examples)
     except InputError as error:
         return Point(**here, problem=str(error), lost={})
-    if not found.plans:
-        capacity = gigabytes(found.capacity_bytes)
-        return Point(**here, problem=f"nothing fits in {capacity}", lost={})
-    return Point(**here, plan=found.plans[0], lost={})
+    if plan is None:
+        return Point(**here, problem=f"nothing fits in {gigabytes(capacity)}", lost={})
+    return Point(**here, plan=plan, lost={})
+
+
+def _fastest(
+    request: Request | OtherRequest, cluster: Cluster, examples: int
+) -> tuple[Estimate | OtherPlan | None, float]:
+    """The fastest plan that fits, and what it may fill of a device."""
+    if isinstance(request, Request):
+        here = replace(request, cluster=cluster, global_batch=examples)
+        found = search(here, num_plans=1)
+        return next(iter(found.plans), None), found.capacity_bytes
+    other = request.on(cluster, examples)
+    return next(iter(other.plans()), None), other.capacity_bytes
 
 
 def _compared(point: Point, base: Point) -> Point:

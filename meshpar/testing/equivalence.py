@@ -235,7 +235,7 @@ def _make_step(
         model,
         optimizer_of(learning_rate),
         case.layout,
-        rules=choices.rules,
+        rules=choices.rules_of(case),
         devices=devices[: case.layout.num_devices],
         compiler_options=_options(model, devices),
     )

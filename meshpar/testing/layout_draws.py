@@ -7,7 +7,7 @@ or schedule joins as soon as the library takes it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,8 +15,9 @@ import jax
 import numpy as np
 import optax
 
-from meshpar import MESH_AXES, Layout, Model, RuleError, make_train_step
+from meshpar import MESH_AXES, Layout, Model, RuleError, default_rules, make_train_step
 from meshpar.layout import STAGE_REMATS
+from meshpar.rules.table import MeshAxes
 from meshpar.schedules import SCHEDULES
 from meshpar.train.layout_refusals import layout_refusals
 
@@ -78,15 +79,25 @@ DRAWS: dict[str, Draw] = {
 }
 
 
-def built_values(model: Model, devices: Sequence[jax.Device]) -> dict[str, tuple]:
-    """The values of each field that the training step takes, each tried by itself."""
+def built_values(
+    model: Model,
+    devices: Sequence[jax.Device],
+    changes: Mapping[str, MeshAxes] | None = None,
+) -> dict[str, tuple]:
+    """The values of each field that the training step takes, each tried by itself.
+
+    Args:
+        model: It is tried with.
+        devices: To use.
+        changes: Rules that differ from a layout's.
+    """
     built: dict[str, tuple] = {}
     for name, draw in DRAWS.items():
         if draw.beside and all(len(set(built[axis])) == 1 for axis in draw.beside):
             built[name] = (getattr(Layout(), name),)
             continue
         takes = {
-            value: _is_built(name, value, draw, model, devices)
+            value: _is_built(name, value, draw, model, devices, changes or {})
             for value in (dict.fromkeys(draw.values) if name not in MESH_AXES else [2])
         }
         built[name] = tuple(
@@ -103,6 +114,7 @@ def _is_built(
     draw: Draw,
     model: Model,
     devices: Sequence[jax.Device],
+    changes: Mapping[str, MeshAxes],
 ) -> bool:
     needed: dict[str, Any] = {**dict.fromkeys(draw.beside[:1], 2), **dict(draw.given)}
     if name == "zero_axes":
@@ -120,7 +132,8 @@ def _is_built(
         return False
     used = devices[: layout.num_devices]
     try:
-        make_train_step(model, optax.sgd(1.0), layout, devices=used)
+        rules = default_rules(layout).with_rules(**changes)
+        make_train_step(model, optax.sgd(1.0), layout, rules=rules, devices=used)
     except RuleError:  # this model does not suit it, another may
         return True
     except ValueError:

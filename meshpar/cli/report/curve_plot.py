@@ -102,7 +102,11 @@ def _labels(curve: Curve) -> list[str]:
 
 def _title(name: str, curve: Curve) -> str:
     last = curve.fitting[-1]
-    kept = "the same batch" if curve.batch == "strong" else "as many sequences a device"
+    kept = (
+        "the same batch"
+        if curve.batch == "strong"
+        else f"as many {curve.noun} a device"
+    )
     return f"{name} on up to {last.cluster.text}: {curve.batch} scaling, {kept}"
 
 
@@ -111,7 +115,7 @@ def _row(point: Point) -> tuple[str, ...]:
     if plan is None:
         return ()
     return (
-        str(plan.run.layout),
+        point.layout_in_words,
         f"{point.num_devices:,}",
         f"{point.global_batch:,}",
         milliseconds(plan.step_s),

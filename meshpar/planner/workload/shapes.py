@@ -129,6 +129,17 @@ PUBLISHED = frozenset(_PUBLISHED)
 OTHER_SHAPES = DIT_SHAPES
 """Workloads of other inputs than text, by the name of their preset."""
 
+TRACED = frozenset(
+    (
+        *("tiny-gemma3", "gemma3-270m", "tiny-vit", "vit-b16", "vit-l16"),
+        *("tiny-t5", "t5-small", "t5-base"),
+        *("tiny-afno", "afno-quarter-degree", "tiny-pair", "evoformer-pair"),
+        *("tiny-unet3d", "unet3d-512"),
+        *("tiny-dlrm", "tiny-dlrm-cross", "dlrm-v2"),
+    )
+)
+"""Presets without a workload here: what is known of them is traced, which needs jax."""
+
 _BY_NAME = {**SHAPES, **OTHER_SHAPES}
 
 
@@ -155,8 +166,9 @@ def workload_of(model: str, *, words: str | None = None) -> Workload:
         workload = _BY_NAME[model]
     else:
         raise InputError(
-            f"no model {model!r}; {nearest(model, _BY_NAME)}; or give the path of a "
-            "config.json, or sizes such as layers=4,hidden=256,heads=8,vocab=256"
+            f"no model {model!r}; {nearest(model, {*_BY_NAME, *TRACED})}; or give the "
+            "path of a config.json, or sizes such as "
+            "layers=4,hidden=256,heads=8,vocab=256"
         )
     return workload if words is None else _changed(workload, words)
 

@@ -1,0 +1,93 @@
+"""A model of volumes as a workload of the planner: its step traced on one device.
+
+Nothing is compiled, and no device is there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import optax
+
+from meshpar.audit.jaxprs import array_shape
+from meshpar.audit.kernels import kernels_of
+from meshpar.audit.live_bytes import most_live
+from meshpar.audit.traced import operations
+from meshpar.errors import InputError
+from meshpar.layout import Layout
+from meshpar.mesh import absent_mesh
+from meshpar.model.contract import Model
+from meshpar.model.inputs import shapes_of
+from meshpar.parallel.space import has_space
+from meshpar.planner.workload.space import SpaceWorkload
+from meshpar.planner.workload.volume import SPACE, Kernel, VolumeWorkload
+
+
+def traced_volume(
+    model: Model, name: str, *, precision: str = "bf16", remat: str = "none"
+) -> VolumeWorkload:
+    """The workload of a model whose inputs declare `depth`.
+
+    Args:
+        model: The model; it says the sizes of its volumes.
+        name: What reports call it.
+        precision: Of its blocks.
+        remat: As of a layout.
+
+    Raises:
+        InputError: The model reads no volumes, or leaves their size open.
+    """
+    inputs = model.inputs or {}
+    if not has_space(model) or any(
+        None in one.sizes[1:] for one in inputs.values() if "depth" in one.logical_axes
+    ):
+        raise InputError(
+            f"{name} has no inputs with 'depth' whose sizes it declares; plan it as a "
+            "volume only where Input(..., shape=) says how large that is"
+        )
+    layout = Layout(precision=precision, remat=remat)
+    once, twice = (_traced(model, layout, examples) for examples in (1, 2))
+    least, most = (most_live(one).total_bytes for one in (once, twice))
+    found = operations(once, [None] * len(once.in_avals))
+    kernels = kernels_of(found)
+    value_bytes = 2 if precision == "bf16" else 4
+    sums = [
+        operation
+        for operation in found
+        if operation.name == "reduce_sum"
+        and len(array_shape(operation.equation.invars[0])) > len(SPACE)
+    ]
+    batch = shapes_of(inputs, {"batch": 1})
+    return VolumeWorkload(
+        name=name,
+        precision=precision,
+        num_parameters=model.num_parameters,
+        kernels=kernels,
+        summed_bytes=sum(
+            math.prod(array_shape(one.equation.invars[0])) * value_bytes for one in sums
+        ),
+        num_sums=sum(0 not in one.equation.params["axes"] for one in sums),
+        at_once=SpaceWorkload(
+            volume_bytes=most - least, other_bytes=max(0, 2 * least - most)
+        ),
+        batch_bytes=sum(
+            math.prod(one.shape) * one.dtype.itemsize for one in batch.values()
+        ),
+        least_sizes=_least_sizes(kernels),
+    )
+
+
+def _traced(model: Model, layout: Layout, examples: int) -> Any:
+    from meshpar.train.make_step import make_train_step
+
+    step = make_train_step(model, optax.adamw(1e-3), layout, mesh=absent_mesh(layout))
+    batch: Mapping[str, Any] = shapes_of(model.inputs or {}, {"batch": examples})
+    return step.audit_subject(batch).flat().jaxpr
+
+
+def _least_sizes(kernels: tuple[Kernel, ...]) -> tuple[int, int, int]:
+    read = [one.sizes for one in kernels if one.place_bytes]
+    first, second, third = (math.gcd(*along) for along in zip(*read, strict=True))
+    return first, second, third

@@ -1,0 +1,122 @@
+"""Plans of models that are no transformers: what curves and commands read of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from meshpar.layout import Layout
+from meshpar.planner.cost.step_time import StepTime
+from meshpar.planner.machine.cluster import Cluster
+from meshpar.planner.machine.link import Link
+
+
+class _Run(Protocol):
+    @property
+    def layout(self) -> Layout: ...
+
+    def link(self, *mesh_axes: str) -> Link: ...
+
+
+class _Memory(Protocol):
+    @property
+    def total_bytes(self) -> float: ...
+
+
+class OtherPlan(Protocol):
+    """A plan of a model that is no transformer: what a curve reads of it."""
+
+    @property
+    def run(self) -> _Run:
+        """With the layout and its links."""
+        ...
+
+    @property
+    def memory(self) -> _Memory:
+        """Of one device."""
+        ...
+
+    @property
+    def time(self) -> StepTime:
+        """Where the step's time goes."""
+        ...
+
+    @property
+    def step_s(self) -> float:
+        """Time of one step."""
+        ...
+
+    @property
+    def mfu(self) -> float:
+        """Of the devices' peak."""
+        ...
+
+    @property
+    def lines(self) -> list[str]:
+        """What people read of it: memory, time, and what waits."""
+        ...
+
+    @property
+    def layout_in_words(self) -> str:
+        """The layout, and what else a step is given."""
+        ...
+
+    @property
+    def how_to_run(self) -> str:
+        """The call that trains under it."""
+        ...
+
+    def why_exposed(self, mesh_axis: str) -> str:
+        """What waits for a mesh axis."""
+        ...
+
+    def as_json(self) -> dict[str, Any]:
+        """One of the `plans` of `meshpar plan --json`."""
+        ...
+
+
+@runtime_checkable
+class OtherRequest(Protocol):
+    """A model that is no transformer, on devices: what a curve asks of it."""
+
+    @property
+    def cluster(self) -> Cluster:
+        """The most devices."""
+        ...
+
+    @property
+    def global_batch(self) -> int:
+        """Examples in a step."""
+        ...
+
+    @property
+    def capacity_bytes(self) -> float:
+        """What a plan may fill of a device."""
+        ...
+
+    @property
+    def what(self) -> str:
+        """What is planned, in a line."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """Of the model."""
+        ...
+
+    @property
+    def noun(self) -> str:
+        """What its examples are called."""
+        ...
+
+    def on(self, cluster: Cluster, global_batch: int) -> OtherRequest:
+        """The same on other devices."""
+        ...
+
+    def plans(self) -> Sequence[OtherPlan]:
+        """All that fit, the fastest first."""
+        ...
+
+    def of_layout(self) -> tuple[OtherPlan, bool]:
+        """The one that all that is kept describes, and whether it fits."""
+        ...

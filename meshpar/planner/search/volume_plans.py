@@ -1,0 +1,300 @@
+"""Plans of models of volumes: replicas, and devices that share a volume.
+
+Space is cut into slabs, `depth` over `context`, or into beams, `height` over `tensor`
+too. Stages are none: they cannot stand beside split space.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from meshpar.errors import InputError
+from meshpar.layout import MESH_AXES, Layout
+from meshpar.planner.cost.estimate import gigabytes, milliseconds
+from meshpar.planner.cost.step_time import StepTime
+from meshpar.planner.cost.volume_time import (
+    VolumeMemory,
+    VolumeRun,
+    halo_bytes,
+    volume_memory,
+    volume_time,
+)
+from meshpar.planner.machine.cluster import Cluster
+from meshpar.planner.search.constraints import Constraints
+from meshpar.planner.workload.volume import SPACE, VolumeWorkload
+
+_SPLIT = ("data", "context", "tensor")
+_KEPT = (*MESH_AXES, "precision", "remat")
+_NOUN = "volumes"
+
+
+@dataclass(frozen=True, kw_only=True)
+class VolumePlan:
+    """What the planner expects of one layout.
+
+    Args:
+        run: What was asked.
+        memory: Of one device.
+        time: Where the step's time goes.
+    """
+
+    run: VolumeRun
+    memory: VolumeMemory
+    time: StepTime
+
+    @property
+    def step_s(self) -> float:
+        """Time of one step."""
+        return self.time.step_s
+
+    @property
+    def mfu(self) -> float:
+        """FLOPs of convolutions and matmuls over what all devices could do then."""
+        run = self.run
+        peak = run.cluster.device.peak_flops[run.workload.precision]
+        flops = run.workload.flops * run.global_batch
+        return flops / (peak * run.cluster.num_devices * self.step_s)
+
+    @property
+    def fits(self) -> bool:
+        """Whether a device has room."""
+        return self.memory.total_bytes <= self.run.cluster.device.usable_bytes
+
+    @property
+    def layout_in_words(self) -> str:
+        """The layout, and the rules that it needs beside its own."""
+        rules = self.run.rules
+        return f"{self.run.layout}" + (f" with {rules}" if rules else "")
+
+    @property
+    def how_to_run(self) -> str:
+        """The call that trains under it."""
+        rules = ", ".join(part.replace("=", '="') + '"' for part in _parts(self))
+        more = f", rules=default_rules(layout).with_rules({rules})" if rules else ""
+        layout = str(self.run.layout)
+        return f"meshpar.make_train_step(model, optimizer, {layout!r}{more})"
+
+    def why_exposed(self, mesh_axis: str) -> str:
+        """What waits for a mesh axis."""
+        if mesh_axis == "data":
+            return "gradients are reduced once, behind the last backward"
+        return (
+            f"halos of convolutions ({gigabytes(halo_bytes(self.run))} a device) and "
+            "sums over space stand between kernels"
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """One of the `plans` of `meshpar plan --json`."""
+        time, memory = self.time, self.memory
+        return {
+            "layout": str(self.run.layout),
+            "rules": self.run.rules,
+            "step_s": self.step_s,
+            "mfu": self.mfu,
+            "fits": self.fits,
+            "halo_bytes": round(halo_bytes(self.run)),
+            "memory": {
+                "state_bytes": round(memory.state_bytes),
+                "batch_bytes": round(memory.batch_bytes),
+                "activation_bytes": round(memory.activation_bytes),
+                "halo_bytes": round(memory.halo_bytes),
+                "other_bytes": round(memory.other_bytes),
+                "total_bytes": round(memory.total_bytes),
+            },
+            "time": {
+                "compute_s": time.compute_s,
+                "exposed": dict(time.exposed_s),
+                "optimizer_s": time.optimizer_s,
+                "straggler_s": time.straggler_s,
+            },
+        }
+
+    @property
+    def lines(self) -> list[str]:
+        """What people read: memory, time, and what waits."""
+        memory, time, run = self.memory, self.time, self.run
+        device = run.cluster.device
+        verdict = "fits" if self.fits else "does not fit"
+        return [
+            f"layout {self.layout_in_words}: {_volumes(run.volumes)} on "
+            + (f"{run.sharing} devices together" if run.sharing > 1 else "a device"),
+            f"memory {gigabytes(memory.total_bytes)} of "
+            f"{gigabytes(device.memory_bytes)}: {verdict}",
+            f"  volumes {gigabytes(memory.activation_bytes)}, largest halo "
+            f"{gigabytes(memory.halo_bytes)}, batch {gigabytes(memory.batch_bytes)}, "
+            f"states {gigabytes(memory.state_bytes)}, gradients and used parameters "
+            f"{gigabytes(memory.other_bytes)}",
+            f"step {milliseconds(self.step_s)}, MFU {self.mfu:.1%}: computing "
+            f"{milliseconds(time.compute_s)}, optimizer "
+            f"{milliseconds(time.optimizer_s)}",
+            *(
+                f"  exposed on {axis} ({run.link(axis).name}) "
+                f"{milliseconds(seconds)}: {self.why_exposed(axis)}"
+                for axis, seconds in time.exposed_s.items()
+            ),
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class VolumeRequest:
+    """What is to be laid out.
+
+    Args:
+        workload: What is trained.
+        cluster: On what.
+        global_batch: Volumes in a step.
+        constraints: What may be chosen.
+
+    Raises:
+        InputError: A constraint that a plan of volumes does not know.
+    """
+
+    workload: VolumeWorkload
+    cluster: Cluster
+    global_batch: int
+    constraints: Constraints = Constraints()
+
+    def __post_init__(self) -> None:
+        check_kept(self.constraints)
+
+    @property
+    def noun(self) -> str:
+        """What its examples are called."""
+        return _NOUN
+
+    @property
+    def name(self) -> str:
+        """Of the model."""
+        return self.workload.name
+
+    @property
+    def what(self) -> str:
+        """The model and the machine, in a line."""
+        work = self.workload
+        return (
+            f"{work.name}: {work.num_parameters / 1e6:.3g} M parameters, "
+            f"{work.flops / 1e12:.3g} TFLOP a volume forward and backward, on "
+            f"{self.cluster.text}, {_volumes(self.global_batch)} a step"
+        )
+
+    def on(self, cluster: Cluster, global_batch: int) -> VolumeRequest:
+        """The same on other devices."""
+        return replace(self, cluster=cluster, global_batch=global_batch)
+
+    @cached_property
+    def capacity_bytes(self) -> float:
+        """What a plan may fill of a device."""
+        own = self.cluster.device.usable_bytes
+        return min(own, self.constraints.max_memory_bytes or own)
+
+    def plans(self) -> list[VolumePlan]:
+        """All that fit, the fastest first.
+
+        Raises:
+            InputError: No layout of so many devices divides the batch and the volume.
+        """
+        capacity = self.capacity_bytes
+        fitting = [plan for plan in self._all() if plan.memory.total_bytes <= capacity]
+        return sorted(fitting, key=lambda plan: plan.step_s)
+
+    def of_layout(self) -> tuple[VolumePlan, bool]:
+        """The plan of the layout that is kept, and whether it fits.
+
+        Raises:
+            InputError: It does not divide the batch and the volume.
+        """
+        plan = self._all()[0]
+        return plan, plan.memory.total_bytes <= self.capacity_bytes
+
+    def _all(self) -> list[VolumePlan]:
+        runs = list(volume_runs(self))
+        if not runs:
+            sizes = zip(SPACE, self.workload.least_sizes, strict=True)
+            raise InputError(
+                f"no layout of {self.cluster.num_devices} devices divides "
+                f"global_batch={self.global_batch} and the coarsest level ("
+                + ", ".join(f"{dim}={size}" for dim, size in sizes)
+                + "); give another number of devices or keep less"
+            )
+        return [
+            VolumePlan(run=run, memory=volume_memory(run), time=volume_time(run))
+            for run in runs
+        ]
+
+
+def _volumes(count: int) -> str:
+    return f"{count:,} volume{'s' if count > 1 else ''}"
+
+
+def _parts(plan: VolumePlan) -> list[str]:
+    return [part for part in plan.run.rules.split(",") if part]
+
+
+def check_kept(constraints: Constraints) -> None:
+    """Refuses what a plan of volumes does not choose among.
+
+    Raises:
+        InputError: A key or a mesh axis is kept that it does not know.
+    """
+    for key, value in constraints.kept.items():
+        if key not in _KEPT:
+            raise InputError(
+                f"{key}={value} is kept, but plans of volumes have "
+                f"{', '.join(_KEPT)} alone; leave it out"
+            )
+        if key in MESH_AXES and key not in _SPLIT and value > 1:
+            raise InputError(
+                f"{key}={value} is kept, but plans of volumes split "
+                f"{', '.join(_SPLIT)} alone; leave it out, data= gives replicas"
+            )
+
+
+def volume_runs(request: VolumeRequest) -> Iterator[VolumeRun]:
+    """Every layout that divides the batch and all levels of a volume."""
+    devices, work = request.cluster.num_devices, request.workload
+    for data in _divisors(devices):
+        for context in _divisors(devices // data):
+            tensor = devices // data // context
+            sizes = {"data": data, "context": context, "tensor": tensor}
+            deep, high, _ = work.least_sizes
+            divides = request.global_batch % data == 0 and deep % context == 0
+            # Alone, `tensor` cuts slabs as `context` does.
+            alone = context == 1 and tensor > 1
+            divides &= (deep if alone else high) % tensor == 0
+            asked = request.constraints.kept.get("tensor") == tensor
+            if not divides or (alone and not asked):
+                continue
+            if not _is_allowed(request.constraints, sizes):
+                continue
+            remat = request.constraints.kept.get("remat", "none")
+            layout = Layout(
+                data=data,
+                context=context,
+                tensor=tensor,
+                precision=work.precision,
+                remat=remat,
+            )
+            at_work = [axis for axis in ("context", "tensor") if sizes[axis] > 1]
+            axes = [*at_work, "", ""][:2]
+            yield VolumeRun(
+                workload=work,
+                cluster=request.cluster,
+                layout=layout,
+                mesh_axes=(axes[0], axes[1], ""),
+                global_batch=request.global_batch,
+            )
+
+
+def _is_allowed(constraints: Constraints, sizes: dict[str, int]) -> bool:
+    return all(
+        sizes.get(axis, 1) == constraints.kept.get(axis, sizes.get(axis, 1))
+        and not (axis in constraints.forbidden and sizes.get(axis, 1) > 1)
+        for axis in MESH_AXES
+    )
+
+
+def _divisors(number: int) -> list[int]:
+    return [one for one in range(1, number + 1) if number % one == 0]

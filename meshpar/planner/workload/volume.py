@@ -1,0 +1,108 @@
+"""A model of volumes as the planner sees it: its convolutions, sums, and memory.
+
+All numbers are of one example, whose space one device has; how they divide over devices
+follows from sizes and windows.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from meshpar.planner.workload.space import SpaceWorkload
+
+SPACE = ("depth", "height", "width")
+Degrees = tuple[int, int, int]
+"""Devices that share each dim of space."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """A convolution or a matmul of a step, forward or backward.
+
+    Args:
+        flops: Two for each multiply and add.
+        num_bytes: Of its operands and its result.
+        sizes: Places of what it reads, along each dim of space.
+        reach: Places over the edge of a part that it reads, both sides together; none
+            of a matmul.
+        place_bytes: Of one place.
+    """
+
+    flops: float
+    num_bytes: float
+    sizes: tuple[int, int, int] = (1, 1, 1)
+    reach: tuple[int, int, int] = (0, 0, 0)
+    place_bytes: int = 0
+
+    def halo_bytes(self, degrees: Degrees) -> tuple[float, float, float]:
+        """What one device sends along each dim, to both sides together.
+
+        Dims are exchanged one after another, a later one with the halos that are there:
+
+            sent(dim) = reach(dim) * places of the other dims * bytes of a place
+
+        Example:
+            >>> kernel = Kernel(
+            ...     flops=0,
+            ...     num_bytes=0,
+            ...     sizes=(8, 4, 4),
+            ...     reach=(2, 2, 2),
+            ...     place_bytes=2,
+            ... )
+            >>> kernel.halo_bytes((4, 2, 1))
+            (32.0, 64.0, 0.0)
+        """
+        here = [size / degree for size, degree in zip(self.sizes, degrees, strict=True)]
+        sent = [0.0, 0.0, 0.0]
+        for dim, places in enumerate(self.reach):
+            if degrees[dim] > 1 and places:
+                sent[dim] = places * math.prod(here) / here[dim] * self.place_bytes
+                here[dim] += places
+        return sent[0], sent[1], sent[2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class VolumeWorkload:
+    """A step on one volume, one device for all of space, as a trace has it.
+
+    Args:
+        name: What reports call it.
+        precision: Of its blocks.
+        num_parameters: All of them.
+        kernels: Convolutions and matmuls, forward and backward.
+        summed_bytes: Of what sums over space read: norms and the loss.
+        num_sums: Of these, the sums of each example, which the next operation waits
+            for; those over examples too are gradients of norms and biases.
+        at_once: What it holds at its fullest, halos left out.
+        batch_bytes: Of an example's arrays.
+        least_sizes: Along each dim of space, the size that devices must divide: the
+            greatest common divisor of all levels'.
+    """
+
+    name: str
+    precision: str
+    num_parameters: int
+    kernels: tuple[Kernel, ...]
+    summed_bytes: float
+    num_sums: int
+    at_once: SpaceWorkload
+    batch_bytes: int
+    least_sizes: tuple[int, int, int]
+
+    @property
+    def flops(self) -> float:
+        """Of one example, forward and backward."""
+        return sum(kernel.flops for kernel in self.kernels)
+
+    @property
+    def passed_bytes(self) -> float:
+        """What is read and written beside the kernels.
+
+        Sums read their operand; what the fullest moment holds is written and read once.
+        """
+        return self.summed_bytes + 2 * self.at_once.volume_bytes
+
+    def largest_halo_bytes(self, degrees: Degrees) -> float:
+        """Of one convolution: it is there while that runs."""
+        return max((sum(one.halo_bytes(degrees)) for one in self.kernels), default=0.0)

@@ -1,0 +1,208 @@
+"""Plans of a model with tables: what is asked, and the plan of so many devices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from meshpar.audit.kernels import kernels_of
+from meshpar.audit.traced import operations
+from meshpar.errors import InputError
+from meshpar.hardware import matmul_time
+from meshpar.layout import MESH_AXES, Layout
+from meshpar.mesh import absent_mesh
+from meshpar.model.contract import Model
+from meshpar.model.scope import Scope
+from meshpar.model.single import loss
+from meshpar.planner.cost.estimate import gigabytes
+from meshpar.planner.cost.step_time import StepTime
+from meshpar.planner.machine.cluster import Cluster
+from meshpar.planner.machine.collective_cost import all_reduce_s
+from meshpar.planner.search.constraints import Constraints
+from meshpar.planner.workload.volume import Kernel
+from meshpar.tables.optimizers import RowwiseAdagrad
+from meshpar.tables.plan import TablePlan, TableRun
+from meshpar.tables.step import TableStep, with_tables
+from meshpar.tables.table import Table
+from meshpar.tables.tables import embedding_tables
+from meshpar.tables.traffic import table_traffic
+from meshpar.train.make_step import make_train_step
+
+_VALUE_BYTES, _GRADIENT_BYTES, _UPDATE_BYTES = 4, 4, 28
+"""Of a value, of a parameter's gradient, and of what Adam's update of it moves."""
+
+_KEPT = (*MESH_AXES, "precision")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableRequest:
+    """What is to be laid out.
+
+    Args:
+        name: Of the model.
+        model: It; it declares what is looked up.
+        tables: All of them, updated by row-wise Adagrad.
+        cluster: On what.
+        global_batch: Examples in a step.
+        constraints: What may be chosen: the memory, and a precision.
+
+    Raises:
+        InputError: A constraint that a plan with tables does not know.
+    """
+
+    name: str
+    model: Model
+    tables: tuple[Table, ...]
+    cluster: Cluster
+    global_batch: int
+    constraints: Constraints = Constraints()
+
+    def __post_init__(self) -> None:
+        kept = self.constraints.kept
+        for key, value in kept.items():
+            if key not in _KEPT or (key in MESH_AXES and key != "data" and value > 1):
+                raise InputError(
+                    f"{key}={value} is kept, but plans with tables lay the model over "
+                    "data alone, and the tables over all devices; leave it out"
+                )
+
+    @property
+    def noun(self) -> str:
+        """What its examples are called."""
+        return "examples"
+
+    @property
+    def what(self) -> str:
+        """The model and the machine, in a line."""
+        rows = sum(table.rows for table in self.tables)
+        values = sum(table.rows * table.dim for table in self.tables)
+        return (
+            f"{self.name}: {self.model.num_parameters / 1e6:.3g} M parameters beside "
+            f"{len(self.tables)} tables of {rows:,} rows "
+            f"({gigabytes(_VALUE_BYTES * values)}), on {self.cluster.text}, "
+            f"{self.global_batch:,} examples a step"
+        )
+
+    @property
+    def capacity_bytes(self) -> float:
+        """What a plan may fill of a device."""
+        own = self.cluster.device.usable_bytes
+        return min(own, self.constraints.max_memory_bytes or own)
+
+    def on(self, cluster: Cluster, global_batch: int) -> TableRequest:
+        """The same on other devices."""
+        return replace(self, cluster=cluster, global_batch=global_batch)
+
+    def plans(self) -> Sequence[TablePlan]:
+        """The one plan, if it fits.
+
+        Raises:
+            InputError: The devices do not divide the batch.
+        """
+        plan, fits = self.of_layout()
+        return [plan] if fits else []
+
+    def of_layout(self) -> tuple[TablePlan, bool]:
+        """The plan, and whether it fits.
+
+        Raises:
+            InputError: The devices do not divide the batch.
+        """
+        devices, kept = self.cluster.num_devices, self.constraints.kept
+        if kept.get("data", devices) != devices:
+            raise InputError(
+                f"data={kept['data']} is kept on {devices} devices, but with tables "
+                f"all of them are replicas; keep data={devices}"
+            )
+        if self.global_batch % devices:
+            raise InputError(
+                f"global_batch={self.global_batch} does not divide over {devices} "
+                "devices; make it a multiple"
+            )
+        plan = self._plan(Layout(data=devices, precision=kept.get("precision", "fp32")))
+        return plan, plan.memory.total_bytes <= self.capacity_bytes
+
+    @cached_property
+    def _of_example(self) -> tuple[Kernel, ...]:
+        return self._kernels(1)
+
+    def _kernels(self, examples: int) -> tuple[Kernel, ...]:
+        """Matmuls of the model's forward and backward."""
+        params = jax.eval_shape(self.model.init, 0)
+        batch = {
+            name: jax.ShapeDtypeStruct((examples, *one.sizes[1:]), one.dtype)
+            for name, one in (self.model.inputs or {}).items()
+            if not one.optional
+        }
+
+        def both(params: Any, batch: Any) -> Any:
+            return loss(self.model, params, batch, Scope())
+
+        traced = jax.make_jaxpr(jax.value_and_grad(both))(params, batch)
+        return kernels_of(operations(traced, [None] * len(traced.in_avals)))
+
+    def _plan(self, layout: Layout) -> TablePlan:
+        step = self._step(layout)
+        device, devices = self.cluster.device, self.cluster.num_devices
+        placements, memory = step.placements, step.predicted_memory(self._batch())
+        run = TableRun(
+            cluster=self.cluster,
+            layout=layout,
+            global_batch=self.global_batch,
+            placements=placements,
+        )
+        traffic = table_traffic(step.functions.stores, placements, self.global_batch)
+        moved = sum(one.memory_bytes for one in traffic)
+        compute_s = matmul_time.memory_s(device, moved + 2 * memory.temp_bytes)
+        compute_s += sum(
+            matmul_time.matmul_s(device, layout.precision, one.flops, one.num_bytes)
+            for one in self._kernels(self.global_batch // devices)
+        )
+        parameters, link = self.model.num_parameters, run.link("data")
+        waits = sum(one.sent_s(devices, link) for one in traffic)
+        waits += all_reduce_s(_GRADIENT_BYTES * parameters, devices, link)
+        exposed_s = {"data": waits} if devices > 1 else {}
+        optimizer_s = matmul_time.memory_s(device, _UPDATE_BYTES * parameters)
+        busy_s = compute_s + optimizer_s + sum(exposed_s.values())
+        slowest = device.efficiency.spread * math.sqrt(2 * math.log(devices))
+        time = StepTime(
+            compute_s=compute_s,
+            bubble_s=0.0,
+            exposed_s=exposed_s,
+            optimizer_s=optimizer_s,
+            straggler_s=busy_s * slowest,
+            host_s=0.0,
+        )
+        flops = sum(one.flops for one in self._of_example)
+        return TablePlan(
+            run=run, memory=memory, time=time, traffic=traffic, flops=flops
+        )
+
+    def _step(self, layout: Layout) -> TableStep:
+        optimizer = optax.adam(1e-3)
+        dense = make_train_step(self.model, optimizer, layout, mesh=absent_mesh(layout))
+        tables = embedding_tables(list(self.tables), RowwiseAdagrad(0.01))
+        return with_tables(dense, tables)
+
+    def _batch(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes of a global batch: ids, and the model's other inputs."""
+        examples = self.global_batch
+        found = {
+            feature: jax.ShapeDtypeStruct((examples, table.bag), np.int32)
+            for table in self.tables
+            for feature in table.features
+        }
+        looked_up = {table.into for table in self.tables}
+        for name, one in (self.model.inputs or {}).items():
+            if not one.optional and name not in looked_up:
+                shape = (examples, *one.sizes[1:])
+                found[name] = jax.ShapeDtypeStruct(shape, jnp.dtype(one.dtype))
+        return found
