@@ -95,6 +95,7 @@ def test_popularity_is_of_the_ratings_trained_on():
         ("--layout data=8,sync_every=2", "leave sync_every and context out"),
         ("--global-batch 4096 --layout data=8", "more than the 1800 examples to train"),
         ("--global-batch 3 --layout data=8", "3 examples, which do not divide over 8"),
+        ("--resume --layout data=8", "--resume goes on from a folder; name"),
     ],
 )
 def test_bad_options_are_refused_in_one_line(words, match, capsys, monkeypatch):
@@ -141,6 +142,37 @@ def test_the_recipe_learns_more_than_popularity(tmp_path):
     assert recommend.main(words.split()) == 0
     last = json.loads(log.read_text().splitlines()[-1])
     assert last["popularity_auc"] + 0.03 < last["auc"] < last["truth_auc"]
+
+
+@pytest.mark.slow
+def test_a_resumed_run_ends_as_one_in_one_go(tmp_path, capsys, monkeypatch):
+    """Under another layout and placement; and what it cannot go on with."""
+    monkeypatch.setitem(recommend.DATA, "drawn", lambda: clicks.drawn(500, 40, 30))
+
+    def ended(*words):
+        log = tmp_path / "rows.jsonl"
+        common = ["--global-batch", "16", "--log-json", str(log), *words]
+        assert recommend.main(common) == 0, capsys.readouterr().err
+        return [json.loads(line) for line in log.read_text().splitlines()][-2:]
+
+    def refused(*words):
+        batch = [] if "--global-batch" in words else ["--global-batch", "16"]
+        assert recommend.main(["--layout", "data=8", *batch, *words]) == 2
+        return capsys.readouterr().err
+
+    out = ["--out", str(tmp_path / "run")]
+    whole = ended("--layout", "data=8", "--steps", "4")
+    ended("--layout", "data=8", "--steps", "2", *out)
+    assert "has a checkpoint of step 2; add --resume" in refused(*out)
+    assert "global_batch=16, not 8; give" in refused(
+        "--resume", "--global-batch", "8", *out
+    )
+    assert "has 2 steps, and --steps is 2" in refused("--resume", "--steps", "2", *out)
+    resumed = ["--resume", "--layout", "data=2,tensor=4", "--placement", "column_wise"]
+    last, scores = ended(*resumed, "--steps", "4", *out)
+    assert last["step"] == 3
+    assert last["loss"] == pytest.approx(whole[0]["loss"], rel=1e-5)
+    assert scores["auc"] == pytest.approx(whole[1]["auc"], abs=1e-3)
 
 
 def test_the_bench_refuses_rows_that_do_not_divide(capsys):
