@@ -1,11 +1,8 @@
 """Pairs that devices share train as whole ones, and are never gathered."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from meshpar import (
@@ -14,10 +11,8 @@ from meshpar import (
     Rules,
     Scope,
     audit,
-    default_rules,
     lint,
     make_mesh,
-    make_train_step,
 )
 from meshpar.models.presets import build, configure
 from meshpar.parallel.pairs import (
@@ -26,22 +21,15 @@ from meshpar.parallel.pairs import (
     whole_lines,
 )
 from tests.marks import slow
-from tests.test_zoo import BOUND, compare, trained
 from tests.zoo import pairs
-from tests.zoo.plain import train
+from tests.zoo.beside import deviating, plain_run, step_of
 
 ENTRIES = {
     "both": pairs.BOTH,
     "whole": pairs.WHOLE,
     "rows_over_two": pairs.ROWS_OVER_TWO,
 }
-LAYERS = 2
-
-
-@functools.cache
-def plain(layers):
-    entry = pairs.BOTH
-    return train(entry.ends, entry.groups(layers), entry.batch(), entry.loss)
+plain = plain_run(pairs.BOTH)
 
 
 @pytest.mark.parametrize(
@@ -60,24 +48,12 @@ def plain(layers):
     ],
 )
 def test_a_model_of_pairs_trains_as_plain_flax_and_optax_train_it(name, layout):
-    deviations = compare(trained(ENTRIES[name], layout, LAYERS), plain(LAYERS))
-    assert not {what: error for what, error in deviations.items() if not error <= BOUND}
-
-
-def audited(entry, layout, target=None):
-    layout = Layout.parse(layout)
-    step = make_train_step(
-        entry.model(LAYERS),
-        optax.adamw(1e-3),
-        layout,
-        rules=default_rules(layout).with_rules(**entry.rules),
-        devices=jax.devices()[: layout.num_devices],
-    )
-    return audit(step, entry.batch(), target=target)
+    assert not deviating(ENTRIES[name], layout, plain())
 
 
 def test_a_step_gathers_some_of_the_bias_at_a_time_and_no_pairs():
-    report = audited(pairs.BOTH, "data=2,context=2,tensor=2")
+    step = step_of(pairs.BOTH, "data=2,context=2,tensor=2")
+    report = audit(step, pairs.batch())
     assert not report.surprises
     gathered = [row for row in report.rows if row.collective.kind == "all-gather"]
     assert {row.reason for row in gathered} == {
