@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from meshpar import (
@@ -13,6 +14,7 @@ from meshpar import (
     audit,
     lint,
     make_mesh,
+    make_train_step,
 )
 from meshpar.models.presets import build, configure
 from meshpar.parallel.pairs import (
@@ -62,6 +64,31 @@ def test_a_step_gathers_some_of_the_bias_at_a_time_and_no_pairs():
     own_pairs = 4 * pairs.RESIDUES**2 // 4 * pairs.EMBED
     bytes_of_pairs = own_pairs * len(pairs.batch()["tokens"]) // 2
     assert all(row.collective.payload_bytes <= bytes_of_pairs for row in gathered)
+
+
+def temp_bytes(layout, residues):
+    layout = Layout.parse(layout)
+    step = make_train_step(
+        build("tiny-pair", residues=residues),
+        optax.sgd(1e-3),
+        layout,
+        devices=jax.devices()[: layout.num_devices],
+    )
+    pairs = (1, residues, residues)
+    batch = {
+        "tokens": jax.ShapeDtypeStruct(pairs[:2], jnp.int32),
+        "distances": jax.ShapeDtypeStruct(pairs, jnp.int32),
+        "weights": jax.ShapeDtypeStruct(pairs, jnp.float32),
+    }
+    return audit(step, batch).compiled_memory.temp_bytes
+
+
+@pytest.mark.slow
+def test_a_devices_memory_goes_with_its_share_of_the_pairs():
+    """Twice the residues are four times the pairs, and as many on each of 4 P."""
+    base = temp_bytes("context=2,remat=full", 32)
+    assert temp_bytes("context=2,remat=full", 64) < 1.1 * 4 * base
+    assert temp_bytes("context=2,tensor=4,remat=full", 64) < 1.2 * base
 
 
 @pytest.mark.parametrize(
