@@ -23,9 +23,10 @@ from typing import Any
 
 import jax
 
+from meshpar.errors import InputError, whole_number
 from meshpar.model.scope import Scope
 from meshpar.parallel.moves import Move, on_split
-from meshpar.parallel.pencils import Pencils, dims_of, wide
+from meshpar.parallel.pencils import Pencils, check_real, dims_of, wide
 from meshpar.rules.rules import LogicalAxes
 
 __all__ = ["fftn", "filtered", "ifftn", "irfftn", "moves_of", "rfftn"]
@@ -55,7 +56,8 @@ def fftn(
         complex64, shaped as `x`.
 
     Raises:
-        InputError: No such dim or norm, or none can take a split while it is moved.
+        InputError: No such dim or norm, another number of names than of dims, or no
+            dim can take a split while it is moved.
         RuleError: A dim does not divide over the devices that split it.
 
     Example:
@@ -107,8 +109,9 @@ def rfftn(
 
     Raises:
         InputError: Also where the frequencies kept do not divide, or are more than
-            there are.
+            there are, and where `x` is complex.
     """
+    check_real(x, "rfftn")
     plan = Pencils.of(x.shape, logical_axes, over, scope, norm, transposed)
     return plan.real(modes).forward(x)
 
@@ -133,11 +136,21 @@ def irfftn(
         size: Of the last dim of `over` in the result.
         norm: As for `fftn`.
         transposed: As for `fftn`.
+
+    Raises:
+        InputError: As for `rfftn`, or more frequencies than a result of that size has.
     """
-    dims = dims_of(logical_axes, over)
-    shape = tuple(size if dim == dims[-1] else n for dim, n in enumerate(y.shape))
+    size, last = whole_number("irfftn to size", size), dims_of(logical_axes, over)[-1]
+    shape = tuple(size if dim == last else n for dim, n in enumerate(y.shape))
     plan = Pencils.of(shape, logical_axes, over, scope, norm, transposed)
-    return plan.real(y.shape[dims[-1]]).inverse(y)
+    modes = y.shape[last]
+    if modes > size // 2 + 1:
+        raise InputError(
+            f"irfftn to size={size} of {logical_axes[last]!r}: {modes} frequencies are "
+            f"given, but that size has {size // 2 + 1}; give size={2 * modes - 2} or "
+            f"more, or the lowest {size // 2 + 1} alone"
+        )
+    return plan.real(modes).inverse(y)
 
 
 def filtered(
@@ -170,14 +183,24 @@ def filtered(
 
     Returns:
         Shaped and split as `x`, fp32.
+
+    Raises:
+        InputError: As for `rfftn`, or `function` returns another shape.
     """
+    check_real(x, "filtered")
     plan = Pencils.of(x.shape, logical_axes, over, scope, norm, transposed=True)
     plan = plan.real(modes)
     leaves, tree = jax.tree.flatten(jax.tree.map(wide, weights))
     steps, _ = plan.steps
 
     def local(x: jax.Array, *leaves: jax.Array) -> jax.Array:
-        y = function(tree.unflatten(leaves), plan.to_frequencies(x, steps))
+        given = plan.to_frequencies(x, steps)
+        y = function(tree.unflatten(leaves), given)
+        if y.shape != given.shape:
+            raise InputError(
+                f"filtered: the function made {y.shape} of {given.shape} frequencies; "
+                "return as many as it is given"
+            )
         return plan.from_frequencies(y, steps)
 
     splits = (plan.split, *(((),) * leaf.ndim for leaf in leaves))

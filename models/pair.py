@@ -5,10 +5,19 @@ triangle products, triangle attention and a transition refine it; the head reads
 each the bin of the two residues' distance (a distogram). Pairs are shared by devices
 along rows, columns or both, so that a device's memory goes with N^2 / P.
 
-Unlike there the head reads z_ij as it is, not z_ij + z_ji, and only projections to
-gates, sides and hidden values have a bias.
+Layers and their order are those of there; what is another:
 
-Reference: Jumper et al. 2021, supplement, algorithms 4, 6 and 11 to 15, section 1.9.8.
+    inputs     residues alone: no alignment (and so no outer product mean), templates or
+               recycling; no biases where they become pairs
+    biases     of projections to gates, sides and hidden values; there also of those
+               that end a branch
+    dropout    none; there 0.25 of rows or columns on the four triangle branches
+    first      normal, smaller with the depth where a branch ends; there fan-in scaled,
+    values     and 0 where a branch ends and in gates' weights
+    head       reads a norm of z_ij; there z_ij + z_ji, without a norm
+
+Reference: Jumper et al. 2021, supplement, algorithms 3, 4, 6 and 11 to 15, sections
+1.9.8 and 1.11.4.
 """
 
 from __future__ import annotations

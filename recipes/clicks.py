@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -18,6 +17,7 @@ HELD_OUT = 0.1
 
 _RATED_WELL = 4.0
 _MOVIELENS = "dataset_example/ml-100k"
+_FILES = ("ml-100k.inter", "ml-100k.item", "ml-100k.user")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +30,7 @@ class Clicks:
         clicks: 0 or 1 of each.
         truth: The odds' logarithm that each was drawn with; None where nobody knows.
         rows: Feature -> how many ids it has.
+        held_out: Whether each is not trained on.
     """
 
     ids: dict[str, np.ndarray]
@@ -37,6 +38,7 @@ class Clicks:
     clicks: np.ndarray
     truth: np.ndarray | None
     rows: dict[str, int]
+    held_out: np.ndarray
 
     def __len__(self) -> int:
         return len(self.clicks)
@@ -49,6 +51,7 @@ class Clicks:
             clicks=self.clicks[at],
             truth=None if self.truth is None else self.truth[at],
             rows=self.rows,
+            held_out=self.held_out[at],
         )
 
     def batch(self, at: np.ndarray) -> dict[str, np.ndarray]:
@@ -67,7 +70,8 @@ def drawn(
 
         log odds = 1.5 * <taste of user, kind of item> + item's own + 0.5 * number 0 - 1
 
-    with tastes and kinds of 4 values, and a bag of the item's genres beside.
+    with tastes and kinds of 4 values, and a bag of the item's genres beside. The last
+    tenth is held out.
     """
     rng = np.random.default_rng(seed)
     user = _zipf(rng, users, num_examples, 0.6)
@@ -85,45 +89,48 @@ def drawn(
         clicks=rng.random(num_examples) < 1 / (1 + np.exp(-truth)),
         truth=truth,
         rows={"user": users, "item": items, "genre": 20},
+        held_out=np.arange(num_examples) >= int(num_examples * (1 - HELD_OUT)),
     )
 
 
-def movielens(seed: int = 0) -> Clicks:
+def movielens() -> Clicks:
     """MovieLens-100k as `recbole` brings it: is a film rated with 4 stars or more?
+
+    Of each user the last tenth of the ratings is held out, by time. Users and films are
+    numbered as the others have them: a film that nobody else has rated is -1, none.
 
     Reference: Harper and Konstan 2015; the files are read where they lie, and not
     distributed here.
 
     Raises:
-        InputError: `recbole` is not installed.
+        InputError: `recbole` is not installed, or came without the files.
     """
     folder = _folder()
-    ratings = _columns(folder / "ml-100k.inter")
+    ratings, films, people = (_columns(folder / name) for name in _FILES)
     of_item, of_user = (
-        {row[0]: row for row in zip(*_columns(folder / name).values(), strict=True)}
-        for name in ("ml-100k.item", "ml-100k.user")
+        {row[0]: row for row in zip(*columns.values(), strict=True)}
+        for columns in (films, people)
     )
-    users, items = (_numbered(ratings[name]) for name in ("user_id", "item_id"))
+    user, item = (np.asarray(ratings[name]) for name in ("user_id", "item_id"))
+    held_out = last_of_each(user, np.asarray(ratings["timestamp"], float))
+    users, items = (_numbered(words[~held_out]) for words in (user, item))
     words = {word for row in of_item.values() for word in row[3].split()}
     genres = {word: at for at, word in enumerate(sorted(words))}
     jobs = _numbered([row[3] for row in of_user.values()])
-    order = np.random.default_rng(seed).permutation(len(ratings["user_id"]))
-    user, item = (np.asarray(ratings[name])[order] for name in ("user_id", "item_id"))
     of_film = {name: _genres(row[3], genres) for name, row in of_item.items()}
+    about = [
+        _about(of_user[one], of_item[other])
+        for one, other in zip(user, item, strict=True)
+    ]
     return Clicks(
         ids={
-            "user": _ids(user, users.__getitem__),
-            "item": _ids(item, items.__getitem__),
+            "user": _ids(user, users),
+            "item": _ids(item, items),
             "genre": np.asarray([of_film[one] for one in item]),
-            "occupation": _ids(user, lambda one: jobs[of_user[one][3]]),
+            "occupation": _ids([of_user[one][3] for one in user], jobs),
         },
-        numbers=np.asarray(
-            [
-                _about(of_user[one], of_item[other])
-                for one, other in zip(user, item, strict=True)
-            ]
-        ),
-        clicks=np.asarray(ratings["rating"], float)[order] >= _RATED_WELL,
+        numbers=np.asarray(about),
+        clicks=np.asarray(ratings["rating"], float) >= _RATED_WELL,
         truth=None,
         rows={
             "user": len(users),
@@ -131,14 +138,27 @@ def movielens(seed: int = 0) -> Clicks:
             "genre": len(genres),
             "occupation": len(jobs),
         },
+        held_out=held_out,
     )
 
 
+def last_of_each(user: np.ndarray, time: np.ndarray) -> np.ndarray:
+    """Which examples are among the last tenth of their user's, one or more.
+
+    Example:
+        >>> last_of_each(np.asarray([7, 8, 7, 8]), np.asarray([3, 1, 2, 5])).tolist()
+        [True, False, False, True]
+    """
+    _, of, times = np.unique(user, return_inverse=True, return_counts=True)
+    order = np.lexsort((time, of))
+    place = np.empty(len(user), int)  # among those of the same user
+    place[order] = np.arange(len(user)) - np.repeat(np.cumsum(times) - times, times)
+    return place >= np.minimum(times - 1, times * (1 - HELD_OUT))[of]
+
+
 def split(clicks: Clicks) -> tuple[Clicks, Clicks]:
-    """What is trained on, and what is held out: the last, of examples in any order."""
-    first = int(len(clicks) * (1 - HELD_OUT))
-    every = np.arange(len(clicks))
-    return clicks.part(every[:first]), clicks.part(every[first:])
+    """What is trained on, and what is held out."""
+    return clicks.part(~clicks.held_out), clicks.part(clicks.held_out)
 
 
 def popularity(train: Clicks, test: Clicks) -> np.ndarray:
@@ -146,10 +166,22 @@ def popularity(train: Clicks, test: Clicks) -> np.ndarray:
 
     Of few examples it is drawn to the mean, as ten more of those would.
     """
-    item, clicks = train.ids["item"][:, 0], train.clicks.astype(float)
-    times = np.bincount(item, minlength=train.rows["item"])
-    total = np.bincount(item, clicks, minlength=train.rows["item"])
-    return ((total + 10 * clicks.mean()) / (times + 10))[test.ids["item"][:, 0]]
+    return _shares("item", train, test)
+
+
+def popularity_and_user(train: Clicks, test: Clicks) -> np.ndarray:
+    """Log odds of the item's share of clicks and of the user's own, added."""
+    shares = (_shares(name, train, test) for name in ("item", "user"))
+    return sum((np.log(one / (1 - one)) for one in shares), np.zeros(len(test)))
+
+
+def _shares(feature: str, train: Clicks, test: Clicks) -> np.ndarray:
+    """The share of clicks in training of each held out example's id."""
+    ids, clicks = train.ids[feature][:, 0], train.clicks.astype(float)
+    # The place after all rows is for -1, an id that training has not seen.
+    size = train.rows[feature] + 1
+    times, total = np.bincount(ids, None, size), np.bincount(ids, clicks, size)
+    return ((total + 10 * clicks.mean()) / (times + 10))[test.ids[feature][:, 0]]
 
 
 def auc(scores: np.ndarray, clicks: np.ndarray) -> float:
@@ -179,7 +211,15 @@ def _folder() -> Path:
             "--data movielens is read from the package recbole, which is not "
             "installed: pip install recbole --no-deps"
         )
-    return Path(found.origin).parent / _MOVIELENS
+    folder = Path(found.origin).parent / _MOVIELENS
+    missing = [name for name in _FILES if not (folder / name).is_file()]
+    if missing:
+        raise InputError(
+            f"--data movielens: {folder} has {len(_FILES) - len(missing)} of the "
+            f"{len(_FILES)} files, not {', '.join(missing)}; take the recbole that "
+            "brings them: pip install --force-reinstall --no-deps recbole==1.2.1"
+        )
+    return folder
 
 
 def _columns(path: Path) -> dict[str, list[str]]:
@@ -190,12 +230,13 @@ def _columns(path: Path) -> dict[str, list[str]]:
     return dict(zip(names, map(list, columns), strict=True))
 
 
-def _numbered(words: list[str]) -> dict[str, int]:
+def _numbered(words: Sequence[str] | np.ndarray) -> dict[str, int]:
     return {word: at for at, word in enumerate(sorted(set(words)))}
 
 
-def _ids(words: np.ndarray, number: Callable[[Any], int]) -> np.ndarray:
-    return np.asarray([[number(word)] for word in words])
+def _ids(words: Sequence[str] | np.ndarray, numbers: dict[str, int]) -> np.ndarray:
+    """(examples, 1): the number of each, -1 where it has none."""
+    return np.asarray([[numbers.get(word, -1)] for word in words])
 
 
 def _genres(text: str, known: dict[str, int]) -> list[int]:

@@ -1,7 +1,5 @@
 """A forecast on a split grid is that on a whole one, and says what it cannot be."""
 
-import functools
-
 import jax
 import optax
 import pytest
@@ -17,9 +15,8 @@ from meshpar import (
 )
 from meshpar.models.presets import build, configure
 from tests.marks import slow
-from tests.test_zoo import BOUND, compare, trained
 from tests.zoo import grids
-from tests.zoo.plain import train
+from tests.zoo.beside import deviating, plain_run, step_of
 
 ENTRIES = {
     "whole": grids.AFNO,
@@ -28,13 +25,7 @@ ENTRIES = {
     "both": grids.BOTH_SPLIT,
     "beside_tensor": grids.BESIDE_TENSOR,
 }
-LAYERS = 2
-
-
-@functools.cache
-def plain(layers):
-    entry = grids.AFNO
-    return train(entry.ends, entry.groups(layers), entry.batch(), entry.loss)
+plain = plain_run(grids.AFNO)
 
 
 @pytest.mark.parametrize(
@@ -54,19 +45,7 @@ def plain(layers):
     ],
 )
 def test_an_afno_trains_as_plain_flax_and_optax_train_it(name, layout):
-    deviations = compare(trained(ENTRIES[name], layout, LAYERS), plain(LAYERS))
-    assert not {what: error for what, error in deviations.items() if not error <= BOUND}
-
-
-def step_of(name, layout):
-    entry, layout = ENTRIES[name], Layout.parse(layout)
-    return make_train_step(
-        entry.model(LAYERS),
-        optax.adamw(1e-3),
-        layout,
-        rules=default_rules(layout).with_rules(**entry.rules),
-        devices=jax.devices()[: layout.num_devices],
-    )
+    assert not deviating(ENTRIES[name], layout, plain())
 
 
 @pytest.mark.parametrize(
@@ -74,7 +53,8 @@ def step_of(name, layout):
     [("both", "context=2,tensor=4"), slow("beside_tensor", "context=4,tensor=2")],
 )
 def test_a_step_sends_halos_and_transforms_and_gathers_nothing(name, layout):
-    report = audit(step_of(name, layout), ENTRIES[name].batch())
+    entry = ENTRIES[name]
+    report = audit(step_of(entry, layout), entry.batch())
     assert not report.surprises
     assert not [row for row in report.rows if row.collective.kind == "all-gather"]
     reasons = {row.reason for row in report.rows}

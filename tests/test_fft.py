@@ -1,13 +1,11 @@
-"""A distributed FFT is `jnp.fft`, sends what it says and gathers nothing."""
-
-import math
+"""A distributed FFT is `jnp.fft`, and refuses what it cannot split."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshpar import InputError, Layout, RuleError, Rules, Scope, audit, fft, make_mesh
+from meshpar import InputError, Layout, RuleError, Rules, Scope, fft, make_mesh
 from tests.marks import slow
 
 BOUND = 1e-6
@@ -156,44 +154,6 @@ def test_a_real_transform_keeps_the_lowest_frequencies(case, transposed):
     compare(case, "backward", ours, theirs, real=True)
 
 
-# For each case the devices of each all-to-all of a transform, in order.
-MOVES = {
-    "rows": ([4, 4], [4]),
-    "rows_and_columns": ([4, 4, 2, 2], [4, 4, 2]),
-    "rows_over_two": ([8, 8], [8]),
-    "volume": ([4, 2, 2, 4], [4, 2]),
-    "whole": ([], []),
-}
-
-
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("case", MOVES)
-def test_a_transform_sends_its_closed_form_and_gathers_nothing(case, transposed):
-    axes, split, shape, _ = CASES[case]
-    rules = rules_of(split)
-    sharding = rules.sharding(mesh(), axes, shape)
-    given = axes, over_of(axes), Scope(rules=rules)
-    degrees = MOVES[case][transposed]
-    with jax.set_mesh(mesh()):
-        report = audit(
-            lambda x: fft.fftn(x, *given, transposed=transposed),
-            jax.ShapeDtypeStruct(shape, jnp.complex64, sharding=sharding),
-        )
-        listed = fft.moves_of(shape, *given, transposed=transposed)
-    own_bytes = 8 * math.prod(sharding.shard_shape(shape))
-    assert not report.surprises
-    assert {row.reason for row in report.rows} <= {
-        "asked by fft: a split dim made whole, or back"
-    }
-    assert [row.collective.kind for row in report.rows] == ["all-to-all"] * len(degrees)
-    assert [row.collective.wire_bytes for row in report.rows] == [
-        own_bytes * (n - 1) // n for n in degrees
-    ]
-    assert [math.prod(SIZES[axis] for axis in move.mesh_axes) for move in listed] == (
-        degrees
-    )
-
-
 @pytest.mark.parametrize(
     "shape, split, changes, match",
     [
@@ -202,12 +162,20 @@ def test_a_transform_sends_its_closed_form_and_gathers_nothing(case, transposed)
             (1, 8, 6, 3),
             {"height": "tensor"},
             {},
-            "fft over 'height', split over tensor of size 4: no other dim divides by "
-            r"it to be split meanwhile \('width' of 6, 'channels' of 3, 'batch' of 1\)",
+            r"over 'height', split over tensor of size 4: .* none divides \('width' "
+            r"of size 6 by 4, 'channels' of size 3 by 4, 'batch' of size 1 by 4\); pad "
+            "one of them, or map 'height' to None",
+        ),
+        (
+            (1, 8, 12, 2),
+            {"height": "tensor", "width": "context"},
+            {"over": ("height",)},
+            "'channels' of size 2 by 4, 'batch' .* by 4, 'width' of size 12 by 8",
         ),
         ((1, 4, 4, 1), {}, {"over": ("heigth",)}, "fft over 'heigth'.*did you mean"),
-        ((1, 4, 4, 1), {}, {"over": ()}, "name one or more dims"),
+        ((1, 4, 4, 1), {}, {"over": ()}, "name one or more of the dims .'batch', 'hei"),
         ((1, 4, 4, 1), {}, {"norm": "unit"}, "norm='unit': must be one of backward"),
+        ((4, 4), {}, {}, r"of 2 dims, \(4, 4\), with 4 logical axes, .'batch', 'heig"),
     ],
 )
 def test_what_cannot_be_transformed_is_refused(shape, split, changes, match):
@@ -222,11 +190,35 @@ def test_what_cannot_be_transformed_is_refused(shape, split, changes, match):
 @pytest.mark.parametrize(
     "modes, match",
     [
-        (None, "'width' of size 8 has 5 frequencies.*tensor of size 4; give modes=4"),
-        (6, "6 frequencies .modes. of 'width' of size 8: a real transform has 1 to 5"),
+        (
+            None,
+            "'width' of size 8: 5 frequencies do not divide over tensor of size 4, "
+            "which splits 'width'; give modes=4, or another dim as the last of over=",
+        ),
+        (6, "of size 8 with modes=6: .* has 5 frequencies; give modes=1 to 5, or None"),
+        (2.5, "modes=2.5: must be a whole number of at least 1"),
     ],
 )
 def test_frequencies_that_do_not_divide_are_refused(modes, match):
     scope = Scope(rules=rules_of({"width": "tensor"}))
     with jax.set_mesh(mesh()), pytest.raises(InputError, match=match):
         fft.rfftn(jnp.ones((1, 8, 8, 1)), IMAGE, ("width",), scope, modes=modes)
+
+
+def test_what_a_real_transform_cannot_take_is_refused():
+    given = (IMAGE, ("width",), Scope())
+    frequencies = jnp.ones((1, 8, 6, 1), jnp.complex64)
+    with pytest.raises(
+        InputError, match="'width', but 2 of the dims .* have that name"
+    ):
+        fft.fftn(frequencies, ("batch", "width", "width", None), ("width",), Scope())
+    with pytest.raises(InputError, match="rfftn of complex64 values: .* take fftn"):
+        fft.rfftn(frequencies, *given)
+    with pytest.raises(
+        InputError, match="size=8 of 'width': 6 frequencies .* has 5; give size=10 or"
+    ):
+        fft.irfftn(frequencies, *given, size=8)
+    with pytest.raises(InputError, match=r"made \(1, 8, 5, 2\) of \(1, 8, 5, 1\) freq"):
+        fft.filtered(
+            jnp.ones((1, 8, 8, 1)), lambda w, y: jnp.concatenate([y, y], 3), (), *given
+        )

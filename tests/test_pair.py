@@ -1,7 +1,5 @@
 """Pairs that devices share train as whole ones, and are never gathered."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +12,6 @@ from meshpar import (
     Rules,
     Scope,
     audit,
-    default_rules,
     lint,
     make_mesh,
     make_train_step,
@@ -26,22 +23,15 @@ from meshpar.parallel.pairs import (
     whole_lines,
 )
 from tests.marks import slow
-from tests.test_zoo import BOUND, compare, trained
 from tests.zoo import pairs
-from tests.zoo.plain import train
+from tests.zoo.beside import deviating, plain_run, step_of
 
 ENTRIES = {
     "both": pairs.BOTH,
     "whole": pairs.WHOLE,
     "rows_over_two": pairs.ROWS_OVER_TWO,
 }
-LAYERS = 2
-
-
-@functools.cache
-def plain(layers):
-    entry = pairs.BOTH
-    return train(entry.ends, entry.groups(layers), entry.batch(), entry.loss)
+plain = plain_run(pairs.BOTH)
 
 
 @pytest.mark.parametrize(
@@ -60,24 +50,12 @@ def plain(layers):
     ],
 )
 def test_a_model_of_pairs_trains_as_plain_flax_and_optax_train_it(name, layout):
-    deviations = compare(trained(ENTRIES[name], layout, LAYERS), plain(LAYERS))
-    assert not {what: error for what, error in deviations.items() if not error <= BOUND}
-
-
-def audited(entry, layout, target=None):
-    layout = Layout.parse(layout)
-    step = make_train_step(
-        entry.model(LAYERS),
-        optax.adamw(1e-3),
-        layout,
-        rules=default_rules(layout).with_rules(**entry.rules),
-        devices=jax.devices()[: layout.num_devices],
-    )
-    return audit(step, entry.batch(), target=target)
+    assert not deviating(ENTRIES[name], layout, plain())
 
 
 def test_a_step_gathers_some_of_the_bias_at_a_time_and_no_pairs():
-    report = audited(pairs.BOTH, "data=2,context=2,tensor=2")
+    step = step_of(pairs.BOTH, "data=2,context=2,tensor=2")
+    report = audit(step, pairs.batch())
     assert not report.surprises
     gathered = [row for row in report.rows if row.collective.kind == "all-gather"]
     assert {row.reason for row in gathered} == {
@@ -86,6 +64,31 @@ def test_a_step_gathers_some_of_the_bias_at_a_time_and_no_pairs():
     own_pairs = 4 * pairs.RESIDUES**2 // 4 * pairs.EMBED
     bytes_of_pairs = own_pairs * len(pairs.batch()["tokens"]) // 2
     assert all(row.collective.payload_bytes <= bytes_of_pairs for row in gathered)
+
+
+def temp_bytes(layout, residues):
+    layout = Layout.parse(layout)
+    step = make_train_step(
+        build("tiny-pair", residues=residues),
+        optax.sgd(1e-3),
+        layout,
+        devices=jax.devices()[: layout.num_devices],
+    )
+    pairs = (1, residues, residues)
+    batch = {
+        "tokens": jax.ShapeDtypeStruct(pairs[:2], jnp.int32),
+        "distances": jax.ShapeDtypeStruct(pairs, jnp.int32),
+        "weights": jax.ShapeDtypeStruct(pairs, jnp.float32),
+    }
+    return audit(step, batch).compiled_memory.temp_bytes
+
+
+@pytest.mark.slow
+def test_a_devices_memory_goes_with_its_share_of_the_pairs():
+    """Twice the residues are four times the pairs, and as many on each of 4 P."""
+    base = temp_bytes("context=2,remat=full", 32)
+    assert temp_bytes("context=2,remat=full", 64) < 1.1 * 4 * base
+    assert temp_bytes("context=2,tensor=4,remat=full", 64) < 1.2 * base
 
 
 @pytest.mark.parametrize(

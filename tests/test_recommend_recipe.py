@@ -1,6 +1,8 @@
 """The programs about recommendation run, and show what they say."""
 
+import importlib.util
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -29,39 +31,61 @@ def test_drawn_clicks_are_as_likely_as_their_truth_says():
         assert abs(found.clicks[among].mean() - odds[among].mean()) < 4 * sigma
 
 
-def test_movielens_is_read_where_it_lies(tmp_path, monkeypatch):
-    files = {
-        "inter": "user_id:token\titem_id:token\trating:float\ttimestamp:float\n"
-        "1\t7\t5\t881250949\n2\t7\t2\t881250950\n2\t9\t4\t881250951\n",
-        "item": "item_id:token\tmovie_title:token_seq\trelease_year:token\t"
-        "class:token_seq\n7\tA\t1995\tComedy Drama\n9\tB\tV\tDrama\n",
-        "user": "user_id:token\tage:token\tgender:token\toccupation:token\t"
-        "zip_code:token\n1\t33\tM\twriter\t1\n2\t45\tF\tother\t2\n",
-    }
-    for ending, text in files.items():
+FILES = {
+    "inter": "user_id:token\titem_id:token\trating:float\ttimestamp:float\n"
+    "1\t7\t5\t881250949\n2\t7\t2\t881250950\n2\t9\t4\t881250951\n"
+    "1\t7\t3\t881250948\n2\t7\t5\t881250949\n",
+    "item": "item_id:token\tmovie_title:token_seq\trelease_year:token\t"
+    "class:token_seq\n7\tA\t1995\tComedy Drama\n9\tB\tV\tDrama\n",
+    "user": "user_id:token\tage:token\tgender:token\toccupation:token\t"
+    "zip_code:token\n1\t33\tM\twriter\t1\n2\t45\tF\tother\t2\n",
+}
+BOTH, DRAMA = [0, 1, -1, -1, -1, -1], [1, -1, -1, -1, -1, -1]
+
+
+def rows_of(found):
+    """(user, film, genres, click) of each example."""
+    arrays = (found.ids["user"][:, 0], found.ids["item"][:, 0], found.ids["genre"])
+    each = zip(*(one.tolist() for one in (*arrays, found.clicks)), strict=True)
+    return sorted(each)
+
+
+def test_movielens_is_read_where_it_lies_and_each_users_last_ratings_are_held_out(
+    tmp_path, monkeypatch
+):
+    for ending, text in FILES.items():
         (tmp_path / f"ml-100k.{ending}").write_text(text)
     monkeypatch.setattr(clicks, "_folder", lambda: tmp_path)
     found = clicks.movielens()
-    assert found.rows == {"user": 2, "item": 2, "genre": 2, "occupation": 2}
-    rows = sorted(
-        (int(user), int(item), genre, bool(click), numbers)
-        for (user,), (item,), genre, click, numbers in zip(
-            found.ids["user"],
-            found.ids["item"],
-            found.ids["genre"].tolist(),
-            found.clicks,
-            found.numbers.tolist(),
-            strict=True,
-        )
-    )
-    both, drama = [0, 1, -1, -1, -1, -1], [1, -1, -1, -1, -1, -1]
-    assert [row[:4] for row in rows] == [
-        (0, 0, both, True),
-        (1, 0, both, False),
-        (1, 1, drama, True),
+    # Nobody has rated film 9 in training: it has no row, but its genres.
+    assert found.rows == {"user": 2, "item": 1, "genre": 2, "occupation": 2}
+    train, test = clicks.split(found)
+    assert rows_of(train) == [
+        (0, 0, BOTH, False),
+        (1, 0, BOTH, False),
+        (1, 0, BOTH, True),
     ]
-    assert rows[0][4] == pytest.approx([0, 0, 5 / 12, 1])
-    assert rows[2][4] == pytest.approx([1, 1, 0, 1])
+    assert rows_of(test) == [(0, 0, BOTH, True), (1, -1, DRAMA, True)]
+    assert sorted(test.numbers.tolist()) == [
+        pytest.approx([0, 0, 5 / 12, 1]),
+        pytest.approx([1, 1, 0, 1]),
+    ]
+
+
+def test_popularity_is_of_the_ratings_trained_on():
+    ids = {"item": np.asarray([[0], [0], [1], [-1]]), "user": np.zeros((4, 1), int)}
+    found = clicks.Clicks(
+        ids=ids,
+        numbers=np.zeros((4, 4)),
+        clicks=np.asarray([True, False, False, True]),
+        truth=None,
+        rows={"item": 2, "user": 1},
+        held_out=np.asarray([False, False, True, True]),
+    )
+    # One click in two of item 0; nobody has seen the others: the mean, also 1 in 2.
+    assert clicks.popularity(*clicks.split(found)).tolist() == [0.5, 0.5]
+    found.clicks[1] = True  # all were clicked in training
+    assert clicks.popularity(*clicks.split(found)).tolist() == [1, 1]
 
 
 @pytest.mark.parametrize(
@@ -71,6 +95,7 @@ def test_movielens_is_read_where_it_lies(tmp_path, monkeypatch):
         ("--layout data=8,sync_every=2", "leave sync_every and context out"),
         ("--global-batch 4096 --layout data=8", "more than the 1800 examples to train"),
         ("--global-batch 3 --layout data=8", "3 examples, which do not divide over 8"),
+        ("--resume --layout data=8", "--resume goes on from a folder; name"),
     ],
 )
 def test_bad_options_are_refused_in_one_line(words, match, capsys, monkeypatch):
@@ -86,6 +111,30 @@ def test_movielens_without_its_package_is_one_line(capsys, monkeypatch):
     assert "pip install recbole --no-deps" in capsys.readouterr().err
 
 
+def test_movielens_whose_package_came_without_files_is_one_line(
+    tmp_path, capsys, monkeypatch
+):
+    spec = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(clicks.importlib.util, "find_spec", lambda name: spec)
+    assert recommend.main(["--data", "movielens"]) == 2
+    error = capsys.readouterr().err.strip()
+    assert "has 0 of the 3 files, not ml-100k.inter" in error and "\n" not in error
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("recbole") is None,
+    reason="recbole, which brings the ratings: pip install recbole --no-deps",
+)
+def test_movielens_trains_past_popularity_and_the_users_share(tmp_path):
+    log = tmp_path / "rows.jsonl"
+    words = f"--data movielens --layout data=8 --log-json {log}"
+    assert recommend.main(words.split()) == 0
+    last = json.loads(log.read_text().splitlines()[-1])
+    assert last["popularity_auc"] + 0.03 < last["auc"]
+    assert last["popularity_and_user_auc"] < last["auc"]
+
+
 @pytest.mark.slow
 def test_the_recipe_learns_more_than_popularity(tmp_path):
     log = tmp_path / "rows.jsonl"
@@ -93,6 +142,37 @@ def test_the_recipe_learns_more_than_popularity(tmp_path):
     assert recommend.main(words.split()) == 0
     last = json.loads(log.read_text().splitlines()[-1])
     assert last["popularity_auc"] + 0.03 < last["auc"] < last["truth_auc"]
+
+
+@pytest.mark.slow
+def test_a_resumed_run_ends_as_one_in_one_go(tmp_path, capsys, monkeypatch):
+    """Under another layout and placement; and what it cannot go on with."""
+    monkeypatch.setitem(recommend.DATA, "drawn", lambda: clicks.drawn(500, 40, 30))
+
+    def ended(*words):
+        log = tmp_path / "rows.jsonl"
+        common = ["--global-batch", "16", "--log-json", str(log), *words]
+        assert recommend.main(common) == 0, capsys.readouterr().err
+        return [json.loads(line) for line in log.read_text().splitlines()][-2:]
+
+    def refused(*words):
+        batch = [] if "--global-batch" in words else ["--global-batch", "16"]
+        assert recommend.main(["--layout", "data=8", *batch, *words]) == 2
+        return capsys.readouterr().err
+
+    out = ["--out", str(tmp_path / "run")]
+    whole = ended("--layout", "data=8", "--steps", "4")
+    ended("--layout", "data=8", "--steps", "2", *out)
+    assert "has a checkpoint of step 2; add --resume" in refused(*out)
+    assert "global_batch=16, not 8; give" in refused(
+        "--resume", "--global-batch", "8", *out
+    )
+    assert "has 2 steps, and --steps is 2" in refused("--resume", "--steps", "2", *out)
+    resumed = ["--resume", "--layout", "data=2,tensor=4", "--placement", "column_wise"]
+    last, scores = ended(*resumed, "--steps", "4", *out)
+    assert last["step"] == 3
+    assert last["loss"] == pytest.approx(whole[0]["loss"], rel=1e-5)
+    assert scores["auc"] == pytest.approx(whole[1]["auc"], abs=1e-3)
 
 
 def test_the_bench_refuses_rows_that_do_not_divide(capsys):

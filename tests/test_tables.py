@@ -1,5 +1,6 @@
 """Tables under any placement train as dense ones do on one device."""
 
+import dataclasses
 import functools
 
 import jax
@@ -7,9 +8,13 @@ import numpy as np
 import optax
 import pytest
 
-from meshpar import Layout, embedding_tables, make_train_step
+from meshpar import InputError, Layout, embedding_tables, make_train_step
 from meshpar.models.presets import build
 from meshpar.tables import SGD, LazyAdam, RowwiseAdagrad, Table, with_tables
+from meshpar.tables.blocks import BLOCK
+from meshpar.tables.host import stored_tables
+from meshpar.tables.portable import PortableTables
+from meshpar.tables.programs import joined
 from meshpar.tables.table import KINDS
 from tests import dlrm_reference
 from tests.marks import slow
@@ -155,6 +160,64 @@ def test_tables_train_beside_the_stages_of_a_pipeline(layout, layers):
     optimizer = "RowwiseAdagrad"
     step = step_of(layout, optimizer, MIXED, top_layers=layers)
     check_equal(step, optimizer, layers)
+
+
+@pytest.mark.parametrize(
+    "layout, placement",
+    [
+        ("data=2,stage=2,tensor=2,microbatches=4,schedule=1f1b", MIXED),
+        slow("data=1", "table_wise"),
+        slow("data=3", {**MIXED, "user": "row_wise"}),  # by way of the host
+        *(slow("fsdp=8", kind) for kind in KINDS),
+    ],
+)
+def test_tables_are_taken_out_of_a_placement_row_by_row_and_put_back(layout, placement):
+    optimizer = "RowwiseAdagrad" if placement is MIXED else "LazyAdam"
+    step = made(layout, optimizer, 2) if placement is MIXED else None
+    step = step or step_of(layout, optimizer, placement, top_layers=2)
+    rng = np.random.default_rng(0)
+    slots = OPTIMIZERS[optimizer].slots
+    wanted = {
+        table.name: {
+            name: rng.normal(size=shape).astype(np.float32)
+            for name, shape in (
+                ("rows", (table.rows, table.dim)),
+                *((name, slot_shape(table, slot)) for name, slot in slots.items()),
+            )
+        }
+        for table in TABLES
+    }
+    shardings = step.shardings.model_state["embedding_tables"]
+    given = stored_tables(step.functions.stores, wanted, shardings)
+    state = step.portable(joined(step.init(3), given))
+    for table in TABLES:
+        found = jax.device_get(state.model_state["embedding_tables"][table.name])
+        assert found.pop("num_rows") == table.rows
+        for kind, values in found.items():
+            rows, rest = np.split(values, [table.rows])
+            np.testing.assert_array_equal(rows, wanted[table.name][kind])
+            assert len(values) == BLOCK and not rest.any()
+    back = step.host_tables(PortableTables(functions=step.functions).put_in(state))
+    jax.tree.map(np.testing.assert_array_equal, back, wanted)
+
+
+def slot_shape(table, slot):
+    return (table.rows,) if slot.of_row else (table.rows, table.dim)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_other_rows_is_refused(tmp_path):
+    step = made("data=2,fsdp=2,tensor=2", "RowwiseAdagrad", 2)
+    tables = (dataclasses.replace(TABLES[0], rows=102), *TABLES[1:])
+    optimizer = OPTIMIZERS["RowwiseAdagrad"]
+    other = with_tables(step.dense, embedding_tables(tables, optimizer))
+    with step.checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(step.portable(step.init(3)), {})
+    with (
+        other.checkpoints(tmp_path) as checkpoints,
+        pytest.raises(InputError, match="'film' has 101 rows in the .* but rows=102"),
+    ):
+        other.restored(checkpoints)
 
 
 @pytest.mark.slow

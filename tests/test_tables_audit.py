@@ -11,9 +11,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar import Layout, audit, embedding_tables, make_mesh, make_train_step
 from meshpar.models.presets import build
-from meshpar.tables import LazyAdam, Table, with_tables
+from meshpar.tables import LazyAdam, RowwiseAdagrad, Table, with_tables
 from meshpar.tables.table import COLUMN_WISE, KINDS, REPLICATED, ROW_WISE
 from tests.marks import slow
+from tests.test_audit_targets import needs_gpu_compiler, needs_tpu_compiler
 
 EXAMPLES, ROWS, TIMES = 128, 1024, 100
 
@@ -69,6 +70,63 @@ def test_a_table_a_hundred_times_as_long_sends_and_allocates_no_more(layout, pla
         )
     )
     assert large.compiled_memory.alias_bytes == state
+
+
+def compiled_for(target, dim, kinds, rows):
+    """A step of a table of each kind over eight absent devices."""
+    tables = [
+        Table(name=f"id{at}", rows=rows, dim=dim, bag=2) for at in range(len(kinds))
+    ]
+    placement = {table.name: kind for table, kind in zip(tables, kinds, strict=True)}
+    made = embedding_tables(tables, RowwiseAdagrad(0.1), placement=placement)
+    sizes = dict(features=len(kinds), dim=dim, bottom=(dim,), top_width=8, top_layers=1)
+    model = build("tiny-dlrm", **sizes)
+    step = with_tables(make_train_step(model, optax.sgd(0.1), "data=8"), made)
+    batch = {table.name: np.zeros((64, 2), np.int32) for table in tables}
+    batch["numbers"] = np.zeros((64, 4), np.float32)
+    batch["clicks"] = np.zeros(64, np.float32)
+    return audit(step, batch, target=target, timeout_s=1800)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "target, dim, kinds",
+    [
+        pytest.param(
+            *("gpu:h100:1x8", 16, (ROW_WISE, COLUMN_WISE)), marks=needs_gpu_compiler
+        ),
+        # Of rows that are no multiple of 128 values XLA:TPU makes a copy of the table.
+        pytest.param("tpu:v5p:2x2x2", 128, (ROW_WISE,), marks=needs_tpu_compiler),
+    ],
+)
+def test_absent_devices_send_and_allocate_no_more_for_a_longer_table(
+    target, dim, kinds
+):
+    small, large = (
+        compiled_for(target, dim, kinds, rows) for rows in (ROWS, TIMES * ROWS)
+    )
+    assert small.complaints() == large.complaints() == []
+    assert sent(large) == sent(small)
+    # A short table fits into a TPU's VMEM, where more is kept at once.
+    assert large.compiled_memory.temp_bytes <= small.compiled_memory.temp_bytes
+
+
+def test_an_audit_for_tpus_names_the_tables_that_are_copied_there():
+    made = embedding_tables(
+        [
+            Table(name="wide", rows=64, dim=128),
+            Table(name="other", rows=64, dim=128),
+        ],
+        RowwiseAdagrad(0.1),
+        placement={"wide": ROW_WISE, "other": COLUMN_WISE},
+    )
+    model = build("tiny-dlrm", features=2, dim=128, bottom=(128,))
+    step = with_tables(make_train_step(model, optax.sgd(0.1), "data=8"), made)
+    batch = {name: np.zeros((8, 1), np.int32) for name in ("wide", "other")}
+    batch |= {"numbers": np.zeros((8, 4)), "clicks": np.zeros(8)}
+    (note,) = step.audit_subject(batch, platform="tpu").notes
+    assert "tables other: a device has 16 values of a row, no multiple of 128" in note
+    assert step.audit_subject(batch, platform="gpu").notes == ()
 
 
 @pytest.mark.parametrize("layout, placement", CASES)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
-from meshpar.errors import InputError, nearest
+from meshpar.errors import InputError, nearest, whole_number
 from meshpar.model.scope import Scope
 from meshpar.parallel.moves import Move, Split, degree, on_split, split_of
 from meshpar.rules.rules import LogicalAxes
@@ -56,7 +56,10 @@ class Pencils:
         transposed: bool,
     ) -> Pencils:
         if norm not in NORMS:
-            raise InputError(f"norm={norm!r}: must be one of {', '.join(NORMS)}")
+            raise InputError(
+                f"fft with norm={norm!r}: must be one of {', '.join(NORMS)}"
+            )
+        _check_named(shape, logical_axes)
         return cls(
             shape=tuple(shape),
             logical_axes=tuple(logical_axes),
@@ -70,21 +73,22 @@ class Pencils:
         """The plan of a real transform that keeps so many frequencies."""
         name, size = self.logical_axes[self.dims[-1]], self.shape[self.dims[-1]]
         there = size // 2 + 1
-        modes = there if modes is None else modes
-        if not 1 <= modes <= there:
+        modes = there if modes is None else whole_number("fft with modes", modes)
+        if modes > there:
             raise InputError(
-                f"{modes} frequencies (modes) of {name!r} of size {size}: a real "
-                f"transform has 1 to {there}; give other modes, or another size"
+                f"rfftn over {name!r} of size {size} with modes={modes}: a real "
+                f"transform of that size has {there} frequencies; give modes=1 to "
+                f"{there}, or None for all"
             )
         mesh_axes = self.split[self.dims[-1]]
         devices = degree(mesh_axes)
         if modes % devices:
             below = modes - modes % devices or devices
-            fewer = f"give modes={below}, " if below <= there else "give "
+            fewer = f"give modes={below}, or " if below <= there else "give "
             raise InputError(
-                f"{name!r} of size {size} has {modes} frequencies in a real transform, "
-                f"which do not divide over {'/'.join(mesh_axes)} of size {devices}; "
-                f"{fewer}another last dim, or take fftn"
+                f"rfftn over {name!r} of size {size}: {modes} frequencies do not "
+                f"divide over {'/'.join(mesh_axes)} of size {devices}, which splits "
+                f"{name!r}; {fewer}another dim as the last of over=, or take fftn"
             )
         return replace(self, modes=modes)
 
@@ -158,15 +162,16 @@ class Pencils:
             if sizes[other] % degree(split[other] + split[dim]) == 0:
                 return Move(mesh_axes=split[dim], source=dim, target=other)
         held = ", ".join(
-            f"{self.logical_axes[other] or f'dim {other}'!r} of {sizes[other]}"
+            f"{_called(self.logical_axes, other)} of size {sizes[other]} by "
+            f"{degree(split[other] + split[dim])}"
             for other in others
         )
         raise InputError(
             f"fft over {self.logical_axes[dim]!r}, split over {'/'.join(split[dim])} "
-            f"of size {degree(split[dim])}: no other dim divides by it to be split "
-            f"meanwhile ({held or 'there is none'}); pad one, "
+            f"of size {degree(split[dim])}: another dim has to be split while that one "
+            f"is whole, and none divides ({held or 'there is none'}); pad one of them, "
             f"{'give other modes, ' if self.modes else ''}or map "
-            f"{self.logical_axes[dim]!r} to None"
+            f"{self.logical_axes[dim]!r} to None in the rules"
         )
 
     def _sizes_at(self, dim: int) -> tuple[int, ...]:
@@ -189,6 +194,11 @@ class Pencils:
 
 
 def dims_of(logical_axes: LogicalAxes, over: Sequence[str]) -> tuple[int, ...]:
+    """The dims of those names, in their order.
+
+    Raises:
+        InputError: A name is of no dim or of two, or there is none.
+    """
     known = [name for name in logical_axes if name is not None]
     for name in over:
         if name not in known:
@@ -196,11 +206,43 @@ def dims_of(logical_axes: LogicalAxes, over: Sequence[str]) -> tuple[int, ...]:
                 f"fft over {name!r}, but the dims are {tuple(logical_axes)}; "
                 f"{nearest(name, known)}"
             )
+        if known.count(name) > 1:
+            raise InputError(
+                f"fft over {name!r}, but {known.count(name)} of the dims "
+                f"{tuple(logical_axes)} have that name; rename all but one"
+            )
     if not over or len(set(over)) < len(over):
         raise InputError(
-            f"fft over {tuple(over)}: name one or more dims, each of them once"
+            f"fft over {tuple(over)}: name one or more of the dims "
+            f"{tuple(logical_axes)}, each of them once"
         )
     return tuple(logical_axes.index(name) for name in over)
+
+
+def check_real(x: jax.Array, name: str) -> None:
+    """Refuses a complex array.
+
+    Raises:
+        InputError: It is one.
+    """
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        raise InputError(
+            f"{name} of {x.dtype} values: a real transform takes real ones; give "
+            "x.real, or take fftn"
+        )
+
+
+def _check_named(shape: Sequence[int], logical_axes: LogicalAxes) -> None:
+    if len(shape) != len(logical_axes):
+        raise InputError(
+            f"fft of an array of {len(shape)} dims, {tuple(shape)}, with "
+            f"{len(logical_axes)} logical axes, {tuple(logical_axes)}; give a name, or "
+            "None, for each dim"
+        )
+
+
+def _called(logical_axes: LogicalAxes, dim: int) -> str:
+    return repr(logical_axes[dim] or f"dim {dim}")
 
 
 def wide(x: jax.Array) -> jax.Array:

@@ -1,79 +1,203 @@
 """States with tables as any placement, and any number of devices, can take them up.
 
-A table's arrays stand under its own name, row by row. They go through the host's
-memory, one store at a time, so that a host needs room for its largest store.
+A table's arrays stand under its own name, row by row, filled up with zeros to a
+multiple of `BLOCK` rows and split by rows over all devices; beside them stands how many
+rows it has. All-to-alls take them there and back, in every process alike: a device
+needs room for its part of a store once more, and for a `table_wise` table as often as
+the placement gave it room for that. Numbers of devices whose square does not divide
+`BLOCK` go through the memory of one host instead.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from meshpar.errors import InputError
+from meshpar.tables.blocks import BLOCK, Blocks, filled
 from meshpar.tables.host import host_tables, stored_tables
 from meshpar.tables.programs import TABLES, TableFunctions, joined, parts
+from meshpar.tables.stores import Store
+from meshpar.tables.table import Table
 from meshpar.train.layer_order import LayerOrder
 from meshpar.train.state import TrainState
 
+NUM_ROWS = "num_rows"
 
-def portable(functions: TableFunctions, state: TrainState) -> TrainState:
-    """A state whose tables are of no placement.
+Arrays = dict[str, dict[str, Any]]
 
-    Raises:
-        InputError: Other processes hold a part of the tables.
+
+@dataclass(frozen=True, kw_only=True)
+class PortableTables:
+    """Takes a step's tables out of their placement, and puts them into it.
+
+    Args:
+        functions: Of the step.
     """
-    dense, arrays = parts(state)
-    whole = host_tables(functions.stores, arrays)
-    shardings = portable_shardings(functions).model_state[TABLES]
-    return joined(dense, jax.tree.map(jax.device_put, whole, shardings))
 
+    functions: TableFunctions
 
-def stored(functions: TableFunctions, state: TrainState) -> TrainState:
-    """Undoes `portable`, for the placement and the devices of these functions.
+    def taken_out(self, state: TrainState) -> TrainState:
+        """A state whose tables are of no placement.
 
-    Raises:
-        InputError: A table has other rows or another dim.
-    """
-    dense, tables = parts(state)
-    whole = jax.device_get(tables)
-    shardings = functions.shardings.model_state[TABLES]
-    return joined(dense, stored_tables(functions.stores, whole, shardings))
+        Raises:
+            InputError: Other processes hold a part of the tables, and the devices'
+                number does not divide.
+        """
+        dense, arrays = parts(state)
+        if not self._divides:
+            return joined(dense, self._by_host(arrays))
+        found = self._num_rows()
+        for (store, name), (take_out, _) in self._programs.items():
+            for table, array in take_out(arrays[store][name]).items():
+                found[table][name] = array
+        return joined(dense, found)
 
+    def put_in(self, state: TrainState) -> TrainState:
+        """Undoes `taken_out`, for this placement and these devices.
 
-def portable_shapes(functions: TableFunctions) -> TrainState:
-    """Shape and dtype of every array of a portable state."""
-    slots = functions.tables.optimizer.slots
-    found: dict[str, Any] = {}
-    for table in functions.tables.tables:
-        shapes = {"rows": (table.rows, table.dim)} | {
-            name: (table.rows,) if slot.of_row else (table.rows, table.dim)
-            for name, slot in slots.items()
+        Raises:
+            InputError: A table has other rows.
+        """
+        dense, tables = parts(state)
+        for table in self.functions.tables.tables:
+            _check_rows(table, int(tables[table.name][NUM_ROWS]))
+        if not self._divides:
+            return joined(dense, self._from_host(tables))
+        found: Arrays = {store.name: {} for store in self.functions.stores}
+        for (store, name), (_, put_in) in self._programs.items():
+            members = self._stores[store].members
+            given = {one.table.name: tables[one.table.name][name] for one in members}
+            found[store][name] = put_in(given)
+        return joined(dense, found)
+
+    @cached_property
+    def shapes(self) -> TrainState:
+        """Shape and dtype of every array."""
+        slots = self.functions.tables.optimizer.slots
+        found: Arrays = {}
+        for table in self.functions.tables.tables:
+            vectors = (filled(table.rows), table.dim)
+            shapes = {"rows": vectors} | {
+                name: vectors[:1] if slot.of_row else vectors
+                for name, slot in slots.items()
+            }
+            found[table.name] = {
+                name: jax.ShapeDtypeStruct(shape, jnp.float32)
+                for name, shape in shapes.items()
+            }
+            found[table.name][NUM_ROWS] = jax.ShapeDtypeStruct((), jnp.int32)
+        return joined(self.functions.dense.state_shapes, found)
+
+    @cached_property
+    def shardings(self) -> TrainState:
+        """The sharding of each."""
+        mesh = self.functions.mesh
+        spec = PartitionSpec(self._mesh_axes if self._divides else None)
+
+        def sharding(shape: jax.ShapeDtypeStruct) -> NamedSharding:
+            return NamedSharding(mesh, spec if shape.shape else PartitionSpec())
+
+        of_tables = jax.tree.map(sharding, self.shapes.model_state[TABLES])
+        return joined(self.functions.dense.shardings, of_tables)
+
+    @property
+    def orders(self) -> TrainState:
+        """Where the layers of every array lie, as `Checkpoints` takes it."""
+        of_tables = self.shapes.model_state[TABLES]
+        return joined(
+            self.functions.dense.layer_orders,
+            jax.tree.map(lambda _: LayerOrder(), of_tables),
+        )
+
+    @property
+    def _mesh_axes(self) -> tuple[str, ...]:
+        return self.functions.shares.mesh_axes
+
+    @property
+    def _num_devices(self) -> int:
+        return self.functions.mesh.size
+
+    @property
+    def _divides(self) -> bool:
+        return BLOCK % self._num_devices**2 == 0
+
+    @cached_property
+    def _stores(self) -> dict[str, Store]:
+        return {store.name: store for store in self.functions.stores}
+
+    @cached_property
+    def _programs(self) -> dict[tuple[str, str], tuple[Callable, Callable]]:
+        """(store, array) -> what takes the tables out of it, and what puts them in."""
+        found = {}
+        for store in self.functions.stores:
+            for name, spec in self.functions.specs[store.name].items():
+                blocks = Blocks(store=store, mesh_axes=self._mesh_axes)
+                split = {
+                    member.table.name: PartitionSpec(self._mesh_axes)
+                    for member in store.members
+                }
+                found[store.name, name] = (
+                    self._on_shards(blocks.taken_out, spec, split),
+                    self._on_shards(blocks.put_in, split, spec),
+                )
+        return found
+
+    def _on_shards(self, local: Callable, in_specs: Any, out_specs: Any) -> Callable:
+        mapped = jax.shard_map(
+            local,
+            mesh=self.functions.mesh,
+            in_specs=(in_specs,),
+            out_specs=out_specs,
+            check_vma=False,
+        )
+        return jax.jit(mapped)
+
+    def _num_rows(self) -> Arrays:
+        whole = NamedSharding(self.functions.mesh, PartitionSpec())
+        found: Arrays = {}
+        for table in self.functions.tables.tables:
+            rows = np.asarray(table.rows, np.int32)
+            found[table.name] = {
+                NUM_ROWS: jax.make_array_from_callback((), whole, rows.__getitem__)
+            }
+        return found
+
+    def _by_host(self, arrays: Arrays) -> Arrays:
+        found = self._num_rows()
+        shardings = self.shardings.model_state[TABLES]
+        for table, of_table in host_tables(self.functions.stores, arrays).items():
+            for name, values in of_table.items():
+                missing = filled(len(values)) - len(values)
+                pads = [(0, missing), *[(0, 0)] * (values.ndim - 1)]
+                found[table][name] = jax.device_put(
+                    np.pad(values, pads), shardings[table][name]
+                )
+        return found
+
+    def _from_host(self, tables: Arrays) -> Arrays:
+        whole = {
+            table.name: {
+                name: np.asarray(array)[: table.rows]
+                for name, array in tables[table.name].items()
+                if name != NUM_ROWS
+            }
+            for table in self.functions.tables.tables
         }
-        found[table.name] = {
-            name: jax.ShapeDtypeStruct(shape, jnp.float32)
-            for name, shape in shapes.items()
-        }
-    return joined(functions.dense.state_shapes, found)
+        shardings = self.functions.shardings.model_state[TABLES]
+        return stored_tables(self.functions.stores, whole, shardings)
 
 
-def portable_shardings(functions: TableFunctions) -> TrainState:
-    """The sharding of each: by rows over all devices, where they divide."""
-    mesh = functions.mesh
-    axes = tuple(axis for axis, size in mesh.shape.items() if size > 1)
-
-    def sharding(shape: jax.ShapeDtypeStruct) -> NamedSharding:
-        divides = axes and shape.shape[0] % mesh.size == 0
-        return NamedSharding(mesh, PartitionSpec(axes) if divides else PartitionSpec())
-
-    of_tables = jax.tree.map(sharding, portable_shapes(functions).model_state[TABLES])
-    return joined(functions.dense.shardings, of_tables)
-
-
-def portable_orders(functions: TableFunctions) -> TrainState:
-    """Where the layers of every array lie, as `Checkpoints` takes it."""
-    of_tables = jax.tree.map(
-        lambda _: LayerOrder(), portable_shapes(functions).model_state[TABLES]
-    )
-    return joined(functions.dense.layer_orders, of_tables)
+def _check_rows(table: Table, there: int) -> None:
+    if there != table.rows:
+        raise InputError(
+            f"table {table.name!r} has {there} rows in the checkpoint, but rows="
+            f"{table.rows} here; give it the rows that it was saved with"
+        )

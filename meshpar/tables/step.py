@@ -17,14 +17,9 @@ from meshpar.tables.host import host_tables, rows_looked_up
 from meshpar.tables.ids import check_ids
 from meshpar.tables.memory import TableMemory, predicted_memory
 from meshpar.tables.placement import Placements
-from meshpar.tables.portable import (
-    portable,
-    portable_orders,
-    portable_shapes,
-    portable_shardings,
-    stored,
-)
+from meshpar.tables.portable import PortableTables
 from meshpar.tables.programs import TABLES, TableFunctions
+from meshpar.tables.stores import tpu_notes
 from meshpar.tables.tables import EmbeddingTables
 from meshpar.train.batch_placement import BatchPlacement
 from meshpar.train.state import TrainState, check_not_donated, without_optimizer
@@ -168,13 +163,7 @@ class TableStep:
         *,
         global_batch: int | None = None,
     ) -> dict[str, jax.Array]:
-        """The batch on the devices, split over the batch axes.
-
-        Args:
-            batch: As `__call__` takes it; of several processes each gives its rows.
-            microbatches: Parts that it is cut into; the layout's when absent.
-            global_batch: Rows of all processes together, so that those of this one are
-                counted.
+        """`TrainStep.place` of a batch, its ids checked.
 
         Raises:
             InputError: As for `__call__`.
@@ -183,11 +172,7 @@ class TableStep:
         return self._batches.place(batch, microbatches, global_batch=global_batch)
 
     def rows_here(self, global_batch: int) -> np.ndarray:
-        """Which rows of a global batch this process gives: all, where it is alone.
-
-        Raises:
-            InputError: The global batch does not divide over the batch axes.
-        """
+        """`TrainStep.rows_here`."""
         return self._batches.rows_here(global_batch)
 
     def host_tables(self, state: TrainState) -> dict[str, dict[str, np.ndarray]]:
@@ -203,7 +188,7 @@ class TableStep:
         """Checkpoints that any layout and placement of the same tables resumes.
 
         `save(step.portable(state), run)` writes one; `step.restored(checkpoints)` reads
-        the newest. All tables pass through the host's memory.
+        the newest, each in all processes alike.
 
         Args:
             directory: Where they lie.
@@ -211,16 +196,16 @@ class TableStep:
         """
         from meshpar.train.checkpoint import Checkpoints  # Orbax, which takes a while
 
-        orders = portable_orders(self.functions)
-        return Checkpoints(directory, layer_orders=orders, **options)
+        return Checkpoints(directory, layer_orders=self._portable.orders, **options)
 
     def portable(self, state: TrainState) -> TrainState:
         """The state with tables as no placement has them (`meshpar.tables.portable`).
 
         Raises:
-            InputError: Other processes hold a part of the tables.
+            InputError: Other processes hold a part of the tables, and the square of the
+                devices' number does not divide `meshpar.tables.portable.BLOCK`.
         """
-        return portable(self.functions, state)
+        return self._portable.taken_out(state)
 
     def restored(self, checkpoints: Checkpoints) -> TrainState:
         """The newest state of `checkpoints`, laid out for this step.
@@ -228,8 +213,8 @@ class TableStep:
         Raises:
             CheckpointError: There is none, or it is of another model or other tables.
         """
-        to = portable_shapes(self.functions), portable_shardings(self.functions)
-        return stored(self.functions, checkpoints.restore(*to))
+        to = self._portable
+        return to.put_in(checkpoints.restore(to.shapes, to.shardings))
 
     def compile(self, batch: Batch) -> jax.stages.Compiled:
         """The compiled step for a batch's shapes; arrays or `jax.ShapeDtypeStruct`s."""
@@ -264,6 +249,7 @@ class TableStep:
             weights={path: one.shape for path, one in of_dense.items()},
             layout=step.layout,
             compiler_options=step.dense.compiler_options,
+            notes=tpu_notes(step.functions.stores) if platform == "tpu" else (),
         )
 
     def jitted(self, compiler_options: Mapping[str, Any] | None = None) -> Any:
@@ -276,6 +262,10 @@ class TableStep:
             donate_argnums=0,
             compiler_options=dict(compiler_options or {}) or None,
         )
+
+    @cached_property
+    def _portable(self) -> PortableTables:
+        return PortableTables(functions=self.functions)
 
     @cached_property
     def _update(self) -> Any:

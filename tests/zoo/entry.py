@@ -29,3 +29,8 @@ class Entry:
     rules: dict = dataclasses.field(default_factory=dict)
     tensor: int = 8
     microbatches: bool = True
+
+
+def one_group(block):
+    """`groups` of an entry whose layers are alike: each `block(rngs, layers)`."""
+    return lambda layers: {"blocks": (lambda rngs: block(rngs, layers), layers)}

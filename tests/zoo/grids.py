@@ -6,7 +6,7 @@ import numpy as np
 from flax import nnx
 
 from meshpar.models.afno import AFNOConfig, afno
-from tests.zoo.entry import Entry
+from tests.zoo.entry import Entry, one_group
 from tests.zoo.plain import normal
 
 EMBED, HEIGHT, WIDTH, PATCH, CHANNELS = 8, 8, 16, 2, 2
@@ -139,7 +139,7 @@ def entry(**rules):
             )
         ),
         ends=Ends,
-        groups=lambda layers: {"blocks": (lambda rngs: Block(rngs, layers), layers)},
+        groups=one_group(Block),
         batch=batch,
         rules=rules,
     )

@@ -6,7 +6,7 @@ import numpy as np
 from flax import nnx
 
 from meshpar.models.pair import PairConfig, pair
-from tests.zoo.entry import Entry
+from tests.zoo.entry import Entry, one_group
 from tests.zoo.language import weighted
 from tests.zoo.plain import normal
 
@@ -147,7 +147,7 @@ def entry(**rules):
             )
         ),
         ends=Ends,
-        groups=lambda layers: {"blocks": (lambda rngs: Block(rngs, layers), layers)},
+        groups=one_group(Block),
         batch=batch,
         rules=rules,
     )
