@@ -32,6 +32,7 @@ from meshpar.recipes.volumes import (
     Scan,
     best_band,
     coarser,
+    degraded,
     dice,
     padded,
     padded_sizes,
@@ -110,7 +111,8 @@ def run(args: argparse.Namespace, layout: Layout) -> None:
         InputError: A file is no scan, or the layout does not suit it.
     """
     scan = template() if args.image is None else read_scan(args.image, args.truth)
-    task = task_of(coarser(scan, args.downsample), args.levels, layout)
+    scan = degraded(coarser(scan, args.downsample), args.bias, args.noise, args.seed)
+    task = task_of(scan, args.patch * 2 ** (args.levels - 1), layout)
     baseline = task.dice(task.threshold)
     shape = " x ".join(map(str, task.scan.image.shape))
     print(
@@ -133,9 +135,8 @@ def run(args: argparse.Namespace, layout: Layout) -> None:
         write(found, task.scan.affine, args.out)
 
 
-def task_of(scan: Scan, levels: int, layout: Layout) -> Task:
-    """The scan padded for a U-Net of those levels under a layout."""
-    shrinks = 2 ** (levels - 1)
+def task_of(scan: Scan, shrinks: int, layout: Layout) -> Task:
+    """The scan padded for a U-Net that shrinks it so under a layout."""
     degrees = layout.context, layout.tensor, 1
     sizes = tuple(
         padded_sizes((size,), shrinks * degree)[0]
@@ -164,6 +165,7 @@ def train(
         classes=2,
         levels=args.levels,
         base=args.base,
+        patch=args.patch,
         groups=2,
     )
     rate = optax.cosine_onecycle_schedule(args.steps, args.rate, pct_start=0.2)
@@ -253,10 +255,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--steps", type=positive, default=40, metavar="N")
     add("--every", type=positive, default=10, help="steps from one score to the next")
     add("--levels", type=positive, default=3, help="of the U-Net")
-    add("--base", type=positive, default=4, help="channels of its finest level")
+    add("--base", type=positive, default=16, help="channels of its finest level")
+    add("--patch", type=positive, default=2, help="voxels a side it reads as one")
     add("--rate", type=float, default=0.02, help="highest learning rate")
     add("--seed", type=int, default=0)
-    add("--downsample", type=positive, default=1, help="voxels to take the mean of")
+    add("--downsample", type=positive, default=2, help="voxels to take the mean of")
+    add("--bias", type=float, default=0.4, help="range of an uneven factor, 0 for none")
+    add("--noise", type=float, default=0.05, help="its share of the brightest voxel")
     add("--log-json", type=output_file, metavar="FILE", help="a row for each score")
     add("--png", metavar="FILE", help="where the picture goes")
     add("--out", type=output_file, metavar="FILE", help="the voxels found, as NIfTI")

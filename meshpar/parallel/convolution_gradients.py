@@ -10,6 +10,8 @@ GSPMD gets two of them wrong without a word (jax 0.10.2, `tests/test_space.py`):
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -21,7 +23,18 @@ from meshpar.parallel.grid_convolution import with_halo
 from meshpar.parallel.moves import Split, degree, on_split, split_of
 from meshpar.rules.rules import LogicalAxes
 
+OWN_SCOPE = "meshpar-convolution"
+"""Names what `own_convolution` marks, for the audit."""
+
 _DIMS = ("NDHWC", "DHWIO", "NDHWC")
+
+
+def own_convolution() -> AbstractContextManager:
+    """Marks convolutions made inside as those whose gradients are taken care of.
+
+    A step refuses others over split space (`meshpar.audit.plain_convolutions`).
+    """
+    return jax.named_scope(OWN_SCOPE)
 
 
 def split_by_hand(
@@ -117,9 +130,10 @@ def input_gradient(
 
 def _valid(x: jax.Array, kernel: jax.Array, stride: int) -> jax.Array:
     strides = (stride,) * 3
-    return lax.conv_general_dilated(
-        x, kernel, strides, "VALID", dimension_numbers=_DIMS
-    )
+    with own_convolution():
+        return lax.conv_general_dilated(
+            x, kernel, strides, "VALID", dimension_numbers=_DIMS
+        )
 
 
 def _pads(
