@@ -43,6 +43,9 @@ from meshpar.recipes.volumes import (
 HELD_OUT = 1 / 3
 """Of the scan's second dim, its end, in which nothing is learnt."""
 
+_OF_TEMPLATE = 2, 0.4, 0.05
+"""Voxels a side to take the mean of, bias and noise, of the template."""
+
 _RULES = {"depth": "context", "height": "tensor"}
 
 
@@ -110,8 +113,7 @@ def run(args: argparse.Namespace, layout: Layout) -> None:
     Raises:
         InputError: A file is no scan, or the layout does not suit it.
     """
-    scan = template() if args.image is None else read_scan(args.image, args.truth)
-    scan = degraded(coarser(scan, args.downsample), args.bias, args.noise, args.seed)
+    scan = scan_of(args)
     task = task_of(scan, args.patch * 2 ** (args.levels - 1), layout)
     baseline = task.dice(task.threshold)
     shape = " x ".join(map(str, task.scan.image.shape))
@@ -133,6 +135,21 @@ def run(args: argparse.Namespace, layout: Layout) -> None:
         draw(task, found, args.png)
     if args.out is not None:
         write(found, task.scan.affine, args.out)
+
+
+def scan_of(args: argparse.Namespace) -> Scan:
+    """The user's own as it is, or the template as a scanner would give it."""
+    own = args.image is not None
+    scan = read_scan(args.image, args.truth) if own else template()
+    factor, bias, noise = (
+        default if given is None else given
+        for given, default in zip(
+            (args.downsample, args.bias, args.noise),
+            (1, 0.0, 0.0) if own else _OF_TEMPLATE,
+            strict=True,
+        )
+    )
+    return degraded(coarser(scan, factor), bias, noise, args.seed)
 
 
 def task_of(scan: Scan, shrinks: int, layout: Layout) -> Task:
@@ -259,9 +276,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--patch", type=positive, default=2, help="voxels a side it reads as one")
     add("--rate", type=float, default=0.02, help="highest learning rate")
     add("--seed", type=int, default=0)
-    add("--downsample", type=positive, default=2, help="voxels to take the mean of")
-    add("--bias", type=float, default=0.4, help="range of an uneven factor, 0 for none")
-    add("--noise", type=float, default=0.05, help="its share of the brightest voxel")
+    add("--downsample", type=positive, metavar="N", help="means of N voxels a side")
+    add("--bias", type=float, metavar="SHARE", help="range of an uneven factor")
+    add("--noise", type=float, metavar="SHARE", help="of the brightest voxel")
     add("--log-json", type=output_file, metavar="FILE", help="a row for each score")
     add("--png", metavar="FILE", help="where the picture goes")
     add("--out", type=output_file, metavar="FILE", help="the voxels found, as NIfTI")

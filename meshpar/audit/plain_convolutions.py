@@ -21,7 +21,9 @@ from meshpar.layout import Layout
 from meshpar.parallel.convolution_gradients import OWN_SCOPE
 
 _CUTS = ("pad", "slice", "dynamic_slice")
-_WAY_OUT = "use Conv of meshpar.models.layers.volume or meshpar.parallel's "
+_WAY_OUT = (
+    "use Conv of meshpar.models.layers.volume or meshpar.parallel's grid_convolution"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,48 +55,57 @@ class PlainConvolutions:
     def problems(self, traced: Iterable[Operation]) -> Iterator[str]:
         """A line for each, of the forward pass."""
         for operation in traced:
-            if _is_plain(operation) and max(_windows(operation), default=1) > 1:
+            if _is_plain(operation) and max(_windows(operation).values()) > 1:
                 yield from self._of(operation)
 
     def _of(self, operation: Operation) -> Iterator[str]:
-        split, sizes = _split(operation), self.layout.mesh_shape
         automatic = operation.region.automatic
         space = [axis for axis in self.space_axes if axis in automatic]
         if not space:
             return  # each device convolves its own part
-        numbers = operation.equation.params["dimension_numbers"]
-        shape, windows = array_shape(operation.equation.invars[0]), _windows(operation)
-        dims = list(zip(numbers.lhs_spec[2:], windows, strict=True))
+        split, windows = _split(operation), _windows(operation)
         known = set().union(*split) if split else set()
         if split is None or not known & set(space):
             split, known = None, set(space)  # as the rules split the inputs
-        elif all(window == 1 or not split[dim] for dim, window in dims):
+        elif not any(split[dim] for dim, window in windows.items() if window > 1):
             return
-        idle = sorted(automatic - known)
         asked = (
             f"layout {str(self.layout)!r}: the convolution at {operation.source}, of a "
-            f"window of {_by(windows)} over space split by "
-            f"{' and '.join(f'{axis}={sizes[axis]}' for axis in space)}"
+            f"window of {' x '.join(map(str, windows.values()))} over space split by "
+            f"{' and '.join(map(self._sized, space))}"
         )
-        if idle:
-            times = math.prod(sizes[axis] for axis in idle)
+        for axis in sorted(automatic - known):
+            yield self._idle(asked, axis)
+        for dim, window in windows.items() if split else ():
+            yield from self._small(asked, operation, split[dim], dim, window)
+
+    def _idle(self, asked: str, mesh_axis: str) -> str:
+        times = self.layout.mesh_shape[mesh_axis]
+        return (
+            f"{asked}, gets a gradient of its kernel {times} times too large from XLA "
+            f"(jax 0.10.2) beside {self._sized(mesh_axis)}, which splits nothing of "
+            f"it: {_WAY_OUT}, or let a rule split space over {mesh_axis!r} too"
+        )
+
+    def _small(
+        self,
+        asked: str,
+        operation: Operation,
+        mesh_axes: Iterable[str],
+        dim: int,
+        window: int,
+    ) -> Iterator[str]:
+        degree = math.prod(self.layout.mesh_shape[axis] for axis in mesh_axes)
+        size = array_shape(operation.equation.invars[0])[dim]
+        if degree > 1 and size // degree < window:
             yield (
-                f"{asked}, gets a gradient of its kernel {times} times too large from "
-                f"XLA (jax 0.10.2) beside {idle[0]}={sizes[idle[0]]}, which splits "
-                f"nothing of it: {_WAY_OUT}grid_convolution, or let a rule split space "
-                f"over {idle[0]!r} too"
+                f"{asked}, gets a wrong gradient of its input from XLA (jax 0.10.2), "
+                f"as a device's part is but {size // degree} of {size} places: "
+                f"{_WAY_OUT}, or split that dim over fewer devices"
             )
-            return
-        for dim, window in dims if split else ():
-            degree = math.prod(sizes[axis] for axis in split[dim])
-            if degree > 1 and shape[dim] // degree < window:
-                yield (
-                    f"{asked}, gets a wrong gradient of its input from XLA (jax "
-                    f"0.10.2), as a device's part is but {shape[dim] // degree} of "
-                    f"{shape[dim]} places: {_WAY_OUT}grid_convolution, or split that "
-                    "dim over fewer devices"
-                )
-                return
+
+    def _sized(self, mesh_axis: str) -> str:
+        return f"{mesh_axis}={self.layout.mesh_shape[mesh_axis]}"
 
 
 def _is_plain(operation: Operation) -> bool:
@@ -118,12 +129,9 @@ def _split(operation: Operation) -> Split | None:
     return value.split
 
 
-def _windows(operation: Operation) -> tuple[int, ...]:
-    """Sides of its window."""
+def _windows(operation: Operation) -> dict[int, int]:
+    """Dim of the input -> places of the window along it."""
     equation = operation.equation
-    dims = equation.params["dimension_numbers"].rhs_spec[2:]
-    return tuple(array_shape(equation.invars[1])[dim] for dim in dims)
-
-
-def _by(sides: Sequence[int]) -> str:
-    return " x ".join(map(str, sides))
+    numbers, kernel = equation.params["dimension_numbers"], equation.invars[1]
+    sides = [array_shape(kernel)[dim] for dim in numbers.rhs_spec[2:]]
+    return dict(zip(numbers.lhs_spec[2:], sides, strict=True))
