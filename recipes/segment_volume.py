@@ -65,9 +65,14 @@ class Task:
 
     @property
     def batch(self) -> dict[str, np.ndarray]:
-        """Intensities of mean 0 and deviation 1, truth, and where it counts."""
+        """Intensities, truth, and where it counts.
+
+        Those of the head, taken as what is brighter than the mean of all, have mean 3
+        and deviation 1; what is dark has 0, as what is padded.
+        """
         image = self.scan.image
-        values = (image - image.mean()) / image.std()
+        head = image[image > image.mean()]
+        values = np.maximum((image - head.mean()) / head.std() + 3, 0)
         learnt = (~self.held_out).astype(np.float32)
         return {
             "images": padded(values, self.sizes)[None, ..., None],
@@ -269,12 +274,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--layout", default="context=2,tensor=2", metavar="LINE")
     add("--image", metavar="FILE", help="a NIfTI volume (default: the template)")
     add("--truth", metavar="FILE", help="its tissue: above half of the largest value")
-    add("--steps", type=positive, default=40, metavar="N")
+    add("--steps", type=positive, default=60, metavar="N")
     add("--every", type=positive, default=10, help="steps from one score to the next")
     add("--levels", type=positive, default=3, help="of the U-Net")
     add("--base", type=positive, default=16, help="channels of its finest level")
     add("--patch", type=positive, default=2, help="voxels a side it reads as one")
-    add("--rate", type=float, default=0.02, help="highest learning rate")
+    add("--rate", type=float, default=0.006, help="highest learning rate")
     add("--seed", type=int, default=0)
     add("--downsample", type=positive, metavar="N", help="means of N voxels a side")
     add("--bias", type=float, metavar="SHARE", help="range of an uneven factor")

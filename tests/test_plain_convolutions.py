@@ -99,7 +99,7 @@ REFUSED = [
         "data=2,context=2,tensor=2",
         {"depth": "context", "width": "tensor"},
         (8, 8, 2),
-        "input .* is but 1 of 2 places",
+        "input twice .* is but 1 of 2 places",
     ),
 ]
 

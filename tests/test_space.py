@@ -33,6 +33,7 @@ from meshpar.parallel.space import space_problems
 
 BEAMS = {"depth": "context", "height": "tensor"}
 RULES = default_rules(Layout.parse("stage=2,tensor=2,microbatches=2"))
+NAMED = ((0, "images"), (1, "labels"))
 NOT_SPLIT = ("batch", "height", "width")
 SMALL = {"depth": 8, "height": 8, "width": 4, "base": 4, "groups": 2}
 
@@ -178,6 +179,18 @@ def test_a_window_wider_than_a_part_is_refused_beside_an_idle_axis(mesh):
     match = "window of 5 along 'depth' reaches 2 places, but a device has 1"
     with jax.set_mesh(mesh), pytest.raises(InputError, match=match):
         layer(jnp.ones((1, 2, 4, 4, 1)), scope)
+
+
+@pytest.mark.parametrize("order", [("tensor", "context"), ("context", "tensor")])
+def test_one_place_of_a_coarser_level_beside_split_examples_is_refused(order):
+    """XLA halves what goes back through its norms there (jax 0.10.2)."""
+    rules = dict(zip(("depth", "width"), order, strict=True))
+    step = step_of("data=2,context=2,tensor=2", rules)
+    batch = {name: jnp.zeros((2, 8, 8, 4, 1)[: 5 - at]) for at, name in NAMED}
+    batch["labels"] = batch["labels"].astype(int)
+    match = "'width' has 2 places .* a device 1 of them: beside split .* 'depth' XLA"
+    with pytest.raises(InputError, match=match):
+        step.compile(batch)
 
 
 def convolved(stride=1, dilation=1, kernel=3):

@@ -76,7 +76,11 @@ class PlainConvolutions:
         )
         for axis in sorted(automatic - known):
             yield self._idle(asked, axis)
-        for dim, window in windows.items() if split else ():
+        if split is None or not operation.region.manual:
+            return
+        if sum(bool(split[dim]) for dim in windows) < 2:
+            return  # of one split dim, and of whole examples, it gets both right
+        for dim, window in windows.items():
             yield from self._small(asked, operation, split[dim], dim, window)
 
     def _idle(self, asked: str, mesh_axis: str) -> str:
@@ -97,11 +101,11 @@ class PlainConvolutions:
     ) -> Iterator[str]:
         degree = math.prod(self.layout.mesh_shape[axis] for axis in mesh_axes)
         size = array_shape(operation.equation.invars[0])[dim]
-        if degree > 1 and size // degree < window:
+        if degree > 1 and size // degree <= window // 2:
             yield (
-                f"{asked}, gets a wrong gradient of its input from XLA (jax 0.10.2), "
-                f"as a device's part is but {size // degree} of {size} places: "
-                f"{_WAY_OUT}, or split that dim over fewer devices"
+                f"{asked}, gets a gradient of its input twice too large from XLA (jax "
+                f"0.10.2) beside split examples, as a device's part is but "
+                f"{size // degree} of {size} places: split that dim over fewer devices"
             )
 
     def _sized(self, mesh_axis: str) -> str:

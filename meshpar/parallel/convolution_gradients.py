@@ -4,8 +4,12 @@ GSPMD gets two of them wrong without a word (jax 0.10.2, `tests/test_space.py`):
 
 - a kernel's, on a mesh with an axis left to it that splits nothing of the input (an
   idle one): too large by that axis' size;
-- an input's, where a window of 3 reads a dim of 2 that is split over 2 devices: twice
-  too large.
+- an input's, where the examples are split over manual mesh axes and two dims of space
+  over others, and a window reaches over the whole part of a device along one: twice too
+  large.
+
+Where the second strikes, what goes back through a U-Net's norms is halved as well, so
+that those programs are refused.
 """
 
 from __future__ import annotations
@@ -52,11 +56,14 @@ def split_by_hand(
         kernel: (*window, channels, features).
 
     Raises:
-        InputError: There, a window reaches over the whole part of a device.
+        InputError: There, a window reaches over the whole part of a device; or it
+            reaches as far as that part where the examples and two dims are split.
     """
     split = split_of(scope, logical_axes, x.shape)
     parts = [size // degree(axes) for size, axes in zip(x.shape, split, strict=True)]
     dims = [dim for dim in (1, 2, 3) if split[dim]]
+    if scope.batch_axes and len(dims) > 1:
+        _check_parts(logical_axes, x.shape, parts, kernel.shape, dims)
     small = any(parts[dim] < kernel.shape[dim - 1] > 1 for dim in dims)
     if not dims or not (small or scope.idle_axes(logical_axes, x.shape)):
         return None
@@ -69,6 +76,26 @@ def split_by_hand(
                 "over fewer devices"
             )
     return split
+
+
+def _check_parts(
+    logical_axes: LogicalAxes,
+    shape: tuple[int, ...],
+    parts: list[int],
+    kernel: tuple[int, ...],
+    dims: list[int],
+) -> None:
+    """Refuses what comes out wrong even so: what goes back into it is halved."""
+    for dim in dims:
+        if parts[dim] <= kernel[dim - 1] // 2:
+            others = " and ".join(repr(logical_axes[one]) for one in dims if one != dim)
+            raise InputError(
+                f"{logical_axes[dim]!r} has {shape[dim]} places at a convolution with "
+                f"a window of {kernel[dim - 1]}, and a device {parts[dim]} of them: "
+                f"beside split examples and split {others} XLA gets gradients wrong "
+                f"there (jax 0.10.2); split {logical_axes[dim]!r} over fewer devices, "
+                "take larger volumes or fewer levels, or leave the examples whole"
+            )
 
 
 def kernel_gradient(
