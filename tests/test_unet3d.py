@@ -37,7 +37,7 @@ def of(name):
         slow("idle", "data=2,context=2,tensor=2", 1),
         slow("idle", "context=2,tensor=2,remat=full", 1),
         slow("crossed", "context=2,tensor=2", 1),
-        slow("patched", "data=4,tensor=2", 1),
+        slow("patched", "data=2,context=2,tensor=2", 1),
         slow("slabs", "context=4", 2),
         slow("slabs", "fsdp=2,context=2,tensor=2", 1),
         slow("slabs", "tensor=4,fsdp=2,remat=full", 1),

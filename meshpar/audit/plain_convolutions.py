@@ -55,7 +55,9 @@ class PlainConvolutions:
     def problems(self, traced: Iterable[Operation]) -> Iterator[str]:
         """A line for each, of the forward pass."""
         for operation in traced:
-            if _is_plain(operation) and max(_windows(operation).values()) > 1:
+            if not _is_plain(operation):
+                continue
+            if any(window > 1 for window in _windows(operation).values()):
                 yield from self._of(operation)
 
     def _of(self, operation: Operation) -> Iterator[str]:
@@ -64,7 +66,7 @@ class PlainConvolutions:
         if not space:
             return  # each device convolves its own part
         split, windows = _split(operation), _windows(operation)
-        known = set().union(*split) if split else set()
+        known: set[str] = set().union(*split) if split else set()
         if split is None or not known & set(space):
             split, known = None, set(space)  # as the rules split the inputs
         elif not any(split[dim] for dim, window in windows.items() if window > 1):
@@ -76,12 +78,8 @@ class PlainConvolutions:
         )
         for axis in sorted(automatic - known):
             yield self._idle(asked, axis)
-        if split is None or not operation.region.manual:
-            return
-        if sum(bool(split[dim]) for dim in windows) < 2:
-            return  # of one split dim, and of whole examples, it gets both right
-        for dim, window in windows.items():
-            yield from self._small(asked, operation, split[dim], dim, window)
+        if split is not None and operation.region.manual:
+            yield from self._small(asked, operation, split)
 
     def _idle(self, asked: str, mesh_axis: str) -> str:
         times = self.layout.mesh_shape[mesh_axis]
@@ -91,21 +89,21 @@ class PlainConvolutions:
             f"it: {_WAY_OUT}, or let a rule split space over {mesh_axis!r} too"
         )
 
-    def _small(
-        self,
-        asked: str,
-        operation: Operation,
-        mesh_axes: Iterable[str],
-        dim: int,
-        window: int,
-    ) -> Iterator[str]:
-        degree = math.prod(self.layout.mesh_shape[axis] for axis in mesh_axes)
-        size = array_shape(operation.equation.invars[0])[dim]
-        if degree > 1 and size // degree <= window // 2:
+    def _small(self, asked: str, operation: Operation, split: Split) -> Iterator[str]:
+        """Of one split dim, or of both parts as small, gradients are right."""
+        shape, sizes = array_shape(operation.equation.invars[0]), self.layout.mesh_shape
+        windows = {dim: at for dim, at in _windows(operation).items() if split[dim]}
+        parts = {
+            dim: shape[dim] // math.prod(sizes[axis] for axis in split[dim])
+            for dim in windows
+        }
+        small = [dim for dim, window in windows.items() if parts[dim] <= window // 2]
+        if small and len(small) < len(parts):
             yield (
                 f"{asked}, gets a gradient of its input twice too large from XLA (jax "
                 f"0.10.2) beside split examples, as a device's part is but "
-                f"{size // degree} of {size} places: split that dim over fewer devices"
+                f"{parts[small[0]]} of {shape[small[0]]} places: split that dim over "
+                "fewer devices"
             )
 
     def _sized(self, mesh_axis: str) -> str:

@@ -5,8 +5,8 @@ GSPMD gets two of them wrong without a word (jax 0.10.2, `tests/test_space.py`):
 - a kernel's, on a mesh with an axis left to it that splits nothing of the input (an
   idle one): too large by that axis' size;
 - an input's, where the examples are split over manual mesh axes and two dims of space
-  over others, and a window reaches over the whole part of a device along one: twice too
-  large.
+  over others, and a window reaches over the whole part of a device along one of the two
+  alone: twice too large.
 
 Where the second strikes, what goes back through a U-Net's norms is halved as well, so
 that those programs are refused.
@@ -57,7 +57,7 @@ def split_by_hand(
 
     Raises:
         InputError: There, a window reaches over the whole part of a device; or it
-            reaches as far as that part where the examples and two dims are split.
+            reaches as far as that part of one of two split dims, beside split examples.
     """
     split = split_of(scope, logical_axes, x.shape)
     parts = [size // degree(axes) for size, axes in zip(x.shape, split, strict=True)]
@@ -86,16 +86,17 @@ def _check_parts(
     dims: list[int],
 ) -> None:
     """Refuses what comes out wrong even so: what goes back into it is halved."""
-    for dim in dims:
-        if parts[dim] <= kernel[dim - 1] // 2:
-            others = " and ".join(repr(logical_axes[one]) for one in dims if one != dim)
-            raise InputError(
-                f"{logical_axes[dim]!r} has {shape[dim]} places at a convolution with "
-                f"a window of {kernel[dim - 1]}, and a device {parts[dim]} of them: "
-                f"beside split examples and split {others} XLA gets gradients wrong "
-                f"there (jax 0.10.2); split {logical_axes[dim]!r} over fewer devices, "
-                "take larger volumes or fewer levels, or leave the examples whole"
-            )
+    tiny = [dim for dim in dims if parts[dim] <= kernel[dim - 1] // 2]
+    if not tiny or tiny == dims:
+        return
+    dim, others = tiny[0], [repr(logical_axes[dim]) for dim in dims if dim not in tiny]
+    raise InputError(
+        f"{logical_axes[dim]!r} has {shape[dim]} places at a convolution with a window "
+        f"of {kernel[dim - 1]}, and a device {parts[dim]} of them: beside split "
+        f"examples and longer parts of {' and '.join(others)} XLA gets gradients wrong "
+        f"there (jax 0.10.2); split {logical_axes[dim]!r} over fewer devices, take "
+        "larger volumes or fewer levels, or leave the examples whole"
+    )
 
 
 def kernel_gradient(
