@@ -43,6 +43,9 @@ from meshpar.recipes.volumes import (
 HELD_OUT = 1 / 3
 """Of the scan's second dim, its end, in which nothing is learnt."""
 
+PIECES = 6
+"""That an intensity is given in: channels of the input."""
+
 _OF_TEMPLATE = 2, 0.4, 0.05
 """Voxels a side to take the mean of, bias and noise, of the template."""
 
@@ -68,14 +71,19 @@ class Task:
         """Intensities, truth, and where it counts.
 
         Those of the head, taken as what is brighter than the mean of all, have mean 3
-        and deviation 1; what is dark has 0, as what is padded.
+        and deviation 1; what is dark has 0, as what is padded. Each is given in pieces,
+        how much of it lies from 0 to 1, from 1 to 2 and so on, of which a linear layer
+        makes bands.
         """
         image = self.scan.image
         head = image[image > image.mean()]
-        values = np.maximum((image - head.mean()) / head.std() + 3, 0)
+        values = (image - head.mean()) / head.std() + 3
+        pieces = [
+            padded(np.clip(values - start, 0, 1), self.sizes) for start in range(PIECES)
+        ]
         learnt = (~self.held_out).astype(np.float32)
         return {
-            "images": padded(values, self.sizes)[None, ..., None],
+            "images": np.stack(pieces, axis=-1)[None],
             "labels": padded(self.scan.truth, self.sizes)[None].astype(np.int32),
             "weights": padded(learnt, self.sizes)[None],
         }
@@ -184,6 +192,7 @@ def train(
         depth=depth,
         height=height,
         width=width,
+        channels=PIECES,
         classes=2,
         levels=args.levels,
         base=args.base,

@@ -100,7 +100,10 @@ def test_the_held_out_part_does_not_count_in_the_loss_and_padding_neither():
     task = segment_volume.task_of(scan(), 2, Layout(context=2, tensor=2))
     batch = task.batch
     assert task.sizes == (12, 12, 10)
-    assert batch["images"].shape == (1, 12, 12, 10, 1)
+    assert batch["images"].shape == (1, 12, 12, 10, segment_volume.PIECES)
+    pieces = batch["images"][0, :9, :, :].sum(axis=-1)
+    head = scan().image > scan().image.mean()
+    assert 2.5 < pieces[:, :12][head].mean() < 3.5  # of mean 3, but for what is beyond
     assert batch["weights"].sum() == 9 * 8 * 10
     assert not batch["weights"][:, :, 8:].any() and not batch["weights"][:, 9:].any()
 

@@ -188,7 +188,7 @@ def test_one_place_of_a_coarser_level_beside_split_examples_is_refused(order):
     step = step_of("data=2,context=2,tensor=2", rules)
     batch = {name: jnp.zeros((2, 8, 8, 4, 1)[: 5 - at]) for at, name in NAMED}
     batch["labels"] = batch["labels"].astype(int)
-    match = "'width' has 2 places .* a device 1 of them: beside split examples and .* 'depth' XLA"
+    match = "'width' has 2 places .* a device 1 of them: beside split .* 'depth' XLA"
     with pytest.raises(InputError, match=match):
         step.compile(batch)
 
