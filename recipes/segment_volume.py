@@ -1,4 +1,4 @@
-"""Finds the grey matter of a brain scan by a 3-D U-Net, whole and at full resolution.
+"""Finds the grey matter of a brain scan by a 3-D U-Net, which sees it whole.
 
     pip install '.[volumes,plots]'
     python -m recipes.segment_volume --png slices.png
@@ -6,7 +6,8 @@
         --truth tissue.nii.gz --out found.nii.gz
 
 Without files it reads the MNI152 template (197 x 233 x 189 voxels of 1 mm) that nilearn
-carries. The volume is one example, never cut into patches: four virtual CPU devices
+carries, takes means of four voxels a side (`--downsample`), and makes it uneven and
+noisy as a scanner would (`--bias`, `--noise`). The volume is one example, never cut into patches: four virtual CPU devices
 share it, a quarter of its space each. The frontal third of the scan does not count in
 the loss; there the Dice score is printed beside that of the best band of intensities,
 which is chosen on the rest of the scan too.
@@ -46,7 +47,7 @@ HELD_OUT = 1 / 3
 PIECES = 6
 """That an intensity is given in: channels of the input."""
 
-_OF_TEMPLATE = 2, 0.4, 0.05
+_OF_TEMPLATE = 4, 0.4, 0.05
 """Voxels a side to take the mean of, bias and noise, of the template."""
 
 _RULES = {"depth": "context", "height": "tensor"}
@@ -283,12 +284,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--layout", default="context=2,tensor=2", metavar="LINE")
     add("--image", metavar="FILE", help="a NIfTI volume (default: the template)")
     add("--truth", metavar="FILE", help="its tissue: above half of the largest value")
-    add("--steps", type=positive, default=60, metavar="N")
+    add("--steps", type=positive, default=40, metavar="N")
     add("--every", type=positive, default=10, help="steps from one score to the next")
     add("--levels", type=positive, default=3, help="of the U-Net")
-    add("--base", type=positive, default=16, help="channels of its finest level")
-    add("--patch", type=positive, default=2, help="voxels a side it reads as one")
-    add("--rate", type=float, default=0.006, help="highest learning rate")
+    add("--base", type=positive, default=8, help="channels of its finest level")
+    add("--patch", type=positive, default=1, help="voxels a side it reads as one")
+    add("--rate", type=float, default=0.01, help="highest learning rate")
     add("--seed", type=int, default=0)
     add("--downsample", type=positive, metavar="N", help="means of N voxels a side")
     add("--bias", type=float, metavar="SHARE", help="range of an uneven factor")
