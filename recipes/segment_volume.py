@@ -7,10 +7,10 @@
 
 Without files it reads the MNI152 template (197 x 233 x 189 voxels of 1 mm) that nilearn
 carries, takes means of four voxels a side (`--downsample`), and makes it uneven and
-noisy as a scanner would (`--bias`, `--noise`). The volume is one example, never cut into patches: four virtual CPU devices
-share it, a quarter of its space each. The frontal third of the scan does not count in
-the loss; there the Dice score is printed beside that of the best band of intensities,
-which is chosen on the rest of the scan too.
+noisy as a scanner would (`--bias`, `--noise`). The volume is one example, never cut
+into patches: four virtual CPU devices share it, a quarter of its space each. The
+frontal third of the scan does not count in the loss; there the Dice score is printed
+beside that of the best band of intensities, which is chosen on the rest of the scan.
 """
 
 from __future__ import annotations
