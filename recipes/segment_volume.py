@@ -284,7 +284,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--layout", default="context=2,tensor=2", metavar="LINE")
     add("--image", metavar="FILE", help="a NIfTI volume (default: the template)")
     add("--truth", metavar="FILE", help="its tissue: above half of the largest value")
-    add("--steps", type=positive, default=40, metavar="N")
+    add("--steps", type=positive, default=80, metavar="N")
     add("--every", type=positive, default=10, help="steps from one score to the next")
     add("--levels", type=positive, default=3, help="of the U-Net")
     add("--base", type=positive, default=8, help="channels of its finest level")
