@@ -31,7 +31,17 @@ from meshpar.models.layers.volume import (
 )
 from meshpar.parallel.tensor import cross_entropy
 
-_SIZES = ("depth", "height", "width", "channels", "classes", "levels", "blocks", "base")
+_SIZES = (
+    "depth",
+    "height",
+    "width",
+    "channels",
+    "classes",
+    "levels",
+    "blocks",
+    "base",
+    "patch",
+)
 _NORMS = ("group", "batch")
 
 Volumes = tuple[jax.Array, ...]
@@ -51,6 +61,8 @@ class UNet3DConfig:
         levels: Resolutions, each half as fine as the one above.
         base: Channels of the finest; each level below has twice as many.
         most: Channels that no level exceeds; no limit when 0.
+        patch: Side of the cubes of voxels that the finest level reads, and in the end
+            names, as one place each.
         blocks: Residual blocks at each level, on the way down and on the way up.
         norm: `group`, of each example, or `batch`, of all together.
         groups: Channel groups of the group norm; of a level whose channels they do not
@@ -74,6 +86,7 @@ class UNet3DConfig:
     levels: int = 4
     base: int = 32
     most: int = 320
+    patch: int = 1
     blocks: int = 1
     norm: str = "group"
     groups: int = 8
@@ -93,14 +106,18 @@ class UNet3DConfig:
                 padded = -(-size // self.shrinks) * self.shrinks
                 raise InputError(
                     f"{name}={size} is not a multiple of {self.shrinks}, by which "
-                    f"levels={self.levels} shrink it; pad volumes to {padded}, with "
-                    "weight 0 there, or take fewer levels"
+                    f"levels={self.levels}{self._of_patch} shrink it; pad volumes to "
+                    f"{padded}, with weight 0 there, or take fewer levels"
                 )
 
     @property
     def shrinks(self) -> int:
         """Voxels along a side that one of the coarsest level stands for."""
-        return 2 ** (self.levels - 1)
+        return self.patch * 2 ** (self.levels - 1)
+
+    @property
+    def _of_patch(self) -> str:
+        return f" and patch={self.patch}" if self.patch > 1 else ""
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -173,15 +190,28 @@ class UNetEnds(nnx.Module):
         self.config = config
         widths = config.widths
         pairs = list(zip(widths[:-1], widths[1:], strict=True))
-        self.read = Conv((config.channels, widths[0]), rngs=rngs)
+        patch = config.patch
+        self.read = Conv(
+            (config.channels, widths[0]),
+            kernel=3 if patch == 1 else patch,
+            stride=patch,
+            rngs=rngs,
+        )
         self.down = _by_level(
             Conv(pair, kernel=2, stride=2, rngs=rngs) for pair in pairs
         )
         self.up = _by_level(Upsample(pair[::-1], rngs=rngs) for pair in pairs)
         self.join = _by_level(Conv((2 * fine, fine), rngs=rngs) for fine, _ in pairs)
         # Few values of a voxel: no device has but a part of them.
-        self.write = Conv(
-            (widths[0], config.outputs), kernel=1, logical_axis=None, rngs=rngs
+        self.write: Conv | Upsample = (
+            Conv((widths[0], config.outputs), kernel=1, logical_axis=None, rngs=rngs)
+            if patch == 1
+            else Upsample(
+                (widths[0], config.outputs),
+                factor=patch,
+                logical_axis=None,
+                rngs=rngs,
+            )
         )
 
     def embed(self, batch: Batch, scope: Scope) -> Volumes:

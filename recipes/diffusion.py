@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from meshpar.train.data import HostBatch
 
 _MOST_TOKENS = 64
-"""Patches of an image: the smallest patch of 2, 4, 8 ... that makes no more."""
+"""Patches of an image, at most."""
 _EACH_CLASS = 10
 """Samples of it that are judged."""
 _CLASSIFIED = 5000
@@ -111,19 +112,42 @@ def run(args: argparse.Namespace) -> None:
 def config_of(args: argparse.Namespace, data: LabelledImages) -> DiTConfig:
     """A model for images of that size."""
     size, channels = data.images.shape[2:]
-    patch = 2
-    while (size // patch) ** 2 > _MOST_TOKENS:
-        patch *= 2
     return DiTConfig(
         layers=args.layers,
         embed=args.embed,
         heads=args.heads,
         image=size,
-        patch=patch,
+        patch=patch_of(size),
         channels=channels,
         classes=len(data.names),
         prediction=args.prediction,
     )
+
+
+def patch_of(size: int) -> int:
+    """The smallest patch from 2 on that tiles an image and makes few tokens of it.
+
+    Raises:
+        InputError: It would be a third of the image or more.
+
+    Example:
+        >>> patch_of(28), patch_of(32), patch_of(100)
+        (4, 4, 20)
+    """
+    few = math.isqrt(_MOST_TOKENS)
+    patch = next((one for one in range(2, size + 1) if _tiles(one, size, few)), size)
+    if size > few and 3 * patch > size:
+        other = -(-size // few) * few
+        raise meshpar.InputError(
+            f"images of {size} x {size}: the smallest patch that tiles one and makes "
+            f"at most {_MOST_TOKENS} has {patch} x {patch} pixels; give --size "
+            f"{other}, or files of {other} x {other}"
+        )
+    return patch
+
+
+def _tiles(patch: int, size: int, few: int) -> bool:
+    return size % patch == 0 and size // patch <= few
 
 
 def train(

@@ -1,4 +1,4 @@
-"""Finds the grey matter of a brain scan by a 3-D U-Net, whole and at full resolution.
+"""Finds the grey matter of a brain scan by a 3-D U-Net, which sees it whole.
 
     pip install '.[volumes,plots]'
     python -m recipes.segment_volume --png slices.png
@@ -6,10 +6,11 @@
         --truth tissue.nii.gz --out found.nii.gz
 
 Without files it reads the MNI152 template (197 x 233 x 189 voxels of 1 mm) that nilearn
-carries. The volume is one example, never cut into patches: four virtual CPU devices
-share it, a quarter of its space each. The frontal third of the scan does not count in
-the loss; there the Dice score is printed beside that of the best band of intensities,
-which is chosen on the rest of the scan too.
+carries, takes means of four voxels a side (`--downsample`), and makes it uneven and
+noisy as a scanner would (`--bias`, `--noise`). The volume is one example, never cut
+into patches: four virtual CPU devices share it, a quarter of its space each. The
+frontal third of the scan does not count in the loss; there the Dice score is printed
+beside that of the best band of intensities, which is chosen on the rest of the scan.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from meshpar.recipes.volumes import (
     Scan,
     best_band,
     coarser,
+    degraded,
     dice,
     padded,
     padded_sizes,
@@ -41,6 +43,12 @@ from meshpar.recipes.volumes import (
 
 HELD_OUT = 1 / 3
 """Of the scan's second dim, its end, in which nothing is learnt."""
+
+PIECES = 6
+"""That an intensity is given in: channels of the input."""
+
+_OF_TEMPLATE = 4, 0.4, 0.05
+"""Voxels a side to take the mean of, bias and noise, of the template."""
 
 _RULES = {"depth": "context", "height": "tensor"}
 
@@ -61,12 +69,22 @@ class Task:
 
     @property
     def batch(self) -> dict[str, np.ndarray]:
-        """Intensities of mean 0 and deviation 1, truth, and where it counts."""
+        """Intensities, truth, and where it counts.
+
+        Those of the head, taken as what is brighter than the mean of all, have mean 3
+        and deviation 1; what is dark has 0, as what is padded. Each is given in pieces,
+        how much of it lies from 0 to 1, from 1 to 2 and so on, of which a linear layer
+        makes bands.
+        """
         image = self.scan.image
-        values = (image - image.mean()) / image.std()
+        head = image[image > image.mean()]
+        values = (image - head.mean()) / head.std() + 3
+        pieces = [
+            padded(np.clip(values - start, 0, 1), self.sizes) for start in range(PIECES)
+        ]
         learnt = (~self.held_out).astype(np.float32)
         return {
-            "images": padded(values, self.sizes)[None, ..., None],
+            "images": np.stack(pieces, axis=-1)[None],
             "labels": padded(self.scan.truth, self.sizes)[None].astype(np.int32),
             "weights": padded(learnt, self.sizes)[None],
         }
@@ -109,8 +127,8 @@ def run(args: argparse.Namespace, layout: Layout) -> None:
     Raises:
         InputError: A file is no scan, or the layout does not suit it.
     """
-    scan = template() if args.image is None else read_scan(args.image, args.truth)
-    task = task_of(coarser(scan, args.downsample), args.levels, layout)
+    scan = scan_of(args)
+    task = task_of(scan, args.patch * 2 ** (args.levels - 1), layout)
     baseline = task.dice(task.threshold)
     shape = " x ".join(map(str, task.scan.image.shape))
     print(
@@ -133,9 +151,23 @@ def run(args: argparse.Namespace, layout: Layout) -> None:
         write(found, task.scan.affine, args.out)
 
 
-def task_of(scan: Scan, levels: int, layout: Layout) -> Task:
-    """The scan padded for a U-Net of those levels under a layout."""
-    shrinks = 2 ** (levels - 1)
+def scan_of(args: argparse.Namespace) -> Scan:
+    """The user's own as it is, or the template as a scanner would give it."""
+    own = args.image is not None
+    scan = read_scan(args.image, args.truth) if own else template()
+    factor, bias, noise = (
+        default if given is None else given
+        for given, default in zip(
+            (args.downsample, args.bias, args.noise),
+            (1, 0.0, 0.0) if own else _OF_TEMPLATE,
+            strict=True,
+        )
+    )
+    return degraded(coarser(scan, factor), bias, noise, args.seed)
+
+
+def task_of(scan: Scan, shrinks: int, layout: Layout) -> Task:
+    """The scan padded for a U-Net that shrinks it so under a layout."""
     degrees = layout.context, layout.tensor, 1
     sizes = tuple(
         padded_sizes((size,), shrinks * degree)[0]
@@ -161,9 +193,11 @@ def train(
         depth=depth,
         height=height,
         width=width,
+        channels=PIECES,
         classes=2,
         levels=args.levels,
         base=args.base,
+        patch=args.patch,
         groups=2,
     )
     rate = optax.cosine_onecycle_schedule(args.steps, args.rate, pct_start=0.2)
@@ -250,13 +284,16 @@ def _parser() -> argparse.ArgumentParser:
     add("--layout", default="context=2,tensor=2", metavar="LINE")
     add("--image", metavar="FILE", help="a NIfTI volume (default: the template)")
     add("--truth", metavar="FILE", help="its tissue: above half of the largest value")
-    add("--steps", type=positive, default=40, metavar="N")
+    add("--steps", type=positive, default=80, metavar="N")
     add("--every", type=positive, default=10, help="steps from one score to the next")
     add("--levels", type=positive, default=3, help="of the U-Net")
-    add("--base", type=positive, default=4, help="channels of its finest level")
-    add("--rate", type=float, default=0.02, help="highest learning rate")
+    add("--base", type=positive, default=8, help="channels of its finest level")
+    add("--patch", type=positive, default=1, help="voxels a side it reads as one")
+    add("--rate", type=float, default=0.01, help="highest learning rate")
     add("--seed", type=int, default=0)
-    add("--downsample", type=positive, default=1, help="voxels to take the mean of")
+    add("--downsample", type=positive, metavar="N", help="means of N voxels a side")
+    add("--bias", type=float, metavar="SHARE", help="range of an uneven factor")
+    add("--noise", type=float, metavar="SHARE", help="of the brightest voxel")
     add("--log-json", type=output_file, metavar="FILE", help="a row for each score")
     add("--png", metavar="FILE", help="where the picture goes")
     add("--out", type=output_file, metavar="FILE", help="the voxels found, as NIfTI")

@@ -8,7 +8,7 @@ import pytest
 
 from meshpar import InputError
 from meshpar.models.dit import DiTConfig
-from meshpar.recipes.diffusion import draw, loss_of_mean, main, padded
+from meshpar.recipes.diffusion import draw, loss_of_mean, main, padded, patch_of
 from meshpar.recipes.labelled_images import LabelledImages, labelled_images
 
 TINY = [
@@ -91,6 +91,15 @@ def test_an_idx_file_that_is_cut_off_is_refused(tmp_path):
         path.write_bytes(b"\0\0\x08\1" + struct.pack(">I", 9) + bytes(3))
     with pytest.raises(InputError, match="has 3 values for the sizes .9,.; it is cut"):
         labelled_images(str(tmp_path), 8)
+
+
+def test_the_patch_tiles_an_image_of_any_size_or_the_size_is_named():
+    sizes = {8: 2, 28: 4, 32: 4, 36: 6, 64: 8, 96: 12, 100: 20, 7: 7}
+    assert {size: patch_of(size) for size in sizes} == sizes
+    with pytest.raises(InputError, match=r"26 x 26: .* has 13 x 13 .* --size 32"):
+        patch_of(26)
+    with pytest.raises(InputError, match=r"97 x 97: .* --size 104"):
+        patch_of(97)
 
 
 @pytest.mark.parametrize("prediction", ["flow", "v"])

@@ -11,6 +11,7 @@ from recipes.volumes import (
     Scan,
     best_band,
     coarser,
+    degraded,
     dice,
     padded,
     padded_sizes,
@@ -41,6 +42,36 @@ def test_the_best_band_is_the_best_of_all_pairs_of_intensities():
     assert found > 0.9
 
 
+def test_a_band_that_nothing_is_above_has_the_brightest_voxel():
+    image = np.float32([0, 0, 1, 2])
+    truth = np.array([False, False, True, True])
+    low, high = best_band(image, truth)
+    assert 0 < low <= 1 and high == np.inf
+    low, high = best_band(image, np.array([False, False, True, False]))
+    assert 0 < low <= 1 < high <= 2
+
+
+def test_a_degraded_scan_is_uneven_and_noisy_as_asked_and_its_truth_stays():
+    one = Scan(np.full((24, 20, 22), 100, np.float32), scan().truth, np.eye(4))
+    one.image[0] = 0  # nothing there
+    assert degraded(one, 0, 0) is one
+    uneven = degraded(one, 0.4, 0).image
+    assert not uneven[0].any()
+    assert uneven[1:].min() == pytest.approx(80) and uneven.max() == pytest.approx(120)
+    assert np.abs(np.diff(uneven[1:], axis=1)).max() < 12  # smooth
+    noisy = degraded(one, 0, 0.05)
+    assert noisy.image[1:].std() == pytest.approx(5, rel=0.05)
+    # Of a magnitude where nothing is, Rayleigh's mean.
+    assert noisy.image[0].mean() == pytest.approx(5 * np.sqrt(np.pi / 2), rel=0.1)
+    assert noisy.truth is one.truth and noisy.image.dtype == np.float32
+    again, other = degraded(one, 0, 0.05), degraded(one, 0, 0.05, seed=1)
+    np.testing.assert_array_equal(noisy.image, again.image)
+    assert (noisy.image != other.image).any()
+    for bias, noise in ((2, 0), (-1, 0), (0, -0.1)):
+        with pytest.raises(InputError, match=r"give 0 to below 2|give a share"):
+            degraded(one, bias, noise)
+
+
 def test_dice_of_nothing_found_is_none_and_of_two_empty_sets_all():
     truth = np.array([True, False])
     assert dice(np.zeros(2, bool), truth) == 0
@@ -69,7 +100,10 @@ def test_the_held_out_part_does_not_count_in_the_loss_and_padding_neither():
     task = segment_volume.task_of(scan(), 2, Layout(context=2, tensor=2))
     batch = task.batch
     assert task.sizes == (12, 12, 10)
-    assert batch["images"].shape == (1, 12, 12, 10, 1)
+    assert batch["images"].shape == (1, 12, 12, 10, segment_volume.PIECES)
+    pieces = batch["images"][0, :9, :, :].sum(axis=-1)
+    head = scan().image > scan().image.mean()
+    assert 2.5 < pieces[:, :12][head].mean() < 3.5  # of mean 3, but for what is beyond
     assert batch["weights"].sum() == 9 * 8 * 10
     assert not batch["weights"][:, :, 8:].any() and not batch["weights"][:, 9:].any()
 

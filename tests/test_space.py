@@ -29,8 +29,11 @@ from meshpar.audit.traced import operations
 from meshpar.models.layers.volume import VOLUME, Conv
 from meshpar.models.presets import build
 from meshpar.models.unet3d import UNet3DConfig
+from meshpar.parallel.space import space_problems
 
 BEAMS = {"depth": "context", "height": "tensor"}
+RULES = default_rules(Layout.parse("stage=2,tensor=2,microbatches=2"))
+NAMED = ((0, "images"), (1, "labels"))
 NOT_SPLIT = ("batch", "height", "width")
 SMALL = {"depth": 8, "height": 8, "width": 4, "base": 4, "groups": 2}
 
@@ -84,9 +87,19 @@ def test_what_cannot_stand_beside_split_space_is_refused_by_name(layout, words):
     assert any(words in one.message for one in found if one.path == "space")
 
 
-def test_tensor_before_context_is_refused():
-    with pytest.raises(InputError, match="let context split the earlier dim"):
-        step_of("data=2,context=2,tensor=2", {"depth": "tensor", "width": "context"})
+def test_space_that_only_streams_have_is_refused_beside_stages_too():
+    """Of a model that reads rows of values and folds them into volumes."""
+    model = build("tiny-unet3d", **SMALL)
+    flat = {
+        name: replace(one, logical_axes=("batch", *(None,) * (len(one.shape) - 1)))
+        for name, one in model.inputs.items()
+    }
+    layout = Layout.parse("stage=2,tensor=2,microbatches=2")
+    found = list(space_problems(replace(model, inputs=flat), layout, RULES))
+    assert len(found) == 1 and "tensor=2 splits space, and stage=2" in found[0]
+    assert "permutes that every device" in found[0]
+    alone = Layout.parse("stage=2,data=2,microbatches=2")
+    assert not list(space_problems(replace(model, inputs=flat), alone, RULES))
 
 
 def test_a_dim_of_space_that_does_not_divide_is_refused_with_both_numbers():
@@ -102,6 +115,8 @@ def test_a_dim_of_space_that_does_not_divide_is_refused_with_both_numbers():
 def test_levels_that_do_not_halve_a_volume_are_refused_with_a_way_out():
     with pytest.raises(InputError, match="depth=197 .* of 4.* pad volumes to 200"):
         UNet3DConfig(depth=197, height=200, width=200, classes=2, levels=3)
+    with pytest.raises(InputError, match="of 8, by which levels=3 and patch=2 shrink"):
+        UNet3DConfig(depth=196, height=200, width=200, classes=2, levels=3, patch=2)
 
 
 @pytest.mark.parametrize("layout", ["context=4", "fsdp=2,context=2,tensor=2"])
@@ -164,6 +179,18 @@ def test_a_window_wider_than_a_part_is_refused_beside_an_idle_axis(mesh):
     match = "window of 5 along 'depth' reaches 2 places, but a device has 1"
     with jax.set_mesh(mesh), pytest.raises(InputError, match=match):
         layer(jnp.ones((1, 2, 4, 4, 1)), scope)
+
+
+@pytest.mark.parametrize("order", [("tensor", "context"), ("context", "tensor")])
+def test_one_place_of_a_coarser_level_beside_split_examples_is_refused(order):
+    """XLA halves what goes back through its norms there (jax 0.10.2)."""
+    rules = dict(zip(("depth", "width"), order, strict=True))
+    step = step_of("data=2,context=2,tensor=2", rules)
+    batch = {name: jnp.zeros((2, 8, 8, 4, 1)[: 5 - at]) for at, name in NAMED}
+    batch["labels"] = batch["labels"].astype(int)
+    match = "'width' has 2 places .* a device 1 of them: beside split .* 'depth' XLA"
+    with pytest.raises(InputError, match=match):
+        step.compile(batch)
 
 
 def convolved(stride=1, dilation=1, kernel=3):

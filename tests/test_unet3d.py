@@ -13,6 +13,8 @@ ENTRIES = {
     "slabs": volumes.SLABS,
     "beams": volumes.BEAMS,
     "idle": volumes.IDLE,
+    "crossed": volumes.CROSSED,
+    "patched": volumes.PATCHED,
     "batch_norm": volumes.BATCH_NORMED,
 }
 
@@ -25,7 +27,7 @@ def plain(name, layers):
 
 def of(name):
     """Entries that differ in their rules alone have one plain program."""
-    return name if name == "batch_norm" else "slabs"
+    return name if name in ("batch_norm", "patched") else "slabs"
 
 
 @pytest.mark.parametrize(
@@ -34,6 +36,8 @@ def of(name):
         slow("beams", "data=2,context=2,tensor=2", 1),
         slow("idle", "data=2,context=2,tensor=2", 1),
         slow("idle", "context=2,tensor=2,remat=full", 1),
+        slow("crossed", "context=2,tensor=2", 1),
+        slow("patched", "data=2,context=2,tensor=2", 1),
         slow("slabs", "context=4", 2),
         slow("slabs", "fsdp=2,context=2,tensor=2", 1),
         slow("slabs", "tensor=4,fsdp=2,remat=full", 1),

@@ -4,11 +4,17 @@ GSPMD gets two of them wrong without a word (jax 0.10.2, `tests/test_space.py`):
 
 - a kernel's, on a mesh with an axis left to it that splits nothing of the input (an
   idle one): too large by that axis' size;
-- an input's, where a window of 3 reads a dim of 2 that is split over 2 devices: twice
-  too large.
+- an input's, where the examples are split over manual mesh axes and two dims of space
+  over others, and a window reaches over the whole part of a device along one of the two
+  alone: twice too large.
+
+Where the second strikes, what goes back through a U-Net's norms is halved as well, so
+that those programs are refused.
 """
 
 from __future__ import annotations
+
+from contextlib import AbstractContextManager
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +27,18 @@ from meshpar.parallel.grid_convolution import with_halo
 from meshpar.parallel.moves import Split, degree, on_split, split_of
 from meshpar.rules.rules import LogicalAxes
 
+OWN_SCOPE = "meshpar-convolution"
+"""Names what `own_convolution` marks, for the audit."""
+
 _DIMS = ("NDHWC", "DHWIO", "NDHWC")
+
+
+def own_convolution() -> AbstractContextManager:
+    """Marks convolutions made inside as those whose gradients are taken care of.
+
+    A step refuses others over split space (`meshpar.audit.plain_convolutions`).
+    """
+    return jax.named_scope(OWN_SCOPE)
 
 
 def split_by_hand(
@@ -39,11 +56,14 @@ def split_by_hand(
         kernel: (*window, channels, features).
 
     Raises:
-        InputError: There, a window reaches over the whole part of a device.
+        InputError: There, a window reaches over the whole part of a device; or it
+            reaches as far as that part of one of two split dims, beside split examples.
     """
     split = split_of(scope, logical_axes, x.shape)
     parts = [size // degree(axes) for size, axes in zip(x.shape, split, strict=True)]
     dims = [dim for dim in (1, 2, 3) if split[dim]]
+    if scope.batch_axes and len(dims) > 1:
+        _check_parts(logical_axes, x.shape, parts, kernel.shape, dims)
     small = any(parts[dim] < kernel.shape[dim - 1] > 1 for dim in dims)
     if not dims or not (small or scope.idle_axes(logical_axes, x.shape)):
         return None
@@ -56,6 +76,27 @@ def split_by_hand(
                 "over fewer devices"
             )
     return split
+
+
+def _check_parts(
+    logical_axes: LogicalAxes,
+    shape: tuple[int, ...],
+    parts: list[int],
+    kernel: tuple[int, ...],
+    dims: list[int],
+) -> None:
+    """Refuses what comes out wrong even so: what goes back into it is halved."""
+    tiny = [dim for dim in dims if parts[dim] <= kernel[dim - 1] // 2]
+    if not tiny or tiny == dims:
+        return
+    dim, others = tiny[0], [repr(logical_axes[dim]) for dim in dims if dim not in tiny]
+    raise InputError(
+        f"{logical_axes[dim]!r} has {shape[dim]} places at a convolution with a window "
+        f"of {kernel[dim - 1]}, and a device {parts[dim]} of them: beside split "
+        f"examples and longer parts of {' and '.join(others)} XLA gets gradients wrong "
+        f"there (jax 0.10.2); split {logical_axes[dim]!r} over fewer devices, take "
+        "larger volumes or fewer levels, or leave the examples whole"
+    )
 
 
 def kernel_gradient(
@@ -117,9 +158,10 @@ def input_gradient(
 
 def _valid(x: jax.Array, kernel: jax.Array, stride: int) -> jax.Array:
     strides = (stride,) * 3
-    return lax.conv_general_dilated(
-        x, kernel, strides, "VALID", dimension_numbers=_DIMS
-    )
+    with own_convolution():
+        return lax.conv_general_dilated(
+            x, kernel, strides, "VALID", dimension_numbers=_DIMS
+        )
 
 
 def _pads(

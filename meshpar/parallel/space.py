@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import jax
 from jax.sharding import PartitionSpec
 
 from meshpar.errors import InputError
@@ -24,12 +25,19 @@ from meshpar.rules.spatial import SPATIAL
 
 def space_axes(model: Model, rules: Rules) -> tuple[str, ...]:
     """The mesh axes that rules split the space of a model's inputs over."""
+    return _axes_of(_input_axes(model), rules)
+
+
+def _input_axes(model: Model) -> set[str | None]:
     inputs = (model.inputs or {}).values()
-    named = {name for one in inputs for name in one.logical_axes}
+    return {name for one in inputs for name in one.logical_axes}
+
+
+def _axes_of(names: set[str | None], rules: Rules) -> tuple[str, ...]:
     found = (
         mesh_axis
         for name in SPATIAL
-        if name in named and name in rules.table
+        if name in names and name in rules.table
         for mesh_axis in rules.mesh_axes(name)
     )
     return tuple(dict.fromkeys(found))
@@ -56,16 +64,11 @@ def space_problems(model: Model, layout: Layout, rules: Rules) -> Iterator[str]:
     """Why a layout cannot split the space of a model's inputs."""
     axes, sizes = space_axes(model, rules), layout.mesh_shape
     at_work = [axis for axis in axes if sizes[axis] > 1]
+    if layout.stage > 1:
+        yield from _staged_space(model, layout, rules)
     if not at_work:
         return
-    split = " and ".join(f"{axis}={sizes[axis]}" for axis in at_work)
-    asked = f"layout {str(layout)!r}: {split} split{'s' * (len(at_work) == 1)} space"
-    if layout.stage > 1:
-        yield (
-            f"{asked}, and stage={layout.stage} the layers, but devices that share a "
-            "volume exchange halos in every layer, which must not run on some stages "
-            f"alone; set stage=1, or {' and '.join(f'{one}=1' for one in at_work)}"
-        )
+    asked = _asked(layout, at_work)
     if layout.sync_every > 1:
         yield (
             f"{asked}, but sync_every={layout.sync_every} trains replicas that hold "
@@ -73,12 +76,6 @@ def space_problems(model: Model, layout: Layout, rules: Rules) -> Iterator[str]:
         )
     if "context" not in at_work:
         return
-    volume = has_space(model) and "tensor" in at_work
-    if volume and axes.index("tensor") < axes.index("context"):
-        yield (
-            f"{asked}, tensor an earlier dim than context, of which XLA gives wrong "
-            "gradients (jax 0.10.2); let context split the earlier dim"
-        )
     if "context" in split_axes_of(layout, rules):
         yield (
             f"{asked}, so that states cannot be split over 'context' too; leave it "
@@ -96,6 +93,29 @@ def space_problems(model: Model, layout: Layout, rules: Rules) -> Iterator[str]:
             f"{asked}, so that it cannot split {sequences[0]!r} of other inputs too; "
             "map the dims of space to other mesh axes, or set context=1"
         )
+
+
+def _staged_space(model: Model, layout: Layout, rules: Rules) -> Iterator[str]:
+    """Of the inputs' space and of that of the streams between blocks."""
+    streams = [group.stream for group in model.groups]
+    names = _input_axes(model) | set(jax.tree.leaves(streams))
+    at_work = [
+        axis
+        for axis in _axes_of(names, rules)
+        if layout.mesh_shape[axis] > 1 and axis not in BATCH_AXES
+    ]
+    if at_work:
+        yield (
+            f"{_asked(layout, at_work)}, and stage={layout.stage} the layers: XLA "
+            "sends halos by permutes that every device of the mesh must join, but at a "
+            "tick other stages run a backward, or nothing; set stage=1, or "
+            f"{' and '.join(f'{one}=1' for one in at_work)}"
+        )
+
+
+def _asked(layout: Layout, at_work: list[str]) -> str:
+    split = " and ".join(f"{axis}={layout.mesh_shape[axis]}" for axis in at_work)
+    return f"layout {str(layout)!r}: {split} split{'s' * (len(at_work) == 1)} space"
 
 
 def check_space(model: Model, layout: Layout, rules: Rules) -> None:

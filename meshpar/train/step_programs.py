@@ -10,6 +10,8 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from meshpar.audit.plain_convolutions import PlainConvolutions
+from meshpar.parallel.space import space_axes
 from meshpar.rules.sharding import born_sharded
 from meshpar.train.batch_program import BatchProgram
 from meshpar.train.state import TrainState, without_optimizer
@@ -62,7 +64,7 @@ class StepPrograms:
                 compiler_options=self._options,
             )
 
-        return self._of_batch(program)
+        return self._of_batch(program, trains=True)
 
     @cached_property
     def gradients(self) -> Any:
@@ -71,6 +73,7 @@ class StepPrograms:
         return self._of_parameters(
             self.functions.loss_and_gradients,
             (replicated, replicated, self.functions.of_states),
+            trains=True,
         )
 
     @cached_property
@@ -96,7 +99,12 @@ class StepPrograms:
         """Shape and dtype of that."""
         return without_optimizer(self.functions.state_shapes)
 
-    def _of_parameters(self, function: Callable[..., Any], out_shardings: Any) -> Any:
+    def _of_parameters(
+        self,
+        function: Callable[..., Any],
+        out_shardings: Any,
+        trains: bool = False,
+    ) -> Any:
         state = without_optimizer(self.functions.shardings)
 
         def program(batch: Any) -> Any:
@@ -107,13 +115,18 @@ class StepPrograms:
                 compiler_options=self._options,
             )
 
-        return self._of_batch(program)
+        return self._of_batch(program, trains)
 
-    def _of_batch(self, program: Callable[[Any], Any]) -> Any:
+    def _of_batch(self, program: Callable[[Any], Any], trains: bool) -> Any:
         placement = self.functions.placement
         if not placement.splits_space:
             return program(self.batch_sharding)
-        return BatchProgram(program, placement.batch_sharding)
+        plain = PlainConvolutions(
+            layout=placement.layout,
+            space_axes=space_axes(placement.model, placement.rules),
+        )
+        check = plain.check if trains else None
+        return BatchProgram(program, placement.batch_sharding, check)
 
     @property
     def _options(self) -> dict[str, Any] | None:

@@ -22,6 +22,7 @@ from meshpar.models.layers.recomputed import recomputed
 from meshpar.parallel.convolution_gradients import (
     input_gradient,
     kernel_gradient,
+    own_convolution,
     split_by_hand,
 )
 from meshpar.parallel.moves import Split
@@ -68,28 +69,38 @@ class Conv(nnx.Module):
 
 
 class Upsample(nnx.Module):
-    """A transposed convolution: every voxel becomes a cube of two by two by two.
+    """A transposed convolution: every voxel becomes a cube of voxels.
 
     Cubes do not overlap, so it is a matmul: of a transposed convolution GSPMD gathers
     the whole volume.
 
     Args:
         channels: Of its input and of its result.
+        factor: Voxels of a cube's side.
+        logical_axis: Of the result's channels, for stored parameters.
         rngs: He-normal first weights come from it.
     """
 
-    def __init__(self, channels: tuple[int, int], *, rngs: nnx.Rngs) -> None:
-        self.kernel = _kernel(channels, 2, "embed", rngs)
-        self.bias = _vector(0.0, channels[1], "embed")
+    def __init__(
+        self,
+        channels: tuple[int, int],
+        *,
+        factor: int = 2,
+        logical_axis: str | None = "embed",
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.kernel = _kernel(channels, factor, logical_axis, rngs)
+        self.bias = _vector(0.0, channels[1], logical_axis)
 
     def __call__(
         self, x: Float[AnyArray, "batch depth height width inner"], scope: Scope
-    ) -> Float[AnyArray, "batch twice_deep twice_high twice_wide outer"]:
-        """-> sides of twice as many voxels; sends nothing."""
+    ) -> Float[AnyArray, "batch more_deep more_high more_wide outer"]:
+        """-> sides of `factor` times as many voxels; sends nothing."""
         kernel = self.kernel[...].astype(x.dtype)
         cubes = jnp.einsum("ndhwc,ijkco->ndihjwko", x, kernel)
         batch, *sides = x.shape[:-1]
-        y = cubes.reshape(batch, *(2 * side for side in sides), kernel.shape[-1])
+        factor, *_, outer = kernel.shape
+        y = cubes.reshape(batch, *(factor * side for side in sides), outer)
         return scope.constrain(y + self.bias[...].astype(y.dtype), VOLUME)
 
 
@@ -145,7 +156,10 @@ def _convolved(
 
 def _plain(x: jax.Array, kernel: jax.Array, stride: int) -> jax.Array:
     strides = (stride,) * 3
-    return lax.conv_general_dilated(x, kernel, strides, "SAME", dimension_numbers=_DIMS)
+    with own_convolution():
+        return lax.conv_general_dilated(
+            x, kernel, strides, "SAME", dimension_numbers=_DIMS
+        )
 
 
 def _convolved_forward(

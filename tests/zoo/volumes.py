@@ -1,6 +1,7 @@
 """A 3-D U-Net of `models` beside a plain one, its convolutions channels first."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -89,16 +90,22 @@ class Block(nnx.Module):
 
 
 class Ends(nnx.Module):
-    def __init__(self, rngs):
+    def __init__(self, rngs, patch=1):
         fine, deep = CONFIG.widths
-        self.read = Conv(rngs, CONFIG.channels, fine)
+        self.patch = patch
+        self.read = Conv(rngs, CONFIG.channels, fine, 3 if patch == 1 else patch)
         self.down = nnx.Dict(level0=Conv(rngs, fine, deep, 2))
         self.up = nnx.Dict(level0=Up(rngs, deep, fine, 2))
         self.join = nnx.Dict(level0=Conv(rngs, 2 * fine, fine))
-        self.write = Conv(rngs, fine, CONFIG.classes + 3, 1)
+        kind = Conv if patch == 1 else Up
+        self.write = kind(rngs, fine, CONFIG.classes + 3, patch)
+
+    def enter(self, x):
+        return self.read(x) if self.patch == 1 else self.read(x, self.patch, 0)
 
     def head(self, x, batch):
-        values = jnp.moveaxis(self.write(x, pad=0), 1, -1)
+        values = self.write(x, pad=0) if self.patch == 1 else self.write(x)
+        values = jnp.moveaxis(values, 1, -1)
         labels, weights = batch["labels"], batch["weights"]
         loss, weight = weighted(values[..., :3], labels, weights)
         far = jnp.sum(jnp.abs(values[..., 3:] - batch["offsets"]), axis=-1)
@@ -108,7 +115,7 @@ class Ends(nnx.Module):
 def loss(whole, batch, step):
     """Down, across and up again."""
     ends, x = whole.ends, jnp.moveaxis(batch["images"], -1, 1)
-    x = ends.read(x)
+    x = ends.enter(x)
     for block in whole.down0:
         x = block(x)
     fine, x = x, ends.down["level0"](x, stride=2, pad=0)
@@ -132,9 +139,9 @@ def batch():
     }
 
 
-def entry(name, norm, **rules):
+def entry(name, norm, patch=1, **rules):
     """With such norms, under rules of its own."""
-    config = dataclasses.replace(CONFIG, norm=name)
+    config = dataclasses.replace(CONFIG, norm=name, patch=patch)
     fine, deep = config.widths
 
     def blocks(channels):
@@ -142,7 +149,7 @@ def entry(name, norm, **rules):
 
     return Entry(
         model=lambda layers: unet3d(dataclasses.replace(config, blocks=layers)),
-        ends=Ends,
+        ends=functools.partial(Ends, patch=patch),
         groups=lambda layers: {
             "down0": (blocks(fine), layers),
             "down1": (blocks(deep), layers),
@@ -160,5 +167,10 @@ SLABS = entry("group", GroupNorm)
 BEAMS = entry("group", GroupNorm, depth="context", height="tensor")
 IDLE = entry("group", GroupNorm, depth="context")
 """Whose `tensor` splits nothing."""
+
+CROSSED = entry("group", GroupNorm, depth="tensor", width="context")
+"""Whose coarser level has one place of width on a device."""
+
+PATCHED = entry("group", GroupNorm, patch=2, depth="context", height="tensor")
 
 BATCH_NORMED = entry("batch", BatchNorm, depth="context", height="tensor")

@@ -1,0 +1,167 @@
+"""A convolution of a model's own over split space: right, or refused by its line."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from meshpar import (
+    Blocks,
+    Input,
+    InputError,
+    Layout,
+    default_rules,
+    from_nnx,
+    make_train_step,
+)
+from meshpar.models.layers.volume import VOLUME, Conv
+
+SIDES = (8, 8, 4)
+IDLE = {"depth": "context"}  # beside `tensor`
+BEAMS = {"depth": "context", "height": "tensor"}
+
+
+class Ends(nnx.Module):
+    def __init__(self, rngs, make):
+        self.conv = make(rngs)
+
+    def embed(self, batch, scope):
+        x = scope.constrain(batch["images"], VOLUME)
+        own = isinstance(self.conv, Conv)
+        return self.conv(x, scope) if own else self.conv(x)
+
+    def head(self, x, batch, scope):
+        return jnp.sum(jnp.tanh(x) ** 2), jnp.float32(x.size)
+
+
+class Scaled(nnx.Module):
+    def __init__(self, rngs):
+        self.scale = nnx.Param(jnp.ones(4))
+
+    def __call__(self, x, scope):
+        return scope.constrain(x * self.scale[...], VOLUME)
+
+
+class Padded(nnx.Conv):
+    """Pads by hand, as networks do whose padding is no zeros."""
+
+    def __call__(self, x):
+        return super().__call__(jnp.pad(x, [(0, 0), *[(1, 1)] * 3, (0, 0)]))
+
+
+def plain(window=3, kind=nnx.Conv, **options):
+    sides = window if isinstance(window, tuple) else (window,) * 3
+    return lambda rngs: kind(2, 4, sides, rngs=rngs, **options)
+
+
+def step_of(make, layout, rules, sides=SIDES):
+    model = from_nnx(
+        ends=lambda rngs: Ends(rngs, make),
+        groups={"blocks": Blocks(block=Scaled, num_layers=1, stream=VOLUME)},
+        inputs={"images": Input((*VOLUME[:-1], "channels"), shape=(None, *sides, 2))},
+    )
+    layout = Layout.parse(layout)
+    return make_train_step(
+        model,
+        optax.sgd(0.1),
+        layout,
+        rules=default_rules(layout).with_rules(**rules),
+        devices=jax.devices()[: layout.num_devices],
+    )
+
+
+def batch(sides=SIDES):
+    values = np.random.default_rng(0).normal(size=(4, *sides, 2))
+    return {"images": values.astype(np.float32)}
+
+
+REFUSED = [
+    (plain(), "context=2,tensor=2", IDLE, SIDES, "kernel 2 times .* tensor=2, which"),
+    (plain(), "data=2,context=2,tensor=2", IDLE, SIDES, "let a rule split space over"),
+    (
+        plain(2, strides=2),
+        "context=2,tensor=4",
+        IDLE,
+        SIDES,
+        "window of 2 x 2 x 2 .* kernel 4 times",
+    ),
+    (
+        plain(kind=Padded, padding="VALID"),
+        "context=2,tensor=2",
+        IDLE,
+        SIDES,
+        "beside tensor=2",
+    ),
+    (
+        plain(),
+        "data=2,context=2,tensor=2",
+        {"depth": "context", "width": "tensor"},
+        (8, 8, 2),
+        "input twice .* is but 1 of 2 places",
+    ),
+]
+
+
+@pytest.mark.parametrize("make, layout, rules, sides, words", REFUSED)
+def test_a_convolution_whose_gradient_xla_gets_wrong_is_refused_by_its_line(
+    make, layout, rules, sides, words
+):
+    step = step_of(make, layout, rules, sides)
+    state, given = step.init(0), batch(sides)
+    with pytest.raises(InputError, match=words) as refused:
+        step(state, given)
+    message = str(refused.value)
+    assert f"{__file__}:" in message and "\n" not in message
+    for program in (step.loss_and_gradients, lambda _, given: step.compile(given)):
+        with pytest.raises(InputError, match=words):
+            program(state, given)
+
+
+@pytest.mark.parametrize(
+    "make, layout, rules",
+    [
+        (plain(), "data=2,context=2,tensor=2", BEAMS),
+        (plain(kind=Padded, padding="VALID"), "context=2,tensor=2", BEAMS),
+        (plain(1), "context=2,tensor=2", IDLE),
+        (plain((1, 3, 3)), "context=2,tensor=2", IDLE),
+        (
+            lambda rngs: Conv((2, 4), kernel=3, rngs=rngs),
+            "data=2,context=2,tensor=2",
+            IDLE,
+        ),
+    ],
+    ids=["no axis idle", "padded by hand", "of one place", "not along", "by hand"],
+)
+def test_what_is_not_refused_has_the_gradients_of_one_device(make, layout, rules):
+    step, alone = step_of(make, layout, rules), step_of(make, "data=1", rules)
+    state = step.init(0)
+    loss, found = step.loss_and_gradients(state, batch())
+    want_loss, want = alone.loss_and_gradients(alone.init(0), batch())
+    np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
+    for one, other in zip(*map(jax.tree.leaves, (found, want)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-7)
+
+
+def test_a_step_is_traced_once_for_its_check_and_its_program():
+    calls = []
+
+    class Counting(nnx.Conv):
+        def __call__(self, x):
+            calls.append(x.shape)
+            return super().__call__(x)
+
+    make = plain(kind=Counting)
+    step = step_of(make, "context=2,tensor=2", BEAMS)
+    state = step.init(0)
+    del calls[:]
+    state, _ = step(state, batch())
+    once = len(calls)
+    step(state, batch())
+    assert len(calls) == once
+    alone = step_of(make, "data=1", BEAMS)
+    state = alone.init(0)
+    del calls[:]
+    alone(state, batch())
+    assert len(calls) == once
