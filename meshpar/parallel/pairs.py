@@ -143,11 +143,12 @@ def triangle_attention(
         )
         bias = bias if line == "row" else bias.swapaxes(ROWS, COLUMNS)
         out = _attended(q, k, v, bias, mesh_axes)
-        out = jax.nn.sigmoid(gate + gate_bias) * out
+        out = jax.nn.sigmoid(gate + gate_bias.astype(gate.dtype)) * out
         return out if line == "row" else out.swapaxes(ROWS, COLUMNS)
 
-    # In which the gathers' gradients are added up.
+    # In which gradients of gathers, and of what all devices have, are added up.
     bias = bias.astype(sum_dtype(bias.dtype, scope.platform))
+    gate_bias = gate_bias.astype(sum_dtype(gate_bias.dtype, scope.platform))
     of_heads = (*lines, ())
     splits = (((), ()), lines, *4 * (of_heads,))
     given = (gate_bias, bias, q, k, v, gate)
