@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -184,6 +185,19 @@ def run(engine, requests):
         if token.token >= 0:
             found[token.request].append((token.token, token.logprob))
     return [found[number] for number in numbers]
+
+
+def test_a_process_that_has_nothing_left_says_so_to_those_that_have():
+    told = {"x": [], ".": []}
+    for letter, digests in told.items():
+        engine = engine_of()
+        engine._decode = lambda tokens, letter=letter: letter * len(tokens)
+        engine._agreement = SimpleNamespace(is_shared=True, check=digests.append)
+        run(engine, [Request(tokens=[1, 2], max_tokens=3, stop=("x",))])
+    early, late = told.values()
+    assert len(early) < len(late)
+    assert early[:-1] == late[: len(early) - 1]
+    assert early[-1] != late[len(early) - 1]
 
 
 REQUESTS = [
