@@ -57,7 +57,7 @@ class FinetuneConfig:
     Args:
         from_weights: Also --from: the folder of a model, a GGUF file, or a run.
         out: Folder of the run.
-        text: A file, or a folder of .txt files; Shakespeare's plays by default.
+        text: Files, or folders of .txt files; Shakespeare's plays by default.
         chat: JSON lines of conversations, in place of text.
         layout: The layout's line.
         rank: Of LoRA's matrices; 0 trains every weight.
@@ -83,7 +83,7 @@ class FinetuneConfig:
 
     from_weights: Annotated[Path, tyro.conf.arg(aliases=("--from",))]
     out: Path = Path("runs/finetuned")
-    text: tuple[Path, ...] = ()
+    text: tyro.conf.UseAppendAction[tuple[Path, ...]] = ()
     chat: Path | None = None
     layout: str = "data=1"
     rank: int = 8

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 from meshpar import InputError, make_train_step
 from meshpar.cli.main import main as command
 from meshpar.data.errors import DataError
+from meshpar.model.lora import TARGETS
 from meshpar.models.convert.chat_template import ChatTemplate, read_template
 from meshpar.models.convert.weights import read_weights
 from meshpar.models.convert.writing import write_weights
@@ -225,6 +227,19 @@ def test_a_broken_file_of_conversations_is_named(tmp_path, text, said):
     file.write_text(text)
     with pytest.raises(DataError, match=said):
         read_conversations(file)
+
+
+@pytest.mark.parametrize(
+    "words", [["--text", "a", "b"], ["--text", "a", "--text", "b"]]
+)
+def test_all_texts_and_targets_that_are_given_are_meant(words, monkeypatch):
+    configs = []
+    monkeypatch.setattr(f"{finetune.__module__}.finetune", configs.append)
+    assert main(["--from", "model", *words, "--targets", "query", "value"]) == 0
+    assert configs[0].text == (Path("a"), Path("b"))
+    assert configs[0].targets == ("query", "value")
+    assert main(["--from", "model"]) == 0
+    assert (configs[1].text, configs[1].targets) == ((), TARGETS)
 
 
 def test_options_that_cannot_be_are_named(theirs, tmp_path):

@@ -1,11 +1,14 @@
 """`meshpar generate` continues texts from a run's checkpoint and from others' files."""
 
+import contextlib
 import io
 import json
+from types import SimpleNamespace
 
 import jax
 import pytest
 
+from meshpar.cli import joined as cli_joined
 from meshpar.cli.generate import _surely_shown
 from meshpar.cli.main import main
 from meshpar.data.tokenizer import ByteTokenizer
@@ -108,6 +111,36 @@ def test_bad_input_is_one_line(run, capsys, words, message):
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+@pytest.fixture
+def pod(monkeypatch):
+    """A pod of Kubernetes, where no scheduler says how many there are."""
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", "1")
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+
+
+def test_a_pod_is_told_to_say_which_devices_it_has(pod, capsys):
+    assert main(["generate", "--from", "nowhere", "--prompt", "To be"]) == 2
+    assert "give --emulate 0 for the pods' own devices" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_a_pod_leaves_others_alone_where_there_are_some(
+    num_processes, pod, monkeypatch, capsys
+):
+    left = []
+    joined = SimpleNamespace(
+        num_processes=num_processes, is_first=False, gather=lambda one: [one] * 2
+    )
+    started = contextlib.nullcontext(joined)
+    monkeypatch.setattr(cli_joined, "start", lambda **options: started)
+    monkeypatch.setattr(cli_joined, "_refuse_different", lambda *given: None)
+    monkeypatch.setattr(cli_joined, "leave", lambda status: left.append(status) or 2)
+    words = ["--from", "nowhere", "--prompt", "To be", "--emulate", "0"]
+    assert main(["generate", *words]) == 2
+    assert "no 'nowhere'" in capsys.readouterr().err
+    assert left == [2] * (num_processes - 1)
 
 
 T5 = dict(

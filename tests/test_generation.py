@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -184,6 +185,24 @@ def run(engine, requests):
         if token.token >= 0:
             found[token.request].append((token.token, token.logprob))
     return [found[number] for number in numbers]
+
+
+def test_a_process_that_has_nothing_left_says_so_to_those_that_have():
+    def as_if_run(engine, rows):
+        counts = [0 if one is None else one.num_unwritten for one in rows]
+        return list(engine._taken(rows, counts, *np.zeros((2, len(rows)))))
+
+    told = {"x": [], ".": []}
+    for letter, digests in told.items():
+        engine = engine_of()
+        engine._decode = lambda tokens, letter=letter: letter * len(tokens)
+        engine._agreement = SimpleNamespace(is_shared=True, check=digests.append)
+        engine._advance = lambda rows, _, engine=engine: as_if_run(engine, rows)
+        run(engine, [Request(tokens=[1, 2], max_tokens=3, stop=("x",))])
+    early, late = told.values()
+    assert len(early) < len(late)
+    assert early[:-1] == late[: len(early) - 1]
+    assert early[-1] != late[len(early) - 1]
 
 
 REQUESTS = [

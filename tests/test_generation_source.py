@@ -156,6 +156,12 @@ def test_what_is_kept_of_a_source_has_the_bytes_of_its_formula():
             ),
             "max_source=4, but the model has no encoder",
         ),
+        (
+            lambda: Programs.of(
+                trained(LEARNED)[0], slots=1, max_seq=8, max_source=25, devices=single()
+            ),
+            "source sequences of 25 tokens, but the model has max_seq=24 learned",
+        ),
         (lambda: check_generation(trained(LEARNED)[0]), "prompts of one text"),
     ],
 )

@@ -12,7 +12,7 @@ import tensorstore
 from meshpar import Layout, make_mesh
 from meshpar.train import stored_arrays
 from meshpar.train.checkpoint_arrays import StoredArray
-from meshpar.train.chunks import chunk_shape
+from meshpar.train.chunks import _asking, chunk_bytes, chunk_shape
 
 SHAPE = (4, 512, 512)
 VALUES = np.random.default_rng(0).standard_normal(SHAPE).astype(np.float32)
@@ -100,6 +100,25 @@ def test_chunks_divide_what_a_device_writes_and_are_of_a_good_size(
     num_bytes, whole_bytes = (math.prod(one) * itemsize for one in (chunk, part))
     assert num_bytes >= min(1 << 16, whole_bytes)
     assert num_bytes <= 1 << 20 or 65537 in chunk
+
+
+def test_orbax_may_take_other_arguments_beside_ours():
+    def theirs(global_shape, write_shape, dtype, target_byte_size, *new, **options):
+        return new, options
+
+    choose = _asking(theirs)
+    given = {"dtype": np.dtype(np.float32), "target_byte_size": chunk_bytes()}
+    wanted = chunk_shape(SHAPE, SHAPE, 4)
+    assert choose(SHAPE, write_shape=SHAPE, axes=(1,), **given) == wanted
+    assert choose(SHAPE, SHAPE, None, 1 << 20, 5, axes=(1,)) == ((5,), {"axes": (1,)})
+
+
+def test_an_orbax_of_other_arguments_chooses_by_itself():
+    def theirs(shape, dtype):
+        return shape
+
+    with pytest.warns(UserWarning, match="chooses chunks by shape, dtype, not by"):
+        assert _asking(theirs) is theirs
 
 
 @pytest.mark.parametrize("part", [(32, 4096, 16384), (32, 4096, 2048), (4, 512, 16384)])

@@ -114,12 +114,17 @@ def _run(args: argparse.Namespace, layout: Layout, processes: Processes) -> int:
     return 0
 
 
-def _num_emulated(asked: int | None, layout: Layout, num_processes: int) -> int:
+def _num_emulated(asked: int | None, layout: Layout, num_processes: int | None) -> int:
     """Virtual devices of each process: as asked for, or what the layout needs; or 0."""
     from meshpar.emulate import DEFAULT_DEVICES, num_cpu_devices
 
     if asked is not None:
         return asked
+    if num_processes is None:
+        raise InputError(
+            "Kubernetes says how many pods the Job has only once they are joined: give "
+            "--emulate 0 for the pods' own devices, or N virtual ones of each"
+        )
     open_size = -1 in (getattr(layout, axis) for axis in MESH_AXES)
     needed = DEFAULT_DEVICES if open_size else layout.num_devices
     if needed % num_processes:

@@ -11,6 +11,7 @@ from typing import Any
 
 from meshpar.cli.parsing import import_function, one_line, positive
 from meshpar.distributed import Processes, find_place, leave, start, status_of
+from meshpar.distributed.cluster import is_kubernetes_pod
 from meshpar.emulate import emulate
 from meshpar.errors import InputError
 
@@ -28,7 +29,7 @@ def add_joined_arguments(parser: argparse.ArgumentParser) -> None:
         "--coordinator",
         metavar="HOST:PORT",
         help="of process 0, to join processes by hand with the next two (default: as "
-        "SLURM, Kubernetes, Open MPI or a TPU pod says)",
+        "SLURM, Open MPI, a TPU pod or, with --emulate, Kubernetes says)",
     )
     add(
         "--num-processes",
@@ -51,11 +52,16 @@ def add_joined_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def num_processes_of(args: argparse.Namespace) -> int:
-    """How many processes the options or the scheduler speak of."""
+def num_processes_of(args: argparse.Namespace) -> int | None:
+    """How many processes the options or the scheduler speak of.
+
+    None in a pod of Kubernetes, where it is known once all have been joined.
+    """
     if args.num_processes is not None:
         return args.num_processes
     place = find_place()
+    if place is None and is_kubernetes_pod():
+        return None
     return 1 if place is None else place.num_processes
 
 
@@ -89,7 +95,8 @@ def run_joined(
                 timeout_s=args.start_timeout,
             ) as processes,
         ):
-            if processes.num_processes > 1:
+            alone = processes.num_processes == 1
+            if not alone:
                 _refuse_different(args, processes)
             elif devices:
                 emulate(devices)

@@ -65,6 +65,16 @@ class Place:
         return int(self.coordinator.rpartition(":")[2])
 
 
+def is_kubernetes_pod(environment: Mapping[str, str] | None = None) -> bool:
+    """Whether this is a pod of an indexed Job, of whose others its server knows.
+
+    Args:
+        environment: Variables; this process's own when absent.
+    """
+    variables = os.environ if environment is None else environment
+    return {"JOB_COMPLETION_INDEX", "KUBERNETES_SERVICE_HOST"} <= variables.keys()
+
+
 def find_place(environment: Mapping[str, str] | None = None) -> Place | None:
     """The place that SLURM, Open MPI or a TPU pod gives this process; None without.
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import threading
 from collections.abc import Iterator
 from typing import Any, cast
 
-from meshpar.distributed.cluster import Place, find_place
+from meshpar.distributed.cluster import Place, find_place, is_kubernetes_pod
 from meshpar.distributed.errors import BAD_INPUT, LOST, DistributedError
 from meshpar.distributed.processes import Processes
 from meshpar.distributed.roll_call import Roll, call_roll, free_port
@@ -55,8 +54,7 @@ def start(
     if emulate:
         prepare(emulate)
     place = _place(coordinator, num_processes, process_id)
-    has_index = "JOB_COMPLETION_INDEX" in os.environ
-    if place is None and has_index and "KUBERNETES_SERVICE_HOST" in os.environ:
+    if place is None and is_kubernetes_pod():
         return _of_kubernetes(job, timeout_s, heartbeat_s)
     if place is None or place.num_processes == 1:
         return Processes()

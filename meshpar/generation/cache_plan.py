@@ -179,7 +179,7 @@ def plan_of(
             f"devices that share the batch of layout {str(layout)!r}; give a multiple"
         )
     dtype = DTYPES[layout.precision]
-    groups = cached_arrays(placement.model, layout, rules, max_seq, dtype)
+    groups = cached_arrays(placement.model, layout, rules, max_seq, dtype, max_source)
     _check_has_cache(groups)
     if pipeline is None:
         places = [group.num_layers for group in placement.model.groups]
@@ -226,7 +226,12 @@ def check_source(model: Model, layout: Layout, max_source: int) -> None:
 
 
 def cached_arrays(
-    model: Model, layout: Layout, rules: Rules, max_seq: int, dtype: Any
+    model: Model,
+    layout: Layout,
+    rules: Rules,
+    max_seq: int,
+    dtype: Any,
+    max_source: int = 0,
 ) -> tuple[tuple[CachedArray, ...], ...]:
     """What one layer of each group keeps, found by tracing its block on no device.
 
@@ -236,20 +241,21 @@ def cached_arrays(
         rules: Logical axis -> mesh axes.
         max_seq: Tokens that a sequence may have.
         dtype: In which blocks compute.
+        max_source: Tokens that a source may have.
 
     Raises:
-        InputError: A function cannot run token by token.
+        InputError: A function cannot run token by token, or for so many.
     """
     sizes = layout.mesh_shape
     shards = math.prod(sizes[axis] for axis in rules.mesh_axes("heads"))
     names = "tokens" if not reads_source(model) else "source_tokens and target_tokens"
     with tracing("the model cannot generate", f"its batch has {names} alone"):
-        return _traced(model, shards, max_seq, jnp.dtype(dtype))
+        return _traced(model, shards, max_seq, jnp.dtype(dtype), max_source)
 
 
 @functools.lru_cache(maxsize=32)
 def _traced(
-    model: Model, head_shards: int, max_seq: int, dtype: Any
+    model: Model, head_shards: int, max_seq: int, dtype: Any, max_source: int
 ) -> tuple[tuple[CachedArray, ...], ...]:
     found: list[tuple[CachedArray, ...]] = []
 
@@ -264,7 +270,8 @@ def _traced(
             """Inside group `at`; an encoder's blocks have no cache."""
             cache = DeclaredCache(max_seq, positions, head_shards)
             if at < first:
-                source = batch_of_source(Source(tokens, counts, counts))
+                read = jnp.zeros((len(tokens), max_source), jnp.int32)
+                source = batch_of_source(Source(read, counts, counts))
                 return Scope(batch=source, **known), cache
             return Scope(batch=batch, cache=cache, **known), cache
 

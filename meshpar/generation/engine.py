@@ -115,6 +115,7 @@ class Engine:
         self._agree()
         while self._waiting or self._running:
             yield from self.step()
+        self._agree()  # Another process, with some left, would wait for this one.
 
     def step(self) -> list[Token]:
         """The tokens of one program: a chunk of prompts if there are, or one of each.

@@ -102,7 +102,8 @@ class ArrayMove:
     def is_of_each(self) -> bool:
         """Whether each process has all of it now, and will have a part of it.
 
-        Each then reads its own part, and none sends any.
+        Each then reads its own part, and none sends any: that their values are equal is
+        not compared.
         """
         here = isinstance(self.array, jax.Array) and self.array.is_fully_addressable
         return here and not self.sharding.is_fully_addressable

@@ -100,7 +100,8 @@ def reshard(
     """Parameters as another layout has them.
 
     Args:
-        params: As `from_layout` has them, such as `state.params`.
+        params: As `from_layout` has them, such as `state.params`. What each of several
+            processes has whole must be equal in all; it is not compared.
         from_layout: How they lie.
         to_layout: How they are to lie.
         model: Whose they are.

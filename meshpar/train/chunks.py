@@ -8,8 +8,10 @@ each dim is cut in about as many parts as the others.
 from __future__ import annotations
 
 import functools
+import inspect
 import math
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
 Shape = tuple[int, ...]
@@ -18,7 +20,10 @@ _CUTS = 8
 """Of a dim: over so many hosts it may be split with nothing read twice."""
 
 _CHUNK_BYTES = (1 << 16, 1 << 20)
-"""At least, however few the cuts are, and at most, however many."""
+"""At least, however few the cuts are, and about at most, where sizes have factors."""
+
+_ARGUMENTS = ("global_shape", "write_shape", "dtype", "target_byte_size")
+"""Of Orbax's function, the first ones."""
 
 _RUN = 64
 """Values of the last dim that stay together: shorter runs cost time to copy."""
@@ -27,7 +32,7 @@ _RUN = 64
 class ChunkBytes(int):
     """A `chunk_byte_size` of `orbax.checkpoint.SaveArgs` that asks for our shape.
 
-    As a number it is the most bytes of a chunk.
+    As a number it is about the most bytes of a chunk.
     """
 
 
@@ -94,17 +99,30 @@ def _let_orbax_ask() -> None:
         theirs = subchunking.choose_chunk_shape
     except (ImportError, AttributeError):
         return
+    subchunking.choose_chunk_shape = _asking(theirs)
+
+
+def _asking(theirs: Callable[..., Shape]) -> Callable[..., Shape]:
+    """Orbax's function with our shape where `ChunkBytes` ask for it.
+
+    As it is, with a warning, where its arguments are none that are known.
+    """
+    signature = inspect.signature(theirs)
+    found = tuple(signature.parameters)[: len(_ARGUMENTS)]
+    if found != _ARGUMENTS:
+        warnings.warn(
+            f"Orbax chooses chunks by {', '.join(found)}, not by "
+            f"{', '.join(_ARGUMENTS)}: hosts of other layouts read more of each array",
+            stacklevel=4,
+        )
+        return theirs
 
     @functools.wraps(theirs)
-    def choose(  # Its arguments have Orbax's names.
-        global_shape: Shape,
-        write_shape: Shape,
-        dtype: Any,
-        target_byte_size: int | None,
-        **options: Any,
-    ) -> Shape:
-        if isinstance(target_byte_size, ChunkBytes):
-            return chunk_shape(global_shape, write_shape, dtype.itemsize)
-        return theirs(global_shape, write_shape, dtype, target_byte_size, **options)
+    def choose(*args: Any, **options: Any) -> Shape:
+        given = signature.bind(*args, **options).arguments
+        shape, part, dtype, most = (given[name] for name in _ARGUMENTS)
+        if isinstance(most, ChunkBytes):
+            return chunk_shape(shape, part, dtype.itemsize)
+        return theirs(*args, **options)
 
-    subchunking.choose_chunk_shape = choose
+    return choose

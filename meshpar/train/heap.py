@@ -18,6 +18,9 @@ _AT_FIRST = 1 << 17
 _TRIM_AT_LAST, _MMAP_AT_LAST = 1 << 26, 1 << 25
 """What they rise to, as large blocks are freed (mallopt(3))."""
 
+_MOST_HEAPS = 8
+"""However many cores there are: what glibc makes by itself for one of them."""
+
 
 def give_back() -> None:
     """Returns freed memory to the machine, where the C library can (glibc).
@@ -34,9 +37,12 @@ def returned_early() -> Iterator[None]:
     Once blocks of 32 MiB have been freed, glibc keeps 64 MiB of each heap, of which
     `give_back` returns none but of the first. 344 MB restored by 8 threads' heaps took
     393 MB, and 363 MB so.
+
+    Afterwards 64 MiB of each heap are kept, and blocks from 32 MiB on mapped by
+    themselves, whatever is freed: for good, as glibc no longer moves what has been set.
+    Where the environment sets either, nothing changes.
     """
-    told = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"} & os.environ.keys()
-    if told:
+    if _is_told("trim_threshold") or _is_told("mmap_threshold"):
         yield
         return
     mallopt = _function("mallopt")
@@ -49,14 +55,33 @@ def returned_early() -> Iterator[None]:
 
 
 def share_heaps() -> None:
-    """From now on threads share as many heaps as there are cores (glibc).
+    """From now on threads share as many heaps as this process has cores (glibc).
 
-    By itself glibc makes eight for each core. Every save starts threads, and each heap
-    that one of them comes to fragments anew. It looks at the number once, when more
-    than eight are there, so that it is to be said before there are threads.
+    Two at least, and eight at most. By itself glibc makes eight for each core of the
+    machine. Every save starts threads, and each heap that one of them comes to
+    fragments anew. It looks at the number once, when more than eight are there, so that
+    it is to be said before there are threads.
     """
-    if "MALLOC_ARENA_MAX" not in os.environ:
-        _function("mallopt")(_ARENA_MAX, max(os.cpu_count() or 1, 2))
+    if not _is_told("arena_max"):
+        _function("mallopt")(_ARENA_MAX, min(max(_num_cores(), 2), _MOST_HEAPS))
+
+
+def _num_cores() -> int:
+    """Those that this process may run on, where the machine says."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _is_told(name: str) -> bool:
+    """Whether the environment sets a parameter of malloc, by either of its names."""
+    variable = f"MALLOC_{name.upper()}"
+    tunables = os.environ.get("GLIBC_TUNABLES", "").split(":")
+    return (
+        variable in os.environ
+        or f"{variable}_" in os.environ
+        or any(one.startswith(f"glibc.malloc.{name}=") for one in tunables)
+    )
 
 
 @functools.cache
