@@ -113,7 +113,7 @@ def rfftn(
     """
     check_real(x, "rfftn")
     plan = Pencils.of(x.shape, logical_axes, over, scope, norm, transposed)
-    return plan.real(modes).forward(x)
+    return plan.real(modes, "rfftn").forward(x)
 
 
 def irfftn(
@@ -150,7 +150,7 @@ def irfftn(
             f"given, but that size has {size // 2 + 1}; give size={2 * modes - 2} or "
             f"more, or the lowest {size // 2 + 1} alone"
         )
-    return plan.real(modes).inverse(y)
+    return plan.real(modes, "irfftn").inverse(y)
 
 
 def filtered(
@@ -189,7 +189,7 @@ def filtered(
     """
     check_real(x, "filtered")
     plan = Pencils.of(x.shape, logical_axes, over, scope, norm, transposed=True)
-    plan = plan.real(modes)
+    plan = plan.real(modes, "filtered")
     leaves, tree = jax.tree.flatten(jax.tree.map(wide, weights))
     steps, _ = plan.steps
 

@@ -116,11 +116,13 @@ def test_residuals_of_a_parameters_shape_are_counted_too():
 
 @needs_aot
 @pytest.mark.slow
-def test_memory_is_within_a_tenth_of_the_program_compiled_for_gpus():
+@pytest.mark.parametrize("target", ["gpu:h100:1x8", "tpu:v5p:2x2x2"])
+def test_memory_is_within_a_tenth_of_the_compiled_program(target):
     step, batch = step_of("data=8", 4_000_000, 8192, 4)
-    compiled = audit(step, batch, target="gpu:h100:1x8").compiled_memory
+    compiled = audit(step, batch, target=target).compiled_memory
     predicted = step.predicted_memory(batch)
     assert predicted.total_bytes == pytest.approx(compiled.peak_bytes, rel=0.1)
     states = predicted.model_bytes + predicted.table_bytes
     assert compiled.alias_bytes == pytest.approx(states, rel=1e-3)
-    assert predicted.temp_bytes == pytest.approx(compiled.temp_bytes, rel=0.1)
+    if target.startswith("gpu"):  # TPUs pad what is narrower than a tile.
+        assert predicted.temp_bytes == pytest.approx(compiled.temp_bytes, rel=0.1)

@@ -218,6 +218,14 @@ def test_what_a_real_transform_cannot_take_is_refused():
         InputError, match="size=8 of 'width': 6 frequencies .* has 5; give size=10 or"
     ):
         fft.irfftn(frequencies, *given, size=8)
+    scope, given_of = Scope(rules=rules_of({"width": "tensor"})), (IMAGE, ("width",))
+    with (
+        jax.set_mesh(mesh()),
+        pytest.raises(InputError, match="^irfftn over 'width' of size 8: 5 frequen"),
+    ):
+        fft.irfftn(frequencies[:, :, :5], *given_of, scope, size=8)
+    with pytest.raises(InputError, match="^filtered over 'width' .* modes=6: .* has 5"):
+        fft.filtered(jnp.ones((1, 8, 8, 1)), max, (), *given, modes=6)
     with pytest.raises(InputError, match=r"made \(1, 8, 5, 2\) of \(1, 8, 5, 1\) freq"):
         fft.filtered(
             jnp.ones((1, 8, 8, 1)), lambda w, y: jnp.concatenate([y, y], 3), (), *given

@@ -4,18 +4,20 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 from meshpar import InputError, Layout, embedding_tables, make_train_step
 from meshpar.models.presets import build
-from meshpar.tables import SGD, LazyAdam, RowwiseAdagrad, Table, with_tables
+from meshpar.tables import SGD, LazyAdam, RowwiseAdagrad, Table, blocks, with_tables
 from meshpar.tables.blocks import BLOCK
 from meshpar.tables.host import stored_tables
 from meshpar.tables.portable import PortableTables
 from meshpar.tables.programs import joined
 from meshpar.tables.table import KINDS
+from meshpar.train.checkpoint import Checkpoints
 from tests import dlrm_reference
 from tests.marks import slow
 
@@ -162,16 +164,23 @@ def test_tables_train_beside_the_stages_of_a_pipeline(layout, layers):
     check_equal(step, optimizer, layers)
 
 
+# Blocks of so many rows stand for many devices: of 24, as of 4,096, number squared is
+# no divisor, and 8 devices have blocks of fewer rows, and of more, than devices.
 @pytest.mark.parametrize(
-    "layout, placement",
+    "layout, placement, block",
     [
-        ("data=2,stage=2,tensor=2,microbatches=4,schedule=1f1b", MIXED),
-        slow("data=1", "table_wise"),
-        slow("data=3", {**MIXED, "user": "row_wise"}),  # by way of the host
-        *(slow("fsdp=8", kind) for kind in KINDS),
+        ("data=2,stage=2,tensor=2,microbatches=4,schedule=1f1b", MIXED, BLOCK),
+        ("data=2,stage=2,tensor=2,microbatches=4,schedule=1f1b", MIXED, 24),
+        slow("data=1", "table_wise", BLOCK),
+        slow("data=3", {**MIXED, "user": "row_wise"}, BLOCK),  # by way of the host
+        *(slow("fsdp=8", kind, BLOCK) for kind in KINDS),
+        slow("fsdp=8", "row_wise", 8),
     ],
 )
-def test_tables_are_taken_out_of_a_placement_row_by_row_and_put_back(layout, placement):
+def test_tables_are_taken_out_of_a_placement_row_by_row_and_put_back(
+    layout, placement, block, monkeypatch
+):
+    monkeypatch.setattr(blocks, "BLOCK", block)
     optimizer = "RowwiseAdagrad" if placement is MIXED else "LazyAdam"
     step = made(layout, optimizer, 2) if placement is MIXED else None
     step = step or step_of(layout, optimizer, placement, top_layers=2)
@@ -189,35 +198,91 @@ def test_tables_are_taken_out_of_a_placement_row_by_row_and_put_back(layout, pla
     }
     shardings = step.shardings.model_state["embedding_tables"]
     given = stored_tables(step.functions.stores, wanted, shardings)
-    state = step.portable(joined(step.init(3), given))
+    portable = PortableTables(functions=step.functions)
+    state = portable.taken_out(joined(step.init(3), given))
     for table in TABLES:
         found = jax.device_get(state.model_state["embedding_tables"][table.name])
         assert found.pop("num_rows") == table.rows
         for kind, values in found.items():
             rows, rest = np.split(values, [table.rows])
             np.testing.assert_array_equal(rows, wanted[table.name][kind])
-            assert len(values) == BLOCK and not rest.any()
-    back = step.host_tables(PortableTables(functions=step.functions).put_in(state))
+            assert len(values) == blocks.filled(table.rows) and not rest.any()
+    back = step.host_tables(portable.put_in(state))
     jax.tree.map(np.testing.assert_array_equal, back, wanted)
+
+
+def test_what_a_table_has_no_row_for_is_no_part_of_its_checkpoint():
+    """Devices have places of such rows too: 101 rows over 8 have 104."""
+    step = made(
+        "data=2,stage=2,tensor=2,microbatches=4,schedule=1f1b", "RowwiseAdagrad", 2
+    )
+    state = step.init(3)
+    ones = jax.tree.map(jnp.ones_like, state.model_state["embedding_tables"])
+    tables = step.portable(joined(state, ones)).model_state["embedding_tables"]
+    for table in TABLES:
+        of_rows = np.arange(BLOCK) < table.rows
+        for name in ones["spread_16"]:
+            values = np.asarray(tables[table.name][name])
+            np.testing.assert_array_equal(values.reshape(BLOCK, -1)[:, 0], of_rows)
+
+
+def test_devices_of_processes_that_cannot_share_blocks_are_refused_at_once(
+    tmp_path, monkeypatch
+):
+    step = step_of("data=6", "SGD", "row_wise", top_layers=2)
+    several = property(lambda mesh: True)
+    monkeypatch.setattr(jax.sharding.Mesh, "is_multi_process", several)
+    with pytest.raises(InputError, match="over 6 devices .* divide 4096; take 4 dev"):
+        step.checkpoints(tmp_path)
 
 
 def slot_shape(table, slot):
     return (table.rows,) if slot.of_row else (table.rows, table.dim)
 
 
-@pytest.mark.slow
-def test_a_checkpoint_of_other_rows_is_refused(tmp_path):
+@pytest.mark.parametrize("rows", [102, 5000])
+def test_a_checkpoint_of_other_rows_is_refused(rows, tmp_path):
+    """Also of so many that they are filled up to another number."""
     step = made("data=2,fsdp=2,tensor=2", "RowwiseAdagrad", 2)
-    tables = (dataclasses.replace(TABLES[0], rows=102), *TABLES[1:])
+    tables = (dataclasses.replace(TABLES[0], rows=rows), *TABLES[1:])
     optimizer = OPTIMIZERS["RowwiseAdagrad"]
     other = with_tables(step.dense, embedding_tables(tables, optimizer))
     with step.checkpoints(tmp_path) as checkpoints:
         checkpoints.save(step.portable(step.init(3)), {})
     with (
         other.checkpoints(tmp_path) as checkpoints,
-        pytest.raises(InputError, match="'film' has 101 rows in the .* but rows=102"),
+        pytest.raises(InputError, match=f"'film' has 101 rows in the .* rows={rows}"),
     ):
         other.restored(checkpoints)
+
+
+def test_a_checkpoint_of_an_earlier_version_is_refused_as_such(tmp_path):
+    """There tables lay as they were placed."""
+    step = made("data=2,fsdp=2,tensor=2", "RowwiseAdagrad", 2)
+    with Checkpoints(tmp_path, layer_orders=None) as checkpoints:
+        checkpoints.save(step.init(3), {})
+    with (
+        step.checkpoints(tmp_path) as checkpoints,
+        pytest.raises(InputError, match="was written by an earlier version"),
+    ):
+        step.restored(checkpoints)
+
+
+@pytest.mark.slow
+def test_devices_that_do_not_divide_save_and_restore_parts_of_tables(tmp_path):
+    step = step_of("data=3", "LazyAdam", "row_wise", top_layers=2)
+    state = step.init(3)
+    portable = step.portable(state)
+    for one in portable.model_state["embedding_tables"].values():
+        assert one["rows"].addressable_shards[0].data.shape == (BLOCK // 2, 16)
+    with step.checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(portable, {})
+        found = step.restored(checkpoints)
+    assert found.model_state["embedding_tables"].keys() == (
+        state.model_state["embedding_tables"].keys()
+    )
+    tables = step.host_tables(state), step.host_tables(found)
+    jax.tree.map(np.testing.assert_array_equal, *tables)
 
 
 @pytest.mark.slow

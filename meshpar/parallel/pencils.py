@@ -69,14 +69,14 @@ class Pencils:
             transposed=transposed,
         )
 
-    def real(self, modes: int | None) -> Pencils:
-        """The plan of a real transform that keeps so many frequencies."""
+    def real(self, modes: int | None, caller: str) -> Pencils:
+        """The plan of a caller's real transform that keeps so many frequencies."""
         name, size = self.logical_axes[self.dims[-1]], self.shape[self.dims[-1]]
         there = size // 2 + 1
-        modes = there if modes is None else whole_number("fft with modes", modes)
+        modes = there if modes is None else whole_number(f"{caller} with modes", modes)
         if modes > there:
             raise InputError(
-                f"rfftn over {name!r} of size {size} with modes={modes}: a real "
+                f"{caller} over {name!r} of size {size} with modes={modes}: a real "
                 f"transform of that size has {there} frequencies; give modes=1 to "
                 f"{there}, or None for all"
             )
@@ -86,9 +86,9 @@ class Pencils:
             below = modes - modes % devices or devices
             fewer = f"give modes={below}, or " if below <= there else "give "
             raise InputError(
-                f"rfftn over {name!r} of size {size}: {modes} frequencies do not "
+                f"{caller} over {name!r} of size {size}: {modes} frequencies do not "
                 f"divide over {'/'.join(mesh_axes)} of size {devices}, which splits "
-                f"{name!r}; {fewer}another dim as the last of over=, or take fftn"
+                f"{name!r}; {fewer}another dim as the last of over=, or a complex one"
             )
         return replace(self, modes=modes)
 

@@ -4,8 +4,9 @@ A table's arrays stand under its own name, row by row, filled up with zeros to a
 multiple of `BLOCK` rows and split by rows over all devices; beside them stands how many
 rows it has. All-to-alls take them there and back, in every process alike: a device
 needs room for its part of a store once more, and for a `table_wise` table as often as
-the placement gave it room for that. Numbers of devices whose square does not divide
-`BLOCK` go through the memory of one host instead.
+the placement gave it room for that. Numbers of devices that do not divide `BLOCK`, such
+as 6, are for one process alone: there tables go through the host's memory, one store at
+a time, and lie on as many of the devices as divide, half of them or more.
 """
 
 from __future__ import annotations
@@ -13,21 +14,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshpar.errors import InputError
-from meshpar.tables.blocks import BLOCK, Blocks, filled
+from meshpar.tables.blocks import BLOCK, Blocks, divides, filled
 from meshpar.tables.host import host_tables, stored_tables
 from meshpar.tables.programs import TABLES, TableFunctions, joined, parts
 from meshpar.tables.stores import Store
 from meshpar.tables.table import Table
 from meshpar.train.layer_order import LayerOrder
 from meshpar.train.state import TrainState
+from meshpar.train.stored_arrays import opened, stored
 
 NUM_ROWS = "num_rows"
 
@@ -43,6 +46,46 @@ class PortableTables:
     """
 
     functions: TableFunctions
+
+    def check_can_save(self) -> None:
+        """Refuses devices of several processes that cannot share blocks of tables.
+
+        Raises:
+            InputError: Their number does not divide `BLOCK`.
+        """
+        if self.functions.mesh.is_multi_process and not self._divides:
+            raise InputError(
+                f"tables over {self._num_devices} devices of several processes have no "
+                f"checkpoints: that number does not divide {BLOCK}; take "
+                f"{self._num_sharing} devices, or one process"
+            )
+
+    def check_stored(self, folder: Path) -> None:
+        """Refuses what was saved of other tables.
+
+        Args:
+            folder: Of a state on the disk.
+
+        Raises:
+            InputError: A table has other rows there, or none at all.
+        """
+        there = stored(folder)
+        for table in self.functions.tables.tables:
+            name = there.get(f"model_state.{TABLES}.{table.name}.{NUM_ROWS}")
+            if name is not None:
+                num_rows = opened(folder, name.name).read().result()
+                _check_rows(table, int(num_rows))
+                continue
+            if any(path.endswith(f".{NUM_ROWS}") for path in there):
+                raise InputError(
+                    f"the checkpoint has no table {table.name!r}; give the tables that "
+                    "it was saved with"
+                )
+            raise InputError(
+                "the checkpoint has no tables, or was written by an earlier version, "
+                "which kept them as they were placed; go on with that version, or "
+                "start without resuming"
+            )
 
     def taken_out(self, state: TrainState) -> TrainState:
         """A state whose tables are of no placement.
@@ -100,10 +143,14 @@ class PortableTables:
     def shardings(self) -> TrainState:
         """The sharding of each."""
         mesh = self.functions.mesh
-        spec = PartitionSpec(self._mesh_axes if self._divides else None)
+        by_rows = NamedSharding(mesh, PartitionSpec(self._mesh_axes))
+        if not self._divides:
+            some = Mesh(mesh.devices.flat[: self._num_sharing], "rows")
+            by_rows = NamedSharding(some, PartitionSpec("rows"))
+        whole = NamedSharding(mesh, PartitionSpec())
 
         def sharding(shape: jax.ShapeDtypeStruct) -> NamedSharding:
-            return NamedSharding(mesh, spec if shape.shape else PartitionSpec())
+            return by_rows if shape.shape else whole
 
         of_tables = jax.tree.map(sharding, self.shapes.model_state[TABLES])
         return joined(self.functions.dense.shardings, of_tables)
@@ -127,7 +174,12 @@ class PortableTables:
 
     @property
     def _divides(self) -> bool:
-        return BLOCK % self._num_devices**2 == 0
+        return divides(self._num_devices)
+
+    @property
+    def _num_sharing(self) -> int:
+        """The most devices that can share blocks."""
+        return max(filter(divides, range(1, self._num_devices + 1)))
 
     @cached_property
     def _stores(self) -> dict[str, Store]:
@@ -173,26 +225,31 @@ class PortableTables:
     def _by_host(self, arrays: Arrays) -> Arrays:
         found = self._num_rows()
         shardings = self.shardings.model_state[TABLES]
-        for table, of_table in host_tables(self.functions.stores, arrays).items():
-            for name, values in of_table.items():
-                missing = filled(len(values)) - len(values)
-                pads = [(0, missing), *[(0, 0)] * (values.ndim - 1)]
-                found[table][name] = jax.device_put(
-                    np.pad(values, pads), shardings[table][name]
-                )
+        for store in self.functions.stores:
+            for table, of_table in host_tables([store], arrays).items():
+                for name, values in of_table.items():
+                    missing = filled(len(values)) - len(values)
+                    pads = [(0, missing), *[(0, 0)] * (values.ndim - 1)]
+                    found[table][name] = jax.device_put(
+                        np.pad(values, pads), shardings[table][name]
+                    )
         return found
 
     def _from_host(self, tables: Arrays) -> Arrays:
-        whole = {
-            table.name: {
-                name: np.asarray(array)[: table.rows]
-                for name, array in tables[table.name].items()
-                if name != NUM_ROWS
-            }
-            for table in self.functions.tables.tables
-        }
         shardings = self.functions.shardings.model_state[TABLES]
-        return stored_tables(self.functions.stores, whole, shardings)
+        found: Arrays = {}
+        for store in self.functions.stores:
+            whole = {
+                member.table.name: {
+                    name: np.asarray(tables[member.table.name][name])[
+                        : member.table.rows
+                    ]
+                    for name in shardings[store.name]
+                }
+                for member in store.members
+            }
+            found |= stored_tables([store], whole, shardings)
+        return found
 
 
 def _check_rows(table: Table, there: int) -> None:

@@ -193,17 +193,22 @@ class TableStep:
         Args:
             directory: Where they lie.
             options: As of `meshpar.train.checkpoint.Checkpoints`.
+
+        Raises:
+            InputError: Several processes have the devices, whose number does not divide
+                `meshpar.tables.blocks.BLOCK`.
         """
         from meshpar.train.checkpoint import Checkpoints  # Orbax, which takes a while
 
+        self._portable.check_can_save()
         return Checkpoints(directory, layer_orders=self._portable.orders, **options)
 
     def portable(self, state: TrainState) -> TrainState:
         """The state with tables as no placement has them (`meshpar.tables.portable`).
 
         Raises:
-            InputError: Other processes hold a part of the tables, and the square of the
-                devices' number does not divide `meshpar.tables.portable.BLOCK`.
+            InputError: Several processes have the devices, whose number does not divide
+                `meshpar.tables.blocks.BLOCK`.
         """
         return self._portable.taken_out(state)
 
@@ -211,10 +216,11 @@ class TableStep:
         """The newest state of `checkpoints`, laid out for this step.
 
         Raises:
-            CheckpointError: There is none, or it is of another model or other tables.
+            InputError: There is none, or it is of another model or other tables.
         """
         to = self._portable
-        return to.put_in(checkpoints.restore(to.shapes, to.shardings))
+        state = checkpoints.restore(to.shapes, to.shardings, check=to.check_stored)
+        return to.put_in(state)
 
     def compile(self, batch: Batch) -> jax.stages.Compiled:
         """The compiled step for a batch's shapes; arrays or `jax.ShapeDtypeStruct`s."""

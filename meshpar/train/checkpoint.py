@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -176,12 +177,20 @@ class Checkpoints:
         """
         return self._choice.read(read_run)
 
-    def restore(self, shapes: TrainState, shardings: TrainState) -> TrainState:
+    def restore(
+        self,
+        shapes: TrainState,
+        shardings: TrainState,
+        *,
+        check: Callable[[Path], None] | None = None,
+    ) -> TrainState:
         """The newest state, laid out as `shardings` say, whatever layout wrote it.
 
         Args:
             shapes: `jax.ShapeDtypeStruct` of every array.
             shardings: The sharding of every array.
+            check: Given the folder of the state, before shapes are compared; refuses
+                what they would not explain.
 
         Raises:
             CheckpointError: There is none, it cannot be read, or it is of another
@@ -199,7 +208,7 @@ class Checkpoints:
         places = jax.tree.map(lambda one: None if one.dim else one.places, orders)
         state = self._choice.read(
             lambda folder: read(folder / "state", structs, places),
-            check=lambda step: self._check_shapes(step, in_order),
+            check=lambda step: self._check(step, in_order, check),
         )
         state = arranged_within(state, orders, to[1])
         with explained(self.directory, self._choice.unreadable(self.step_read)):
@@ -239,8 +248,12 @@ class Checkpoints:
         failure.__cause__ = error
         return failure
 
-    def _check_shapes(self, step: int, wanted: TrainState) -> None:
+    def _check(
+        self, step: int, wanted: TrainState, first: Callable[[Path], None] | None
+    ) -> None:
         there = self._stored_shapes(step)
+        if first is not None and there:
+            first(self.directory / str(step) / "state")
         for path, here in shapes_by_path(wanted).items():
             if path == "skipped" and there.get(path, here) != here:
                 had, has = (shape[0] if shape else 1 for shape in (there[path], here))
