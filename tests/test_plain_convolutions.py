@@ -17,6 +17,7 @@ from meshpar import (
     make_train_step,
 )
 from meshpar.models.layers.volume import VOLUME, Conv
+from meshpar.parallel.convolution_gradients import own_convolution
 
 SIDES = (8, 8, 4)
 IDLE = {"depth": "context"}  # beside `tensor`
@@ -101,15 +102,12 @@ class PaddedSides(nnx.Conv):
         return super().__call__(jnp.pad(x, [(0, 0), (0, 0), (1, 1), (1, 1), (0, 0)]))
 
 
-class Behind(nnx.Module):
-    """A convolution whose input's gradient counts too."""
-
-    def __init__(self, rngs, kind=nnx.Conv, **options):
-        self.first = nnx.Conv(2, 2, (1, 1, 1), rngs=rngs)
-        self.second = plain(kind=kind, **options)(rngs)
+class Marked(nnx.Conv):
+    """As one whose gradients its author takes care of."""
 
     def __call__(self, x):
-        return self.second(self.first(x))
+        with own_convolution():
+            return jax.jit(super().__call__)(x)
 
 
 def plain(window=3, kind=nnx.Conv, **options):
@@ -241,6 +239,11 @@ def test_what_is_not_refused_has_the_gradients_of_one_device(make, layout, rules
     np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
     for one, other in zip(*map(jax.tree.leaves, (found, want)), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-7)
+
+
+def test_a_convolution_that_its_author_takes_care_of_is_let_through():
+    step = step_of(plain(kind=Marked), "context=2,tensor=2", IDLE)
+    step.compile(batch())
 
 
 def test_a_step_is_traced_once_for_its_check_and_its_program():
