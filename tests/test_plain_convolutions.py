@@ -70,13 +70,6 @@ class Whole(nnx.Conv):
         return super().__call__(jax.lax.with_sharding_constraint(x, whole))
 
 
-class WholeTwice(Whole):
-    """The second of what the first gives: as whole, beside its bias."""
-
-    def __call__(self, x):
-        return super().__call__(jnp.tanh(super().__call__(x))[..., :2])
-
-
 class Slices(nnx.Conv):
     """A two-dimensional convolution of each slice."""
 
