@@ -128,7 +128,8 @@ def patch_of(size: int) -> int:
     """The smallest patch from 2 on that tiles an image and makes few tokens of it.
 
     Raises:
-        InputError: It would be a third of the image or more.
+        InputError: It would be the whole image, one token, which has nothing to attend
+            to; or more than a third of one of more than 8 pixels a side.
 
     Example:
         >>> patch_of(28), patch_of(32), patch_of(100)
@@ -136,12 +137,12 @@ def patch_of(size: int) -> int:
     """
     few = math.isqrt(_MOST_TOKENS)
     patch = next((one for one in range(2, size + 1) if _tiles(one, size, few)), size)
-    if size > few and 3 * patch > size:
+    if patch == size or (size > few and 3 * patch > size):
         other = -(-size // few) * few
         raise meshpar.InputError(
             f"images of {size} x {size}: the smallest patch that tiles one and makes "
-            f"at most {_MOST_TOKENS} has {patch} x {patch} pixels; give --size "
-            f"{other}, or files of {other} x {other}"
+            f"at most {_MOST_TOKENS} tokens has {patch} x {patch} pixels; give "
+            f"--size {other}, or files of {other} x {other}"
         )
     return patch
 

@@ -75,9 +75,17 @@ class Task:
         and deviation 1; what is dark has 0, as what is padded. Each is given in pieces,
         how much of it lies from 0 to 1, from 1 to 2 and so on, of which a linear layer
         makes bands.
+
+        Raises:
+            InputError: The head has one intensity.
         """
         image = self.scan.image
         head = image[image > image.mean()]
+        if not head.size or head.min() == head.max():
+            raise InputError(
+                "what is brighter than the mean of the image has one intensity; give a "
+                "scan"
+            )
         values = (image - head.mean()) / head.std() + 3
         pieces = [
             padded(np.clip(values - start, 0, 1), self.sizes) for start in range(PIECES)

@@ -101,7 +101,8 @@ def degraded(scan: Scan, bias: float, noise: float, seed: int = 0) -> Scan:
         seed: Of the field and the noise.
 
     Raises:
-        InputError: A share below 0, or a bias of 2 or more, whose factor reaches 0.
+        InputError: A share below 0, a bias of 2 or more, whose factor reaches 0, or an
+            image of one intensity.
     """
     if not 0 <= bias < 2:
         raise InputError(f"bias {bias}: give 0 to below 2, the range of a factor")
@@ -131,6 +132,8 @@ def _uneven(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     for weight, term in zip(rng.standard_normal(len(terms)), terms, strict=True):
         field += np.float32(weight) * term
     shown = image > image.min()
+    if not shown.any():
+        raise InputError("the image has one intensity; give a scan")
     low, high = field[shown].min(), field[shown].max()
     return np.clip(2 * (field - low) / (high - low) - 1, -1, 1)
 

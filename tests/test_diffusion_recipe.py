@@ -94,12 +94,15 @@ def test_an_idx_file_that_is_cut_off_is_refused(tmp_path):
 
 
 def test_the_patch_tiles_an_image_of_any_size_or_the_size_is_named():
-    sizes = {8: 2, 28: 4, 32: 4, 36: 6, 64: 8, 96: 12, 100: 20, 7: 7}
+    sizes = {8: 2, 28: 4, 32: 4, 36: 6, 64: 8, 96: 12, 100: 20, 4: 2, 9: 3}
     assert {size: patch_of(size) for size in sizes} == sizes
     with pytest.raises(InputError, match=r"26 x 26: .* has 13 x 13 .* --size 32"):
         patch_of(26)
     with pytest.raises(InputError, match=r"97 x 97: .* --size 104"):
         patch_of(97)
+    for whole in (1, 2, 3, 5, 7):
+        with pytest.raises(InputError, match=rf"has {whole} x {whole} .* --size 8,"):
+            patch_of(whole)
 
 
 @pytest.mark.parametrize("prediction", ["flow", "v"])

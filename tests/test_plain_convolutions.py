@@ -17,6 +17,7 @@ from meshpar import (
     make_train_step,
 )
 from meshpar.models.layers.volume import VOLUME, Conv
+from meshpar.parallel.convolution_gradients import own_convolution
 
 SIDES = (8, 8, 4)
 IDLE = {"depth": "context"}  # beside `tensor`
@@ -49,6 +50,57 @@ class Padded(nnx.Conv):
 
     def __call__(self, x):
         return super().__call__(jnp.pad(x, [(0, 0), *[(1, 1)] * 3, (0, 0)]))
+
+
+class Compiled(nnx.Conv):
+    def __call__(self, x):
+        return jax.jit(super().__call__)(x)
+
+
+class Checkpointed(nnx.Conv):
+    def __call__(self, x):
+        return jax.checkpoint(super().__call__)(x)
+
+
+class Whole(nnx.Conv):
+    """Of a volume that each device has whole."""
+
+    def __call__(self, x):
+        whole = jax.sharding.PartitionSpec()
+        return super().__call__(jax.lax.with_sharding_constraint(x, whole))
+
+
+class Slices(nnx.Conv):
+    """A two-dimensional convolution of each slice."""
+
+    def __call__(self, x):
+        made = super().__call__(x.reshape(-1, *x.shape[2:]))
+        return made.reshape(*x.shape[:-1], made.shape[-1])
+
+
+class BesideSeries(nnx.Module):
+    """A one-dimensional convolution over another array, beside one of one place."""
+
+    def __init__(self, rngs):
+        self.series = nnx.Conv(2, 4, (3,), rngs=rngs)
+        self.conv = nnx.Conv(2, 4, (1, 1, 1), rngs=rngs)
+
+    def __call__(self, x):
+        times = jnp.cos(jnp.arange(12.0).reshape(1, 6, 2))
+        return self.conv(x) * jnp.mean(self.series(times))
+
+
+class PaddedSides(nnx.Conv):
+    def __call__(self, x):
+        return super().__call__(jnp.pad(x, [(0, 0), (0, 0), (1, 1), (1, 1), (0, 0)]))
+
+
+class Marked(nnx.Conv):
+    """As one whose gradients its author takes care of."""
+
+    def __call__(self, x):
+        with own_convolution():
+            return jax.jit(super().__call__)(x)
 
 
 def plain(window=3, kind=nnx.Conv, **options):
@@ -101,6 +153,22 @@ REFUSED = [
         (8, 8, 2),
         "input twice .* is but 1 of 2 places",
     ),
+    (
+        plain(kind=Padded, padding="VALID"),
+        "data=2,context=2,tensor=2",
+        {"depth": "context", "width": "tensor"},
+        (8, 8, 2),
+        "input twice .* is but 1 of 2 places",
+    ),
+    (
+        plain(kernel_dilation=2),
+        "data=2,context=2,tensor=2",
+        {"depth": "context", "width": "tensor"},
+        SIDES,
+        "window of 5 x 5 x 5 .* input twice .* is but 2 of 4 places",
+    ),
+    (plain(padding="CIRCULAR"), "context=2,tensor=2", IDLE, SIDES, "kernel 2 times"),
+    (plain(kind=Compiled), "context=2,tensor=2", IDLE, SIDES, "kernel 2 times"),
 ]
 
 
@@ -131,8 +199,30 @@ def test_a_convolution_whose_gradient_xla_gets_wrong_is_refused_by_its_line(
             "data=2,context=2,tensor=2",
             IDLE,
         ),
+        (plain(1, kind=Compiled), "context=2,tensor=2", IDLE),
+        (plain((1, 3, 3), kind=Checkpointed), "data=2,context=2,tensor=2", IDLE),
+        (plain(kind=Whole), "context=2,tensor=2", IDLE),
+        (BesideSeries, "context=2,tensor=2", IDLE),
+        (plain((3, 3), kind=Slices), "context=2,tensor=2", IDLE),
+        (
+            plain((1, 3, 3), kind=PaddedSides, padding="VALID"),
+            "context=2,tensor=2",
+            IDLE,
+        ),
     ],
-    ids=["no axis idle", "padded by hand", "of one place", "not along", "by hand"],
+    ids=[
+        "no axis idle",
+        "padded by hand",
+        "of one place",
+        "not along",
+        "by hand",
+        "compiled apart",
+        "checkpointed",
+        "of a whole volume",
+        "of a series",
+        "of each slice",
+        "padded along others",
+    ],
 )
 def test_what_is_not_refused_has_the_gradients_of_one_device(make, layout, rules):
     step, alone = step_of(make, layout, rules), step_of(make, "data=1", rules)
@@ -142,6 +232,11 @@ def test_what_is_not_refused_has_the_gradients_of_one_device(make, layout, rules
     np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
     for one, other in zip(*map(jax.tree.leaves, (found, want)), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-7)
+
+
+def test_a_convolution_that_its_author_takes_care_of_is_let_through():
+    step = step_of(plain(kind=Marked), "context=2,tensor=2", IDLE)
+    step.compile(batch())
 
 
 def test_a_step_is_traced_once_for_its_check_and_its_program():

@@ -72,6 +72,17 @@ def test_a_degraded_scan_is_uneven_and_noisy_as_asked_and_its_truth_stays():
             degraded(one, bias, noise)
 
 
+@pytest.mark.parametrize("image", [np.zeros((8, 8, 8)), scan((8, 8, 8)).truth])
+def test_an_image_of_one_intensity_is_no_scan(image):
+    one = Scan(image.astype(np.float32), scan((8, 8, 8)).truth, np.eye(4))
+    task = segment_volume.task_of(one, 1, Layout.parse("data=1"))
+    with pytest.raises(InputError, match="has one intensity; give a scan"):
+        _ = task.batch
+    if not image.any():
+        with pytest.raises(InputError, match="the image has one intensity"):
+            degraded(one, 0.4, 0)
+
+
 def test_dice_of_nothing_found_is_none_and_of_two_empty_sets_all():
     truth = np.array([True, False])
     assert dice(np.zeros(2, bool), truth) == 0

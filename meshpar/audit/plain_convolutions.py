@@ -8,19 +8,19 @@ the program tells.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from meshpar.audit.halos import CONVOLUTION
 from meshpar.audit.jaxprs import array_shape
+from meshpar.audit.kept_splits import KeptSplits, unpadded
 from meshpar.audit.split_rules import Split
 from meshpar.audit.traced import Operation, operations
 from meshpar.errors import InputError
 from meshpar.layout import Layout
 from meshpar.parallel.convolution_gradients import OWN_SCOPE
 
-_CUTS = ("pad", "slice", "dynamic_slice")
 _WAY_OUT = (
     "use Conv of meshpar.models.layers.volume or meshpar.parallel's grid_convolution"
 )
@@ -33,10 +33,13 @@ class PlainConvolutions:
     Args:
         layout: Of the program.
         space_axes: The mesh axes that rules split the space of its inputs over.
+        space_dims: How many dims of space an input has. Of a convolution's input that
+            is not known to lie otherwise, one of as many lies as the rules say.
     """
 
     layout: Layout
     space_axes: Sequence[str]
+    space_dims: Collection[int]
 
     def check(self, traced: Any) -> None:
         """Refuses the first such convolution, by its line.
@@ -54,23 +57,28 @@ class PlainConvolutions:
 
     def problems(self, traced: Iterable[Operation]) -> Iterator[str]:
         """A line for each, of the forward pass."""
+        traced = list(traced)
+        splits = KeptSplits(traced)
         for operation in traced:
             if not _is_plain(operation):
                 continue
             if any(window > 1 for window in _windows(operation).values()):
-                yield from self._of(operation)
+                yield from self._of(operation, splits.of(operation.operands[0]))
 
-    def _of(self, operation: Operation) -> Iterator[str]:
+    def _of(self, operation: Operation, split: Split | None) -> Iterator[str]:
         automatic = operation.region.automatic
         space = [axis for axis in self.space_axes if axis in automatic]
         if not space:
             return  # each device convolves its own part
-        split, windows = _split(operation), _windows(operation)
-        known: set[str] = set().union(*split) if split else set()
-        if split is None or not known & set(space):
-            split, known = None, set(space)  # as the rules split the inputs
-        elif not any(split[dim] for dim, window in windows.items() if window > 1):
-            return
+        windows, known = _windows(operation), set(space)
+        if split is None:
+            if len(windows) not in self.space_dims:
+                return
+        else:
+            split = tuple(axes & automatic for axes in split)
+            if not any(split[dim] for dim, window in windows.items() if window > 1):
+                return
+            known = set().union(*split)
         asked = (
             f"layout {str(self.layout)!r}: the convolution at {operation.source}, of a "
             f"window of {' x '.join(map(str, windows.values()))} over space split by "
@@ -91,7 +99,8 @@ class PlainConvolutions:
 
     def _small(self, asked: str, operation: Operation, split: Split) -> Iterator[str]:
         """Of one split dim, or of both parts as small, gradients are right."""
-        shape, sizes = array_shape(operation.equation.invars[0]), self.layout.mesh_shape
+        shape = array_shape(operation.equation.invars[0])
+        shape, sizes = unpadded(operation.operands[0], shape), self.layout.mesh_shape
         windows = {dim: at for dim, at in _windows(operation).items() if split[dim]}
         parts = {
             dim: shape[dim] // math.prod(sizes[axis] for axis in split[dim])
@@ -112,28 +121,18 @@ class PlainConvolutions:
 
 def _is_plain(operation: Operation) -> bool:
     """Whether it is a convolution of a model's forward pass, and none of ours."""
-    path = str(operation.equation.source_info.name_stack)
     return (
         operation.name == CONVOLUTION
-        and OWN_SCOPE not in path
-        and "transpose(" not in path
+        and OWN_SCOPE not in operation.path
+        and "transpose(" not in operation.path
     )
 
 
-def _split(operation: Operation) -> Split | None:
-    """How its input lies; None where that is not known.
-
-    What pads or cuts a dim leaves unknown how it lies; GSPMD keeps it split.
-    """
-    value = operation.operands[0]
-    if value.maker is not None and value.maker.primitive.name in _CUTS:
-        return None
-    return value.split
-
-
 def _windows(operation: Operation) -> dict[int, int]:
-    """Dim of the input -> places of the window along it."""
+    """Dim of the input -> places from the window's first to its last along it."""
     equation = operation.equation
     numbers, kernel = equation.params["dimension_numbers"], equation.invars[1]
+    apart = equation.params["rhs_dilation"]
     sides = [array_shape(kernel)[dim] for dim in numbers.rhs_spec[2:]]
-    return dict(zip(numbers.lhs_spec[2:], sides, strict=True))
+    reach = [(side - 1) * by + 1 for side, by in zip(sides, apart, strict=True)]
+    return dict(zip(numbers.lhs_spec[2:], reach, strict=True))

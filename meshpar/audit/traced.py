@@ -51,23 +51,35 @@ class Value:
             alike everywhere, such as a literal spread out; None if of anything else.
         maker: The equation that makes it; None of an argument.
         line: `file:line` of that.
+        operands: Of that equation; empty where `split` does not follow from them.
     """
 
     split: Split | None = None
     weight: str | None = None
     maker: JaxprEqn | None = None
     line: str = ""
+    operands: tuple[Value, ...] = field(default=(), compare=False, repr=False)
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation, its operands and results, and where it stands."""
+    """One operation, its operands and results, and where it stands.
+
+    Args:
+        equation: Its own.
+        operands: As far as they are followed.
+        results: Alike.
+        region: Mesh axes there.
+        source: `file:line` of it, or of the call that it is of.
+        path: Its name stack behind those of the calls and loops around it.
+    """
 
     equation: JaxprEqn
     operands: tuple[Value, ...]
     results: tuple[Value, ...]
     region: Region
     source: str
+    path: str
 
     @property
     def name(self) -> str:
@@ -79,6 +91,7 @@ class Operation:
 class _Walk:
     visit: Callable[[Operation], None]
     callers: list[str] = field(default_factory=list)
+    paths: list[str] = field(default_factory=lambda: [""])
 
 
 def operations(
@@ -139,10 +152,13 @@ def _walk(
     for equation in jaxpr.eqns:
         operands = tuple(read(atom) for atom in equation.invars)
         source = source_of(equation) or (walk.callers[-1] if walk.callers else "")
+        path = f"{walk.paths[-1]}/{equation.source_info.name_stack}"
         walk.callers.append(source)
+        walk.paths.append(path)
         results = tuple(_results(equation, operands, region, walk))
+        walk.paths.pop()
         walk.callers.pop()
-        walk.visit(Operation(equation, operands, results, region, source))
+        walk.visit(Operation(equation, operands, results, region, source, path))
         known.update(zip(equation.outvars, results, strict=False))
     return [read(atom) for atom in jaxpr.outvars]
 
@@ -188,7 +204,8 @@ def _computed(
     else:
         rule = RULES.get(equation.primitive.name, elementwise)
         split = rule(equation, tuple(operand.split for operand in operands))
-    made = Value(split, _weight(equation, operands), equation, walk.callers[-1])
+    weight, line = _weight(equation, operands), walk.callers[-1]
+    made = Value(split, weight, equation, line, operands)
     return (made,) * len(equation.outvars)
 
 
@@ -215,14 +232,18 @@ def _inner(params: dict[str, Any]) -> Iterator[Jaxpr]:
 def _given(
     inner: Jaxpr, operands: Sequence[Value], shardings: Sequence[Any]
 ) -> list[Value]:
-    return [
-        replace(
-            operand, split=split_of(sharding, len(array_shape(var))) or operand.split
-        )
-        for var, operand, sharding in zip(
-            inner.invars, operands, shardings, strict=True
-        )
+    splits = [
+        split_of(sharding, len(array_shape(var)))
+        for var, sharding in zip(inner.invars, shardings, strict=True)
     ]
+    return [
+        _lying(operand, split) if split else operand
+        for operand, split in zip(operands, splits, strict=True)
+    ]
+
+
+def _lying(value: Value, split: Split | None) -> Value:
+    return replace(value, split=split, operands=())
 
 
 def _shard_map(
@@ -235,7 +256,7 @@ def _shard_map(
     automatic = {axis for axis, size in sizes.items() if size > 1} - manual
     inner = _only(params["jaxpr"])
     kept = [
-        replace(value, split=value.split and tuple(a - manual for a in value.split))
+        _lying(value, value.split and tuple(a - manual for a in value.split))
         for value in operands
     ]
     region = Region(frozenset(manual), frozenset(automatic))
@@ -283,7 +304,7 @@ def _scan(
         for outside, inside in zip(equation.invars, inner.invars, strict=True)
     ]
     given = [
-        replace(value, split=value.split and value.split[count:])
+        _lying(value, value.split and value.split[count:])
         for value, count in zip(operands, more, strict=True)
     ]
     added = [
@@ -294,12 +315,12 @@ def _scan(
     carried = carried[len(carried) - added.count(0) :]
     if not all(_is_split(given[at].split) for at in carried):
         # An array that may lie anyhow lies as one iteration hands it to the next.
-        silent = _Walk(lambda operation: None, walk.callers)
+        silent = _Walk(lambda operation: None, walk.callers, walk.paths)
         outs = _walk(inner, given, region, silent)
         passed_on = [out for out, count in zip(outs, added, strict=True) if not count]
         for at, out in zip(carried, passed_on, strict=True):
             if not _is_split(given[at].split):
-                given[at] = replace(given[at], split=out.split)
+                given[at] = _lying(given[at], out.split)
     outs = _walk(inner, given, region, walk)
     made = Value(maker=equation, line=walk.callers[-1])
     return [

@@ -43,6 +43,13 @@ def _axes_of(names: set[str | None], rules: Rules) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
+def space_dims(model: Model) -> set[int]:
+    """How many dims of space each of a model's inputs has, of those that have any."""
+    inputs = (model.inputs or {}).values()
+    counts = {sum(name in SPATIAL for name in one.logical_axes) for one in inputs}
+    return counts - {0}
+
+
 def has_space(model: Model) -> bool:
     """Whether a model reads volumes: what it computes grows with their places."""
     inputs = (model.inputs or {}).values()

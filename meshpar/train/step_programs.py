@@ -11,7 +11,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.audit.plain_convolutions import PlainConvolutions
-from meshpar.parallel.space import space_axes
+from meshpar.parallel.space import space_axes, space_dims
 from meshpar.rules.sharding import born_sharded
 from meshpar.train.batch_program import BatchProgram
 from meshpar.train.state import TrainState, without_optimizer
@@ -124,6 +124,7 @@ class StepPrograms:
         plain = PlainConvolutions(
             layout=placement.layout,
             space_axes=space_axes(placement.model, placement.rules),
+            space_dims=space_dims(placement.model),
         )
         check = plain.check if trains else None
         return BatchProgram(program, placement.batch_sharding, check)
