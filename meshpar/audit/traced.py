@@ -61,13 +61,18 @@ class Value:
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation, its operands and results, and where it stands."""
+    """One operation, its operands and results, and where it stands.
+
+    Args:
+        times: How often it runs: the lengths of the scans around it, multiplied.
+    """
 
     equation: JaxprEqn
     operands: tuple[Value, ...]
     results: tuple[Value, ...]
     region: Region
     source: str
+    times: int = 1
 
     @property
     def name(self) -> str:
@@ -79,6 +84,7 @@ class Operation:
 class _Walk:
     visit: Callable[[Operation], None]
     callers: list[str] = field(default_factory=list)
+    times: int = 1
 
 
 def operations(
@@ -142,7 +148,7 @@ def _walk(
         walk.callers.append(source)
         results = tuple(_results(equation, operands, region, walk))
         walk.callers.pop()
-        walk.visit(Operation(equation, operands, results, region, source))
+        walk.visit(Operation(equation, operands, results, region, source, walk.times))
         known.update(zip(equation.outvars, results, strict=False))
     return [read(atom) for atom in jaxpr.outvars]
 
@@ -300,7 +306,8 @@ def _scan(
         for at, out in zip(carried, passed_on, strict=True):
             if not _is_split(given[at].split):
                 given[at] = replace(given[at], split=out.split)
-    outs = _walk(inner, given, region, walk)
+    often = replace(walk, times=walk.times * equation.params["length"])
+    outs = _walk(inner, given, region, often)
     made = Value(maker=equation, line=walk.callers[-1])
     return [
         # Of a scalar that the iterations stack, the split is empty, and known.
