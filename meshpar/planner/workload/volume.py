@@ -9,9 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from meshpar.rules.spatial import short_dim
-
 from meshpar.planner.workload.space import SpaceWorkload
+from meshpar.rules.spatial import short_dim
 
 SPACE = ("depth", "height", "width")
 Degrees = tuple[int, int, int]
