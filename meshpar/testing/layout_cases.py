@@ -5,6 +5,7 @@ Whether a layout suits a model and a batch is asked of the library (`lint`).
 
 from __future__ import annotations
 
+import functools
 import itertools
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -234,10 +235,10 @@ def refusal(case: Case, choices: Choices) -> str | None:
         return str(error)
     errors = (finding for finding in report.findings if finding.kind not in COSTS_ONLY)
     found = next((finding.message for finding in errors), None)
-    return found or _short_part(model, case, rules)
+    return found or _short_part(model, case, choices, rules)
 
 
-def _short_part(model: Model, case: Case, rules: Rules) -> str | None:
+def _short_part(model: Model, case: Case, choices: Choices, rules: Rules) -> str | None:
     """What a step's trace refuses of parts of volumes, which no lint knows."""
     sizes = case.layout.mesh_shape
     split = [
@@ -247,9 +248,17 @@ def _short_part(model: Model, case: Case, rules: Rules) -> str | None:
     ]
     if not has_space(model) or case.layout.batch_shards == 1 or len(split) < 2:
         return None
-    mesh = absent_mesh(case.layout)
-    step = make_train_step(model, optax.sgd(1e-3), case.layout, rules=rules, mesh=mesh)
-    batch = shapes_of(model.inputs or {}, {"batch": case.global_batch})
+    return _refused_trace(choices.build, case.model, Layout(**sizes), rules)
+
+
+@functools.cache
+def _refused_trace(
+    build: Callable[[str], Model], text: str, layout: Layout, rules: Rules
+) -> str | None:
+    """Of a layout that has mesh axes alone: its trace takes seconds."""
+    model, mesh = build(text), absent_mesh(layout)
+    step = make_train_step(model, optax.sgd(1e-3), layout, rules=rules, mesh=mesh)
+    batch = shapes_of(model.inputs or {}, {"batch": layout.batch_shards})
     try:
         step.audit_subject(batch).flat()
     except InputError as error:
