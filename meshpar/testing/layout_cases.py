@@ -10,6 +10,7 @@ import itertools
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import numpy as np
@@ -240,7 +241,7 @@ def refusal(case: Case, choices: Choices) -> str | None:
 
 def _short_part(model: Model, case: Case, choices: Choices, rules: Rules) -> str | None:
     """What a step's trace refuses of parts of volumes, which no lint knows."""
-    sizes = case.layout.mesh_shape
+    sizes: dict[str, Any] = {**case.layout.mesh_shape}
     split = [
         dim
         for dim in SPATIAL
