@@ -5,6 +5,7 @@ Sizes are those of each model's released `config.json` (Hugging Face hub, 2024-2
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import MISSING, fields, replace
 from typing import Any
 
@@ -207,6 +208,16 @@ FAMILIES = (
 
 FUZZED = tuple(text for family in FAMILIES for text in family.fuzzed)
 """What `meshpar fuzz` draws models from."""
+
+_LANGUAGE = tuple(family.fuzzed for family in (LLAMA, GPT2, MOE))
+_FUZZED_FAMILIES = tuple(family.fuzzed for family in FAMILIES if family.fuzzed)
+FUZZED_TURNS = (
+    *_FUZZED_FAMILIES,
+    *itertools.islice(
+        itertools.cycle(_LANGUAGE), len(_FUZZED_FAMILIES) - 2 * len(_LANGUAGE)
+    ),
+)
+"""Families as they take turns there: half of the turns are of language models."""
 
 OTHER_PRESETS: dict[str, Any] = {
     name: config for family in FAMILIES for name, config in family.presets.items()

@@ -118,6 +118,7 @@ def test_json_has_points_and_the_bend(capsys):
     assert curve["batch"] == "weak" and len(curve["points"]) == 5
     assert curve["points"][0].keys() == {
         *("devices", "global_batch", "fits", "layout", "step_s", "sequences_per_s"),
+        "examples_per_s",
         *("mfu", "total_bytes", "efficiency", "lost"),
     }
     assert curve["examples"] == "sequences"

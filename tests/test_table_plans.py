@@ -106,3 +106,9 @@ def test_the_command_prints_loads(capsys):
     assert "6 tables of 6,000 rows" in printed and "lookups" in printed
     assert main([*words, "--tables", "1000,2000"]) == 2
     assert "--tables gives 2 numbers of rows" in capsys.readouterr().err
+
+
+def test_an_estimate_takes_rows_of_tables_too(capsys):
+    words = ["estimate", "--preset", "tiny-dlrm", "--layout", "data=4"]
+    assert main([*words, "--global-batch", "64", "--tables", "7000"]) == 0
+    assert "6 tables of 42,000 rows" in capsys.readouterr().out

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import math
 
 import optax
 import pytest
@@ -124,7 +125,47 @@ def test_devices_that_share_a_volume_hold_their_part_of_it():
     assert eight.memory.state_bytes == one.memory.state_bytes == 12e6
 
 
+def test_blocks_that_are_scanned_count_as_often_as_they_run():
+    models = [build("tiny-unet3d", levels=1, blocks=num) for num in (1, 2)]
+    one, two = (traced_volume(model, "m", precision="fp32") for model in models)
+    kernels = 2 * 3**3 * 8 * 8  # of one more block
+    voxels = math.prod(one.least_sizes)
+    # Two for a multiply and add, forward and of both gradients.
+    assert two.flops - one.flops == 2 * 3 * voxels * kernels
+    norms = 2 * voxels * 8 * 4
+    assert two.num_sums > one.num_sums
+    assert two.summed_bytes >= one.summed_bytes + norms
+
+
+def test_what_is_computed_again_is_no_work_of_the_model():
+    model = build("tiny-unet3d", levels=1)
+    full = traced_volume(model, "m", precision="fp32", remat="full")
+    assert full.recomputed_flops > 0
+    assert full.flops == traced_volume(model, "m", precision="fp32").flops
+
+
 # Plans and curves.
+
+
+def test_plans_for_tpus_say_that_padding_is_not_counted(capsys):
+    asked = dataclasses.replace(request(8), cluster=cluster_of("tpu-v5p", devices=8))
+    plan, fits = asked.of_layout()
+    assert fits and "fits unpadded" in "\n".join(plan.lines)
+    curve = scaling_curve(asked)
+    assert curve_in_words(curve)[-1] == curve.note == plan.note
+    assert "128 lanes" in plan.as_json()["note"]
+    gpu, _ = request(8).of_layout()
+    assert gpu.as_json()["note"] is None and "unpadded" not in "".join(gpu.lines)
+
+
+def test_beams_whose_parts_a_convolution_refuses_are_no_plans():
+    window = dataclasses.replace(WINDOW, sizes=(8, 8, 8), window=(3, 3, 3))
+    coarse = dataclasses.replace(MADE, kernels=(window,))
+    asked = {"global_batch": 2, "context": 8, "tensor": 2}
+    with pytest.raises(InputError, match="'depth' has 8 places .* a device 1 of them"):
+        request(32, coarse, data=2, **asked).of_layout()
+    request(16, coarse, data=1, **asked).of_layout()
+    request(128, coarse, **{**asked, "data": 2, "tensor": 8}).of_layout()
 
 
 def test_plans_divide_the_batch_and_the_coarsest_level():

@@ -39,14 +39,17 @@ def exchanges(
 ) -> tuple[Exchange, ...]:
     """The halos of every convolution of a trace, forward and backward.
 
+    Of one in a scan, once for each time that it runs.
+
     Args:
         operations: Of a traced step (`traced.operations`).
         mesh_shape: Size of each mesh axis.
     """
     return tuple(
-        _exchange(operation, mesh_shape)
+        exchange
         for operation in operations
         if operation.name == CONVOLUTION and operation.operands[0].split
+        for exchange in (_exchange(operation, mesh_shape),) * operation.times
     )
 
 

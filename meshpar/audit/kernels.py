@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 from meshpar.audit.halos import CONVOLUTION, reach_of
 from meshpar.audit.jaxprs import array_dtype, array_shape
@@ -16,13 +17,16 @@ MATMUL = "dot_general"
 def kernels_of(operations: Iterable[Operation]) -> tuple[Kernel, ...]:
     """Every convolution and matmul: its FLOPs, its bytes, and what halos it reads.
 
+    One in a scan is there once for each time that it runs.
+
     Args:
         operations: Of a traced step (`traced.operations`).
     """
     return tuple(
-        _kernel(operation)
+        kernel
         for operation in operations
         if operation.name in (CONVOLUTION, MATMUL)
+        for kernel in (_kernel(operation),) * operation.times
     )
 
 
@@ -43,14 +47,33 @@ def _kernel(operation: Operation) -> Kernel:
     # Zeros between places are no work.
     each = math.prod(window) / math.prod(params["lhs_dilation"])
     space = [left[dim] for dim in numbers.lhs_spec[2:]]
-    first, second, third = space if len(space) == len(SPACE) else (1, 1, 1)
-    reach = reach_of(equation) if len(space) == len(SPACE) else (0, 0, 0)
+    flops = 2.0 * math.prod(result) * each
+    if len(space) != len(SPACE):  # of no volume, so that no halo is sent
+        return Kernel(flops=flops, num_bytes=num_bytes)
+    reach = reach_of(equation)
     return Kernel(
-        flops=2.0 * math.prod(result) * each,
+        flops=flops,
         num_bytes=num_bytes,
-        sizes=(first, second, third),
+        sizes=(space[0], space[1], space[2]),
         reach=(reach[0], reach[1], reach[2]),
+        window=_window(equation),
         place_bytes=math.prod(left)
         // math.prod(space)
         * array_dtype(equation.invars[0]).itemsize,
     )
+
+
+def _window(equation: Any) -> tuple[int, int, int]:
+    """Places that a step's check of parts counts: of what reads between places, one.
+
+    Of a kernel's gradient, the result is as large as the window.
+    """
+    numbers, params = equation.params["dimension_numbers"], equation.params
+    if max(params["lhs_dilation"]) > 1:
+        return 1, 1, 1
+    right, result = array_shape(equation.invars[1]), array_shape(equation.outvars[0])
+    first, second, third = (
+        min(right[one], result[other])
+        for one, other in zip(numbers.rhs_spec[2:], numbers.out_spec[2:], strict=True)
+    )
+    return first, second, third

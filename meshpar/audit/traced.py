@@ -72,6 +72,7 @@ class Operation:
         region: Mesh axes there.
         source: `file:line` of it, or of the call that it is of.
         path: Its name stack behind those of the calls and loops around it.
+        times: How often it runs: the lengths of the scans around it, multiplied.
     """
 
     equation: JaxprEqn
@@ -80,6 +81,7 @@ class Operation:
     region: Region
     source: str
     path: str
+    times: int = 1
 
     @property
     def name(self) -> str:
@@ -92,6 +94,7 @@ class _Walk:
     visit: Callable[[Operation], None]
     callers: list[str] = field(default_factory=list)
     paths: list[str] = field(default_factory=lambda: [""])
+    times: int = 1
 
 
 def operations(
@@ -158,7 +161,8 @@ def _walk(
         results = tuple(_results(equation, operands, region, walk))
         walk.paths.pop()
         walk.callers.pop()
-        walk.visit(Operation(equation, operands, results, region, source, path))
+        one = Operation(equation, operands, results, region, source, path, walk.times)
+        walk.visit(one)
         known.update(zip(equation.outvars, results, strict=False))
     return [read(atom) for atom in jaxpr.outvars]
 
@@ -321,7 +325,8 @@ def _scan(
         for at, out in zip(carried, passed_on, strict=True):
             if not _is_split(given[at].split):
                 given[at] = _lying(given[at], out.split)
-    outs = _walk(inner, given, region, walk)
+    often = replace(walk, times=walk.times * equation.params["length"])
+    outs = _walk(inner, given, region, often)
     made = Value(maker=equation, line=walk.callers[-1])
     return [
         # Of a scalar that the iterations stack, the split is empty, and known.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import optax
@@ -14,7 +15,7 @@ import optax
 from meshpar.audit.jaxprs import array_shape
 from meshpar.audit.kernels import kernels_of
 from meshpar.audit.live_bytes import most_live
-from meshpar.audit.traced import operations
+from meshpar.audit.traced import Operation, operations
 from meshpar.errors import InputError
 from meshpar.layout import Layout
 from meshpar.mesh import absent_mesh
@@ -53,12 +54,7 @@ def traced_volume(
     found = operations(once, [None] * len(once.in_avals))
     kernels = kernels_of(found)
     value_bytes = 2 if precision == "bf16" else 4
-    sums = [
-        operation
-        for operation in found
-        if operation.name == "reduce_sum"
-        and len(array_shape(operation.equation.invars[0])) > len(SPACE)
-    ]
+    sums = [operation for operation in found if _sums_space(operation)]
     batch = shapes_of(inputs, {"batch": 1})
     return VolumeWorkload(
         name=name,
@@ -66,17 +62,40 @@ def traced_volume(
         num_parameters=model.num_parameters,
         kernels=kernels,
         summed_bytes=sum(
-            math.prod(array_shape(one.equation.invars[0])) * value_bytes for one in sums
+            one.times * math.prod(array_shape(one.equation.invars[0])) * value_bytes
+            for one in sums
         ),
-        num_sums=sum(0 not in one.equation.params["axes"] for one in sums),
+        num_sums=sum(one.times for one in sums if 0 not in one.equation.params["axes"]),
         at_once=SpaceWorkload(
             volume_bytes=most - least, other_bytes=max(0, 2 * least - most)
         ),
         batch_bytes=sum(
             math.prod(one.shape) * one.dtype.itemsize for one in batch.values()
         ),
-        least_sizes=_least_sizes(kernels),
+        least_sizes=_least_sizes(model, kernels),
+        recomputed_flops=_recomputed_flops(model, layout, kernels),
     )
+
+
+def _sums_space(operation: Operation) -> bool:
+    """Whether it sums over places, and not over classes or channels alone."""
+    if operation.name != "reduce_sum":
+        return False
+    num_dims = len(array_shape(operation.equation.invars[0]))
+    places = range(1, 1 + len(SPACE))
+    return num_dims > len(SPACE) and any(
+        dim in operation.equation.params["axes"] for dim in places
+    )
+
+
+def _recomputed_flops(
+    model: Model, layout: Layout, kernels: tuple[Kernel, ...]
+) -> float:
+    if layout.remat == "none":
+        return 0.0
+    whole = _traced(model, replace(layout, remat="none"), 1)
+    once = kernels_of(operations(whole, [None] * len(whole.in_avals)))
+    return sum(one.flops for one in kernels) - sum(one.flops for one in once)
 
 
 def _traced(model: Model, layout: Layout, examples: int) -> Any:
@@ -87,7 +106,14 @@ def _traced(model: Model, layout: Layout, examples: int) -> Any:
     return step.audit_subject(batch).flat().jaxpr
 
 
-def _least_sizes(kernels: tuple[Kernel, ...]) -> tuple[int, int, int]:
-    read = [one.sizes for one in kernels if one.place_bytes]
+def _least_sizes(model: Model, kernels: tuple[Kernel, ...]) -> tuple[int, int, int]:
+    """Of what inputs declare, and of what convolutions read."""
+    sizes = [
+        dict(zip(one.logical_axes, one.sizes, strict=True))
+        for one in (model.inputs or {}).values()
+        if "depth" in one.logical_axes
+    ]
+    read = [tuple(one.get(dim) or 1 for dim in SPACE) for one in sizes]
+    read += [one.sizes for one in kernels if one.place_bytes]
     first, second, third = (math.gcd(*along) for along in zip(*read, strict=True))
     return first, second, third

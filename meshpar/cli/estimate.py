@@ -7,7 +7,12 @@ import json
 from dataclasses import fields
 
 from meshpar.cli.parsing import check_sizes, positive
-from meshpar.cli.plan_other import is_other, other_request, run_estimate
+from meshpar.cli.plan_other import (
+    add_table_arguments,
+    is_other,
+    other_request,
+    run_estimate,
+)
 from meshpar.errors import InputError
 from meshpar.hardware.devices import DEVICES
 from meshpar.layout import Layout
@@ -54,6 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --slots: tokens of a prompt (default: half of --seq)",
     )
     add_layout_and_workload(parser)
+    add_table_arguments(parser)
 
 
 def add_layout_and_workload(parser: argparse.ArgumentParser) -> None:
@@ -131,7 +137,7 @@ def run(args: argparse.Namespace) -> int:
     """Prints the estimate; 0 if it fits, 1 if it does not."""
     layout = Layout.parse(args.layout)
     cluster = cluster_for(args, layout)
-    if args.slots is not None:
+    if args.slots is not None and not is_other(args):
         return _of_generation(args, layout, cluster)
     if args.prompt is not None:
         raise InputError("--prompt is of generation; give --slots too, or leave it out")

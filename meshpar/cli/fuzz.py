@@ -146,8 +146,10 @@ def _cases(
 def _choices(args: argparse.Namespace) -> Choices:
     from meshpar.testing.layout_cases import Choices
 
+    turns = _turns(args)
     return Choices(
-        models=_model_texts(args),
+        models=tuple(dict.fromkeys(itertools.chain(*turns))),
+        turns=turns,
         build=_build,
         changes=_changes,
         global_batch=args.global_batch,
@@ -156,8 +158,8 @@ def _choices(args: argparse.Namespace) -> Choices:
     )
 
 
-def _model_texts(args: argparse.Namespace) -> tuple[str, ...]:
-    """The options that choose a model, as given; several models where none are."""
+def _turns(args: argparse.Namespace) -> tuple[tuple[str, ...], ...]:
+    """The options that choose a model, as given; those of families where none are."""
     words: list[str] = []
     default = _model_parser().get_default("model_from")
     if args.model_from != default:
@@ -167,14 +169,14 @@ def _model_texts(args: argparse.Namespace) -> tuple[str, ...]:
     if args.model:
         words += ["--model", args.model]
     rules = ["--with-rules", args.with_rules] if args.with_rules else []
-    models = (shlex.join(words),) if words else fuzzed_models()
-    return tuple(" ".join([text, *rules]) for text in models)
+    turns = ((shlex.join(words),),) if words else fuzzed_turns()
+    return tuple(tuple(" ".join([text, *rules]) for text in family) for family in turns)
 
 
-def fuzzed_models() -> tuple[str, ...]:
-    """What models are drawn from where none is chosen: as the presets' families say."""
+def fuzzed_turns() -> tuple[tuple[str, ...], ...]:
+    """Families of models that take turns where none is chosen, as the presets say."""
     presets = importlib.import_module(MODEL_FROM.partition(":")[0])
-    return tuple(presets.FUZZED)
+    return tuple(presets.FUZZED_TURNS)
 
 
 @functools.cache

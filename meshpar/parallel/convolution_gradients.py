@@ -26,6 +26,7 @@ from meshpar.model.scope import Scope
 from meshpar.parallel.grid_convolution import with_halo
 from meshpar.parallel.moves import Split, degree, on_split, split_of
 from meshpar.rules.rules import LogicalAxes
+from meshpar.rules.spatial import short_dim
 
 OWN_SCOPE = "meshpar-convolution"
 """Names what `own_convolution` marks, for the audit."""
@@ -86,10 +87,13 @@ def _check_parts(
     dims: list[int],
 ) -> None:
     """Refuses what comes out wrong even so: what goes back into it is halved."""
-    tiny = [dim for dim in dims if parts[dim] <= kernel[dim - 1] // 2]
-    if not tiny or tiny == dims:
+    short = short_dim(parts[1:], kernel, [dim - 1 for dim in dims])
+    if short is None:
         return
-    dim, others = tiny[0], [repr(logical_axes[dim]) for dim in dims if dim not in tiny]
+    dim = short + 1
+    others = [
+        repr(logical_axes[dim]) for dim in dims if parts[dim] > kernel[dim - 1] // 2
+    ]
     raise InputError(
         f"{logical_axes[dim]!r} has {shape[dim]} places at a convolution with a window "
         f"of {kernel[dim - 1]}, and a device {parts[dim]} of them: beside split "

@@ -109,6 +109,7 @@ class Point:
             "layout": self.layout_in_words,
             "step_s": plan.step_s,
             "sequences_per_s": self.global_batch / plan.step_s,
+            "examples_per_s": self.global_batch / plan.step_s,
             "mfu": plan.mfu,
             "total_bytes": round(plan.memory.total_bytes),
             "efficiency": self.efficiency,
@@ -124,11 +125,13 @@ class Curve:
         batch: `strong` or `weak`.
         points: One for each number of devices.
         noun: What examples are called.
+        note: What the reader must know of the plans; empty for nothing.
     """
 
     batch: str
     points: tuple[Point, ...]
     noun: str = "sequences"
+    note: str = ""
 
     @property
     def fitting(self) -> tuple[Point, ...]:
@@ -154,6 +157,7 @@ class Curve:
         return {
             "batch": self.batch,
             "examples": self.noun,
+            "note": self.note or None,
             "points": [point.as_json() for point in self.points],
             "bend": bend
             and {
@@ -203,8 +207,10 @@ def scaling_curve(request: Request | OtherRequest, batch: str = "strong") -> Cur
     if fitting:
         base = min(fitting, key=lambda point: sum(_parts(point).values()))
         found = [_compared(point, base) for point in found]
-    noun = "sequences" if isinstance(request, Request) else request.noun
-    return Curve(batch=batch, points=tuple(found), noun=noun)
+    points = tuple(found)
+    if isinstance(request, Request):
+        return Curve(batch=batch, points=points)
+    return Curve(batch=batch, points=points, noun=request.noun, note=request.note)
 
 
 def curve_in_words(curve: Curve) -> list[str]:
@@ -223,7 +229,7 @@ def curve_in_words(curve: Curve) -> list[str]:
             f"{counts} {rate:>12,.4g} {point.efficiency:>11.1%}  "
             f"{_lost_in_words(point)}{point.layout_in_words}"
         )
-    return [*lines, bend_in_words(curve)]
+    return [*lines, bend_in_words(curve), *([curve.note] if curve.note else [])]
 
 
 def bend_in_words(curve: Curve) -> str:

@@ -109,6 +109,11 @@ class OtherRequest(Protocol):
         """What its examples are called."""
         ...
 
+    @property
+    def note(self) -> str:
+        """What the reader must know of all plans; empty for nothing."""
+        ...
+
     def on(self, cluster: Cluster, global_batch: int) -> OtherRequest:
         """The same on other devices."""
         ...

@@ -1,4 +1,27 @@
 """The logical axes of space, whose neighbouring places are read together."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+
 SPATIAL = ("depth", "height", "width", "pair_rows", "pair_columns")
 """Of images the second and third, of volumes three; of pairs of residues the last."""
+
+
+def short_dim(
+    parts: Sequence[int], window: Sequence[int], split: Sequence[int]
+) -> int | None:
+    """A split dim whose part a window reaches over, where it does not along all.
+
+    Args:
+        parts: Places of one device, along each dim of space.
+        window: Places of a convolution's window.
+        split: The dims that devices share.
+
+    Example:
+        >>> short_dim((1, 4, 8), (3, 3, 3), (0, 1))
+        0
+        >>> short_dim((1, 1, 8), (3, 3, 3), (0, 1))
+    """
+    short = [dim for dim in split if parts[dim] <= window[dim] // 2]
+    return short[0] if short and len(short) < len(split) else None

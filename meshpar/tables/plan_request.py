@@ -80,6 +80,11 @@ class TableRequest:
         return "examples"
 
     @property
+    def note(self) -> str:
+        """Nothing is left out that is known."""
+        return ""
+
+    @property
     def what(self) -> str:
         """The model and the machine, in a line."""
         rows = sum(table.rows for table in self.tables)

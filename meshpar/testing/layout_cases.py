@@ -5,22 +5,35 @@ Whether a layout suits a model and a batch is asked of the library (`lint`).
 
 from __future__ import annotations
 
+import functools
 import itertools
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import numpy as np
+import optax
 
-from meshpar import Layout, Model, Rules, default_rules, lint
+from meshpar import (
+    Layout,
+    Model,
+    Rules,
+    absent_mesh,
+    default_rules,
+    lint,
+    make_train_step,
+)
 from meshpar.emulate import DEFAULT_DEVICES
 from meshpar.errors import InputError, whole_number
 from meshpar.layout import nearest
+from meshpar.model.inputs import shapes_of
 from meshpar.parallel.pipeline.program import arranged_for
 from meshpar.parallel.sequence_checks import context_problems
 from meshpar.parallel.space import has_space, space_problems
 from meshpar.parallel.storage import parameter_specs
+from meshpar.rules.spatial import SPATIAL
 from meshpar.rules.table import MeshAxes
 from meshpar.testing.layout_draws import (
     built_values,
@@ -33,6 +46,7 @@ from meshpar.testing.masks import MASKS
 SEQS = (8, 12, 16)
 LARGEST_BATCH = 16  # examples
 _RESUMING = 4
+_DRAWS = 4  # of a turn, one after another
 _TRIES = 20  # sizes for one choice of mesh axes to split
 COSTS_ONLY = ("dead", "idle", "replicated")
 """Findings of the lint that cost time or memory and change no number."""
@@ -123,6 +137,8 @@ class Choices:
     Args:
         models: Texts that `build` makes models of.
         build: Text -> model; remembers what it built.
+        turns: Families of these models, as they take turns; one that is there twice
+            has two of them. Each model is one where there are none.
         changes: Text -> rules of the model's own, beside those of a layout.
         global_batch, seq: Sizes of the batch; None to draw them.
         masks: Names in `masks.MASKS`.
@@ -131,6 +147,7 @@ class Choices:
 
     models: tuple[str, ...]
     build: Callable[[str], Model]
+    turns: tuple[tuple[str, ...], ...] = ()
     changes: Callable[[str], Mapping[str, MeshAxes]] = lambda _: {}
     global_batch: int | None = None
     seq: int | None = None
@@ -152,7 +169,8 @@ def draw_cases(
 ) -> list[Case]:
     """`num` different valid cases, a function of the arguments alone.
 
-    Models take turns, so that as many cases as there are models have each of them.
+    Families take turns, and models within one: the first N cases are of all N families,
+    but for one of which `_DRAWS` cases in a row are refused, or are there already.
     Every `_RESUMING`-th goes on under another layout after its first step.
 
     Raises:
@@ -163,19 +181,31 @@ def draw_cases(
     first = choices.models[0]
     built = built_values(choices.build(first), devices, choices.changes(first))
     cases: dict[Case, None] = {}
-    turns = [choices.models[at] for at in rng.permutation(len(choices.models))]
-    for model in itertools.islice(itertools.cycle(turns), 20 * num):
-        case, refused = _draw_case(rng, model, built, len(devices), choices)
-        if refused is None and len(cases) % _RESUMING == _RESUMING - 1:
-            case = _resuming(case, of_others, built, len(devices), choices)
-        if refused is None:
-            cases[case] = None
+    turns = _turns(rng, choices)
+    models = {family: itertools.cycle(family) for family in turns}
+    for family in itertools.islice(itertools.cycle(turns), 5 * num):
+        for model in itertools.islice(models[family], _DRAWS):
+            case, refused = _draw_case(rng, model, built, len(devices), choices)
+            if refused is None and len(cases) % _RESUMING == _RESUMING - 1:
+                case = _resuming(case, of_others, built, len(devices), choices)
+            if refused is None and case not in cases:
+                cases[case] = None
+                break
         if len(cases) == num:
             return list(cases)
     raise InputError(
         f"only {len(cases)} different layouts of {num} could be drawn; the last one "
         f"was {case} and " + (f"was refused: {refused}" if refused else "is no new one")
     )
+
+
+def _turns(rng: np.random.Generator, choices: Choices) -> list[tuple[str, ...]]:
+    """Each family once, in any order; then those that have more turns."""
+    turns = list(choices.turns or ((model,) for model in choices.models))
+    families = list(dict.fromkeys(turns))
+    for family in families:
+        turns.remove(family)
+    return [*(families[at] for at in rng.permutation(len(families))), *turns]
 
 
 def refusal(case: Case, choices: Choices) -> str | None:
@@ -205,7 +235,36 @@ def refusal(case: Case, choices: Choices) -> str | None:
     except ValueError as error:
         return str(error)
     errors = (finding for finding in report.findings if finding.kind not in COSTS_ONLY)
-    return next((finding.message for finding in errors), None)
+    found = next((finding.message for finding in errors), None)
+    return found or _short_part(model, case, choices, rules)
+
+
+def _short_part(model: Model, case: Case, choices: Choices, rules: Rules) -> str | None:
+    """What a step's trace refuses of parts of volumes, which no lint knows."""
+    sizes: dict[str, Any] = {**case.layout.mesh_shape}
+    split = [
+        dim
+        for dim in SPATIAL
+        if dim in rules.table and any(sizes[axis] > 1 for axis in rules.mesh_axes(dim))
+    ]
+    if not has_space(model) or case.layout.batch_shards == 1 or len(split) < 2:
+        return None
+    return _refused_trace(choices.build, case.model, Layout(**sizes), rules)
+
+
+@functools.cache
+def _refused_trace(
+    build: Callable[[str], Model], text: str, layout: Layout, rules: Rules
+) -> str | None:
+    """Of a layout that has mesh axes alone: its trace takes seconds."""
+    model, mesh = build(text), absent_mesh(layout)
+    step = make_train_step(model, optax.sgd(1e-3), layout, rules=rules, mesh=mesh)
+    batch = shapes_of(model.inputs or {}, {"batch": layout.batch_shards})
+    try:
+        step.audit_subject(batch).flat()
+    except InputError as error:
+        return str(error)
+    return None
 
 
 def _draw_case(

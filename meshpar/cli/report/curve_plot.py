@@ -46,6 +46,7 @@ def curve_page(name: str, curve: Curve) -> str:
         _title(name, curve),
         [
             paragraph(bend_in_words(curve)),
+            *([paragraph(curve.note)] if curve.note else []),
             plot(_figure(curve)),
             heading("The fastest plans"),
             table(

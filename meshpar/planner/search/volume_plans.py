@@ -30,6 +30,13 @@ _SPLIT = ("data", "context", "tensor")
 _KEPT = (*MESH_AXES, "precision", "remat")
 _NOUN = "volumes"
 
+PADDING = (
+    "note: XLA:TPU pads channels to 128 lanes, which is not counted here (preset "
+    "unet3d-512, context=8, compiled for tpu:v5p:2x2x2: 84 GB where 4.8 are counted); "
+    "meshpar audit --target compiles a layout"
+)
+"""Of plans for TPUs; measured with jax 0.10.2 (`docs/guides/volumes.md`)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class VolumePlan:
@@ -64,6 +71,11 @@ class VolumePlan:
         return self.memory.total_bytes <= self.run.cluster.device.usable_bytes
 
     @property
+    def note(self) -> str:
+        """What is not counted on these devices; empty for nothing."""
+        return _note(self.run.cluster)
+
+    @property
     def layout_in_words(self) -> str:
         """The layout, and the rules that it needs beside its own."""
         rules = self.run.rules
@@ -95,6 +107,7 @@ class VolumePlan:
             "step_s": self.step_s,
             "mfu": self.mfu,
             "fits": self.fits,
+            "note": self.note or None,
             "halo_bytes": round(halo_bytes(self.run)),
             "memory": {
                 "state_bytes": round(memory.state_bytes),
@@ -118,11 +131,13 @@ class VolumePlan:
         memory, time, run = self.memory, self.time, self.run
         device = run.cluster.device
         verdict = "fits" if self.fits else "does not fit"
+        verdict += " unpadded" if self.fits and self.note else ""
         return [
             f"layout {self.layout_in_words}: {_volumes(run.volumes)} on "
             + (f"{run.sharing} devices together" if run.sharing > 1 else "a device"),
             f"memory {gigabytes(memory.total_bytes)} of "
             f"{gigabytes(device.memory_bytes)}: {verdict}",
+            *([f"  {self.note}"] if self.note else []),
             f"  volumes {gigabytes(memory.activation_bytes)}, largest halo "
             f"{gigabytes(memory.halo_bytes)}, batch {gigabytes(memory.batch_bytes)}, "
             f"states {gigabytes(memory.state_bytes)}, gradients and used parameters "
@@ -164,6 +179,11 @@ class VolumeRequest:
     def noun(self) -> str:
         """What its examples are called."""
         return _NOUN
+
+    @property
+    def note(self) -> str:
+        """What no plan counts on these devices; empty for nothing."""
+        return _note(self.cluster)
 
     @property
     def name(self) -> str:
@@ -210,7 +230,10 @@ class VolumeRequest:
         return plan, plan.memory.total_bytes <= self.capacity_bytes
 
     def _all(self) -> list[VolumePlan]:
-        runs = list(volume_runs(self))
+        dividing = list(volume_runs(self))
+        runs = [run for run in dividing if _refusal(run) is None]
+        if dividing and not runs:
+            raise InputError(str(_refusal(dividing[0])))
         if not runs:
             sizes = zip(SPACE, self.workload.least_sizes, strict=True)
             raise InputError(
@@ -223,6 +246,25 @@ class VolumeRequest:
             VolumePlan(run=run, memory=volume_memory(run), time=volume_time(run))
             for run in runs
         ]
+
+
+def _note(cluster: Cluster) -> str:
+    return PADDING if cluster.device.platform == "tpu" else ""
+
+
+def _refusal(run: VolumeRun) -> str | None:
+    """What a step says of short parts (`meshpar.parallel.convolution_gradients`)."""
+    found = run.workload.short_part(run.degrees)
+    if run.layout.batch_shards == 1 or found is None:
+        return None
+    kernel, dim = found
+    return (
+        f"layout {str(run.layout)!r}: {SPACE[dim]!r} has {kernel.sizes[dim]} places at "
+        f"a convolution with a window of {kernel.window[dim]}, and a device "
+        f"{kernel.sizes[dim] // run.degrees[dim]} of them: beside split examples and "
+        f"longer parts of another dim the step is refused; split {SPACE[dim]!r} over "
+        "fewer devices, or leave the examples whole"
+    )
 
 
 def _volumes(count: int) -> str:

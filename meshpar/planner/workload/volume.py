@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 
 from meshpar.planner.workload.space import SpaceWorkload
+from meshpar.rules.spatial import short_dim
 
 SPACE = ("depth", "height", "width")
 Degrees = tuple[int, int, int]
@@ -26,13 +27,15 @@ class Kernel:
         sizes: Places of what it reads, along each dim of space.
         reach: Places over the edge of a part that it reads, both sides together; none
             of a matmul.
-        place_bytes: Of one place.
+        window: Places of its window, along each dim; 1 of a matmul.
+        place_bytes: Of one place; 0 of what is no convolution of volumes.
     """
 
     flops: float
     num_bytes: float
     sizes: tuple[int, int, int] = (1, 1, 1)
     reach: tuple[int, int, int] = (0, 0, 0)
+    window: tuple[int, int, int] = (1, 1, 1)
     place_bytes: int = 0
 
     def halo_bytes(self, degrees: Degrees) -> tuple[float, float, float]:
@@ -78,6 +81,7 @@ class VolumeWorkload:
         batch_bytes: Of an example's arrays.
         least_sizes: Along each dim of space, the size that devices must divide: the
             greatest common divisor of all levels'.
+        recomputed_flops: Of the kernels', what the backward computes again.
     """
 
     name: str
@@ -89,11 +93,12 @@ class VolumeWorkload:
     at_once: SpaceWorkload
     batch_bytes: int
     least_sizes: tuple[int, int, int]
+    recomputed_flops: float = 0.0
 
     @property
     def flops(self) -> float:
-        """Of one example, forward and backward."""
-        return sum(kernel.flops for kernel in self.kernels)
+        """Of one example, forward and backward, nothing computed again."""
+        return sum(kernel.flops for kernel in self.kernels) - self.recomputed_flops
 
     @property
     def passed_bytes(self) -> float:
@@ -102,6 +107,19 @@ class VolumeWorkload:
         Sums read their operand; what the fullest moment holds is written and read once.
         """
         return self.summed_bytes + 2 * self.at_once.volume_bytes
+
+    def short_part(self, degrees: Degrees) -> tuple[Kernel, int] | None:
+        """A convolution and a dim along which a step refuses split examples."""
+        split = [dim for dim, degree in enumerate(degrees) if degree > 1]
+        for kernel in self.kernels:
+            parts = [
+                size // degree
+                for size, degree in zip(kernel.sizes, degrees, strict=True)
+            ]
+            dim = short_dim(parts, kernel.window, split)
+            if kernel.place_bytes and dim is not None:
+                return kernel, dim
+        return None
 
     def largest_halo_bytes(self, degrees: Degrees) -> float:
         """Of one convolution: it is there while that runs."""
