@@ -131,6 +131,25 @@ def on_parts(
         function,
         in_specs=specs,
         out_specs=out_specs,
-        axis_names=mesh_axes,
+        axis_names=made_manual(mesh_axes),
         check_vma=False,
     )(*arrays)
+
+
+def made_manual(mesh_axes: set[str]) -> set[str]:
+    """The mesh axes that a region within others is to be manual over, for those.
+
+    From jax 0.11 on XLA ends the process ("Manual axes must be sorted by mesh axis
+    index") where an outer region's axis follows one of an inner's in the mesh, unless
+    all are manual: then all that are left are, which hold copies there.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    order = [
+        at
+        for manual in (set(mesh.manual_axes), mesh_axes)
+        for at, axis in enumerate(mesh.axis_names)
+        if axis in manual
+    ]
+    if jax.__version_info__ < (0, 11) or order == sorted(order):
+        return mesh_axes
+    return set(mesh.axis_names) - set(mesh.manual_axes)

@@ -14,7 +14,7 @@ import jax
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from meshpar.collectives import asked
+from meshpar.collectives import asked, made_manual
 from meshpar.model.scope import Scope
 from meshpar.rules.rules import LogicalAxes, auto_mesh_shape, entry_axes
 
@@ -113,7 +113,7 @@ def on_split(
         function,
         in_specs=tuple(map(spec_of, splits)),
         out_specs=spec_of(out_split),
-        axis_names=used,
+        axis_names=made_manual(used),
         check_vma=False,
     )
     # JAX runs a region that is manual over some mesh axes inside `jit` alone.
