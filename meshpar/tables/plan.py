@@ -15,6 +15,7 @@ from meshpar.planner.cost.estimate import gigabytes, milliseconds
 from meshpar.planner.cost.step_time import StepTime
 from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.machine.link import Link
+from meshpar.planner.other_plan import OtherPlan
 from meshpar.tables.memory import TableMemory
 from meshpar.tables.placement import Placements
 from meshpar.tables.traffic import TableTraffic
@@ -41,7 +42,7 @@ class TableRun:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TablePlan:
+class TablePlan(OtherPlan):
     """What the planner expects of a step with tables.
 
     Args:
@@ -59,17 +60,9 @@ class TablePlan:
     flops: float
 
     @property
-    def step_s(self) -> float:
-        """Time of one step."""
-        return self.time.step_s
-
-    @property
-    def mfu(self) -> float:
-        """FLOPs of the model's matmuls over what all devices could do then."""
-        run = self.run
-        peak = run.cluster.device.peak_flops[run.layout.precision]
-        done = self.flops * run.global_batch
-        return done / (peak * run.cluster.num_devices * self.step_s)
+    def model_flops(self) -> float:
+        """FLOPs of the model's matmuls of one step."""
+        return self.flops * self.run.global_batch
 
     @property
     def layout_in_words(self) -> str:
@@ -93,7 +86,7 @@ class TablePlan:
     def lines(self) -> list[str]:
         """What people read: memory, time, and what waits."""
         memory, time, device = self.memory, self.time, self.run.cluster.device
-        verdict = "fits" if memory.total_bytes <= device.usable_bytes else "too large"
+        verdict = "fits" if self.fits else "does not fit"
         moved = sum(one.memory_bytes for one in self.traffic)
         loads = self.run.placements.loads
         return [
@@ -108,11 +101,7 @@ class TablePlan:
             f"{milliseconds(matmul_time.memory_s(device, moved))}, optimizer "
             f"{milliseconds(time.optimizer_s)}",
             f"  most lookups {max(load.lookups for load in loads):.2f} an example",
-            *(
-                f"  exposed on {axis} ({self.run.link(axis).name}) "
-                f"{milliseconds(seconds)}: {self.why_exposed(axis)}"
-                for axis, seconds in time.exposed_s.items()
-            ),
+            *self.exposed_lines,
         ]
 
     def why_exposed(self, mesh_axis: str) -> str:
@@ -125,24 +114,15 @@ class TablePlan:
 
     def as_json(self) -> dict[str, Any]:
         """One of the `plans` of `meshpar plan --json`."""
-        memory, time = self.memory, self.time
+        memory = self.memory
         return {
-            "layout": str(self.run.layout),
-            "step_s": self.step_s,
-            "mfu": self.mfu,
-            "fits": memory.total_bytes <= self.run.cluster.device.usable_bytes,
+            **self.shared_json,
             "memory": {
                 "model_bytes": memory.model_bytes,
                 "table_bytes": memory.table_bytes,
                 "batch_bytes": memory.batch_bytes,
                 "temp_bytes": memory.temp_bytes,
                 "total_bytes": memory.total_bytes,
-            },
-            "time": {
-                "compute_s": time.compute_s,
-                "exposed": dict(time.exposed_s),
-                "optimizer_s": time.optimizer_s,
-                "straggler_s": time.straggler_s,
             },
             "tables": [
                 {

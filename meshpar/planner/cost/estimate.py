@@ -63,7 +63,6 @@ class Estimate:
 
     def as_json(self) -> dict[str, Any]:
         """What `meshpar estimate --json` prints."""
-        time = self.time
         return {
             "layout": str(self.run.layout),
             "step_s": self.step_s,
@@ -77,14 +76,7 @@ class Estimate:
                 "capacity_bytes": round(self.run.cluster.device.memory_bytes),
                 "usable_bytes": round(self.run.cluster.device.usable_bytes),
             },
-            "time": {
-                "compute_s": time.compute_s,
-                "bubble_s": time.bubble_s,
-                "exposed": dict(time.exposed_s),
-                "optimizer_s": time.optimizer_s,
-                "straggler_s": time.straggler_s,
-                "host_s": time.host_s,
-            },
+            "time": self.time.as_json(),
             "collectives": [
                 {
                     "mesh_axes": list(collective.mesh_axes),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from meshpar.planner.cost.cost import HOST, Cost
 from meshpar.planner.cost.kernel_time import host_s, memory_s
@@ -53,6 +54,17 @@ class StepTime:
             + self.straggler_s
             + self.host_s
         )
+
+    def as_json(self) -> dict[str, Any]:
+        """The `time` of a plan, in seconds."""
+        return {
+            "compute_s": self.compute_s,
+            "bubble_s": self.bubble_s,
+            "exposed": dict(self.exposed_s),
+            "optimizer_s": self.optimizer_s,
+            "straggler_s": self.straggler_s,
+            "host_s": self.host_s,
+        }
 
 
 def step_time(run: Run) -> StepTime:

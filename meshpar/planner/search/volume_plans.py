@@ -23,6 +23,7 @@ from meshpar.planner.cost.volume_time import (
     volume_time,
 )
 from meshpar.planner.machine.cluster import Cluster
+from meshpar.planner.other_plan import OtherPlan
 from meshpar.planner.search.constraints import Constraints
 from meshpar.planner.workload.volume import SPACE, VolumeWorkload
 
@@ -39,7 +40,7 @@ PADDING = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class VolumePlan:
+class VolumePlan(OtherPlan):
     """What the planner expects of one layout.
 
     Args:
@@ -53,22 +54,9 @@ class VolumePlan:
     time: StepTime
 
     @property
-    def step_s(self) -> float:
-        """Time of one step."""
-        return self.time.step_s
-
-    @property
-    def mfu(self) -> float:
-        """FLOPs of convolutions and matmuls over what all devices could do then."""
-        run = self.run
-        peak = run.cluster.device.peak_flops[run.workload.precision]
-        flops = run.workload.flops * run.global_batch
-        return flops / (peak * run.cluster.num_devices * self.step_s)
-
-    @property
-    def fits(self) -> bool:
-        """Whether a device has room."""
-        return self.memory.total_bytes <= self.run.cluster.device.usable_bytes
+    def model_flops(self) -> float:
+        """FLOPs of the convolutions and matmuls of one step."""
+        return self.run.workload.flops * self.run.global_batch
 
     @property
     def note(self) -> str:
@@ -100,13 +88,10 @@ class VolumePlan:
 
     def as_json(self) -> dict[str, Any]:
         """One of the `plans` of `meshpar plan --json`."""
-        time, memory = self.time, self.memory
+        memory = self.memory
         return {
-            "layout": str(self.run.layout),
+            **self.shared_json,
             "rules": self.run.rules,
-            "step_s": self.step_s,
-            "mfu": self.mfu,
-            "fits": self.fits,
             "note": self.note or None,
             "halo_bytes": round(halo_bytes(self.run)),
             "memory": {
@@ -116,12 +101,6 @@ class VolumePlan:
                 "halo_bytes": round(memory.halo_bytes),
                 "other_bytes": round(memory.other_bytes),
                 "total_bytes": round(memory.total_bytes),
-            },
-            "time": {
-                "compute_s": time.compute_s,
-                "exposed": dict(time.exposed_s),
-                "optimizer_s": time.optimizer_s,
-                "straggler_s": time.straggler_s,
             },
         }
 
@@ -145,11 +124,7 @@ class VolumePlan:
             f"step {milliseconds(self.step_s)}, MFU {self.mfu:.1%}: computing "
             f"{milliseconds(time.compute_s)}, optimizer "
             f"{milliseconds(time.optimizer_s)}",
-            *(
-                f"  exposed on {axis} ({run.link(axis).name}) "
-                f"{milliseconds(seconds)}: {self.why_exposed(axis)}"
-                for axis, seconds in time.exposed_s.items()
-            ),
+            *self.exposed_lines,
         ]
 
 
