@@ -21,9 +21,10 @@ from meshpar.tables.portable import PortableTables
 from meshpar.tables.programs import TABLES, TableFunctions
 from meshpar.tables.stores import tpu_notes
 from meshpar.tables.tables import EmbeddingTables
-from meshpar.train.batch_placement import BatchPlacement
+from meshpar.train.batch_placement import BatchPlacement, batch_structs
+from meshpar.train.given_values import check_seed
 from meshpar.train.state import TrainState, check_not_donated, without_optimizer
-from meshpar.train.step import TrainStep, batch_structs, check_seed
+from meshpar.train.step import TrainStep
 
 if TYPE_CHECKING:
     from meshpar.train.checkpoint import Checkpoints

@@ -199,3 +199,13 @@ class BatchPlacement:
             return
         self.check(batch, microbatches, partly=partly)
         self._passed.add(key)
+
+
+def batch_structs(batch: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shape and dtype of every array, as the devices will hold it."""
+    return jax.tree.map(
+        lambda array: jax.ShapeDtypeStruct(
+            array.shape, jax.dtypes.canonicalize_dtype(array.dtype)
+        ),
+        dict(batch),
+    )

@@ -8,6 +8,7 @@ layer, and for no other.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -15,9 +16,48 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from meshpar.errors import InputError, nearest
+from meshpar.model.contract import Model
 from meshpar.model.parameter import Parameter, Params, flat
 from meshpar.rules.sharding import insert, path_name
+from meshpar.train.constants import take_out
 from meshpar.train.layer_order import LayerOrder, laid_out
+from meshpar.train.state import TrainState
+
+
+def check_seed(seed: int) -> None:
+    """Refuses what no first state derives from.
+
+    Raises:
+        InputError: `seed` is no whole number from 0 to 2**32 - 1.
+    """
+    whole = isinstance(seed, int | np.integer) and not isinstance(seed, bool)
+    if not whole:
+        raise InputError(f"seed={seed!r}: must be a whole number below {2**32}")
+    if not 0 <= seed < 2**32:
+        raise InputError(f"seed={seed}: must be at least 0 and below {2**32}")
+
+
+def placed_start(
+    model: Model, shardings: TrainState, params: Mapping | None, model_state: Mapping
+) -> tuple[Params, Params]:
+    """Parameters and model state that are given, each device's part of them on it.
+
+    Args:
+        model: Arranged for its stages.
+        shardings: Of all that its step keeps.
+        params: All parameters as `step.init` takes them; None for drawn ones.
+        model_state: The state or a part of it.
+
+    Raises:
+        InputError: What is given is not of this model.
+    """
+    shardings = take_out(model, shardings)
+    values = replace(shardings, params=dict(params or {}), model_state=model_state)
+    given = take_out(model, values)
+    drawn = params is None
+    return placed_values(
+        given.params, model.parameters, shardings.params, partly=drawn
+    ), placed_values(given.model_state, model.state, shardings.model_state, partly=True)
 
 
 def placed_values(

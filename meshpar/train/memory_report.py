@@ -19,9 +19,10 @@ from meshpar.parallel.space import has_space, space_degree
 from meshpar.planner.cost.memory import Memory, memory_of
 from meshpar.planner.cost.run import Run
 from meshpar.planner.workload.activations import kept_bytes, stage_input_bytes
+from meshpar.train.batch_placement import batch_structs
 from meshpar.train.planned_run import planned_run
 from meshpar.train.state_memory import Part, gradient_bytes_of, local_bytes, states
-from meshpar.train.step import Batch, TrainStep, batch_structs
+from meshpar.train.step import Batch, TrainStep
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,10 +22,9 @@ from meshpar.parallel.placement import DTYPES, Placement
 from meshpar.parallel.prefetch_choice import prefetch_notes, prefetches
 from meshpar.parallel.sequence_checks import check_context, check_sequences
 from meshpar.parallel.space import check_space
-from meshpar.train.batch_placement import BatchPlacement
+from meshpar.train.batch_placement import BatchPlacement, batch_structs
 from meshpar.train.chosen_programs import chosen_programs
-from meshpar.train.constants import take_out
-from meshpar.train.given_values import placed_values
+from meshpar.train.given_values import check_seed, placed_start
 from meshpar.train.gradient_program import GradientProgram
 from meshpar.train.local_steps.metrics import of_replicas_here
 from meshpar.train.local_steps.step_count import StepCount
@@ -144,7 +143,8 @@ class TrainStep:
             if not given:
                 return self._programs.init(np.uint32(seed))
             return self._programs.init_from(
-                np.uint32(seed), *self._placed(params, model_state or {})
+                np.uint32(seed),
+                *placed_start(self.model, self.shardings, params, model_state or {}),
             )
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -393,22 +393,6 @@ class TrainStep:
         with jax.set_mesh(self._devices_mesh):
             return self._programs.to_use(state)
 
-    def _placed(self, params: Mapping | None, model_state: Mapping) -> tuple[Any, Any]:
-        """Given values, each device's part of them on it."""
-        model = self.model
-        shardings = take_out(model, self.shardings)
-        values = dict(params or {})
-        given = take_out(
-            model, replace(shardings, params=values, model_state=model_state)
-        )
-        state = placed_values(
-            given.model_state, model.state, shardings.model_state, partly=True
-        )
-        drawn = params is None
-        return placed_values(
-            given.params, model.parameters, shardings.params, partly=drawn
-        ), state
-
     def _for_absent(self, platform: str) -> StepOptions:
         schedule = self.schedule if self.layout.stage > 1 else None
         return replace(self.options.without_devices(platform), schedule=schedule)
@@ -416,26 +400,3 @@ class TrainStep:
     def _argument_shapes(self, batch: Batch) -> tuple[TrainState, Batch]:
         self._batches.check(batch)
         return self.state_shapes, batch_structs(batch)
-
-
-def check_seed(seed: int) -> None:
-    """Refuses what no first state derives from.
-
-    Raises:
-        InputError: `seed` is no whole number from 0 to 2**32 - 1.
-    """
-    whole = isinstance(seed, int | np.integer) and not isinstance(seed, bool)
-    if not whole:
-        raise InputError(f"seed={seed!r}: must be a whole number below {2**32}")
-    if not 0 <= seed < 2**32:
-        raise InputError(f"seed={seed}: must be at least 0 and below {2**32}")
-
-
-def batch_structs(batch: Batch) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shape and dtype of every array, as the devices will hold it."""
-    return jax.tree.map(
-        lambda array: jax.ShapeDtypeStruct(
-            array.shape, jax.dtypes.canonicalize_dtype(array.dtype)
-        ),
-        dict(batch),
-    )
