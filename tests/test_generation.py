@@ -288,6 +288,20 @@ def test_a_request_ends_at_a_token_and_at_a_text():
     assert (found.finish, found.tokens) == ("stop", whole.tokens[:at])
 
 
+def test_nothing_is_kept_of_a_request_that_is_forgotten():
+    model, _, state = trained("test")
+    programs = Programs.of(model, ONE, devices=jax.devices()[:1], slots=2, max_seq=32)
+    engine = Engine(
+        programs, *placed(programs, model, state), decode=str, keep_logits=True
+    )
+    asked = [Request(tokens=(1, 2), max_tokens=2), Request(tokens=(3,), max_tokens=2)]
+    run(engine, asked)
+    engine.forget(0)
+    assert engine.text_of(0) == "" and list(engine.logits) == [1]
+    assert engine.text_of(1)
+    engine.forget(7)  # never was one
+
+
 LOGITS = np.random.default_rng(0).normal(size=(40,)).astype(np.float32) * 2
 
 

@@ -103,6 +103,11 @@ class Engine:
         """The text of a request's new tokens so far, without a tokenizer empty."""
         return self._texts.get(number, "")
 
+    def forget(self, number: int) -> None:
+        """Lets go of the text and logits of a request, of which a server has many."""
+        self._texts.pop(number, None)
+        self.logits.pop(number, None)
+
     def update(self, params: Any, state: Any = None) -> None:
         """Other parameters from the next token on; what was kept is made anew."""
         self._params = params
