@@ -11,6 +11,8 @@ noisy as a scanner would (`--bias`, `--noise`). The volume is one example, never
 into patches: four virtual CPU devices share it, a quarter of its space each. The
 frontal third of the scan does not count in the loss; there the Dice score is printed
 beside that of the best band of intensities, which is chosen on the rest of the scan.
+Every step sees the scan anew, unevener and noisier than it is and mirrored along some
+dims: one scan, seen always alike, is learnt by heart.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,9 @@ PIECES = 6
 
 _OF_TEMPLATE = 4, 0.4, 0.05
 """Voxels a side to take the mean of, bias and noise, of the template."""
+
+_ANEW = 0.4, 0.05
+"""The most bias and noise that a step adds."""
 
 _RULES = {"depth": "context", "height": "tensor"}
 
@@ -96,6 +101,16 @@ class Task:
             "labels": padded(self.scan.truth, self.sizes)[None].astype(np.int32),
             "weights": padded(learnt, self.sizes)[None],
         }
+
+    def anew(self, rng: np.random.Generator) -> Task:
+        """The scan as another look at it might be: uneven, noisy, mirrored."""
+        bias, noise = (most * rng.random() for most in _ANEW)
+        scan = degraded(self.scan, bias, noise, int(rng.integers(2**32)))
+        dims = [dim for dim in range(3) if rng.random() < 0.5]
+        image, truth, held_out = (
+            np.flip(values, dims) for values in (scan.image, scan.truth, self.held_out)
+        )
+        return replace(self, scan=Scan(image, truth, scan.affine), held_out=held_out)
 
     def dice(self, found: np.ndarray) -> float:
         """Of voxels found, in the held-out part."""
@@ -217,12 +232,13 @@ def train(
         devices=jax.devices()[: layout.num_devices],
         max_grad_norm=1.0,
     )
-    batch, state = step.place(task.batch), step.init(args.seed)
-    images = {"images": batch["images"]}
+    state, rng = step.init(args.seed), np.random.default_rng(args.seed)
+    images = {"images": step.place(task.batch)["images"]}
     jax.block_until_ready(step.logits(state, images))  # compiled before it is timed
     began = time.perf_counter()
     for number in range(1, args.steps + 1):
-        state, metrics = step(state, batch)
+        seen = task.anew(rng) if args.anew else task
+        state, metrics = step(state, step.place(seen.batch))
         loss = float(metrics["loss"])
         if number % args.every and number != args.steps:
             continue
@@ -302,6 +318,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--downsample", type=positive, metavar="N", help="means of N voxels a side")
     add("--bias", type=float, metavar="SHARE", help="range of an uneven factor")
     add("--noise", type=float, metavar="SHARE", help="of the brightest voxel")
+    add(
+        "--anew",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="show every step the scan unevener, noisier, mirrored (default: yes)",
+    )
     add("--log-json", type=output_file, metavar="FILE", help="a row for each score")
     add("--png", metavar="FILE", help="where the picture goes")
     add("--out", type=output_file, metavar="FILE", help="the voxels found, as NIfTI")

@@ -1,6 +1,7 @@
 """The segmentation recipe: what it reads, what it compares with, what it refuses."""
 
 import importlib.util
+import itertools
 
 import numpy as np
 import pytest
@@ -117,6 +118,25 @@ def test_the_held_out_part_does_not_count_in_the_loss_and_padding_neither():
     assert 2.5 < pieces[:, :12][head].mean() < 3.5  # of mean 3, but for what is beyond
     assert batch["weights"].sum() == 9 * 8 * 10
     assert not batch["weights"][:, :, 8:].any() and not batch["weights"][:, 9:].any()
+
+
+def test_another_look_at_a_scan_has_its_image_truth_and_part_mirrored_together():
+    places = np.arange(6 * 9 * 5, dtype=np.float32).reshape(6, 9, 5)
+    one = Scan(places, places > 100, np.eye(4))
+    task, rng = segment_volume.task_of(one, 1, Layout()), np.random.default_rng(0)
+    found = set()
+    for _ in range(16):
+        look = task.anew(rng)
+        assert np.abs(look.scan.image - places).max() > 1  # uneven, noisy
+        for size in range(4):
+            for dims in itertools.combinations(range(3), size):
+                given = look.scan.truth, look.held_out
+                truth, held_out = (np.flip(values, dims) for values in given)
+                if (truth == one.truth).all() and (held_out == task.held_out).all():
+                    found.add(dims)
+                    image = np.flip(look.scan.image, dims)
+                    assert np.corrcoef(image.ravel(), places.ravel())[0, 1] > 0.8
+    assert len(found) >= 4
 
 
 @pytest.mark.parametrize(
