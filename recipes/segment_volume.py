@@ -6,7 +6,7 @@
         --truth tissue.nii.gz --out found.nii.gz
 
 Without files it reads the MNI152 template (197 x 233 x 189 voxels of 1 mm) that nilearn
-carries, takes means of four voxels a side (`--downsample`), and makes it uneven and
+carries, takes means of five voxels a side (`--downsample`), and makes it uneven and
 noisy as a scanner would (`--bias`, `--noise`). The volume is one example, never cut
 into patches: four virtual CPU devices share it, a quarter of its space each. The
 frontal third of the scan does not count in the loss; there the Dice score is printed
@@ -49,7 +49,7 @@ HELD_OUT = 1 / 3
 PIECES = 6
 """That an intensity is given in: channels of the input."""
 
-_OF_TEMPLATE = 4, 0.4, 0.05
+_OF_TEMPLATE = 5, 0.4, 0.05
 """Voxels a side to take the mean of, bias and noise, of the template."""
 
 _ANEW = 0.4, 0.05
@@ -308,7 +308,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--layout", default="context=2,tensor=2", metavar="LINE")
     add("--image", metavar="FILE", help="a NIfTI volume (default: the template)")
     add("--truth", metavar="FILE", help="its tissue: above half of the largest value")
-    add("--steps", type=positive, default=80, metavar="N")
+    add("--steps", type=positive, default=160, metavar="N")
     add("--every", type=positive, default=10, help="steps from one score to the next")
     add("--levels", type=positive, default=3, help="of the U-Net")
     add("--base", type=positive, default=8, help="channels of its finest level")
