@@ -37,10 +37,12 @@ from meshpar.recipes.volumes import (
     coarser,
     degraded,
     dice,
+    draw,
     padded,
     padded_sizes,
     read_scan,
     template,
+    write,
 )
 
 HELD_OUT = 1 / 3
@@ -169,7 +171,7 @@ def run(args: argparse.Namespace, layout: Layout) -> None:
     if args.log_json is not None:
         Path(args.log_json).write_text("".join(json.dumps(row) + "\n" for row in rows))
     if args.png is not None:
-        draw(task, found, args.png)
+        draw(task.scan, found, args.png)
     if args.out is not None:
         write(found, task.scan.affine, args.out)
 
@@ -262,44 +264,6 @@ def in_words(row: dict[str, Any]) -> str:
         f"step {row['step']:4d}  loss {row['loss']:.4f}  held-out Dice "
         f"{row['dice']:.4f}  after {row['train_s']:.0f} s"
     )
-
-
-def draw(task: Task, found: np.ndarray, png: str) -> None:
-    """Input, truth and prediction, three slices each through the middle."""
-    from matplotlib.figure import Figure
-
-    scan = task.scan
-    right, wrong = found & scan.truth, found & ~scan.truth
-    marks = right + 2 * wrong + 3 * (scan.truth & ~found)
-    shown = {
-        "input": (scan.image, "gray"),
-        "truth": (scan.truth, "gray"),
-        "found": (found, "gray"),
-        "too much (red), missed (blue)": (_coloured(marks), None),
-    }
-    figure = Figure(figsize=(10, 7.5), layout="constrained")
-    panels = figure.subplots(3, len(shown))
-    for column, (name, (values, colours)) in enumerate(shown.items()):
-        panels[0, column].set_title(name, fontsize=10)
-        for dim, panel in enumerate(panels[:, column]):
-            middle = values.shape[dim] // 2
-            slices = np.take(values, middle, axis=dim)
-            panel.imshow(np.swapaxes(slices, 0, 1), cmap=colours, origin="lower")
-            panel.set_axis_off()
-    figure.savefig(png, dpi=80)
-
-
-def _coloured(marks: np.ndarray) -> np.ndarray:
-    """0 nothing, 1 right, 2 too much, 3 missed -> red, green, blue."""
-    colours = np.array([[0, 0, 0], [0.8, 0.8, 0.8], [1, 0.2, 0.2], [0.2, 0.4, 1]])
-    return colours[marks]
-
-
-def write(found: np.ndarray, affine: np.ndarray, path: str) -> None:
-    """The voxels found, as a NIfTI file in the scan's space."""
-    import nibabel
-
-    nibabel.save(nibabel.Nifti1Image(found.astype(np.uint8), affine), path)
 
 
 def _parser() -> argparse.ArgumentParser:

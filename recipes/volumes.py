@@ -1,4 +1,4 @@
-"""Volumes for segmentation: the MNI152 template, NIfTI files, padding and Dice."""
+"""Volumes for segmentation: MNI152, NIfTI files, padding, Dice and pictures."""
 
 from __future__ import annotations
 
@@ -212,3 +212,40 @@ def best_band(image: np.ndarray, truth: np.ndarray) -> tuple[float, float]:
     low, high = np.unravel_index(np.argmax(np.triu(scores)), scores.shape)
     # The last step of a histogram has the brightest voxel in it.
     return float(edges[low]), float(edges[high]) if high < _BINS else math.inf
+
+
+def draw(scan: Scan, found: np.ndarray, png: str) -> None:
+    """Input, truth and prediction, three slices each through the middle."""
+    from matplotlib.figure import Figure
+
+    right, wrong = found & scan.truth, found & ~scan.truth
+    marks = right + 2 * wrong + 3 * (scan.truth & ~found)
+    shown = {
+        "input": (scan.image, "gray"),
+        "truth": (scan.truth, "gray"),
+        "found": (found, "gray"),
+        "too much (red), missed (blue)": (_coloured(marks), None),
+    }
+    figure = Figure(figsize=(10, 7.5), layout="constrained")
+    panels = figure.subplots(3, len(shown))
+    for column, (name, (values, colours)) in enumerate(shown.items()):
+        panels[0, column].set_title(name, fontsize=10)
+        for dim, panel in enumerate(panels[:, column]):
+            middle = values.shape[dim] // 2
+            slices = np.take(values, middle, axis=dim)
+            panel.imshow(np.swapaxes(slices, 0, 1), cmap=colours, origin="lower")
+            panel.set_axis_off()
+    figure.savefig(png, dpi=80)
+
+
+def _coloured(marks: np.ndarray) -> np.ndarray:
+    """0 nothing, 1 right, 2 too much, 3 missed -> red, green, blue."""
+    colours = np.array([[0, 0, 0], [0.8, 0.8, 0.8], [1, 0.2, 0.2], [0.2, 0.4, 1]])
+    return colours[marks]
+
+
+def write(found: np.ndarray, affine: np.ndarray, path: str) -> None:
+    """The voxels found, as a NIfTI file in the scan's space."""
+    import nibabel
+
+    nibabel.save(nibabel.Nifti1Image(found.astype(np.uint8), affine), path)
