@@ -165,7 +165,7 @@ def test_the_version_is_one_line(capsys):
         main(["--version"])
     assert end.value.code == 0
     assert re.fullmatch(
-        r"meshpar \S+.*, jax \d+\.\d+\.\d+, Python \d+\.\d+\.\d+\n",
+        r"meshpar \S+.*, jax \d+(\.\d+)+, Python \d+\.\d+\.\d+\n",
         capsys.readouterr().out,
     )
 

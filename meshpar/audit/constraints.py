@@ -58,12 +58,18 @@ class Constrained:
         if axes & self._mixed():
             return False
         used = frozenset().union(*self.after)
-        if self.before is None:
+        if self.before is None or self._may_lie_anyhow:
             return axes <= used if kind == "all-to-all" else not axes & used
         moved = frozenset().union(
             *(old - new for old, new in zip(self.before, self.after, strict=True))
         )
         return axes <= (moved & used if kind == "all-to-all" else moved)
+
+    @property
+    def _may_lie_anyhow(self) -> bool:
+        """Whether it is a loop's, unsplit as written: GSPMD may carry it split."""
+        name = "" if self.maker is None else self.maker.primitive.name
+        return name in ("scan", "while") and not any(self.before or ())
 
     def _mixed(self) -> frozenset[str]:
         """Mesh axes that split a dim along which the maker mixes values."""

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
+from meshpar.model.scan_counts import scan_counts
+
 
 def has_gradient(function: Callable[..., Any], *arguments: Any) -> bool:
     """Whether the result depends on the arguments in a way that has a derivative.
@@ -51,7 +53,7 @@ def _through(equation: Any, flags: list[bool]) -> list[bool]:
     """Which results of one operation its flagged operands reach."""
     name, params = equation.primitive.name, equation.params
     if name == "scan":
-        return _through_scan(params, flags)
+        return _through_scan(equation, flags)
     if name == "cond":
         branches = [_reached(one.jaxpr, flags[1:]) for one in params["branches"]]
         return [any(of_result) for of_result in zip(*branches, strict=True)]
@@ -70,9 +72,9 @@ def _through(equation: Any, flags: list[bool]) -> list[bool]:
     return [True] * len(equation.outvars)
 
 
-def _through_scan(params: dict[str, Any], flags: list[bool]) -> list[bool]:
-    body = params["jaxpr"].jaxpr
-    num_consts, num_carry = params["num_consts"], params["num_carry"]
+def _through_scan(equation: Any, flags: list[bool]) -> list[bool]:
+    body = equation.params["jaxpr"].jaxpr
+    num_consts, num_carry = scan_counts(equation)
     consts, carry = flags[:num_consts], flags[num_consts : num_consts + num_carry]
     xs = flags[num_consts + num_carry :]
     while True:

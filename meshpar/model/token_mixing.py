@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
+from meshpar.model.scan_counts import scan_counts
 from meshpar.model.token_counts import Twins
 from meshpar.model.token_dims import DIM_RULES
 from meshpar.model.token_flow import Flow, Mixed
@@ -130,9 +131,8 @@ def _traced(
 
 
 def _scan(follower: _Follower, equation: JaxprEqn, flows: list[Flow]) -> list[Flow]:
-    params = equation.params
-    consts, carried = params["num_consts"], params["num_carry"]
-    body, carry = params["jaxpr"].jaxpr, flows[consts : consts + carried]
+    consts, carried = scan_counts(equation)
+    body, carry = equation.params["jaxpr"].jaxpr, flows[consts : consts + carried]
     xs = [_of_one(flow, carried > 0) for flow in flows[consts + carried :]]
     over_tokens = any(flow.dim == 0 for flow in flows[consts + carried :])
     while True:
