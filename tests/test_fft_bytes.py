@@ -77,7 +77,8 @@ class Transform:
 
     def sent(self, name):
         """Bytes that a device sends in each move."""
-        whole = math.prod(self.shape) // math.prod(SIZES.values())
+        sharding = self.rules.sharding(self.mesh, self.axes, self.shape)
+        whole = math.prod(sharding.shard_shape(self.shape))
         moved = {
             "complex": 8 * whole,
             "real": 4 * whole,

@@ -26,7 +26,7 @@ _MAPPED = frozenset(
     iota is_finite le log log1p logistic lt max min mul ne neg nextafter not or pow
     pjit jit closed_call custom_jvp_call random_bits random_fold_in random_seed
     random_split random_unwrap random_wrap rem reshape round rsqrt select_n shift_left
-    shift_right_arithmetic shift_right_logical sign sin slice split sqrt square
+    shift_right_arithmetic shift_right_logical sign sin slice split sqrt square stack
     squeeze stop_gradient sub tan tanh threefry2x32 transpose xor
     """.split()  # noqa: SIM905, a table
 )

@@ -52,8 +52,12 @@ def space_dims(model: Model) -> set[int]:
 
 def has_space(model: Model) -> bool:
     """Whether a model reads volumes: what it computes grows with their places."""
-    inputs = (model.inputs or {}).values()
-    return any("depth" in one.logical_axes for one in inputs)
+    return "depth" in _input_axes(model)
+
+
+def has_pairs(model: Model) -> bool:
+    """Whether a model reads an array of all pairs of its places."""
+    return "pair_rows" in _input_axes(model)
 
 
 def space_degree(model: Model, layout: Layout, rules: Rules) -> int:

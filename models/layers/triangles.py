@@ -151,7 +151,6 @@ class Transition(nnx.Module):
 
 def _gates_open(shape: tuple[int, ...], rows: tuple[int, ...]) -> nnx.Param:
     """Biases of 1 in those rows of gates, else of 0; of 1 everywhere without any."""
-    value = jnp.ones(shape)
-    if rows:
-        value = jnp.zeros(shape).at[jnp.asarray(rows)].set(1.0)
-    return nnx.Param(value, out_sharding=(None,) * len(shape))
+    ones, zeros = jnp.ones(shape[1:]), jnp.zeros(shape[1:])
+    value = [zeros if rows and row not in rows else ones for row in range(shape[0])]
+    return nnx.Param(jnp.stack(value), out_sharding=(None,) * len(shape))

@@ -147,8 +147,12 @@ class Shares:
         return lax.with_sharding_constraint(array, whole)
 
     def _over_parts(self, local: Any, stream: Any) -> Any:
+        mesh = jax.sharding.get_abstract_mesh()
+
         def over(spec: PartitionSpec, x: jax.Array) -> jax.Array:
             axes = set(spec_axes(spec))
+            # Where GSPMD has split it otherwise, what follows is asked for here.
+            x = lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
             return on_parts(local, x, specs=(spec,), out_specs=spec, mesh_axes=axes)
 
         is_spec = lambda node: isinstance(node, PartitionSpec)  # noqa: E731
