@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from jax.extend.core import JaxprEqn
 
 
@@ -21,15 +24,11 @@ def scan_counts(equation: JaxprEqn) -> tuple[int, int]:
         (1, 1)
     """
     inner = equation.params["jaxpr"].jaxpr
-    sliced, stacked = (
-        sum(
-            one.aval.ndim > other.aval.ndim
-            for one, other in zip(outside, inside, strict=True)
-        )
-        for outside, inside in (
-            (equation.invars, inner.invars),
-            (equation.outvars, inner.outvars),
-        )
-    )
-    carries = len(equation.outvars) - stacked
+    sliced = _with_a_dim_more(equation.invars, inner.invars)
+    carries = len(equation.outvars) - _with_a_dim_more(equation.outvars, inner.outvars)
     return len(equation.invars) - sliced - carries, carries
+
+
+def _with_a_dim_more(outside: Sequence[Any], inside: Sequence[Any]) -> int:
+    pairs = zip(outside, inside, strict=True)
+    return sum(one.aval.ndim > other.aval.ndim for one, other in pairs)

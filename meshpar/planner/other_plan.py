@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -28,83 +27,93 @@ class _Memory(Protocol):
     def total_bytes(self) -> float: ...
 
 
-class OtherPlan(ABC):
-    """A plan of a model that is no transformer: what curves and commands read of it.
+class OtherPlan(Protocol):
+    """A plan of a model that is no transformer: what curves and commands read of it."""
 
-    Attributes:
-        run: With the layout and its links.
-        memory: Of one device.
-        time: Where the step's time goes.
-    """
+    @property
+    def run(self) -> _Run:
+        """With the layout and its links."""
+        ...
 
-    run: _Run
-    memory: _Memory
-    time: StepTime
+    @property
+    def memory(self) -> _Memory:
+        """Of one device."""
+        ...
+
+    @property
+    def time(self) -> StepTime:
+        """Where the step's time goes."""
+        ...
 
     @property
     def step_s(self) -> float:
         """Time of one step."""
-        return self.time.step_s
+        ...
+
+    @property
+    def model_flops(self) -> float:
+        """FLOPs of the matmuls and convolutions of one step, nothing recomputed."""
+        ...
 
     @property
     def mfu(self) -> float:
-        """FLOPs of the model's matmuls over what all devices could do then."""
-        cluster = self.run.cluster
-        peak_flops = cluster.device.peak_flops[self.run.layout.precision]
-        return self.model_flops / (peak_flops * cluster.num_devices * self.step_s)
+        """Of the devices' peak (`mfu_of`)."""
+        ...
 
     @property
-    def fits(self) -> bool:
-        """Whether the fullest device has room."""
-        return self.memory.total_bytes <= self.run.cluster.device.usable_bytes
-
-    @property
-    def exposed_lines(self) -> list[str]:
-        """What people read of the mesh axes that are waited for."""
-        return [
-            f"  exposed on {axis} ({self.run.link(axis).name}) "
-            f"{milliseconds(seconds)}: {self.why_exposed(axis)}"
-            for axis, seconds in self.time.exposed_s.items()
-        ]
-
-    @property
-    def shared_json(self) -> dict[str, Any]:
-        """Of `as_json`, what plans of every kind of model have."""
-        return {
-            "layout": str(self.run.layout),
-            "step_s": self.step_s,
-            "mfu": self.mfu,
-            "fits": self.fits,
-            "time": self.time.as_json(),
-        }
-
-    @property
-    @abstractmethod
-    def model_flops(self) -> float:
-        """FLOPs of the matmuls and convolutions of one step, nothing recomputed."""
-
-    @property
-    @abstractmethod
     def lines(self) -> list[str]:
         """What people read of it: memory, time, and what waits."""
+        ...
 
     @property
-    @abstractmethod
     def layout_in_words(self) -> str:
         """The layout, and what else a step is given."""
+        ...
 
     @property
-    @abstractmethod
     def how_to_run(self) -> str:
         """The call that trains under it."""
+        ...
 
-    @abstractmethod
     def why_exposed(self, mesh_axis: str) -> str:
         """What waits for a mesh axis."""
+        ...
 
-    @abstractmethod
     def as_json(self) -> dict[str, Any]:
         """One of the `plans` of `meshpar plan --json`."""
+        ...
+
+
+def mfu_of(plan: OtherPlan) -> float:
+    """FLOPs of the model's matmuls over what all devices could do then."""
+    cluster = plan.run.cluster
+    peak_flops = cluster.device.peak_flops[plan.run.layout.precision]
+    return plan.model_flops / (peak_flops * cluster.num_devices * plan.step_s)
+
+
+def fits(plan: OtherPlan) -> bool:
+    """Whether the fullest device has room."""
+    return plan.memory.total_bytes <= plan.run.cluster.device.usable_bytes
+
+
+def exposed_lines(plan: OtherPlan) -> list[str]:
+    """What people read of the mesh axes that are waited for."""
+    return [
+        f"  exposed on {axis} ({plan.run.link(axis).name}) {milliseconds(seconds)}: "
+        f"{plan.why_exposed(axis)}"
+        for axis, seconds in plan.time.exposed_s.items()
+    ]
+
+
+def shared_json(plan: OtherPlan) -> dict[str, Any]:
+    """Of `as_json`, what plans of every kind of model have."""
+    return {
+        "layout": str(plan.run.layout),
+        "step_s": plan.step_s,
+        "mfu": plan.mfu,
+        "fits": fits(plan),
+        "time": plan.time.as_json(),
+    }
 
 
 @runtime_checkable

@@ -15,7 +15,7 @@ from meshpar.planner.cost.estimate import gigabytes, milliseconds
 from meshpar.planner.cost.step_time import StepTime
 from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.machine.link import Link
-from meshpar.planner.other_plan import OtherPlan
+from meshpar.planner.other_plan import exposed_lines, fits, mfu_of, shared_json
 from meshpar.tables.memory import TableMemory
 from meshpar.tables.placement import Placements
 from meshpar.tables.traffic import TableTraffic
@@ -42,7 +42,7 @@ class TableRun:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TablePlan(OtherPlan):
+class TablePlan:
     """What the planner expects of a step with tables.
 
     Args:
@@ -58,6 +58,16 @@ class TablePlan(OtherPlan):
     time: StepTime
     traffic: tuple[TableTraffic, ...]
     flops: float
+
+    @property
+    def step_s(self) -> float:
+        """Time of one step."""
+        return self.time.step_s
+
+    @property
+    def mfu(self) -> float:
+        """Of the devices' peak."""
+        return mfu_of(self)
 
     @property
     def model_flops(self) -> float:
@@ -86,7 +96,7 @@ class TablePlan(OtherPlan):
     def lines(self) -> list[str]:
         """What people read: memory, time, and what waits."""
         memory, time, device = self.memory, self.time, self.run.cluster.device
-        verdict = "fits" if self.fits else "does not fit"
+        verdict = "fits" if fits(self) else "does not fit"
         moved = sum(one.memory_bytes for one in self.traffic)
         loads = self.run.placements.loads
         return [
@@ -101,7 +111,7 @@ class TablePlan(OtherPlan):
             f"{milliseconds(matmul_time.memory_s(device, moved))}, optimizer "
             f"{milliseconds(time.optimizer_s)}",
             f"  most lookups {max(load.lookups for load in loads):.2f} an example",
-            *self.exposed_lines,
+            *exposed_lines(self),
         ]
 
     def why_exposed(self, mesh_axis: str) -> str:
@@ -116,7 +126,7 @@ class TablePlan(OtherPlan):
         """One of the `plans` of `meshpar plan --json`."""
         memory = self.memory
         return {
-            **self.shared_json,
+            **shared_json(self),
             "memory": {
                 "model_bytes": memory.model_bytes,
                 "table_bytes": memory.table_bytes,

@@ -23,7 +23,7 @@ from meshpar.planner.cost.volume_time import (
     volume_time,
 )
 from meshpar.planner.machine.cluster import Cluster
-from meshpar.planner.other_plan import OtherPlan
+from meshpar.planner.other_plan import exposed_lines, fits, mfu_of, shared_json
 from meshpar.planner.search.constraints import Constraints
 from meshpar.planner.workload.volume import SPACE, VolumeWorkload
 
@@ -40,7 +40,7 @@ PADDING = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class VolumePlan(OtherPlan):
+class VolumePlan:
     """What the planner expects of one layout.
 
     Args:
@@ -52,6 +52,16 @@ class VolumePlan(OtherPlan):
     run: VolumeRun
     memory: VolumeMemory
     time: StepTime
+
+    @property
+    def step_s(self) -> float:
+        """Time of one step."""
+        return self.time.step_s
+
+    @property
+    def mfu(self) -> float:
+        """Of the devices' peak."""
+        return mfu_of(self)
 
     @property
     def model_flops(self) -> float:
@@ -90,7 +100,7 @@ class VolumePlan(OtherPlan):
         """One of the `plans` of `meshpar plan --json`."""
         memory = self.memory
         return {
-            **self.shared_json,
+            **shared_json(self),
             "rules": self.run.rules,
             "note": self.note or None,
             "halo_bytes": round(halo_bytes(self.run)),
@@ -109,8 +119,8 @@ class VolumePlan(OtherPlan):
         """What people read: memory, time, and what waits."""
         memory, time, run = self.memory, self.time, self.run
         device = run.cluster.device
-        verdict = "fits" if self.fits else "does not fit"
-        verdict += " unpadded" if self.fits and self.note else ""
+        verdict = "fits" if fits(self) else "does not fit"
+        verdict += " unpadded" if fits(self) and self.note else ""
         return [
             f"layout {self.layout_in_words}: {_volumes(run.volumes)} on "
             + (f"{run.sharing} devices together" if run.sharing > 1 else "a device"),
@@ -124,7 +134,7 @@ class VolumePlan(OtherPlan):
             f"step {milliseconds(self.step_s)}, MFU {self.mfu:.1%}: computing "
             f"{milliseconds(time.compute_s)}, optimizer "
             f"{milliseconds(time.optimizer_s)}",
-            *self.exposed_lines,
+            *exposed_lines(self),
         ]
 
 
