@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from meshpar.errors import InputError
+from meshpar.generation.agreement import check_alike
 from meshpar.generation.engine import Engine
 from meshpar.generation.layouts import PLAIN
 from meshpar.generation.programs import Programs
@@ -224,7 +225,8 @@ def placed(
             without and it has some; what is missing begins as the model declares.
 
     Raises:
-        InputError: They are not the model's, or lie otherwise than they are said to.
+        InputError: They are not the model's, lie otherwise than they are said to, or
+            differ between the processes that have them whole.
     """
     state: Any = None
     _check_lying(params, Layout.of(from_layout))
@@ -236,6 +238,7 @@ def placed(
             "the model has state that is no parameter, such as a router's bias; give "
             "the TrainState, which has both, or model_state="
         )
+    check_alike(programs.mesh, (params, state, model_state))
     source = Lying(model=arranged_for(model, Layout.of(from_layout)))
     target = Lying(model=programs.placement.model, shardings=programs.stacked_shardings)
     dtype = programs.plan.layout.param_dtype

@@ -148,6 +148,7 @@ with joined:
         decode=lambda tokens: ".x"[int(number)] * len(tokens))
     engine.submit(Request(tokens=[1, 2], max_tokens=4, stop=("x",)))
     refused(lambda: list(engine.run()))
+    refused(lambda: placed(programs, model, model.init(int(number))))
     devices = jax.devices()[:4]
     refused(lambda: Programs.of(
         model, "tensor=4", slots=2, max_seq=16, devices=devices))
@@ -160,8 +161,10 @@ def test_processes_with_other_requests_are_told_so():
     for end in (first, second):
         for line in said(end, "refused")[:2]:
             assert "process 1 is to go on with other requests" in line
-    assert len(said(first, "refused")) == 2, "the devices are its own"
-    assert "process 1 of 2 has none of the layout's 4" in said(second, "refused")[2]
+        values = said(end, "refused")[2]
+        assert "process 1 gives other parameters than process 0" in values
+    assert len(said(first, "refused")) == 3, "the devices are its own"
+    assert "process 1 of 2 has none of the layout's 4" in said(second, "refused")[3]
 
 
 def test_the_command_reads_and_prints_in_the_first_process(tmp_path):
