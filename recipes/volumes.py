@@ -90,7 +90,8 @@ def degraded(scan: Scan, bias: float, noise: float, seed: int = 0) -> Scan:
         |image * (1 + bias / 2 * field) + noise * largest * (a + b i)|
 
     with a field of degree 2 in the places, from -1 to 1 in what is not empty, and a, b
-    standard normal in each voxel: noise of a magnitude image is Rician. Levels are
+    standard normal in each voxel: noise of a magnitude image is Rician. An image that
+    has negative intensities is none, as one of a CT: a alone is added to it. Levels are
     those of BrainWeb (Cocosco et al. 1997), which has a bias of up to 0.4 and noise of
     up to 0.09 of the brightest tissue.
 
@@ -118,7 +119,9 @@ def degraded(scan: Scan, bias: float, noise: float, seed: int = 0) -> Scan:
         real, imaginary = (
             deviation * rng.standard_normal(image.shape, np.float32) for _ in range(2)
         )
-        image = np.hypot(image + real, imaginary)
+        is_magnitude = scan.image.min() >= 0
+        image = image + real
+        image = np.hypot(image, imaginary) if is_magnitude else image
     return replace(scan, image=image.astype(np.float32))
 
 

@@ -35,7 +35,7 @@ plain = plain_run(grids.AFNO)
         slow("whole", "data=8"),
         slow("whole", "data=2,fsdp=2,tensor=2"),
         slow("whole", "data=2,stage=2,tensor=2,microbatches=4"),
-        slow("whole", "fsdp=2,stage=2,microbatches=4,schedule=interleaved_1f1b"),
+        slow("whole", "fsdp=2,stage=2,microbatches=4,schedule=1f1b"),
         slow("rows", "data=2,tensor=4,microbatches=2"),
         slow("rows", "fsdp=4,tensor=2,remat=full"),
         slow("columns", "fsdp=4,tensor=2"),

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshpar import batch_shapes, from_nnx, make_train_step
+from meshpar.audit.constraints import constrained_arrays
 from meshpar.audit.reasons import Explained
 from meshpar.audit.report import AuditReport, audit
 from meshpar.audit.traced import operations
@@ -294,3 +295,26 @@ def test_a_split_is_followed_through_what_cuts_joins_and_multiplies(
     found = operations(jax.jit(function).trace(x).jaxpr, [sharding])
     [last] = found[-1].results
     assert ["".join(axis[0] for axis in axes) for axes in last.split] == after
+
+
+@pytest.mark.parametrize("carried", [True, False])
+def test_a_gather_of_what_a_loop_carries_is_asked_for_of_what_it_stacks_not(carried):
+    """GSPMD may carry an array split, and gathers it for the constraint behind."""
+    mesh = mesh_of(data=2, tensor=4)
+    whole = NamedSharding(mesh, P())
+
+    def function(x, weights):
+        def body(x, weight):
+            return jnp.tanh(x @ weight), weight * 2
+
+        x, stacked = jax.lax.scan(body, x, weights)
+        found = x if carried else stacked
+        return jax.lax.with_sharding_constraint(found, whole)
+
+    shapes = array(8, 16), array(3, 16, 16)
+    given = [whole, whole]
+    program = jax.jit(function).trace(*shapes).jaxpr
+    [found] = constrained_arrays(operations(program, given))
+    assert found.maker.primitive.name == "scan"
+    assert found.asks_for("all-gather", ("tensor",)) == carried
+    assert not found.asks_for("collective-permute", ("tensor",))

@@ -295,7 +295,11 @@ def test_nothing_is_kept_of_a_request_that_is_forgotten():
         programs, *placed(programs, model, state), decode=str, keep_logits=True
     )
     asked = [Request(tokens=(1, 2), max_tokens=2), Request(tokens=(3,), max_tokens=2)]
-    run(engine, asked)
+    for request in asked:
+        engine.submit(request)
+    with pytest.raises(InputError, match="request 1 has not ended; forget it after"):
+        engine.forget(1)
+    list(engine.run())
     engine.forget(0)
     assert engine.text_of(0) == "" and list(engine.logits) == [1]
     assert engine.text_of(1)

@@ -46,9 +46,7 @@ plain = plain_run(pairs.BOTH)
         slow("whole", "data=8"),
         slow("whole", "fsdp=8"),
         slow("whole", "data=2,stage=2,microbatches=4"),
-        slow(
-            "whole", "fsdp=2,stage=2,tensor=2,microbatches=4,schedule=interleaved_1f1b"
-        ),
+        slow("whole", "fsdp=2,stage=2,tensor=2,microbatches=4,schedule=1f1b"),
     ],
 )
 def test_a_model_of_pairs_trains_as_plain_flax_and_optax_train_it(name, layout):

@@ -121,22 +121,33 @@ def test_the_held_out_part_does_not_count_in_the_loss_and_padding_neither():
 
 
 def test_another_look_at_a_scan_has_its_image_truth_and_part_mirrored_together():
-    places = np.arange(6 * 9 * 5, dtype=np.float32).reshape(6, 9, 5)
-    one = Scan(places, places > 100, np.eye(4))
-    task, rng = segment_volume.task_of(one, 1, Layout()), np.random.default_rng(0)
+    image = np.random.default_rng(1).uniform(1, 2, (6, 9, 5)).astype(np.float32)
+    task = segment_volume.task_of(Scan(image, image > 1.5, np.eye(4)), 1, Layout())
+    rng = np.random.default_rng(0)
+    every = [dims for n in range(4) for dims in itertools.combinations(range(3), n)]
     found = set()
     for _ in range(16):
         look = task.anew(rng)
-        assert np.abs(look.scan.image - places).max() > 1  # uneven, noisy
-        for size in range(4):
-            for dims in itertools.combinations(range(3), size):
-                given = look.scan.truth, look.held_out
-                truth, held_out = (np.flip(values, dims) for values in given)
-                if (truth == one.truth).all() and (held_out == task.held_out).all():
-                    found.add(dims)
-                    image = np.flip(look.scan.image, dims)
-                    assert np.corrcoef(image.ravel(), places.ravel())[0, 1] > 0.8
+        fits = [
+            dims
+            for dims in every
+            if (np.flip(look.scan.truth, dims) == task.scan.truth).all()
+        ]
+        assert len(fits) == 1
+        found.update(fits)
+        seen, held_out = (
+            np.flip(values, fits[0]) for values in (look.scan.image, look.held_out)
+        )
+        assert (held_out == task.held_out).all()
+        assert (seen != image).all()  # uneven, noisy
+        assert np.corrcoef(seen.ravel(), image.ravel())[0, 1] > 0.7
     assert len(found) >= 4
+
+
+def test_noise_of_an_image_with_negative_intensities_keeps_them():
+    image = np.random.default_rng(1).uniform(-1000, 1000, (9, 8, 7)).astype(np.float32)
+    noisy = degraded(Scan(image, image > 0, np.eye(4)), 0, 0.02).image
+    assert (noisy - image).std() == pytest.approx(20, rel=0.2)
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,10 @@ from jax.extend.core import JaxprEqn
 from jax.sharding import NamedSharding
 
 from meshpar.audit.collectives import Collective
+from meshpar.audit.jaxprs import array_shape
 from meshpar.audit.split_rules import Split, split_by
 from meshpar.audit.traced import Operation, Value
+from meshpar.model.scan_counts import scan_counts
 
 _ALONG = {
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), "axis"),
@@ -39,6 +41,8 @@ class Constrained:
         after: How it is to lie.
         maker: The operation that makes it.
         constraint: `file:line` of the constraint.
+        is_carried: Whether a scan hands it from one iteration to the next, unsplit as
+            written: GSPMD may carry it split.
     """
 
     line: str
@@ -47,6 +51,7 @@ class Constrained:
     after: Split
     maker: JaxprEqn | None
     constraint: str
+    is_carried: bool = False
 
     def asks_for(self, kind: str, mesh_axes: tuple[str, ...]) -> bool:
         """Whether the change of layout needs such a collective.
@@ -58,18 +63,12 @@ class Constrained:
         if axes & self._mixed():
             return False
         used = frozenset().union(*self.after)
-        if self.before is None or self._may_lie_anyhow:
+        if self.before is None or (kind == "all-gather" and self.is_carried):
             return axes <= used if kind == "all-to-all" else not axes & used
         moved = frozenset().union(
             *(old - new for old, new in zip(self.before, self.after, strict=True))
         )
         return axes <= (moved & used if kind == "all-to-all" else moved)
-
-    @property
-    def _may_lie_anyhow(self) -> bool:
-        """Whether it is a loop's, unsplit as written: GSPMD may carry it split."""
-        name = "" if self.maker is None else self.maker.primitive.name
-        return name in ("scan", "while") and not any(self.before or ())
 
     def _mixed(self) -> frozenset[str]:
         """Mesh axes that split a dim along which the maker mixes values."""
@@ -141,7 +140,15 @@ def _laid_out(
         after=after,
         maker=value.maker,
         constraint=operation.source,
+        is_carried=not any(value.split or ()) and _is_carried(shape, value.maker),
     )
+
+
+def _is_carried(shape: tuple[int, ...], maker: JaxprEqn | None) -> bool:
+    if maker is None or maker.primitive.name != "scan":
+        return False
+    _, carries = scan_counts(maker)
+    return any(array_shape(one) == shape for one in maker.outvars[:carries])
 
 
 def local_shape(

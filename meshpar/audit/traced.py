@@ -24,6 +24,7 @@ from meshpar.audit.split_rules import (
     split_of,
 )
 from meshpar.hardware.attention_choice import words_of_scope
+from meshpar.model.scan_counts import scan_counts
 
 _LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<")
 
@@ -300,8 +301,6 @@ def _outside(
 def _scan(
     equation: JaxprEqn, operands: tuple[Value, ...], region: Region, walk: _Walk
 ) -> list[Value]:
-    # Versions of JAX disagree on how constants and carries are counted; an array of
-    # which an iteration takes a slice, or to which it adds one, has a dim more outside.
     inner = _only(equation.params["jaxpr"])
     more = [
         _dims_more(outside, inside)
@@ -315,8 +314,8 @@ def _scan(
         _dims_more(outside, inside)
         for outside, inside in zip(equation.outvars, inner.outvars, strict=True)
     ]
-    carried = [at for at, count in enumerate(more) if not count]
-    carried = carried[len(carried) - added.count(0) :]
+    consts, carries = scan_counts(equation)
+    carried = range(consts, consts + carries)
     if not all(_is_split(given[at].split) for at in carried):
         # An array that may lie anyhow lies as one iteration hands it to the next.
         silent = _Walk(lambda operation: None, walk.callers, walk.paths)

@@ -104,7 +104,16 @@ class Engine:
         return self._texts.get(number, "")
 
     def forget(self, number: int) -> None:
-        """Lets go of the text and logits of a request, of which a server has many."""
+        """Lets go of the text and logits of a request that ended; a server has many.
+
+        Raises:
+            InputError: It has not ended.
+        """
+        going_on = (*self._waiting, *self._running.values())
+        if number in (one.number for one in going_on):
+            raise InputError(
+                f"request {number} has not ended; forget it after its last token"
+            )
         self._texts.pop(number, None)
         self.logits.pop(number, None)
 

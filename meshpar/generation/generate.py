@@ -60,7 +60,7 @@ def generate(
     Args:
         model: It attends through `meshpar.models.layers.attention.attend`.
         params: Its parameters as `from_layout` has them, or a `TrainState`. What each
-            of several processes has whole must be equal in all; it is not compared.
+            of several processes has whole must be equal in all; a sample is compared.
         prompts: Tokens, or texts for the tokenizer.
         model_state: The model's own state, where `params` come without and it has some;
             what is missing in it begins as the model declares.

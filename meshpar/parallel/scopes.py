@@ -16,7 +16,7 @@ from meshpar.model.inputs import Batch
 from meshpar.model.scope import Scope
 from meshpar.model.token_order import TokenOrder
 from meshpar.parallel.tensor import shard_index
-from meshpar.rules.rules import Rules, auto_mesh_shape, spec_axes
+from meshpar.rules.rules import Rules, auto_mesh_shape
 
 _RESIDUAL = ("batch", "residual_seq", "embed")
 
@@ -71,6 +71,8 @@ class Scopes:
 def stream_specs(axes: Any, stream: Stream, rules: Rules) -> Any:
     """How a group's stream lies over automatic mesh axes: a spec for each array.
 
+    Of an array that nothing is said of it is empty, of others as long as its dims.
+
     Args:
         axes: Tree of logical axes (`BlockGroup.stream`), or None.
         stream: The arrays or their shapes, this device's examples.
@@ -120,5 +122,4 @@ def _default(x: Any, rules: Rules) -> tuple[str | None, ...]:
 def _spec(names: tuple[str | None, ...], x: Any, rules: Rules) -> PartitionSpec:
     if not names:
         return PartitionSpec()
-    spec = rules.spec(names, x.shape, mesh_shape=auto_mesh_shape(), path="stream")
-    return spec if spec_axes(spec) else PartitionSpec()
+    return rules.spec(names, x.shape, mesh_shape=auto_mesh_shape(), path="stream")

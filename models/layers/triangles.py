@@ -151,6 +151,8 @@ class Transition(nnx.Module):
 
 def _gates_open(shape: tuple[int, ...], rows: tuple[int, ...]) -> nnx.Param:
     """Biases of 1 in those rows of gates, else of 0; of 1 everywhere without any."""
-    ones, zeros = jnp.ones(shape[1:]), jnp.zeros(shape[1:])
-    value = [zeros if rows and row not in rows else ones for row in range(shape[0])]
-    return nnx.Param(jnp.stack(value), out_sharding=(None,) * len(shape))
+    value = jnp.ones(shape)
+    if rows:  # not by a scatter, which cannot be born in shards
+        each = [jnp.full(shape[1:], float(row in rows)) for row in range(shape[0])]
+        value = jnp.stack(each)
+    return nnx.Param(value, out_sharding=(None,) * len(shape))

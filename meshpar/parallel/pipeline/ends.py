@@ -151,8 +151,8 @@ class Shares:
 
         def over(spec: PartitionSpec, x: jax.Array) -> jax.Array:
             axes = set(spec_axes(spec))
-            # Where GSPMD has split it otherwise, what follows is asked for here.
-            x = lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+            if len(spec) == x.ndim > 0:  # GSPMD may have split it otherwise
+                x = lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
             return on_parts(local, x, specs=(spec,), out_specs=spec, mesh_axes=axes)
 
         is_spec = lambda node: isinstance(node, PartitionSpec)  # noqa: E731

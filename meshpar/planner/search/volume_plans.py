@@ -64,6 +64,11 @@ class VolumePlan:
         return mfu_of(self)
 
     @property
+    def fits(self) -> bool:
+        """Whether a device has room."""
+        return fits(self)
+
+    @property
     def model_flops(self) -> float:
         """FLOPs of the convolutions and matmuls of one step."""
         return self.run.workload.flops * self.run.global_batch
