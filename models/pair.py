@@ -208,8 +208,8 @@ PAIR = Family(
     fuzzed=(
         "--preset tiny-pair --model layers=2,embed=8,residues=8,heads=2,head_dim=4,"
         "channels=8,ffn=16,bins=5,init_std=0.25",
-        "--preset tiny-pair --model layers=3,embed=12,residues=12,heads=3,head_dim=4,"
-        "channels=12,ffn=24,bins=6,init_std=0.25 "
+        "--preset tiny-pair --model layers=3,embed=12,residues=24,heads=3,head_dim=4,"
+        "channels=24,ffn=24,bins=6,init_std=0.25 "
         "--with-rules pair_rows=tensor,pair_columns=context",
     ),
 )

@@ -265,7 +265,7 @@ def test_all_weights_learn_conversations(theirs, tmp_path):
             chat=chats,
             layout="fsdp=2,stage=2,microbatches=2",
             rank=0,
-            steps=8,
+            steps=16,
             seq=64,
             global_batch=4,
             learning_rate=1e-2,
