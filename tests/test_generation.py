@@ -12,6 +12,7 @@ import pytest
 
 import meshpar
 from meshpar import InputError, Layout, make_train_step
+from meshpar.generation.agreement import sample
 from meshpar.generation.engine import Engine
 from meshpar.generation.generate import placed
 from meshpar.generation.layouts import generation_layout
@@ -304,6 +305,20 @@ def test_nothing_is_kept_of_a_request_that_is_forgotten():
     assert engine.text_of(0) == "" and list(engine.logits) == [1]
     assert engine.text_of(1)
     engine.forget(7)  # never was one
+
+
+def test_a_sample_is_of_what_a_process_has_and_passes_over_files():
+    class File:
+        shape, dtype = (4, 4), np.dtype("float32")
+
+        def __getitem__(self, part):
+            raise AssertionError("each process reads its own parts")
+
+    values = np.arange(8, dtype=np.float32).reshape(2, 4)
+    other = values.copy()
+    other[1, 3] = 0
+    assert sample({"a": values, "b": File()}) == sample({"a": jnp.asarray(values)})
+    assert sample({"a": values}) != sample({"a": other})
 
 
 LOGITS = np.random.default_rng(0).normal(size=(40,)).astype(np.float32) * 2

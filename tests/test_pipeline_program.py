@@ -5,13 +5,24 @@ import functools
 import jax
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
-from meshpar import Layout, audit, batch_shapes, make_train_step
+from meshpar import (
+    Layout,
+    audit,
+    batch_shapes,
+    default_rules,
+    make_mesh,
+    make_train_step,
+)
 from meshpar.audit.hlo import parse_program
 from meshpar.audit.loops import places
 from meshpar.audit.shapes import arrays_of
 from meshpar.mesh import absent_mesh
+from meshpar.model.equations import equations
 from meshpar.models.presets import build
+from meshpar.parallel.pipeline.ends import Shares
+from meshpar.parallel.scopes import stream_specs
 from meshpar.schedules import make_schedule, tick_table
 from meshpar.testing import assert_collectives, assert_flat_in, assert_no_surprises
 from tests.marks import slow
@@ -242,3 +253,30 @@ def dims_of(line, opcode):
         if instruction.opcode == opcode
         for array in arrays_of(instruction.shape)
     }
+
+
+@pytest.mark.parametrize("spec, constraints", [(P(), 0), (P(None, None), 1)])
+def test_a_stream_of_which_nothing_is_said_lies_at_the_ends_as_gspmd_has_it(
+    spec, constraints
+):
+    """One that is declared is held to its axes, so that a gather of it is asked for."""
+    shares = Shares(num_ranks=2, rank=1, dim=0, size=4, specs=spec)
+    scattered = jax.shard_map(
+        lambda x: shares.scatter(x, "head_scatter"),
+        mesh=make_mesh(Layout(stage=2, tensor=2), devices=jax.devices()[:4]),
+        in_specs=P(),
+        out_specs=P("stage"),
+        axis_names={"stage"},
+        check_vma=False,
+    )
+    program = jax.jit(scattered).trace(jax.ShapeDtypeStruct((4, 8), "float32")).jaxpr
+    names = [one.primitive.name for one in equations(program.jaxpr)]
+    assert names.count("sharding_constraint") == constraints
+    assert names.count("reduce_scatter") == 1
+
+
+def test_what_a_stream_is_declared_as_says_every_dim_and_nothing_without():
+    x = jax.ShapeDtypeStruct((4, 8), "float32")
+    rules = default_rules(Layout())
+    assert stream_specs(("batch", None), x, rules) == P(None, None)
+    assert len(stream_specs(None, x, rules)) == 0
