@@ -29,6 +29,7 @@ _PRINTING = (
     "--xla_dump_to={folder} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=jit_call"
 )
 _PRINTED = "*.jit_call.*.after_optimizations.txt"
+_MEMORY_USE = "*.jit_call.*.after_optimizations-memory-usage-report.txt"
 _DOES_NOT_FIT = ("RESOURCE_EXHAUSTED", "out of memory", "exceeds the limit")
 
 
@@ -36,7 +37,8 @@ def main(folder: Path) -> None:
     """Reads `request.json` and `program.bin`; writes `answer.json`, `program.txt`."""
     request = json.loads((folder / "request.json").read_text())
     answer: dict[str, Any] = {"problem": "", "memory": {}}
-    if Target.parse(request["target"]).platform == "tpu":
+    platform = Target.parse(request["target"]).platform
+    if platform == "tpu":
         # libtpu reads XLA_FLAGS when it is loaded, and aborts on one that it does not
         # know: what was set is for jaxlib, whose XLA is another.
         os.environ["XLA_FLAGS"] = _PRINTING.format(folder=folder)
@@ -49,7 +51,8 @@ def main(folder: Path) -> None:
             raise
         answer["problem"] = f"does not fit: {' '.join(str(error).split())[:400]}"
     else:
-        answer["memory"] = memory_stats(compiled)
+        printed = _last_printed(folder, _MEMORY_USE)
+        answer["memory"] = memory_stats(compiled, platform, printed)
         (folder / "program.txt").write_text(program_text(compiled, folder))
     (folder / "answer.json").write_text(json.dumps(answer))
 
@@ -62,10 +65,16 @@ def program_text(compiled: jax.stages.Compiled, folder: Path) -> str:
     try:
         return compiled.as_text() or ""
     except jax.errors.JaxRuntimeError:
-        printed = sorted(folder.glob(_PRINTED))
+        printed = _last_printed(folder, _PRINTED)
         if not printed:
             raise
-        return printed[-1].read_text()
+        return printed
+
+
+def _last_printed(folder: Path, pattern: str) -> str:
+    """The compiler's last file of such a name, or nothing."""
+    printed = sorted(folder.glob(pattern))
+    return printed[-1].read_text() if printed else ""
 
 
 def _mesh(request: dict[str, Any]) -> Mesh:

@@ -171,7 +171,8 @@ def _as_virtual(subject: Subject) -> Target:
 
 def _compiled_here(subject: Subject) -> CompiledProgram:
     compiled = subject.lower().compile(dict(subject.compiler_options) or None)
-    return CompiledProgram(text=compiled.as_text() or "", memory=memory_stats(compiled))
+    memory = memory_stats(compiled, subject.platform)
+    return CompiledProgram(text=compiled.as_text() or "", memory=memory)
 
 
 def _read(
