@@ -37,6 +37,7 @@ MADE = VolumeWorkload(
     summed_bytes=1e9,
     num_sums=5,
     at_once=SpaceWorkload(volume_bytes=4 * 10**9, other_bytes=10**6),
+    on_tpus=SpaceWorkload(volume_bytes=64 * 10**9, other_bytes=16 * 10**6),
     batch_bytes=10**6,
     least_sizes=(8, 8, 8),
 )
@@ -147,15 +148,17 @@ def test_what_is_computed_again_is_no_work_of_the_model():
 # Plans and curves.
 
 
-def test_plans_for_tpus_say_that_padding_is_not_counted(capsys):
+def test_plans_for_tpus_count_channels_along_their_lanes_and_say_so():
     asked = dataclasses.replace(request(8), cluster=cluster_of("tpu-v5p", devices=8))
     plan, fits = asked.of_layout()
-    assert fits and "fits unpadded" in "\n".join(plan.lines)
+    assert fits and "fits" in "\n".join(plan.lines)
     curve = scaling_curve(asked)
     assert curve_in_words(curve)[-1] == curve.note == plan.note
     assert "128 lanes" in plan.as_json()["note"]
     gpu, _ = request(8).of_layout()
-    assert gpu.as_json()["note"] is None and "unpadded" not in "".join(gpu.lines)
+    assert gpu.as_json()["note"] is None
+    apart = 16 * gpu.memory.activation_bytes, 16 * gpu.memory.other_bytes
+    assert (plan.memory.activation_bytes, plan.memory.other_bytes) == apart
 
 
 def test_beams_whose_parts_a_convolution_refuses_are_no_plans():

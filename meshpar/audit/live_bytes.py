@@ -58,25 +58,27 @@ class _Work:
 class _Program:
     """Operations in order; arrays are numbered."""
 
+    lanes: int
     sizes: list[int] = field(default_factory=list)
     works: list[_Work] = field(default_factory=list)
 
     def number(self, atom: Any) -> int:
-        self.sizes.append(_bytes_of(atom))
+        self.sizes.append(_bytes_of(atom, self.lanes))
         return len(self.sizes) - 1
 
 
-def most_live(program: ClosedJaxpr) -> Live:
+def most_live(program: ClosedJaxpr, lanes: int = 1) -> Live:
     """The fullest moment of a program, calls and loops that run once read as written.
 
     Args:
         program: `jax.jit(f).trace(...).jaxpr`, shapes as they are there.
+        lanes: The last dim of an array takes a multiple of so many places.
     """
-    return _most_live(program.jaxpr)
+    return _most_live(program.jaxpr, lanes)
 
 
-def _most_live(jaxpr: Jaxpr) -> Live:
-    flat = _Program()
+def _most_live(jaxpr: Jaxpr, lanes: int) -> Live:
+    flat = _Program(lanes)
     given = [flat.number(atom) for atom in jaxpr.invars]
     results = _flatten(jaxpr, given, flat)
     places = _places(flat, given, results)
@@ -142,7 +144,10 @@ def _flatten(jaxpr: Jaxpr, given: Sequence[int], flat: _Program) -> list[int]:
             results = _flatten(inner, operands, flat)
         else:
             results = [flat.number(atom) for atom in equation.outvars]
-            inside = [_most_live(one).total_bytes for one, _ in inner_jaxprs(equation)]
+            inside = [
+                _most_live(one, flat.lanes).total_bytes
+                for one, _ in inner_jaxprs(equation)
+            ]
             name = equation.primitive.name
             work = _Work(name, tuple(operands), tuple(results), max(inside, default=0))
             flat.works.append(work)
@@ -160,8 +165,9 @@ def _read_as_written(equation: JaxprEqn) -> Jaxpr | None:
     return found[0] if fits else None
 
 
-def _bytes_of(atom: Any) -> int:
+def _bytes_of(atom: Any, lanes: int) -> int:
     dtype = getattr(atom.aval, "dtype", None)
     if dtype is None or not hasattr(dtype, "itemsize"):
         return 0
-    return math.prod(atom.aval.shape) * dtype.itemsize
+    *others, last = atom.aval.shape or (1,)
+    return math.prod(others) * -(-last // lanes) * lanes * dtype.itemsize

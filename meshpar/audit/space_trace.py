@@ -11,6 +11,7 @@ from meshpar.audit.halos import exchanges
 from meshpar.audit.live_bytes import most_live
 from meshpar.audit.subject import FlatFunction, Subject
 from meshpar.audit.traced import operations
+from meshpar.hardware.tpus import LANES
 from meshpar.planner.workload.space import SpaceWorkload
 
 
@@ -22,6 +23,7 @@ def traced_space(step: _Traced, batch: Mapping[str, Any]) -> SpaceWorkload:
     """What a step holds and sends, by tracing it on its batch and on one of twice that.
 
     Nothing is compiled. What grows with the batch is of volumes, what does not is not.
+    A step for TPUs has its arrays' last dims as XLA lays them out there.
 
     Args:
         step: From `make_train_step`; on an `absent_mesh` too.
@@ -29,11 +31,10 @@ def traced_space(step: _Traced, batch: Mapping[str, Any]) -> SpaceWorkload:
     """
     subject, once = _flat(step, batch, 1)
     _, twice = _flat(step, batch, 2)
-    least, most = (most_live(one.jaxpr).total_bytes for one in (once, twice))
+    lanes = LANES if subject.platform == "tpu" else 1
     traced = operations(once.jaxpr, once.in_shardings, once.weights)
-    return SpaceWorkload(
-        volume_bytes=most - least,
-        other_bytes=max(0, 2 * least - most),
+    return SpaceWorkload.of(
+        *(most_live(one.jaxpr, lanes).total_bytes for one in (once, twice)),
         exchanges=exchanges(traced, subject.mesh_shape),
     )
 

@@ -17,6 +17,7 @@ from meshpar.audit.kernels import kernels_of
 from meshpar.audit.live_bytes import most_live
 from meshpar.audit.traced import Operation, operations
 from meshpar.errors import InputError
+from meshpar.hardware.tpus import LANES
 from meshpar.layout import Layout
 from meshpar.mesh import absent_mesh
 from meshpar.model.contract import Model
@@ -50,7 +51,10 @@ def traced_volume(
         )
     layout = Layout(precision=precision, remat=remat)
     once, twice = (_traced(model, layout, examples) for examples in (1, 2))
-    least, most = (most_live(one).total_bytes for one in (once, twice))
+    at_once, on_tpus = (
+        SpaceWorkload.of(*(most_live(one, lanes).total_bytes for one in (once, twice)))
+        for lanes in (1, LANES)
+    )
     found = operations(once, [None] * len(once.in_avals))
     kernels = kernels_of(found)
     value_bytes = 2 if precision == "bf16" else 4
@@ -66,9 +70,8 @@ def traced_volume(
             for one in sums
         ),
         num_sums=sum(one.times for one in sums if 0 not in one.equation.params["axes"]),
-        at_once=SpaceWorkload(
-            volume_bytes=most - least, other_bytes=max(0, 2 * least - most)
-        ),
+        at_once=at_once,
+        on_tpus=on_tpus,
         batch_bytes=sum(
             math.prod(one.shape) * one.dtype.itemsize for one in batch.values()
         ),

@@ -36,6 +36,10 @@ _TPU = Efficiency(
 )
 
 
+LANES = 128
+"""Places of an array's last dim that XLA:TPU lays side by side; fewer take as much."""
+
+
 def _tpu(
     version: str,
     kind: str,

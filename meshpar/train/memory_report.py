@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from meshpar.audit.memory import MemoryUse
 from meshpar.audit.report import audit
 from meshpar.audit.space_trace import traced_space
+from meshpar.audit.target import Target
 from meshpar.layout import STAGE_REMATS
 from meshpar.parallel.space import has_space, space_degree
 from meshpar.planner.cost.memory import Memory, memory_of
@@ -96,7 +97,8 @@ def memory_report(
     """
     report = audit(step, batch, target=target)
     if has_space(step.model_as_given):
-        return _of_space(step, batch, report.compiled_memory)
+        on = step if target is None else step.for_absent(Target.parse(target).platform)
+        return _of_space(on, batch, report.compiled_memory)
     run, gradient_bytes = planned_run(step, batch), gradient_bytes_of(step)
     memory = memory_of(run)
     late_bytes = gradient_bytes if memory.late_bytes else 0

@@ -30,6 +30,22 @@ class SpaceWorkload:
     other_bytes: int
     exchanges: tuple[Exchange, ...] = ()
 
+    @classmethod
+    def of(
+        cls, once: int, twice: int, exchanges: tuple[Exchange, ...] = ()
+    ) -> SpaceWorkload:
+        """From the most bytes that a step holds of a batch, and of one of twice that.
+
+        Example:
+            >>> SpaceWorkload.of(12, 20)
+            SpaceWorkload(volume_bytes=8, other_bytes=4, exchanges=())
+        """
+        return cls(
+            volume_bytes=twice - once,
+            other_bytes=max(0, 2 * once - twice),
+            exchanges=exchanges,
+        )
+
     @property
     def halo_bytes(self) -> int:
         """Sent to neighbours in a step by one device."""

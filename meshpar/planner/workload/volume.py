@@ -78,6 +78,7 @@ class VolumeWorkload:
         num_sums: Of these, the sums of each example, which the next operation waits
             for; those over examples too are gradients of norms and biases.
         at_once: What it holds at its fullest, halos left out.
+        on_tpus: The same, the last dim of each array along a TPU's lanes.
         batch_bytes: Of an example's arrays.
         least_sizes: Along each dim of space, the size that devices must divide: the
             greatest common divisor of all levels'.
@@ -91,6 +92,7 @@ class VolumeWorkload:
     summed_bytes: float
     num_sums: int
     at_once: SpaceWorkload
+    on_tpus: SpaceWorkload
     batch_bytes: int
     least_sizes: tuple[int, int, int]
     recomputed_flops: float = 0.0
