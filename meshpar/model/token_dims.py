@@ -39,7 +39,7 @@ def _reshape(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flo
     if flow.dim is not None:
         place = found[flow.dim]
         if place is None:
-            raise Mixed("a reshape that merges or cuts the sequence")
+            raise Mixed("a reshape that merges or cuts the sequence", certain=False)
         return [Flow(dim=place)]
     kept = (found[dim] for dim in flow.uniform)
     return [Flow(uniform=frozenset(dim for dim in kept if dim is not None))]
@@ -83,9 +83,10 @@ def _same_size(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[F
     others = [one for one in flows[1:] if one.has_tokens]
     before, after = (shape_of(v) for v in (equation.invars[0], equation.outvars[0]))
     if flow.total or (others and name != "dynamic_update_slice"):
-        raise Mixed(f"{name} with places from tokens" if others else f"{name} of a sum")
+        words = "with places from tokens" if others else "of a sum"
+        raise Mixed(f"{name} {words}", certain=False)
     if flow.dim is not None and before[flow.dim] != after[flow.dim]:
-        raise Mixed(f"{name} along the sequence")
+        raise Mixed(f"{name} along the sequence", certain=False)
     if flow.dim is None and others:
         return [others[0]]
     return [Flow(dim=flow.dim)] * len(equation.outvars)
@@ -95,7 +96,7 @@ def _concatenate(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list
     along = equation.params["dimension"]
     dims = {flow.dim for flow in flows if flow.dim is not None}
     if any(flow.total for flow in flows) or along in dims or len(dims) > 1:
-        raise Mixed("concatenate along the sequence")
+        raise Mixed("concatenate along the sequence", certain=False)
     if not dims:
         return [Flow()]
     [dim] = dims
@@ -120,7 +121,7 @@ def _gather(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow
     if table.dim is not None and table.dim not in paired:
         return [Flow(dim=_whole_window(equation, table.dim, indices))]
     if table.dim is not None and paired[table.dim] != indices.dim:
-        raise Mixed("gather from the tokens at hand")
+        raise Mixed("gather from the tokens at hand", certain=False)
     if indices.dim is None:
         return [Flow()]
     places = [dim for dim in range(rank) if dim not in numbers.offset_dims]
@@ -134,13 +135,14 @@ def _whole_window(equation: JaxprEqn, dim: int, indices: Flow) -> int:
     shape = shape_of(equation.invars[0])
     picked = dim in gone or dim in numbers.start_index_map
     if picked or params["slice_sizes"][dim] != shape[dim] or indices.has_tokens:
-        raise Mixed("gather from the tokens at hand")
+        raise Mixed("gather from the tokens at hand", certain=False)
     kept = [d for d in range(len(shape)) if d not in gone]
     return numbers.offset_dims[kept.index(dim)]
 
 
-def _made(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
-    return [Flow() for _ in equation.outvars]
+def _iota(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
+    dims = range(len(shape_of(equation.outvars[0])))
+    return [Flow(uniform=frozenset(dims) - {equation.params["dimension"]})]
 
 
 DIM_RULES: dict[str, Rule] = {
@@ -150,7 +152,7 @@ DIM_RULES: dict[str, Rule] = {
     "squeeze": _squeeze,
     "concatenate": _concatenate,
     "gather": _gather,
-    "iota": _made,
+    "iota": _iota,
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin"), _along),
     **dict.fromkeys(("cumlogsumexp", "sort", "rev", "top_k", "split"), _along),
     **dict.fromkeys(("slice", "dynamic_slice", "pad"), _same_size),

@@ -15,11 +15,12 @@ class Mixed(Exception):
     Args:
         what: The operation, in words.
         where: Its line; empty where that is not known yet.
+        certain: Whether it does, and not only may.
     """
 
-    def __init__(self, what: str, where: str = "") -> None:
+    def __init__(self, what: str, where: str = "", *, certain: bool = True) -> None:
         super().__init__(what)
-        self.where = where
+        self.where, self.certain = where, certain
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Flow:
         uniform: Where it has no tokens: the dims along which its values are all alike.
         value: Where it has no tokens: what all its values are, if that is known.
         counted: Where it has no tokens: whether they depend on how many are at hand.
+        lost: Whether nothing is known of it.
     """
 
     dim: int | None = None
@@ -39,6 +41,7 @@ class Flow:
     uniform: frozenset[int] = frozenset()
     value: Any = None
     counted: bool = False
+    lost: bool = False
 
     @property
     def has_tokens(self) -> bool:
@@ -62,12 +65,14 @@ class Flow:
         if some.total:
             raise Mixed(
                 "a loop or branch that gives a sum over tokens or what each device has "
-                "alike, which would count once for each; start it at 0"
+                "alike, which would count once for each; start it at 0",
+                certain=False,
             )
         if self.counted:
             raise Mixed(
                 "a loop or branch that gives tokens or how many are at hand; take "
-                "scope.seq_length(seq)"
+                "scope.seq_length(seq)",
+                certain=False,
             )
 
     def joined(self, other: Flow) -> Flow:
@@ -77,12 +82,14 @@ class Flow:
             Mixed: They have tokens in different dims; or one has tokens, and the other
                 what each device would count.
         """
+        if self.lost or other.lost:
+            return Flow(lost=True)
         if self.has_tokens != other.has_tokens:
             some, none = (self, other) if self.has_tokens else (other, self)
             none.check_beside(some)
             return some
         if (self.dim, self.total) != (other.dim, other.total):
-            raise Mixed("tokens in different dims of a loop or branch")
+            raise Mixed("tokens in different dims of a loop or branch", certain=False)
         return replace(
             self,
             uniform=self.uniform & other.uniform,

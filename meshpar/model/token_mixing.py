@@ -31,10 +31,12 @@ class _Follower:
     Args:
         num_tokens: Size of the dims of tokens.
         twins: Its operations beside those with fewer tokens.
+        lenient: Whether an operation that only may mix tokens is let through.
     """
 
     num_tokens: int
     twins: Twins
+    lenient: bool = False
     flows: dict[Any, Flow] = field(default_factory=dict)
 
     def run(self, jaxpr: Jaxpr, given: Sequence[Flow]) -> list[Flow]:
@@ -61,6 +63,8 @@ class _Follower:
             inner = _inner(equation)
             if inner is not None and len(inner.invars) == len(flows):
                 return self.run(inner, flows)
+            if any(flow.lost for flow in flows):
+                return [Flow(lost=True) for _ in equation.outvars]
             has_tokens = any(flow.has_tokens for flow in flows)
             if has_tokens and name not in DIM_RULES:
                 self._check_counts(equation, flows)
@@ -69,10 +73,13 @@ class _Follower:
             if has_tokens:
                 return found
             return self.twins.without_tokens(equation, flows, found)
-        except Mixed as found:
-            if found.where:
+        except Mixed as mixed:
+            if self.lenient and not mixed.certain:
+                return [Flow(lost=True) for _ in equation.outvars]
+            if mixed.where:
                 raise
-            raise Mixed(str(found), _source(equation)) from None
+            where = _source(equation)
+            raise Mixed(str(mixed), where, certain=mixed.certain) from None
 
     def _check_counts(self, equation: JaxprEqn, flows: list[Flow]) -> None:
         if self.twins.counts(equation, flows):
@@ -120,6 +127,31 @@ def mixes_tokens(
     return None
 
 
+def surely_mixes(
+    function: Callable[..., Any], num_examples: int, examples: Any, *others: Any
+) -> str | None:
+    """As `mixes_tokens`, of examples: what only may join them is let through.
+
+    Args:
+        function: Of trees of arrays, those of examples first.
+        num_examples: How many there are.
+        examples: Tree of (shape, dim of the examples or None).
+        others: Trees of shapes of arrays that have none.
+    """
+    program, dims = _traced(function, examples, others)
+    given = [Flow(dim=dim) for dim in dims]
+    given += [Flow()] * (len(program.jaxpr.invars) - len(dims))
+    twins = Twins(program.jaxpr, None)
+    try:
+        _Follower(num_examples, twins, lenient=True).run(program.jaxpr, given)
+    except Mixed as mixed:
+        what = str(mixed).split(";")[0]
+        for word, other in (("token", "example"), ("the sequence", "the batch")):
+            what = what.replace(word, other)
+        return f"{what} ({mixed.where})" if mixed.where else what
+    return None
+
+
 def _traced(
     function: Callable[..., Any], tokens: Any, others: tuple
 ) -> tuple[ClosedJaxpr, list[int | None]]:
@@ -146,7 +178,7 @@ def _scan(follower: _Follower, equation: JaxprEqn, flows: list[Flow]) -> list[Fl
         for flow in found[carried:]
     ]
     if over_tokens and any(flow.total for flow in found[carried:]):
-        raise Mixed("a sum over tokens beside each token")
+        raise Mixed("a sum over tokens beside each token", certain=False)
     return [*carry, *ys]
 
 
@@ -154,7 +186,8 @@ def _of_one(flow: Flow, carries: bool) -> Flow:
     """Of one iteration, from what a loop runs along."""
     if flow.dim == 0:
         if carries:
-            raise Mixed("a loop over the tokens that carries something on")
+            words = "a loop over the tokens that carries something on"
+            raise Mixed(words, certain=False)
         return Flow()
     return flow.moved(lambda dim: dim - 1)
 
@@ -172,13 +205,13 @@ def _while(follower: _Follower, equation: JaxprEqn, flows: list[Flow]) -> list[F
         carry = joined
     ends = follower.run(params["cond_jaxpr"].jaxpr, [*flows[:before], *carry])
     if any(flow.has_tokens for flow in ends):
-        raise Mixed("a loop that tokens end")
+        raise Mixed("a loop that tokens end", certain=False)
     return carry
 
 
 def _cond(follower: _Follower, equation: JaxprEqn, flows: list[Flow]) -> list[Flow]:
     if flows[0].has_tokens:
-        raise Mixed("a branch that tokens choose")
+        raise Mixed("a branch that tokens choose", certain=False)
     found = [
         follower.run(branch.jaxpr, flows[1:]) for branch in equation.params["branches"]
     ]

@@ -34,7 +34,7 @@ def elementwise(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[
         return [Flow(uniform=alike) for _ in equation.outvars]
     name = equation.primitive.name
     if name in _ORDERED:
-        raise Mixed(f"{name} along the sequence")
+        raise Mixed(f"{name} along the sequence", certain=False)
     if any(flow.total for flow in flows):
         return _of_total(equation, flows)
     dims = {flow.dim for flow in flows if flow.dim is not None}
@@ -42,7 +42,9 @@ def elementwise(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[
         raise Mixed(f"{name} of every token with every token")
     [dim] = dims
     if not _of_each_element(equation):
-        raise Mixed(f"{name}, of which it is not known whether it mixes tokens")
+        raise Mixed(
+            f"{name}, of which it is not known whether it mixes tokens", certain=False
+        )
     for flow, x in zip(flows, equation.invars, strict=True):
         check_no_places(flow, x, dim, num_tokens, name)
     return [Flow(dim=dim) for _ in equation.outvars]
@@ -121,7 +123,7 @@ def _dot(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
         raise Mixed("a matmul of every token with every token")
     if places[0] == "contracted":
         if len(places) == 1:
-            raise Mixed("a matmul along the sequence")
+            raise Mixed("a matmul along the sequence", certain=False)
         return [Flow(total=True)]
     return [Flow(dim=int(places[0]))]
 

@@ -20,6 +20,7 @@ from meshpar.model.inputs import (
 )
 from meshpar.model.parameter import Params, is_parameter
 from meshpar.model.scope import Scope
+from meshpar.model.token_mixing import surely_mixes
 
 
 def batch_shapes(
@@ -60,13 +61,17 @@ def traced_batch(
     return shapes_of(inputs, {**sizes, BATCH_DIM: examples})
 
 
-def tracing_scope(batch: Any, state: Params, **fields: Any) -> Scope:
+def tracing_scope(
+    batch: Any, state: Params, examples: jax.Array | None = None, **fields: Any
+) -> Scope:
     """A scope for tracing: everything that a function may ask for is there."""
-    examples = jax.tree.leaves(batch)[0].shape[0]
+    if examples is None:
+        num_examples = jax.tree.leaves(batch)[0].shape[0]
+        examples = jnp.arange(num_examples, dtype=jnp.uint32)
     return Scope(
         batch=Batch(batch),
         state=state,
-        examples=jnp.arange(examples, dtype=jnp.uint32),
+        examples=examples,
         random=jax.random.key(0),
         training=True,
         **fields,
@@ -121,6 +126,53 @@ def check_examples_first(model: Model, batch: Any) -> None:
     for times in (2, 3):
         once, *shapes = traced_forward(model, _times(batch, times), head=True)
         jax.eval_shape(once, *shapes)
+
+
+_TRACED_EXAMPLES = 13
+"""As few sizes of a model are: examples are told from them by their number."""
+
+
+def check_examples_apart(model: Model, batch: Any, layout: str) -> None:
+    """Refuses a model that joins examples otherwise than by sums.
+
+    Devices and microbatches have some examples of the batch each: what is not a sum
+    over them, such as a mean's difference, a contrastive loss or noise of the batch's
+    own shape, would be of these alone.
+
+    Args:
+        model: The model.
+        batch: Arrays of a batch, or their shapes.
+        layout: What splits the batch, in words.
+
+    Raises:
+        InputError: It surely joins them; what only may is let through, and so is a
+            model that asks for sums over the global batch itself.
+    """
+    num = _TRACED_EXAMPLES
+    shapes = {
+        name: jax.ShapeDtypeStruct((num, *x.shape[1:]), x.dtype)
+        for name, x in dict(batch).items()
+    }
+    asked: list[str] = []
+
+    def forward(of_examples: list, params: tuple, state: tuple) -> Any:
+        batch, examples = of_examples
+        once, *_ = traced_forward(
+            model, batch, head=True, examples=examples, batch_sums=asked
+        )
+        return once(params, state, batch)
+
+    given = {name: (shape, 0) for name, shape in shapes.items()}
+    numbers = jax.ShapeDtypeStruct((num,), jnp.uint32), 0
+    params, state = one_layer_shapes(model), one_layer_state(model)
+    found = surely_mixes(forward, num, [given, numbers], params, state)
+    if found is not None and not asked:
+        raise InputError(
+            f"layout {layout!r} gives devices or microbatches some examples each, but "
+            f"a function of the model joins those that it has: {found}; give sums over "
+            "examples alone, take scope.batch_sum for statistics and scope.key for "
+            "noise, or leave the batch whole"
+        )
 
 
 def _times(batch: Any, times: int) -> Any:

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshpar.layout import BATCH_AXES
 from meshpar.model.contract import Model
 from meshpar.model.parameter import Params
-from meshpar.model.tracing import check_examples_first
+from meshpar.model.tracing import check_examples_apart, check_examples_first
 from meshpar.parallel.norm import global_norm
 from meshpar.parallel.placement import Placement
 from meshpar.train.constants import put_in, take_out
@@ -104,6 +104,7 @@ class StepFunctions:
     ) -> tuple[TrainState, Metrics, Batch]:
         """`update`, and the gradient of each input that has one."""
         check_examples_first(self.model_as_given, batch)
+        self._check_examples_apart(batch)
         apart = take_out(self.model, state)
         loss, more, gradients, model_state, of_inputs = self.program.loss_and_gradients(
             apart.params, apart.model_state, batch, state.step, state.seed
@@ -117,10 +118,12 @@ class StepFunctions:
 
     def loss_and_gradients(self, state: TrainState, batch: Batch) -> tuple:
         """Loss, more metrics and gradients."""
+        self._check_examples_apart(batch)
         return self.program.loss_and_gradients(*self._given(state, batch))[:3]
 
     def evaluated(self, state: TrainState, batch: Batch) -> Any:
         """Summed loss and weights, without dropout and auxiliary losses."""
+        self._check_examples_apart(batch)
         return self.program.loss_sums(*self._given(state, batch))
 
     def logits(self, state: TrainState, batch: Batch) -> Any:
@@ -152,6 +155,11 @@ class StepFunctions:
         mesh = self.placement.mesh
         lie = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
         return jnp.isfinite(global_norm(of_inputs, dict.fromkeys(of_inputs, lie), mesh))
+
+    def _check_examples_apart(self, batch: Batch) -> None:
+        layout = self.placement.layout
+        if layout.batch_shards * layout.microbatches * layout.stage > 1:
+            check_examples_apart(self.model_as_given, batch, str(layout))
 
     def _given(self, state: TrainState, batch: Batch) -> tuple[Any, ...]:
         """What a program takes."""
