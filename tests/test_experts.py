@@ -24,6 +24,7 @@ from meshpar import (
 from meshpar.layout import BATCH_AXES
 from meshpar.mesh import use_mesh
 from meshpar.model.contract import BlockGroup
+from meshpar.model.parameter import Parameter
 from meshpar.model.tracing import traced_batch
 from meshpar.models.layers.router import Router, RouterConfig
 from meshpar.models.presets import build, configure
@@ -402,3 +403,14 @@ def test_a_group_that_sends_its_experts_nothing_is_named():
     assert experts_refusal(model, Layout(expert=2)) is None
     found = experts_refusal(both, Layout(expert=2))
     assert "block group 'silent' sends no tokens to its experts" in found
+
+
+@pytest.mark.parametrize("axes", [("embed", "experts"), ("experts",)])
+def test_experts_that_are_no_first_dim_of_matrices_are_refused(axes):
+    """A block would see its device's experts alone of a router's scores."""
+    model = build("tiny-moe", layers=1, hidden=16, heads=2, kv_heads=2, vocab=32)
+    shape = (16, 8)[-len(axes) :]
+    scores = Parameter(shape=shape, dtype=jnp.float32, logical_axes=axes)
+    model = replace(model, parameters={**model.parameters, "scores": scores})
+    found = experts_refusal(model, Layout(expert=2))
+    assert f"scores has the logical axes {axes}" in found

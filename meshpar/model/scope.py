@@ -13,7 +13,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from meshpar.collectives import asked
+from meshpar.collectives import asked, sum_dtype
 from meshpar.errors import InputError
 from meshpar.model.inputs import Batch
 from meshpar.model.token_cache import TokenCache
@@ -290,8 +290,9 @@ class Scope:
 
         Raises:
             InputError: The batch runs in several microbatches, none of which has the
-                others' examples.
+                others' examples; or the ranks of a pipeline share the tokens here.
         """
+        self._check_whole("batch_sum")
         if self.batch_sums is not None:
             self.batch_sums.append("batch_sum")
         if self.num_microbatches > 1:
@@ -309,7 +310,7 @@ class Scope:
         if not self.batch_axes:
             return x
         with asked("batch_sum"):
-            return lax.psum(x, self.batch_axes)
+            return self._summed(x, self.batch_axes)
 
     def sequence_sum(self, x: jax.Array) -> jax.Array:
         """`x` summed over the devices that share the tokens of each example.
@@ -320,7 +321,11 @@ class Scope:
 
         Args:
             x: A sum over the tokens at hand.
+
+        Raises:
+            InputError: The ranks of a pipeline share the tokens here.
         """
+        self._check_whole("sequence_sum")
         if self.order is None:
             return x
         if self.order.probing:
@@ -328,7 +333,7 @@ class Scope:
         if self.order.num_ranks == 1:
             return x
         with asked("sequence_sum"):
-            return lax.psum(x, self.order.mesh_axis)
+            return self._summed(x, self.order.mesh_axis)
 
     def over_sequence(
         self, function: Callable[[jax.Array], jax.Array], x: jax.Array
@@ -340,7 +345,11 @@ class Scope:
         Args:
             function: (batch, seq, ...) -> (batch, seq, ...), in the sequence's order.
             x: (batch, tokens at hand, ...).
+
+        Raises:
+            InputError: The ranks of a pipeline share the tokens here.
         """
+        self._check_whole("over_sequence")
         order = self.order
         if order is None or (order.num_ranks == 1 and not order.probing):
             return function(x)
@@ -355,6 +364,18 @@ class Scope:
     def at_layer(self, layer: jax.Array | int, state: Any = None) -> Scope:
         """This scope inside block `layer`, with that layer's state."""
         return replace(self, layer=layer, state={} if state is None else state)
+
+    def _summed(self, x: jax.Array, mesh_axes: str | tuple[str, ...]) -> jax.Array:
+        wide = x.astype(sum_dtype(x.dtype, self.platform))
+        return lax.psum(wide, mesh_axes).astype(x.dtype)
+
+    def _check_whole(self, name: str) -> None:
+        if self.token_positions is not None:
+            raise InputError(
+                f"scope.{name} is of whole sequences, but in embed and head the ranks "
+                "of a pipeline share the tokens of an example; call it in a block, or "
+                "leave per_token out"
+            )
 
     def _check_tokens(self, x: jax.Array, name: str) -> None:
         """Refuses an array whose second dim is not the tokens at hand, in a probe."""

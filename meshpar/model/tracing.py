@@ -79,7 +79,13 @@ def tracing_scope(
 
 
 def traced_forward(
-    model: Model, batch: Any, *, rules: Any = None, head: bool = False, **fields: Any
+    model: Model,
+    batch: Any,
+    *,
+    rules: Any = None,
+    head: bool = False,
+    ends_only: bool = False,
+    **fields: Any,
 ) -> tuple[Any, ...]:
     """A model's forward with one layer of each group, and the shapes it takes.
 
@@ -88,6 +94,7 @@ def traced_forward(
         batch: Shapes of a batch.
         rules: What stands in the scope; None outside any mesh.
         head: Whether the head is run too: its sums, and each group's.
+        ends_only: Whether the head is given what `embed` makes.
         fields: Of the scope, besides.
     """
 
@@ -95,7 +102,8 @@ def traced_forward(
         (ends, layers), (of_ends, states) = params, state
         outside = tracing_scope(batch, of_ends, rules=rules, **fields)
         x, of_groups = model.embed(ends, outside.batch, outside), []
-        for group, layer, of_layer in zip(model.groups, layers, states, strict=True):
+        between = [] if ends_only else zip(model.groups, layers, states, strict=True)
+        for group, layer, of_layer in between:
             x = x if group.enter is None else group.enter(ends, x, outside)
             x, sums = group.run(layer, x, outside.at_layer(0, of_layer))
             of_groups.append(sums)

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from meshpar.collectives import asked
+from meshpar.collectives import asked, sum_dtype
 from meshpar.layout import TOKEN_AXES
 from meshpar.model.contract import Model
 from meshpar.model.parameter import Params
@@ -38,8 +38,12 @@ def sum_statistics(placement: Placement, found: list[Sums]) -> list[Sums]:
     axes = placement.large(TOKEN_AXES)
     if not axes or not jax.tree.leaves(found):
         return found
+    wide = jax.tree.map(
+        lambda x: x.astype(sum_dtype(x.dtype, placement.platform)), found
+    )
     with asked("batch_sum"):
-        return jax.lax.psum(found, axes)
+        summed = jax.lax.psum(wide, axes)
+    return jax.tree.map(lambda x, like: x.astype(like.dtype), summed, found)
 
 
 def updated_state(model: Model, state: Params, statistics: Sequence[Sums]) -> Params:

@@ -46,6 +46,24 @@ def check_context(model: Model, layout: Layout, rules: Rules) -> None:
     check_token_wise(model)
 
 
+def check_per_token(model: Model, layout: Layout) -> None:
+    """Refuses a model that says of its ends what ranks rely on, and they do not do.
+
+    Raises:
+        InputError: `Model.per_token` is set, the ranks of a pipeline share the tokens
+            of embed and head, and one of the two mixes them.
+    """
+    if layout.stage == 1 or not model.per_token:
+        return
+    found = tokens_joined(model, ends_only=True)
+    if found is not None:
+        raise InputError(
+            "per_token=True says that embed and head treat every token by itself, so "
+            f"that the {layout.stage} ranks of a pipeline have some tokens each, but "
+            f"one of them does not: {found}; leave per_token out"
+        )
+
+
 def context_problems(
     model: Model, layout: Layout, rules: Rules, seq: int
 ) -> Iterator[str]:
@@ -97,7 +115,9 @@ def check_token_wise(model: Model) -> None:
 
 
 @functools.lru_cache(maxsize=32)
-def tokens_joined(model: Model, *, cached: bool = False) -> str | None:
+def tokens_joined(
+    model: Model, *, cached: bool = False, ends_only: bool = False
+) -> str | None:
     """Where a model joins tokens otherwise than by attention; None if nowhere.
 
     Its functions are traced, on no device, as the devices of a split sequence run them:
@@ -106,6 +126,7 @@ def tokens_joined(model: Model, *, cached: bool = False) -> str | None:
     Args:
         model: The model.
         cached: Whether attention is what a cache answers, not what devices share.
+        ends_only: Whether embed and head alone are asked for.
 
     Raises:
         InputError: They cannot be traced.
@@ -114,9 +135,8 @@ def tokens_joined(model: Model, *, cached: bool = False) -> str | None:
     sizes = _TRACED_TOKENS if fixed is None else (fixed,)
     for num_tokens in sizes:
         try:
-            return _mixes(model, num_tokens, (), cached) or _mixes_given_all(
-                model, num_tokens, cached
-            )
+            mixes = functools.partial(_mixes, model, num_tokens, cached, ends_only)
+            return mixes(()) or (mixes(_optional(model)) if _optional(model) else None)
         except InputError:  # longer than the model takes, perhaps
             if num_tokens == sizes[-1]:
                 raise
@@ -138,27 +158,33 @@ def _fixed_tokens(model: Model) -> int | None:
     return max(sizes, default=None)
 
 
-def _mixes_given_all(model: Model, num_tokens: int, cached: bool) -> str | None:
-    inputs = model.known_inputs
-    optional = tuple(name for name, one in inputs.items() if one.optional)
-    return _mixes(model, num_tokens, optional, cached) if optional else None
+def _optional(model: Model) -> tuple[str, ...]:
+    return tuple(name for name, one in model.known_inputs.items() if one.optional)
 
 
 def _mixes(
-    model: Model, num_tokens: int, optional: tuple[str, ...], cached: bool
+    model: Model,
+    num_tokens: int,
+    cached: bool,
+    ends_only: bool,
+    optional: tuple[str, ...],
 ) -> str | None:
     """The operation of a model that mixes tokens; None if none does.
 
     Args:
         model: The model.
         num_tokens: Of the sequences that it is traced on.
-        optional: The optional inputs that a batch has.
         cached: As in `tokens_joined`.
+        ends_only: As there.
+        optional: The optional inputs that a batch has.
     """
-    whole = _Hand.of(model, num_tokens, num_tokens, optional, cached)
-    share = _Hand.of(model, num_tokens, max(num_tokens // 2, 1), optional, cached)
+    whole, share = (
+        _Hand.of(model, num_tokens, at_hand, optional, cached, ends_only)
+        for at_hand in (num_tokens, max(num_tokens // 2, 1))
+    )
     params, state = one_layer_shapes(model), one_layer_state(model)
-    with tracing("the model cannot be traced for context"):
+    axis = "stage" if ends_only else "context"
+    with tracing(f"the model cannot be traced as devices of {axis!r} run it"):
         return mixes_tokens(
             whole.forward,
             num_tokens,
@@ -179,12 +205,14 @@ class _Hand:
         order: In which a probe has them.
         batch: Name -> (shape, dim of its tokens or None).
         positions: Of the tokens.
+        ends_only: Whether the blocks are left out.
     """
 
     model: Model
     order: TokenOrder
     batch: dict[str, tuple[jax.ShapeDtypeStruct, int | None]]
     positions: jax.ShapeDtypeStruct
+    ends_only: bool
 
     @classmethod
     def of(
@@ -194,6 +222,7 @@ class _Hand:
         num_tokens: int,
         optional: tuple[str, ...],
         cached: bool,
+        ends_only: bool,
     ) -> _Hand:
         """So many tokens of sequences of `seq`."""
         inputs = {
@@ -214,13 +243,14 @@ class _Hand:
         return cls(
             model=model,
             order=TokenOrder(
-                mesh_axis="context",
+                mesh_axis="stage" if ends_only else "context",
                 num_ranks=1,
                 lengths=((num_tokens, seq),),
                 cached=cached,
             ),
             batch=batch,
             positions=jax.ShapeDtypeStruct((num_tokens,), jnp.int32),
+            ends_only=ends_only,
         )
 
     @property
@@ -233,7 +263,9 @@ class _Hand:
         batch, positions = tokens
         order = replace(self.order, probe=positions)
         shapes = {name: shape for name, (shape, _) in self.batch.items()}
-        once, *_ = traced_forward(self.model, shapes, head=True, order=order)
+        once, *_ = traced_forward(
+            self.model, shapes, head=True, ends_only=self.ends_only, order=order
+        )
         return once(params, state, batch)
 
 

@@ -104,8 +104,8 @@ def experts_refusal(model: Model, layout: Layout) -> str | None:
     if layout.expert == 1:
         return None
     asked = f"layout {str(layout)!r}: expert={layout.expert} splits experts, but"
-    parameters = model.flat_parameters().values()
-    if not any("experts" in one.logical_axes for one in parameters):
+    parameters = model.flat_parameters()
+    if not any("experts" in one.logical_axes for one in parameters.values()):
         return (
             f"{asked} no parameter of the model has the logical axis 'experts'; set "
             "expert=1, and give 'data' or 'fsdp' its devices"
@@ -117,6 +117,13 @@ def experts_refusal(model: Model, layout: Layout) -> str | None:
             "each would see its device's experts alone; call "
             "meshpar.parallel.expert.experts.routed_mlp, or set expert=1"
         )
+    for path, one in parameters.items():
+        if "experts" in one.logical_axes[1:] or one.logical_axes == ("experts",):
+            return (
+                f"{asked} {path} has the logical axes {one.logical_axes}: a block sees "
+                "its device's experts alone of what has 'experts', which is for the "
+                "first dim of an expert's matrices; leave it out of a router's axes"
+            )
     return None
 
 

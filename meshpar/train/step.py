@@ -20,7 +20,11 @@ from meshpar.parallel.pipeline.program import pipeline_of
 from meshpar.parallel.pipeline.stages import in_layer_order
 from meshpar.parallel.placement import DTYPES, Placement
 from meshpar.parallel.prefetch_choice import prefetch_notes, prefetches
-from meshpar.parallel.sequence_checks import check_context, check_sequences
+from meshpar.parallel.sequence_checks import (
+    check_context,
+    check_per_token,
+    check_sequences,
+)
 from meshpar.parallel.space import check_space
 from meshpar.train.batch_placement import BatchPlacement, batch_structs
 from meshpar.train.chosen_programs import chosen_programs
@@ -58,6 +62,7 @@ class TrainStep:
         model, layout = options.model, options.layout
         check_space(model, layout, options.rules)
         check_context(model, layout, options.rules)
+        check_per_token(model, layout)
         self.model_as_given, self.layout = model, layout
         self.rules, self.mesh = options.rules, options.mesh
         self.platform = options.platform

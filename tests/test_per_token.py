@@ -1,0 +1,116 @@
+"""Ends that a model calls token-wise, whose tokens the ranks of a pipeline share."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import meshpar
+from meshpar import Input, InputError, from_nnx, make_train_step
+from meshpar.model.scope import Scope
+
+VOCAB, EMBED, SEQ = 16, 8, 8
+
+
+def normal(rngs, *shape):
+    values = nnx.initializers.normal(0.3)(rngs.params(), shape)
+    return nnx.Param(values, out_sharding=(None,) * len(shape))
+
+
+class Ends(nnx.Module):
+    def __init__(self, rngs, loss):
+        self.loss = loss
+        self.read, self.write = normal(rngs, VOCAB, EMBED), normal(rngs, EMBED, VOCAB)
+
+    def embed(self, batch, scope):
+        return self.read[...][batch["tokens"]]
+
+    def head(self, x, batch, scope):
+        return self.loss(x @ self.write[...], batch, scope), batch["weights"].sum()
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.weight = normal(rngs, EMBED, EMBED)
+
+    def __call__(self, x, scope):
+        return x + jnp.tanh(jnp.cumsum(x, 1) @ self.weight[...])
+
+
+def step_of(loss, layout, *, per_token=True):
+    model = from_nnx(
+        ends=lambda rngs: Ends(rngs, loss),
+        block=Block,
+        num_layers=2,
+        per_token=per_token,
+        inputs={
+            "tokens": Input(("batch", "seq"), "int", below=VOCAB),
+            "weights": Input(("batch", "seq"), is_weight=True),
+        },
+    )
+    devices = jax.devices()[:2] if "2" in layout else jax.devices()[:1]
+    return make_train_step(model, optax.sgd(0.1), layout, devices=devices)
+
+
+def losses_of(logits, labels):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+
+
+def of_each_token(logits, batch, scope):
+    return (losses_of(logits, batch["tokens"]) * batch["weights"]).sum()
+
+
+def of_the_next_token(logits, batch, scope):
+    return losses_of(logits[:, :-1], batch["tokens"][:, 1:]).sum()
+
+
+def of_the_mean(logits, batch, scope):
+    mean = scope.sequence_sum(logits.sum(1)) / scope.seq_length(logits.shape[1])
+    return ((logits - mean[:, None]) ** 2).sum()
+
+
+def of_whole_sequences(logits, batch, scope):
+    return (scope.over_sequence(lambda x: jnp.cumsum(x, 1), logits) ** 2).sum()
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (of_the_next_token, "per_token=True says .* slice along the sequence"),
+        (of_the_mean, "scope.sequence_sum is of whole sequences"),
+        (of_whole_sequences, "scope.over_sequence is of whole sequences"),
+    ],
+)
+def test_ends_that_mix_tokens_are_refused_under_stages(loss, words):
+    def traced(layout, **options):
+        step = step_of(loss, layout, **options)
+        batch = meshpar.batch_shapes(step.model, 4, seq=SEQ)
+        jax.eval_shape(step.functions.evaluated, step.state_shapes, batch)
+
+    with pytest.raises(InputError, match=words):
+        traced("stage=2")
+    traced("stage=1")
+    traced("stage=2", per_token=False)
+
+
+@pytest.mark.parametrize("name", ["batch_sum", "sequence_sum", "over_sequence"])
+def test_sums_of_whole_sequences_are_refused_where_ranks_share_tokens(name):
+    scope, x = Scope(token_positions=jnp.arange(4)), jnp.ones((2, 4))
+    given = (jnp.cumsum, x) if name == "over_sequence" else (x,)
+    with pytest.raises(InputError, match=f"scope.{name} is of whole sequences.*out"):
+        getattr(scope, name)(*given)
+
+
+def test_token_wise_ends_are_shared_and_change_no_loss():
+    tokens = np.random.default_rng(0).integers(0, VOCAB, (4, SEQ)).astype(np.int32)
+    batch = {"tokens": tokens, "weights": np.ones((4, SEQ), np.float32)}
+    found = []
+    for layout in ("stage=2", "stage=1"):
+        step = step_of(of_each_token, layout)
+        loss_sum, weight_sum = step.evaluate(step.init(0), batch)
+        found.append(float(loss_sum / weight_sum))
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
