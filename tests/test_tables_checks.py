@@ -124,7 +124,7 @@ def test_a_batch_of_what_nobody_reads_is_refused(given, match):
         (lambda: with_tables(dense_step(), list(TABLES)), "a list; give what embeddin"),
         (
             lambda: with_tables(step_of(SGD(0.1)), step_of(SGD(0.1)).tables),
-            "a TableStep; give what make_train_step returned; all tables are given at",
+            "a TableStep; give what make_train_step returned, and all tables at once",
         ),
         (
             lambda: memory_report(step_of(SGD(0.1)), batch()),

@@ -17,16 +17,16 @@ def check_parts(step: TrainStep, tables: EmbeddingTables) -> None:
     Raises:
         InputError: One of them is something else, or the step has tables already.
     """
-    for one, wanted, maker in (
-        (step, TrainStep, "make_train_step"),
-        (tables, EmbeddingTables, "embedding_tables"),
-    ):
-        if not isinstance(one, wanted):
-            of_tables = "; all tables are given at once" if wanted is TrainStep else ""
-            raise InputError(
-                f"with_tables was given a {type(one).__name__}; give what {maker} "
-                f"returned{of_tables}"
-            )
+    if not isinstance(step, TrainStep):
+        raise InputError(
+            f"with_tables was given a {type(step).__name__}; give what make_train_step "
+            "returned, and all tables at once"
+        )
+    if not isinstance(tables, EmbeddingTables):
+        raise InputError(
+            f"with_tables was given a {type(tables).__name__}; give what "
+            "embedding_tables returned"
+        )
 
 
 def check_arrays(
