@@ -244,13 +244,18 @@ class DiTEnds(nnx.Module):
         return loss_sum, jnp.sum(weights_BT) * error.shape[-1]
 
     def _targets(self, batch: Batch, scope: Scope) -> jax.Array:
-        if "targets" in batch:
-            return batch["targets"].astype(jnp.float32)
-        if "times" in batch:
+        if "times" in batch and "targets" not in batch:
             raise InputError(
                 "the batch has 'times', so that its patches are noisy already, but no "
                 "'targets' to compare with; give both, or neither"
             )
+        if "targets" in batch and "times" not in batch:
+            raise InputError(
+                "the batch has 'targets', but no 'times', so that noise is drawn that "
+                "they know nothing of; give both, or neither"
+            )
+        if "targets" in batch:
+            return batch["targets"].astype(jnp.float32)
         noise, times = _drawn(batch["patches"], scope)
         return self.config.path.target(batch["patches"], noise, times[:, None, None])
 

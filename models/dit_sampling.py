@@ -147,10 +147,18 @@ def _laid_out(step: TrainStep, array: np.ndarray | jax.Array) -> jax.Array:
 
 
 def _checked(labels: np.ndarray, config: DiTConfig) -> np.ndarray:
-    labels = np.asarray(labels, np.int32)
+    try:
+        labels = np.asarray(labels)
+    except ValueError as error:  # Rows of several lengths.
+        raise InputError(f"labels are no row of whole numbers: {error}") from None
     if labels.ndim != 1 or not labels.size:
         raise InputError(
             f"labels have shape {labels.shape}; give at least one in a row"
+        )
+    if not np.issubdtype(labels.dtype, np.integer):
+        raise InputError(
+            f"labels have dtype {labels.dtype}, but are whole numbers from 0 to "
+            f"{config.classes}; convert them with .astype(numpy.int32)"
         )
     if labels.min() < 0 or labels.max() > config.classes:
         raise InputError(
@@ -158,4 +166,4 @@ def _checked(labels: np.ndarray, config: DiTConfig) -> np.ndarray:
             f"classes={config.classes}: 0 to {config.classes - 1}, and "
             f"{config.classes} for none"
         )
-    return labels
+    return labels.astype(np.int32)

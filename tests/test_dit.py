@@ -140,10 +140,19 @@ def test_an_image_of_weight_0_does_not_count():
     assert float(mean(changed)) == float(mean(given))
 
 
-def test_noisy_patches_without_targets_have_no_loss():
-    given = {**batch(), "times": np.zeros(8, np.float32)}
-    with pytest.raises(InputError, match="the batch has 'times', so that its patches"):
-        loss(model(1), jax.jit(model(1).init)(0), given)
+@pytest.mark.parametrize(
+    "name, match",
+    [
+        ("times", "the batch has 'times', so that its patches are noisy .* or neither"),
+        ("targets", "the batch has 'targets', but no 'times', .* both, or neither"),
+    ],
+)
+def test_times_or_targets_alone_have_no_loss(name, match):
+    given = batch()
+    both = {"times": np.zeros(8, np.float32), "targets": given["patches"]}
+    scope = Scope(examples=jnp.arange(8), random=jax.random.key(0))
+    with pytest.raises(InputError, match=match):
+        loss(model(1), jax.jit(model(1).init)(0), {**given, name: both[name]}, scope)
 
 
 def test_images_of_another_size_are_refused_by_name():

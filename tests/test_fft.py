@@ -96,6 +96,24 @@ def compare(case, norm, ours, theirs, *, real):
     ] * 3
 
 
+def test_outside_of_jit_it_has_a_gradient_and_a_batch_too():
+    axes, split, shape, _ = CASES["rows"]
+    rules, x = rules_of(split), values(shape, real=True)
+    weights = values(shape, 1)
+
+    def total(transform):
+        return lambda x: jnp.sum(jnp.abs(transform(x) * weights))
+
+    wanted = jax.grad(total(lambda x: jnp.fft.fftn(x, axes=(1, 2))))(x)
+    with jax.set_mesh(mesh()):
+        given = over_of(axes), Scope(rules=rules)
+        placed = jax.device_put(x, rules.sharding(mesh(), axes, shape))
+        found = jax.grad(total(lambda x: fft.fftn(x, axes, *given)))(placed)
+        mapped = jax.vmap(lambda x: fft.fftn(x, axes[1:], *given))(placed)
+    assert error(found, wanted) <= BOUND
+    assert error(mapped, np.fft.fftn(x, axes=(1, 2))) <= BOUND
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("case", CASES)
 def test_a_split_transform_its_inverse_and_gradient_are_those_of_jnp(case, transposed):
@@ -173,6 +191,7 @@ def test_a_real_transform_keeps_the_lowest_frequencies(case, transposed):
             "'channels' of size 2 by 4, 'batch' .* by 4, 'width' of size 12 by 8",
         ),
         ((1, 4, 4, 1), {}, {"over": ("heigth",)}, "fft over 'heigth'.*did you mean"),
+        ((1, 4, 4, 1), {}, {"over": "height"}, r"'height': give a tuple, \('height',"),
         ((1, 4, 4, 1), {}, {"over": ()}, "name one or more of the dims .'batch', 'hei"),
         ((1, 4, 4, 1), {}, {"norm": "unit"}, "norm='unit': must be one of backward"),
         ((4, 4), {}, {}, r"of 2 dims, \(4, 4\), with 4 logical axes, .'batch', 'heig"),

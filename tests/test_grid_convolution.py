@@ -93,6 +93,25 @@ def test_it_sends_two_halos_for_a_split_dim():
 
 
 @pytest.mark.parametrize(
+    "shape, split, periodic, match",
+    [
+        ((3, 4, 4), {}, ("width",), r"kernel of shape \(3, 4, 4\) over .*each of 1 to"),
+        ((3, 3, 2, 4), {}, ("width",), "kernel of 2 channels, .* array of 4, shape"),
+        ((3, 3, 4, 4), {"embed": "tensor"}, (), "'embed' of size 4, are split over te"),
+        ((3, 3, 4, 4), {}, ("widht",), "names 'widht', .* did you mean 'width'"),
+        ((3, 3, 4, 4), {}, "width", r"periodic='width': give a tuple, \('width',\)"),
+    ],
+)
+def test_what_is_no_kernel_or_dim_of_the_grid_is_refused(shape, split, periodic, match):
+    scope, kernel = Scope(rules=rules_of(split)), np.ones(shape, np.float32)
+    with (
+        jax.set_mesh(make_mesh(Layout(context=2, tensor=4))),
+        pytest.raises(InputError, match=match),
+    ):
+        grid_convolution(arrays(3)[0], kernel, AXES, periodic, scope)
+
+
+@pytest.mark.parametrize(
     "window, match",
     [
         (4, "a window of 4 along 'height': give an odd one"),

@@ -167,6 +167,12 @@ def test_every_method_and_path_samples_so(method, guidance, prediction):
         ({"num_steps": 0}, "num_steps=0: must be a whole number of at least 1"),
         ({"labels": [0, 6]}, "labels are from 0 to 6, but the model has classes=5"),
         ({"labels": 3}, r"labels have shape \(\); give at least one"),
+        ({"labels": [0.9, 1.7]}, "labels have dtype float64, but are whole numbers"),
+        ({"labels": [np.nan]}, "labels have dtype float64"),
+        ({"labels": np.array([2**32 + 1])}, "labels are from 4294967297 to 429"),
+        ({"labels": [2**32]}, "labels are from 4294967296"),
+        ({"labels": ["cat"]}, "labels have dtype <U3"),
+        ({"labels": [[1], [1, 2]]}, "labels are no row of whole numbers"),
     ],
 )
 def test_what_makes_no_sense_is_refused(changes, match):

@@ -34,7 +34,6 @@ from meshpar.parallel.space import space_problems
 BEAMS = {"depth": "context", "height": "tensor"}
 RULES = default_rules(Layout.parse("stage=2,tensor=2,microbatches=2"))
 NAMED = ((0, "images"), (1, "labels"))
-NOT_SPLIT = ("batch", "height", "width")
 SMALL = {"depth": 8, "height": 8, "width": 4, "base": 4, "groups": 2}
 
 
@@ -130,22 +129,24 @@ def mesh():
 
 
 @pytest.mark.parametrize(
-    "rules, kernel, stride",
+    "rules, kernel, stride, sides",
     [
-        ({"depth": "context"}, 3, 1),  # `tensor` is idle
-        ({"depth": "context"}, 2, 2),
-        ({"depth": "tensor", "width": "context"}, 3, 1),  # one place of width each
+        ({"depth": "context"}, 3, 1, (4, 4, 2)),  # `tensor` is idle
+        ({"depth": "context"}, 2, 2, (4, 4, 2)),
+        ({"depth": "context"}, 3, 3, (12, 3, 3)),
+        # One place of width each.
+        ({"depth": "tensor", "width": "context"}, 3, 1, (4, 4, 2)),
+        (BEAMS, 2, 2, (6, 4, 2)),  # whose result is not split along the depth
+        (BEAMS, 3, 3, (3, 12, 3)),  # no more than its input
     ],
 )
 def test_gradients_of_a_convolution_are_those_of_one_device(
-    mesh, rules, kernel, stride
+    mesh, rules, kernel, stride, sides
 ):
-    table = {"batch": None, "depth": None, "height": None, "width": None}
-    scope = Scope(rules=Rules(table | rules))
-    with nnx.use_eager_sharding(False):
-        layer = Conv((4, 4), kernel=kernel, stride=stride, rngs=nnx.Rngs(0))
+    scope = Scope(rules=waived(rules))
+    layer = conv((4, 4), kernel=kernel, stride=stride)
     graph, weights = nnx.split(layer)
-    x = np.random.default_rng(0).normal(size=(2, 4, 4, 2, 4)).astype(np.float32)
+    x = np.random.default_rng(0).normal(size=(2, *sides, 4)).astype(np.float32)
 
     def total(weights, x, scope=scope):
         y = nnx.merge(graph, weights)(scope.constrain(x, VOLUME), scope)
@@ -172,13 +173,58 @@ def test_gradients_of_a_convolution_are_those_of_one_device(
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
-def test_a_window_wider_than_a_part_is_refused_beside_an_idle_axis(mesh):
-    scope = Scope(rules=Rules({"depth": "context"} | dict.fromkeys(NOT_SPLIT)))
+def waived(rules):
+    """Volumes split so, and whole where their sides do not divide."""
+    table = dict.fromkeys(VOLUME[:-1]) | rules
+    return Rules(table, replicate_if_indivisible=set(VOLUME[1:-1]))
+
+
+def conv(channels, **options):
     with nnx.use_eager_sharding(False):
-        layer = Conv((1, 1), kernel=5, rngs=nnx.Rngs(0))
-    match = "window of 5 along 'depth' reaches 2 places, but a device has 1"
+        return Conv(channels, **options, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize(
+    "rules, sides, options, match",
+    [
+        (
+            {"depth": "context"},
+            (2, 4, 4),
+            {"kernel": 5},
+            "window of 5 along 'depth' reaches 2 places, but a device has 1",
+        ),
+        (
+            {"depth": "context"},
+            (4, 2, 2),
+            {"stride": 3},
+            "'depth' has 4 places .* of stride 3, and a device 2 .* to 6 places",
+        ),
+        (
+            {"depth": "context"},
+            (6, 2, 2),
+            {"kernel": 2, "stride": 2},
+            "of stride 2, and a device 3 of them, .*: pad 'depth' to 8 places",
+        ),
+        (
+            {"depth": "context"},
+            (7, 2, 2),
+            {"stride": 2},
+            "'depth' has 7 .* result 4, .* beside tensor, .* pad 'depth' to 8 places",
+        ),
+        (
+            BEAMS,
+            (3, 7, 2),
+            {"stride": 2},
+            "'depth' has 3 .* result 2, .* 1 on a device, .* pad 'depth' to 4 places",
+        ),
+    ],
+)
+def test_a_convolution_of_wrong_gradients_is_refused_with_a_way_out(
+    mesh, rules, sides, options, match
+):
+    layer, scope = conv((1, 1), **options), Scope(rules=waived(rules))
     with jax.set_mesh(mesh), pytest.raises(InputError, match=match):
-        layer(jnp.ones((1, 2, 4, 4, 1)), scope)
+        layer(jnp.ones((1, *sides, 1)), scope)
 
 
 @pytest.mark.parametrize("order", [("tensor", "context"), ("context", "tensor")])

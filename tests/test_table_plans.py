@@ -90,6 +90,13 @@ def test_what_tables_are_not_planned_over_is_refused(kept):
         request(**kept).of_layout()
 
 
+def test_data_that_is_forbidden_is_refused_where_there_are_replicas():
+    forbidden = Constraints(forbidden=frozenset({"data"}))
+    with pytest.raises(InputError, match="'data' is forbidden, .* all 4 devices"):
+        dataclasses.replace(request(), constraints=forbidden)
+    dataclasses.replace(request(devices=1), constraints=forbidden).of_layout()
+
+
 def test_a_batch_that_does_not_divide_is_refused():
     with pytest.raises(InputError, match="global_batch=10 does not divide over 4"):
         dataclasses.replace(request(), global_batch=10).of_layout()

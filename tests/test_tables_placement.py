@@ -45,6 +45,15 @@ def table(**options):
         ({"dim": 2**16 + 1}, "dim=65537, but a row has at most 65536 values; split"),
         ({"bucket": 100}, "bucket=100, which is no row of 0 to 99; name one"),
         ({"bucket": 3, "hashed": True}, "hashes its ids, so that none is outside"),
+        ({"bucket": 1.5}, "bucket=1.5: must be a whole number of at least 0"),
+        ({"bucket": True}, "bucket=True: must be a whole number"),
+        ({"bucket": "x"}, "bucket='x': must be a whole number"),
+        ({"pooling": None}, "no pooling None; known: mean, sum"),
+        ({"hashed": "no"}, "hashed='no': must be True or False"),
+        ({"scale": math.nan}, "scale=nan: must be a finite number of at least 0"),
+        ({"scale": -1.0}, "scale=-1.0: must be"),
+        ({"scale": "1"}, "scale='1': must be"),
+        ({"features": "user"}, r"features='user'; give a tuple, \('user',\)"),
     ],
 )
 def test_a_table_that_makes_no_sense_is_refused(options, match):
@@ -82,6 +91,9 @@ def test_an_optimizer_that_makes_no_sense_is_refused(make, match):
             "'film_weights' has the name of the weights of feature 'film'",
         ),
         ([], "give at least 1 table"),
+        (table(), r"was given a Table; give \[Table"),
+        ({"film": table()}, r"was given a dict; give \[Table"),
+        (["film"], "was given 'film' at 0, which is no table"),
         ([table(), table()], "2 tables have the name 'film'; rename all but one"),
         ([table(), table(name="x", features=("film",))], "2 features have the name"),
         ([table(), table(name="x", dim=8)], "dim=16 and 8 are looked up into"),
@@ -96,6 +108,8 @@ def test_tables_that_do_not_go_together_are_refused(tables, match):
     "asked, match",
     [
         ({"flim": ROW_WISE}, "a placement is given for table 'flim', but there are"),
+        (None, "placement=None: must be one of auto, row_wise, .* or a dict"),
+        ({"film": None}, "no placement None; known: column_wise"),
         ({"film": "rows"}, "no placement 'rows'; did you mean 'row_wise'"),
         ({"film": COLUMN_WISE}, "dim=16, which does not divide over 3 devices"),
     ],
@@ -220,6 +234,30 @@ def test_ids_of_another_shape_and_missing_ids_are_refused():
         InputError, match="looks up batch\\['film'\\], but the batch has"
     ):
         check_ids((table(),), {"day": np.zeros((2, 1), np.int32)})
+
+
+@pytest.mark.parametrize(
+    "ids, match",
+    [
+        (np.zeros((2, 1)), "dtype float64, but ids of table 'film' are whole numbers"),
+        (np.full((2, 1), np.nan), "dtype float64"),
+        (np.full((2, 1), np.inf), "dtype float64"),
+        (jnp.zeros((2, 1)), "dtype float32"),
+        (np.array([["a"], ["b"]]), "dtype <U1"),
+        (np.array([[None], [1]]), "dtype object"),
+        ([[0], [0, 1]], r"\['film'\] is a list; give an array"),
+    ],
+)
+def test_ids_that_are_no_whole_numbers_are_refused(ids, match):
+    for more in ({}, {"hashed": True}):
+        with pytest.raises(InputError, match=match):
+            check_ids((table(**more),), {"film": ids})
+
+
+@pytest.mark.parametrize("batch", [None, [1]])
+def test_what_is_no_batch_is_refused(batch):
+    with pytest.raises(InputError, match="; give a dict of arrays by name"):
+        check_ids((table(),), batch)
 
 
 def codes_of(one, ids):

@@ -1,15 +1,18 @@
 """The gradients of a convolution over split space, by halos sent by hand.
 
-GSPMD gets two of them wrong without a word (jax 0.10.2, `tests/test_space.py`):
+GSPMD gets three of them wrong without a word (jax 0.10.2, `tests/test_space.py`):
 
-- a kernel's, on a mesh with an axis left to it that splits nothing of the input (an
-  idle one): too large by that axis' size;
+- a kernel's, on a mesh with an axis left to it that splits nothing of the input and of
+  the result (an idle one): too large by that axis' size;
 - an input's, where the examples are split over manual mesh axes and two dims of space
   over others, and a window reaches over the whole part of a device along one of the two
-  alone: twice too large.
+  alone: twice too large;
+- a kernel's, where an input is whole whose result is split along two dims of space, and
+  a window reaches over the whole part of the result along one of the two alone: twice
+  too large.
 
 Where the second strikes, what goes back through a U-Net's norms is halved as well, so
-that those programs are refused.
+that those programs are refused, as are those of the third.
 """
 
 from __future__ import annotations
@@ -43,7 +46,11 @@ def own_convolution() -> AbstractContextManager:
 
 
 def split_by_hand(
-    scope: Scope, logical_axes: LogicalAxes, x: jax.Array, kernel: jax.Array
+    scope: Scope,
+    logical_axes: LogicalAxes,
+    x: jax.Array,
+    kernel: jax.Array,
+    stride: int,
 ) -> Split | None:
     """How a convolution's input lies, where GSPMD's gradients may be wrong; else None.
 
@@ -55,28 +62,80 @@ def split_by_hand(
         logical_axes: Of the input.
         x: (batch, depth, height, width, channels).
         kernel: (*window, channels, features).
+        stride: Along each dim.
 
     Raises:
-        InputError: There, a window reaches over the whole part of a device; or it
-            reaches as far as that part of one of two split dims, beside split examples.
+        InputError: There, a window reaches over the whole part of a device, or a stride
+            does not divide that part; or it reaches as far as that part of one of two
+            split dims, beside split examples; or the result is split, its input whole,
+            and an axis idle or a window as long as a part of one of two split dims.
     """
     split = split_of(scope, logical_axes, x.shape)
     parts = [size // degree(axes) for size, axes in zip(x.shape, split, strict=True)]
     dims = [dim for dim in (1, 2, 3) if split[dim]]
+    if not dims:
+        _check_result(scope, logical_axes, x.shape, kernel.shape, stride)
+        return None
     if scope.batch_axes and len(dims) > 1:
         _check_parts(logical_axes, x.shape, parts, kernel.shape, dims)
     small = any(parts[dim] < kernel.shape[dim - 1] > 1 for dim in dims)
-    if not dims or not (small or scope.idle_axes(logical_axes, x.shape)):
+    if not (small or scope.idle_axes(logical_axes, x.shape)):
         return None
     for dim in dims:
-        size = kernel.shape[dim - 1]
-        if size // 2 > parts[dim]:
-            raise InputError(
-                f"a window of {size} along {logical_axes[dim]!r} reaches {size // 2} "
-                f"places, but a device has {parts[dim]}: split {logical_axes[dim]!r} "
-                "over fewer devices"
-            )
+        name, size = logical_axes[dim], x.shape[dim]
+        _check_window(name, kernel.shape[dim - 1], parts[dim])
+        _check_stride(name, size, parts[dim], stride)
     return split
+
+
+def _check_window(name: str | None, window: int, part: int) -> None:
+    if window // 2 > part:
+        raise InputError(
+            f"a window of {window} along {name!r} reaches {window // 2} places, but a "
+            f"device has {part}: split {name!r} over fewer devices"
+        )
+
+
+def _check_stride(name: str | None, size: int, part: int, stride: int) -> None:
+    """Refuses parts of the input that are not whole parts of the result."""
+    if part % stride:
+        even = stride * (size // part)
+        raise InputError(
+            f"{name!r} has {size} places at a convolution of stride {stride}, and a "
+            f"device {part} of them, which are no whole number of strides: pad "
+            f"{name!r} to {-(-size // even) * even} places, or map it to None in the "
+            "rules"
+        )
+
+
+def _check_result(
+    scope: Scope,
+    logical_axes: LogicalAxes,
+    shape: tuple[int, ...],
+    window: tuple[int, ...],
+    stride: int,
+) -> None:
+    """Refuses a split result of a whole input where XLA counts its kernel's twice."""
+    result = (shape[0], *(-(-size // stride) for size in shape[1:4]), shape[4])
+    split = split_of(scope, logical_axes, result)
+    parts = [size // degree(axes) for size, axes in zip(result, split, strict=True)]
+    dims = [dim for dim in (1, 2, 3) if split[dim]]
+    idle = scope.idle_axes(logical_axes, result)
+    short = short_dim(parts[1:], window, [dim - 1 for dim in dims])
+    if not dims or not (idle or short is not None):
+        return
+    dim = dims[0] if short is None else short + 1
+    beside = f"beside {'/'.join(idle)}, which splits neither"
+    if not idle:
+        beside = f"{parts[dim]} on a device, as far as its window reaches"
+    name, even = logical_axes[dim], stride * degree(split[dim])
+    raise InputError(
+        f"{name!r} has {shape[dim]} places at a convolution of stride {stride}, whole "
+        f"on each device, but its result {result[dim]}, split over "
+        f"{'/'.join(split[dim])}: {beside}, XLA gets the kernel's gradient wrong (jax "
+        f"0.10.2); pad {name!r} to {-(-shape[dim] // even) * even} places, or map it "
+        "to None in the rules"
+    )
 
 
 def _check_parts(

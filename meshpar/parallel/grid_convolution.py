@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshpar.collectives import asked, sum_dtype
-from meshpar.errors import InputError
+from meshpar.errors import InputError, nearest
 from meshpar.model.scope import Scope
 from meshpar.parallel.moves import degree, on_split, split_of
 from meshpar.rules.rules import LogicalAxes
@@ -45,11 +45,14 @@ def grid_convolution(
         (batch, *grid, features), split as `x`.
 
     Raises:
-        InputError: A window that is even, or longer than a device's part reaches.
+        InputError: A window that is even, or longer than a device's part reaches; a
+            kernel of other dims or channels, split channels, or no such dim.
         RuleError: A dim does not divide over the devices that split it.
     """
     split = split_of(scope, logical_axes, x.shape)
     window = kernel.shape[:-2]
+    _check_kernel(logical_axes, x.shape, kernel.shape, split[-1])
+    _check_periodic(logical_axes, periodic)
     for dim, size in enumerate(window, start=1):
         _check(logical_axes[dim], size, x.shape[dim] // degree(split[dim]))
     closed = {logical_axes.index(name) for name in periodic}
@@ -69,6 +72,43 @@ def grid_convolution(
     kernel = kernel.astype(sum_dtype(kernel.dtype, scope.platform))
     whole = ((),) * kernel.ndim
     return on_split(local, x, kernel, splits=(split, whole), out_split=split)
+
+
+def _check_kernel(
+    logical_axes: LogicalAxes,
+    shape: tuple[int, ...],
+    kernel: tuple[int, ...],
+    split_channels: tuple[str, ...],
+) -> None:
+    grid = len(shape) - 2
+    if not 1 <= grid <= 3 or len(kernel) != grid + 2:
+        raise InputError(
+            f"a kernel of shape {kernel} over an array of shape {shape}: give "
+            "(*window, channels, features), with a window over each of 1 to 3 dims"
+        )
+    if kernel[-2] != shape[-1]:
+        raise InputError(
+            f"a kernel of {kernel[-2]} channels, shape {kernel}, over an array of "
+            f"{shape[-1]}, shape {shape}; give them as many"
+        )
+    if split_channels:
+        raise InputError(
+            f"the channels, {logical_axes[-1]!r} of size {shape[-1]}, are split over "
+            f"{'/'.join(split_channels)}, but a convolution sums them on each device; "
+            "name them None in the logical axes, or map them to None in the rules"
+        )
+
+
+def _check_periodic(logical_axes: LogicalAxes, periodic: Sequence[str]) -> None:
+    grid = [name for name in logical_axes[1:-1] if name is not None]
+    if isinstance(periodic, str):
+        raise InputError(f"periodic={periodic!r}: give a tuple, ({periodic!r},)")
+    for name in periodic:
+        if name not in grid:
+            raise InputError(
+                f"periodic names {name!r}, but the dims of the grid are "
+                f"{tuple(logical_axes[1:-1])}; {nearest(str(name), grid)}"
+            )
 
 
 def _check(name: str | None, size: int, part: int) -> None:

@@ -116,6 +116,6 @@ def on_split(
         axis_names=made_manual(used),
         check_vma=False,
     )
-    # JAX runs a region that is manual over some mesh axes inside `jit` alone.
-    traced = any(isinstance(array, jax.core.Tracer) for array in arrays)
-    return mapped(*arrays) if traced else jax.jit(mapped)(*arrays)
+    # JAX runs a region that is manual over some mesh axes inside `jit` alone, and what
+    # `jax.grad` or `jax.vmap` traces may be outside.
+    return jax.jit(mapped)(*arrays)

@@ -197,8 +197,10 @@ def dims_of(logical_axes: LogicalAxes, over: Sequence[str]) -> tuple[int, ...]:
     """The dims of those names, in their order.
 
     Raises:
-        InputError: A name is of no dim or of two, or there is none.
+        InputError: A name is of no dim or of two, or there is none, or one alone.
     """
+    if isinstance(over, str):
+        raise InputError(f"fft over {over!r}: give a tuple, ({over!r},)")
     known = [name for name in logical_axes if name is not None]
     for name in over:
         if name not in known:

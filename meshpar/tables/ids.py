@@ -46,8 +46,12 @@ def check_ids(tables: tuple[Table, ...], batch: Mapping[str, Any]) -> None:
 
     Raises:
         InputError: An id is outside, or past int32 in any table, or an array of ids is
-            missing, or is none.
+            missing, or is none of whole numbers.
     """
+    if not isinstance(batch, Mapping):
+        raise InputError(
+            f"the batch is a {type(batch).__name__}; give a dict of arrays by name"
+        )
     for table in tables:
         for feature in table.features:
             _check_array(table, feature, batch)
@@ -73,15 +77,25 @@ def _check_array(table: Table, feature: str, batch: Mapping[str, Any]) -> None:
             f"table {table.name!r} looks up batch[{feature!r}], but the batch has "
             f"{', '.join(map(repr, batch)) or 'nothing'}; add its ids"
         )
-    shape = np.shape(batch[feature])
+    ids = batch[feature]
+    if not hasattr(ids, "shape") or not hasattr(ids, "dtype"):
+        raise InputError(
+            f"batch[{feature!r}] is a {type(ids).__name__}; give an array, such as "
+            "numpy.asarray of it"
+        )
+    shape = tuple(ids.shape)
     if len(shape) != 2 or shape[1] != table.bag:
         raise InputError(
             f"batch[{feature!r}] has shape {shape}, but table {table.name!r} takes "
             f"bags of {table.bag}: give it (examples, {table.bag}), {ABSENT} for none"
         )
-    ids = batch[feature]
-    on_device = isinstance(ids, jax.Array) and jnp.issubdtype(ids.dtype, jnp.integer)
-    if on_device and not np.can_cast(ids.dtype, np.int32):
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise InputError(
+            f"batch[{feature!r}] has dtype {ids.dtype}, but ids of table "
+            f"{table.name!r} are whole numbers: write {ABSENT} for those that are "
+            "missing, then convert it with .astype(numpy.int32)"
+        )
+    if isinstance(ids, jax.Array) and not np.can_cast(ids.dtype, np.int32):
         raise InputError(
             f"batch[{feature!r}] is on a device as {ids.dtype}, but ids are int32; "
             "convert it with .astype(numpy.int32) once they are below 2147483648"

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from meshpar.errors import InputError
 from meshpar.tables.table import (
     COLUMN_WISE,
+    KINDS,
     REPLICATED,
     ROW_WISE,
     TABLE_WISE,
@@ -213,6 +214,11 @@ def _asked(tables: Sequence[Table], asked: str | Mapping[str, str]) -> dict[str,
     names = [table.name for table in tables]
     if isinstance(asked, str):
         asked = dict.fromkeys(names, asked)
+    if not isinstance(asked, Mapping):
+        raise InputError(
+            f"placement={asked!r}: must be one of {', '.join((AUTO, *KINDS))}, or a "
+            "dict of them by table"
+        )
     for name, kind in asked.items():
         if name not in names:
             raise InputError(

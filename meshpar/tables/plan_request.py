@@ -66,7 +66,12 @@ class TableRequest:
     constraints: Constraints = Constraints()
 
     def __post_init__(self) -> None:
-        kept = self.constraints.kept
+        kept, devices = self.constraints.kept, self.cluster.num_devices
+        if "data" in self.constraints.forbidden and devices > 1:
+            raise InputError(
+                f"'data' is forbidden, but with tables all {devices} devices are "
+                "replicas of the model; leave it out, or plan for 1 device"
+            )
         for key, value in kept.items():
             if key not in _KEPT or (key in MESH_AXES and key != "data" and value > 1):
                 raise InputError(

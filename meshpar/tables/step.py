@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from meshpar.audit.subject import Subject
 from meshpar.rules.sharding import born_sharded
+from meshpar.tables.checks import check_arrays, check_parts
 from meshpar.tables.host import host_tables, rows_looked_up
 from meshpar.tables.ids import check_ids
 from meshpar.tables.memory import TableMemory, predicted_memory
@@ -23,7 +24,13 @@ from meshpar.tables.stores import tpu_notes
 from meshpar.tables.tables import EmbeddingTables
 from meshpar.train.batch_placement import BatchPlacement, batch_structs
 from meshpar.train.given_values import check_seed
-from meshpar.train.state import TrainState, check_not_donated, without_optimizer
+from meshpar.train.refusals import check_logits
+from meshpar.train.state import (
+    TrainState,
+    check_state,
+    check_to_use,
+    without_optimizer,
+)
 from meshpar.train.step import TrainStep
 
 if TYPE_CHECKING:
@@ -45,8 +52,8 @@ def with_tables(step: TrainStep, tables: EmbeddingTables) -> TableStep:
         tables: The tables.
 
     Raises:
-        InputError: The model does not take what is looked up, or a placement does not
-            fit.
+        InputError: The model does not take what is looked up, a placement does not
+            fit, or step or tables are none.
 
     Example:
         >>> import jax.numpy as jnp, numpy as np, optax
@@ -61,6 +68,7 @@ def with_tables(step: TrainStep, tables: EmbeddingTables) -> TableStep:
         >>> batch |= {"numbers": np.ones((8, 4)), "clicks": np.ones(8)}
         >>> state, metrics = step(step.init(0), batch)
     """
+    check_parts(step, tables)
     tables.check_model(step.model.known_inputs)
     return TableStep(step, tables)
 
@@ -140,20 +148,24 @@ class TableStep:
             The new state, and scalars as a `TrainStep` returns.
 
         Raises:
-            InputError: Shapes differ, an id is outside of its table, or the global
-                batch does not divide over the batch axes.
+            InputError: Shapes differ, an id is outside of its table, an array is not
+                declared, the global batch does not divide over the batch axes, or the
+                state is gone or another step's.
         """
-        check_not_donated(state)
+        check_state(state, self.state_shapes)
         with self._mesh_set():
             return self._update(state, self.place(batch))
 
     def evaluate(self, state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """Summed loss and weights of a batch, which `__call__` takes too."""
+        check_to_use(state, self.state_shapes)
         with self._mesh_set():
             return self._evaluate(without_optimizer(state), self.place(batch))
 
     def logits(self, state: TrainState, batch: Batch) -> Any:
         """What the model's `logits` gives; the batch is whole, labels included."""
+        check_logits(self.dense.model)
+        check_to_use(state, self.state_shapes)
         with self._mesh_set():
             return self._logits(without_optimizer(state), self.place(batch, 1))
 
@@ -170,6 +182,7 @@ class TableStep:
             InputError: As for `__call__`.
         """
         check_ids(self.tables.tables, batch)
+        check_arrays(self._batches.inputs, self.tables.outputs, batch)
         return self._batches.place(batch, microbatches, global_batch=global_batch)
 
     def rows_here(self, global_batch: int) -> np.ndarray:
@@ -178,6 +191,7 @@ class TableStep:
 
     def host_tables(self, state: TrainState) -> dict[str, dict[str, np.ndarray]]:
         """Table -> its `rows`, and its optimizer's state of each, whole on the host."""
+        check_to_use(state, self.state_shapes)
         return host_tables(self.functions.stores, state.model_state[TABLES])
 
     def rows_looked_up(self, batch: Batch) -> np.ndarray:
@@ -211,6 +225,7 @@ class TableStep:
             InputError: Several processes have the devices, whose number does not divide
                 `meshpar.tables.blocks.BLOCK`.
         """
+        check_state(state, self.state_shapes)
         return self._portable.taken_out(state)
 
     def restored(self, checkpoints: Checkpoints) -> TrainState:

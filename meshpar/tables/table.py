@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+import numpy as np
 
 from meshpar.errors import InputError, nearest, whole_number
 
@@ -49,7 +53,7 @@ class Table:
     Raises:
         InputError: A size below 1, more rows than int32 can count, more than 65,536
             values of a row, no such pooling, a bucket outside the table, or one of a
-            table that hashes.
+            table that hashes; features, `hashed` or `scale` of another kind.
     """
 
     name: str
@@ -79,10 +83,27 @@ class Table:
         if self.pooling not in POOLINGS:
             raise InputError(
                 f"table {self.name!r} has no pooling {self.pooling!r}; "
-                f"{nearest(self.pooling, POOLINGS)}"
+                f"{nearest(str(self.pooling), POOLINGS)}"
             )
+        self._check_kinds()
         object.__setattr__(self, "features", tuple(self.features) or (self.name,))
         self._check_bucket()
+
+    def _check_kinds(self) -> None:
+        if isinstance(self.features, str):
+            raise InputError(
+                f"table {self.name!r} has features={self.features!r}; give a tuple, "
+                f"({self.features!r},)"
+            )
+        if not isinstance(self.hashed, bool | np.bool_):
+            raise InputError(
+                f"table {self.name!r} has hashed={self.hashed!r}: must be True or False"
+            )
+        if not _is_finite(self.scale):
+            raise InputError(
+                f"table {self.name!r} has scale={self.scale!r}: must be a finite "
+                "number of at least 0"
+            )
 
     def _check_bucket(self) -> None:
         if self.bucket is None:
@@ -92,7 +113,8 @@ class Table:
                 f"table {self.name!r} hashes its ids, so that none is outside; leave "
                 f"bucket={self.bucket} or hashed=True out"
             )
-        if not 0 <= self.bucket < self.rows:
+        whole_number(f"table {self.name!r} has bucket", self.bucket, least=0)
+        if self.bucket >= self.rows:
             raise InputError(
                 f"table {self.name!r} has bucket={self.bucket}, which is no row of "
                 f"0 to {self.rows - 1}; name one of them, or give it a row more"
@@ -109,6 +131,11 @@ class Table:
         return self.bag * len(self.features)
 
 
+def _is_finite(value: Any) -> bool:
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    return is_number and 0 <= value < math.inf
+
+
 def weights_of(feature: str) -> str:
     """Name of the array with the weights of a feature's ids."""
     return f"{feature}_weights"
@@ -122,5 +149,5 @@ def check_kind(kind: str, table: str) -> None:
     """
     if kind not in KINDS:
         raise InputError(
-            f"table {table!r} has no placement {kind!r}; {nearest(kind, KINDS)}"
+            f"table {table!r} has no placement {kind!r}; {nearest(str(kind), KINDS)}"
         )

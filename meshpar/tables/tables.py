@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -116,9 +116,9 @@ def embedding_tables(
             bytes and lookups are even (`meshpar.tables.placement`).
 
     Raises:
-        InputError: No table, two of one name or feature, a feature named as another
-            one's weights, tables of different `dim` that
-            are looked up into one input, or any other optimizer.
+        InputError: No table or none at all, two of one name or feature, a feature
+            named as another one's weights, tables of different `dim` that are looked up
+            into one input, or any other optimizer.
 
     Example:
         >>> from meshpar.tables import RowwiseAdagrad, Table
@@ -133,9 +133,7 @@ def embedding_tables(
         fullest over mean: 1.00 of the bytes that tables fill, 1.00 of the lookups
     """
     check_optimizer(optimizer)
-    tables = tuple(tables)
-    if not tables:
-        raise InputError("embedding_tables([]): give at least 1 table")
+    tables = _checked_tables(tables)
     _check_names([table.name for table in tables], "tables have the name")
     features = [name for table in tables for name in table.features]
     _check_names(features, "features have the name")
@@ -153,6 +151,24 @@ def embedding_tables(
                 f"{table.into!r}; give table {table.name!r} another into="
             )
     return EmbeddingTables(tables=tables, optimizer=optimizer, placement=placement)
+
+
+def _checked_tables(tables: Sequence[Table]) -> tuple[Table, ...]:
+    if isinstance(tables, Table | str | Mapping) or not isinstance(tables, Iterable):
+        raise InputError(
+            f"embedding_tables takes a list of tables, and was given a "
+            f"{type(tables).__name__}; give [Table(...)]"
+        )
+    tables = tuple(tables)
+    for at, table in enumerate(tables):
+        if not isinstance(table, Table):
+            raise InputError(
+                f"embedding_tables was given {table!r} at {at}, which is no table; "
+                "give Table(name=..., rows=..., dim=...)"
+            )
+    if not tables:
+        raise InputError("embedding_tables([]): give at least 1 table")
+    return tables
 
 
 def _check_names(names: Sequence[str], what: str) -> None:

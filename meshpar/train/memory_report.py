@@ -15,6 +15,7 @@ from meshpar.audit.memory import MemoryUse
 from meshpar.audit.report import audit
 from meshpar.audit.space_trace import traced_space
 from meshpar.audit.target import Target
+from meshpar.errors import InputError
 from meshpar.layout import STAGE_REMATS
 from meshpar.parallel.space import has_space, space_degree
 from meshpar.planner.cost.memory import Memory, memory_of
@@ -93,8 +94,15 @@ def memory_report(
         target: Absent hardware to compile for, such as `gpu:h100:1x8`.
 
     Raises:
-        InputError: As for `meshpar.audit`.
+        InputError: As for `meshpar.audit`, or the step is of another kind.
     """
+    if not isinstance(step, TrainStep):
+        raise InputError(
+            f"memory_report takes a step of make_train_step, not a "
+            f"{type(step).__name__}; for one with tables take "
+            "step.predicted_memory(batch), and meshpar.audit(step, batch) for the "
+            "compiled program's"
+        )
     report = audit(step, batch, target=target)
     if has_space(step.model_as_given):
         on = step if target is None else step.for_absent(Target.parse(target).platform)

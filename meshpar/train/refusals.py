@@ -194,3 +194,13 @@ def batch_refusal(
         f"{times if microbatches > 1 else ''}; pad with examples of weight 0, "
         "or change the global batch"
     )
+
+
+def check_logits(model: Model) -> None:
+    """Refuses a model that has no `logits`.
+
+    Raises:
+        InputError: It has none.
+    """
+    if model.logits is None:
+        raise InputError("the model has no logits function; give Model logits=")

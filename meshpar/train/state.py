@@ -156,17 +156,48 @@ def without_optimizer(state: TrainState) -> TrainState:
     return dataclasses.replace(state, opt_state=())
 
 
+def check_state(state: TrainState, shapes: TrainState) -> None:
+    """Refuses a state that a step cannot take: one that is gone, or another step's.
+
+    Args:
+        state: What was given.
+        shapes: Shape and dtype of every array that the step keeps.
+
+    Raises:
+        InputError: As of `check_not_donated`, or an array is missing, or one too many.
+    """
+    check_not_donated(state)
+    if jax.tree.structure(state) == jax.tree.structure(shapes):
+        return
+    has, keeps = _paths(state), _paths(shapes)
+    missing, more = sorted(keeps - has), sorted(has - keeps)
+    if missing or more:
+        lacks, keeps_it = ("has no", "keeps") if missing else ("has", "does not keep")
+        first, *others = missing or more
+        raise InputError(
+            f"the state {lacks} {first}{f' and {len(others)} more' if others else ''}, "
+            f"which this step {keeps_it}; give one that this step's own init or an "
+            "earlier call of it returned"
+        )
+
+
+def check_to_use(state: TrainState, shapes: TrainState) -> None:
+    """`check_state` for programs that update nothing, the optimizer's part aside."""
+    _check_kind(state)
+    check_state(without_optimizer(state), without_optimizer(shapes))
+
+
+def _paths(state: TrainState) -> set[str]:
+    return {path_name(path) for path, _ in jax.tree.leaves_with_path(state)}
+
+
 def check_not_donated(state: TrainState) -> None:
     """Refuses a state that an earlier step has taken: XLA would end the process.
 
     Raises:
         InputError: Its arrays are gone, or it is something else.
     """
-    if not isinstance(state, TrainState):
-        raise InputError(
-            f"state is a {type(state).__name__}; give what step.init or an earlier "
-            "step returned"
-        )
+    _check_kind(state)
     if not any(map(_is_gone, jax.tree.leaves(state))):
         return
     leaves = jax.tree.leaves_with_path(state)
@@ -177,5 +208,14 @@ def check_not_donated(state: TrainState) -> None:
     )
 
 
+def _check_kind(state: TrainState) -> None:
+    if not isinstance(state, TrainState):
+        raise InputError(
+            f"state is a {type(state).__name__}; give what step.init or an earlier "
+            "step returned"
+        )
+
+
 def _is_gone(array: Any) -> bool:
-    return isinstance(array, jax.Array) and array.is_deleted()
+    is_here = isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer)
+    return is_here and array.is_deleted()

@@ -33,7 +33,8 @@ from meshpar.train.gradient_program import GradientProgram
 from meshpar.train.local_steps.metrics import of_replicas_here
 from meshpar.train.local_steps.step_count import StepCount
 from meshpar.train.local_steps.sync_program import SyncProgram, sync_notes
-from meshpar.train.state import TrainState, check_not_donated
+from meshpar.train.refusals import check_logits
+from meshpar.train.state import TrainState, check_state
 from meshpar.train.step_functions import Batch, Metrics, StepFunctions
 from meshpar.train.step_options import StepOptions
 
@@ -173,10 +174,10 @@ class TrainStep:
             (`meshpar.train.local_steps.metrics`).
 
         Raises:
-            InputError: Shapes differ, or the global batch does not divide over the
-                batch axes.
+            InputError: Shapes differ, the global batch does not divide over the batch
+                axes, or the state is gone or another step's.
         """
-        check_not_donated(state)
+        check_state(state, self.state_shapes)
         with jax.set_mesh(self._devices_mesh):
             if not self.is_local:
                 return self._programs.update(state, self.place(batch))
@@ -206,7 +207,7 @@ class TrainStep:
                 f"layout {str(self.layout)!r} has sync_every=1: there are no replicas "
                 "to average; set it to 2 or more"
             )
-        check_not_donated(state)
+        check_state(state, self.state_shapes)
         with jax.set_mesh(self._devices_mesh):
             return self._programs.sync(state)
 
@@ -275,8 +276,7 @@ class TrainStep:
         Raises:
             InputError: The model has no `logits`.
         """
-        if self.model.logits is None:
-            raise InputError("the model has no logits function; give Model logits=")
+        check_logits(self.model)
         if not isinstance(batch, Mapping):
             batch = {next(iter(self.model.known_inputs), ""): batch}
         with jax.set_mesh(self._devices_mesh):

@@ -14,7 +14,7 @@ from meshpar.audit.plain_convolutions import PlainConvolutions
 from meshpar.parallel.space import space_axes, space_dims
 from meshpar.rules.sharding import born_sharded
 from meshpar.train.batch_program import BatchProgram
-from meshpar.train.state import TrainState, without_optimizer
+from meshpar.train.state import TrainState, check_to_use, without_optimizer
 from meshpar.train.step_functions import StepFunctions
 
 
@@ -92,6 +92,7 @@ class StepPrograms:
 
     def to_use(self, state: TrainState) -> TrainState:
         """What the programs that update nothing take."""
+        check_to_use(state, self.functions.state_shapes)
         return without_optimizer(state)
 
     @property

@@ -63,7 +63,7 @@ class Conv(nnx.Module):
     ) -> Float[AnyArray, "batch fewer_deep fewer_high fewer_wide outer"]:
         """-> the sides over `stride`; sends halos of `kernel // 2` voxels."""
         kernel = self.kernel[...].astype(x.dtype)
-        by_hand = split_by_hand(scope, VOLUME, x, kernel)
+        by_hand = split_by_hand(scope, VOLUME, x, kernel, self.stride)
         y = _convolved(x, kernel, self.stride, by_hand)
         return scope.constrain(y + self.bias[...].astype(y.dtype), VOLUME)
 

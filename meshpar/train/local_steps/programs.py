@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshpar.rules.sharding import born_sharded
 from meshpar.train.local_steps.functions import LocalStepFunctions
 from meshpar.train.local_steps.state import REPLICA_AXES
-from meshpar.train.state import TrainState, without_optimizer
+from meshpar.train.state import TrainState, check_state, without_optimizer
 from meshpar.train.step_programs import StepPrograms
 
 
@@ -93,6 +93,7 @@ class LocalStepPrograms:
 
     def to_use(self, state: TrainState) -> TrainState:
         """What the programs that update nothing take: the common parameters."""
+        check_state(state, self.functions.state_shapes)
         return self.agreed(state)
 
     @property
