@@ -9,7 +9,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from meshpar import InputError, Model
-from meshpar.data.tokenizer import ByteTokenizer, FileTokenizer, read_tokenizer
+from meshpar.data.tokenizer import (
+    ByteTokenizer,
+    FileTokenizer,
+    read_tokenizer,
+    whole_texts_tokenizer,
+)
 from meshpar.models.convert.weights import read_weights
 
 _TOKENIZER = "tokenizer.json"
@@ -105,23 +110,11 @@ def load(
             model_state=weights.model_state,
             tokenizer=_their_tokenizer(path)
             if tokenizer is None
-            else _own_tokenizer(Path(tokenizer)),
+            else whole_texts_tokenizer(Path(tokenizer)),
             stop_tokens=_stop_tokens(path),
             start_tokens=_start_tokens(path),
         )
     return _checkpoint(path, step, None if tokenizer is None else Path(tokenizer))
-
-
-def _own_tokenizer(path: Path) -> Tokenizer:
-    """A `tokenizer.json` with the special tokens that it puts around a text.
-
-    Raises:
-        InputError: It is not there, or is none, or the package is not installed.
-    """
-    read_tokenizer(path, "0")  # It says what is wrong; no end is asked for here.
-    from tokenizers import Tokenizer as Theirs
-
-    return Theirs.from_file(str(path))
 
 
 def _checkpoint(path: Path, step: int | None, tokenizer: Path | None) -> Loaded:
@@ -152,7 +145,7 @@ def _their_tokenizer(path: Path) -> Tokenizer:
         from meshpar.models.convert.gguf_tokenizer import gguf_tokenizer
 
         return gguf_tokenizer(GGUFFile(path))
-    return _own_tokenizer(path / _TOKENIZER)
+    return whole_texts_tokenizer(path / _TOKENIZER)
 
 
 def _stop_tokens(path: Path) -> tuple[int, ...]:

@@ -11,14 +11,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
+from tokenizers import Tokenizer, models
 
+from meshpar.data import token_cache
 from meshpar.data.errors import DataError
 from meshpar.data.megatron import MegatronWriter, read_megatron
 from meshpar.data.nanogpt import read_nanogpt
 from meshpar.data.sources import DataSource, check_weights
 from meshpar.data.token_cache import TokenCache
 from meshpar.data.token_stream import TokenStream
-from meshpar.data.tokenizer import ByteTokenizer, FileTokenizer
+from meshpar.data.tokenizer import (
+    ByteTokenizer,
+    FileTokenizer,
+    whole_texts_tokenizer,
+)
 from tests.bpe import write_bpe
 
 TEXTS = ["To be, or not to be.", "Ω and λ,\nin two lines", "x"]
@@ -79,6 +85,33 @@ def test_a_tokenizers_file_gives_its_tokens_each_with_its_end(tmp_path):
     assert [one[-1] for one in found] == [tokenizer.eos] * len(TEXTS)
     assert [tokenizer.decode(one[:-1]) for one in found] == TEXTS
     assert max(map(max, found)) < tokenizer.vocab
+
+
+@pytest.mark.parametrize("setting", ["truncation", "padding"])
+def test_a_tokenizers_file_that_cuts_or_pads_loses_and_adds_no_token(setting, tmp_path):
+    plain = write_bpe(tmp_path / "plain.json", TEXTS)
+    tokenizer = Tokenizer.from_file(str(plain))
+    tokenizer.enable_truncation(2)
+    if setting == "padding":
+        tokenizer.no_truncation()
+        tokenizer.enable_padding(length=64)
+    tokenizer.save(str(tmp_path / "set.json"))
+    texts = write_texts(tmp_path, "jsonl", TEXTS)
+    found, wanted = (
+        documents(cached(tmp_path, texts, tokenizer=FileTokenizer(tmp_path / name)))
+        for name in ("set.json", "plain.json")
+    )
+    assert found == wanted
+    prompts = whole_texts_tokenizer(tmp_path / "set.json")
+    assert prompts.encode(TEXTS[0]).ids == wanted[0][:-1]
+
+
+def test_tokens_of_an_earlier_way_to_make_them_are_not_taken(tmp_path, monkeypatch):
+    path = write_texts(tmp_path, "jsonl", TEXTS)
+    cache = TokenCache(folder=tmp_path, tokenizer=ByteTokenizer())
+    now = cache.kept_as(path, "jsonl", "text")
+    monkeypatch.setattr(token_cache, "_VERSION", 1)
+    assert cache.kept_as(path, "jsonl", "text") != now
 
 
 @settings(max_examples=20, deadline=None)
@@ -306,6 +339,10 @@ def test_a_tokenizer_that_is_none_or_ends_no_document_is_told(tmp_path):
     assert FileTokenizer(path, eos="7").eos == 7  # Not the digit's token.
     with pytest.raises(DataError, match="has no token '999'; give --eos the text or"):
         FileTokenizer(path, eos="999")
+    Tokenizer(models.BPE()).save(str(tmp_path / "c.json"))
+    for eos in (None, "5", "x"):
+        with pytest.raises(DataError, match=r"c\.json' has a vocabulary of 0 tokens"):
+            FileTokenizer(tmp_path / "c.json", eos=eos)
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<stop>"}')
     assert FileTokenizer(path).eos == stop
 

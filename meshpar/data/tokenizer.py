@@ -116,6 +116,17 @@ def read_tokenizer(
     return ByteTokenizer() if path is None else FileTokenizer(path, eos)
 
 
+def whole_texts_tokenizer(path: Path) -> Any:
+    """A tokenizer.json as `tokenizers` has it, which neither cuts a text nor pads it.
+
+    Its `encode` puts the special tokens around a text that the file says.
+
+    Raises:
+        DataError: As `FileTokenizer`.
+    """
+    return _parsed(path, _content(path))
+
+
 def _content(path: Path) -> bytes:
     try:
         return path.read_bytes()
@@ -135,13 +146,22 @@ def _parsed(path: Path, content: bytes) -> Any:
             "'meshpar[tokenizers]'"
         ) from error
     try:
-        return Tokenizer.from_buffer(content)
+        tokenizer = Tokenizer.from_buffer(content)
     except Exception as error:  # The package raises no narrower one.
         reason = " ".join(str(error).split())
         raise DataError(
             f"{str(path)!r} is no tokenizer.json: {reason}; name the file that "
             "tokenizers' save() writes"
         ) from error
+    if not tokenizer.get_vocab_size(with_added_tokens=True):
+        raise DataError(
+            f"{str(path)!r} has a vocabulary of 0 tokens; train the tokenizer, and name "
+            "the file that its save() writes then"
+        )
+    # Files keep what a model was trained or served with; whole texts are asked for here.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _configured(path: Path) -> list[str]:
