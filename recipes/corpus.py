@@ -24,7 +24,7 @@ from meshpar.recipes.config import RunConfig
 from meshpar.recipes.corpus_files import Files, files_of_all, not_data
 from meshpar.recipes.model import sizes_of
 from meshpar.recipes.texts import BYTE_VOCAB, HELD_OUT_SHARE, Texts, read_tokens
-from meshpar.recipes.tokenizer import tokenizer_of
+from meshpar.recipes.tokenizer import notes_of_bytes, refuse_bytes, tokenizer_of
 from meshpar.train.data import TokenWindows
 
 _MOST_HELD_OUT = 1 << 20  # tokens of a source
@@ -50,6 +50,7 @@ class Corpus:
         counted: Tokens to train and to validate on, for the baselines of a single
             source.
         prompt: What a sample begins with.
+        formats: Of the files, as `meshpar.data.sources` names them.
     """
 
     train: Sequence[Rows]
@@ -61,6 +62,7 @@ class Corpus:
     lines: Sequence[str]
     counted: tuple[np.ndarray, np.ndarray] | None
     prompt: np.ndarray
+    formats: Sequence[str] = ("text",)
 
     def order(self, seed: int) -> grain.MapDataset:
         """The endless order of rows to train on."""
@@ -89,6 +91,7 @@ def corpus_of(
     if config.data:
         made = _of_data(config, files_of_all(config, processes, told, on_file))
     else:
+        refuse_bytes(config)
         made = _of_texts(read_tokens(config.text, config.seq), config)
     found = processes.gather(made.fingerprint)
     for process, other in enumerate(found):
@@ -108,7 +111,10 @@ def _of_texts(texts: Texts, config: RunConfig) -> Corpus:
         fingerprint=texts.fingerprint,
         tokenizer=ByteTokenizer(),
         vocab=BYTE_VOCAB,
-        lines=["text: {:,} bytes to train on, {:,} held out".format(*lengths)],
+        lines=[
+            "text: {:,} bytes to train on, {:,} held out".format(*lengths),
+            *notes_of_bytes(config),
+        ],
         counted=(texts.train, texts.validation),
         prompt=texts.validation[:32],
     )
@@ -130,30 +136,36 @@ def _of_data(config: RunConfig, files: Files) -> Corpus:
     validation = grain.MapDataset.concatenate(
         [grain.MapDataset.source(_rows(one, config)[0]) for one in others]
     )
+    read_by = _read_by(config, vocab)
+    notes = (
+        [] if isinstance(read_by["tokenizer"], TokenNumbers) else notes_of_bytes(config)
+    )
     return Corpus(
         train=rows,
         weights=weights if len(streams) > 1 else None,
         # So that a look at its beginning sees of every source.
         validation=validation.shuffle(seed=0) if len(others) > 1 else validation,
         fingerprint=_fingerprint(config, streams, files),
-        **_read_by(config, vocab),
-        lines=[*_lines(files, train, others), *filter(None, told)],
+        **read_by,
+        lines=[*_lines(files, train, others), *filter(None, told), *notes],
         counted=_counted(train[0], others[0]) if len(streams) == 1 else None,
         prompt=others[0].read(others[0].start, others[0].start + min(32, config.seq)),
     )
 
 
 def _read_by(config: RunConfig, vocab: int) -> dict[str, Any]:
-    """The tokenizer, and the vocabulary that is in use."""
+    """The tokenizer, the vocabulary that is in use, and the formats of the files."""
     formats = {
         format
         for text in config.data
         for _, format in DataSource.parse(text).files(not_data(config))
     }
-    if formats & OF_TOKENS:
-        known = tokenizer_of(config) if config.tokenizer else TokenNumbers()
-        return {"tokenizer": known, "vocab": vocab}
-    return {"tokenizer": tokenizer_of(config), "vocab": tokenizer_of(config).vocab}
+    known: Any = tokenizer_of(config)
+    if formats & OF_TOKENS and not config.tokenizer:
+        known = TokenNumbers()
+    if not formats & OF_TOKENS:
+        vocab = known.vocab
+    return {"tokenizer": known, "vocab": vocab, "formats": sorted(formats)}
 
 
 def _merged(files: Files) -> list[list[TokenFile]]:

@@ -15,7 +15,7 @@ from meshpar.data.token_file import TokenFile
 from meshpar.distributed import Processes
 from meshpar.recipes.config import RunConfig
 from meshpar.recipes.model import sizes_of
-from meshpar.recipes.tokenizer import tokenizer_of
+from meshpar.recipes.tokenizer import refuse_bytes, tokenizer_of
 
 Files = list[tuple[DataSource, list[TokenFile]]]
 """The files of each source."""
@@ -107,6 +107,7 @@ def _opened(
             f"{str(path)!r} is read as bytes, whose documents end with a NUL, but "
             f"--eos {config.eos} is given; leave it out, or give a --tokenizer"
         )
+    refuse_bytes(config)
     vocab = sizes_of(config)["vocab"]
     if cache.tokenizer.vocab > vocab:
         raise DataError(

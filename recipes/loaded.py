@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from meshpar import InputError, Model
+from meshpar.data.sources import OF_TOKENS
 from meshpar.data.tokenizer import (
     ByteTokenizer,
     FileTokenizer,
+    TokenNumbers,
     read_tokenizer,
     whole_texts_tokenizer,
 )
@@ -55,6 +57,33 @@ class OfRun:
     @property
     def _vocab(self) -> int:
         return self.tokenizer.vocab
+
+
+@dataclass(frozen=True)
+class WithoutTokenizer:
+    """In the place of a tokenizer, of a run on files of tokens that has none.
+
+    Args:
+        where: The run, for messages.
+    """
+
+    where: str
+
+    def encode(self, text: str) -> list[int]:
+        """Refuses a text.
+
+        Raises:
+            InputError: Always.
+        """
+        raise InputError(
+            f"{self.where!r} was trained on files of tokens, and nothing says which "
+            f"tokens the text {text[:40]!r} is; give their tokenizer: --tokenizer "
+            "tokenizer.json"
+        )
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The numbers."""
+        return TokenNumbers().decode(tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,18 +154,30 @@ def _checkpoint(path: Path, step: int | None, tokenizer: Path | None) -> Loaded:
     named = contents.config.get("tokenizer")
     if tokenizer is None and named:
         tokenizer = Path(named)
-    eos = contents.config.get("eos") if tokenizer else None
-    tokens = read_tokenizer(tokenizer, eos)
-    ends = contents.config.get("stop_tokens") if eos is not None else None
+    reader, ends = _reader(contents.config, tokenizer, path)
     return Loaded(
         model=found.model,
         config=found.config,
         params=found.params,
         model_state=found.model_state,
-        tokenizer=OfRun(tokens),
-        stop_tokens=tuple(ends or (tokens.eos,)),
+        tokenizer=reader,
+        stop_tokens=ends,
         tokenizer_file=tokenizer,
     )
+
+
+def _reader(
+    said: Mapping[str, Any], tokenizer: Path | None, run: Path
+) -> tuple[Tokenizer, tuple[int, ...]]:
+    """What makes a run's texts tokens, and the tokens that end one."""
+    eos = said.get("eos")
+    if tokenizer is None and OF_TOKENS.intersection(said.get("formats", ())):
+        ends = (int(eos),) if eos and eos.isdecimal() else ()
+        return WithoutTokenizer(str(run)), ends
+    eos = eos if tokenizer else None
+    tokens = read_tokenizer(tokenizer, eos)
+    ends = said.get("stop_tokens") if eos is not None else None
+    return OfRun(tokens), tuple(ends or (tokens.eos,))
 
 
 def _their_tokenizer(path: Path) -> Tokenizer:

@@ -51,6 +51,7 @@ class Run:
             "text": [str(path.resolve()) for path in self.config.text],
             **_from_any_folder(self.config),
             "data": self.texts.fingerprint,
+            "formats": list(self.texts.formats),
             "windows": self.position.after(done, self.config.global_batch),
             "layout": str(self.step.layout),
             "layout_asked": self.config.layout,

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -159,6 +160,29 @@ def test_a_checkpoint_says_where_its_data_are_from_any_folder(data, monkeypatch)
         for folder in ("", f"{data}/")
     )
     assert _from_any_folder(here) == _from_any_folder(full)
+
+
+@pytest.mark.parametrize("of", ["text", "data"])
+def test_weights_that_know_a_tokenizers_tokens_do_not_learn_bytes(of, data, tmp_path):
+    shutil.copy(data / "tok.json", tmp_path / "tokenizer.json")
+    options = {of: (str(data / "a.jsonl"),), "from_weights": tmp_path}
+    config = RunConfig(
+        preset="test", model=MODEL, seq=SEQ, out=tmp_path / "out", **options
+    )
+    with pytest.raises(InputError, match=r"--tokenizer .*tokenizer\.json"):
+        made(config)
+    made(replace(config, resume=True))
+    gguf = replace(config, from_weights=tmp_path / "a.gguf")
+    assert any("note: texts are read as bytes" in line for line in made(gguf).lines)
+
+
+@pytest.mark.parametrize(
+    "file, formats", [("a.jsonl", ["jsonl"]), ("m.bin", ["megatron"])]
+)
+def test_a_checkpoint_says_whether_its_data_are_texts_or_tokens(
+    file, formats, data, tmp_path
+):
+    assert made(config_of(data, tmp_path, f"{{}}/{file}")).formats == formats
 
 
 def test_what_a_shell_makes_of_a_pattern_and_tables_of_a_file_are_sources(tmp_path):

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
@@ -14,6 +15,7 @@ from meshpar.cli.main import main
 from meshpar.data.tokenizer import ByteTokenizer
 from meshpar.generation.generate import generate, placed
 from meshpar.generation.programs import Programs
+from meshpar.models.convert.run import read_checkpoint
 from meshpar.models.convert.writing import write_weights
 from meshpar.models.presets import build_config, configure
 from meshpar.recipes import pretrain
@@ -111,6 +113,24 @@ def test_bad_input_is_one_line(run, capsys, words, message):
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_a_run_on_tokens_without_a_tokenizer_reads_no_text(
+    run, tmp_path, capsys, monkeypatch
+):
+    def of_tokens(*args, **options):
+        found = read_checkpoint(*args, **options)
+        said = {**found.contents.config, "formats": ["megatron"], "eos": "7"}
+        return replace(found, contents=replace(found.contents, config=said))
+
+    monkeypatch.setattr("meshpar.models.convert.run.read_checkpoint", of_tokens)
+    assert main(["generate", "--from", str(run), "--prompt", "To be"]) == 2
+    error = capsys.readouterr().err
+    assert "give their tokenizer: --tokenizer" in error and error.count("\n") == 1
+    loaded = load(run)
+    assert loaded.tokenizer.decode([7, 9]) == "7 9" and loaded.stop_tokens == (7,)
+    tokenizer = write_bpe(tmp_path / "tokenizer.json", ["to be or not to be"])
+    assert load(run, tokenizer=tokenizer).tokenizer.encode("to be")
 
 
 @pytest.fixture

@@ -24,8 +24,8 @@ from meshpar.data.tokenizer import ByteTokenizer, FileTokenizer
 
 _TEXTS_AT_ONCE = 512  # for the tokenizer's threads
 _VERSION = 2
-"""Of how texts become tokens; pairs of another one are not taken. Those of version 1 may
-be cut or padded, as a tokenizer.json may ask."""
+"""Of how texts become tokens; pairs of another one are not taken. Those of version 1
+may be cut or padded, as a tokenizer.json may ask."""
 _TOLD_S = 1.0
 """A file that takes less to tokenize is not told of."""
 _GETS_ON_S = 10.0

@@ -155,10 +155,10 @@ def _parsed(path: Path, content: bytes) -> Any:
         ) from error
     if not tokenizer.get_vocab_size(with_added_tokens=True):
         raise DataError(
-            f"{str(path)!r} has a vocabulary of 0 tokens; train the tokenizer, and name "
-            "the file that its save() writes then"
+            f"{str(path)!r} has a vocabulary of 0 tokens; train the tokenizer, and "
+            "name the file that its save() writes then"
         )
-    # Files keep what a model was trained or served with; whole texts are asked for here.
+    # Files keep what a model was trained or served with; here texts are read whole.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
