@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -112,7 +113,7 @@ def generate(
         tokenizer,
         max_tokens=max_tokens,
         sampling=sampling,
-        stop=tuple(stop),
+        stop=stop if isinstance(stop, str) else tuple(stop),
         stop_tokens=tuple(stop_tokens),
         start_tokens=start_of(model, start_tokens),
     )
@@ -121,7 +122,7 @@ def generate(
     programs = Programs.of(
         model,
         layout,
-        slots=slots or slots_for(len(requests), layout),
+        slots=slots_for(len(requests), layout) if slots is None else slots,
         max_seq=max(len(one.tokens) for one in requests) + max_tokens,
         max_source=max(len(one.source) for one in requests),
         page_size=page_size,
@@ -145,7 +146,7 @@ def requests_of(
     *,
     max_tokens: int,
     sampling: Sampling,
-    stop: tuple[str, ...] = (),
+    stop: tuple[str, ...] | str = (),
     stop_tokens: tuple[int, ...] = (),
     start_tokens: tuple[int, ...] = (),
 ) -> list[Request]:
@@ -157,7 +158,7 @@ def requests_of(
         InputError: A prompt has no tokens, or there are texts but no tokenizer.
     """
     if stop and tokenizer is None:
-        raise InputError(f"stop={list(stop)} are texts, but there is no tokenizer=")
+        raise InputError(f"stop={stop!r}: there is no tokenizer= for texts")
     texts = [_tokens(prompt, tokenizer) for prompt in prompts]
     if start_tokens and not all(texts):
         raise InputError("a prompt has no tokens; give at least one, such as the end")
@@ -263,10 +264,11 @@ def _of_state(lying: Lying, shardings: Any = None) -> Lying:
 def _tokens(prompt: Prompt, tokenizer: Any) -> tuple[int, ...]:
     if not isinstance(prompt, str):
         try:
-            return tuple(int(token) for token in prompt)
-        except (TypeError, ValueError) as error:
+            return tuple(map(operator.index, prompt))
+        except TypeError as error:
             raise InputError(
-                f"prompt {prompt!r} is no text and no list of tokens"
+                f"prompt {prompt!r} is no text and no list of tokens, which are whole "
+                "numbers"
             ) from error
     if tokenizer is None:
         raise InputError(
