@@ -205,11 +205,35 @@ def _start_tokens(path: Path) -> tuple[int, ...] | None:
 
 
 def _said(folder: Path, name: str) -> tuple[int, ...] | None:
-    """Tokens that a folder's settings name; None where they do not."""
+    """Tokens that a folder's settings name; None where they do not.
+
+    Raises:
+        InputError: A file of them cannot be read, or they are no tokens.
+    """
     for setting in ("generation_config.json", "config.json"):
         file = folder / setting
-        if file.is_file():
-            found = json.loads(file.read_text()).get(name)
-            if found is not None:
-                return tuple(found) if isinstance(found, list) else (int(found),)
+        found = _object(file).get(name) if file.is_file() else None
+        if found is not None:
+            try:
+                return tuple(map(int, found if isinstance(found, list) else [found]))
+            except (TypeError, ValueError) as error:
+                raise InputError(
+                    f"{str(file)!r}: {name} is {found!r}; give a token's number, or a "
+                    "list of them"
+                ) from error
     return None
+
+
+def _object(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"cannot read {str(file)!r} as JSON: {error}; mend it, or move it away"
+        ) from error
+    if not isinstance(found, dict):
+        raise InputError(
+            f"{str(file)!r} holds no JSON object, but {found!r}; mend it, or move it "
+            "away"
+        )
+    return found

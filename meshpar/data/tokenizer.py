@@ -29,8 +29,12 @@ class ByteTokenizer:
     unit = "byte"
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The tokens of each text, without an end."""
-        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+        """The tokens of each text, without an end.
+
+        Raises:
+            DataError: One holds what UTF-8 has not, such as half of a pair.
+        """
+        return [np.frombuffer(_utf8(text), np.uint8) for text in texts]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Their text; what is no UTF-8 is replaced."""
@@ -103,6 +107,16 @@ class FileTokenizer:
             f"{str(self._path)!r} has none of {', '.join(_ENDS_OF_TEXT)}; name the "
             "token that ends a document: --eos TOKEN"
         )
+
+
+def _utf8(text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{text[:40]!r} is no text: character {error.start} is "
+            f"\\u{ord(text[error.start]):04x}, which UTF-8 has not; give UTF-8 text"
+        ) from error
 
 
 def read_tokenizer(
