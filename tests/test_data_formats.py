@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from tokenizers import Tokenizer, models
 
-from meshpar.data import token_cache
+from meshpar.data import megatron, token_cache
 from meshpar.data.errors import DataError
 from meshpar.data.megatron import MegatronWriter, read_megatron
 from meshpar.data.nanogpt import read_nanogpt
@@ -310,6 +310,33 @@ def test_a_file_that_vanishes_or_changes_while_it_is_read_is_told(tmp_path):
     (tmp_path / "a.bin").unlink()
     with pytest.raises(DataError, match=r"cannot read '.*a\.bin' any more: No such"):
         stream.read(0, 1)
+
+
+def test_a_document_beyond_the_format_is_told_with_its_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(megatron, "_MOST_TOKENS", 5)
+    path = write_texts(tmp_path, "jsonl", ["abc", "to be or not"])
+    match = r"document 1 of '.*\.jsonl' has 13 tokens, but the format takes 5; cut it"
+    with pytest.raises(DataError, match=match):
+        cached(tmp_path, path)
+    assert not list(tmp_path.rglob("*unfinished"))
+
+
+def test_what_cannot_be_finished_leaves_nothing(tmp_path):
+    with (
+        pytest.raises(FileNotFoundError),
+        MegatronWriter(tmp_path / "a.bin", "<u2") as w,
+    ):
+        w.add(np.arange(3))
+        w._unfinished.unlink()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_header_of_a_negative_number_of_tokens_is_told(tmp_path):
+    (tmp_path / "a.bin").write_bytes(header_of(20240520, 1, -5))
+    with pytest.raises(
+        DataError, match="its header speaks of -5 tokens, which must be"
+    ):
+        read_nanogpt(tmp_path / "a.bin")
 
 
 @pytest.mark.parametrize("dtype, wrong", [("<u2", 300), ("<i4", -1)])

@@ -78,7 +78,7 @@ class TokenCache:
         texts = _documents(path, format, field, skipped)
         end = np.array([self.tokenizer.eos], np.int32)
         num_documents = num_tokens = 0
-        with MegatronWriter(kept, _dtype(self.tokenizer.vocab)) as writer:
+        with MegatronWriter(kept, _dtype(self.tokenizer.vocab), path) as writer:
             while several := list(itertools.islice(texts, _TEXTS_AT_ONCE)):
                 for tokens in self.tokenizer.encode(several):
                     writer.add(np.concatenate([tokens, end]))
