@@ -12,6 +12,7 @@ import grain
 import numpy as np
 
 from meshpar import InputError
+from meshpar.data.errors import DataError
 from meshpar.data.mixture import mixed
 from meshpar.data.packing import packed
 from meshpar.data.row_sources import PackedRows, StreamRows, check_row
@@ -132,9 +133,13 @@ def _of_data(config: RunConfig, files: Files) -> Corpus:
         pairs = [stream.split(_num_held_out(stream, config.seq)) for stream in streams]
         train, others = [one for one, _ in pairs], [one for _, one in pairs]
     rows, told = zip(*(_rows(stream, config) for stream in train), strict=True)
+    held_out = [_rows(stream, config)[0] for stream in others]
+    for stream, one in zip(train, rows, strict=True):
+        _check_targets("to train on", [stream], [one])
+    _check_targets("to validate on", others, held_out)
     weights = [source.weight for source, _ in files[: len(streams)]]
     validation = grain.MapDataset.concatenate(
-        [grain.MapDataset.source(_rows(one, config)[0]) for one in others]
+        [grain.MapDataset.source(one) for one in held_out]
     )
     read_by = _read_by(config, vocab)
     notes = (
@@ -191,6 +196,26 @@ def _rows(stream: TokenStream, config: RunConfig) -> tuple[Rows, str | None]:
         f"packed: {stream.num_documents:,} documents in {packing.num_rows:,} rows, "
         f"{packing.filled:.1%} filled; {packing.num_cut:,} were longer than "
         f"{config.seq} tokens and are cut"
+    )
+
+
+def _check_targets(
+    use: str, streams: Sequence[TokenStream], rows: Sequence[Rows]
+) -> None:
+    """Refuses packed rows of documents that are an end and nothing else.
+
+    Raises:
+        DataError: No token has a successor, so that there is no loss.
+    """
+    packings = [one.packing for one in rows if isinstance(one, PackedRows)]
+    if len(packings) < len(rows) or any(one.num_targets for one in packings):
+        return
+    names = ", ".join(str(file.path) for one in streams for file in one.files[:3])
+    num_documents = sum(stream.num_documents for stream in streams)
+    raise DataError(
+        f"the {sum(map(len, rows)):,} packed rows {use} of {names} have 0 tokens with "
+        f"a successor: their {num_documents:,} documents are empty but for the end; "
+        "give others, or name some in --validation-data"
     )
 
 
