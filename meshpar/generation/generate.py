@@ -106,6 +106,8 @@ def generate(
         raise InputError(
             f"prompts={prompts!r}: give a list of texts or of lists of tokens"
         )
+    if isinstance(stop, str):
+        raise InputError(f"stop={stop!r}: give a list of texts, such as [{stop!r}]")
     devices = jax.devices() if devices is None else list(devices)
     layout = _resolved(Layout.of(layout), len(devices))
     requests = requests_of(
@@ -113,7 +115,7 @@ def generate(
         tokenizer,
         max_tokens=max_tokens,
         sampling=sampling,
-        stop=stop if isinstance(stop, str) else tuple(stop),
+        stop=tuple(stop),
         stop_tokens=tuple(stop_tokens),
         start_tokens=start_of(model, start_tokens),
     )
@@ -146,7 +148,7 @@ def requests_of(
     *,
     max_tokens: int,
     sampling: Sampling,
-    stop: tuple[str, ...] | str = (),
+    stop: tuple[str, ...] = (),
     stop_tokens: tuple[int, ...] = (),
     start_tokens: tuple[int, ...] = (),
 ) -> list[Request]:
@@ -158,7 +160,7 @@ def requests_of(
         InputError: A prompt has no tokens, or there are texts but no tokenizer.
     """
     if stop and tokenizer is None:
-        raise InputError(f"stop={stop!r}: there is no tokenizer= for texts")
+        raise InputError(f"stop={list(stop)} are texts, but there is no tokenizer=")
     texts = [_tokens(prompt, tokenizer) for prompt in prompts]
     if start_tokens and not all(texts):
         raise InputError("a prompt has no tokens; give at least one, such as the end")
