@@ -77,8 +77,8 @@ class WithoutTokenizer:
         """
         raise InputError(
             f"{self.where!r} was trained on files of tokens, and nothing says which "
-            f"tokens the text {text[:40]!r} is; give their tokenizer: --tokenizer "
-            "tokenizer.json"
+            f"tokens the text {text[:40]!r} is; give their tokenizer, as by "
+            "meshpar generate --tokenizer tokenizer.json"
         )
 
     def decode(self, tokens: Sequence[int]) -> str:
