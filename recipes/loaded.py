@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from meshpar import InputError, Model
-from meshpar.data.sources import OF_TOKENS
 from meshpar.data.tokenizer import (
     ByteTokenizer,
     FileTokenizer,
@@ -171,7 +170,9 @@ def _reader(
 ) -> tuple[Tokenizer, tuple[int, ...]]:
     """What makes a run's texts tokens, and the tokens that end one."""
     eos = said.get("eos")
-    if tokenizer is None and OF_TOKENS.intersection(said.get("formats", ())):
+    from meshpar.models.convert.run import is_of_tokens
+
+    if tokenizer is None and is_of_tokens(said):
         ends = (int(eos),) if eos and eos.isdecimal() else ()
         return WithoutTokenizer(str(run)), ends
     eos = eos if tokenizer else None

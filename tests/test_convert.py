@@ -242,8 +242,10 @@ OWN, THEIRS = "own", "theirs"
 EXPORTED = [
     ({"tokenizer": "own.json"}, OWN, False),
     ({"tokenizer": "alike.json"}, "alike", True),
-    ({"formats": ["text"]}, None, False),
-    ({"formats": ["megatron"]}, THEIRS, True),
+    ({"formats": ["text"], "text": []}, None, False),
+    ({"sources": ["a.jsonl"], "text": []}, None, False),
+    ({"formats": ["megatron"], "text": []}, THEIRS, True),
+    ({"sources": ["path=a.bin,weight=1"], "text": []}, THEIRS, True),
     ({}, THEIRS, True),
 ]
 

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from meshpar.data.sources import OF_TOKENS
-from meshpar.models.convert.run import read_checkpoint
+from meshpar.models.convert.run import is_of_tokens, read_checkpoint
 from meshpar.models.convert.writing import write_weights
 
 _TOKENIZER = "tokenizer.json"
@@ -72,8 +71,8 @@ def export(
 def _reads_as(said: Mapping[str, Any], folder: Path) -> bool:
     """Whether a run's tokens are those of a folder's tokenizer, as far as is known."""
     own, theirs = said.get("tokenizer"), folder / _TOKENIZER
-    if not own:  # Bytes, or files of tokens; earlier checkpoints do not say which.
-        return bool(OF_TOKENS.intersection(said.get("formats", OF_TOKENS)))
+    if not own:  # Bytes, or files of tokens, of `meshpar train`, which names its text.
+        return is_of_tokens(said) or "text" not in said
     tokens = _tokens(Path(own))
     return tokens is not None and tokens == _tokens(theirs)
 
