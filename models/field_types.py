@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+import math
+from dataclasses import fields, is_dataclass
 from numbers import Integral, Real
 from typing import Any
 
@@ -15,15 +16,32 @@ _KINDS = {
 }
 
 
+_ABOVE_ZERO = {"rope_theta", "local_rope_theta", "rope_factor", "factor"}
+_AT_LEAST_ZERO = {"norm_epsilon", "init_std"}
+
+
 def check_field_types(config: Any) -> None:
     """Whether every int, float and bool field of a dataclass holds one.
 
     Raises:
-        InputError: A field does not; a bool is no number here.
+        InputError: A field does not, a number is not finite, or one has a value that
+            its name cannot have; a bool is no number here.
     """
     for field in fields(config):
+        value = getattr(config, field.name)
         if field.type in _KINDS:
-            _check(field.name, getattr(config, field.name), *_KINDS[field.type])
+            _check(field.name, value, *_KINDS[field.type])
+        if field.type == "float":
+            _check_range(field.name, value)
+        if (
+            field.name == "rope_scaling"
+            and value is not None
+            and not is_dataclass(value)
+        ):
+            raise InputError(
+                f"rope_scaling={value!r}: must be a RopeScaling or None; on a command "
+                "line name a config.json that has it"
+            )
 
 
 def check_sizes(config: Any, *names: str) -> None:
@@ -79,6 +97,19 @@ def check_heads(embed: int, heads: int, head_dim: int | None = None) -> None:
         raise InputError(f"embed={embed} is not a multiple of heads={heads}{way_out}")
 
 
+def check_rotated(size: int, name: str = "head_dim") -> None:
+    """Whether rotary positions can turn the dims of a head in pairs.
+
+    Raises:
+        InputError: Their number is odd.
+    """
+    if size % 2:
+        raise InputError(
+            f"{name}={size}: rotary positions turn the dims of a head in pairs; give "
+            f"an even one, such as {size + 1}"
+        )
+
+
 def check_kv_heads(heads: int, kv_heads: int) -> None:
     """Whether key and value heads serve as many query heads each.
 
@@ -96,3 +127,12 @@ def _check(name: str, value: object, kind: type, words: str) -> None:
     is_bool = isinstance(value, bool)
     if not isinstance(value, kind) or is_bool != (kind is bool):
         raise InputError(f"{name}={value!r}: must be {words}")
+
+
+def _check_range(name: str, value: float) -> None:
+    if not math.isfinite(value):
+        raise InputError(f"{name}={value}: must be a finite number")
+    if name in _ABOVE_ZERO and value <= 0:
+        raise InputError(f"{name}={value}: must be above 0")
+    if name in _AT_LEAST_ZERO and value < 0:
+        raise InputError(f"{name}={value}: must be at least 0")

@@ -19,6 +19,7 @@ from meshpar.models.field_types import (
     check_field_types,
     check_heads,
     check_least_zero,
+    check_rotated,
     check_sizes,
 )
 from meshpar.models.inputs import language_inputs
@@ -83,6 +84,7 @@ class Gemma3Config:
         no_limit = dict.fromkeys(("max_seq", "logits_bytes"), "no limit")
         check_least_zero(self, query_size="head_dim", **no_limit)
         check_heads(self.embed, self.heads, self.head_dim)
+        check_rotated(self.head_dim)
         if self.heads % self.kv_heads:
             raise InputError(
                 f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}; "

@@ -21,6 +21,7 @@ from meshpar.models.field_types import (
     check_heads,
     check_kv_heads,
     check_least_zero,
+    check_rotated,
     check_sizes,
 )
 from meshpar.models.inputs import language_inputs
@@ -90,6 +91,7 @@ class LlamaConfig:
         check_least_zero(self, head_dim="embed / heads", **no_limit)
         check_kv_heads(self.heads, self.kv_heads)
         check_heads(self.embed, self.heads, self.head_dim)
+        check_rotated(self.size_per_head)
 
     @property
     def size_per_head(self) -> int:

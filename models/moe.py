@@ -22,6 +22,7 @@ from meshpar.models.field_types import (
     check_heads,
     check_kv_heads,
     check_least_zero,
+    check_rotated,
     check_sizes,
 )
 from meshpar.models.inputs import language_inputs
@@ -187,6 +188,7 @@ def _check_heads(config: MoEConfig) -> None:
             )
     check_kv_heads(config.heads, config.kv_heads)
     check_heads(config.embed, config.heads, config.head_dim)
+    check_rotated(config.size_per_head)
 
 
 def _check_latent(config: MoEConfig) -> None:

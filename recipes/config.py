@@ -10,8 +10,13 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from meshpar.data.sources import DataSource
 from meshpar.errors import InputError, whole_number
+from meshpar.recipes.option_checks import (
+    OF_DATA,
+    check_data,
+    check_rollback,
+    check_texts,
+)
 from meshpar.train.faults import check_spike
 
 LAYOUT = "data=2,stage=2,tensor=2,microbatches=4"
@@ -39,6 +44,9 @@ PATHS = (
     *("tokenizer", "data_cache"),
 )
 """Options that are a path."""
+
+SEVERAL = ("text", "data", "validation_data")
+"""Options that may be given again, and are then all meant."""
 
 
 def _num_virtual_devices() -> int:
@@ -192,6 +200,7 @@ class RunConfig:
         for name in PATHS:
             if (path := getattr(self, name)) is not None:
                 object.__setattr__(self, name, Path(path))
+        check_texts(self.values())
         self._check_data()
         for least, names in ((1, _AT_LEAST_ONE), (0, _AT_LEAST_ZERO)):
             for name in names:
@@ -223,6 +232,8 @@ class RunConfig:
                 f"on_low_memory={self.on_low_memory!r}: must be 'stop' or 'warn'"
             )
         check_spike(self.on_bad_step, self.spike)
+        if self.on_bad_step == "rollback" and not self.keep_every:
+            check_rollback(self.steps, self.save_every, self.keep, self.rollback_steps)
         if self.resume not in (False, True, "auto"):
             raise InputError(f"resume={self.resume!r}: must be True, False or 'auto'")
         if self.resume and self.out is None:
@@ -233,22 +244,11 @@ class RunConfig:
             value = getattr(self, name)
             texts = (value,) if isinstance(value, str | Path) else value
             object.__setattr__(self, name, tuple(map(str, texts)))
-        if self.text and self.data:
-            raise InputError(
-                f"text {str(self.text[0])!r} and data {self.data[0]!r} are both given; "
-                "give one of them: data reads text files, too"
-            )
-        for name in ("validation_data", "tokenizer", "eos", "pack", "data_cache"):
-            if getattr(self, name) and not self.data:
-                raise InputError(
-                    f"{name}={getattr(self, name)} goes with data: give --data PATH"
-                )
+        check_data({name: getattr(self, name) for name in ("text", *OF_DATA)})
         if self.on_bad_line not in ("stop", "skip"):
             raise InputError(
                 f"on_bad_line={self.on_bad_line!r}: must be 'stop' or 'skip'"
             )
-        for text in (*self.data, *self.validation_data):
-            DataSource.parse(text)
 
     def _check_whole(self, name: str, least: int) -> None:
         value = getattr(self, name)

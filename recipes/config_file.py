@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import tomllib
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from meshpar.data.sources import DataSource
 from meshpar.errors import InputError, nearest
-from meshpar.recipes.config import OF_ONE_START, OPTIONS, PATHS, RunConfig
+from meshpar.recipes.config import OF_ONE_START, OPTIONS, PATHS, SEVERAL, RunConfig
 
 SAVED = "config.toml"
 """The file in a run's folder."""
@@ -27,11 +28,17 @@ def read_options(path: Path) -> list[str]:
     Raises:
         InputError: There is no such file, it cannot be read, or a key is no option.
     """
-    words = []
+    words, given = [], {}
     for key, value in _read(path).items():
         name = str(key).replace("-", "_")
         if name not in OPTIONS:
             raise InputError(f"{str(path)!r}: no key {key!r}; {nearest(name, OPTIONS)}")
+        if name in given:
+            raise InputError(
+                f"{str(path)!r}: {given[name]!r} and {key!r} are one option; give one"
+            )
+        given[name] = key
+        _check_number_of_values(path, name, value)
         option = f"--{name.replace('_', '-')}"
         for one in value if isinstance(value, list) else [value]:
             if isinstance(one, Mapping) and name in ("data", "validation_data"):
@@ -43,6 +50,14 @@ def read_options(path: Path) -> list[str]:
                 )
             words += _words(option, one)
     return words
+
+
+def _check_number_of_values(path: Path, name: str, value: Any) -> None:
+    if isinstance(value, list) and name not in SEVERAL and len(value) != 1:
+        raise InputError(
+            f"{str(path)!r}: {name} is {value!r}, {len(value)} values, but it takes 1; "
+            f"only {', '.join(SEVERAL)} take several"
+        )
 
 
 def save(config: RunConfig, folder: Path) -> Path:
@@ -82,9 +97,14 @@ def as_toml(config: RunConfig) -> str:
     for name, value in values.items():
         if name not in OF_ONE_START:
             comment = "# " if value is None else ""
-            text = '""' if value is None else json.dumps(value, ensure_ascii=False)
+            text = '""' if value is None else _toml_value(value)
             lines.append(f"{comment}{name} = {text}")
     return "\n".join(lines) + "\n"
+
+
+def _toml_value(value: Any) -> str:
+    # JSON escapes what TOML wants escaped, but for DEL.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _read(path: Path) -> Mapping[str, Any]:
@@ -112,10 +132,19 @@ def _yaml(path: Path, text: str) -> Any:
     import yaml  # of flax; no other run needs it
 
     try:
-        return yaml.safe_load(text) or {}
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        found = yaml.safe_load(text) or {}
     except yaml.YAMLError as error:
         reason = " ".join(str(error).split())
         raise InputError(f"{str(path)!r} is no YAML: {reason}") from error
+    pairs = root.value if isinstance(root, yaml.MappingNode) else []
+    keys = [str(key.value) for key, _ in pairs]
+    for key, times in Counter(keys).items():
+        if times > 1:
+            raise InputError(
+                f"{str(path)!r}: key {key!r} stands there {times} times; give it once"
+            )
+    return found
 
 
 def _words(option: str, value: Any) -> list[str]:

@@ -12,6 +12,7 @@ import grain
 import numpy as np
 
 from meshpar import InputError
+from meshpar.data.errors import DataError
 from meshpar.data.mixture import mixed
 from meshpar.data.packing import packed
 from meshpar.data.row_sources import PackedRows, StreamRows, check_row
@@ -24,7 +25,7 @@ from meshpar.recipes.config import RunConfig
 from meshpar.recipes.corpus_files import Files, files_of_all, not_data
 from meshpar.recipes.model import sizes_of
 from meshpar.recipes.texts import BYTE_VOCAB, HELD_OUT_SHARE, Texts, read_tokens
-from meshpar.recipes.tokenizer import tokenizer_of
+from meshpar.recipes.tokenizer import notes_of_bytes, refuse_bytes, tokenizer_of
 from meshpar.train.data import TokenWindows
 
 _MOST_HELD_OUT = 1 << 20  # tokens of a source
@@ -50,6 +51,7 @@ class Corpus:
         counted: Tokens to train and to validate on, for the baselines of a single
             source.
         prompt: What a sample begins with.
+        formats: Of the files, as `meshpar.data.sources` names them.
     """
 
     train: Sequence[Rows]
@@ -61,6 +63,7 @@ class Corpus:
     lines: Sequence[str]
     counted: tuple[np.ndarray, np.ndarray] | None
     prompt: np.ndarray
+    formats: Sequence[str] = ("text",)
 
     def order(self, seed: int) -> grain.MapDataset:
         """The endless order of rows to train on."""
@@ -89,6 +92,7 @@ def corpus_of(
     if config.data:
         made = _of_data(config, files_of_all(config, processes, told, on_file))
     else:
+        refuse_bytes(config)
         made = _of_texts(read_tokens(config.text, config.seq), config)
     found = processes.gather(made.fingerprint)
     for process, other in enumerate(found):
@@ -108,7 +112,10 @@ def _of_texts(texts: Texts, config: RunConfig) -> Corpus:
         fingerprint=texts.fingerprint,
         tokenizer=ByteTokenizer(),
         vocab=BYTE_VOCAB,
-        lines=["text: {:,} bytes to train on, {:,} held out".format(*lengths)],
+        lines=[
+            "text: {:,} bytes to train on, {:,} held out".format(*lengths),
+            *notes_of_bytes(config),
+        ],
         counted=(texts.train, texts.validation),
         prompt=texts.validation[:32],
     )
@@ -126,9 +133,17 @@ def _of_data(config: RunConfig, files: Files) -> Corpus:
         pairs = [stream.split(_num_held_out(stream, config.seq)) for stream in streams]
         train, others = [one for one, _ in pairs], [one for _, one in pairs]
     rows, told = zip(*(_rows(stream, config) for stream in train), strict=True)
+    held_out = [_rows(stream, config)[0] for stream in others]
+    for stream, one in zip(train, rows, strict=True):
+        _check_targets("to train on", [stream], [one])
+    _check_targets("to validate on", others, held_out)
     weights = [source.weight for source, _ in files[: len(streams)]]
     validation = grain.MapDataset.concatenate(
-        [grain.MapDataset.source(_rows(one, config)[0]) for one in others]
+        [grain.MapDataset.source(one) for one in held_out]
+    )
+    read_by = _read_by(config, vocab)
+    notes = (
+        [] if isinstance(read_by["tokenizer"], TokenNumbers) else notes_of_bytes(config)
     )
     return Corpus(
         train=rows,
@@ -136,24 +151,26 @@ def _of_data(config: RunConfig, files: Files) -> Corpus:
         # So that a look at its beginning sees of every source.
         validation=validation.shuffle(seed=0) if len(others) > 1 else validation,
         fingerprint=_fingerprint(config, streams, files),
-        **_read_by(config, vocab),
-        lines=[*_lines(files, train, others), *filter(None, told)],
+        **read_by,
+        lines=[*_lines(files, train, others), *filter(None, told), *notes],
         counted=_counted(train[0], others[0]) if len(streams) == 1 else None,
         prompt=others[0].read(others[0].start, others[0].start + min(32, config.seq)),
     )
 
 
 def _read_by(config: RunConfig, vocab: int) -> dict[str, Any]:
-    """The tokenizer, and the vocabulary that is in use."""
+    """The tokenizer, the vocabulary that is in use, and the formats of the files."""
     formats = {
         format
         for text in config.data
         for _, format in DataSource.parse(text).files(not_data(config))
     }
-    if formats & OF_TOKENS:
-        known = tokenizer_of(config) if config.tokenizer else TokenNumbers()
-        return {"tokenizer": known, "vocab": vocab}
-    return {"tokenizer": tokenizer_of(config), "vocab": tokenizer_of(config).vocab}
+    known: Any = tokenizer_of(config)
+    if formats & OF_TOKENS and not config.tokenizer:
+        known = TokenNumbers()
+    if not formats & OF_TOKENS:
+        vocab = known.vocab
+    return {"tokenizer": known, "vocab": vocab, "formats": sorted(formats)}
 
 
 def _merged(files: Files) -> list[list[TokenFile]]:
@@ -179,6 +196,26 @@ def _rows(stream: TokenStream, config: RunConfig) -> tuple[Rows, str | None]:
         f"packed: {stream.num_documents:,} documents in {packing.num_rows:,} rows, "
         f"{packing.filled:.1%} filled; {packing.num_cut:,} were longer than "
         f"{config.seq} tokens and are cut"
+    )
+
+
+def _check_targets(
+    use: str, streams: Sequence[TokenStream], rows: Sequence[Rows]
+) -> None:
+    """Refuses packed rows of documents that are an end and nothing else.
+
+    Raises:
+        DataError: No token has a successor, so that there is no loss.
+    """
+    packings = [one.packing for one in rows if isinstance(one, PackedRows)]
+    if len(packings) < len(rows) or any(one.num_targets for one in packings):
+        return
+    names = ", ".join(str(file.path) for one in streams for file in one.files[:3])
+    num_documents = sum(stream.num_documents for stream in streams)
+    raise DataError(
+        f"the {sum(map(len, rows)):,} packed rows {use} of {names} have 0 tokens with "
+        f"a successor: their {num_documents:,} documents are empty but for the end; "
+        "give others, or name some in --validation-data"
     )
 
 

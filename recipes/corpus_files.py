@@ -9,13 +9,13 @@ from typing import Any
 from meshpar.data.errors import DataError
 from meshpar.data.megatron import read_megatron
 from meshpar.data.nanogpt import read_nanogpt
-from meshpar.data.sources import DataSource, check_weights
+from meshpar.data.sources import WITH_FIELDS, DataSource, check_weights
 from meshpar.data.token_cache import TokenCache
 from meshpar.data.token_file import TokenFile
 from meshpar.distributed import Processes
 from meshpar.recipes.config import RunConfig
 from meshpar.recipes.model import sizes_of
-from meshpar.recipes.tokenizer import tokenizer_of
+from meshpar.recipes.tokenizer import refuse_bytes, tokenizer_of
 
 Files = list[tuple[DataSource, list[TokenFile]]]
 """The files of each source."""
@@ -71,6 +71,7 @@ def _files(
         told=told,
         gets_on=on_file,
     )
+    _check_folder(cache.folder)
     sources = [DataSource.parse(text) for text in config.data]
     check_weights(sources)
     held_out = [DataSource.parse(text) for text in config.validation_data]
@@ -81,12 +82,30 @@ def _files(
                 f"{source.path!r} is both --data and --out; give the run a folder of "
                 "its own, which may lie in that of the data"
             )
-        opened = []
-        for one in source.files(not_data(config)):
+        opened, found = [], source.files(not_data(config))
+        _check_field(source, {format for _, format in found})
+        for one in found:
             on_file()
             opened.append(_opened(*one, source, cache, config))
         files.append((source, opened))
     return files
+
+
+def _check_field(source: DataSource, formats: set[str]) -> None:
+    if source.field != DataSource.field and not formats & WITH_FIELDS:
+        raise DataError(
+            f"field={source.field} of {source.path!r}, which is {', '.join(formats)}: "
+            f"only {' and '.join(sorted(WITH_FIELDS))} have fields; leave it out"
+        )
+
+
+def _check_folder(folder: Path) -> None:
+    for one in (folder, *folder.parents):
+        if one.exists() and not one.is_dir():
+            raise DataError(
+                f"the tokens of texts go into {str(folder)!r}, but {str(one)!r} is a "
+                "file; name a folder in --data-cache"
+            )
 
 
 def not_data(config: RunConfig) -> list[Path]:
@@ -107,6 +126,7 @@ def _opened(
             f"{str(path)!r} is read as bytes, whose documents end with a NUL, but "
             f"--eos {config.eos} is given; leave it out, or give a --tokenizer"
         )
+    refuse_bytes(config)
     vocab = sizes_of(config)["vocab"]
     if cache.tokenizer.vocab > vocab:
         raise DataError(
@@ -127,5 +147,11 @@ def _end_of_document(path: Path, config: RunConfig) -> int | None:
         raise DataError(
             f"{str(path)!r} does not say where its documents end, as --pack needs; "
             "give the number of the token that ends them, such as --eos 50256"
+        )
+    vocab = sizes_of(config)["vocab"]
+    if int(config.eos) >= vocab:
+        raise DataError(
+            f"--eos {config.eos}: the model has tokens from 0 to below {vocab}; give "
+            f"the one that ends the documents of {str(path)!r}"
         )
     return int(config.eos)

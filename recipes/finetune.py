@@ -32,7 +32,7 @@ from meshpar.errors import whole_number
 from meshpar.model.lora import TARGETS, LoRA
 from meshpar.models.convert.chat_template import read_template
 from meshpar.recipes.conversations import ConversationRows, read_conversations
-from meshpar.recipes.loaded import Loaded, OfRun, load
+from meshpar.recipes.loaded import Loaded, OfRun, WithoutTokenizer, load
 from meshpar.recipes.options import with_values
 from meshpar.recipes.texts import SHAKESPEARE, split_texts
 from meshpar.train.checkpoint import Checkpoints
@@ -196,7 +196,7 @@ def rows_of(config: FinetuneConfig, loaded: Loaded) -> tuple[Any, Any]:
     """Rows to train on, and rows that are held out."""
 
     def encode(text: str) -> list[int]:
-        if isinstance(loaded.tokenizer, OfRun):
+        if isinstance(loaded.tokenizer, OfRun | WithoutTokenizer):
             return loaded.tokenizer.encode(text)
         return loaded.tokenizer.encode(text, add_special_tokens=False).ids
 

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from meshpar import InputError, Model
-from meshpar.data.tokenizer import ByteTokenizer, FileTokenizer, read_tokenizer
+from meshpar.data.tokenizer import (
+    ByteTokenizer,
+    FileTokenizer,
+    TokenNumbers,
+    read_tokenizer,
+    whole_texts_tokenizer,
+)
 from meshpar.models.convert.weights import read_weights
 
 _TOKENIZER = "tokenizer.json"
@@ -50,6 +56,33 @@ class OfRun:
     @property
     def _vocab(self) -> int:
         return self.tokenizer.vocab
+
+
+@dataclass(frozen=True)
+class WithoutTokenizer:
+    """In the place of a tokenizer, of a run on files of tokens that has none.
+
+    Args:
+        where: The run, for messages.
+    """
+
+    where: str
+
+    def encode(self, text: str) -> list[int]:
+        """Refuses a text.
+
+        Raises:
+            InputError: Always.
+        """
+        raise InputError(
+            f"{self.where!r} was trained on files of tokens, and nothing says which "
+            f"tokens the text {text[:40]!r} is; give their tokenizer, as by "
+            "meshpar generate --tokenizer tokenizer.json"
+        )
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The numbers."""
+        return TokenNumbers().decode(tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,23 +138,11 @@ def load(
             model_state=weights.model_state,
             tokenizer=_their_tokenizer(path)
             if tokenizer is None
-            else _own_tokenizer(Path(tokenizer)),
+            else whole_texts_tokenizer(Path(tokenizer)),
             stop_tokens=_stop_tokens(path),
             start_tokens=_start_tokens(path),
         )
     return _checkpoint(path, step, None if tokenizer is None else Path(tokenizer))
-
-
-def _own_tokenizer(path: Path) -> Tokenizer:
-    """A `tokenizer.json` with the special tokens that it puts around a text.
-
-    Raises:
-        InputError: It is not there, or is none, or the package is not installed.
-    """
-    read_tokenizer(path, "0")  # It says what is wrong; no end is asked for here.
-    from tokenizers import Tokenizer as Theirs
-
-    return Theirs.from_file(str(path))
 
 
 def _checkpoint(path: Path, step: int | None, tokenizer: Path | None) -> Loaded:
@@ -132,18 +153,32 @@ def _checkpoint(path: Path, step: int | None, tokenizer: Path | None) -> Loaded:
     named = contents.config.get("tokenizer")
     if tokenizer is None and named:
         tokenizer = Path(named)
-    eos = contents.config.get("eos") if tokenizer else None
-    tokens = read_tokenizer(tokenizer, eos)
-    ends = contents.config.get("stop_tokens") if eos is not None else None
+    reader, ends = _reader(contents.config, tokenizer, path)
     return Loaded(
         model=found.model,
         config=found.config,
         params=found.params,
         model_state=found.model_state,
-        tokenizer=OfRun(tokens),
-        stop_tokens=tuple(ends or (tokens.eos,)),
+        tokenizer=reader,
+        stop_tokens=ends,
         tokenizer_file=tokenizer,
     )
+
+
+def _reader(
+    said: Mapping[str, Any], tokenizer: Path | None, run: Path
+) -> tuple[Tokenizer, tuple[int, ...]]:
+    """What makes a run's texts tokens, and the tokens that end one."""
+    eos = said.get("eos")
+    from meshpar.models.convert.run import is_of_tokens
+
+    if tokenizer is None and is_of_tokens(said):
+        ends = (int(eos),) if eos and eos.isdecimal() else ()
+        return WithoutTokenizer(str(run)), ends
+    eos = eos if tokenizer else None
+    tokens = read_tokenizer(tokenizer, eos)
+    ends = said.get("stop_tokens") if eos is not None else None
+    return OfRun(tokens), tuple(ends or (tokens.eos,))
 
 
 def _their_tokenizer(path: Path) -> Tokenizer:
@@ -152,7 +187,7 @@ def _their_tokenizer(path: Path) -> Tokenizer:
         from meshpar.models.convert.gguf_tokenizer import gguf_tokenizer
 
         return gguf_tokenizer(GGUFFile(path))
-    return _own_tokenizer(path / _TOKENIZER)
+    return whole_texts_tokenizer(path / _TOKENIZER)
 
 
 def _stop_tokens(path: Path) -> tuple[int, ...]:
@@ -171,11 +206,35 @@ def _start_tokens(path: Path) -> tuple[int, ...] | None:
 
 
 def _said(folder: Path, name: str) -> tuple[int, ...] | None:
-    """Tokens that a folder's settings name; None where they do not."""
+    """Tokens that a folder's settings name; None where they do not.
+
+    Raises:
+        InputError: A file of them cannot be read, or they are no tokens.
+    """
     for setting in ("generation_config.json", "config.json"):
         file = folder / setting
-        if file.is_file():
-            found = json.loads(file.read_text()).get(name)
-            if found is not None:
-                return tuple(found) if isinstance(found, list) else (int(found),)
+        found = _object(file).get(name) if file.is_file() else None
+        if found is not None:
+            try:
+                return tuple(map(int, found if isinstance(found, list) else [found]))
+            except (TypeError, ValueError) as error:
+                raise InputError(
+                    f"{str(file)!r}: {name} is {found!r}; give a token's number, or a "
+                    "list of them"
+                ) from error
     return None
+
+
+def _object(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"cannot read {str(file)!r} as JSON: {error}; mend it, or move it away"
+        ) from error
+    if not isinstance(found, dict):
+        raise InputError(
+            f"{str(file)!r} holds no JSON object, but {found!r}; mend it, or move it "
+            "away"
+        )
+    return found

@@ -8,7 +8,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,9 +19,11 @@ from meshpar.recipes.config import (
     ENVIRONMENT_VARIABLE,
     NUM_VIRTUAL_DEVICES,
     OPTIONS,
+    SEVERAL,
     RunConfig,
 )
 from meshpar.recipes.config_file import SAVED, read_options
+from meshpar.recipes.option_checks import OF_DATA
 
 _DESCRIPTION = """\
 Trains a language model on a text, under any layout.
@@ -34,8 +36,11 @@ by Ctrl-C or SIGTERM, 75 ended because another process had: start all again with
 --resume auto"""
 
 
-_SEVERAL = {"--text", "--data", "--validation-data"}
-"""Options that may be given again, and are then all meant."""
+def _words_of(names: Iterable[str]) -> set[str]:
+    return {f"--{name.replace('_', '-')}" for name in names}
+
+
+_SEVERAL = _words_of(SEVERAL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,13 +90,22 @@ def parse_arguments(
 
 
 def _below(words: list[str], path: Path, command: str) -> list[str]:
-    """The options of a file, without those that would add to what `words` give."""
+    """The options of a file, without those that would add to what `words` give.
+
+    Nor those of data where `words` give a text, and the other way round.
+    """
     found = read_options(path)
     try:
         _parse(_not_resuming(found), command)
     except InputError as error:
         raise InputError(f"{str(path)!r}: {error}") from None
-    return _without(found, {_option(word) for word in words} & _SEVERAL)
+    given = {_option(word) for word in words}
+    replaced = given & _SEVERAL
+    if "--data" in given:
+        replaced |= {"--text"}
+    elif "--text" in given:
+        replaced |= _words_of(OF_DATA)
+    return _without(found, replaced)
 
 
 def _not_resuming(words: Sequence[str]) -> list[str]:
@@ -110,7 +124,7 @@ def _without(words: Sequence[str], options: set[str]) -> list[str]:
 
 
 def _option(word: str) -> str:
-    return word.partition("=")[0]
+    return word.partition("=")[0].replace("_", "-")
 
 
 def with_values(words: Sequence[str]) -> list[str]:

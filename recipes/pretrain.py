@@ -259,13 +259,16 @@ def batches_of(run: Run) -> Any:
 
 
 def validate(run: Run, state: TrainState, num_batches: int | None = None) -> float:
-    """Mean loss per token over the validation text, or over its first batches."""
+    """Mean loss per token over the validation text, or over its first batches.
+
+    Of those as many more as it takes to have a token that counts.
+    """
     windows = run.texts.validation
     loss_sum = weight_sum = 0.0
     global_batch = run.config.global_batch
     rows = run.step.rows_here(global_batch)
     for index, batch in enumerate(padded_batches(windows, global_batch, rows)):
-        if index == num_batches:
+        if num_batches is not None and index >= num_batches and weight_sum:
             break
         sums = run.step.evaluate(state, batch)
         loss_sum += float(sums[0])

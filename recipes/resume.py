@@ -15,7 +15,8 @@ Description = Mapping[str, Any]
 
 _TOLD = (
     *("layout", "precision", "steps", "decay_steps", "global_batch", "seq"),
-    *("learning_rate", "text", "sources", "tokenizer", "pack", "schedule"),
+    *("learning_rate", "text", "sources", "data", "validation_data", "tokenizer"),
+    *("eos", "pack", "schedule"),
 )
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from meshpar import TrainState
 from meshpar.recipes import report
+from meshpar.recipes.config import RunConfig
 from meshpar.recipes.resume import Position
 from meshpar.recipes.rows import cut_rows_after
 from meshpar.recipes.run import Run
@@ -28,9 +29,8 @@ def rolled_back(run: Run, bad: BadStepError) -> tuple[Run, TrainState]:
     """
     config, checkpoints, step = run.config, run.checkpoints, run.step
     if config.on_bad_step != "rollback":
-        newest = checkpoints.latest_step
         raise BadStepError(
-            bad.step, f"{bad.why}; the newest checkpoint is of step {newest}"
+            bad.step, f"{bad.why}; {_newest(checkpoints.latest_step, config)}"
         ) from bad
     if run.num_rollbacks == _MOST:
         raise BadStepError(
@@ -39,13 +39,13 @@ def rolled_back(run: Run, bad: BadStepError) -> tuple[Run, TrainState]:
     run.phases.begin("restoring")
     with told_if_not_saved(run):
         checkpoints.finish()
-    most = bad.step + 1 - config.rollback_steps
+    most = max(bad.step + 1 - config.rollback_steps, 0)
     if checkpoints.newest_good(at_most=most) is None:
-        raise _none_to_go_back_to(bad, config.rollback_steps) from bad
+        raise _none_to_go_back_to(bad, most, config) from bad
     state = checkpoints.restore(step.state_shapes, step.shardings)
     back = checkpoints.step_read
     if back is None or back > most:  # What was chosen could not be read.
-        raise _none_to_go_back_to(bad, config.rollback_steps) from bad
+        raise _none_to_go_back_to(bad, most, config) from bad
     checkpoints.forget_after(back)
     windows = run.position.after(bad.step + 1, config.global_batch)
     cut_rows_after(run, back, done=bad.step + 1)
@@ -54,9 +54,18 @@ def rolled_back(run: Run, bad: BadStepError) -> tuple[Run, TrainState]:
     return replace(run, position=position, num_rollbacks=run.num_rollbacks + 1), state
 
 
-def _none_to_go_back_to(bad: BadStepError, rollback_steps: int) -> BadStepError:
+def _newest(step: int | None, config: RunConfig) -> str:
+    if step is None:
+        return f"there is no checkpoint yet: the first is of step {config.save_every}"
+    return f"the newest checkpoint is of step {step}"
+
+
+def _none_to_go_back_to(
+    bad: BadStepError, most: int, config: RunConfig
+) -> BadStepError:
     return BadStepError(
         bad.step,
-        f"{bad.why}, and there is no checkpoint {rollback_steps} steps before it to go "
-        "back to; give a smaller --save-every",
+        f"{bad.why}, and no good checkpoint of step {most} or before is left to go "
+        f"back to; give a larger --keep than {config.keep}, or --keep-every, or fewer "
+        f"--rollback-steps than {config.rollback_steps}",
     )

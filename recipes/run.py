@@ -51,6 +51,7 @@ class Run:
             "text": [str(path.resolve()) for path in self.config.text],
             **_from_any_folder(self.config),
             "data": self.texts.fingerprint,
+            "formats": list(self.texts.formats),
             "windows": self.position.after(done, self.config.global_batch),
             "layout": str(self.step.layout),
             "layout_asked": self.config.layout,
@@ -59,9 +60,12 @@ class Run:
 
 def _from_any_folder(config: RunConfig) -> dict[str, Any]:
     """Where the data and their tokenizer are."""
-    sources = [str(DataSource.parse(text).absolute()) for text in config.data]
+    sources, held_out = (
+        [str(DataSource.parse(text).absolute()) for text in texts]
+        for texts in (config.data, config.validation_data)
+    )
     tokenizer = config.tokenizer and str(config.tokenizer.absolute())
-    return {"sources": sources, "tokenizer": tokenizer}
+    return {"sources": sources, "validation_data": held_out, "tokenizer": tokenizer}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from meshpar.train.data import TokenWindows, byte_tokens, read_texts
+from meshpar.train.data import DataError, byte_tokens, read_texts
 
 SHAKESPEARE = Path(__file__).parent / "data" / "shakespeare"
 BYTE_VOCAB = 256
@@ -51,8 +51,13 @@ def read_tokens(paths: Sequence[Path], seq: int) -> Texts:
     parts = [split_texts(read_texts(path)) for path in paths or (SHAKESPEARE,)]
     train, validation = ("\n".join(texts) for texts in zip(*parts, strict=True))
     split = Texts(byte_tokens(train), byte_tokens(validation))
-    for tokens in (split.train, split.validation):
-        TokenWindows(tokens, seq)
+    for use, tokens in (("to train on", split.train), ("held out", split.validation)):
+        if len(tokens) < seq + 1:
+            names = ", ".join(map(str, list(paths)[:3])) or "Shakespeare's plays"
+            raise DataError(
+                f"{len(tokens)} bytes of {names} {use} are too few for one window of "
+                f"{seq} and its successor; give more text or a smaller --seq"
+            )
     return split
 
 

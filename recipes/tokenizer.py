@@ -5,12 +5,14 @@ from __future__ import annotations
 from functools import lru_cache
 from pathlib import Path
 
+from meshpar.data.errors import DataError
 from meshpar.data.tokenizer import ByteTokenizer, FileTokenizer, read_tokenizer
 from meshpar.recipes.config import RunConfig
 from meshpar.recipes.texts import BYTE_VOCAB
 
 _MULTIPLE = 128
 """Vocabularies are divided over mesh axes; GPT-2's 50,257 by none of them."""
+_OF_WEIGHTS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def tokenizer_of(config: RunConfig) -> ByteTokenizer | FileTokenizer:
@@ -37,6 +39,38 @@ def vocab_of_default(config: RunConfig) -> int | None:
     if config.tokenizer is None:
         return None
     return -(-tokenizer_of(config).vocab // _MULTIPLE) * _MULTIPLE
+
+
+def refuse_bytes(config: RunConfig) -> None:
+    """Refuses bytes for weights that come with a tokenizer.
+
+    A run that goes on is as it was begun.
+
+    Raises:
+        DataError: Texts would be other tokens than those that the weights know.
+    """
+    if config.from_weights is None or config.tokenizer or config.resume is True:
+        return
+    files = [config.from_weights / name for name in _OF_WEIGHTS]
+    found = [str(file) for file in files if file.is_file()]
+    if found:
+        json_file = files[0]
+        raise DataError(
+            f"the weights of --from know the tokens of {found[0]!r}, but without "
+            "--tokenizer texts are read as bytes, other tokens; give --data PATH "
+            f"--tokenizer {json_file}"
+        )
+
+
+def notes_of_bytes(config: RunConfig) -> list[str]:
+    """A line where weights of a GGUF file, which has a tokenizer, learn bytes."""
+    weights = config.from_weights
+    if weights is None or config.tokenizer or weights.suffix != ".gguf":
+        return []
+    return [
+        f"note: texts are read as bytes, not by the tokenizer in {weights}: its tokens "
+        "mean other things to these weights; give --data and --tokenizer to keep them"
+    ]
 
 
 @lru_cache(maxsize=4)

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 
 from meshpar import InputError, make_train_step
 from meshpar.cli.main import main
-from meshpar.models.convert import writing
+from meshpar.models.convert import export, writing
 from meshpar.models.convert.families import json_of
 from meshpar.models.convert.hf_config import config_from_json
 from meshpar.models.convert.safetensors_folder import SafetensorsFolder
@@ -235,6 +236,50 @@ def test_a_checkpoint_is_exported(folders, tmp_path, capsys):
         np.testing.assert_array_equal(one[...], other[...])
     assert main(words) == 2
     assert "holds a model already" in capsys.readouterr().err
+
+
+OWN, THEIRS = "own", "theirs"
+EXPORTED = [
+    ({"tokenizer": "own.json"}, OWN, False),
+    ({"tokenizer": "alike.json"}, "alike", True),
+    ({"formats": ["text"], "text": []}, None, False),
+    ({"sources": ["a.jsonl"], "text": []}, None, False),
+    ({"formats": ["megatron"], "text": []}, THEIRS, True),
+    ({"sources": ["path=a.bin,weight=1"], "text": []}, THEIRS, True),
+    ({}, THEIRS, True),
+]
+
+
+@pytest.mark.parametrize("said, wanted, has_others", EXPORTED)
+def test_the_tokenizer_that_a_run_was_trained_with_is_exported(
+    said, wanted, has_others, folders, tmp_path, monkeypatch
+):
+    weights = read_weights(folders["llama"])
+    started = altered(folders["llama"], tmp_path / "started", eos_token_id=5)
+    (started / "tokenizer_config.json").write_text("{}")
+    paths = {OWN: tmp_path / "own.json", "alike": tmp_path / "alike.json"}
+    for vocab, name, path in (
+        ({"a": 0}, THEIRS, started / "tokenizer.json"),
+        ({"a": 0}, "alike", paths["alike"]),
+        ({"b": 0}, OWN, paths[OWN]),
+    ):
+        values = {"model": {"vocab": vocab}, "added_tokens": [], "name": name}
+        path.write_text(json.dumps(values))
+    said = {"from_weights": str(started), **said}
+    if "tokenizer" in said:
+        said["tokenizer"] = str(tmp_path / said["tokenizer"])
+    contents = SimpleNamespace(config=said, step=1)
+    found = SimpleNamespace(contents=contents, **vars(weights))
+    monkeypatch.setattr(export, "read_checkpoint", lambda *args, **options: found)
+    export.export("run", to := tmp_path / "to")
+    file = to / "tokenizer.json"
+    assert (json.loads(file.read_text())["name"] if file.exists() else None) == wanted
+    assert (to / "tokenizer_config.json").exists() == has_others
+    config = json.loads((to / "config.json").read_text())
+    assert (config.get("eos_token_id") == 5) == has_others
+    theirs = json.loads((started / "config.json").read_text())
+    key = "max_position_embeddings"
+    assert config[key] == theirs[key]
 
 
 def test_what_no_model_of_theirs_has_is_not_exported(tmp_path):

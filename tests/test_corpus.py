@@ -3,21 +3,24 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from meshpar import InputError
+from meshpar import InputError, Layout
 from meshpar.data.megatron import MegatronWriter
 from meshpar.distributed import Processes
 from meshpar.recipes import pretrain
 from meshpar.recipes.config import RunConfig
-from meshpar.recipes.config_file import as_toml, read_options
+from meshpar.recipes.config_file import as_toml, read_options, save
 from meshpar.recipes.corpus import corpus_of
 from meshpar.recipes.model import model_of, sizes_of
 from meshpar.recipes.options import parse_arguments
-from meshpar.recipes.run import _from_any_folder
+from meshpar.recipes.resume import changes
+from meshpar.recipes.run import Run, _from_any_folder
 from tests.bpe import write_bpe
 from tests.conftest import rows
 from tests.marks import slow
@@ -37,6 +40,12 @@ def data(tmp_path_factory, small_text):
         lines = [json.dumps({"text": text}) for text in texts]
         (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
     write_bpe(folder / "tok.json", scenes)
+    (folder / "ends").mkdir()
+    for name, texts in (("tail", scenes[:9]), ("none", [])):
+        lines = [json.dumps({"text": text}) for text in [*texts, *[""] * 3000]]
+        (folder / "ends" / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "short").mkdir()
+    (folder / "short" / "short.txt").write_text("to be or not")
     rng = np.random.default_rng(0)
     with MegatronWriter(folder / "m.bin", np.dtype("<u2")) as writer:
         for length in rng.integers(1, 60, 40):
@@ -161,6 +170,89 @@ def test_a_checkpoint_says_where_its_data_are_from_any_folder(data, monkeypatch)
     assert _from_any_folder(here) == _from_any_folder(full)
 
 
+@pytest.mark.parametrize("of", ["text", "data"])
+def test_weights_that_know_a_tokenizers_tokens_do_not_learn_bytes(of, data, tmp_path):
+    shutil.copy(data / "tok.json", tmp_path / "tokenizer.json")
+    options = {of: (str(data / "a.jsonl"),), "from_weights": tmp_path}
+    config = RunConfig(
+        preset="test", model=MODEL, seq=SEQ, out=tmp_path / "out", **options
+    )
+    with pytest.raises(InputError, match=r"--tokenizer .*tokenizer\.json"):
+        made(config)
+    made(replace(config, resume=True))
+    gguf = replace(config, from_weights=tmp_path / "a.gguf")
+    assert any("note: texts are read as bytes" in line for line in made(gguf).lines)
+
+
+@pytest.mark.parametrize(
+    "file, formats", [("a.jsonl", ["jsonl"]), ("m.bin", ["megatron"])]
+)
+def test_a_checkpoint_says_whether_its_data_are_texts_or_tokens(
+    file, formats, data, tmp_path
+):
+    assert made(config_of(data, tmp_path, f"{{}}/{file}")).formats == formats
+
+
+def test_a_look_at_first_rows_goes_on_to_those_with_targets(monkeypatch):
+    sums = iter([(0.0, 0.0), (0.0, 0.0), (6.0, 3.0), (8.0, 1.0)])
+    batches = [{}] * 4
+    monkeypatch.setattr(pretrain, "padded_batches", lambda *args: batches)
+    run = SimpleNamespace(
+        texts=SimpleNamespace(validation=None),
+        config=SimpleNamespace(global_batch=1),
+        step=SimpleNamespace(
+            rows_here=lambda batch: None, evaluate=lambda *args: next(sums)
+        ),
+    )
+    assert pretrain.validate(run, None, 1) == 2.0
+
+
+def test_a_resumed_run_says_which_data_have_changed(data, tmp_path):
+    path = tmp_path / "changed.jsonl"
+    path.write_bytes((data / "a.jsonl").read_bytes())
+    described = []
+    for name in ("a", "b"):
+        config = config_of(data, tmp_path / name, path)
+        layout = Layout.parse("data=1")
+        run = Run(
+            config=config,
+            step=SimpleNamespace(layout=layout),
+            texts=made(config),
+            checkpoints=None,
+            console=None,
+        )
+        described.append(run.description())
+        path.write_bytes((data / "b.jsonl").read_bytes())
+    (told,) = changes(*described)
+    assert re.fullmatch(r"data \d+ tokens, crc32 \w+ -> \d+ tokens, crc32 \w+", told)
+
+
+def test_a_run_goes_on_with_data_after_a_text_and_with_a_text_after_data(
+    data, tmp_path
+):
+    a, text = f"{data}/a.jsonl", tmp_path / "b.txt"
+    of_text = RunConfig(text=text, out=tmp_path)
+    of_data = RunConfig(
+        data=a,
+        validation_data=a,
+        tokenizer=data / "tok.json",
+        eos="x",
+        pack=True,
+        data_cache=tmp_path,
+        out=tmp_path,
+    )
+    resume = ["--out", str(tmp_path), "--resume"]
+    save(of_text, tmp_path)
+    found = parse_arguments([*resume, "--data", a, "--pack"])
+    assert (found.text, found.data, found.pack) == ((), (a,), True)
+    save(of_data, tmp_path)
+    found = parse_arguments([*resume, "--text", str(text)])
+    assert replace(found, resume=False) == of_text
+    b = f"{data}/b.jsonl"
+    found = parse_arguments([*resume, "--data", a, "--validation_data", b])
+    assert (found.validation_data, found.eos) == ((b,), "x")
+
+
 def test_what_a_shell_makes_of_a_pattern_and_tables_of_a_file_are_sources(tmp_path):
     words = ["--data", "a.txt", "b.txt", "--pack", "--steps", "3"]
     assert parse_arguments(words).data == ("a.txt", "b.txt")
@@ -274,6 +366,33 @@ WRONG = [
     ("--data {}/flat.bin --pack", "does not say where its documents end, as --pack"),
     ("--data {}/a.jsonl --on-bad-line mend", "on-bad-line"),
     ("--data {}/a.jsonl --eos 3", "read as bytes, .* but --eos 3 is given; leave it"),
+    ("--data {}/flat.bin --eos zzz", "eos='zzz': without a tokenizer it is the number"),
+    (
+        "--data {}/flat.bin --pack --eos 900 --preset test --model vocab=384",
+        "--eos 900: the model has tokens from 0 to below 384; give the one that ends",
+    ),
+    (
+        "--data path={}/short,field=zzz",
+        "field=zzz of .*, which is text: only jsonl and",
+    ),
+    (
+        "--data {}/a.jsonl --validation-data path={}/b.jsonl,weight=2",
+        "weight=2 of validation_data '.*': every row of all of it is looked at once",
+    ),
+    (
+        "--data {}/ends/tail.jsonl --pack",
+        r"packed rows to validate on of .*\.bin have 0 tokens with a successor: their",
+    ),
+    (
+        "--data {}/a.jsonl --data {}/ends/none.jsonl --pack --validation-data "
+        "{}/ends/none.jsonl",
+        "packed rows to validate on of",
+    ),
+    ("--data {}/a.jsonl --data-cache {}/tok.json", "tok.json' is a file; name a fold"),
+    (
+        "--text {}/short/short.txt",
+        r"10 bytes of .*short\.txt to train .* a smaller --seq",
+    ),
     ("--data {} --out {}", "is both --data and --out; give the run a folder of its"),
 ]
 

@@ -11,14 +11,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
+from tokenizers import Tokenizer, models
 
+from meshpar.data import megatron, token_cache
 from meshpar.data.errors import DataError
 from meshpar.data.megatron import MegatronWriter, read_megatron
 from meshpar.data.nanogpt import read_nanogpt
 from meshpar.data.sources import DataSource, check_weights
 from meshpar.data.token_cache import TokenCache
 from meshpar.data.token_stream import TokenStream
-from meshpar.data.tokenizer import ByteTokenizer, FileTokenizer
+from meshpar.data.tokenizer import (
+    ByteTokenizer,
+    FileTokenizer,
+    whole_texts_tokenizer,
+)
 from tests.bpe import write_bpe
 
 TEXTS = ["To be, or not to be.", "Ω and λ,\nin two lines", "x"]
@@ -79,6 +85,33 @@ def test_a_tokenizers_file_gives_its_tokens_each_with_its_end(tmp_path):
     assert [one[-1] for one in found] == [tokenizer.eos] * len(TEXTS)
     assert [tokenizer.decode(one[:-1]) for one in found] == TEXTS
     assert max(map(max, found)) < tokenizer.vocab
+
+
+@pytest.mark.parametrize("setting", ["truncation", "padding"])
+def test_a_tokenizers_file_that_cuts_or_pads_loses_and_adds_no_token(setting, tmp_path):
+    plain = write_bpe(tmp_path / "plain.json", TEXTS)
+    tokenizer = Tokenizer.from_file(str(plain))
+    tokenizer.enable_truncation(2)
+    if setting == "padding":
+        tokenizer.no_truncation()
+        tokenizer.enable_padding(length=64)
+    tokenizer.save(str(tmp_path / "set.json"))
+    texts = write_texts(tmp_path, "jsonl", TEXTS)
+    found, wanted = (
+        documents(cached(tmp_path, texts, tokenizer=FileTokenizer(tmp_path / name)))
+        for name in ("set.json", "plain.json")
+    )
+    assert found == wanted
+    prompts = whole_texts_tokenizer(tmp_path / "set.json")
+    assert prompts.encode(TEXTS[0]).ids == wanted[0][:-1]
+
+
+def test_tokens_of_an_earlier_way_to_make_them_are_not_taken(tmp_path, monkeypatch):
+    path = write_texts(tmp_path, "jsonl", TEXTS)
+    cache = TokenCache(folder=tmp_path, tokenizer=ByteTokenizer())
+    now = cache.kept_as(path, "jsonl", "text")
+    monkeypatch.setattr(token_cache, "_VERSION", 1)
+    assert cache.kept_as(path, "jsonl", "text") != now
 
 
 @settings(max_examples=20, deadline=None)
@@ -279,6 +312,33 @@ def test_a_file_that_vanishes_or_changes_while_it_is_read_is_told(tmp_path):
         stream.read(0, 1)
 
 
+def test_a_document_beyond_the_format_is_told_with_its_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(megatron, "_MOST_TOKENS", 5)
+    path = write_texts(tmp_path, "jsonl", ["abc", "to be or not"])
+    match = r"document 1 of '.*\.jsonl' has 13 tokens, but the format takes 5; cut it"
+    with pytest.raises(DataError, match=match):
+        cached(tmp_path, path)
+    assert not list(tmp_path.rglob("*unfinished"))
+
+
+def test_what_cannot_be_finished_leaves_nothing(tmp_path):
+    with (
+        pytest.raises(FileNotFoundError),
+        MegatronWriter(tmp_path / "a.bin", "<u2") as w,
+    ):
+        w.add(np.arange(3))
+        w._unfinished.unlink()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_header_of_a_negative_number_of_tokens_is_told(tmp_path):
+    (tmp_path / "a.bin").write_bytes(header_of(20240520, 1, -5))
+    with pytest.raises(
+        DataError, match="its header speaks of -5 tokens, which must be"
+    ):
+        read_nanogpt(tmp_path / "a.bin")
+
+
 @pytest.mark.parametrize("dtype, wrong", [("<u2", 300), ("<i4", -1)])
 def test_a_token_outside_the_vocabulary_is_told_with_its_place(dtype, wrong, tmp_path):
     file = read_megatron(write_pair(tmp_path / "a.bin", [[1, 2], [3, wrong]], dtype))
@@ -306,6 +366,10 @@ def test_a_tokenizer_that_is_none_or_ends_no_document_is_told(tmp_path):
     assert FileTokenizer(path, eos="7").eos == 7  # Not the digit's token.
     with pytest.raises(DataError, match="has no token '999'; give --eos the text or"):
         FileTokenizer(path, eos="999")
+    Tokenizer(models.BPE()).save(str(tmp_path / "c.json"))
+    for eos in (None, "5", "x"):
+        with pytest.raises(DataError, match=r"c\.json' has a vocabulary of 0 tokens"):
+            FileTokenizer(tmp_path / "c.json", eos=eos)
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<stop>"}')
     assert FileTokenizer(path).eos == stop
 

@@ -145,9 +145,39 @@ def test_a_rollback_refuses_a_later_checkpoint_than_the_bad_step():
         num_rollbacks=0,
         phases=SimpleNamespace(begin=began.append),
     )
-    with pytest.raises(BadStepError, match="no checkpoint 2 steps before it to go"):
+    with pytest.raises(BadStepError, match="of step 4 or before is left"):
         rolled_back(run, BadStepError(5, "loss 9 is 4 times the usual 2"))
     assert began == ["restoring", "finish"]
+
+
+@pytest.mark.parametrize(
+    ("config", "step", "match"),
+    [
+        (
+            dict(on_bad_step="stop"),
+            2,
+            "there is no checkpoint yet: the first is of step",
+        ),
+        (
+            dict(on_bad_step="rollback", rollback_steps=5),
+            2,
+            "no good checkpoint of step 0 or before is left .* a larger --keep than 2",
+        ),
+    ],
+)
+def test_what_there_is_to_go_back_to_is_told(config, step, match):
+    checkpoints = SimpleNamespace(
+        latest_step=None, finish=lambda: None, newest_good=lambda at_most: None
+    )
+    run = SimpleNamespace(
+        config=RunConfig(**config),
+        checkpoints=checkpoints,
+        step=None,
+        num_rollbacks=0,
+        phases=SimpleNamespace(begin=lambda name: None),
+    )
+    with pytest.raises(BadStepError, match=match):
+        rolled_back(run, BadStepError(step, "loss nan"))
 
 
 def test_a_rollback_does_not_forget_what_loss_is_usual(small, monkeypatch, capsys):

@@ -18,8 +18,8 @@ from meshpar.models.convert.weights import read_weights
 from meshpar.models.convert.writing import write_weights
 from meshpar.models.presets import build_config, configure
 from meshpar.recipes.conversations import ConversationRows, read_conversations
-from meshpar.recipes.finetune import FinetuneConfig, finetune, main, validate
-from meshpar.recipes.loaded import load
+from meshpar.recipes.finetune import FinetuneConfig, finetune, main, rows_of, validate
+from meshpar.recipes.loaded import WithoutTokenizer, load
 from meshpar.train.checkpoint_arrays import read_arrays
 from meshpar.train.data import TokenWindows
 from tests.bpe import write_bpe
@@ -247,6 +247,12 @@ def test_options_that_cannot_be_are_named(theirs, tmp_path):
         FinetuneConfig(from_weights=theirs, text=(tmp_path,), chat=tmp_path)
     with pytest.raises(InputError, match="rank"):
         FinetuneConfig(from_weights=theirs, rank=-1)
+
+
+def test_a_run_on_tokens_without_a_tokenizer_learns_no_text(small_text):
+    config = FinetuneConfig(from_weights=Path("run"), text=(small_text,))
+    with pytest.raises(InputError, match="'run' was trained on files of tokens, and"):
+        rows_of(config, SimpleNamespace(tokenizer=WithoutTokenizer("run")))
 
 
 def test_a_model_without_a_template_is_named(tmp_path):

@@ -3,22 +3,25 @@
 import contextlib
 import io
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
 import pytest
 
+from meshpar import InputError
 from meshpar.cli import joined as cli_joined
 from meshpar.cli.generate import _surely_shown
 from meshpar.cli.main import main
 from meshpar.data.tokenizer import ByteTokenizer
 from meshpar.generation.generate import generate, placed
 from meshpar.generation.programs import Programs
+from meshpar.models.convert.run import read_checkpoint
 from meshpar.models.convert.writing import write_weights
 from meshpar.models.presets import build_config, configure
 from meshpar.recipes import pretrain
 from meshpar.recipes.config import RunConfig
-from meshpar.recipes.loaded import load
+from meshpar.recipes.loaded import _said, load
 from meshpar.train.checkpoint_arrays import StoredArray
 from tests.bpe import write_bpe
 
@@ -111,6 +114,55 @@ def test_bad_input_is_one_line(run, capsys, words, message):
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_a_run_on_tokens_without_a_tokenizer_reads_no_text(
+    run, tmp_path, capsys, monkeypatch
+):
+    def of_tokens(*args, **options):
+        found = read_checkpoint(*args, **options)
+        said = {**found.contents.config, "formats": ["megatron"], "eos": "7"}
+        return replace(found, contents=replace(found.contents, config=said))
+
+    monkeypatch.setattr("meshpar.models.convert.run.read_checkpoint", of_tokens)
+    assert main(["generate", "--from", str(run), "--prompt", "To be"]) == 2
+    error = capsys.readouterr().err
+    assert "give their tokenizer, as by meshpar gen" in error and error.count("\n") == 1
+    loaded = load(run)
+    assert loaded.tokenizer.decode([7, 9]) == "7 9" and loaded.stop_tokens == (7,)
+    tokenizer = write_bpe(tmp_path / "tokenizer.json", ["to be or not to be"])
+    assert load(run, tokenizer=tokenizer).tokenizer.encode("to be")
+
+
+BROKEN = [
+    ("{", "as JSON"),
+    ("[]", "no JSON object, but "),
+    ('{"eos_token_id": "x"}', "x"),
+]
+
+
+@pytest.mark.parametrize("content, message", BROKEN)
+def test_settings_that_are_broken_are_one_line(content, message, tmp_path):
+    (tmp_path / "generation_config.json").write_text(content)
+    with pytest.raises(InputError, match=f"generation_config.json'.*{message}"):
+        _said(tmp_path, "eos_token_id")
+
+
+@pytest.mark.parametrize("of", ["file", "input", "word"])
+def test_prompts_of_other_bytes_are_one_line(of, tmp_path, capsys, monkeypatch):
+    (tmp_path / "latin1.txt").write_bytes(b"caf\xe9\n")
+    stream = io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), encoding="utf-8")
+    monkeypatch.setattr("sys.stdin", stream)
+    words = {
+        "file": ["--prompts", str(tmp_path / "latin1.txt")],
+        "input": ["--prompts", "-"],
+        "word": ["--prompt", "caf\udce9"],
+    }
+    assert main(["generate", "--from", "nowhere", *words[of]]) == 2
+    error = capsys.readouterr().err
+    assert "is not UTF-8 text: " in error and error.count("\n") == 1
+    with pytest.raises(InputError, match="character 3 is .udce9, which UTF-8 has not"):
+        ByteTokenizer().encode(["caf\udce9"])
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import pytest
 
 import meshpar
 from meshpar import InputError, Layout, make_train_step
+from meshpar.data.tokenizer import ByteTokenizer
 from meshpar.generation.agreement import sample
 from meshpar.generation.engine import Engine
 from meshpar.generation.generate import placed
@@ -22,6 +23,7 @@ from meshpar.generation.sampling import Draws, Sampling, drawn
 from meshpar.model.scope import Scope
 from meshpar.model.token_cache import DeclaredCache
 from meshpar.models.presets import build
+from meshpar.recipes.loaded import OfRun
 from meshpar.testing import check_generation
 from meshpar.testing.generation import draw_pairs
 from tests.marks import slow
@@ -365,6 +367,30 @@ def test_draws_are_of_the_distribution_that_is_asked_for(sampling):
     )
 
 
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=1, top_p=1e-50),
+        Sampling(temperature=1, top_p=1e-38),
+        Sampling(temperature=2e-38),
+        Sampling(temperature=1e-42),
+        Sampling(temperature=2e-38, top_k=2**40, top_p=0.5),
+    ],
+    ids=str,
+)
+def test_extremes_of_fp32_take_the_likeliest(sampling):
+    logits = jnp.asarray([LOGITS, -LOGITS])
+    found, _ = jax.jit(drawn)(logits, Draws.of([sampling] * 2), jnp.zeros(2, int))
+    assert found.tolist() == [LOGITS.argmax(), LOGITS.argmin()]
+
+
+def test_logits_that_are_no_numbers_give_no_token():
+    rows = [Sampling(temperature=1), Sampling(temperature=1, top_k=3, min_p=0.5)]
+    logits = jnp.broadcast_to(jnp.asarray(LOGITS).at[3].set(jnp.nan), (2, len(LOGITS)))
+    found, _ = drawn(logits, Draws.of(rows), jnp.zeros(2, int))
+    assert found.tolist() == [len(LOGITS)] * 2
+
+
 @pytest.fixture(scope="module")
 def decode():
     layout = Layout(tensor=2, data=2)
@@ -427,6 +453,14 @@ def programs_of(name):
     return Programs.of(build(name), ONE, slots=1, max_seq=8, devices=jax.devices()[:1])
 
 
+BYTES = OfRun(ByteTokenizer())
+
+
+def asked(prompts, **options):
+    devices = jax.devices()[:1]
+    return meshpar.generate(build("test"), {}, prompts, devices=devices, **options)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -445,6 +479,21 @@ def programs_of(name):
             "max_tokens=64 make 73",
         ),
         (lambda: Request(tokens=[]), "a prompt has no tokens"),
+        (
+            lambda: Request(tokens=[1.7, 2.9]),
+            r"tokens=\[1.7, 2.9\]: give a list of tok",
+        ),
+        (lambda: Request(tokens=[1], stop_tokens=[1.5]), r"stop_tokens=\[1.5\]: give"),
+        (lambda: Request(tokens=[1], stop=[5]), r"stop=\[5\]: give a list of texts"),
+        (lambda: asked([[1.7]]), r"prompt \[1.7\] is no text and no list of tokens"),
+        (
+            lambda: asked([[1]], slots=0),
+            "slots=0: must be a whole number of at least 1",
+        ),
+        (
+            lambda: asked(["to"], stop="END", tokenizer=BYTES),
+            "stop='END': give a list of texts",
+        ),
         (lambda: Sampling(temperature=-1), "temperature=-1"),
         (lambda: Sampling(top_p=0), "top_p=0"),
         (lambda: Sampling(seed=-1), "seed=-1"),

@@ -214,6 +214,7 @@ BAD_CONFIGS = [
         {**LLAMA, "model_type": "mamba"},
         "has model_type 'mamba'; known: deepseek_v3, gemma3_text, gpt2, llama",
     ),
+    ({**LLAMA, "model_type": ["llama"]}, "has model_type ['llama']; known: deepseek"),
     ([LLAMA], "has model_type None; known: deepseek_v3, gemma3_text, gpt2, llama"),
     ({"model_type": "gpt2", "n_layer": 2}, "does not give 'n_embd'"),
     (
@@ -231,6 +232,10 @@ BAD_CONFIGS = [
     (
         {**LLAMA, "rope_scaling": {**LLAMA3_SCALING, "factor": "x"}},
         "factor='x': must be a number",
+    ),
+    (
+        {**LLAMA, "rope_scaling": {**LLAMA3_SCALING, "high_freq_factor": 1.0}},
+        "high_factor=1.0: must be above low_factor=1.0",
     ),
     (
         {**LLAMA, "rope_parameters": {"full_attention": {"rope_theta": 1e4}}},

@@ -147,3 +147,27 @@ def test_parameters_of_another_layout_are_refused():
         meshpar.reshard(
             state.params, "data=2", "tensor=2", model=MODEL, devices=jax.devices()[:2]
         )
+
+
+INTERLEAVED = "stage=2,chunks=2,schedule=interleaved_1f1b,microbatches=2"
+
+
+@pytest.mark.parametrize(
+    ("lies", "said", "match"),
+    [
+        (INTERLEAVED, "data=1", "lies on 2 stages, .* of 1; say from_layout="),
+        (INTERLEAVED, "stage=4,microbatches=4", "lies on 2 stages, .* of 4; say"),
+        ("data=1", INTERLEAVED, "lies on 1 stages, .* of 2; say from_layout="),
+    ],
+)
+def test_parameters_of_another_number_of_stages_are_refused(lies, said, match):
+    model = build("test", layers=4)
+    source = Lying.of(model, lies, devices=devices_of(Layout.parse(lies)))
+    zeros = jax.tree.map(
+        lambda x, sharding: jax.device_put(np.zeros(x.stacked_shape, "f4"), sharding),
+        source.model.parameters,
+        source.shardings,
+        is_leaf=is_parameter,
+    )
+    with pytest.raises(InputError, match=match):
+        meshpar.reshard(zeros, said, "data=1", model=model, devices=jax.devices()[:1])

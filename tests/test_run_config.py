@@ -26,7 +26,10 @@ RECIPES = Path(__file__).parents[1] / "recipes"
 
 @pytest.mark.parametrize(
     "module",
-    ["config", "config_file", "data_waits", "goodput", "options", "resume", "texts"],
+    [
+        *("config", "config_file", "data_waits", "goodput", "option_checks", "options"),
+        *("resume", "texts"),
+    ],
 )
 def test_the_examples_of_the_recipe_hold(module):
     module = importlib.import_module(f"meshpar.recipes.{module}")
@@ -35,7 +38,7 @@ def test_the_examples_of_the_recipe_hold(module):
 
 def test_reading_the_options_imports_no_jax():
     """So that `meshpar train --help` and a wrong option answer at once."""
-    for name in ("command", "options", "config", "config_file"):
+    for name in ("command", "options", "config", "config_file", "option_checks"):
         tree = ast.parse((RECIPES / f"{name}.py").read_text())
         found = {
             name
@@ -46,7 +49,7 @@ def test_reading_the_options_imports_no_jax():
         light = {"meshpar.distributed", "meshpar.errors", "meshpar.train.faults"}
         light |= {"meshpar.data.sources", "tyro"}
         ours = {f"meshpar.recipes.{name}" for name in ("config", "config_file")}
-        ours.add("meshpar.recipes.options")
+        ours |= {"meshpar.recipes.options", "meshpar.recipes.option_checks"}
         assert all(
             name in light | ours or name.split(".")[0] in sys.stdlib_module_names
             for name in found
@@ -118,6 +121,30 @@ def test_the_file_of_a_run_is_read_back(tmp_path):
     }
     assert found == replace(EVERY, out=None, stop_after=None, **absolute)
     assert as_toml(found) == path.read_text()
+
+
+def test_a_name_with_a_control_character_is_read_back(tmp_path):
+    config = RunConfig(text="/a\x7f\tb.txt", out=tmp_path)
+    assert (
+        parse_arguments(["--config", str(save(config, tmp_path))]).text == config.text
+    )
+
+
+def test_a_list_of_one_value_is_that_value(tmp_path):
+    (tmp_path / "a.toml").write_text("steps = [2]")
+    assert parse_arguments(["--config", str(tmp_path / "a.toml")]).steps == 2
+
+
+def test_rollbacks_that_always_have_a_checkpoint_are_taken():
+    for options in (
+        dict(keep=10),
+        dict(keep_every=4),
+        dict(steps=1),
+        dict(save_every=9),
+    ):
+        RunConfig(
+            **{"save_every": 1, "rollback_steps": 10, **options}, on_bad_step="rollback"
+        )
 
 
 def test_a_file_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypatch):
@@ -212,6 +239,13 @@ def test_a_wrong_command_line_is_told_in_one_line(options, words, capsys):
         ("a.yaml", "- steps", "a.yaml' holds no options"),
         ("a.toml", "steps = 'x'", "a.toml': Error parsing --steps: invalid literal"),
         ("a.toml", "[steps]\na = 5", "a.toml': steps is {'a': 5}; give a text"),
+        ("a.toml", "steps = [2, 3]", "steps is [2, 3], 2 values, but it takes 1"),
+        (
+            "a.toml",
+            "global_batch = 4\nglobal-batch = 8",
+            "'global_batch' and 'global-batch' are one option; give one",
+        ),
+        ("a.yaml", "steps: 2\nsteps: 3", "key 'steps' stands there 2 times; give it"),
         ("a.toml", "steps = 0", "a.toml': steps=0: must be a whole number"),
     ],
 )
@@ -230,6 +264,12 @@ def test_a_wrong_file_is_told_in_one_line(name, text, words, tmp_path, capsys):
         (dict(learning_rate=0), "learning_rate=0: must be a positive number"),
         (dict(dtype="fp8"), "dtype='fp8': must be 'fp32' or 'bf16'"),
         (dict(resume=True), "--resume needs the folder"),
+        (dict(text="caf\udce9.txt"), r"text='caf.udce9.txt': character 3 is a byte"),
+        (dict(out="caf\udce9"), "out='caf.udce9': character 3 is a byte that is no"),
+        (
+            dict(on_bad_step="rollback", rollback_steps=10, save_every=1),
+            "rollback_steps=10 with save_every=1 may need 10 checkpoints, but keep=2",
+        ),
     ],
 )
 def test_python_is_refused_the_same(options, match):

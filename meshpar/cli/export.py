@@ -38,8 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--like",
         metavar="DIR",
-        help="folder whose tokenizer files are copied (default: what the run started "
-        "from with --from)",
+        help="folder whose tokenizer files are copied (default: the tokenizer of the "
+        "run's data, with what the run started from where that has the same)",
     )
     add("--json", action="store_true", help="print one JSON object on stdout")
 

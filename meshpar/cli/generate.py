@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -246,9 +247,28 @@ def _surely_shown(text: str, stops: tuple[str, ...]) -> str:
 def _prompts(args: argparse.Namespace) -> list[str]:
     prompts = list(args.prompt or ())
     if args.prompts not in (None, "-"):
-        prompts += Path(args.prompts).read_text().splitlines()
+        file = Path(args.prompts)
+        prompts += _lines(repr(args.prompts), partial(file.read_text, encoding="utf-8"))
     elif args.prompts == "-" or not prompts:
-        prompts += sys.stdin.read().splitlines()
+        prompts += _lines("standard input", sys.stdin.read)
     if not prompts:
         raise InputError("no prompt; give --prompt TEXT, or lines in --prompts FILE")
+    for prompt in prompts:
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise InputError(
+                f"prompt {prompt[:40]!r} is not UTF-8 text: character {error.start} is "
+                "another byte; write it in UTF-8"
+            ) from error
     return prompts
+
+
+def _lines(name: str, read: Callable[[], str]) -> list[str]:
+    try:
+        return read().splitlines()
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{name} is not UTF-8 text: byte {error.start} is "
+            f"{error.object[error.start]:#04x}; convert it, such as by iconv"
+        ) from error

@@ -26,6 +26,7 @@ _MAGIC = b"MMIDIDX\0\0"
 _HEADER = struct.Struct("<9sQBQQ")
 _DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _CODES = {np.dtype(text): code for code, text in _DTYPES.items()}
+_MOST_TOKENS = np.iinfo(np.int32).max  # of a sequence, whose length has 4 bytes
 _NOT_TOKENS = {6: "float64", 7: "float32"}
 
 
@@ -113,16 +114,28 @@ class MegatronWriter:
     Args:
         path: NAME.bin.
         dtype: Of the tokens, one that the format has.
+        source: What they are from, for messages; `path` when absent.
     """
 
-    def __init__(self, path: Path, dtype: np.dtype) -> None:
+    def __init__(self, path: Path, dtype: np.dtype, source: Path | None = None) -> None:
         self.path, self.dtype = path, np.dtype(dtype)
+        self._source = source or path
         self._code = _CODES[self.dtype]
         self._lengths: list[int] = []
         self._unfinished = path.with_suffix(f".{secrets.token_hex(4)}.unfinished")
 
     def add(self, tokens: np.ndarray) -> None:
-        """Adds one document."""
+        """Adds one document.
+
+        Raises:
+            DataError: It is longer than the index can say.
+        """
+        if len(tokens) > _MOST_TOKENS:
+            raise DataError(
+                f"document {len(self._lengths)} of {str(self._source)!r} has "
+                f"{len(tokens)} tokens, but the format takes {_MOST_TOKENS}; cut it in "
+                "several"
+            )
         self._file.write(np.asarray(tokens).astype(self.dtype).tobytes())
         self._lengths.append(len(tokens))
 
@@ -148,12 +161,18 @@ class MegatronWriter:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        with self._file:
-            self._file.flush()
-            if error is None:
-                self._finish()
-        if error is not None:
+        try:
+            with self._file:
+                self._file.flush()
+                if error is None:
+                    self._finish()
+        finally:  # Where it was finished, it has another name.
             self._unfinished.unlink(missing_ok=True)
+            self._unfinished_index.unlink(missing_ok=True)
+
+    @property
+    def _unfinished_index(self) -> Path:
+        return self._unfinished.with_suffix(".idx-unfinished")
 
     def _finish(self) -> None:
         lengths = np.array(self._lengths, "<i4")
@@ -162,7 +181,7 @@ class MegatronWriter:
         count = len(lengths)
         header = _HEADER.pack(_MAGIC, 1, self._code, count, count + 1)
         arrays = lengths, pointers.astype("<i8"), np.arange(count + 1, dtype="<i8")
-        index = self._unfinished.with_suffix(".idx-unfinished")
+        index = self._unfinished_index
         index.write_bytes(header + b"".join(array.tobytes() for array in arrays))
         self._unfinished.replace(self.path)
         index.replace(self.path.with_suffix(".idx"))

@@ -77,6 +77,11 @@ def _headed(
             f"{str(path)!r}: version {version} of a header {magic}; only {known} is "
             "known"
         )
+    if num_tokens < 0:
+        raise DataError(
+            f"{str(path)!r}: its header speaks of {num_tokens} tokens, which must be 1 "
+            "or more; write the file anew"
+        )
     dtype = np.dtype(text)
     needed = _HEADER_BYTES + num_tokens * dtype.itemsize
     if file_bytes < needed:

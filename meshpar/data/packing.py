@@ -42,6 +42,11 @@ class Packing:
         return len(self.row_bounds) - 1
 
     @property
+    def num_targets(self) -> int:
+        """Tokens with a successor in their document."""
+        return int(self.lengths.sum() - np.count_nonzero(self.ends_document))
+
+    @property
     def filled(self) -> float:
         """The share of all places in rows that hold a token."""
         return float(self.lengths.sum() / max(self.num_rows * self.seq, 1))

@@ -26,6 +26,7 @@ _SUFFIXES = {
 }
 FORMATS = ("text", "jsonl", "parquet", "megatron", "nanogpt")
 OF_TOKENS = {"megatron", "nanogpt"}
+WITH_FIELDS = {"jsonl", "parquet"}
 _KEYS = ("path", "weight", "field", "format")
 _EXAMPLE = "path=web/*.jsonl,weight=0.7,field=text"
 _HAS_KEYS = re.compile(rf"(?:{'|'.join(_KEYS)})\s*=|.*,\s*path\s*=")

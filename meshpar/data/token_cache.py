@@ -23,6 +23,9 @@ from meshpar.data.token_file import TokenFile, file_size
 from meshpar.data.tokenizer import ByteTokenizer, FileTokenizer
 
 _TEXTS_AT_ONCE = 512  # for the tokenizer's threads
+_VERSION = 2
+"""Of how texts become tokens; pairs of another one are not taken. Those of version 1
+may be cut or padded, as a tokenizer.json may ask."""
 _TOLD_S = 1.0
 """A file that takes less to tokenize is not told of."""
 _GETS_ON_S = 10.0
@@ -65,7 +68,7 @@ class TokenCache:
         """The .bin that holds, or will hold, the tokens of a file."""
         size, changed = file_size(path), path.stat().st_mtime_ns
         of = [str(path.resolve()), size, changed, format, field]
-        by = [self.tokenizer.identity, self.tokenizer.eos, self.on_bad_line]
+        by = [self.tokenizer.identity, self.tokenizer.eos, self.on_bad_line, _VERSION]
         key = hashlib.sha256(json.dumps(of + by).encode()).hexdigest()[:16]
         return self.folder / f"{path.name.partition('.')[0]}-{key}.bin"
 
@@ -75,7 +78,7 @@ class TokenCache:
         texts = _documents(path, format, field, skipped)
         end = np.array([self.tokenizer.eos], np.int32)
         num_documents = num_tokens = 0
-        with MegatronWriter(kept, _dtype(self.tokenizer.vocab)) as writer:
+        with MegatronWriter(kept, _dtype(self.tokenizer.vocab), path) as writer:
             while several := list(itertools.islice(texts, _TEXTS_AT_ONCE)):
                 for tokens in self.tokenizer.encode(several):
                     writer.add(np.concatenate([tokens, end]))

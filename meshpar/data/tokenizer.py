@@ -29,8 +29,12 @@ class ByteTokenizer:
     unit = "byte"
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The tokens of each text, without an end."""
-        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+        """The tokens of each text, without an end.
+
+        Raises:
+            DataError: One holds what UTF-8 has not, such as half of a pair.
+        """
+        return [np.frombuffer(_utf8(text), np.uint8) for text in texts]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Their text; what is no UTF-8 is replaced."""
@@ -105,6 +109,16 @@ class FileTokenizer:
         )
 
 
+def _utf8(text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{text[:40]!r} is no text: character {error.start} is "
+            f"\\u{ord(text[error.start]):04x}, which UTF-8 has not; give UTF-8 text"
+        ) from error
+
+
 def read_tokenizer(
     path: Path | None, eos: str | None = None
 ) -> ByteTokenizer | FileTokenizer:
@@ -114,6 +128,17 @@ def read_tokenizer(
         DataError: The file cannot be had.
     """
     return ByteTokenizer() if path is None else FileTokenizer(path, eos)
+
+
+def whole_texts_tokenizer(path: Path) -> Any:
+    """A tokenizer.json as `tokenizers` has it, which neither cuts a text nor pads it.
+
+    Its `encode` puts the special tokens around a text that the file says.
+
+    Raises:
+        DataError: As `FileTokenizer`.
+    """
+    return _parsed(path, _content(path))
 
 
 def _content(path: Path) -> bytes:
@@ -135,13 +160,22 @@ def _parsed(path: Path, content: bytes) -> Any:
             "'meshpar[tokenizers]'"
         ) from error
     try:
-        return Tokenizer.from_buffer(content)
+        tokenizer = Tokenizer.from_buffer(content)
     except Exception as error:  # The package raises no narrower one.
         reason = " ".join(str(error).split())
         raise DataError(
             f"{str(path)!r} is no tokenizer.json: {reason}; name the file that "
             "tokenizers' save() writes"
         ) from error
+    if not tokenizer.get_vocab_size(with_added_tokens=True):
+        raise DataError(
+            f"{str(path)!r} has a vocabulary of 0 tokens; train the tokenizer, and "
+            "name the file that its save() writes then"
+        )
+    # Files keep what a model was trained or served with; here texts are read whole.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _configured(path: Path) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,7 +23,6 @@ from meshpar.model.contract import Model
 from meshpar.parallel.pipeline.program import arranged_for
 from meshpar.parallel.resharding import Lying, moved
 from meshpar.rules.rules import Rules
-from meshpar.rules.sharding import path_name
 from meshpar.train.constants import take_out
 from meshpar.train.state import TrainState
 
@@ -106,6 +106,8 @@ def generate(
         raise InputError(
             f"prompts={prompts!r}: give a list of texts or of lists of tokens"
         )
+    if isinstance(stop, str):
+        raise InputError(f"stop={stop!r}: give a list of texts, such as [{stop!r}]")
     devices = jax.devices() if devices is None else list(devices)
     layout = _resolved(Layout.of(layout), len(devices))
     requests = requests_of(
@@ -122,7 +124,7 @@ def generate(
     programs = Programs.of(
         model,
         layout,
-        slots=slots or slots_for(len(requests), layout),
+        slots=slots_for(len(requests), layout) if slots is None else slots,
         max_seq=max(len(one.tokens) for one in requests) + max_tokens,
         max_source=max(len(one.source) for one in requests),
         page_size=page_size,
@@ -229,7 +231,6 @@ def placed(
             differ between the processes that have them whole.
     """
     state: Any = None
-    _check_lying(params, Layout.of(from_layout))
     if isinstance(params, TrainState):
         apart = take_out(model, params)
         params, state = apart.params, apart.model_state
@@ -239,7 +240,8 @@ def placed(
             "the TrainState, which has both, or model_state="
         )
     check_alike(programs.mesh, (params, state, model_state))
-    source = Lying(model=arranged_for(model, Layout.of(from_layout)))
+    layout = Layout.of(from_layout)
+    source = Lying(model=arranged_for(model, layout), num_stages=layout.stage)
     target = Lying(model=programs.placement.model, shardings=programs.stacked_shardings)
     dtype = programs.plan.layout.param_dtype
     new_params = programs.at_rest(moved(params, source, target, dtype=dtype))
@@ -247,20 +249,6 @@ def placed(
         return new_params, programs.first_state(model_state or {})
     source, target = _of_state(source), _of_state(target, programs.state_shardings)
     return new_params, moved(state, source, target)
-
-
-def _check_lying(params: Any, layout: Layout) -> None:
-    """Refuses stages that nobody speaks of: their layers may lie in another order."""
-    if layout.stage > 1:
-        return
-    for path, array in jax.tree.leaves_with_path(getattr(params, "params", params)):
-        mesh = getattr(getattr(array, "sharding", None), "mesh", None)
-        if mesh is not None and mesh.shape.get("stage", 1) > 1:
-            raise InputError(
-                f"parameter {path_name(path)} lies on {mesh.shape['stage']} stages, "
-                "which may have the layers in another order; say from_layout=, such as "
-                "step.layout"
-            )
 
 
 def _resolved(layout: Layout, num_devices: int) -> Layout:
@@ -272,16 +260,17 @@ def _resolved(layout: Layout, num_devices: int) -> Layout:
 
 def _of_state(lying: Lying, shardings: Any = None) -> Lying:
     model = dataclasses.replace(lying.model, parameters=lying.model.state, groups=())
-    return Lying(model=model, shardings=shardings)
+    return dataclasses.replace(lying, model=model, shardings=shardings)
 
 
 def _tokens(prompt: Prompt, tokenizer: Any) -> tuple[int, ...]:
     if not isinstance(prompt, str):
         try:
-            return tuple(int(token) for token in prompt)
-        except (TypeError, ValueError) as error:
+            return tuple(map(operator.index, prompt))
+        except TypeError as error:
             raise InputError(
-                f"prompt {prompt!r} is no text and no list of tokens"
+                f"prompt {prompt!r} is no text and no list of tokens, which are whole "
+                "numbers"
             ) from error
     if tokenizer is None:
         raise InputError(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,13 +36,16 @@ class Request:
     source: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tokens", tuple(map(int, self.tokens)))
-        object.__setattr__(self, "source", tuple(map(int, self.source)))
-        object.__setattr__(self, "stop_tokens", frozenset(self.stop_tokens))
+        for name, kind in (
+            ("tokens", tuple),
+            ("source", tuple),
+            ("stop_tokens", frozenset),
+        ):
+            object.__setattr__(self, name, kind(_whole(name, getattr(self, name))))
         if not self.tokens:
             raise InputError("a prompt has no tokens; give at least one, such as BOS")
         whole_number("max_tokens", self.max_tokens)
-        if isinstance(self.stop, str) or any(not one for one in self.stop):
+        if isinstance(self.stop, str) or not all(map(_is_text, self.stop)):
             raise InputError(
                 f"stop={self.stop!r}: give a list of texts, none of them empty"
             )
@@ -53,6 +57,19 @@ class Request:
             *(self.tokens, self.source, self.max_tokens, self.sampling),
             *(self.stop, sorted(self.stop_tokens)),
         )
+
+
+def _whole(name: str, tokens: Iterable[Any]) -> list[int]:
+    try:
+        return [operator.index(token) for token in tokens]
+    except TypeError as error:
+        raise InputError(
+            f"{name}={tokens!r}: give a list of tokens, which are whole numbers"
+        ) from error
+
+
+def _is_text(one: object) -> bool:
+    return isinstance(one, str) and one != ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,6 @@ maxima, sums, and counts. The largest perturbed logit is a draw from the softmax
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -79,14 +78,20 @@ class Draws(NamedTuple):
     @classmethod
     def of(cls, rows: Sequence[Sampling]) -> Draws:
         """Arrays of some examples' choices."""
-        dtypes = (np.float32, np.int32, np.float32, np.float32, np.uint32)
-        names = [field.name for field in dataclasses.fields(Sampling)]
+        most = np.iinfo(np.int32).max  # More than any vocabulary.
         return cls(
-            *(
-                np.array([getattr(row, name) for row in rows], dtype)
-                for name, dtype in zip(names, dtypes, strict=True)
-            )
+            np.array([_normal(row.temperature) for row in rows], np.float32),
+            np.array([min(row.top_k, most) for row in rows], np.int32),
+            np.array([row.top_p for row in rows], np.float32),
+            np.array([row.min_p for row in rows], np.float32),
+            np.array([row.seed for row in rows], np.uint32),
         )
+
+
+def _normal(temperature: float) -> float:
+    """0 for what fp32 on a device rounds to it."""
+    limits = np.finfo(np.float32)
+    return min(temperature, float(limits.max)) if temperature >= limits.tiny else 0.0
 
 
 def drawn(
@@ -114,7 +119,8 @@ def drawn(
     if random:
         cool = draws.temperature <= 0
         heat = jnp.where(cool, 1.0, draws.temperature)[:, None]
-        scaled = logits / heat
+        # Less the highest, so that the likeliest stay finite however cool it is.
+        scaled = (logits - jnp.max(logits, axis=-1, keepdims=True)) / heat
         if truncated:
             scaled = jnp.where(_kept(scaled, draws), scaled, -jnp.inf)
         noise = jax.vmap(_noise, (0, 0, None))(draws.seed, positions, logits.shape[1])
@@ -162,7 +168,8 @@ def _kept(scaled: jax.Array, draws: Draws) -> jax.Array:
     some = draws.top_p[:, None] < 1
     kept &= (order >= _threshold(order, weights, share)) | ~some
     least = jnp.where(draws.min_p > 0, jnp.log(draws.min_p), -jnp.inf)[:, None]
-    return kept & (scaled - highest >= least)
+    # A share that fp32 rounds to nothing still keeps the likeliest.
+    return kept & (scaled - highest >= least) | ~(scaled < highest)
 
 
 def _ordered(x: jax.Array) -> jax.Array:

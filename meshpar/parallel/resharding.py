@@ -38,10 +38,12 @@ class Lying:
         model: Arranged for the layout's stages.
         shardings: Tree of the sharding of each parameter; None where they lie as they
             happen to.
+        num_stages: Of the mesh that arrays so lie on.
     """
 
     model: Model
     shardings: Any = None
+    num_stages: int = 1
 
     @classmethod
     def of(
@@ -83,7 +85,7 @@ class Lying:
             specs,
             is_leaf=lambda node: isinstance(node, PartitionSpec),
         )
-        return cls(model=arranged, shardings=shardings)
+        return cls(model=arranged, shardings=shardings, num_stages=layout.stage)
 
 
 def reshard(
@@ -102,7 +104,9 @@ def reshard(
     Args:
         params: As `from_layout` has them, such as `state.params`. What each of several
             processes has whole must be equal in all; it is not compared.
-        from_layout: How they lie.
+        from_layout: How they lie. Of what is wrong in it only another number of stages
+            can be seen, and another schedule or other `chunks` not: where it is not the
+            one that laid them out, layers come out in another order.
         to_layout: How they are to lie.
         model: Whose they are.
         rules: Of the new layout; its preset when absent.
@@ -115,8 +119,8 @@ def reshard(
             processes it always does.
 
     Raises:
-        InputError: They are not the model's, or do not lie so; or they are to go from
-            some of several processes' devices to others.
+        InputError: They are not the model's, or lie on another number of stages; or
+            they are to go from some of several processes' devices to others.
         RuleError: A parameter cannot be laid out.
 
     Example:
@@ -129,7 +133,8 @@ def reshard(
         (None, 'tensor', None)
     """
     check_model(model)
-    source = Lying(model=arranged_for(model, Layout.of(from_layout)))
+    layout = Layout.of(from_layout)
+    source = Lying(model=arranged_for(model, layout), num_stages=layout.stage)
     target = Lying.of(model, to_layout, rules=rules, devices=devices)
     return moved(params, source, target, donate=donate, by_host=by_host)
 
@@ -195,7 +200,8 @@ def moved(
         by_host: As in `reshard`, where they are given up.
 
     Raises:
-        InputError: They are not the parameters of the model.
+        InputError: They are not the parameters of the model, or arrays of another
+            number of stages.
     """
     found: dict[str, jax.Array] = {}
     moves = _moves(params, source, target, dtype)
@@ -216,6 +222,7 @@ def _moves(
 ) -> list[ArrayMove]:
     given, wanted = flat(source.model.parameters), flat(target.model.parameters)
     _check(params, given)
+    _check_stages(params, source.num_stages)
     shardings = _by_path(target.shardings)
     moves = [
         ArrayMove(
@@ -263,4 +270,17 @@ def _check(params: Params, known: dict[str, Parameter]) -> None:
                 f"parameter {path} has shape {tuple(one.shape)}, but in the layout "
                 f"that is said to be its own it has {wanted}; say which layout it "
                 "lies in"
+            )
+
+
+def _check_stages(params: Params, num_stages: int) -> None:
+    """Refuses stages that nobody speaks of: their layers may lie in another order."""
+    for path, array in jax.tree.leaves_with_path(params):
+        mesh = getattr(getattr(array, "sharding", None), "mesh", None)
+        there = num_stages if mesh is None else mesh.shape.get("stage", num_stages)
+        if there != num_stages:
+            raise InputError(
+                f"parameter {path_name(path)} lies on {there} stages, which may have "
+                "the layers in another order than the layout that is said to be its "
+                f"own, of {num_stages}; say from_layout=, such as step.layout"
             )

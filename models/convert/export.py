@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from meshpar.models.convert.run import read_checkpoint
+from meshpar.models.convert.run import is_of_tokens, read_checkpoint
 from meshpar.models.convert.writing import write_weights
+
+_TOKENIZER = "tokenizer.json"
 
 
 def export(
@@ -25,8 +29,9 @@ def export(
         to: Folder to write.
         step: Which checkpoint; the newest when absent.
         dtype: Of what is written: `fp32`, `bf16` or `fp16`.
-        like: A folder whose tokenizer files are copied; the one that the run started
-            from when absent, or else the tokenizer of its data.
+        like: A folder whose tokenizer files are copied. When absent the tokenizer of
+            the run's data is, beside the other files of the folder that it started from
+            where that has the same tokens; of files of tokens that folder's is.
 
     Raises:
         CheckpointError: There is no such checkpoint, or it cannot be read.
@@ -37,9 +42,12 @@ def export(
         checkpoint, step, instead="write it with meshpar.models.convert.writing"
     )
     contents = found.contents
-    if like is None and contents.config.get("from_weights"):
-        started = Path(contents.config["from_weights"])
-        like = started if started.is_dir() else None
+    said, started = contents.config, None
+    own = said.get("tokenizer") if like is None else None
+    if like is None and said.get("from_weights"):
+        folder = Path(said["from_weights"])
+        started = folder if folder.is_dir() else None
+        like = folder if started and _reads_as(said, folder) else None
     files = write_weights(
         to,
         found.config,
@@ -47,10 +55,10 @@ def export(
         found.model_state,
         dtype=dtype,
         like=like,
+        longest_like=started,
     )
-    tokenizer = contents.config.get("tokenizer")
-    if like is None and tokenizer and Path(tokenizer).is_file():
-        shutil.copyfile(tokenizer, Path(to) / "tokenizer.json")
+    if own and Path(own).is_file():
+        shutil.copyfile(own, Path(to) / _TOKENIZER)
     return {
         "folder": str(to),
         "step": contents.step,
@@ -58,3 +66,22 @@ def export(
         "files": sorted(path.name for path in Path(to).iterdir()),
         "bytes": sum(file.stat().st_size for file in files),
     }
+
+
+def _reads_as(said: Mapping[str, Any], folder: Path) -> bool:
+    """Whether a run's tokens are those of a folder's tokenizer, as far as is known."""
+    own, theirs = said.get("tokenizer"), folder / _TOKENIZER
+    if not own:  # Bytes, or files of tokens, of `meshpar train`, which names its text.
+        return is_of_tokens(said) or "text" not in said
+    tokens = _tokens(Path(own))
+    return tokens is not None and tokens == _tokens(theirs)
+
+
+def _tokens(tokenizer: Path) -> tuple[Any, Any] | None:
+    """Which token each number of a tokenizer.json is; None where that is unknown."""
+    try:
+        found = json.loads(tokenizer.read_text(encoding="utf-8"))
+        added = {one["id"]: one["content"] for one in found["added_tokens"]}
+        return found["model"]["vocab"], added
+    except (OSError, ValueError, LookupError, TypeError):
+        return None

@@ -83,7 +83,7 @@ def config_from_json(path: str | Path) -> Any:
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise InputError(f"cannot read {str(path)!r} as JSON: {error}") from error
     kind = values.get("model_type") if isinstance(values, dict) else None
-    if kind not in _COMPUTED:
+    if not isinstance(kind, str) or kind not in _COMPUTED:
         known = ", ".join(sorted(_COMPUTED))
         raise InputError(f"{str(path)!r} has model_type {kind!r}; known: {known}")
     given = _without_nulls(values)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from meshpar import InputError, Model
+from meshpar.data.sources import OF_TOKENS, DataSource
 from meshpar.model.lora import LoRA
 from meshpar.models.convert.stored_config import config_of_sizes
 from meshpar.models.presets import build_config
@@ -68,3 +70,19 @@ def read_checkpoint(
         params=params,
         model_state=state,
     )
+
+
+def is_of_tokens(said: Mapping[str, Any]) -> bool:
+    """Whether a run's data are files of tokens; of earlier ones as their names tell.
+
+    Args:
+        said: What its checkpoint says of it.
+
+    Example:
+        >>> is_of_tokens({"formats": ["jsonl"]}), is_of_tokens({"sources": ["a.bin"]})
+        (False, True)
+    """
+    if "formats" in said:
+        return bool(OF_TOKENS.intersection(said["formats"]))
+    paths = [DataSource.parse(text).path for text in said.get("sources", ())]
+    return any(path.endswith((".bin", ".idx")) for path in paths)

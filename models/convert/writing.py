@@ -53,6 +53,7 @@ def write_weights(
     *,
     dtype: str = "fp32",
     like: str | Path | None = None,
+    longest_like: str | Path | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> list[Path]:
     """Writes safetensors, their index where there are several, and a `config.json`.
@@ -67,6 +68,8 @@ def write_weights(
         dtype: Of what is written: `fp32`, `bf16` or `fp16`, rounded to nearest.
         like: A folder whose tokenizer files are copied, and of whose `config.json`
             the longest sequence and special tokens are kept.
+        longest_like: A folder of whose `config.json` only the longest sequence is
+            kept, where tokens are other ones.
         shard_bytes: Most bytes of tensors in a file.
 
     Returns:
@@ -80,7 +83,9 @@ def write_weights(
     if dtype not in DTYPES:
         raise InputError(f"dtype={dtype!r}: must be one of {', '.join(DTYPES)}")
     folder = Path(folder)
-    described = {**json_of(config), **_kept(like, json_of(config)["model_type"])}
+    described = json_of(config)
+    kind = described["model_type"]
+    described |= _kept(longest_like, kind, _NOT_OURS[:1]) | _kept(like, kind, _NOT_OURS)
     described |= {name: _THEIR_NAMES[dtype] for name in ("dtype", "torch_dtype")}
     if (folder / "config.json").exists():
         raise InputError(f"{str(folder)!r} holds a model already; name another folder")
@@ -105,7 +110,7 @@ def write_weights(
     return files
 
 
-def _kept(like: str | Path | None, kind: str) -> dict[str, Any]:
+def _kept(like: str | Path | None, kind: str, names: tuple[str, ...]) -> dict[str, Any]:
     """What a config says that is no part of ours."""
     if like is None:
         return {}
@@ -125,7 +130,7 @@ def _kept(like: str | Path | None, kind: str) -> dict[str, Any]:
         raise InputError(f"{str(file)!r} holds no JSON object, but {said!r}")
     if said.get("model_type") != kind:
         return {}
-    return {name: said[name] for name in _NOT_OURS if said.get(name) is not None}
+    return {name: said[name] for name in names if said.get(name) is not None}
 
 
 def copy_tokenizer(like: str | Path, folder: str | Path) -> list[str]:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Num
 
+from meshpar import InputError
 from meshpar.models.field_types import check_field_types
 from meshpar.parallel.tensor import AnyArray
 
@@ -22,7 +23,7 @@ class RopeScaling:
     `original_seq / high_factor` kept, and those between interpolated.
 
     Raises:
-        InputError: A value that is no number.
+        InputError: A value that is no number, or out of its range.
     """
 
     factor: float = 8.0
@@ -32,6 +33,11 @@ class RopeScaling:
 
     def __post_init__(self) -> None:
         check_field_types(self)
+        if self.high_factor <= self.low_factor:
+            raise InputError(
+                f"high_factor={self.high_factor}: must be above "
+                f"low_factor={self.low_factor}"
+            )
 
     def to_json(self) -> dict[str, Any]:
         """As a `config.json` of theirs has it."""
