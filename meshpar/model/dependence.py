@@ -1,4 +1,4 @@
-"""Whether a function's result has a gradient for its arguments, read from its trace."""
+"""What of its arguments a function's result depends on, read from its trace."""
 
 from __future__ import annotations
 
@@ -31,6 +31,28 @@ def has_gradient(function: Callable[..., Any], *arguments: Any) -> bool:
     program = jax.make_jaxpr(function)(*arguments)
     reached = [_is_real(var) for var in program.jaxpr.invars]
     return any(_reached(program.jaxpr, reached))
+
+
+def arguments_read(function: Callable[..., Any], *arguments: Any) -> list[bool]:
+    """Whether each array of the arguments, in tree order, may change the result.
+
+    An operation with several results takes all its operands for each of them.
+
+    Args:
+        function: Arrays -> an array, or a tree of them.
+        arguments: Arrays or their shapes.
+
+    Example:
+        >>> x = jax.ShapeDtypeStruct((3,), jnp.float32)
+        >>> arguments_read(lambda x, y, z: (2 * x, jnp.zeros_like(y)), x, x, x)
+        [True, False, False]
+    """
+    jaxpr = jax.make_jaxpr(function)(*arguments).jaxpr
+    needed = {atom for atom in jaxpr.outvars if not hasattr(atom, "val")}
+    for equation in reversed(jaxpr.eqns):
+        if needed & set(equation.outvars):
+            needed |= {atom for atom in equation.invars if not hasattr(atom, "val")}
+    return [var in needed for var in jaxpr.invars]
 
 
 def _reached(jaxpr: Jaxpr, arguments: Sequence[bool]) -> list[bool]:

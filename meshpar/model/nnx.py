@@ -65,8 +65,8 @@ def from_nnx(
     A module starts as Flax starts it, from `nnx.Rngs(initial_key(seed, group, layer))`.
     Its variables that are no `nnx.Param`, and its arrays, are state: constants, unless
     a block has `update_state(sums)`, which is called once a step with the sums that the
-    block returned, over the global batch, and assigns to them. `nnx.BatchNorm` takes
-    the statistics of the global batch.
+    block returned, over the global batch, and assigns to them; parameters that it reads
+    are those before the step. `nnx.BatchNorm` takes the statistics of the global batch.
 
     Args:
         ends: Builds the module of embedding and head.
@@ -216,6 +216,6 @@ def _group(name: str, given: Blocks, block: Functional, end: Functional) -> Bloc
         enter=enter if given.enter else None,
         stream=given.stream,
         auxiliary=dict(given.auxiliary),
-        update_state=block.update_state if block.changes_state else None,
+        update_from=block.update_state if block.changes_state else None,
         called=f"{block.what}: __call__",
     )

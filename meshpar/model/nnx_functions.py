@@ -179,8 +179,12 @@ class Functional:
         """Whether a step may change the module's state."""
         return self.has("update_state") or bool(self._batch_norms)
 
-    def update_state(self, state: Params, sums: Any) -> Params:
-        """State after a step, from sums over the global batch."""
+    def update_state(self, params: Params, state: Params, sums: Any) -> Params:
+        """State after a step, from sums over the global batch.
+
+        Raises:
+            InputError: It assigns to a parameter.
+        """
         known: dict[str, Any] = {
             name.removeprefix(_STATISTICS): value
             for name, value in sums.items()
@@ -195,7 +199,7 @@ class Functional:
         if not self.has("update_state"):
             return state
         own = {k: v for k, v in sums.items() if not k.startswith(_STATISTICS)}
-        module: Any = self._filled(self._placeholders(), state)
+        module: Any = self._filled(params, state)
         module.update_state(own)
         assigned = dict(self._assigned(module, state))
         return jax.tree.map_with_path(
@@ -229,15 +233,6 @@ class Functional:
                     in_full=_in_full(leaf.template),
                 )
                 insert(tree, leaf.path, parameter)
-        return tree
-
-    def _placeholders(self) -> Params:
-        """Zeros in place of parameters, where none is read."""
-        tree: Params = {}
-        for leaf in self._leaves:
-            if leaf.role == "param":
-                zeros = jnp.zeros(leaf.value.shape, leaf.value.dtype)
-                insert(tree, leaf.path, zeros)
         return tree
 
     def _call(
