@@ -17,7 +17,7 @@ def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
             yield from equations(getattr(inner, "jaxpr", inner))
 
 
-def programs_in(equation: JaxprEqn) -> list[ClosedJaxpr | Jaxpr]:
+def programs_in(equation: JaxprEqn) -> list[Any]:
     """The programs that an equation holds, such as a loop's body."""
     leaves = jax.tree.leaves(list(equation.params.values()), is_leaf=_is_program)
     return [one for one in leaves if _is_program(one)]

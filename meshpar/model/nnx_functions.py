@@ -154,13 +154,13 @@ class Functional:
         Raises:
             InputError: It assigns to a parameter.
         """
-        known: dict[str, Any] = {
+        found = {
             name.removeprefix(_STATISTICS): value
             for name, value in sums.items()
             if name.startswith(_STATISTICS)
         }
         state = jax.tree.map_with_path(
-            lambda path, old: cast(Any, known.get(path_name(path), old)).astype(
+            lambda path, old: cast(Any, found.get(path_name(path), old)).astype(
                 old.dtype
             ),
             state,
@@ -270,8 +270,12 @@ class Functional:
 
     def _known(self, params: Params, state: Params) -> dict[str, Any]:
         """Name -> each array that a call may change."""
-        random = {one.name: one.value for one in self._leaves if one.role == "random"}
-        return {**_by_path(params), **_by_path(state), **random}
+        known = {**_by_path(params), **_by_path(state)}
+        return {
+            leaf.name: leaf.value if leaf.role == "random" else known[leaf.name]
+            for leaf in self._leaves
+            if leaf.role != "fixed"
+        }
 
     def _filled(self, known: dict[str, Any]) -> nnx.Module:
         leaves = []

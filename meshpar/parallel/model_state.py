@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -110,10 +109,10 @@ def _updated(
             values[at] = value
         return update(values, *of)
 
-    over_layers = functools.partial(jax.lax.map, of_layer)
-    if not any(map(before_use, used)):
-        over_layers = jax.vmap(of_layer)
-    return over_layers(([leaves[at] for at in read], before, sums))
+    xs = [leaves[at] for at in read], before, sums
+    if any(map(before_use, used)):
+        return jax.lax.map(of_layer, xs)
+    return jax.vmap(of_layer)(xs)
 
 
 def _check_whole(group: BlockGroup, tree: Any, layouts: list, read: list[int]) -> None:
