@@ -33,10 +33,8 @@ def traced_space(step: _Traced, batch: Mapping[str, Any]) -> SpaceWorkload:
     _, twice = _flat(step, batch, 2)
     lanes = LANES if subject.platform == "tpu" else 1
     traced = operations(once.jaxpr, once.in_shardings, once.weights)
-    return SpaceWorkload.of(
-        *(most_live(one.jaxpr, lanes).total_bytes for one in (once, twice)),
-        exchanges=exchanges(traced, subject.mesh_shape),
-    )
+    least, most = (most_live(one.jaxpr, lanes).total_bytes for one in (once, twice))
+    return SpaceWorkload.of(least, most, exchanges(traced, subject.mesh_shape))
 
 
 def _flat(

@@ -52,7 +52,9 @@ def traced_volume(
     layout = Layout(precision=precision, remat=remat)
     once, twice = (_traced(model, layout, examples) for examples in (1, 2))
     at_once, on_tpus = (
-        SpaceWorkload.of(*(most_live(one, lanes).total_bytes for one in (once, twice)))
+        SpaceWorkload.of(
+            most_live(once, lanes).total_bytes, most_live(twice, lanes).total_bytes
+        )
         for lanes in (1, LANES)
     )
     found = operations(once, [None] * len(once.in_avals))

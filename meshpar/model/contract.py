@@ -29,7 +29,8 @@ each example.
 *State* is arrays that are no parameters: running statistics, a router's bias, integer
 tables. A function reads its layer's as `scope.state`. It changes once a step, outside
 the gradient: `update_state(state, sums) -> state` of each layer, from what its blocks
-summed over the global batch under other names than auxiliary losses.
+summed over the global batch under other names than auxiliary losses. What depends on
+the layer's parameters too is `update_from(params, state, sums) -> state`.
 """
 
 from __future__ import annotations
@@ -70,12 +71,16 @@ class BlockGroup:
         auxiliary: Name of each auxiliary loss -> its coefficient.
         update_state: `(state, sums) -> state` of one layer, once a step, where the
             group has state that changes; `sums` are its blocks' over the global batch.
+        update_from: `(params, state, sums) -> state` in its place, where it reads the
+            layer's parameters: whole, and as they were before the step. One all-gather
+            of each that it reads where the step splits them over the batch.
         costs: Of each layer, in any unit, for stages of even cost (`splits=cost`);
             their matmul FLOPs when absent.
         called: What errors call its block; its group by name when empty.
 
     Raises:
-        InputError: There are not as many costs as layers, or one is not above 0.
+        InputError: There are not as many costs as layers, or one is not above 0; or
+            both ways to update the state are given.
     """
 
     name: str
@@ -85,10 +90,15 @@ class BlockGroup:
     stream: Any = field(default=None, hash=False)
     auxiliary: Mapping[str, float] = field(default_factory=dict, hash=False)
     update_state: Callable[[Params, Sums], Params] | None = None
+    update_from: Callable[[Params, Params, Sums], Params] | None = None
     costs: tuple[float, ...] | None = None
     called: str = ""
 
     def __post_init__(self) -> None:
+        if self.update_state is not None and self.update_from is not None:
+            raise InputError(
+                f"block group {self.name!r} has update_state and update_from; give one"
+            )
         if self.costs is None:
             return
         object.__setattr__(self, "costs", tuple(self.costs))
@@ -116,11 +126,21 @@ class BlockGroup:
 
     def _run(self, params: Params, stream: Stream, scope: Scope) -> tuple[Stream, Sums]:
         result = self.block(params, stream, scope)
-        keeps_state = self.update_state is not None
         block = self.called or f"the block of group {self.name!r}"
-        y, sums = check_sums(block, result, stream, self.auxiliary, keeps_state)
+        y, sums = check_sums(block, result, stream, self.auxiliary, self.changes_state)
         check_kept(block, y, stream)
         return y, sums
+
+    @property
+    def changes_state(self) -> bool:
+        """Whether a step may change the group's state."""
+        return self.update_state is not None or self.update_from is not None
+
+    def updated(self, params: Params, state: Params, sums: Sums) -> Params:
+        """One layer's state after a step; itself where none changes it."""
+        if self.update_from is not None:
+            return self.update_from(params, state, sums)
+        return state if self.update_state is None else self.update_state(state, sums)
 
     def weighted(self, sums: Mapping[str, jax.Array]) -> jax.Array | float:
         """The sums of the auxiliary losses times their coefficients."""

@@ -1,4 +1,4 @@
-"""Whether a function's result has a gradient for its arguments, read from its trace."""
+"""What of its arguments a function's result depends on, read from its trace."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import Jaxpr
 
+from meshpar.model.equations import programs_in
 from meshpar.model.scan_counts import scan_counts
 
 
@@ -31,6 +32,63 @@ def has_gradient(function: Callable[..., Any], *arguments: Any) -> bool:
     program = jax.make_jaxpr(function)(*arguments)
     reached = [_is_real(var) for var in program.jaxpr.invars]
     return any(_reached(program.jaxpr, reached))
+
+
+def arguments_read(function: Callable[..., Any], *arguments: Any) -> list[bool]:
+    """Whether each array of the arguments, in tree order, may change the result.
+
+    An operation with several results takes all its operands for each of them.
+
+    Args:
+        function: Arrays -> an array, or a tree of them.
+        arguments: Arrays or their shapes.
+
+    Example:
+        >>> x = jax.ShapeDtypeStruct((3,), jnp.float32)
+        >>> arguments_read(lambda x, y, z: (2 * x, jnp.zeros_like(y)), x, x, x)
+        [True, False, False]
+    """
+    jaxpr = jax.make_jaxpr(function)(*arguments).jaxpr
+    needed = {atom for atom in jaxpr.outvars if not hasattr(atom, "val")}
+    for equation in reversed(jaxpr.eqns):
+        if needed & set(equation.outvars):
+            needed |= {atom for atom in equation.invars if not hasattr(atom, "val")}
+    return [var in needed for var in jaxpr.invars]
+
+
+def passed_on(function: Callable[[dict], dict], arrays: dict[str, Any]) -> list[str]:
+    """The names of the arrays that come back as they were given.
+
+    Args:
+        function: Arrays by name -> arrays by the same names.
+        arrays: What it is given.
+
+    Example:
+        >>> arrays = {"x": jnp.zeros(3), "y": jnp.zeros(3)}
+        >>> passed_on(jax.jit(lambda arrays: {**arrays, "x": arrays["y"]}), arrays)
+        ['y']
+    """
+    jaxpr = jax.make_jaxpr(function)(arrays).jaxpr
+    origins = enumerate(_origins(jaxpr))
+    return [
+        name
+        for name, (at, origin) in zip(sorted(arrays), origins, strict=True)
+        if at == origin
+    ]
+
+
+def _origins(jaxpr: Jaxpr) -> list[int | None]:
+    """Of each result, the argument that it is."""
+    known = {var: at for at, var in enumerate(jaxpr.invars)}
+    for equation in jaxpr.eqns:
+        inner = _inner(equation)
+        if inner is None or equation.primitive.name in ("scan", "while"):
+            continue
+        for var, at in zip(equation.outvars, _origins(inner), strict=True):
+            atom = None if at is None else equation.invars[at]
+            if atom is not None and not hasattr(atom, "val") and atom in known:
+                known[var] = known[atom]
+    return [None if hasattr(one, "val") else known.get(one) for one in jaxpr.outvars]
 
 
 def _reached(jaxpr: Jaxpr, arguments: Sequence[bool]) -> list[bool]:
@@ -57,19 +115,22 @@ def _through(equation: Any, flags: list[bool]) -> list[bool]:
     if name == "cond":
         branches = [_reached(one.jaxpr, flags[1:]) for one in params["branches"]]
         return [any(of_result) for of_result in zip(*branches, strict=True)]
-    inner = [
-        getattr(one, "jaxpr", one)
-        for one in jax.tree.leaves(list(params.values()), is_leaf=_is_program)
-        if _is_program(one)
-    ]
+    inner = _inner(equation)
+    if name != "while" and inner is not None:
+        return _reached(inner, flags)
+    return [True] * len(equation.outvars)
+
+
+def _inner(equation: Any) -> Jaxpr | None:
+    """The one program of an operation that has its operands and results."""
+    inner = [getattr(one, "jaxpr", one) for one in programs_in(equation)]
     fits = [
         one
         for one in inner
-        if len(one.invars) == len(flags) and len(one.outvars) == len(equation.outvars)
+        if len(one.invars) == len(equation.invars)
+        and len(one.outvars) == len(equation.outvars)
     ]
-    if name != "while" and len(fits) == 1:
-        return _reached(fits[0], flags)
-    return [True] * len(equation.outvars)
+    return fits[0] if len(fits) == 1 else None
 
 
 def _through_scan(equation: Any, flags: list[bool]) -> list[bool]:
@@ -83,10 +144,6 @@ def _through_scan(equation: Any, flags: list[bool]) -> list[bool]:
         if more == carry:
             return [*more, *found[num_carry:]]
         carry = more
-
-
-def _is_program(node: Any) -> bool:
-    return isinstance(node, ClosedJaxpr | Jaxpr)
 
 
 def _is_real(var: Any) -> bool:

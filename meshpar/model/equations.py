@@ -13,14 +13,14 @@ def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
     """Every equation, an outer one before those inside it."""
     for equation in jaxpr.eqns:
         yield equation
-        for inner in jax.tree.leaves(
-            list(equation.params.values()),
-            is_leaf=lambda node: isinstance(node, ClosedJaxpr | Jaxpr),
-        ):
-            if isinstance(inner, ClosedJaxpr):
-                yield from equations(inner.jaxpr)
-            elif isinstance(inner, Jaxpr):
-                yield from equations(inner)
+        for inner in programs_in(equation):
+            yield from equations(getattr(inner, "jaxpr", inner))
+
+
+def programs_in(equation: JaxprEqn) -> list[Any]:
+    """The programs that an equation holds, such as a loop's body."""
+    leaves = jax.tree.leaves(list(equation.params.values()), is_leaf=_is_program)
+    return [one for one in leaves if _is_program(one)]
 
 
 def collective_axes(equation: JaxprEqn) -> tuple[str, ...]:
@@ -31,3 +31,7 @@ def collective_axes(equation: JaxprEqn) -> tuple[str, ...]:
     axes = params.get("axes", params.get("axis_name", ()))
     axes = (axes,) if isinstance(axes, str) else axes
     return tuple(axis for axis in axes if isinstance(axis, str))
+
+
+def _is_program(node: Any) -> bool:
+    return isinstance(node, ClosedJaxpr | Jaxpr)

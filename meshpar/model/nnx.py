@@ -13,6 +13,7 @@ from flax import nnx
 from meshpar.errors import InputError, whole_number
 from meshpar.model.contract import BlockGroup, Model
 from meshpar.model.inputs import Input
+from meshpar.model.nnx_builds import check_untied
 from meshpar.model.nnx_functions import Functional
 from meshpar.model.parameter import Params
 from meshpar.model.scope import Scope
@@ -65,8 +66,8 @@ def from_nnx(
     A module starts as Flax starts it, from `nnx.Rngs(initial_key(seed, group, layer))`.
     Its variables that are no `nnx.Param`, and its arrays, are state: constants, unless
     a block has `update_state(sums)`, which is called once a step with the sums that the
-    block returned, over the global batch, and assigns to them. `nnx.BatchNorm` takes
-    the statistics of the global batch.
+    block returned, over the global batch, and assigns to them; parameters that it reads
+    are those before the step. `nnx.BatchNorm` takes the statistics of the global batch.
 
     Args:
         ends: Builds the module of embedding and head.
@@ -81,8 +82,9 @@ def from_nnx(
         auxiliary: Name of each auxiliary loss of the blocks -> its coefficient.
 
     Raises:
-        InputError: No blocks, parameters of the ends with the name of a group, or a
-            module that holds a random key of its own.
+        InputError: No blocks, or ones without parameters; parameters of the ends with
+            the name of a group; a module that holds a random key of its own, that two
+            builds from one key make differently, or whose parameters are another's.
     """
     chosen = _groups(
         groups,
@@ -99,9 +101,13 @@ def from_nnx(
         )
         for name, one in chosen.items()
     }
-    _check_methods(end, chosen, made)
-    _check_names(end, chosen)
     sizes = {name: one.num_layers for name, one in chosen.items()}
+    _check_methods(end, chosen, made)
+    _check_names(end, made)
+    check_untied(
+        {**sizes, ENDS: None},
+        {ENDS: end.built, **{name: one.built for name, one in made.items()}},
+    )
     state = {name: one.state(sizes[name]) for name, one in made.items()}
     params = {name: one.parameters(sizes[name]) for name, one in made.items()}
 
@@ -180,6 +186,7 @@ def _check_methods(
         if one.enter is not None:
             end.check_method(one.enter, "stream", "scope")
         made[name].check_method("__call__", "stream", "scope")
+        made[name].check_parameters()
 
 
 def _stream(end: Functional, method: str, stream: Any) -> Any:
@@ -189,11 +196,23 @@ def _stream(end: Functional, method: str, stream: Any) -> Any:
             f"{end.what}: {method} returns {stream!r}; it must return the stream: an "
             "array, or a tree of arrays, with the example first in each"
         )
+    if len({leaf.shape[0] for leaf in leaves}) > 1:
+        shapes = jax.tree.map(lambda leaf: leaf.shape, stream)
+        raise InputError(
+            f"{end.what}: {method} returns a stream of shapes {shapes}; the example is "
+            "first in each array of it: broadcast what is the same for all examples"
+        )
     return stream
 
 
-def _check_names(end: Functional, groups: Mapping[str, Blocks]) -> None:
-    taken = {*end.parameters(None), *end.state(None)} & set(groups)
+def _check_names(end: Functional, groups: Mapping[str, Functional]) -> None:
+    paths = {
+        f"{name}.{leaf.name}"
+        for name, one in groups.items()
+        for leaf in one.built.leaves
+    }
+    of_ends = {leaf.name for leaf in end.built.leaves}
+    taken = ({*end.parameters(None), *end.state(None)} & set(groups)) | paths & of_ends
     if taken:
         raise InputError(
             f"{end.what}: its parameters {sorted(taken)[0]!r} have the name of the "
@@ -216,6 +235,6 @@ def _group(name: str, given: Blocks, block: Functional, end: Functional) -> Bloc
         enter=enter if given.enter else None,
         stream=given.stream,
         auxiliary=dict(given.auxiliary),
-        update_state=block.update_state if block.changes_state else None,
+        update_from=block.update_state if block.changes_state else None,
         called=f"{block.what}: __call__",
     )

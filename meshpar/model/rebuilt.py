@@ -116,14 +116,17 @@ def _group(group: BlockGroup, rebuild: Rebuild) -> BlockGroup:
         params = rebuild(group.name, params, kept)
         return group.block(params, x, replace(scope, state=own))
 
-    update = group.update_state
-
-    def updated(state: Params, sums: Sums) -> Params:
+    def updated(params: Params, state: Params, sums: Sums) -> Params:
         own, kept = _apart(state)
-        new = update(own, sums) if update else own
+        new = group.updated(rebuild(group.name, params, kept), own, sums)
         return {**new, FROZEN: kept} if kept else new
 
-    return replace(group, block=block, update_state=None if update is None else updated)
+    return replace(
+        group,
+        block=block,
+        update_state=None,
+        update_from=updated if group.changes_state else None,
+    )
 
 
 def _build(model: Model, frozen: Params) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from meshpar.model.contract import Model, Stream
+from meshpar.model.contract import BlockGroup, Model, Stream
 from meshpar.model.inputs import Batch
 from meshpar.model.parameter import Params
 from meshpar.model.scope import Scope
@@ -43,8 +43,10 @@ def loss_and_state(
     for group, layers in zip(model.groups, sums, strict=True):
         total += sum((group.weighted(of_layer) for of_layer in layers), 0.0)
     new = [
-        _updated(group, stacked, layers)
-        for group, stacked, layers in zip(model.groups, of_groups, sums, strict=True)
+        _updated(*of_group)
+        for of_group in zip(
+            model.groups, model.split(params)[1], of_groups, sums, strict=True
+        )
     ]
     state = {**state, **{k: v for k, v in model.join({}, new).items() if k in state}}
     return total / weight_sum, state
@@ -87,11 +89,17 @@ def _layer(tree: Params, index: int) -> Params:
     return jax.tree.map(lambda value: value[index], tree)
 
 
-def _updated(group: Any, state: Params, sums: list[Sums]) -> Params:
-    if group.update_state is None:
+def _updated(
+    group: BlockGroup, params: Params, state: Params, sums: list[Sums]
+) -> Params:
+    if not group.changes_state:
         return state
     layers = [
-        group.update_state(_layer(state, index), _without(of_layer, group.auxiliary))
+        group.updated(
+            _layer(params, index),
+            _layer(state, index),
+            _without(of_layer, group.auxiliary),
+        )
         for index, of_layer in enumerate(sums)
     ]
     return jax.tree.map(lambda *values: jnp.stack(values), *layers)

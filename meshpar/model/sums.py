@@ -14,6 +14,15 @@ Sums = dict[str, jax.Array]
 """By name: fp32 scalars of auxiliary losses, arrays of any shape for the state."""
 
 
+def is_pair(result: Any, stream: Any) -> bool:
+    """Whether a result is (stream, sums) and not a stream that is itself a pair."""
+    if not (isinstance(result, tuple) and len(result) == 2):
+        return False
+    if not isinstance(result[1], Mapping):
+        return False
+    return jax.tree.structure(result) != jax.tree.structure(stream)
+
+
 def check_sums(
     block: str,
     result: Any,
@@ -33,10 +42,10 @@ def check_sums(
     Raises:
         InputError: It returns other sums than those declared.
     """
-    pair = _is_pair(result, stream)
+    pair = is_pair(result, stream)
     if not pair and not auxiliary:
         return result, {}
-    shapes = {k: jnp.shape(v) for k, v in result[1].items()} if pair else {}
+    shapes = {k: _shape(v) for k, v in result[1].items()} if pair else {}
     wrong = any(shapes.get(name) != () for name in auxiliary)
     if wrong or not (keeps_state or set(shapes) == set(auxiliary)):
         found = f"x and {shapes}" if pair else "x alone"
@@ -86,7 +95,7 @@ def check_head(found: Any, head: str = "head") -> tuple[jax.Array, jax.Array]:
         InputError: They are not two scalars of real numbers.
     """
     pair = tuple(found) if isinstance(found, tuple | list) else (found,)
-    shapes = [jnp.shape(value) for value in pair]
+    shapes = [_shape(value) for value in pair]
     if shapes != [(), ()]:
         raise InputError(
             f"{head} returns arrays of shapes {shapes}; it must return two scalars: "
@@ -102,10 +111,10 @@ def check_head(found: Any, head: str = "head") -> tuple[jax.Array, jax.Array]:
     return loss_sum, weight_sum
 
 
-def _is_pair(result: Any, stream: Any) -> bool:
-    """Whether a result is (stream, sums) and not a stream that is itself a pair."""
-    if not (isinstance(result, tuple) and len(result) == 2):
-        return False
-    if not isinstance(result[1], Mapping):
-        return False
-    return jax.tree.structure(result) != jax.tree.structure(stream)
+def _shape(value: Any) -> Any:
+    """Of an array or a number; of anything else the name of its type."""
+    try:
+        jnp.result_type(value)  # NumPy gives a dict the shape ()
+        return jnp.shape(value)
+    except TypeError:
+        return type(value).__name__

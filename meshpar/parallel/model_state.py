@@ -6,14 +6,20 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from meshpar.collectives import asked, sum_dtype
+from meshpar.errors import InputError
 from meshpar.layout import TOKEN_AXES
-from meshpar.model.contract import Model
+from meshpar.model.contract import BlockGroup
+from meshpar.model.dependence import arguments_read
 from meshpar.model.parameter import Params
 from meshpar.model.sums import Sums
 from meshpar.parallel.blocks import Stack
 from meshpar.parallel.placement import Placement
+from meshpar.parallel.zero import before_use, gather_shards, is_stored, manual_spec
+from meshpar.rules.rules import spec_axes
+from meshpar.rules.sharding import path_name
 
 
 def statistics_of(stack: Stack, sums: Sums) -> Sums:
@@ -46,20 +52,83 @@ def sum_statistics(placement: Placement, found: list[Sums]) -> list[Sums]:
     return jax.tree.map(lambda x, like: x.astype(like.dtype), summed, found)
 
 
-def updated_state(model: Model, state: Params, statistics: Sequence[Sums]) -> Params:
+def updated_state(
+    placement: Placement, params: Params, state: Params, statistics: Sequence[Sums]
+) -> Params:
     """The state after a step, layer by layer.
 
+    One all-gather over the batch axes for each parameter that a group's `update_from`
+    reads and that is split there at rest: of its P values a device receives the
+    P (n-1)/n that it lacks, a layer at a time, in the dtype at rest.
+
     Args:
-        model: The model.
+        placement: The model on its mesh.
+        params: At rest before the step, this device's shards.
         state: Before, (places, ...) in each group.
         statistics: Of each group: its sums over the global batch, (places, ...).
+
+    Raises:
+        InputError: It reads a parameter that is split over `expert`.
     """
     new: dict[str, Any] = dict(state)
-    for group, sums in zip(model.groups, statistics, strict=True):
-        if group.update_state is not None and group.name in state:
+    model = placement.model
+    (_, shards), (_, stored) = map(model.split, (params, placement.stored))
+    for group, of_group, layouts, sums in zip(
+        model.groups, shards, stored, statistics, strict=True
+    ):
+        if group.changes_state and group.name in state:
             before = state[group.name]
-            after = jax.vmap(group.update_state)(before, sums)
+            after = _updated(group, layouts, of_group, before, sums)
             new[group.name] = jax.tree.map(
                 lambda one, like: one.astype(like.dtype), after, before
             )
     return new
+
+
+def _updated(
+    group: BlockGroup, stored: Any, shards: Params, before: Params, sums: Sums
+) -> Params:
+    """One group's state after a step; nothing is gathered that is not read."""
+    stacked, tree = jax.tree.flatten(stored, is_leaf=is_stored)
+    layouts = [layout.without_layers() for layout in stacked]
+    leaves = tree.flatten_up_to(shards)
+
+    def update(leaves: list[Any], *of: Any) -> Params:
+        return group.updated(tree.unflatten(leaves), *of)
+
+    def gathered(layouts: list[Any], leaves: list[Any]) -> list[Any]:
+        return gather_shards(layouts, leaves, before_use)
+
+    first = jax.tree.map(lambda x: x[0], (leaves, before, sums))
+    whole = jax.eval_shape(lambda leaves: gathered(layouts, leaves), first[0])
+    flags = arguments_read(update, whole, *first[1:])[: len(leaves)]
+    read = [at for at, flag in enumerate(flags) if flag]
+    _check_whole(group, tree, layouts, read)
+    used = [layouts[at] for at in read]
+
+    def of_layer(xs: tuple) -> Params:
+        own, *of = xs
+        values = [jnp.zeros(one.shape, one.dtype) for one in whole]
+        for at, value in zip(read, gathered(used, own), strict=True):
+            values[at] = value
+        return update(values, *of)
+
+    xs = [leaves[at] for at in read], before, sums
+    if any(map(before_use, used)):
+        return jax.lax.map(of_layer, xs)
+    return jax.vmap(of_layer)(xs)
+
+
+def _check_whole(group: BlockGroup, tree: Any, layouts: list, read: list[int]) -> None:
+    names = [
+        path_name(path)
+        for path, _ in jax.tree.leaves_with_path(tree.unflatten(range(len(layouts))))
+    ]
+    for at in read:
+        axes = spec_axes(manual_spec(layouts[at].used_spec))
+        if axes:
+            raise InputError(
+                f"block group {group.name!r}: its update of the state reads "
+                f"{names[at]!r}, which a device has a part of (mesh axis {axes[0]!r}); "
+                "make the state of the block's sums instead, or leave that axis at 1"
+            )

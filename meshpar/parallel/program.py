@@ -114,6 +114,7 @@ class _Pass:
         scopes: What makes scopes.
         ends: The ends' parameters.
         groups: The blocks' parameters as the loop takes them.
+        params: All of them at rest, this device's shards.
         state: The model's state.
         known: What scopes are made of, the batch without what has a gradient.
         inputs: The arrays of the batch that have one.
@@ -123,6 +124,7 @@ class _Pass:
     scopes: Scopes
     ends: Ends
     groups: list[Params]
+    params: Params
     state: Params
     known: Known
     inputs: dict[str, jax.Array]
@@ -166,6 +168,7 @@ class _Pass:
             scopes=scopes,
             ends=ends,
             groups=placement.blocks_before_loop(params),
+            params=params,
             state=state,
             known=known,
             inputs=inputs,
@@ -196,7 +199,7 @@ class _Pass:
             blocks.insert(0, total)
         gradients = placement.reduce(self.ends.scattered(ends, beside), blocks)
         statistics = summed_statistics(placement, stacks, sums)
-        state = updated_state(placement.model, self.state, statistics)
+        state = updated_state(placement, self.params, self.state, statistics)
         metrics = metrics_of(weight_sum, sums_by_name(auxiliary))
         return loss_sum * share, metrics, gradients, state, dx
 

@@ -329,7 +329,7 @@ def _check_padded(
             "the batch yourself"
         )
     for group in model.groups:
-        if group.auxiliary or group.update_state:
+        if group.auxiliary or group.changes_state:
             raise InputError(
                 f"{what}, and block group {group.name!r} sums over tokens, in which "
                 "padding would count; pad the batch yourself"

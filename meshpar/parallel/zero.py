@@ -84,6 +84,11 @@ def manual_spec(spec: PartitionSpec) -> PartitionSpec:
     return _only(spec, MANUAL_AXES.__contains__)
 
 
+def before_use(stored: Stored) -> Dims:
+    """What is gathered of a parameter at rest, to have it whole."""
+    return _moved(stored.spec, stored.used_spec)
+
+
 def before_loop(stored: Stored) -> Dims:
     """What is gathered once, before the blocks run."""
     return _moved(stored.spec, stored.loop_spec)

@@ -76,7 +76,7 @@ class PipelineProgram:
             statistics = sum_statistics(
                 placement, [merge(of_group) for of_group in found.statistics]
             )
-            new_state = updated_state(model, of[1], statistics)
+            new_state = updated_state(placement, of[0], of[1], statistics)
             metrics = metrics_of(weight_sum, sums_by_name(auxiliary))
             names = sorted(apart(model.inputs, of[2])[1])
             of_inputs = merge(dict(zip(names, found.input_gradients, strict=True)))

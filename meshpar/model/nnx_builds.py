@@ -1,0 +1,234 @@
+"""A Flax NNX module built under a trace, twice: what a builder makes of a key alone.
+
+Every layer is built by the program that was traced once. So whatever a builder takes
+from elsewhere (NumPy's random numbers, a counter, a module made before) would be the
+same in all layers, or untied in each: two builds that differ, or share, give it away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from flax.errors import TraceContextError
+
+from meshpar.errors import InputError
+from meshpar.model.nnx_checks import check_builder, check_module
+from meshpar.model.nnx_leaves import Leaf, leaf_of, value_of
+from meshpar.model.program_numbers import Numbers, numbers_in, same_numbers
+
+Builder = Callable[[nnx.Rngs], nnx.Module]
+
+
+@dataclass(frozen=True)
+class Built:
+    """What a builder makes.
+
+    Args:
+        kind: The module's class.
+        what: The argument of `from_nnx` that gave the builder, in words.
+        graph: Of the module, without its arrays.
+        leaves: Its arrays.
+        batch_norms: Paths of its `nnx.BatchNorm`s.
+        rescaled: Paths of parameters that Flax's `WeightNorm` and `SpectralNorm` put
+            their scaled values in place of, before each use anew.
+        given: Path -> each `nnx.Param` that was there before the module was built.
+    """
+
+    kind: type
+    what: str
+    graph: Any
+    leaves: tuple[Leaf, ...]
+    batch_norms: frozenset[str]
+    rescaled: frozenset[str]
+    given: Mapping[str, nnx.Param]
+
+
+@dataclass(frozen=True)
+class _Trace:
+    """One build that was traced; `numbers` are those that each array is made of."""
+
+    kind: type
+    graph: Any
+    leaves: list[tuple[tuple, Any]]
+    shapes: list[Any]
+    numbers: list[Numbers]
+    nodes: dict[str, Any]
+
+
+def build(builder: Builder, key: jax.Array) -> nnx.Module:
+    """The module that a builder makes from `nnx.Rngs(key)`."""
+    with nnx.use_eager_sharding(False):
+        module = builder(nnx.Rngs(key))
+    # Flax takes an array that is being traced for a static attribute.
+    for _, node in list(nnx.iter_graph(module)):
+        if isinstance(node, nnx.Pytree):
+            for name, value in list(vars(node).items()):
+                if isinstance(value, jax.Array):
+                    setattr(node, name, nnx.data(value))
+    return module
+
+
+def built(builder: Builder, argument: str) -> Built:
+    """What a builder makes, once it makes the same each time.
+
+    Args:
+        builder: Builds a module.
+        argument: Of `from_nnx`, that it was given as.
+
+    Raises:
+        InputError: The builder takes no `nnx.Rngs` alone, builds no module, or other
+            ones from the same key; or the module holds a random key of its own, or two
+            arrays of one name.
+    """
+    check_builder(builder, argument)
+    first, second = (_traced(builder, argument) for _ in range(2))
+    what = f"from_nnx({argument}={first.kind.__name__})"
+    _check_alike(what, first, second)
+    leaves = tuple(
+        leaf_of(path, leaf, shape, what)
+        for (path, leaf), shape in zip(first.leaves, first.shapes, strict=True)
+    )
+    _check_names(what, leaves)
+    return Built(
+        kind=first.kind,
+        what=what,
+        graph=first.graph,
+        leaves=leaves,
+        batch_norms=frozenset(
+            path
+            for path, node in first.nodes.items()
+            if isinstance(node, nnx.BatchNorm)
+        ),
+        rescaled=_rescaled(first.nodes),
+        given={
+            path: node
+            for path, node in first.nodes.items()
+            if isinstance(node, nnx.Param) and node is second.nodes[path]
+        },
+    )
+
+
+def check_untied(
+    num_layers: Mapping[str, int | None], made: Mapping[str, Built]
+) -> None:
+    """Refuses parameters that several layers, or builders, take from outside.
+
+    Args:
+        num_layers: Name of a group, or of the ends -> its layers, None for the ends.
+        made: By the same names.
+
+    Raises:
+        InputError: Each would train a copy of its own.
+    """
+    seen: dict[int, str] = {}
+    for name, one in made.items():
+        for path, param in one.given.items():
+            if (num_layers[name] or 1) > 1:
+                raise InputError(
+                    f"{one.what}: {path!r} is one nnx.Param that was made before the "
+                    "block is built; each layer would train a copy of its own: make it "
+                    "in the block, or as an nnx.Variable if nothing trains it"
+                )
+            if id(param) in seen:
+                raise InputError(
+                    f"{one.what}: {path!r} is {seen[id(param)]} too, one nnx.Param "
+                    "that was made before; each would train a copy of its own: build "
+                    "it in the ends, and let embed put what it makes into the stream"
+                )
+            seen[id(param)] = f"{path!r} of {one.what}"
+
+
+def _traced(builder: Builder, argument: str) -> _Trace:
+    found: list[Any] = []
+
+    def arrays(key: jax.Array) -> list[Any]:
+        try:
+            module = build(builder, key)
+        except TraceContextError as error:
+            raise InputError(
+                f"from_nnx({argument}=...): the builder changes what was made before "
+                "it runs, such as an nnx.Rngs; use the nnx.Rngs that it is given"
+            ) from error
+        check_module(module, argument)
+        graph, state = nnx.split(module)
+        leaves = list(nnx.to_flat_state(state))
+        found.extend((module, graph, leaves))
+        return [value_of(leaf) for _, leaf in leaves]
+
+    program, shapes = jax.make_jaxpr(arrays, return_shape=True)(jax.random.key(0))
+    module, graph, leaves = found
+    nodes = {_name(path): node for path, node in nnx.iter_graph(module)}
+    return _Trace(type(module), graph, leaves, shapes, numbers_in(program), nodes)
+
+
+def _rescaled(nodes: Mapping[str, Any]) -> frozenset[str]:
+    inside = {
+        id(node)
+        for norm in nodes.values()
+        if isinstance(norm, nnx.WeightNorm | nnx.SpectralNorm)
+        for _, node in nnx.iter_graph(norm.layer_instance)
+    }
+    return frozenset(
+        path
+        for path, node in nodes.items()
+        if isinstance(node, nnx.Param) and id(node) in inside
+    )
+
+
+def _check_alike(what: str, first: _Trace, second: _Trace) -> None:
+    one, other = (_settings(trace.nodes) for trace in (first, second))
+    for name in {**one, **other}:
+        if one.get(name) != other.get(name):
+            raise InputError(
+                f"{what}: two builds from one key differ in {name!r}: {one.get(name)}, "
+                f"then {other.get(name)}; a block is built once for all layers: take "
+                "what differs from scope.layer, or give each kind a group of its own "
+                "(groups=)"
+            )
+    for (path, _), *numbers in zip(
+        first.leaves, first.numbers, second.numbers, strict=True
+    ):
+        if not same_numbers(*numbers):
+            raise InputError(
+                f"{what}: two builds from one key give {_name(path)!r} other values, "
+                "as NumPy's random numbers or a counter do; draw from the nnx.Rngs "
+                "that the builder is given, such as rngs.params()"
+            )
+
+
+def _settings(nodes: Mapping[str, Any]) -> dict[str, str]:
+    """What a module holds beside arrays, as text by path."""
+    return {
+        name: _described(node)
+        for name, node in nodes.items()
+        if "_pytree__" not in name
+        and not isinstance(node, nnx.Variable | jax.Array | np.ndarray)
+    }
+
+
+def _described(node: Any) -> str:
+    if node is None or isinstance(node, bool | int | float | complex | str | bytes):
+        return repr(node)
+    if isinstance(node, np.generic | np.dtype):
+        return repr(node)
+    return str(getattr(node, "__qualname__", type(node).__qualname__))
+
+
+def _check_names(what: str, leaves: tuple[Leaf, ...]) -> None:
+    seen: dict[str, tuple] = {}
+    for leaf in leaves:
+        if leaf.name in seen:
+            raise InputError(
+                f"{what}: two arrays have the name {leaf.name!r}, at "
+                f"{seen[leaf.name]} and {leaf.path}; rename one"
+            )
+        seen[leaf.name] = leaf.path
+
+
+def _name(path: tuple) -> str:
+    return ".".join(map(str, path))

@@ -1,0 +1,304 @@
+"""What Flax modules do that a layout would lose is refused, and nothing like it."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from meshpar import Blocks, Input, InputError, Layout, from_nnx, make_train_step
+
+SIZE = 4
+INPUTS = {"x": Input(("batch", None), shape=(None, SIZE))}
+BATCH = {"x": jax.ShapeDtypeStruct((8, SIZE), jnp.float32)}
+COUNT = itertools.count(1)
+OUTSIDE = nnx.Linear(SIZE, SIZE, rngs=nnx.Rngs(0))
+STREAMS = nnx.Rngs(0)
+
+
+def draw(rngs, *shape):
+    return nnx.Param(nnx.initializers.normal(0.3)(rngs.params(), shape))
+
+
+class Ends(nnx.Module):
+    def __init__(self, rngs):
+        self.w = draw(rngs, SIZE, 1)
+
+    def embed(self, batch, scope):
+        return batch["x"]
+
+    def head(self, x, batch, scope):
+        x = jax.tree.leaves(x)[0]
+        return jnp.sum((x @ self.w[...]) ** 2), jnp.float32(len(x))
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.w = draw(rngs, SIZE, SIZE)
+
+    def __call__(self, x, scope):
+        return x + jnp.tanh(x @ self.w[...])
+
+
+def model(block=Block, ends=Ends, num_layers=2):
+    return from_nnx(ends=ends, block=block, num_layers=num_layers, inputs=INPUTS)
+
+
+def trace(model, layout="data=2"):
+    devices = jax.devices()[: Layout.parse(layout).num_devices]
+    step = make_train_step(model, optax.sgd(0.1), layout, devices=devices)
+    with jax.set_mesh(step.mesh):
+        jax.eval_shape(step.functions.update, step.state_shapes, BATCH)
+
+
+class EndsSharing(Ends):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.outside = OUTSIDE
+
+    def embed(self, batch, scope):
+        return self.outside(batch["x"])
+
+
+class Sharing(nnx.Module):
+    def __init__(self, rngs):
+        self.outside = OUTSIDE
+
+    def __call__(self, x, scope):
+        return x + self.outside(x)
+
+
+def test_parameters_from_outside_are_refused_where_there_are_several():
+    match = "block=Sharing.: 'outside.bias' is one nnx.Param that was made before the"
+    with pytest.raises(InputError, match=match):
+        model(Sharing)
+    match = r"block=Sharing.: 'outside.bias' is 'outside.bias' of from_nnx.ends=EndsSh"
+    with pytest.raises(InputError, match=match):
+        model(Sharing, EndsSharing, num_layers=1)
+    with pytest.raises(InputError, match=r"'outside.bias' of from_nnx.groups.'one'"):
+        of = {name: Blocks(block=Sharing, num_layers=1) for name in ("one", "two")}
+        from_nnx(ends=Ends, groups=of, inputs=INPUTS)
+
+
+def test_parameters_from_outside_can_be_those_of_the_ends_or_of_one_layer():
+    trace(model(ends=EndsSharing))
+    trace(model(Sharing, num_layers=1))
+
+
+class NumpyDraws(Block):
+    def __init__(self, rngs):
+        self.w = nnx.Param(np.random.normal(size=(SIZE, SIZE)).astype(np.float32))
+
+
+class CountedScale(Block):
+    def __init__(self, rngs):
+        self.w = nnx.Param(draw(rngs, SIZE, SIZE)[...] / next(COUNT))
+
+
+class NumpyTable(Block):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.table = np.random.normal(size=SIZE)
+
+
+class Counted(Block):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.dilation = next(COUNT)
+
+
+class OuterStreams(Block):
+    def __init__(self, rngs):
+        super().__init__(STREAMS)
+
+
+class Dotted(nnx.Module):
+    def __init__(self, rngs):
+        of_b = nnx.Dict({"c": draw(rngs, SIZE)})
+        self.a = nnx.Dict({"b": of_b, "b.c": draw(rngs, SIZE)})
+
+    def __call__(self, x, scope):
+        return x * self.a["b"]["c"][...] + self.a["b.c"][...]
+
+
+class Unparametrised(nnx.Module):
+    def __init__(self, rngs):
+        pass
+
+    def __call__(self, x, scope):
+        return jnp.tanh(x)
+
+
+class Integers(nnx.Module):
+    def __init__(self, rngs):
+        self.order = nnx.Param(jnp.arange(SIZE))
+
+    def __call__(self, x, scope):
+        return x[:, self.order[...]]
+
+
+@pytest.mark.parametrize(
+    "block, match",
+    [
+        (NumpyDraws, "two builds from one key give 'w' other values, as NumPy's"),
+        (CountedScale, "two builds from one key give 'w' other values"),
+        (NumpyTable, "two builds from one key give 'table' other values"),
+        (Counted, r"two builds from one key differ in 'dilation': \d+, then \d+; a"),
+        (OuterStreams, "block=.*: the builder changes what was made before it runs"),
+        (Dotted, "two arrays have the name 'a.b.c', at .*'b', 'c'.* and .*'b.c'"),
+        (Unparametrised, "the block has no nnx.Param of real numbers"),
+        (Integers, "the block has no nnx.Param of real numbers"),
+    ],
+)
+def test_a_block_that_layers_cannot_be_built_of_is_refused(block, match):
+    with pytest.raises(InputError, match=match):
+        model(block)
+
+
+def test_a_name_of_the_ends_that_is_also_a_blocks_is_refused():
+    class EndsDotted(Ends):
+        def __init__(self, rngs):
+            super().__init__(rngs)
+            setattr(self, "blocks.w", draw(rngs, SIZE))
+
+    with pytest.raises(InputError, match=r"EndsDotted.: its parameters 'blocks.w'"):
+        model(ends=EndsDotted)
+
+
+class Given(Block):
+    """Arrays made before: the same in every build."""
+
+    constant = np.arange(SIZE, dtype=np.float32)
+    key = jax.random.key(3)
+
+    def __init__(self, rngs):
+        self.w = nnx.Param(jax.random.normal(self.key, (SIZE, SIZE)) * self.constant)
+        self.table = self.constant
+        self.activation = lambda x: jnp.tanh(x)
+
+
+def test_a_block_of_what_is_the_same_in_every_build_is_accepted():
+    trace(model(Given))
+
+
+class Assigning(Block):
+    def __call__(self, x, scope):
+        self.w[...] = self.w[...] / jnp.linalg.norm(self.w[...])
+        return super().__call__(x, scope)
+
+
+class AssigningInside(Block):
+    def __call__(self, x, scope):
+        def double(one):
+            one.w[...] = 2 * one.w[...]
+
+        nnx.jit(double)(self)
+        return super().__call__(x, scope)
+
+
+class Updating(Block):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.mean = nnx.Variable(jnp.zeros(()))
+
+    def update_state(self, sums):
+        self.w[...] = 2 * self.w[...]
+
+
+class OnPython(Block):
+    def __call__(self, x, scope):
+        return super().__call__(x, scope) if scope.layer == 0 else x
+
+
+@pytest.mark.parametrize(
+    "block, match",
+    [
+        (Assigning, "=Assigning.: __call__ assigns to the nnx.Param 'w', which the"),
+        (AssigningInside, "__call__ assigns to the nnx.Param 'w', which the"),
+        (Updating, "=Updating.: update_state assigns to the nnx.Param 'w', which"),
+        (
+            OnPython,
+            "__call__ asks for the number in an array while it is traced "
+            r".test_nnx_refusals.py:\d+., as `if scope.layer == 0` does",
+        ),
+    ],
+)
+def test_a_block_whose_call_would_be_lost_or_cannot_be_traced_is_refused(block, match):
+    with pytest.raises(InputError, match=match):
+        trace(model(block))
+
+
+class EndsAssigning(Ends):
+    def embed(self, batch, scope):
+        self.w[...] = 2 * self.w[...]
+        return batch["x"]
+
+
+class EndsOfLosses(Ends):
+    def head(self, x, batch, scope):
+        loss, weight = super().head(x, batch, scope)
+        return {"loss": loss}, weight
+
+
+class EndsOfLeaves(Ends):
+    def embed(self, batch, scope):
+        return {"x": batch["x"], "w": self.w[...][:3]}
+
+
+@pytest.mark.parametrize(
+    "ends, match",
+    [
+        (
+            EndsAssigning,
+            "embed assigns to the nnx.Param 'w', which the optimizer alone",
+        ),
+        (EndsOfLosses, r"head returns arrays of shapes \['dict', \(\)\]; it must"),
+        (
+            EndsOfLeaves,
+            r"embed returns a stream of shapes .*'w': \(3, 1\).* is first in",
+        ),
+    ],
+)
+def test_ends_that_return_or_assign_otherwise_are_refused(ends, match):
+    with pytest.raises(InputError, match=match):
+        trace(model(ends=ends))
+
+
+class Inside(Block):
+    """What puts the module's arrays back as they were."""
+
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.scale = nnx.Variable(jnp.ones(()))
+        self.linear = nnx.Linear(SIZE, SIZE, rngs=rngs)
+        self.norm = nnx.WeightNorm(self.linear, rngs=rngs)
+
+    def __call__(self, x, scope):
+        x = nnx.jit(lambda one, x: x @ one.w[...] * one.scale[...])(self, x)
+        return self.norm(nnx.remat(lambda one, x: x @ one.w[...])(self, x))
+
+
+class NormedPair(Block):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.norm = nnx.BatchNorm(SIZE, rngs=rngs)
+
+    def __call__(self, stream, scope):
+        x, others = stream
+        return self.norm(x + others["x"] @ self.w[...]), others
+
+
+class EndsOfPair(Ends):
+    def embed(self, batch, scope):
+        return batch["x"], {"x": batch["x"]}
+
+
+def test_a_block_that_leaves_its_parameters_as_they_are_is_accepted():
+    trace(model(Inside))
+
+
+def test_a_stream_of_an_array_and_a_dict_is_none_with_sums_beside_batch_norm():
+    trace(model(NormedPair, EndsOfPair))
