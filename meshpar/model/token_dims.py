@@ -7,7 +7,14 @@ from dataclasses import replace
 
 from jax.extend.core import JaxprEqn
 
-from meshpar.model.token_flow import Flow, Mixed, Rule, check_no_places, shape_of
+from meshpar.model.token_flow import (
+    Flow,
+    Mixed,
+    Rule,
+    check_no_places,
+    shape_of,
+    the_dim,
+)
 
 
 def _broadcast(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
@@ -71,24 +78,63 @@ def _along(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]
     for flow in flows:
         if flow.total or flow.dim in along:
             raise Mixed(f"{name} along the sequence")
-    dims = {flow.dim for flow in flows if flow.dim is not None}
-    if len(dims) > 1:
-        raise Mixed(f"{name} of every token with every token")
-    return [Flow(dim=dims.pop() if dims else None)] * len(equation.outvars)
+    dim = None
+    if any(flow.has_tokens for flow in flows):
+        dim = the_dim(equation, flows, num_tokens)
+    return [Flow(dim=dim)] * len(equation.outvars)
 
 
 def _same_size(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
-    """Of slices, pads and their like, which keep a dim only if they take all of it."""
+    """Of slices and pads, which keep a dim only if they take all of it as it is."""
     flow, name = flows[0], equation.primitive.name
     others = [one for one in flows[1:] if one.has_tokens]
     before, after = (shape_of(v) for v in (equation.invars[0], equation.outvars[0]))
-    if flow.total or (others and name != "dynamic_update_slice"):
+    if flow.total or others:
         raise Mixed(f"{name} with places from tokens" if others else f"{name} of a sum")
-    if flow.dim is not None and before[flow.dim] != after[flow.dim]:
+    if flow.dim is not None:
+        padding = equation.params.get("padding_config")
+        moved = padding is not None and any(padding[flow.dim])
+        if moved or before[flow.dim] != after[flow.dim]:
+            raise Mixed(f"{name} along the sequence")
+    return [Flow(dim=flow.dim)]
+
+
+def _update(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
+    """Of writing one array into another: all of its tokens, or none."""
+    name, arrays = equation.primitive.name, flows[:2]
+    if any(flow.has_tokens for flow in flows[2:]):
+        raise Mixed(f"{name} with places from tokens")
+    if any(flow.total for flow in arrays):
+        if not all(flow.total or flow.zero for flow in arrays):
+            raise Mixed(f"{name} of a sum over tokens")
+        return [Flow(total=True)]
+    if not any(flow.has_tokens for flow in arrays):
+        return [Flow()]
+    dim = the_dim(equation, flows, num_tokens)
+    into, update = (shape_of(x) for x in equation.invars[:2])
+    if into[dim] != update[dim]:
         raise Mixed(f"{name} along the sequence")
-    if flow.dim is None and others:
-        return [others[0]]
-    return [Flow(dim=flow.dim)] * len(equation.outvars)
+    return [Flow(dim=dim)]
+
+
+def _stack(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
+    if not any(flow.has_tokens for flow in flows):
+        return [Flow()]
+    if any(flow.total for flow in flows):
+        if not all(flow.total or flow.zero for flow in flows):
+            raise Mixed("stack of a sum over tokens")
+        return [Flow(total=True)]
+    dim = the_dim(equation, flows, num_tokens)
+    return [Flow(dim=dim + (dim >= equation.params["axis"]))]
+
+
+def _unstack(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
+    axis, flow = equation.params["axis"], flows[0]
+    if flow.dim == axis:
+        raise Mixed("unstack along the sequence")
+    kept = replace(flow, uniform=flow.uniform - {axis})
+    found = kept.moved(lambda dim: dim - (dim > axis))
+    return [found] * len(equation.outvars)
 
 
 def _concatenate(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
@@ -123,6 +169,11 @@ def _gather(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow
         raise Mixed("gather from the tokens at hand")
     if indices.dim is None:
         return [Flow()]
+    if indices.dim == len(shape_of(equation.invars[1])) - 1:
+        raise Mixed("gather with places from tokens")
+    for dim, of_indices in paired.items():
+        if of_indices == indices.dim:
+            check_no_places(table, equation.invars[0], dim, num_tokens, "gather")
     places = [dim for dim in range(rank) if dim not in numbers.offset_dims]
     return [Flow(dim=places[indices.dim])]
 
@@ -139,8 +190,9 @@ def _whole_window(equation: JaxprEqn, dim: int, indices: Flow) -> int:
     return numbers.offset_dims[kept.index(dim)]
 
 
-def _made(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
-    return [Flow() for _ in equation.outvars]
+def _iota(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
+    dims = frozenset(range(len(shape_of(equation.outvars[0]))))
+    return [Flow(uniform=dims - {equation.params["dimension"]})]
 
 
 DIM_RULES: dict[str, Rule] = {
@@ -150,9 +202,11 @@ DIM_RULES: dict[str, Rule] = {
     "squeeze": _squeeze,
     "concatenate": _concatenate,
     "gather": _gather,
-    "iota": _made,
+    "iota": _iota,
+    "stack": _stack,
+    "unstack": _unstack,
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin"), _along),
     **dict.fromkeys(("cumlogsumexp", "sort", "rev", "top_k", "split"), _along),
     **dict.fromkeys(("slice", "dynamic_slice", "pad"), _same_size),
-    "dynamic_update_slice": _same_size,
+    "dynamic_update_slice": _update,
 }

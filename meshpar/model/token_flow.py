@@ -8,6 +8,9 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
+WHOLE_SEQUENCE = "of_whole_sequence"
+"""Names a function of whole sequences where a trace runs it."""
+
 
 class Mixed(Exception):
     """An operation joins different tokens.
@@ -54,6 +57,10 @@ class Flow:
         """The same with dims elsewhere."""
         dim = None if self.dim is None else place(self.dim)
         return replace(self, dim=dim, uniform=frozenset(map(place, self.uniform)))
+
+    def as_counted(self) -> Flow:
+        """The same, of what depends on how many tokens are at hand."""
+        return replace(self, value=None, counted=True)
 
     def check_beside(self, some: Flow) -> None:
         """Refuses values without tokens where `some` has them in a loop or branch."""
@@ -108,6 +115,22 @@ def check_no_places(flow: Flow, x: Any, dim: int, num_tokens: int, name: str) ->
             f"{name} of tokens and an array of places counted from the first at hand; "
             "take scope.positions(seq)"
         )
+
+
+def the_dim(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> int:
+    """The dim that tokens have in all arrays that an operation is given.
+
+    Raises:
+        Mixed: They have them in different dims, or one has places there.
+    """
+    name = equation.primitive.name
+    dims = {flow.dim for flow in flows if flow.dim is not None}
+    if len(dims) > 1:
+        raise Mixed(f"{name} of every token with every token")
+    [dim] = dims
+    for flow, x in zip(flows, equation.invars, strict=True):
+        check_no_places(flow, x, dim, num_tokens, name)
+    return dim
 
 
 def shape_of(atom: Any) -> tuple[int, ...]:
