@@ -35,6 +35,10 @@ def found(function, shape=(3, T, D)):
     return mixes_tokens(lambda tokens: function(*tokens), T, [(x, 1)])
 
 
+def spread(places):
+    return jnp.broadcast_to(places, (3, T, D))
+
+
 def pooled(x, window):
     return lax.reduce_window(x, -jnp.inf, lax.max, window, (1, 1, 1), "SAME")
 
@@ -85,6 +89,14 @@ JOINED = {
     "map_places": (
         lambda x: by_places(x, jnp.arange(T)),
         "a loop of tokens and an array of places",
+    ),
+    "branch": (
+        lambda x: lax.cond(x.size > 2, jnp.tanh, lambda x: spread(TABLE[:T]), x),
+        "a loop or branch of tokens and an array of places",
+    ),
+    "start": (
+        lambda x: lax.fori_loop(0, 2, lambda _, y: x, spread(TABLE[:T])),
+        "a loop or branch of tokens and an array of places",
     ),
     "map_scores": (lambda x: scores(x), "each of which meets all of them"),
     "table": (
@@ -145,6 +157,31 @@ TOKEN_WISE = {
 @pytest.mark.parametrize("case", TOKEN_WISE)
 def test_what_leaves_tokens_alone_is_taken(case):
     assert found(TOKEN_WISE[case]) is None
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: jnp.cumsum(x.reshape(3 * T, D), 0),
+        lambda x: jnp.cumsum(x.reshape(3 * T, D), 1),
+        lambda x: x.reshape(3, 2, T // 2, D),
+        lambda x: x.reshape(3, T * D).reshape(3, D, T),
+        lambda x: x.reshape(T, 3, D),
+    ],
+)
+def test_tokens_merged_with_other_dims_are_found(function):
+    assert re.search("merges or cuts the sequence", str(found(function)))
+
+
+def filtered(x):
+    """Each token's values convolved, for which JAX merges tokens with examples."""
+    each = functools.partial(jnp.convolve, v=jnp.ones(3), mode="same")
+    return jax.vmap(jax.vmap(each))(x)
+
+
+def test_tokens_merged_with_examples_and_parted_again_are_taken():
+    assert found(filtered) is None
+    assert found(lambda x: x.reshape(3 * T, D).reshape(3, T, D)) is None
 
 
 def test_convolutions_along_tokens_are_found_and_those_of_each_taken():

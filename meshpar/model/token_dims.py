@@ -42,14 +42,30 @@ def _reshape(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flo
     after = shape_of(equation.outvars[0])
     if flow.total or not (flow.has_tokens or flow.uniform):
         return [Flow(total=flow.total)]
-    found = {dim: _same_place(before, after, dim) for dim in range(len(before))}
     if flow.dim is not None:
-        place = found[flow.dim]
-        if place is None:
-            raise Mixed("a reshape that merges or cuts the sequence")
-        return [Flow(dim=place)]
-    kept = (found[dim] for dim in flow.uniform)
+        return [_reshaped(flow, before, after, num_tokens)]
+    kept = (_same_place(before, after, dim) for dim in flow.uniform)
     return [Flow(uniform=frozenset(dim for dim in kept if dim is not None))]
+
+
+def _reshaped(flow: Flow, before: tuple, after: tuple, num_tokens: int) -> Flow:
+    """Of tokens that a reshape leaves alone, merges with other dims or parts again."""
+    above = math.prod(before[: flow.dim]) * flow.merged[0]
+    for place, size in enumerate(after):
+        first = math.prod(after[:place])
+        outer, inner = above // first, size * first // (above * num_tokens)
+        whole = outer * num_tokens * inner == size and outer * first == above
+        if whole and inner:
+            return Flow(dim=place, merged=(outer, inner))
+    raise Mixed("a reshape that merges or cuts the sequence")
+
+
+def check_not_merged(name: str, flows: list[Flow]) -> None:
+    """Refuses dims that tokens share where nothing is known to leave them alone."""
+    if name in ("reshape", "conv_general_dilated"):
+        return
+    if any(flow.merged != (1, 1) for flow in flows):
+        raise Mixed(f"{name} after a reshape that merges or cuts the sequence")
 
 
 def _same_place(before: tuple, after: tuple, dim: int) -> int | None:

@@ -31,6 +31,8 @@ class Flow:
 
     Args:
         dim: The dim of the tokens, or None.
+        merged: Where a reshape has merged that dim with others: sizes of those before
+            and after it together; (1, 1) where it is a dim by itself.
         total: Whether it is a sum over tokens, of which each device has a part.
         uniform: Where it has no tokens: the dims along which its values are all alike.
         value: Where it has no tokens: what all its values are, if that is known.
@@ -38,6 +40,7 @@ class Flow:
     """
 
     dim: int | None = None
+    merged: tuple[int, int] = (1, 1)
     total: bool = False
     uniform: frozenset[int] = frozenset()
     value: Any = None
@@ -88,7 +91,8 @@ class Flow:
             some, none = (self, other) if self.has_tokens else (other, self)
             none.check_beside(some)
             return some
-        if (self.dim, self.total) != (other.dim, other.total):
+        places = [(one.dim, one.merged, one.total) for one in (self, other)]
+        if places[0] != places[1]:
             raise Mixed("tokens in different dims of a loop or branch")
         return replace(
             self,

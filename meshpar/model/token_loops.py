@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -86,10 +87,29 @@ def _carried(
     """Flows of what iterations hand on, as they stay, and of the body's others."""
     while True:
         found = follower.run(body, [*given, *carry, *xs])
-        joined = [a.joined(b) for a, b in zip(carry, found[: len(carry)], strict=True)]
+        joined = _joined(follower, body, [carry, found[: len(carry)]])
         if joined == carry:
             return carry, found[len(carry) :]
         carry = joined
+
+
+def _joined(
+    follower: Follower, program: Twins, several: list[list[Flow]]
+) -> list[Flow]:
+    """What holds for each result of a program, whichever of several flows it has."""
+    results = []
+    for var, flows in zip(
+        program.jaxpr.outvars[: len(several[0])],
+        zip(*several, strict=True),
+        strict=True,
+    ):
+        joined = functools.reduce(Flow.joined, flows)
+        for flow in flows if joined.dim is not None else ():
+            check_no_places(
+                flow, var, joined.dim, follower.num_tokens, "a loop or branch"
+            )
+        results.append(joined)
+    return results
 
 
 def _kept(body: Jaxpr, first: int, carried: int) -> list[bool]:
@@ -138,11 +158,9 @@ def _cond(
 ) -> list[Flow]:
     if flows[0].has_tokens:
         raise Mixed("a branch that tokens choose")
-    joined, *others = [
-        follower.run(branch, flows[1:]) for branch in inner_programs(equation, twin)
-    ]
-    for more in others:
-        joined = [a.joined(b) for a, b in zip(joined, more, strict=True)]
+    branches = inner_programs(equation, twin)
+    found = [follower.run(branch, flows[1:]) for branch in branches]
+    joined = _joined(follower, branches[0], found)
     if not flows[0].counted:
         return joined
     if any(flow.has_tokens for flow in joined):

@@ -27,6 +27,7 @@ from meshpar.model.token_counts import (
     inner_programs,
     without_tokens,
 )
+from meshpar.model.token_dims import check_not_merged
 from meshpar.model.token_flow import WHOLE_SEQUENCE, Flow, Mixed
 from meshpar.model.token_loops import LOOPS
 from meshpar.model.token_rules import RULES, elementwise
@@ -92,6 +93,8 @@ class _Follower:
         self, equation: JaxprEqn, twin: JaxprEqn | None, flows: list[Flow]
     ) -> list[Flow]:
         name = equation.primitive.name
+        if name not in _CALLS:
+            check_not_merged(name, flows)
         if name in LOOPS:
             return LOOPS[name](self, equation, twin, flows)
         if name in _CALLS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from jax.extend.core import JaxprEqn
 
@@ -72,9 +73,10 @@ def _convolution(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list
     lhs, rhs, out = params["dimension_numbers"]
     place = lhs.index(image.dim)
     if place == 0 and params["batch_group_count"] == 1:
-        return [Flow(dim=out[0])]
+        return [replace(image, dim=out[0])]
     size = shape_of(equation.invars[1])[rhs[place]]
-    if place < 2 or size != 1 or _moves(equation, place - 2):
+    merged = image.merged != (1, 1)
+    if merged or place < 2 or size != 1 or _moves(equation, place - 2):
         raise Mixed(f"{name} along the sequence")
     return [Flow(dim=out[place])]
 
