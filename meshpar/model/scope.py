@@ -17,6 +17,7 @@ from meshpar.collectives import asked, sum_dtype
 from meshpar.errors import InputError
 from meshpar.model.inputs import Batch
 from meshpar.model.token_cache import TokenCache
+from meshpar.model.token_flow import WHOLE_SEQUENCE
 from meshpar.model.token_order import TokenOrder
 from meshpar.rules.rules import (
     LogicalAxes,
@@ -54,6 +55,7 @@ class Scope:
         recomputed: Whether the backward runs the function again, of which little more
             than its input is kept.
         batch_sums: Where `batch_sum` notes that it is called; None for nowhere.
+        sequence_sums: Where `sequence_sum` notes that it is called; None for nowhere.
         exchanges: Where what sends tokens to their experts notes it; None for nowhere.
         cache: What answers for the tokens gone by while a model generates; else None.
     """
@@ -73,6 +75,7 @@ class Scope:
     platform: str = "cpu"
     recomputed: bool = False
     batch_sums: list[str] | None = field(default=None, repr=False)
+    sequence_sums: list[str] | None = field(default=None, repr=False)
     exchanges: list[str] | None = field(default=None, repr=False)
     cache: TokenCache | None = field(default=None, repr=False)
 
@@ -164,7 +167,13 @@ class Scope:
         return jnp.arange(seq, dtype=jnp.int32)
 
     def seq_length(self, seq: int) -> int:
-        """Tokens of the whole sequence, of which `seq` are at hand."""
+        """Tokens of the whole sequence, of which `seq` are at hand.
+
+        Raises:
+            InputError: Devices share a sequence's tokens, and have not `seq` each.
+        """
+        if self.order is not None and self.order.probing:
+            self._check_tokens("seq_length", seq)
         if self.cache is not None:
             return self.cache.max_seq
         if self.full_seq is not None:
@@ -224,8 +233,9 @@ class Scope:
             name: Of the place, another one for each in a function.
 
         Raises:
-            InputError: Another number of examples, nothing to derive from, or the model
-                generates token by token, each example at a place of its own.
+            InputError: Another number of examples or of tokens, nothing to derive from,
+                or the model generates token by token, each example at a place of its
+                own.
         """
         if self.cache is not None:
             raise InputError(
@@ -238,6 +248,7 @@ class Scope:
                 f"scope.normal({name!r}) is asked for shape {shape}, but there are "
                 f"{len(keys)} examples here; ask for (examples, tokens, ...)"
             )
+        self._check_tokens(f"normal({name!r})", shape[1])
         whole = (self.seq_length(shape[1]), *shape[2:])
         drawn = jax.vmap(lambda key: jax.random.normal(key, whole))(keys)
         shared = self.token_positions is not None or self.order is not None
@@ -271,9 +282,8 @@ class Scope:
                 f"scope.dropout({name!r}) is given shape {x.shape}, but devices share "
                 "the tokens of an example here: give it (examples, tokens, ...)"
             )
-        if self.order is not None and self.order.probing:
-            self._check_tokens(x, name)
         if shared:
+            self._check_tokens(f"dropout({name!r})", x.shape[1])
             shape = (self.seq_length(x.shape[1]), *shape[1:])
         keep = jax.vmap(lambda k: jax.random.bernoulli(k, 1 - rate, shape))(keys)
         if shared:
@@ -326,6 +336,8 @@ class Scope:
             InputError: The ranks of a pipeline share the tokens here.
         """
         self._check_whole("sequence_sum")
+        if self.sequence_sums is not None:
+            self.sequence_sums.append("sequence_sum")
         if self.order is None:
             return x
         if self.order.probing:
@@ -344,22 +356,26 @@ class Scope:
 
         Args:
             function: (batch, seq, ...) -> (batch, seq, ...), in the sequence's order.
+                It has no other tokens than those of its array, whose own length it
+                takes.
             x: (batch, tokens at hand, ...).
 
         Raises:
-            InputError: The ranks of a pipeline share the tokens here.
+            InputError: The ranks of a pipeline share the tokens here, `x` has another
+                number of tokens, or `function` gives others.
         """
         self._check_whole("over_sequence")
         order = self.order
         if order is None or (order.num_ranks == 1 and not order.probing):
             return function(x)
         if order.probing:
-            y = function(jnp.zeros_like(x))
+            self._check_tokens("over_sequence", x.shape[1])
+            y = _of_whole_sequence(function, x, order)
             places = order.probe.reshape(1, -1, *(1,) * (y.ndim - 2))
             return jnp.broadcast_to(places, y.shape).astype(y.dtype)
         with asked("sequence_gather"):
             ranks = lax.all_gather(x, order.mesh_axis)
-        return order.own(function(order.natural(ranks, 1)), 1)
+        return order.own_of(function, order.natural(ranks, 1), x.shape[1])
 
     def at_layer(self, layer: jax.Array | int, state: Any = None) -> Scope:
         """This scope inside block `layer`, with that layer's state."""
@@ -377,14 +393,17 @@ class Scope:
                 "leave per_token out"
             )
 
-    def _check_tokens(self, x: jax.Array, name: str) -> None:
-        """Refuses an array whose second dim is not the tokens at hand, in a probe."""
+    def _check_tokens(self, call: str, seq: int) -> None:
+        """Refuses a call for other tokens than those at hand, where it is known."""
+        probing = self.order is not None and self.order.probing
+        if self.token_positions is None and not probing:
+            return
         tokens = len(self.positions(0))
-        if x.shape[1] != tokens:
+        if seq != tokens:
             raise InputError(
-                f"scope.dropout({name!r}) is given shape {x.shape}, but devices share "
-                f"the tokens of an example here, of which {tokens} are at hand: give "
-                "it (examples, tokens, ...)"
+                f"scope.{call} is for {seq} tokens, but devices share the tokens of an "
+                f"example here, of which {tokens} are at hand: give it those, as "
+                "(examples, tokens, ...); in over_sequence take the array's own length"
             )
 
     def _keys(self, name: str) -> jax.Array:
@@ -404,3 +423,22 @@ def _spec(
     rules: Rules, logical_axes: LogicalAxes, shape: Sequence[int]
 ) -> PartitionSpec:
     return rules.spec(logical_axes, shape, mesh_shape=auto_mesh_shape())
+
+
+def _of_whole_sequence(
+    function: Callable[[jax.Array], jax.Array], x: jax.Array, order: TokenOrder
+) -> jax.Array:
+    """Zeros like what a function of whole sequences gives the tokens at hand."""
+    seq = order.length(x.shape[1])
+
+    def whole(z: jax.Array) -> jax.Array:
+        return function(z)
+
+    whole.__name__ = WHOLE_SEQUENCE
+    y = jax.jit(whole)(jnp.zeros((x.shape[0], seq, *x.shape[2:]), x.dtype))
+    if y.ndim < 2 or y.shape[1] != seq:
+        raise InputError(
+            f"a function given to scope.over_sequence gives shape {y.shape} of "
+            f"sequences of {seq} tokens; it must give (examples, tokens, ...)"
+        )
+    return jnp.zeros((y.shape[0], x.shape[1], *y.shape[2:]), y.dtype)

@@ -7,60 +7,167 @@ sequence it is the one that differs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from meshpar.model.token_flow import Flow, shape_of
+from meshpar.model.token_flow import Flow, Mixed, shape_of
 
+COUNTED = "of tokens by how many are at hand; take scope.seq_length(seq), or sums alone"
 _SAME_VALUE = {
     *("broadcast_in_dim", "reshape", "transpose", "squeeze", "convert_element_type"),
     *("copy", "slice", "stop_gradient", "sharding_constraint"),
 }
 _ALSO_ZERO = {"add", "add_any", "sub", "neg", "reduce_sum", "concatenate", "select_n"}
 """Operations that give zeros where all they are given are zeros."""
+_SIZES = {
+    *("shape", "new_sizes", "limit_indices", "slice_sizes", "sizes", "length"),
+    "unroll",
+}
+"""Parameters of operations that shapes say too, or that change no value."""
 
 
+@dataclass(frozen=True)
 class Twins:
-    """The operations of a program beside those of the same with fewer tokens.
+    """A program beside the same with fewer tokens; None where there is none.
 
     Where the two are not the same, operation for operation, the rest has no twins.
     """
 
-    def __init__(self, jaxpr: Jaxpr, other: Jaxpr | None) -> None:
-        self._twins: dict[int, JaxprEqn] = {}
-        if other is not None:
-            self._pair(jaxpr, other)
+    program: ClosedJaxpr | Jaxpr
+    other: ClosedJaxpr | Jaxpr | None = None
 
-    def without_tokens(
-        self, equation: JaxprEqn, given: list[Flow], found: list[Flow]
-    ) -> list[Flow]:
-        """Flows of an operation's results, none of whose arguments has tokens."""
-        twin = self._twins.get(id(equation))
-        counted = any(flow.counted for flow in given)
-        if twin is not None:
-            counted |= _other_constants(equation, twin)
-            counted |= _sums_places(equation, twin)
-        value = _value(equation.primitive.name, given)
-        return [
-            Flow(uniform=flow.uniform, value=value, counted=counted) for flow in found
-        ]
+    @property
+    def jaxpr(self) -> Jaxpr:
+        """The program, without its constants."""
+        return _open(self.program)
 
-    def counts(self, equation: JaxprEqn, given: list[Flow]) -> bool:
-        """Whether something beside tokens depends on how many are at hand."""
-        twin = self._twins.get(id(equation))
-        differs = twin is not None and _other_constants(equation, twin)
-        return differs or any(flow.counted for flow in given)
+    def equations(self) -> Iterator[tuple[JaxprEqn, JaxprEqn | None]]:
+        """Its operations, each with its twin."""
+        twins = [] if self.other is None else _open(self.other).eqns
+        alike = len(twins) > 0
+        for at, one in enumerate(self.jaxpr.eqns):
+            alike = alike and at < len(twins) and one.primitive is twins[at].primitive
+            yield one, twins[at] if alike else None
 
-    def _pair(self, jaxpr: Jaxpr, other: Jaxpr) -> None:
-        for one, twin in zip(jaxpr.eqns, other.eqns, strict=False):
-            if one.primitive is not twin.primitive:
-                return
-            self._twins[id(one)] = twin
-            for inner, its in zip(_programs(one), _programs(twin), strict=False):
-                self._pair(inner, its)
+    @property
+    def other_results(self) -> Sequence[Any] | None:
+        """The twin's results, where all its operations are the same."""
+        if self.other is None:
+            return None
+        pairs = self.jaxpr.eqns, _open(self.other).eqns
+        names = [[one.primitive for one in equations] for equations in pairs]
+        return _open(self.other).outvars if names[0] == names[1] else None
+
+    def constants(self) -> Iterator[tuple[Any, Flow]]:
+        """Flows of the arrays that the program itself has."""
+        if not isinstance(self.program, ClosedJaxpr):
+            return
+        values = self.program.consts
+        others = getattr(self.other, "consts", ())
+        if len(others) != len(values):
+            others = values
+        for var, one, other in zip(self.jaxpr.constvars, values, others, strict=True):
+            yield var, Flow(counted=_other_value(one, other))
+
+
+def inner_programs(equation: JaxprEqn, twin: JaxprEqn | None) -> list[Twins]:
+    """The programs that an operation runs, such as a loop's body."""
+    mine = list(_programs(equation))
+    its = [] if twin is None else list(_programs(twin))
+    if len(mine) != len(its):
+        return [Twins(one) for one in mine]
+    return [Twins(one, other) for one, other in zip(mine, its, strict=True)]
+
+
+def counted_literals(
+    atoms: Sequence[Any], twins: Sequence[Any] | None, flows: list[Flow]
+) -> list[Flow]:
+    """`flows`, of what is given as numbers that the twin is given others of."""
+    if twins is None or len(twins) != len(atoms):
+        return flows
+    return [
+        flow.as_counted() if _other_literal(one, other) else flow
+        for one, other, flow in zip(atoms, twins, flows, strict=True)
+    ]
+
+
+def counts(equation: JaxprEqn, twin: JaxprEqn | None, given: list[Flow]) -> bool:
+    """Whether something beside tokens depends on how many are at hand."""
+    return any(flow.counted for flow in given) or other_numbers(equation, twin)
+
+
+def without_tokens(
+    equation: JaxprEqn, twin: JaxprEqn | None, given: list[Flow], found: list[Flow]
+) -> list[Flow]:
+    """Flows of an operation's results, none of whose arguments has tokens."""
+    counted = any(flow.counted for flow in given)
+    if twin is not None:
+        shapes, others = _shapes(equation), _shapes(twin)
+        if shapes[1] == others[1]:  # else there are more places
+            counted |= shapes[0] != others[0] or other_numbers(equation, twin)
+    value = _value(equation.primitive.name, given)
+    return [Flow(uniform=flow.uniform, value=value, counted=counted) for flow in found]
+
+
+def other_numbers(
+    equation: JaxprEqn, twin: JaxprEqn | None, names: Sequence[str] | None = None
+) -> bool:
+    """Whether an operation's own numbers, such as an exponent, are not its twin's.
+
+    Args:
+        equation: The operation.
+        twin: The same with fewer tokens at hand; None if there is none.
+        names: Of its parameters; None for all but sizes.
+    """
+    if twin is None:
+        return False
+    if names is None:
+        names = [name for name in equation.params if name not in _SIZES]
+    return any(
+        _numbers(equation.params[name]) != _numbers(twin.params.get(name))
+        for name in names
+    )
+
+
+def check_lengths(equation: JaxprEqn, twin: JaxprEqn | None, found: list[Flow]) -> None:
+    """Refuses tokens with another dim as long as there are tokens at hand.
+
+    Args:
+        equation: The operation.
+        twin: The same with fewer tokens at hand; None if there is none.
+        found: Flows of its results.
+    """
+    if twin is None:
+        return
+    for flow, shape, other in zip(
+        found, _shapes(equation)[1], _shapes(twin)[1], strict=True
+    ):
+        sizes = enumerate(zip(shape, other, strict=False))
+        differ = {dim for dim, (one, fewer) in sizes if one != fewer}
+        if flow.has_tokens and differ - {flow.dim}:
+            raise _as_long(equation)
+
+
+def check_table(equation: JaxprEqn, twin: JaxprEqn | None, flows: list[Flow]) -> None:
+    """Refuses that tokens look up what has as many rows as there are at hand."""
+    if twin is None or equation.primitive.name != "gather" or flows[0].has_tokens:
+        return
+    tables = (shape_of(one.invars[0]) for one in (equation, twin))
+    if flows[1].has_tokens and len(set(tables)) > 1:
+        raise _as_long(equation)
+
+
+def _as_long(equation: JaxprEqn) -> Mixed:
+    return Mixed(
+        f"{equation.primitive.name} of tokens with an array that is as long as how "
+        "many are at hand; take scope.seq_length(seq)"
+    )
 
 
 def _value(name: str, given: list[Flow]) -> Any:
@@ -74,36 +181,41 @@ def _value(name: str, given: list[Flow]) -> Any:
     return 0 if gone or (name in _ALSO_ZERO and all(zeros)) else None
 
 
-def _other_constants(equation: JaxprEqn, twin: JaxprEqn) -> bool:
-    return any(
-        isinstance(one, Literal)
-        and isinstance(other, Literal)
-        and not np.array_equal(one.val, other.val, equal_nan=True)
-        for one, other in zip(equation.invars, twin.invars, strict=False)
-    )
+def _other_literal(one: Any, other: Any) -> bool:
+    literals = isinstance(one, Literal) and isinstance(other, Literal)
+    return literals and not np.array_equal(one.val, other.val, equal_nan=True)
 
 
-def _sums_places(equation: JaxprEqn, twin: JaxprEqn) -> bool:
-    """Whether it makes as much of more places."""
-    pairs = [
-        [
-            shape_of(one) == shape_of(other)
-            for one, other in zip(mine, its, strict=False)
-        ]
-        for mine, its in (
-            (equation.invars, twin.invars),
-            (equation.outvars, twin.outvars),
-        )
-    ]
-    return not all(pairs[0]) and all(pairs[1])
+def _other_value(one: Any, other: Any) -> bool:
+    """Whether two constants of one shape differ; more places have another shape."""
+    arrays = (jax.Array, np.ndarray, np.generic)
+    if one is other or not isinstance(one, arrays) or not isinstance(other, arrays):
+        return False
+    if jnp.issubdtype(one.dtype, jax.dtypes.extended) or one.shape != other.shape:
+        return False
+    return not np.array_equal(one, other, equal_nan=one.dtype.kind in "fc")
 
 
-def _programs(equation: JaxprEqn) -> Iterator[Jaxpr]:
-    """The programs that an operation runs, such as a loop's body."""
+def _numbers(value: Any) -> Any:
+    """A parameter where it is numbers; else None."""
+    if isinstance(value, int | float | np.number):
+        return value if value == value else "nan"
+    if isinstance(value, tuple | list):
+        return [_numbers(one) for one in value]
+    return None
+
+
+def _shapes(equation: JaxprEqn) -> tuple[list[tuple], list[tuple]]:
+    """Of what an operation is given, and of its results."""
+    given, found = equation.invars, equation.outvars
+    return [shape_of(one) for one in given], [shape_of(one) for one in found]
+
+
+def _open(program: ClosedJaxpr | Jaxpr) -> Jaxpr:
+    return program.jaxpr if isinstance(program, ClosedJaxpr) else program
+
+
+def _programs(equation: JaxprEqn) -> Iterator[ClosedJaxpr | Jaxpr]:
     for value in equation.params.values():
         several: Any = value if isinstance(value, tuple | list) else (value,)
-        for one in several:
-            if isinstance(one, ClosedJaxpr):
-                yield one.jaxpr
-            elif isinstance(one, Jaxpr):
-                yield one
+        yield from (one for one in several if isinstance(one, ClosedJaxpr | Jaxpr))

@@ -7,7 +7,14 @@ from dataclasses import replace
 
 from jax.extend.core import JaxprEqn
 
-from meshpar.model.token_flow import Flow, Mixed, Rule, check_no_places, shape_of
+from meshpar.model.token_flow import (
+    Flow,
+    Mixed,
+    Rule,
+    check_no_places,
+    shape_of,
+    the_dim,
+)
 
 
 def _broadcast(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
@@ -35,14 +42,30 @@ def _reshape(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flo
     after = shape_of(equation.outvars[0])
     if flow.total or not (flow.has_tokens or flow.uniform):
         return [Flow(total=flow.total)]
-    found = {dim: _same_place(before, after, dim) for dim in range(len(before))}
     if flow.dim is not None:
-        place = found[flow.dim]
-        if place is None:
-            raise Mixed("a reshape that merges or cuts the sequence", certain=False)
-        return [Flow(dim=place)]
-    kept = (found[dim] for dim in flow.uniform)
+        return [_reshaped(flow, before, after, num_tokens)]
+    kept = (_same_place(before, after, dim) for dim in flow.uniform)
     return [Flow(uniform=frozenset(dim for dim in kept if dim is not None))]
+
+
+def _reshaped(flow: Flow, before: tuple, after: tuple, num_tokens: int) -> Flow:
+    """Of tokens that a reshape leaves alone, merges with other dims or parts again."""
+    above = math.prod(before[: flow.dim]) * flow.merged[0]
+    for place, size in enumerate(after):
+        first = math.prod(after[:place])
+        outer, inner = above // first, size * first // (above * num_tokens)
+        whole = outer * num_tokens * inner == size and outer * first == above
+        if whole and inner:
+            return Flow(dim=place, merged=(outer, inner))
+    raise Mixed("a reshape that merges or cuts the sequence")
+
+
+def check_not_merged(name: str, flows: list[Flow]) -> None:
+    """Refuses dims that tokens share where nothing is known to leave them alone."""
+    if name in ("reshape", "conv_general_dilated"):
+        return
+    if any(flow.merged != (1, 1) for flow in flows):
+        raise Mixed(f"{name} after a reshape that merges or cuts the sequence")
 
 
 def _same_place(before: tuple, after: tuple, dim: int) -> int | None:
@@ -70,33 +93,71 @@ def _along(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]
     along = given if isinstance(given, tuple) else (given,)
     for flow in flows:
         if flow.total or flow.dim in along:
-            raise Mixed(f"{name} along the sequence")
-    dims = {flow.dim for flow in flows if flow.dim is not None}
-    if len(dims) > 1:
-        raise Mixed(f"{name} of every token with every token")
-    return [Flow(dim=dims.pop() if dims else None)] * len(equation.outvars)
+            raise Mixed(f"{name} along the sequence", certain=True)
+    dim = None
+    if any(flow.has_tokens for flow in flows):
+        dim = the_dim(equation, flows, num_tokens)
+    return [Flow(dim=dim)] * len(equation.outvars)
 
 
 def _same_size(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
-    """Of slices, pads and their like, which keep a dim only if they take all of it."""
+    """Of slices and pads, which keep a dim only if they take all of it as it is."""
     flow, name = flows[0], equation.primitive.name
     others = [one for one in flows[1:] if one.has_tokens]
     before, after = (shape_of(v) for v in (equation.invars[0], equation.outvars[0]))
-    if flow.total or (others and name != "dynamic_update_slice"):
-        words = "with places from tokens" if others else "of a sum"
-        raise Mixed(f"{name} {words}", certain=False)
-    if flow.dim is not None and before[flow.dim] != after[flow.dim]:
-        raise Mixed(f"{name} along the sequence", certain=False)
-    if flow.dim is None and others:
-        return [others[0]]
-    return [Flow(dim=flow.dim)] * len(equation.outvars)
+    if flow.total or others:
+        raise Mixed(f"{name} with places from tokens" if others else f"{name} of a sum")
+    if flow.dim is not None:
+        padding = equation.params.get("padding_config")
+        moved = padding is not None and any(padding[flow.dim])
+        if moved or before[flow.dim] != after[flow.dim]:
+            raise Mixed(f"{name} along the sequence")
+    return [Flow(dim=flow.dim)]
+
+
+def _update(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
+    """Of writing one array into another: all of its tokens, or none."""
+    name, arrays = equation.primitive.name, flows[:2]
+    if any(flow.has_tokens for flow in flows[2:]):
+        raise Mixed(f"{name} with places from tokens")
+    if any(flow.total for flow in arrays):
+        if not all(flow.total or flow.zero for flow in arrays):
+            raise Mixed(f"{name} of a sum over tokens")
+        return [Flow(total=True)]
+    if not any(flow.has_tokens for flow in arrays):
+        return [Flow()]
+    dim = the_dim(equation, flows, num_tokens)
+    into, update = (shape_of(x) for x in equation.invars[:2])
+    if into[dim] != update[dim]:
+        raise Mixed(f"{name} along the sequence")
+    return [Flow(dim=dim)]
+
+
+def _stack(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
+    if not any(flow.has_tokens for flow in flows):
+        return [Flow()]
+    if any(flow.total for flow in flows):
+        if not all(flow.total or flow.zero for flow in flows):
+            raise Mixed("stack of a sum over tokens")
+        return [Flow(total=True)]
+    dim = the_dim(equation, flows, num_tokens)
+    return [Flow(dim=dim + (dim >= equation.params["axis"]))]
+
+
+def _unstack(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
+    axis, flow = equation.params["axis"], flows[0]
+    if flow.dim == axis:
+        raise Mixed("unstack along the sequence")
+    kept = replace(flow, uniform=flow.uniform - {axis})
+    found = kept.moved(lambda dim: dim - (dim > axis))
+    return [found] * len(equation.outvars)
 
 
 def _concatenate(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
     along = equation.params["dimension"]
     dims = {flow.dim for flow in flows if flow.dim is not None}
     if any(flow.total for flow in flows) or along in dims or len(dims) > 1:
-        raise Mixed("concatenate along the sequence", certain=False)
+        raise Mixed("concatenate along the sequence")
     if not dims:
         return [Flow()]
     [dim] = dims
@@ -121,9 +182,14 @@ def _gather(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow
     if table.dim is not None and table.dim not in paired:
         return [Flow(dim=_whole_window(equation, table.dim, indices))]
     if table.dim is not None and paired[table.dim] != indices.dim:
-        raise Mixed("gather from the tokens at hand", certain=False)
+        raise Mixed("gather from the tokens at hand")
     if indices.dim is None:
         return [Flow()]
+    if indices.dim == len(shape_of(equation.invars[1])) - 1:
+        raise Mixed("gather with places from tokens")
+    for dim, of_indices in paired.items():
+        if of_indices == indices.dim:
+            check_no_places(table, equation.invars[0], dim, num_tokens, "gather")
     places = [dim for dim in range(rank) if dim not in numbers.offset_dims]
     return [Flow(dim=places[indices.dim])]
 
@@ -135,14 +201,14 @@ def _whole_window(equation: JaxprEqn, dim: int, indices: Flow) -> int:
     shape = shape_of(equation.invars[0])
     picked = dim in gone or dim in numbers.start_index_map
     if picked or params["slice_sizes"][dim] != shape[dim] or indices.has_tokens:
-        raise Mixed("gather from the tokens at hand", certain=False)
+        raise Mixed("gather from the tokens at hand")
     kept = [d for d in range(len(shape)) if d not in gone]
     return numbers.offset_dims[kept.index(dim)]
 
 
 def _iota(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
-    dims = range(len(shape_of(equation.outvars[0])))
-    return [Flow(uniform=frozenset(dims) - {equation.params["dimension"]})]
+    dims = frozenset(range(len(shape_of(equation.outvars[0]))))
+    return [Flow(uniform=dims - {equation.params["dimension"]})]
 
 
 DIM_RULES: dict[str, Rule] = {
@@ -153,8 +219,10 @@ DIM_RULES: dict[str, Rule] = {
     "concatenate": _concatenate,
     "gather": _gather,
     "iota": _iota,
+    "stack": _stack,
+    "unstack": _unstack,
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin"), _along),
     **dict.fromkeys(("cumlogsumexp", "sort", "rev", "top_k", "split"), _along),
     **dict.fromkeys(("slice", "dynamic_slice", "pad"), _same_size),
-    "dynamic_update_slice": _same_size,
+    "dynamic_update_slice": _update,
 }

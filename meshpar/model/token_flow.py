@@ -8,6 +8,9 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
+WHOLE_SEQUENCE = "of_whole_sequence"
+"""Names a function of whole sequences where a trace runs it."""
+
 
 class Mixed(Exception):
     """An operation joins different tokens.
@@ -18,7 +21,7 @@ class Mixed(Exception):
         certain: Whether it does, and not only may.
     """
 
-    def __init__(self, what: str, where: str = "", *, certain: bool = True) -> None:
+    def __init__(self, what: str, where: str = "", *, certain: bool = False) -> None:
         super().__init__(what)
         self.where, self.certain = where, certain
 
@@ -29,6 +32,8 @@ class Flow:
 
     Args:
         dim: The dim of the tokens, or None.
+        merged: Where a reshape has merged that dim with others: sizes of those before
+            and after it together; (1, 1) where it is a dim by itself.
         total: Whether it is a sum over tokens, of which each device has a part.
         uniform: Where it has no tokens: the dims along which its values are all alike.
         value: Where it has no tokens: what all its values are, if that is known.
@@ -37,6 +42,7 @@ class Flow:
     """
 
     dim: int | None = None
+    merged: tuple[int, int] = (1, 1)
     total: bool = False
     uniform: frozenset[int] = frozenset()
     value: Any = None
@@ -58,6 +64,10 @@ class Flow:
         dim = None if self.dim is None else place(self.dim)
         return replace(self, dim=dim, uniform=frozenset(map(place, self.uniform)))
 
+    def as_counted(self) -> Flow:
+        """The same, of what depends on how many tokens are at hand."""
+        return replace(self, value=None, counted=True)
+
     def check_beside(self, some: Flow) -> None:
         """Refuses values without tokens where `some` has them in a loop or branch."""
         if self.zero:
@@ -65,14 +75,12 @@ class Flow:
         if some.total:
             raise Mixed(
                 "a loop or branch that gives a sum over tokens or what each device has "
-                "alike, which would count once for each; start it at 0",
-                certain=False,
+                "alike, which would count once for each; start it at 0"
             )
         if self.counted:
             raise Mixed(
                 "a loop or branch that gives tokens or how many are at hand; take "
-                "scope.seq_length(seq)",
-                certain=False,
+                "scope.seq_length(seq)"
             )
 
     def joined(self, other: Flow) -> Flow:
@@ -88,8 +96,9 @@ class Flow:
             some, none = (self, other) if self.has_tokens else (other, self)
             none.check_beside(some)
             return some
-        if (self.dim, self.total) != (other.dim, other.total):
-            raise Mixed("tokens in different dims of a loop or branch", certain=False)
+        places = [(one.dim, one.merged, one.total) for one in (self, other)]
+        if places[0] != places[1]:
+            raise Mixed("tokens in different dims of a loop or branch")
         return replace(
             self,
             uniform=self.uniform & other.uniform,
@@ -113,8 +122,25 @@ def check_no_places(flow: Flow, x: Any, dim: int, num_tokens: int, name: str) ->
     if places and not flow.has_tokens and dim not in flow.uniform:
         raise Mixed(
             f"{name} of tokens and an array of places counted from the first at hand; "
-            "take scope.positions(seq)"
+            "take scope.positions(seq)",
+            certain=True,
         )
+
+
+def the_dim(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> int:
+    """The dim that tokens have in all arrays that an operation is given.
+
+    Raises:
+        Mixed: They have them in different dims, or one has places there.
+    """
+    name = equation.primitive.name
+    dims = {flow.dim for flow in flows if flow.dim is not None}
+    if len(dims) > 1:
+        raise Mixed(f"{name} of every token with every token", certain=True)
+    [dim] = dims
+    for flow, x in zip(flows, equation.invars, strict=True):
+        check_no_places(flow, x, dim, num_tokens, name)
+    return dim
 
 
 def shape_of(atom: Any) -> tuple[int, ...]:

@@ -15,13 +15,32 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from meshpar.model.scan_counts import scan_counts
-from meshpar.model.token_counts import Twins
-from meshpar.model.token_dims import DIM_RULES
-from meshpar.model.token_flow import Flow, Mixed
+from meshpar.model.token_counts import (
+    COUNTED,
+    Twins,
+    check_lengths,
+    check_table,
+    counted_literals,
+    counts,
+    inner_programs,
+    without_tokens,
+)
+from meshpar.model.token_dims import check_not_merged
+from meshpar.model.token_flow import WHOLE_SEQUENCE, Flow, Mixed
+from meshpar.model.token_loops import LOOPS
 from meshpar.model.token_rules import RULES, elementwise
+
+_CALLS = frozenset(
+    (
+        *("call", "checkpoint", "closed_call", "composite", "core_call", "eval_jaxpr"),
+        *("custom_dce_call", "custom_jvp_call", "custom_partitioning"),
+        *("custom_vjp_call", "custom_vjp_call_jaxpr", "jit", "named_call", "pjit"),
+        *("remat", "remat2", "shard_map"),
+    )
+)
+"""Operations that run one program on what they are given, as it is."""
 
 
 @dataclass(frozen=True)
@@ -30,24 +49,29 @@ class _Follower:
 
     Args:
         num_tokens: Size of the dims of tokens.
-        twins: Its operations beside those with fewer tokens.
         lenient: Whether an operation that only may mix tokens is let through.
+        flows: Of each variable so far.
     """
 
     num_tokens: int
-    twins: Twins
     lenient: bool = False
     flows: dict[Any, Flow] = field(default_factory=dict)
 
-    def run(self, jaxpr: Jaxpr, given: Sequence[Flow]) -> list[Flow]:
+    def run(self, program: Twins, given: Sequence[Flow]) -> list[Flow]:
         """How the results of a program have tokens, from how its arguments do."""
-        for var, flow in zip(jaxpr.invars, given, strict=True):
-            self.flows[var] = flow
-        for equation in jaxpr.eqns:
-            found = self._through(equation, [self._of(x) for x in equation.invars])
-            for var, flow in zip(equation.outvars, found, strict=True):
-                self.flows[var] = flow
-        return [self._of(var) for var in jaxpr.outvars]
+        self.flows.update(program.constants())
+        self.flows.update(zip(program.jaxpr.invars, given, strict=True))
+        for equation, twin in program.equations():
+            flows = counted_literals(
+                equation.invars,
+                None if twin is None else twin.invars,
+                [self._of(x) for x in equation.invars],
+            )
+            found = self._through(equation, twin, flows)
+            self.flows.update(zip(equation.outvars, found, strict=True))
+        results = program.jaxpr.outvars
+        found = [self._of(var) for var in results]
+        return counted_literals(results, program.other_results, found)
 
     def _of(self, atom: Any) -> Flow:
         if hasattr(atom, "val"):
@@ -55,24 +79,13 @@ class _Follower:
             return Flow(uniform=dims, value=_number(atom.val))
         return self.flows.get(atom, Flow())
 
-    def _through(self, equation: JaxprEqn, flows: list[Flow]) -> list[Flow]:
-        name = equation.primitive.name
+    def _through(
+        self, equation: JaxprEqn, twin: JaxprEqn | None, flows: list[Flow]
+    ) -> list[Flow]:
         try:
-            if name in _LOOPS:
-                return _LOOPS[name](self, equation, flows)
-            inner = _inner(equation)
-            if inner is not None and len(inner.invars) == len(flows):
-                return self.run(inner, flows)
-            if any(flow.lost for flow in flows):
-                return [Flow(lost=True) for _ in equation.outvars]
-            has_tokens = any(flow.has_tokens for flow in flows)
-            if has_tokens and name not in DIM_RULES:
-                self._check_counts(equation, flows)
-            rule = RULES.get(name, elementwise)
-            found = rule(equation, flows, self.num_tokens)
-            if has_tokens:
-                return found
-            return self.twins.without_tokens(equation, flows, found)
+            found = self._found(equation, twin, flows)
+            check_lengths(equation, twin, found)
+            return found
         except Mixed as mixed:
             if self.lenient and not mixed.certain:
                 return [Flow(lost=True) for _ in equation.outvars]
@@ -81,12 +94,38 @@ class _Follower:
             where = _source(equation)
             raise Mixed(str(mixed), where, certain=mixed.certain) from None
 
-    def _check_counts(self, equation: JaxprEqn, flows: list[Flow]) -> None:
-        if self.twins.counts(equation, flows):
-            raise Mixed(
-                f"{equation.primitive.name} of tokens by how many are at hand; take "
-                "scope.seq_length(seq), or sums alone"
-            )
+    def _found(
+        self, equation: JaxprEqn, twin: JaxprEqn | None, flows: list[Flow]
+    ) -> list[Flow]:
+        name = equation.primitive.name
+        if name not in _CALLS:
+            check_not_merged(name, flows)
+        if name in LOOPS:
+            return LOOPS[name](self, equation, twin, flows)
+        if name in _CALLS:
+            if equation.params.get("name") == WHOLE_SEQUENCE:
+                _check_no_tokens(flows)
+            for inner in inner_programs(equation, twin):
+                if len(inner.jaxpr.invars) == len(flows):
+                    return self.run(inner, flows)
+        if any(flow.lost for flow in flows):
+            return [Flow(lost=True) for _ in equation.outvars]
+        has_tokens = any(flow.has_tokens for flow in flows)
+        if has_tokens and counts(equation, twin, flows):
+            raise Mixed(f"{name} {COUNTED}")
+        check_table(equation, twin, flows)
+        found = RULES.get(name, elementwise)(equation, flows, self.num_tokens)
+        return found if has_tokens else without_tokens(equation, twin, flows, found)
+
+
+def _check_no_tokens(flows: list[Flow]) -> None:
+    """Refuses tokens at hand in a function of whole sequences."""
+    if any(flow.has_tokens for flow in flows):
+        raise Mixed(
+            "a function of whole sequences (scope.over_sequence) that has tokens at "
+            "hand from outside, or scope.positions; give it them joined to its array, "
+            "and jnp.arange of its own length"
+        )
 
 
 def mixes_tokens(
@@ -114,12 +153,11 @@ def mixes_tokens(
     given = [Flow(dim=dim) for dim in dims]
     given += [Flow()] * (len(program.jaxpr.invars) - len(dims))
     try:
-        _Follower(num_tokens, Twins(program.jaxpr, None)).run(program.jaxpr, given)
+        _Follower(num_tokens).run(Twins(program), given)
         if fewer is None and not sums:
             return None
-        other = None if fewer is None else _traced(*fewer, others)[0].jaxpr
-        follower = _Follower(num_tokens, Twins(program.jaxpr, other))
-        found = follower.run(program.jaxpr, given)
+        other = None if fewer is None else _traced(*fewer, others)[0]
+        found = _Follower(num_tokens).run(Twins(program, other), given)
         if sums and not all(flow.total or flow.zero for flow in found):
             raise Mixed("a sum that has no tokens in it, which each device would add")
     except Mixed as mixed:
@@ -141,9 +179,8 @@ def surely_mixes(
     program, dims = _traced(function, examples, others)
     given = [Flow(dim=dim) for dim in dims]
     given += [Flow()] * (len(program.jaxpr.invars) - len(dims))
-    twins = Twins(program.jaxpr, None)
     try:
-        _Follower(num_examples, twins, lenient=True).run(program.jaxpr, given)
+        _Follower(num_examples, lenient=True).run(Twins(program), given)
     except Mixed as mixed:
         what = str(mixed).split(";")[0]
         for word, other in (("token", "example"), ("the sequence", "the batch")):
@@ -162,82 +199,11 @@ def _traced(
     return jax.make_jaxpr(function)(shapes, *others), [dim for _, dim in pairs]
 
 
-def _scan(follower: _Follower, equation: JaxprEqn, flows: list[Flow]) -> list[Flow]:
-    consts, carried = scan_counts(equation)
-    body, carry = equation.params["jaxpr"].jaxpr, flows[consts : consts + carried]
-    xs = [_of_one(flow, carried > 0) for flow in flows[consts + carried :]]
-    over_tokens = any(flow.dim == 0 for flow in flows[consts + carried :])
-    while True:
-        found = follower.run(body, [*flows[:consts], *carry, *xs])
-        joined = [a.joined(b) for a, b in zip(carry, found[:carried], strict=True)]
-        if joined == carry:
-            break
-        carry = joined
-    ys = [
-        Flow(dim=0) if over_tokens else flow.moved(lambda dim: dim + 1)
-        for flow in found[carried:]
-    ]
-    if over_tokens and any(flow.total for flow in found[carried:]):
-        raise Mixed("a sum over tokens beside each token", certain=False)
-    return [*carry, *ys]
-
-
-def _of_one(flow: Flow, carries: bool) -> Flow:
-    """Of one iteration, from what a loop runs along."""
-    if flow.dim == 0:
-        if carries:
-            words = "a loop over the tokens that carries something on"
-            raise Mixed(words, certain=False)
-        return Flow()
-    return flow.moved(lambda dim: dim - 1)
-
-
-def _while(follower: _Follower, equation: JaxprEqn, flows: list[Flow]) -> list[Flow]:
-    params = equation.params
-    before = params["cond_nconsts"]
-    consts = flows[before : before + params["body_nconsts"]]
-    carry = flows[before + params["body_nconsts"] :]
-    while True:
-        found = follower.run(params["body_jaxpr"].jaxpr, [*consts, *carry])
-        joined = [a.joined(b) for a, b in zip(carry, found, strict=True)]
-        if joined == carry:
-            break
-        carry = joined
-    ends = follower.run(params["cond_jaxpr"].jaxpr, [*flows[:before], *carry])
-    if any(flow.has_tokens for flow in ends):
-        raise Mixed("a loop that tokens end", certain=False)
-    return carry
-
-
-def _cond(follower: _Follower, equation: JaxprEqn, flows: list[Flow]) -> list[Flow]:
-    if flows[0].has_tokens:
-        raise Mixed("a branch that tokens choose", certain=False)
-    found = [
-        follower.run(branch.jaxpr, flows[1:]) for branch in equation.params["branches"]
-    ]
-    joined = found[0]
-    for more in found[1:]:
-        joined = [a.joined(b) for a, b in zip(joined, more, strict=True)]
-    return joined
-
-
-_LOOPS = {"scan": _scan, "while": _while, "cond": _cond}
-
-
 def _number(constant: Any) -> Any:
     """A constant's one value; None if it has several, or is no number."""
     if isinstance(constant, np.generic | np.ndarray):
         return constant.item() if constant.ndim == 0 else None
     return constant if isinstance(constant, int | float) else None
-
-
-def _inner(equation: JaxprEqn) -> Jaxpr | None:
-    for value in equation.params.values():
-        if isinstance(value, ClosedJaxpr):
-            return value.jaxpr
-        if isinstance(value, Jaxpr):
-            return value
-    return None
 
 
 def _source(equation: JaxprEqn) -> str:

@@ -9,6 +9,7 @@ section 3, for the imbalance; Llama team 2024, section 3.3.2, for the 2n chunks.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -156,6 +157,26 @@ class TokenOrder:
             for chunk in self._chunks(self.rank())
         ]
         return jnp.concatenate(chunks, dim) if len(chunks) > 1 else chunks[0]
+
+    def own_of(
+        self,
+        function: Callable[[jax.Array], jax.Array],
+        array: jax.Array,
+        num_tokens: int,
+    ) -> jax.Array:
+        """This device's tokens of a function of whole sequences, without padding.
+
+        Args:
+            function: (batch, seq, ...) -> (batch, seq, ...).
+            array: (batch, seq and its padding, ...), in the sequence's order.
+            num_tokens: Of one device.
+        """
+        padding = array.shape[1] - self.length(num_tokens)
+        if not padding:
+            return self.own(function(array), 1)
+        found = function(array[:, :-padding])
+        widths = [(0, padding if dim == 1 else 0) for dim in range(found.ndim)]
+        return self.own(jnp.pad(found, widths), 1)
 
     def natural(self, ranks: jax.Array, dim: int) -> jax.Array:
         """The whole sequence in its own order, from what all devices have of it.

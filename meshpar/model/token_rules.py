@@ -8,50 +8,93 @@ from typing import Any
 from jax.extend.core import JaxprEqn
 
 from meshpar.model.token_dims import DIM_RULES
-from meshpar.model.token_flow import Flow, Mixed, Rule, check_no_places, shape_of
+from meshpar.model.token_flow import (
+    Flow,
+    Mixed,
+    Rule,
+    check_no_places,
+    shape_of,
+    the_dim,
+)
+from meshpar.model.token_windows import WINDOW_RULES
 
 _LINEAR = {
     *("add", "add_any", "sub", "neg", "mul", "div", "convert_element_type", "copy"),
     *("select_n", "reduce_precision", "sharding_constraint", "name", "stop_gradient"),
-    *("optimization_barrier", "copy_p"),
+    "copy_p",
 }
 _ORDERED = {
-    *("conv_general_dilated", "fft", "triangular_solve", "reduce_window"),
-    *("reduce_window_sum", "scatter", "scatter_add", "scatter-add", "ppermute"),
-    *("select_and_scatter_add", "psum"),
+    *("scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul"),
+    *("scatter_add", "select_and_scatter_add", "ppermute", "psum"),
 }
+_OF_EACH_ELEMENT = {
+    *("abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan"),
+    *(
+        "atan2",
+        "atanh",
+        "bessel_i0e",
+        "bessel_i1e",
+        "bitcast_convert_type",
+        "cbrt",
+        "ceil",
+    ),
+    *("clamp", "clz", "complex", "conj", "convert_element_type", "copy", "copy_p"),
+    *("cos", "cosh", "digamma", "div", "eq", "eq_to", "erf", "erf_inv"),
+    *("erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "igamma", "igamma_grad_a"),
+    *("igammac", "imag", "integer_pow", "is_finite", "layout_constraint", "le"),
+    *("le_to", "lgamma", "log", "log1p", "log2", "logistic", "lt", "lt_to", "max"),
+    *("mesh_cast", "min", "mul", "name", "ne", "neg", "nextafter", "not"),
+    *("one_minus_square", "or", "pcast", "polygamma", "polynomial", "pow", "pvary"),
+    *("population_count", "random_bits", "random_clone", "random_fold_in"),
+    *("random_gamma", "random_gamma_grad", "random_seed", "real", "reduce_precision"),
+    *("regularized_incomplete_beta", "rem", "reshard", "round", "rsqrt", "select_n"),
+    *("sharding_constraint", "shift_left", "shift_right_arithmetic", "sign", "sin"),
+    *("shift_right_logical", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan"),
+    *("tanh", "threefry2x32", "xor", "zeta"),
+}
+"""Operations whose results are each made of the operands' elements at the same place.
+
+Others may have results of the same shape too, and join elements all the same.
+"""
 
 
 def elementwise(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
     """Of an operation on each element."""
+    if not equation.outvars:  # such as jax.debug.print
+        return []
     if not any(flow.has_tokens for flow in flows):
-        uniform = [
-            flow.uniform
-            for flow, x in zip(flows, equation.invars, strict=True)
-            if shape_of(x)
-        ]
-        alike = frozenset.intersection(*uniform) if uniform else frozenset()
+        alike = _alike(equation, flows)
         return [Flow(uniform=alike) for _ in equation.outvars]
     name = equation.primitive.name
     if name in _ORDERED:
-        raise Mixed(f"{name} along the sequence", certain=False)
+        raise Mixed(f"{name} along the sequence")
     if any(flow.total for flow in flows):
         return _of_total(equation, flows)
-    dims = {flow.dim for flow in flows if flow.dim is not None}
-    if len(dims) > 1:
-        raise Mixed(f"{name} of every token with every token")
-    [dim] = dims
+    dim = the_dim(equation, flows, num_tokens)
     if not _of_each_element(equation):
-        raise Mixed(
-            f"{name}, of which it is not known whether it mixes tokens", certain=False
-        )
-    for flow, x in zip(flows, equation.invars, strict=True):
-        check_no_places(flow, x, dim, num_tokens, name)
+        raise Mixed(f"{name}, of which it is not known whether it mixes tokens")
     return [Flow(dim=dim) for _ in equation.outvars]
 
 
+def _alike(equation: JaxprEqn, flows: list[Flow]) -> frozenset[int]:
+    """The dims along which results without tokens are all alike."""
+    given = [
+        flow.uniform
+        for flow, x in zip(flows, equation.invars, strict=True)
+        if shape_of(x)
+    ]
+    if not given or not _of_each_element(equation):
+        return frozenset()
+    return frozenset.intersection(*given)
+
+
 def _of_each_element(equation: JaxprEqn) -> bool:
-    """Whether all shapes are alike, but for dims of 1 that are spread."""
+    """Whether each result is made of the elements at its place.
+
+    All shapes are alike then, but for dims of 1 that are spread.
+    """
+    if equation.primitive.name not in _OF_EACH_ELEMENT:
+        return False
     [shape, *others] = [shape_of(var) for var in equation.outvars]
     given = [shape_of(x) for x in equation.invars if shape_of(x)]
     return all(other == shape for other in others) and all(
@@ -68,16 +111,21 @@ def _of_total(equation: JaxprEqn, flows: list[Flow]) -> list[Flow]:
     scales = name == "mul" or (name == "div" and not totals[1])
     unlike = (scales and sum(totals) > 1) or (name == "select_n" and totals[0])
     if name not in _LINEAR or unlike or (name == "div" and totals[1]):
-        raise Mixed(f"{name} of a sum over tokens")
+        raise Mixed(f"{name} of a sum over tokens", certain=True)
     if any(flow.dim is not None for flow in flows):
-        raise Mixed(f"{name} of a sum over tokens")
+        raise Mixed(f"{name} of a sum over tokens", certain=True)
     terms = flows[1:] if name == "select_n" else flows
     if not scales and not all(flow.total or flow.zero for flow in terms):
         raise Mixed(
             f"{name} of a sum over tokens and what each device has alike, which would "
-            "count once for each; take a share of it, of the tokens at hand"
+            "count once for each; take a share of it, of the tokens at hand",
+            certain=True,
         )
     return [Flow(total=True)]
+
+
+def _as_given(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
+    return flows
 
 
 def _reduce(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
@@ -85,11 +133,11 @@ def _reduce(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow
     name = equation.primitive.name
     if flow.total:
         if name != "reduce_sum":
-            raise Mixed(f"{name} of a sum over tokens")
+            raise Mixed(f"{name} of a sum over tokens", certain=True)
         return [flow]
     if flow.dim in axes:
         if name != "reduce_sum":
-            raise Mixed(f"{name} over the sequence")
+            raise Mixed(f"{name} over the sequence", certain=True)
         return [Flow(total=True)]
     kept = [d for d in range(len(shape_of(equation.invars[0]))) if d not in axes]
     flow = replace(flow, uniform=flow.uniform & frozenset(kept))
@@ -100,14 +148,15 @@ def _dot(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
     contracted, batched = equation.params["dimension_numbers"]
     if any(flow.total for flow in flows):
         if all(flow.has_tokens for flow in flows):
-            raise Mixed("dot_general of a sum over tokens")
+            raise Mixed("dot_general of a sum over tokens", certain=True)
         return [Flow(total=True)]
+    _check_pairs(equation, flows, num_tokens)
     places: list[Any] = []
     for at, (flow, x) in enumerate(zip(flows, equation.invars, strict=True)):
         if flow.dim is None:
             continue
         if flow.dim in contracted[at]:
-            places.append("contracted")
+            places.append(("contracted", list(contracted[at]).index(flow.dim)))
         elif flow.dim in batched[at]:
             places.append(list(batched[at]).index(flow.dim))
         else:
@@ -120,17 +169,29 @@ def _dot(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
     if not places:
         return [Flow()]
     if len(places) == 2 and places[0] != places[1]:
-        raise Mixed("a matmul of every token with every token")
-    if places[0] == "contracted":
+        raise Mixed("a matmul of every token with every token", certain=True)
+    if isinstance(places[0], tuple):
         if len(places) == 1:
-            raise Mixed("a matmul along the sequence", certain=False)
+            raise Mixed("a matmul along the sequence")
         return [Flow(total=True)]
     return [Flow(dim=int(places[0]))]
 
 
+def _check_pairs(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> None:
+    """Refuses places where a matmul takes those of each token."""
+    _, batched = equation.params["dimension_numbers"]
+    for at, flow in enumerate(flows):
+        if flow.dim in batched[at]:
+            dim = batched[1 - at][list(batched[at]).index(flow.dim)]
+            one = flows[1 - at], equation.invars[1 - at]
+            check_no_places(*one, dim, num_tokens, "a matmul")
+
+
 RULES: dict[str, Rule] = {
     **DIM_RULES,
+    **WINDOW_RULES,
     "dot_general": _dot,
+    **dict.fromkeys(("optimization_barrier", "device_put"), _as_given),
     **dict.fromkeys(
         ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and"), _reduce
     ),

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from meshpar.errors import InputError, whole_number
-from meshpar.model.contract import Model, check_model
+from meshpar.model.contract import BlockGroup, Model, check_model
 from meshpar.model.inputs import (
     BATCH_DIM,
     Batch,
@@ -78,6 +78,10 @@ def tracing_scope(
     )
 
 
+def _run_once(group: BlockGroup, layer: Any, x: Any, scope: Scope) -> tuple[Any, Any]:
+    return group.run(layer, x, scope)
+
+
 def traced_forward(
     model: Model,
     batch: Any,
@@ -85,6 +89,7 @@ def traced_forward(
     rules: Any = None,
     head: bool = False,
     ends_only: bool = False,
+    run: Callable[..., Any] = _run_once,
     **fields: Any,
 ) -> tuple[Any, ...]:
     """A model's forward with one layer of each group, and the shapes it takes.
@@ -95,6 +100,7 @@ def traced_forward(
         rules: What stands in the scope; None outside any mesh.
         head: Whether the head is run too: its sums, and each group's.
         ends_only: Whether the head is given what `embed` makes.
+        run: (group, layer, x, scope) -> (x, sums); `run_on` runs a layer several times.
         fields: Of the scope, besides.
     """
 
@@ -105,13 +111,26 @@ def traced_forward(
         between = [] if ends_only else zip(model.groups, layers, states, strict=True)
         for group, layer, of_layer in between:
             x = x if group.enter is None else group.enter(ends, x, outside)
-            x, sums = group.run(layer, x, outside.at_layer(0, of_layer))
+            x, sums = run(group, layer, x, outside.at_layer(0, of_layer))
             of_groups.append(sums)
         if not head:
             return x
         return model.loss_sums(ends, x, outside.batch, outside), of_groups
 
     return once, one_layer_shapes(model), one_layer_state(model), batch
+
+
+def run_on(group: BlockGroup, layer: Any, x: Any, scope: Scope) -> tuple[Any, Any]:
+    """A group's layer on its own results, until every leaf has been through the others.
+
+    What one layer makes of a leaf the next one may make another of. The layer is traced
+    once, and stands in the trace as often as it runs.
+    """
+    block, of_layers = jax.jit(lambda layer, x: group.run(layer, x, scope)), []
+    for _ in range(min(group.num_layers, 1 + len(jax.tree.leaves(x)))):
+        x, sums = block(layer, x)
+        of_layers.append(sums)
+    return x, of_layers
 
 
 def check_examples_first(model: Model, batch: Any) -> None:

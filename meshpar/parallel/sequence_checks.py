@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,11 +20,13 @@ from meshpar.model.token_order import TokenOrder
 from meshpar.model.tracing import (
     one_layer_shapes,
     one_layer_state,
+    run_on,
     traced_batch,
     traced_forward,
     tracing,
 )
-from meshpar.parallel.sequence import is_sequence, sequence_dims, token_order
+from meshpar.parallel.sequence import is_sequence, sequence_dims
+from meshpar.parallel.sequence_lengths import check_sequences
 from meshpar.parallel.space import splits_tokens
 from meshpar.rules.rules import Rules
 
@@ -98,9 +100,11 @@ def check_token_wise(model: Model) -> None:
     """Refuses a model whose functions mix tokens otherwise than by attention.
 
     Raises:
-        InputError: No input has a sequence; or a function mixes tokens, counts places
-            from the first token at hand, or makes another sum than one over tokens.
+        InputError: No input has a sequence, or one has it in two dims; or a function
+            mixes tokens, counts places from the first token at hand, or makes another
+            sum than one over tokens.
     """
+    _check_one_dim(model)
     if _fixed_tokens(model) is None and not _open_sequences(model):
         raise InputError(
             "context splits sequences, but no declared input has a dim of tokens "
@@ -112,6 +116,19 @@ def check_token_wise(model: Model) -> None:
             "context splits sequences, but a function of the model joins tokens "
             f"otherwise than by meshpar's attention: {found}; set context=1"
         )
+
+
+def _check_one_dim(model: Model) -> None:
+    """Refuses pairs of tokens, of which devices would have their own with their own."""
+    for name, one in model.known_inputs.items():
+        axes = [axis for axis in one.logical_axes if is_sequence(axis)]
+        if len(axes) > 1:
+            raise InputError(
+                f"context splits sequences, but inputs[{name!r}] has them in several "
+                f"dims, {' and '.join(map(repr, axes))}, and a device its own tokens' "
+                "share of each; name one of the dims, and None those that stay whole, "
+                "or set context=1"
+            )
 
 
 @functools.lru_cache(maxsize=32)
@@ -264,73 +281,11 @@ class _Hand:
         order = replace(self.order, probe=positions)
         shapes = {name: shape for name, (shape, _) in self.batch.items()}
         once, *_ = traced_forward(
-            self.model, shapes, head=True, ends_only=self.ends_only, order=order
+            self.model,
+            shapes,
+            head=True,
+            ends_only=self.ends_only,
+            run=run_on,
+            order=order,
         )
         return once(params, state, batch)
-
-
-def check_sequences(
-    model: Model,
-    layout: Layout,
-    rules: Rules,
-    batch: Mapping[str, Any],
-    *,
-    partly: bool = False,
-) -> None:
-    """Refuses a batch whose sequences a layout cannot split.
-
-    Args:
-        model: The model.
-        layout: Whose `context` splits them.
-        rules: Which may let it split space instead.
-        batch: Arrays, or their shapes.
-        partly: Whether it is for outputs alone, of which padding is cut off.
-
-    Raises:
-        InputError: They do not divide into its chunks, and cannot be padded.
-    """
-    order = token_order(layout)
-    if order is None or not splits_tokens(model, layout, rules):
-        return
-    sizes: dict[int, tuple[str, int]] = {}
-    for name, array in batch.items():
-        for dim in sequence_dims(model, name, array):
-            size = array.shape[dim]
-            if size % order.num_chunks and not partly:
-                _check_padded(model, order, batch, name, dim, size)
-            other, known = sizes.setdefault(order.padded(size), (name, size))
-            if known != size:
-                raise InputError(
-                    f"batch[{name!r}] has sequences of {size} tokens and "
-                    f"batch[{other!r}] of {known}: padded for {order.mesh_axis}="
-                    f"{order.num_ranks} both have {order.padded(size)}, and could not "
-                    "be told apart; pad one of them yourself"
-                )
-
-
-def _check_padded(
-    model: Model,
-    order: TokenOrder,
-    batch: Mapping[str, Any],
-    name: str,
-    dim: int,
-    size: int,
-) -> None:
-    what = (
-        f"batch[{name!r}] has sequences of {size} tokens, which do not divide into the "
-        f"{order.num_chunks} chunks of {order.mesh_axis}={order.num_ranks}"
-    )
-    inputs = model.known_inputs
-    axis = inputs[name].logical_axes[dim] if name in inputs else None
-    weights = (inputs[given] for given in batch if given in inputs)
-    if not any(one.is_weight and axis in one.logical_axes for one in weights):
-        raise InputError(
-            f"{what}, and no array weighs {axis!r}, so that padding would count; pad "
-            "the batch yourself"
-        )
-    for group in model.groups:
-        if group.auxiliary or group.changes_state:
-            raise InputError(
-                f"{what}, and block group {group.name!r} sums over tokens, in which "
-                "padding would count; pad the batch yourself"
-            )

@@ -20,11 +20,8 @@ from meshpar.parallel.pipeline.program import pipeline_of
 from meshpar.parallel.pipeline.stages import in_layer_order
 from meshpar.parallel.placement import DTYPES, Placement
 from meshpar.parallel.prefetch_choice import prefetch_notes, prefetches
-from meshpar.parallel.sequence_checks import (
-    check_context,
-    check_per_token,
-    check_sequences,
-)
+from meshpar.parallel.sequence_checks import check_context, check_per_token
+from meshpar.parallel.sequence_lengths import check_sequences
 from meshpar.parallel.space import check_space
 from meshpar.train.batch_placement import BatchPlacement, batch_structs
 from meshpar.train.chosen_programs import chosen_programs

@@ -1,0 +1,123 @@
+"""Whether the sequences of a batch divide over devices, or can be padded."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from meshpar.errors import InputError
+from meshpar.layout import Layout
+from meshpar.model.contract import Model
+from meshpar.model.token_order import TokenOrder
+from meshpar.model.tracing import traced_forward, tracing
+from meshpar.parallel.sequence import sequence_dims, token_order
+from meshpar.parallel.space import splits_tokens
+from meshpar.rules.rules import Rules
+
+
+def check_sequences(
+    model: Model,
+    layout: Layout,
+    rules: Rules,
+    batch: Mapping[str, Any],
+    *,
+    partly: bool = False,
+) -> None:
+    """Refuses a batch whose sequences a layout cannot split.
+
+    Args:
+        model: The model.
+        layout: Whose `context` splits them.
+        rules: Which may let it split space instead.
+        batch: Arrays, or their shapes.
+        partly: Whether it is for outputs alone, of which padding is cut off.
+
+    Raises:
+        InputError: They do not divide into its chunks, and cannot be padded.
+    """
+    order = token_order(layout)
+    if order is None or not splits_tokens(model, layout, rules):
+        return
+    sizes: dict[int, tuple[str, int]] = {}
+    for name, array in batch.items():
+        for dim in sequence_dims(model, name, array):
+            size = array.shape[dim]
+            if size % order.num_chunks:
+                _check_no_sums(model, order, batch, name, size, partly)
+            if size % order.num_chunks and not partly:
+                _check_padded(model, order, batch, name, dim, size)
+            other, known = sizes.setdefault(order.padded(size), (name, size))
+            if known != size:
+                raise InputError(
+                    f"batch[{name!r}] has sequences of {size} tokens and "
+                    f"batch[{other!r}] of {known}: padded for {order.mesh_axis}="
+                    f"{order.num_ranks} both have {order.padded(size)}, and could not "
+                    "be told apart; pad one of them yourself"
+                )
+
+
+def _check_padded(
+    model: Model,
+    order: TokenOrder,
+    batch: Mapping[str, Any],
+    name: str,
+    dim: int,
+    size: int,
+) -> None:
+    what = _uneven(order, name, size)
+    inputs = model.known_inputs
+    axis = inputs[name].logical_axes[dim] if name in inputs else None
+    weights = (inputs[given] for given in batch if given in inputs)
+    if not any(one.is_weight and axis in one.logical_axes for one in weights):
+        raise InputError(
+            f"{what}, and no array weighs {axis!r}, so that padding would count; pad "
+            "the batch yourself"
+        )
+    for group in model.groups:
+        if group.auxiliary or group.changes_state:
+            raise InputError(
+                f"{what}, and block group {group.name!r} sums over tokens, in which "
+                "padding would count; pad the batch yourself"
+            )
+
+
+def _check_no_sums(
+    model: Model,
+    order: TokenOrder,
+    batch: Mapping[str, Any],
+    name: str,
+    size: int,
+    partly: bool,
+) -> None:
+    shapes = {
+        given: jax.ShapeDtypeStruct(array.shape, array.dtype)
+        for given, array in batch.items()
+    }
+    if _adds_sequences_up(model, tuple(shapes.items()), not partly):
+        raise InputError(
+            f"{_uneven(order, name, size)}, and a function of the model calls "
+            "scope.sequence_sum, in which padding would count; pad the batch yourself, "
+            "with weights of 0 that the function takes into account"
+        )
+
+
+@functools.lru_cache(maxsize=32)
+def _adds_sequences_up(
+    model: Model, batch: tuple[tuple[str, jax.ShapeDtypeStruct], ...], head: bool
+) -> bool:
+    """Whether a function of the model calls `Scope.sequence_sum`, read from a trace."""
+    calls: list[str] = []
+    once, *shapes = traced_forward(model, dict(batch), head=head, sequence_sums=calls)
+    with tracing("the model cannot be traced for context"):
+        jax.eval_shape(once, *shapes)
+    return bool(calls)
+
+
+def _uneven(order: TokenOrder, name: str, size: int) -> str:
+    return (
+        f"batch[{name!r}] has sequences of {size} tokens, which do not divide into the "
+        f"{order.num_chunks} chunks of {order.mesh_axis}={order.num_ranks}"
+    )
