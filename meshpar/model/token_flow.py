@@ -38,6 +38,8 @@ class Flow:
         uniform: Where it has no tokens: the dims along which its values are all alike.
         value: Where it has no tokens: what all its values are, if that is known.
         counted: Where it has no tokens: whether they depend on how many are at hand.
+        numbered: Where it has no tokens: whether it is made of the numbers of places,
+            or drawn for them.
         lost: Whether nothing is known of it.
     """
 
@@ -47,6 +49,7 @@ class Flow:
     uniform: frozenset[int] = frozenset()
     value: Any = None
     counted: bool = False
+    numbered: bool = False
     lost: bool = False
 
     @property
@@ -104,6 +107,7 @@ class Flow:
             uniform=self.uniform & other.uniform,
             value=self.value if self.value == other.value else None,
             counted=self.counted or other.counted,
+            numbered=self.numbered or other.numbered,
         )
 
 
@@ -123,7 +127,7 @@ def check_no_places(flow: Flow, x: Any, dim: int, num_tokens: int, name: str) ->
         raise Mixed(
             f"{name} of tokens and an array of places counted from the first at hand; "
             "take scope.positions(seq)",
-            certain=True,
+            certain=flow.numbered,
         )
 
 

@@ -10,7 +10,7 @@ or tokens and an array of places, is named.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -41,6 +41,9 @@ _CALLS = frozenset(
     )
 )
 """Operations that run one program on what they are given, as it is."""
+
+_NUMBERING = ("iota", "random_bits")
+"""Operations whose results have another value at each place."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +118,11 @@ class _Follower:
             raise Mixed(f"{name} {COUNTED}")
         check_table(equation, twin, flows)
         found = RULES.get(name, elementwise)(equation, flows, self.num_tokens)
-        return found if has_tokens else without_tokens(equation, twin, flows, found)
+        if has_tokens:
+            return found
+        numbered = name in _NUMBERING or any(flow.numbered for flow in flows)
+        alone = without_tokens(equation, twin, flows, found)
+        return [replace(flow, numbered=numbered) for flow in alone]
 
 
 def _check_no_tokens(flows: list[Flow]) -> None:
