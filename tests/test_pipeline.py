@@ -216,7 +216,7 @@ def test_only_the_inputs_with_a_sequence_are_shared_whatever_the_size_of_others(
     def head(params, x, batch, scope):
         assert batch["image"].shape[1] == SEQ
         loss_sum, weight_sum = base.head(params, x, batch, scope)
-        return loss_sum * jnp.mean(batch["image"]), weight_sum
+        return loss_sum * jnp.mean(batch["image"][0]), weight_sum
 
     inputs = {**base.inputs, "image": Input(("batch", None))}
     model = replace(base, head=head, inputs=inputs)

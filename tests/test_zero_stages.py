@@ -156,7 +156,7 @@ def test_zero_3_moves_half_as_much_again():
 
 def test_a_size_that_does_not_divide_is_split_along_another_dim():
     model = build(
-        layers=2, hidden=36, heads=4, kv_heads=4, ffn=64, vocab=64, gated=True
+        layers=2, hidden=36, heads=2, kv_heads=2, ffn=64, vocab=64, gated=True
     )
     report = lint(model, Layout.parse("fsdp=8"))
     notes = {note.path: note.message for note in report.notes}

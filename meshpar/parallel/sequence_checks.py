@@ -14,7 +14,12 @@ import jax.numpy as jnp
 from meshpar.errors import InputError
 from meshpar.layout import Layout
 from meshpar.model.contract import Model
-from meshpar.model.inputs import BATCH_DIM, logical_sizes, shapes_of
+from meshpar.model.inputs import (
+    BATCH_DIM,
+    MissingInputError,
+    logical_sizes,
+    shapes_of,
+)
 from meshpar.model.token_mixing import mixes_tokens
 from meshpar.model.token_order import TokenOrder
 from meshpar.model.tracing import (
@@ -51,13 +56,21 @@ def check_context(model: Model, layout: Layout, rules: Rules) -> None:
 def check_per_token(model: Model, layout: Layout) -> None:
     """Refuses a model that says of its ends what ranks rely on, and they do not do.
 
+    Inputs with a dim that has neither a name nor a size cannot be traced before there
+    is a batch; a model of those is taken at its word.
+
     Raises:
         InputError: `Model.per_token` is set, the ranks of a pipeline share the tokens
             of embed and head, and one of the two mixes them.
     """
-    if layout.stage == 1 or not model.per_token:
+    if layout.stage == 1 or not model.per_token or not _has_shapes(model):
         return
-    found = tokens_joined(model, ends_only=True)
+    try:
+        found = tokens_joined(model, ends_only=True)
+    except InputError as error:
+        if isinstance(error.__cause__, MissingInputError):
+            return  # Of an array that no input declares `Model.seq_dim` says so.
+        raise
     if found is not None:
         raise InputError(
             "per_token=True says that embed and head treat every token by itself, so "
@@ -158,6 +171,15 @@ def tokens_joined(
             if num_tokens == sizes[-1]:
                 raise
     return None
+
+
+def _has_shapes(model: Model) -> bool:
+    """Whether each dim of the inputs, the examples apart, has a name or a size."""
+    return not any(
+        name is None and size is None
+        for one in model.known_inputs.values()
+        for name, size in zip(one.logical_axes, one.sizes, strict=True)
+    )
 
 
 def _open_sequences(model: Model) -> bool:
