@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 from meshpar import Input, InputError, Layout, from_nnx, make_train_step
+from tests.zoo.plain import normal
 
 EXAMPLES, SEQ, EMBED = 8, 4, 16
 
@@ -17,10 +18,7 @@ EXAMPLES, SEQ, EMBED = 8, 4, 16
 class Ends(nnx.Module):
     def __init__(self, rngs, loss):
         self.loss = loss
-        self.weight = nnx.Param(
-            nnx.initializers.normal(0.3)(rngs.params(), (EMBED, EMBED)),
-            out_sharding=(None, None),
-        )
+        self.weight = normal(rngs, (EMBED, EMBED))
 
     def embed(self, batch, scope):
         return batch["x"] @ self.weight[...]
@@ -31,9 +29,7 @@ class Ends(nnx.Module):
 
 class Block(nnx.Module):
     def __init__(self, rngs):
-        self.weight = nnx.Param(
-            nnx.initializers.normal(0.3)(rngs.params(), (EMBED,)), out_sharding=(None,)
-        )
+        self.weight = normal(rngs, (EMBED,))
 
     def __call__(self, x, scope):
         return x + jnp.tanh(x) * self.weight[...]

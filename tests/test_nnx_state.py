@@ -9,14 +9,13 @@ import optax
 import pytest
 from flax import nnx
 
-from meshpar import Input, InputError, Layout, batch_shapes, from_nnx, make_train_step
+from meshpar import InputError, Layout, batch_shapes, from_nnx, make_train_step
 from meshpar.model.lora import LoRA
 from meshpar.model.single import loss_and_state
 from meshpar.model.values import initial_values
 from meshpar.models.presets import build
+from tests.test_nnx_refusals import INPUTS, SIZE, Ends
 
-SIZE = 4
-INPUTS = {"x": Input(("batch", None), shape=(None, SIZE))}
 X = np.random.default_rng(0).normal(size=(8, SIZE)).astype(np.float32)
 QUICK = {"xla_backend_optimization_level": 0}
 
@@ -24,17 +23,6 @@ QUICK = {"xla_backend_optimization_level": 0}
 def draw(rngs, *shape, axes=None):
     values = nnx.initializers.normal(0.3)(rngs.params(), shape)
     return nnx.Param(values, out_sharding=axes or (None,) * len(shape))
-
-
-class Ends(nnx.Module):
-    def __init__(self, rngs):
-        self.w = draw(rngs, SIZE, 1)
-
-    def embed(self, batch, scope):
-        return batch["x"]
-
-    def head(self, x, batch, scope):
-        return jnp.sum((x @ self.w[...]) ** 2), jnp.float32(len(x))
 
 
 class Averaging(nnx.Module):

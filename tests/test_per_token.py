@@ -12,19 +12,18 @@ from flax import nnx
 import meshpar
 from meshpar import Input, InputError, from_nnx, make_train_step
 from meshpar.model.scope import Scope
+from tests.zoo.plain import normal
 
 VOCAB, EMBED, SEQ = 16, 8, 8
-
-
-def normal(rngs, *shape):
-    values = nnx.initializers.normal(0.3)(rngs.params(), shape)
-    return nnx.Param(values, out_sharding=(None,) * len(shape))
 
 
 class Ends(nnx.Module):
     def __init__(self, rngs, loss):
         self.loss = loss
-        self.read, self.write = normal(rngs, VOCAB, EMBED), normal(rngs, EMBED, VOCAB)
+        self.read, self.write = (
+            normal(rngs, (VOCAB, EMBED)),
+            normal(rngs, (EMBED, VOCAB)),
+        )
 
     def embed(self, batch, scope):
         return self.read[...][batch["tokens"]]
@@ -35,7 +34,7 @@ class Ends(nnx.Module):
 
 class Block(nnx.Module):
     def __init__(self, rngs):
-        self.weight = normal(rngs, EMBED, EMBED)
+        self.weight = normal(rngs, (EMBED, EMBED))
 
     def __call__(self, x, scope):
         return x + jnp.tanh(jnp.cumsum(x, 1) @ self.weight[...])

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from meshpar.collectives import asked, sum_dtype
+from meshpar.collectives import asked, summed
 from meshpar.generation.cache_plan import PAGE_AXES, CachePlan
 from meshpar.generation.layer_by_layer import layer_specs, of_place
 from meshpar.generation.stacks import stacks_of
@@ -204,14 +204,8 @@ class _Pass:
 
     def _to_all(self, found: Stream) -> Stream:
         """The last rank's, on every rank: the others have zeros."""
-        platform = self.forward.placement.platform
-
-        def summed(one: jax.Array) -> jax.Array:
-            wide = sum_dtype(one.dtype, platform)
-            return lax.psum(one.astype(wide), STAGE).astype(one.dtype)
-
         with asked("last_stage"):
-            return jax.tree.map(summed, found)
+            return summed(found, STAGE, self.forward.placement.platform)
 
     def _embedded(self, tokens: jax.Array, rows: Rows) -> Stream:
         """The first group's stream."""

@@ -9,16 +9,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from meshpar.collectives import asked, sum_dtype
+from meshpar.collectives import asked, summed
 from meshpar.errors import InputError
 from meshpar.model.inputs import Batch
 from meshpar.model.token_cache import TokenCache
-from meshpar.model.token_flow import WHOLE_SEQUENCE
 from meshpar.model.token_order import TokenOrder
+from meshpar.model.whole_sequence import over_sequence, sequence_sum
 from meshpar.rules.rules import (
     LogicalAxes,
     Rules,
@@ -320,7 +319,7 @@ class Scope:
         if not self.batch_axes:
             return x
         with asked("batch_sum"):
-            return self._summed(x, self.batch_axes)
+            return summed(x, self.batch_axes, self.platform)
 
     def sequence_sum(self, x: jax.Array) -> jax.Array:
         """`x` summed over the devices that share the tokens of each example.
@@ -338,14 +337,7 @@ class Scope:
         self._check_whole("sequence_sum")
         if self.sequence_sums is not None:
             self.sequence_sums.append("sequence_sum")
-        if self.order is None:
-            return x
-        if self.order.probing:
-            return jnp.ones_like(x)
-        if self.order.num_ranks == 1:
-            return x
-        with asked("sequence_sum"):
-            return self._summed(x, self.order.mesh_axis)
+        return x if self.order is None else sequence_sum(x, self.order, self.platform)
 
     def over_sequence(
         self, function: Callable[[jax.Array], jax.Array], x: jax.Array
@@ -365,25 +357,14 @@ class Scope:
                 number of tokens, or `function` gives others.
         """
         self._check_whole("over_sequence")
-        order = self.order
-        if order is None or (order.num_ranks == 1 and not order.probing):
+        self._check_tokens("over_sequence", x.shape[1])
+        if self.order is None:
             return function(x)
-        if order.probing:
-            self._check_tokens("over_sequence", x.shape[1])
-            y = _of_whole_sequence(function, x, order)
-            places = order.probe.reshape(1, -1, *(1,) * (y.ndim - 2))
-            return jnp.broadcast_to(places, y.shape).astype(y.dtype)
-        with asked("sequence_gather"):
-            ranks = lax.all_gather(x, order.mesh_axis)
-        return order.own_of(function, order.natural(ranks, 1), x.shape[1])
+        return over_sequence(function, x, self.order)
 
     def at_layer(self, layer: jax.Array | int, state: Any = None) -> Scope:
         """This scope inside block `layer`, with that layer's state."""
         return replace(self, layer=layer, state={} if state is None else state)
-
-    def _summed(self, x: jax.Array, mesh_axes: str | tuple[str, ...]) -> jax.Array:
-        wide = x.astype(sum_dtype(x.dtype, self.platform))
-        return lax.psum(wide, mesh_axes).astype(x.dtype)
 
     def _check_whole(self, name: str) -> None:
         if self.token_positions is not None:
@@ -423,22 +404,3 @@ def _spec(
     rules: Rules, logical_axes: LogicalAxes, shape: Sequence[int]
 ) -> PartitionSpec:
     return rules.spec(logical_axes, shape, mesh_shape=auto_mesh_shape())
-
-
-def _of_whole_sequence(
-    function: Callable[[jax.Array], jax.Array], x: jax.Array, order: TokenOrder
-) -> jax.Array:
-    """Zeros like what a function of whole sequences gives the tokens at hand."""
-    seq = order.length(x.shape[1])
-
-    def whole(z: jax.Array) -> jax.Array:
-        return function(z)
-
-    whole.__name__ = WHOLE_SEQUENCE
-    y = jax.jit(whole)(jnp.zeros((x.shape[0], seq, *x.shape[2:]), x.dtype))
-    if y.ndim < 2 or y.shape[1] != seq:
-        raise InputError(
-            f"a function given to scope.over_sequence gives shape {y.shape} of "
-            f"sequences of {seq} tokens; it must give (examples, tokens, ...)"
-        )
-    return jnp.zeros((y.shape[0], x.shape[1], *y.shape[2:]), y.dtype)

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from meshpar.collectives import asked, sum_dtype
+from meshpar.collectives import asked, summed
 from meshpar.errors import InputError
 from meshpar.layout import TOKEN_AXES
 from meshpar.model.contract import BlockGroup
@@ -44,12 +44,8 @@ def sum_statistics(placement: Placement, found: list[Sums]) -> list[Sums]:
     axes = placement.large(TOKEN_AXES)
     if not axes or not jax.tree.leaves(found):
         return found
-    wide = jax.tree.map(
-        lambda x: x.astype(sum_dtype(x.dtype, placement.platform)), found
-    )
     with asked("batch_sum"):
-        summed = jax.lax.psum(wide, axes)
-    return jax.tree.map(lambda x, like: x.astype(like.dtype), summed, found)
+        return summed(found, axes, placement.platform)
 
 
 def updated_state(
