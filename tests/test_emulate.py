@@ -154,3 +154,16 @@ def test_another_number_after_the_start_is_refused_here_too():
 
 def test_the_same_number_again_is_fine():
     assert len(meshpar.emulate(8)) == 8
+
+
+BUILD_FIRST = """
+import json
+import meshpar
+from meshpar.models.presets import PRESETS, build
+built = [build(name).num_parameters for name in PRESETS]
+print(json.dumps([min(built) > 0, len(meshpar.emulate(4))]))
+"""
+
+
+def test_models_are_built_before_any_device_is_there():
+    assert run_child(BUILD_FIRST) == [True, 4]

@@ -160,7 +160,9 @@ def _traced(builder: Builder, argument: str) -> _Trace:
         found.extend((module, graph, leaves))
         return [value_of(leaf) for _, leaf in leaves]
 
-    program, shapes = jax.make_jaxpr(arrays, return_shape=True)(jax.random.key(0))
+    # A shape alone: a key would start JAX, after which devices can't be emulated.
+    key = jax.eval_shape(jax.random.key, 0)
+    program, shapes = jax.make_jaxpr(arrays, return_shape=True)(key)
     module, graph, leaves = found
     nodes = {_name(path): node for path, node in nnx.iter_graph(module)}
     return _Trace(type(module), graph, leaves, shapes, numbers_in(program), nodes)
