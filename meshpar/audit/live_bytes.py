@@ -16,6 +16,7 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from meshpar.audit.jaxprs import inner_jaxprs
+from meshpar.hardware.tpus import HEAP, LANES
 
 _READS_ARRAYS = ("conv_general_dilated", "dot_general", "scan", "while", "cond")
 _LAYS_OUT = ("reshape", "squeeze", "expand_dims", "copy", "sharding_constraint")
@@ -75,6 +76,18 @@ def most_live(program: ClosedJaxpr, lanes: int = 1) -> Live:
         lanes: The last dim of an array takes a multiple of so many places.
     """
     return _most_live(program.jaxpr, lanes)
+
+
+def most_room(program: ClosedJaxpr, platform: str) -> int:
+    """Bytes that a program's arrays take at its fullest moment where it runs.
+
+    Args:
+        program: As of `most_live`.
+        platform: "tpu" lays the last dim along its lanes, and leaves gaps.
+    """
+    if platform != "tpu":
+        return most_live(program).total_bytes
+    return round(HEAP * most_live(program, LANES).total_bytes)
 
 
 def _most_live(jaxpr: Jaxpr, lanes: int) -> Live:

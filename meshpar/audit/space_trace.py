@@ -8,10 +8,9 @@ from typing import Any, Protocol
 import jax
 
 from meshpar.audit.halos import exchanges
-from meshpar.audit.live_bytes import most_live
+from meshpar.audit.live_bytes import most_room
 from meshpar.audit.subject import FlatFunction, Subject
 from meshpar.audit.traced import operations
-from meshpar.hardware.tpus import LANES
 from meshpar.planner.workload.space import SpaceWorkload
 
 
@@ -23,7 +22,7 @@ def traced_space(step: _Traced, batch: Mapping[str, Any]) -> SpaceWorkload:
     """What a step holds and sends, by tracing it on its batch and on one of twice that.
 
     Nothing is compiled. What grows with the batch is of volumes, what does not is not.
-    A step for TPUs has its arrays' last dims as XLA lays them out there.
+    A step for TPUs has its arrays as XLA lays them out there.
 
     Args:
         step: From `make_train_step`; on an `absent_mesh` too.
@@ -31,9 +30,8 @@ def traced_space(step: _Traced, batch: Mapping[str, Any]) -> SpaceWorkload:
     """
     subject, once = _flat(step, batch, 1)
     _, twice = _flat(step, batch, 2)
-    lanes = LANES if subject.platform == "tpu" else 1
     traced = operations(once.jaxpr, once.in_shardings, once.weights)
-    least, most = (most_live(one.jaxpr, lanes).total_bytes for one in (once, twice))
+    least, most = (most_room(one.jaxpr, subject.platform) for one in (once, twice))
     return SpaceWorkload.of(least, most, exchanges(traced, subject.mesh_shape))
 
 

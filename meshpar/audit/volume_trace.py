@@ -14,10 +14,9 @@ import optax
 
 from meshpar.audit.jaxprs import array_shape
 from meshpar.audit.kernels import kernels_of
-from meshpar.audit.live_bytes import most_live
+from meshpar.audit.live_bytes import most_room
 from meshpar.audit.traced import Operation, operations
 from meshpar.errors import InputError
-from meshpar.hardware.tpus import LANES
 from meshpar.layout import Layout
 from meshpar.mesh import absent_mesh
 from meshpar.model.contract import Model
@@ -52,10 +51,8 @@ def traced_volume(
     layout = Layout(precision=precision, remat=remat)
     once, twice = (_traced(model, layout, examples) for examples in (1, 2))
     at_once, on_tpus = (
-        SpaceWorkload.of(
-            most_live(once, lanes).total_bytes, most_live(twice, lanes).total_bytes
-        )
-        for lanes in (1, LANES)
+        SpaceWorkload.of(most_room(once, platform), most_room(twice, platform))
+        for platform in ("gpu", "tpu")
     )
     found = operations(once, [None] * len(once.in_avals))
     kernels = kernels_of(found)

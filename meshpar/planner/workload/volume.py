@@ -78,7 +78,7 @@ class VolumeWorkload:
         num_sums: Of these, the sums of each example, which the next operation waits
             for; those over examples too are gradients of norms and biases.
         at_once: What it holds at its fullest, halos left out.
-        on_tpus: The same, the last dim of each array along a TPU's lanes.
+        on_tpus: The same, as XLA:TPU lays arrays out.
         batch_bytes: Of an example's arrays.
         least_sizes: Along each dim of space, the size that devices must divide: the
             greatest common divisor of all levels'.
