@@ -104,6 +104,14 @@ def _messages(line: str, where: str) -> Messages:
         raise DataError(
             f"{where}: no 'messages', a list of objects with 'role' and 'content'"
         )
+    for one in messages:
+        try:
+            one["content"].encode()
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"{where}: character {error.start} of a message's content is half a "
+                "surrogate pair, which is no text; leave the line out"
+            ) from error
     if not any(one["role"] == "assistant" for one in messages):
         raise DataError(f"{where}: the assistant says nothing; leave the line out")
     return messages

@@ -59,6 +59,8 @@ class FinetuneConfig:
         out: Folder of the run.
         text: Files, or folders of .txt files; Shakespeare's plays by default.
         chat: JSON lines of conversations, in place of text.
+        tokenizer: A tokenizer.json in place of the model's own, or of a run on files of
+            tokens, which has none.
         layout: The layout's line.
         rank: Of LoRA's matrices; 0 trains every weight.
         alpha: Their product is multiplied by alpha / rank.
@@ -85,6 +87,7 @@ class FinetuneConfig:
     out: Path = Path("runs/finetuned")
     text: tyro.conf.UseAppendAction[tuple[Path, ...]] = ()
     chat: Path | None = None
+    tokenizer: Path | None = None
     layout: str = "data=1"
     rank: int = 8
     alpha: float = 16.0
@@ -166,7 +169,7 @@ def finetune(config: FinetuneConfig) -> Finetuned:
     if config.emulate:
         needed = max(layout.num_devices, num_cpu_devices())
         emulate(needed if config.emulate < 0 else config.emulate)
-    loaded = load(config.from_weights)
+    loaded = load(config.from_weights, tokenizer=config.tokenizer)
     train, held_out = rows_of(config, loaded)
     step = step_of(config, loaded)
     description = described(config, loaded, step)

@@ -76,8 +76,8 @@ class WithoutTokenizer:
         """
         raise InputError(
             f"{self.where!r} was trained on files of tokens, and nothing says which "
-            f"tokens the text {text[:40]!r} is; give their tokenizer, as by "
-            "meshpar generate --tokenizer tokenizer.json"
+            f"tokens the text {text[:40]!r} is; give their tokenizer: --tokenizer "
+            "tokenizer.json"
         )
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -169,9 +169,9 @@ def _reader(
     said: Mapping[str, Any], tokenizer: Path | None, run: Path
 ) -> tuple[Tokenizer, tuple[int, ...]]:
     """What makes a run's texts tokens, and the tokens that end one."""
-    eos = said.get("eos")
     from meshpar.models.convert.run import is_of_tokens
 
+    eos = said.get("eos")
     if tokenizer is None and is_of_tokens(said):
         ends = (int(eos),) if eos and eos.isdecimal() else ()
         return WithoutTokenizer(str(run)), ends

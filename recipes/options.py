@@ -75,30 +75,47 @@ def parse_arguments(
         >>> parse_arguments(["--steps", "5"]).steps
         5
     """
-    words = sys.argv[1:] if argv is None else list(argv)
-    given = _parse(_not_resuming(words), command)
-    if given.config:
-        words = [*_below(words, given.config, command), *words]
-    given = _parse(words, command)
-    if given.run.resume and (given.run.folder / SAVED).exists():
-        has_devices = ENVIRONMENT_VARIABLE in os.environ
-        saved = _below(words, given.run.folder / SAVED, command)
-        if has_devices:  # They are this process's, not the earlier one's.
-            saved = _without(saved, {"--emulate"})
-        given = _parse([*saved, *words], command)
-    return given.run
+    words = with_values(sys.argv[1:] if argv is None else argv)
+    faults: dict[str, Path] = {}
+    if config := _value(words, "--config"):
+        words = [*_below(words, Path(config), command, faults), *words]
+    resumed = _value(words, "--resume") not in (None, "False")
+    saved = Path(_value(words, "--out") or "") / SAVED
+    if resumed and _value(words, "--out") and saved.exists():
+        earlier = _below(words, saved, command, faults)
+        if ENVIRONMENT_VARIABLE in os.environ:  # They are this process's, not its.
+            earlier = _without(earlier, {"--emulate"})
+        words = [*earlier, *words]
+    try:
+        return _parse(words, command).run
+    except InputError as error:
+        if path := faults.get(str(error)):
+            raise InputError(f"{str(path)!r}: {error}") from None
+        raise
 
 
-def _below(words: list[str], path: Path, command: str) -> list[str]:
+def _value(words: Sequence[str], option: str) -> str | None:
+    """What an option has on a command line, the last time that it is given."""
+    found = None
+    for word, following in zip(words, [*words, None][1:], strict=True):
+        if _option(word) == option:
+            found = word.partition("=")[2] if "=" in word else following
+    return found
+
+
+def _below(
+    words: list[str], path: Path, command: str, faults: dict[str, Path]
+) -> list[str]:
     """The options of a file, without those that would add to what `words` give.
 
-    Nor those of data where `words` give a text, and the other way round.
+    Nor those of data where `words` give a text, and the other way round. What is wrong
+    with the file alone is noted in `faults`: `words` may put it right.
     """
     found = read_options(path)
     try:
-        _parse(_not_resuming(found), command)
+        _parse(found, command)
     except InputError as error:
-        raise InputError(f"{str(path)!r}: {error}") from None
+        faults[str(error)] = path
     given = {_option(word) for word in words}
     replaced = given & _SEVERAL
     if "--data" in given:
@@ -106,17 +123,6 @@ def _below(words: list[str], path: Path, command: str) -> list[str]:
     elif "--text" in given:
         replaced |= _words_of(OF_DATA)
     return _without(found, replaced)
-
-
-def _not_resuming(words: Sequence[str]) -> list[str]:
-    """Words that may lack the folder of the run, which another source may give."""
-    words = with_values(words)
-    pairs = zip(["", *words], words, strict=False)
-    return [
-        word
-        for before, word in pairs
-        if _option(word) != "--resume" and before != "--resume"
-    ]
 
 
 def _without(words: Sequence[str], options: set[str]) -> list[str]:

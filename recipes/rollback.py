@@ -56,7 +56,9 @@ def rolled_back(run: Run, bad: BadStepError) -> tuple[Run, TrainState]:
 
 def _newest(step: int | None, config: RunConfig) -> str:
     if step is None:
-        return f"there is no checkpoint yet: the first is of step {config.save_every}"
+        end = config.stop_after or config.steps
+        first = min(config.save_every or end, end)
+        return f"there is no checkpoint yet: the first is of step {first}"
     return f"the newest checkpoint is of step {step}"
 
 

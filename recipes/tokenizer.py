@@ -54,11 +54,11 @@ def refuse_bytes(config: RunConfig) -> None:
     files = [config.from_weights / name for name in _OF_WEIGHTS]
     found = [str(file) for file in files if file.is_file()]
     if found:
-        json_file = files[0]
+        file = files[0] if files[0].is_file() else f"{files[0].name}, made of it first"
         raise DataError(
             f"the weights of --from know the tokens of {found[0]!r}, but without "
             "--tokenizer texts are read as bytes, other tokens; give --data PATH "
-            f"--tokenizer {json_file}"
+            f"--tokenizer {file}"
         )
 
 

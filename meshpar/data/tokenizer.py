@@ -82,7 +82,12 @@ class FileTokenizer:
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The tokens of each text, without special ones around it."""
-        found = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        try:
+            found = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        except TypeError:
+            for text in texts:
+                _utf8(text)
+            raise
         return [np.array(one.ids, np.int32) for one in found]
 
     def decode(self, tokens: Sequence[int]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -108,6 +108,11 @@ def generate(
         )
     if isinstance(stop, str):
         raise InputError(f"stop={stop!r}: give a list of texts, such as [{stop!r}]")
+    for name, given in (("stop", stop), ("stop_tokens", stop_tokens)):
+        if not isinstance(given, Iterable):
+            raise InputError(f"{name}={given!r}: give a list, [] for none")
+    if start_tokens is not None and not isinstance(start_tokens, Iterable):
+        raise InputError(f"start_tokens={start_tokens!r}: give a list of tokens")
     devices = jax.devices() if devices is None else list(devices)
     layout = _resolved(Layout.of(layout), len(devices))
     requests = requests_of(

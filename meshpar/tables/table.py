@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -68,6 +69,9 @@ class Table:
     into: str = "embedded"
 
     def __post_init__(self) -> None:
+        for field in ("name", "into"):
+            if not isinstance(value := getattr(self, field), str):
+                raise InputError(f"a table has {field}={value!r}: must be a text")
         for field in ("rows", "dim", "bag"):
             whole_number(f"table {self.name!r} has {field}", getattr(self, field))
         if self.rows > MOST_ROWS:
@@ -85,16 +89,25 @@ class Table:
                 f"table {self.name!r} has no pooling {self.pooling!r}; "
                 f"{nearest(str(self.pooling), POOLINGS)}"
             )
+        self._take_features()
         self._check_kinds()
-        object.__setattr__(self, "features", tuple(self.features) or (self.name,))
         self._check_bucket()
 
-    def _check_kinds(self) -> None:
+    def _take_features(self) -> None:
         if isinstance(self.features, str):
             raise InputError(
                 f"table {self.name!r} has features={self.features!r}; give a tuple, "
                 f"({self.features!r},)"
             )
+        given = self.features
+        named = tuple(given) if isinstance(given, Iterable) else (given,)
+        if not all(isinstance(one, str) for one in named):
+            raise InputError(
+                f"table {self.name!r} has features={given!r}: must be a tuple of texts"
+            )
+        object.__setattr__(self, "features", named or (self.name,))
+
+    def _check_kinds(self) -> None:
         if not isinstance(self.hashed, bool | np.bool_):
             raise InputError(
                 f"table {self.name!r} has hashed={self.hashed!r}: must be True or False"

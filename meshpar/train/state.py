@@ -8,8 +8,9 @@ from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from meshpar.errors import InputError
 from meshpar.model.contract import Model
@@ -26,6 +27,8 @@ from meshpar.train.precision import in_full, initial_optimizer_state, stored
 
 Leaf = TypeVar("Leaf")
 """What stands in an array's place: it, its shape, its sharding."""
+
+_OWN = "give one that this step's own init or an earlier call of it returned"
 
 
 @jax.tree_util.register_dataclass
@@ -156,19 +159,52 @@ def without_optimizer(state: TrainState) -> TrainState:
     return dataclasses.replace(state, opt_state=())
 
 
-def check_state(state: TrainState, shapes: TrainState) -> None:
+def check_state(
+    state: TrainState, shapes: TrainState, mesh: Mesh | AbstractMesh | None = None
+) -> None:
     """Refuses a state that a step cannot take: one that is gone, or another step's.
 
     Args:
         state: What was given.
         shapes: Shape and dtype of every array that the step keeps.
+        mesh: That the step runs on; None where it may be any.
 
     Raises:
-        InputError: As of `check_not_donated`, or an array is missing, or one too many.
+        InputError: As of `check_not_donated`; or an array is missing, or one too many,
+            or of another shape or dtype; or the state lies on another mesh.
     """
     check_not_donated(state)
-    if jax.tree.structure(state) == jax.tree.structure(shapes):
-        return
+    has, its_tree = jax.tree.flatten(state)
+    keeps, tree = jax.tree.flatten(shapes)
+    if its_tree != tree:
+        _check_paths(state, shapes)
+    for at, (array, wanted) in enumerate(zip(has, keeps, strict=False)):
+        dtype = getattr(array, "dtype", wanted.dtype)
+        if np.shape(array) != wanted.shape or dtype != wanted.dtype:
+            path, _ = jax.tree.leaves_with_path(shapes)[at]
+            raise InputError(
+                f"the state's {path_name(path)} is {_in_words(array)}, and this step's "
+                f"is {_in_words(wanted)}: it is of another model, layout or precision; "
+                f"{_OWN}"
+            )
+    there = getattr(getattr(state.step, "sharding", None), "mesh", None)
+    if mesh is not None and there is not None and there.shape != mesh.shape:
+        raise InputError(
+            f"the state lies on a mesh of {_sizes(there)}, and this step's has "
+            f"{_sizes(mesh)}; {_OWN}, or restore a checkpoint of it, which any layout "
+            "reads"
+        )
+
+
+def check_to_use(
+    state: TrainState, shapes: TrainState, mesh: Mesh | AbstractMesh | None = None
+) -> None:
+    """`check_state` for programs that update nothing, the optimizer's part aside."""
+    _check_kind(state)
+    check_state(without_optimizer(state), without_optimizer(shapes), mesh)
+
+
+def _check_paths(state: TrainState, shapes: TrainState) -> None:
     has, keeps = _paths(state), _paths(shapes)
     missing, more = sorted(keeps - has), sorted(has - keeps)
     if missing or more:
@@ -176,15 +212,17 @@ def check_state(state: TrainState, shapes: TrainState) -> None:
         first, *others = missing or more
         raise InputError(
             f"the state {lacks} {first}{f' and {len(others)} more' if others else ''}, "
-            f"which this step {keeps_it}; give one that this step's own init or an "
-            "earlier call of it returned"
+            f"which this step {keeps_it}; {_OWN}"
         )
 
 
-def check_to_use(state: TrainState, shapes: TrainState) -> None:
-    """`check_state` for programs that update nothing, the optimizer's part aside."""
-    _check_kind(state)
-    check_state(without_optimizer(state), without_optimizer(shapes))
+def _in_words(array: Any) -> str:
+    return f"{getattr(array, 'dtype', type(array).__name__)} {np.shape(array)}"
+
+
+def _sizes(mesh: Mesh | AbstractMesh) -> str:
+    sizes = [f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1]
+    return ",".join(sizes) or "one device"
 
 
 def _paths(state: TrainState) -> set[str]:

@@ -174,7 +174,7 @@ class TrainStep:
             InputError: Shapes differ, the global batch does not divide over the batch
                 axes, or the state is gone or another step's.
         """
-        check_state(state, self.state_shapes)
+        check_state(state, self.state_shapes, self._devices_mesh)
         with jax.set_mesh(self._devices_mesh):
             if not self.is_local:
                 return self._programs.update(state, self.place(batch))
@@ -204,7 +204,7 @@ class TrainStep:
                 f"layout {str(self.layout)!r} has sync_every=1: there are no replicas "
                 "to average; set it to 2 or more"
             )
-        check_state(state, self.state_shapes)
+        check_state(state, self.state_shapes, self._devices_mesh)
         with jax.set_mesh(self._devices_mesh):
             return self._programs.sync(state)
 

@@ -92,7 +92,7 @@ class StepPrograms:
 
     def to_use(self, state: TrainState) -> TrainState:
         """What the programs that update nothing take."""
-        check_to_use(state, self.functions.state_shapes)
+        check_to_use(state, self.functions.state_shapes, self.functions.placement.mesh)
         return without_optimizer(state)
 
     @property

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from meshpar.errors import InputError
 from meshpar.models.convert.run import is_of_tokens, read_checkpoint
 from meshpar.models.convert.writing import write_weights
 
@@ -35,8 +36,8 @@ def export(
 
     Raises:
         CheckpointError: There is no such checkpoint, or it cannot be read.
-        InputError: It says nothing of its model, no model of theirs is like it, or
-            `like` is no folder.
+        InputError: It says nothing of its model, no model of theirs is like it, its
+            tokenizer is gone, or `like` is no folder.
     """
     found = read_checkpoint(
         checkpoint, step, instead="write it with meshpar.models.convert.writing"
@@ -44,6 +45,11 @@ def export(
     contents = found.contents
     said, started = contents.config, None
     own = said.get("tokenizer") if like is None else None
+    if own and not Path(own).is_file():
+        raise InputError(
+            f"the run's tokenizer {own!r} is gone, and what is exported would have "
+            f"none; put it back, or give --like DIR, a folder with its {_TOKENIZER}"
+        )
     if like is None and said.get("from_weights"):
         folder = Path(said["from_weights"])
         started = folder if folder.is_dir() else None
@@ -57,7 +63,7 @@ def export(
         like=like,
         longest_like=started,
     )
-    if own and Path(own).is_file():
+    if own:
         shutil.copyfile(own, Path(to) / _TOKENIZER)
     return {
         "folder": str(to),

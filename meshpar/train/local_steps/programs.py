@@ -93,7 +93,7 @@ class LocalStepPrograms:
 
     def to_use(self, state: TrainState) -> TrainState:
         """What the programs that update nothing take: the common parameters."""
-        check_state(state, self.functions.state_shapes)
+        check_state(state, self.functions.state_shapes, self.functions.placement.mesh)
         return self.agreed(state)
 
     @property
