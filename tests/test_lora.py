@@ -169,6 +169,8 @@ def test_half_precision_is_near_the_plain_program(line):
         assert off < 0.05, off
 
     jax.tree.map(check, step.in_layer_order(slopes), gradients)
+    _, metrics = step(state, batches()[0])
+    assert float(metrics["loss"]) == pytest.approx(float(found), rel=1e-3)
 
 
 def test_nothing_is_kept_of_what_is_frozen():

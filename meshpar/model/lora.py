@@ -170,8 +170,8 @@ class LoRA:
                     weight = _at(as_stored, keys)
                     product = matrix.product(own["a"], own["b"])
                     sum_ = weight.astype(jnp.float32) + scale * product
-                    # What the layout computes in, as A and B are given.
-                    frozen = _with(frozen, keys, sum_.astype(own["a"].dtype))
+                    used = _narrower(weight.dtype, own["a"].dtype)
+                    frozen = _with(frozen, keys, sum_.astype(used))
             return frozen
 
         return rebuild
@@ -263,6 +263,9 @@ def _factors(matrix: Matrix, rank: int) -> dict[str, Parameter]:
 def _in_dtype_of(params: Params, frozen: Params, known: Any) -> Params:
     """Frozen weights in the dtype that A and B are given in, if there are any.
 
+    Those stored in half precision stay so, as do those outside the blocks: where A and
+    B are traced in fp32, blocks keep their stream's dtype.
+
     Args:
         params: A and B of a group's layer; nothing outside the blocks.
         frozen: What stays as it is there.
@@ -273,10 +276,16 @@ def _in_dtype_of(params: Params, frozen: Params, known: Any) -> Params:
         return frozen
 
     def cast(one: Parameter, value: jax.Array) -> jax.Array:
-        floating = jnp.issubdtype(value.dtype, jnp.floating)
-        return value.astype(given[0].dtype) if floating and not one.in_full else value
+        if one.in_full or not jnp.issubdtype(value.dtype, jnp.floating):
+            return value
+        return value.astype(_narrower(value.dtype, given[0].dtype))
 
     return jax.tree.map(cast, known, frozen, is_leaf=_is_parameter)
+
+
+def _narrower(stored: Any, given: Any) -> Any:
+    """What the layout computes in, as A and B are given, or less."""
+    return min(stored, given, key=lambda dtype: jnp.dtype(dtype).itemsize)
 
 
 def _matches(target: str, path: str) -> bool:
