@@ -282,6 +282,15 @@ def test_the_tokenizer_that_a_run_was_trained_with_is_exported(
     assert config[key] == theirs[key]
 
 
+def test_a_run_whose_tokenizer_is_gone_is_not_exported_without(tmp_path, monkeypatch):
+    said = {"tokenizer": str(tmp_path / "gone.json")}
+    found = SimpleNamespace(contents=SimpleNamespace(config=said, step=1))
+    monkeypatch.setattr(export, "read_checkpoint", lambda *args, **options: found)
+    with pytest.raises(InputError, match="gone.json' is gone, and what .* give --like"):
+        export.export("run", tmp_path / "to")
+    assert not (tmp_path / "to").exists()
+
+
 def test_what_no_model_of_theirs_has_is_not_exported(tmp_path):
     from dataclasses import replace
 

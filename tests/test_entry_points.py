@@ -84,6 +84,38 @@ def test_a_state_that_a_step_has_taken_is_refused():
     step(state, batch)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "layout", "match"),
+    [
+        (
+            dict(ffn=128),
+            "data=8",
+            r"down is float32 \(2, 128, 32\), and .*\(2, 64, 32\)",
+        ),
+        (dict(layers=4), "data=8", "is of another model, layout or precision; give"),
+        ({}, "fsdp=8", "lies on a mesh of fsdp=8, and this step's has data=8; give"),
+        (
+            {},
+            "data=8,precision=bf16,param_dtype=bf16_stochastic",
+            "is bfloat16 .*, and this step's is float32",
+        ),
+    ],
+)
+def test_a_state_of_another_model_or_layout_is_refused(sizes, layout, match):
+    other = make_train_step(build("test", **sizes), optax.sgd(0.1), layout).init(0)
+    step = make_train_step(build("test"), optax.sgd(0.1), "data=8")
+    batch = {
+        name: np.zeros(one.shape, one.dtype)
+        for name, one in batch_shapes(step.model, 8, seq=4).items()
+    }
+    for use in (step.evaluate, step.loss_and_gradients):
+        with pytest.raises(InputError, match=match):
+            use(other, batch)
+    if "param_dtype" not in layout:  # Its optimizer state has a master copy.
+        with pytest.raises(InputError, match=match):
+            step(other, batch)
+
+
 def test_shapes_of_a_batch_come_from_the_declared_inputs():
     model = build("test")
     assert batch_shapes(model, 8, seq=16) == batch_shapes(8, 16)

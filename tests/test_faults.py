@@ -156,7 +156,12 @@ def test_a_rollback_refuses_a_later_checkpoint_than_the_bad_step():
         (
             dict(on_bad_step="stop"),
             2,
-            "there is no checkpoint yet: the first is of step",
+            "there is no checkpoint yet: the first is of step 150$",
+        ),
+        (
+            dict(on_bad_step="stop", save_every=5),
+            2,
+            "there is no checkpoint yet: the first is of step 5$",
         ),
         (
             dict(on_bad_step="rollback", rollback_steps=5),

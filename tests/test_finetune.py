@@ -219,6 +219,10 @@ def test_a_template_that_changes_what_was_said_is_refused():
         ("{}\n", "line 1: no 'messages'"),
         ("no JSON\n", "line 1: no JSON"),
         (json.dumps({"messages": SAID[:1]}), "the assistant says nothing"),
+        (
+            json.dumps({"messages": [{**SAID[0], "content": "a\ud800"}, *SAID[1:]]}),
+            "line 1: character 1 of a message's content is half a surrogate pair",
+        ),
         (json.dumps({"messages": SAID}), "has 1 conversations; give 2 or more"),
     ],
 )

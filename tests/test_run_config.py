@@ -147,6 +147,28 @@ def test_rollbacks_that_always_have_a_checkpoint_are_taken():
         )
 
 
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_file_and_the_command_line_are_checked_together(tmp_path, resumed):
+    file = tmp_path / SAVED
+    source = ["--out", str(tmp_path), "--resume"] if resumed else []
+    source = source or ["--config", str(file)]
+    rollback = ["--on-bad-step", "rollback", "--rollback-steps", "10"]
+    for text, words in (
+        ('on_bad_step="rollback"\nrollback_steps=10\nsave_every=5', ["--keep", "4"]),
+        ("keep=5", [*rollback, "--save-every", "5"]),
+        ('data=["a.jsonl"]', ["--tokenizer", "t.json", "--validation-data", "b.txt"]),
+        ('data=["a.jsonl"]\ntokenizer="t.json"', ["--eos", "<end>"]),
+        ('data=["a.jsonl"]\neos="<end>"', ["--tokenizer", "t.json"]),
+    ):
+        file.write_text(text)
+        parse_arguments([*source, *words])
+    file.write_text('on_bad_step="rollback"\nrollback_steps=10\nsave_every=5\nkeep=2')
+    with pytest.raises(InputError, match=f"^'{file}': rollback_steps=10"):
+        parse_arguments(source)
+    with pytest.raises(InputError, match="^rollback_steps=20 with save_every=5"):
+        parse_arguments([*source, "--rollback-steps", "20"])
+
+
 def test_a_file_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypatch):
     def cut_off(path, text, **_):
         path.write_bytes(text[:9].encode())

@@ -54,6 +54,10 @@ def table(**options):
         ({"scale": -1.0}, "scale=-1.0: must be"),
         ({"scale": "1"}, "scale='1': must be"),
         ({"features": "user"}, r"features='user'; give a tuple, \('user',\)"),
+        ({"features": None}, "features=None: must be a tuple of texts"),
+        ({"features": (1, "b")}, r"features=\(1, 'b'\): must be a tuple of texts"),
+        ({"name": 3}, "a table has name=3: must be a text"),
+        ({"into": None}, "a table has into=None: must be a text"),
     ],
 )
 def test_a_table_that_makes_no_sense_is_refused(options, match):
