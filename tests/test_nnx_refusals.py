@@ -231,6 +231,21 @@ def test_a_block_whose_call_would_be_lost_or_cannot_be_traced_is_refused(block, 
         trace(model(block))
 
 
+IN_A_FOLDER = """
+class InAFolder(Block):
+    def __call__(self, x, scope):
+        return x if scope.layer == 0 else 2 * x
+"""
+
+
+@pytest.mark.parametrize("folder", ["jax", "flax", "meshpar"])
+def test_the_line_that_asks_for_a_number_is_named_in_a_folder_of_any_name(folder):
+    found = {"__name__": "project", "Block": Block}
+    exec(compile(IN_A_FOLDER, f"/home/me/{folder}/project.py", "exec"), found)
+    with pytest.raises(InputError, match=r"it is traced .project.py:4., as `if"):
+        trace(model(found["InAFolder"]))
+
+
 class EndsAssigning(Ends):
     def embed(self, batch, scope):
         self.w[...] = 2 * self.w[...]
