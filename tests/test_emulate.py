@@ -161,6 +161,31 @@ import json
 import meshpar
 from meshpar.models.presets import PRESETS, build
 built = [build(name).num_parameters for name in PRESETS]
+
+import jax, jax.numpy as jnp
+from flax import nnx
+
+class Ends(nnx.Module):
+    def __init__(self, rngs):
+        self.w = nnx.Param(jax.random.normal(rngs.params(), (4, 4)))
+
+    def embed(self, batch, scope):
+        return batch["x"] @ self.w[...]
+
+    def head(self, x, batch, scope):
+        return jnp.sum(x**2), jnp.float32(len(x))
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(4, 4, rngs=rngs)
+        self.norm = nnx.BatchNorm(4, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+    def __call__(self, x, scope):
+        return self.dropout(self.norm(self.linear(x)))
+
+made = meshpar.from_nnx(ends=Ends, block=Block, num_layers=2)
+built.append(made.num_parameters)
 print(json.dumps([min(built) > 0, len(meshpar.emulate(4))]))
 """
 

@@ -140,6 +140,44 @@ class Integers(nnx.Module):
         return x[:, self.order[...]]
 
 
+class Extra(Block):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        if next(COUNT) % 2:
+            self.bias = nnx.Param(jnp.zeros(SIZE))
+
+
+class Widened(Block):
+    def __init__(self, rngs):
+        self.w = draw(rngs, SIZE, next(COUNT))
+
+
+class OtherDtypes(Block):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        dtype = jnp.float32 if next(COUNT) % 2 else jnp.bfloat16
+        self.bias = nnx.Param(jnp.zeros(SIZE, dtype))
+
+
+class OtherKinds(Block):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        kind = nnx.Param if next(COUNT) % 2 else nnx.Variable
+        self.bias = kind(jnp.zeros(SIZE))
+
+
+class Text(Block):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.inside = nnx.Dict({"names": np.array(["a", "b"])})
+
+
+class Several(Block):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.scales = nnx.Variable({"a": jnp.ones(SIZE)})
+
+
 @pytest.mark.parametrize(
     "block, match",
     [
@@ -147,6 +185,12 @@ class Integers(nnx.Module):
         (CountedScale, "two builds from one key give 'w' other values"),
         (NumpyTable, "two builds from one key give 'table' other values"),
         (Counted, r"two builds from one key differ in 'dilation': \d+, then \d+; a"),
+        (Extra, r"two builds .* 'bias': (nothing|Param of float32\(4,\)), then [nP]"),
+        (Widened, r"differ in 'w': Param of float32\(4, \d+\), then Param of float32"),
+        (OtherDtypes, "in 'bias': Param of b?float(32|16).*, then Param of b?float"),
+        (OtherKinds, r"in 'bias': (Param|Variable) of float32\(4,\), then [PV]"),
+        (Text, "block=.*: the module holds 'inside.names' of type ndarray .<U1., wh"),
+        (Several, "block=.*: the module holds 'scales' of type dict, which is no"),
         (OuterStreams, "block=.*: the builder changes what was made before it runs"),
         (Dotted, "two arrays have the name 'a.b.c', at .*'b', 'c'.* and .*'b.c'"),
         (Unparametrised, "the block has no nnx.Param of real numbers"),
@@ -229,6 +273,21 @@ class OnPython(Block):
 def test_a_block_whose_call_would_be_lost_or_cannot_be_traced_is_refused(block, match):
     with pytest.raises(InputError, match=match):
         trace(model(block))
+
+
+IN_A_FOLDER = """
+class InAFolder(Block):
+    def __call__(self, x, scope):
+        return x if scope.layer == 0 else 2 * x
+"""
+
+
+@pytest.mark.parametrize("folder", ["jax", "flax", "meshpar"])
+def test_the_line_that_asks_for_a_number_is_named_in_a_folder_of_any_name(folder):
+    found = {"__name__": "project", "Block": Block}
+    exec(compile(IN_A_FOLDER, f"/home/me/{folder}/project.py", "exec"), found)
+    with pytest.raises(InputError, match=r"it is traced .project.py:4., as `if"):
+        trace(model(found["InAFolder"]))
 
 
 class EndsAssigning(Ends):

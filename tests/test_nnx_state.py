@@ -42,8 +42,18 @@ class Averaging(nnx.Module):
         self.columns[...] = self.v[...].sum(axis=0)
 
 
-def model(block=Averaging):
-    return from_nnx(ends=Ends, block=block, num_layers=3, inputs=INPUTS)
+class Counting(Averaging):
+    """Sums that are Python's numbers: of an auxiliary loss, and for the state."""
+
+    def __call__(self, x, scope):
+        return super().__call__(x, scope), {"z": float(len(x)), "rows": len(x)}
+
+    def update_state(self, sums):
+        self.columns[...] += sums["rows"]
+
+
+def model(block=Averaging, **options):
+    return from_nnx(ends=Ends, block=block, num_layers=3, inputs=INPUTS, **options)
 
 
 def step_of(model, layout):
@@ -75,6 +85,20 @@ def test_an_update_of_the_state_reads_the_parameters_before_the_step(layout):
     params = step.in_layer_order(jax.device_get(state.params))["blocks"]
     state, _ = step(state, {"x": X})
     check(step.in_layer_order(jax.device_get(state.model_state))["blocks"], params)
+
+
+@pytest.mark.parametrize(
+    "layout", ["data=1", "data=2,tensor=2", "fsdp=2,stage=2,microbatches=2"]
+)
+def test_sums_that_are_pythons_numbers_count_as_arrays_do(layout):
+    step = step_of(model(Counting, auxiliary={"z": 0.5}), layout)
+    state = step.init(0)
+    params, first = initial_values(model(), 0)
+    plain, _ = loss_and_state(model(), params, {"x": X}, state=first)
+    state, metrics = step(state, {"x": X})
+    np.testing.assert_allclose(metrics["loss"], plain + 3 * 0.5, rtol=1e-6)
+    columns = jax.device_get(state.model_state["blocks"]["columns"])
+    np.testing.assert_array_equal(columns[:3], np.full((3, SIZE), len(X)))
 
 
 def test_an_update_of_the_state_on_one_device_reads_the_parameters():

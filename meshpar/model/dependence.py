@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr
+from jax.extend.core import Jaxpr, JaxprEqn
 
 from meshpar.model.equations import programs_in
 from meshpar.model.scan_counts import scan_counts
@@ -49,11 +49,24 @@ def arguments_read(function: Callable[..., Any], *arguments: Any) -> list[bool]:
         [True, False, False]
     """
     jaxpr = jax.make_jaxpr(function)(*arguments).jaxpr
-    needed = {atom for atom in jaxpr.outvars if not hasattr(atom, "val")}
+    _, needed = needed_for(jaxpr, jaxpr.outvars)
+    return [var in needed for var in jaxpr.invars]
+
+
+def needed_for(jaxpr: Jaxpr, results: Sequence[Any]) -> tuple[list[JaxprEqn], set[Any]]:
+    """The operations that make some results, the last first, and all that they read.
+
+    Args:
+        jaxpr: A program.
+        results: Some of its results.
+    """
+    equations = []
+    needed = {atom for atom in results if not hasattr(atom, "val")}
     for equation in reversed(jaxpr.eqns):
         if needed & set(equation.outvars):
+            equations.append(equation)
             needed |= {atom for atom in equation.invars if not hasattr(atom, "val")}
-    return [var in needed for var in jaxpr.invars]
+    return equations, needed
 
 
 def passed_on(function: Callable[[dict], dict], arrays: dict[str, Any]) -> list[str]:

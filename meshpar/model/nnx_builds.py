@@ -17,8 +17,8 @@ from flax import nnx
 from flax.errors import TraceContextError
 
 from meshpar.errors import InputError
-from meshpar.model.nnx_checks import check_builder, check_module
-from meshpar.model.nnx_leaves import Leaf, leaf_of, value_of
+from meshpar.model.nnx_checks import check_array, check_builder, check_module
+from meshpar.model.nnx_leaves import Leaf, leaf_of, name_of, value_of
 from meshpar.model.program_numbers import Numbers, numbers_in, same_numbers
 
 Builder = Callable[[nnx.Rngs], nnx.Module]
@@ -157,6 +157,8 @@ def _traced(builder: Builder, argument: str) -> _Trace:
         check_module(module, argument)
         graph, state = nnx.split(module)
         leaves = list(nnx.to_flat_state(state))
+        for path, leaf in leaves:
+            check_array(value_of(leaf), argument, name_of(path))
         found.extend((module, graph, leaves))
         return [value_of(leaf) for _, leaf in leaves]
 
@@ -164,7 +166,7 @@ def _traced(builder: Builder, argument: str) -> _Trace:
     key = jax.eval_shape(jax.random.key, 0)
     program, shapes = jax.make_jaxpr(arrays, return_shape=True)(key)
     module, graph, leaves = found
-    nodes = {_name(path): node for path, node in nnx.iter_graph(module)}
+    nodes = {name_of(path): node for path, node in nnx.iter_graph(module)}
     return _Trace(type(module), graph, leaves, shapes, numbers_in(program), nodes)
 
 
@@ -183,21 +185,23 @@ def _rescaled(nodes: Mapping[str, Any]) -> frozenset[str]:
 
 
 def _check_alike(what: str, first: _Trace, second: _Trace) -> None:
-    one, other = (_settings(trace.nodes) for trace in (first, second))
+    one, other = (
+        {**_settings(trace.nodes), **_arrays(trace)} for trace in (first, second)
+    )
     for name in {**one, **other}:
         if one.get(name) != other.get(name):
             raise InputError(
-                f"{what}: two builds from one key differ in {name!r}: {one.get(name)}, "
-                f"then {other.get(name)}; a block is built once for all layers: take "
-                "what differs from scope.layer, or give each kind a group of its own "
-                "(groups=)"
+                f"{what}: two builds from one key differ in {name!r}: "
+                f"{one.get(name, 'nothing')}, then {other.get(name, 'nothing')}; a "
+                "block is built once for all layers: take what differs from "
+                "scope.layer, or give each kind a group of its own (groups=)"
             )
     for (path, _), *numbers in zip(
         first.leaves, first.numbers, second.numbers, strict=True
     ):
         if not same_numbers(*numbers):
             raise InputError(
-                f"{what}: two builds from one key give {_name(path)!r} other values, "
+                f"{what}: two builds from one key give {name_of(path)!r} other values, "
                 "as NumPy's random numbers or a counter do; draw from the nnx.Rngs "
                 "that the builder is given, such as rngs.params()"
             )
@@ -210,6 +214,14 @@ def _settings(nodes: Mapping[str, Any]) -> dict[str, str]:
         for name, node in nodes.items()
         if "_pytree__" not in name
         and not isinstance(node, nnx.Variable | jax.Array | np.ndarray)
+    }
+
+
+def _arrays(trace: _Trace) -> dict[str, str]:
+    """Kind, dtype and shape of a module's arrays, as text by path."""
+    return {
+        name_of(path): f"{type(leaf).__name__} of {shape.dtype}{shape.shape}"
+        for (path, leaf), shape in zip(trace.leaves, trace.shapes, strict=True)
     }
 
 
@@ -230,7 +242,3 @@ def _check_names(what: str, leaves: tuple[Leaf, ...]) -> None:
                 f"{seen[leaf.name]} and {leaf.path}; rename one"
             )
         seen[leaf.name] = leaf.path
-
-
-def _name(path: tuple) -> str:
-    return ".".join(map(str, path))

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 from flax import nnx
 
 from meshpar.errors import InputError, nearest
@@ -54,6 +55,23 @@ def check_module(module: Any, argument: str) -> None:
             f"from_nnx({argument}=...) builds a {type(module).__name__}, no "
             "flax.nnx.Module; return one"
         )
+
+
+def check_array(value: Any, argument: str, path: str) -> None:
+    """Refuses what Flax takes for an array of a module, but JAX does not.
+
+    Raises:
+        InputError: It holds text, objects, or several arrays.
+    """
+    try:
+        jax.typeof(value)
+    except TypeError as error:
+        dtype = f" ({value.dtype})" if hasattr(value, "dtype") else ""
+        raise InputError(
+            f"from_nnx({argument}=...): the module holds {path!r} of type "
+            f"{type(value).__name__}{dtype}, which is no array of numbers; keep one in "
+            "each nnx.Variable, and text in a tuple"
+        ) from error
 
 
 def check_method(kind: type, what: str, method: str, arguments: Sequence[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from pathlib import Path
+from types import FrameType
 
 import jax
 
@@ -26,14 +27,19 @@ def traced_number(called: str, error: Exception) -> InputError:
         called: The method, in words.
         error: JAX's, one of `TRACED_NUMBER`.
     """
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not set(Path(frame.filename).parts) & set(_PACKAGES)
+    lines = [
+        f" ({Path(frame.f_code.co_filename).name}:{line})"
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if not _is_of_packages(frame)
     ]
-    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    where = lines[-1] if lines else ""
     return InputError(
         f"{called} asks for the number in an array while it is traced{where}, as "
         "`if scope.layer == 0` does; choose with jnp.where or jax.lax.cond, or give "
         "blocks that differ a group of their own (groups=)"
     )
+
+
+def _is_of_packages(frame: FrameType) -> bool:
+    """By the module's name: a user's folders may have the name of a package."""
+    return str(frame.f_globals.get("__name__")).partition(".")[0] in _PACKAGES

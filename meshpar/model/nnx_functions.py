@@ -272,7 +272,7 @@ class Functional:
         """Name -> each array that a call may change."""
         known = {**_by_path(params), **_by_path(state)}
         return {
-            leaf.name: leaf.value if leaf.role == "random" else known[leaf.name]
+            leaf.name: leaf.initial if leaf.role == "random" else known[leaf.name]
             for leaf in self._leaves
             if leaf.role != "fixed"
         }

@@ -22,7 +22,7 @@ class Leaf:
         template: Its variable, or None for an array that stands by itself.
         role: `param`, `constant` (of integers or booleans), `state`, `random` or
             `fixed`, a NumPy array that every build has alike.
-        value: Shape and dtype, or the NumPy array itself.
+        value: Shape and dtype, or the NumPy array itself if it is `fixed`.
     """
 
     path: tuple
@@ -33,7 +33,20 @@ class Leaf:
     @property
     def name(self) -> str:
         """Its path, as in `attention.query.kernel`."""
-        return ".".join(map(str, self.path))
+        return name_of(self.path)
+
+    @property
+    def initial(self) -> jax.Array:
+        """Zeros in place of a stream's key or count, which no method may draw from.
+
+        Made where they are used: an array made as the module is built starts JAX.
+        """
+        return jnp.zeros(self.value.shape, self.value.dtype)
+
+
+def name_of(path: tuple) -> str:
+    """Keys of where an array stands as one name, as in `attention.query.kernel`."""
+    return ".".join(map(str, path))
 
 
 def leaf_of(path: tuple, leaf: Any, shape: Any, what: str) -> Leaf:
@@ -50,13 +63,11 @@ def leaf_of(path: tuple, leaf: Any, shape: Any, what: str) -> Leaf:
     """
     template = leaf.replace(None) if isinstance(leaf, nnx.Variable) else None
     if isinstance(leaf, nnx.RngState):
-        value = jax.random.key(0) if isinstance(leaf, nnx.RngKey) else jnp.uint32(0)
-        return Leaf(path, template, "random", value)
+        return Leaf(path, template, "random", shape)
     if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
         raise InputError(
-            f"{what}: the module holds a random key {'.'.join(map(str, path))!r} of "
-            "its own; draw with scope.dropout or scope.key, which every layout does "
-            "alike"
+            f"{what}: the module holds a random key {name_of(path)!r} of its own; "
+            "draw with scope.dropout or scope.key, which every layout does alike"
         )
     if isinstance(leaf, np.ndarray):
         return Leaf(path, None, "fixed", leaf)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
+from meshpar.model.dependence import needed_for
 from meshpar.model.equations import programs_in
 
 Numbers = list[Any]
@@ -27,27 +29,30 @@ def same_numbers(one: Numbers, other: Numbers) -> bool:
 
 
 def _numbers_of(jaxpr: Jaxpr, values: dict[Any, Any], result: Any) -> Numbers:
-    needed, found = [result], []
-    wanted: set[Any] = set() if hasattr(result, "val") else {result}
-    for equation in reversed(jaxpr.eqns):
-        if wanted & set(equation.outvars):
-            found.append(equation.primitive.name)
-            needed += equation.invars
-            wanted |= {atom for atom in equation.invars if not hasattr(atom, "val")}
-            for inner in programs_in(equation):
-                found += _all_numbers(inner)
-    found += [atom.val for atom in needed if hasattr(atom, "val")]
-    return found + [value for var, value in values.items() if var in wanted]
+    equations, needed = needed_for(jaxpr, [result])
+    found = _literals([result])
+    for equation in equations:
+        found += _numbers_at(equation)
+    return found + [value for var, value in values.items() if var in needed]
+
+
+def _numbers_at(equation: JaxprEqn) -> Numbers:
+    """The name of an operation, its constants, and those of programs inside it."""
+    found = [equation.primitive.name, *_literals(equation.invars)]
+    for inner in programs_in(equation):
+        found += _all_numbers(inner)
+    return found
+
+
+def _literals(atoms: Sequence[Any]) -> Numbers:
+    return [atom.val for atom in atoms if hasattr(atom, "val")]
 
 
 def _all_numbers(program: Any) -> Numbers:
     """The operations and constants of a program inside another."""
     found: Numbers = list(getattr(program, "consts", ()))
     for equation in getattr(program, "jaxpr", program).eqns:
-        found.append(equation.primitive.name)
-        found += [atom.val for atom in equation.invars if hasattr(atom, "val")]
-        for inner in programs_in(equation):
-            found += _all_numbers(inner)
+        found += _numbers_at(equation)
     return found
 
 

@@ -56,7 +56,9 @@ def check_sums(
         )
     stream, sums = result
     return stream, {
-        name: sums[name].astype(jnp.float32) if name in auxiliary else sums[name]
+        name: jnp.asarray(sums[name], jnp.float32)
+        if name in auxiliary
+        else jax.tree.map(jnp.asarray, sums[name])
         for name in sorted(sums)
     }
 
