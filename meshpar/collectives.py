@@ -110,10 +110,11 @@ def summed(tree: Any, mesh_axes: Any, platform: str) -> Any:
     """Arrays added up over manual mesh axes by one all-reduce, of the dtypes they have.
 
     Args:
-        tree: This device's arrays.
+        tree: This device's arrays, or numbers.
         mesh_axes: Name of a mesh axis, or names of several.
         platform: Whose `sum_dtype` they are added up in.
     """
+    tree = jax.tree.map(jnp.asarray, tree)
     wide = jax.tree.map(lambda x: x.astype(sum_dtype(x.dtype, platform)), tree)
     found = jax.lax.psum(wide, mesh_axes)
     return jax.tree.map(lambda x, like: x.astype(like.dtype), found, tree)

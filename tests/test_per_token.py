@@ -26,10 +26,15 @@ class Ends(nnx.Module):
         )
 
     def embed(self, batch, scope):
-        return self.read[...][batch["tokens"]]
+        x = self.read[...][batch["tokens"]]
+        return x + batch["memory_seq"].mean(1)[:, None] if "memory_seq" in batch else x
 
     def head(self, x, batch, scope):
-        return self.loss(x @ self.write[...], batch, scope), batch["weights"].sum()
+        loss = self.loss(x @ self.write[...], batch, scope)
+        return loss if isinstance(loss, tuple) else (loss, batch["weights"].sum())
+
+    def logits(self, x, scope):
+        return x - x.mean(1)[:, None]
 
 
 class Block(nnx.Module):
@@ -49,6 +54,9 @@ def step_of(loss, layout, *, per_token=True):
         inputs={
             "tokens": Input(("batch", "seq"), "int", below=VOCAB),
             "weights": Input(("batch", "seq"), is_weight=True),
+            "memory_seq": Input(
+                ("batch", "memory_seq", None), shape=(None, None, EMBED), optional=True
+            ),
         },
     )
     devices = jax.devices()[:2] if "2" in layout else jax.devices()[:1]
@@ -76,9 +84,14 @@ def of_whole_sequences(logits, batch, scope):
     return (scope.over_sequence(lambda x: jnp.cumsum(x, 1), logits) ** 2).sum()
 
 
+def by_examples(logits, batch, scope):
+    return losses_of(logits, batch["tokens"]).sum(), jnp.float32(len(logits))
+
+
 @pytest.mark.parametrize(
     ("loss", "words"),
     [
+        (by_examples, "a sum that has no tokens in it"),
         (of_the_next_token, "per_token=True says .* slice along the sequence"),
         (of_the_mean, "scope.sequence_sum is of whole sequences"),
         (of_whole_sequences, "scope.over_sequence is of whole sequences"),
@@ -104,12 +117,49 @@ def test_sums_of_whole_sequences_are_refused_where_ranks_share_tokens(name):
         getattr(scope, name)(*given)
 
 
-def test_token_wise_ends_are_shared_and_change_no_loss():
-    tokens = np.random.default_rng(0).integers(0, VOCAB, (4, SEQ)).astype(np.int32)
-    batch = {"tokens": tokens, "weights": np.ones((4, SEQ), np.float32)}
+def by_size(logits, batch, scope):
+    losses = losses_of(logits, batch["tokens"])
+    return losses.sum(), losses.size
+
+
+def by_ones(logits, batch, scope):
+    losses = losses_of(logits, batch["tokens"])
+    return losses.sum(), jnp.ones_like(losses).sum()
+
+
+def of_flat_tokens(logits, batch, scope):
+    losses = losses_of(logits.reshape(-1, VOCAB), batch["tokens"].reshape(-1))
+    return (losses * batch["weights"].reshape(-1)).sum()
+
+
+def of_written_over(logits, batch, scope):
+    return losses_of(logits.at[..., 0].set(0.0), batch["tokens"]).sum()
+
+
+@pytest.mark.parametrize(
+    "loss", [of_each_token, by_size, by_ones, of_flat_tokens, of_written_over]
+)
+def test_token_wise_ends_are_shared_and_change_no_loss(loss):
+    rng = np.random.default_rng(0)
+    batch = {
+        "tokens": rng.integers(0, VOCAB, (4, SEQ)).astype(np.int32),
+        "weights": np.ones((4, SEQ), np.float32),
+        "memory_seq": rng.normal(size=(4, 6, EMBED)).astype(np.float32),
+    }
     found = []
     for layout in ("stage=2", "stage=1"):
-        step = step_of(of_each_token, layout)
+        step = step_of(loss, layout)
         loss_sum, weight_sum = step.evaluate(step.init(0), batch)
         found.append(float(loss_sum / weight_sum))
     assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+def test_logits_that_mix_tokens_are_refused_where_ranks_share_them():
+    def traced(layout, **options):
+        step = step_of(of_each_token, layout, **options)
+        batch = meshpar.batch_shapes(step.model, 4, seq=SEQ)
+        jax.eval_shape(step.functions.logits, step.state_shapes, batch)
+
+    with pytest.raises(InputError, match="per_token=True lets .* but logits joins"):
+        traced("stage=2")
+    traced("stage=1")

@@ -169,7 +169,8 @@ class Scope:
         """Tokens of the whole sequence, of which `seq` are at hand.
 
         Raises:
-            InputError: Devices share a sequence's tokens, and have not `seq` each.
+            InputError: Not `seq` are at hand; found out where a model is traced before
+                its sequences are split, not where it runs.
         """
         if self.order is not None and self.order.probing:
             self._check_tokens("seq_length", seq)
@@ -353,10 +354,15 @@ class Scope:
             x: (batch, tokens at hand, ...).
 
         Raises:
-            InputError: The ranks of a pipeline share the tokens here, `x` has another
-                number of tokens, or `function` gives others.
+            InputError: The ranks of a pipeline share the tokens here, `x` is no array
+                of tokens or has another number of them, or `function` gives others.
         """
         self._check_whole("over_sequence")
+        if len(getattr(x, "shape", ())) < 2:
+            raise InputError(
+                f"scope.over_sequence is given {_in_words(x)}, but takes one array of "
+                "(batch, tokens at hand, ...); join several along their last dim"
+            )
         self._check_tokens("over_sequence", x.shape[1])
         if self.order is None:
             return function(x)
@@ -398,6 +404,11 @@ class Scope:
         key = jax.random.fold_in(key, jnp.asarray(self.layer).astype(jnp.uint32))
         examples = self.examples.astype(jnp.uint32)
         return jax.vmap(jax.random.fold_in, (None, 0))(key, examples)
+
+
+def _in_words(x: Any) -> str:
+    """The shape of an array, or what else it is."""
+    return f"shape {x.shape}" if hasattr(x, "shape") else f"a {type(x).__name__}"
 
 
 def _spec(

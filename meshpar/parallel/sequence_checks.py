@@ -4,34 +4,17 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any
-
-import jax
-import jax.numpy as jnp
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from meshpar.errors import InputError
 from meshpar.layout import Layout
 from meshpar.model.contract import Model
-from meshpar.model.inputs import (
-    BATCH_DIM,
-    MissingInputError,
-    logical_sizes,
-    shapes_of,
-)
-from meshpar.model.token_mixing import mixes_tokens
-from meshpar.model.token_order import TokenOrder
-from meshpar.model.tracing import (
-    one_layer_shapes,
-    one_layer_state,
-    run_on,
-    traced_batch,
-    traced_forward,
-    tracing,
-)
-from meshpar.parallel.sequence import is_sequence, sequence_dims
+from meshpar.model.inputs import MissingInputError, logical_sizes
+from meshpar.model.tracing import traced_batch
+from meshpar.parallel.sequence import is_sequence
 from meshpar.parallel.sequence_lengths import check_sequences
+from meshpar.parallel.sequence_probe import Probe, what_joins
 from meshpar.parallel.space import splits_tokens
 from meshpar.rules.rules import Rules
 
@@ -156,17 +139,67 @@ def tokens_joined(
     Args:
         model: The model.
         cached: Whether attention is what a cache answers, not what devices share.
-        ends_only: Whether embed and head alone are asked for.
+        ends_only: Whether embed and head alone are asked for. Ranks of a pipeline share
+            the dim `seq` alone; an operation that only may join tokens is let through.
 
     Raises:
         InputError: They cannot be traced.
     """
-    fixed = _fixed_tokens(model)
+    inputs = model.known_inputs
+    needed = tuple(name for name, one in inputs.items() if not one.optional)
+    probe = Probe(model=model, names=needed, cached=cached, ends_only=ends_only)
+    found = _joined(probe)
+    if found is None and len(needed) < len(inputs):
+        return _joined(replace(probe, names=tuple(inputs)))
+    return found
+
+
+def check_logits_tokens(
+    model: Model, layout: Layout, rules: Rules, names: Sequence[str]
+) -> None:
+    """Refuses `logits` that join tokens which devices share.
+
+    Args:
+        model: The model, which has `logits`.
+        layout: What splits a sequence's tokens, if anything does.
+        rules: Which may let `context` split space instead.
+        names: Of the arrays of the batch.
+
+    Raises:
+        InputError: They surely do, or give a sum over tokens.
+    """
+    known = tuple(name for name in model.known_inputs if name in names)
+    probe = Probe(model=model, names=known, of_logits=True)
+    if splits_tokens(model, layout, rules):
+        _check_probed(probe, f"layout {str(layout)!r} splits sequences")
+    if layout.stage > 1 and model.per_token and _has_shapes(model):
+        _check_probed(
+            replace(probe, ends_only=True),
+            f"per_token=True lets the {layout.stage} ranks of a pipeline share tokens",
+        )
+
+
+def _check_probed(probe: Probe, why: str) -> None:
+    try:
+        found = _joined(probe)
+    except InputError as error:
+        if isinstance(error.__cause__, MissingInputError):
+            return  # What runs says so.
+        raise
+    if found is not None:
+        raise InputError(
+            f"{why}, but logits joins the tokens of a device, that has not all: "
+            f"{found}; give each token's own, or take a layout with {probe.mesh_axis}=1"
+        )
+
+
+def _joined(probe: Probe) -> str | None:
+    """What joins tokens, on the first sequences that the model takes."""
+    fixed = _fixed_tokens(probe.model, ends_only=probe.ends_only)
     sizes = _TRACED_TOKENS if fixed is None else (fixed,)
     for num_tokens in sizes:
         try:
-            mixes = functools.partial(_mixes, model, num_tokens, cached, ends_only)
-            return mixes(()) or (mixes(_optional(model)) if _optional(model) else None)
+            return what_joins(probe, num_tokens)
         except InputError:  # longer than the model takes, perhaps
             if num_tokens == sizes[-1]:
                 raise
@@ -186,128 +219,12 @@ def _open_sequences(model: Model) -> bool:
     return any(is_sequence(name) for name in logical_sizes(model.known_inputs))
 
 
-def _fixed_tokens(model: Model) -> int | None:
+def _fixed_tokens(model: Model, *, ends_only: bool = False) -> int | None:
     """Tokens of every batch's sequences, where the inputs say so."""
     sizes = {
         size
         for one in model.known_inputs.values()
         for name, size in zip(one.logical_axes, one.sizes, strict=True)
-        if is_sequence(name) and size is not None
+        if size is not None and (name == "seq" if ends_only else is_sequence(name))
     }
     return max(sizes, default=None)
-
-
-def _optional(model: Model) -> tuple[str, ...]:
-    return tuple(name for name, one in model.known_inputs.items() if one.optional)
-
-
-def _mixes(
-    model: Model,
-    num_tokens: int,
-    cached: bool,
-    ends_only: bool,
-    optional: tuple[str, ...],
-) -> str | None:
-    """The operation of a model that mixes tokens; None if none does.
-
-    Args:
-        model: The model.
-        num_tokens: Of the sequences that it is traced on.
-        cached: As in `tokens_joined`.
-        ends_only: As there.
-        optional: The optional inputs that a batch has.
-    """
-    whole, share = (
-        _Hand.of(model, num_tokens, at_hand, optional, cached, ends_only)
-        for at_hand in (num_tokens, max(num_tokens // 2, 1))
-    )
-    params, state = one_layer_shapes(model), one_layer_state(model)
-    axis = "stage" if ends_only else "context"
-    with tracing(f"the model cannot be traced as devices of {axis!r} run it"):
-        return mixes_tokens(
-            whole.forward,
-            num_tokens,
-            whole.tokens,
-            params,
-            state,
-            fewer=(share.forward, share.tokens),
-            sums=True,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Hand:
-    """A model on the tokens that one device has of each sequence.
-
-    Args:
-        model: The model.
-        order: In which a probe has them.
-        batch: Name -> (shape, dim of its tokens or None).
-        positions: Of the tokens.
-        ends_only: Whether the blocks are left out.
-    """
-
-    model: Model
-    order: TokenOrder
-    batch: dict[str, tuple[jax.ShapeDtypeStruct, int | None]]
-    positions: jax.ShapeDtypeStruct
-    ends_only: bool
-
-    @classmethod
-    def of(
-        cls,
-        model: Model,
-        seq: int,
-        num_tokens: int,
-        optional: tuple[str, ...],
-        cached: bool,
-        ends_only: bool,
-    ) -> _Hand:
-        """So many tokens of sequences of `seq`."""
-        inputs = {
-            name: replace(one, optional=False)
-            for name, one in model.known_inputs.items()
-            if not one.optional or name in optional
-        }
-        sizes = dict.fromkeys(logical_sizes(inputs), num_tokens)
-        batch = {}
-        for name, shape in shapes_of(inputs, {**sizes, BATCH_DIM: 3}).items():
-            dims = sequence_dims(model, name, shape)
-            given = tuple(
-                num_tokens if dim in dims else size
-                for dim, size in enumerate(shape.shape)
-            )
-            array = jax.ShapeDtypeStruct(given, shape.dtype)
-            batch[name] = array, next(iter(dims), None)
-        return cls(
-            model=model,
-            order=TokenOrder(
-                mesh_axis="stage" if ends_only else "context",
-                num_ranks=1,
-                lengths=((num_tokens, seq),),
-                cached=cached,
-            ),
-            batch=batch,
-            positions=jax.ShapeDtypeStruct((num_tokens,), jnp.int32),
-            ends_only=ends_only,
-        )
-
-    @property
-    def tokens(self) -> list:
-        """What `forward` is given first, with the dims of tokens."""
-        return [self.batch, (self.positions, 0)]
-
-    def forward(self, tokens: list, params: Any, state: Any) -> Any:
-        """The sums of the model."""
-        batch, positions = tokens
-        order = replace(self.order, probe=positions)
-        shapes = {name: shape for name, (shape, _) in self.batch.items()}
-        once, *_ = traced_forward(
-            self.model,
-            shapes,
-            head=True,
-            ends_only=self.ends_only,
-            run=run_on,
-            order=order,
-        )
-        return once(params, state, batch)

@@ -15,6 +15,7 @@ from meshpar.model.token_order import TokenOrder
 from meshpar.model.tracing import traced_forward, tracing
 from meshpar.parallel.sequence import sequence_dims, token_order
 from meshpar.parallel.space import splits_tokens
+from meshpar.parallel.traced_logits import traced_logits
 from meshpar.rules.rules import Rules
 
 
@@ -96,7 +97,7 @@ def _check_no_sums(
         given: jax.ShapeDtypeStruct(array.shape, array.dtype)
         for given, array in batch.items()
     }
-    if _adds_sequences_up(model, tuple(shapes.items()), not partly):
+    if _adds_sequences_up(model, tuple(shapes.items()), partly):
         raise InputError(
             f"{_uneven(order, name, size)}, and a function of the model calls "
             "scope.sequence_sum, in which padding would count; pad the batch yourself, "
@@ -106,13 +107,16 @@ def _check_no_sums(
 
 @functools.lru_cache(maxsize=32)
 def _adds_sequences_up(
-    model: Model, batch: tuple[tuple[str, jax.ShapeDtypeStruct], ...], head: bool
+    model: Model, batch: tuple[tuple[str, jax.ShapeDtypeStruct], ...], partly: bool
 ) -> bool:
     """Whether a function of the model calls `Scope.sequence_sum`, read from a trace."""
     calls: list[str] = []
-    once, *shapes = traced_forward(model, dict(batch), head=head, sequence_sums=calls)
+    shapes = dict(batch)
+    once, *given = traced_forward(model, shapes, head=not partly, sequence_sums=calls)
+    if partly and model.logits is not None:
+        once = traced_logits(model, shapes, sequence_sums=calls)
     with tracing("the model cannot be traced for context"):
-        jax.eval_shape(once, *shapes)
+        jax.eval_shape(once, *given)
     return bool(calls)
 
 

@@ -17,8 +17,10 @@ from meshpar.layout import BATCH_AXES
 from meshpar.model.contract import Model
 from meshpar.model.parameter import Params
 from meshpar.model.tracing import check_examples_apart, check_examples_first
+from meshpar.parallel.logits_examples import check_logits_examples
 from meshpar.parallel.norm import global_norm
 from meshpar.parallel.placement import Placement
+from meshpar.parallel.sequence_checks import check_logits_tokens
 from meshpar.train.constants import put_in, take_out
 from meshpar.train.layer_order import layer_orders
 from meshpar.train.state import TrainState, initial_state, state_shardings
@@ -128,6 +130,7 @@ class StepFunctions:
 
     def logits(self, state: TrainState, batch: Batch) -> Any:
         """What the model's `logits` gives."""
+        self._check_logits(batch)
         return self.program.logits(*self._given(state, batch))
 
     @cached_property
@@ -160,6 +163,13 @@ class StepFunctions:
         layout = self.placement.layout
         if layout.batch_shards * layout.microbatches * layout.stage > 1:
             check_examples_apart(self.model_as_given, batch, str(layout))
+
+    def _check_logits(self, batch: Batch) -> None:
+        placement, model = self.placement, self.model_as_given
+        layout = placement.layout
+        check_logits_tokens(model, layout, placement.rules, tuple(batch))
+        if layout.batch_shards * layout.stage > 1:
+            check_logits_examples(model, batch, str(layout))
 
     def _given(self, state: TrainState, batch: Batch) -> tuple[Any, ...]:
         """What a program takes."""
