@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 from meshpar import Input, InputError, Layout, from_nnx, make_train_step
+from meshpar.model.tracing import check_examples_apart
 from tests.zoo.plain import normal
 
 EXAMPLES, SEQ, EMBED = 8, 4, 16
@@ -35,21 +36,29 @@ class Block(nnx.Module):
         return x + jnp.tanh(x) * self.weight[...]
 
 
-def step_of(loss, layout):
-    model = from_nnx(
+def model_of(loss):
+    return from_nnx(
         ends=lambda rngs: Ends(rngs, loss),
         block=Block,
         num_layers=2,
-        inputs={"x": Input(("batch", "seq", None), shape=(None, None, EMBED))},
+        inputs={
+            "x": Input(("batch", "seq", None), shape=(None, None, EMBED)),
+            "label": Input(("batch",), "int", below=EMBED),
+        },
     )
+
+
+def step_of(loss, layout):
     devices = jax.devices()[: Layout.parse(layout).num_devices]
-    return make_train_step(model, optax.sgd(0.1), layout, devices=devices)
+    return make_train_step(model_of(loss), optax.sgd(0.1), layout, devices=devices)
 
 
 def evaluated(loss, layout):
     step = step_of(loss, layout)
-    x = np.random.default_rng(0).normal(size=(EXAMPLES, SEQ, EMBED))
-    loss_sum, weight_sum = step.evaluate(step.init(0), {"x": x.astype(np.float32)})
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(EXAMPLES, SEQ, EMBED)).astype(np.float32)
+    label = rng.integers(0, EMBED, EXAMPLES).astype(np.int32)
+    loss_sum, weight_sum = step.evaluate(step.init(0), {"x": x, "label": label})
     return float(loss_sum / weight_sum)
 
 
@@ -82,6 +91,26 @@ def root_of_the_sum(x, batch, scope):
     return jnp.sqrt((x**2).sum()), 1.0
 
 
+def summed_up_to_each(x, batch, scope):
+    return jnp.tanh(jnp.cumsum(x.sum((1, 2)))).sum(), len(x)
+
+
+def noise_of_split_keys(x, batch, scope):
+    keys = jax.random.split(jax.random.key(3), len(x))
+    draw = lambda key: jax.random.normal(key, (SEQ, EMBED))  # noqa: E731
+    return (x * jax.vmap(draw)(keys)).sum(), len(x)
+
+
+def chosen_by_the_sum(x, batch, scope):
+    root = jnp.sqrt((x**2).sum())
+    return jax.lax.cond(root > 1, lambda: x.sum(), lambda: 0.0), 1.0
+
+
+def halved_until_small(x, batch, scope):
+    big = lambda at: jnp.exp(x.sum()) * at > 1  # noqa: E731
+    return x.sum() * jax.lax.while_loop(big, lambda at: at / 2, 1.0), 1.0
+
+
 JOINED = [
     (contrastive, "every example with every example"),
     (normalised_by_hand, "of a sum over examples"),
@@ -90,7 +119,15 @@ JOINED = [
     (of_the_worst_example, "reduce_max over the batch"),
     (sorted_by_loss, "sort along the batch"),
     (root_of_the_sum, "sqrt of a sum over examples"),
+    (summed_up_to_each, "cumsum along the batch"),
+    (noise_of_split_keys, "an array of places"),
+    (chosen_by_the_sum, "sqrt of a sum over examples"),
+    (halved_until_small, "exp of a sum over examples"),
 ]
+SHAPES = {
+    "x": jax.ShapeDtypeStruct((EXAMPLES, SEQ, EMBED), jnp.float32),
+    "label": jax.ShapeDtypeStruct((EXAMPLES,), jnp.int32),
+}
 SPLITS = ["data=2", "fsdp=2,zero=1", "microbatches=2", "stage=2,microbatches=2"]
 
 
@@ -102,9 +139,8 @@ def test_what_joins_examples_is_refused_by_its_line_where_they_are_split(
     loss, words, layout
 ):
     step = step_of(loss, layout)
-    batch = {"x": jax.ShapeDtypeStruct((EXAMPLES, SEQ, EMBED), jnp.float32)}
     with pytest.raises(InputError, match=words) as error:
-        jax.eval_shape(step.functions.update, step.state_shapes, batch)
+        jax.eval_shape(step.functions.update, step.state_shapes, SHAPES)
     assert repr(str(step.layout)) in str(error.value)
     assert f"{__file__}:" in str(error.value)
 
@@ -145,9 +181,115 @@ def of_all_pairs_of_tokens(x, batch, scope):
     return jax.nn.logsumexp(jnp.einsum("bid,bjd->bij", x, x), axis=-1).sum(), len(x)
 
 
+def of_its_label(x, batch, scope):
+    log_p = jax.nn.log_softmax(x.mean(1))
+    return -log_p[jnp.arange(len(x)), batch["label"]].sum(), len(x)
+
+
+def by_flat_places(x, batch, scope):
+    places = jnp.arange(len(x)) * SEQ + batch["label"] % SEQ
+    return (x.reshape(-1, EMBED)[places] ** 2).sum(), len(x)
+
+
+def written_at_its_label(x, batch, scope):
+    hot = jnp.zeros((len(x), EMBED)).at[jnp.arange(len(x)), batch["label"]].set(1.0)
+    return (x.mean(1) * hot).sum(), len(x)
+
+
+def over_the_batch(x):
+    return jnp.broadcast_to(jnp.arange(SEQ), (len(x), SEQ))
+
+
+TABLE = np.arange(float(SEQ * EMBED), dtype=np.float32).reshape(SEQ, EMBED)
+
+
+def positions_looked_up(x, batch, scope):
+    return ((x + jnp.asarray(TABLE)[over_the_batch(x)]) ** 2).sum(), len(x)
+
+
+def positions_of_the_scope_looked_up(x, batch, scope):
+    places = jnp.tile(scope.positions(SEQ)[None], (len(x), 1))
+    return ((x + jnp.take(jnp.asarray(TABLE), places, axis=0)) ** 2).sum(), len(x)
+
+
+def angles_by_einsum(x, batch, scope):
+    angles = jnp.einsum("bt,d->btd", over_the_batch(x) * 1.0, jnp.arange(1.0, 17.0))
+    return (x * jnp.cos(angles)).sum(), len(x)
+
+
+def angles_joined(x, batch, scope):
+    angles = over_the_batch(x)[..., None] * jnp.arange(1.0, 9.0)
+    return (x * jnp.cos(jnp.concatenate([angles, angles], -1))).sum(), len(x)
+
+
+def masked(x, mask):
+    scores = jnp.where(mask, jnp.einsum("btd,bsd->bts", x, x), -1e9)
+    return jnp.einsum("bts,bsd->btd", jax.nn.softmax(scores), x).sum(), len(x)
+
+
+def mask_tiled(x, batch, scope):
+    return masked(x, jnp.tile(jnp.tri(SEQ, dtype=bool)[None], (len(x), 1, 1)))
+
+
+def mask_stacked(x, batch, scope):
+    return masked(x, jnp.stack([jnp.tri(SEQ, dtype=bool)] * len(x)))
+
+
+def alike_noise(x, batch, scope):
+    keys = jnp.broadcast_to(jax.random.key(3), (len(x),))
+    noise = jax.vmap(lambda key: jax.random.normal(key, (SEQ, 1)))(keys)
+    return (x * noise).sum(), len(x)
+
+
+def pairs(x, batch, scope):
+    first, second = jnp.moveaxis(x.reshape(len(x) // 2, 2, SEQ, EMBED), 1, 0)
+    return ((first - second) ** 2).sum(), len(x)
+
+
+def signs_of_pairs(x, batch, scope):
+    signs = 1.0 - 2.0 * (jnp.arange(len(x)) % 2)
+    return (x.sum((1, 2)) * signs).sum(), len(x)
+
+
+def sorted_for_experts(x, batch, scope):
+    order = jnp.argsort(batch["label"] % 2)
+    return (jnp.tanh(x[order])[jnp.argsort(order)] * x).sum(), len(x)
+
+
+def sum_of_the_sorted(x, batch, scope):
+    return jnp.sort(x.sum((1, 2))).sum(), len(x)
+
+
+def in_two_parts(x, batch, scope):
+    parts = [jnp.tanh(part) for part in jnp.split(x, 2)]
+    return (jnp.concatenate(parts) * x).sum(), len(x)
+
+
+def stable_exponential(x, batch, scope):
+    logits = x.sum((1, 2))
+    most = jax.lax.stop_gradient(logits.max())
+    return (jnp.exp(logits - most) * jnp.exp(most)).sum(), len(x)
+
+
+def guarded(x, batch, scope):
+    return jnp.where(jnp.isnan(x).any(), 0.0, (x**2).sum()), len(x)
+
+
+def watched(x, batch, scope):
+    jax.debug.callback(lambda *several: None, x.max(), jnp.sqrt((x**2).sum()))
+    return (x**2).sum(), len(x)
+
+
 APART = [
     *(plain, a_mean_of_weight_one, rows_of_all_examples, one_example_after_another),
     *(each_by_itself, noise_of_each_example, of_all_pairs_of_tokens),
+    *(of_its_label, mask_tiled, pairs, sorted_for_experts),
+]
+TAKEN = [
+    *(by_flat_places, written_at_its_label, positions_looked_up, angles_by_einsum),
+    *(positions_of_the_scope_looked_up, angles_joined, mask_stacked, alike_noise),
+    *(signs_of_pairs, sum_of_the_sorted, in_two_parts, stable_exponential, guarded),
+    watched,
 ]
 
 
@@ -155,3 +297,16 @@ APART = [
 def test_what_treats_each_example_by_itself_is_as_on_one_device(loss):
     found, alone = (evaluated(loss, layout) for layout in ("data=2", "data=1"))
     assert found == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.parametrize("loss", TAKEN, ids=[one.__name__ for one in TAKEN])
+def test_what_may_treat_each_example_by_itself_is_taken(loss):
+    check_examples_apart(model_of(loss), SHAPES, "data=2")
+
+
+def test_examples_are_told_from_sizes_of_the_batch():
+    """There are as many tokens as the examples that it would be traced with."""
+    largest = lambda x, batch, scope: (x.max(0).sum(), len(x))  # noqa: E731
+    x = jax.ShapeDtypeStruct((EXAMPLES, 13 * EXAMPLES, EMBED), jnp.float32)
+    with pytest.raises(InputError, match="reduce_max over the batch"):
+        check_examples_apart(model_of(largest), {**SHAPES, "x": x}, "data=2")

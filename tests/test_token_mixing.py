@@ -103,6 +103,14 @@ JOINED = {
         lambda x: looked_up(x, 2),
         "gather of tokens and an array of places",
     ),
+    "merged": (
+        lambda x: x.reshape(3 * T, D) * jnp.arange(3.0 * T)[:, None],
+        "mul of tokens and an array of places",
+    ),
+    "merged_unlike": (
+        lambda x: x.reshape(3 * T, D)[:, :1] + x[:, :, 0].reshape(1, 3 * T),
+        "merges",
+    ),
     "sort": (
         lambda x: sorted_with(x, jnp.arange(float(T))[None, :, None]),
         "sort of tokens and an array of places",
@@ -136,7 +144,14 @@ def convolved(x, width):
     )
 
 
+@jax.custom_batching.custom_vmap
+def with_a_vmap_of_its_own(x):
+    return jnp.sin(x)
+
+
+with_a_vmap_of_its_own.def_vmap(lambda size, batched, x: (jnp.sin(x), batched[0]))
 TOKEN_WISE = {
+    "custom_vmap": with_a_vmap_of_its_own,
     "stack": rotary,
     "unstack": lambda x: sum(jnp.unstack(x, axis=2)),
     "fft": lambda x: jnp.fft.irfft(jnp.fft.rfft(x) * 0.5),
@@ -181,6 +196,8 @@ def filtered(x):
 
 def test_tokens_merged_with_examples_and_parted_again_are_taken():
     assert found(filtered) is None
+    assert found(lambda x: jax.nn.relu(filtered(x))) is None
+    assert found(lambda x: 2 * jnp.tanh(x.reshape(3 * T, D)).reshape(3, T, D)) is None
     assert found(lambda x: x.reshape(3 * T, D).reshape(3, T, D)) is None
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 from jax.extend.core import JaxprEqn
 
@@ -12,6 +11,7 @@ from meshpar.model.token_flow import (
     Mixed,
     Rule,
     check_no_places,
+    gives_fractions,
     shape_of,
     the_dim,
 )
@@ -25,11 +25,12 @@ def _broadcast(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[F
         return [flow]
     if flow.dim is not None:
         return [Flow(dim=places[flow.dim])]
-    spread = {dim for dim in range(len(shape)) if dim not in places}
-    for dim, place in enumerate(places):
-        if dim in flow.uniform or (shape_of(x)[dim] == 1 and shape[place] != 1):
-            spread.add(place)
-    return [Flow(uniform=frozenset(spread))]
+    widened = {p for d, p in enumerate(places) if shape_of(x)[d] != shape[p]}
+    alike, numbered = (
+        {places[dim] for dim in dims} for dims in (flow.uniform, flow.numbered)
+    )
+    spread = frozenset(range(len(shape))) - {*places} | widened | alike
+    return [Flow(uniform=spread, numbered=frozenset(numbered) - widened)]
 
 
 def _transpose(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
@@ -40,12 +41,16 @@ def _transpose(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[F
 def _reshape(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
     flow, before = flows[0], shape_of(equation.invars[0])
     after = shape_of(equation.outvars[0])
-    if flow.total or not (flow.has_tokens or flow.uniform):
-        return [Flow(total=flow.total)]
+    if flow.total:
+        return [Flow(total=True)]
     if flow.dim is not None:
         return [_reshaped(flow, before, after, num_tokens)]
-    kept = (_same_place(before, after, dim) for dim in flow.uniform)
-    return [Flow(uniform=frozenset(dim for dim in kept if dim is not None))]
+    places = {dim: _same_place(before, after, dim) for dim in range(len(before))}
+    uniform, numbered = (
+        frozenset(place for dim in dims if (place := places[dim]) is not None)
+        for dims in (flow.uniform, flow.numbered)
+    )
+    return [Flow(uniform=uniform, numbered=numbered)]
 
 
 def _reshaped(flow: Flow, before: tuple, after: tuple, num_tokens: int) -> Flow:
@@ -80,8 +85,11 @@ def _same_place(before: tuple, after: tuple, dim: int) -> int | None:
 def _squeeze(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
     gone = equation.params["dimensions"]
     kept = [d for d in range(len(shape_of(equation.invars[0]))) if d not in gone]
-    flow = replace(flows[0], uniform=flows[0].uniform & frozenset(kept))
-    return [flow.moved(kept.index)]
+    return [flows[0].kept(kept)]
+
+
+_RUNNING = ("cumsum", "cumprod", "cumlogsumexp")
+"""Operations along a dim each of whose results is made of all places before it."""
 
 
 def _along(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
@@ -93,7 +101,11 @@ def _along(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]
     along = given if isinstance(given, tuple) else (given,)
     for flow in flows:
         if flow.total or flow.dim in along:
-            raise Mixed(f"{name} along the sequence", certain=True)
+            raise Mixed(
+                f"{name} along the sequence",
+                certain=name in _RUNNING and gives_fractions(equation),
+                picks=name in ("sort", "top_k"),
+            )
     dim = None
     if any(flow.has_tokens for flow in flows):
         dim = the_dim(equation, flows, num_tokens)
@@ -148,9 +160,8 @@ def _unstack(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flo
     axis, flow = equation.params["axis"], flows[0]
     if flow.dim == axis:
         raise Mixed("unstack along the sequence")
-    kept = replace(flow, uniform=flow.uniform - {axis})
-    found = kept.moved(lambda dim: dim - (dim > axis))
-    return [found] * len(equation.outvars)
+    kept = [d for d in range(len(shape_of(equation.invars[0]))) if d != axis]
+    return [flow.kept(kept)] * len(equation.outvars)
 
 
 def _concatenate(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
@@ -208,7 +219,8 @@ def _whole_window(equation: JaxprEqn, dim: int, indices: Flow) -> int:
 
 def _iota(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
     dims = frozenset(range(len(shape_of(equation.outvars[0]))))
-    return [Flow(uniform=dims - {equation.params["dimension"]})]
+    numbered = frozenset([equation.params["dimension"]])
+    return [Flow(uniform=dims - numbered, numbered=numbered)]
 
 
 DIM_RULES: dict[str, Rule] = {

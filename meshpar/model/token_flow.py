@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
 WHOLE_SEQUENCE = "of_whole_sequence"
@@ -19,11 +20,15 @@ class Mixed(Exception):
         what: The operation, in words.
         where: Its line; empty where that is not known yet.
         certain: Whether it does, and not only may.
+        picks: Whether it picks some of the tokens, such as the largest: it joins them
+            where the results are sums of those.
     """
 
-    def __init__(self, what: str, where: str = "", *, certain: bool = False) -> None:
+    def __init__(
+        self, what: str, where: str = "", *, certain: bool = False, picks: bool = False
+    ) -> None:
         super().__init__(what)
-        self.where, self.certain = where, certain
+        self.where, self.certain, self.picks = where, certain, picks
 
 
 @dataclass(frozen=True)
@@ -38,9 +43,11 @@ class Flow:
         uniform: Where it has no tokens: the dims along which its values are all alike.
         value: Where it has no tokens: what all its values are, if that is known.
         counted: Where it has no tokens: whether they depend on how many are at hand.
-        numbered: Where it has no tokens: whether it is made of the numbers of places,
-            or drawn for them.
-        lost: Whether nothing is known of it.
+        numbered: Where it has no tokens: the dims along which its values are made of
+            the numbers of places, or drawn for them.
+        lost: Whether nothing is known of it, but for what follows.
+        fault: Where it is lost: what surely joins tokens of all that it is made of.
+        picked: Where it is lost: what picked the tokens that it is a multiple of.
     """
 
     dim: int | None = None
@@ -49,8 +56,10 @@ class Flow:
     uniform: frozenset[int] = frozenset()
     value: Any = None
     counted: bool = False
-    numbered: bool = False
+    numbered: frozenset[int] = frozenset()
     lost: bool = False
+    fault: str = ""
+    picked: str = ""
 
     @property
     def has_tokens(self) -> bool:
@@ -65,7 +74,16 @@ class Flow:
     def moved(self, place: Callable[[int], int]) -> Flow:
         """The same with dims elsewhere."""
         dim = None if self.dim is None else place(self.dim)
-        return replace(self, dim=dim, uniform=frozenset(map(place, self.uniform)))
+        uniform, numbered = (
+            frozenset(map(place, dims)) for dims in (self.uniform, self.numbered)
+        )
+        return replace(self, dim=dim, uniform=uniform, numbered=numbered)
+
+    def kept(self, dims: Sequence[int]) -> Flow:
+        """The same with no other dims than these, in their order."""
+        some = frozenset(dims)
+        flow = replace(self, uniform=self.uniform & some, numbered=self.numbered & some)
+        return flow.moved(list(dims).index)
 
     def as_counted(self) -> Flow:
         """The same, of what depends on how many tokens are at hand."""
@@ -94,7 +112,7 @@ class Flow:
                 what each device would count.
         """
         if self.lost or other.lost:
-            return Flow(lost=True)
+            return lost([self, other])
         if self.has_tokens != other.has_tokens:
             some, none = (self, other) if self.has_tokens else (other, self)
             none.check_beside(some)
@@ -107,11 +125,24 @@ class Flow:
             uniform=self.uniform & other.uniform,
             value=self.value if self.value == other.value else None,
             counted=self.counted or other.counted,
-            numbered=self.numbered or other.numbered,
+            numbered=self.numbered & other.numbered,
         )
 
 
-def check_no_places(flow: Flow, x: Any, dim: int, num_tokens: int, name: str) -> None:
+def lost(flows: Sequence[Flow]) -> Flow:
+    """Of what is made of arrays in a way that is not followed."""
+    return Flow(lost=True, fault=next((flow.fault for flow in flows if flow.fault), ""))
+
+
+def check_no_places(
+    flow: Flow,
+    x: Any,
+    dim: int,
+    num_tokens: int,
+    name: str,
+    *,
+    certain: bool = False,
+) -> None:
     """Refuses an array without tokens that has one value for each at hand.
 
     Args:
@@ -120,6 +151,7 @@ def check_no_places(flow: Flow, x: Any, dim: int, num_tokens: int, name: str) ->
         dim: Of the tokens that it meets.
         num_tokens: How many are at hand.
         name: What they meet in.
+        certain: Whether tokens and numbers of places are surely joined there.
     """
     shape = shape_of(x)
     places = len(shape) > dim and shape[dim] == num_tokens
@@ -127,12 +159,20 @@ def check_no_places(flow: Flow, x: Any, dim: int, num_tokens: int, name: str) ->
         raise Mixed(
             f"{name} of tokens and an array of places counted from the first at hand; "
             "take scope.positions(seq)",
-            certain=flow.numbered,
+            certain=certain and dim in flow.numbered,
         )
 
 
-def the_dim(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> int:
+def the_dim(
+    equation: JaxprEqn, flows: list[Flow], num_tokens: int, *, certain: bool = False
+) -> int:
     """The dim that tokens have in all arrays that an operation is given.
+
+    Args:
+        equation: The operation.
+        flows: Of what it is given.
+        num_tokens: How many are at hand.
+        certain: Whether it surely joins them and numbers of places.
 
     Raises:
         Mixed: They have them in different dims, or one has places there.
@@ -140,16 +180,23 @@ def the_dim(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> int:
     name = equation.primitive.name
     dims = {flow.dim for flow in flows if flow.dim is not None}
     if len(dims) > 1:
-        raise Mixed(f"{name} of every token with every token", certain=True)
+        alone = all(flow.merged == (1, 1) for flow in flows)
+        raise Mixed(f"{name} of every token with every token", certain=alone)
     [dim] = dims
     for flow, x in zip(flows, equation.invars, strict=True):
-        check_no_places(flow, x, dim, num_tokens, name)
+        check_no_places(flow, x, dim, num_tokens, name, certain=certain)
     return dim
 
 
 def shape_of(atom: Any) -> tuple[int, ...]:
     """The shape of a variable or constant of a trace."""
     return tuple(atom.aval.shape)
+
+
+def gives_fractions(equation: JaxprEqn) -> bool:
+    """Whether its results are no whole numbers, which may be places to pick from."""
+    avals: list[Any] = [var.aval for var in equation.outvars]
+    return all(jnp.issubdtype(aval.dtype, jnp.inexact) for aval in avals)
 
 
 Rule = Callable[[JaxprEqn, list[Flow], int], list[Flow]]

@@ -11,7 +11,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from meshpar.model.scan_counts import scan_counts
 from meshpar.model.token_counts import COUNTED, Twins, inner_programs, other_numbers
-from meshpar.model.token_flow import Flow, Mixed, check_no_places
+from meshpar.model.token_flow import Flow, Mixed, check_no_places, lost
 
 
 class Follower(Protocol):
@@ -60,20 +60,22 @@ def _of_each_token(
     [body] = inner_programs(equation, twin)
     xs = [_of_one(flow) for flow in flows[consts:]]
     found = follower.run(body, [*flows[:consts], *xs])
+    if any(flow.fault for flow in found):
+        return [lost(found) for _ in found]
     if any(flow.total for flow in found):
         raise Mixed("a sum over tokens beside each token")
     if any(flow.dim is not None for flow in found):
         raise Mixed("a loop over the tokens, each of which meets all of them")
     if any(flow.counted for flow in found):
         raise Mixed(f"a loop {COUNTED}")
-    return [Flow(dim=0) for _ in found]
+    return [flow if flow.lost else Flow(dim=0) for flow in found]
 
 
 def _of_one(flow: Flow) -> Flow:
     """Of one iteration, from what a loop runs along."""
     if flow.dim == 0:
         return Flow()
-    alike = replace(flow, uniform=flow.uniform - {0})
+    alike = replace(flow, uniform=flow.uniform - {0}, numbered=flow.numbered - {0})
     return alike.moved(lambda dim: dim - 1)
 
 
@@ -140,6 +142,8 @@ def _while(
     ends = follower.run(cond, [*flows[:before], *carry])
     if any(flow.has_tokens for flow in ends):
         raise Mixed("a loop that tokens end")
+    if any(flow.lost for flow in ends):
+        return [lost([*ends, flow]) for flow in carry]
     if any(flow.counted for flow in ends):
         carry = _counted(carry, _kept(body.jaxpr, own, len(carry)))
     return carry
@@ -161,6 +165,8 @@ def _cond(
     branches = inner_programs(equation, twin)
     found = [follower.run(branch, flows[1:]) for branch in branches]
     joined = _joined(follower, branches[0], found)
+    if flows[0].lost:
+        return [lost([flows[0], flow]) for flow in joined]
     if not flows[0].counted:
         return joined
     if any(flow.has_tokens for flow in joined):

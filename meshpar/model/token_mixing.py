@@ -28,22 +28,25 @@ from meshpar.model.token_counts import (
     without_tokens,
 )
 from meshpar.model.token_dims import check_not_merged
-from meshpar.model.token_flow import WHOLE_SEQUENCE, Flow, Mixed
+from meshpar.model.token_flow import WHOLE_SEQUENCE, Flow, Mixed, lost, shape_of
 from meshpar.model.token_loops import LOOPS
-from meshpar.model.token_rules import RULES, elementwise
+from meshpar.model.token_rules import OF_EACH_ELEMENT, RULES, elementwise
 
 _CALLS = frozenset(
     (
         *("call", "checkpoint", "closed_call", "composite", "core_call", "eval_jaxpr"),
         *("custom_dce_call", "custom_jvp_call", "custom_partitioning"),
-        *("custom_vjp_call", "custom_vjp_call_jaxpr", "jit", "named_call", "pjit"),
-        *("remat", "remat2", "shard_map"),
+        *("custom_vjp_call", "custom_vjp_call_jaxpr", "custom_vmap_call", "jit"),
+        *("named_call", "pjit", "remat", "remat2", "shard_map"),
     )
 )
 """Operations that run one program on what they are given, as it is."""
 
-_NUMBERING = ("iota", "random_bits")
-"""Operations whose results have another value at each place."""
+_MULTIPLES = {
+    *("broadcast_in_dim", "convert_element_type", "copy", "div", "dynamic_slice"),
+    *("mul", "neg", "reduce_sum", "slice", "squeeze", "stop_gradient"),
+}
+"""Operations that leave some of what they are given, or sums or multiples of it."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +55,16 @@ class _Follower:
 
     Args:
         num_tokens: Size of the dims of tokens.
-        lenient: Whether an operation that only may mix tokens is let through.
+        lenient: Whether an operation that mixes tokens is noted in its results, and
+            one that only may is let through.
         flows: Of each variable so far.
+        open: Operations that are being followed, the innermost last.
     """
 
     num_tokens: int
     lenient: bool = False
     flows: dict[Any, Flow] = field(default_factory=dict)
+    open: list[JaxprEqn] = field(default_factory=list)
 
     def run(self, program: Twins, given: Sequence[Flow]) -> list[Flow]:
         """How the results of a program have tokens, from how its arguments do."""
@@ -85,23 +91,28 @@ class _Follower:
     def _through(
         self, equation: JaxprEqn, twin: JaxprEqn | None, flows: list[Flow]
     ) -> list[Flow]:
+        self.open.append(equation)
         try:
             found = self._found(equation, twin, flows)
             check_lengths(equation, twin, found)
             return found
         except Mixed as mixed:
-            if self.lenient and not mixed.certain:
-                return [Flow(lost=True) for _ in equation.outvars]
-            if mixed.where:
-                raise
-            where = _source(equation)
-            raise Mixed(str(mixed), where, certain=mixed.certain) from None
+            where = mixed.where or self._where()
+            if not self.lenient:
+                raise Mixed(str(mixed), where) from None
+            return [_noted(mixed, where, flows)] * len(equation.outvars)
+        finally:
+            self.open.pop()
+
+    def _where(self) -> str:
+        """The line of the innermost operation that has one."""
+        return next(filter(None, map(_source, reversed(self.open))), "")
 
     def _found(
         self, equation: JaxprEqn, twin: JaxprEqn | None, flows: list[Flow]
     ) -> list[Flow]:
         name = equation.primitive.name
-        if name not in _CALLS:
+        if name not in _CALLS and name not in OF_EACH_ELEMENT:
             check_not_merged(name, flows)
         if name in LOOPS:
             return LOOPS[name](self, equation, twin, flows)
@@ -112,7 +123,9 @@ class _Follower:
                 if len(inner.jaxpr.invars) == len(flows):
                     return self.run(inner, flows)
         if any(flow.lost for flow in flows):
-            return [Flow(lost=True) for _ in equation.outvars]
+            picked = self._still_picked(equation, flows)
+            made = replace(lost(flows), picked=picked)
+            return [made for _ in equation.outvars]
         has_tokens = any(flow.has_tokens for flow in flows)
         if has_tokens and counts(equation, twin, flows):
             raise Mixed(f"{name} {COUNTED}")
@@ -120,9 +133,33 @@ class _Follower:
         found = RULES.get(name, elementwise)(equation, flows, self.num_tokens)
         if has_tokens:
             return found
-        numbered = name in _NUMBERING or any(flow.numbered for flow in flows)
         alone = without_tokens(equation, twin, flows, found)
-        return [replace(flow, numbered=numbered) for flow in alone]
+        return [
+            replace(flow, numbered=one.numbered)
+            for flow, one in zip(alone, found, strict=True)
+        ]
+
+    def _still_picked(self, equation: JaxprEqn, flows: list[Flow]) -> str:
+        """What picked the tokens of which there are multiples; empty if anything else.
+
+        A sum of all that are sorted is the sum of all that there are.
+        """
+        name, [flow, *others] = equation.primitive.name, flows
+        if name == "mul" and others[0].lost:
+            flow, others = others[0], [flow]
+        if name not in _MULTIPLES or any(x.lost or x.has_tokens for x in others):
+            return ""
+        whole = self.num_tokens in shape_of(equation.invars[0])
+        return "" if name == "reduce_sum" and whole else flow.picked
+
+
+def _noted(mixed: Mixed, where: str, flows: list[Flow]) -> Flow:
+    """Of what an operation gives that mixes tokens, or may."""
+    what, *_ = str(mixed).split(";")
+    words = f"{what} ({where})" if where else what
+    if mixed.certain:
+        return Flow(lost=True, fault=words)
+    return replace(lost(flows), picked=words if mixed.picks else "")
 
 
 def _check_no_tokens(flows: list[Flow]) -> None:
@@ -177,6 +214,8 @@ def surely_mixes(
 ) -> str | None:
     """As `mixes_tokens`, of examples: what only may join them is let through.
 
+    So is what no result is made of, such as numbers that are only printed.
+
     Args:
         function: Of trees of arrays, those of examples first.
         num_examples: How many there are.
@@ -186,14 +225,11 @@ def surely_mixes(
     program, dims = _traced(function, examples, others)
     given = [Flow(dim=dim) for dim in dims]
     given += [Flow()] * (len(program.jaxpr.invars) - len(dims))
-    try:
-        _Follower(num_examples, lenient=True).run(Twins(program), given)
-    except Mixed as mixed:
-        what = str(mixed).split(";")[0]
-        for word, other in (("token", "example"), ("the sequence", "the batch")):
-            what = what.replace(word, other)
-        return f"{what} ({mixed.where})" if mixed.where else what
-    return None
+    found = _Follower(num_examples, lenient=True).run(Twins(program), given)
+    what = next(filter(None, (flow.fault or flow.picked for flow in found)), None)
+    for word, other in (("token", "example"), ("the sequence", "the batch")):
+        what = what and what.replace(word, other)
+    return what
 
 
 def _traced(

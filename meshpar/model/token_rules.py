@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from jax.extend.core import JaxprEqn
@@ -13,6 +12,7 @@ from meshpar.model.token_flow import (
     Mixed,
     Rule,
     check_no_places,
+    gives_fractions,
     shape_of,
     the_dim,
 )
@@ -27,7 +27,7 @@ _ORDERED = {
     *("scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul"),
     *("scatter_add", "select_and_scatter_add", "ppermute", "psum"),
 }
-_OF_EACH_ELEMENT = {
+OF_EACH_ELEMENT = {
     *("abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan"),
     *(
         "atan2",
@@ -63,17 +63,28 @@ def elementwise(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[
     if not equation.outvars:  # such as jax.debug.print
         return []
     if not any(flow.has_tokens for flow in flows):
-        alike = _alike(equation, flows)
-        return [Flow(uniform=alike) for _ in equation.outvars]
+        alike, numbered = _alike(equation, flows), _numbered(equation, flows)
+        return [Flow(uniform=alike, numbered=numbered) for _ in equation.outvars]
     name = equation.primitive.name
     if name in _ORDERED:
         raise Mixed(f"{name} along the sequence")
     if any(flow.total for flow in flows):
         return _of_total(equation, flows)
-    dim = the_dim(equation, flows, num_tokens)
+    outer, inner = merged = _merged(name, flows)
+    certain = merged == (1, 1) and gives_fractions(equation)
+    size = outer * num_tokens * inner
+    dim = the_dim(equation, flows, size, certain=certain)
     if not _of_each_element(equation):
         raise Mixed(f"{name}, of which it is not known whether it mixes tokens")
-    return [Flow(dim=dim) for _ in equation.outvars]
+    return [Flow(dim=dim, merged=merged) for _ in equation.outvars]
+
+
+def _merged(name: str, flows: list[Flow]) -> tuple[int, int]:
+    """What a reshape has merged the tokens' dim with, in all arrays that have it."""
+    merged = {flow.merged for flow in flows if flow.dim is not None}
+    if len(merged) > 1:
+        raise Mixed(f"{name} after reshapes that merge the sequence with other dims")
+    return merged.pop()
 
 
 def _alike(equation: JaxprEqn, flows: list[Flow]) -> frozenset[int]:
@@ -88,12 +99,38 @@ def _alike(equation: JaxprEqn, flows: list[Flow]) -> frozenset[int]:
     return frozenset.intersection(*given)
 
 
+def _numbered(equation: JaxprEqn, flows: list[Flow]) -> frozenset[int]:
+    """The dims along which results are made of the numbers of places.
+
+    What is left of numbers after a division may come again with every few places.
+    """
+    repeats = equation.primitive.name in ("rem", "and")
+    if repeats or not _of_each_element(equation):
+        return frozenset()
+    shape = shape_of(equation.outvars[0])
+    return frozenset(
+        dim
+        for flow, x in zip(flows, equation.invars, strict=True)
+        for dim in flow.numbered
+        if shape_of(x)[dim] == shape[dim]
+    )
+
+
+def _drawn(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
+    """Of random numbers, which are others at each place that a key is drawn for."""
+    if flows[0].has_tokens:
+        return elementwise(equation, flows, num_tokens)
+    keys, drawn = (len(shape_of(x)) for x in (*equation.invars, *equation.outvars))
+    numbered = flows[0].numbered.union(range(keys, drawn))
+    return [Flow(uniform=flows[0].uniform, numbered=numbered)]
+
+
 def _of_each_element(equation: JaxprEqn) -> bool:
     """Whether each result is made of the elements at its place.
 
     All shapes are alike then, but for dims of 1 that are spread.
     """
-    if equation.primitive.name not in _OF_EACH_ELEMENT:
+    if equation.primitive.name not in OF_EACH_ELEMENT:
         return False
     [shape, *others] = [shape_of(var) for var in equation.outvars]
     given = [shape_of(x) for x in equation.invars if shape_of(x)]
@@ -137,11 +174,10 @@ def _reduce(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow
         return [flow]
     if flow.dim in axes:
         if name != "reduce_sum":
-            raise Mixed(f"{name} over the sequence", certain=True)
+            raise Mixed(f"{name} over the sequence", picks=True)
         return [Flow(total=True)]
     kept = [d for d in range(len(shape_of(equation.invars[0]))) if d not in axes]
-    flow = replace(flow, uniform=flow.uniform & frozenset(kept))
-    return [flow.moved(kept.index)] * len(equation.outvars)
+    return [flow.kept(kept)] * len(equation.outvars)
 
 
 def _dot(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
@@ -184,13 +220,15 @@ def _check_pairs(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> None
         if flow.dim in batched[at]:
             dim = batched[1 - at][list(batched[at]).index(flow.dim)]
             one = flows[1 - at], equation.invars[1 - at]
-            check_no_places(*one, dim, num_tokens, "a matmul")
+            certain = gives_fractions(equation)
+            check_no_places(*one, dim, num_tokens, "a matmul", certain=certain)
 
 
 RULES: dict[str, Rule] = {
     **DIM_RULES,
     **WINDOW_RULES,
     "dot_general": _dot,
+    **dict.fromkeys(("random_bits", "random_split"), _drawn),
     **dict.fromkeys(("optimization_barrier", "device_put"), _as_given),
     **dict.fromkeys(
         ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and"), _reduce

@@ -9,8 +9,10 @@ from jax.extend.core import JaxprEqn
 
 from meshpar.model.token_flow import Flow, Mixed, Rule, shape_of, the_dim
 
-_STILL = {"window_dimensions": 1, "window_strides": 1, "window_dilation": 1}
-_STILL_BASE = {"base_dilation": 1, "padding": (0, 0)}
+_STILL = {
+    **dict.fromkeys(("window_dimensions", "window_strides", "window_dilation"), 1),
+    **{"base_dilation": 1, "padding": (0, 0)},
+}
 """What a window does to a dim whose places it leaves alone."""
 
 
@@ -43,11 +45,10 @@ def _of_matrices(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list
 
 def _window(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
     params = equation.params
-    still = {**_STILL, **_STILL_BASE}
     touched = [
         dim
         for dim in range(len(shape_of(equation.invars[0])))
-        if any(params[name][dim] != value for name, value in still.items())
+        if any(params[name][dim] != value for name, value in _STILL.items())
     ]
     return _beside(equation, flows, num_tokens, touched)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -155,8 +156,11 @@ def check_examples_first(model: Model, batch: Any) -> None:
         jax.eval_shape(once, *shapes)
 
 
-_TRACED_EXAMPLES = 13
-"""As few sizes of a model are: examples are told from them by their number."""
+_TIMES = 13
+"""At least so many times the examples are traced with: as few sizes of a model are.
+
+Examples are told from them by their number, which what divides the batch divides too.
+"""
 
 
 def check_examples_apart(model: Model, batch: Any, layout: str) -> None:
@@ -175,11 +179,9 @@ def check_examples_apart(model: Model, batch: Any, layout: str) -> None:
         InputError: It surely joins them; what only may is let through, and so is a
             model that asks for sums over the global batch itself.
     """
-    num = _TRACED_EXAMPLES
-    shapes = {
-        name: jax.ShapeDtypeStruct((num, *x.shape[1:]), x.dtype)
-        for name, x in dict(batch).items()
-    }
+    params, state = one_layer_shapes(model), one_layer_state(model)
+    shapes = _told_apart(batch, params, state)
+    num = jax.tree.leaves(shapes)[0].shape[0]
     asked: list[str] = []
 
     def forward(of_examples: list, params: tuple, state: tuple) -> Any:
@@ -191,7 +193,6 @@ def check_examples_apart(model: Model, batch: Any, layout: str) -> None:
 
     given = {name: (shape, 0) for name, shape in shapes.items()}
     numbers = jax.ShapeDtypeStruct((num,), jnp.uint32), 0
-    params, state = one_layer_shapes(model), one_layer_state(model)
     found = surely_mixes(forward, num, [given, numbers], params, state)
     if found is not None and not asked:
         raise InputError(
@@ -200,6 +201,15 @@ def check_examples_apart(model: Model, batch: Any, layout: str) -> None:
             "examples alone, take scope.batch_sum for statistics and scope.key for "
             "noise, or leave the batch whole"
         )
+
+
+def _told_apart(batch: Any, *others: Any) -> Any:
+    """Shapes of so many times the examples that no other array has a dim as long."""
+    sizes = {size for x in jax.tree.leaves(others) for size in x.shape}
+    sizes |= {size for x in dict(batch).values() for size in x.shape[1:]}
+    [examples, *_] = [x.shape[0] for x in dict(batch).values()]
+    times = itertools.count(_TIMES)
+    return _times(batch, next(n for n in times if n * examples not in sizes))
 
 
 def _times(batch: Any, times: int) -> Any:
