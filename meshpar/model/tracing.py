@@ -156,10 +156,11 @@ def check_examples_first(model: Model, batch: Any) -> None:
         jax.eval_shape(once, *shapes)
 
 
-_TIMES = 13
+_TIMES, _MANY = 13, 100
 """At least so many times the examples are traced with: as few sizes of a model are.
 
 Examples are told from them by their number, which what divides the batch divides too.
+Many of them are traced as they are: NumPy arrays of a model are built as large.
 """
 
 
@@ -180,7 +181,7 @@ def check_examples_apart(model: Model, batch: Any, layout: str) -> None:
             model that asks for sums over the global batch itself.
     """
     params, state = one_layer_shapes(model), one_layer_state(model)
-    shapes = _told_apart(batch, params, state)
+    shapes = told_apart(batch, params, state)
     num = jax.tree.leaves(shapes)[0].shape[0]
     asked: list[str] = []
 
@@ -203,12 +204,17 @@ def check_examples_apart(model: Model, batch: Any, layout: str) -> None:
         )
 
 
-def _told_apart(batch: Any, *others: Any) -> Any:
-    """Shapes of so many times the examples that no other array has a dim as long."""
+def told_apart(batch: Any, *others: Any) -> Any:
+    """Shapes of so many times the examples that no other array has a dim as long.
+
+    Args:
+        batch: Arrays of a batch, or their shapes, the example first.
+        others: Trees of shapes.
+    """
     sizes = {size for x in jax.tree.leaves(others) for size in x.shape}
     sizes |= {size for x in dict(batch).values() for size in x.shape[1:]}
     [examples, *_] = [x.shape[0] for x in dict(batch).values()]
-    times = itertools.count(_TIMES)
+    times = itertools.count(_TIMES if examples < _MANY else 1)
     return _times(batch, next(n for n in times if n * examples not in sizes))
 
 

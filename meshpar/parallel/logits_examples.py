@@ -10,11 +10,8 @@ import jax.numpy as jnp
 from meshpar.errors import InputError
 from meshpar.model.contract import Model
 from meshpar.model.token_mixing import surely_mixes
-from meshpar.model.tracing import one_layer_shapes, one_layer_state
+from meshpar.model.tracing import one_layer_shapes, one_layer_state, told_apart
 from meshpar.parallel.traced_logits import traced_logits
-
-_TRACED_EXAMPLES = 13
-"""As few sizes of a model are: examples are told from them by their number."""
 
 
 def check_logits_examples(model: Model, batch: Any, layout: str) -> None:
@@ -28,11 +25,9 @@ def check_logits_examples(model: Model, batch: Any, layout: str) -> None:
     Raises:
         InputError: They surely do, and ask for no sums over the global batch.
     """
-    num = _TRACED_EXAMPLES
-    shapes = {
-        name: jax.ShapeDtypeStruct((num, *x.shape[1:]), x.dtype)
-        for name, x in dict(batch).items()
-    }
+    params, state = one_layer_shapes(model), one_layer_state(model)
+    shapes = told_apart(batch, params, state)
+    num = jax.tree.leaves(shapes)[0].shape[0]
     asked: list[str] = []
 
     def forward(of_examples: list, params: Any, state: Any) -> Any:
@@ -42,7 +37,6 @@ def check_logits_examples(model: Model, batch: Any, layout: str) -> None:
 
     given = {name: (shape, 0) for name, shape in shapes.items()}
     numbers = jax.ShapeDtypeStruct((num,), jnp.uint32), 0
-    params, state = one_layer_shapes(model), one_layer_state(model)
     found = surely_mixes(forward, num, [given, numbers], params, state)
     if found is not None and not asked:
         raise InputError(
