@@ -374,6 +374,22 @@ def less_the_mean(x, w, scope):
     return -mean / scope.seq_length(x.shape[1])
 
 
+@pytest.mark.parametrize("given", [lambda x: x, lambda x: jnp.ones(()), lambda x: 2.0])
+def test_sums_over_the_sequence_are_of_what_each_device_has_a_part_of(given):
+    mix = of_tokens(lambda x, w, scope: 0 * x + scope.sequence_sum(given(x)).mean())
+    message = "scope.sequence_sum of what is no sum over the tokens at hand"
+    with pytest.raises(InputError, match=message):
+        check_token_wise(model(mix))
+
+
+def test_sums_and_counts_over_the_sequence_are_taken():
+    def less(x, w, scope):
+        num = scope.sequence_sum(x.shape[1]) + scope.sequence_sum(0.5 * (x > 0).sum())
+        return x - scope.sequence_sum(2 * x.sum(1, keepdims=True)) / num
+
+    check_token_wise(model(of_tokens(less)))
+
+
 def test_sums_over_the_sequence_are_refused_where_padding_would_count():
     made, layout = model(of_tokens(less_the_mean)), Layout.parse("context=2")
     shape = lambda *dims: jax.ShapeDtypeStruct(dims, np.float32)  # noqa: E731

@@ -12,6 +12,9 @@ from jax.extend.core import JaxprEqn
 WHOLE_SEQUENCE = "of_whole_sequence"
 """Names a function of whole sequences where a trace runs it."""
 
+SEQUENCE_SUM = "sum_over_sequence"
+"""Names `Scope.sequence_sum` where a trace runs it."""
+
 
 class Mixed(Exception):
     """An operation joins different tokens.

@@ -28,7 +28,14 @@ from meshpar.model.token_counts import (
     without_tokens,
 )
 from meshpar.model.token_dims import check_not_merged
-from meshpar.model.token_flow import WHOLE_SEQUENCE, Flow, Mixed, lost, shape_of
+from meshpar.model.token_flow import (
+    SEQUENCE_SUM,
+    WHOLE_SEQUENCE,
+    Flow,
+    Mixed,
+    lost,
+    shape_of,
+)
 from meshpar.model.token_loops import LOOPS
 from meshpar.model.token_rules import OF_EACH_ELEMENT, RULES, elementwise
 
@@ -119,6 +126,8 @@ class _Follower:
         if name in _CALLS:
             if equation.params.get("name") == WHOLE_SEQUENCE:
                 _check_no_tokens(flows)
+            if equation.params.get("name") == SEQUENCE_SUM:
+                _check_totals(flows, twin)
             for inner in inner_programs(equation, twin):
                 if len(inner.jaxpr.invars) == len(flows):
                     return self.run(inner, flows)
@@ -170,6 +179,22 @@ def _check_no_tokens(flows: list[Flow]) -> None:
             "hand from outside, or scope.positions; give it them joined to its array, "
             "and jnp.arange of its own length"
         )
+
+
+def _check_totals(flows: list[Flow], twin: JaxprEqn | None) -> None:
+    """Refuses tokens, or what devices have alike, in a sum over the sequence.
+
+    What depends on how many tokens are at hand is told by the twin alone; without one
+    it is let through.
+    """
+    for flow in flows:
+        alike = twin is not None and not (flow.zero or flow.counted or flow.lost)
+        if flow.dim is not None or (alike and not flow.total):
+            raise Mixed(
+                "scope.sequence_sum of what is no sum over the tokens at hand; sum "
+                "over them first",
+                certain=True,
+            )
 
 
 def mixes_tokens(

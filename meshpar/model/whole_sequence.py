@@ -10,7 +10,7 @@ from jax import lax
 
 from meshpar.collectives import asked, summed
 from meshpar.errors import InputError
-from meshpar.model.token_flow import WHOLE_SEQUENCE
+from meshpar.model.token_flow import SEQUENCE_SUM, WHOLE_SEQUENCE
 from meshpar.model.token_order import TokenOrder
 
 Function = Callable[[jax.Array], jax.Array]
@@ -20,11 +20,21 @@ Function = Callable[[jax.Array], jax.Array]
 def sequence_sum(x: jax.Array, order: TokenOrder, platform: str) -> jax.Array:
     """`x`, of the tokens at hand, added up over the devices that share them."""
     if order.probing:
-        return jnp.ones_like(x)
+        return _ones_like_sum(x)
     if order.num_ranks == 1:
         return x
     with asked("sequence_sum"):
         return summed(x, order.mesh_axis, platform)
+
+
+def _ones_like_sum(x: jax.Array) -> jax.Array:
+    """What no device has alone, of a call that a trace names."""
+
+    def whole(x: jax.Array) -> jax.Array:
+        return jnp.ones_like(x)
+
+    whole.__name__ = SEQUENCE_SUM
+    return jax.jit(whole)(x)
 
 
 def over_sequence(function: Function, x: jax.Array, order: TokenOrder) -> jax.Array:
