@@ -127,7 +127,7 @@ def test_a_run_on_tokens_without_a_tokenizer_reads_no_text(
     monkeypatch.setattr("meshpar.models.convert.run.read_checkpoint", of_tokens)
     assert main(["generate", "--from", str(run), "--prompt", "To be"]) == 2
     error = capsys.readouterr().err
-    assert "give their tokenizer, as by meshpar gen" in error and error.count("\n") == 1
+    assert "give their tokenizer: --tokenizer" in error and error.count("\n") == 1
     loaded = load(run)
     assert loaded.tokenizer.decode([7, 9]) == "7 9" and loaded.stop_tokens == (7,)
     tokenizer = write_bpe(tmp_path / "tokenizer.json", ["to be or not to be"])
