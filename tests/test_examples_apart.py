@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from meshpar import Input, InputError, Layout, from_nnx, make_train_step
-from meshpar.model.tracing import check_examples_apart
+from meshpar.model.examples_apart import check_examples_apart
 from tests.zoo.plain import normal
 
 EXAMPLES, SEQ, EMBED = 8, 4, 16
@@ -310,3 +310,11 @@ def test_examples_are_told_from_sizes_of_the_batch():
     x = jax.ShapeDtypeStruct((EXAMPLES, 13 * EXAMPLES, EMBED), jnp.float32)
     with pytest.raises(InputError, match="reduce_max over the batch"):
         check_examples_apart(model_of(largest), {**SHAPES, "x": x}, "data=2")
+
+
+def test_the_place_that_is_named_keeps_its_name():
+    inside: dict = {}
+    text = "def loss(x, batch, scope):\n    return (x - x.mean(0)).sum(), len(x)"
+    exec(compile(text, "/mine/token_wise.py", "exec"), inside)
+    with pytest.raises(InputError, match=r"examples \(/mine/token_wise.py:2\); give"):
+        check_examples_apart(model_of(inside["loss"]), SHAPES, "data=2")

@@ -84,7 +84,7 @@ def flat(x, scope):
         (less_the_mean_at_hand, "context=2", "logits joins the tokens .*sub of a sum"),
         (summed_at_hand, "context=2", "its result is a sum over tokens"),
         (less_the_mean_of_examples, "data=2", "logits joins .*sub of a sum over exam"),
-        (less_the_mean_of_examples, "stage=2", "gives devices some examples each"),
+        (less_the_mean_of_examples, "stage=2", "examples each, but logits joins those"),
     ],
 )
 def test_logits_that_join_what_devices_share_are_refused(outputs, layout, words):

@@ -70,7 +70,8 @@ def check_not_merged(name: str, flows: list[Flow]) -> None:
     if name in ("reshape", "conv_general_dilated"):
         return
     if any(flow.merged != (1, 1) for flow in flows):
-        raise Mixed(f"{name} after a reshape that merges or cuts the sequence")
+        what = f"{name} after a reshape that merges or cuts the sequence"
+        raise Mixed(what, unknown=True)
 
 
 def _same_place(before: tuple, after: tuple, dim: int) -> int | None:

@@ -23,15 +23,23 @@ class Mixed(Exception):
         what: The operation, in words.
         where: Its line; empty where that is not known yet.
         certain: Whether it does, and not only may.
+        unknown: Whether nothing is known of the operation, which may leave them alone.
         picks: Whether it picks some of the tokens, such as the largest: it joins them
             where the results are sums of those.
     """
 
     def __init__(
-        self, what: str, where: str = "", *, certain: bool = False, picks: bool = False
+        self,
+        what: str,
+        where: str = "",
+        *,
+        certain: bool = False,
+        unknown: bool = False,
+        picks: bool = False,
     ) -> None:
         super().__init__(what)
-        self.where, self.certain, self.picks = where, certain, picks
+        self.where, self.certain = where, certain
+        self.unknown, self.picks = unknown, picks
 
 
 @dataclass(frozen=True)

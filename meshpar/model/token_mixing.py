@@ -104,10 +104,10 @@ class _Follower:
             check_lengths(equation, twin, found)
             return found
         except Mixed as mixed:
-            where = mixed.where or self._where()
+            mixed.where = mixed.where or self._where()
             if not self.lenient:
-                raise Mixed(str(mixed), where) from None
-            return [_noted(mixed, where, flows)] * len(equation.outvars)
+                raise
+            return [_noted(mixed, flows)] * len(equation.outvars)
         finally:
             self.open.pop()
 
@@ -162,10 +162,10 @@ class _Follower:
         return "" if name == "reduce_sum" and whole else flow.picked
 
 
-def _noted(mixed: Mixed, where: str, flows: list[Flow]) -> Flow:
+def _noted(mixed: Mixed, flows: list[Flow]) -> Flow:
     """Of what an operation gives that mixes tokens, or may."""
     what, *_ = str(mixed).split(";")
-    words = f"{what} ({where})" if where else what
+    words = f"{what} ({mixed.where})" if mixed.where else what
     if mixed.certain:
         return Flow(lost=True, fault=words)
     return replace(lost(flows), picked=words if mixed.picks else "")
@@ -204,6 +204,7 @@ def mixes_tokens(
     *others: Any,
     fewer: tuple[Callable[..., Any], Any] | None = None,
     sums: bool = False,
+    lenient: bool = False,
 ) -> str | None:
     """The first operation that joins different tokens, and its place; None if none.
 
@@ -217,6 +218,8 @@ def mixes_tokens(
         fewer: `function` and `tokens` with fewer of the sequence's at hand: so it is
             found out what depends on their number, such as a mean.
         sums: Whether all results are sums over tokens, which devices add up.
+        lenient: Whether an operation of which nothing is known is let through, unless
+            the function surely mixes tokens.
     """
     program, dims = _traced(function, tokens, others)
     given = [Flow(dim=dim) for dim in dims]
@@ -230,31 +233,30 @@ def mixes_tokens(
         if sums and not all(flow.total or flow.zero for flow in found):
             raise Mixed("a sum that has no tokens in it, which each device would add")
     except Mixed as mixed:
+        if lenient and mixed.unknown:
+            return surely_mixes(function, num_tokens, tokens, *others)
         return f"{mixed} ({mixed.where})" if mixed.where else str(mixed)
     return None
 
 
 def surely_mixes(
-    function: Callable[..., Any], num_examples: int, examples: Any, *others: Any
+    function: Callable[..., Any], num_tokens: int, tokens: Any, *others: Any
 ) -> str | None:
-    """As `mixes_tokens`, of examples: what only may join them is let through.
+    """As `mixes_tokens`, but what only may join them is let through.
 
     So is what no result is made of, such as numbers that are only printed.
 
     Args:
-        function: Of trees of arrays, those of examples first.
-        num_examples: How many there are.
-        examples: Tree of (shape, dim of the examples or None).
+        function: As there, and so the next three.
+        num_tokens: How many there are; of examples it is asked as well.
+        tokens: Tree of (shape, dim of the tokens or None).
         others: Trees of shapes of arrays that have none.
     """
-    program, dims = _traced(function, examples, others)
+    program, dims = _traced(function, tokens, others)
     given = [Flow(dim=dim) for dim in dims]
     given += [Flow()] * (len(program.jaxpr.invars) - len(dims))
-    found = _Follower(num_examples, lenient=True).run(Twins(program), given)
-    what = next(filter(None, (flow.fault or flow.picked for flow in found)), None)
-    for word, other in (("token", "example"), ("the sequence", "the batch")):
-        what = what and what.replace(word, other)
-    return what
+    found = _Follower(num_tokens, lenient=True).run(Twins(program), given)
+    return next(filter(None, (flow.fault or flow.picked for flow in found)), None)
 
 
 def _traced(
@@ -278,7 +280,7 @@ def _source(equation: JaxprEqn) -> str:
     traceback = equation.source_info.traceback
     frames: list[Any] = [] if traceback is None else list(traceback.frames)
     for frame in frames:
-        inside = ("/jax/", "/flax/", "/meshpar/model/", "<")
+        inside = ("/jax/", "/flax/", "/meshpar/model/", "/meshpar/parallel/", "<")
         if not any(part in frame.file_name for part in inside):
             return f"{frame.file_name}:{frame.line_num}"
     return ""

@@ -29,15 +29,8 @@ _ORDERED = {
 }
 OF_EACH_ELEMENT = {
     *("abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan"),
-    *(
-        "atan2",
-        "atanh",
-        "bessel_i0e",
-        "bessel_i1e",
-        "bitcast_convert_type",
-        "cbrt",
-        "ceil",
-    ),
+    *("atan2", "atanh", "bessel_i0e", "bessel_i1e", "bitcast_convert_type", "cbrt"),
+    "ceil",
     *("clamp", "clz", "complex", "conj", "convert_element_type", "copy", "copy_p"),
     *("cos", "cosh", "digamma", "div", "eq", "eq_to", "erf", "erf_inv"),
     *("erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "igamma", "igamma_grad_a"),
@@ -67,7 +60,7 @@ def elementwise(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[
         return [Flow(uniform=alike, numbered=numbered) for _ in equation.outvars]
     name = equation.primitive.name
     if name in _ORDERED:
-        raise Mixed(f"{name} along the sequence")
+        raise Mixed(f"{name} along the sequence", unknown="scatter" in name)
     if any(flow.total for flow in flows):
         return _of_total(equation, flows)
     outer, inner = merged = _merged(name, flows)
@@ -75,7 +68,8 @@ def elementwise(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[
     size = outer * num_tokens * inner
     dim = the_dim(equation, flows, size, certain=certain)
     if not _of_each_element(equation):
-        raise Mixed(f"{name}, of which it is not known whether it mixes tokens")
+        what = f"{name}, of which it is not known whether it mixes tokens"
+        raise Mixed(what, unknown=True)
     return [Flow(dim=dim, merged=merged) for _ in equation.outvars]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,7 +20,6 @@ from meshpar.model.inputs import (
 )
 from meshpar.model.parameter import Params, is_parameter
 from meshpar.model.scope import Scope
-from meshpar.model.token_mixing import surely_mixes
 
 
 def batch_shapes(
@@ -89,6 +87,7 @@ def traced_forward(
     *,
     rules: Any = None,
     head: bool = False,
+    logits: bool = False,
     ends_only: bool = False,
     run: Callable[..., Any] = _run_once,
     **fields: Any,
@@ -100,6 +99,7 @@ def traced_forward(
         batch: Shapes of a batch.
         rules: What stands in the scope; None outside any mesh.
         head: Whether the head is run too: its sums, and each group's.
+        logits: Whether `logits` is run in its place.
         ends_only: Whether the head is given what `embed` makes.
         run: (group, layer, x, scope) -> (x, sums); `run_on` runs a layer several times.
         fields: Of the scope, besides.
@@ -114,6 +114,8 @@ def traced_forward(
             x = x if group.enter is None else group.enter(ends, x, outside)
             x, sums = run(group, layer, x, outside.at_layer(0, of_layer))
             of_groups.append(sums)
+        if logits and model.logits is not None:
+            return model.logits(ends, x, outside)
         if not head:
             return x
         return model.loss_sums(ends, x, outside.batch, outside), of_groups
@@ -132,98 +134,6 @@ def run_on(group: BlockGroup, layer: Any, x: Any, scope: Scope) -> tuple[Any, An
         x, sums = block(layer, x)
         of_layers.append(sums)
     return x, of_layers
-
-
-def check_examples_first(model: Model, batch: Any) -> None:
-    """Refuses a model that drops out along another dim than the examples.
-
-    Where that dim happens to be as long as there are examples, one layout would take it
-    and another not: so it is tried with two and three times as many.
-
-    Args:
-        model: The model.
-        batch: Arrays of a batch, or their shapes.
-
-    Raises:
-        InputError: `Scope.dropout` is given another first dim.
-    """
-    once, *shapes = traced_forward(model, _times(batch, 1), head=True)
-    program = jax.make_jaxpr(once)(*shapes)
-    if "random_bits" not in str(program):
-        return
-    for times in (2, 3):
-        once, *shapes = traced_forward(model, _times(batch, times), head=True)
-        jax.eval_shape(once, *shapes)
-
-
-_TIMES, _MANY = 13, 100
-"""At least so many times the examples are traced with: as few sizes of a model are.
-
-Examples are told from them by their number, which what divides the batch divides too.
-Many of them are traced as they are: NumPy arrays of a model are built as large.
-"""
-
-
-def check_examples_apart(model: Model, batch: Any, layout: str) -> None:
-    """Refuses a model that joins examples otherwise than by sums.
-
-    Devices and microbatches have some examples of the batch each: what is not a sum
-    over them, such as a mean's difference, a contrastive loss or noise of the batch's
-    own shape, would be of these alone.
-
-    Args:
-        model: The model.
-        batch: Arrays of a batch, or their shapes.
-        layout: What splits the batch, in words.
-
-    Raises:
-        InputError: It surely joins them; what only may is let through, and so is a
-            model that asks for sums over the global batch itself.
-    """
-    params, state = one_layer_shapes(model), one_layer_state(model)
-    shapes = told_apart(batch, params, state)
-    num = jax.tree.leaves(shapes)[0].shape[0]
-    asked: list[str] = []
-
-    def forward(of_examples: list, params: tuple, state: tuple) -> Any:
-        batch, examples = of_examples
-        once, *_ = traced_forward(
-            model, batch, head=True, examples=examples, batch_sums=asked
-        )
-        return once(params, state, batch)
-
-    given = {name: (shape, 0) for name, shape in shapes.items()}
-    numbers = jax.ShapeDtypeStruct((num,), jnp.uint32), 0
-    found = surely_mixes(forward, num, [given, numbers], params, state)
-    if found is not None and not asked:
-        raise InputError(
-            f"layout {layout!r} gives devices or microbatches some examples each, but "
-            f"a function of the model joins those that it has: {found}; give sums over "
-            "examples alone, take scope.batch_sum for statistics and scope.key for "
-            "noise, or leave the batch whole"
-        )
-
-
-def told_apart(batch: Any, *others: Any) -> Any:
-    """Shapes of so many times the examples that no other array has a dim as long.
-
-    Args:
-        batch: Arrays of a batch, or their shapes, the example first.
-        others: Trees of shapes.
-    """
-    sizes = {size for x in jax.tree.leaves(others) for size in x.shape}
-    sizes |= {size for x in dict(batch).values() for size in x.shape[1:]}
-    [examples, *_] = [x.shape[0] for x in dict(batch).values()]
-    times = itertools.count(_TIMES if examples < _MANY else 1)
-    return _times(batch, next(n for n in times if n * examples not in sizes))
-
-
-def _times(batch: Any, times: int) -> Any:
-    """Shapes of so many times the examples."""
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((times * x.shape[0], *x.shape[1:]), x.dtype),
-        dict(batch),
-    )
 
 
 def traced_streams(model: Model, examples: int, seq: int) -> list[Any]:

@@ -15,7 +15,6 @@ from meshpar.model.token_order import TokenOrder
 from meshpar.model.tracing import traced_forward, tracing
 from meshpar.parallel.sequence import sequence_dims, token_order
 from meshpar.parallel.space import splits_tokens
-from meshpar.parallel.traced_logits import traced_logits
 from meshpar.rules.rules import Rules
 
 
@@ -112,9 +111,9 @@ def _adds_sequences_up(
     """Whether a function of the model calls `Scope.sequence_sum`, read from a trace."""
     calls: list[str] = []
     shapes = dict(batch)
-    once, *given = traced_forward(model, shapes, head=not partly, sequence_sums=calls)
-    if partly and model.logits is not None:
-        once = traced_logits(model, shapes, sequence_sums=calls)
+    once, *given = traced_forward(
+        model, shapes, head=not partly, logits=partly, sequence_sums=calls
+    )
     with tracing("the model cannot be traced for context"):
         jax.eval_shape(once, *given)
     return bool(calls)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 
 from meshpar.model.contract import Model
 from meshpar.model.inputs import BATCH_DIM, logical_sizes, shapes_of
-from meshpar.model.token_mixing import mixes_tokens, surely_mixes
+from meshpar.model.token_mixing import mixes_tokens
 from meshpar.model.token_order import TokenOrder
 from meshpar.model.tracing import (
     one_layer_shapes,
@@ -22,10 +21,6 @@ from meshpar.model.tracing import (
     tracing,
 )
 from meshpar.parallel.sequence import sequence_dims
-from meshpar.parallel.traced_logits import traced_logits
-
-_NOT_KNOWN = re.compile("^scatter|of which it is not known|after a reshape that merges")
-"""What `mixes_tokens` says of operations that only may join tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,8 +83,7 @@ def _followed(
     probe: Probe,
     num_tokens: int,
     then: Callable[[Any, jax.Array], Any],
-    *,
-    sums: bool = False,
+    **options: bool,
 ) -> str | None:
     """What joins tokens up to `then`, of what the model gives and positions."""
     whole, share = (
@@ -103,25 +97,14 @@ def _followed(
         one_layer_shapes(probe.model),
         one_layer_state(probe.model),
         fewer=(share.then(then), share.tokens),
-        sums=sums,
+        **options,
     )
 
 
-def _leniently(probe: Probe, num_tokens: int, found: str | None) -> str | None:
-    """`found`, or what surely joins tokens where that only may."""
-    if found is None or not _NOT_KNOWN.search(found):
-        return found
-    hand, model = Hand.of(probe, num_tokens, num_tokens), probe.model
-    given = hand.tokens, one_layer_shapes(model), one_layer_state(model)
-    sure = surely_mixes(hand.forward, num_tokens, *given)
-    # It names examples, of which it is asked elsewhere.
-    return sure and sure.replace("example", "token").replace("the batch", "a sequence")
-
-
 def _in_logits(probe: Probe, num_tokens: int) -> str | None:
-    found = _followed(probe, num_tokens, _as_it_is)
+    found = _followed(probe, num_tokens, _as_it_is, lenient=True)
     if found is not None:
-        return _leniently(probe, num_tokens, found)
+        return found
     # Of a sum over tokens only what is linear can be taken.
     if _followed(probe, num_tokens, lambda found, _: jax.tree.map(jnp.abs, found)):
         return "its result is a sum over tokens, of which each device has a part"
@@ -129,9 +112,9 @@ def _in_logits(probe: Probe, num_tokens: int) -> str | None:
 
 
 def _in_ends(probe: Probe, num_tokens: int) -> str | None:
-    found = _followed(probe, num_tokens, _as_it_is)
+    found = _followed(probe, num_tokens, _as_it_is, lenient=True)
     if found is not None:
-        return _leniently(probe, num_tokens, found)
+        return found
     if any(_is_alike(probe, num_tokens, at) for at in range(2)):
         return "a sum that has no tokens in it, which each device would add"
     return None
@@ -207,9 +190,10 @@ class Hand:
             "run": run_on,
             "order": replace(self.order, probe=positions),
         }
-        if probe.of_logits:
-            return traced_logits(probe.model, shapes, **fields)(params, state, batch)
-        once, *_ = traced_forward(probe.model, shapes, head=True, **fields)
+        of_logits = probe.of_logits
+        once, *_ = traced_forward(
+            probe.model, shapes, head=not of_logits, logits=of_logits, **fields
+        )
         return once(params, state, batch)
 
     def then(self, function: Callable[[Any, jax.Array], Any]) -> Callable[..., Any]:

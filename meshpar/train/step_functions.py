@@ -15,9 +15,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.layout import BATCH_AXES
 from meshpar.model.contract import Model
+from meshpar.model.examples_apart import check_examples_apart, check_examples_first
 from meshpar.model.parameter import Params
-from meshpar.model.tracing import check_examples_apart, check_examples_first
-from meshpar.parallel.logits_examples import check_logits_examples
 from meshpar.parallel.norm import global_norm
 from meshpar.parallel.placement import Placement
 from meshpar.parallel.sequence_checks import check_logits_tokens
@@ -169,7 +168,7 @@ class StepFunctions:
         layout = placement.layout
         check_logits_tokens(model, layout, placement.rules, tuple(batch))
         if layout.batch_shards * layout.stage > 1:
-            check_logits_examples(model, batch, str(layout))
+            check_examples_apart(model, batch, str(layout), logits=True)
 
     def _given(self, state: TrainState, batch: Batch) -> tuple[Any, ...]:
         """What a program takes."""
