@@ -161,6 +161,25 @@ def test_plans_for_tpus_count_channels_along_their_lanes_and_say_so():
     assert (plan.memory.activation_bytes, plan.memory.other_bytes) == apart
 
 
+@pytest.mark.parametrize(
+    ("sizes", "compiled_bytes"),
+    [
+        ({}, 72_811_375_200),
+        ({"depth": 384}, 56_630_536_800),
+        slow({"depth": 640}, 90_938_092_128),
+        slow({"base": 16}, 74_015_180_384),
+        slow({"depth": 256, "height": 256, "width": 256}, 9_429_267_552),
+    ],
+)
+def test_memory_on_tpus_is_what_their_compiler_said(sizes, compiled_bytes):
+    """Totals of libtpu of jax 0.10.2 for tpu:v5p:2x2x2, which take a minute each."""
+    work = traced_volume(build("unet3d-512", **sizes), "u")
+    cluster = cluster_of("tpu-v5p", devices=8)
+    asked = dataclasses.replace(request(8, work, context=8), cluster=cluster)
+    plan, _ = asked.of_layout()
+    assert plan.memory.total_bytes == pytest.approx(compiled_bytes, rel=0.03)
+
+
 def test_beams_whose_parts_a_convolution_refuses_are_no_plans():
     window = dataclasses.replace(WINDOW, sizes=(8, 8, 8), window=(3, 3, 3))
     coarse = dataclasses.replace(MADE, kernels=(window,))

@@ -16,7 +16,7 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from meshpar.audit.jaxprs import inner_jaxprs
-from meshpar.hardware.tpus import HEAP, LANES
+from meshpar.hardware.tpus import HEAP_OVER_ARRAYS, LANES
 
 _READS_ARRAYS = ("conv_general_dilated", "dot_general", "scan", "while", "cond")
 _LAYS_OUT = ("reshape", "squeeze", "expand_dims", "copy", "sharding_constraint")
@@ -87,7 +87,7 @@ def most_room(program: ClosedJaxpr, platform: str) -> int:
     """
     if platform != "tpu":
         return most_live(program).total_bytes
-    return round(HEAP * most_live(program, LANES).total_bytes)
+    return round(HEAP_OVER_ARRAYS * most_live(program, LANES).total_bytes)
 
 
 def _most_live(jaxpr: Jaxpr, lanes: int) -> Live:

@@ -39,7 +39,7 @@ _TPU = Efficiency(
 LANES = 128
 """Places of an array's last dim that XLA:TPU lays side by side; fewer take as much."""
 
-HEAP = 1.17
+HEAP_OVER_ARRAYS = 1.17
 """Room of arrays of ever coarser volumes, gaps between them included, over their bytes.
 
 Of five U-Nets compiled for a v5p: 1.16 to 1.21 (`docs/guides/volumes.md`).
