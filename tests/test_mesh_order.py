@@ -137,7 +137,14 @@ print(json.dumps(found))
     reason="needs the extra aot",
 )
 def test_absent_devices_lie_by_torus_and_host():
-    environment = {**os.environ, "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    environment = {
+        **os.environ,
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        # As in an audit's child: a machine with JAX's CUDA plugin may have no cuDNN.
+        "JAX_PLATFORMS": "cpu",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+    }
     command = [sys.executable, "-W", "ignore", "-c", ABSENT]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr[-2000:]
