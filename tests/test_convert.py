@@ -213,6 +213,26 @@ def test_a_config_comes_back_from_its_json(family, folders, tmp_path):
     assert config_from_json(path) == config
 
 
+# No limit, nothing dropped in inference, no dense layer, no tokens further ahead.
+OURS_SAY_OTHERWISE = {
+    *("max_position_embeddings", "dropout_rate", "num_nextn_predict_layers"),
+    *("attn_pdrop", "embd_pdrop", "resid_pdrop", "label2id"),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_exported_config_says_what_theirs_says(family, folders):
+    theirs = json.loads((folders[family] / "config.json").read_text())
+    ours = json_of(read_config(folders[family]))
+    compared = (theirs.keys() & ours.keys()) - OURS_SAY_OTHERWISE
+    if family == "qwen3_moe":  # the size of dense layers, which it has none of
+        compared.remove("intermediate_size")
+    assert {name: ours[name] for name in compared} == {
+        name: theirs[name] for name in compared
+    }
+    assert "hidden_size" in compared or family in ("gpt2", "t5")
+
+
 def test_a_checkpoint_is_exported(folders, tmp_path, capsys):
     weights = read_weights(folders["llama"])
     (folders["llama"] / "tokenizer.json").write_text("{}")
