@@ -33,7 +33,14 @@ Batch = Mapping[str, Any]
 
 NUM_STEPS = 3
 MOMENTUM = 0.9
-_STEP_SHARE = 0.05  # of the parameters' norm, that the first step moves them by
+_STEP_SHARE = 0.05
+"""Of its norm, that the first step moves an array by at most.
+
+More would turn small vectors about, such as the one row of a table that a lone token
+trains: a norm after it then magnifies every rounding of the steps before.
+"""
+_LEAST_STEP = 0.05
+"""Of the step that moves all parameters by that share: shorter for no array near 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +109,7 @@ def single_device(
         initial, state, batches[0], np.uint32(seed), np.int32(0)
     )
     norm = tree_norm(jax.device_get(gradients))
-    rate = np.float32(_STEP_SHARE * tree_norm(initial) / norm if norm else 0.0)
+    rate = _learning_rate(*jax.device_get((initial, gradients)))
     params, opt_state = update(initial, None, gradients, rate)
     for step, batch in enumerate(batches[1:], start=1):
         (_, state), later = value_and_grad(
@@ -143,6 +150,18 @@ def tree_norm(tree: Any) -> float:
     leaves = (np.abs(leaf) for leaf in _leaves(tree))
     squares = (np.sum(np.square(leaf, dtype=np.float64)) for leaf in leaves)
     return float(np.sqrt(sum(squares)))
+
+
+def _learning_rate(params: Params, gradients: Params) -> np.float32:
+    """The largest with which no array moves by more than its share, and the limit."""
+    whole = tree_norm(gradients)
+    if not whole:
+        return np.float32(0.0)
+    of_all = tree_norm(params) / whole
+    pairs = zip(_leaves(params), _leaves(gradients), strict=True)
+    norms = [(tree_norm(param), tree_norm(gradient)) for param, gradient in pairs]
+    least = min((size / moved for size, moved in norms if size and moved), default=0.0)
+    return np.float32(_STEP_SHARE * max(least, _LEAST_STEP * of_all))
 
 
 @functools.lru_cache(maxsize=16)
