@@ -4,7 +4,7 @@ import jax
 import optax
 import pytest
 
-from meshpar import make_train_step
+from meshpar import Layout, make_train_step
 from meshpar.models.presets import build
 from meshpar.testing.batches import random_batch
 from meshpar.testing.quick_compile import quick_compile_options
@@ -47,6 +47,15 @@ ENTRY %main (p: f32[4], q: f32[4]) -> (f32[4], f32[4]) {
 """  # noqa: E501
 
 
+def program(model, layout, examples=4):
+    step = make_train_step(
+        *(model, optax.sgd(0.1), layout),
+        devices=jax.devices()[: Layout.parse(layout).num_devices],
+        compiler_options=quick_compile_options("cpu"),
+    )
+    return step.compile(random_batch(model, examples, 16, 0)).as_text()
+
+
 @pytest.mark.parametrize(
     ("given", "groups", "found"),
     [
@@ -63,11 +72,10 @@ def test_what_stands_behind_a_loop_is_found(given, groups, found):
 @pytest.mark.parametrize("layout", ["data=2,zero=2", "fsdp=2", "data=4,tensor=2"])
 def test_a_decoders_gradients_wait_for_the_encoders_loop(layout):
     model = build("tiny-t5", **SIZES, vocab=64, logits_bytes=2000)
-    batch = random_batch(model, 4, 16, 0)
-    count = 8 if "tensor" in layout else 2
-    step = make_train_step(
-        *(model, optax.sgd(0.1), layout),
-        devices=jax.devices()[:count],
-        compiler_options=quick_compile_options("cpu"),
-    )
-    assert behind_loops(step.compile(batch).as_text()) == []
+    assert behind_loops(program(model, layout)) == []
+
+
+def test_an_embedding_waits_for_the_phase_of_a_pipeline_before_it():
+    model = build("tiny-dit", layers=3, embed=48, heads=6, image=12)
+    layout = "fsdp=2,stage=2,context=2,microbatches=3,schedule=gpipe,zero=1"
+    assert behind_loops(program(model, layout, examples=12)) == []
