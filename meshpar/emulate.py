@@ -24,7 +24,8 @@ DEFAULT_DEVICES = 8
 # sequence and pipeline parallelism, jax 0.10.2, 2 busy cores). Depth first, to spare
 # memory, 16 of 17 with FSDP crashed, hung or gave NaN. XLA's default may be either.
 # Between two loops the order is not enough: a decoder's gradients stood behind the
-# encoder's loop (`parallel.behind_loops` makes them need it).
+# encoder's loop (`parallel.behind_loops` makes them need it), and embeddings of a
+# pipeline's next phase behind the loop before (`Executor` makes them need it).
 _BREADTH_FIRST = "--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_CONCURRENCY_OPTIMIZED"
 
 # The name of the same choice before jax 0.9.1; up to 0.12 XLA still obeys it.

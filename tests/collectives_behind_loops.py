@@ -4,7 +4,13 @@ import re
 
 from meshpar.audit.hlo import Computation, Instruction, Program, parse_program
 
-_KINDS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all")
+_KINDS = {
+    **dict.fromkeys(
+        ("all-reduce", "reduce-scatter", "all-gather", "all-to-all"), "replica_groups"
+    ),
+    "collective-permute": "source_target_pairs",
+}
+"""Opcode -> the attribute that says which devices meet."""
 _NAME = re.compile(r"%([\w.\-]+)")
 
 
@@ -40,8 +46,8 @@ def _in_order(program: Program, computation: Computation) -> list[tuple[str, str
 def _rendezvous(program: Program, one: Instruction) -> set[tuple[str | None, ...]]:
     """Channel and devices of each collective that an instruction is or calls."""
     if one.opcode in _KINDS:
-        groups = one.attribute(r"replica_groups=(\S+?)(?:,? |,?$)")
-        return {(one.attribute(r"channel_id=(\d+)"), groups)}
+        devices = one.attribute(rf"{_KINDS[one.opcode]}=(\S+?)(?:,? |,?$)")
+        return {(one.attribute(r"channel_id=(\d+)"), devices)}
     called = set(_NAME.findall(one.attributes)) & program.computations.keys()
     inside = (program.computations[name].instructions for name in called)
     return {

@@ -69,7 +69,9 @@ def test_what_stands_behind_a_loop_is_found(given, groups, found):
     assert behind_loops(text) == found
 
 
-@pytest.mark.parametrize("layout", ["data=2,zero=2", "fsdp=2", "data=4,tensor=2"])
+@pytest.mark.parametrize(
+    "layout", ["data=2,zero=2", "fsdp=2", "data=4,tensor=2,zero=2"]
+)
 def test_a_decoders_gradients_wait_for_the_encoders_loop(layout):
     model = build("tiny-t5", **SIZES, vocab=64, logits_bytes=2000)
     assert behind_loops(program(model, layout)) == []

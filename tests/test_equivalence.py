@@ -14,7 +14,7 @@ from meshpar.testing.batches import random_batch, steps_of
 from meshpar.testing.bounds import bf16_bound
 from meshpar.testing.comparison import copies, deviations
 from meshpar.testing.masks import MASKS
-from meshpar.testing.reference import Values, bf16_chains
+from meshpar.testing.reference import Values, bf16_chains, compared_learning_rate
 from tests.test_nnx_model import Block, Ends
 
 CASE = "--layout data=2 --global-batch {} --seq 4 --mask {} --seed 0"
@@ -55,6 +55,25 @@ def test_a_given_batch_and_its_other_arrays_are_used():
     batch["positions"] = np.tile(np.arange(8, dtype=np.int32)[::-1], (4, 1))
     (result,) = check_layouts(build("test"), batch, ["data=2,fsdp=2"]).results
     assert (result.case.global_batch, result.case.seq) == (4, 8)
+
+
+def test_the_compared_step_is_as_long_as_the_array_that_it_moves_most_allows():
+    table, others = np.full((50, 4), 0.1), np.full(300, 1.0)
+    of_table = np.zeros_like(table)
+    of_table[7] = 2.0  # the row of a lone token
+    params = {"table": table, "others": others}
+    rate = compared_learning_rate(params, {"table": of_table, "others": others / 100})
+    moved = rate * np.linalg.norm(of_table) / np.linalg.norm(table)
+    np.testing.assert_allclose(moved, 0.05, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("near", "expected"), [(0.0, 0.05), (1e-6, 0.05 / 20)])
+def test_an_array_near_zero_hardly_holds_the_compared_step_back(near, expected):
+    params = {"weights": np.ones(100), "bias": np.full(1, near)}
+    gradients = {"weights": np.ones(100), "bias": np.ones(1)}
+    rate = compared_learning_rate(params, gradients)
+    np.testing.assert_allclose(rate, expected, rtol=0.01)
+    assert compared_learning_rate(params, {k: 0 * v for k, v in params.items()}) == 0
 
 
 @pytest.mark.parametrize("mask", MASKS)

@@ -40,7 +40,10 @@ More would turn small vectors about, such as the one row of a table that a lone 
 trains: a norm after it then magnifies every rounding of the steps before.
 """
 _LEAST_STEP = 0.05
-"""Of the step that moves all parameters by that share: shorter for no array near 0."""
+"""Of the step that moves all parameters by `_STEP_SHARE` together: it is no shorter.
+
+An array near 0, such as a new bias, would leave all others where they are.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +112,7 @@ def single_device(
         initial, state, batches[0], np.uint32(seed), np.int32(0)
     )
     norm = tree_norm(jax.device_get(gradients))
-    rate = _learning_rate(*jax.device_get((initial, gradients)))
+    rate = compared_learning_rate(*jax.device_get((initial, gradients)))
     params, opt_state = update(initial, None, gradients, rate)
     for step, batch in enumerate(batches[1:], start=1):
         (_, state), later = value_and_grad(
@@ -152,8 +155,12 @@ def tree_norm(tree: Any) -> float:
     return float(np.sqrt(sum(squares)))
 
 
-def _learning_rate(params: Params, gradients: Params) -> np.float32:
-    """The largest with which no array moves by more than its share, and the limit."""
+def compared_learning_rate(params: Params, gradients: Params) -> np.float32:
+    """The largest whose first step moves no array by more than 5 % of its norm.
+
+    But at least a twentieth of the one that moves all of them by 5 % together; 0 where
+    all gradients are.
+    """
     whole = tree_norm(gradients)
     if not whole:
         return np.float32(0.0)
