@@ -16,16 +16,10 @@ DEFAULT_DEVICES = 8
 """Virtual devices of `meshpar fuzz` where nobody says how many."""
 
 # XLA:CPU holds a collective back until the one before it in the program is done, but
-# behind a loop only until the loop has begun. `jax.shard_map` gives all collectives one
-# channel, so one that stands behind a loop without needing its result is paired with
-# the loop's own: wrong numbers, an abort or a deadlock. In breadth-first order it
-# stands before the loop: 100 of 100 fresh processes agreed, with each collective free
-# to start once its operands are there (a small Llama, five layouts with FSDP, tensor,
-# sequence and pipeline parallelism, jax 0.10.2, 2 busy cores). Depth first, to spare
-# memory, 16 of 17 with FSDP crashed, hung or gave NaN. XLA's default may be either.
-# Between two loops the order is not enough: a decoder's gradients stood behind the
-# encoder's loop (`parallel.behind_loops` makes them need it), and embeddings of a
-# pipeline's next phase behind the loop before (`Executor` makes them need it).
+# behind a loop only until the loop has begun. In breadth-first order one that needs
+# nothing of a loop stands before it. Depth first, to spare memory, 16 of 17 processes
+# of FSDP crashed, hung or gave NaN, before collectives had channels of their own
+# (`collective_channels`); XLA's default may be either.
 _BREADTH_FIRST = "--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_CONCURRENCY_OPTIMIZED"
 
 # The name of the same choice before jax 0.9.1; up to 0.12 XLA still obeys it.
@@ -56,7 +50,8 @@ def emulate(num_devices: int) -> list[jax.Device]:
     meshpar`. Of several processes each has so many.
 
     It adds to `XLA_FLAGS` what is not set there, and raises `PJRT_NPROC`, the size of
-    XLA's thread pools, to 8 per device: without either, virtual devices hang.
+    XLA's thread pools, to 8 per device: without either, virtual devices hang. And it
+    gives each collective a channel of its own (`collective_channels`).
 
     Raises:
         InputError: `num_devices` is not at least 1.
@@ -82,6 +77,8 @@ def prepare(num_devices: int) -> None:
         InputError: `num_devices` is not at least 1.
         AlreadyStartedError: JAX has already started with other devices.
     """
+    from meshpar.collective_channels import give_own_channels
+
     whole = isinstance(num_devices, int) and not isinstance(num_devices, bool)
     if not whole or num_devices < 1:
         raise InputError(f"emulate({num_devices!r}): needs at least 1 device")
@@ -94,6 +91,7 @@ def prepare(num_devices: int) -> None:
         or not environment.items() <= os.environ.items()
     ):
         _set(num_devices, environment)
+    give_own_channels()
 
 
 def num_cpu_devices() -> int:

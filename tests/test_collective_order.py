@@ -1,16 +1,23 @@
-"""No collective stands behind a loop that XLA:CPU would let it run beside."""
+"""Collectives of emulated devices: none is paired with another one's."""
+
+import re
 
 import jax
 import optax
 import pytest
+from jax import lax
+from jax.interpreters import mlir
+from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar import Layout, make_train_step
+from meshpar.collective_channels import give_own_channels
 from meshpar.models.presets import build
 from meshpar.testing.batches import random_batch
 from meshpar.testing.quick_compile import quick_compile_options
 from tests.collectives_behind_loops import behind_loops
 
-SIZES = {"encoder_layers": 3, "decoder_layers": 2, "embed": 32, "heads": 4, "ffn": 64}
+T5 = {"encoder_layers": 3, "decoder_layers": 2, "embed": 32, "heads": 4, "ffn": 64}
+DIT = {"layers": 3, "embed": 48, "heads": 6, "image": 12}
 
 LOOP = """
 HloModule program, is_scheduled=true
@@ -70,14 +77,45 @@ def test_what_stands_behind_a_loop_is_found(given, groups, found):
 
 
 @pytest.mark.parametrize(
-    "layout", ["data=2,zero=2", "fsdp=2", "data=4,tensor=2,zero=2"]
+    ("preset", "sizes", "layout"),
+    [
+        # A decoder's gradients, and the encoder's backward.
+        ("tiny-t5", T5, "data=2,zero=2"),
+        ("tiny-t5", T5, "data=4,tensor=2,zero=2"),
+        # A layer, and the same layer computed again.
+        ("tiny", {"layers": 1}, "context=4,tensor=2,microbatches=5,remat=selective"),
+        ("tiny", {"layers": 3}, "fsdp=2,context=4,fsdp_prefetch=on,remat=dots"),
+        # The embeddings of a pipeline's phase, and the phase before it.
+        ("tiny-dit", DIT, "fsdp=2,stage=2,context=2,microbatches=3,schedule=gpipe"),
+        # Stages computed again.
+        ("tiny-dit", DIT, "stage=2,context=2,microbatches=5,remat=stage"),
+    ],
 )
-def test_a_decoders_gradients_wait_for_the_encoders_loop(layout):
-    model = build("tiny-t5", **SIZES, vocab=64, logits_bytes=2000)
-    assert behind_loops(program(model, layout)) == []
+def test_no_collective_is_paired_with_one_of_another_loop(preset, sizes, layout):
+    text = program(build(preset, **sizes), layout, examples=60)
+    assert re.search(r"channel_id=\d", text)
+    assert behind_loops(text) == []
 
 
-def test_an_embedding_waits_for_the_phase_of_a_pipeline_before_it():
-    model = build("tiny-dit", layers=3, embed=48, heads=6, image=12)
-    layout = "fsdp=2,stage=2,context=2,microbatches=3,schedule=gpipe,zero=1"
-    assert behind_loops(program(model, layout, examples=12)) == []
+def whole_sums(x):
+    return lax.psum(x, "data") + lax.psum(x * lax.pmax(x, "data"), "data")
+
+
+def channels(platform):
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    spec = PartitionSpec("data")
+    summed = jax.shard_map(whole_sums, mesh=mesh, in_specs=spec, out_specs=spec)
+    x = jax.ShapeDtypeStruct((4,), "float32", sharding=NamedSharding(mesh, spec))
+    text = jax.jit(summed).trace(x).lower(lowering_platforms=(platform,)).as_text()
+    return re.findall(r"channel_handle<handle = (\d+)", text)
+
+
+def test_each_collective_of_emulated_devices_has_a_channel_of_its_own():
+    assert len(set(channels("cpu"))) == 3
+    assert channels("tpu") == ["1", "1", "1"]  # as JAX gives them
+
+
+def test_a_jax_that_lowers_collectives_otherwise_is_told(monkeypatch):
+    monkeypatch.delattr(mlir, "_lowerings")
+    with pytest.warns(UserWarning, match="may be paired wrongly.*version of JAX"):
+        give_own_channels.__wrapped__()

@@ -19,7 +19,6 @@ from meshpar.model.inputs import apart
 from meshpar.model.parameter import Params
 from meshpar.model.sums import Sums
 from meshpar.parallel import prefetch
-from meshpar.parallel.behind_loops import behind
 from meshpar.parallel.block import Block, Known
 from meshpar.parallel.blocks import (
     Stack,
@@ -198,9 +197,6 @@ class _Pass:
             dx = dx_of[0]
             ends = jax.tree.map(jnp.add, ends, more)
             blocks.insert(0, total)
-        if len(blocks) > 1 and placement.platform == "cpu":
-            of_first = placement.model.split(placement.stored)[1][0]
-            ends, *blocks[1:] = behind([ends, *blocks[1:]], blocks[0], of_first)
         gradients = placement.reduce(self.ends.scattered(ends, beside), blocks)
         statistics = summed_statistics(placement, stacks, sums)
         state = updated_state(placement, self.params, self.state, statistics)

@@ -52,11 +52,7 @@ _ROWS = (
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _State:
-    """What one tick hands to the next.
-
-    Args:
-        embedded: A number made of the microbatches so far; XLA cannot know it.
-    """
+    """What one tick hands to the next."""
 
     inputs: Payload
     gradients: Payload
@@ -68,7 +64,6 @@ class _State:
     loss_sums: Any
     auxiliary: Any
     statistics: Any
-    embedded: jax.Array
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,13 +108,7 @@ class Executor:
             bool((rows[name] >= 0).any()) for name in ("ended", "gradient_write")
         )
 
-        # An embedding needs nothing of the phase before: on XLA:CPU its collectives
-        # would be paired with those of that loop (`emulate`). The number is never -1.
-        rows["embedded"] = rows["embedded"] + jnp.int32(state.embedded == -1)
-
         def tick(state: _State, row: Any) -> tuple[_State, None]:
-            number = (3 * state.embedded + row["embedded"]) & 0xFFFF
-            state = dataclasses.replace(state, embedded=number)
             return self._tick(state, row, phase, has_head, receives, keeps), None
 
         return lax.scan(tick, state, rows)[0]
@@ -147,7 +136,6 @@ class Executor:
             loss_sums=zeros_of(work.loss_sums),
             auxiliary=zeros_of(work.auxiliary),
             statistics=zeros_of(work.statistics),
-            embedded=jnp.int32(1),
         )
 
     def _rows(self, start: int, stop: int) -> dict[str, Any]:
