@@ -16,7 +16,10 @@ from meshpar.testing.batches import random_batch
 from meshpar.testing.quick_compile import quick_compile_options
 from tests.collectives_behind_loops import behind_loops
 
-T5 = {"encoder_layers": 3, "decoder_layers": 2, "embed": 32, "heads": 4, "ffn": 64}
+T5 = {
+    **{"encoder_layers": 3, "decoder_layers": 2, "embed": 32, "heads": 4, "ffn": 64},
+    **{"vocab": 64, "logits_bytes": 2000},
+}
 DIT = {"layers": 3, "embed": 48, "heads": 6, "image": 12}
 
 LOOP = """
@@ -54,7 +57,7 @@ ENTRY %main (p: f32[4], q: f32[4]) -> (f32[4], f32[4]) {
 """  # noqa: E501
 
 
-def program(model, layout, examples=4):
+def program(model, layout, examples):
     step = make_train_step(
         *(model, optax.sgd(0.1), layout),
         devices=jax.devices()[: Layout.parse(layout).num_devices],
@@ -77,22 +80,29 @@ def test_what_stands_behind_a_loop_is_found(given, groups, found):
 
 
 @pytest.mark.parametrize(
-    ("preset", "sizes", "layout"),
+    ("preset", "sizes", "layout", "examples"),
     [
         # A decoder's gradients, and the encoder's backward.
-        ("tiny-t5", T5, "data=2,zero=2"),
-        ("tiny-t5", T5, "data=4,tensor=2,zero=2"),
+        ("tiny-t5", T5, "data=2,zero=2", 4),
+        ("tiny-t5", T5, "data=4,tensor=2,zero=2", 4),
         # A layer, and the same layer computed again.
-        ("tiny", {"layers": 1}, "context=4,tensor=2,microbatches=5,remat=selective"),
-        ("tiny", {"layers": 3}, "fsdp=2,context=4,fsdp_prefetch=on,remat=dots"),
+        (
+            "tiny",
+            {"layers": 1},
+            "context=4,tensor=2,microbatches=5,remat=selective",
+            20,
+        ),
+        ("tiny", {"layers": 3}, "fsdp=2,context=4,fsdp_prefetch=on,remat=dots", 20),
         # The embeddings of a pipeline's phase, and the phase before it.
-        ("tiny-dit", DIT, "fsdp=2,stage=2,context=2,microbatches=3,schedule=gpipe"),
+        ("tiny-dit", DIT, "fsdp=2,stage=2,context=2,microbatches=3,schedule=gpipe", 12),
         # Stages computed again.
-        ("tiny-dit", DIT, "stage=2,context=2,microbatches=5,remat=stage"),
+        ("tiny-dit", DIT, "stage=2,context=2,microbatches=5,remat=stage", 20),
     ],
 )
-def test_no_collective_is_paired_with_one_of_another_loop(preset, sizes, layout):
-    text = program(build(preset, **sizes), layout, examples=60)
+def test_no_collective_is_paired_with_one_of_another_loop(
+    preset, sizes, layout, examples
+):
+    text = program(build(preset, **sizes), layout, examples)
     assert re.search(r"channel_id=\d", text)
     assert behind_loops(text) == []
 
