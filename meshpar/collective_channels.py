@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import itertools
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
-from jax.interpreters import mlir
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import stablehlo
 
-from meshpar.collective_kinds import WRITTEN_AS
-
-_ATTRIBUTE = "channel_handle"
+_LOWER = "lower_jaxpr_to_module"
+_CHANNEL, _CALLED, _NAME = "channel_handle", "callee", "sym_name"
+_BETWEEN_DEVICES = 1
+"""Type of the channels that no host callback has."""
 
 
 @functools.cache
 def give_own_channels() -> None:
-    """Lowers collectives for CPUs with a channel that no other of the program has.
+    """Lowers programs for CPUs so that no two collectives share a channel.
 
     JAX gives all of `jax.shard_map` channel 1, and XLA:CPU pairs a device's collective
     with any of the same channel and devices. Two loops that need nothing of each other
@@ -25,53 +31,133 @@ def give_own_channels() -> None:
     encoder's backward beside its decoder's gradients. Numbers were wrong, or the
     process hung or ended.
 
-    Nothing else about a program changes, nor any of another platform.
+    Programs for other platforms, or for several, stay as they are.
     """
-    rules = getattr(mlir, "_lowerings", None)
-    if rules is None or not hasattr(mlir.ModuleContext, "new_channel"):
+    lowering = _lowering()
+    if lowering is None:
         warnings.warn(
-            "meshpar does not know how this JAX lowers collectives, so those of "
+            "meshpar does not know how this JAX lowers programs, so collectives of "
             "emulated devices may be paired wrongly; use a version of JAX that "
             "meshpar is tested with",
             stacklevel=2,
         )
         return
-    for primitive in [one for one in rules if one.name in WRITTEN_AS]:
-        rule = _with_own_channel(rules[primitive].rule)
-        # A cached rule would be lowered once for all collectives that look alike.
-        mlir.register_lowering(primitive, rule, platform="cpu", cacheable=False)
+    lower = getattr(lowering, _LOWER)
+
+    @functools.wraps(lower)
+    def lowered(*args: Any, platforms: Sequence[str], **options: Any) -> Any:
+        result = lower(*args, platforms=platforms, **options)
+        if tuple(platforms) == ("cpu",):
+            with result.module.context:
+                number_collectives(result.module)
+        return result
+
+    setattr(lowering, _LOWER, lowered)
 
 
-def _with_own_channel(rule: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(rule)
-    def lowered(ctx: Any, *operands: Any, **params: Any) -> Any:
-        results = rule(ctx, *operands, **params)
-        values, _ = mlir.ir_tree_registry.flatten(results)
-        for operation in _made_of(values, operands):
-            if _ATTRIBUTE in operation.attributes:
-                channel = ctx.module_context.new_channel()
-                operation.attributes[_ATTRIBUTE] = _handle(channel)
-        return results
-
-    return lowered
+def _lowering() -> ModuleType | None:
+    """JAX's module that lowers; None where it does so otherwise than is known here."""
+    try:
+        # JAX has no public place between lowering and compiling.
+        from jax._src.interpreters import mlir  # noqa: TID251
+    except ImportError:
+        return None
+    lower = getattr(mlir, _LOWER, None)
+    known = lower is not None and "platforms" in inspect.signature(lower).parameters
+    return mlir if known else None
 
 
-def _handle(channel: int) -> Any:
-    kind = mlir.DEVICE_TO_DEVICE_TYPE
-    return mlir.ir.Attribute.parse(
-        f"#stablehlo.channel_handle<handle = {channel}, type = {kind}>"
-    )
+def number_collectives(module: ir.Module) -> None:
+    """Gives each collective of a program a channel that no other has, in place.
+
+    A function with collectives that is called several times becomes as many: JAX
+    writes down once what two loops do alike.
+
+    Args:
+        module: In StableHLO.
+    """
+    functions = {
+        _text(one.operation, _NAME): _read(one.operation)
+        for one in module.body.operations
+        if one.operation.name == "func.func"
+    }
+    taken = (_handle(one).handle for of in functions.values() for one in of.channels)
+    channels, copies = itertools.count(1 + max(taken, default=0)), itertools.count()
+    holding = _with_collectives(functions)
+    seen: set[str] = set()
+
+    def number(name: str) -> None:
+        seen.add(name)
+        for one in functions[name].channels:
+            if _handle(one).channel_type == _BETWEEN_DEVICES:
+                handle = stablehlo.ChannelHandle.get(next(channels), _BETWEEN_DEVICES)
+                one.attributes[_CHANNEL] = handle
+        for call in functions[name].calls:
+            called = _text(call, _CALLED)
+            if called not in holding:
+                continue
+            if called in seen:
+                called = f"{called}_copy_{next(copies)}"
+                copy = functions[_text(call, _CALLED)].operation.clone()
+                copy.attributes[_NAME] = ir.StringAttr.get(called)
+                call.attributes[_CALLED] = ir.FlatSymbolRefAttr.get(called)
+                module.body.append(copy)
+                functions[called] = _read(copy)
+            number(called)
+
+    called = {_text(call, _CALLED) for of in functions.values() for call in of.calls}
+    for name in sorted(holding, key=lambda one: one in called):
+        if name not in seen:
+            number(name)
 
 
-def _made_of(results: Iterable[Any], operands: Iterable[Any]) -> list[Any]:
-    """The operations that made results of operands, each once."""
-    seen, left, found = list(operands), list(results), []
-    while left:
-        value = left.pop()
-        if value in seen or isinstance(value.owner, mlir.ir.Block):
-            continue
-        seen.append(value)
-        if value.owner not in found:
-            found.append(value.owner)
-            left += value.owner.operands
+@dataclass(frozen=True)
+class _Function:
+    """A function of a module.
+
+    Args:
+        operation: It.
+        channels: Operations in it that have one, in loops too.
+        calls: Calls of other functions in it.
+    """
+
+    operation: ir.Operation
+    channels: tuple[ir.Operation, ...]
+    calls: tuple[ir.Operation, ...]
+
+
+def _read(function: ir.Operation) -> _Function:
+    channels, calls = [], []
+
+    def note(one: ir.Operation) -> ir.WalkResult:
+        if _CHANNEL in one.attributes:
+            channels.append(one)
+        elif one.name == "func.call":
+            calls.append(one)
+        return ir.WalkResult.ADVANCE
+
+    function.walk(note)
+    return _Function(function, tuple(channels), tuple(calls))
+
+
+def _with_collectives(functions: Mapping[str, _Function]) -> set[str]:
+    """Names of functions that have collectives, or call one that does."""
+    found = {name for name, one in functions.items() if one.channels}
+    calls = {
+        name: {_text(call, _CALLED) for call in one.calls}
+        for name, one in functions.items()
+    }
+    while more := {name for name, of in calls.items() if of & found} - found:
+        found |= more
     return found
+
+
+def _handle(operation: ir.Operation) -> stablehlo.ChannelHandle:
+    return stablehlo.ChannelHandle(operation.attributes[_CHANNEL])
+
+
+def _text(operation: ir.Operation, attribute: str) -> str:
+    """The value of a name, or of a reference to one."""
+    value = operation.attributes[attribute]
+    kind = ir.FlatSymbolRefAttr if attribute == _CALLED else ir.StringAttr
+    return kind(value).value

@@ -3,18 +3,17 @@
 import re
 
 import jax
+import jax.numpy as jnp
 import optax
 import pytest
 from jax import lax
-from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshpar import Layout, make_train_step
-from meshpar.collective_channels import give_own_channels
+from meshpar import Layout, collective_channels, make_train_step
 from meshpar.models.presets import build
 from meshpar.testing.batches import random_batch
 from meshpar.testing.quick_compile import quick_compile_options
-from tests.collectives_behind_loops import behind_loops
+from tests.collectives_beside_loops import beside_loops
 
 T5 = {
     **{"encoder_layers": 3, "decoder_layers": 2, "embed": 32, "heads": 4, "ffn": 64},
@@ -51,7 +50,7 @@ ENTRY %main (p: f32[4], q: f32[4]) -> (f32[4], f32[4]) {
   %first = (s32[], f32[4]{0}) tuple(%zero, %p)
   %loop = (s32[], f32[4]{0}) while(%first), condition=%goes_on, body=%body
   %left = f32[4]{0} get-tuple-element(%loop), index=1
-  %beside = f32[4]{0} all-reduce(GIVEN), channel_id=1, replica_groups=GROUPS, use_global_device_ids=true, to_apply=%add
+  %beside = f32[4]{0} all-reduce(GIVEN), channel_id=CHANNEL, replica_groups={{0,1}}, use_global_device_ids=true, to_apply=%add
   ROOT %both = (f32[4]{0}, f32[4]{0}) tuple(%left, %beside)
 }
 """  # noqa: E501
@@ -67,30 +66,25 @@ def program(model, layout, examples):
 
 
 @pytest.mark.parametrize(
-    ("given", "groups", "found"),
+    ("given", "channel", "found"),
     [
-        ("%q", "{{0,1}}", [("beside", "loop")]),
-        ("%left", "{{0,1}}", []),
-        ("%q", "{{0,2}}", []),  # other devices meet there
+        ("%q", "1", [("loop", "beside")]),
+        ("%left", "1", []),
+        ("%q", "2", []),
     ],
 )
-def test_what_stands_behind_a_loop_is_found(given, groups, found):
-    text = LOOP.replace("GIVEN", given).replace("GROUPS", groups)
-    assert behind_loops(text) == found
+def test_what_stands_beside_a_loop_is_found(given, channel, found):
+    text = LOOP.replace("GIVEN", given).replace("CHANNEL", channel)
+    assert beside_loops(text) == found
 
 
 @pytest.mark.parametrize(
     ("preset", "sizes", "layout", "examples"),
     [
-        # A decoder's gradients, and the encoder's backward.
-        ("tiny-t5", T5, "data=2,zero=2", 4),
-        ("tiny-t5", T5, "data=4,tensor=2,zero=2", 4),
         # A layer, and the same layer computed again.
         (
-            "tiny",
-            {"layers": 1},
-            "context=4,tensor=2,microbatches=5,remat=selective",
-            20,
+            *("tiny", {"layers": 1}),
+            *("context=4,tensor=2,microbatches=5,remat=selective", 20),
         ),
         ("tiny", {"layers": 3}, "fsdp=2,context=4,fsdp_prefetch=on,remat=dots", 20),
         # The embeddings of a pipeline's phase, and the phase before it.
@@ -99,33 +93,87 @@ def test_what_stands_behind_a_loop_is_found(given, groups, found):
         ("tiny-dit", DIT, "stage=2,context=2,microbatches=5,remat=stage", 20),
     ],
 )
-def test_no_collective_is_paired_with_one_of_another_loop(
+def test_no_collective_shares_its_channel_with_a_loop_beside_it(
     preset, sizes, layout, examples
 ):
     text = program(build(preset, **sizes), layout, examples)
-    assert re.search(r"channel_id=\d", text)
-    assert behind_loops(text) == []
+    assert beside_loops(text) == []
+    assert beside_loops(re.sub(r"channel_id=\d+", "channel_id=1", text)) != []
 
 
-def whole_sums(x):
-    return lax.psum(x, "data") + lax.psum(x * lax.pmax(x, "data"), "data")
+@pytest.mark.parametrize("layout", ["data=2,zero=2", "data=4,tensor=2,zero=2"])
+def test_a_decoders_gradients_share_no_channel_with_the_encoders_backward(layout):
+    assert beside_loops(program(build("tiny-t5", **T5), layout, 4)) == []
 
 
-def channels(platform):
+def lowered(function, platforms=("cpu",)):
+    """StableHLO of a function of each device's rows of a (4, 4) array."""
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
     spec = PartitionSpec("data")
-    summed = jax.shard_map(whole_sums, mesh=mesh, in_specs=spec, out_specs=spec)
-    x = jax.ShapeDtypeStruct((4,), "float32", sharding=NamedSharding(mesh, spec))
-    text = jax.jit(summed).trace(x).lower(lowering_platforms=(platform,)).as_text()
-    return re.findall(r"channel_handle<handle = (\d+)", text)
+    shared = jax.shard_map(
+        function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
+    )
+    x = jax.ShapeDtypeStruct((4, 4), "float32", sharding=NamedSharding(mesh, spec))
+    return jax.jit(shared).trace(x).lower(lowering_platforms=platforms)
 
 
-def test_each_collective_of_emulated_devices_has_a_channel_of_its_own():
-    assert len(set(channels("cpu"))) == 3
-    assert channels("tpu") == ["1", "1", "1"]  # as JAX gives them
+def channels(function, platforms=("cpu",)):
+    """Of a program's collectives, each call of a function counted."""
+    text = lowered(function, platforms).as_text()
+    found = []
+    for part in text.split("func.func ")[1:]:
+        name = part.partition("@")[2].partition("(")[0]
+        times = len(re.findall(rf"call @{re.escape(name)}\(", text)) or 1
+        found += times * re.findall(r"channel_handle<handle = (\d+)", part)
+    return found
 
 
-def test_a_jax_that_lowers_collectives_otherwise_is_told(monkeypatch):
-    monkeypatch.delattr(mlir, "_lowerings")
+def of_each_kind(x):
+    whole = lax.all_gather(x, "data")
+    parts = lax.all_to_all(whole, "data", 0, 0).sum(0)
+    summed = lax.psum_scatter(whole, "data") + lax.pmax(x, "data")
+    return parts + summed + lax.psum(x, "data") + lax.ppermute(x, "data", [(0, 1)])
+
+
+def summed(x, _=None):
+    return lax.psum(x, "data"), None
+
+
+def one_body_in_two_loops(x):
+    return sum(lax.scan(summed, n * x, None, length=3)[0] for n in (1, 2))
+
+
+def one_function_called_twice(x):
+    function = jax.jit(lambda x: jax.jit(summed)(x)[0])
+    return function(x) + function(2 * x)
+
+
+def computed_again_twice(x):
+    function = jax.checkpoint(lambda x: jnp.sin(summed(jnp.sin(x))[0]))
+    return jax.grad(lambda x: (function(x) + function(2 * x)).sum())(x)
+
+
+@pytest.mark.parametrize(
+    ("function", "number"),
+    [
+        (of_each_kind, 6),
+        (one_body_in_two_loops, 2),
+        (one_function_called_twice, 2),
+        (computed_again_twice, 4),
+    ],
+)
+def test_each_collective_of_emulated_devices_has_a_channel_of_its_own(function, number):
+    found = channels(function)
+    assert len(found) >= number
+    assert len(set(found)) == len(found)
+
+
+@pytest.mark.parametrize("platforms", [("tpu",), ("cpu", "tpu")])
+def test_programs_of_other_platforms_stay_as_they_are(platforms):
+    assert set(channels(of_each_kind, platforms)) == {"1"}
+
+
+def test_a_jax_that_lowers_otherwise_is_told(monkeypatch):
+    monkeypatch.setattr(collective_channels, "_LOWER", "lower_in_another_way")
     with pytest.warns(UserWarning, match="may be paired wrongly.*version of JAX"):
-        give_own_channels.__wrapped__()
+        collective_channels.give_own_channels.__wrapped__()

@@ -1,18 +1,10 @@
 """Virtual devices do not deadlock, and give the same numbers every time."""
 
 import os
-import re
 import subprocess
 import sys
 
-import numpy as np
-import optax
 import pytest
-
-import meshpar
-from meshpar.audit.hlo import Computation, Instruction, Program, parse_program
-from meshpar.models.presets import build
-from meshpar.testing.quick_compile import quick_compile_options
 
 _RUN = """
 import meshpar
@@ -113,85 +105,3 @@ def test_ten_thousand_unread_steps_end_and_hold_no_more_memory(layout):
     printed = _run_alone(_UNREAD.format(layout=layout, steps=10_000), timeout_s=3600)
     resident_mib = [float(line) for line in printed.split()]
     assert resident_mib[-1] < 1.1 * resident_mib[0]
-
-
-_COLLECTIVES = (
-    "all-reduce",
-    "all-gather",
-    "reduce-scatter",
-    "collective-permute",
-    "all-to-all",
-)
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "fsdp=8",
-        _SHARDED,
-        f"{_SHARDED},sequence_parallel=true",
-        "fsdp=4,tensor=2,sequence_parallel=true",
-        _PIPELINED,
-    ],
-)
-def test_no_collective_can_run_beside_a_loop_that_uses_its_channel(layout):
-    step = meshpar.make_train_step(
-        build("test"),
-        optax.adamw(1e-3),
-        layout,
-        max_grad_norm=1.0,
-        compiler_options=quick_compile_options("cpu"),
-    )
-    tokens = np.zeros((16, 16), np.int32)
-    batch = dict(tokens=tokens, targets=tokens, weights=np.ones((16, 16), np.float32))
-    program = parse_program(step.compile(batch).as_text())
-    assert "is_scheduled=true" in program.text
-    assert any(_channels(program, loop) for _, loop in _loops(program))
-    assert not _beside_loops(program)
-
-
-def _beside_loops(program: Program) -> list[tuple[str, str]]:
-    """Loops, and what comes later, uses a channel of theirs and waits for nothing.
-
-    XLA:CPU orders a collective after a loop by the loop's result alone.
-    """
-    found = []
-    for computation, loop in _loops(program):
-        inside = _channels(program, loop)
-        waiting = {loop.name}
-        after = computation.instructions.index(loop) + 1
-        for later in computation.instructions[after:]:
-            if waiting.intersection(later.operands):
-                waiting.add(later.name)
-            elif inside & _channels(program, later):
-                found.append((loop.name, later.name))
-    return found
-
-
-def _loops(program: Program) -> list[tuple[Computation, Instruction]]:
-    return [
-        (computation, instruction)
-        for computation in program.computations.values()
-        for instruction in computation.instructions
-        if instruction.opcode in ("while", "conditional", "call")
-    ]
-
-
-def _channels(program: Program, instruction: Instruction) -> set[str]:
-    """Channels of a collective, or of all collectives that it runs."""
-    if instruction.opcode.startswith(_COLLECTIVES):
-        return {instruction.attribute(r"channel_id=(\d+)") or ""}
-    called = re.findall(
-        r"(?:body|condition|to_apply|calls|\w+_computation)=%([\w.-]+)",
-        instruction.attributes,
-    )
-    for branches in re.findall(
-        r"branch_computations={([^}]*)}", instruction.attributes
-    ):
-        called += re.findall(r"%([\w.-]+)", branches)
-    return {
-        channel
-        for name in called
-        for inner in program.computation(name, instruction).instructions
-        for channel in _channels(program, inner)
-    }

@@ -60,7 +60,7 @@ def elementwise(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[
         return [Flow(uniform=alike, numbered=numbered) for _ in equation.outvars]
     name = equation.primitive.name
     if name in _ORDERED:
-        raise Mixed(f"{name} along the sequence", unknown="scatter" in name)
+        raise Mixed(f"{name} along the sequence", unknown=name.startswith("scatter"))
     if any(flow.total for flow in flows):
         return _of_total(equation, flows)
     outer, inner = merged = _merged(name, flows)

@@ -34,7 +34,7 @@ Batch = Mapping[str, Any]
 NUM_STEPS = 3
 MOMENTUM = 0.9
 _STEP_SHARE = 0.05
-"""Of its norm, that the first step moves an array by at most.
+"""Of its norm, that the first step moves an array by, down to `_LEAST_STEP`.
 
 More would turn small vectors about, such as the one row of a table that a lone token
 trains: a norm after it then magnifies every rounding of the steps before.
@@ -156,10 +156,10 @@ def tree_norm(tree: Any) -> float:
 
 
 def compared_learning_rate(params: Params, gradients: Params) -> np.float32:
-    """The largest whose first step moves no array by more than 5 % of its norm.
+    """The largest whose first step moves no array by more than `_STEP_SHARE`.
 
-    But at least a twentieth of the one that moves all of them by 5 % together; 0 where
-    all gradients are.
+    Arrays that are 0 do not count. At least `_LEAST_STEP` of the one that moves all
+    together by that share; 0 where all gradients are.
     """
     whole = tree_norm(gradients)
     if not whole:

@@ -229,7 +229,7 @@ def to_json(config: MoEConfig) -> dict[str, Any]:
         "model_type": "deepseek_v3",
         **{**decoder_sizes(replace(config, rope_scaling=None)), **_rope(config)},
         "head_dim": config.qk_rope_head_dim,
-        # Latent attention has none; theirs divides by it.
+        # Ours has none, 0; theirs divides the heads by their number.
         "num_key_value_heads": config.heads,
         "intermediate_size": config.ffn or config.expert_ffn,
         "moe_intermediate_size": config.expert_ffn,
