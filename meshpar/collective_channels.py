@@ -82,33 +82,12 @@ def number_collectives(module: ir.Module) -> None:
         if one.operation.name == "func.func"
     }
     taken = (_handle(one).handle for of in functions.values() for one in of.channels)
-    channels, copies = itertools.count(1 + max(taken, default=0)), itertools.count()
-    holding = _with_collectives(functions)
-    seen: set[str] = set()
-
-    def number(name: str) -> None:
-        seen.add(name)
-        for one in functions[name].channels:
+    channels = itertools.count(1 + max(taken, default=0))
+    for function in _one_for_each_call(module, functions):
+        for one in function.channels:
             if _handle(one).channel_type == _BETWEEN_DEVICES:
                 handle = stablehlo.ChannelHandle.get(next(channels), _BETWEEN_DEVICES)
                 one.attributes[_CHANNEL] = handle
-        for call in functions[name].calls:
-            called = _text(call, _CALLED)
-            if called not in holding:
-                continue
-            if called in seen:
-                called = f"{called}_copy_{next(copies)}"
-                copy = functions[_text(call, _CALLED)].operation.clone()
-                copy.attributes[_NAME] = ir.StringAttr.get(called)
-                call.attributes[_CALLED] = ir.FlatSymbolRefAttr.get(called)
-                module.body.append(copy)
-                functions[called] = _read(copy)
-            number(called)
-
-    called = {_text(call, _CALLED) for of in functions.values() for call in of.calls}
-    for name in sorted(holding, key=lambda one: one in called):
-        if name not in seen:
-            number(name)
 
 
 @dataclass(frozen=True)
@@ -138,6 +117,46 @@ def _read(function: ir.Operation) -> _Function:
 
     function.walk(note)
     return _Function(function, tuple(channels), tuple(calls))
+
+
+def _one_for_each_call(
+    module: ir.Module, functions: dict[str, _Function]
+) -> list[_Function]:
+    """Functions with collectives, each called once: copies are made where it is more.
+
+    Args:
+        module: Where copies are put.
+        functions: By name; copies are added.
+    """
+    holding = _with_collectives(functions)
+    called = {_text(call, _CALLED) for of in functions.values() for call in of.calls}
+    found, seen, left = [], set(), list(holding - called)
+    while left:
+        function = functions[left.pop()]
+        found.append(function)
+        for call in function.calls:
+            name = _text(call, _CALLED)
+            if name not in holding:
+                continue
+            if name in seen:
+                name = _copied(module, functions, call)
+            seen.add(name)
+            left.append(name)
+    return found
+
+
+def _copied(
+    module: ir.Module, functions: dict[str, _Function], call: ir.Operation
+) -> str:
+    """The name of a copy of a function, which the call is of from now on."""
+    name = _text(call, _CALLED)
+    copy = functions[name].operation.clone()
+    name = f"{name}_copy_{len(functions)}"
+    copy.attributes[_NAME] = ir.StringAttr.get(name)
+    call.attributes[_CALLED] = ir.FlatSymbolRefAttr.get(name)
+    module.body.append(copy)
+    functions[name] = _read(copy)
+    return name
 
 
 def _with_collectives(functions: Mapping[str, _Function]) -> set[str]:
