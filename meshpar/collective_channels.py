@@ -130,7 +130,8 @@ def _one_for_each_call(
     """
     holding = _with_collectives(functions)
     called = {_text(call, _CALLED) for of in functions.values() for call in of.calls}
-    found, seen, left = [], set(), list(holding - called)
+    found, seen = [], set()
+    left = [name for name in functions if name in holding - called]
     while left:
         function = functions[left.pop()]
         found.append(function)
