@@ -15,9 +15,15 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo
 
 _LOWER = "lower_jaxpr_to_module"
-_CHANNEL, _CALLED, _NAME = "channel_handle", "callee", "sym_name"
-_BETWEEN_DEVICES = 1
-"""Type of the channels that no host callback has."""
+_CHANNEL, _NAME = "channel_handle", "sym_name"
+_OF_THE_HOST = ("stablehlo.send", "stablehlo.recv")
+_SHAPING = {
+    *("stablehlo.broadcast_in_dim", "stablehlo.convert"),
+    *("stablehlo.reshape", "stablehlo.transpose"),
+}
+"""What JAX puts before a collective, anew for each."""
+_CALLED = {"func.call": "callee", "stablehlo.composite": "decomposition"}
+"""Operations that run another function, and their attribute with its name."""
 
 
 @functools.cache
@@ -71,78 +77,105 @@ def number_collectives(module: ir.Module) -> None:
     """Gives each collective of a program a channel that no other has, in place.
 
     A function with collectives that is called several times becomes as many: JAX
-    writes down once what two loops do alike.
+    writes down once what two loops do alike. Equal collectives of one operand, which
+    XLA makes one of, share theirs.
 
     Args:
         module: In StableHLO.
     """
     functions = {
-        _text(one.operation, _NAME): _read(one.operation)
+        ir.StringAttr(one.attributes[_NAME]).value: _read(one.operation)
         for one in module.body.operations
         if one.operation.name == "func.func"
     }
-    taken = (_handle(one).handle for of in functions.values() for one in of.channels)
-    channels = itertools.count(1 + max(taken, default=0))
-    for function in _one_for_each_call(module, functions):
-        for one in function.channels:
-            if _handle(one).channel_type == _BETWEEN_DEVICES:
-                handle = stablehlo.ChannelHandle.get(next(channels), _BETWEEN_DEVICES)
-                one.attributes[_CHANNEL] = handle
+    of_host = [_handle(x) for each in functions.values() for x in each.of_host]
+    unused = itertools.count(1 + max((one.handle for one in of_host), default=0))
+    for function in _copied_for_each_call(module, functions):
+        channels: dict[tuple, int] = {}
+        for collective in function.collectives:
+            alike = _what_it_does(collective)
+            if alike not in channels:
+                channels[alike] = next(unused)
+            kind = _handle(collective).channel_type
+            handle = stablehlo.ChannelHandle.get(channels[alike], kind)
+            collective.attributes[_CHANNEL] = handle
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Function:
-    """A function of a module.
+    """A function of a module, and what is in it, in loops too.
 
     Args:
-        operation: It.
-        channels: Operations in it that have one, in loops too.
-        calls: Calls of other functions in it.
+        operation: What defines it.
+        collectives: Operations with a channel between devices.
+        of_host: Operations with a channel to the host.
+        calls: Operations that run another function.
     """
 
     operation: ir.Operation
-    channels: tuple[ir.Operation, ...]
+    collectives: tuple[ir.Operation, ...]
+    of_host: tuple[ir.Operation, ...]
     calls: tuple[ir.Operation, ...]
 
 
 def _read(function: ir.Operation) -> _Function:
-    channels, calls = [], []
+    collectives: list[ir.Operation] = []
+    of_host: list[ir.Operation] = []
+    calls: list[ir.Operation] = []
 
-    def note(one: ir.Operation) -> ir.WalkResult:
-        if _CHANNEL in one.attributes:
-            channels.append(one)
-        elif one.name == "func.call":
-            calls.append(one)
+    def note(operation: ir.Operation) -> ir.WalkResult:
+        if _CHANNEL in operation.attributes:
+            to_host = operation.name in _OF_THE_HOST
+            (of_host if to_host else collectives).append(operation)
+        elif operation.name in _CALLED:
+            calls.append(operation)
         return ir.WalkResult.ADVANCE
 
     function.walk(note)
-    return _Function(function, tuple(channels), tuple(calls))
+    return _Function(
+        operation=function,
+        collectives=tuple(collectives),
+        of_host=tuple(of_host),
+        calls=tuple(calls),
+    )
 
 
-def _one_for_each_call(
+def _copied_for_each_call(
     module: ir.Module, functions: dict[str, _Function]
 ) -> list[_Function]:
-    """Functions with collectives, each called once: copies are made where it is more.
+    """Functions with collectives, copied so that each is called once.
 
     Args:
         module: Where copies are put.
         functions: By name; copies are added.
     """
     holding = _with_collectives(functions)
-    called = {_text(call, _CALLED) for of in functions.values() for call in of.calls}
+    called = {_called(call) for each in functions.values() for call in each.calls}
     found, seen = [], set()
     left = [name for name in functions if name in holding - called]
     while left:
         function = functions[left.pop()]
         found.append(function)
         for call in function.calls:
-            name = _text(call, _CALLED)
+            name = _called(call)
             if name not in holding:
                 continue
             if name in seen:
                 name = _copied(module, functions, call)
+                holding.add(name)
             seen.add(name)
             left.append(name)
+    return found
+
+
+def _with_collectives(functions: Mapping[str, _Function]) -> set[str]:
+    """Names of functions that have collectives, or call one that does."""
+    found = {name for name, each in functions.items() if each.collectives}
+    calls = {
+        name: {_called(call) for call in each.calls} for name, each in functions.items()
+    }
+    while more := {name for name, called in calls.items() if called & found} - found:
+        found |= more
     return found
 
 
@@ -150,34 +183,52 @@ def _copied(
     module: ir.Module, functions: dict[str, _Function], call: ir.Operation
 ) -> str:
     """The name of a copy of a function, which the call is of from now on."""
-    name = _text(call, _CALLED)
-    copy = functions[name].operation.clone()
-    name = f"{name}_copy_{len(functions)}"
+    given = _called(call)
+    numbers = itertools.count(len(functions))
+    name = next(x for n in numbers if (x := f"{given}_copy_{n}") not in functions)
+    copy = functions[given].operation.clone()
     copy.attributes[_NAME] = ir.StringAttr.get(name)
-    call.attributes[_CALLED] = ir.FlatSymbolRefAttr.get(name)
+    call.attributes[_CALLED[call.name]] = ir.FlatSymbolRefAttr.get(name)
     module.body.append(copy)
     functions[name] = _read(copy)
     return name
 
 
-def _with_collectives(functions: Mapping[str, _Function]) -> set[str]:
-    """Names of functions that have collectives, or call one that does."""
-    found = {name for name, one in functions.items() if one.channels}
-    calls = {
-        name: {_text(call, _CALLED) for call in one.calls}
-        for name, one in functions.items()
-    }
-    while more := {name for name, of in calls.items() if of & found} - found:
-        found |= more
-    return found
+def _what_it_does(collective: ir.Operation) -> tuple:
+    """Equal of two collectives of a block whose results are the same."""
+    inside = [
+        operation.name
+        for region in collective.regions
+        for block in region.blocks
+        for operation in block.operations
+    ]
+    operands = [_made_of(operand) for operand in collective.operands]
+    return collective.block, *_said(collective), tuple(inside), *operands
+
+
+def _made_of(value: ir.Value) -> tuple:
+    """A value that is given another shape, and how."""
+    how: list[Any] = []
+    while not isinstance(value.owner, ir.Block):
+        maker = value.owner.operation
+        if maker.name not in _SHAPING:
+            break
+        how += _said(maker)
+        [value] = maker.operands
+    return value, *how
+
+
+def _said(operation: ir.Operation) -> tuple:
+    """An operation's name, attributes but the channel, and types of results."""
+    given = operation.attributes
+    attributes = sorted((name, str(given[name])) for name in given if name != _CHANNEL)
+    types = [str(result.type) for result in operation.results]
+    return operation.name, *attributes, *types
 
 
 def _handle(operation: ir.Operation) -> stablehlo.ChannelHandle:
     return stablehlo.ChannelHandle(operation.attributes[_CHANNEL])
 
 
-def _text(operation: ir.Operation, attribute: str) -> str:
-    """The value of a name, or of a reference to one."""
-    value = operation.attributes[attribute]
-    kind = ir.FlatSymbolRefAttr if attribute == _CALLED else ir.StringAttr
-    return kind(value).value
+def _called(call: ir.Operation) -> str:
+    return ir.FlatSymbolRefAttr(call.attributes[_CALLED[call.name]]).value

@@ -3,7 +3,9 @@
 import re
 
 import jax
+import jax.export
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from jax import lax
@@ -106,26 +108,19 @@ def test_a_decoders_gradients_share_no_channel_with_the_encoders_backward(layout
     assert beside_loops(program(build("tiny-t5", **T5), layout, 4)) == []
 
 
-def lowered(function, platforms=("cpu",)):
-    """StableHLO of a function of each device's rows of a (4, 4) array."""
+def shared(function):
+    """A function of each device's rows of a (4, 4) array, and such an array's shape."""
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
     spec = PartitionSpec("data")
-    shared = jax.shard_map(
-        function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
-    )
     x = jax.ShapeDtypeStruct((4, 4), "float32", sharding=NamedSharding(mesh, spec))
-    return jax.jit(shared).trace(x).lower(lowering_platforms=platforms)
+    return jax.shard_map(
+        function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
+    ), x
 
 
-def channels(function, platforms=("cpu",)):
-    """Of a program's collectives, each call of a function counted."""
-    text = lowered(function, platforms).as_text()
-    found = []
-    for part in text.split("func.func ")[1:]:
-        name = part.partition("@")[2].partition("(")[0]
-        times = len(re.findall(rf"call @{re.escape(name)}\(", text)) or 1
-        found += times * re.findall(r"channel_handle<handle = (\d+)", part)
-    return found
+def compiled(function):
+    function, x = shared(function)
+    return jax.jit(function).lower(x).compile()
 
 
 def of_each_kind(x):
@@ -135,42 +130,97 @@ def of_each_kind(x):
     return parts + summed + lax.psum(x, "data") + lax.ppermute(x, "data", [(0, 1)])
 
 
-def summed(x, _=None):
-    return lax.psum(x, "data"), None
+def three_sums(x):
+    return lax.scan(lambda x, _: (lax.psum(jnp.sin(x), "data"), None), x, length=3)[0]
 
 
 def one_body_in_two_loops(x):
-    return sum(lax.scan(summed, n * x, None, length=3)[0] for n in (1, 2))
+    def body(x, _):
+        return lax.psum(jnp.sin(x), "data"), None
+
+    return sum(lax.scan(body, n * x, length=3)[0] for n in (1, 2))
 
 
-def one_function_called_twice(x):
-    function = jax.jit(lambda x: jax.jit(summed)(x)[0])
+def one_function_of_another_called_twice(x):
+    inner = jax.jit(three_sums)
+    outer = jax.jit(lambda x: inner(x) + inner(2 * x))
+    return outer(x) + outer(3 * x)
+
+
+def one_composite_called_twice(x):
+    function = lax.composite(three_sums, "three.sums")
     return function(x) + function(2 * x)
 
 
 def computed_again_twice(x):
-    function = jax.checkpoint(lambda x: jnp.sin(summed(jnp.sin(x))[0]))
+    function = jax.checkpoint(lambda x: jnp.sin(three_sums(x)))
     return jax.grad(lambda x: (function(x) + function(2 * x)).sum())(x)
 
 
 @pytest.mark.parametrize(
-    ("function", "number"),
+    ("function", "loops"),
     [
-        (of_each_kind, 6),
         (one_body_in_two_loops, 2),
-        (one_function_called_twice, 2),
+        (one_function_of_another_called_twice, 4),
+        (one_composite_called_twice, 2),
         (computed_again_twice, 4),
     ],
 )
-def test_each_collective_of_emulated_devices_has_a_channel_of_its_own(function, number):
-    found = channels(function)
-    assert len(found) >= number
-    assert len(set(found)) == len(found)
+def test_loops_that_are_written_down_once_share_no_channel(function, loops):
+    text = compiled(function).as_text()
+    found = re.findall(r" all-reduce\(.*channel_id=(\d+)", text)
+    assert len(set(found)) == len(found) >= loops
+    assert beside_loops(text) == []
+
+
+def test_an_exported_function_that_is_called_twice_shares_no_channel():
+    function, x = shared(three_sums)
+    exported = jax.export.export(jax.jit(function), platforms=["cpu"])(x)
+    twice = jax.jit(lambda x: exported.call(x) + exported.call(2 * x))
+    assert beside_loops(twice.lower(x).compile().as_text()) == []
+
+
+def test_functions_that_are_copied_give_what_they_gave():
+    function = compiled(one_function_of_another_called_twice)
+    x = np.arange(16, dtype=np.float32).reshape(4, 4)
+    _, shape = shared(three_sums)
+
+    def sums(x):
+        for _ in range(3):
+            x = np.tile(np.sin(x).reshape(2, 2, 4).sum(0), (2, 1))
+        return x
+
+    expected = sum(sums(n * x) for n in (1, 2, 3, 6))
+    found = function(jax.device_put(x, shape.sharding))
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_each_kind_has_a_channel_of_its_own():
+    found = re.findall(r"channel_id=(\d+)", compiled(of_each_kind).as_text())
+    assert len(set(found)) == len(found) == 6
+
+
+def gathered_twice(x):
+    return jnp.sin(lax.all_gather(x, "data"))[0] + lax.all_gather(x, "data")[1]
+
+
+def moved_twice(x):
+    def moved(x):
+        return lax.ppermute(x, "data", [(0, 1), (1, 0)])
+
+    return jnp.sin(moved(x)) + moved(x)
+
+
+@pytest.mark.parametrize("function", [gathered_twice, moved_twice])
+def test_equal_collectives_are_still_made_one(function):
+    assert len(re.findall(r"channel_id=", compiled(function).as_text())) == 1
 
 
 @pytest.mark.parametrize("platforms", [("tpu",), ("cpu", "tpu")])
 def test_programs_of_other_platforms_stay_as_they_are(platforms):
-    assert set(channels(of_each_kind, platforms)) == {"1"}
+    function, x = shared(of_each_kind)
+    text = jax.jit(function).trace(x).lower(lowering_platforms=platforms).as_text()
+    assert set(re.findall(r"channel_handle<handle = (\d+)", text)) == {"1"}
 
 
 def test_a_jax_that_lowers_otherwise_is_told(monkeypatch):
