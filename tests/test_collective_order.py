@@ -147,8 +147,13 @@ def one_function_of_another_called_twice(x):
     return outer(x) + outer(3 * x)
 
 
-def one_composite_called_twice(x):
-    function = lax.composite(three_sums, "three.sums")
+def a_function_of_a_composite_called_twice(x):
+    summed = lax.composite(lambda x: lax.psum(jnp.sin(x), "data"), "one.sum")
+
+    def function(x):
+        return lax.scan(lambda x, _: (summed(x), None), x, length=3)[0]
+
+    function = jax.jit(function)
     return function(x) + function(2 * x)
 
 
@@ -162,7 +167,7 @@ def computed_again_twice(x):
     [
         (one_body_in_two_loops, 2),
         (one_function_of_another_called_twice, 4),
-        (one_composite_called_twice, 2),
+        (a_function_of_a_composite_called_twice, 2),
         (computed_again_twice, 4),
     ],
 )
