@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import jax
@@ -355,6 +356,41 @@ def test_what_is_saved_while_the_run_goes_on_is_the_state_of_its_step(tmp_path):
             assert checkpoints.newest_good(at_most=steps_done) == steps_done
             restored = checkpoints.restore(step.state_shapes, step.shardings)
         assert_bitwise_equal(restored, kept)
+
+
+def test_a_step_takes_the_states_memory_before_orbax_has_looked_at_it(
+    tmp_path, monkeypatch
+):
+    step = make_step("data=-1")
+    state = step.init(seed=0)
+    kept = jax.tree.map(np.array, state)
+    batch = {name: array[:, :8] for name, array in tokens_of(0).items()}
+    may_begin = threading.Event()
+    with Checkpoints(tmp_path) as checkpoints:
+        save = checkpoints._manager.save
+
+        def late(*args, **options):
+            assert may_begin.wait(60)
+            return save(*args, **options)
+
+        monkeypatch.setattr(checkpoints._manager, "save", late)
+        checkpoints.save(state, RUN, wait=False)
+        before = memory_of(state.params)
+        state, _ = step(state, batch)
+        assert memory_of(state.params) == before
+        may_begin.set()
+        assert checkpoints.latest_step == 0
+        checkpoints.finish()
+        restored = checkpoints.restore(step.state_shapes, step.shardings)
+    assert_bitwise_equal(restored, kept)
+
+
+def memory_of(tree):
+    """Where each array's shard on the first device begins."""
+    return [
+        array.addressable_shards[0].data.unsafe_buffer_pointer()
+        for array in jax.tree.leaves(jax.block_until_ready(tree))
+    ]
 
 
 def changed(path, damage):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -73,6 +74,7 @@ class Checkpoints:
         self.directory = Path(directory).absolute()
         self._processes = processes or Processes()
         self._saving: Saving | None = None
+        self._writer = ThreadPoolExecutor(max_workers=1)
         self._has_saved = False
         self._layer_orders = layer_orders
         try:
@@ -96,6 +98,8 @@ class Checkpoints:
     @property
     def latest_step(self) -> int | None:
         """Step of the newest checkpoint; None when there is none."""
+        if self._saving:
+            self._saving.wait_until_begun()
         return self._manager.latest_step()
 
     @property
@@ -116,9 +120,8 @@ class Checkpoints:
         Args:
             state: What to keep.
             run: Plain JSON values: layout line, seed and so on.
-            wait: Until it is written; else only until it is copied, so that the state
-                may be given to a step. What goes wrong then is an error of the next
-                `save` or `finish`.
+            wait: Until it is written; else only until the state may be given to a step.
+                What goes wrong then is an error of the next `save` or `finish`.
 
         Raises:
             CheckpointError: It could not be written, for example on a full disk, or,
@@ -225,10 +228,14 @@ class Checkpoints:
             remove_parts(self.directory)  # Of runs that were killed while they saved.
         self._has_saved = True
         orders = portable(self._orders_beside(state))
-        stored = in_model_order(portable(state), orders)
+        # What lies in a host's memory Orbax does not copy, but holds until it is
+        # written: a step could not take that memory, and new memory costs it more.
+        on_host = all(device.platform == "cpu" for device in state.step.devices())
+        stored = in_model_order(portable(state), orders, copied=on_host)
         args = ocp.args.Composite(state=save_args(stored), run=ocp.args.JsonSave(run))
         self._saving = Saving(self._manager, self.directory, step, self._processes)
-        self._saving.begin(args)
+        beside = on_host and self._processes.num_processes == 1
+        self._saving.begin(args, self._writer, beside=beside)
 
     def _failure(self) -> CheckpointError | None:
         """Waits for what is being saved; what it failed of, if it did."""
@@ -289,7 +296,8 @@ class Checkpoints:
         traceback: TracebackType | None,
     ) -> None:
         failed = self._failure()
-        self._manager.close()
+        self._writer.submit(self._manager.close).result()
+        self._writer.shutdown()
         if failed and error is None:
             raise failed
         if failed:  # The other error goes on; this one is not to be lost beside it.

@@ -17,7 +17,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from meshpar.model.contract import Model
 from meshpar.model.parameter import Parameter, is_parameter
@@ -81,12 +81,20 @@ def layer_orders(model: Model, state: TrainState) -> TrainState:
     )
 
 
-def in_model_order(state: TrainState, orders: TrainState) -> TrainState:
-    """The state with the layers of every array first to last."""
+def in_model_order(
+    state: TrainState, orders: TrainState, *, copied: bool = False
+) -> TrainState:
+    """The state with the layers of every array first to last.
+
+    Args:
+        state: With its layers at the places of `orders`.
+        orders: For every array.
+        copied: Those that are in order, too, so that the state may be donated.
+    """
 
     def put_back(array: jax.Array, order: LayerOrder) -> jax.Array:
         if order.places is None:
-            return array
+            return _copied(array.sharding)(array) if copied else array
         struct = _in_model_order(array, cast(NamedSharding, array.sharding), order)
         return _layers_at(order.place_of_layer, struct.sharding, order.dim)(array)
 
@@ -176,7 +184,7 @@ def _divisible(
 
 
 @functools.lru_cache
-def _copied(sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+def _copied(sharding: Sharding) -> Callable[[jax.Array], jax.Array]:
     return jax.jit(jnp.copy, out_shardings=sharding)
 
 

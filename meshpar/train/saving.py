@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import orbax.checkpoint as ocp
 
@@ -14,12 +17,9 @@ from meshpar.distributed import Processes
 from meshpar.train.checksums import write_checksums
 from meshpar.train.folders import remove_parts
 
-_LOOK_S = 0.05
-"""Between looks whether it is there."""
-
 
 class Saving:
-    """One checkpoint from the copy of its arrays until it stands whole on the disk.
+    """One checkpoint until it stands whole on the disk.
 
     Args:
         manager: Orbax's, which writes it.
@@ -38,51 +38,53 @@ class Saving:
         self.step = step
         self._processes = processes
         self._manager, self._folder = manager, directory / str(step)
-        self._error: Exception | None = None
-        self._is_over = threading.Event()
-        self._sealer: threading.Thread | None = None
+        self._is_begun = threading.Event()
+        self._written: Future[None] | None = None
         self._log = _Withheld()
 
-    def begin(self, args: Any) -> None:
-        """Returns once the arrays are copied; errors are for `end` to return.
+    def begin(self, args: Any, writer: Executor, *, beside: bool = False) -> None:
+        """Returns once the arrays may change; errors are for `end` to return.
 
         Args:
             args: What Orbax saves.
+            writer: One thread for all saves: Orbax tells each thread that waits for one
+                what the last one failed of.
+            beside: The arrays stay as they are and no other process waits for this
+                one: what Orbax does before it writes goes on beside the caller, too.
         """
         logging.getLogger("absl").addFilter(self._log)
-        try:
-            saved = self._manager.save(self.step, args=args)
-        except Exception as error:  # Orbax and TensorStore raise kinds of their own.
-            self._error = error
-            return
-        if saved is False:
-            newest = self._manager.latest_step()
-            self._error = RuntimeError(f"skipped, as there is one of step {newest}")
-            return
-        self._sealer = threading.Thread(target=self._seal, daemon=True)
-        self._sealer.start()
+        save = functools.partial(self._manager.save, self.step, args=args)
+        self._written = writer.submit(self._write, save)
+        if not beside:
+            self.wait_until_begun()
+
+    def wait_until_begun(self) -> None:
+        """Until Orbax has taken the arrays, or could not."""
+        self._is_begun.wait()
 
     def end(self) -> Exception | None:
         """Waits until all is written; what went wrong, if something did."""
-        try:
-            self._manager.wait_until_finished()
-        except Exception as error:  # As above.
-            self._error = self._error or error
-        self._is_over.set()
-        if self._sealer:
-            self._sealer.join()
+        error = cast(Exception | None, self._written and self._written.exception())
         logging.getLogger("absl").removeFilter(self._log)
-        if self._error is None:
+        if error is None:
             self._log.tell()
         else:
             self._remove_parts()
-        return self._error
+        return error
+
+    def _write(self, save: Callable[[], bool]) -> None:
+        try:
+            is_taken = save() is not False
+        finally:
+            self._is_begun.set()
+        if not is_taken:
+            newest = self._manager.latest_step()
+            raise RuntimeError(f"skipped, as there is one of step {newest}")
+        self._manager.wait_until_finished()
+        if self._folder.is_dir():
+            self._seal()
 
     def _seal(self) -> None:
-        """Writes the checksums once the folder has got its name."""
-        while not self._folder.is_dir():
-            if self._is_over.wait(_LOOK_S) and not self._folder.is_dir():
-                return
         with contextlib.suppress(OSError):  # It is as good as one without checksums.
             write_checksums(
                 self._folder,
