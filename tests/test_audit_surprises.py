@@ -153,6 +153,52 @@ def test_a_permute_in_a_loop_is_no_hazard(mesh):
     assert [row.collective.executions for row in report.rows] == [3]
 
 
+def summed_over_data(x):
+    return lax.psum(x, "data")
+
+
+def in_a_branch(x):
+    return lax.cond(x[0, 0] > 0, summed_over_data, lambda x: summed_over_data(x * 2), x)
+
+
+def in_a_loop(x):
+    def half(carried):
+        return lax.pcast(summed_over_data(carried) / 8, "data", to="varying")
+
+    return lax.while_loop(lambda carried: carried[0, 0] > 1, half, x)
+
+
+@pytest.mark.parametrize("local", [in_a_branch, in_a_loop])
+def test_a_sum_that_devices_of_its_group_may_leave_out_is_a_hazard(local, mesh):
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    hazards = audit(mapped, array(16, 32), mesh=mesh).hazards
+    assert {hazard.kind for hazard in hazards} == {"divergent_collective"}
+    [hazard] = hazards
+    assert hazard.source == line_with(summed_over_data, "lax.psum")
+    assert "over 'data'" in hazard.message and "along 'data'" in hazard.message
+
+
+@pytest.mark.parametrize("chosen_by", ["data", None])
+def test_a_sum_that_all_of_its_group_reach_is_no_hazard(chosen_by, mesh):
+    """All decide alike, or groups decide apart, but each as one."""
+
+    def local(x):
+        over = "tensor" if chosen_by else "data"
+        first = lax.axis_index(chosen_by) == 0 if chosen_by else lax.pmax(x, "data") > 0
+        return lax.cond(
+            jnp.ravel(first)[0],
+            lambda x: lax.psum(x, over),
+            lambda x: lax.psum(x * 2, over),
+            x,
+        )
+
+    split = P("data", "tensor")
+    kept = P("data") if chosen_by else P(None, "tensor")
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=split, out_specs=kept)
+    report = audit(mapped, array(16, 32), mesh=mesh)
+    assert not report.hazards and report.rows
+
+
 def over_data(local: Callable, mesh: Mesh) -> Callable:
     """Manual over data; tensor is left to GSPMD."""
     return jax.shard_map(

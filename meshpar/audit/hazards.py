@@ -9,6 +9,9 @@ Each was seen (jax 0.10.2, XLA:CPU unless said):
 * `half_all_reduce`: a sum or maximum in bfloat16 over a manual mesh axis, while another
   is left to GSPMD, scattered or not. XLA:CPU aborts the process (float16 it takes).
 * `ragged_all_to_all`: XLA:CPU has none.
+* `divergent_collective`: a collective in a branch or a loop that devices of its group
+  take differently. It ends where all meet in it, which is never, or in another one.
+  Known of a `shard_map` that tracks over which mesh axes a value differs (`check_vma`).
 """
 
 from __future__ import annotations
@@ -16,9 +19,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from jax.extend.core import JaxprEqn
+
 from meshpar.audit.collectives import Collective
 from meshpar.audit.jaxprs import array_dtype
-from meshpar.audit.traced import Operation
+from meshpar.audit.traced import Operation, source_of
+from meshpar.collective_kinds import WRITTEN_AS
+from meshpar.model.equations import collective_axes, equations, programs_in
 
 _REDUCTIONS = (
     *("psum", "psum_invariant", "psum2", "pmax", "pmin"),
@@ -69,13 +76,15 @@ def traced_hazards(operations: Iterable[Operation], platform: str) -> list[Hazar
         name = operation.name
         if name == "ragged_all_to_all" and platform == "cpu":
             found.append(_not_on_cpu(operation))
+        elif name in ("cond", "while"):
+            found += _divergent_collectives(operation)
         if not operation.region.partly_manual:
             continue
         if name == "gather":
             found += _sharded_gather(operation)
         elif name in _REDUCTIONS and platform == "cpu":
             found += _half_all_reduce(operation)
-    return found
+    return list(dict.fromkeys(found))
 
 
 def _not_on_cpu(operation: Operation) -> Hazard:
@@ -88,6 +97,37 @@ def _not_on_cpu(operation: Operation) -> Hazard:
         ),
         fatal=True,
     )
+
+
+def _divergent_collectives(operation: Operation) -> list[Hazard]:
+    """Permutes are left to `compiled_hazards`: those harm other devices' groups too."""
+    differs = _differs(operation.equation)
+    return [
+        Hazard(
+            kind="divergent_collective",
+            source=source_of(equation) or operation.source,
+            message=(
+                f"{equation.primitive.name} over {_axes(axes)} in a "
+                f"{operation.name} that devices along {_axes(sorted(differs))} take "
+                "differently: those that leave it out are waited for without end; move "
+                "it out, or decide by what is alike along them (jax.lax.pmax)"
+            ),
+        )
+        for program in (programs_in(operation.equation) if differs else ())
+        for equation in equations(getattr(program, "jaxpr", program))
+        if WRITTEN_AS.get(equation.primitive.name, "collective-permute")
+        != "collective-permute"
+        and differs.intersection(axes := collective_axes(equation))
+    ]
+
+
+def _differs(equation: JaxprEqn) -> frozenset[str]:
+    """The manual mesh axes along which a branch is chosen, or a loop ends, apart."""
+    decided = equation.invars[0]
+    if equation.primitive.name == "while":
+        decided = equation.params["cond_jaxpr"].jaxpr.outvars[0]
+    manual = getattr(decided.aval, "manual_axis_type", None)
+    return getattr(manual, "varying", frozenset())
 
 
 def _sharded_gather(operation: Operation) -> list[Hazard]:
