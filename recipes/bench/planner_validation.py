@@ -9,6 +9,7 @@ picture needs matplotlib: `pip install '.[plots]'`.
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from pathlib import Path
 
@@ -16,6 +17,9 @@ from meshpar.planner.published import validate
 from meshpar.planner.published.measured import Measured
 
 _QUANTITIES = {"step": "step time, s", "memory": "memory of a device, GB"}
+
+_MARKERS = "osD^vPX*<>h"
+"""One more than there are colors, so that no two series look alike."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -46,12 +50,13 @@ def _draw(rows: list[Measured], png: Path) -> None:
         from matplotlib.ticker import LogLocator, NullFormatter
     except ImportError:
         sys.exit("--png needs matplotlib: pip install '.[plots]'")
-    figure = Figure(figsize=(11, 5), layout="constrained")
+    figure = Figure(figsize=(12, 6.5), layout="constrained")
     for axes, (quantity, name) in zip(
         figure.subplots(1, 2), _QUANTITIES.items(), strict=True
     ):
         groups = series(rows, quantity)
-        for (label, group), marker in zip(groups.items(), "osD^vPX*<>", strict=False):
+        markers = itertools.cycle(_MARKERS)
+        for (label, group), marker in zip(groups.items(), markers, strict=False):
             measured = [row.measured for row in group]
             predicted = [row.predicted for row in group]
             axes.loglog(measured, predicted, marker, alpha=0.7, label=label)
@@ -65,7 +70,7 @@ def _draw(rows: list[Measured], png: Path) -> None:
             axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axis.set_major_formatter("{x:g}")
             axis.set_minor_formatter(NullFormatter())
-        axes.legend(fontsize=8)
+        axes.legend(fontsize=7)
     figure.savefig(png, dpi=120)
 
 
