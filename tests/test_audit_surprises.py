@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from meshpar import FSDP_TENSOR, make_train_step
+from meshpar import FSDP_TENSOR, make_mesh, make_train_step
 from meshpar.audit.report import audit
 from meshpar.models.layers import mlp
 from meshpar.models.presets import build
@@ -176,6 +176,29 @@ def test_a_sum_that_devices_of_its_group_may_leave_out_is_a_hazard(local, mesh):
     [hazard] = hazards
     assert hazard.source == line_with(summed_over_data, "lax.psum")
     assert "over 'data'" in hazard.message and "along 'data'" in hazard.message
+
+
+def test_a_permute_in_a_loop_that_devices_leave_apart_is_a_hazard(mesh):
+    def local(x):
+        def swapped(x):
+            return lax.ppermute(x, "tensor", [(i, (i + 1) % 4) for i in range(4)]) / 2
+
+        return lax.while_loop(lambda x: x[0, 0] > 1, swapped, x)
+
+    split = P("data", "tensor")
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=split, out_specs=split)
+    [hazard] = audit(mapped, array(16, 32), mesh=mesh).hazards
+    assert hazard.kind == "divergent_collective" and "ppermute" in hazard.message
+
+
+def test_a_loop_that_carries_nothing_and_a_mesh_axis_of_one_are_no_hazard():
+    def local(x):
+        lax.while_loop(lambda _: False, lambda nothing: nothing, ())
+        return in_a_branch(x)
+
+    alone = make_mesh("data=1,tensor=8")
+    mapped = jax.shard_map(local, mesh=alone, in_specs=P("data"), out_specs=P("data"))
+    assert not audit(mapped, array(16, 32), mesh=alone).hazards
 
 
 @pytest.mark.parametrize("chosen_by", ["data", None])

@@ -1,11 +1,13 @@
 """A checkpoint holds the same values under any layout, or says what is wrong."""
 
+import gc
 import logging
 import os
 import re
 import subprocess
 import sys
 import threading
+import weakref
 from pathlib import Path
 
 import jax
@@ -358,31 +360,109 @@ def test_what_is_saved_while_the_run_goes_on_is_the_state_of_its_step(tmp_path):
         assert_bitwise_equal(restored, kept)
 
 
-def test_a_step_takes_the_states_memory_before_orbax_has_looked_at_it(
-    tmp_path, monkeypatch
-):
+@pytest.mark.parametrize("until", ["begun", "written"])
+def test_a_step_takes_the_states_memory_while_it_is_saved(until, tmp_path, monkeypatch):
     step = make_step("data=-1")
     state = step.init(seed=0)
     kept = jax.tree.map(np.array, state)
     batch = {name: array[:, :8] for name, array in tokens_of(0).items()}
-    may_begin = threading.Event()
+    may_go_on = threading.Event()
     with Checkpoints(tmp_path) as checkpoints:
-        save = checkpoints._manager.save
-
-        def late(*args, **options):
-            assert may_begin.wait(60)
-            return save(*args, **options)
-
-        monkeypatch.setattr(checkpoints._manager, "save", late)
+        name = {"begun": "save", "written": "wait_until_finished"}[until]
+        hold_back(checkpoints._manager, name, may_go_on, monkeypatch)
         checkpoints.save(state, RUN, wait=False)
         before = memory_of(state.params)
         state, _ = step(state, batch)
         assert memory_of(state.params) == before
-        may_begin.set()
+        may_go_on.set()
         assert checkpoints.latest_step == 0
-        checkpoints.finish()
         restored = checkpoints.restore(step.state_shapes, step.shardings)
     assert_bitwise_equal(restored, kept)
+
+
+def hold_back(manager, name, event, monkeypatch):
+    """Lets a method of Orbax's manager wait for an event."""
+    method = getattr(manager, name)
+
+    def late(*args, **options):
+        assert event.wait(60)
+        return method(*args, **options)
+
+    monkeypatch.setattr(manager, name, late)
+
+
+def test_what_is_saved_is_kept_by_orbax_alone(tmp_path, monkeypatch):
+    """While it is written, and after that failed."""
+    state, may_go_on, arrays = small_state(1), threading.Event(), []
+    with Checkpoints(tmp_path) as checkpoints:
+
+        def take(step, args):
+            arrays.extend(map(weakref.ref, jax.tree.leaves(args.state.item)))
+            begun.set()
+
+        def fail():
+            assert may_go_on.wait(60)
+            raise OSError("disk trouble")
+
+        begun = threading.Event()
+        monkeypatch.setattr(checkpoints._manager, "save", take)
+        monkeypatch.setattr(checkpoints._manager, "wait_until_finished", fail)
+        checkpoints.save(state, RUN, wait=False)
+        assert begun.wait(60)
+        del state
+        gc.collect()
+        assert arrays and not any(array() for array in arrays)
+        may_go_on.set()
+        with pytest.raises(CheckpointError, match="disk trouble"):
+            checkpoints.finish()
+        monkeypatch.undo()
+
+
+def test_a_save_that_waits_copies_nothing(tmp_path, monkeypatch):
+    state, taken = small_state(1), []
+    with Checkpoints(tmp_path) as checkpoints:
+        save = checkpoints._manager.save
+
+        def noted(step, args):
+            taken.append(args.state.item)
+            return save(step, args=args)
+
+        monkeypatch.setattr(checkpoints._manager, "save", noted)
+        checkpoints.save(state, RUN)
+    assert taken[0].params["w"] is state.params["w"]
+
+
+def test_what_is_being_saved_is_read_once_it_is_there(tmp_path, monkeypatch):
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(small_state(1), RUN)
+        may_go_on = threading.Event()
+        hold_back(checkpoints._manager, "save", may_go_on, monkeypatch)
+        checkpoints.save(small_state(2), {"saved": 2}, wait=False)
+        threading.Timer(0.2, may_go_on.set).start()
+        assert checkpoints.newest_good() == 2
+        assert checkpoints.run_of_latest() == {"saved": 2}
+
+
+def test_a_save_after_the_end_is_refused_and_no_thread_is_left(tmp_path, monkeypatch):
+    before = threading.active_count()
+    with (
+        pytest.raises(OSError, match="cannot close"),
+        Checkpoints(tmp_path) as checkpoints,
+    ):
+        checkpoints.save(small_state(1), RUN)
+        monkeypatch.setattr(
+            checkpoints._manager, "close", lambda: raising(OSError("cannot close"))
+        )
+    monkeypatch.undo()
+    with pytest.raises(CheckpointError, match="closed: save before its `with` ends"):
+        checkpoints.save(small_state(2), RUN)
+    assert checkpoints.latest_step == 1
+    checkpoints._manager.close()
+    assert threading.active_count() == before
+
+
+def raising(error):
+    raise error
 
 
 def memory_of(tree):

@@ -10,8 +10,9 @@ Each was seen (jax 0.10.2, XLA:CPU unless said):
   is left to GSPMD, scattered or not. XLA:CPU aborts the process (float16 it takes).
 * `ragged_all_to_all`: XLA:CPU has none.
 * `divergent_collective`: a collective in a branch or a loop that devices of its group
-  take differently. It ends where all meet in it, which is never, or in another one.
-  Known of a `shard_map` that tracks over which mesh axes a value differs (`check_vma`).
+  may take differently: those in it wait for others that never come, or that come to
+  another collective. Any hardware; known of a `shard_map` that tracks along which mesh
+  axes a value may differ (`check_vma`).
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from jax.extend.core import JaxprEqn
-
 from meshpar.audit.collectives import Collective
 from meshpar.audit.jaxprs import array_dtype
 from meshpar.audit.traced import Operation, source_of
-from meshpar.collective_kinds import WRITTEN_AS
+from meshpar.collective_kinds import KINDS, WRITTEN_AS
 from meshpar.model.equations import collective_axes, equations, programs_in
 
 _REDUCTIONS = (
     *("psum", "psum_invariant", "psum2", "pmax", "pmin"),
     *("reduce_scatter", "psum_scatter"),
 )
+
+_PERMUTES = KINDS["collective-permute"].primitives
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +66,7 @@ def compiled_hazards(rows: Sequence[Collective]) -> list[Hazard]:
 
 
 def traced_hazards(operations: Iterable[Operation], platform: str) -> list[Hazard]:
-    """Hazards that must be found before XLA compiles the program.
+    """Hazards that are seen in what JAX traces, before XLA compiles it.
 
     Args:
         operations: Of the traced function.
@@ -100,34 +101,43 @@ def _not_on_cpu(operation: Operation) -> Hazard:
 
 
 def _divergent_collectives(operation: Operation) -> list[Hazard]:
-    """Permutes are left to `compiled_hazards`: those harm other devices' groups too."""
-    differs = _differs(operation.equation)
+    """Collectives of a branch or loop that some of those who meet there may leave out.
+
+    All devices meet in a permute (XLA:CPU). Those of a branch `compiled_hazards` finds.
+    """
+    differs = _differs(operation)
+    programs = programs_in(operation.equation) if differs else []
     return [
         Hazard(
             kind="divergent_collective",
             source=source_of(equation) or operation.source,
             message=(
-                f"{equation.primitive.name} over {_axes(axes)} in a "
-                f"{operation.name} that devices along {_axes(sorted(differs))} take "
-                "differently: those that leave it out are waited for without end; move "
-                "it out, or decide by what is alike along them (jax.lax.pmax)"
+                f"{equation.primitive.name} over {_axes(collective_axes(equation))} in "
+                f"a {operation.name} that devices along {_axes(sorted(differs))} may "
+                "take differently: those that leave it out are waited for without end; "
+                "move it out, or decide by what is alike along them (jax.lax.pmax)"
             ),
         )
-        for program in (programs_in(operation.equation) if differs else ())
+        for program in programs
         for equation in equations(getattr(program, "jaxpr", program))
-        if WRITTEN_AS.get(equation.primitive.name, "collective-permute")
-        != "collective-permute"
-        and differs.intersection(axes := collective_axes(equation))
+        if (
+            operation.name == "while"
+            if equation.primitive.name in _PERMUTES
+            else equation.primitive.name in WRITTEN_AS
+            and differs.intersection(collective_axes(equation))
+        )
     ]
 
 
-def _differs(equation: JaxprEqn) -> frozenset[str]:
+def _differs(operation: Operation) -> frozenset[str]:
     """The manual mesh axes along which a branch is chosen, or a loop ends, apart."""
-    decided = equation.invars[0]
-    if equation.primitive.name == "while":
+    equation = operation.equation
+    if operation.name == "while":
         decided = equation.params["cond_jaxpr"].jaxpr.outvars[0]
-    manual = getattr(decided.aval, "manual_axis_type", None)
-    return getattr(manual, "varying", frozenset())
+    else:
+        decided = equation.invars[0]
+    varying = getattr(decided.aval, "manual_axis_type", None)
+    return operation.region.manual & getattr(varying, "varying", frozenset())
 
 
 def _sharded_gather(operation: Operation) -> list[Hazard]:

@@ -25,6 +25,7 @@ from meshpar.train.folders import read_run, remove_parts
 from meshpar.train.layer_order import (
     LayerOrder,
     arranged_within,
+    copied,
     in_model_order,
     model_order_structs,
 )
@@ -74,7 +75,8 @@ class Checkpoints:
         self.directory = Path(directory).absolute()
         self._processes = processes or Processes()
         self._saving: Saving | None = None
-        self._writer = ThreadPoolExecutor(max_workers=1)
+        self._failed: CheckpointError | None = None
+        self._writer, self._is_open = ThreadPoolExecutor(max_workers=1), True
         self._has_saved = False
         self._layer_orders = layer_orders
         try:
@@ -98,8 +100,7 @@ class Checkpoints:
     @property
     def latest_step(self) -> int | None:
         """Step of the newest checkpoint; None when there is none."""
-        if self._saving:
-            self._saving.wait_until_begun()
+        self._settle()
         return self._manager.latest_step()
 
     @property
@@ -129,10 +130,13 @@ class Checkpoints:
                 only warns. Those that are there already stay.
         """
         earlier, self._choice.step = self._failure(), None
+        if not self._is_open:
+            where = repr(str(self.directory))
+            raise CheckpointError(f"{where} is closed: save before its `with` ends")
         step = int(state.step)
         self._choice.move_damaged_aside()
         if step != self.latest_step:
-            self._begin(step, state, run)
+            self._begin(step, state, run, wait)
         if earlier and not wait:
             raise earlier
         if earlier:
@@ -170,6 +174,7 @@ class Checkpoints:
         Args:
             at_most: Only up to this step.
         """
+        self._settle()
         return self._choice.newest_good(at_most)
 
     def run_of_latest(self) -> dict[str, Any]:
@@ -178,6 +183,7 @@ class Checkpoints:
         Raises:
             CheckpointError: There is none, or it cannot be read.
         """
+        self._settle()
         return self._choice.read(read_run)
 
     def restore(
@@ -199,6 +205,7 @@ class Checkpoints:
             CheckpointError: There is none, it cannot be read, or it is of another
                 model: a global shape differs.
         """
+        self._settle()
         orders = portable(self._orders_beside(shapes))
         to = portable(shapes), portable(shardings)
         in_order = model_order_structs(*to, orders)
@@ -222,38 +229,48 @@ class Checkpoints:
             return jax.tree.map(lambda _: LayerOrder(), state)
         return self._layer_orders
 
-    def _begin(self, step: int, state: TrainState, run: dict[str, Any]) -> None:
+    def _begin(
+        self, step: int, state: TrainState, run: dict[str, Any], wait: bool
+    ) -> None:
         """Starts to save; what goes wrong is for `_failure` to tell."""
         if self._processes.is_first and not self._has_saved:
             remove_parts(self.directory)  # Of runs that were killed while they saved.
         self._has_saved = True
         orders = portable(self._orders_beside(state))
+        stored = in_model_order(portable(state), orders)
         # What lies in a host's memory Orbax does not copy, but holds until it is
         # written: a step could not take that memory, and new memory costs it more.
         on_host = all(device.platform == "cpu" for device in state.step.devices())
-        stored = in_model_order(portable(state), orders, copied=on_host)
+        if on_host and not wait:
+            stored = copied(stored, orders)
         args = ocp.args.Composite(state=save_args(stored), run=ocp.args.JsonSave(run))
-        self._saving = Saving(self._manager, self.directory, step, self._processes)
-        beside = on_host and self._processes.num_processes == 1
-        self._saving.begin(args, self._writer, beside=beside)
+        saving = Saving(self._manager, self.directory, step, self._processes)
+        saving.begin(args, self._writer)
+        self._saving = saving
+        # Orbax of several processes may begin with collectives, which have an order.
+        if not on_host or self._processes.num_processes > 1:
+            saving.wait_until_begun()
 
     def _failure(self) -> CheckpointError | None:
-        """Waits for what is being saved; what it failed of, if it did."""
+        """Waits for what is being saved; what a save has failed of, told once."""
+        self._settle()
+        failed, self._failed = self._failed, None
+        return failed
+
+    def _settle(self) -> None:
+        """Waits for what is being saved; its error is for `_failure` to tell."""
         saving, self._saving = self._saving, None
-        if saving is None:
-            return None
-        error = saving.end()
-        if error is None:
-            return None
+        error = saving.end() if saving else None
+        if saving is None or error is None:
+            return
         with contextlib.suppress(OSError):
             if self._processes.is_first:
                 remove_parts(self.directory)
             self._manager.reload()  # It has forgotten those that are there.
         where = repr(str(self.directory))
         what = f"checkpoint of step {saving.step} not written to {where}"
-        failure = CheckpointError(f"{what}: {reason_of(error, self.directory)}")
-        failure.__cause__ = error
-        return failure
+        self._failed = CheckpointError(f"{what}: {reason_of(error, self.directory)}")
+        self._failed.__cause__ = error
 
     def _check(
         self, step: int, wanted: TrainState, first: Callable[[Path], None] | None
@@ -295,13 +312,15 @@ class Checkpoints:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        failed = self._failure()
-        self._writer.submit(self._manager.close).result()
-        self._writer.shutdown()
-        if failed and error is None:
-            raise failed
-        if failed:  # The other error goes on; this one is not to be lost beside it.
-            warnings.warn(str(failed), stacklevel=2)
+        failed, self._is_open = self._failure(), False
+        try:
+            with self._writer:  # Which Orbax has told of every save that failed.
+                self._writer.submit(self._manager.close).result()
+        finally:
+            if failed and error is None:
+                raise failed
+            if failed:  # The other error goes on; this one is not to be lost beside it.
+                warnings.warn(str(failed), stacklevel=2)
 
 
 def _struct(shape: Any, sharding: Any) -> jax.ShapeDtypeStruct:

@@ -81,24 +81,30 @@ def layer_orders(model: Model, state: TrainState) -> TrainState:
     )
 
 
-def in_model_order(
-    state: TrainState, orders: TrainState, *, copied: bool = False
-) -> TrainState:
-    """The state with the layers of every array first to last.
-
-    Args:
-        state: With its layers at the places of `orders`.
-        orders: For every array.
-        copied: Those that are in order, too, so that the state may be donated.
-    """
+def in_model_order(state: TrainState, orders: TrainState) -> TrainState:
+    """The state with the layers of every array first to last."""
 
     def put_back(array: jax.Array, order: LayerOrder) -> jax.Array:
         if order.places is None:
-            return _copied(array.sharding)(array) if copied else array
+            return array
         struct = _in_model_order(array, cast(NamedSharding, array.sharding), order)
         return _layers_at(order.place_of_layer, struct.sharding, order.dim)(array)
 
     return jax.tree.map(put_back, state, orders)
+
+
+def copied(state: TrainState, orders: TrainState) -> TrainState:
+    """What `in_model_order` gives of a state that is donated next.
+
+    Args:
+        state: From it.
+        orders: For every array: those in order are the other state's own, and copied.
+    """
+
+    def copy(array: jax.Array, order: LayerOrder) -> jax.Array:
+        return _copied(array.sharding)(array) if order.places is None else array
+
+    return jax.tree.map(copy, state, orders)
 
 
 def arranged_within(

@@ -7,7 +7,7 @@ import functools
 import logging
 import threading
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any, cast
 
@@ -39,24 +39,21 @@ class Saving:
         self._processes = processes
         self._manager, self._folder = manager, directory / str(step)
         self._is_begun = threading.Event()
-        self._written: Future[None] | None = None
+        self._save: Callable[[], bool] | None = None
         self._log = _Withheld()
 
-    def begin(self, args: Any, writer: Executor, *, beside: bool = False) -> None:
-        """Returns once the arrays may change; errors are for `end` to return.
+    def begin(self, args: Any, writer: Executor) -> None:
+        """Starts to save; errors are for `end` to return.
 
         Args:
-            args: What Orbax saves.
-            writer: One thread for all saves: Orbax tells each thread that waits for one
-                what the last one failed of.
-            beside: The arrays stay as they are and no other process waits for this
-                one: what Orbax does before it writes goes on beside the caller, too.
+            args: What Orbax saves. Its arrays must not change before
+                `wait_until_begun`.
+            writer: One thread for all saves and for closing the manager: Orbax tells
+                each thread that waits for a save once what it failed of.
         """
+        self._save = functools.partial(self._manager.save, self.step, args=args)
         logging.getLogger("absl").addFilter(self._log)
-        save = functools.partial(self._manager.save, self.step, args=args)
-        self._written = writer.submit(self._write, save)
-        if not beside:
-            self.wait_until_begun()
+        self._written = writer.submit(self._write)
 
     def wait_until_begun(self) -> None:
         """Until Orbax has taken the arrays, or could not."""
@@ -64,7 +61,7 @@ class Saving:
 
     def end(self) -> Exception | None:
         """Waits until all is written; what went wrong, if something did."""
-        error = cast(Exception | None, self._written and self._written.exception())
+        error = cast(Exception | None, self._written.exception())
         logging.getLogger("absl").removeFilter(self._log)
         if error is None:
             self._log.tell()
@@ -72,9 +69,9 @@ class Saving:
             self._remove_parts()
         return error
 
-    def _write(self, save: Callable[[], bool]) -> None:
+    def _write(self) -> None:
         try:
-            is_taken = save() is not False
+            is_taken = self._start()
         finally:
             self._is_begun.set()
         if not is_taken:
@@ -83,6 +80,11 @@ class Saving:
         self._manager.wait_until_finished()
         if self._folder.is_dir():
             self._seal()
+
+    def _start(self) -> bool:
+        """Keeps no array: what Orbax needs it holds itself, as long as it does."""
+        save, self._save = self._save, None
+        return save is not None and save() is not False
 
     def _seal(self) -> None:
         with contextlib.suppress(OSError):  # It is as good as one without checksums.
