@@ -165,7 +165,7 @@ def test_simpler_cases_end(drawn):
 
 
 def test_drawn_layouts_agree_and_the_status_is_0(capsys):
-    assert status_of(["fuzz", "--num", "2", "--seed", "0", "--json"]) == 0
+    assert status_of(["fuzz", "--num", "2", "--seed", "4", "--json"]) == 0
     captured = capsys.readouterr()
     report = json.loads(captured.out)
     assert report["agree"] is True
