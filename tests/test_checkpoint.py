@@ -392,27 +392,26 @@ def hold_back(manager, name, event, monkeypatch):
 
 
 def test_what_is_saved_is_kept_by_orbax_alone(tmp_path, monkeypatch):
-    """While it is written, and after that failed."""
-    state, may_go_on, arrays = small_state(1), threading.Event(), []
+    state, arrays = small_state(1), []
+    is_writing, may_fail = threading.Event(), threading.Event()
+
+    def take(step, args):
+        arrays.extend(map(weakref.ref, jax.tree.leaves(args.state.item)))
+
+    def fail():
+        is_writing.set()
+        assert may_fail.wait(60)
+        raise OSError("disk trouble")
+
     with Checkpoints(tmp_path) as checkpoints:
-
-        def take(step, args):
-            arrays.extend(map(weakref.ref, jax.tree.leaves(args.state.item)))
-            begun.set()
-
-        def fail():
-            assert may_go_on.wait(60)
-            raise OSError("disk trouble")
-
-        begun = threading.Event()
         monkeypatch.setattr(checkpoints._manager, "save", take)
         monkeypatch.setattr(checkpoints._manager, "wait_until_finished", fail)
         checkpoints.save(state, RUN, wait=False)
-        assert begun.wait(60)
+        assert is_writing.wait(60)
         del state
         gc.collect()
         assert arrays and not any(array() for array in arrays)
-        may_go_on.set()
+        may_fail.set()
         with pytest.raises(CheckpointError, match="disk trouble"):
             checkpoints.finish()
         monkeypatch.undo()
@@ -432,19 +431,30 @@ def test_a_save_that_waits_copies_nothing(tmp_path, monkeypatch):
     assert taken[0].params["w"] is state.params["w"]
 
 
-def test_what_is_being_saved_is_read_once_it_is_there(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "step_found",
+    [
+        lambda checkpoints: checkpoints.latest_step,
+        lambda checkpoints: checkpoints.newest_good(),
+        lambda checkpoints: checkpoints.run_of_latest()["saved"],
+        lambda checkpoints: int(restore_like(checkpoints, small_state(0)).step),
+    ],
+    ids=["latest_step", "newest_good", "run_of_latest", "restore"],
+)
+def test_what_is_being_saved_is_read_once_it_is_there(
+    step_found, tmp_path, monkeypatch
+):
     with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(small_state(1), RUN)
+        checkpoints.save(small_state(1), {"saved": 1})
         may_go_on = threading.Event()
         hold_back(checkpoints._manager, "save", may_go_on, monkeypatch)
         checkpoints.save(small_state(2), {"saved": 2}, wait=False)
         threading.Timer(0.2, may_go_on.set).start()
-        assert checkpoints.newest_good() == 2
-        assert checkpoints.run_of_latest() == {"saved": 2}
+        assert step_found(checkpoints) == 2
 
 
 def test_a_save_after_the_end_is_refused_and_no_thread_is_left(tmp_path, monkeypatch):
-    before = threading.active_count()
+    before = set(threading.enumerate())
     with (
         pytest.raises(OSError, match="cannot close"),
         Checkpoints(tmp_path) as checkpoints,
@@ -458,7 +468,7 @@ def test_a_save_after_the_end_is_refused_and_no_thread_is_left(tmp_path, monkeyp
         checkpoints.save(small_state(2), RUN)
     assert checkpoints.latest_step == 1
     checkpoints._manager.close()
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= before
 
 
 def raising(error):

@@ -20,6 +20,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from jax.extend.core import JaxprEqn
+
 from meshpar.audit.collectives import Collective
 from meshpar.audit.jaxprs import array_dtype
 from meshpar.audit.traced import Operation, source_of
@@ -120,13 +122,15 @@ def _divergent_collectives(operation: Operation) -> list[Hazard]:
         )
         for program in programs
         for equation in equations(getattr(program, "jaxpr", program))
-        if (
-            operation.name == "while"
-            if equation.primitive.name in _PERMUTES
-            else equation.primitive.name in WRITTEN_AS
-            and differs.intersection(collective_axes(equation))
-        )
+        if _is_divergent(equation, operation.name, differs)
     ]
+
+
+def _is_divergent(equation: JaxprEqn, around: str, differs: frozenset[str]) -> bool:
+    if equation.primitive.name in _PERMUTES:
+        return around == "while"
+    is_collective = equation.primitive.name in WRITTEN_AS
+    return is_collective and not differs.isdisjoint(collective_axes(equation))
 
 
 def _differs(operation: Operation) -> frozenset[str]:

@@ -99,7 +99,10 @@ class Checkpoints:
 
     @property
     def latest_step(self) -> int | None:
-        """Step of the newest checkpoint; None when there is none."""
+        """Step of the newest checkpoint; None when there is none.
+
+        Whoever asks for it, or reads, waits for what is being saved.
+        """
         self._settle()
         return self._manager.latest_step()
 
