@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -219,15 +219,15 @@ def _states(
 
 def _activations(
     model: Model, examples: int, seq: int
-) -> tuple[list[Activation], list[Finding]]:
+) -> tuple[tuple[Activation, ...], list[Finding]]:
     try:
         return traced_activations(model, examples, seq), []
     except InputError as error:
-        return [], [Finding(kind="rank", path="model", message=str(error))]
+        return (), [Finding(kind="rank", path="model", message=str(error))]
 
 
 def _axes_of_activations(
-    activations: list[Activation], layout: Layout, rules: Rules
+    activations: Iterable[Activation], layout: Layout, rules: Rules
 ) -> tuple[set[str], list[Finding]]:
     axes: set[str] = set()
     findings: list[Finding] = []

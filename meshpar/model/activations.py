@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +23,11 @@ class Activation:
     shape: tuple[int, ...]
 
 
-def traced_activations(model: Model, examples: int, seq: int) -> list[Activation]:
+@functools.lru_cache(maxsize=128)
+def traced_activations(model: Model, examples: int, seq: int) -> tuple[Activation, ...]:
     """Every activation that `model` constrains, once each, and the batch itself.
+
+    They depend on no layout: who tries many layouts of a model waits once.
 
     Args:
         model: The model; one layer of each group of blocks is traced.
@@ -39,7 +43,7 @@ def traced_activations(model: Model, examples: int, seq: int) -> list[Activation
         once, *shapes = traced_forward(model, batch, rules=recorder, head=True)
         jax.eval_shape(once, *shapes)
     batch_dim = Activation(logical_axes=("batch",), shape=(examples,))
-    return list(dict.fromkeys([batch_dim, *recorder.activations]))
+    return tuple(dict.fromkeys([batch_dim, *recorder.activations]))
 
 
 class _Recorder:
