@@ -16,6 +16,7 @@ from meshpar.models.presets import build
 from meshpar.testing.batches import random_batch
 from meshpar.testing.quick_compile import quick_compile_options
 from tests.collectives_beside_loops import beside_loops
+from tests.marks import slow
 
 T5 = {
     **{"encoder_layers": 3, "decoder_layers": 2, "embed": 32, "heads": 4, "ffn": 64},
@@ -92,7 +93,7 @@ def test_what_stands_beside_a_loop_is_found(given, channel, found):
         # The embeddings of a pipeline's phase, and the phase before it.
         ("tiny-dit", DIT, "fsdp=2,stage=2,context=2,microbatches=3,schedule=gpipe", 12),
         # Stages computed again.
-        ("tiny-dit", DIT, "stage=2,context=2,microbatches=5,remat=stage", 20),
+        slow("tiny-dit", DIT, "stage=2,context=2,microbatches=5,remat=stage", 20),
     ],
 )
 def test_no_collective_shares_its_channel_with_a_loop_beside_it(

@@ -202,8 +202,7 @@ def test_a_missing_reduction_is_found_and_shrunk_to_two_replicas(monkeypatch, ca
         return gradients
 
     monkeypatch.setattr(placement, "reduce_gradients", unreduced)
-    line = "data=2,tensor=2,remat=full"
-    argv = f"fuzz --layout {line} --preset test --mask holes --seq 2"
+    argv = "fuzz --layout data=2,tensor=2 --preset test --mask holes --seq 2"
     assert status_of(argv.split()) == 1
     printed = capsys.readouterr().out
     assert "0 of 1 layouts agree" in printed

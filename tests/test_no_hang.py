@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from tests.marks import slow
+
 _RUN = """
 import meshpar
 devices = meshpar.emulate(8)
@@ -48,7 +50,7 @@ def _run_alone(program: str, *, timeout_s: int) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("layout", [_SHARDED, _PIPELINED])
+@pytest.mark.parametrize("layout", [slow(_SHARDED), _PIPELINED])
 def test_first_steps_are_the_same_in_every_process(layout):
     assert len({_losses(layout, 2) for _ in range(2)}) == 1
 

@@ -87,7 +87,7 @@ def test_an_encoder_decoder_learns_to_mend_text_on_split_states():
 
     sizes = dict(embed=32, heads=4, ffn=64, vocab=128, max_seq=seq)
     model = build("tiny-t5", **sizes, init_std=0.1)
-    layout = "fsdp=2,stage=2,tensor=2,microbatches=2"
+    layout = "fsdp=2,stage=2,microbatches=2"
     batches = [batch() for _ in range(60)]
     step, state = trained(model, layout, batches, rate=1e-2)
     loss_sum, weight_sum = step.evaluate(state, batch())

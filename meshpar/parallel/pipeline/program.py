@@ -7,6 +7,7 @@ With one stage it accumulates gradients over microbatches.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -249,6 +250,7 @@ def arranged_for(model: Model, layout: Layout) -> Model:
     return pipeline_of(model, layout).model if layout.runs_in_ticks else model
 
 
+@functools.lru_cache(maxsize=128)
 def _costs(model: Model) -> tuple[float, ...]:
     if all(group.costs is not None for group in model.groups):
         return tuple(cost for group in model.groups for cost in group.costs or ())
