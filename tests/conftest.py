@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from pathlib import Path
@@ -15,6 +16,10 @@ _FLAGS = ["--xla_backend_optimization_level=0"]
 if jax.__version_info__ < (0, 11):  # jaxlib 0.12 has no such flag, and aborts on it
     _FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_FLAGS]).strip()
+
+# Programs live as long as their tests' worker. To look through all of them for garbage,
+# at Python's usual times, took a tenth of the suite.
+gc.set_threshold(5_000, 20, 20)
 
 
 @pytest.fixture(scope="session")
