@@ -236,8 +236,9 @@ def test_a_torus_that_is_none_is_the_compilers_own_error():
 
 
 @needs_gpu_compiler
-def test_a_donated_argument_and_shardings_reach_the_compiler():
-    mesh = Mesh(jax.devices()[:8], ("data",), axis_types=(AxisType.Auto,))
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_donated_argument_and_shardings_reach_the_compiler(kind):
+    mesh = Mesh(jax.devices()[:8], ("data",), axis_types=(kind,))
     split = NamedSharding(mesh, P("data"))
     x = jax.ShapeDtypeStruct((64, 256), jnp.float32, sharding=split)
     step = jax.jit(lambda x: x + 1, donate_argnums=0, out_shardings=split)

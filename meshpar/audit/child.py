@@ -83,11 +83,10 @@ def _mesh(request: dict[str, Any]) -> Mesh:
     if request["is_layout"]:
         topology = Topology(hosts=1, devices_per_host=len(devices))
         return make_mesh(Layout(**sizes), devices, topology=topology)
-    axis_types = (AxisType.Auto,) * len(sizes)
     return Mesh(
         np.array(devices).reshape(tuple(sizes.values())),
         tuple(sizes),
-        axis_types=axis_types,
+        axis_types=tuple(AxisType[name] for name in request["axis_types"]),
     )
 
 

@@ -83,6 +83,8 @@ def compile_for(
         request = {
             "target": str(target),
             "mesh_shape": subject.mesh_shape,
+            # As `jax.export` has them: a program is called on no other.
+            "axis_types": [kind.name for kind in subject.mesh.axis_types],
             "is_layout": subject.layout is not None,
             "donated": donated,
             "compiler_options": dict(subject.compiler_options),
