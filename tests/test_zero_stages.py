@@ -110,7 +110,7 @@ def test_states_take_the_bytes_of_the_zero_paper(zero, split, degree):
     gradients = carried_bytes(wide) - carried_bytes(narrow)
     expected = NUM_PARAMETERS * 2 / part["g"]
     # XLA may keep one of them out of what its loop carries, or carry a small one twice.
-    assert 0.9 * expected <= gradients <= 1.05 * expected
+    assert 0.9 * expected <= gradients <= 1.1 * expected
 
 
 def moved(line):
