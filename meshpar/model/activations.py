@@ -23,7 +23,7 @@ class Activation:
     shape: tuple[int, ...]
 
 
-@functools.lru_cache(maxsize=128)
+@functools.lru_cache(maxsize=16)
 def traced_activations(model: Model, examples: int, seq: int) -> tuple[Activation, ...]:
     """Every activation that `model` constrains, once each, and the batch itself.
 

@@ -168,6 +168,9 @@ def check_model(model: Any) -> None:
 class Model:
     """A model under the contract of this module.
 
+    What is found by tracing one is kept with it, so that it must stay as it was built:
+    `dataclasses.replace` makes another.
+
     Args:
         parameters: Tree of `Parameter`; block groups under their own names.
         embed: `(params, batch, scope) -> stream`.

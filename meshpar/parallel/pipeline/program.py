@@ -250,8 +250,12 @@ def arranged_for(model: Model, layout: Layout) -> Model:
     return pipeline_of(model, layout).model if layout.runs_in_ticks else model
 
 
-@functools.lru_cache(maxsize=128)
 def _costs(model: Model) -> tuple[float, ...]:
     if all(group.costs is not None for group in model.groups):
         return tuple(cost for group in model.groups for cost in group.costs or ())
+    return _traced_costs(model)
+
+
+@functools.lru_cache(maxsize=16)
+def _traced_costs(model: Model) -> tuple[float, ...]:
     return layer_costs(model)
