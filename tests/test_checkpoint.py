@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from concurrent import futures
 from pathlib import Path
 
 import jax
@@ -415,6 +416,58 @@ def test_what_is_saved_is_kept_by_orbax_alone(tmp_path, monkeypatch):
         with pytest.raises(CheckpointError, match="disk trouble"):
             checkpoints.finish()
         monkeypatch.undo()
+
+
+def failing(*args, **options):
+    raise OSError("disk trouble")
+
+
+def test_arrays_that_orbax_could_not_take_are_let_go(tmp_path, monkeypatch):
+    arrays = []
+
+    def refuse(step, args):
+        arrays.extend(map(weakref.ref, jax.tree.leaves(args.state.item)))
+        failing()
+
+    with Checkpoints(tmp_path) as checkpoints:
+        monkeypatch.setattr(checkpoints._manager, "save", refuse)
+        checkpoints.save(small_state(1), RUN, wait=False)
+        futures.wait([checkpoints._saving._written], 60)
+        gc.collect()
+        assert arrays and not any(array() for array in arrays)
+        with pytest.raises(CheckpointError, match="disk trouble"):
+            checkpoints.finish()
+
+
+def test_a_wait_that_is_interrupted_loses_no_error(tmp_path, monkeypatch):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    with Checkpoints(tmp_path) as checkpoints:
+        monkeypatch.setattr(checkpoints._manager, "save", failing)
+        checkpoints.save(small_state(1), RUN, wait=False)
+        with monkeypatch.context() as stopped, pytest.raises(KeyboardInterrupt):
+            stopped.setattr(checkpoints._saving, "end", interrupt)
+            checkpoints.finish()
+        with pytest.raises(CheckpointError, match="step 1 .*disk trouble"):
+            checkpoints.finish()
+    assert not logging.getLogger("absl").filters
+
+
+def test_a_save_that_cannot_begin_loses_no_error_of_the_one_before(
+    tmp_path, monkeypatch
+):
+    def no_memory(*_):
+        raise MemoryError
+
+    with Checkpoints(tmp_path) as checkpoints:
+        monkeypatch.setattr(checkpoints._manager, "save", failing)
+        checkpoints.save(small_state(1), RUN, wait=False)
+        monkeypatch.setattr(checkpoint, "copied", no_memory)
+        with pytest.raises(MemoryError):
+            checkpoints.save(small_state(2), RUN, wait=False)
+        with pytest.raises(CheckpointError, match="step 1 .*disk trouble"):
+            checkpoints.finish()
 
 
 def test_a_save_that_waits_copies_nothing(tmp_path, monkeypatch):

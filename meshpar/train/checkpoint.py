@@ -137,9 +137,13 @@ class Checkpoints:
             where = repr(str(self.directory))
             raise CheckpointError(f"{where} is closed: save before its `with` ends")
         step = int(state.step)
-        self._choice.move_damaged_aside()
-        if step != self.latest_step:
-            self._begin(step, state, run, wait)
+        try:
+            self._choice.move_damaged_aside()
+            if step != self.latest_step:
+                self._begin(step, state, run, wait)
+        except BaseException:
+            self._failed = earlier  # Which is not to be lost beside it.
+            raise
         if earlier and not wait:
             raise earlier
         if earlier:
@@ -262,8 +266,9 @@ class Checkpoints:
 
     def _settle(self) -> None:
         """Waits for what is being saved; its error is for `_failure` to tell."""
-        saving, self._saving = self._saving, None
+        saving = self._saving
         error = saving.end() if saving else None
+        self._saving = None  # Not before: Ctrl-C may end the wait.
         if saving is None or error is None:
             return
         with contextlib.suppress(OSError):

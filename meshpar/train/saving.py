@@ -6,6 +6,7 @@ import contextlib
 import functools
 import logging
 import threading
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Executor
 from pathlib import Path
@@ -71,6 +72,13 @@ class Saving:
 
     def _write(self) -> None:
         try:
+            self._write_whole()
+        except Exception as error:
+            _clear_frames(error)
+            raise
+
+    def _write_whole(self) -> None:
+        try:
             is_taken = self._start()
         finally:
             self._is_begun.set()
@@ -97,6 +105,13 @@ class Saving:
     def _remove_parts(self) -> None:
         """What is left of it would fill the disk for those that follow."""
         remove_parts(self._folder.parent, str(self.step))
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """Lets go of the arrays in the frames of an error, and of what caused it."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 class _Withheld(logging.Filter):
