@@ -18,7 +18,8 @@ if jax.__version_info__ < (0, 11):  # jaxlib 0.12 has no such flag, and aborts o
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_FLAGS]).strip()
 
 # Programs live as long as their tests' worker. To look through all of them for garbage,
-# at Python's usual times, took a tenth of the suite.
+# at Python's usual times, took 28 of 322 s of one worker and 24 of 278 s of the other
+# (a part of the suite, Python 3.11.7, 2 cores, 2026-11-23).
 gc.set_threshold(5_000, 20, 20)
 
 

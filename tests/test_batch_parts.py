@@ -174,7 +174,7 @@ def share_hidden(axes, seq, target):
     step = make_train_step(
         build("llama3-8b"), optax.adamw(1e-3), line, mesh=absent_mesh(line)
     )
-    report = audit(step, batch_shapes(256, seq), target=target)
+    report = audit(step, batch_shapes(256, seq), target=target, timeout_s=3000)
     rows = [total for total in report.overlap() if total.mesh_axes == ("tensor",)]
     sent = sum(total.wire_bytes for total in rows)
     return sum(total.hidden_bytes for total in rows) / sent

@@ -33,8 +33,8 @@ _NOUN = "volumes"
 
 PADDING = (
     "note: XLA:TPU lays channels along 128 lanes, and fewer take as much room; so they "
-    "are counted (preset unet3d-512, context=8: 72.8 GB compiled for tpu:v5p:2x2x2, "
-    "73.6 counted), but not the time that they cost; meshpar audit --target compiles a "
+    "are counted (preset unet3d-512, context=8: 72.7 GB compiled for tpu:v5p:2x2x2, "
+    "73.4 counted), but not the time that they cost; meshpar audit --target compiles a "
     "layout"
 )
 """Of plans for TPUs; measured with jax 0.10.2 (`docs/guides/volumes.md`)."""
