@@ -141,6 +141,33 @@ ENTRY %main (x: f32[8,16], w: f32[16,4]) -> f32[8,16] {
     assert (row.op_path, row.source) == ("jit(f)/dot_general", "f.py:7")
 
 
+@pytest.mark.parametrize(
+    ("path", "found"),
+    [
+        ("", ("jit(f)/reshape", True)),
+        (', metadata={op_name="jit(f)/psum"}', ("jit(f)/psum", False)),
+    ],
+)
+def test_a_collective_without_a_path_borrows_that_of_what_it_moves(path, found):
+    text = f"""\
+HloModule jit_program
+
+%add (a: f32[], b: f32[]) -> f32[] {{
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}}
+
+ENTRY %main (x: f32[16]) -> f32[16,1] {{
+  %x = f32[16]{{0}} parameter(0)
+  %laid = f32[16,1]{{1,0}} reshape(%x), metadata={{op_name="jit(f)/reshape"}}
+  ROOT %y = f32[16,1]{{1,0}} all-reduce(%laid), replica_groups=[2,4]<=[8], to_apply=%add{path}
+}}
+"""  # noqa: E501
+    [row] = collectives_of(parse_program(text), DATA_TENSOR)
+    assert (row.op_path, row.borrows_path) == found
+
+
 # Groups, in every form.
 
 ONE_COLLECTIVE = """\

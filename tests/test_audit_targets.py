@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from meshpar import InputError, make_train_step
+from meshpar import InputError, batch_shapes, make_train_step
 from meshpar.audit import targets
 from meshpar.audit.child import program_text
 from meshpar.audit.report import AuditReport, audit
@@ -140,6 +140,11 @@ FATAL = 'print("F0101 00:00 7 partitioner.cc:9] Check failed: groups"); print("t
         ),
         ("raise SystemExit(3)", {}, "failed: it ended with status 3, without a word"),
         ("raise ValueError('no such chip')", {}, "failed: ValueError: no such chip"),
+        (
+            "raise SystemExit(\"reduce-scatter.34:84:1: error: 'sc_tpu.store' op\")",
+            {},
+            r"'sc_tpu.store' op; .*--compiler-option \w+_offload_reduce_scatter=false",
+        ),
         (
             "import time; time.sleep(60)",
             {"timeout_s": 0.5},
@@ -317,6 +322,17 @@ def test_a_step_on_tpus_has_no_surprise_and_a_reason_for_every_row(line):
     }
     # The last block stands outside the loop, which gathers for the next one.
     assert executions == {LAYERS - 1}
+
+
+@needs_tpu_compiler
+@pytest.mark.slow
+def test_a_step_of_small_arrays_on_tpus_has_no_surprise():
+    """XLA:TPU scatters no 16 values: it all-reduces the output's bias."""
+    model = build("dit-b2", layers=2)
+    line = "fsdp=8,remat=full,precision=bf16"
+    step = make_train_step(model, optax.adamw(1e-3), line)
+    report = audit(step, batch_shapes(model, 8), target="tpu:v5p:2x2x2")
+    assert_clean(report)
 
 
 @needs_gpu_compiler

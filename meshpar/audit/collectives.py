@@ -52,6 +52,8 @@ class Collective:
         source: `file:line` of the user's code.
         uses: The operations that use what arrives.
         line: In the text of the program.
+        borrows_path: Whether XLA left it no path of its own: `op_path` is that of what
+            it moves.
     """
 
     kind: str
@@ -70,6 +72,7 @@ class Collective:
     source: str
     uses: tuple[Use, ...]
     line: int
+    borrows_path: bool = False
 
     @property
     def operation(self) -> str:
@@ -179,14 +182,18 @@ class _Site:
             return sum(array.bytes for array in self.arrived())
         return sum(operand.bytes for operand in self._operands())
 
+    @property
+    def has_path(self) -> bool:
+        """Whether it, or its caller, has a path."""
+        return any(instruction.op_path for instruction in self._itself())
+
     def origin(self) -> tuple[str, str]:
         """Path and source line: its own, its caller's, or those of what it moves.
 
         Of arrays that XLA joined, each was made elsewhere: there none is the origin.
         """
-        users = [self.instruction, *([self.caller] if self.caller else [])]
         moved = self._operands() if len(self.arrived()) == 1 else []
-        for instruction in (*users, *map(self._made_by, moved)):
+        for instruction in (*self._itself(), *map(self._made_by, moved)):
             if _NAMES_A_VALUE.search(instruction.op_path):
                 instruction = self._used_by(instruction)
             if instruction.op_path:
@@ -197,6 +204,9 @@ class _Site:
         """The operations that use what arrives, of a wrapped one after its wrapper."""
         computation, instruction = self.wrapper or (self.computation, self.instruction)
         return uses(self.program, computation, instruction)
+
+    def _itself(self) -> list[Instruction]:
+        return [self.instruction, *([self.caller] if self.caller else [])]
 
     def _used_by(self, named: Instruction) -> Instruction:
         """The first user whose path names an operation, directly or through others."""
@@ -268,6 +278,7 @@ def _row(site: _Site, at: list[Place], mesh_shape: Mapping[str, int]) -> Collect
         source=source,
         uses=site.uses(),
         line=instruction.line,
+        borrows_path=bool(op_path) and not site.has_path,
     )
 
 

@@ -208,8 +208,10 @@ def _is_over_sequence(row: Collective, subject: Subject) -> bool:
 
 
 def _joined(row: Collective, subject: Subject) -> Reason | None:
-    # XLA joins collectives of one kind; what it joins may have no path left.
-    if subject.layout is None or not row.mesh_axes or row.op_path:
+    # XLA joins collectives of one kind, and writes a small scatter as an all-reduce;
+    # such a one may have no path left. What only lays its operand out says nothing.
+    is_nameless = not row.op_path or (row.borrows_path and names_no_need(row.operation))
+    if subject.layout is None or not row.mesh_axes or not is_nameless:
         return None
     words = {
         "all-gather": ASKED["parameter_gather"][1],
@@ -217,7 +219,8 @@ def _joined(row: Collective, subject: Subject) -> Reason | None:
         "all-reduce": ASKED["gradient_reduction"][1],
     }
     if set(row.mesh_axes) <= set(TOKEN_AXES) and row.kind in words:
-        return f"{words[row.kind]}, joined", True
+        how = "rewritten by XLA" if row.borrows_path else "joined"
+        return f"{words[row.kind]}, {how}", True
     return None
 
 

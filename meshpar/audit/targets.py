@@ -24,7 +24,10 @@ from jax import export
 from meshpar.audit.subject import Subject
 from meshpar.audit.target import Target
 from meshpar.errors import InputError
+from meshpar.hardware.compiler_options import SPARSE_CORE_OFFLOAD
 from meshpar.mesh import use_mesh
+
+_SPARSE_CORE = re.compile(r"\b(all-gather|all-reduce|reduce-scatter)\b.*'sc_tpu\.")
 
 _PLUGINS = {"gpu": "jax_plugins.xla_cuda13", "tpu": "libtpu", "cpu": "jax"}
 _POLL_S = 0.2
@@ -93,7 +96,9 @@ def compile_for(
         words = _run(folder, timeout_s=timeout_s, memory_bytes=memory_bytes)
         answer = folder / "answer.json"
         if not answer.exists():
-            raise TargetError(f"the compiler for {target} failed: {words}")
+            raise TargetError(
+                f"the compiler for {target} failed: {words}{_way_out(words)}"
+            )
         found = json.loads(answer.read_text())
         if found["problem"]:
             return CompiledProgram(problem=found["problem"])
@@ -172,6 +177,18 @@ def _run(folder: Path, *, timeout_s: float, memory_bytes: int) -> str:
             child.kill()
     said = _last_words((folder / "words.txt").read_text(errors="replace"))
     return ending or said or f"it ended with status {child.returncode}, without a word"
+
+
+def _way_out(words: str) -> str:
+    """What to do where libtpu cannot compile a collective for its SparseCores."""
+    found = _SPARSE_CORE.search(words)
+    if found is None:
+        return ""
+    option = f"{SPARSE_CORE_OFFLOAD}_{found[1].replace('-', '_')}"
+    return (
+        f"; leave each {found[1]} to the TensorCore: compiler_options="
+        f"{{{option!r}: False}} (--compiler-option {option}=false)"
+    )
 
 
 def _command(folder: Path) -> list[str]:

@@ -51,7 +51,8 @@ def _gpu(name: str, value: Value, why: str) -> CompilerOption:
     )
 
 
-_OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload"
+SPARSE_CORE_OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload"
+"""With the kind of collective behind it, as `_all_gather`."""
 
 
 def _tpu(name: str, value: Value, why: str, **where: bool) -> CompilerOption:
@@ -72,28 +73,28 @@ def _prefetching_gpu(name: str, value: Value, why: str) -> CompilerOption:
 # or `xla_gpu_multi_streamed_windowed_einsum` it compiled the same program (2026-11-22).
 COMPILER_OPTIONS: tuple[CompilerOption, ...] = (
     _tpu(
-        f"{_OFFLOAD}_all_gather",
+        f"{SPARSE_CORE_OFFLOAD}_all_gather",
         True,
         "the SparseCores of v5p and v6e move all-gathers while the TensorCore computes",
     ),
     _tpu(
-        f"{_OFFLOAD}_3d_all_gather",
+        f"{SPARSE_CORE_OFFLOAD}_3d_all_gather",
         True,
         "and those over all three dims of a torus",
     ),
     _tpu(
-        f"{_OFFLOAD}_reduce_scatter",
+        f"{SPARSE_CORE_OFFLOAD}_reduce_scatter",
         True,
         "the same of reduce-scatters",
     ),
     _tpu(
-        f"{_OFFLOAD}_nd_reduce_scatter",
+        f"{SPARSE_CORE_OFFLOAD}_nd_reduce_scatter",
         True,
         "and those over several dims of a torus, which are all-reduces of twice the "
         "bytes without it",
     ),
     _tpu(
-        f"{_OFFLOAD}_all_reduce",
+        f"{SPARSE_CORE_OFFLOAD}_all_reduce",
         True,
         "the same of all-reduces, and of all-gathers over a slice that XLA turns into "
         "them",
