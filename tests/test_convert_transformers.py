@@ -7,22 +7,21 @@
 """
 
 import os
-from dataclasses import asdict, replace
+import subprocess
+import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import jax
 import numpy as np
-import optax
 import pytest
 
-from meshpar import Layout, make_train_step
 from meshpar.models.convert.gguf_file import GGUFFile
 from meshpar.models.convert.gguf_tokenizer import gguf_tokenizer
 from meshpar.models.convert.stored_config import config_of_sizes
 from meshpar.models.convert.weights import read_weights
 from meshpar.models.convert.writing import write_weights
-from meshpar.rules.presets import default_rules
-from tests.transformers_cases import CONFIGS, inputs_of, write_model
+from tests.transformers_cases import CONFIGS, inputs_of, logits_on, write_model
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -34,21 +33,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
 
+ROW = np.array([[504, 3575, 282, 4649, 314, 7042, 30, 198]], np.int32)
 LAYOUTS = ("data=1", "tensor=2", "data=2,stage=2,microbatches=1", "fsdp=2")
-
-
-def logits_on(weights, layout, inputs):
-    parsed = Layout.parse(layout)
-    # The 9 heads of SmolLM2 do not divide over tensor=2: they are whole there.
-    rules = replace(
-        default_rules(parsed), replicate_if_indivisible={"heads", "kv_heads"}
-    )
-    devices = jax.devices()[: parsed.num_devices]
-    step = make_train_step(
-        weights.model, optax.sgd(0.1), parsed, devices=devices, rules=rules
-    )
-    state = step.init(params=weights.params, model_state=weights.model_state)
-    return np.asarray(step.logits(state, inputs)), step, state
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -122,23 +108,43 @@ def test_smollm2_says_paris(layout):
 
 @pytest.mark.parametrize("variable", ["MESHPAR_SMOLLM2", "MESHPAR_GEMMA3"])
 def test_real_weights_have_the_logits_of_transformers(variable, tmp_path):
+    weights = read_weights(real(variable))
+    found, _, _ = logits_on(weights, "data=1", {"tokens": ROW})
+    wanted = their_logits(weights, ROW, "float32", tmp_path)
+    # SmolLM2's first token has a massive activation (Sun et al. 2024): from layer 12 to
+    # 28 one channel of the residual stream is 22,500, where fp32's steps are 0.002. So
+    # any order of a sum shows in its logits. Gemma's logits are up to 36 large, of
+    # which 1.1e-4 is 29 steps of fp32. The next test is without either's rounding.
+    np.testing.assert_allclose(found[:, 1:], wanted[:, 1:], atol=1e-4, rtol=1e-6)
+    np.testing.assert_allclose(found[:, 0], wanted[:, 0], atol=3e-4, rtol=0)
+
+
+@pytest.mark.parametrize("variable", ["MESHPAR_SMOLLM2", "MESHPAR_GEMMA3"])
+def test_real_weights_have_their_logits_on_every_layout_in_fp64(variable, tmp_path):
+    path, rng = real(variable), np.random.default_rng(3)
+    rows = np.concatenate([ROW, rng.integers(5, 40_000, (3, 8), dtype=np.int32)])
+    np.save(tmp_path / "rows.npy", rows)
+    program = [sys.executable, "-m", "tests.logits_in_fp64", path]
+    files = [tmp_path / "rows.npy", tmp_path / "found.npz"]
+    subprocess.run([*program, *files, *LAYOUTS], check=True)
+    wanted = their_logits(read_weights(path), rows, "float64", tmp_path)
+    # Transformers computes norms, the softmax and rotations in fp32 in any case.
+    for layout, found in zip(
+        LAYOUTS, np.load(tmp_path / "found.npz")["logits"], strict=True
+    ):
+        np.testing.assert_allclose(found, wanted, atol=1e-4, rtol=0, err_msg=layout)
+
+
+def their_logits(weights, rows, dtype, tmp_path):
+    """Of Transformers in `dtype`, from the tensors that we write."""
     import torch
     import transformers
 
-    weights = read_weights(real(variable))
-    tokens = np.array([[504, 3575, 282, 4649, 314, 7042, 30, 198]], np.int32)
-    found, _, _ = logits_on(weights, "data=1", {"tokens": tokens})
-    write_weights(tmp_path, weights.config, weights.params)
+    write_weights(tmp_path / "theirs", weights.config, weights.params)
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path, attn_implementation="eager", dtype=torch.float32
+        tmp_path / "theirs",
+        attn_implementation="eager",
+        dtype=getattr(torch, dtype),
     )
     with torch.no_grad():
-        wanted = model.eval()(torch.tensor(tokens).long()).logits.numpy()
-    # SmolLM2's first token has a massive activation (Sun et al. 2024): from layer 12 to
-    # 28 one channel of the residual stream is 22,500, where fp32's steps are 0.002. So
-    # any order of a sum shows in its logits: beside fp64 they are 0.9e-4 off with every
-    # operation in fp32, 0.2e-4 with the MLP's output matmul alone in fp64, 1.2e-4 with
-    # its input matmul alone; ours are 1.6e-4 off, theirs 0.4e-4. Neither is at fault.
-    # Gemma's logits are up to 36 large, of which 1.1e-4 is 29 steps of fp32.
-    np.testing.assert_allclose(found[:, 1:], wanted[:, 1:], atol=1e-4, rtol=1e-6)
-    np.testing.assert_allclose(found[:, 0], wanted[:, 0], atol=3e-4, rtol=0)
+        return model.eval()(torch.tensor(rows).long()).logits.numpy()

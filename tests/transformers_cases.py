@@ -8,9 +8,15 @@ from __future__ import annotations
 
 import json
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
+import jax
 import numpy as np
+import optax
+
+from meshpar import Layout, make_train_step
+from meshpar.rules.presets import default_rules
 
 STORED = Path(__file__).parent / "data" / "transformers_logits.json"
 """Family -> config, shapes and logits; `tests/make_transformers_logits.py` made it."""
@@ -163,3 +169,18 @@ def inputs_of(family: str) -> dict[str, np.ndarray]:
     if family == "t5":
         return {"source_tokens": TOKENS[:, ::-1].copy(), "target_tokens": TOKENS}
     return {"tokens": TOKENS}
+
+
+def logits_on(weights, layout, inputs):
+    """Logits of read weights on a layout, with the step and the state behind them."""
+    parsed = Layout.parse(layout)
+    # The 9 heads of SmolLM2 do not divide over tensor=2: they are whole there.
+    rules = replace(
+        default_rules(parsed), replicate_if_indivisible={"heads", "kv_heads"}
+    )
+    devices = jax.devices()[: parsed.num_devices]
+    step = make_train_step(
+        weights.model, optax.sgd(0.1), parsed, devices=devices, rules=rules
+    )
+    state = step.init(params=weights.params, model_state=weights.model_state)
+    return np.asarray(step.logits(state, inputs)), step, state

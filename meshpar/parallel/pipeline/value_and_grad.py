@@ -145,11 +145,9 @@ def pipeline_value_and_grad(
     check_x_spec(x_spec, mesh)
     if remat not in _REMATS:
         raise InputError(f"no remat {remat!r} here; {nearest(remat, _REMATS)}")
+    ranks = mesh.shape[STAGE]
     chosen = chosen_schedule(
-        schedule,
-        num_ranks=mesh.shape[STAGE],
-        num_microbatches=num_microbatches,
-        chunks=chunks,
+        schedule, num_ranks=ranks, num_microbatches=num_microbatches, chunks=chunks
     )
 
     def run(blocks: Any, ends: Any, inputs: Any, targets: Any) -> tuple:
@@ -157,7 +155,7 @@ def pipeline_value_and_grad(
         check_parameters(blocks, ends)
         check_block_specs(block_specs, blocks, mesh)
         check_batch(inputs, targets, mesh, num_microbatches)
-        sizes = stage_sizes(num_layers, mesh.shape[STAGE], chunks, splits)
+        sizes = stage_sizes(num_layers, ranks, chunks, splits)
         functions = UserFunctions(
             block=block,
             head_sums=head,
