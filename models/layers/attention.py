@@ -158,7 +158,7 @@ class Attention(nnx.Module):
                 distance=self.bias_distance,
                 seen=seen,
             )
-        out = jnp.einsum("BTNH,NHD->BTD", mixed, self.out[...])
+        out = jnp.tensordot(mixed, self.out[...], 2)
         return out if self.out_bias is None else out + self.out_bias[...]
 
     def _split(

@@ -87,4 +87,4 @@ class CrossAttention(nnx.Module):
             mixed = scope.cache.attend_to_source(q, k, v, scope, scale=scale)
         else:
             mixed = attend(q, k, v, scope, causal=False, seen=seen)
-        return jnp.einsum("BTNH,NHD->BTD", mixed, self.out[...])
+        return jnp.tensordot(mixed, self.out[...], 2)

@@ -116,7 +116,7 @@ class LatentAttention(nnx.Module):
         mixed = attend(q, k, v, scope, causal=True, segments=segments)
         mixed = mixed[..., : self.sizes.value]
         mixed = scope.constrain(mixed, _HEADS)
-        return jnp.einsum("BTNH,NHD->BTD", mixed, self.out[...])
+        return jnp.tensordot(mixed, self.out[...], 2)
 
     def _cached(self, x: jax.Array, scope: Scope) -> jax.Array:
         """Attention to cached latents, which are one key and value for all heads.
@@ -143,7 +143,7 @@ class LatentAttention(nnx.Module):
             value_size=sizes.kv_rank,
         )
         mixed = jnp.einsum("BTNR,RNH->BTNH", mixed_BTNR, v_RNH)
-        return jnp.einsum("BTNH,NHD->BTD", mixed, self.out[...])
+        return jnp.tensordot(mixed, self.out[...], 2)
 
     def _latents(
         self, x: jax.Array, scope: Scope
