@@ -207,6 +207,46 @@ def test_what_depends_on_the_layout_is_refused(block, match):
         step.compile(batch_shapes(8, 4))
 
 
+class Recurrent(nnx.Module):
+    """Flax draws a key for the cell's first carry, and makes that of zeros."""
+
+    def __init__(self, rngs):
+        self.rnn = nnx.RNN(nnx.LSTMCell(EMBED, EMBED, rngs=rngs))
+
+    def __call__(self, x, scope=None):
+        return x + self.rnn(x)
+
+
+@pytest.mark.parametrize("layout", ["data=8", "stage=2,tensor=2,microbatches=2"])
+def test_a_flax_rnn_trains_as_flax_runs_it(layout):
+    devices = jax.devices()[: Layout.parse(layout).num_devices]
+    step = make_train_step(
+        model(Recurrent), optax.sgd(0.1), layout, devices=devices, max_grad_norm=1e6
+    )
+    tokens = np.arange(64).reshape(8, 8) % VOCAB
+    batch = {"tokens": tokens, "targets": tokens[::-1], "weights": np.ones((8, 8))}
+    with nnx.use_eager_sharding(False):
+        keys = [initial_key(0, "ends"), *(initial_key(0, "blocks", i) for i in (0, 1))]
+        ends, *blocks = (
+            builder(nnx.Rngs(key))
+            for builder, key in zip([Ends, Recurrent, Recurrent], keys, strict=True)
+        )
+
+        @nnx.value_and_grad
+        def loss(modules):
+            x = modules[0].embed(batch, None)
+            for block in modules[1:]:
+                x = block(x)
+            losses, weights = modules[0].head(x, batch, None)
+            return losses / weights
+
+        value, gradients = nnx.jit(loss)([ends, *blocks])
+    _, metrics = step(step.init(0), batch)
+    found = [metrics["loss"], metrics["grad_norm"]]
+    wanted = [value, optax.tree.norm(gradients)]
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+
+
 def test_a_random_key_in_a_module_is_refused():
     class Keyed(Block):
         def __init__(self, rngs):

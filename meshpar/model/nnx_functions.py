@@ -12,7 +12,7 @@ from flax import nnx
 from jax import lax
 
 from meshpar.errors import InputError
-from meshpar.model.dependence import passed_on
+from meshpar.model.dependence import arguments_read, passed_on
 from meshpar.model.nnx_builds import build, built
 from meshpar.model.nnx_checks import check_axes, check_method
 from meshpar.model.nnx_errors import TRACED_NUMBER, traced_number
@@ -242,14 +242,15 @@ class Functional:
         if not all(map(self._is_statistic, others)):
             for name in passed_on(lambda known: run(known)[1], known):
                 others.pop(name, None)
-        for leaf in self._leaves:
-            if leaf.role == "random" and leaf.name in others:
-                raise InputError(
-                    f"{self.what}: {method} draws random numbers from the module's own "
-                    f"{leaf.name!r}, the same for every example and step of a layout; "
-                    "draw with scope.dropout or scope.key"
-                )
-        return result, others
+        streams = [leaf.name for leaf in self._leaves if leaf.role == "random"]
+        drawn = [name for name in streams if name in others]
+        if drawn and _matter(run, known, streams):
+            raise InputError(
+                f"{self.what}: {method} draws random numbers from the module's own "
+                f"{drawn[0]!r}, the same for every example and step of a layout; "
+                "draw with scope.dropout or scope.key"
+            )
+        return result, {k: v for k, v in others.items() if k not in drawn}
 
     def _check_kept(self, method: str, assigned: dict[str, Any]) -> None:
         for leaf in self._leaves:
@@ -292,6 +293,21 @@ class Functional:
             for leaf in self._leaves
             if leaf.role != "fixed"
         }
+
+
+def _matter(
+    run: Callable[[dict], tuple[Any, dict]], known: dict[str, Any], names: list[str]
+) -> bool:
+    """Whether some arrays may change more than themselves.
+
+    Flax draws a key for the first carry of an `nnx.RNN`, and then makes it of zeros.
+    """
+
+    def others(arrays: dict[str, Any]) -> Any:
+        result, values = run({**known, **arrays})
+        return result, {k: v for k, v in values.items() if k not in names}
+
+    return any(arguments_read(others, {name: known[name] for name in names}))
 
 
 def _by_path(tree: Any) -> dict[str, Any]:
