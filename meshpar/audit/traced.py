@@ -8,14 +8,14 @@ plain; what is not known counts as whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.sharding import PartitionSpec
 
-from meshpar.audit.jaxprs import array_shape
+from meshpar.audit.jaxprs import array_shape, inner_jaxprs
 from meshpar.audit.split_rules import (
     RULES,
     Split,
@@ -89,6 +89,11 @@ class Operation:
         """Of its primitive."""
         return self.equation.primitive.name
 
+    @property
+    def given(self) -> tuple[tuple[Value, Any], ...]:
+        """Each operand, and its variable or literal."""
+        return tuple(zip(self.operands, self.equation.invars, strict=True))
+
 
 @dataclass
 class _Walk:
@@ -99,23 +104,23 @@ class _Walk:
 
 
 def operations(
-    jaxpr: ClosedJaxpr, arguments: Sequence[Any], weights: Sequence[str | None] = ()
+    jaxpr: ClosedJaxpr,
+    arguments: Sequence[Any] = (),
+    weights: Sequence[str | None] = (),
 ) -> list[Operation]:
     """Every operation of a traced function, those inside loops and calls too.
 
     Args:
         jaxpr: `jax.jit(f).trace(...).jaxpr`.
-        arguments: Sharding, or None, of each flat argument.
+        arguments: Sharding, or None, of each flat argument; none is known if empty.
         weights: Path of each that is a weight, None of the others; none are if empty.
     """
     found: list[Operation] = []
+    none = (None,) * len(jaxpr.jaxpr.invars)
     values = [
         Value(split_of(sharding, len(var.aval.shape)), weight)
         for sharding, weight, var in zip(
-            arguments,
-            weights or (None,) * len(arguments),
-            jaxpr.jaxpr.invars,
-            strict=True,
+            arguments or none, weights or none, jaxpr.jaxpr.invars, strict=True
         )
     ]
     _walk(jaxpr.jaxpr, values, Region(), _Walk(found.append))
@@ -172,7 +177,7 @@ def _results(
     equation: JaxprEqn, operands: tuple[Value, ...], region: Region, walk: _Walk
 ) -> Sequence[Value]:
     name, params = equation.primitive.name, equation.params
-    if name == "device_put":  # of several arrays at once
+    if name in ("device_put", "optimization_barrier"):  # of several arrays at once
         return operands
     if name == "shard_map":
         return _shard_map(equation, operands, region, walk)
@@ -189,9 +194,7 @@ def _results(
             for branch in params["branches"]
         ]
         return outs[0]
-    if equation.primitive.name == "optimization_barrier":
-        return operands
-    for inner in _inner(params):
+    for inner, _ in inner_jaxprs(equation):
         if len(inner.invars) == len(operands):
             shardings = params.get("in_shardings") or [None] * len(operands)
             return _walk(inner, _given(inner, operands, shardings), region, walk)
@@ -223,15 +226,6 @@ def _weight(equation: JaxprEqn, operands: tuple[Value, ...]) -> str | None:
             return None
         found.add(weight)
     return max(found, default=None) if len(found - {""}) <= 1 else None
-
-
-def _inner(params: dict[str, Any]) -> Iterator[Jaxpr]:
-    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
-        value = params.get(name)
-        if isinstance(value, ClosedJaxpr):
-            yield value.jaxpr
-        elif isinstance(value, Jaxpr):
-            yield value
 
 
 def _given(
@@ -302,18 +296,12 @@ def _scan(
     equation: JaxprEqn, operands: tuple[Value, ...], region: Region, walk: _Walk
 ) -> list[Value]:
     inner = _only(equation.params["jaxpr"])
-    more = [
-        _dims_more(outside, inside)
-        for outside, inside in zip(equation.invars, inner.invars, strict=True)
-    ]
+    more = _dims_more(equation.invars, inner.invars)
     given = [
         _lying(value, value.split and value.split[count:])
         for value, count in zip(operands, more, strict=True)
     ]
-    added = [
-        _dims_more(outside, inside)
-        for outside, inside in zip(equation.outvars, inner.outvars, strict=True)
-    ]
+    added = _dims_more(equation.outvars, inner.outvars)
     consts, carries = scan_counts(equation)
     carried = range(consts, consts + carries)
     if not all(_is_split(given[at].split) for at in carried):
@@ -341,8 +329,11 @@ def _is_split(split: Split | None) -> bool:
     return split is not None and any(split)
 
 
-def _dims_more(outside: Any, inside: Any) -> int:
-    return len(outside.aval.shape) - len(inside.aval.shape)
+def _dims_more(outside: Sequence[Any], inside: Sequence[Any]) -> list[int]:
+    return [
+        len(one.aval.shape) - len(other.aval.shape)
+        for one, other in zip(outside, inside, strict=True)
+    ]
 
 
 def _only(jaxpr: ClosedJaxpr | Jaxpr) -> Jaxpr:
