@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from meshpar.audit.memory import MemoryUse, memory_stats
+from meshpar.audit.memory import MemoryUse
 from meshpar.audit.report import audit
 from tests.test_audit_targets import needs_tpu_compiler
 
@@ -38,7 +38,7 @@ def test_a_tpu_needs_the_total_that_its_compiler_goes_by(platform, printed, temp
     fields = {f"{name}_size_in_bytes": size for name, size in sizes.items()}
     stats = types.SimpleNamespace(**fields, peak_memory_in_bytes=135)
     compiled = types.SimpleNamespace(memory_analysis=lambda: stats)
-    found = MemoryUse.of(memory_stats(compiled, platform, printed))
+    found = MemoryUse.of(compiled, platform, printed)
     assert (found.argument_bytes, found.output_bytes) == (100, 60)
     assert (found.temp_bytes, found.peak_bytes) == (temp, peak)
 

@@ -172,7 +172,8 @@ def test_a_compiler_that_fails_gives_one_clear_error(
 
 def test_what_the_compiler_answers_is_what_is_reported(monkeypatch):
     text = (Path(__file__).parent / "data" / "programs" / "gpu_kinds.txt").read_text()
-    memory = dict(argument_size=5, output_size=7, temp_size=11, alias_size=2, peak=3)
+    sizes = dict(argument=5, output=7, temp=11, alias=2, peak=5 + 7 + 11 - 2)
+    memory = {f"{name}_bytes": size for name, size in sizes.items()}
 
     def answer(folder: Path, **limits: float) -> str:
         found = {"problem": "", "memory": memory}

@@ -9,12 +9,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core import Jaxpr, Literal
 
 from meshpar.audit.head_trace import in_dtype, logits_bytes
-from meshpar.audit.jaxprs import array_shape, inner_jaxprs
+from meshpar.audit.jaxprs import dot_flops, inner_jaxprs
 from meshpar.model.contract import Model
-from meshpar.model.parameter import Params, is_parameter
+from meshpar.model.parameter import is_parameter
 from meshpar.model.scope import Scope
 from meshpar.model.token_order import TokenOrder
 from meshpar.model.tracing import (
@@ -142,26 +142,20 @@ def _trace(model: Model, at: int, x: Any, seq: int, order: TokenOrder | None) ->
     group, dtype = model.groups[at], jax.tree.leaves(x)[0].dtype
     params = in_dtype(one_layer_shapes(model)[1][at], dtype)
     known = traced_batch(model, 1, seq), one_layer_state(model)[1][at]
-
-    def block(params: Params, x: Any, scope: Scope) -> Any:
-        return group.run(params, x, scope)
-
     jaxpr = jax.make_jaxpr(
-        lambda params, x, known: block(params, x, tracing_scope(*known, layer=0))
+        lambda params, x, known: group.run(params, x, tracing_scope(*known, layer=0))
     )(params, x, known)
     num_weights = len(jax.tree.leaves(params))
     weights = set(jaxpr.jaxpr.invars[:num_weights]) | set(jaxpr.jaxpr.constvars)
-    linear, mixing = 0.0, 0.0
-    for flops, with_weights in _dots(jaxpr.jaxpr, weights):
-        linear, mixing = (
-            (linear + flops, mixing) if with_weights else (linear, mixing + flops)
-        )
+    dots = list(_dots(jaxpr.jaxpr, weights))
+    linear = sum(flops for flops, with_weights in dots if with_weights)
+    mixing = sum(flops for flops, with_weights in dots if not with_weights)
     times = group.num_layers
     return _Group(
         linear * times,
         mixing * times,
         {
-            remat: times * _residual_bytes(block, remat, params, x, known, order)
+            remat: times * _residual_bytes(group.run, remat, params, x, known, order)
             for remat in _POLICIES
         },
     )
@@ -199,7 +193,7 @@ def _dots(jaxpr: Jaxpr, weights: set[Any]) -> Iterator[tuple[float, bool]]:
             for atom in equation.invars
         ]
         if equation.primitive.name in ("dot_general", "ragged_dot_general"):
-            yield _flops(equation), any(known[:2])
+            yield dot_flops(equation), any(known[:2])
         for inner, times in inner_jaxprs(equation):
             inside = {
                 var
@@ -215,13 +209,3 @@ def _dots(jaxpr: Jaxpr, weights: set[Any]) -> Iterator[tuple[float, bool]]:
             for flag, atom in zip(known, equation.invars, strict=True)
         ):
             weights = weights | set(equation.outvars)
-
-
-def _flops(equation: JaxprEqn) -> float:
-    left, out = array_shape(equation.invars[0]), array_shape(equation.outvars[0])
-    numbers: Any = equation.params.get(
-        "dimension_numbers", equation.params.get("ragged_dot_dimension_numbers")
-    )
-    numbers = getattr(numbers, "dot_dimension_numbers", numbers)
-    (contracted, _), _ = numbers
-    return 2.0 * math.prod(out) * math.prod(left[dim] for dim in contracted)

@@ -9,6 +9,7 @@ import importlib.resources
 import json
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from jax import export
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
-from meshpar.audit.memory import memory_stats
+from meshpar.audit.memory import MemoryUse
 from meshpar.audit.target import Target
 from meshpar.emulate import emulate
 from meshpar.layout import Layout
@@ -36,7 +37,7 @@ _DOES_NOT_FIT = ("RESOURCE_EXHAUSTED", "out of memory", "exceeds the limit")
 def main(folder: Path) -> None:
     """Reads `request.json` and `program.bin`; writes `answer.json`, `program.txt`."""
     request = json.loads((folder / "request.json").read_text())
-    answer: dict[str, Any] = {"problem": "", "memory": {}}
+    answer: dict[str, Any] = {"problem": "", "memory": None}
     platform = Target.parse(request["target"]).platform
     if platform == "tpu":
         # libtpu reads XLA_FLAGS when it is loaded, and aborts on one that it does not
@@ -52,7 +53,7 @@ def main(folder: Path) -> None:
         answer["problem"] = f"does not fit: {' '.join(str(error).split())[:400]}"
     else:
         printed = _last_printed(folder, _MEMORY_USE)
-        answer["memory"] = memory_stats(compiled, platform, printed)
+        answer["memory"] = asdict(MemoryUse.of(compiled, platform, printed))
         (folder / "program.txt").write_text(program_text(compiled, folder))
     (folder / "answer.json").write_text(json.dumps(answer))
 

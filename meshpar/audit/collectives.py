@@ -92,6 +92,11 @@ class Collective:
         return tuple(dict.fromkeys(before + path for path in joined[2].split(":")))
 
 
+def axes_text(mesh_axes: tuple[str, ...] | None) -> str:
+    """Mesh axes as reports write them: `data+fsdp`, or `?` for no product of them."""
+    return "?" if mesh_axes is None else "+".join(mesh_axes)
+
+
 def collectives_of(
     program: Program, mesh_shape: Mapping[str, int]
 ) -> tuple[Collective, ...]:

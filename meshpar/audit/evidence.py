@@ -76,9 +76,7 @@ class Evidence:
         fits = {
             value.weight
             for operation in self.served_by(row)
-            for value, atom in zip(
-                operation.operands, operation.equation.invars, strict=True
-            )
+            for value, atom in operation.given
             if self.arrives(row, value, atom)
         }
         return (fits.pop() or "") if len(fits) == 1 else ""

@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -186,7 +186,7 @@ def _convolution_flops(
     kernel, _, outputs = rest.partition("->")
     result = next(arrays_of(instruction.shape))
     names = [name for name in kernel if name.isdigit()]
-    windows = list(_windows(instruction, len(names)))
+    windows = _windows(instruction, len(names))
     flops = 2 * left.dims[inputs.index("b")]
     flops *= right.dims[kernel.index("i")] * right.dims[kernel.index("o")]
     for name, window in zip(sorted(names), windows, strict=True):
@@ -198,8 +198,7 @@ def _convolution_flops(
     return flops // groups
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Window:
+class _Window(NamedTuple):
     size: int
     stride: int
     pad_low: int
@@ -215,30 +214,21 @@ class _Window:
         return int((inside & (position % self.input_dilation == 0)).sum())
 
 
-def _windows(instruction: Instruction, num_dims: int) -> Iterator[_Window]:
+def _windows(instruction: Instruction, num_dims: int) -> list[_Window]:
     text = instruction.attribute(r"window=\{([^}]*)\}") or ""
     fields = dict(part.split("=") for part in text.split())
 
-    def values(name: str, default: str) -> list[str]:
-        return fields.get(name, "x".join([default] * num_dims)).split("x")
+    def values(name: str, default: int) -> list[int]:
+        if name not in fields:
+            return [default] * num_dims
+        # A pad is two numbers: `low_high`.
+        return [int(value.partition("_")[0]) for value in fields[name].split("x")]
 
     columns = (
-        values(name, default)
-        for name, default in (
-            ("size", "1"),
-            ("stride", "1"),
-            ("pad", "0_0"),
-            ("lhs_dilate", "1"),
-            ("rhs_dilate", "1"),
-        )
+        values("size", 1),
+        values("stride", 1),
+        values("pad", 0),
+        values("lhs_dilate", 1),
+        values("rhs_dilate", 1),
     )
-    for size, stride, pad, input_dilation, kernel_dilation in (
-        zip(*columns, strict=True) if num_dims else ()
-    ):
-        yield _Window(
-            size=int(size),
-            stride=int(stride),
-            pad_low=int(pad.partition("_")[0]),
-            input_dilation=int(input_dilation),
-            kernel_dilation=int(kernel_dilation),
-        )
+    return [_Window(*numbers) for numbers in zip(*columns, strict=True)]

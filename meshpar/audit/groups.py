@@ -105,18 +105,22 @@ def mesh_axes_of_pairs(
 
 
 def _listed(text: str) -> Groups:
-    return tuple(
-        tuple(int(number) for number in group.split(",") if number.strip())
-        for group in re.findall(r"\{([^{}]*)\}", text)
-    )
+    return tuple(map(_numbers, re.findall(r"\{([^{}]*)\}", text)))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(",") if number.strip())
+
+
+def _ids(shape: str, order: str | None) -> np.ndarray:
+    """Devices in an array of that shape, its dims then in another order."""
+    sizes = _numbers(shape)
+    ids = np.arange(math.prod(sizes)).reshape(sizes)
+    return ids.transpose(_numbers(order)) if order else ids
 
 
 def _iota(shape: str, source: str, order: str | None) -> Groups:
-    sizes = [int(number) for number in source.split(",")]
-    ids = np.arange(math.prod(sizes)).reshape(sizes)
-    if order:
-        ids = ids.transpose([int(number) for number in order.split(",")])
-    rows = [int(number) for number in shape.split(",")]
+    ids, rows = _ids(source, order), _numbers(shape)
     if math.prod(rows) != ids.size:
         raise ValueError(f"groups [{shape}] of the {ids.size} devices [{source}]")
     return tuple(tuple(row) for row in ids.reshape(rows[0], -1).tolist())
@@ -132,12 +136,8 @@ def _mesh(
     unknown = [name for name in names if name not in sizes]
     if unknown or not sizes:
         raise ValueError(f"no mesh axis {unknown} in [{sizes_text}]")
-    ids = np.arange(math.prod(sizes.values()))
-    if shape:
-        ids = ids.reshape(list(map(int, shape.split(","))))
-    if order:
-        ids = ids.transpose(list(map(int, order.split(","))))
-    ids = ids.reshape(tuple(sizes.values()))
+    num_devices = math.prod(sizes.values())
+    ids = _ids(shape or str(num_devices), order).reshape(tuple(sizes.values()))
     dims = [list(sizes).index(name) for name in names]
     moved = np.moveaxis(ids, dims, range(-len(dims), 0))
     size = math.prod(sizes[name] for name in names)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import jax
-from jax.extend.core import Jaxpr
 
-from meshpar.audit.jaxprs import array_shape, inner_jaxprs
+from meshpar.audit.jaxprs import array_shape
+from meshpar.audit.matmuls import MATMUL
 from meshpar.model.contract import Model
-from meshpar.model.parameter import is_parameter
+from meshpar.model.equations import equations
 from meshpar.model.tracing import (
     one_layer_state,
     traced_batch,
@@ -33,11 +32,7 @@ def logits_bytes(model: Model, *, seq: int, vocab: int, dtype: Any) -> int:
         dtype: Of the head's input and parameters.
     """
     examples = -(-_EXAMPLE_BYTES // (4 * seq * vocab))
-    params = jax.tree.map(
-        lambda parameter: jax.ShapeDtypeStruct(parameter.shape, dtype),
-        model.split(model.parameters)[0],
-        is_leaf=is_parameter,
-    )
+    params = in_dtype(model.split(model.parameters)[0], dtype)
 
     def head(params: Any, x: Any, state: Any, batch: Any) -> Any:
         scope = tracing_scope(batch, state)
@@ -49,20 +44,15 @@ def logits_bytes(model: Model, *, seq: int, vocab: int, dtype: Any) -> int:
         one_layer_state(model)[0],
         traced_batch(model, examples, seq),
     )
-    sizes = [math.prod(shape) for shape in _products(jaxpr.jaxpr) if vocab in shape]
-    most = max(sizes, default=0)
+    matmuls = (
+        array_shape(equation.outvars[0])
+        for equation in equations(jaxpr.jaxpr)
+        if equation.primitive.name == MATMUL
+    )
+    most = max((math.prod(shape) for shape in matmuls if vocab in shape), default=0)
     return 0 if most >= examples * seq * vocab else 4 * most
 
 
 def in_dtype(tree: Any, dtype: Any) -> Any:
-    """Shapes of a tree in another dtype."""
+    """Shapes of a tree of arrays or parameters in another dtype."""
     return jax.tree.map(lambda one: jax.ShapeDtypeStruct(one.shape, dtype), tree)
-
-
-def _products(jaxpr: Jaxpr) -> Iterator[tuple[int, ...]]:
-    """Shapes of what matmuls give."""
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "dot_general":
-            yield array_shape(equation.outvars[0])
-        for inner, _ in inner_jaxprs(equation):
-            yield from _products(inner)

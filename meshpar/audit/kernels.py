@@ -7,11 +7,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from meshpar.audit.halos import CONVOLUTION, reach_of
-from meshpar.audit.jaxprs import array_dtype, array_shape
+from meshpar.audit.jaxprs import array_dtype, array_shape, dot_flops
+from meshpar.audit.matmuls import MATMUL
 from meshpar.audit.traced import Operation
 from meshpar.planner.workload.volume import SPACE, Kernel
-
-MATMUL = "dot_general"
 
 
 def kernels_of(operations: Iterable[Operation]) -> tuple[Kernel, ...]:
@@ -39,9 +38,7 @@ def _kernel(operation: Operation) -> Kernel:
         for one in (*equation.invars[:2], equation.outvars[0])
     )
     if operation.name == MATMUL:
-        (contracted, _), _ = equation.params["dimension_numbers"]
-        each = math.prod(left[dim] for dim in contracted)
-        return Kernel(flops=2.0 * math.prod(result) * each, num_bytes=num_bytes)
+        return Kernel(flops=dot_flops(equation), num_bytes=num_bytes)
     numbers, params = equation.params["dimension_numbers"], equation.params
     window = [right[dim] for dim in numbers.rhs_spec[1:]]
     # Zeros between places are no work.

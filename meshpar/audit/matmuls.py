@@ -24,7 +24,7 @@ def gathers_tokens(row: Collective, evidence: Evidence) -> bool:
     matmuls = evidence.served_by(row)
     return row.operation == MATMUL and any(
         _meets_all_tokens(matmul, side, row, matmuls)
-        and evidence.arrives(row, matmul.operands[side], matmul.equation.invars[side])
+        and evidence.arrives(row, *matmul.given[side])
         for matmul in matmuls
         for side in (0, 1)
     )
@@ -42,12 +42,7 @@ def gathers_for_table(row: Collective, evidence: Evidence) -> bool:
     }
     return any(
         array_shape(scatter.equation.outvars[0]) in tables
-        and any(
-            evidence.arrives(row, value, atom)
-            for value, atom in zip(
-                scatter.operands, scatter.equation.invars, strict=True
-            )
-        )
+        and any(evidence.arrives(row, value, atom) for value, atom in scatter.given)
         for scatter in evidence.served_by(row)
     )
 
@@ -129,7 +124,7 @@ def _is_gradient(matmul: Operation, matmuls: Sequence[Operation]) -> bool:
     return any(
         operand.weight and sizes_of(array_shape(atom)) == shape
         for other in matmuls
-        for operand, atom in zip(other.operands, other.equation.invars, strict=True)
+        for operand, atom in other.given
     )
 
 

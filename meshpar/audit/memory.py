@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 
@@ -26,45 +26,7 @@ _VIEWS = {
     "dynamic-update-slice",
 }
 
-
-_STATS = {
-    "argument_size": "argument_size_in_bytes",
-    "output_size": "output_size_in_bytes",
-    "temp_size": "temp_size_in_bytes",
-    "alias_size": "alias_size_in_bytes",
-    "peak": "peak_memory_in_bytes",
-    "host_temp_size": "host_temp_size_in_bytes",
-}
-_NOT_EVERYWHERE = {"peak", "host_temp_size"}
 _TOTAL = re.compile(r"^Memory Space: default \(.*\n *Total bytes: (\d+)", re.MULTILINE)
-
-
-def memory_stats(
-    compiled: jax.stages.Compiled, platform: str, printed: str = ""
-) -> dict[str, int]:
-    """What the compiler says of a program's memory, as plain numbers.
-
-    libtpu's temporaries count arrays that share memory more than once: a program of
-    17.7 GB by them compiled for a v5e of 16.9 GB (libtpu of jax 0.10.2). For TPUs
-    `total`, which decides there whether a program fits, is what counts.
-
-    Args:
-        compiled: The program.
-        platform: `cpu`, `gpu` or `tpu`.
-        printed: A TPU program's report of memory use, as its compiler printed it;
-            without one `total` is the most in use at once, which the room between
-            arrays adds a few percent to.
-    """
-    stats = compiled.memory_analysis()
-    found = {
-        name: int(getattr(stats, field))
-        for name, field in _STATS.items()
-        if name not in _NOT_EVERYWHERE or hasattr(stats, field)
-    }
-    total = _TOTAL.search(printed)
-    if platform == "tpu" and (total or "peak" in found):
-        found["total"] = int(total[1]) if total else found["peak"]
-    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,27 +48,40 @@ class MemoryUse:
     peak_bytes: int
 
     @classmethod
-    def of(cls, stats: Mapping[str, int]) -> MemoryUse:
-        """From what `memory_stats` gives.
+    def of(
+        cls, compiled: jax.stages.Compiled, platform: str, printed: str = ""
+    ) -> MemoryUse:
+        """What the compiler says of a program's memory.
 
         The peak is the larger of what the compiler reports and inputs, results and
         temporaries together: not every backend counts all three. What residuals moved
-        to the host take there, which XLA:GPU counts in, is no device's. A TPU's
-        temporaries are what its `total` leaves.
+        to the host take there, which XLA:GPU counts in, is no device's.
+
+        libtpu's temporaries count arrays that share memory more than once: a program of
+        17.7 GB by them compiled for a v5e of 16.9 GB (libtpu of jax 0.10.2). For TPUs
+        they are what the total leaves, which decides there whether a program fits.
+
+        Args:
+            compiled: The program.
+            platform: `cpu`, `gpu` or `tpu`.
+            printed: A TPU program's report of memory use, as its compiler printed it;
+                without one the total is the most in use at once, which the room between
+                arrays adds a few percent to.
         """
-        arguments, outputs = stats["argument_size"], stats["output_size"]
-        alias = stats["alias_size"]
-        kept = arguments + outputs - alias
-        temp = stats.get("total", kept + stats["temp_size"]) - kept
-        together = kept + temp
+        stats: Any = compiled.memory_analysis()
+        arguments, outputs = stats.argument_size_in_bytes, stats.output_size_in_bytes
+        kept = arguments + outputs - stats.alias_size_in_bytes
+        together = kept + stats.temp_size_in_bytes
+        if platform == "tpu":
+            total = _TOTAL.search(printed)
+            together = int(total[1]) if total else stats.peak_memory_in_bytes
+        on_device = stats.peak_memory_in_bytes - stats.host_temp_size_in_bytes
         return cls(
             argument_bytes=arguments,
             output_bytes=outputs,
-            temp_bytes=temp,
-            alias_bytes=alias,
-            peak_bytes=max(
-                stats.get("peak", 0) - stats.get("host_temp_size", 0), together
-            ),
+            temp_bytes=together - kept,
+            alias_bytes=stats.alias_size_in_bytes,
+            peak_bytes=max(on_device, together),
         )
 
 

@@ -233,7 +233,7 @@ def _beside(
     mesh_shape: Mapping[str, int],
     cluster: Cluster | None,
 ) -> Iterator[Overlap]:
-    lanes: dict[tuple[object, ...], _Lane] = {}
+    lanes: dict[tuple[object, ...], _Lane] = defaultdict(_Lane)
     for window in sorted(windows, key=lambda window: window.last):
         instructions = computation.instructions[window.first + 1 : window.last]
         works = {
@@ -241,17 +241,16 @@ def _beside(
             for each in instructions
             if (work := matmuls.of(computation, each)).flops
         }
-        flops = sum(work.flops for work in works.values())
-        num_bytes = sum(work.num_bytes for work in works.values())
         overlap = Overlap(
-            line=window.row.line, matmul_flops=flops, matmul_bytes=num_bytes
+            line=window.row.line,
+            matmul_flops=sum(work.flops for work in works.values()),
+            matmul_bytes=sum(work.num_bytes for work in works.values()),
         )
-        if cluster is None:
-            yield overlap
-            continue
-        wire_s = wire_s_of(window.row, mesh_shape, cluster)
-        hidden_s = lanes.setdefault(window.lane, _Lane()).hide(works, wire_s)
-        yield Overlap(**{**vars(overlap), "wire_s": wire_s, "hidden_s": hidden_s})
+        if cluster is not None:
+            wire_s = wire_s_of(window.row, mesh_shape, cluster)
+            hidden_s = lanes[window.lane].hide(works, wire_s)
+            overlap = replace(overlap, wire_s=wire_s, hidden_s=hidden_s)
+        yield overlap
 
 
 @dataclass
@@ -277,7 +276,7 @@ def wire_s_of(
     """Seconds of one execution; of groups that are no product, as over all devices."""
     mesh_axes = tuple(mesh_shape) if row.mesh_axes is None else row.mesh_axes
     link = cluster.link_of(mesh_shape, mesh_axes)
-    if link.scatters_whole:  # A program says itself where it all-reduces instead.
-        link = replace(link, scatters_whole=False)
+    # A program says itself where it all-reduces instead.
+    link = replace(link, scatters_whole=False)
     members = math.prod(mesh_shape[axis] for axis in mesh_axes)
     return collective_s(row.kind, row.payload_bytes, members, link)

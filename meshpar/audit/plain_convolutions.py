@@ -50,9 +50,7 @@ class PlainConvolutions:
         Raises:
             InputError: There is one.
         """
-        jaxpr = traced.jaxpr
-        given = (None,) * len(jaxpr.jaxpr.invars)
-        for message in self.problems(operations(jaxpr, given)):
+        for message in self.problems(operations(traced.jaxpr)):
             raise InputError(message)
 
     def problems(self, traced: Iterable[Operation]) -> Iterator[str]:

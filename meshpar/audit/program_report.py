@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from meshpar.audit.collectives import axes_text
 from meshpar.audit.flops import UncountedCall
 from meshpar.audit.hazards import Hazard
 from meshpar.audit.memory import Buffer, MemoryUse
@@ -143,11 +144,6 @@ class AuditReport:
             "hazards": [asdict(hazard) for hazard in self.hazards],
             "compile_s": self.compile_s,
         }
-
-
-def axes_text(mesh_axes: tuple[str, ...] | None) -> str:
-    """Mesh axes as reports write them: `data+fsdp`, or `?` for no product of them."""
-    return "?" if mesh_axes is None else "+".join(mesh_axes)
 
 
 def _overlap_json(total: OverlapTotal) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -15,9 +14,9 @@ import jax
 from meshpar.audit.collectives import Collective, collectives_of
 from meshpar.audit.evidence import Evidence
 from meshpar.audit.flops import flops_of
-from meshpar.audit.hazards import Hazard, compiled_hazards, traced_hazards
+from meshpar.audit.hazards import compiled_hazards, traced_hazards
 from meshpar.audit.hlo import parse_program
-from meshpar.audit.memory import MemoryUse, largest_buffers, memory_stats
+from meshpar.audit.memory import MemoryUse, largest_buffers
 from meshpar.audit.overlap import cluster_of_target, overlaps_of
 from meshpar.audit.program_report import AuditReport
 from meshpar.audit.reasons import Explained, explain
@@ -84,13 +83,20 @@ def audit(
     platform = None if chosen is None else chosen.platform
     subject = subject_of(function, arguments, mesh=mesh, platform=platform)
     subject = _with_options(subject, compiler_options)
-    known = _known(subject, chosen)
     start = time.perf_counter()
     flat = subject.flat()
     traced = operations(flat.jaxpr, flat.in_shardings, flat.weights)
-    known["notes"] += fallbacks(traced)
-    hazards = traced_hazards(traced, subject.platform)
+    hazards = tuple(traced_hazards(traced, subject.platform))
     fatal = any(hazard.fatal for hazard in hazards)
+    known = AuditReport(
+        layout=str(subject.layout or ""),
+        target=str(chosen or subject.platform),
+        mesh_shape=subject.mesh_shape,
+        notes=subject.notes + fallbacks(traced),
+        compiler_options=subject.compiler_options,
+        capacity_bytes=None if chosen is None else chosen.memory_bytes,
+        hazards=hazards,
+    )
     try:
         compiled = _compile(
             subject,
@@ -102,12 +108,10 @@ def audit(
     except TargetError as error:
         if not fatal:
             raise
-        return AuditReport(**known, hazards=tuple(hazards), problem=str(error))
-    known["compile_s"] = time.perf_counter() - start
+        return replace(known, problem=str(error))
+    known = replace(known, compile_s=time.perf_counter() - start)
     if compiled.problem:
-        return AuditReport(
-            **known, hazards=tuple(hazards), problem=compiled.problem, too_large=True
-        )
+        return replace(known, problem=compiled.problem, too_large=True)
     explained = functools.partial(
         explain,
         subject=subject,
@@ -115,25 +119,13 @@ def audit(
         expected=expected,
     )
     cluster = cluster_of_target(chosen)
-    return _read(compiled, known, hazards, explained, subject.mesh, cluster)
+    return _read(known, compiled, explained, subject.mesh, cluster)
 
 
 def _with_options(subject: Subject, given: Mapping[str, Any] | None) -> Subject:
     options = {**subject.compiler_options, **(given or {})}
     options = {name: value for name, value in options.items() if value is not None}
     return replace(subject, compiler_options=options)
-
-
-def _known(subject: Subject, target: Target | None) -> dict[str, Any]:
-    """What a report says before anything is compiled."""
-    return {
-        "layout": str(subject.layout or ""),
-        "target": str(target or subject.platform),
-        "mesh_shape": subject.mesh_shape,
-        "notes": subject.notes,
-        "compiler_options": subject.compiler_options,
-        "capacity_bytes": None if target is None else target.memory_bytes,
-    }
 
 
 def _compile(
@@ -147,7 +139,7 @@ def _compile(
     if target is None and isinstance(subject.mesh, jax.sharding.AbstractMesh):
         raise InputError(
             "the mesh has no devices to compile for; give target=, such as "
-            f"'cpu:virtual:{math.prod(subject.mesh_shape.values())}'"
+            f"'cpu:virtual:{subject.mesh.size}'"
         )
     if target is None and not fatal:
         return _compiled_here(subject)
@@ -165,40 +157,38 @@ def _as_virtual(subject: Subject) -> Target:
             f"not compiled, because the compiler for {subject.platform} might abort "
             "this process"
         )
-    num_devices = math.prod(subject.mesh_shape.values())
-    return Target(platform="cpu", chip="virtual", shape=(num_devices,))
+    return Target(platform="cpu", chip="virtual", shape=(subject.mesh.size,))
 
 
 def _compiled_here(subject: Subject) -> CompiledProgram:
     compiled = subject.lower().compile(dict(subject.compiler_options) or None)
-    memory = memory_stats(compiled, subject.platform)
+    memory = MemoryUse.of(compiled, subject.platform)
     return CompiledProgram(text=compiled.as_text() or "", memory=memory)
 
 
 def _read(
+    known: AuditReport,
     compiled: CompiledProgram,
-    known: dict[str, Any],
-    hazards: list[Hazard],
     explained: Callable[[Collective], Explained],
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
     cluster: Cluster | None,
 ) -> AuditReport:
     program = parse_program(compiled.text)
-    rows = collectives_of(program, known["mesh_shape"])
-    flops = flops_of(program)
+    mesh_shape, flops = known.mesh_shape, flops_of(program)
+    rows = collectives_of(program, mesh_shape)
     timelines: tuple[BlockTimeline, ...] = ()
     if cluster is not None:
-        timelines = timelines_of(program, rows, known["mesh_shape"], cluster)
-    return AuditReport(
-        **known,
+        timelines = timelines_of(program, rows, mesh_shape, cluster)
+    return replace(
+        known,
         rows=tuple(map(explained, rows)),
-        memory=MemoryUse.of(compiled.memory or {}),
+        memory=compiled.memory,
         flops=flops.total,
         uncounted=flops.uncounted,
-        overlaps=overlaps_of(program, rows, known["mesh_shape"], cluster),
+        overlaps=overlaps_of(program, rows, mesh_shape, cluster),
         timelines=timelines,
         buffers=largest_buffers(program),
-        hazards=(*hazards, *compiled_hazards(rows)),
+        hazards=(*known.hazards, *compiled_hazards(rows)),
         slow_axes=_slow_axes(rows, mesh, cluster),
     )
 

@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from jax.extend.core import JaxprEqn
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.audit.jaxprs import array_shape
+from meshpar.rules.rules import entry_axes
 
 Split = tuple[frozenset[str], ...]
 """The mesh axes that split each dim of an array."""
+
+Splits = tuple[Split | None, ...]
+"""Of an operation's operands."""
 
 _WHOLE: frozenset[str] = frozenset()
 
@@ -29,21 +34,17 @@ def split_of(sharding: Any, num_dims: int) -> Split | None:
 
 def split_by(spec: PartitionSpec, num_dims: int, sizes: Mapping[str, int]) -> Split:
     """How a spec splits an array over those of its mesh axes that are longer than 1."""
-    entries = [
-        (entry,)
-        if isinstance(entry, str)
-        else entry
-        if isinstance(entry, tuple)
-        else ()
+    named = [
+        () if entry is PartitionSpec.UNCONSTRAINED else entry_axes(entry)
         for entry in spec
     ]
-    entries += [()] * (num_dims - len(entries))
+    named += [()] * (num_dims - len(named))
     return tuple(
-        frozenset(axis for axis in entry if sizes.get(axis, 1) > 1) for entry in entries
+        frozenset(axis for axis in axes if sizes.get(axis, 1) > 1) for axes in named
     )
 
 
-def elementwise(equation: JaxprEqn, operands: tuple[Split | None, ...]) -> Split | None:
+def elementwise(equation: JaxprEqn, operands: Splits) -> Split | None:
     """Of a result that has an operand's shape, but for dims of 1: that operand's."""
     shape = getattr(equation.outvars[0].aval, "shape", None)
     if shape is None:
@@ -69,14 +70,12 @@ def _spreads(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
     )
 
 
-def _dot_general(
-    equation: JaxprEqn, operands: tuple[Split | None, ...]
-) -> Split | None:
+def _dot_general(equation: JaxprEqn, operands: Splits) -> Split | None:
     (contract, batch) = equation.params["dimension_numbers"]
     sides = []
     for side in (0, 1):
         shape = array_shape(equation.invars[side])
-        sides.append(operands[side] or (frozenset(),) * len(shape))
+        sides.append(operands[side] or (_WHOLE,) * len(shape))
     free = [
         [
             axes
@@ -86,18 +85,18 @@ def _dot_general(
         for side in (0, 1)
     ]
     # A mesh axis splits one dim of an array: here those of the right operand stay.
-    right = frozenset().union(*free[1])
+    right = _WHOLE.union(*free[1])
     left = [axes - right for axes in free[0]]
     return (*(sides[0][dim] for dim in batch[0]), *left, *free[1])
 
 
-def _transpose(equation: JaxprEqn, operands: tuple[Split | None, ...]) -> Split | None:
+def _transpose(equation: JaxprEqn, operands: Splits) -> Split | None:
     if operands[0] is None:
         return None
     return tuple(operands[0][dim] for dim in equation.params["permutation"])
 
 
-def _broadcast(equation: JaxprEqn, operands: tuple[Split | None, ...]) -> Split | None:
+def _broadcast(equation: JaxprEqn, operands: Splits) -> Split | None:
     if operands[0] is None:
         return None
     result = [_WHOLE] * len(array_shape(equation.outvars[0]))
@@ -108,39 +107,33 @@ def _broadcast(equation: JaxprEqn, operands: tuple[Split | None, ...]) -> Split 
     return tuple(result)
 
 
-def _reduce(equation: JaxprEqn, operands: tuple[Split | None, ...]) -> Split | None:
+def _without(parameter: str, equation: JaxprEqn, operands: Splits) -> Split | None:
+    """Of a result that lacks the dims that a parameter names."""
     if operands[0] is None:
         return None
-    gone = equation.params["axes"]
+    gone = equation.params[parameter]
     return tuple(axes for dim, axes in enumerate(operands[0]) if dim not in gone)
 
 
-def _first(equation: JaxprEqn, operands: tuple[Split | None, ...]) -> Split | None:
+def _first(equation: JaxprEqn, operands: Splits) -> Split | None:
     """Of a collective over manual mesh axes: a dim's size changes, not its split."""
     shapes = (array_shape(equation.invars[0]), array_shape(equation.outvars[0]))
     return operands[0] if len(shapes[0]) == len(shapes[1]) else None
 
 
-def _slice(equation: JaxprEqn, operands: tuple[Split | None, ...]) -> Split | None:
+def _slice(equation: JaxprEqn, operands: Splits) -> Split | None:
     if operands[0] is None:
         return None
     sizes = zip(
         array_shape(equation.invars[0]), array_shape(equation.outvars[0]), strict=True
     )
     return tuple(
-        axes if before == after else frozenset()
+        axes if before == after else _WHOLE
         for axes, (before, after) in zip(operands[0], sizes, strict=True)
     )
 
 
-def _squeeze(equation: JaxprEqn, operands: tuple[Split | None, ...]) -> Split | None:
-    if operands[0] is None:
-        return None
-    gone = equation.params["dimensions"]
-    return tuple(axes for dim, axes in enumerate(operands[0]) if dim not in gone)
-
-
-def _reshape(equation: JaxprEqn, operands: tuple[Split | None, ...]) -> Split | None:
+def _reshape(equation: JaxprEqn, operands: Splits) -> Split | None:
     """Dims that stay keep their mesh axes; of what is cut or joined, the first does."""
     if operands[0] is None:
         return None
@@ -178,22 +171,18 @@ def _alike(
             olds, news = [], []
 
 
-def _concatenate(
-    equation: JaxprEqn, operands: tuple[Split | None, ...]
-) -> Split | None:
+def _concatenate(equation: JaxprEqn, operands: Splits) -> Split | None:
     known = [operand for operand in operands if operand is not None]
     if not known:
         return None
     joined = equation.params["dimension"]
     return tuple(
-        frozenset() if dim == joined else frozenset().union(*axes)
+        _WHOLE if dim == joined else _WHOLE.union(*axes)
         for dim, axes in enumerate(zip(*known, strict=True))
     )
 
 
-def _convolution(
-    equation: JaxprEqn, operands: tuple[Split | None, ...]
-) -> Split | None:
+def _convolution(equation: JaxprEqn, operands: Splits) -> Split | None:
     """Space as the left operand's, where the result is not as small as a kernel."""
     if operands[0] is None:
         return None
@@ -218,11 +207,12 @@ RULES: dict[str, Callable[..., Split | None]] = {
     "transpose": _transpose,
     "broadcast_in_dim": _broadcast,
     **dict.fromkeys(("slice", "dynamic_slice", "pad"), _slice),
-    "squeeze": _squeeze,
+    "squeeze": partial(_without, "dimensions"),
     "reshape": _reshape,
     "concatenate": _concatenate,
     **dict.fromkeys(("all_gather", "reduce_scatter", "psum_scatter"), _first),
     **dict.fromkeys(
-        ("reduce_sum", "reduce_max", "reduce_min", "argmax", "argmin"), _reduce
+        ("reduce_sum", "reduce_max", "reduce_min", "argmax", "argmin"),
+        partial(_without, "axes"),
     ),
 }

@@ -5,7 +5,8 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from meshpar.audit.program_report import AuditReport, axes_text
+from meshpar.audit.collectives import axes_text
+from meshpar.audit.program_report import AuditReport
 
 _TEXT_WIDTH = 160
 

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import math
 import os
 import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from jax import export
 
+from meshpar.audit.memory import MemoryUse
 from meshpar.audit.subject import Subject
 from meshpar.audit.target import Target
 from meshpar.errors import InputError
@@ -55,12 +54,12 @@ class CompiledProgram:
 
     Args:
         text: The program.
-        memory: Bytes per device by name.
+        memory: Bytes per device.
         problem: Why there is none, such as that it does not fit; else empty.
     """
 
     text: str = ""
-    memory: Mapping[str, int] | None = None
+    memory: MemoryUse | None = None
     problem: str = ""
 
 
@@ -103,14 +102,13 @@ def compile_for(
         if found["problem"]:
             return CompiledProgram(problem=found["problem"])
         text = (folder / "program.txt").read_text()
-        return CompiledProgram(text=text, memory=found["memory"])
+        return CompiledProgram(text=text, memory=MemoryUse(**found["memory"]))
 
 
 def _check(target: Target, subject: Subject) -> None:
-    num_devices = math.prod(subject.mesh_shape.values())
-    if num_devices != target.num_devices:
+    if subject.mesh.size != target.num_devices:
         raise InputError(
-            f"the mesh has {num_devices} devices, but target {target} has "
+            f"the mesh has {subject.mesh.size} devices, but target {target} has "
             f"{target.num_devices}; change the layout or the target"
         )
     needed = [_PLUGINS[target.platform], "flatbuffers"]

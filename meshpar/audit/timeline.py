@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from meshpar.audit.collectives import Collective
+from meshpar.audit.collectives import Collective, axes_text
 from meshpar.audit.hlo import Computation, Program
 from meshpar.audit.loops import Place, places
 from meshpar.audit.overlap import Window, windows_of, wire_s_of
@@ -120,7 +120,7 @@ class _Clock:
 
     def send(self, window: Window) -> tuple[float, float]:
         """From when until when a collective is under way; one after another."""
-        row = row_of(window.row)
+        row = axes_text(window.row.mesh_axes)
         start_s = max(self.now_s, self.free_s.get(row, 0.0))
         end_s = start_s + wire_s_of(window.row, self.mesh_shape, self.cluster)
         self.free_s[row] = end_s
@@ -158,15 +158,11 @@ def _waited_for(
     window: Window, sent: tuple[float, float], clock: _Clock
 ) -> Iterator[Span]:
     """The hidden part of a collective, and then the exposed one."""
-    (start_s, end_s), row, kind = sent, row_of(window.row), window.row.kind
+    (start_s, end_s), kind = sent, window.row.kind
+    row = axes_text(window.row.mesh_axes)
     waits_from = min(max(clock.now_s, start_s), end_s)
     if waits_from > start_s:
         yield Span(row=row, name=kind, start_s=start_s, end_s=waits_from)
     if end_s > waits_from:
         yield Span(row=row, name=kind, start_s=waits_from, end_s=end_s, is_exposed=True)
     clock.now_s = max(clock.now_s, end_s)
-
-
-def row_of(row: Collective) -> str:
-    """What a collective's row is called: its mesh axes."""
-    return "?" if row.mesh_axes is None else "+".join(row.mesh_axes)

@@ -8,14 +8,14 @@ plain; what is not known counts as whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.sharding import PartitionSpec
 
-from meshpar.audit.jaxprs import array_shape
+from meshpar.audit.jaxprs import array_shape, inner_jaxprs
 from meshpar.audit.split_rules import (
     RULES,
     Split,
@@ -89,36 +89,44 @@ class Operation:
         """Of its primitive."""
         return self.equation.primitive.name
 
+    @property
+    def given(self) -> tuple[tuple[Value, Any], ...]:
+        """Each operand, and its variable or literal."""
+        return tuple(zip(self.operands, self.equation.invars, strict=True))
 
-@dataclass
-class _Walk:
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a walk is: what is around the operations that it comes to."""
+
     visit: Callable[[Operation], None]
-    callers: list[str] = field(default_factory=list)
-    paths: list[str] = field(default_factory=lambda: [""])
+    region: Region = Region()
+    source: str = ""
+    path: str = ""
     times: int = 1
 
 
 def operations(
-    jaxpr: ClosedJaxpr, arguments: Sequence[Any], weights: Sequence[str | None] = ()
+    jaxpr: ClosedJaxpr,
+    arguments: Sequence[Any] = (),
+    weights: Sequence[str | None] = (),
 ) -> list[Operation]:
     """Every operation of a traced function, those inside loops and calls too.
 
     Args:
         jaxpr: `jax.jit(f).trace(...).jaxpr`.
-        arguments: Sharding, or None, of each flat argument.
+        arguments: Sharding, or None, of each flat argument; none is known if empty.
         weights: Path of each that is a weight, None of the others; none are if empty.
     """
     found: list[Operation] = []
+    none = (None,) * len(jaxpr.jaxpr.invars)
     values = [
         Value(split_of(sharding, len(var.aval.shape)), weight)
         for sharding, weight, var in zip(
-            arguments,
-            weights or (None,) * len(arguments),
-            jaxpr.jaxpr.invars,
-            strict=True,
+            arguments or none, weights or none, jaxpr.jaxpr.invars, strict=True
         )
     ]
-    _walk(jaxpr.jaxpr, values, Region(), _Walk(found.append))
+    _walk(jaxpr.jaxpr, values, _Place(found.append))
     return found
 
 
@@ -143,9 +151,7 @@ def source_of(equation: JaxprEqn) -> str:
     return ""
 
 
-def _walk(
-    jaxpr: Jaxpr, arguments: Sequence[Value], region: Region, walk: _Walk
-) -> list[Value]:
+def _walk(jaxpr: Jaxpr, arguments: Sequence[Value], around: _Place) -> list[Value]:
     known: dict[Any, Value] = dict(zip(jaxpr.invars, arguments, strict=True))
 
     def read(atom: Any) -> Value:
@@ -155,51 +161,48 @@ def _walk(
 
     for equation in jaxpr.eqns:
         operands = tuple(read(atom) for atom in equation.invars)
-        source = source_of(equation) or (walk.callers[-1] if walk.callers else "")
-        path = f"{walk.paths[-1]}/{equation.source_info.name_stack}"
-        walk.callers.append(source)
-        walk.paths.append(path)
-        results = tuple(_results(equation, operands, region, walk))
-        walk.paths.pop()
-        walk.callers.pop()
-        one = Operation(equation, operands, results, region, source, path, walk.times)
-        walk.visit(one)
+        source = source_of(equation) or around.source
+        path = f"{around.path}/{equation.source_info.name_stack}"
+        here = replace(around, source=source, path=path)
+        results = tuple(_results(equation, operands, here))
+        around.visit(
+            Operation(
+                equation, operands, results, here.region, source, path, here.times
+            )
+        )
         known.update(zip(equation.outvars, results, strict=False))
     return [read(atom) for atom in jaxpr.outvars]
 
 
 def _results(
-    equation: JaxprEqn, operands: tuple[Value, ...], region: Region, walk: _Walk
+    equation: JaxprEqn, operands: tuple[Value, ...], here: _Place
 ) -> Sequence[Value]:
     name, params = equation.primitive.name, equation.params
-    if name == "device_put":  # of several arrays at once
+    if name in ("device_put", "optimization_barrier"):  # of several arrays at once
         return operands
     if name == "shard_map":
-        return _shard_map(equation, operands, region, walk)
+        return _shard_map(equation, operands, here)
     if name == "scan":
-        return _scan(equation, operands, region, walk)
+        return _scan(equation, operands, here)
     if name == "pallas_call":  # of blocks in a device's memory, not of its arrays
-        return [Value(maker=equation, line=walk.callers[-1])] * len(equation.outvars)
+        return [Value(maker=equation, line=here.source)] * len(equation.outvars)
     if name == "while":
         first = params["cond_nconsts"]
-        return _walk(_only(params["body_jaxpr"]), operands[first:], region, walk)
+        return _walk(_only(params["body_jaxpr"]), operands[first:], here)
     if name == "cond":
         outs = [
-            _walk(_only(branch), operands[1:], region, walk)
-            for branch in params["branches"]
+            _walk(_only(branch), operands[1:], here) for branch in params["branches"]
         ]
         return outs[0]
-    if equation.primitive.name == "optimization_barrier":
-        return operands
-    for inner in _inner(params):
+    for inner, _ in inner_jaxprs(equation):
         if len(inner.invars) == len(operands):
             shardings = params.get("in_shardings") or [None] * len(operands)
-            return _walk(inner, _given(inner, operands, shardings), region, walk)
-    return _computed(equation, operands, walk)
+            return _walk(inner, _given(inner, operands, shardings), here)
+    return _computed(equation, operands, here)
 
 
 def _computed(
-    equation: JaxprEqn, operands: tuple[Value, ...], walk: _Walk
+    equation: JaxprEqn, operands: tuple[Value, ...], here: _Place
 ) -> Sequence[Value]:
     if not equation.outvars:
         return ()
@@ -209,7 +212,7 @@ def _computed(
     else:
         rule = RULES.get(equation.primitive.name, elementwise)
         split = rule(equation, tuple(operand.split for operand in operands))
-    weight, line = _weight(equation, operands), walk.callers[-1]
+    weight, line = _weight(equation, operands), here.source
     made = Value(split, weight, equation, line, operands)
     return (made,) * len(equation.outvars)
 
@@ -223,15 +226,6 @@ def _weight(equation: JaxprEqn, operands: tuple[Value, ...]) -> str | None:
             return None
         found.add(weight)
     return max(found, default=None) if len(found - {""}) <= 1 else None
-
-
-def _inner(params: dict[str, Any]) -> Iterator[Jaxpr]:
-    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
-        value = params.get(name)
-        if isinstance(value, ClosedJaxpr):
-            yield value.jaxpr
-        elif isinstance(value, Jaxpr):
-            yield value
 
 
 def _given(
@@ -252,12 +246,12 @@ def _lying(value: Value, split: Split | None) -> Value:
 
 
 def _shard_map(
-    equation: JaxprEqn, operands: tuple[Value, ...], region: Region, walk: _Walk
+    equation: JaxprEqn, operands: tuple[Value, ...], here: _Place
 ) -> list[Value]:
     params = equation.params
     sizes = dict(params["mesh"].shape)
     newly = params.get("newly_manual_axes", params.get("manual_axes", ()))
-    manual = region.manual | {axis for axis in newly if sizes[axis] > 1}
+    manual = here.region.manual | {axis for axis in newly if sizes[axis] > 1}
     automatic = {axis for axis, size in sizes.items() if size > 1} - manual
     inner = _only(params["jaxpr"])
     kept = [
@@ -265,8 +259,8 @@ def _shard_map(
         for value in operands
     ]
     region = Region(frozenset(manual), frozenset(automatic))
-    outs = _walk(inner, kept, region, walk)
-    made = Value(maker=equation, line=walk.callers[-1])
+    outs = _walk(inner, kept, replace(here, region=region))
+    made = Value(maker=equation, line=here.source)
     return [
         replace(
             made,
@@ -298,35 +292,26 @@ def _outside(
     )
 
 
-def _scan(
-    equation: JaxprEqn, operands: tuple[Value, ...], region: Region, walk: _Walk
-) -> list[Value]:
+def _scan(equation: JaxprEqn, operands: tuple[Value, ...], here: _Place) -> list[Value]:
     inner = _only(equation.params["jaxpr"])
-    more = [
-        _dims_more(outside, inside)
-        for outside, inside in zip(equation.invars, inner.invars, strict=True)
-    ]
+    more = _dims_more(equation.invars, inner.invars)
     given = [
         _lying(value, value.split and value.split[count:])
         for value, count in zip(operands, more, strict=True)
     ]
-    added = [
-        _dims_more(outside, inside)
-        for outside, inside in zip(equation.outvars, inner.outvars, strict=True)
-    ]
+    added = _dims_more(equation.outvars, inner.outvars)
     consts, carries = scan_counts(equation)
     carried = range(consts, consts + carries)
     if not all(_is_split(given[at].split) for at in carried):
         # An array that may lie anyhow lies as one iteration hands it to the next.
-        silent = _Walk(lambda operation: None, walk.callers, walk.paths)
-        outs = _walk(inner, given, region, silent)
+        outs = _walk(inner, given, replace(here, visit=lambda operation: None))
         passed_on = [out for out, count in zip(outs, added, strict=True) if not count]
         for at, out in zip(carried, passed_on, strict=True):
             if not _is_split(given[at].split):
                 given[at] = _lying(given[at], out.split)
-    often = replace(walk, times=walk.times * equation.params["length"])
-    outs = _walk(inner, given, region, often)
-    made = Value(maker=equation, line=walk.callers[-1])
+    often = replace(here, times=here.times * equation.params["length"])
+    outs = _walk(inner, given, often)
+    made = Value(maker=equation, line=here.source)
     return [
         # Of a scalar that the iterations stack, the split is empty, and known.
         replace(
@@ -341,8 +326,11 @@ def _is_split(split: Split | None) -> bool:
     return split is not None and any(split)
 
 
-def _dims_more(outside: Any, inside: Any) -> int:
-    return len(outside.aval.shape) - len(inside.aval.shape)
+def _dims_more(outside: Sequence[Any], inside: Sequence[Any]) -> list[int]:
+    return [
+        len(one.aval.shape) - len(other.aval.shape)
+        for one, other in zip(outside, inside, strict=True)
+    ]
 
 
 def _only(jaxpr: ClosedJaxpr | Jaxpr) -> Jaxpr:

@@ -88,8 +88,5 @@ def _is_matmul(user: Instruction) -> bool:
 def _path(user: Instruction) -> str:
     """Its path; of a matmul that took over a transpose and its name, the matmul's."""
     before, _, last = user.op_path.rpartition("/")
-    return (
-        f"{before}/dot_general"
-        if _is_matmul(user) and last == "transpose"
-        else (user.op_path)
-    )
+    renamed = _is_matmul(user) and last == "transpose"
+    return f"{before}/dot_general" if renamed else user.op_path

@@ -54,7 +54,7 @@ def traced_volume(
         SpaceWorkload.of(most_room(once, platform), most_room(twice, platform))
         for platform in ("gpu", "tpu")
     )
-    found = operations(once, [None] * len(once.in_avals))
+    found = operations(once)
     kernels = kernels_of(found)
     value_bytes = 2 if precision == "bf16" else 4
     sums = [operation for operation in found if _sums_space(operation)]
@@ -96,7 +96,7 @@ def _recomputed_flops(
     if layout.remat == "none":
         return 0.0
     whole = _traced(model, replace(layout, remat="none"), 1)
-    once = kernels_of(operations(whole, [None] * len(whole.in_avals)))
+    once = kernels_of(operations(whole))
     return sum(one.flops for one in kernels) - sum(one.flops for one in once)
 
 

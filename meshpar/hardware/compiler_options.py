@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from meshpar.errors import InputError
@@ -22,7 +23,7 @@ from meshpar.errors import InputError
 Value = bool | int | str
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class CompilerOption:
     """One option of a platform's compiler.
 
@@ -45,25 +46,12 @@ class CompilerOption:
     if_sequence_parallel: bool = False
 
 
-def _gpu(name: str, value: Value, why: str) -> CompilerOption:
-    return CompilerOption(
-        platform="gpu", name=name, value=value, why=why, if_sequence_parallel=True
-    )
-
-
 SPARSE_CORE_OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload"
 """With the kind of collective behind it, as `_all_gather`."""
 
-
-def _tpu(name: str, value: Value, why: str, **where: bool) -> CompilerOption:
-    return CompilerOption(platform="tpu", name=name, value=value, why=why, **where)
-
-
-def _prefetching_gpu(name: str, value: Value, why: str) -> CompilerOption:
-    return CompilerOption(
-        platform="gpu", name=name, value=value, why=why, if_prefetching=True
-    )
-
+_tpu = partial(CompilerOption, "tpu")
+_prefetching_gpu = partial(CompilerOption, "gpu", if_prefetching=True)
+_sequence_parallel_gpu = partial(CompilerOption, "gpu", if_sequence_parallel=True)
 
 # The other way, a TensorCore that moves an all-gather inside of its matmuls
 # (`xla_tpu_enable_async_collective_fusion_fuse_all_gather` and its kin), is what v5e
@@ -128,13 +116,13 @@ COMPILER_OPTIONS: tuple[CompilerOption, ...] = (
         "gather takes all of them, and parts of the batch stand beside it",
         if_sequence_parallel=True,
     ),
-    _gpu(
+    _sequence_parallel_gpu(
         "xla_gpu_all_gather_combine_threshold_bytes",
         0,
         "gathers of two parts of the batch stay apart: joined, both wait for the later "
         "part, and no matmul is left to stand beside them (`model.batch_parts`)",
     ),
-    _gpu(
+    _sequence_parallel_gpu(
         "xla_gpu_reduce_scatter_combine_threshold_bytes",
         0,
         "the same of scatters",

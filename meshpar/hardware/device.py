@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from meshpar.errors import InputError
@@ -15,17 +15,12 @@ from meshpar.hardware.plausible import check_plausible
 PLATFORMS = ("gpu", "tpu", "cpu")
 """What a device can be."""
 
-_NO_POSITIVE_NUMBERS = (
-    "name",
-    "peak_flops",
-    "efficiency",
-    "torus_dims",
-    "platform",
-    "taken_from",
-    "attention_kernels",
-    "pod_devices",
-    "reserve",
-    "compute_capability",
+_POSITIVE = (
+    "memory_bytes",
+    "memory_bytes_per_s",
+    "link_bytes_per_s",
+    "network_bytes_per_s",
+    "host_bytes_per_s",
 )
 
 
@@ -100,11 +95,7 @@ class Device:
                     f"of at least {least}"
                 )
             check_plausible(f"hardware {self.name!r}:", count, value)
-        numbers = {
-            field.name: getattr(self, field.name)
-            for field in fields(self)
-            if field.name not in _NO_POSITIVE_NUMBERS
-        }
+        numbers = {name: getattr(self, name) for name in _POSITIVE}
         numbers |= {f"peak_flops {key}": peak for key, peak in self.peak_flops.items()}
         for name, number in numbers.items():
             if not (is_number(number) and 0 < number < math.inf):
@@ -155,5 +146,5 @@ class Known(NamedTuple):
 
     device: Device
     kind: str
-    other_name: str
-    target: str
+    other_name: str = ""
+    target: str = ""

@@ -85,133 +85,91 @@ _H100 = replace(
 _RESERVE = 0.08
 
 
-def _nvidia(
-    name: str,
-    kind: str,
-    *,
-    bf16: float,
-    memory_bytes: int,
-    memory_bytes_per_s: float,
-    link_bytes_per_s: float,
-    network_bytes_per_s: float = 50e9,
-    host_bytes_per_s: float = 64e9,
-    efficiency: Efficiency = _H100,
-    domain_devices: int = 8,
-    other_name: str = "",
-    target: str = "",
-    taken_from: str = "",
-    compute_capability: float = 9.0,
-) -> Known:
-    # fp32 at JAX's default precision is TF32, half as fast.
-    device = Device(
-        name=name,
-        peak_flops={"bf16": bf16, "fp32": bf16 / 2},
-        memory_bytes=memory_bytes,
-        memory_bytes_per_s=memory_bytes_per_s,
-        domain_devices=domain_devices,
-        link_bytes_per_s=link_bytes_per_s,
-        network_bytes_per_s=network_bytes_per_s,
-        host_bytes_per_s=host_bytes_per_s,
-        efficiency=efficiency,
-        attention_kernels=AMPERE if efficiency is _A100 else HOPPER,
-        taken_from=taken_from,
-        reserve=_RESERVE,
-        compute_capability=compute_capability,
-    )
-    return Known(device, kind, other_name, target)
+def _peaks(bf16: float) -> dict[str, float]:
+    """FLOP/s by dtype: fp32 at JAX's default precision is TF32, half as fast."""
+    return {"bf16": bf16, "fp32": bf16 / 2}
+
+
+# NVIDIA A100 data sheet, 2021-06: bf16 312, TF32 156 TFLOP/s dense, HBM2e 2,039 GB/s
+# (80 GB SXM), HBM2 1,555 GB/s (40 GB).
+_A100_80GB = Device(
+    name="a100-80gb",
+    peak_flops=_peaks(312e12),
+    memory_bytes=85_100_068_864,
+    memory_bytes_per_s=2.039e12,
+    domain_devices=8,
+    link_bytes_per_s=300e9,
+    network_bytes_per_s=25e9,
+    host_bytes_per_s=32e9,
+    efficiency=_A100,
+    attention_kernels=AMPERE,
+    reserve=_RESERVE,
+    compute_capability=8.0,
+)
+_A100_40GB = replace(
+    _A100_80GB,
+    name="a100-40gb",
+    memory_bytes=42_331_013_120,
+    memory_bytes_per_s=1.555e12,
+)
+
+# NVIDIA H100 data sheet, 2023-03 (SXM; half of the numbers with sparsity).
+_H100_80GB = Device(
+    name="h100-80gb",
+    peak_flops=_peaks(989.4e12),
+    memory_bytes=84_942_979_072,
+    memory_bytes_per_s=3.35e12,
+    domain_devices=8,
+    link_bytes_per_s=450e9,
+    network_bytes_per_s=50e9,
+    host_bytes_per_s=64e9,
+    efficiency=_H100,
+    attention_kernels=HOPPER,
+    reserve=_RESERVE,
+    compute_capability=9.0,
+)
+# The H800 is an H100 whose NVLink is cut to 400 GB/s in both directions (DeepSeek-AI
+# 2025, "Insights into DeepSeek-V3", section 4.1).
+_H800_80GB = replace(_H100_80GB, name="h800-80gb", link_bytes_per_s=200e9)
+# NVIDIA H200 data sheet, 2024-11: the H100's peaks, 4.8 TB/s.
+_H200_141GB = replace(
+    _H100_80GB,
+    name="h200-141gb",
+    memory_bytes=151_397_597_184,
+    memory_bytes_per_s=4.8e12,
+)
+
+# NVIDIA DGX B200 data sheet, 2025-02: 8 GPUs with 72 PFLOP/s fp8 with sparsity and
+# 64 TB/s together. No published step times calibrate Blackwell: it takes Hopper's
+# fractions and attention kernels, as every plan for it says.
+_B200_180GB = replace(
+    _H100_80GB,
+    name="b200-180gb",
+    peak_flops=_peaks(2.25e15),
+    memory_bytes=191_514_411_008,
+    memory_bytes_per_s=8e12,
+    link_bytes_per_s=900e9,
+    taken_from="h100-80gb",
+    compute_capability=10.0,
+)
+# NVIDIA GB200 NVL72 data sheet, 2024-03: 72 GPUs with 360 PFLOP/s bf16 with sparsity
+# and 576 TB/s together, one NVLink domain of the B200's ports.
+_GB200_186GB = replace(
+    _B200_180GB,
+    name="gb200-186gb",
+    peak_flops=_peaks(2.5e15),
+    memory_bytes=197_897_748_480,
+    host_bytes_per_s=225e9,
+    domain_devices=72,
+)
 
 
 GPUS = (
-    # NVIDIA A100 data sheet, 2021-06: bf16 312, TF32 156 TFLOP/s dense, HBM2e
-    # 2,039 GB/s (80 GB SXM), HBM2 1,555 GB/s (40 GB).
-    _nvidia(
-        "a100-80gb",
-        "A100",
-        bf16=312e12,
-        memory_bytes=85_100_068_864,
-        memory_bytes_per_s=2.039e12,
-        link_bytes_per_s=300e9,
-        network_bytes_per_s=25e9,
-        host_bytes_per_s=32e9,
-        efficiency=_A100,
-        compute_capability=8.0,
-        other_name="a100",
-        target="gpu:a100",
-    ),
-    _nvidia(
-        "a100-40gb",
-        "A100",
-        bf16=312e12,
-        memory_bytes=42_331_013_120,
-        memory_bytes_per_s=1.555e12,
-        link_bytes_per_s=300e9,
-        network_bytes_per_s=25e9,
-        host_bytes_per_s=32e9,
-        efficiency=_A100,
-        compute_capability=8.0,
-    ),
-    # NVIDIA H100 data sheet, 2023-03 (SXM; half of the numbers with sparsity).
-    _nvidia(
-        "h100-80gb",
-        "H100",
-        bf16=989.4e12,
-        memory_bytes=84_942_979_072,
-        memory_bytes_per_s=3.35e12,
-        link_bytes_per_s=450e9,
-        other_name="h100",
-        target="gpu:h100",
-    ),
-    # The H800 is an H100 whose NVLink is cut to 400 GB/s in both directions
-    # (DeepSeek-AI 2025, "Insights into DeepSeek-V3", section 4.1).
-    _nvidia(
-        "h800-80gb",
-        "H800",
-        bf16=989.4e12,
-        memory_bytes=84_942_979_072,
-        memory_bytes_per_s=3.35e12,
-        link_bytes_per_s=200e9,
-        other_name="h800",
-        target="gpu:h100",
-    ),
-    # NVIDIA H200 data sheet, 2024-11: the H100's peaks, 4.8 TB/s.
-    _nvidia(
-        "h200-141gb",
-        "H200",
-        bf16=989.4e12,
-        memory_bytes=151_397_597_184,
-        memory_bytes_per_s=4.8e12,
-        link_bytes_per_s=450e9,
-        other_name="h200",
-        target="gpu:h200",
-    ),
-    # NVIDIA DGX B200 data sheet, 2025-02: 8 GPUs with 72 PFLOP/s fp8 with sparsity and
-    # 64 TB/s together. No published step times calibrate Blackwell: it takes Hopper's
-    # fractions and attention kernels, as every plan for it says.
-    _nvidia(
-        "b200-180gb",
-        "B200",
-        bf16=2.25e15,
-        memory_bytes=191_514_411_008,
-        memory_bytes_per_s=8e12,
-        link_bytes_per_s=900e9,
-        other_name="b200",
-        target="gpu:b200",
-        taken_from="h100-80gb",
-        compute_capability=10.0,
-    ),
-    # NVIDIA GB200 NVL72 data sheet, 2024-03: 72 GPUs with 360 PFLOP/s bf16 with
-    # sparsity and 576 TB/s together, one NVLink domain of the B200's ports.
-    _nvidia(
-        "gb200-186gb",
-        "GB200",
-        bf16=2.5e15,
-        memory_bytes=197_897_748_480,
-        memory_bytes_per_s=8e12,
-        link_bytes_per_s=900e9,
-        host_bytes_per_s=225e9,
-        domain_devices=72,
-        other_name="gb200",
-        taken_from="h100-80gb",
-        compute_capability=10.0,
-    ),
+    Known(_A100_80GB, "A100", other_name="a100", target="gpu:a100"),
+    Known(_A100_40GB, "A100"),
+    Known(_H100_80GB, "H100", other_name="h100", target="gpu:h100"),
+    Known(_H800_80GB, "H800", other_name="h800", target="gpu:h100"),
+    Known(_H200_141GB, "H200", other_name="h200", target="gpu:h200"),
+    Known(_B200_180GB, "B200", other_name="b200", target="gpu:b200"),
+    Known(_GB200_186GB, "GB200", other_name="gb200"),
 )

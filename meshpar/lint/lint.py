@@ -115,17 +115,11 @@ def lint(
     return LintReport(
         findings=(
             *_refused(layout, rules),
-            *_no_experts(model, layout),
-            *_split_gradients(model, layout),
+            *_unsupported("expert", experts_refusal(model, layout)),
+            *_unsupported("inputs", inputs_refusal(model, layout)),
             *_unknown_residuals(model, layout),
-            *(
-                Finding(kind="unsupported", path="context", message=message)
-                for message in context_problems(model, layout, rules, seq)
-            ),
-            *(
-                Finding(kind="unsupported", path="space", message=message)
-                for message in space_problems(model, layout, rules)
-            ),
+            *_unsupported("context", *context_problems(model, layout, rules, seq)),
+            *_unsupported("space", *space_problems(model, layout, rules)),
             *stage_findings,
             *batch_findings,
             *row_findings,
@@ -162,7 +156,7 @@ def _stored(model: Model, layout: Layout) -> tuple[Model, list[Finding]]:
     try:
         return arranged_for(model, layout), []
     except InputError as error:
-        return model, [Finding(kind="unsupported", path="stage", message=str(error))]
+        return model, _unsupported("stage", str(error))
 
 
 def _examples(layout: Layout, global_batch: int | None) -> tuple[int, list[Finding]]:
@@ -273,6 +267,15 @@ def _first_of_each(
     return Rules(first), findings
 
 
+def _unsupported(path: str, *refusals: str | None) -> list[Finding]:
+    """A finding for each of what a step refuses; None refuses nothing."""
+    return [
+        Finding(kind="unsupported", path=path, message=message)
+        for message in refusals
+        if message is not None
+    ]
+
+
 def _refused(layout: Layout, rules: Rules) -> list[Finding]:
     return [
         *(
@@ -284,20 +287,6 @@ def _refused(layout: Layout, rules: Rules) -> list[Finding]:
             for logical_axis, error in rule_refusals(rules, layout)
         ),
     ]
-
-
-def _no_experts(model: Model, layout: Layout) -> list[Finding]:
-    message = experts_refusal(model, layout)
-    if message is None:
-        return []
-    return [Finding(kind="unsupported", path="expert", message=message)]
-
-
-def _split_gradients(model: Model, layout: Layout) -> list[Finding]:
-    message = inputs_refusal(model, layout)
-    if message is None:
-        return []
-    return [Finding(kind="unsupported", path="inputs", message=message)]
 
 
 def _unknown_residuals(model: Model, layout: Layout) -> list[Finding]:

@@ -13,7 +13,7 @@ from meshpar.layout import Layout
 from meshpar.model.parameter import Parameter
 from meshpar.parallel.placement import PARAM_DTYPES
 from meshpar.parallel.storage import parameter_specs
-from meshpar.rules.rules import LogicalAxes, Rules, spec_axes
+from meshpar.rules.rules import LogicalAxes, Rules, entry_axes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ def _row(
     param_dtype: str,
 ) -> ParameterRow:
     local = tuple(
-        size // math.prod(sizes[axis] for axis in spec_axes(PartitionSpec(entry)))
+        size // math.prod(sizes[axis] for axis in entry_axes(entry))
         for size, entry in zip(parameter.stacked_shape, spec, strict=True)
     )
     return ParameterRow(

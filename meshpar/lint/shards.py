@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from meshpar.layout import Layout
 from meshpar.lint.rows import ParameterRow, row_of
@@ -15,7 +14,7 @@ from meshpar.model.contract import Model
 from meshpar.parallel.pipeline.program import arranged_for
 from meshpar.parallel.storage import parameter_specs
 from meshpar.rules.presets import default_rules
-from meshpar.rules.rules import Rules, spec_axes
+from meshpar.rules.rules import Rules, entry_axes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +81,7 @@ def shards_of(
     for path, parameter in stored.items():
         row = row_of(path, parameter, layout, rules)
         state = parameter_specs(path, parameter, layout, rules)["state_spec"]
-        entries = [spec_axes(PartitionSpec(entry)) for entry in row.mesh_axes]
+        entries = [entry_axes(entry) for entry in row.mesh_axes]
         shape = layout.mesh_shape
         found.append(
             Shards(

@@ -157,7 +157,7 @@ class TableRequest:
             return loss(self.model, params, batch, Scope())
 
         traced = jax.make_jaxpr(jax.value_and_grad(both))(params, batch)
-        return kernels_of(operations(traced, [None] * len(traced.in_avals)))
+        return kernels_of(operations(traced))
 
     def _plan(self, layout: Layout) -> TablePlan:
         step = self._step(layout)

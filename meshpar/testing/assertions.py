@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from meshpar.audit.program_report import AuditReport, axes_text
+from meshpar.audit.collectives import axes_text
+from meshpar.audit.program_report import AuditReport
 from meshpar.audit.report import audit
 from meshpar.audit.subject import subject_of
 from meshpar.audit.tables import (
