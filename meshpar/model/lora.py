@@ -25,7 +25,7 @@ import numpy as np
 from meshpar.errors import InputError, nearest, whole_number
 from meshpar.model.contract import Model
 from meshpar.model.matrix import Matrix
-from meshpar.model.parameter import Parameter, Params, flat
+from meshpar.model.parameter import Parameter, Params, flat, is_parameter
 from meshpar.model.rebuilt import rebuilt, with_frozen, without_frozen
 from meshpar.rules.sharding import insert
 
@@ -93,7 +93,7 @@ class LoRA:
         for path, matrix in factored.items():
             for name, factor in _factors(matrix, self.rank).items():
                 insert(parameters, (*path.split("."), name), factor)
-        frozen = jax.tree.map(self._frozen, model.parameters, is_leaf=_is_parameter)
+        frozen = jax.tree.map(self._frozen, model.parameters, is_leaf=is_parameter)
         return rebuilt(model, parameters, self._rebuild(model, factored), frozen=frozen)
 
     def matrices(self, model: Model) -> dict[str, Matrix]:
@@ -166,8 +166,7 @@ class LoRA:
             for path, matrix in factored.items():
                 first, *keys = path.split(".")
                 if first == name:
-                    own = _at(params, keys)
-                    weight = _at(as_stored, keys)
+                    own, weight = _at(params, keys), _at(as_stored, keys)
                     product = matrix.product(own["a"], own["b"])
                     sum_ = weight.astype(jnp.float32) + scale * product
                     used = _narrower(weight.dtype, own["a"].dtype)
@@ -230,32 +229,26 @@ class Merged:
 def _factors(matrix: Matrix, rank: int) -> dict[str, Parameter]:
     """A and B: the parameter's dims, and one of the rank."""
     one, first = matrix.parameter, matrix.num_batch + matrix.num_inputs
-    batch = slice(0, matrix.num_batch)
-    fan_in = math.prod(one.shape[matrix.num_batch : first])
+    shape, axes, num_batch = one.shape, one.logical_axes, matrix.num_batch
+    out_shape = (*shape[:num_batch], rank, *shape[first:])
 
     def random(key: jax.Array) -> jax.Array:
-        return jax.random.normal(key, shape, jnp.float32) / math.sqrt(fan_in)
+        drawn = jax.random.normal(key, (*shape[:first], rank), jnp.float32)
+        return drawn / math.sqrt(math.prod(shape[num_batch:first]))
 
-    shape = (*one.shape[:first], rank)
-    out_shape = (*one.shape[batch], rank, *one.shape[first:])
+    fp32 = replace(one, dtype=jnp.float32)
     return {
-        "a": Parameter(
-            shape=shape,
-            dtype=jnp.float32,
-            logical_axes=(*one.logical_axes[:first], None),
+        "a": replace(
+            fp32,
+            shape=(*shape[:first], rank),
+            logical_axes=(*axes[:first], None),
             initial=random,
-            num_layers=one.num_layers,
         ),
-        "b": Parameter(
+        "b": replace(
+            fp32,
             shape=out_shape,
-            dtype=jnp.float32,
-            logical_axes=(
-                *one.logical_axes[batch],
-                None,
-                *one.logical_axes[first:],
-            ),
+            logical_axes=(*axes[:num_batch], None, *axes[first:]),
             initial=lambda key: jnp.zeros(out_shape, jnp.float32),
-            num_layers=one.num_layers,
         ),
     }
 
@@ -280,7 +273,7 @@ def _in_dtype_of(params: Params, frozen: Params, known: Any) -> Params:
             return value
         return value.astype(_narrower(value.dtype, given[0].dtype))
 
-    return jax.tree.map(cast, known, frozen, is_leaf=_is_parameter)
+    return jax.tree.map(cast, known, frozen, is_leaf=is_parameter)
 
 
 def _narrower(stored: Any, given: Any) -> Any:
@@ -306,7 +299,3 @@ def _with(tree: Any, keys: list[str], value: Any) -> Any:
         return value
     first, *rest = keys
     return {**tree, first: _with(tree[first], rest, value)}
-
-
-def _is_parameter(node: object) -> bool:
-    return isinstance(node, Parameter)
