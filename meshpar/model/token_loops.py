@@ -136,7 +136,10 @@ def _while(
 ) -> list[Flow]:
     params = equation.params
     before, own = params["cond_nconsts"], params["body_nconsts"]
-    body, cond = _body_and_cond(equation, twin)
+    body, cond = (
+        Twins(params[name], None if twin is None else twin.params[name])
+        for name in ("body_jaxpr", "cond_jaxpr")
+    )
     given, carry = flows[before : before + own], flows[before + own :]
     carry, _ = _carried(follower, body, given, carry, [])
     ends = follower.run(cond, [*flows[:before], *carry])
@@ -147,14 +150,6 @@ def _while(
     if any(flow.counted for flow in ends):
         carry = _counted(carry, _kept(body.jaxpr, own, len(carry)))
     return carry
-
-
-def _body_and_cond(equation: JaxprEqn, twin: JaxprEqn | None) -> tuple[Twins, Twins]:
-    body, cond = (
-        Twins(equation.params[name], None if twin is None else twin.params[name])
-        for name in ("body_jaxpr", "cond_jaxpr")
-    )
-    return body, cond
 
 
 def _cond(
