@@ -111,7 +111,7 @@ class Functional:
             )
         return result
 
-    def run_block(self, params: Params, scope: Scope, stream: Any) -> Any:
+    def run_block(self, params: Params, stream: Any, scope: Scope) -> Any:
         """The module called as a block; statistics of `nnx.BatchNorm` are sums of it.
 
         Raises:
