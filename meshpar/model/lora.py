@@ -14,7 +14,7 @@ Reference: Hu et al. 2021, section 4.1.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -108,17 +108,18 @@ class LoRA:
             for path, one in flat(model.parameters).items()
             if path.split(".")[0] in names and (matrix := Matrix.of(one))
         }
-        found: dict[str, Matrix] = {}
         for target in self.targets:
-            here = {path: known[path] for path in known if _matches(target, path)}
-            if not here:
+            if not any(_matches(target, path) for path in known):
                 parts = sorted({part for path in known for part in path.split(".")[1:]})
                 raise InputError(
                     f"target {target!r} matches no matrix of the blocks; "
                     f"{nearest(target, [*parts, *known])}"
                 )
-            found |= here
-        return {path: found[path] for path in known if path in found}
+        return {
+            path: matrix
+            for path, matrix in known.items()
+            if any(_matches(target, path) for target in self.targets)
+        }
 
     def state(self, model: Model, params: Params, state: Params | None = None) -> Any:
         """Values of the given model as state of the new one, for `TrainStep.init`.
@@ -209,21 +210,13 @@ class Merged:
         if index and index[0] is Ellipsis:
             index = ()
         index = (*index, *(slice(None) for _ in self.shape[len(index) :]))
+        whole, num_batch = slice(None), self.matrix.num_batch + 1  # and layers
+        first = num_batch + self.matrix.num_inputs
         weight = np.asarray(self.weight[index], np.float32)
-        a, b = self._factors_of(index)
+        a = np.asarray(self.a[(*index[:first], whole)], np.float32)
+        b = np.asarray(self.b[(*index[:num_batch], whole, *index[first:])], np.float32)
         product = np.einsum(self.matrix.formula("l"), a, b)
         return weight + np.float32(self.lora.scale) * product
-
-    def _factors_of(self, index: tuple[slice, ...]) -> Iterator[np.ndarray]:
-        """What the part is a product of: of A its inputs, of B its outputs."""
-        num_batch = self.matrix.num_batch + 1  # and layers
-        first = num_batch + self.matrix.num_inputs
-        whole = slice(None)
-        for one, own in (
-            (self.a, (*index[:first], whole)),
-            (self.b, (*index[:num_batch], whole, *index[first:])),
-        ):
-            yield np.asarray(one[own], np.float32)
 
 
 def _factors(matrix: Matrix, rank: int) -> dict[str, Parameter]:
@@ -282,9 +275,8 @@ def _narrower(stored: Any, given: Any) -> Any:
 
 
 def _matches(target: str, path: str) -> bool:
-    wanted, keys = target.split("."), path.split(".")
-    starts = range(len(keys) - len(wanted) + 1)
-    return any(keys[at : at + len(wanted)] == wanted for at in starts)
+    """Whether a path has the target's keys, one after another."""
+    return f".{target}." in f".{path}."
 
 
 def _at(tree: Any, keys: list[str]) -> Any:

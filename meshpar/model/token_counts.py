@@ -8,7 +8,7 @@ sequence it is the one that differs.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -113,7 +113,7 @@ def without_tokens(
         if shapes[1] == others[1]:  # else there are more places
             counted |= shapes[0] != others[0] or other_numbers(equation, twin)
     value = _value(equation.primitive.name, given)
-    return [Flow(uniform=flow.uniform, value=value, counted=counted) for flow in found]
+    return [replace(flow, value=value, counted=counted) for flow in found]
 
 
 def other_numbers(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Protocol
 
 from jax.extend.core import Jaxpr, JaxprEqn
@@ -73,10 +72,7 @@ def _of_each_token(
 
 def _of_one(flow: Flow) -> Flow:
     """Of one iteration, from what a loop runs along."""
-    if flow.dim == 0:
-        return Flow()
-    alike = replace(flow, uniform=flow.uniform - {0}, numbered=flow.numbered - {0})
-    return alike.moved(lambda dim: dim - 1)
+    return Flow() if flow.dim == 0 else flow.moved(lambda dim: dim - 1 if dim else None)
 
 
 def _carried(

@@ -140,13 +140,7 @@ class _Follower:
             raise Mixed(f"{name} {COUNTED}")
         check_table(equation, twin, flows)
         found = RULES.get(name, elementwise)(equation, flows, self.num_tokens)
-        if has_tokens:
-            return found
-        alone = without_tokens(equation, twin, flows, found)
-        return [
-            replace(flow, numbered=one.numbered)
-            for flow, one in zip(alone, found, strict=True)
-        ]
+        return found if has_tokens else without_tokens(equation, twin, flows, found)
 
     def _still_picked(self, equation: JaxprEqn, flows: list[Flow]) -> str:
         """What picked the tokens of which there are multiples; empty if anything else.
