@@ -64,10 +64,8 @@ def initial_values(
     params: Params = {}
     state: Params = {}
     for group in model.groups:
-        of_group = _chosen(specs, group.name)
-        params[group.name], state[group.name] = _of_group(
-            model, group.name, seed, of_group
-        )
+        name = group.name
+        params[name], state[name] = _of_group(model, name, seed, specs)
     built: tuple[Params, Params] = ({}, {})
     if ENDS in model.build:
         of_ends = specs and (model.split(specs[0])[0], model.split(specs[1])[0])
@@ -87,17 +85,14 @@ def _of_group(
         first, *_ = jax.tree.leaves(trees, is_leaf=is_parameter)
         order = jnp.asarray(first.places)
         keys = jax.vmap(lambda layer: initial_key(seed, name, layer))(order)
-        built = build_layers(model.build[name], keys, specs)
+        of_group = specs and (specs[0].get(name, {}), specs[1].get(name, {}))
+        built = build_layers(model.build[name], keys, of_group)
     at = (jax.tree_util.DictKey(name),)
     params, state = (
         _drawn(tree, values, seed, at)
         for tree, values in zip(trees, built, strict=True)
     )
     return params, state
-
-
-def _chosen(specs: Specs | None, name: str) -> Specs | None:
-    return specs and tuple(tree.get(name, {}) for tree in specs)
 
 
 def _drawn(tree: Params, built: Params, seed: jax.Array | int, at: tuple) -> Params:

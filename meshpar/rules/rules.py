@@ -258,12 +258,6 @@ def auto_mesh_shape() -> dict[str, int]:
     }
 
 
-def single_auto_axes() -> tuple[str, ...]:
-    """Mesh axes of one device that are left to GSPMD here."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return tuple(axis for axis in mesh.auto_axes if mesh.shape[axis] == 1)
-
-
 def _check_rank(
     logical_axes: LogicalAxes, shape: Sequence[int] | None, path: str | None
 ) -> None:
