@@ -9,12 +9,12 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 
-def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+def equations(program: ClosedJaxpr | Jaxpr) -> Iterator[JaxprEqn]:
     """Every equation, an outer one before those inside it."""
-    for equation in jaxpr.eqns:
+    for equation in without_constants(program).eqns:
         yield equation
         for inner in programs_in(equation):
-            yield from equations(without_constants(inner))
+            yield from equations(inner)
 
 
 def programs_in(equation: JaxprEqn) -> list[ClosedJaxpr | Jaxpr]:
