@@ -7,7 +7,7 @@ import inspect
 import itertools
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
@@ -113,31 +113,24 @@ class _Function:
     """
 
     operation: ir.Operation
-    collectives: tuple[ir.Operation, ...]
-    of_host: tuple[ir.Operation, ...]
-    calls: tuple[ir.Operation, ...]
+    collectives: list[ir.Operation] = field(default_factory=list)
+    of_host: list[ir.Operation] = field(default_factory=list)
+    calls: list[ir.Operation] = field(default_factory=list)
 
 
 def _read(function: ir.Operation) -> _Function:
-    collectives: list[ir.Operation] = []
-    of_host: list[ir.Operation] = []
-    calls: list[ir.Operation] = []
+    found = _Function(operation=function)
 
     def note(operation: ir.Operation) -> ir.WalkResult:
         if _CHANNEL in operation.attributes:
             to_host = operation.name in _OF_THE_HOST
-            (of_host if to_host else collectives).append(operation)
+            (found.of_host if to_host else found.collectives).append(operation)
         elif operation.name in _CALLED:
-            calls.append(operation)
+            found.calls.append(operation)
         return ir.WalkResult.ADVANCE
 
     function.walk(note)
-    return _Function(
-        operation=function,
-        collectives=tuple(collectives),
-        of_host=tuple(of_host),
-        calls=tuple(calls),
-    )
+    return found
 
 
 def _copied_for_each_call(

@@ -121,7 +121,7 @@ def _divergent_collectives(operation: Operation) -> list[Hazard]:
             ),
         )
         for program in programs
-        for equation in equations(getattr(program, "jaxpr", program))
+        for equation in equations(program)
         if _is_divergent(equation, operation.name, differs)
     ]
 

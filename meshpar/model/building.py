@@ -53,12 +53,8 @@ def build_layers(build: Build, keys: jax.Array, specs: Any) -> Any:
     """`build` of every key, stacked; the specs have the leading dim too."""
     if specs is None or is_mapped(build, keys[0]):
         return jax.vmap(build)(keys)
-    of_layer = jax.tree.map(
-        lambda spec: PartitionSpec(None, *spec[1:]), specs, is_leaf=_is_spec
-    )
-    of_layers = jax.tree.map(
-        lambda spec: PartitionSpec(*spec[:1]), specs, is_leaf=_is_spec
-    )
+    of_layer = jax.tree.map(lambda spec: PartitionSpec(None, *spec[1:]), specs)
+    of_layers = jax.tree.map(lambda spec: PartitionSpec(*spec[:1]), specs)
 
     def own(keys: jax.Array) -> Any:
         layers = lax.map(
@@ -90,7 +86,7 @@ def _own(tree: Any, specs: Any) -> Any:
             x = lax.dynamic_slice_in_dim(x, index * size, size, dim)
         return x
 
-    return jax.tree.map(own, specs, tree, is_leaf=_is_spec)
+    return jax.tree.map(own, specs, tree)
 
 
 def is_mapped(build: Build, key: jax.Array) -> bool:
@@ -99,7 +95,3 @@ def is_mapped(build: Build, key: jax.Array) -> bool:
     return all(
         equation.primitive.name in _MAPPED for equation in equations(program.jaxpr)
     )
-
-
-def _is_spec(node: Any) -> bool:
-    return isinstance(node, PartitionSpec)

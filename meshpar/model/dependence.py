@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from meshpar.model.equations import programs_in
+from meshpar.model.equations import programs_in, without_constants
 from meshpar.model.scan_counts import scan_counts
 
 
@@ -136,7 +136,7 @@ def _through(equation: Any, flags: list[bool]) -> list[bool]:
 
 def _inner(equation: Any) -> Jaxpr | None:
     """The one program of an operation that has its operands and results."""
-    inner = [getattr(one, "jaxpr", one) for one in programs_in(equation)]
+    inner = map(without_constants, programs_in(equation))
     fits = [
         one
         for one in inner

@@ -9,18 +9,23 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 
-def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+def equations(program: ClosedJaxpr | Jaxpr) -> Iterator[JaxprEqn]:
     """Every equation, an outer one before those inside it."""
-    for equation in jaxpr.eqns:
+    for equation in without_constants(program).eqns:
         yield equation
         for inner in programs_in(equation):
-            yield from equations(getattr(inner, "jaxpr", inner))
+            yield from equations(inner)
 
 
-def programs_in(equation: JaxprEqn) -> list[Any]:
+def programs_in(equation: JaxprEqn) -> list[ClosedJaxpr | Jaxpr]:
     """The programs that an equation holds, such as a loop's body."""
     leaves = jax.tree.leaves(list(equation.params.values()), is_leaf=_is_program)
     return [one for one in leaves if _is_program(one)]
+
+
+def without_constants(program: ClosedJaxpr | Jaxpr) -> Jaxpr:
+    """A program of which the arrays that it has itself are variables."""
+    return program.jaxpr if isinstance(program, ClosedJaxpr) else program
 
 
 def collective_axes(equation: JaxprEqn) -> tuple[str, ...]:

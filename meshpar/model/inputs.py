@@ -182,14 +182,13 @@ def logical_sizes(inputs: Inputs) -> tuple[str, ...]:
         >>> logical_sizes({"x": Input(("batch", "seq")), "y": Input(("batch",))})
         ('batch', 'seq')
     """
-    needed = [one for one in inputs.values() if not one.optional]
     names = (
         name
-        for one in needed
+        for one in inputs.values()
         for name, size in zip(one.logical_axes, one.sizes, strict=True)
-        if size is None
+        if not one.optional and name is not None and size is None
     )
-    return tuple(dict.fromkeys(name for name in names if name is not None))
+    return tuple(dict.fromkeys(names))
 
 
 def shapes_of(

@@ -14,7 +14,7 @@ Reference: Hu et al. 2021, section 4.1.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -25,7 +25,7 @@ import numpy as np
 from meshpar.errors import InputError, nearest, whole_number
 from meshpar.model.contract import Model
 from meshpar.model.matrix import Matrix
-from meshpar.model.parameter import Parameter, Params, flat
+from meshpar.model.parameter import Parameter, Params, flat, is_parameter
 from meshpar.model.rebuilt import rebuilt, with_frozen, without_frozen
 from meshpar.rules.sharding import insert
 
@@ -93,7 +93,7 @@ class LoRA:
         for path, matrix in factored.items():
             for name, factor in _factors(matrix, self.rank).items():
                 insert(parameters, (*path.split("."), name), factor)
-        frozen = jax.tree.map(self._frozen, model.parameters, is_leaf=_is_parameter)
+        frozen = jax.tree.map(self._frozen, model.parameters, is_leaf=is_parameter)
         return rebuilt(model, parameters, self._rebuild(model, factored), frozen=frozen)
 
     def matrices(self, model: Model) -> dict[str, Matrix]:
@@ -108,17 +108,18 @@ class LoRA:
             for path, one in flat(model.parameters).items()
             if path.split(".")[0] in names and (matrix := Matrix.of(one))
         }
-        found: dict[str, Matrix] = {}
         for target in self.targets:
-            here = {path: known[path] for path in known if _matches(target, path)}
-            if not here:
+            if not any(_matches(target, path) for path in known):
                 parts = sorted({part for path in known for part in path.split(".")[1:]})
                 raise InputError(
                     f"target {target!r} matches no matrix of the blocks; "
                     f"{nearest(target, [*parts, *known])}"
                 )
-            found |= here
-        return {path: found[path] for path in known if path in found}
+        return {
+            path: matrix
+            for path, matrix in known.items()
+            if any(_matches(target, path) for target in self.targets)
+        }
 
     def state(self, model: Model, params: Params, state: Params | None = None) -> Any:
         """Values of the given model as state of the new one, for `TrainStep.init`.
@@ -166,8 +167,7 @@ class LoRA:
             for path, matrix in factored.items():
                 first, *keys = path.split(".")
                 if first == name:
-                    own = _at(params, keys)
-                    weight = _at(as_stored, keys)
+                    own, weight = _at(params, keys), _at(as_stored, keys)
                     product = matrix.product(own["a"], own["b"])
                     sum_ = weight.astype(jnp.float32) + scale * product
                     used = _narrower(weight.dtype, own["a"].dtype)
@@ -210,52 +210,38 @@ class Merged:
         if index and index[0] is Ellipsis:
             index = ()
         index = (*index, *(slice(None) for _ in self.shape[len(index) :]))
+        whole, num_batch = slice(None), self.matrix.num_batch + 1  # and layers
+        first = num_batch + self.matrix.num_inputs
         weight = np.asarray(self.weight[index], np.float32)
-        a, b = self._factors_of(index)
+        a = np.asarray(self.a[(*index[:first], whole)], np.float32)
+        b = np.asarray(self.b[(*index[:num_batch], whole, *index[first:])], np.float32)
         product = np.einsum(self.matrix.formula("l"), a, b)
         return weight + np.float32(self.lora.scale) * product
-
-    def _factors_of(self, index: tuple[slice, ...]) -> Iterator[np.ndarray]:
-        """What the part is a product of: of A its inputs, of B its outputs."""
-        num_batch = self.matrix.num_batch + 1  # and layers
-        first = num_batch + self.matrix.num_inputs
-        whole = slice(None)
-        for one, own in (
-            (self.a, (*index[:first], whole)),
-            (self.b, (*index[:num_batch], whole, *index[first:])),
-        ):
-            yield np.asarray(one[own], np.float32)
 
 
 def _factors(matrix: Matrix, rank: int) -> dict[str, Parameter]:
     """A and B: the parameter's dims, and one of the rank."""
     one, first = matrix.parameter, matrix.num_batch + matrix.num_inputs
-    batch = slice(0, matrix.num_batch)
-    fan_in = math.prod(one.shape[matrix.num_batch : first])
+    shape, axes, num_batch = one.shape, one.logical_axes, matrix.num_batch
+    out_shape = (*shape[:num_batch], rank, *shape[first:])
 
     def random(key: jax.Array) -> jax.Array:
-        return jax.random.normal(key, shape, jnp.float32) / math.sqrt(fan_in)
+        drawn = jax.random.normal(key, (*shape[:first], rank), jnp.float32)
+        return drawn / math.sqrt(math.prod(shape[num_batch:first]))
 
-    shape = (*one.shape[:first], rank)
-    out_shape = (*one.shape[batch], rank, *one.shape[first:])
+    fp32 = replace(one, dtype=jnp.float32)
     return {
-        "a": Parameter(
-            shape=shape,
-            dtype=jnp.float32,
-            logical_axes=(*one.logical_axes[:first], None),
+        "a": replace(
+            fp32,
+            shape=(*shape[:first], rank),
+            logical_axes=(*axes[:first], None),
             initial=random,
-            num_layers=one.num_layers,
         ),
-        "b": Parameter(
+        "b": replace(
+            fp32,
             shape=out_shape,
-            dtype=jnp.float32,
-            logical_axes=(
-                *one.logical_axes[batch],
-                None,
-                *one.logical_axes[first:],
-            ),
+            logical_axes=(*axes[:num_batch], None, *axes[first:]),
             initial=lambda key: jnp.zeros(out_shape, jnp.float32),
-            num_layers=one.num_layers,
         ),
     }
 
@@ -280,7 +266,7 @@ def _in_dtype_of(params: Params, frozen: Params, known: Any) -> Params:
             return value
         return value.astype(_narrower(value.dtype, given[0].dtype))
 
-    return jax.tree.map(cast, known, frozen, is_leaf=_is_parameter)
+    return jax.tree.map(cast, known, frozen, is_leaf=is_parameter)
 
 
 def _narrower(stored: Any, given: Any) -> Any:
@@ -289,9 +275,8 @@ def _narrower(stored: Any, given: Any) -> Any:
 
 
 def _matches(target: str, path: str) -> bool:
-    wanted, keys = target.split("."), path.split(".")
-    starts = range(len(keys) - len(wanted) + 1)
-    return any(keys[at : at + len(wanted)] == wanted for at in starts)
+    """Whether a path has the target's keys, one after another."""
+    return f".{target}." in f".{path}."
 
 
 def _at(tree: Any, keys: list[str]) -> Any:
@@ -306,7 +291,3 @@ def _with(tree: Any, keys: list[str], value: Any) -> Any:
         return value
     first, *rest = keys
     return {**tree, first: _with(tree[first], rest, value)}
-
-
-def _is_parameter(node: object) -> bool:
-    return isinstance(node, Parameter)

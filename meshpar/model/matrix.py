@@ -37,14 +37,10 @@ class Matrix:
         axes = parameter.logical_axes
         num_batch = int(bool(axes) and axes[0] == "experts")
         own = axes[num_batch:]
-        if len(own) < 2 or parameter.in_full:
+        if len(own) < 2 or parameter.in_full or _STREAM not in (own[0], own[-1]):
             return None
-        if own[0] == _STREAM:
-            return cls(parameter=parameter, num_batch=num_batch, num_inputs=1)
-        if own[-1] == _STREAM:
-            inputs = len(own) - 1
-            return cls(parameter=parameter, num_batch=num_batch, num_inputs=inputs)
-        return None
+        num_inputs = 1 if own[0] == _STREAM else len(own) - 1
+        return cls(parameter=parameter, num_batch=num_batch, num_inputs=num_inputs)
 
     def product(self, a: Any, b: Any) -> jax.Array:
         """A B in fp32, in the parameter's shape."""

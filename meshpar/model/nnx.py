@@ -221,9 +221,6 @@ def _check_names(end: Functional, groups: Mapping[str, Functional]) -> None:
 
 
 def _group(name: str, given: Blocks, block: Functional, end: Functional) -> BlockGroup:
-    def run(params: Params, stream: Any, scope: Scope) -> Any:
-        return block.run_block(params, scope, stream)
-
     def enter(params: Params, stream: Any, scope: Scope) -> Any:
         method = given.enter or ""
         return _stream(end, method, end.run(params, scope, method, stream, scope))
@@ -231,7 +228,7 @@ def _group(name: str, given: Blocks, block: Functional, end: Functional) -> Bloc
     return BlockGroup(
         name=name,
         num_layers=given.num_layers,
-        block=run,
+        block=block.run_block,
         enter=enter if given.enter else None,
         stream=given.stream,
         auxiliary=dict(given.auxiliary),

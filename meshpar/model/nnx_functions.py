@@ -44,6 +44,7 @@ class Functional:
         self.built = built(builder, argument)
         self.what = self.built.what
         self._leaves = self.built.leaves
+        self._roles = {leaf.name: leaf.role for leaf in self._leaves}
 
     def has(self, method: str) -> bool:
         """Whether the module has a method of that name."""
@@ -111,7 +112,7 @@ class Functional:
             )
         return result
 
-    def run_block(self, params: Params, scope: Scope, stream: Any) -> Any:
+    def run_block(self, params: Params, stream: Any, scope: Scope) -> Any:
         """The module called as a block; statistics of `nnx.BatchNorm` are sums of it.
 
         Raises:
@@ -264,9 +265,7 @@ class Functional:
 
     def _is_statistic(self, path: str) -> bool:
         """Whether an array is one of the running statistics of an `nnx.BatchNorm`."""
-        is_state = any(
-            leaf.name == path and leaf.role == "state" for leaf in self._leaves
-        )
+        is_state = self._roles[path] == "state"
         return is_state and path.rpartition(".")[0] in self.built.batch_norms
 
     def _known(self, params: Params, state: Params) -> dict[str, Any]:

@@ -58,9 +58,7 @@ class Parameter:
 
     @property
     def _leading(self) -> tuple[int, ...]:
-        if self.num_layers is None:
-            return ()
-        return (self.num_layers if self.layer_order is None else len(self.layer_order),)
+        return () if self.num_layers is None else (len(self.places),)
 
     @property
     def struct(self) -> jax.ShapeDtypeStruct:

@@ -11,7 +11,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from meshpar.model.dependence import needed_for
-from meshpar.model.equations import programs_in
+from meshpar.model.equations import programs_in, without_constants
 
 Numbers = list[Any]
 """Names of operations, and constants, in the order of a program."""
@@ -51,7 +51,7 @@ def _literals(atoms: Sequence[Any]) -> Numbers:
 def _all_numbers(program: Any) -> Numbers:
     """The operations and constants of a program inside another."""
     found: Numbers = list(getattr(program, "consts", ()))
-    for equation in getattr(program, "jaxpr", program).eqns:
+    for equation in without_constants(program).eqns:
         found += _numbers_at(equation)
     return found
 

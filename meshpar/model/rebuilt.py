@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import jax
 
-from meshpar.model.contract import BlockGroup, Model, Stream
+from meshpar.model.contract import BlockGroup, Model
 from meshpar.model.parameter import Params
-from meshpar.model.scope import Scope
 from meshpar.model.sums import Sums
 from meshpar.model.values import ENDS
 
@@ -42,41 +41,13 @@ def rebuilt(
     """
     names = [group.name for group in model.groups]
     frozen = frozen or {}
-
-    def ends_of(params: Params, scope: Scope) -> tuple[Params, Scope]:
-        own, kept = _apart(scope.state)
-        return rebuild(ENDS, params, kept), replace(scope, state=own)
-
-    def embed(params: Params, batch: Mapping, scope: Scope) -> Stream:
-        params, scope = ends_of(params, scope)
-        return model.embed(params, batch, scope)
-
-    def head(params: Params, x: Stream, batch: Mapping, scope: Scope) -> Any:
-        params, scope = ends_of(params, scope)
-        return model.head(params, x, batch, scope)
-
-    def logits(params: Params, x: Stream, scope: Scope) -> Any:
-        params, scope = ends_of(params, scope)
-        return model.logits(params, x, scope) if model.logits else None
-
-    def group_of(group: BlockGroup) -> BlockGroup:
-        enter = group.enter
-
-        def entered(params: Params, x: Stream, scope: Scope) -> Stream:
-            params, scope = ends_of(params, scope)
-            return enter(params, x, scope) if enter else x
-
-        return replace(
-            _group(group, rebuild), enter=entered if enter is not None else None
-        )
-
     return replace(
         model,
         parameters=parameters,
-        embed=embed,
-        groups=tuple(map(group_of, model.groups)),
-        head=head,
-        logits=None if model.logits is None else logits,
+        embed=_over(ENDS, model.embed, rebuild),
+        groups=tuple(_group(group, rebuild) for group in model.groups),
+        head=_over(ENDS, model.head, rebuild),
+        logits=None if model.logits is None else _over(ENDS, model.logits, rebuild),
         state=with_frozen(names, model.state, frozen),
         build=_build(model, frozen),
         modules={},
@@ -110,12 +81,25 @@ def without_frozen(names: list[str], state: Params) -> tuple[Params, Params]:
     return own, frozen
 
 
-def _group(group: BlockGroup, rebuild: Rebuild) -> BlockGroup:
-    def block(params: Params, x: Stream, scope: Scope) -> Any:
-        own, kept = _apart(scope.state)
-        params = rebuild(group.name, params, kept)
-        return group.block(params, x, replace(scope, state=own))
+def _over(name: str, function: Callable, rebuild: Rebuild) -> Callable[..., Any]:
+    """A function of a model, `(params, ..., scope)`, over the other parameters.
 
+    Args:
+        name: Of the group whose function it is, or `ends`.
+        function: As the model has it.
+        rebuild: Makes its parameters.
+    """
+
+    def over(params: Params, *given: Any) -> Any:
+        *others, scope = given
+        own, kept = _apart(scope.state)
+        params = rebuild(name, params, kept)
+        return function(params, *others, replace(scope, state=own))
+
+    return over
+
+
+def _group(group: BlockGroup, rebuild: Rebuild) -> BlockGroup:
     def updated(params: Params, state: Params, sums: Sums) -> Params:
         own, kept = _apart(state)
         new = group.updated(rebuild(group.name, params, kept), own, sums)
@@ -123,7 +107,8 @@ def _group(group: BlockGroup, rebuild: Rebuild) -> BlockGroup:
 
     return replace(
         group,
-        block=block,
+        block=_over(group.name, group.block, rebuild),
+        enter=None if group.enter is None else _over(ENDS, group.enter, rebuild),
         update_state=None,
         update_from=updated if group.changes_state else None,
     )

@@ -18,13 +18,7 @@ from meshpar.model.inputs import Batch
 from meshpar.model.token_cache import TokenCache
 from meshpar.model.token_order import TokenOrder
 from meshpar.model.whole_sequence import over_sequence, sequence_sum
-from meshpar.rules.rules import (
-    LogicalAxes,
-    Rules,
-    auto_mesh_shape,
-    single_auto_axes,
-    spec_axes,
-)
+from meshpar.rules.rules import LogicalAxes, Rules, auto_mesh_shape, spec_axes
 
 SAVED_PREFIX = "meshpar."
 """Begins the name of every residual that a block asked to keep."""
@@ -107,7 +101,9 @@ class Scope:
             layouts = zip(in_axes, arrays, strict=True)
             specs = tuple(_spec(rules, axes, array.shape) for axes, array in layouts)
             used = {axis for spec in specs for axis in spec_axes(spec)}
-            used |= set(single_auto_axes()) if whole_mesh else set()
+            if whole_mesh:
+                mesh = jax.sharding.get_abstract_mesh()
+                used |= {axis for axis in mesh.auto_axes if mesh.shape[axis] == 1}
             if not used:
                 return function(*arrays)
             out_shape = jax.eval_shape(function, *arrays).shape

@@ -37,17 +37,13 @@ def loss_and_state(
     batch, state = Batch(batch), state or {}
     scope = replace(scope or Scope(), batch=batch)
     x, sums = _run(model, params, batch, scope, state)
-    ends, _ = model.split(params)
+    ends, groups = model.split(params)
     of_ends, of_groups = model.split(state)
     total, weight_sum = model.loss_sums(ends, x, batch, replace(scope, state=of_ends))
     for group, layers in zip(model.groups, sums, strict=True):
         total += sum((group.weighted(of_layer) for of_layer in layers), 0.0)
-    new = [
-        _updated(*of_group)
-        for of_group in zip(
-            model.groups, model.split(params)[1], of_groups, sums, strict=True
-        )
-    ]
+    each = zip(model.groups, groups, of_groups, sums, strict=True)
+    new = [_updated(*of_group) for of_group in each]
     state = {**state, **{k: v for k, v in model.join({}, new).items() if k in state}}
     return total / weight_sum, state
 
@@ -94,16 +90,8 @@ def _updated(
 ) -> Params:
     if not group.changes_state:
         return state
-    layers = [
-        group.updated(
-            _layer(params, index),
-            _layer(state, index),
-            _without(of_layer, group.auxiliary),
-        )
-        for index, of_layer in enumerate(sums)
-    ]
+    layers = []
+    for index, of_layer in enumerate(sums):
+        own = {k: v for k, v in of_layer.items() if k not in group.auxiliary}
+        layers.append(group.updated(_layer(params, index), _layer(state, index), own))
     return jax.tree.map(lambda *values: jnp.stack(values), *layers)
-
-
-def _without(sums: Sums, names: Any) -> Sums:
-    return {name: value for name, value in sums.items() if name not in names}

@@ -8,7 +8,7 @@ sequence it is the one that differs.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
+from meshpar.model.equations import programs_in, without_constants
 from meshpar.model.token_flow import Flow, Mixed, shape_of
 
 COUNTED = "of tokens by how many are at hand; take scope.seq_length(seq), or sums alone"
@@ -45,11 +46,11 @@ class Twins:
     @property
     def jaxpr(self) -> Jaxpr:
         """The program, without its constants."""
-        return _open(self.program)
+        return without_constants(self.program)
 
     def equations(self) -> Iterator[tuple[JaxprEqn, JaxprEqn | None]]:
         """Its operations, each with its twin."""
-        twins = [] if self.other is None else _open(self.other).eqns
+        twins = [] if self.other is None else without_constants(self.other).eqns
         alike = len(twins) > 0
         for at, one in enumerate(self.jaxpr.eqns):
             alike = alike and at < len(twins) and one.primitive is twins[at].primitive
@@ -60,9 +61,9 @@ class Twins:
         """The twin's results, where all its operations are the same."""
         if self.other is None:
             return None
-        pairs = self.jaxpr.eqns, _open(self.other).eqns
+        pairs = self.jaxpr.eqns, without_constants(self.other).eqns
         names = [[one.primitive for one in equations] for equations in pairs]
-        return _open(self.other).outvars if names[0] == names[1] else None
+        return without_constants(self.other).outvars if names[0] == names[1] else None
 
     def constants(self) -> Iterator[tuple[Any, Flow]]:
         """Flows of the arrays that the program itself has."""
@@ -78,8 +79,8 @@ class Twins:
 
 def inner_programs(equation: JaxprEqn, twin: JaxprEqn | None) -> list[Twins]:
     """The programs that an operation runs, such as a loop's body."""
-    mine = list(_programs(equation))
-    its = [] if twin is None else list(_programs(twin))
+    mine = programs_in(equation)
+    its = [] if twin is None else programs_in(twin)
     if len(mine) != len(its):
         return [Twins(one) for one in mine]
     return [Twins(one, other) for one, other in zip(mine, its, strict=True)]
@@ -112,7 +113,7 @@ def without_tokens(
         if shapes[1] == others[1]:  # else there are more places
             counted |= shapes[0] != others[0] or other_numbers(equation, twin)
     value = _value(equation.primitive.name, given)
-    return [Flow(uniform=flow.uniform, value=value, counted=counted) for flow in found]
+    return [replace(flow, value=value, counted=counted) for flow in found]
 
 
 def other_numbers(
@@ -209,13 +210,3 @@ def _shapes(equation: JaxprEqn) -> tuple[list[tuple], list[tuple]]:
     """Of what an operation is given, and of its results."""
     given, found = equation.invars, equation.outvars
     return [shape_of(one) for one in given], [shape_of(one) for one in found]
-
-
-def _open(program: ClosedJaxpr | Jaxpr) -> Jaxpr:
-    return program.jaxpr if isinstance(program, ClosedJaxpr) else program
-
-
-def _programs(equation: JaxprEqn) -> Iterator[ClosedJaxpr | Jaxpr]:
-    for value in equation.params.values():
-        several: Any = value if isinstance(value, tuple | list) else (value,)
-        yield from (one for one in several if isinstance(one, ClosedJaxpr | Jaxpr))

@@ -26,11 +26,9 @@ def _broadcast(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[F
     if flow.dim is not None:
         return [Flow(dim=places[flow.dim])]
     widened = {p for d, p in enumerate(places) if shape_of(x)[d] != shape[p]}
-    alike, numbered = (
-        {places[dim] for dim in dims} for dims in (flow.uniform, flow.numbered)
-    )
-    spread = frozenset(range(len(shape))) - {*places} | widened | alike
-    return [Flow(uniform=spread, numbered=frozenset(numbered) - widened)]
+    moved = flow.moved(lambda dim: places[dim])
+    spread = frozenset(range(len(shape))) - {*places} | widened | moved.uniform
+    return [Flow(uniform=spread, numbered=moved.numbered - widened)]
 
 
 def _transpose(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
@@ -45,12 +43,7 @@ def _reshape(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flo
         return [Flow(total=True)]
     if flow.dim is not None:
         return [_reshaped(flow, before, after, num_tokens)]
-    places = {dim: _same_place(before, after, dim) for dim in range(len(before))}
-    uniform, numbered = (
-        frozenset(place for dim in dims if (place := places[dim]) is not None)
-        for dims in (flow.uniform, flow.numbered)
-    )
-    return [Flow(uniform=uniform, numbered=numbered)]
+    return [flow.moved(lambda dim: _same_place(before, after, dim))]
 
 
 def _reshaped(flow: Flow, before: tuple, after: tuple, num_tokens: int) -> Flow:

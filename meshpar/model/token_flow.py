@@ -82,11 +82,12 @@ class Flow:
         """Whether it is known to be 0 everywhere."""
         return self.value is not None and self.value == 0
 
-    def moved(self, place: Callable[[int], int]) -> Flow:
-        """The same with dims elsewhere."""
+    def moved(self, place: Callable[[int], int | None]) -> Flow:
+        """The same with dims elsewhere; those that have no place are gone."""
         dim = None if self.dim is None else place(self.dim)
         uniform, numbered = (
-            frozenset(map(place, dims)) for dims in (self.uniform, self.numbered)
+            frozenset(to for dim in dims if (to := place(dim)) is not None)
+            for dims in (self.uniform, self.numbered)
         )
         return replace(self, dim=dim, uniform=uniform, numbered=numbered)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Protocol
 
 from jax.extend.core import Jaxpr, JaxprEqn
@@ -73,10 +72,7 @@ def _of_each_token(
 
 def _of_one(flow: Flow) -> Flow:
     """Of one iteration, from what a loop runs along."""
-    if flow.dim == 0:
-        return Flow()
-    alike = replace(flow, uniform=flow.uniform - {0}, numbered=flow.numbered - {0})
-    return alike.moved(lambda dim: dim - 1)
+    return Flow() if flow.dim == 0 else flow.moved(lambda dim: dim - 1 if dim else None)
 
 
 def _carried(
@@ -136,7 +132,10 @@ def _while(
 ) -> list[Flow]:
     params = equation.params
     before, own = params["cond_nconsts"], params["body_nconsts"]
-    body, cond = _body_and_cond(equation, twin)
+    body, cond = (
+        Twins(params[name], None if twin is None else twin.params[name])
+        for name in ("body_jaxpr", "cond_jaxpr")
+    )
     given, carry = flows[before : before + own], flows[before + own :]
     carry, _ = _carried(follower, body, given, carry, [])
     ends = follower.run(cond, [*flows[:before], *carry])
@@ -147,14 +146,6 @@ def _while(
     if any(flow.counted for flow in ends):
         carry = _counted(carry, _kept(body.jaxpr, own, len(carry)))
     return carry
-
-
-def _body_and_cond(equation: JaxprEqn, twin: JaxprEqn | None) -> tuple[Twins, Twins]:
-    body, cond = (
-        Twins(equation.params[name], None if twin is None else twin.params[name])
-        for name in ("body_jaxpr", "cond_jaxpr")
-    )
-    return body, cond
 
 
 def _cond(

@@ -140,13 +140,7 @@ class _Follower:
             raise Mixed(f"{name} {COUNTED}")
         check_table(equation, twin, flows)
         found = RULES.get(name, elementwise)(equation, flows, self.num_tokens)
-        if has_tokens:
-            return found
-        alone = without_tokens(equation, twin, flows, found)
-        return [
-            replace(flow, numbered=one.numbered)
-            for flow, one in zip(alone, found, strict=True)
-        ]
+        return found if has_tokens else without_tokens(equation, twin, flows, found)
 
     def _still_picked(self, equation: JaxprEqn, flows: list[Flow]) -> str:
         """What picked the tokens of which there are multiples; empty if anything else.
@@ -221,9 +215,7 @@ def mixes_tokens(
         lenient: Whether an operation of which nothing is known is let through, unless
             the function surely mixes tokens.
     """
-    program, dims = _traced(function, tokens, others)
-    given = [Flow(dim=dim) for dim in dims]
-    given += [Flow()] * (len(program.jaxpr.invars) - len(dims))
+    program, given = _traced(function, tokens, others)
     try:
         _Follower(num_tokens).run(Twins(program), given)
         if fewer is None and not sums:
@@ -252,21 +244,21 @@ def surely_mixes(
         tokens: Tree of (shape, dim of the tokens or None).
         others: Trees of shapes of arrays that have none.
     """
-    program, dims = _traced(function, tokens, others)
-    given = [Flow(dim=dim) for dim in dims]
-    given += [Flow()] * (len(program.jaxpr.invars) - len(dims))
+    program, given = _traced(function, tokens, others)
     found = _Follower(num_tokens, lenient=True).run(Twins(program), given)
     return next(filter(None, (flow.fault or flow.picked for flow in found)), None)
 
 
 def _traced(
     function: Callable[..., Any], tokens: Any, others: tuple
-) -> tuple[ClosedJaxpr, list[int | None]]:
-    """The program, and the dims of tokens of its first arguments."""
+) -> tuple[ClosedJaxpr, list[Flow]]:
+    """The program, and how its arguments have tokens."""
     is_pair = lambda node: isinstance(node, tuple)  # noqa: E731
     pairs, treedef = jax.tree.flatten(tokens, is_leaf=is_pair)
     shapes = treedef.unflatten([shape for shape, _ in pairs])
-    return jax.make_jaxpr(function)(shapes, *others), [dim for _, dim in pairs]
+    program = jax.make_jaxpr(function)(shapes, *others)
+    given = [Flow(dim=dim) for _, dim in pairs]
+    return program, given + [Flow()] * (len(program.jaxpr.invars) - len(given))
 
 
 def _number(constant: Any) -> Any:

@@ -77,10 +77,6 @@ def tracing_scope(
     )
 
 
-def _run_once(group: BlockGroup, layer: Any, x: Any, scope: Scope) -> tuple[Any, Any]:
-    return group.run(layer, x, scope)
-
-
 def traced_forward(
     model: Model,
     batch: Any,
@@ -89,7 +85,7 @@ def traced_forward(
     head: bool = False,
     logits: bool = False,
     ends_only: bool = False,
-    run: Callable[..., Any] = _run_once,
+    run: Callable[..., Any] = BlockGroup.run,
     **fields: Any,
 ) -> tuple[Any, ...]:
     """A model's forward with one layer of each group, and the shapes it takes.

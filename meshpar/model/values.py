@@ -7,7 +7,6 @@ it: `initial_key(seed, group, layer)`.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -65,22 +64,15 @@ def initial_values(
     params: Params = {}
     state: Params = {}
     for group in model.groups:
-        of_group = _chosen(specs, group.name)
-        params[group.name], state[group.name] = _of_group(
-            model, group.name, seed, of_group
-        )
-    names = [group.name for group in model.groups]
-    trees = _without(model.parameters, names), _without(model.state, names)
+        name = group.name
+        params[name], state[name] = _of_group(model, name, seed, specs)
     built: tuple[Params, Params] = ({}, {})
     if ENDS in model.build:
-        of_ends = specs and (_without(specs[0], names), _without(specs[1], names))
+        of_ends = specs and (model.split(specs[0])[0], model.split(specs[1])[0])
         built = build_one(model.build[ENDS], initial_key(seed, ENDS), of_ends)
-    params = {**_drawn(trees[0], built[0], seed, ()), **params}
-    state = {**_drawn(trees[1], built[1], seed, ()), **state}
-    return (
-        _in_order_of(model.parameters, params),
-        _in_order_of(model.state, state),
-    )
+    params |= _drawn(model.split(model.parameters)[0], built[0], seed, ())
+    state |= _drawn(model.split(model.state)[0], built[1], seed, ())
+    return _in_order_of(model.parameters, params), _in_order_of(model.state, state)
 
 
 def _of_group(
@@ -90,9 +82,11 @@ def _of_group(
     trees = model.parameters[name], model.state.get(name, {})
     built: tuple[Params, Params] = ({}, {})
     if name in model.build:
-        order = jnp.asarray(_order(jax.tree.leaves(trees, is_leaf=is_parameter)))
+        first, *_ = jax.tree.leaves(trees, is_leaf=is_parameter)
+        order = jnp.asarray(first.places)
         keys = jax.vmap(lambda layer: initial_key(seed, name, layer))(order)
-        built = build_layers(model.build[name], keys, specs)
+        of_group = specs and (specs[0].get(name, {}), specs[1].get(name, {}))
+        built = build_layers(model.build[name], keys, of_group)
     at = (jax.tree_util.DictKey(name),)
     params, state = (
         _drawn(tree, values, seed, at)
@@ -101,24 +95,10 @@ def _of_group(
     return params, state
 
 
-def _chosen(specs: Specs | None, name: str) -> Specs | None:
-    return specs and tuple(tree.get(name, {}) for tree in specs)
-
-
-def _without(tree: Params, names: Sequence[str]) -> Params:
-    return {name: value for name, value in tree.items() if name not in names}
-
-
-def _order(leaves: Sequence[Parameter]) -> tuple[int, ...]:
-    return leaves[0].places
-
-
 def _drawn(tree: Params, built: Params, seed: jax.Array | int, at: tuple) -> Params:
     """Values of a tree: those that were built, and the others each from its own key."""
-    known = {
-        path_name((*at, *path)): value
-        for path, value in jax.tree.leaves_with_path(built)
-    }
+    leaves = jax.tree.leaves_with_path(built)
+    known = {path_name((*at, *path)): value for path, value in leaves}
 
     def value(path: tuple, parameter: Parameter) -> Any:
         name = path_name((*at, *path))
@@ -135,7 +115,7 @@ def _of_its_own(path: str, parameter: Parameter, seed: jax.Array | int) -> jax.A
     key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(path.encode()))
     if parameter.num_layers is None:
         return parameter.initial(key).astype(parameter.dtype)
-    layers = jnp.asarray(_order([parameter]), jnp.int32)
+    layers = jnp.asarray(parameter.places, jnp.int32)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, layers.astype(jnp.uint32))
     values = jax.vmap(parameter.initial)(keys).astype(parameter.dtype)
     return _without_empty(values, parameter)

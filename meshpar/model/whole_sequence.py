@@ -19,22 +19,12 @@ Function = Callable[[jax.Array], jax.Array]
 
 def sequence_sum(x: jax.Array, order: TokenOrder, platform: str) -> jax.Array:
     """`x`, of the tokens at hand, added up over the devices that share them."""
-    if order.probing:
-        return _ones_like_sum(x)
+    if order.probing:  # what no device has alone
+        return _named(jnp.ones_like, SEQUENCE_SUM)(x)
     if order.num_ranks == 1:
         return x
     with asked("sequence_sum"):
         return summed(x, order.mesh_axis, platform)
-
-
-def _ones_like_sum(x: jax.Array) -> jax.Array:
-    """What no device has alone, of a call that a trace names."""
-
-    def whole(x: jax.Array) -> jax.Array:
-        return jnp.ones_like(x)
-
-    whole.__name__ = SEQUENCE_SUM
-    return jax.jit(whole)(x)
 
 
 def over_sequence(function: Function, x: jax.Array, order: TokenOrder) -> jax.Array:
@@ -64,15 +54,21 @@ def _zeros_like_result(
 ) -> jax.Array:
     """Zeros like what a function of whole sequences gives the tokens at hand."""
     seq = order.length(x.shape[1])
-
-    def whole(z: jax.Array) -> jax.Array:
-        return function(z)
-
-    whole.__name__ = WHOLE_SEQUENCE
-    y = jax.jit(whole)(jnp.zeros((x.shape[0], seq, *x.shape[2:]), x.dtype))
+    whole = jnp.zeros((x.shape[0], seq, *x.shape[2:]), x.dtype)
+    y = _named(function, WHOLE_SEQUENCE)(whole)
     if y.ndim < 2 or y.shape[1] != seq:
         raise InputError(
             f"a function given to scope.over_sequence gives shape {y.shape} of "
             f"sequences of {seq} tokens; it must give (examples, tokens, ...)"
         )
     return jnp.zeros((y.shape[0], x.shape[1], *y.shape[2:]), y.dtype)
+
+
+def _named(function: Function, name: str) -> Function:
+    """A function whose call a trace names."""
+
+    def named(x: jax.Array) -> jax.Array:
+        return function(x)
+
+    named.__name__ = name
+    return jax.jit(named)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import jax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.errors import InputError
 from meshpar.layout import MESH_AXES, nearest
@@ -155,7 +155,10 @@ class Rules:
             try:
                 axes = self._axes_of_dim(logical_axes, dim, sizes, claimed)
             except RuleError as error:
-                raise _with_path(error, path, shape, logical_axes) from None
+                if path is None:
+                    raise
+                array = _show_array(path, shape, logical_axes)
+                raise RuleError(error.kind, f"{error}\n    {array}") from None
             if axes and shape is not None and mesh_shape is not None:
                 axes = self._check_divides(logical_axes, shape, dim, axes, sizes, path)
             entries.append(axes[0] if len(axes) == 1 else axes or None)
@@ -251,23 +254,8 @@ def auto_mesh_shape() -> dict[str, int]:
     """Sizes of the mesh axes that GSPMD partitions here; the manual ones count as 1."""
     mesh = jax.sharding.get_abstract_mesh()
     return {
-        axis: size if kind == AxisType.Auto else 1
-        for axis, size, kind in zip(
-            mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True
-        )
+        axis: size if axis in mesh.auto_axes else 1 for axis, size in mesh.shape.items()
     }
-
-
-def single_auto_axes() -> tuple[str, ...]:
-    """Mesh axes of one device that are left to GSPMD here."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return tuple(
-        axis
-        for axis, size, kind in zip(
-            mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True
-        )
-        if kind == AxisType.Auto and size == 1
-    )
 
 
 def _check_rank(
@@ -280,18 +268,6 @@ def _check_rank(
             f"{_show(logical_axes)} names {len(logical_axes)}; name every dim, or "
             "write None",
         )
-
-
-def _with_path(
-    error: RuleError,
-    path: str | None,
-    shape: Sequence[int] | None,
-    logical_axes: LogicalAxes,
-) -> RuleError:
-    if path is None:
-        return error
-    line = _show_array(path, shape, logical_axes)
-    return RuleError(error.kind, f"{error}\n    {line}")
 
 
 def _show_array(
