@@ -17,7 +17,6 @@ from meshpar.parallel.zero import (
     gather,
     gradient_in_loop,
     in_loop,
-    is_stored,
     reduce_scatter,
 )
 
@@ -175,7 +174,7 @@ class Block:
 
     @property
     def _all_stored(self) -> list[Stored]:
-        return jax.tree.leaves(self._stored, is_leaf=is_stored)
+        return jax.tree.leaves(self._stored)
 
     def _call(
         self, weights: Any, x: Stream, known: Known, looped: bool = True

@@ -17,7 +17,7 @@ from meshpar.model.parameter import Params
 from meshpar.model.sums import Sums
 from meshpar.parallel.blocks import Stack
 from meshpar.parallel.placement import Placement
-from meshpar.parallel.zero import before_use, gather_shards, is_stored, manual_spec
+from meshpar.parallel.zero import before_use, gather_shards, manual_spec
 from meshpar.rules.rules import spec_axes
 from meshpar.rules.sharding import path_name
 
@@ -85,7 +85,7 @@ def _updated(
     group: BlockGroup, stored: Any, shards: Params, before: Params, sums: Sums
 ) -> Params:
     """One group's state after a step; nothing is gathered that is not read."""
-    stacked, tree = jax.tree.flatten(stored, is_leaf=is_stored)
+    stacked, tree = jax.tree.flatten(stored)
     layouts = [layout.without_layers() for layout in stacked]
     leaves = tree.flatten_up_to(shards)
 

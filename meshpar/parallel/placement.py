@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from meshpar.collectives import asked, sum_dtype
 from meshpar.layout import BATCH_AXES, MANUAL_AXES, TOKEN_AXES, Layout
 from meshpar.model.contract import Model
-from meshpar.model.parameter import Params, is_parameter
+from meshpar.model.parameter import Params
 from meshpar.model.token_order import TokenOrder
 from meshpar.parallel.by_host import sum_by_host
 from meshpar.parallel.data import reduce_gradients
@@ -34,7 +34,6 @@ from meshpar.parallel.zero import (
     gradient_after_loop,
     gradient_in_loop,
     in_loop,
-    is_stored,
     manual_spec,
     reduce_scatter,
 )
@@ -122,9 +121,7 @@ class Placement:
 
     def of_replicas(self, specs: Any) -> Any:
         """Specs of arrays with a leading dim of all replicas apart."""
-        return jax.tree.map(
-            lambda spec: PartitionSpec(self.apart, *spec), specs, is_leaf=_is_spec
-        )
+        return jax.tree.map(lambda spec: PartitionSpec(self.apart, *spec), specs)
 
     def scopes(self, *, training: bool, order: TokenOrder | None = None) -> Scopes:
         """What makes the scopes of a model's functions.
@@ -218,7 +215,7 @@ class Placement:
             return jax.ShapeDtypeStruct(tuple(dims), stored.gradient_dtype)
 
         tree = self.model.join(weights, groups)
-        shapes = jax.tree.map(shape, self.stored, tree, is_leaf=is_stored)
+        shapes = jax.tree.map(shape, self.stored, tree)
         return self.model.split(shapes)
 
     def reduce(
@@ -242,10 +239,7 @@ class Placement:
         axes = self.large(self.manual_axes)
         summed = reduce_gradients(self.stored, scattered, axes, **self.sum_options)
         return jax.tree.map(
-            lambda stored, x: x.astype(stored.gradient_dtype),
-            self.stored,
-            summed,
-            is_leaf=is_stored,
+            lambda stored, x: x.astype(stored.gradient_dtype), self.stored, summed
         )
 
     @property
@@ -338,25 +332,20 @@ class Placement:
         return jax.tree.map_with_path(
             lambda path, one: state_spec(path, one, self.layout, self.rules),
             self.model.state,
-            is_leaf=is_parameter,
         )
 
     @cached_property
     def manual_model_state_specs(self) -> Any:
         """Those over the manual mesh axes."""
-        return jax.tree.map(
-            manual_spec,
-            self.model_state_specs,
-            is_leaf=_is_spec,
-        )
+        return jax.tree.map(manual_spec, self.model_state_specs)
 
     def specs(self, of: Callable[[Stored], PartitionSpec]) -> Any:
         """A spec for every parameter."""
-        return jax.tree.map(of, self.stored, is_leaf=is_stored)
+        return jax.tree.map(of, self.stored)
 
     @property
     def _all_stored(self) -> list[Stored]:
-        return jax.tree.leaves(self.stored, is_leaf=is_stored)
+        return jax.tree.leaves(self.stored)
 
     @property
     def _gathers_once(self) -> bool:
@@ -364,7 +353,3 @@ class Placement:
 
     def _degree(self, mesh_axes: tuple[str, ...]) -> int:
         return math.prod(self.mesh.shape[axis] for axis in mesh_axes)
-
-
-def _is_spec(node: Any) -> bool:
-    return isinstance(node, PartitionSpec)

@@ -34,7 +34,7 @@ from meshpar.parallel.placement import REPLICATED, Placement
 from meshpar.parallel.prefetch_choice import prefetches
 from meshpar.parallel.scopes import Scopes
 from meshpar.parallel.sequence import outputs_in_order, tokens_at_hand
-from meshpar.parallel.zero import Stored, is_stored
+from meshpar.parallel.zero import Stored
 
 Found = tuple[jax.Array, dict[str, jax.Array], Params, Params, dict[str, jax.Array]]
 """Mean loss, more metrics, gradients as the optimizer has them, model state, and
@@ -320,7 +320,7 @@ def _run_backward(
 
 def one_layer(stored: Any) -> Any:
     """Tree of `Stored` of stacked parameters -> of one layer's."""
-    return jax.tree.map(Stored.without_layers, stored, is_leaf=is_stored)
+    return jax.tree.map(Stored.without_layers, stored)
 
 
 def _chosen(stack: Stack, sums: Sums) -> Sums:

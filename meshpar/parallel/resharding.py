@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from meshpar.errors import InputError
 from meshpar.layout import Layout
@@ -79,11 +79,8 @@ class Lying:
             mesh=mesh,
             platform=platform_of(mesh),
         )
-        specs = placement.specs(lambda stored: stored.spec)
         shardings = jax.tree.map(
-            lambda spec: NamedSharding(mesh, spec),
-            specs,
-            is_leaf=lambda node: isinstance(node, PartitionSpec),
+            lambda stored: NamedSharding(mesh, stored.spec), placement.stored
         )
         return cls(model=arranged, shardings=shardings, num_stages=layout.stage)
 

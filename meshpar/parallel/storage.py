@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 
 from meshpar.layout import ZERO_AXES, Layout
 from meshpar.model.contract import Model
-from meshpar.model.parameter import Parameter, is_parameter
+from meshpar.model.parameter import Parameter
 from meshpar.parallel.zero import Stored
 from meshpar.rules.rules import Rules, entry_axes, spec_axes
 from meshpar.rules.sharding import path_name
@@ -63,7 +63,7 @@ def stored_parameters(
             scatter_columns=scatter_columns,
         )
 
-    return jax.tree.map_with_path(place, model.parameters, is_leaf=is_parameter)
+    return jax.tree.map_with_path(place, model.parameters)
 
 
 def parameter_specs(

@@ -126,10 +126,7 @@ def gather(stored: Any, shards: Any, dims: Callable[[Stored], Dims]) -> Any:
         The parameters in the compute dtype.
     """
     cast = jax.tree.map(
-        lambda layout, x: x.astype(layout.compute_dtype),
-        stored,
-        shards,
-        is_leaf=is_stored,
+        lambda layout, x: x.astype(layout.compute_dtype), stored, shards
     )
     return gather_shards(stored, cast, dims)
 
@@ -168,7 +165,7 @@ def _each(
             mesh_axes=layout.automatic_axes,
         )
 
-    return jax.tree.map(apply, stored, tree, is_leaf=is_stored)
+    return jax.tree.map(apply, stored, tree)
 
 
 def _gather_one(_: Stored, x: jax.Array, moved: Dims) -> jax.Array:
@@ -192,7 +189,7 @@ def _scatter_layer(stored: Any, gradients: Any) -> Any:
     With `Stored.scatter_columns` (XLA:TPU) those of as many rows are joined to one, up
     to a size: a vocabulary's tables stay alone.
     """
-    layouts, treedef = jax.tree.flatten(stored, is_leaf=is_stored)
+    layouts, treedef = jax.tree.flatten(stored)
     leaves = treedef.flatten_up_to(gradients)
     joined: dict[tuple, list[list[int]]] = {}
     for at, (layout, x) in enumerate(zip(layouts, leaves, strict=True)):
@@ -259,11 +256,6 @@ def _scatter_rows(layout: Stored, gradient: jax.Array, moved: Dims) -> jax.Array
             )
         x = jnp.moveaxis(matrix.reshape(len(matrix), *others), 0, dim)
     return x
-
-
-def is_stored(node: object) -> bool:
-    """Whether a node of a tree is a `Stored`."""
-    return isinstance(node, Stored)
 
 
 def _moved(split: PartitionSpec, whole: PartitionSpec) -> Dims:
