@@ -24,7 +24,7 @@ from meshpar.parallel.by_host import sum_by_host
 from meshpar.parallel.data import reduce_gradients
 from meshpar.parallel.scopes import Scopes
 from meshpar.parallel.space import input_spec, space_degree, splits_tokens
-from meshpar.parallel.storage import state_spec, stored_parameters
+from meshpar.parallel.storage import stored_parameters, whole_spec
 from meshpar.parallel.zero import (
     Stored,
     after_update,
@@ -38,6 +38,7 @@ from meshpar.parallel.zero import (
     reduce_scatter,
 )
 from meshpar.rules.rules import Rules
+from meshpar.rules.sharding import path_name
 
 BATCH = PartitionSpec(BATCH_AXES)
 REPLICATED = PartitionSpec()
@@ -330,7 +331,7 @@ class Placement:
     def model_state_specs(self) -> Any:
         """Specs of the model's own state: whole over the batch axes."""
         return jax.tree.map_with_path(
-            lambda path, one: state_spec(path, one, self.layout, self.rules),
+            lambda path, one: whole_spec(path_name(path), one, self.layout, self.rules),
             self.model.state,
         )
 

@@ -273,8 +273,4 @@ def _moved(split: PartitionSpec, whole: PartitionSpec) -> Dims:
 
 
 def _only(spec: PartitionSpec, wanted: Callable[[str], bool]) -> PartitionSpec:
-    entries = []
-    for entry in spec:
-        chosen = tuple(axis for axis in entry_axes(entry) if wanted(axis))
-        entries.append(chosen[0] if len(chosen) == 1 else chosen or None)
-    return PartitionSpec(*entries)
+    return PartitionSpec(*(tuple(filter(wanted, entry_axes(entry))) for entry in spec))
