@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -25,7 +25,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from meshpar.collectives import asked, sum_dtype
+from meshpar.collectives import asked, on_parts, sum_dtype
 from meshpar.errors import InputError
 from meshpar.expert_rooms import first_room, further_room, most_room
 from meshpar.model.scope import Scope
@@ -135,10 +135,16 @@ def _static(
         )
     most = most_room(tokens, choices, own, most_rows)
     room = first_room(tokens, choices, own, num_devices, most_rows)
-    sizes = functools.partial(Round.of, axes, num_devices, own, scope.platform)
+    first = Round(
+        mesh_axes=axes,
+        num_devices=num_devices,
+        num_experts=own,
+        room=room,
+        platform=scope.platform,
+    )
     return _Static(
-        first=sizes(room),
-        more=sizes(further_room(room)) if room < most else None,
+        first=first,
+        more=replace(first, room=further_room(room)) if room < most else None,
         split=_split(scope, shapes),
         wide=sum_dtype(jnp.float32, scope.platform),
     )
@@ -282,14 +288,12 @@ def _on_parts(
     static: _Static, local: Callable[..., Any], arrays: tuple, out_specs: Any
 ) -> Any:
     """`local` of this device's parts over the automatic mesh axes of the experts."""
-    if not static.mesh_axes:
-        return local(*arrays)
     whole = PartitionSpec()
     specs = (whole, whole, whole, *static.split, _kept_specs(static), whole)
-    return jax.shard_map(
+    return on_parts(
         local,
-        in_specs=specs[: len(arrays)],
+        *arrays,
+        specs=specs[: len(arrays)],
         out_specs=out_specs,
-        axis_names=set(static.mesh_axes),
-        check_vma=False,
-    )(*arrays)
+        mesh_axes=set(static.mesh_axes),
+    )

@@ -32,7 +32,6 @@ class Round:
         num_devices: Along them.
         num_experts: Of one device.
         room: Rows to each device.
-        tile: Rows of a tile.
         platform: Kind of device.
     """
 
@@ -40,27 +39,17 @@ class Round:
     num_devices: int
     num_experts: int
     room: int
-    tile: int
     platform: str
 
-    @classmethod
-    def of(
-        cls,
-        mesh_axes: tuple[str, ...],
-        num_devices: int,
-        num_experts: int,
-        platform: str,
-        room: int,
-    ) -> Round:
-        """A round whose tiles suit its rows."""
-        return cls(
-            mesh_axes=mesh_axes,
-            num_devices=num_devices,
-            num_experts=num_experts,
-            room=room,
-            tile=tile_size(num_devices * room, num_experts),
-            platform=platform,
-        )
+    @property
+    def num_rows(self) -> int:
+        """Rows that one device receives."""
+        return self.num_devices * self.room
+
+    @property
+    def tile(self) -> int:
+        """Rows of a tile."""
+        return tile_size(self.num_rows, self.num_experts)
 
 
 @jax.tree_util.register_dataclass
@@ -114,7 +103,6 @@ def run(
         beside = jnp.stack([own.astype(jnp.float32), weight], axis=-1)
         beside = _exchange(beside, static.mesh_axes, "expert_dispatch")
         own, weight = beside[..., 0].astype(jnp.int32), beside[..., 1]
-    num_rows = static.num_devices * static.room
     rows, weight, own = (_flat(array) for array in (rows, weight, own))
     order = None
     if static.num_devices > 1:
@@ -123,7 +111,7 @@ def run(
     # Before it is used, or who keeps it would have it sent again for the products.
     rows = checkpoint_name(rows, SAVED_PREFIX + "experts_in")
     counts = jnp.sum(own[:, None] == jnp.arange(static.num_experts), axis=0)
-    tiles = tiles_of_rows.cut(counts.astype(jnp.int32), num_rows, static.tile)
+    tiles = tiles_of_rows.cut(counts.astype(jnp.int32), static.num_rows, static.tile)
     out, both = tiles_of_rows.forward(rows, weight, *experts, tiles, static.tile)
     both = checkpoint_name(both, SAVED_PREFIX + "experts_gate_up")
     kept = Kept(x=rows, both=both, weight=weight, order=order, tiles=tiles)
