@@ -30,6 +30,7 @@ from meshpar.errors import InputError
 from meshpar.model.scope import Scope
 from meshpar.parallel.head_chunk import Chunk, matmul
 from meshpar.parallel.tensor import AnyArray
+from meshpar.parallel.token_chunks import equal_chunks
 from meshpar.rules.rules import auto_mesh_shape, entry_axes
 
 _WHOLE = ("batch", "seq", "embed")
@@ -140,9 +141,7 @@ def _num_chunks(x: jax.Array, table: AnyArray, split: _Split, logits_bytes: int)
             "token's fp32 logits on a device; raise it, or set 0 for no limit"
         )
     least = -(-num_tokens // (logits_bytes // token_bytes))
-    # Chunks of equal size need no padding; not at the price of chunks half as large.
-    more = range(least, 2 * least)
-    return next((num for num in more if num_tokens % num == 0), least)
+    return equal_chunks(least, num_tokens)
 
 
 def _size(mesh_axes: tuple[str, ...], sizes: dict[str, int]) -> int:

@@ -79,10 +79,20 @@ def _num_chunks(
     bytes_here = (
         math.prod(widest) * x.dtype.itemsize // _num_shards(widest, scope, axes)
     )
-    least = min(-(-bytes_here // chunk_bytes.HIDDEN_BYTES), seq)
-    # Chunks of equal size need no padding; not at the price of chunks half as large.
+    return equal_chunks(min(-(-bytes_here // chunk_bytes.HIDDEN_BYTES), seq), seq)
+
+
+def equal_chunks(least: int, num_tokens: int) -> int:
+    """The number of chunks that tokens are cut into, if not at least so many.
+
+    Chunks of equal size need no padding; not at the price of chunks half as large.
+
+    Example:
+        >>> equal_chunks(5, 12), equal_chunks(5, 11)
+        (6, 5)
+    """
     more = range(least, 2 * least)
-    return next((num for num in more if seq % num == 0), least)
+    return next((num for num in more if num_tokens % num == 0), least)
 
 
 def _splits_tokens(x: jax.Array, scope: Scope) -> bool:
