@@ -163,7 +163,7 @@ class Placement:
     def blocks_before_loop(self, params: Params) -> list[Params]:
         """The blocks' parameters as the loop takes them (`gather_before_loop`)."""
         _, groups = self.model.split(params)
-        if not self._gathers_once:
+        if not any(map(before_loop, jax.tree.leaves(self.stored))):
             return groups
         return gather(self.model.split(self.stored)[1], groups, before_loop)
 
@@ -173,7 +173,7 @@ class Placement:
         Args:
             values: Global arrays in their dtype at rest.
         """
-        if not any(after_update(stored) for stored in self._all_stored):
+        if not any(map(after_update, jax.tree.leaves(self.stored))):
             return values
 
         def local(values: Params) -> Params:
@@ -343,14 +343,6 @@ class Placement:
     def specs(self, of: Callable[[Stored], PartitionSpec]) -> Any:
         """A spec for every parameter."""
         return jax.tree.map(of, self.stored)
-
-    @property
-    def _all_stored(self) -> list[Stored]:
-        return jax.tree.leaves(self.stored)
-
-    @property
-    def _gathers_once(self) -> bool:
-        return any(before_loop(stored) for stored in self._all_stored)
 
     def _degree(self, mesh_axes: tuple[str, ...]) -> int:
         return math.prod(self.mesh.shape[axis] for axis in mesh_axes)
