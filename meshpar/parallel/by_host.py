@@ -103,15 +103,12 @@ def all_reduce(
     axes = tuple(mesh_axes)
     values, restored = ravel_pytree(list(arrays))
     row = jnp.pad(values, (0, -values.size % len(groups.inside[0])))
-    inside, across = (
-        [list(group) for group in of] for of in (groups.inside, groups.across)
-    )
     with asked("host_scatter"):
-        own = lax.psum_scatter(row, axes, axis_index_groups=inside, tiled=True)
+        own = lax.psum_scatter(row, axes, axis_index_groups=groups.inside, tiled=True)
     with asked("gradient_reduction"):
-        own = lax.psum(own, axes, axis_index_groups=across)
+        own = lax.psum(own, axes, axis_index_groups=groups.across)
     with asked("host_gather"):
-        row = lax.all_gather(own, axes, axis_index_groups=inside, tiled=True)
+        row = lax.all_gather(own, axes, axis_index_groups=groups.inside, tiled=True)
     return restored(row[: values.size])
 
 

@@ -87,11 +87,6 @@ def degree(mesh_axes: Sequence[str]) -> int:
     return math.prod(sizes[axis] for axis in mesh_axes)
 
 
-def spec_of(split: Split) -> PartitionSpec:
-    """The `PartitionSpec` of an array that is split so."""
-    return PartitionSpec(*(axes or None for axes in split))
-
-
 def on_split(
     function: Callable[..., jax.Array],
     *arrays: jax.Array,
@@ -111,8 +106,8 @@ def on_split(
         return function(*arrays)
     mapped = jax.shard_map(
         function,
-        in_specs=tuple(map(spec_of, splits)),
-        out_specs=spec_of(out_split),
+        in_specs=tuple(PartitionSpec(*split) for split in splits),
+        out_specs=PartitionSpec(*out_split),
         axis_names=made_manual(used),
         check_vma=False,
     )

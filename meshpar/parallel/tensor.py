@@ -22,7 +22,8 @@ from jaxtyping import Array, Bool, Float, Int32, Integer, Shaped
 from meshpar.collectives import asked, on_parts, sum_dtype
 from meshpar.errors import InputError
 from meshpar.model.scope import Scope
-from meshpar.rules.rules import auto_mesh_shape, entry_axes, spec_axes
+from meshpar.parallel.moves import split_of
+from meshpar.rules.rules import spec_axes
 
 AnyArray = Array | np.ndarray
 """An array, which outside of a program may be NumPy's."""
@@ -50,12 +51,10 @@ def vocab_lookup(
     Raises:
         InputError: The rules split `embed` over a mesh axis of GSPMD.
     """
-    spec = PartitionSpec(None, None)
-    if scope.rules is not None:
-        sizes = auto_mesh_shape()
-        spec = scope.rules.spec(("vocab", "embed"), table.shape, mesh_shape=sizes)
-        refuse_split_embed(entry_axes(spec[1]), "embedding rows are looked up")
-    return _lookup(table, tokens, spec, sum_dtype(table.dtype, scope.platform))
+    split = split_of(scope, ("vocab", "embed"), table.shape)
+    refuse_split_embed(split[1], "embedding rows are looked up")
+    wide = sum_dtype(table.dtype, scope.platform)
+    return _lookup(table, tokens, PartitionSpec(*split), wide)
 
 
 def refuse_split_embed(mesh_axes: tuple[str, ...], where: str) -> None:

@@ -20,7 +20,8 @@ from jax import lax
 
 from meshpar import chunk_bytes
 from meshpar.model.scope import Scope
-from meshpar.rules.rules import LogicalAxes, auto_mesh_shape, spec_axes
+from meshpar.parallel.moves import degree, split_of
+from meshpar.rules.rules import LogicalAxes, auto_mesh_shape
 
 _WHOLE = ("batch", "seq", "embed")
 _RESIDUAL = ("batch", "residual_seq", "embed")
@@ -76,9 +77,8 @@ def _num_chunks(
     if not scope.recomputed or _splits_tokens(x, scope):
         return 1
     seq = x.shape[1]
-    bytes_here = (
-        math.prod(widest) * x.dtype.itemsize // _num_shards(widest, scope, axes)
-    )
+    num_shards = math.prod(map(degree, split_of(scope, axes, widest)))
+    bytes_here = math.prod(widest) * x.dtype.itemsize // num_shards
     return equal_chunks(min(-(-bytes_here // chunk_bytes.HIDDEN_BYTES), seq), seq)
 
 
@@ -106,11 +106,3 @@ def _splits_tokens(x: jax.Array, scope: Scope) -> bool:
         for axes in known
         for mesh_axis in rules.mesh_axes(axes[1])
     )
-
-
-def _num_shards(shape: tuple[int, ...], scope: Scope, axes: LogicalAxes) -> int:
-    if scope.rules is None:
-        return 1
-    sizes = auto_mesh_shape()
-    spec = scope.rules.spec(axes, shape, mesh_shape=sizes)
-    return math.prod(sizes[axis] for axis in spec_axes(spec))

@@ -82,8 +82,8 @@ def _forward(
 
     cut = in_parts(plan, (tiled(plan, q, k.shape[2]), *tiled_keys(plan, k, v)))
     output, lse = by_part(part, cut)
-    output = joined(plan, output, q.shape)
-    lse = joined(plan, lse[..., None], (*q.shape[:3], 1))[..., 0]
+    output = joined(output, q.shape)
+    lse = joined(lse[..., None], (*q.shape[:3], 1))[..., 0]
     return (output, lse), (q, k, v, known, output, lse)
 
 
@@ -108,9 +108,9 @@ def _backward(plan: Plan, kept: tuple, cotangents: tuple) -> tuple:
     cut = (*(tiled(plan, x, kv_heads) for x in of_queries), *tiled_keys(plan, k, v))
     dq, (dk, dv) = by_part(part, in_parts(plan, cut))
     return (
-        joined(plan, dq, q.shape),
-        joined(plan, dk[:, :, :, :, None], k.shape),
-        joined(plan, dv[:, :, :, :, None], v.shape),
+        joined(dq, q.shape),
+        joined(dk[:, :, :, :, None], k.shape),
+        joined(dv[:, :, :, :, None], v.shape),
         None,
     )
 

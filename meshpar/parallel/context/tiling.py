@@ -88,7 +88,7 @@ def by_part(function: Callable[[tuple], Any], arrays: tuple) -> Any:
     return jax.tree.map(lambda x: x[None], found)
 
 
-def joined(plan: Plan, parts: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def joined(parts: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """(parts, P, B, K of one, G, S, H) -> BTNH of a shape, padding cut off."""
     batch, tokens, heads, head_dim = shape
     whole = jnp.transpose(parts, (2, 1, 5, 0, 3, 4, 6))

@@ -31,8 +31,9 @@ from meshpar.expert_rooms import first_room, further_room, most_room
 from meshpar.model.scope import Scope
 from meshpar.parallel.expert.rounds import Kept, Round, run, run_backward
 from meshpar.parallel.expert.routes import Routes, most_for_one, routes_of
+from meshpar.parallel.moves import split_of
 from meshpar.parallel.tensor import refuse_split_embed
-from meshpar.rules.rules import auto_mesh_shape, entry_axes, spec_axes
+from meshpar.rules.rules import spec_axes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,28 +152,16 @@ def _static(
 
 
 def _split(scope: Scope, shapes: tuple) -> tuple[PartitionSpec, PartitionSpec]:
-    if scope.rules is None:
-        return PartitionSpec(), PartitionSpec()
-    rules, sizes = scope.rules, auto_mesh_shape()
-    whole = ("embed", None, "mlp"), ("mlp", "embed")
-    gate_up, down = (
-        rules.spec((None, *axes), shape, mesh_shape=sizes)
-        for axes, shape in zip(whole, shapes, strict=True)
-    )
-    refuse_split_embed(entry_axes(gate_up[1]), "experts multiply tokens")
-    return gate_up, down
+    of_gate_up, of_down = shapes
+    gate_up = split_of(scope, (None, "embed", None, "mlp"), of_gate_up)
+    down = split_of(scope, (None, "mlp", "embed"), of_down)
+    refuse_split_embed(gate_up[1], "experts multiply tokens")
+    return PartitionSpec(*gate_up), PartitionSpec(*down)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _routed(
-    static: _Static,
-    x_ND: jax.Array,
-    expert_NK: jax.Array,
-    weight_NK: jax.Array,
-    gate_up_EDPF: jax.Array,
-    down_EFD: jax.Array,
-) -> jax.Array:
-    arrays = x_ND, expert_NK, weight_NK, gate_up_EDPF, down_EFD
+def _routed(static: _Static, *arrays: jax.Array) -> jax.Array:
+    """y_ND of x_ND, expert_NK, weight_NK, gate_up_EDPF and down_EFD."""
     return _routed_forward(static, *arrays)[0]
 
 
@@ -278,7 +267,7 @@ def _sum_out(static: _Static, values: jax.Array) -> jax.Array:
 
 def _kept_specs(static: _Static) -> Any:
     whole, gate_up = PartitionSpec(), static.split[0]
-    both = PartitionSpec(None, *gate_up[2:]) if len(gate_up) else whole
+    both = PartitionSpec(None, *gate_up[2:])
     order = whole if static.first.num_devices > 1 else None
     make: Callable[..., Any] = Kept  # of specs in place of arrays
     return make(x=whole, both=both, weight=whole, order=order, tiles=whole)

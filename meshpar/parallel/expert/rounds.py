@@ -9,7 +9,6 @@ one of a number a row. A device alone sends nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -103,7 +102,7 @@ def run(
         beside = jnp.stack([own.astype(jnp.float32), weight], axis=-1)
         beside = _exchange(beside, static.mesh_axes, "expert_dispatch")
         own, weight = beside[..., 0].astype(jnp.int32), beside[..., 1]
-    rows, weight, own = (_flat(array) for array in (rows, weight, own))
+    rows, weight, own = (lax.collapse(array, 0, 2) for array in (rows, weight, own))
     order = None
     if static.num_devices > 1:
         order = jnp.argsort(own, stable=True)
@@ -135,7 +134,7 @@ def run_backward(
     dy = _taken(dy_ND, assignment // choices, valid)
     if static.num_devices > 1:
         dy = _exchange(dy, static.mesh_axes, "expert_combine_gradient")
-    dy = _flat(dy)
+    dy = lax.collapse(dy, 0, 2)
     if kept.order is not None:
         dy = dy[kept.order]
     dx, dweight, dgate_up, ddown = tiles_of_rows.backward(
@@ -165,7 +164,7 @@ def _returned(
         return rows
     place = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)))
     rows = rows[place].reshape(static.num_devices, static.room, *rows.shape[1:])
-    return _flat(_exchange(rows, static.mesh_axes, name))
+    return lax.collapse(_exchange(rows, static.mesh_axes, name), 0, 2)
 
 
 def _exchange(rows: jax.Array, mesh_axes: tuple[str, ...], name: str) -> jax.Array:
@@ -180,7 +179,3 @@ def _taken(rows: jax.Array, at: jax.Array, valid: jax.Array) -> jax.Array:
 
 def _at_slots(rows: jax.Array, at: jax.Array) -> jax.Array:
     return rows.at[at].get(mode="fill", fill_value=0)
-
-
-def _flat(array: jax.Array) -> Any:
-    return array.reshape(array.shape[0] * array.shape[1], *array.shape[2:])
