@@ -82,9 +82,9 @@ def split_of(scope: Scope, logical_axes: LogicalAxes, shape: Sequence[int]) -> S
 
 
 def degree(mesh_axes: Sequence[str]) -> int:
-    """Devices along some mesh axes of GSPMD; 1 where those are manual."""
+    """Devices along some mesh axes of GSPMD; 1 where those are manual or not there."""
     sizes = auto_mesh_shape()
-    return math.prod(sizes[axis] for axis in mesh_axes)
+    return math.prod(sizes.get(axis, 1) for axis in mesh_axes)
 
 
 def on_split(

@@ -21,10 +21,7 @@ from jax import lax
 from meshpar import chunk_bytes
 from meshpar.model.scope import Scope
 from meshpar.parallel.moves import degree, split_of
-from meshpar.rules.rules import LogicalAxes, auto_mesh_shape
-
-_WHOLE = ("batch", "seq", "embed")
-_RESIDUAL = ("batch", "residual_seq", "embed")
+from meshpar.rules.rules import LogicalAxes
 
 
 def in_token_chunks(
@@ -74,7 +71,7 @@ def in_token_chunks(
 def _num_chunks(
     x: jax.Array, scope: Scope, widest: tuple[int, ...], axes: LogicalAxes
 ) -> int:
-    if not scope.recomputed or _splits_tokens(x, scope):
+    if not scope.recomputed or _splits_tokens(scope):
         return 1
     seq = x.shape[1]
     num_shards = math.prod(map(degree, split_of(scope, axes, widest)))
@@ -95,14 +92,9 @@ def equal_chunks(least: int, num_tokens: int) -> int:
     return next((num for num in more if num_tokens % num == 0), least)
 
 
-def _splits_tokens(x: jax.Array, scope: Scope) -> bool:
+def _splits_tokens(scope: Scope) -> bool:
     rules = scope.rules
     if rules is None:
         return False
-    known = [axes for axes in (_WHOLE, _RESIDUAL) if axes[1] in rules.table]
-    sizes = auto_mesh_shape()
-    return any(
-        sizes.get(mesh_axis, 1) > 1
-        for axes in known
-        for mesh_axis in rules.mesh_axes(axes[1])
-    )
+    known = [name for name in ("seq", "residual_seq") if name in rules.table]
+    return any(degree(rules.mesh_axes(name)) > 1 for name in known)

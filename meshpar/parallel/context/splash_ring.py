@@ -92,16 +92,9 @@ def splash_ring(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(
-    ring: Ring,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    rank: jax.Array,
-    segments: jax.Array | None,
-) -> jax.Array:
-    """BNTH of some heads."""
-    return _forward(ring, q, k, v, rank, segments)[0]
+def _attend(ring: Ring, *arrays: Any) -> jax.Array:
+    """BNTH of some heads, of q, k, v, the rank and the segments."""
+    return _forward(ring, *arrays)[0]
 
 
 def _forward(
