@@ -174,8 +174,8 @@ def _pair(ring: Ring, queries: Side, keys: Side, earlier: Any) -> tuple[Side, Si
         """A side's early (0) or late (1) chunk, and that which meets its like."""
 
         def cut(x: jax.Array, dim: int) -> jax.Array:
-            chunks = jnp.split(x, 2, dim)
-            return jnp.concatenate([chunks[chunk], jnp.where(earlier, *chunks)])
+            early, late = chunks = jnp.split(x, 2, dim)
+            return jnp.concatenate([chunks[chunk], jnp.where(earlier, early, late)])
 
         segments = None if side.segments is None else cut(side.segments, 1)
         return Side(tuple(cut(x, 2) for x in side.arrays), segments)
