@@ -80,7 +80,7 @@ def _num_chunks(
 
 
 def equal_chunks(least: int, num_tokens: int) -> int:
-    """The number of chunks that tokens are cut into, if not at least so many.
+    """How many chunks tokens are cut into: the first number from `least` that divides.
 
     Chunks of equal size need no padding; not at the price of chunks half as large.
 
