@@ -185,14 +185,15 @@ class ArrayMove:
         if self.places is None:
             return np.asarray(array[index]).astype(self.dtype)
         before, after = self.places
-        rows = [
-            np.asarray(array[(slice(at, at + 1), *index[1:])])
-            for at in (before.index(layer) for layer in after[index[0]] if layer >= 0)
-        ]
-        found = iter(rows)
-        empty = np.zeros_like(rows[0]) if rows else np.zeros(self._shape_of(index))
-        parts = [next(found) if layer >= 0 else empty for layer in after[index[0]]]
-        return np.concatenate(parts).astype(self.dtype)
+
+        def row(layer: int) -> np.ndarray:
+            if layer < 0:
+                return np.zeros(self._shape_of(index), self.dtype)
+            at = before.index(layer)
+            found = np.asarray(array[(slice(at, at + 1), *index[1:])])
+            return found.astype(self.dtype)
+
+        return np.concatenate([row(layer) for layer in after[index[0]]])
 
     def _shape_of(self, index: tuple[slice, ...]) -> tuple[int, ...]:
         """Of one layer of a part."""

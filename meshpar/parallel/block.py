@@ -13,11 +13,9 @@ from meshpar.model.sums import Sums
 from meshpar.parallel.remat import names_in, rematerialised
 from meshpar.parallel.residuals import Residuals, restore_vjp, vjp_without
 from meshpar.parallel.zero import (
-    Stored,
     gather,
     gradient_in_loop,
     in_loop,
-    is_stored,
     reduce_scatter,
 )
 
@@ -60,12 +58,12 @@ class Block:
     @property
     def gathers(self) -> bool:
         """Whether `gather` communicates."""
-        return any(in_loop(stored) for stored in self._all_stored)
+        return any(map(in_loop, jax.tree.leaves(self._stored)))
 
     @property
     def scatters(self) -> bool:
         """Whether `scatter` communicates."""
-        return any(gradient_in_loop(stored) for stored in self._all_stored)
+        return any(map(gradient_in_loop, jax.tree.leaves(self._stored)))
 
     def gather(self, shard: Any) -> Any:
         """A layer's parameters for use, in the compute dtype.
@@ -172,10 +170,6 @@ class Block:
             return self.group.run(self.gather(shard), x, scope)
 
         return names_in(run, shard, x)
-
-    @property
-    def _all_stored(self) -> list[Stored]:
-        return jax.tree.leaves(self._stored, is_leaf=is_stored)
 
     def _call(
         self, weights: Any, x: Stream, known: Known, looped: bool = True

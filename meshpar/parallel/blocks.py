@@ -141,34 +141,6 @@ def run_backward(
         return lax.scan(body, (dx, totals), xs, reverse=True)[0]
 
 
-def run_again(
-    stack: Stack,
-    x: Stream,
-    dx: Stream,
-    known: Known,
-    totals: Any,
-    add: Callable[[Any, Any, jax.Array], Any],
-) -> tuple[Stream, Any]:
-    """`run_backward` where nothing was kept but `x`: the forward runs a second time.
-
-    Each layer's parameters are gathered in both passes of it: with the forward that was
-    not kept, three times in all (`Block`).
-
-    Args:
-        stack: The blocks.
-        x: The stack's input.
-        dx: Gradient of its result, shaped as `x`.
-        known: What scopes are made of.
-        totals: Where gradients are added.
-        add: As for `run_backward`.
-
-    Returns:
-        The gradient of `x`, and the totals.
-    """
-    _, _, residuals = run_keeping(stack, x, known)
-    return run_backward(stack, residuals, dx, known, totals, add)
-
-
 def check_names(stacks: Sequence[tuple[Stack, Stream]], known: Known) -> None:
     """Refuses a policy of names that no block of a model gives.
 

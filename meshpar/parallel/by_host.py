@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.flatten_util import ravel_pytree
 
 from meshpar.collectives import asked
 from meshpar.layout import MESH_AXES
@@ -99,24 +100,16 @@ def all_reduce(
         mesh_axes: As `host_groups` had them.
         groups: From there.
     """
-    sizes = [array.size for array in arrays]
-    num_values, here = sum(sizes), len(groups.inside[0])
     axes = tuple(mesh_axes)
-    row = jnp.concatenate([jnp.ravel(array) for array in arrays])
-    row = jnp.pad(row, (0, -num_values % here))
-    inside, across = (
-        [list(group) for group in of] for of in (groups.inside, groups.across)
-    )
+    values, restored = ravel_pytree(list(arrays))
+    row = jnp.pad(values, (0, -values.size % len(groups.inside[0])))
     with asked("host_scatter"):
-        own = lax.psum_scatter(row, axes, axis_index_groups=inside, tiled=True)
+        own = lax.psum_scatter(row, axes, axis_index_groups=groups.inside, tiled=True)
     with asked("gradient_reduction"):
-        own = lax.psum(own, axes, axis_index_groups=across)
+        own = lax.psum(own, axes, axis_index_groups=groups.across)
     with asked("host_gather"):
-        row = lax.all_gather(own, axes, axis_index_groups=inside, tiled=True)
-    parts = jnp.split(row[:num_values], np.cumsum(sizes)[:-1])
-    return [
-        part.reshape(array.shape) for part, array in zip(parts, arrays, strict=True)
-    ]
+        row = lax.all_gather(own, axes, axis_index_groups=groups.inside, tiled=True)
+    return restored(row[: values.size])
 
 
 def _by_host(row: Sequence[int]) -> tuple[tuple[int, ...], ...]:

@@ -26,7 +26,7 @@ from jax import lax
 from meshpar.collectives import asked
 from meshpar.errors import InputError
 from meshpar.model.scope import Scope
-from meshpar.parallel.grid_convolution import with_halo
+from meshpar.parallel.grid_convolution import check_reach, with_halo
 from meshpar.parallel.moves import Split, degree, on_split, split_of
 from meshpar.rules.rules import LogicalAxes
 from meshpar.rules.spatial import short_dim
@@ -83,17 +83,9 @@ def split_by_hand(
         return None
     for dim in dims:
         name, size = logical_axes[dim], x.shape[dim]
-        _check_window(name, kernel.shape[dim - 1], parts[dim])
+        check_reach(name, kernel.shape[dim - 1], parts[dim])
         _check_stride(name, size, parts[dim], stride)
     return split
-
-
-def _check_window(name: str | None, window: int, part: int) -> None:
-    if window // 2 > part:
-        raise InputError(
-            f"a window of {window} along {name!r} reaches {window // 2} places, but a "
-            f"device has {part}: split {name!r} over fewer devices"
-        )
 
 
 def _check_stride(name: str | None, size: int, part: int, stride: int) -> None:

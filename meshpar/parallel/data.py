@@ -9,7 +9,6 @@ import jax
 from jax import lax
 
 from meshpar.collectives import asked
-from meshpar.parallel.zero import is_stored
 from meshpar.rules.rules import spec_axes
 
 Arrays = list[jax.Array]
@@ -42,7 +41,7 @@ def reduce_gradients(
         mesh_axes: Mesh axes of size above 1 that split the batch, and `stage`.
         sum_over: What sums them; `by_host` in more than one collective.
     """
-    layouts, treedef = jax.tree.flatten(stored, is_leaf=is_stored)
+    layouts, treedef = jax.tree.flatten(stored)
     leaves = treedef.flatten_up_to(gradients)
     remaining = [
         tuple(axis for axis in mesh_axes if axis not in spec_axes(layout.state_spec))

@@ -20,7 +20,6 @@ from meshpar.parallel.zero import (
     before_loop,
     gather,
     gradient_in_loop,
-    is_stored,
     reduce_scatter,
 )
 
@@ -55,7 +54,7 @@ class Ends:
             embed: A function of the whole parameters; None where all are to be there
                 before the first block.
         """
-        stored_leaves = jax.tree.leaves(stored, is_leaf=is_stored)
+        stored_leaves = jax.tree.leaves(stored)
         leaves, treedef = jax.tree.flatten(shards)
         of_head = [False] * len(leaves)
         if embed is not None:

@@ -116,9 +116,18 @@ def _check(name: str | None, size: int, part: int) -> None:
         raise InputError(
             f"a window of {size} along {name!r}: give an odd one, which has a middle"
         )
-    if size // 2 > part:
+    check_reach(name, size, part)
+
+
+def check_reach(name: str | None, window: int, part: int) -> None:
+    """Refuses a window that reaches over a device's whole part of a dim.
+
+    Raises:
+        InputError: It does.
+    """
+    if window // 2 > part:
         raise InputError(
-            f"a window of {size} along {name!r} reaches {size // 2} places, but a "
+            f"a window of {window} along {name!r} reaches {window // 2} places, but a "
             f"device has {part}: split {name!r} over fewer devices"
         )
 

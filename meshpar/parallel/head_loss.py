@@ -29,8 +29,9 @@ from meshpar.collectives import asked, on_parts, sum_dtype
 from meshpar.errors import InputError
 from meshpar.model.scope import Scope
 from meshpar.parallel.head_chunk import Chunk, matmul
+from meshpar.parallel.moves import degree, split_of
 from meshpar.parallel.tensor import AnyArray
-from meshpar.rules.rules import auto_mesh_shape, entry_axes
+from meshpar.parallel.token_chunks import equal_chunks
 
 _WHOLE = ("batch", "seq", "embed")
 _RESIDUAL = ("batch", "residual_seq", "embed")
@@ -115,23 +116,18 @@ class _Split:
 def _split_of(x: jax.Array, table: AnyArray, scope: Scope) -> _Split:
     if scope.rules is None:
         return _Split()
-    sizes = auto_mesh_shape()
-    shape = (*x.shape[:2], table.shape[0])
-    _, tokens, vocab = scope.rules.spec(_LOGITS, shape, mesh_shape=sizes)
-    tokens, vocab = entry_axes(tokens), entry_axes(vocab)
+    _, tokens, vocab = split_of(scope, _LOGITS, (*x.shape[:2], table.shape[0]))
     residual = tokens
     if "residual_seq" in scope.rules.table:
-        spec = scope.rules.spec(_RESIDUAL, x.shape, mesh_shape=sizes)
-        residual = entry_axes(spec[1])
+        residual = split_of(scope, _RESIDUAL, x.shape)[1]
     # Otherwise GSPMD makes the sequence whole.
     here = residual == (*tokens, *vocab)
     return _Split(tokens=tokens, gathered=vocab if here else (), vocab=vocab)
 
 
 def _num_chunks(x: jax.Array, table: AnyArray, split: _Split, logits_bytes: int) -> int:
-    sizes = auto_mesh_shape() if split.mesh_axes else {}
-    num_tokens = math.prod(x.shape[:2]) // _size(split.tokens, sizes)
-    token_bytes = 4 * table.shape[0] // _size(split.vocab, sizes)
+    num_tokens = math.prod(x.shape[:2]) // degree(split.tokens)
+    token_bytes = 4 * table.shape[0] // degree(split.vocab)
     if not logits_bytes or not num_tokens:
         return 1
     if logits_bytes < token_bytes:
@@ -140,13 +136,7 @@ def _num_chunks(x: jax.Array, table: AnyArray, split: _Split, logits_bytes: int)
             "token's fp32 logits on a device; raise it, or set 0 for no limit"
         )
     least = -(-num_tokens // (logits_bytes // token_bytes))
-    # Chunks of equal size need no padding; not at the price of chunks half as large.
-    more = range(least, 2 * least)
-    return next((num for num in more if num_tokens % num == 0), least)
-
-
-def _size(mesh_axes: tuple[str, ...], sizes: dict[str, int]) -> int:
-    return math.prod(sizes[axis] for axis in mesh_axes)
+    return equal_chunks(least, num_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)

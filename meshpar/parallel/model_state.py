@@ -13,13 +13,12 @@ from meshpar.errors import InputError
 from meshpar.layout import TOKEN_AXES
 from meshpar.model.contract import BlockGroup
 from meshpar.model.dependence import arguments_read
-from meshpar.model.parameter import Params
+from meshpar.model.parameter import Params, flat
 from meshpar.model.sums import Sums
 from meshpar.parallel.blocks import Stack
 from meshpar.parallel.placement import Placement
-from meshpar.parallel.zero import before_use, gather_shards, is_stored, manual_spec
+from meshpar.parallel.zero import before_use, gather_shards, manual_spec
 from meshpar.rules.rules import spec_axes
-from meshpar.rules.sharding import path_name
 
 
 def statistics_of(stack: Stack, sums: Sums) -> Sums:
@@ -28,19 +27,11 @@ def statistics_of(stack: Stack, sums: Sums) -> Sums:
     return {name: value for name, value in sums.items() if name not in auxiliary}
 
 
-def summed_statistics(
-    placement: Placement, stacks: Sequence[Stack], sums: Sequence[Sums]
-) -> list[Sums]:
-    """Of each group, what its state is made of, over the global batch.
+def sum_statistics(placement: Placement, found: list[Sums]) -> list[Sums]:
+    """Of each group, what its state is made of: of this device -> the global batch.
 
     One all-reduce over the mesh axes that split tokens, where there is any.
     """
-    found = [statistics_of(*of) for of in zip(stacks, sums, strict=True)]
-    return sum_statistics(placement, found)
-
-
-def sum_statistics(placement: Placement, found: list[Sums]) -> list[Sums]:
-    """Sums of this device's tokens -> of the global batch."""
     axes = placement.large(TOKEN_AXES)
     if not axes or not jax.tree.leaves(found):
         return found
@@ -85,7 +76,7 @@ def _updated(
     group: BlockGroup, stored: Any, shards: Params, before: Params, sums: Sums
 ) -> Params:
     """One group's state after a step; nothing is gathered that is not read."""
-    stacked, tree = jax.tree.flatten(stored, is_leaf=is_stored)
+    stacked, tree = jax.tree.flatten(stored)
     layouts = [layout.without_layers() for layout in stacked]
     leaves = tree.flatten_up_to(shards)
 
@@ -116,10 +107,7 @@ def _updated(
 
 
 def _check_whole(group: BlockGroup, tree: Any, layouts: list, read: list[int]) -> None:
-    names = [
-        path_name(path)
-        for path, _ in jax.tree.leaves_with_path(tree.unflatten(range(len(layouts))))
-    ]
+    names = list(flat(tree.unflatten(layouts)))
     for at in read:
         axes = spec_axes(manual_spec(layouts[at].used_spec))
         if axes:

@@ -82,14 +82,9 @@ def split_of(scope: Scope, logical_axes: LogicalAxes, shape: Sequence[int]) -> S
 
 
 def degree(mesh_axes: Sequence[str]) -> int:
-    """Devices along some mesh axes of GSPMD; 1 where those are manual."""
+    """Devices along some mesh axes of GSPMD; 1 where those are manual or not there."""
     sizes = auto_mesh_shape()
-    return math.prod(sizes[axis] for axis in mesh_axes)
-
-
-def spec_of(split: Split) -> PartitionSpec:
-    """The `PartitionSpec` of an array that is split so."""
-    return PartitionSpec(*(axes or None for axes in split))
+    return math.prod(sizes.get(axis, 1) for axis in mesh_axes)
 
 
 def on_split(
@@ -111,8 +106,8 @@ def on_split(
         return function(*arrays)
     mapped = jax.shard_map(
         function,
-        in_specs=tuple(map(spec_of, splits)),
-        out_specs=spec_of(out_split),
+        in_specs=tuple(PartitionSpec(*split) for split in splits),
+        out_specs=PartitionSpec(*out_split),
         axis_names=made_manual(used),
         check_vma=False,
     )

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
 from meshpar.collectives import asked
@@ -34,18 +34,11 @@ def global_norm(
         apart: Mesh axes that `jax.vmap` maps over: what lies there has its own norm.
     """
     sizes = {axis: size for axis, size in mesh.shape.items() if axis not in apart}
-    specs = jax.tree.map(
-        lambda sharding: sharding.spec,
-        shardings,
-        is_leaf=lambda node: isinstance(node, NamedSharding),
-    )
+    specs = jax.tree.map(lambda sharding: sharding.spec, shardings)
 
     def local(tree: Any) -> jax.Array:
         parts = jax.tree.map(
-            lambda spec, x: _squares(x) / _copies(spec, sizes),
-            specs,
-            tree,
-            is_leaf=lambda node: isinstance(node, PartitionSpec),
+            lambda spec, x: _squares(x) / _copies(spec, sizes), specs, tree
         )
         with asked("gradient_norm"):
             return lax.psum(sum(jax.tree.leaves(parts)), tuple(sizes))

@@ -88,13 +88,15 @@ def whole_lines(z: jax.Array, scope: Scope, line: Line) -> jax.Array:
         RuleError: Rows or columns do not divide over theirs.
     """
     split = split_of(scope, PAIRS, z.shape)
-    return _moved(z, split, _whole(split, line, z.shape), back=False)
+    move = _whole(split, line, z.shape)
+    return z if move is None else _moved(z, split, move)
 
 
 def shared_lines(z: jax.Array, scope: Scope, line: Line) -> jax.Array:
     """Undoes `whole_lines`."""
     split = split_of(scope, PAIRS, z.shape)
-    return _moved(z, split, _whole(split, line, z.shape), back=True)
+    move = _whole(split, line, z.shape)
+    return z if move is None else _moved(z, move.after(split), move.undone)
 
 
 def triangle_attention(
@@ -183,17 +185,11 @@ def _whole(split: Split, line: Line, shape: tuple[int, ...]) -> Move | None:
     return Move(mesh_axes=split[source], source=source, target=target)
 
 
-def _moved(z: jax.Array, split: Split, move: Move | None, *, back: bool) -> jax.Array:
-    if move is None:
-        return z
-    given, wanted = split, move.after(split)
-    if back:
-        move, given, wanted = move.undone, wanted, given
-
+def _moved(z: jax.Array, split: Split, move: Move) -> jax.Array:
     def local(z: jax.Array) -> jax.Array:
         return move(z, "triangle")
 
-    return on_split(local, z, splits=(given,), out_split=wanted)
+    return on_split(local, z, splits=(split,), out_split=move.after(split))
 
 
 def _attended(

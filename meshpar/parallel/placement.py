@@ -18,13 +18,13 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from meshpar.collectives import asked, sum_dtype
 from meshpar.layout import BATCH_AXES, MANUAL_AXES, TOKEN_AXES, Layout
 from meshpar.model.contract import Model
-from meshpar.model.parameter import Params, is_parameter
+from meshpar.model.parameter import Params
 from meshpar.model.token_order import TokenOrder
 from meshpar.parallel.by_host import sum_by_host
 from meshpar.parallel.data import reduce_gradients
 from meshpar.parallel.scopes import Scopes
 from meshpar.parallel.space import input_spec, space_degree, splits_tokens
-from meshpar.parallel.storage import state_spec, stored_parameters
+from meshpar.parallel.storage import stored_parameters, whole_spec
 from meshpar.parallel.zero import (
     Stored,
     after_update,
@@ -34,11 +34,11 @@ from meshpar.parallel.zero import (
     gradient_after_loop,
     gradient_in_loop,
     in_loop,
-    is_stored,
     manual_spec,
     reduce_scatter,
 )
 from meshpar.rules.rules import Rules
+from meshpar.rules.sharding import path_name
 
 BATCH = PartitionSpec(BATCH_AXES)
 REPLICATED = PartitionSpec()
@@ -122,9 +122,7 @@ class Placement:
 
     def of_replicas(self, specs: Any) -> Any:
         """Specs of arrays with a leading dim of all replicas apart."""
-        return jax.tree.map(
-            lambda spec: PartitionSpec(self.apart, *spec), specs, is_leaf=_is_spec
-        )
+        return jax.tree.map(lambda spec: PartitionSpec(self.apart, *spec), specs)
 
     def scopes(self, *, training: bool, order: TokenOrder | None = None) -> Scopes:
         """What makes the scopes of a model's functions.
@@ -165,7 +163,7 @@ class Placement:
     def blocks_before_loop(self, params: Params) -> list[Params]:
         """The blocks' parameters as the loop takes them (`gather_before_loop`)."""
         _, groups = self.model.split(params)
-        if not self._gathers_once:
+        if not any(map(before_loop, jax.tree.leaves(self.stored))):
             return groups
         return gather(self.model.split(self.stored)[1], groups, before_loop)
 
@@ -175,7 +173,7 @@ class Placement:
         Args:
             values: Global arrays in their dtype at rest.
         """
-        if not any(after_update(stored) for stored in self._all_stored):
+        if not any(map(after_update, jax.tree.leaves(self.stored))):
             return values
 
         def local(values: Params) -> Params:
@@ -218,7 +216,7 @@ class Placement:
             return jax.ShapeDtypeStruct(tuple(dims), stored.gradient_dtype)
 
         tree = self.model.join(weights, groups)
-        shapes = jax.tree.map(shape, self.stored, tree, is_leaf=is_stored)
+        shapes = jax.tree.map(shape, self.stored, tree)
         return self.model.split(shapes)
 
     def reduce(
@@ -242,10 +240,7 @@ class Placement:
         axes = self.large(self.manual_axes)
         summed = reduce_gradients(self.stored, scattered, axes, **self.sum_options)
         return jax.tree.map(
-            lambda stored, x: x.astype(stored.gradient_dtype),
-            self.stored,
-            summed,
-            is_leaf=is_stored,
+            lambda stored, x: x.astype(stored.gradient_dtype), self.stored, summed
         )
 
     @property
@@ -336,35 +331,18 @@ class Placement:
     def model_state_specs(self) -> Any:
         """Specs of the model's own state: whole over the batch axes."""
         return jax.tree.map_with_path(
-            lambda path, one: state_spec(path, one, self.layout, self.rules),
+            lambda path, one: whole_spec(path_name(path), one, self.layout, self.rules),
             self.model.state,
-            is_leaf=is_parameter,
         )
 
     @cached_property
     def manual_model_state_specs(self) -> Any:
         """Those over the manual mesh axes."""
-        return jax.tree.map(
-            manual_spec,
-            self.model_state_specs,
-            is_leaf=_is_spec,
-        )
+        return jax.tree.map(manual_spec, self.model_state_specs)
 
     def specs(self, of: Callable[[Stored], PartitionSpec]) -> Any:
         """A spec for every parameter."""
-        return jax.tree.map(of, self.stored, is_leaf=is_stored)
-
-    @property
-    def _all_stored(self) -> list[Stored]:
-        return jax.tree.leaves(self.stored, is_leaf=is_stored)
-
-    @property
-    def _gathers_once(self) -> bool:
-        return any(before_loop(stored) for stored in self._all_stored)
+        return jax.tree.map(of, self.stored)
 
     def _degree(self, mesh_axes: tuple[str, ...]) -> int:
         return math.prod(self.mesh.shape[axis] for axis in mesh_axes)
-
-
-def _is_spec(node: Any) -> bool:
-    return isinstance(node, PartitionSpec)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 
 from meshpar.parallel.placement import Placement
-from meshpar.parallel.zero import gradient_in_loop, in_loop, is_stored
+from meshpar.parallel.zero import gradient_in_loop, in_loop
 
 
 def prefetches(placement: Placement) -> bool:
@@ -41,7 +41,4 @@ def prefetch_notes(placement: Placement) -> tuple[str, ...]:
 def _communicates(placement: Placement) -> bool:
     """Whether a block's parameters or gradients cross batch axes in the loop."""
     blocks = placement.model.split(placement.stored)[1]
-    return any(
-        in_loop(one) or gradient_in_loop(one)
-        for one in jax.tree.leaves(blocks, is_leaf=is_stored)
-    )
+    return any(in_loop(one) or gradient_in_loop(one) for one in jax.tree.leaves(blocks))

@@ -29,12 +29,12 @@ from meshpar.parallel.blocks import (
 )
 from meshpar.parallel.ends import Ends
 from meshpar.parallel.mean_loss import metrics_of, random_key, safe_inverse
-from meshpar.parallel.model_state import summed_statistics, updated_state
+from meshpar.parallel.model_state import statistics_of, sum_statistics, updated_state
 from meshpar.parallel.placement import REPLICATED, Placement
 from meshpar.parallel.prefetch_choice import prefetches
 from meshpar.parallel.scopes import Scopes
 from meshpar.parallel.sequence import outputs_in_order, tokens_at_hand
-from meshpar.parallel.zero import Stored, is_stored
+from meshpar.parallel.zero import Stored
 
 Found = tuple[jax.Array, dict[str, jax.Array], Params, Params, dict[str, jax.Array]]
 """Mean loss, more metrics, gradients as the optimizer has them, model state, and
@@ -198,7 +198,8 @@ class _Pass:
             ends = jax.tree.map(jnp.add, ends, more)
             blocks.insert(0, total)
         gradients = placement.reduce(self.ends.scattered(ends, beside), blocks)
-        statistics = summed_statistics(placement, stacks, sums)
+        found = [statistics_of(*of) for of in zip(stacks, sums, strict=True)]
+        statistics = sum_statistics(placement, found)
         state = updated_state(placement, self.params, self.state, statistics)
         metrics = metrics_of(weight_sum, sums_by_name(auxiliary))
         return loss_sum * share, metrics, gradients, state, dx
@@ -320,7 +321,7 @@ def _run_backward(
 
 def one_layer(stored: Any) -> Any:
     """Tree of `Stored` of stacked parameters -> of one layer's."""
-    return jax.tree.map(Stored.without_layers, stored, is_leaf=is_stored)
+    return jax.tree.map(Stored.without_layers, stored)
 
 
 def _chosen(stack: Stack, sums: Sums) -> Sums:

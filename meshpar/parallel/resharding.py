@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from meshpar.errors import InputError
 from meshpar.layout import Layout
@@ -79,11 +79,8 @@ class Lying:
             mesh=mesh,
             platform=platform_of(mesh),
         )
-        specs = placement.specs(lambda stored: stored.spec)
         shardings = jax.tree.map(
-            lambda spec: NamedSharding(mesh, spec),
-            specs,
-            is_leaf=lambda node: isinstance(node, PartitionSpec),
+            lambda stored: NamedSharding(mesh, stored.spec), placement.stored
         )
         return cls(model=arranged, shardings=shardings, num_stages=layout.stage)
 
@@ -226,17 +223,14 @@ def _moves(
     shardings = _by_path(target.shardings)
     moves = [
         ArrayMove(
-            path=name,
+            path=path,
             array=array,
-            given=given[name],
-            wanted=wanted[name],
-            sharding=shardings[name],
-            dtype=_dtype(array, given[name], dtype),
+            given=given[path],
+            wanted=wanted[path],
+            sharding=shardings[path],
+            dtype=_dtype(array, given[path], dtype),
         )
-        for name, array in (
-            (path_name(path), array)
-            for path, array in jax.tree.leaves_with_path(params)
-        )
+        for path, array in _by_path(params).items()
     ]
     for one in moves:
         one.check()
@@ -275,12 +269,12 @@ def _check(params: Params, known: dict[str, Parameter]) -> None:
 
 def _check_stages(params: Params, num_stages: int) -> None:
     """Refuses stages that nobody speaks of: their layers may lie in another order."""
-    for path, array in jax.tree.leaves_with_path(params):
+    for path, array in _by_path(params).items():
         mesh = getattr(getattr(array, "sharding", None), "mesh", None)
         there = num_stages if mesh is None else mesh.shape.get("stage", num_stages)
         if there != num_stages:
             raise InputError(
-                f"parameter {path_name(path)} lies on {there} stages, which may have "
+                f"parameter {path} lies on {there} stages, which may have "
                 "the layers in another order than the layout that is said to be its "
                 f"own, of {num_stages}; say from_layout=, such as step.layout"
             )

@@ -14,7 +14,7 @@ it twice.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshpar.parallel.array_move import ArrayMove, DeviceBytes
 
@@ -63,51 +63,34 @@ def ordered(moves: Sequence[ArrayMove], *, by_host: bool = True) -> Order:
         moves: Of all parameters.
         by_host: Whether what has no room may go by way of the host's memory.
     """
-    if not any(one.meets_itself for one in moves):
-        return _as_they_come(moves)
     sizes = [one.bytes for one in moves]
     before = sum(size.before for size in sizes)
     after = sum(size.after for size in sizes)
-    layer = _layer_bytes(sizes)
-    limit = max(before, after) + layer
+    memory = MovingMemory(
+        before=before,
+        after=after,
+        layer=_layer_bytes(sizes),
+        peak=max(before, after),
+        by_host=0,
+    )
+    if not any(one.meets_itself for one in moves):
+        extra = max((one.extra_bytes for one in moves), default=0)
+        memory = replace(memory, peak=memory.peak + extra)
+        return Order(steps=tuple((one, False) for one in moves), memory=memory)
     held = peak = before
     of_host = 0
     steps = []
     for one in sorted(moves, key=_urgency):
         size = one.bytes
         needed = held + size.after + one.extra_bytes
-        parks = by_host and needed > limit and one.can_park
+        parks = by_host and needed > memory.limit and one.can_park
         if parks:
             needed, of_host = held + max(size.growth, 0), of_host + size.after
         steps.append((one, parks))
         held += size.growth
         peak = max(peak, needed)
-    return Order(
-        steps=tuple(steps),
-        memory=MovingMemory(
-            before=before, after=after, layer=layer, peak=peak, by_host=of_host
-        ),
-    )
-
-
-def _as_they_come(moves: Sequence[ArrayMove]) -> Order:
-    """Of arrays that no device has both before and after."""
-    sizes = [one.bytes for one in moves]
-    before, after = (
-        sum(size.before for size in sizes),
-        sum(size.after for size in sizes),
-    )
-    extra = max((one.extra_bytes for one in moves), default=0)
-    return Order(
-        steps=tuple((one, False) for one in moves),
-        memory=MovingMemory(
-            before=before,
-            after=after,
-            layer=_layer_bytes(sizes),
-            peak=max(before, after) + extra,
-            by_host=0,
-        ),
-    )
+    memory = replace(memory, peak=peak, by_host=of_host)
+    return Order(steps=tuple(steps), memory=memory)
 
 
 def _layer_bytes(sizes: Sequence[DeviceBytes]) -> int:

@@ -18,7 +18,6 @@ from jax.sharding import PartitionSpec
 from meshpar.errors import InputError
 from meshpar.layout import BATCH_AXES, Layout
 from meshpar.model.contract import Model
-from meshpar.model.scope import Scope
 from meshpar.model.token_order import TokenOrder
 from meshpar.model.tracing import traced_forward
 from meshpar.parallel.placement import BATCH, Placement
@@ -154,15 +153,8 @@ def _output_shapes(placement: Placement, batch: Any, parts: int) -> Any:
         return jax.ShapeDtypeStruct(tuple(dims), array.dtype)
 
     shapes = {name: share(name, array) for name, array in batch.items()}
-    once, params, state, shapes = traced_forward(model, shapes)
-
-    def outputs(params: Any, state: Any, batch: Any) -> Any:
-        x = once(params, state, batch)
-        # `TrainStep.logits` refuses a model without.
-        logits = cast(Callable[..., Any], model.logits)
-        return logits(params[0], x, Scope(batch=batch, state=state[0]))
-
-    return jax.eval_shape(outputs, params, state, shapes)
+    # `TrainStep.logits` refuses a model without.
+    return jax.eval_shape(*traced_forward(model, shapes, logits=True))
 
 
 def _split_dims(whole: Any, split: Any) -> PartitionSpec:

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 
 from meshpar.layout import ZERO_AXES, Layout
 from meshpar.model.contract import Model
-from meshpar.model.parameter import Parameter, is_parameter
+from meshpar.model.parameter import Parameter
 from meshpar.parallel.zero import Stored
 from meshpar.rules.rules import Rules, entry_axes, spec_axes
 from meshpar.rules.sharding import path_name
@@ -63,7 +63,7 @@ def stored_parameters(
             scatter_columns=scatter_columns,
         )
 
-    return jax.tree.map_with_path(place, model.parameters, is_leaf=is_parameter)
+    return jax.tree.map_with_path(place, model.parameters)
 
 
 def parameter_specs(
@@ -74,13 +74,7 @@ def parameter_specs(
     Raises:
         RuleError: It cannot be laid out.
     """
-    sizes = layout.mesh_shape
-    whole = _without_zero_axes(rules).spec(
-        parameter.stacked_axes,
-        parameter.stacked_shape,
-        mesh_shape=sizes,
-        path=path,
-    )
+    whole = whole_spec(path, parameter, layout, rules)
     split = _split(whole, parameter, layout, rules)
     # Blocks take their parameters layer by layer: layers are split at rest only.
     by_layer = parameter.num_layers is None or split[0] == whole[0]
@@ -97,10 +91,10 @@ def parameter_specs(
     }
 
 
-def state_spec(
-    path: tuple, one: Parameter, layout: Layout, rules: Rules
+def whole_spec(
+    path: str, one: Parameter, layout: Layout, rules: Rules
 ) -> PartitionSpec:
-    """How an array of a model's state lies: as matmuls would want a parameter.
+    """How matmuls want a parameter, and how an array of a model's state lies.
 
     Raises:
         RuleError: It cannot be laid out.
@@ -109,7 +103,7 @@ def state_spec(
         one.stacked_axes,
         one.stacked_shape,
         mesh_shape=layout.mesh_shape,
-        path=path_name(path),
+        path=path,
     )
 
 
@@ -178,16 +172,13 @@ def _split(
     entries = list(whole)
     wanted = split_axes_of(layout, rules)
     for axes in (wanted, *((axis,) for axis in wanted)):
-        left = tuple(axis for axis in axes if axis not in _named(entries))
-        if left != axes or not axes:
+        if not axes or not set(axes).isdisjoint(spec_axes(PartitionSpec(*entries))):
             continue
         for dim in _dims(entries, parameter, layout, rules):
-            degree = math.prod(
-                sizes[axis] for axis in (*entry_axes(entries[dim]), *axes)
-            )
+            together = (*entry_axes(entries[dim]), *axes)
+            degree = math.prod(sizes[axis] for axis in together)
             if parameter.stacked_shape[dim] % degree == 0:
-                together = (*entry_axes(entries[dim]), *axes)
-                entries[dim] = together[0] if len(together) == 1 else together
+                entries[dim] = together
                 break
     return PartitionSpec(*entries)
 
@@ -236,7 +227,3 @@ def split_axes_of(layout: Layout, rules: Rules) -> tuple[str, ...]:
         }
         chosen = tuple(axis for axis in ZERO_AXES if axis in mapped)
     return tuple(axis for axis in chosen if layout.mesh_shape[axis] > 1)
-
-
-def _named(entries: Sequence[Any]) -> tuple[str, ...]:
-    return spec_axes(PartitionSpec(*entries))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,10 +19,11 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int32, Integer, Shaped
 
-from meshpar.collectives import asked, sum_dtype
+from meshpar.collectives import asked, on_parts, sum_dtype
 from meshpar.errors import InputError
 from meshpar.model.scope import Scope
-from meshpar.rules.rules import auto_mesh_shape, entry_axes, spec_axes
+from meshpar.parallel.moves import split_of
+from meshpar.rules.rules import spec_axes
 
 AnyArray = Array | np.ndarray
 """An array, which outside of a program may be NumPy's."""
@@ -51,12 +51,10 @@ def vocab_lookup(
     Raises:
         InputError: The rules split `embed` over a mesh axis of GSPMD.
     """
-    spec = PartitionSpec(None, None)
-    if scope.rules is not None:
-        sizes = auto_mesh_shape()
-        spec = scope.rules.spec(("vocab", "embed"), table.shape, mesh_shape=sizes)
-        refuse_split_embed(entry_axes(spec[1]), "embedding rows are looked up")
-    return _lookup(table, tokens, spec, sum_dtype(table.dtype, scope.platform))
+    split = split_of(scope, ("vocab", "embed"), table.shape)
+    refuse_split_embed(split[1], "embedding rows are looked up")
+    wide = sum_dtype(table.dtype, scope.platform)
+    return _lookup(table, tokens, PartitionSpec(*split), wide)
 
 
 def refuse_split_embed(mesh_axes: tuple[str, ...], where: str) -> None:
@@ -133,8 +131,13 @@ def _lookup(
             summed = lax.psum(found.astype(wide), mesh_axes)
         return jnp.where(known, summed.astype(rows.dtype), jnp.nan)
 
-    return _over_vocab(local, mesh_axes, (spec, PartitionSpec()), PartitionSpec())(
-        table, tokens
+    return on_parts(
+        local,
+        table,
+        tokens,
+        specs=(spec, PartitionSpec()),
+        out_specs=PartitionSpec(),
+        mesh_axes=set(mesh_axes),
     )
 
 
@@ -157,29 +160,19 @@ def _lookup_backward(
         mine_only = jnp.where(mine, gradient, 0).astype(jnp.float32)
         return zeros.at[index].add(mine_only).astype(rows.dtype)
 
-    everywhere = PartitionSpec()
-    scatter = _over_vocab(local, mesh_axes, (spec, everywhere, everywhere), spec)
-    return scatter(table, tokens, gradient), None
+    scattered = on_parts(
+        local,
+        table,
+        tokens,
+        gradient,
+        specs=(spec, PartitionSpec(), PartitionSpec()),
+        out_specs=spec,
+        mesh_axes=set(mesh_axes),
+    )
+    return scattered, None
 
 
 _lookup.defvjp(_lookup_forward, _lookup_backward)
-
-
-def _over_vocab(
-    local: Callable[..., jax.Array],
-    mesh_axes: tuple[str, ...],
-    in_specs: tuple[PartitionSpec, ...],
-    out_specs: PartitionSpec,
-) -> Callable[..., jax.Array]:
-    if not mesh_axes:
-        return local
-    return jax.shard_map(
-        local,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        axis_names=set(mesh_axes),
-        check_vma=False,
-    )
 
 
 def in_vocab(ids: Integer[AnyArray, "*ids"], vocab: int) -> Bool[AnyArray, "*ids"]:

@@ -20,10 +20,8 @@ from jax import lax
 
 from meshpar import chunk_bytes
 from meshpar.model.scope import Scope
-from meshpar.rules.rules import LogicalAxes, auto_mesh_shape, spec_axes
-
-_WHOLE = ("batch", "seq", "embed")
-_RESIDUAL = ("batch", "residual_seq", "embed")
+from meshpar.parallel.moves import degree, split_of
+from meshpar.rules.rules import LogicalAxes
 
 
 def in_token_chunks(
@@ -73,34 +71,30 @@ def in_token_chunks(
 def _num_chunks(
     x: jax.Array, scope: Scope, widest: tuple[int, ...], axes: LogicalAxes
 ) -> int:
-    if not scope.recomputed or _splits_tokens(x, scope):
+    if not scope.recomputed or _splits_tokens(scope):
         return 1
     seq = x.shape[1]
-    bytes_here = (
-        math.prod(widest) * x.dtype.itemsize // _num_shards(widest, scope, axes)
-    )
-    least = min(-(-bytes_here // chunk_bytes.HIDDEN_BYTES), seq)
-    # Chunks of equal size need no padding; not at the price of chunks half as large.
+    num_shards = math.prod(map(degree, split_of(scope, axes, widest)))
+    bytes_here = math.prod(widest) * x.dtype.itemsize // num_shards
+    return equal_chunks(min(-(-bytes_here // chunk_bytes.HIDDEN_BYTES), seq), seq)
+
+
+def equal_chunks(least: int, num_tokens: int) -> int:
+    """How many chunks tokens are cut into: the first number from `least` that divides.
+
+    Chunks of equal size need no padding; not at the price of chunks half as large.
+
+    Example:
+        >>> equal_chunks(5, 12), equal_chunks(5, 11)
+        (6, 5)
+    """
     more = range(least, 2 * least)
-    return next((num for num in more if seq % num == 0), least)
+    return next((num for num in more if num_tokens % num == 0), least)
 
 
-def _splits_tokens(x: jax.Array, scope: Scope) -> bool:
+def _splits_tokens(scope: Scope) -> bool:
     rules = scope.rules
     if rules is None:
         return False
-    known = [axes for axes in (_WHOLE, _RESIDUAL) if axes[1] in rules.table]
-    sizes = auto_mesh_shape()
-    return any(
-        sizes.get(mesh_axis, 1) > 1
-        for axes in known
-        for mesh_axis in rules.mesh_axes(axes[1])
-    )
-
-
-def _num_shards(shape: tuple[int, ...], scope: Scope, axes: LogicalAxes) -> int:
-    if scope.rules is None:
-        return 1
-    sizes = auto_mesh_shape()
-    spec = scope.rules.spec(axes, shape, mesh_shape=sizes)
-    return math.prod(sizes[axis] for axis in spec_axes(spec))
+    known = [name for name in ("seq", "residual_seq") if name in rules.table]
+    return any(degree(rules.mesh_axes(name)) > 1 for name in known)

@@ -126,10 +126,7 @@ def gather(stored: Any, shards: Any, dims: Callable[[Stored], Dims]) -> Any:
         The parameters in the compute dtype.
     """
     cast = jax.tree.map(
-        lambda layout, x: x.astype(layout.compute_dtype),
-        stored,
-        shards,
-        is_leaf=is_stored,
+        lambda layout, x: x.astype(layout.compute_dtype), stored, shards
     )
     return gather_shards(stored, cast, dims)
 
@@ -168,7 +165,7 @@ def _each(
             mesh_axes=layout.automatic_axes,
         )
 
-    return jax.tree.map(apply, stored, tree, is_leaf=is_stored)
+    return jax.tree.map(apply, stored, tree)
 
 
 def _gather_one(_: Stored, x: jax.Array, moved: Dims) -> jax.Array:
@@ -192,7 +189,7 @@ def _scatter_layer(stored: Any, gradients: Any) -> Any:
     With `Stored.scatter_columns` (XLA:TPU) those of as many rows are joined to one, up
     to a size: a vocabulary's tables stay alone.
     """
-    layouts, treedef = jax.tree.flatten(stored, is_leaf=is_stored)
+    layouts, treedef = jax.tree.flatten(stored)
     leaves = treedef.flatten_up_to(gradients)
     joined: dict[tuple, list[list[int]]] = {}
     for at, (layout, x) in enumerate(zip(layouts, leaves, strict=True)):
@@ -261,11 +258,6 @@ def _scatter_rows(layout: Stored, gradient: jax.Array, moved: Dims) -> jax.Array
     return x
 
 
-def is_stored(node: object) -> bool:
-    """Whether a node of a tree is a `Stored`."""
-    return isinstance(node, Stored)
-
-
 def _moved(split: PartitionSpec, whole: PartitionSpec) -> Dims:
     """The batch axes that each dim is split over in one layout and not in the other."""
     moved = []
@@ -281,8 +273,4 @@ def _moved(split: PartitionSpec, whole: PartitionSpec) -> Dims:
 
 
 def _only(spec: PartitionSpec, wanted: Callable[[str], bool]) -> PartitionSpec:
-    entries = []
-    for entry in spec:
-        chosen = tuple(axis for axis in entry_axes(entry) if wanted(axis))
-        entries.append(chosen[0] if len(chosen) == 1 else chosen or None)
-    return PartitionSpec(*entries)
+    return PartitionSpec(*(tuple(filter(wanted, entry_axes(entry))) for entry in spec))

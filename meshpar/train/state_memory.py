@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.model.parameter import is_parameter
-from meshpar.parallel.zero import Stored, is_stored
+from meshpar.parallel.zero import Stored
 from meshpar.rules.rules import spec_axes
 from meshpar.train.local_steps.state import WithOuter
 from meshpar.train.precision import Mastered, inner_state
@@ -128,7 +128,7 @@ def _by_formula(
     step: TrainStep, spec: Callable[[Stored], PartitionSpec], value_bytes: int
 ) -> int:
     """Of one value for each parameter, split as a spec of it says."""
-    placed = jax.tree.leaves(step.placement.stored, is_leaf=is_stored)
+    placed = jax.tree.leaves(step.placement.stored)
     return sum(
         size * value_bytes // _degree(step, spec(stored))
         for size, stored in zip(_sizes(step), placed, strict=True)

@@ -20,7 +20,7 @@ from jax import lax
 
 from meshpar.collectives import asked
 from meshpar.model.token_order import TokenOrder
-from meshpar.parallel.context.hops import Hops
+from meshpar.parallel.context.hops import Hops, shifted, shifted_both
 from meshpar.parallel.context.mask import Marks
 from meshpar.parallel.context.tiles import (
     Backward,
@@ -33,6 +33,7 @@ from meshpar.parallel.context.tiles import (
 from meshpar.parallel.context.tiling import (
     Known,
     Plan,
+    by_part,
     in_parts,
     joined,
     segment_tiles,
@@ -80,9 +81,9 @@ def _forward(
         return output.astype(v.dtype), lse
 
     cut = in_parts(plan, (tiled(plan, q, k.shape[2]), *tiled_keys(plan, k, v)))
-    output, lse = _by_part(part, cut)
-    output = joined(plan, output, q.shape)
-    lse = joined(plan, lse[..., None], (*q.shape[:3], 1))[..., 0]
+    output, lse = by_part(part, cut)
+    output = joined(output, q.shape)
+    lse = joined(lse[..., None], (*q.shape[:3], 1))[..., 0]
     return (output, lse), (q, k, v, known, output, lse)
 
 
@@ -105,11 +106,11 @@ def _backward(plan: Plan, kept: tuple, cotangents: tuple) -> tuple:
 
     of_queries = (q, dy, lse[..., None], delta[..., None])
     cut = (*(tiled(plan, x, kv_heads) for x in of_queries), *tiled_keys(plan, k, v))
-    dq, (dk, dv) = _by_part(part, in_parts(plan, cut))
+    dq, (dk, dv) = by_part(part, in_parts(plan, cut))
     return (
-        joined(plan, dq, q.shape),
-        joined(plan, dk[:, :, :, :, None], k.shape),
-        joined(plan, dv[:, :, :, :, None], v.shape),
+        joined(dq, q.shape),
+        joined(dk[:, :, :, :, None], k.shape),
+        joined(dv[:, :, :, :, None], v.shape),
         None,
     )
 
@@ -141,23 +142,20 @@ def _ring_forward(
     if not hops.is_ring:
         at = 0
         for hop in hops.needed:
-            keys, at = _shift(hops, keys, hop - at), hop
+            keys, at = shifted(hops.order, keys, hop - at), hop
             running = step(running, keys, hop, hops.pairs((hop,), known.rank)[0])
         return running
     # The next keys are on their way while these are met.
-    later = _shift(hops, keys, 1)
+    later = shifted(hops.order, keys, 1)
     running = step(running, keys, 0, hops.pairs((0,), known.rank)[0])
     inner, last = hops.needed[1:-1], hops.needed[-1]
 
-    def body(carry: tuple, at: tuple) -> tuple[tuple, None]:
-        running, keys = carry
-        later = _shift(hops, keys, 1)
-        return (step(running, keys, *at), later), None
+    def onward(state: tuple, hop: Any, pairs: jax.Array) -> tuple:
+        running, keys = state
+        later = shifted(hops.order, keys, 1)
+        return step(running, keys, hop, pairs), later
 
-    table = hops.pairs(inner, known.rank)
-    (running, keys), _ = lax.scan(
-        body, (running, later), (jnp.asarray(inner, jnp.int32), table)
-    )
+    running, keys = _in_loop(hops, onward, (running, later), inner, known)
     return step(running, keys, last, hops.pairs((last,), known.rank)[0])
 
 
@@ -178,19 +176,17 @@ def _ring_backward(
     if not hops.is_ring:
         moved, at = (keys, of_keys), 0
         for hop in hops.needed:
-            moved, at = _shift_both(hops, moved, hop - at), hop
+            moved, at = shifted_both(hops.order, moved, hop - at), hop
             dq, moved = step(dq, moved, hop, hops.pairs((hop,), known.rank)[0])
-        return dq, _shift(hops, moved[1], -at, "context_ring_gradient")
+        return dq, shifted(hops.order, moved[1], -at, "context_ring_gradient")
     dq, moved = step(dq, (keys, of_keys), 0, hops.pairs((0,), known.rank)[0])
-    rest = hops.needed[1:]
 
-    def body(carry: tuple, at: tuple) -> tuple[tuple, None]:
-        dq, moved = carry
-        return step(dq, _shift_both(hops, moved, 1), *at), None
+    def onward(state: tuple, hop: Any, pairs: jax.Array) -> tuple:
+        dq, moved = state
+        return step(dq, shifted_both(hops.order, moved, 1), hop, pairs)
 
-    table = hops.pairs(rest, known.rank)
-    (dq, moved), _ = lax.scan(body, (dq, moved), (jnp.asarray(rest, jnp.int32), table))
-    return dq, _shift(hops, moved[1], 1, "context_ring_gradient")
+    dq, moved = _in_loop(hops, onward, (dq, moved), hops.needed[1:], known)
+    return dq, shifted(hops.order, moved[1], 1, "context_ring_gradient")
 
 
 def _gather_forward(
@@ -234,10 +230,18 @@ def _over_hops(hops: Hops, step: Callable[..., Any], state: Any, known: Known) -
     first, rest = hops.needed[:1], hops.needed[1:]
     for hop in first:
         state = step(state, hop, hops.pairs((hop,), known.rank)[0])
-    if not rest:
-        return state
-    table = hops.pairs(rest, known.rank)
-    at = jnp.asarray(rest, jnp.int32), table
+    return _in_loop(hops, step, state, rest, known) if rest else state
+
+
+def _in_loop(
+    hops: Hops,
+    step: Callable[..., Any],
+    state: Any,
+    chosen: tuple[int, ...],
+    known: Known,
+) -> Any:
+    table = hops.pairs(chosen, known.rank)
+    at = jnp.asarray(chosen, jnp.int32), table
     return lax.scan(lambda state, at: (step(state, *at), None), state, at)[0]
 
 
@@ -261,29 +265,6 @@ def _queries(plan: Plan, q: jax.Array, known: Known) -> Queries:
 
 def _tiled_segments(hops: Hops, known: Known) -> jax.Array | None:
     return segment_tiles(known.k_segments, hops.tiles[1])
-
-
-def _by_part(function: Callable[[tuple], Any], arrays: tuple) -> Any:
-    if len(arrays[0]) > 1:
-        return lax.map(function, arrays)
-    found = function(tuple(x[0] for x in arrays))
-    return jax.tree.map(lambda x: x[None], found)
-
-
-def _shift(hops: Hops, tree: Any, distance: int, reason: str = "context_ring") -> Any:
-    """What the device `distance` places before this one has."""
-    if hops.order is None or distance % hops.num_ranks == 0:
-        return tree
-    with asked(reason):
-        return lax.ppermute(tree, hops.order.mesh_axis, hops.order.hop(distance))
-
-
-def _shift_both(hops: Hops, moved: tuple, distance: int) -> tuple:
-    keys, of_keys = moved
-    return (
-        _shift(hops, keys, distance),
-        _shift(hops, of_keys, distance, "context_ring_gradient"),
-    )
 
 
 def _gather(hops: Hops, tree: Any) -> Any:

@@ -86,7 +86,9 @@ class Splash:
         kernel, scope = self._made(q, k, v)
         options = kernel.kwargs
 
-        def one(q: Any, k: Any, v: Any, y: Any, lse: Any, dy: Any, ids: Any) -> tuple:
+        def one(
+            q: Any, k: Any, v: Any, y: Any, lse: Any, dy: Any, ids: Any = None
+        ) -> tuple:
             # The public gradient is of a softmax over the keys at hand alone.
             tables = kernel.dq_mask_info, kernel.dkv_mask_info
             found = kernels._splash_attention_bwd(
@@ -105,7 +107,7 @@ class Splash:
 
         arrays = (q, k, v, output, lse, dy)
         with scope:
-            return _mapped(one, arrays, queries, keys, always=True)
+            return _mapped(one, arrays, queries, keys)
 
     def _made(
         self, q: jax.Array, k: jax.Array, v: jax.Array, *, residuals: bool = False
@@ -127,18 +129,11 @@ def block_size(tokens: int, head_dim: int) -> int:
 
 
 def _mapped(
-    function: Callable,
-    arrays: tuple[jax.Array, ...],
-    queries: Side,
-    keys: Side,
-    *,
-    always: bool = False,
+    function: Callable, arrays: tuple[jax.Array, ...], queries: Side, keys: Side
 ) -> Any:
     """`function` of each example, its documents last where there are any."""
     if queries.segments is None or keys.segments is None:
-        more = (None,) if always else ()
-        axes = (0,) * len(arrays) + (None,) * len(more)
-        return jax.vmap(function, in_axes=axes)(*arrays, *more)
+        return jax.vmap(function)(*arrays)
     ids = kernels.SegmentIds(queries.segments, keys.segments)
     return jax.vmap(function)(*arrays, ids)
 

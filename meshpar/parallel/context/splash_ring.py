@@ -20,12 +20,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshpar.collectives import asked
 from meshpar.errors import InputError
 from meshpar.model.token_order import TokenOrder
+from meshpar.parallel.context.hops import shifted, shifted_both
 from meshpar.parallel.context.mask import Mask
 from meshpar.parallel.context.splash import over_root, without_padding
 from meshpar.parallel.context.splash_kernel import Side, Splash
+from meshpar.parallel.context.tiling import by_part
 
 # Dims: B batch, N heads, K kv heads, T tokens of a device, H head_dim, C two chunks.
 
@@ -84,23 +85,16 @@ def splash_ring(
         segment below 0.
     """
     arrays = (_in_parts(ring, x) for x in (over_root(q), k, v))
-    mixed = _by_part(lambda part: _attend(ring, *part, rank, segments), tuple(arrays))
+    mixed = by_part(lambda part: _attend(ring, *part, rank, segments), tuple(arrays))
     # (parts, B, N of one, T, H) -> BTNH
     mixed = jnp.transpose(mixed, (1, 3, 0, 2, 4)).reshape(q.shape)
     return without_padding(mixed, segments)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(
-    ring: Ring,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    rank: jax.Array,
-    segments: jax.Array | None,
-) -> jax.Array:
-    """BNTH of some heads."""
-    return _forward(ring, q, k, v, rank, segments)[0]
+def _attend(ring: Ring, *arrays: Any) -> jax.Array:
+    """BNTH of some heads, of q, k, v, the rank and the segments."""
+    return _forward(ring, *arrays)[0]
 
 
 def _forward(
@@ -113,7 +107,7 @@ def _forward(
 ) -> tuple[jax.Array, tuple]:
     queries, keys = Side((q,), segments), Side((k, v), segments)
     # The next keys are on their way while these are met.
-    later = _shift(ring, keys)
+    later = shifted(ring.order, keys, 1)
     found = _kernel(ring, first=True).forward(queries, keys)
     state = found[0].astype(jnp.float32), found[1]
 
@@ -124,11 +118,11 @@ def _forward(
 
     def body(carry: tuple, hop: Any) -> tuple[tuple, None]:
         state, keys = carry
-        later = _shift(ring, keys)
+        later = shifted(ring.order, keys, 1)
         return (meet(state, keys, hop), later), None
 
     last = ring.order.num_ranks - 1
-    (state, later), _ = _scan(body, (state, later), range(1, last))
+    state, later = _scan(body, (state, later), range(1, last))
     output, lse = meet(state, later, last)
     output = output.astype(q.dtype)
     return output, (q, k, v, rank, segments, output, lse)
@@ -142,7 +136,7 @@ def _backward(ring: Ring, kept: tuple, dy: jax.Array) -> tuple:
 
     def body(carry: tuple, hop: Any) -> tuple[tuple, None]:
         dq, moved = carry
-        keys, of_keys = _shift(ring, moved[0]), _shift_gradients(ring, moved[1])
+        keys, of_keys = shifted_both(ring.order, moved, 1)
         earlier = (rank - hop) % ring.order.num_ranks < rank
         there, here = _pair(ring, queries, keys, earlier)
         more, *more_of_keys = _kernel(ring).backward(there, here)
@@ -154,8 +148,8 @@ def _backward(ring: Ring, kept: tuple, dy: jax.Array) -> tuple:
         return (dq, (keys, of_keys)), None
 
     carry = wide(dq), (keys, wide(tuple(of_keys)))
-    (dq, moved), _ = _scan(body, carry, range(1, ring.order.num_ranks))
-    dk, dv = _shift_gradients(ring, moved[1])
+    dq, moved = _scan(body, carry, range(1, ring.order.num_ranks))
+    dk, dv = shifted(ring.order, moved[1], 1, "context_ring_gradient")
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None, None
 
 
@@ -176,20 +170,17 @@ def _pair(ring: Ring, queries: Side, keys: Side, earlier: Any) -> tuple[Side, Si
     if not ring.causal:
         return queries, keys
 
-    def late_and_same(x: jax.Array, dim: int) -> jax.Array:
-        early, late = jnp.split(x, 2, dim)
-        return jnp.concatenate([late, jnp.where(earlier, early, late)])
+    def with_same(side: Side, chunk: int) -> Side:
+        """A side's early (0) or late (1) chunk, and that which meets its like."""
 
-    def early_and_same(x: jax.Array, dim: int) -> jax.Array:
-        early, late = jnp.split(x, 2, dim)
-        return jnp.concatenate([early, jnp.where(earlier, early, late)])
+        def cut(x: jax.Array, dim: int) -> jax.Array:
+            early, late = chunks = jnp.split(x, 2, dim)
+            return jnp.concatenate([chunks[chunk], jnp.where(earlier, early, late)])
 
-    return _cut(queries, late_and_same), _cut(keys, early_and_same)
+        segments = None if side.segments is None else cut(side.segments, 1)
+        return Side(tuple(cut(x, 2) for x in side.arrays), segments)
 
-
-def _cut(side: Side, cut: Callable[[jax.Array, int], jax.Array]) -> Side:
-    segments = None if side.segments is None else cut(side.segments, 1)
-    return Side(tuple(cut(x, 2) for x in side.arrays), segments)
+    return with_same(queries, 1), with_same(keys, 0)
 
 
 def _merged(ring: Ring, state: tuple, found: tuple, earlier: Any) -> tuple:
@@ -228,25 +219,8 @@ def _where(condition: Any, one: tuple, other: tuple) -> tuple:
 
 def _scan(body: Callable, carry: tuple, hops: range) -> tuple:
     if not hops:
-        return carry, None
-    return lax.scan(body, carry, jnp.asarray(list(hops), jnp.int32))
-
-
-def _shift(ring: Ring, tree: Any) -> Any:
-    """What the device before this one has."""
-    with asked("context_ring"):
-        return _from_before(ring, tree)
-
-
-def _shift_gradients(ring: Ring, tree: Any) -> Any:
-    with asked("context_ring_gradient"):
-        return _from_before(ring, tree)
-
-
-def _from_before(ring: Ring, tree: Any) -> Any:
-    n = ring.order.num_ranks
-    pairs = [(source, (source + 1) % n) for source in range(n)]
-    return lax.ppermute(tree, ring.order.mesh_axis, pairs)
+        return carry
+    return lax.scan(body, carry, jnp.asarray(list(hops), jnp.int32))[0]
 
 
 def _in_parts(ring: Ring, x_BTNH: jax.Array) -> jax.Array:
@@ -254,9 +228,3 @@ def _in_parts(ring: Ring, x_BTNH: jax.Array) -> jax.Array:
     batch, tokens, _, head_dim = x_BTNH.shape
     cut = x_BTNH.reshape(batch, tokens, ring.num_parts, -1, head_dim)
     return jnp.transpose(cut, (2, 0, 3, 1, 4))
-
-
-def _by_part(function: Callable[[tuple], jax.Array], arrays: tuple) -> jax.Array:
-    if len(arrays[0]) > 1:
-        return lax.map(function, arrays)
-    return function(tuple(x[0] for x in arrays))[None]

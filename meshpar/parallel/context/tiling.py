@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from meshpar.parallel.context.hops import Hops
 
@@ -78,7 +80,15 @@ def in_parts(plan: Plan, arrays: tuple) -> tuple:
     return tuple(map(cut, arrays))
 
 
-def joined(plan: Plan, parts: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def by_part(function: Callable[[tuple], Any], arrays: tuple) -> Any:
+    """`function` of each part of some arrays, one after another: (parts, ...) each."""
+    if len(arrays[0]) > 1:
+        return lax.map(function, arrays)
+    found = function(tuple(x[0] for x in arrays))
+    return jax.tree.map(lambda x: x[None], found)
+
+
+def joined(parts: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """(parts, P, B, K of one, G, S, H) -> BTNH of a shape, padding cut off."""
     batch, tokens, heads, head_dim = shape
     whole = jnp.transpose(parts, (2, 1, 5, 0, 3, 4, 6))

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -25,14 +25,15 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from meshpar.collectives import asked, sum_dtype
+from meshpar.collectives import asked, on_parts, sum_dtype
 from meshpar.errors import InputError
 from meshpar.expert_rooms import first_room, further_room, most_room
 from meshpar.model.scope import Scope
 from meshpar.parallel.expert.rounds import Kept, Round, run, run_backward
 from meshpar.parallel.expert.routes import Routes, most_for_one, routes_of
+from meshpar.parallel.moves import split_of
 from meshpar.parallel.tensor import refuse_split_embed
-from meshpar.rules.rules import auto_mesh_shape, entry_axes, spec_axes
+from meshpar.rules.rules import spec_axes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,38 +136,32 @@ def _static(
         )
     most = most_room(tokens, choices, own, most_rows)
     room = first_room(tokens, choices, own, num_devices, most_rows)
-    sizes = functools.partial(Round.of, axes, num_devices, own, scope.platform)
+    first = Round(
+        mesh_axes=axes,
+        num_devices=num_devices,
+        num_experts=own,
+        room=room,
+        platform=scope.platform,
+    )
     return _Static(
-        first=sizes(room),
-        more=sizes(further_room(room)) if room < most else None,
+        first=first,
+        more=replace(first, room=further_room(room)) if room < most else None,
         split=_split(scope, shapes),
         wide=sum_dtype(jnp.float32, scope.platform),
     )
 
 
 def _split(scope: Scope, shapes: tuple) -> tuple[PartitionSpec, PartitionSpec]:
-    if scope.rules is None:
-        return PartitionSpec(), PartitionSpec()
-    rules, sizes = scope.rules, auto_mesh_shape()
-    whole = ("embed", None, "mlp"), ("mlp", "embed")
-    gate_up, down = (
-        rules.spec((None, *axes), shape, mesh_shape=sizes)
-        for axes, shape in zip(whole, shapes, strict=True)
-    )
-    refuse_split_embed(entry_axes(gate_up[1]), "experts multiply tokens")
-    return gate_up, down
+    of_gate_up, of_down = shapes
+    gate_up = split_of(scope, (None, "embed", None, "mlp"), of_gate_up)
+    down = split_of(scope, (None, "mlp", "embed"), of_down)
+    refuse_split_embed(gate_up[1], "experts multiply tokens")
+    return PartitionSpec(*gate_up), PartitionSpec(*down)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _routed(
-    static: _Static,
-    x_ND: jax.Array,
-    expert_NK: jax.Array,
-    weight_NK: jax.Array,
-    gate_up_EDPF: jax.Array,
-    down_EFD: jax.Array,
-) -> jax.Array:
-    arrays = x_ND, expert_NK, weight_NK, gate_up_EDPF, down_EFD
+def _routed(static: _Static, *arrays: jax.Array) -> jax.Array:
+    """y_ND of x_ND, expert_NK, weight_NK, gate_up_EDPF and down_EFD."""
     return _routed_forward(static, *arrays)[0]
 
 
@@ -272,7 +267,7 @@ def _sum_out(static: _Static, values: jax.Array) -> jax.Array:
 
 def _kept_specs(static: _Static) -> Any:
     whole, gate_up = PartitionSpec(), static.split[0]
-    both = PartitionSpec(None, *gate_up[2:]) if len(gate_up) else whole
+    both = PartitionSpec(None, *gate_up[2:])
     order = whole if static.first.num_devices > 1 else None
     make: Callable[..., Any] = Kept  # of specs in place of arrays
     return make(x=whole, both=both, weight=whole, order=order, tiles=whole)
@@ -282,14 +277,12 @@ def _on_parts(
     static: _Static, local: Callable[..., Any], arrays: tuple, out_specs: Any
 ) -> Any:
     """`local` of this device's parts over the automatic mesh axes of the experts."""
-    if not static.mesh_axes:
-        return local(*arrays)
     whole = PartitionSpec()
     specs = (whole, whole, whole, *static.split, _kept_specs(static), whole)
-    return jax.shard_map(
+    return on_parts(
         local,
-        in_specs=specs[: len(arrays)],
+        *arrays,
+        specs=specs[: len(arrays)],
         out_specs=out_specs,
-        axis_names=set(static.mesh_axes),
-        check_vma=False,
-    )(*arrays)
+        mesh_axes=set(static.mesh_axes),
+    )

@@ -9,7 +9,6 @@ one of a number a row. A device alone sends nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +31,6 @@ class Round:
         num_devices: Along them.
         num_experts: Of one device.
         room: Rows to each device.
-        tile: Rows of a tile.
         platform: Kind of device.
     """
 
@@ -40,27 +38,17 @@ class Round:
     num_devices: int
     num_experts: int
     room: int
-    tile: int
     platform: str
 
-    @classmethod
-    def of(
-        cls,
-        mesh_axes: tuple[str, ...],
-        num_devices: int,
-        num_experts: int,
-        platform: str,
-        room: int,
-    ) -> Round:
-        """A round whose tiles suit its rows."""
-        return cls(
-            mesh_axes=mesh_axes,
-            num_devices=num_devices,
-            num_experts=num_experts,
-            room=room,
-            tile=tile_size(num_devices * room, num_experts),
-            platform=platform,
-        )
+    @property
+    def num_rows(self) -> int:
+        """Rows that one device receives."""
+        return self.num_devices * self.room
+
+    @property
+    def tile(self) -> int:
+        """Rows of a tile."""
+        return tile_size(self.num_rows, self.num_experts)
 
 
 @jax.tree_util.register_dataclass
@@ -114,8 +102,7 @@ def run(
         beside = jnp.stack([own.astype(jnp.float32), weight], axis=-1)
         beside = _exchange(beside, static.mesh_axes, "expert_dispatch")
         own, weight = beside[..., 0].astype(jnp.int32), beside[..., 1]
-    num_rows = static.num_devices * static.room
-    rows, weight, own = (_flat(array) for array in (rows, weight, own))
+    rows, weight, own = (lax.collapse(array, 0, 2) for array in (rows, weight, own))
     order = None
     if static.num_devices > 1:
         order = jnp.argsort(own, stable=True)
@@ -123,7 +110,7 @@ def run(
     # Before it is used, or who keeps it would have it sent again for the products.
     rows = checkpoint_name(rows, SAVED_PREFIX + "experts_in")
     counts = jnp.sum(own[:, None] == jnp.arange(static.num_experts), axis=0)
-    tiles = tiles_of_rows.cut(counts.astype(jnp.int32), num_rows, static.tile)
+    tiles = tiles_of_rows.cut(counts.astype(jnp.int32), static.num_rows, static.tile)
     out, both = tiles_of_rows.forward(rows, weight, *experts, tiles, static.tile)
     both = checkpoint_name(both, SAVED_PREFIX + "experts_gate_up")
     kept = Kept(x=rows, both=both, weight=weight, order=order, tiles=tiles)
@@ -147,7 +134,7 @@ def run_backward(
     dy = _taken(dy_ND, assignment // choices, valid)
     if static.num_devices > 1:
         dy = _exchange(dy, static.mesh_axes, "expert_combine_gradient")
-    dy = _flat(dy)
+    dy = lax.collapse(dy, 0, 2)
     if kept.order is not None:
         dy = dy[kept.order]
     dx, dweight, dgate_up, ddown = tiles_of_rows.backward(
@@ -177,7 +164,7 @@ def _returned(
         return rows
     place = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)))
     rows = rows[place].reshape(static.num_devices, static.room, *rows.shape[1:])
-    return _flat(_exchange(rows, static.mesh_axes, name))
+    return lax.collapse(_exchange(rows, static.mesh_axes, name), 0, 2)
 
 
 def _exchange(rows: jax.Array, mesh_axes: tuple[str, ...], name: str) -> jax.Array:
@@ -192,7 +179,3 @@ def _taken(rows: jax.Array, at: jax.Array, valid: jax.Array) -> jax.Array:
 
 def _at_slots(rows: jax.Array, at: jax.Array) -> jax.Array:
     return rows.at[at].get(mode="fill", fill_value=0)
-
-
-def _flat(array: jax.Array) -> Any:
-    return array.reshape(array.shape[0] * array.shape[1], *array.shape[2:])

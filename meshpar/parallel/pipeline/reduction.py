@@ -21,7 +21,7 @@ from meshpar.parallel.data import reduce_gradients
 from meshpar.parallel.mean_loss import scaled
 from meshpar.parallel.pipeline.ends import STAGE
 from meshpar.parallel.placement import Placement
-from meshpar.parallel.zero import gradient_after_loop, is_stored, reduce_scatter
+from meshpar.parallel.zero import gradient_after_loop, reduce_scatter
 
 SLICE_BYTES = 2**28
 """The most that is reduced at once where gradients have more than one layer: large
@@ -103,7 +103,7 @@ def along_first_dim(reduced: Callable[[Any, Any], Any], stored: Any, tree: Any) 
         stored: Tree of `Stored`.
         tree: Arrays of one size in the first dim.
     """
-    layouts, treedef = jax.tree.flatten(stored, is_leaf=is_stored)
+    layouts, treedef = jax.tree.flatten(stored)
     leaves = treedef.flatten_up_to(tree)
     number = num_slices(tree)
     sliced = [
@@ -174,8 +174,5 @@ def _loop(
 
 def _typed(stored: Any, gradients: Any) -> Any:
     return jax.tree.map(
-        lambda layout, x: x.astype(layout.gradient_dtype),
-        stored,
-        gradients,
-        is_leaf=is_stored,
+        lambda layout, x: x.astype(layout.gradient_dtype), stored, gradients
     )

@@ -22,7 +22,7 @@ from meshpar.parallel.pipeline.idle import mesh_hindrance
 from meshpar.parallel.pipeline.microbatches import parts_of
 from meshpar.parallel.pipeline.stages import Arrangement
 from meshpar.parallel.pipeline.user_arguments import stream_specs_of
-from meshpar.parallel.zero import Stored, is_stored
+from meshpar.parallel.zero import Stored
 from meshpar.schedules import Schedule
 
 
@@ -120,9 +120,7 @@ class UserFunctions:
             layer = jnp.maximum(known["layer"], 0)
             return At(layer, known["microbatch"], known["inputs"])
 
-        stored = jax.tree.map(
-            Stored.without_layers, self.block_stored, is_leaf=is_stored
-        )
+        stored = jax.tree.map(Stored.without_layers, self.block_stored)
         return [
             Block(
                 self.group,
