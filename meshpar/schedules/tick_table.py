@@ -137,8 +137,10 @@ def lock_step_span_s(
     )
 
 
+ARRAYS = tuple(field.name for field in fields(TickTable) if field.type == "np.ndarray")
+"""The arrays of a `TickTable`."""
+
 _RECEIVED = ("input_write", "gradient_write")
-_ARRAYS = tuple(field.name for field in fields(TickTable) if field.type == "np.ndarray")
 
 
 def tick_table(schedule: Schedule) -> TickTable:
@@ -171,7 +173,7 @@ def tick_table(schedule: Schedule) -> TickTable:
         name: np.full(
             (*shape, len(hops)) if name in _RECEIVED else shape, NONE, "int32"
         )
-        for name in _ARRAYS
+        for name in ARRAYS
     }
     for action, tick in ticks.items():
         entries = _forward if action.op is Op.F else _backward

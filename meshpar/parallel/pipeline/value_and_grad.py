@@ -16,7 +16,7 @@ from meshpar.errors import InputError
 from meshpar.layout import REMATS, nearest
 from meshpar.parallel.mean_loss import safe_inverse
 from meshpar.parallel.pipeline.ends import STAGE
-from meshpar.parallel.pipeline.executor import Executor, Results
+from meshpar.parallel.pipeline.executor import Executor
 from meshpar.parallel.pipeline.float_leaves import differentiable
 from meshpar.parallel.pipeline.microbatches import Microbatches
 from meshpar.parallel.pipeline.own_derivative import Gradients, with_own_derivative
@@ -34,8 +34,8 @@ from meshpar.parallel.pipeline.user_arguments import (
     token_arrays,
 )
 from meshpar.parallel.pipeline.user_functions import UserFunctions
+from meshpar.parallel.pipeline.work import Results
 from meshpar.parallel.zero import Stored
-from meshpar.schedules import tick_table
 from meshpar.schedules.stage_splits import stage_sizes
 
 _REMATS = tuple(name for name in REMATS if name != "selective")
@@ -203,12 +203,8 @@ def _run(
             cut=cut({"inputs": inputs, "targets": targets}, schedule.num_microbatches),
             fixed={},
         )
-        found = Executor(
-            table=tick_table(schedule),
-            num_stages=schedule.num_stages,
-            work=microbatches.work(),
-        ).loss_and_gradients()
-        return _reduced(functions, axes, found)
+        executor = Executor(schedule=schedule, work=microbatches.work())
+        return _reduced(functions, axes, executor.loss_and_gradients())
 
     loss, of_blocks, of_ends, of_floats = jax.shard_map(
         local,

@@ -71,6 +71,7 @@ class Work:
     inputs: Any = ()
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Results:
     """What every rank found, not yet summed over ranks: sums and unscaled gradients."""
