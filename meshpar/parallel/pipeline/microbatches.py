@@ -6,6 +6,7 @@ What embedding, blocks and head are is a `Functions`: of a model under the contr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,7 +14,6 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from meshpar.errors import InputError
 from meshpar.model.contract import Stream
@@ -28,6 +28,7 @@ from meshpar.parallel.pipeline.rank_stages import RankStages
 from meshpar.parallel.pipeline.stages import Arrangement, part
 from meshpar.parallel.pipeline.work import At, Work
 from meshpar.parallel.remat import keeps_stage_input
+from meshpar.rules.rules import auto_mesh_shape, entry_axes
 from meshpar.schedules import Schedule
 
 
@@ -51,6 +52,10 @@ class Functions(Protocol):
         """Summed loss and summed weights of this rank's share, fp32."""
 
     @property
+    def platform(self) -> str:
+        """Kind of device."""
+
+    @property
     def keeps_together(self) -> str | None:
         """Why idle ranks compute on zeros (`idle.mesh_hindrance`)."""
 
@@ -63,10 +68,8 @@ class Functions(Protocol):
     def specs(self, group: int, stream: Stream) -> Any:
         """How a group's stream lies over automatic mesh axes."""
 
-    def shares(
-        self, stream: Stream, specs: Any, rank: int, *, of_embed: bool
-    ) -> Shares:
-        """How the ranks share the end with that stream, which `rank` has otherwise."""
+    def shared_dims(self, *, of_embed: bool) -> tuple[int, ...]:
+        """The dims of its stream that ranks may share an end along, best first."""
 
     def differentiated(self, known: Known) -> Any:
         """The part of a microbatch that gets gradients."""
@@ -188,9 +191,25 @@ class Microbatches:
         return jax.ShapeDtypeStruct((self.schedule.num_chunks, *one.shape), one.dtype)
 
     def _shares(self, group: int, *, stage: int, of_embed: bool) -> Shares:
-        rank = self.schedule.rank_of_stage[stage]
-        return self.functions.shares(
-            self._streams[group], self._specs[group], rank, of_embed=of_embed
+        """Along the first dim that divides, otherwise `stage`'s rank has the end."""
+        stream, specs = self._streams[group], self._specs[group]
+        shape, num_ranks = jax.tree.leaves(stream)[0].shape, self.schedule.num_ranks
+        parts = _parts_of(stream, specs)
+        wanted = self.functions.shared_dims(of_embed=of_embed)
+        divided = (
+            dim
+            for dim in wanted
+            if dim in parts and shape[dim] and not shape[dim] % (num_ranks * parts[dim])
+        )
+        dim = next(divided, None)
+        return Shares(
+            num_ranks=num_ranks,
+            rank=self.schedule.rank_of_stage[stage],
+            dim=dim,
+            size=1 if dim is None else shape[dim],
+            specs=specs,
+            parts=1 if dim is None else parts[dim],
+            platform=self.functions.platform,
         )
 
     @cached_property
@@ -290,11 +309,13 @@ class Microbatches:
         return sums, dy, self.functions.scatter_ends(gradients)
 
 
-def parts_of(spec: PartitionSpec, dim: int, sizes: dict[str, int]) -> int:
-    """Parts that automatic mesh axes split a dim into."""
-    entry = spec[dim] if len(spec) > dim else None
-    axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
-    parts = 1
-    for axis in axes:
-        parts *= sizes[axis]
-    return parts
+def _parts_of(stream: Stream, specs: Any) -> dict[int, int]:
+    """Parts that automatic mesh axes split each dim into that ranks can share.
+
+    Tokens, dim 1, can be shared of a stream of one array only.
+    """
+    leaves, sizes = jax.tree.leaves(stream), auto_mesh_shape()
+    if len(leaves) > 1 or len(leaves[0].shape) < 2:
+        return {0: 1}
+    axes = entry_axes(specs[1]) if len(specs) > 1 else ()
+    return {0: 1, 1: math.prod(sizes[axis] for axis in axes)}
