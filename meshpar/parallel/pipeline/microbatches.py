@@ -22,7 +22,8 @@ from meshpar.model.parameter import Params
 from meshpar.parallel.block import Block, Known
 from meshpar.parallel.pipeline.ends import Shares
 from meshpar.parallel.pipeline.float_leaves import split_floats
-from meshpar.parallel.pipeline.group_seams import Enter
+from meshpar.parallel.pipeline.group_seams import Enter, GroupSeams
+from meshpar.parallel.pipeline.payloads import Payloads
 from meshpar.parallel.pipeline.rank_layers import RankLayers
 from meshpar.parallel.pipeline.rank_stages import RankStages
 from meshpar.parallel.pipeline.stages import Arrangement, part
@@ -164,7 +165,7 @@ class Microbatches:
 
     def _work(self, head: Callable[..., tuple], sums: Any) -> Work:
         specs, stages = self._specs, self._stages
-        payload = stages.payloads.shapes
+        payload = self._payloads.shapes
         idle = At(jnp.int32(0), jnp.int32(0), jnp.bool_(False))
         _, (auxiliary, statistics) = jax.eval_shape(
             lambda x: stages.run(idle, x), payload
@@ -178,7 +179,7 @@ class Microbatches:
             head=head,
             payload=payload,
             kept=stages.kept(payload),
-            specs=stages.payloads.of(0, specs[0], others=specs),
+            specs=self._payloads.of(0, specs[0], others=specs),
             gradients=self.gradients,
             end_gradients=self.end_gradients,
             loss_sums=sums,
@@ -214,28 +215,30 @@ class Microbatches:
 
     @cached_property
     def _stages(self) -> RankStages:
-        stages = self._together
-        if self.schedule.num_ranks == 1 or self.functions.keeps_together is not None:
-            return stages
-        return replace(stages, skips=stages.may_skip())
-
-    @property
-    def _together(self) -> RankStages:
-        """The stages of ranks that compute on zeros where they are idle."""
         layers = RankLayers(
             blocks=self.functions.blocks(self.arrangement),
             params=self.params,
             states=self.states,
             arrangement=self.arrangement,
         )
-        return RankStages(
-            layers=layers,
+        seams = GroupSeams(
             enters=self.functions.enters(),
             weights=self.weights,
-            streams=self._streams,
+            payloads=self._payloads,
+            layers=layers,
+        )
+        stages = RankStages(
+            seams=seams,
             known=self._known,
             keeps_input=keeps_stage_input(self.functions.remat),
         )
+        if self.schedule.num_ranks == 1 or self.functions.keeps_together is not None:
+            return stages
+        return replace(stages, skips=stages.may_skip())
+
+    @cached_property
+    def _payloads(self) -> Payloads:
+        return Payloads(streams=self._streams, crossing=self.arrangement.crossing)
 
     @cached_property
     def _streams(self) -> list[Any]:
@@ -272,13 +275,13 @@ class Microbatches:
     def _embed(self, microbatch: jax.Array) -> Any:
         shares, known = self.embed_shares, self._known(microbatch)
         share = self.functions.embed(self.weights, known, shares)
-        return self._stages.payloads.of(0, shares.gather(share, "embed_gather"))
+        return self._payloads.of(0, shares.gather(share, "embed_gather"))
 
     def _embed_gradient(
         self, microbatch: jax.Array, of_payload: Any
     ) -> tuple[Params, Any]:
         shares, known = self.embed_shares, self._known(microbatch)
-        dx = self._stages.payloads.stream(0, of_payload)
+        dx = self._payloads.stream(0, of_payload)
         dx = shares.scatter(dx, "embed_scatter")
         floats, filled = split_floats(self.functions.differentiated(known))
 
@@ -292,7 +295,7 @@ class Microbatches:
 
     def _head_share(self, payload: Any) -> Stream:
         """This rank's share of the last group's stream."""
-        stream = self._stages.payloads.stream(len(self._streams) - 1, payload)
+        stream = self._payloads.stream(len(self._streams) - 1, payload)
         return self.head_shares.scatter(stream, "head_scatter")
 
     def _loss(self, microbatch: jax.Array, payload: Any) -> tuple:
@@ -305,7 +308,7 @@ class Microbatches:
         )
         gradients, dy = vjp((jnp.ones(()), jnp.zeros(())))
         sums, gradients = shares.counted((sums, gradients))
-        dy = self._stages.payloads.of(last, shares.gather(dy, "head_gather"))
+        dy = self._payloads.of(last, shares.gather(dy, "head_gather"))
         return sums, dy, self.functions.scatter_ends(gradients)
 
 
