@@ -24,14 +24,7 @@ def lock_step_timeline(schedule: Schedule, times: StageTimes) -> Timeline:
     """
     ticks = lock_step_ticks(schedule)
     halves = sorted({(tick, _is_backward(action)) for action, tick in ticks.items()})
-    slowest_s = {
-        backward: max(
-            times.of(action)
-            for action in schedule.actions
-            if _is_backward(action) == backward
-        )
-        for backward in (False, True)
-    }
+    slowest_s = times.slowest_s(schedule)
     start_s: dict[tuple[int, bool], float] = {}
     now_s: float = 0
     for half in halves:

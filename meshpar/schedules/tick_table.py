@@ -125,14 +125,11 @@ def lock_step_span_s(
 
     with the slowest stage's F and B: ranks with nothing to do compute on zeros.
     """
-    slowest_s: dict[str, float] = {"forward": 0, "backward": 0}
-    for action in schedule.actions:
-        kind = "forward" if action.op is Op.F else "backward"
-        slowest_s[kind] = max(slowest_s[kind], times.of(action))
+    forward_s, backward_s = times.slowest_s(schedule)
     num_hops = table.num_ticks if schedule.num_ranks > 1 else 0
     return (
-        table.num_forward_ticks * slowest_s["forward"]
-        + table.num_backward_ticks * slowest_s["backward"]
+        table.num_forward_ticks * forward_s
+        + table.num_backward_ticks * backward_s
         + num_hops * hop_s
     )
 
