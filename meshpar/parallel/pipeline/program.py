@@ -246,6 +246,4 @@ def _costs(model: Model) -> tuple[float, ...]:
     return _traced_costs(model)
 
 
-@functools.lru_cache(maxsize=16)
-def _traced_costs(model: Model) -> tuple[float, ...]:
-    return layer_costs(model)
+_traced_costs = functools.lru_cache(maxsize=16)(layer_costs)
