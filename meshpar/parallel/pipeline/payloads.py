@@ -6,7 +6,7 @@ stream it holds. All ranks send the same shapes, zeros where they have no such s
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -24,29 +24,27 @@ class Payloads:
 
     Args:
         streams: Shapes of each group's stream.
-        crossing: The groups whose stream leaves a rank.
+        crossing: The groups whose stream leaves a rank, first to last.
     """
 
     streams: Sequence[Any]
-    crossing: Collection[int]
+    crossing: Sequence[int]
 
     @cached_property
     def slots(self) -> tuple[int | None, ...]:
         """Of each group, the place of its stream in a payload; None if in none."""
-        kinds: list[Any] = []
-        slots: list[int | None] = []
-        for group, stream in enumerate(self.streams):
-            if group not in self.crossing:
-                slots.append(None)
-                continue
-            kind = (
+        kinds = [
+            (
                 jax.tree.structure(stream),
-                [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(stream)],
+                tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(stream)),
             )
-            if kind not in kinds:
-                kinds.append(kind)
-            slots.append(kinds.index(kind))
-        return tuple(slots)
+            for stream in self.streams
+        ]
+        places = list(dict.fromkeys(kinds[group] for group in self.crossing))
+        return tuple(
+            places.index(kind) if group in self.crossing else None
+            for group, kind in enumerate(kinds)
+        )
 
     def of(self, group: int, stream: Any, *, others: Any = None) -> Payload:
         """A payload with a group's stream in its place, zeros elsewhere.
