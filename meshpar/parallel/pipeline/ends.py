@@ -155,5 +155,9 @@ class Shares:
                 x = lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
             return on_parts(local, x, specs=(spec,), out_specs=spec, mesh_axes=axes)
 
-        is_spec = lambda node: isinstance(node, PartitionSpec)  # noqa: E731
         return jax.tree.map(over, self.specs, stream, is_leaf=is_spec)
+
+
+def is_spec(node: Any) -> bool:
+    """Whether a node of a tree of specs is one of them."""
+    return isinstance(node, PartitionSpec)

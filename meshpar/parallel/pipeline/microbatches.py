@@ -164,8 +164,7 @@ class Microbatches:
         return self._shares(len(self._streams) - 1, stage=last, of_embed=False)
 
     def _work(self, head: Callable[..., tuple], sums: Any) -> Work:
-        specs, stages = self._specs, self._stages
-        payload = self._payloads.shapes
+        stages, payload = self._stages, self._payloads.shapes
         idle = At(jnp.int32(0), jnp.int32(0), jnp.bool_(False))
         _, (auxiliary, statistics) = jax.eval_shape(
             lambda x: stages.run(idle, x), payload
@@ -179,7 +178,7 @@ class Microbatches:
             head=head,
             payload=payload,
             kept=stages.kept(payload),
-            specs=self._payloads.of(0, specs[0], others=specs),
+            specs=self._payloads.places(self._specs),
             gradients=self.gradients,
             end_gradients=self.end_gradients,
             loss_sums=sums,

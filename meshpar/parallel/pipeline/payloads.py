@@ -46,29 +46,25 @@ class Payloads:
             for group, kind in enumerate(kinds)
         )
 
-    def of(self, group: int, stream: Any, *, others: Any = None) -> Payload:
-        """A payload with a group's stream in its place, zeros elsewhere.
-
-        Args:
-            group: Whose stream.
-            stream: It.
-            others: What stands for the streams of all groups; zeros when absent.
-        """
-        found: list[Any] = [None] * (1 + max(at for at in self.slots if at is not None))
-        for at, slot in enumerate(self.slots):
-            if slot is not None and found[slot] is None:
-                empty = others is None
-                found[slot] = zeros_of(self.streams[at]) if empty else others[at]
+    def of(self, group: int, stream: Any) -> Payload:
+        """A payload with a group's stream in its place, zeros elsewhere."""
         own = self.slots[group]
         if own is None:
             raise ValueError(f"the stream of group {group} never leaves a rank")
-        found[own] = stream
-        return tuple(found)
+        return tuple(
+            stream if slot == own else zeros_of(shape)
+            for slot, shape in enumerate(self.shapes)
+        )
 
     @property
     def shapes(self) -> Payload:
         """The shapes of every payload."""
-        return self.of(0, self.streams[0], others=self.streams)
+        return self.places(self.streams)
+
+    def places(self, values: Sequence[Any]) -> Payload:
+        """For each place of a payload the value of the first group that has it."""
+        num_places = 1 + max(slot for slot in self.slots if slot is not None)
+        return tuple(values[self.slots.index(slot)] for slot in range(num_places))
 
     def stream(self, group: int, payload: Payload) -> Stream:
         """A group's stream of a payload, zeros where it is in none."""
