@@ -20,7 +20,7 @@ from meshpar.model.contract import Stream
 from meshpar.model.dependence import has_gradient
 from meshpar.model.parameter import Params
 from meshpar.parallel.block import Block, Known
-from meshpar.parallel.pipeline.ends import Shares
+from meshpar.parallel.pipeline.ends import Shares, is_spec
 from meshpar.parallel.pipeline.float_leaves import split_floats
 from meshpar.parallel.pipeline.group_seams import Enter, GroupSeams
 from meshpar.parallel.pipeline.payloads import Payloads
@@ -319,5 +319,6 @@ def _parts_of(stream: Stream, specs: Any) -> dict[int, int]:
     leaves, sizes = jax.tree.leaves(stream), auto_mesh_shape()
     if len(leaves) > 1 or len(leaves[0].shape) < 2:
         return {0: 1}
-    axes = entry_axes(specs[1]) if len(specs) > 1 else ()
+    (spec,) = jax.tree.leaves(specs, is_leaf=is_spec)
+    axes = entry_axes(spec[1]) if len(spec) > 1 else ()
     return {0: 1, 1: math.prod(sizes[axis] for axis in axes)}
