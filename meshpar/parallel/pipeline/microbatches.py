@@ -6,7 +6,6 @@ What embedding, blocks and head are is a `Functions`: of a model under the contr
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,7 +19,7 @@ from meshpar.model.contract import Stream
 from meshpar.model.dependence import has_gradient
 from meshpar.model.parameter import Params
 from meshpar.parallel.block import Block, Known
-from meshpar.parallel.pipeline.ends import Shares, is_spec
+from meshpar.parallel.pipeline.ends import Shares, shareable_parts
 from meshpar.parallel.pipeline.float_leaves import split_floats
 from meshpar.parallel.pipeline.group_seams import Enter, GroupSeams
 from meshpar.parallel.pipeline.payloads import Payloads
@@ -29,7 +28,6 @@ from meshpar.parallel.pipeline.rank_stages import RankStages
 from meshpar.parallel.pipeline.stages import Arrangement, part
 from meshpar.parallel.pipeline.work import At, Work
 from meshpar.parallel.remat import keeps_stage_input
-from meshpar.rules.rules import auto_mesh_shape, entry_axes
 from meshpar.schedules import Schedule
 
 
@@ -194,7 +192,7 @@ class Microbatches:
         """Along the first dim that divides, otherwise `stage`'s rank has the end."""
         stream, specs = self._streams[group], self._specs[group]
         shape, num_ranks = jax.tree.leaves(stream)[0].shape, self.schedule.num_ranks
-        parts = _parts_of(stream, specs)
+        parts = shareable_parts(stream, specs)
         wanted = self.functions.shared_dims(of_embed=of_embed)
         divided = (
             dim
@@ -309,16 +307,3 @@ class Microbatches:
         sums, gradients = shares.counted((sums, gradients))
         dy = self._payloads.of(last, shares.gather(dy, "head_gather"))
         return sums, dy, self.functions.scatter_ends(gradients)
-
-
-def _parts_of(stream: Stream, specs: Any) -> dict[int, int]:
-    """Parts that automatic mesh axes split each dim into that ranks can share.
-
-    Tokens, dim 1, can be shared of a stream of one array only.
-    """
-    leaves, sizes = jax.tree.leaves(stream), auto_mesh_shape()
-    if len(leaves) > 1 or len(leaves[0].shape) < 2:
-        return {0: 1}
-    (spec,) = jax.tree.leaves(specs, is_leaf=is_spec)
-    axes = entry_axes(spec[1]) if len(spec) > 1 else ()
-    return {0: 1, 1: math.prod(sizes[axis] for axis in axes)}

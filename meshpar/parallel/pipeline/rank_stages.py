@@ -84,13 +84,13 @@ class RankStages:
         """A microbatch through one of the stages, and the sums of its blocks."""
         known = self.known(at.microbatch)
 
-        def run(group: int, stack: Stack, x: Stream) -> tuple[Stream, Sums, None]:
+        def through(group: int, stack: Stack, x: Stream) -> tuple[Stream, Sums, None]:
             if self.skips:
                 num_layers = self.layers.num_layers(group, at)
                 return *run_layers(stack, x, known, num_layers), None
             return *run_blocks(stack, x, known), None
 
-        return self._through(at.chunk, known, payload, run)[:2]
+        return self._through(at.chunk, known, payload, through)[:2]
 
     def kept(self, payload: Payload) -> Any:
         """Shapes of what `gradient` needs of a stage's run: trees of plain lists."""
@@ -159,11 +159,11 @@ class RankStages:
     ) -> tuple[Payload, tuple, Any]:
         checked = []
 
-        def run(_: int, stack: Stack, x: Stream) -> tuple[Stream, Sums, Residuals]:
+        def through(_: int, stack: Stack, x: Stream) -> tuple[Stream, Sums, Any]:
             checked.append((stack, x))
             return run_keeping(stack, x, known)
 
-        found = self._through(chunk, known, payload, run)
+        found = self._through(chunk, known, payload, through)
         check_names(checked, known)
         return found
 
@@ -172,11 +172,11 @@ class RankStages:
     ) -> tuple[Payload, tuple, Any]:
         """`_run_keeping`, each layer's residuals straight into the buffers."""
 
-        def run(group: int, stack: Stack, x: Stream) -> tuple[Stream, Sums, list]:
+        def through(group: int, stack: Stack, x: Stream) -> tuple[Stream, Sums, list]:
             num_layers, (_, saved) = self.layers.num_layers(group, at), buffers[group]
             return keep_layers(stack, x, known, num_layers, saved, jnp.maximum(slot, 0))
 
-        y, sums, kept = self._through(at.chunk, known, payload, run)
+        y, sums, kept = self._through(at.chunk, known, payload, through)
         written = [
             [write(of_enter, slot, jax.tree.leaves(entered)), of_layers]
             for (of_enter, _), (entered, of_layers) in zip(buffers, kept, strict=True)
@@ -240,17 +240,17 @@ class RankStages:
         chunk: jax.Array,
         known: Known,
         payload: Payload,
-        run: Callable[[int, Stack, Stream], tuple[Stream, Sums, Any]],
+        through: Callable[[int, Stack, Stream], tuple[Stream, Sums, Any]],
     ) -> tuple[Payload, tuple, list]:
         """Every group in turn; the payload out, the sums, and what each kept.
 
-        That is, of `enter` and of its layers as `run` runs them.
+        That is, of `enter` and of its layers as `through` runs them.
         """
         out, y, auxiliary, statistics, kept = None, None, [], [], []
         for group, block in enumerate(self.layers.blocks):
             x = self.payloads.stream(group, payload)
             x, entered = self.seams.entered(group, chunk, x, (payload, y), known)
-            y, sums, of_layers = run(group, self.layers.stack(group, chunk), x)
+            y, sums, of_layers = through(group, self.layers.stack(group, chunk), x)
             names = block.group.auxiliary
             auxiliary.append({name: sums[name] for name in names})
             statistics.append({k: v for k, v in sums.items() if k not in names})
