@@ -110,12 +110,12 @@ class Executor:
                 work.kept if keeps else (),
             ),
             found=Results(
-                loss_sums=zeros_of(work.loss_sums),
-                auxiliary=zeros_of(work.auxiliary),
-                statistics=zeros_of(work.statistics),
                 block_gradients=zeros_of(work.gradients if keeps else ()),
                 end_gradients=zeros_of(work.end_gradients if keeps else ()),
                 input_gradients=zeros_of(work.inputs if keeps else ()),
+                loss_sums=zeros_of(work.loss_sums),
+                auxiliary=zeros_of(work.auxiliary),
+                statistics=zeros_of(work.statistics),
             ),
         )
 

@@ -76,9 +76,9 @@ class Work:
 class Results:
     """What every rank found, not yet summed over ranks: sums and unscaled gradients."""
 
-    loss_sums: Any
-    auxiliary: Any
-    statistics: Any
     block_gradients: Any
     end_gradients: Any
     input_gradients: Any
+    loss_sums: Any
+    auxiliary: Any
+    statistics: Any
