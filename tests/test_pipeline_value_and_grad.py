@@ -171,6 +171,24 @@ def test_tied_ends_with_a_weighted_loss(per_token, sizes, num_microbatches):
     assert_equal(found, wanted)
 
 
+def test_tokens_of_one_array_in_a_tree_keep_their_order_where_gspmd_splits_them():
+    functions = {
+        "block": lambda layer, x: {"x": block(layer, jnp.roll(x["x"], 1, axis=1))},
+        "head": lambda ends, x, targets: token_head(ends, x["x"], targets),
+        "embed": lambda ends, inputs: {"x": embed(ends, inputs)},
+    }
+    run = pipeline_value_and_grad(
+        **functions,
+        mesh=mesh_of(stage=2, tensor=2),
+        num_microbatches=2,
+        per_token=True,
+        x_spec={"x": PartitionSpec(None, "tensor")},
+    )
+    found = run(blocks_of(2), ENDS, INPUTS, WEIGHTED)
+    arrays = dict(blocks=blocks_of(2), ends=ENDS, x=INPUTS, targets=WEIGHTED)
+    assert_equal(found, plain(**functions, **arrays))
+
+
 def float_embed(ends, inputs):
     return inputs["pixels"] @ ends["table"] * inputs["gain"][:, None, None]
 

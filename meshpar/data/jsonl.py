@@ -7,7 +7,6 @@ import json
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, cast
 
 from meshpar.data.errors import DataError
 from meshpar.data.skipped import Skipped
@@ -27,7 +26,7 @@ def jsonl_documents(path: Path, field: str, skipped: Skipped) -> Iterator[str]:
         DataError: The file cannot be read, or a line is broken.
     """
     try:
-        with _opened(path) as file:
+        with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
                     found = _document(line, field)
@@ -84,9 +83,3 @@ def _encodable(text: str, field: str) -> _Document:
 
 def _kind(value: object) -> str:
     return _TYPES.get(type(value), "null" if value is None else "a number")
-
-
-def _opened(path: Path) -> BinaryIO:
-    if path.suffix == ".gz":
-        return cast(BinaryIO, gzip.open(path, "rb"))
-    return open(path, "rb")

@@ -9,6 +9,7 @@ text there.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -47,24 +48,16 @@ def read_nanogpt(path: Path, eos: int | None = None) -> TokenFile:
             )
     if not num_tokens:
         raise DataError(f"{str(path)!r} holds no token; leave it out")
-    start_byte = _HEADER_BYTES if has_header else 0
-    bounds = np.array([0, num_tokens])
     whole = TokenFile(
         path=path,
         dtype=dtype,
-        start_byte=start_byte,
-        bounds=bounds,
+        start_byte=_HEADER_BYTES if has_header else 0,
+        bounds=np.array([0, num_tokens]),
         file_bytes=file_bytes,
     )
     if eos is None:
         return whole
-    return TokenFile(
-        path=path,
-        dtype=dtype,
-        start_byte=start_byte,
-        bounds=_documents(whole, eos, begins=has_header),
-        file_bytes=file_bytes,
-    )
+    return replace(whole, bounds=_documents(whole, eos, begins=has_header))
 
 
 def _headed(

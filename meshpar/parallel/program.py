@@ -14,7 +14,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
-from meshpar.model.contract import BlockGroup, Stream
+from meshpar.model.contract import Stream
 from meshpar.model.inputs import apart
 from meshpar.model.parameter import Params
 from meshpar.model.sums import Sums
@@ -209,8 +209,8 @@ class _Pass:
         x, beside = self.inputs, self.ends.late_shards
         early = self.ends.gather_early()
         weights = self.ends.joined(early)
-        for at, (group, stack) in enumerate(self._stacks()):
-            entered = self._entered(at, group)(weights, x)
+        for at, stack in enumerate(self._stacks()):
+            entered = self._entered(at)(weights, x)
             if stack.prefetches:
                 x, _, beside = prefetch.run_blocks(stack, entered, self.known, beside)
             else:
@@ -224,16 +224,14 @@ class _Pass:
     @property
     def outside(self) -> Any:
         """The scope outside the blocks."""
-        ends, _ = self.placement.model.split(self.state)
-        return self.scopes({**self.known, "state": ends})
+        return self._outside_of(self.known)
 
     def _forward(self) -> tuple:
         x, vjps, stacks, sums, kept, checked = self.inputs, [], [], [], [], []
         early, beside = self.ends.gather_early(), self.ends.late_shards
         weights = self.ends.joined(early)
-        for at, (group, stack) in enumerate(self._stacks()):
-            entered = self._entered(at, group)
-            x, vjp = jax.vjp(entered, weights, x)
+        for at, stack in enumerate(self._stacks()):
+            x, vjp = jax.vjp(self._entered(at), weights, x)
             checked.append((stack, x))
             x, of_group, residuals, beside = _run_keeping(stack, x, self.known, beside)
             vjps.append(vjp)
@@ -244,46 +242,44 @@ class _Pass:
         weights = self.ends.joined(early, self.ends.gather_late(beside))
         return weights, x, vjps, stacks, sums, kept
 
-    def _entered(self, at: int, group: BlockGroup) -> Callable[..., Stream]:
-        """(ends' parameters, stream of the group before) -> this group's stream.
+    def _entered(self, at: int) -> Callable[..., Stream]:
+        """(ends' parameters, stream of the group before) -> the stream of group `at`.
 
         Before the first group are the inputs that have a gradient.
         """
-        outside = self.outside
         if at == 0:
             return self._embed
-        enter = group.enter
+        outside, enter = self.outside, self.placement.model.groups[at].enter
         if enter is None:
             return lambda _, x: x
         return lambda weights, x: enter(weights, x, outside)
 
     def _embed(self, weights: Params, inputs: dict[str, jax.Array]) -> Stream:
-        model = self.placement.model
-        ends, _ = model.split(self.state)
         batch = {**self.known["batch"], **inputs}
-        scope = self.scopes({**self.known, "batch": batch, "state": ends})
-        return model.embed(weights, scope.batch, scope)
+        scope = self._outside_of({**self.known, "batch": batch})
+        return self.placement.model.embed(weights, scope.batch, scope)
 
-    def _stacks(self) -> list[tuple[BlockGroup, Stack]]:
-        """Each group of blocks, and its layers."""
+    def _outside_of(self, known: Known) -> Any:
+        ends, _ = self.placement.model.split(self.state)
+        return self.scopes({**known, "state": ends})
+
+    def _stacks(self) -> list[Stack]:
+        """The layers of each group of blocks."""
         model = self.placement.model
         _, stored = model.split(self.placement.stored)
         _, state = model.split(self.state)
         return [
-            (
-                group,
-                Stack(
-                    block=Block(
-                        group,
-                        stored=one_layer(stored[at]),
-                        remat=self.placement.layout.remat,
-                        make_scope=self.scopes,
-                    ),
-                    shards=self.groups[at],
-                    state=state[at],
-                    layers=first + jnp.arange(group.num_layers, dtype=jnp.int32),
-                    prefetch=prefetches(self.placement),
+            Stack(
+                block=Block(
+                    group,
+                    stored=one_layer(stored[at]),
+                    remat=self.placement.layout.remat,
+                    make_scope=self.scopes,
                 ),
+                shards=self.groups[at],
+                state=state[at],
+                layers=first + jnp.arange(group.num_layers, dtype=jnp.int32),
+                prefetch=prefetches(self.placement),
             )
             for at, (group, first) in enumerate(
                 zip(model.groups, model.first_layers, strict=True)

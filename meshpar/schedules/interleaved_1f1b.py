@@ -15,28 +15,47 @@ wrap without waiting for what they read: `zero_bubble_paper_hop`.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from meshpar.schedules.base import Action, Op
 from meshpar.schedules.closed_forms import ClosedForms, filled_once
 from meshpar.schedules.method import Orders, ScheduleMethod
 from meshpar.schedules.simulate import Hop
-from meshpar.schedules.streams import one_for_one
 
 
-def _orders(num_ranks: int, num_microbatches: int, chunks: int) -> Orders:
+def one_for_one_orders(num_ranks: int, num_microbatches: int, chunks: int) -> Orders:
+    """The orders of v chunks a rank; of one chunk those of 1F1B."""
     groups = microbatch_groups(num_ranks, num_microbatches)
     upward = [(c, i) for group in groups for c in range(chunks) for i in group]
     downward = [
         (c, i) for group in groups for c in reversed(range(chunks)) for i in group
     ]
     return tuple(
-        one_for_one(
+        _one_for_one(
             [Action(c * num_ranks + rank, Op.F, i) for c, i in upward],
             [Action(c * num_ranks + rank, Op.B, i) for c, i in downward],
             num_warmup=_num_warmup(num_ranks - rank - 1, chunks, len(groups[0])),
         )
         for rank in range(num_ranks)
     )
+
+
+def _one_for_one(
+    forwards: Sequence[Action], backwards: Sequence[Action], *, num_warmup: int
+) -> tuple[Action, ...]:
+    """`num_warmup` forwards, then one forward and one backward in turn, then the rest.
+
+    Example:
+        >>> forwards = [Action.parse(f"0F{i}") for i in range(3)]
+        >>> backwards = [Action.parse(f"0B{i}") for i in range(3)]
+        >>> " ".join(map(str, _one_for_one(forwards, backwards, num_warmup=1)))
+        '0F0 0F1 0B0 0F2 0B1 0B2'
+    """
+    order = list(forwards[:num_warmup])
+    for index, backward in enumerate(backwards, start=num_warmup):
+        order.extend(forwards[index : index + 1])
+        order.append(backward)
+    return tuple(order)
 
 
 def microbatch_groups(num_ranks: int, num_microbatches: int) -> list[range]:
@@ -95,15 +114,18 @@ def _lock_step_in_flight(
     )
 
 
+ONE_FOR_ONE = ClosedForms(
+    length=filled_once,
+    in_flight=_in_flight,
+    lock_step_in_flight=_lock_step_in_flight,
+)
+"""Of `one_for_one_orders`."""
+
 interleaved_1f1b = ScheduleMethod(
     name="interleaved_1f1b",
-    orders=_orders,
+    orders=one_for_one_orders,
     num_chunks=None,
-    closed_forms=ClosedForms(
-        length=filled_once,
-        in_flight=_in_flight,
-        lock_step_in_flight=_lock_step_in_flight,
-    ),
+    closed_forms=ONE_FOR_ONE,
     reference="Narayanan et al., 'Efficient Large-Scale Language Model Training on GPU "
     "Clusters Using Megatron-LM', SC 2021, section 2.2.2 (arXiv 2104.04473); uneven "
     "groups are ours: there p divides m",

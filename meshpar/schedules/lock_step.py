@@ -23,31 +23,20 @@ def lock_step_timeline(schedule: Schedule, times: StageTimes) -> Timeline:
         12
     """
     ticks = lock_step_ticks(schedule)
-    halves = sorted({(tick, _is_backward(action)) for action, tick in ticks.items()})
-    slowest_s = {
-        backward: max(
-            times.of(action)
-            for action in schedule.actions
-            if _is_backward(action) == backward
-        )
-        for backward in (False, True)
-    }
+
+    def half_of(action: Action) -> tuple[int, bool]:
+        return ticks[action], action.op is not Op.F
+
+    slowest_s = times.slowest_s(schedule)
     start_s: dict[tuple[int, bool], float] = {}
     now_s: float = 0
-    for half in halves:
+    for half in sorted(set(map(half_of, ticks))):
         start_s[half] = now_s
         now_s += slowest_s[half[1]]
 
     def event(action: Action) -> Event:
-        start = start_s[ticks[action], _is_backward(action)]
+        start = start_s[half_of(action)]
         return Event(action, start, start + times.of(action))
-
-    def half_of(action: Action) -> tuple[int, bool]:
-        return ticks[action], _is_backward(action)
 
     orders = (sorted(order, key=half_of) for order in schedule.orders)
     return Timeline(schedule, tuple(tuple(map(event, order)) for order in orders))
-
-
-def _is_backward(action: Action) -> bool:
-    return action.op is not Op.F

@@ -66,6 +66,12 @@ class StageTimes:
             return self.weight_grad_s[stage]
         return self.input_grad_s[stage] + self.weight_grad_s[stage]
 
+    def slowest_s(self, schedule: Schedule) -> tuple[float, float]:
+        """Seconds of the longest forward of a schedule, and of its longest backward."""
+        forward_s = [self.of(one) for one in schedule.actions if one.op is Op.F]
+        backward_s = [self.of(one) for one in schedule.actions if one.op is not Op.F]
+        return max(forward_s), max(backward_s)
+
 
 class Event(NamedTuple):
     """One action and when it ran."""

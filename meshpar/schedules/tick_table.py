@@ -125,20 +125,19 @@ def lock_step_span_s(
 
     with the slowest stage's F and B: ranks with nothing to do compute on zeros.
     """
-    slowest_s: dict[str, float] = {"forward": 0, "backward": 0}
-    for action in schedule.actions:
-        kind = "forward" if action.op is Op.F else "backward"
-        slowest_s[kind] = max(slowest_s[kind], times.of(action))
+    forward_s, backward_s = times.slowest_s(schedule)
     num_hops = table.num_ticks if schedule.num_ranks > 1 else 0
     return (
-        table.num_forward_ticks * slowest_s["forward"]
-        + table.num_backward_ticks * slowest_s["backward"]
+        table.num_forward_ticks * forward_s
+        + table.num_backward_ticks * backward_s
         + num_hops * hop_s
     )
 
 
+ARRAYS = tuple(field.name for field in fields(TickTable) if field.type == "np.ndarray")
+"""The arrays of a `TickTable`."""
+
 _RECEIVED = ("input_write", "gradient_write")
-_ARRAYS = tuple(field.name for field in fields(TickTable) if field.type == "np.ndarray")
 
 
 def tick_table(schedule: Schedule) -> TickTable:
@@ -171,7 +170,7 @@ def tick_table(schedule: Schedule) -> TickTable:
         name: np.full(
             (*shape, len(hops)) if name in _RECEIVED else shape, NONE, "int32"
         )
-        for name in _ARRAYS
+        for name in ARRAYS
     }
     for action, tick in ticks.items():
         entries = _forward if action.op is Op.F else _backward

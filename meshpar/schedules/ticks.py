@@ -13,11 +13,14 @@ up to 2 (S-r) - 1 microbatches in flight on rank r of S, not its asynchronous S-
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
 from typing import NamedTuple
 
 from meshpar.schedules.base import Action, Op, Schedule
 from meshpar.schedules.check import check_schedule
+
+_Next = tuple[Action, Action | None]
+"""An action of a rank, and the last forward before it in the rank's order."""
 
 
 class Phase(NamedTuple):
@@ -27,36 +30,6 @@ class Phase(NamedTuple):
     has_backward: bool
     start: int
     stop: int
-
-
-@dataclass
-class _Rank:
-    """How far a rank is.
-
-    Args:
-        forwards: In order.
-        backwards: In order, each with the number of forwards before it.
-        num_forwards: Forwards done.
-        num_backwards: Backwards done.
-    """
-
-    forwards: list[Action]
-    backwards: list[tuple[Action, int]]
-    num_forwards: int = 0
-    num_backwards: int = 0
-
-    def next_forward(self) -> Action | None:
-        """The next one, if any is left."""
-        if self.num_forwards == len(self.forwards):
-            return None
-        return self.forwards[self.num_forwards]
-
-    def next_backward(self) -> Action | None:
-        """The next one, if the forwards before it are done."""
-        if self.num_backwards == len(self.backwards):
-            return None
-        action, num_before = self.backwards[self.num_backwards]
-        return action if num_before <= self.num_forwards else None
 
 
 def lock_step_ticks(schedule: Schedule) -> dict[Action, int]:
@@ -71,19 +44,14 @@ def lock_step_ticks(schedule: Schedule) -> dict[Action, int]:
         [0, 0]
     """
     check_schedule(schedule)
-    ranks = [_rank_of(order) for order in schedule.orders]
+    queues = [queue for order in schedule.orders for queue in _queues(order)]
     ticks: dict[Action, int] = {}
     tick = 0
-    while len(ticks) < len(schedule.actions):
-        for rank in ranks:
-            forward = rank.next_forward()
-            if forward and _is_ready(schedule, forward, ticks, tick):
-                ticks[forward] = tick
-                rank.num_forwards += 1
-            backward = rank.next_backward()
-            if backward and _is_ready(schedule, backward, ticks, tick):
-                ticks[backward] = tick
-                rank.num_backwards += 1
+    while any(queues):
+        for queue in queues:
+            if queue and _is_ready(schedule, *queue[0], ticks, tick):
+                action, _ = queue.popleft()
+                ticks[action] = tick
         tick += 1
     return ticks
 
@@ -102,20 +70,33 @@ def phases_of(ticks: dict[Action, int]) -> tuple[Phase, ...]:
     return tuple(phases)
 
 
-def _rank_of(order: tuple[Action, ...]) -> _Rank:
-    rank = _Rank(forwards=[], backwards=[])
+def _queues(order: tuple[Action, ...]) -> tuple[deque[_Next], deque[_Next]]:
+    """A rank's forwards, and its backwards."""
+    forwards: deque[_Next] = deque()
+    backwards: deque[_Next] = deque()
+    before = None
     for action in order:
         if action.op is Op.F:
-            rank.forwards.append(action)
+            forwards.append((action, before))
+            before = action
         else:
-            rank.backwards.append((action, len(rank.forwards)))
-    return rank
+            backwards.append((action, before))
+    return forwards, backwards
 
 
 def _is_ready(
-    schedule: Schedule, action: Action, ticks: dict[Action, int], tick: int
+    schedule: Schedule,
+    action: Action,
+    before: Action | None,
+    ticks: dict[Action, int],
+    tick: int,
 ) -> bool:
-    """Whether the inputs are of earlier ticks, or the stage's own forward of this."""
+    """Whether the inputs are of earlier ticks, or the stage's own forward of this.
+
+    And the forward is done that the rank's order puts before it.
+    """
+    if before is not None and before not in ticks:
+        return False
     for source in schedule.inputs(action):
         own_forward = source.op is Op.F and source.stage == action.stage
         if source not in ticks or ticks[source] >= tick + own_forward:

@@ -13,6 +13,7 @@ Published: with a vocabulary of 256k the usual placement loses half the throughp
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.collectives import asked, on_parts, sum_dtype
 from meshpar.errors import InputError
-from meshpar.rules.rules import spec_axes
+from meshpar.rules.rules import auto_mesh_shape, entry_axes, spec_axes
 
 STAGE = "stage"
 
@@ -155,5 +156,22 @@ class Shares:
                 x = lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
             return on_parts(local, x, specs=(spec,), out_specs=spec, mesh_axes=axes)
 
-        is_spec = lambda node: isinstance(node, PartitionSpec)  # noqa: E731
         return jax.tree.map(over, self.specs, stream, is_leaf=is_spec)
+
+
+def shareable_parts(stream: Any, specs: Any) -> dict[int, int]:
+    """Each dim that ranks can share -> parts that automatic mesh axes split it into.
+
+    Examples, dim 0, of any stream; tokens, dim 1, of a stream of one array.
+    """
+    leaves, sizes = jax.tree.leaves(stream), auto_mesh_shape()
+    if len(leaves) > 1 or len(leaves[0].shape) < 2:
+        return {0: 1}
+    (spec,) = jax.tree.leaves(specs, is_leaf=is_spec)
+    axes = entry_axes(spec[1]) if len(spec) > 1 else ()
+    return {0: 1, 1: math.prod(sizes[axis] for axis in axes)}
+
+
+def is_spec(node: Any) -> bool:
+    """Whether a node of a tree of specs is one of them."""
+    return isinstance(node, PartitionSpec)

@@ -10,8 +10,7 @@ Reference: Narayanan et al. 2021 (PipeDream-flush, interleaved 1F1B).
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -26,27 +25,15 @@ from meshpar.parallel.pipeline.ends import STAGE
 from meshpar.parallel.pipeline.hops import Hops, after
 from meshpar.parallel.pipeline.payloads import zeros_of
 from meshpar.parallel.pipeline.work import At, Payload, Results, Work
-from meshpar.schedules import Phase, TickTable
+from meshpar.schedules import Phase, Schedule, TickTable, tick_table
+from meshpar.schedules.tick_table import ARRAYS
 
 IDLE = 0.0
 """What ranks compute on while they have no microbatch. Nothing of it is kept; zeros,
 because `jnp.where` masks a NaN forward, not its gradient."""
 
-_ROWS = (
-    "forward_chunk",
-    "forward_microbatch",
-    "forward_stage",
-    "backward_chunk",
-    "backward_microbatch",
-    "backward_stage",
-    "saved_write",
-    "saved_read",
-    "input_read",
-    "input_write",
-    "loss_write",
-    "gradient_read",
-    "gradient_write",
-)
+_ROWS = tuple(name for name in ARRAYS if name != "backward_op")
+"""The arrays of a tick table that are read; every backward is a whole one."""
 
 
 @jax.tree_util.register_dataclass
@@ -58,47 +45,39 @@ class _State:
     gradients: Payload
     downward: Payload
     saved: Any
-    block_gradients: Any
-    end_gradients: Any
-    input_gradients: Any
-    loss_sums: Any
-    auxiliary: Any
-    statistics: Any
+    found: Results
 
 
 @dataclass(frozen=True, kw_only=True)
 class Executor:
-    """Runs a tick table.
+    """Runs a schedule in lock step.
 
     Args:
-        table: The schedule in lock step.
-        num_stages: Stages of all ranks.
+        schedule: What every rank does.
         work: What to run.
     """
 
-    table: TickTable
-    num_stages: int
+    schedule: Schedule
     work: Work
+
+    @cached_property
+    def table(self) -> TickTable:
+        """The schedule, tick by tick."""
+        return tick_table(self.schedule)
 
     def loss_and_gradients(self) -> Results:
         """Loss sums and gradients: the forwards and backwards of every tick."""
         state = self._first_state()
         for phase in self.table.phases:
             state = self._run(state, phase)
-        return Results(
-            loss_sums=state.loss_sums,
-            auxiliary=state.auxiliary,
-            statistics=state.statistics,
-            block_gradients=state.block_gradients,
-            end_gradients=state.end_gradients,
-            input_gradients=state.input_gradients,
-        )
+        return state.found
 
     def loss_sums(self) -> Any:
         """Loss sums alone: the forwards of every tick."""
         stop = max(phase.stop for phase in self.table.phases if phase.has_forward)
         phase = Phase(True, False, 0, stop)
-        return self._run(self._first_state(keeps=False), phase, keeps=False).loss_sums
+        state = self._run(self._first_state(keeps=False), phase, keeps=False)
+        return state.found.loss_sums
 
     def _run(self, state: _State, phase: Phase, *, keeps: bool = True) -> _State:
         rows = self._rows(phase.start, phase.stop)
@@ -130,12 +109,14 @@ class Executor:
                 lambda shape: buffer(table.saved_slots, shape),
                 work.kept if keeps else (),
             ),
-            block_gradients=zeros_of(work.gradients if keeps else ()),
-            end_gradients=zeros_of(work.end_gradients if keeps else ()),
-            input_gradients=jax.tree.map(jnp.zeros_like, work.inputs if keeps else ()),
-            loss_sums=zeros_of(work.loss_sums),
-            auxiliary=zeros_of(work.auxiliary),
-            statistics=zeros_of(work.statistics),
+            found=Results(
+                block_gradients=zeros_of(work.gradients if keeps else ()),
+                end_gradients=zeros_of(work.end_gradients if keeps else ()),
+                input_gradients=zeros_of(work.inputs if keeps else ()),
+                loss_sums=zeros_of(work.loss_sums),
+                auxiliary=zeros_of(work.auxiliary),
+                statistics=zeros_of(work.statistics),
+            ),
         )
 
     def _rows(self, start: int, stop: int) -> dict[str, Any]:
@@ -143,7 +124,7 @@ class Executor:
         table = self.table
         rows = {name: getattr(table, name)[start:stop] for name in _ROWS}
         at_first = table.forward_stage == 0
-        at_last = table.forward_stage == self.num_stages - 1
+        at_last = table.forward_stage == self.schedule.num_stages - 1
         back_at_first = table.backward_stage == 0
         for name, here, microbatch in (
             ("embedded", at_first, table.forward_microbatch),
@@ -190,8 +171,7 @@ class Executor:
 
     @cached_property
     def _hops(self) -> Hops:
-        num_ranks = self.table.forward_stage.shape[1]
-        return Hops(num_ranks=num_ranks, specs=self.work.specs)
+        return Hops(num_ranks=self.schedule.num_ranks, specs=self.work.specs)
 
     def _own_row(self, row: dict[str, jax.Array]) -> dict[str, jax.Array]:
         rank = lax.axis_index(STAGE)
@@ -201,39 +181,38 @@ class Executor:
         self, state: _State, own: dict, x: Payload, keeps: bool
     ) -> tuple[_State, Payload]:
         work, at = self.work, _at_work(own, "forward")
+        found, saved = state.found, state.saved
         if keeps:
-            y, (auxiliary, statistics), saved = work.stage_keeping(
-                at, x, state.saved, own["saved_write"]
-            )
-            state = dataclasses.replace(state, saved=saved)
+            y, sums, saved = work.stage_keeping(at, x, saved, own["saved_write"])
         else:
-            y, (auxiliary, statistics) = work.stage(at, x)
-        state = dataclasses.replace(
-            state,
-            auxiliary=_add(state.auxiliary, auxiliary, at.at_work),
-            statistics=_add_at(state.statistics, at.chunk, statistics, at.at_work),
+            y, sums = work.stage(at, x)
+        auxiliary, statistics = sums
+        found = replace(
+            found,
+            auxiliary=_add(found.auxiliary, auxiliary, at.at_work),
+            statistics=_add_at(found.statistics, at.chunk, statistics, at.at_work),
         )
-        return state, y
+        return replace(state, saved=saved, found=found), y
 
     def _head(
         self, state: _State, row: dict, own: dict, y: Payload, keeps: bool
     ) -> tuple[_State, Payload]:
         """The head of the microbatch that ends, and the gradient that it sends back."""
-        is_last = own["forward_stage"] == self.num_stages - 1
+        is_last = own["forward_stage"] == self.schedule.num_stages - 1
         at_end, some = is_last & (own["forward_microbatch"] >= 0), row["ended"] >= 0
         sums, dy, gradients = self.work.head(
             jnp.maximum(row["ended"], 0), where(at_end, y)
         )
-        state = dataclasses.replace(state, loss_sums=_add(state.loss_sums, sums, some))
-        if keeps:
-            state = dataclasses.replace(
-                state,
-                end_gradients=_add(state.end_gradients, gradients, some),
-                gradients=self._hops.laid_out(
-                    write(state.gradients, own["loss_write"], dy)
-                ),
-            )
-        return state, dy
+        found = replace(state.found, loss_sums=_add(state.found.loss_sums, sums, some))
+        if not keeps:
+            return replace(state, found=found), dy
+        ends = _add(found.end_gradients, gradients, some)
+        written = write(state.gradients, own["loss_write"], dy)
+        return replace(
+            state,
+            found=replace(found, end_gradients=ends),
+            gradients=self._hops.laid_out(written),
+        ), dy
 
     def _stage_input(self, state: _State, row: dict, own: dict) -> Payload:
         """What this rank's stage takes: embedded, arrived, or zeros."""
@@ -243,28 +222,28 @@ class Executor:
         return self._hops.laid_out(_or_idle(own["forward_microbatch"] >= 0, x))
 
     def _backward(self, state: _State, row: dict, own: dict, up: Any) -> _State:
-        work, at = self.work, _at_work(own, "backward")
+        work, at, found = self.work, _at_work(own, "backward"), state.found
         dy = _or_idle(at.at_work, read(state.gradients, own["gradient_read"]))
         dx, block_gradients, of_ends = work.stage_gradient(
             at,
             state.saved,
             own["saved_read"],
             self._hops.laid_out(dy),
-            state.block_gradients,
+            found.block_gradients,
         )
         at_start = (own["backward_stage"] == 0) & at.at_work
         embedded = row["embedded_back"]
         end_gradients, input_gradients = work.embed_gradient(
             jnp.maximum(embedded, 0), after(where(at_start, dx), up)
         )
-        total = _add(state.end_gradients, end_gradients, embedded >= 0)
-        return dataclasses.replace(
-            state,
-            downward=dx,
+        total = _add(found.end_gradients, end_gradients, embedded >= 0)
+        found = replace(
+            found,
             block_gradients=block_gradients,
             end_gradients=_add(total, of_ends, at.at_work) if of_ends else total,
-            input_gradients=write(state.input_gradients, embedded, input_gradients),
+            input_gradients=write(found.input_gradients, embedded, input_gradients),
         )
+        return replace(state, downward=dx, found=found)
 
     def _received(
         self, state: _State, name: str, slots: jax.Array, arrived: list[Payload]
@@ -273,7 +252,7 @@ class Executor:
         buffers = getattr(state, name)
         for slot, payload in zip(slots, arrived, strict=True):
             buffers = write(buffers, slot, payload)
-        return dataclasses.replace(state, **{name: self._hops.laid_out(buffers)})
+        return replace(state, **{name: self._hops.laid_out(buffers)})
 
 
 def _or_idle(at_work: jax.Array, payload: Payload) -> Payload:

@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.collectives import asked, on_parts
-from meshpar.parallel.pipeline.ends import STAGE
+from meshpar.parallel.pipeline.ends import STAGE, is_spec
 from meshpar.parallel.pipeline.work import Payload
 from meshpar.rules.rules import spec_axes
 
@@ -49,7 +49,7 @@ class Hops:
             sharding = NamedSharding(mesh, PartitionSpec(*leading, *spec))
             return lax.with_sharding_constraint(x, sharding)
 
-        return jax.tree.map(constrained, self.specs, payload, is_leaf=_is_spec)
+        return jax.tree.map(constrained, self.specs, payload, is_leaf=is_spec)
 
     def _permute(self, payload: Payload, hop: int, reason: str) -> Payload:
         pairs = [
@@ -64,13 +64,9 @@ class Hops:
             axes = set(spec_axes(spec))
             return on_parts(local, x, specs=(spec,), out_specs=spec, mesh_axes=axes)
 
-        return jax.tree.map(permute, self.specs, payload, is_leaf=_is_spec)
+        return jax.tree.map(permute, self.specs, payload, is_leaf=is_spec)
 
 
 def after(payload: Any, before: Any) -> Any:
     """The payload, for use once `before` is there too."""
     return payload if before is None else lax.optimization_barrier((payload, before))[0]
-
-
-def _is_spec(node: Any) -> bool:
-    return isinstance(node, PartitionSpec)

@@ -13,9 +13,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr
 
 from meshpar.model.contract import BlockGroup, Model
+from meshpar.model.equations import programs_in
 from meshpar.model.tracing import (
     one_layer_shapes,
     one_layer_state,
@@ -78,10 +78,10 @@ def _costs(
     ]
 
 
-def _walk(closed: Any, arguments: Values) -> tuple[int, list[Any]]:
+def _walk(program: Any, arguments: Values) -> tuple[int, list[Any]]:
     """FLOPs of a program, and its results as far as they are known."""
-    jaxpr = closed.jaxpr
-    known = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+    jaxpr, consts = _open(program), getattr(program, "consts", ())
+    known = dict(zip(jaxpr.constvars, consts, strict=True))
     known.update(zip(jaxpr.invars, arguments, strict=True))
 
     def value(atom: Any) -> Any:
@@ -114,10 +114,9 @@ def _equation(equation: Any, values: Values) -> tuple[int, list[Any]]:
         return max(branches), unknown
     if name == "scan":
         inner = params["jaxpr"]
-        arguments = [None] * len(inner.jaxpr.invars)
+        arguments = [None] * len(_open(inner).invars)
         return params["length"] * _walk(inner, arguments)[0], unknown
-    called = [_closed(inner) for inner in jax.tree.leaves(params, is_leaf=_is_program)]
-    called = [inner for inner in called if inner is not None]
+    called = programs_in(equation)
     if called:
         return _called(called, values, unknown)
     return 0, _evaluated(equation, values, unknown)
@@ -125,9 +124,9 @@ def _equation(equation: Any, values: Values) -> tuple[int, list[Any]]:
 
 def _called(called: list[Any], values: Values, unknown: list) -> tuple[int, list[Any]]:
     """A call of one program (`jit`, `checkpoint`, ...), or a loop that runs once."""
-    if len(called) == 1 and len(called[0].jaxpr.invars) == len(values):
+    if len(called) == 1 and len(_open(called[0]).invars) == len(values):
         return _walk(called[0], values)
-    walks = [_walk(inner, [None] * len(inner.jaxpr.invars)) for inner in called]
+    walks = [_walk(inner, [None] * len(_open(inner).invars)) for inner in called]
     return sum(flops for flops, _ in walks), unknown
 
 
@@ -144,12 +143,6 @@ def _matmul(equation: Any, contracted: int) -> int:
     return 2 * contracted * math.prod(equation.outvars[0].aval.shape)
 
 
-def _is_program(node: Any) -> bool:
-    return hasattr(node, "eqns")
-
-
-def _closed(node: Any) -> Any:
-    """A program that can be walked; None for any other parameter of an equation."""
-    if not _is_program(node):
-        return None
-    return node if hasattr(node, "consts") else ClosedJaxpr(node, ())
+def _open(program: Any) -> Any:
+    """A program without its constants."""
+    return getattr(program, "jaxpr", program)

@@ -42,19 +42,11 @@ def run_layers(
 ) -> tuple[Stream, Sums]:
     """`run_blocks` of so many places; sums of the others are 0."""
 
-    def forward(x: Stream, place: jax.Array | int) -> tuple[Stream, Sums]:
-        shard, state, layer = part(stack.xs, place)
-        weights = stack.block.gather(shard)
-        return stack.block.forward(weights, x, layer, {**known, "state": state})
+    def forward(x: Stream, place: jax.Array | int) -> tuple:
+        weights, layer, of_layer = _layer(stack, known, place)
+        return stack.block.forward(weights, x, layer, of_layer), ()
 
-    def one(carry: tuple, place: jax.Array) -> tuple:
-        x, sums = carry
-        x, found = forward(x, place)
-        return x, _put(sums, place, found)
-
-    zeros = _stacked(jax.eval_shape(lambda x: forward(x, 0)[1], x), stack)
-    x, sums = _for_places(stack, num_layers, one, (x, zeros))
-    return x, over_layers(stack.block, sums)
+    return _forwards(stack, x, num_layers, forward, [], jnp.int32(0))[:2]
 
 
 def keep_layers(
@@ -77,26 +69,11 @@ def keep_layers(
     """
 
     def forward(x: Stream, place: jax.Array | int) -> tuple:
-        shard, state, layer = part(stack.xs, place)
-        of_layer = {**known, "state": state}
-        weights = stack.block.gather(shard)
+        weights, layer, of_layer = _layer(stack, known, place)
         return stack.block.forward_keeping(weights, x, layer, of_layer)
 
-    def one(carry: tuple, place: jax.Array) -> tuple:
-        x, sums, saved = carry
-        (x, found), residuals = forward(x, place)
-        saved = [
-            buffer.at[slot, place].set(value)
-            for buffer, value in zip(saved, jax.tree.leaves(residuals), strict=True)
-        ]
-        return x, _put(sums, place, found), saved
-
-    shapes = jax.eval_shape(lambda x: forward(x, 0)[0][1], x)
     with jax.named_scope(FORWARD):
-        x, sums, saved = _for_places(
-            stack, num_layers, one, (x, _stacked(shapes, stack), saved)
-        )
-    return x, over_layers(stack.block, sums), saved
+        return _forwards(stack, x, num_layers, forward, saved, slot)
 
 
 def backward_layers(
@@ -113,20 +90,52 @@ def backward_layers(
     def one(carry: tuple, done: jax.Array) -> tuple:
         dx, totals = carry
         place = num_layers - 1 - done
-        shard, state, layer = part(stack.xs, place)
+        weights, layer, of_layer = _layer(stack, known, place)
         kept = [_at(buffer, saved.slot, place) for buffer in saved.buffers]
+        residuals = jax.tree.unflatten(saved.treedef, kept)
         gradients, dx = stack.block.backward(
-            stack.block.gather(shard),
-            jax.tree.unflatten(saved.treedef, kept),
-            dx,
-            1.0,
-            layer,
-            {**known, "state": state},
+            weights, residuals, dx, 1.0, layer, of_layer
         )
         return dx, add(totals, stack.block.scatter(gradients), place)
 
     with jax.named_scope(BACKWARD):
         return _for_places(stack, num_layers, one, (dx, totals))
+
+
+def _layer(
+    stack: Stack, known: Known, place: jax.Array | int
+) -> tuple[Any, jax.Array, Known]:
+    """A layer's parameters for use, its index, and what its scope is made of."""
+    shard, state, layer = part(stack.xs, place)
+    return stack.block.gather(shard), layer, {**known, "state": state}
+
+
+def _forwards(
+    stack: Stack,
+    x: Stream,
+    num_layers: jax.Array,
+    forward: Callable[[Stream, jax.Array | int], tuple],
+    saved: list[jax.Array],
+    slot: jax.Array,
+) -> tuple[Stream, Sums, list[jax.Array]]:
+    """`forward` of so many places, their residuals written to a slot of the buffers."""
+
+    def one(carry: tuple, place: jax.Array) -> tuple:
+        x, sums, saved = carry
+        (x, found), residuals = forward(x, place)
+        sums = jax.tree.map(lambda of, one: of.at[place].set(one), sums, found)
+        saved = [
+            buffer.at[slot, place].set(value)
+            for buffer, value in zip(saved, jax.tree.leaves(residuals), strict=True)
+        ]
+        return x, sums, saved
+
+    sums = jax.tree.map(
+        lambda one: jnp.zeros((len(stack.layers), *one.shape), one.dtype),
+        jax.eval_shape(lambda x: forward(x, 0)[0][1], x),
+    )
+    x, sums, saved = _for_places(stack, num_layers, one, (x, sums, saved))
+    return x, over_layers(stack.block, sums), saved
 
 
 def _for_places(
@@ -146,16 +155,6 @@ def _for_places(
         lambda carry: (carry[0] + 1, one(carry[1], carry[0])),
         (jnp.int32(0), carry),
     )[1]
-
-
-def _stacked(sums: Any, stack: Stack) -> Any:
-    return jax.tree.map(
-        lambda one: jnp.zeros((len(stack.layers), *one.shape), one.dtype), sums
-    )
-
-
-def _put(stacked: Any, place: jax.Array, values: Any) -> Any:
-    return jax.tree.map(lambda of, one: of.at[place].set(one), stacked, values)
 
 
 def _at(buffer: jax.Array, slot: jax.Array, place: jax.Array) -> jax.Array:

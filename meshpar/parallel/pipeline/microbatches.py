@@ -13,16 +13,16 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from meshpar.errors import InputError
 from meshpar.model.contract import Stream
 from meshpar.model.dependence import has_gradient
 from meshpar.model.parameter import Params
 from meshpar.parallel.block import Block, Known
-from meshpar.parallel.pipeline.ends import Shares
+from meshpar.parallel.pipeline.ends import Shares, shareable_parts
 from meshpar.parallel.pipeline.float_leaves import split_floats
-from meshpar.parallel.pipeline.group_seams import Enter
+from meshpar.parallel.pipeline.group_seams import Enter, GroupSeams
+from meshpar.parallel.pipeline.payloads import Payloads
 from meshpar.parallel.pipeline.rank_layers import RankLayers
 from meshpar.parallel.pipeline.rank_stages import RankStages
 from meshpar.parallel.pipeline.stages import Arrangement, part
@@ -51,6 +51,10 @@ class Functions(Protocol):
         """Summed loss and summed weights of this rank's share, fp32."""
 
     @property
+    def platform(self) -> str:
+        """Kind of device."""
+
+    @property
     def keeps_together(self) -> str | None:
         """Why idle ranks compute on zeros (`idle.mesh_hindrance`)."""
 
@@ -63,10 +67,8 @@ class Functions(Protocol):
     def specs(self, group: int, stream: Stream) -> Any:
         """How a group's stream lies over automatic mesh axes."""
 
-    def shares(
-        self, stream: Stream, specs: Any, rank: int, *, of_embed: bool
-    ) -> Shares:
-        """How the ranks share the end with that stream, which `rank` has otherwise."""
+    def shared_dims(self, *, of_embed: bool) -> tuple[int, ...]:
+        """The dims of its stream that ranks may share an end along, best first."""
 
     def differentiated(self, known: Known) -> Any:
         """The part of a microbatch that gets gradients."""
@@ -160,8 +162,7 @@ class Microbatches:
         return self._shares(len(self._streams) - 1, stage=last, of_embed=False)
 
     def _work(self, head: Callable[..., tuple], sums: Any) -> Work:
-        specs, stages = self._specs, self._stages
-        payload = stages.payloads.shapes
+        stages, payload = self._stages, self._payloads.shapes
         idle = At(jnp.int32(0), jnp.int32(0), jnp.bool_(False))
         _, (auxiliary, statistics) = jax.eval_shape(
             lambda x: stages.run(idle, x), payload
@@ -175,7 +176,7 @@ class Microbatches:
             head=head,
             payload=payload,
             kept=stages.kept(payload),
-            specs=stages.payloads.of(0, specs[0], others=specs),
+            specs=self._payloads.places(self._specs),
             gradients=self.gradients,
             end_gradients=self.end_gradients,
             loss_sums=sums,
@@ -188,35 +189,53 @@ class Microbatches:
         return jax.ShapeDtypeStruct((self.schedule.num_chunks, *one.shape), one.dtype)
 
     def _shares(self, group: int, *, stage: int, of_embed: bool) -> Shares:
-        rank = self.schedule.rank_of_stage[stage]
-        return self.functions.shares(
-            self._streams[group], self._specs[group], rank, of_embed=of_embed
+        """Along the first dim that divides, otherwise `stage`'s rank has the end."""
+        stream, specs = self._streams[group], self._specs[group]
+        shape, num_ranks = jax.tree.leaves(stream)[0].shape, self.schedule.num_ranks
+        parts = shareable_parts(stream, specs)
+        wanted = self.functions.shared_dims(of_embed=of_embed)
+        divided = (
+            dim
+            for dim in wanted
+            if dim in parts and shape[dim] and not shape[dim] % (num_ranks * parts[dim])
+        )
+        dim = next(divided, None)
+        return Shares(
+            num_ranks=num_ranks,
+            rank=self.schedule.rank_of_stage[stage],
+            dim=dim,
+            size=1 if dim is None else shape[dim],
+            specs=specs,
+            parts=1 if dim is None else parts[dim],
+            platform=self.functions.platform,
         )
 
     @cached_property
     def _stages(self) -> RankStages:
-        stages = self._together
-        if self.schedule.num_ranks == 1 or self.functions.keeps_together is not None:
-            return stages
-        return replace(stages, skips=stages.may_skip())
-
-    @property
-    def _together(self) -> RankStages:
-        """The stages of ranks that compute on zeros where they are idle."""
         layers = RankLayers(
             blocks=self.functions.blocks(self.arrangement),
             params=self.params,
             states=self.states,
             arrangement=self.arrangement,
         )
-        return RankStages(
-            layers=layers,
+        seams = GroupSeams(
             enters=self.functions.enters(),
             weights=self.weights,
-            streams=self._streams,
+            payloads=self._payloads,
+            layers=layers,
+        )
+        stages = RankStages(
+            seams=seams,
             known=self._known,
             keeps_input=keeps_stage_input(self.functions.remat),
         )
+        if self.schedule.num_ranks == 1 or self.functions.keeps_together is not None:
+            return stages
+        return replace(stages, skips=stages.may_skip())
+
+    @cached_property
+    def _payloads(self) -> Payloads:
+        return Payloads(streams=self._streams, crossing=self.arrangement.crossing)
 
     @cached_property
     def _streams(self) -> list[Any]:
@@ -253,13 +272,13 @@ class Microbatches:
     def _embed(self, microbatch: jax.Array) -> Any:
         shares, known = self.embed_shares, self._known(microbatch)
         share = self.functions.embed(self.weights, known, shares)
-        return self._stages.payloads.of(0, shares.gather(share, "embed_gather"))
+        return self._payloads.of(0, shares.gather(share, "embed_gather"))
 
     def _embed_gradient(
         self, microbatch: jax.Array, of_payload: Any
     ) -> tuple[Params, Any]:
         shares, known = self.embed_shares, self._known(microbatch)
-        dx = self._stages.payloads.stream(0, of_payload)
+        dx = self._payloads.stream(0, of_payload)
         dx = shares.scatter(dx, "embed_scatter")
         floats, filled = split_floats(self.functions.differentiated(known))
 
@@ -273,7 +292,7 @@ class Microbatches:
 
     def _head_share(self, payload: Any) -> Stream:
         """This rank's share of the last group's stream."""
-        stream = self._stages.payloads.stream(len(self._streams) - 1, payload)
+        stream = self._payloads.stream(len(self._streams) - 1, payload)
         return self.head_shares.scatter(stream, "head_scatter")
 
     def _loss(self, microbatch: jax.Array, payload: Any) -> tuple:
@@ -286,15 +305,5 @@ class Microbatches:
         )
         gradients, dy = vjp((jnp.ones(()), jnp.zeros(())))
         sums, gradients = shares.counted((sums, gradients))
-        dy = self._stages.payloads.of(last, shares.gather(dy, "head_gather"))
+        dy = self._payloads.of(last, shares.gather(dy, "head_gather"))
         return sums, dy, self.functions.scatter_ends(gradients)
-
-
-def parts_of(spec: PartitionSpec, dim: int, sizes: dict[str, int]) -> int:
-    """Parts that automatic mesh axes split a dim into."""
-    entry = spec[dim] if len(spec) > dim else None
-    axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
-    parts = 1
-    for axis in axes:
-        parts *= sizes[axis]
-    return parts

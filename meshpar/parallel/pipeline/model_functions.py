@@ -16,12 +16,10 @@ from meshpar.parallel.block import Block, Known
 from meshpar.parallel.pipeline.ends import STAGE, Shares
 from meshpar.parallel.pipeline.group_seams import Enter
 from meshpar.parallel.pipeline.idle import mesh_hindrance
-from meshpar.parallel.pipeline.microbatches import parts_of
 from meshpar.parallel.pipeline.stages import Arrangement
 from meshpar.parallel.placement import Placement
 from meshpar.parallel.program import one_layer
 from meshpar.parallel.scopes import Scopes, stream_specs
-from meshpar.rules.rules import auto_mesh_shape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,13 +42,18 @@ class ModelFunctions:
         return self.placement.layout.remat
 
     @property
+    def platform(self) -> str:
+        """Of the mesh."""
+        return self.placement.platform
+
+    @property
     def keeps_together(self) -> str | None:
         """By the layout's mesh, and its ring of keys and values."""
         layout = self.placement.layout
         how = layout.attention_method
         if how.groups > 1 and how.across == "ring":
             return "keys and values are permuted over 'context'"
-        return mesh_hindrance(self.placement.mesh.shape, self.placement.platform)
+        return mesh_hindrance(self.placement.mesh.shape, self.platform)
 
     def embed(self, weights: Params, known: Known, shares: Shares | None) -> Stream:
         """`Model.embed` of a share."""
@@ -97,30 +100,14 @@ class ModelFunctions:
         axes = self.placement.model.groups[group].stream
         return stream_specs(axes, stream, self.placement.rules)
 
-    def shares(
-        self, stream: Stream, specs: Any, rank: int, *, of_embed: bool
-    ) -> Shares:
+    def shared_dims(self, *, of_embed: bool) -> tuple[int, ...]:
         """Tokens are shared where the model allows it, else examples, if they divide.
 
         A head sums over examples, so that any rank can have any of them.
         """
-        placement, leaves = self.placement, jax.tree.leaves(stream)
-        num_ranks, shape = placement.layout.stage, leaves[0].shape
-        dim, parts = None, 1
-        if placement.model.per_token and len(leaves) == 1 and len(shape) > 1:
-            parts = parts_of(specs, 1, auto_mesh_shape())
-            dim = 1 if shape[1] % (num_ranks * parts) == 0 else None
-        if dim is None and num_ranks > 1 and shape[0] % num_ranks == 0:
-            dim, parts = 0, 1
-        return Shares(
-            num_ranks=num_ranks,
-            rank=rank,
-            dim=dim,
-            size=shape[dim or 0],
-            specs=specs,
-            parts=parts,
-            platform=placement.platform,
-        )
+        tokens = (1,) if self.placement.model.per_token else ()
+        examples = (0,) if self.placement.layout.stage > 1 else ()
+        return tokens + examples
 
     def differentiated(self, known: Known) -> Any:
         """The inputs that have a gradient."""

@@ -6,7 +6,7 @@ stream it holds. All ranks send the same shapes, zeros where they have no such s
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -24,53 +24,47 @@ class Payloads:
 
     Args:
         streams: Shapes of each group's stream.
-        crossing: The groups whose stream leaves a rank.
+        crossing: The groups whose stream leaves a rank, first to last.
     """
 
     streams: Sequence[Any]
-    crossing: Collection[int]
+    crossing: Sequence[int]
 
     @cached_property
     def slots(self) -> tuple[int | None, ...]:
         """Of each group, the place of its stream in a payload; None if in none."""
-        kinds: list[Any] = []
-        slots: list[int | None] = []
-        for group, stream in enumerate(self.streams):
-            if group not in self.crossing:
-                slots.append(None)
-                continue
-            kind = (
+        kinds = [
+            (
                 jax.tree.structure(stream),
-                [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(stream)],
+                tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(stream)),
             )
-            if kind not in kinds:
-                kinds.append(kind)
-            slots.append(kinds.index(kind))
-        return tuple(slots)
+            for stream in self.streams
+        ]
+        places = list(dict.fromkeys(kinds[group] for group in self.crossing))
+        return tuple(
+            places.index(kind) if group in self.crossing else None
+            for group, kind in enumerate(kinds)
+        )
 
-    def of(self, group: int, stream: Any, *, others: Any = None) -> Payload:
-        """A payload with a group's stream in its place, zeros elsewhere.
-
-        Args:
-            group: Whose stream.
-            stream: It.
-            others: What stands for the streams of all groups; zeros when absent.
-        """
-        found: list[Any] = [None] * (1 + max(at for at in self.slots if at is not None))
-        for at, slot in enumerate(self.slots):
-            if slot is not None and found[slot] is None:
-                empty = others is None
-                found[slot] = zeros_of(self.streams[at]) if empty else others[at]
+    def of(self, group: int, stream: Any) -> Payload:
+        """A payload with a group's stream in its place, zeros elsewhere."""
         own = self.slots[group]
         if own is None:
             raise ValueError(f"the stream of group {group} never leaves a rank")
-        found[own] = stream
-        return tuple(found)
+        return tuple(
+            stream if slot == own else zeros_of(shape)
+            for slot, shape in enumerate(self.shapes)
+        )
 
     @property
     def shapes(self) -> Payload:
         """The shapes of every payload."""
-        return self.of(0, self.streams[0], others=self.streams)
+        return self.places(self.streams)
+
+    def places(self, values: Sequence[Any]) -> Payload:
+        """For each place of a payload the value of the first group that has it."""
+        num_places = 1 + max(slot for slot in self.slots if slot is not None)
+        return tuple(values[self.slots.index(slot)] for slot in range(num_places))
 
     def stream(self, group: int, payload: Payload) -> Stream:
         """A group's stream of a payload, zeros where it is in none."""

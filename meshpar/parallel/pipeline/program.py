@@ -21,22 +21,17 @@ from meshpar.model.inputs import apart
 from meshpar.model.parameter import Params
 from meshpar.parallel.mean_loss import metrics_of, random_key, safe_inverse
 from meshpar.parallel.model_state import sum_statistics, updated_state
-from meshpar.parallel.pipeline.executor import Executor, Work
+from meshpar.parallel.pipeline.executor import Executor
 from meshpar.parallel.pipeline.layer_costs import layer_costs
 from meshpar.parallel.pipeline.microbatches import Microbatches
 from meshpar.parallel.pipeline.model_functions import ModelFunctions
 from meshpar.parallel.pipeline.reduction import reduce_in_slices, summed_inputs
 from meshpar.parallel.pipeline.schedule_choice import OwnSchedule, chosen_schedule
-from meshpar.parallel.pipeline.stages import (
-    Arrangement,
-    arrangement,
-    cut,
-    merge,
-)
+from meshpar.parallel.pipeline.stages import Arrangement, arrangement, cut, merge
 from meshpar.parallel.placement import REPLICATED, Placement
 from meshpar.parallel.program import Found, sums_by_name
 from meshpar.parallel.sequence import outputs_in_order, tokens_at_hand
-from meshpar.schedules import Schedule, tick_table
+from meshpar.schedules import Schedule
 from meshpar.schedules.stage_splits import split_by_cost, stage_sizes
 
 
@@ -65,7 +60,8 @@ class PipelineProgram:
 
         def local(*of: Any) -> Found:
             microbatches = self._microbatches(*of, training=True)
-            found = self._run(microbatches.work()).loss_and_gradients()
+            executor = Executor(schedule=self.schedule, work=microbatches.work())
+            found = executor.loss_and_gradients()
             (loss_sum, weight_sum), auxiliary = placement.sum_losses(
                 (found.loss_sums, found.auxiliary), placement.manual_axes
             )
@@ -92,7 +88,7 @@ class PipelineProgram:
 
         def local(*of: Any) -> tuple[jax.Array, jax.Array]:
             work = self._microbatches(*of, training=False).work()
-            sums = self._run(work).loss_sums()
+            sums = Executor(schedule=self.schedule, work=work).loss_sums()
             return placement.sum_losses(sums, placement.manual_axes)
 
         return self.placement.on_state(local, (REPLICATED, REPLICATED))(*of)
@@ -105,7 +101,8 @@ class PipelineProgram:
             microbatches = one._microbatches(*of, training=False, natural=True)
             functions = cast(ModelFunctions, microbatches.functions)
             work = microbatches.outputs_work(functions.outputs)
-            return microbatches.head_shares.whole(one._run(work).loss_sums())
+            sums = Executor(schedule=one.schedule, work=work).loss_sums()
+            return microbatches.head_shares.whole(sums)
 
         return outputs_in_order(self.placement, local, of)
 
@@ -140,13 +137,6 @@ class PipelineProgram:
             gradients=jax.eval_shape(lambda tree: cut(tree, chunks), shapes),
             cut=cut(differs, self.schedule.num_microbatches),
             fixed={"random": random_key(seed, step)},
-        )
-
-    def _run(self, work: Work) -> Executor:
-        return Executor(
-            table=tick_table(self.schedule),
-            num_stages=self.schedule.num_stages,
-            work=work,
         )
 
 
@@ -256,6 +246,4 @@ def _costs(model: Model) -> tuple[float, ...]:
     return _traced_costs(model)
 
 
-@functools.lru_cache(maxsize=16)
-def _traced_costs(model: Model) -> tuple[float, ...]:
-    return layer_costs(model)
+_traced_costs = functools.lru_cache(maxsize=16)(layer_costs)

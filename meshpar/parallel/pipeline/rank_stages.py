@@ -7,26 +7,25 @@ there (`payloads`); a rank takes the one that its first layer wants.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from meshpar.model.contract import Stream
-from meshpar.model.parameter import Params
 from meshpar.model.sums import Sums
 from meshpar.parallel.block import Known
 from meshpar.parallel.blocks import (
+    Stack,
     check_names,
     run_backward,
     run_blocks,
     run_keeping,
 )
 from meshpar.parallel.pipeline.buffers import read, write
-from meshpar.parallel.pipeline.group_seams import Enter, GroupSeams
+from meshpar.parallel.pipeline.group_seams import GroupSeams
 from meshpar.parallel.pipeline.idle import layers_hindrance, tell
 from meshpar.parallel.pipeline.layer_loops import (
     Saved,
@@ -45,40 +44,27 @@ class RankStages:
     """The blocks of every stage that this rank runs.
 
     Args:
-        layers: Which layers this rank has, of each group.
-        enters: Of each group but the first, what makes its stream; None where it is
-            that of the group before.
-        weights: The ends' parameters for use.
-        streams: Shapes of each group's stream.
+        seams: What happens between two groups.
         known: Microbatch -> arrays without gradient that scopes are made of.
         keeps_input: Whether a stage's input is all that is kept for its backward.
         skips: Whether an idle rank leaves its layers out (`idle`); else it computes
             them on zeros.
     """
 
-    layers: RankLayers
-    enters: Sequence[Enter | None]
-    weights: Params
-    streams: Sequence[Any]
+    seams: GroupSeams
     known: Callable[[jax.Array], Known]
     keeps_input: bool = False
     skips: bool = False
 
-    @cached_property
+    @property
+    def layers(self) -> RankLayers:
+        """Which layers this rank has, of each group."""
+        return self.seams.layers
+
+    @property
     def payloads(self) -> Payloads:
         """What passes between stages."""
-        crossing = self.layers.arrangement.crossing
-        return Payloads(streams=self.streams, crossing=crossing)
-
-    @cached_property
-    def seams(self) -> GroupSeams:
-        """What happens between two groups."""
-        return GroupSeams(
-            enters=self.enters,
-            weights=self.weights,
-            payloads=self.payloads,
-            layers=self.layers,
-        )
+        return self.seams.payloads
 
     def may_skip(self) -> bool:
         """Whether an idle rank may leave the layers out; where not, a warning says why.
@@ -87,7 +73,7 @@ class RankStages:
         """
         known, first = self.known(jnp.int32(0)), jnp.int32(0)
         for group, block in enumerate(self.layers.blocks):
-            stream = self.streams[group]
+            stream = self.payloads.streams[group]
             found = layers_hindrance(self.layers.stack(group, first), stream, known)
             if found is not None:
                 tell(block.group.name, found)
@@ -98,15 +84,13 @@ class RankStages:
         """A microbatch through one of the stages, and the sums of its blocks."""
         known = self.known(at.microbatch)
 
-        def through(group: int, x: Stream, y: Stream) -> tuple[Stream, Sums, None]:
-            stack = self.layers.stack(group, at.chunk)
-            x, _ = self.seams.entered(group, at.chunk, x, y, known)
+        def through(group: int, stack: Stack, x: Stream) -> tuple[Stream, Sums, None]:
             if self.skips:
                 num_layers = self.layers.num_layers(group, at)
                 return *run_layers(stack, x, known, num_layers), None
             return *run_blocks(stack, x, known), None
 
-        return self._through(at.chunk, payload, through)[:2]
+        return self._through(at.chunk, known, payload, through)[:2]
 
     def kept(self, payload: Payload) -> Any:
         """Shapes of what `gradient` needs of a stage's run: trees of plain lists."""
@@ -175,14 +159,11 @@ class RankStages:
     ) -> tuple[Payload, tuple, Any]:
         checked = []
 
-        def through(group: int, x: Stream, y: Stream) -> tuple[Stream, Sums, Any]:
-            stack = self.layers.stack(group, chunk)
-            x, entered = self.seams.entered(group, chunk, x, y, known)
+        def through(_: int, stack: Stack, x: Stream) -> tuple[Stream, Sums, Any]:
             checked.append((stack, x))
-            y, sums, residuals = run_keeping(stack, x, known)
-            return y, sums, (entered, residuals)
+            return run_keeping(stack, x, known)
 
-        found = self._through(chunk, payload, through)
+        found = self._through(chunk, known, payload, through)
         check_names(checked, known)
         return found
 
@@ -190,23 +171,17 @@ class RankStages:
         self, at: At, known: Known, payload: Payload, buffers: Any, slot: jax.Array
     ) -> tuple[Payload, tuple, Any]:
         """`_run_keeping`, each layer's residuals straight into the buffers."""
-        written = []
 
-        def through(group: int, x: Stream, y: Stream) -> tuple[Stream, Sums, None]:
-            x, entered = self.seams.entered(group, at.chunk, x, y, known)
-            of_enter, of_layers = buffers[group]
-            y, sums, of_layers = keep_layers(
-                self.layers.stack(group, at.chunk),
-                x,
-                known,
-                self.layers.num_layers(group, at),
-                of_layers,
-                jnp.maximum(slot, 0),
-            )
-            written.append([write(of_enter, slot, jax.tree.leaves(entered)), of_layers])
-            return y, sums, None
+        def through(group: int, stack: Stack, x: Stream) -> tuple[Stream, Sums, list]:
+            num_layers, (_, saved) = self.layers.num_layers(group, at), buffers[group]
+            return keep_layers(stack, x, known, num_layers, saved, jnp.maximum(slot, 0))
 
-        return *self._through(at.chunk, payload, through)[:2], written
+        y, sums, kept = self._through(at.chunk, known, payload, through)
+        written = [
+            [write(of_enter, slot, jax.tree.leaves(entered)), of_layers]
+            for (of_enter, _), (entered, of_layers) in zip(buffers, kept, strict=True)
+        ]
+        return y, sums, written
 
     def _kept(self, payload: Payload) -> list[tuple[Residuals | None, Residuals]]:
         """Shapes of what is kept: of each group, of `enter` and of its layers."""
@@ -261,18 +236,25 @@ class RankStages:
         return run_backward(stack, kept, dx, known, totals, add)
 
     def _through(
-        self, chunk: jax.Array, payload: Payload, through: Callable[..., tuple]
+        self,
+        chunk: jax.Array,
+        known: Known,
+        payload: Payload,
+        through: Callable[[int, Stack, Stream], tuple[Stream, Sums, Any]],
     ) -> tuple[Payload, tuple, list]:
-        """Every group in turn; the payload out, the sums, and what each kept."""
+        """Every group in turn; the payload out, the sums, and what each kept.
+
+        That is, of `enter` and of its layers as `through` runs them.
+        """
         out, y, auxiliary, statistics, kept = None, None, [], [], []
         for group, block in enumerate(self.layers.blocks):
-            y, sums, of_group = through(
-                group, self.payloads.stream(group, payload), (payload, y)
-            )
+            x = self.payloads.stream(group, payload)
+            x, entered = self.seams.entered(group, chunk, x, (payload, y), known)
+            y, sums, of_layers = through(group, self.layers.stack(group, chunk), x)
             names = block.group.auxiliary
             auxiliary.append({name: sums[name] for name in names})
             statistics.append({k: v for k, v in sums.items() if k not in names})
-            kept.append(of_group)
+            kept.append((entered, of_layers))
             if group in self.layers.arrangement.crossing:
                 mine = self.seams.left(group, chunk, y)
                 out = mine if out is None else jax.tree.map(jnp.add, out, mine)

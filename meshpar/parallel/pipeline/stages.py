@@ -38,9 +38,7 @@ class Arrangement:
 
     def places(self, group: int) -> np.ndarray:
         """The place of each layer of a group, first to last."""
-        order = self.layers[group].ravel()
-        empty = np.count_nonzero(order == NO_LAYER)
-        return np.argsort(order, kind="stable")[empty:]
+        return _places(self.layers[group].ravel())
 
     def padded(self, group: int) -> bool:
         """Whether some places of a group hold no layer."""
@@ -90,22 +88,11 @@ def arrangement(
     stages = np.array(schedule.stages_of_rank, np.int32)
     layers, first = [], 0
     for num_layers in group_sizes:
-        own = [
-            [
-                np.arange(
-                    max(bounds[stage], first) - first,
-                    min(bounds[stage + 1], first + num_layers) - first,
-                )
-                for stage in of_rank
-            ]
-            for of_rank in stages
-        ]
-        places = max(len(one) for of_rank in own for one in of_rank)
-        table = np.full((*stages.shape, places), NO_LAYER, np.int32)
-        for rank, of_rank in enumerate(own):
-            for chunk, one in enumerate(of_rank):
-                table[rank, chunk, : len(one)] = one
-        layers.append(table)
+        own = np.clip(bounds - first, 0, num_layers).astype(np.int32)
+        starts, stops = own[stages, None], own[stages + 1, None]
+        places = np.arange((stops - starts).max(), dtype=np.int32)
+        table = starts + places
+        layers.append(np.where(table < stops, table, np.int32(NO_LAYER)))
         first += num_layers
     return Arrangement(tuple(layers), stages)
 
@@ -125,13 +112,14 @@ def in_layer_order(model: Model, tree: Any) -> Any:
     def in_order(path: tuple, value: Any) -> np.ndarray:
         value = np.asarray(value)
         order = known[path_name(path)].layer_order
-        if order is None:
-            return value
-        layers = np.asarray(order)
-        places = np.argsort(layers, kind="stable")
-        return value[places[np.count_nonzero(layers == NO_LAYER) :]]
+        return value if order is None else value[_places(np.asarray(order))]
 
     return jax.tree.map_with_path(in_order, jax.device_get(tree))
+
+
+def _places(order: np.ndarray) -> np.ndarray:
+    empty = np.count_nonzero(order == NO_LAYER)
+    return np.argsort(order, kind="stable")[empty:]
 
 
 def cut(tree: Any, num_parts: int) -> Any:

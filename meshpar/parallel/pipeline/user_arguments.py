@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from meshpar.errors import InputError
 from meshpar.layout import BATCH_AXES, MANUAL_AXES
-from meshpar.parallel.pipeline.ends import STAGE
+from meshpar.parallel.pipeline.ends import STAGE, is_spec
 from meshpar.rules.rules import spec_axes
 
 
@@ -74,8 +74,8 @@ def check_x_spec(x_spec: Any, mesh: Mesh) -> None:
         InputError: It is no `PartitionSpec`, nor a tree of them, or names another mesh
             axis.
     """
-    for spec in jax.tree.leaves(x_spec, is_leaf=_is_spec):
-        if not _is_spec(spec):
+    for spec in jax.tree.leaves(x_spec, is_leaf=is_spec):
+        if not is_spec(spec):
             raise InputError(f"x_spec={x_spec!r} is no PartitionSpec, nor a tree of it")
         _check_mesh_axes("x_spec", spec, mesh)
 
@@ -99,14 +99,14 @@ def stream_specs_of(x_spec: Any, x: Any) -> Any:
                 "embed=, which makes it one"
             )
     specs = x_spec
-    if _is_spec(x_spec):
+    if is_spec(x_spec):
         specs = jax.tree.map(lambda _: x_spec, x)
-    elif jax.tree.structure(x_spec, is_leaf=_is_spec) != jax.tree.structure(x):
+    elif jax.tree.structure(x_spec, is_leaf=is_spec) != jax.tree.structure(x):
         raise InputError(
             f"x_spec={x_spec} is of another tree than x, {jax.tree.map(jnp.shape, x)}; "
             "give one PartitionSpec, or one for each of its arrays"
         )
-    return jax.tree.map(_whole_spec, specs, x, is_leaf=_is_spec)
+    return jax.tree.map(_whole_spec, specs, x, is_leaf=is_spec)
 
 
 def _whole_spec(x_spec: PartitionSpec, x: Any) -> PartitionSpec:
@@ -118,10 +118,6 @@ def _whole_spec(x_spec: PartitionSpec, x: Any) -> PartitionSpec:
         )
     whole = (*x_spec, *(None,) * (len(x.shape) - len(x_spec)))
     return PartitionSpec(*whole) if any(whole) else PartitionSpec()
-
-
-def _is_spec(node: Any) -> bool:
-    return isinstance(node, PartitionSpec)
 
 
 def check_block_specs(specs: Any, blocks: Any, mesh: Mesh) -> None:
@@ -138,10 +134,10 @@ def check_block_specs(specs: Any, blocks: Any, mesh: Mesh) -> None:
     """
     if specs is None:
         return
-    found = jax.tree.structure(specs, is_leaf=_is_spec)
+    found = jax.tree.structure(specs, is_leaf=is_spec)
     wanted = jax.tree.structure(blocks)
-    leaves = jax.tree.leaves_with_path(specs, is_leaf=_is_spec)
-    if found != wanted or not all(_is_spec(leaf) for _, leaf in leaves):
+    leaves = jax.tree.leaves_with_path(specs, is_leaf=is_spec)
+    if found != wanted or not all(is_spec(leaf) for _, leaf in leaves):
         raise InputError(
             f"block_specs is {specs}, but block_params is {wanted}; give the same tree "
             "with a PartitionSpec of one layer for each array"

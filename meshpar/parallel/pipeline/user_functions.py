@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,7 +18,6 @@ from meshpar.parallel.block import Block, Known
 from meshpar.parallel.pipeline.ends import Shares
 from meshpar.parallel.pipeline.group_seams import Enter
 from meshpar.parallel.pipeline.idle import mesh_hindrance
-from meshpar.parallel.pipeline.microbatches import parts_of
 from meshpar.parallel.pipeline.stages import Arrangement
 from meshpar.parallel.pipeline.user_arguments import stream_specs_of
 from meshpar.parallel.zero import Stored
@@ -79,9 +77,14 @@ class UserFunctions:
         return block_group(self.block, self.num_layers, self.auxiliary)
 
     @property
+    def platform(self) -> str:
+        """Of the mesh."""
+        return platform_of(self.mesh)
+
+    @property
     def keeps_together(self) -> str | None:
         """By the mesh."""
-        return mesh_hindrance(self.mesh.shape, platform_of(self.mesh))
+        return mesh_hindrance(self.mesh.shape, self.platform)
 
     def embed(self, weights: Any, known: Known, shares: Shares | None) -> Stream:
         """The first block's input, of a share."""
@@ -143,27 +146,10 @@ class UserFunctions:
         """
         return stream_specs_of(self.x_spec, stream)
 
-    def shares(
-        self, stream: Stream, specs: Any, rank: int, *, of_embed: bool
-    ) -> Shares:
+    def shared_dims(self, *, of_embed: bool) -> tuple[int, ...]:
         """Tokens are shared where the user says so; not at all without."""
-        leaves = jax.tree.leaves(stream)
-        num_ranks, shape = self.schedule.num_ranks, leaves[0].shape
-        dim, parts = None, 1
         is_x = of_embed and self.embed_inputs is None  # on every rank anyway
-        one = self.token_arrays is not None and len(leaves) == 1 and len(shape) > 1
-        if one and not is_x and shape[1] > 0:
-            parts = parts_of(specs, 1, dict(self.mesh.shape))
-            dim = 1 if shape[1] % (num_ranks * parts) == 0 else None
-        return Shares(
-            num_ranks=num_ranks,
-            rank=rank,
-            dim=dim,
-            size=math.prod(shape[dim or 0 : (dim or 0) + 1]),
-            specs=specs,
-            parts=parts,
-            platform=platform_of(self.mesh),
-        )
+        return () if self.token_arrays is None or is_x else (1,)
 
     def differentiated(self, known: Known) -> Any:
         """The inputs."""

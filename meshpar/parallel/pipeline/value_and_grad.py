@@ -16,7 +16,7 @@ from meshpar.errors import InputError
 from meshpar.layout import REMATS, nearest
 from meshpar.parallel.mean_loss import safe_inverse
 from meshpar.parallel.pipeline.ends import STAGE
-from meshpar.parallel.pipeline.executor import Executor, Results
+from meshpar.parallel.pipeline.executor import Executor
 from meshpar.parallel.pipeline.float_leaves import differentiable
 from meshpar.parallel.pipeline.microbatches import Microbatches
 from meshpar.parallel.pipeline.own_derivative import Gradients, with_own_derivative
@@ -34,8 +34,8 @@ from meshpar.parallel.pipeline.user_arguments import (
     token_arrays,
 )
 from meshpar.parallel.pipeline.user_functions import UserFunctions
+from meshpar.parallel.pipeline.work import Results
 from meshpar.parallel.zero import Stored
-from meshpar.schedules import tick_table
 from meshpar.schedules.stage_splits import stage_sizes
 
 _REMATS = tuple(name for name in REMATS if name != "selective")
@@ -188,6 +188,8 @@ def _run(
     axes = batch_axes(mesh)
     of_ranks, of_batch = PartitionSpec(STAGE), PartitionSpec(axes or None)
     everywhere = PartitionSpec()
+    # The first layer also lies where there is none, so that no place is zero.
+    at_places = np.maximum(placed.order(0), 0)
 
     def local(blocks: Any, ends: Any, inputs: Any, targets: Any) -> tuple:
         blocks = cut(blocks, schedule.num_chunks)
@@ -203,12 +205,8 @@ def _run(
             cut=cut({"inputs": inputs, "targets": targets}, schedule.num_microbatches),
             fixed={},
         )
-        found = Executor(
-            table=tick_table(schedule),
-            num_stages=schedule.num_stages,
-            work=microbatches.work(),
-        ).loss_and_gradients()
-        return _reduced(functions, axes, found)
+        executor = Executor(schedule=schedule, work=microbatches.work())
+        return _reduced(functions, axes, executor.loss_and_gradients())
 
     loss, of_blocks, of_ends, of_floats = jax.shard_map(
         local,
@@ -217,12 +215,12 @@ def _run(
         out_specs=(everywhere, of_ranks, everywhere, of_batch),
         axis_names={STAGE, *axes},
         check_vma=False,
-    )(_arranged(blocks, placed), ends, inputs, targets)
+    )(_taken(at_places, blocks), ends, inputs, targets)
     floats = iter(of_floats)
     of_inputs = jax.tree.map(
         lambda like: next(floats) if differentiable(like) else None, inputs
     )
-    gradients = _in_layer_order(of_blocks, placed), of_ends, of_inputs
+    gradients = _taken(placed.places(0), of_blocks), of_ends, of_inputs
     return loss, _typed_as((blocks, ends, inputs), gradients)
 
 
@@ -293,15 +291,11 @@ def _stored(tree: Any, manual: tuple, automatic: Any) -> Any:
     return jax.tree.map(stored, tree, automatic)
 
 
-def _arranged(blocks: Any, placed: Arrangement) -> Any:
-    """Layers at their places; the first also where there is none, so none is zero."""
-    if placed.order(0) == tuple(range(len(placed.order(0)))):
-        return blocks
-    layers = np.maximum(placed.order(0), 0)
-    return jax.tree.map(lambda value: value[layers], blocks)
+def _taken(layers: np.ndarray, tree: Any) -> Any:
+    """Those layers of every array; nothing moves where they are all, in order."""
 
+    def taken(value: jax.Array) -> jax.Array:
+        in_order = np.array_equal(layers, np.arange(len(value)))
+        return value if in_order else value[layers]
 
-def _in_layer_order(gradients: Any, placed: Arrangement) -> Any:
-    if placed.order(0) == tuple(range(len(placed.order(0)))):
-        return gradients
-    return jax.tree.map(lambda value: value[placed.places(0)], gradients)
+    return jax.tree.map(taken, tree)

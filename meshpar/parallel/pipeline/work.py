@@ -71,13 +71,14 @@ class Work:
     inputs: Any = ()
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Results:
     """What every rank found, not yet summed over ranks: sums and unscaled gradients."""
 
-    loss_sums: Any
-    auxiliary: Any
-    statistics: Any
     block_gradients: Any
     end_gradients: Any
     input_gradients: Any
+    loss_sums: Any
+    auxiliary: Any
+    statistics: Any
