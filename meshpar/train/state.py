@@ -133,7 +133,7 @@ def state_shardings(
             memory,
             map_states(
                 follow_sharding,
-                lambda _: replicated,
+                replicated,
                 state.opt_state,
                 state.params,
                 of_states,

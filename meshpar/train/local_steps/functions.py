@@ -66,10 +66,9 @@ class LocalStepFunctions:
     @cached_property
     def shardings(self) -> TrainState:
         """The sharding of every array of the state."""
-        replicated = self.replica.shardings.step
         outer = map_states(
             follow_sharding,
-            lambda _: replicated,
+            self.replica.shardings.step,
             self._outer_shapes,
             self._apart_shapes.params,
             self.replica.of_states,
@@ -84,7 +83,7 @@ class LocalStepFunctions:
         orders = take_out(self.model, self.replica.layer_orders)
         outer = map_states(
             lambda _, param, order: order,
-            lambda _: LayerOrder(),
+            LayerOrder(),
             self._outer_shapes,
             self._apart_shapes.params,
             orders.params,
