@@ -14,7 +14,6 @@ import glob
 import secrets
 import struct
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO
 
 import numpy as np
@@ -155,12 +154,7 @@ class MegatronWriter:
                     left.unlink()
                     left.with_suffix(".idx-unfinished").unlink(missing_ok=True)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
         try:
             with self._file:
                 self._file.flush()

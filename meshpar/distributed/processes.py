@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import Any
 
 from meshpar.distributed.errors import LOST, DistributedError, status_of
@@ -157,22 +156,23 @@ class Processes:
         """What goes wrong inside ends the others too, and its end does not."""
         try:
             yield
-        except BaseException:
-            self.__exit__(*sys.exc_info())
+        except BaseException as error:
+            self._leave_for(error)
             raise
 
     def __enter__(self) -> Processes:
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
+        self, kind: object, error: BaseException | None, traceback: object
     ) -> None:
         if error is None:
             self.close()
-            return
+        else:
+            self._leave_for(error)
+
+    def _leave_for(self, error: BaseException) -> None:
+        """Leaves the others because of an error, which ends them too."""
         is_own = isinstance(error, InputError) and not isinstance(
             error, DistributedError
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -12,7 +13,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from meshpar.audit.subject import Subject
-from meshpar.rules.sharding import born_sharded
 from meshpar.tables.checks import check_arrays, check_parts
 from meshpar.tables.host import host_tables, rows_looked_up
 from meshpar.tables.ids import check_ids
@@ -25,13 +25,9 @@ from meshpar.tables.tables import EmbeddingTables
 from meshpar.train.batch_placement import BatchPlacement, batch_structs
 from meshpar.train.given_values import check_seed
 from meshpar.train.refusals import check_logits
-from meshpar.train.state import (
-    TrainState,
-    check_state,
-    check_to_use,
-    without_optimizer,
-)
+from meshpar.train.state import TrainState, check_state, to_use
 from meshpar.train.step import TrainStep
+from meshpar.train.step_programs import StepPrograms
 
 if TYPE_CHECKING:
     from meshpar.train.checkpoint import Checkpoints
@@ -106,6 +102,13 @@ class TableStep:
             layout=step.layout,
             sharding=step.batch_sharding,
         )
+        self._programs = StepPrograms(
+            functions=self.functions,
+            reading=self.functions,
+            batch_sharding=step.batch_sharding,
+            split_space=None,
+            compiler_options=step.compiler_options,
+        )
 
     @property
     def placements(self) -> Placements:
@@ -132,7 +135,7 @@ class TableStep:
         """
         check_seed(seed)
         with self._mesh_set():
-            return self._init(np.uint32(seed))
+            return self._programs.init(np.uint32(seed))
 
     def __call__(
         self, state: TrainState, batch: Batch
@@ -154,20 +157,20 @@ class TableStep:
         """
         check_state(state, self.state_shapes)
         with self._mesh_set():
-            return self._update(state, self.place(batch))
+            return self._programs.update(state, self.place(batch))
 
     def evaluate(self, state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """Summed loss and weights of a batch, which `__call__` takes too."""
-        check_to_use(state, self.state_shapes)
+        state = to_use(state, self.state_shapes)
         with self._mesh_set():
-            return self._evaluate(without_optimizer(state), self.place(batch))
+            return self._programs.evaluate(state, self.place(batch))
 
     def logits(self, state: TrainState, batch: Batch) -> Any:
         """What the model's `logits` gives; the batch is whole, labels included."""
         check_logits(self.dense.model)
-        check_to_use(state, self.state_shapes)
+        state = to_use(state, self.state_shapes)
         with self._mesh_set():
-            return self._logits(without_optimizer(state), self.place(batch, 1))
+            return self._programs.logits(state, self.place(batch, 1))
 
     def place(
         self,
@@ -191,7 +194,7 @@ class TableStep:
 
     def host_tables(self, state: TrainState) -> dict[str, dict[str, np.ndarray]]:
         """Table -> its `rows`, and its optimizer's state of each, whole on the host."""
-        check_to_use(state, self.state_shapes)
+        state = to_use(state, self.state_shapes)
         return host_tables(self.functions.stores, state.model_state[TABLES])
 
     def rows_looked_up(self, batch: Batch) -> np.ndarray:
@@ -242,7 +245,7 @@ class TableStep:
         """The compiled step for a batch's shapes; arrays or `jax.ShapeDtypeStruct`s."""
         with self._mesh_set():
             shapes = self.state_shapes, batch_structs(batch)
-            return self._update.lower(*shapes).compile()
+            return self._programs.update.lower(*shapes).compile()
 
     def predicted_memory(self, batch: Batch) -> TableMemory:
         """Bytes of a device by arithmetic, nothing compiled (`meshpar.tables.memory`).
@@ -276,48 +279,12 @@ class TableStep:
 
     def jitted(self, compiler_options: Mapping[str, Any] | None = None) -> Any:
         """(state, batch) -> the next state and metrics; the state is donated."""
-        shardings = self.shardings
-        return jax.jit(
-            self.functions.update,
-            in_shardings=(shardings, self.dense.batch_sharding),
-            out_shardings=(shardings, shardings.step),
-            donate_argnums=0,
-            compiler_options=dict(compiler_options or {}) or None,
-        )
+        options = dict(compiler_options or {})
+        return replace(self._programs, compiler_options=options).update
 
     @cached_property
     def _portable(self) -> PortableTables:
         return PortableTables(functions=self.functions)
-
-    @cached_property
-    def _update(self) -> Any:
-        return self.jitted(self.dense.compiler_options)
-
-    @cached_property
-    def _init(self) -> Any:
-        options = dict(self.dense.compiler_options) or None
-        return born_sharded(
-            self.functions.born, self.shardings, compiler_options=options
-        )
-
-    @cached_property
-    def _evaluate(self) -> Any:
-        return self._of_state(self.functions.evaluated, self.shardings.step)
-
-    @cached_property
-    def _logits(self) -> Any:
-        return self._of_state(self.functions.logits, self.dense.batch_sharding)
-
-    def _of_state(self, function: Any, out_shardings: Any) -> Any:
-        return jax.jit(
-            function,
-            in_shardings=(
-                without_optimizer(self.shardings),
-                self.dense.batch_sharding,
-            ),
-            out_shardings=out_shardings,
-            compiler_options=dict(self.dense.compiler_options) or None,
-        )
 
     def _mesh_set(self) -> Any:
         return jax.set_mesh(cast(Mesh, self.mesh))

@@ -7,13 +7,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
-from meshpar.rules.sharding import path_name
 from meshpar.train.checkpoint_errors import CheckpointError, explained
 from meshpar.train.checksums import damage
+from meshpar.train.stored_arrays import stored
 
 _DATA = ("data", "windows", "text", "seq", "global_batch")
 """What a run's description says of where its data stand."""
@@ -94,8 +93,7 @@ def read_contents(path: Path, step: int | None = None) -> Contents:
     with explained(directory, what):
         # Not by a manager, which logs warnings of what it cannot write here.
         run = ocp.JsonCheckpointHandler().restore(folder / "run")
-        state = ocp.StandardCheckpointHandler().metadata(folder / "state")
-    tree = getattr(state, "tree", state)
+        arrays = stored(folder / "state")
     return Contents(
         directory=str(directory),
         step=chosen,
@@ -104,10 +102,8 @@ def read_contents(path: Path, step: int | None = None) -> Contents:
         config={name: run[name] for name in run if name not in _NO_CONFIG},
         data={name: run[name] for name in _DATA if name in run},
         arrays=[
-            ArrayFound(
-                path=path_name(path), shape=tuple(leaf.shape), dtype=str(leaf.dtype)
-            )
-            for path, leaf in jax.tree.leaves_with_path(tree)
+            ArrayFound(path=path, shape=tuple(one.shape), dtype=str(one.dtype))
+            for path, one in arrays.items()
         ],
         damage=damage(directory / str(chosen)),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +11,6 @@ from meshpar.parallel.pipeline.program import Pipeline
 from meshpar.parallel.placement import Placement
 from meshpar.parallel.program import LocalProgram
 from meshpar.train.local_steps.functions import LocalStepFunctions
-from meshpar.train.local_steps.programs import LocalStepPrograms
 from meshpar.train.local_steps.state import REPLICA_AXES
 from meshpar.train.optimizer.by_layer import by_layer
 from meshpar.train.step_functions import StepFunctions
@@ -26,8 +24,8 @@ def chosen_programs(
     pipeline: Pipeline | None,
     *,
     batch_sharding: NamedSharding,
-    compiler_options: Mapping[str, Any],
-) -> StepPrograms | LocalStepPrograms:
+    compiler_options: dict[str, Any],
+) -> StepPrograms:
     """A step's programs: of one state, or of replicas that train by themselves.
 
     Args:
@@ -51,18 +49,18 @@ def chosen_programs(
             max_grad_norm=options.max_grad_norm,
         )
 
-    shared: dict[str, Any] = {
-        "batch_sharding": batch_sharding,
-        "compiler_options": compiler_options,
-    }
-    whole = functions_of(placement)
-    if options.outer_optimizer is None:
-        return StepPrograms(functions=whole, **shared)
-    return LocalStepPrograms(
-        functions=LocalStepFunctions(
+    functions: StepFunctions | LocalStepFunctions
+    functions = whole = functions_of(placement)
+    if options.outer_optimizer is not None:
+        functions = LocalStepFunctions(
             replica=functions_of(replace(placement, apart=REPLICA_AXES)),
             whole=whole,
             outer_optimizer=by_layer(options.outer_optimizer, model, layout),
-        ),
-        **shared,
+        )
+    return StepPrograms(
+        functions=functions,
+        reading=whole,
+        batch_sharding=batch_sharding,
+        split_space=placement if placement.splits_space else None,
+        compiler_options=compiler_options,
     )

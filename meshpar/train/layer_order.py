@@ -72,7 +72,7 @@ def layer_orders(model: Model, state: TrainState) -> TrainState:
         opt_state=map_states(
             # All that is a parameter's has a leading dim of the places of its layers.
             lambda _, param, order: order,
-            lambda _: in_order,
+            in_order,
             state.opt_state,
             state.params,
             params,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import jax
@@ -124,7 +125,21 @@ def make_train_step(
     check_residual_names(model, layout.remat)
     rules = default_rules(layout) if rules is None else rules
     check_rules(rules)
-    refuse(layout, rules, mesh, gradient_dtype, max_grad_norm)
+    options = StepOptions(
+        model=model,
+        optimizer=optimizer,
+        layout=layout,
+        rules=rules,
+        mesh=mesh,
+        platform=platform_of(mesh),
+        max_grad_norm=max_grad_norm,
+        gradient_dtype=gradient_dtype,
+        compiler_options=compiler_options,
+        schedule=schedule,
+        outer_optimizer=outer_optimizer,
+        gradient_reduction=gradient_reduction,
+    )
+    refuse(options)
     refused = experts_refusal(model, layout)
     if refused is not None:
         raise RuleError("dead", refused)
@@ -132,23 +147,8 @@ def make_train_step(
     if refused is not None:
         raise InputError(refused)
     outer_optimizer = outer_optimizer_of(layout, outer_optimizer)
-    refuse_by_host(gradient_reduction, layout, mesh)
-    return TrainStep(
-        StepOptions(
-            model=model,
-            optimizer=optimizer,
-            layout=layout,
-            rules=rules,
-            mesh=mesh,
-            platform=platform_of(mesh),
-            max_grad_norm=max_grad_norm,
-            gradient_dtype=gradient_dtype,
-            compiler_options=compiler_options,
-            schedule=schedule,
-            outer_optimizer=outer_optimizer,
-            gradient_reduction=gradient_reduction,
-        )
-    )
+    refuse_by_host(options)
+    return TrainStep(replace(options, outer_optimizer=outer_optimizer))
 
 
 def _check_optimizer(optimizer: Any, name: str = "optimizer") -> None:

@@ -107,10 +107,8 @@ def memory_report(
     if has_space(step.model_as_given):
         on = step if target is None else step.for_absent(Target.parse(target).platform)
         return _of_space(on, batch, report.compiled_memory)
-    run, gradient_bytes = planned_run(step, batch), gradient_bytes_of(step)
-    memory = memory_of(run)
-    late_bytes = gradient_bytes if memory.late_bytes else 0
-    memory = replace(memory, gradient_bytes=gradient_bytes, late_bytes=late_bytes)
+    run = planned_run(step, batch)
+    memory = _memory_of(step, run)
     return MemoryReport(
         layout=str(step.layout),
         parts=(*states(step), *_temporaries(step, run, memory)),
@@ -134,10 +132,7 @@ def estimated_bytes(step: TrainStep, batch: Batch) -> tuple[float, float]:
         parts.append(_batch_part(step, batch))
         at_once = traced_space(step, batch).temporary_bytes(_space_degree(step))
         return sum(part.formula_bytes for part in parts), at_once
-    gradient_bytes = gradient_bytes_of(step)
-    memory = memory_of(planned_run(step, batch))
-    late_bytes = gradient_bytes if memory.late_bytes else 0
-    memory = replace(memory, gradient_bytes=gradient_bytes, late_bytes=late_bytes)
+    memory = _memory_of(step, planned_run(step, batch))
     return sum(part.formula_bytes for part in parts), memory.temporary_bytes
 
 
@@ -175,6 +170,13 @@ def _batch_part(step: TrainStep, batch: Batch) -> Part:
 
 def _space_degree(step: TrainStep) -> int:
     return space_degree(step.model_as_given, step.layout, step.rules)
+
+
+def _memory_of(step: TrainStep, run: Run) -> Memory:
+    """The planner's count, with the gradients as the step's own specs split them."""
+    memory, gradient_bytes = memory_of(run), gradient_bytes_of(step)
+    late_bytes = gradient_bytes if memory.late_bytes else 0
+    return replace(memory, gradient_bytes=gradient_bytes, late_bytes=late_bytes)
 
 
 def _temporaries(step: TrainStep, run: Run, memory: Memory) -> list[Part]:

@@ -24,31 +24,29 @@ LARGE_BYTES = 1 << 20
 
 def map_states(
     of_parameter: Callable[..., Any],
-    of_other: Callable[[Any], Any],
+    other: Any,
     opt_state: Any,
     params: Any,
     *more: Any,
-    is_leaf: Callable[[Any], bool] | None = None,
 ) -> Any:
     """A tree like `opt_state`, made array by array.
 
     Args:
         of_parameter: (array, its parameter, what `more` has of it) -> value.
-        of_other: Array that belongs to no parameter, such as a step count -> value.
+        other: Value of an array of no parameter, such as a step count.
         opt_state: An optimizer's state or its shapes.
         params: The parameters or their shapes.
         more: Trees like `params`.
-        is_leaf: What is a leaf of `more`.
     """
     leaves = jax.tree.leaves_with_path(params)
-    columns = (jax.tree.leaves(tree, is_leaf=is_leaf) for tree in more)
+    columns = (jax.tree.leaves(tree) for tree in more)
     rows = zip(leaves, *columns, strict=True)
     known = {tuple(path): (leaf, *rest) for (path, leaf), *rest in rows}
 
     def value(path: tuple, array: Any) -> Any:
         owner = path_of_owner(path, known)
         if owner is None:
-            return of_other(array)
+            return other
         return of_parameter(array, *known[owner.path])
 
     return jax.tree.map_with_path(value, opt_state)
@@ -129,7 +127,7 @@ def check_unowned(opt_state: Any, params: Any, of_states: Any) -> None:
     """
     if all(sharding.is_fully_replicated for sharding in jax.tree.leaves(of_states)):
         return
-    is_owned = map_states(lambda *_: True, lambda _: False, opt_state, params)
+    is_owned = map_states(lambda *_: True, False, opt_state, params)
     arrays = jax.tree.leaves_with_path(opt_state)
     for (path, array), owned in zip(arrays, jax.tree.leaves(is_owned), strict=True):
         size = math.prod(array.shape) * array.dtype.itemsize

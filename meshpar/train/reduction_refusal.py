@@ -5,28 +5,28 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import Mesh
 
 from meshpar.errors import InputError
-from meshpar.layout import BATCH_AXES, Layout
-from meshpar.mesh import hosts_of, platform_of
+from meshpar.layout import BATCH_AXES
+from meshpar.mesh import hosts_of
 from meshpar.parallel.by_host import host_groups
+from meshpar.train.step_options import StepOptions
 
 
-def refuse_by_host(
-    gradient_reduction: str, layout: Layout, mesh: Mesh | AbstractMesh
-) -> None:
+def refuse_by_host(options: StepOptions) -> None:
     """Refuses sums by host where they are not to be had, or nothing would change.
 
     Raises:
         InputError: They are asked for there.
     """
-    if gradient_reduction == "flat":
+    if options.gradient_reduction == "flat":
         return
-    asked = f"gradient_reduction={gradient_reduction!r}"
-    if gradient_reduction != "by_host":
+    asked = f"gradient_reduction={options.gradient_reduction!r}"
+    if options.gradient_reduction != "by_host":
         raise InputError(f"{asked}: must be 'flat' or 'by_host'")
-    if not isinstance(mesh, Mesh) or platform_of(mesh) != "cpu":
+    layout, mesh = options.layout, options.mesh
+    if not isinstance(mesh, Mesh) or options.platform != "cpu":
         raise InputError(
             f"{asked} is for CPUs that are there: GPUs and TPUs sum inside a host "
             "first by themselves; leave it out"

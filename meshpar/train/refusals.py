@@ -7,28 +7,21 @@ from numbers import Real
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import Mesh
 
 from meshpar.errors import InputError
 from meshpar.layout import Layout
-from meshpar.mesh import platform_of
 from meshpar.model.contract import BlockGroup, Model
 from meshpar.model.parameter import flat
 from meshpar.model.tracing import traced_batch, traced_forward, tracing
 from meshpar.parallel.placement import DTYPES
 from meshpar.parallel.remat import HOST_MEMORY
-from meshpar.rules.rules import Rules
 from meshpar.train.layout_refusals import PLAIN, layout_refusals
 from meshpar.train.rule_refusals import rule_refusals
+from meshpar.train.step_options import StepOptions
 
 
-def refuse(
-    layout: Layout,
-    rules: Rules,
-    mesh: Mesh | AbstractMesh,
-    gradient_dtype: str,
-    max_grad_norm: float | None,
-) -> None:
+def refuse(options: StepOptions) -> None:
     """Refuses what `make_train_step` cannot make a step of.
 
     Raises:
@@ -36,6 +29,7 @@ def refuse(
             not the layout's.
         RuleError: A rule is not.
     """
+    layout, mesh = options.layout, options.mesh
     if dict(mesh.shape) != layout.mesh_shape:
         raise InputError(
             f"layout {str(layout)!r} has mesh axes {layout.mesh_shape}, but the mesh "
@@ -45,19 +39,20 @@ def refuse(
         raise InputError(message)
     if layout.optimizer_memory == "host" and isinstance(mesh, Mesh):
         _check_host_memory(layout, mesh)
-    refused = offload_refusal(layout, platform_of(mesh))
+    refused = offload_refusal(layout, options.platform)
     if refused is not None and isinstance(mesh, Mesh):
         raise InputError(refused)
-    if gradient_dtype not in DTYPES:
+    if options.gradient_dtype not in DTYPES:
         raise InputError(
-            f"gradient_dtype={gradient_dtype!r}: must be one of {', '.join(DTYPES)}"
+            f"gradient_dtype={options.gradient_dtype!r}: must be one of "
+            f"{', '.join(DTYPES)}"
         )
-    limited = max_grad_norm is not None
-    if limited and not (isinstance(max_grad_norm, Real) and max_grad_norm > 0):
+    norm = options.max_grad_norm
+    if norm is not None and not (isinstance(norm, Real) and norm > 0):
         raise InputError(
-            f"max_grad_norm={max_grad_norm!r}: must be positive, or None for no limit"
+            f"max_grad_norm={norm!r}: must be positive, or None for no limit"
         )
-    for _, error in rule_refusals(rules, layout):
+    for _, error in rule_refusals(options.rules, layout):
         raise error
 
 

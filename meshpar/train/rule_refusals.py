@@ -52,15 +52,13 @@ def _split_by(layout: Layout) -> tuple[str, ...]:
 def _batch_rule(rules: Rules, layout: Layout) -> Iterator[tuple[str, RuleError]]:
     batch = rules.table.get("batch", ())
     if batch not in (BATCH_AXES, _split_by(layout)):
-        yield (
-            "batch",
-            RuleError(
-                "unknown",
-                f"logical axis 'batch' is mapped to {batch or None}; the training step "
-                f"splits the batch over {BATCH_AXES}: map it to all (a mesh axis of "
-                "size 1 costs nothing)",
-            ),
+        error = RuleError(
+            "unknown",
+            f"logical axis 'batch' is mapped to {batch or None}; the training step "
+            f"splits the batch over {BATCH_AXES}: map it to all (a mesh axis of "
+            "size 1 costs nothing)",
         )
+        yield "batch", error
 
 
 def _unused_zero_keys(rules: Rules, layout: Layout) -> Iterator[tuple[str, RuleError]]:
@@ -69,27 +67,23 @@ def _unused_zero_keys(rules: Rules, layout: Layout) -> Iterator[tuple[str, RuleE
         return
     split, text = split_axes_of(layout, rules), repr(str(layout))
     if layout.zero_axes and set(split) != set(layout.zero_axes):
-        yield (
-            "zero_axes",
-            RuleError(
-                "dead",
-                f"layout {text}: the rules split stored parameters over "
-                f"{'/'.join(split) or 'nothing'}, not over "
-                f"zero_axes={'/'.join(layout.zero_axes)}; leave the key out, or map a "
-                "logical axis to them in Rules(..., parameters=...)",
-            ),
+        error = RuleError(
+            "dead",
+            f"layout {text}: the rules split stored parameters over "
+            f"{'/'.join(split) or 'nothing'}, not over "
+            f"zero_axes={'/'.join(layout.zero_axes)}; leave the key out, or map a "
+            "logical axis to them in Rules(..., parameters=...)",
         )
+        yield "zero_axes", error
     for key in ("fsdp_gather", "fsdp_prefetch"):
         value = getattr(layout, key)
         if value != getattr(PLAIN, key) and not split:
-            yield (
-                key,
-                RuleError(
-                    "dead",
-                    f"layout {text}: {key}={value} changes nothing, as the rules split "
-                    "no stored parameter; leave it out, or give 'fsdp' a size",
-                ),
+            error = RuleError(
+                "dead",
+                f"layout {text}: {key}={value} changes nothing, as the rules split "
+                "no stored parameter; leave it out, or give 'fsdp' a size",
             )
+            yield key, error
 
 
 def _split_replicas(rules: Rules, layout: Layout) -> Iterator[tuple[str, RuleError]]:
@@ -97,16 +91,14 @@ def _split_replicas(rules: Rules, layout: Layout) -> Iterator[tuple[str, RuleErr
     for logical_axis, mesh_axes in rules.stored.table.items():
         shares = layout.sync_every > 1 and logical_axis != "batch"
         if shares and "data" in mesh_axes:
-            yield (
-                logical_axis,
-                RuleError(
-                    "claimed_twice",
-                    f"layout {str(layout)!r}: stored parameters are split over 'data' "
-                    f"along {logical_axis!r}, but sync_every={layout.sync_every} has a "
-                    "replica of them there each; split them over 'fsdp', or set "
-                    "sync_every=1",
-                ),
+            error = RuleError(
+                "claimed_twice",
+                f"layout {str(layout)!r}: stored parameters are split over 'data' "
+                f"along {logical_axis!r}, but sync_every={layout.sync_every} has a "
+                "replica of them there each; split them over 'fsdp', or set "
+                "sync_every=1",
             )
+            yield logical_axis, error
 
 
 def _context_error(logical_axis: str) -> RuleError:

@@ -67,7 +67,8 @@ class Saving:
         if error is None:
             self._log.tell()
         else:
-            self._remove_parts()
+            # What is left of it would fill the disk for those that follow.
+            remove_parts(self._folder.parent, str(self.step))
         return error
 
     def _write(self) -> None:
@@ -101,10 +102,6 @@ class Saving:
                 part=self._processes.process_id,
                 num_parts=self._processes.num_processes,
             )
-
-    def _remove_parts(self) -> None:
-        """What is left of it would fill the disk for those that follow."""
-        remove_parts(self._folder.parent, str(self.step))
 
 
 def _clear_frames(error: BaseException | None) -> None:

@@ -133,7 +133,7 @@ def state_shardings(
             memory,
             map_states(
                 follow_sharding,
-                lambda _: replicated,
+                replicated,
                 state.opt_state,
                 state.params,
                 of_states,
@@ -155,7 +155,7 @@ def _in_memory(memory: str, shardings: Any) -> Any:
 
 
 def without_optimizer(state: TrainState) -> TrainState:
-    """A state, or a tree like it, for programs that update nothing."""
+    """A state, or a tree like it, as programs take it that update nothing."""
     return dataclasses.replace(state, opt_state=())
 
 
@@ -196,12 +196,14 @@ def check_state(
         )
 
 
-def check_to_use(
+def to_use(
     state: TrainState, shapes: TrainState, mesh: Mesh | AbstractMesh | None = None
-) -> None:
-    """`check_state` for programs that update nothing, the optimizer's part aside."""
+) -> TrainState:
+    """`without_optimizer` of a state, what is left refused as by `check_state`."""
     _check_kind(state)
-    check_state(without_optimizer(state), without_optimizer(shapes), mesh)
+    state = without_optimizer(state)
+    check_state(state, without_optimizer(shapes), mesh)
+    return state
 
 
 def _check_paths(state: TrainState, shapes: TrainState) -> None:

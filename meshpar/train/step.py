@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property, partial
 from typing import Any, cast
 
 import jax
@@ -23,16 +23,17 @@ from meshpar.parallel.prefetch_choice import prefetch_notes, prefetches
 from meshpar.parallel.sequence_checks import check_context, check_per_token
 from meshpar.parallel.sequence_lengths import check_sequences
 from meshpar.parallel.space import check_space
+from meshpar.train.audited_program import AuditedProgram
 from meshpar.train.batch_placement import BatchPlacement, batch_structs
 from meshpar.train.chosen_programs import chosen_programs
 from meshpar.train.given_values import check_seed, placed_start
-from meshpar.train.gradient_program import GradientProgram
 from meshpar.train.local_steps.metrics import of_replicas_here
+from meshpar.train.local_steps.programs import SyncPrograms
 from meshpar.train.local_steps.step_count import StepCount
-from meshpar.train.local_steps.sync_program import SyncProgram, sync_notes
+from meshpar.train.local_steps.sync_notes import sync_notes
 from meshpar.train.refusals import check_logits
-from meshpar.train.state import TrainState, check_state
-from meshpar.train.step_functions import Batch, Metrics, StepFunctions
+from meshpar.train.state import TrainState, check_state, to_use
+from meshpar.train.step_functions import Batch, Metrics
 from meshpar.train.step_options import StepOptions
 
 
@@ -53,6 +54,7 @@ class TrainStep:
         layers_of_stages: How many layers each stage has; None without microbatches.
         layer_orders: `TrainState` of where the layers of every array lie, for
             `Checkpoints`.
+        functions: What the step computes, for programs that hold more than a model.
     """
 
     def __init__(self, options: StepOptions) -> None:
@@ -88,9 +90,7 @@ class TrainStep:
         self.batch_sharding = NamedSharding(self.mesh, PartitionSpec(BATCH_AXES))
         self._batches = BatchPlacement(
             inputs=self.model.inputs or {},
-            check_sequences=functools.partial(
-                check_sequences, self.model, layout, self.rules
-            ),
+            check_sequences=partial(check_sequences, self.model, layout, self.rules),
             layout=layout,
             sharding=self.batch_sharding,
             sharding_of=placement.batch_sharding if placement.splits_space else None,
@@ -101,14 +101,14 @@ class TrainStep:
             prefetching=prefetches(placement),
             sequence_parallel=layout.sequence_parallel and layout.tensor > 1,
         )
-        self._programs: Any = chosen_programs(
+        self._programs = chosen_programs(
             options,
             placement,
             pipeline,
             batch_sharding=self.batch_sharding,
             compiler_options=self.compiler_options,
         )
-        functions = self._programs.functions
+        functions = self.functions = self._programs.functions
         self.state_shapes = functions.state_shapes
         self.layer_orders = functions.layer_orders
         self.shardings = functions.shardings
@@ -147,7 +147,7 @@ class TrainStep:
                 return self._programs.init(np.uint32(seed))
             return self._programs.init_from(
                 np.uint32(seed),
-                *placed_start(self.model, self.shardings, params, model_state or {}),
+                placed_start(self.model, self.shardings, params, model_state or {}),
             )
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -181,7 +181,7 @@ class TrainStep:
             done = self._counted.of(state) + 1
             state, metrics = self._programs.update(state, self.place(batch))
             if done % self.layout.sync_every == 0:
-                state = self._programs.sync(state)
+                state = self._sync_programs.sync(state)
             self._counted.note(state, done)
         return state, of_replicas_here(metrics)
 
@@ -206,7 +206,7 @@ class TrainStep:
             )
         check_state(state, self.state_shapes, self._devices_mesh)
         with jax.set_mesh(self._devices_mesh):
-            return self._programs.sync(state)
+            return self._sync_programs.sync(state)
 
     def parameters(self, state: TrainState) -> Any:
         """The parameters: the state's, or those that its replicas last had in common.
@@ -285,24 +285,28 @@ class TrainStep:
         with jax.set_mesh(self._devices_mesh):
             return self._programs.update.lower(*self._argument_shapes(batch)).compile()
 
-    @property
-    def functions(self) -> StepFunctions:
-        """What the step computes, for programs that hold more than a model."""
-        return self._programs.functions
-
     def for_absent(self, platform: str) -> TrainStep:
         """The same step for absent devices of another platform."""
-        return TrainStep(self._for_absent(platform))
+        schedule = self.schedule if self.layout.stage > 1 else None
+        return TrainStep(
+            replace(self.options.without_devices(platform), schedule=schedule)
+        )
 
     @property
-    def gradient_program(self) -> GradientProgram:
-        """Loss and gradients alone, for `meshpar.audit`."""
-        return GradientProgram(self)
+    def gradient_program(self) -> AuditedProgram:
+        """Loss and gradients alone, for `meshpar.audit`.
+
+        Gradients are what the program returns, so that they are no temporary memory.
+        """
+        return AuditedProgram(partial(self.audit_subject, gradients_only=True))
 
     @property
-    def sync_program(self) -> SyncProgram:
-        """The average of local steps alone, for `meshpar.audit`."""
-        return SyncProgram(self)
+    def sync_program(self) -> AuditedProgram:
+        """The average of local steps and the outer optimizer, for `meshpar.audit`.
+
+        Auditing it raises InputError where the step has no local steps.
+        """
+        return AuditedProgram(partial(self.audit_subject, sync_only=True))
 
     def audit_subject(
         self,
@@ -318,10 +322,16 @@ class TrainStep:
             platform: Kind of the absent devices, or None for the step's own.
             gradients_only: Without the optimizer (`gradient_program`).
             sync_only: What ends an interval of local steps (`sync_program`).
+
+        Raises:
+            InputError: `sync_only` of a step without local steps.
         """
-        step = self
-        if platform is not None:
-            step = self.for_absent(platform)
+        if sync_only and not self.is_local:
+            raise InputError(
+                f"layout {str(self.layout)!r} has sync_every=1 and averages nothing "
+                "but gradients; set it to 2 or more"
+            )
+        step = self if platform is None else self.for_absent(platform)
         # JAX does not trace a jit with options of its own inside another.
         programs = replace(step._programs, compiler_options={})
         state, batch = step._argument_shapes(arguments[-1])
@@ -331,9 +341,10 @@ class TrainStep:
             function, given = programs.gradients, (programs.shapes_to_use, batch)
         notes = prefetch_notes(step.placement)
         if sync_only:
-            function, given = programs.sync, (state,)
+            averages = replace(step._sync_programs, compiler_options={})
+            function, given = averages.sync, (state,)
         elif self.is_local and not gradients_only:
-            notes = (*notes, *sync_notes(programs.functions, self.layout))
+            notes = (*notes, *sync_notes(step.functions, self.layout))
         return Subject(
             function=function,
             arguments=given,
@@ -390,14 +401,20 @@ class TrainStep:
         """
         self._batches.check_examples(num_examples, name, microbatches)
 
+    @cached_property
+    def _sync_programs(self) -> SyncPrograms:
+        """Of local steps."""
+        return SyncPrograms(
+            functions=self.functions, compiler_options=self.compiler_options
+        )
+
     def _to_use(self, state: TrainState) -> TrainState:
         """What the programs that update nothing take."""
+        if not self.is_local:
+            return to_use(state, self.state_shapes, self._devices_mesh)
+        check_state(state, self.state_shapes, self._devices_mesh)
         with jax.set_mesh(self._devices_mesh):
-            return self._programs.to_use(state)
-
-    def _for_absent(self, platform: str) -> StepOptions:
-        schedule = self.schedule if self.layout.stage > 1 else None
-        return replace(self.options.without_devices(platform), schedule=schedule)
+            return self._sync_programs.agreed(state)
 
     def _argument_shapes(self, batch: Batch) -> tuple[TrainState, Batch]:
         self._batches.check(batch)

@@ -80,19 +80,17 @@ class StepFunctions:
         """The sharding of each parameter's gradient and optimizer state."""
         return self._shardings_of(self.placement.specs(attrgetter("state_spec")))
 
-    def born(self, seed: jax.Array) -> TrainState:
-        """The first state, each device making its own part."""
-        placement = self.placement
-        specs = placement.specs(attrgetter("state_spec")), placement.model_state_specs
-        return put_in(self.model, self._first_state(seed, specs=specs))
-
-    def born_from(
-        self, seed: jax.Array, params: Params, model_state: Params
+    def born(
+        self, seed: jax.Array, given: tuple[Params, Params] = ({}, {})
     ) -> TrainState:
-        """The first state, of given parameters and, where it is given, state."""
+        """The first state, each device making its own part.
+
+        Args:
+            seed: Of the run.
+            given: Parameters and state in place of those that would be drawn.
+        """
         placement = self.placement
         specs = placement.specs(attrgetter("state_spec")), placement.model_state_specs
-        given = params, model_state
         state = self._first_state(seed, specs=specs, given=given)
         return put_in(self.model, state)
 
@@ -145,10 +143,6 @@ class StepFunctions:
             max_grad_norm=self.max_grad_norm,
             of_states=self.of_states,
         )
-
-    def at_rest(self, state: TrainState, values: Params) -> Params:
-        """fp32 values as parameters lie between steps (`Update.at_rest`)."""
-        return self.apply_gradients.at_rest(state, values)
 
     def _all_finite(self, of_inputs: Batch) -> jax.Array | bool:
         """Whether the inputs' gradients are: one all-reduce of a number, if any."""

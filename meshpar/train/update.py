@@ -119,4 +119,4 @@ class Update:
                 gradients, inner_state(opt_state), values, value=loss
             )
         values = optax.apply_updates(values, updates)
-        return values, with_inner(opt_state, values, inner)
+        return values, with_inner(opt_state, inner, values)

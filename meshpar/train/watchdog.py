@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from types import TracebackType
 
 from meshpar.distributed import Processes
 
@@ -49,12 +48,7 @@ class Watchdog:
             threading.Thread(target=self._watch, daemon=True).start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *of_error: object) -> None:
         self._is_over.set()
 
     def _watch(self) -> None:

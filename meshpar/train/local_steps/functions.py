@@ -12,11 +12,9 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.collectives import asked
 from meshpar.model.contract import Model
-from meshpar.parallel.placement import Placement
 from meshpar.train.constants import put_in, take_out
 from meshpar.train.layer_order import LayerOrder
 from meshpar.train.local_steps.state import (
@@ -56,19 +54,9 @@ class LocalStepFunctions:
         return self.replica.model
 
     @property
-    def placement(self) -> Placement:
-        """Where the arrays of a replica lie."""
-        return self.replica.placement
-
-    @property
-    def of_states(self) -> Any:
-        """The sharding of each common parameter and of what the outer optimizer has."""
-        return self.replica.of_states
-
-    @property
     def num_replicas(self) -> int:
         """Replicas of the parameters."""
-        return self.placement.mesh.shape[REPLICA_AXES[0]]
+        return self.replica.placement.mesh.shape[REPLICA_AXES[0]]
 
     @cached_property
     def state_shapes(self) -> TrainState:
@@ -78,16 +66,15 @@ class LocalStepFunctions:
     @cached_property
     def shardings(self) -> TrainState:
         """The sharding of every array of the state."""
-        replicated = NamedSharding(self.placement.mesh, PartitionSpec())
         outer = map_states(
             follow_sharding,
-            lambda _: replicated,
+            self.replica.shardings.step,
             self._outer_shapes,
             self._apart_shapes.params,
-            self.of_states,
+            self.replica.of_states,
         )
         return self._lifted_beside(
-            self.replica.shardings, lifted_sharding, self.of_states, outer
+            self.replica.shardings, lifted_sharding, self.replica.of_states, outer
         )
 
     @cached_property
@@ -96,7 +83,7 @@ class LocalStepFunctions:
         orders = take_out(self.model, self.replica.layer_orders)
         outer = map_states(
             lambda _, param, order: order,
-            lambda _: LayerOrder(),
+            LayerOrder(),
             self._outer_shapes,
             self._apart_shapes.params,
             orders.params,
@@ -152,7 +139,7 @@ class LocalStepFunctions:
         start = jax.tree.map(
             lax.with_sharding_constraint,
             optax.apply_updates(common.start, updates),
-            self.of_states,
+            self.replica.of_states,
         )
         own = self._restarted(own, start, model_state)
         apart = joined(own, start, outer)
@@ -164,7 +151,7 @@ class LocalStepFunctions:
         The model's state is the mean of the replicas' as they are.
         """
         apart = take_out(self.model, state)
-        params = self.whole.at_rest(apart, outer_of(apart).start)
+        params = self.whole.apply_gradients.at_rest(apart, outer_of(apart).start)
         skipped = jnp.zeros((), jnp.int32)
         apart = dataclasses.replace(
             apart,
@@ -179,7 +166,7 @@ class LocalStepFunctions:
 
         And the mean of each floating-point array of the model's state; others stay.
         """
-        placement = self.placement
+        placement = self.replica.placement
 
         def local(start: Any, values: Any, state: Any) -> tuple[Any, Any]:
             moved = jax.tree.map(lambda old, new: old - new[0], start, values)
@@ -207,7 +194,7 @@ class LocalStepFunctions:
             opt_state = Mastered(jax.tree.map(lift, start), opt_state.inner)
         return dataclasses.replace(
             own,
-            params=jax.tree.map(lift, self.replica.at_rest(own, start)),
+            params=jax.tree.map(lift, self.replica.apply_gradients.at_rest(own, start)),
             opt_state=opt_state,
             model_state=model_state,
         )

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.train.layer_order import LayerOrder
-from meshpar.train.precision import Mastered, inner_state
+from meshpar.train.precision import inner_state, with_inner
 from meshpar.train.state import TrainState
 
 REPLICA_AXES = ("data",)
@@ -40,13 +40,6 @@ class WithOuter:
     outer: Any
 
 
-def with_inner_state(opt_state: Any, inner: Any) -> Any:
-    """An optimizer's state with another in the place of its own; its master stays."""
-    if isinstance(opt_state, Mastered):
-        return Mastered(opt_state.master, inner)
-    return inner
-
-
 def outer_of(state: TrainState) -> WithOuter:
     """What the replicas have in common."""
     return inner_state(state.opt_state)
@@ -54,7 +47,7 @@ def outer_of(state: TrainState) -> WithOuter:
 
 def of_replicas(state: TrainState) -> TrainState:
     """What the replicas have each of their own, without what is in common."""
-    inner = with_inner_state(state.opt_state, outer_of(state).inner)
+    inner = with_inner(state.opt_state, outer_of(state).inner)
     return dataclasses.replace(state, opt_state=inner)
 
 
@@ -67,7 +60,7 @@ def joined(own: TrainState, start: Any, outer: Any) -> TrainState:
         outer: The outer optimizer's state.
     """
     common = WithOuter(inner_state(own.opt_state), start, outer)
-    opt_state = with_inner_state(own.opt_state, common)
+    opt_state = with_inner(own.opt_state, common)
     return dataclasses.replace(own, opt_state=opt_state)
 
 

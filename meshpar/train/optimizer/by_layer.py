@@ -155,14 +155,7 @@ def _of_trace(trace: Traced, layers: Layers) -> optax.GradientTransformationExtr
 def _as_given(
     optimizer: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
-    with_loss = update_of(optimizer)
-
-    def update(
-        gradients: Any, state: Any, params: Any, *, value: jax.Array
-    ) -> tuple[Any, Any]:
-        return with_loss(gradients, state, params, value)
-
-    return optax.GradientTransformationExtraArgs(optimizer.init, update)
+    return optax.GradientTransformationExtraArgs(optimizer.init, update_of(optimizer))
 
 
 def _shapes(model: Model, shape: Callable[[Parameter], tuple[int, ...]]) -> Any:

@@ -9,7 +9,7 @@ and is refused. What a value is, arrays or names of what computes them, is the d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -70,6 +70,28 @@ class Stack:
     dim_is_new: bool
 
 
+@dataclass(frozen=True)
+class Choice:
+    """A `cond` on values, whose branches give results of the same owners.
+
+    Args:
+        index: Which branch is taken; made from no one parameter.
+        inputs: What each branch is given.
+        branches: What is chosen from.
+        owners: Whose the results are, whatever branch is taken.
+    """
+
+    index: Value
+    inputs: Sequence[Value]
+    branches: tuple[Program, ...]
+    owners: Sequence[str | None]
+
+    def results(self, domain: Domain) -> Iterator[tuple[str | None, tuple[Value, ...]]]:
+        """Of each result the owner, and what it is by each branch."""
+        of_branches = [run(branch, self.inputs, domain) for branch in self.branches]
+        return zip(self.owners, zip(*of_branches, strict=True), strict=True)
+
+
 class Domain(Protocol):
     """What values are, and how they are made."""
 
@@ -87,13 +109,8 @@ class Domain(Protocol):
             terms: Values of several parameters.
         """
 
-    def choose(
-        self,
-        operation: Operation,
-        operands: Sequence[Value],
-        owners: Sequence[str | None],
-    ) -> list[Any]:
-        """The results of `cond`, which have these owners; its index has none."""
+    def choose(self, choice: Choice) -> list[Any]:
+        """The results of `cond`."""
 
 
 def run(program: Program, inputs: Sequence[Value], domain: Domain) -> list[Value]:
@@ -142,9 +159,10 @@ def _results(
         return [_of_stack(operation, operands[0], domain)]
     values = _without_stacks(operation.name, operands)
     if operation.branches and values[0].owner is None:
-        chosen = _owners_of_choice(operation, values)
-        contents = domain.choose(operation, values, chosen)
-        return [Value(*one) for one in zip(chosen, contents, strict=True)]
+        owners_of_results = _owners_of_choice(operation, values)
+        choice = Choice(values[0], values[1:], operation.branches, owners_of_results)
+        contents = domain.choose(choice)
+        return [Value(*one) for one in zip(owners_of_results, contents, strict=True)]
     owners = _owners(values)
     if len(owners) > 1:
         raise NotByLayer(_mixing(operation.name, owners))
@@ -213,13 +231,8 @@ class _Nothing:
     def total(self, name: str, terms: Sequence[Value]) -> None:
         return None
 
-    def choose(
-        self,
-        operation: Operation,
-        operands: Sequence[Value],
-        owners: Sequence[str | None],
-    ) -> list[None]:
-        return [None] * len(owners)
+    def choose(self, choice: Choice) -> list[None]:
+        return [None] * len(choice.owners)
 
 
 def _owners(values: Sequence[Value | Stack]) -> list[str]:

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from meshpar.train.optimizer.flow import Value, run
+from meshpar.train.optimizer.flow import Choice, Value
 from meshpar.train.optimizer.program import Operation
 
 NUM_COPIES = 2
@@ -55,20 +55,12 @@ class Formulas:
             )
         return _digest("total", name, *sorted(names))
 
-    def choose(
-        self,
-        operation: Operation,
-        operands: Sequence[Value],
-        owners: Sequence[str | None],
-    ) -> list[Any]:
-        index, *inputs = operands
-        of_branches = [run(branch, inputs, self) for branch in operation.branches]
+    def choose(self, choice: Choice) -> list[Any]:
+        index = choice.index.content
         results = []
-        for owner, values in zip(owners, zip(*of_branches, strict=True), strict=True):
+        for owner, values in choice.results(self):
             copies = tuple(
-                _digest(
-                    "cond", index.content, *(_of_copy(x.content, i) for x in values)
-                )
+                _digest("cond", index, *(_of_copy(x.content, i) for x in values))
                 for i in range(NUM_COPIES)
             )
             results.append(copies if owner in self.stacked else copies[0])

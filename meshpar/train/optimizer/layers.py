@@ -12,17 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from meshpar.train.optimizer.flow import Value, run
-from meshpar.train.optimizer.program import Operation, Program
-
-_ADD = {
-    "add": lax.add,
-    "add_any": lax.add,
-    "max": lax.max,
-    "min": lax.min,
-    "and": lax.bitwise_and,
-    "or": lax.bitwise_or,
-}
+from meshpar.train.optimizer.flow import Choice, Value, run
+from meshpar.train.optimizer.program import MONOIDS, Operation, Program
 
 
 @dataclass(frozen=True)
@@ -47,32 +38,24 @@ class Layers:
         return jax.vmap(operation.bind, dims)(*contents)
 
     def total(self, name: str, terms: Sequence[Value]) -> jax.Array:
-        add = _ADD[name]
-        return functools.reduce(add, (self._summed(name, term) for term in terms))
+        each = (self._summed(name, term) for term in terms)
+        return functools.reduce(MONOIDS[name], each)
 
-    def choose(
-        self,
-        operation: Operation,
-        operands: Sequence[Value],
-        owners: Sequence[str | None],
-    ) -> list[jax.Array]:
-        index, *inputs = operands
-
+    def choose(self, choice: Choice) -> list[jax.Array]:
         def taken(branch: Program, *contents: Any) -> list[jax.Array]:
             values = [
                 Value(one.owner, content)
-                for one, content in zip(inputs, contents, strict=True)
+                for one, content in zip(choice.inputs, contents, strict=True)
             ]
             results = run(branch, values, self)
             return [
                 self.stacked(owner, value)
-                for owner, value in zip(owners, results, strict=True)
+                for owner, value in zip(choice.owners, results, strict=True)
             ]
 
-        branches = [functools.partial(taken, branch) for branch in operation.branches]
-        return lax.switch(
-            jnp.int32(index.content), branches, *(one.content for one in inputs)
-        )
+        branches = [functools.partial(taken, branch) for branch in choice.branches]
+        index = jnp.int32(choice.index.content)
+        return lax.switch(index, branches, *(one.content for one in choice.inputs))
 
     def stacked(self, owner: str | None, value: Value) -> jax.Array:
         """The array of a value, once for each place where its owner has layers."""
@@ -92,7 +75,7 @@ class Layers:
             return jnp.asarray(term.content)
         neutral = _neutral(name, term.content.dtype)
         array = _masked(term.content, self.filled[term.owner], neutral)
-        return lax.reduce(array, neutral, _ADD[name], (0,))
+        return lax.reduce(array, neutral, MONOIDS[name], (0,))
 
 
 def _masked(array: jax.Array, filled: np.ndarray, neutral: Any) -> jax.Array:

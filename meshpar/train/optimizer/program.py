@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal
 
 _CALLS = {
@@ -23,8 +24,15 @@ _CALLS = {
 }
 """Primitives that only run a function -> the parameter that holds it."""
 
-_MONOIDS = frozenset(("add", "add_any", "max", "min", "and", "or"))
-"""Primitives of two operands that come in any order and grouping."""
+MONOIDS: dict[str, Callable[[Any, Any], Any]] = {
+    "add": lax.add,
+    "add_any": lax.add,
+    "max": lax.max,
+    "min": lax.min,
+    "and": lax.bitwise_and,
+    "or": lax.bitwise_or,
+}
+"""Primitives of two operands that come in any order and grouping -> what they do."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +79,7 @@ class Operation:
 class Sum:
     """Operations of one primitive whose terms may be taken in any order and grouping.
 
-    Not sums only: every primitive of `_MONOIDS`.
+    Not sums only: every primitive of `MONOIDS`.
 
     Args:
         name: The primitive's.
@@ -188,7 +196,7 @@ def _with_sums(
     sums: dict[Reference, Sum] = {}
     parts: set[Reference] = set()
     for operation in operations:
-        if operation.name not in _MONOIDS:
+        if operation.name not in MONOIDS:
             continue
         terms: list[Reference] = []
         within: list[Operation] = []

@@ -16,6 +16,7 @@ import jax
 from meshpar.train.optimizer.flow import (
     OF_EACH_VALUE,
     REDUCTIONS,
+    Choice,
     NotByLayer,
     Value,
     run,
@@ -82,15 +83,9 @@ class _Shapes:
                 raise NotByLayer(f"it adds up {term.owner} with other parameters")
         return ()
 
-    def choose(
-        self,
-        operation: Operation,
-        operands: Sequence[Value],
-        owners: Sequence[str | None],
-    ) -> list[Any]:
-        of_branches = [run(branch, operands[1:], self) for branch in operation.branches]
+    def choose(self, choice: Choice) -> list[Any]:
         results = []
-        for owner, values in zip(owners, zip(*of_branches, strict=True), strict=True):
+        for owner, values in choice.results(self):
             contents = {one.content for one in values if one.owner == owner}
             if owner in self.stacked and len(contents) > 1:
                 raise NotByLayer(f"it chooses between arrays and sums of {owner}")

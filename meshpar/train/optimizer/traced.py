@@ -95,8 +95,8 @@ def update_of(optimizer: optax.GradientTransformation) -> Callable[..., Any]:
         one.name == "value" or one.kind == one.VAR_KEYWORD for one in parameters
     )
 
-    def with_loss(gradients: Any, state: Any, params: Any, loss: jax.Array) -> Any:
-        more = {"value": loss} if takes_loss else {}
+    def with_loss(gradients: Any, state: Any, params: Any, value: jax.Array) -> Any:
+        more = {"value": value} if takes_loss else {}
         return update(gradients, state, params, **more)
 
     return with_loss
