@@ -67,6 +67,11 @@ class Memory:
     reserve: float = 0.0
 
     @property
+    def state_bytes(self) -> float:
+        """Parameters, gradients and optimizer state."""
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+
+    @property
     def other_bytes(self) -> float:
         """Gathered parameters, and logits or workspace: they are not there at once."""
         at_loss = self.logit_bytes - self.late_bytes
