@@ -136,7 +136,7 @@ def _exists(schedule: str, ranks: int, microbatches: int, chunks: int) -> bool:
 def choices_of(like: Run, mesh: Layout, constraints: Constraints) -> MeshChoices:
     """The choices of a mesh shape whose axes suit the run's workload; maybe none."""
     seq = like.seq
-    each = like.global_batch // (mesh.data * mesh.fsdp * mesh.expert)
+    each = like.global_batch // mesh.batch_shards
     counts = constraints.choices("microbatches", divisors(each))
     splits = mesh.tensor > 1 and seq % (mesh.tensor * mesh.context) == 0
     compiled = not like.execution.eager

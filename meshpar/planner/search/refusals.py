@@ -136,8 +136,7 @@ def residual_names_of(workload: Workload) -> tuple[str, ...]:
 
 
 def _batch(layout: Layout, global_batch: int) -> Iterator[Problem]:
-    replicas = layout.data * layout.fsdp * layout.expert
-    parts = replicas * layout.microbatches
+    parts = layout.batch_shards * layout.microbatches
     if global_batch % parts:
         yield Problem(
             "microbatches",
