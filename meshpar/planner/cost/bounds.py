@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from meshpar.hardware.batch_parts import num_parts
 from meshpar.layout import BY_COST, STAGE_REMATS, Layout
@@ -32,7 +32,7 @@ from meshpar.planner.cost.stage_time import tick_overhead
 from meshpar.planner.cost.step_time import straggler_fraction
 from meshpar.planner.search.mesh_choices import MeshChoices
 from meshpar.planner.search.refusals import stage_blocks_of
-from meshpar.planner.search.space import Variant, variant_of, with_variant
+from meshpar.planner.search.space import Splits, Variant, variant_of, with_variant
 
 _PLAIN = Layout()
 _ROUNDING = 1e-12
@@ -236,11 +236,7 @@ class Bounds:
         return total + min(block.again_bytes for block in blocks)
 
     def _own_blocks(
-        self,
-        mesh: Layout,
-        schedule: str,
-        chunks: int,
-        splits: tuple[int, ...] | Literal["cost"],
+        self, mesh: Layout, schedule: str, chunks: int, splits: Splits
     ) -> int:
         """Blocks of the first rank, at least."""
         layers = self._like.workload.layers
