@@ -80,11 +80,9 @@ class Estimate:
             "time": self.time.as_json(),
             "collectives": [
                 {
+                    **collective._asdict(),
                     "mesh_axes": list(collective.mesh_axes),
-                    "kind": collective.kind,
                     "wire_bytes": round(collective.wire_bytes),
-                    "link": collective.link,
-                    "reason": collective.reason,
                 }
                 for collective in self.collectives
             ],
