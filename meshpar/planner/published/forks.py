@@ -14,7 +14,6 @@ from meshpar.planner.published.measured import (
     Measured,
     estimate_published,
     interleaved,
-    layer_row,
     memory_row,
     published,
     step_row,
@@ -54,9 +53,14 @@ def zero_bubble_passes() -> Iterator[Measured]:
             ("backward for inputs", time.input_grad, row["TB"]),
             ("backward for weights", time.weight_grad, row["TW"]),
         ):
-            predicted_s = cost.total_s * run.stage_blocks[1]
-            which = f"{size} stage, m={count}, {name}"
-            yield layer_row(_QI, which, measured_ms, predicted_s)
+            yield Measured(
+                source=_QI,
+                name=f"{size} stage, m={count}, {name}",
+                quantity="layer",
+                unit="ms",
+                measured=measured_ms,
+                predicted=cost.total_s * run.stage_blocks[1] * 1e3,
+            )
 
 
 def zero_bubble() -> Iterator[Measured]:

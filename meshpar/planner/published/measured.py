@@ -89,26 +89,6 @@ def memory_row(
     )
 
 
-def layer_row(
-    source: str,
-    name: str,
-    measured_ms: float,
-    predicted_s: float,
-    *,
-    calibrates: bool = False,
-) -> Measured:
-    """The time of blocks: their forward, or a part of their backward."""
-    return Measured(
-        source=source,
-        name=name,
-        quantity="layer",
-        unit="ms",
-        measured=measured_ms,
-        predicted=predicted_s * 1e3,
-        calibrates=calibrates,
-    )
-
-
 def interleaved(chunks: int) -> dict[str, Any]:
     """What a layout says of a pipeline whose ranks have so many chunks each."""
     return {"schedule": "interleaved_1f1b", "chunks": chunks} if chunks > 1 else {}

@@ -19,7 +19,6 @@ from meshpar.planner.published.measured import (
     Measured,
     estimate_published,
     interleaved,
-    layer_row,
     memory_row,
     published,
     step_row,
@@ -136,7 +135,12 @@ def korthikanti_layers() -> Iterator[Measured]:
             ("forward", forward_ms, time.forward),
             ("backward", backward_ms, time.backward),
         ):
-            which = f"22B layer, {name}, {texts[key]}"
-            yield layer_row(
-                _KORTHIKANTI, which, measured, cost.total_s, calibrates=True
+            yield Measured(
+                source=_KORTHIKANTI,
+                name=f"22B layer, {name}, {texts[key]}",
+                quantity="layer",
+                unit="ms",
+                measured=measured,
+                predicted=cost.total_s * 1e3,
+                calibrates=True,
             )
