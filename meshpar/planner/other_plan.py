@@ -33,55 +33,44 @@ class OtherPlan(Protocol):
     @property
     def run(self) -> _Run:
         """With the layout and its links."""
-        ...
 
     @property
     def memory(self) -> _Memory:
         """Of one device."""
-        ...
 
     @property
     def time(self) -> StepTime:
         """Where the step's time goes."""
-        ...
 
     @property
     def step_s(self) -> float:
         """Time of one step."""
-        ...
 
     @property
     def model_flops(self) -> float:
         """FLOPs of the matmuls and convolutions of one step, nothing recomputed."""
-        ...
 
     @property
     def mfu(self) -> float:
         """Of the devices' peak (`mfu_of`)."""
-        ...
 
     @property
     def lines(self) -> list[str]:
         """What people read of it: memory, time, and what waits."""
-        ...
 
     @property
     def layout_in_words(self) -> str:
         """The layout, and what else a step is given."""
-        ...
 
     @property
     def how_to_run(self) -> str:
         """The call that trains under it."""
-        ...
 
     def why_exposed(self, mesh_axis: str) -> str:
         """What waits for a mesh axis."""
-        ...
 
     def as_json(self) -> dict[str, Any]:
         """One of the `plans` of `meshpar plan --json`."""
-        ...
 
 
 def mfu_of(plan: OtherPlan) -> float:
@@ -123,46 +112,36 @@ class OtherRequest(Protocol):
     @property
     def cluster(self) -> Cluster:
         """The most devices."""
-        ...
 
     @property
     def global_batch(self) -> int:
         """Examples in a step."""
-        ...
 
     @property
     def capacity_bytes(self) -> float:
         """What a plan may fill of a device."""
-        ...
 
     @property
     def what(self) -> str:
         """What is planned, in a line."""
-        ...
 
     @property
     def name(self) -> str:
         """Of the model."""
-        ...
 
     @property
     def noun(self) -> str:
         """What its examples are called."""
-        ...
 
     @property
     def note(self) -> str:
         """What the reader must know of all plans; empty for nothing."""
-        ...
 
     def on(self, cluster: Cluster, global_batch: int) -> OtherRequest:
         """The same on other devices."""
-        ...
 
     def plans(self) -> Sequence[OtherPlan]:
         """All that fit, the fastest first."""
-        ...
 
     def of_layout(self) -> tuple[OtherPlan, bool]:
         """The one that all that is kept describes, and whether it fits."""
-        ...

@@ -6,7 +6,7 @@ temporaries are written and read once, matmuls take what they take elsewhere.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from meshpar.hardware import matmul_time
@@ -127,13 +127,7 @@ class TablePlan:
         memory = self.memory
         return {
             **shared_json(self),
-            "memory": {
-                "model_bytes": memory.model_bytes,
-                "table_bytes": memory.table_bytes,
-                "batch_bytes": memory.batch_bytes,
-                "temp_bytes": memory.temp_bytes,
-                "total_bytes": memory.total_bytes,
-            },
+            "memory": {**asdict(memory), "total_bytes": memory.total_bytes},
             "tables": [
                 {
                     "table": one.table.name,

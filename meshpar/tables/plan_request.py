@@ -104,8 +104,7 @@ class TableRequest:
     @property
     def capacity_bytes(self) -> float:
         """What a plan may fill of a device."""
-        own = self.cluster.device.usable_bytes
-        return min(own, self.constraints.max_memory_bytes or own)
+        return self.constraints.capacity_bytes(self.cluster.device)
 
     def on(self, cluster: Cluster, global_batch: int) -> TableRequest:
         """The same on other devices."""

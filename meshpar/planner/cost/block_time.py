@@ -8,7 +8,7 @@ from meshpar.planner.cost.attention_time import (
     attention_backward_s,
     attention_forward_s,
 )
-from meshpar.planner.cost.cost import HOST, Cost, waiting
+from meshpar.planner.cost.cost import HOST, Cost
 from meshpar.planner.cost.kernel_time import host_s, matmul_s, memory_s
 from meshpar.planner.cost.linears import Linears, attention_linears, mlp_linears
 from meshpar.planner.cost.run import Run
@@ -71,8 +71,8 @@ def block_time(run: Run, *, moe: bool) -> BlockTime:
     weight_grad = _weight_grad(run, halves)
     moved_s = host_s(run, offloaded_bytes(run, moe=moe))
     backward_s = input_grad.compute_s + weight_grad.compute_s
-    forward += waiting(HOST, moved_s, hidden_s=forward.compute_s)
-    input_grad += waiting(HOST, moved_s, hidden_s=backward_s)
+    forward += Cost(0.0, {HOST: max(0.0, moved_s - forward.compute_s)})
+    input_grad += Cost(0.0, {HOST: max(0.0, moved_s - backward_s)})
     routed = _routed_kernels(run, moe)
     forward = _launched(run, forward, _FORWARD_KERNELS + routed)
     backward_kernels = _BACKWARD_KERNELS + 2 * routed
@@ -230,7 +230,7 @@ def _launched(run: Run, cost: Cost, forward: int, backward: int = 0) -> Cost:
     """
     device_s = run.cluster.device.efficiency.launch_s
     launched_s = (forward + backward) * device_s + forward * run.execution.launch_s
-    return Cost(cost.compute_s + launched_s, cost.exposed_s, cost.hidden_s)
+    return cost + Cost(launched_s)
 
 
 def _routed_kernels(run: Run, moe: bool) -> int:

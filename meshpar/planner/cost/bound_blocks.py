@@ -51,7 +51,7 @@ def held_microbatches(ranks: int, variant: Variant, *, lock_step: bool) -> float
     Reference: Narayanan et al. 2021, section 2.2.
     """
     how = variant.schedule, ranks, variant.microbatches, variant.chunks
-    return held_by(*how, lock_step) if ranks > 1 else 1
+    return held_by(*how, lock_step)
 
 
 @lru_cache(maxsize=4096)
@@ -59,6 +59,8 @@ def held_by(
     schedule: str, ranks: int, count: int, chunks: int, lock_step: bool
 ) -> float:
     """`held_microbatches` of a pipeline, by a schedule's name."""
+    if ranks == 1:
+        return 1
     forms = SCHEDULES[schedule].closed_forms
     if forms is None:
         return 1 / chunks

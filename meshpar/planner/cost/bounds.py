@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from meshpar.hardware.batch_parts import num_parts
 from meshpar.layout import BY_COST, STAGE_REMATS, Layout
@@ -32,7 +32,7 @@ from meshpar.planner.cost.stage_time import tick_overhead
 from meshpar.planner.cost.step_time import straggler_fraction
 from meshpar.planner.search.mesh_choices import MeshChoices
 from meshpar.planner.search.refusals import stage_blocks_of
-from meshpar.planner.search.space import Variant, variant_of, with_variant
+from meshpar.planner.search.space import Splits, Variant, variant_of, with_variant
 
 _PLAIN = Layout()
 _ROUNDING = 1e-12
@@ -61,9 +61,7 @@ class Bounds:
 
     def __init__(self, run: Run, capacity_bytes: float = math.inf) -> None:
         self._like, self._capacity_bytes = run, capacity_bytes
-        workload = run.workload
-        moe = workload.moe_layers
-        kinds = ((False, workload.layers - moe), (True, moe))
+        kinds = run.workload.block_kinds
         self._kinds = tuple((kind, count) for kind, count in kinds if count)
         self._times: dict[tuple, tuple[BoundTime, ...]] = {}
         self._memories: dict[tuple, tuple[BoundMemory, ...]] = {}
@@ -77,16 +75,9 @@ class Bounds:
 
     def run(self, mesh: Layout, variant: Variant) -> Run:
         """That layout as a run."""
-        like, layout = self._like, with_variant(mesh, variant)
-        return Run(
-            workload=like.workload,
-            cluster=like.cluster,
-            layout=layout,
-            execution=like.execution,
-            global_batch=like.global_batch,
-            seq=like.seq,
-            stage_blocks=stage_blocks_of(like.workload, layout),
-        )
+        layout = with_variant(mesh, variant)
+        blocks = stage_blocks_of(self._like.workload, layout)
+        return replace(self._like, layout=layout, stage_blocks=blocks)
 
     def of_choices(self, mesh: Layout, choices: MeshChoices) -> Bound:
         """The bound of all these variants of a mesh shape.
@@ -245,11 +236,7 @@ class Bounds:
         return total + min(block.again_bytes for block in blocks)
 
     def _own_blocks(
-        self,
-        mesh: Layout,
-        schedule: str,
-        chunks: int,
-        splits: tuple[int, ...] | Literal["cost"],
+        self, mesh: Layout, schedule: str, chunks: int, splits: Splits
     ) -> int:
         """Blocks of the first rank, at least."""
         layers = self._like.workload.layers
@@ -267,16 +254,12 @@ class Bounds:
         inner = (mesh.stage, mesh.context, mesh.expert, mesh.tensor)
         key = (inner, self._tokens(mesh, variant), variant.sequence_parallel)
         if key not in self._overheads:
-            plain = Variant(*(getattr(_PLAIN, name) for name in Variant._fields))
-            run = self.run(
-                replace(mesh, zero_axes=()),
-                plain._replace(
-                    microbatches=variant.microbatches,
-                    sequence_parallel=variant.sequence_parallel,
-                    zero=1,
-                ),
+            plain = variant_of(_PLAIN)._replace(
+                microbatches=variant.microbatches,
+                sequence_parallel=variant.sequence_parallel,
+                zero=1,
             )
-            found = tick_overhead(run)
+            found = tick_overhead(self.run(replace(mesh, zero_axes=()), plain))
             self._overheads[key] = found.forward.total_s + found.backward.total_s
         return self._overheads[key]
 
@@ -332,8 +315,7 @@ class Bounds:
         """What the first rank holds of so many microbatches, by each schedule."""
         lock_step = self._like.execution.lock_step
         for schedule, chunks, _ in choices.schedules:
-            how = schedule, mesh.stage, microbatches, chunks
-            yield held_by(*how, lock_step) if mesh.stage > 1 else 1
+            yield held_by(schedule, mesh.stage, microbatches, chunks, lock_step)
 
 
 def _remats_to_try(shared: SharedCosts, choices: MeshChoices) -> tuple[str, ...]:

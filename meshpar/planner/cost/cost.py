@@ -47,8 +47,3 @@ class Cost:
             {mesh_axis: s * times for mesh_axis, s in self.exposed_s.items()},
             self.hidden_s * times,
         )
-
-
-def waiting(mesh_axis: str, seconds: float, *, hidden_s: float = 0.0) -> Cost:
-    """A wait of which as much is hidden as there is work beside it."""
-    return Cost(0.0, {mesh_axis: max(0.0, seconds - hidden_s)})

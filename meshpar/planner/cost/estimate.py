@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from meshpar.errors import InputError
+from meshpar.hardware.device import Device
 from meshpar.layout import Layout
 from meshpar.planner.cost.memory import Memory, memory_of
 from meshpar.planner.cost.run import Run
@@ -79,11 +80,9 @@ class Estimate:
             "time": self.time.as_json(),
             "collectives": [
                 {
+                    **collective._asdict(),
                     "mesh_axes": list(collective.mesh_axes),
-                    "kind": collective.kind,
                     "wire_bytes": round(collective.wire_bytes),
-                    "link": collective.link,
-                    "reason": collective.reason,
                 }
                 for collective in self.collectives
             ],
@@ -128,8 +127,7 @@ def estimate(
         >>> found.fits, 0.3 < found.mfu < 0.6
         (True, True)
     """
-    layout = Layout.parse(layout) if isinstance(layout, str) else layout
-    layout = layout.resolve(cluster.num_devices)
+    layout = Layout.of(layout).resolve(cluster.num_devices)
     seq = seq or workload.seq
     problems = layout_problems(
         workload,
@@ -170,13 +168,17 @@ def at_half_network_s(found: Estimate) -> float:
     The links between hosts, or a torus: what other jobs, routes and many hosts cost
     first, and what no data sheet says.
     """
-    cluster = found.run.cluster
-    device = cluster.device
+    device = found.run.cluster.device
     halved = replace(device, network_bytes_per_s=device.network_bytes_per_s / 2)
     if device.torus_dims:
         halved = replace(halved, link_bytes_per_s=device.link_bytes_per_s / 2)
-    slow = replace(cluster, device=halved)
-    return step_time(replace(found.run, cluster=slow)).step_s
+    return step_on_s(found, halved)
+
+
+def step_on_s(found: Estimate, device: Device) -> float:
+    """Time of a step on as many other devices, under the same layout."""
+    cluster = replace(found.run.cluster, device=device)
+    return step_time(replace(found.run, cluster=cluster)).step_s
 
 
 def gigabytes(num_bytes: float) -> str:

@@ -15,6 +15,7 @@ from meshpar.planner.cost.parameters import (
     rank_parameters,
     shared_out,
     stored_bytes,
+    table_parameters,
 )
 from meshpar.planner.cost.pipeline_time import in_flight, lock_step
 from meshpar.planner.cost.run import Run
@@ -65,6 +66,11 @@ class Memory:
     stage: int
     in_flight: float
     reserve: float = 0.0
+
+    @property
+    def state_bytes(self) -> float:
+        """Parameters, gradients and optimizer state."""
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
 
     @property
     def other_bytes(self) -> float:
@@ -197,7 +203,7 @@ def _logit_bytes(run: Run) -> float:
     table = 0.0
     if not run.execution.eager and not run.layout.runs_in_ticks:
         # The gradient of the head's table, whole until the loss is done.
-        table = run.workload.vocab * run.workload.hidden / run.layout.tensor
+        table = table_parameters(run)
     logits = values * run.execution.logit_bytes
     return logits + table * run.execution.gradient_bytes
 
@@ -251,7 +257,7 @@ def _tick_ends_bytes(run: Run, rank: int) -> float:
     """
     gradient_bytes = run.execution.gradient_bytes
     ends = end_parameters(run, rank) * gradient_bytes
-    table = run.workload.vocab * run.workload.hidden / run.layout.tensor
+    table = table_parameters(run)
     split = run.layout.zero == 3 and not run.gathers_once
     sums = ends * (1 - 1 / run.state_shards) if split else 0.0
     return sums + 2 * table * gradient_bytes
@@ -259,7 +265,7 @@ def _tick_ends_bytes(run: Run, rank: int) -> float:
 
 def _ends_bytes(run: Run, *, split: bool) -> float:
     """Tables of gradients, those that are part of the sums left out."""
-    table = run.workload.vocab * run.workload.hidden / run.layout.tensor
+    table = table_parameters(run)
     tables = 3 if run.workload.tied else 2
     if not split:
         tables -= 1 if run.workload.tied else 2
@@ -280,7 +286,7 @@ def _workspace_bytes(run: Run, rank: int, layers: list[int], kept: float) -> flo
         again += inner * len(layers) / run.layout.chunks
     again += scores_at_once(run)
     if not run.layout.runs_in_ticks:
-        table = run.workload.vocab * run.workload.hidden / run.layout.tensor
+        table = table_parameters(run)
         # The loss makes the gradient of the head's table at once: it is whole until the
         # blocks' backward is done, where ZeRO splits it then.
         split = run.state_shards > 1 and run.layout.zero == 3

@@ -65,8 +65,13 @@ def end_parameters(run: Run, rank: int) -> float:
     if last:
         total += workload.head_parameters / tensor + workload.final_norm_parameters
     if last and not first and workload.tied:
-        total += workload.vocab * workload.hidden / tensor  # its own copy
+        total += table_parameters(run)  # its own copy
     return total
+
+
+def table_parameters(run: Run) -> float:
+    """Of the embedding's table of tokens, or of the head's, on one device."""
+    return run.workload.vocab * run.workload.hidden / run.layout.tensor
 
 
 def ends_of_rank(run: Run, rank: int) -> tuple[bool, bool]:

@@ -13,6 +13,7 @@ from meshpar.planner.cost.block_time import (
 )
 from meshpar.planner.cost.cost import Cost
 from meshpar.planner.cost.kernel_time import matmul_s, memory_s
+from meshpar.planner.cost.parameters import table_parameters
 from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.traffic import end_rows, hop_rows, weight_rows
 from meshpar.planner.cost.traffic_row import LAYER, MATMULS, of_pass
@@ -112,7 +113,7 @@ class _Ends:
         # its sum.
         looked_up_s = memory_s(run, 2 * tokens * row_bytes)
         added_s = memory_s(run, 3 * tokens * row_bytes)
-        added_s += accumulated_s(run, _table(run))
+        added_s += accumulated_s(run, table_parameters(run))
         return cls(
             StageTime(
                 Cost(looked_up_s) + waits["forward"],
@@ -139,10 +140,6 @@ class _Ends:
         if stage == run.num_stages - 1:
             forward, backward = forward + head.forward, backward + head.backward
         return forward, backward
-
-
-def _table(run: Run) -> float:
-    return run.workload.vocab * run.workload.hidden / run.layout.tensor
 
 
 def _head_s(run: Run, tokens: float) -> tuple[float, float]:

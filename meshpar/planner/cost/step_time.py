@@ -9,11 +9,7 @@ from typing import Any
 
 from meshpar.planner.cost.cost import HOST, Cost
 from meshpar.planner.cost.kernel_time import host_s, memory_s
-from meshpar.planner.cost.parameters import (
-    shared_out,
-    stored_bytes,
-    update_bytes,
-)
+from meshpar.planner.cost.parameters import shared_out, stored_bytes, update_bytes
 from meshpar.planner.cost.pipeline_time import all_ticks_s, span_s
 from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.stage_time import StageTime, stage_times
@@ -123,13 +119,11 @@ def _once(run: Run, stages: tuple[StageTime, ...]) -> Cost:
     which is the last to end.
     """
     beside = {BLOCKS: math.inf}
+    first = [stages[at] for at in run.stages_of_rank(0)]
     if run.execution.reduction_overlap:
-        first = [stages[at] for at in run.stages_of_rank(0)]
         beside[LAST_BACKWARD] = sum(stage.backward.total_s for stage in first)
     if run.execution.update_overlap:
-        beside[NEXT_FORWARD] = sum(
-            stages[at].forward.total_s for at in run.stages_of_rank(0)
-        )
+        beside[NEXT_FORWARD] = sum(stage.forward.total_s for stage in first)
     return exposed(run, step_rows(run, range(run.layout.stage)), beside)
 
 

@@ -10,6 +10,7 @@ from meshpar.planner.cost.parameters import (
     rank_parameters,
     routed_parameters,
     stored_bytes,
+    table_parameters,
 )
 from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.traffic import (
@@ -94,8 +95,8 @@ def _both_tables(run: Run) -> Iterator[Row]:
     """Of a tied table that the first and the last rank have each: two devices' sum."""
     workload, on_one_rank = run.workload, ends_of_rank(run, 0) == (True, True)
     if workload.tied and not on_one_rank:
-        table = workload.vocab * workload.hidden / run.layout.tensor
-        reduced, reason = table * run.execution.reduction_bytes, "gradients of tables"
+        reduced = table_parameters(run) * run.execution.reduction_bytes
+        reason = "gradients of tables"
         pair = Row(("stage",), "all-reduce", reduced, reason, "once")
         yield pair._replace(members=2, only=SECONDS)
 

@@ -11,9 +11,7 @@ from collections.abc import Iterable, Iterator
 
 from meshpar.expert_rooms import ROUTE_BYTES, WEIGHT_BYTES, first_room
 from meshpar.planner.cost.context_traffic import context_rows
-from meshpar.planner.cost.parameters import (
-    block_parameters,
-)
+from meshpar.planner.cost.parameters import block_parameters
 from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.traffic_row import (
     BYTES,

@@ -12,7 +12,7 @@ Reference: Pope et al. 2022, "Efficiently scaling transformer inference", sectio
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from meshpar.errors import InputError, whole_number
@@ -117,18 +117,11 @@ class InferenceEstimate:
     def bound(self) -> str:
         """What the time of a decode step goes to most."""
         parts = self._parts(1, self.seq, self.rows)
-        return max(parts, key=lambda name: parts[name])
+        return max(parts, key=parts.__getitem__)
 
     def with_slots(self, slots: int) -> InferenceEstimate:
         """The same with another number of requests at once."""
-        return InferenceEstimate(
-            workload=self.workload,
-            cluster=self.cluster,
-            layout=self.layout,
-            slots=slots,
-            seq=self.seq,
-            prompt=self.prompt,
-        )
+        return replace(self, slots=slots)
 
     def table(self) -> list[InferenceEstimate]:
         """Numbers of slots from one a device on, doubled, as far as they fit."""
@@ -180,10 +173,7 @@ class InferenceEstimate:
         """Of one layer on average, on a device that has it whole over `fsdp`."""
         workload, layout = self.workload, self.layout
         total = 0.0
-        for moe, count in (
-            (False, workload.layers - workload.moe_layers),
-            (True, workload.moe_layers),
-        ):
+        for moe, count in workload.block_kinds:
             experts = workload.expert_parameters(moe=moe)
             others = workload.block_parameters(moe=moe) - experts - self._whole
             split = (others + experts / layout.expert) / layout.tensor

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import re
-import tomllib
-from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any
 
 from meshpar.errors import InputError
 from meshpar.hardware.device import Device
@@ -14,6 +11,7 @@ from meshpar.hardware.devices import DEVICES, OTHER_NAMES
 from meshpar.hardware.efficiency import Efficiency
 from meshpar.layout import nearest
 from meshpar.planner.machine.cluster import Cluster
+from meshpar.planner.machine.toml_file import check_fields, toml_values
 
 
 def device_of(name: str) -> Device:
@@ -138,54 +136,26 @@ def load_device(path: str | Path) -> Device:
     Raises:
         InputError: The file cannot be read, or lacks a field or has one too many.
     """
-    try:
-        values = tomllib.loads(Path(path).read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise InputError(f"cannot read {str(path)!r} as TOML: {error}") from error
+    values = toml_values(path)
     like = values.pop("like", None)
     if like is not None and str(like).endswith(".toml"):
         raise InputError(
             f"{str(path)!r}: like={like!r} is a file; start from a device by name: "
             f"{', '.join(DEVICES)}"
         )
-    base = {} if like is None else _fields(device_of(str(like)))
+    base = {}
+    if like is not None:
+        known = device_of(str(like))
+        base = {**vars(known), "efficiency": vars(known.efficiency)}
     for table in ("peak_flops", "efficiency"):
         given = values.get(table, {})
         if not isinstance(given, dict):
             raise InputError(f"{str(path)!r}: {table} must be a table, [{table}]")
         values[table] = {**base.get(table, {}), **given}
     merged = {"name": Path(path).stem, **base, **values}
-    efficiency = _checked(Efficiency, merged.pop("efficiency"), path, "[efficiency] ")
-    merged = {**merged, "efficiency": efficiency}
-    return _checked(Device, merged, path, "")
-
-
-def _fields(device: Device) -> dict[str, Any]:
-    values = {field.name: getattr(device, field.name) for field in fields(device)}
-    values["efficiency"] = {
-        field.name: getattr(device.efficiency, field.name)
-        for field in fields(Efficiency)
-    }
-    return values
-
-
-def _checked(kind: type, values: dict[str, Any], path: str | Path, where: str) -> Any:
-    known = {field.name for field in fields(kind)}
-    for name in values:
-        if name not in known:
-            raise InputError(
-                f"{str(path)!r}: {where}no field {name!r}; {nearest(name, known)}"
-            )
-    lacking = [
-        field.name
-        for field in fields(kind)
-        if field.default is MISSING
-        and field.default_factory is MISSING
-        and field.name not in values
-    ]
-    if lacking:
-        raise InputError(
-            f"{str(path)!r}: {where}give {', '.join(lacking)}, or start from a known "
-            'device with like = "h100-80gb"'
-        )
-    return kind(**values)
+    start = 'device with like = "h100-80gb"'
+    achieved = merged["efficiency"]
+    check_fields(Efficiency, achieved, f"{str(path)!r}: [efficiency]", start)
+    merged["efficiency"] = Efficiency(**achieved)
+    check_fields(Device, merged, f"{str(path)!r}:", start)
+    return Device(**merged)

@@ -5,14 +5,14 @@
 
 from __future__ import annotations
 
-import tomllib
-from dataclasses import MISSING, fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 from meshpar.errors import InputError
 from meshpar.hardware.attention_kernels import OWN_KERNEL
 from meshpar.layout import nearest
 from meshpar.planner.machine.execution_fields import Execution
+from meshpar.planner.machine.toml_file import check_fields, toml_values
 
 # Calibrated with the A100's matmuls: one layer of Korthikanti et al. 2022, table 4.
 _MEGATRON_LAUNCH_S = 8e-6
@@ -80,29 +80,13 @@ MEGATRON_2021 = Execution(
 )
 """Megatron-LM of Narayanan et al. 2021 (section 4: fused kernels, scatter/gather)."""
 
-MEGATRON_2022 = Execution(
+MEGATRON_2022 = replace(
+    MEGATRON_2021,
     name="megatron-2022",
-    fused_attention=False,
-    fused_activation=True,
-    dropout=True,
-    lock_step=False,
-    shared_ends=False,
     tensor_overlap=True,
-    reduction_overlap=False,
-    gather_overlap=False,
-    hop_overlap=False,
-    hop_split=True,
     fused_accumulation=True,
-    keeps_gathered=False,
-    weight_bytes=2,
     gradient_bytes=4,
     reduction_bytes=4,
-    state_bytes=12,
-    logit_bytes=12,
-    host_s=0.0,
-    eager=True,
-    hop_wait_s=_MEGATRON_HOP_S,
-    launch_s=_MEGATRON_LAUNCH_S,
 )
 """Megatron-LM of Korthikanti et al. 2022 (section 4.2.2: collectives overlapped with
 weight gradients; 18 bytes a parameter)."""
@@ -125,30 +109,22 @@ MEGATRON_2024 = replace(
 )
 """The same with FlashAttention-2 and no dropout, as Yeung et al. 2024 ran it."""
 
-NANOTRON = Execution(
+NANOTRON = replace(
+    MEGATRON_2022,
     name="nanotron",
     fused_attention=True,
+    attention_kernel="flash-attention-2",
     fused_activation=False,
     dropout=False,
-    lock_step=False,
-    shared_ends=False,
-    tensor_overlap=True,
     reduction_overlap=True,
-    gather_overlap=False,
-    hop_overlap=False,
     hop_split=False,
     fused_accumulation=False,
     keeps_gathered=True,
-    weight_bytes=2,
-    gradient_bytes=4,
-    reduction_bytes=4,
-    state_bytes=12,
-    logit_bytes=12,
-    attention_kernel="flash-attention-2",
     bucket_copy_bytes=2,  # DistributedDataParallel's, beside the sums in fp32
     bucket_bytes=25 * 2**20,  # DistributedDataParallel's default
     host_s=0.07,  # calibrated: `published.others.CALIBRATES_HOST`
-    eager=True,
+    hop_wait_s=0.0,
+    launch_s=0.0,
 )
 """nanotron of the "Ultra-Scale Playbook" (Tazi et al. 2025): eager PyTorch with
 FlashAttention-2, DistributedDataParallel and fp32 gradient accumulation."""
@@ -188,8 +164,6 @@ all-to-all that no work hides (`moe_a2a_overlap=False`)."""
 DEEPSPEED_ZERO3 = replace(
     MEGATRON_2021,
     name="deepspeed-zero3",
-    gradient_bytes=2,
-    reduction_bytes=2,
     reduction_overlap=True,
     gather_overlap=True,
     gathers_again=True,
@@ -260,31 +234,16 @@ def load_execution(path: str | Path) -> Execution:
         InputError: The file cannot be read, has a field that is none or a value that
             cannot be, or lacks one without starting from a known execution.
     """
-    try:
-        values = tomllib.loads(Path(path).read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise InputError(f"cannot read {str(path)!r} as TOML: {error}") from error
+    values = toml_values(path)
     like = values.pop("like", None)
     if like is not None and like not in EXECUTIONS:
         raise InputError(
             f"{str(path)!r}: no execution {like!r}; {nearest(str(like), EXECUTIONS)}"
         )
-    known = {field.name for field in fields(Execution)}
-    for key in values:
-        if key not in known:
-            raise InputError(f"{str(path)!r}: no field {key!r}; {nearest(key, known)}")
     base = {} if like is None else vars(EXECUTIONS[like])
     merged = {**base, "name": Path(path).stem, **values}
-    lacking = [
-        field.name
-        for field in fields(Execution)
-        if field.default is MISSING and field.name not in merged
-    ]
-    if lacking:
-        raise InputError(
-            f"{str(path)!r}: give {', '.join(lacking)}, or start from a known "
-            'execution with like = "megatron-core"'
-        )
+    start = 'execution with like = "megatron-core"'
+    check_fields(Execution, merged, f"{str(path)!r}:", start)
     try:
         return Execution(**merged)
     except InputError as error:

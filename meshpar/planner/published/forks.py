@@ -11,12 +11,17 @@ from meshpar.planner.cost.run import Run
 from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.machine.execution import MEGATRON_2023, MEGATRON_2024
 from meshpar.planner.published.measured import (
-    GIB,
     Measured,
     estimate_published,
+    interleaved,
+    memory_row,
     published,
+    step_row,
 )
+from meshpar.planner.workload.hf_workload import GPT2
 from meshpar.planner.workload.workload import Workload
+
+_QI, _YEUNG = "Qi et al. 2024", "Yeung et al. 2024"
 
 CALIBRATES_RESERVE = ("1F1B", "14.6B")
 """The row of Qi et al. 2024 that fixes what Megatron-LM's allocator holds besides."""
@@ -49,7 +54,7 @@ def zero_bubble_passes() -> Iterator[Measured]:
             ("backward for weights", time.weight_grad, row["TW"]),
         ):
             yield Measured(
-                source="Qi et al. 2024",
+                source=_QI,
                 name=f"{size} stage, m={count}, {name}",
                 quantity="layer",
                 unit="ms",
@@ -76,7 +81,7 @@ def zero_bubble() -> Iterator[Measured]:
                     stage=model["p"],
                     microbatches=count,
                     precision="bf16",
-                    **_interleaved(chunks),
+                    **interleaved(chunks),
                 )
                 batch = count * model["mbs"]
                 found = estimate_published(
@@ -87,28 +92,16 @@ def zero_bubble() -> Iterator[Measured]:
                     MEGATRON_2023,
                     stage_blocks=_one_less_at_ends(model, model["p"] * chunks),
                 )
-                yield Measured(
-                    source="Qi et al. 2024",
-                    name=f"{size} {layout}",
-                    quantity="step",
-                    unit="s",
-                    measured=batch / (rate * model["p"]),
-                    predicted=found.step_s,
-                )
+                name = f"{size} {layout}"
+                yield step_row(_QI, name, batch / (rate * model["p"]), found)
                 if index == 0:
-                    yield Measured(
-                        source="Qi et al. 2024",
-                        name=f"{size} {layout}",
-                        quantity="memory",
-                        unit="GB",
-                        measured=data["memory_gb"][schedule][column] * GIB / 1e9,
-                        predicted=found.memory.total_bytes / 1e9,
+                    yield memory_row(
+                        _QI,
+                        name,
+                        data["memory_gb"][schedule][column],
+                        found.memory.total_bytes,
                         calibrates=(schedule, size) == CALIBRATES_RESERVE,
                     )
-
-
-def _interleaved(chunks: int) -> dict[str, Any]:
-    return {"schedule": "interleaved_1f1b", "chunks": chunks} if chunks > 1 else {}
 
 
 def _one_less_at_ends(model: dict[str, Any], stages: int) -> tuple[int, ...]:
@@ -118,16 +111,7 @@ def _one_less_at_ends(model: dict[str, Any], stages: int) -> tuple[int, ...]:
 
 def _gpt(name: str, model: dict[str, Any], *, vocab: int, seq: int) -> Workload:
     sizes = {key: model[key] for key in ("layers", "hidden", "heads")}
-    return Workload(
-        name=name,
-        vocab=vocab,
-        seq=seq,
-        tied=True,
-        learned_positions=True,
-        layer_norm=True,
-        biases=True,
-        **sizes,
-    )
+    return Workload(name=name, vocab=vocab, seq=seq, **GPT2, **sizes)
 
 
 def vocab_parallel() -> Iterator[Measured]:
@@ -149,19 +133,7 @@ def vocab_parallel() -> Iterator[Measured]:
                 workload, layout, batch, row["seq"], MEGATRON_2024
             )
             name = f"vocab {words}, {row['seq']} tokens, {layout}"
-            yield Measured(
-                source="Yeung et al. 2024",
-                name=name,
-                quantity="step",
-                unit="s",
-                measured=found.step_s * found.mfu / (row["mfu_pct"][column] / 100),
-                predicted=found.step_s,
-            )
-            yield Measured(
-                source="Yeung et al. 2024",
-                name=name,
-                quantity="memory",
-                unit="GB",
-                measured=row["peak_gb"][column] * GIB / 1e9,
-                predicted=found.memory.total_bytes / 1e9,
-            )
+            measured_s = found.step_s * found.mfu / (row["mfu_pct"][column] / 100)
+            yield step_row(_YEUNG, name, measured_s, found)
+            peak_gib, predicted = row["peak_gb"][column], found.memory.total_bytes
+            yield memory_row(_YEUNG, name, peak_gib, predicted)

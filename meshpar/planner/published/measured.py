@@ -14,7 +14,7 @@ from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.machine.execution import Execution
 from meshpar.planner.workload.workload import Workload
 
-GIB = 2**30
+_GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +45,53 @@ class Measured:
     def error(self) -> float:
         """Relative: above 0 if the planner says more."""
         return self.predicted / self.measured - 1
+
+
+def step_row(
+    source: str,
+    name: str,
+    measured_s: float,
+    found: Estimate,
+    *,
+    calibrates: bool = False,
+) -> Measured:
+    """The time of a run's step."""
+    return Measured(
+        source=source,
+        name=name,
+        quantity="step",
+        unit="s",
+        measured=measured_s,
+        predicted=found.step_s,
+        calibrates=calibrates,
+    )
+
+
+def memory_row(
+    source: str,
+    name: str,
+    measured_gib: float,
+    predicted_bytes: float,
+    *,
+    calibrates: bool = False,
+    apart: str = "",
+) -> Measured:
+    """Memory of a device, published in units of 2^30 bytes."""
+    return Measured(
+        source=source,
+        name=name,
+        quantity="memory",
+        unit="GB",
+        measured=measured_gib * _GIB / 1e9,
+        predicted=predicted_bytes / 1e9,
+        calibrates=calibrates,
+        apart=apart,
+    )
+
+
+def interleaved(chunks: int) -> dict[str, Any]:
+    """What a layout says of a pipeline whose ranks have so many chunks each."""
+    return {"schedule": "interleaved_1f1b", "chunks": chunks} if chunks > 1 else {}
 
 
 @cache

@@ -16,15 +16,18 @@ from meshpar.planner.cost.run import Run
 from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.machine.execution import MEGATRON_2021, MEGATRON_2022
 from meshpar.planner.published.measured import (
-    GIB,
     Measured,
     estimate_published,
+    interleaved,
+    memory_row,
     published,
+    step_row,
 )
 from meshpar.planner.workload.shapes import SHAPES
 
 _BF16 = "precision=bf16"
 _FORMULA = "a formula, not measured"
+_KORTHIKANTI = "Korthikanti et al. 2022"
 
 
 def megatron_sc21() -> Iterator[Measured]:
@@ -38,21 +41,16 @@ def megatron_sc21() -> Iterator[Measured]:
             microbatches=row["gbs"] // row["d"] // row["mbs"],
             remat="full",
             precision="bf16",
-            **_chunks(row["layers"], row["p"], row["layers_per_vstage"]),
+            **interleaved(_chunks(row["layers"], row["p"], row["layers_per_vstage"])),
         )
         workload = SHAPES[f"megatron-{row['params_b']}b"]
         found = estimate_published(
             workload, layout, row["gbs"], data["seq"], MEGATRON_2021
         )
         flops = megatron_sc21_flops(row, data["seq"], data["vocab"])
-        yield Measured(
-            source="Narayanan et al. 2021",
-            name=f"{row['params_b']}B {layout}",
-            quantity="step",
-            unit="s",
-            measured=flops / (row["gpus"] * row["tflops_gpu"] * 1e12),
-            predicted=found.step_s,
-        )
+        measured_s = flops / (row["gpus"] * row["tflops_gpu"] * 1e12)
+        name = f"{row['params_b']}B {layout}"
+        yield step_row("Narayanan et al. 2021", name, measured_s, found)
 
 
 def megatron_sc21_flops(row: dict[str, Any], seq: int, vocab: int) -> float:
@@ -62,11 +60,8 @@ def megatron_sc21_flops(row: dict[str, Any], seq: int, vocab: int) -> float:
     return 96 * row["gbs"] * seq * layers * hidden**2 * each
 
 
-def _chunks(layers: int, stages: int, per_chunk: int | None) -> dict[str, Any]:
-    if per_chunk is None or layers // stages == per_chunk:
-        return {}
-    chunks = layers // stages // per_chunk
-    return {"schedule": "interleaved_1f1b", "chunks": chunks}
+def _chunks(layers: int, stages: int, per_chunk: int | None) -> int:
+    return 1 if per_chunk is None else layers // stages // per_chunk
 
 
 def korthikanti_steps() -> Iterator[Measured]:
@@ -77,14 +72,8 @@ def korthikanti_steps() -> Iterator[Measured]:
             ("iter_s_sp_selective", "sequence_parallel=true,remat=selective"),
         ):
             found = _korthikanti(row, remat)
-            yield Measured(
-                source="Korthikanti et al. 2022",
-                name=f"{row['name']} {found.run.layout}",
-                quantity="step",
-                unit="s",
-                measured=row[key],
-                predicted=found.step_s,
-            )
+            name = f"{row['name']} {found.run.layout}"
+            yield step_row(_KORTHIKANTI, name, row[key], found)
 
 
 def korthikanti_memory() -> Iterator[Measured]:
@@ -99,29 +88,13 @@ def korthikanti_memory() -> Iterator[Measured]:
             ("act_gib_sp_sel", "sequence_parallel=true,remat=selective"),
         ):
             found = _korthikanti(row, remat)
-            boundary = found.memory.boundary_bytes
-            yield Measured(
-                source="Korthikanti et al. 2022",
-                name=f"{row['name']} activations, {remat}",
-                quantity="memory",
-                unit="GB",
-                measured=row[key] * GIB / 1e9,
-                predicted=(found.memory.activation_bytes - boundary) / 1e9,
-                apart=_FORMULA,
-            )
-        state = found.memory
-        yield Measured(
-            source="Korthikanti et al. 2022",
-            name=f"{row['name']} parameters and optimizer",
-            quantity="memory",
-            unit="GB",
-            measured=row["paramopt_gib"] * GIB / 1e9,
-            predicted=(
-                state.parameter_bytes + state.gradient_bytes + state.optimizer_bytes
-            )
-            / 1e9,
-            apart=_FORMULA,
-        )
+            memory = found.memory
+            kept = memory.activation_bytes - memory.boundary_bytes
+            name = f"{row['name']} activations, {remat}"
+            yield memory_row(_KORTHIKANTI, name, row[key], kept, apart=_FORMULA)
+        name = f"{row['name']} parameters and optimizer"
+        state_gib, state = row["paramopt_gib"], memory.state_bytes
+        yield memory_row(_KORTHIKANTI, name, state_gib, state, apart=_FORMULA)
 
 
 def _korthikanti(row: dict[str, Any], remat: str) -> Estimate:
@@ -163,7 +136,7 @@ def korthikanti_layers() -> Iterator[Measured]:
             ("backward", backward_ms, time.backward),
         ):
             yield Measured(
-                source="Korthikanti et al. 2022",
+                source=_KORTHIKANTI,
                 name=f"22B layer, {name}, {texts[key]}",
                 quantity="layer",
                 unit="ms",

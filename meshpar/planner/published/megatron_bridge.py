@@ -24,7 +24,9 @@ from meshpar.planner.machine.execution import MEGATRON_BRIDGE
 from meshpar.planner.published.measured import (
     Measured,
     estimate_published,
+    interleaved,
     published,
+    step_row,
 )
 from meshpar.planner.workload.shapes import SHAPES
 
@@ -43,19 +45,13 @@ def megatron_bridge() -> Iterator[Measured]:
             row["hardware"],
             stage_blocks=_blocks(row),
         )
-        yield Measured(
-            source="Megatron Bridge 25.11",
-            name=f"{row['model']} on {row['gpus']} {row['hardware']}, {layout}",
-            quantity="step",
-            unit="s",
-            measured=row["gbs"] * data["seq"] / (row["tokens_s_gpu"] * row["gpus"]),
-            predicted=found.step_s,
-        )
+        measured_s = row["gbs"] * data["seq"] / (row["tokens_s_gpu"] * row["gpus"])
+        name = f"{row['model']} on {row['gpus']} {row['hardware']}, {layout}"
+        yield step_row("Megatron Bridge 25.11", name, measured_s, found)
 
 
 def _layout(row: dict[str, Any]) -> Layout:
     replicas = row["gpus"] // row["tp"] // row["pp"]
-    chunked = {"schedule": "interleaved_1f1b", "chunks": row["vp"]}
     return Layout(
         data=replicas // row["ep"],
         stage=row["pp"],
@@ -64,7 +60,7 @@ def _layout(row: dict[str, Any]) -> Layout:
         microbatches=row["gbs"] // replicas // row["mbs"],
         zero=1,
         precision="bf16",
-        **(chunked if row["vp"] > 1 else {}),
+        **interleaved(row["vp"]),
     )
 
 

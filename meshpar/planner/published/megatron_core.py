@@ -15,8 +15,11 @@ from meshpar.planner.machine.execution import MEGATRON_CORE
 from meshpar.planner.published.measured import (
     Measured,
     estimate_published,
+    interleaved,
     published,
+    step_row,
 )
+from meshpar.planner.workload.hf_workload import GPT2
 from meshpar.planner.workload.workload import Workload
 
 CALIBRATES_HOST = "1.7B"
@@ -30,13 +33,12 @@ def megatron_core() -> Iterator[Measured]:
     """Step times of Megatron-LM's table of weak scaling, from FLOP/s of the model."""
     for row in published()["megatron_core_h100"]["rows"]:
         found = _fastest(row)
-        yield Measured(
-            source="Megatron-LM README",
-            name=f"{row['name']} {found.run.layout}",
-            quantity="step",
-            unit="s",
-            measured=found.model_flops / (row["gpus"] * row["tflops_gpu"] * 1e12),
-            predicted=found.step_s,
+        rate = row["gpus"] * row["tflops_gpu"] * 1e12
+        yield step_row(
+            "Megatron-LM README",
+            f"{row['name']} {found.run.layout}",
+            found.model_flops / rate,
+            found,
             calibrates=row["name"] == CALIBRATES_HOST,
         )
 
@@ -73,19 +75,11 @@ def _layouts(row: dict[str, Any]) -> Iterator[Layout]:
                     sequence_parallel=row["t"] > 1,
                     remat=remat,
                     precision="bf16",
-                    schedule="interleaved_1f1b" if count > 1 else "1f1b",
-                    chunks=count,
+                    **interleaved(count),
                 )
 
 
 def _workload(row: dict[str, Any]) -> Workload:
     sizes = {key: row[key] for key in ("layers", "hidden", "heads")}
-    return Workload(
-        name=row["name"],
-        vocab=_VOCAB,
-        seq=_SEQ,
-        learned_positions=True,
-        layer_norm=True,
-        biases=True,
-        **sizes,
-    )
+    untied = {**GPT2, "tied": False}
+    return Workload(name=row["name"], vocab=_VOCAB, seq=_SEQ, **untied, **sizes)

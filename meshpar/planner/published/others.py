@@ -13,10 +13,11 @@ from meshpar.planner.published.forks import (
     zero_bubble_passes,
 )
 from meshpar.planner.published.measured import (
-    GIB,
     Measured,
     estimate_published,
+    memory_row,
     published,
+    step_row,
 )
 from meshpar.planner.published.megatron import (
     korthikanti_layers,
@@ -28,6 +29,8 @@ from meshpar.planner.published.megatron_bridge import megatron_bridge
 from meshpar.planner.published.megatron_core import megatron_core
 from meshpar.planner.published.zero3 import deepspeed_zero3, maxtext
 from meshpar.planner.workload.workload import Workload
+
+_TAZI = "Tazi et al. 2025"
 
 CALIBRATES_HOST = (16, "1.34B")
 """The row of the nanotron grid that fixes its `host_s`: a third of so short a step,
@@ -67,23 +70,10 @@ def nanotron() -> Iterator[Measured]:
         )
         name = f"{row['model']} on {row['nodes']} nodes, {layout}"
         at_mfu = row["mfu_pct"] / 100 / found.mfu
-        yield Measured(
-            source="Tazi et al. 2025",
-            name=name,
-            quantity="step",
-            unit="s",
-            measured=found.step_s / at_mfu,
-            predicted=found.step_s,
-            calibrates=(row["nodes"], row["model"]) in _CALIBRATES,
-        )
-        yield Measured(
-            source="Tazi et al. 2025",
-            name=name,
-            quantity="memory",
-            unit="GB",
-            measured=row["mem_gb"] * GIB / 1e9,
-            predicted=rank_memories(found.run)[0].total_bytes / 1e9,
-        )
+        calibrates = (row["nodes"], row["model"]) in _CALIBRATES
+        measured_s, of_first = found.step_s / at_mfu, rank_memories(found.run)[0]
+        yield step_row(_TAZI, name, measured_s, found, calibrates=calibrates)
+        yield memory_row(_TAZI, name, row["mem_gb"], of_first.total_bytes)
 
 
 def nanotron_splits(workload: Workload, stages: int) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from meshpar.planner.published.measured import (
     Measured,
     estimate_published,
     published,
+    step_row,
 )
 from meshpar.planner.published.megatron import megatron_sc21_flops
 from meshpar.planner.workload.shapes import SHAPES
@@ -33,13 +34,11 @@ def deepspeed_zero3() -> Iterator[Measured]:
         found = estimate_published(workload, layout, row["gbs"], 2048, DEEPSPEED_ZERO3)
         sizes = {"hidden": workload.hidden, "layers": workload.layers}
         flops = megatron_sc21_flops({**row, **sizes}, 2048, workload.vocab)
-        yield Measured(
-            source="Narayanan et al. 2021, ZeRO-3",
-            name=f"{row['params_b']}B {layout}",
-            quantity="step",
-            unit="s",
-            measured=flops / (row["gpus"] * row["tflops_gpu"] * 1e12),
-            predicted=found.step_s,
+        yield step_row(
+            "Narayanan et al. 2021, ZeRO-3",
+            f"{row['params_b']}B {layout}",
+            flops / (row["gpus"] * row["tflops_gpu"] * 1e12),
+            found,
             calibrates=row["gpus"] == CALIBRATES_RAILS,
         )
 
@@ -63,14 +62,8 @@ def maxtext() -> Iterator[Measured]:
             f"tpu-{row['chip']}:{row['topology']}",
         )
         rate = row["chips"] * row["tflops_chip"] * 1e12
-        yield Measured(
-            source="MaxText README",
-            name=f"{row['name']} on {row['chip']} {row['topology']}, {layout}",
-            quantity="step",
-            unit="s",
-            measured=found.model_flops / rate,
-            predicted=found.step_s,
-        )
+        name = f"{row['name']} on {row['chip']} {row['topology']}, {layout}"
+        yield step_row("MaxText README", name, found.model_flops / rate, found)
 
 
 def _maxtext_workload(row: dict[str, Any]) -> Workload:

@@ -87,6 +87,16 @@ class Findings:
             for other_s, other_bytes in self.front
         )
 
+    def reject(self, leaf: Leaf, memory_bytes: float) -> bool:
+        """Whether so much memory or its bound's time is too much; it is noted then."""
+        if memory_bytes > self.capacity_bytes:
+            self.too_large.append(leaf)
+        elif self.useless(leaf.bound.step_s, memory_bytes):
+            self.too_slow.append(leaf)
+        else:
+            return False
+        return True
+
     def keep(self, found: Estimate, order: tuple[int, ...]) -> None:
         """Adds a layout that fits."""
         insort(self.fitting, (found.step_s, _num_axes(found), order, found))
@@ -104,43 +114,27 @@ def settle(leaves: list[Leaf], bounds: Bounds, findings: Findings) -> None:
     What a bound settles now, it settles later too: plans only become faster. So the
     parts of a leaf join the others only where none does.
     """
-    waiting = [leaf for leaf in leaves if not _is_settled(leaf, findings)]
+    waiting = [
+        leaf for leaf in leaves if not findings.reject(leaf, leaf.bound.memory_bytes)
+    ]
     heapify(waiting)
     while waiting:
         leaf = heappop(waiting)
-        if _is_settled(leaf, findings):
+        if findings.reject(leaf, leaf.bound.memory_bytes):
             continue
         if leaf.num_layouts == 1:
             run = bounds.run(leaf.mesh, leaf.some_variant)
             _settle(leaf, run, bounds, findings)
             continue
         for part in leaf.parts(bounds):
-            if not _is_settled(part, findings):
+            if not findings.reject(part, part.bound.memory_bytes):
                 heappush(waiting, part)
 
 
-def _is_settled(leaf: Leaf, findings: Findings) -> bool:
-    """Whether its bound is enough to reject it; it is then among the findings."""
-    if leaf.bound.memory_bytes > findings.capacity_bytes:
-        findings.too_large.append(leaf)
-    elif findings.useless(*leaf.bound):
-        findings.too_slow.append(leaf)
-    else:
-        return False
-    return True
-
-
 def _settle(leaf: Leaf, run: Run, bounds: Bounds, findings: Findings) -> None:
-    memory_bytes = bounds.memory_bytes(run)
-    if memory_bytes <= findings.capacity_bytes and not findings.useless(
-        leaf.bound.step_s, memory_bytes
-    ):
-        memory_bytes = memory_of(run).total_bytes
-    if memory_bytes > findings.capacity_bytes:
-        findings.too_large.append(leaf)
-    elif findings.useless(leaf.bound.step_s, memory_bytes):
-        findings.too_slow.append(leaf)
-    else:
+    if findings.reject(leaf, bounds.memory_bytes(run)):
+        return
+    if not findings.reject(leaf, memory_of(run).total_bytes):
         findings.keep(estimate_run(run), leaf.order)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshpar.errors import InputError, nearest
+from meshpar.hardware.device import Device
 from meshpar.layout import MESH_AXES, Layout
 from meshpar.schedules import step_refusal
 
@@ -84,6 +85,11 @@ class Constraints:
             forbidden=frozenset(forbid),
             max_memory_bytes=max_memory_bytes,
         )
+
+    def capacity_bytes(self, device: Device) -> float:
+        """Memory of a device that a plan may fill."""
+        own = device.usable_bytes
+        return min(own, self.max_memory_bytes or own)
 
     def choices(self, key: str, values: tuple) -> tuple:
         """The values of a key that are left of these."""

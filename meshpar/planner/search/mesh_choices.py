@@ -7,24 +7,29 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product, repeat
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from meshpar.layout import BY_COST, STAGE_REMATS, Layout
 from meshpar.planner.cost.run import Run
 from meshpar.planner.search.constraints import Constraints
 from meshpar.planner.search.refusals import residual_names_of, stage_blocks_of
-from meshpar.planner.search.space import Variant, chunk_counts, divisors
+from meshpar.planner.search.space import (
+    Scheduled,
+    Splits,
+    State,
+    Variant,
+    chunk_counts,
+    divisors,
+)
+from meshpar.planner.workload.block_activations import OF_MATMULS
 from meshpar.schedules import SCHEDULES, step_refusal
 from meshpar.schedules.stage_splits import split_evenly
 
 _PLAIN = Layout()
 # What computes again least, and keeps most, comes first.
 _WORDS = ("none", "selective", "dots")
-_SPARED = ("attention_qkv", "attention_out", "mlp_up", "mlp_gate_up")
-"""The named residuals that a matmul makes (`planner.workload.recomputation`)."""
-
-_SPARED_OF_ROUTED = ("attention_qkv", "attention_out", "experts_gate_up")
-"""The same of blocks with routed experts; a shared expert's matmuls are small."""
+_OF_ROUTED = ("attention_qkv", "attention_out", "experts_gate_up")
+"""`OF_MATMULS` of blocks with routed experts; a shared expert's matmuls are small."""
 
 
 class MeshChoices(NamedTuple):
@@ -43,8 +48,8 @@ class MeshChoices(NamedTuple):
 
     ranks: int
     microbatches: tuple[int, ...]
-    schedules: tuple[tuple[str, int, tuple[int, ...] | Literal["cost"]], ...]
-    states: tuple[tuple[int, str, str, str], ...]
+    schedules: tuple[Scheduled, ...]
+    states: tuple[State, ...]
     sequence_parallel: tuple[bool, ...]
     remats: tuple[str, ...]
 
@@ -52,7 +57,7 @@ class MeshChoices(NamedTuple):
     def num_variants(self) -> int:
         """Ways to run the mesh shape."""
         return len(self.sequence_parallel) * sum(
-            self._num_scheduled(count)
+            sum(1 for _ in self._scheduled(count))
             * sum(map(self._has_state, self.states, repeat(count)))
             * sum(map(self._has_remat, self.remats, repeat(count)))
             for count in self.microbatches
@@ -84,7 +89,7 @@ class MeshChoices(NamedTuple):
             remats=tuple(one for one in self.remats if self._has_remat(one, count)),
         )
 
-    def _has_state(self, state: tuple[int, str, str, str], count: int) -> bool:
+    def _has_state(self, state: State, count: int) -> bool:
         """Without microbatches, a microbatch's gather is the step's."""
         return self.ranks > 1 or count > 1 or state[1] == _PLAIN.fsdp_gather
 
@@ -92,14 +97,7 @@ class MeshChoices(NamedTuple):
         """With them, residuals wait in slots on the device (`layout_refusals`)."""
         return "offload:" not in remat or (self.ranks == 1 and count == 1)
 
-    def _num_scheduled(self, count: int) -> int:
-        if self.ranks == 1:
-            return len(self.schedules)
-        return sum(1 for _ in self._scheduled(count))
-
-    def _scheduled(
-        self, count: int
-    ) -> Iterator[tuple[str, int, tuple[int, ...] | Literal["cost"]]]:
+    def _scheduled(self, count: int) -> Iterator[Scheduled]:
         """The schedules that exist for so many microbatches."""
         for name, chunks, splits in self.schedules:
             if self.ranks == 1 or _exists(name, self.ranks, count, chunks):
@@ -136,7 +134,7 @@ def _exists(schedule: str, ranks: int, microbatches: int, chunks: int) -> bool:
 def choices_of(like: Run, mesh: Layout, constraints: Constraints) -> MeshChoices:
     """The choices of a mesh shape whose axes suit the run's workload; maybe none."""
     seq = like.seq
-    each = like.global_batch // (mesh.data * mesh.fsdp * mesh.expert)
+    each = like.global_batch // mesh.batch_shards
     counts = constraints.choices("microbatches", divisors(each))
     splits = mesh.tensor > 1 and seq % (mesh.tensor * mesh.context) == 0
     compiled = not like.execution.eager
@@ -166,7 +164,7 @@ def _remats(like: Run, mesh: Layout, *, has_host: bool) -> tuple[str, ...]:
     if like.execution.eager or like.workload.traced:
         return (*_WORDS, "full", *stage)
     known = residual_names_of(like.workload)
-    makers = _SPARED_OF_ROUTED if like.workload.experts else _SPARED
+    makers = _OF_ROUTED if like.workload.experts else OF_MATMULS
     spared = [name for name in makers if name in known]
     ways = ("", "save", "offload") if has_host and mesh.stage == 1 else ("", "save")
     named = []
@@ -182,9 +180,7 @@ def _remats(like: Run, mesh: Layout, *, has_host: bool) -> tuple[str, ...]:
     return (*_WORDS, *named, "full", *stage)
 
 
-def _states(
-    like: Run, mesh: Layout, constraints: Constraints
-) -> Iterator[tuple[int, str, str, str]]:
+def _states(like: Run, mesh: Layout, constraints: Constraints) -> Iterator[State]:
     """What ZeRO splits, when it gathers, how parameters are stored, and state where.
 
     Of two that are the same (ZeRO-1 over `data` or over `fsdp` alone) one is left out;
@@ -218,7 +214,7 @@ def _states(
 
 def _schedules(
     like: Run, mesh: Layout, constraints: Constraints
-) -> Iterator[tuple[str, int, tuple[int, ...] | Literal["cost"]]]:
+) -> Iterator[Scheduled]:
     if mesh.stage == 1:
         if not mesh.splits:
             yield mesh.schedule, mesh.chunks, ()
@@ -243,7 +239,7 @@ def _schedules(
                         yield name, chunks, splits
 
 
-def _splits(like: Run, mesh: Layout) -> Iterator[tuple[int, ...] | Literal["cost"]]:
+def _splits(like: Run, mesh: Layout) -> Iterator[Splits]:
     """Splits other than the even one that may be faster or smaller.
 
     By cost where layers cost differently. Where layers do not divide, with the shorter

@@ -14,17 +14,13 @@ from meshpar.planner.cost.estimate import Estimate, estimate_run, gigabytes
 from meshpar.planner.cost.memory import memory_of
 from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.search.rejection import too_large
-from meshpar.planner.search.search import (
-    Request,
-    capacity_bytes,
-    possible_meshes,
-    search,
-)
+from meshpar.planner.search.search import Request, possible_meshes, search
 
 _TRIED = 1000
 """Layouts, those of least bounds first, whose memory is found exactly."""
 
-_MOST_TIMES = 64
+_TIMES = (2, 4, 8, 16, 32, 64)
+"""As many devices, one after the other."""
 
 
 class Change(NamedTuple):
@@ -46,7 +42,7 @@ def nearest_fit(request: Request) -> tuple[str, tuple[Change, ...]]:
         refused = possible_meshes(request, Bounds(request.run))[1]
         why = f"no layout suits: {refused[0].reason}" if refused else "no layout suits"
     else:
-        capacity = capacity_bytes(request.cluster, request.constraints)
+        capacity = request.capacity_bytes
         why = (
             f"nothing fits in {gigabytes(capacity)}; the smallest layout is "
             f"{smallest.run.layout}: {too_large(smallest, capacity)}"
@@ -84,15 +80,13 @@ def _changes(request: Request, smallest: Estimate | None) -> Iterator[Change]:
 
 
 def _more_devices(request: Request) -> Iterator[Change]:
-    times = 2
-    while times <= _MOST_TIMES:
+    for times in _TIMES:
         cluster = _times(request.cluster, times)
         fits = _fitting(replace(request, cluster=cluster))
         if fits is not None:
             text = f"fits with {times}x devices ({cluster.num_devices})"
             yield Change(text, fits.run.layout)
             return
-        times *= 2
 
 
 def _times(cluster: Cluster, times: int) -> Cluster:
@@ -111,14 +105,9 @@ def _times(cluster: Cluster, times: int) -> Cluster:
 def _fitting(request: Request) -> Estimate | None:
     """The fastest layout that fits; None if not even the smallest does."""
     smallest = _smallest(request)
-    if smallest is None or not _fits(request, smallest):
+    if smallest is None or smallest.memory.total_bytes > request.capacity_bytes:
         return None
     return search(request, num_plans=1).plans[0]
-
-
-def _fits(request: Request, found: Estimate) -> bool:
-    capacity = capacity_bytes(request.cluster, request.constraints)
-    return found.memory.total_bytes <= capacity
 
 
 def _smallest(request: Request) -> Estimate | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -136,8 +136,7 @@ def residual_names_of(workload: Workload) -> tuple[str, ...]:
 
 
 def _batch(layout: Layout, global_batch: int) -> Iterator[Problem]:
-    replicas = layout.data * layout.fsdp * layout.expert
-    parts = replicas * layout.microbatches
+    parts = layout.batch_shards * layout.microbatches
     if global_batch % parts:
         yield Problem(
             "microbatches",
@@ -162,12 +161,7 @@ def _tensor(workload: Workload, layout: Layout, seq: int) -> Iterator[Problem]:
     if workload.experts:
         sizes["expert_ffn"] = workload.expert_ffn
         sizes.pop("ffn") if not workload.dense_layers else None
-    for name, size in sizes.items():
-        if size % tensor:
-            yield Problem(
-                "tensor",
-                f"{name}={size} does not divide over tensor={tensor}; choose a divisor",
-            )
+    yield from _undivided(sizes, tensor)
     if (
         not workload.kv_lora_rank
         and workload.kv_heads % tensor
@@ -186,6 +180,15 @@ def _tensor(workload: Workload, layout: Layout, seq: int) -> Iterator[Problem]:
         )
 
 
+def _undivided(sizes: Mapping[str, int], tensor: int) -> Iterator[Problem]:
+    for name, size in sizes.items():
+        if size % tensor:
+            yield Problem(
+                "tensor",
+                f"{name}={size} does not divide over tensor={tensor}; choose a divisor",
+            )
+
+
 def _uneven(workload: Workload, layout: Layout) -> Iterator[Problem]:
     """What our rules split, and cannot split evenly (`meshpar.rules.presets`)."""
     sizes = {"kv_heads": workload.kv_heads, "vocab": workload.vocab}
@@ -193,13 +196,7 @@ def _uneven(workload: Workload, layout: Layout) -> Iterator[Problem]:
         sizes.pop("kv_heads")  # latent attention has as many as heads
     if workload.modulations:
         sizes.pop("vocab")  # a patch's numbers, which are whole everywhere
-    for name, size in sizes.items():
-        if size % layout.tensor:
-            yield Problem(
-                "tensor",
-                f"{name}={size} does not divide over tensor={layout.tensor}; choose a "
-                "divisor",
-            )
+    yield from _undivided(sizes, layout.tensor)
     shards = math.prod(layout.mesh_shape[axis] for axis in layout.split_axes)
     if workload.hidden % shards:
         yield Problem(

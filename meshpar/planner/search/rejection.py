@@ -11,7 +11,6 @@ from meshpar.planner.cost.estimate import (
     gigabytes,
     milliseconds,
 )
-from meshpar.planner.cost.memory import Memory
 from meshpar.planner.cost.run import Run
 
 
@@ -73,7 +72,7 @@ def _parts(found: Estimate) -> tuple[tuple[str, float, str], ...]:
         ),
         (
             "parameters, gradients and optimizer state",
-            _state_bytes(memory),
+            memory.state_bytes,
             f"split over {shards * layout.stage * layout.expert} of "
             f"{layout.num_devices} devices",
         ),
@@ -93,10 +92,6 @@ def _parts(found: Estimate) -> tuple[tuple[str, float, str], ...]:
             f"parameters whole or cast for use, over tensor={layout.tensor}",
         ),
     )
-
-
-def _state_bytes(memory: Memory) -> float:
-    return memory.parameter_bytes + memory.gradient_bytes + memory.optimizer_bytes
 
 
 def too_slow(found: Estimate, slowest: Estimate) -> str:

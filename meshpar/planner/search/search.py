@@ -25,9 +25,7 @@ from meshpar.planner.search.context_method import why_method, with_method
 from meshpar.planner.search.mesh_choices import choices_of
 from meshpar.planner.search.refusals import layout_problems, whatever_the_mesh
 from meshpar.planner.search.rejection import Rejected, reason_of
-from meshpar.planner.search.space import (
-    mesh_layouts,
-)
+from meshpar.planner.search.space import mesh_layouts
 from meshpar.planner.workload.workload import Workload
 
 _NUM_PLANS = 10
@@ -123,6 +121,11 @@ class Request:
             raise InputError(problem.message)
 
     @property
+    def capacity_bytes(self) -> float:
+        """What a plan may fill of a device."""
+        return self.constraints.capacity_bytes(self.cluster.device)
+
+    @property
     def run(self) -> Run:
         """What all its layouts share, as a run of none of them."""
         return Run(
@@ -155,19 +158,13 @@ def search(request: Request, *, num_plans: int = _NUM_PLANS) -> SearchResult:
     started = time.perf_counter()
     if num_plans < 1:
         raise InputError(f"num_plans={num_plans}: must be at least 1")
-    capacity = capacity_bytes(request.cluster, request.constraints)
+    capacity = request.capacity_bytes
     findings = Findings(capacity_bytes=capacity, num_plans=num_plans)
     bounds = Bounds(request.run, capacity)
     leaves, refused = possible_meshes(request, bounds)
     findings.refused += refused
     settle(leaves, bounds, findings)
     return _result(request, bounds, findings, started)
-
-
-def capacity_bytes(cluster: Cluster, constraints: Constraints) -> float:
-    """Memory of a device that a plan may fill."""
-    own = cluster.device.usable_bytes
-    return min(own, constraints.max_memory_bytes or own)
 
 
 def possible_meshes(

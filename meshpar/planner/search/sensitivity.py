@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from meshpar.hardware.device import Device
-from meshpar.planner.cost.estimate import Estimate, estimate_run
+from meshpar.planner.cost.estimate import Estimate, step_on_s
 
 _TWICE = 2
 _CHANGES = {
-    "network": ("network_bytes_per_s",),
-    "in-host links": ("link_bytes_per_s",),
-    "memory bandwidth": ("memory_bytes_per_s",),
-    "peak FLOP/s": ("peak_flops",),
+    "network": "network_bytes_per_s",
+    "in-host links": "link_bytes_per_s",
+    "memory bandwidth": "memory_bytes_per_s",
+    "peak FLOP/s": "peak_flops",
 }
 _TORUS_LINKS = {"in-host links": "torus links"}
 
@@ -60,17 +59,12 @@ def sensitivities(plan: Estimate) -> tuple[Sensitivity, ...]:
     """
     device = plan.run.cluster.device
     found = []
-    for change, numbers in _CHANGES.items():
-        doubled = {name: _doubled(getattr(device, name)) for name in numbers}
-        step_s = _step_s(plan, replace(device, **doubled))
+    for change, number in _CHANGES.items():
+        better = replace(device, **{number: _doubled(getattr(device, number))})
+        step_s = step_on_s(plan, better)
         name = _TORUS_LINKS.get(change, change) if device.torus_dims else change
         found.append(Sensitivity(name, step_s, 1 - step_s / plan.step_s))
     return tuple(sorted(found, key=lambda change: change.step_s))
-
-
-def _step_s(plan: Estimate, device: Device) -> float:
-    cluster = replace(plan.run.cluster, device=device)
-    return estimate_run(replace(plan.run, cluster=cluster)).step_s
 
 
 def _doubled(value: Any) -> Any:

@@ -11,6 +11,15 @@ from typing import Any, Literal, NamedTuple
 from meshpar.layout import MESH_AXES, Layout
 from meshpar.planner.search.constraints import Constraints
 
+Splits = tuple[int, ...] | Literal["cost"]
+"""`Layout.splits`: layers of every stage, or what decides them."""
+
+Scheduled = tuple[str, int, Splits]
+"""A schedule, the chunks of a rank, and the splits of the stages."""
+
+State = tuple[int, str, str, str]
+"""`zero`, `fsdp_gather`, `param_dtype` and `optimizer_memory` of a variant."""
+
 
 class Variant(NamedTuple):
     """One way to run a mesh shape."""
@@ -18,7 +27,7 @@ class Variant(NamedTuple):
     microbatches: int
     schedule: str
     chunks: int
-    splits: tuple[int, ...] | Literal["cost"]
+    splits: Splits
     zero: int
     fsdp_gather: str
     param_dtype: str
@@ -26,7 +35,7 @@ class Variant(NamedTuple):
     sequence_parallel: bool
     remat: str
 
-    def with_state(self, state: tuple[int, str, str, str]) -> Variant:
+    def with_state(self, state: State) -> Variant:
         """The same with one of `MeshChoices.states`."""
         zero, gather, dtype, memory = state
         return self._replace(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from meshpar.errors import InputError
@@ -96,16 +96,8 @@ class TrainingCost:
     def as_json(self) -> dict[str, Any]:
         """`training` of a plan in what `meshpar plan --json` prints."""
         interval_s = self.checkpoint_interval_s
-        return {
-            "steps": self.steps,
-            "train_s": self.train_s,
-            "device_hours": self.device_hours,
-            "price": self.price,
-            "goodput": self.goodput,
-            "checkpoint_s": self.checkpoint_s,
-            "checkpoint_interval_s": interval_s if math.isfinite(interval_s) else None,
-            "failures": self.failures,
-        }
+        finite_s = interval_s if math.isfinite(interval_s) else None
+        return {**asdict(self), "checkpoint_interval_s": finite_s}
 
 
 def training_cost(plan: Estimate, training: Training) -> TrainingCost:

@@ -7,8 +7,7 @@ too. Stages are none: they cannot stand beside split space.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from meshpar.errors import InputError
@@ -25,11 +24,11 @@ from meshpar.planner.cost.volume_time import (
 from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.other_plan import exposed_lines, fits, mfu_of, shared_json
 from meshpar.planner.search.constraints import Constraints
+from meshpar.planner.search.space import divisors
 from meshpar.planner.workload.volume import SPACE, VolumeWorkload
 
 _SPLIT = ("data", "context", "tensor")
 _KEPT = (*MESH_AXES, "precision", "remat")
-_NOUN = "volumes"
 
 PADDING = (
     "note: XLA:TPU lays channels along 128 lanes, and fewer take as much room; so they "
@@ -65,11 +64,6 @@ class VolumePlan:
         return mfu_of(self)
 
     @property
-    def fits(self) -> bool:
-        """Whether a device has room."""
-        return fits(self)
-
-    @property
     def model_flops(self) -> float:
         """FLOPs of the convolutions and matmuls of one step."""
         return self.run.workload.flops * self.run.global_batch
@@ -88,7 +82,8 @@ class VolumePlan:
     @property
     def how_to_run(self) -> str:
         """The call that trains under it."""
-        rules = ", ".join(part.replace("=", '="') + '"' for part in _parts(self))
+        parts = filter(None, self.run.rules.split(","))
+        rules = ", ".join(part.replace("=", '="') + '"' for part in parts)
         more = f", rules=default_rules(layout).with_rules({rules})" if rules else ""
         layout = str(self.run.layout)
         return f"meshpar.make_train_step(model, optimizer, {layout!r}{more})"
@@ -111,11 +106,7 @@ class VolumePlan:
             "note": self.note or None,
             "halo_bytes": round(halo_bytes(self.run)),
             "memory": {
-                "state_bytes": round(memory.state_bytes),
-                "batch_bytes": round(memory.batch_bytes),
-                "activation_bytes": round(memory.activation_bytes),
-                "halo_bytes": round(memory.halo_bytes),
-                "other_bytes": round(memory.other_bytes),
+                **{part: round(size) for part, size in asdict(memory).items()},
                 "total_bytes": round(memory.total_bytes),
             },
         }
@@ -168,7 +159,7 @@ class VolumeRequest:
     @property
     def noun(self) -> str:
         """What its examples are called."""
-        return _NOUN
+        return "volumes"
 
     @property
     def note(self) -> str:
@@ -194,11 +185,10 @@ class VolumeRequest:
         """The same on other devices."""
         return replace(self, cluster=cluster, global_batch=global_batch)
 
-    @cached_property
+    @property
     def capacity_bytes(self) -> float:
         """What a plan may fill of a device."""
-        own = self.cluster.device.usable_bytes
-        return min(own, self.constraints.max_memory_bytes or own)
+        return self.constraints.capacity_bytes(self.cluster.device)
 
     def plans(self) -> list[VolumePlan]:
         """All that fit, the fastest first.
@@ -261,10 +251,6 @@ def _volumes(count: int) -> str:
     return f"{count:,} volume{'s' if count > 1 else ''}"
 
 
-def _parts(plan: VolumePlan) -> list[str]:
-    return [part for part in plan.run.rules.split(",") if part]
-
-
 def check_kept(constraints: Constraints) -> None:
     """Refuses what a plan of volumes does not choose among.
 
@@ -287,8 +273,8 @@ def check_kept(constraints: Constraints) -> None:
 def volume_runs(request: VolumeRequest) -> Iterator[VolumeRun]:
     """Every layout that divides the batch and all levels of a volume."""
     devices, work = request.cluster.num_devices, request.workload
-    for data in _divisors(devices):
-        for context in _divisors(devices // data):
+    for data in divisors(devices):
+        for context in divisors(devices // data):
             tensor = devices // data // context
             sizes = {"data": data, "context": context, "tensor": tensor}
             deep, high, _ = work.least_sizes
@@ -322,11 +308,7 @@ def volume_runs(request: VolumeRequest) -> Iterator[VolumeRun]:
 
 def _is_allowed(constraints: Constraints, sizes: dict[str, int]) -> bool:
     return all(
-        sizes.get(axis, 1) == constraints.kept.get(axis, sizes.get(axis, 1))
-        and not (axis in constraints.forbidden and sizes.get(axis, 1) > 1)
-        for axis in MESH_AXES
+        size == constraints.kept.get(axis, size)
+        and (size == 1 or axis not in constraints.forbidden)
+        for axis, size in sizes.items()
     )
-
-
-def _divisors(number: int) -> list[int]:
-    return [one for one in range(1, number + 1) if number % one == 0]

@@ -21,6 +21,9 @@ from functools import lru_cache
 
 from meshpar.residual_names import BLOCK_INPUT, ResidualNames, is_named
 
+OF_MATMULS = ("attention_qkv", "attention_out", "mlp_up", "mlp_gate_up")
+"""The named residuals that a matmul with weights makes."""
+
 _FP32_BYTES = 4
 _MASK_BYTES = 1
 
@@ -154,6 +157,6 @@ def _is_kept(name: str, remat: str) -> bool:
         return True
     if remat == "selective":
         return name not in ("scores", "masks")
-    if remat == "dots":  # what matmuls with weights give
-        return name in ("attention_qkv", "attention_out", "mlp_up", "mlp_gate_up")
+    if remat == "dots":
+        return name in OF_MATMULS
     return name in named.save

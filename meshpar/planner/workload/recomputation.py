@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from meshpar.planner.cost.run import Run
+from meshpar.planner.workload.block_activations import OF_MATMULS
 
 # Kernels of one forward of a block (24 in Megatron-LM's layer): four matmuls with
 # weights; of attention two matmuls, softmax, dropout and a transposition; the rest.
@@ -73,8 +74,8 @@ def kept_names(run: Run) -> tuple[str, ...]:
     names = run.layout.residual_names
     if names is not None:
         return names.every
-    if run.layout.remat == "dots":  # what matmuls with weights give
-        return ("attention_qkv", "attention_out", "mlp_up", "mlp_gate_up")
+    if run.layout.remat == "dots":
+        return OF_MATMULS
     return (*NAMED, *OF_EXPERTS) if run.layout.remat == "selective" else ()
 
 

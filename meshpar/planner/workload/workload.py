@@ -137,6 +137,12 @@ class Workload:
         """Layers whose MLP is routed."""
         return self.layers - self.dense_layers if self.experts else 0
 
+    @property
+    def block_kinds(self) -> tuple[tuple[bool, int], ...]:
+        """Whether blocks have routed experts, and how many do or do not."""
+        moe = self.moe_layers
+        return (False, self.layers - moe), (True, moe)
+
     def is_moe(self, layer: int) -> bool:
         """Whether that layer's MLP is routed."""
         return bool(self.experts) and layer >= self.dense_layers
@@ -245,24 +251,20 @@ class Workload:
     @property
     def num_parameters(self) -> int:
         """All parameters, tied ones once."""
-        dense = self.layers - self.moe_layers
-        return (
-            dense * self.block_parameters(moe=False)
-            + self.moe_layers * self.block_parameters(moe=True)
-            + self.embedding_parameters
-            + self.final_norm_parameters
-            + self.head_parameters
+        blocks = sum(
+            count * self.block_parameters(moe=moe) for moe, count in self.block_kinds
         )
+        ends = self.embedding_parameters + self.head_parameters
+        return blocks + ends + self.final_norm_parameters
 
     @property
     def active_parameters(self) -> int:
         """Matrix parameters that one token meets, the head's included."""
-        dense = self.layers - self.moe_layers
-        return (
-            dense * self.active_block_parameters(moe=False)
-            + self.moe_layers * self.active_block_parameters(moe=True)
-            + self.vocab * self.hidden
+        blocks = sum(
+            count * self.active_block_parameters(moe=moe)
+            for moe, count in self.block_kinds
         )
+        return blocks + self.vocab * self.hidden
 
     def attention_flops(self, seq: int) -> int:
         """FLOPs of scores and mixed values of one token of one layer, forward.

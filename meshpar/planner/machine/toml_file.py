@@ -1,0 +1,53 @@
+"""A TOML file that describes a device or an execution, field by field."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Collection
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+from meshpar.errors import InputError
+from meshpar.layout import nearest
+
+
+def toml_values(path: str | Path) -> dict[str, Any]:
+    """What a file says.
+
+    Raises:
+        InputError: It cannot be read.
+    """
+    try:
+        return tomllib.loads(Path(path).read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise InputError(f"cannot read {str(path)!r} as TOML: {error}") from error
+
+
+def check_fields(kind: type, given: Collection[str], where: str, start: str) -> None:
+    """Refuses names that do not make one of a dataclass.
+
+    Args:
+        kind: The dataclass.
+        given: Names of the fields that have a value.
+        where: Of what an error speaks: the file, and the part of it.
+        start: What the file may start from, in words.
+
+    Raises:
+        InputError: A name is no field, or a field without a default has no value.
+    """
+    known = {field.name: field for field in fields(kind)}
+    for name in given:
+        if name not in known:
+            raise InputError(f"{where} no field {name!r}; {nearest(name, known)}")
+    lacking = [
+        name
+        for name, field in known.items()
+        if field.default is MISSING
+        and field.default_factory is MISSING
+        and name not in given
+    ]
+    if lacking:
+        raise InputError(
+            f"{where} give {', '.join(lacking)}, or start from a known {start}"
+        )
