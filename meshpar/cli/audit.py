@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -210,25 +211,24 @@ def _print(report: AuditReport, console: Console) -> None:
         totals_table,
     )
 
-    console.print(
+    say = partial(console.print, highlight=False, markup=False)
+    say(
         f"layout {report.layout} compiled for {report.target} in "
-        f"{report.compile_s:.1f} s",
-        highlight=False,
+        f"{report.compile_s:.1f} s"
     )
     if report.compiler_options:
         given = ", ".join(map(_option_text, report.compiler_options.items()))
-        console.print(f"compiler options: {given}", highlight=False, markup=False)
+        say(f"compiler options: {given}")
     if report.problem:
-        console.print(report.problem, highlight=False, markup=False)
+        say(report.problem)
     else:
-        console.print(collective_table(report))
-        console.print(totals_table(report))
-        console.print(overlap_table(report))
-        console.print(buffer_table(report))
-        _print_memory(report, console)
+        for table in (collective_table, totals_table, overlap_table, buffer_table):
+            console.print(table(report))
+        for line in _memory_lines(report):
+            say(line)
     slow = map(str, report.slow_axes)
     for line in (*report.notes, *slow, *report.complaints()):
-        console.print(line, highlight=False, markup=False)
+        say(line)
 
 
 def _option_text(option: tuple[str, Any]) -> str:
@@ -236,25 +236,18 @@ def _option_text(option: tuple[str, Any]) -> str:
     return f"{name}={str(value).lower() if isinstance(value, bool) else value}"
 
 
-def _print_memory(report: AuditReport, console: Console) -> None:
+def _memory_lines(report: AuditReport) -> Iterator[str]:
     memory = report.compiled_memory
-    console.print(
+    yield (
         f"per device: arguments {memory.argument_bytes:,}, temporaries "
         f"{memory.temp_bytes:,}, results {memory.output_bytes:,} "
         f"({memory.alias_bytes:,} in place of arguments), peak {memory.peak_bytes:,} "
-        f"bytes; {report.flops:.4g} matmul FLOPs",
-        highlight=False,
+        f"bytes; {report.flops:.4g} matmul FLOPs"
     )
     for call in report.uncounted:
-        console.print(
-            f"FLOPs not counted: {call.name}, {call.source or 'no line'}, runs "
-            f"{call.executions:,} times",
-            highlight=False,
-        )
+        where = call.source or "no line"
+        yield f"FLOPs not counted: {call.name}, {where}, runs {call.executions:,} times"
     if report.capacity_bytes is not None:
         verdict = "fits" if report.fits else "does not fit"
-        console.print(
-            f"{verdict}: peak {memory.peak_bytes / _GIB:.2f} GiB of "
-            f"{report.capacity_bytes / _GIB:.2f} GiB",
-            highlight=False,
-        )
+        peak, capacity = memory.peak_bytes / _GIB, report.capacity_bytes / _GIB
+        yield f"{verdict}: peak {peak:.2f} GiB of {capacity:.2f} GiB"

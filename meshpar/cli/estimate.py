@@ -6,7 +6,7 @@ import argparse
 import json
 from dataclasses import fields
 
-from meshpar.cli.parsing import check_sizes, positive
+from meshpar.cli.parsing import add_counts, check_sizes
 from meshpar.cli.plan_other import (
     add_table_arguments,
     is_other,
@@ -45,18 +45,13 @@ STATUSES = "0 it fits, 1 it does not, 2 bad input"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this subcommand's options."""
-    parser.add_argument(
-        "--slots",
-        type=positive,
-        metavar="N",
-        help="of generation instead of training: requests that run at once, each of "
-        "--seq tokens (default: training)",
-    )
-    parser.add_argument(
-        "--prompt",
-        type=positive,
-        metavar="N",
-        help="with --slots: tokens of a prompt (default: half of --seq)",
+    add_counts(
+        parser,
+        {
+            "--slots": "of generation instead of training: requests that run at once, "
+            "each of --seq tokens (default: training)",
+            "--prompt": "with --slots: tokens of a prompt (default: half of --seq)",
+        },
     )
     add_layout_and_workload(parser)
     add_table_arguments(parser)
@@ -84,42 +79,25 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
         help="a named model, a Hugging Face config.json, or layers=4,hidden=256,... "
         "(with --preset: what differs from it)",
     )
-    parser.add_argument(
-        "--vocab",
-        type=positive,
-        metavar="N",
-        help="tokens of the vocabulary (default: the model's own)",
-    )
+    vocab = "tokens of the vocabulary (default: the model's own)"
+    add_counts(parser, {"--vocab": vocab})
     parser.add_argument(
         "--hardware",
         metavar="NAME|FILE.toml",
         default="h100-80gb",
         help=f"{', '.join(DEVICES)}; with a torus tpu-v5p:4x4x8 (default: %(default)s)",
     )
-    parser.add_argument(
-        "--devices",
-        type=positive,
-        metavar="N",
-        help="devices of all hosts (default: those of --layout, or of the torus)",
-    )
-    parser.add_argument(
-        "--hosts",
-        type=positive,
-        metavar="N",
-        help="hosts, or slices of a TPU (default: as few as hold the devices)",
-    )
-    parser.add_argument(
-        "--global-batch",
-        type=positive,
-        metavar="N",
-        help="sequences in a step (default: one a microbatch and device; plan needs "
-        "it given)",
-    )
-    parser.add_argument(
-        "--seq",
-        type=positive,
-        metavar="N",
-        help="tokens of a sequence (default: the model's own)",
+    add_counts(
+        parser,
+        {
+            "--devices": "devices of all hosts (default: those of --layout, or of the "
+            "torus)",
+            "--hosts": "hosts, or slices of a TPU (default: as few as hold the "
+            "devices)",
+            "--global-batch": "sequences in a step (default: one a microbatch and "
+            "device; plan needs it given)",
+            "--seq": "tokens of a sequence (default: the model's own)",
+        },
     )
     parser.add_argument(
         "--execution",

@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from meshpar.cli.joined import add_joined_arguments, num_processes_of, run_joined
-from meshpar.cli.parsing import above_zero, import_function, not_negative, positive
+from meshpar.cli.parsing import (
+    above_zero,
+    add_counts,
+    import_function,
+    not_negative,
+    positive,
+)
 from meshpar.distributed import Processes
 from meshpar.errors import InputError
 from meshpar.layout import MESH_AXES, Layout
@@ -72,12 +78,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="where a text ends (default: nowhere)",
     )
-    add(
-        "--slots",
-        type=positive,
-        metavar="N",
-        help="prompts that run at once (default: all, up to 32 a device)",
-    )
+    slots = "prompts that run at once (default: all, up to 32 a device)"
+    add_counts(parser, {"--slots": slots})
     add(
         "--emulate",
         type=not_negative,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshpar.cli.estimate import add_workload_arguments, cluster_for, workload_for
 from meshpar.cli.measure import Measured, check_measurable, measure
-from meshpar.cli.parsing import above_zero, positive
+from meshpar.cli.parsing import above_zero, add_counts, option_words, positive
 from meshpar.cli.plan_curve import add_curve_arguments, check_curve, run_curve
 from meshpar.cli.plan_other import (
     add_table_arguments,
@@ -95,12 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="mesh axes to use: both mean all of them, since make_train_step lays out "
         "each",
     )
-    add(
-        "--plans",
-        type=positive,
-        metavar="N",
-        help=f"plans to print (default: {_PLANS})",
-    )
+    add_counts(parser, {"--plans": f"plans to print (default: {_PLANS})"})
     add(
         "--confirm",
         type=positive,
@@ -199,20 +194,13 @@ def _report(
 
 def _any_request(args: argparse.Namespace) -> Request | OtherRequest:
     """What is planned: a transformer, or another model."""
-    _check_batch(args)
-    if not is_other(args):
-        return _request(args)
-    return other_request(args, cluster_for(args), _constraints(args), args.global_batch)
-
-
-def _check_batch(args: argparse.Namespace) -> None:
     if args.global_batch is None:
         raise InputError(
             "a plan depends on the batch; give --global-batch N, in sequences of --seq"
         )
-
-
-def _request(args: argparse.Namespace) -> Request:
+    if is_other(args):
+        cluster, constraints = cluster_for(args), _constraints(args)
+        return other_request(args, cluster, constraints, args.global_batch)
     workload = workload_for(args)
     return Request(
         workload=workload,
@@ -307,8 +295,7 @@ def _model_words(args: argparse.Namespace) -> list[str]:
         preset, model = model, None
     if args.vocab is not None:
         model = ",".join([*([model] if model else []), f"vocab={args.vocab}"])
-    chosen = {"--preset": preset, "--model": model}
-    return [word for pair in chosen.items() if pair[1] for word in pair]
+    return option_words({"--preset": preset, "--model": model})
 
 
 def _row(plan: Estimate) -> str:
