@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,10 +27,12 @@ from meshpar.errors import InputError
 from meshpar.layout import Layout
 
 if TYPE_CHECKING:
+    from jax import Device
     from jax.sharding import AbstractMesh
     from rich.console import Console
 
     from meshpar.audit.program_report import AuditReport
+    from meshpar.model.contract import Model
     from meshpar.train.step import Batch, TrainStep
 
 _SEQ = 1024
@@ -152,11 +154,9 @@ def _step_of(
     args: argparse.Namespace, layout: Layout
 ) -> tuple[TrainStep, Mapping[str, Any]]:
     import jax
-    import optax
 
     from meshpar.mesh import absent_mesh
     from meshpar.model.tracing import traced_batch
-    from meshpar.train.make_step import make_train_step
 
     mesh = None
     if args.target is not None:
@@ -168,17 +168,28 @@ def _step_of(
     if args.recipe:
         return _of_recipe(args, layout, mesh)
     devices = None if mesh else jax.devices()[: layout.num_devices]
-    step = make_train_step(
-        model_of(args),
-        optax.adamw(1e-3),
-        layout,
-        devices=devices,
-        mesh=mesh,
-        max_grad_norm=1.0,
-    )
+    step = adamw_step(model_of(args), layout, devices=devices, mesh=mesh)
     least = layout.batch_shards * layout.microbatches
     seq = args.seq or longest_seq(args.preset, args.model, most=_SEQ)
     return step, traced_batch(step.model, args.global_batch or least, seq)
+
+
+def adamw_step(
+    model: Model,
+    layout: Layout | str,
+    *,
+    devices: Sequence[Device] | None = None,
+    mesh: AbstractMesh | None = None,
+) -> TrainStep:
+    """The step that is looked at where none is given: AdamW's, gradients clipped."""
+    import optax
+
+    from meshpar.train.make_step import make_train_step
+
+    optimizer = optax.adamw(1e-3)
+    return make_train_step(
+        model, optimizer, layout, devices=devices, mesh=mesh, max_grad_norm=1.0
+    )
 
 
 def _of_recipe(

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
-import optax
 
 from meshpar.audit.report import audit
 from meshpar.audit.target import Target
 from meshpar.audit.targets import TargetError
+from meshpar.cli.audit import adamw_step
 from meshpar.cli.parsing import MODEL_FROM, model_of
 from meshpar.errors import InputError
 from meshpar.hardware.devices import DEVICES, TARGET_OF
@@ -24,7 +24,6 @@ from meshpar.planner.cost.estimate import Estimate, estimate_run
 from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.workload.shapes import OTHER_SHAPES, SHAPES
 from meshpar.train.layout_refusals import layout_refusals
-from meshpar.train.make_step import make_train_step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,9 +156,7 @@ def compiled(model: Model, target: Target, plan: Estimate) -> Confirmed:
     names: dict[str, Any] = {"layout": str(layout), "target": str(target)}
     for refusal in layout_refusals(layout).values():
         return Confirmed(**names, problem=refusal)
-    step = make_train_step(
-        model, optax.adamw(1e-3), layout, mesh=absent_mesh(layout), max_grad_norm=1.0
-    )
+    step = adamw_step(model, layout, mesh=absent_mesh(layout))
     batch = traced_batch(step.model, run.global_batch, run.seq)
     try:
         report = audit(step, batch, target=target)

@@ -16,7 +16,7 @@ from meshpar.cli.plan_other import (
 from meshpar.errors import InputError
 from meshpar.hardware.devices import DEVICES
 from meshpar.layout import Layout
-from meshpar.planner.cost.estimate import estimate
+from meshpar.planner.cost.estimate import Estimate, estimate
 from meshpar.planner.cost.in_words import estimate_in_words
 from meshpar.planner.inference.estimate import estimate_inference
 from meshpar.planner.inference.in_words import in_words
@@ -25,7 +25,6 @@ from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.machine.execution import (
     EXECUTIONS,
     MESHPAR,
-    Execution,
     execution_of,
 )
 from meshpar.planner.search.constraints import Constraints
@@ -119,20 +118,14 @@ def run(args: argparse.Namespace) -> int:
         return _of_generation(args, layout, cluster)
     if args.prompt is not None:
         raise InputError("--prompt is of generation; give --slots too, or leave it out")
-    batch = args.global_batch or _smallest_batch(layout, cluster)
     if is_other(args):
+        batch = args.global_batch or _smallest_batch(layout, cluster)
         kept = _kept(layout.resolve(cluster.num_devices))
         return run_estimate(args, other_request(args, cluster, kept, batch))
-    workload, execution = workload_for(args), execution_of(args.execution)
-    _check(layout.resolve(cluster.num_devices), execution)
-    found = estimate(
-        workload,
-        cluster,
-        layout,
-        global_batch=batch,
-        seq=args.seq,
-        execution=execution,
-    )
+    if not execution_of(args.execution).eager:
+        for message in layout_refusals(layout.resolve(cluster.num_devices)).values():
+            raise InputError(message)
+    found = estimated(args, layout, cluster)
     text = "\n".join(estimate_in_words(found))
     print(json.dumps(found.as_json()) if args.json else text)
     return 0 if found.fits else 1
@@ -165,11 +158,20 @@ def _of_generation(args: argparse.Namespace, layout: Layout, cluster: Cluster) -
     return 0 if found.fits else 1
 
 
-def _check(layout: Layout, execution: Execution) -> None:
-    """Raises an InputError of what `make_train_step` refuses of a layout."""
-    refusals = {} if execution.eager else layout_refusals(layout)
-    for message in refusals.values():
-        raise InputError(message)
+def estimated(args: argparse.Namespace, layout: Layout, cluster: Cluster) -> Estimate:
+    """The planner's estimate of a layout, of its smallest batch where none is given.
+
+    Raises:
+        InputError: No model is chosen, or the layout does not suit it.
+    """
+    return estimate(
+        workload_for(args),
+        cluster,
+        layout,
+        global_batch=args.global_batch or _smallest_batch(layout, cluster),
+        seq=args.seq,
+        execution=execution_of(args.execution),
+    )
 
 
 def workload_for(args: argparse.Namespace) -> Workload:
