@@ -28,7 +28,7 @@ from meshpar.planner.machine.execution import (
     execution_of,
 )
 from meshpar.planner.search.constraints import Constraints
-from meshpar.planner.workload.shapes import workload_of
+from meshpar.planner.workload.shapes import OTHER_SHAPES, SHAPES, workload_of
 from meshpar.planner.workload.workload import Workload
 from meshpar.train.layout_refusals import layout_refusals
 
@@ -187,6 +187,15 @@ def workload_for(args: argparse.Namespace) -> Workload:
         return workload_of(args.model, words=words)
     changed = [part for part in (args.model, words) if part]
     return workload_of(args.preset, words=",".join(changed) or None)
+
+
+def model_words(args: argparse.Namespace) -> tuple[str | None, str | None]:
+    """`--preset` and `--model` of the model itself, whose sizes the options gave."""
+    preset, sizes = args.preset, args.model
+    if sizes in SHAPES or sizes in OTHER_SHAPES:
+        preset, sizes = sizes, None
+    vocab = None if args.vocab is None else f"vocab={args.vocab}"
+    return preset, ",".join(part for part in (sizes, vocab) if part) or None
 
 
 def cluster_for(args: argparse.Namespace, layout: Layout | None = None) -> Cluster:

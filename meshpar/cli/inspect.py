@@ -55,9 +55,8 @@ def _print(found: Contents) -> None:
     for name, values in (("config", found.config), ("data", found.data)):
         told = [f"{key}={value}" for key, value in values.items() if value is not None]
         say(f"{name} {', '.join(told)}")
-    table = Table(box=None, pad_edge=False)
-    for heading in ("array", "shape", "dtype", "bytes"):
-        table.add_column(heading, justify="right" if heading == "bytes" else "left")
+    table = Table("array", "shape", "dtype", box=None, pad_edge=False)
+    table.add_column("bytes", justify="right")
     for one in found.arrays:
         shape = " ".join(map(str, one.shape))
         table.add_row(one.path, shape, one.dtype, f"{one.bytes:,}")

@@ -147,11 +147,12 @@ def measure(args: argparse.Namespace, plans: Sequence[Estimate]) -> Measured:
 
 def _measured(args: argparse.Namespace, plan: Estimate) -> MeasuredPlan:
     run = plan.run
+    model = {name: getattr(args, name) for name in ("preset", "model", "vocab")}
     answer = _child(
         {
             "ask": "step",
             "layout": str(run.layout),
-            "model": {name: getattr(args, name) for name in _MODEL},
+            "model": model,
             "global_batch": run.global_batch,
             "seq": run.seq,
             "devices": run.cluster.num_devices,
@@ -165,9 +166,6 @@ def _measured(args: argparse.Namespace, plan: Estimate) -> MeasuredPlan:
         measured_s=answer.get("seconds"),
         problem=answer.get("problem", ""),
     )
-
-
-_MODEL = ("preset", "model", "vocab")
 
 
 def _child(asked: dict[str, Any]) -> dict[str, Any]:

@@ -164,7 +164,8 @@ def given_options(args: argparse.Namespace, names: Iterable[str]) -> list[str]:
 
 def option_words(options: Mapping[str, str | None]) -> list[str]:
     """The words of a command line that give those options that have a value."""
-    return [word for pair in options.items() if pair[1] for word in pair]
+    given = [(option, value) for option, value in options.items() if value]
+    return [word for pair in given for word in pair]
 
 
 def positive(text: str) -> int:

@@ -60,22 +60,19 @@ def run_curve(args: argparse.Namespace, request: Request | OtherRequest) -> int:
     """Prints the curve; 0 if anything fits, 1 if nothing does."""
     name = request.workload.name if isinstance(request, Request) else request.name
     curve = scaling_curve(request, args.curve)
-    if args.json:
-        print(json.dumps({"curve": curve.as_json()}))
-    else:
-        print("\n".join(curve_in_words(curve)))
+    text = "\n".join(curve_in_words(curve))
+    print(json.dumps({"curve": curve.as_json()}) if args.json else text)
     if not curve.fitting:
-        print(
-            f"meshpar plan: {bend_in_words(curve)}; give more --devices",
-            file=sys.stderr,
-        )
-    if curve.fitting and args.html:
+        none = f"meshpar plan: {bend_in_words(curve)}; give more --devices"
+        print(none, file=sys.stderr)
+        return 1
+    if args.html:
         from meshpar.cli.report.curve_plot import curve_page
 
         page = curve_page(name, curve)
         Path(args.html).write_text(page, encoding="utf-8")
-    if curve.fitting and args.plot:
+    if args.plot:
         from meshpar.cli.report.curve_plot import write_curve_picture
 
         write_curve_picture(name, curve, args.plot)
-    return 0 if curve.fitting else 1
+    return 0

@@ -97,10 +97,8 @@ def run_other(args: argparse.Namespace, request: OtherRequest) -> int:
 def run_estimate(args: argparse.Namespace, request: OtherRequest) -> int:
     """Prints the estimate of one layout; 0 if it fits, 1 if it does not."""
     plan, fits = request.of_layout()
-    if args.json:
-        print(json.dumps(plan.as_json()))
-    else:
-        print("\n".join([request.what, *plan.lines]))
+    text = "\n".join([request.what, *plan.lines])
+    print(json.dumps(plan.as_json()) if args.json else text)
     return 0 if fits else 1
 
 

@@ -6,11 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from meshpar.cli.estimate import (
-    add_layout_and_workload,
-    cluster_for,
-    estimated,
-)
+from meshpar.cli.estimate import add_layout_and_workload, cluster_for, estimated
 from meshpar.cli.plan_other import is_other
 from meshpar.cli.report.destination import PAGES, check_picture, output_file
 from meshpar.errors import InputError
