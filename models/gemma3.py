@@ -18,6 +18,7 @@ from meshpar.models.family import Family
 from meshpar.models.field_types import (
     check_field_types,
     check_heads,
+    check_kv_heads,
     check_least_zero,
     check_rotated,
     check_sizes,
@@ -85,11 +86,7 @@ class Gemma3Config:
         check_least_zero(self, query_size="head_dim", **no_limit)
         check_heads(self.embed, self.heads, self.head_dim)
         check_rotated(self.head_dim)
-        if self.heads % self.kv_heads:
-            raise InputError(
-                f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}; "
-                "every key/value head serves the same number of query heads"
-            )
+        check_kv_heads(self.heads, self.kv_heads)
         if self.layers < self.period:
             raise InputError(
                 f"period={self.period} of layers={self.layers}: there must be a whole "

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -31,6 +30,7 @@ from meshpar import InputError, Layout, emulate
 from meshpar.cli.parsing import positive
 from meshpar.cli.report.destination import check_picture, output_file
 from meshpar.layout import MESH_AXES
+from meshpar.recipes.printed_rows import write_rows
 from meshpar.recipes.shallow_water import Band, State, balanced
 
 BAND = Band(height=32, width=64)
@@ -129,9 +129,7 @@ def run(args: argparse.Namespace, layout: Layout) -> int:
         rows.append(row)
         forecasts = found
         print(in_words(row), flush=True)
-    if args.log_json:
-        with open(args.log_json, "w", encoding="utf-8") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+    write_rows(rows, args.log_json)
     errors, unmoved = rows[-1]["error"], rows[-1]["persistence"]
     for at, (error, other) in enumerate(zip(errors, unmoved, strict=True), start=1):
         print(f"after {12 * at} h: error {error:.4f}, persistence {other:.4f}")

@@ -12,17 +12,13 @@ picture (`pip install '.[plots]'`) has each expert's load over time, and the dro
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any
 
 from meshpar import InputError, Layout, emulate
 from meshpar.cli.parsing import positive
 from meshpar.cli.report.destination import check_picture, output_file
-
-Row = dict[str, Any]
+from meshpar.recipes.printed_rows import Row, printed, write_rows
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,15 +30,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.png is not None:
             check_picture("--png", args.png, {".png": "matplotlib"})
         emulate(layout.num_devices)
-        rows = []
-        for row in train(args.preset, layout, args.steps, args.global_batch, args.seq):
-            rows.append(row)
-            print(in_words(row), flush=True)
+        rows = printed(
+            train(args.preset, layout, args.steps, args.global_batch, args.seq),
+            in_words,
+        )
     except InputError as error:
         print(f"moe: {error}", file=sys.stderr)
         return 2
-    if args.log_json is not None:
-        Path(args.log_json).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(rows, args.log_json)
     if args.png is not None:
         draw(rows, args.png)
     return 0

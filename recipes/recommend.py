@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import sys
 import time
 from collections.abc import Generator, Iterator, Sequence
@@ -50,6 +49,7 @@ from meshpar.recipes.clicks import (
     popularity_and_user,
     split,
 )
+from meshpar.recipes.printed_rows import Row, printed, write_rows
 from meshpar.tables.placement import AUTO
 from meshpar.tables.table import KINDS, ROW_WISE
 
@@ -64,7 +64,6 @@ FIRST_VALUES = {"drawn": 0.05, "movielens": 0.01}
 user's held out, where 0.05 and 0.05 were past their best after 250 steps."""
 
 DIM = 16
-Row = dict[str, Any]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,15 +73,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         layout = Layout.parse(args.layout)
         layout.check_sizes()
         emulate(layout.num_devices)
-        rows = []
-        for row in train(args, layout, *split(DATA[args.data]())):
-            rows.append(row)
-            print(in_words(row), flush=True)
+        rows = printed(train(args, layout, *split(DATA[args.data]())), in_words)
     except InputError as error:
         print(f"recommend: {error}", file=sys.stderr)
         return 2
-    if args.log_json is not None:
-        Path(args.log_json).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(rows, args.log_json)
     return 0
 
 

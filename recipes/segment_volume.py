@@ -18,12 +18,10 @@ dims: one scan, seen always alike, is learnt by heart.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,6 +29,7 @@ import numpy as np
 from meshpar import InputError, Layout, emulate
 from meshpar.cli.parsing import positive
 from meshpar.cli.report.destination import check_picture, output_file
+from meshpar.recipes.printed_rows import write_rows
 from meshpar.recipes.volumes import (
     Scan,
     best_band,
@@ -168,8 +167,7 @@ def run(args: argparse.Namespace, layout: Layout) -> None:
         f"held out: Dice {task.dice(found):.4f} of the U-Net, {baseline:.4f} of the "
         f"best band; a whole volume takes {rows[-1]['inference_s']:.1f} s"
     )
-    if args.log_json is not None:
-        Path(args.log_json).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(rows, args.log_json)
     if args.png is not None:
         draw(task.scan, found, args.png)
     if args.out is not None:

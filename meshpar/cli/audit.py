@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,10 +27,12 @@ from meshpar.errors import InputError
 from meshpar.layout import Layout
 
 if TYPE_CHECKING:
+    from jax import Device
     from jax.sharding import AbstractMesh
     from rich.console import Console
 
     from meshpar.audit.program_report import AuditReport
+    from meshpar.model.contract import Model
     from meshpar.train.step import Batch, TrainStep
 
 _SEQ = 1024
@@ -151,11 +154,9 @@ def _step_of(
     args: argparse.Namespace, layout: Layout
 ) -> tuple[TrainStep, Mapping[str, Any]]:
     import jax
-    import optax
 
     from meshpar.mesh import absent_mesh
     from meshpar.model.tracing import traced_batch
-    from meshpar.train.make_step import make_train_step
 
     mesh = None
     if args.target is not None:
@@ -167,17 +168,28 @@ def _step_of(
     if args.recipe:
         return _of_recipe(args, layout, mesh)
     devices = None if mesh else jax.devices()[: layout.num_devices]
-    step = make_train_step(
-        model_of(args),
-        optax.adamw(1e-3),
-        layout,
-        devices=devices,
-        mesh=mesh,
-        max_grad_norm=1.0,
-    )
+    step = adamw_step(model_of(args), layout, devices=devices, mesh=mesh)
     least = layout.batch_shards * layout.microbatches
     seq = args.seq or longest_seq(args.preset, args.model, most=_SEQ)
     return step, traced_batch(step.model, args.global_batch or least, seq)
+
+
+def adamw_step(
+    model: Model,
+    layout: Layout | str,
+    *,
+    devices: Sequence[Device] | None = None,
+    mesh: AbstractMesh | None = None,
+) -> TrainStep:
+    """The step that is looked at where none is given: AdamW's, gradients clipped."""
+    import optax
+
+    from meshpar.train.make_step import make_train_step
+
+    optimizer = optax.adamw(1e-3)
+    return make_train_step(
+        model, optimizer, layout, devices=devices, mesh=mesh, max_grad_norm=1.0
+    )
 
 
 def _of_recipe(
@@ -210,25 +222,24 @@ def _print(report: AuditReport, console: Console) -> None:
         totals_table,
     )
 
-    console.print(
+    say = partial(console.print, highlight=False, markup=False)
+    say(
         f"layout {report.layout} compiled for {report.target} in "
-        f"{report.compile_s:.1f} s",
-        highlight=False,
+        f"{report.compile_s:.1f} s"
     )
     if report.compiler_options:
         given = ", ".join(map(_option_text, report.compiler_options.items()))
-        console.print(f"compiler options: {given}", highlight=False, markup=False)
+        say(f"compiler options: {given}")
     if report.problem:
-        console.print(report.problem, highlight=False, markup=False)
+        say(report.problem)
     else:
-        console.print(collective_table(report))
-        console.print(totals_table(report))
-        console.print(overlap_table(report))
-        console.print(buffer_table(report))
-        _print_memory(report, console)
+        for table in (collective_table, totals_table, overlap_table, buffer_table):
+            console.print(table(report))
+        for line in _memory_lines(report):
+            say(line)
     slow = map(str, report.slow_axes)
     for line in (*report.notes, *slow, *report.complaints()):
-        console.print(line, highlight=False, markup=False)
+        say(line)
 
 
 def _option_text(option: tuple[str, Any]) -> str:
@@ -236,25 +247,18 @@ def _option_text(option: tuple[str, Any]) -> str:
     return f"{name}={str(value).lower() if isinstance(value, bool) else value}"
 
 
-def _print_memory(report: AuditReport, console: Console) -> None:
+def _memory_lines(report: AuditReport) -> Iterator[str]:
     memory = report.compiled_memory
-    console.print(
+    yield (
         f"per device: arguments {memory.argument_bytes:,}, temporaries "
         f"{memory.temp_bytes:,}, results {memory.output_bytes:,} "
         f"({memory.alias_bytes:,} in place of arguments), peak {memory.peak_bytes:,} "
-        f"bytes; {report.flops:.4g} matmul FLOPs",
-        highlight=False,
+        f"bytes; {report.flops:.4g} matmul FLOPs"
     )
     for call in report.uncounted:
-        console.print(
-            f"FLOPs not counted: {call.name}, {call.source or 'no line'}, runs "
-            f"{call.executions:,} times",
-            highlight=False,
-        )
+        where = call.source or "no line"
+        yield f"FLOPs not counted: {call.name}, {where}, runs {call.executions:,} times"
     if report.capacity_bytes is not None:
         verdict = "fits" if report.fits else "does not fit"
-        console.print(
-            f"{verdict}: peak {memory.peak_bytes / _GIB:.2f} GiB of "
-            f"{report.capacity_bytes / _GIB:.2f} GiB",
-            highlight=False,
-        )
+        peak, capacity = memory.peak_bytes / _GIB, report.capacity_bytes / _GIB
+        yield f"{verdict}: peak {peak:.2f} GiB of {capacity:.2f} GiB"

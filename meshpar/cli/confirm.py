@@ -9,11 +9,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
-import optax
 
 from meshpar.audit.report import audit
 from meshpar.audit.target import Target
 from meshpar.audit.targets import TargetError
+from meshpar.cli.audit import adamw_step
+from meshpar.cli.estimate import model_words
 from meshpar.cli.parsing import MODEL_FROM, model_of
 from meshpar.errors import InputError
 from meshpar.hardware.devices import DEVICES, TARGET_OF
@@ -22,9 +23,7 @@ from meshpar.model.contract import Model
 from meshpar.model.tracing import traced_batch
 from meshpar.planner.cost.estimate import Estimate, estimate_run
 from meshpar.planner.machine.cluster import Cluster
-from meshpar.planner.workload.shapes import OTHER_SHAPES, SHAPES
 from meshpar.train.layout_refusals import layout_refusals
-from meshpar.train.make_step import make_train_step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,17 +69,15 @@ class Confirmed:
 
     def rows(self) -> list[tuple[str, str, str, str]]:
         """What, predicted, compiled, and how far apart."""
-        pairs = {"memory": (self.predicted_bytes, self.compiled_bytes)}
-        pairs |= {f"sent over {'+'.join(axes)}": of for axes, of in self._by_size()}
         if self.problem:
             return [("problem", self.problem, "", "")]
+        by_size = sorted(self.collectives.items(), key=lambda item: -max(item[1]))
+        pairs = {"memory": (self.predicted_bytes, self.compiled_bytes)}
+        pairs |= {f"sent over {'+'.join(axes)}": of for axes, of in by_size}
         return [
             (name, f"{predicted:,.0f}", f"{compiled:,.0f}", _apart(predicted, compiled))
             for name, (predicted, compiled) in pairs.items()
         ]
-
-    def _by_size(self) -> list[tuple[tuple[str, ...], tuple[float, float]]]:
-        return sorted(self.collectives.items(), key=lambda item: -max(item[1]))
 
     def lines(self) -> list[str]:
         """The same as text."""
@@ -130,16 +127,12 @@ def chosen_model(args: argparse.Namespace) -> Model:
     Raises:
         InputError: The planner knows its sizes, but there is no such model to build.
     """
-    preset, sizes = args.preset, args.model
-    if sizes in SHAPES or sizes in OTHER_SHAPES:
-        preset, sizes = sizes, None
-    if args.vocab is not None and (sizes or "").endswith(".json"):
+    if args.vocab is not None and (args.model or "").endswith(".json"):
         raise InputError(
             f"--vocab {args.vocab} changes the planner's sizes, not the model of "
-            f"{sizes}; change vocab_size in the file"
+            f"{args.model}; change vocab_size in the file"
         )
-    if args.vocab is not None:
-        sizes = ",".join(part for part in (sizes, f"vocab={args.vocab}") if part)
+    preset, sizes = model_words(args)
     chosen = argparse.Namespace(preset=preset, model=sizes, model_from=MODEL_FROM)
     return model_of(chosen)
 
@@ -157,9 +150,7 @@ def compiled(model: Model, target: Target, plan: Estimate) -> Confirmed:
     names: dict[str, Any] = {"layout": str(layout), "target": str(target)}
     for refusal in layout_refusals(layout).values():
         return Confirmed(**names, problem=refusal)
-    step = make_train_step(
-        model, optax.adamw(1e-3), layout, mesh=absent_mesh(layout), max_grad_norm=1.0
-    )
+    step = adamw_step(model, layout, mesh=absent_mesh(layout))
     batch = traced_batch(step.model, run.global_batch, run.seq)
     try:
         report = audit(step, batch, target=target)

@@ -6,7 +6,7 @@ import argparse
 import json
 from dataclasses import fields
 
-from meshpar.cli.parsing import check_sizes, positive
+from meshpar.cli.parsing import add_counts, check_sizes
 from meshpar.cli.plan_other import (
     add_table_arguments,
     is_other,
@@ -16,7 +16,7 @@ from meshpar.cli.plan_other import (
 from meshpar.errors import InputError
 from meshpar.hardware.devices import DEVICES
 from meshpar.layout import Layout
-from meshpar.planner.cost.estimate import estimate
+from meshpar.planner.cost.estimate import Estimate, estimate
 from meshpar.planner.cost.in_words import estimate_in_words
 from meshpar.planner.inference.estimate import estimate_inference
 from meshpar.planner.inference.in_words import in_words
@@ -25,11 +25,10 @@ from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.machine.execution import (
     EXECUTIONS,
     MESHPAR,
-    Execution,
     execution_of,
 )
 from meshpar.planner.search.constraints import Constraints
-from meshpar.planner.workload.shapes import workload_of
+from meshpar.planner.workload.shapes import OTHER_SHAPES, SHAPES, workload_of
 from meshpar.planner.workload.workload import Workload
 from meshpar.train.layout_refusals import layout_refusals
 
@@ -45,18 +44,13 @@ STATUSES = "0 it fits, 1 it does not, 2 bad input"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this subcommand's options."""
-    parser.add_argument(
-        "--slots",
-        type=positive,
-        metavar="N",
-        help="of generation instead of training: requests that run at once, each of "
-        "--seq tokens (default: training)",
-    )
-    parser.add_argument(
-        "--prompt",
-        type=positive,
-        metavar="N",
-        help="with --slots: tokens of a prompt (default: half of --seq)",
+    add_counts(
+        parser,
+        {
+            "--slots": "of generation instead of training: requests that run at once, "
+            "each of --seq tokens (default: training)",
+            "--prompt": "with --slots: tokens of a prompt (default: half of --seq)",
+        },
     )
     add_layout_and_workload(parser)
     add_table_arguments(parser)
@@ -84,42 +78,25 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
         help="a named model, a Hugging Face config.json, or layers=4,hidden=256,... "
         "(with --preset: what differs from it)",
     )
-    parser.add_argument(
-        "--vocab",
-        type=positive,
-        metavar="N",
-        help="tokens of the vocabulary (default: the model's own)",
-    )
+    vocab = "tokens of the vocabulary (default: the model's own)"
+    add_counts(parser, {"--vocab": vocab})
     parser.add_argument(
         "--hardware",
         metavar="NAME|FILE.toml",
         default="h100-80gb",
         help=f"{', '.join(DEVICES)}; with a torus tpu-v5p:4x4x8 (default: %(default)s)",
     )
-    parser.add_argument(
-        "--devices",
-        type=positive,
-        metavar="N",
-        help="devices of all hosts (default: those of --layout, or of the torus)",
-    )
-    parser.add_argument(
-        "--hosts",
-        type=positive,
-        metavar="N",
-        help="hosts, or slices of a TPU (default: as few as hold the devices)",
-    )
-    parser.add_argument(
-        "--global-batch",
-        type=positive,
-        metavar="N",
-        help="sequences in a step (default: one a microbatch and device; plan needs "
-        "it given)",
-    )
-    parser.add_argument(
-        "--seq",
-        type=positive,
-        metavar="N",
-        help="tokens of a sequence (default: the model's own)",
+    add_counts(
+        parser,
+        {
+            "--devices": "devices of all hosts (default: those of --layout, or of the "
+            "torus)",
+            "--hosts": "hosts, or slices of a TPU (default: as few as hold the "
+            "devices)",
+            "--global-batch": "sequences in a step (default: one a microbatch and "
+            "device; plan needs it given)",
+            "--seq": "tokens of a sequence (default: the model's own)",
+        },
     )
     parser.add_argument(
         "--execution",
@@ -141,20 +118,14 @@ def run(args: argparse.Namespace) -> int:
         return _of_generation(args, layout, cluster)
     if args.prompt is not None:
         raise InputError("--prompt is of generation; give --slots too, or leave it out")
-    batch = args.global_batch or _smallest_batch(layout, cluster)
     if is_other(args):
+        batch = args.global_batch or _smallest_batch(layout, cluster)
         kept = _kept(layout.resolve(cluster.num_devices))
         return run_estimate(args, other_request(args, cluster, kept, batch))
-    workload, execution = workload_for(args), execution_of(args.execution)
-    _check(layout.resolve(cluster.num_devices), execution)
-    found = estimate(
-        workload,
-        cluster,
-        layout,
-        global_batch=batch,
-        seq=args.seq,
-        execution=execution,
-    )
+    if not execution_of(args.execution).eager:
+        for message in layout_refusals(layout.resolve(cluster.num_devices)).values():
+            raise InputError(message)
+    found = estimated(args, layout, cluster)
     text = "\n".join(estimate_in_words(found))
     print(json.dumps(found.as_json()) if args.json else text)
     return 0 if found.fits else 1
@@ -187,11 +158,20 @@ def _of_generation(args: argparse.Namespace, layout: Layout, cluster: Cluster) -
     return 0 if found.fits else 1
 
 
-def _check(layout: Layout, execution: Execution) -> None:
-    """Raises an InputError of what `make_train_step` refuses of a layout."""
-    refusals = {} if execution.eager else layout_refusals(layout)
-    for message in refusals.values():
-        raise InputError(message)
+def estimated(args: argparse.Namespace, layout: Layout, cluster: Cluster) -> Estimate:
+    """The planner's estimate of a layout, of its smallest batch where none is given.
+
+    Raises:
+        InputError: No model is chosen, or the layout does not suit it.
+    """
+    return estimate(
+        workload_for(args),
+        cluster,
+        layout,
+        global_batch=args.global_batch or _smallest_batch(layout, cluster),
+        seq=args.seq,
+        execution=execution_of(args.execution),
+    )
 
 
 def workload_for(args: argparse.Namespace) -> Workload:
@@ -207,6 +187,15 @@ def workload_for(args: argparse.Namespace) -> Workload:
         return workload_of(args.model, words=words)
     changed = [part for part in (args.model, words) if part]
     return workload_of(args.preset, words=",".join(changed) or None)
+
+
+def model_words(args: argparse.Namespace) -> tuple[str | None, str | None]:
+    """`--preset` and `--model` of the model itself, whose sizes the options gave."""
+    preset, sizes = args.preset, args.model
+    if sizes in SHAPES or sizes in OTHER_SHAPES:
+        preset, sizes = sizes, None
+    vocab = None if args.vocab is None else f"vocab={args.vocab}"
+    return preset, ",".join(part for part in (sizes, vocab) if part) or None
 
 
 def cluster_for(args: argparse.Namespace, layout: Layout | None = None) -> Cluster:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from meshpar.cli.parsing import import_function, positive
+from meshpar.cli.parsing import add_checkpoint_argument, import_function, positive
 
 _EXPORT = "meshpar.models.convert.export:export"
 """What writes: looked up when the command runs, as the library imports no model."""
@@ -16,12 +16,8 @@ STATUSES = "0 done, 2 bad input"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this subcommand's options."""
+    add_checkpoint_argument(parser)
     add = parser.add_argument
-    add(
-        "checkpoint",
-        metavar="CKPT",
-        help="the folder of a run (--out), of its checkpoints, or of one of them",
-    )
     add(
         "--to",
         required=True,

@@ -18,9 +18,11 @@ from meshpar.cli.lint import rule_pairs
 from meshpar.cli.parsing import (
     MODEL_FROM,
     OneLineParser,
+    add_counts,
     add_model_arguments,
     model_of,
     not_negative,
+    option_words,
     positive,
 )
 from meshpar.emulate import DEFAULT_DEVICES, emulate
@@ -58,17 +60,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="LINE",
         help="with --layout: go on under this one after a step, from a checkpoint",
     )
-    add(
-        "--global-batch",
-        type=positive,
-        metavar="N",
-        help="sequences in a step (default: drawn)",
-    )
-    add(
-        "--seq",
-        type=positive,
-        metavar="N",
-        help="tokens of a sequence (default: drawn)",
+    add_counts(
+        parser,
+        {
+            "--global-batch": "sequences in a step (default: drawn)",
+            "--seq": "tokens of a sequence (default: drawn)",
+        },
     )
     add(
         "--mask",
@@ -160,15 +157,10 @@ def _choices(args: argparse.Namespace) -> Choices:
 
 def _turns(args: argparse.Namespace) -> tuple[tuple[str, ...], ...]:
     """The options that choose a model, as given; those of families where none are."""
-    words: list[str] = []
-    default = _model_parser().get_default("model_from")
-    if args.model_from != default:
-        words += ["--model-from", args.model_from]
-    if args.preset:
-        words += ["--preset", args.preset]
-    if args.model:
-        words += ["--model", args.model]
-    rules = ["--with-rules", args.with_rules] if args.with_rules else []
+    words = option_words({"--preset": args.preset, "--model": args.model})
+    if args.model_from != MODEL_FROM:
+        words = ["--model-from", args.model_from, *words]
+    rules = option_words({"--with-rules": args.with_rules})
     turns = ((shlex.join(words),),) if words else fuzzed_turns()
     return tuple(tuple(" ".join([text, *rules]) for text in family) for family in turns)
 
@@ -192,13 +184,9 @@ def _changes(text: str) -> dict[str, tuple[str, ...]]:
 
 
 def _model_options(text: str) -> argparse.Namespace:
-    return _model_parser().parse_args(shlex.split(text))
-
-
-def _model_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(prog="meshpar fuzz")
     _add_model_arguments(parser)
-    return parser
+    return parser.parse_args(shlex.split(text))
 
 
 def _print_end(report: Report, seconds: float) -> None:

@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from meshpar.cli.joined import add_joined_arguments, num_processes_of, run_joined
-from meshpar.cli.parsing import above_zero, import_function, not_negative, positive
+from meshpar.cli.parsing import (
+    above_zero,
+    add_counts,
+    import_function,
+    not_negative,
+    positive,
+)
 from meshpar.distributed import Processes
 from meshpar.errors import InputError
 from meshpar.layout import MESH_AXES, Layout
@@ -72,12 +78,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="where a text ends (default: nowhere)",
     )
-    add(
-        "--slots",
-        type=positive,
-        metavar="N",
-        help="prompts that run at once (default: all, up to 32 a device)",
-    )
+    slots = "prompts that run at once (default: all, up to 32 a device)"
+    add_counts(parser, {"--slots": slots})
     add(
         "--emulate",
         type=not_negative,
@@ -126,8 +128,7 @@ def _num_emulated(asked: int | None, layout: Layout, num_processes: int | None) 
             "Kubernetes says how many pods the Job has only once they are joined: give "
             "--emulate 0 for the pods' own devices, or N virtual ones of each"
         )
-    open_size = -1 in (getattr(layout, axis) for axis in MESH_AXES)
-    needed = DEFAULT_DEVICES if open_size else layout.num_devices
+    needed = DEFAULT_DEVICES if _is_open(layout) else layout.num_devices
     if needed % num_processes:
         raise InputError(
             f"layout {str(layout)!r} needs {needed} devices, which do not divide over "
@@ -154,7 +155,7 @@ def _generated(
     from meshpar.generation.texts import reads_source
 
     devices = jax.devices()
-    layout = layout.resolve(_num_devices(layout, len(devices)))
+    layout = layout.resolve(len(devices)) if _is_open(layout) else layout
     start = loaded.start_tokens if reads_source(loaded.model) else None
     requests = requests_of(
         prompts,
@@ -190,10 +191,9 @@ def _generated(
     return _completed(engine, prompts, requests, streams=streams)
 
 
-def _num_devices(layout: Layout, there: int) -> int:
-    """Of the devices, all for a -1, else as many as the layout needs."""
-    sizes = [getattr(layout, axis) for axis in MESH_AXES]
-    return there if -1 in sizes else layout.num_devices
+def _is_open(layout: Layout) -> bool:
+    """Whether the devices that there are say the size of a mesh axis."""
+    return -1 in (getattr(layout, axis) for axis in MESH_AXES)
 
 
 def _completed(

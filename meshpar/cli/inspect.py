@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshpar.cli.parsing import not_negative
+from meshpar.cli.parsing import add_checkpoint_argument, not_negative
 
 if TYPE_CHECKING:
     from meshpar.train.checkpoint_contents import Contents
@@ -19,12 +19,8 @@ STATUSES = "0 done, 1 it is damaged, 2 bad input"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this subcommand's options."""
+    add_checkpoint_argument(parser)
     add = parser.add_argument
-    add(
-        "checkpoint",
-        metavar="CKPT",
-        help="the folder of a run (--out), of its checkpoints, or of one of them",
-    )
     add("--step", type=not_negative, metavar="N", help="which (default: the newest)")
     add("--json", action="store_true", help="print one JSON object on stdout")
 
@@ -59,9 +55,8 @@ def _print(found: Contents) -> None:
     for name, values in (("config", found.config), ("data", found.data)):
         told = [f"{key}={value}" for key, value in values.items() if value is not None]
         say(f"{name} {', '.join(told)}")
-    table = Table(box=None, pad_edge=False)
-    for heading in ("array", "shape", "dtype", "bytes"):
-        table.add_column(heading, justify="right" if heading == "bytes" else "left")
+    table = Table("array", "shape", "dtype", box=None, pad_edge=False)
+    table.add_column("bytes", justify="right")
     for one in found.arrays:
         shape = " ".join(map(str, one.shape))
         table.add_row(one.path, shape, one.dtype, f"{one.bytes:,}")

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from meshpar.cli.parsing import import_function, one_line, positive
+from meshpar.cli.parsing import add_counts, import_function, one_line, positive
 from meshpar.distributed import Processes, find_place, leave, start, status_of
 from meshpar.distributed.cluster import is_kubernetes_pod
 from meshpar.emulate import emulate
@@ -31,12 +31,8 @@ def add_joined_arguments(parser: argparse.ArgumentParser) -> None:
         help="of process 0, to join processes by hand with the next two (default: as "
         "SLURM, Open MPI, a TPU pod or, with --emulate, Kubernetes says)",
     )
-    add(
-        "--num-processes",
-        type=positive,
-        metavar="N",
-        help="how many are started (default: likewise)",
-    )
+    started = "how many are started (default: likewise)"
+    add_counts(parser, {"--num-processes": started})
     add(
         "--process-id",
         type=int,

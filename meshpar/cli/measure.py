@@ -11,7 +11,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from meshpar.errors import InputError
@@ -58,16 +58,7 @@ class Measured:
     def as_json(self) -> dict[str, Any]:
         """Two keys of what `meshpar plan --json` prints."""
         return {
-            "measured": [
-                {
-                    "layout": plan.layout,
-                    "predicted_s": plan.predicted_s,
-                    "measured_s": plan.measured_s,
-                    "fitted_s": plan.fitted_s,
-                    "problem": plan.problem,
-                }
-                for plan in self.plans
-            ],
+            "measured": [asdict(plan) for plan in self.plans],
             "fitted_efficiency": self.efficiency,
         }
 
@@ -147,9 +138,7 @@ def measure(args: argparse.Namespace, plans: Sequence[Estimate]) -> Measured:
     fitted = iter(refit)
     return Measured(
         plans=tuple(
-            MeasuredPlan(**{**vars(one), "fitted_s": next(fitted)})
-            if one.measured_s
-            else one
+            replace(one, fitted_s=next(fitted)) if one.measured_s else one
             for one in found
         ),
         efficiency=efficiency,
@@ -158,11 +147,12 @@ def measure(args: argparse.Namespace, plans: Sequence[Estimate]) -> Measured:
 
 def _measured(args: argparse.Namespace, plan: Estimate) -> MeasuredPlan:
     run = plan.run
+    model = {name: getattr(args, name) for name in ("preset", "model", "vocab")}
     answer = _child(
         {
             "ask": "step",
             "layout": str(run.layout),
-            "model": {name: getattr(args, name) for name in _MODEL},
+            "model": model,
             "global_batch": run.global_batch,
             "seq": run.seq,
             "devices": run.cluster.num_devices,
@@ -176,9 +166,6 @@ def _measured(args: argparse.Namespace, plan: Estimate) -> MeasuredPlan:
         measured_s=answer.get("seconds"),
         problem=answer.get("problem", ""),
     )
-
-
-_MODEL = ("preset", "model", "vocab")
 
 
 def _child(asked: dict[str, Any]) -> dict[str, Any]:

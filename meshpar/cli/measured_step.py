@@ -36,25 +36,19 @@ def _devices() -> dict[str, Any]:
 
 
 def _measured(asked: dict[str, Any]) -> dict[str, Any]:
-    """The steps of AdamW's, as `meshpar audit` and `--confirm` have them."""
+    """The steps that `meshpar audit` and `--confirm` look at, too."""
     if asked["emulate"]:
         emulate(asked["devices"])
     import jax
-    import optax
 
     from meshpar.calibration.step_trial import step_trial
+    from meshpar.cli.audit import adamw_step
     from meshpar.cli.confirm import chosen_model
     from meshpar.testing.batches import random_batch
-    from meshpar.train.make_step import make_train_step
 
     model = chosen_model(argparse.Namespace(**asked["model"]))
-    step = make_train_step(
-        model,
-        optax.adamw(1e-3),
-        asked["layout"],
-        devices=jax.devices()[: asked["devices"]],
-        max_grad_norm=1.0,
-    )
+    devices = jax.devices()[: asked["devices"]]
+    step = adamw_step(model, asked["layout"], devices=devices)
     batch = random_batch(model, asked["global_batch"], asked["seq"], seed=0)
     return {"seconds": step_trial(step, batch, steps=asked["steps"])}
 

@@ -7,7 +7,7 @@ import difflib
 import importlib
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -112,17 +112,14 @@ def add_layout_arguments(
         required=True,
         help="such as data=2,fsdp=2,tensor=2 (required)",
     )
-    parser.add_argument(
-        "--devices",
-        type=positive,
-        metavar="N",
-        help="devices of the machine (default: as many as the layout takes)",
-    )
-    parser.add_argument(
-        "--global-batch",
-        type=positive,
-        metavar="N",
-        help="sequences in a step (default: as few as the layout takes)",
+    add_counts(
+        parser,
+        {
+            "--devices": "devices of the machine (default: as many as the layout "
+            "takes)",
+            "--global-batch": "sequences in a step (default: as few as the layout "
+            "takes)",
+        },
     )
     parser.add_argument(
         "--seq",
@@ -131,6 +128,44 @@ def add_layout_arguments(
         metavar="N",
         help=f"tokens of a sequence (default: {seq_default})",
     )
+
+
+def add_counts(parser: argparse.ArgumentParser, counts: Mapping[str, str]) -> None:
+    """Adds options that are whole numbers of at least 1, or left out.
+
+    Args:
+        parser: What they are added to.
+        counts: Each option, and its help.
+    """
+    for option, meaning in counts.items():
+        parser.add_argument(option, type=positive, metavar="N", help=meaning)
+
+
+def add_checkpoint_argument(parser: argparse.ArgumentParser) -> None:
+    """Adds the word that names a checkpoint."""
+    parser.add_argument(
+        "checkpoint",
+        metavar="CKPT",
+        help="the folder of a run (--out), of its checkpoints, or of one of them",
+    )
+
+
+def given_options(args: argparse.Namespace, names: Iterable[str]) -> list[str]:
+    """Those of the options that have a value, as they are written.
+
+    Example:
+        >>> args = argparse.Namespace(checkpoint_s=30.0, mtbf=None)
+        >>> given_options(args, ("checkpoint_s", "mtbf", "price"))
+        ['--checkpoint-s']
+    """
+    given = (name for name in names if getattr(args, name, None) is not None)
+    return [f"--{name.replace('_', '-')}" for name in given]
+
+
+def option_words(options: Mapping[str, str | None]) -> list[str]:
+    """The words of a command line that give those options that have a value."""
+    given = [(option, value) for option, value in options.items() if value]
+    return [word for pair in given for word in pair]
 
 
 def positive(text: str) -> int:

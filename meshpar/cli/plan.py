@@ -9,9 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshpar.cli.estimate import add_workload_arguments, cluster_for, workload_for
+from meshpar.cli.estimate import (
+    add_workload_arguments,
+    cluster_for,
+    model_words,
+    workload_for,
+)
 from meshpar.cli.measure import Measured, check_measurable, measure
-from meshpar.cli.parsing import above_zero, positive
+from meshpar.cli.parsing import above_zero, add_counts, option_words, positive
 from meshpar.cli.plan_curve import add_curve_arguments, check_curve, run_curve
 from meshpar.cli.plan_other import (
     add_table_arguments,
@@ -38,7 +43,7 @@ from meshpar.planner.search.nearest_fit import nearest_fit
 from meshpar.planner.search.search import Request, SearchResult, search
 from meshpar.planner.search.sensitivity import sensitivities
 from meshpar.planner.search.training_cost import TrainingCost, training_cost
-from meshpar.planner.workload.shapes import OTHER_SHAPES, PUBLISHED, SHAPES
+from meshpar.planner.workload.shapes import OTHER_SHAPES, PUBLISHED
 
 if TYPE_CHECKING:  # It needs jax.
     from meshpar.cli.confirm import Confirmed
@@ -95,12 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="mesh axes to use: both mean all of them, since make_train_step lays out "
         "each",
     )
-    add(
-        "--plans",
-        type=positive,
-        metavar="N",
-        help=f"plans to print (default: {_PLANS})",
-    )
+    add_counts(parser, {"--plans": f"plans to print (default: {_PLANS})"})
     add(
         "--confirm",
         type=positive,
@@ -199,20 +199,13 @@ def _report(
 
 def _any_request(args: argparse.Namespace) -> Request | OtherRequest:
     """What is planned: a transformer, or another model."""
-    _check_batch(args)
-    if not is_other(args):
-        return _request(args)
-    return other_request(args, cluster_for(args), _constraints(args), args.global_batch)
-
-
-def _check_batch(args: argparse.Namespace) -> None:
     if args.global_batch is None:
         raise InputError(
             "a plan depends on the batch; give --global-batch N, in sequences of --seq"
         )
-
-
-def _request(args: argparse.Namespace) -> Request:
+    if is_other(args):
+        cluster, constraints = cluster_for(args), _constraints(args)
+        return other_request(args, cluster, constraints, args.global_batch)
     workload = workload_for(args)
     return Request(
         workload=workload,
@@ -225,19 +218,14 @@ def _request(args: argparse.Namespace) -> Request:
 
 
 def _constraints(args: argparse.Namespace) -> Constraints:
-    limit = args.max_memory_gib
+    """What every layout must have, by options or by lines of a layout."""
+    every, limit = args.sync_every, args.max_memory_gib
+    by_options = [args.layout, None if every is None else f"sync_every={every}"]
     return Constraints.of(
-        keep=_kept(args),
+        keep=[*args.keep, *filter(None, by_options)],
         forbid=args.forbid,
         max_memory_bytes=None if limit is None else limit * _GIB,
     )
-
-
-def _kept(args: argparse.Namespace) -> list[str]:
-    """What every layout must have, as lines of a layout."""
-    every = args.sync_every
-    by_options = [args.layout, None if every is None else f"sync_every={every}"]
-    return [*args.keep, *(line for line in by_options if line)]
 
 
 def _nothing_fits(
@@ -294,21 +282,12 @@ def _how_to_run(args: argparse.Namespace, best: Estimate) -> str:
             "run it: not yet; a config.json has its own vocabulary; leave --vocab out"
         )
     real = run.cluster.device.platform != "cpu"
-    words = ["--layout", str(run.layout), *_model_words(args)]
+    preset, sizes = model_words(args)
+    words = ["--layout", str(run.layout)]
+    words += option_words({"--preset": preset, "--model": sizes})
     words += ["--global-batch", str(run.global_batch), "--seq", str(run.seq)]
     words += ["--emulate", "0" if real else str(run.cluster.num_devices)]
     return f"run it: {shlex.join(['meshpar', 'train', *words])}"
-
-
-def _model_words(args: argparse.Namespace) -> list[str]:
-    """The options of `meshpar train` that give the model of a plan's."""
-    preset, model = args.preset, args.model
-    if preset is None and model in SHAPES:
-        preset, model = model, None
-    if args.vocab is not None:
-        model = ",".join([*([model] if model else []), f"vocab={args.vocab}"])
-    chosen = {"--preset": preset, "--model": model}
-    return [word for pair in chosen.items() if pair[1] for word in pair]
 
 
 def _row(plan: Estimate) -> str:

@@ -7,16 +7,15 @@ import json
 import sys
 from pathlib import Path
 
+from meshpar.cli.parsing import given_options
+from meshpar.cli.plan_training import OF_TRAINING
 from meshpar.cli.report.destination import PICTURES, check_picture, output_file
 from meshpar.errors import InputError
 from meshpar.planner.curve import BATCHES, bend_in_words, curve_in_words, scaling_curve
 from meshpar.planner.other_plan import OtherRequest
 from meshpar.planner.search.search import Request
 
-_OF_PLANS = (
-    *("measure", "confirm", "plans"),
-    *("tokens", "price", "mtbf", "checkpoint_s", "restart_s"),
-)
+_OF_PLANS = ("measure", "confirm", "plans", *OF_TRAINING)
 
 
 def add_curve_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,12 +48,10 @@ def check_curve(args: argparse.Namespace) -> None:
         if args.plot is not None:
             raise InputError("--plot draws a curve; give --curve too, or --html")
         return
-    for name in _OF_PLANS:
-        if getattr(args, name) is not None:
-            raise InputError(
-                f"--{name.replace('_', '-')} is of plans, which --curve does not list; "
-                "leave one out"
-            )
+    for option in given_options(args, _OF_PLANS):
+        raise InputError(
+            f"{option} is of plans, which --curve does not list; leave one out"
+        )
     if args.plot is not None:
         check_picture("--plot", args.plot, PICTURES)
 
@@ -63,22 +60,19 @@ def run_curve(args: argparse.Namespace, request: Request | OtherRequest) -> int:
     """Prints the curve; 0 if anything fits, 1 if nothing does."""
     name = request.workload.name if isinstance(request, Request) else request.name
     curve = scaling_curve(request, args.curve)
-    if args.json:
-        print(json.dumps({"curve": curve.as_json()}))
-    else:
-        print("\n".join(curve_in_words(curve)))
+    text = "\n".join(curve_in_words(curve))
+    print(json.dumps({"curve": curve.as_json()}) if args.json else text)
     if not curve.fitting:
-        print(
-            f"meshpar plan: {bend_in_words(curve)}; give more --devices",
-            file=sys.stderr,
-        )
-    if curve.fitting and args.html:
+        none = f"meshpar plan: {bend_in_words(curve)}; give more --devices"
+        print(none, file=sys.stderr)
+        return 1
+    if args.html:
         from meshpar.cli.report.curve_plot import curve_page
 
         page = curve_page(name, curve)
         Path(args.html).write_text(page, encoding="utf-8")
-    if curve.fitting and args.plot:
+    if args.plot:
         from meshpar.cli.report.curve_plot import write_curve_picture
 
         write_curve_picture(name, curve, args.plot)
-    return 0 if curve.fitting else 1
+    return 0

@@ -9,7 +9,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from meshpar.cli.parsing import MODEL_FROM, parse_sizes
+from meshpar.cli.parsing import MODEL_FROM, given_options, parse_sizes
+from meshpar.cli.plan_training import OF_TRAINING
 from meshpar.errors import InputError
 from meshpar.planner.cost.estimate import gigabytes, milliseconds
 from meshpar.planner.machine.cluster import Cluster
@@ -23,7 +24,7 @@ if TYPE_CHECKING:  # It needs jax.
     from meshpar.tables.table import Table
 
 _OF_TRANSFORMERS = (
-    *("measure", "confirm", "tokens", "price", "mtbf", "checkpoint_s", "restart_s"),
+    *("measure", "confirm", *OF_TRAINING),
     *("seq", "vocab", "slots", "prompt"),
 )
 _PLANS = 10
@@ -47,7 +48,7 @@ def is_other(args: argparse.Namespace) -> bool:
     Raises:
         InputError: `--tables` is given with a transformer.
     """
-    found = _preset(args) is not None
+    found = (args.preset or args.model) in TRACED
     if not found and getattr(args, "tables", None):
         raise InputError("--tables is of models with tables; leave it out")
     return found
@@ -96,26 +97,16 @@ def run_other(args: argparse.Namespace, request: OtherRequest) -> int:
 def run_estimate(args: argparse.Namespace, request: OtherRequest) -> int:
     """Prints the estimate of one layout; 0 if it fits, 1 if it does not."""
     plan, fits = request.of_layout()
-    if args.json:
-        print(json.dumps(plan.as_json()))
-    else:
-        print("\n".join([request.what, *plan.lines]))
+    text = "\n".join([request.what, *plan.lines])
+    print(json.dumps(plan.as_json()) if args.json else text)
     return 0 if fits else 1
 
 
-def _preset(args: argparse.Namespace) -> str | None:
-    """The preset that is no transformer's; None of all else."""
-    name = args.preset or args.model
-    return name if name in TRACED else None
-
-
 def _check(args: argparse.Namespace, name: str) -> None:
-    for option in _OF_TRANSFORMERS:
-        if getattr(args, option, None) is not None:
-            raise InputError(
-                f"--{option.replace('_', '-')} is of transformers, which {name} is "
-                "not; leave it out"
-            )
+    for option in given_options(args, _OF_TRANSFORMERS):
+        raise InputError(
+            f"{option} is of transformers, which {name} is not; leave it out"
+        )
     if getattr(args, "html", None) and args.curve is None:
         raise InputError(f"--html of {name} is of a curve; give --curve too")
     if args.execution != MESHPAR.name:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 
-from meshpar.cli.parsing import above_zero
+from meshpar.cli.parsing import above_zero, given_options
 from meshpar.errors import InputError
 from meshpar.planner.search.training_cost import RESTART_S, Training
 
 _HOUR_S = 3600.0
-_NEED_TOKENS = ("price", "mtbf", "checkpoint_s", "restart_s")
+_NEED_FAILURES = ("checkpoint_s", "restart_s")
+_NEED_TOKENS = ("price", "mtbf", *_NEED_FAILURES)
+OF_TRAINING = ("tokens", *_NEED_TOKENS)
+"""Names of these options."""
 
 
 def add_training_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,14 +59,13 @@ def training_of(args: argparse.Namespace) -> Training | None:
     Raises:
         InputError: What depends on `--tokens` or `--mtbf` is given without it.
     """
-    given = [name for name in _NEED_TOKENS if getattr(args, name) is not None]
-    if args.tokens is None and given:
-        raise InputError(f"{_option(given[0])} is of a whole training; give --tokens N")
-    for name in ("checkpoint_s", "restart_s"):
-        if name in given and args.mtbf is None:
-            raise InputError(f"{_option(name)} matters where devices fail; give --mtbf")
     if args.tokens is None:
+        for option in given_options(args, _NEED_TOKENS):
+            raise InputError(f"{option} is of a whole training; give --tokens N")
         return None
+    if args.mtbf is None:
+        for option in given_options(args, _NEED_FAILURES):
+            raise InputError(f"{option} matters where devices fail; give --mtbf")
     return Training(
         tokens=args.tokens,
         price=args.price,
@@ -71,7 +73,3 @@ def training_of(args: argparse.Namespace) -> Training | None:
         checkpoint_s=args.checkpoint_s,
         restart_s=args.restart_s or RESTART_S,
     )
-
-
-def _option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"

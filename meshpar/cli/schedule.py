@@ -9,7 +9,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from meshpar.cli.parsing import positive
+from meshpar.cli.parsing import add_counts
 from meshpar.cli.report.destination import (
     PAGES,
     PICTURES,
@@ -55,19 +55,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"{', '.join(SCHEDULES)}, or a file with one row a rank: 0F0,0F1,0B0,0B1 "
         "(required)",
     )
-    for option, meaning in (
-        (
-            "--stages",
-            "size of the stage mesh axis: the ranks (default: those of the file)",
-        ),
-        ("--microbatches", "microbatches of one step (default: those of the file)"),
-        ("--chunks", "stages of one rank (default: the schedule's own, or 1)"),
-        (
-            "--max-in-flight",
-            "microbatches that a rank's buffers hold (default: any number)",
-        ),
-    ):
-        parser.add_argument(option, type=positive, metavar="N", help=meaning)
+    add_counts(
+        parser,
+        {
+            "--stages": "size of the stage mesh axis: the ranks (default: those of the "
+            "file)",
+            "--microbatches": "microbatches of one step (default: those of the file)",
+            "--chunks": "stages of one rank (default: the schedule's own, or 1)",
+            "--max-in-flight": "microbatches that a rank's buffers hold (default: any "
+            "number)",
+        },
+    )
     for option, meaning in (
         ("--forward-ms", "a rank's forward of one microbatch"),
         ("--input-grad-ms", "its backward for the input"),
@@ -110,7 +108,8 @@ def run(args: argparse.Namespace) -> int:
     schedule = _schedule_of(args)
     found = problems(schedule, max_in_flight=args.max_in_flight)
     if found:
-        _print_problems(schedule, found, args)
+        report = {**_sizes(schedule), "problems": found}
+        print(json.dumps(report) if args.json else "\n".join(found))
         return 1
     times = StageTimes(
         forward_s=_stage_s(schedule, "--forward-ms", args.forward_ms),
@@ -224,13 +223,6 @@ def _text(timeline: Timeline, report: dict[str, Any]) -> str:
 
 def _numbers(numbers: list[int]) -> str:
     return " ".join(map(str, numbers))
-
-
-def _print_problems(
-    schedule: Schedule, found: list[str], args: argparse.Namespace
-) -> None:
-    report = {**_sizes(schedule), "problems": found}
-    print(json.dumps(report) if args.json else "\n".join(found))
 
 
 def _write_files(timeline: Timeline, args: argparse.Namespace) -> None:

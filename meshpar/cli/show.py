@@ -6,17 +6,13 @@ import argparse
 import json
 from pathlib import Path
 
-from meshpar.cli.estimate import (
-    add_layout_and_workload,
-    cluster_for,
-    workload_for,
-)
+from meshpar.cli.estimate import add_layout_and_workload, cluster_for, estimated
 from meshpar.cli.plan_other import is_other
 from meshpar.cli.report.destination import PAGES, check_picture, output_file
 from meshpar.errors import InputError
 from meshpar.layout import Layout
-from meshpar.planner.cost.estimate import Estimate, estimate
-from meshpar.planner.machine.execution import execution_of
+from meshpar.planner.cost.estimate import Estimate
+from meshpar.train.layout_refusals import layout_refusals
 
 EXAMPLE = (
     "meshpar show --model llama3-8b --layout fsdp=4,stage=2,tensor=4,microbatches=8 "
@@ -42,14 +38,14 @@ def run(args: argparse.Namespace) -> int:
         check_picture("--html", args.html, PAGES)
     elif not args.json:
         raise InputError("show draws a page; give --html FILE, or --json for its facts")
-    estimated = _estimated(args)
+    drawn = _drawn(args)
     import jax
 
     from meshpar.cli.confirm import chosen_model
     from meshpar.cli.report.laid_out import laid_out
 
     jax.config.update("jax_platforms", "cpu")  # This process only traces.
-    found = laid_out(chosen_model(args), estimated)
+    found = laid_out(chosen_model(args), drawn)
     if args.html:
         from meshpar.cli.report.show_page import show_page
 
@@ -57,19 +53,17 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(found.as_json()))
     else:
-        where = estimated.run.cluster.text
-        print(f"{args.html}: {estimated.run.workload.name} on {where}")
+        where = drawn.run.cluster.text
+        print(f"{args.html}: {drawn.run.workload.name} on {where}")
     return 0
 
 
-def _estimated(args: argparse.Namespace) -> Estimate:
-    """The planner's estimate of the layout, of its smallest batch where none is given.
+def _drawn(args: argparse.Namespace) -> Estimate:
+    """The planner's estimate of what a page is drawn of.
 
     Raises:
         InputError: It cannot be, or no training step lays it out.
     """
-    from meshpar.train.refusals import layout_refusals
-
     if is_other(args):
         name = args.preset or args.model
         raise InputError(
@@ -78,14 +72,6 @@ def _estimated(args: argparse.Namespace) -> Estimate:
         )
     layout = Layout.parse(args.layout)
     cluster = cluster_for(args, layout)
-    layout = layout.resolve(cluster.num_devices)
-    for refusal in layout_refusals(layout).values():
+    for refusal in layout_refusals(layout.resolve(cluster.num_devices)).values():
         raise InputError(refusal)
-    return estimate(
-        workload_for(args),
-        cluster,
-        layout,
-        global_batch=args.global_batch or layout.batch_shards * layout.microbatches,
-        seq=args.seq,
-        execution=execution_of(args.execution),
-    )
+    return estimated(args, layout, cluster)

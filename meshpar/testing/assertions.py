@@ -5,6 +5,7 @@ Each takes a function as `meshpar.audit` does: jitted or not, or a training step
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -53,21 +54,17 @@ def assert_collectives(
     """
     report = _audit(function, arguments, options)
     expected = _in_mesh_order(expected, report.mesh_shape)
-    found: dict[str, dict[str, int]] = {axes: {} for axes in expected}
+    found: dict[str, Counter[str]] = {axes: Counter() for axes in expected}
     for row in report.rows:
         collective = row.collective
         axes = axes_text(collective.mesh_axes)
         if axes in found and collective.payload_bytes >= min_bytes:
-            counts = found[axes]
-            counts[collective.kind] = (
-                counts.get(collective.kind, 0) + collective.executions
-            )
+            found[axes][collective.kind] += collective.executions
     differences = [
-        f"over {axes}: {kind} runs {found[axes].get(kind, 0)} times, expected "
-        f"{expected[axes].get(kind, 0)}"
-        for axes in expected
-        for kind in sorted({*found[axes], *expected[axes]})
-        if found[axes].get(kind, 0) != expected[axes].get(kind, 0)
+        f"over {axes}: {kind} runs {found[axes][kind]} times, expected {wanted}"
+        for axes, counts in expected.items()
+        for kind in sorted({*found[axes], *counts})
+        if found[axes][kind] != (wanted := counts.get(kind, 0))
     ]
     _hold(differences, report)
     return report

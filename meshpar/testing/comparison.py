@@ -62,21 +62,20 @@ def deviations(
     leaves = len(jax.tree.leaves(wanted.gradients))
     of_loss, of_gradients = chains or (0, [0] * leaves)
     longest = max(of_gradients)
-    # Every step's gradients start from the parameters that the one before has left.
-    later = [NUM_STEPS * longest] * leaves
-    of_state = [NUM_STEPS * longest] * len(jax.tree.leaves(wanted.state))
-    norm = found.grad_norm, wanted.grad_norm
+    roundings = {
+        "loss": [of_loss],
+        "grad_norm": [longest],
+        "gradients": of_gradients,
+        # Every step's gradients start from the parameters that the one before has left.
+        "parameters": [NUM_STEPS * longest] * leaves,
+        "state": [NUM_STEPS * longest] * len(jax.tree.leaves(wanted.state)),
+    }
     precision = "fp32" if chains is None else "bf16"
-    return [
-        *_bitwise("initial", found.initial, wanted.initial),
-        *_relative("loss", found.loss, wanted.loss, [of_loss], precision),
-        *_relative("grad_norm", *norm, [longest], precision),
-        *_relative(
-            "gradients", found.gradients, wanted.gradients, of_gradients, precision
-        ),
-        *_relative("parameters", found.parameters, wanted.parameters, later, precision),
-        *_relative("state", found.state, wanted.state, of_state, precision),
-    ]
+    every = [*_bitwise("initial", found.initial, wanted.initial)]
+    for name, of_each in roundings.items():
+        one, other = getattr(found, name), getattr(wanted, name)
+        every += _relative(name, one, other, of_each, precision)
+    return every
 
 
 def copies(tree: Any) -> list[Deviation]:

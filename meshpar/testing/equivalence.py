@@ -131,8 +131,7 @@ def case_of(
         case = Case.parse(layout)
         _fitting(case.layout, len(devices))
     else:
-        layout = Layout.parse(layout) if isinstance(layout, str) else layout
-        layout = _fitting(layout, len(devices))
+        layout = _fitting(Layout.of(layout), len(devices))
         shards = layout.batch_shards * layout.microbatches
         case = Case(
             layout=layout,
@@ -173,47 +172,36 @@ def run_cases(
     """
 
     def run(case: Case) -> Result:
-        return _run_case(case, choices, devices, batch)
+        start = time.perf_counter()
+        found: tuple[Deviation, ...] = ()
+        failure = ""
+        try:
+            found = _compare(case, choices, devices, batch)
+        except Exception as error:  # whatever stops a valid case is a failure of it
+            failure = f"{type(error).__name__}: {error}"
+        seconds = time.perf_counter() - start
+        return Result(case=case, deviations=found, failure=failure, seconds=seconds)
 
     results = []
     for case in cases:
         on_case(case)
         results.append(run(case))
         on_result(results[-1])
-    failed = [result for result in results if not result.ok]
-    smallest = None
-    if failed:
-        smallest = shrink(failed[0], run, choices)
+    failed = next((result for result in results if not result.ok), None)
+    smallest = None if failed is None else shrink(failed, run, choices)
     return Report(results=tuple(results), smallest=smallest)
-
-
-def _run_case(
-    case: Case,
-    choices: Choices,
-    devices: Sequence[jax.Device],
-    batch: Arrays | None,
-) -> Result:
-    start = time.perf_counter()
-    found, failure = [], ""
-    try:
-        found = _compare(case, choices, devices, batch)
-    except Exception as error:  # whatever stops a valid case is a failure of it
-        failure = f"{type(error).__name__}: {error}"
-    seconds = time.perf_counter() - start
-    return Result(case=case, deviations=tuple(found), failure=failure, seconds=seconds)
 
 
 def _compare(
     case: Case, choices: Choices, devices: Sequence[jax.Device], batch: Arrays | None
-) -> list[Deviation]:
+) -> tuple[Deviation, ...]:
     model = choices.build(case.model)
     if batch is None:
         batch = random_batch(model, case.global_batch, case.seq, case.seed)
     batches = steps_of(model, batch, case.mask, case.seed, NUM_STEPS)
     options = _options(model, devices)
     reference = single_device(model, batches, case.seed, options)
-    step = _make_step(case, choices, devices, reference.learning_rate)
-    later = step
+    step = later = _make_step(case, choices, devices, reference.learning_rate)
     if case.resume_as is not None:
         other = replace(case, layout=case.resume_as)
         later = _make_step(other, choices, devices, reference.learning_rate)
@@ -221,7 +209,7 @@ def _compare(
     chains = None
     if case.layout.precision == "bf16":
         chains = bf16_chains(model, batch, sum_parts=case.layout.tensor)
-    return [*deviations(found, reference.values, chains), *unequal]
+    return (*deviations(found, reference.values, chains), *unequal)
 
 
 def _make_step(

@@ -71,8 +71,6 @@ def _simpler_layouts(layout: Layout) -> Iterator[Layout]:
             continue
         yield replace(layout, **{field.name: getattr(default, field.name)})
         if field.name in MESH_AXES and value > 2:
-            smaller: list[Any] = (
-                [2, value // 2] if value > 5 and value % 2 == 0 else [2]
-            )
-            for size in smaller:
+            sizes: list[Any] = [2, value // 2] if value > 5 and value % 2 == 0 else [2]
+            for size in sizes:
                 yield replace(layout, **{field.name: size})

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from meshpar import Scope
+from meshpar.models.layers.norm import layer_norm
 from meshpar.models.layers.recomputed import recomputed
 
 
@@ -75,12 +76,7 @@ def gated_sum(x: jax.Array, gate: jax.Array, branch: jax.Array) -> jax.Array:
 def _adaptive_norm(
     epsilon: float, x: jax.Array, shift: jax.Array, scale: jax.Array
 ) -> jax.Array:
-    values = x.astype(jnp.float32)
-    values = values - jnp.mean(values, axis=-1, keepdims=True)
-    variance = jnp.mean(values * values, axis=-1, keepdims=True)
-    normed = values * jax.lax.rsqrt(variance + epsilon)
-    scaled = normed * (1 + scale.astype(jnp.float32))
-    return (scaled + shift.astype(jnp.float32)).astype(x.dtype)
+    return layer_norm(epsilon, x, 1 + scale.astype(jnp.float32), shift)
 
 
 def _gated_sum(x: jax.Array, gate: jax.Array, branch: jax.Array) -> jax.Array:

@@ -54,7 +54,7 @@ class LayerNorm(nnx.Module):
         self, x: Float[AnyArray, "*dims size"]
     ) -> Float[AnyArray, "*dims size"]:
         """(..., size) -> (..., size), the input's dtype."""
-        return recomputed(_layer_norm, self.epsilon)(x, self.scale[...], self.bias[...])
+        return recomputed(layer_norm, self.epsilon)(x, self.scale[...], self.bias[...])
 
 
 def _rms_norm(epsilon: float, x: jax.Array, scale: jax.Array) -> jax.Array:
@@ -68,9 +68,10 @@ def _rms_norm_around_one(epsilon: float, x: jax.Array, scale: jax.Array) -> jax.
     return _rms_norm(epsilon, x, 1.0 + scale.astype(jnp.float32))
 
 
-def _layer_norm(
+def layer_norm(
     epsilon: float, x: jax.Array, scale: jax.Array, bias: jax.Array
 ) -> jax.Array:
+    """`(x - mean(x)) / std(x) * scale + bias`, in fp32; the input's dtype."""
     values = x.astype(jnp.float32)
     values = values - jnp.mean(values, axis=-1, keepdims=True)
     variance = jnp.mean(values * values, axis=-1, keepdims=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from meshpar.layout import MESH_AXES
@@ -112,7 +113,7 @@ def _traffic(estimate: Estimate) -> tuple[AxisTraffic, ...]:
     return tuple(
         AxisTraffic(
             mesh_axes=axes,
-            members=_members(sizes, axes),
+            members=math.prod(sizes[axis] for axis in axes),
             link=run.link(*axes),
             sent=tuple(collectives),
             exposed_s=estimate.time.exposed_s.get(axes[0], 0.0)
@@ -121,13 +122,6 @@ def _traffic(estimate: Estimate) -> tuple[AxisTraffic, ...]:
         )
         for axes, collectives in sent.items()
     )
-
-
-def _members(sizes: dict[str, int], axes: tuple[str, ...]) -> int:
-    members = 1
-    for axis in axes:
-        members *= sizes[axis]
-    return members
 
 
 def _timeline_of(run: Run) -> Timeline:
@@ -177,15 +171,9 @@ def _axis(one: AxisTraffic) -> dict[str, Any]:
 
 
 def _parameter(shards: Shards) -> dict[str, Any]:
-    row = shards.row
     return {
-        "path": row.path,
-        "shape": row.shape,
-        "logical_axes": row.logical_axes,
-        "mesh_axes": row.mesh_axes,
+        **asdict(shards.row),
         "state_mesh_axes": shards.state_mesh_axes,
-        "local_shape": row.local_shape,
-        "bytes": row.bytes,
         "shards": shards.number,
         "copies": shards.copies,
         "shard_of_device": shards.of_device,

@@ -81,7 +81,5 @@ def _breakable(text: str) -> str:
 
 def plot(figure: Figure, *, min_width: int = 0) -> str:
     """A plot as wide as the page, which scrolls where that is below `min_width`."""
-    drawn = figure.to_html(
-        full_html=False, include_plotlyjs=False, config=_CONFIG, div_id=None
-    )
+    drawn = figure.to_html(full_html=False, include_plotlyjs=False, config=_CONFIG)
     return f'<div class="plot"><div style="min-width:{min_width}px">{drawn}</div></div>'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,8 @@ def plan_plot(found: SearchResult) -> Figure:
     from plotly.graph_objects import Figure
 
     rejected = [*_estimated(found)]
+    every = [*found.plans, *found.front, *(one for one, _ in rejected)]
+    times_s = [one.step_s for one in every]
     figure = Figure(
         [
             _points("rejected", "#8a8a8a", "x-thin-open", rejected),
@@ -38,7 +41,7 @@ def plan_plot(found: SearchResult) -> Figure:
                 mode="lines+markers",
             ),
             _points("fastest", "#000000", "star", [(found.plans[0], "")]),
-            _capacity(found, rejected),
+            _capacity(found, times_s),
         ]
     )
     figure.update_layout(
@@ -48,8 +51,6 @@ def plan_plot(found: SearchResult) -> Figure:
         legend={"x": 0, "y": 1, "yref": "container", "yanchor": "top"},
         hovermode="closest",
     )
-    every = [*found.plans, *found.front, *(one for one, _ in rejected)]
-    times_s = [one.step_s for one in every]
     sizes = [one.memory.total_bytes for one in every]
     figure.update_xaxes(title="step time, s", tickangle=0, **_scale(times_s))
     figure.update_yaxes(title="memory of a device, GB", **_scale(sizes))
@@ -113,20 +114,16 @@ def _hover(name: str, one: Estimate, reason: str) -> str:
 
 
 def _wrapped(text: str) -> list[str]:
-    import textwrap
-
     return textwrap.wrap(text, 48, break_long_words=False)
 
 
-def _capacity(found: SearchResult, rejected: list[tuple[Estimate, str]]) -> Any:
+def _capacity(found: SearchResult, times_s: list[float]) -> Scatter:
     """A line at what a device holds, from the fastest layout to the slowest."""
     from plotly.graph_objects import Scatter
 
-    every = [*found.plans, *found.front, *(one for one, _ in rejected)]
-    ends = [act(one.step_s for one in every) for act in (min, max)]
     return Scatter(
         name=f"a device holds {gigabytes(found.capacity_bytes)}",
-        x=ends,
+        x=[min(times_s), max(times_s)],
         y=[found.capacity_bytes / 1e9] * 2,
         mode="lines",
         line={"color": "#b00020", "dash": "dash"},

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from meshpar.schedules.base import Action, Op
-from meshpar.schedules.over_time import Count, Span, in_flight, spans
+from meshpar.schedules.base import Op
+from meshpar.schedules.over_time import Count, in_flight, spans
 from meshpar.schedules.simulate import Timeline
 
 NUM_NAMED_RANKS = 8
@@ -27,24 +27,32 @@ _SHADES = {
     Op.I: ("#e9b3d3", "#d98abb"),
     Op.W: ("#9fdcc4", "#56bf98"),
 }
-PHASE_COLORS = {"warm-up": "#e3e3e3", "steady": "#c4c4c4", "cool-down": "#e3e3e3"}
+_PHASE_COLORS = {"warm-up": "#e3e3e3", "steady": "#c4c4c4", "cool-down": "#e3e3e3"}
 
 
 class Bar(NamedTuple):
-    """One action on its rank's row."""
+    """An action on its rank's row, or a phase on its own, and what is written there.
 
-    action: Action
-    rank: int
+    Args:
+        row: The rank, or `PHASE_ROW`.
+        start, length: In time.
+        text: Inside of it, where there is room.
+        hover: What pointing at it says.
+    """
+
+    row: int
     start: float
     length: float
+    text: str
+    hover: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """Bars of one colour, as the legend calls them."""
+    """Bars of one colour, or of one each, as the legend calls them."""
 
     name: str
-    color: str
+    color: str | list[str]
     bars: tuple[Bar, ...]
 
 
@@ -56,14 +64,14 @@ class TimelineParts:
         unit: `s`, `ms` or `µs`.
         end: The last end.
         kinds: The actions that take time.
-        phases: Warm-up, steady, cool-down.
+        phases: Warm-up, steady, cool-down, in this order.
         counts: Of each rank, microbatches in flight.
     """
 
     unit: str
     end: float
     kinds: tuple[Kind, ...]
-    phases: tuple[Span, ...]
+    phases: Kind
     counts: tuple[tuple[Count, ...], ...]
 
     @property
@@ -71,6 +79,17 @@ class TimelineParts:
         """How many of the shortest actions the whole is long."""
         lengths = [bar.length for kind in self.kinds for bar in kind.bars]
         return self.end / min(lengths) if lengths else 1.0
+
+    @property
+    def changes(self) -> list[float]:
+        """When one phase follows another."""
+        return [bar.start for bar in self.phases.bars[1:]]
+
+    @property
+    def row_names(self) -> dict[int, str]:
+        """What the rows are called, from the top down."""
+        ranks = range(len(self.counts))
+        return {PHASE_ROW: "phase", **{rank: f"rank {rank}" for rank in ranks}}
 
     @property
     def named_ranks(self) -> range:
@@ -91,11 +110,8 @@ def timeline_parts(timeline: Timeline) -> TimelineParts:
     return TimelineParts(
         unit=unit,
         end=end_s * scale,
-        kinds=_kinds(timeline, scale),
-        phases=tuple(
-            Span(name, float(start_s) * scale, float(stop_s) * scale)
-            for name, start_s, stop_s in spans(timeline)
-        ),
+        kinds=_kinds(timeline, unit, scale),
+        phases=_phases(timeline, unit, scale),
         counts=tuple(
             tuple(Count(float(since_s) * scale, number) for since_s, number in of_rank)
             for of_rank in in_flight(timeline)
@@ -103,29 +119,45 @@ def timeline_parts(timeline: Timeline) -> TimelineParts:
     )
 
 
-def _kinds(timeline: Timeline, scale: float) -> tuple[Kind, ...]:
+def _phases(timeline: Timeline, unit: str, scale: float) -> Kind:
+    bars = []
+    for name, start_s, end_s in spans(timeline):
+        start, end = float(start_s) * scale, float(end_s) * scale
+        hover = f"{name}: {start:.4g} to {end:.4g} {unit}"
+        bars.append(Bar(PHASE_ROW, start, end - start, name, hover))
+    colors = [_PHASE_COLORS[bar.text] for bar in bars]
+    return Kind(name="phase", color=colors, bars=tuple(bars))
+
+
+def _kinds(timeline: Timeline, unit: str, scale: float) -> tuple[Kind, ...]:
     schedule = timeline.schedule
     chunk_of = {
         stage: chunk
         for stages in schedule.stages_of_rank
         for chunk, stage in enumerate(stages)
     }
-    bars: dict[tuple[Op, int], list[Bar]] = {}
+    names = {
+        (op, odd): _NAMES[op] + _of_chunks(odd, schedule.num_chunks)
+        for op in Op
+        for odd in (0, 1)
+    }
+    bars: dict[tuple[Op, int], list[Bar]] = {key: [] for key in names}
     for rank, events in enumerate(timeline.events):
         for action, start_s, end_s in events:
             if end_s > start_s:
                 key = (action.op, chunk_of[action.stage] % 2)
                 start, length = float(start_s) * scale, float(end_s - start_s) * scale
-                bars.setdefault(key, []).append(Bar(action, rank, start, length))
+                hover = (
+                    f"<b>{action}</b>: {names[key]}<br>rank {rank}, stage "
+                    f"{action.stage}, microbatch {action.microbatch}<br>{start:.4g} to "
+                    f"{start + length:.4g} {unit}"
+                )
+                text = str(action.microbatch)
+                bars[key].append(Bar(rank, start, length, text, hover))
     return tuple(
-        Kind(
-            name=_NAMES[op] + _of_chunks(odd, schedule.num_chunks),
-            color=_SHADES[op][odd],
-            bars=tuple(bars[op, odd]),
-        )
-        for op in Op
-        for odd in (0, 1)
-        if (op, odd) in bars
+        Kind(name=names[op, odd], color=_SHADES[op][odd], bars=tuple(found))
+        for (op, odd), found in bars.items()
+        if found
     )
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshpar.cli.report.timeline_parts import (
-    PHASE_COLORS,
     PHASE_ROW,
+    Kind,
     TimelineParts,
     timeline_parts,
 )
@@ -60,45 +60,32 @@ def write_timeline_picture(timeline: Timeline, path: str | Path) -> None:
 
 
 def _draw_rows(axes: Axes, parts: TimelineParts, inches_per_unit: float) -> None:
-    def write(text: str, row: int, start: float, length: float) -> None:
-        if length * inches_per_unit >= _DIGIT_WIDTH * len(text):
-            middle = start + length / 2
-            axes.text(middle, row, text, **_LABEL)
-
-    for kind in parts.kinds:
-        boxes = [(bar.rank, bar.start, bar.length) for bar in kind.bars]
-        _fill(axes, boxes, kind.color, kind.name)
+    for kind in (*parts.kinds, parts.phases):
+        _fill(axes, kind, None if kind is parts.phases else kind.name)
         for bar in kind.bars:
-            write(str(bar.action.microbatch), bar.rank, bar.start, bar.length)
-    for name, start, end in parts.phases:
-        _fill(axes, [(PHASE_ROW, start, end - start)], PHASE_COLORS[name])
-        write(name, PHASE_ROW, start, end - start)
-    ranks = range(len(parts.counts))
-    axes.set_yticks([PHASE_ROW, *ranks], ["phase", *(f"rank {rank}" for rank in ranks)])
-    axes.set(ylim=(len(ranks) - 0.4, PHASE_ROW - 0.6), xlim=(0, parts.end or 1))
+            if bar.length * inches_per_unit >= _DIGIT_WIDTH * len(bar.text):
+                axes.text(bar.start + bar.length / 2, bar.row, bar.text, **_LABEL)
+    axes.set_yticks([*parts.row_names], [*parts.row_names.values()])
+    axes.set(ylim=(len(parts.counts) - 0.4, PHASE_ROW - 0.6), xlim=(0, parts.end or 1))
     _mark_phases(axes, parts)
 
 
-def _fill(
-    axes: Axes,
-    boxes: list[tuple[int, float, float]],
-    color: str,
-    name: str | None = None,
-) -> None:
-    """Boxes of (row, start, length), all at once: thousands of patches take minutes."""
+def _fill(axes: Axes, kind: Kind, name: str | None) -> None:
+    """The boxes of all bars at once: thousands of patches take minutes."""
     from matplotlib.collections import PolyCollection
 
     up, down = -_BOX_HEIGHT / 2, _BOX_HEIGHT / 2
     corners = [
         [
-            (start, row + up),
-            (start + length, row + up),
-            (start + length, row + down),
-            (start, row + down),
+            (bar.start, bar.row + up),
+            (bar.start + bar.length, bar.row + up),
+            (bar.start + bar.length, bar.row + down),
+            (bar.start, bar.row + down),
         ]
-        for row, start, length in boxes
+        for bar in kind.bars
     ]
-    look: dict[str, Any] = {"facecolor": color, "edgecolor": "white", "linewidth": 0.5}
+    look: dict[str, Any] = {"edgecolor": "white", "linewidth": 0.5}
+    look["facecolor"] = kind.color
     filled = PolyCollection(corners, label=name, gid=name, in_layout=False, **look)
     axes.add_collection(filled, autolim=False)
 
@@ -123,6 +110,6 @@ def _draw_counts(axes: Axes, parts: TimelineParts, num_ticks: int) -> None:
 
 
 def _mark_phases(axes: Axes, parts: TimelineParts) -> None:
-    for _, start, _ in parts.phases[1:]:
+    for start in parts.changes:
         axes.axvline(start, color="#666666", linewidth=0.8, linestyle="--", zorder=0)
     axes.spines[["top", "right"]].set_visible(False)

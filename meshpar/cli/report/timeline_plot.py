@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING
 
 from meshpar.cli.report.page import page, paragraph, plot
 from meshpar.cli.report.timeline_parts import (
-    PHASE_COLORS,
     PHASE_ROW,
-    Bar,
+    Kind,
     TimelineParts,
     timeline_parts,
 )
@@ -16,8 +15,7 @@ from meshpar.schedules.render_text import summary
 from meshpar.schedules.simulate import Timeline
 
 if TYPE_CHECKING:
-    from plotly.graph_objects import Bar as PlotlyBar
-    from plotly.graph_objects import Figure
+    from plotly.graph_objects import Bar, Figure
 
 # Pixels.
 _UNIT_WIDTH, _LEAST_WIDTH, _MOST_WIDTH = 20, 640, 8000
@@ -53,7 +51,7 @@ def timeline_plot(timeline: Timeline) -> str:
     )
     _add_rows(figure, parts)
     _add_counts(figure, parts)
-    for _, start, _ in parts.phases[1:]:
+    for start in parts.changes:
         line = {"dash": "dash", "color": "#666666", "width": 1}
         figure.add_vline(start, line=line, layer="below")
     figure.update_layout(
@@ -78,82 +76,35 @@ def _legend(**place: object) -> dict[str, object]:
 
 def _add_rows(figure: Figure, parts: TimelineParts) -> None:
     for kind in parts.kinds:
-        figure.add_trace(
-            _bars(
-                rows=[bar.rank for bar in kind.bars],
-                starts=[bar.start for bar in kind.bars],
-                lengths=[bar.length for bar in kind.bars],
-                texts=[str(bar.action.microbatch) for bar in kind.bars],
-                hovers=[_hover(kind.name, bar, parts.unit) for bar in kind.bars],
-                colors=kind.color,
-                name=kind.name,
-            ),
-            row=1,
-            col=1,
-        )
-    figure.add_trace(_phases(parts), row=1, col=1)
-    ranks = range(len(parts.counts))
+        figure.add_trace(_bars(kind), row=1, col=1)
+    figure.add_trace(_bars(parts.phases).update(showlegend=False), row=1, col=1)
     figure.update_yaxes(
         row=1,
-        range=[len(ranks) - 0.4, PHASE_ROW - 0.6],
-        tickvals=[PHASE_ROW, *ranks],
-        ticktext=["phase", *(f"rank {rank}" for rank in ranks)],
+        range=[len(parts.counts) - 0.4, PHASE_ROW - 0.6],
+        tickvals=[*parts.row_names],
+        ticktext=[*parts.row_names.values()],
         showgrid=False,
         zeroline=False,
     )
 
 
-def _bars(
-    *,
-    rows: list[int],
-    starts: list[float],
-    lengths: list[float],
-    texts: list[str],
-    hovers: list[str],
-    colors: str | list[str],
-    name: str,
-) -> PlotlyBar:
-    from plotly.graph_objects import Bar as PlotlyBar
+def _bars(kind: Kind) -> Bar:
+    from plotly.graph_objects import Bar
 
-    return PlotlyBar(
+    return Bar(
         orientation="h",
-        y=rows,
-        base=starts,
-        x=lengths,
-        text=texts,
-        hovertext=hovers,
+        y=[bar.row for bar in kind.bars],
+        base=[bar.start for bar in kind.bars],
+        x=[bar.length for bar in kind.bars],
+        text=[bar.text for bar in kind.bars],
+        hovertext=[bar.hover for bar in kind.bars],
         hoverinfo="text",
-        name=name,
+        name=kind.name,
         textposition="inside",
         insidetextanchor="middle",
         textangle=0,
         insidetextfont={"color": "black", "size": _FONT_SIZE},
-        marker={"color": colors, "line": {"color": "white", "width": 1}},
-    )
-
-
-def _phases(parts: TimelineParts) -> PlotlyBar:
-    trace = _bars(
-        rows=[PHASE_ROW] * len(parts.phases),
-        starts=[start for _, start, _ in parts.phases],
-        lengths=[end - start for _, start, end in parts.phases],
-        texts=[name for name, _, _ in parts.phases],
-        hovers=[
-            f"{name}: {start:.4g} to {end:.4g} {parts.unit}"
-            for name, start, end in parts.phases
-        ],
-        colors=[PHASE_COLORS[name] for name, _, _ in parts.phases],
-        name="phase",
-    )
-    trace.showlegend = False
-    return trace
-
-
-def _hover(name: str, bar: Bar, unit: str) -> str:
-    stage, _, microbatch = bar.action
-    return (
-        f"<b>{bar.action}</b>: {name}<br>rank {bar.rank}, stage {stage}, microbatch "
-        f"{microbatch}<br>{bar.start:.4g} to {bar.start + bar.length:.4g} {unit}"
+        marker={"color": kind.color, "line": {"color": "white", "width": 1}},
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from meshpar import InputError
+from meshpar.models.convert.needed import check_needed
 from meshpar.models.convert.row import Row
 from meshpar.models.convert.tables.llama import (
     GATED_MLP,
@@ -213,12 +214,7 @@ def to_json(config: MoEConfig) -> dict[str, Any]:
         "norm_epsilon": 1e-6,
         "capacity_factor": 0.0,
     }
-    for name, theirs in needed.items():
-        if getattr(config, name) != theirs:
-            raise InputError(
-                f"{name}={getattr(config, name)!r}: deepseek_v3 has {theirs!r}; export "
-                "a model that has it, too"
-            )
+    check_needed(config, needed, "deepseek_v3")
     if not config.bias_rate:
         raise InputError(
             "bias_rate=0.0: every router of deepseek_v3 has a bias; export a model "

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshpar import InputError
+from meshpar.models.convert.needed import check_needed
 from meshpar.models.convert.row import Row
 from meshpar.models.encoder_decoder import EncoderDecoderConfig
 
@@ -98,14 +99,12 @@ def to_json(config: EncoderDecoderConfig) -> dict[str, Any]:
     Raises:
         InputError: Theirs computes something else.
     """
-    activation = "gelu_tanh" if config.gated else "relu"
-    needed = {"mlp_bias": config.gated and config.mlp_bias, "scaled_scores": False}
-    for name, theirs in {**needed, "activation": activation}.items():
-        if getattr(config, name) != theirs:
-            raise InputError(
-                f"{name}={getattr(config, name)!r}: t5 has {theirs!r}; export a model "
-                "that has it, too"
-            )
+    needed = {
+        "mlp_bias": config.gated and config.mlp_bias,
+        "scaled_scores": False,
+        "activation": "gelu_tanh" if config.gated else "relu",
+    }
+    check_needed(config, needed, "t5")
     if not config.relative_buckets:
         raise InputError(
             "relative_buckets=0: t5 has no learned positions; export a model with a "
