@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from meshpar.errors import InputError, whole_number
 from meshpar.generation.texts import (
@@ -19,6 +19,7 @@ from meshpar.generation.texts import (
     reads_source,
 )
 from meshpar.layout import BATCH_AXES, Layout
+from meshpar.mesh import absent_mesh
 from meshpar.model.contract import Model
 from meshpar.model.inputs import Batch
 from meshpar.model.scope import Scope
@@ -28,6 +29,7 @@ from meshpar.parallel.paged_cache import Pools, Source
 from meshpar.parallel.pipeline.program import Pipeline
 from meshpar.parallel.placement import DTYPES, Placement
 from meshpar.rules.rules import Rules
+from meshpar.train.state_memory import local_bytes
 
 PAGE_AXES = (*BATCH_AXES, "context")
 """Mesh axes that split the pages: each device has those of its examples' tokens."""
@@ -74,7 +76,7 @@ class CachePlan:
             for group in self.groups
         )
 
-    def shapes(self, mesh: Mesh) -> list[Pools]:
+    def shapes(self, mesh: Mesh | AbstractMesh) -> list[Pools]:
         """Shape, dtype and sharding of every pool."""
         return [
             {one.name: self._pool(one, places, mesh) for one in group}
@@ -87,16 +89,12 @@ class CachePlan:
         layers of a stage x pages x tokens of a page x heads of a device x size x bytes,
         of keys and of values.
         """
-        total = 0
-        for group, places in zip(self.groups, self.places, strict=True):
-            for one in group:
-                values = math.prod(one.shape) // self._head_shards(one)
-                tokens = self._pages(one) * self.page_size
-                of_layer = tokens * values * jnp.dtype(one.dtype).itemsize
-                total += of_layer * (places // self.layout.stage)
-        return total
+        shapes = self.shapes(absent_mesh(self.layout))
+        return local_bytes(shapes, jax.tree.map(lambda one: one.sharding, shapes))
 
-    def _pool(self, one: CachedArray, places: int, mesh: Mesh) -> jax.ShapeDtypeStruct:
+    def _pool(
+        self, one: CachedArray, places: int, mesh: Mesh | AbstractMesh
+    ) -> jax.ShapeDtypeStruct:
         pages = self._pages(one) * math.prod(
             self.layout.mesh_shape[axis] for axis in PAGE_AXES
         )
@@ -110,15 +108,6 @@ class CachePlan:
             sharding=NamedSharding(
                 mesh, PartitionSpec(stage, PAGE_AXES, None, of_token[0])
             ),
-        )
-
-    def _head_shards(self, one: CachedArray) -> int:
-        sizes = self.layout.mesh_shape
-        spec = self.rules.spec(one.logical_axes, one.shape, mesh_shape=sizes)
-        return math.prod(
-            sizes[axis]
-            for entry in spec
-            for axis in ((entry,) if isinstance(entry, str) else entry or ())
         )
 
     def _pages(self, one: CachedArray) -> int:
@@ -180,7 +169,12 @@ def plan_of(
         )
     dtype = DTYPES[layout.precision]
     groups = cached_arrays(placement.model, layout, rules, max_seq, dtype, max_source)
-    _check_has_cache(groups)
+    if not any(groups):
+        raise InputError(
+            "no block of the model attends through meshpar's attention, so there is "
+            "nothing to keep of earlier tokens; call "
+            "meshpar.models.layers.attention.attend in its blocks"
+        )
     if pipeline is None:
         places = [group.num_layers for group in placement.model.groups]
     else:
@@ -286,7 +280,7 @@ def _traced(
             found.append(tuple(cache.arrays))
         return x
 
-    params, state = (one_layer_shapes(model), one_layer_state(model))
+    params, state = one_layer_shapes(model), one_layer_state(model)
     in_use = jax.tree.map(lambda one: _in_dtype(one, dtype), params)
     jax.eval_shape(forward, in_use, state, jax.ShapeDtypeStruct((2, 1), jnp.int32))
     return tuple(found)
@@ -296,17 +290,3 @@ def _in_dtype(struct: jax.ShapeDtypeStruct, dtype: Any) -> jax.ShapeDtypeStruct:
     if not jnp.issubdtype(struct.dtype, jnp.floating):
         return struct
     return jax.ShapeDtypeStruct(struct.shape, dtype)
-
-
-def _check_has_cache(groups: tuple) -> None:
-    """Refuses a model none of whose blocks keeps anything.
-
-    Raises:
-        InputError: It has no attention of meshpar's.
-    """
-    if not any(groups):
-        raise InputError(
-            "no block of the model attends through meshpar's attention, so there is "
-            "nothing to keep of earlier tokens; call "
-            "meshpar.models.layers.attention.attend in its blocks"
-        )
