@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -140,18 +138,9 @@ class TableRequest:
         plan = self._plan(Layout(data=devices, precision=kept.get("precision", "fp32")))
         return plan, plan.memory.total_bytes <= self.capacity_bytes
 
-    @cached_property
-    def _of_example(self) -> tuple[Kernel, ...]:
-        return self._kernels(1)
-
     def _kernels(self, examples: int) -> tuple[Kernel, ...]:
         """Matmuls of the model's forward and backward."""
-        params = jax.eval_shape(self.model.init, 0)
-        batch = {
-            name: jax.ShapeDtypeStruct((examples, *one.sizes[1:]), one.dtype)
-            for name, one in (self.model.inputs or {}).items()
-            if not one.optional
-        }
+        params, batch = jax.eval_shape(self.model.init, 0), self._inputs(examples)
 
         def both(params: Any, batch: Any) -> Any:
             return loss(self.model, params, batch, Scope())
@@ -191,7 +180,7 @@ class TableRequest:
             straggler_s=busy_s * slowest,
             host_s=0.0,
         )
-        flops = sum(one.flops for one in self._of_example)
+        flops = sum(one.flops for one in self._kernels(1))
         return TablePlan(
             run=run, memory=memory, time=time, traffic=traffic, flops=flops
         )
@@ -211,8 +200,15 @@ class TableRequest:
             for feature in table.features
         }
         looked_up = {table.into for table in self.tables}
-        for name, one in (self.model.inputs or {}).items():
-            if not one.optional and name not in looked_up:
-                shape = (examples, *one.sizes[1:])
-                found[name] = jax.ShapeDtypeStruct(shape, jnp.dtype(one.dtype))
+        for name, one in self._inputs(examples).items():
+            if name not in looked_up:
+                found[name] = one
         return found
+
+    def _inputs(self, examples: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes of what the model reads of so many examples."""
+        return {
+            name: jax.ShapeDtypeStruct((examples, *one.sizes[1:]), one.dtype)
+            for name, one in (self.model.inputs or {}).items()
+            if not one.optional
+        }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -12,7 +13,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from meshpar.audit.subject import Subject
-from meshpar.rules.sharding import born_sharded
 from meshpar.tables.checks import check_arrays, check_parts
 from meshpar.tables.host import host_tables, rows_looked_up
 from meshpar.tables.ids import check_ids
@@ -25,13 +25,9 @@ from meshpar.tables.tables import EmbeddingTables
 from meshpar.train.batch_placement import BatchPlacement, batch_structs
 from meshpar.train.given_values import check_seed
 from meshpar.train.refusals import check_logits
-from meshpar.train.state import (
-    TrainState,
-    check_state,
-    check_to_use,
-    without_optimizer,
-)
+from meshpar.train.state import TrainState, check_state, check_to_use
 from meshpar.train.step import TrainStep
+from meshpar.train.step_programs import StepPrograms
 
 if TYPE_CHECKING:
     from meshpar.train.checkpoint import Checkpoints
@@ -87,13 +83,22 @@ class TableStep:
         tables: The tables.
         layout: That of the model.
         mesh: That of the model.
+        functions: What the step computes.
+        state_shapes: `TrainState` of the shape and dtype of every array.
+        shardings: `TrainState` of the sharding of every array.
     """
 
     def __init__(self, step: TrainStep, tables: EmbeddingTables) -> None:
         self.dense, self.tables = step, tables
         self.layout, self.mesh = step.layout, step.mesh
-        self.functions = TableFunctions(dense=step.functions, tables=tables)
-        _ = self.functions.stores  # A placement that cannot be is refused here.
+        functions = TableFunctions(dense=step.functions, tables=tables)
+        self.functions = functions
+        self.state_shapes, self.shardings = functions.state_shapes, functions.shardings
+        self._programs = StepPrograms(
+            functions=cast(Any, functions),  # It has what programs ask of a model's.
+            batch_sharding=step.batch_sharding,
+            compiler_options=step.compiler_options,
+        )
         looked_up = tables.outputs
         inputs = {
             name: one
@@ -112,16 +117,6 @@ class TableStep:
         """Where every table lies, and every device's load; `print` it."""
         return self.tables.placements(self.mesh.size)
 
-    @property
-    def shardings(self) -> TrainState:
-        """The sharding of every array of the state."""
-        return self.functions.shardings
-
-    @property
-    def state_shapes(self) -> TrainState:
-        """Shape and dtype of every array of the state."""
-        return self.functions.state_shapes
-
     def init(self, seed: int = 0) -> TrainState:
         """The first state, a function of `seed`; born in shards.
 
@@ -132,7 +127,7 @@ class TableStep:
         """
         check_seed(seed)
         with self._mesh_set():
-            return self._init(np.uint32(seed))
+            return self._programs.init(np.uint32(seed))
 
     def __call__(
         self, state: TrainState, batch: Batch
@@ -154,20 +149,20 @@ class TableStep:
         """
         check_state(state, self.state_shapes)
         with self._mesh_set():
-            return self._update(state, self.place(batch))
+            return self._programs.update(state, self.place(batch))
 
     def evaluate(self, state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """Summed loss and weights of a batch, which `__call__` takes too."""
-        check_to_use(state, self.state_shapes)
+        in_use = self._programs.to_use(state)
         with self._mesh_set():
-            return self._evaluate(without_optimizer(state), self.place(batch))
+            return self._programs.evaluate(in_use, self.place(batch))
 
     def logits(self, state: TrainState, batch: Batch) -> Any:
         """What the model's `logits` gives; the batch is whole, labels included."""
         check_logits(self.dense.model)
-        check_to_use(state, self.state_shapes)
+        in_use = self._programs.to_use(state)
         with self._mesh_set():
-            return self._logits(without_optimizer(state), self.place(batch, 1))
+            return self._programs.logits(in_use, self.place(batch, 1))
 
     def place(
         self,
@@ -242,7 +237,7 @@ class TableStep:
         """The compiled step for a batch's shapes; arrays or `jax.ShapeDtypeStruct`s."""
         with self._mesh_set():
             shapes = self.state_shapes, batch_structs(batch)
-            return self._update.lower(*shapes).compile()
+            return self._programs.update.lower(*shapes).compile()
 
     def predicted_memory(self, batch: Batch) -> TableMemory:
         """Bytes of a device by arithmetic, nothing compiled (`meshpar.tables.memory`).
@@ -276,48 +271,11 @@ class TableStep:
 
     def jitted(self, compiler_options: Mapping[str, Any] | None = None) -> Any:
         """(state, batch) -> the next state and metrics; the state is donated."""
-        shardings = self.shardings
-        return jax.jit(
-            self.functions.update,
-            in_shardings=(shardings, self.dense.batch_sharding),
-            out_shardings=(shardings, shardings.step),
-            donate_argnums=0,
-            compiler_options=dict(compiler_options or {}) or None,
-        )
+        return replace(self._programs, compiler_options=compiler_options or {}).update
 
     @cached_property
     def _portable(self) -> PortableTables:
         return PortableTables(functions=self.functions)
-
-    @cached_property
-    def _update(self) -> Any:
-        return self.jitted(self.dense.compiler_options)
-
-    @cached_property
-    def _init(self) -> Any:
-        options = dict(self.dense.compiler_options) or None
-        return born_sharded(
-            self.functions.born, self.shardings, compiler_options=options
-        )
-
-    @cached_property
-    def _evaluate(self) -> Any:
-        return self._of_state(self.functions.evaluated, self.shardings.step)
-
-    @cached_property
-    def _logits(self) -> Any:
-        return self._of_state(self.functions.logits, self.dense.batch_sharding)
-
-    def _of_state(self, function: Any, out_shardings: Any) -> Any:
-        return jax.jit(
-            function,
-            in_shardings=(
-                without_optimizer(self.shardings),
-                self.dense.batch_sharding,
-            ),
-            out_shardings=out_shardings,
-            compiler_options=dict(self.dense.compiler_options) or None,
-        )
 
     def _mesh_set(self) -> Any:
         return jax.set_mesh(cast(Mesh, self.mesh))

@@ -8,7 +8,11 @@ from functools import cached_property
 
 from meshpar.errors import InputError
 from meshpar.model.inputs import Input, Inputs
-from meshpar.tables.optimizers import TableOptimizer, check_optimizer
+from meshpar.tables.optimizers import (
+    TableOptimizer,
+    array_structs,
+    check_optimizer,
+)
 from meshpar.tables.placement import AUTO, Placements, placements_of
 from meshpar.tables.table import Table, weights_of
 
@@ -64,9 +68,8 @@ class EmbeddingTables:
 
     def row_bytes(self, table: Table) -> int:
         """Bytes of a row and its optimizer state."""
-        slots = self.optimizer.slots.values()
-        values = table.dim + sum(1 if slot.of_row else table.dim for slot in slots)
-        return _VALUE_BYTES * values
+        structs = array_structs(self.optimizer, 1, table.dim)
+        return _VALUE_BYTES * sum(one.size for one in structs.values())
 
     def check_model(self, inputs: Inputs) -> None:
         """Refuses a model that does not take what is looked up.

@@ -91,12 +91,6 @@ def table_traffic(
 
 def _exchanged(store: Store, examples: int) -> float:
     """Rows of a store that a device sends in a round; replicas gather as many."""
-    distinct = min(
-        examples * sum(member.table.lookups for member in store.members),
-        store.num_codes,
-    )
     if store.kind != SPREAD:
-        return float(distinct)
-    return store.num_devices * float(
-        Exchange.of(store, ("all",), examples, distinct).room
-    )
+        return float(store.distinct(examples))
+    return store.num_devices * float(Exchange.of(store, ("all",), examples).room)
