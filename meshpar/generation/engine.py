@@ -264,7 +264,7 @@ class Engine:
 
     def _added(self, running: Running, token: int, logprob: float) -> Token:
         known = len(running.new)
-        running.add(token, logprob)
+        running.add(token)
         self._texts[running.number] = running.text
         if running.finish is not None:
             self._leave(running)

@@ -327,14 +327,9 @@ class _Pass:
     @cached_property
     def _stacks(self) -> list[Stack]:
         """The layers of each group that this device has."""
-        forward = self.forward
+        placement, arrangement = self.forward.placement, self.forward.arrangement
         return stacks_of(
-            forward.placement,
-            forward.arrangement,
-            self.groups,
-            self.states[1],
-            self._scopes,
-            unrolled=forward.unrolled,
+            placement, arrangement, self.groups, self.states[1], self._scopes
         )
 
 

@@ -15,8 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from meshpar.errors import InputError
-
-LogicalAxes = tuple[str | None, ...]
+from meshpar.rules.rules import LogicalAxes
 
 SOURCE_KEYS, SOURCE_VALUES = "source_keys", "source_values"
 """What is kept of the tokens of a source."""

@@ -15,7 +15,7 @@ from meshpar.layout import BATCH_AXES, MESH_AXES
 from meshpar.parallel.placement import Placement
 from meshpar.tables.initial import first_arrays
 from meshpar.tables.lookup import LocalTables, Shares
-from meshpar.tables.optimizers import ROWS, array_structs
+from meshpar.tables.optimizers import array_structs
 from meshpar.tables.stores import Store, stores_of
 from meshpar.tables.tables import EmbeddingTables
 from meshpar.train.state import TrainState
@@ -66,22 +66,16 @@ class TableFunctions:
     @cached_property
     def state_shapes(self) -> TrainState:
         """Shape and dtype of every array of the state."""
-        optimizer = self.tables.optimizer
-        of_tables = {
-            store.name: array_structs(optimizer, *store.shape) for store in self.stores
-        }
-        return joined(self.dense.state_shapes, of_tables)
+        return joined(self.dense.state_shapes, self._structs)
 
     @cached_property
     def specs(self) -> Tables:
         """How the tables' arrays lie."""
         axes = self.shares.mesh_axes
-        slots = self.tables.optimizer.slots
         return {
-            store.name: {ROWS: store.spec(axes)}
-            | {
-                name: store.spec(axes, of_row=slot.of_row)
-                for name, slot in slots.items()
+            store.name: {
+                name: store.spec(axes, of_row=one.ndim == 1)
+                for name, one in self._structs[store.name].items()
             }
             for store in self.stores
         }
@@ -143,6 +137,13 @@ class TableFunctions:
             out_specs=out_specs,
             check_vma=False,
         )
+
+    @property
+    def _structs(self) -> Tables:
+        optimizer = self.tables.optimizer
+        return {
+            store.name: array_structs(optimizer, *store.shape) for store in self.stores
+        }
 
     def _dense_arguments(
         self, state: TrainState, batch: Batch

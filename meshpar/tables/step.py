@@ -110,6 +110,9 @@ class TableStep:
             check_sequences=lambda batch, partly: None,
             layout=step.layout,
             sharding=step.batch_sharding,
+            sharding_of=functions.placement.batch_sharding
+            if functions.placement.splits_space
+            else None,
         )
 
     @property

@@ -67,11 +67,7 @@ def table_traffic(
     found = []
     for dim in sorted({store.dim for store in stores}):
         placed = [one for one in placements.placed if one.table.dim == dim]
-        held = sum(
-            one.table.lookups
-            * (float(one.device == most) if one.device is not None else 1 / devices)
-            for one in placed
-        )
+        held = sum(one.table.lookups * one.share(most, devices) for one in placed)
         exchanged = sum(
             _exchanged(store, examples)
             for store in stores
