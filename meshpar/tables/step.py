@@ -150,7 +150,7 @@ class TableStep:
                 declared, the global batch does not divide over the batch axes, or the
                 state is gone or another step's.
         """
-        check_state(state, self.state_shapes)
+        check_state(state, self.state_shapes, self.mesh)
         with self._mesh_set():
             return self._programs.update(state, self.place(batch))
 
@@ -223,7 +223,7 @@ class TableStep:
             InputError: Several processes have the devices, whose number does not divide
                 `meshpar.tables.blocks.BLOCK`.
         """
-        check_state(state, self.state_shapes)
+        check_state(state, self.state_shapes, self.mesh)
         return self._portable.taken_out(state)
 
     def restored(self, checkpoints: Checkpoints) -> TrainState:
