@@ -99,14 +99,8 @@ class TableStep:
             batch_sharding=step.batch_sharding,
             compiler_options=step.compiler_options,
         )
-        looked_up = tables.outputs
-        inputs = {
-            name: one
-            for name, one in step.model.known_inputs.items()
-            if name not in looked_up
-        }
         self._batches = BatchPlacement(
-            inputs={**inputs, **tables.inputs},
+            inputs=tables.inputs_beside(step.model.known_inputs),
             check_sequences=lambda batch, partly: None,
             layout=step.layout,
             sharding=step.batch_sharding,

@@ -50,6 +50,11 @@ class EmbeddingTables:
             found[weights_of(name)] = Input(axes, shape=shape, optional=True)
         return found
 
+    def inputs_beside(self, of_model: Inputs) -> dict[str, Input]:
+        """What a batch has for them and for a model: all but what is looked up."""
+        own = {name: one for name, one in of_model.items() if name not in self.outputs}
+        return {**own, **self.inputs}
+
     def placements(self, num_devices: int) -> Placements:
         """Where they lie on so many devices.
 
