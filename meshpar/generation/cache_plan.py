@@ -27,7 +27,7 @@ from meshpar.model.token_cache import CachedArray, DeclaredCache
 from meshpar.model.tracing import one_layer_shapes, one_layer_state, tracing
 from meshpar.parallel.paged_cache import Pools, Source
 from meshpar.parallel.pipeline.program import Pipeline
-from meshpar.parallel.placement import DTYPES, Placement
+from meshpar.parallel.placement import Placement
 from meshpar.rules.rules import Rules
 from meshpar.train.state_memory import local_bytes
 
@@ -157,7 +157,7 @@ def plan_of(
     Raises:
         InputError: The model keeps nothing, or the sizes do not fit.
     """
-    layout, rules = placement.layout, placement.rules
+    layout = placement.layout
     sizes = {"slots": slots, "max_seq": max_seq, "page_size": page_size, "chunk": chunk}
     for name, value in sizes.items():
         whole_number(name, value)
@@ -167,8 +167,7 @@ def plan_of(
             f"slots={slots} examples do not divide over the {layout.batch_shards} "
             f"devices that share the batch of layout {str(layout)!r}; give a multiple"
         )
-    dtype = DTYPES[layout.precision]
-    groups = cached_arrays(placement.model, layout, rules, max_seq, dtype, max_source)
+    groups = cached_arrays(placement, max_seq, max_source)
     if not any(groups):
         raise InputError(
             "no block of the model attends through meshpar's attention, so there is "
@@ -188,7 +187,7 @@ def plan_of(
         num_pages=0,
         chunk=min(chunk, max_seq),
         layout=layout,
-        rules=rules,
+        rules=placement.rules,
         max_source=max_source,
     )
     enough = plan.table_pages * slots // layout.batch_shards
@@ -220,31 +219,24 @@ def check_source(model: Model, layout: Layout, max_source: int) -> None:
 
 
 def cached_arrays(
-    model: Model,
-    layout: Layout,
-    rules: Rules,
-    max_seq: int,
-    dtype: Any,
-    max_source: int = 0,
+    placement: Placement, max_seq: int, max_source: int
 ) -> tuple[tuple[CachedArray, ...], ...]:
     """What one layer of each group keeps, found by tracing its block on no device.
 
     Args:
-        model: The model.
-        layout: Whose sizes split heads.
-        rules: Logical axis -> mesh axes.
+        placement: The model, under the rules that split heads.
         max_seq: Tokens that a sequence may have.
-        dtype: In which blocks compute.
         max_source: Tokens that a source may have.
 
     Raises:
         InputError: A function cannot run token by token, or for so many.
     """
-    sizes = layout.mesh_shape
-    shards = math.prod(sizes[axis] for axis in rules.mesh_axes("heads"))
+    model, sizes = placement.model, placement.layout.mesh_shape
+    shards = math.prod(sizes[axis] for axis in placement.rules.mesh_axes("heads"))
+    dtype = jnp.dtype(placement.compute_dtype)
     names = "tokens" if not reads_source(model) else "source_tokens and target_tokens"
     with tracing("the model cannot generate", f"its batch has {names} alone"):
-        return _traced(model, shards, max_seq, jnp.dtype(dtype), max_source)
+        return _traced(model, shards, max_seq, dtype, max_source)
 
 
 @functools.lru_cache(maxsize=32)

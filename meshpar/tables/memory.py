@@ -99,9 +99,7 @@ def _temp_bytes(
     own = -(-examples // beside)
     phases = [_phases(store, functions.tables, own) for store in functions.stores]
     ids = sum(_ID_BYTES * own * store.lookups for store in functions.stores)
-    rows = {
-        name: _row_shape(functions.tables, name) for name in functions.tables.outputs
-    }
+    rows = functions.tables.row_shapes
     of_inputs = sum(
         _VALUE_BYTES * examples * math.prod(shape) for shape in rows.values()
     )
@@ -148,11 +146,6 @@ def _residual_bytes(
     own = set(traced.invars[: len(jax.tree.leaves(params))])
     residuals = {one for one in traced.outvars if isinstance(one, Var)} - own
     return sum(_bytes(one.aval) for one in residuals)
-
-
-def _row_shape(tables: EmbeddingTables, output: str) -> tuple[int, int]:
-    dims = {table.into: table.dim for table in tables.tables}
-    return len(tables.outputs[output]), dims[output]
 
 
 def _bytes(one: Any) -> int:

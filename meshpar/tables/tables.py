@@ -36,6 +36,14 @@ class EmbeddingTables:
         return found
 
     @property
+    def row_shapes(self) -> dict[str, tuple[int, int]]:
+        """Input of the model -> (features, dim) of each example's."""
+        return {
+            table.into: (len(self.outputs[table.into]), table.dim)
+            for table in self.tables
+        }
+
+    @property
     def features(self) -> dict[str, Table]:
         """Feature -> its table."""
         return {name: table for table in self.tables for name in table.features}
@@ -89,9 +97,8 @@ class EmbeddingTables:
                     f"batch[{name!r}] would be both an input of the model and ids or "
                     "weights of a table; rename the feature, Table(features=...)"
                 )
-        dims = {table.into: table.dim for table in self.tables}
-        for name, features in self.outputs.items():
-            shape = (None, len(features), dims[name])
+        for name, row in self.row_shapes.items():
+            shape = (None, *row)
             wanted = f"Input(('batch', None, None), shape={shape}, has_gradient=True)"
             declared = inputs.get(name)
             if declared is None:
