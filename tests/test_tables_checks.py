@@ -65,6 +65,15 @@ def test_a_state_that_is_gone_or_of_another_step_is_refused(use):
         use(step, None)
 
 
+@pytest.mark.parametrize("use", ["call", "evaluate", "logits", "portable"])
+def test_a_state_that_lies_on_another_mesh_is_refused(use):
+    dense = make_train_step(MODEL, optax.sgd(0.1), "fsdp=2", devices=jax.devices()[:2])
+    other = with_tables(dense, embedding_tables(TABLES, SGD(0.1)))
+    there = "lies on a mesh of fsdp=2, and this step's has data=2; give"
+    with pytest.raises(InputError, match=there):
+        USES[use](step_of(SGD(0.1)), other.init(0))
+
+
 DENSE_USES = {
     **{name: USES[name] for name in ("call", "evaluate", "logits")},
     "gradients": lambda step, state: step.loss_and_gradients(state, batch()),

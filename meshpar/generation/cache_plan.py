@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from meshpar.errors import InputError, whole_number
 from meshpar.generation.texts import (
@@ -19,6 +19,7 @@ from meshpar.generation.texts import (
     reads_source,
 )
 from meshpar.layout import BATCH_AXES, Layout
+from meshpar.mesh import absent_mesh
 from meshpar.model.contract import Model
 from meshpar.model.inputs import Batch
 from meshpar.model.scope import Scope
@@ -26,8 +27,9 @@ from meshpar.model.token_cache import CachedArray, DeclaredCache
 from meshpar.model.tracing import one_layer_shapes, one_layer_state, tracing
 from meshpar.parallel.paged_cache import Pools, Source
 from meshpar.parallel.pipeline.program import Pipeline
-from meshpar.parallel.placement import DTYPES, Placement
+from meshpar.parallel.placement import Placement
 from meshpar.rules.rules import Rules
+from meshpar.train.state_memory import local_bytes
 
 PAGE_AXES = (*BATCH_AXES, "context")
 """Mesh axes that split the pages: each device has those of its examples' tokens."""
@@ -74,7 +76,7 @@ class CachePlan:
             for group in self.groups
         )
 
-    def shapes(self, mesh: Mesh) -> list[Pools]:
+    def shapes(self, mesh: Mesh | AbstractMesh) -> list[Pools]:
         """Shape, dtype and sharding of every pool."""
         return [
             {one.name: self._pool(one, places, mesh) for one in group}
@@ -87,16 +89,12 @@ class CachePlan:
         layers of a stage x pages x tokens of a page x heads of a device x size x bytes,
         of keys and of values.
         """
-        total = 0
-        for group, places in zip(self.groups, self.places, strict=True):
-            for one in group:
-                values = math.prod(one.shape) // self._head_shards(one)
-                tokens = self._pages(one) * self.page_size
-                of_layer = tokens * values * jnp.dtype(one.dtype).itemsize
-                total += of_layer * (places // self.layout.stage)
-        return total
+        shapes = self.shapes(absent_mesh(self.layout))
+        return local_bytes(shapes, jax.tree.map(lambda one: one.sharding, shapes))
 
-    def _pool(self, one: CachedArray, places: int, mesh: Mesh) -> jax.ShapeDtypeStruct:
+    def _pool(
+        self, one: CachedArray, places: int, mesh: Mesh | AbstractMesh
+    ) -> jax.ShapeDtypeStruct:
         pages = self._pages(one) * math.prod(
             self.layout.mesh_shape[axis] for axis in PAGE_AXES
         )
@@ -110,15 +108,6 @@ class CachePlan:
             sharding=NamedSharding(
                 mesh, PartitionSpec(stage, PAGE_AXES, None, of_token[0])
             ),
-        )
-
-    def _head_shards(self, one: CachedArray) -> int:
-        sizes = self.layout.mesh_shape
-        spec = self.rules.spec(one.logical_axes, one.shape, mesh_shape=sizes)
-        return math.prod(
-            sizes[axis]
-            for entry in spec
-            for axis in ((entry,) if isinstance(entry, str) else entry or ())
         )
 
     def _pages(self, one: CachedArray) -> int:
@@ -168,7 +157,7 @@ def plan_of(
     Raises:
         InputError: The model keeps nothing, or the sizes do not fit.
     """
-    layout, rules = placement.layout, placement.rules
+    layout = placement.layout
     sizes = {"slots": slots, "max_seq": max_seq, "page_size": page_size, "chunk": chunk}
     for name, value in sizes.items():
         whole_number(name, value)
@@ -178,9 +167,13 @@ def plan_of(
             f"slots={slots} examples do not divide over the {layout.batch_shards} "
             f"devices that share the batch of layout {str(layout)!r}; give a multiple"
         )
-    dtype = DTYPES[layout.precision]
-    groups = cached_arrays(placement.model, layout, rules, max_seq, dtype, max_source)
-    _check_has_cache(groups)
+    groups = cached_arrays(placement, max_seq, max_source)
+    if not any(groups):
+        raise InputError(
+            "no block of the model attends through meshpar's attention, so there is "
+            "nothing to keep of earlier tokens; call "
+            "meshpar.models.layers.attention.attend in its blocks"
+        )
     if pipeline is None:
         places = [group.num_layers for group in placement.model.groups]
     else:
@@ -194,7 +187,7 @@ def plan_of(
         num_pages=0,
         chunk=min(chunk, max_seq),
         layout=layout,
-        rules=rules,
+        rules=placement.rules,
         max_source=max_source,
     )
     enough = plan.table_pages * slots // layout.batch_shards
@@ -226,31 +219,24 @@ def check_source(model: Model, layout: Layout, max_source: int) -> None:
 
 
 def cached_arrays(
-    model: Model,
-    layout: Layout,
-    rules: Rules,
-    max_seq: int,
-    dtype: Any,
-    max_source: int = 0,
+    placement: Placement, max_seq: int, max_source: int
 ) -> tuple[tuple[CachedArray, ...], ...]:
     """What one layer of each group keeps, found by tracing its block on no device.
 
     Args:
-        model: The model.
-        layout: Whose sizes split heads.
-        rules: Logical axis -> mesh axes.
+        placement: The model, under the rules that split heads.
         max_seq: Tokens that a sequence may have.
-        dtype: In which blocks compute.
         max_source: Tokens that a source may have.
 
     Raises:
         InputError: A function cannot run token by token, or for so many.
     """
-    sizes = layout.mesh_shape
-    shards = math.prod(sizes[axis] for axis in rules.mesh_axes("heads"))
+    model, sizes = placement.model, placement.layout.mesh_shape
+    shards = math.prod(sizes[axis] for axis in placement.rules.mesh_axes("heads"))
+    dtype = jnp.dtype(placement.compute_dtype)
     names = "tokens" if not reads_source(model) else "source_tokens and target_tokens"
     with tracing("the model cannot generate", f"its batch has {names} alone"):
-        return _traced(model, shards, max_seq, jnp.dtype(dtype), max_source)
+        return _traced(model, shards, max_seq, dtype, max_source)
 
 
 @functools.lru_cache(maxsize=32)
@@ -286,7 +272,7 @@ def _traced(
             found.append(tuple(cache.arrays))
         return x
 
-    params, state = (one_layer_shapes(model), one_layer_state(model))
+    params, state = one_layer_shapes(model), one_layer_state(model)
     in_use = jax.tree.map(lambda one: _in_dtype(one, dtype), params)
     jax.eval_shape(forward, in_use, state, jax.ShapeDtypeStruct((2, 1), jnp.int32))
     return tuple(found)
@@ -296,17 +282,3 @@ def _in_dtype(struct: jax.ShapeDtypeStruct, dtype: Any) -> jax.ShapeDtypeStruct:
     if not jnp.issubdtype(struct.dtype, jnp.floating):
         return struct
     return jax.ShapeDtypeStruct(struct.shape, dtype)
-
-
-def _check_has_cache(groups: tuple) -> None:
-    """Refuses a model none of whose blocks keeps anything.
-
-    Raises:
-        InputError: It has no attention of meshpar's.
-    """
-    if not any(groups):
-        raise InputError(
-            "no block of the model attends through meshpar's attention, so there is "
-            "nothing to keep of earlier tokens; call "
-            "meshpar.models.layers.attention.attend in its blocks"
-        )

@@ -71,12 +71,10 @@ class Engine:
         self.logits: dict[int, list[np.ndarray]] = {}
         self._params, self._state = params, state
         plan, layout = programs.plan, programs.plan.layout
-        self._shards = layout.batch_shards
-        self._slots_of_shard = plan.slots // self._shards
+        shards = layout.batch_shards
+        self._slots_of_shard = plan.slots // shards
         tokens_per_page = plan.page_size * layout.context
-        self._books = [
-            PageBook(plan.num_pages, tokens_per_page) for _ in range(self._shards)
-        ]
+        self._books = [PageBook(plan.num_pages, tokens_per_page) for _ in range(shards)]
         self._waiting: deque[Running] = deque()
         self._running: dict[int, Running] = {}
         self._texts: dict[int, str] = {}
@@ -156,8 +154,8 @@ class Engine:
             if found is None:
                 return
             running = self._waiting.popleft()
-            running.slot, book = found, self._books[found // self._slots_of_shard]
-            running.pages = book.grow([], running.num_tokens)
+            running.slot = found
+            running.pages = self._book(found).grow([], running.num_tokens)
             self._running[found] = running
 
     def _room(self, running: Running) -> int | None:
@@ -175,10 +173,10 @@ class Engine:
 
     def _prefill(self, prompts: list[Running]) -> list[Token]:
         num = self.programs.rows_of_prefill
-        of_shard = num // self._shards
+        of_shard = num // len(self._books)
         rows: list[Running | None] = [None] * num
-        for shard in range(self._shards):
-            own = [one for one in prompts if one.slot // self._slots_of_shard == shard]
+        for shard, book in enumerate(self._books):
+            own = [one for one in prompts if self._book(one.slot) is book]
             for at, running in enumerate(sorted(own, key=_age)[:of_shard]):
                 rows[shard * of_shard + at] = running
         longest = max(one.num_unwritten for one in rows if one is not None)
@@ -196,16 +194,12 @@ class Engine:
         """Pages for the token that is to be written, the youngest giving way."""
         if running.slot < 0:
             return
-        book, shard = self._book(running.slot), running.slot // self._slots_of_shard
+        book = self._book(running.slot)
         while not book.fits(running.pages, running.num_tokens):
-            youngest = max(
-                (
-                    one
-                    for one in self._running.values()
-                    if one.slot // self._slots_of_shard == shard
-                ),
-                key=_age,
+            beside = (
+                one for one in self._running.values() if self._book(one.slot) is book
             )
+            youngest = max(beside, key=_age)
             self._put_back(youngest)
             if youngest is running:
                 return
@@ -270,7 +264,7 @@ class Engine:
 
     def _added(self, running: Running, token: int, logprob: float) -> Token:
         known = len(running.new)
-        running.add(token, logprob)
+        running.add(token)
         self._texts[running.number] = running.text
         if running.finish is not None:
             self._leave(running)

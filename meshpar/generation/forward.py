@@ -30,7 +30,8 @@ from meshpar.generation.texts import (
 )
 from meshpar.model.contract import Stream
 from meshpar.model.inputs import Batch
-from meshpar.model.parameter import Params, is_parameter
+from meshpar.model.parameter import Params
+from meshpar.model.scope import Scope
 from meshpar.parallel.block import where
 from meshpar.parallel.blocks import Stack
 from meshpar.parallel.paged_cache import PagedCache, Pools, Rows, Source
@@ -88,11 +89,7 @@ class Forward:
 
         specs = placement.manual_specs
         if self.unrolled:
-            model, ranks = placement.model, placement.layout.stage
-            structs = jax.tree.map(
-                lambda one: one.struct, model.parameters, is_leaf=is_parameter
-            )
-            specs = layer_specs(model, specs, structs, ranks)
+            specs = layer_specs(placement.model, specs, placement.layout.stage)
         given = specs, placement.manual_model_state_specs
         run = placement.on_shards(
             local, (*given, pool_specs, BATCH, BATCH), (BATCH, pool_specs)
@@ -211,7 +208,7 @@ class _Pass:
         """The first group's stream."""
         scope = self._scope(tokens, rows)
         if rows.source is not None:
-            scope = self._scope_of_source(rows.source)
+            scope = self._scope_of(batch_of_source(rows.source), self.states[0])
         return self.forward.placement.model.embed(self.weights, scope.batch, scope)
 
     def _through(
@@ -241,8 +238,7 @@ class _Pass:
 
         def body(x: Stream, xs: tuple) -> tuple[Stream, None]:
             shard, state, layer = xs
-            known = {"batch": batch, "state": state, "layer": layer}
-            scope = self._scopes({**known, "examples": None, "random": None})
+            scope = self._scope_of(batch, state, layer)
             weights = stack.block.gather(shard)
             return stack.block.group.run(weights, x, scope)[0], None
 
@@ -262,8 +258,7 @@ class _Pass:
             (shard, state, layer), place = xs
             here = rows._replace(counts=jnp.where(layer >= 0, rows.counts, 0))
             cache = self._cache(at, pools, place, here, batch)
-            known = {"batch": batch, "state": state, "layer": layer, "cache": cache}
-            scope = self._scopes({**known, "examples": None, "random": None})
+            scope = self._scope_of(batch, state, layer, cache)
             weights = stack.block.gather(shard)
             y, _ = stack.block.group.run(weights, x, scope)
             return (where(layer >= 0, y, x), cache.pools), None
@@ -304,16 +299,21 @@ class _Pass:
             num_ranks=plan.layout.context,
         )
 
-    def _scope(self, tokens: jax.Array, rows: Rows) -> Any:
+    def _scope(self, tokens: jax.Array, rows: Rows) -> Scope:
         """The scope outside the blocks."""
         batch = self._batch(tokens, rows)
         cache = self._cache(0, {}, jnp.int32(0), rows, batch)
-        known = {"batch": batch, "state": self.states[0], "cache": cache}
-        return self._scopes({**known, "examples": None, "random": None})
+        return self._scope_of(batch, self.states[0], cache=cache)
 
-    def _scope_of_source(self, source: Source) -> Any:
-        """The scope of an encoder outside the blocks."""
-        known = {"batch": batch_of_source(source), "state": self.states[0]}
+    def _scope_of(
+        self,
+        batch: Batch,
+        state: Params,
+        layer: jax.Array | int = -1,
+        cache: PagedCache | None = None,
+    ) -> Scope:
+        """The scope of a function that is given a batch, outside the blocks or in."""
+        known = {"batch": batch, "state": state, "layer": layer, "cache": cache}
         return self._scopes({**known, "examples": None, "random": None})
 
     def _batch(self, tokens: jax.Array, rows: Rows) -> Batch:
@@ -327,14 +327,9 @@ class _Pass:
     @cached_property
     def _stacks(self) -> list[Stack]:
         """The layers of each group that this device has."""
-        forward = self.forward
+        placement, arrangement = self.forward.placement, self.forward.arrangement
         return stacks_of(
-            forward.placement,
-            forward.arrangement,
-            self.groups,
-            self.states[1],
-            self._scopes,
-            unrolled=forward.unrolled,
+            placement, arrangement, self.groups, self.states[1], self._scopes
         )
 
 

@@ -12,7 +12,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.model.contract import Model
-from meshpar.model.parameter import Params
+from meshpar.model.parameter import Parameter, Params
 
 
 def layer_by_layer(model: Model, params: Params, num_ranks: int) -> Params:
@@ -26,14 +26,8 @@ def layer_by_layer(model: Model, params: Params, num_ranks: int) -> Params:
     Returns:
         The same tree, each array of a group a tuple of arrays (ranks, ...).
     """
-
-    names = [group.name for group in model.groups]
-    return {
-        name: jax.tree.map(lambda x: layers_apart(x, num_ranks), tree)
-        if name in names
-        else tree
-        for name, tree in params.items()
-    }
+    ends, groups = model.split(params)
+    return model.join(ends, jax.tree.map(lambda x: layers_apart(x, num_ranks), groups))
 
 
 def layers_apart(stack: jax.Array, num_ranks: int) -> tuple[jax.Array, ...]:
@@ -42,28 +36,42 @@ def layers_apart(stack: jax.Array, num_ranks: int) -> tuple[jax.Array, ...]:
     return tuple(of_ranks[:, place] for place in range(of_ranks.shape[1]))
 
 
-def layer_specs(model: Model, specs: Any, params: Params, num_ranks: int) -> Any:
+def layer_specs(model: Model, specs: Any, num_ranks: int) -> Any:
     """The specs of `layer_by_layer`, from those of the stacked parameters.
 
     Args:
         model: Whose parameters they are.
         specs: A spec for each.
-        params: Shapes of the stacked ones.
         num_ranks: As there.
     """
 
-    def cut(spec: PartitionSpec, shape: Any) -> tuple[PartitionSpec, ...]:
+    def cut(spec: PartitionSpec, parameter: Parameter) -> tuple[PartitionSpec, ...]:
         stage = spec[0] if num_ranks > 1 and len(spec) else None
         one = PartitionSpec(stage, *spec[1:])
-        return (one,) * (shape.shape[0] // num_ranks)
+        return (one,) * (len(parameter.places) // num_ranks)
 
-    names = [group.name for group in model.groups]
-    return {
-        name: jax.tree.map(cut, tree, params[name], is_leaf=_is_spec)
-        if name in names
-        else tree
-        for name, tree in specs.items()
-    }
+    (ends, groups), (_, declared) = model.split(specs), model.split(model.parameters)
+    return model.join(ends, jax.tree.map(cut, groups, declared))
+
+
+def given_up(model: Model, params: Params, shardings: Any, num_ranks: int) -> Params:
+    """`layer_by_layer`; each stack is gone then: two are never whole at once.
+
+    Args:
+        model: Whose parameters they are.
+        params: As there, arrays.
+        shardings: Of the result, one for each layer's array.
+        num_ranks: As there.
+    """
+
+    def cut(stack: jax.Array, own: tuple[NamedSharding, ...]) -> tuple[jax.Array, ...]:
+        apart = jax.jit(lambda x: layers_apart(x, num_ranks), out_shardings=own)
+        found = jax.block_until_ready(apart(stack))
+        stack.delete()
+        return found
+
+    (ends, groups), (_, of_layers) = model.split(params), model.split(shardings)
+    return model.join(ends, jax.tree.map(cut, groups, of_layers))
 
 
 def of_place(tree: Any, place: int) -> Any:
@@ -71,26 +79,3 @@ def of_place(tree: Any, place: int) -> Any:
     return jax.tree.map(
         lambda arrays: arrays[place][0], tree, is_leaf=lambda x: isinstance(x, tuple)
     )
-
-
-def _is_spec(node: object) -> bool:
-    return isinstance(node, PartitionSpec)
-
-
-def given_up(
-    stack: jax.Array, shardings: tuple[NamedSharding, ...], num_ranks: int
-) -> tuple[jax.Array, ...]:
-    """The layers of one stack, which is gone then: two are never whole at once.
-
-    Args:
-        stack: As `layers_apart` takes it.
-        shardings: Of each layer's array.
-        num_ranks: Of the pipeline; 1 without.
-    """
-    found = jax.block_until_ready(
-        jax.jit(lambda x: layers_apart(x, num_ranks), out_shardings=tuple(shardings))(
-            stack
-        )
-    )
-    stack.delete()
-    return found

@@ -142,42 +142,22 @@ class Programs:
     @cached_property
     def stacked_shardings(self) -> Any:
         """The sharding of every parameter, layers stacked."""
-        return self._sharded(self.placement.specs(lambda stored: stored.spec))
+        return self._sharded(self._stacked_specs)
 
     @cached_property
     def parameter_shardings(self) -> Any:
         """The sharding of every parameter at rest, as `at_rest` has them."""
-        specs = self.placement.specs(lambda stored: stored.spec)
         if not self.unrolled:
-            return self._sharded(specs)
-        model = self.placement.model
-        ranks = self.plan.layout.stage
-        return self._sharded(layer_specs(model, specs, self._stacked_structs, ranks))
-
-    @cached_property
-    def at_rest(self) -> Any:
-        """Stacked parameters -> what the programs take; the stacks are given up."""
-        if not self.unrolled:
-            return lambda params: params
+            return self.stacked_shardings
         model, ranks = self.placement.model, self.plan.layout.stage
+        return self._sharded(layer_specs(model, self._stacked_specs, ranks))
 
-        groups = [group.name for group in model.groups]
-        shardings = self.parameter_shardings
-
-        def cut(params: Any) -> Any:
-            return {
-                name: jax.tree.map(
-                    lambda stack, own: given_up(stack, own, ranks),
-                    tree,
-                    shardings[name],
-                    is_leaf=lambda node: isinstance(node, tuple),
-                )
-                if name in groups
-                else tree
-                for name, tree in params.items()
-            }
-
-        return cut
+    def at_rest(self, params: Any) -> Any:
+        """What the programs take of stacked parameters; the stacks are given up."""
+        if not self.unrolled:
+            return params
+        model, ranks = self.placement.model, self.plan.layout.stage
+        return given_up(model, params, self.parameter_shardings, ranks)
 
     def first_state(self, given: Any) -> Any:
         """The model's state as it begins, but for what is given, layers in order."""
@@ -289,12 +269,18 @@ class Programs:
 
     @cached_property
     def _advances(self) -> dict[tuple[bool, bool, bool], Any]:
-        either = False, True
+        shapes = self.plan.shapes(self.mesh)
+        pools = jax.tree.map(lambda one: one.sharding, shapes)
+        here = NamedSharding(self.mesh, PartitionSpec())
+        of_model = self.parameter_shardings, self.state_shardings
         return {
-            (random, truncated, logits): self._jitted(
-                partial(self._advanced, random, truncated, logits), 3 + logits
+            (random, truncated, logits): jax.jit(
+                partial(self._advanced, random, truncated, logits),
+                in_shardings=(*of_model, pools, here, here, here),
+                out_shardings=(*(here,) * (2 + logits), pools),
+                donate_argnums=2,
             )
-            for random, truncated, logits in itertools.product(either, either, either)
+            for random, truncated, logits in itertools.product((False, True), repeat=3)
         }
 
     def _advanced(
@@ -332,24 +318,12 @@ class Programs:
             unrolled=self.unrolled,
         )
 
-    def _jitted(self, function: Any, num_results: int) -> Any:
-        shapes = self.plan.shapes(self.mesh)
-        pools = jax.tree.map(lambda one: one.sharding, shapes)
-        here = NamedSharding(self.mesh, PartitionSpec())
-        of_model = self.parameter_shardings, self.state_shardings
-        return jax.jit(
-            function,
-            in_shardings=(*of_model, pools, here, here, here),
-            out_shardings=(*(here,) * (num_results - 1), pools),
-            donate_argnums=2,
-        )
+    @property
+    def _stacked_specs(self) -> Any:
+        return self.placement.specs(lambda stored: stored.spec)
 
     def _sharded(self, specs: Any) -> Any:
-        return jax.tree.map(
-            lambda spec: NamedSharding(self.mesh, spec),
-            specs,
-            is_leaf=lambda node: isinstance(node, PartitionSpec),
-        )
+        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
 
 
 def _check_token_by_token(model: Model) -> None:

@@ -105,7 +105,6 @@ class Running:
     request: Request
     decode: Callable[[Sequence[int]], str] | None = None
     new: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     written: int = 0
     has_read: bool = False
@@ -138,13 +137,12 @@ class Running:
         """How many those are."""
         return len(self.request.tokens) + len(self.new)
 
-    def add(self, token: int, logprob: float) -> None:
+    def add(self, token: int) -> None:
         """One more token; ends the request where that is its last."""
         if token in self.request.stop_tokens:
             self.finish = "stop"
             return
         self.new.append(token)
-        self.logprobs.append(logprob)
         if self.decode is not None:
             self._stop_at_text()
         if self.finish is None and len(self.new) == self.request.max_tokens:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import jax.numpy as jnp
 
@@ -11,7 +10,7 @@ from meshpar.model.parameter import Params
 from meshpar.parallel.block import Block
 from meshpar.parallel.blocks import Stack
 from meshpar.parallel.pipeline.rank_layers import RankLayers
-from meshpar.parallel.pipeline.stages import Arrangement, cut
+from meshpar.parallel.pipeline.stages import Arrangement
 from meshpar.parallel.placement import Placement
 from meshpar.parallel.program import one_layer
 from meshpar.parallel.scopes import Scopes
@@ -23,18 +22,16 @@ def stacks_of(
     groups: Sequence[Params],
     states: Sequence[Params],
     scopes: Scopes,
-    *,
-    unrolled: bool,
 ) -> list[Stack]:
     """A stack for each group, inside `jax.shard_map`.
 
     Args:
         placement: The model on its mesh.
         arrangement: Which layers every rank has; None without stages.
-        groups: Parameters of each group, this device's.
+        groups: Parameters of each group, this device's; stacked, or layer by layer
+            (`layer_by_layer`).
         states: The model's own state of each.
         scopes: Of its functions.
-        unrolled: Whether parameters are layer by layer (`layer_by_layer`).
     """
     model = placement.model
     _, stored = model.split(placement.stored)
@@ -42,25 +39,20 @@ def stacks_of(
         Block(group, stored=one_layer(stored[at]), remat="none", make_scope=scopes)
         for at, group in enumerate(model.groups)
     ]
-    if arrangement is not None:
-        layers = RankLayers(
-            blocks=blocks,
-            params=[()] * len(blocks) if unrolled else cut(groups, 1),
-            states=cut(states, 1),
-            arrangement=arrangement,
+    if arrangement is None:
+        layers = [
+            first + jnp.arange(group.num_layers, dtype=jnp.int32)
+            for group, first in zip(model.groups, model.first_layers, strict=True)
+        ]
+    else:
+        nothing = [()] * len(blocks)
+        here = RankLayers(
+            blocks=blocks, params=nothing, states=nothing, arrangement=arrangement
         )
-        stacks = [layers.stack(at, jnp.int32(0)) for at in range(len(blocks))]
-        if not unrolled:
-            return stacks
-        given = zip(stacks, groups, strict=True)
-        return [replace(stack, shards=shards) for stack, shards in given]
-    firsts = zip(blocks, model.first_layers, strict=True)
+        layers = [here.stack(at, jnp.int32(0)).layers for at in range(len(blocks))]
     return [
-        Stack(
-            block=block,
-            shards=groups[at],
-            state=states[at],
-            layers=first + jnp.arange(block.group.num_layers, dtype=jnp.int32),
+        Stack(block=block, shards=shards, state=state, layers=of_stack)
+        for block, shards, state, of_stack in zip(
+            blocks, groups, states, layers, strict=True
         )
-        for at, (block, first) in enumerate(firsts)
     ]

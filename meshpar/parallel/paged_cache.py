@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -18,8 +17,8 @@ from meshpar.model.token_cache import (
     cached_axes,
     kept_heads,
 )
+from meshpar.parallel.moves import degree
 from meshpar.parallel.paged_attention import Pages, paged_attention, written
-from meshpar.rules.rules import auto_mesh_shape
 
 _QUERIES = ("batch", "seq", "heads", "head_dim")
 
@@ -216,7 +215,4 @@ class PagedCache:
 
 
 def _head_shards(scope: Any) -> int:
-    if scope.rules is None:
-        return 1
-    sizes = auto_mesh_shape()
-    return math.prod(sizes.get(axis, 1) for axis in scope.rules.mesh_axes("heads"))
+    return 1 if scope.rules is None else degree(scope.rules.mesh_axes("heads"))

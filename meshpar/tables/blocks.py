@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshpar.collectives import asked
+from meshpar.tables.exchange import sent
 from meshpar.tables.stores import COLUMNS, SPREAD, Member, Store
 
 BLOCK = 4096
@@ -95,9 +95,9 @@ class Blocks:
             return self._block_of_cyclic(run)
         by_device = run.reshape(self._num_devices, -1, *rest)
         if member.device is not None:
-            return self._sent(by_device)[member.device]
+            return sent(by_device, self.mesh_axes, "table_rows")[member.device]
         if self.store.kind == COLUMNS and rest:
-            columns_dbr = self._sent(by_device)
+            columns_dbr = sent(by_device, self.mesh_axes, "table_rows")
             return jnp.moveaxis(columns_dbr, 0, 1).reshape(-1, self.store.dim)
         return by_device[self._device]
 
@@ -114,7 +114,7 @@ class Blocks:
             by_device = jnp.moveaxis(block.reshape(len(block), count, -1), 1, 0)
         else:
             by_device = jnp.broadcast_to(block, (count, *block.shape))
-        run = self._sent(by_device)
+        run = sent(by_device, self.mesh_axes, "table_rows")
         run = run.reshape(-1, *run.shape[2:])
         return run[: self.store.run_length(member)]
 
@@ -131,7 +131,7 @@ class Blocks:
         by_device = jax.vmap(lambda at: lax.dynamic_slice_in_dim(run, at, most))(starts)
         # Row k of the block comes from device (first + k) mod count, its k // count-th.
         order = (self._device * block + jnp.arange(count)) % count
-        in_order = self._sent(by_device)[order]
+        in_order = sent(by_device, self.mesh_axes, "table_rows")[order]
         return jnp.moveaxis(in_order, 0, 1).reshape(-1, *run.shape[1:])[:block]
 
     def _cyclic_of_block(self, block: jax.Array) -> jax.Array:
@@ -141,7 +141,9 @@ class Blocks:
         pads = [(0, most * count - size), *[(0, 0)] * (block.ndim - 1)]
         in_order = jnp.pad(block, pads).reshape(most, count, *block.shape[1:])
         order = (jnp.arange(count) - self._device * size) % count
-        by_device = self._sent(jnp.moveaxis(in_order, 1, 0)[order])
+        by_device = sent(
+            jnp.moveaxis(in_order, 1, 0)[order], self.mesh_axes, "table_rows"
+        )
 
         def written(sender: jax.Array, run: jax.Array) -> jax.Array:
             # In order: what a block lacks at its end the next one's first row replaces.
@@ -156,13 +158,6 @@ class Blocks:
     ) -> jax.Array:
         """Where in a device's run the first row is that a block has of it."""
         return (block * size - device + self._num_devices - 1) // self._num_devices
-
-    def _sent(self, by_device: jax.Array) -> jax.Array:
-        """Part `i` to device `i`; the parts of all devices for this one."""
-        if not self.mesh_axes:
-            return by_device
-        with asked("table_rows"):
-            return lax.all_to_all(by_device, self.mesh_axes, 0, 0, tiled=True)
 
 
 def divides(num_devices: int) -> bool:

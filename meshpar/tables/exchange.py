@@ -50,17 +50,15 @@ class Exchange:
     room: int
 
     @classmethod
-    def of(
-        cls, store: Store, mesh_axes: tuple[str, ...], examples: int, num_codes: int
-    ) -> Exchange:
+    def of(cls, store: Store, mesh_axes: tuple[str, ...], examples: int) -> Exchange:
         """With room for what the fullest holder is asked for on average.
 
         Args:
             store: A `spread` one.
             mesh_axes: Of all devices.
             examples: Of a device.
-            num_codes: Different codes that it may want.
         """
+        num_codes = store.distinct(examples)
         room = min(num_codes, LEAST_ROOM + math.ceil(SLACK * _fullest(store, examples)))
         return cls(store=store, mesh_axes=mesh_axes, num_codes=num_codes, room=room)
 
@@ -74,9 +72,9 @@ class Exchange:
         owner = jnp.minimum(codes // self.store.rows, self.store.num_devices - 1)
 
         def look_up(at: _Round, found: jax.Array) -> jax.Array:
-            wanted = self._exchange(self._local(codes, at), "table_ids")
+            wanted = sent(self._local(codes, at), self.mesh_axes, "table_ids")
             there = rows.at[wanted].get(mode="fill", fill_value=0)
-            back = self._exchange(there, "table_rows")
+            back = sent(there, self.mesh_axes, "table_rows")
             place = lax.iota(jnp.int32, len(codes)) - at.first[owner]
             here = (place >= 0) & (place < at.count[owner]) & (codes < self._absent)
             mine = back[owner, jnp.clip(place, 0, self.room - 1)]
@@ -105,8 +103,8 @@ class Exchange:
         def send(at: _Round, state: Any) -> Any:
             taken, valid = self._taken(at)
             values = jnp.where(valid[..., None], gradients[taken], 0.0)
-            rows = self._exchange(self._local(codes, at), "table_ids").ravel()
-            values = self._exchange(values, "table_row_gradients")
+            rows = sent(self._local(codes, at), self.mesh_axes, "table_ids").ravel()
+            values = sent(values, self.mesh_axes, "table_row_gradients")
             return update(state, rows, values.reshape(-1, values.shape[-1]))
 
         return self._in_rounds(codes, send, state)
@@ -160,12 +158,19 @@ class Exchange:
         wanted = codes.at[taken].get(mode="clip") - device * self.store.rows
         return jnp.where(valid, wanted, self.store.rows)
 
-    def _exchange(self, parts: jax.Array, name: str) -> jax.Array:
-        """Part `i` to device `i`, and the parts of all devices for this one."""
-        if not self.mesh_axes:
-            return parts
-        with asked(name):
-            return lax.all_to_all(parts, self.mesh_axes, 0, 0, tiled=True)
+
+def sent(parts: jax.Array, mesh_axes: tuple[str, ...], name: str) -> jax.Array:
+    """Part `i` to device `i`, and the parts of all devices for this one.
+
+    Args:
+        parts: (devices, ...).
+        mesh_axes: Of all devices; none where there is one alone.
+        name: What the all-to-all is asked for.
+    """
+    if not mesh_axes:
+        return parts
+    with asked(name):
+        return lax.all_to_all(parts, mesh_axes, 0, 0, tiled=True)
 
 
 @dataclass(frozen=True)

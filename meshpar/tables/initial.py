@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.random import threefry_2x32
 
-from meshpar.tables.optimizers import TableOptimizer
+from meshpar.tables.optimizers import ROWS, TableOptimizer, array_structs
 from meshpar.tables.stores import Member, Store
 
 _SALT = 0x7AB1E
@@ -40,12 +40,12 @@ def first_arrays(
     rows = jnp.zeros((store.rows, store.local_dim), jnp.float32)
     for member in store.members:
         rows = _drawn_into(rows, store, member, seed, device)
-    shapes = {True: (store.rows,), False: (store.rows, store.local_dim)}
+    structs = array_structs(optimizer, store.rows, store.local_dim)
     slots = {
-        name: jnp.full(shapes[slot.of_row], slot.first, jnp.float32)
+        name: jnp.full(structs[name].shape, slot.first, jnp.float32)
         for name, slot in optimizer.slots.items()
     }
-    return {"rows": rows, **slots}
+    return {ROWS: rows, **slots}
 
 
 def _drawn_into(

@@ -19,13 +19,12 @@ from jax import lax
 
 from meshpar.collectives import asked
 from meshpar.layout import BATCH_AXES
-from meshpar.tables.exchange import Exchange
+from meshpar.tables.exchange import Exchange, sent
 from meshpar.tables.ids import Unique, positions, summed, summed_runs, unique
-from meshpar.tables.optimizers import TableOptimizer
+from meshpar.tables.optimizers import ROWS, TableOptimizer
 from meshpar.tables.stores import SPREAD, Store
 from meshpar.tables.table import ABSENT
 
-ROWS = "rows"
 _GATHERED = {"columns": "table_ids_gather", "replicated": "table_replicas"}
 Arrays = Mapping[str, jax.Array]
 
@@ -216,8 +215,7 @@ class LocalTables:
             with asked("table_replicas"):
                 return lax.all_gather(gradients, axes, tiled=True)
         parts = gradients.reshape(len(gradients), -1, store.local_dim)
-        with asked("table_row_gradients"):
-            mine = lax.all_to_all(parts.swapaxes(0, 1), axes, 0, 0, tiled=True)
+        mine = sent(parts.swapaxes(0, 1), axes, "table_row_gradients")
         return mine.reshape(-1, store.local_dim)
 
     def _update_rows(
@@ -264,9 +262,8 @@ class LocalTables:
         return of
 
     def _exchange(self, store: Store, ids: Unique) -> Exchange:
-        lookups = sum(member.table.lookups for member in store.members)
-        examples = len(ids.slot) // lookups
-        return Exchange.of(store, self.shares.mesh_axes, examples, len(ids.codes))
+        examples = len(ids.slot) // store.lookups
+        return Exchange.of(store, self.shares.mesh_axes, examples)
 
 
 def _pooled(store: Store, batch: Arrays, weighted: jax.Array) -> dict[str, jax.Array]:

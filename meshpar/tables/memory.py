@@ -34,6 +34,7 @@ from meshpar.tables.exchange import Exchange
 from meshpar.tables.programs import TableFunctions, parts
 from meshpar.tables.stores import SPREAD, Store
 from meshpar.tables.tables import EmbeddingTables
+from meshpar.train.state_memory import local_bytes
 
 _VALUE_BYTES, _ID_BYTES = 4, 16
 
@@ -80,11 +81,11 @@ def predicted_memory(
         for name, array in batch.items()
     }
     return TableMemory(
-        model_bytes=_local_bytes(dense, of_dense),
-        table_bytes=_local_bytes(tables, of_tables),
+        model_bytes=local_bytes(dense, of_dense),
+        table_bytes=local_bytes(tables, of_tables),
         batch_bytes=sum(map(_bytes, own.values())),
         temp_bytes=_temp_bytes(
-            functions, own, _local_bytes(dense.params, of_dense.params)
+            functions, own, local_bytes(dense.params, of_dense.params)
         ),
     )
 
@@ -97,10 +98,8 @@ def _temp_bytes(
     beside = mesh.size // layout.batch_shards
     own = -(-examples // beside)
     phases = [_phases(store, functions.tables, own) for store in functions.stores]
-    ids = sum(_ID_BYTES * own * _lookups(store) for store in functions.stores)
-    rows = {
-        name: _row_shape(functions.tables, name) for name in functions.tables.outputs
-    }
+    ids = sum(_ID_BYTES * own * store.lookups for store in functions.stores)
+    rows = functions.tables.row_shapes
     of_inputs = sum(
         _VALUE_BYTES * examples * math.prod(shape) for shape in rows.values()
     )
@@ -113,17 +112,16 @@ def _temp_bytes(
 
 def _phases(store: Store, tables: EmbeddingTables, examples: int) -> tuple[int, int]:
     """Bytes of looking up in one store, and of updating it."""
-    positions = examples * _lookups(store)
-    distinct = min(positions, store.num_codes)
+    distinct = store.distinct(examples)
     slots = tables.optimizer.slots.values()
     of_value = 1 + sum(not slot.of_row for slot in slots)
     if store.kind == SPREAD:
-        exchange = Exchange.of(store, ("all",), examples, distinct)
+        exchange = Exchange.of(store, ("all",), examples)
         exchanged, width = store.num_devices * exchange.room, store.dim
     else:
         exchanged, width = store.num_devices * distinct, store.local_dim
     row, part = _VALUE_BYTES * store.dim, _VALUE_BYTES * width
-    at_position = positions * row
+    at_position = examples * store.lookups * row
     look_up = distinct * row + max(2 * exchanged * part, at_position)
     return look_up, distinct * row + (3 + of_value) * exchanged * part
 
@@ -148,23 +146,6 @@ def _residual_bytes(
     own = set(traced.invars[: len(jax.tree.leaves(params))])
     residuals = {one for one in traced.outvars if isinstance(one, Var)} - own
     return sum(_bytes(one.aval) for one in residuals)
-
-
-def _row_shape(tables: EmbeddingTables, output: str) -> tuple[int, int]:
-    dims = {table.into: table.dim for table in tables.tables}
-    return len(tables.outputs[output]), dims[output]
-
-
-def _lookups(store: Store) -> int:
-    return sum(member.table.lookups for member in store.members)
-
-
-def _local_bytes(shapes: Any, shardings: Any) -> int:
-    pairs = zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings), strict=True)
-    return sum(
-        math.prod(sharding.shard_shape(one.shape)) * one.dtype.itemsize
-        for one, sharding in pairs
-    )
 
 
 def _bytes(one: Any) -> int:

@@ -23,6 +23,9 @@ Rate = float | Callable[[jax.Array], jax.Array | float]
 
 Slots = dict[str, jax.Array]
 
+ROWS = "rows"
+"""Name of a table's rows beside those of their state."""
+
 
 @dataclass(frozen=True)
 class Slot:
@@ -167,6 +170,19 @@ class LazyAdam:
         step = first / (jnp.sqrt(second) + self.epsilon)
         rows = rows - _rate(self.rate, of_step["count"]) * step
         return rows, {"mu": mu, "nu": nu}
+
+
+def array_structs(
+    optimizer: TableOptimizer, rows: int, dim: int
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shape and dtype of an array of rows, and of each of their state."""
+    shapes = {ROWS: (rows, dim)} | {
+        name: (rows,) if slot.of_row else (rows, dim)
+        for name, slot in optimizer.slots.items()
+    }
+    return {
+        name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()
+    }
 
 
 OPTIMIZERS = (SGD, RowwiseAdagrad, LazyAdam)

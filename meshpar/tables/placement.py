@@ -52,6 +52,12 @@ class Placed:
     kind: str
     device: int | None = None
 
+    def share(self, device: int, num_devices: int) -> float:
+        """The part of its lookups that a device does."""
+        if self.kind == TABLE_WISE:
+            return float(self.device == device)
+        return 1 / num_devices
+
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
@@ -95,7 +101,7 @@ class Placements:
             Load(
                 table_bytes=num_bytes,
                 lookups=math.fsum(
-                    one.table.lookups * _share(one, device, self.num_devices)
+                    one.table.lookups * one.share(device, self.num_devices)
                     for one in self.placed
                 ),
             )
@@ -284,10 +290,3 @@ def _spread(
         found[table.name] = best
         filled[table.dim][best], asked[best] = loads[best]
     return found
-
-
-def _share(one: Placed, device: int, num_devices: int) -> float:
-    """The part of a table's lookups that a device does."""
-    if one.kind == TABLE_WISE:
-        return float(one.device == device)
-    return 1 / num_devices

@@ -5,12 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
 
 from meshpar.audit.kernels import kernels_of
@@ -20,6 +17,7 @@ from meshpar.hardware import matmul_time
 from meshpar.layout import MESH_AXES, Layout
 from meshpar.mesh import absent_mesh
 from meshpar.model.contract import Model
+from meshpar.model.inputs import BATCH_DIM, shapes_of
 from meshpar.model.scope import Scope
 from meshpar.model.single import loss
 from meshpar.planner.cost.estimate import gigabytes
@@ -139,18 +137,10 @@ class TableRequest:
         plan = self._plan(Layout(data=devices, precision=kept.get("precision", "fp32")))
         return plan, plan.memory.total_bytes <= self.capacity_bytes
 
-    @cached_property
-    def _of_example(self) -> tuple[Kernel, ...]:
-        return self._kernels(1)
-
     def _kernels(self, examples: int) -> tuple[Kernel, ...]:
         """Matmuls of the model's forward and backward."""
         params = jax.eval_shape(self.model.init, 0)
-        batch = {
-            name: jax.ShapeDtypeStruct((examples, *one.sizes[1:]), one.dtype)
-            for name, one in (self.model.inputs or {}).items()
-            if not one.optional
-        }
+        batch = shapes_of(self.model.known_inputs, {BATCH_DIM: examples})
 
         def both(params: Any, batch: Any) -> Any:
             return loss(self.model, params, batch, Scope())
@@ -161,7 +151,9 @@ class TableRequest:
     def _plan(self, layout: Layout) -> TablePlan:
         step = self._step(layout)
         device, devices = self.cluster.device, self.cluster.num_devices
-        placements, memory = step.placements, step.predicted_memory(self._batch())
+        inputs = step.tables.inputs_beside(self.model.known_inputs)
+        batch = shapes_of(inputs, {BATCH_DIM: self.global_batch})
+        placements, memory = step.placements, step.predicted_memory(batch)
         run = TableRun(
             cluster=self.cluster,
             layout=layout,
@@ -190,7 +182,7 @@ class TableRequest:
             straggler_s=busy_s * slowest,
             host_s=0.0,
         )
-        flops = sum(one.flops for one in self._of_example)
+        flops = sum(one.flops for one in self._kernels(1))
         return TablePlan(
             run=run, memory=memory, time=time, traffic=traffic, flops=flops
         )
@@ -200,18 +192,3 @@ class TableRequest:
         dense = make_train_step(self.model, optimizer, layout, mesh=absent_mesh(layout))
         tables = embedding_tables(list(self.tables), RowwiseAdagrad(0.01))
         return with_tables(dense, tables)
-
-    def _batch(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes of a global batch: ids, and the model's other inputs."""
-        examples = self.global_batch
-        found = {
-            feature: jax.ShapeDtypeStruct((examples, table.bag), np.int32)
-            for table in self.tables
-            for feature in table.features
-        }
-        looked_up = {table.into for table in self.tables}
-        for name, one in (self.model.inputs or {}).items():
-            if not one.optional and name not in looked_up:
-                shape = (examples, *one.sizes[1:])
-                found[name] = jax.ShapeDtypeStruct(shape, jnp.dtype(one.dtype))
-        return found

@@ -25,6 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from meshpar.errors import InputError
 from meshpar.tables.blocks import BLOCK, Blocks, divides, filled
 from meshpar.tables.host import host_tables, stored_tables
+from meshpar.tables.optimizers import array_structs
 from meshpar.tables.programs import TABLES, TableFunctions, joined, parts
 from meshpar.tables.stores import Store
 from meshpar.tables.table import Table
@@ -124,20 +125,14 @@ class PortableTables:
     @cached_property
     def shapes(self) -> TrainState:
         """Shape and dtype of every array."""
-        slots = self.functions.tables.optimizer.slots
-        found: Arrays = {}
-        for table in self.functions.tables.tables:
-            vectors = (filled(table.rows), table.dim)
-            shapes = {"rows": vectors} | {
-                name: vectors[:1] if slot.of_row else vectors
-                for name, slot in slots.items()
-            }
-            found[table.name] = {
-                name: jax.ShapeDtypeStruct(shape, jnp.float32)
-                for name, shape in shapes.items()
-            }
-            found[table.name][NUM_ROWS] = jax.ShapeDtypeStruct((), jnp.int32)
-        return joined(self.functions.dense.state_shapes, found)
+        optimizer = self.functions.tables.optimizer
+        num_rows = {NUM_ROWS: jax.ShapeDtypeStruct((), jnp.int32)}
+        of_tables = {
+            table.name: array_structs(optimizer, filled(table.rows), table.dim)
+            | num_rows
+            for table in self.functions.tables.tables
+        }
+        return joined(self.functions.dense.state_shapes, of_tables)
 
     @cached_property
     def shardings(self) -> TrainState:
@@ -203,14 +198,7 @@ class PortableTables:
         return found
 
     def _on_shards(self, local: Callable, in_specs: Any, out_specs: Any) -> Callable:
-        mapped = jax.shard_map(
-            local,
-            mesh=self.functions.mesh,
-            in_specs=(in_specs,),
-            out_specs=out_specs,
-            check_vma=False,
-        )
-        return jax.jit(mapped)
+        return jax.jit(self.functions.on_shards(local, (in_specs,), out_specs))
 
     def _num_rows(self) -> Arrays:
         whole = NamedSharding(self.functions.mesh, PartitionSpec())

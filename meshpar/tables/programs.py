@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.layout import BATCH_AXES, MESH_AXES
+from meshpar.parallel.placement import Placement
 from meshpar.tables.initial import first_arrays
 from meshpar.tables.lookup import LocalTables, Shares
+from meshpar.tables.optimizers import array_structs
 from meshpar.tables.stores import Store, stores_of
 from meshpar.tables.tables import EmbeddingTables
 from meshpar.train.state import TrainState
@@ -40,9 +41,14 @@ class TableFunctions:
     tables: EmbeddingTables
 
     @property
+    def placement(self) -> Placement:
+        """Where the model lies."""
+        return self.dense.placement
+
+    @property
     def mesh(self) -> Any:
         """That of the model."""
-        return self.dense.placement.mesh
+        return self.placement.mesh
 
     @cached_property
     def stores(self) -> tuple[Store, ...]:
@@ -53,38 +59,23 @@ class TableFunctions:
     def shardings(self) -> TrainState:
         """The sharding of every array of the state."""
         of_tables = jax.tree.map(
-            lambda spec: NamedSharding(self.mesh, spec),
-            self.specs,
-            is_leaf=lambda node: isinstance(node, PartitionSpec),
+            lambda spec: NamedSharding(self.mesh, spec), self.specs
         )
         return joined(self.dense.shardings, of_tables)
 
     @cached_property
     def state_shapes(self) -> TrainState:
         """Shape and dtype of every array of the state."""
-        found: Tables = {}
-        for store in self.stores:
-            slots = self.tables.optimizer.slots
-            shapes = {"rows": store.shape} | {
-                name: store.shape[:1] if slot.of_row else store.shape
-                for name, slot in slots.items()
-            }
-            found[store.name] = {
-                name: jax.ShapeDtypeStruct(shape, jnp.float32)
-                for name, shape in shapes.items()
-            }
-        return joined(self.dense.state_shapes, found)
+        return joined(self.dense.state_shapes, self._structs)
 
     @cached_property
     def specs(self) -> Tables:
         """How the tables' arrays lie."""
         axes = self.shares.mesh_axes
-        slots = self.tables.optimizer.slots
         return {
-            store.name: {"rows": store.spec(axes)}
-            | {
-                name: store.spec(axes, of_row=slot.of_row)
-                for name, slot in slots.items()
+            store.name: {
+                name: store.spec(axes, of_row=one.ndim == 1)
+                for name, one in self._structs[store.name].items()
             }
             for store in self.stores
         }
@@ -100,7 +91,7 @@ class TableFunctions:
                 for store in self.stores
             }
 
-        tables = self._on_shards(local, (_WHOLE,), self.specs)(seed)
+        tables = self.on_shards(local, (_WHOLE,), self.specs)(seed)
         return joined(self.dense.born(seed), tables)
 
     def update(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -115,7 +106,7 @@ class TableFunctions:
         new, metrics, gradients = self.dense.update_and_inputs(
             dense, {**of_model, **looked_up}
         )
-        updated = self._on_shards(
+        updated = self.on_shards(
             self._local.updated,
             (self.specs, self._kept_spec, _BATCH, _WHOLE, _WHOLE),
             self.specs,
@@ -137,6 +128,23 @@ class TableFunctions:
         """What the model's `logits` gives."""
         return self.dense.logits(*self._dense_arguments(state, batch))
 
+    def on_shards(self, local: Callable, in_specs: Any, out_specs: Any) -> Callable:
+        """`local` of this device's part over all mesh axes."""
+        return jax.shard_map(
+            local,
+            mesh=self.mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            check_vma=False,
+        )
+
+    @property
+    def _structs(self) -> Tables:
+        optimizer = self.tables.optimizer
+        return {
+            store.name: array_structs(optimizer, *store.shape) for store in self.stores
+        }
+
     def _dense_arguments(
         self, state: TrainState, batch: Batch
     ) -> tuple[TrainState, dict[str, Any]]:
@@ -145,7 +153,7 @@ class TableFunctions:
         return dense, {**of_model, **self._look_up(tables, ids)[0]}
 
     def _look_up(self, tables: Tables, ids: Batch) -> tuple[dict[str, Any], Any]:
-        look_up = self._on_shards(
+        look_up = self.on_shards(
             self._local.looked_up,
             (self.specs, _BATCH),
             (_BATCH, self._kept_spec),
@@ -178,15 +186,6 @@ class TableFunctions:
     @property
     def _kept_spec(self) -> PartitionSpec:
         return PartitionSpec(self.shares.mesh_axes)
-
-    def _on_shards(self, local: Any, in_specs: Any, out_specs: Any) -> Any:
-        return jax.shard_map(
-            local,
-            mesh=self.mesh,
-            in_specs=in_specs,
-            out_specs=out_specs,
-            check_vma=False,
-        )
 
 
 def joined(dense: TrainState, tables: Mapping[str, Any]) -> TrainState:

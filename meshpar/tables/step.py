@@ -83,28 +83,26 @@ class TableStep:
         tables: The tables.
         layout: That of the model.
         mesh: That of the model.
+        functions: What the step computes.
+        state_shapes: `TrainState` of the shape and dtype of every array.
+        shardings: `TrainState` of the sharding of every array.
     """
 
     def __init__(self, step: TrainStep, tables: EmbeddingTables) -> None:
         self.dense, self.tables = step, tables
         self.layout, self.mesh = step.layout, step.mesh
-        self.functions = TableFunctions(dense=step.functions, tables=tables)
-        _ = self.functions.stores  # A placement that cannot be is refused here.
-        looked_up = tables.outputs
-        inputs = {
-            name: one
-            for name, one in step.model.known_inputs.items()
-            if name not in looked_up
-        }
+        functions = TableFunctions(dense=step.functions, tables=tables)
+        self.functions = functions
+        self.state_shapes, self.shardings = functions.state_shapes, functions.shardings
         self._batches = BatchPlacement(
-            inputs={**inputs, **tables.inputs},
+            inputs=tables.inputs_beside(step.model.known_inputs),
             check_sequences=lambda batch, partly: None,
             layout=step.layout,
             sharding=step.batch_sharding,
         )
         self._programs = StepPrograms(
-            functions=self.functions,
-            reading=self.functions,
+            functions=functions,
+            reading=functions,
             batch_sharding=step.batch_sharding,
             split_space=None,
             compiler_options=step.compiler_options,
@@ -114,16 +112,6 @@ class TableStep:
     def placements(self) -> Placements:
         """Where every table lies, and every device's load; `print` it."""
         return self.tables.placements(self.mesh.size)
-
-    @property
-    def shardings(self) -> TrainState:
-        """The sharding of every array of the state."""
-        return self.functions.shardings
-
-    @property
-    def state_shapes(self) -> TrainState:
-        """Shape and dtype of every array of the state."""
-        return self.functions.state_shapes
 
     def init(self, seed: int = 0) -> TrainState:
         """The first state, a function of `seed`; born in shards.

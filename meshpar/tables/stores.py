@@ -127,6 +127,15 @@ class Store:
         """Rows of a table's run on a device that has some."""
         return run_length(member.table, self.kind, member.device, self.num_devices)
 
+    @property
+    def lookups(self) -> int:
+        """Most rows that an example looks up in it."""
+        return sum(member.table.lookups for member in self.members)
+
+    def distinct(self, examples: int) -> int:
+        """Most different codes that so many examples look up."""
+        return min(examples * self.lookups, self.num_codes)
+
     @cached_property
     def features(self) -> tuple[tuple[str, Member], ...]:
         """What looks up in it, in order."""
@@ -156,24 +165,16 @@ def stores_of(placements: Placements) -> tuple[Store, ...]:
 def _store(
     kind: str, dim: int, placed: Sequence[tuple[int, Placed]], num_devices: int
 ) -> Store:
-    everywhere = [one for one in placed if one[1].device is None]
-    members, first = [], 0
-    for place, one in everywhere:
-        member = Member(table=one.table, place=place, first=first)
-        members.append(member)
-        first += run_length(one.table, kind, None, num_devices)
-    filled = [first] * num_devices
-    for place, one in placed:
-        if one.device is not None:
-            members.append(
-                Member(
-                    table=one.table,
-                    place=place,
-                    first=filled[one.device],
-                    device=one.device,
-                )
-            )
-            filled[one.device] += one.table.rows
+    members, filled = [], [0] * num_devices
+    # First those that every device has, at the same local rows.
+    for place, one in sorted(placed, key=lambda pair: pair[1].device is not None):
+        having = range(num_devices) if one.device is None else (one.device,)
+        first = filled[having[0]]
+        members.append(
+            Member(table=one.table, place=place, first=first, device=one.device)
+        )
+        for device in having:
+            filled[device] += run_length(one.table, kind, one.device, num_devices)
     rows = -(-max(filled) // ALIGNMENT) * ALIGNMENT
     store = Store(
         name=f"{kind}_{dim}",

@@ -8,7 +8,11 @@ from functools import cached_property
 
 from meshpar.errors import InputError
 from meshpar.model.inputs import Input, Inputs
-from meshpar.tables.optimizers import TableOptimizer, check_optimizer
+from meshpar.tables.optimizers import (
+    TableOptimizer,
+    array_structs,
+    check_optimizer,
+)
 from meshpar.tables.placement import AUTO, Placements, placements_of
 from meshpar.tables.table import Table, weights_of
 
@@ -32,6 +36,14 @@ class EmbeddingTables:
         return found
 
     @property
+    def row_shapes(self) -> dict[str, tuple[int, int]]:
+        """Input of the model -> (features, dim) of each example's."""
+        return {
+            table.into: (len(self.outputs[table.into]), table.dim)
+            for table in self.tables
+        }
+
+    @property
     def features(self) -> dict[str, Table]:
         """Feature -> its table."""
         return {name: table for table in self.tables for name in table.features}
@@ -45,6 +57,11 @@ class EmbeddingTables:
             found[name] = Input(axes, "int", shape=shape)
             found[weights_of(name)] = Input(axes, shape=shape, optional=True)
         return found
+
+    def inputs_beside(self, of_model: Inputs) -> dict[str, Input]:
+        """What a batch has for them and for a model: all but what is looked up."""
+        own = {name: one for name, one in of_model.items() if name not in self.outputs}
+        return {**own, **self.inputs}
 
     def placements(self, num_devices: int) -> Placements:
         """Where they lie on so many devices.
@@ -64,9 +81,8 @@ class EmbeddingTables:
 
     def row_bytes(self, table: Table) -> int:
         """Bytes of a row and its optimizer state."""
-        slots = self.optimizer.slots.values()
-        values = table.dim + sum(1 if slot.of_row else table.dim for slot in slots)
-        return _VALUE_BYTES * values
+        structs = array_structs(self.optimizer, 1, table.dim)
+        return _VALUE_BYTES * sum(one.size for one in structs.values())
 
     def check_model(self, inputs: Inputs) -> None:
         """Refuses a model that does not take what is looked up.
@@ -81,9 +97,8 @@ class EmbeddingTables:
                     f"batch[{name!r}] would be both an input of the model and ids or "
                     "weights of a table; rename the feature, Table(features=...)"
                 )
-        dims = {table.into: table.dim for table in self.tables}
-        for name, features in self.outputs.items():
-            shape = (None, len(features), dims[name])
+        for name, row in self.row_shapes.items():
+            shape = (None, *row)
             wanted = f"Input(('batch', None, None), shape={shape}, has_gradient=True)"
             declared = inputs.get(name)
             if declared is None:

@@ -67,11 +67,7 @@ def table_traffic(
     found = []
     for dim in sorted({store.dim for store in stores}):
         placed = [one for one in placements.placed if one.table.dim == dim]
-        held = sum(
-            one.table.lookups
-            * (float(one.device == most) if one.device is not None else 1 / devices)
-            for one in placed
-        )
+        held = sum(one.table.lookups * one.share(most, devices) for one in placed)
         exchanged = sum(
             _exchanged(store, examples)
             for store in stores
@@ -91,12 +87,6 @@ def table_traffic(
 
 def _exchanged(store: Store, examples: int) -> float:
     """Rows of a store that a device sends in a round; replicas gather as many."""
-    distinct = min(
-        examples * sum(member.table.lookups for member in store.members),
-        store.num_codes,
-    )
     if store.kind != SPREAD:
-        return float(distinct)
-    return store.num_devices * float(
-        Exchange.of(store, ("all",), examples, distinct).room
-    )
+        return float(store.distinct(examples))
+    return store.num_devices * float(Exchange.of(store, ("all",), examples).room)
