@@ -143,20 +143,20 @@ class TableStep:
                 declared, the global batch does not divide over the batch axes, or the
                 state is gone or another step's.
         """
-        check_state(state, self.state_shapes)
+        check_state(state, self.state_shapes, self.mesh)
         with self._mesh_set():
             return self._programs.update(state, self.place(batch))
 
     def evaluate(self, state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """Summed loss and weights of a batch, which `__call__` takes too."""
-        state = to_use(state, self.state_shapes)
+        state = to_use(state, self.state_shapes, self.mesh)
         with self._mesh_set():
             return self._programs.evaluate(state, self.place(batch))
 
     def logits(self, state: TrainState, batch: Batch) -> Any:
         """What the model's `logits` gives; the batch is whole, labels included."""
         check_logits(self.dense.model)
-        state = to_use(state, self.state_shapes)
+        state = to_use(state, self.state_shapes, self.mesh)
         with self._mesh_set():
             return self._programs.logits(state, self.place(batch, 1))
 
@@ -182,7 +182,7 @@ class TableStep:
 
     def host_tables(self, state: TrainState) -> dict[str, dict[str, np.ndarray]]:
         """Table -> its `rows`, and its optimizer's state of each, whole on the host."""
-        state = to_use(state, self.state_shapes)
+        state = to_use(state, self.state_shapes, self.mesh)
         return host_tables(self.functions.stores, state.model_state[TABLES])
 
     def rows_looked_up(self, batch: Batch) -> np.ndarray:
@@ -216,7 +216,7 @@ class TableStep:
             InputError: Several processes have the devices, whose number does not divide
                 `meshpar.tables.blocks.BLOCK`.
         """
-        check_state(state, self.state_shapes)
+        check_state(state, self.state_shapes, self.mesh)
         return self._portable.taken_out(state)
 
     def restored(self, checkpoints: Checkpoints) -> TrainState:
