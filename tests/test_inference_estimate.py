@@ -81,6 +81,16 @@ def test_the_cache_and_the_weights_are_the_program_s(layout, heads, kv_heads):
     assert found.parameter_bytes == pytest.approx(held, rel=0.01)
 
 
+def test_a_hop_between_hosts_leaves_by_one_port():
+    found = estimated(layout=f"stage=4,tensor=4,microbatches=4,{BF16}")
+    link = found.cluster.link(found.layout, "stage")
+    assert link.port_bytes_per_s < link.bytes_per_s
+    of_one_s = 32 / 4 * 8192 * 2 / link.port_bytes_per_s  # requests, values, bf16
+    hops = 4 + 3
+    seconds = found.as_json()["roofline"]["stage"]
+    assert seconds == pytest.approx(hops * (of_one_s + link.hop_s))
+
+
 def test_microbatches_are_of_stages_alone():
     plain, cut = (
         estimated(layout=f"tensor=8,{more}{BF16}").as_json()["roofline"]

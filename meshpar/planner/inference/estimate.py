@@ -19,7 +19,11 @@ from meshpar.errors import InputError, whole_number
 from meshpar.hardware import matmul_time
 from meshpar.layout import Layout
 from meshpar.planner.machine.cluster import Cluster
-from meshpar.planner.machine.collective_cost import all_gather_s, all_reduce_s
+from meshpar.planner.machine.collective_cost import (
+    all_gather_s,
+    all_reduce_s,
+    send_s,
+)
 from meshpar.planner.workload.workload import Workload
 
 _BYTES = {"fp32": 4, "bf16": 2, "bf16_stochastic": 2}
@@ -267,8 +271,7 @@ class InferenceEstimate:
         if layout.stage > 1:
             link = self.cluster.link(layout, "stage")
             hops = microbatches + layout.stage - 1
-            of_one = stream / microbatches
-            found["stage"] = hops * (of_one / link.bytes_per_s + link.hop_s)
+            found["stage"] = hops * send_s(stream / microbatches, link)
         return found
 
     def _step_s(self, new: int, seen: float, rows: int) -> float:
