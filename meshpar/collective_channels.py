@@ -101,7 +101,7 @@ def number_collectives(module: ir.Module) -> None:
             collective.attributes[_CHANNEL] = handle
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class _Function:
     """A function of a module, and what is in it, in loops too.
 

@@ -224,7 +224,7 @@ def _windows(instruction: Instruction, num_dims: int) -> list[_Window]:
         # A pad is two numbers: `low_high`.
         return [int(value.partition("_")[0]) for value in fields[name].split("x")]
 
-    columns = (
+    columns = (  # in the order of `_Window`
         values("size", 1),
         values("stride", 1),
         values("pad", 0),

@@ -15,7 +15,7 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.sharding import PartitionSpec
 
-from meshpar.audit.jaxprs import array_shape, inner_jaxprs
+from meshpar.audit.jaxprs import array_shape
 from meshpar.audit.split_rules import (
     RULES,
     Split,
@@ -24,6 +24,7 @@ from meshpar.audit.split_rules import (
     split_of,
 )
 from meshpar.hardware.attention_choice import words_of_scope
+from meshpar.model.equations import without_constants
 from meshpar.model.scan_counts import scan_counts
 
 _LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<")
@@ -167,7 +168,13 @@ def _walk(jaxpr: Jaxpr, arguments: Sequence[Value], around: _Place) -> list[Valu
         results = tuple(_results(equation, operands, here))
         around.visit(
             Operation(
-                equation, operands, results, here.region, source, path, here.times
+                equation,
+                operands,
+                results,
+                region=here.region,
+                source=source,
+                path=path,
+                times=here.times,
             )
         )
         known.update(zip(equation.outvars, results, strict=False))
@@ -188,13 +195,14 @@ def _results(
         return [Value(maker=equation, line=here.source)] * len(equation.outvars)
     if name == "while":
         first = params["cond_nconsts"]
-        return _walk(_only(params["body_jaxpr"]), operands[first:], here)
+        return _walk(without_constants(params["body_jaxpr"]), operands[first:], here)
     if name == "cond":
         outs = [
-            _walk(_only(branch), operands[1:], here) for branch in params["branches"]
+            _walk(without_constants(branch), operands[1:], here)
+            for branch in params["branches"]
         ]
         return outs[0]
-    for inner, _ in inner_jaxprs(equation):
+    for inner in _called(equation):
         if len(inner.invars) == len(operands):
             shardings = params.get("in_shardings") or [None] * len(operands)
             return _walk(inner, _given(inner, operands, shardings), here)
@@ -228,6 +236,13 @@ def _weight(equation: JaxprEqn, operands: tuple[Value, ...]) -> str | None:
     return max(found, default=None) if len(found - {""}) <= 1 else None
 
 
+def _called(equation: JaxprEqn) -> list[Jaxpr]:
+    """What a call runs, by the names that JAX's own calls give it."""
+    found = (equation.params.get(name) for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"))
+    programs = [one for one in found if isinstance(one, ClosedJaxpr | Jaxpr)]
+    return [without_constants(one) for one in programs]
+
+
 def _given(
     inner: Jaxpr, operands: Sequence[Value], shardings: Sequence[Any]
 ) -> list[Value]:
@@ -253,7 +268,7 @@ def _shard_map(
     newly = params.get("newly_manual_axes", params.get("manual_axes", ()))
     manual = here.region.manual | {axis for axis in newly if sizes[axis] > 1}
     automatic = {axis for axis, size in sizes.items() if size > 1} - manual
-    inner = _only(params["jaxpr"])
+    inner = without_constants(params["jaxpr"])
     kept = [
         _lying(value, value.split and tuple(a - manual for a in value.split))
         for value in operands
@@ -293,7 +308,7 @@ def _outside(
 
 
 def _scan(equation: JaxprEqn, operands: tuple[Value, ...], here: _Place) -> list[Value]:
-    inner = _only(equation.params["jaxpr"])
+    inner = without_constants(equation.params["jaxpr"])
     more = _dims_more(equation.invars, inner.invars)
     given = [
         _lying(value, value.split and value.split[count:])
@@ -331,7 +346,3 @@ def _dims_more(outside: Sequence[Any], inside: Sequence[Any]) -> list[int]:
         len(one.aval.shape) - len(other.aval.shape)
         for one, other in zip(outside, inside, strict=True)
     ]
-
-
-def _only(jaxpr: ClosedJaxpr | Jaxpr) -> Jaxpr:
-    return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr

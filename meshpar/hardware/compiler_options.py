@@ -14,7 +14,7 @@ no collective ahead.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any
 
@@ -42,6 +42,7 @@ class CompilerOption:
     name: str
     value: Value
     why: str
+    _: KW_ONLY
     if_prefetching: bool = False
     if_sequence_parallel: bool = False
 

@@ -61,7 +61,11 @@ def traced_batch(
 
 
 def tracing_scope(
-    batch: Any, state: Params, examples: jax.Array | None = None, **fields: Any
+    batch: Any,
+    state: Params,
+    examples: jax.Array | None = None,
+    training: bool = True,
+    **fields: Any,
 ) -> Scope:
     """A scope for tracing: everything that a function may ask for is there."""
     if examples is None:
@@ -72,7 +76,7 @@ def tracing_scope(
         state=state,
         examples=examples,
         random=jax.random.key(0),
-        training=True,
+        training=training,
         **fields,
     )
 

@@ -82,8 +82,8 @@ def _of_group(
     trees = model.parameters[name], model.state.get(name, {})
     built: tuple[Params, Params] = ({}, {})
     if name in model.build:
-        first, *_ = jax.tree.leaves(trees, is_leaf=is_parameter)
-        order = jnp.asarray(first.places)
+        leaves = jax.tree.leaves(trees, is_leaf=is_parameter)
+        order = jnp.asarray(leaves[0].places)
         keys = jax.vmap(lambda layer: initial_key(seed, name, layer))(order)
         of_group = specs and (specs[0].get(name, {}), specs[1].get(name, {}))
         built = build_layers(model.build[name], keys, of_group)

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from meshpar.collectives import asked, made_manual
 from meshpar.model.scope import Scope
-from meshpar.rules.rules import LogicalAxes, auto_mesh_shape, entry_axes
+from meshpar.rules.rules import LogicalAxes, Rules, auto_mesh_shape, entry_axes
 
 Split = tuple[tuple[str, ...], ...]
 """The mesh axes of each dim of an array, outermost first; empty for a whole dim."""
@@ -82,9 +82,15 @@ def split_of(scope: Scope, logical_axes: LogicalAxes, shape: Sequence[int]) -> S
 
 
 def degree(mesh_axes: Sequence[str]) -> int:
-    """Devices along some mesh axes of GSPMD; 1 where those are manual or not there."""
+    """Devices along some mesh axes of GSPMD; 1 where those are manual."""
     sizes = auto_mesh_shape()
-    return math.prod(sizes.get(axis, 1) for axis in mesh_axes)
+    return math.prod(sizes[axis] for axis in mesh_axes)
+
+
+def ruled_degree(rules: Rules, logical_axis: str) -> int:
+    """`degree` of what the rules map a logical axis to, mesh axes that are there."""
+    sizes = auto_mesh_shape()
+    return degree([axis for axis in rules.mesh_axes(logical_axis) if axis in sizes])
 
 
 def on_split(

@@ -17,7 +17,7 @@ from meshpar.model.token_cache import (
     cached_axes,
     kept_heads,
 )
-from meshpar.parallel.moves import degree
+from meshpar.parallel.moves import ruled_degree
 from meshpar.parallel.paged_attention import Pages, paged_attention, written
 
 _QUERIES = ("batch", "seq", "heads", "head_dim")
@@ -215,4 +215,4 @@ class PagedCache:
 
 
 def _head_shards(scope: Any) -> int:
-    return 1 if scope.rules is None else degree(scope.rules.mesh_axes("heads"))
+    return 1 if scope.rules is None else ruled_degree(scope.rules, "heads")

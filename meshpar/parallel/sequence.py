@@ -154,7 +154,7 @@ def _output_shapes(placement: Placement, batch: Any, parts: int) -> Any:
 
     shapes = {name: share(name, array) for name, array in batch.items()}
     # `TrainStep.logits` refuses a model without.
-    return jax.eval_shape(*traced_forward(model, shapes, logits=True))
+    return jax.eval_shape(*traced_forward(model, shapes, logits=True, training=False))
 
 
 def _split_dims(whole: Any, split: Any) -> PartitionSpec:

@@ -172,7 +172,8 @@ def _split(
     entries = list(whole)
     wanted = split_axes_of(layout, rules)
     for axes in (wanted, *((axis,) for axis in wanted)):
-        if not axes or not set(axes).isdisjoint(spec_axes(PartitionSpec(*entries))):
+        taken = {axis for entry in entries for axis in entry_axes(entry)}
+        if not axes or taken & set(axes):
             continue
         for dim in _dims(entries, parameter, layout, rules):
             together = (*entry_axes(entries[dim]), *axes)

@@ -20,7 +20,7 @@ from jax import lax
 
 from meshpar import chunk_bytes
 from meshpar.model.scope import Scope
-from meshpar.parallel.moves import degree, split_of
+from meshpar.parallel.moves import degree, ruled_degree, split_of
 from meshpar.rules.rules import LogicalAxes
 
 
@@ -97,4 +97,4 @@ def _splits_tokens(scope: Scope) -> bool:
     if rules is None:
         return False
     known = [name for name in ("seq", "residual_seq") if name in rules.table]
-    return any(degree(rules.mesh_axes(name)) > 1 for name in known)
+    return any(ruled_degree(rules, name) > 1 for name in known)

@@ -27,12 +27,13 @@ def lock_step_timeline(schedule: Schedule, times: StageTimes) -> Timeline:
     def half_of(action: Action) -> tuple[int, bool]:
         return ticks[action], action.op is not Op.F
 
-    slowest_s = times.slowest_s(schedule)
+    forward_s, backward_s = times.slowest_s(schedule)
     start_s: dict[tuple[int, bool], float] = {}
     now_s: float = 0
     for half in sorted(set(map(half_of, ticks))):
         start_s[half] = now_s
-        now_s += slowest_s[half[1]]
+        _, is_backward = half
+        now_s += backward_s if is_backward else forward_s
 
     def event(action: Action) -> Event:
         start = start_s[half_of(action)]

@@ -13,9 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from meshpar.collectives import asked
 from meshpar.model.token_order import TokenOrder
 from meshpar.parallel.context.mask import PADDING, Mask
 
@@ -92,32 +90,6 @@ class Hops:
 
     def _most(self, hop: int) -> int:
         return max(len(self.live(hop, rank)) for rank in range(self.num_ranks))
-
-
-def shifted(
-    order: TokenOrder | None, tree: Any, distance: int, reason: str = "context_ring"
-) -> Any:
-    """What the device `distance` places before this one has: one permute of each.
-
-    Args:
-        order: Of the tokens; None where a device has all.
-        tree: This device's arrays.
-        distance: Places along the ring.
-        reason: A name in `meshpar.collectives.ASKED`.
-    """
-    if order is None or distance % order.num_ranks == 0:
-        return tree
-    with asked(reason):
-        return lax.ppermute(tree, order.mesh_axis, order.hop(distance))
-
-
-def shifted_both(order: TokenOrder | None, moved: tuple, distance: int) -> tuple:
-    """`shifted`, of keys and values, and of their gradients."""
-    keys, of_keys = moved
-    return (
-        shifted(order, keys, distance),
-        shifted(order, of_keys, distance, "context_ring_gradient"),
-    )
 
 
 @functools.lru_cache(maxsize=4096)

@@ -20,8 +20,9 @@ from jax import lax
 
 from meshpar.collectives import asked
 from meshpar.model.token_order import TokenOrder
-from meshpar.parallel.context.hops import Hops, shifted, shifted_both
+from meshpar.parallel.context.hops import Hops
 from meshpar.parallel.context.mask import Marks
+from meshpar.parallel.context.shift import shifted, shifted_both
 from meshpar.parallel.context.tiles import (
     Backward,
     Keys,

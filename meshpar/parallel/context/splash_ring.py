@@ -22,13 +22,17 @@ from jax import lax
 
 from meshpar.errors import InputError
 from meshpar.model.token_order import TokenOrder
-from meshpar.parallel.context.hops import shifted, shifted_both
 from meshpar.parallel.context.mask import Mask
+from meshpar.parallel.context.shift import shifted, shifted_both
 from meshpar.parallel.context.splash import over_root, without_padding
 from meshpar.parallel.context.splash_kernel import Side, Splash
 from meshpar.parallel.context.tiling import by_part
 
 # Dims: B batch, N heads, K kv heads, T tokens of a device, H head_dim, C two chunks.
+
+
+EARLY, LATE = 0, 1
+"""A device's chunks in zigzag order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,17 +174,18 @@ def _pair(ring: Ring, queries: Side, keys: Side, earlier: Any) -> tuple[Side, Si
     if not ring.causal:
         return queries, keys
 
-    def with_same(side: Side, chunk: int) -> Side:
-        """A side's early (0) or late (1) chunk, and that which meets its like."""
+    def with_same(side: Side, chosen: int) -> Side:
+        """A chunk of a side, and that which meets its like."""
 
         def cut(x: jax.Array, dim: int) -> jax.Array:
-            early, late = chunks = jnp.split(x, 2, dim)
-            return jnp.concatenate([chunks[chunk], jnp.where(earlier, early, late)])
+            chunks = jnp.split(x, 2, dim)
+            same = jnp.where(earlier, chunks[EARLY], chunks[LATE])
+            return jnp.concatenate([chunks[chosen], same])
 
         segments = None if side.segments is None else cut(side.segments, 1)
         return Side(tuple(cut(x, 2) for x in side.arrays), segments)
 
-    return with_same(queries, 1), with_same(keys, 0)
+    return with_same(queries, LATE), with_same(keys, EARLY)
 
 
 def _merged(ring: Ring, state: tuple, found: tuple, earlier: Any) -> tuple:

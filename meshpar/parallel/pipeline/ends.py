@@ -41,7 +41,7 @@ class Shares:
         rank: The rank whose result counts where nothing is shared.
         dim: The dim of the stream that is shared: 0 for the examples, 1 for the tokens;
             None where every rank computes the whole.
-        size: Its size in a microbatch.
+        size: Its size in a microbatch; 1 where none is shared.
         specs: How each array of the stream lies over automatic mesh axes.
         parts: Parts that those axes split the dim into.
         platform: Kind of device.

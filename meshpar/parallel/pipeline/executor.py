@@ -32,8 +32,10 @@ IDLE = 0.0
 """What ranks compute on while they have no microbatch. Nothing of it is kept; zeros,
 because `jnp.where` masks a NaN forward, not its gradient."""
 
-_ROWS = tuple(name for name in ARRAYS if name != "backward_op")
-"""The arrays of a tick table that are read; every backward is a whole one."""
+_NOT_READ = {"backward_op"}
+"""Of a tick table's arrays: here every backward is a whole one."""
+
+_ROWS = tuple(name for name in ARRAYS if name not in _NOT_READ)
 
 
 @jax.tree_util.register_dataclass
@@ -208,11 +210,9 @@ class Executor:
             return replace(state, found=found), dy
         ends = _add(found.end_gradients, gradients, some)
         written = write(state.gradients, own["loss_write"], dy)
-        return replace(
-            state,
-            found=replace(found, end_gradients=ends),
-            gradients=self._hops.laid_out(written),
-        ), dy
+        found = replace(found, end_gradients=ends)
+        gradients = self._hops.laid_out(written)
+        return replace(state, found=found, gradients=gradients), dy
 
     def _stage_input(self, state: _State, row: dict, own: dict) -> Payload:
         """What this rank's stage takes: embedded, arrived, or zeros."""

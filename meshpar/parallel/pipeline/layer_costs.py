@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from meshpar.model.contract import BlockGroup, Model
-from meshpar.model.equations import programs_in
+from meshpar.model.equations import programs_in, without_constants
 from meshpar.model.tracing import (
     one_layer_shapes,
     one_layer_state,
@@ -80,7 +80,7 @@ def _costs(
 
 def _walk(program: Any, arguments: Values) -> tuple[int, list[Any]]:
     """FLOPs of a program, and its results as far as they are known."""
-    jaxpr, consts = _open(program), getattr(program, "consts", ())
+    jaxpr, consts = without_constants(program), getattr(program, "consts", ())
     known = dict(zip(jaxpr.constvars, consts, strict=True))
     known.update(zip(jaxpr.invars, arguments, strict=True))
 
@@ -114,7 +114,7 @@ def _equation(equation: Any, values: Values) -> tuple[int, list[Any]]:
         return max(branches), unknown
     if name == "scan":
         inner = params["jaxpr"]
-        arguments = [None] * len(_open(inner).invars)
+        arguments = [None] * len(without_constants(inner).invars)
         return params["length"] * _walk(inner, arguments)[0], unknown
     called = programs_in(equation)
     if called:
@@ -124,9 +124,13 @@ def _equation(equation: Any, values: Values) -> tuple[int, list[Any]]:
 
 def _called(called: list[Any], values: Values, unknown: list) -> tuple[int, list[Any]]:
     """A call of one program (`jit`, `checkpoint`, ...), or a loop that runs once."""
-    if len(called) == 1 and len(_open(called[0]).invars) == len(values):
+    counts = [len(without_constants(inner).invars) for inner in called]
+    if counts == [len(values)]:
         return _walk(called[0], values)
-    walks = [_walk(inner, [None] * len(_open(inner).invars)) for inner in called]
+    walks = [
+        _walk(inner, [None] * count)
+        for inner, count in zip(called, counts, strict=True)
+    ]
     return sum(flops for flops, _ in walks), unknown
 
 
@@ -141,8 +145,3 @@ def _evaluated(equation: Any, values: Values, unknown: list) -> list[Any]:
 
 def _matmul(equation: Any, contracted: int) -> int:
     return 2 * contracted * math.prod(equation.outvars[0].aval.shape)
-
-
-def _open(program: Any) -> Any:
-    """A program without its constants."""
-    return getattr(program, "jaxpr", program)

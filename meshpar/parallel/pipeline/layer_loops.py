@@ -46,7 +46,8 @@ def run_layers(
         weights, layer, of_layer = _layer(stack, known, place)
         return stack.block.forward(weights, x, layer, of_layer), ()
 
-    return _forwards(stack, x, num_layers, forward, [], jnp.int32(0))[:2]
+    x, sums, _ = _forwards(stack, x, num_layers, forward, [], jnp.int32(0))
+    return x, over_layers(stack.block, sums)
 
 
 def keep_layers(
@@ -73,7 +74,8 @@ def keep_layers(
         return stack.block.forward_keeping(weights, x, layer, of_layer)
 
     with jax.named_scope(FORWARD):
-        return _forwards(stack, x, num_layers, forward, saved, slot)
+        x, sums, saved = _forwards(stack, x, num_layers, forward, saved, slot)
+    return x, over_layers(stack.block, sums), saved
 
 
 def backward_layers(
@@ -118,7 +120,10 @@ def _forwards(
     saved: list[jax.Array],
     slot: jax.Array,
 ) -> tuple[Stream, Sums, list[jax.Array]]:
-    """`forward` of so many places, their residuals written to a slot of the buffers."""
+    """`forward` of so many places, their residuals written to a slot of the buffers.
+
+    The sums are those of each place.
+    """
 
     def one(carry: tuple, place: jax.Array) -> tuple:
         x, sums, saved = carry
@@ -134,8 +139,7 @@ def _forwards(
         lambda one: jnp.zeros((len(stack.layers), *one.shape), one.dtype),
         jax.eval_shape(lambda x: forward(x, 0)[0][1], x),
     )
-    x, sums, saved = _for_places(stack, num_layers, one, (x, sums, saved))
-    return x, over_layers(stack.block, sums), saved
+    return _for_places(stack, num_layers, one, (x, sums, saved))
 
 
 def _for_places(

@@ -68,7 +68,7 @@ class Functions(Protocol):
         """How a group's stream lies over automatic mesh axes."""
 
     def shared_dims(self, *, of_embed: bool) -> tuple[int, ...]:
-        """The dims of its stream that ranks may share an end along, best first."""
+        """The dims of an end's stream that ranks may share it along, best first."""
 
     def differentiated(self, known: Known) -> Any:
         """The part of a microbatch that gets gradients."""

@@ -101,7 +101,7 @@ class ModelFunctions:
         return stream_specs(axes, stream, self.placement.rules)
 
     def shared_dims(self, *, of_embed: bool) -> tuple[int, ...]:
-        """Tokens are shared where the model allows it, else examples, if they divide.
+        """Tokens where the model allows it, then examples.
 
         A head sums over examples, so that any rank can have any of them.
         """

@@ -246,4 +246,6 @@ def _costs(model: Model) -> tuple[float, ...]:
     return _traced_costs(model)
 
 
-_traced_costs = functools.lru_cache(maxsize=16)(layer_costs)
+@functools.lru_cache(maxsize=16)
+def _traced_costs(model: Model) -> tuple[float, ...]:
+    return layer_costs(model)
