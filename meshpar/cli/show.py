@@ -6,7 +6,12 @@ import argparse
 import json
 from pathlib import Path
 
-from meshpar.cli.estimate import add_layout_and_workload, cluster_for, estimated
+from meshpar.cli.estimate import (
+    add_layout_and_workload,
+    cluster_for,
+    estimated,
+    workload_for,
+)
 from meshpar.cli.plan_other import is_other
 from meshpar.cli.report.destination import PAGES, check_picture, output_file
 from meshpar.errors import InputError
@@ -74,4 +79,4 @@ def _drawn(args: argparse.Namespace) -> Estimate:
     cluster = cluster_for(args, layout)
     for refusal in layout_refusals(layout.resolve(cluster.num_devices)).values():
         raise InputError(refusal)
-    return estimated(args, layout, cluster)
+    return estimated(args, workload_for(args), layout, cluster)
