@@ -93,6 +93,7 @@ class TableStep:
         self.layout, self.mesh = step.layout, step.mesh
         functions = TableFunctions(dense=step.functions, tables=tables)
         self.functions = functions
+        # A placement that cannot be is refused here.
         self.state_shapes, self.shardings = functions.state_shapes, functions.shardings
         self._batches = BatchPlacement(
             inputs=tables.inputs_beside(step.model.known_inputs),
