@@ -192,8 +192,8 @@ def workload_for(args: argparse.Namespace) -> Workload:
     return workload_of(args.preset, words=",".join(changed) or None)
 
 
-def model_words(args: argparse.Namespace) -> tuple[str | None, str | None]:
-    """`--preset` and `--model` of the model itself, whose sizes the options gave."""
+def train_model(args: argparse.Namespace) -> tuple[str | None, str | None]:
+    """`--preset` and `--model` of `meshpar train` that build the model planned for."""
     preset, sizes = args.preset, args.model
     if sizes in SHAPES or sizes in OTHER_SHAPES:
         preset, sizes = sizes, None
