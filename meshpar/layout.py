@@ -213,6 +213,11 @@ class Layout:
         return ",".join(parts) or "data=1"
 
     @property
+    def is_open(self) -> bool:
+        """Whether the devices that there are say a mesh axis's size."""
+        return -1 in (getattr(self, axis) for axis in MESH_AXES)
+
+    @property
     def mesh_shape(self) -> dict[str, int]:
         """Size of every mesh axis, outermost first.
 
@@ -271,7 +276,7 @@ class Layout:
         Raises:
             InputError: There is one.
         """
-        if any(getattr(self, axis) == -1 for axis in MESH_AXES):
+        if self.is_open:
             raise InputError(f"layout {str(self)!r}: give every mesh axis a size")
 
     def resolve(self, num_devices: int) -> Layout:

@@ -108,18 +108,19 @@ def _checked(devices: Any) -> list[jax.Device]:
 def _first_devices(layout: Layout) -> list[jax.Device]:
     """JAX's devices, or the first of one process's where the layout needs fewer."""
     devices = jax.devices()
-    sizes = [getattr(layout, mesh_axis) for mesh_axis in MESH_AXES]
     # Of several processes, those without a device in the mesh would have to stay out.
-    if -1 in sizes or math.prod(sizes) >= len(devices) or jax.process_count() > 1:
+    if layout.is_open or jax.process_count() > 1:
+        return devices
+    needed = layout.num_devices
+    if needed >= len(devices):
         return devices
     warnings.warn(
-        f"layout {str(layout)!r} needs {math.prod(sizes)} devices, but there are "
-        f"{len(devices)}: the first {math.prod(sizes)} are used; give devices= to "
-        "choose others",
+        f"layout {str(layout)!r} needs {needed} devices, but there are "
+        f"{len(devices)}: the first {needed} are used; give devices= to choose others",
         UnusedDevicesWarning,
         stacklevel=3,
     )
-    return devices[: math.prod(sizes)]
+    return devices[:needed]
 
 
 def absent_mesh(layout: Layout | str) -> AbstractMesh:

@@ -24,19 +24,22 @@ Total bytes: 41964032 (40.02MiB)
 
 
 @pytest.mark.parametrize(
-    ("platform", "printed", "temp", "peak"),
+    ("platform", "printed", "reported", "on_host", "temp", "peak"),
     [
-        ("tpu", PRINTED, 140 - 110, 140),
-        ("tpu", "", 135 - 110, 135),
-        ("tpu", "another form of report", 135 - 110, 135),
-        ("gpu", PRINTED, 70, 180),
-        ("cpu", "", 70, 180),
+        ("tpu", PRINTED, 135, 0, 140 - 110, 140),
+        ("tpu", "", 135, 0, 135 - 110, 135),
+        ("tpu", "another form of report", 135, 0, 135 - 110, 135),
+        ("gpu", PRINTED, 135, 0, 70, 180),
+        ("gpu", "", 250, 40, 70, 250 - 40),
+        ("cpu", "", 135, 0, 70, 180),
     ],
 )
-def test_a_tpu_needs_the_total_that_its_compiler_goes_by(platform, printed, temp, peak):
-    sizes = dict(argument=100, output=60, temp=70, alias=50, host_temp=0)
+def test_a_device_needs_what_its_compiler_goes_by(
+    platform, printed, reported, on_host, temp, peak
+):
+    sizes = dict(argument=100, output=60, temp=70, alias=50, host_temp=on_host)
     fields = {f"{name}_size_in_bytes": size for name, size in sizes.items()}
-    stats = types.SimpleNamespace(**fields, peak_memory_in_bytes=135)
+    stats = types.SimpleNamespace(**fields, peak_memory_in_bytes=reported)
     compiled = types.SimpleNamespace(memory_analysis=lambda: stats)
     found = MemoryUse.of(compiled, platform, printed)
     assert (found.argument_bytes, found.output_bytes) == (100, 60)

@@ -65,7 +65,9 @@ def test_a_state_that_is_gone_or_of_another_step_is_refused(use):
         use(step, None)
 
 
-@pytest.mark.parametrize("use", ["call", "evaluate", "logits", "portable"])
+@pytest.mark.parametrize(
+    "use", ["call", "evaluate", "logits", "host_tables", "portable"]
+)
 def test_a_state_that_lies_on_another_mesh_is_refused(use):
     dense = make_train_step(MODEL, optax.sgd(0.1), "fsdp=2", devices=jax.devices()[:2])
     other = with_tables(dense, embedding_tables(TABLES, SGD(0.1)))

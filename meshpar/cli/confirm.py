@@ -14,7 +14,7 @@ from meshpar.audit.report import audit
 from meshpar.audit.target import Target
 from meshpar.audit.targets import TargetError
 from meshpar.cli.audit import adamw_step
-from meshpar.cli.estimate import model_words
+from meshpar.cli.estimate import train_model
 from meshpar.cli.parsing import MODEL_FROM, model_of
 from meshpar.errors import InputError
 from meshpar.hardware.devices import DEVICES, TARGET_OF
@@ -132,7 +132,7 @@ def chosen_model(args: argparse.Namespace) -> Model:
             f"--vocab {args.vocab} changes the planner's sizes, not the model of "
             f"{args.model}; change vocab_size in the file"
         )
-    preset, sizes = model_words(args)
+    preset, sizes = train_model(args)
     chosen = argparse.Namespace(preset=preset, model=sizes, model_from=MODEL_FROM)
     return model_of(chosen)
 

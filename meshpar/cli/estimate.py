@@ -122,10 +122,11 @@ def run(args: argparse.Namespace) -> int:
         batch = args.global_batch or _smallest_batch(layout, cluster)
         kept = _kept(layout.resolve(cluster.num_devices))
         return run_estimate(args, other_request(args, cluster, kept, batch))
+    workload = workload_for(args)
     if not execution_of(args.execution).eager:
         for message in layout_refusals(layout.resolve(cluster.num_devices)).values():
             raise InputError(message)
-    found = estimated(args, layout, cluster)
+    found = estimated(args, workload, layout, cluster)
     text = "\n".join(estimate_in_words(found))
     print(json.dumps(found.as_json()) if args.json else text)
     return 0 if found.fits else 1
@@ -158,14 +159,16 @@ def _of_generation(args: argparse.Namespace, layout: Layout, cluster: Cluster) -
     return 0 if found.fits else 1
 
 
-def estimated(args: argparse.Namespace, layout: Layout, cluster: Cluster) -> Estimate:
+def estimated(
+    args: argparse.Namespace, workload: Workload, layout: Layout, cluster: Cluster
+) -> Estimate:
     """The planner's estimate of a layout, of its smallest batch where none is given.
 
     Raises:
-        InputError: No model is chosen, or the layout does not suit it.
+        InputError: The layout does not suit the workload.
     """
     return estimate(
-        workload_for(args),
+        workload,
         cluster,
         layout,
         global_batch=args.global_batch or _smallest_batch(layout, cluster),
@@ -189,8 +192,8 @@ def workload_for(args: argparse.Namespace) -> Workload:
     return workload_of(args.preset, words=",".join(changed) or None)
 
 
-def model_words(args: argparse.Namespace) -> tuple[str | None, str | None]:
-    """`--preset` and `--model` of the model itself, whose sizes the options gave."""
+def train_model(args: argparse.Namespace) -> tuple[str | None, str | None]:
+    """`--preset` and `--model` of `meshpar train` that build the model planned for."""
     preset, sizes = args.preset, args.model
     if sizes in SHAPES or sizes in OTHER_SHAPES:
         preset, sizes = sizes, None

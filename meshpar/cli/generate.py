@@ -20,7 +20,7 @@ from meshpar.cli.parsing import (
 )
 from meshpar.distributed import Processes
 from meshpar.errors import InputError
-from meshpar.layout import MESH_AXES, Layout
+from meshpar.layout import Layout
 
 _LOAD = "meshpar.recipes.loaded:load"
 """What reads a model: looked up when the command runs."""
@@ -128,7 +128,7 @@ def _num_emulated(asked: int | None, layout: Layout, num_processes: int | None) 
             "Kubernetes says how many pods the Job has only once they are joined: give "
             "--emulate 0 for the pods' own devices, or N virtual ones of each"
         )
-    needed = DEFAULT_DEVICES if _is_open(layout) else layout.num_devices
+    needed = DEFAULT_DEVICES if layout.is_open else layout.num_devices
     if needed % num_processes:
         raise InputError(
             f"layout {str(layout)!r} needs {needed} devices, which do not divide over "
@@ -155,7 +155,7 @@ def _generated(
     from meshpar.generation.texts import reads_source
 
     devices = jax.devices()
-    layout = layout.resolve(len(devices)) if _is_open(layout) else layout
+    layout = layout.resolve(len(devices)) if layout.is_open else layout
     start = loaded.start_tokens if reads_source(loaded.model) else None
     requests = requests_of(
         prompts,
@@ -189,11 +189,6 @@ def _generated(
     engine = Engine(programs, *values, loaded.tokenizer.decode)
     streams = prints and len(prompts) == 1 and not args.json
     return _completed(engine, prompts, requests, streams=streams)
-
-
-def _is_open(layout: Layout) -> bool:
-    """Whether the devices that there are say the size of a mesh axis."""
-    return -1 in (getattr(layout, axis) for axis in MESH_AXES)
 
 
 def _completed(

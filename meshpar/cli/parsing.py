@@ -154,11 +154,11 @@ def given_options(args: argparse.Namespace, names: Iterable[str]) -> list[str]:
     """Those of the options that have a value, as they are written.
 
     Example:
-        >>> args = argparse.Namespace(checkpoint_s=30.0, mtbf=None)
+        >>> args = argparse.Namespace(checkpoint_s=30.0, mtbf=None, price=None)
         >>> given_options(args, ("checkpoint_s", "mtbf", "price"))
         ['--checkpoint-s']
     """
-    given = (name for name in names if getattr(args, name, None) is not None)
+    given = (name for name in names if getattr(args, name) is not None)
     return [f"--{name.replace('_', '-')}" for name in given]
 
 

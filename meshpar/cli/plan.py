@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from meshpar.cli.estimate import (
     add_workload_arguments,
     cluster_for,
-    model_words,
+    train_model,
     workload_for,
 )
 from meshpar.cli.measure import Measured, check_measurable, measure
@@ -282,7 +282,7 @@ def _how_to_run(args: argparse.Namespace, best: Estimate) -> str:
             "run it: not yet; a config.json has its own vocabulary; leave --vocab out"
         )
     real = run.cluster.device.platform != "cpu"
-    preset, sizes = model_words(args)
+    preset, sizes = train_model(args)
     words = ["--layout", str(run.layout)]
     words += option_words({"--preset": preset, "--model": sizes})
     words += ["--global-batch", str(run.global_batch), "--seq", str(run.seq)]

@@ -103,7 +103,8 @@ def run_estimate(args: argparse.Namespace, request: OtherRequest) -> int:
 
 
 def _check(args: argparse.Namespace, name: str) -> None:
-    for option in given_options(args, _OF_TRANSFORMERS):
+    of_subcommand = [one for one in _OF_TRANSFORMERS if one in args]
+    for option in given_options(args, of_subcommand):
         raise InputError(
             f"{option} is of transformers, which {name} is not; leave it out"
         )

@@ -6,7 +6,12 @@ import argparse
 import json
 from pathlib import Path
 
-from meshpar.cli.estimate import add_layout_and_workload, cluster_for, estimated
+from meshpar.cli.estimate import (
+    add_layout_and_workload,
+    cluster_for,
+    estimated,
+    workload_for,
+)
 from meshpar.cli.plan_other import is_other
 from meshpar.cli.report.destination import PAGES, check_picture, output_file
 from meshpar.errors import InputError
@@ -38,27 +43,27 @@ def run(args: argparse.Namespace) -> int:
         check_picture("--html", args.html, PAGES)
     elif not args.json:
         raise InputError("show draws a page; give --html FILE, or --json for its facts")
-    drawn = _drawn(args)
+    found = _estimate_of(args)
     import jax
 
     from meshpar.cli.confirm import chosen_model
     from meshpar.cli.report.laid_out import laid_out
 
     jax.config.update("jax_platforms", "cpu")  # This process only traces.
-    found = laid_out(chosen_model(args), drawn)
+    page = laid_out(chosen_model(args), found)
     if args.html:
         from meshpar.cli.report.show_page import show_page
 
-        Path(args.html).write_text(show_page(found), encoding="utf-8")
+        Path(args.html).write_text(show_page(page), encoding="utf-8")
     if args.json:
-        print(json.dumps(found.as_json()))
+        print(json.dumps(page.as_json()))
     else:
-        where = drawn.run.cluster.text
-        print(f"{args.html}: {drawn.run.workload.name} on {where}")
+        where = found.run.cluster.text
+        print(f"{args.html}: {found.run.workload.name} on {where}")
     return 0
 
 
-def _drawn(args: argparse.Namespace) -> Estimate:
+def _estimate_of(args: argparse.Namespace) -> Estimate:
     """The planner's estimate of what a page is drawn of.
 
     Raises:
@@ -74,4 +79,4 @@ def _drawn(args: argparse.Namespace) -> Estimate:
     cluster = cluster_for(args, layout)
     for refusal in layout_refusals(layout.resolve(cluster.num_devices)).values():
         raise InputError(refusal)
-    return estimated(args, layout, cluster)
+    return estimated(args, workload_for(args), layout, cluster)

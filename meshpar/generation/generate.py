@@ -18,7 +18,7 @@ from meshpar.generation.quantized import with_weights
 from meshpar.generation.requests import Completion, Request
 from meshpar.generation.sampling import Sampling
 from meshpar.generation.texts import DECODER_START, reads_source
-from meshpar.layout import MESH_AXES, Layout
+from meshpar.layout import Layout
 from meshpar.model.contract import Model
 from meshpar.parallel.pipeline.program import arranged_for
 from meshpar.parallel.resharding import Lying, moved
@@ -258,7 +258,7 @@ def placed(
 
 def _resolved(layout: Layout, num_devices: int) -> Layout:
     """The layout, a -1 in it replaced by what the devices leave."""
-    if -1 in (getattr(layout, axis) for axis in MESH_AXES):
+    if layout.is_open:
         return layout.resolve(num_devices)
     return layout
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from meshpar.model.parameter import Params
 from meshpar.parallel.block import Block
 from meshpar.parallel.blocks import Stack
-from meshpar.parallel.pipeline.rank_layers import RankLayers
+from meshpar.parallel.pipeline.rank_layers import layers_here
 from meshpar.parallel.pipeline.stages import Arrangement
 from meshpar.parallel.placement import Placement
 from meshpar.parallel.program import one_layer
@@ -45,11 +45,10 @@ def stacks_of(
             for group, first in zip(model.groups, model.first_layers, strict=True)
         ]
     else:
-        nothing = [()] * len(blocks)
-        here = RankLayers(
-            blocks=blocks, params=nothing, states=nothing, arrangement=arrangement
-        )
-        layers = [here.stack(at, jnp.int32(0)).layers for at in range(len(blocks))]
+        layers = [
+            layers_here(arrangement, at, jnp.int32(0), first=first)
+            for at, first in enumerate(model.first_layers)
+        ]
     return [
         Stack(block=block, shards=shards, state=state, layers=of_stack)
         for block, shards, state, of_stack in zip(

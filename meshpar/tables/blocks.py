@@ -95,9 +95,9 @@ class Blocks:
             return self._block_of_cyclic(run)
         by_device = run.reshape(self._num_devices, -1, *rest)
         if member.device is not None:
-            return sent(by_device, self.mesh_axes, "table_rows")[member.device]
+            return self._sent(by_device)[member.device]
         if self.store.kind == COLUMNS and rest:
-            columns_dbr = sent(by_device, self.mesh_axes, "table_rows")
+            columns_dbr = self._sent(by_device)
             return jnp.moveaxis(columns_dbr, 0, 1).reshape(-1, self.store.dim)
         return by_device[self._device]
 
@@ -114,7 +114,7 @@ class Blocks:
             by_device = jnp.moveaxis(block.reshape(len(block), count, -1), 1, 0)
         else:
             by_device = jnp.broadcast_to(block, (count, *block.shape))
-        run = sent(by_device, self.mesh_axes, "table_rows")
+        run = self._sent(by_device)
         run = run.reshape(-1, *run.shape[2:])
         return run[: self.store.run_length(member)]
 
@@ -131,7 +131,7 @@ class Blocks:
         by_device = jax.vmap(lambda at: lax.dynamic_slice_in_dim(run, at, most))(starts)
         # Row k of the block comes from device (first + k) mod count, its k // count-th.
         order = (self._device * block + jnp.arange(count)) % count
-        in_order = sent(by_device, self.mesh_axes, "table_rows")[order]
+        in_order = self._sent(by_device)[order]
         return jnp.moveaxis(in_order, 0, 1).reshape(-1, *run.shape[1:])[:block]
 
     def _cyclic_of_block(self, block: jax.Array) -> jax.Array:
@@ -141,9 +141,7 @@ class Blocks:
         pads = [(0, most * count - size), *[(0, 0)] * (block.ndim - 1)]
         in_order = jnp.pad(block, pads).reshape(most, count, *block.shape[1:])
         order = (jnp.arange(count) - self._device * size) % count
-        by_device = sent(
-            jnp.moveaxis(in_order, 1, 0)[order], self.mesh_axes, "table_rows"
-        )
+        by_device = self._sent(jnp.moveaxis(in_order, 1, 0)[order])
 
         def written(sender: jax.Array, run: jax.Array) -> jax.Array:
             # In order: what a block lacks at its end the next one's first row replaces.
@@ -158,6 +156,10 @@ class Blocks:
     ) -> jax.Array:
         """Where in a device's run the first row is that a block has of it."""
         return (block * size - device + self._num_devices - 1) // self._num_devices
+
+    def _sent(self, by_device: jax.Array) -> jax.Array:
+        """Part `i` to device `i`; the parts of all devices for this one."""
+        return sent(by_device, self.mesh_axes, "table_rows")
 
 
 def divides(num_devices: int) -> bool:

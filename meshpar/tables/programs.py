@@ -12,7 +12,6 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.layout import BATCH_AXES, MESH_AXES
-from meshpar.parallel.placement import Placement
 from meshpar.tables.initial import first_arrays
 from meshpar.tables.lookup import LocalTables, Shares
 from meshpar.tables.optimizers import array_structs
@@ -41,14 +40,9 @@ class TableFunctions:
     tables: EmbeddingTables
 
     @property
-    def placement(self) -> Placement:
-        """Where the model lies."""
-        return self.dense.placement
-
-    @property
     def mesh(self) -> Any:
         """That of the model."""
-        return self.placement.mesh
+        return self.dense.placement.mesh
 
     @cached_property
     def stores(self) -> tuple[Store, ...]:

@@ -27,6 +27,7 @@ from meshpar.train.given_values import check_seed
 from meshpar.train.refusals import check_logits
 from meshpar.train.state import TrainState, check_state, to_use
 from meshpar.train.step import TrainStep
+from meshpar.train.step_functions import StepFunctions
 from meshpar.train.step_programs import StepPrograms
 
 if TYPE_CHECKING:
@@ -91,8 +92,11 @@ class TableStep:
     def __init__(self, step: TrainStep, tables: EmbeddingTables) -> None:
         self.dense, self.tables = step, tables
         self.layout, self.mesh = step.layout, step.mesh
-        functions = TableFunctions(dense=step.functions, tables=tables)
+        # Local steps refuse an input that has a gradient (`inputs_refusal`).
+        dense = cast(StepFunctions, step.functions)
+        functions = TableFunctions(dense=dense, tables=tables)
         self.functions = functions
+        # A placement that cannot be is refused here.
         self.state_shapes, self.shardings = functions.state_shapes, functions.shardings
         self._batches = BatchPlacement(
             inputs=tables.inputs_beside(step.model.known_inputs),

@@ -64,7 +64,8 @@ def assert_collectives(
         f"over {axes}: {kind} runs {found[axes][kind]} times, expected {wanted}"
         for axes, counts in expected.items()
         for kind in sorted({*found[axes], *counts})
-        if found[axes][kind] != (wanted := counts.get(kind, 0))
+        for wanted in (counts.get(kind, 0),)
+        if found[axes][kind] != wanted
     ]
     _hold(differences, report)
     return report

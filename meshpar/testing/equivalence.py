@@ -11,7 +11,6 @@ import jax
 import numpy as np
 
 from meshpar import (
-    MESH_AXES,
     Layout,
     Model,
     Rules,
@@ -272,7 +271,7 @@ def _trained(step: TrainStep, state: TrainState) -> tuple[Any, Any]:
 
 
 def _fitting(layout: Layout, num_devices: int) -> Layout:
-    if -1 in (getattr(layout, axis) for axis in MESH_AXES):
+    if layout.is_open:
         return layout.resolve(num_devices)
     if layout.num_devices > num_devices:
         raise InputError(

@@ -25,7 +25,7 @@ def chosen_programs(
     *,
     batch_sharding: NamedSharding,
     compiler_options: dict[str, Any],
-) -> StepPrograms:
+) -> StepPrograms[StepFunctions | LocalStepFunctions, StepFunctions]:
     """A step's programs: of one state, or of replicas that train by themselves.
 
     Args:

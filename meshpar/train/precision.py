@@ -62,18 +62,16 @@ def inner_state(opt_state: Any) -> Any:
     return opt_state.inner if isinstance(opt_state, Mastered) else opt_state
 
 
-def with_inner(opt_state: Any, inner: Any, master: Params | None = None) -> Any:
-    """`opt_state` with another state of the optimizer's own.
-
-    Args:
-        opt_state: Beside a master copy or alone.
-        inner: What takes the place of the optimizer's own state.
-        master: What takes that of the master copy, if there is one; it stays as it is
-            when absent.
-    """
+def with_inner(opt_state: Any, inner: Any) -> Any:
+    """`opt_state` with another state of the optimizer's own; a master copy stays."""
     if not isinstance(opt_state, Mastered):
         return inner
-    return Mastered(opt_state.master if master is None else master, inner)
+    return Mastered(opt_state.master, inner)
+
+
+def with_updated(opt_state: Any, inner: Any, values: Params) -> Any:
+    """`opt_state` after an update: `values` are the master copy, where there is one."""
+    return Mastered(values, inner) if isinstance(opt_state, Mastered) else inner
 
 
 def stored(

@@ -27,6 +27,7 @@ from meshpar.train.audited_program import AuditedProgram
 from meshpar.train.batch_placement import BatchPlacement, batch_structs
 from meshpar.train.chosen_programs import chosen_programs
 from meshpar.train.given_values import check_seed, placed_start
+from meshpar.train.local_steps.functions import LocalStepFunctions
 from meshpar.train.local_steps.metrics import of_replicas_here
 from meshpar.train.local_steps.programs import SyncPrograms
 from meshpar.train.local_steps.step_count import StepCount
@@ -344,7 +345,7 @@ class TrainStep:
             averages = replace(step._sync_programs, compiler_options={})
             function, given = averages.sync, (state,)
         elif self.is_local and not gradients_only:
-            notes = (*notes, *sync_notes(step.functions, self.layout))
+            notes += sync_notes(step._sync_programs.functions, self.layout)
         return Subject(
             function=function,
             arguments=given,
@@ -405,7 +406,8 @@ class TrainStep:
     def _sync_programs(self) -> SyncPrograms:
         """Of local steps."""
         return SyncPrograms(
-            functions=self.functions, compiler_options=self.compiler_options
+            functions=cast(LocalStepFunctions, self.functions),
+            compiler_options=self.compiler_options,
         )
 
     def _to_use(self, state: TrainState) -> TrainState:

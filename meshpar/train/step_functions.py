@@ -175,7 +175,5 @@ class StepFunctions:
 
     def _shardings_of(self, specs: Any) -> Params:
         return jax.tree.map(
-            lambda spec: NamedSharding(self.placement.mesh, spec),
-            specs,
-            is_leaf=lambda node: isinstance(node, PartitionSpec),
+            lambda spec: NamedSharding(self.placement.mesh, spec), specs
         )

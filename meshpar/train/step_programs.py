@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import jax
 from jax.sharding import NamedSharding
@@ -16,10 +16,47 @@ from meshpar.parallel.space import space_axes, space_dims
 from meshpar.rules.sharding import born_sharded
 from meshpar.train.batch_program import BatchProgram
 from meshpar.train.state import TrainState, without_optimizer
+from meshpar.train.step_functions import Batch, Metrics, StepFunctions
+
+
+class Updating(Protocol):
+    """What makes and updates a state."""
+
+    @property
+    def shardings(self) -> TrainState:
+        """The sharding of every array of the state."""
+
+    def born(self, seed: jax.Array) -> TrainState:
+        """The first state."""
+
+    def update(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        """The next state, and metrics."""
+
+
+class Reading(Protocol):
+    """What updates nothing."""
+
+    @property
+    def shardings(self) -> TrainState:
+        """The sharding of every array of the state."""
+
+    @property
+    def state_shapes(self) -> TrainState:
+        """Shape and dtype of every array."""
+
+    def evaluated(self, state: TrainState, batch: Batch) -> Any:
+        """Summed loss and weights."""
+
+    def logits(self, state: TrainState, batch: Batch) -> Any:
+        """What the model's `logits` gives."""
+
+
+_Updating = TypeVar("_Updating", bound=Updating)
+_Reading = TypeVar("_Reading", bound=Reading)
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepPrograms:
+class StepPrograms(Generic[_Updating, _Reading]):
     """One program for each function; none is compiled before its first call.
 
     Args:
@@ -32,8 +69,8 @@ class StepPrograms:
         compiler_options: XLA's, of every program.
     """
 
-    functions: Any
-    reading: Any
+    functions: _Updating
+    reading: _Reading
     batch_sharding: NamedSharding
     split_space: Placement | None
     compiler_options: dict[str, Any]
@@ -71,8 +108,11 @@ class StepPrograms:
         )
 
     @cached_property
-    def gradients(self) -> Any:
-        """(state without the optimizer's, batch) -> loss, metrics, gradients."""
+    def gradients(self: StepPrograms[_Updating, StepFunctions]) -> Any:
+        """(state without the optimizer's, batch) -> loss, metrics, gradients.
+
+        Of a model alone: a step with tables updates their rows in place.
+        """
         return self._of_batch(
             self.reading.loss_and_gradients,
             self._lies_to_use,

@@ -20,7 +20,7 @@ from meshpar.train.precision import (
     inner_state,
     master_values,
     stored,
-    with_inner,
+    with_updated,
 )
 from meshpar.train.state import TrainState
 
@@ -119,4 +119,4 @@ class Update:
                 gradients, inner_state(opt_state), values, value=loss
             )
         values = optax.apply_updates(values, updates)
-        return values, with_inner(opt_state, inner, values)
+        return values, with_updated(opt_state, inner, values)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from meshpar.layout import MESH_AXES
@@ -171,9 +171,15 @@ def _axis(one: AxisTraffic) -> dict[str, Any]:
 
 
 def _parameter(shards: Shards) -> dict[str, Any]:
+    row = shards.row
     return {
-        **asdict(shards.row),
+        "path": row.path,
+        "shape": row.shape,
+        "logical_axes": row.logical_axes,
+        "mesh_axes": row.mesh_axes,
         "state_mesh_axes": shards.state_mesh_axes,
+        "local_shape": row.local_shape,
+        "bytes": row.bytes,
         "shards": shards.number,
         "copies": shards.copies,
         "shard_of_device": shards.of_device,

@@ -52,7 +52,7 @@ class Kind:
     """Bars of one colour, or of one each, as the legend calls them."""
 
     name: str
-    color: str | list[str]
+    color: str | tuple[str, ...]
     bars: tuple[Bar, ...]
 
 
@@ -125,7 +125,7 @@ def _phases(timeline: Timeline, unit: str, scale: float) -> Kind:
         start, end = float(start_s) * scale, float(end_s) * scale
         hover = f"{name}: {start:.4g} to {end:.4g} {unit}"
         bars.append(Bar(PHASE_ROW, start, end - start, name, hover))
-    colors = [_PHASE_COLORS[bar.text] for bar in bars]
+    colors = tuple(_PHASE_COLORS[bar.text] for bar in bars)
     return Kind(name="phase", color=colors, bars=tuple(bars))
 
 

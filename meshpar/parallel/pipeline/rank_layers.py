@@ -43,14 +43,12 @@ class RankLayers:
 
     def stack(self, group: int, chunk: jax.Array) -> Stack:
         """The layers of a group that a stage of this rank has."""
-        rank = lax.axis_index(STAGE)
-        layers = _chunk(jnp.asarray(self.arrangement.layers[group])[rank], chunk)
         first = sum(block.group.num_layers for block in self.blocks[:group])
         return Stack(
             block=self.blocks[group],
             shards=jax.tree.map(lambda x: _chunk(x, chunk), self.params[group]),
             state=jax.tree.map(lambda x: _chunk(x, chunk), self.states[group]),
-            layers=jnp.where(layers >= 0, layers + first, layers) if first else layers,
+            layers=layers_here(self.arrangement, group, chunk, first=first),
         )
 
     def num_layers(self, group: int, at: At) -> jax.Array:
@@ -70,6 +68,23 @@ class RankLayers:
     def ends(self, group: int, chunk: jax.Array) -> Fact:
         """Whether its last layer is of a group."""
         return _fact(self.arrangement.ends(group), chunk)
+
+
+def layers_here(
+    arrangement: Arrangement, group: int, chunk: jax.Array, *, first: int
+) -> jax.Array:
+    """The layers of a group that a stage of this rank has, counted over all groups.
+
+    Args:
+        arrangement: Which layers every rank has.
+        group: Which of the groups.
+        chunk: Which of the rank's stages.
+        first: The group's first layer.
+    """
+    layers = _chunk(
+        jnp.asarray(arrangement.layers[group])[lax.axis_index(STAGE)], chunk
+    )
+    return jnp.where(layers >= 0, layers + first, layers) if first else layers
 
 
 def _fact(table: np.ndarray, chunk: jax.Array) -> Fact:

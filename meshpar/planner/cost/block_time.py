@@ -71,8 +71,8 @@ def block_time(run: Run, *, moe: bool) -> BlockTime:
     weight_grad = _weight_grad(run, halves)
     moved_s = host_s(run, offloaded_bytes(run, moe=moe))
     backward_s = input_grad.compute_s + weight_grad.compute_s
-    forward += Cost(0.0, {HOST: max(0.0, moved_s - forward.compute_s)})
-    input_grad += Cost(0.0, {HOST: max(0.0, moved_s - backward_s)})
+    forward += _waiting(moved_s, hidden_s=forward.compute_s)
+    input_grad += _waiting(moved_s, hidden_s=backward_s)
     routed = _routed_kernels(run, moe)
     forward = _launched(run, forward, _FORWARD_KERNELS + routed)
     backward_kernels = _BACKWARD_KERNELS + 2 * routed
@@ -86,6 +86,11 @@ def block_time(run: Run, *, moe: bool) -> BlockTime:
             _spare_s(run, input_grad + weight_grad, back_matmuls_s),
         ),
     )
+
+
+def _waiting(moved_s: float, hidden_s: float) -> Cost:
+    """A wait for the host, of which as much is hidden as there is work beside it."""
+    return Cost(0.0, {HOST: max(0.0, moved_s - hidden_s)})
 
 
 def _spare_s(run: Run, cost: Cost, matmuls_s: float) -> float:

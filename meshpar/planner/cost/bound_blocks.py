@@ -50,15 +50,16 @@ def held_microbatches(ranks: int, variant: Variant, *, lock_step: bool) -> float
 
     Reference: Narayanan et al. 2021, section 2.2.
     """
-    how = variant.schedule, ranks, variant.microbatches, variant.chunks
-    return held_by(*how, lock_step)
+    return held_by(
+        variant.schedule, ranks, variant.microbatches, variant.chunks, lock_step
+    )
 
 
 @lru_cache(maxsize=4096)
 def held_by(
     schedule: str, ranks: int, count: int, chunks: int, lock_step: bool
 ) -> float:
-    """`held_microbatches` of a pipeline, by a schedule's name."""
+    """`held_microbatches`, by a schedule's name; 1 without stages."""
     if ranks == 1:
         return 1
     forms = SCHEDULES[schedule].closed_forms

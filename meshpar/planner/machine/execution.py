@@ -109,22 +109,30 @@ MEGATRON_2024 = replace(
 )
 """The same with FlashAttention-2 and no dropout, as Yeung et al. 2024 ran it."""
 
-NANOTRON = replace(
-    MEGATRON_2022,
+NANOTRON = Execution(
     name="nanotron",
     fused_attention=True,
-    attention_kernel="flash-attention-2",
     fused_activation=False,
     dropout=False,
+    lock_step=False,
+    shared_ends=False,
+    tensor_overlap=True,
     reduction_overlap=True,
+    gather_overlap=False,
+    hop_overlap=False,
     hop_split=False,
     fused_accumulation=False,
     keeps_gathered=True,
+    weight_bytes=2,
+    gradient_bytes=4,
+    reduction_bytes=4,
+    state_bytes=12,
+    logit_bytes=12,
+    attention_kernel="flash-attention-2",
     bucket_copy_bytes=2,  # DistributedDataParallel's, beside the sums in fp32
     bucket_bytes=25 * 2**20,  # DistributedDataParallel's default
     host_s=0.07,  # calibrated: `published.others.CALIBRATES_HOST`
-    hop_wait_s=0.0,
-    launch_s=0.0,
+    eager=True,
 )
 """nanotron of the "Ultra-Scale Playbook" (Tazi et al. 2025): eager PyTorch with
 FlashAttention-2, DistributedDataParallel and fp32 gradient accumulation."""
@@ -164,6 +172,8 @@ all-to-all that no work hides (`moe_a2a_overlap=False`)."""
 DEEPSPEED_ZERO3 = replace(
     MEGATRON_2021,
     name="deepspeed-zero3",
+    gradient_bytes=2,
+    reduction_bytes=2,
     reduction_overlap=True,
     gather_overlap=True,
     gathers_again=True,

@@ -21,7 +21,8 @@ from meshpar.planner.published.measured import (
 from meshpar.planner.workload.hf_workload import GPT2
 from meshpar.planner.workload.workload import Workload
 
-_QI, _YEUNG = "Qi et al. 2024", "Yeung et al. 2024"
+_QI = "Qi et al. 2024"
+_YEUNG = "Yeung et al. 2024"
 
 CALIBRATES_RESERVE = ("1F1B", "14.6B")
 """The row of Qi et al. 2024 that fixes what Megatron-LM's allocator holds besides."""
@@ -135,5 +136,5 @@ def vocab_parallel() -> Iterator[Measured]:
             name = f"vocab {words}, {row['seq']} tokens, {layout}"
             measured_s = found.step_s * found.mfu / (row["mfu_pct"][column] / 100)
             yield step_row(_YEUNG, name, measured_s, found)
-            peak_gib, predicted = row["peak_gb"][column], found.memory.total_bytes
-            yield memory_row(_YEUNG, name, peak_gib, predicted)
+            peak_gib = row["peak_gb"][column]
+            yield memory_row(_YEUNG, name, peak_gib, found.memory.total_bytes)
