@@ -263,6 +263,7 @@ def test_a_random_key_in_a_module_is_refused():
     "options, match",
     [
         ({"num_layers": 0}, "num_layers=0: must be a whole number of at least 1"),
+        ({"group": "ends"}, "a group of blocks is named 'ends', as the model's own"),
         (
             {"group": "table"},
             r"from_nnx\(ends=Ends\): its parameters 'table' have the name of the "

@@ -156,6 +156,11 @@ def _groups(
             f"from_nnx(groups={groups!r}): a model has at least 1 group of blocks; "
             "give a dict of name -> meshpar.Blocks"
         )
+    if ENDS in groups:
+        raise InputError(
+            f"from_nnx: a group of blocks is named {ENDS!r}, as the model's own ends "
+            "are; give it another name"
+        )
     for name, one in groups.items():
         if not isinstance(one, Blocks):
             raise InputError(
