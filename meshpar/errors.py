@@ -9,11 +9,29 @@ from typing import Any
 
 
 class InputError(ValueError):
-    """What was given cannot be used: a value, a name, a file, a number of devices.
+    """Bad input: a value, a name, a file or a number of devices that cannot be used.
 
-    Its message says what was asked, what was found, and a way out. Every error that
+    The message says what was asked, what was found, and a way out. Every error that
     meshpar raises on purpose for bad input is one.
+
+    Attributes:
+        key: Stable name of the fault, for programs: `room.fault`, such as
+            `layout.indivisible`. Messages may change with any release; a key does not.
+
+    Example:
+        >>> try:
+        ...     whole_number("seq", 0)
+        ... except InputError as error:
+        ...     error.key
+        'value.not_whole_number'
     """
+
+    key: str = "input"
+
+    def __init__(self, *args: object, key: str | None = None) -> None:
+        super().__init__(*args)
+        if key is not None:
+            self.key = key
 
 
 def whole_number(name: str, value: Any, least: int = 1) -> int:
@@ -32,7 +50,8 @@ def whole_number(name: str, value: Any, least: int = 1) -> int:
         number = -1
     if number < least:
         raise InputError(
-            f"{name}={value!r}: must be a whole number of at least {least}"
+            f"{name}={value!r}: must be a whole number of at least {least}",
+            key="value.not_whole_number",
         )
     return number
 

@@ -39,8 +39,8 @@ class DistributedError(InputError, RuntimeError):
             the processes contradict one another.
     """
 
-    def __init__(self, message: str, *, status: int = LOST) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, *, key: str, status: int = LOST) -> None:
+        super().__init__(message, key=key)
         self.status = status
 
 

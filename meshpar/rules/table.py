@@ -20,8 +20,11 @@ class RuleError(InputError):
     """
 
     def __init__(self, kind: str, message: str) -> None:
-        super().__init__(message)
+        super().__init__(message, key=_KEYS.get(kind, f"rules.{kind}"))
         self.kind = kind
+
+
+_KEYS = {"indivisible": "layout.indivisible"}
 
 
 def normalise(table: Table) -> dict[str, MeshAxes]:

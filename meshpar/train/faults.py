@@ -27,8 +27,8 @@ class BadStepError(InputError):
         why: What is wrong with it.
     """
 
-    def __init__(self, step: int, why: str) -> None:
-        super().__init__(f"step {step}: {why}")
+    def __init__(self, step: int, why: str, *, key: str) -> None:
+        super().__init__(f"step {step}: {why}", key=key)
         self.step, self.why = step, why
 
 
