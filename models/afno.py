@@ -84,19 +84,25 @@ class AFNOConfig:
             if getattr(self, name) % self.patch:
                 raise InputError(
                     f"{name}={getattr(self, name)} is not a multiple of "
-                    f"patch={self.patch}; choose patches that tile the grid"
+                    f"patch={self.patch}; choose patches that tile the grid",
+                    key="model.patch_indivisible",
                 )
         if self.embed % self.blocks:
             raise InputError(
-                f"embed={self.embed} is not a multiple of blocks={self.blocks}"
+                f"embed={self.embed} is not a multiple of blocks={self.blocks}",
+                key="model.blocks_indivisible",
             )
         if self.window % 2 == 0:
-            raise InputError(f"window={self.window}: must be odd, to have a middle")
+            raise InputError(
+                f"window={self.window}: must be odd, to have a middle",
+                key="model.even_window",
+            )
         there = self.grid[1] // 2 + 1
         if self.modes > there:
             raise InputError(
                 f"modes={self.modes}: {self.grid[1]} patches along longitude have "
-                f"{there} frequencies; choose fewer, or 0 for all"
+                f"{there} frequencies; choose fewer, or 0 for all",
+                key="model.too_many_modes",
             )
 
     @property

@@ -89,16 +89,19 @@ class DiTConfig:
         if self.embed % 4:
             raise InputError(
                 f"embed={self.embed} is not a multiple of 4: a quarter of it is for "
-                "sine and cosine of row and column each"
+                "sine and cosine of row and column each",
+                key="model.embed_indivisible_by_four",
             )
         if self.image % self.patch:
             raise InputError(
                 f"image={self.image} is not a multiple of patch={self.patch}; choose "
-                "patches that tile the image"
+                "patches that tile the image",
+                key="model.patch_indivisible",
             )
         if self.prediction not in PATHS:
             raise InputError(
-                f"prediction={self.prediction!r}: must be one of {', '.join(PATHS)}"
+                f"prediction={self.prediction!r}: must be one of {', '.join(PATHS)}",
+                key="model.unknown_prediction",
             )
 
     @property
@@ -247,12 +250,14 @@ class DiTEnds(nnx.Module):
         if "times" in batch and "targets" not in batch:
             raise InputError(
                 "the batch has 'times', so that its patches are noisy already, but no "
-                "'targets' to compare with; give both, or neither"
+                "'targets' to compare with; give both, or neither",
+                key="batch.times_without_targets",
             )
         if "targets" in batch and "times" not in batch:
             raise InputError(
                 "the batch has 'targets', but no 'times', so that noise is drawn that "
-                "they know nothing of; give both, or neither"
+                "they know nothing of; give both, or neither",
+                key="batch.targets_without_times",
             )
         if "targets" in batch:
             return batch["targets"].astype(jnp.float32)

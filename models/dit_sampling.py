@@ -59,7 +59,10 @@ def sample(
     """
     advance = METHODS.get(method)
     if advance is None:
-        raise InputError(f"no method {method!r}; {nearest(method, METHODS)}")
+        raise InputError(
+            f"no method {method!r}; {nearest(method, METHODS)}",
+            key="generation.unknown_method",
+        )
     whole_number("num_steps", num_steps)
     labels = _checked(labels, config)
     step.check_batch(len(labels), "labels", 1)
@@ -150,20 +153,26 @@ def _checked(labels: np.ndarray, config: DiTConfig) -> np.ndarray:
     try:
         labels = np.asarray(labels)
     except ValueError as error:  # Rows of several lengths.
-        raise InputError(f"labels are no row of whole numbers: {error}") from None
+        raise InputError(
+            f"labels are no row of whole numbers: {error}",
+            key="generation.ragged_labels",
+        ) from None
     if labels.ndim != 1 or not labels.size:
         raise InputError(
-            f"labels have shape {labels.shape}; give at least one in a row"
+            f"labels have shape {labels.shape}; give at least one in a row",
+            key="generation.labels_wrong_shape",
         )
     if not np.issubdtype(labels.dtype, np.integer):
         raise InputError(
             f"labels have dtype {labels.dtype}, but are whole numbers from 0 to "
-            f"{config.classes}; convert them with .astype(numpy.int32)"
+            f"{config.classes}; convert them with .astype(numpy.int32)",
+            key="generation.labels_not_whole",
         )
     if labels.min() < 0 or labels.max() > config.classes:
         raise InputError(
             f"labels are from {labels.min()} to {labels.max()}, but the model has "
             f"classes={config.classes}: 0 to {config.classes - 1}, and "
-            f"{config.classes} for none"
+            f"{config.classes} for none",
+            key="generation.labels_out_of_range",
         )
     return labels.astype(np.int32)

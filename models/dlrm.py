@@ -67,17 +67,20 @@ class DLRMConfig:
             object.__setattr__(self, name, widths)
             if not all(isinstance(width, int) and width > 0 for width in widths):
                 raise InputError(
-                    f"{name}={widths}: each must be a whole number above 0"
+                    f"{name}={widths}: each must be a whole number above 0",
+                    key="value.not_whole_number",
                 )
         if self.bottom[-1:] != (self.dim,):
             raise InputError(
                 f"bottom={self.bottom} does not end in dim={self.dim}: its output "
-                "interacts with the tables' rows; make that its last width"
+                "interacts with the tables' rows; make that its last width",
+                key="model.bottom_width_mismatch",
             )
         if self.interaction not in _INTERACTIONS:
             raise InputError(
                 f"interaction={self.interaction!r}: must be one of "
-                f"{', '.join(_INTERACTIONS)}"
+                f"{', '.join(_INTERACTIONS)}",
+                key="model.unknown_interaction",
             )
 
     @property

@@ -111,7 +111,8 @@ class EncoderDecoderConfig:
         if self.activation not in (None, *ACTIVATIONS):
             raise InputError(
                 f"activation={self.activation!r}: must be one of "
-                f"{', '.join(ACTIVATIONS)}"
+                f"{', '.join(ACTIVATIONS)}",
+                key="model.unknown_activation",
             )
         _check_buckets(self)
         check_heads(self.embed, self.heads, self.head_dim)
@@ -133,7 +134,8 @@ def _check_buckets(config: EncoderDecoderConfig) -> None:
     if buckets and (buckets % 4 or distance <= buckets // 2):
         raise InputError(
             f"relative_buckets={buckets}, relative_distance={distance}: buckets must "
-            "divide by 4, and the distance be above half of them"
+            "divide by 4, and the distance be above half of them",
+            key="model.invalid_relative_buckets",
         )
 
 
@@ -281,7 +283,8 @@ class EncoderDecoderEnds(nnx.Module):
             raise InputError(
                 f"{name} sequences of {length} tokens, but the model has "
                 f"max_seq={self.max_seq} learned positions; shorten the sequences or "
-                "raise max_seq"
+                "raise max_seq",
+                key="batch.sequence_too_long",
             )
         x = vocab_lookup(self.token_embed[...], tokens, scope)
         if positions is not None:

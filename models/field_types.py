@@ -10,9 +10,9 @@ from typing import Any
 from meshpar import InputError
 
 _KINDS = {
-    "int": (Integral, "a whole number"),
-    "float": (Real, "a number"),
-    "bool": (bool, "true or false"),
+    "int": (Integral, "a whole number", "value.not_whole_number"),
+    "float": (Real, "a number", "value.not_number"),
+    "bool": (bool, "true or false", "value.not_boolean"),
 }
 
 
@@ -40,7 +40,8 @@ def check_field_types(config: Any) -> None:
         ):
             raise InputError(
                 f"rope_scaling={value!r}: must be a RopeScaling or None; on a command "
-                "line name a config.json that has it"
+                "line name a config.json that has it",
+                key="model.rope_scaling_wrong_type",
             )
 
 
@@ -52,7 +53,10 @@ def check_sizes(config: Any, *names: str) -> None:
     """
     for name in names:
         if getattr(config, name) < 1:
-            raise InputError(f"{name}={getattr(config, name)}: must be at least 1")
+            raise InputError(
+                f"{name}={getattr(config, name)}: must be at least 1",
+                key="value.below_one",
+            )
 
 
 def check_least_zero(config: Any, **meaning_of_zero: str) -> None:
@@ -68,7 +72,10 @@ def check_least_zero(config: Any, **meaning_of_zero: str) -> None:
     for name, meaning in meaning_of_zero.items():
         value = getattr(config, name)
         if value < 0:
-            raise InputError(f"{name}={value}: must be at least 0; 0 is {meaning}")
+            raise InputError(
+                f"{name}={value}: must be at least 0; 0 is {meaning}",
+                key="value.negative",
+            )
 
 
 def check_dropout(dropout: float) -> None:
@@ -78,7 +85,10 @@ def check_dropout(dropout: float) -> None:
         InputError: It is not from 0 to below 1.
     """
     if not 0 <= dropout < 1:
-        raise InputError(f"dropout={dropout}: must be at least 0 and below 1")
+        raise InputError(
+            f"dropout={dropout}: must be at least 0 and below 1",
+            key="model.dropout_out_of_range",
+        )
 
 
 def check_heads(embed: int, heads: int, head_dim: int | None = None) -> None:
@@ -94,7 +104,10 @@ def check_heads(embed: int, heads: int, head_dim: int | None = None) -> None:
     """
     if not head_dim and embed % heads:
         way_out = "" if head_dim is None else "; set head_dim"
-        raise InputError(f"embed={embed} is not a multiple of heads={heads}{way_out}")
+        raise InputError(
+            f"embed={embed} is not a multiple of heads={heads}{way_out}",
+            key="model.heads_indivisible",
+        )
 
 
 def check_rotated(size: int, name: str = "head_dim") -> None:
@@ -106,7 +119,8 @@ def check_rotated(size: int, name: str = "head_dim") -> None:
     if size % 2:
         raise InputError(
             f"{name}={size}: rotary positions turn the dims of a head in pairs; give "
-            f"an even one, such as {size + 1}"
+            f"an even one, such as {size + 1}",
+            key="model.odd_rotary_size",
         )
 
 
@@ -119,20 +133,23 @@ def check_kv_heads(heads: int, kv_heads: int) -> None:
     if heads % kv_heads:
         raise InputError(
             f"heads={heads} is not a multiple of kv_heads={kv_heads}; every key/value "
-            "head serves the same number of query heads"
+            "head serves the same number of query heads",
+            key="model.kv_heads_indivisible",
         )
 
 
-def _check(name: str, value: object, kind: type, words: str) -> None:
+def _check(name: str, value: object, kind: type, words: str, key: str) -> None:
     is_bool = isinstance(value, bool)
     if not isinstance(value, kind) or is_bool != (kind is bool):
-        raise InputError(f"{name}={value!r}: must be {words}")
+        raise InputError(f"{name}={value!r}: must be {words}", key=key)
 
 
 def _check_range(name: str, value: float) -> None:
     if not math.isfinite(value):
-        raise InputError(f"{name}={value}: must be a finite number")
+        raise InputError(
+            f"{name}={value}: must be a finite number", key="value.not_finite"
+        )
     if name in _ABOVE_ZERO and value <= 0:
-        raise InputError(f"{name}={value}: must be above 0")
+        raise InputError(f"{name}={value}: must be above 0", key="value.not_positive")
     if name in _AT_LEAST_ZERO and value < 0:
-        raise InputError(f"{name}={value}: must be at least 0")
+        raise InputError(f"{name}={value}: must be at least 0", key="value.negative")

@@ -90,7 +90,8 @@ class Gemma3Config:
         if self.layers < self.period:
             raise InputError(
                 f"period={self.period} of layers={self.layers}: there must be a whole "
-                "period; lower it, or raise layers"
+                "period; lower it, or raise layers",
+                key="model.period_above_layers",
             )
 
     @property

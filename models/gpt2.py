@@ -96,7 +96,8 @@ class GPT2Ends(nnx.Module):
         if seq > self.max_seq:
             raise InputError(
                 f"sequences of {seq} tokens, but the model has max_seq={self.max_seq} "
-                "learned positions; shorten the sequences or raise max_seq"
+                "learned positions; shorten the sequences or raise max_seq",
+                key="batch.sequence_too_long",
             )
         x = vocab_lookup(self.token_embed[...], tokens, scope)
         positions = scope.positions(tokens.shape[1])

@@ -182,7 +182,8 @@ class LlamaEnds(nnx.Module):
         if 0 < self.max_seq < seq:
             raise InputError(
                 f"sequences of {seq} tokens, but the model has max_seq={self.max_seq}; "
-                "shorten the sequences or raise max_seq"
+                "shorten the sequences or raise max_seq",
+                key="batch.sequence_too_long",
             )
         x = vocab_lookup(self.token_embed[...], tokens, scope)
         if self.embed_scale != 1.0:

@@ -163,11 +163,14 @@ def _check_layers(config: MoEConfig) -> None:
     if config.dense_layers >= config.layers:
         raise InputError(
             f"dense_layers={config.dense_layers} of layers={config.layers}: at least "
-            "one layer must be routed; choose a Llama, or raise layers"
+            "one layer must be routed; choose a Llama, or raise layers",
+            key="model.no_routed_layer",
         )
     if config.dense_layers and not config.ffn:
         raise InputError(
-            f"dense_layers={config.dense_layers}, but ffn=0; give the size of their MLP"
+            f"dense_layers={config.dense_layers}, but ffn=0; give the size of their "
+            "MLP",
+            key="model.dense_layers_without_ffn",
         )
 
 
@@ -178,13 +181,15 @@ def _check_heads(config: MoEConfig) -> None:
     if isinstance(config.rope_scaling, YarnScaling):
         raise InputError(
             f"rope_scaling={config.rope_scaling} is for latent attention, but "
-            "kv_lora_rank=0; give kv_lora_rank, or another scaling"
+            "kv_lora_rank=0; give kv_lora_rank, or another scaling",
+            key="model.yarn_without_latent",
         )
     for name in ("q_lora_rank", *_LATENT):
         if getattr(config, name):
             raise InputError(
                 f"{name}={getattr(config, name)} is for latent attention, but "
-                "kv_lora_rank=0; give kv_lora_rank, or leave it out"
+                "kv_lora_rank=0; give kv_lora_rank, or leave it out",
+                key="model.latent_size_without_rank",
             )
     check_kv_heads(config.heads, config.kv_heads)
     check_heads(config.embed, config.heads, config.head_dim)
@@ -197,12 +202,14 @@ def _check_latent(config: MoEConfig) -> None:
     if 0 in sizes.values() or config.v_head_dim > query:
         raise InputError(
             f"kv_lora_rank={config.kv_lora_rank} with {sizes}: each must be at "
-            "least 1, and v_head_dim at most the sum of the others"
+            "least 1, and v_head_dim at most the sum of the others",
+            key="model.invalid_latent_sizes",
         )
     if config.qk_rope_head_dim % 2:
         raise InputError(
             f"qk_rope_head_dim={config.qk_rope_head_dim}: must be even, as pairs of "
-            "values are rotated"
+            "values are rotated",
+            key="model.odd_rotary_size",
         )
     unused = {"head_dim": 0, "qk_norm": False}
     if config.kv_heads != config.heads:
@@ -212,7 +219,8 @@ def _check_latent(config: MoEConfig) -> None:
             raise InputError(
                 f"{name}={getattr(config, name)} with kv_lora_rank="
                 f"{config.kv_lora_rank}: latent attention has none; leave {name} out, "
-                "or kv_lora_rank"
+                "or kv_lora_rank",
+                key="model.unused_with_latent",
             )
 
 

@@ -269,11 +269,15 @@ def configure(
     """The family's config that `build` makes a model of; arguments and errors alike."""
     if preset is not None and config_json is not None:
         raise InputError(
-            f"preset {preset!r} and {config_json!r} are both given; give one"
+            f"preset {preset!r} and {config_json!r} are both given; give one",
+            key="model.preset_and_config_given",
         )
     presets = {**PRESETS, **OTHER_PRESETS}
     if preset is not None and preset not in presets:
-        raise InputError(f"no preset {preset!r}; {nearest(preset, presets)}")
+        raise InputError(
+            f"no preset {preset!r}; {nearest(preset, presets)}",
+            key="model.unknown_preset",
+        )
     named = {_FIELDS.get(name, name): value for name, value in sizes.items()}
     if preset is None and config_json is None:
         return _from_sizes(named)
@@ -290,7 +294,9 @@ def _from_sizes(
     routed = "experts" in sizes
     gated = sizes.get("gated", routed)
     if not isinstance(gated, bool):
-        raise InputError(f"gated={gated!r}: must be true or false")
+        raise InputError(
+            f"gated={gated!r}: must be true or false", key="value.not_boolean"
+        )
     kind: type = MoEConfig if routed else LlamaConfig if gated else GPT2Config
     if gated and "kv_heads" not in sizes and "heads" in sizes:
         sizes["kv_heads"] = sizes["heads"]
@@ -304,7 +310,8 @@ def _from_sizes(
     ]
     if missing:
         raise InputError(
-            f"no {', '.join(missing)} given, and no preset; give each a size"
+            f"no {', '.join(missing)} given, and no preset; give each a size",
+            key="model.missing_sizes",
         )
     return kind(**sizes)
 
@@ -317,13 +324,15 @@ def _without_fixed(
         if name in sizes and kind is not MoEConfig:
             raise InputError(
                 f"{name}={sizes[name]!r}: {kind.__name__} has no experts; leave {name} "
-                "out, or choose a preset with experts"
+                "out, or choose a preset with experts",
+                key="model.no_experts",
             )
     fixed = _fixed_of_gpt2(heads) if kind is GPT2Config else _fixed_of_llama()
     for name, (value, why, other) in fixed.items():
         if sizes.get(name, value) != value:
             raise InputError(
-                f"{name}={sizes[name]!r}: {why}; leave {name} out, or {other}"
+                f"{name}={sizes[name]!r}: {why}; leave {name} out, or {other}",
+                key="model.value_fixed_by_family",
             )
     return {name: value for name, value in sizes.items() if name not in fixed}
 
@@ -354,4 +363,7 @@ def _check_fields(kind: type, sizes: dict[str, object]) -> None:
     known = {field.name for field in fields(kind)}
     for name in sizes:
         if name not in known:
-            raise InputError(f"{kind.__name__} has no {name!r}; {nearest(name, known)}")
+            raise InputError(
+                f"{kind.__name__} has no {name!r}; {nearest(name, known)}",
+                key="model.unknown_field",
+            )

@@ -99,7 +99,10 @@ class UNet3DConfig:
         check_sizes(self, *_SIZES, "groups")
         check_least_zero(self, most="no limit")
         if self.norm not in _NORMS:
-            raise InputError(f"norm={self.norm!r}: must be one of {', '.join(_NORMS)}")
+            raise InputError(
+                f"norm={self.norm!r}: must be one of {', '.join(_NORMS)}",
+                key="model.unknown_norm",
+            )
         for name in ("depth", "height", "width"):
             size = getattr(self, name)
             if size % self.shrinks:
@@ -107,7 +110,8 @@ class UNet3DConfig:
                 raise InputError(
                     f"{name}={size} is not a multiple of {self.shrinks}, by which "
                     f"levels={self.levels}{self._of_patch} shrink it; pad volumes to "
-                    f"{padded}, with weight 0 there, or take fewer levels"
+                    f"{padded}, with weight 0 there, or take fewer levels",
+                    key="model.volume_indivisible",
                 )
 
     @property

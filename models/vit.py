@@ -78,16 +78,19 @@ class ViTConfig:
         if self.image % self.patch:
             raise InputError(
                 f"image={self.image} is not a multiple of patch={self.patch}; choose "
-                "patches that tile the image"
+                "patches that tile the image",
+                key="model.patch_indivisible",
             )
         if self.pooling not in _POOLINGS:
             raise InputError(
-                f"pooling={self.pooling!r}: must be one of {', '.join(_POOLINGS)}"
+                f"pooling={self.pooling!r}: must be one of {', '.join(_POOLINGS)}",
+                key="model.unknown_pooling",
             )
         if self.activation not in _ACTIVATIONS:
             raise InputError(
                 f"activation={self.activation!r}: must be one of "
-                f"{', '.join(_ACTIVATIONS)}"
+                f"{', '.join(_ACTIVATIONS)}",
+                key="model.unknown_activation",
             )
         check_dropout(self.dropout)
 

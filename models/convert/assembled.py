@@ -90,7 +90,10 @@ def assembled(
     known = model.flat_parameters()
     missing = known.keys() - by_path.keys()
     if missing:
-        raise InputError(f"the table of the family has no row for {min(missing)}")
+        raise InputError(
+            f"the table of the family has no row for {min(missing)}",
+            key="weights.parameter_without_row",
+        )
     trees: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
     unread = {
         name
@@ -105,7 +108,8 @@ def assembled(
     if unread:
         raise InputError(
             f"{source.where!r} has {min(unread)!r} and {len(unread) - 1} others that "
-            "the model has no place for; the config beside it is of another model"
+            "the model has no place for; the config beside it is of another model",
+            key="weights.unexpected_tensor",
         )
     return trees
 
@@ -150,11 +154,13 @@ def _check(row: Fitted, name: str, source: Source) -> None:
     if name not in source.names:
         raise InputError(
             f"{source.where!r} has no {name!r}, which {row.row.path} is read from; the "
-            "config beside it is of another model, or a file is missing"
+            "config beside it is of another model, or a file is missing",
+            key="weights.missing_tensor",
         )
     if source.shape(name) != row.their_shape:
         raise InputError(
             f"{name} in {source.where!r} has shape {source.shape(name)}, but the model "
             f"needs {row.their_shape} for {row.row.path}; the config beside it is of "
-            "another model"
+            "another model",
+            key="weights.wrong_shape",
         )

@@ -39,7 +39,8 @@ def render_chat(
         from jinja2.sandbox import ImmutableSandboxedEnvironment
     except ModuleNotFoundError as error:
         raise InputError(
-            "chat templates need jinja2: pip install 'meshpar[convert]'"
+            "chat templates need jinja2: pip install 'meshpar[convert]'",
+            key="data.jinja2_not_installed",
         ) from error
 
     def refuse(message: str) -> Any:
@@ -52,7 +53,10 @@ def render_chat(
             messages=messages, add_generation_prompt=add_generation_prompt, **tokens
         )
     except TemplateError as error:
-        raise InputError(f"the chat template refuses the messages: {error}") from error
+        raise InputError(
+            f"the chat template refuses the messages: {error}",
+            key="data.chat_template_refuses",
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,8 @@ def read_template(path: str | Path) -> ChatTemplate:
     if not found.text:
         raise InputError(
             f"{str(path)!r} has no chat template; take a model that was trained on "
-            "conversations, or train on text"
+            "conversations, or train on text",
+            key="data.no_chat_template",
         )
     return found
 

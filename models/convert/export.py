@@ -48,7 +48,8 @@ def export(
     if own and not Path(own).is_file():
         raise InputError(
             f"the run's tokenizer {own!r} is gone, and what is exported would have "
-            f"none; put it back, or give --like DIR, a folder with its {_TOKENIZER}"
+            f"none; put it back, or give --like DIR, a folder with its {_TOKENIZER}",
+            key="weights.tokenizer_gone",
         )
     if like is None and said.get("from_weights"):
         folder = Path(said["from_weights"])

@@ -77,6 +77,7 @@ def family_of(config: Any) -> Convertible:
         known = ", ".join(kind.__name__ for kind in _FAMILIES)
         raise InputError(
             f"no table of weights for a {type(config).__name__}; there are some for "
-            f"{known}"
+            f"{known}",
+            key="weights.unknown_family",
         )
     return _FAMILIES[type(config)]

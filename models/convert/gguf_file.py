@@ -30,7 +30,9 @@ class GGUFFile:
         try:
             self._reader = self._gguf.GGUFReader(path)
         except (OSError, ValueError) as error:
-            raise InputError(f"cannot read {str(path)!r}: {error}") from error
+            raise InputError(
+                f"cannot read {str(path)!r}: {error}", key="weights.unreadable_file"
+            ) from error
         self._tensors = {one.name: one for one in self._reader.tensors}
 
     @property
@@ -61,6 +63,7 @@ def _library() -> Any:
         import gguf
     except ModuleNotFoundError as error:
         raise InputError(
-            "reading GGUF needs gguf: pip install 'meshpar[convert]'"
+            "reading GGUF needs gguf: pip install 'meshpar[convert]'",
+            key="weights.gguf_not_installed",
         ) from error
     return gguf

@@ -21,7 +21,8 @@ def gguf_tokenizer(file: GGUFFile) -> Any:
     if kind != ("gpt2", "smollm"):
         raise InputError(
             f"{file.where!r} has a tokenizer {kind[0]!r}, pre {kind[1]!r}; known: "
-            "'gpt2', pre 'smollm': take the tokenizer.json of the model"
+            "'gpt2', pre 'smollm': take the tokenizer.json of the model",
+            key="weights.unknown_tokenizer",
         )
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 

@@ -81,19 +81,26 @@ def config_from_json(path: str | Path) -> Any:
     try:
         values = json.loads(Path(path).read_text())
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise InputError(f"cannot read {str(path)!r} as JSON: {error}") from error
+        raise InputError(
+            f"cannot read {str(path)!r} as JSON: {error}", key="weights.unreadable_json"
+        ) from error
     kind = values.get("model_type") if isinstance(values, dict) else None
     if not isinstance(kind, str) or kind not in _COMPUTED:
         known = ", ".join(sorted(_COMPUTED))
-        raise InputError(f"{str(path)!r} has model_type {kind!r}; known: {known}")
+        raise InputError(
+            f"{str(path)!r} has model_type {kind!r}; known: {known}",
+            key="weights.unknown_model_type",
+        )
     given = _without_nulls(values)
     try:
         _check_computed(given, kind)
         return _config(given, kind)
     except KeyError as error:
-        raise InputError(f"{str(path)!r} does not give {error}") from error
+        raise InputError(
+            f"{str(path)!r} does not give {error}", key="weights.missing_config_value"
+        ) from error
     except InputError as error:
-        raise InputError(f"{str(path)!r}: {error}") from error
+        raise InputError(f"{str(path)!r}: {error}", key=error.key) from error
 
 
 def _without_nulls(values: dict[str, Any]) -> dict[str, Any]:
@@ -109,7 +116,8 @@ def _check_computed(values: dict[str, Any], kind: str) -> None:
                 raise InputError(
                     f"{name}={value!r} is not what {file} computes, which is {name}="
                     f"{' or '.join(map(repr, computed))}; take another config, or "
-                    "change a copy of that file"
+                    "change a copy of that file",
+                    key="weights.unsupported_config_value",
                 )
 
 
@@ -175,7 +183,8 @@ def _rope(values: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(values.get(name, {}), dict):
             raise InputError(
                 f"{name}={values[name]!r}: must be an object, such as "
-                '{"rope_type": "llama3", "factor": 8.0, ...}, or null'
+                '{"rope_type": "llama3", "factor": 8.0, ...}, or null',
+                key="weights.rope_scaling_not_object",
             )
     return _without_nulls(
         values.get("rope_scaling") or values.get("rope_parameters") or {}
@@ -188,7 +197,8 @@ def _rope_scaling(values: dict[str, Any]) -> RopeScaling | None:
         return None
     if kind != "llama3":
         raise InputError(
-            f"rope_scaling of type {kind!r} is not known here; known: llama3"
+            f"rope_scaling of type {kind!r} is not known here; known: llama3",
+            key="weights.unknown_rope_scaling",
         )
     return RopeScaling(
         factor=values["factor"],

@@ -23,5 +23,6 @@ def check_needed(config: Any, needed: Mapping[str, Any], kind: str) -> None:
         if getattr(config, name) != theirs:
             raise InputError(
                 f"{name}={getattr(config, name)!r}: {kind} has {theirs!r}; export a "
-                "model that has it, too"
+                "model that has it, too",
+                key="weights.value_not_of_family",
             )

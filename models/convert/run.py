@@ -55,7 +55,8 @@ def read_checkpoint(
     if not sizes:
         raise InputError(
             f"the checkpoint of step {contents.step} in {contents.directory!r} does "
-            f"not say what its model is; {instead}"
+            f"not say what its model is; {instead}",
+            key="checkpoint.missing_model_sizes",
         )
     config = config_of_sizes(sizes)
     model = build_config(config)

@@ -55,7 +55,8 @@ class SafetensorsFolder:
         if found.get_dtype() not in _DTYPES:
             raise InputError(
                 f"{name} in {self.where!r} is of dtype {found.get_dtype()}; known: "
-                f"{', '.join(_DTYPES)}: take a copy that is not quantized"
+                f"{', '.join(_DTYPES)}: take a copy that is not quantized",
+                key="weights.unreadable_dtype",
             )
         return tuple(found.get_shape())
 
@@ -76,7 +77,9 @@ class SafetensorsFolder:
             try:
                 self._open[file] = safetensors.safe_open(file, framework="numpy")
             except (OSError, safetensors.SafetensorError) as error:
-                raise InputError(f"cannot read {str(file)!r}: {error}") from error
+                raise InputError(
+                    f"cannot read {str(file)!r}: {error}", key="weights.unreadable_file"
+                ) from error
         return self._open[file]
 
 
@@ -85,7 +88,8 @@ def _library() -> Any:
         import safetensors
     except ModuleNotFoundError as error:
         raise InputError(
-            "reading safetensors needs safetensors: pip install 'meshpar[convert]'"
+            "reading safetensors needs safetensors: pip install 'meshpar[convert]'",
+            key="weights.safetensors_not_installed",
         ) from error
     return safetensors
 
@@ -98,15 +102,19 @@ def _files(path: Path) -> list[Path]:
         if (path / WHOLE).is_file():
             return [path / WHOLE]
         raise InputError(
-            f"no {WHOLE} and no {INDEX} in {str(path)!r}; name a folder that holds one"
+            f"no {WHOLE} and no {INDEX} in {str(path)!r}; name a folder that holds one",
+            key="weights.no_safetensors",
         )
     try:
         named = set(json.loads(index.read_text())["weight_map"].values())
     except (json.JSONDecodeError, KeyError, AttributeError) as error:
-        raise InputError(f"{str(index)!r} has no weight_map: {error}") from error
+        raise InputError(
+            f"{str(index)!r} has no weight_map: {error}", key="weights.no_weight_map"
+        ) from error
     for name in named:
         if not (path / name).is_file():
             raise InputError(
-                f"{str(index)!r} names {name!r}, which is not there; fetch it, too"
+                f"{str(index)!r} names {name!r}, which is not there; fetch it, too",
+                key="weights.missing_shard",
             )
     return [path / name for name in sorted(named)]

@@ -28,7 +28,8 @@ def config_of_sizes(sizes: Mapping[str, Any]) -> Any:
     kinds = [family.config for family in FAMILIES if _takes(family.config, sizes)]
     if not kinds:
         raise InputError(
-            f"no family of models has exactly {', '.join(sorted(sizes)) or 'no sizes'}"
+            f"no family of models has exactly {', '.join(sorted(sizes)) or 'no sizes'}",
+            key="weights.no_family_of_sizes",
         )
     # A field that another family has not tells more than those that both have.
     kind = min(kinds, key=lambda one: len(fields(one)))

@@ -58,7 +58,8 @@ def read_config(path: str | Path) -> Any:
     if not (path / CONFIG).is_file():
         raise InputError(
             f"no {CONFIG} in {str(path)!r}; name a folder as transformers writes it, "
-            "or a .gguf file"
+            "or a .gguf file",
+            key="weights.no_config",
         )
     return config_from_json(path / CONFIG)
 

@@ -81,14 +81,20 @@ def write_weights(
             folder or has a config that cannot be read.
     """
     if dtype not in DTYPES:
-        raise InputError(f"dtype={dtype!r}: must be one of {', '.join(DTYPES)}")
+        raise InputError(
+            f"dtype={dtype!r}: must be one of {', '.join(DTYPES)}",
+            key="weights.unknown_dtype",
+        )
     folder = Path(folder)
     described = json_of(config)
     kind = described["model_type"]
     described |= _kept(longest_like, kind, _NOT_OURS[:1]) | _kept(like, kind, _NOT_OURS)
     described |= {name: _THEIR_NAMES[dtype] for name in ("dtype", "torch_dtype")}
     if (folder / "config.json").exists():
-        raise InputError(f"{str(folder)!r} holds a model already; name another folder")
+        raise InputError(
+            f"{str(folder)!r} holds a model already; name another folder",
+            key="weights.folder_holds_model",
+        )
     trees = {**_by_path(params), **_by_path(model_state or {})}
     shards = _shards(config, trees, np.dtype(DTYPES[dtype]).itemsize, shard_bytes)
     folder.mkdir(parents=True, exist_ok=True)
@@ -117,7 +123,8 @@ def _kept(like: str | Path | None, kind: str, names: tuple[str, ...]) -> dict[st
     if not Path(like).is_dir():
         raise InputError(
             f"like={str(like)!r}: there is no such folder; name one with the files of "
-            "a tokenizer, or leave it out"
+            "a tokenizer, or leave it out",
+            key="weights.no_like_folder",
         )
     file = Path(like) / "config.json"
     if not file.is_file():
@@ -125,9 +132,14 @@ def _kept(like: str | Path | None, kind: str, names: tuple[str, ...]) -> dict[st
     try:
         said = json.loads(file.read_text())
     except (OSError, ValueError) as error:
-        raise InputError(f"cannot read {str(file)!r} as JSON: {error}") from error
+        raise InputError(
+            f"cannot read {str(file)!r} as JSON: {error}", key="weights.unreadable_json"
+        ) from error
     if not isinstance(said, dict):
-        raise InputError(f"{str(file)!r} holds no JSON object, but {said!r}")
+        raise InputError(
+            f"{str(file)!r} holds no JSON object, but {said!r}",
+            key="weights.not_json_object",
+        )
     if said.get("model_type") != kind:
         return {}
     return {name: said[name] for name in names if said.get(name) is not None}
@@ -154,7 +166,10 @@ def _shards(
         if path not in trees:
             if all(row.row.optional for row in rows):
                 continue
-            raise InputError(f"no {path!r} is given, which {config!r} has")
+            raise InputError(
+                f"no {path!r} is given, which {config!r} has",
+                key="weights.missing_parameter",
+            )
         num_layers = _num_layers(model, path, rows[0].row.of_state)
         for layer in range(num_layers or 1):
             bytes_here = item_bytes * sum(
@@ -177,7 +192,8 @@ def _check_placed(config: Any, placed: Iterable[str], given: Iterable[str]) -> N
         raise InputError(
             f"{', '.join(lost)}: given, but no file of a {type(config).__name__} with "
             "these sizes has a place for it; leave it out, or give the config of the "
-            "model that has it"
+            "model that has it",
+            key="weights.parameter_without_place",
         )
 
 
@@ -237,7 +253,8 @@ def _save(tensors: Mapping[str, np.ndarray], file: Path) -> None:
         from safetensors.numpy import save_file
     except ModuleNotFoundError as error:
         raise InputError(
-            "writing safetensors needs safetensors: pip install 'meshpar[convert]'"
+            "writing safetensors needs safetensors: pip install 'meshpar[convert]'",
+            key="weights.safetensors_not_installed",
         ) from error
     save_file(dict(tensors), file, metadata={"format": "pt"})
 

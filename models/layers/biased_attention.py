@@ -53,7 +53,8 @@ def attend_with_bias(
         raise InputError(
             f"relative positions need whole sequences, but {scope.order.num_ranks} "
             f"devices of {scope.order.mesh_axis} share each; set "
-            f"{scope.order.mesh_axis}=1"
+            f"{scope.order.mesh_axis}=1",
+            key="layout.relative_positions_split",
         )
     if scope.order is not None and scope.order.cached:
         return jnp.broadcast_to(q[..., :1], v.shape)

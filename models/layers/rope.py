@@ -36,7 +36,8 @@ class RopeScaling:
         if self.high_factor <= self.low_factor:
             raise InputError(
                 f"high_factor={self.high_factor}: must be above "
-                f"low_factor={self.low_factor}"
+                f"low_factor={self.low_factor}",
+                key="model.rope_factors_reversed",
             )
 
     def to_json(self) -> dict[str, Any]:

@@ -86,6 +86,7 @@ def _most_rows(config: RouterConfig, batch: int, seq: int, scope: Scope) -> int 
         raise InputError(
             f"capacity_factor={config.capacity_factor} drops tokens by what follows "
             "them in their sequence, so that none can be generated one by one; build "
-            "the model with capacity_factor=0, which drops none"
+            "the model with capacity_factor=0, which drops none",
+            key="generation.capacity_drops_tokens",
         )
     return None if capacity is None else batch * min(capacity, seq)

@@ -62,19 +62,24 @@ class RouterConfig:
         check_field_types(self)
         check_sizes(self, "experts", "top_k", "groups", "top_groups")
         if self.score not in ("softmax", "sigmoid"):
-            raise InputError(f"score={self.score!r}: must be one of softmax, sigmoid")
+            raise InputError(
+                f"score={self.score!r}: must be one of softmax, sigmoid",
+                key="model.unknown_score",
+            )
         check_least_zero(self, capacity_factor="no limit", bias_rate="no bias")
         if self.experts % self.groups or self.top_groups > self.groups:
             raise InputError(
                 f"experts={self.experts} in groups={self.groups}, "
                 f"top_groups={self.top_groups} of them: groups must divide the "
-                "experts, and top_groups be no more than them"
+                "experts, and top_groups be no more than them",
+                key="model.invalid_expert_groups",
             )
         allowed = self.experts // self.groups * self.top_groups
         if self.top_k > allowed:
             raise InputError(
                 f"top_k={self.top_k} of experts={self.experts}, {allowed} of which a "
-                "token may choose from; lower top_k, or raise experts or top_groups"
+                "token may choose from; lower top_k, or raise experts or top_groups",
+                key="model.top_k_too_high",
             )
 
     def capacity(self, seq: int) -> int | None:

@@ -179,7 +179,8 @@ def _yarn(rope: Mapping[str, Any]) -> YarnScaling:
     if kind != "yarn" or "attention_factor" in rope or not rope.get("truncate", True):
         raise InputError(
             f"rope_scaling={dict(rope)!r} is not known here; known: type yarn without "
-            "attention_factor and truncate"
+            "attention_factor and truncate",
+            key="weights.unknown_rope_scaling",
         )
     factor = rope["factor"]
     scale, all_dims = rope.get("mscale"), rope.get("mscale_all_dim")
@@ -218,7 +219,8 @@ def to_json(config: MoEConfig) -> dict[str, Any]:
     if not config.bias_rate:
         raise InputError(
             "bias_rate=0.0: every router of deepseek_v3 has a bias; export a model "
-            "that has it, too"
+            "that has it, too",
+            key="weights.router_without_bias",
         )
     return {
         "architectures": ["DeepseekV3ForCausalLM"],
@@ -256,7 +258,8 @@ def _rope(config: MoEConfig) -> dict[str, Any]:
     if isinstance(scaling, RopeScaling):
         raise InputError(
             f"rope_scaling={scaling}: deepseek_v3 has YaRN; export a model with "
-            "YarnScaling, or without"
+            "YarnScaling, or without",
+            key="weights.rope_scaling_not_yarn",
         )
     log = 0.1 * math.log(scaling.factor)
     all_dims = (math.sqrt(scaling.score_factor) - 1) / log

@@ -77,7 +77,8 @@ def from_json(values: Mapping[str, Any]) -> Gemma3Config:
     ):
         raise InputError(
             f"rope_type={kind!r} is not known here; known: default, linear where all "
-            "tokens are seen, default elsewhere"
+            "tokens are seen, default elsewhere",
+            key="weights.unknown_rope_scaling",
         )
     size = values.get("head_dim", 256)
     query_size = values.get("query_pre_attn_scalar", 256)
@@ -115,7 +116,8 @@ def _period(values: Mapping[str, Any], layers: int) -> int:
     if not period or types != _types(layers, period):
         raise InputError(
             f"layer_types={types!r}: one layer in so many must see all tokens, always "
-            "after as many that see a window; take another model"
+            "after as many that see a window; take another model",
+            key="weights.irregular_layer_types",
         )
     return period
 
@@ -130,7 +132,8 @@ def whole_period(pattern: int, layers: int) -> int:
         raise InputError(
             f"{layers} layers, of which only each {pattern}th sees all tokens: all of "
             "them see a window, and ours has no such model; take one of at least "
-            f"{pattern} layers"
+            f"{pattern} layers",
+            key="weights.all_layers_windowed",
         )
     return pattern
 

@@ -78,18 +78,21 @@ def gguf_config(file: GGUFFile) -> Any:
     kind = file.said("general.architecture")
     if kind not in ("llama", "gemma3"):
         raise InputError(
-            f"{file.where!r} has general.architecture={kind!r}; known: llama, gemma3"
+            f"{file.where!r} has general.architecture={kind!r}; known: llama, gemma3",
+            key="weights.unknown_architecture",
         )
     scaling = file.said(f"{kind}.rope.scaling.type", "none")
     if scaling != "none" or "rope_freqs.weight" in file.names:
         raise InputError(
             f"{file.where!r} has scaled rotary positions ({scaling!r}), which are not "
-            "read from GGUF; take the model's safetensors"
+            "read from GGUF; take the model's safetensors",
+            key="weights.scaled_rope_in_gguf",
         )
     if file.said(f"{kind}.expert_count", 0):
         raise InputError(
             f"{file.where!r} has {kind}.expert_count="
-            f"{file.said(f'{kind}.expert_count')}; known: models without experts"
+            f"{file.said(f'{kind}.expert_count')}; known: models without experts",
+            key="weights.experts_in_gguf",
         )
     return _gemma3(file) if kind == "gemma3" else _llama(file)
 
@@ -98,7 +101,10 @@ def _same(file: GGUFFile, kind: str) -> dict[str, Any]:
     def said(key: str, default: Any = None) -> Any:
         found = file.said(f"{kind}.{key}", default)
         if found is None:
-            raise InputError(f"{file.where!r} does not say {kind}.{key}")
+            raise InputError(
+                f"{file.where!r} does not say {kind}.{key}",
+                key="weights.missing_config_value",
+            )
         return found
 
     heads = said("attention.head_count")

@@ -98,12 +98,14 @@ def _kind(config: LlamaConfig) -> tuple[str, str]:
     if config.window:
         raise InputError(
             f"window={config.window}: none of llama, qwen2 and qwen3 has a window in "
-            "all layers; export a model without"
+            "all layers; export a model without",
+            key="weights.window_in_all_layers",
         )
     if config.qkv_bias and config.qk_norm:
         raise InputError(
             "qkv_bias=True and qk_norm=True: qwen2 has the one and qwen3 the other; "
-            "export a model with one of them"
+            "export a model with one of them",
+            key="weights.qkv_bias_with_qk_norm",
         )
     if config.qk_norm:
         return "qwen3", "Qwen3ForCausalLM"

@@ -66,12 +66,14 @@ def kind_of(config: MoEConfig) -> str:
         if getattr(config, name) != theirs:
             raise InputError(
                 f"{name}={getattr(config, name)!r}: neither mixtral nor qwen3_moe has "
-                f"it, whose is {theirs!r}; export a model without"
+                f"it, whose is {theirs!r}; export a model without",
+                key="weights.only_of_deepseek",
             )
     if not config.qk_norm and not config.normalised:
         raise InputError(
             "normalised=False without qk_norm: mixtral normalises, and qwen3_moe has "
-            "norms of queries and keys; export a model that does as one of them"
+            "norms of queries and keys; export a model that does as one of them",
+            key="weights.unnormalised_without_qk_norm",
         )
     return "qwen3_moe" if config.qk_norm else "mixtral"
 

@@ -108,7 +108,8 @@ def to_json(config: EncoderDecoderConfig) -> dict[str, Any]:
     if not config.relative_buckets:
         raise InputError(
             "relative_buckets=0: t5 has no learned positions; export a model with a "
-            "table of biases"
+            "table of biases",
+            key="weights.learned_positions_in_t5",
         )
     return {
         "architectures": ["T5ForConditionalGeneration"],

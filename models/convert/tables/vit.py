@@ -97,7 +97,8 @@ def to_json(config: ViTConfig) -> dict[str, Any]:
     if not config.has_class_token:
         raise InputError(
             f"pooling={config.pooling!r}: theirs reads a class token; export a model "
-            "with pooling='class_token'"
+            "with pooling='class_token'",
+            key="weights.no_class_token",
         )
     labels = {str(at): f"LABEL_{at}" for at in range(config.classes)}
     return {
