@@ -23,12 +23,14 @@ class Finding:
             that it is about.
         message: What is wrong and the ways out.
         bytes: Bytes per device that it costs, where it costs memory.
+        key: Stable name of the fault, `room.fault`, for programs (`InputError.key`).
     """
 
     kind: str
     path: str
     message: str
     bytes: int = 0
+    key: str = ""
 
 
 def shadowing_overrides(rules: Rules) -> list[Finding]:
@@ -40,6 +42,7 @@ def shadowing_overrides(rules: Rules) -> list[Finding]:
                 f"the parameters' rule for {logical_axis!r} is {axes or None}, the "
                 "same as the rule for all arrays, so it changes nothing: remove it"
             ),
+            key="rules.same_for_parameters",
         )
         for logical_axis, axes in rules.parameters.items()
         if rules.table.get(logical_axis) == axes
@@ -69,6 +72,7 @@ def dead_rules(
                 f"the rule for logical axis {name!r} is used by {whom} of the model; "
                 "remove it, or check the spelling"
             ),
+            key="rules.dead",
         )
         for name, whom in sorted(dead)
     ]
@@ -94,6 +98,7 @@ def large_and_replicated(
                 f"of its logical axes to {names}, or raise the limit"
             ),
             bytes=row.bytes,
+            key="rules.replicated",
         )
         for row in rows
         if row.bytes > large_bytes and not any(row.mesh_axes)
@@ -114,6 +119,7 @@ def idle_mesh_axes(
                 f"mesh axis {axis!r} of size {size} shards nothing: its devices repeat "
                 f"each other's work; set {axis}=1 or map a logical axis to it"
             ),
+            key="mesh.idle_axis",
         )
         for axis, size in _axes_at_work(layout).items()
         if axis not in busy and axis != "context"  # which splits tokens by itself

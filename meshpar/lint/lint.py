@@ -156,7 +156,7 @@ def _stored(model: Model, layout: Layout) -> tuple[Model, list[Finding]]:
     try:
         return arranged_for(model, layout), []
     except InputError as error:
-        return model, _unsupported("stage", str(error))
+        return model, _unsupported("stage", error)
 
 
 def _examples(layout: Layout, global_batch: int | None) -> tuple[int, list[Finding]]:
@@ -166,7 +166,12 @@ def _examples(layout: Layout, global_batch: int | None) -> tuple[int, list[Findi
     refused = batch_refusal(layout, global_batch)
     if refused is None:
         return global_batch // layout.microbatches, []
-    finding = Finding(kind="indivisible", path="microbatches", message=refused)
+    finding = Finding(
+        kind="indivisible",
+        path="microbatches",
+        message=str(refused),
+        key=_key_of(refused, "batch.indivisible"),
+    )
     return layout.batch_shards, [finding]
 
 
@@ -181,7 +186,13 @@ def _parameter_rows(
             row = replicated_row(path, parameter, layout.param_dtype)
             rows.append(row)
             findings.append(
-                Finding(kind=error.kind, path=path, message=str(error), bytes=row.bytes)
+                Finding(
+                    kind=error.kind,
+                    path=path,
+                    message=str(error),
+                    bytes=row.bytes,
+                    key=error.key,
+                )
             )
     return rows, findings
 
@@ -201,13 +212,23 @@ def _states(
         whole = unsplit_axes(layout, rules, spec)
         if whole:
             message = unsplit_message(path, parameter, layout, whole)
-            finding = Finding(kind="replicated", path=path, message=message, bytes=size)
+            finding = Finding(
+                kind="replicated",
+                path=path,
+                message=message,
+                bytes=size,
+                key="layout.unsplit_states",
+            )
             (findings if size > large_bytes else notes).append(finding)
         why = moved_because(parameter, layout, rules, spec)
         if why is not None:
             shape = f"{path}: shape {parameter.stacked_shape}"
             message = f"{shape} is split as {tuple(spec)}: {why}"
-            notes.append(Finding(kind="moved", path=path, message=message))
+            notes.append(
+                Finding(
+                    kind="moved", path=path, message=message, key="layout.moved_split"
+                )
+            )
     return findings, notes
 
 
@@ -217,7 +238,8 @@ def _activations(
     try:
         return traced_activations(model, examples, seq), []
     except InputError as error:
-        return (), [Finding(kind="rank", path="model", message=str(error))]
+        message = str(error)
+        return (), [Finding(kind="rank", path="model", message=message, key=error.key)]
 
 
 def _axes_of_activations(
@@ -236,7 +258,9 @@ def _axes_of_activations(
             )
             axes.update(spec_axes(spec))
         except RuleError as error:
-            findings.append(Finding(kind=error.kind, path=path, message=str(error)))
+            findings.append(
+                Finding(kind=error.kind, path=path, message=str(error), key=error.key)
+            )
             # One finding is enough: its mesh axes have work once it is mended.
             axes.update(_axes_asked_for(activation, rules))
     return axes, findings
@@ -261,29 +285,47 @@ def _first_of_each(
         if logical_axis in first:
             message = shadowed_message(logical_axis, first, axes)
             findings.append(
-                Finding(kind="shadowed", path=logical_axis, message=message)
+                Finding(
+                    kind="shadowed",
+                    path=logical_axis,
+                    message=message,
+                    key="rules.shadowed",
+                )
             )
         first.setdefault(logical_axis, axes)
     return Rules(first), findings
 
 
-def _unsupported(path: str, *refusals: str | None) -> list[Finding]:
+def _unsupported(path: str, *refusals: InputError | str | None) -> list[Finding]:
     """A finding for each of what a step refuses; None refuses nothing."""
     return [
-        Finding(kind="unsupported", path=path, message=message)
-        for message in refusals
-        if message is not None
+        Finding(
+            kind="unsupported",
+            path=path,
+            message=str(refusal),
+            key=_key_of(refusal, "layout.unsupported"),
+        )
+        for refusal in refusals
+        if refusal is not None
     ]
+
+
+def _key_of(refusal: InputError | str, otherwise: str) -> str:
+    """The key of what a step refuses, where it is an error and not its text alone."""
+    return refusal.key if isinstance(refusal, InputError) else otherwise
 
 
 def _refused(layout: Layout, rules: Rules) -> list[Finding]:
     return [
         *(
-            Finding(kind="unsupported", path=key, message=message)
-            for key, message in layout_refusals(layout).items()
+            finding
+            for key, refusal in layout_refusals(layout).items()
+            for finding in _unsupported(key, refusal)
         ),
         *(
-            Finding(kind=error.kind, path=logical_axis, message=str(error))
+            Finding(
+                kind=error.kind, path=logical_axis, message=str(error), key=error.key
+            )
             for logical_axis, error in rule_refusals(rules, layout)
         ),
     ]
@@ -293,5 +335,6 @@ def _unknown_residuals(model: Model, layout: Layout) -> list[Finding]:
     try:
         check_residual_names(model, layout.remat)
     except InputError as error:
-        return [Finding(kind="unknown", path="remat", message=str(error))]
+        message = str(error)
+        return [Finding(kind="unknown", path="remat", message=message, key=error.key)]
     return []

@@ -36,14 +36,16 @@ def check_batch(inputs: Inputs, batch: Mapping[str, Any]) -> int:
     if not isinstance(batch, Mapping) or not batch:
         raise InputError(
             f"the batch is {_described(batch)}; give a dict of arrays by name, such as "
-            f"{', '.join(map(repr, inputs)) or 'the names that the model reads'}"
+            f"{', '.join(map(repr, inputs)) or 'the names that the model reads'}",
+            key="batch.not_a_dict",
         )
     for name, declared in inputs.items():
         if name not in batch and not declared.optional:
             has = ", ".join(map(repr, batch))
             raise InputError(
                 f"the batch has {has}, but no {name!r}, which the model declares as "
-                f"{declared.logical_axes}"
+                f"{declared.logical_axes}",
+                key="batch.missing_array",
             )
     sizes: dict[str, tuple[str, int]] = {}
     for name, array in batch.items():
@@ -55,7 +57,8 @@ def check_batch(inputs: Inputs, batch: Mapping[str, Any]) -> int:
                     f"batch[{name!r}] has shape {tuple(array.shape)}, but "
                     f"batch[{first!r}] has shape {tuple(batch[first].shape)}: "
                     f"{axis!r} is {size} in one and {known} in the other; arrays of a "
-                    "batch agree in the dims that they share"
+                    "batch agree in the dims that they share",
+                    key="batch.sizes_disagree",
                 )
     check_values(inputs, batch)
     return sizes[BATCH_DIM][1]
@@ -90,13 +93,15 @@ def _check_array(name: str, array: Any, declared: Input | None) -> None:
     if not hasattr(array, "shape") or not hasattr(array, "dtype"):
         raise InputError(
             f"batch[{name!r}] is a {type(array).__name__}; give an array, such as "
-            "numpy.asarray of it"
+            "numpy.asarray of it",
+            key="batch.not_an_array",
         )
     shape = tuple(array.shape)
     if declared is None:
         if not shape:
             raise InputError(
-                f"batch[{name!r}] has shape (); the example comes first in every array"
+                f"batch[{name!r}] has shape (); the example comes first in every array",
+                key="batch.no_example_dim",
             )
         return
     wrong = len(shape) != len(declared.logical_axes) or any(
@@ -107,20 +112,23 @@ def _check_array(name: str, array: Any, declared: Input | None) -> None:
         fixed = f" of shape {declared.shape}" if declared.shape else ""
         raise InputError(
             f"batch[{name!r}] has shape {shape}; the model declares it as "
-            f"{declared.logical_axes}{fixed}"
+            f"{declared.logical_axes}{fixed}",
+            key="batch.wrong_shape",
         )
     if not any(jnp.issubdtype(array.dtype, kind) for kind in _ACCEPTED[declared.kind]):
         raise InputError(
             f"batch[{name!r}] has dtype {array.dtype}, but the model declares numbers "
             f"of kind {declared.kind!r}; convert it with .astype(numpy."
-            f"{jnp.dtype(declared.dtype).name})"
+            f"{jnp.dtype(declared.dtype).name})",
+            key="batch.wrong_dtype",
         )
     is_real = jnp.issubdtype(array.dtype, jnp.floating)
     if declared.has_gradient and not is_real:
         raise InputError(
             f"batch[{name!r}] has dtype {array.dtype}, but the model declares it with "
             "a gradient, which only real numbers have; convert it with "
-            ".astype(numpy.float32)"
+            ".astype(numpy.float32)",
+            key="batch.dtype_without_gradient",
         )
 
 
@@ -131,7 +139,8 @@ def _check_below(name: str, array: np.ndarray, below: int) -> None:
     raise InputError(
         f"batch[{name!r}] has {array[place]} at {tuple(map(int, place))}, but the "
         f"model takes 0 to {below - 1} there: give numbers below {below}, or a model "
-        "that knows more"
+        "that knows more",
+        key="batch.index_out_of_range",
     )
 
 

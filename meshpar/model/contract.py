@@ -97,7 +97,8 @@ class BlockGroup:
     def __post_init__(self) -> None:
         if self.update_state is not None and self.update_from is not None:
             raise InputError(
-                f"block group {self.name!r} has update_state and update_from; give one"
+                f"block group {self.name!r} has update_state and update_from; give one",
+                key="model.two_state_updates",
             )
         if self.costs is None:
             return
@@ -105,12 +106,14 @@ class BlockGroup:
         if len(self.costs) != self.num_layers:
             raise InputError(
                 f"block group {self.name!r} has {self.num_layers} layers, but "
-                f"{len(self.costs)} costs; give one a layer"
+                f"{len(self.costs)} costs; give one a layer",
+                key="model.wrong_number_of_costs",
             )
         if not all(0 < cost < math.inf for cost in self.costs):
             raise InputError(
                 f"block group {self.name!r} has costs {self.costs}; each must be a "
-                "number above 0"
+                "number above 0",
+                key="model.cost_not_positive",
             )
 
     def run(self, params: Params, stream: Stream, scope: Scope) -> tuple[Stream, Sums]:
@@ -158,10 +161,14 @@ def check_model(model: Any) -> None:
     if not isinstance(model, Model):
         raise InputError(
             f"model is a {type(model).__name__}; give a meshpar.Model, such as "
-            "meshpar.from_nnx makes of Flax NNX modules"
+            "meshpar.from_nnx makes of Flax NNX modules",
+            key="model.not_a_model",
         )
     if not model.groups:
-        raise InputError("the model has groups=(); a model has at least one of blocks")
+        raise InputError(
+            "the model has groups=(); a model has at least one of blocks",
+            key="model.no_groups",
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -220,7 +227,8 @@ class Model:
             if group.name not in self.parameters:
                 raise InputError(
                     f"block group {group.name!r} has no parameters; the tree holds "
-                    f"{', '.join(sorted(self.parameters))}"
+                    f"{', '.join(sorted(self.parameters))}",
+                    key="model.group_without_parameters",
                 )
 
     def loss_sums(
@@ -251,7 +259,8 @@ class Model:
         raise InputError(
             "the ranks of the pipeline share the tokens of embed and head "
             f"(per_token=True), but nothing says which dim of batch[{name!r}] has "
-            "them; declare it in inputs=, as Input(('batch', 'seq')) if dim 1 does"
+            "them; declare it in inputs=, as Input(('batch', 'seq')) if dim 1 does",
+            key="model.unknown_token_dim",
         )
 
     def split(self, params: Params) -> tuple[Params, list[Params]]:

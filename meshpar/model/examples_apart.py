@@ -90,7 +90,8 @@ def check_examples_apart(
         f"layout {layout!r} gives devices or microbatches some examples each, but "
         f"{function} joins those that it has: {_of_examples(found)}; give {instead}, "
         "take scope.batch_sum for statistics and scope.key for noise, or leave the "
-        "batch whole"
+        "batch whole",
+        key="model.joins_examples",
     )
 
 

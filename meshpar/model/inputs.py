@@ -79,7 +79,8 @@ class Input:
         if not isinstance(self.logical_axes, tuple | list):
             raise InputError(
                 f"an input's logical axes are {self.logical_axes!r}; give a tuple with "
-                "a name, or None, for each dim"
+                "a name, or None, for each dim",
+                key="batch.input_axes_not_tuple",
             )
         object.__setattr__(self, "logical_axes", tuple(self.logical_axes))
         if self.below is not None:
@@ -87,22 +88,26 @@ class Input:
         if self.logical_axes[:1] != (BATCH_DIM,):
             raise InputError(
                 f"an input's logical axes are {self.logical_axes}; the example comes "
-                f"first in every array of a batch: begin with {BATCH_DIM!r}"
+                f"first in every array of a batch: begin with {BATCH_DIM!r}",
+                key="batch.example_not_first",
             )
         if self.kind not in _DTYPES:
             raise InputError(
-                f"no kind {self.kind!r} of numbers; {nearest(self.kind, _DTYPES)}"
+                f"no kind {self.kind!r} of numbers; {nearest(self.kind, _DTYPES)}",
+                key="batch.unknown_kind",
             )
 
         if self.has_gradient and self.kind != "float":
             raise InputError(
                 f"an input of kind {self.kind!r} has no gradient; make it 'float', or "
-                "leave has_gradient out"
+                "leave has_gradient out",
+                key="batch.kind_without_gradient",
             )
         if self.shape is not None and len(self.shape) != len(self.logical_axes):
             raise InputError(
                 f"an input's shape {self.shape} has {len(self.shape)} sizes for the "
-                f"dims {self.logical_axes}; give one, or None, for each"
+                f"dims {self.logical_axes}; give one, or None, for each",
+                key="batch.wrong_number_of_sizes",
             )
 
     @property
@@ -132,7 +137,8 @@ class Batch(dict):
     def __missing__(self, name: str) -> Any:
         has = ", ".join(map(repr, self)) or "nothing"
         raise MissingInputError(
-            f"the model reads batch[{name!r}], but the batch has {has}; add the array"
+            f"the model reads batch[{name!r}], but the batch has {has}; add the array",
+            key="batch.missing_array",
         )
 
 
@@ -147,12 +153,14 @@ def check_inputs(inputs: Any) -> None:
     if not isinstance(inputs, Mapping):
         raise InputError(
             f"inputs is a {type(inputs).__name__}; give a dict of name -> "
-            "meshpar.Input(('batch', ...))"
+            "meshpar.Input(('batch', ...))",
+            key="batch.inputs_not_a_dict",
         )
     for name, one in inputs.items():
         if not isinstance(one, Input):
             raise InputError(
-                f"inputs[{name!r}] is {one!r}; give meshpar.Input(('batch', ...))"
+                f"inputs[{name!r}] is {one!r}; give meshpar.Input(('batch', ...))",
+                key="batch.not_an_input",
             )
 
 
@@ -237,6 +245,7 @@ def _shape(name: str, one: Input, sizes: Mapping[str, int]) -> tuple[int, ...]:
         given = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
         raise InputError(
             f"batch[{name!r}] is {one.logical_axes}, but the sizes given are "
-            f"{given or 'none'}; give {', '.join(map(str, missing))} too"
+            f"{given or 'none'}; give {', '.join(map(str, missing))} too",
+            key="batch.missing_size",
         )
     return tuple(sizes[str(axis)] if size is None else size for axis, size in dims)

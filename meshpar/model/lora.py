@@ -66,12 +66,19 @@ class LoRA:
         whole_number("rank", self.rank)
         object.__setattr__(self, "targets", tuple(self.targets))
         if not (isinstance(self.alpha, int | float) and 0 < self.alpha < math.inf):
-            raise InputError(f"alpha={self.alpha!r}: must be a positive number")
+            raise InputError(
+                f"alpha={self.alpha!r}: must be a positive number",
+                key="value.not_positive",
+            )
         if not self.targets:
-            raise InputError(f"targets=(): name parts of paths, such as {TARGETS}")
+            raise InputError(
+                f"targets=(): name parts of paths, such as {TARGETS}",
+                key="model.no_lora_targets",
+            )
         if self.frozen_dtype not in _DTYPES:
             raise InputError(
-                f"frozen_dtype={self.frozen_dtype!r}: must be 'fp32' or 'bf16'"
+                f"frozen_dtype={self.frozen_dtype!r}: must be 'fp32' or 'bf16'",
+                key="model.unknown_frozen_dtype",
             )
 
     @property
@@ -113,7 +120,8 @@ class LoRA:
                 parts = sorted({part for path in known for part in path.split(".")[1:]})
                 raise InputError(
                     f"target {target!r} matches no matrix of the blocks; "
-                    f"{nearest(target, [*parts, *known])}"
+                    f"{nearest(target, [*parts, *known])}",
+                    key="model.unknown_lora_target",
                 )
         return {
             path: matrix

@@ -147,24 +147,28 @@ def _groups(
     if (groups is None) == (block is None) or (block is None) != (num_layers is None):
         raise InputError(
             "give from_nnx either block= and num_layers=, or groups= with a "
-            "meshpar.Blocks for each name"
+            "meshpar.Blocks for each name",
+            key="model.block_or_groups",
         )
     if groups is None and block is not None and num_layers is not None:
         groups = {name: Blocks(block=block, num_layers=num_layers, **options)}
     if not isinstance(groups, Mapping) or not groups:
         raise InputError(
             f"from_nnx(groups={groups!r}): a model has at least 1 group of blocks; "
-            "give a dict of name -> meshpar.Blocks"
+            "give a dict of name -> meshpar.Blocks",
+            key="model.no_dict_of_groups",
         )
     if ENDS in groups:
         raise InputError(
             f"from_nnx: a group of blocks is named {ENDS!r}, as the model's own ends "
-            "are; give it another name"
+            "are; give it another name",
+            key="model.group_named_ends",
         )
     for name, one in groups.items():
         if not isinstance(one, Blocks):
             raise InputError(
-                f"from_nnx(groups={{{name!r}: {one!r}}}): give a meshpar.Blocks"
+                f"from_nnx(groups={{{name!r}: {one!r}}}): give a meshpar.Blocks",
+                key="model.not_blocks",
             )
         whole_number(f"from_nnx: {name!r} has num_layers", one.num_layers)
         _check_auxiliary(one.auxiliary)
@@ -178,7 +182,8 @@ def _check_auxiliary(auxiliary: Any) -> None:
     if not numbers:
         raise InputError(
             f"from_nnx(auxiliary={auxiliary!r}): give a dict of name -> coefficient, "
-            "such as {'router_z': 1e-3}"
+            "such as {'router_z': 1e-3}",
+            key="model.auxiliary_not_coefficients",
         )
 
 
@@ -199,13 +204,15 @@ def _stream(end: Functional, method: str, stream: Any) -> Any:
     if not leaves or not all(getattr(leaf, "ndim", 0) for leaf in leaves):
         raise InputError(
             f"{end.what}: {method} returns {stream!r}; it must return the stream: an "
-            "array, or a tree of arrays, with the example first in each"
+            "array, or a tree of arrays, with the example first in each",
+            key="model.not_a_stream",
         )
     if len({leaf.shape[0] for leaf in leaves}) > 1:
         shapes = jax.tree.map(lambda leaf: leaf.shape, stream)
         raise InputError(
             f"{end.what}: {method} returns a stream of shapes {shapes}; the example is "
-            "first in each array of it: broadcast what is the same for all examples"
+            "first in each array of it: broadcast what is the same for all examples",
+            key="model.stream_examples_differ",
         )
     return stream
 
@@ -221,7 +228,8 @@ def _check_names(end: Functional, groups: Mapping[str, Functional]) -> None:
     if taken:
         raise InputError(
             f"{end.what}: its parameters {sorted(taken)[0]!r} have the name of the "
-            "blocks; rename them or pass another group="
+            "blocks; rename them or pass another group=",
+            key="model.name_of_blocks_taken",
         )
 
 

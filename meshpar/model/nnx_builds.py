@@ -132,13 +132,15 @@ def check_untied(
                 raise InputError(
                     f"{one.what}: {path!r} is one nnx.Param that was made before the "
                     "block is built; each layer would train a copy of its own: make it "
-                    "in the block, or as an nnx.Variable if nothing trains it"
+                    "in the block, or as an nnx.Variable if nothing trains it",
+                    key="model.param_shared_by_layers",
                 )
             if id(param) in seen:
                 raise InputError(
                     f"{one.what}: {path!r} is {seen[id(param)]} too, one nnx.Param "
                     "that was made before; each would train a copy of its own: build "
-                    "it in the ends, and let embed put what it makes into the stream"
+                    "it in the ends, and let embed put what it makes into the stream",
+                    key="model.param_shared_by_builders",
                 )
             seen[id(param)] = f"{path!r} of {one.what}"
 
@@ -152,7 +154,8 @@ def _traced(builder: Builder, argument: str) -> _Trace:
         except TraceContextError as error:
             raise InputError(
                 f"from_nnx({argument}=...): the builder changes what was made before "
-                "it runs, such as an nnx.Rngs; use the nnx.Rngs that it is given"
+                "it runs, such as an nnx.Rngs; use the nnx.Rngs that it is given",
+                key="model.builder_changes_outside",
             ) from error
         check_module(module, argument)
         graph, state = nnx.split(module)
@@ -194,7 +197,8 @@ def _check_alike(what: str, first: _Trace, second: _Trace) -> None:
                 f"{what}: two builds from one key differ in {name!r}: "
                 f"{one.get(name, 'nothing')}, then {other.get(name, 'nothing')}; a "
                 "block is built once for all layers: take what differs from "
-                "scope.layer, or give each kind a group of its own (groups=)"
+                "scope.layer, or give each kind a group of its own (groups=)",
+                key="model.builds_differ",
             )
     for (path, _), *numbers in zip(
         first.leaves, first.numbers, second.numbers, strict=True
@@ -203,7 +207,8 @@ def _check_alike(what: str, first: _Trace, second: _Trace) -> None:
             raise InputError(
                 f"{what}: two builds from one key give {name_of(path)!r} other values, "
                 "as NumPy's random numbers or a counter do; draw from the nnx.Rngs "
-                "that the builder is given, such as rngs.params()"
+                "that the builder is given, such as rngs.params()",
+                key="model.builds_differ_in_values",
             )
 
 
@@ -239,6 +244,7 @@ def _check_names(what: str, leaves: tuple[Leaf, ...]) -> None:
         if leaf.name in seen:
             raise InputError(
                 f"{what}: two arrays have the name {leaf.name!r}, at "
-                f"{seen[leaf.name]} and {leaf.path}; rename one"
+                f"{seen[leaf.name]} and {leaf.path}; rename one",
+                key="model.duplicate_array_name",
             )
         seen[leaf.name] = leaf.path

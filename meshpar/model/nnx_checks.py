@@ -27,11 +27,13 @@ def check_builder(builder: Any, argument: str) -> None:
         name = type(builder).__name__
         raise InputError(
             f"from_nnx({argument}={name}(...)): a module that is built; give what "
-            f"builds one from nnx.Rngs, such as {argument}={name}"
+            f"builds one from nnx.Rngs, such as {argument}={name}",
+            key="model.module_already_built",
         )
     if not callable(builder):
         raise InputError(
-            f"{given}: give what builds a module from nnx.Rngs, such as its class"
+            f"{given}: give what builds a module from nnx.Rngs, such as its class",
+            key="model.builder_not_callable",
         )
     # A module's class hides its own arguments behind those of its metaclass.
     made_by: Any = builder
@@ -40,7 +42,8 @@ def check_builder(builder: Any, argument: str) -> None:
     if not _takes(made_by, 1 + isinstance(builder, type)):
         raise InputError(
             f"{given}{inspect.signature(made_by)}: it is called with nnx.Rngs alone; "
-            "give a lambda rngs: ... that passes what it needs"
+            "give a lambda rngs: ... that passes what it needs",
+            key="model.wrong_builder_arguments",
         )
 
 
@@ -53,7 +56,8 @@ def check_module(module: Any, argument: str) -> None:
     if not isinstance(module, nnx.Module):
         raise InputError(
             f"from_nnx({argument}=...) builds a {type(module).__name__}, no "
-            "flax.nnx.Module; return one"
+            "flax.nnx.Module; return one",
+            key="model.not_a_module",
         )
 
 
@@ -70,7 +74,8 @@ def check_array(value: Any, argument: str, path: str) -> None:
         raise InputError(
             f"from_nnx({argument}=...): the module holds {path!r} of type "
             f"{type(value).__name__}{dtype}, which is no array of numbers; keep one in "
-            "each nnx.Variable, and text in a tuple"
+            "each nnx.Variable, and text in a tuple",
+            key="model.not_an_array",
         ) from error
 
 
@@ -95,11 +100,15 @@ def check_method(kind: type, what: str, method: str, arguments: Sequence[str]) -
         own = [name for name, value in vars(kind).items() if callable(value)]
         names = [name for name in own if not name.startswith("_")]
         hint = f"; {nearest(method, names)}" if names else ""
-        raise InputError(f"{what}: the module has no method {wanted}{hint}")
+        raise InputError(
+            f"{what}: the module has no method {wanted}{hint}",
+            key="model.missing_method",
+        )
     if inspect.isfunction(found) and not _takes(found, 1 + len(arguments)):
         raise InputError(
             f"{what}: {method}{inspect.signature(found)} is called as {wanted}; take "
-            "those arguments"
+            "those arguments",
+            key="model.wrong_method_arguments",
         )
 
 
@@ -114,7 +123,8 @@ def check_axes(
     if len(axes) != len(shape):
         raise InputError(
             f"{what}: {path} of shape {shape} has {len(shape)} dims, but its sharding "
-            f"metadata {axes} names {len(axes)}; name every dim, or write None"
+            f"metadata {axes} names {len(axes)}; name every dim, or write None",
+            key="model.wrong_number_of_axes",
         )
 
 

@@ -36,7 +36,8 @@ def traced_number(called: str, error: Exception) -> InputError:
     return InputError(
         f"{called} asks for the number in an array while it is traced{where}, as "
         "`if scope.layer == 0` does; choose with jnp.where or jax.lax.cond, or give "
-        "blocks that differ a group of their own (groups=)"
+        "blocks that differ a group of their own (groups=)",
+        key="model.traced_number",
     )
 
 

@@ -81,7 +81,8 @@ class Functional:
         if "param" not in roles and ("constant" in roles or "state" not in roles):
             raise InputError(
                 f"{self.what}: the block has no nnx.Param of real numbers; give it "
-                "one, or compute what it does in the ends or in another block"
+                "one, or compute what it does in the ends or in another block",
+                key="model.block_without_parameters",
             )
 
     def build(self, key: jax.Array) -> tuple[Params, Params]:
@@ -108,7 +109,8 @@ class Functional:
         for path in assigned:
             raise InputError(
                 f"{self.what}: {method} assigns to {path!r}; state of the ends is "
-                "constant: keep what changes in a block"
+                "constant: keep what changes in a block",
+                key="model.ends_assign_state",
             )
         return result
 
@@ -128,14 +130,16 @@ class Functional:
                     f"{self.what}: __call__ assigns to {path!r} while it runs, on the "
                     "examples of one device or microbatch; return (x, sums) instead, "
                     "and assign in update_state(self, sums), which gets the global "
-                    "batch's"
+                    "batch's",
+                    key="model.block_assigns_state",
                 )
         if scope.num_microbatches > 1:
             raise InputError(
                 f"{self.what} has nnx.BatchNorm {min(self.built.batch_norms)!r}, "
                 "whose statistics are the global batch's, but it runs in "
                 f"microbatches={scope.num_microbatches}; set microbatches=1, or use a "
-                "norm of each example"
+                "norm of each example",
+                key="model.batch_norm_in_microbatches",
             )
         # Every device has them whole: as many shares add up to one.
         share = 1.0 / math.prod(map(lax.axis_size, scope.batch_axes))
@@ -249,7 +253,8 @@ class Functional:
             raise InputError(
                 f"{self.what}: {method} draws random numbers from the module's own "
                 f"{drawn[0]!r}, the same for every example and step of a layout; "
-                "draw with scope.dropout or scope.key"
+                "draw with scope.dropout or scope.key",
+                key="model.own_random_stream",
             )
         return result, {k: v for k, v in others.items() if k not in drawn}
 
@@ -260,7 +265,8 @@ class Functional:
                     f"{self.what}: {method} assigns to the nnx.Param {leaf.name!r}, "
                     "which the optimizer alone changes; use the new value without "
                     "assigning it, or keep it in an nnx.Variable that "
-                    "update_state(self, sums) assigns to"
+                    "update_state(self, sums) assigns to",
+                    key="model.assigns_parameter",
                 )
 
     def _is_statistic(self, path: str) -> bool:

@@ -67,7 +67,8 @@ def leaf_of(path: tuple, leaf: Any, shape: Any, what: str) -> Leaf:
     if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
         raise InputError(
             f"{what}: the module holds a random key {name_of(path)!r} of its own; "
-            "draw with scope.dropout or scope.key, which every layout does alike"
+            "draw with scope.dropout or scope.key, which every layout does alike",
+            key="model.own_random_key",
         )
     if isinstance(leaf, np.ndarray):
         return Leaf(path, None, "fixed", leaf)

@@ -197,13 +197,15 @@ class Scope:
             raise InputError(
                 f"scope.key({name!r}) is one for each example, but the devices of "
                 f"{self.order.mesh_axis} share the tokens of an example; set "
-                f"{self.order.mesh_axis}=1, or draw with scope.dropout"
+                f"{self.order.mesh_axis}=1, or draw with scope.dropout",
+                key="model.key_of_shared_tokens",
             )
         if self.token_positions is not None:
             raise InputError(
                 f"scope.key({name!r}) is one for each example, but the ranks of a "
                 "pipeline share the tokens of an example in embed and head here; draw "
-                "in a block, or leave per_token out"
+                "in a block, or leave per_token out",
+                key="model.key_in_shared_ends",
             )
         return self._keys(name)
 
@@ -236,13 +238,15 @@ class Scope:
         if self.cache is not None:
             raise InputError(
                 f"scope.normal({name!r}) draws for whole sequences, but the model "
-                "generates token by token here; draw in training alone"
+                "generates token by token here; draw in training alone",
+                key="model.normal_while_generating",
             )
         keys = self._keys(name)
         if len(shape) < 2 or shape[0] != len(keys):
             raise InputError(
                 f"scope.normal({name!r}) is asked for shape {shape}, but there are "
-                f"{len(keys)} examples here; ask for (examples, tokens, ...)"
+                f"{len(keys)} examples here; ask for (examples, tokens, ...)",
+                key="model.normal_wrong_examples",
             )
         self._check_tokens(f"normal({name!r})", shape[1])
         whole = (self.seq_length(shape[1]), *shape[2:])
@@ -269,14 +273,16 @@ class Scope:
         if x.ndim == 0 or x.shape[0] != len(keys):
             raise InputError(
                 f"scope.dropout({name!r}) is given shape {x.shape}, but there are "
-                f"{len(keys)} examples here, one mask for each; put the example first"
+                f"{len(keys)} examples here, one mask for each; put the example first",
+                key="model.dropout_wrong_examples",
             )
         shape = x.shape[1:]
         shared = self.token_positions is not None or self.order is not None
         if shared and x.ndim < 3:
             raise InputError(
                 f"scope.dropout({name!r}) is given shape {x.shape}, but devices share "
-                "the tokens of an example here: give it (examples, tokens, ...)"
+                "the tokens of an example here: give it (examples, tokens, ...)",
+                key="model.dropout_without_tokens",
             )
         if shared:
             self._check_tokens(f"dropout({name!r})", x.shape[1])
@@ -305,13 +311,15 @@ class Scope:
             raise InputError(
                 "scope.batch_sum needs the whole global batch at once, but it runs in "
                 f"microbatches={self.num_microbatches}; set microbatches=1, or "
-                "normalise with state that a step updates (BlockGroup.update_state)"
+                "normalise with state that a step updates (BlockGroup.update_state)",
+                key="model.batch_sum_in_microbatches",
             )
         if self.order is not None:
             raise InputError(
                 "scope.batch_sum adds up sums over examples, but "
                 f"{self.order.num_ranks} devices share the tokens of each; set "
-                f"{self.order.mesh_axis}=1"
+                f"{self.order.mesh_axis}=1",
+                key="model.batch_sum_of_shared_tokens",
             )
         if not self.batch_axes:
             return x
@@ -357,7 +365,8 @@ class Scope:
         if len(getattr(x, "shape", ())) < 2:
             raise InputError(
                 f"scope.over_sequence is given {_in_words(x)}, but takes one array of "
-                "(batch, tokens at hand, ...); join several along their last dim"
+                "(batch, tokens at hand, ...); join several along their last dim",
+                key="model.over_sequence_not_tokens",
             )
         self._check_tokens("over_sequence", x.shape[1])
         if self.order is None:
@@ -373,7 +382,8 @@ class Scope:
             raise InputError(
                 f"scope.{name} is of whole sequences, but in embed and head the ranks "
                 "of a pipeline share the tokens of an example; call it in a block, or "
-                "leave per_token out"
+                "leave per_token out",
+                key="model.whole_sequence_in_ends",
             )
 
     def _check_tokens(self, call: str, seq: int) -> None:
@@ -386,7 +396,8 @@ class Scope:
             raise InputError(
                 f"scope.{call} is for {seq} tokens, but devices share the tokens of an "
                 f"example here, of which {tokens} are at hand: give it those, as "
-                "(examples, tokens, ...); in over_sequence take the array's own length"
+                "(examples, tokens, ...); in over_sequence take the array's own length",
+                key="model.wrong_number_of_tokens",
             )
 
     def _keys(self, name: str) -> jax.Array:
@@ -394,7 +405,8 @@ class Scope:
             raise InputError(
                 f"random numbers for {name!r} derive from a seed, a step and each "
                 "example's index, but this scope has none; give "
-                "Scope(random=key, examples=jnp.arange(num_examples))"
+                "Scope(random=key, examples=jnp.arange(num_examples))",
+                key="model.random_without_seed",
             )
         key = jax.random.fold_in(self.random, zlib.crc32(name.encode()))
         key = jax.random.fold_in(key, jnp.asarray(self.layer).astype(jnp.uint32))

@@ -52,7 +52,8 @@ def check_sums(
         raise InputError(
             f"{block} returns {found}, but the auxiliary losses declared are "
             f"{list(auxiliary)}; it must return (x, sums) with a scalar for each of "
-            "those, or x if none; other sums need update_state"
+            "those, or x if none; other sums need update_state",
+            key="model.wrong_sums",
         )
     stream, sums = result
     return stream, {
@@ -78,7 +79,8 @@ def check_kept(block: str, y: Any, x: Any) -> None:
     if found != wanted:
         raise InputError(
             f"{block} maps {wanted} to {found}; blocks must keep shape and dtype of "
-            "all that their stream holds, so that they can follow one another"
+            "all that their stream holds, so that they can follow one another",
+            key="model.stream_changed",
         )
 
 
@@ -101,13 +103,15 @@ def check_head(found: Any, head: str = "head") -> tuple[jax.Array, jax.Array]:
     if shapes != [(), ()]:
         raise InputError(
             f"{head} returns arrays of shapes {shapes}; it must return two scalars: "
-            "the sum of the loss over the examples and the sum of their weights"
+            "the sum of the loss over the examples and the sum of their weights",
+            key="model.head_not_scalars",
         )
     for value in pair:
         if jnp.iscomplexobj(value):
             raise InputError(
                 f"{head} returns a {jnp.result_type(value)} scalar; a loss and its "
-                "weights are real: take .real or jnp.abs of it"
+                "weights are real: take .real or jnp.abs of it",
+                key="model.complex_loss",
             )
     loss_sum, weight_sum = (jnp.asarray(value, jnp.float32) for value in pair)
     return loss_sum, weight_sum

@@ -198,11 +198,13 @@ def refuse_uncached(causal: bool, **given: Any) -> None:
     if not causal:
         raise InputError(
             "this model generates no tokens: its attention is not causal, so a token "
-            "depends on those that follow it"
+            "depends on those that follow it",
+            key="generation.not_causal",
         )
     for name, value in given.items():
         if value is not None:
             raise InputError(
                 f"attention with {name}= cannot generate: a request is one document "
-                "of tokens that all count; leave it out of the batch"
+                "of tokens that all count; leave it out of the batch",
+                key="generation.unsupported_argument",
             )

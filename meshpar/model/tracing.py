@@ -186,4 +186,5 @@ def tracing(problem: str, way_out: str = "") -> Iterator[None]:
         yield
     except (KeyError, TypeError, ValueError) as error:
         hint = f"; {way_out}" if way_out else ""
-        raise InputError(f"{problem}: {error}{hint}") from error
+        key = error.key if isinstance(error, InputError) else "model.untraceable"
+        raise InputError(f"{problem}: {error}{hint}", key=key) from error

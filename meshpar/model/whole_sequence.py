@@ -59,7 +59,8 @@ def _zeros_like_result(
     if y.ndim < 2 or y.shape[1] != seq:
         raise InputError(
             f"a function given to scope.over_sequence gives shape {y.shape} of "
-            f"sequences of {seq} tokens; it must give (examples, tokens, ...)"
+            f"sequences of {seq} tokens; it must give (examples, tokens, ...)",
+            key="model.over_sequence_changes_tokens",
         )
     return jnp.zeros((y.shape[0], x.shape[1], *y.shape[2:]), y.dtype)
 

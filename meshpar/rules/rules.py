@@ -290,7 +290,8 @@ def check_rules(rules: Any) -> None:
     if not isinstance(rules, Rules):
         raise InputError(
             f"rules is a {type(rules).__name__}; give meshpar.Rules, such as "
-            "meshpar.FSDP_TENSOR, or meshpar.Rules({'embed': 'tensor', ...})"
+            "meshpar.FSDP_TENSOR, or meshpar.Rules({'embed': 'tensor', ...})",
+            key="rules.not_rules",
         )
 
 

@@ -85,7 +85,8 @@ def _check_kinds(mesh: Any, rules: Any) -> None:
         if not isinstance(given, kind):
             raise InputError(
                 f"{name} is a {type(given).__name__}, but must be a {kind.__name__}; "
-                "the order is tree_shardings(tree, axes, mesh, rules)"
+                "the order is tree_shardings(tree, axes, mesh, rules)",
+                key="rules.misplaced_argument",
             )
 
 
@@ -104,7 +105,8 @@ def _check_axes(path: str, array: Any, names: Any) -> None:
         raise InputError(
             f"{path or 'the tree'} is a {type(array).__name__} with logical axes that "
             f"are a {type(names).__name__}; give an array, or its shape, and a tuple "
-            "with a name or None for each dim: tree_shardings(tree, axes, mesh, rules)"
+            "with a name or None for each dim: tree_shardings(tree, axes, mesh, rules)",
+            key="rules.array_without_axes",
         )
 
 

@@ -38,13 +38,15 @@ def normalise(table: Table) -> dict[str, MeshAxes]:
     if isinstance(table, str) or not isinstance(table, Mapping | Iterable):
         raise InputError(
             f"rules of {table!r}; give logical axis -> mesh axis, such as "
-            "{'mlp': 'tensor', 'embed': None}"
+            "{'mlp': 'tensor', 'embed': None}",
+            key="rules.not_a_table",
         )
     rules: dict[str, MeshAxes] = {}
     for logical_axis, target in pairs:
         if not isinstance(logical_axis, str):
             raise InputError(
-                f"a rule is for {logical_axis!r}; give the name of a logical axis"
+                f"a rule is for {logical_axis!r}; give the name of a logical axis",
+                key="rules.axis_not_a_name",
             )
         axes = mesh_axes_of(target)
         if logical_axis in rules:
@@ -75,7 +77,8 @@ def mesh_axes_of(target: Target) -> MeshAxes:
     if not isinstance(target, str | Iterable | None):
         raise InputError(
             f"a rule gives {target!r}; give a mesh axis, a tuple of several, or None "
-            "for replicated"
+            "for replicated",
+            key="rules.not_mesh_axes",
         )
     return (target,) if isinstance(target, str) else tuple(target or ())
 
