@@ -50,11 +50,11 @@ class PlainConvolutions:
         Raises:
             InputError: There is one.
         """
-        for message in self.problems(operations(traced.jaxpr)):
-            raise InputError(message)
+        for problem in self.problems(operations(traced.jaxpr)):
+            raise problem
 
-    def problems(self, traced: Iterable[Operation]) -> Iterator[str]:
-        """A line for each, of the forward pass."""
+    def problems(self, traced: Iterable[Operation]) -> Iterator[InputError]:
+        """An error for each, of the forward pass."""
         traced = list(traced)
         splits = KeptSplits(traced)
         for operation in traced:
@@ -63,7 +63,7 @@ class PlainConvolutions:
             if any(window > 1 for window in _windows(operation).values()):
                 yield from self._of(operation, splits.of(operation.operands[0]))
 
-    def _of(self, operation: Operation, split: Split | None) -> Iterator[str]:
+    def _of(self, operation: Operation, split: Split | None) -> Iterator[InputError]:
         automatic = operation.region.automatic
         space = [axis for axis in self.space_axes if axis in automatic]
         if not space:
@@ -87,15 +87,18 @@ class PlainConvolutions:
         if split is not None and operation.region.manual:
             yield from self._small(asked, operation, split)
 
-    def _idle(self, asked: str, mesh_axis: str) -> str:
+    def _idle(self, asked: str, mesh_axis: str) -> InputError:
         times = self.layout.mesh_shape[mesh_axis]
-        return (
+        return InputError(
             f"{asked}, gets a gradient of its kernel {times} times too large from XLA "
             f"(jax 0.10.2) beside {self._sized(mesh_axis)}, which splits nothing of "
-            f"it: {_WAY_OUT}, or let a rule split space over {mesh_axis!r} too"
+            f"it: {_WAY_OUT}, or let a rule split space over {mesh_axis!r} too",
+            key="grid.wrong_kernel_gradient",
         )
 
-    def _small(self, asked: str, operation: Operation, split: Split) -> Iterator[str]:
+    def _small(
+        self, asked: str, operation: Operation, split: Split
+    ) -> Iterator[InputError]:
         """Of one split dim, or of both parts as small, gradients are right."""
         shape = array_shape(operation.equation.invars[0])
         shape, sizes = unpadded(operation.operands[0], shape), self.layout.mesh_shape
@@ -106,11 +109,12 @@ class PlainConvolutions:
         }
         small = [dim for dim, window in windows.items() if parts[dim] <= window // 2]
         if small and len(small) < len(parts):
-            yield (
+            yield InputError(
                 f"{asked}, gets a gradient of its input twice too large from XLA (jax "
                 f"0.10.2) beside split examples, as a device's part is but "
                 f"{parts[small[0]]} of {shape[small[0]]} places: split that dim over "
-                "fewer devices"
+                "fewer devices",
+                key="grid.wrong_input_gradient",
             )
 
     def _sized(self, mesh_axis: str) -> str:

@@ -69,7 +69,10 @@ class AuditReport:
             TargetError: It did not.
         """
         if self.memory is None:
-            raise TargetError(self.problem)
+            raise TargetError(
+                self.problem,
+                key="audit.does_not_fit" if self.too_large else "audit.not_compiled",
+            )
         return self.memory
 
     @property

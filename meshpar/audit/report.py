@@ -139,7 +139,8 @@ def _compile(
     if target is None and isinstance(subject.mesh, jax.sharding.AbstractMesh):
         raise InputError(
             "the mesh has no devices to compile for; give target=, such as "
-            f"'cpu:virtual:{subject.mesh.size}'"
+            f"'cpu:virtual:{subject.mesh.size}'",
+            key="audit.missing_target",
         )
     if target is None and not fatal:
         return _compiled_here(subject)
@@ -155,7 +156,8 @@ def _as_virtual(subject: Subject) -> Target:
     if subject.platform != "cpu":
         raise TargetError(
             f"not compiled, because the compiler for {subject.platform} might abort "
-            "this process"
+            "this process",
+            key="audit.compiler_might_abort",
         )
     return Target(platform="cpu", chip="virtual", shape=(subject.mesh.size,))
 

@@ -179,11 +179,15 @@ def subject_of(
     """
     if hasattr(function, "audit_subject"):
         if mesh is not None:
-            raise InputError("a training step has its own mesh; leave mesh= out")
+            raise InputError(
+                "a training step has its own mesh; leave mesh= out",
+                key="audit.mesh_of_step_given",
+            )
         if not arguments:
             raise InputError(
                 "a training step is audited with a batch: audit(step, batch), such as "
-                "batch_shapes(examples, seq)"
+                "batch_shapes(examples, seq)",
+                key="audit.missing_batch",
             )
         return function.audit_subject(*arguments, platform=platform)
     mesh = mesh or _mesh_of(arguments)
@@ -207,5 +211,6 @@ def _mesh_of(arguments: tuple[Any, ...]) -> Mesh | AbstractMesh:
         return mesh
     raise InputError(
         "audit finds no mesh to name collectives by: give mesh=, call it inside `with "
-        "jax.set_mesh(mesh):`, or give arguments a NamedSharding"
+        "jax.set_mesh(mesh):`, or give arguments a NamedSharding",
+        key="audit.no_mesh",
     )

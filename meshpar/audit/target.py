@@ -38,7 +38,10 @@ class Target:
             InputError: It is neither, or the text names none.
         """
         if not isinstance(target, Target | str):
-            raise InputError(f"target is a {type(target).__name__}; {_EXAMPLES}")
+            raise InputError(
+                f"target is a {type(target).__name__}; {_EXAMPLES}",
+                key="audit.target_wrong_type",
+            )
         return cls.parse(target) if isinstance(target, str) else target
 
     @classmethod
@@ -52,18 +55,24 @@ class Target:
         chip, _, shape = rest.partition(":")
         parts = shape.split("x")
         if not all(part.isdigit() and int(part) > 0 for part in parts):
-            raise InputError(f"target {text!r} has no sizes; {_EXAMPLES}")
+            raise InputError(
+                f"target {text!r} has no sizes; {_EXAMPLES}",
+                key="audit.target_without_sizes",
+            )
         name = f"{platform}:{chip}"
         if name not in (*TARGETS, _VIRTUAL):
             known = nearest(name, (*TARGETS, _VIRTUAL))
-            raise InputError(f"target {text!r}: no {name}; {known}")
+            raise InputError(
+                f"target {text!r}: no {name}; {known}", key="audit.unknown_target"
+            )
         sizes = tuple(int(part) for part in parts)
         # A TPU's torus; hosts and GPUs of one.
         num_dims = 1 if name == _VIRTUAL else TARGETS[name].torus_dims or 2
         if len(sizes) != num_dims:
             raise InputError(
                 f"target {text!r} has {len(sizes)} sizes, but {name} has {num_dims}; "
-                f"{_EXAMPLES}"
+                f"{_EXAMPLES}",
+                key="audit.target_dims_mismatch",
             )
         return cls(platform=platform, chip=chip, shape=sizes)
 

@@ -92,11 +92,12 @@ def compile_for(
             "compiler_options": dict(subject.compiler_options),
         }
         (folder / "request.json").write_text(json.dumps(request))
-        words = _run(folder, timeout_s=timeout_s, memory_bytes=memory_bytes)
+        failure = _run(folder, timeout_s=timeout_s, memory_bytes=memory_bytes)
         answer = folder / "answer.json"
         if not answer.exists():
             raise TargetError(
-                f"the compiler for {target} failed: {words}{_way_out(words)}"
+                f"the compiler for {target} failed: {failure}{_way_out(str(failure))}",
+                key=failure.key,
             )
         found = json.loads(answer.read_text())
         if found["problem"]:
@@ -109,14 +110,16 @@ def _check(target: Target, subject: Subject) -> None:
     if subject.mesh.size != target.num_devices:
         raise InputError(
             f"the mesh has {subject.mesh.size} devices, but target {target} has "
-            f"{target.num_devices}; change the layout or the target"
+            f"{target.num_devices}; change the layout or the target",
+            key="audit.target_devices_mismatch",
         )
     needed = [_PLUGINS[target.platform], "flatbuffers"]
     missing = [module for module in needed if not _is_installed(module)]
     if missing:
         raise TargetError(
             f"target {target} needs {' and '.join(missing)}; install meshpar with the "
-            "extra: pip install '.[aot]' in a checkout"
+            "extra: pip install '.[aot]' in a checkout",
+            key="audit.missing_package",
         )
 
 
@@ -147,14 +150,15 @@ def _export(target: Target, subject: Subject, path: Path) -> tuple[int, ...]:
             raise
         raise TargetError(
             f"target {target}: jax.export refuses the custom call {refused[1]!r}; "
-            "audit the program where its devices are, without a target"
+            "audit the program where its devices are, without a target",
+            key="audit.refused_custom_call",
         ) from error
     path.write_bytes(exported.serialize())
     return flat.donated
 
 
-def _run(folder: Path, *, timeout_s: float, memory_bytes: int) -> str:
-    """Runs the child; returns its last words."""
+def _run(folder: Path, *, timeout_s: float, memory_bytes: int) -> TargetError:
+    """Runs the child; returns the error of its last words, for want of an answer."""
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
@@ -174,7 +178,8 @@ def _run(folder: Path, *, timeout_s: float, memory_bytes: int) -> str:
         finally:
             child.kill()
     said = _last_words((folder / "words.txt").read_text(errors="replace"))
-    return ending or said or f"it ended with status {child.returncode}, without a word"
+    said = said or f"it ended with status {child.returncode}, without a word"
+    return ending or TargetError(said, key="audit.compiler_failed")
 
 
 def _way_out(words: str) -> str:
@@ -193,25 +198,29 @@ def _command(folder: Path) -> list[str]:
     return [sys.executable, "-m", "meshpar.audit.child", str(folder)]
 
 
-def _wait(child: subprocess.Popen, *, timeout_s: float, memory_bytes: int) -> str:
+def _wait(
+    child: subprocess.Popen, *, timeout_s: float, memory_bytes: int
+) -> TargetError | None:
     limit = time.monotonic() + timeout_s
     while True:
         try:
             child.wait(_POLL_S)
-            return ""
+            return None
         except subprocess.TimeoutExpired:
             used = _resident_bytes(child.pid)
         if time.monotonic() > limit or used > memory_bytes:
             child.kill()
             child.wait()
             if used > memory_bytes:
-                return (
+                return TargetError(
                     f"it took {used:,} bytes, more than the {memory_bytes:,} allowed; "
-                    "raise memory_bytes (--memory-gib)"
+                    "raise memory_bytes (--memory-gib)",
+                    key="audit.compiler_memory_exceeded",
                 )
-            return (
+            return TargetError(
                 f"it took longer than the {timeout_s:g} s allowed; raise timeout_s "
-                "(--timeout)"
+                "(--timeout)",
+                key="audit.compiler_timeout",
             )
 
 

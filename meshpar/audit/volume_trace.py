@@ -46,7 +46,8 @@ def traced_volume(
     ):
         raise InputError(
             f"{name} has no inputs with 'depth' whose sizes it declares; plan it as a "
-            "volume only where Input(..., shape=) says how large that is"
+            "volume only where Input(..., shape=) says how large that is",
+            key="plan.undeclared_volume_size",
         )
     layout = Layout(precision=precision, remat=remat)
     once, twice = (_traced(model, layout, examples) for examples in (1, 2))

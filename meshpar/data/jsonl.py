@@ -33,16 +33,20 @@ def jsonl_documents(path: Path, field: str, skipped: Skipped) -> Iterator[str]:
                     if found.wrong is None:
                         yield found.text
                     else:
-                        skipped.take(f"{str(path)!r}, line {number}: {found.wrong}")
+                        skipped.take(
+                            f"{str(path)!r}, line {number}: {found.wrong}",
+                            key=found.wrong.key,
+                        )
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise DataError(
-            f"cannot read {str(path)!r}: {reason}; copy it again"
+            f"cannot read {str(path)!r}: {reason}; copy it again",
+            key="data.unreadable_file",
         ) from error
 
 
 class _Document:
-    def __init__(self, text: str = "", wrong: str | None = None) -> None:
+    def __init__(self, text: str = "", wrong: DataError | None = None) -> None:
         self.text, self.wrong = text, wrong
 
 
@@ -51,20 +55,35 @@ def _document(line: bytes, field: str) -> _Document:
         found = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         return _Document(
-            wrong=f"not UTF-8 text: byte {error.start} of the line is "
-            f"{line[error.start]:#04x}"
+            wrong=DataError(
+                f"not UTF-8 text: byte {error.start} of the line is "
+                f"{line[error.start]:#04x}",
+                key="data.not_utf8",
+            )
         )
     except (ValueError, RecursionError) as error:
-        return _Document(wrong=f"no JSON: {error}")
+        return _Document(wrong=DataError(f"no JSON: {error}", key="data.not_json"))
     if not isinstance(found, dict):
-        return _Document(wrong=f"no JSON object, but {_kind(found)}")
+        return _Document(
+            wrong=DataError(
+                f"no JSON object, but {_kind(found)}", key="data.not_json_object"
+            )
+        )
     if field not in found:
         keys = ", ".join(map(repr, found)) or "none"
-        return _Document(wrong=f"no field {field!r}; it has {keys}: name one by field=")
+        return _Document(
+            wrong=DataError(
+                f"no field {field!r}; it has {keys}: name one by field=",
+                key="data.missing_field",
+            )
+        )
     if not isinstance(found[field], str):
         return _Document(
-            wrong=f"field {field!r} is {_kind(found[field])}, no text; name another by "
-            "field="
+            wrong=DataError(
+                f"field {field!r} is {_kind(found[field])}, no text; name another by "
+                "field=",
+                key="data.field_not_text",
+            )
         )
     return _encodable(found[field], field)
 
@@ -75,8 +94,11 @@ def _encodable(text: str, field: str) -> _Document:
     except UnicodeEncodeError as error:
         code = ord(text[error.start])
         return _Document(
-            wrong=f"field {field!r} is no text: character {error.start} is "
-            f"\\u{code:04x}, half of a pair"
+            wrong=DataError(
+                f"field {field!r} is no text: character {error.start} is "
+                f"\\u{code:04x}, half of a pair",
+                key="data.unpaired_surrogate",
+            )
         )
     return _Document(text)
 

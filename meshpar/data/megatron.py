@@ -48,14 +48,16 @@ def read_megatron(path: Path) -> TokenFile:
         raise DataError(
             f"{str(index)!r}: sequence {at} begins at byte {pointers[at]} of the "
             f"tokens, not where the one before ends, {starts[at] * dtype.itemsize}; "
-            "merge the files anew, one after another"
+            "merge the files anew, one after another",
+            key="data.sequences_not_adjacent",
         )
     file_bytes, needed = file_size(tokens), int(starts[-1]) * dtype.itemsize
     if file_bytes < needed:
         raise DataError(
             f"{str(tokens)!r} has {file_bytes} bytes, but its .idx speaks of "
             f"{starts[-1]} tokens of {dtype.itemsize} bytes, {needed}: it is cut off; "
-            "copy it again"
+            "copy it again",
+            key="data.cut_off_tokens",
         )
     return TokenFile(
         path=tokens,
@@ -74,22 +76,28 @@ def _parsed(
     if size < _HEADER.size or not content.startswith(_MAGIC):
         raise DataError(
             f"{name} is no index of Megatron: it does not begin with {_MAGIC!r}; name "
-            "the .bin of a pair that preprocess_data.py wrote"
+            "the .bin of a pair that preprocess_data.py wrote",
+            key="data.not_megatron_index",
         )
     _, version, code, num_sequences, num_bounds = _HEADER.unpack_from(content)
     if version != 1:
-        raise DataError(f"{name} has version {version}; only version 1 is known")
+        raise DataError(
+            f"{name} has version {version}; only version 1 is known",
+            key="data.unknown_version",
+        )
     if code not in _DTYPES:
         found = _NOT_TOKENS.get(code, "unknown")
         raise DataError(
             f"{name}: its numbers are of type {code} ({found}), which are no tokens; "
-            f"known: {', '.join(f'{one} {text[1:]}' for one, text in _DTYPES.items())}"
+            f"known: {', '.join(f'{one} {text[1:]}' for one, text in _DTYPES.items())}",
+            key="data.unknown_token_type",
         )
     needed = _HEADER.size + num_sequences * 12 + num_bounds * 8
     if size < needed:
         raise DataError(
             f"{name} has {size} bytes, but {num_sequences} sequences and "
-            f"{num_bounds - 1} documents need {needed}: it is cut off; copy it again"
+            f"{num_bounds - 1} documents need {needed}: it is cut off; copy it again",
+            key="data.cut_off_index",
         )
     place = _HEADER.size
     lengths = np.frombuffer(content, "<i4", num_sequences, place)
@@ -99,7 +107,8 @@ def _parsed(
     if not in_order or documents[-1] != num_sequences or (lengths < 0).any():
         raise DataError(
             f"{name}: its documents do not go in order from sequence 0 to "
-            f"{num_sequences}; write it anew"
+            f"{num_sequences}; write it anew",
+            key="data.documents_out_of_order",
         )
     return np.dtype(_DTYPES[code]), lengths, pointers, documents
 
@@ -133,7 +142,8 @@ class MegatronWriter:
             raise DataError(
                 f"document {len(self._lengths)} of {str(self._source)!r} has "
                 f"{len(tokens)} tokens, but the format takes {_MOST_TOKENS}; cut it in "
-                "several"
+                "several",
+                key="data.document_too_long",
             )
         self._file.write(np.asarray(tokens).astype(self.dtype).tobytes())
         self._lengths.append(len(tokens))

@@ -44,10 +44,13 @@ def read_nanogpt(path: Path, eos: int | None = None) -> TokenFile:
         if file_bytes % 2:
             raise DataError(
                 f"{str(path)!r} has {file_bytes} bytes, which are no whole number of "
-                "uint16 tokens: it is cut off, or of another format; copy it again"
+                "uint16 tokens: it is cut off, or of another format; copy it again",
+                key="data.partial_token",
             )
     if not num_tokens:
-        raise DataError(f"{str(path)!r} holds no token; leave it out")
+        raise DataError(
+            f"{str(path)!r} holds no token; leave it out", key="data.no_tokens"
+        )
     whole = TokenFile(
         path=path,
         dtype=dtype,
@@ -68,19 +71,22 @@ def _headed(
     if version != known:
         raise DataError(
             f"{str(path)!r}: version {version} of a header {magic}; only {known} is "
-            "known"
+            "known",
+            key="data.unknown_version",
         )
     if num_tokens < 0:
         raise DataError(
             f"{str(path)!r}: its header speaks of {num_tokens} tokens, which must be 1 "
-            "or more; write the file anew"
+            "or more; write the file anew",
+            key="data.negative_token_count",
         )
     dtype = np.dtype(text)
     needed = _HEADER_BYTES + num_tokens * dtype.itemsize
     if file_bytes < needed:
         raise DataError(
             f"{str(path)!r} has {file_bytes} bytes, but its header speaks of "
-            f"{num_tokens} tokens, {needed} bytes: it is cut off; copy it again"
+            f"{num_tokens} tokens, {needed} bytes: it is cut off; copy it again",
+            key="data.cut_off_tokens",
         )
     return dtype, num_tokens
 

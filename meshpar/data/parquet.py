@@ -32,25 +32,34 @@ def parquet_documents(path: Path, field: str, skipped: Skipped) -> Iterator[str]
             texts = (text for batch in batches for text in batch.column(0).to_pylist())
             for number, text in enumerate(texts, 1):
                 if text is None:
-                    skipped.take(f"{str(path)!r}, row {number}: {field!r} is null")
+                    skipped.take(
+                        f"{str(path)!r}, row {number}: {field!r} is null",
+                        key="data.null_text",
+                    )
                 else:
                     yield text
     except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:
         reason = " ".join(str(error).split())
-        raise DataError(f"cannot read {str(path)!r} as Parquet: {reason}") from error
+        raise DataError(
+            f"cannot read {str(path)!r} as Parquet: {reason}",
+            key="data.unreadable_parquet",
+        ) from error
 
 
 def _check_column(path: Path, schema: Any, field: str, pyarrow: Any) -> None:
     if field not in schema.names:
         names = ", ".join(map(repr, schema.names))
         raise DataError(
-            f"{str(path)!r} has no column {field!r}; it has {names}: name one by field="
+            f"{str(path)!r} has no column {field!r}; it has {names}: name one by "
+            "field=",
+            key="data.missing_column",
         )
     kind = schema.field(field).type
     if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
         raise DataError(
             f"{str(path)!r}: column {field!r} is of {kind}, no text; name another by "
-            "field="
+            "field=",
+            key="data.column_not_text",
         )
 
 
@@ -60,6 +69,7 @@ def _pyarrow(path: Path) -> tuple[Any, Any]:
         import pyarrow.parquet
     except ModuleNotFoundError as error:
         raise DataError(
-            f"{str(path)!r} needs pyarrow: pip install 'meshpar[parquet]'"
+            f"{str(path)!r} needs pyarrow: pip install 'meshpar[parquet]'",
+            key="data.missing_package",
         ) from error
     return pyarrow, pyarrow.parquet

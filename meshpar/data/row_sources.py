@@ -25,7 +25,8 @@ def check_row(stream: TokenStream, seq: int) -> None:
         names = ", ".join(str(file.path) for file in stream.files[:3])
         raise DataError(
             f"{stream.num_tokens} tokens of {names} are too few for one row of "
-            f"{seq} and its successor; give more data or a smaller --seq"
+            f"{seq} and its successor; give more data or a smaller --seq",
+            key="data.too_few_tokens",
         )
 
 

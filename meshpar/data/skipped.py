@@ -19,22 +19,23 @@ class Skipped:
     count: int = 0
     first: str = ""
 
-    def take(self, what: str) -> None:
+    def take(self, what: str, *, key: str) -> None:
         """Counts one.
 
         Args:
             what: The file, the line, and what is wrong with it.
+            key: Of the error that refuses it.
 
         Raises:
             DataError: None is to be skipped.
 
         Example:
             >>> skipped = Skipped(policy="skip")
-            >>> skipped.take("'a.jsonl', line 3: no JSON")
+            >>> skipped.take("'a.jsonl', line 3: no JSON", key="data.not_json")
             >>> skipped.count, skipped.first
             (1, "'a.jsonl', line 3: no JSON")
         """
         if self.policy == "stop":
-            raise DataError(f"{what}; mend it, or --on-bad-line skip")
+            raise DataError(f"{what}; mend it, or --on-bad-line skip", key=key)
         self.first = self.first or what
         self.count += 1

@@ -55,12 +55,14 @@ class DataSource:
         if self.weight is not None and self.weight <= 0:
             raise DataError(
                 f"weight={self.weight} of {self.path!r}: must be a positive number; "
-                "leave out what is to have no share"
+                "leave out what is to have no share",
+                key="data.weight_not_positive",
             )
         if self.format is not None and self.format not in FORMATS:
             raise DataError(
                 f"format={self.format} of {self.path!r}; "
-                + nearest(self.format, FORMATS)
+                + nearest(self.format, FORMATS),
+                key="data.unknown_format",
             )
 
     @classmethod
@@ -81,10 +83,14 @@ class DataSource:
         values = key_values(text, noun="data", example=_EXAMPLE)
         for key in values:
             if key not in _KEYS:
-                raise DataError(f"data {text!r}: no key {key!r}; {nearest(key, _KEYS)}")
+                raise DataError(
+                    f"data {text!r}: no key {key!r}; {nearest(key, _KEYS)}",
+                    key="data.unknown_key",
+                )
         if "path" not in values:
             raise DataError(
-                f"data {text!r} names no path; write for example {_EXAMPLE}"
+                f"data {text!r} names no path; write for example {_EXAMPLE}",
+                key="data.missing_path",
             )
         weight = values.pop("weight", None)
         return cls(**values, weight=None if weight is None else _weight(text, weight))
@@ -115,34 +121,43 @@ class DataSource:
             DataError: There is none, or one is of no known format.
         """
         path = Path(self.path)
+        wrong = DataError(
+            f"no file matches {self.path!r}; give a path or another pattern",
+            key="data.no_match",
+        )
         if path.is_dir():
             found = [one for one in path.rglob("*") if _suffix(one) and one.is_file()]
             found = _without(found, leave_out, path)
-            wrong = f"the folder {self.path!r} holds no file of {_known()}"
+            wrong = DataError(
+                f"the folder {self.path!r} holds no file of {_known()}",
+                key="data.empty_folder",
+            )
         elif path.exists() or not glob.has_magic(self.path):
             found = [path]
-            wrong = ""
         else:
             found = [Path(one) for one in glob.glob(self.path, recursive=True)]
             found = [one for one in found if one.is_file()]
-            wrong = f"no file matches {self.path!r}; give a path or another pattern"
         if len(found) > 1:  # Of a pair one is enough.
             found = [one for one in found if _suffix(one) != ".idx"]
         files = sorted(found)
         if not files:
-            raise DataError(wrong)
+            raise wrong
         return [(file, self._format_of(file)) for file in files]
 
     def _format_of(self, file: Path) -> str:
         if not file.exists():
-            raise DataError(f"no data at {str(file)!r}; give a file, folder or pattern")
+            raise DataError(
+                f"no data at {str(file)!r}; give a file, folder or pattern",
+                key="data.missing_file",
+            )
         if self.format is not None:
             return self.format
         suffix = _suffix(file)
         if suffix is None:
             raise DataError(
                 f"{str(file)!r} is none of {_known()}; say which it is: "
-                f"path={file},format={'|'.join(FORMATS)}"
+                f"path={file},format={'|'.join(FORMATS)}",
+                key="data.unknown_suffix",
             )
         if suffix == ".bin":
             return "megatron" if file.with_suffix(".idx").exists() else "nanogpt"
@@ -159,7 +174,8 @@ def check_weights(sources: Sequence[DataSource]) -> None:
     if without and len(without) < len(sources):
         raise DataError(
             f"data {without[0].path!r} has no weight, but others have: give each one, "
-            f"such as path={without[0].path},weight=1, or none"
+            f"such as path={without[0].path},weight=1, or none",
+            key="data.missing_weight",
         )
 
 
@@ -168,7 +184,9 @@ def _weight(text: str, weight: str) -> Fraction:
         return Fraction(weight)
     except (ValueError, ZeroDivisionError) as error:
         raise DataError(
-            f"data {text!r}: weight={weight} is no number; write for example {_EXAMPLE}"
+            f"data {text!r}: weight={weight} is no number; write for example "
+            f"{_EXAMPLE}",
+            key="data.weight_not_number",
         ) from error
 
 

@@ -28,15 +28,22 @@ def read_text(file: Path) -> str:
     except UnicodeDecodeError as error:
         raise DataError(
             f"{str(file)!r} is not UTF-8 text: byte {error.start} is "
-            f"{error.object[error.start]:#04x}; convert it, or choose a text file"
+            f"{error.object[error.start]:#04x}; convert it, or choose a text file",
+            key="data.not_utf8",
         ) from error
     except OSError as error:
-        raise DataError(f"cannot read {str(file)!r}: {error.strerror}") from error
+        raise DataError(
+            f"cannot read {str(file)!r}: {error.strerror}", key="data.unreadable_file"
+        ) from error
     if "\0" in text:
         raise DataError(
             f"{str(file)!r} is binary: character {text.index(chr(0))} is NUL; choose a "
-            "text file"
+            "text file",
+            key="data.binary_file",
         )
     if not text.strip():
-        raise DataError(f"{str(file)!r} is empty; choose a file with text in it")
+        raise DataError(
+            f"{str(file)!r} is empty; choose a file with text in it",
+            key="data.empty_file",
+        )
     return text

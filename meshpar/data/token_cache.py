@@ -88,7 +88,10 @@ class TokenCache:
                     self.gets_on()
                     said = time.perf_counter()
             if not num_documents:
-                raise DataError(f"{str(path)!r} holds no document; leave it out")
+                raise DataError(
+                    f"{str(path)!r} holds no document; leave it out",
+                    key="data.no_documents",
+                )
         seconds = time.perf_counter() - start
         if seconds > _TOLD_S:
             self.told(

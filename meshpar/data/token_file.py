@@ -53,14 +53,16 @@ class TokenFile:
                     raise DataError(
                         f"{str(self.path)!r} has changed: {found} bytes, "
                         f"{self.file_bytes} when it was opened; put it back and go on "
-                        "with --resume"
+                        "with --resume",
+                        key="data.changed_file",
                     )
                 file.seek(self.start_byte + start * size)
                 content = file.read((stop - start) * size)
         except OSError as error:
             raise DataError(
                 f"cannot read {str(self.path)!r} any more: {error.strerror}; put it "
-                "back and go on with --resume"
+                "back and go on with --resume",
+                key="data.lost_file",
             ) from error
         return np.frombuffer(content, self.dtype)
 
@@ -73,7 +75,11 @@ def file_size(path: Path) -> int:
     """
     try:
         if path.is_dir():
-            raise DataError(f"{str(path)!r} is a folder; name a file")
+            raise DataError(
+                f"{str(path)!r} is a folder; name a file", key="data.folder_not_file"
+            )
         return path.stat().st_size
     except OSError as error:
-        raise DataError(f"cannot read {str(path)!r}: {error.strerror}") from error
+        raise DataError(
+            f"cannot read {str(path)!r}: {error.strerror}", key="data.unreadable_file"
+        ) from error

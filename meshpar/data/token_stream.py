@@ -132,7 +132,8 @@ class TokenStream:
                 f"{str(file.path)!r}: token {start + wrong} is {tokens[wrong]}, but "
                 f"the model's vocabulary is {self.vocab}; give a model that has "
                 f"{max(int(most), 0) + 1} or more, such as by --preset and --model "
-                "vocab=N"
+                "vocab=N",
+                key="data.token_outside_vocabulary",
             )
         return tokens.astype(np.int32)
 

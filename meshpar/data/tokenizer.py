@@ -106,11 +106,13 @@ class FileTokenizer:
         if eos:
             raise DataError(
                 f"{str(self._path)!r} has no token {eos!r}; give --eos the text or the "
-                f"number of one below {self.vocab}"
+                f"number of one below {self.vocab}",
+                key="data.unknown_end_token",
             )
         raise DataError(
             f"{str(self._path)!r} has none of {', '.join(_ENDS_OF_TEXT)}; name the "
-            "token that ends a document: --eos TOKEN"
+            "token that ends a document: --eos TOKEN",
+            key="data.no_end_token",
         )
 
 
@@ -120,7 +122,8 @@ def _utf8(text: str) -> bytes:
     except UnicodeEncodeError as error:
         raise DataError(
             f"{text[:40]!r} is no text: character {error.start} is "
-            f"\\u{ord(text[error.start]):04x}, which UTF-8 has not; give UTF-8 text"
+            f"\\u{ord(text[error.start]):04x}, which UTF-8 has not; give UTF-8 text",
+            key="data.unpaired_surrogate",
         ) from error
 
 
@@ -152,7 +155,8 @@ def _content(path: Path) -> bytes:
     except OSError as error:
         raise DataError(
             f"cannot read the tokenizer {str(path)!r}: {error.strerror}; name a "
-            "tokenizer.json"
+            "tokenizer.json",
+            key="data.unreadable_tokenizer",
         ) from error
 
 
@@ -162,7 +166,8 @@ def _parsed(path: Path, content: bytes) -> Any:
     except ModuleNotFoundError as error:
         raise DataError(
             f"{str(path)!r} needs the package tokenizers: pip install "
-            "'meshpar[tokenizers]'"
+            "'meshpar[tokenizers]'",
+            key="data.missing_package",
         ) from error
     try:
         tokenizer = Tokenizer.from_buffer(content)
@@ -170,12 +175,14 @@ def _parsed(path: Path, content: bytes) -> Any:
         reason = " ".join(str(error).split())
         raise DataError(
             f"{str(path)!r} is no tokenizer.json: {reason}; name the file that "
-            "tokenizers' save() writes"
+            "tokenizers' save() writes",
+            key="data.not_tokenizer",
         ) from error
     if not tokenizer.get_vocab_size(with_added_tokens=True):
         raise DataError(
             f"{str(path)!r} has a vocabulary of 0 tokens; train the tokenizer, and "
-            "name the file that its save() writes then"
+            "name the file that its save() writes then",
+            key="data.empty_tokenizer",
         )
     # Files keep what a model was trained or served with; here texts are read whole.
     tokenizer.no_truncation()
@@ -193,7 +200,8 @@ def _configured(path: Path) -> list[str]:
     except (OSError, ValueError) as error:
         raise DataError(
             f"cannot read {str(beside)!r}, which may name the token that ends a "
-            f"document: {error}; mend it, or name the token: --eos TOKEN"
+            f"document: {error}; mend it, or name the token: --eos TOKEN",
+            key="data.unreadable_tokenizer_config",
         ) from error
     token = found.get("eos_token") if isinstance(found, dict) else None
     if isinstance(token, dict):

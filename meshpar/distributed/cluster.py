@@ -45,13 +45,15 @@ class Place:
         if self.process_id >= self.num_processes:
             raise InputError(
                 f"process_id={self.process_id} of num_processes={self.num_processes}: "
-                f"processes count from 0 to {self.num_processes - 1}"
+                f"processes count from 0 to {self.num_processes - 1}",
+                key="processes.process_id_too_large",
             )
         host, _, port = self.coordinator.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
             raise InputError(
                 f"coordinator {self.coordinator!r}: must be HOST:PORT of process 0, "
-                "such as host0:1234"
+                "such as host0:1234",
+                key="processes.bad_coordinator",
             )
 
     @property
@@ -130,7 +132,9 @@ def first_node(nodes: str) -> str:
     found = re.match(r"([^,\[]+)(?:\[([^,\-\]]+)[^\]]*\]([^,\[]*))?", nodes)
     if not found:
         raise DistributedError(
-            f"SLURM_STEP_NODELIST={nodes!r} names no node", status=BAD_INPUT
+            f"SLURM_STEP_NODELIST={nodes!r} names no node",
+            status=BAD_INPUT,
+            key="processes.no_node_named",
         )
     return "".join(part or "" for part in found.groups())
 
@@ -160,6 +164,7 @@ def _open_mpi(variables: Mapping[str, str]) -> Place | None:
             "rank 0 is; give --coordinator HOST:PORT --num-processes "
             f"{size} --process-id $OMPI_COMM_WORLD_RANK",
             status=BAD_INPUT,
+            key="processes.unknown_first_host",
         )
     local, alone = "OMPI_COMM_WORLD_LOCAL_RANK", local_size == 1
     return Place(
@@ -204,6 +209,8 @@ def _port_of_job(job: str) -> int:
 def _number(name: str, text: str) -> int:
     if not text.isdecimal():
         raise DistributedError(
-            f"{name}={text!r}: must be a whole number", status=BAD_INPUT
+            f"{name}={text!r}: must be a whole number",
+            status=BAD_INPUT,
+            key="value.not_whole_number",
         )
     return int(text)

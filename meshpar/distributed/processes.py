@@ -97,7 +97,11 @@ class Processes:
         with self._changed:
             self._changed.wait_for(lambda: number in self._gathered or self._lost)
             if number not in self._gathered:
-                raise DistributedError(self._lost or "", status=self._lost_status)
+                raise DistributedError(
+                    self._lost or "",
+                    status=self._lost_status,
+                    key="processes.lost_process",
+                )
             return self._gathered.pop(number)
 
     def end_all(self, why: str, *, with_stacks: bool = False) -> None:

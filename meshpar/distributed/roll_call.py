@@ -95,9 +95,9 @@ def _call(place: Place, job: str, deadline: float, timeout_s: float) -> Roll:
         if time.monotonic() > deadline:
             refused = _missing(place, hosts, timeout_s)
             for peer in peers.values():
-                _refuse(peer, refused, LOST)
+                _refuse(peer, refused)
             listener.close()
-            raise DistributedError(refused)
+            raise refused
         _accept(listener, came)
         while not came.empty():
             _welcome(place, job, *came.get(), hosts, peers)
@@ -129,19 +129,19 @@ def _refuse_late(place: Place, job: str, listener: socket.socket) -> None:
         _hear(connection, came)
         while not came.empty():
             lines, greeting = came.get()
-            status = LOST if greeting.job == job else BAD_INPUT
-            _refuse(lines, late_refusal(place, job, greeting), status)
+            _refuse(lines, late_refusal(place, job, greeting))
 
 
-def late_refusal(place: Place, job: str, greeting: Greeting) -> str:
-    """Why a process comes too late to the job of process 0."""
+def late_refusal(place: Place, job: str, greeting: Greeting) -> DistributedError:
+    """The error of a process that comes too late to the job of process 0."""
     if greeting.job != job:
-        return refusal(place, job, greeting, {}) or ""
-    return (
+        return _of_another_job(place, job, greeting)
+    return DistributedError(
         f"process {greeting.process_id} on {greeting.host} comes to the job at "
         f"{place.coordinator}, whose {place.num_processes} processes are all there; "
         "start it again once they have ended, or, where it is of another job, give "
-        "each job a port of its own in --coordinator"
+        "each job a port of its own in --coordinator",
+        key="processes.too_late",
     )
 
 
@@ -164,6 +164,7 @@ def _listen(place: Place) -> socket.socket:
                     f"({error.strerror}): another job, or an earlier start of this "
                     "one, has it; end that one, or give another port in --coordinator",
                     status=BAD_INPUT,
+                    key="processes.port_taken",
                 ) from error
             time.sleep(_RETRY_S)
 
@@ -208,51 +209,63 @@ def _welcome(
     """Takes the process that has connected, or tells it why not."""
     refused = refusal(place, job, greeting, hosts)
     if refused:
-        _refuse(lines, refused, BAD_INPUT)
+        _refuse(lines, refused)
         return
     hosts[greeting.process_id] = greeting.host
     peers[greeting.process_id] = lines
 
 
-def _refuse(lines: Lines, refused: str, status: int) -> None:
+def _refuse(lines: Lines, refused: DistributedError) -> None:
     with contextlib.suppress(OSError):
-        lines.send(refused=refused, status=status)
+        lines.send(refused=str(refused), status=refused.status, key=refused.key)
     lines.close()
 
 
 def refusal(
     place: Place, job: str, greeting: Greeting, hosts: dict[int, str]
-) -> str | None:
-    """Why a process does not belong to the job of process 0; None where it does."""
+) -> DistributedError | None:
+    """The error of a process that is not of process 0's job; None where it is."""
+    if greeting.job != job:
+        return _of_another_job(place, job, greeting)
     process, number = greeting.process_id, greeting.num_processes
     who = f"process {process} on {greeting.host}"
     where = f"the job at {place.coordinator}"
-    if greeting.job != job:
-        return (
-            f"{who} is of another job than {where}: {greeting.job!r}, not {job!r}; "
-            "give each job a port of its own in --coordinator"
-        )
     if number != place.num_processes:
-        return (
+        return DistributedError(
             f"{who} has num_processes={number}, but {where} has "
-            f"{place.num_processes}; start all with the same number"
+            f"{place.num_processes}; start all with the same number",
+            status=BAD_INPUT,
+            key="processes.count_mismatch",
         )
     if process in hosts:
-        return (
+        return DistributedError(
             f"{who} comes to {where}, which has its process {process} on "
             f"{hosts[process]} already; number them from 0 to {number - 1}, and give "
-            "each job a port of its own in --coordinator"
+            "each job a port of its own in --coordinator",
+            status=BAD_INPUT,
+            key="processes.process_id_taken",
         )
     return None
 
 
-def _missing(place: Place, hosts: dict[int, str], timeout_s: float) -> str:
+def _of_another_job(place: Place, job: str, greeting: Greeting) -> DistributedError:
+    return DistributedError(
+        f"process {greeting.process_id} on {greeting.host} is of another job than the "
+        f"job at {place.coordinator}: {greeting.job!r}, not {job!r}; give each job a "
+        "port of its own in --coordinator",
+        status=BAD_INPUT,
+        key="processes.other_job",
+    )
+
+
+def _missing(place: Place, hosts: dict[int, str], timeout_s: float) -> DistributedError:
     absent = [one for one in range(place.num_processes) if one not in hosts]
     here = ", ".join(f"{one} on {hosts[one]}" for one in sorted(hosts))
-    return (
+    return DistributedError(
         f"after {timeout_s:g} s process {_some(absent)} of {place.num_processes} "
         f"({place.found_by}) has not come to {place.coordinator}; there are {here}; "
-        "start all within that time, or give a longer --start-timeout"
+        "start all within that time, or give a longer --start-timeout",
+        key="processes.not_all_came",
     )
 
 
@@ -271,13 +284,20 @@ def _answer(place: Place, job: str, deadline: float, timeout_s: float) -> Roll:
         service = _address(place.host, message["service_port"])
         return Roll(hosts=tuple(message["hosts"]), service=service, peers={0: lines})
     lines.close()
+    status = BAD_INPUT if message.get("status") == BAD_INPUT else LOST
+    if isinstance(refused := message.get("refused"), str):
+        key = message.get("key")
+        raise DistributedError(
+            refused,
+            status=status,
+            key=key if isinstance(key, str) else "processes.refused",
+        )
     raise DistributedError(
-        refused
-        if isinstance(refused := message.get("refused"), str)
-        else f"what answers at {place.coordinator} does not call the roll: it is no "
+        f"what answers at {place.coordinator} does not call the roll: it is no "
         "process 0 of this job, or it has ended; see what it said, or give another "
         "port in --coordinator",
-        status=BAD_INPUT if message.get("status") == BAD_INPUT else LOST,
+        status=status,
+        key="processes.no_roll_call",
     )
 
 
@@ -306,7 +326,8 @@ def _connect(place: Place, job: str, deadline: float, timeout_s: float) -> Lines
                     f"process {place.process_id} of {place.num_processes} "
                     f"({place.found_by}) found no process 0 at {place.coordinator} in "
                     f"{timeout_s:g} s: {error.strerror or error}; start it there, or "
-                    "correct --coordinator"
+                    "correct --coordinator",
+                    key="processes.no_first_process",
                 ) from error
             time.sleep(_RETRY_S)
 

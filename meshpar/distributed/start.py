@@ -93,7 +93,8 @@ def _place(
     if coordinator is None or num_processes is None or process_id is None:
         raise InputError(
             f"{', '.join(absent)} must be given too: a process joins by hand with "
-            "coordinator, num_processes and process_id together"
+            "coordinator, num_processes and process_id together",
+            key="processes.incomplete_options",
         )
     return Place(
         coordinator=coordinator, num_processes=num_processes, process_id=process_id
@@ -121,7 +122,8 @@ def _start_jax(place: Place, roll: Roll, timeout_s: float, heartbeat_s: float) -
             raise
         raise InputError(
             "JAX has started already, alone; call meshpar.distributed.start before the "
-            "first JAX operation"
+            "first JAX operation",
+            key="processes.jax_already_started",
         ) from error
 
 
@@ -133,7 +135,9 @@ def _check_collectives(processes: Processes) -> None:
     wrong = check_collectives() if jax.default_backend() == "cpu" else None
     found = [one for one in processes.gather(wrong) if one]
     if found:
-        raise DistributedError(found[0], status=BAD_INPUT)
+        raise DistributedError(
+            found[0], status=BAD_INPUT, key="processes.wrong_collective"
+        )
 
 
 def _of_kubernetes(job: str, timeout_s: float, heartbeat_s: float) -> Processes:
@@ -153,6 +157,7 @@ def _of_kubernetes(job: str, timeout_s: float, heartbeat_s: float) -> Processes:
             "install 'jax[k8s]' and let the Job read pods, or give --coordinator "
             "HOST:PORT --num-processes N --process-id $JOB_COMPLETION_INDEX",
             status=BAD_INPUT if isinstance(error, ValueError) else LOST,
+            key="processes.kubernetes_unavailable",
         ) from error
     if jax.process_count() == 1:
         return Processes()

@@ -64,7 +64,9 @@ def check_alike(mesh: Mesh, tree: Any) -> None:
     """
     agreement = Agreement(mesh)
     if agreement.is_shared:
-        agreement.check(sample(tree), _OTHER_VALUES)
+        agreement.check(
+            sample(tree), _OTHER_VALUES, key="generation.differing_parameters"
+        )
 
 
 _OTHER_REQUESTS = (
@@ -92,12 +94,19 @@ class Agreement:
         """Whether several have devices of it."""
         return len(set(self._processes)) > 1
 
-    def check(self, own: int, otherwise: str = _OTHER_REQUESTS) -> None:
+    def check(
+        self,
+        own: int,
+        otherwise: str = _OTHER_REQUESTS,
+        *,
+        key: str = "generation.differing_requests",
+    ) -> None:
         """Compares a digest: one all-gather of 4 bytes a device.
 
         Args:
             own: This process's.
             otherwise: What a process does whose digest is not the first one's.
+            key: Of the error that says so.
 
         Raises:
             InputError: Another process has another; raised by all.
@@ -109,7 +118,9 @@ class Agreement:
         first = self._processes[0]
         for process, one in zip(self._processes, known, strict=True):
             if one != known[0]:
-                raise InputError(f"process {process} {otherwise.format(first)}")
+                raise InputError(
+                    f"process {process} {otherwise.format(first)}", key=key
+                )
 
     @cached_property
     def _processes(self) -> list[int]:
@@ -140,5 +151,6 @@ def check_takes_part(mesh: Any) -> None:
         raise InputError(
             f"process {here} of {jax.process_count()} has none of the layout's "
             f"{mesh.size} devices; give a layout of all {jax.device_count()} devices, "
-            "or devices= of this process"
+            "or devices= of this process",
+            key="mesh.process_without_devices",
         )

@@ -165,14 +165,16 @@ def plan_of(
     if slots % layout.batch_shards:
         raise InputError(
             f"slots={slots} examples do not divide over the {layout.batch_shards} "
-            f"devices that share the batch of layout {str(layout)!r}; give a multiple"
+            f"devices that share the batch of layout {str(layout)!r}; give a multiple",
+            key="generation.indivisible_slots",
         )
     groups = cached_arrays(placement, max_seq, max_source)
     if not any(groups):
         raise InputError(
             "no block of the model attends through meshpar's attention, so there is "
             "nothing to keep of earlier tokens; call "
-            "meshpar.models.layers.attention.attend in its blocks"
+            "meshpar.models.layers.attention.attend in its blocks",
+            key="generation.no_attention",
         )
     if pipeline is None:
         places = [group.num_layers for group in placement.model.groups]
@@ -207,14 +209,16 @@ def check_source(model: Model, layout: Layout, max_source: int) -> None:
         which = "reads" if reads_source(model) else "has no encoder to read"
         raise InputError(
             f"max_source={max_source}, but the model {which} a source; give "
-            f"{'the tokens of the longest' if reads_source(model) else '0'}"
+            f"{'the tokens of the longest' if reads_source(model) else '0'}",
+            key="generation.max_source_mismatch",
         )
     for axis in ("stage", "context") if max_source else ():
         size = layout.mesh_shape[axis]
         if size > 1:
             raise InputError(
                 f"{axis}={size}: a model with an encoder and a decoder generates with "
-                f"both whole along layers and sequences; set {axis}=1"
+                f"both whole along layers and sequences; set {axis}=1",
+                key="generation.split_encoder_decoder",
             )
 
 

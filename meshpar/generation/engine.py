@@ -110,7 +110,8 @@ class Engine:
         going_on = (*self._waiting, *self._running.values())
         if number in (one.number for one in going_on):
             raise InputError(
-                f"request {number} has not ended; forget it after its last token"
+                f"request {number} has not ended; forget it after its last token",
+                key="generation.unfinished_request",
             )
         self._texts.pop(number, None)
         self.logits.pop(number, None)
@@ -259,7 +260,8 @@ class Engine:
             raise InputError(
                 f"the model's logits are NaN or infinite after token {bad.num_tokens} "
                 f"of request {bad.number}, which ends; are its parameters those of "
-                "the model?"
+                "the model?",
+                key="generation.nonfinite_logits",
             )
 
     def _added(self, running: Running, token: int, logprob: float) -> Token:

@@ -104,15 +104,25 @@ def generate(
     )
     if isinstance(prompts, str) or len(prompts) == 0:
         raise InputError(
-            f"prompts={prompts!r}: give a list of texts or of lists of tokens"
+            f"prompts={prompts!r}: give a list of texts or of lists of tokens",
+            key="generation.prompts_not_list",
         )
     if isinstance(stop, str):
-        raise InputError(f"stop={stop!r}: give a list of texts, such as [{stop!r}]")
+        raise InputError(
+            f"stop={stop!r}: give a list of texts, such as [{stop!r}]",
+            key="generation.stop_not_list",
+        )
     for name, given in (("stop", stop), ("stop_tokens", stop_tokens)):
         if not isinstance(given, Iterable):
-            raise InputError(f"{name}={given!r}: give a list, [] for none")
+            raise InputError(
+                f"{name}={given!r}: give a list, [] for none",
+                key="generation.stop_not_list",
+            )
     if start_tokens is not None and not isinstance(start_tokens, Iterable):
-        raise InputError(f"start_tokens={start_tokens!r}: give a list of tokens")
+        raise InputError(
+            f"start_tokens={start_tokens!r}: give a list of tokens",
+            key="generation.start_tokens_not_list",
+        )
     devices = jax.devices() if devices is None else list(devices)
     layout = _resolved(Layout.of(layout), len(devices))
     requests = requests_of(
@@ -165,10 +175,16 @@ def requests_of(
         InputError: A prompt has no tokens, or there are texts but no tokenizer.
     """
     if stop and tokenizer is None:
-        raise InputError(f"stop={list(stop)} are texts, but there is no tokenizer=")
+        raise InputError(
+            f"stop={list(stop)} are texts, but there is no tokenizer=",
+            key="generation.stop_without_tokenizer",
+        )
     texts = [_tokens(prompt, tokenizer) for prompt in prompts]
     if start_tokens and not all(texts):
-        raise InputError("a prompt has no tokens; give at least one, such as the end")
+        raise InputError(
+            "a prompt has no tokens; give at least one, such as the end",
+            key="generation.empty_prompt",
+        )
     return [
         Request(
             tokens=start_tokens or text,
@@ -192,12 +208,16 @@ def start_of(model: Model, given: Sequence[int] | None) -> tuple[int, ...]:
         if given:
             raise InputError(
                 f"start_tokens={list(given)}, but the model has no encoder: it goes on "
-                "with the prompts themselves; leave them out"
+                "with the prompts themselves; leave them out",
+                key="generation.start_tokens_without_encoder",
             )
         return ()
     found = (DECODER_START,) if given is None else tuple(given)
     if not found:
-        raise InputError("start_tokens=[]: a decoder begins with at least one token")
+        raise InputError(
+            "start_tokens=[]: a decoder begins with at least one token",
+            key="generation.no_start_tokens",
+        )
     return found
 
 
@@ -242,7 +262,8 @@ def placed(
     elif jax.tree.leaves(model.state) and model_state is None:
         raise InputError(
             "the model has state that is no parameter, such as a router's bias; give "
-            "the TrainState, which has both, or model_state="
+            "the TrainState, which has both, or model_state=",
+            key="generation.missing_model_state",
         )
     check_alike(programs.mesh, (params, state, model_state))
     layout = Layout.of(from_layout)
@@ -275,12 +296,14 @@ def _tokens(prompt: Prompt, tokenizer: Any) -> tuple[int, ...]:
         except TypeError as error:
             raise InputError(
                 f"prompt {prompt!r} is no text and no list of tokens, which are whole "
-                "numbers"
+                "numbers",
+                key="generation.prompt_not_tokens",
             ) from error
     if tokenizer is None:
         raise InputError(
             f"prompt {prompt[:40]!r} is a text, but there is no tokenizer=; give one, "
-            "or tokens"
+            "or tokens",
+            key="generation.prompt_without_tokenizer",
         )
     found = tokenizer.encode(prompt)
     return tuple(getattr(found, "ids", found))

@@ -53,7 +53,8 @@ class PageBook:
             raise InputError(
                 f"{tokens} tokens need {self.needed(tokens)} pages, but only "
                 f"{self.num_free} of {self.num_pages} are free beside the "
-                f"{len(held)} held"
+                f"{len(held)} held",
+                key="generation.no_free_pages",
             )
         more = self.needed(tokens) - len(held)
         return held + [self._free.pop() for _ in range(max(0, more))]

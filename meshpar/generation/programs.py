@@ -98,7 +98,10 @@ class Programs:
         """
         check_model(model)
         if model.logits is None:
-            raise InputError("the model has no logits function; give Model logits=")
+            raise InputError(
+                "the model has no logits function; give Model logits=",
+                key="model.missing_logits",
+            )
         layout = Layout.of(layout)
         if mesh is None:
             mesh = make_mesh(layout, devices)
@@ -222,7 +225,8 @@ class Programs:
         }
         if arguments[-1] not in shapes:
             raise InputError(
-                f"audit(programs, {arguments[-1]!r}): give one of {', '.join(shapes)}"
+                f"audit(programs, {arguments[-1]!r}): give one of {', '.join(shapes)}",
+                key="audit.unknown_program",
             )
         programs = self
         if platform is not None:
@@ -332,7 +336,8 @@ def _check_token_by_token(model: Model) -> None:
     if found is not None:
         raise InputError(
             "this model cannot generate token by token: a function joins tokens "
-            f"otherwise than by meshpar's attention: {found}"
+            f"otherwise than by meshpar's attention: {found}",
+            key="generation.joined_tokens",
         )
 
 

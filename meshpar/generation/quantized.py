@@ -40,13 +40,17 @@ def check_weights(kind: str, devices: Sequence[jax.Device]) -> None:
         InputError: It is none, or they have not.
     """
     if kind not in KINDS:
-        raise InputError(f"weights={kind!r}: must be one of {', '.join(KINDS)}")
+        raise InputError(
+            f"weights={kind!r}: must be one of {', '.join(KINDS)}",
+            key="generation.unknown_weights",
+        )
     one = devices[0]
     capability = getattr(one, "compute_capability", None) or 0
     if kind == "fp8" and float(capability) < _FP8_CAPABILITY:
         raise InputError(
             f"weights='fp8': {one.device_kind} has no fp8 (NVIDIA GPUs of compute "
-            f"capability {_FP8_CAPABILITY} and above have); give weights='int8'"
+            f"capability {_FP8_CAPABILITY} and above have); give weights='int8'",
+            key="generation.no_fp8",
         )
 
 
@@ -86,7 +90,8 @@ def _check_whole(params: Any) -> None:
             raise InputError(
                 "weights= of 8 bits are made from whole values, but parameter "
                 f"{path_name(path)} lies on {len(one.sharding.device_set)} devices of "
-                "several processes; give those of a file, or leave weights= out"
+                "several processes; give those of a file, or leave weights= out",
+                key="generation.parameters_not_whole",
             )
 
 
@@ -210,6 +215,7 @@ def _qwix() -> Any:
         import qwix
     except ModuleNotFoundError as error:
         raise InputError(
-            "weights of 8 bits need qwix: pip install 'meshpar[quantized]'"
+            "weights of 8 bits need qwix: pip install 'meshpar[quantized]'",
+            key="generation.missing_package",
         ) from error
     return qwix

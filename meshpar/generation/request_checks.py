@@ -32,12 +32,14 @@ def check_request(
         raise InputError(
             f"a prompt of {len(request.tokens)} tokens and max_tokens="
             f"{request.max_tokens} make {most}, but max_seq={plan.max_seq}; "
-            "shorten it, or raise max_seq"
+            "shorten it, or raise max_seq",
+            key="generation.request_too_long",
         )
     if book.needed(most) > plan.num_pages:
         raise InputError(
             f"{most} tokens need {book.needed(most)} pages, but a device "
-            f"has num_pages={plan.num_pages}; raise it"
+            f"has num_pages={plan.num_pages}; raise it",
+            key="generation.too_few_pages",
         )
 
 
@@ -45,17 +47,20 @@ def _check_source(num: int, most: int) -> None:
     if num and not most:
         raise InputError(
             f"a source of {num} tokens, but the model has no encoder to read it; give "
-            "them as tokens="
+            "them as tokens=",
+            key="generation.source_without_encoder",
         )
     if num > most:
         raise InputError(
             f"a source of {num} tokens, but max_source={most}; shorten it, or raise "
-            "max_source"
+            "max_source",
+            key="generation.source_too_long",
         )
     if most and not num:
         raise InputError(
             f"a source of 0 tokens, but the model's encoder reads one of up to "
-            f"max_source={most}; give source="
+            f"max_source={most}; give source=",
+            key="generation.missing_source",
         )
 
 
@@ -64,5 +69,6 @@ def _check_tokens(tokens: tuple[int, ...], below: int | None) -> None:
         if token < 0 or (below is not None and token >= below):
             raise InputError(
                 f"a prompt has token {token}, but the model's are from 0 to below "
-                f"{below or 2**31}; is the tokenizer the model's own?"
+                f"{below or 2**31}; is the tokenizer the model's own?",
+                key="generation.token_outside_vocabulary",
             )

@@ -43,11 +43,15 @@ class Request:
         ):
             object.__setattr__(self, name, kind(_whole(name, getattr(self, name))))
         if not self.tokens:
-            raise InputError("a prompt has no tokens; give at least one, such as BOS")
+            raise InputError(
+                "a prompt has no tokens; give at least one, such as BOS",
+                key="generation.empty_prompt",
+            )
         whole_number("max_tokens", self.max_tokens)
         if isinstance(self.stop, str) or not all(map(_is_text, self.stop)):
             raise InputError(
-                f"stop={self.stop!r}: give a list of texts, none of them empty"
+                f"stop={self.stop!r}: give a list of texts, none of them empty",
+                key="generation.stop_not_texts",
             )
 
     @property
@@ -64,7 +68,8 @@ def _whole(name: str, tokens: Iterable[Any]) -> list[int]:
         return [operator.index(token) for token in tokens]
     except TypeError as error:
         raise InputError(
-            f"{name}={tokens!r}: give a list of tokens, which are whole numbers"
+            f"{name}={tokens!r}: give a list of tokens, which are whole numbers",
+            key="generation.tokens_not_whole_numbers",
         ) from error
 
 

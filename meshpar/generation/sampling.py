@@ -49,16 +49,26 @@ class Sampling:
         if not 0 <= self.temperature < math.inf:
             raise InputError(
                 f"temperature={self.temperature}: must be at least 0, which takes the "
-                "likeliest token, and finite"
+                "likeliest token, and finite",
+                key="generation.temperature_out_of_range",
             )
         for name, least in (("top_k", 0), ("seed", 0)):
             whole_number(name, getattr(self, name), least=least)
         if self.seed >= 2**32:
-            raise InputError(f"seed={self.seed}: must be below {2**32}")
+            raise InputError(
+                f"seed={self.seed}: must be below {2**32}",
+                key="generation.seed_too_large",
+            )
         if not 0 < self.top_p <= 1:
-            raise InputError(f"top_p={self.top_p}: must be above 0 and at most 1")
+            raise InputError(
+                f"top_p={self.top_p}: must be above 0 and at most 1",
+                key="generation.top_p_out_of_range",
+            )
         if not 0 <= self.min_p <= 1:
-            raise InputError(f"min_p={self.min_p}: must be from 0 to 1")
+            raise InputError(
+                f"min_p={self.min_p}: must be from 0 to 1",
+                key="generation.min_p_out_of_range",
+            )
 
     @property
     def truncates(self) -> bool:

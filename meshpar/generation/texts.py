@@ -38,7 +38,8 @@ def decoder_at(model: Model) -> int:
         raise InputError(
             f"block group {name!r} makes its stream from another's; generation knows "
             f"one group that does, with inputs {SOURCE!r} and {TARGET!r}, but the "
-            f"model's are {', '.join(map(repr, known))}"
+            f"model's are {', '.join(map(repr, known))}",
+            key="generation.unsupported_streams",
         )
     return found[0]
 

@@ -20,12 +20,14 @@ def check_parts(step: TrainStep, tables: EmbeddingTables) -> None:
     if not isinstance(step, TrainStep):
         raise InputError(
             f"with_tables was given a {type(step).__name__}; give what make_train_step "
-            "returned, and all tables at once"
+            "returned, and all tables at once",
+            key="tables.not_train_step",
         )
     if not isinstance(tables, EmbeddingTables):
         raise InputError(
             f"with_tables was given a {type(tables).__name__}; give what "
-            "embedding_tables returned"
+            "embedding_tables returned",
+            key="tables.not_embedding_tables",
         )
 
 
@@ -48,13 +50,17 @@ def check_arrays(
         if name in outputs:
             raise InputError(
                 f"batch[{name!r}] is given, but is looked up in tables from "
-                f"{', '.join(map(repr, outputs[name]))}; leave it out"
+                f"{', '.join(map(repr, outputs[name]))}; leave it out",
+                key="batch.looked_up_array",
             )
         if name not in inputs:
             raise InputError(
                 f"batch[{name!r}] is read by no table and not declared by the model; "
-                f"leave it out, or declare it in inputs=: {nearest(str(name), inputs)}"
+                f"leave it out, or declare it in inputs=: {nearest(str(name), inputs)}",
+                key="batch.unknown_array",
             )
     shapes = [getattr(array, "shape", None) for array in batch.values()]
     if shapes and all(shape and shape[0] == 0 for shape in shapes):
-        raise InputError("the batch has 0 examples; give 1 or more")
+        raise InputError(
+            "the batch has 0 examples; give 1 or more", key="batch.no_examples"
+        )

@@ -107,7 +107,8 @@ def _fetched(array: Any) -> np.ndarray:
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
         raise InputError(
             "other processes hold a part of the tables; fetch them where one process "
-            "has all devices"
+            "has all devices",
+            key="tables.held_by_other_processes",
         )
     return np.asarray(array)
 
@@ -117,5 +118,6 @@ def _check_shape(member: Member, values: np.ndarray, rest: tuple[int, ...]) -> N
     if values.shape != wanted:
         raise InputError(
             f"table {member.table.name!r} is given as {values.shape}, but is {wanted}; "
-            "give it with the rows and dim that it was made with"
+            "give it with the rows and dim that it was made with",
+            key="tables.wrong_shape",
         )

@@ -50,7 +50,8 @@ def check_ids(tables: tuple[Table, ...], batch: Mapping[str, Any]) -> None:
     """
     if not isinstance(batch, Mapping):
         raise InputError(
-            f"the batch is a {type(batch).__name__}; give a dict of arrays by name"
+            f"the batch is a {type(batch).__name__}; give a dict of arrays by name",
+            key="batch.not_dict",
         )
     for table in tables:
         for feature in table.features:
@@ -67,7 +68,8 @@ def check_ids(tables: tuple[Table, ...], batch: Mapping[str, Any]) -> None:
                 raise InputError(
                     f"batch[{feature!r}] has id {wrong}, but table {table.name!r} has "
                     f"{table.rows} rows, 0 to {table.rows - 1}, and {ABSENT} for none; "
-                    "give it more rows, a bucket= for such ids, or hashed=True"
+                    "give it more rows, a bucket= for such ids, or hashed=True",
+                    key="batch.id_outside_table",
                 )
 
 
@@ -75,30 +77,35 @@ def _check_array(table: Table, feature: str, batch: Mapping[str, Any]) -> None:
     if feature not in batch:
         raise InputError(
             f"table {table.name!r} looks up batch[{feature!r}], but the batch has "
-            f"{', '.join(map(repr, batch)) or 'nothing'}; add its ids"
+            f"{', '.join(map(repr, batch)) or 'nothing'}; add its ids",
+            key="batch.missing_array",
         )
     ids = batch[feature]
     if not hasattr(ids, "shape") or not hasattr(ids, "dtype"):
         raise InputError(
             f"batch[{feature!r}] is a {type(ids).__name__}; give an array, such as "
-            "numpy.asarray of it"
+            "numpy.asarray of it",
+            key="batch.not_array",
         )
     shape = tuple(ids.shape)
     if len(shape) != 2 or shape[1] != table.bag:
         raise InputError(
             f"batch[{feature!r}] has shape {shape}, but table {table.name!r} takes "
-            f"bags of {table.bag}: give it (examples, {table.bag}), {ABSENT} for none"
+            f"bags of {table.bag}: give it (examples, {table.bag}), {ABSENT} for none",
+            key="batch.wrong_shape",
         )
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise InputError(
             f"batch[{feature!r}] has dtype {ids.dtype}, but ids of table "
             f"{table.name!r} are whole numbers: write {ABSENT} for those that are "
-            "missing, then convert it with .astype(numpy.int32)"
+            "missing, then convert it with .astype(numpy.int32)",
+            key="batch.ids_not_integers",
         )
     if isinstance(ids, jax.Array) and not np.can_cast(ids.dtype, np.int32):
         raise InputError(
             f"batch[{feature!r}] is on a device as {ids.dtype}, but ids are int32; "
-            "convert it with .astype(numpy.int32) once they are below 2147483648"
+            "convert it with .astype(numpy.int32) once they are below 2147483648",
+            key="batch.ids_not_int32",
         )
 
 
@@ -107,7 +114,8 @@ def _check_int32(feature: str, low: int, high: int) -> None:
     if low < -MOST_ROWS - 1 or high > MOST_ROWS:
         raise InputError(
             f"batch[{feature!r}] has id {high if high > MOST_ROWS else low}, but ids "
-            f"are int32, {-MOST_ROWS - 1} to {MOST_ROWS}; take them modulo 2**31 first"
+            f"are int32, {-MOST_ROWS - 1} to {MOST_ROWS}; take them modulo 2**31 first",
+            key="batch.id_past_int32",
         )
 
 

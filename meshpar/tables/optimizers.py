@@ -139,7 +139,8 @@ class LazyAdam:
 
     Args:
         rate: The learning rate, or a schedule of it.
-        b1, b2: How much of the moments stays.
+        b1: How much of the first moment stays.
+        b2: How much of the second.
         epsilon: Added to the root.
     """
 
@@ -198,7 +199,8 @@ def check_optimizer(optimizer: Any) -> None:
         names = ", ".join(f"meshpar.tables.{kind.__name__}" for kind in OPTIMIZERS)
         raise InputError(
             f"tables cannot be updated by {type(optimizer).__name__}: only touched "
-            f"rows are, in place; give one of {names}"
+            f"rows are, in place; give one of {names}",
+            key="tables.unsupported_optimizer",
         )
 
 
@@ -211,7 +213,8 @@ def _check_number(name: str, value: float, below: float = math.inf) -> None:
     if not (isinstance(value, Real) and 0 <= value < below):
         under = "" if below == math.inf else f" and below {below:g}"
         raise InputError(
-            f"{name}={value!r}: must be a finite number of at least 0{under}"
+            f"{name}={value!r}: must be a finite number of at least 0{under}",
+            key="optimizer.number_out_of_range",
         )
 
 

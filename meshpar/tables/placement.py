@@ -223,13 +223,15 @@ def _asked(tables: Sequence[Table], asked: str | Mapping[str, str]) -> dict[str,
     if not isinstance(asked, Mapping):
         raise InputError(
             f"placement={asked!r}: must be one of {', '.join((AUTO, *KINDS))}, or a "
-            "dict of them by table"
+            "dict of them by table",
+            key="tables.placement_wrong_type",
         )
     for name, kind in asked.items():
         if name not in names:
             raise InputError(
                 f"a placement is given for table {name!r}, but there are "
-                f"{', '.join(names)}; name one of them"
+                f"{', '.join(names)}; name one of them",
+                key="tables.unknown_table",
             )
         if kind != AUTO:
             check_kind(kind, name)
@@ -251,7 +253,8 @@ def _check_columns(
             raise InputError(
                 f"table {table.name!r} has dim={table.dim}, which does not divide over "
                 f"{num_devices} devices column by column; make it a multiple, or place "
-                f"the table {ROW_WISE}"
+                f"the table {ROW_WISE}",
+                key="tables.indivisible_columns",
             )
 
 

@@ -68,13 +68,15 @@ class TableRequest:
         if "data" in self.constraints.forbidden and devices > 1:
             raise InputError(
                 f"'data' is forbidden, but with tables all {devices} devices are "
-                "replicas of the model; leave it out, or plan for 1 device"
+                "replicas of the model; leave it out, or plan for 1 device",
+                key="plan.data_forbidden",
             )
         for key, value in kept.items():
             if key not in _KEPT or (key in MESH_AXES and key != "data" and value > 1):
                 raise InputError(
                     f"{key}={value} is kept, but plans with tables lay the model over "
-                    "data alone, and the tables over all devices; leave it out"
+                    "data alone, and the tables over all devices; leave it out",
+                    key="plan.not_with_tables",
                 )
 
     @property
@@ -127,12 +129,14 @@ class TableRequest:
         if kept.get("data", devices) != devices:
             raise InputError(
                 f"data={kept['data']} is kept on {devices} devices, but with tables "
-                f"all of them are replicas; keep data={devices}"
+                f"all of them are replicas; keep data={devices}",
+                key="plan.data_not_all_devices",
             )
         if self.global_batch % devices:
             raise InputError(
                 f"global_batch={self.global_batch} does not divide over {devices} "
-                "devices; make it a multiple"
+                "devices; make it a multiple",
+                key="plan.indivisible_batch",
             )
         plan = self._plan(Layout(data=devices, precision=kept.get("precision", "fp32")))
         return plan, plan.memory.total_bytes <= self.capacity_bytes

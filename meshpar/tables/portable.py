@@ -58,7 +58,8 @@ class PortableTables:
             raise InputError(
                 f"tables over {self._num_devices} devices of several processes have no "
                 f"checkpoints: that number does not divide {BLOCK}; take "
-                f"{self._num_sharing} devices, or one process"
+                f"{self._num_sharing} devices, or one process",
+                key="checkpoint.indivisible_tables",
             )
 
     def check_stored(self, folder: Path) -> None:
@@ -80,12 +81,14 @@ class PortableTables:
             if any(path.endswith(f".{NUM_ROWS}") for path in there):
                 raise InputError(
                     f"the checkpoint has no table {table.name!r}; give the tables that "
-                    "it was saved with"
+                    "it was saved with",
+                    key="checkpoint.missing_table",
                 )
             raise InputError(
                 "the checkpoint has no tables, or was written by an earlier version, "
                 "which kept them as they were placed; go on with that version, or "
-                "start without resuming"
+                "start without resuming",
+                key="checkpoint.no_tables",
             )
 
     def taken_out(self, state: TrainState) -> TrainState:
@@ -244,5 +247,6 @@ def _check_rows(table: Table, there: int) -> None:
     if there != table.rows:
         raise InputError(
             f"table {table.name!r} has {there} rows in the checkpoint, but rows="
-            f"{table.rows} here; give it the rows that it was saved with"
+            f"{table.rows} here; give it the rows that it was saved with",
+            key="checkpoint.table_rows_mismatch",
         )

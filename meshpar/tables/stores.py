@@ -187,7 +187,8 @@ def _store(
     if store.num_codes > MOST_ROWS // 2:
         raise InputError(
             f"the tables of {dim} values have {store.num_codes:,} rows together, but "
-            f"int32 codes count to {MOST_ROWS // 2:,}; hash ids to fewer rows"
+            f"int32 codes count to {MOST_ROWS // 2:,}; hash ids to fewer rows",
+            key="tables.too_many_rows_together",
         )
     return store
 

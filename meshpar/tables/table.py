@@ -71,23 +71,29 @@ class Table:
     def __post_init__(self) -> None:
         for field in ("name", "into"):
             if not isinstance(value := getattr(self, field), str):
-                raise InputError(f"a table has {field}={value!r}: must be a text")
+                raise InputError(
+                    f"a table has {field}={value!r}: must be a text",
+                    key="tables.name_not_text",
+                )
         for field in ("rows", "dim", "bag"):
             whole_number(f"table {self.name!r} has {field}", getattr(self, field))
         if self.rows > MOST_ROWS:
             raise InputError(
                 f"table {self.name!r} has rows={self.rows}, but int32 ids count to "
-                f"{MOST_ROWS}; hash the ids to fewer rows (hashed=True)"
+                f"{MOST_ROWS}; hash the ids to fewer rows (hashed=True)",
+                key="tables.too_many_rows",
             )
         if self.dim > MOST_COLUMNS:
             raise InputError(
                 f"table {self.name!r} has dim={self.dim}, but a row has at most "
-                f"{MOST_COLUMNS} values; split it into several tables"
+                f"{MOST_COLUMNS} values; split it into several tables",
+                key="tables.too_many_columns",
             )
         if self.pooling not in POOLINGS:
             raise InputError(
                 f"table {self.name!r} has no pooling {self.pooling!r}; "
-                f"{nearest(str(self.pooling), POOLINGS)}"
+                f"{nearest(str(self.pooling), POOLINGS)}",
+                key="tables.unknown_pooling",
             )
         self._take_features()
         self._check_kinds()
@@ -97,25 +103,30 @@ class Table:
         if isinstance(self.features, str):
             raise InputError(
                 f"table {self.name!r} has features={self.features!r}; give a tuple, "
-                f"({self.features!r},)"
+                f"({self.features!r},)",
+                key="tables.features_not_tuple",
             )
         given = self.features
         named = tuple(given) if isinstance(given, Iterable) else (given,)
         if not all(isinstance(one, str) for one in named):
             raise InputError(
-                f"table {self.name!r} has features={given!r}: must be a tuple of texts"
+                f"table {self.name!r} has features={given!r}: must be a tuple of texts",
+                key="tables.features_not_texts",
             )
         object.__setattr__(self, "features", named or (self.name,))
 
     def _check_kinds(self) -> None:
         if not isinstance(self.hashed, bool | np.bool_):
             raise InputError(
-                f"table {self.name!r} has hashed={self.hashed!r}: must be True or False"
+                f"table {self.name!r} has hashed={self.hashed!r}: must be True or "
+                "False",
+                key="tables.hashed_not_bool",
             )
         if not _is_finite(self.scale):
             raise InputError(
                 f"table {self.name!r} has scale={self.scale!r}: must be a finite "
-                "number of at least 0"
+                "number of at least 0",
+                key="tables.scale_out_of_range",
             )
 
     def _check_bucket(self) -> None:
@@ -124,13 +135,15 @@ class Table:
         if self.hashed:
             raise InputError(
                 f"table {self.name!r} hashes its ids, so that none is outside; leave "
-                f"bucket={self.bucket} or hashed=True out"
+                f"bucket={self.bucket} or hashed=True out",
+                key="tables.bucket_of_hashed",
             )
         whole_number(f"table {self.name!r} has bucket", self.bucket, least=0)
         if self.bucket >= self.rows:
             raise InputError(
                 f"table {self.name!r} has bucket={self.bucket}, which is no row of "
-                f"0 to {self.rows - 1}; name one of them, or give it a row more"
+                f"0 to {self.rows - 1}; name one of them, or give it a row more",
+                key="tables.bucket_outside_table",
             )
 
     @property
@@ -162,5 +175,6 @@ def check_kind(kind: str, table: str) -> None:
     """
     if kind not in KINDS:
         raise InputError(
-            f"table {table!r} has no placement {kind!r}; {nearest(str(kind), KINDS)}"
+            f"table {table!r} has no placement {kind!r}; {nearest(str(kind), KINDS)}",
+            key="tables.unknown_placement",
         )

@@ -95,7 +95,8 @@ class EmbeddingTables:
             if name in inputs:
                 raise InputError(
                     f"batch[{name!r}] would be both an input of the model and ids or "
-                    "weights of a table; rename the feature, Table(features=...)"
+                    "weights of a table; rename the feature, Table(features=...)",
+                    key="tables.feature_is_input",
                 )
         for name, row in self.row_shapes.items():
             shape = (None, *row)
@@ -104,13 +105,15 @@ class EmbeddingTables:
             if declared is None:
                 raise InputError(
                     f"tables are looked up into {name!r}, but the model has the inputs "
-                    f"{', '.join(inputs)}; declare {wanted}, or set Table into="
+                    f"{', '.join(inputs)}; declare {wanted}, or set Table into=",
+                    key="tables.undeclared_input",
                 )
             if declared.shape != shape or not declared.has_gradient:
                 raise InputError(
                     f"tables are looked up into {name!r} as {shape[1:]} an example, "
                     f"but the model declares shape={declared.shape}, has_gradient="
-                    f"{declared.has_gradient}; declare {wanted}"
+                    f"{declared.has_gradient}; declare {wanted}",
+                    key="tables.input_mismatch",
                 )
 
 
@@ -156,14 +159,16 @@ def embedding_tables(
         if weights_of(name) in features:
             raise InputError(
                 f"feature {weights_of(name)!r} has the name of the weights of feature "
-                f"{name!r}; rename one of them"
+                f"{name!r}; rename one of them",
+                key="tables.feature_named_as_weights",
             )
     dims: dict[str, int] = {}
     for table in tables:
         if dims.setdefault(table.into, table.dim) != table.dim:
             raise InputError(
                 f"tables of dim={dims[table.into]} and {table.dim} are looked up into "
-                f"{table.into!r}; give table {table.name!r} another into="
+                f"{table.into!r}; give table {table.name!r} another into=",
+                key="tables.differing_dims",
             )
     return EmbeddingTables(tables=tables, optimizer=optimizer, placement=placement)
 
@@ -172,21 +177,28 @@ def _checked_tables(tables: Sequence[Table]) -> tuple[Table, ...]:
     if isinstance(tables, Table | str | Mapping) or not isinstance(tables, Iterable):
         raise InputError(
             f"embedding_tables takes a list of tables, and was given a "
-            f"{type(tables).__name__}; give [Table(...)]"
+            f"{type(tables).__name__}; give [Table(...)]",
+            key="tables.not_list",
         )
     tables = tuple(tables)
     for at, table in enumerate(tables):
         if not isinstance(table, Table):
             raise InputError(
                 f"embedding_tables was given {table!r} at {at}, which is no table; "
-                "give Table(name=..., rows=..., dim=...)"
+                "give Table(name=..., rows=..., dim=...)",
+                key="tables.not_table",
             )
     if not tables:
-        raise InputError("embedding_tables([]): give at least 1 table")
+        raise InputError(
+            "embedding_tables([]): give at least 1 table", key="tables.no_tables"
+        )
     return tables
 
 
 def _check_names(names: Sequence[str], what: str) -> None:
     for name in names:
         if names.count(name) > 1:
-            raise InputError(f"{names.count(name)} {what} {name!r}; rename all but one")
+            raise InputError(
+                f"{names.count(name)} {what} {name!r}; rename all but one",
+                key="tables.duplicate_name",
+            )
