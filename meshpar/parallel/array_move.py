@@ -123,7 +123,8 @@ class ArrayMove:
                 f"parameter {self.path} lies on {len(before.device_set)} devices of "
                 f"several processes and is to lie on {len(after.device_set)} others; "
                 "of several processes give the new layout the same devices, or save a "
-                "checkpoint and restore it there"
+                "checkpoint and restore it there",
+                key="processes.different_devices",
             )
 
     @property

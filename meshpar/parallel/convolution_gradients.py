@@ -96,7 +96,8 @@ def _check_stride(name: str | None, size: int, part: int, stride: int) -> None:
             f"{name!r} has {size} places at a convolution of stride {stride}, and a "
             f"device {part} of them, which are no whole number of strides: pad "
             f"{name!r} to {-(-size // even) * even} places, or map it to None in the "
-            "rules"
+            "rules",
+            key="grid.indivisible_by_stride",
         )
 
 
@@ -126,7 +127,8 @@ def _check_result(
         f"on each device, but its result {result[dim]}, split over "
         f"{'/'.join(split[dim])}: {beside}, XLA gets the kernel's gradient wrong (jax "
         f"0.10.2); pad {name!r} to {-(-shape[dim] // even) * even} places, or map it "
-        "to None in the rules"
+        "to None in the rules",
+        key="grid.strided_result_split_alone",
     )
 
 
@@ -150,7 +152,8 @@ def _check_parts(
         f"of {kernel[dim - 1]}, and a device {parts[dim]} of them: beside split "
         f"examples and longer parts of {' and '.join(others)} XLA gets gradients wrong "
         f"there (jax 0.10.2); split {logical_axes[dim]!r} over fewer devices, take "
-        "larger volumes or fewer levels, or leave the examples whole"
+        "larger volumes or fewer levels, or leave the examples whole",
+        key="grid.short_part_beside_examples",
     )
 
 

@@ -84,37 +84,45 @@ def _check_kernel(
     if not 1 <= grid <= 3 or len(kernel) != grid + 2:
         raise InputError(
             f"a kernel of shape {kernel} over an array of shape {shape}: give "
-            "(*window, channels, features), with a window over each of 1 to 3 dims"
+            "(*window, channels, features), with a window over each of 1 to 3 dims",
+            key="grid.wrong_kernel_dims",
         )
     if kernel[-2] != shape[-1]:
         raise InputError(
             f"a kernel of {kernel[-2]} channels, shape {kernel}, over an array of "
-            f"{shape[-1]}, shape {shape}; give them as many"
+            f"{shape[-1]}, shape {shape}; give them as many",
+            key="grid.wrong_kernel_channels",
         )
     if split_channels:
         raise InputError(
             f"the channels, {logical_axes[-1]!r} of size {shape[-1]}, are split over "
             f"{'/'.join(split_channels)}, but a convolution sums them on each device; "
-            "name them None in the logical axes, or map them to None in the rules"
+            "name them None in the logical axes, or map them to None in the rules",
+            key="grid.split_channels",
         )
 
 
 def _check_periodic(logical_axes: LogicalAxes, periodic: Sequence[str]) -> None:
     grid = [name for name in logical_axes[1:-1] if name is not None]
     if isinstance(periodic, str):
-        raise InputError(f"periodic={periodic!r}: give a tuple, ({periodic!r},)")
+        raise InputError(
+            f"periodic={periodic!r}: give a tuple, ({periodic!r},)",
+            key="grid.periodic_not_a_tuple",
+        )
     for name in periodic:
         if name not in grid:
             raise InputError(
                 f"periodic names {name!r}, but the dims of the grid are "
-                f"{tuple(logical_axes[1:-1])}; {nearest(str(name), grid)}"
+                f"{tuple(logical_axes[1:-1])}; {nearest(str(name), grid)}",
+                key="grid.unknown_periodic_dim",
             )
 
 
 def _check(name: str | None, size: int, part: int) -> None:
     if size % 2 == 0:
         raise InputError(
-            f"a window of {size} along {name!r}: give an odd one, which has a middle"
+            f"a window of {size} along {name!r}: give an odd one, which has a middle",
+            key="grid.even_window",
         )
     check_reach(name, size, part)
 
@@ -128,7 +136,8 @@ def check_reach(name: str | None, window: int, part: int) -> None:
     if window // 2 > part:
         raise InputError(
             f"a window of {window} along {name!r} reaches {window // 2} places, but a "
-            f"device has {part}: split {name!r} over fewer devices"
+            f"device has {part}: split {name!r} over fewer devices",
+            key="grid.window_beyond_part",
         )
 
 

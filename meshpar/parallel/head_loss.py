@@ -133,7 +133,8 @@ def _num_chunks(x: jax.Array, table: AnyArray, split: _Split, logits_bytes: int)
     if logits_bytes < token_bytes:
         raise InputError(
             f"logits_bytes={logits_bytes} is less than the {token_bytes} bytes of one "
-            "token's fp32 logits on a device; raise it, or set 0 for no limit"
+            "token's fp32 logits on a device; raise it, or set 0 for no limit",
+            key="model.logits_bytes_too_small",
         )
     least = -(-num_tokens // (logits_bytes // token_bytes))
     return equal_chunks(least, num_tokens)

@@ -165,7 +165,8 @@ def _check_channels(channels: int, split: Split) -> None:
             f"a triangle product splits its {channels} channels over the {devices} "
             f"devices of {' x '.join(mesh_axes)} that share the pairs, which does not "
             "divide them; choose channels that do, or map 'pair_rows' or "
-            "'pair_columns' to fewer"
+            "'pair_columns' to fewer",
+            key="layout.indivisible_channels",
         )
 
 
@@ -180,7 +181,8 @@ def _whole(split: Split, line: Line, shape: tuple[int, ...]) -> Move | None:
         raise InputError(
             f"triangle attention shares its {shape[target]} {line}s over the "
             f"{degree(mesh_axes)} devices of {' x '.join(mesh_axes)}, which does not "
-            f"divide them; pad {name!r}, or map it or {PAIRS[source]!r} to fewer"
+            f"divide them; pad {name!r}, or map it or {PAIRS[source]!r} to fewer",
+            key="layout.indivisible_pairs",
         )
     return Move(mesh_axes=split[source], source=source, target=target)
 

@@ -57,7 +57,8 @@ class Pencils:
     ) -> Pencils:
         if norm not in NORMS:
             raise InputError(
-                f"fft with norm={norm!r}: must be one of {', '.join(NORMS)}"
+                f"fft with norm={norm!r}: must be one of {', '.join(NORMS)}",
+                key="grid.unknown_fft_norm",
             )
         _check_named(shape, logical_axes)
         return cls(
@@ -78,7 +79,8 @@ class Pencils:
             raise InputError(
                 f"{caller} over {name!r} of size {size} with modes={modes}: a real "
                 f"transform of that size has {there} frequencies; give modes=1 to "
-                f"{there}, or None for all"
+                f"{there}, or None for all",
+                key="grid.too_many_modes",
             )
         mesh_axes = self.split[self.dims[-1]]
         devices = degree(mesh_axes)
@@ -88,7 +90,8 @@ class Pencils:
             raise InputError(
                 f"{caller} over {name!r} of size {size}: {modes} frequencies do not "
                 f"divide over {'/'.join(mesh_axes)} of size {devices}, which splits "
-                f"{name!r}; {fewer}another dim as the last of over=, or a complex one"
+                f"{name!r}; {fewer}another dim as the last of over=, or a complex one",
+                key="grid.indivisible_modes",
             )
         return replace(self, modes=modes)
 
@@ -171,7 +174,8 @@ class Pencils:
             f"of size {degree(split[dim])}: another dim has to be split while that one "
             f"is whole, and none divides ({held or 'there is none'}); pad one of them, "
             f"{'give other modes, ' if self.modes else ''}or map "
-            f"{self.logical_axes[dim]!r} to None in the rules"
+            f"{self.logical_axes[dim]!r} to None in the rules",
+            key="grid.indivisible_fft",
         )
 
     def _sizes_at(self, dim: int) -> tuple[int, ...]:
@@ -200,23 +204,29 @@ def dims_of(logical_axes: LogicalAxes, over: Sequence[str]) -> tuple[int, ...]:
         InputError: A name is of no dim or of two, or there is none, or one alone.
     """
     if isinstance(over, str):
-        raise InputError(f"fft over {over!r}: give a tuple, ({over!r},)")
+        raise InputError(
+            f"fft over {over!r}: give a tuple, ({over!r},)",
+            key="grid.fft_dims_not_a_tuple",
+        )
     known = [name for name in logical_axes if name is not None]
     for name in over:
         if name not in known:
             raise InputError(
                 f"fft over {name!r}, but the dims are {tuple(logical_axes)}; "
-                f"{nearest(name, known)}"
+                f"{nearest(name, known)}",
+                key="grid.unknown_fft_dim",
             )
         if known.count(name) > 1:
             raise InputError(
                 f"fft over {name!r}, but {known.count(name)} of the dims "
-                f"{tuple(logical_axes)} have that name; rename all but one"
+                f"{tuple(logical_axes)} have that name; rename all but one",
+                key="grid.ambiguous_fft_dim",
             )
     if not over or len(set(over)) < len(over):
         raise InputError(
             f"fft over {tuple(over)}: name one or more of the dims "
-            f"{tuple(logical_axes)}, each of them once"
+            f"{tuple(logical_axes)}, each of them once",
+            key="grid.fft_dims_not_once",
         )
     return tuple(logical_axes.index(name) for name in over)
 
@@ -230,7 +240,8 @@ def check_real(x: jax.Array, name: str) -> None:
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         raise InputError(
             f"{name} of {x.dtype} values: a real transform takes real ones; give "
-            "x.real, or take fftn"
+            "x.real, or take fftn",
+            key="grid.complex_values",
         )
 
 
@@ -239,7 +250,8 @@ def _check_named(shape: Sequence[int], logical_axes: LogicalAxes) -> None:
         raise InputError(
             f"fft of an array of {len(shape)} dims, {tuple(shape)}, with "
             f"{len(logical_axes)} logical axes, {tuple(logical_axes)}; give a name, or "
-            "None, for each dim"
+            "None, for each dim",
+            key="grid.wrong_number_of_axes",
         )
 
 

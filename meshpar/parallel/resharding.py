@@ -149,7 +149,8 @@ def reshard_bytes(params: Params, source: Lying, target: Lying) -> MovedBytes:
         sharding = one.array.sharding
         if not isinstance(sharding, NamedSharding):
             raise InputError(
-                f"{one.path} lies on one device by itself; lay it out on a mesh first"
+                f"{one.path} lies on one device by itself; lay it out on a mesh first",
+                key="mesh.array_without_mesh",
             )
         found += moved_bytes(
             one.wanted.stacked_shape,
@@ -253,17 +254,22 @@ def _check(params: Params, known: dict[str, Parameter]) -> None:
     for path in sorted(known.keys() - there.keys()):
         raise InputError(
             f"parameter {path} of the model is missing; there are "
-            f"{', '.join(sorted(there)) or 'none'}"
+            f"{', '.join(sorted(there)) or 'none'}",
+            key="model.missing_parameter",
         )
     for path in sorted(there.keys() - known.keys()):
-        raise InputError(f"{path} is no parameter of the model; leave it out")
+        raise InputError(
+            f"{path} is no parameter of the model; leave it out",
+            key="model.unknown_parameter",
+        )
     for path, one in there.items():
         wanted = known[path].stacked_shape
         if tuple(one.shape) != wanted:
             raise InputError(
                 f"parameter {path} has shape {tuple(one.shape)}, but in the layout "
                 f"that is said to be its own it has {wanted}; say which layout it "
-                "lies in"
+                "lies in",
+                key="layout.parameter_of_other_layout",
             )
 
 
@@ -276,5 +282,6 @@ def _check_stages(params: Params, num_stages: int) -> None:
             raise InputError(
                 f"parameter {path} lies on {there} stages, which may have "
                 "the layers in another order than the layout that is said to be its "
-                f"own, of {num_stages}; say from_layout=, such as step.layout"
+                f"own, of {num_stages}; say from_layout=, such as step.layout",
+                key="layout.parameter_of_other_stages",
             )

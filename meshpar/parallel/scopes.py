@@ -90,7 +90,8 @@ def stream_specs(axes: Any, stream: Stream, rules: Rules) -> Any:
         raise InputError(
             f"the stream is declared as {axes}, but the functions make "
             f"{jax.tree.map(jnp.shape, stream)}; declare a tuple of logical axes for "
-            "each of its arrays"
+            "each of its arrays",
+            key="model.stream_of_other_tree",
         )
     return jax.tree.map(
         lambda names, x: _spec(names, x, rules), axes, stream, is_leaf=_is_axes
@@ -109,7 +110,8 @@ def _check_real(stream: Stream) -> None:
             raise InputError(
                 f"the stream holds {x.dtype}{x.shape} at "
                 f"{jax.tree_util.keystr(path) or 'its root'}, but what flows between "
-                "blocks has gradients; read integers from scope.batch"
+                "blocks has gradients; read integers from scope.batch",
+                key="model.integer_stream",
             )
 
 

@@ -60,7 +60,8 @@ def sequence_dims(model: Model, name: str, array: Any) -> tuple[int, ...]:
             return ()
         raise InputError(
             f"context splits sequences, but nothing says which dim of batch[{name!r}] "
-            "has them; declare it in inputs=, as Input(('batch', 'seq')) if dim 1 does"
+            "has them; declare it in inputs=, as Input(('batch', 'seq')) if dim 1 does",
+            key="model.unknown_token_dim",
         )
     axes = model.known_inputs[name].logical_axes
     return tuple(dim for dim, axis in enumerate(axes) if is_sequence(axis))

@@ -58,7 +58,8 @@ def check_per_token(model: Model, layout: Layout) -> None:
         raise InputError(
             "per_token=True says that embed and head treat every token by itself, so "
             f"that the {layout.stage} ranks of a pipeline have some tokens each, but "
-            f"one of them does not: {found}; leave per_token out"
+            f"one of them does not: {found}; leave per_token out",
+            key="model.per_token_joins_tokens",
         )
 
 
@@ -88,7 +89,8 @@ def _check_heads(model: Model, layout: Layout, rules: Rules) -> None:
                     f"{'context=' if trading == layout.context else ''}{trading}"
                     f"{f' x {split}' if split > 1 else ''}, which does not divide the "
                     f"{size} of {path}; take attention=ring or allgather, or another "
-                    "context"
+                    "context",
+                    key="attention.indivisible_heads",
                 )
 
 
@@ -104,13 +106,15 @@ def check_token_wise(model: Model) -> None:
     if _fixed_tokens(model) is None and not _open_sequences(model):
         raise InputError(
             "context splits sequences, but no declared input has a dim of tokens "
-            "(logical axis 'seq', or one that ends with '_seq'); set context=1"
+            "(logical axis 'seq', or one that ends with '_seq'); set context=1",
+            key="model.no_sequence_input",
         )
     found = tokens_joined(model)
     if found is not None:
         raise InputError(
             "context splits sequences, but a function of the model joins tokens "
-            f"otherwise than by meshpar's attention: {found}; set context=1"
+            f"otherwise than by meshpar's attention: {found}; set context=1",
+            key="model.joins_tokens",
         )
 
 
@@ -123,7 +127,8 @@ def _check_one_dim(model: Model) -> None:
                 f"context splits sequences, but inputs[{name!r}] has them in several "
                 f"dims, {' and '.join(map(repr, axes))}, and a device its own tokens' "
                 "share of each; name one of the dims, and None those that stay whole, "
-                "or set context=1"
+                "or set context=1",
+                key="model.several_sequence_dims",
             )
 
 
@@ -189,7 +194,9 @@ def _check_probed(probe: Probe, why: str) -> None:
     if found is not None:
         raise InputError(
             f"{why}, but logits joins the tokens of a device, that has not all: "
-            f"{found}; give each token's own, or take a layout with {probe.mesh_axis}=1"
+            f"{found}; give each token's own, or take a layout with "
+            f"{probe.mesh_axis}=1",
+            key="model.logits_join_tokens",
         )
 
 

@@ -55,7 +55,8 @@ def check_sequences(
                     f"batch[{name!r}] has sequences of {size} tokens and "
                     f"batch[{other!r}] of {known}: padded for {order.mesh_axis}="
                     f"{order.num_ranks} both have {order.padded(size)}, and could not "
-                    "be told apart; pad one of them yourself"
+                    "be told apart; pad one of them yourself",
+                    key="batch.lengths_padded_alike",
                 )
 
 
@@ -74,13 +75,15 @@ def _check_padded(
     if not any(one.is_weight and axis in one.logical_axes for one in weights):
         raise InputError(
             f"{what}, and no array weighs {axis!r}, so that padding would count; pad "
-            "the batch yourself"
+            "the batch yourself",
+            key="batch.unweighted_padding",
         )
     for group in model.groups:
         if group.auxiliary or group.changes_state:
             raise InputError(
                 f"{what}, and block group {group.name!r} sums over tokens, in which "
-                "padding would count; pad the batch yourself"
+                "padding would count; pad the batch yourself",
+                key="batch.padding_in_block_sums",
             )
 
 
@@ -100,7 +103,8 @@ def _check_no_sums(
         raise InputError(
             f"{_uneven(order, name, size)}, and a function of the model calls "
             "scope.sequence_sum, in which padding would count; pad the batch yourself, "
-            "with weights of 0 that the function takes into account"
+            "with weights of 0 that the function takes into account",
+            key="batch.padding_in_sequence_sum",
         )
 
 

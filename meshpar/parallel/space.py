@@ -73,6 +73,11 @@ def splits_tokens(model: Model, layout: Layout, rules: Rules) -> bool:
 
 def space_problems(model: Model, layout: Layout, rules: Rules) -> Iterator[str]:
     """Why a layout cannot split the space of a model's inputs."""
+    return map(str, space_errors(model, layout, rules))
+
+
+def space_errors(model: Model, layout: Layout, rules: Rules) -> Iterator[InputError]:
+    """The errors of a layout that cannot split the space of a model's inputs."""
     axes, sizes = space_axes(model, rules), layout.mesh_shape
     at_work = [axis for axis in axes if sizes[axis] > 1]
     if layout.stage > 1:
@@ -81,32 +86,36 @@ def space_problems(model: Model, layout: Layout, rules: Rules) -> Iterator[str]:
         return
     asked = _asked(layout, at_work)
     if layout.sync_every > 1:
-        yield (
+        yield InputError(
             f"{asked}, but sync_every={layout.sync_every} trains replicas that hold "
-            "whole examples; set sync_every=1"
+            "whole examples; set sync_every=1",
+            key="layout.replicas_of_split_space",
         )
     if "context" not in at_work:
         return
     if "context" in split_axes_of(layout, rules):
-        yield (
+        yield InputError(
             f"{asked}, so that states cannot be split over 'context' too; leave it "
-            "out of zero_axes and of the rules of parameters"
+            "out of zero_axes and of the rules of parameters",
+            key="layout.states_split_with_space",
         )
     if layout.attention != Layout().attention:
-        yield (
+        yield InputError(
             f"{asked}, so that attention={layout.attention} has no sequence to split; "
-            "leave it out"
+            "leave it out",
+            key="layout.attention_beside_space",
         )
     named = {name for one in model.known_inputs.values() for name in one.logical_axes}
     sequences = sorted(str(name) for name in named if f"_{name}".endswith("_seq"))
     if sequences:
-        yield (
+        yield InputError(
             f"{asked}, so that it cannot split {sequences[0]!r} of other inputs too; "
-            "map the dims of space to other mesh axes, or set context=1"
+            "map the dims of space to other mesh axes, or set context=1",
+            key="layout.space_and_sequences",
         )
 
 
-def _staged_space(model: Model, layout: Layout, rules: Rules) -> Iterator[str]:
+def _staged_space(model: Model, layout: Layout, rules: Rules) -> Iterator[InputError]:
     """Of the inputs' space and of that of the streams between blocks."""
     streams = [group.stream for group in model.groups]
     names = _input_axes(model) | set(jax.tree.leaves(streams))
@@ -116,11 +125,12 @@ def _staged_space(model: Model, layout: Layout, rules: Rules) -> Iterator[str]:
         if layout.mesh_shape[axis] > 1 and axis not in BATCH_AXES
     ]
     if at_work:
-        yield (
+        yield InputError(
             f"{_asked(layout, at_work)}, and stage={layout.stage} the layers: XLA "
             "sends halos by permutes that every device of the mesh must join, but at a "
             "tick other stages run a backward, or nothing; set stage=1, or "
-            f"{' and '.join(f'{one}=1' for one in at_work)}"
+            f"{' and '.join(f'{one}=1' for one in at_work)}",
+            key="layout.stages_of_split_space",
         )
 
 
@@ -135,8 +145,8 @@ def check_space(model: Model, layout: Layout, rules: Rules) -> None:
     Raises:
         InputError: It has what cannot stand beside.
     """
-    for message in space_problems(model, layout, rules):
-        raise InputError(message)
+    for error in space_errors(model, layout, rules):
+        raise error
 
 
 def input_spec(

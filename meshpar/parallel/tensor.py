@@ -71,7 +71,8 @@ def refuse_split_embed(mesh_axes: tuple[str, ...], where: str) -> None:
         raise InputError(
             f"logical axis 'embed' is mapped to {'/'.join(mesh_axes)}, but {where} "
             "whole, all values of a token on each device; map 'embed' to None, and "
-            "'mlp' and 'heads' to it"
+            "'mlp' and 'heads' to it",
+            key="rules.split_embed",
         )
 
 

@@ -105,7 +105,7 @@ class BatchPlacement:
         """Refuses a global batch that does not divide over the batch axes."""
         refused = batch_refusal(self.layout, num_examples, name, microbatches)
         if refused is not None:
-            raise InputError(refused)
+            raise refused
 
     @property
     def _is_shared(self) -> bool:
@@ -125,7 +125,8 @@ class BatchPlacement:
         if not shards:
             raise InputError(
                 f"no device of process {jax.process_index()} is in the mesh of layout "
-                f"{str(self.layout)!r}: lay it out over the devices of all processes"
+                f"{str(self.layout)!r}: lay it out over the devices of all processes",
+                key="mesh.process_without_devices",
             )
         return tuple(sorted(shards))
 
@@ -143,7 +144,8 @@ class BatchPlacement:
                 f"{jax.process_index()} of {jax.process_count()}, whose devices hold "
                 f"{here} of the {all_shards} parts of data={layout.data},"
                 f"fsdp={layout.fsdp}{experts}: give it a multiple of {here} rows, "
-                f"{here}/{all_shards} of the global batch (step.rows_here)"
+                f"{here}/{all_shards} of the global batch (step.rows_here)",
+                key="batch.indivisible_rows",
             )
         return num_rows // here * all_shards
 
@@ -154,7 +156,8 @@ class BatchPlacement:
                 f"batch[{next(iter(batch))!r}] has {num_rows} rows, but of a global "
                 f"batch of {global_batch} the devices of process "
                 f"{jax.process_index()} of {jax.process_count()} hold {len(wanted)}: "
-                "give those of step.rows_here(global_batch)"
+                "give those of step.rows_here(global_batch)",
+                key="batch.wrong_number_of_rows",
             )
 
     def _joined(self, name: str, array: Any) -> jax.Array:

@@ -92,7 +92,8 @@ class Checkpoints:
         except OSError as error:
             raise CheckpointError(
                 f"cannot make the checkpoint folder {str(directory)!r}: "
-                f"{error.strerror}"
+                f"{error.strerror}",
+                key="checkpoint.folder_not_made",
             ) from error
         self._choice = Choice(self._manager, self.directory, self._processes)
 
@@ -134,7 +135,10 @@ class Checkpoints:
         earlier, self._choice.step = self._failure(), None
         if not self._is_open:
             where = repr(str(self.directory))
-            raise CheckpointError(f"{where} is closed: save before its `with` ends")
+            raise CheckpointError(
+                f"{where} is closed: save before its `with` ends",
+                key="checkpoint.closed",
+            )
         step = int(state.step)
         try:
             self._choice.move_damaged_aside()
@@ -276,7 +280,9 @@ class Checkpoints:
             self._manager.reload()  # It has forgotten those that are there.
         where = repr(str(self.directory))
         what = f"checkpoint of step {saving.step} not written to {where}"
-        self._failed = CheckpointError(f"{what}: {reason_of(error, self.directory)}")
+        self._failed = CheckpointError(
+            f"{what}: {reason_of(error, self.directory)}", key="checkpoint.not_written"
+        )
         self._failed.__cause__ = error
 
     def _check(
@@ -292,14 +298,16 @@ class Checkpoints:
                     f"checkpoint of step {step} in {str(self.directory)!r} has "
                     f"the states of {had} replicas, but the layout has {has}: each has "
                     "an optimizer state of its own; keep 'data' and whether there are "
-                    "local steps (sync_every above 1)"
+                    "local steps (sync_every above 1)",
+                    key="checkpoint.other_replicas",
                 )
             if there.get(path, here) != here:
                 raise CheckpointError(
                     f"checkpoint of step {step} in {str(self.directory)!r} is of "
                     f"another model: {path} has shape {there[path]} there and {here} "
                     "here; build the model with the sizes it was saved with, or start "
-                    "without resuming"
+                    "without resuming",
+                    key="checkpoint.other_model",
                 )
 
     def _stored_shapes(self, step: int) -> dict[str, tuple[int, ...]]:

@@ -87,7 +87,8 @@ def read_arrays(path: Path, step: int | None = None) -> tuple[Contents, dict[str
     if contents.damage:
         raise CheckpointError(
             f"checkpoint of step {contents.step} in {contents.directory!r} is damaged: "
-            f"{contents.damage}"
+            f"{contents.damage}",
+            key="checkpoint.damaged",
         )
     folder = (Path(contents.directory) / str(contents.step) / "state").absolute()
     tree: dict[str, Any] = {}
@@ -126,5 +127,6 @@ def _start(contents: Contents, paths: Collection[tuple[str, ...]]) -> tuple[str,
     raise CheckpointError(
         f"checkpoint of step {contents.step} in {contents.directory!r} is of local "
         f"steps ({contents.layout}), and has no parameters that its replicas have in "
-        "common; go on with its run, and save it anew"
+        "common; go on with its run, and save it anew",
+        key="checkpoint.no_common_parameters",
     )

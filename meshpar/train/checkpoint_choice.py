@@ -80,7 +80,7 @@ class Choice:
         while True:
             step = self.newest_good() if self.step is None else self.step
             if step is None:
-                raise first or CheckpointError(self._absent())
+                raise first or self._absent()
             self._tell_damaged(step)
             check(step)
             folder, found = self._directory / str(step), None
@@ -97,7 +97,8 @@ class Choice:
             if has_checksums(folder):
                 raise CheckpointError(
                     f"{error}; its files are as they were written, so that it is not "
-                    "passed over"
+                    "passed over",
+                    key=error.key,
                 ) from error
             self.damaged[step], self.step = str(error), None
 
@@ -118,7 +119,7 @@ class Choice:
                 told = f"damaged checkpoints not moved aside: {error}"
         told = self._processes.gather(told)[0]
         if told:
-            raise CheckpointError(told)
+            raise CheckpointError(told, key="checkpoint.damaged_not_moved_aside")
         self._manager.reload()
         self.damaged = {}
 
@@ -130,7 +131,11 @@ class Choice:
         """This process's error, or another's: what one cannot read none does."""
         told = self._processes.gather(None if error is None else str(error))
         other = next(filter(None, told), None)
-        return error or (None if other is None else CheckpointError(other))
+        return error or (
+            None
+            if other is None
+            else CheckpointError(other, key="checkpoint.unreadable")
+        )
 
     def _tell_damaged(self, step: int) -> None:
         for other, why in self.damaged.items():
@@ -143,11 +148,15 @@ class Choice:
                     stacklevel=4,
                 )
 
-    def _absent(self) -> str:
+    def _absent(self) -> CheckpointError:
         if self.damaged:
             step = max(self.damaged)
-            return f"{self.unreadable(step)}: {self.damaged[step]}"
-        return (
+            return CheckpointError(
+                f"{self.unreadable(step)}: {self.damaged[step]}",
+                key="checkpoint.damaged",
+            )
+        return CheckpointError(
             f"no checkpoint in {str(self._directory)!r}; start without resuming, or "
-            "name the folder of an earlier run"
+            "name the folder of an earlier run",
+            key="checkpoint.none_in_folder",
         )

@@ -86,7 +86,8 @@ def read_contents(path: Path, step: int | None = None) -> Contents:
     if chosen not in steps:
         raise CheckpointError(
             f"no checkpoint of step {chosen} in {str(directory)!r}; there are "
-            f"{', '.join(map(str, steps))}"
+            f"{', '.join(map(str, steps))}",
+            key="checkpoint.no_such_step",
         )
     folder = directory.absolute() / str(chosen)
     what = f"checkpoint of step {chosen} in {str(directory)!r} cannot be read"
@@ -113,7 +114,8 @@ def _found(path: Path) -> tuple[Path, int | None]:
     """The folder of checkpoints, and the step that the path itself names."""
     if not path.is_dir():
         raise CheckpointError(
-            f"no folder {str(path)!r}; name a run's or a checkpoint's"
+            f"no folder {str(path)!r}; name a run's or a checkpoint's",
+            key="checkpoint.missing_folder",
         )
     if path.name.isdecimal() and (path / "state").is_dir():
         return path.parent, int(path.name)
@@ -122,7 +124,8 @@ def _found(path: Path) -> tuple[Path, int | None]:
             return directory, None
     raise CheckpointError(
         f"no checkpoint in {str(path)!r}; name the folder of a run (--out), of its "
-        "checkpoints, or of one of them"
+        "checkpoints, or of one of them",
+        key="checkpoint.none_in_folder",
     )
 
 

@@ -31,7 +31,9 @@ def explained(directory: Path, what: str) -> Iterator[None]:
     except CheckpointError:
         raise
     except Exception as error:  # Orbax and TensorStore raise kinds of their own.
-        raise CheckpointError(f"{what}: {reason_of(error, directory)}") from error
+        raise CheckpointError(
+            f"{what}: {reason_of(error, directory)}", key="checkpoint.unreadable"
+        ) from error
 
 
 def reason_of(error: Exception, directory: Path) -> str:

@@ -46,7 +46,8 @@ class TokenWindows:
         if len(tokens) < seq + 1:
             raise DataError(
                 f"{len(tokens)} tokens are too few for one window of {seq} and its "
-                "successor; give more text or a shorter window"
+                "successor; give more text or a shorter window",
+                key="data.too_few_tokens",
             )
         self._tokens, self._seq = tokens, seq
         self._names = tuple(default_inputs() if names is None else names)[:3]
@@ -150,9 +151,12 @@ def read_texts(path: Path) -> dict[str, str]:
     """
     if not path.exists():
         raise DataError(
-            f"no text at {str(path)!r}; give a text file or a folder of them"
+            f"no text at {str(path)!r}; give a text file or a folder of them",
+            key="data.missing_file",
         )
     files = sorted(path.glob("*.txt")) if path.is_dir() else [path]
     if not files:
-        raise DataError(f"the folder {str(path)!r} holds no .txt file")
+        raise DataError(
+            f"the folder {str(path)!r} holds no .txt file", key="data.empty_folder"
+        )
     return {file.stem: read_text(file) for file in files}

@@ -39,11 +39,15 @@ def check_spike(policy: Policy, spike: float | None) -> None:
         InputError: It is not above 1, or the policy is to go on.
     """
     if spike is not None and not 1 < spike < math.inf:
-        raise InputError(f"spike={spike!r}: must be a finite number above 1")
+        raise InputError(
+            f"spike={spike!r}: must be a finite number above 1",
+            key="run.spike_not_above_one",
+        )
     if spike is not None and policy == "skip":
         raise InputError(
             f"spike={spike:g} needs another on_bad_step than 'skip': a loss is known "
-            "once its step is done; choose 'rollback' or 'stop'"
+            "once its step is done; choose 'rollback' or 'stop'",
+            key="run.spike_with_skip",
         )
 
 
@@ -95,13 +99,18 @@ class StepWatch:
         is_bad = skipped or not math.isfinite(loss)
         self._in_a_row = self._in_a_row + 1 if is_bad else 0
         if is_bad and self._policy != "skip":
-            raise BadStepError(step, f"loss {loss:g} or its gradients are not finite")
+            raise BadStepError(
+                step,
+                f"loss {loss:g} or its gradients are not finite",
+                key="run.loss_not_finite",
+            )
         if self._in_a_row >= self._patience:
             raise BadStepError(
                 step,
                 f"the {self._in_a_row}th in a row whose gradients are not finite, so "
                 "that nothing is learned any more; go on from an earlier checkpoint "
                 "with on_bad_step='rollback', or lower the learning rate",
+                key="run.gradients_not_finite",
             )
         if is_bad:
             return
@@ -114,5 +123,7 @@ class StepWatch:
         usual = statistics.median(self._losses)
         if loss > self._spike * usual:
             raise BadStepError(
-                step, f"loss {loss:g} is {loss / usual:.2g} times the usual {usual:g}"
+                step,
+                f"loss {loss:g} is {loss / usual:.2g} times the usual {usual:g}",
+                key="run.loss_spike",
             )

@@ -32,9 +32,15 @@ def check_seed(seed: int) -> None:
     """
     whole = isinstance(seed, int | np.integer) and not isinstance(seed, bool)
     if not whole:
-        raise InputError(f"seed={seed!r}: must be a whole number below {2**32}")
+        raise InputError(
+            f"seed={seed!r}: must be a whole number below {2**32}",
+            key="value.not_whole_number",
+        )
     if not 0 <= seed < 2**32:
-        raise InputError(f"seed={seed}: must be at least 0 and below {2**32}")
+        raise InputError(
+            f"seed={seed}: must be at least 0 and below {2**32}",
+            key="value.seed_out_of_range",
+        )
 
 
 def placed_start(
@@ -87,13 +93,15 @@ def placed_values(
         if path not in parameters:
             raise InputError(
                 f"the given values have {path!r}, which the model has not; "
-                f"{nearest(path, parameters)}"
+                f"{nearest(path, parameters)}",
+                key="model.unknown_parameter",
             )
     missing = parameters.keys() - values.keys()
     if missing and not partly:
         raise InputError(
             f"the given values have no {min(missing)!r}, and {len(missing)} of "
-            f"{len(parameters)} are missing; give every parameter of the model"
+            f"{len(parameters)} are missing; give every parameter of the model",
+            key="model.missing_parameter",
         )
     tree: Params = {}
     for path, value in values.items():
@@ -112,7 +120,8 @@ def _placed(
     if shape is None or tuple(shape) != wanted:
         raise InputError(
             f"{path} is given with shape {shape}, but the model's is "
-            f"{wanted}, layers first to last; give the values of this model"
+            f"{wanted}, layers first to last; give the values of this model",
+            key="model.wrong_parameter_shape",
         )
     in_order = parameter.layer_order is None
     if isinstance(value, jax.Array):

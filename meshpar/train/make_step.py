@@ -115,7 +115,8 @@ def make_train_step(
         mesh = make_mesh(layout, devices)
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise InputError(
-            f"mesh is a {type(mesh).__name__}; give one of make_mesh(layout)"
+            f"mesh is a {type(mesh).__name__}; give one of make_mesh(layout)",
+            key="mesh.not_a_mesh",
         )
     layout = layout.resolve(mesh.size)
     if schedule is not None:
@@ -143,9 +144,9 @@ def make_train_step(
     refused = experts_refusal(model, layout)
     if refused is not None:
         raise RuleError("dead", refused)
-    refused = inputs_refusal(model, layout)
-    if refused is not None:
-        raise InputError(refused)
+    refused_input = inputs_refusal(model, layout)
+    if refused_input is not None:
+        raise refused_input
     outer_optimizer = outer_optimizer_of(layout, outer_optimizer)
     refuse_by_host(options)
     return TrainStep(replace(options, outer_optimizer=outer_optimizer))
@@ -155,7 +156,8 @@ def _check_optimizer(optimizer: Any, name: str = "optimizer") -> None:
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
         raise InputError(
             f"{name} is {optimizer!r}; give an optax optimizer, such as "
-            "optax.adamw(1e-3)"
+            "optax.adamw(1e-3)",
+            key="optimizer.not_an_optimizer",
         )
 
 
@@ -175,6 +177,7 @@ def outer_optimizer_of(
         raise InputError(
             f"layout {str(layout)!r} has sync_every=1: it averages the gradients of "
             "every step, and no outer optimizer runs; leave outer_optimizer out, or "
-            "set sync_every to 2 or more"
+            "set sync_every to 2 or more",
+            key="optimizer.outer_without_local_steps",
         )
     return None

@@ -101,7 +101,8 @@ def memory_report(
             f"memory_report takes a step of make_train_step, not a "
             f"{type(step).__name__}; for one with tables take "
             "step.predicted_memory(batch), and meshpar.audit(step, batch) for the "
-            "compiled program's"
+            "compiled program's",
+            key="step.wrong_kind",
         )
     report = audit(step, batch, target=target)
     if has_space(step.model_as_given):

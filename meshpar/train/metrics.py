@@ -79,7 +79,8 @@ def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
     if not isinstance(row, dict) or not isinstance(row.get("step"), int):
         raise InputError(
             f"line {number} of {str(path)!r} is no row of metrics: {line[:40]!r}; name "
-            "another file, or delete this one"
+            "another file, or delete this one",
+            key="run.unreadable_metrics",
         )
     return row
 

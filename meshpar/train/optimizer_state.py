@@ -102,7 +102,8 @@ def follow_sharding(array: Any, param: Any, sharding: NamedSharding) -> NamedSha
         raise InputError(
             f"optimizer state of shape {array.shape} belongs to a parameter of shape "
             f"{param.shape}, so it cannot take that parameter's layout; use an "
-            "optimizer whose state has the parameter's dims, all or some of them"
+            "optimizer whose state has the parameter's dims, all or some of them",
+            key="optimizer.state_has_other_dims",
         )
     spec = sharding.spec
     return NamedSharding(
@@ -138,7 +139,8 @@ def check_unowned(opt_state: Any, params: Any, of_states: Any) -> None:
                 f"device (limit {LARGE_BYTES:,}) while the layout splits the states of "
                 "parameters; use an optimizer whose state has the parameters' tree, "
                 "such as this one without optax.flatten, or a layout that splits "
-                "nothing, such as data=-1"
+                "nothing, such as data=-1",
+                key="optimizer.large_unsplit_state",
             )
 
 

@@ -24,12 +24,16 @@ def refuse_by_host(options: StepOptions) -> None:
         return
     asked = f"gradient_reduction={options.gradient_reduction!r}"
     if options.gradient_reduction != "by_host":
-        raise InputError(f"{asked}: must be 'flat' or 'by_host'")
+        raise InputError(
+            f"{asked}: must be 'flat' or 'by_host'",
+            key="step.unknown_gradient_reduction",
+        )
     layout, mesh = options.layout, options.mesh
     if not isinstance(mesh, Mesh) or options.platform != "cpu":
         raise InputError(
             f"{asked} is for CPUs that are there: GPUs and TPUs sum inside a host "
-            "first by themselves; leave it out"
+            "first by themselves; leave it out",
+            key="step.by_host_not_on_cpu",
         )
     hosts = np.array(hosts_of(mesh)).reshape(mesh.devices.shape)
     # Under local steps nothing is summed over `data`.
@@ -48,5 +52,6 @@ def refuse_by_host(options: StepOptions) -> None:
         raise InputError(
             f"layout {str(layout)!r}: {asked} changes nothing, as no sum of gradients "
             "goes over several devices of each of several hosts (there are "
-            f"{len(set(hosts.flat))} here); leave it out"
+            f"{len(set(hosts.flat))} here); leave it out",
+            key="step.by_host_without_effect",
         )

@@ -16,7 +16,7 @@ from meshpar.model.parameter import flat
 from meshpar.model.tracing import traced_batch, traced_forward, tracing
 from meshpar.parallel.placement import DTYPES
 from meshpar.parallel.remat import HOST_MEMORY
-from meshpar.train.layout_refusals import PLAIN, layout_refusals
+from meshpar.train.layout_refusals import PLAIN, layout_errors
 from meshpar.train.rule_refusals import rule_refusals
 from meshpar.train.step_options import StepOptions
 
@@ -33,24 +33,27 @@ def refuse(options: StepOptions) -> None:
     if dict(mesh.shape) != layout.mesh_shape:
         raise InputError(
             f"layout {str(layout)!r} has mesh axes {layout.mesh_shape}, but the mesh "
-            f"has {dict(mesh.shape)}; make it with make_mesh(layout)"
+            f"has {dict(mesh.shape)}; make it with make_mesh(layout)",
+            key="mesh.not_of_layout",
         )
-    for message in layout_refusals(layout).values():
-        raise InputError(message)
+    for error in layout_errors(layout).values():
+        raise error
     if layout.optimizer_memory == "host" and isinstance(mesh, Mesh):
         _check_host_memory(layout, mesh)
     refused = offload_refusal(layout, options.platform)
     if refused is not None and isinstance(mesh, Mesh):
-        raise InputError(refused)
+        raise refused
     if options.gradient_dtype not in DTYPES:
         raise InputError(
             f"gradient_dtype={options.gradient_dtype!r}: must be one of "
-            f"{', '.join(DTYPES)}"
+            f"{', '.join(DTYPES)}",
+            key="step.unknown_gradient_dtype",
         )
     norm = options.max_grad_norm
     if norm is not None and not (isinstance(norm, Real) and norm > 0):
         raise InputError(
-            f"max_grad_norm={norm!r}: must be positive, or None for no limit"
+            f"max_grad_norm={norm!r}: must be positive, or None for no limit",
+            key="step.grad_norm_not_positive",
         )
     for _, error in rule_refusals(options.rules, layout):
         raise error
@@ -63,30 +66,33 @@ def _check_host_memory(layout: Layout, mesh: Mesh) -> None:
         raise InputError(
             f"layout {str(layout)!r}: optimizer_memory=host needs devices with memory "
             f"{HOST_MEMORY!r}; {device.device_kind} has {', '.join(kinds)}: leave it "
-            "out"
+            "out",
+            key="layout.no_host_memory",
         )
 
 
-def offload_refusal(layout: Layout, platform: str) -> str | None:
-    """Why a kind of device cannot move residuals to the host; None if it can."""
+def offload_refusal(layout: Layout, platform: str) -> InputError | None:
+    """The error of a device that cannot move residuals to the host, or None."""
     names = layout.residual_names
     if names is None or not names.offload or platform != "cpu":
         return None
-    return (
+    return InputError(
         f"layout {str(layout)!r}: a CPU's memory is the host's own, so remat=offload "
-        f"would move nothing; write remat=save:{'/'.join(names.every)}"
+        f"would move nothing; write remat=save:{'/'.join(names.every)}",
+        key="layout.offload_on_cpu",
     )
 
 
-def inputs_refusal(model: Model, layout: Layout) -> str | None:
-    """Why a layout does not suit an input that has a gradient; None if it does."""
+def inputs_refusal(model: Model, layout: Layout) -> InputError | None:
+    """The error of a layout that does not suit an input with a gradient, or None."""
     names = [name for name, one in model.known_inputs.items() if one.has_gradient]
     if not names or (layout.sync_every == 1 and layout.context == 1):
         return None
-    return (
+    return InputError(
         f"layout {str(layout)!r}: the gradient of input {names[0]!r} is found once a "
         f"step and for whole sequences, but sync_every={layout.sync_every} and "
-        f"context={layout.context}; leave sync_every and context out"
+        f"context={layout.context}; leave sync_every and context out",
+        key="layout.unsupported_input_gradient",
     )
 
 
@@ -158,12 +164,14 @@ def refuse_schedule(layout: Layout) -> None:
     if layout.schedule != PLAIN.schedule:
         raise InputError(
             f"layout {str(layout)!r} names schedule={layout.schedule}, but a schedule "
-            "is given beside it; leave one of them out"
+            "is given beside it; leave one of them out",
+            key="schedule.given_twice",
         )
     if layout.stage == 1:
         raise InputError(
             f"layout {str(layout)!r} has stage=1, but a schedule is given beside it; "
-            "leave it out, or give 'stage' a size"
+            "leave it out, or give 'stage' a size",
+            key="schedule.without_stages",
         )
 
 
@@ -172,8 +180,8 @@ def batch_refusal(
     num_examples: int,
     name: str = "",
     microbatches: int | None = None,
-) -> str | None:
-    """Why a global batch of that size does not suit a layout; None if it does.
+) -> InputError | None:
+    """The error of a global batch of that size that does not suit a layout, or None.
 
     `microbatches` counts instead of the layout's own, where it is given.
     """
@@ -182,12 +190,13 @@ def batch_refusal(
         return None
     times = f" x microbatches={microbatches}"
     what = f"batch[{name!r}]" if name else "the batch"
-    return (
+    return InputError(
         f"{what} has {num_examples} examples, which do not divide over "
         f"{layout.batch_shards} devices of data={layout.data},fsdp={layout.fsdp}"
         f"{f',expert={layout.expert}' if layout.expert > 1 else ''}"
         f"{times if microbatches > 1 else ''}; pad with examples of weight 0, "
-        "or change the global batch"
+        "or change the global batch",
+        key="batch.indivisible",
     )
 
 
@@ -198,4 +207,7 @@ def check_logits(model: Model) -> None:
         InputError: It has none.
     """
     if model.logits is None:
-        raise InputError("the model has no logits function; give Model logits=")
+        raise InputError(
+            "the model has no logits function; give Model logits=",
+            key="model.missing_logits",
+        )

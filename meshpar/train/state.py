@@ -185,14 +185,16 @@ def check_state(
             raise InputError(
                 f"the state's {path_name(path)} is {_in_words(array)}, and this step's "
                 f"is {_in_words(wanted)}: it is of another model, layout or precision; "
-                f"{_OWN}"
+                f"{_OWN}",
+                key="step.state_array_differs",
             )
     there = getattr(getattr(state.step, "sharding", None), "mesh", None)
     if mesh is not None and there is not None and there.shape != mesh.shape:
         raise InputError(
             f"the state lies on a mesh of {_sizes(there)}, and this step's has "
             f"{_sizes(mesh)}; {_OWN}, or restore a checkpoint of it, which any layout "
-            "reads"
+            "reads",
+            key="step.state_on_other_mesh",
         )
 
 
@@ -214,7 +216,8 @@ def _check_paths(state: TrainState, shapes: TrainState) -> None:
         first, *others = missing or more
         raise InputError(
             f"the state {lacks} {first}{f' and {len(others)} more' if others else ''}, "
-            f"which this step {keeps_it}; {_OWN}"
+            f"which this step {keeps_it}; {_OWN}",
+            key="step.state_tree_differs",
         )
 
 
@@ -244,7 +247,8 @@ def check_not_donated(state: TrainState) -> None:
     path = next(path for path, array in leaves if _is_gone(array))
     raise InputError(
         f"the state's {path_name(path)} is gone: a step donates the state that it is "
-        "given; go on with the one that it returned"
+        "given; go on with the one that it returned",
+        key="step.donated_state",
     )
 
 
@@ -252,7 +256,8 @@ def _check_kind(state: TrainState) -> None:
     if not isinstance(state, TrainState):
         raise InputError(
             f"state is a {type(state).__name__}; give what step.init or an earlier "
-            "step returned"
+            "step returned",
+            key="step.not_a_state",
         )
 
 

@@ -141,7 +141,8 @@ class TrainStep:
             raise InputError(
                 f"given values with sync_every={self.layout.sync_every}: replicas of "
                 "local steps start from drawn values only; train without local steps "
-                "first, or resume such a run"
+                "first, or resume such a run",
+                key="step.given_values_with_local_steps",
             )
         with jax.set_mesh(self._devices_mesh):
             if not given:
@@ -203,7 +204,8 @@ class TrainStep:
         if not self.is_local:
             raise InputError(
                 f"layout {str(self.layout)!r} has sync_every=1: there are no replicas "
-                "to average; set it to 2 or more"
+                "to average; set it to 2 or more",
+                key="step.no_replicas_to_average",
             )
         check_state(state, self.state_shapes, self._devices_mesh)
         with jax.set_mesh(self._devices_mesh):
@@ -330,7 +332,8 @@ class TrainStep:
         if sync_only and not self.is_local:
             raise InputError(
                 f"layout {str(self.layout)!r} has sync_every=1 and averages nothing "
-                "but gradients; set it to 2 or more"
+                "but gradients; set it to 2 or more",
+                key="step.no_sync_program",
             )
         step = self if platform is None else self.for_absent(platform)
         # JAX does not trace a jit with options of its own inside another.

@@ -79,17 +79,20 @@ def shard_attention(
     if mask.window is not None and prefix is not None:
         raise InputError(
             f"window={mask.window} and a prefix at once: which of the prefix a window "
-            "leaves is not defined; leave one of them out"
+            "leaves is not defined; leave one of them out",
+            key="attention.window_with_prefix",
         )
     if mask.prefix != (prefix is not None):
         given = "None" if prefix is None else "an array"
         raise InputError(
-            f"Mask(prefix={mask.prefix}) with prefix={given}: give both, or neither"
+            f"Mask(prefix={mask.prefix}) with prefix={given}: give both, or neither",
+            key="attention.prefix_and_mask_differ",
         )
     if (q_segments is None) != (k_segments is None):
         raise InputError(
             "q_segments and k_segments: one is None and the other is not; give both, "
-            "or neither"
+            "or neither",
+            key="attention.segments_of_one_side",
         )
     known = Known(jnp.asarray(rank, jnp.int32), q_segments, k_segments, prefix)
     if order is not None and order.num_trading > 1:

@@ -36,7 +36,8 @@ class Mask:
         if self.window is not None and self.window < 1:
             raise InputError(
                 f"window={self.window}: must be at least 1, a query's own position, "
-                "or None for no limit"
+                "or None for no limit",
+                key="attention.window_too_small",
             )
 
     def live_tiles(self, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:

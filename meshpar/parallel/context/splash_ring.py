@@ -58,7 +58,8 @@ class Ring:
         if self.causal and not self.order.zigzag:
             raise InputError(
                 "a causal ring of splash kernels takes zigzag order, but the devices "
-                "have the sequence in its own; take attention in tiles"
+                "have the sequence in its own; take attention in tiles",
+                key="attention.causal_ring_without_zigzag",
             )
 
 

@@ -41,7 +41,8 @@ def heads_here(
         raise InputError(
             f"attention={order.text} splits heads over {n} devices, but each has "
             f"{heads} of them; take attention=ring or allgather, or as many devices as "
-            "divide the heads"
+            "divide the heads",
+            key="attention.indivisible_heads",
         )
     times = copies_of_heads(heads, kv_heads, n)
     k, v = (jnp.repeat(x, times, axis=2) if times > 1 else x for x in (k, v))

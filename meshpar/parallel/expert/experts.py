@@ -132,7 +132,8 @@ def _static(
         raise InputError(
             f"experts: {own} on each of {num_devices} devices, but the router has "
             f"{num_experts}; give gate_up and down the logical axis 'experts', and map "
-            "it to 'expert'"
+            "it to 'expert'",
+            key="model.wrong_number_of_experts",
         )
     most = most_room(tokens, choices, own, most_rows)
     room = first_room(tokens, choices, own, num_devices, most_rows)

@@ -71,7 +71,8 @@ class Shares:
                 f"{name} has shape {array.shape} in a microbatch, but the ranks of the "
                 f"pipeline share sequences of {self.size} {what}, which is dim {dim} "
                 "of every array that has them; name those that have in Model inputs=, "
-                "or in per_token= of pipeline_value_and_grad"
+                "or in per_token= of pipeline_value_and_grad",
+                key="batch.wrong_shared_size",
             )
         return self._whole_here(self._own(array, dim))
 

@@ -129,7 +129,8 @@ class Microbatches:
             raise InputError(
                 "weight_sum depends on parameters, so that the mean loss is known, and "
                 "has a gradient, only after the last microbatch; lax.stop_gradient the "
-                "weights, or set stage=1 and microbatches=1"
+                "weights, or set stage=1 and microbatches=1",
+                key="model.weight_sum_has_gradient",
             )
 
     def outputs_work(self, outputs: Callable[..., Any]) -> Work:

@@ -28,7 +28,8 @@ def with_own_derivative(run: Callable[..., tuple]) -> Callable[..., tuple]:
         if any(leaf.perturbed for leaf in jax.tree.leaves(arguments[3])):
             raise InputError(
                 "the pipeline's loss is differentiated with respect to its targets, "
-                "which get no gradient; pass them as inputs, or lax.stop_gradient them"
+                "which get no gradient; pass them as inputs, or lax.stop_gradient them",
+                key="model.gradient_of_targets",
             )
         values = jax.tree.map(lambda leaf: leaf.value, arguments)
         loss, gradients = run(*values)
@@ -41,7 +42,8 @@ def with_own_derivative(run: Callable[..., tuple]) -> Callable[..., tuple]:
         ):
             raise InputError(
                 "the gradients of a pipeline are differentiated again, which its "
-                "backward does not keep enough for; differentiate its loss only"
+                "backward does not keep enough for; differentiate its loss only",
+                key="model.second_derivative",
             )
         if isinstance(of_loss, SymbolicZero):
             of_loss = jnp.zeros(of_loss.shape, of_loss.dtype)

@@ -217,12 +217,14 @@ def with_costs(model: Model, costs: Sequence[float], layout: Layout) -> Model:
     if layout.splits != BY_COST:
         raise InputError(
             f"layer_costs are given, but layout {str(layout)!r} does not split by "
-            "them; say splits=cost, or leave them out"
+            "them; say splits=cost, or leave them out",
+            key="layout.unused_layer_costs",
         )
     if len(costs) != model.num_layers:
         raise InputError(
             f"the model has {model.num_layers} layers, but {len(costs)} costs; give "
-            "one a layer"
+            "one a layer",
+            key="model.wrong_number_of_costs",
         )
     groups = []
     for group, first in zip(model.groups, model.first_layers, strict=True):

@@ -47,10 +47,13 @@ def chosen_schedule(
     """
     if isinstance(given, str) and not given.endswith(".csv"):
         if given not in SCHEDULES and Path(given).exists():
-            raise InputError(f"schedule file {given!r}: end its name in .csv")
+            raise InputError(
+                f"schedule file {given!r}: end its name in .csv",
+                key="schedule.file_not_csv",
+            )
         refused = step_refusal(given)
         if refused is not None:
-            raise InputError(refused)
+            raise InputError(refused, key="schedule.split_backward")
         return make_schedule(given, num_ranks, num_microbatches, chunks)
     schedule = own_schedule(given)
     check_size(
@@ -79,6 +82,7 @@ def own_schedule(given: OwnSchedule) -> Schedule:
         raise InputError(
             f"schedule {schedule.name!r} splits backwards ({', '.join(split[:4])}, "
             f"{len(split)} in all), but every rank runs whole backwards in lock step; "
-            f"write {Op.B} for each I, and leave W out"
+            f"write {Op.B} for each I, and leave W out",
+            key="schedule.split_backward",
         )
     return schedule

@@ -28,18 +28,21 @@ def check_mesh(mesh: Mesh) -> None:
     """
     if not isinstance(mesh, Mesh):
         raise InputError(
-            f"mesh is a {type(mesh).__name__}; give one, such as make_mesh('stage=4')"
+            f"mesh is a {type(mesh).__name__}; give one, such as make_mesh('stage=4')",
+            key="mesh.not_a_mesh",
         )
     if STAGE not in mesh.axis_names:
         raise InputError(
             f"the mesh has {', '.join(map(repr, mesh.axis_names))}, but no mesh axis "
-            f"{STAGE!r}; a pipeline's ranks lie along it"
+            f"{STAGE!r}; a pipeline's ranks lie along it",
+            key="mesh.no_stage_axis",
         )
     for mesh_axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True):
         if kind != AxisType.Auto:
             raise InputError(
                 f"mesh axis {mesh_axis!r} is {kind.name}, but must be Auto; build the "
-                "mesh with axis_types=(AxisType.Auto,) * axes, or meshpar.make_mesh"
+                "mesh with axis_types=(AxisType.Auto,) * axes, or meshpar.make_mesh",
+                key="mesh.axis_not_auto",
             )
 
 
@@ -50,7 +53,9 @@ def layers_of(blocks: Any) -> int:
         InputError: There are none, or not as many in each.
     """
     stacked = "stack every parameter over the layers, as many in each"
-    return _common_length("block_params", blocks, stacked)
+    return _common_length(
+        "block_params", blocks, stacked, key="model.wrong_number_of_layers"
+    )
 
 
 def check_parameters(*trees: Any) -> None:
@@ -63,7 +68,8 @@ def check_parameters(*trees: Any) -> None:
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
             raise InputError(
                 f"a parameter is {leaf.dtype}{leaf.shape}; parameters get gradients, "
-                "so they are floating-point: pass others as inputs or targets"
+                "so they are floating-point: pass others as inputs or targets",
+                key="model.integer_parameter",
             )
 
 
@@ -76,7 +82,10 @@ def check_x_spec(x_spec: Any, mesh: Mesh) -> None:
     """
     for spec in jax.tree.leaves(x_spec, is_leaf=is_spec):
         if not is_spec(spec):
-            raise InputError(f"x_spec={x_spec!r} is no PartitionSpec, nor a tree of it")
+            raise InputError(
+                f"x_spec={x_spec!r} is no PartitionSpec, nor a tree of it",
+                key="layout.not_a_partition_spec",
+            )
         _check_mesh_axes("x_spec", spec, mesh)
 
 
@@ -96,7 +105,8 @@ def stream_specs_of(x_spec: Any, x: Any) -> Any:
             raise InputError(
                 f"blocks take a floating-point x, but the pipeline's input"
                 f"{jax.tree_util.keystr(path)} is {leaf.dtype}{leaf.shape}; give "
-                "embed=, which makes it one"
+                "embed=, which makes it one",
+                key="model.integer_pipeline_input",
             )
     specs = x_spec
     if is_spec(x_spec):
@@ -104,7 +114,8 @@ def stream_specs_of(x_spec: Any, x: Any) -> Any:
     elif jax.tree.structure(x_spec, is_leaf=is_spec) != jax.tree.structure(x):
         raise InputError(
             f"x_spec={x_spec} is of another tree than x, {jax.tree.map(jnp.shape, x)}; "
-            "give one PartitionSpec, or one for each of its arrays"
+            "give one PartitionSpec, or one for each of its arrays",
+            key="layout.spec_of_other_tree",
         )
     return jax.tree.map(_whole_spec, specs, x, is_leaf=is_spec)
 
@@ -114,7 +125,8 @@ def _whole_spec(x_spec: PartitionSpec, x: Any) -> PartitionSpec:
         raise InputError(
             f"x_spec={x_spec} has {len(x_spec)} dims, but x of one microbatch has "
             f"shape {x.shape}; give a mesh axis or None for each of its "
-            f"{len(x.shape)} dims"
+            f"{len(x.shape)} dims",
+            key="layout.spec_has_more_dims",
         )
     whole = (*x_spec, *(None,) * (len(x.shape) - len(x_spec)))
     return PartitionSpec(*whole) if any(whole) else PartitionSpec()
@@ -140,14 +152,16 @@ def check_block_specs(specs: Any, blocks: Any, mesh: Mesh) -> None:
     if found != wanted or not all(is_spec(leaf) for _, leaf in leaves):
         raise InputError(
             f"block_specs is {specs}, but block_params is {wanted}; give the same tree "
-            "with a PartitionSpec of one layer for each array"
+            "with a PartitionSpec of one layer for each array",
+            key="layout.spec_of_other_tree",
         )
     for (path, spec), value in zip(leaves, jax.tree.leaves(blocks), strict=True):
         name, shape = f"block_specs{jax.tree_util.keystr(path)}", value.shape[1:]
         if len(spec) > len(shape):
             raise InputError(
                 f"{name}={spec} has {len(spec)} dims, but one layer's parameter has "
-                f"shape {shape}; leave the dim of the layers out"
+                f"shape {shape}; leave the dim of the layers out",
+                key="layout.spec_has_more_dims",
             )
         _check_mesh_axes(name, spec, mesh)
 
@@ -159,7 +173,8 @@ def _check_mesh_axes(name: str, spec: PartitionSpec, mesh: Mesh) -> None:
             raise InputError(
                 f"{name}={spec} names mesh axis {mesh_axis!r}, but GSPMD partitions "
                 f"over {', '.join(map(repr, known)) or 'no mesh axis'} here; batch and "
-                "stages are split without it"
+                "stages are split without it",
+                key="layout.unknown_axis_in_spec",
             )
 
 
@@ -186,7 +201,8 @@ def token_arrays(
     except (TypeError, ValueError) as error:
         raise InputError(
             f"per_token={per_token!r} is neither a boolean nor a pair of trees of "
-            f"booleans for (inputs, targets): {error}"
+            f"booleans for (inputs, targets): {error}",
+            key="model.per_token_not_booleans",
         ) from error
 
 
@@ -198,7 +214,9 @@ def check_batch(inputs: Any, targets: Any, mesh: Mesh, num_microbatches: int) ->
             batch axes and the microbatches.
     """
     rule = "each has the example first, as many in all"
-    num_examples = _common_length("inputs and targets", (inputs, targets), rule)
+    num_examples = _common_length(
+        "inputs and targets", (inputs, targets), rule, key="batch.different_lengths"
+    )
     axes = batch_axes(mesh)
     shards = math.prod(mesh.shape[axis] for axis in axes)
     if num_examples % (shards * num_microbatches):
@@ -206,15 +224,16 @@ def check_batch(inputs: Any, targets: Any, mesh: Mesh, num_microbatches: int) ->
             f"inputs have {num_examples} examples, which do not divide over {shards} "
             f"devices of {', '.join(axes) or 'no batch axis'} x "
             f"num_microbatches={num_microbatches}; pad with examples of weight 0, or "
-            "take other microbatches"
+            "take other microbatches",
+            key="batch.indivisible",
         )
 
 
-def _common_length(name: str, tree: Any, rule: str) -> int:
-    """The size of the first dim of all arrays."""
+def _common_length(name: str, tree: Any, rule: str, key: str) -> int:
+    """The size of the first dim of all arrays; `key` is of its error."""
     shapes = {jnp.shape(leaf) for leaf in jax.tree.leaves(tree)}
     lengths = {shape[:1] for shape in shapes}
     if len(lengths) != 1 or () in lengths:
         shown = ", ".join(map(str, sorted(shapes))) or "no arrays"
-        raise InputError(f"{name} have shapes {shown}; {rule}")
+        raise InputError(f"{name} have shapes {shown}; {rule}", key=key)
     return lengths.pop()[0]

@@ -108,7 +108,8 @@ class UserFunctions:
         if shapes not in ([()], [(), ()]):
             raise InputError(
                 f"head returns arrays of shapes {shapes}; it must return a scalar, the "
-                "mean loss, or two: the sum of the loss and the sum of its weights"
+                "mean loss, or two: the sum of the loss and the sum of its weights",
+                key="model.head_not_scalars",
             )
         if len(pair) == 1:
             num_shares = 1 if shares.dim is None else shares.num_ranks

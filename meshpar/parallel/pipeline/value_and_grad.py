@@ -144,7 +144,10 @@ def pipeline_value_and_grad(
     check_mesh(mesh)
     check_x_spec(x_spec, mesh)
     if remat not in _REMATS:
-        raise InputError(f"no remat {remat!r} here; {nearest(remat, _REMATS)}")
+        raise InputError(
+            f"no remat {remat!r} here; {nearest(remat, _REMATS)}",
+            key="layout.unknown_remat",
+        )
     ranks = mesh.shape[STAGE]
     chosen = chosen_schedule(
         schedule, num_ranks=ranks, num_microbatches=num_microbatches, chunks=chunks

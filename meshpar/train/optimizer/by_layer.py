@@ -63,7 +63,9 @@ def by_layer(
     reason = refusal(optimizer, shapes, trace, stacked)
     if reason is not None:
         raise InputError(
-            f"the optimizer cannot be run on each layer by itself: {reason}; {_WAY_OUT}"
+            f"the optimizer cannot be run on each layer by itself: {reason}; "
+            f"{_WAY_OUT}",
+            key="optimizer.not_by_layer",
         )
     return _of_trace(
         trace, Layers({path: _filled(parameters[path]) for path in stacked})
@@ -100,19 +102,25 @@ def _refuse_for_stacked(
                 f"{raised}, so it is taken to be made for arrays of all layers first "
                 f"to last, but layout {str(layout)!r} stacks {path} rank by rank, "
                 f"{_places(parameter)}; make it for one layer's shapes, or take a "
-                "layout with stages of even size and no chunks"
+                "layout with stages of even size and no chunks",
+                key="optimizer.stacked_out_of_order",
             ) from error
     shapes = _shapes(model, lambda one: one.stacked_shape)
     try:
         trace = traced(optimizer, shapes)
     except Exception as of_stacked:  # nothing is left to try
+        own = of_stacked.key if isinstance(of_stacked, InputError) else None
         raise InputError(
             f"{raised}, and on arrays of all layers too "
-            f"({type(of_stacked).__name__}: {of_stacked})"
+            f"({type(of_stacked).__name__}: {of_stacked})",
+            key=own or "optimizer.raises",
         ) from of_stacked
     reason = refusal_of_stacked(trace, shapes, stacked)
     if reason is not None:
-        raise InputError(f"{raised}, and on arrays of all layers {reason}") from error
+        raise InputError(
+            f"{raised}, and on arrays of all layers {reason}",
+            key="optimizer.joins_stacked_layers",
+        ) from error
 
 
 def _of_trace(trace: Traced, layers: Layers) -> optax.GradientTransformationExtraArgs:

@@ -107,7 +107,8 @@ def _check_returned(returned: Any, wanted: Any) -> None:
     if jax.tree.structure(returned) != jax.tree.structure(wanted):
         raise InputError(
             "its update returns other trees than the gradients and the state that it "
-            "is given"
+            "is given",
+            key="optimizer.update_changes_tree",
         )
     leaves = zip(
         jax.tree.leaves_with_path(wanted), jax.tree.leaves(returned), strict=True
@@ -116,7 +117,8 @@ def _check_returned(returned: Any, wanted: Any) -> None:
         if one.shape != other.shape:
             raise InputError(
                 f"its update makes {path_name(path[1:])} of shape {one.shape} one of "
-                f"shape {other.shape}"
+                f"shape {other.shape}",
+                key="optimizer.update_changes_shape",
             )
 
 
