@@ -53,18 +53,21 @@ class AttentionMethod:
         if parts is None:
             raise InputError(
                 f"attention={attention}: must be one of {', '.join(ONE_WORD)}, or both "
-                "degrees, each at least 2: ulysses:4+ring:2"
+                "degrees, each at least 2: ulysses:4+ring:2",
+                key="attention.unknown_method",
             )
         heads, groups = int(parts[1]), int(parts[3])
         if min(heads, groups) < 2:
             raise InputError(
                 f"attention={attention}: degrees are at least 2; write "
-                f"{parts[2] if heads < 2 else 'ulysses'}"
+                f"{parts[2] if heads < 2 else 'ulysses'}",
+                key="attention.degree_too_small",
             )
         if context not in (-1, heads * groups):
             raise InputError(
                 f"attention={attention} is for context={heads * groups}, but context="
-                f"{context}; change one of them"
+                f"{context}; change one of them",
+                key="attention.degrees_not_context",
             )
         return cls(heads=heads, groups=groups, across=parts[2])
 

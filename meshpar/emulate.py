@@ -66,7 +66,9 @@ def emulate(num_devices: int) -> list[jax.Device]:
     prepare(num_devices)
     devices = jax.local_devices()
     if len(devices) != num_devices or devices[0].platform != "cpu":
-        raise AlreadyStartedError(_already_started(num_devices))
+        raise AlreadyStartedError(
+            _already_started(num_devices), key="mesh.already_started"
+        )
     return devices
 
 
@@ -81,7 +83,10 @@ def prepare(num_devices: int) -> None:
 
     whole = isinstance(num_devices, int) and not isinstance(num_devices, bool)
     if not whole or num_devices < 1:
-        raise InputError(f"emulate({num_devices!r}): needs at least 1 device")
+        raise InputError(
+            f"emulate({num_devices!r}): needs at least 1 device",
+            key="mesh.device_count_below_one",
+        )
     environment = {
         "XLA_FLAGS": " ".join(_flags(os.environ.get("XLA_FLAGS", "").split())),
         _THREADS_VARIABLE: str(_num_threads(num_devices)),
@@ -115,7 +120,8 @@ def emulate_from_environment() -> None:
         return
     if not text.isdecimal():
         raise InputError(
-            f"{ENVIRONMENT_VARIABLE}={text!r}: must be a number of devices, such as 8"
+            f"{ENVIRONMENT_VARIABLE}={text!r}: must be a number of devices, such as 8",
+            key="mesh.device_count_not_number",
         )
     prepare(int(text))
 
@@ -144,7 +150,9 @@ def _set(num_devices: int, environment: dict[str, str]) -> None:
     try:
         jax.config.update("jax_num_cpu_devices", num_devices)
     except RuntimeError as error:
-        raise AlreadyStartedError(_already_started(num_devices)) from error
+        raise AlreadyStartedError(
+            _already_started(num_devices), key="mesh.already_started"
+        ) from error
     jax.config.update("jax_platforms", "cpu")
     os.environ.update(environment)
 

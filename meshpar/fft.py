@@ -148,7 +148,8 @@ def irfftn(
         raise InputError(
             f"irfftn to size={size} of {logical_axes[last]!r}: {modes} frequencies are "
             f"given, but that size has {size // 2 + 1}; give size={2 * modes - 2} or "
-            f"more, or the lowest {size // 2 + 1} alone"
+            f"more, or the lowest {size // 2 + 1} alone",
+            key="grid.too_many_frequencies",
         )
     return plan.real(modes, "irfftn").inverse(y)
 
@@ -199,7 +200,8 @@ def filtered(
         if y.shape != given.shape:
             raise InputError(
                 f"filtered: the function made {y.shape} of {given.shape} frequencies; "
-                "return as many as it is given"
+                "return as many as it is given",
+                key="grid.filter_changed_shape",
             )
         return plan.from_frequencies(y, steps)
 

@@ -28,7 +28,8 @@ def key_value_pairs(
         key, _, value = (piece.strip() for piece in part.partition("="))
         if not key or not value:
             raise InputError(
-                f"{noun} {text!r}: {part.strip()!r} is not {form}; {way_out}"
+                f"{noun} {text!r}: {part.strip()!r} is not {form}; {way_out}",
+                key=f"{_room(noun)}.not_key_value",
             )
         pairs.append((key, value))
     return pairs
@@ -55,6 +56,14 @@ def key_values(text: str, *, noun: str, example: str) -> dict[str, str]:
         text, noun=noun, form="key=value", way_out=way_out
     ):
         if key in values:
-            raise InputError(f"{noun} {text!r}: {key!r} is given twice; give it once")
+            raise InputError(
+                f"{noun} {text!r}: {key!r} is given twice; give it once",
+                key=f"{_room(noun)}.repeated_key",
+            )
         values[key] = value
     return values
+
+
+def _room(noun: str) -> str:
+    """The room of an error's key: `rules` of `--with-rules`."""
+    return noun.rpartition("-")[2]

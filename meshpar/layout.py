@@ -162,7 +162,8 @@ class Layout:
         if len(open_axes) > 1:
             raise InputError(
                 f"mesh axes {' and '.join(map(repr, open_axes))} are both -1; only one "
-                "can absorb the remaining devices: give the others a size"
+                "can absorb the remaining devices: give the others a size",
+                key="layout.two_open_sizes",
             )
 
     @classmethod
@@ -177,7 +178,8 @@ class Layout:
         if not isinstance(layout, Layout):
             raise InputError(
                 f"layout is a {type(layout).__name__}; give a meshpar.Layout, or its "
-                "text such as 'data=2,tensor=4'"
+                "text such as 'data=2,tensor=4'",
+                key="layout.not_a_layout",
             )
         return layout
 
@@ -191,13 +193,15 @@ class Layout:
         if not isinstance(text, str):
             raise InputError(
                 f"layout is a {type(text).__name__}; give its text, such as "
-                "'data=2,tensor=4'"
+                "'data=2,tensor=4'",
+                key="layout.not_a_layout",
             )
         values = key_values(text, noun="layout", example="data=2,tensor=4")
         for key in values:
             if key not in _DEFAULTS:
                 raise InputError(
-                    f"layout {text!r}: no key {key!r}; {nearest(key, _DEFAULTS)}"
+                    f"layout {text!r}: no key {key!r}; {nearest(key, _DEFAULTS)}",
+                    key="layout.unknown_key",
                 )
         chosen: dict[str, Any] = {
             key: _parse_value(key, value) for key, value in values.items()
@@ -229,7 +233,8 @@ class Layout:
             if size == -1:
                 raise InputError(
                     f"mesh axis {axis!r} is -1, so its size depends on the devices; "
-                    "call resolve(num_devices) first"
+                    "call resolve(num_devices) first",
+                    key="layout.open_size",
                 )
         return shape
 
@@ -277,7 +282,10 @@ class Layout:
             InputError: There is one.
         """
         if self.is_open:
-            raise InputError(f"layout {str(self)!r}: give every mesh axis a size")
+            raise InputError(
+                f"layout {str(self)!r}: give every mesh axis a size",
+                key="layout.open_size",
+            )
 
     def resolve(self, num_devices: int) -> Layout:
         """This layout on exactly `num_devices`, its -1 replaced by what is left.
@@ -295,7 +303,8 @@ class Layout:
             needs = f"a multiple of {fixed}" if open_axes else f"{fixed}"
             raise InputError(
                 f"layout {str(self)!r} needs {needs} devices, but there are "
-                f"{num_devices}; change the sizes or set one mesh axis to -1"
+                f"{num_devices}; change the sizes or set one mesh axis to -1",
+                key="layout.wrong_device_count",
             )
         return self
 
@@ -309,7 +318,8 @@ def _check_count(name: str, value: object) -> None:
     if not whole or not (absorbs or value >= 1):  # type: ignore[operator]
         ways = " or -1 (absorbs the remaining devices)" if name in MESH_AXES else ""
         raise InputError(
-            f"{name}={value!r}: must be a whole number of at least 1{ways}"
+            f"{name}={value!r}: must be a whole number of at least 1{ways}",
+            key="layout.not_whole_number",
         )
 
 
@@ -317,7 +327,10 @@ def _check_choice(name: str, value: object, choices: tuple) -> None:
     if value not in choices or isinstance(value, bool) != isinstance(choices[0], bool):
         known = ", ".join(_format_value(choice) for choice in choices)
         more = ", or names: save:NAME/NAME, offload:NAME" if name == "remat" else ""
-        raise InputError(f"{name}={_format_value(value)}: must be one of {known}{more}")
+        raise InputError(
+            f"{name}={_format_value(value)}: must be one of {known}{more}",
+            key="layout.unknown_value",
+        )
 
 
 def _check_zero_axes(axes: tuple[str, ...]) -> None:
@@ -325,7 +338,8 @@ def _check_zero_axes(axes: tuple[str, ...]) -> None:
     if axes != in_order:
         raise InputError(
             f"zero_axes={_format_value(axes)}: must be one or more of "
-            f"{', '.join(ZERO_AXES)}, in this order, as {'/'.join(ZERO_AXES)}"
+            f"{', '.join(ZERO_AXES)}, in this order, as {'/'.join(ZERO_AXES)}",
+            key="layout.wrong_zero_axes",
         )
 
 

@@ -63,7 +63,8 @@ def make_mesh(
         raise InputError(
             f"the topology has {topology.hosts} hosts x {topology.devices_per_host} = "
             f"{topology.num_devices} devices, but there are {len(devices)}; declare "
-            "the topology of the devices that are used"
+            "the topology of the devices that are used",
+            key="mesh.topology_mismatch",
         )
     sizes = layout.mesh_shape
     axes = full_order(order, sizes)
@@ -100,7 +101,8 @@ def _checked(devices: Any) -> list[jax.Device]:
     if not isinstance(devices, Iterable):
         raise InputError(
             f"devices={devices!r}: give a list of JAX's devices, such as "
-            "jax.devices()[:2]"
+            "jax.devices()[:2]",
+            key="mesh.not_devices",
         )
     return list(devices)
 

@@ -87,15 +87,20 @@ def full_order(order: Sequence[str] | str | None, sizes: Mapping[str, int]) -> t
     for name in names:
         if name not in MESH_AXES:
             raise InputError(
-                f"order: no mesh axis {name!r}; {nearest(name, MESH_AXES)}"
+                f"order: no mesh axis {name!r}; {nearest(name, MESH_AXES)}",
+                key="mesh.unknown_axis",
             )
         if names.count(name) > 1:
-            raise InputError(f"order {','.join(names)}: {name!r} is there twice")
+            raise InputError(
+                f"order {','.join(names)}: {name!r} is there twice",
+                key="mesh.repeated_axis",
+            )
     missing = [axis for axis in MESH_AXES if sizes[axis] > 1 and axis not in names]
     if missing:
         raise InputError(
             f"order {','.join(names)} leaves out {', '.join(map(repr, missing))} of "
-            "more than one device; name all such mesh axes, outermost first"
+            "more than one device; name all such mesh axes, outermost first",
+            key="mesh.missing_axis",
         )
     return (*(axis for axis in MESH_AXES if axis not in names), *names)
 

@@ -48,14 +48,23 @@ class ResidualNames:
         for part in text.split("+"):
             way, _, names = part.partition(":")
             if way not in _WAYS or not re.fullmatch(r"\w+(/\w+)*", names):
-                raise InputError(f"remat={text}: {part!r} names no residuals; {_FORM}")
+                raise InputError(
+                    f"remat={text}: {part!r} names no residuals; {_FORM}",
+                    key="layout.no_residuals_named",
+                )
             if way in named:
-                raise InputError(f"remat={text}: {way!r} is given twice; give it once")
+                raise InputError(
+                    f"remat={text}: {way!r} is given twice; give it once",
+                    key="layout.repeated_remat_way",
+                )
             named[way] = tuple(names.split("/"))
         every = [name for names in named.values() for name in names]
         for name in every:
             if every.count(name) > 1:
-                raise InputError(f"remat={text}: {name!r} is named twice; name it once")
+                raise InputError(
+                    f"remat={text}: {name!r} is named twice; name it once",
+                    key="layout.repeated_residual",
+                )
         return cls(**named)
 
     @property

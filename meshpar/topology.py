@@ -50,12 +50,16 @@ class Topology:
     def __post_init__(self) -> None:
         for name in ("hosts", "devices_per_host"):
             if getattr(self, name) < 1:
-                raise InputError(f"{name}={getattr(self, name)}: must be at least 1")
+                raise InputError(
+                    f"{name}={getattr(self, name)}: must be at least 1",
+                    key="mesh.count_below_one",
+                )
         for name in ("host_bytes_per_s", "network_bytes_per_s"):
             speed = getattr(self, name)
             if speed is not None and not speed > 0:
                 raise InputError(
-                    f"{name}={speed}: must be positive, or None if unknown"
+                    f"{name}={speed}: must be positive, or None if unknown",
+                    key="mesh.speed_not_positive",
                 )
 
     @classmethod
@@ -70,7 +74,8 @@ class Topology:
         if len(set(per_host.values())) != 1:
             raise InputError(
                 f"hosts hold {dict(per_host)} devices (host: count); every host must "
-                "hold the same number: choose the devices to use"
+                "hold the same number: choose the devices to use",
+                key="mesh.uneven_hosts",
             )
         speeds = _link_speeds(devices[0].device_kind)
         return cls(

@@ -68,11 +68,14 @@ def calibrate(
         InputError: No rounds, or several processes.
     """
     if rounds < 1:
-        raise InputError(f"rounds={rounds}: must be at least 1")
+        raise InputError(
+            f"rounds={rounds}: must be at least 1", key="plan.rounds_below_one"
+        )
     if jax.process_count() > 1:
         raise InputError(
             f"{jax.process_count()} processes: calibrate on one host; what the network "
-            "achieves is network in [efficiency] of the file"
+            "achieves is network in [efficiency] of the file",
+            key="plan.several_processes",
         )
     devices = list(devices)
     on_cpu = devices[0].platform == "cpu"

@@ -41,7 +41,8 @@ def kernel_of(device: str, name: str, value: object) -> Kernel:
     if name not in KERNELS:
         raise InputError(
             f"hardware {device!r}: no attention kernel {name!r}; "
-            f"{nearest(name, KERNELS)}"
+            f"{nearest(name, KERNELS)}",
+            key="hardware.unknown_attention_kernel",
         )
     numbers: list[Any] = list(value) if isinstance(value, Sequence) else [value]
     good = len(numbers) == 2 and all(map(is_number, numbers))
@@ -49,7 +50,8 @@ def kernel_of(device: str, name: str, value: object) -> Kernel:
         raise InputError(
             f"hardware {device!r}: attention_kernels {name} = {value!r} must be two "
             "numbers: a share of the peak above 0 and at most 1, and a head size of at "
-            "least 0"
+            "least 0",
+            key="hardware.wrong_attention_kernel",
         )
     return Kernel(*numbers)
 

@@ -163,7 +163,8 @@ def compiler_options_for(
     if not isinstance(given, Mapping) or not all(isinstance(n, str) for n in given):
         raise InputError(
             f"compiler_options={given!r}: give a dict of XLA's names and values, such "
-            'as {"xla_gpu_enable_latency_hiding_scheduler": True}'
+            'as {"xla_gpu_enable_latency_hiding_scheduler": True}',
+            key="step.wrong_compiler_options",
         )
     rows = {
         row.name: row.value

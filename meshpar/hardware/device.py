@@ -82,17 +82,22 @@ class Device:
         if self.platform not in PLATFORMS:
             raise InputError(
                 f"hardware {self.name!r}: platform={self.platform!r} must be one of "
-                f"{', '.join(PLATFORMS)}"
+                f"{', '.join(PLATFORMS)}",
+                key="hardware.unknown_platform",
             )
         if not isinstance(self.name, str):
-            raise InputError(f"hardware name={self.name!r}: must be text, in quotes")
+            raise InputError(
+                f"hardware name={self.name!r}: must be text, in quotes",
+                key="hardware.name_not_text",
+            )
         counts = {"domain_devices": 1, "wraps": 1, "torus_dims": 0, "pod_devices": 0}
         for count, least in counts.items():
             value = getattr(self, count)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise InputError(
                     f"hardware {self.name!r}: {count}={value!r} must be a whole number "
-                    f"of at least {least}"
+                    f"of at least {least}",
+                    key="hardware.not_whole_number",
                 )
             check_plausible(f"hardware {self.name!r}:", count, value)
         numbers = {name: getattr(self, name) for name in _POSITIVE}
@@ -101,7 +106,8 @@ class Device:
             if not (is_number(number) and 0 < number < math.inf):
                 raise InputError(
                     f"hardware {self.name!r}: {name}={number!r} must be a positive "
-                    "number"
+                    "number",
+                    key="hardware.not_positive",
                 )
             check_plausible(f"hardware {self.name!r}:", name, number)
         kernels = {
@@ -112,19 +118,22 @@ class Device:
         if not (is_number(self.reserve) and 0 <= self.reserve < 1):
             raise InputError(
                 f"hardware {self.name!r}: reserve={self.reserve!r} must be at least 0 "
-                "and below 1, a part of memory_bytes"
+                "and below 1, a part of memory_bytes",
+                key="hardware.reserve_out_of_range",
             )
         capability = self.compute_capability
         if not (is_number(capability) and 0 <= capability < math.inf):
             raise InputError(
                 f"hardware {self.name!r}: compute_capability={capability!r} must be a "
-                "number of at least 0"
+                "number of at least 0",
+                key="hardware.wrong_compute_capability",
             )
         for dtype in ("bf16", "fp32"):
             if dtype not in self.peak_flops:
                 raise InputError(
                     f"hardware {self.name!r} has no peak_flops of {dtype}; give both "
-                    "bf16 and fp32"
+                    "bf16 and fp32",
+                    key="hardware.missing_peak_flops",
                 )
 
     @property

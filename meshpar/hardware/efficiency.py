@@ -57,13 +57,15 @@ class Efficiency:
             if not is_number(getattr(self, one.name)):
                 raise InputError(
                     f"efficiency {one.name}={getattr(self, one.name)!r}: must be a "
-                    "number"
+                    "number",
+                    key="hardware.not_a_number",
                 )
         for name in ("matmul", "attention", "memory", "link", "network"):
             if not 0 < getattr(self, name) <= 1:
                 raise InputError(
                     f"efficiency {name}={getattr(self, name)}: must be above 0 and at "
-                    "most 1, a fraction of the data sheet's number"
+                    "most 1, a fraction of the data sheet's number",
+                    key="hardware.not_a_fraction",
                 )
         for name in (
             "attention_head_dim",
@@ -75,6 +77,7 @@ class Efficiency:
         ):
             if not 0 <= getattr(self, name) < math.inf:
                 raise InputError(
-                    f"efficiency {name}={getattr(self, name)}: must be 0 or more"
+                    f"efficiency {name}={getattr(self, name)}: must be 0 or more",
+                    key="hardware.negative_or_infinite",
                 )
             check_plausible("efficiency", name, getattr(self, name))

@@ -42,5 +42,6 @@ def check_plausible(owner: str, name: str, value: float) -> None:
     if not least <= value <= most:
         raise InputError(
             f"{owner} {name}={value:g}: must be at least {least:g} and at most "
-            f"{most:g}; look at its unit"
+            f"{most:g}; look at its unit",
+            key="hardware.implausible_number",
         )

@@ -193,7 +193,10 @@ def scaling_curve(request: Request | OtherRequest, batch: str = "strong") -> Cur
         [1, 2]
     """
     if batch not in BATCHES:
-        raise InputError(f"batch={batch!r}: must be one of {', '.join(BATCHES)}")
+        raise InputError(
+            f"batch={batch!r}: must be one of {', '.join(BATCHES)}",
+            key="plan.unknown_batch_kind",
+        )
     most = request.cluster.num_devices
     found: list[Point] = []
     for cluster in reversed(list(_halves(request.cluster))):

@@ -104,13 +104,13 @@ def make_schedule(
     require_counts(stages=num_ranks, microbatches=num_microbatches, chunks=chunks)
     sizes = num_ranks, num_microbatches, chunks
     for refusal in size_refusals(name, *sizes).values():
-        raise InputError(refusal)
+        raise refusal
     return SCHEDULES[name](*sizes)
 
 
 def size_refusals(
     name: str, num_ranks: int, num_microbatches: int, chunks: int
-) -> dict[str, str]:
+) -> dict[str, InputError]:
     """Key of a layout -> why that schedule does not exist for the size it gives.
 
     Raises:
@@ -119,7 +119,10 @@ def size_refusals(
     refusals = method_of(name).refusals(num_ranks, num_microbatches, chunks)
     others = [other for other in SCHEDULES if SCHEDULES[other].has_chunks(chunks)]
     if "chunks" in refusals and others:
-        refusals["chunks"] += f", or choose {' or '.join(others)}"
+        refused = refusals["chunks"]
+        refusals["chunks"] = InputError(
+            f"{refused}, or choose {' or '.join(others)}", key=refused.key
+        )
     return refusals
 
 
@@ -145,5 +148,8 @@ def method_of(name: str) -> ScheduleMethod:
         InputError: There is none; the nearest names are in the message.
     """
     if not isinstance(name, str) or name not in SCHEDULES:
-        raise InputError(f"no schedule {name!r}; {nearest(str(name), SCHEDULES)}")
+        raise InputError(
+            f"no schedule {name!r}; {nearest(str(name), SCHEDULES)}",
+            key="schedule.unknown_name",
+        )
     return SCHEDULES[name]

@@ -47,7 +47,8 @@ class Action(NamedTuple):
         if match is None:
             raise InputError(
                 f"{text!r} is no action; write the stage, F, B, I or W, and the "
-                "microbatch, such as 2F0"
+                "microbatch, such as 2F0",
+                key="schedule.unreadable_action",
             )
         return cls(int(match[1]), Op(match[2]), int(match[3]))
 
@@ -90,7 +91,8 @@ class Schedule:
         if self.num_stages % self.num_ranks:
             raise InputError(
                 f"schedule {self.name!r}: {self.num_stages} stages do not divide over "
-                f"{self.num_ranks} ranks; give every rank the same number of chunks"
+                f"{self.num_ranks} ranks; give every rank the same number of chunks",
+                key="schedule.indivisible_stages",
             )
 
     @property
@@ -167,4 +169,7 @@ def require_counts(**counts: int) -> None:
     """
     for name, count in counts.items():
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-            raise InputError(f"{name}={count!r}: must be a whole number of at least 1")
+            raise InputError(
+                f"{name}={count!r}: must be a whole number of at least 1",
+                key="schedule.not_whole_number",
+            )

@@ -23,15 +23,19 @@ def check_schedule(schedule: Schedule, *, max_in_flight: int | None = None) -> N
         max_in_flight: Microbatches that a rank's buffers hold, if limited.
 
     Raises:
-        ScheduleError: All that is wrong, one finding a line.
+        ScheduleError: All that is wrong, one finding a line; its key is the first's.
     """
-    found = problems(schedule, max_in_flight=max_in_flight)
+    found = _findings(schedule, max_in_flight)
     if found:
-        raise ScheduleError("\n".join(found))
+        raise ScheduleError("\n".join(map(str, found)), key=found[0].key)
 
 
 def problems(schedule: Schedule, *, max_in_flight: int | None = None) -> list[str]:
     """Every finding of `check_schedule`; none if the schedule is right."""
+    return [str(found) for found in _findings(schedule, max_in_flight)]
+
+
+def _findings(schedule: Schedule, max_in_flight: int | None) -> list[ScheduleError]:
     found = [
         *_wrong_work(schedule),
         *_misplaced_stages(schedule),
@@ -63,7 +67,8 @@ def check_size(
         if asked is not None and asked != found:
             raise InputError(
                 f"schedule {schedule.name!r} has {name}={found}, but {name}={asked} "
-                f"was asked for; ask for {found}, or give a schedule that has {asked}"
+                f"was asked for; ask for {found}, or give a schedule that has {asked}",
+                key="schedule.wrong_size",
             )
 
 
@@ -86,7 +91,7 @@ def _held(order: Sequence[Action]) -> Iterator[tuple[Action, int]]:
         held -= action.op in (Op.B, Op.W)
 
 
-def _wrong_work(schedule: Schedule) -> Iterator[str]:
+def _wrong_work(schedule: Schedule) -> Iterator[ScheduleError]:
     counts = Counter(action for order in schedule.orders for action in order)
     work = [
         (stage, microbatch)
@@ -103,11 +108,11 @@ def _wrong_work(schedule: Schedule) -> Iterator[str]:
         if a.op is Op.B
         and (a._replace(op=Op.I) in counts or a._replace(op=Op.W) in counts)
     ]
-    yield from _finding("missing work", missing)
-    yield from _finding("doubled work", doubled)
-    yield from _finding("doubled work, as B and as I or W", both)
+    yield from _finding("missing work", missing, "missing_work")
+    yield from _finding("doubled work", doubled, "doubled_work")
+    yield from _finding("doubled work, as B and as I or W", both, "doubled_backward")
     sizes = f"{schedule.num_stages} stages and {schedule.num_microbatches} microbatches"
-    yield from _finding(f"work that {sizes} do not have", unknown)
+    yield from _finding(f"work that {sizes} do not have", unknown, "unknown_work")
 
 
 def _missing(counts: Counter[Action], stage: int, microbatch: int) -> list[Action]:
@@ -124,34 +129,39 @@ def _missing(counts: Counter[Action], stage: int, microbatch: int) -> list[Actio
     ]
 
 
-def _finding(what: str, actions: Sequence[Action]) -> Iterator[str]:
+def _finding(
+    what: str, actions: Sequence[Action], fault: str
+) -> Iterator[ScheduleError]:
     if actions:
         named = ", ".join(map(str, actions[:_MOST_NAMED]))
         more = len(actions) - _MOST_NAMED
-        yield f"{what}: {named}" + (f" and {more} more" if more > 0 else "")
+        text = f"{what}: {named}" + (f" and {more} more" if more > 0 else "")
+        yield ScheduleError(text, key=f"schedule.{fault}")
 
 
-def _misplaced_stages(schedule: Schedule) -> Iterator[str]:
+def _misplaced_stages(schedule: Schedule) -> Iterator[ScheduleError]:
     for rank, order in enumerate(schedule.orders):
         for stage in sorted({action.stage for action in order}):
             home = schedule.rank_of_stage[stage]
             if home != rank:
-                yield (
+                yield ScheduleError(
                     f"misplaced stage: stage {stage} is on rank {home} and on rank "
-                    f"{rank}; its parameters are on one"
+                    f"{rank}; its parameters are on one",
+                    key="schedule.misplaced_stage",
                 )
     chunks = schedule.num_chunks
     for rank, stages in enumerate(schedule.stages_of_rank):
         if len(stages) > chunks:
             named = ", ".join(map(str, stages))
-            yield (
+            yield ScheduleError(
                 f"misplaced stage: rank {rank} has stages {named}, more than the "
                 f"{chunks} of {schedule.num_stages} stages over {schedule.num_ranks} "
-                "ranks"
+                "ranks",
+                key="schedule.too_many_stages",
             )
 
 
-def _deadlock(schedule: Schedule) -> Iterator[str]:
+def _deadlock(schedule: Schedule) -> Iterator[ScheduleError]:
     """Runs the orders tick by tick; says who waits for what where all ranks stop."""
     done: set[Action] = set()
     positions = [0] * schedule.num_ranks
@@ -163,7 +173,10 @@ def _deadlock(schedule: Schedule) -> Iterator[str]:
             for order, position in zip(schedule.orders, positions, strict=True)
         ]
         if not any(ready):
-            yield f"deadlock at tick {tick}:{_waiting(schedule, positions, done)}"
+            yield ScheduleError(
+                f"deadlock at tick {tick}:{_waiting(schedule, positions, done)}",
+                key="schedule.deadlock",
+            )
             return
         for rank, actions in enumerate(ready):
             positions[rank] += len(actions)
@@ -203,12 +216,13 @@ def _waiting(schedule: Schedule, positions: list[int], done: set[Action]) -> str
     return "".join(lines)
 
 
-def _overfull(schedule: Schedule, max_in_flight: int) -> Iterator[str]:
+def _overfull(schedule: Schedule, max_in_flight: int) -> Iterator[ScheduleError]:
     for rank, order in enumerate(schedule.orders):
         for action, held in _held(order):
             if held > max_in_flight:
-                yield (
+                yield ScheduleError(
                     f"over-full buffers: rank {rank} holds {held} microbatches at "
-                    f"{action}, but has room for {max_in_flight}"
+                    f"{action}, but has room for {max_in_flight}",
+                    key="schedule.overfull_buffers",
                 )
                 break

@@ -48,8 +48,8 @@ class ScheduleMethod:
         >>> from meshpar.schedules.gpipe import gpipe
         >>> gpipe(num_ranks=2, num_microbatches=3).num_stages
         2
-        >>> gpipe.refusals(num_ranks=2, num_microbatches=3, chunks=2)["chunks"]
-        "chunks=2: schedule 'gpipe' has one stage a rank; leave chunks out"
+        >>> print(gpipe.refusals(num_ranks=2, num_microbatches=3, chunks=2)["chunks"])
+        chunks=2: schedule 'gpipe' has one stage a rank; leave chunks out
     """
 
     name: str
@@ -73,7 +73,7 @@ class ScheduleMethod:
         chunks = self.default_chunks if chunks is None else chunks
         require_counts(stages=num_ranks, microbatches=num_microbatches, chunks=chunks)
         for refusal in self.refusals(num_ranks, num_microbatches, chunks).values():
-            raise InputError(refusal)
+            raise refusal
         orders = self.orders(num_ranks, num_microbatches, chunks)
         of_ranks = tuple(map(tuple, orders))
         return Schedule(of_ranks, num_ranks * chunks, num_microbatches, self.name)
@@ -93,19 +93,21 @@ class ScheduleMethod:
 
     def refusals(
         self, num_ranks: int, num_microbatches: int, chunks: int
-    ) -> dict[str, str]:
+    ) -> dict[str, InputError]:
         """Key of a layout -> why there is none of the value it has."""
         refusals = {}
         if not self.has_chunks(chunks):
             one = "one stage a rank; leave chunks out"
             more = f"{self.num_chunks} stages a rank; set chunks={self.num_chunks}"
-            refusals["chunks"] = (
+            refusals["chunks"] = InputError(
                 f"chunks={chunks}: schedule {self.name!r} has "
-                f"{one if self.num_chunks == 1 else more}"
+                f"{one if self.num_chunks == 1 else more}",
+                key="schedule.unsupported_chunks",
             )
         refusal = self.microbatches_refusal(num_ranks, num_microbatches)
         if refusal is not None:
-            refusals["microbatches"] = (
-                f"microbatches={num_microbatches}: schedule {self.name!r} {refusal}"
+            refusals["microbatches"] = InputError(
+                f"microbatches={num_microbatches}: schedule {self.name!r} {refusal}",
+                key="schedule.unsupported_microbatches",
             )
         return refusals

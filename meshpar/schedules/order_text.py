@@ -33,7 +33,10 @@ def schedule_of(
     )
     actions = [action for order in ranks for action in order]
     if not actions:
-        raise InputError(f"schedule {name!r} has no actions; give one order a rank")
+        raise InputError(
+            f"schedule {name!r} has no actions; give one order a rank",
+            key="schedule.no_actions",
+        )
     return Schedule(
         ranks,
         num_stages=1 + max(action.stage for action in actions),
@@ -51,7 +54,10 @@ def read_csv(path: str | Path) -> Schedule:
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise InputError(f"schedule {str(path)!r} is no text: {error.reason}") from None
+        raise InputError(
+            f"schedule {str(path)!r} is no text: {error.reason}",
+            key="schedule.unreadable_file",
+        ) from None
     rows = [row for row in csv.reader(io.StringIO(text)) if row]
     orders = [[cell for cell in row if cell.strip()] for row in rows]
     return schedule_of(orders, name=str(path))
@@ -68,4 +74,6 @@ def _action(cell: Action | str, name: str, rank: int) -> Action:
     try:
         return Action.parse(cell)
     except InputError as error:
-        raise InputError(f"schedule {name!r}, rank {rank}: {error}") from None
+        raise InputError(
+            f"schedule {name!r}, rank {rank}: {error}", key=error.key
+        ) from None

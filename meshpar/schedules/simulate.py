@@ -31,12 +31,14 @@ class StageTimes:
             if len(times) != len(self.forward_s):
                 raise InputError(
                     f"{field.name} has {len(times)} times and forward_s "
-                    f"{len(self.forward_s)}; give one a stage"
+                    f"{len(self.forward_s)}; give one a stage",
+                    key="schedule.uneven_times",
                 )
             for time in times:
                 if not 0 <= time < float("inf"):
                     raise InputError(
-                        f"{field.name}={time}: must be a finite number, 0 or more"
+                        f"{field.name}={time}: must be a finite number, 0 or more",
+                        key="schedule.wrong_time",
                     )
 
     @classmethod
@@ -154,7 +156,8 @@ def simulate(
     if len(times.forward_s) != schedule.num_stages:
         raise InputError(
             f"times of {len(times.forward_s)} stages for a schedule of "
-            f"{schedule.num_stages}; give one a stage"
+            f"{schedule.num_stages}; give one a stage",
+            key="schedule.times_not_stages",
         )
     hop = hop_s if callable(hop_s) else _same_hop(hop_s)
     events: list[list[Event]] = [[] for _ in schedule.orders]
@@ -167,7 +170,10 @@ def simulate(
 
 def _same_hop(hop_s: float) -> Hop:
     if not 0 <= hop_s < float("inf"):
-        raise InputError(f"hop_s={hop_s}: must be a finite number, 0 or more")
+        raise InputError(
+            f"hop_s={hop_s}: must be a finite number, 0 or more",
+            key="schedule.wrong_hop_time",
+        )
     return lambda source, target: hop_s
 
 

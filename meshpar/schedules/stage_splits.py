@@ -30,39 +30,43 @@ def stage_sizes(
             whole numbers or do not add up to the layers.
     """
     if problem := split_problem(num_layers, num_ranks, chunks, splits):
-        raise InputError(problem)
+        raise problem
     return tuple(splits) or split_evenly(num_layers, num_ranks * chunks)
 
 
 def split_problem(
     num_layers: int, num_ranks: int, chunks: int = 1, splits: Sequence[int] = ()
-) -> str:
-    """Why `stage_sizes` has no answer, and a way out; empty where it has one."""
+) -> InputError | None:
+    """Why `stage_sizes` has no answer, and a way out; None where it has one."""
     num_stages = num_ranks * chunks
     if num_stages > num_layers:
-        return (
+        return InputError(
             f"stage={num_ranks} x chunks={chunks} are {num_stages} stages, but the "
-            f"model has {num_layers} layers; take fewer stages or chunks"
+            f"model has {num_layers} layers; take fewer stages or chunks",
+            key="layout.too_many_stages",
         )
     if not splits:
-        return ""
+        return None
     shown = "/".join(map(str, splits))
     if not all(isinstance(size, Integral) for size in splits):
-        return (
+        return InputError(
             f"splits={shown} has sizes that are no whole numbers; give the layers of "
-            "each stage as such"
+            "each stage as such",
+            key="layout.splits_not_whole",
         )
     if len(splits) != num_stages:
-        return (
+        return InputError(
             f"splits={shown} has {len(splits)} sizes for {num_stages} stages; give one "
-            "for each stage, first to last"
+            "for each stage, first to last",
+            key="layout.splits_not_stages",
         )
     if min(splits) < 1 or sum(splits) != num_layers:
-        return (
+        return InputError(
             f"splits={shown} has {sum(splits)} layers in all, but the model has "
-            f"{num_layers}; make them add up, at least 1 each"
+            f"{num_layers}; make them add up, at least 1 each",
+            key="layout.splits_not_layers",
         )
-    return ""
+    return None
 
 
 def split_evenly(num_layers: int, num_stages: int) -> tuple[int, ...]:

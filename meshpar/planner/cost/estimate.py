@@ -138,7 +138,9 @@ def estimate(
         execution=execution,
     )
     for problem in problems:
-        raise InputError(f"layout {str(layout)!r}: {problem.message}")
+        raise InputError(
+            f"layout {str(layout)!r}: {problem.message}", key=problem.fault
+        )
     return estimate_run(
         Run(
             workload=workload,

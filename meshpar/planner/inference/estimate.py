@@ -53,13 +53,15 @@ class InferenceEstimate:
             whole_number(name, getattr(self, name))
         if self.prompt > self.seq:
             raise InputError(
-                f"prompt={self.prompt} tokens are more than seq={self.seq}; raise seq"
+                f"prompt={self.prompt} tokens are more than seq={self.seq}; raise seq",
+                key="generation.prompt_too_long",
             )
         shards = self.layout.batch_shards
         if self.slots % shards:
             raise InputError(
                 f"slots={self.slots} do not divide over the {shards} devices that "
-                f"share the batch of layout {str(self.layout)!r}; give a multiple"
+                f"share the batch of layout {str(self.layout)!r}; give a multiple",
+                key="generation.indivisible_slots",
             )
 
     @property
@@ -308,7 +310,8 @@ def estimate_inference(
     if not workload.causal:
         raise InputError(
             f"{workload.name} makes no token after another, its tokens see those that "
-            "follow: there is no generation to estimate"
+            "follow: there is no generation to estimate",
+            key="generation.not_causal",
         )
     layout = Layout.of(layout).resolve(cluster.num_devices)
     return InferenceEstimate(

@@ -42,21 +42,27 @@ class Cluster:
         if self.hosts < 1 or self.devices_per_host < 0:
             raise InputError(
                 f"hosts={self.hosts} of devices_per_host={self.devices_per_host}: must "
-                "be at least 1 each"
+                "be at least 1 each",
+                key="hardware.count_below_one",
             )
         if any(size < 1 for size in self.torus):
-            raise InputError(f"torus {self._shape}: every size must be at least 1")
+            raise InputError(
+                f"torus {self._shape}: every size must be at least 1",
+                key="hardware.torus_size_below_one",
+            )
         if self.torus and len(self.torus) != self.device.torus_dims:
             raise InputError(
                 f"torus {self._shape} has {len(self.torus)} dims, but "
-                f"{self.device.name} has {self.device.torus_dims}; give as many sizes"
+                f"{self.device.name} has {self.device.torus_dims}; give as many sizes",
+                key="hardware.wrong_torus_dims",
             )
         most = self.device.pod_devices
         if self.torus and most and math.prod(self.torus) > most:
             raise InputError(
                 f"torus {self._shape} has {math.prod(self.torus)} devices, but a slice "
                 f"of {self.device.name} has at most {most}; take several slices "
-                f"(--hosts {-(-math.prod(self.torus) // most)})"
+                f"(--hosts {-(-math.prod(self.torus) // most)})",
+                key="hardware.torus_too_large",
             )
         if not self.devices_per_host:
             size = math.prod(self.torus) if self.torus else self.device.domain_devices

@@ -26,7 +26,8 @@ def device_of(name: str) -> Device:
     known = {**DEVICES, **OTHER_NAMES}
     if plain not in known:
         raise InputError(
-            f"no hardware {name!r}; {nearest(plain, known)}; or name a .toml file"
+            f"no hardware {name!r}; {nearest(plain, known)}; or name a .toml file",
+            key="hardware.unknown_device",
         )
     return known[plain]
 
@@ -48,25 +49,32 @@ def cluster_of(
     device = device_of(name)
     for argument, value in (("devices", devices), ("hosts", hosts)):
         if value is not None and value < 1:
-            raise InputError(f"{argument}={value}: must be at least 1")
+            raise InputError(
+                f"{argument}={value}: must be at least 1",
+                key="hardware.count_below_one",
+            )
     if device.torus_dims:
         return _slices(device, shape, devices, hosts)
     if shape:
         raise InputError(
-            f"--hardware {hardware!r}: {device.name} has no torus; leave ':{shape}' out"
+            f"--hardware {hardware!r}: {device.name} has no torus; leave ':{shape}' "
+            "out",
+            key="hardware.no_torus",
         )
     if devices is None:
         return Cluster(device=device, hosts=hosts or 1)
     count = hosts or -(-devices // device.domain_devices)
     if devices % count:
         raise InputError(
-            f"{devices} devices do not divide over {count} hosts; change one of them"
+            f"{devices} devices do not divide over {count} hosts; change one of them",
+            key="hardware.indivisible_hosts",
         )
     if devices // count > device.domain_devices:
         raise InputError(
             f"{devices} devices on {count} hosts are {devices // count} each, but the "
             f"links of {device.name} join at most {device.domain_devices}; take "
-            f"--hosts {-(-devices // device.domain_devices)}"
+            f"--hosts {-(-devices // device.domain_devices)}",
+            key="hardware.too_many_devices_per_host",
         )
     return Cluster(device=device, hosts=count, devices_per_host=devices // count)
 
@@ -77,17 +85,20 @@ def _slices(
     if not shape and devices is None:
         raise InputError(
             f"{device.name} is joined in a torus; give its sizes, such as "
-            f"{device.name}:{'x'.join(['4'] * device.torus_dims)}, or --devices N"
+            f"{device.name}:{'x'.join(['4'] * device.torus_dims)}, or --devices N",
+            key="hardware.missing_torus",
         )
     if shape and not re.fullmatch(r"\d+(x\d+)*", shape):
         raise InputError(
             f"{shape!r} is no torus; write sizes joined by x, such as "
-            f"{'x'.join(['4'] * device.torus_dims)}"
+            f"{'x'.join(['4'] * device.torus_dims)}",
+            key="hardware.unreadable_torus",
         )
     slices = hosts or 1
     if devices is not None and devices < slices:
         raise InputError(
-            f"{devices} devices do not divide over {slices} slices; change one of them"
+            f"{devices} devices do not divide over {slices} slices; change one of them",
+            key="hardware.indivisible_slices",
         )
     torus = (
         _even_torus(devices // slices, device.torus_dims)
@@ -98,7 +109,8 @@ def _slices(
     if devices is not None and devices != cluster.num_devices:
         raise InputError(
             f"{slices} x {device.name} {'x'.join(map(str, torus))} are "
-            f"{cluster.num_devices} devices, not {devices}; change one of them"
+            f"{cluster.num_devices} devices, not {devices}; change one of them",
+            key="hardware.torus_device_mismatch",
         )
     return cluster
 
@@ -141,7 +153,8 @@ def load_device(path: str | Path) -> Device:
     if like is not None and str(like).endswith(".toml"):
         raise InputError(
             f"{str(path)!r}: like={like!r} is a file; start from a device by name: "
-            f"{', '.join(DEVICES)}"
+            f"{', '.join(DEVICES)}",
+            key="hardware.like_is_file",
         )
     base = {}
     if like is not None:
@@ -150,7 +163,10 @@ def load_device(path: str | Path) -> Device:
     for table in ("peak_flops", "efficiency"):
         given = values.get(table, {})
         if not isinstance(given, dict):
-            raise InputError(f"{str(path)!r}: {table} must be a table, [{table}]")
+            raise InputError(
+                f"{str(path)!r}: {table} must be a table, [{table}]",
+                key="hardware.not_a_table",
+            )
         values[table] = {**base.get(table, {}), **given}
     merged = {"name": Path(path).stem, **base, **values}
     start = 'device with like = "h100-80gb"'

@@ -224,7 +224,8 @@ def execution_of(name: str) -> Execution:
         return load_execution(name)
     if name not in EXECUTIONS:
         raise InputError(
-            f"no execution {name!r}; {nearest(name, EXECUTIONS)}; or name a .toml file"
+            f"no execution {name!r}; {nearest(name, EXECUTIONS)}; or name a .toml file",
+            key="plan.unknown_execution",
         )
     return EXECUTIONS[name]
 
@@ -248,7 +249,8 @@ def load_execution(path: str | Path) -> Execution:
     like = values.pop("like", None)
     if like is not None and like not in EXECUTIONS:
         raise InputError(
-            f"{str(path)!r}: no execution {like!r}; {nearest(str(like), EXECUTIONS)}"
+            f"{str(path)!r}: no execution {like!r}; {nearest(str(like), EXECUTIONS)}",
+            key="plan.unknown_execution",
         )
     base = {} if like is None else vars(EXECUTIONS[like])
     merged = {**base, "name": Path(path).stem, **values}
@@ -257,4 +259,4 @@ def load_execution(path: str | Path) -> Execution:
     try:
         return Execution(**merged)
     except InputError as error:
-        raise InputError(f"{str(path)!r}: {error}") from error
+        raise InputError(f"{str(path)!r}: {error}", key=error.key) from error

@@ -154,17 +154,22 @@ _KINDS = {
 def _check(name: object, field: str, kind: str, value: object) -> None:
     is_kind, words = _KINDS[kind]
     if not is_kind(value):
-        raise InputError(f"execution {name!r}: {field}={value!r} must be {words}")
+        raise InputError(
+            f"execution {name!r}: {field}={value!r} must be {words}",
+            key="plan.wrong_field_type",
+        )
     kernels = (*KERNELS, OWN_KERNEL)
     if field == "attention_kernel" and value not in kernels:
         raise InputError(
             f"execution {name!r}: no attention_kernel {value!r}; "
-            f"{nearest(str(value), kernels)}"
+            f"{nearest(str(value), kernels)}",
+            key="plan.unknown_attention_kernel",
         )
     if field in _RANGES:
         least, most = _RANGES[field]
         if not least <= value <= most:  # type: ignore[operator]
             raise InputError(
                 f"execution {name!r}: {field}={value!r} must be at least {least} and "
-                f"at most {most}"
+                f"at most {most}",
+                key="plan.field_out_of_range",
             )

@@ -21,7 +21,9 @@ def toml_values(path: str | Path) -> dict[str, Any]:
     try:
         return tomllib.loads(Path(path).read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise InputError(f"cannot read {str(path)!r} as TOML: {error}") from error
+        raise InputError(
+            f"cannot read {str(path)!r} as TOML: {error}", key="plan.unreadable_toml"
+        ) from error
 
 
 def check_fields(kind: type, given: Collection[str], where: str, start: str) -> None:
@@ -39,7 +41,10 @@ def check_fields(kind: type, given: Collection[str], where: str, start: str) -> 
     known = {field.name: field for field in fields(kind)}
     for name in given:
         if name not in known:
-            raise InputError(f"{where} no field {name!r}; {nearest(name, known)}")
+            raise InputError(
+                f"{where} no field {name!r}; {nearest(name, known)}",
+                key="plan.unknown_field",
+            )
     lacking = [
         name
         for name, field in known.items()
@@ -49,5 +54,6 @@ def check_fields(kind: type, given: Collection[str], where: str, start: str) -> 
     ]
     if lacking:
         raise InputError(
-            f"{where} give {', '.join(lacking)}, or start from a known {start}"
+            f"{where} give {', '.join(lacking)}, or start from a known {start}",
+            key="plan.missing_field",
         )

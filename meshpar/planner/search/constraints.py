@@ -37,26 +37,32 @@ class Constraints:
     def __post_init__(self) -> None:
         refused = step_refusal(Layout(**self.kept).schedule)
         if refused is not None:
-            raise InputError(refused)
+            raise InputError(refused, key="schedule.split_backward")
         for axis in MESH_AXES:
             if self.kept.get(axis) == -1:
                 raise InputError(
                     f"{axis}=-1 is kept, but a search gives every mesh axis a size; "
-                    "leave it out, or keep a size"
+                    "leave it out, or keep a size",
+                    key="plan.open_size_kept",
                 )
         for axis in self.forbidden:
             if axis not in MESH_AXES:
                 raise InputError(
-                    f"forbidden {axis!r} is no mesh axis; {nearest(axis, MESH_AXES)}"
+                    f"forbidden {axis!r} is no mesh axis; {nearest(axis, MESH_AXES)}",
+                    key="plan.unknown_axis",
                 )
             if self.kept.get(axis, 1) != 1:
                 raise InputError(
                     f"{axis}={self.kept[axis]} is kept and {axis!r} is forbidden; "
-                    "leave one of them out"
+                    "leave one of them out",
+                    key="plan.axis_kept_and_forbidden",
                 )
         limit = self.max_memory_bytes
         if limit is not None and not limit > 0:
-            raise InputError(f"maximum memory of {limit} bytes: must be above 0")
+            raise InputError(
+                f"maximum memory of {limit} bytes: must be above 0",
+                key="plan.memory_not_positive",
+            )
 
     @classmethod
     def of(
@@ -78,7 +84,8 @@ class Constraints:
                 value = getattr(layout, key)
                 if kept.setdefault(key, value) != value:
                     raise InputError(
-                        f"{key} is kept at both {kept[key]} and {value}; keep it once"
+                        f"{key} is kept at both {kept[key]} and {value}; keep it once",
+                        key="plan.kept_twice",
                     )
         return cls(
             kept=kept,

@@ -28,10 +28,12 @@ class Problem(NamedTuple):
     Args:
         key: Key of the layout whose value does not go.
         message: What was asked, what was found, and a way out.
+        fault: Stable name of the reason, as the key of an `InputError`.
     """
 
     key: str
     message: str
+    fault: str
 
 
 def layout_problems(
@@ -87,9 +89,11 @@ def whatever_the_mesh(
 def _sizes(global_batch: int, seq: int) -> Iterator[Problem]:
     words = f"global batch {global_batch} of {seq} tokens: give at"
     if global_batch < 1 or seq < 1:
-        yield Problem("global_batch", f"{words} least 1 each")
+        yield Problem("global_batch", f"{words} least 1 each", "plan.size_below_one")
     elif max(seq, global_batch) > _MOST:
-        yield Problem("global_batch", f"{words} most {_MOST} each")
+        yield Problem(
+            "global_batch", f"{words} most {_MOST} each", "plan.size_too_large"
+        )
 
 
 def _positions(workload: Workload, seq: int, execution: Execution) -> Iterator[Problem]:
@@ -98,12 +102,14 @@ def _positions(workload: Workload, seq: int, execution: Execution) -> Iterator[P
             "seq",
             f"sequences of {seq} tokens, but {workload.name} has seq={workload.seq} "
             "learned positions; shorten the sequences, or give the model more",
+            "plan.seq_too_long",
         )
     if workload.modulations and seq != workload.seq:
         yield Problem(
             "seq",
             f"sequences of {seq} tokens, but the images of {workload.name} have "
             f"{workload.seq} patches each; leave seq out",
+            "plan.seq_not_patches",
         )
 
 
@@ -120,6 +126,7 @@ def _residuals(
                 "remat",
                 f"remat={layout.remat}: no block names a residual {name!r}; "
                 f"{nearest(name, known)}",
+                "layout.unknown_residual",
             )
 
 
@@ -143,6 +150,7 @@ def _batch(layout: Layout, global_batch: int) -> Iterator[Problem]:
             f"{global_batch} sequences do not divide over data={layout.data} x fsdp="
             f"{layout.fsdp} x expert={layout.expert} x microbatches="
             f"{layout.microbatches} = {parts}; change the global batch or one of them",
+            "batch.indivisible",
         )
 
 
@@ -152,6 +160,7 @@ def _local_steps(layout: Layout) -> Iterator[Problem]:
             "sync_every",
             f"sync_every={layout.sync_every} averages replicas over 'data', but "
             "data=1; give 'data' a size",
+            "layout.sync_of_one_replica",
         )
 
 
@@ -171,12 +180,14 @@ def _tensor(workload: Workload, layout: Layout, seq: int) -> Iterator[Problem]:
             "tensor",
             f"kv_heads={workload.kv_heads} and tensor={tensor} do not divide one "
             "another; choose a divisor or a multiple",
+            "layout.indivisible_kv_heads",
         )
     if layout.sequence_parallel and seq % (tensor * layout.context):
         yield Problem(
             "sequence_parallel",
             f"{seq} tokens do not divide over tensor={tensor} x context="
             f"{layout.context}; change the sequence, or leave sequence_parallel out",
+            "layout.indivisible_sequence_parallel",
         )
 
 
@@ -186,6 +197,7 @@ def _undivided(sizes: Mapping[str, int], tensor: int) -> Iterator[Problem]:
             yield Problem(
                 "tensor",
                 f"{name}={size} does not divide over tensor={tensor}; choose a divisor",
+                "layout.indivisible",
             )
 
 
@@ -203,13 +215,18 @@ def _uneven(workload: Workload, layout: Layout) -> Iterator[Problem]:
             "zero",
             f"hidden={workload.hidden} does not divide over the {shards} devices of "
             f"{' x '.join(layout.split_axes)}; choose a divisor",
+            "layout.indivisible_hidden",
         )
 
 
 def _context(workload: Workload, layout: Layout, seq: int) -> Iterator[Problem]:
     context = layout.context
     if seq % context:
-        yield Problem("context", f"{seq} tokens do not divide over context={context}")
+        yield Problem(
+            "context",
+            f"{seq} tokens do not divide over context={context}",
+            "layout.indivisible_sequence",
+        )
     trading = layout.attention_method.heads
     heads = workload.heads // layout.tensor
     if heads % trading:
@@ -218,6 +235,7 @@ def _context(workload: Workload, layout: Layout, seq: int) -> Iterator[Problem]:
             "attention",
             f"attention={layout.attention} splits the {heads} heads of a device, which "
             f"do not divide over {over}; take attention=ring",
+            "attention.indivisible_heads",
         )
 
 
@@ -227,12 +245,14 @@ def _expert(workload: Workload, layout: Layout) -> Iterator[Problem]:
         yield Problem(
             "expert",
             f"expert={expert}, but {workload.name} has no experts; set expert=1",
+            "layout.no_experts",
         )
     elif workload.experts % expert:
         yield Problem(
             "expert",
             f"experts={workload.experts} do not divide over expert={expert}; choose a "
             "divisor",
+            "layout.indivisible_experts",
         )
 
 
@@ -241,22 +261,24 @@ def _stage(
 ) -> Iterator[Problem]:
     stages = layout.stage * layout.chunks
     sizes = layout.stage, layout.microbatches, layout.chunks
-    for key, message in size_refusals(layout.schedule, *sizes).items():
-        yield Problem(key, message)
+    for key, error in size_refusals(layout.schedule, *sizes).items():
+        yield Problem(key, str(error), error.key)
     refused = step_refusal(layout.schedule)
     if refused is not None:
-        yield Problem("schedule", refused)
+        yield Problem("schedule", refused, "schedule.split_backward")
     if stage_blocks is not None:
         if len(stage_blocks) != stages or sum(stage_blocks) != workload.layers:
             yield Problem(
                 "splits",
                 f"blocks {stage_blocks} are not {workload.layers} on {stages} stages",
+                "layout.wrong_stage_blocks",
             )
         return
     given = () if layout.splits == BY_COST else layout.splits
-    message = split_problem(workload.layers, layout.stage, layout.chunks, given)
-    if message:
-        yield Problem("stage" if stages > workload.layers else "splits", message)
+    wrong = split_problem(workload.layers, layout.stage, layout.chunks, given)
+    if wrong is not None:
+        key = "stage" if stages > workload.layers else "splits"
+        yield Problem(key, str(wrong), wrong.key)
 
 
 def stage_blocks_of(workload: Workload, layout: Layout) -> tuple[int, ...]:

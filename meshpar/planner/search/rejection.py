@@ -20,13 +20,15 @@ class Rejected(NamedTuple):
     Args:
         layout: The layout.
         reason: What it takes, what there is, and where.
+        key: Stable name of the reason, as of an `InputError`.
     """
 
     layout: Layout
     reason: str
+    key: str
 
 
-def reason_of(run: Run, capacity_bytes: float, slowest: Estimate | None) -> str:
+def rejected(run: Run, capacity_bytes: float, slowest: Estimate | None) -> Rejected:
     """Why a possible layout is no plan: it does not fit, or others are faster.
 
     Args:
@@ -36,10 +38,13 @@ def reason_of(run: Run, capacity_bytes: float, slowest: Estimate | None) -> str:
     """
     found = estimate_run(run)
     if found.memory.total_bytes > capacity_bytes:
-        return too_large(found, capacity_bytes)
-    if slowest is None or found.step_s <= slowest.step_s:
-        return f"{milliseconds(found.step_s)}: as good as a plan"
-    return too_slow(found, slowest)
+        why, key = too_large(found, capacity_bytes), "plan.too_large"
+    elif slowest is None or found.step_s <= slowest.step_s:
+        why = f"{milliseconds(found.step_s)}: as good as a plan"
+        key = "plan.as_good_as_a_plan"
+    else:
+        why, key = too_slow(found, slowest), "plan.too_slow"
+    return Rejected(run.layout, why, key)
 
 
 def too_large(found: Estimate, capacity_bytes: float) -> str:

@@ -24,7 +24,7 @@ from meshpar.planner.search.constraints import Constraints
 from meshpar.planner.search.context_method import why_method, with_method
 from meshpar.planner.search.mesh_choices import choices_of
 from meshpar.planner.search.refusals import layout_problems, whatever_the_mesh
-from meshpar.planner.search.rejection import Rejected, reason_of
+from meshpar.planner.search.rejection import Rejected, rejected
 from meshpar.planner.search.space import mesh_layouts
 from meshpar.planner.workload.workload import Workload
 
@@ -77,7 +77,7 @@ class SearchResult:
                 for plan in self.front
             ],
             "rejected": [
-                {"layout": str(other.layout), "reason": other.reason}
+                {"layout": str(other.layout), "reason": other.reason, "key": other.key}
                 for other in self.rejected
             ],
             "rejected_count": self.rejected_count,
@@ -114,11 +114,14 @@ class Request:
 
     def __post_init__(self) -> None:
         if self.global_batch < 1:
-            raise InputError(f"global_batch={self.global_batch}: must be at least 1")
+            raise InputError(
+                f"global_batch={self.global_batch}: must be at least 1",
+                key="plan.size_below_one",
+            )
         kept = Layout(remat=self.constraints.kept.get("remat", "none"))
         batch = {"global_batch": self.global_batch, "seq": self.run.seq}
         for problem in whatever_the_mesh(self.workload, kept, self.execution, **batch):
-            raise InputError(problem.message)
+            raise InputError(problem.message, key=problem.fault)
 
     @property
     def capacity_bytes(self) -> float:
@@ -157,7 +160,9 @@ def search(request: Request, *, num_plans: int = _NUM_PLANS) -> SearchResult:
     """
     started = time.perf_counter()
     if num_plans < 1:
-        raise InputError(f"num_plans={num_plans}: must be at least 1")
+        raise InputError(
+            f"num_plans={num_plans}: must be at least 1", key="plan.num_plans_below_one"
+        )
     capacity = request.capacity_bytes
     findings = Findings(capacity_bytes=capacity, num_plans=num_plans)
     bounds = Bounds(request.run, capacity)
@@ -183,14 +188,15 @@ def possible_meshes(
         mesh = with_method(mesh, like, allowed)
         problems = layout_problems(like.workload, _plain(mesh), **size_and_program)
         choices = choices_of(like, mesh, constraints)
-        if problems or not choices.num_variants:
-            reason = problems[0].message if problems else _NO_VARIANT
-            refused.append(Rejected(mesh, reason))
+        if problems:
+            refused.append(Rejected(mesh, problems[0].message, problems[0].fault))
+        elif not choices.num_variants:
+            refused.append(Rejected(mesh, _NO_VARIANT, "plan.no_way_to_run"))
         else:
             bound = bounds.of_choices(mesh, choices)
             leaves.append(Leaf(bound, (order,), mesh, choices, choices.num_variants))
     if not leaves and not refused:
-        raise InputError(_no_mesh(like, constraints))
+        raise InputError(_no_mesh(like, constraints), key="plan.no_such_layout")
     return leaves, refused
 
 
@@ -273,10 +279,7 @@ def _sample(
                 :_SAMPLE
             ]
         ]
-    reasons = [
-        Rejected(run.layout, reason_of(run, findings.capacity_bytes, slowest))
-        for run in near
-    ]
+    reasons = [rejected(run, findings.capacity_bytes, slowest) for run in near]
     first_of = {refused.reason.split()[0]: refused for refused in findings.refused}
     return (*reasons, *islice(first_of.values(), _SAMPLE))
 

@@ -46,7 +46,10 @@ class Training:
         for name in ("tokens", "price", "mtbf_s", "checkpoint_s", "restart_s"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
-                raise InputError(f"{name}={value}: must be above 0, and finite")
+                raise InputError(
+                    f"{name}={value}: must be above 0, and finite",
+                    key="plan.not_positive",
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,7 +199,8 @@ def with_failures_s(
         raise InputError(
             f"a failure every {mtbf_s:g} s, a restart of {restart_s:g} s and "
             f"{interval_s + checkpoint_s:g} s between checkpoints: the training never "
-            "ends; give a longer --mtbf or a shorter restart"
+            "ends; give a longer --mtbf or a shorter restart",
+            key="plan.training_never_ends",
         )
     tries = math.exp(restart_s / mtbf_s) * math.expm1(exponent)
     return mtbf_s * tries * work_s / interval_s

@@ -211,16 +211,19 @@ class VolumeRequest:
 
     def _all(self) -> list[VolumePlan]:
         dividing = list(volume_runs(self))
-        runs = [run for run in dividing if _refusal(run) is None]
-        if dividing and not runs:
-            raise InputError(str(_refusal(dividing[0])))
+        refused = [_refusal(run) for run in dividing]
+        runs = [run for run, why in zip(dividing, refused, strict=True) if why is None]
+        for why in refused if not runs else ():
+            if why is not None:
+                raise why
         if not runs:
             sizes = zip(SPACE, self.workload.least_sizes, strict=True)
             raise InputError(
                 f"no layout of {self.cluster.num_devices} devices divides "
                 f"global_batch={self.global_batch} and the coarsest level ("
                 + ", ".join(f"{dim}={size}" for dim, size in sizes)
-                + "); give another number of devices or keep less"
+                + "); give another number of devices or keep less",
+                key="plan.no_dividing_layout",
             )
         return [
             VolumePlan(run=run, memory=volume_memory(run), time=volume_time(run))
@@ -232,18 +235,19 @@ def _note(cluster: Cluster) -> str:
     return PADDING if cluster.device.platform == "tpu" else ""
 
 
-def _refusal(run: VolumeRun) -> str | None:
+def _refusal(run: VolumeRun) -> InputError | None:
     """What a step says of short parts (`meshpar.parallel.convolution_gradients`)."""
     found = run.workload.short_part(run.degrees)
     if run.layout.batch_shards == 1 or found is None:
         return None
     kernel, dim = found
-    return (
+    return InputError(
         f"layout {str(run.layout)!r}: {SPACE[dim]!r} has {kernel.sizes[dim]} places at "
         f"a convolution with a window of {kernel.window[dim]}, and a device "
         f"{kernel.sizes[dim] // run.degrees[dim]} of them: beside split examples and "
         f"longer parts of another dim the step is refused; split {SPACE[dim]!r} over "
-        "fewer devices, or leave the examples whole"
+        "fewer devices, or leave the examples whole",
+        key="grid.short_part_beside_examples",
     )
 
 
@@ -261,12 +265,14 @@ def check_kept(constraints: Constraints) -> None:
         if key not in _KEPT:
             raise InputError(
                 f"{key}={value} is kept, but plans of volumes have "
-                f"{', '.join(_KEPT)} alone; leave it out"
+                f"{', '.join(_KEPT)} alone; leave it out",
+                key="plan.unknown_kept_key",
             )
         if key in MESH_AXES and key not in _SPLIT and value > 1:
             raise InputError(
                 f"{key}={value} is kept, but plans of volumes split "
-                f"{', '.join(_SPLIT)} alone; leave it out, data= gives replicas"
+                f"{', '.join(_SPLIT)} alone; leave it out, data= gives replicas",
+                key="plan.unsplit_axis_kept",
             )
 
 

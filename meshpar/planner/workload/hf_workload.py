@@ -31,21 +31,26 @@ def workload_from_json(path: str | Path) -> Workload:
     try:
         values = json.loads(Path(path).read_text())
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise InputError(f"cannot read {str(path)!r} as JSON: {error}") from error
+        raise InputError(
+            f"cannot read {str(path)!r} as JSON: {error}", key="weights.unreadable_json"
+        ) from error
     kind = values.get("model_type") if isinstance(values, dict) else None
     if not isinstance(kind, str) or kind not in _FAMILIES:
         raise InputError(
             f"{str(path)!r} has model_type {kind!r}; known: "
-            f"{', '.join(sorted(_FAMILIES))}"
+            f"{', '.join(sorted(_FAMILIES))}",
+            key="weights.unknown_model_type",
         )
     _refuse_unplanned(path, values)
     given = {key: value for key, value in values.items() if value is not None}
     try:
         return Workload(name=str(path), **_FAMILIES[kind](given))
     except KeyError as error:
-        raise InputError(f"{str(path)!r} does not give {error}") from error
+        raise InputError(
+            f"{str(path)!r} does not give {error}", key="weights.missing_config_value"
+        ) from error
     except InputError as error:
-        raise InputError(f"{str(path)!r}: {error}") from error
+        raise InputError(f"{str(path)!r}: {error}", key=error.key) from error
 
 
 # Keys that would change a block's parameters, which nothing here counts.
@@ -57,12 +62,14 @@ def _refuse_unplanned(path: str | Path, values: dict[str, Any]) -> None:
         if values.get(key):
             raise InputError(
                 f"{str(path)!r}: {key}={values[key]!r} is not planned for; write sizes "
-                "such as layers=4,hidden=256,biases=true instead"
+                "such as layers=4,hidden=256,biases=true instead",
+                key="weights.unplanned_key",
             )
     if values.get("decoder_sparse_step", 1) != 1:
         raise InputError(
             f"{str(path)!r}: decoder_sparse_step={values['decoder_sparse_step']!r} is "
-            "not planned for; every layer has experts where it is 1"
+            "not planned for; every layer has experts where it is 1",
+            key="weights.unplanned_key",
         )
 
 

@@ -168,7 +168,8 @@ def workload_of(model: str, *, words: str | None = None) -> Workload:
         raise InputError(
             f"no model {model!r}; {nearest(model, {*_BY_NAME, *TRACED})}; or give the "
             "path of a config.json, or sizes such as "
-            "layers=4,hidden=256,heads=8,vocab=256"
+            "layers=4,hidden=256,heads=8,vocab=256",
+            key="model.unknown_name",
         )
     return workload if words is None else _changed(workload, words)
 
@@ -194,7 +195,10 @@ def _from_words(text: str) -> Workload:
         name for name in ("layers", "hidden", "heads", "vocab") if name not in given
     ]
     if missing:
-        raise InputError(f"model {text!r}: no {', '.join(missing)}; give each a size")
+        raise InputError(
+            f"model {text!r}: no {', '.join(missing)}; give each a size",
+            key="model.missing_sizes",
+        )
     # As `meshpar.models.presets.build` has it: a Llama where gated, otherwise a GPT-2.
     family = {} if given.get("gated") else GPT2
     return Workload(**{"name": text, **family, **given})
@@ -211,10 +215,16 @@ def _words(text: str) -> dict[str, Any]:
     for key, value in given.items():
         name = _OTHER_WORDS.get(key, key)
         if key not in known:
-            raise InputError(f"model {text!r}: no size {key!r}; {nearest(key, known)}")
+            raise InputError(
+                f"model {text!r}: no size {key!r}; {nearest(key, known)}",
+                key="model.unknown_size",
+            )
         if name in found:
             other = next(one for one, same in _OTHER_WORDS.items() if same == name)
-            raise InputError(f"model {text!r}: {other} is {name} too; give one of them")
+            raise InputError(
+                f"model {text!r}: {other} is {name} too; give one of them",
+                key="model.repeated_size",
+            )
         found[name] = _scalar(text, key, value)
     return found
 
@@ -226,6 +236,7 @@ def _scalar(text: str, key: str, value: str) -> int | bool:
         return float(value) > 0  # a share, as `meshpar.models.presets` has it
     if not value.isdecimal():
         raise InputError(
-            f"model {text!r}: {key}={value} is no whole number, true or false"
+            f"model {text!r}: {key}={value} is no whole number, true or false",
+            key="model.unreadable_size",
         )
     return int(value)

@@ -107,7 +107,10 @@ class Workload:
             _check_type(field.name, getattr(self, field.name), field.default)
         for name in _COUNTS:
             if getattr(self, name) < 1:
-                raise InputError(f"{name}={getattr(self, name)}: must be at least 1")
+                raise InputError(
+                    f"{name}={getattr(self, name)}: must be at least 1",
+                    key="value.below_one",
+                )
         for name, value in (
             ("kv_heads", self.heads),
             ("ffn", 4 * self.hidden),
@@ -301,10 +304,12 @@ def _check_type(name: str, value: object, default: object) -> None:
     wanted: type = bool if isinstance(default, bool) else int
     if not isinstance(value, wanted) or isinstance(value, bool) != (wanted is bool):
         kind = "true or false" if wanted is bool else "a whole number"
-        raise InputError(f"{name}={value!r}: must be {kind}")
+        fault = "not_boolean" if wanted is bool else "not_whole_number"
+        raise InputError(f"{name}={value!r}: must be {kind}", key=f"value.{fault}")
     if wanted is int and not 0 <= value <= _MOST[name]:  # type: ignore[operator]
         raise InputError(
-            f"{name}={value}: must be at least 0 and at most {_MOST[name]}"
+            f"{name}={value}: must be at least 0 and at most {_MOST[name]}",
+            key="value.out_of_range",
         )
 
 
@@ -314,18 +319,21 @@ def _check_attention(workload: Workload) -> None:
             if not getattr(workload, name):
                 raise InputError(
                     f"kv_lora_rank={workload.kv_lora_rank} is latent attention, which "
-                    f"needs {name} too; give it a size"
+                    f"needs {name} too; give it a size",
+                    key="model.missing_latent_size",
                 )
         return
     if workload.heads % workload.kv_heads:
         raise InputError(
             f"heads={workload.heads} is not a multiple of kv_heads="
-            f"{workload.kv_heads}; every key/value head serves as many query heads"
+            f"{workload.kv_heads}; every key/value head serves as many query heads",
+            key="model.kv_heads_indivisible",
         )
     if not workload.head_dim and workload.hidden % workload.heads:
         raise InputError(
             f"hidden={workload.hidden} is not a multiple of heads={workload.heads}; "
-            "give head_dim"
+            "give head_dim",
+            key="model.heads_indivisible",
         )
 
 
@@ -335,16 +343,19 @@ def _check_experts(workload: Workload) -> None:
             if getattr(workload, name):
                 raise InputError(
                     f"{name}={getattr(workload, name)} without experts; give experts, "
-                    f"or leave {name} out"
+                    f"or leave {name} out",
+                    key="model.missing_experts",
                 )
         return
     if not 1 <= workload.top_k <= workload.experts:
         raise InputError(
             f"top_k={workload.top_k} of experts={workload.experts}: must be at least "
-            "1 and at most as many as there are"
+            "1 and at most as many as there are",
+            key="model.wrong_top_k",
         )
     if workload.dense_layers >= workload.layers:
         raise InputError(
             f"dense_layers={workload.dense_layers} of layers={workload.layers}: no "
-            "layer has experts; leave experts out"
+            "layer has experts; leave experts out",
+            key="model.no_routed_layer",
         )
