@@ -209,7 +209,8 @@ def _folder() -> Path:
     if found is None or found.origin is None:
         raise InputError(
             "--data movielens is read from the package recbole, which is not "
-            "installed: pip install recbole --no-deps"
+            "installed: pip install recbole --no-deps",
+            key="data.missing_package",
         )
     folder = Path(found.origin).parent / _MOVIELENS
     missing = [name for name in _FILES if not (folder / name).is_file()]
@@ -217,7 +218,8 @@ def _folder() -> Path:
         raise InputError(
             f"--data movielens: {folder} has {len(_FILES) - len(missing)} of the "
             f"{len(_FILES)} files, not {', '.join(missing)}; take the recbole that "
-            "brings them: pip install --force-reinstall --no-deps recbole==1.2.1"
+            "brings them: pip install --force-reinstall --no-deps recbole==1.2.1",
+            key="data.missing_files",
         )
     return folder
 

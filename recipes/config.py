@@ -207,37 +207,56 @@ class RunConfig:
                 self._check_whole(name, least)
         rate = self.learning_rate
         if not (isinstance(rate, int | float) and 0 < rate < math.inf):
-            raise InputError(f"learning_rate={rate!r}: must be a positive number")
+            raise InputError(
+                f"learning_rate={rate!r}: must be a positive number",
+                key="value.not_positive",
+            )
         rate, momentum = self.outer_learning_rate, self.outer_momentum
         if not (isinstance(rate, int | float) and 0 < rate < math.inf):
-            raise InputError(f"outer_learning_rate={rate!r}: must be a positive number")
+            raise InputError(
+                f"outer_learning_rate={rate!r}: must be a positive number",
+                key="value.not_positive",
+            )
         if not (isinstance(momentum, int | float) and 0 <= momentum < 1):
             raise InputError(
-                f"outer_momentum={momentum!r}: must be at least 0 and below 1"
+                f"outer_momentum={momentum!r}: must be at least 0 and below 1",
+                key="value.out_of_range",
             )
         if self.outer_optimizer not in ("nesterov", "sgd", "adam"):
             raise InputError(
                 f"outer_optimizer={self.outer_optimizer!r}: must be 'nesterov', 'sgd' "
-                "or 'adam'"
+                "or 'adam'",
+                key="run.unknown_outer_optimizer",
             )
         if self.dtype not in (None, "fp32", "bf16"):
-            raise InputError(f"dtype={self.dtype!r}: must be 'fp32' or 'bf16'")
+            raise InputError(
+                f"dtype={self.dtype!r}: must be 'fp32' or 'bf16'",
+                key="run.unknown_dtype",
+            )
         if self.on_bad_step not in ("skip", "rollback", "stop"):
             raise InputError(
                 f"on_bad_step={self.on_bad_step!r}: must be 'skip', 'rollback' or "
-                "'stop'"
+                "'stop'",
+                key="run.unknown_bad_step_policy",
             )
         if self.on_low_memory not in ("stop", "warn"):
             raise InputError(
-                f"on_low_memory={self.on_low_memory!r}: must be 'stop' or 'warn'"
+                f"on_low_memory={self.on_low_memory!r}: must be 'stop' or 'warn'",
+                key="run.unknown_low_memory_policy",
             )
         check_spike(self.on_bad_step, self.spike)
         if self.on_bad_step == "rollback" and not self.keep_every:
             check_rollback(self.steps, self.save_every, self.keep, self.rollback_steps)
         if self.resume not in (False, True, "auto"):
-            raise InputError(f"resume={self.resume!r}: must be True, False or 'auto'")
+            raise InputError(
+                f"resume={self.resume!r}: must be True, False or 'auto'",
+                key="run.unknown_resume",
+            )
         if self.resume and self.out is None:
-            raise InputError("--resume needs the folder of the run: give --out DIR")
+            raise InputError(
+                "--resume needs the folder of the run: give --out DIR",
+                key="run.resume_without_folder",
+            )
 
     def _check_data(self) -> None:
         for name in ("data", "validation_data"):
@@ -247,7 +266,8 @@ class RunConfig:
         check_data({name: getattr(self, name) for name in ("text", *OF_DATA)})
         if self.on_bad_line not in ("stop", "skip"):
             raise InputError(
-                f"on_bad_line={self.on_bad_line!r}: must be 'stop' or 'skip'"
+                f"on_bad_line={self.on_bad_line!r}: must be 'stop' or 'skip'",
+                key="run.unknown_bad_line_policy",
             )
 
     def _check_whole(self, name: str, least: int) -> None:
@@ -263,7 +283,9 @@ class RunConfig:
             InputError: It is not.
         """
         if self.out is None:
-            raise InputError("the run has no folder yet: give out=")
+            raise InputError(
+                "the run has no folder yet: give out=", key="run.no_folder"
+            )
         return self.out
 
     @property

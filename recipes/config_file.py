@@ -32,10 +32,14 @@ def read_options(path: Path) -> list[str]:
     for key, value in _read(path).items():
         name = str(key).replace("-", "_")
         if name not in OPTIONS:
-            raise InputError(f"{str(path)!r}: no key {key!r}; {nearest(name, OPTIONS)}")
+            raise InputError(
+                f"{str(path)!r}: no key {key!r}; {nearest(name, OPTIONS)}",
+                key="run.unknown_config_key",
+            )
         if name in given:
             raise InputError(
-                f"{str(path)!r}: {given[name]!r} and {key!r} are one option; give one"
+                f"{str(path)!r}: {given[name]!r} and {key!r} are one option; give one",
+                key="run.option_under_two_keys",
             )
         given[name] = key
         _check_number_of_values(path, name, value)
@@ -46,7 +50,8 @@ def read_options(path: Path) -> list[str]:
             if isinstance(one, Mapping | list):
                 raise InputError(
                     f"{str(path)!r}: {key} is {one!r}; give a text, a number, true or "
-                    "false"
+                    "false",
+                    key="run.bad_config_value",
                 )
             words += _words(option, one)
     return words
@@ -56,7 +61,8 @@ def _check_number_of_values(path: Path, name: str, value: Any) -> None:
     if isinstance(value, list) and name not in SEVERAL and len(value) != 1:
         raise InputError(
             f"{str(path)!r}: {name} is {value!r}, {len(value)} values, but it takes 1; "
-            f"only {', '.join(SEVERAL)} take several"
+            f"only {', '.join(SEVERAL)} take several",
+            key="run.too_many_values",
         )
 
 
@@ -109,15 +115,23 @@ def _toml_value(value: Any) -> str:
 
 def _read(path: Path) -> Mapping[str, Any]:
     if path.suffix not in (".toml", ".yaml", ".yml"):
-        raise InputError(f"{str(path)!r} is no .toml, .yaml or .yml file; name one")
+        raise InputError(
+            f"{str(path)!r} is no .toml, .yaml or .yml file; name one",
+            key="run.unknown_config_format",
+        )
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise InputError(f"cannot read {str(path)!r}: {reason}") from error
+        raise InputError(
+            f"cannot read {str(path)!r}: {reason}", key="run.unreadable_config"
+        ) from error
     found = _toml(path, text) if path.suffix == ".toml" else _yaml(path, text)
     if not isinstance(found, Mapping):
-        raise InputError(f"{str(path)!r} holds no options; write such as steps: 5")
+        raise InputError(
+            f"{str(path)!r} holds no options; write such as steps: 5",
+            key="run.no_options_in_config",
+        )
     return found
 
 
@@ -125,7 +139,9 @@ def _toml(path: Path, text: str) -> Any:
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise InputError(f"{str(path)!r} is no TOML: {error}") from error
+        raise InputError(
+            f"{str(path)!r} is no TOML: {error}", key="run.bad_toml"
+        ) from error
 
 
 def _yaml(path: Path, text: str) -> Any:
@@ -136,13 +152,16 @@ def _yaml(path: Path, text: str) -> Any:
         found = yaml.safe_load(text) or {}
     except yaml.YAMLError as error:
         reason = " ".join(str(error).split())
-        raise InputError(f"{str(path)!r} is no YAML: {reason}") from error
+        raise InputError(
+            f"{str(path)!r} is no YAML: {reason}", key="run.bad_yaml"
+        ) from error
     pairs = root.value if isinstance(root, yaml.MappingNode) else []
     keys = [str(key.value) for key, _ in pairs]
     for key, times in Counter(keys).items():
         if times > 1:
             raise InputError(
-                f"{str(path)!r}: key {key!r} stands there {times} times; give it once"
+                f"{str(path)!r}: key {key!r} stands there {times} times; give it once",
+                key="run.config_key_twice",
             )
     return found
 

@@ -30,7 +30,9 @@ def read_conversations(path: Path) -> list[Messages]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read {str(path)!r}: {error}") from error
+        raise DataError(
+            f"cannot read {str(path)!r}: {error}", key="data.unreadable_file"
+        ) from error
     found = [
         _messages(line, f"{str(path)!r}, line {number}")
         for number, line in enumerate(lines, 1)
@@ -39,7 +41,8 @@ def read_conversations(path: Path) -> list[Messages]:
     if len(found) < 2:
         raise DataError(
             f"{str(path)!r} has {len(found)} conversations; give 2 or more, of which "
-            "some are held out"
+            "some are held out",
+            key="data.too_few_conversations",
         )
     return found
 
@@ -85,7 +88,8 @@ class ConversationRows:
                 raise DataError(
                     f"message {at} of {messages[:1]}: the chat template gives a "
                     "conversation another text once it goes on, so that what the "
-                    "assistant says cannot be told apart; give rows of text instead"
+                    "assistant says cannot be told apart; give rows of text instead",
+                    key="data.chat_template_changes_text",
                 )
             said[len(before) : len(until)] = [True] * (len(until) - len(before))
         return tokens, said
@@ -98,11 +102,12 @@ def _messages(line: str, where: str) -> Messages:
     try:
         found = json.loads(line)
     except ValueError as error:
-        raise DataError(f"{where}: no JSON: {error}") from error
+        raise DataError(f"{where}: no JSON: {error}", key="data.not_json") from error
     messages = found.get("messages") if isinstance(found, dict) else None
     if not (isinstance(messages, list) and messages and all(map(_is_one, messages))):
         raise DataError(
-            f"{where}: no 'messages', a list of objects with 'role' and 'content'"
+            f"{where}: no 'messages', a list of objects with 'role' and 'content'",
+            key="data.no_messages",
         )
     for one in messages:
         try:
@@ -110,10 +115,14 @@ def _messages(line: str, where: str) -> Messages:
         except UnicodeEncodeError as error:
             raise DataError(
                 f"{where}: character {error.start} of a message's content is half a "
-                "surrogate pair, which is no text; leave the line out"
+                "surrogate pair, which is no text; leave the line out",
+                key="data.unpaired_surrogate",
             ) from error
     if not any(one["role"] == "assistant" for one in messages):
-        raise DataError(f"{where}: the assistant says nothing; leave the line out")
+        raise DataError(
+            f"{where}: the assistant says nothing; leave the line out",
+            key="data.no_assistant",
+        )
     return messages
 
 

@@ -99,7 +99,8 @@ def corpus_of(
         if other != found[0]:
             raise InputError(
                 f"process {process} reads other data ({other}) than process 0 "
-                f"({found[0]}): give all hosts the same files"
+                f"({found[0]}): give all hosts the same files",
+                key="processes.different_data",
             )
     return made
 
@@ -215,7 +216,8 @@ def _check_targets(
     raise DataError(
         f"the {sum(map(len, rows)):,} packed rows {use} of {names} have 0 tokens with "
         f"a successor: their {num_documents:,} documents are empty but for the end; "
-        "give others, or name some in --validation-data"
+        "give others, or name some in --validation-data",
+        key="data.no_targets",
     )
 
 

@@ -39,7 +39,8 @@ def files_of_all(
     Raises:
         DataError: Data are missing or broken.
     """
-    wrong, files = None, None
+    wrong: tuple[str, str] | None = None  # The message and the key.
+    files = None
 
     def is_at_a_file() -> bool:
         """The others wait for as long as the first gets on."""
@@ -50,14 +51,15 @@ def files_of_all(
         try:
             files = _files(config, told, is_at_a_file)
         except DataError as error:
-            wrong = str(error)
+            wrong = str(error), error.key
         processes.gather(False)
     else:
         while is_at_a_file():
             pass
     wrong = processes.gather(wrong)[0]
     if wrong is not None:
-        raise DataError(wrong)
+        message, key = wrong
+        raise DataError(message, key=key)
     return _files(config, told, on_file) if files is None else files
 
 
@@ -80,7 +82,8 @@ def _files(
         if Path(source.path).resolve() == config.folder.resolve():
             raise DataError(
                 f"{source.path!r} is both --data and --out; give the run a folder of "
-                "its own, which may lie in that of the data"
+                "its own, which may lie in that of the data",
+                key="data.folder_is_of_run",
             )
         opened, found = [], source.files(not_data(config))
         _check_field(source, {format for _, format in found})
@@ -95,7 +98,8 @@ def _check_field(source: DataSource, formats: set[str]) -> None:
     if source.field != DataSource.field and not formats & WITH_FIELDS:
         raise DataError(
             f"field={source.field} of {source.path!r}, which is {', '.join(formats)}: "
-            f"only {' and '.join(sorted(WITH_FIELDS))} have fields; leave it out"
+            f"only {' and '.join(sorted(WITH_FIELDS))} have fields; leave it out",
+            key="data.field_without_effect",
         )
 
 
@@ -104,7 +108,8 @@ def _check_folder(folder: Path) -> None:
         if one.exists() and not one.is_dir():
             raise DataError(
                 f"the tokens of texts go into {str(folder)!r}, but {str(one)!r} is a "
-                "file; name a folder in --data-cache"
+                "file; name a folder in --data-cache",
+                key="data.folder_is_file",
             )
 
 
@@ -124,7 +129,8 @@ def _opened(
     if config.eos is not None and config.tokenizer is None:
         raise DataError(
             f"{str(path)!r} is read as bytes, whose documents end with a NUL, but "
-            f"--eos {config.eos} is given; leave it out, or give a --tokenizer"
+            f"--eos {config.eos} is given; leave it out, or give a --tokenizer",
+            key="data.eos_of_bytes",
         )
     refuse_bytes(config)
     vocab = sizes_of(config)["vocab"]
@@ -132,7 +138,8 @@ def _opened(
         raise DataError(
             f"{str(path)!r} is read as {cache.tokenizer.name}, of which there are "
             f"{cache.tokenizer.vocab}, but the model has a vocabulary of {vocab}; give "
-            f"a model that has {cache.tokenizer.vocab} or more"
+            f"a model that has {cache.tokenizer.vocab} or more",
+            key="data.vocabulary_too_large",
         )
     return cache.tokens_of(path, format, source.field)
 
@@ -146,12 +153,14 @@ def _end_of_document(path: Path, config: RunConfig) -> int | None:
     if config.eos is None or not config.eos.isdecimal():
         raise DataError(
             f"{str(path)!r} does not say where its documents end, as --pack needs; "
-            "give the number of the token that ends them, such as --eos 50256"
+            "give the number of the token that ends them, such as --eos 50256",
+            key="data.no_end_of_documents",
         )
     vocab = sizes_of(config)["vocab"]
     if int(config.eos) >= vocab:
         raise DataError(
             f"--eos {config.eos}: the model has tokens from 0 to below {vocab}; give "
-            f"the one that ends the documents of {str(path)!r}"
+            f"the one that ends the documents of {str(path)!r}",
+            key="data.eos_beyond_vocabulary",
         )
     return int(config.eos)

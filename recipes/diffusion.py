@@ -142,7 +142,8 @@ def patch_of(size: int) -> int:
         raise meshpar.InputError(
             f"images of {size} x {size}: the smallest patch that tiles one and makes "
             f"at most {_MOST_TOKENS} tokens has {patch} x {patch} pixels; give "
-            f"--size {other}, or files of {other} x {other}"
+            f"--size {other}, or files of {other} x {other}",
+            key="data.images_not_tileable",
         )
     return patch
 

@@ -80,7 +80,8 @@ def shared(layout: Layout, num_devices: int) -> Layout:
         raise InputError(
             f"layout {str(layout)!r} needs a multiple of {of_model * layout.expert} "
             f"devices whatever data and fsdp are, but there are {num_devices}; give a "
-            "--layout for them"
+            "--layout for them",
+            key="layout.indivisible_devices",
         )
     fsdp = math.gcd(layout.fsdp, of_batch)
     return replace(layout, data=of_batch // fsdp, fsdp=fsdp)
@@ -108,7 +109,8 @@ def recut(layout: Layout, before: Layout, global_batch: int) -> Layout:
             f"the global batch of {global_batch} sequences does not divide over "
             f"{layout.batch_shards} devices of data={layout.data},fsdp={layout.fsdp}"
             f"{f',expert={layout.expert}' if layout.expert > 1 else ''}; start with "
-            "another number of devices, or give --layout or --global-batch"
+            "another number of devices, or give --layout or --global-batch",
+            key="batch.indivisible",
         )
     at_once = global_batch // (before.batch_shards * before.microbatches)
     # Interleaved schedules take whole rounds of microbatches.

@@ -114,7 +114,8 @@ class FinetuneConfig:
         if self.text and self.chat:
             raise InputError(
                 f"text {str(self.text[0])!r} and chat {str(self.chat)!r} are both "
-                "given; give one of them"
+                "given; give one of them",
+                key="run.text_and_chat",
             )
 
     @property
@@ -256,14 +257,16 @@ def refuse_other_run(
     if not config.resume:
         raise InputError(
             f"{str(config.out)!r} holds a run at step {checkpoints.latest_step}; "
-            "add --resume to go on with it, or name another --out"
+            "add --resume to go on with it, or name another --out",
+            key="run.folder_is_taken",
         )
     before, now = read_contents(config.out).config, json.loads(json.dumps(now))
     for name in _KEPT:
         if name in before and before[name] != now[name]:
             raise InputError(
                 f"the checkpoint was made with {name}={before[name]}, not {now[name]}: "
-                "give the same, or name another --out"
+                "give the same, or name another --out",
+                key="run.changed_option",
             )
 
 

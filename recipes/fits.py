@@ -53,7 +53,7 @@ def check_memory(
         "or remat=full, or go on with --on-low-memory warn"
     )
     if config.on_low_memory == "stop":
-        raise InputError(line)
+        raise InputError(line, key="run.too_little_memory")
     report.print_warning(console, line)
 
 

@@ -66,7 +66,8 @@ def refuse_different(options: Sequence[Mapping[str, Any]]) -> None:
                 raise InputError(
                     f"process {process} was started with {name}={other.get(name)!r}, "
                     f"process 0 with {name}={value!r}: give all the same options but "
-                    "--process-id"
+                    "--process-id",
+                    key="processes.different_options",
                 )
 
 

@@ -54,13 +54,19 @@ def labelled_images(data: str | None, size: int) -> LabelledImages:
     else:
         folder = Path(data)
         if not folder.is_dir():
-            raise InputError(f"--data {data!r} is no folder; name one, or leave it out")
+            raise InputError(
+                f"--data {data!r} is no folder; name one, or leave it out",
+                key="data.no_folder",
+            )
         found = [_idx_file(folder, f"train-{name}") for name in _IDX]
         images, labels, names = (
             _of_idx(*found) if all(found) else _of_folder(folder, size)
         )
     if images.shape[1] != images.shape[2]:
-        raise InputError(f"images are {images.shape[1:3]}; give square ones")
+        raise InputError(
+            f"images are {images.shape[1:3]}; give square ones",
+            key="data.images_not_square",
+        )
     order = np.random.default_rng(0).permutation(len(images))
     held, kept = order[::_HELD_OUT], np.delete(order, np.s_[::_HELD_OUT])
     return LabelledImages(
@@ -93,7 +99,8 @@ def _of_idx(
     if pixels.ndim != 3 or len(pixels) != len(numbers):
         raise InputError(
             f"{images} has {pixels.shape} pixels and {labels} {numbers.shape} labels; "
-            "give as many of both"
+            "give as many of both",
+            key="data.images_without_labels",
         )
     scaled = np.float32(pixels)[..., None] / 127.5 - 1
     names = tuple(map(str, range(int(numbers.max()) + 1)))
@@ -103,18 +110,21 @@ def _of_idx(
 def _idx(path: Path | None) -> np.ndarray:
     """Bytes of an IDX file (LeCun et al. 1998): a type, sizes, then values."""
     if path is None:
-        raise InputError("no IDX file")
+        raise InputError("no IDX file", key="data.no_idx_file")
     opened = gzip.open if path.suffix == ".gz" else open
     with opened(path, "rb") as file:
         text = file.read()
     if len(text) < 4 or text[:3] != b"\0\0\x08":
-        raise InputError(f"{path} is no IDX file of bytes; give MNIST's own")
+        raise InputError(
+            f"{path} is no IDX file of bytes; give MNIST's own", key="data.not_idx_file"
+        )
     num_dims = text[3]
     sizes = struct.unpack(f">{num_dims}I", text[4 : 4 + 4 * num_dims])
     values = np.frombuffer(text, np.uint8, offset=4 + 4 * num_dims)
     if values.size != np.prod(sizes):
         raise InputError(
-            f"{path} has {values.size} values for the sizes {sizes}; it is cut off"
+            f"{path} has {values.size} values for the sizes {sizes}; it is cut off",
+            key="data.truncated_file",
         )
     return values.reshape(sizes)
 
@@ -138,12 +148,15 @@ def _of_folder(
                     with Image.open(path) as image:
                         pixels = np.asarray(image.convert("RGB").resize((size, size)))
                 except OSError as error:
-                    raise InputError(f"{path} cannot be read: {error}") from error
+                    raise InputError(
+                        f"{path} cannot be read: {error}", key="data.unreadable_file"
+                    ) from error
                 found.append((np.float32(pixels) / 127.5 - 1, label))
     if len(found) < 2 * _HELD_OUT:
         raise InputError(
             f"{folder} has {len(found)} images ({', '.join(_SUFFIXES)}) and no IDX "
-            f"files such as train-{_IDX[0]}.gz; give at least {2 * _HELD_OUT}"
+            f"files such as train-{_IDX[0]}.gz; give at least {2 * _HELD_OUT}",
+            key="data.too_few_images",
         )
     images, labels = zip(*found, strict=True)
     return np.stack(images), np.int32(labels), tuple(names or ["all"])

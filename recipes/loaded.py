@@ -77,7 +77,8 @@ class WithoutTokenizer:
         raise InputError(
             f"{self.where!r} was trained on files of tokens, and nothing says which "
             f"tokens the text {text[:40]!r} is; give their tokenizer: --tokenizer "
-            "tokenizer.json"
+            "tokenizer.json",
+            key="data.no_tokenizer",
         )
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -126,10 +127,16 @@ def load(
     """
     path = Path(path)
     if not path.exists():
-        raise InputError(f"no {str(path)!r}; name a run's folder, or a model's")
+        raise InputError(
+            f"no {str(path)!r}; name a run's folder, or a model's",
+            key="weights.no_such_file",
+        )
     if path.suffix == ".gguf" or (path / "config.json").is_file():
         if step is not None:
-            raise InputError(f"{str(path)!r} is no checkpoint: leave step={step} out")
+            raise InputError(
+                f"{str(path)!r} is no checkpoint: leave step={step} out",
+                key="weights.step_without_checkpoint",
+            )
         weights = read_weights(path)
         return Loaded(
             model=weights.model,
@@ -220,7 +227,8 @@ def _said(folder: Path, name: str) -> tuple[int, ...] | None:
             except (TypeError, ValueError) as error:
                 raise InputError(
                     f"{str(file)!r}: {name} is {found!r}; give a token's number, or a "
-                    "list of them"
+                    "list of them",
+                    key="weights.bad_token_number",
                 ) from error
     return None
 
@@ -230,11 +238,13 @@ def _object(file: Path) -> dict[str, Any]:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InputError(
-            f"cannot read {str(file)!r} as JSON: {error}; mend it, or move it away"
+            f"cannot read {str(file)!r} as JSON: {error}; mend it, or move it away",
+            key="weights.unreadable_json",
         ) from error
     if not isinstance(found, dict):
         raise InputError(
             f"{str(file)!r} holds no JSON object, but {found!r}; mend it, or move it "
-            "away"
+            "away",
+            key="weights.not_json_object",
         )
     return found

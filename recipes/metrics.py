@@ -85,7 +85,8 @@ def _events_writer(config: RunConfig, done: int) -> Any:
         from tensorboardX import SummaryWriter
     except ModuleNotFoundError as error:
         raise InputError(
-            "--tensorboard needs tensorboardX: pip install 'meshpar[tensorboard]'"
+            "--tensorboard needs tensorboardX: pip install 'meshpar[tensorboard]'",
+            key="run.missing_package",
         ) from error
     return SummaryWriter(str(config.tensorboard), purge_step=done)
 

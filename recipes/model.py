@@ -38,7 +38,8 @@ def model_of(config: RunConfig) -> Model:
         what = "bytes need" if config.tokenizer is None else f"{config.tokenizer} needs"
         raise InputError(
             f"{_name(config)} has a vocabulary of {vocab}, but {what} "
-            f"{needed}; choose a larger preset, or add --model vocab={needed}"
+            f"{needed}; choose a larger preset, or add --model vocab={needed}",
+            key="model.vocabulary_too_small",
         )
     return model
 
@@ -70,7 +71,8 @@ def _chosen(config: RunConfig) -> dict[str, Any]:
     if preset is not None:
         raise InputError(
             f"preset {preset!r} and model {model!r} are both given; give one, or "
-            "--model sizes such as layers=2"
+            "--model sizes such as layers=2",
+            key="model.preset_and_model",
         )
     return {"preset": _trainable(model)}
 
@@ -90,12 +92,14 @@ def _trainable(name: str) -> str:
     if name in OTHER_PRESETS and name not in TEXT_PRESETS:
         raise InputError(
             f"preset {name!r} is no model of a text alone; choose one of "
-            f"{', '.join(TEXT_PRESETS)}"
+            f"{', '.join(TEXT_PRESETS)}",
+            key="model.not_of_text",
         )
     if name in SHAPES and name not in PRESETS:
         raise InputError(
             f"preset {name!r} is a published run's, which meshpar plan knows and no "
-            f"model here trains; choose one of {', '.join(PRESETS)}"
+            f"model here trains; choose one of {', '.join(PRESETS)}",
+            key="model.only_for_planner",
         )
     return name
 

@@ -74,7 +74,9 @@ def train(
 
     model = build(preset)
     if "router" not in model.state.get("blocks", {}).get("mlp", {}):
-        raise InputError(f"preset {preset!r} has no experts; choose tiny-moe")
+        raise InputError(
+            f"preset {preset!r} has no experts; choose tiny-moe", key="model.no_experts"
+        )
     devices = jax.devices()[: layout.num_devices]
     warmup = min(20, num_steps - 1)
     rate = optax.warmup_cosine_decay_schedule(0.0, 3e-3, warmup, max(num_steps, 2))

@@ -28,7 +28,8 @@ def check_texts(values: Mapping[str, Any]) -> None:
             except UnicodeEncodeError as error:
                 raise InputError(
                     f"{name}={text!r}: character {error.start} is a byte that is no "
-                    "UTF-8, and config.toml could not name it; rename the file"
+                    "UTF-8, and config.toml could not name it; rename the file",
+                    key="run.option_not_utf8",
                 ) from error
 
 
@@ -45,24 +46,30 @@ def check_data(values: Mapping[str, Any]) -> None:
     if text and data:
         raise InputError(
             f"text {str(text[0])!r} and data {data[0]!r} are both given; give one of "
-            "them: data reads text files, too"
+            "them: data reads text files, too",
+            key="run.text_and_data",
         )
     for name in OF_DATA[1:]:
         if values[name] and not data:
-            raise InputError(f"{name}={values[name]} goes with data: give --data PATH")
+            raise InputError(
+                f"{name}={values[name]} goes with data: give --data PATH",
+                key="run.option_without_data",
+            )
     for one in data:
         DataSource.parse(one)
     for one in held_out:
         if (weight := DataSource.parse(one).weight) is not None:
             raise InputError(
                 f"weight={weight} of validation_data {one!r}: every row of all of it "
-                "is looked at once; leave the weight out"
+                "is looked at once; leave the weight out",
+                key="data.weight_of_validation",
             )
     eos = values["eos"]
     if eos and not values["tokenizer"] and not eos.isdecimal():
         raise InputError(
             f"eos={eos!r}: without a tokenizer it is the number of a token, in files "
-            "of tokens; give the number, or --tokenizer FILE"
+            "of tokens; give the number, or --tokenizer FILE",
+            key="data.eos_not_number",
         )
 
 
@@ -84,5 +91,6 @@ def check_rollback(steps: int, save_every: int, keep: int, rollback_steps: int) 
         raise InputError(
             f"rollback_steps={rollback_steps} with save_every={save_every} may need "
             f"{needed} checkpoints, but keep={keep}; give --keep {needed}, or "
-            "--keep-every"
+            "--keep-every",
+            key="run.too_few_checkpoints",
         )

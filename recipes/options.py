@@ -90,7 +90,7 @@ def parse_arguments(
         return _parse(words, command).run
     except InputError as error:
         if path := faults.get(str(error)):
-            raise InputError(f"{str(path)!r}: {error}") from None
+            raise InputError(f"{str(path)!r}: {error}", key=error.key) from None
         raise
 
 
@@ -172,18 +172,18 @@ def _parse(words: Sequence[str], command: str) -> CommandLine:
     except SystemExit as end:
         if not end.code:
             raise
-        raise InputError(_reason(output.getvalue(), end)) from None
+        raise _reason(output.getvalue(), end) from None
     if unknown:
-        raise InputError(_unknown(unknown[0]))
+        raise _unknown(unknown[0])
     return given
 
 
-def _reason(text: str, end: SystemExit) -> str:
-    """What is wrong, of the box that tyro draws around it."""
+def _reason(text: str, end: SystemExit) -> InputError:
+    """The error of what is wrong, of the box that tyro draws around it."""
     error = end.__context__
     while error is not None:
         if isinstance(error, InputError):
-            return str(error)
+            return InputError(str(error), key=error.key)
         error = error.__cause__ or error.__context__
     title, *lines = [line.strip("│ ") for line in text.splitlines()] or ["bad options"]
     told: list[str] = []
@@ -193,15 +193,20 @@ def _reason(text: str, end: SystemExit) -> str:
                 break
             continue
         told.append(line)
-    return " ".join(told).rstrip(".") or title
+    return InputError(" ".join(told).rstrip(".") or title, key="command.bad_option")
 
 
-def _unknown(word: str) -> str:
+def _unknown(word: str) -> InputError:
     if not word.startswith("--"):
-        return f"no option takes {word!r}; each value follows its --option"
+        return InputError(
+            f"no option takes {word!r}; each value follows its --option",
+            key="command.stray_value",
+        )
     name = word.removeprefix("--").partition("=")[0].replace("-", "_")
     known = nearest(name, [*OPTIONS, "config"]).replace("_", "-")
-    return f"no option {word.partition('=')[0]}; {known}"
+    return InputError(
+        f"no option {word.partition('=')[0]}; {known}", key="command.unknown_option"
+    )
 
 
 def resuming_command(config: RunConfig, program: Sequence[str]) -> str:

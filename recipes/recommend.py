@@ -114,7 +114,8 @@ def train(
     if args.global_batch > len(train_set):
         raise InputError(
             f"--global-batch {args.global_batch} is more than the {len(train_set)} "
-            "examples to train on; give a smaller one"
+            "examples to train on; give a smaller one",
+            key="batch.more_than_examples",
         )
     print(step.placements)
     with _checkpoints(args, step) as checkpoints:
@@ -164,7 +165,10 @@ def _checkpoints(
     """Those of the run; None without `--out`."""
     if args.out is None:
         if args.resume:
-            raise InputError("--resume goes on from a folder; name it by --out")
+            raise InputError(
+                "--resume goes on from a folder; name it by --out",
+                key="run.resume_without_folder",
+            )
         yield None
         return
     with step.checkpoints(args.out) as checkpoints:
@@ -172,7 +176,8 @@ def _checkpoints(
         if there is not None and not args.resume:
             raise InputError(
                 f"--out {args.out} has a checkpoint of step {there}; add --resume to "
-                "go on from it, or name another folder"
+                "go on from it, or name another folder",
+                key="run.folder_is_taken",
             )
         yield checkpoints
 
@@ -188,13 +193,15 @@ def _first_state(
         if before.get(name, value) != value:
             raise InputError(
                 f"the checkpoint in {args.out} was made with {name}={before[name]}, "
-                f"not {value}; give the same, or start a run in another --out"
+                f"not {value}; give the same, or start a run in another --out",
+                key="run.changed_option",
             )
     state = step.restored(checkpoints)
     if int(state.step) >= args.steps:
         raise InputError(
             f"the checkpoint in {args.out} has {int(state.step)} steps, and --steps is "
-            f"{args.steps}; give more"
+            f"{args.steps}; give more",
+            key="run.too_few_steps",
         )
     return state
 

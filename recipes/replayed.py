@@ -27,5 +27,5 @@ def check_replay(
     if told is None:
         return
     if run.config.on_bad_step != "skip":
-        raise BadStepError(number, told)
+        raise BadStepError(number, told, key="run.step_not_repeatable")
     report.print_replay(run.console, number, told)

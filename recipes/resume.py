@@ -54,19 +54,22 @@ def refuse_other(before: Description, now: Description, done: int) -> None:
             raise InputError(
                 f"the checkpoint's model has {name}={sizes[name]}, not {wanted[name]}: "
                 "its parameters are of that model; give the same model, or start "
-                "another run"
+                "another run",
+                key="run.changed_model",
             )
     refuse_other_replicas(before, now)
     if before.get("seed", now["seed"]) != now["seed"]:
         raise InputError(
             f"the checkpoint was made with seed={before['seed']}, not {now['seed']}: "
             "initial values, the order of the text and every random number follow from "
-            "it; leave --seed out, or start another run"
+            "it; leave --seed out, or start another run",
+            key="run.changed_seed",
         )
     if done > now["steps"]:
         raise InputError(
             f"the checkpoint is at step {done}, beyond steps={now['steps']}; give at "
-            f"least --steps {done}"
+            f"least --steps {done}",
+            key="run.too_few_steps",
         )
 
 
@@ -84,7 +87,8 @@ def refuse_other_replicas(before: Description, now: Description) -> None:
             f"the checkpoint has the states of {had} replicas (layout "
             f"{before['layout']}), but layout {now['layout']} has {has}: keep 'data' "
             "and whether there are local steps (sync_every above 1); all else may "
-            "change"
+            "change",
+            key="run.changed_replicas",
         )
 
 

@@ -30,11 +30,15 @@ def rolled_back(run: Run, bad: BadStepError) -> tuple[Run, TrainState]:
     config, checkpoints, step = run.config, run.checkpoints, run.step
     if config.on_bad_step != "rollback":
         raise BadStepError(
-            bad.step, f"{bad.why}; {_newest(checkpoints.latest_step, config)}"
+            bad.step,
+            f"{bad.why}; {_newest(checkpoints.latest_step, config)}",
+            key=bad.key,
         ) from bad
     if run.num_rollbacks == _MOST:
         raise BadStepError(
-            bad.step, f"{bad.why}, after {_MOST} rollbacks; look for the cause"
+            bad.step,
+            f"{bad.why}, after {_MOST} rollbacks; look for the cause",
+            key="run.too_many_rollbacks",
         ) from bad
     run.phases.begin("restoring")
     with told_if_not_saved(run):
@@ -70,4 +74,5 @@ def _none_to_go_back_to(
         f"{bad.why}, and no good checkpoint of step {most} or before is left to go "
         f"back to; give a larger --keep than {config.keep}, or --keep-every, or fewer "
         f"--rollback-steps than {config.rollback_steps}",
+        key="run.no_checkpoint_before_bad_step",
     )

@@ -28,7 +28,8 @@ def refuse_rows(path: Path) -> None:
         num_rows = len(path.read_bytes().splitlines())
         raise InputError(
             f"{str(path)!r} holds {num_rows} rows of another run; delete it, or name "
-            "another --out or --log-json"
+            "another --out or --log-json",
+            key="run.metrics_are_taken",
         )
 
 
@@ -40,7 +41,8 @@ def refuse_another_run(config: RunConfig, step: int) -> None:
     """
     raise InputError(
         f"{str(config.out)!r} holds a run at step {step}; add --resume to go on "
-        "with it, or name another --out"
+        "with it, or name another --out",
+        key="run.folder_is_taken",
     )
 
 
@@ -63,11 +65,13 @@ def check_files(config: RunConfig) -> None:
     except OSError as error:
         raise InputError(
             f"metrics cannot be written to {str(path)!r}: {error.strerror}; name "
-            "another file in --log-json"
+            "another file in --log-json",
+            key="run.unwritable_metrics",
         ) from error
     if config.tensorboard and importlib.util.find_spec("tensorboardX") is None:
         raise InputError(
-            "--tensorboard needs tensorboardX: pip install 'meshpar[tensorboard]'"
+            "--tensorboard needs tensorboardX: pip install 'meshpar[tensorboard]'",
+            key="run.missing_package",
         )
 
 

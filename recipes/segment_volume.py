@@ -90,7 +90,8 @@ class Task:
         if not head.size or head.min() == head.max():
             raise InputError(
                 "what is brighter than the mean of the image has one intensity; give a "
-                "scan"
+                "scan",
+                key="data.head_of_one_intensity",
             )
         values = (image - head.mean()) / head.std() + 3
         pieces = [
@@ -132,11 +133,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         layout = Layout.parse(args.layout)
         layout.check_sizes()
         if (args.image is None) != (args.truth is None):
-            raise InputError("give --image and --truth both, or neither")
+            raise InputError(
+                "give --image and --truth both, or neither",
+                key="command.image_without_truth",
+            )
         if args.png is not None:
             check_picture("--png", args.png, {".png": "matplotlib"})
         if args.out is not None and not args.out.endswith((".nii", ".nii.gz")):
-            raise InputError(f"--out {args.out!r}: end it in .nii or .nii.gz")
+            raise InputError(
+                f"--out {args.out!r}: end it in .nii or .nii.gz",
+                key="command.unknown_suffix",
+            )
         emulate(layout.num_devices)
         run(args, layout)
     except InputError as error:

@@ -107,6 +107,7 @@ def newest_of_all(run: Run) -> int | None:
             raise InputError(
                 f"in {str(run.config.out)!r} process {process} finds a checkpoint of "
                 f"step {step}, process 0 of step {steps[0]}; name a folder in --out "
-                "that all hosts share"
+                "that all hosts share",
+                key="processes.different_checkpoints",
             )
     return steps[0]

@@ -63,13 +63,15 @@ def check_intervals(config: RunConfig, layout: Layout) -> None:
         near = max(steps - steps % every, every)
         raise InputError(
             f"--steps {steps} is no multiple of sync_every={every}: the last "
-            f"{steps % every} would be in no average; give --steps {near}"
+            f"{steps % every} would be in no average; give --steps {near}",
+            key="run.steps_not_multiple",
         )
     given = [name for name in config.changed() if name.startswith("outer_")]
     if every == 1 and given:
         raise InputError(
             f"--{given[0].replace('_', '-')} is given, but sync_every=1 has no outer "
-            "optimizer; leave it out, or give --sync-every 2 or more"
+            "optimizer; leave it out, or give --sync-every 2 or more",
+            key="run.option_without_local_steps",
         )
 
 
@@ -90,13 +92,15 @@ def devices_of(layout: Layout) -> list[jax.Device]:
             f"layout {str(layout)!r} needs {needed} devices, but {processes} processes "
             f"of {jax.local_device_count()} have {len(devices)}: every process needs "
             "devices of the layout; change the layout, the number of processes, or "
-            "--emulate"
+            "--emulate",
+            key="processes.without_devices",
         )
     if needed > len(devices):
         raise InputError(
             f"layout {str(layout)!r} needs {needed} devices, but there are "
             f"{len(devices)} here ({devices[0].device_kind}); run it on a machine with "
-            f"{needed}, or give --emulate {needed} for virtual CPU devices"
+            f"{needed}, or give --emulate {needed} for virtual CPU devices",
+            key="mesh.too_few_devices",
         )
     return devices[:needed]
 

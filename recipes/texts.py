@@ -56,7 +56,8 @@ def read_tokens(paths: Sequence[Path], seq: int) -> Texts:
             names = ", ".join(map(str, list(paths)[:3])) or "Shakespeare's plays"
             raise DataError(
                 f"{len(tokens)} bytes of {names} {use} are too few for one window of "
-                f"{seq} and its successor; give more text or a smaller --seq"
+                f"{seq} and its successor; give more text or a smaller --seq",
+                key="data.too_few_tokens",
             )
     return split
 

@@ -58,7 +58,8 @@ def refuse_bytes(config: RunConfig) -> None:
         raise DataError(
             f"the weights of --from know the tokens of {found[0]!r}, but without "
             "--tokenizer texts are read as bytes, other tokens; give --data PATH "
-            f"--tokenizer {file}"
+            f"--tokenizer {file}",
+            key="data.bytes_for_weights",
         )
 
 

@@ -43,7 +43,8 @@ def template() -> Scan:
     if found is None or found.origin is None:
         raise InputError(
             "the MNI152 template comes with nilearn, which is not installed: "
-            "pip install 'meshpar[volumes]', or give --image and --truth"
+            "pip install 'meshpar[volumes]', or give --image and --truth",
+            key="data.missing_package",
         )
     data = Path(found.origin).parent / "datasets" / "data"
     return read_scan(data / _TEMPLATE.format("t1"), data / _TEMPLATE.format("gm"))
@@ -60,10 +61,14 @@ def read_scan(image: str | Path, truth: str | Path) -> Scan:
     if labels.shape != values.shape:
         raise InputError(
             f"{truth} has shape {labels.shape}, but {image} has {values.shape}; give "
-            "two files of one space"
+            "two files of one space",
+            key="data.different_shapes",
         )
     if not labels.max() > 0:
-        raise InputError(f"{truth} marks no voxel: its largest value is {labels.max()}")
+        raise InputError(
+            f"{truth} marks no voxel: its largest value is {labels.max()}",
+            key="data.no_marked_voxel",
+        )
     return Scan(values, labels > 0.5 * labels.max(), affine)
 
 
@@ -72,15 +77,19 @@ def _read(path: str | Path) -> tuple[np.ndarray, np.ndarray]:
         import nibabel
     except ModuleNotFoundError:
         raise InputError(
-            f"reading {path} needs nibabel: pip install 'meshpar[volumes]'"
+            f"reading {path} needs nibabel: pip install 'meshpar[volumes]'",
+            key="data.missing_package",
         ) from None
     try:
         found = nibabel.load(path)
         values = np.asarray(found.dataobj, np.float32)
     except (OSError, nibabel.filebasedimages.ImageFileError) as error:
-        raise InputError(f"{path}: {error}") from error
+        raise InputError(f"{path}: {error}", key="data.unreadable_file") from error
     if values.ndim != 3:
-        raise InputError(f"{path} has {values.ndim} dims; give a volume of 3")
+        raise InputError(
+            f"{path} has {values.ndim} dims; give a volume of 3",
+            key="data.not_a_volume",
+        )
     return values, np.asarray(found.affine)
 
 
@@ -106,9 +115,15 @@ def degraded(scan: Scan, bias: float, noise: float, seed: int = 0) -> Scan:
             image of one intensity.
     """
     if not 0 <= bias < 2:
-        raise InputError(f"bias {bias}: give 0 to below 2, the range of a factor")
+        raise InputError(
+            f"bias {bias}: give 0 to below 2, the range of a factor",
+            key="value.out_of_range",
+        )
     if noise < 0:
-        raise InputError(f"noise {noise}: give a share of the largest intensity, 0 on")
+        raise InputError(
+            f"noise {noise}: give a share of the largest intensity, 0 on",
+            key="value.negative",
+        )
     if not bias and not noise:
         return scan
     rng = np.random.default_rng(seed)
@@ -136,7 +151,9 @@ def _uneven(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         field += np.float32(weight) * term
     shown = image > image.min()
     if not shown.any():
-        raise InputError("the image has one intensity; give a scan")
+        raise InputError(
+            "the image has one intensity; give a scan", key="data.one_intensity"
+        )
     low, high = field[shown].min(), field[shown].max()
     return np.clip(2 * (field - low) / (high - low) - 1, -1, 1)
 
@@ -148,7 +165,8 @@ def coarser(scan: Scan, factor: int) -> Scan:
     if factor > min(scan.image.shape):
         raise InputError(
             f"cubes of {factor} voxels a side do not fit in {scan.image.shape}; take "
-            f"{min(scan.image.shape)} at most"
+            f"{min(scan.image.shape)} at most",
+            key="data.too_coarse",
         )
 
     def means(values: np.ndarray) -> np.ndarray:
@@ -203,7 +221,10 @@ def best_band(image: np.ndarray, truth: np.ndarray) -> tuple[float, float]:
         is above.
     """
     if not image.size:
-        raise InputError("no voxel to choose a band of intensities on: larger scans do")
+        raise InputError(
+            "no voxel to choose a band of intensities on: larger scans do",
+            key="data.no_voxels",
+        )
     edges = np.linspace(float(image.min()), float(image.max()), _BINS + 1)
     inside, outside = (
         np.concatenate([[0], np.cumsum(np.histogram(image[mask], edges)[0])])

@@ -136,7 +136,8 @@ def _compiler_option(text: str) -> tuple[str, str | int | bool | None]:
     if not (name and equals and value):
         raise InputError(
             f"--compiler-option {text!r} is not NAME=VALUE; write for example "
-            "xla_gpu_enable_latency_hiding_scheduler=true"
+            "xla_gpu_enable_latency_hiding_scheduler=true",
+            key="command.bad_compiler_option",
         )
     if value in ("true", "false", "none"):
         return name, {"true": True, "false": False}.get(value)
@@ -199,7 +200,8 @@ def _of_recipe(
     if any(value is not None for value in chosen):
         raise InputError(
             f"--recipe {args.recipe!r} has its own model and batch; leave --preset, "
-            "--model, --global-batch and --seq out"
+            "--model, --global-batch and --seq out",
+            key="command.recipe_and_model",
         )
     found = import_function(args.recipe, "--recipe")
     try:
@@ -209,7 +211,8 @@ def _of_recipe(
             raise
         raise InputError(
             f"--recipe {args.recipe!r} must take layout= and mesh= and return a step "
-            f"and a batch: {error}"
+            f"and a batch: {error}",
+            key="command.bad_recipe",
         ) from error
     return step, batch
 

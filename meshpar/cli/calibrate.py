@@ -53,7 +53,10 @@ def run(args: argparse.Namespace) -> int:
 
     output = None if args.output is None else Path(args.output)
     if output is not None and output.suffix != ".toml":
-        raise InputError(f"--output {args.output}: must end in .toml, for --hardware")
+        raise InputError(
+            f"--output {args.output}: must end in .toml, for --hardware",
+            key="command.unknown_suffix",
+        )
     like = None if args.like is None else device_of(args.like)
     name = args.name or (output.stem if output else "measured")
     found = calibrate(jax.devices(), name=name, rounds=args.rounds, like=like)

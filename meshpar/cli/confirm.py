@@ -115,7 +115,8 @@ def target_of(cluster: Cluster) -> Target:
         gpus = [name for name in TARGET_OF if not DEVICES[name].torus_dims]
         raise InputError(
             f"--confirm cannot compile for {cluster.text}; leave it out, or plan for "
-            f"one slice of a TPU or for {', '.join(gpus)}"
+            f"one slice of a TPU or for {', '.join(gpus)}",
+            key="hardware.no_target",
         )
     sizes = cluster.torus or (cluster.hosts, cluster.devices_per_host)
     return Target.parse(f"{name}:{'x'.join(map(str, sizes))}")
@@ -130,7 +131,8 @@ def chosen_model(args: argparse.Namespace) -> Model:
     if args.vocab is not None and (args.model or "").endswith(".json"):
         raise InputError(
             f"--vocab {args.vocab} changes the planner's sizes, not the model of "
-            f"{args.model}; change vocab_size in the file"
+            f"{args.model}; change vocab_size in the file",
+            key="command.vocab_of_config_file",
         )
     preset, sizes = train_model(args)
     chosen = argparse.Namespace(preset=preset, model=sizes, model_from=MODEL_FROM)

@@ -30,7 +30,7 @@ from meshpar.planner.machine.execution import (
 from meshpar.planner.search.constraints import Constraints
 from meshpar.planner.workload.shapes import OTHER_SHAPES, SHAPES, workload_of
 from meshpar.planner.workload.workload import Workload
-from meshpar.train.layout_refusals import layout_refusals
+from meshpar.train.layout_refusals import layout_errors
 
 _MOST_DEVICES = 1_000_000
 """Beyond any machine, and as many as a search can factor."""
@@ -117,15 +117,18 @@ def run(args: argparse.Namespace) -> int:
     if args.slots is not None and not is_other(args):
         return _of_generation(args, layout, cluster)
     if args.prompt is not None:
-        raise InputError("--prompt is of generation; give --slots too, or leave it out")
+        raise InputError(
+            "--prompt is of generation; give --slots too, or leave it out",
+            key="command.prompt_without_slots",
+        )
     if is_other(args):
         batch = args.global_batch or _smallest_batch(layout, cluster)
         kept = _kept(layout.resolve(cluster.num_devices))
         return run_estimate(args, other_request(args, cluster, kept, batch))
     workload = workload_for(args)
     if not execution_of(args.execution).eager:
-        for message in layout_refusals(layout.resolve(cluster.num_devices)).values():
-            raise InputError(message)
+        for error in layout_errors(layout.resolve(cluster.num_devices)).values():
+            raise error
     found = estimated(args, workload, layout, cluster)
     text = "\n".join(estimate_in_words(found))
     print(json.dumps(found.as_json()) if args.json else text)
@@ -184,7 +187,10 @@ def workload_for(args: argparse.Namespace) -> Workload:
         InputError: None is chosen, or it does not exist.
     """
     if args.preset is None and args.model is None:
-        raise InputError("no model is chosen; give --preset NAME or --model SIZES")
+        raise InputError(
+            "no model is chosen; give --preset NAME or --model SIZES",
+            key="command.no_model",
+        )
     words = None if args.vocab is None else f"vocab={args.vocab}"
     if args.preset is None:
         return workload_of(args.model, words=words)
@@ -213,7 +219,8 @@ def cluster_for(args: argparse.Namespace, layout: Layout | None = None) -> Clust
         devices = layout.num_devices
     if max(devices or 0, args.hosts or 0) > _MOST_DEVICES:
         raise InputError(
-            f"{devices or args.hosts} devices or hosts: give at most {_MOST_DEVICES}"
+            f"{devices or args.hosts} devices or hosts: give at most {_MOST_DEVICES}",
+            key="command.too_many_devices",
         )
     return cluster_of(args.hardware, devices=devices, hosts=args.hosts)
 

@@ -100,7 +100,10 @@ def run(args: argparse.Namespace) -> int:
 
     start = time.perf_counter()
     if not 0 <= args.seed < 2**32:
-        raise InputError(f"--seed {args.seed}: must be at least 0 and below {2**32}")
+        raise InputError(
+            f"--seed {args.seed}: must be at least 0 and below {2**32}",
+            key="value.seed_out_of_range",
+        )
     if args.devices:
         emulate(args.devices)
     choices, devices = _choices(args), jax.devices()
@@ -131,7 +134,10 @@ def _cases(
 
     if not args.layout:
         if args.resume_as:
-            raise InputError("--resume-as goes on from a --layout: give both, or none")
+            raise InputError(
+                "--resume-as goes on from a --layout: give both, or none",
+                key="command.resume_without_layout",
+            )
         return draw_cases(args.num, args.seed, choices, devices)
     mask, seed = args.mask or "full", args.seed
     return [

@@ -126,13 +126,15 @@ def _num_emulated(asked: int | None, layout: Layout, num_processes: int | None) 
     if num_processes is None:
         raise InputError(
             "Kubernetes says how many pods the Job has only once they are joined: give "
-            "--emulate 0 for the pods' own devices, or N virtual ones of each"
+            "--emulate 0 for the pods' own devices, or N virtual ones of each",
+            key="processes.unknown_number",
         )
     needed = DEFAULT_DEVICES if layout.is_open else layout.num_devices
     if needed % num_processes:
         raise InputError(
             f"layout {str(layout)!r} needs {needed} devices, which do not divide over "
-            f"{num_processes} processes; give a layout of a multiple"
+            f"{num_processes} processes; give a layout of a multiple",
+            key="processes.indivisible_devices",
         )
     return max(needed // num_processes, num_cpu_devices())
 
@@ -247,14 +249,18 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     elif args.prompts == "-" or not prompts:
         prompts += _lines("standard input", sys.stdin.read)
     if not prompts:
-        raise InputError("no prompt; give --prompt TEXT, or lines in --prompts FILE")
+        raise InputError(
+            "no prompt; give --prompt TEXT, or lines in --prompts FILE",
+            key="generation.no_prompt",
+        )
     for prompt in prompts:
         try:
             prompt.encode()
         except UnicodeEncodeError as error:
             raise InputError(
                 f"prompt {prompt[:40]!r} is not UTF-8 text: character {error.start} is "
-                "another byte; write it in UTF-8"
+                "another byte; write it in UTF-8",
+                key="generation.prompt_not_utf8",
             ) from error
     return prompts
 
@@ -265,5 +271,6 @@ def _lines(name: str, read: Callable[[], str]) -> list[str]:
     except UnicodeDecodeError as error:
         raise InputError(
             f"{name} is not UTF-8 text: byte {error.start} is "
-            f"{error.object[error.start]:#04x}; convert it, such as by iconv"
+            f"{error.object[error.start]:#04x}; convert it, such as by iconv",
+            key="generation.input_not_utf8",
         ) from error

@@ -9,7 +9,13 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from meshpar.cli.parsing import add_counts, import_function, one_line, positive
+from meshpar.cli.parsing import (
+    add_counts,
+    import_function,
+    one_line,
+    positive,
+    print_error,
+)
 from meshpar.distributed import Processes, find_place, leave, start, status_of
 from meshpar.distributed.cluster import is_kubernetes_pod
 from meshpar.emulate import emulate
@@ -101,7 +107,17 @@ def run_joined(
         if alone:
             raise
         print(f"meshpar {args.subcommand}: {one_line(error)}", file=sys.stderr)
+        print_error(error, as_json=args.json and _is_first(args))
         return leave(status_of(error))
+
+
+def _is_first(args: argparse.Namespace) -> bool:
+    """Whether this is process 0, as options or the scheduler say; any pod is."""
+    by_hand = (args.coordinator, args.num_processes, args.process_id)
+    if any(one is not None for one in by_hand):
+        return not args.process_id
+    place = find_place()
+    return place is None or place.process_id == 0
 
 
 @contextlib.contextmanager

@@ -96,7 +96,10 @@ def parse_rules(text: str) -> Rules | list[tuple[str, tuple[str, ...] | None]]:
 
     if "=" not in text:
         if text not in PRESETS:
-            raise InputError(f"no rules {text!r}; {nearest(text, PRESETS)}")
+            raise InputError(
+                f"no rules {text!r}; {nearest(text, PRESETS)}",
+                key="rules.unknown_preset",
+            )
         return PRESETS[text]
     return rule_pairs(text, "--rules")
 

@@ -12,7 +12,13 @@ from collections.abc import Sequence
 from types import ModuleType
 
 import meshpar
-from meshpar.cli.parsing import OneLineParser, one_line
+from meshpar.cli.parsing import (
+    OneLineParser,
+    OptionsError,
+    asks_json,
+    one_line,
+    print_error,
+)
 from meshpar.errors import InputError, nearest
 
 DONE, NO, BAD_INPUT = 0, 1, 2
@@ -43,6 +49,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     if argv[:1] == ["train"]:  # It reads its options itself, as a recipe.
         return importlib.import_module("meshpar.cli.train").main(argv[1:])
+    try:
+        return _run(argv)
+    except OptionsError as end:
+        print_error(end.error, as_json=asks_json(argv))
+        raise
+
+
+def _run(argv: Sequence[str]) -> int:
     args, unknown = _parser(argv).parse_known_args(argv)
     if unknown:
         args.parser.error_of_unknown(unknown)
@@ -50,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return args.run(args)
     except (InputError, OSError) as error:
         print(f"meshpar {args.subcommand}: {one_line(error)}", file=sys.stderr)
+        print_error(error, as_json=args.json)
         return BAD_INPUT
 
 
@@ -70,7 +85,8 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     if word.startswith("-") and word not in ("-h", "--help", "--version"):
         parser.error_of_unknown([word])
     if word and not word.startswith("-") and word not in SUBCOMMANDS:
-        parser.error(f"invalid choice: {word!r}; {nearest(word, SUBCOMMANDS)}")
+        told = f"invalid choice: {word!r}; {nearest(word, SUBCOMMANDS)}"
+        parser.error(told, "command.unknown_command")
     for name in (word,) if word in SUBCOMMANDS else SUBCOMMANDS:
         module = importlib.import_module(f"meshpar.cli.{name}")
         _add(subparsers, name, module)

@@ -113,12 +113,16 @@ def check_measurable(cluster: Cluster) -> None:
         return
     here = _child({"ask": "devices"})
     if "problem" in here:
-        raise InputError(f"--measure finds no devices here: {here['problem']}")
+        raise InputError(
+            f"--measure finds no devices here: {here['problem']}",
+            key="hardware.no_devices",
+        )
     if here.get("platform") != wanted or here["count"] < cluster.num_devices:
         raise InputError(
             f"--measure runs plans on the devices that are here, {here['count']} x "
             f"{here['kind']}, but they are for {cluster.text}; leave it out, or give "
-            "--hardware FILE.toml of `meshpar calibrate` and --devices N"
+            "--hardware FILE.toml of `meshpar calibrate` and --devices N",
+            key="hardware.other_devices",
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
+import json
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,6 +35,18 @@ _SHOWN = 40
 """Characters of a wrong value that its error quotes."""
 
 
+class OptionsError(SystemExit):
+    """The end of a command by options that argparse refuses, once the line is printed.
+
+    Attributes:
+        error: What is wrong with them.
+    """
+
+    def __init__(self, error: InputError) -> None:
+        super().__init__(2)
+        self.error = error
+
+
 class OneLineParser(argparse.ArgumentParser):
     """Ends on bad input with one line on stderr and status 2; its help has defaults."""
 
@@ -46,9 +59,15 @@ class OneLineParser(argparse.ArgumentParser):
         self._options += names
         return super().add_argument(*names, **options)
 
-    def error(self, message: str) -> NoReturn:
-        """Prints the line and exits."""
-        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+    def error(self, message: str, key: str | None = None) -> NoReturn:
+        """Prints the line and exits.
+
+        Args:
+            message: What is wrong.
+            key: Of the error; as argparse's own error says when absent.
+        """
+        print(f"{self.prog}: {message}; see {self.prog} --help", file=sys.stderr)
+        raise OptionsError(InputError(message, key=key or _key_of(message)))
 
     def error_of_unknown(self, words: Sequence[str]) -> NoReturn:
         """Ends on words that are no options, with the nearest ones."""
@@ -59,7 +78,19 @@ class OneLineParser(argparse.ArgumentParser):
             for near in difflib.get_close_matches(word, self._options, n=1, cutoff=0.6)
         ]
         hint = f" (did you mean {', '.join(close)}?)" if close else ""
-        self.error(f"unrecognized arguments: {' '.join(words)}{hint}")
+        told = f"unrecognized arguments: {' '.join(words)}{hint}"
+        self.error(told, "command.unknown_option")
+
+
+def _key_of(message: str) -> str:
+    """The key of what argparse refuses: that of an option's own error, if any."""
+    error = sys.exception()
+    if isinstance(error, argparse.ArgumentError) and error.__context__ is not None:
+        cause = error.__context__.__cause__
+        if isinstance(cause, InputError):
+            return cause.key
+    missing = message.startswith("the following arguments are required")
+    return "command.missing_option" if missing else "command.bad_option"
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
@@ -219,6 +250,28 @@ def one_line(error: Exception) -> str:
     return "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
 
 
+def print_error(error: Exception, *, as_json: bool) -> None:
+    """Prints what ends a command as the one JSON object on stdout, if asked for.
+
+    Args:
+        error: What is wrong; its line is on stderr already.
+        as_json: Whether there is a `--json`.
+    """
+    if as_json:
+        key = error.key if isinstance(error, InputError) else "command.unreadable_file"
+        print(json.dumps({"error": {"key": key, "message": one_line(error)}}))
+
+
+def asks_json(words: Sequence[str]) -> bool:
+    """Whether `--json` is among the words of a command line that cannot be parsed.
+
+    Example:
+        >>> asks_json(["lint", "--js"]), asks_json(["lint", "--", "x"])
+        (True, False)
+    """
+    return any(len(word) > 2 and "--json".startswith(word) for word in words)
+
+
 def layout_of(args: argparse.Namespace) -> Layout:
     """The layout of the options.
 
@@ -242,7 +295,8 @@ def check_sizes(layout: Layout) -> None:
         if getattr(layout, axis) == -1:
             raise InputError(
                 f"mesh axis {axis!r} is -1, so its size depends on the devices; give "
-                "--devices N, or give the axis a size"
+                "--devices N, or give the axis a size",
+                key="layout.open_axis",
             )
 
 
@@ -263,7 +317,10 @@ def model_of(args: argparse.Namespace) -> Model:
     elif args.model:
         chosen.update(parse_sizes(args.model))
     if not chosen and args.model_from == MODEL_FROM:
-        raise InputError("no model is chosen; give --preset NAME or --model SIZES")
+        raise InputError(
+            "no model is chosen; give --preset NAME or --model SIZES",
+            key="command.no_model",
+        )
     try:
         model = build(**chosen)
     except InputError:
@@ -272,12 +329,14 @@ def model_of(args: argparse.Namespace) -> Model:
         raise InputError(
             f"--model-from {args.model_from!r} cannot be called with "
             f"{', '.join(chosen) or 'nothing'}: {_first_line(error)}; give the sizes "
-            "it takes, or name another function"
+            "it takes, or name another function",
+            key="command.bad_model_function",
         ) from error
     if not isinstance(model, Model):
         raise InputError(
             f"--model-from {args.model_from!r} gives a {type(model).__name__}, not a "
-            "meshpar.Model; name a function that returns one"
+            "meshpar.Model; name a function that returns one",
+            key="command.no_model_returned",
         )
     return model
 
@@ -314,7 +373,8 @@ def parse_sizes(text: str) -> dict[str, int | float | bool | str]:
     for key in values:
         if key in _NO_SIZES:
             raise InputError(
-                f"--model {text!r}: {key!r} is no size; give {_NO_SIZES[key]}"
+                f"--model {text!r}: {key!r} is no size; give {_NO_SIZES[key]}",
+                key="command.not_a_size",
             )
     return {key: _parse_scalar(value) for key, value in values.items()}
 
@@ -339,7 +399,8 @@ def import_function(name: str, option: str) -> Any:
     module_name, colon, function = name.partition(":")
     if not colon or not function:
         raise InputError(
-            f"{option} {name!r}: write module:function, such as {MODEL_FROM}"
+            f"{option} {name!r}: write module:function, such as {MODEL_FROM}",
+            key="command.not_module_function",
         )
     if "" not in sys.path:
         sys.path.insert(0, "")
@@ -348,11 +409,13 @@ def import_function(name: str, option: str) -> Any:
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise InputError(
             f"{option} {name!r}: {_first_line(error)}; run from the checkout that "
-            "holds it, or name a function of an installed module"
+            "holds it, or name a function of an installed module",
+            key="command.function_not_found",
         ) from error
     if not callable(found):
         raise InputError(
-            f"{option} {name!r} is a {type(found).__name__}, not a function; name one"
+            f"{option} {name!r} is a {type(found).__name__}, not a function; name one",
+            key="command.not_a_function",
         )
     return found
 

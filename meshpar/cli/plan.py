@@ -161,20 +161,20 @@ def run(args: argparse.Namespace) -> int:
         from meshpar.cli.confirm import confirm  # jax, which nothing else here needs
 
         confirmed = confirm(args, found.plans[: args.confirm])
-    if args.json:
-        print(json.dumps(_report(found, costs, confirmed, measured)))
-    else:
+    if not args.json:
         lines = [*_text(found, costs), "", _how_to_run(args, found.plans[0])]
         for one in confirmed:
             lines += ["", *one.lines()]
         if measured:
             lines += ["", *measured.lines()]
         print("\n".join(lines))
-    if args.html:  # last: what cannot be written loses nothing
+    if args.html:  # after the text: what cannot be written loses nothing of it
         from meshpar.cli.report.plan_page import plan_page
 
         page = plan_page(found, confirmed, costs, measured)
         Path(args.html).write_text(page, encoding="utf-8")
+    if args.json:  # last: an error is the one object
+        print(json.dumps(_report(found, costs, confirmed, measured)))
     return 0
 
 
@@ -201,7 +201,8 @@ def _any_request(args: argparse.Namespace) -> Request | OtherRequest:
     """What is planned: a transformer, or another model."""
     if args.global_batch is None:
         raise InputError(
-            "a plan depends on the batch; give --global-batch N, in sequences of --seq"
+            "a plan depends on the batch; give --global-batch N, in sequences of --seq",
+            key="plan.no_batch",
         )
     if is_other(args):
         cluster, constraints = cluster_for(args), _constraints(args)

@@ -46,11 +46,15 @@ def check_curve(args: argparse.Namespace) -> None:
     """
     if args.curve is None:
         if args.plot is not None:
-            raise InputError("--plot draws a curve; give --curve too, or --html")
+            raise InputError(
+                "--plot draws a curve; give --curve too, or --html",
+                key="command.plot_without_curve",
+            )
         return
     for option in given_options(args, _OF_PLANS):
         raise InputError(
-            f"{option} is of plans, which --curve does not list; leave one out"
+            f"{option} is of plans, which --curve does not list; leave one out",
+            key="command.option_with_curve",
         )
     if args.plot is not None:
         check_picture("--plot", args.plot, PICTURES)
@@ -61,7 +65,9 @@ def run_curve(args: argparse.Namespace, request: Request | OtherRequest) -> int:
     name = request.workload.name if isinstance(request, Request) else request.name
     curve = scaling_curve(request, args.curve)
     text = "\n".join(curve_in_words(curve))
-    print(json.dumps({"curve": curve.as_json()}) if args.json else text)
+    found = json.dumps({"curve": curve.as_json()}) if args.json else text
+    if not args.json or not curve.fitting:
+        print(found)
     if not curve.fitting:
         none = f"meshpar plan: {bend_in_words(curve)}; give more --devices"
         print(none, file=sys.stderr)
@@ -75,4 +81,6 @@ def run_curve(args: argparse.Namespace, request: Request | OtherRequest) -> int:
         from meshpar.cli.report.curve_plot import write_curve_picture
 
         write_curve_picture(name, curve, args.plot)
+    if args.json:  # last: an error is the one object
+        print(found)
     return 0

@@ -50,7 +50,10 @@ def is_other(args: argparse.Namespace) -> bool:
     """
     found = (args.preset or args.model) in TRACED
     if not found and getattr(args, "tables", None):
-        raise InputError("--tables is of models with tables; leave it out")
+        raise InputError(
+            "--tables is of models with tables; leave it out",
+            key="command.tables_of_transformer",
+        )
     return found
 
 
@@ -106,14 +109,19 @@ def _check(args: argparse.Namespace, name: str) -> None:
     of_subcommand = [one for one in _OF_TRANSFORMERS if one in args]
     for option in given_options(args, of_subcommand):
         raise InputError(
-            f"{option} is of transformers, which {name} is not; leave it out"
+            f"{option} is of transformers, which {name} is not; leave it out",
+            key="command.option_of_transformers",
         )
     if getattr(args, "html", None) and args.curve is None:
-        raise InputError(f"--html of {name} is of a curve; give --curve too")
+        raise InputError(
+            f"--html of {name} is of a curve; give --curve too",
+            key="command.page_without_curve",
+        )
     if args.execution != MESHPAR.name:
         raise InputError(
             f"--execution {args.execution} runs transformers, which {name} is not; "
-            "leave it out"
+            "leave it out",
+            key="command.execution_of_transformers",
         )
 
 
@@ -143,7 +151,8 @@ def _request(
     raise InputError(
         f"the planner has no arithmetic for {name}: it knows text, images cut into "
         "patches of a Diffusion Transformer, volumes and tables; meshpar audit "
-        f"--preset {name} --layout LINE --target gpu:h100:1x8 compiles a layout"
+        f"--preset {name} --layout LINE --target gpu:h100:1x8 compiles a layout",
+        key="plan.unknown_family",
     )
 
 
@@ -174,7 +183,8 @@ def _rows_and_bags(
     if len(rows) != features:
         raise InputError(
             f"--tables gives {len(rows)} numbers of rows, but {name} has {features} "
-            "features; give one for each, or one for all"
+            "features; give one for each, or one for all",
+            key="command.wrong_number_of_tables",
         )
     return rows, [1] * features
 
@@ -186,7 +196,10 @@ def _rows(text: str) -> int:
         InputError: It is no whole number above 0.
     """
     if not text.strip().isdecimal() or not int(text):
-        raise InputError(f"--tables: {text!r} must be a whole number of at least 1")
+        raise InputError(
+            f"--tables: {text!r} must be a whole number of at least 1",
+            key="value.not_whole_number",
+        )
     return int(text)
 
 

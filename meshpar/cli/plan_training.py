@@ -61,11 +61,17 @@ def training_of(args: argparse.Namespace) -> Training | None:
     """
     if args.tokens is None:
         for option in given_options(args, _NEED_TOKENS):
-            raise InputError(f"{option} is of a whole training; give --tokens N")
+            raise InputError(
+                f"{option} is of a whole training; give --tokens N",
+                key="command.option_without_tokens",
+            )
         return None
     if args.mtbf is None:
         for option in given_options(args, _NEED_FAILURES):
-            raise InputError(f"{option} matters where devices fail; give --mtbf")
+            raise InputError(
+                f"{option} matters where devices fail; give --mtbf",
+                key="command.option_without_failures",
+            )
     return Training(
         tokens=args.tokens,
         price=args.price,

@@ -136,13 +136,15 @@ def _schedule_of(args: argparse.Namespace) -> Schedule:
     if args.stages is None or args.microbatches is None:
         raise InputError(
             f"--schedule {args.schedule}: how large? give --stages N and "
-            "--microbatches N"
+            "--microbatches N",
+            key="schedule.no_size",
         )
     actions = args.stages * args.microbatches * (args.chunks or 1)
     if actions > _MOST_FORWARDS:
         raise InputError(
             f"--stages {args.stages} of --microbatches {args.microbatches} are "
-            f"{actions} forwards; give at most {_MOST_FORWARDS}"
+            f"{actions} forwards; give at most {_MOST_FORWARDS}",
+            key="schedule.too_large",
         )
     return make_schedule(args.schedule, args.stages, args.microbatches, args.chunks)
 
@@ -157,7 +159,8 @@ def _stage_s(
     if len(times_ms) not in (1, num_ranks):
         raise InputError(
             f"{option} has {len(times_ms)} times for {num_ranks} ranks and "
-            f"{num_stages} stages; give 1, {num_ranks} or {num_stages}"
+            f"{num_stages} stages; give 1, {num_ranks} or {num_stages}",
+            key="schedule.wrong_number_of_times",
         )
     rank_ms = times_ms * num_ranks if len(times_ms) == 1 else times_ms
     return tuple(

@@ -17,7 +17,7 @@ from meshpar.cli.report.destination import PAGES, check_picture, output_file
 from meshpar.errors import InputError
 from meshpar.layout import Layout
 from meshpar.planner.cost.estimate import Estimate
-from meshpar.train.layout_refusals import layout_refusals
+from meshpar.train.layout_refusals import layout_errors
 
 EXAMPLE = (
     "meshpar show --model llama3-8b --layout fsdp=4,stage=2,tensor=4,microbatches=8 "
@@ -42,7 +42,10 @@ def run(args: argparse.Namespace) -> int:
     if args.html:
         check_picture("--html", args.html, PAGES)
     elif not args.json:
-        raise InputError("show draws a page; give --html FILE, or --json for its facts")
+        raise InputError(
+            "show draws a page; give --html FILE, or --json for its facts",
+            key="command.no_output",
+        )
     found = _estimate_of(args)
     import jax
 
@@ -73,10 +76,11 @@ def _estimate_of(args: argparse.Namespace) -> Estimate:
         name = args.preset or args.model
         raise InputError(
             f"show draws transformers, which {name} is not; meshpar estimate says what "
-            "a layout of volumes or tables takes, meshpar audit what it sends"
+            "a layout of volumes or tables takes, meshpar audit what it sends",
+            key="command.only_transformers",
         )
     layout = Layout.parse(args.layout)
     cluster = cluster_for(args, layout)
-    for refusal in layout_refusals(layout.resolve(cluster.num_devices)).values():
-        raise InputError(refusal)
+    for error in layout_errors(layout.resolve(cluster.num_devices)).values():
+        raise error
     return estimated(args, workload_for(args), layout, cluster)

@@ -117,7 +117,10 @@ def assert_overlapped(
     """
     for axes, share in least.items():
         if not 0 <= share <= 1:
-            raise InputError(f"least share {share} over {axes}: must be from 0 to 1")
+            raise InputError(
+                f"least share {share} over {axes}: must be from 0 to 1",
+                key="value.out_of_range",
+            )
     given = [arguments] if isinstance(arguments, Mapping) else arguments
     report = _audit(function, given, options)
     problems = []
@@ -200,7 +203,10 @@ def assert_flat_in(
         InputError: Fewer than two values.
     """
     if len(set(values)) < 2:
-        raise InputError(f"{name}: {list(values)} has not two values to compare")
+        raise InputError(
+            f"{name}: {list(values)} has not two values to compare",
+            key="testing.too_few_values",
+        )
     used = {
         value: _audit(*program(value), options).compiled_memory.temp_bytes
         for value in values
@@ -232,10 +238,16 @@ def _in_mesh_order(expected: Counts, mesh_shape: Mapping[str, int]) -> Counts:
         for name in names:
             if name not in mesh_shape:
                 known = nearest(name, mesh_shape)
-                raise InputError(f"no mesh axis {name!r} in {axes!r}; {known}")
+                raise InputError(
+                    f"no mesh axis {name!r} in {axes!r}; {known}",
+                    key="mesh.unknown_axis",
+                )
         for kind in counts:
             if kind not in KINDS:
-                raise InputError(f"no collective {kind!r}; {nearest(kind, KINDS)}")
+                raise InputError(
+                    f"no collective {kind!r}; {nearest(kind, KINDS)}",
+                    key="audit.unknown_collective",
+                )
         in_order["+".join(sorted(names, key=list(mesh_shape).index))] = counts
     return in_order
 

@@ -94,7 +94,8 @@ def vocab_of(model: Model, name: str) -> int:
             "the model's parameters have "
             + (f"'vocab' dims of {sorted(sizes)}" if sizes else "no 'vocab' dim")
             + f", so that no batch[{name!r}] can be made for it; pass batch=, or "
-            "declare the input with below="
+            "declare the input with below=",
+            key="testing.unknown_vocabulary",
         )
     return sizes.pop()
 

@@ -89,7 +89,10 @@ def check_layouts(
     check_model(model)
     whole_number("seed", seed, least=0)
     if batch is not None and not isinstance(batch, Mapping):
-        raise InputError(f"batch is a {type(batch).__name__}; give name -> array")
+        raise InputError(
+            f"batch is a {type(batch).__name__}; give name -> array",
+            key="batch.not_a_mapping",
+        )
     devices = _first_devices(num_devices)
     arrays = None if batch is None else {k: np.asarray(v) for k, v in batch.items()}
     choices = Choices(
@@ -145,7 +148,8 @@ def case_of(
         )
     refused = refusal(case, choices)
     if refused is not None:
-        raise InputError(f"layout {str(case.layout)!r}: {refused}")
+        message = f"layout {str(case.layout)!r}: {refused}"
+        raise InputError(message, key=refused.key)
     _make_step(case, choices, devices, learning_rate=0.0)  # refuses what is not built
     return case
 
@@ -276,7 +280,8 @@ def _fitting(layout: Layout, num_devices: int) -> Layout:
     if layout.num_devices > num_devices:
         raise InputError(
             f"layout {str(layout)!r} needs {layout.num_devices} devices, but there are "
-            f"{num_devices}; use fewer, or emulate more"
+            f"{num_devices}; use fewer, or emulate more",
+            key="mesh.too_few_devices",
         )
     return layout
 
@@ -286,6 +291,7 @@ def _first_devices(num_devices: int | None) -> list[jax.Device]:
     if num_devices is not None and num_devices > len(devices):
         raise InputError(
             f"num_devices={num_devices}, but there are {len(devices)}; emulate more "
-            "or use fewer"
+            "or use fewer",
+            key="mesh.too_few_devices",
         )
     return devices[:num_devices]

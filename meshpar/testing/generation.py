@@ -88,7 +88,8 @@ def check_generation(
     if reads_source(model):
         raise InputError(
             "check_generation draws prompts of one text, but the decoder here reads "
-            "another; compare meshpar.generate with TrainStep.logits"
+            "another; compare meshpar.generate with TrainStep.logits",
+            key="testing.decoder_of_source",
         )
     drawn = draw_pairs(model, num, seed) if pairs is None else pairs
     found = [

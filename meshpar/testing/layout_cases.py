@@ -31,7 +31,7 @@ from meshpar.layout import nearest
 from meshpar.model.inputs import shapes_of
 from meshpar.parallel.pipeline.program import arranged_for
 from meshpar.parallel.sequence_checks import context_problems
-from meshpar.parallel.space import has_pairs, has_space, space_problems
+from meshpar.parallel.space import has_pairs, has_space, space_errors
 from meshpar.parallel.storage import parameter_specs
 from meshpar.rules.spatial import SPATIAL
 from meshpar.rules.table import MeshAxes
@@ -80,7 +80,10 @@ class Case:
 
     def __post_init__(self) -> None:
         if self.mask not in MASKS:
-            raise InputError(f"no mask {self.mask!r}; {nearest(self.mask, MASKS)}")
+            raise InputError(
+                f"no mask {self.mask!r}; {nearest(self.mask, MASKS)}",
+                key="testing.unknown_mask",
+            )
 
     @classmethod
     def parse(cls, text: str) -> Case:
@@ -109,7 +112,8 @@ class Case:
             )
         except KeyError as error:
             raise InputError(
-                f"case {text!r} has no {error}; give the line as a report prints it"
+                f"case {text!r} has no {error}; give the line as a report prints it",
+                key="testing.incomplete_case",
             ) from error
 
     def __str__(self) -> str:
@@ -195,7 +199,9 @@ def draw_cases(
             return list(cases)
     raise InputError(
         f"only {len(cases)} different layouts of {num} could be drawn; the last one "
-        f"was {case} and " + (f"was refused: {refused}" if refused else "is no new one")
+        f"was {case} and "
+        + (f"was refused: {refused}" if refused else "is no new one"),
+        key="testing.too_few_layouts",
     )
 
 
@@ -208,8 +214,8 @@ def _turns(rng: np.random.Generator, choices: Choices) -> list[tuple[str, ...]]:
     return [*(families[at] for at in rng.permutation(len(families))), *turns]
 
 
-def refusal(case: Case, choices: Choices) -> str | None:
-    """Why the library does not take a case; None if it does."""
+def refusal(case: Case, choices: Choices) -> InputError | None:
+    """The error with which the library refuses a case; None if it takes it."""
     if case.resume_as is not None:
         whole = replace(case, resume_as=None)
         later = replace(whole, layout=case.resume_as)
@@ -221,10 +227,10 @@ def refusal(case: Case, choices: Choices) -> str | None:
         stored = arranged_for(model, case.layout)
         for path, parameter in stored.flat_parameters().items():
             parameter_specs(path, parameter, case.layout, rules)
-        for message in space_problems(model, case.layout, rules):
-            return message
+        for refused in space_errors(model, case.layout, rules):
+            return refused
         for message in context_problems(model, case.layout, rules, case.seq):
-            return message
+            return InputError(message, key="layout.unsupported")
         report = lint(
             model,
             case.layout,
@@ -232,15 +238,20 @@ def refusal(case: Case, choices: Choices) -> str | None:
             global_batch=case.global_batch,
             seq=case.seq,
         )
+    except InputError as error:
+        return error
     except ValueError as error:
-        return str(error)
-    errors = (finding for finding in report.findings if finding.kind not in COSTS_ONLY)
-    found = next((finding.message for finding in errors), None)
-    return found or _short_part(model, case, choices, rules)
+        return InputError(str(error), key="testing.refused_layout")
+    for finding in report.findings:
+        if finding.kind not in COSTS_ONLY:
+            return InputError(finding.message, key=finding.key)
+    return _short_part(model, case, choices, rules)
 
 
-def _short_part(model: Model, case: Case, choices: Choices, rules: Rules) -> str | None:
-    """What a step's trace refuses of parts of volumes, which no lint knows."""
+def _short_part(
+    model: Model, case: Case, choices: Choices, rules: Rules
+) -> InputError | None:
+    """The error of a step's trace at parts of volumes, which no lint knows."""
     sizes: dict[str, Any] = {**case.layout.mesh_shape}
     split = [
         dim
@@ -255,15 +266,15 @@ def _short_part(model: Model, case: Case, choices: Choices, rules: Rules) -> str
 @functools.cache
 def _refused_trace(
     build: Callable[[str], Model], text: str, layout: Layout, rules: Rules
-) -> str | None:
+) -> InputError | None:
     """Of a layout that has mesh axes alone: its trace takes seconds."""
     model, mesh = build(text), absent_mesh(layout)
     step = make_train_step(model, optax.sgd(1e-3), layout, rules=rules, mesh=mesh)
     batch = shapes_of(model.inputs or {}, {"batch": layout.batch_shards})
     try:
         step.audit_subject(batch).flat()
-    except InputError as error:
-        return str(error)
+    except InputError as error:  # Kept without its frames.
+        return InputError(str(error), key=error.key)
     return None
 
 
@@ -273,8 +284,8 @@ def _draw_case(
     built: dict[str, tuple],
     num_devices: int,
     choices: Choices,
-) -> tuple[Case, str | None]:
-    """A case of a model, and why it is refused if it is.
+) -> tuple[Case, InputError | None]:
+    """A case of a model, and the error if it is refused.
 
     Which mesh axes to split is drawn once, so that those which rarely suit the model
     are not rare for it.

@@ -74,11 +74,17 @@ def main(argv: list[str] | None = None) -> int:
     targets = [target for target in TARGETS if args.target in target]
     if not targets:
         known = ", ".join(TARGETS)
-        raise InputError(f"--target {args.target!r} is part of none of {known}")
+        raise InputError(
+            f"--target {args.target!r} is part of none of {known}",
+            key="command.unknown_target",
+        )
     cases = [case for case in CASES if args.layout in case.layout]
     if not cases:
         known = "; ".join(case.layout for case in CASES)
-        raise InputError(f"--layout {args.layout!r} is part of none of {known}")
+        raise InputError(
+            f"--layout {args.layout!r} is part of none of {known}",
+            key="command.unknown_layout",
+        )
     rows = _rows(targets, cases, _written(args.out))
     print(_conditions())
     Console(width=150).print(table(rows))

@@ -24,29 +24,35 @@ def output_file(text: str) -> str:
             can be written there.
     """
     if problem := file_problem(text):
-        raise argparse.ArgumentTypeError(problem)
+        raise argparse.ArgumentTypeError(str(problem)) from problem
     return text
 
 
-def file_problem(text: str) -> str:
-    """Why no file can be written there, and a way out; empty where one can be."""
+def file_problem(text: str) -> InputError | None:
+    """The error of why no file can be written there; None where one can be."""
     path = Path(text)
     if path.is_dir():
-        return f"{text!r} is a folder; name a file in it"
+        return InputError(
+            f"{text!r} is a folder; name a file in it", key="command.file_is_folder"
+        )
     if not path.parent.is_dir():
-        return (
+        return InputError(
             f"{text!r}: there is no folder {str(path.parent)!r}; make it, or name "
-            "another"
+            "another",
+            key="command.no_folder",
         )
     was_there = path.exists()
     try:
         with path.open("ab"):  # What permissions say is not what a disk allows.
             pass
     except OSError as error:
-        return f"{text!r} cannot be written ({error.strerror}); name another file"
+        return InputError(
+            f"{text!r} cannot be written ({error.strerror}); name another file",
+            key="command.unwritable_file",
+        )
     if not was_there:
         path.unlink()
-    return ""
+    return None
 
 
 def check_picture(option: str, path: str, drawn_by: Mapping[str, str]) -> None:
@@ -65,12 +71,14 @@ def check_picture(option: str, path: str, drawn_by: Mapping[str, str]) -> None:
     if library is None:
         raise InputError(
             f"{option} {path!r}: no picture of that kind; end it in "
-            f"{' or '.join(drawn_by)}"
+            f"{' or '.join(drawn_by)}",
+            key="command.unknown_suffix",
         )
     if problem := file_problem(path):
-        raise InputError(f"{option} {problem}")
+        raise InputError(f"{option} {problem}", key=problem.key)
     if find_spec(library) is None:
         raise InputError(
             f"{option} {path!r} is drawn by {library}, which is not installed: "
-            "pip install 'meshpar[plots]'"
+            "pip install 'meshpar[plots]'",
+            key="command.missing_package",
         )
