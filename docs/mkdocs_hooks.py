@@ -1,9 +1,11 @@
-"""What `.mkdocs.yml` cannot say: where links lead."""
+"""What `.mkdocs.yml` cannot say: how links and examples of docstrings are read."""
 
 import os
 import posixpath
 import re
 from pathlib import Path
+
+from griffe import Extension
 
 LINKED_FILE = re.compile(r"(?<=\]\()(?![a-z]+:)[^)\s#]+")
 
@@ -28,3 +30,13 @@ def on_page_markdown(markdown, *, page, files, **_):
         return os.path.relpath(target, path.parent) if path.is_symlink() else link[0]
 
     return LINKED_FILE.sub(on_site, markdown)
+
+
+class Examples(Extension):
+    """Reads a docstring's `Example:` as code, as Griffe reads `Examples:` alone."""
+
+    def on_object(self, *, obj, **_):
+        """Renames the section; lines keep their numbers."""
+        if obj.docstring:
+            value = obj.docstring.value
+            obj.docstring.value = re.sub(r"(?m)^Example:$", "Examples:", value)
