@@ -46,18 +46,30 @@ class MoEConfig:
         heads: Attention heads.
         kv_heads: Key and value heads; `heads` when 0. Latent attention has none.
         vocab: Number of tokens.
-        experts, top_k: Routed experts of a layer, and how many a token goes to.
+        experts: Routed experts of a layer.
+        top_k: Experts that a token goes to.
         expert_ffn: Hidden size of an expert.
         shared_experts: Experts that every token goes to.
         dense_layers: First layers with a plain MLP.
         ffn: Its hidden size.
-        score, normalised, scale, groups, top_groups, capacity_factor, bias_rate: How
-            tokens choose (`RouterConfig`).
+        score: `softmax` over the experts, or a `sigmoid` of each; of this and what
+            follows up to `bias_rate`, `RouterConfig` says more.
+        normalised: Whether a token's weights are divided by their sum.
+        scale: Times what its weights then are.
+        groups: Groups of experts.
+        top_groups: Groups that a token may choose from.
+        capacity_factor: Assignments that an expert takes, over its fair share; 0 is no
+            limit.
+        bias_rate: Step of the bias with which an expert is chosen; 0 is no bias.
         balance_coefficient: Of the load-balancing loss.
         z_coefficient: Of the router z-loss.
         head_dim: Size of a head; `embed / heads` when 0.
-        q_lora_rank, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim:
-            Sizes of latent attention (`LatentSizes`); there is none when 0.
+        q_lora_rank: Size of the latent of queries; 0 for none.
+        kv_lora_rank: Of the latent of keys and values; attention has none when 0, and
+            none of the sizes beside it.
+        qk_nope_head_dim: Of the part of a query and a key without a position.
+        qk_rope_head_dim: Of the part with one.
+        v_head_dim: Of a value; no more than both parts.
         max_seq: Longest sequence, no limit when 0; it has no other effect.
         tied: Whether the head reuses the embedding table.
         rope_theta: Base of the rotary wavelengths.

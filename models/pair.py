@@ -58,7 +58,8 @@ class PairConfig:
         layers: Number of blocks.
         embed: Width of a pair's vector.
         residues: Of a sequence; rows and columns of its pairs.
-        heads, head_dim: Of triangle attention.
+        heads: Of triangle attention.
+        head_dim: Size of a head.
         channels: Of triangle products, which the devices that share the pairs divide.
         ffn: Hidden size of the transition; `4 * embed` when 0.
         vocab: Kinds of residues.
