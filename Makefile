@@ -9,7 +9,7 @@ PIP := -m pip --disable-pip-version-check install --quiet --editable
 
 export PYTHONPATH := .
 
-.PHONY: train test test-full test-newest lint docs screenshots clean
+.PHONY: train test test-full test-newest words lint docs screenshots clean
 
 train: $(VENV)/train.installed
 	$(VENV)/bin/python -m recipes.pretrain
@@ -19,6 +19,10 @@ test: lint
 
 test-full: lint
 	$(VENV)/bin/python $(PYTEST) -m "slow or not slow"
+
+# Writes the sentences of errors anew, into tests/__snapshots__: read its diff.
+words: $(VENV)/test.installed
+	$(VENV)/bin/python $(PYTEST) -m words --snapshot-update
 
 test-newest: $(NEWEST_VENV)/test.installed
 	$(NEWEST_VENV)/bin/python $(PYTEST)

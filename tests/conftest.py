@@ -10,6 +10,9 @@ from pathlib import Path
 import jax
 import pytest
 
+from tests.refusals import refuses as refuses
+from tests.refusals import refuses_command as refuses_command
+
 # Tests compile much and run little. What partitions a program and places collectives
 # comes before the code of its kernels, in which this saves most of the suite's time.
 _FLAGS = ["--xla_backend_optimization_level=0"]
@@ -38,3 +41,10 @@ def rows(path: Path, key: str) -> list:
     """The values of one key in a file of JSON lines, rows without it left out."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     return [line[key] for line in lines if key in line]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the tests of sentences, which `make words` runs alone."""
+    for item in items:
+        if "snapshot" in getattr(item, "fixturenames", ()):
+            item.add_marker("words")
