@@ -46,7 +46,7 @@ def refuses(snapshot: SnapshotAssertion) -> Refuses:
     ) -> Iterator[pytest.ExceptionInfo]:
         with pytest.raises(kind) as caught:
             yield caught
-        assert caught.value.key == key, caught.value
+        assert caught.value.key == key, str(caught.value)
         check_words(str(caught.value), key, values, snapshot if words else None)
 
     return refusal
