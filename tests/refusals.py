@@ -117,10 +117,13 @@ def names(message: str, value: Any) -> bool:
 
 
 def neutral(sentence: str) -> str:
-    """Return the sentence without the folders of this machine.
+    """Return the sentence without the folders of this machine and lines of code.
 
     Example:
         >>> neutral(f"no text at '{ROOT}/README.md'")
         "no text at 'CHECKOUT/README.md'"
+        >>> neutral("cumsum along the sequence (models/gpt.py:31)")
+        'cumsum along the sequence (models/gpt.py:LINE)'
     """
-    return _TEMPORARY.sub("TMP", sentence).replace(str(ROOT), "CHECKOUT")
+    sentence = _TEMPORARY.sub("TMP", sentence).replace(str(ROOT), "CHECKOUT")
+    return re.sub(r"(\.py):\d+", r"\1:LINE", sentence)
