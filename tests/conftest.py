@@ -12,6 +12,7 @@ import pytest
 
 from tests.refusals import refuses as refuses
 from tests.refusals import refuses_command as refuses_command
+from tests.refusals import refuses_recipe as refuses_recipe
 
 # Tests compile much and run little. What partitions a program and places collectives
 # comes before the code of its kernels, in which this saves most of the suite's time.

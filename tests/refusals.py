@@ -8,11 +8,14 @@ writes anew: a change of English is read there, as one diff.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import re
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -75,10 +78,75 @@ def refuses_command(
     return refused
 
 
+@pytest.fixture
+def refuses_recipe(
+    snapshot: SnapshotAssertion, capsys: pytest.CaptureFixture
+) -> Callable[..., str]:
+    """`refuses_recipe(lambda: moe.main(["--png", "a.gif"]), "command.unknown_suffix")`.
+
+    A recipe ends with `status` and one line on stderr, beside argparse's usage. What it
+    has printed before is returned. None is the key of an error that has none.
+    """
+
+    def refused(
+        run: Callable[[], int],
+        key: str | None,
+        *values: Any,
+        status: int = BAD_INPUT,
+        words: bool = True,
+    ) -> str:
+        capsys.readouterr()
+        end = ending_of(run)
+        assert (end.status, end.key) == (status, key), end.line
+        check_words(end.line, key, values, snapshot if words else None)
+        return capsys.readouterr().out
+
+    return refused
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a recipe ended: its status, its line on stderr, and the error's key."""
+
+    status: int
+    line: str
+    key: str | None
+
+
+def ending_of(run: Callable[[], int]) -> Ending:
+    """Return how a recipe ends that writes a line while it handles its error."""
+    stderr = _Noting()
+    with contextlib.redirect_stderr(stderr):
+        status = _status_of(run)
+    *usage, line = stderr.getvalue().splitlines() or [""]
+    assert all(one.startswith(("usage: ", " ")) for one in usage), stderr.getvalue()
+    keys = [one.key for one in stderr.errors if isinstance(one, InputError)]
+    return Ending(status, line, keys[0] if keys else None)
+
+
+class _Noting(io.StringIO):
+    """Stands in for stderr, and notes the errors that are handled at each writing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.errors: list[BaseException] = []
+
+    def write(self, text: str) -> int:
+        error = sys.exception()
+        while error is not None:
+            self.errors.append(error)
+            error = error.__cause__ or error.__context__
+        return super().write(text)
+
+
 def ended(argv: Sequence[str]) -> int:
     """Return the status with which `meshpar` ends."""
+    return _status_of(lambda: main([*argv]))
+
+
+def _status_of(run: Callable[[], int]) -> int:
     try:
-        return main([*argv])
+        return run()
     except SystemExit as end:
         return int(end.code or 0)
 
@@ -93,7 +161,7 @@ def _refusal_line(argv: Sequence[str], capsys: pytest.CaptureFixture) -> str:
 
 def check_words(
     message: str,
-    key: str,
+    key: str | None,
     values: Sequence[Any],
     snapshot: SnapshotAssertion | None,
 ) -> None:
