@@ -120,7 +120,7 @@ def ending_of(run: Callable[[], int]) -> Ending:
         status = _status_of(run)
     *usage, line = stderr.getvalue().splitlines() or [""]
     assert all(one.startswith(("usage: ", " ")) for one in usage), stderr.getvalue()
-    keys = [one.key for one in stderr.errors if isinstance(one, InputError)]
+    keys = [one.key for one in stderr.noted if isinstance(one, InputError)]
     return Ending(status, line, keys[0] if keys else None)
 
 
@@ -129,12 +129,12 @@ class _Noting(io.StringIO):
 
     def __init__(self) -> None:
         super().__init__()
-        self.errors: list[BaseException] = []
+        self.noted: list[BaseException] = []
 
     def write(self, text: str) -> int:
         error = sys.exception()
         while error is not None:
-            self.errors.append(error)
+            self.noted.append(error)
             error = error.__cause__ or error.__context__
         return super().write(text)
 

@@ -9,6 +9,7 @@ import pytest
 
 from meshpar.recipes import clicks, recommend
 from meshpar.recipes.bench import tables as bench
+from tests.refusals import ending_of, names
 
 
 def test_auc_is_the_share_of_pairs_in_the_right_order():
@@ -89,36 +90,43 @@ def test_popularity_is_of_the_ratings_trained_on():
 
 
 @pytest.mark.parametrize(
-    "words, match",
+    "words, refusal",
     [
-        ("--layout data=-1", "give every mesh axis a size"),
-        ("--layout data=8,sync_every=2", "leave sync_every and context out"),
-        ("--global-batch 4096 --layout data=8", "more than the 1800 examples to train"),
-        ("--global-batch 3 --layout data=8", "3 examples, which do not divide over 8"),
-        ("--resume --layout data=8", "--resume goes on from a folder; name"),
+        ("--layout data=-1", ("layout.open_size", "data=-1")),
+        (
+            "--layout data=8,sync_every=2",
+            ("layout.unsupported_input_gradient", "sync_every", 2, "context"),
+        ),
+        (
+            "--global-batch 4096 --layout data=8",
+            ("batch.more_than_examples", 4096, 1800),
+        ),
+        ("--global-batch 3 --layout data=8", ("batch.indivisible", 3, 8)),
+        ("--resume --layout data=8", ("run.resume_without_folder", "--out")),
     ],
 )
-def test_bad_options_are_refused_in_one_line(words, match, capsys, monkeypatch):
+def test_bad_options_are_refused_in_one_line(
+    words, refusal, refuses_recipe, monkeypatch
+):
     monkeypatch.setitem(recommend.DATA, "drawn", lambda: clicks.drawn(2000))
-    assert recommend.main(words.split()) == 2
-    error = capsys.readouterr().err.strip()
-    assert match in error and "\n" not in error
+    refuses_recipe(lambda: recommend.main(words.split()), *refusal)
 
 
-def test_movielens_without_its_package_is_one_line(capsys, monkeypatch):
+def of_movielens():
+    return recommend.main(["--data", "movielens"])
+
+
+def test_movielens_without_its_package_is_one_line(refuses_recipe, monkeypatch):
     monkeypatch.setattr(clicks.importlib.util, "find_spec", lambda name: None)
-    assert recommend.main(["--data", "movielens"]) == 2
-    assert "pip install recbole --no-deps" in capsys.readouterr().err
+    refuses_recipe(of_movielens, "data.missing_package", "recbole", "--no-deps")
 
 
 def test_movielens_whose_package_came_without_files_is_one_line(
-    tmp_path, capsys, monkeypatch
+    tmp_path, refuses_recipe, monkeypatch
 ):
     spec = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
     monkeypatch.setattr(clicks.importlib.util, "find_spec", lambda name: spec)
-    assert recommend.main(["--data", "movielens"]) == 2
-    error = capsys.readouterr().err.strip()
-    assert "has 0 of the 3 files, not ml-100k.inter" in error and "\n" not in error
+    refuses_recipe(of_movielens, "data.missing_files", 0, 3, "ml-100k.inter")
 
 
 @pytest.mark.slow
@@ -155,19 +163,20 @@ def test_a_resumed_run_ends_as_one_in_one_go(tmp_path, capsys, monkeypatch):
         assert recommend.main(common) == 0, capsys.readouterr().err
         return [json.loads(line) for line in log.read_text().splitlines()][-2:]
 
-    def refused(*words):
+    def check_refused(words, key, *values):
         batch = [] if "--global-batch" in words else ["--global-batch", "16"]
-        assert recommend.main(["--layout", "data=8", *batch, *words]) == 2
-        return capsys.readouterr().err
+        words = ["--layout", "data=8", *batch, *out, *words]
+        end = ending_of(lambda: recommend.main(words))
+        assert (end.status, end.key) == (2, key), end
+        assert all(names(end.line, value) for value in values), end
 
     out = ["--out", str(tmp_path / "run")]
     whole = ended("--layout", "data=8", "--steps", "4")
     ended("--layout", "data=8", "--steps", "2", *out)
-    assert "has a checkpoint of step 2; add --resume" in refused(*out)
-    assert "global_batch=16, not 8; give" in refused(
-        "--resume", "--global-batch", "8", *out
-    )
-    assert "has 2 steps, and --steps is 2" in refused("--resume", "--steps", "2", *out)
+    check_refused([], "run.folder_is_taken", 2, "--resume")
+    other = ["--resume", "--global-batch", "8"]
+    check_refused(other, "run.changed_option", "global_batch", 16, 8)
+    check_refused(["--resume", "--steps", "2"], "run.too_few_steps", "--steps", 2)
     resumed = ["--resume", "--layout", "data=2,tensor=4", "--placement", "column_wise"]
     last, scores = ended(*resumed, "--steps", "4", *out)
     assert last["step"] == 3
@@ -175,10 +184,8 @@ def test_a_resumed_run_ends_as_one_in_one_go(tmp_path, capsys, monkeypatch):
     assert scores["auc"] == pytest.approx(whole[1]["auc"], abs=1e-3)
 
 
-def test_the_bench_refuses_rows_that_do_not_divide(capsys):
-    with pytest.raises(SystemExit):
-        bench.main(["--rows", "500"])
-    assert "do not divide over --devices 8" in capsys.readouterr().err
+def test_the_bench_refuses_rows_that_do_not_divide(refuses_recipe):
+    refuses_recipe(lambda: bench.main(["--rows", "500"]), None, 500, 8)
 
 
 @pytest.mark.slow

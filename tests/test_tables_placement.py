@@ -13,7 +13,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar import (
     Input,
-    InputError,
     Layout,
     embedding_tables,
     lint,
@@ -37,31 +36,31 @@ def table(**options):
 
 
 @pytest.mark.parametrize(
-    "options, match",
+    "options, refusal",
     [
-        ({"rows": 0}, "table 'film' has rows=0"),
-        ({"rows": 2**31}, "rows=2147483648, but int32 ids count to 2147483647; hash"),
-        ({"pooling": "max"}, "no pooling 'max'; .*known: mean, sum"),
-        ({"dim": 2**16 + 1}, "dim=65537, but a row has at most 65536 values; split"),
-        ({"bucket": 100}, "bucket=100, which is no row of 0 to 99; name one"),
-        ({"bucket": 3, "hashed": True}, "hashes its ids, so that none is outside"),
-        ({"bucket": 1.5}, "bucket=1.5: must be a whole number of at least 0"),
-        ({"bucket": True}, "bucket=True: must be a whole number"),
-        ({"bucket": "x"}, "bucket='x': must be a whole number"),
-        ({"pooling": None}, "no pooling None; known: mean, sum"),
-        ({"hashed": "no"}, "hashed='no': must be True or False"),
-        ({"scale": math.nan}, "scale=nan: must be a finite number of at least 0"),
-        ({"scale": -1.0}, "scale=-1.0: must be"),
-        ({"scale": "1"}, "scale='1': must be"),
-        ({"features": "user"}, r"features='user'; give a tuple, \('user',\)"),
-        ({"features": None}, "features=None: must be a tuple of texts"),
-        ({"features": (1, "b")}, r"features=\(1, 'b'\): must be a tuple of texts"),
-        ({"name": 3}, "a table has name=3: must be a text"),
-        ({"into": None}, "a table has into=None: must be a text"),
+        ({"rows": 0}, ("value.not_whole_number", "film", "rows", 0, 1)),
+        ({"rows": 2**31}, ("tables.too_many_rows", 2147483648, 2147483647)),
+        ({"pooling": "max"}, ("tables.unknown_pooling", "max", "mean", "sum")),
+        ({"dim": 2**16 + 1}, ("tables.too_many_columns", 65537, 65536)),
+        ({"bucket": 100}, ("tables.bucket_outside_table", 100, 0, 99)),
+        ({"bucket": 3, "hashed": True}, ("tables.bucket_of_hashed", 3, "hashed")),
+        ({"bucket": 1.5}, ("value.not_whole_number", "bucket", 1.5, 0)),
+        ({"bucket": True}, ("value.not_whole_number", "bucket", True)),
+        ({"bucket": "x"}, ("value.not_whole_number", "bucket", "x")),
+        ({"pooling": None}, ("tables.unknown_pooling", None, "mean", "sum")),
+        ({"hashed": "no"}, ("tables.hashed_not_bool", "hashed", "no")),
+        ({"scale": math.nan}, ("tables.scale_out_of_range", "scale", math.nan, 0)),
+        ({"scale": -1.0}, ("tables.scale_out_of_range", "scale", -1.0)),
+        ({"scale": "1"}, ("tables.scale_out_of_range", "scale", "'1'")),
+        ({"features": "user"}, ("tables.features_not_tuple", "('user',)")),
+        ({"features": None}, ("tables.features_not_texts", "features", None)),
+        ({"features": (1, "b")}, ("tables.features_not_texts", "(1, 'b')")),
+        ({"name": 3}, ("tables.name_not_text", "name", 3)),
+        ({"into": None}, ("tables.name_not_text", "into", None)),
     ],
 )
-def test_a_table_that_makes_no_sense_is_refused(options, match):
-    with pytest.raises(InputError, match=match):
+def test_a_table_that_makes_no_sense_is_refused(options, refusal, refuses):
+    with refuses(*refusal):
         table(**options)
 
 
@@ -69,57 +68,60 @@ def test_a_table_that_makes_no_sense_is_refused(options, match):
     "optimizer",
     [optax.adam(1e-3), optax.sgd(0.1), optax.contrib.muon(1e-3), None, "adam"],
 )
-def test_any_other_optimizer_is_refused(optimizer):
-    with pytest.raises(InputError, match="only touched rows are, .*RowwiseAdagrad"):
+def test_any_other_optimizer_is_refused(optimizer, refuses):
+    with refuses("tables.unsupported_optimizer", "meshpar.tables.RowwiseAdagrad"):
         embedding_tables([table()], optimizer)
 
 
 @pytest.mark.parametrize(
-    "make, match",
+    "make, values",
     [
-        (lambda: SGD(-0.1), "rate=-0.1: must be a finite number of at least 0"),
-        (lambda: RowwiseAdagrad(0.1, epsilon=-1), "epsilon=-1: must be"),
-        (lambda: LazyAdam(0.1, b2=1.0), "b2=1.0: must be .* at least 0 and below 1"),
+        (lambda: SGD(-0.1), ("rate", -0.1, 0)),
+        (lambda: RowwiseAdagrad(0.1, epsilon=-1), ("epsilon", -1)),
+        (lambda: LazyAdam(0.1, b2=1.0), ("b2", "1.0", 0, 1)),
     ],
 )
-def test_an_optimizer_that_makes_no_sense_is_refused(make, match):
-    with pytest.raises(InputError, match=match):
+def test_an_optimizer_that_makes_no_sense_is_refused(make, values, refuses):
+    with refuses("optimizer.number_out_of_range", *values):
         make()
 
 
 @pytest.mark.parametrize(
-    "tables, match",
+    "tables, refusal",
     [
         (
             [table(), table(name="film_weights")],
-            "'film_weights' has the name of the weights of feature 'film'",
+            ("tables.feature_named_as_weights", "'film_weights'", "'film'"),
         ),
-        ([], "give at least 1 table"),
-        (table(), r"was given a Table; give \[Table"),
-        ({"film": table()}, r"was given a dict; give \[Table"),
-        (["film"], "was given 'film' at 0, which is no table"),
-        ([table(), table()], "2 tables have the name 'film'; rename all but one"),
-        ([table(), table(name="x", features=("film",))], "2 features have the name"),
-        ([table(), table(name="x", dim=8)], "dim=16 and 8 are looked up into"),
+        ([], ("tables.no_tables", 1)),
+        (table(), ("tables.not_list", "Table;")),
+        ({"film": table()}, ("tables.not_list", "dict", "Table")),
+        (["film"], ("tables.not_table", "film", 0)),
+        ([table(), table()], ("tables.duplicate_name", 2, "tables", "film")),
+        (
+            [table(), table(name="x", features=("film",))],
+            ("tables.duplicate_name", 2, "features", "film"),
+        ),
+        ([table(), table(name="x", dim=8)], ("tables.differing_dims", 16, 8)),
     ],
 )
-def test_tables_that_do_not_go_together_are_refused(tables, match):
-    with pytest.raises(InputError, match=match):
+def test_tables_that_do_not_go_together_are_refused(tables, refusal, refuses):
+    with refuses(*refusal):
         embedding_tables(tables, SGD(0.1))
 
 
 @pytest.mark.parametrize(
-    "asked, match",
+    "asked, refusal",
     [
-        ({"flim": ROW_WISE}, "a placement is given for table 'flim', but there are"),
-        (None, "placement=None: must be one of auto, row_wise, .* or a dict"),
-        ({"film": None}, "no placement None; known: column_wise"),
-        ({"film": "rows"}, "no placement 'rows'; did you mean 'row_wise'"),
-        ({"film": COLUMN_WISE}, "dim=16, which does not divide over 3 devices"),
+        ({"flim": ROW_WISE}, ("tables.unknown_table", "flim", "film")),
+        (None, ("tables.placement_wrong_type", None, "auto", "row_wise")),
+        ({"film": None}, ("tables.unknown_placement", None, "column_wise")),
+        ({"film": "rows"}, ("tables.unknown_placement", "rows", "'row_wise'")),
+        ({"film": COLUMN_WISE}, ("tables.indivisible_columns", 16, 3)),
     ],
 )
-def test_a_placement_that_cannot_be_is_refused(asked, match):
-    with pytest.raises(InputError, match=match):
+def test_a_placement_that_cannot_be_is_refused(asked, refusal, refuses):
+    with refuses(*refusal):
         placements_of([table()], 3, {"film": 64}, asked)
 
 
@@ -200,9 +202,9 @@ def batch_of(ids):
     return {"film": np.asarray(ids, np.int32)}
 
 
-def test_an_id_outside_of_its_table_is_an_error_on_the_host():
-    for wrong, match in ((100, "id 100, but table 'film' has 100 rows"), (-2, "id -2")):
-        with pytest.raises(InputError, match=match):
+def test_an_id_outside_of_its_table_is_an_error_on_the_host(refuses):
+    for wrong in (100, -2):
+        with refuses("batch.id_outside_table", "film", wrong, 100, 99):
             check_ids((table(),), batch_of([[5], [wrong]]))
     check_ids((table(),), batch_of([[99], [-1]]))
     check_ids((table(bucket=0),), batch_of([[100], [-2]]))
@@ -210,11 +212,11 @@ def test_an_id_outside_of_its_table_is_an_error_on_the_host():
 
 
 @pytest.mark.parametrize("more", [{"hashed": True}, {"bucket": 3}])
-def test_ids_past_int32_are_refused_before_they_are_cut(more):
+def test_ids_past_int32_are_refused_before_they_are_cut(more, refuses):
     batch = {"film": np.asarray([[2**32 + 5], [1]])}
-    with pytest.raises(InputError, match="has id 4294967301, but ids are int32"):
+    with refuses("batch.id_past_int32", "film", 4294967301, "int32"):
         check_ids((table(**more),), batch)
-    with pytest.raises(InputError, match="on a device as uint32, but ids are int32"):
+    with refuses("batch.ids_not_int32", "film", "uint32", "int32"):
         check_ids((table(**more),), {"film": jnp.zeros((2, 1), jnp.uint32)})
 
 
@@ -231,36 +233,34 @@ def test_narrow_ids_name_the_rows_that_wide_ones_do(dtype):
     assert local._own({"film": jnp.asarray(ids, dtype)})["film"].dtype == jnp.int32
 
 
-def test_ids_of_another_shape_and_missing_ids_are_refused():
-    with pytest.raises(InputError, match="takes bags of 2: give it \\(examples, 2\\)"):
+def test_ids_of_another_shape_and_missing_ids_are_refused(refuses):
+    with refuses("batch.wrong_shape", "film", (1, 1), 2):
         check_ids((table(bag=2),), batch_of([[1]]))
-    with pytest.raises(
-        InputError, match="looks up batch\\['film'\\], but the batch has"
-    ):
+    with refuses("batch.missing_array", "film", "day"):
         check_ids((table(),), {"day": np.zeros((2, 1), np.int32)})
 
 
 @pytest.mark.parametrize(
-    "ids, match",
+    "ids, refusal",
     [
-        (np.zeros((2, 1)), "dtype float64, but ids of table 'film' are whole numbers"),
-        (np.full((2, 1), np.nan), "dtype float64"),
-        (np.full((2, 1), np.inf), "dtype float64"),
-        (jnp.zeros((2, 1)), "dtype float32"),
-        (np.array([["a"], ["b"]]), "dtype <U1"),
-        (np.array([[None], [1]]), "dtype object"),
-        ([[0], [0, 1]], r"\['film'\] is a list; give an array"),
+        (np.zeros((2, 1)), ("batch.ids_not_integers", "film", "float64")),
+        (np.full((2, 1), np.nan), ("batch.ids_not_integers", "float64")),
+        (np.full((2, 1), np.inf), ("batch.ids_not_integers", "float64")),
+        (jnp.zeros((2, 1)), ("batch.ids_not_integers", "float32")),
+        (np.array([["a"], ["b"]]), ("batch.ids_not_integers", "<U1")),
+        (np.array([[None], [1]]), ("batch.ids_not_integers", "object")),
+        ([[0], [0, 1]], ("batch.not_an_array", "film", "list")),
     ],
 )
-def test_ids_that_are_no_whole_numbers_are_refused(ids, match):
+def test_ids_that_are_no_whole_numbers_are_refused(ids, refusal, refuses):
     for more in ({}, {"hashed": True}):
-        with pytest.raises(InputError, match=match):
+        with refuses(*refusal):
             check_ids((table(**more),), {"film": ids})
 
 
 @pytest.mark.parametrize("batch", [None, [1]])
-def test_what_is_no_batch_is_refused(batch):
-    with pytest.raises(InputError, match="; give a dict of arrays by name"):
+def test_what_is_no_batch_is_refused(batch, refuses):
+    with refuses("batch.not_a_dict", type(batch).__name__, "dict"):
         check_ids((table(),), batch)
 
 
@@ -336,41 +336,42 @@ def dense_step(layout="data=8", **inputs):
 
 
 @pytest.mark.parametrize(
-    "inputs, match",
+    "inputs, declared",
     [
-        ({"embedded": Input(("batch", None, None))}, "declares shape=None, has_grad"),
+        ({"embedded": Input(("batch", None, None))}, "shape=None"),
         (
             {"embedded": Input(("batch", None, None), shape=(None, 1, 16))},
-            "has_gradient=False; declare Input",
+            "has_gradient=False",
         ),
     ],
 )
-def test_a_model_that_does_not_take_the_rows_is_refused(inputs, match):
-    with pytest.raises(InputError, match=match):
+def test_a_model_that_does_not_take_the_rows_is_refused(inputs, declared, refuses):
+    with refuses("tables.input_mismatch", "embedded", declared):
         with_tables(dense_step(**inputs), embedding_tables([table()], SGD(0.1)))
     elsewhere = embedding_tables([table(into="rows")], SGD(0.1))
-    with pytest.raises(InputError, match="looked up into 'rows', but the model has"):
+    with refuses("tables.undeclared_input", "rows", "embedded"):
         with_tables(dense_step(), elsewhere)
 
 
 @pytest.mark.parametrize("layout", ["data=8,sync_every=2", "data=4,context=2"])
-def test_an_input_with_a_gradient_is_refused_where_it_would_be_split(layout):
-    with pytest.raises(InputError, match="input 'embedded'.* leave sync_every and con"):
+def test_an_input_with_a_gradient_is_refused_where_it_would_be_split(layout, refuses):
+    key = "layout.unsupported_input_gradient"
+    with refuses(key, "embedded", "sync_every", "context", 2):
         dense_step(layout)
     found = lint(build("tiny-dlrm", features=1), Layout.parse(layout)).findings
-    assert any("leave sync_every and context out" in one.message for one in found)
+    assert key in [one.key for one in found]
 
 
-def test_a_placement_that_cannot_be_is_refused_with_the_step():
+def test_a_placement_that_cannot_be_is_refused_with_the_step(refuses):
     made = embedding_tables([table(dim=12)], SGD(0.1), placement=COLUMN_WISE)
     model = build("tiny-dlrm", features=1, dim=12, bottom=(12,))
-    with pytest.raises(InputError, match="dim=12, which does not divide over 8"):
+    with refuses("tables.indivisible_columns", 12, 8):
         with_tables(make_train_step(model, optax.sgd(0.1), "data=8"), made)
 
 
-def test_a_feature_named_as_an_input_of_the_model_is_refused():
+def test_a_feature_named_as_an_input_of_the_model_is_refused(refuses):
     made = embedding_tables([table(features=("numbers",))], SGD(0.1))
-    with pytest.raises(InputError, match="batch\\['numbers'\\] would be both an input"):
+    with refuses("tables.feature_is_input", "numbers"):
         with_tables(dense_step(), made)
 
 
@@ -381,15 +382,15 @@ def dense_batch(examples):
     }
 
 
-def test_a_batch_and_a_seed_are_checked_as_a_model_alone_checks_them():
+def test_a_batch_and_a_seed_are_checked_as_a_model_alone_checks_them(refuses):
     step = with_tables(
         dense_step("data=4,stage=2,microbatches=2"),
         embedding_tables([table()], SGD(0.1)),
     )
     batch = {**dense_batch(4), "film": np.zeros((4, 1), np.int32)}
-    with pytest.raises(InputError, match="4 examples, which do not divide"):
+    with refuses("batch.indivisible", 4, 2):
         step.evaluate(step.state_shapes, batch)
-    with pytest.raises(InputError, match="seed=-1: must be at least 0"):
+    with refuses("value.seed_out_of_range", "seed", -1, 0):
         step.init(-1)
     np.testing.assert_array_equal(step.rows_here(8), np.arange(8))
 
@@ -402,9 +403,9 @@ def test_rows_looked_up_are_counted_where_the_step_looks_them_up():
     assert step.rows_looked_up(batch).tolist() == [1, 1, 1, 0, 1, 1, 1, 0]
 
 
-def test_whole_numbers_have_no_gradient():
+def test_whole_numbers_have_no_gradient(refuses):
     batch = {**dense_batch(8), "embedded": np.zeros((8, 1, 16), np.int32)}
-    with pytest.raises(InputError, match="dtype int32, but .* with a gradient"):
+    with refuses("batch.dtype_without_gradient", "embedded", "int32"):
         dense_step().place(batch)
 
 
@@ -432,8 +433,8 @@ def test_a_gradient_of_an_input_that_is_not_finite_skips_the_step():
     jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(state.params))
 
 
-def test_an_input_with_a_gradient_is_real():
-    with pytest.raises(InputError, match="kind 'int' has no gradient; make it 'float'"):
+def test_an_input_with_a_gradient_is_real(refuses):
+    with refuses("batch.kind_without_gradient", "int", "float"):
         Input(("batch",), "int", has_gradient=True)
 
 

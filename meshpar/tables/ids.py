@@ -51,7 +51,7 @@ def check_ids(tables: tuple[Table, ...], batch: Mapping[str, Any]) -> None:
     if not isinstance(batch, Mapping):
         raise InputError(
             f"the batch is a {type(batch).__name__}; give a dict of arrays by name",
-            key="batch.not_dict",
+            key="batch.not_a_dict",
         )
     for table in tables:
         for feature in table.features:
@@ -85,7 +85,7 @@ def _check_array(table: Table, feature: str, batch: Mapping[str, Any]) -> None:
         raise InputError(
             f"batch[{feature!r}] is a {type(ids).__name__}; give an array, such as "
             "numpy.asarray of it",
-            key="batch.not_array",
+            key="batch.not_an_array",
         )
     shape = tuple(ids.shape)
     if len(shape) != 2 or shape[1] != table.bag:
