@@ -49,10 +49,10 @@ def refuse_other(before: Description, now: Description, done: int) -> None:
         InputError: Another model or seed, or fewer steps than are done.
     """
     sizes, wanted = before.get("model_sizes", {}), now["model_sizes"]
-    for name in sizes.keys() & wanted.keys():
-        if sizes[name] != wanted[name]:
+    for name, size in sizes.items():  # In an order that no run changes.
+        if size != wanted.get(name, size):
             raise InputError(
-                f"the checkpoint's model has {name}={sizes[name]}, not {wanted[name]}: "
+                f"the checkpoint's model has {name}={size}, not {wanted[name]}: "
                 "its parameters are of that model; give the same model, or start "
                 "another run",
                 key="run.changed_model",
