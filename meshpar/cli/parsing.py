@@ -210,9 +210,11 @@ def positive(text: str) -> int:
     except ValueError:
         number = 0
     if not 1 <= number <= _MOST:
-        raise argparse.ArgumentTypeError(
-            f"{_shown(text)} must be a whole number of at least 1 and at most {_MOST}"
+        problem = InputError(
+            f"{_shown(text)} must be a whole number of at least 1 and at most {_MOST}",
+            key="value.not_whole_number",
         )
+        raise argparse.ArgumentTypeError(str(problem)) from problem
     return number
 
 
@@ -241,7 +243,10 @@ def above_zero(text: str) -> float:
     except ValueError:
         number = 0.0
     if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} must be above 0, and finite")
+        problem = InputError(
+            f"{text!r} must be above 0, and finite", key="value.not_positive"
+        )
+        raise argparse.ArgumentTypeError(str(problem)) from problem
     return number
 
 
@@ -296,7 +301,7 @@ def check_sizes(layout: Layout) -> None:
             raise InputError(
                 f"mesh axis {axis!r} is -1, so its size depends on the devices; give "
                 "--devices N, or give the axis a size",
-                key="layout.open_axis",
+                key="layout.open_size",
             )
 
 

@@ -254,7 +254,9 @@ def _time(text: str) -> Fraction:
     except ValueError:
         time_ms = Fraction(-1)
     if not 0 <= time_ms <= _LONGEST_MS or "/" in text:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} must be milliseconds, 0 or more and at most {_LONGEST_MS}"
+        problem = InputError(
+            f"{text!r} must be milliseconds, 0 or more and at most {_LONGEST_MS}",
+            key="value.out_of_range",
         )
+        raise argparse.ArgumentTypeError(str(problem)) from problem
     return time_ms
