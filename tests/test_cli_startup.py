@@ -143,15 +143,15 @@ def test_the_help_of_training_says_the_default_of_every_option(capsys):
     assert silent == []
 
 
-def test_training_without_its_extra_says_how_to_install_it(monkeypatch, capsys):
+def test_training_without_its_extra_says_how_to_install_it(
+    monkeypatch, refuses_command
+):
     monkeypatch.setitem(sys.modules, "grain", None)
     for name in ("pretrain", "command"):
         monkeypatch.delitem(sys.modules, f"meshpar.recipes.{name}", raising=False)
     monkeypatch.delitem(sys.modules, "meshpar.data.device_batches", raising=False)
-    assert main(["train", "--steps", "1"]) == 2
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1
-    assert "grain: pip install 'meshpar[train]'" in told
+    values = ("grain", "meshpar[train]")
+    refuses_command(["train", "--steps", "1"], "run.missing_package", *values)
 
 
 def test_the_help_of_the_command_names_every_subcommand_and_the_statuses(capsys):
@@ -171,18 +171,14 @@ def test_the_version_is_one_line(capsys):
 
 
 @pytest.mark.parametrize(
-    "argv, message",
+    "argv, refusal",
     [
-        (["lnt"], "meshpar: invalid choice: 'lnt'; did you mean 'lint'"),
+        (["lnt"], ("command.unknown_command", "'lnt'", "'lint'")),
         (
             ["plan", "--devicse", "8"],
-            "meshpar plan: unrecognized arguments: --devicse 8 (did you mean "
-            "--devices?); see meshpar plan --help",
+            ("command.unknown_option", "--devicse 8", "--devices", "plan --help"),
         ),
     ],
 )
-def test_a_misspelt_word_is_told_with_the_nearest(argv, message, capsys):
-    with pytest.raises(SystemExit) as end:
-        main(argv)
-    assert end.value.code == 2
-    assert message in capsys.readouterr().err
+def test_a_misspelt_word_is_told_with_the_nearest(argv, refusal, refuses_command):
+    refuses_command(argv, *refusal)

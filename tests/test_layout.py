@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshpar import MESH_AXES, InputError, Layout
+from meshpar import MESH_AXES, Layout
 from meshpar.schedules import SCHEDULES
 
 counts = st.integers(min_value=1, max_value=64)
@@ -76,81 +76,85 @@ def test_a_line_reads_as_the_layout_it_says(text, layout):
     assert Layout.parse(text) == layout
 
 
-COUNT = "must be a whole number of at least 1"
-ABSORBS = (
-    r"must be a whole number of at least 1 or -1 \(absorbs the remaining devices\)"
-)
+SCHEDULE, VALUE = "schedule.unknown_name", "layout.unknown_value"
+PAIR, NUMBER = "layout.not_key_value", "layout.not_whole_number"
+METHOD = "attention.unknown_method"
 
 
 @pytest.mark.parametrize(
-    "text, match",
+    "text, refusal",
     [
-        ("", "layout '': '' is not key=value; write for example data=2,tensor=4"),
-        ("data", "layout 'data': 'data' is not key=value"),
-        ("data=2,,tensor=2", "'' is not key=value"),
-        ("data=", "'data=' is not key=value"),
-        ("=2", "'=2' is not key=value"),
-        ("tensr=2", "layout 'tensr=2': no key 'tensr'; did you mean 'tensor'"),
-        ("xyzw=2", "no key 'xyzw'; known: attention, chunks, context, data, execution"),
-        ("data=2,data=4", "'data' is given twice; give it once"),
-        ("data=two", f"data='two': {ABSORBS}"),
-        ("data=1.5", f"data='1.5': {ABSORBS}"),
-        ("data=0", f"data=0: {ABSORBS}"),
-        ("data=-2", f"data=-2: {ABSORBS}"),
-        ("microbatches=-1", f"microbatches=-1: {COUNT}$"),
-        ("chunks=0", f"chunks=0: {COUNT}$"),
-        ("splits=8/x", f"splits='x': {COUNT}$"),
-        ("splits=8/0", f"splits=0: {COUNT}$"),
-        ("schedule=1f2b", "no schedule '1f2b'; did you mean '1f1b'"),
-        ("stage=2,schedule=zero_bubble_h1", "no schedule 'zero_bubble_h1'; known: "),
+        ("", (PAIR, "layout ''", "data=2,tensor=4")),
+        ("data", (PAIR, "layout 'data'")),
+        ("data=2,,tensor=2", (PAIR, "''")),
+        ("data=", (PAIR, "layout 'data='")),
+        ("=2", (PAIR, "layout '=2'")),
+        ("tensr=2", ("layout.unknown_key", "layout 'tensr=2'", "'tensr'", "'tensor'")),
+        ("xyzw=2", ("layout.unknown_key", "'xyzw'", "attention, chunks, context")),
+        ("data=2,data=4", ("layout.repeated_key", "'data'")),
+        ("data=two", (NUMBER, "data='two'", 1, -1)),
+        ("data=1.5", (NUMBER, "data='1.5'", 1, -1)),
+        ("data=0", (NUMBER, "data=0", 1, -1)),
+        ("data=-2", (NUMBER, "data=-2", 1, -1)),
+        ("microbatches=-1", (NUMBER, "microbatches=-1", 1)),
+        ("chunks=0", (NUMBER, "chunks=0", 1)),
+        ("splits=8/x", (NUMBER, "splits='x'", 1)),
+        ("splits=8/0", (NUMBER, "splits=0", 1)),
+        ("schedule=1f2b", (SCHEDULE, "'1f2b'", "'1f1b'")),
+        ("stage=2,schedule=zero_bubble_h1", (SCHEDULE, "'zero_bubble_h1'")),
+        ("stage=2,schedule=dualpipe_v", (SCHEDULE, "'dualpipe_v'", "'gpipe'")),
         (
-            "stage=2,schedule=dualpipe_v",
-            "no schedule 'dualpipe_v'; did you mean 'gpipe'",
+            "zero_axes=stage",
+            ("layout.wrong_zero_axes", "zero_axes=stage", "data, fsdp"),
         ),
-        ("zero_axes=stage", "zero_axes=stage: must be one or more of data, fsdp, cont"),
-        ("zero_axes=fsdp/data", "in this order, as data/fsdp/context"),
-        ("zero=4", "zero=4: must be one of 0, 1, 2, 3"),
-        ("zero=one", "zero=one: must be one of 0, 1, 2, 3"),
-        ("sequence_parallel=yes", "sequence_parallel=yes: must be one of false, true"),
-        ("sequence_parallel=1", "sequence_parallel=1: must be one of false, true"),
-        ("remat=all", "remat=all: must be one of none, selective, full, dots"),
-        ("attention=flash", "allgather, ulysses, or both degrees, each at least 2"),
-        ("context=-1,attention=rnig", "attention=rnig: must be one of ring, allgather"),
-        ("context=8,attention=ulysses:4", "must be one of .* ulysses:4.ring:2"),
-        ("context=8,attention=ulysses:2+ring:2", "is for context=4, but context=8"),
-        ("context=4,attention=ulysses:4+ring:1", "degrees are at least 2; write uly"),
-        ("execution=both", "execution=both: must be one of uniform, divergent"),
-        ("precision=fp16", "precision=fp16: must be one of fp32, bf16"),
         (
-            "data=-1,tensor=-1",
-            "mesh axes 'data' and 'tensor' are both -1; only one can absorb the "
-            "remaining devices: give the others a size",
+            "zero_axes=fsdp/data",
+            ("layout.wrong_zero_axes", "zero_axes=fsdp/data", "data/fsdp/context"),
         ),
+        ("zero=4", (VALUE, "zero=4", "0, 1, 2, 3")),
+        ("zero=one", (VALUE, "zero=one", "0, 1, 2, 3")),
+        ("sequence_parallel=yes", (VALUE, "sequence_parallel=yes", "false, true")),
+        ("sequence_parallel=1", (VALUE, "sequence_parallel=1", "false, true")),
+        ("remat=all", (VALUE, "remat=all", "none, selective, full, dots")),
+        ("attention=flash", (METHOD, "attention=flash", "allgather, ulysses", 2)),
+        ("context=-1,attention=rnig", (METHOD, "attention=rnig", "ring, allgather")),
+        ("context=8,attention=ulysses:4", (METHOD, "ulysses:4+ring:2")),
+        (
+            "context=8,attention=ulysses:2+ring:2",
+            ("attention.degrees_not_context", "context=4", "context=8"),
+        ),
+        (
+            "context=4,attention=ulysses:4+ring:1",
+            ("attention.degree_too_small", 2, "ulysses"),
+        ),
+        ("execution=both", (VALUE, "execution=both", "uniform, divergent")),
+        ("precision=fp16", (VALUE, "precision=fp16", "fp32, bf16")),
+        ("data=-1,tensor=-1", ("layout.two_open_sizes", "'data' and 'tensor'", -1)),
     ],
 )
-def test_a_line_that_makes_no_sense_is_refused(text, match):
-    with pytest.raises(ValueError, match=match):
+def test_a_line_that_makes_no_sense_is_refused(text, refusal, refuses):
+    with refuses(*refusal):
         Layout.parse(text)
 
 
 @pytest.mark.parametrize(
-    "field, value",
+    "field, value, refusal",
     [
-        ("data", True),
-        ("data", 2.0),
-        ("zero", True),
-        ("sequence_parallel", 1),
-        ("microbatches", None),
+        ("data", True, (NUMBER, "data=True")),
+        ("data", 2.0, (NUMBER, "data=2.0")),
+        ("zero", True, (VALUE, "zero=true")),
+        ("sequence_parallel", 1, (VALUE, "sequence_parallel=1")),
+        ("microbatches", None, (NUMBER, "microbatches=None")),
     ],
 )
-def test_a_value_of_another_type_is_refused(field, value):
-    with pytest.raises(ValueError, match=f"^{field}="):
+def test_a_value_of_another_type_is_refused(field, value, refusal, refuses):
+    with refuses(*refusal):
         Layout(**{field: value})
 
 
 @pytest.mark.parametrize("schedule", [None, 1, [["0F0", "0B0"]]])
-def test_a_schedule_that_is_no_name_is_refused(schedule):
-    with pytest.raises(InputError, match="^no schedule "):
+def test_a_schedule_that_is_no_name_is_refused(schedule, refuses):
+    with refuses(SCHEDULE, schedule):
         Layout(schedule=schedule)
 
 
@@ -176,21 +180,21 @@ def test_resolving_fits_the_layout_to_the_devices(text, num_devices, resolved):
 
 
 @pytest.mark.parametrize(
-    "text, num_devices, match",
+    "text, num_devices, needed",
     [
-        ("data=2", 8, "layout 'data=2' needs 2 devices, but there are 8; change"),
-        ("data=-1,tensor=3", 8, "needs a multiple of 3 devices, but there are 8"),
-        ("data=-1,tensor=16", 8, "needs a multiple of 16 devices, but there are 8"),
-        ("data=-1,tensor=2", 0, "needs a multiple of 2 devices, but there are 0"),
+        ("data=2", 8, 2),
+        ("data=-1,tensor=3", 8, 3),
+        ("data=-1,tensor=16", 8, 16),
+        ("data=-1,tensor=2", 0, 2),
     ],
 )
-def test_devices_that_do_not_fit_are_refused(text, num_devices, match):
-    with pytest.raises(ValueError, match=match):
+def test_devices_that_do_not_fit_are_refused(text, num_devices, needed, refuses):
+    with refuses("layout.wrong_device_count", text, needed, num_devices):
         Layout.parse(text).resolve(num_devices)
 
 
-def test_an_open_mesh_axis_has_no_size_before_it_is_resolved():
-    with pytest.raises(ValueError, match=r"'fsdp' is -1.*call resolve\(num_devices\)"):
+def test_an_open_mesh_axis_has_no_size_before_it_is_resolved(refuses):
+    with refuses("layout.open_size", "'fsdp'", -1, "resolve(num_devices)"):
         _ = Layout(fsdp=-1).mesh_shape
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import re
 from dataclasses import replace
 
 import jax
@@ -14,6 +13,7 @@ from meshpar import (
     FSDP,
     FSDP_TENSOR,
     TENSOR,
+    InputError,
     Layout,
     RuleError,
     Rules,
@@ -23,6 +23,7 @@ from meshpar import (
 )
 from meshpar.models.presets import build
 from meshpar.rules.presets import PRESETS
+from tests.refusals import check_words, names
 
 CLEAN_LAYOUTS = [
     "data=8",
@@ -43,134 +44,143 @@ def findings_of(layout, rules=None, *, preset="tiny", **options):
     return lint(build(preset), Layout.parse(layout), rules, **options).findings
 
 
-# Each with the kind, the path and the message of one finding that it must give.
+# Each with the kind, the path, the key and what is named by one finding that it must
+# give.
 FINDINGS = {
     "a parameter without a rule": (
         lambda: findings_of("data=2", without(FSDP_TENSOR, "mlp")),
         "unknown",
         "blocks.mlp.down",
-        "no rule for logical axis 'mlp' of ('layers', 'mlp', 'embed'); known: batch,",
+        ("rules.unknown", "'mlp'", ("layers", "mlp", "embed"), "batch"),
     ),
     "an activation without a rule": (
         lambda: findings_of("data=2", without(FSDP_TENSOR, "residual_seq")),
         "unknown",
         "activation ('batch', 'residual_seq', 'embed')",
-        "no rule for logical axis 'residual_seq' of ('batch', 'residual_seq', 'embed')",
+        ("rules.unknown", "'residual_seq'", ("batch", "residual_seq", "embed")),
     ),
     "two rules for one logical axis": (
         lambda: findings_of("data=2", [*FSDP_TENSOR.table.items(), ("mlp", None)]),
         "shadowed",
         "mlp",
-        "logical axis 'mlp' has two rules, ('tensor',) and None; only one can hold: "
-        "remove the other",
+        ("rules.shadowed", "'mlp'", ("tensor",), None),
     ),
     "a parameters' rule that repeats the table's": (
         lambda: findings_of("data=2", replace(TENSOR, parameters={"mlp": "tensor"})),
         "shadowed",
         "mlp",
-        "the parameters' rule for 'mlp' is ('tensor',), the same as the rule for all "
-        "arrays, so it changes nothing: remove it",
+        ("rules.same_for_parameters", "'mlp'", ("tensor",)),
     ),
     "a rule for nothing": (
         lambda: findings_of("data=2", FSDP_TENSOR.with_rules(ffw="tensor")),
         "dead",
         "ffw",
-        "the rule for logical axis 'ffw' is used by no array of the model; remove it, "
-        "or check the spelling",
+        ("rules.dead", "'ffw'", "array"),
     ),
     "a parameters' rule for activations only": (
         lambda: findings_of("data=2", replace(TENSOR, parameters={"seq": "fsdp"})),
         "dead",
         "seq",
-        "the rule for logical axis 'seq' is used by no parameter of the model; remove",
+        ("rules.dead", "'seq'", "parameter"),
     ),
     "a parameters' rule for nothing": (
         lambda: findings_of("data=2", replace(TENSOR, parameters={"ffw": "fsdp"})),
         "dead",
         "ffw",
-        "the rule for logical axis 'ffw' is used by no parameter of the model; remove",
+        ("rules.dead", "'ffw'", "parameter"),
     ),
     "a parameter that does not divide": (
         lambda: findings_of("tensor=3"),
         "indivisible",
         "blocks.attention.out",
-        "logical axis 'heads' has size 8, which does not divide over mesh axis "
-        "'tensor' of size 3\n    blocks.attention.out: shape (4, 8, 16, 128) as "
-        "('layers', 'heads', 'head_dim', 'embed'); pad it, map "
-        "'heads' elsewhere, or replicate_if_indivisible",
+        (
+            *("layout.indivisible", "'heads'", 8, "'tensor'", 3),
+            *((4, 8, 16, 128), ("layers", "heads", "head_dim", "embed")),
+            *("blocks.attention.out", "replicate_if_indivisible"),
+        ),
     ),
     "a residual stream that does not divide": (
         lambda: findings_of("tensor=4,sequence_parallel=true", seq=126),
         "indivisible",
         "activation ('batch', 'residual_seq', 'embed')",
-        "logical axis 'residual_seq' has size 126, which does not divide over mesh "
-        "axis 'tensor' of size 4\n    activation ('batch', 'residual_seq', 'embed'): "
-        "shape (1, 126, 128) as",
+        (
+            *("layout.indivisible", "'residual_seq'", 126, "'tensor'", 4),
+            *(("batch", "residual_seq", "embed"), (1, 126, 128)),
+        ),
     ),
     "a batch that does not divide": (
         lambda: findings_of("data=2,fsdp=2", global_batch=6),
         "indivisible",
         "activation ('batch',)",
-        "logical axis 'batch' has size 6, which does not divide over mesh axes "
-        "'data' x 'fsdp' of size 4",
+        ("layout.indivisible", "'batch'", 6, "'data' x 'fsdp'", 4),
     ),
     "a parameter that is whole on every device": (
         lambda: findings_of("fsdp=2", DATA_PARALLEL, large_bytes=1_500_000),
         "replicated",
         "blocks.mlp.gate_up",
-        "blocks.mlp.gate_up: shape (4, 128, 2, 384) as ('layers', 'embed', None, "
-        "'mlp') is whole on every device, 1572864 bytes, more than 1500000; map one of "
-        "its logical axes to 'fsdp', or raise the limit",
+        (
+            *("rules.replicated", "blocks.mlp.gate_up", (4, 128, 2, 384)),
+            *(("layers", "embed", None, "mlp"), 1572864, 1500000, "'fsdp'"),
+        ),
     ),
     "a mesh axis that shards nothing": (
         lambda: findings_of("tensor=2", DATA_PARALLEL),
         "idle",
         "tensor",
-        "mesh axis 'tensor' of size 2 shards nothing: its devices repeat each other's "
-        "work; set tensor=1 or map a logical axis to it",
+        ("mesh.idle_axis", "'tensor'", 2, "tensor=1"),
     ),
     "a split of the state that no training step makes": (
         lambda: findings_of("tensor=2,zero=1"),
         "unsupported",
         "zero",
-        "layout 'tensor=2,zero=1': zero=1 shares nothing out while data=1 and fsdp=1; "
-        "leave it out, or give one of them a size",
+        (
+            *("layout.zero_without_effect", "tensor=2,zero=1", "zero=1"),
+            *("data=1", "fsdp=1"),
+        ),
     ),
     "rules that split the batch in part": (
         lambda: findings_of("data=2", DATA_PARALLEL.with_rules(batch="data")),
         "unknown",
         "batch",
-        "logical axis 'batch' is mapped to ('data',); the training step splits the",
+        ("rules.unknown", "'batch'", ("data",), ("data", "fsdp", "expert")),
     ),
     "two dims of a parameter on one mesh axis": (
         lambda: findings_of("tensor=2", TENSOR.with_rules(embed="tensor")),
         "claimed_twice",
         "blocks.mlp.down",
-        "mesh axis 'tensor' is claimed by both 'mlp' and 'embed' in ('layers', 'mlp', "
-        "'embed'); an array can use each mesh axis once",
+        (
+            *("rules.claimed_twice", "'tensor'", "'mlp' and 'embed'"),
+            ("layers", "mlp", "embed"),
+        ),
     ),
     "two dims of an activation on one mesh axis": (
         lambda: findings_of("tensor=2", TENSOR.with_rules(seq="tensor")),
         "claimed_twice",
         "activation ('batch', 'seq', 'heads', 'head_dim')",
-        "mesh axis 'tensor' is claimed by both 'seq' and 'heads' in ('batch', 'seq', "
-        "'heads', 'head_dim'); an array can use each mesh axis once",
+        (
+            *("rules.claimed_twice", "'tensor'", "'seq' and 'heads'"),
+            ("batch", "seq", "heads", "head_dim"),
+        ),
     ),
     "sequences longer than the model's": (
         lambda: findings_of("data=1", preset="tiny-gpt2", seq=512),
         "rank",
         "model",
-        "the model cannot be traced on a batch of shape (1, 512): ",
+        ("batch.sequence_too_long", (1, 512), "max_seq=256"),
     ),
 }
 
 
 @pytest.mark.parametrize(
-    "find, kind, path, message", FINDINGS.values(), ids=FINDINGS.keys()
+    "find, kind, path, named", FINDINGS.values(), ids=FINDINGS.keys()
 )
-def test_what_a_layout_does_silently_is_found_in_words(find, kind, path, message):
+def test_what_a_layout_does_silently_is_found_in_words(
+    find, kind, path, named, snapshot
+):
     (found,) = (f for f in find() if (f.kind, f.path) == (kind, path))
-    assert re.match(re.escape(message), found.message)
+    key, *values = named
+    assert found.key == key
+    check_words(found.message, key, values, snapshot)
 
 
 @pytest.mark.parametrize("layout", CLEAN_LAYOUTS)
@@ -272,8 +282,10 @@ REFUSED = [
 def test_a_layout_that_the_training_step_refuses_is_one_finding_in_its_words(layout):
     (found,) = findings_of(layout)
     devices = jax.devices()[: Layout.parse(layout).num_devices]
-    with pytest.raises(ValueError, match=re.escape(found.message)):
+    with pytest.raises(InputError) as caught:
         make_train_step(build("tiny"), optax.sgd(1.0), layout, devices=devices)
+    assert found.key == caught.value.key
+    assert found.message in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -291,29 +303,29 @@ def test_rules_that_the_training_step_refuses_are_findings_in_its_words(rules):
 
 
 @pytest.mark.parametrize(
-    ("line", "match"),
+    ("line", "values"),
     [
+        ("data=2,fsdp=4,zero_axes=data/fsdp", ("fsdp", "zero_axes=data/fsdp")),
         (
-            "data=2,fsdp=4,zero_axes=data/fsdp",
-            "over fsdp, not over zero_axes=data/fsdp",
+            "data=8,microbatches=2,fsdp_gather=microbatch",
+            ("fsdp_gather=microbatch", "'fsdp'"),
         ),
-        ("data=8,microbatches=2,fsdp_gather=microbatch", "split no stored parameter"),
     ],
 )
-def test_keys_of_zero_that_the_rules_leave_idle_are_refused_and_found(line, match):
+def test_keys_of_zero_that_the_rules_leave_idle_are_refused_and_found(
+    line, values, refuses
+):
     (found,) = (f for f in findings_of(line, FSDP) if f.kind == "dead")
-    assert match in found.message
-    with pytest.raises(RuleError, match=match):
+    with refuses("rules.dead", *values, kind=RuleError) as caught:
         make_train_step(build("tiny"), optax.sgd(1.0), line, rules=FSDP)
+    assert (found.key, found.message) == (caught.value.key, str(caught.value))
 
 
 def test_what_zero_splits_without_a_rule_is_noted():
     rules = replace(DATA_PARALLEL, parameters={"vocab": "fsdp"})
     report = lint(build("tiny"), Layout(fsdp=8), rules)
     notes = {note.path: note.message for note in report.notes}
-    assert (
-        "no rule maps one of its dims to 'fsdp', ZeRO does" in notes["final_norm.scale"]
-    )
+    assert names(notes["final_norm.scale"], "'fsdp', ZeRO")
     assert "token_embed" not in notes
 
 
@@ -327,8 +339,8 @@ def test_bytes_are_those_of_the_dtype_that_parameters_are_stored_in():
 
 def test_microbatches_that_do_not_divide_the_batch_are_one_finding():
     (found,) = findings_of("data=2,microbatches=3", global_batch=8)
-    assert found.kind == "indivisible"
-    assert "has 8 examples, which do not divide over 2" in found.message
+    assert (found.kind, found.key) == ("indivisible", "batch.indivisible")
+    assert all(names(found.message, value) for value in (8, 2, "microbatches=3"))
 
 
 def test_uneven_stages_are_no_finding_and_their_padding_is_counted():

@@ -5,7 +5,6 @@ import subprocess
 
 import pytest
 
-from meshpar import InputError
 from meshpar.calibration.fit_plans import LINKS, WORK, fitted_efficiency, times_s
 from meshpar.cli import measure as measuring
 from meshpar.cli.main import main
@@ -106,19 +105,20 @@ def test_predicted_stands_beside_measured_in_text_json_and_page(
     assert "median of 5 steps" in text and "[efficiency]\nmatmul = " in text
 
 
-def test_devices_that_are_not_here_are_told_before_the_search(capsys, monkeypatch):
+def test_devices_that_are_not_here_are_told_before_the_search(
+    refuses_command, monkeypatch
+):
     here = {"platform": "cpu", "kind": "cpu", "count": 1}
     monkeypatch.setattr(measuring, "_child", lambda question: here)
     line = "plan --preset tiny --devices 4 --global-batch 8 --measure 1"
-    assert main(line.split()) == 2
-    told = capsys.readouterr().err
-    assert "1 x cpu, but they are for 4 x h100-80gb" in told and told.count("\n") == 1
+    values = ("1 x cpu", "4 x h100-80gb")
+    refuses_command(line.split(), "hardware.other_devices", *values)
 
 
-def test_a_child_that_dies_says_its_last_words(monkeypatch):
+def test_a_child_that_dies_says_its_last_words(monkeypatch, refuses):
     monkeypatch.setattr(measuring.sys, "executable", "false")
     assert "ended with status 1" in measuring._child({"ask": "devices"})["problem"]
-    with pytest.raises(InputError, match="no devices here: .*ended with status 1"):
+    with refuses("hardware.no_devices", "--measure", "status 1"):
         measuring.check_measurable(cluster_of("h100-80gb"))
 
 

@@ -31,21 +31,19 @@ def test_an_open_mesh_axis_absorbs_the_devices():
     assert make_mesh(Layout(data=-1), jax.devices()[:3]).shape["data"] == 3
 
 
-def test_a_layout_smaller_than_the_machine_takes_the_first_devices_and_says_so():
-    match = r"layout 'data=2' needs 2 devices, but there are 8: the first 2 are used"
-    with pytest.warns(UnusedDevicesWarning, match=match):
+def test_a_layout_smaller_than_the_machine_takes_the_first_devices_and_says_so(refuses):
+    with pytest.warns(UnusedDevicesWarning, match=r"'data=2' .* 2 .* 8: .* 2 "):
         mesh = make_mesh("data=2")
     assert list(mesh.devices.flat) == jax.devices()[:2]
-    with pytest.raises(ValueError, match="needs 2 devices, but there are 3"):
+    with refuses("layout.wrong_device_count", "data=2", 2, 3):
         make_mesh("data=2", jax.devices()[:3])
 
 
-def test_too_few_devices_are_refused():
-    with pytest.raises(ValueError, match="layout 'tensor=4' needs 4 devices, but .* 3"):
+def test_too_few_devices_are_refused(refuses):
+    with refuses("layout.wrong_device_count", "tensor=4", 4, 3):
         make_mesh(Layout(tensor=4), jax.devices()[:3])
 
 
-def test_a_topology_of_other_devices_is_refused():
-    match = "the topology has 2 hosts x 8 = 16 devices, but there are 8; declare the"
-    with pytest.raises(ValueError, match=match):
+def test_a_topology_of_other_devices_is_refused(refuses):
+    with refuses("mesh.topology_mismatch", 2, "8 = 16", 8):
         make_mesh(Layout(data=8), topology=Topology(hosts=2, devices_per_host=8))

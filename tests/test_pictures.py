@@ -7,9 +7,7 @@ import sys
 
 import pytest
 
-from meshpar.cli.main import main
 from meshpar.cli.report import destination
-from meshpar.errors import InputError
 from tests.test_imports import ROOT, parse, sources
 
 QUIET = [
@@ -47,20 +45,18 @@ def test_commands_that_draw_nothing_import_nothing_that_draws():
     ],
 )
 def test_where_the_extra_is_absent_one_line_says_how_to_get_it(
-    words, library, monkeypatch, capsys
+    words, library, monkeypatch, refuses_command
 ):
     monkeypatch.setattr(destination, "find_spec", lambda name: None)
-    assert main(words) == 2
-    captured = capsys.readouterr()
-    assert captured.out == "" and captured.err.count("\n") == 1
-    assert f"'{words[-1]}' is drawn by {library}, which is not" in captured.err
-    assert "pip install 'meshpar[plots]'" in captured.err
+    words = [word for word in words if word != "--json"]
+    values = (f"'{words[-1]}'", library, "meshpar[plots]")
+    refuses_command(words, "command.missing_package", *values)
 
 
-def test_a_folder_is_no_file_to_write(tmp_path):
+def test_a_folder_is_no_file_to_write(tmp_path, refuses):
     folder = tmp_path / "folder.html"
     folder.mkdir()
-    with pytest.raises(InputError, match="--plot .* is a folder; name a file in it"):
+    with refuses("command.file_is_folder", "--plot", "folder.html"):
         destination.check_picture("--plot", str(folder), destination.PAGES)
 
 

@@ -5,7 +5,6 @@ import json
 
 import pytest
 
-from meshpar import InputError
 from meshpar.cli.main import main
 from meshpar.planner.curve import BEND, curve_in_words, scaling_curve
 from meshpar.planner.machine.clusters import cluster_of
@@ -136,23 +135,30 @@ def test_what_fits_nowhere_ends_with_1(capsys):
 
 
 @pytest.mark.parametrize(
-    "words, match",
+    "words, refusal",
     [
-        (["--curve", "--tokens", "1e9"], "--tokens is of plans, which --curve does"),
-        (["--curve", "--checkpoint-s", "9"], "--checkpoint-s is of plans, which"),
-        (["--curve", "--plans", "3"], "--plans is of plans, which"),
-        (["--plot", "{folder}/x.png"], "--plot draws a curve; give --curve too"),
-        (["--curve", "--plot", "{folder}/x.pdf"], "no picture of that kind"),
+        (["--curve", "--tokens", "1e9"], ("command.option_with_curve", "--tokens")),
+        (
+            ["--curve", "--checkpoint-s", "9"],
+            ("command.option_with_curve", "--checkpoint-s"),
+        ),
+        (["--curve", "--plans", "3"], ("command.option_with_curve", "--plans")),
+        (["--plot", "{folder}/x.png"], ("command.plot_without_curve", "--plot")),
+        (
+            ["--curve", "--plot", "{folder}/x.pdf"],
+            ("command.unknown_suffix", "--plot", "x.pdf", ".png"),
+        ),
     ],
 )
-def test_options_that_do_not_go_together_are_refused(words, match, tmp_path, capsys):
+def test_options_that_do_not_go_together_are_refused(
+    words, refusal, tmp_path, refuses_command
+):
     given = [word.format(folder=tmp_path) for word in words]
-    assert main([*WORDS, *given]) == 2
-    assert match in capsys.readouterr().err
+    refuses_command([*WORDS, *given], *refusal)
 
 
-def test_an_unknown_kind_of_batch_is_refused():
-    with pytest.raises(InputError, match="batch='big': must be one of strong, weak"):
+def test_an_unknown_kind_of_batch_is_refused(refuses):
+    with refuses("plan.unknown_batch_kind", "batch='big'", "strong, weak"):
         scaling_curve(request(), "big")
 
 

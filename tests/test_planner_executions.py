@@ -5,7 +5,6 @@ import math
 
 import pytest
 
-from meshpar import InputError
 from meshpar.cli.main import main
 from meshpar.hardware.attention_kernels import (
     BACKWARD,
@@ -86,28 +85,40 @@ def test_a_program_may_give_every_field(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text, message",
+    "text, refusal",
     [
-        ("like = 'megatron'", "no execution 'megatron'; did you mean 'megatron-"),
+        (
+            "like = 'megatron'",
+            ("plan.unknown_execution", "'megatron'", "'megatron-core'"),
+        ),
         (
             "like = 'nanotron'\ntensor_rings = true",
-            "no field 'tensor_rings'; did you mean 'tensor_ring'",
+            ("plan.unknown_field", "'tensor_rings'", "'tensor_ring'"),
         ),
-        ("like = 'nanotron'\nweight_bytes = 9", "weight_bytes=9 .*least 1 .*most 8"),
-        ("like = 'nanotron'\nhost_s = -1.0", "host_s=-1.0 must be at least 0 and at"),
-        ("like = 'nanotron'\neager = 1", "eager=1 must be true or false"),
-        ("like = 'nanotron'\nrails = 1.5", "rails=1.5 must be a whole number"),
-        ("like = 'nanotron'\nhost_s = nan", "host_s=nan must be at least 0"),
+        (
+            "like = 'nanotron'\nweight_bytes = 9",
+            ("plan.field_out_of_range", "weight_bytes=9", 1, 8),
+        ),
+        (
+            "like = 'nanotron'\nhost_s = -1.0",
+            ("plan.field_out_of_range", "host_s=-1.0", 0),
+        ),
+        ("like = 'nanotron'\neager = 1", ("plan.wrong_field_type", "eager=1")),
+        ("like = 'nanotron'\nrails = 1.5", ("plan.wrong_field_type", "rails=1.5")),
+        (
+            "like = 'nanotron'\nhost_s = nan",
+            ("plan.field_out_of_range", "host_s=nan", 0),
+        ),
         (
             "like = 'nanotron'\nattention_kernel = 'cuddn'",
-            "no attention_kernel 'cuddn'; did you mean 'cudnn'",
+            ("plan.unknown_attention_kernel", "'cuddn'", "'cudnn'"),
         ),
-        ("name = 'mine'", "give fused_attention, .*start from a known execution"),
-        ("like =", "cannot read .* as TOML"),
+        ("name = 'mine'", ("plan.missing_field", "fused_attention", "execution")),
+        ("like =", ("plan.unreadable_toml", "mine.toml")),
     ],
 )
-def test_a_program_that_cannot_be_is_refused(tmp_path, text, message):
-    with pytest.raises(InputError, match=message):
+def test_a_program_that_cannot_be_is_refused(tmp_path, text, refusal, refuses):
+    with refuses(*refusal, words=text != "like ="):  # Python's own, of its tomllib
         load_execution(toml(tmp_path, text))
 
 
@@ -158,18 +169,22 @@ def test_faster_kernels_are_faster_and_run_where_they_exist():
     assert kernels <= {*KERNELS, OWN_KERNEL}
 
 
-def test_a_device_of_ones_own_says_what_its_kernels_achieve(tmp_path):
+def test_a_device_of_ones_own_says_what_its_kernels_achieve(tmp_path, refuses):
     text = 'like = "h100"\n[attention_kernels]\nflash-attention-2 = [0.5, 20]\n'
     assert load_device(toml(tmp_path, text)).attention_kernels["flash-attention-2"] == (
         0.5,
         20,
     )
-    for wrong, message in (
-        ("flash-attention-4 = [0.5, 20]", "did you mean 'flash-attention-"),
-        ("splash = [1.5, 20]", r"splash = \[1.5, 20\] must be two numbers"),
-        ("splash = 0.5", "splash = 0.5 must be two numbers"),
+    unknown, wrong_values = (
+        "hardware.unknown_attention_kernel",
+        "hardware.wrong_attention_kernel",
+    )
+    for wrong, *refusal in (
+        ("flash-attention-4 = [0.5, 20]", unknown, "'flash-attention-4'"),
+        ("splash = [1.5, 20]", wrong_values, "splash = [1.5, 20]"),
+        ("splash = 0.5", wrong_values, "splash = 0.5"),
     ):
-        with pytest.raises(InputError, match=message):
+        with refuses(*refusal):
             load_device(toml(tmp_path, text.replace(text.splitlines()[2], wrong)))
 
 
@@ -324,24 +339,25 @@ def test_the_allocators_reserve_is_part_of_what_has_to_fit():
     assert memory.as_json()["reserve_bytes"] == round(memory.reserve_bytes)
 
 
-def test_a_device_leaves_some_of_its_memory_to_others():
+def test_a_device_leaves_some_of_its_memory_to_others(refuses):
     for device in DEVICES.values():
         share = 0.92 if device.platform == "gpu" else 1.0
         assert device.usable_bytes == pytest.approx(share * device.memory_bytes)
-    with pytest.raises(InputError, match="reserve=1 must be at least 0 and below 1"):
+    with refuses("hardware.reserve_out_of_range", "reserve=1", 0, 1):
         dataclasses.replace(DEVICES["h100-80gb"], reserve=1)
 
 
 @pytest.mark.parametrize(
-    "hardware, message",
+    "hardware, devices, most",
     [
-        ("tpu-v5e:16x32", "has 512 devices, but a slice of tpu-v5e has at most 256"),
-        ("tpu-v6e:32x16", "has at most 256; take several slices"),
-        ("tpu-v5p:16x24x24", "has 9216 devices, .* at most 6144"),
+        ("tpu-v5e:16x32", 512, 256),
+        ("tpu-v6e:32x16", 512, 256),
+        ("tpu-v5p:16x24x24", 9216, 6144),
     ],
 )
-def test_a_slice_is_no_larger_than_its_pod(hardware, message):
-    with pytest.raises(InputError, match=message):
+def test_a_slice_is_no_larger_than_its_pod(hardware, devices, most, refuses):
+    name = hardware.partition(":")[0]
+    with refuses("hardware.torus_too_large", devices, name, most):
         cluster_of(hardware)
 
 

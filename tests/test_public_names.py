@@ -70,7 +70,7 @@ def test_parts_are_found_as_attributes():
 
 
 def test_a_misspelt_name_is_told_with_the_nearest():
-    with pytest.raises(AttributeError, match="did you mean 'make_train_step'"):
+    with pytest.raises(AttributeError, match="'make_train_step'"):
         meshpar.make_trainstep  # noqa: B018
-    with pytest.raises(ImportError, match="cannot import name 'make_trainstep'"):
+    with pytest.raises(ImportError, match="'make_trainstep'"):
         from meshpar import make_trainstep  # noqa: F401

@@ -1,7 +1,5 @@
 """Rules say where every dim lies; whatever they cannot lay out is an error in words."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -35,8 +33,9 @@ def mesh():
     return make_mesh(Layout(data=2, fsdp=2, tensor=2))
 
 
-# The table of errors: each in full.
+# The table of errors.
 
+KNOWN = "batch, embed, heads, mlp"
 ERRORS = [
     (
         "indivisible",
@@ -46,106 +45,104 @@ ERRORS = [
             mesh_shape=SIZES,
             path="blocks.mlp.up",
         ),
-        "logical axis 'mlp' has size 6, which does not divide over mesh axis 'tensor' "
-        "of size 4\n    blocks.mlp.up: shape (24, 512, 6) as ('layers', 'embed', "
-        "'mlp'); pad it, map 'mlp' elsewhere, or replicate_if_indivisible",
+        (
+            *("layout.indivisible", "'mlp'", 6, "'tensor'", 4, "blocks.mlp.up"),
+            *((24, 512, 6), ("layers", "embed", "mlp"), "replicate_if_indivisible"),
+        ),
     ),
     (
         "indivisible",
         lambda: RULES.spec(("batch", "embed"), (6, 4), mesh_shape=SIZES),
-        "logical axis 'batch' has size 6, which does not divide over mesh axes 'data' "
-        "x 'fsdp' of size 4\n    array: shape (6, 4) as ('batch', 'embed'); pad it, "
-        "map 'batch' elsewhere, or replicate_if_indivisible",
+        (
+            *("layout.indivisible", "'batch'", 6, "'data' x 'fsdp'", 4),
+            *((6, 4), ("batch", "embed"), "replicate_if_indivisible"),
+        ),
     ),
     (
         "claimed_twice",
         lambda: RULES.spec(("mlp", "heads")),
-        "mesh axis 'tensor' is claimed by both 'mlp' and 'heads' in ('mlp', 'heads'); "
-        "an array can use each mesh axis once",
+        ("rules.claimed_twice", "'tensor'", "'mlp' and 'heads'", ("mlp", "heads")),
     ),
     (
         "unknown",
         lambda: RULES.spec(("batch", "hads")),
-        "no rule for logical axis 'hads' of ('batch', 'hads'); did you mean 'heads'? "
-        "known: batch, embed, heads, mlp",
+        ("rules.unknown", "'hads'", ("batch", "hads"), "'heads'", KNOWN),
     ),
     (
         "unknown",
         lambda: RULES.spec(("batch", "hads"), (8, 4), path="blocks.mlp.up"),
-        "no rule for logical axis 'hads' of ('batch', 'hads'); did you mean 'heads'? "
-        "known: batch, embed, heads, mlp\n"
-        "    blocks.mlp.up: shape (8, 4) as ('batch', 'hads')",
+        (
+            *("rules.unknown", "'hads'", ("batch", "hads"), "'heads'", KNOWN),
+            *("blocks.mlp.up", (8, 4)),
+        ),
     ),
     (
         "claimed_twice",
         lambda: RULES.spec(("mlp", "heads"), path="blocks.mlp.up"),
-        "mesh axis 'tensor' is claimed by both 'mlp' and 'heads' in ('mlp', 'heads'); "
-        "an array can use each mesh axis once\n    blocks.mlp.up: ('mlp', 'heads')",
+        (
+            *("rules.claimed_twice", "'tensor'", "'mlp' and 'heads'"),
+            *("blocks.mlp.up", ("mlp", "heads")),
+        ),
     ),
     (
         "repeated",
         lambda: RULES.spec(("embed", "embed"), (4, 4), path="blocks.mlp.up"),
-        "logical axis 'embed' names two dims of ('embed', 'embed'); give the dims "
-        "different names\n    blocks.mlp.up: shape (4, 4) as ('embed', 'embed')",
+        ("rules.repeated", "'embed'", ("embed", "embed"), "blocks.mlp.up", (4, 4)),
     ),
     (
         "rank",
         lambda: RULES.spec(("embed",), (4, 4)),
-        "array: shape (4, 4) has 2 dims, but ('embed',) names 1; name every dim, or "
-        "write None",
+        ("rules.rank", "array", (4, 4), 2, ("embed",), 1),
     ),
     (
         "unknown",
         lambda: RULES.mesh_axes("zzz"),
-        "no rule for logical axis 'zzz'; known: batch, embed, heads, mlp",
+        ("rules.unknown", "'zzz'", KNOWN),
     ),
     (
         "repeated",
         lambda: RULES.spec(("embed", "embed")),
-        "logical axis 'embed' names two dims of ('embed', 'embed'); give the dims "
-        "different names",
+        ("rules.repeated", "'embed'", ("embed", "embed")),
     ),
     (
         "rank",
         lambda: RULES.spec(("batch", "embed"), (8, 4, 2), path="x"),
-        "x: shape (8, 4, 2) has 3 dims, but ('batch', 'embed') names 2; name every "
-        "dim, or write None",
+        ("rules.rank", "x", (8, 4, 2), 3, ("batch", "embed"), 2),
     ),
     (
         "shadowed",
         lambda: Rules([("mlp", "tensor"), ("embed", None), ("mlp", None)]),
-        "logical axis 'mlp' has two rules, ('tensor',) and None; only one can hold: "
-        "remove the other",
+        ("rules.shadowed", "'mlp'", ("tensor",), None),
     ),
     (
         "shadowed",
         lambda: Rules({"mlp": None}, parameters=[("mlp", "fsdp"), ("mlp", "data")]),
-        "logical axis 'mlp' has two rules, ('fsdp',) and ('data',); only one can hold: "
-        "remove the other",
+        ("rules.shadowed", "'mlp'", ("fsdp",), ("data",)),
     ),
     (
         "unknown",
         lambda: Rules({"mlp": "tensr"}),
-        "rule 'mlp' names no mesh axis: 'tensr'; did you mean 'tensor'? known: "
-        "context, data, expert, fsdp, stage, tensor",
+        (
+            *("rules.unknown", "'mlp'", "'tensr'", "'tensor'"),
+            "context, data, expert, fsdp, stage, tensor",
+        ),
     ),
     (
         "repeated",
         lambda: Rules({"batch": ("data", "fsdp", "data")}),
-        "rule 'batch' names mesh axis 'data' twice in ('data', 'fsdp', 'data'); name "
-        "it once",
+        ("rules.repeated", "'batch'", "'data'", ("data", "fsdp", "data")),
     ),
     (
         "unknown",
         lambda: Rules({"mlp": "tensor"}, replicate_if_indivisible={"mpl"}),
-        "no rule for logical axis 'mpl'; did you mean 'mlp'? known: mlp",
+        ("rules.unknown", "'mpl'", "'mlp'"),
     ),
 ]
 
 
-@pytest.mark.parametrize("kind, use, message", ERRORS)
-def test_what_cannot_be_laid_out_is_an_error_in_full_words(kind, use, message):
-    with pytest.raises(RuleError, match=f"^{re.escape(message)}$") as caught:
+@pytest.mark.parametrize("kind, use, refusal", ERRORS)
+def test_what_cannot_be_laid_out_is_an_error_in_full_words(kind, use, refusal, refuses):
+    with refuses(*refusal, kind=RuleError) as caught:
         use()
     assert caught.value.kind == kind
 
@@ -257,10 +254,10 @@ def test_a_mesh_axis_of_size_1_is_in_no_spec(layout, spec):
 
 
 @pytest.mark.parametrize("logical_axes", [("mlp", "heads"), ("batch", "mlp")])
-def test_a_mesh_axis_of_size_1_is_in_no_error(logical_axes):
+def test_a_mesh_axis_of_size_1_is_in_no_error(logical_axes, refuses):
     sizes = Layout(fsdp=2).mesh_shape
     RULES.spec(logical_axes, (6, 7), mesh_shape=sizes)
-    with pytest.raises(RuleError, match="over mesh axis 'fsdp' of size 2"):
+    with refuses("layout.indivisible", "mesh axis 'fsdp'", 2, kind=RuleError):
         RULES.spec(("batch",), (7,), mesh_shape=sizes)
 
 
@@ -271,10 +268,12 @@ def test_a_dim_without_a_name_is_replicated():
 @pytest.mark.parametrize(
     "size, spec", [(6, P("data", None)), (8, P("data", "tensor")), (3, P("data", None))]
 )
-def test_a_waived_logical_axis_is_replicated_only_where_it_does_not_divide(size, spec):
+def test_a_waived_logical_axis_is_replicated_only_where_it_does_not_divide(
+    size, spec, refuses
+):
     rules = Rules({"batch": "data", "mlp": "tensor"}, replicate_if_indivisible={"mlp"})
     assert rules.spec(("batch", "mlp"), (2, size), mesh_shape=SIZES) == spec
-    with pytest.raises(RuleError, match="logical axis 'batch' has size 3"):
+    with refuses("layout.indivisible", "'batch'", 3, kind=RuleError):
         rules.spec(("batch", "mlp"), (3, size), mesh_shape=SIZES)
 
 
@@ -308,19 +307,14 @@ def test_constraining_lays_the_array_out(mesh):
 
 
 def test_constraining_without_a_mesh_is_an_error():
-    match = re.escape(
-        "constrain(('batch', 'mlp')): no mesh is set, so nothing would be laid out; "
-        "run inside `with jax.set_mesh(mesh):`"
-    )
+    match = r"^constrain\(\('batch', 'mlp'\)\): .*`with jax.set_mesh\(mesh\):`$"
     with pytest.raises(RuntimeError, match=match):
         RULES.constrain(jnp.ones((8, 6)), ("batch", "mlp"))
 
 
-def test_constraining_an_array_that_does_not_divide_is_an_error(mesh):
-    with (
-        jax.set_mesh(mesh),
-        pytest.raises(RuleError, match="'mlp' has size 7, which does not divide"),
-    ):
+def test_constraining_an_array_that_does_not_divide_is_an_error(mesh, refuses):
+    refused = refuses("layout.indivisible", "'mlp'", 7, kind=RuleError)
+    with jax.set_mesh(mesh), refused:
         jax.eval_shape(lambda x: RULES.constrain(x, ("batch", "mlp")), jnp.ones((8, 7)))
 
 

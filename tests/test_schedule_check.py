@@ -1,13 +1,10 @@
 """The checker says in words what is wrong with a schedule of one's own."""
 
-import re
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_cases import ALL, NAMED, label
 
-from meshpar import InputError
 from meshpar.schedules import (
     Action,
     Schedule,
@@ -33,67 +30,66 @@ def rows(*orders):
 
 
 @pytest.mark.parametrize(
-    "schedule, message",
+    "schedule, refusal",
     [
         (
             rows("0B1 0F0 0F1 0B0", "1F0 1F1 1B0 1B1"),
-            "deadlock at tick 0:\n"
-            "  rank 0 wants 0B1, which needs 0F1, 1B1\n"
-            "  rank 1 wants 1F0, which needs 0F0",
+            (
+                *("schedule.deadlock", "tick 0", "rank 0", "0B1", "0F1, 1B1"),
+                *("rank 1", "1F0", "0F0"),
+            ),
         ),
         (
             rows("0F0 0B0 0F1 0B1", "1F1 1F0 1B0 1B1"),
-            "deadlock at tick 1:\n"
-            "  rank 0 wants 0B0, which needs 1B0\n"
-            "  rank 1 wants 1F1, which needs 0F1",
+            (
+                *("schedule.deadlock", "tick 1", "rank 0", "0B0", "1B0"),
+                *("rank 1", "1F1", "0F1"),
+            ),
         ),
         (
             rows("0F0 0W0 0I0"),
-            "deadlock at tick 1:\n  rank 0 wants 0W0, which needs 0I0",
+            ("schedule.deadlock", "tick 1", "rank 0", "0W0", "0I0"),
         ),
-        (rows("0F0 0F1 0B0", "1F0 1F1 1B0 1B1"), "missing work: 0B1"),
-        (rows("0F0", "1F0 1B0"), "missing work: 0B0"),
-        (rows("0F0 0I0"), "missing work: 0W0"),
-        (rows("0F0 0F0 0B0"), "doubled work: 0F0"),
-        (rows("0F0 0I0 0W0 0B0"), "doubled work, as B and as I or W: 0B0"),
+        (
+            rows("0F0 0F1 0B0", "1F0 1F1 1B0 1B1"),
+            ("schedule.missing_work", "0B1"),
+        ),
+        (rows("0F0", "1F0 1B0"), ("schedule.missing_work", "0B0")),
+        (rows("0F0 0I0"), ("schedule.missing_work", "0W0")),
+        (rows("0F0 0F0 0B0"), ("schedule.doubled_work", "0F0")),
+        (rows("0F0 0I0 0W0 0B0"), ("schedule.doubled_backward", "0B0")),
         (
             rows("0F0 0B0 1F0", "1B0"),
-            "misplaced stage: stage 1 is on rank 0 and on rank 1; its parameters are "
-            "on one",
+            ("schedule.misplaced_stage", "stage 1", "rank 0", "rank 1"),
         ),
         (
             rows("0F0 1F0 2F0 2B0 1B0 0B0", "3F0 3B0"),
-            "misplaced stage: rank 0 has stages 0, 1, 2, more than the 2 of 4 stages "
-            "over 2 ranks",
+            ("schedule.too_many_stages", "rank 0", "0, 1, 2", "2 of 4", "2 ranks"),
         ),
         (
             Schedule([[Action.parse(text) for text in ("0F0", "0B0", "0F7")]], 1, 1),
-            "work that 1 stages and 1 microbatches do not have: 0F7",
+            ("schedule.unknown_work", 1, "0F7"),
         ),
     ],
 )
 def test_the_checker_names_who_waits_for_what_and_which_work_is_wrong(
-    schedule, message
+    schedule, refusal, refuses
 ):
-    with pytest.raises(ScheduleError, match=f"(?m)^{re.escape(message)}$"):
-        check_schedule(schedule)
-    for use in (simulate, tick_table):
-        with pytest.raises(ScheduleError, match=re.escape(message)):
+    for use in (check_schedule, simulate, tick_table):
+        with refuses(*refusal, kind=ScheduleError, words=use is check_schedule):
             use(schedule)
 
 
-def test_a_long_list_of_missing_work_is_cut():
-    with pytest.raises(ScheduleError, match="missing work: 0F0, .* and 12 more$"):
+def test_a_long_list_of_missing_work_is_cut(refuses):
+    with refuses("schedule.missing_work", "0F0", 12, kind=ScheduleError):
         check_schedule(Schedule([[], []], num_stages=2, num_microbatches=5))
 
 
-def test_over_full_buffers_are_named_with_both_numbers():
+def test_over_full_buffers_are_named_with_both_numbers(refuses):
     schedule = make_schedule("gpipe", 2, 4)
     check_schedule(schedule, max_in_flight=4)
-    message = (
-        "over-full buffers: rank 1 holds 4 microbatches at 1F3, but has room for 3"
-    )
-    with pytest.raises(ScheduleError, match=message):
+    values = ("rank 1", 4, "1F3", 3)
+    with refuses("schedule.overfull_buffers", *values, kind=ScheduleError):
         check_schedule(schedule, max_in_flight=3)
 
 
@@ -172,33 +168,33 @@ def test_empty_cells_and_spaces_of_a_csv_are_skipped(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text, message",
+    "text, refusal",
     [
-        ("", "has no actions; give one order a rank"),
-        ("0F0,0X0", "rank 0: '0X0' is no action; write the stage, F, B, I or W"),
-        ("0F0,0B0\n-1F0", "rank 1: '-1F0' is no action"),
-        ("0F0,1F0,2F0\n0B0", "3 stages do not divide over 2 ranks"),
-        (b"\xff\xfe\x00", "is no text"),
+        ("", ("schedule.no_actions", "orders.csv")),
+        ("0F0,0X0", ("schedule.unreadable_action", "rank 0", "0X0")),
+        ("0F0,0B0\n-1F0", ("schedule.unreadable_action", "rank 1", "-1F0")),
+        ("0F0,1F0,2F0\n0B0", ("schedule.indivisible_stages", 3, 2)),
+        (b"\xff\xfe\x00", ("schedule.unreadable_file", "orders.csv")),
     ],
 )
-def test_a_file_that_is_no_schedule_is_refused(text, message, tmp_path):
+def test_a_file_that_is_no_schedule_is_refused(text, refusal, tmp_path, refuses):
     path = tmp_path / "orders.csv"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(InputError, match=re.escape(message)) as caught:
+    with refuses(*refusal) as caught:
         read_csv(path)
     assert not isinstance(caught.value, ScheduleError)
 
 
 @pytest.mark.parametrize(
-    "asked, message",
+    "asked, values",
     [
-        ({"num_ranks": 2}, "has stages=4, but stages=2 was asked for; ask for 4"),
-        ({"num_microbatches": 9}, "has microbatches=8, but microbatches=9 was asked"),
-        ({"chunks": 2}, "has chunks=1, but chunks=2 was asked for"),
+        ({"num_ranks": 2}, ("stages=4", "stages=2", 4)),
+        ({"num_microbatches": 9}, ("microbatches=8", "microbatches=9")),
+        ({"chunks": 2}, ("chunks=1", "chunks=2")),
     ],
 )
-def test_a_schedule_for_other_sizes_is_refused(asked, message):
+def test_a_schedule_for_other_sizes_is_refused(asked, values, refuses):
     schedule = make_schedule("1f1b", 4, 8)
     check_size(schedule, num_ranks=4, num_microbatches=8, chunks=1)
-    with pytest.raises(InputError, match=message):
+    with refuses("schedule.wrong_size", *values):
         check_size(schedule, **asked)

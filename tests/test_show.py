@@ -14,7 +14,7 @@ from meshpar.planner.cost.estimate import estimate
 from meshpar.planner.cost.memory import rank_memories
 from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.workload.shapes import SHAPES
-from tests.test_cli import status_of
+from tests.refusals import check_words, ended
 
 LINE = "fsdp=2,stage=4,tensor=8,microbatches=16,remat=full,precision=bf16"
 LARGE = ["--layout", LINE, "--model", "llama3-70b", "--global-batch", "128"]
@@ -105,22 +105,32 @@ def test_kinds_of_memory_add_up_to_the_whole(model, line):
 
 
 @pytest.mark.parametrize(
-    "more, words",
+    "more, refusal",
     [
-        ([], "show draws a page; give --html FILE, or --json for its facts"),
-        (["--html", "no/such/page.html"], "there is no folder 'no/such'; make it"),
-        (["--html", "page.png"], "'page.png': no picture of that kind; end it in .htm"),
-        (["--json", "--layout", "data=2,expert=2"], "expert"),
-        (["--json", "--layout", "data=2,tensr=2"], "did you mean 'tensor'"),
-        (["--json", "--preset", "megatron-3.6b"], "no preset 'megatron-3.6b'"),
-        (["--json", "--devices", "16"], "needs 4 devices, but there are 16"),
+        (
+            ["--html", "no/such/page.html"],
+            ("command.no_folder", "--html", "'no/such'"),
+        ),
+        (["--html", "page.png"], ("command.unknown_suffix", "page.png", ".html")),
+        (["--layout", "data=2,expert=2"], ("layout.no_experts", "expert=2", "tiny")),
+        (["--layout", "data=2,tensr=2"], ("layout.unknown_key", "'tensr'", "'tensor'")),
+        (["--preset", "megatron-3.6b"], ("model.unknown_preset", "megatron-3.6b")),
+        (["--devices", "16"], ("layout.wrong_device_count", 4, 16)),
     ],
 )
-def test_bad_input_ends_with_2_and_one_line(capsys, more, words):
-    assert status_of([*SMALL, *more]) == 2
+def test_bad_input_ends_with_2_and_one_line(
+    more, refusal, refuses_command, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    refuses_command([*SMALL, "--html", "page.html", *more], *refusal)
+
+
+def test_neither_a_page_nor_facts_ends_with_2_and_one_line(capsys, snapshot):
+    assert ended(SMALL) == 2
     captured = capsys.readouterr()
-    assert words in captured.err
     assert captured.err.count("\n") == 1 and captured.out == ""
+    values = ("--html", "--json")
+    check_words(captured.err.rstrip(), "command.no_output", values, snapshot)
 
 
 def test_a_page_is_written_and_named(capsys, tmp_path):

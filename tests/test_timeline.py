@@ -10,7 +10,6 @@ from meshpar.audit.hlo import parse_program
 from meshpar.audit.overlap import cluster_of_target
 from meshpar.audit.timeline import COMPUTE, BlockTimeline, timelines_of
 from meshpar.cli.report.audit_page import audit_page
-from tests.test_cli import status_of
 from tests.test_cli_audit import AUDIT, CLEAN, STEP
 from tests.test_overlap import MESH, TARGET, done, matmul, start
 
@@ -97,18 +96,20 @@ def test_the_page_has_a_row_for_each_mesh_axis_and_says_what_is_not_known():
 
 
 @pytest.mark.parametrize(
-    ("path", "message"),
+    ("path", "refusal"),
     [
-        ("/no/such/folder/audit.html", "there is no folder '/no/such/folder'; make it"),
-        ("audit.pdf", "no picture of that kind"),
+        (
+            "/no/such/folder/audit.html",
+            ("command.no_folder", "--html", "'/no/such/folder'"),
+        ),
+        ("audit.pdf", ("command.unknown_suffix", "--html", "audit.pdf", ".html")),
     ],
 )
 def test_a_page_that_cannot_be_written_is_refused_before_compiling(
-    path, message, monkeypatch, capsys
+    path, refusal, monkeypatch, refuses_command
 ):
     def compiles(*_, **__):
         raise AssertionError("compiled")
 
     monkeypatch.setattr(sys.modules[AUDIT], "audit", compiles)
-    assert status_of([*STEP, "--layout", "data=2", "--html", path]) == 2
-    assert message in capsys.readouterr().err
+    refuses_command([*STEP, "--layout", "data=2", "--html", path], *refusal)

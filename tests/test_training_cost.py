@@ -5,7 +5,6 @@ import random
 
 import pytest
 
-from meshpar import InputError
 from meshpar.planner.cost.estimate import estimate
 from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.search.training_cost import (
@@ -98,19 +97,19 @@ def test_failures_cost_time_money_and_goodput():
 
 
 @pytest.mark.parametrize(
-    "given, words",
+    "given, value",
     [
-        ({"tokens": 0}, "tokens=0: must be above 0"),
-        ({"tokens": math.nan}, "tokens=nan: must be above 0, and finite"),
-        ({"tokens": 1e9, "price": -1}, "price=-1: must be above 0"),
-        ({"tokens": 1e9, "mtbf_s": math.inf}, "mtbf_s=inf: must be above 0, and fini"),
+        ({"tokens": 0}, "tokens=0"),
+        ({"tokens": math.nan}, "tokens=nan"),
+        ({"tokens": 1e9, "price": -1}, "price=-1"),
+        ({"tokens": 1e9, "mtbf_s": math.inf}, "mtbf_s=inf"),
     ],
 )
-def test_terms_that_make_no_sense_are_refused(given, words):
-    with pytest.raises(InputError, match=words):
+def test_terms_that_make_no_sense_are_refused(given, value, refuses):
+    with refuses("plan.not_positive", value, 0):
         Training(**given)
 
 
-def test_a_training_that_never_ends_says_so():
-    with pytest.raises(InputError, match="never ends; give a longer --mtbf"):
+def test_a_training_that_never_ends_says_so(refuses):
+    with refuses("plan.training_never_ends", "0.5 s", "--mtbf"):
         training_cost(plan_of(), Training(tokens=TOKENS, mtbf_s=0.5))
