@@ -145,7 +145,9 @@ def _stacked(rows: list[HostBatch]) -> HostBatch:
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m recipes.long_context", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--layout", default="context=8")
     for name, default in dict(seq=8192, rows=1, steps=10, seed=0).items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"({default})")

@@ -3,28 +3,30 @@
 import pytest
 
 from meshpar.recipes.long_context import main, packed_batches, scenes
+from tests.states import begin_with_zeros
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "refusal"),
     [
-        (["--layout", "context=3,contxt=2"], "contxt"),
-        (["--layout", "context=16"], "16"),
-        (["--layout", "data=2,context=4", "--seq", "64"], "1 examples"),
+        (["--layout", "context=3,contxt=2"], ("layout.unknown_key", "'contxt'")),
+        (["--layout", "context=16"], ("layout.wrong_device_count", 16, 8)),
+        (
+            ["--layout", "data=2,context=4", "--seq", "64"],
+            ("batch.indivisible", 1, 2),
+        ),
     ],
 )
-def test_what_cannot_be_is_told_in_one_line(words, told, capsys):
-    assert main(words) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("long_context: ") and told in error
-    assert len(error.splitlines()) == 1
+def test_what_cannot_be_is_told_in_one_line(
+    words, refusal, monkeypatch, refuses_recipe
+):
+    begin_with_zeros(monkeypatch)
+    refuses_recipe(lambda: main(words), *refusal)
 
 
 @pytest.mark.parametrize("words", [["--seq", "3"], ["--rows", "0"]])
-def test_sizes_that_hold_nothing_are_refused(words, capsys):
-    with pytest.raises(SystemExit):
-        main(words)
-    assert f"{words[0]} {words[1]}: give " in capsys.readouterr().err
+def test_sizes_that_hold_nothing_are_refused(words, refuses_recipe):
+    refuses_recipe(lambda: main(words), None, " ".join(words))
 
 
 def test_the_shortest_sequence_has_a_document():

@@ -31,7 +31,5 @@ def test_a_picture_is_drawn(tmp_path):
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        main([str(tmp_path / "none.jsonl")])
-    assert "none.jsonl: no such file" in capsys.readouterr().err
+def test_a_file_that_is_not_there_is_named(tmp_path, refuses_recipe):
+    refuses_recipe(lambda: main([str(tmp_path / "none.jsonl")]), None, "none.jsonl")

@@ -14,12 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshpar import InputError
 from meshpar.recipes import pretrain, report
 from meshpar.recipes.config import RunConfig
 from meshpar.recipes.model import model_of
 from meshpar.recipes.texts import read_tokens
 from tests.conftest import rows
+from tests.states import begin_with_zeros
 
 QUICK = "--preset tiny --seq 32 --global-batch 8 --sample-tokens 1 --steps 6"
 
@@ -73,6 +73,7 @@ def without_arithmetic(monkeypatch, *, dies_at=None):
         row = {"loss": 5.5, "tokens_per_s": 1.0, "step_s": 1.0, "skipped": 0.0}
         return replace(state, step=state.step + 1), row
 
+    begin_with_zeros(monkeypatch)
     monkeypatch.setattr(pretrain, "timed_step", timed_step)
     monkeypatch.setattr(pretrain, "validate", lambda *args: 5.25)
     monkeypatch.setattr(pretrain, "sample", lambda *args: np.array([65]))
@@ -114,17 +115,17 @@ def test_every_step_has_one_row_after_a_crash_and_after_a_finished_run(
 
 
 def test_a_fresh_run_does_not_add_to_the_metrics_of_one_without_a_checkpoint(
-    tmp_path, small_text, monkeypatch, capsys
+    tmp_path, small_text, monkeypatch, refuses_recipe
 ):
     without_arithmetic(monkeypatch, dies_at=2)
     assert run(tmp_path, small_text, "--layout", "data=2") == 130
-    capsys.readouterr()
     log = tmp_path / "metrics.jsonl"
     before = log.read_text()
-    assert run(tmp_path, small_text, "--layout", "data=2") == 2
-    assert capsys.readouterr().err == (
-        f"pretrain: '{log}' holds 2 rows of another run; delete it, or name another "
-        "--out or --log-json\n"
+    refuses_recipe(
+        lambda: run(tmp_path, small_text, "--layout", "data=2"),
+        "run.metrics_are_taken",
+        log,
+        2,
     )
     assert log.read_text() == before
 
@@ -151,54 +152,81 @@ def test_ctrl_c_saves_and_ends_cleanly(tmp_path, small_text):
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "refusal"),
     [
-        (["--text", "/no/such/file"], "no text at '/no/such/file'"),
-        (["--layout", "data=3"], "do not divide over 3 devices"),
-        (["--layout", "data=16"], "needs 16 devices, but there are 8"),
-        (["--emulate", "0", "--layout", "data=9"], "or give --emulate 9 for virtual"),
-        (["--preset", "tiny-vit"], "'tiny-vit' is no model of a text alone"),
-        (["--preset", "megatron-1.7b"], "is a published run's, which meshpar plan"),
-        (["--model", "layrs=2"], "LlamaConfig has no 'layrs'; did you mean 'layers'"),
-        (["--model", "/no/config.json"], "are both given; give one"),
-        (["--model", "tiny", "--preset", "tiny"], "are both given; give one, or"),
-        (["--layout", "tenser=2"], "did you mean 'tensor'"),
-        (["--layout", "stage=8"], "8 stages, but the model has 4 layers"),
-        (["--layout", "stage=2,microbatches=16"], "which do not divide over 1 devices"),
-        (["--layout", "tensor=8"], "'kv_heads' has size 4, which does not divide"),
-        (["--preset", "test"], "a vocabulary of 64, but bytes need 256"),
-        (["--preset", "no"], "no preset 'no'"),
-        (["--preset", "tiny-gpt2", "--seq", "300"], "the model has max_seq=256"),
-        (["--seed", "-1"], "seed=-1: must be a whole number of at least 0"),
-        (["--emulate", "4"], "emulate(4): JAX has already started with 8 cpu devices"),
-        (["--emulate", "-1"], "emulate=-1: must be a whole number of at least 0"),
-        (["--resume"], "no checkpoint in"),
-        (["--seq", "100000"], "too few for one window"),
-        (["--schedule", "/no/orders.csv"], "/no/orders.csv"),
-        (["--log-json", "/dev/null/rows"], "metrics cannot be written to '/dev/null"),
-        (["--out", "/dev/null/run"], "cannot make the checkpoint folder '/dev/null"),
-        (["--preset", "mixtral-8x7b", "--layout", "data=8"], "GB for 8 CPU devices"),
+        (["--text", "/no/such/file"], ("data.missing_file", "/no/such/file")),
+        (["--layout", "data=3"], ("batch.indivisible", 8, 3)),
+        (["--layout", "data=16"], ("mesh.too_few_devices", 16, 8)),
+        (
+            ["--emulate", "0", "--layout", "data=9"],
+            ("mesh.too_few_devices", 9, 8, "--emulate"),
+        ),
+        (["--preset", "tiny-vit"], ("model.not_of_text", "tiny-vit")),
+        (["--preset", "megatron-1.7b"], ("model.only_for_planner", "megatron-1.7b")),
+        (
+            ["--model", "layrs=2"],
+            ("model.unknown_field", "LlamaConfig", "layrs", "layers"),
+        ),
+        (
+            ["--model", "/no/config.json"],
+            ("model.preset_and_config_given", "tiny", "/no/config.json"),
+        ),
+        (
+            ["--model", "tiny", "--preset", "tiny"],
+            ("model.preset_and_model", "tiny", "layers=2"),
+        ),
+        (["--layout", "tenser=2"], ("layout.unknown_key", "tenser", "'tensor'")),
+        (["--layout", "stage=8"], ("layout.too_many_stages", 8, 4)),
+        (
+            ["--layout", "stage=2,microbatches=16"],
+            ("batch.indivisible", 8, 1, "microbatches=16"),
+        ),
+        (["--layout", "tensor=8"], ("layout.indivisible", "'kv_heads'", 4, 8)),
+        (["--preset", "test"], ("model.vocabulary_too_small", 64, 256)),
+        (["--preset", "no"], ("model.unknown_preset", "no")),
+        (
+            ["--preset", "tiny-gpt2", "--seq", "300"],
+            ("batch.sequence_too_long", 300, "max_seq=256"),
+        ),
+        (["--seed", "-1"], ("value.not_whole_number", "seed", -1, 0)),
+        (["--emulate", "4"], ("mesh.already_started", 4, 8, "cpu")),
+        (["--emulate", "-1"], ("value.not_whole_number", "emulate", -1, 0)),
+        (["--resume"], ("checkpoint.none_in_folder",)),
+        (["--seq", "100000"], ("data.too_few_tokens", 100000)),
+        (["--schedule", "/no/orders.csv"], (None, "/no/orders.csv")),
+        (["--log-json", "/dev/null/rows"], ("run.unwritable_metrics", "/dev/null")),
+        (["--out", "/dev/null/run"], ("checkpoint.folder_not_made", "/dev/null")),
+        (
+            ["--preset", "mixtral-8x7b", "--layout", "data=8"],
+            ("run.too_little_memory", "GB", 8),
+        ),
     ],
 )
 def test_bad_input_ends_with_one_line_and_status_2(
-    tmp_path, small_text, capsys, options, words
+    tmp_path, small_text, monkeypatch, refuses_recipe, options, refusal
 ):
-    assert run(tmp_path / "run", small_text, *options) == 2
-    error = capsys.readouterr().err
-    assert words in error
-    assert len(error.splitlines()) == 1
+    begin_with_zeros(monkeypatch)
+    of_host = refusal[0] == "run.too_little_memory"
+    refuses_recipe(
+        lambda: run(tmp_path / "run", small_text, *options),
+        *refusal,
+        words=not of_host,
+    )
 
 
 @pytest.mark.parametrize(
-    ("options", "match"),
+    ("options", "refusal"),
     [
-        (dict(model="layers=2"), "no embed, heads, vocab given, and no preset"),
-        (dict(model="/no/config.json"), "/no/config.json"),
-        (dict(model="tinny"), "no preset 'tinny'; did you mean 'tiny'"),
+        (dict(model="layers=2"), ("model.missing_sizes", "embed", "heads", "vocab")),
+        (
+            dict(model="/no/config.json"),
+            ("weights.unreadable_json", "'/no/config.json'"),
+        ),
+        (dict(model="tinny"), ("model.unknown_preset", "tinny", "'tiny'")),
     ],
 )
-def test_a_model_that_cannot_be_is_refused(options, match):
-    with pytest.raises(InputError, match=match):
+def test_a_model_that_cannot_be_is_refused(options, refusal, refuses):
+    with refuses(*refusal):
         model_of(RunConfig(**options))
 
 
@@ -209,12 +237,15 @@ def test_a_model_is_a_name_or_sizes(name):
 
 @pytest.mark.parametrize("kind", [ValueError, RuntimeError, TypeError])
 def test_a_bug_keeps_its_traceback(tmp_path, small_text, monkeypatch, kind):
+    bug = kind("emulate(8): shapes do not match")
+
     def fail(*args, **kwargs):
-        raise kind("emulate(8): shapes do not match")
+        raise bug
 
     monkeypatch.setattr("meshpar.recipes.step.make_train_step", fail)
-    with pytest.raises(kind, match="shapes do not match"):
+    with pytest.raises(kind) as caught:
         run(tmp_path / "run", small_text)
+    assert caught.value is bug
 
 
 def write_one_row(run, state, log, stop):
@@ -228,51 +259,50 @@ def no_space(*args, **kwargs):
 
 
 @pytest.mark.parametrize(
-    ("writer", "words"),
+    ("writer", "refusal"),
     [
-        (
-            "meshpar.train.metrics.JsonLines.write",
-            "the disk of '{out}' is full; free some",
-        ),
+        ("meshpar.train.metrics.JsonLines.write", (None, "'{out}'")),
         (
             "orbax.checkpoint.CheckpointManager.save",
-            "checkpoint of step 0 not written to '{out}/checkpoints': the disk is full",
+            ("checkpoint.not_written", 0, "'{out}/checkpoints'"),
         ),
     ],
 )
 def test_a_full_disk_is_told_in_one_line_with_the_folder(
-    tmp_path, small_text, monkeypatch, capsys, writer, words
+    tmp_path, small_text, monkeypatch, refuses_recipe, writer, refusal
 ):
+    begin_with_zeros(monkeypatch)
     monkeypatch.setattr(pretrain, "train", write_one_row)
     monkeypatch.setattr(writer, no_space)
-    assert run(tmp_path, small_text, "--layout", "data=2") == 2
-    error = capsys.readouterr().err
-    assert words.format(out=tmp_path) in error
-    assert len(error.splitlines()) == 1
+    key, *values = refusal
+    refuses_recipe(
+        lambda: run(tmp_path, small_text, "--layout", "data=2"),
+        key,
+        *(str(value).format(out=tmp_path) for value in values),
+        words=key is None,  # The other has the free bytes of a disk.
+    )
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_elsewhere_is_told_with_the_file(
-    tmp_path, small_text, monkeypatch, capsys
+    tmp_path, small_text, monkeypatch, refuses_recipe
 ):
+    begin_with_zeros(monkeypatch)
     monkeypatch.setattr(pretrain, "train", write_one_row)
     options = ("--layout", "data=2", "--log-json", "/dev/full")
-    assert run(tmp_path, small_text, *options) == 2
-    error = capsys.readouterr().err
-    words = "the disk of '/dev/full' is full; free some space or name another folder"
-    assert error == f"pretrain: {words}\n"
+    refuses_recipe(lambda: run(tmp_path, small_text, *options), None, "'/dev/full'")
 
 
 @pytest.mark.parametrize(
-    ("content", "words"), [(b"", "is empty"), (b"\x00\x01\xff", "is not UTF-8 text")]
+    ("content", "refusal"),
+    [(b"", ("data.empty_file",)), (b"\x00\x01\xff", ("data.not_utf8", 2))],
 )
-def test_a_file_that_is_no_text_is_told_in_one_line(tmp_path, capsys, content, words):
+def test_a_file_that_is_no_text_is_told_in_one_line(
+    tmp_path, refuses_recipe, content, refusal
+):
     path = tmp_path / "text.txt"
     path.write_bytes(content)
-    assert run(tmp_path / "run", path) == 2
-    error = capsys.readouterr().err
-    assert words in error
-    assert len(error.splitlines()) == 1
+    refuses_recipe(lambda: run(tmp_path / "run", path), *refusal, path)
 
 
 def test_several_texts_are_trained_on_one_after_another(tmp_path):
@@ -309,7 +339,15 @@ def test_the_progress_bar_says_that_the_first_step_compiles(
     assert said == ["compiling", *["training"] * 5]
 
 
-def test_a_folder_with_a_run_in_it_is_not_overwritten(tmp_path, small_text, capsys):
+def test_a_folder_with_a_run_in_it_is_not_overwritten(
+    tmp_path, small_text, monkeypatch, refuses_recipe
+):
+    without_arithmetic(monkeypatch)
     assert run(tmp_path, small_text, "--layout", "data=2", "--stop-after", "1") == 0
-    assert run(tmp_path, small_text, "--layout", "data=2") == 2
-    assert "holds a run at step 1; add --resume" in capsys.readouterr().err
+    refuses_recipe(
+        lambda: run(tmp_path, small_text, "--layout", "data=2"),
+        "run.folder_is_taken",
+        tmp_path,
+        1,
+        "--resume",
+    )

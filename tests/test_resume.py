@@ -19,6 +19,7 @@ from meshpar.recipes.resume import (
     refuse_other,
 )
 from tests.conftest import rows
+from tests.states import begin_with_zeros
 
 SMALL = dict(preset="test", model="vocab=256", seq=16, global_batch=8, sample_tokens=1)
 
@@ -61,6 +62,7 @@ def seen(monkeypatch):
         row = {"loss": 5.5, "tokens_per_s": 1.0, "step_s": 1.0, "skipped": 0.0}
         return replace(state, step=state.step + 1), row
 
+    begin_with_zeros(monkeypatch)
     monkeypatch.setattr(pretrain, "timed_step", timed_step)
     monkeypatch.setattr(pretrain, "validate", lambda *args: 5.25)
     monkeypatch.setattr(pretrain, "sample", lambda *args: np.array([65]))

@@ -20,6 +20,7 @@ from meshpar.tables.table import KINDS
 from meshpar.train.checkpoint import Checkpoints
 from tests import dlrm_reference
 from tests.marks import slow
+from tests.states import zeros, zeros_of
 
 STEPS, EXAMPLES = 20, 16
 OPTIMIZERS = {
@@ -240,15 +241,6 @@ def slot_shape(table, slot):
     return (table.rows,) if slot.of_row else (table.rows, table.dim)
 
 
-def zeros(shapes, shardings):
-    """A state of zeros that lies so, for which nothing is compiled."""
-
-    def placed(one, sharding):
-        return jax.device_put(np.zeros(one.shape, one.dtype), sharding)
-
-    return jax.tree.map(placed, shapes, shardings)
-
-
 @pytest.mark.parametrize("rows", [102, 5000])
 def test_a_checkpoint_of_other_rows_is_refused(rows, tmp_path, refuses):
     """Also of so many that they are filled up to another number."""
@@ -273,7 +265,7 @@ def test_a_checkpoint_of_an_earlier_version_is_refused_as_such(tmp_path, refuses
     """There tables lay as they were placed."""
     step = made("data=2,fsdp=2,tensor=2", "RowwiseAdagrad", 2)
     with Checkpoints(tmp_path, layer_orders=None) as checkpoints:
-        checkpoints.save(zeros(step.state_shapes, step.shardings), {})
+        checkpoints.save(zeros_of(step), {})
     with (
         step.checkpoints(tmp_path) as checkpoints,
         refuses("checkpoint.no_tables"),

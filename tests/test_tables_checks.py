@@ -11,6 +11,7 @@ import pytest
 from meshpar import embedding_tables, make_train_step, memory_report
 from meshpar.models.presets import build
 from meshpar.tables import SGD, LazyAdam, Table, with_tables
+from tests.states import zeros_of
 
 MODEL = build("tiny-dlrm", features=1, bottom=(16,), top_width=8, top_layers=1)
 TABLES = (Table(name="film", rows=10, dim=16),)
@@ -36,15 +37,6 @@ def batch(examples=2, **more):
     }
 
 
-def zeros(step):
-    """A state of zeros as the step lays it out, for which nothing is compiled."""
-    return jax.tree.map(
-        lambda one, sharding: jax.device_put(np.zeros(one.shape, one.dtype), sharding),
-        step.state_shapes,
-        step.shardings,
-    )
-
-
 def deleted(state):
     jax.tree.map(lambda array: array.delete(), state)
     return state
@@ -63,12 +55,12 @@ USES = {
 def test_a_state_that_is_gone_or_of_another_step_is_refused(use, refuses):
     step, other = step_of(SGD(0.1)), step_of(LazyAdam(0.1))
     with refuses("step.donated_state"):
-        use(step, deleted(zeros(step)))
+        use(step, deleted(zeros_of(step)))
     where = "model_state.embedding_tables.replicated_16"
     with refuses("step.state_tree_differs", "no", f"{where}.rows"):
-        use(step, zeros(dense_step()))
+        use(step, zeros_of(dense_step()))
     with refuses("step.state_tree_differs", f"{where}.mu", 1):
-        use(step, zeros(other))
+        use(step, zeros_of(other))
     with refuses("step.not_a_state", "NoneType"):
         use(step, None)
 
@@ -80,7 +72,7 @@ def test_a_state_that_lies_on_another_mesh_is_refused(use, refuses):
     dense = make_train_step(MODEL, optax.sgd(0.1), "fsdp=2", devices=jax.devices()[:2])
     other = with_tables(dense, embedding_tables(TABLES, SGD(0.1)))
     with refuses("step.state_on_other_mesh", "fsdp=2", "data=2"):
-        USES[use](step_of(SGD(0.1)), zeros(other))
+        USES[use](step_of(SGD(0.1)), zeros_of(other))
 
 
 DENSE_USES = {
@@ -93,10 +85,10 @@ DENSE_USES = {
 def test_a_model_alone_refuses_such_states_too(use, refuses):
     step = dense_step()
     with refuses("step.donated_state"):
-        use(step, deleted(zeros(step)))
+        use(step, deleted(zeros_of(step)))
     more = "model_state.embedding_tables.replicated_16.rows"
     with refuses("step.state_tree_differs", more):
-        use(step, zeros(step_of(SGD(0.1))))
+        use(step, zeros_of(step_of(SGD(0.1))))
 
 
 def test_a_state_without_its_optimizers_is_evaluated():
@@ -110,7 +102,7 @@ def test_a_state_without_its_optimizers_is_evaluated():
 def test_logits_that_a_model_has_not_are_refused(refuses):
     step = step_of(SGD(0.1), logits=False)
     with refuses("model.missing_logits", "logits"):
-        step.logits(zeros(step), batch())
+        step.logits(zeros_of(step), batch())
 
 
 @pytest.mark.parametrize(

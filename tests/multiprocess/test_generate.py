@@ -10,6 +10,7 @@ import meshpar
 from meshpar.models.convert.writing import write_weights
 from meshpar.models.presets import build, build_config, configure
 from tests.multiprocess.children import ends_of, free_port, joined, start
+from tests.refusals import names
 
 pytestmark = pytest.mark.slow
 
@@ -34,7 +35,7 @@ def refused(function):
     try:
         function()
     except meshpar.InputError as error:
-        print("refused", error, flush=True)
+        print("refused", error.key, error, flush=True)
 """
 
 GENERATE = """
@@ -126,8 +127,10 @@ def test_weights_go_to_another_layout_of_the_same_devices_bit_by_bit():
             assert memory["by_host"] == 0
         # Arrays that grow first by the most: none waits in the host's memory.
         assert lines[0][2]["peak"] <= lines[0][2]["limit"]
-        assert "of several processes give the new layout" in said(end, "refused")[0]
-        assert "lies on 8 devices of several processes" in said(end, "refused")[1]
+        others, whole = said(end, "refused")
+        assert names(others, "processes.different_devices"), others
+        assert names(whole, "generation.parameters_not_whole"), whole
+        assert names(whole, "8 devices")
 
 
 REFUSED = """
@@ -160,11 +163,15 @@ def test_processes_with_other_requests_are_told_so():
     assert said(first, "tokens") == said(second, "tokens")
     for end in (first, second):
         for line in said(end, "refused")[:2]:
-            assert "process 1 is to go on with other requests" in line
+            assert names(line, "generation.differing_requests"), line
+            assert names(line, "process 1")
         values = said(end, "refused")[2]
-        assert "process 1 gives other parameters than process 0" in values
+        assert names(values, "generation.differing_parameters"), values
+        assert names(values, "process 1") and names(values, "process 0")
     assert len(said(first, "refused")) == 3, "the devices are its own"
-    assert "process 1 of 2 has none of the layout's 4" in said(second, "refused")[3]
+    devices = said(second, "refused")[3]
+    assert names(devices, "mesh.process_without_devices"), devices
+    assert names(devices, "process 1") and names(devices, 2) and names(devices, 4)
 
 
 def test_the_command_reads_and_prints_in_the_first_process(tmp_path):
@@ -198,5 +205,6 @@ def test_the_command_reads_and_prints_in_the_first_process(tmp_path):
         for seed, hand in enumerate(joined(2, free_port()))
     ]
     ends = ends_of(others, timeout_s=300)
-    assert any("started with seed=" in end.error for end in ends)
+    different = "process 1", "seed=1", "process 0", "seed=0"
+    assert any(all(names(end.error, one) for one in different) for end in ends), ends
     assert all(end.status == 2 for end in ends)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.newcomer.environment import ROOT, blocks
+from tests.refusals import names
 
 README, TUTORIAL = ROOT / "README.md", ROOT / "docs" / "tutorial.md"
 TRAIN = (
@@ -37,7 +38,7 @@ def check_first_steps(machine):
     assert str(ROOT) not in path
     first = blocks(README, "python")[0]
     assert 0 < float(machine.python(f"{first}print(metrics['loss'])\n")) < 20
-    assert "no findings" in machine.shell("meshpar lint --preset tiny --layout fsdp=8")
+    machine.shell("meshpar lint --preset tiny --layout fsdp=8")  # Status 0: none found.
 
 
 def test_the_wheel_runs_what_readme_shows_outside_of_the_checkout(quick):
@@ -82,7 +83,7 @@ def test_the_core_install_runs_readme_and_says_what_training_needs(core):
     words = ["meshpar", "train", "--steps", "1"]
     told = core.run(words, status=2).stderr
     assert told.count("\n") == 1
-    assert "pip install 'meshpar[train]'" in told
+    assert names(told, "'meshpar[train]'")
 
 
 @pytest.mark.slow
