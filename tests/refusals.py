@@ -59,7 +59,7 @@ def refuses(snapshot: SnapshotAssertion) -> Refuses:
 def refuses_command(
     snapshot: SnapshotAssertion, capsys: pytest.CaptureFixture
 ) -> Callable[..., None]:
-    """`refuses_command(["lint", "--seq", "0"], "value.below_one", 0)`.
+    """`refuses_command(["lint", "--seq", "0"], "value.not_whole_number", 0)`.
 
     The command ends with status 2 and one line on stderr; with `--json`, which all but
     `train` have, an object on stdout holds the key.
