@@ -5,7 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from meshpar import InputError
 from meshpar.models.convert.chat_template import render_chat
 from meshpar.models.convert.weights import read_config, read_weights
 from tests.test_convert import by_path
@@ -130,31 +129,37 @@ def test_a_part_of_a_quantized_matrix_is_read_by_rows(tmp_path, tensors_of):
     assert file.bytes_read == 2 * (2 + 32) * 2  # a scale of 2 bytes for 32 values
 
 
-def test_another_architecture_and_scaled_positions_are_refused(tmp_path, tensors_of):
+def test_another_architecture_and_scaled_positions_are_refused(
+    tmp_path, tensors_of, refuses
+):
     _, tensors = tensors_of("smollm2")
-    for name, said, message in (
-        ("a", {"expert_count": 4}, "llama.expert_count=4"),
-        ("b", {}, "does not say llama."),
+    for name, said, refusal in (
+        (
+            "a",
+            {"expert_count": 4},
+            ("weights.experts_in_gguf", "llama.expert_count=4"),
+        ),
+        ("b", {}, ("weights.missing_config_value", "llama.attention.head_count")),
     ):
         path = tmp_path / f"{name}.gguf"
         given = {**SAID, **said} if said else {}
         write_gguf(path, "llama", tensors, **given)
-        with pytest.raises(InputError, match=message):
+        with refuses(*refusal, path.name):
             read_config(path)
     (tmp_path / "c.gguf").write_bytes(b"no such file")
-    with pytest.raises(InputError, match="cannot read"):
+    with refuses("weights.unreadable_file", "c.gguf", words=False):
         read_config(tmp_path / "c.gguf")
 
 
-def test_layers_that_would_all_see_a_window_are_refused(tensors_of, tmp_path):
+def test_layers_that_would_all_see_a_window_are_refused(tensors_of, tmp_path, refuses):
     _, tensors = tensors_of("gemma3")
     path = tmp_path / "model.gguf"
     write_gguf(path, "gemma3", tensors, **{**SAID, "block_count": 5})
-    with pytest.raises(InputError, match="5 layers, of which only each 6th sees all"):
+    with refuses("weights.all_layers_windowed", 5, "6th"):
         read_config(path)
 
 
-def test_a_chat_template_that_refuses_is_one_line():
+def test_a_chat_template_that_refuses_is_one_line(refuses):
     template = "{{ raise_exception('no system message') }}"
-    with pytest.raises(InputError, match="refuses the messages: no system message"):
+    with refuses("data.chat_template_refuses", "no system message"):
         render_chat(template, [{"role": "system", "content": "x"}])

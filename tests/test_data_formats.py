@@ -202,24 +202,22 @@ def test_what_is_held_out_is_the_end_in_whole_documents_where_they_are_short(tmp
 
 
 LINES = [
-    (b'{"text": "tw', r"line 2: no JSON: .*; mend it, or --on-bad-line skip"),
-    (b'{"body": "x"}', r"line 2: no field 'text'; it has 'body': name one by field="),
-    (b"[1]", "line 2: no JSON object, but a list"),
-    (b'{"text": null}', "line 2: field 'text' is null, no text"),
-    (b'{"text": 4}', "line 2: field 'text' is a number, no text"),
-    (
-        b'{"text": "a\\ud83d!"}',
-        r"line 2: field 'text' is no text: character 1 is \\ud83d, half of a pair",
-    ),
-    (b'{"text": "caf\xe9"}', "line 2: not UTF-8 text: byte 13 of the line is 0xe9"),
+    (b'{"text": "tw', ("data.not_json", "--on-bad-line")),
+    (b'{"body": "x"}', ("data.missing_field", "'text'", "'body'")),
+    (b"[1]", ("data.not_json_object", "list")),
+    (b'{"text": null}', ("data.field_not_text", "'text'", "null")),
+    (b'{"text": 4}', ("data.field_not_text", "'text'", "number")),
+    (b'{"text": "a\\ud83d!"}', ("data.unpaired_surrogate", "'text'", 1, r"\ud83d")),
+    (b'{"text": "caf\xe9"}', ("data.not_utf8", 13, "0xe9")),
 ]
 
 
-@pytest.mark.parametrize("line, match", LINES)
-def test_a_broken_line_is_told_or_skipped_and_counted(line, match, tmp_path):
+@pytest.mark.parametrize("line, refusal", LINES)
+def test_a_broken_line_is_told_or_skipped_and_counted(line, refusal, tmp_path, refuses):
+    words = refusal[0] != "data.not_json"  # Those are Python's.
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "one"}\n' + line + b'\n{"text": "two"}\n')
-    with pytest.raises(DataError, match=rf"a\.jsonl', {match}"):
+    with refuses(*refusal, "a.jsonl", 2, kind=DataError, words=words):
         cached(tmp_path, path)
     assert not [*(tmp_path / "tokens").iterdir()]
     told = []
@@ -228,95 +226,109 @@ def test_a_broken_line_is_told_or_skipped_and_counted(line, match, tmp_path):
     assert told[0].startswith("skipped 1 lines, the first: '") and "line 2" in told[0]
 
 
-def test_a_compressed_file_cut_off_and_one_without_a_document_are_told(tmp_path):
+def test_a_compressed_file_cut_off_and_one_without_a_document_are_told(
+    tmp_path, refuses
+):
     path = write_texts(tmp_path, "jsonl.gz", TEXTS)
     path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(DataError, match=r"cannot read '.*a\.jsonl\.gz': .*copy it"):
+    gzips = dict(kind=DataError, words=False)
+    with refuses("data.unreadable_file", "a.jsonl.gz", **gzips):
         cached(tmp_path, path)
     (tmp_path / "b.jsonl").write_text("\n")
-    with pytest.raises(DataError, match=r"b\.jsonl' holds no document; leave it out"):
+    with refuses("data.no_documents", "b.jsonl", kind=DataError):
         cached(tmp_path, tmp_path / "b.jsonl")
 
 
-def test_a_parquet_file_that_is_none_or_has_no_such_text_is_told(tmp_path):
+def test_a_parquet_file_that_is_none_or_has_no_such_text_is_told(tmp_path, refuses):
     path = write_texts(tmp_path, "parquet", ["one", None])
-    with pytest.raises(DataError, match=r"a\.parquet', row 2: 'text' is null; mend"):
+    with refuses("data.null_text", "a.parquet", 2, "'text'", kind=DataError):
         cached(tmp_path, path)
-    with pytest.raises(DataError, match="no column 'body'; it has 'text': name one"):
+    with refuses("data.missing_column", "'body'", "'text'", kind=DataError):
         cached(tmp_path, path, field="body")
     pyarrow.parquet.write_table(pyarrow.table({"text": [1]}), path)
-    with pytest.raises(DataError, match="column 'text' is of int64, no text"):
+    with refuses("data.column_not_text", "'text'", "int64", kind=DataError):
         cached(tmp_path, path)
     path.write_bytes(b"PAR1")
-    with pytest.raises(DataError, match=r"cannot read '.*a\.parquet' as Parquet: "):
+    with refuses("data.unreadable_parquet", "a.parquet", kind=DataError, words=False):
         cached(tmp_path, path)
 
 
-def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):
+def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch, refuses):
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
     (tmp_path / "a.parquet").write_bytes(b"")
-    with pytest.raises(DataError, match=r"needs pyarrow: pip install 'meshpar\[parqu"):
+    install = "pyarrow", "'meshpar[parquet]'"
+    with refuses("data.missing_package", *install, kind=DataError):
         cached(tmp_path, tmp_path / "a.parquet")
 
 
 INDEX = [
-    (lambda index: index[:20], "is no index of Megatron"),
-    (lambda index: b"x" + index[1:], "is no index of Megatron"),
-    (lambda index: index[:-1], r"has 81 bytes, but 2 sequences .* need 82: it is cut"),
-    (lambda index: index[:9] + b"\2" + index[10:], "has version 2; only version 1"),
-    (lambda index: index[:17] + b"\7" + index[18:], r"type 7 \(float32\), which are"),
-    (lambda index: index[:42] + b"\1" + index[43:], "sequence 0 begins at byte 1 of"),
-    (lambda index: index[:-8] + b"\3" + index[-7:], "documents do not go in order"),
+    (lambda index: index[:20], ("data.not_megatron_index",)),
+    (lambda index: b"x" + index[1:], ("data.not_megatron_index",)),
+    (lambda index: index[:-1], ("data.cut_off_index", 81, 2, 82)),
+    (lambda index: index[:9] + b"\2" + index[10:], ("data.unknown_version", 2, 1)),
+    (
+        lambda index: index[:17] + b"\7" + index[18:],
+        ("data.unknown_token_type", 7, "float32"),
+    ),
+    (
+        lambda index: index[:42] + b"\1" + index[43:],
+        ("data.sequences_not_adjacent", 0, 1),
+    ),
+    (
+        lambda index: index[:-8] + b"\3" + index[-7:],
+        ("data.documents_out_of_order", 0, 2),
+    ),
 ]
 
 
-@pytest.mark.parametrize("spoil, match", INDEX)
-def test_an_index_of_megatron_that_is_broken_is_told(spoil, match, tmp_path):
+@pytest.mark.parametrize("spoil, refusal", INDEX)
+def test_an_index_of_megatron_that_is_broken_is_told(spoil, refusal, tmp_path, refuses):
     path = write_pair(tmp_path / "a.bin", [[1, 2], [3]])
     index = path.with_suffix(".idx")
     index.write_bytes(spoil(index.read_bytes()))
-    with pytest.raises(DataError, match=rf"a\.idx'.*{match}"):
+    with refuses(*refusal, "a.idx", kind=DataError):
         read_megatron(path)
 
 
-def test_a_file_of_tokens_that_is_cut_off_or_missing_is_told(tmp_path):
+def test_a_file_of_tokens_that_is_cut_off_or_missing_is_told(tmp_path, refuses):
     path = write_pair(tmp_path / "a.bin", [[1, 2], [3]])
     path.write_bytes(path.read_bytes()[:-2])
-    with pytest.raises(DataError, match=r"a\.bin' has 4 bytes, .* 3 tokens .*, 6: it"):
+    with refuses("data.cut_off_tokens", "a.bin", 4, 3, 6, kind=DataError):
         read_megatron(path)
     path.unlink()
-    with pytest.raises(DataError, match=r"cannot read '.*a\.bin': No such file"):
+    with refuses("data.unreadable_file", "a.bin", kind=DataError):
         read_megatron(path)
     flat = tmp_path / "flat.bin"
     flat.write_bytes(b"abc")
-    with pytest.raises(DataError, match="3 bytes, which are no whole number of uint16"):
+    with refuses("data.partial_token", 3, "uint16", kind=DataError):
         read_nanogpt(flat)
     flat.write_bytes(header_of(20240520, 1, 9) + b"ab")
-    with pytest.raises(DataError, match="header speaks of 9 tokens, 1042 bytes: it is"):
+    with refuses("data.cut_off_tokens", 9, 1042, kind=DataError):
         read_nanogpt(flat)
     flat.write_bytes(b"")
-    with pytest.raises(DataError, match="holds no token"):
+    with refuses("data.no_tokens", "flat.bin", kind=DataError):
         read_nanogpt(flat)
 
 
-def test_a_file_that_vanishes_or_changes_while_it_is_read_is_told(tmp_path):
+def test_a_file_that_vanishes_or_changes_while_it_is_read_is_told(tmp_path, refuses):
     stream = TokenStream.of(
         [read_megatron(write_pair(tmp_path / "a.bin", [[1, 2], [3]]))], vocab=4
     )
     assert stream.read(1, 3).tolist() == [2, 3]
     (tmp_path / "a.bin").write_bytes(b"ab")
-    with pytest.raises(DataError, match=r"a\.bin' has changed: 2 bytes, 6 when"):
+    with refuses("data.changed_file", "a.bin", 2, 6, kind=DataError):
         stream.read(0, 1)
     (tmp_path / "a.bin").unlink()
-    with pytest.raises(DataError, match=r"cannot read '.*a\.bin' any more: No such"):
+    with refuses("data.lost_file", "a.bin", kind=DataError):
         stream.read(0, 1)
 
 
-def test_a_document_beyond_the_format_is_told_with_its_file(tmp_path, monkeypatch):
+def test_a_document_beyond_the_format_is_told_with_its_file(
+    tmp_path, monkeypatch, refuses
+):
     monkeypatch.setattr(megatron, "_MOST_TOKENS", 5)
     path = write_texts(tmp_path, "jsonl", ["abc", "to be or not"])
-    match = r"document 1 of '.*\.jsonl' has 13 tokens, but the format takes 5; cut it"
-    with pytest.raises(DataError, match=match):
+    with refuses("data.document_too_long", 1, "a.jsonl", 13, 5, kind=DataError):
         cached(tmp_path, path)
     assert not list(tmp_path.rglob("*unfinished"))
 
@@ -331,44 +343,42 @@ def test_what_cannot_be_finished_leaves_nothing(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_header_of_a_negative_number_of_tokens_is_told(tmp_path):
+def test_a_header_of_a_negative_number_of_tokens_is_told(tmp_path, refuses):
     (tmp_path / "a.bin").write_bytes(header_of(20240520, 1, -5))
-    with pytest.raises(
-        DataError, match="its header speaks of -5 tokens, which must be"
-    ):
+    with refuses("data.negative_token_count", -5, kind=DataError):
         read_nanogpt(tmp_path / "a.bin")
 
 
 @pytest.mark.parametrize("dtype, wrong", [("<u2", 300), ("<i4", -1)])
-def test_a_token_outside_the_vocabulary_is_told_with_its_place(dtype, wrong, tmp_path):
+def test_a_token_outside_the_vocabulary_is_told_with_its_place(
+    dtype, wrong, tmp_path, refuses
+):
     file = read_megatron(write_pair(tmp_path / "a.bin", [[1, 2], [3, wrong]], dtype))
     stream = TokenStream.of([file], vocab=256)
-    match = rf"a\.bin': token 3 is {wrong}, but the model's vocabulary is 256; give"
+    place = "a.bin", 3, wrong, 256
     for read in (stream.check_vocab, lambda: stream.read(2, 4)):
-        with pytest.raises(DataError, match=match):
+        with refuses("data.token_outside_vocabulary", *place, kind=DataError):
             read()
 
 
-def test_a_tokenizer_that_is_none_or_ends_no_document_is_told(tmp_path):
-    with pytest.raises(DataError, match=r"cannot read the tokenizer '.*absent\.json'"):
+def test_a_tokenizer_that_is_none_or_ends_no_document_is_told(tmp_path, refuses):
+    with refuses("data.unreadable_tokenizer", "absent.json", kind=DataError):
         FileTokenizer(tmp_path / "absent.json")
     (tmp_path / "a.json").write_text("{}")
-    with pytest.raises(DataError, match=r"a\.json' is no tokenizer\.json: "):
+    with refuses("data.not_tokenizer", "a.json", kind=DataError, words=False):
         FileTokenizer(tmp_path / "a.json")
     path = write_bpe(tmp_path / "b.json", TEXTS, eos="<stop>")
-    with pytest.raises(DataError, match=r"has none of <\|endoftext\|>, .*--eos TOKEN"):
+    with refuses("data.no_end_token", "<|endoftext|>", "--eos", kind=DataError):
         FileTokenizer(path)
-    with pytest.raises(
-        DataError, match="has no token '<halt>'; give --eos the text or"
-    ):
+    with refuses("data.unknown_end_token", "'<halt>'", "--eos", kind=DataError):
         FileTokenizer(path, eos="<halt>")
     stop = FileTokenizer(path, eos="<stop>").eos
     assert FileTokenizer(path, eos="7").eos == 7  # Not the digit's token.
-    with pytest.raises(DataError, match="has no token '999'; give --eos the text or"):
+    with refuses("data.unknown_end_token", 999, "--eos", kind=DataError):
         FileTokenizer(path, eos="999")
     Tokenizer(models.BPE()).save(str(tmp_path / "c.json"))
     for eos in (None, "5", "x"):
-        with pytest.raises(DataError, match=r"c\.json' has a vocabulary of 0 tokens"):
+        with refuses("data.empty_tokenizer", "c.json", 0, kind=DataError):
             FileTokenizer(tmp_path / "c.json", eos=eos)
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<stop>"}')
     assert FileTokenizer(path).eos == stop
@@ -418,34 +428,37 @@ def test_what_a_killed_writer_left_is_removed_and_what_another_writes_stays(tmp_
 
 
 PLACES = [
-    ("absent.txt", r"no data at '.*absent\.txt'; give a file, folder or pattern"),
-    ("absent/*.txt", r"no file matches '.*absent/\*\.txt'; give a path"),
-    ("empty", r"the folder '.*empty' holds no file of \.txt, \.jsonl"),
-    ("notes.md", r"notes\.md' is none of .*; say which it is: path=.*,format=text\|"),
+    ("absent.txt", ("data.missing_file",)),
+    ("absent/*.txt", ("data.no_match",)),
+    ("empty", ("data.empty_folder", ".txt", ".jsonl")),
+    ("notes.md", ("data.unknown_suffix", "format=text")),
 ]
 
 
-@pytest.mark.parametrize("name, match", PLACES)
-def test_a_place_without_data_is_told(name, match, tmp_path):
+@pytest.mark.parametrize("name, refusal", PLACES)
+def test_a_place_without_data_is_told(name, refusal, tmp_path, refuses):
     (tmp_path / "empty").mkdir()
     (tmp_path / "notes.md").write_text("x")
-    with pytest.raises(DataError, match=match):
+    with refuses(*refusal, name, kind=DataError):
         DataSource.parse(str(tmp_path / name)).files()
 
 
 WRITTEN = [
-    ("path=a.txt,weight=0", "weight=0 of 'a.txt': must be a positive number; leave"),
-    ("path=a.txt,weight=-0.5", "weight=-1/2 of 'a.txt': must be a positive number"),
-    ("path=a.txt,weight=much", "weight=much is no number; write for example path="),
-    ("path=a.txt,weihgt=1", "no key 'weihgt'; did you mean 'weight'"),
-    ("weight=1,field=a", "names no path; write for example path="),
-    ("path=a.txt,format=csv", "format=csv of 'a.txt'; known: jsonl, megatron"),
+    ("path=a.txt,weight=0", ("data.weight_not_positive", "weight=0", "a.txt")),
+    ("path=a.txt,weight=-0.5", ("data.weight_not_positive", "weight=-1/2", "a.txt")),
+    ("path=a.txt,weight=much", ("data.weight_not_number", "weight=much")),
+    ("path=a.txt,weihgt=1", ("data.unknown_key", "'weihgt'", "'weight'")),
+    ("weight=1,field=a", ("data.missing_path", "'weight=1,field=a'")),
+    (
+        "path=a.txt,format=csv",
+        ("data.unknown_format", "format=csv", "a.txt", "jsonl", "megatron"),
+    ),
 ]
 
 
-@pytest.mark.parametrize("text, match", WRITTEN)
-def test_a_source_that_is_written_wrong_is_told(text, match):
-    with pytest.raises(DataError, match=match):
+@pytest.mark.parametrize("text, refusal", WRITTEN)
+def test_a_source_that_is_written_wrong_is_told(text, refusal, refuses):
+    with refuses(*refusal, kind=DataError):
         DataSource.parse(text)
 
 
@@ -456,9 +469,7 @@ def test_a_source_is_printed_as_it_is_parsed(text):
     assert str(DataSource.parse(text)) == text
 
 
-def test_weights_of_some_sources_only_are_refused():
+def test_weights_of_some_sources_only_are_refused(refuses):
     sources = [DataSource.parse("path=a.txt,weight=1"), DataSource.parse("b.txt")]
-    with pytest.raises(
-        DataError, match=r"data 'b\.txt' has no weight, but others have"
-    ):
+    with refuses("data.missing_weight", "b.txt", kind=DataError):
         check_weights(sources)

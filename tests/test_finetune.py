@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+import tyro
 
-from meshpar import InputError, make_train_step
+from meshpar import make_train_step
 from meshpar.cli.main import main as command
 from meshpar.data.errors import DataError
 from meshpar.model.lora import TARGETS
@@ -20,9 +21,11 @@ from meshpar.models.presets import build_config, configure
 from meshpar.recipes.conversations import ConversationRows, read_conversations
 from meshpar.recipes.finetune import FinetuneConfig, finetune, main, rows_of, validate
 from meshpar.recipes.loaded import WithoutTokenizer, load
+from meshpar.recipes.options import with_values
 from meshpar.train.checkpoint_arrays import read_arrays
 from meshpar.train.data import TokenWindows
 from tests.bpe import write_bpe
+from tests.refusals import names
 
 pytest.importorskip("safetensors")
 pytest.importorskip("tokenizers")
@@ -155,11 +158,15 @@ def test_a_run_generates_from_what_is_merged(run, theirs):
     assert loaded.tokenizer.decode(loaded.tokenizer.encode("To be")) == "To be"
 
 
-def test_another_run_does_not_take_its_place(run, theirs, small_text, capsys):
+def said_on_a_command_line(words):
+    return tyro.cli(FinetuneConfig, args=with_values(words))
+
+
+def test_another_run_does_not_take_its_place(run, theirs, small_text, refuses):
     words = ["--from", str(theirs), "--out", str(run.folder), "--rank", "4"]
     words += ["--text", str(small_text), "--layout", "data=2,tensor=2", "--seq", "32"]
-    assert main(words) == 2
-    assert "holds a run at step 12; add --resume" in capsys.readouterr().err
+    with refuses("run.folder_is_taken", 12, "--resume"):
+        finetune(said_on_a_command_line(words))
 
 
 def test_a_refused_start_leaves_the_tokenizer_as_it_was(run, theirs, tmp_path):
@@ -172,22 +179,28 @@ def test_a_refused_start_leaves_the_tokenizer_as_it_was(run, theirs, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "values"),
     [
-        (["--rank", "2"], "was made with lora="),
-        (["--rank", "4", "--seed", "1"], "was made with seed=0, not 1"),
+        (["--rank", "2"], ("lora", "'rank': 4", "'rank': 2")),
+        (["--rank", "4", "--seed", "1"], ("seed=0", 1)),
     ],
 )
-def test_another_run_is_not_gone_on_with(words, said, run, theirs, small_text, capsys):
+def test_another_run_is_not_gone_on_with(
+    words, values, run, theirs, small_text, refuses
+):
     given = ["--from", str(theirs), "--out", str(run.folder), "--resume", *words]
     given += ["--text", str(small_text), "--layout", "data=2,tensor=2", "--seq", "32"]
-    assert main(given) == 2
-    assert said in capsys.readouterr().err
+    with refuses("run.changed_option", *values):
+        finetune(said_on_a_command_line(given))
 
 
-def test_a_layout_without_sizes_is_refused(theirs, capsys):
-    assert main(["--from", str(theirs), "--layout", "data=-1"]) == 2
-    assert "give every mesh axis a size" in capsys.readouterr().err
+def test_a_layout_without_sizes_is_refused(theirs, capsys, refuses):
+    words = ["--from", str(theirs), "--layout", "data=-1"]
+    with refuses("layout.open_size", "data=-1"):
+        finetune(said_on_a_command_line(words))
+    assert main(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert names(line, "data=-1")
 
 
 def test_only_what_the_assistant_says_counts(theirs):
@@ -206,30 +219,31 @@ def test_only_what_the_assistant_says_counts(theirs):
     assert counted == "Nay answer me<|endoftext|>Barnardo<|endoftext|>"
 
 
-def test_a_template_that_changes_what_was_said_is_refused():
+def test_a_template_that_changes_what_was_said_is_refused(refuses):
     growing = ChatTemplate("{{ messages | length }}{{ messages[0].content }}")
     rows = ConversationRows([SAID], growing, lambda text: list(text.encode()), seq=9)
-    with pytest.raises(DataError, match="another text once it goes on"):
+    with refuses("data.chat_template_changes_text", 1, kind=DataError):
         rows[0]
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "refusal"),
     [
-        ("{}\n", "line 1: no 'messages'"),
-        ("no JSON\n", "line 1: no JSON"),
-        (json.dumps({"messages": SAID[:1]}), "the assistant says nothing"),
+        ("{}\n", ("data.no_messages", 1, "'messages'")),
+        ("no JSON\n", ("data.not_json", 1)),
+        (json.dumps({"messages": SAID[:1]}), ("data.no_assistant", 1)),
         (
             json.dumps({"messages": [{**SAID[0], "content": "a\ud800"}, *SAID[1:]]}),
-            "line 1: character 1 of a message's content is half a surrogate pair",
+            ("data.unpaired_surrogate", "line 1", "character 1"),
         ),
-        (json.dumps({"messages": SAID}), "has 1 conversations; give 2 or more"),
+        (json.dumps({"messages": SAID}), ("data.too_few_conversations", 1, 2)),
     ],
 )
-def test_a_broken_file_of_conversations_is_named(tmp_path, text, said):
+def test_a_broken_file_of_conversations_is_named(tmp_path, text, refusal, refuses):
     file = tmp_path / "chats.jsonl"
     file.write_text(text)
-    with pytest.raises(DataError, match=said):
+    words = refusal[0] != "data.not_json"  # Those are Python's.
+    with refuses(*refusal, "chats.jsonl", kind=DataError, words=words):
         read_conversations(file)
 
 
@@ -246,21 +260,21 @@ def test_all_texts_and_targets_that_are_given_are_meant(words, monkeypatch):
     assert (configs[1].text, configs[1].targets) == ((), TARGETS)
 
 
-def test_options_that_cannot_be_are_named(theirs, tmp_path):
-    with pytest.raises(InputError, match="are both given"):
+def test_options_that_cannot_be_are_named(theirs, tmp_path, refuses):
+    with refuses("run.text_and_chat", tmp_path):
         FinetuneConfig(from_weights=theirs, text=(tmp_path,), chat=tmp_path)
-    with pytest.raises(InputError, match="rank"):
+    with refuses("value.not_whole_number", "rank=-1", 0):
         FinetuneConfig(from_weights=theirs, rank=-1)
 
 
-def test_a_run_on_tokens_without_a_tokenizer_learns_no_text(small_text):
+def test_a_run_on_tokens_without_a_tokenizer_learns_no_text(small_text, refuses):
     config = FinetuneConfig(from_weights=Path("run"), text=(small_text,))
-    with pytest.raises(InputError, match="'run' was trained on files of tokens, and"):
+    with refuses("data.no_tokenizer", "'run'", "--tokenizer"):
         rows_of(config, SimpleNamespace(tokenizer=WithoutTokenizer("run")))
 
 
-def test_a_model_without_a_template_is_named(tmp_path):
-    with pytest.raises(InputError, match="has no chat template"):
+def test_a_model_without_a_template_is_named(tmp_path, refuses):
+    with refuses("data.no_chat_template", tmp_path):
         read_template(tmp_path)
 
 

@@ -3,13 +3,15 @@
 import contextlib
 import io
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import pytest
+from optax import sgd
 
-from meshpar import InputError
+from meshpar import make_train_step
 from meshpar.cli import joined as cli_joined
 from meshpar.cli.generate import _surely_shown
 from meshpar.cli.main import main
@@ -22,6 +24,7 @@ from meshpar.models.presets import build_config, configure
 from meshpar.recipes import pretrain
 from meshpar.recipes.config import RunConfig
 from meshpar.recipes.loaded import _said, load
+from meshpar.train.checkpoint import Checkpoints
 from meshpar.train.checkpoint_arrays import StoredArray
 from tests.bpe import write_bpe
 
@@ -44,6 +47,20 @@ def run(tmp_path_factory, small_text):
                 out=out,
             )
         )
+    return out
+
+
+@pytest.fixture(scope="module")
+def untrained(tmp_path_factory):
+    """A run's folder with a checkpoint of zeros after step 1."""
+    out = tmp_path_factory.mktemp("untrained")
+    config = configure("test", vocab=256)
+    devices = jax.devices()[:1]
+    step = make_train_step(build_config(config), sgd(1.0), "data=1", devices=devices)
+    state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), step.state_shapes)
+    said = {"model_sizes": asdict(config), "layout": "data=1"}
+    with Checkpoints(out / "checkpoints", layer_orders=step.layer_orders) as saved:
+        saved.save(replace(state, step=jnp.int32(1)), said)
     return out
 
 
@@ -98,26 +115,35 @@ def test_each_part_of_a_checkpoint_is_read_once(run, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "refusal"),
     [
-        (["--from", "nowhere"], "no 'nowhere'"),
-        (["--from", "{run}", "--step", "9"], "no checkpoint of step 9"),
-        (["--from", "{run}", "--tokenizer", "none.json"], "none.json"),
-        (["--from", "{run}", "--top-p", "2"], "top_p=2.0"),
-        (["--from", "{run}", "--prompts", "none.txt"], "none.txt"),
-        (["--from", "{run}", "--layout", "data=0"], "data=0"),
+        (["--from", "nowhere"], ("weights.no_such_file", "'nowhere'")),
+        (["--from", "{run}", "--step", "9"], ("checkpoint.no_such_step", "step 9")),
+        (
+            ["--from", "{run}", "--tokenizer", "none.json"],
+            ("data.unreadable_tokenizer", "none.json"),
+        ),
+        (
+            ["--from", "{run}", "--top-p", "2"],
+            ("generation.top_p_out_of_range", "top_p=2.0"),
+        ),
+        (
+            ["--from", "{run}", "--prompts", "none.txt"],
+            ("command.unreadable_file", "none.txt"),
+        ),
+        (
+            ["--from", "{run}", "--layout", "data=0"],
+            ("layout.not_whole_number", "data=0", 1, -1),
+        ),
     ],
 )
-def test_bad_input_is_one_line(run, capsys, words, message):
-    words = [word.format(run=run) for word in words]
-    assert main(["generate", "--prompt", "To be", *words]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
+def test_bad_input_is_one_line(untrained, words, refusal, refuses_command):
+    words = [word.format(run=untrained) for word in words]
+    refuses_command(["generate", "--prompt", "To be", *words], *refusal)
 
 
 def test_a_run_on_tokens_without_a_tokenizer_reads_no_text(
-    run, tmp_path, capsys, monkeypatch
+    untrained, tmp_path, monkeypatch, refuses_command
 ):
     def of_tokens(*args, **options):
         found = read_checkpoint(*args, **options)
@@ -125,43 +151,50 @@ def test_a_run_on_tokens_without_a_tokenizer_reads_no_text(
         return replace(found, contents=replace(found.contents, config=said))
 
     monkeypatch.setattr("meshpar.models.convert.run.read_checkpoint", of_tokens)
-    assert main(["generate", "--from", str(run), "--prompt", "To be"]) == 2
-    error = capsys.readouterr().err
-    assert "give their tokenizer: --tokenizer" in error and error.count("\n") == 1
-    loaded = load(run)
+    words = ["generate", "--from", str(untrained), "--prompt", "To be"]
+    refuses_command(words, "data.no_tokenizer", "'To be'", "--tokenizer")
+    loaded = load(untrained)
     assert loaded.tokenizer.decode([7, 9]) == "7 9" and loaded.stop_tokens == (7,)
     tokenizer = write_bpe(tmp_path / "tokenizer.json", ["to be or not to be"])
-    assert load(run, tokenizer=tokenizer).tokenizer.encode("to be")
+    assert load(untrained, tokenizer=tokenizer).tokenizer.encode("to be")
 
 
 BROKEN = [
-    ("{", "as JSON"),
-    ("[]", "no JSON object, but "),
-    ('{"eos_token_id": "x"}', "x"),
+    ("{", ("weights.unreadable_json",)),
+    ("[]", ("weights.not_json_object", [])),
+    ('{"eos_token_id": "x"}', ("weights.bad_token_number", "eos_token_id", "'x'")),
 ]
 
 
-@pytest.mark.parametrize("content, message", BROKEN)
-def test_settings_that_are_broken_are_one_line(content, message, tmp_path):
+@pytest.mark.parametrize("content, refusal", BROKEN)
+def test_settings_that_are_broken_are_one_line(content, refusal, tmp_path, refuses):
     (tmp_path / "generation_config.json").write_text(content)
-    with pytest.raises(InputError, match=f"generation_config.json'.*{message}"):
+    words = refusal[0] != "weights.unreadable_json"  # Python's json's.
+    with refuses(*refusal, "generation_config.json", words=words):
         _said(tmp_path, "eos_token_id")
 
 
+class Input:
+    """A standard input of other bytes, as often as it is read."""
+
+    def read(self):
+        return io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), encoding="utf-8").read()
+
+
 @pytest.mark.parametrize("of", ["file", "input", "word"])
-def test_prompts_of_other_bytes_are_one_line(of, tmp_path, capsys, monkeypatch):
+def test_prompts_of_other_bytes_are_one_line(
+    of, tmp_path, monkeypatch, refuses, refuses_command
+):
     (tmp_path / "latin1.txt").write_bytes(b"caf\xe9\n")
-    stream = io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), encoding="utf-8")
-    monkeypatch.setattr("sys.stdin", stream)
-    words = {
-        "file": ["--prompts", str(tmp_path / "latin1.txt")],
-        "input": ["--prompts", "-"],
-        "word": ["--prompt", "caf\udce9"],
-    }
-    assert main(["generate", "--from", "nowhere", *words[of]]) == 2
-    error = capsys.readouterr().err
-    assert "is not UTF-8 text: " in error and error.count("\n") == 1
-    with pytest.raises(InputError, match="character 3 is .udce9, which UTF-8 has not"):
+    monkeypatch.setattr("sys.stdin", Input())
+    of_bytes = "generation.input_not_utf8", 3, "0xe9"
+    words, *refusal = {
+        "file": (["--prompts", str(tmp_path / "latin1.txt")], *of_bytes, "latin1.txt"),
+        "input": (["--prompts", "-"], *of_bytes),
+        "word": (["--prompt", "caf\udce9"], "generation.prompt_not_utf8", 3),
+    }[of]
+    refuses_command(["generate", "--from", "nowhere", *words], *refusal)
+    with refuses("data.unpaired_surrogate", 3, r"\udce9"):
         ByteTokenizer().encode(["caf\udce9"])
 
 
@@ -172,9 +205,9 @@ def pod(monkeypatch):
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
 
 
-def test_a_pod_is_told_to_say_which_devices_it_has(pod, capsys):
-    assert main(["generate", "--from", "nowhere", "--prompt", "To be"]) == 2
-    assert "give --emulate 0 for the pods' own devices" in capsys.readouterr().err
+def test_a_pod_is_told_to_say_which_devices_it_has(pod, refuses_command):
+    words = ["generate", "--from", "nowhere", "--prompt", "To be"]
+    refuses_command(words, "processes.unknown_number", "--emulate 0")
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
@@ -191,7 +224,7 @@ def test_a_pod_leaves_others_alone_where_there_are_some(
     monkeypatch.setattr(cli_joined, "leave", lambda status: left.append(status) or 2)
     words = ["--from", "nowhere", "--prompt", "To be", "--emulate", "0"]
     assert main(["generate", *words]) == 2
-    assert "no 'nowhere'" in capsys.readouterr().err
+    assert "'nowhere'" in capsys.readouterr().err
     assert left == [2] * (num_processes - 1)
 
 

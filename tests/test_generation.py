@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import meshpar
-from meshpar import InputError, Layout, make_train_step
+from meshpar import Layout, make_train_step
 from meshpar.data.tokenizer import ByteTokenizer
 from meshpar.generation.agreement import sample
 from meshpar.generation.engine import Engine
@@ -291,7 +291,7 @@ def test_a_request_ends_at_a_token_and_at_a_text():
     assert (found.finish, found.tokens) == ("stop", whole.tokens[:at])
 
 
-def test_nothing_is_kept_of_a_request_that_is_forgotten():
+def test_nothing_is_kept_of_a_request_that_is_forgotten(refuses):
     model, _, state = trained("test")
     programs = Programs.of(model, ONE, devices=jax.devices()[:1], slots=2, max_seq=32)
     engine = Engine(
@@ -300,7 +300,7 @@ def test_nothing_is_kept_of_a_request_that_is_forgotten():
     asked = [Request(tokens=(1, 2), max_tokens=2), Request(tokens=(3,), max_tokens=2)]
     for request in asked:
         engine.submit(request)
-    with pytest.raises(InputError, match="request 1 has not ended; forget it after"):
+    with refuses("generation.unfinished_request", "request 1"):
         engine.forget(1)
     list(engine.run())
     engine.forget(0)
@@ -449,8 +449,16 @@ def test_what_is_for_training_alone_is_left_out_of_a_layout():
     )
 
 
-def programs_of(name):
-    return Programs.of(build(name), ONE, slots=1, max_seq=8, devices=jax.devices()[:1])
+def programs_of(name, layout=ONE, **options):
+    options = {"slots": 1, "max_seq": 8, **options}
+    devices = jax.devices()[: Layout.of(layout).num_devices]
+    return Programs.of(build(name), layout, devices=devices, **options)
+
+
+def submitted(request, **options):
+    """A request to an engine that is given no parameters, as nothing runs."""
+    options = {"slots": 2, "max_seq": 32, "page_size": 4, **options}
+    Engine(programs_of("test", **options), {}, {}).submit(request)
 
 
 BYTES = OfRun(ByteTokenizer())
@@ -462,51 +470,81 @@ def asked(prompts, **options):
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("make", "refusal"),
     [
-        (lambda: engine_of(slots=3, layout="data=2"), "slots=3 examples do not divide"),
-        (lambda: programs_of("tiny-vit"), "tokens"),
+        (
+            lambda: programs_of("test", "data=2", slots=3),
+            ("generation.indivisible_slots", "slots=3", 2),
+        ),
+        (
+            lambda: programs_of("tiny-vit"),
+            ("batch.missing_array", "batch['images']", "'tokens'"),
+        ),
         (
             lambda: programs_of("tiny-moe-capacity"),
-            "capacity_factor=1.25 drops tokens",
+            ("generation.capacity_drops_tokens", "capacity_factor=1.25"),
         ),
         (
-            lambda: engine_of().submit(Request(tokens=[1] * 30, max_tokens=3)),
-            "make 33, but max_seq=32",
+            lambda: submitted(Request(tokens=[1] * 30, max_tokens=3)),
+            ("generation.request_too_long", 30, "max_tokens=3", 33, "max_seq=32"),
         ),
         (
-            lambda: engine_of(num_pages=2).submit(Request(tokens=[1] * 9)),
-            "max_tokens=64 make 73",
+            lambda: submitted(Request(tokens=[1] * 9), num_pages=2),
+            ("generation.request_too_long", 9, "max_tokens=64", 73),
         ),
-        (lambda: Request(tokens=[]), "a prompt has no tokens"),
+        (lambda: Request(tokens=[]), ("generation.empty_prompt",)),
         (
             lambda: Request(tokens=[1.7, 2.9]),
-            r"tokens=\[1.7, 2.9\]: give a list of tok",
+            ("generation.tokens_not_whole_numbers", "tokens=[1.7, 2.9]"),
         ),
-        (lambda: Request(tokens=[1], stop_tokens=[1.5]), r"stop_tokens=\[1.5\]: give"),
-        (lambda: Request(tokens=[1], stop=[5]), r"stop=\[5\]: give a list of texts"),
-        (lambda: asked([[1.7]]), r"prompt \[1.7\] is no text and no list of tokens"),
+        (
+            lambda: Request(tokens=[1], stop_tokens=[1.5]),
+            ("generation.tokens_not_whole_numbers", "stop_tokens=[1.5]"),
+        ),
+        (
+            lambda: Request(tokens=[1], stop=[5]),
+            ("generation.stop_not_texts", "stop=[5]"),
+        ),
+        (lambda: asked([[1.7]]), ("generation.prompt_not_tokens", [1.7])),
         (
             lambda: asked([[1]], slots=0),
-            "slots=0: must be a whole number of at least 1",
+            ("value.not_whole_number", "slots=0", 1),
         ),
         (
             lambda: asked(["to"], stop="END", tokenizer=BYTES),
-            "stop='END': give a list of texts",
+            ("generation.stop_not_list", "stop='END'"),
         ),
-        (lambda: asked([[1]], stop_tokens=5), r"stop_tokens=5: give a list, \[\] for"),
-        (lambda: asked([[1]], stop=None), r"stop=None: give a list, \[\] for none"),
-        (lambda: asked([[1]], start_tokens=0), "start_tokens=0: give a list of tokens"),
-        (lambda: Sampling(temperature=-1), "temperature=-1"),
-        (lambda: Sampling(top_p=0), "top_p=0"),
-        (lambda: Sampling(seed=-1), "seed=-1"),
-        (lambda: meshpar.generate(build("test"), {}, "abc"), "list of texts"),
-        (lambda: meshpar.generate(build("test"), {}, ["abc"]), "no tokenizer="),
-        (lambda: generated(build("test"), {}, ONE), "is missing"),
+        (
+            lambda: asked([[1]], stop_tokens=5),
+            ("generation.stop_not_list", "stop_tokens=5", []),
+        ),
+        (
+            lambda: asked([[1]], stop=None),
+            ("generation.stop_not_list", "stop=None", []),
+        ),
+        (
+            lambda: asked([[1]], start_tokens=0),
+            ("generation.start_tokens_not_list", "start_tokens=0"),
+        ),
+        (
+            lambda: Sampling(temperature=-1),
+            ("generation.temperature_out_of_range", "temperature=-1"),
+        ),
+        (lambda: Sampling(top_p=0), ("generation.top_p_out_of_range", "top_p=0")),
+        (lambda: Sampling(seed=-1), ("value.not_whole_number", "seed=-1")),
+        (
+            lambda: meshpar.generate(build("test"), {}, "abc"),
+            ("generation.prompts_not_list", "'abc'"),
+        ),
+        (
+            lambda: meshpar.generate(build("test"), {}, ["abc"]),
+            ("generation.prompt_without_tokenizer", "'abc'", "tokenizer="),
+        ),
+        (lambda: generated(build("test"), {}, ONE), ("model.missing_parameter",)),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line(make, message):
-    with pytest.raises(InputError, match=message):
+def test_what_cannot_be_is_refused_in_one_line(make, refusal, refuses):
+    with refuses(*refusal):
         make()
 
 
@@ -542,14 +580,14 @@ def test_routers_of_a_bf16_layout_stay_in_fp32():
     assert routers and all(one.dtype == jnp.float32 for one in routers)
 
 
-def test_noise_of_whole_sequences_is_refused_token_by_token():
+def test_noise_of_whole_sequences_is_refused_token_by_token(refuses):
     cache = DeclaredCache(max_seq=8, positions=jnp.zeros((2, 1), jnp.int32))
     scope = Scope(cache=cache, random=jax.random.key(0), examples=jnp.arange(2))
-    with pytest.raises(InputError, match="generates token by token here"):
+    with refuses("model.normal_while_generating", "'noise'"):
         scope.normal((2, 1, 4), "noise")
 
 
-def test_a_model_that_looks_at_the_token_before_is_refused():
+def test_a_model_that_looks_at_the_token_before_is_refused(refuses):
     model = build("test")
     [group] = model.groups
 
@@ -560,5 +598,5 @@ def test_a_model_that_looks_at_the_token_before_is_refused():
     shifted = dataclasses.replace(
         model, groups=(dataclasses.replace(group, block=block),)
     )
-    with pytest.raises(InputError, match="cannot generate token by token"):
+    with refuses("generation.joined_tokens"):
         Programs.of(shifted, ONE, slots=1, max_seq=8, devices=jax.devices()[:1])

@@ -8,6 +8,7 @@ from meshpar.cli.main import main
 from meshpar.recipes import pretrain
 from meshpar.recipes.config import RunConfig
 from meshpar.train.checkpoint import Checkpoints
+from tests.refusals import names
 from tests.test_checkpoint import small_state
 
 
@@ -23,6 +24,16 @@ def saved(tmp_path_factory, small_text):
         patch.setattr(pretrain, "validate", lambda *args: 5.25)
         patch.setattr(pretrain, "sample", lambda *args: pretrain.np.array([65]))
         pretrain.pretrain(config)
+    return out
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """The same of small arrays that no run has made."""
+    out = tmp_path_factory.mktemp("kept")
+    with Checkpoints(out / "checkpoints") as checkpoints:
+        for steps_done in (1, 2):
+            checkpoints.save(small_state(steps_done), {"layout": "data=1"})
     return out
 
 
@@ -65,17 +76,24 @@ def test_a_checkpoint_before_the_first_step_can_be_asked_for(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "refusal"),
     [
-        (["no/such/folder"], "no folder 'no/such/folder'; name a run's"),
-        (["{}", "--step", "7"], "no checkpoint of step 7 in '{}/checkpoints'; there"),
-        (["{}/checkpoints/1/state"], "no checkpoint in '{}/checkpoints/1/state'; name"),
+        (["no/such/folder"], ("checkpoint.missing_folder", "'no/such/folder'")),
+        (
+            ["{}", "--step", "7"],
+            ("checkpoint.no_such_step", "step 7", "'{}/checkpoints'", "1, 2"),
+        ),
+        (
+            ["{}/checkpoints/1/state"],
+            ("checkpoint.none_in_folder", "'{}/checkpoints/1/state'"),
+        ),
     ],
 )
-def test_what_is_no_checkpoint_is_told_in_one_line(words, told, saved, capsys):
-    assert main(["inspect", *(word.format(saved) for word in words)]) == 2
-    error = capsys.readouterr().err
-    assert told.format(saved) in error and len(error.splitlines()) == 1
+def test_what_is_no_checkpoint_is_told_in_one_line(
+    words, refusal, kept, refuses_command
+):
+    words, refusal = ([one.format(kept) for one in said] for said in (words, refusal))
+    refuses_command(["inspect", *words], *refusal)
 
 
 def test_damage_is_told_and_is_status_1(saved, capsys):
@@ -83,8 +101,11 @@ def test_damage_is_told_and_is_status_1(saved, capsys):
     largest = max(
         (one for one in files if one.is_file()), key=lambda f: f.stat().st_size
     )
+    size = largest.stat().st_size
     largest.write_bytes(largest.read_bytes()[:-1])
     assert main(["inspect", str(saved), "--step", "1", "--json"]) == 1
     captured = capsys.readouterr()
-    assert "bytes, not" in json.loads(captured.out)["damage"]
-    assert captured.err.startswith("step 1 is damaged: its file state/")
+    damage = json.loads(captured.out)["damage"]
+    told = f"{size:,}", f"{size - 1:,}"
+    assert all(names(damage, one) for one in told), damage
+    assert captured.err.startswith("step 1 ") and largest.name in captured.err

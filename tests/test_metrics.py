@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from meshpar import InputError
 from meshpar.train.metrics import JsonLines, cut_rows
 
 ROWS = [
@@ -72,7 +71,7 @@ def test_rows_written_before_an_error_are_kept(tmp_path):
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_row_that_cannot_be_written_names_the_file():
     with (
-        pytest.raises(OSError, match="No space left on device: '/dev/full'") as caught,
+        pytest.raises(OSError, match="/dev/full") as caught,
         JsonLines(Path("/dev/full")) as log,
     ):
         log.write(**ROWS[0])
@@ -93,10 +92,10 @@ def test_rows_are_cut_at_the_first_stale_or_unfinished_one(
 
 
 @pytest.mark.parametrize("line", ["notes", "notes\n", "3\n", '{"loss": 3}\n', "\0\n"])
-def test_a_file_that_holds_no_metrics_is_not_cut(tmp_path, line):
+def test_a_file_that_holds_no_metrics_is_not_cut(tmp_path, line, refuses):
     path = tmp_path / "notes.txt"
     path.write_text('{"step": 0}\n' + line)
-    with pytest.raises(InputError, match="line 2 of '.*notes.txt' is no row of metric"):
+    with refuses("run.unreadable_metrics", 2, "notes.txt"):
         cut_rows(path, lambda row: row["step"] >= 1)
     assert path.read_text() == '{"step": 0}\n' + line
 
