@@ -40,7 +40,7 @@ def render_chat(
     except ModuleNotFoundError as error:
         raise InputError(
             "chat templates need jinja2: pip install 'meshpar[convert]'",
-            key="data.jinja2_not_installed",
+            key="data.missing_package",
         ) from error
 
     def refuse(message: str) -> Any:

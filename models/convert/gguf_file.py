@@ -64,6 +64,6 @@ def _library() -> Any:
     except ModuleNotFoundError as error:
         raise InputError(
             "reading GGUF needs gguf: pip install 'meshpar[convert]'",
-            key="weights.gguf_not_installed",
+            key="weights.missing_package",
         ) from error
     return gguf

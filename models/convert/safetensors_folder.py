@@ -89,7 +89,7 @@ def _library() -> Any:
     except ModuleNotFoundError as error:
         raise InputError(
             "reading safetensors needs safetensors: pip install 'meshpar[convert]'",
-            key="weights.safetensors_not_installed",
+            key="weights.missing_package",
         ) from error
     return safetensors
 

@@ -254,7 +254,7 @@ def _save(tensors: Mapping[str, np.ndarray], file: Path) -> None:
     except ModuleNotFoundError as error:
         raise InputError(
             "writing safetensors needs safetensors: pip install 'meshpar[convert]'",
-            key="weights.safetensors_not_installed",
+            key="weights.missing_package",
         ) from error
     save_file(dict(tensors), file, metadata={"format": "pt"})
 
