@@ -2,6 +2,8 @@
 
 PYTHON ?= python3
 NEWEST ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python) $(shell command -v python3.12))
+DOCS := .mkdocs.yml
+SITE := site
 VENV := .venv
 NEWEST_VENV := .venv-newest
 PYTEST := -m pytest -n 2
@@ -27,6 +29,10 @@ words: $(VENV)/test.installed
 test-newest: $(NEWEST_VENV)/test.installed
 	$(NEWEST_VENV)/bin/python $(PYTEST)
 
+# One fault after another in copies of the library: the tests have to find each.
+mutants: $(VENV)/test.installed
+	$(VENV)/bin/python -m tests.mutants
+
 lint: $(VENV)/test.installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -34,7 +40,8 @@ lint: $(VENV)/test.installed
 
 # Into site/, with warnings as errors and without network.
 docs: $(VENV)/docs.installed
-	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --config-file .mkdocs.yml
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --config-file $(DOCS) \
+		--site-dir $(abspath $(SITE))
 
 screenshots: $(VENV)/test.installed $(VENV)/browser.installed
 	$(VENV)/bin/python -m tests.screenshots docs/images

@@ -12,6 +12,7 @@ import meshpar
 import meshpar.schedules
 import meshpar.testing
 from meshpar.cli.main import SUBCOMMANDS
+from tests import warm
 from tests.documents import ROOT, RUN, SHOWN, blocks, documents
 
 ALL = {document: [*blocks(document)] for document in documents()}
@@ -56,9 +57,9 @@ def read(document, folder, *, slow):
     ]
     (folder / ".page.json").write_text(json.dumps(program))
     done = subprocess.run(
-        [sys.executable, "-c", READER, ".page.json"],
+        [*warm.words(), "-c", READER, ".page.json"],
         cwd=folder,
-        env=reader_environment(),
+        env=reader_environment(folder),
         capture_output=True,
         text=True,
         timeout=3600,
@@ -66,12 +67,13 @@ def read(document, folder, *, slow):
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
 
 
-def reader_environment():
-    """`python` and `meshpar` are this interpreter's; both import this checkout."""
+def reader_environment(folder):
+    """`python`, `meshpar` and `pytest` are warm ones; all import this checkout."""
     here = os.path.dirname(sys.executable)
+    first = str(warm.commands(folder / ".bin"))
     return {
         **os.environ,
-        "PATH": os.pathsep.join([here, os.environ["PATH"]]),
+        "PATH": os.pathsep.join([first, here, os.environ["PATH"]]),
         "PYTHONPATH": str(ROOT),
         "COLUMNS": "120",
     }
@@ -128,21 +130,47 @@ def test_every_slow_block_of_a_page_runs(document, tmp_path):
     read(document, tmp_path, slow=True)
 
 
-def test_the_documentation_builds_without_a_warning(tmp_path):
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"]
-    done = subprocess.run(
-        [*command, "--config-file", ".mkdocs.yml", "--site-dir", str(tmp_path)],
+def make_docs(site, **variables):
+    """Runs `make docs`, without what it installs."""
+    variables = {"VENV": sys.prefix, "SITE": site, **variables}
+    words = [f"{name}={value}" for name, value in variables.items()]
+    return subprocess.run(
+        ["make", "docs", f"--assume-old={sys.prefix}/docs.installed", *words],
         cwd=ROOT,
-        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
         text=True,
     )
+
+
+def test_the_documentation_builds_without_a_warning(tmp_path):
+    done = make_docs(tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     page = (tmp_path / "reference" / "meshpar.html").read_text()
     assert "A training step of" in page  # from the docstring
     pages = [path.read_text() for path in tmp_path.rglob("*.html")]
     loads = re.compile(r'(?:src|href)="(?:https?:)?//[^"]+\.(?:js|css|woff2?)')
     assert not any(map(loads.search, pages)), "something is loaded from elsewhere"
+
+
+@pytest.mark.parametrize(
+    ("link", "status"),
+    [
+        ("[there](index.md#there)", 0),
+        ("[gone](gone.md)", 2),
+        ("[gone](index.md#gone)", 2),
+        ("![gone](gone.png)", 2),
+    ],
+)
+def test_a_broken_link_stops_the_build(link, status, tmp_path):
+    pages = tmp_path / "pages"
+    pages.mkdir()
+    (pages / "index.md").write_text(f"# Title\n\n## There\n\n{link}\n")
+    config = tmp_path / "mkdocs.yml"
+    small = {"docs_dir": str(pages), "nav": None, "hooks": [], "extra_css": []}
+    settings = [f"{name}: {json.dumps(value)}" for name, value in small.items()]
+    config.write_text("\n".join([f"INHERIT: {ROOT / '.mkdocs.yml'}", *settings]))
+    done = make_docs(tmp_path / "site", DOCS=config)
+    assert done.returncode == status, done.stdout + done.stderr
 
 
 def test_every_block_says_what_it_is():

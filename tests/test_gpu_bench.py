@@ -3,7 +3,6 @@
 import importlib.util
 import io
 import subprocess
-import sys
 
 import jax
 import pytest
@@ -17,6 +16,7 @@ from meshpar.recipes.bench.gpu_contestants import (
     Shape,
     bf16_agrees,
 )
+from tests import warm
 
 TINY = {
     "gpt2": Shape(
@@ -92,7 +92,7 @@ def test_the_peak_is_found_by_the_name_of_the_gpu():
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is a GPU")
 def test_it_says_in_one_line_that_there_is_no_gpu():
-    words = [sys.executable, "-m", "recipes.bench.gpu"]
+    words = [*warm.words(), "-m", "recipes.bench.gpu"]
     ended = subprocess.run(words, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 2
     assert ended.stderr.strip().startswith("recipes.bench.gpu: JAX sees no GPU here")

@@ -2,9 +2,10 @@
 
 import json
 import subprocess
-import sys
 
 import pytest
+
+from tests import warm
 
 pytestmark = pytest.mark.slow
 
@@ -34,7 +35,7 @@ UNET = {"preset": "tiny-unet3d", **PLACES, "base": 4, "groups": 2}
     ids=["llama", "moe", "vit", "dit", "unet3d"],
 )
 def test_layouts_differ_from_one_device_by_rounding_alone(model, layouts):
-    program = [sys.executable, "-m", "tests.layouts_in_fp64", json.dumps(model)]
+    program = [*warm.words(), "-m", "tests.layouts_in_fp64", json.dumps(model)]
     done = subprocess.run([*program, *layouts], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines()]

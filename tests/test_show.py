@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 
 import pytest
 
@@ -14,6 +13,7 @@ from meshpar.planner.cost.estimate import estimate
 from meshpar.planner.cost.memory import rank_memories
 from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.workload.shapes import SHAPES
+from tests import warm
 from tests.refusals import check_words, ended
 
 LINE = "fsdp=2,stage=4,tensor=8,microbatches=16,remat=full,precision=bf16"
@@ -31,7 +31,7 @@ def facts_of(capsys, *words):
 @pytest.fixture(scope="module")
 def facts():
     """Of a model that no device here could hold."""
-    command = [sys.executable, "-m", "meshpar", "show", *LARGE, "--json"]
+    command = [*warm.words(), "-m", "meshpar", "show", *LARGE, "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return json.loads(done.stdout)
 
