@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshpar import BATCH_AXES, InputError, Layout, make_mesh
+from meshpar import BATCH_AXES, Layout, make_mesh
 from meshpar.train.batch_placement import BatchPlacement
 
 
@@ -60,29 +60,28 @@ def test_a_process_gives_the_rows_of_its_devices(line, here, rows, placement_of)
     assert placement_of(line, here).rows_here(8).tolist() == rows
 
 
-def test_a_process_alone_gives_all_rows():
+def test_a_process_alone_gives_all_rows(refuses):
     layout = Layout.parse("data=4,tensor=2")
     sharding = NamedSharding(make_mesh(layout), PartitionSpec(BATCH_AXES))
     placement = unchecked(layout, sharding)
     assert placement.rows_here(8).tolist() == list(range(8))
-    with pytest.raises(InputError, match="has 6 examples, which do not divide over 4"):
+    with refuses("batch.indivisible", 6, 4, "data=4,fsdp=1"):
         placement.rows_here(6)
-    with pytest.raises(InputError, match="has 4 rows, but of a global batch of 8"):
+    with refuses("batch.wrong_number_of_rows", "batch['x']", 4, 8):
         placement.place({"x": np.zeros((4, 2))}, global_batch=8)
 
 
-def test_rows_that_do_not_divide_over_its_devices_are_told_with_how_many(placement_of):
-    match = (
-        r"batch\['x'\] has 3 rows on process 1 of 2, whose devices hold 4 of the 8 "
-        r"parts of data=8,fsdp=1: give it a multiple of 4 rows, 4/8 of the global"
-    )
-    with pytest.raises(InputError, match=match):
+def test_rows_that_do_not_divide_over_its_devices_are_told_with_how_many(
+    placement_of, refuses
+):
+    numbers = ("batch['x']", 3, "1 of 2", "4 of the 8", "multiple of 4", "4/8")
+    with refuses("batch.indivisible_rows", *numbers, "data=8,fsdp=1"):
         placement_of("data=8").check({"x": np.zeros((3, 2))})
     placement_of("data=8").check({"x": np.zeros((8, 2))})
-    with pytest.raises(InputError, match="the 8 parts of data=2,fsdp=1,expert=4: "):
+    with refuses("batch.indivisible_rows", 8, "data=2,fsdp=1,expert=4"):
         placement_of("data=2,expert=4").check({"x": np.zeros((3, 2))})
 
 
-def test_a_process_without_a_device_in_the_mesh_is_told(placement_of):
-    with pytest.raises(InputError, match="no device of process 1 is in the mesh"):
+def test_a_process_without_a_device_in_the_mesh_is_told(placement_of, refuses):
+    with refuses("mesh.process_without_devices", "process 1", "'data=8'"):
         placement_of("data=8", slice(0, 0)).rows_here(8)

@@ -190,7 +190,7 @@ def test_one_gradient_that_is_a_little_wrong_is_found(gradients_times, line, fac
     with pytest.raises(AssertionError) as failure:
         check_layouts(build("test", layers=1), layouts=[line])
     message = str(failure.value)
-    assert "0 of 1 layouts agree" in message
+    assert "0 of 1" in message
     assert "gradients of token_embed: error" in message
     again = re.search(
         r'again with: check_layouts\(model, \.\.\., layouts=\["(.*)"\]', message
@@ -203,32 +203,38 @@ def test_one_gradient_that_is_a_little_wrong_is_found(gradients_times, line, fac
 
 
 @pytest.mark.parametrize(
-    "options, match",
+    "options, refusal",
     [
-        ({"layouts": ["tensor=4"]}, "layout 'tensor=4': .*'kv_heads' has size 2"),
-        ({"layouts": ["data=16"]}, "needs 16 devices, but there are 8"),
-        ({"layouts": ["--layout data=2"]}, "has no '--global-batch'; give the line"),
+        (
+            {"layouts": ["tensor=4"]},
+            ("layout.indivisible", "'tensor=4'", "'kv_heads'", 2, 4),
+        ),
+        ({"layouts": ["data=16"]}, ("mesh.too_few_devices", 16, 8)),
+        (
+            {"layouts": ["--layout data=2"]},
+            ("testing.incomplete_case", "'--layout data=2'", "'--global-batch'"),
+        ),
         (
             {"layouts": [CASE.format(3, "full")]},
-            "size 3, which does not divide",
+            ("layout.indivisible", "'data=2'", "'batch'", 3, 2),
         ),
         (
             {"layouts": [CASE.format(2, "hole")]},
-            "no mask 'hole'; did you mean 'holes'",
+            ("testing.unknown_mask", "'hole'", "'holes'"),
         ),
-        ({"num_devices": 9}, "num_devices=9, but there are 8"),
+        ({"num_devices": 9}, ("mesh.too_few_devices", "num_devices=9", 8)),
         (
             {"batch": {"x": np.ones((2, 2))}},
-            "has 'x', but no 'tokens', which the model",
+            ("batch.missing_array", "'x'", "'tokens'"),
         ),
     ],
 )
-def test_what_cannot_be_checked_is_refused(options, match):
-    with pytest.raises(ValueError, match=match):
+def test_what_cannot_be_checked_is_refused(options, refusal, refuses):
+    with refuses(*refusal):
         check_layouts(build("test"), **options)
 
 
-def test_a_model_without_a_vocabulary_needs_a_batch():
+def test_a_model_without_a_vocabulary_needs_a_batch(refuses):
     model = from_nnx(ends=Ends, block=Block, num_layers=1)
-    with pytest.raises(ValueError, match="no 'vocab' dim, so that no batch"):
+    with refuses("testing.unknown_vocabulary", "'vocab'", "batch['tokens']"):
         check_layouts(model, layouts=["data=2"])

@@ -10,7 +10,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from meshpar import (
-    InputError,
     absent_mesh,
     audit,
     batch_shapes,
@@ -81,10 +80,16 @@ def test_a_loop_that_does_not_prefetch_is_noted(line, words):
 
 
 @pytest.mark.parametrize(
-    "line", ["data=2", "fsdp=2,zero=1", "fsdp=2,microbatches=2", "fsdp=2,stage=2"]
+    ("line", "key"),
+    [
+        ("data=2", "rules.dead"),
+        ("fsdp=2,zero=1", "layout.fsdp_prefetch_without_effect"),
+        ("fsdp=2,microbatches=2", "layout.fsdp_prefetch_without_effect"),
+        ("fsdp=2,stage=2", "layout.fsdp_prefetch_without_effect"),
+    ],
 )
-def test_a_key_without_effect_is_refused(line):
-    with pytest.raises(InputError, match="fsdp_prefetch=on changes nothing"):
+def test_a_key_without_effect_is_refused(line, key, refuses):
+    with refuses(key, "fsdp_prefetch=on"):
         step_of(model_of(2), f"{line},fsdp_prefetch=on")
 
 

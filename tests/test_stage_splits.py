@@ -151,27 +151,35 @@ def test_a_memory_report_is_of_the_stages_that_the_step_has():
 
 
 @pytest.mark.parametrize(
-    ("line", "costs", "match"),
+    ("line", "costs", "refusal"),
     [
-        ("stage=2,microbatches=2", [1] * 5, "does not split by them; say splits=cost"),
-        ("stage=2,splits=cost", [1] * 4, "has 5 layers, but 4 costs; give one a layer"),
-        ("stage=2,splits=cost", [1, 1, 0, 1, 1], "each must be a number above 0"),
-        ("stage=8,splits=cost", None, "are 8 stages, but the model has 5 layers"),
+        (
+            "stage=2,microbatches=2",
+            [1] * 5,
+            ("layout.unused_layer_costs", "layer_costs", "splits=cost"),
+        ),
+        ("stage=2,splits=cost", [1] * 4, ("model.wrong_number_of_costs", 5, 4)),
+        (
+            "stage=2,splits=cost",
+            [1, 1, 0, 1, 1],
+            ("model.cost_not_positive", (1, 1, 0, 1, 1)),
+        ),
+        ("stage=8,splits=cost", None, ("layout.too_many_stages", "stage=8", 8, 5)),
     ],
 )
-def test_costs_that_do_not_fit_are_refused(line, costs, match):
-    with pytest.raises(ValueError, match=match):
+def test_costs_that_do_not_fit_are_refused(line, costs, refusal, refuses):
+    with refuses(*refusal):
         step_of(model_of(5), line, layer_costs=costs)
 
 
-def test_a_model_that_reads_more_than_tokens_needs_costs_given():
+def test_a_model_that_reads_more_than_tokens_needs_costs_given(refuses):
     model = model_of(5)
 
     def embed(params, batch, scope):
         return model.embed(params, batch, scope) * batch["gain"][:, None, None]
 
     reads_more = replace(model, embed=embed)
-    with pytest.raises(ValueError, match="'gain'.*give layer_costs="):
+    with refuses("batch.missing_array", "batch['gain']", "layer_costs="):
         step_of(reads_more, "stage=2,splits=cost")
 
 
@@ -180,7 +188,15 @@ def test_splits_are_parsed_and_printed_exactly(line):
     assert str(Layout.parse(line)) == line
 
 
-@pytest.mark.parametrize("text", ["costs", "1/cost", "cost/cost", ""])
-def test_other_words_are_no_splits(text):
-    with pytest.raises(ValueError, match="splits"):
+@pytest.mark.parametrize(
+    ("text", "refusal"),
+    [
+        ("costs", ("layout.not_whole_number", "splits='costs'")),
+        ("1/cost", ("layout.not_whole_number", "splits='cost'")),
+        ("cost/cost", ("layout.not_whole_number", "splits='cost'")),
+        ("", ("layout.not_key_value", "'splits='")),
+    ],
+)
+def test_other_words_are_no_splits(text, refusal, refuses):
+    with refuses(*refusal):
         Layout.parse(f"stage=2,splits={text}")
