@@ -100,7 +100,7 @@ def refuse_unknown(remat: str, known: Sequence[str]) -> None:
         if name not in (BLOCK_INPUT, *known):
             raise InputError(
                 f"remat={remat}: no block names a residual {name!r} with Scope.save; "
-                f"{nearest(name, known)}",
+                f"{nearest(name, set(known))}",
                 key="layout.unknown_residual",
             )
 
