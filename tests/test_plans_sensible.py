@@ -22,7 +22,7 @@ from meshpar.planner.search.search import Request, search
 from meshpar.planner.search.space import divisors
 from meshpar.planner.workload.shapes import SHAPES
 from meshpar.schedules import SCHEDULES, step_refusal
-from meshpar.train.layout_refusals import layout_refusals
+from meshpar.train.layout_refusals import layout_errors
 from tests.marks import slow
 
 NUM_RANDOM = 500
@@ -156,7 +156,7 @@ def random_pipeline(draw, workload, stages):
 
 def estimated(asked, layout):
     """Its estimate; None where it cannot be, or the step refuses it."""
-    refused = layout_refusals(layout).keys() - {"context", "expert"}
+    refused = layout_errors(layout).keys() - {"context", "expert"}
     if refused:
         return None
     size = {"global_batch": asked.global_batch, "seq": asked.seq}

@@ -23,7 +23,7 @@ from meshpar.model.contract import Model
 from meshpar.model.tracing import traced_batch
 from meshpar.planner.cost.estimate import Estimate, estimate_run
 from meshpar.planner.machine.cluster import Cluster
-from meshpar.train.layout_refusals import layout_refusals
+from meshpar.train.layout_refusals import layout_errors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,8 +150,8 @@ def compiled(model: Model, target: Target, plan: Estimate) -> Confirmed:
         unfused = replace(run.execution, fused_attention=False)
         plan = estimate_run(replace(run, execution=unfused))
     names: dict[str, Any] = {"layout": str(layout), "target": str(target)}
-    for refusal in layout_refusals(layout).values():
-        return Confirmed(**names, problem=refusal)
+    for error in layout_errors(layout).values():
+        return Confirmed(**names, problem=str(error))
     step = adamw_step(model, layout, mesh=absent_mesh(layout))
     batch = traced_batch(step.model, run.global_batch, run.seq)
     try:

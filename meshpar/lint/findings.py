@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 from meshpar.layout import BATCH_AXES, Layout
 from meshpar.lint.rows import ParameterRow
 from meshpar.rules.rules import Rules, spec_axes
-from meshpar.train.layout_refusals import layout_refusals
+from meshpar.train.layout_refusals import layout_errors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +128,7 @@ def idle_mesh_axes(
 
 def _axes_at_work(layout: Layout) -> dict[str, int]:
     # One finding is enough for a mesh axis that the training step refuses.
-    refused = layout_refusals(layout)
+    refused = layout_errors(layout)
     return {
         axis: size
         for axis, size in layout.mesh_shape.items()

@@ -22,8 +22,8 @@ from meshpar.model.contract import Model, check_model
 from meshpar.parallel.pipeline.program import arranged_for
 from meshpar.parallel.remat import check_residual_names
 from meshpar.parallel.sequence import token_order
-from meshpar.parallel.sequence_checks import context_problems
-from meshpar.parallel.space import space_problems, splits_tokens
+from meshpar.parallel.sequence_checks import context_errors
+from meshpar.parallel.space import space_errors, splits_tokens
 from meshpar.parallel.storage import (
     moved_because,
     parameter_specs,
@@ -39,7 +39,7 @@ from meshpar.rules.table import (
     mesh_axes_of,
     shadowed_message,
 )
-from meshpar.train.layout_refusals import layout_refusals
+from meshpar.train.layout_refusals import layout_errors
 from meshpar.train.refusals import batch_refusal, experts_refusal, inputs_refusal
 from meshpar.train.rule_refusals import rule_refusals
 
@@ -118,8 +118,8 @@ def lint(
             *_unsupported("expert", experts_refusal(model, layout)),
             *_unsupported("inputs", inputs_refusal(model, layout)),
             *_unknown_residuals(model, layout),
-            *_unsupported("context", *context_problems(model, layout, rules, seq)),
-            *_unsupported("space", *space_problems(model, layout, rules)),
+            *_unsupported("context", *context_errors(model, layout, rules, seq)),
+            *_unsupported("space", *space_errors(model, layout, rules)),
             *stage_findings,
             *batch_findings,
             *row_findings,
@@ -151,7 +151,7 @@ def _rules_of(
 
 def _stored(model: Model, layout: Layout) -> tuple[Model, list[Finding]]:
     """The model as a step stores it, or why its layers cannot be cut into stages."""
-    if layout_refusals(layout):
+    if layout_errors(layout):
         return model, []
     try:
         return arranged_for(model, layout), []
@@ -170,7 +170,7 @@ def _examples(layout: Layout, global_batch: int | None) -> tuple[int, list[Findi
         kind="indivisible",
         path="microbatches",
         message=str(refused),
-        key=_key_of(refused, "batch.indivisible"),
+        key=refused.key,
     )
     return layout.batch_shards, [finding]
 
@@ -296,31 +296,21 @@ def _first_of_each(
     return Rules(first), findings
 
 
-def _unsupported(path: str, *refusals: InputError | str | None) -> list[Finding]:
-    """A finding for each of what a step refuses; None refuses nothing."""
+def _unsupported(path: str, *errors: InputError | None) -> list[Finding]:
+    """A finding for each error with which a step refuses; None refuses nothing."""
     return [
-        Finding(
-            kind="unsupported",
-            path=path,
-            message=str(refusal),
-            key=_key_of(refusal, "layout.unsupported"),
-        )
-        for refusal in refusals
-        if refusal is not None
+        Finding(kind="unsupported", path=path, message=str(error), key=error.key)
+        for error in errors
+        if error is not None
     ]
-
-
-def _key_of(refusal: InputError | str, otherwise: str) -> str:
-    """The key of what a step refuses, where it is an error and not its text alone."""
-    return refusal.key if isinstance(refusal, InputError) else otherwise
 
 
 def _refused(layout: Layout, rules: Rules) -> list[Finding]:
     return [
         *(
             finding
-            for key, refusal in layout_refusals(layout).items()
-            for finding in _unsupported(key, refusal)
+            for key, error in layout_errors(layout).items()
+            for finding in _unsupported(key, error)
         ),
         *(
             Finding(

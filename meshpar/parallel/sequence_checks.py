@@ -63,17 +63,17 @@ def check_per_token(model: Model, layout: Layout) -> None:
         )
 
 
-def context_problems(
+def context_errors(
     model: Model, layout: Layout, rules: Rules, seq: int
-) -> Iterator[str]:
-    """Why a model or its sequences of `seq` tokens do not suit a layout."""
+) -> Iterator[InputError]:
+    """The error of a model, or of its sequences of `seq` tokens, under a layout."""
     if not splits_tokens(model, layout, rules):
         return
     try:
         check_context(model, layout, rules)
         check_sequences(model, layout, rules, traced_batch(model, 1, seq))
     except InputError as error:
-        yield str(error)
+        yield error
 
 
 def _check_heads(model: Model, layout: Layout, rules: Rules) -> None:

@@ -71,11 +71,6 @@ def splits_tokens(model: Model, layout: Layout, rules: Rules) -> bool:
     return layout.context > 1 and "context" not in space_axes(model, rules)
 
 
-def space_problems(model: Model, layout: Layout, rules: Rules) -> Iterator[str]:
-    """Why a layout cannot split the space of a model's inputs."""
-    return map(str, space_errors(model, layout, rules))
-
-
 def space_errors(model: Model, layout: Layout, rules: Rules) -> Iterator[InputError]:
     """The errors of a layout that cannot split the space of a model's inputs."""
     axes, sizes = space_axes(model, rules), layout.mesh_shape

@@ -16,11 +16,11 @@ class RuleError(InputError):
     """A rule, or an array that the rules cannot lay out.
 
     `kind` is the lint's word for it: `unknown`, `repeated`, `claimed_twice`,
-    `indivisible`, `shadowed` or `rank`.
+    `indivisible`, `shadowed`, `rank` or `dead`. It gives the key, where none is given.
     """
 
-    def __init__(self, kind: str, message: str) -> None:
-        super().__init__(message, key=_KEYS.get(kind, f"rules.{kind}"))
+    def __init__(self, kind: str, message: str, *, key: str | None = None) -> None:
+        super().__init__(message, key=key or _KEYS.get(kind, f"rules.{kind}"))
         self.kind = kind
 
 

@@ -30,7 +30,7 @@ from meshpar.errors import InputError, whole_number
 from meshpar.layout import nearest
 from meshpar.model.inputs import shapes_of
 from meshpar.parallel.pipeline.program import arranged_for
-from meshpar.parallel.sequence_checks import context_problems
+from meshpar.parallel.sequence_checks import context_errors
 from meshpar.parallel.space import has_pairs, has_space, space_errors
 from meshpar.parallel.storage import parameter_specs
 from meshpar.rules.spatial import SPATIAL
@@ -229,8 +229,8 @@ def refusal(case: Case, choices: Choices) -> InputError | None:
             parameter_specs(path, parameter, case.layout, rules)
         for refused in space_errors(model, case.layout, rules):
             return refused
-        for message in context_problems(model, case.layout, rules, case.seq):
-            return InputError(message, key="layout.unsupported")
+        for refused in context_errors(model, case.layout, rules, case.seq):
+            return refused
         report = lint(
             model,
             case.layout,

@@ -19,7 +19,7 @@ from meshpar import MESH_AXES, Layout, Model, RuleError, default_rules, make_tra
 from meshpar.layout import STAGE_REMATS
 from meshpar.rules.table import MeshAxes
 from meshpar.schedules import SCHEDULES
-from meshpar.train.layout_refusals import layout_refusals
+from meshpar.train.layout_refusals import layout_errors
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ def draw_layout(
     if 1 < num_stages <= num_layers and rng.integers(3) == 0:
         values["splits"] = _random_splits(rng, num_layers, num_stages)
     layout = Layout(**values)
-    if "fsdp_prefetch" in layout_refusals(layout):
+    if "fsdp_prefetch" in layout_errors(layout):
         return replace(layout, fsdp_prefetch=Layout().fsdp_prefetch)
     return layout
 

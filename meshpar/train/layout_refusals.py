@@ -20,11 +20,6 @@ _OPTION_OF = {
 """Keys of a layout that mean something on one mesh axis only."""
 
 
-def layout_refusals(layout: Layout) -> dict[str, str]:
-    """Key of a layout -> why `make_train_step` refuses the value it has."""
-    return {name: str(error) for name, error in layout_errors(layout).items()}
-
-
 def layout_errors(layout: Layout) -> dict[str, InputError]:
     """Key of a layout -> the error with which `make_train_step` refuses its value."""
     refusals = {}

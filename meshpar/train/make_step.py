@@ -19,7 +19,6 @@ from meshpar.parallel.pipeline.schedule_choice import OwnSchedule
 from meshpar.parallel.remat import check_residual_names
 from meshpar.rules.presets import default_rules
 from meshpar.rules.rules import Rules, check_rules
-from meshpar.rules.table import RuleError
 from meshpar.train.local_steps.outer_optimizer import nesterov
 from meshpar.train.reduction_refusal import refuse_by_host
 from meshpar.train.refusals import (
@@ -143,7 +142,7 @@ def make_train_step(
     refuse(options)
     refused = experts_refusal(model, layout)
     if refused is not None:
-        raise RuleError("dead", refused)
+        raise refused
     refused_input = inputs_refusal(model, layout)
     if refused_input is not None:
         raise refused_input

@@ -16,6 +16,7 @@ from meshpar.model.parameter import flat
 from meshpar.model.tracing import traced_batch, traced_forward, tracing
 from meshpar.parallel.placement import DTYPES
 from meshpar.parallel.remat import HOST_MEMORY
+from meshpar.rules.table import RuleError
 from meshpar.train.layout_refusals import PLAIN, layout_errors
 from meshpar.train.rule_refusals import rule_refusals
 from meshpar.train.step_options import StepOptions
@@ -96,8 +97,8 @@ def inputs_refusal(model: Model, layout: Layout) -> InputError | None:
     )
 
 
-def experts_refusal(model: Model, layout: Layout) -> str | None:
-    """Why a layout's `expert` does not suit a model; None if it does.
+def experts_refusal(model: Model, layout: Layout) -> RuleError | None:
+    """The error of a layout's `expert` that does not suit a model; None if it does.
 
     Raises:
         InputError: A model with experts cannot be traced on a batch of one token.
@@ -107,23 +108,29 @@ def experts_refusal(model: Model, layout: Layout) -> str | None:
     asked = f"layout {str(layout)!r}: expert={layout.expert} splits experts, but"
     parameters = model.flat_parameters()
     if not any("experts" in one.logical_axes for one in parameters.values()):
-        return (
+        return RuleError(
+            "dead",
             f"{asked} no parameter of the model has the logical axis 'experts'; set "
-            "expert=1, and give 'data' or 'fsdp' its devices"
+            "expert=1, and give 'data' or 'fsdp' its devices",
+            key="layout.expert_without_experts",
         )
     silent = _sends_no_tokens(model)
     if silent is not None:
-        return (
+        return RuleError(
+            "dead",
             f"{asked} block group {silent!r} sends no tokens to its experts, so that "
             "each would see its device's experts alone; call "
-            "meshpar.parallel.expert.experts.routed_mlp, or set expert=1"
+            "meshpar.parallel.expert.experts.routed_mlp, or set expert=1",
+            key="model.experts_without_tokens",
         )
     for path, one in parameters.items():
         if "experts" in one.logical_axes[1:] or one.logical_axes == ("experts",):
-            return (
+            return RuleError(
+                "dead",
                 f"{asked} {path} has the logical axes {one.logical_axes}: a block sees "
                 "its device's experts alone of what has 'experts', which is for the "
-                "first dim of an expert's matrices; leave it out of a router's axes"
+                "first dim of an expert's matrices; leave it out of a router's axes",
+                key="model.experts_in_other_dim",
             )
     return None
 

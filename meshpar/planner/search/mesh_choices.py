@@ -94,7 +94,7 @@ class MeshChoices(NamedTuple):
         return self.ranks > 1 or count > 1 or state[1] == _PLAIN.fsdp_gather
 
     def _has_remat(self, remat: str, count: int) -> bool:
-        """With them, residuals wait in slots on the device (`layout_refusals`)."""
+        """With them, residuals wait in slots on the device (`layout_errors`)."""
         return "offload:" not in remat or (self.ranks == 1 and count == 1)
 
     def _scheduled(self, count: int) -> Iterator[Scheduled]:
