@@ -64,17 +64,17 @@ def test_the_right_number_of_collectives_passes(row_parallel):
 
 
 @pytest.mark.parametrize(
-    ("expected", "words"),
+    ("expected", "difference"),
     [
-        ({"tensor": {"all-reduce": 2}}, "all-reduce runs 1 times, expected 2"),
-        ({"tensor": {}}, "over tensor: all-reduce runs 1 times, expected 0"),
-        ({"data": {"all-gather": 1}}, "over data: all-gather runs 0 times, expected 1"),
+        ({"tensor": {"all-reduce": 2}}, "tensor: all-reduce .* 1 .* 2"),
+        ({"tensor": {}}, "tensor: all-reduce .* 1 .* 0"),
+        ({"data": {"all-gather": 1}}, "data: all-gather .* 0 .* 1"),
     ],
 )
 def test_a_wrong_number_prints_the_difference_and_the_table(
-    row_parallel, expected, words
+    row_parallel, expected, difference
 ):
-    with pytest.raises(AssertionError, match=words) as failure:
+    with pytest.raises(AssertionError, match=difference) as failure:
         assert_collectives(*row_parallel, expected)
     assert "row-parallel output" in str(failure.value)
 
@@ -84,9 +84,8 @@ def test_small_collectives_can_be_left_out(row_parallel):
 
 
 def test_a_gathered_weight_is_a_surprise(gathered):
-    with pytest.raises(AssertionError, match=r"nobody asked for this") as failure:
+    with pytest.raises(AssertionError, match=r"^surprise: .*test_assertions\.py:\d+"):
         assert_no_surprises(*gathered)
-    assert "test_assertions.py" in str(failure.value)
 
 
 def test_what_the_caller_expects_is_no_surprise(gathered):
@@ -99,7 +98,7 @@ def test_what_the_caller_expects_is_no_surprise(gathered):
 def test_the_peak_is_held_to_its_bytes(row_parallel):
     report = assert_peak_bytes(*row_parallel, at_most=1 << 20)
     peak = report.memory.peak_bytes
-    with pytest.raises(AssertionError, match=f"peak is {peak:,} bytes"):
+    with pytest.raises(AssertionError, match=f" {peak:,} .* {peak - 1:,}"):
         assert_peak_bytes(*row_parallel, at_most=peak - 1)
 
 
@@ -110,7 +109,7 @@ def test_replicated_arguments_are_counted(mesh):
     )
     size = EMBED * EMBED * 4
     assert_replicated_bytes_below(jnp.matmul, (split, whole), size + 1, mesh=mesh)
-    with pytest.raises(AssertionError, match=f"{size:,} bytes are replicated"):
+    with pytest.raises(AssertionError, match=f"^{size:,} .* {size:,};"):
         assert_replicated_bytes_below(jnp.matmul, (split, whole), size, mesh=mesh)
 
 
@@ -138,7 +137,7 @@ def test_memory_that_stays_flat_passes(mesh):
 
 
 def test_memory_that_grows_is_told_with_both_numbers(mesh):
-    with pytest.raises(AssertionError, match=r"grow with length: .* at 4, .* at 64"):
+    with pytest.raises(AssertionError, match=r"length: [\d,]+ .* 4, [\d,]+ .* 64,"):
         assert_flat_in(
             "length", lambda n: accumulated(n, keep=True), (4, 64), mesh=mesh
         )

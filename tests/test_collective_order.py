@@ -231,5 +231,5 @@ def test_programs_of_other_platforms_stay_as_they_are(platforms):
 
 def test_a_jax_that_lowers_otherwise_is_told(monkeypatch):
     monkeypatch.setattr(collective_channels, "_LOWER", "lower_in_another_way")
-    with pytest.warns(UserWarning, match="may be paired wrongly.*version of JAX"):
+    with pytest.warns(UserWarning, match="meshpar.* JAX"):
         collective_channels.give_own_channels.__wrapped__()

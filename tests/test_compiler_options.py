@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshpar import InputError, absent_mesh, audit, batch_shapes, make_train_step
+from meshpar import absent_mesh, audit, batch_shapes, make_train_step
 from meshpar.hardware.compiler_options import COMPILER_OPTIONS, compiler_options_for
 from meshpar.models.presets import build
 from tests.test_audit_targets import needs_tpu_compiler
@@ -33,8 +33,8 @@ def test_a_given_value_counts_and_none_leaves_a_row_out():
 
 
 @pytest.mark.parametrize("given", ["xla_a=1", {1: True}])
-def test_options_that_are_no_names_and_values_are_refused(given):
-    with pytest.raises(InputError, match="give a dict of XLA's names and values"):
+def test_options_that_are_no_names_and_values_are_refused(refuses, given):
+    with refuses("step.wrong_compiler_options", f"compiler_options={given!r}"):
         compiler_options_for("cpu", given)
 
 

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from meshpar import InputError, Layout
+from meshpar import Layout
 from meshpar.model.token_order import TokenOrder
 from meshpar.parallel.context.attention import shard_attention
 from meshpar.parallel.context.hops import Hops
@@ -238,26 +238,28 @@ def test_a_window_leaves_hops_out():
     assert hops.needed == (0, 1, 7)
 
 
-def test_a_prefix_and_a_window_are_refused():
+def test_a_prefix_and_a_window_are_refused(refuses):
     q, k, v, _ = numbers(32, 8)
     prefix = jnp.zeros(BATCH, jnp.int32)
-    with pytest.raises(InputError, match="window=4 and a prefix at once"):
+    with refuses("attention.window_with_prefix", "window=4"):
         shard_attention(q, k, v, mask=Mask(window=4), prefix=prefix)
 
 
-def test_a_prefix_or_documents_by_half_are_refused():
+def test_a_prefix_or_documents_by_half_are_refused(refuses):
     q, k, v, _ = numbers(32, 8)
     prefix, segments = jnp.zeros(BATCH, jnp.int32), jnp.zeros((BATCH, 32), jnp.int32)
-    with pytest.raises(InputError, match=r"Mask\(prefix=False\) with prefix=an array"):
+    with refuses("attention.prefix_and_mask_differ", "Mask(prefix=False)"):
         shard_attention(q, k, v, mask=Mask(), prefix=prefix)
-    with pytest.raises(InputError, match=r"Mask\(prefix=True\) with prefix=None"):
+    with refuses(
+        "attention.prefix_and_mask_differ", "Mask(prefix=True)", "prefix=None"
+    ):
         shard_attention(q, k, v, mask=Mask(prefix=True))
-    with pytest.raises(InputError, match="one is None and the other is not"):
+    with refuses("attention.segments_of_one_side", "q_segments", "k_segments"):
         shard_attention(q, k, v, mask=Mask(), q_segments=segments)
 
 
-def test_a_window_below_one_is_refused():
-    with pytest.raises(InputError, match="window=0: must be at least 1"):
+def test_a_window_below_one_is_refused(refuses):
+    with refuses("attention.window_too_small", "window=0", 1):
         Mask(window=0)
 
 

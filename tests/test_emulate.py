@@ -8,6 +8,8 @@ import sys
 import pytest
 
 import meshpar
+from meshpar.emulate import AlreadyStartedError
+from tests.refusals import check_words
 
 BREADTH_FIRST = "--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_CONCURRENCY_OPTIMIZED"
 PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds"
@@ -120,35 +122,31 @@ import meshpar
 try:
     meshpar.emulate(8)
 except RuntimeError as error:
-    print(json.dumps(str(error)))
+    print(json.dumps([error.key, str(error)]))
 """
 
 
-def test_emulating_after_jax_has_started_is_refused_with_both_ways_out():
-    assert run_child(TOO_LATE) == (
-        "emulate(8): JAX has already started with 1 cpu devices; call emulate before "
-        "the first JAX operation, or set MESHPAR_EMULATE=8 before starting Python"
-    )
+def test_emulating_after_jax_has_started_is_refused_with_both_ways_out(snapshot):
+    key, message = run_child(TOO_LATE)
+    assert key == "mesh.already_started"
+    check_words(message, key, ["emulate(8)", 1, "MESHPAR_EMULATE=8"], snapshot)
 
 
 @pytest.mark.parametrize("number", [0, -1, 2.0, "8"])
-def test_a_number_that_is_none_is_refused(number):
-    with pytest.raises(ValueError, match="needs at least 1 device"):
+def test_a_number_that_is_none_is_refused(refuses, number):
+    with refuses("mesh.device_count_below_one", f"emulate({number!r})", 1):
         meshpar.emulate(number)
 
 
 @pytest.mark.parametrize("text", ["eight", "-1", "4.0"])
-def test_a_bad_environment_variable_is_refused(text, monkeypatch):
+def test_a_bad_environment_variable_is_refused(refuses, text, monkeypatch):
     monkeypatch.setenv("MESHPAR_EMULATE", text)
-    match = f"MESHPAR_EMULATE='{text}': must be a number of devices, such as 8"
-    with pytest.raises(ValueError, match=match):
+    with refuses("mesh.device_count_not_number", f"MESHPAR_EMULATE='{text}'", 8):
         meshpar.emulate_from_environment()
 
 
-def test_another_number_after_the_start_is_refused_here_too():
-    with pytest.raises(
-        RuntimeError, match=r"emulate\(4\): JAX has already started with"
-    ):
+def test_another_number_after_the_start_is_refused_here_too(refuses):
+    with refuses("mesh.already_started", "emulate(4)", 8, kind=AlreadyStartedError):
         meshpar.emulate(4)
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshpar import InputError, Layout, Rules, Scope, audit, make_mesh
+from meshpar import Layout, Rules, Scope, audit, make_mesh
 from meshpar.parallel.grid_convolution import grid_convolution
 from tests.marks import slow
 
@@ -93,36 +93,47 @@ def test_it_sends_two_halos_for_a_split_dim():
 
 
 @pytest.mark.parametrize(
-    "shape, split, periodic, match",
+    "shape, split, periodic, refusal",
     [
-        ((3, 4, 4), {}, ("width",), r"kernel of shape \(3, 4, 4\) over .*each of 1 to"),
-        ((3, 3, 2, 4), {}, ("width",), "kernel of 2 channels, .* array of 4, shape"),
-        ((3, 3, 4, 4), {"embed": "tensor"}, (), "'embed' of size 4, are split over te"),
-        ((3, 3, 4, 4), {}, ("widht",), "names 'widht', .* did you mean 'width'"),
-        ((3, 3, 4, 4), {}, "width", r"periodic='width': give a tuple, \('width',\)"),
+        ((3, 4, 4), {}, ("width",), ("grid.wrong_kernel_dims", "(3, 4, 4)", 1, 3)),
+        ((3, 3, 2, 4), {}, ("width",), ("grid.wrong_kernel_channels", 2, 4)),
+        (
+            (3, 3, 4, 4),
+            {"embed": "tensor"},
+            (),
+            ("grid.split_channels", "'embed'", 4, "tensor"),
+        ),
+        (
+            (3, 3, 4, 4),
+            {},
+            ("widht",),
+            ("grid.unknown_periodic_dim", "'widht'", "'width'"),
+        ),
+        (
+            (3, 3, 4, 4),
+            {},
+            "width",
+            ("grid.periodic_not_a_tuple", "periodic='width'", "('width',)"),
+        ),
     ],
 )
-def test_what_is_no_kernel_or_dim_of_the_grid_is_refused(shape, split, periodic, match):
+def test_what_is_no_kernel_or_dim_of_the_grid_is_refused(
+    refuses, shape, split, periodic, refusal
+):
     scope, kernel = Scope(rules=rules_of(split)), np.ones(shape, np.float32)
-    with (
-        jax.set_mesh(make_mesh(Layout(context=2, tensor=4))),
-        pytest.raises(InputError, match=match),
-    ):
+    with jax.set_mesh(make_mesh(Layout(context=2, tensor=4))), refuses(*refusal):
         grid_convolution(arrays(3)[0], kernel, AXES, periodic, scope)
 
 
 @pytest.mark.parametrize(
-    "window, match",
+    "window, refusal",
     [
-        (4, "a window of 4 along 'height': give an odd one"),
-        (7, "a window of 7 along 'height' reaches 3 places, but a device has 2"),
+        (4, ("grid.even_window", 4, "'height'")),
+        (7, ("grid.window_beyond_part", 7, "'height'", 3, 2)),
     ],
 )
-def test_a_window_that_does_not_fit_is_refused(window, match):
+def test_a_window_that_does_not_fit_is_refused(refuses, window, refusal):
     x, kernel = arrays(window)
     scope = Scope(rules=rules_of({"height": "tensor"}))
-    with (
-        jax.set_mesh(make_mesh(Layout(context=2, tensor=4))),
-        pytest.raises(InputError, match=match),
-    ):
+    with jax.set_mesh(make_mesh(Layout(context=2, tensor=4))), refuses(*refusal):
         grid_convolution(x, kernel, AXES, ("width",), scope)

@@ -6,7 +6,7 @@ import jax
 import optax
 import pytest
 
-from meshpar import InputError, audit, batch_shapes, make_train_step
+from meshpar import audit, batch_shapes, make_train_step
 from meshpar.audit.collectives import collectives_of
 from meshpar.audit.hlo import parse_program
 from meshpar.audit.overlap import (
@@ -242,15 +242,17 @@ def test_virtual_cpu_devices_hide_nothing_and_the_json_says_so():
     for row in rows:
         assert row["wire_bytes"] > 0 == row["hidden_bytes"]
         assert row["wire_s"] is row["exposed_s"] is None
-    with pytest.raises(AssertionError, match="over fsdp: matmuls hide 0 of .* 90%"):
+    with pytest.raises(AssertionError, match=r"fsdp: .* 0 of [\d,]+ .* 90%"):
         assert_overlapped(fsdp_step(), batch_shapes(8, 16), {"fsdp": 0.9})
 
 
-def test_a_share_and_a_mesh_axis_that_do_not_exist_are_refused():
+def test_a_share_and_a_mesh_axis_that_do_not_exist_are_refused(refuses, monkeypatch):
     batch = batch_shapes(8, 16)
-    with pytest.raises(InputError, match="least share 90 over fsdp"):
+    with refuses("value.out_of_range", 90, "fsdp", 0, 1):
         assert_overlapped(fsdp_step(), batch, {"fsdp": 90})
-    with pytest.raises(InputError, match="no mesh axis 'fsdb'"):
+    report = AuditReport(layout="", target="", mesh_shape={"fsdp": 8}, rows=())
+    monkeypatch.setattr(assertions, "audit", lambda *_, **__: report)
+    with refuses("mesh.unknown_axis", "'fsdb'", "'fsdp'"):
         assert_overlapped(fsdp_step(), batch, {"fsdb": 0.9})
 
 
@@ -264,15 +266,15 @@ def test_a_share_that_is_hidden_passes(monkeypatch):
     )
     monkeypatch.setattr(assertions, "audit", lambda *_, **__: report)
     assert assert_overlapped(None, {}, {"tensor": 1.0}) is report
-    with pytest.raises(AssertionError, match="over data: matmuls hide 0 of 0 bytes"):
+    with pytest.raises(AssertionError, match=r"data: .* 0 of 0 .* 50%"):
         assert_overlapped(None, {}, {"data": 0.5})
 
 
 @needs_gpu_compiler
-def test_compiler_options_reach_an_absent_target():
+def test_compiler_options_reach_an_absent_target(refuses):
     x = jax.ShapeDtypeStruct((64, 64), "float32")
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    with pytest.raises(InputError, match="No such compile option: 'xla_gpu_nosuch'"):
+    with refuses("audit.compiler_failed", "'xla_gpu_nosuch'", words=False):
         audit(
             lambda x: x @ x,
             x,

@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from meshpar import InputError
 from meshpar.planner.machine import overlap as planned
 from recipes.bench import overlap
 
@@ -59,7 +58,7 @@ def test_the_table_that_stands_is_of_the_cases_that_are_compiled():
     assert len(rows) == len(planned.hidden_shares())
 
 
-def test_rows_of_other_targets_stay(tmp_path, monkeypatch):
+def test_rows_of_other_targets_stay(refuses, tmp_path, monkeypatch):
     out = tmp_path / "overlap.json"
     out.write_text(overlap.FILE.read_text())
     gather = report(collective(["fsdp"], "all-gather", 1e9, 1))
@@ -74,7 +73,7 @@ def test_rows_of_other_targets_stay(tmp_path, monkeypatch):
     tpu = [row for row in before if row["platform"] == "tpu"]
     assert [row for row in rows if row["platform"] == "tpu"] == tpu
     assert sum(row["platform"] == "gpu" for row in rows) == len(overlap.CASES)
-    with pytest.raises(InputError, match="'cpu' is part of none of gpu:h100:8x8"):
+    with refuses("command.unknown_target", "'cpu'", "gpu:h100:8x8"):
         overlap.main(["--target", "cpu"])
 
 

@@ -7,7 +7,6 @@ import optax
 import pytest
 
 from meshpar import (
-    InputError,
     Layout,
     Rules,
     Scope,
@@ -92,38 +91,35 @@ def test_a_devices_memory_goes_with_its_share_of_the_pairs():
 
 
 @pytest.mark.parametrize(
-    "size, channels, split, match",
+    "size, channels, split, refusal",
     [
-        (8, 6, {"pair_columns": "tensor"}, "splits its 6 channels over the 4 devices"),
+        (8, 6, {"pair_columns": "tensor"}, ("layout.indivisible_channels", 6, 4)),
         (
             4,
             8,
             {"pair_rows": "context", "pair_columns": "tensor"},
-            "shares its 4 rows over the 8 devices of context x tensor",
+            ("layout.indivisible_pairs", 4, 8, "context x tensor"),
         ),
     ],
 )
-def test_sizes_that_do_not_divide_are_refused(size, channels, split, match):
+def test_sizes_that_do_not_divide_are_refused(refuses, size, channels, split, refusal):
     rules = Rules({"batch": None, "pair_rows": None, "pair_columns": None, **split})
     z, scope = jnp.ones((1, size, size, channels)), Scope(rules=rules)
-    with (
-        jax.set_mesh(make_mesh(Layout(context=2, tensor=4))),
-        pytest.raises(InputError, match=match),
-    ):
+    with jax.set_mesh(make_mesh(Layout(context=2, tensor=4))), refuses(*refusal):
         triangle_product(z, z, scope, outgoing=True)
         whole_lines(z, scope, "row")
 
 
 @pytest.mark.parametrize(
-    "changes, match",
+    "changes, refusal",
     [
-        ({"layers": 0}, "layers=0: must be at least 1"),
-        ({"ffn": -1}, "ffn=-1: must be at least 0; 0 is 4 \\* embed"),
-        ({"channels": 1.5}, "channels=1.5: must be a whole number"),
+        ({"layers": 0}, ("value.below_one", "layers=0", 1)),
+        ({"ffn": -1}, ("value.negative", "ffn=-1", 0, 4, "embed")),
+        ({"channels": 1.5}, ("value.not_whole_number", "channels=1.5")),
     ],
 )
-def test_a_shape_that_makes_no_sense_is_refused(changes, match):
-    with pytest.raises(InputError, match=match):
+def test_a_shape_that_makes_no_sense_is_refused(refuses, changes, refusal):
+    with refuses(*refusal):
         configure("tiny-pair", **changes)
 
 

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import meshpar
-from meshpar import Input, InputError, from_nnx, make_train_step
+from meshpar import Input, from_nnx, make_train_step
 from meshpar.model.scope import Scope
 from tests.zoo.plain import normal
 
@@ -89,31 +89,31 @@ def by_examples(logits, batch, scope):
 
 
 @pytest.mark.parametrize(
-    ("loss", "words"),
+    ("loss", "refusal"),
     [
-        (by_examples, "a sum that has no tokens in it"),
-        (of_the_next_token, "per_token=True says .* slice along the sequence"),
-        (of_the_mean, "scope.sequence_sum is of whole sequences"),
-        (of_whole_sequences, "scope.over_sequence is of whole sequences"),
+        (by_examples, ("model.per_token_joins_tokens", "per_token=True", 2)),
+        (of_the_next_token, ("model.per_token_joins_tokens", "slice", 2)),
+        (of_the_mean, ("model.whole_sequence_in_ends", "scope.sequence_sum")),
+        (of_whole_sequences, ("model.whole_sequence_in_ends", "scope.over_sequence")),
     ],
 )
-def test_ends_that_mix_tokens_are_refused_under_stages(loss, words):
+def test_ends_that_mix_tokens_are_refused_under_stages(refuses, loss, refusal):
     def traced(layout, **options):
         step = step_of(loss, layout, **options)
         batch = meshpar.batch_shapes(step.model, 4, seq=SEQ)
         jax.eval_shape(step.functions.evaluated, step.state_shapes, batch)
 
-    with pytest.raises(InputError, match=words):
+    with refuses(*refusal):
         traced("stage=2")
     traced("stage=1")
     traced("stage=2", per_token=False)
 
 
 @pytest.mark.parametrize("name", ["batch_sum", "sequence_sum", "over_sequence"])
-def test_sums_of_whole_sequences_are_refused_where_ranks_share_tokens(name):
+def test_sums_of_whole_sequences_are_refused_where_ranks_share_tokens(refuses, name):
     scope, x = Scope(token_positions=jnp.arange(4)), jnp.ones((2, 4))
     given = (jnp.cumsum, x) if name == "over_sequence" else (x,)
-    with pytest.raises(InputError, match=f"scope.{name} is of whole sequences.*out"):
+    with refuses("model.whole_sequence_in_ends", f"scope.{name}", "per_token"):
         getattr(scope, name)(*given)
 
 
@@ -154,12 +154,12 @@ def test_token_wise_ends_are_shared_and_change_no_loss(loss):
     assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
-def test_logits_that_mix_tokens_are_refused_where_ranks_share_them():
+def test_logits_that_mix_tokens_are_refused_where_ranks_share_them(refuses):
     def traced(layout, **options):
         step = step_of(of_each_token, layout, **options)
         batch = meshpar.batch_shapes(step.model, 4, seq=SEQ)
         jax.eval_shape(step.functions.logits, step.state_shapes, batch)
 
-    with pytest.raises(InputError, match="per_token=True lets .* but logits joins"):
+    with refuses("model.logits_join_tokens", "per_token=True", 2, "logits"):
         traced("stage=2")
     traced("stage=1")
