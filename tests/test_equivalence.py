@@ -15,6 +15,7 @@ from meshpar.testing.bounds import bf16_bound
 from meshpar.testing.comparison import copies, deviations
 from meshpar.testing.masks import MASKS
 from meshpar.testing.reference import Values, bf16_chains, compared_learning_rate
+from tests.marks import slow
 from tests.test_nnx_model import Block, Ends
 
 CASE = "--layout data=2 --global-batch {} --seq 4 --mask {} --seed 0"
@@ -43,11 +44,10 @@ def gradient_errors(found, wanted):
 
 
 def test_drawn_layouts_train_the_model_of_one_device():
-    report = check_layouts(build("test"), num=2, seed=1)
+    report = check_layouts(build("test", layers=2), num=1, seed=1)
     assert report.ok
-    assert len(report.results) == 2
-    for result in report.results:
-        assert list(result.worst) == QUANTITIES
+    (result,) = report.results
+    assert list(result.worst) == QUANTITIES
 
 
 def test_a_given_batch_and_its_other_arrays_are_used():
@@ -183,7 +183,7 @@ def gradients_times(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "line, factor", [("data=1", 1.0001), ("data=1,precision=bf16", 0.8)]
+    "line, factor", [("data=1", 1.0001), slow("data=1,precision=bf16", 0.8)]
 )
 def test_one_gradient_that_is_a_little_wrong_is_found(gradients_times, line, factor):
     gradients_times(factor)

@@ -4,7 +4,6 @@ Nothing of meshpar is in it but the keys that modules start from.
 """
 
 import dataclasses
-import functools
 
 import jax
 import numpy as np
@@ -87,7 +86,7 @@ def train(ends, groups, batch, loss=mean_loss):
         found = loss(whole, batch, step)
         return found, nnx.split(whole, nnx.Param, ...)[2]
 
-    @functools.partial(jax.jit, static_argnums=3)
+    @jax.jit
     def update(params, state, opt_state, step):
         value_and_grad = jax.value_and_grad(loss_of, has_aux=True)
         (found, state), gradients = value_and_grad(params, state, step)
@@ -98,7 +97,10 @@ def train(ends, groups, batch, loss=mean_loss):
     params, state, opt_state = jax.jit(first)()
     run = Run(by_path(params), [], [], {}, {}, {})
     for step in range(STEPS):
-        params, state, opt_state, found, norm = update(params, state, opt_state, step)
+        counted = np.uint32(step)  # One program for all steps.
+        params, state, opt_state, found, norm = update(
+            params, state, opt_state, counted
+        )
         run.losses.append(float(found))
         run.grad_norms.append(float(norm))
         if step == 0:
