@@ -14,12 +14,30 @@ from tests.refusals import refuses as refuses
 from tests.refusals import refuses_command as refuses_command
 from tests.refusals import refuses_recipe as refuses_recipe
 
+ROOT = Path(__file__).parents[1]
+
 # Tests compile much and run little. What partitions a program and places collectives
-# comes before the code of its kernels, in which this saves most of the suite's time.
-_FLAGS = ["--xla_backend_optimization_level=0"]
+# comes before the code of its kernels, in which these save most of the suite's time;
+# kernels are compiled in one piece, as there are no cores left for several.
+_FLAGS = [
+    "--xla_backend_optimization_level=0",
+    "--xla_cpu_parallel_codegen_split_count=1",
+]
 if jax.__version_info__ < (0, 11):  # jaxlib 0.12 has no such flag, and aborts on it
     _FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_FLAGS]).strip()
+
+# A program that another worker, test or run has compiled is read from here, by child
+# processes too. Small ones are compiled sooner than they are read.
+_CACHE = {
+    "jax_compilation_cache_dir": str(ROOT / ".pytest_cache" / "jax"),
+    "jax_persistent_cache_min_compile_time_secs": 0.1,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+    "jax_persistent_cache_enable_xla_caches": "none",
+}
+for _option, _value in _CACHE.items():
+    jax.config.update(_option, _value)
+    os.environ[_option.upper()] = str(_value)
 
 # Programs live as long as their tests' worker. To look through all of them for garbage,
 # at Python's usual times, took 28 of 322 s of one worker and 24 of 278 s of the other
