@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from meshpar.cli.parsing import positive
 from tests.mutants.faults import MUTANTS
 from tests.mutants.mutant import Mutant
 from tests.mutants.running import (
@@ -35,11 +36,17 @@ def parser() -> argparse.ArgumentParser:
     add = found.add_argument
     names = [mutant.name for mutant in MUTANTS]
     add("--only", nargs="+", choices=names, metavar="NAME", help="these alone")
-    add("--sample", type=int, metavar="N", help="so many of them, drawn at random")
+    add("--sample", type=positive, metavar="N", help="so many of them, drawn at random")
     add(
         "--seed", type=int, metavar="S", help="of the draw (default: another each time)"
     )
-    add("--jobs", type=int, default=2, metavar="J", help="copies at work (default: 2)")
+    add(
+        "--jobs",
+        type=positive,
+        default=2,
+        metavar="J",
+        help="copies at work (default: 2)",
+    )
     add("--root", type=Path, default=ROOT, help="another checkout (default: this one)")
     add(
         "--limit-s",
@@ -85,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def chosen(
     only: Sequence[str] | None, sample: int | None, seed: int | None
 ) -> list[Mutant]:
-    """Return the mutants of that name, or all; and of them a sample, if one is asked."""
+    """Return the mutants of those names, or all; or a sample of them."""
     mutants = [one for one in MUTANTS if only is None or one.name in only]
     if sample is None:
         return mutants

@@ -11,7 +11,7 @@ class Mutant:
     """One fault that a maintainer could introduce.
 
     Args:
-        name: What is wrong, in a few words.
+        name: What is wrong, in a few words with hyphens between them.
         file: The file that it is in, from the root of the checkout.
         old: Text that the file has exactly once.
         new: What the fault has in its place.

@@ -22,15 +22,17 @@ from tests.mutants.mutant import Mutant
 FOUND, MISSED, INVALID, TIMEOUT = "found", "missed", "invalid", "timeout"
 
 _TESTS_FAILED = 1
+_NOT_COLLECTED = "tests cannot be collected"
 _STATUSES = {
-    2: "tests cannot be collected",
+    2: _NOT_COLLECTED,
     3: "pytest failed itself",
-    4: "pytest was called wrongly",
+    4: _NOT_COLLECTED,
     5: "no test ran",
 }
 """Exit statuses of pytest that say nothing of the fault: an import broke, mostly."""
 
-_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", re.MULTILINE)
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?::.*?)(?: - .*)?$", re.MULTILINE)
+"""A test in pytest's summary, which has files there too that cannot be imported."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,24 +131,27 @@ def run_tests(folder: Path, tests: Sequence[str], *options: str, limit_s: float)
 
 
 def run_unmutated(folders: Sequence[Path], tests: Sequence[str], limit_s: float) -> Ran:
-    """Run tests without any fault, each copy some of them; 0 where all pass.
+    """Run tests without any fault, each copy its part of them; status 0 if all pass.
 
     Args:
         folders: Of the copies.
         tests: Files or node ids.
-        limit_s: Seconds of all of them together.
+        limit_s: Seconds that each copy may take.
     """
     parts = [tests[at :: len(folders)] for at in range(len(folders))]
     with ThreadPoolExecutor(len(folders)) as pool:
-        ran = list(
-            pool.map(
-                lambda folder, part: run_tests(folder, part, limit_s=limit_s),
-                *zip(*[pair for pair in zip(folders, parts, strict=True) if pair[1]]),
-            )
-        )
-    worst = next((one.status for one in ran if one.status != 0), 0)
-    output = "\n".join(one.output for one in ran if one.status != 0)
-    return Ran(worst, output, max(one.seconds for one in ran))
+        running = [
+            pool.submit(run_tests, folder, part, limit_s=limit_s)
+            for folder, part in zip(folders, parts, strict=True)
+            if part
+        ]
+    ran = [one.result() for one in running]
+    bad = [one for one in ran if one.status != 0]
+    return Ran(
+        bad[0].status if bad else 0,
+        "\n".join(one.output for one in bad),
+        max(one.seconds for one in ran),
+    )
 
 
 def outcomes(
@@ -211,7 +216,9 @@ def _verdict(ran: Ran) -> tuple[str, str]:
         return TIMEOUT, f"its tests did not end in {ran.seconds:.0f} s"
     if ran.status == 0:
         return MISSED, "all its tests pass"
-    if ran.status == _TESTS_FAILED:
-        return FOUND, next(iter(ran.failed), "a test that is not named")
+    if ran.status == _TESTS_FAILED and ran.failed:
+        return FOUND, ran.failed[0]
+    if ran.status == _TESTS_FAILED:  # Of several files, after the first to break.
+        return INVALID, _NOT_COLLECTED
     ended = f"pytest ended with status {ran.status}"
     return INVALID, _STATUSES.get(ran.status, ended)

@@ -15,14 +15,19 @@ MUTANTS = (
         file="meshpar/generation/sampling.py",
         old="key = jax.random.fold_in(jax.random.key(seed), position)",
         new="key = jax.random.key(seed)",
-        tests=("tests/test_generation.py",),
+        tests=(
+            "tests/test_generation.py::test_draws_are_of_the_distribution_that_is_asked_for",
+            "tests/test_generation.py::test_a_request_has_the_tokens_that_it_has_alone",
+        ),
     ),
     Mutant(
         name="first-token-never-stops",
         file="meshpar/generation/requests.py",
         old="if token in self.request.stop_tokens:",
         new="if self.new and token in self.request.stop_tokens:",
-        tests=("tests/test_generation.py",),
+        tests=(
+            "tests/test_generation.py::test_a_request_ends_at_a_token_and_at_a_text",
+        ),
     ),
     Mutant(
         name="rotary-base-is-wrong",

@@ -1,4 +1,4 @@
-"""Faults in what is known before a run: planner, audit, commands, devices, assertions."""
+"""Faults in what is known before a run: planner, audit, commands, devices, tests."""
 
 from tests.mutants.mutant import Mutant
 
@@ -24,14 +24,17 @@ MUTANTS = (
         file="meshpar/planner/cost/step_time.py",
         old="math.sqrt(2 * math.log(devices))",
         new="math.sqrt(math.log(devices))",
-        tests=("tests/test_planner_time.py",),
+        tests=(
+            "tests/test_planner_time.py::test_more_devices_wait_longer_for_the_slowest",
+            "tests/test_planner_time.py::test_the_parts_of_a_step_add_up",
+        ),
     ),
     Mutant(
         name="hops-of-one-chunk-planned",
         file="meshpar/planner/cost/traffic_bytes.py",
         old="hops = count * layout.chunks if layout.stage > 1 else 0",
         new="hops = count if layout.stage > 1 else 0",
-        tests=("tests/test_planner_traffic.py", "tests/test_planner_executions.py"),
+        tests=("tests/test_planner_traffic.py",),
     ),
     Mutant(
         name="indivisible-microbatches-planned",
@@ -48,28 +51,34 @@ MUTANTS = (
         tests=("tests/test_audit_counts.py::test_trips_multiply_executions_and_flops",),
     ),
     Mutant(
-        name="joined-reason-is-the-surprise",
+        name="joined-surprise-is-hidden",
         file="meshpar/audit/reasons.py",
         old="reasons = [found for found in reasons if not found[1]] or reasons",
         new="reasons = [found for found in reasons if found[1]] or reasons",
-        tests=("tests/test_audit_explanations.py", "tests/test_audit_surprises.py"),
+        tests=(
+            "tests/test_audit_explanations.py::test_each_part_of_what_xla_joins_is_explained",
+            "tests/test_audit_explanations.py::test_a_joined_path_is_read_as_the_paths_of_its_parts",
+        ),
     ),
     Mutant(
         name="page-title-not-escaped",
         file="meshpar/cli/report/page.py",
         old="<title>{escape(title)}</title>",
         new="<title>{title}</title>",
-        tests=("tests/test_cli_plan.py", "tests/test_show.py", "tests/test_pages.py"),
+        tests=(
+            "tests/test_cli_plan.py::test_the_report_is_one_file_with_tables_and_a_plot",
+            "tests/test_show.py::test_a_page_is_written_and_named",
+        ),
     ),
     Mutant(
         name="training-cost-of-the-first-plan",
         file="meshpar/cli/plan.py",
         old='plan["training"] = cost.as_json()',
         new='plan["training"] = costs[0].as_json()',
-        tests=("tests/test_cli_plan.py", "tests/test_training_cost.py"),
+        tests=("tests/test_training_cost.py",),
     ),
     Mutant(
-        name="kernel-flops-too-few",
+        name="kernel-one-matmul-short",
         file="meshpar/hardware/splash_flops.py",
         old='"dkv": (2, 2)',
         new='"dkv": (2, 1)',

@@ -18,7 +18,10 @@ MUTANTS = (
         file="meshpar/train/state.py",
         old="seed=jnp.asarray(seed, jnp.uint32),",
         new="seed=jnp.zeros((), jnp.uint32),",
-        tests=("tests/test_train_step.py",),
+        tests=(
+            "tests/test_train_step.py::test_dropout_is_a_function_of_seed_step_layer_and_example_only",
+            "tests/test_pipeline.py::test_dropout_does_not_depend_on_stages_or_microbatches",
+        ),
     ),
     Mutant(
         name="first-layer-not-restored",
@@ -68,6 +71,9 @@ MUTANTS = (
         file="recipes/model.py",
         old="0.0, peak, warmup, max(steps, 2), peak / 10",
         new="0.0, peak, warmup, max(steps, 2) + warmup, peak / 10",
-        tests=("tests/test_run_metrics.py", "tests/test_resume.py"),
+        tests=(
+            "tests/test_run_metrics.py",
+            "tests/test_resume.py::test_steps_that_were_skipped_do_not_move_the_learning_rate",
+        ),
     ),
 )
