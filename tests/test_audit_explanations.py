@@ -15,8 +15,10 @@ from jax.sharding import PartitionSpec as P
 
 from meshpar import batch_shapes, from_nnx, make_train_step
 from meshpar.audit.constraints import constrained_arrays
-from meshpar.audit.reasons import Explained
+from meshpar.audit.evidence import Evidence
+from meshpar.audit.reasons import Explained, explain
 from meshpar.audit.report import AuditReport, audit
+from meshpar.audit.subject import Subject
 from meshpar.audit.traced import operations
 from tests.test_audit_counts import array, mesh_of
 from tests.test_audit_surprises import line_with
@@ -243,6 +245,23 @@ def test_a_joined_path_is_read_as_the_paths_of_its_parts():
         "": ("",),
     }.items():
         assert replace(row, op_path=path).paths == parts
+
+
+def test_a_surprise_stays_one_beside_what_it_is_joined_with():
+    row = audited(Summing, "tensor=4").rows[0].collective
+    subject = Subject(
+        function=None, arguments=(), mesh=mesh_of(tensor=4), platform="cpu"
+    )
+    asked, unasked = "jit(f)/all_gather", "jit(f)/dot_general"
+    for path, surprise in {
+        asked: False,
+        unasked: True,
+        "jit(f)/(all_gather:dot_general)": True,
+    }.items():
+        gather = replace(row, kind="all-gather", op_path=path, uses=())
+        found = explain(gather, subject, Evidence.of([], subject.mesh_shape))
+        assert found.surprise == surprise
+        assert found.reason.startswith("nobody asked for this") == surprise
 
 
 def joins(target: str, line: str, mark) -> pytest.param:

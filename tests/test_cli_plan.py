@@ -13,6 +13,7 @@ from meshpar.audit.memory import MemoryUse
 from meshpar.audit.report import AuditReport
 from meshpar.cli import confirm as confirming
 from meshpar.cli.main import main
+from meshpar.cli.report.page import heading, page, paragraph, table
 from meshpar.layout import Layout
 from meshpar.models.presets import PRESETS
 from meshpar.planner.machine.clusters import cluster_of
@@ -199,6 +200,26 @@ def test_the_report_is_one_file_with_tables_and_a_plot(capsys, tmp_path):
     plot = text[text.rindex("Plotly.newPlot") :]
     for name in ("rejected", "plans", "fastest", "a device holds 78.1 GB"):
         assert f'"name":"{name}"' in plot
+
+
+def test_no_text_of_a_page_is_read_as_html():
+    text = "<script>a & b</script>"
+    parts = [heading(text), paragraph(text), table([text], [[text]])]
+    found = page(text, parts)
+    assert text not in found
+    # Title, first heading, heading, paragraph; a cell, its head, and the head's row.
+    assert found.count("&lt;script&gt;a &amp; b&lt;/script&gt;") == 7
+
+
+def test_each_plan_has_the_cost_of_its_own_training(capsys):
+    words = ["--keep", "stage=1,context=1", "--tokens", str(16 * 8192 * 1000)]
+    report = report_of(capsys, *GOOD, *words, "--price", "2")
+    assert len({plan["step_s"] for plan in report["plans"]}) > 1
+    for plan in report["plans"]:
+        training = plan["training"]
+        assert training["steps"] == 1000
+        assert training["train_s"] == pytest.approx(1000 * plan["step_s"])
+        assert training["price"] == pytest.approx(2 * training["device_hours"])
 
 
 MEMORY = MemoryUse(

@@ -7,6 +7,7 @@ import re
 import socket
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -16,7 +17,7 @@ from meshpar.distributed.cluster import first_node
 from meshpar.distributed.collectives_check import check_collectives
 from meshpar.distributed.errors import status_of
 from meshpar.distributed.lines import Lines
-from meshpar.distributed.roll_call import _refuse_late, call_roll
+from meshpar.distributed.roll_call import Greeting, _refuse_late, call_roll, refusal
 from meshpar.distributed.start import _ended_after
 from meshpar.recipes.command import main
 from tests.multiprocess.children import free_port
@@ -366,6 +367,16 @@ def tcp_pair():
     with socket.create_server(("localhost", 0)) as server:
         there = socket.create_connection(server.getsockname())
         return server.accept()[0], there
+
+
+@pytest.mark.parametrize("number", [2, 4])
+def test_a_process_of_a_smaller_or_larger_job_does_not_belong(number):
+    place = Place(coordinator="localhost:1", num_processes=3, process_id=0)
+    greeting = Greeting(process_id=1, num_processes=number, host="there", job="a")
+    refused = refusal(place, "a", greeting, {0: "here"})
+    assert refused and f"num_processes={number}" in str(refused)
+    same = replace(greeting, num_processes=3)
+    assert refusal(place, "a", same, {0: "here"}) is None
 
 
 @pytest.mark.parametrize(

@@ -174,6 +174,14 @@ def test_rounds_send_every_assignment_once_to_the_device_of_its_expert():
     assert sorted(seen) == list(range(SEQ * TOP_K))
 
 
+def test_what_a_round_has_no_room_for_has_no_slot_of_the_next_device():
+    experts = jnp.array([[0], [1], [0], [2], [3]])  # Two a device: three rows and two.
+    routes = routes_of(experts, num_experts=4, num_devices=2)
+    none = 2 * 2
+    assert slots(routes, 0, room=2).tolist() == [0, none, 1, 2, 3]
+    assert slots(routes, 2, room=2).tolist() == [none, 0, none, none, none]
+
+
 @pytest.mark.parametrize("counts", [(5, 0, 11, 16), (0, 0, 0, 0), (0, 0, 0, 32)])
 def test_tiles_cover_each_experts_rows_and_at_most_one_each_is_not_full(counts):
     tile = 4

@@ -384,6 +384,19 @@ def test_extremes_of_fp32_take_the_likeliest(sampling):
     assert found.tolist() == [LOGITS.argmax(), LOGITS.argmin()]
 
 
+def test_every_place_and_every_seed_has_a_draw_of_its_own():
+    """Of 64 draws of 40 tokens that are all as likely, 32 are different on average."""
+    num, logits = 64, jnp.zeros((64, 40))
+    hot, places = Sampling(temperature=1.0), jnp.arange(num)
+    of_one = Draws.of([hot] * num)
+    of_seeds = Draws.of([dataclasses.replace(hot, seed=seed) for seed in range(num)])
+    draw = jax.jit(drawn)
+    for draws, positions in ((of_one, places), (of_seeds, jnp.zeros(num, int))):
+        tokens, _ = draw(logits, draws, positions)
+        assert len(set(tokens.tolist())) > 24
+        np.testing.assert_array_equal(draw(logits, draws, positions)[0], tokens)
+
+
 def test_logits_that_are_no_numbers_give_no_token():
     rows = [Sampling(temperature=1), Sampling(temperature=1, top_k=3, min_p=0.5)]
     logits = jnp.broadcast_to(jnp.asarray(LOGITS).at[3].set(jnp.nan), (2, len(LOGITS)))

@@ -40,6 +40,11 @@ def values(steps):
     return jax.tree.map(np.asarray, state.params)
 
 
+def test_a_state_is_born_with_the_seed_that_its_randomness_follows_from(steps):
+    for step in steps.values():
+        assert [int(step.init(seed).seed) for seed in (0, 3)] == [0, 3]
+
+
 @pytest.mark.parametrize("kind", ["numpy", "jax", "asked"])
 def test_values_go_to_uneven_stages_and_come_back(kind, steps, values):
     step = steps["uneven"]

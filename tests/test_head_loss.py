@@ -140,6 +140,20 @@ def test_a_target_outside_the_vocabulary_counts_as_nan_or_not_at_all(
     assert not dx[0, 1].any()
 
 
+def test_the_tables_gradient_is_added_up_in_fp32():
+    """Of equal tokens, which bf16 would no longer add after the first 256 of them."""
+    num_tokens = 1024
+    function = functools.partial(chunked, scope=Scope(), logits_bytes=ROW_BYTES)
+    dtable = jax.jit(jax.grad(function, 1))(
+        jnp.ones((1, num_tokens, EMBED), jnp.bfloat16),
+        jnp.zeros((VOCAB, EMBED), jnp.bfloat16),
+        jnp.zeros((1, num_tokens), jnp.int32),
+        jnp.ones((1, num_tokens), jnp.float32),
+    )
+    found = dtable[1:].astype(np.float32)
+    np.testing.assert_allclose(found, num_tokens / VOCAB, rtol=2**-7)
+
+
 def test_it_works_without_any_mesh():
     function = functools.partial(chunked, scope=Scope(), logits_bytes=5 * ROW_BYTES)
     value, gradients = jax.value_and_grad(function, (0, 1, 3))(*arrays())

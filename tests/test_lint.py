@@ -264,6 +264,13 @@ def test_two_rules_are_told_in_the_words_of_the_rules(second):
     assert found.message == str(caught.value)
 
 
+def test_of_two_rules_the_first_lays_the_model_out():
+    pairs = [*FSDP_TENSOR.table.items(), ("mlp", None)]
+    rows = lint(build("tiny"), "tensor=2", pairs).parameters
+    (down,) = (row for row in rows if row.path == "blocks.mlp.down")
+    assert down.mesh_axes == (None, "tensor", None)
+
+
 REFUSED = [
     "expert=2",
     "data=2,chunks=2",

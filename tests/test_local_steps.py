@@ -345,6 +345,17 @@ def test_what_a_replica_is_split_over_changes_nothing(make, line):
     assert_close(parameters, wanted)
 
 
+def test_masters_start_an_interval_from_the_common_parameters():
+    step = step_of("data=2,precision=bf16,param_dtype=bf16,sync_every=2")
+    state, _ = trained(step, step.init(seed=0), 0, EVERY)
+    common = jax.tree.leaves(outer_of(state).start)
+    for masters, start in zip(
+        jax.tree.leaves(state.opt_state.master), common, strict=True
+    ):
+        for master in np.asarray(masters):
+            np.testing.assert_array_equal(master, start)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("param_dtype", ["bf16", "bf16_stochastic"])
 def test_parameters_of_16_bits_start_an_interval_from_the_common_ones(param_dtype):

@@ -222,6 +222,20 @@ def test_an_optimizer_treats_each_layer_as_a_parameter_of_its_own(name, order):
             assert not found["blocks"][path.split(".")[1]][empty].any()
 
 
+def test_places_without_a_layer_stay_empty_whatever_is_added_to_layers():
+    def add(updates, state, params=None):
+        return jax.tree.map(lambda leaf: jnp.full_like(leaf, 0.5), updates), state
+
+    model = model_of(ARRANGED)
+    values, *gradients = (random_values(model, seed) for seed in range(4))
+    found = trained(made(transformation(add), model), values, gradients)["blocks"]
+    empty = np.asarray(ARRANGED) < 0
+    for name, array in found.items():
+        assert not array[empty].any()
+        wanted = values["blocks"][name][~empty] + 3 * 0.5
+        np.testing.assert_allclose(array[~empty], wanted, rtol=1e-6)
+
+
 def pruned(mask):
     """Adam of the weights that a mask of all layers keeps."""
     update = lambda updates, state, params=None: (  # noqa: E731

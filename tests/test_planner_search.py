@@ -243,6 +243,12 @@ def test_constraints_that_make_no_sense_are_refused(given, refusal, refuses):
         Constraints.of(**given)
 
 
+def test_microbatches_that_divide_no_batch_leave_no_plan():
+    found = search(request(constraints=Constraints.of(keep=["microbatches=3"])))
+    assert found.plans == () and found.estimated_count == 0
+    assert found.rejected_count == found.considered_count > 0
+
+
 def test_sizes_that_do_not_divide_the_devices_are_refused(refuses):
     with refuses("plan.no_such_layout", 8, "tensor=3"):
         search(request(constraints=Constraints.of(keep=["tensor=3"])))

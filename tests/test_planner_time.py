@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 
+import numpy as np
 import pytest
 
 from meshpar.layout import Layout
@@ -14,6 +15,7 @@ from meshpar.planner.cost.pipeline_time import (
     lock_step,
     span_s,
 )
+from meshpar.planner.cost.step_time import straggler_fraction
 from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.machine.execution import MEGATRON_2022, MESHPAR, NANOTRON
 from meshpar.planner.workload.shapes import SHAPES
@@ -200,6 +202,15 @@ def test_context_and_expert_traffic_is_counted_on_their_axes():
     # backward; with each its expert and weight, and back the weight's gradient.
     rows = 1.25 * 4096 * 2 * 7 / 8
     assert sent["all-to-all"] == 32 * rows * (4 * 4096 * 2 + 8 + 4)
+
+
+@pytest.mark.parametrize("devices", [64, 512])
+def test_the_slowest_of_all_devices_is_as_slow_as_the_largest_of_normal_values(devices):
+    found = of(f"fsdp={devices},precision=bf16", global_batch=devices)
+    spread = found.run.cluster.device.efficiency.spread
+    values = np.random.default_rng(0).normal(size=(2000, devices)).max(axis=1)
+    # The formula is that of infinitely many, which fewer come near from below.
+    assert 0.8 < values.mean() * spread / straggler_fraction(found.run) < 1
 
 
 def test_more_devices_wait_longer_for_the_slowest():

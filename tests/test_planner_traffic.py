@@ -159,6 +159,16 @@ def test_every_tick_of_every_chunk_pays_for_the_shared_ends(chunks):
     assert exposed_s == pytest.approx(16 * chunks * a_tick_s + reduced_s)
 
 
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_every_chunk_sends_its_hops_where_ranks_wait_for_their_inputs_alone(chunks):
+    more = f",schedule=interleaved_1f1b,chunks={chunks}" if chunks > 1 else ""
+    layout = f"stage=4,microbatches=16,precision=bf16{more}"
+    found = of(layout, execution=dataclasses.replace(BARE, lock_step=False))
+    (row,) = (one for one in found.collectives if one.kind == "collective-permute")
+    # Of 2 sequences of 4096 tokens of 4096 values of 2 bytes, up and down.
+    assert row.wire_bytes == 2 * 16 * chunks * (2 * 4096 * 4096 * 2)
+
+
 @pytest.mark.parametrize(
     "layout",
     [

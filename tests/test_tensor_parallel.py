@@ -75,6 +75,21 @@ def test_the_lookup_leaves_the_gradient_in_the_tables_shards(tensor):
     assert gradient.sharding.shard_shape(gradient.shape) == (VOCAB // tensor, EMBED)
 
 
+@pytest.mark.parametrize("axes", [("context", "tensor"), ("tensor", "context")])
+def test_the_first_of_two_mesh_axes_splits_the_vocabulary_in_the_largest_parts(axes):
+    mesh = make_mesh(Layout(context=2, tensor=4))
+    scope = Scope(rules=TENSOR.with_rules(vocab=axes))
+    table, cotangent = normal(0, VOCAB, EMBED), normal(1, BATCH, SEQ, EMBED)
+    expected_gradient = np.zeros_like(table)
+    np.add.at(expected_gradient, tokens_of(), cotangent)
+    with jax.set_mesh(mesh):
+        value, gradient = jax.jit(
+            functools.partial(lookup_value_and_gradient, scope=scope)
+        )(put(mesh, table, axes), put(mesh, tokens_of()), put(mesh, cotangent))
+    np.testing.assert_array_equal(value, table[tokens_of()])
+    np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-6, atol=1e-6)
+
+
 def test_the_lookup_works_without_any_mesh():
     table, tokens = normal(0, VOCAB, EMBED), tokens_of()
     found = vocab_lookup(jnp.asarray(table), jnp.asarray(tokens), Scope())
