@@ -25,6 +25,8 @@ MUTANTS = (
         file="meshpar/distributed/roll_call.py",
         old="if number != place.num_processes:",
         new="if number > place.num_processes:",
-        tests=("tests/test_distributed.py",),
+        tests=(
+            "tests/test_distributed.py::test_a_process_of_a_smaller_or_larger_job_does_not_belong",
+        ),
     ),
 )

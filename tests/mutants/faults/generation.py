@@ -16,8 +16,7 @@ MUTANTS = (
         old="key = jax.random.fold_in(jax.random.key(seed), position)",
         new="key = jax.random.key(seed)",
         tests=(
-            "tests/test_generation.py::test_draws_are_of_the_distribution_that_is_asked_for",
-            "tests/test_generation.py::test_a_request_has_the_tokens_that_it_has_alone",
+            "tests/test_generation.py::test_every_place_and_every_seed_has_a_draw_of_its_own",
         ),
     ),
     Mutant(

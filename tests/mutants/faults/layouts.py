@@ -27,7 +27,7 @@ MUTANTS = (
         file="meshpar/lint/lint.py",
         old="first.setdefault(logical_axis, axes)",
         new="first[logical_axis] = axes",
-        tests=("tests/test_lint.py",),
+        tests=("tests/test_lint.py::test_of_two_rules_the_first_lays_the_model_out",),
     ),
     Mutant(
         name="gradient-slot-free-too-early",

@@ -19,8 +19,7 @@ MUTANTS = (
         old="seed=jnp.asarray(seed, jnp.uint32),",
         new="seed=jnp.zeros((), jnp.uint32),",
         tests=(
-            "tests/test_train_step.py::test_dropout_is_a_function_of_seed_step_layer_and_example_only",
-            "tests/test_pipeline.py::test_dropout_does_not_depend_on_stages_or_microbatches",
+            "tests/test_given_values.py::test_a_state_is_born_with_the_seed_that_its_randomness_follows_from",
         ),
     ),
     Mutant(
@@ -38,7 +37,7 @@ MUTANTS = (
         file="meshpar/train/checksums.py",
         old="zlib.crc32(chunk, crc), left - len(chunk)",
         new="zlib.crc32(chunk), left - len(chunk)",
-        tests=("tests/test_checksums.py",),
+        tests=("tests/test_checksums.py::test_every_byte_is_noted_once_and_read_once",),
     ),
     Mutant(
         name="empty-places-are-updated",
@@ -46,8 +45,7 @@ MUTANTS = (
         old="return _masked(array, self.filled[owner], 0)",
         new="return array",
         tests=(
-            "tests/test_optimizer_by_layer.py"
-            "::test_an_optimizer_treats_each_layer_as_a_parameter_of_its_own",
+            "tests/test_optimizer_by_layer.py::test_places_without_a_layer_stay_empty_whatever_is_added_to_layers",
         ),
     ),
     Mutant(
@@ -55,7 +53,9 @@ MUTANTS = (
         file="meshpar/train/local_steps/functions.py",
         old="opt_state = Mastered(jax.tree.map(lift, start), opt_state.inner)",
         new="opt_state = Mastered(opt_state.master, opt_state.inner)",
-        tests=("tests/test_local_steps.py",),
+        tests=(
+            "tests/test_local_steps.py::test_masters_start_an_interval_from_the_common_parameters",
+        ),
     ),
     Mutant(
         name="mean-square-of-local-columns",
@@ -72,8 +72,7 @@ MUTANTS = (
         old="0.0, peak, warmup, max(steps, 2), peak / 10",
         new="0.0, peak, warmup, max(steps, 2) + warmup, peak / 10",
         tests=(
-            "tests/test_run_metrics.py",
-            "tests/test_resume.py::test_steps_that_were_skipped_do_not_move_the_learning_rate",
+            "tests/test_run_metrics.py::test_the_learning_rate_rises_for_a_tenth_and_ends_at_a_tenth_of_its_peak",
         ),
     ),
 )
