@@ -104,8 +104,8 @@ def chosen(
 def tell(outcome: Outcome) -> Outcome:
     """Print the line of one mutant."""
     mutant, seconds = outcome.mutant, f"{outcome.seconds:.1f} s"
-    print(f"{outcome.verdict:8}{seconds:>9}  {mutant.room:22}{mutant.name}", flush=True)
-    print(f"{'':19}{outcome.detail}", flush=True)
+    where = f"{mutant.room:22}{mutant.name:34}"
+    print(f"{outcome.verdict:8}{seconds:>8}  {where}{outcome.detail}", flush=True)
     return outcome
 
 

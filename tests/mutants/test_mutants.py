@@ -1,6 +1,7 @@
 """The faults fit the library as it is, and a sample of them is found."""
 
 import random
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -23,6 +24,11 @@ from tests.mutants.running import (
 
 ROOT = Path(__file__).parents[2]
 LEAST = 40
+
+needs_git = pytest.mark.skipif(
+    shutil.which("git") is None or not (ROOT / ".git").exists(),
+    reason="git says which files a copy has, and this is no checkout of it",
+)
 
 
 def rooms():
@@ -100,6 +106,7 @@ def fault(name, old, new):
     return Mutant(name=name, file="library.py", old=old, new=new, tests=tests)
 
 
+@needs_git
 def test_a_copy_has_what_git_does_not_ignore_and_links_as_links(checkout, tmp_path):
     copy = copied(checkout, tmp_path / "copy")
     names = {path.name for path in copy.iterdir()}
@@ -108,6 +115,7 @@ def test_a_copy_has_what_git_does_not_ignore_and_links_as_links(checkout, tmp_pa
     assert (copy / "link.py").is_symlink()
 
 
+@needs_git
 def test_what_a_test_finds_is_told_from_what_only_breaks(checkout, tmp_path):
     copy = copied(checkout, tmp_path / "copy")
     mutants = [
@@ -129,6 +137,7 @@ def test_what_a_test_finds_is_told_from_what_only_breaks(checkout, tmp_path):
     assert (copy / "library.py").read_text() == LIBRARY
 
 
+@needs_git
 def test_tests_that_do_not_end_find_nothing(checkout, tmp_path):
     copy = copied(checkout, tmp_path / "copy")
     slow = fault("slow", "WAIT_S = 0", "WAIT_S = 60")
@@ -136,6 +145,7 @@ def test_tests_that_do_not_end_find_nothing(checkout, tmp_path):
     assert found.verdict == TIMEOUT
 
 
+@needs_git
 def test_tests_that_fail_without_a_fault_are_named(checkout, tmp_path):
     (checkout / "test_library.py").write_text(TESTS.replace("== 4", "== 5"))
     copies = [copied(checkout, tmp_path / name) for name in ("one", "other")]
@@ -147,6 +157,7 @@ def test_tests_that_fail_without_a_fault_are_named(checkout, tmp_path):
     ]
 
 
+@needs_git
 @pytest.mark.slow
 def test_a_sample_of_the_faults_is_found():
     seed = str(random.randrange(1_000_000))
