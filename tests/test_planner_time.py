@@ -205,7 +205,7 @@ def test_context_and_expert_traffic_is_counted_on_their_axes():
 
 
 @pytest.mark.parametrize("devices", [64, 512])
-def test_the_slowest_of_all_devices_is_as_slow_as_the_largest_of_normal_values(devices):
+def test_the_slowest_device_is_the_largest_of_normal_values(devices):
     found = of(f"fsdp={devices},precision=bf16", global_batch=devices)
     spread = found.run.cluster.device.efficiency.spread
     values = np.random.default_rng(0).normal(size=(2000, devices)).max(axis=1)

@@ -160,7 +160,7 @@ def test_every_tick_of_every_chunk_pays_for_the_shared_ends(chunks):
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
-def test_every_chunk_sends_its_hops_where_ranks_wait_for_their_inputs_alone(chunks):
+def test_every_chunk_of_a_schedule_sends_its_hops(chunks):
     more = f",schedule=interleaved_1f1b,chunks={chunks}" if chunks > 1 else ""
     layout = f"stage=4,microbatches=16,precision=bf16{more}"
     found = of(layout, execution=dataclasses.replace(BARE, lock_step=False))

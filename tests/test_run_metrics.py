@@ -78,7 +78,7 @@ def test_every_step_has_a_row_with_all_keys_and_the_function_gets_them_too(done)
     assert rates[0] == 0 and max(rates) == pytest.approx(3e-3)
 
 
-def test_the_learning_rate_rises_for_a_tenth_and_ends_at_a_tenth_of_its_peak():
+def test_the_learning_rate_rises_for_a_tenth_and_ends_at_a_tenth():
     rate = learning_rate_of(RunConfig(steps=60, decay_steps=40, learning_rate=1e-2))
     rates = [float(rate(step)) for step in (0, 2, 4, 22, 40, 60)]
     assert rates == pytest.approx([0, 5e-3, 1e-2, 5.5e-3, 1e-3, 1e-3])

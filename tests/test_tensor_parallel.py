@@ -76,7 +76,7 @@ def test_the_lookup_leaves_the_gradient_in_the_tables_shards(tensor):
 
 
 @pytest.mark.parametrize("axes", [("context", "tensor"), ("tensor", "context")])
-def test_the_first_of_two_mesh_axes_splits_the_vocabulary_in_the_largest_parts(axes):
+def test_a_vocabulary_over_two_mesh_axes_is_looked_up(axes):
     mesh = make_mesh(Layout(context=2, tensor=4))
     scope = Scope(rules=TENSOR.with_rules(vocab=axes))
     table, cotangent = normal(0, VOCAB, EMBED), normal(1, BATCH, SEQ, EMBED)

@@ -26,7 +26,8 @@ MUTANTS = (
         old="if number != place.num_processes:",
         new="if number > place.num_processes:",
         tests=(
-            "tests/test_distributed.py::test_a_process_of_a_smaller_or_larger_job_does_not_belong",
+            "tests/test_distributed.py"
+            "::test_a_process_of_a_smaller_or_larger_job_does_not_belong",
         ),
     ),
 )

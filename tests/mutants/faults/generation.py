@@ -16,7 +16,8 @@ MUTANTS = (
         old="key = jax.random.fold_in(jax.random.key(seed), position)",
         new="key = jax.random.key(seed)",
         tests=(
-            "tests/test_generation.py::test_every_place_and_every_seed_has_a_draw_of_its_own",
+            "tests/test_generation.py"
+            "::test_every_place_and_every_seed_has_a_draw_of_its_own",
         ),
     ),
     Mutant(

@@ -30,7 +30,8 @@ MUTANTS = (
         old="here = (rank >= 0) & (rank < room)",
         new="here = (rank >= 0) & (rank <= room)",
         tests=(
-            "tests/test_experts.py::test_what_a_round_has_no_room_for_has_no_slot_of_the_next_device",
+            "tests/test_experts.py"
+            "::test_what_a_round_has_no_room_for_has_no_slot_of_the_next_device",
         ),
     ),
     Mutant(
@@ -59,7 +60,8 @@ MUTANTS = (
         old="math.prod(sizes[position + 1 :])",
         new="math.prod(sizes[:position])",
         tests=(
-            "tests/test_tensor_parallel.py::test_the_first_of_two_mesh_axes_splits_the_vocabulary_in_the_largest_parts",
+            "tests/test_tensor_parallel.py"
+            "::test_a_vocabulary_over_two_mesh_axes_is_looked_up",
         ),
     ),
     Mutant(

@@ -19,7 +19,8 @@ MUTANTS = (
         old="seed=jnp.asarray(seed, jnp.uint32),",
         new="seed=jnp.zeros((), jnp.uint32),",
         tests=(
-            "tests/test_given_values.py::test_a_state_is_born_with_the_seed_that_its_randomness_follows_from",
+            "tests/test_given_values.py"
+            "::test_a_state_is_born_with_the_seed_that_its_randomness_follows_from",
         ),
     ),
     Mutant(
@@ -45,7 +46,8 @@ MUTANTS = (
         old="return _masked(array, self.filled[owner], 0)",
         new="return array",
         tests=(
-            "tests/test_optimizer_by_layer.py::test_places_without_a_layer_stay_empty_whatever_is_added_to_layers",
+            "tests/test_optimizer_by_layer.py"
+            "::test_places_without_a_layer_stay_empty_whatever_is_added_to_layers",
         ),
     ),
     Mutant(
@@ -54,7 +56,8 @@ MUTANTS = (
         old="opt_state = Mastered(jax.tree.map(lift, start), opt_state.inner)",
         new="opt_state = Mastered(opt_state.master, opt_state.inner)",
         tests=(
-            "tests/test_local_steps.py::test_masters_start_an_interval_from_the_common_parameters",
+            "tests/test_local_steps.py"
+            "::test_masters_start_an_interval_from_the_common_parameters",
         ),
     ),
     Mutant(
@@ -72,7 +75,8 @@ MUTANTS = (
         old="0.0, peak, warmup, max(steps, 2), peak / 10",
         new="0.0, peak, warmup, max(steps, 2) + warmup, peak / 10",
         tests=(
-            "tests/test_run_metrics.py::test_the_learning_rate_rises_for_a_tenth_and_ends_at_a_tenth_of_its_peak",
+            "tests/test_run_metrics.py"
+            "::test_the_learning_rate_rises_for_a_tenth_and_ends_at_a_tenth",
         ),
     ),
 )
