@@ -191,6 +191,7 @@ def _run(program: dict) -> NoReturn:
     os.environ.clear()
     os.environ.update(program["environment"])
     words = program["words"]
+    sys.orig_argv = [sys.executable, *words]
     while words[0] == "-W":
         warnings.simplefilter(words[1])
         words = words[2:]
