@@ -1,10 +1,12 @@
-"""States of zeros, laid out as a step's own: what is refused compiles no program."""
+"""States of zeros or of random values, laid out as a step's own, without a program."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -24,6 +26,21 @@ def zeros(shapes: Any, shardings: Any) -> Any:
         return jax.device_put(np.zeros(one.shape, one.dtype), sharding)
 
     return jax.tree.map(placed, shapes, shardings)
+
+
+def drawn(step: Any, *, scale: float, steps_done: int = 0) -> TrainState:
+    """Return a state of normal values, of the moments too, after so many steps."""
+    rng = np.random.default_rng(0)
+
+    def placed(one: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> jax.Array:
+        values = scale * rng.standard_normal(one.shape)
+        if not jnp.issubdtype(one.dtype, jnp.floating):
+            values = np.abs(values)
+        return jax.device_put(values.astype(one.dtype), sharding)
+
+    state = jax.tree.map(placed, step.state_shapes, step.shardings)
+    number = jax.device_put(np.int32(steps_done), step.shardings.step)
+    return replace(state, step=number)
 
 
 def begin_with_zeros(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ from tests.conftest import rows
 from tests.marks import slow
 from tests.multiprocess.children import ends_of, free_port, joined, start
 from tests.refusals import neutral
+from tests.run_steps import shared_steps as shared_steps
 
 SEQ, BATCH = 16, 8
 MODEL = "vocab=384"
@@ -291,19 +292,19 @@ def trained(data, out, *options):
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(data, tmp_path_factory):
+def uninterrupted(data, tmp_path_factory, shared_steps):
     return trained(data, tmp_path_factory.mktemp("whole"), "--layout", "data=2")
 
 
-def test_a_packed_mixture_goes_on_under_another_layout_with_the_same_losses(
-    data, uninterrupted, tmp_path, capsys
+@pytest.mark.parametrize("layout", ["data=2", slow("fsdp=4")])
+def test_a_packed_mixture_goes_on_under_any_layout_with_the_same_losses(
+    layout, data, uninterrupted, tmp_path, capsys
 ):
     options = ("--layout", "data=2", "--stop-after", "3")
     assert len(trained(data, tmp_path, *options)) == 3
     capsys.readouterr()
-    assert (
-        pretrain.main(["--out", str(tmp_path), "--resume", "--layout", "fsdp=4"]) == 0
-    )
+    resume = ["--out", str(tmp_path), "--resume", "--layout", layout]
+    assert pretrain.main(resume) == 0
     losses = rows(tmp_path / "metrics.jsonl", "loss")
     np.testing.assert_allclose(losses, uninterrupted, rtol=1e-5)
     output = capsys.readouterr().out

@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
@@ -26,10 +25,13 @@ from meshpar.train.faults import BadStepError, StepWatch
 from meshpar.train.memory_report import estimated_bytes
 from meshpar.train.replay import replay
 from meshpar.train.watchdog import Watchdog
+from tests import warm
 from tests.conftest import rows
-from tests.states import begin_with_zeros
+from tests.run_steps import SMALL, compute_nothing, counted_step
+from tests.run_steps import shared_steps as shared_steps
+from tests.states import drawn
 
-SMALL = dict(preset="test", model="vocab=256", seq=16, global_batch=8, sample_tokens=1)
+pytestmark = pytest.mark.usefixtures("shared_steps")
 
 
 def watched(watch, losses, first=0):
@@ -108,14 +110,9 @@ def counted(monkeypatch):
     def timed_step(step, state, batch):
         loss = losses.get(len(calls), 2.0)
         calls.append(loss)
-        row = {"loss": loss, "grad_norm": loss, "tokens_per_s": 1.0, "step_s": 1.0}
-        row["skipped"] = float(not np.isfinite(loss))
-        return replace(state, step=state.step + 1), row
+        return counted_step(state, loss)
 
-    begin_with_zeros(monkeypatch)
-    monkeypatch.setattr(pretrain, "timed_step", timed_step)
-    monkeypatch.setattr(pretrain, "validate", lambda *args: 5.25)
-    monkeypatch.setattr(pretrain, "sample", lambda *args: np.array([65]))
+    compute_nothing(monkeypatch, timed_step)
     return losses, calls
 
 
@@ -290,7 +287,7 @@ def half_split():
     tokens = np.random.default_rng(0).integers(0, 64, (4, 9))
     batch = dict(tokens=tokens[:, :-1], targets=tokens[:, 1:])
     batch["weights"] = np.ones((4, 8), np.float32)
-    return step, step.init(0), batch
+    return step, drawn(step, scale=0.1), batch
 
 
 def test_sound_devices_give_the_same_bits_twice(half_split):
@@ -352,7 +349,7 @@ with Watchdog(0.2) as watchdog:
 
 def test_a_process_whose_steps_do_not_end_writes_its_stacks_and_ends():
     child = subprocess.run(
-        [sys.executable, "-c", HANG], capture_output=True, text=True, timeout=50
+        [*warm.words(), "-c", HANG], capture_output=True, text=True, timeout=50
     )
     assert child.returncode == 75
     assert "most recent call first" in child.stderr

@@ -1,7 +1,5 @@
 """A run with local steps: its options, its metrics, and where it goes on."""
 
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,25 +12,31 @@ from meshpar.models.convert.export import export
 from meshpar.models.presets import build
 from meshpar.planner.search.refusals import layout_problems
 from meshpar.planner.workload.shapes import SHAPES
+from meshpar.recipes import pretrain as run_module
 from meshpar.recipes.config import RunConfig
 from meshpar.recipes.model import learning_rate_of, outer_optimizer_of
 from meshpar.recipes.options import parse_arguments
 from meshpar.recipes.pretrain import pretrain
 from meshpar.recipes.resume import refuse_other_replicas
 from meshpar.recipes.step import check_intervals, make_step
-from meshpar.testing.batches import random_batch
 from meshpar.train.checkpoint import Checkpoints
 from meshpar.train.checkpoint_arrays import read_arrays
 from meshpar.train.local_steps.metrics import of_processes
 from tests.conftest import rows
+from tests.marks import slow
 from tests.multiprocess.test_train import train
+from tests.run_steps import compute_nothing, counted_step, shared_step
+from tests.run_steps import shared_steps as shared_steps
+from tests.states import drawn
+
+pytestmark = pytest.mark.usefixtures("shared_steps")
 
 MODEL = dict(preset="test", model="vocab=256", seq=16, global_batch=8)
 STEPS = 4
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory, small_text):
+def uninterrupted(tmp_path_factory, small_text, shared_steps):
     """The folder of a run of two intervals, and its validation loss."""
     out = tmp_path_factory.mktemp("local")
     config = RunConfig(
@@ -47,14 +51,15 @@ def uninterrupted(tmp_path_factory, small_text):
     return out, pretrain(config).validation_loss
 
 
-def test_a_run_stopped_within_an_interval_goes_on_on_another_layout(
-    uninterrupted, small_text, tmp_path
+@pytest.mark.parametrize("layout", ["data=2", slow("data=2,fsdp=2")])
+def test_a_run_stopped_within_an_interval_goes_on_on_any_layout(
+    layout, uninterrupted, small_text, tmp_path
 ):
     whole, validation_loss = uninterrupted
     options = {**MODEL, "steps": STEPS, "text": small_text, "out": tmp_path}
     options.update(sample_tokens=0, sync_every=2)
     pretrain(RunConfig(**options, layout="data=2", stop_after=3))
-    rest = pretrain(RunConfig(**options, layout="data=2,fsdp=2", resume=True))
+    rest = pretrain(RunConfig(**options, layout=layout, resume=True))
     found = rows(tmp_path / "metrics.jsonl", "loss")
     wanted = rows(whole / "metrics.jsonl", "loss")
     assert len(found) == STEPS
@@ -67,7 +72,7 @@ def test_the_learning_rate_lags_by_the_steps_that_a_replica_skips_on_average(
 ):
     options = {**MODEL, "steps": 20, "text": small_text, "out": tmp_path}
     options.update(sample_tokens=0, sync_every=2, layout="data=2")
-    run_module = sys.modules[pretrain.__module__]
+    compute_nothing(monkeypatch, lambda step, state, batch: counted_step(state))
     pretrain(RunConfig(**options, stop_after=2))
     monkeypatch.setattr(run_module, "skipped_in", lambda run, state: 1.0)
     config = RunConfig(**options, stop_after=3, resume=True)
@@ -76,14 +81,15 @@ def test_the_learning_rate_lags_by_the_steps_that_a_replica_skips_on_average(
     assert rate == pytest.approx(float(learning_rate_of(config)(2 - 1 / 2)))
 
 
+@pytest.mark.parametrize("layout", ["data=2", slow("data=2,precision=bf16")])
 def test_a_checkpoint_within_an_interval_is_read_where_replicas_agreed(
-    small_text, tmp_path
+    layout, small_text, tmp_path
 ):
     options = {**MODEL, "steps": STEPS, "text": small_text, "out": tmp_path}
-    options.update(sample_tokens=0, sync_every=2, layout="data=2,precision=bf16")
+    options.update(sample_tokens=0, sync_every=2, layout=layout)
     config = RunConfig(**options, stop_after=3)
     pretrain(config)
-    step = make_step(config)
+    step = shared_step(config)
     with Checkpoints(
         tmp_path / "checkpoints", layer_orders=step.layer_orders
     ) as checkpoints:
@@ -105,9 +111,7 @@ def test_states_of_replicas_are_read_as_their_mean(tmp_path):
     devices = jax.devices()[:2]
     layout = "data=2,sync_every=4,precision=bf16,param_dtype=bf16"
     step = make_train_step(model, optax.sgd(0.1), layout, devices=devices)
-    state = step.init(0)
-    for seed in range(2):
-        state, _ = step(state, random_batch(model, 4, 8, seed=seed))
+    state = drawn(step, scale=5.0, steps_done=2)  # Within an interval.
     with Checkpoints(tmp_path, layer_orders=step.layer_orders) as checkpoints:
         checkpoints.save(state, {"layout": str(step.layout)})
     _, tree = read_arrays(tmp_path)

@@ -8,25 +8,34 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from meshpar.recipes import pretrain, report
+from meshpar.recipes import bubble, pretrain, report
 from meshpar.recipes.config import RunConfig
 from meshpar.recipes.model import model_of
 from meshpar.recipes.texts import read_tokens
+from tests import run_steps, warm
 from tests.conftest import rows
+from tests.run_steps import compute_nothing, counted_step
+from tests.run_steps import shared_steps as shared_steps
 from tests.states import begin_with_zeros
 
-QUICK = "--preset tiny --seq 32 --global-batch 8 --sample-tokens 1 --steps 6"
+pytestmark = pytest.mark.usefixtures("shared_steps")
+
+TINY = ["--preset", "tiny", "--seq", "32", "--global-batch", "8", "--steps", "6"]
+SMALL = [
+    word
+    for name, value in {**run_steps.SMALL, "steps": 6}.items()
+    for word in (f"--{name.replace('_', '-')}", str(value))
+]
 
 
-def run(folder, text, *options):
-    arguments = QUICK.split() + ["--out", str(folder), "--text", str(text), *options]
-    return pretrain.main(arguments)
+def run(folder, text, *options, size=SMALL):
+    words = [*size, "--out", str(folder), "--text", str(text), *options]
+    return pretrain.main(words)
 
 
 def hint_of(output, *, done):
@@ -52,7 +61,8 @@ def test_a_run_resumed_on_another_layout_continues_with_the_same_losses(
         assert word in output
 
 
-def test_a_run_goes_on_under_a_pipeline_and_prints_both_its_bubbles(
+@pytest.mark.slow
+def test_a_run_goes_on_under_a_pipeline_and_measures_its_bubble(
     tmp_path, small_text, capsys
 ):
     assert run(tmp_path, small_text, "--layout", "data=2", "--stop-after", "3") == 0
@@ -70,13 +80,24 @@ def without_arithmetic(monkeypatch, *, dies_at=None):
     def timed_step(step, state, batch):
         if int(state.step) == dies_at:
             raise KeyboardInterrupt
-        row = {"loss": 5.5, "tokens_per_s": 1.0, "step_s": 1.0, "skipped": 0.0}
-        return replace(state, step=state.step + 1), row
+        return counted_step(state)
 
-    begin_with_zeros(monkeypatch)
-    monkeypatch.setattr(pretrain, "timed_step", timed_step)
-    monkeypatch.setattr(pretrain, "validate", lambda *args: 5.25)
-    monkeypatch.setattr(pretrain, "sample", lambda *args: np.array([65]))
+    compute_nothing(monkeypatch, timed_step)
+
+
+def test_a_run_goes_on_under_a_pipeline_and_prints_both_its_bubbles(
+    tmp_path, small_text, capsys, monkeypatch
+):
+    without_arithmetic(monkeypatch)
+    found = bubble.Bubble(step_s=1.0, useful_s=0.75, rounds=1)
+    monkeypatch.setattr(bubble, "measured_bubble", lambda *args: found)
+    assert run(tmp_path, small_text, "--layout", "data=2", "--stop-after", "3") == 0
+    options = ("--layout", "stage=2,microbatches=4", "--bubble-rounds", "1")
+    assert run(tmp_path, small_text, *options, "--resume") == 0
+    output = capsys.readouterr().out
+    assert "bubble of 1f1b, stage=2, microbatches=4: predicted 0.200" in output
+    assert "predicted 0.200, measured 0.250: of a step of 1" in output
+    assert rows(tmp_path / "metrics.jsonl", "step") == [0, 1, 2, 3, 4, 5, 5]
 
 
 def test_a_step_that_changes_nothing_is_told(tmp_path, small_text, capsys, monkeypatch):
@@ -131,9 +152,8 @@ def test_a_fresh_run_does_not_add_to_the_metrics_of_one_without_a_checkpoint(
 
 
 def test_ctrl_c_saves_and_ends_cleanly(tmp_path, small_text):
-    command = [sys.executable, "-m", "recipes.pretrain", *QUICK.split()]
-    command += ["--steps", "100000", "--layout", "data=2", "--text", str(small_text)]
-    command += ["--out", str(tmp_path)]
+    command = [*warm.words(), "-m", "recipes.pretrain", *SMALL, "--steps", "100000"]
+    command += ["--layout", "data=2", "--text", str(small_text), "--out", str(tmp_path)]
     log = tmp_path / "metrics.jsonl"
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120
@@ -144,9 +164,12 @@ def test_ctrl_c_saves_and_ends_cleanly(tmp_path, small_text):
     assert process.returncode == 130
     program = shlex.join([sys.executable, "-m", "recipes.pretrain"])
     hint = output.split("; go on with\n  ")[1].splitlines()[0]
-    assert hint.startswith(f"{program} --layout data=2 --preset tiny --steps 100000 ")
+    assert hint.startswith(
+        f"{program} --layout data=2 --preset test --model vocab=256 --steps 100000 "
+    )
     assert hint.endswith(
-        f"--out {tmp_path} --global-batch 8 --seq 32 --sample-tokens 1 --resume"
+        f"--out {tmp_path} --global-batch 8 --seq 16 --decay-steps 7 "
+        "--sample-tokens 1 --resume"
     )
     assert any(name.isdecimal() for name in os.listdir(tmp_path / "checkpoints"))
 
@@ -208,7 +231,7 @@ def test_bad_input_ends_with_one_line_and_status_2(
     begin_with_zeros(monkeypatch)
     of_host = refusal[0] == "run.too_little_memory"
     refuses_recipe(
-        lambda: run(tmp_path / "run", small_text, *options),
+        lambda: run(tmp_path / "run", small_text, *options, size=TINY),
         *refusal,
         words=not of_host,
     )
@@ -242,7 +265,7 @@ def test_a_bug_keeps_its_traceback(tmp_path, small_text, monkeypatch, kind):
     def fail(*args, **kwargs):
         raise bug
 
-    monkeypatch.setattr("meshpar.recipes.step.make_train_step", fail)
+    monkeypatch.setattr(pretrain, "make_step", fail)
     with pytest.raises(kind) as caught:
         run(tmp_path / "run", small_text)
     assert caught.value is bug

@@ -3,7 +3,6 @@
 import json
 import shlex
 import signal
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,9 +18,11 @@ from meshpar.recipes.resume import (
     refuse_other,
 )
 from tests.conftest import rows
-from tests.states import begin_with_zeros
+from tests.marks import slow
+from tests.run_steps import SMALL, compute_nothing, counted_step
+from tests.run_steps import shared_steps as shared_steps
 
-SMALL = dict(preset="test", model="vocab=256", seq=16, global_batch=8, sample_tokens=1)
+pytestmark = pytest.mark.usefixtures("shared_steps")
 
 
 @pytest.fixture
@@ -30,20 +31,21 @@ def small(small_text, tmp_path):
 
     def config(**options):
         given = {"layout": "data=2", "text": small_text, "out": tmp_path / "a run"}
-        return RunConfig(**{**SMALL, **given, **options})
+        return RunConfig(**{**SMALL, "decay_steps": None, **given, **options})
 
     return config
 
 
-def test_more_steps_on_another_layout_have_the_losses_of_an_uninterrupted_run(
-    small, tmp_path
+@pytest.mark.parametrize("layout", ["data=2", slow("fsdp=2,tensor=2")])
+def test_more_steps_have_the_losses_of_an_uninterrupted_run_on_any_layout(
+    layout, small, tmp_path
 ):
     """With the same learning rates: those of `decay_steps`, not of `steps`."""
     whole = pretrain.pretrain(small(steps=7, out=tmp_path / "whole"))
     part = pretrain.pretrain(small(steps=3, decay_steps=7))
     times_s = rows(part.folder / "metrics.jsonl", "step_s")
     options = dict(steps=7, decay_steps=7, resume=True)
-    rest = pretrain.pretrain(small(layout="fsdp=2,tensor=2", **options))
+    rest = pretrain.pretrain(small(layout=layout, **options))
     assert (part.steps_done, rest.steps_done, rest.signal) == (3, 7, None)
     losses = [rows(end.folder / "metrics.jsonl", "loss") for end in (whole, rest)]
     assert len(losses[0]) == len(losses[1]) == 7
@@ -59,13 +61,9 @@ def seen(monkeypatch):
 
     def timed_step(step, state, batch):
         batches.append(batch["tokens"])
-        row = {"loss": 5.5, "tokens_per_s": 1.0, "step_s": 1.0, "skipped": 0.0}
-        return replace(state, step=state.step + 1), row
+        return counted_step(state)
 
-    begin_with_zeros(monkeypatch)
-    monkeypatch.setattr(pretrain, "timed_step", timed_step)
-    monkeypatch.setattr(pretrain, "validate", lambda *args: 5.25)
-    monkeypatch.setattr(pretrain, "sample", lambda *args: np.array([65]))
+    compute_nothing(monkeypatch, timed_step)
     return batches
 
 

@@ -12,7 +12,8 @@ from meshpar import Layout
 from meshpar.recipes import elastic, pretrain
 from meshpar.recipes.config import RunConfig
 from tests.conftest import rows
-from tests.marks import slow
+from tests.run_steps import compute_nothing, counted_step
+from tests.run_steps import shared_steps as shared_steps
 
 BASE = "data=2,stage=2,tensor=2,microbatches=2"
 SAVED, STEPS = 3, 8
@@ -27,7 +28,7 @@ IN_BF16 = ",precision=bf16,param_dtype=bf16"
 
 
 @pytest.fixture(scope="module", autouse=True)
-def steps_only():
+def steps_only(shared_steps):
     """Neither looks at the validation text nor samples, which are programs too."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pretrain, "validate", lambda *args: 5.25)
@@ -74,25 +75,21 @@ def losses_of(model, whole_run, text, tmp_path, layout):
     return rows(out / "metrics.jsonl", "loss")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [
         "fsdp=4,tensor=2",
-        *map(
-            slow,
-            (
-                "data=1",
-                "data=8,zero=1",
-                "data=2,fsdp=2,zero=2,tensor=2",
-                "data=4,tensor=2,sequence_parallel=true",
-                "fsdp=2,tensor=2,context=2",
-                "stage=3,tensor=2,microbatches=4",
-                "stage=4,fsdp=2,microbatches=4,schedule=gpipe",
-                "data=2,stage=2,chunks=2,microbatches=4,schedule=interleaved_1f1b",
-                "stage=2,microbatches=8,splits=1/3,tensor=2",
-                "data=2,fsdp=2,optimizer_memory=host",
-            ),
-        ),
+        "data=1",
+        "data=8,zero=1",
+        "data=2,fsdp=2,zero=2,tensor=2",
+        "data=4,tensor=2,sequence_parallel=true",
+        "fsdp=2,tensor=2,context=2",
+        "stage=3,tensor=2,microbatches=4",
+        "stage=4,fsdp=2,microbatches=4,schedule=gpipe",
+        "data=2,stage=2,chunks=2,microbatches=4,schedule=interleaved_1f1b",
+        "stage=2,microbatches=8,splits=1/3,tensor=2",
+        "data=2,fsdp=2,optimizer_memory=host",
     ],
 )
 def test_the_next_five_losses_are_those_of_the_run_that_went_on(
@@ -172,17 +169,44 @@ def test_a_second_restart_on_fewer_devices_is_cut_as_the_first(asked, monkeypatc
     assert elastic.fitted(named, 4, 1) == ("fsdp=4", "")
 
 
-def test_a_run_goes_on_with_half_the_devices_and_says_how(
-    whole, small_text, tmp_path, monkeypatch, capsys
-):
-    """What the earlier run's layout needs is not there; the same command goes on."""
-    out, losses = whole("dense", DENSE)
+HALF = (
+    f"4 devices instead of 8: layout {BASE} -> stage=2,tensor=2,microbatches=4; "
+    "the global batch stays 8 sequences in the same order, 2 on a device at once"
+)
+
+
+def with_half_the_devices(monkeypatch):
+    """What the earlier run's layout needs is not there."""
     half = jax.devices()[:4]
     monkeypatch.setattr(jax, "devices", lambda *args: half)
     monkeypatch.setattr(jax, "device_count", lambda: len(half))
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_half_the_devices_and_the_same_losses(
+    whole, small_text, tmp_path, monkeypatch, capsys
+):
+    out, losses = whole("dense", DENSE)
+    with_half_the_devices(monkeypatch)
     found = losses_of(DENSE, out, small_text, tmp_path, BASE)
     np.testing.assert_allclose(found, losses[SAVED:], rtol=1e-5)
-    assert (
-        f"4 devices instead of 8: layout {BASE} -> stage=2,tensor=2,microbatches=4; "
-        "the global batch stays 8 sequences in the same order, 2 on a device at once"
-    ) in capsys.readouterr().out
+    assert HALF in capsys.readouterr().out
+
+
+def test_the_same_command_goes_on_with_half_the_devices_and_says_how(
+    small_text, tmp_path, monkeypatch, capsys
+):
+    batches = []
+
+    def timed_step(step, state, batch):
+        batches.append(batch["tokens"])
+        return counted_step(state)
+
+    compute_nothing(monkeypatch, timed_step)
+    pretrain.pretrain(run_of(DENSE, small_text, tmp_path / "whole", BASE))
+    expected = batches[SAVED:]
+    batches.clear()
+    with_half_the_devices(monkeypatch)
+    losses_of(DENSE, tmp_path / "whole", small_text, tmp_path, BASE)
+    np.testing.assert_array_equal(batches, expected)
+    assert HALF in capsys.readouterr().out

@@ -21,17 +21,11 @@ from meshpar.recipes.model import learning_rate_of
 from meshpar.recipes.pretrain import make_step
 from meshpar.recipes.profile import Profile
 from meshpar.recipes.rows import cut_rows_after
+from tests import run_steps
 from tests.conftest import rows
+from tests.run_steps import shared_steps as shared_steps
 
-SMALL = RunConfig(
-    layout="data=2",
-    preset="test",
-    model="vocab=256",
-    seq=16,
-    global_batch=8,
-    sample_tokens=1,
-    steps=4,
-)
+SMALL = RunConfig(**run_steps.SMALL, layout="data=2", steps=4)
 KEYS = {
     *("step", "loss", "grad_norm", "tokens_per_s", "step_s", "skipped"),
     *("data_s", "learning_rate", "mfu", "memory_bytes", "host_memory_bytes"),
@@ -54,7 +48,7 @@ def scalars(folder):
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory, small_text):
+def done(tmp_path_factory, small_text, shared_steps):
     """A short run: its folder, TensorBoard's, and what the function was called with."""
     folder = tmp_path_factory.mktemp("run")
     seen = []
