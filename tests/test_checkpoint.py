@@ -1,11 +1,11 @@
 """A checkpoint holds the same values under any layout, or says what is wrong."""
 
+import functools
 import gc
 import logging
 import os
 import re
 import subprocess
-import sys
 import threading
 import weakref
 from concurrent import futures
@@ -28,12 +28,14 @@ from meshpar.train.checkpoint import (
 )
 from meshpar.train.checkpoint_errors import reason_of
 from meshpar.train.layer_order import model_order_structs
-from tests.marks import slow
+from tests import warm
 from tests.refusals import names, neutral
+from tests.states import drawn
 
 RUN = {"layout": "fsdp=4,tensor=2", "seed": 3, "text": "plays/hamlet.txt"}
 
 
+@functools.cache
 def make_step(layout, **sizes):
     return make_train_step(
         build("test", **sizes), optax.adam(1e-3), layout, devices=jax.devices()
@@ -83,7 +85,7 @@ def assert_bitwise_equal(left, right):
 
 def run_in_child(program, folder):
     return subprocess.run(
-        [sys.executable, "-c", program, str(folder)],
+        [*warm.words(), "-c", program, str(folder)],
         cwd=Path(__file__).parents[1],
         capture_output=True,
         text=True,
@@ -143,6 +145,7 @@ OTHERS = {
 """Layouts that a checkpoint of `data=8` goes on under, and what is other there."""
 
 
+@functools.cache
 def four_layer_step(layout):
     layout = Layout.parse(layout)
     devices = jax.devices()[: layout.num_devices]
@@ -184,22 +187,48 @@ def trained_on_one_axis(tmp_path_factory):
     return folder, kept, trained(step, state, (2, 3))[1]
 
 
-@pytest.mark.parametrize("layout", [*PIPELINED, *map(slow, OTHERS)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [*PIPELINED, *OTHERS])
 def test_a_run_goes_on_under_stages_and_back_with_the_same_losses(
     layout, trained_on_one_axis, tmp_path
 ):
     folder, state, losses = trained_on_one_axis
+    step, staged = there_and_back(folder, state, layout, tmp_path)
+    np.testing.assert_allclose(trained(step, staged, (2, 3))[1], losses, rtol=1e-5)
+
+
+def there_and_back(folder, state, layout, other_folder):
+    """The step and the state under a layout, from which the first comes back."""
     step, staged = restored_under(folder, layout)
-    with Checkpoints(tmp_path, layer_orders=step.layer_orders) as checkpoints:
+    with Checkpoints(other_folder, layer_orders=step.layer_orders) as checkpoints:
         checkpoints.save(staged, RUN)
-    _, back = restored_under(tmp_path, "data=8")
+    _, back = restored_under(other_folder, "data=8")
     assert_bitwise_equal(back, state)
     for array, sharding in zip(
         jax.tree.leaves(staged), jax.tree.leaves(step.shardings), strict=True
     ):
         assert array.sharding.is_equivalent_to(sharding, array.ndim)
         assert sharding.memory_kind in (None, array.sharding.memory_kind)
-    np.testing.assert_allclose(trained(step, staged, (2, 3))[1], losses, rtol=1e-5)
+    return step, staged
+
+
+@pytest.mark.parametrize("layout", [list(PIPELINED)[1], list(PIPELINED)[-1]])
+def test_every_layer_comes_to_its_place_and_nothing_to_an_empty_one(layout, tmp_path):
+    first = four_layer_step("data=8")
+    state = drawn(first, scale=1.0, steps_done=2)
+    with Checkpoints(tmp_path / "first") as checkpoints:
+        checkpoints.save(state, RUN)
+    step, staged = there_and_back(tmp_path / "first", state, layout, tmp_path / "other")
+
+    def check(found, whole, order):
+        if order.places is not None:
+            whole = np.asarray(whole)
+            layers = [whole[at] if at >= 0 else 0 * whole[0] for at in order.places]
+            whole = np.stack(layers)
+        np.testing.assert_array_equal(found, whole)
+
+    jax.tree.map(check, staged, state, step.layer_orders)
+    assert any(one.places for one in jax.tree.leaves(step.layer_orders))
 
 
 @pytest.mark.parametrize("layout", list(PIPELINED)[1:3])
@@ -340,16 +369,15 @@ def test_those_of_every_nth_step_are_kept_too(tmp_path):
 
 def test_what_is_saved_while_the_run_goes_on_is_the_state_of_its_step(tmp_path):
     """Steps take the state's own memory: on CPUs, where the copy could be none."""
-    step = make_step("data=-1")
+    step = four_layer_step("data=8")
     state = step.init(seed=0)
-    batch = {name: array[:, :8] for name, array in tokens_of(0).items()}
     states = {}
     with Checkpoints(tmp_path, keep=4) as checkpoints:
         for _ in range(4):
-            state, _ = step(state, batch)
+            state, _ = step(state, tokens_of(0))
             states[int(state.step)] = jax.tree.map(np.array, state)
             checkpoints.save(state, RUN, wait=False)
-        state, _ = step(state, batch)
+        state, _ = step(state, tokens_of(0))
     for steps_done, kept in states.items():
         with Checkpoints(tmp_path) as checkpoints:
             assert checkpoints.newest_good(at_most=steps_done) == steps_done
@@ -359,17 +387,16 @@ def test_what_is_saved_while_the_run_goes_on_is_the_state_of_its_step(tmp_path):
 
 @pytest.mark.parametrize("until", ["begun", "written"])
 def test_a_step_takes_the_states_memory_while_it_is_saved(until, tmp_path, monkeypatch):
-    step = make_step("data=-1")
+    step = four_layer_step("data=8")
     state = step.init(seed=0)
     kept = jax.tree.map(np.array, state)
-    batch = {name: array[:, :8] for name, array in tokens_of(0).items()}
     may_go_on = threading.Event()
     with Checkpoints(tmp_path) as checkpoints:
         name = {"begun": "save", "written": "wait_until_finished"}[until]
         hold_back(checkpoints._manager, name, may_go_on, monkeypatch)
         checkpoints.save(state, RUN, wait=False)
         before = memory_of(state.params)
-        state, _ = step(state, batch)
+        state, _ = step(state, tokens_of(0))
         assert memory_of(state.params) == before
         may_go_on.set()
         assert checkpoints.latest_step == 0
