@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from meshpar import make_train_step
 from meshpar.cli.main import main as command
 from meshpar.data.errors import DataError
 from meshpar.model.lora import TARGETS
+from meshpar.model.parameter import is_parameter
 from meshpar.models.convert.chat_template import ChatTemplate, read_template
 from meshpar.models.convert.weights import read_weights
 from meshpar.models.convert.writing import write_weights
@@ -55,8 +57,43 @@ def theirs(tmp_path_factory, small_text):
     (like / "generation_config.json").write_text(json.dumps({"eos_token_id": ENDS}))
     folder = tmp_path_factory.mktemp("theirs") / "model"
     config = configure("test", vocab=300)
-    write_weights(folder, config, build_config(config).init(0), like=like)
+    write_weights(folder, config, values_of(build_config(config)), like=like)
     return folder
+
+
+def values_of(model):
+    """Scales of 1, and small values of all that is multiplied."""
+    rng = np.random.default_rng(0)
+
+    def drawn(parameter):
+        values = rng.normal(0, 0.1, parameter.stacked_shape)
+        is_scale = len(parameter.shape) == 1
+        return (np.ones_like(values) if is_scale else values).astype(np.float32)
+
+    return jax.tree.map(drawn, model.parameters, is_leaf=is_parameter)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_steps():
+    """Starts of the same model and options share their step."""
+    recipe = sys.modules[finetune.__module__]
+    kept, plain = {}, recipe.step_of
+
+    def step_of(config, loaded):
+        key = loaded.config, config.lora, config.layout
+        key += config.steps, config.learning_rate
+        if key not in kept:
+            kept[key] = plain(config, loaded)
+        return kept[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recipe, "step_of", step_of)
+        yield
+
+
+SAME = ["--layout", "data=2,tensor=2", "--steps", "12", "--learning-rate", "0.03"]
+SAME += ["--seq", "32"]
+"""Of the run below, on a command line."""
 
 
 @pytest.fixture(scope="module")
@@ -117,9 +154,8 @@ def test_a_run_that_was_cut_off_goes_on(run, theirs, small_text, tmp_path):
     shutil.copytree(run.folder, out)
     shutil.rmtree(out / "checkpoints" / "12")
     words = ["--from", str(theirs), "--out", str(out), "--resume", "auto"]
-    words += ["--text", str(small_text), "--layout", "data=2,tensor=2", "--seq", "32"]
-    words += ["--rank", "4", "--steps", "12", "--global-batch", "4"]
-    assert main([*words, "--validation-rows", "3", "--learning-rate", "0.03"]) == 0
+    words += ["--text", str(small_text), *SAME, "--rank", "4", "--global-batch", "4"]
+    assert main([*words, "--validation-rows", "3"]) == 0
     (_, found), (_, wanted) = (read_arrays(folder) for folder in (out, run.folder))
     jax.tree.map(
         lambda one, other: np.testing.assert_array_equal(one[...], other[...]),
@@ -164,17 +200,20 @@ def said_on_a_command_line(words):
 
 def test_another_run_does_not_take_its_place(run, theirs, small_text, refuses):
     words = ["--from", str(theirs), "--out", str(run.folder), "--rank", "4"]
-    words += ["--text", str(small_text), "--layout", "data=2,tensor=2", "--seq", "32"]
+    words += ["--text", str(small_text), *SAME]
     with refuses("run.folder_is_taken", 12, "--resume"):
         finetune(said_on_a_command_line(words))
 
 
-def test_a_refused_start_leaves_the_tokenizer_as_it_was(run, theirs, tmp_path):
+def test_a_refused_start_leaves_the_tokenizer_as_it_was(
+    run, theirs, small_text, tmp_path
+):
     other = tmp_path / "other"
     shutil.copytree(theirs, other)
     write_bpe(other / "tokenizer.json", ["of other words entirely"])
     before = (run.folder / "tokenizer.json").read_bytes()
-    assert main(["--from", str(other), "--out", str(run.folder)]) == 2
+    words = ["--from", str(other), "--out", str(run.folder), "--text", str(small_text)]
+    assert main([*words, *SAME, "--rank", "4"]) == 2
     assert (run.folder / "tokenizer.json").read_bytes() == before
 
 
@@ -189,7 +228,7 @@ def test_another_run_is_not_gone_on_with(
     words, values, run, theirs, small_text, refuses
 ):
     given = ["--from", str(theirs), "--out", str(run.folder), "--resume", *words]
-    given += ["--text", str(small_text), "--layout", "data=2,tensor=2", "--seq", "32"]
+    given += ["--text", str(small_text), *SAME]
     with refuses("run.changed_option", *values):
         finetune(said_on_a_command_line(given))
 

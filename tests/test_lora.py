@@ -20,14 +20,19 @@ MODEL = build("test", layers=4)
 SHAPE = LoRA(rank=3, alpha=6.0)
 STEPS, RATE = 3, 0.05
 LAYOUTS = [
-    "data=2,tensor=2",
-    "fsdp=2,stage=2,microbatches=2",
-]
-SLOW = [
-    "fsdp=4,zero=3,tensor=2,remat=full",
-    "stage=2,tensor=2,context=2,microbatches=4,schedule=interleaved_1f1b,chunks=2",
-    "tensor=2,sequence_parallel=true",
-    "data=8",
+    "fsdp=2,tensor=2",
+    *map(
+        slow,
+        (
+            "data=2,tensor=2",
+            "fsdp=2,stage=2,microbatches=2",
+            "fsdp=4,zero=3,tensor=2,remat=full",
+            "stage=2,tensor=2,context=2,microbatches=4,schedule=interleaved_1f1b,"
+            "chunks=2",
+            "tensor=2,sequence_parallel=true",
+            "data=8",
+        ),
+    ),
 ]
 
 
@@ -124,23 +129,44 @@ def close(found, wanted):
     jax.tree.map(check, found, wanted)
 
 
-@pytest.mark.parametrize("line", [*LAYOUTS, *map(slow, SLOW)])
-def test_steps_are_those_of_the_plain_program(line):
+@functools.cache
+def step_of(line):
     layout = Layout.of(line)
-    step = make_train_step(
-        SHAPE.model(MODEL),
-        optax.sgd(RATE),
-        layout,
-        devices=jax.devices()[: layout.num_devices],
-    )
-    state = step.init(params=factors(), model_state=SHAPE.state(MODEL, base()))
+    devices = jax.devices()[: layout.num_devices]
+    return make_train_step(SHAPE.model(MODEL), optax.sgd(RATE), layout, devices=devices)
+
+
+def first_state(step):
+    return step.init(params=factors(), model_state=SHAPE.state(MODEL, base()))
+
+
+@pytest.mark.parametrize("line", LAYOUTS)
+def test_steps_are_those_of_the_plain_program(line):
+    step = step_of(line)
+    state = first_state(step)
+    frozen = jax.tree.map(np.asarray, state.model_state)
     wanted, last = plain_steps()
+    values = factors()
     for batch, (loss, gradients) in zip(batches(), wanted, strict=True):
+        state, metrics = step(state, batch)
+        assert abs(float(metrics["loss"]) - loss) < 1e-5
+        before, values = values, step.in_layer_order(state.params)
+        values = jax.tree.map(np.asarray, values)
+        slopes = jax.tree.map(lambda one, other: (one - other) / RATE, before, values)
+        close(slopes, gradients)
+    close(values, last)
+    jax.tree.map(np.testing.assert_array_equal, state.model_state, frozen)
+
+
+@pytest.mark.parametrize("line", [slow(LAYOUTS[0]), *LAYOUTS[1:]])
+def test_so_are_the_gradients_of_the_program_that_gives_them(line):
+    step = step_of(line)
+    state = first_state(step)
+    for batch, (loss, gradients) in zip(batches(), plain_steps()[0], strict=True):
         found, slopes = step.loss_and_gradients(state, batch)
         assert abs(float(found) - loss) < 1e-5
         close(step.in_layer_order(slopes), gradients)
         state, _ = step(state, batch)
-    close(step.in_layer_order(state.params), last)
 
 
 @pytest.mark.slow
@@ -177,36 +203,42 @@ def test_nothing_is_kept_of_what_is_frozen():
     step = make_train_step(
         SHAPE.model(MODEL), optax.adamw(1e-2), "data=1", devices=jax.devices()[:1]
     )
-    state = step.init(0, model_state=SHAPE.state(MODEL, base()))
+    state = step.state_shapes
     few = sum(x.size for x in jax.tree.leaves(state.params))
     assert few < MODEL.num_parameters / 3
     moments = sum(x.size for x in jax.tree.leaves(state.opt_state))
     assert moments <= 2 * few + 8
-    before = jax.tree.map(np.asarray, state.model_state)
-    first = float(step.evaluate(state, batches()[0])[0])
-    plain = make_train_step(MODEL, optax.sgd(1.0), "data=1", devices=jax.devices()[:1])
-    as_it_was = plain.evaluate(plain.init(params=base()), batches()[0])[0]
-    assert first == pytest.approx(float(as_it_was), rel=1e-6), "B is zero at first"
-    state, _ = step(state, batches()[0])
-    jax.tree.map(np.testing.assert_array_equal, state.model_state, before)
+
+
+@functools.cache
+def plain_step():
+    one = jax.devices()[:1]
+    return make_train_step(MODEL, optax.sgd(1.0), "data=1", devices=one)
+
+
+def assert_same_logits(state, params):
+    """Holds a state with factors to the model with those weights."""
+    tokens, plain = batches()[0]["tokens"], plain_step()
+    np.testing.assert_allclose(
+        step_of("data=1").logits(state, tokens),
+        plain.logits(plain.init(params=params), tokens),
+        atol=2e-6,
+    )
+
+
+def test_a_model_says_at_first_what_it_said_without_factors():
+    given = SHAPE.state(MODEL, base())
+    state = step_of("data=1").init(0, model_state=given)
+    is_zero = [not np.any(x) for x in jax.tree.leaves(state.params)]
+    assert sum(is_zero) == len(is_zero) / 2, "B is zero at first, and A is not"
+    assert_same_logits(state, base())
 
 
 def test_merged_weights_say_the_same():
-    values, model = factors(), SHAPE.model(MODEL)
     given = SHAPE.state(MODEL, jax.tree.map(np.asarray, base()))
-    merged, own = SHAPE.merged(MODEL, values, given)
+    merged, own = SHAPE.merged(MODEL, factors(), given)
     assert own == {}
-    one = {"devices": jax.devices()[:1]}
-    with_factors = make_train_step(model, optax.sgd(1.0), "data=1", **one)
-    plain = make_train_step(MODEL, optax.sgd(1.0), "data=1", **one)
-    tokens = batches()[0]["tokens"]
-    np.testing.assert_allclose(
-        plain.logits(plain.init(params=merged), tokens),
-        with_factors.logits(
-            with_factors.init(params=values, model_state=given), tokens
-        ),
-        atol=2e-6,
-    )
+    assert_same_logits(first_state(step_of("data=1")), merged)
 
 
 def test_a_part_of_a_merged_weight_is_that_of_the_whole():

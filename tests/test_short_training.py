@@ -10,6 +10,7 @@ import pytest
 
 from meshpar import Layout, make_train_step
 from meshpar.models.presets import build
+from tests.marks import slow
 
 PLAYS = Path(__file__).parents[1] / "recipes" / "data" / "shakespeare"
 BATCH = 64
@@ -46,7 +47,14 @@ def digits():
     return found.images[..., None].astype(np.float32) / 16, found.target
 
 
-def test_a_vision_transformer_learns_to_read_digits_in_a_pipeline():
+@pytest.mark.parametrize(
+    ("layout", "layers"),
+    [
+        ("data=2,tensor=2", 2),
+        slow("data=2,stage=2,tensor=2,microbatches=4,schedule=1f1b", 4),
+    ],
+)
+def test_a_vision_transformer_learns_to_read_digits(layout, layers):
     images, labels = digits()
     held_out = len(images) - 4 * BATCH
     rng = np.random.default_rng(0)
@@ -56,9 +64,8 @@ def test_a_vision_transformer_learns_to_read_digits_in_a_pipeline():
             chosen = rng.integers(0, held_out, BATCH)
             yield {"images": images[chosen], "labels": labels[chosen]}
 
-    sizes = dict(image=8, patch=4, channels=1, layers=4, embed=32, heads=4)
+    sizes = dict(image=8, patch=4, channels=1, layers=layers, embed=32, heads=4)
     model = build("tiny-vit", **sizes, init_std=0.2)
-    layout = "data=2,stage=2,tensor=2,microbatches=4,schedule=1f1b"
     step, state = trained(model, layout, batches(), rate=5e-3)
     rest = {"images": images[held_out:], "labels": labels[held_out:]}
     loss_sum, weight_sum = step.evaluate(state, rest)
@@ -69,6 +76,7 @@ def test_a_vision_transformer_learns_to_read_digits_in_a_pipeline():
     assert accuracy > 3 * most_frequent
 
 
+@pytest.mark.slow
 def test_an_encoder_decoder_learns_to_mend_text_on_split_states():
     text = np.frombuffer((PLAYS / "macbeth.txt").read_bytes(), np.uint8)
     rng = np.random.default_rng(0)
