@@ -141,6 +141,7 @@ def impatient(monkeypatch):
     """What takes seconds of waiting takes less."""
     monkeypatch.setattr("meshpar.distributed.roll_call._PORT_S", 0.3)
     monkeypatch.setattr("meshpar.distributed.processes._LINGER_S", 0.5)
+    monkeypatch.setattr("meshpar.distributed.processes._GRACE_S", 0.5)
 
 
 def caused(error, cause):
